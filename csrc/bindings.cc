@@ -1,0 +1,87 @@
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <optional>
+#include <nanobind/stl/optional.h>
+
+#include "cpu/cpu.h"
+#include "ffi.h"
+#include "plan.h"
+
+namespace nb = nanobind;
+using namespace jax_softmax;
+
+namespace {
+
+template <size_t n>
+int index_of(const char* const (&names)[n], const std::string& name, const char* argument) {
+  for (size_t i = 0; i < n; ++i) {
+    if (name == names[i]) return static_cast<int>(i);
+  }
+  throw nb::value_error((std::string("unknown ") + argument + ": " + name).c_str());
+}
+
+nb::list extents(const Dims& dims) {
+  nb::list list;
+  for (int i = 0; i < dims.size; ++i) list.append(nb::make_tuple(dims.dim[i].extent, dims.dim[i].stride));
+  return list;
+}
+
+nb::dict plan(const std::vector<int64_t>& shape, const std::vector<int64_t>& axes, const std::string& op,
+              const std::string& dtype, const std::optional<std::vector<int64_t>>& mask_shape, int compute_capability,
+              int multiprocessors, int shared_memory_per_block) {
+  if (mask_shape && mask_shape->size() != shape.size()) throw nb::value_error("the mask differs in rank");
+  View view;
+  const std::string error = make_view(shape.data(), mask_shape ? mask_shape->data() : nullptr,
+                                      static_cast<int>(shape.size()), axes.data(), static_cast<int>(axes.size()), &view);
+  if (!error.empty()) throw nb::value_error(error.c_str());
+  const CudaPlan plan = make_cuda_plan(view, static_cast<Op>(index_of(kOpNames, op, "op")),
+                                       static_cast<DType>(index_of(kDTypeNames, dtype, "dtype")), Alignment::kAligned,
+                                       {compute_capability, multiprocessors, shared_memory_per_block});
+  nb::dict result;
+  result["kept"] = extents(view.kept);
+  result["reduced"] = extents(view.reduced);
+  result["minor_reduced"] = view.minor_reduced;
+  result["rows"] = view.rows;
+  result["columns"] = view.columns;
+  result["schedule"] = kScheduleNames[static_cast<int>(plan.schedule)];
+  result["lanes"] = plan.lanes;
+  result["packs"] = plan.packs;
+  result["threads"] = plan.threads;
+  result["blocks"] = plan.blocks;
+  result["shared_bytes"] = plan.shared_bytes;
+  result["exact"] = plan.exact;
+  return result;
+}
+
+nb::dict build_info() {
+  nb::list variants;
+  for (int i = 0; i < cpu::kVariantCount; ++i) variants.append(cpu::kVariants[i].name);
+  nb::dict info;
+  info["version"] = JAX_SOFTMAX_VERSION;
+  info["compiler"] = JAX_SOFTMAX_COMPILER;
+  info["ffi_api"] = nb::make_tuple(JAX_SOFTMAX_FFI_MAJOR, JAX_SOFTMAX_FFI_MINOR);
+  info["cpu_variants"] = variants;
+  info["cpu_variant"] = cpu::variant().name;
+  info["cuda"] = cuda_handler() != nullptr;
+  info["cuda_version"] = JAX_SOFTMAX_CUDA_VERSION;
+  info["cuda_architectures"] = JAX_SOFTMAX_CUDA_ARCHITECTURES;
+  return info;
+}
+
+}  // namespace
+
+NB_MODULE(_kernels, m) {
+  m.doc() = "The compiled kernels of jax_softmax: FFI handlers, the plan, and what was built.";
+  m.attr("MAX_DIMS") = kMaxDims;
+  m.def("cpu_handler", [] { return nb::capsule(cpu_handler()); });
+  m.def("cuda_handler", []() -> std::optional<nb::capsule> {
+    if (void* handler = cuda_handler()) return nb::capsule(handler);
+    return std::nullopt;
+  });
+  m.def("build_info", &build_info);
+  m.def("plan", &plan, nb::arg("shape"), nb::arg("axes"), nb::arg("op"), nb::arg("dtype"),
+        nb::arg("mask_shape").none() = nb::none(), nb::arg("compute_capability") = 90,
+        nb::arg("multiprocessors") = 132, nb::arg("shared_memory_per_block") = 227 * 1024);
+}

@@ -1,0 +1,35 @@
+// The CPU kernels: one table of functions for each instruction set that is compiled in, chosen at run time.
+#pragma once
+
+#include <cstdint>
+
+#include "plan.h"
+
+namespace jax_softmax::cpu {
+
+struct Operands {
+  const void* in[2];
+  const bool* mask;  // null without a mask
+  void* out;
+};
+
+// Work comes in units, numbered from 0, that can run in any order on any thread.
+struct Kernel {
+  int64_t (*units)(const View& view);
+  void (*run)(const View& view, const Operands& operands, int64_t first_unit, int64_t last_unit);
+};
+
+struct Variant {
+  const char* name;
+  bool (*supported)();  // by the processor this runs on
+  Kernel (*kernel)(Op op, DType dtype, const View& view);
+};
+
+// Compiled-in variants, the fastest first; the last one is supported everywhere.
+extern const Variant kVariants[];
+extern const int kVariantCount;
+
+// The variant that runs here.
+const Variant& variant();
+
+}  // namespace jax_softmax::cpu

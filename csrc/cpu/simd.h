@@ -1,0 +1,239 @@
+// SIMD vectors over the compilers' vector extensions, for the instruction set that the including file is compiled for.
+// Everything stands in a namespace named after it, so that the linker never mixes two of them up.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <utility>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#include "ops.h"
+
+namespace jax_softmax::cpu::JAX_SOFTMAX_ISA {
+
+#if defined(__AVX512F__)
+inline constexpr int kVectorBytes = 64;
+#elif defined(__AVX2__)
+inline constexpr int kVectorBytes = 32;
+#else
+inline constexpr int kVectorBytes = 16;
+#endif
+
+template <class T, int n>
+struct VectorOf {
+  typedef T type __attribute__((vector_size(n * sizeof(T))));
+};
+template <class T, int n>
+using Vector = typename VectorOf<T, n>::type;
+
+template <class To, class From>
+JAX_SOFTMAX_INLINE To bits_as(From from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  std::memcpy(&to, &from, sizeof(To));
+  return to;
+}
+
+template <class F>
+struct ExpConstants;
+
+// exp(r) = 1 + r + r^2 p(r) for |r| <= ln(2)/2: Taylor's coefficients to the order at which the first one left out is
+// below a quarter of a unit in the last place. ln(2) is split so that n * kLn2High is exact (Cody & Waite, 1980).
+template <>
+struct ExpConstants<float> {
+  using Int = int32_t;
+  static constexpr int kMantissa = 23, kBias = 127;
+  static constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer in the low bits
+  static constexpr float kLow = -105.0f, kHigh = 89.0f;  // beyond: 0 and infinity
+  static constexpr float kLn2High = 0.693359375f, kLn2Low = -2.12194440e-4f;
+  static constexpr int kTerms = 6;
+};
+template <>
+struct ExpConstants<double> {
+  using Int = int64_t;
+  static constexpr int kMantissa = 52, kBias = 1023;
+  static constexpr double kRound = 6755399441055744.0;
+  static constexpr double kLow = -746.0, kHigh = 710.0;
+  static constexpr double kLn2High = 6.93145751953125e-1, kLn2Low = 1.42860682030941723212e-6;
+  static constexpr int kTerms = 12;
+};
+
+// The policy (see ops.h) of vectors of F, which is float or double.
+template <class F>
+struct Simd {
+  using Scalar = F;
+  static constexpr int kLanes = kVectorBytes / sizeof(F);
+  using Value = Vector<F, kLanes>;
+  using Int = typename ExpConstants<F>::Int;
+  using IntValue = Vector<Int, kLanes>;
+  static constexpr F kInfinity = std::numeric_limits<F>::infinity();
+
+  static JAX_SOFTMAX_INLINE Value constant(F c) { return Value{} + c; }
+  static JAX_SOFTMAX_INLINE IntValue equal(Value a, Value b) { return a == b; }
+  static JAX_SOFTMAX_INLINE Value select(IntValue condition, Value a, Value b) { return condition ? a : b; }
+  // Ignores a NaN in b.
+  static JAX_SOFTMAX_INLINE Value max(Value a, Value b) { return b > a ? b : a; }
+
+  static JAX_SOFTMAX_INLINE Value exp(Value x) {
+    using K = ExpConstants<F>;
+    x = x < K::kLow ? constant(K::kLow) : x;  // a NaN compares false and stays
+    x = x > K::kHigh ? constant(K::kHigh) : x;
+    const Value shifted = x * F(1.44269504088896340736) + K::kRound;
+    const Value n = shifted - K::kRound;
+    const Value r = (x - n * K::kLn2High) - n * K::kLn2Low;
+    Value p = constant(F(1) / factorial(K::kTerms + 1));
+    JAX_SOFTMAX_UNROLL
+    for (int i = K::kTerms; i >= 2; --i) p = p * r + F(1) / factorial(i);
+    p = (p * r) * r + r + F(1);
+    return scale_by_power_of_two(p, n, shifted);
+  }
+
+  static JAX_SOFTMAX_INLINE Value log(Value x) {  // once a row: no need of a vectorised one
+    for (int i = 0; i < kLanes; ++i) x[i] = sizeof(F) == 4 ? __builtin_logf(x[i]) : __builtin_log(x[i]);
+    return x;
+  }
+
+  // Reduces x over its lanes with f, in a tree whose order is fixed, and returns the result in every lane.
+  template <class Function>
+  static JAX_SOFTMAX_INLINE Value across_lanes(Value x, Function f) {
+    return constant(fold<kLanes>(x, f, std::make_integer_sequence<int, kLanes / 2>()));
+  }
+
+ private:
+  template <int n, class Function, int... lane>
+  static JAX_SOFTMAX_INLINE F fold(Vector<F, n> x, Function f, std::integer_sequence<int, lane...>) {
+    if constexpr (n == 2) {
+      return f(x[0], x[1]);
+    } else {
+      const Vector<F, n / 2> low = __builtin_shufflevector(x, x, lane...);
+      const Vector<F, n / 2> high = __builtin_shufflevector(x, x, (lane + n / 2)...);
+      return fold<n / 2>(f(low, high), f, std::make_integer_sequence<int, n / 4>());
+    }
+  }
+  static constexpr F factorial(int n) { return n <= 1 ? F(1) : F(n) * factorial(n - 1); }
+
+  // p * 2^n in two steps, since 2^n itself may be no normal number where the product is one.
+  static JAX_SOFTMAX_INLINE Value scale_by_power_of_two(Value p, Value n, Value shifted) {
+#if defined(__AVX512F__)
+    (void)shifted;
+    if constexpr (sizeof(F) == 4) {
+      return (Value)_mm512_scalef_ps((__m512)p, (__m512)n);
+    } else {
+      return (Value)_mm512_scalef_pd((__m512d)p, (__m512d)n);
+    }
+#else
+    (void)n;
+    using K = ExpConstants<F>;
+    const IntValue exponent = bits_as<IntValue>(shifted) - bits_as<Int>(K::kRound);
+    const IntValue half = exponent >> 1;
+    return p * bits_as<Value>((half + K::kBias) << K::kMantissa) *
+           bits_as<Value>((exponent - half + K::kBias) << K::kMantissa);
+#endif
+  }
+};
+
+// Storage types. Memory holds T; arithmetic is done in Convert<T>::Compute.
+struct Half {
+  uint16_t bits;
+};
+struct BFloat16 {
+  uint16_t bits;
+};
+
+template <class T>
+struct Convert;
+
+template <class F>
+struct ConvertSame {
+  using Compute = F;
+  using V = typename Simd<F>::Value;
+  static JAX_SOFTMAX_INLINE V load(const F* p) {
+    V v;
+    std::memcpy(&v, p, sizeof(v));
+    return v;
+  }
+  static JAX_SOFTMAX_INLINE void store(F* p, V v) { std::memcpy(p, &v, sizeof(v)); }
+};
+template <>
+struct Convert<float> : ConvertSame<float> {};
+template <>
+struct Convert<double> : ConvertSame<double> {};
+
+// 16-bit types as vectors of unsigned 16-bit and 32-bit integers.
+struct Convert16 {
+  using Compute = float;
+  static constexpr int n = Simd<float>::kLanes;
+  using V = Vector<float, n>;
+  using U32 = Vector<uint32_t, n>;
+  using I32 = Vector<int32_t, n>;
+  using U16 = Vector<uint16_t, n>;
+
+  template <class T>
+  static JAX_SOFTMAX_INLINE U16 load_bits(const T* p) {
+    U16 bits;
+    std::memcpy(&bits, p, sizeof(bits));
+    return bits;
+  }
+  template <class T>
+  static JAX_SOFTMAX_INLINE void store_bits(T* p, U32 bits) {
+    const U16 narrow = __builtin_convertvector(bits, U16);
+    std::memcpy(p, &narrow, sizeof(narrow));
+  }
+};
+
+template <>
+struct Convert<BFloat16> : Convert16 {
+  static JAX_SOFTMAX_INLINE V load(const BFloat16* p) {
+    return bits_as<V>(__builtin_convertvector(load_bits(p), U32) << 16);
+  }
+  static JAX_SOFTMAX_INLINE void store(BFloat16* p, V v) {
+    const U32 bits = bits_as<U32>(v);
+    const U32 rounded = bits + (0x7fffu + ((bits >> 16) & 1u));  // to nearest, ties to even
+    store_bits(p, (v == v ? rounded : bits | 0x400000u) >> 16);
+  }
+};
+
+template <>
+struct Convert<Half> : Convert16 {
+#if defined(__AVX512F__)
+  static JAX_SOFTMAX_INLINE V load(const Half* p) {
+    return (V)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  }
+  static JAX_SOFTMAX_INLINE void store(Half* p, V v) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT));
+  }
+#elif defined(__F16C__)
+  static JAX_SOFTMAX_INLINE V load(const Half* p) {
+    return (V)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  }
+  static JAX_SOFTMAX_INLINE void store(Half* p, V v) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT));
+  }
+#else
+  static JAX_SOFTMAX_INLINE V load(const Half* p) {
+    const U32 h = __builtin_convertvector(load_bits(p), U32);
+    // The exponent's field moved into place, then its bias mended by a multiplication, which makes subnormals normal.
+    const V magnitude = bits_as<V>((h & 0x7fffu) << 13) * bits_as<float>(uint32_t{(254 - 15) << 23});
+    const U32 infinite = (h & 0x7c00u) == 0x7c00u ? U32{} + 0x7f800000u : U32{};
+    return bits_as<V>(bits_as<U32>(magnitude) | infinite | ((h & 0x8000u) << 16));
+  }
+  static JAX_SOFTMAX_INLINE void store(Half* p, V v) {
+    const U32 bits = bits_as<U32>(v);
+    const U32 sign = (bits >> 16) & 0x8000u;
+    const U32 magnitude = bits & 0x7fffffffu;
+    const U32 normal = (magnitude - (112u << 23) + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
+    // Adding 0.5 leaves a subnormal's mantissa, rounded to even, in the low bits.
+    const U32 subnormal = bits_as<U32>(bits_as<V>(magnitude) + 0.5f) - 0x3f000000u;
+    U32 half = magnitude < (113u << 23) ? subnormal : normal;
+    half = magnitude >= 0x477ff000u ? U32{} + 0x7c00u : half;
+    half = magnitude > 0x7f800000u ? U32{} + 0x7e00u : half;
+    store_bits(p, sign | half);
+  }
+#endif
+};
+
+}  // namespace jax_softmax::cpu::JAX_SOFTMAX_ISA

@@ -1,0 +1,82 @@
+// Schedules for rows that are not contiguous: any view, each element addressed by itself, read twice.
+#pragma once
+
+#include "cuda/access.cuh"
+#include "cuda/reduce.cuh"
+
+namespace jax_softmax::cuda {
+
+template <class A>
+struct ViewArgs {
+  A access;
+  View view;
+};
+
+__device__ __forceinline__ RowOffset operator+(RowOffset a, RowOffset b) {
+  return {a.element + b.element, a.mask + b.mask};
+}
+
+// Minor axis reduced: a block shares a row and its threads lie along it.
+template <class A>
+__global__ void __launch_bounds__(256) gathered_rows(const __grid_constant__ ViewArgs<A> args) {
+  using Op = typename A::Op;
+  using M = typename A::M;
+  using C = typename A::C;
+  const View& view = args.view;
+  const RowOffset base = offset_of(view.kept, view.kept.size, blockIdx.x);
+  State<C> state = identity<Op, M>();
+  for (int64_t c = threadIdx.x; c < view.columns; c += blockDim.x) {
+    C values[1][A::kInputs];
+    args.access.load(values[0], base + offset_of(view.reduced, view.reduced.size, c));
+    accumulate<Op, M>(state, values);
+  }
+  const BlockGroup<Op, M> group;
+  const auto row = Op::row(group.combine_warps(combine_over_lanes<Op, M, 32>(state)));
+  for (int64_t c = threadIdx.x; c < view.columns; c += blockDim.x) {
+    const RowOffset at = base + offset_of(view.reduced, view.reduced.size, c);
+    C values[A::kInputs];
+    args.access.load(values, at);
+    args.access.store(Op::finish(row, values), at);
+  }
+}
+
+// Minor axis kept: a warp lies across 32 neighbouring columns, and the block's warps share the way down.
+template <class A>
+__global__ void __launch_bounds__(256) columns_side_by_side(const __grid_constant__ ViewArgs<A> args) {
+  using Op = typename A::Op;
+  using M = typename A::M;
+  using C = typename A::C;
+  constexpr int kWarps = 256 / 32;
+  __shared__ State<C> part[kWarps][32];
+  const View& view = args.view;
+  const Dim& inner = view.kept.dim[view.kept.size - 1];
+  const int64_t tiles = (inner.extent + 31) / 32;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int64_t column = static_cast<int64_t>(blockIdx.x % tiles) * 32 + lane;
+  const bool active = column < inner.extent;
+  RowOffset base = offset_of(view.kept, view.kept.size - 1, blockIdx.x / tiles);
+  base = base + RowOffset{column, column * inner.mask_stride};
+  State<C> state = identity<Op, M>();
+  if (active) {
+    for (int64_t r = warp; r < view.columns; r += kWarps) {
+      C values[1][A::kInputs];
+      args.access.load(values[0], base + offset_of(view.reduced, view.reduced.size, r));
+      accumulate<Op, M>(state, values);
+    }
+  }
+  part[warp][lane] = state;
+  __syncthreads();
+  if (!active) return;
+  state = part[0][lane];
+#pragma unroll
+  for (int w = 1; w < kWarps; ++w) state = combine<Op, M>(state, part[w][lane]);
+  const auto row = Op::row(state);
+  for (int64_t r = warp; r < view.columns; r += kWarps) {
+    const RowOffset at = base + offset_of(view.reduced, view.reduced.size, r);
+    C values[A::kInputs];
+    args.access.load(values, at);
+    args.access.store(Op::finish(row, values), at);
+  }
+}
+
+}  // namespace jax_softmax::cuda

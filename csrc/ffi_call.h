@@ -1,0 +1,33 @@
+// What the handlers of all platforms do first: check the buffers and make the plan's view of them.
+//
+// The plan is made anew at every call, which takes a fraction of a microsecond. XLA could keep it as state of the
+// executable, but the layout in which a state's type is registered changed between the FFI versions that this package
+// supports, and with the shape read from the buffers a program exported with symbolic dimensions needs nothing more.
+#pragma once
+
+#include <string>
+#include <string_view>
+
+#include "plan.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jax_softmax {
+
+struct Call {
+  Op op;
+  DType dtype;
+  View view;
+  const void* in[2];
+  const bool* mask;
+  void* out;
+};
+
+// Arguments: the operator's operands, of one shape and dtype, then possibly a mask of the same rank whose extents are
+// theirs or 1. `op` is one of kOpNames, `axes` the reduced axes.
+xla::ffi::Error make_call(xla::ffi::AnyBuffer first, xla::ffi::RemainingArgs rest, xla::ffi::AnyBuffer out,
+                          std::string_view op, xla::ffi::Span<const int64_t> axes, Call* call);
+
+// "op of dtype[shape]", for messages.
+std::string describe(std::string_view op, xla::ffi::AnyBuffer buffer);
+
+}  // namespace jax_softmax

@@ -1,0 +1,97 @@
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+
+#include "cpu/cpu.h"
+#include "ffi.h"
+#include "ffi_call.h"
+
+namespace jax_softmax {
+
+namespace ffi = xla::ffi;
+
+namespace {
+
+// Fewer elements than this are not worth another thread.
+constexpr int64_t kElementsPerTask = 32 << 10;
+// Ranges a thread takes in turn, so that an uneven start or a slow thread evens out.
+constexpr int64_t kRangesPerThread = 4;
+
+// A loop over [0, units) in ranges. The caller works too and waits only for ranges that somebody has begun, so that it
+// ends even if the pool, all of whose threads may be waiting like this one, never runs the tasks. Those that come late
+// find nothing left and touch nothing but this object, which they own a share of.
+class Loop {
+ public:
+  Loop(int64_t units, int64_t ranges) : units_(units), ranges_(ranges), left_(ranges) {}
+
+  template <class Body>
+  void work(const Body& body) {
+    for (;;) {
+      const int64_t range = next_.fetch_add(1);
+      if (range >= ranges_) return;
+      body(units_ * range / ranges_, units_ * (range + 1) / ranges_);
+      if (left_.fetch_sub(1) == 1) {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        done_.notify_one();
+      }
+    }
+  }
+
+  void wait() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    done_.wait(lock, [&] { return left_.load() == 0; });
+  }
+
+ private:
+  const int64_t units_;
+  const int64_t ranges_;
+  std::atomic<int64_t> next_{0};
+  std::atomic<int64_t> left_;
+  std::mutex mutex_;
+  std::condition_variable done_;
+};
+
+ffi::Error run(ffi::ThreadPool pool, ffi::AnyBuffer first, ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> out,
+               std::string_view op, ffi::Span<const int64_t> axes) {
+  Call call;
+  if (ffi::Error error = make_call(first, rest, *out, op, axes, &call); error.failure()) return error;
+  const int64_t elements = call.view.rows * call.view.columns;
+  if (elements == 0) return ffi::Error::Success();
+
+  const cpu::Kernel kernel = cpu::variant().kernel(call.op, call.dtype, call.view);
+  const cpu::Operands operands{{call.in[0], call.in[1]}, call.mask, call.out};
+  const int64_t units = kernel.units(call.view);
+  const int64_t threads = std::max<int64_t>(1, pool.num_threads());
+  const int64_t ranges = std::min({units, elements / kElementsPerTask, threads * kRangesPerThread});
+  if (threads == 1 || ranges < 2) {
+    kernel.run(call.view, operands, 0, units);
+    return ffi::Error::Success();
+  }
+  const auto loop = std::make_shared<Loop>(units, ranges);
+  const auto body = [kernel, view = call.view, operands](int64_t begin, int64_t end) {
+    kernel.run(view, operands, begin, end);
+  };
+  for (int64_t i = 1; i < std::min(threads, ranges); ++i) {
+    pool.Schedule([loop, body] { loop->work(body); });
+  }
+  loop->work(body);
+  loop->wait();
+  return ffi::Error::Success();
+}
+
+XLA_FFI_DEFINE_HANDLER(kHandler, run,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::ThreadPool>()
+                           .Arg<ffi::AnyBuffer>()
+                           .RemainingArgs()
+                           .Ret<ffi::AnyBuffer>()
+                           .Attr<std::string_view>("op")
+                           .Attr<ffi::Span<const int64_t>>("axes"));
+
+}  // namespace
+
+void* cpu_handler() { return reinterpret_cast<void*>(+kHandler); }
+
+}  // namespace jax_softmax

@@ -1,0 +1,39 @@
+#include "cuda/cuda.h"
+#include "ffi.h"
+#include "ffi_call.h"
+
+namespace jax_softmax {
+
+namespace ffi = xla::ffi;
+
+namespace {
+
+ffi::Error run(cudaStream_t stream, ffi::AnyBuffer first, ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> out,
+               std::string_view op, ffi::Span<const int64_t> axes) {
+  Call call;
+  if (ffi::Error error = make_call(first, rest, *out, op, axes, &call); error.failure()) return error;
+  if (call.view.rows * call.view.columns == 0) return ffi::Error::Success();
+  const cudaError_t status =
+      cuda::launch(call.op, call.dtype, call.view, {{call.in[0], call.in[1]}, call.mask, call.out}, stream);
+  if (status != cudaSuccess) {
+    return ffi::Error::Internal("jax_softmax: " + describe(op, first) + ": CUDA error: " + cudaGetErrorString(status));
+  }
+  return ffi::Error::Success();
+}
+
+// The same operands always lead to the same launches, so XLA may record them into a CUDA graph.
+XLA_FFI_DEFINE_HANDLER(kHandler, run,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                           .Arg<ffi::AnyBuffer>()
+                           .RemainingArgs()
+                           .Ret<ffi::AnyBuffer>()
+                           .Attr<std::string_view>("op")
+                           .Attr<ffi::Span<const int64_t>>("axes"),
+                       {ffi::Traits::kCmdBufferCompatible});
+
+}  // namespace
+
+void* cuda_handler() { return reinterpret_cast<void*>(+kHandler); }
+
+}  // namespace jax_softmax

@@ -1,0 +1,164 @@
+// The operators: what a row accumulates and what an element becomes, and nothing about where a row lives.
+//
+// Every operator is described by the same few pieces, so that every schedule can run every operator:
+//
+//   pivot(in)          the value whose maximum over the row the terms are taken relative to (if kHasPivot)
+//   term(pivot, in)    what is summed over the row
+//   row(state)         what a finished row's (pivot, sum) amounts to for its elements
+//   finish(row, in)    an element of the result
+//
+// `in` points at one element of each of the kInputs operands. All of it is written over a policy M with a value type
+// M::Value: a scalar in CUDA, a SIMD vector on the CPU.
+//
+// Sources: the online combination of (max, sum) pairs is Milakov & Gimelshein, "Online normalizer calculation for
+// softmax" (2018); the linear maps are J t = y (t - sum(y t)) for softmax, J t = t - sum(exp(y) t) for log-softmax.
+#pragma once
+
+#ifdef __CUDACC__
+#define JAX_SOFTMAX_INLINE __host__ __device__ __forceinline__
+#define JAX_SOFTMAX_UNROLL _Pragma("unroll")
+#else
+#define JAX_SOFTMAX_INLINE inline __attribute__((always_inline))
+#define JAX_SOFTMAX_UNROLL _Pragma("GCC unroll 16")
+#endif
+
+namespace jax_softmax {
+
+// The accumulated state of a row, or of a part of one. Operators without a pivot leave it at zero.
+template <class C>
+struct State {
+  C pivot;
+  C sum;
+};
+
+// Terms relative to a pivot of minus infinity (nothing seen yet, or a row of minus infinities) are taken relative to
+// zero instead: they are then 0, not NaN, and a row of nothing else ends with a sum of 0, which `row` turns into NaN.
+template <class M>
+JAX_SOFTMAX_INLINE typename M::Value shielded(typename M::Value pivot) {
+  return M::select(M::equal(pivot, M::constant(-M::kInfinity)), M::constant(0), pivot);
+}
+
+// What a sum of terms taken relative to `from` is multiplied by to be relative to `to` (the larger of the two).
+template <class M>
+JAX_SOFTMAX_INLINE typename M::Value rescale(typename M::Value from, typename M::Value to) {
+  return M::select(M::equal(from, to), M::constant(1), M::exp(from - to));
+}
+
+template <class M>
+struct SoftmaxBase {
+  using C = typename M::Value;
+  static constexpr int kInputs = 1;
+  static constexpr bool kHasPivot = true;
+
+  // Stands in for an element that is masked or lies beyond the row's end.
+  static JAX_SOFTMAX_INLINE C pad(int) { return M::constant(-M::kInfinity); }
+  static JAX_SOFTMAX_INLINE C pivot(const C* in) { return in[0]; }
+  static JAX_SOFTMAX_INLINE C term(C shielded_pivot, const C* in) { return M::exp(in[0] - shielded_pivot); }
+};
+
+template <class M>
+struct Softmax : SoftmaxBase<M> {
+  using C = typename M::Value;
+  // An element of the result is its term times a factor of the row, so a schedule may keep the terms.
+  static constexpr bool kResultIsScaledTerm = true;
+
+  struct Row {
+    C pivot;
+    C scale;
+  };
+  static JAX_SOFTMAX_INLINE C masked() { return M::constant(0); }
+  static JAX_SOFTMAX_INLINE Row row(State<C> s) { return {shielded<M>(s.pivot), M::constant(1) / s.sum}; }
+  static JAX_SOFTMAX_INLINE C finish(const Row& r, const C* in) { return M::exp(in[0] - r.pivot) * r.scale; }
+  // The factor for terms that were taken relative to `term_pivot`.
+  static JAX_SOFTMAX_INLINE C term_scale(State<C> s, C term_pivot) { return rescale<M>(term_pivot, s.pivot) / s.sum; }
+};
+
+template <class M>
+struct LogSoftmax : SoftmaxBase<M> {
+  using C = typename M::Value;
+  static constexpr bool kResultIsScaledTerm = false;
+
+  struct Row {
+    C pivot;
+    C log_sum;
+  };
+  static JAX_SOFTMAX_INLINE C masked() { return M::constant(-M::kInfinity); }
+  static JAX_SOFTMAX_INLINE Row row(State<C> s) { return {s.pivot, M::log(s.sum)}; }
+  static JAX_SOFTMAX_INLINE C finish(const Row& r, const C* in) { return (in[0] - r.pivot) - r.log_sum; }
+};
+
+template <class M>
+struct LinearBase {
+  using C = typename M::Value;
+  static constexpr int kInputs = 2;  // the operator's result y and the (co)tangent t
+  static constexpr bool kHasPivot = false;
+  static constexpr bool kResultIsScaledTerm = false;
+
+  struct Row {
+    C sum;
+  };
+  static JAX_SOFTMAX_INLINE C pad(int) { return M::constant(0); }
+  static JAX_SOFTMAX_INLINE C pivot(const C*) { return M::constant(0); }
+  static JAX_SOFTMAX_INLINE C masked() { return M::constant(0); }
+  static JAX_SOFTMAX_INLINE Row row(State<C> s) { return {s.sum}; }
+};
+
+// Softmax's Jacobian, which is symmetric: both its JVP and its VJP.
+template <class M>
+struct SoftmaxLinear : LinearBase<M> {
+  using C = typename M::Value;
+  using Row = typename LinearBase<M>::Row;
+  static JAX_SOFTMAX_INLINE C term(C, const C* in) { return in[0] * in[1]; }
+  static JAX_SOFTMAX_INLINE C finish(const Row& r, const C* in) { return in[0] * (in[1] - r.sum); }
+};
+
+// Log-softmax's Jacobian and its transpose, given y = log_softmax(x).
+template <class M>
+struct LogSoftmaxJvp : LinearBase<M> {
+  using C = typename M::Value;
+  using Row = typename LinearBase<M>::Row;
+  static JAX_SOFTMAX_INLINE C term(C, const C* in) { return M::exp(in[0]) * in[1]; }
+  static JAX_SOFTMAX_INLINE C finish(const Row& r, const C* in) { return in[1] - r.sum; }
+};
+
+template <class M>
+struct LogSoftmaxVjp : LinearBase<M> {
+  using C = typename M::Value;
+  using Row = typename LinearBase<M>::Row;
+  static JAX_SOFTMAX_INLINE C term(C, const C* in) { return in[1]; }
+  static JAX_SOFTMAX_INLINE C finish(const Row& r, const C* in) { return in[1] - M::exp(in[0]) * r.sum; }
+};
+
+template <class Op, class M>
+JAX_SOFTMAX_INLINE State<typename M::Value> identity() {
+  return {M::constant(Op::kHasPivot ? -M::kInfinity : 0), M::constant(0)};
+}
+
+template <class Op, class M>
+JAX_SOFTMAX_INLINE State<typename M::Value> combine(State<typename M::Value> a, State<typename M::Value> b) {
+  if constexpr (!Op::kHasPivot) {
+    return {a.pivot, a.sum + b.sum};
+  } else {
+    const typename M::Value pivot = M::max(a.pivot, b.pivot);
+    return {pivot, a.sum * rescale<M>(a.pivot, pivot) + b.sum * rescale<M>(b.pivot, pivot)};
+  }
+}
+
+// Adds n elements, already at hand, to a state: their maximum first, so that the sum is rescaled once for all of them.
+template <class Op, class M, int n>
+JAX_SOFTMAX_INLINE void accumulate(State<typename M::Value>& state, const typename M::Value (&in)[n][Op::kInputs]) {
+  using C = typename M::Value;
+  C shield = M::constant(0);
+  if constexpr (Op::kHasPivot) {
+    C pivot = state.pivot;
+    JAX_SOFTMAX_UNROLL
+    for (int i = 0; i < n; ++i) pivot = M::max(pivot, Op::pivot(in[i]));
+    state.sum = state.sum * rescale<M>(state.pivot, pivot);
+    state.pivot = pivot;
+    shield = shielded<M>(pivot);
+  }
+  JAX_SOFTMAX_UNROLL
+  for (int i = 0; i < n; ++i) state.sum = state.sum + Op::term(shield, in[i]);
+}
+
+}  // namespace jax_softmax

@@ -1,0 +1,139 @@
+#include "plan.h"
+
+#include <algorithm>
+
+namespace jax_softmax {
+
+std::string make_view(const int64_t* shape, const int64_t* mask_shape, int rank, const int64_t* axes, int n_axes,
+                      View* view) {
+  if (rank > kMaxDims) {
+    return "arrays of more than " + std::to_string(kMaxDims) + " dimensions are not supported, got " +
+           std::to_string(rank);
+  }
+  bool is_reduced[kMaxDims] = {};
+  for (int i = 0; i < n_axes; ++i) {
+    if (axes[i] < 0 || axes[i] >= rank || is_reduced[axes[i]]) {
+      return "axes must be distinct numbers from 0 to " + std::to_string(rank - 1) + ", got " +
+             std::to_string(axes[i]);
+    }
+    is_reduced[axes[i]] = true;
+  }
+  if (mask_shape) {
+    for (int i = 0; i < rank; ++i) {
+      if (mask_shape[i] != 1 && mask_shape[i] != shape[i]) {
+        return "dimension " + std::to_string(i) + " of the mask must be 1 or " + std::to_string(shape[i]) + ", got " +
+               std::to_string(mask_shape[i]);
+      }
+    }
+  }
+
+  Dim dims[kMaxDims];
+  bool reduced[kMaxDims];
+  int first = rank;  // dims[first, rank) are the canonical dimensions, filled from the innermost outwards
+  int64_t stride = 1, mask_stride = 1;
+  for (int i = rank - 1; i >= 0; --i) {
+    const int64_t extent = shape[i];
+    const bool in_mask = mask_shape && mask_shape[i] != 1;
+    const Dim dim{extent, stride, in_mask ? mask_stride : 0};
+    stride *= extent;
+    if (in_mask) mask_stride *= extent;
+    if (extent == 1) continue;
+    if (first < rank && reduced[first] == is_reduced[i] &&
+        dim.mask_stride == dims[first].mask_stride * dims[first].extent) {
+      dims[first].extent *= extent;
+    } else {
+      dims[--first] = dim;
+      reduced[first] = is_reduced[i];
+    }
+  }
+
+  *view = View{};
+  view->masked = mask_shape != nullptr;
+  view->minor_reduced = true;
+  for (int i = first; i < rank; ++i) {
+    Dims& role = reduced[i] ? view->reduced : view->kept;
+    role.dim[role.size++] = dims[i];
+    view->minor_reduced = reduced[i];
+  }
+  if (view->reduced.size == 0) {  // a softmax over single elements
+    view->reduced.dim[view->reduced.size++] = Dim{1, 1, 0};
+    view->minor_reduced = true;
+  }
+  view->rows = view->kept.elements();
+  view->columns = view->reduced.elements();
+  return {};
+}
+
+namespace {
+
+constexpr int kPackBytes = 16;
+
+constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+constexpr int power_of_two_at_least(int64_t n) {
+  int p = 1;
+  while (p < n) p *= 2;
+  return p;
+}
+
+// Threads of a block whose lanes share rows among fewer than a warp.
+constexpr int kLanesThreads = 128;
+// The most packs that a warp, and a block, hold in registers without a spill.
+constexpr int kWarpPacks = 8 * 32;
+constexpr int kBlockPacks = 8 * 256;
+
+}  // namespace
+
+CudaPlan make_cuda_plan(const View& view, Op op, DType dtype, Alignment alignment, const Device& device) {
+  const int bytes = kDTypeBytes[static_cast<int>(dtype)];
+  const int per_pack = kPackBytes / bytes;
+  CudaPlan plan{};
+  if (!view.minor_reduced) {
+    const Dim& inner = view.kept.dim[view.kept.size - 1];
+    plan.schedule = Schedule::kColumns;
+    plan.threads = 256;
+    plan.lanes = plan.threads / 32;
+    plan.blocks = view.rows / inner.extent * ceil_div(inner.extent, 32);
+    return plan;
+  }
+  if (!view.contiguous_rows() || alignment == Alignment::kMixed) {
+    plan.schedule = Schedule::kGather;
+    plan.threads = plan.lanes = 256;
+    plan.blocks = view.rows;
+    return plan;
+  }
+
+  // An unaligned row is covered by aligned packs, whose number depends on where it starts; the most is what counts.
+  const bool aligned = view.columns % per_pack == 0 && alignment == Alignment::kAligned;
+  const int64_t packs = aligned ? view.columns / per_pack : ceil_div(view.columns + per_pack - 1, per_pack);
+  const bool may_be_exact = aligned && !view.masked;
+  if (packs <= kWarpPacks) {
+    plan.schedule = Schedule::kLanes;
+    plan.lanes = std::clamp(power_of_two_at_least(packs), 1, 32);
+    plan.packs = power_of_two_at_least(ceil_div(packs, plan.lanes));
+    plan.threads = kLanesThreads;
+    plan.blocks = ceil_div(view.rows, plan.threads / plan.lanes);
+    plan.exact = may_be_exact && packs == static_cast<int64_t>(plan.lanes) * plan.packs;
+    return plan;
+  }
+  plan.blocks = view.rows;
+  if (packs <= kBlockPacks) {
+    plan.schedule = Schedule::kBlock;
+    plan.packs = packs <= kBlockPacks / 2 ? 4 : 8;
+    plan.threads = plan.lanes = static_cast<int>(ceil_div(packs, plan.packs * 32) * 32);
+    plan.exact = may_be_exact && packs == static_cast<int64_t>(plan.threads) * plan.packs;
+    return plan;
+  }
+  const int64_t shared = packs * kPackBytes * inputs_of(op);
+  if (shared <= device.shared_memory_per_block - 1024) {
+    plan.schedule = Schedule::kShared;
+    plan.threads = plan.lanes = 512;
+    plan.shared_bytes = static_cast<int>(shared);
+    return plan;
+  }
+  plan.schedule = Schedule::kStream;
+  plan.threads = plan.lanes = 512;
+  return plan;
+}
+
+}  // namespace jax_softmax

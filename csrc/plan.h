@@ -1,0 +1,92 @@
+// The plan: how a call's shape and axes become a canonical view, and which schedule runs it. Plain C++: no device, no
+// XLA. Every threshold of the package stands in plan.cc.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+namespace jax_softmax {
+
+inline constexpr int kMaxDims = 12;
+
+enum class Op { kSoftmax, kLogSoftmax, kSoftmaxLinear, kLogSoftmaxJvp, kLogSoftmaxVjp };
+enum class DType { kF16, kBF16, kF32, kF64 };
+
+inline constexpr int kOps = 5;
+inline constexpr const char* kOpNames[kOps] = {"softmax", "log_softmax", "softmax_linear", "log_softmax_jvp",
+                                               "log_softmax_vjp"};
+inline constexpr int kDTypes = 4;
+inline constexpr const char* kDTypeNames[kDTypes] = {"float16", "bfloat16", "float32", "float64"};
+inline constexpr int kDTypeBytes[kDTypes] = {2, 2, 4, 8};
+
+constexpr int inputs_of(Op op) { return op == Op::kSoftmax || op == Op::kLogSoftmax ? 1 : 2; }
+
+// A canonical dimension: extent, and the strides in elements of the operands and of the mask.
+struct Dim {
+  int64_t extent;
+  int64_t stride;
+  int64_t mask_stride;  // 0 where the mask is broadcast
+};
+
+struct Dims {
+  int size = 0;
+  Dim dim[kMaxDims];
+  int64_t elements() const {
+    int64_t n = 1;
+    for (int i = 0; i < size; ++i) n *= dim[i].extent;
+    return n;
+  }
+};
+
+// The canonical view: dimensions of extent 1 dropped, neighbours of the same role merged where the mask allows it,
+// kept and reduced dimensions each listed from the outermost to the innermost.
+struct View {
+  Dims kept;
+  Dims reduced;
+  bool minor_reduced;  // whether the innermost dimension of all is a reduced one
+  int64_t rows;        // product of the kept extents
+  int64_t columns;     // product of the reduced extents: the length of a row
+  bool masked;
+
+  bool contiguous_rows() const { return minor_reduced && reduced.size == 1; }
+};
+
+// `shape` and `mask_shape` have `rank` entries (mask_shape is null without a mask; its entries are the shape's or 1).
+// `axes` are `n_axes` distinct numbers in [0, rank). Returns an error message, empty when all is well.
+std::string make_view(const int64_t* shape, const int64_t* mask_shape, int rank, const int64_t* axes, int n_axes,
+                      View* view);
+
+// What the plan needs to know of a GPU.
+struct Device {
+  int compute_capability;  // 10 * major + minor
+  int multiprocessors;
+  int shared_memory_per_block;  // bytes, opted in
+};
+
+enum class Schedule {
+  kLanes,    // a row held in the registers of 2 to 32 lanes of a warp
+  kBlock,    // a row held in the registers of a block
+  kShared,   // a row held in the shared memory of a block
+  kStream,   // a row read twice by a block
+  kGather,   // minor axis reduced, but the row is not contiguous
+  kColumns,  // minor axis kept: neighbouring columns side by side
+};
+inline constexpr const char* kScheduleNames[] = {"lanes", "block", "shared", "stream", "gather", "columns"};
+
+struct CudaPlan {
+  Schedule schedule;
+  int lanes;         // threads that share a row
+  int packs;         // 16-byte packs of each operand that a thread holds (0: not held in registers)
+  int threads;       // threads a block
+  int64_t blocks;    // blocks in the grid
+  int shared_bytes;  // dynamic shared memory of a block
+  bool exact;        // the packs cover every row exactly, with no edges to mask
+};
+
+// How far the operands begin beyond a multiple of 16 bytes: not at all, all by the same, or differently.
+enum class Alignment { kAligned, kAlike, kMixed };
+
+// Depends on the row alone, never on how many rows there are, but for `blocks`.
+CudaPlan make_cuda_plan(const View& view, Op op, DType dtype, Alignment alignment, const Device& device);
+
+}  // namespace jax_softmax

@@ -1,0 +1,41 @@
+"""Refuses a jaxlib that the kernels cannot be registered with, in words of our own.
+
+XLA would accept the module and fail when its first backend starts, with a message that names neither the package nor the
+versions.
+"""
+
+import re
+from importlib.util import find_spec
+from pathlib import Path
+
+import jaxlib
+
+from jax_softmax import _kernels
+
+OLDEST_JAXLIB = (0, 8)
+
+
+def check(jaxlib_version: str, runtime_ffi: tuple[int, int], built_ffi: tuple[int, int]) -> None:
+    """Raises ImportError unless handlers built against `built_ffi` run on the given jaxlib."""
+    version = tuple(int(part) for part in re.findall(r"\d+", jaxlib_version)[:2])
+    if version < OLDEST_JAXLIB:
+        raise ImportError(
+            f"jax_softmax needs jaxlib {'.'.join(map(str, OLDEST_JAXLIB))} or newer, found {jaxlib_version}. "
+            "Upgrade with: pip install -U jax jaxlib"
+        )
+    if runtime_ffi[0] != built_ffi[0] or runtime_ffi[1] < built_ffi[1]:
+        raise ImportError(
+            f"jax_softmax was built against FFI headers of API {built_ffi[0]}.{built_ffi[1]}, but jaxlib "
+            f"{jaxlib_version} offers {runtime_ffi[0]}.{runtime_ffi[1]}. Reinstall jax_softmax with build isolation "
+            "(pip's default), which builds it against the oldest supported jaxlib, or upgrade jaxlib."
+        )
+
+
+def runtime_ffi_version() -> tuple[int, int]:
+    """The FFI API version of the jaxlib that is installed, as its headers state it."""
+    header = Path(find_spec("jaxlib").submodule_search_locations[0], "include", "xla", "ffi", "api", "c_api.h")
+    numbers = dict(re.findall(r"#define XLA_FFI_API_(MAJOR|MINOR) (\d+)", header.read_text()))
+    return int(numbers["MAJOR"]), int(numbers["MINOR"])
+
+
+check(jaxlib.__version__, runtime_ffi_version(), _kernels.build_info()["ffi_api"])

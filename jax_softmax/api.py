@@ -1,0 +1,173 @@
+"""The public functions: they check their arguments and bind the primitives."""
+
+import functools
+import operator
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from jax_softmax import lowering
+from jax_softmax.primitives import VJP, softmax_linear_p, softmax_p
+
+Axis = int | Sequence[int] | None
+
+_KERNEL_DTYPES = ("float16", "bfloat16", "float32", "float64")
+
+
+def softmax(x: ArrayLike, axis: Axis = -1, where: ArrayLike | None = None) -> jax.Array:
+    """Softmax of x along axis: exp(x) / sum(exp(x)), computed relative to the maximum.
+
+    A drop-in for `jax.nn.softmax`, with kernels of its own on CPU and CUDA. Differentiable in forward and reverse mode
+    to any order.
+
+    Args:
+      x: array of any shape and of a floating, integer, boolean or complex dtype. Integers and booleans are converted to
+        the default float type. float16, bfloat16 and float8 are computed in float32.
+      axis: the axis, or axes, that the results sum to 1 along: an int, a sequence of ints, or None for all axes.
+      where: boolean mask that broadcasts with x; False leaves an element out, and its result is 0. The shape of the
+        result is that of x and where broadcast together.
+
+    Returns:
+      An array of x's dtype (of a float dtype for integers). Rows that hold a NaN, or +inf, or nothing but -inf among the
+      elements that are not masked, are NaN; rows that are masked altogether are 0.
+
+    Raises:
+      TypeError: x, axis or where is of the wrong type.
+      ValueError: axis is out of range or repeated, or where does not broadcast with x.
+    """
+    return _apply("softmax", x, axis, where)
+
+
+def log_softmax(x: ArrayLike, axis: Axis = -1, where: ArrayLike | None = None) -> jax.Array:
+    """Logarithm of softmax along axis: x - log(sum(exp(x))), computed relative to the maximum.
+
+    A drop-in for `jax.nn.log_softmax`; arguments, dtypes and errors are those of `softmax`. Masked elements, and rows
+    that are masked altogether, are -inf.
+    """
+    return _apply("log_softmax", x, axis, where)
+
+
+def _bind(op, axes, x, *mask):
+    return softmax_p.bind(x, *mask, op=op, axes=axes)
+
+
+def _apply(op: str, x: Any, axis: Any, where: Any, forward: Callable[..., jax.Array] = _bind) -> jax.Array:
+    x = _checked_array(op, x)
+    axes, where, shape = _checked_axes_and_mask(op, x, axis, where)
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        return getattr(jax.nn, op)(x, axes, where)
+    x, dtype = _promoted(x)
+    x = jnp.broadcast_to(x, shape)
+    _warn_without_cuda()
+    return forward(op, axes, x, *([] if where is None else [where])).astype(dtype)
+
+
+def _promoted(x: jax.Array) -> tuple[jax.Array, Any]:
+    """x in a dtype that there are kernels for, and the dtype of the result."""
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        # Of a 32-bit integer exp takes the default float type, which unsigned and narrow ones get as well.
+        x = x.astype(jax.eval_shape(jnp.exp, jax.ShapeDtypeStruct((), x.dtype)).dtype)
+    if x.dtype.name in _KERNEL_DTYPES:
+        return x, x.dtype
+    return x.astype(jnp.float32), x.dtype
+
+
+def _checked_array(op: str, x: Any) -> jax.Array:
+    if isinstance(x, str | bytes | list | tuple | dict | set) or x is None:
+        raise TypeError(f"{op}: x must be an array or a number, got {x!r} of type {type(x).__name__}.")
+    try:
+        x = jnp.asarray(x)
+    except TypeError as error:
+        raise TypeError(f"{op}: x must be an array or a number, got one of type {type(x).__name__}.") from error
+    if not jnp.issubdtype(x.dtype, jnp.number) and x.dtype != jnp.bool_:
+        raise TypeError(f"{op}: x must be of a floating, integer, boolean or complex dtype, got {x.dtype}.")
+    return x
+
+
+def _checked_axes_and_mask(op: str, x: jax.Array, axis: Any, where: Any):
+    """The sorted axes, the mask at the result's rank with extents of 1 left as they are, and the result's shape."""
+    shape = x.shape
+    if where is not None:
+        if not hasattr(where, "dtype") and not isinstance(where, bool):
+            raise TypeError(f"{op}: where must be a boolean array or None, got one of type {type(where).__name__}.")
+        where = jnp.asarray(where)
+        if where.dtype != jnp.bool_:
+            raise TypeError(f"{op}: where must be a boolean array or None, got one of dtype {where.dtype}.")
+        try:
+            shape = jnp.broadcast_shapes(x.shape, where.shape)
+        except ValueError as error:
+            raise ValueError(
+                f"{op}: where must broadcast with x, got shape {where.shape} for x of shape {x.shape}."
+            ) from error
+        where = jnp.expand_dims(where, tuple(range(len(shape) - where.ndim)))
+    return _checked_axes(op, len(shape), axis), where, shape
+
+
+def _checked_axes(op: str, ndim: int, axis: Any) -> tuple[int, ...]:
+    if axis is None:
+        return tuple(range(ndim))
+    allowed = f"axis must be an int from {-ndim} to {ndim - 1}, a sequence of such, or None"
+    if isinstance(axis, str | bytes):
+        raise TypeError(f"{op}: {allowed}, got {axis!r}.")
+    given = axis if isinstance(axis, tuple | list) else (axis,)
+    axes = []
+    for a in given:
+        try:
+            number = operator.index(a)
+        except TypeError as error:
+            raise TypeError(f"{op}: {allowed}, got {axis!r} with {a!r} of type {type(a).__name__}.") from error
+        if not -ndim <= number < ndim:
+            raise ValueError(f"{op}: {allowed}, for an array of {ndim} dimensions, got {axis!r}.")
+        axes.append(number % ndim)
+    if len(set(axes)) != len(axes):
+        raise ValueError(f"{op}: axis must not name an axis twice, got {axis!r} for an array of {ndim} dimensions.")
+    return tuple(sorted(axes))
+
+
+@functools.lru_cache(maxsize=1)
+def _warn_without_cuda() -> None:
+    if not lowering.HAS_CUDA and jax.default_backend() == "gpu":
+        warnings.warn(
+            "jax_softmax was built without its CUDA kernels, so on this GPU softmax runs as jax.numpy. Install the CUDA "
+            "toolkit and reinstall with JAX_SOFTMAX_CUDA=on to get them; `python -m jax_softmax` says what is built in.",
+            stacklevel=4,
+        )
+
+
+# ---- The same forward and backward behind jax.custom_vjp, for code that asks for it: reverse mode only.
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _forward_with_vjp(op, axes, x, *mask):
+    return softmax_p.bind(x, *mask, op=op, axes=axes)
+
+
+def _forward_and_residuals(op, axes, x, *mask):
+    y = softmax_p.bind(x, *mask, op=op, axes=axes)
+    return y, (y, mask)
+
+
+def _backward(op, axes, residuals, cotangent):
+    y, mask = residuals
+    x_bar = softmax_linear_p.bind(y, cotangent, *mask, op=VJP[op], axes=axes)
+    return x_bar, *[None] * len(mask)
+
+
+_forward_with_vjp.defvjp(_forward_and_residuals, _backward)
+
+
+def softmax_vjp(x: ArrayLike, axis: Axis = -1, where: ArrayLike | None = None) -> jax.Array:
+    """`softmax` through a `jax.custom_vjp`: the same values and gradients, but reverse mode only.
+
+    Forward mode (`jax.jvp`, `jax.jacfwd`, `jax.hessian`) raises TypeError, as for every function with a custom VJP.
+    """
+    return _apply("softmax", x, axis, where, _forward_with_vjp)
+
+
+def log_softmax_vjp(x: ArrayLike, axis: Axis = -1, where: ArrayLike | None = None) -> jax.Array:
+    """`log_softmax` through a `jax.custom_vjp`: the same values and gradients, but reverse mode only."""
+    return _apply("log_softmax", x, axis, where, _forward_with_vjp)

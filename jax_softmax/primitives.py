@@ -1,0 +1,131 @@
+"""The two primitives, and how they differentiate and batch.
+
+`softmax_p` is the operator (softmax or log-softmax), `softmax_linear_p` its Jacobian applied to a tangent or, transposed,
+to a cotangent. The second is linear in that operand, so that with a JVP rule on each and a transpose rule on the second
+forward mode, reverse mode and every higher order follow.
+
+    softmax_p         x, [where]      op = softmax | log_softmax
+    softmax_linear_p  y, t, [where]   op = softmax_linear | log_softmax_jvp | log_softmax_vjp
+
+x, y and t are floats of one shape and dtype; y is the operator's result. `where` is a boolean mask of the same rank whose
+extents are theirs or 1; masked elements count for nothing and give the operator's neutral result, in the linear maps 0.
+`axes` are the reduced axes, sorted.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching
+
+from jax_softmax import reference
+
+softmax_p = Primitive("softmax")
+softmax_linear_p = Primitive("softmax_linear")
+
+JVP = {"softmax": "softmax_linear", "log_softmax": "log_softmax_jvp"}
+VJP = {"softmax": "softmax_linear", "log_softmax": "log_softmax_vjp"}
+_TRANSPOSED = {
+    "softmax_linear": "softmax_linear",
+    "log_softmax_jvp": "log_softmax_vjp",
+    "log_softmax_vjp": "log_softmax_jvp",
+}
+
+
+@functools.lru_cache(maxsize=None)
+def _compiled(primitive, op, axes):
+    return jax.jit(functools.partial(primitive.bind, op=op, axes=axes))
+
+
+def _implement(primitive):
+    def impl(*operands, op, axes):
+        return _compiled(primitive, op, axes)(*operands)
+
+    primitive.def_impl(impl)
+
+    # An update keeps what else the type says of the array: its sharding, and the mesh axes that it varies over.
+    def abstract_eval(*avals, op, axes):
+        return avals[0].update(weak_type=False)
+
+    primitive.def_abstract_eval(abstract_eval)
+    batching.primitive_batchers[primitive] = functools.partial(_batch, primitive)
+
+
+def _batch(primitive, operands, batch_axes, *, op, axes):
+    """Only the axes change: operands batched along another axis than the first one's are moved to it.
+
+    An operand without a batch axis is broadcast, but for the mask, for which an extent of 1 will do.
+    """
+    size = next(x.shape[b] for x, b in zip(operands, batch_axes, strict=True) if b is not None)
+    n_floats = 1 if primitive is softmax_p else 2
+    to = next((b for b in batch_axes[:n_floats] if b is not None), 0)
+    batched = []
+    for i, (x, b) in enumerate(zip(operands, batch_axes, strict=True)):
+        if b is not None:
+            x = batching.moveaxis(x, b, to)
+        elif i < n_floats:
+            x = batching.broadcast(x, size, to, None)
+        else:
+            x = jnp.expand_dims(x, to)
+        batched.append(x)
+    axes = tuple(a + (a >= to) for a in axes)
+    return primitive.bind(*batched, op=op, axes=axes), to
+
+
+_implement(softmax_p)
+_implement(softmax_linear_p)
+
+
+def _softmax_jvp(primals, tangents, *, op, axes):
+    y = softmax_p.bind(*primals, op=op, axes=axes)
+    if type(tangents[0]) is ad.Zero:
+        return y, ad.Zero.from_primal_value(y)
+    return y, softmax_linear_p.bind(y, tangents[0], *primals[1:], op=JVP[op], axes=axes)
+
+
+ad.primitive_jvps[softmax_p] = _softmax_jvp
+
+
+def _linear_in_y(y, y_dot, t, where, op, axes):
+    """The derivative along y_dot of the linear map (y, t), in the dtype that the kernels compute in."""
+    dtype = t.dtype
+    y, y_dot, t = (reference.widened(a) for a in (y, y_dot, t))
+    if where is not None:
+        y_dot, t = jnp.where(where, y_dot, 0), jnp.where(where, t, 0)
+    total = functools.partial(jnp.sum, axis=axes, keepdims=True)
+    if op == "softmax_linear":
+        derivative = y_dot * (t - total(y * t)) - y * total(y_dot * t)
+    elif op == "log_softmax_jvp":
+        derivative = jnp.broadcast_to(-total(jnp.exp(y) * y_dot * t), t.shape)
+    else:
+        derivative = -jnp.exp(y) * y_dot * total(t)
+    if where is not None:
+        derivative = jnp.where(where, derivative, 0)
+    return derivative.astype(dtype)
+
+
+def _softmax_linear_jvp(primals, tangents, *, op, axes):
+    y, t, *mask = primals
+    y_dot, t_dot = tangents[:2]
+    out = softmax_linear_p.bind(*primals, op=op, axes=axes)
+    terms = []
+    if type(t_dot) is not ad.Zero:
+        terms.append(softmax_linear_p.bind(y, t_dot, *mask, op=op, axes=axes))
+    if type(y_dot) is not ad.Zero:
+        terms.append(_linear_in_y(y, y_dot, t, mask[0] if mask else None, op, axes))
+    return out, functools.reduce(jnp.add, terms) if terms else ad.Zero.from_primal_value(out)
+
+
+ad.primitive_jvps[softmax_linear_p] = _softmax_linear_jvp
+
+
+def _softmax_linear_transpose(cotangent, y, t, *mask, op, axes):
+    assert ad.is_undefined_primal(t) and not ad.is_undefined_primal(y)
+    nothing = [None] * len(mask)
+    if type(cotangent) is ad.Zero:
+        return [None, ad.Zero(t.aval), *nothing]
+    return [None, softmax_linear_p.bind(y, cotangent, *mask, op=_TRANSPOSED[op], axes=axes), *nothing]
+
+
+ad.primitive_transposes[softmax_linear_p] = _softmax_linear_transpose

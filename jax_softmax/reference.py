@@ -1,0 +1,45 @@
+"""The operators in jax.numpy: what runs on platforms without kernels, and for what the kernels do not cover.
+
+Each function has the operands and the meaning of the primitive of its name (see `primitives.py`): `where` is None or a
+boolean mask of x's rank whose extents are x's or 1.
+"""
+
+import jax
+import jax.numpy as jnp
+
+_HALF = (jnp.float16, jnp.bfloat16)
+
+
+def widened(x):
+    """16-bit floats as float32, in which they are computed."""
+    return x.astype(jnp.float32) if x.dtype in _HALF else x
+
+
+def softmax(x, where, axes):
+    return jax.nn.softmax(widened(x), axes, where).astype(x.dtype)
+
+
+def log_softmax(x, where, axes):
+    return jax.nn.log_softmax(widened(x), axes, where).astype(x.dtype)
+
+
+def _kept(t, where):
+    return t if where is None else jnp.where(where, t, 0)
+
+
+def softmax_linear(y, t, where, axes):
+    """J t = y (t - sum(y t)), softmax's Jacobian, which is symmetric."""
+    p, t32 = widened(y), _kept(widened(t), where)
+    return _kept(p * (t32 - jnp.sum(p * t32, axes, keepdims=True)), where).astype(t.dtype)
+
+
+def log_softmax_jvp(y, t, where, axes):
+    """J t = t - sum(exp(y) t), log-softmax's Jacobian."""
+    p, t32 = jnp.exp(widened(y)), _kept(widened(t), where)
+    return _kept(t32 - jnp.sum(p * t32, axes, keepdims=True), where).astype(t.dtype)
+
+
+def log_softmax_vjp(y, t, where, axes):
+    """Jᵀ t = t - exp(y) sum(t), the transpose of log-softmax's Jacobian."""
+    p, t32 = jnp.exp(widened(y)), _kept(widened(t), where)
+    return _kept(t32 - p * jnp.sum(t32, axes, keepdims=True), where).astype(t.dtype)
