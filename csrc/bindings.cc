@@ -30,7 +30,7 @@ nb::list extents(const Dims& dims) {
 
 nb::dict plan(const std::vector<int64_t>& shape, const std::vector<int64_t>& axes, const std::string& op,
               const std::string& dtype, const std::optional<std::vector<int64_t>>& mask_shape, int compute_capability,
-              int multiprocessors, int shared_memory_per_block) {
+              int multiprocessors, int shared_memory_per_block, int largest_cluster) {
   if (mask_shape && mask_shape->size() != shape.size()) throw nb::value_error("the mask differs in rank");
   View view;
   const std::string error = make_view(shape.data(), mask_shape ? mask_shape->data() : nullptr,
@@ -38,7 +38,7 @@ nb::dict plan(const std::vector<int64_t>& shape, const std::vector<int64_t>& axe
   if (!error.empty()) throw nb::value_error(error.c_str());
   const CudaPlan plan = make_cuda_plan(view, static_cast<Op>(index_of(kOpNames, op, "op")),
                                        static_cast<DType>(index_of(kDTypeNames, dtype, "dtype")), Alignment::kAligned,
-                                       {compute_capability, multiprocessors, shared_memory_per_block});
+                                       {compute_capability, multiprocessors, shared_memory_per_block, largest_cluster});
   nb::dict result;
   result["kept"] = extents(view.kept);
   result["reduced"] = extents(view.reduced);
@@ -51,7 +51,9 @@ nb::dict plan(const std::vector<int64_t>& shape, const std::vector<int64_t>& axe
   result["threads"] = plan.threads;
   result["blocks"] = plan.blocks;
   result["shared_bytes"] = plan.shared_bytes;
-  result["exact"] = plan.exact;
+  result["cluster"] = plan.cluster;
+  result["slab_rows"] = plan.slab_rows;
+  result["edges"] = kEdgesNames[static_cast<int>(plan.edges)];
   return result;
 }
 
@@ -83,5 +85,6 @@ NB_MODULE(_kernels, m) {
   m.def("build_info", &build_info);
   m.def("plan", &plan, nb::arg("shape"), nb::arg("axes"), nb::arg("op"), nb::arg("dtype"),
         nb::arg("mask_shape").none() = nb::none(), nb::arg("compute_capability") = 90,
-        nb::arg("multiprocessors") = 132, nb::arg("shared_memory_per_block") = 227 * 1024);
+        nb::arg("multiprocessors") = 132, nb::arg("shared_memory_per_block") = 227 * 1024,
+        nb::arg("largest_cluster") = 16);
 }

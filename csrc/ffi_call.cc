@@ -76,18 +76,21 @@ ffi::Error make_call(ffi::AnyBuffer first, ffi::RemainingArgs rest, ffi::AnyBuff
     }
     call->in[1] = second->untyped_data();
   }
-  const int64_t* mask_shape = nullptr;
+  int64_t mask_shape[kMaxDims];  // at the operands' rank, which make_view limits
   if (rest.size() == inputs) {
     const auto mask = rest.get<ffi::AnyBuffer>(inputs - 1);
     if (!mask.has_value() || mask->element_type() != ffi::DataType::PRED ||
-        mask->dimensions().size() != first.dimensions().size()) {
-      return ffi::Error::InvalidArgument(what + "the mask must be boolean and of the same rank");
+        mask->dimensions().size() > first.dimensions().size()) {
+      return ffi::Error::InvalidArgument(what + "the mask must be boolean and of no higher rank");
     }
     call->mask = static_cast<const bool*>(mask->untyped_data());
-    mask_shape = mask->dimensions().begin();
+    const size_t rank = first.dimensions().size(), missing = rank - mask->dimensions().size();
+    for (size_t i = 0; i < rank && i < kMaxDims; ++i) {
+      mask_shape[i] = i < missing ? 1 : mask->dimensions()[i - missing];
+    }
   }
-  const std::string error = make_view(first.dimensions().begin(), mask_shape, static_cast<int>(first.dimensions().size()),
-                                      axes.begin(), static_cast<int>(axes.size()), &call->view);
+  const std::string error = make_view(first.dimensions().begin(), call->mask ? mask_shape : nullptr,
+                                      static_cast<int>(first.dimensions().size()), axes.begin(), static_cast<int>(axes.size()), &call->view);
   if (!error.empty()) return ffi::Error::InvalidArgument(what + error);
   return ffi::Error::Success();
 }

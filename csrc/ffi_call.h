@@ -22,8 +22,8 @@ struct Call {
   void* out;
 };
 
-// Arguments: the operator's operands, of one shape and dtype, then possibly a mask of the same rank whose extents are
-// theirs or 1. `op` is one of kOpNames, `axes` the reduced axes.
+// Arguments: the operator's operands, of one shape and dtype, then possibly a boolean mask that broadcasts to their
+// shape. `op` is one of kOpNames, `axes` the reduced axes.
 xla::ffi::Error make_call(xla::ffi::AnyBuffer first, xla::ffi::RemainingArgs rest, xla::ffi::AnyBuffer out,
                           std::string_view op, xla::ffi::Span<const int64_t> axes, Call* call);
 

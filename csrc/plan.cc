@@ -70,17 +70,33 @@ constexpr int kPackBytes = 16;
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-constexpr int power_of_two_at_least(int64_t n) {
-  int p = 1;
+constexpr int64_t power_of_two_at_least(int64_t n) {
+  int64_t p = 1;
   while (p < n) p *= 2;
   return p;
 }
 
 // Threads of a block whose lanes share rows among fewer than a warp.
 constexpr int kLanesThreads = 128;
+struct LanesAndPacks {
+  int lanes, packs;
+};
+constexpr LanesAndPacks kSpread[] = {{1, 1},  {2, 1},  {4, 1},  {8, 1},  {16, 1}, {32, 1},
+                                     {32, 2}, {32, 3}, {32, 4}, {32, 5}, {32, 6}, {32, 8}};
+constexpr LanesAndPacks kSharing[] = {{1, 1},  {2, 1},  {4, 1},  {4, 2},  {8, 2},  {8, 3},  {16, 2}, {16, 3},
+                                      {32, 2}, {32, 3}, {32, 4}, {32, 5}, {32, 6}, {32, 8}};
 // The most packs that a warp, and a block, hold in registers without a spill.
 constexpr int kWarpPacks = 8 * 32;
-constexpr int kBlockPacks = 8 * 256;
+constexpr int kBlockPacks = 4 * 256;
+constexpr int kWholeBlockPacks = 8 * 256;  // where all threads' packs are full
+// Packs that each block of a cluster should hold: few enough for several blocks on a multiprocessor.
+constexpr int kClusterPacks = 8 * 256;
+// Static shared memory of the cluster schedule, rounded up.
+constexpr int kClusterStaticBytes = 3 << 10;
+// The slab schedule: the longest row, and about how large a slab is to be.
+constexpr int kSlabColumns = 32;
+constexpr int kSlabBytes = 12 << 10;
+constexpr int kSlabThreads = 256;
 
 }  // namespace
 
@@ -88,6 +104,8 @@ CudaPlan make_cuda_plan(const View& view, Op op, DType dtype, Alignment alignmen
   const int bytes = kDTypeBytes[static_cast<int>(dtype)];
   const int per_pack = kPackBytes / bytes;
   CudaPlan plan{};
+  plan.cluster = 1;
+  plan.edges = Edges::kParts;
   if (!view.minor_reduced) {
     const Dim& inner = view.kept.dim[view.kept.size - 1];
     plan.schedule = Schedule::kColumns;
@@ -103,36 +121,61 @@ CudaPlan make_cuda_plan(const View& view, Op op, DType dtype, Alignment alignmen
     return plan;
   }
 
-  // An unaligned row is covered by aligned packs, whose number depends on where it starts; the most is what counts.
   const bool aligned = view.columns % per_pack == 0 && alignment == Alignment::kAligned;
+  if (!aligned && alignment == Alignment::kAligned && view.columns <= kSlabColumns) {
+    plan.schedule = Schedule::kSlab;
+    plan.threads = kSlabThreads;
+    plan.lanes = 1;
+    plan.packs = view.columns <= 4 ? 4 : static_cast<int>(ceil_div(view.columns, 8) * 8);
+    const int64_t row_bytes = view.columns * bytes * inputs_of(op);
+    plan.slab_rows = static_cast<int>(plan.threads * std::max<int64_t>(1, kSlabBytes / (plan.threads * row_bytes)));
+    plan.blocks = ceil_div(view.rows, plan.slab_rows);
+    plan.shared_bytes = static_cast<int>(plan.slab_rows * row_bytes);
+    return plan;
+  }
+
+  // An unaligned row is covered by aligned packs, whose number depends on where it starts; the most is what counts.
   const int64_t packs = aligned ? view.columns / per_pack : ceil_div(view.columns + per_pack - 1, per_pack);
-  const bool may_be_exact = aligned && !view.masked;
+  const auto set_edges = [&](int64_t threads) {
+    if (aligned && !view.masked) plan.edges = packs == threads * plan.packs ? Edges::kNone : Edges::kWhole;
+  };
   if (packs <= kWarpPacks) {
     plan.schedule = Schedule::kLanes;
-    plan.lanes = std::clamp(power_of_two_at_least(packs), 1, 32);
-    plan.packs = power_of_two_at_least(ceil_div(packs, plan.lanes));
+    // Rows that need a look at their edges had better have several packs a thread, to share the cost of it.
+    const LanesAndPacks* choice = plan.edges == Edges::kParts && !aligned ? kSharing : kSpread;
+    while (choice->lanes * choice->packs < packs) ++choice;
+    plan.lanes = choice->lanes;
+    plan.packs = choice->packs;
     plan.threads = kLanesThreads;
     plan.blocks = ceil_div(view.rows, plan.threads / plan.lanes);
-    plan.exact = may_be_exact && packs == static_cast<int64_t>(plan.lanes) * plan.packs;
+    set_edges(plan.lanes);
     return plan;
   }
-  plan.blocks = view.rows;
-  if (packs <= kBlockPacks) {
+  if (packs <= kBlockPacks || (aligned && !view.masked && packs <= kWholeBlockPacks && packs % 256 == 0)) {
     plan.schedule = Schedule::kBlock;
-    plan.packs = packs <= kBlockPacks / 2 ? 4 : 8;
+    plan.packs = packs <= kBlockPacks ? 4 : 8;
     plan.threads = plan.lanes = static_cast<int>(ceil_div(packs, plan.packs * 32) * 32);
-    plan.exact = may_be_exact && packs == static_cast<int64_t>(plan.threads) * plan.packs;
+    plan.blocks = view.rows;
+    set_edges(plan.threads);
     return plan;
   }
-  const int64_t shared = packs * kPackBytes * inputs_of(op);
-  if (shared <= device.shared_memory_per_block - 1024) {
-    plan.schedule = Schedule::kShared;
-    plan.threads = plan.lanes = 512;
+  plan.cluster = static_cast<int>(std::min<int64_t>(power_of_two_at_least(ceil_div(packs, kClusterPacks)),
+                                                    device.largest_cluster));
+  const int64_t shared = ceil_div(packs, plan.cluster) * kPackBytes * inputs_of(op);
+  if (shared <= device.shared_memory_per_block - kClusterStaticBytes) {
+    plan.schedule = Schedule::kCluster;
+    plan.threads = 256;
+    plan.packs = ceil_div(packs, plan.cluster) <= kClusterPacks ? 8 : 0;
+    set_edges(plan.threads * plan.cluster);
+    plan.lanes = plan.threads * plan.cluster;
+    plan.blocks = view.rows * plan.cluster;
     plan.shared_bytes = static_cast<int>(shared);
     return plan;
   }
+  plan.cluster = 1;
   plan.schedule = Schedule::kStream;
   plan.threads = plan.lanes = 512;
+  plan.blocks = view.rows;
   return plan;
 }
 

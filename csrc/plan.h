@@ -61,26 +61,35 @@ struct Device {
   int compute_capability;  // 10 * major + minor
   int multiprocessors;
   int shared_memory_per_block;  // bytes, opted in
+  int largest_cluster;          // blocks; 1 where there are no clusters
 };
 
 enum class Schedule {
-  kLanes,    // a row held in the registers of 2 to 32 lanes of a warp
-  kBlock,    // a row held in the registers of a block
-  kShared,   // a row held in the shared memory of a block
+  kSlab,     // short unaligned rows side by side in shared memory, a row in the registers of up to 8 lanes
+  kLanes,    // a row in the registers of up to 32 lanes of a warp
+  kBlock,    // a row in the registers of a block
+  kCluster,  // a row in the shared memory of a cluster of blocks
   kStream,   // a row read twice by a block
   kGather,   // minor axis reduced, but the row is not contiguous
   kColumns,  // minor axis kept: neighbouring columns side by side
 };
-inline constexpr const char* kScheduleNames[] = {"lanes", "block", "shared", "stream", "gather", "columns"};
+inline constexpr const char* kScheduleNames[] = {"slab", "lanes", "block", "cluster", "stream", "gather", "columns"};
+
+// Which checks the packs that cover a row need: none, since the threads' packs are exactly the row's; whether a pack
+// belongs to the row; or which of its elements do.
+enum class Edges { kNone, kWhole, kParts };
+inline constexpr const char* kEdgesNames[] = {"none", "whole", "parts"};
 
 struct CudaPlan {
   Schedule schedule;
+  Edges edges;
   int lanes;         // threads that share a row
-  int packs;         // 16-byte packs of each operand that a thread holds (0: not held in registers)
+  int packs;         // 16-byte packs of each operand that a thread holds, in the slab schedule elements (0: no register)
   int threads;       // threads a block
+  int cluster;       // blocks that share a row
+  int slab_rows;     // rows that a block handles together
   int64_t blocks;    // blocks in the grid
   int shared_bytes;  // dynamic shared memory of a block
-  bool exact;        // the packs cover every row exactly, with no edges to mask
 };
 
 // How far the operands begin beyond a multiple of 16 bytes: not at all, all by the same, or differently.

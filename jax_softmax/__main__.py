@@ -49,7 +49,8 @@ def main() -> int:
     for device in devices:
         with jax.default_device(device):
             error = largest_error(device)
-        right = error < 8
+        # exp(y) of a y that was rounded to its dtype, which log-softmax's gradient needs, is off by |y| / 2 eps.
+        right = error < 16
         kernels = device.platform == "cpu" or (device.platform == "gpu" and info["cuda"])
         healthy &= right
         print(

@@ -62,8 +62,23 @@ def _apply(op: str, x: Any, axis: Any, where: Any, forward: Callable[..., jax.Ar
         return getattr(jax.nn, op)(x, axes, where)
     x, dtype = _promoted(x)
     x = jnp.broadcast_to(x, shape)
+    if where is not None:
+        x = _varying_as_well(x, where)
     _warn_without_cuda()
     return forward(op, axes, x, *([] if where is None else [where])).astype(dtype)
+
+
+def _varying_as_well(x: jax.Array, where: jax.Array) -> jax.Array:
+    """x, inside `shard_map` marked as varying over the mesh axes that the mask varies over, as the result does."""
+
+    def axes(a):
+        aval = jax.typeof(a)
+        return aval.vma if hasattr(aval, "vma") else aval.manual_axis_type.varying
+
+    missing = tuple(axes(where) - axes(x))
+    if not missing:
+        return x
+    return jax.lax.pcast(x, missing, to="varying") if hasattr(jax.lax, "pcast") else jax.lax.pvary(x, missing)
 
 
 def _promoted(x: jax.Array) -> tuple[jax.Array, Any]:
@@ -89,7 +104,7 @@ def _checked_array(op: str, x: Any) -> jax.Array:
 
 
 def _checked_axes_and_mask(op: str, x: jax.Array, axis: Any, where: Any):
-    """The sorted axes, the mask at the result's rank with extents of 1 left as they are, and the result's shape."""
+    """The sorted axes, the mask, and the shape of the result."""
     shape = x.shape
     if where is not None:
         if not hasattr(where, "dtype") and not isinstance(where, bool):
@@ -103,7 +118,6 @@ def _checked_axes_and_mask(op: str, x: jax.Array, axis: Any, where: Any):
             raise ValueError(
                 f"{op}: where must broadcast with x, got shape {where.shape} for x of shape {x.shape}."
             ) from error
-        where = jnp.expand_dims(where, tuple(range(len(shape) - where.ndim)))
     return _checked_axes(op, len(shape), axis), where, shape
 
 

@@ -7,8 +7,8 @@ forward mode, reverse mode and every higher order follow.
     softmax_p         x, [where]      op = softmax | log_softmax
     softmax_linear_p  y, t, [where]   op = softmax_linear | log_softmax_jvp | log_softmax_vjp
 
-x, y and t are floats of one shape and dtype; y is the operator's result. `where` is a boolean mask of the same rank whose
-extents are theirs or 1; masked elements count for nothing and give the operator's neutral result, in the linear maps 0.
+x, y and t are floats of one shape and dtype; y is the operator's result. `where` is a boolean mask that broadcasts to that
+shape; masked elements count for nothing and give the operator's neutral result, in the linear maps 0.
 `axes` are the reduced axes, sorted.
 """
 
@@ -35,12 +35,18 @@ _TRANSPOSED = {
 
 @functools.lru_cache(maxsize=None)
 def _compiled(primitive, op, axes):
-    return jax.jit(functools.partial(primitive.bind, op=op, axes=axes))
+    def call(*operands):
+        return primitive.bind(*operands, op=op, axes=axes)
+
+    # What JAX sets on its own primitives' functions: looking for the operation that made a NaN ends here.
+    call._apply_primitive = True
+    return jax.jit(call)
 
 
 def _implement(primitive):
     def impl(*operands, op, axes):
-        return _compiled(primitive, op, axes)(*operands)
+        with jax.disable_jit(False):  # a primitive is compiled even where functions are not
+            return _compiled(primitive, op, axes)(*operands)
 
     primitive.def_impl(impl)
 
@@ -55,20 +61,29 @@ def _implement(primitive):
 def _batch(primitive, operands, batch_axes, *, op, axes):
     """Only the axes change: operands batched along another axis than the first one's are moved to it.
 
-    An operand without a batch axis is broadcast, but for the mask, for which an extent of 1 will do.
+    A float operand without a batch axis is broadcast; for a mask an extent of 1 will do.
     """
-    size = next(x.shape[b] for x, b in zip(operands, batch_axes, strict=True) if b is not None)
     n_floats = 1 if primitive is softmax_p else 2
-    to = next((b for b in batch_axes[:n_floats] if b is not None), 0)
+    floats = operands[:n_floats]
+    ndim = next(x.ndim - (b is not None) for x, b in zip(floats, batch_axes, strict=False))
+    size = next(x.shape[b] for x, b in zip(operands, batch_axes, strict=True) if b is not None)
+    # The batch axis of each operand, and the new axis, counted from the end: a mask may have fewer axes than x.
+    ends = [None if b is None else b - x.ndim for x, b in zip(operands, batch_axes, strict=True)]
+    to = max(next(end for end in ends if end is not None), -ndim - 1)
     batched = []
-    for i, (x, b) in enumerate(zip(operands, batch_axes, strict=True)):
-        if b is not None:
-            x = batching.moveaxis(x, b, to)
-        elif i < n_floats:
-            x = batching.broadcast(x, size, to, None)
-        else:
+    for i, (x, end) in enumerate(zip(operands, ends, strict=True)):
+        if i >= n_floats and end is None:
+            x = jnp.expand_dims(x, to) if x.ndim >= -to - 1 else x
+        elif end is None:
             x = jnp.expand_dims(x, to)
+            x = jnp.broadcast_to(x, (*x.shape[:to], size, *x.shape[x.ndim + to + 1 :]))
+        else:
+            if x.ndim < -to:  # a mask whose first axis lies behind the new one
+                x = jnp.expand_dims(jnp.moveaxis(x, end, 0), tuple(range(1, -to - x.ndim + 1)))
+                end = -x.ndim
+            x = jnp.moveaxis(x, end, to)
         batched.append(x)
+    to += ndim + 1
     axes = tuple(a + (a >= to) for a in axes)
     return primitive.bind(*batched, op=op, axes=axes), to
 

@@ -1,7 +1,7 @@
 """The operators in jax.numpy: what runs on platforms without kernels, and for what the kernels do not cover.
 
 Each function has the operands and the meaning of the primitive of its name (see `primitives.py`): `where` is None or a
-boolean mask of x's rank whose extents are x's or 1.
+boolean mask that broadcasts to x's shape.
 """
 
 import jax

@@ -1,7 +1,5 @@
 // The CPU schedules, compiled once for each instruction set. Nothing here may be visible outside the namespace that is
 // named after it but the two functions at the end.
-#include <cstdlib>
-
 #include "cpu/cpu.h"
 #include "cpu/simd.h"
 
@@ -121,6 +119,7 @@ struct Rows {
   using Op = typename A::Op;
   static constexpr int kLanes = A::kLanes;
   static constexpr int kUnroll = 8;  // vectors whose maximum is taken before the sum is rescaled
+  static constexpr int64_t kBlock = 64 * kUnroll * kLanes;  // summed by itself, lest a long sum swallow small terms
 
   static int64_t units(const View& view) { return view.rows; }
 
@@ -158,16 +157,26 @@ struct Rows {
   }
 
   static JAX_SOFTMAX_INLINE void accumulate_run(const A& access, Offset base, int64_t length, State<C>& state) {
-    int64_t i = 0;
-    for (; i + kUnroll * kLanes <= length; i += kUnroll * kLanes) {
+    if (length <= kBlock) return accumulate_block(access, base, 0, length, state);
+    for (int64_t begin = 0; begin < length; begin += kBlock) {
+      State<C> block = identity<Op, M>();
+      accumulate_block(access, base, begin, length - begin < kBlock ? length : begin + kBlock, block);
+      state = combine<Op, M>(state, block);
+    }
+  }
+
+  static JAX_SOFTMAX_INLINE void accumulate_block(const A& access, Offset base, int64_t begin, int64_t end,
+                                                  State<C>& state) {
+    int64_t i = begin;
+    for (; i + kUnroll * kLanes <= end; i += kUnroll * kLanes) {
       C v[kUnroll][Op::kInputs];
       JAX_SOFTMAX_UNROLL
       for (int u = 0; u < kUnroll; ++u) access.load(v[u], along(access, base, i + u * kLanes), kLanes);
       accumulate<Op, M>(state, v);
     }
-    for (; i < length; i += kLanes) {
+    for (; i < end; i += kLanes) {
       C v[1][Op::kInputs];
-      access.load(v[0], along(access, base, i), lanes_left(length - i));
+      access.load(v[0], along(access, base, i), lanes_left(end - i));
       accumulate<Op, M>(state, v);
     }
   }
@@ -188,25 +197,8 @@ struct Rows {
   static int lanes_left(int64_t n) { return n < kLanes ? static_cast<int>(n) : kLanes; }
 };
 
-// Scratch memory that one call of a kernel works in.
-class Scratch {
- public:
-  explicit Scratch(int64_t bytes) : data_(std::aligned_alloc(64, (bytes + 63) / 64 * 64)) {}
-  ~Scratch() { std::free(data_); }
-  Scratch(const Scratch&) = delete;
-  Scratch& operator=(const Scratch&) = delete;
-  template <class C>
-  C* as() const {
-    return static_cast<C*>(data_);
-  }
-
- private:
-  void* data_;
-};
-
 // Minor axis kept: the lanes lie across neighbouring columns, each of which is a row of its own. A unit is a tile of
-// columns. A tile that fits is kept in scratch memory between the two passes: its elements lie a large power of two
-// apart in the operand, where only a few of them fit a cache's associativity.
+// columns, wide enough for the processor's prefetcher to see runs of memory in it.
 template <template <class> class OpOf, class T, bool kMasked>
 struct Columns {
   using A = Access<OpOf, T, kMasked>;
@@ -214,27 +206,23 @@ struct Columns {
   using C = typename A::C;
   using Op = typename A::Op;
   static constexpr int kLanes = A::kLanes;
-  static constexpr int kVectors = 4;  // side by side in a tile
+  static constexpr int kVectors = 16;  // side by side in a tile
   static constexpr int kTile = kVectors * kLanes;
-  static constexpr int kUnroll = 4;  // elements of a column whose maximum is taken before the sum is rescaled
-  static constexpr int64_t kScratchBytes = 512 << 10;
-  using Element = C[Op::kInputs];
+  static constexpr int kUnroll = 8;  // elements of a column whose maximum is taken before the sum is rescaled
+  static constexpr int64_t kBlock = 512;  // as in Rows, in elements of a column
 
   static int64_t tiles(const View& view) { return (inner(view).extent + kTile - 1) / kTile; }
   static int64_t units(const View& view) { return view.rows / inner(view).extent * tiles(view); }
 
   static void run(const View& view, const Operands& operands, int64_t first_unit, int64_t last_unit) {
     const A access(operands, inner(view).mask_stride);
-    const int64_t bytes = view.columns * kVectors * sizeof(Element);
-    const Scratch scratch(bytes <= kScratchBytes ? bytes : 64);
-    Element* kept = bytes <= kScratchBytes ? scratch.as<Element>() : nullptr;
     for (int64_t unit = first_unit; unit < last_unit; ++unit) {
       const int64_t tile = unit % tiles(view);
       Offset base = offset_of(view.kept, view.kept.size - 1, unit / tiles(view));
       base.element += tile * kTile;
       base.mask += tile * kTile * access.mask_stride;
       const int64_t left = inner(view).extent - tile * kTile;
-      run_tile(view, access, base, left < kTile ? static_cast<int>(left) : kTile, kept);
+      run_tile(view, access, base, left < kTile ? static_cast<int>(left) : kTile);
     }
   }
 
@@ -242,23 +230,14 @@ struct Columns {
   static const Dim& inner(const View& view) { return view.kept.dim[view.kept.size - 1]; }
 
   // `width` columns from `base` on.
-  static void run_tile(const View& view, const A& access, Offset base, int width, Element* kept) {
+  static void run_tile(const View& view, const A& access, Offset base, int width) {
     const int vectors = (width + kLanes - 1) / kLanes;
     State<C> state[kVectors];
     for (int t = 0; t < vectors; ++t) state[t] = identity<Op, M>();
     Odometer odometer(view.reduced, view.reduced.size);
-    for (int64_t r = 0; r < view.columns;) {
-      Offset at[kUnroll];
-      const int n = view.columns - r < kUnroll ? static_cast<int>(view.columns - r) : kUnroll;
-      for (int u = 0; u < n; ++u, odometer.advance()) at[u] = odometer.offset();
-      for (int t = 0; t < vectors; ++t) {
-        if (n == kUnroll) {
-          accumulate_elements<kUnroll>(access, base, at, t, width, kept, r, state[t]);
-        } else {
-          for (int u = 0; u < n; ++u) accumulate_elements<1>(access, base, at + u, t, width, kept, r + u, state[t]);
-        }
-      }
-      r += n;
+    for (int64_t r = 0; r < view.columns; r += kBlock) {
+      const int64_t left = view.columns - r;
+      accumulate_block(access, base, width, left < kBlock ? left : kBlock, odometer, state);
     }
     typename Op::Row finished[kVectors];
     for (int t = 0; t < vectors; ++t) finished[t] = Op::row(state[t]);
@@ -266,26 +245,41 @@ struct Columns {
       for (int t = 0; t < vectors; ++t) {
         const Offset at = across(access, base, odometer.offset(), t);
         C v[Op::kInputs];
-        if (kept) {
-          for (int k = 0; k < Op::kInputs; ++k) v[k] = kept[r * kVectors + t][k];
-        } else {
-          access.load(v, at, lanes(width, t));
-        }
+        access.load(v, at, lanes(width, t));
         access.store(Op::finish(finished[t], v), at, lanes(width, t));
       }
     }
   }
 
+  // The next `count` elements of each column.
+  static void accumulate_block(const A& access, Offset base, int width, int64_t count, Odometer& odometer,
+                               State<C>* state) {
+    const int vectors = (width + kLanes - 1) / kLanes;
+    State<C> block[kVectors];
+    for (int t = 0; t < vectors; ++t) block[t] = identity<Op, M>();
+    for (int64_t r = 0; r < count;) {
+      Offset at[kUnroll];
+      const int n = count - r < kUnroll ? static_cast<int>(count - r) : kUnroll;
+      for (int u = 0; u < n; ++u, odometer.advance()) at[u] = odometer.offset();
+      for (int t = 0; t < vectors; ++t) {
+        if (n == kUnroll) {
+          accumulate_elements<kUnroll>(access, base, at, t, width, block[t]);
+        } else {
+          for (int u = 0; u < n; ++u) accumulate_elements<1>(access, base, at + u, t, width, block[t]);
+        }
+      }
+      r += n;
+    }
+    for (int t = 0; t < vectors; ++t) state[t] = combine<Op, M>(state[t], block[t]);
+  }
+
   template <int n>
   static JAX_SOFTMAX_INLINE void accumulate_elements(const A& access, Offset base, const Offset* at, int t, int width,
-                                                     Element* kept, int64_t r, State<C>& state) {
+                                                     State<C>& state) {
     C v[n][Op::kInputs];
     JAX_SOFTMAX_UNROLL
     for (int u = 0; u < n; ++u) {
       access.load(v[u], across(access, base, at[u], t), lanes(width, t));
-      if (kept) {
-        for (int k = 0; k < Op::kInputs; ++k) kept[(r + u) * kVectors + t][k] = v[u][k];
-      }
     }
     accumulate<Op, M>(state, v);
   }

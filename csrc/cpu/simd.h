@@ -92,9 +92,12 @@ struct Simd {
     return scale_by_power_of_two(p, n, shifted);
   }
 
-  static JAX_SOFTMAX_INLINE Value log(Value x) {  // once a row: no need of a vectorised one
-    for (int i = 0; i < kLanes; ++i) x[i] = sizeof(F) == 4 ? __builtin_logf(x[i]) : __builtin_log(x[i]);
-    return x;
+  static JAX_SOFTMAX_INLINE Value reference(Value pivot) { return pivot; }
+  static JAX_SOFTMAX_INLINE Value exp_from(Value x, Value reference) { return exp(x - reference); }
+  static JAX_SOFTMAX_INLINE Value exp_between(Value from, Value to) { return exp(from - to); }
+  static JAX_SOFTMAX_INLINE Value log_sum(Value sum, Value) {  // once a row: no need of a vectorised one
+    for (int i = 0; i < kLanes; ++i) sum[i] = sizeof(F) == 4 ? __builtin_logf(sum[i]) : __builtin_log(sum[i]);
+    return sum;
   }
 
   // Reduces x over its lanes with f, in a tree whose order is fixed, and returns the result in every lane.

@@ -1,6 +1,6 @@
 // The load and store functors: what happens to elements between memory and the arithmetic. A schedule asks them for
-// whole packs of a row or for single elements, and never looks at memory itself. A fused variant of an operator is
-// another functor here.
+// packs of a row or for single elements, and never interprets memory itself. A fused variant of an operator is another
+// functor here.
 #pragma once
 
 #include "cuda/pack.cuh"
@@ -8,14 +8,17 @@
 
 namespace jax_softmax::cuda {
 
-// Where a row lies, as the kept index decides it.
-struct RowOffset {
+// Where a row, or an element of it, lies.
+struct Offset {
   int64_t element;
   int64_t mask;
 };
 
-__device__ __forceinline__ RowOffset offset_of(const Dims& dims, int size, int64_t index) {
-  RowOffset offset{0, 0};
+__device__ __forceinline__ Offset operator+(Offset a, Offset b) { return {a.element + b.element, a.mask + b.mask}; }
+
+// Of the index-th combination of the first `size` dimensions' indices, the innermost varying fastest.
+__device__ __forceinline__ Offset offset_of(const Dims& dims, int size, int64_t index) {
+  Offset offset{0, 0};
   for (int i = size - 1; i >= 0; --i) {
     const Dim& dim = dims.dim[i];
     const int64_t rest = i == 0 ? 0 : index / dim.extent;
@@ -27,8 +30,6 @@ __device__ __forceinline__ RowOffset offset_of(const Dims& dims, int size, int64
   return offset;
 }
 
-// The operands of operator Op over storage type T. kExact promises that packs cover rows exactly and that there is no
-// mask, so that no element needs a check.
 template <class Op_, class T_, bool kMasked_>
 struct Access {
   using Op = Op_;
@@ -38,6 +39,8 @@ struct Access {
   static constexpr bool kMasked = kMasked_;
   static constexpr int kInputs = Op::kInputs;
   static constexpr int kWidth = kPerPack<T>;
+  // The packs' elements, of all operands side by side.
+  using Values = C[kWidth][kInputs];
 
   const T* in[kInputs];
   const bool* mask;
@@ -46,53 +49,65 @@ struct Access {
 
   // ---- single elements
 
-  __device__ __forceinline__ void load(C (&v)[kInputs], RowOffset at) const {
+  __device__ __forceinline__ void load(C (&v)[kInputs], Offset at) const {
 #pragma unroll
-    for (int k = 0; k < kInputs; ++k) v[k] = widen(in[k][at.element]);
+    for (int k = 0; k < kInputs; ++k) v[k] = Elements<T>::widen(in[k][at.element]);
+    pad_if_masked(v, at);
+  }
+
+  __device__ __forceinline__ void pad_if_masked(C (&v)[kInputs], Offset at) const {
     if (kMasked && !mask[at.mask]) {
 #pragma unroll
       for (int k = 0; k < kInputs; ++k) v[k] = Op::pad(k);
     }
   }
 
-  __device__ __forceinline__ void store(C value, RowOffset at) const {
-    out[at.element] = narrow<T>(kMasked && !mask[at.mask] ? Op::masked() : value);
+  // What is stored for an element.
+  __device__ __forceinline__ T result(C value, Offset at) const {
+    return Elements<T>::narrow(kMasked && !mask[at.mask] ? Op::masked() : value);
   }
 
   // ---- packs of contiguous rows: pack j of a row holds its elements [j * kWidth - shift, (j + 1) * kWidth - shift),
-  // where shift is how far the row's start lies beyond a multiple of 16 bytes.
+  // where shift is how far the row's start lies beyond a multiple of 16 bytes. `first` is the row's element that a pack
+  // begins with, which is negative or beyond the end where the pack is partly outside of the row.
 
-  __device__ __forceinline__ int shift_of(RowOffset row) const {
+  __device__ __forceinline__ int shift_of(Offset row) const {
     return static_cast<int>((reinterpret_cast<uintptr_t>(in[0] + row.element) % kPackBytes) / sizeof(T));
   }
 
-  // Reads the pack that begins `first` elements into the row, which may be partly outside of it. Never reads outside
-  // the operand.
-  __device__ __forceinline__ Pack<T> load_raw(int k, RowOffset row, int64_t first) const {
+  // Whether the pack lies within the operand, so that it can be read whole, whatever row its elements belong to.
+  __device__ __forceinline__ bool whole_in_memory(Offset row, int64_t first) const {
     const int64_t begin = row.element + first;
-    if (begin >= 0 && begin + kWidth <= elements) return load_pack(in[k] + begin);
-    Pack<T> pack;
-#pragma unroll
-    for (int i = 0; i < kWidth; ++i) {
-      pack.element[i] = begin + i >= 0 && begin + i < elements ? in[k][begin + i] : T{};
-    }
-    return pack;
+    return begin >= 0 && begin + kWidth <= elements;
   }
 
-  // The bits of the pack's elements that are the row's own. The pack begins `first` elements into the row.
-  static __device__ __forceinline__ unsigned inside_of(int64_t first, int64_t columns) {
-    constexpr unsigned kAll = (1u << kWidth) - 1;
-    if (first >= columns) return 0;
-    unsigned inside = kAll;
-    if (first < 0) inside &= kAll << -static_cast<int>(first);
-    if (first + kWidth > columns) inside &= kAll >> static_cast<int>(first + kWidth - columns);
-    return inside;
+  // The same in 32 bits for the packs of one row of fewer than 2^31 elements.
+  struct MemoryRange {
+    int least, most;
+    __device__ __forceinline__ bool holds(int first) const { return first >= least && first <= most; }
+  };
+  __device__ __forceinline__ MemoryRange memory_range(Offset row, int columns) const {
+    const int64_t behind = elements - row.element - kWidth;
+    return {row.element < kWidth ? -static_cast<int>(row.element) : -kWidth,
+            behind < columns ? static_cast<int>(behind) : columns};
   }
 
-  // Those that are not masked either.
-  __device__ __forceinline__ unsigned kept_of(RowOffset row, int64_t mask_stride, int64_t first,
-                                              int64_t columns) const {
-    const unsigned inside = inside_of(first, columns);
+  __device__ __forceinline__ Pack load_parts(int k, Offset row, int64_t first) const {
+    const int64_t begin = row.element + first;
+    return load_elements(in[k] + begin, bits_within(begin, elements));
+  }
+
+  // The bits of the elements of a pack that lie in [0, size), the first of them at `first`.
+  static __device__ __forceinline__ unsigned bits_within(int64_t first, int64_t size) {
+    unsigned bits = kAllBits<T>;
+    if (first < 0) bits &= kAllBits<T> << (first > -kWidth ? -static_cast<int>(first) : kWidth);
+    if (first + kWidth > size) bits &= first < size ? kAllBits<T> >> static_cast<int>(first + kWidth - size) : 0;
+    return bits;
+  }
+
+  // The bits of a pack's elements that are the row's own and not masked.
+  __device__ __forceinline__ unsigned kept_bits(Offset row, int64_t mask_stride, int64_t first, int64_t columns) const {
+    const unsigned inside = bits_within(first, columns);
     if constexpr (!kMasked) return inside;
     unsigned kept = 0;
 #pragma unroll
@@ -102,36 +117,67 @@ struct Access {
     return kept;
   }
 
-  // Replaces what is masked or outside of the row by the operator's pads.
-  static __device__ __forceinline__ void pad(Pack<T>& pack, int k, unsigned kept) {
-    constexpr unsigned kAll = (1u << kWidth) - 1;
-    if (kept == kAll) return;
+  // A pack of what stands in for elements that are masked or outside of the row.
+  static __device__ __forceinline__ Pack pad_pack(int k) {
+    C pads[kWidth];
 #pragma unroll
-    for (int i = 0; i < kWidth; ++i) {
-      if (!((kept >> i) & 1)) pack.element[i] = narrow<T>(Op::pad(k));
+    for (int i = 0; i < kWidth; ++i) pads[i] = Op::pad(k);
+    return Elements<T>::narrow(pads);
+  }
+
+  // The maximum of the elements of a pack.
+  static __device__ __forceinline__ C max_element(const Pack& pack) {
+    C v[kWidth];
+    Elements<T>::widen(v, pack);
+    C m = v[0];
+#pragma unroll
+    for (int i = 1; i < kWidth; ++i) m = M::max(m, v[i]);
+    return m;
+  }
+
+  static __device__ __forceinline__ C sum_of_terms(C reference, const Pack (&packs)[kInputs]) {
+    Values values;
+    widen(values, packs);
+    C sum = Op::term(reference, values[0]);
+#pragma unroll
+    for (int i = 1; i < kWidth; ++i) sum += Op::term(reference, values[i]);
+    return sum;
+  }
+
+  static __device__ __forceinline__ void widen(Values& values, const Pack (&packs)[kInputs]) {
+#pragma unroll
+    for (int k = 0; k < kInputs; ++k) {
+      C v[kWidth];
+      Elements<T>::widen(v, packs[k]);
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) values[i][k] = v[i];
     }
   }
 
-  // Writes the elements of a pack that are the row's own; `kept` matters if there is a mask.
-  template <bool kExact>
-  __device__ __forceinline__ void store_values(C (&values)[kWidth], RowOffset row, int64_t first, int64_t columns,
-                                               unsigned kept) const {
+  static __device__ __forceinline__ Pack finish(const typename Op::Row& row, const Pack (&packs)[kInputs]) {
+    Values values;
+    widen(values, packs);
+    C result[kWidth];
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) result[i] = Op::finish(row, values[i]);
+    return Elements<T>::narrow(result);
+  }
+
+  // Writes the elements of a pack that are the row's own. kWhole promises that all are; `kept` matters if there is a
+  // mask.
+  template <bool kWhole>
+  __device__ __forceinline__ void store(Pack pack, Offset row, int64_t first, int64_t columns, unsigned kept) const {
     T* p = out + row.element + first;
     if constexpr (kMasked) {
+      C masked[kWidth];
 #pragma unroll
-      for (int i = 0; i < kWidth; ++i) {
-        if (!((kept >> i) & 1)) values[i] = Op::masked();
-      }
+      for (int i = 0; i < kWidth; ++i) masked[i] = Op::masked();
+      pack = select_elements<T>(kept, pack, Elements<T>::narrow(masked));
     }
-    const Pack<T> pack = narrow_pack<T>(values);
-    if (kExact || (first >= 0 && first + kWidth <= columns)) {
+    if (kWhole || (first >= 0 && first + kWidth <= columns)) {
       store_pack(p, pack);
     } else {
-      const unsigned inside = inside_of(first, columns);
-#pragma unroll
-      for (int i = 0; i < kWidth; ++i) {
-        if ((inside >> i) & 1) p[i] = pack.element[i];
-      }
+      store_elements(p, pack, bits_within(first, columns));
     }
   }
 };

@@ -36,6 +36,9 @@ cudaError_t current_device(Device* device) {
   get(&device->multiprocessors, cudaDevAttrMultiProcessorCount);
   get(&device->shared_memory_per_block, cudaDevAttrMaxSharedMemoryPerBlockOptin);
   device->compute_capability = 10 * major + minor;
+  // 16 blocks are beyond what every chip with clusters can do, but these two can.
+  const bool data_center = major == 9 || device->compute_capability == 100;
+  device->largest_cluster = major < 9 ? 1 : data_center ? 16 : 8;
   return status;
 }
 

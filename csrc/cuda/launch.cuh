@@ -2,44 +2,100 @@
 #pragma once
 
 #include <type_traits>
+#include <utility>
 
 #include "cuda/cuda.h"
 #include "cuda/rows.cuh"
+#include "cuda/slab.cuh"
 #include "cuda/strided.cuh"
 
 namespace jax_softmax::cuda {
 
-template <class Args>
-cudaError_t enqueue(void (*kernel)(Args), const Args& args, const CudaPlan& plan, cudaStream_t stream) {
-  if (plan.shared_bytes > 48 << 10) {
-    const cudaError_t status = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                                                    cudaFuncAttributeMaxDynamicSharedMemorySize, plan.shared_bytes);
-    if (status != cudaSuccess) return status;
-  }
+template <class... Args>
+cudaError_t enqueue(void (*kernel)(Args...), const CudaPlan& plan, cudaStream_t stream, const Args&... args) {
+  const auto set = [&](cudaFuncAttribute attribute, int value) {
+    return cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), attribute, value);
+  };
+  cudaError_t status = cudaSuccess;
+  if (plan.shared_bytes > 40 << 10) status = set(cudaFuncAttributeMaxDynamicSharedMemorySize, plan.shared_bytes);
+  if (status == cudaSuccess && plan.cluster > 8) status = set(cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+  if (status != cudaSuccess) return status;
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(plan.blocks));
   config.blockDim = dim3(plan.threads);
   config.dynamicSmemBytes = plan.shared_bytes;
   config.stream = stream;
-  return cudaLaunchKernelEx(&config, kernel, args);
+  cudaLaunchAttribute cluster;
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim = {static_cast<unsigned>(plan.cluster), 1, 1};
+  config.attrs = &cluster;
+  config.numAttrs = plan.cluster > 1 ? 1 : 0;
+  return cudaLaunchKernelEx(&config, kernel, args...);
 }
+
+// lanes * 10 + packs; plan.cc chooses among the same.
+using LanesAndPacks = std::integer_sequence<int, 11, 21, 41, 42, 81, 82, 83, 161, 162, 163, 321, 322, 323, 324, 325, 326, 328>;
 
 // Kernels are picked from the plan's run-time numbers by trying each number that is compiled in; cudaErrorInvalidValue
 // means that the plan asks for one that is not.
 template <class A, int kLanes, int kPacks>
 cudaError_t enqueue_lanes(const CudaPlan& plan, const RowArgs<A>& args, cudaStream_t stream) {
   if constexpr (!A::kMasked) {
-    if (plan.exact) return enqueue(rows_in_lanes<A, kLanes, kPacks, true>, args, plan, stream);
+    if (plan.edges == Edges::kNone) return enqueue(rows_in_lanes<A, kLanes, kPacks, Edges::kNone>, plan, stream, args);
+    if (plan.edges == Edges::kWhole) {
+      return enqueue(rows_in_lanes<A, kLanes, kPacks, Edges::kWhole>, plan, stream, args);
+    }
   }
-  return enqueue(rows_in_lanes<A, kLanes, kPacks, false>, args, plan, stream);
+  return enqueue(rows_in_lanes<A, kLanes, kPacks, Edges::kParts>, plan, stream, args);
+}
+
+// Tries each combination that is compiled in.
+template <class A, int... lanes_and_packs>
+cudaError_t enqueue_any_lanes(std::integer_sequence<int, lanes_and_packs...>, const CudaPlan& plan,
+                              const RowArgs<A>& args, cudaStream_t stream) {
+  cudaError_t status = cudaErrorInvalidValue;
+  const int wanted = plan.lanes * 10 + plan.packs;
+  (void)((wanted == lanes_and_packs &&
+          (status = enqueue_lanes<A, lanes_and_packs / 10, lanes_and_packs % 10>(plan, args, stream), true)) ||
+         ...);
+  return status;
 }
 
 template <class A, int kPacks>
 cudaError_t enqueue_block(const CudaPlan& plan, const RowArgs<A>& args, cudaStream_t stream) {
   if constexpr (!A::kMasked) {
-    if (plan.exact) return enqueue(rows_in_block<A, kPacks, true>, args, plan, stream);
+    if (plan.edges == Edges::kNone) return enqueue(rows_in_block<A, kPacks, Edges::kNone>, plan, stream, args);
+    if (plan.edges == Edges::kWhole) return enqueue(rows_in_block<A, kPacks, Edges::kWhole>, plan, stream, args);
   }
-  return enqueue(rows_in_block<A, kPacks, false>, args, plan, stream);
+  return enqueue(rows_in_block<A, kPacks, Edges::kParts>, plan, stream, args);
+}
+
+template <class A, int kPacks>
+cudaError_t enqueue_cluster(const CudaPlan& plan, const RowArgs<A>& args, cudaStream_t stream) {
+  if constexpr (!A::kMasked) {
+    if (kPacks > 0 && plan.edges == Edges::kNone) {
+      return enqueue(rows_in_cluster<A, kPacks, Edges::kNone>, plan, stream, args);
+    }
+    if (plan.edges != Edges::kParts) return enqueue(rows_in_cluster<A, kPacks, Edges::kWhole>, plan, stream, args);
+  }
+  return enqueue(rows_in_cluster<A, kPacks, Edges::kParts>, plan, stream, args);
+}
+
+template <class A>
+cudaError_t enqueue_slab(const CudaPlan& plan, const RowArgs<A>& args, cudaStream_t stream) {
+  switch (plan.packs) {
+    case 4:
+      return enqueue(rows_in_slab<A, 4>, plan, stream, args, plan.slab_rows);
+    case 8:
+      return enqueue(rows_in_slab<A, 8>, plan, stream, args, plan.slab_rows);
+    case 16:
+      return enqueue(rows_in_slab<A, 16>, plan, stream, args, plan.slab_rows);
+    case 24:
+      return enqueue(rows_in_slab<A, 24>, plan, stream, args, plan.slab_rows);
+    case 32:
+      return enqueue(rows_in_slab<A, 32>, plan, stream, args, plan.slab_rows);
+  }
+  return cudaErrorInvalidValue;
 }
 
 template <class A>
@@ -47,28 +103,10 @@ cudaError_t launch_with(const CudaPlan& plan, const View& view, const A& access,
   const RowArgs<A> rows{access, view.kept, view.rows, view.columns, view.reduced.dim[view.reduced.size - 1].mask_stride};
   const ViewArgs<A> any{access, view};
   switch (plan.schedule) {
+    case Schedule::kSlab:
+      return enqueue_slab<A>(plan, rows, stream);
     case Schedule::kLanes:
-      switch (plan.lanes * 100 + plan.packs) {
-        case 101:
-          return enqueue_lanes<A, 1, 1>(plan, rows, stream);
-        case 201:
-          return enqueue_lanes<A, 2, 1>(plan, rows, stream);
-        case 401:
-          return enqueue_lanes<A, 4, 1>(plan, rows, stream);
-        case 801:
-          return enqueue_lanes<A, 8, 1>(plan, rows, stream);
-        case 1601:
-          return enqueue_lanes<A, 16, 1>(plan, rows, stream);
-        case 3201:
-          return enqueue_lanes<A, 32, 1>(plan, rows, stream);
-        case 3202:
-          return enqueue_lanes<A, 32, 2>(plan, rows, stream);
-        case 3204:
-          return enqueue_lanes<A, 32, 4>(plan, rows, stream);
-        case 3208:
-          return enqueue_lanes<A, 32, 8>(plan, rows, stream);
-      }
-      return cudaErrorInvalidValue;
+      return enqueue_any_lanes(LanesAndPacks(), plan, rows, stream);
     case Schedule::kBlock:
       switch (plan.packs) {
         case 4:
@@ -77,14 +115,14 @@ cudaError_t launch_with(const CudaPlan& plan, const View& view, const A& access,
           return enqueue_block<A, 8>(plan, rows, stream);
       }
       return cudaErrorInvalidValue;
-    case Schedule::kShared:
-      return enqueue(rows_in_turns<A, true>, rows, plan, stream);
+    case Schedule::kCluster:
+      return plan.packs == 8 ? enqueue_cluster<A, 8>(plan, rows, stream) : enqueue_cluster<A, 0>(plan, rows, stream);
     case Schedule::kStream:
-      return enqueue(rows_in_turns<A, false>, rows, plan, stream);
+      return enqueue(rows_read_twice<A>, plan, stream, rows);
     case Schedule::kGather:
-      return enqueue(gathered_rows<A>, any, plan, stream);
+      return enqueue(gathered_rows<A>, plan, stream, any);
     case Schedule::kColumns:
-      return enqueue(columns_side_by_side<A>, any, plan, stream);
+      return enqueue(columns_side_by_side<A>, plan, stream, any);
   }
   return cudaErrorInvalidValue;
 }

@@ -17,60 +17,58 @@ struct Scalar {
   static __device__ __forceinline__ C select(bool condition, C a, C b) { return condition ? a : b; }
 };
 
-inline constexpr float kLog2E = 1.44269502f;         // log2(e), rounded to float
-inline constexpr float kLog2ELow = 1.92596303e-8f;   // the rest of it
-inline constexpr float kLn2 = 0.693147182f;
-
-struct FloatBase : Scalar<float> {
-  static __device__ __forceinline__ float max(float a, float b) { return fmaxf(a, b); }  // ignores a NaN
-  static __device__ __forceinline__ float log(float x) { return logf(x); }
+// float64 and float32, with the libraries' exponentials.
+template <class C>
+struct Precise : Scalar<C> {
+  static __device__ __forceinline__ C max(C a, C b) { return ::max(a, b); }  // ignores a NaN
+  static __device__ __forceinline__ C exp(C x) { return ::exp(x); }
+  static __device__ __forceinline__ C reference(C pivot) { return pivot; }
+  static __device__ __forceinline__ C exp_from(C x, C reference) { return ::exp(x - reference); }
+  static __device__ __forceinline__ C exp_between(C from, C to) { return ::exp(from - to); }
+  static __device__ __forceinline__ C log_sum(C sum, C) { return ::log(sum); }
 };
 
-// For results that are rounded to 16 bits: the error of the product with log2(e) is at most 87 * 2^-24 of a result
-// that is not 0.
-struct FloatForHalf : FloatBase {
-  static __device__ __forceinline__ float exp(float x) {
-    float result;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x * kLog2E));
-    return result;
-  }
-};
+// For results that are rounded to 16 bits: powers of two, relative to a reference in units of log2. A term then takes
+// one multiplication with addition and one power. The reference is the pivot's product with log2(e) as it was rounded;
+// whatever the rounding, it is the same for all of the row's terms and cancels against their sum.
+struct Half : Scalar<float> {
+  static constexpr float kLog2E = 1.44269502f, kLn2 = 0.693147182f;
 
-// exp(x) = 2^h (1 + l ln(2)), where h + l is the product with log2(e) to twice the precision: the error does not grow
-// with |x|. Both infinities leave l undefined, hence the select on h.
-struct FloatForFloat : FloatBase {
-  static __device__ __forceinline__ float exp(float x) {
-    const float high = x * kLog2E;
-    const float low = fmaf(x, kLog2ELow, fmaf(x, kLog2E, -high));
+  static __device__ __forceinline__ float max(float a, float b) { return fmaxf(a, b); }
+  static __device__ __forceinline__ float exp2(float x) {
     float power;
-    asm("ex2.approx.f32 %0, %1;" : "=f"(power) : "f"(high));
-    return fabsf(high) < kInfinity ? fmaf(power, low * kLn2, power) : power;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x));
+    return power;
   }
-};
-
-struct Double : Scalar<double> {
-  static __device__ __forceinline__ double max(double a, double b) { return fmax(a, b); }
-  static __device__ __forceinline__ double exp(double x) { return ::exp(x); }
-  static __device__ __forceinline__ double log(double x) { return ::log(x); }
+  static __device__ __forceinline__ float exp(float x) { return exp2(x * kLog2E); }
+  static __device__ __forceinline__ float reference(float pivot) { return pivot * kLog2E; }
+  static __device__ __forceinline__ float exp_from(float x, float reference) {
+    return exp2(fmaf(x, kLog2E, -reference));
+  }
+  static __device__ __forceinline__ float exp_between(float from, float to) { return exp2(from - to); }
+  // The logarithm relative to the pivot itself, so without the reference's rounding.
+  static __device__ __forceinline__ float log_sum(float sum, float pivot) {
+    return logf(sum) - fmaf(pivot, kLog2E, -reference(pivot)) * kLn2;
+  }
 };
 
 template <class T>
 struct Policy;
 template <>
 struct Policy<__half> {
-  using type = FloatForHalf;
+  using type = Half;
 };
 template <>
 struct Policy<__nv_bfloat16> {
-  using type = FloatForHalf;
+  using type = Half;
 };
 template <>
 struct Policy<float> {
-  using type = FloatForFloat;
+  using type = Precise<float>;
 };
 template <>
 struct Policy<double> {
-  using type = Double;
+  using type = Precise<double>;
 };
 
 }  // namespace jax_softmax::cuda

@@ -1,5 +1,5 @@
 // 16 bytes of neighbouring elements, the unit in which memory is read and written, and the conversions to and from the
-// type of the arithmetic.
+// type of the arithmetic. A pack is four words throughout: single 16-bit elements of it would cost a register each.
 #pragma once
 
 #include <cstdint>
@@ -13,57 +13,193 @@ inline constexpr int kPackBytes = 16;
 template <class T>
 inline constexpr int kPerPack = kPackBytes / static_cast<int>(sizeof(T));
 
-template <class T>
 struct alignas(kPackBytes) Pack {
-  T element[kPerPack<T>];
+  uint32_t word[4];
 };
 
-template <class T>
-__device__ __forceinline__ Pack<T> load_pack(const T* p) {
-  const uint4 bits = *reinterpret_cast<const uint4*>(p);
-  return reinterpret_cast<const Pack<T>&>(bits);
+__device__ __forceinline__ Pack load_pack(const void* p) {
+  const uint4 bits = *static_cast<const uint4*>(p);
+  return {{bits.x, bits.y, bits.z, bits.w}};
 }
 
-template <class T>
-__device__ __forceinline__ void store_pack(T* p, const Pack<T>& pack) {
-  *reinterpret_cast<uint4*>(p) = reinterpret_cast<const uint4&>(pack);
+__device__ __forceinline__ void store_pack(void* p, const Pack& pack) {
+  *static_cast<uint4*>(p) = make_uint4(pack.word[0], pack.word[1], pack.word[2], pack.word[3]);
 }
 
-__device__ __forceinline__ float widen(float x) { return x; }
-__device__ __forceinline__ double widen(double x) { return x; }
-__device__ __forceinline__ float widen(__half x) { return __half2float(x); }
-__device__ __forceinline__ float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
+// ---- between a pack and its elements as they are computed with
 
-template <class T, class C>
-__device__ __forceinline__ T narrow(C x) {
-  if constexpr (sizeof(T) == sizeof(C)) {
-    return x;
-  } else if constexpr (sizeof(T) == 2) {
-    if constexpr (__is_same(T, __half)) {
-      return __float2half_rn(x);
-    } else {
-      return __float2bfloat16_rn(x);
+// widen, narrow: between a pack and its elements. max: element by element, a NaN being ignored.
+template <class T>
+struct Elements;
+
+template <>
+struct Elements<float> {
+  static __device__ __forceinline__ void widen(float (&v)[4], const Pack& pack) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) v[i] = __uint_as_float(pack.word[i]);
+  }
+  static __device__ __forceinline__ Pack narrow(const float (&v)[4]) {
+    return {{__float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[2]), __float_as_uint(v[3])}};
+  }
+  static __device__ __forceinline__ Pack max(const Pack& a, const Pack& b) {
+    Pack m;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) m.word[i] = __float_as_uint(fmaxf(__uint_as_float(a.word[i]), __uint_as_float(b.word[i])));
+    return m;
+  }
+  static __device__ __forceinline__ float widen(float x) { return x; }
+  static __device__ __forceinline__ float narrow(float x) { return x; }
+};
+
+template <>
+struct Elements<double> {
+  static __device__ __forceinline__ void widen(double (&v)[2], const Pack& pack) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) v[i] = __hiloint2double(pack.word[2 * i + 1], pack.word[2 * i]);
+  }
+  static __device__ __forceinline__ Pack narrow(const double (&v)[2]) {
+    return {{static_cast<uint32_t>(__double2loint(v[0])), static_cast<uint32_t>(__double2hiint(v[0])),
+             static_cast<uint32_t>(__double2loint(v[1])), static_cast<uint32_t>(__double2hiint(v[1]))}};
+  }
+  static __device__ __forceinline__ Pack max(const Pack& a, const Pack& b) {
+    double va[2], vb[2];
+    widen(va, a);
+    widen(vb, b);
+    const double m[2] = {fmax(va[0], vb[0]), fmax(va[1], vb[1])};
+    return narrow(m);
+  }
+  static __device__ __forceinline__ double widen(double x) { return x; }
+  static __device__ __forceinline__ double narrow(double x) { return x; }
+};
+
+template <>
+struct Elements<__nv_bfloat16> {
+  static __device__ __forceinline__ void widen(float (&v)[8], const Pack& pack) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      v[2 * i] = __uint_as_float(pack.word[i] << 16);
+      v[2 * i + 1] = __uint_as_float(pack.word[i] & 0xffff0000u);
     }
+  }
+  static __device__ __forceinline__ Pack narrow(const float (&v)[8]) {
+    Pack pack;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const __nv_bfloat162 pair = __floats2bfloat162_rn(v[2 * i], v[2 * i + 1]);
+      pack.word[i] = reinterpret_cast<const uint32_t&>(pair);
+    }
+    return pack;
+  }
+  static __device__ __forceinline__ Pack max(const Pack& a, const Pack& b) {
+    Pack m;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const __nv_bfloat162 larger =
+          __hmax2(reinterpret_cast<const __nv_bfloat162&>(a.word[i]), reinterpret_cast<const __nv_bfloat162&>(b.word[i]));
+      m.word[i] = reinterpret_cast<const uint32_t&>(larger);
+    }
+    return m;
+  }
+  static __device__ __forceinline__ float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
+  static __device__ __forceinline__ __nv_bfloat16 narrow(float x) { return __float2bfloat16_rn(x); }
+};
+
+template <>
+struct Elements<__half> {
+  static __device__ __forceinline__ void widen(float (&v)[8], const Pack& pack) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 pair = __half22float2(reinterpret_cast<const __half2&>(pack.word[i]));
+      v[2 * i] = pair.x;
+      v[2 * i + 1] = pair.y;
+    }
+  }
+  static __device__ __forceinline__ Pack narrow(const float (&v)[8]) {
+    Pack pack;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const __half2 pair = __floats2half2_rn(v[2 * i], v[2 * i + 1]);
+      pack.word[i] = reinterpret_cast<const uint32_t&>(pair);
+    }
+    return pack;
+  }
+  static __device__ __forceinline__ Pack max(const Pack& a, const Pack& b) {
+    Pack m;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const __half2 larger =
+          __hmax2(reinterpret_cast<const __half2&>(a.word[i]), reinterpret_cast<const __half2&>(b.word[i]));
+      m.word[i] = reinterpret_cast<const uint32_t&>(larger);
+    }
+    return m;
+  }
+  static __device__ __forceinline__ float widen(__half x) { return __half2float(x); }
+  static __device__ __forceinline__ __half narrow(float x) { return __float2half_rn(x); }
+};
+
+// ---- parts of packs; bit i of `bits` stands for element i
+
+template <class T>
+inline constexpr unsigned kAllBits = (1u << kPerPack<T>) - 1;
+
+// The bits of word w that belong to the given elements.
+template <class T>
+__device__ __forceinline__ uint32_t word_mask(unsigned bits, int w) {
+  if constexpr (sizeof(T) == 2) {
+    return ((bits >> (2 * w)) & 1 ? 0xffffu : 0u) | ((bits >> (2 * w + 1)) & 1 ? 0xffff0000u : 0u);
+  } else {
+    return (bits >> (sizeof(T) == 4 ? w : w / 2)) & 1 ? ~0u : 0u;
   }
 }
 
-template <class T, class C>
-__device__ __forceinline__ Pack<T> narrow_pack(const C (&values)[kPerPack<T>]) {
-  Pack<T> pack;
-  if constexpr (sizeof(T) == 2) {  // two at a time is one instruction
+// `pack` with the elements not in `bits` replaced by those of `other`.
+template <class T>
+__device__ __forceinline__ Pack select_elements(unsigned bits, const Pack& pack, const Pack& other) {
+  Pack result;
 #pragma unroll
-    for (int i = 0; i < kPerPack<T>; i += 2) {
-      if constexpr (__is_same(T, __half)) {
-        reinterpret_cast<__half2&>(pack.element[i]) = __floats2half2_rn(values[i], values[i + 1]);
-      } else {
-        reinterpret_cast<__nv_bfloat162&>(pack.element[i]) = __floats2bfloat162_rn(values[i], values[i + 1]);
-      }
+  for (int w = 0; w < 4; ++w) {
+    const uint32_t mask = word_mask<T>(bits, w);
+    result.word[w] = (pack.word[w] & mask) | (other.word[w] & ~mask);
+  }
+  return result;
+}
+
+// Reads elements one by one.
+template <class T>
+__device__ __forceinline__ Pack load_elements(const T* p, unsigned bits) {
+  Pack pack{};
+  if constexpr (sizeof(T) == 2) {
+    const auto* half = reinterpret_cast<const uint16_t*>(p);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      if ((bits >> i) & 1) pack.word[i / 2] |= static_cast<uint32_t>(half[i]) << (16 * (i % 2));
     }
   } else {
+    const auto* word = reinterpret_cast<const uint32_t*>(p);
 #pragma unroll
-    for (int i = 0; i < kPerPack<T>; ++i) pack.element[i] = values[i];
+    for (int w = 0; w < 4; ++w) {
+      if (word_mask<T>(bits, w)) pack.word[w] = word[w];
+    }
   }
   return pack;
+}
+
+// Writes elements one by one.
+template <class T>
+__device__ __forceinline__ void store_elements(T* p, const Pack& pack, unsigned bits) {
+  if constexpr (sizeof(T) == 2) {
+    auto* half = reinterpret_cast<uint16_t*>(p);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      if ((bits >> i) & 1) half[i] = static_cast<uint16_t>(pack.word[i / 2] >> (16 * (i % 2)));
+    }
+  } else {
+    auto* word = reinterpret_cast<uint32_t*>(p);
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+      if (word_mask<T>(bits, w)) word[w] = pack.word[w];
+    }
+  }
 }
 
 }  // namespace jax_softmax::cuda

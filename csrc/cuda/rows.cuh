@@ -1,5 +1,7 @@
-// Schedules for contiguous rows: held in registers, held in shared memory, or read twice.
+// Schedules for contiguous rows.
 #pragma once
+
+#include <type_traits>
 
 #include "cuda/access.cuh"
 #include "cuda/reduce.cuh"
@@ -14,7 +16,7 @@ struct RowArgs {
   int64_t columns;
   int64_t mask_stride;  // between neighbouring elements of a row
 
-  __device__ __forceinline__ RowOffset offset(int64_t row) const {
+  __device__ __forceinline__ Offset offset(int64_t row) const {
     if constexpr (A::kMasked) {
       return {row * columns, offset_of(kept, kept.size, row).mask};
     } else {
@@ -23,95 +25,76 @@ struct RowArgs {
   }
 };
 
-template <class A>
-using Values = typename A::C[A::kWidth][A::kInputs];
-
-template <class A>
-__device__ __forceinline__ void widen_packs(Values<A>& values, const Pack<typename A::T> (&raw)[A::kInputs]) {
-#pragma unroll
-  for (int k = 0; k < A::kInputs; ++k) {
-#pragma unroll
-    for (int i = 0; i < A::kWidth; ++i) values[i][k] = widen(raw[k].element[i]);
-  }
-}
-
-template <class A>
-__device__ __forceinline__ void finish_pack(typename A::C (&result)[A::kWidth], const typename A::Op::Row& row,
-                                            const Pack<typename A::T> (&raw)[A::kInputs]) {
-  Values<A> values;
-  widen_packs<A>(values, raw);
-#pragma unroll
-  for (int i = 0; i < A::kWidth; ++i) result[i] = A::Op::finish(row, values[i]);
-}
-
 // A row in the registers of a group of threads, packed as it is in memory, or as its terms if the result is made of
 // those: all loads first, then the maximum, then the sum relative to the warp's maximum, then one exchange.
-template <class A, int kPacks, bool kExact, class Group>
+template <class A, int kPacks, Edges kEdges, class Group>
 __device__ __forceinline__ void row_in_registers(const RowArgs<A>& args, int64_t row, const Group& group) {
   using Op = typename A::Op;
   using M = typename A::M;
   using C = typename A::C;
+  using T = typename A::T;
   constexpr int kWidth = A::kWidth;
   const A& access = args.access;
   const bool active = row < args.rows;  // the last block's idle threads repeat the last row and store nothing
-  const RowOffset offset = args.offset(active ? row : args.rows - 1);
+  const Offset offset = args.offset(active ? row : args.rows - 1);
   const int columns = static_cast<int>(args.columns);
-  const int shift = kExact ? 0 : access.shift_of(offset);
+  const int shift = kEdges == Edges::kParts ? access.shift_of(offset) : 0;
+  const auto first_of = [&](int p) { return (group.rank() + p * group.size()) * kWidth - shift; };
+  const auto memory = access.memory_range(offset, columns);
 
-  Pack<typename A::T> raw[kPacks][A::kInputs];
+  Pack raw[kPacks][A::kInputs];
   unsigned kept[A::kMasked ? kPacks : 1] = {};
 #pragma unroll
   for (int p = 0; p < kPacks; ++p) {
-    const int first = (group.rank() + p * group.size()) * kWidth - shift;
-    if (kExact || first < columns) {
+    const int first = first_of(p);
+    const bool reached = kEdges == Edges::kNone || first < columns;
 #pragma unroll
-      for (int k = 0; k < A::kInputs; ++k) {
-        raw[p][k] = kExact ? load_pack(access.in[k] + offset.element + first) : access.load_raw(k, offset, first);
+    for (int k = 0; k < A::kInputs; ++k) {
+      if (kEdges != Edges::kNone) raw[p][k] = A::pad_pack(k);
+      if (reached && (kEdges != Edges::kParts || memory.holds(first))) {
+        raw[p][k] = load_pack(access.in[k] + offset.element + first);
       }
     }
-    if constexpr (A::kMasked) kept[p] = access.kept_of(offset, args.mask_stride, first, columns);
+    if constexpr (A::kMasked) kept[p] = access.kept_bits(offset, args.mask_stride, first, columns);
   }
-  if constexpr (!kExact) {
+  if constexpr (kEdges == Edges::kParts) {
 #pragma unroll
     for (int p = 0; p < kPacks; ++p) {
-      const int first = (group.rank() + p * group.size()) * kWidth - shift;
-      const unsigned bits = A::kMasked ? kept[A::kMasked ? p : 0] : A::inside_of(first, columns);
+      const int first = first_of(p);
+      if (!A::kMasked && first >= 0 && first + kWidth <= columns) continue;
+      const unsigned bits = A::kMasked ? kept[A::kMasked ? p : 0] : A::bits_within(first, columns);
 #pragma unroll
-      for (int k = 0; k < A::kInputs; ++k) A::pad(raw[p][k], k, bits);
+      for (int k = 0; k < A::kInputs; ++k) {
+        if (first < columns && !memory.holds(first)) raw[p][k] = access.load_parts(k, offset, first);
+        raw[p][k] = select_elements<T>(bits, raw[p][k], A::pad_pack(k));
+      }
     }
   }
 
   constexpr bool kTerms = Op::kResultIsScaledTerm;
   C terms[kTerms ? kPacks : 1][kWidth];
-  C pivot = M::constant(-M::kInfinity);
+  C pivot = M::constant(0);
   if constexpr (Op::kHasPivot) {
+    Pack largest = raw[0][0];
 #pragma unroll
-    for (int p = 0; p < kPacks; ++p) {
-      Values<A> values;
-      widen_packs<A>(values, raw[p]);
-#pragma unroll
-      for (int i = 0; i < kWidth; ++i) {
-        pivot = M::max(pivot, Op::pivot(values[i]));
-        if constexpr (kTerms) terms[p][i] = values[i][0];
-      }
-    }
-    pivot = group.warp_max(pivot);
+    for (int p = 1; p < kPacks; ++p) largest = Elements<T>::max(largest, raw[p][0]);
+    pivot = group.warp_max(A::max_element(largest));
   }
-  const C shield = shielded<M>(pivot);
+  const C ref = reference<M>(pivot);
   C sum = M::constant(0);
 #pragma unroll
   for (int p = 0; p < kPacks; ++p) {
     if constexpr (kTerms) {
+      C part = M::constant(0);
+      Elements<T>::widen(terms[p], raw[p][0]);
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) {
-        terms[p][i] = Op::term(shield, &terms[p][i]);
-        sum += terms[p][i];
+        terms[p][i] = Op::term(ref, &terms[p][i]);
+        part += terms[p][i];
       }
+      sum += part;
     } else {
-      Values<A> values;
-      widen_packs<A>(values, raw[p]);
-#pragma unroll
-      for (int i = 0; i < kWidth; ++i) sum += Op::term(shield, values[i]);
+      sum += A::sum_of_terms(ref, raw[p]);
     }
   }
   const State<C> state = group.combine_warps({pivot, group.warp_sum(sum)});
@@ -126,100 +109,190 @@ __device__ __forceinline__ void row_in_registers(const RowArgs<A>& args, int64_t
   }
 #pragma unroll
   for (int p = 0; p < kPacks; ++p) {
-    const int first = (group.rank() + p * group.size()) * kWidth - shift;
-    if (!kExact && first >= columns) continue;
-    C result[kWidth];
+    const int first = first_of(p);
+    if (kEdges != Edges::kNone && first >= columns) continue;
+    Pack result;
     if constexpr (kTerms) {
 #pragma unroll
-      for (int i = 0; i < kWidth; ++i) result[i] = terms[p][i] * scale;
+      for (int i = 0; i < kWidth; ++i) terms[p][i] *= scale;
+      result = Elements<T>::narrow(terms[p]);
     } else {
-      finish_pack<A>(result, finished, raw[p]);
+      result = A::finish(finished, raw[p]);
     }
-    access.template store_values<kExact>(result, offset, first, columns, kept[A::kMasked ? p : 0]);
+    access.template store<kEdges != Edges::kParts>(result, offset, first, columns, kept[A::kMasked ? p : 0]);
   }
 }
 
-template <class A, int kLanes, int kPacks, bool kExact>
+template <class A, int kLanes, int kPacks, Edges kEdges>
 __global__ void __launch_bounds__(128) rows_in_lanes(const __grid_constant__ RowArgs<A> args) {
   const int64_t row = static_cast<int64_t>(blockIdx.x) * (blockDim.x / kLanes) + threadIdx.x / kLanes;
-  row_in_registers<A, kPacks, kExact>(args, row, LaneGroup<typename A::Op, typename A::M, kLanes>());
+  row_in_registers<A, kPacks, kEdges>(args, row, LaneGroup<typename A::Op, typename A::M, kLanes>());
 }
 
-template <class A, int kPacks, bool kExact>
+template <class A, int kPacks, Edges kEdges>
 __global__ void __launch_bounds__(256) rows_in_block(const __grid_constant__ RowArgs<A> args) {
-  row_in_registers<A, kPacks, kExact>(args, blockIdx.x, BlockGroup<typename A::Op, typename A::M>());
+  row_in_registers<A, kPacks, kEdges>(args, blockIdx.x, BlockGroup<typename A::Op, typename A::M>());
 }
 
-// Steps through a row's packs in turns of kUnroll per thread: `load` is called for all packs of a turn before `use` is
-// for any, so that their loads are in flight together.
-template <class A, int kUnroll, class Load, class Use>
-__device__ __forceinline__ void for_packs(int64_t packs, Load load, Use use) {
-  for (int64_t turn = threadIdx.x; turn < packs; turn += static_cast<int64_t>(kUnroll) * blockDim.x) {
-    Pack<typename A::T> raw[kUnroll][A::kInputs];
-#pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      const int64_t j = turn + u * static_cast<int64_t>(blockDim.x);
-      if (j < packs) load(raw[u], j);
-    }
-#pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      const int64_t j = turn + u * static_cast<int64_t>(blockDim.x);
-      if (j < packs) use(raw[u], j);
-    }
-  }
+// Copies 16 bytes to shared memory without passing through registers, where the chip can. Completed by
+// wait_for_copies.
+__device__ __forceinline__ void copy_pack(Pack* shared, const void* global) {
+#if __CUDA_ARCH__ >= 800
+  const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(shared));
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(global) : "memory");
+#else
+  *shared = load_pack(global);
+#endif
 }
 
-// A row held in the shared memory of a block, or (kHeld false) read twice. Each thread reads again only the packs that
-// it wrote, 16 bytes next to its neighbour's: there are no bank conflicts, and no barrier but the reduction's.
-template <class A, bool kHeld>
-__global__ void __launch_bounds__(512) rows_in_turns(const __grid_constant__ RowArgs<A> args) {
+__device__ __forceinline__ void wait_for_copies() {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.wait_all;" ::: "memory");
+#endif
+}
+
+// A row held in the shared memory of a cluster of blocks, each of which has an equal share of it. Each thread reads
+// again only the packs that it copied, 16 bytes next to its neighbour's: there are no bank conflicts, and no barrier
+// but the cluster's one. kPacks is the most packs that a thread has, 0 if only the run knows.
+template <class A, int kPacks, Edges kEdges>
+__global__ void __launch_bounds__(256) rows_in_cluster(const __grid_constant__ RowArgs<A> args) {
   using Op = typename A::Op;
   using M = typename A::M;
   using C = typename A::C;
   using T = typename A::T;
   constexpr int kWidth = A::kWidth;
-  constexpr int kUnroll = 4 / A::kInputs;
-  extern __shared__ uint4 held[];
+  extern __shared__ Pack held[];
+  const ClusterGroup<Op, M> group;
   const A& access = args.access;
-  const RowOffset offset = args.offset(blockIdx.x);
+  const Offset offset = args.offset(blockIdx.x / group.blocks());
+  const int columns = static_cast<int>(args.columns);
+  const int shift = kEdges == Edges::kParts ? access.shift_of(offset) : 0;
+  const int row_packs = (shift + columns + kWidth - 1) / kWidth;
+  const int share = (row_packs + group.blocks() - 1) / group.blocks();
+  const int begin = group.block() * share;
+  const int packs = min(share, row_packs - begin);  // of this block; none is left for it if not positive
+  const auto memory = access.memory_range(offset, columns);
+  const auto first_of = [&](int j) { return (begin + j) * kWidth - shift; };
+  const auto at = [&](int k, int j) -> Pack& { return held[k * share + j]; };
+  // Calls body(j, packs) for each of the thread's packs, with or without reading them back.
+  const auto for_packs = [&](auto read, auto body) {
+    const auto turn = [&](int j) {
+      Pack raw[A::kInputs];
+      if constexpr (decltype(read)::value) {
+#pragma unroll
+        for (int k = 0; k < A::kInputs; ++k) raw[k] = at(k, j);
+      }
+      body(j, raw);
+    };
+    if constexpr (kPacks > 0) {
+#pragma unroll
+      for (int p = 0; p < kPacks; ++p) {
+        const int j = threadIdx.x + p * 256;
+        if (kEdges == Edges::kNone || j < packs) turn(j);
+      }
+    } else {
+#pragma unroll 4
+      for (int j = threadIdx.x; j < packs; j += 256) turn(j);
+    }
+  };
+  constexpr std::true_type kRead;
+  constexpr std::false_type kNoRead;
+
+  for_packs(kNoRead, [&](int j, auto&) {
+    const int first = first_of(j);
+    if (kEdges != Edges::kParts || memory.holds(first)) {
+#pragma unroll
+      for (int k = 0; k < A::kInputs; ++k) copy_pack(&at(k, j), access.in[k] + offset.element + first);
+    } else {
+#pragma unroll
+      for (int k = 0; k < A::kInputs; ++k) at(k, j) = access.load_parts(k, offset, first);
+    }
+  });
+  wait_for_copies();
+  if constexpr (kEdges == Edges::kParts) {
+    const auto pad = [&](int j) {
+      const unsigned bits = access.kept_bits(offset, args.mask_stride, first_of(j), columns);
+#pragma unroll
+      for (int k = 0; k < A::kInputs; ++k) at(k, j) = select_elements<T>(bits, at(k, j), A::pad_pack(k));
+    };
+    if constexpr (A::kMasked) {
+      for_packs(kNoRead, [&](int j, auto&) { pad(j); });
+    } else {  // only the row's first and last pack can be partly outside of it
+      if (begin == 0 && threadIdx.x == 0) pad(0);
+      const int last = row_packs - 1 - begin;
+      if (last >= 0 && last < packs && last % 256 == threadIdx.x) pad(last);
+    }
+  }
+
+  C pivot = M::constant(0);
+  if constexpr (Op::kHasPivot) {
+    Pack largest = A::pad_pack(0);
+    for_packs(kRead, [&](int, const Pack(&raw)[A::kInputs]) { largest = Elements<T>::max(largest, raw[0]); });
+    pivot = group.warp_max(A::max_element(largest));
+  }
+  const C ref = reference<M>(pivot);
+  C sum = M::constant(0);
+  for_packs(kRead, [&](int, const Pack(&raw)[A::kInputs]) { sum += A::sum_of_terms(ref, raw); });
+  const auto row = Op::row(group.combine_warps({pivot, group.warp_sum(sum)}));
+  for_packs(kRead, [&](int j, const Pack(&raw)[A::kInputs]) {
+    const int first = first_of(j);
+    const unsigned kept = A::kMasked ? access.kept_bits(offset, args.mask_stride, first, columns) : 0;
+    access.template store<kEdges != Edges::kParts>(A::finish(row, raw), offset, first, columns, kept);
+  });
+}
+
+// A row read twice by a block.
+template <class A>
+__global__ void __launch_bounds__(512) rows_read_twice(const __grid_constant__ RowArgs<A> args) {
+  using Op = typename A::Op;
+  using M = typename A::M;
+  using C = typename A::C;
+  constexpr int kWidth = A::kWidth;
+  constexpr int kUnroll = 4 / A::kInputs;
+  const A& access = args.access;
+  const Offset offset = args.offset(blockIdx.x);
   const int shift = access.shift_of(offset);
   const int64_t packs = (shift + args.columns + kWidth - 1) / kWidth;
-  const auto read = [&](Pack<T>(&raw)[A::kInputs], int64_t j) {
+  // Calls use(packs, first, kept bits) for each of the thread's packs, the loads of kUnroll of them in flight together.
+  const auto for_packs = [&](auto use) {
+    for (int64_t turn = threadIdx.x; turn < packs; turn += static_cast<int64_t>(kUnroll) * blockDim.x) {
+      Pack raw[kUnroll][A::kInputs];
 #pragma unroll
-    for (int k = 0; k < A::kInputs; ++k) raw[k] = access.load_raw(k, offset, j * kWidth - shift);
+      for (int u = 0; u < kUnroll; ++u) {
+        const int64_t j = turn + u * static_cast<int64_t>(blockDim.x);
+        if (j < packs && access.whole_in_memory(offset, j * kWidth - shift)) {
+#pragma unroll
+          for (int k = 0; k < A::kInputs; ++k) raw[u][k] = load_pack(access.in[k] + offset.element + j * kWidth - shift);
+        }
+      }
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        const int64_t j = turn + u * static_cast<int64_t>(blockDim.x);
+        const int64_t first = j * kWidth - shift;
+        if (j >= packs) break;
+        const unsigned kept = access.kept_bits(offset, args.mask_stride, first, args.columns);
+        if (kept != kAllBits<typename A::T>) {
+#pragma unroll
+          for (int k = 0; k < A::kInputs; ++k) {
+            if (!access.whole_in_memory(offset, first)) raw[u][k] = access.load_parts(k, offset, first);
+            raw[u][k] = select_elements<typename A::T>(kept, raw[u][k], A::pad_pack(k));
+          }
+        }
+        use(raw[u], first, kept);
+      }
+    }
   };
-  const auto kept_of = [&](int64_t j) {
-    return access.kept_of(offset, args.mask_stride, j * kWidth - shift, args.columns);
-  };
-  const auto held_at = [&](int k, int64_t j) -> Pack<T>& { return reinterpret_cast<Pack<T>*>(held)[k * packs + j]; };
 
   State<C> state = identity<Op, M>();
-  for_packs<A, kUnroll>(packs, read, [&](Pack<T>(&raw)[A::kInputs], int64_t j) {
-    const unsigned kept = kept_of(j);
-#pragma unroll
-    for (int k = 0; k < A::kInputs; ++k) {
-      A::pad(raw[k], k, kept);
-      if constexpr (kHeld) held_at(k, j) = raw[k];
-    }
-    Values<A> values;
-    widen_packs<A>(values, raw);
+  for_packs([&](const Pack(&raw)[A::kInputs], int64_t, unsigned) {
+    typename A::Values values;
+    A::widen(values, raw);
     accumulate<Op, M>(state, values);
   });
   const BlockGroup<Op, M> group;
   const auto row = Op::row(group.combine_warps(combine_over_lanes<Op, M, 32>(state)));
-  const auto again = [&](Pack<T>(&raw)[A::kInputs], int64_t j) {
-    if constexpr (kHeld) {
-#pragma unroll
-      for (int k = 0; k < A::kInputs; ++k) raw[k] = held_at(k, j);
-    } else {
-      read(raw, j);
-    }
-  };
-  for_packs<A, kUnroll>(packs, again, [&](Pack<T>(&raw)[A::kInputs], int64_t j) {
-    C result[kWidth];
-    finish_pack<A>(result, row, raw);
-    access.template store_values<false>(result, offset, j * kWidth - shift, args.columns,
-                                        A::kMasked ? kept_of(j) : 0);
+  for_packs([&](const Pack(&raw)[A::kInputs], int64_t first, unsigned kept) {
+    access.template store<false>(A::finish(row, raw), offset, first, args.columns, kept);
   });
 }
 

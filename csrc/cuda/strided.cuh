@@ -12,10 +12,6 @@ struct ViewArgs {
   View view;
 };
 
-__device__ __forceinline__ RowOffset operator+(RowOffset a, RowOffset b) {
-  return {a.element + b.element, a.mask + b.mask};
-}
-
 // Minor axis reduced: a block shares a row and its threads lie along it.
 template <class A>
 __global__ void __launch_bounds__(256) gathered_rows(const __grid_constant__ ViewArgs<A> args) {
@@ -23,7 +19,7 @@ __global__ void __launch_bounds__(256) gathered_rows(const __grid_constant__ Vie
   using M = typename A::M;
   using C = typename A::C;
   const View& view = args.view;
-  const RowOffset base = offset_of(view.kept, view.kept.size, blockIdx.x);
+  const Offset base = offset_of(view.kept, view.kept.size, blockIdx.x);
   State<C> state = identity<Op, M>();
   for (int64_t c = threadIdx.x; c < view.columns; c += blockDim.x) {
     C values[1][A::kInputs];
@@ -33,10 +29,10 @@ __global__ void __launch_bounds__(256) gathered_rows(const __grid_constant__ Vie
   const BlockGroup<Op, M> group;
   const auto row = Op::row(group.combine_warps(combine_over_lanes<Op, M, 32>(state)));
   for (int64_t c = threadIdx.x; c < view.columns; c += blockDim.x) {
-    const RowOffset at = base + offset_of(view.reduced, view.reduced.size, c);
+    const Offset at = base + offset_of(view.reduced, view.reduced.size, c);
     C values[A::kInputs];
     args.access.load(values, at);
-    args.access.store(Op::finish(row, values), at);
+    args.access.out[at.element] = args.access.result(Op::finish(row, values), at);
   }
 }
 
@@ -54,13 +50,23 @@ __global__ void __launch_bounds__(256) columns_side_by_side(const __grid_constan
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int64_t column = static_cast<int64_t>(blockIdx.x % tiles) * 32 + lane;
   const bool active = column < inner.extent;
-  RowOffset base = offset_of(view.kept, view.kept.size - 1, blockIdx.x / tiles);
-  base = base + RowOffset{column, column * inner.mask_stride};
+  Offset base = offset_of(view.kept, view.kept.size - 1, blockIdx.x / tiles);
+  base = base + Offset{column, column * inner.mask_stride};
   State<C> state = identity<Op, M>();
   if (active) {
-    for (int64_t r = warp; r < view.columns; r += kWarps) {
-      C values[1][A::kInputs];
-      args.access.load(values[0], base + offset_of(view.reduced, view.reduced.size, r));
+    constexpr int kUnroll = 8;
+    for (int64_t r = warp; r < view.columns; r += kUnroll * kWarps) {
+      C values[kUnroll][A::kInputs];
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        const int64_t element = r + u * kWarps;
+        if (element < view.columns) {
+          args.access.load(values[u], base + offset_of(view.reduced, view.reduced.size, element));
+        } else {
+#pragma unroll
+          for (int k = 0; k < A::kInputs; ++k) values[u][k] = Op::pad(k);
+        }
+      }
       accumulate<Op, M>(state, values);
     }
   }
@@ -72,10 +78,10 @@ __global__ void __launch_bounds__(256) columns_side_by_side(const __grid_constan
   for (int w = 1; w < kWarps; ++w) state = combine<Op, M>(state, part[w][lane]);
   const auto row = Op::row(state);
   for (int64_t r = warp; r < view.columns; r += kWarps) {
-    const RowOffset at = base + offset_of(view.reduced, view.reduced.size, r);
+    const Offset at = base + offset_of(view.reduced, view.reduced.size, r);
     C values[A::kInputs];
     args.access.load(values, at);
-    args.access.store(Op::finish(row, values), at);
+    args.access.out[at.element] = args.access.result(Op::finish(row, values), at);
   }
 }
 

@@ -1,0 +1,90 @@
+// The schedule for short rows that do not begin at multiples of 16 bytes: neighbouring rows are one contiguous slab of
+// memory, which a block reads and writes in whole packs through shared memory, whatever the rows' length.
+#pragma once
+
+#include "cuda/rows.cuh"
+
+namespace jax_softmax::cuda {
+
+// A thread has a row, of up to kHeld elements.
+template <class A, int kHeld>
+__global__ void __launch_bounds__(256) rows_in_slab(const __grid_constant__ RowArgs<A> args, int slab_rows) {
+  using Op = typename A::Op;
+  using M = typename A::M;
+  using C = typename A::C;
+  using T = typename A::T;
+  constexpr int kWidth = A::kWidth;
+  extern __shared__ Pack held[];
+  const A& access = args.access;
+  const int64_t first_row = static_cast<int64_t>(blockIdx.x) * slab_rows;
+  const int rows = static_cast<int>(min(static_cast<int64_t>(slab_rows), args.rows - first_row));
+  const int columns = static_cast<int>(args.columns);
+  const int elements = rows * columns;
+  const int packs = (elements + kWidth - 1) / kWidth;
+  const int capacity = slab_rows * columns / kWidth;  // packs of a full slab, whose size is a multiple of 16 bytes
+  const Offset slab{first_row * columns, 0};
+
+  for (int j = threadIdx.x; j < packs; j += blockDim.x) {
+#pragma unroll
+    for (int k = 0; k < A::kInputs; ++k) {
+      if (access.whole_in_memory(slab, j * kWidth)) {
+        copy_pack(&held[k * capacity + j], access.in[k] + slab.element + j * kWidth);
+      } else {
+        held[k * capacity + j] = access.load_parts(k, slab, j * kWidth);
+      }
+    }
+  }
+  wait_for_copies();
+  __syncthreads();
+
+  for (int row = threadIdx.x; row < rows; row += blockDim.x) {
+    const Offset offset = args.offset(first_row + row);
+    T* const row_held = reinterpret_cast<T*>(held) + row * columns;
+    C values[kHeld][A::kInputs];
+#pragma unroll
+    for (int c = 0; c < kHeld; ++c) {
+#pragma unroll
+      for (int k = 0; k < A::kInputs; ++k) {
+        values[c][k] = c < columns ? Elements<T>::widen(row_held[k * capacity * kWidth + c]) : Op::pad(k);
+      }
+      if (c < columns) access.pad_if_masked(values[c], {0, offset.mask + c * args.mask_stride});
+    }
+    C pivot = M::constant(0);
+    if constexpr (Op::kHasPivot) {
+      pivot = values[0][0];
+#pragma unroll
+      for (int i = 1; i < kHeld; ++i) pivot = M::max(pivot, values[i][0]);
+    }
+    const C ref = reference<M>(pivot);
+    C sum = M::constant(0);
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) {
+      const C term = Op::term(ref, values[i]);
+      if (Op::kResultIsScaledTerm) values[i][0] = term;
+      sum += term;
+    }
+    const auto finished = Op::row(State<C>{pivot, sum});
+#pragma unroll
+    for (int c = 0; c < kHeld; ++c) {
+      C result;
+      if constexpr (Op::kResultIsScaledTerm) {
+        result = values[c][0] * finished.scale;
+      } else {
+        result = Op::finish(finished, values[c]);
+      }
+      if (c < columns) row_held[c] = access.result(result, {0, offset.mask + c * args.mask_stride});
+    }
+  }
+  __syncthreads();
+
+  for (int j = threadIdx.x; j < packs; j += blockDim.x) {
+    T* const p = access.out + slab.element + j * kWidth;
+    if ((j + 1) * kWidth <= elements) {
+      store_pack(p, held[j]);
+    } else {
+      store_elements(p, held[j], A::bits_within(j * kWidth, elements));
+    }
+  }
+}
+
+}  // namespace jax_softmax::cuda
