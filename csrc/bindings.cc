@@ -2,8 +2,8 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
-#include <optional>
 #include <nanobind/stl/optional.h>
+#include <optional>
 
 #include "cpu/cpu.h"
 #include "ffi.h"
@@ -33,8 +33,9 @@ nb::dict plan(const std::vector<int64_t>& shape, const std::vector<int64_t>& axe
               int multiprocessors, int shared_memory_per_block, int largest_cluster) {
   if (mask_shape && mask_shape->size() != shape.size()) throw nb::value_error("the mask differs in rank");
   View view;
-  const std::string error = make_view(shape.data(), mask_shape ? mask_shape->data() : nullptr,
-                                      static_cast<int>(shape.size()), axes.data(), static_cast<int>(axes.size()), &view);
+  const std::string error =
+      make_view(shape.data(), mask_shape ? mask_shape->data() : nullptr, static_cast<int>(shape.size()), axes.data(),
+                static_cast<int>(axes.size()), &view);
   if (!error.empty()) throw nb::value_error(error.c_str());
   const CudaPlan plan = make_cuda_plan(view, static_cast<Op>(index_of(kOpNames, op, "op")),
                                        static_cast<DType>(index_of(kDTypeNames, dtype, "dtype")), Alignment::kAligned,
@@ -84,7 +85,6 @@ NB_MODULE(_kernels, m) {
   });
   m.def("build_info", &build_info);
   m.def("plan", &plan, nb::arg("shape"), nb::arg("axes"), nb::arg("op"), nb::arg("dtype"),
-        nb::arg("mask_shape").none() = nb::none(), nb::arg("compute_capability") = 90,
-        nb::arg("multiprocessors") = 132, nb::arg("shared_memory_per_block") = 227 * 1024,
-        nb::arg("largest_cluster") = 16);
+        nb::arg("mask_shape").none() = nb::none(), nb::arg("compute_capability") = 90, nb::arg("multiprocessors") = 132,
+        nb::arg("shared_memory_per_block") = 227 * 1024, nb::arg("largest_cluster") = 16);
 }

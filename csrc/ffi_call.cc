@@ -89,8 +89,9 @@ ffi::Error make_call(ffi::AnyBuffer first, ffi::RemainingArgs rest, ffi::AnyBuff
       mask_shape[i] = i < missing ? 1 : mask->dimensions()[i - missing];
     }
   }
-  const std::string error = make_view(first.dimensions().begin(), call->mask ? mask_shape : nullptr,
-                                      static_cast<int>(first.dimensions().size()), axes.begin(), static_cast<int>(axes.size()), &call->view);
+  const std::string error =
+      make_view(first.dimensions().begin(), call->mask ? mask_shape : nullptr,
+                static_cast<int>(first.dimensions().size()), axes.begin(), static_cast<int>(axes.size()), &call->view);
   if (!error.empty()) return ffi::Error::InvalidArgument(what + error);
   return ffi::Error::Success();
 }

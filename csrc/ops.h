@@ -3,7 +3,7 @@
 // Every operator is described by the same few pieces, so that every schedule can run every operator:
 //
 //   kHasPivot          whether terms are taken relative to the maximum of the (only) operand over the row
-//   term(ref, in)      what is summed over the row
+//   term(pivot, in)    what is summed over the row
 //   row(state)         what a finished row's (pivot, sum) amounts to for its elements
 //   finish(row, in)    an element of the result
 //
@@ -38,16 +38,10 @@ JAX_SOFTMAX_INLINE typename M::Value shielded(typename M::Value pivot) {
   return M::select(M::equal(pivot, M::constant(-M::kInfinity)), M::constant(0), pivot);
 }
 
-// The point that terms with this pivot are taken relative to, in the unit that the policy finds handy.
-template <class M>
-JAX_SOFTMAX_INLINE typename M::Value reference(typename M::Value pivot) {
-  return M::reference(shielded<M>(pivot));
-}
-
-// What a sum of terms with the pivot `from` is multiplied by to become one with the pivot `to`, the larger of the two.
+// What a sum of terms relative to the pivot `from` is multiplied by to be relative to `to`, the larger of the two.
 template <class M>
 JAX_SOFTMAX_INLINE typename M::Value rescale(typename M::Value from, typename M::Value to) {
-  return M::select(M::equal(from, to), M::constant(1), M::exp_between(M::reference(from), reference<M>(to)));
+  return M::select(M::equal(from, to), M::constant(1), M::exp(from - to));
 }
 
 template <class M>
@@ -58,7 +52,7 @@ struct SoftmaxBase {
 
   // Stands in for an element that is masked or lies beyond the row's end.
   static JAX_SOFTMAX_INLINE C pad(int) { return M::constant(-M::kInfinity); }
-  static JAX_SOFTMAX_INLINE C term(C reference, const C* in) { return M::exp_from(in[0], reference); }
+  static JAX_SOFTMAX_INLINE C term(C shielded_pivot, const C* in) { return M::exp(in[0] - shielded_pivot); }
 };
 
 template <class M>
@@ -68,13 +62,13 @@ struct Softmax : SoftmaxBase<M> {
   static constexpr bool kResultIsScaledTerm = true;
 
   struct Row {
-    C reference;
+    C pivot;
     C scale;
   };
   static JAX_SOFTMAX_INLINE C masked() { return M::constant(0); }
-  static JAX_SOFTMAX_INLINE Row row(State<C> s) { return {jax_softmax::reference<M>(s.pivot), M::constant(1) / s.sum}; }
-  static JAX_SOFTMAX_INLINE C finish(const Row& r, const C* in) { return M::exp_from(in[0], r.reference) * r.scale; }
-  // The factor for terms that were taken with the pivot `term_pivot`.
+  static JAX_SOFTMAX_INLINE Row row(State<C> s) { return {shielded<M>(s.pivot), M::constant(1) / s.sum}; }
+  static JAX_SOFTMAX_INLINE C finish(const Row& r, const C* in) { return M::exp(in[0] - r.pivot) * r.scale; }
+  // The factor for terms that were taken relative to `term_pivot`.
   static JAX_SOFTMAX_INLINE C term_scale(State<C> s, C term_pivot) { return rescale<M>(term_pivot, s.pivot) / s.sum; }
 };
 
@@ -88,7 +82,7 @@ struct LogSoftmax : SoftmaxBase<M> {
     C log_sum;
   };
   static JAX_SOFTMAX_INLINE C masked() { return M::constant(-M::kInfinity); }
-  static JAX_SOFTMAX_INLINE Row row(State<C> s) { return {s.pivot, M::log_sum(s.sum, s.pivot)}; }
+  static JAX_SOFTMAX_INLINE Row row(State<C> s) { return {s.pivot, M::log(s.sum)}; }
   static JAX_SOFTMAX_INLINE C finish(const Row& r, const C* in) { return (in[0] - r.pivot) - r.log_sum; }
 };
 
@@ -152,18 +146,18 @@ JAX_SOFTMAX_INLINE State<typename M::Value> combine(State<typename M::Value> a, 
 template <class Op, class M, int n>
 JAX_SOFTMAX_INLINE void accumulate(State<typename M::Value>& state, const typename M::Value (&in)[n][Op::kInputs]) {
   using C = typename M::Value;
-  C ref = M::constant(0);
+  C shield = M::constant(0);
   if constexpr (Op::kHasPivot) {
     C pivot = state.pivot;
     JAX_SOFTMAX_UNROLL
     for (int i = 0; i < n; ++i) pivot = M::max(pivot, in[i][0]);
     state.sum = state.sum * rescale<M>(state.pivot, pivot);
     state.pivot = pivot;
-    ref = reference<M>(pivot);
+    shield = shielded<M>(pivot);
   }
-  C sum = Op::term(ref, in[0]);
+  C sum = Op::term(shield, in[0]);
   JAX_SOFTMAX_UNROLL
-  for (int i = 1; i < n; ++i) sum = sum + Op::term(ref, in[i]);
+  for (int i = 1; i < n; ++i) sum = sum + Op::term(shield, in[i]);
   state.sum = state.sum + sum;
 }
 

@@ -13,8 +13,7 @@ std::string make_view(const int64_t* shape, const int64_t* mask_shape, int rank,
   bool is_reduced[kMaxDims] = {};
   for (int i = 0; i < n_axes; ++i) {
     if (axes[i] < 0 || axes[i] >= rank || is_reduced[axes[i]]) {
-      return "axes must be distinct numbers from 0 to " + std::to_string(rank - 1) + ", got " +
-             std::to_string(axes[i]);
+      return "axes must be distinct numbers from 0 to " + std::to_string(rank - 1) + ", got " + std::to_string(axes[i]);
     }
     is_reduced[axes[i]] = true;
   }
@@ -83,19 +82,20 @@ struct LanesAndPacks {
 };
 constexpr LanesAndPacks kSpread[] = {{1, 1},  {2, 1},  {4, 1},  {8, 1},  {16, 1}, {32, 1},
                                      {32, 2}, {32, 3}, {32, 4}, {32, 5}, {32, 6}, {32, 8}};
-constexpr LanesAndPacks kSharing[] = {{1, 1},  {2, 1},  {4, 1},  {4, 2},  {8, 2},  {8, 3},  {16, 2}, {16, 3},
-                                      {32, 2}, {32, 3}, {32, 4}, {32, 5}, {32, 6}, {32, 8}};
+constexpr LanesAndPacks kSharing[] = {{1, 1},  {2, 1},  {4, 1},  {4, 2},  {8, 2},  {8, 3},  {16, 2},
+                                      {16, 3}, {32, 2}, {32, 3}, {32, 4}, {32, 5}, {32, 6}, {32, 8}};
 // The most packs that a warp, and a block, hold in registers without a spill.
 constexpr int kWarpPacks = 8 * 32;
 constexpr int kBlockPacks = 4 * 256;
 constexpr int kWholeBlockPacks = 8 * 256;  // where all threads' packs are full
-// Packs that each block of a cluster should hold: few enough for several blocks on a multiprocessor.
-constexpr int kClusterPacks = 8 * 256;
+// Packs of all operands that each block of a cluster should hold: few enough for three blocks on a multiprocessor.
+constexpr int kClusterPacks = 16 * 256;
 // Static shared memory of the cluster schedule, rounded up.
 constexpr int kClusterStaticBytes = 3 << 10;
 // The slab schedule: the longest row, and about how large a slab is to be.
 constexpr int kSlabColumns = 32;
 constexpr int kSlabBytes = 12 << 10;
+constexpr int kSlabBytesAtMost = 40 << 10;  // what every chip has without asking
 constexpr int kSlabThreads = 256;
 
 }  // namespace
@@ -125,6 +125,7 @@ CudaPlan make_cuda_plan(const View& view, Op op, DType dtype, Alignment alignmen
   if (!aligned && alignment == Alignment::kAligned && view.columns <= kSlabColumns) {
     plan.schedule = Schedule::kSlab;
     plan.threads = kSlabThreads;
+    while (plan.threads * view.columns * bytes * inputs_of(op) > kSlabBytesAtMost) plan.threads /= 2;
     plan.lanes = 1;
     plan.packs = view.columns <= 4 ? 4 : static_cast<int>(ceil_div(view.columns, 8) * 8);
     const int64_t row_bytes = view.columns * bytes * inputs_of(op);
@@ -159,13 +160,14 @@ CudaPlan make_cuda_plan(const View& view, Op op, DType dtype, Alignment alignmen
     set_edges(plan.threads);
     return plan;
   }
-  plan.cluster = static_cast<int>(std::min<int64_t>(power_of_two_at_least(ceil_div(packs, kClusterPacks)),
-                                                    device.largest_cluster));
+  plan.cluster = static_cast<int>(
+      std::min<int64_t>(power_of_two_at_least(ceil_div(packs * inputs_of(op), kClusterPacks)), device.largest_cluster));
   const int64_t shared = ceil_div(packs, plan.cluster) * kPackBytes * inputs_of(op);
   if (shared <= device.shared_memory_per_block - kClusterStaticBytes) {
     plan.schedule = Schedule::kCluster;
     plan.threads = 256;
-    plan.packs = ceil_div(packs, plan.cluster) <= kClusterPacks ? 8 : 0;
+    const int64_t share = ceil_div(packs, plan.cluster);
+    plan.packs = share <= 8 * plan.threads ? 8 : share <= 16 * plan.threads ? 16 : 0;
     set_edges(plan.threads * plan.cluster);
     plan.lanes = plan.threads * plan.cluster;
     plan.blocks = view.rows * plan.cluster;

@@ -83,12 +83,12 @@ inline constexpr const char* kEdgesNames[] = {"none", "whole", "parts"};
 struct CudaPlan {
   Schedule schedule;
   Edges edges;
-  int lanes;         // threads that share a row
-  int packs;         // 16-byte packs of each operand that a thread holds, in the slab schedule elements (0: no register)
-  int threads;       // threads a block
-  int cluster;       // blocks that share a row
-  int slab_rows;     // rows that a block handles together
-  int64_t blocks;    // blocks in the grid
+  int lanes;       // threads that share a row
+  int packs;       // 16-byte packs of each operand that a thread holds, in the slab schedule elements (0: no register)
+  int threads;     // threads a block
+  int cluster;     // blocks that share a row
+  int slab_rows;   // rows that a block handles together
+  int64_t blocks;  // blocks in the grid
   int shared_bytes;  // dynamic shared memory of a block
 };
 

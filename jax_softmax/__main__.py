@@ -54,8 +54,8 @@ def main() -> int:
         kernels = device.platform == "cpu" or (device.platform == "gpu" and info["cuda"])
         healthy &= right
         print(
-            f"{device.platform} ({device.device_kind}): {'our kernels' if kernels else 'jax.numpy'}, largest difference "
-            f"from jax.nn {error:.2g} eps: {'ok' if right else 'WRONG'}"
+            f"{device.platform} ({device.device_kind}): {'our kernels' if kernels else 'jax.numpy'}, "
+            f"largest difference from jax.nn {error:.2g} eps: {'ok' if right else 'WRONG'}"
         )
     if "gpu" in {d.platform for d in jax.devices()} and not info["cuda"]:
         healthy = False

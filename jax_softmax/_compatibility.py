@@ -1,7 +1,7 @@
 """Refuses a jaxlib that the kernels cannot be registered with, in words of our own.
 
-XLA would accept the module and fail when its first backend starts, with a message that names neither the package nor the
-versions.
+XLA would accept the module and fail when its first backend starts, with a message that names neither the package nor
+the versions.
 """
 
 import re

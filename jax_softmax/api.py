@@ -32,8 +32,8 @@ def softmax(x: ArrayLike, axis: Axis = -1, where: ArrayLike | None = None) -> ja
         result is that of x and where broadcast together.
 
     Returns:
-      An array of x's dtype (of a float dtype for integers). Rows that hold a NaN, or +inf, or nothing but -inf among the
-      elements that are not masked, are NaN; rows that are masked altogether are 0.
+      An array of x's dtype (of a float dtype for integers). Rows that hold a NaN, or +inf, or nothing but -inf among
+      the elements that are not masked, are NaN; rows that are masked altogether are 0.
 
     Raises:
       TypeError: x, axis or where is of the wrong type.
@@ -146,8 +146,9 @@ def _checked_axes(op: str, ndim: int, axis: Any) -> tuple[int, ...]:
 def _warn_without_cuda() -> None:
     if not lowering.HAS_CUDA and jax.default_backend() == "gpu":
         warnings.warn(
-            "jax_softmax was built without its CUDA kernels, so on this GPU softmax runs as jax.numpy. Install the CUDA "
-            "toolkit and reinstall with JAX_SOFTMAX_CUDA=on to get them; `python -m jax_softmax` says what is built in.",
+            "jax_softmax was built without its CUDA kernels, so on this GPU softmax runs as jax.numpy. Install the "
+            "CUDA toolkit and reinstall with JAX_SOFTMAX_CUDA=on to get them; `python -m jax_softmax` says what is "
+            "built in.",
             stacklevel=4,
         )
 

@@ -1,14 +1,14 @@
 """The two primitives, and how they differentiate and batch.
 
-`softmax_p` is the operator (softmax or log-softmax), `softmax_linear_p` its Jacobian applied to a tangent or, transposed,
-to a cotangent. The second is linear in that operand, so that with a JVP rule on each and a transpose rule on the second
-forward mode, reverse mode and every higher order follow.
+`softmax_p` is the operator (softmax or log-softmax), `softmax_linear_p` its Jacobian applied to a tangent or,
+transposed, to a cotangent. The second is linear in that operand, so that with a JVP rule on each and a transpose rule
+on the second forward mode, reverse mode and every higher order follow.
 
     softmax_p         x, [where]      op = softmax | log_softmax
     softmax_linear_p  y, t, [where]   op = softmax_linear | log_softmax_jvp | log_softmax_vjp
 
-x, y and t are floats of one shape and dtype; y is the operator's result. `where` is a boolean mask that broadcasts to that
-shape; masked elements count for nothing and give the operator's neutral result, in the linear maps 0.
+x, y and t are floats of one shape and dtype; y is the operator's result. `where` is a boolean mask that broadcasts to
+that shape; masked elements count for nothing and give the operator's neutral result, in the linear maps 0.
 `axes` are the reduced axes, sorted.
 """
 
@@ -33,7 +33,7 @@ _TRANSPOSED = {
 }
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _compiled(primitive, op, axes):
     def call(*operands):
         return primitive.bind(*operands, op=op, axes=axes)

@@ -24,9 +24,7 @@ const Variant kVariants[] = {
      },
      avx512::kernel},
     {"avx2",
-     [] {
-       return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-     },
+     [] { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"); },
      avx2::kernel},
 #endif
     {"plain", [] { return true; }, plain::kernel},

@@ -118,7 +118,7 @@ struct Rows {
   using C = typename A::C;
   using Op = typename A::Op;
   static constexpr int kLanes = A::kLanes;
-  static constexpr int kUnroll = 8;  // vectors whose maximum is taken before the sum is rescaled
+  static constexpr int kUnroll = 8;                         // vectors whose maximum is taken before the sum is rescaled
   static constexpr int64_t kBlock = 64 * kUnroll * kLanes;  // summed by itself, lest a long sum swallow small terms
 
   static int64_t units(const View& view) { return view.rows; }
@@ -208,7 +208,7 @@ struct Columns {
   static constexpr int kLanes = A::kLanes;
   static constexpr int kVectors = 16;  // side by side in a tile
   static constexpr int kTile = kVectors * kLanes;
-  static constexpr int kUnroll = 8;  // elements of a column whose maximum is taken before the sum is rescaled
+  static constexpr int kUnroll = 8;       // elements of a column whose maximum is taken before the sum is rescaled
   static constexpr int64_t kBlock = 512;  // as in Rows, in elements of a column
 
   static int64_t tiles(const View& view) { return (inner(view).extent + kTile - 1) / kTile; }

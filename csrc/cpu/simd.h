@@ -47,7 +47,7 @@ template <>
 struct ExpConstants<float> {
   using Int = int32_t;
   static constexpr int kMantissa = 23, kBias = 127;
-  static constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer in the low bits
+  static constexpr float kRound = 12582912.0f;           // 1.5 * 2^23: adding it rounds to an integer in the low bits
   static constexpr float kLow = -105.0f, kHigh = 89.0f;  // beyond: 0 and infinity
   static constexpr float kLn2High = 0.693359375f, kLn2Low = -2.12194440e-4f;
   static constexpr int kTerms = 6;
@@ -92,12 +92,9 @@ struct Simd {
     return scale_by_power_of_two(p, n, shifted);
   }
 
-  static JAX_SOFTMAX_INLINE Value reference(Value pivot) { return pivot; }
-  static JAX_SOFTMAX_INLINE Value exp_from(Value x, Value reference) { return exp(x - reference); }
-  static JAX_SOFTMAX_INLINE Value exp_between(Value from, Value to) { return exp(from - to); }
-  static JAX_SOFTMAX_INLINE Value log_sum(Value sum, Value) {  // once a row: no need of a vectorised one
-    for (int i = 0; i < kLanes; ++i) sum[i] = sizeof(F) == 4 ? __builtin_logf(sum[i]) : __builtin_log(sum[i]);
-    return sum;
+  static JAX_SOFTMAX_INLINE Value log(Value x) {  // once a row: no need of a vectorised one
+    for (int i = 0; i < kLanes; ++i) x[i] = sizeof(F) == 4 ? __builtin_logf(x[i]) : __builtin_log(x[i]);
+    return x;
   }
 
   // Reduces x over its lanes with f, in a tree whose order is fixed, and returns the result in every lane.

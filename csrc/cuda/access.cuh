@@ -135,12 +135,12 @@ struct Access {
     return m;
   }
 
-  static __device__ __forceinline__ C sum_of_terms(C reference, const Pack (&packs)[kInputs]) {
+  static __device__ __forceinline__ C sum_of_terms(C shield, const Pack (&packs)[kInputs]) {
     Values values;
     widen(values, packs);
-    C sum = Op::term(reference, values[0]);
+    C sum = Op::term(shield, values[0]);
 #pragma unroll
-    for (int i = 1; i < kWidth; ++i) sum += Op::term(reference, values[i]);
+    for (int i = 1; i < kWidth; ++i) sum += Op::term(shield, values[i]);
     return sum;
   }
 
@@ -163,21 +163,21 @@ struct Access {
     return Elements<T>::narrow(result);
   }
 
-  // Writes the elements of a pack that are the row's own. kWhole promises that all are; `kept` matters if there is a
-  // mask.
-  template <bool kWhole>
-  __device__ __forceinline__ void store(Pack pack, Offset row, int64_t first, int64_t columns, unsigned kept) const {
-    T* p = out + row.element + first;
+  // Writes the elements of a pack that are the row's own; `kept` matters if there is a mask.
+  __device__ __forceinline__ void store_parts(const Pack& pack, Offset row, int64_t first, int64_t columns,
+                                              unsigned kept) const {
+    store_elements(out + row.element + first, with_masked(pack, kept), bits_within(first, columns));
+  }
+
+  // The pack with what masked elements become, where they are not in `kept`.
+  static __device__ __forceinline__ Pack with_masked(const Pack& pack, unsigned kept) {
     if constexpr (kMasked) {
       C masked[kWidth];
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) masked[i] = Op::masked();
-      pack = select_elements<T>(kept, pack, Elements<T>::narrow(masked));
-    }
-    if (kWhole || (first >= 0 && first + kWidth <= columns)) {
-      store_pack(p, pack);
+      return select_elements<T>(kept, pack, Elements<T>::narrow(masked));
     } else {
-      store_elements(p, pack, bits_within(first, columns));
+      return pack;
     }
   }
 };

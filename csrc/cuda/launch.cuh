@@ -34,17 +34,16 @@ cudaError_t enqueue(void (*kernel)(Args...), const CudaPlan& plan, cudaStream_t 
 }
 
 // lanes * 10 + packs; plan.cc chooses among the same.
-using LanesAndPacks = std::integer_sequence<int, 11, 21, 41, 42, 81, 82, 83, 161, 162, 163, 321, 322, 323, 324, 325, 326, 328>;
+using LanesAndPacks =
+    std::integer_sequence<int, 11, 21, 41, 42, 81, 82, 83, 161, 162, 163, 321, 322, 323, 324, 325, 326, 328>;
 
 // Kernels are picked from the plan's run-time numbers by trying each number that is compiled in; cudaErrorInvalidValue
 // means that the plan asks for one that is not.
 template <class A, int kLanes, int kPacks>
 cudaError_t enqueue_lanes(const CudaPlan& plan, const RowArgs<A>& args, cudaStream_t stream) {
   if constexpr (!A::kMasked) {
-    if (plan.edges == Edges::kNone) return enqueue(rows_in_lanes<A, kLanes, kPacks, Edges::kNone>, plan, stream, args);
-    if (plan.edges == Edges::kWhole) {
+    if (plan.edges != Edges::kParts)
       return enqueue(rows_in_lanes<A, kLanes, kPacks, Edges::kWhole>, plan, stream, args);
-    }
   }
   return enqueue(rows_in_lanes<A, kLanes, kPacks, Edges::kParts>, plan, stream, args);
 }
@@ -61,21 +60,21 @@ cudaError_t enqueue_any_lanes(std::integer_sequence<int, lanes_and_packs...>, co
   return status;
 }
 
-template <class A, int kPacks>
+template <class A>
 cudaError_t enqueue_block(const CudaPlan& plan, const RowArgs<A>& args, cudaStream_t stream) {
   if constexpr (!A::kMasked) {
-    if (plan.edges == Edges::kNone) return enqueue(rows_in_block<A, kPacks, Edges::kNone>, plan, stream, args);
-    if (plan.edges == Edges::kWhole) return enqueue(rows_in_block<A, kPacks, Edges::kWhole>, plan, stream, args);
+    if (plan.edges == Edges::kNone) {
+      return plan.packs == 8 ? enqueue(rows_in_block<A, 8, Edges::kNone>, plan, stream, args)
+                             : enqueue(rows_in_block<A, 4, Edges::kNone>, plan, stream, args);
+    }
+    if (plan.edges == Edges::kWhole) return enqueue(rows_in_block<A, 4, Edges::kWhole>, plan, stream, args);
   }
-  return enqueue(rows_in_block<A, kPacks, Edges::kParts>, plan, stream, args);
+  return enqueue(rows_in_block<A, 4, Edges::kParts>, plan, stream, args);
 }
 
 template <class A, int kPacks>
 cudaError_t enqueue_cluster(const CudaPlan& plan, const RowArgs<A>& args, cudaStream_t stream) {
   if constexpr (!A::kMasked) {
-    if (kPacks > 0 && plan.edges == Edges::kNone) {
-      return enqueue(rows_in_cluster<A, kPacks, Edges::kNone>, plan, stream, args);
-    }
     if (plan.edges != Edges::kParts) return enqueue(rows_in_cluster<A, kPacks, Edges::kWhole>, plan, stream, args);
   }
   return enqueue(rows_in_cluster<A, kPacks, Edges::kParts>, plan, stream, args);
@@ -100,7 +99,8 @@ cudaError_t enqueue_slab(const CudaPlan& plan, const RowArgs<A>& args, cudaStrea
 
 template <class A>
 cudaError_t launch_with(const CudaPlan& plan, const View& view, const A& access, cudaStream_t stream) {
-  const RowArgs<A> rows{access, view.kept, view.rows, view.columns, view.reduced.dim[view.reduced.size - 1].mask_stride};
+  const RowArgs<A> rows{access, view.kept, view.rows, view.columns,
+                        view.reduced.dim[view.reduced.size - 1].mask_stride};
   const ViewArgs<A> any{access, view};
   switch (plan.schedule) {
     case Schedule::kSlab:
@@ -108,15 +108,15 @@ cudaError_t launch_with(const CudaPlan& plan, const View& view, const A& access,
     case Schedule::kLanes:
       return enqueue_any_lanes(LanesAndPacks(), plan, rows, stream);
     case Schedule::kBlock:
-      switch (plan.packs) {
-        case 4:
-          return enqueue_block<A, 4>(plan, rows, stream);
-        case 8:
-          return enqueue_block<A, 8>(plan, rows, stream);
-      }
-      return cudaErrorInvalidValue;
+      return enqueue_block(plan, rows, stream);
     case Schedule::kCluster:
-      return plan.packs == 8 ? enqueue_cluster<A, 8>(plan, rows, stream) : enqueue_cluster<A, 0>(plan, rows, stream);
+      switch (plan.packs) {
+        case 8:
+          return enqueue_cluster<A, 8>(plan, rows, stream);
+        case 16:
+          return enqueue_cluster<A, 16>(plan, rows, stream);
+      }
+      return enqueue_cluster<A, 0>(plan, rows, stream);
     case Schedule::kStream:
       return enqueue(rows_read_twice<A>, plan, stream, rows);
     case Schedule::kGather:

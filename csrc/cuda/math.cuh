@@ -22,34 +22,19 @@ template <class C>
 struct Precise : Scalar<C> {
   static __device__ __forceinline__ C max(C a, C b) { return ::max(a, b); }  // ignores a NaN
   static __device__ __forceinline__ C exp(C x) { return ::exp(x); }
-  static __device__ __forceinline__ C reference(C pivot) { return pivot; }
-  static __device__ __forceinline__ C exp_from(C x, C reference) { return ::exp(x - reference); }
-  static __device__ __forceinline__ C exp_between(C from, C to) { return ::exp(from - to); }
-  static __device__ __forceinline__ C log_sum(C sum, C) { return ::log(sum); }
+  static __device__ __forceinline__ C log(C x) { return ::log(x); }
 };
 
-// For results that are rounded to 16 bits: powers of two, relative to a reference in units of log2. A term then takes
-// one multiplication with addition and one power. The reference is the pivot's product with log2(e) as it was rounded;
-// whatever the rounding, it is the same for all of the row's terms and cancels against their sum.
+// For results that are rounded to 16 bits: the product with log2(e) is off by 2^-24 of itself, so a result that is not
+// 0 by at most 87 * 2^-24 of itself, which is far below that rounding.
 struct Half : Scalar<float> {
-  static constexpr float kLog2E = 1.44269502f, kLn2 = 0.693147182f;
-
   static __device__ __forceinline__ float max(float a, float b) { return fmaxf(a, b); }
-  static __device__ __forceinline__ float exp2(float x) {
+  static __device__ __forceinline__ float exp(float x) {
     float power;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x));
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x * 1.44269502f));
     return power;
   }
-  static __device__ __forceinline__ float exp(float x) { return exp2(x * kLog2E); }
-  static __device__ __forceinline__ float reference(float pivot) { return pivot * kLog2E; }
-  static __device__ __forceinline__ float exp_from(float x, float reference) {
-    return exp2(fmaf(x, kLog2E, -reference));
-  }
-  static __device__ __forceinline__ float exp_between(float from, float to) { return exp2(from - to); }
-  // The logarithm relative to the pivot itself, so without the reference's rounding.
-  static __device__ __forceinline__ float log_sum(float sum, float pivot) {
-    return logf(sum) - fmaf(pivot, kLog2E, -reference(pivot)) * kLn2;
-  }
+  static __device__ __forceinline__ float log(float x) { return logf(x); }
 };
 
 template <class T>

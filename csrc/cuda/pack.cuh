@@ -44,7 +44,8 @@ struct Elements<float> {
   static __device__ __forceinline__ Pack max(const Pack& a, const Pack& b) {
     Pack m;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) m.word[i] = __float_as_uint(fmaxf(__uint_as_float(a.word[i]), __uint_as_float(b.word[i])));
+    for (int i = 0; i < 4; ++i)
+      m.word[i] = __float_as_uint(fmaxf(__uint_as_float(a.word[i]), __uint_as_float(b.word[i])));
     return m;
   }
   static __device__ __forceinline__ float widen(float x) { return x; }
@@ -94,8 +95,8 @@ struct Elements<__nv_bfloat16> {
     Pack m;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const __nv_bfloat162 larger =
-          __hmax2(reinterpret_cast<const __nv_bfloat162&>(a.word[i]), reinterpret_cast<const __nv_bfloat162&>(b.word[i]));
+      const __nv_bfloat162 larger = __hmax2(reinterpret_cast<const __nv_bfloat162&>(a.word[i]),
+                                            reinterpret_cast<const __nv_bfloat162&>(b.word[i]));
       m.word[i] = reinterpret_cast<const uint32_t&>(larger);
     }
     return m;
@@ -140,7 +141,7 @@ struct Elements<__half> {
 // ---- parts of packs; bit i of `bits` stands for element i
 
 template <class T>
-inline constexpr unsigned kAllBits = (1u << kPerPack<T>) - 1;
+inline constexpr unsigned kAllBits = (1u << kPerPack<T>)-1;
 
 // The bits of word w that belong to the given elements.
 template <class T>

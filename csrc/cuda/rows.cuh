@@ -1,8 +1,6 @@
 // Schedules for contiguous rows.
 #pragma once
 
-#include <type_traits>
-
 #include "cuda/access.cuh"
 #include "cuda/reduce.cuh"
 
@@ -25,6 +23,13 @@ struct RowArgs {
   }
 };
 
+// The same pointer, hidden from the compiler, which would rather compute it anew for each access than keep it.
+template <class T>
+__device__ __forceinline__ T* opaque(T* p) {
+  asm("" : "+l"(p));
+  return p;
+}
+
 // A row in the registers of a group of threads, packed as it is in memory, or as its terms if the result is made of
 // those: all loads first, then the maximum, then the sum relative to the warp's maximum, then one exchange.
 template <class A, int kPacks, Edges kEdges, class Group>
@@ -41,6 +46,10 @@ __device__ __forceinline__ void row_in_registers(const RowArgs<A>& args, int64_t
   const int shift = kEdges == Edges::kParts ? access.shift_of(offset) : 0;
   const auto first_of = [&](int p) { return (group.rank() + p * group.size()) * kWidth - shift; };
   const auto memory = access.memory_range(offset, columns);
+  const int64_t origin = offset.element - shift + group.rank() * kWidth;
+  const T* in[A::kInputs];
+#pragma unroll
+  for (int k = 0; k < A::kInputs; ++k) in[k] = opaque(access.in[k] + origin);
 
   Pack raw[kPacks][A::kInputs];
   unsigned kept[A::kMasked ? kPacks : 1] = {};
@@ -52,7 +61,7 @@ __device__ __forceinline__ void row_in_registers(const RowArgs<A>& args, int64_t
     for (int k = 0; k < A::kInputs; ++k) {
       if (kEdges != Edges::kNone) raw[p][k] = A::pad_pack(k);
       if (reached && (kEdges != Edges::kParts || memory.holds(first))) {
-        raw[p][k] = load_pack(access.in[k] + offset.element + first);
+        raw[p][k] = load_pack(in[k] + p * group.size() * kWidth);
       }
     }
     if constexpr (A::kMasked) kept[p] = access.kept_bits(offset, args.mask_stride, first, columns);
@@ -80,7 +89,7 @@ __device__ __forceinline__ void row_in_registers(const RowArgs<A>& args, int64_t
     for (int p = 1; p < kPacks; ++p) largest = Elements<T>::max(largest, raw[p][0]);
     pivot = group.warp_max(A::max_element(largest));
   }
-  const C ref = reference<M>(pivot);
+  const C shield = shielded<M>(pivot);
   C sum = M::constant(0);
 #pragma unroll
   for (int p = 0; p < kPacks; ++p) {
@@ -89,12 +98,12 @@ __device__ __forceinline__ void row_in_registers(const RowArgs<A>& args, int64_t
       Elements<T>::widen(terms[p], raw[p][0]);
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) {
-        terms[p][i] = Op::term(ref, &terms[p][i]);
+        terms[p][i] = Op::term(shield, &terms[p][i]);
         part += terms[p][i];
       }
       sum += part;
     } else {
-      sum += A::sum_of_terms(ref, raw[p]);
+      sum += A::sum_of_terms(shield, raw[p]);
     }
   }
   const State<C> state = group.combine_warps({pivot, group.warp_sum(sum)});
@@ -107,6 +116,7 @@ __device__ __forceinline__ void row_in_registers(const RowArgs<A>& args, int64_t
   } else {
     finished = Op::row(state);
   }
+  T* const out = opaque(access.out + origin);
 #pragma unroll
   for (int p = 0; p < kPacks; ++p) {
     const int first = first_of(p);
@@ -119,7 +129,12 @@ __device__ __forceinline__ void row_in_registers(const RowArgs<A>& args, int64_t
     } else {
       result = A::finish(finished, raw[p]);
     }
-    access.template store<kEdges != Edges::kParts>(result, offset, first, columns, kept[A::kMasked ? p : 0]);
+    const unsigned bits = A::kMasked ? kept[A::kMasked ? p : 0] : ~0u;
+    if (kEdges != Edges::kParts || (first >= 0 && first + kWidth <= columns)) {
+      store_pack(out + p * group.size() * kWidth, A::with_masked(result, bits));
+    } else {
+      access.store_parts(result, offset, first, columns, bits);
+    }
   }
 }
 
@@ -174,71 +189,102 @@ __global__ void __launch_bounds__(256) rows_in_cluster(const __grid_constant__ R
   const auto memory = access.memory_range(offset, columns);
   const auto first_of = [&](int j) { return (begin + j) * kWidth - shift; };
   const auto at = [&](int k, int j) -> Pack& { return held[k * share + j]; };
-  // Calls body(j, packs) for each of the thread's packs, with or without reading them back.
-  const auto for_packs = [&](auto read, auto body) {
-    const auto turn = [&](int j) {
-      Pack raw[A::kInputs];
-      if constexpr (decltype(read)::value) {
-#pragma unroll
-        for (int k = 0; k < A::kInputs; ++k) raw[k] = at(k, j);
-      }
-      body(j, raw);
-    };
+  // The packs [whole_begin, whole_end) lie wholly inside the row.
+  const int whole_begin = kEdges == Edges::kParts && first_of(0) < 0 ? 1 : 0;
+  const int whole_end = kEdges == Edges::kParts && first_of(packs) > columns ? packs - 1 : packs;
+  const int64_t origin = offset.element + first_of(threadIdx.x);
+  // Calls body(p) for the thread's packs [from, to), pack p being pack threadIdx.x + p * 256 of the block.
+  const auto for_packs = [&](int from, int to, auto body) {
+    const int before = to - threadIdx.x;
     if constexpr (kPacks > 0) {
 #pragma unroll
       for (int p = 0; p < kPacks; ++p) {
-        const int j = threadIdx.x + p * 256;
-        if (kEdges == Edges::kNone || j < packs) turn(j);
+        if ((p > 0 || static_cast<int>(threadIdx.x) >= from) && p * 256 < before) body(p);
       }
     } else {
 #pragma unroll 4
-      for (int j = threadIdx.x; j < packs; j += 256) turn(j);
+      for (int p = 0; p * 256 < before; ++p) {
+        if (p > 0 || static_cast<int>(threadIdx.x) >= from) body(p);
+      }
     }
   };
-  constexpr std::true_type kRead;
-  constexpr std::false_type kNoRead;
-
-  for_packs(kNoRead, [&](int j, auto&) {
-    const int first = first_of(j);
-    if (kEdges != Edges::kParts || memory.holds(first)) {
+  const auto packs_at = [&](Pack(&raw)[A::kInputs], int p) {
 #pragma unroll
-      for (int k = 0; k < A::kInputs; ++k) copy_pack(&at(k, j), access.in[k] + offset.element + first);
-    } else {
-#pragma unroll
-      for (int k = 0; k < A::kInputs; ++k) at(k, j) = access.load_parts(k, offset, first);
+    for (int k = 0; k < A::kInputs; ++k) raw[k] = at(k, threadIdx.x + p * 256);
+  };
+  // Calls body(j) for packs that lie partly outside of the row: its first and its last one at most. Out of the way of
+  // the unrolled loops, which their rarely taken branches would fill.
+  const auto for_edges = [&](auto body) {
+    if (whole_begin > 0 && threadIdx.x == 0) body(0);
+    if (whole_end < packs && whole_end >= whole_begin && whole_end % 256 == static_cast<int>(threadIdx.x)) {
+      body(whole_end);
     }
+  };
+
+  const T* in[A::kInputs];
+#pragma unroll
+  for (int k = 0; k < A::kInputs; ++k) in[k] = opaque(access.in[k] + origin);
+  for_packs(whole_begin, whole_end, [&](int p) {
+#pragma unroll
+    for (int k = 0; k < A::kInputs; ++k) copy_pack(&at(k, threadIdx.x + p * 256), in[k] + p * 256 * kWidth);
   });
-  wait_for_copies();
   if constexpr (kEdges == Edges::kParts) {
-    const auto pad = [&](int j) {
+    for_edges([&](int j) {
+      const int first = first_of(j);
+      const unsigned bits = A::bits_within(first, columns);
+#pragma unroll
+      for (int k = 0; k < A::kInputs; ++k) {
+        const Pack pack = memory.holds(first) ? load_pack(access.in[k] + offset.element + first)
+                                              : access.load_parts(k, offset, first);
+        at(k, j) = select_elements<T>(bits, pack, A::pad_pack(k));
+      }
+    });
+  }
+  wait_for_copies();
+  if constexpr (A::kMasked) {
+    for_packs(0, packs, [&](int p) {
+      const int j = threadIdx.x + p * 256;
       const unsigned bits = access.kept_bits(offset, args.mask_stride, first_of(j), columns);
 #pragma unroll
       for (int k = 0; k < A::kInputs; ++k) at(k, j) = select_elements<T>(bits, at(k, j), A::pad_pack(k));
-    };
-    if constexpr (A::kMasked) {
-      for_packs(kNoRead, [&](int j, auto&) { pad(j); });
-    } else {  // only the row's first and last pack can be partly outside of it
-      if (begin == 0 && threadIdx.x == 0) pad(0);
-      const int last = row_packs - 1 - begin;
-      if (last >= 0 && last < packs && last % 256 == threadIdx.x) pad(last);
-    }
+    });
   }
 
   C pivot = M::constant(0);
   if constexpr (Op::kHasPivot) {
     Pack largest = A::pad_pack(0);
-    for_packs(kRead, [&](int, const Pack(&raw)[A::kInputs]) { largest = Elements<T>::max(largest, raw[0]); });
+    for_packs(0, packs, [&](int p) { largest = Elements<T>::max(largest, at(0, threadIdx.x + p * 256)); });
     pivot = group.warp_max(A::max_element(largest));
   }
-  const C ref = reference<M>(pivot);
+  const C shield = shielded<M>(pivot);
   C sum = M::constant(0);
-  for_packs(kRead, [&](int, const Pack(&raw)[A::kInputs]) { sum += A::sum_of_terms(ref, raw); });
-  const auto row = Op::row(group.combine_warps({pivot, group.warp_sum(sum)}));
-  for_packs(kRead, [&](int j, const Pack(&raw)[A::kInputs]) {
-    const int first = first_of(j);
-    const unsigned kept = A::kMasked ? access.kept_bits(offset, args.mask_stride, first, columns) : 0;
-    access.template store<kEdges != Edges::kParts>(A::finish(row, raw), offset, first, columns, kept);
+  for_packs(0, packs, [&](int p) {
+    Pack raw[A::kInputs];
+    packs_at(raw, p);
+    sum += A::sum_of_terms(shield, raw);
   });
+  const auto row = Op::row(group.combine_warps({pivot, group.warp_sum(sum)}));
+  T* const out = opaque(access.out + origin);
+  for_packs(whole_begin, whole_end, [&](int p) {
+    Pack raw[A::kInputs];
+    packs_at(raw, p);
+    Pack result = A::finish(row, raw);
+    if constexpr (A::kMasked) {
+      const int first = first_of(threadIdx.x + p * 256);
+      result = A::with_masked(result, access.kept_bits(offset, args.mask_stride, first, columns));
+    }
+    store_pack(out + p * 256 * kWidth, result);
+  });
+  if constexpr (kEdges == Edges::kParts) {
+    for_edges([&](int j) {
+      const int first = first_of(j);
+      Pack raw[A::kInputs];
+#pragma unroll
+      for (int k = 0; k < A::kInputs; ++k) raw[k] = at(k, j);
+      const unsigned kept = access.kept_bits(offset, args.mask_stride, first, columns);
+      access.store_parts(A::finish(row, raw), offset, first, columns, kept);
+    });
+  }
 }
 
 // A row read twice by a block.
@@ -262,7 +308,8 @@ __global__ void __launch_bounds__(512) rows_read_twice(const __grid_constant__ R
         const int64_t j = turn + u * static_cast<int64_t>(blockDim.x);
         if (j < packs && access.whole_in_memory(offset, j * kWidth - shift)) {
 #pragma unroll
-          for (int k = 0; k < A::kInputs; ++k) raw[u][k] = load_pack(access.in[k] + offset.element + j * kWidth - shift);
+          for (int k = 0; k < A::kInputs; ++k)
+            raw[u][k] = load_pack(access.in[k] + offset.element + j * kWidth - shift);
         }
       }
 #pragma unroll
@@ -292,7 +339,11 @@ __global__ void __launch_bounds__(512) rows_read_twice(const __grid_constant__ R
   const BlockGroup<Op, M> group;
   const auto row = Op::row(group.combine_warps(combine_over_lanes<Op, M, 32>(state)));
   for_packs([&](const Pack(&raw)[A::kInputs], int64_t first, unsigned kept) {
-    access.template store<false>(A::finish(row, raw), offset, first, args.columns, kept);
+    if (first >= 0 && first + kWidth <= args.columns) {
+      store_pack(access.out + offset.element + first, A::with_masked(A::finish(row, raw), kept));
+    } else {
+      access.store_parts(A::finish(row, raw), offset, first, args.columns, kept);
+    }
   });
 }
 

@@ -55,11 +55,11 @@ __global__ void __launch_bounds__(256) rows_in_slab(const __grid_constant__ RowA
 #pragma unroll
       for (int i = 1; i < kHeld; ++i) pivot = M::max(pivot, values[i][0]);
     }
-    const C ref = reference<M>(pivot);
+    const C shield = shielded<M>(pivot);
     C sum = M::constant(0);
 #pragma unroll
     for (int i = 0; i < kHeld; ++i) {
-      const C term = Op::term(ref, values[i]);
+      const C term = Op::term(shield, values[i]);
       if (Op::kResultIsScaledTerm) values[i][0] = term;
       sum += term;
     }

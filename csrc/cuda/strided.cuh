@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(256) columns_side_by_side(const __grid_constan
   base = base + Offset{column, column * inner.mask_stride};
   State<C> state = identity<Op, M>();
   if (active) {
-    constexpr int kUnroll = 8;
+    constexpr int kUnroll = 8 / A::kInputs;
     for (int64_t r = warp; r < view.columns; r += kUnroll * kWarps) {
       C values[kUnroll][A::kInputs];
 #pragma unroll

@@ -1,0 +1,202 @@
+"""What `explain` says: the plan and the floor, as values and as text. Needs no GPU."""
+
+import dataclasses
+import importlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_softmax
+from jax_softmax import _kernels, explain
+
+# The package binds the function to the module's name.
+MODULE = importlib.import_module("jax_softmax.explain")
+
+# Defaults to whatever GPU the tests run on.
+H200 = {"device": "H200"}
+
+
+@pytest.mark.parametrize(
+    "shape,axis,kept,reduced,rows,columns",
+    [
+        ((8192, 50257), -1, ((8192, 50257),), ((50257, 1),), 8192, 50257),
+        ((256, 1024, 512), 1, ((256, 1024 * 512), (512, 1)), ((1024, 512),), 256 * 512, 1024),
+        ((256, 1024, 512), (0, 2), ((1024, 512),), ((256, 1024 * 512), (512, 1)), 1024, 256 * 512),
+        ((256, 1, 512), (0, 2), (), ((256 * 512, 1),), 1, 256 * 512),
+        ((3, 4, 5), None, (), ((60, 1),), 1, 60),
+        ((3, 4, 5), (), ((60, 1),), ((1, 1),), 60, 1),
+        ((), None, (), ((1, 1),), 1, 1),
+    ],
+)
+def test_view(shape, axis, kept, reduced, rows, columns):
+    e = explain(shape, axis, **H200)
+    assert (e.kept, e.reduced, e.rows, e.columns) == (kept, reduced, rows, columns)
+
+
+@pytest.mark.parametrize("device", sorted(MODULE._DEVICES))
+@pytest.mark.parametrize("shape,axis", [((9, 31), 1), ((9, 151936), 1), ((9, 1000, 64), 1), ((9, 10, 11), (0, 2))])
+@pytest.mark.parametrize("op", ["softmax", "log_softmax_vjp"])
+def test_says_what_the_plan_says(shape, axis, op, device):
+    e = explain(shape, axis, "bfloat16", op=op, device=device)
+    model = MODULE._DEVICES[device]._asdict()
+    del model["copy_rate"]
+    chosen = _kernels.plan(list(shape), [axis] if isinstance(axis, int) else list(axis), op, "bfloat16", **model)
+    for key in ("schedule", "edges", "lanes", "packs", "cluster", "threads", "blocks", "shared_bytes"):
+        assert getattr(e, key) == chosen[key]
+    assert e.cluster <= model["largest_cluster"]
+
+
+def test_every_schedule_is_described():
+    lengths = [1, 31, 33, 2048, 8192, 50257, 1 << 20, 1 << 24]
+    explanations = [explain((7, n), dtype=d, **H200) for n in lengths for d in ("bfloat16", "float32", "float64")]
+    explanations += [explain((64, 1024, n), axis, **H200) for n in (3, 256) for axis in (1, 0, (0, 2), (0, 1))]
+    for e in explanations:
+        assert e.description and f"  schedule  {e.schedule}: {e.description}\n" in str(e)
+
+
+def test_text():
+    e = explain((8192, 50257), dtype="bfloat16", **H200)
+    lines = str(e).splitlines()
+    assert lines[0] == "softmax of bfloat16 (8192, 50257) along (1,), H200"
+    assert lines[1].split() == "view kept 8,192 (stride 50,257); reduced 50,257 (stride 1)".split()
+    assert lines[2].split() == "rows 8,192 rows of 50,257 columns".split()
+    for label, line in zip(("schedule", "a row", "edges", "grid", "bytes", "floor"), lines[3:], strict=True):
+        assert line.startswith(f"  {label} ")
+    assert lines[-2].split() == "bytes 1,646,821,376 (1 read, 1 write)".split()
+    assert lines[-1].split() == "floor 383 µs at 4.3 TB/s".split()
+    assert max(map(len, lines)) <= 120
+
+
+@pytest.mark.parametrize("op,tensors", [("softmax", 2), ("log_softmax", 2), ("softmax_linear", 3)])
+@pytest.mark.parametrize("dtype,itemsize", [("float16", 2), (jnp.bfloat16, 2), (np.float32, 4), ("float64", 8)])
+def test_bytes_and_floor(op, tensors, dtype, itemsize):
+    e = explain((100, 1000), 0, dtype, op=op, **H200)
+    assert e.bytes == tensors * 100_000 * itemsize
+    assert e.floor_us == pytest.approx(e.bytes / 4.3e12 * 1e6)
+    assert explain((100, 1000), 0, dtype, op=op, device="T4").floor_us > 10 * e.floor_us
+
+
+@pytest.mark.parametrize("struct", [False, True])
+def test_mask(struct):
+    mask = jnp.ones((5, 1, 7), bool)
+    where = jax.ShapeDtypeStruct(mask.shape, mask.dtype) if struct else mask
+    e = explain((4, 5, 6, 7), (2, 3), where=where, **H200)
+    assert e.kept == ((4, 210), (5, 42))  # told apart by the mask
+    assert e.bytes == 2 * 840 * 4 + 35
+    assert ", mask (5, 1, 7)" in str(e) and "the mask)" in str(e)
+
+
+def test_mask_may_enlarge_the_result():
+    e = explain((5, 1), where=np.ones((3, 5, 4), bool), **H200)
+    assert (e.shape, e.axes, e.rows, e.columns) == ((3, 5, 4), (2,), 15, 4)
+    assert explain((5, 6), where=True, **H200).mask_shape == ()
+
+
+@pytest.mark.parametrize(
+    "x,dtype,expected",
+    [
+        ((2, 3), None, "float32"),
+        ([2, 3], "float16", "float16"),
+        ((np.int64(2), 3), "int32", "float32"),
+        ((2, 3), "bool", "float32"),
+        ((2, 3), "float8_e4m3fn", "float32"),
+        ((2, 3), "float64", "float64"),
+        (np.ones((2, 3)), None, "float32"),  # as softmax takes it with 64-bit dtypes off
+        (np.ones((2, 3), "int8"), None, "float32"),
+        (jax.ShapeDtypeStruct((2, 3), "bfloat16"), None, "bfloat16"),
+        (jax.ShapeDtypeStruct((2, 3), "float64"), None, "float64"),
+        (jax.ShapeDtypeStruct((2, 3), "bfloat16"), "float32", "float32"),
+    ],
+)
+def test_dtypes_are_promoted_as_by_softmax(x, dtype, expected):
+    assert explain(x, dtype=dtype, **H200).dtype == expected
+
+
+def test_arrays_and_numbers():
+    x = jnp.ones((6, 7), jnp.bfloat16)
+    assert explain(x, 0, **H200) == explain((6, 7), 0, "bfloat16", **H200)
+    assert explain(2.5, None, **H200).shape == ()
+    assert jax.jit(lambda x: explain(x, **H200).rows * x)(jnp.ones((6, 7)))[0, 0] == 6
+
+
+def test_without_a_kernel():
+    for e in (explain((4, 5), dtype="complex64"), explain((2,) * 13)):
+        assert (e.schedule, e.threads, e.blocks) == ("jax.numpy", 0, 0)
+        assert "no kernel" in str(e)
+    e = explain((0, 5))
+    assert (e.schedule, e.rows, e.columns, e.bytes, e.floor_us) == ("nothing", 0, 5, 0, 0)
+    assert explain((5, 0), where=jnp.ones((5, 1), bool)).bytes == 0
+    assert "nothing" in str(e)
+
+
+def test_is_frozen():
+    e = explain((2, 3))
+    assert isinstance(e, jax_softmax.Explanation)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        e.rows = 1
+
+
+@pytest.mark.parametrize(
+    "kind,name",
+    [
+        ("H200", "H200"),
+        ("h100", "H100"),
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H100 PCIe", "H100 PCIe"),
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA A100-SXM4-40GB", "A100 40GB"),
+        ("Tesla T4", "T4"),
+        ("NVIDIA GeForce RTX 5090", "RTX 5090"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("AMD Instinct MI300X", None),
+    ],
+)
+def test_device_names(kind, name):
+    assert MODULE._known(kind) == name
+
+
+def test_default_device():
+    default = jax.devices()[0]
+    known = MODULE._known(default.device_kind) if default.platform == "gpu" else None
+    assert explain((2, 3)).device == (known or "H200")
+    with jax.default_device(jax.devices("cpu")[0]):
+        assert explain((2, 3)).device == "H200"
+
+
+def test_plan_may_know_more(monkeypatch):
+    plan = _kernels.plan
+    monkeypatch.setattr(_kernels, "plan", lambda *a, **k: {**plan(*a, **k), "schedule": "novel", "more": 1})
+    e = explain((2, 3))
+    assert e.schedule == "novel" and "  schedule  novel\n" in str(e)
+
+
+@pytest.mark.parametrize(
+    "arguments,error,match",
+    [
+        ({"axis": 2}, ValueError, "axis must be an int from -2 to 1"),
+        ({"axis": (0, -2)}, ValueError, "twice"),
+        ({"axis": "a"}, TypeError, "axis must be an int"),
+        ({"axis": 1.0}, TypeError, "axis must be an int"),
+        ({"where": np.ones(4, bool)}, ValueError, "where must broadcast"),
+        ({"where": np.ones(3)}, TypeError, "boolean"),
+        ({"where": jax.ShapeDtypeStruct((3,), "float32")}, TypeError, "boolean"),
+        ({"where": "a"}, TypeError, "boolean"),
+        ({"op": "softmin"}, ValueError, "op must be one of softmax, log_softmax, softmax_linear, "),
+        ({"device": "Z80"}, ValueError, "device must be one of H200, "),
+        ({"device": jax.devices("cpu")[0]}, ValueError, "device must be one of H200, "),
+        ({"device": 3}, TypeError, "device must be a name"),
+        ({"x_or_shape": (2, -3)}, ValueError, "negative"),
+        ({"x_or_shape": (2, 3.0)}, TypeError, "ints"),
+        ({"x_or_shape": "ab"}, TypeError, "x must be an array"),
+        ({"x_or_shape": None}, TypeError, "x must be an array"),
+        ({"x_or_shape": np.array(["a"])}, TypeError, "explain"),
+        ({"dtype": "float33"}, TypeError, "float33"),
+    ],
+)
+def test_errors(arguments, error, match):
+    with pytest.raises(error, match=match):
+        explain(**{"x_or_shape": (2, 3), **arguments})
