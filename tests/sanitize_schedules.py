@@ -1,0 +1,63 @@
+"""Runs every schedule once, small, for compute-sanitizer:
+
+XLA_PYTHON_CLIENT_ALLOCATOR=platform compute-sanitizer --tool memcheck python tests/sanitize_schedules.py
+
+(and --tool racecheck). With that allocator each array is an allocation of its own, so that one element beyond it is
+found. Launches no other kernels than the package's, which keeps it fast. Prints what it ran.
+"""
+
+import itertools
+
+import jax
+import numpy as np
+
+import jax_softmax
+from jax_softmax import _kernels
+from jax_softmax.primitives import softmax_linear_p
+
+jax.config.update("jax_enable_x64", True)
+
+CASES = [
+    ((37, 3), (1,)),
+    ((300, 7), (1,)),
+    ((5, 31), (1,)),
+    ((5, 33), (1,)),
+    ((3, 64), (1,)),
+    ((3, 100), (1,)),
+    ((3, 1999), (1,)),
+    ((2, 2048), (1,)),
+    ((2, 3001), (1,)),
+    ((2, 8192), (1,)),
+    ((2, 9001), (1,)),
+    ((2, 16384), (1,)),
+    ((2, 20000), (1,)),
+    ((2, 50257), (1,)),
+    ((1, 300001), (1,)),
+    ((1, 4000001), (1,)),
+    ((3, 33, 40), (1,)),
+    ((3, 300, 7), (1,)),
+    ((9, 64, 256), (1,)),
+    ((3, 5, 7, 2), (1, 3)),
+    ((16, 24, 32), (0, 2)),
+    ((7, 40), (0,)),
+]
+
+
+def main() -> None:
+    rng = np.random.default_rng(0)
+    schedules = set()
+    for dtype, (shape, axes) in itertools.product(("bfloat16", "float32", "float64"), CASES):
+        x, t = (jax.device_put(rng.normal(size=shape).astype(jax.numpy.dtype(dtype))) for _ in range(2))
+        for where in (None, jax.device_put(rng.random(size=shape) < 0.8)):
+            mask = [] if where is None else [where]
+            jax_softmax.softmax(x, axes, where).block_until_ready()
+            jax_softmax.log_softmax(x, axes, where).block_until_ready()
+            for op in ("softmax_linear", "log_softmax_jvp", "log_softmax_vjp"):
+                softmax_linear_p.bind(x, t, *mask, op=op, axes=axes).block_until_ready()
+            mask_shape = None if where is None else list(shape)
+            schedules.add(_kernels.plan(list(shape), list(axes), "softmax", dtype, mask_shape)["schedule"])
+    print("ran", ", ".join(sorted(schedules)))
+
+
+if __name__ == "__main__":
+    main()

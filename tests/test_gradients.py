@@ -1,0 +1,407 @@
+"""Every mode and order of differentiation works, inside every transformation, and agrees with jax.nn in float64.
+
+Finite differences (`check_grads` with its default modes) stand beside the comparison with jax.nn, which could share a
+mistake in what a derivative ought to be.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import support
+from jax.sharding import Mesh, PartitionSpec
+from jax.test_util import check_grads
+from support import CUSTOM_VJPS, JAX_NN, NAMES, OPERATORS, check, normal
+
+SHAPE = (3, 4)
+FULL = np.array([[1, 0, 1, 1], [0, 0, 0, 0], [1, 1, 1, 1]], bool)
+VARIANTS = {
+    "last": (-1, None),
+    "first": (0, None),
+    "all": (None, None),
+    "each": ((), None),
+    "masked": (-1, FULL),
+    "masked-first": (0, FULL),
+    "masked-row": (-1, np.array([True, False, True, True])),
+}
+
+every_name = pytest.mark.parametrize("name", NAMES)
+every_variant = pytest.mark.parametrize("variant", VARIANTS)
+
+
+@pytest.fixture
+def x64():
+    with jax.enable_x64(True):
+        yield
+
+
+def operands():
+    return tuple(jnp.asarray(normal(SHAPE, "float64", seed, 1.0)) for seed in range(3))
+
+
+def bound_to(table, name, variant):
+    """The operator with its axis and mask bound, and what is masked made finite: -inf has no finite difference."""
+    axis, where = VARIANTS[variant]
+
+    def f(x):
+        y = table[name](x, axis, where)
+        return y if where is None else jnp.where(where, y, 0.0)
+
+    return f
+
+
+def mode_jvp(f, x, t, g):
+    return jax.jvp(f, (x,), (t,))
+
+
+def mode_vjp(f, x, t, g):
+    y, pullback = jax.vjp(f, x)
+    return y, pullback(g)
+
+
+def mode_grad(f, x, t, g):
+    return jax.value_and_grad(lambda x: jnp.sum(f(x) * g))(x)
+
+
+def mode_jacfwd(f, x, t, g):
+    return jax.jacfwd(f)(x)
+
+
+def mode_jacrev(f, x, t, g):
+    return jax.jacrev(f)(x)
+
+
+def mode_linearize(f, x, t, g):
+    y, linear = jax.linearize(f, x)
+    return y, linear(t), jax.linear_transpose(linear, x)(g)
+
+
+def mode_hessian(f, x, t, g):
+    return jax.hessian(lambda x: jnp.sum(f(x) * g))(x)
+
+
+def mode_forward_over_forward(f, x, t, g):
+    return jax.jacfwd(jax.jacfwd(f))(x)
+
+
+def mode_reverse_over_reverse(f, x, t, g):
+    return jax.jacrev(jax.jacrev(f))(x)
+
+
+def mode_reverse_over_forward(f, x, t, g):
+    return jax.grad(lambda x: jnp.sum(jax.jvp(f, (x,), (t,))[1] * g))(x)
+
+
+def mode_third_order(f, x, t, g):
+    return jax.jvp(jax.grad(lambda x: jnp.sum(jax.jvp(f, (x,), (t,))[1] * g)), (x,), (t,))
+
+
+def in_jit(f):
+    return jax.jit(f)
+
+
+def in_vmap(f):
+    return lambda x: jax.vmap(f)(jnp.stack([x, 2 * x, -x])).sum(0)
+
+
+def in_vmap_of_last(f):
+    return lambda x: jax.vmap(f, in_axes=-1, out_axes=1)(jnp.stack([x, 2 * x], axis=-1)).sum(1)
+
+
+def in_checkpoint(f):
+    return jax.checkpoint(f)
+
+
+def in_scan(f):
+    return lambda x: jax.lax.scan(lambda carry, a: (f(carry * a), None), x, jnp.stack([x, 3 - x]))[0]
+
+
+def in_cond(f):
+    return lambda x: jax.lax.cond(x[0, 0] > -9.0, f, lambda x: x * 2, x)
+
+
+def in_shard_map(f):
+    mesh, spec = Mesh(np.array(jax.devices()[:1]), ("devices",)), PartitionSpec("devices")
+    return jax.shard_map(f, mesh=mesh, in_specs=spec, out_specs=spec)
+
+
+MODES = {k.removeprefix("mode_"): v for k, v in list(globals().items()) if k.startswith("mode_")}
+CONTEXTS = {k.removeprefix("in_"): v for k, v in list(globals().items()) if k.startswith("in_")}
+
+
+def assert_trees_close(actual, expected, tolerance=1e-11):
+    actual, expected = jax.tree.leaves(actual), jax.tree.leaves(expected)
+    assert len(actual) == len(expected)
+    for a, e in zip(actual, expected, strict=True):
+        assert a.dtype == e.dtype
+        np.testing.assert_allclose(a, e, rtol=tolerance, atol=tolerance)
+
+
+# The rest are compositions of these.
+MODES_IN_CONTEXT = ("jvp", "vjp", "linearize", "hessian", "reverse_over_forward", "third_order")
+
+
+def several_modes(f, modes, *operands):
+    """All in one program, compiled in haste: it is what a context computes that matters, not its code."""
+    haste = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
+    program = jax.jit(lambda x, t, g: {mode: MODES[mode](f, x, t, g) for mode in modes})
+    return program.lower(*operands).compile(compiler_options=haste)(*operands)
+
+
+def expected_modes(context, variant, name):
+    """jax.nn's, of the operator itself where the context computes nothing else."""
+    return expected_from_jax_nn(context if context in ("vmap", "vmap_of_last", "scan") else None, variant, name)
+
+
+@functools.cache
+def expected_from_jax_nn(context, variant, name):
+    f = bound_to(JAX_NN, name, variant)
+    if context is None:
+        return jax.device_get(several_modes(f, tuple(MODES), *operands()))
+    return jax.device_get(several_modes(CONTEXTS[context](f), MODES_IN_CONTEXT, *operands()))
+
+
+@every_name
+@every_variant
+@pytest.mark.parametrize("mode", MODES)
+def test_modes(x64, mode, variant, name):
+    actual = MODES[mode](bound_to(OPERATORS, name, variant), *operands())
+    assert_trees_close(actual, expected_modes(None, variant, name)[mode])
+
+
+@every_name
+@pytest.mark.parametrize("variant", ["last", "masked-first"])
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_modes_in_context(x64, context, variant, name):
+    f = CONTEXTS[context](bound_to(OPERATORS, name, variant))
+    expected = expected_modes(context, variant, name)
+    for mode, actual in several_modes(f, MODES_IN_CONTEXT, *operands()).items():
+        assert_trees_close(actual, expected[mode])
+
+
+@every_name
+@pytest.mark.parametrize("mode", ["jvp", "vjp", "linearize", "reverse_over_forward"])
+@pytest.mark.parametrize("context", ["vmap", "checkpoint", "scan", "cond", "shard_map"])
+def test_modes_in_context_eagerly(x64, context, mode, name):
+    f = CONTEXTS[context](bound_to(OPERATORS, name, "last"))
+    assert_trees_close(MODES[mode](f, *operands()), expected_modes(context, "last", name)[mode])
+
+
+@every_name
+@every_variant
+def test_finite_differences(x64, variant, name):
+    check_grads(jax.jit(bound_to(OPERATORS, name, variant)), (operands()[0],), order=2)
+
+
+@every_name
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_finite_differences_in_context(x64, context, name):
+    check_grads(jax.jit(CONTEXTS[context](bound_to(OPERATORS, name, "last"))), (operands()[0],), order=2)
+
+
+@every_name
+def test_finite_differences_in_float32(name):
+    check_grads(jax.jit(OPERATORS[name]), (normal((3, 4), scale=1.0),), order=2, eps=1e-2, atol=2e-2, rtol=2e-2)
+
+
+@every_name
+@pytest.mark.parametrize("dtype", support.DTYPES)
+@pytest.mark.parametrize("axis", [-1, 0, (0, 2), None], ids=str)
+def test_jvp_against_reference(axis, dtype, name):
+    """The Jacobian is symmetric for softmax; for log-softmax, <g, J t> = <J' g, t> ties it to the tested vjp."""
+    x, t = normal((3, 5, 8), dtype), normal((3, 5, 8), dtype, 1, 1.0)
+    with support.precision(dtype):
+        tangent = jax.jvp(lambda x: OPERATORS[name](x, axis), (jnp.asarray(x),), (jnp.asarray(t),))[1]
+        if name == "softmax":
+            check(tangent, support.reference_vjp(name, x, t, axis))
+            return
+        assert tangent.dtype == dtype
+        wide, t = x.astype(np.float64), t.astype(np.float64)
+        p = np.exp(support.reference("log_softmax", wide, axis).value)
+        axes = tuple(range(3)) if axis is None else axis
+        expected = t - np.sum(p * t, axis=axes, keepdims=True)
+        np.testing.assert_allclose(tangent.astype(float), expected, rtol=0, atol=24 * float(jnp.finfo(dtype).eps))
+
+
+@every_name
+@pytest.mark.parametrize("columns", [1, 4, 33, 1000, 5003])
+def test_nonfinite_entries(columns, name):
+    """A -inf has the gradient of a probability of 0; a row that has NaNs has nothing but NaNs for its gradient."""
+    x = support.nonfinite_rows(columns)
+    g = normal(x.shape, seed=1, scale=1.0)
+    dx = jax.vjp(OPERATORS[name], jnp.asarray(x))[1](jnp.asarray(g))[0]
+    check(dx, support.reference_vjp(name, x, g))
+    tangent = jax.jvp(OPERATORS[name], (jnp.asarray(x),), (jnp.asarray(g),))[1]
+    undefined = ~np.isfinite(np.max(x, axis=1))  # by a NaN, by +inf, or by nothing but -inf
+    np.testing.assert_array_equal(np.isnan(tangent).all(1), undefined)
+    np.testing.assert_array_equal(np.isnan(tangent).any(1), undefined)
+
+
+@every_name
+@pytest.mark.parametrize("order", ["jvp", "vjp", "hessian"])
+def test_minus_infinity_stays_out_of_every_order(x64, order, name):
+    """Attention masks by adding -inf: no derivative of the remaining entries may turn into NaN because of it."""
+    x, t, g = operands()
+    x = x.at[0, 1].set(-jnp.inf).at[2, :3].set(-jnp.inf)
+    hidden = jnp.isinf(x)
+
+    def run(f, x):
+        def loss(x):
+            return jnp.sum(jnp.where(hidden, 0.0, f(x) * g))
+
+        if order == "jvp":
+            return jnp.where(hidden, 0.0, jax.jvp(f, (x,), (t,))[1])
+        if order == "vjp":
+            return jax.grad(loss)(x)
+        return jax.jvp(jax.grad(loss), (x,), (t,))[1]
+
+    actual = run(OPERATORS[name], x)
+    assert np.isfinite(actual).all()
+    # jax.nn's with what has next to no weight instead of none, since its own derivatives may be NaN there.
+    expected = run(JAX_NN[name], jnp.where(hidden, -700.0, x))
+    np.testing.assert_allclose(actual, expected, rtol=1e-11, atol=1e-11)
+
+
+@every_name
+def test_masked_entries_have_no_gradient(name):
+    """Whatever they hold, and whatever cotangent arrives at them."""
+    x, g = normal((4, 40)), normal((4, 40), seed=1)
+    where = support.random_mask(x.shape)
+    where[1] = False
+    x[~where] = np.nan
+    dx = jax.vjp(lambda x: OPERATORS[name](x, where=where), x)[1](g)[0]
+    np.testing.assert_array_equal(dx[~where], 0)
+    assert np.isfinite(dx).all()
+    g_else = np.where(where, g, 1e9).astype(np.float32)
+    support.assert_same_bits(jax.vjp(lambda x: OPERATORS[name](x, where=where), x)[1](g_else)[0], dx)
+    tangent = jax.jvp(lambda x: OPERATORS[name](x, where=where), (x,), (g,))[1]
+    np.testing.assert_array_equal(tangent[~where], 0)
+    assert np.isfinite(tangent).all()
+
+
+@every_name
+@pytest.mark.parametrize("axis", [-1, 0])
+def test_masked_entries_have_no_second_derivative(x64, axis, name):
+    """As before, in both orders of the modes, against jax.nn with harmless numbers in their place."""
+    x, t, g = operands()
+    where = jnp.asarray(FULL)
+
+    def run(table, x, g):
+        def pullback(x):
+            return jax.vjp(lambda x: table[name](x, axis, where), x)[1](g)[0]
+
+        def push(x):
+            return jax.jvp(lambda x: jnp.where(where, table[name](x, axis, where), 0.0), (x,), (t,))[1]
+
+        return jax.jvp(pullback, (x,), (t,)), jax.vjp(push, x)[1](g)[0]
+
+    actual = run(OPERATORS, jnp.where(where, x, jnp.nan), jnp.where(where, g, 1e6))
+    assert_trees_close(actual, run(JAX_NN, jnp.where(where, x, 0.0), jnp.where(where, g, 0.0)))
+
+
+@every_name
+@pytest.mark.parametrize("table", [OPERATORS, CUSTOM_VJPS], ids=["operator", "custom_vjp"])
+def test_mask_as_an_operand(table, name):
+    """A traced mask has a cotangent of its own, of the type that JAX gives to booleans."""
+    x, where, g = normal((3, 5)), support.random_mask((3, 5)), normal((3, 5), seed=1)
+    y, pullback = jax.vjp(lambda x, where: table[name](x, -1, where), x, where)
+    dx, dwhere = pullback(g)
+    check(y, support.reference(name, x, where=where))
+    check(dx, support.reference_vjp(name, x, g, where=where))
+    assert dwhere.dtype == jax.dtypes.float0 and dwhere.shape == where.shape
+    if table is OPERATORS:
+        tangent = np.zeros(where.shape, jax.dtypes.float0)
+        jax.jvp(lambda x, where: table[name](x, -1, where), (x, where), (g, tangent))
+
+
+@every_name
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("jitted", [False, True])
+def test_the_result_is_the_only_residual(jitted, dtype, name):
+    x = jnp.asarray(normal((6, 50), dtype))
+    f = jax.jit(OPERATORS[name]) if jitted else OPERATORS[name]
+    y, pullback = jax.vjp(f, x)
+    (residual,) = jax.tree.leaves(pullback)
+    support.assert_same_bits(residual, y)
+
+
+@every_name
+def test_the_result_is_the_only_residual_of_the_custom_vjp(name):
+    y, pullback = jax.vjp(CUSTOM_VJPS[name], jnp.asarray(normal((6, 50))))
+    residuals = [leaf for leaf in jax.tree.leaves(pullback) if leaf.size > 1]
+    assert len(residuals) == 1
+    support.assert_same_bits(residuals[0], y)
+
+
+@every_name
+def test_residuals_of_the_masked_operator(name):
+    """The result and the mask: no third array as large as x."""
+    x, where = jnp.asarray(normal((6, 50))), jnp.asarray(support.random_mask((6, 50)))
+    y, pullback = jax.vjp(lambda x, where: OPERATORS[name](x, -1, where), x, where)
+    residuals = jax.tree.leaves(pullback)
+    assert {(leaf.dtype.name, leaf.shape) for leaf in residuals} <= {("float32", (6, 50)), ("bool", (6, 50))}
+    (floating,) = [leaf for leaf in residuals if leaf.dtype != bool]
+    support.assert_same_bits(floating, y)
+
+
+@every_name
+@pytest.mark.parametrize("transform", ["grad", "jit", "vmap", "jit-vmap-grad", "scan"])
+def test_custom_vjp_agrees(transform, name):
+    x, g = jnp.asarray(normal((3, 4, 5))), jnp.asarray(normal((3, 4, 5), seed=1))
+    where = jnp.asarray(support.random_mask((4, 5)))
+
+    def outcome(f):
+        def pullback(x, g):
+            return jax.vjp(lambda x: f(x, 0, where[:, : x.shape[-1]] if x.ndim > 1 else None), x)[1](g)[0]
+
+        if transform == "grad":
+            return pullback(x, g)
+        if transform == "jit":
+            return jax.jit(f, static_argnums=1)(x, (0, 2), where)
+        if transform == "vmap":
+            return jax.vmap(f, in_axes=(1, None, None), out_axes=1)(x, -1, where[:3])
+        if transform == "jit-vmap-grad":
+            return jax.jit(jax.vmap(pullback))(x, g)
+        return jax.lax.scan(lambda c, a: (c + pullback(*a), f(a[0])), jnp.zeros((4, 5)), (x, g))
+
+    actual, expected = outcome(CUSTOM_VJPS[name]), outcome(OPERATORS[name])
+    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, e, rtol=1e-6, atol=1e-6)
+
+
+@every_name
+def test_custom_vjp_refuses_forward_mode(name):
+    x = normal((3, 4))
+    with pytest.raises(TypeError, match="custom_vjp"):
+        jax.jvp(CUSTOM_VJPS[name], (x,), (x,))
+    with pytest.raises(TypeError, match="custom_vjp"):
+        jax.jacfwd(CUSTOM_VJPS[name])(x)
+
+
+@every_name
+@pytest.mark.parametrize("dtype", ["int32", "bool"])
+def test_integers_differentiate_as_in_jax_nn(dtype, name):
+    """By their tangents of type float0; x itself has no gradient, and nothing else may be disturbed by that."""
+    x = jnp.asarray(np.arange(6).reshape(2, 3) % 2, dtype)
+    _, tangent = jax.jvp(OPERATORS[name], (x,), (np.zeros(x.shape, jax.dtypes.float0),))
+    np.testing.assert_array_equal(tangent, np.zeros(x.shape))
+    grad = jax.grad(lambda scale: jnp.sum(scale * OPERATORS[name](x)))(2.0)
+    np.testing.assert_allclose(grad, np.sum(support.reference(name, np.float32(x)).value), rtol=1e-6)
+
+
+@every_name
+def test_cross_entropy(name):
+    """A loss as it is written in practice, with integer labels, in bfloat16 and against jax.nn in float32."""
+    logits, labels = normal((16, 1000), "bfloat16"), np.arange(16) * 7
+
+    def loss(table, logits):
+        y = table[name](logits)
+        y = y if name == "log_softmax" else jnp.log(y.astype(jnp.float32) + 1e-3)
+        return -jnp.take_along_axis(y.astype(jnp.float32), labels[:, None], axis=-1).mean()
+
+    actual = jax.grad(functools.partial(loss, OPERATORS))(jnp.asarray(logits))
+    expected = jax.grad(functools.partial(loss, JAX_NN))(jnp.asarray(logits, jnp.float32))
+    assert actual.dtype == jnp.bfloat16
+    np.testing.assert_allclose(actual.astype(np.float32), expected, rtol=0.1, atol=2e-4)

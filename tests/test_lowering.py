@@ -1,0 +1,180 @@
+"""What a program lowers to: one custom call per operator on CPU and CUDA, on a machine that may have neither GPU nor
+driver, and never a transposed copy, whatever the axes and wherever a batch is mapped; plain XLA elsewhere."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support import CUSTOM_VJPS, NAMES, OPERATORS
+
+import jax_softmax
+
+DISABLED = [jax.export.DisabledSafetyCheck.custom_call("jax_softmax")]
+SHAPE = (2, 3, 4, 5)
+AXES = (-1, 0, 1, 2, (0, 1), (2, 3), (0, 2), (1, 3), (3, 0), None)
+
+every_name = pytest.mark.parametrize("name", NAMES)
+
+
+@pytest.fixture(params=["cpu", "cuda"])
+def platform(request):
+    if request.param == "cuda" and not jax_softmax.build_info()["cuda"]:
+        pytest.skip("built without CUDA")
+    return request.param
+
+
+def spec(shape, dtype="float32"):
+    return jax.ShapeDtypeStruct(tuple(int(n) for n in shape), dtype)
+
+
+def lower(f, *specs, platforms, disabled=DISABLED):
+    return jax.export.export(jax.jit(f), platforms=platforms, disabled_checks=disabled)(*specs).mlir_module()
+
+
+def assert_calls(text, count, transposes=False):
+    assert text.count("@jax_softmax(") == count, text
+    assert text.count("stablehlo.custom_call") == count, text  # and no other library's
+    if not transposes:
+        assert "stablehlo.transpose" not in text, text
+
+
+def pullback(name, axis, x, g, where=None, table=OPERATORS):
+    return jax.vjp(lambda x: table[name](x, axis, where), x)[1](g)[0]
+
+
+@every_name
+@pytest.mark.parametrize("axis", AXES, ids=str)
+def test_forward(platform, axis, name):
+    assert_calls(lower(functools.partial(OPERATORS[name], axis=axis), spec(SHAPE), platforms=[platform]), 1)
+
+
+@every_name
+@pytest.mark.parametrize("axis", AXES, ids=str)
+def test_gradient(platform, axis, name):
+    f = functools.partial(pullback, name, axis)
+    assert_calls(lower(f, spec(SHAPE), spec(SHAPE), platforms=[platform]), 2)
+    grad = jax.grad(lambda x: jnp.sum(OPERATORS[name](x, axis) ** 2))
+    assert_calls(lower(grad, spec(SHAPE), platforms=[platform]), 2)
+
+
+@every_name
+def test_masks(platform, name):
+    for axis, mask_shape in itertools.product((-1, 0, (0, 2), None), (SHAPE, (5,), (4, 1), (2, 1, 1, 1), ())):
+        specs = spec(SHAPE), spec(mask_shape, "bool")
+        assert_calls(lower(lambda x, m, a=axis: OPERATORS[name](x, a, m), *specs, platforms=[platform]), 1)
+        backward = functools.partial(pullback, name, axis)
+        assert_calls(lower(lambda x, m, g, f=backward: f(x, g, m), *specs, spec(SHAPE), platforms=[platform]), 2)
+
+
+@every_name
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_dtypes(platform, dtype, name):
+    with jax.enable_x64(dtype == "float64"):
+        text = lower(functools.partial(pullback, name, -1), *[spec(SHAPE, dtype)] * 2, platforms=[platform])
+    assert_calls(text, 2)
+    assert "stablehlo.convert" not in text, text
+
+
+@every_name
+@pytest.mark.parametrize("batch", [0, 1, 2, 3])
+@pytest.mark.parametrize("axis", [-1, 0, 1, (0, 2), None], ids=str)
+def test_vmap(platform, axis, batch, name):
+    f = jax.vmap(functools.partial(OPERATORS[name], axis=axis), batch, batch)
+    assert_calls(lower(f, spec(SHAPE), platforms=[platform]), 1)
+
+
+@every_name
+@pytest.mark.parametrize("x_batch,g_batch", [(b, c) for b in (0, 1, 3) for c in (b, None)] + [(None, 0), (None, 2)])
+def test_vmap_of_the_gradient(platform, x_batch, g_batch, name):
+    out = g_batch if x_batch is None else x_batch
+    for axis in (-1, 0, (0, 2)):
+        f = jax.vmap(functools.partial(pullback, name, axis), (x_batch, g_batch), out)
+        specs = [spec(SHAPE) if b is not None else spec(np.delete(SHAPE, out)) for b in (x_batch, g_batch)]
+        assert_calls(lower(f, *specs, platforms=[platform]), 2)
+
+
+@every_name
+@pytest.mark.parametrize("x_batch,mask_batch", [(b, c) for b in (0, 1, 3) for c in (b, None)] + [(None, 0), (None, 2)])
+def test_vmap_with_a_mask(platform, x_batch, mask_batch, name):
+    out = mask_batch if x_batch is None else x_batch
+    for axis in (-1, 0, (0, 2)):
+        f = jax.vmap(lambda x, where, axis=axis: OPERATORS[name](x, axis, where), (x_batch, mask_batch), out)
+        shapes = [SHAPE if b is not None else np.delete(SHAPE, out) for b in (x_batch, mask_batch)]
+        text = lower(f, spec(shapes[0]), spec(shapes[1], "bool"), platforms=[platform])
+        assert_calls(text, 1)
+
+
+@every_name
+@pytest.mark.parametrize("inner,outer", [*itertools.product((0, 1, 2), (0, 1, 3))])
+def test_vmap_of_vmap(platform, inner, outer, name):
+    for axis in (0, -1, (0, 1)):
+        forward = functools.partial(OPERATORS[name], axis=axis)
+        twice = jax.vmap(jax.vmap(forward, inner, inner), outer, outer)
+        assert_calls(lower(twice, spec(SHAPE), platforms=[platform]), 1)
+        backward = functools.partial(pullback, name, axis)
+        twice = jax.vmap(jax.vmap(backward, (inner, inner), inner), (outer, outer), outer)
+        assert_calls(lower(twice, *[spec(SHAPE)] * 2, platforms=[platform]), 2)
+
+
+@every_name
+def test_vmap_over_different_axes_moves_one_operand_at_most(platform, name):
+    f = jax.vmap(functools.partial(pullback, name, -1), (0, 2))
+    text = lower(f, spec((2, 3, 4)), spec((3, 4, 2)), platforms=[platform])
+    assert_calls(text, 2, transposes=True)
+    assert text.count("stablehlo.transpose") <= 1, text
+
+
+@every_name
+def test_hessian(platform, name):
+    """The linear map is a kernel in every order, beside the elementwise terms of its own derivative."""
+    text = lower(jax.hessian(lambda x: jnp.sum(OPERATORS[name](x) ** 2)), spec((6,)), platforms=[platform])
+    assert text.count("@jax_softmax(") >= 3, text
+    assert "exponential" not in text or name == "log_softmax", text
+
+
+@every_name
+def test_custom_vjp(platform, name):
+    f = functools.partial(pullback, name, 0, table=CUSTOM_VJPS)
+    assert_calls(lower(f, spec(SHAPE), spec(SHAPE), platforms=[platform]), 2)
+
+
+@every_name
+def test_jit_inside_jit_and_scan(platform, name):
+    def f(x):
+        return jax.lax.scan(lambda c, a: (OPERATORS[name](c + a), None), x[0], x)[0]
+
+    assert_calls(lower(f, spec((3, 4, 5)), platforms=[platform]), 1)
+
+
+@every_name
+def test_other_platforms_use_plain_xla(name):
+    """Without any check disabled: nothing but portable operations."""
+    for f, specs in (
+        (OPERATORS[name], [spec(SHAPE)]),
+        (functools.partial(pullback, name, 0), [spec(SHAPE)] * 2),
+        (lambda x, m: OPERATORS[name](x, -1, m), [spec(SHAPE), spec(SHAPE, "bool")]),
+        (jax.vmap(CUSTOM_VJPS[name]), [spec(SHAPE, "bfloat16")]),
+    ):
+        text = lower(f, *specs, platforms=["tpu"], disabled=())
+        assert "custom_call" not in text, text
+        assert "stablehlo.exponential" in text, text
+
+
+@every_name
+def test_one_program_for_several_platforms(name):
+    text = lower(OPERATORS[name], spec(SHAPE), platforms=["cpu", "tpu"])
+    assert "@jax_softmax(" in text and "stablehlo.exponential" in text, text
+
+
+@every_name
+def test_what_runs_here_is_the_kernel(name):
+    """The compiled program of this machine's own backend still has the call, and no copy of its operand beside it."""
+    if jax.default_backend() == "gpu" and not jax_softmax.build_info()["cuda"]:
+        pytest.skip("built without CUDA")
+    for axis in (0, 1, 2):
+        text = jax.jit(OPERATORS[name], static_argnums=1).lower(spec((8, 16, 32)), axis).compile().as_text()
+        assert text.count('custom_call_target="jax_softmax"') == 1, text
+        assert "transpose(" not in text and "copy(" not in text, text

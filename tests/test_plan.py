@@ -1,0 +1,136 @@
+"""What the plan chooses, and the canonical view it works on: plain C++, so asserted without a GPU."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jax_softmax import _kernels
+
+H200 = {"compute_capability": 90, "multiprocessors": 132, "shared_memory_per_block": 227 * 1024, "largest_cluster": 16}
+T4 = {"compute_capability": 75, "multiprocessors": 40, "shared_memory_per_block": 64 * 1024, "largest_cluster": 1}
+A100 = {"compute_capability": 80, "multiprocessors": 108, "shared_memory_per_block": 163 * 1024, "largest_cluster": 1}
+RTX5090 = {
+    "compute_capability": 120,
+    "multiprocessors": 170,
+    "shared_memory_per_block": 99 * 1024,
+    "largest_cluster": 8,
+}
+
+
+def plan(shape, axes, op="softmax", dtype="float32", mask_shape=None, device=H200):
+    return _kernels.plan(list(shape), list(axes), op, dtype, mask_shape, **device)
+
+
+def visited(view):
+    """The offsets of the elements in the order of the view: kept dimensions outside, reduced ones inside."""
+    dims = [*view["kept"], *view["reduced"]]
+    ranges = [[i * stride for i in range(extent)] for extent, stride in dims]
+    return [sum(index) for index in itertools.product(*ranges)]
+
+
+def test_view_visits_the_documented_order():
+    order = visited(plan((2, 3, 4), (0, 2)))
+    assert order == [0, 1, 2, 3, 12, 13, 14, 15, 4, 5, 6, 7, 16, 17, 18, 19, 8, 9, 10, 11, 20, 21, 22, 23]
+
+
+@given(st.data())
+def test_view_is_the_reference_permutation(data):
+    shape = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=8))
+    axes = data.draw(st.sets(st.integers(0, len(shape) - 1)))
+    kept = [d for d in range(len(shape)) if d not in axes]
+    expected = np.arange(np.prod(shape)).reshape(shape).transpose(*kept, *sorted(axes)).ravel()
+    view = plan(shape, sorted(axes))
+    assert visited(view) == expected.tolist()
+    assert view["rows"] * view["columns"] == expected.size
+    # Neighbours of one role are merged, so that the roles alternate.
+    assert abs(len(view["kept"]) - len([d for d in view["reduced"] if d[0] > 1])) <= 1
+
+
+def test_view_keeps_dimensions_apart_that_the_mask_tells_apart():
+    assert plan((4, 5, 6, 7), (2, 3))["kept"] == [(20, 42)]
+    assert plan((4, 5, 6, 7), (2, 3), mask_shape=[1, 5, 1, 7])["kept"] == [(4, 210), (5, 42)]
+    assert plan((4, 5, 6, 7), (2, 3), mask_shape=[4, 5, 6, 7])["kept"] == [(20, 42)]
+
+
+@pytest.mark.parametrize(
+    "columns,dtype,schedule,edges,cluster",
+    [
+        (1, "float32", "slab", "parts", 1),
+        (31, "bfloat16", "slab", "parts", 1),
+        (32, "bfloat16", "lanes", "none", 1),
+        (33, "bfloat16", "lanes", "parts", 1),
+        (24, "bfloat16", "lanes", "whole", 1),
+        (2048, "bfloat16", "lanes", "none", 1),
+        (2049, "bfloat16", "block", "parts", 1),
+        (8192, "bfloat16", "block", "none", 1),
+        (8191, "bfloat16", "cluster", "parts", 1),
+        (16384, "bfloat16", "block", "none", 1),
+        (16384, "float32", "cluster", "none", 1),
+        (32768, "bfloat16", "cluster", "none", 1),
+        (32776, "bfloat16", "cluster", "whole", 2),
+        (262144, "bfloat16", "cluster", "none", 8),
+        (1 << 20, "bfloat16", "cluster", "whole", 16),
+        (1 << 24, "bfloat16", "stream", "parts", 1),
+    ],
+)
+def test_row_schedules(columns, dtype, schedule, edges, cluster):
+    chosen = plan((1000, columns), (1,), dtype=dtype)
+    assert (chosen["schedule"], chosen["edges"], chosen["cluster"]) == (schedule, edges, cluster)
+
+
+@pytest.mark.parametrize("device", [H200, T4, A100, RTX5090])
+@pytest.mark.parametrize("op", ["softmax", "log_softmax", "softmax_linear"])
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_row_schedules_fit_the_device(device, op, dtype):
+    """Every length is covered by threads that hold it, within the device's shared memory and cluster size."""
+    per_pack = {"float16": 8, "float32": 4, "float64": 2}[dtype]
+    for power in range(23):
+        for columns in {2**power - 1, 2**power, 2**power + 1, 3 * 2**power} - {0}:
+            chosen = plan((7, columns), (1,), op, dtype, device=device)
+            packs = -(-columns // per_pack) if columns % per_pack == 0 else -(-(columns + per_pack - 1) // per_pack)
+            assert chosen["shared_bytes"] <= device["shared_memory_per_block"] - 1024
+            assert 1 <= chosen["cluster"] <= device["largest_cluster"]
+            assert chosen["threads"] % 32 == 0 and chosen["threads"] <= 1024
+            if chosen["schedule"] in ("lanes", "block"):
+                assert chosen["lanes"] * chosen["packs"] >= packs
+            elif chosen["schedule"] == "slab":
+                assert chosen["packs"] >= columns
+            elif chosen["schedule"] == "cluster" and chosen["packs"]:
+                assert chosen["threads"] * chosen["packs"] * chosen["cluster"] >= packs
+
+
+@pytest.mark.parametrize("op", ["softmax", "softmax_linear"])
+@pytest.mark.parametrize("columns", [3, 64, 1999, 30000, 151936, 1 << 24])
+def test_schedule_does_not_depend_on_the_number_of_rows(columns, op):
+    schedules = [plan((rows, columns), (1,), op) for rows in (1, 2, 1000, 10**6)]
+    for other in schedules[1:]:
+        for key in ("schedule", "lanes", "packs", "threads", "cluster", "edges", "shared_bytes", "slab_rows"):
+            assert other[key] == schedules[0][key]
+
+
+def test_other_axes():
+    assert plan((64, 1024, 256), (1,))["schedule"] == "columns"
+    assert plan((64, 1024, 256), (0, 2))["schedule"] == "gather"
+    assert plan((64, 1024, 256), (1, 2))["schedule"] == "cluster"
+    assert plan((64, 1024, 256), ())["columns"] == 1
+
+
+@pytest.mark.parametrize(
+    "arguments,match",
+    [
+        (((2, 3), (2,)), "axes must be distinct"),
+        (((2, 3), (1, 1)), "axes must be distinct"),
+        (((2,) * 13, (0,)), "12 dimensions"),
+    ],
+)
+def test_bad_views_are_refused(arguments, match):
+    with pytest.raises(ValueError, match=match):
+        plan(*arguments)
+
+
+def test_bad_masks_are_refused():
+    with pytest.raises(ValueError, match="must be 1 or 3"):
+        plan((2, 3), (1,), mask_shape=[1, 2])
