@@ -1,0 +1,112 @@
+"""Times computations: by the profiler's kernel durations on a GPU, by the wall clock on a CPU."""
+
+import glob
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import jax
+import numpy as np
+
+
+def kernel_times(run: Callable[[], None]) -> list[tuple[str, float, float]]:
+    """Name, start and duration in seconds of every GPU kernel and copy that `run` causes, in order of their start."""
+    folder = tempfile.mkdtemp()
+    try:
+        with jax.profiler.trace(folder):
+            run()
+        events = []
+        for path in glob.glob(str(Path(folder, "**", "*.xplane.pb")), recursive=True):
+            for plane in jax.profiler.ProfileData.from_file(path).planes:
+                if not plane.name.startswith("/device:GPU"):
+                    continue
+                for line in plane.lines:
+                    if line.name.startswith("Stream"):
+                        events += [(e.name, e.start_ns * 1e-9, e.duration_ns * 1e-9) for e in line.events]
+        return sorted(events, key=lambda event: event[1])
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def device_time(function: Callable, argument_sets: list[tuple], repeats: int = 10) -> float:
+    """Seconds that one call of a jitted function keeps the device busy: the median over rounds of calls.
+
+    The calls go through `argument_sets` in turn; together these should be larger than the last cache.
+    """
+    for arguments in argument_sets:
+        jax.block_until_ready(function(*arguments))
+    if jax.default_backend() != "gpu":
+        return _wall_time(function, argument_sets, repeats)
+
+    def run():
+        for i in range(repeats):
+            jax.block_until_ready(function(*argument_sets[i % len(argument_sets)]))
+
+    return _median_call(kernel_times(run), repeats)
+
+
+def device_times(calls: Mapping[str, tuple[Callable, tuple]], repeats: int = 10) -> dict[str, float | Exception]:
+    """`device_time` of several functions, each with its arguments; or the error that one raised.
+
+    On a GPU they share one trace, since starting and reading a trace takes far longer than the calls. On a CPU they
+    take turns, so that a slow moment of the machine is everybody's.
+    """
+    times: dict[str, float | Exception] = {}
+    ready = {}
+    for name, (function, arguments) in calls.items():
+        try:
+            jax.block_until_ready(function(*arguments))
+            ready[name] = function, arguments
+        except Exception as error:  # out of memory, or a peer that cannot: the others are measured all the same
+            times[name] = error
+    if jax.default_backend() != "gpu":
+        rounds = [{name: _wall_time(f, [a], 1) for name, (f, a) in ready.items()} for _ in range(repeats)]
+        return times | {name: min(r[name] for r in rounds) for name in ready}
+
+    def run():
+        for function, arguments in ready.values():
+            jax.block_until_ready(
+                jax.device_put(np.zeros(1, np.float32))
+            )  # parts one function's kernels from another's
+            for _ in range(repeats):
+                jax.block_until_ready(function(*arguments))
+
+    parts: list[list] = []
+    for event in kernel_times(run) if ready else []:
+        if "h2d" in event[0].lower():
+            parts.append([])
+        elif parts:
+            parts[-1].append(event)
+    if len(parts) != len(ready):
+        parts = [[] for _ in ready]
+    for (name, (function, arguments)), events in zip(ready.items(), parts, strict=True):
+        try:
+            times[name] = _median_call(events, repeats)
+        except RuntimeError:
+            try:
+                times[name] = device_time(function, [arguments], repeats)  # in a trace of its own
+            except Exception as error:
+                times[name] = error
+    return times
+
+
+def _median_call(events: list[tuple[str, float, float]], repeats: int) -> float:
+    """The median over calls of the summed durations of their kernels."""
+    per_call, rest = divmod(len(events), repeats)
+    if rest or not per_call:
+        raise RuntimeError(f"{len(events)} kernels in {repeats} calls: the profiler lost some")
+    calls = [sum(e[2] for e in events[i * per_call : (i + 1) * per_call]) for i in range(repeats)]
+    return statistics.median(calls)
+
+
+def _wall_time(function: Callable, argument_sets: list[tuple], repeats: int) -> float:
+    """On a CPU the fastest call counts: whatever makes one slower comes from outside."""
+    times = []
+    for i in range(repeats):
+        start = time.perf_counter()
+        jax.block_until_ready(function(*argument_sets[i % len(argument_sets)]))
+        times.append(time.perf_counter() - start)
+    return min(times)
