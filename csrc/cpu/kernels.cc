@@ -121,6 +121,8 @@ struct Rows {
   static constexpr int kUnroll = 8;                         // vectors whose maximum is taken before the sum is rescaled
   static constexpr int64_t kBlock = 64 * kUnroll * kLanes;  // summed by itself, lest a long sum swallow small terms
 
+  static constexpr int kHeld = 512;  // vectors of terms that are held between the passes, in the first cache
+
   static int64_t units(const View& view) { return view.rows; }
 
   static void run(const View& view, const Operands& operands, int64_t first_unit, int64_t last_unit) {
@@ -131,6 +133,12 @@ struct Rows {
     const A access(operands, reduced.dim[outer].mask_stride);
     for (int64_t row = first_unit; row < last_unit; ++row) {
       const Offset base = offset_of(view.kept, view.kept.size, row);
+      if constexpr (Op::kResultIsScaledTerm) {
+        if (runs == 1 && length <= kHeld * kLanes) {
+          hold_terms(access, base, static_cast<int>(length));
+          continue;
+        }
+      }
       State<C> state = identity<Op, M>();
       Odometer odometer(reduced, outer);
       for (int64_t i = 0; i < runs; ++i, odometer.advance()) {
@@ -150,6 +158,41 @@ struct Rows {
   }
 
  private:
+  // A short row whose result is made of its terms: they are computed once.
+  static JAX_SOFTMAX_INLINE void hold_terms(const A& access, Offset base, int length) {
+    C held[kHeld];
+    const int vectors = (length + kLanes - 1) / kLanes;
+    const int full = length / kLanes;
+    // Several maxima and sums side by side: each alone would wait for the one before.
+    constexpr int kChains = 8;
+    C pivots[kChains], sums[kChains];
+    for (int u = 0; u < kChains; ++u) pivots[u] = Op::pad(0), sums[u] = M::constant(0);
+    const auto for_vectors = [&](auto body) {
+      int i = 0;
+      for (; i + kChains <= full; i += kChains) {
+        JAX_SOFTMAX_UNROLL
+        for (int u = 0; u < kChains; ++u) body(i + u, u, kLanes);
+      }
+      for (; i < vectors; ++i) body(i, i % kChains, lanes_left(length - i * kLanes));
+    };
+    for_vectors([&](int i, int chain, int n) {
+      C v[Op::kInputs];
+      access.load(v, along(access, base, i * kLanes), n);
+      pivots[chain] = M::max(pivots[chain], v[0]);
+      held[i] = v[0];
+    });
+    for (int u = 1; u < kChains; ++u) pivots[0] = M::max(pivots[0], pivots[u]);
+    const C pivot = M::across_lanes(pivots[0], [](auto a, auto b) { return b > a ? b : a; });
+    const C shield = shielded<M>(pivot);
+    for_vectors([&](int i, int chain, int) {
+      held[i] = Op::term(shield, &held[i]);
+      sums[chain] = sums[chain] + held[i];
+    });
+    for (int u = 1; u < kChains; ++u) sums[0] = sums[0] + sums[u];
+    const C scale = Op::row({pivot, M::across_lanes(sums[0], [](auto a, auto b) { return a + b; })}).scale;
+    for_vectors([&](int i, int, int n) { access.store(held[i] * scale, along(access, base, i * kLanes), n); });
+  }
+
   static Offset add(Offset a, Offset b) { return {a.element + b.element, a.mask + b.mask}; }
 
   static JAX_SOFTMAX_INLINE Offset along(const A& access, Offset base, int64_t i) {
@@ -206,23 +249,31 @@ struct Columns {
   using C = typename A::C;
   using Op = typename A::Op;
   static constexpr int kLanes = A::kLanes;
-  static constexpr int kVectors = 16;  // side by side in a tile
-  static constexpr int kTile = kVectors * kLanes;
+  static constexpr int kVectors = 128;    // side by side in a tile, at most
   static constexpr int kUnroll = 8;       // elements of a column whose maximum is taken before the sum is rescaled
   static constexpr int64_t kBlock = 512;  // as in Rows, in elements of a column
 
-  static int64_t tiles(const View& view) { return (inner(view).extent + kTile - 1) / kTile; }
+  // The tile's width in columns. Where neighbouring elements of a column are close, a tile that the second cache holds
+  // until it is read again; elsewhere, where they would compete for few of the cache's lines, long runs of memory.
+  static int64_t tile_width(const View& view) {
+    constexpr int64_t kNear = 4 << 10, kCached = 512 << 10, kFewest = 8;
+    const int64_t fit = kCached / (view.columns * kLanes * static_cast<int64_t>(sizeof(T)) * Op::kInputs);
+    const bool near = inner(view).extent * static_cast<int64_t>(sizeof(T)) <= kNear;
+    return kLanes * (near && fit >= kFewest && fit < kVectors ? fit : kVectors);
+  }
+  static int64_t tiles(const View& view) { return (inner(view).extent + tile_width(view) - 1) / tile_width(view); }
   static int64_t units(const View& view) { return view.rows / inner(view).extent * tiles(view); }
 
   static void run(const View& view, const Operands& operands, int64_t first_unit, int64_t last_unit) {
     const A access(operands, inner(view).mask_stride);
+    const int64_t width = tile_width(view), across = tiles(view);
     for (int64_t unit = first_unit; unit < last_unit; ++unit) {
-      const int64_t tile = unit % tiles(view);
-      Offset base = offset_of(view.kept, view.kept.size - 1, unit / tiles(view));
-      base.element += tile * kTile;
-      base.mask += tile * kTile * access.mask_stride;
-      const int64_t left = inner(view).extent - tile * kTile;
-      run_tile(view, access, base, left < kTile ? static_cast<int>(left) : kTile);
+      const int64_t first = unit % across * width;
+      Offset base = offset_of(view.kept, view.kept.size - 1, unit / across);
+      base.element += first;
+      base.mask += first * access.mask_stride;
+      const int64_t left = inner(view).extent - first;
+      run_tile(view, access, base, static_cast<int>(left < width ? left : width));
     }
   }
 
@@ -242,13 +293,19 @@ struct Columns {
     typename Op::Row finished[kVectors];
     for (int t = 0; t < vectors; ++t) finished[t] = Op::row(state[t]);
     for (int64_t r = 0; r < view.columns; ++r, odometer.advance()) {
-      for (int t = 0; t < vectors; ++t) {
-        const Offset at = across(access, base, odometer.offset(), t);
-        C v[Op::kInputs];
-        access.load(v, at, lanes(width, t));
-        access.store(Op::finish(finished[t], v), at, lanes(width, t));
+      const int full = width / kLanes;
+      for (int t = 0; t < full; ++t)
+        finish_vector(access, across(access, base, odometer.offset(), t), kLanes, finished[t]);
+      if (full < vectors) {
+        finish_vector(access, across(access, base, odometer.offset(), full), width % kLanes, finished[full]);
       }
     }
+  }
+
+  static JAX_SOFTMAX_INLINE void finish_vector(const A& access, Offset at, int n, const typename Op::Row& finished) {
+    C v[Op::kInputs];
+    access.load(v, at, n);
+    access.store(Op::finish(finished, v), at, n);
   }
 
   // The next `count` elements of each column.
@@ -261,12 +318,10 @@ struct Columns {
       Offset at[kUnroll];
       const int n = count - r < kUnroll ? static_cast<int>(count - r) : kUnroll;
       for (int u = 0; u < n; ++u, odometer.advance()) at[u] = odometer.offset();
-      for (int t = 0; t < vectors; ++t) {
-        if (n == kUnroll) {
-          accumulate_elements<kUnroll>(access, base, at, t, width, block[t]);
-        } else {
-          for (int u = 0; u < n; ++u) accumulate_elements<1>(access, base, at + u, t, width, block[t]);
-        }
+      const int full = n == kUnroll ? width / kLanes : 0;
+      for (int t = 0; t < full; ++t) accumulate_elements<kUnroll>(access, base, at, t, kLanes, block[t]);
+      for (int t = full; t < vectors; ++t) {
+        for (int u = 0; u < n; ++u) accumulate_elements<1>(access, base, at + u, t, lanes(width, t), block[t]);
       }
       r += n;
     }
@@ -274,13 +329,11 @@ struct Columns {
   }
 
   template <int n>
-  static JAX_SOFTMAX_INLINE void accumulate_elements(const A& access, Offset base, const Offset* at, int t, int width,
+  static JAX_SOFTMAX_INLINE void accumulate_elements(const A& access, Offset base, const Offset* at, int t, int lanes,
                                                      State<C>& state) {
     C v[n][Op::kInputs];
     JAX_SOFTMAX_UNROLL
-    for (int u = 0; u < n; ++u) {
-      access.load(v[u], across(access, base, at[u], t), lanes(width, t));
-    }
+    for (int u = 0; u < n; ++u) access.load(v[u], across(access, base, at[u], t), lanes);
     accumulate<Op, M>(state, v);
   }
 
