@@ -28,18 +28,28 @@ nb::list extents(const Dims& dims) {
   return list;
 }
 
-nb::dict plan(const std::vector<int64_t>& shape, const std::vector<int64_t>& axes, const std::string& op,
-              const std::string& dtype, const std::optional<std::vector<int64_t>>& mask_shape, int compute_capability,
-              int multiprocessors, int shared_memory_per_block, int largest_cluster) {
+using Shape = std::optional<std::vector<int64_t>>;
+
+Op op_of(const std::string& name) { return static_cast<Op>(index_of(kOpNames, name, "op")); }
+DType dtype_of(const std::string& name) { return static_cast<DType>(index_of(kDTypeNames, name, "dtype")); }
+
+View view_of(const std::vector<int64_t>& shape, const std::vector<int64_t>& axes, const Shape& mask_shape) {
   if (mask_shape && mask_shape->size() != shape.size()) throw nb::value_error("the mask differs in rank");
   View view;
   const std::string error =
       make_view(shape.data(), mask_shape ? mask_shape->data() : nullptr, static_cast<int>(shape.size()), axes.data(),
                 static_cast<int>(axes.size()), &view);
   if (!error.empty()) throw nb::value_error(error.c_str());
-  const CudaPlan plan = make_cuda_plan(view, static_cast<Op>(index_of(kOpNames, op, "op")),
-                                       static_cast<DType>(index_of(kDTypeNames, dtype, "dtype")), Alignment::kAligned,
-                                       {compute_capability, multiprocessors, shared_memory_per_block, largest_cluster});
+  return view;
+}
+
+nb::dict plan(const std::vector<int64_t>& shape, const std::vector<int64_t>& axes, const std::string& op,
+              const std::string& dtype, const Shape& mask_shape, int compute_capability, int multiprocessors,
+              int shared_memory_per_block, int largest_cluster, bool scratch) {
+  const View view = view_of(shape, axes, mask_shape);
+  const CudaPlan plan =
+      make_cuda_plan(view, op_of(op), dtype_of(dtype), Alignment::kAligned,
+                     {compute_capability, multiprocessors, shared_memory_per_block, largest_cluster}, scratch);
   nb::dict result;
   result["kept"] = extents(view.kept);
   result["reduced"] = extents(view.reduced);
@@ -54,6 +64,10 @@ nb::dict plan(const std::vector<int64_t>& shape, const std::vector<int64_t>& axe
   result["shared_bytes"] = plan.shared_bytes;
   result["cluster"] = plan.cluster;
   result["slab_rows"] = plan.slab_rows;
+  result["chunks"] = plan.chunks;
+  result["share"] = plan.share;
+  result["stages"] = plan.stages;
+  result["scratch"] = plan.scratch;
   result["edges"] = kEdgesNames[static_cast<int>(plan.edges)];
   return result;
 }
@@ -86,5 +100,10 @@ NB_MODULE(_kernels, m) {
   m.def("build_info", &build_info);
   m.def("plan", &plan, nb::arg("shape"), nb::arg("axes"), nb::arg("op"), nb::arg("dtype"),
         nb::arg("mask_shape").none() = nb::none(), nb::arg("compute_capability") = 90, nb::arg("multiprocessors") = 132,
-        nb::arg("shared_memory_per_block") = 227 * 1024, nb::arg("largest_cluster") = 16);
+        nb::arg("shared_memory_per_block") = 227 * 1024, nb::arg("largest_cluster") = 16, nb::arg("scratch") = true);
+  m.def(
+      "scratch_bytes",
+      [](const std::vector<int64_t>& shape, const std::vector<int64_t>& axes, const std::string& op,
+         const std::string& dtype) { return scratch_bytes(view_of(shape, axes, {}), op_of(op), dtype_of(dtype)); },
+      nb::arg("shape"), nb::arg("axes"), nb::arg("op"), nb::arg("dtype"));
 }

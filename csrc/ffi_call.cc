@@ -53,8 +53,8 @@ std::string describe(std::string_view op, ffi::AnyBuffer buffer) {
   return text + ")";
 }
 
-ffi::Error make_call(ffi::AnyBuffer first, ffi::RemainingArgs rest, ffi::AnyBuffer out, std::string_view op,
-                     ffi::Span<const int64_t> axes, Call* call) {
+ffi::Error make_call(ffi::AnyBuffer first, ffi::RemainingArgs rest, ffi::AnyBuffer out, ffi::RemainingRets more,
+                     std::string_view op, ffi::Span<const int64_t> axes, Call* call) {
   const std::string what = "jax_softmax: " + describe(op, first) + ": ";
   if (!op_of(op, &call->op)) return ffi::Error::InvalidArgument(what + "unknown operator");
   if (!dtype_of(first.element_type(), &call->dtype)) return ffi::Error::InvalidArgument(what + "unsupported dtype");
@@ -93,6 +93,15 @@ ffi::Error make_call(ffi::AnyBuffer first, ffi::RemainingArgs rest, ffi::AnyBuff
       make_view(first.dimensions().begin(), call->mask ? mask_shape : nullptr,
                 static_cast<int>(first.dimensions().size()), axes.begin(), static_cast<int>(axes.size()), &call->view);
   if (!error.empty()) return ffi::Error::InvalidArgument(what + error);
+  call->scratch = nullptr;
+  if (more.size() > 0) {
+    const auto scratch = more.get<ffi::AnyBuffer>(0);
+    const int64_t needed = scratch_bytes(call->view, call->op, call->dtype);
+    if (!scratch.has_value() || static_cast<int64_t>((*scratch)->size_bytes()) < needed) {
+      return ffi::Error::InvalidArgument(what + "the scratch memory must be of " + std::to_string(needed) + " bytes");
+    }
+    if (needed > 0) call->scratch = (*scratch)->untyped_data();
+  }
   return ffi::Error::Success();
 }
 

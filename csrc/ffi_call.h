@@ -20,12 +20,15 @@ struct Call {
   const void* in[2];
   const bool* mask;
   void* out;
+  void* scratch;  // null, or at least scratch_bytes
 };
 
 // Arguments: the operator's operands, of one shape and dtype, then possibly a boolean mask that broadcasts to their
-// shape. `op` is one of kOpNames, `axes` the reduced axes.
+// shape. Results: the operator's, then possibly a one-dimensional array to work with. `op` is one of kOpNames, `axes`
+// the reduced axes.
 xla::ffi::Error make_call(xla::ffi::AnyBuffer first, xla::ffi::RemainingArgs rest, xla::ffi::AnyBuffer out,
-                          std::string_view op, xla::ffi::Span<const int64_t> axes, Call* call);
+                          xla::ffi::RemainingRets more, std::string_view op, xla::ffi::Span<const int64_t> axes,
+                          Call* call);
 
 // "op of dtype[shape]", for messages.
 std::string describe(std::string_view op, xla::ffi::AnyBuffer buffer);

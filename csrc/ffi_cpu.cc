@@ -69,9 +69,9 @@ void advise_huge_pages(void* data, size_t bytes) {
 }
 
 ffi::Error run(ffi::ThreadPool pool, ffi::AnyBuffer first, ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> out,
-               std::string_view op, ffi::Span<const int64_t> axes) {
+               ffi::RemainingRets more, std::string_view op, ffi::Span<const int64_t> axes) {
   Call call;
-  if (ffi::Error error = make_call(first, rest, *out, op, axes, &call); error.failure()) return error;
+  if (ffi::Error error = make_call(first, rest, *out, more, op, axes, &call); error.failure()) return error;
   const int64_t elements = call.view.rows * call.view.columns;
   if (elements == 0) return ffi::Error::Success();
 
@@ -103,6 +103,7 @@ XLA_FFI_DEFINE_HANDLER(kHandler, run,
                            .Arg<ffi::AnyBuffer>()
                            .RemainingArgs()
                            .Ret<ffi::AnyBuffer>()
+                           .RemainingRets()
                            .Attr<std::string_view>("op")
                            .Attr<ffi::Span<const int64_t>>("axes"));
 

@@ -9,12 +9,12 @@ namespace ffi = xla::ffi;
 namespace {
 
 ffi::Error run(cudaStream_t stream, ffi::AnyBuffer first, ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> out,
-               std::string_view op, ffi::Span<const int64_t> axes) {
+               ffi::RemainingRets more, std::string_view op, ffi::Span<const int64_t> axes) {
   Call call;
-  if (ffi::Error error = make_call(first, rest, *out, op, axes, &call); error.failure()) return error;
+  if (ffi::Error error = make_call(first, rest, *out, more, op, axes, &call); error.failure()) return error;
   if (call.view.rows * call.view.columns == 0) return ffi::Error::Success();
-  const cudaError_t status =
-      cuda::launch(call.op, call.dtype, call.view, {{call.in[0], call.in[1]}, call.mask, call.out}, stream);
+  const cudaError_t status = cuda::launch(call.op, call.dtype, call.view,
+                                          {{call.in[0], call.in[1]}, call.mask, call.out, call.scratch}, stream);
   if (status != cudaSuccess) {
     return ffi::Error::Internal("jax_softmax: " + describe(op, first) + ": CUDA error: " + cudaGetErrorString(status));
   }
@@ -28,6 +28,7 @@ XLA_FFI_DEFINE_HANDLER(kHandler, run,
                            .Arg<ffi::AnyBuffer>()
                            .RemainingArgs()
                            .Ret<ffi::AnyBuffer>()
+                           .RemainingRets()
                            .Attr<std::string_view>("op")
                            .Attr<ffi::Span<const int64_t>>("axes"),
                        {ffi::Traits::kCmdBufferCompatible});

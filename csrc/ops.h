@@ -3,7 +3,7 @@
 // Every operator is described by the same few pieces, so that every schedule can run every operator:
 //
 //   kHasPivot          whether terms are taken relative to the maximum of the (only) operand over the row
-//   term(pivot, in)    what is summed over the row
+//   term(relative, in) what is summed over the row, `relative` being made of the pivot (see Relative)
 //   row(state)         what a finished row's (pivot, sum) amounts to for its elements
 //   finish(row, in)    an element of the result
 //
@@ -38,11 +38,23 @@ JAX_SOFTMAX_INLINE typename M::Value shielded(typename M::Value pivot) {
   return M::select(M::equal(pivot, M::constant(-M::kInfinity)), M::constant(0), pivot);
 }
 
-// What a sum of terms relative to the pivot `from` is multiplied by to be relative to `to`, the larger of the two.
+// How terms exp(x - pivot) are computed, as the difference says; a policy may have a specialization of its own, whose
+// terms need only be right up to a factor that all terms of one pivot share.
 template <class M>
-JAX_SOFTMAX_INLINE typename M::Value rescale(typename M::Value from, typename M::Value to) {
-  return M::select(M::equal(from, to), M::constant(1), M::exp(from - to));
-}
+struct Relative {
+  using C = typename M::Value;
+  C pivot;
+
+  Relative() = default;
+  explicit JAX_SOFTMAX_INLINE Relative(C unshielded) : pivot(shielded<M>(unshielded)) {}
+  JAX_SOFTMAX_INLINE C exp(C x) const { return M::exp(x - pivot); }
+  // The logarithm of a sum of exp(x - pivot), given the sum of terms.
+  JAX_SOFTMAX_INLINE C log(C sum) const { return M::log(sum); }
+  // What a sum of terms relative to the pivot `from` is multiplied by to be relative to `to`, the larger of the two.
+  static JAX_SOFTMAX_INLINE C rescale(C from, C to) {
+    return M::select(M::equal(from, to), M::constant(1), M::exp(from - to));
+  }
+};
 
 template <class M>
 struct SoftmaxBase {
@@ -52,7 +64,7 @@ struct SoftmaxBase {
 
   // Stands in for an element that is masked or lies beyond the row's end.
   static JAX_SOFTMAX_INLINE C pad(int) { return M::constant(-M::kInfinity); }
-  static JAX_SOFTMAX_INLINE C term(C shielded_pivot, const C* in) { return M::exp(in[0] - shielded_pivot); }
+  static JAX_SOFTMAX_INLINE C term(const Relative<M>& relative, const C* in) { return relative.exp(in[0]); }
 };
 
 template <class M>
@@ -62,14 +74,16 @@ struct Softmax : SoftmaxBase<M> {
   static constexpr bool kResultIsScaledTerm = true;
 
   struct Row {
-    C pivot;
+    Relative<M> relative;
     C scale;
   };
   static JAX_SOFTMAX_INLINE C masked() { return M::constant(0); }
-  static JAX_SOFTMAX_INLINE Row row(State<C> s) { return {shielded<M>(s.pivot), M::constant(1) / s.sum}; }
-  static JAX_SOFTMAX_INLINE C finish(const Row& r, const C* in) { return M::exp(in[0] - r.pivot) * r.scale; }
+  static JAX_SOFTMAX_INLINE Row row(State<C> s) { return {Relative<M>(s.pivot), M::constant(1) / s.sum}; }
+  static JAX_SOFTMAX_INLINE C finish(const Row& r, const C* in) { return r.relative.exp(in[0]) * r.scale; }
   // The factor for terms that were taken relative to `term_pivot`.
-  static JAX_SOFTMAX_INLINE C term_scale(State<C> s, C term_pivot) { return rescale<M>(term_pivot, s.pivot) / s.sum; }
+  static JAX_SOFTMAX_INLINE C term_scale(State<C> s, C term_pivot) {
+    return Relative<M>::rescale(term_pivot, s.pivot) / s.sum;
+  }
 };
 
 template <class M>
@@ -82,7 +96,7 @@ struct LogSoftmax : SoftmaxBase<M> {
     C log_sum;
   };
   static JAX_SOFTMAX_INLINE C masked() { return M::constant(-M::kInfinity); }
-  static JAX_SOFTMAX_INLINE Row row(State<C> s) { return {s.pivot, M::log(s.sum)}; }
+  static JAX_SOFTMAX_INLINE Row row(State<C> s) { return {s.pivot, Relative<M>(s.pivot).log(s.sum)}; }
   static JAX_SOFTMAX_INLINE C finish(const Row& r, const C* in) { return (in[0] - r.pivot) - r.log_sum; }
 };
 
@@ -106,7 +120,7 @@ template <class M>
 struct SoftmaxLinear : LinearBase<M> {
   using C = typename M::Value;
   using Row = typename LinearBase<M>::Row;
-  static JAX_SOFTMAX_INLINE C term(C, const C* in) { return in[0] * in[1]; }
+  static JAX_SOFTMAX_INLINE C term(const Relative<M>&, const C* in) { return in[0] * in[1]; }
   static JAX_SOFTMAX_INLINE C finish(const Row& r, const C* in) { return in[0] * (in[1] - r.sum); }
 };
 
@@ -115,7 +129,7 @@ template <class M>
 struct LogSoftmaxJvp : LinearBase<M> {
   using C = typename M::Value;
   using Row = typename LinearBase<M>::Row;
-  static JAX_SOFTMAX_INLINE C term(C, const C* in) { return M::exp(in[0]) * in[1]; }
+  static JAX_SOFTMAX_INLINE C term(const Relative<M>&, const C* in) { return M::exp(in[0]) * in[1]; }
   static JAX_SOFTMAX_INLINE C finish(const Row& r, const C* in) { return in[1] - r.sum; }
 };
 
@@ -123,7 +137,7 @@ template <class M>
 struct LogSoftmaxVjp : LinearBase<M> {
   using C = typename M::Value;
   using Row = typename LinearBase<M>::Row;
-  static JAX_SOFTMAX_INLINE C term(C, const C* in) { return in[1]; }
+  static JAX_SOFTMAX_INLINE C term(const Relative<M>&, const C* in) { return in[1]; }
   static JAX_SOFTMAX_INLINE C finish(const Row& r, const C* in) { return in[1] - M::exp(in[0]) * r.sum; }
 };
 
@@ -138,7 +152,7 @@ JAX_SOFTMAX_INLINE State<typename M::Value> combine(State<typename M::Value> a, 
     return {a.pivot, a.sum + b.sum};
   } else {
     const typename M::Value pivot = M::max(a.pivot, b.pivot);
-    return {pivot, a.sum * rescale<M>(a.pivot, pivot) + b.sum * rescale<M>(b.pivot, pivot)};
+    return {pivot, a.sum * Relative<M>::rescale(a.pivot, pivot) + b.sum * Relative<M>::rescale(b.pivot, pivot)};
   }
 }
 
@@ -146,18 +160,17 @@ JAX_SOFTMAX_INLINE State<typename M::Value> combine(State<typename M::Value> a, 
 template <class Op, class M, int n>
 JAX_SOFTMAX_INLINE void accumulate(State<typename M::Value>& state, const typename M::Value (&in)[n][Op::kInputs]) {
   using C = typename M::Value;
-  C shield = M::constant(0);
   if constexpr (Op::kHasPivot) {
     C pivot = state.pivot;
     JAX_SOFTMAX_UNROLL
     for (int i = 0; i < n; ++i) pivot = M::max(pivot, in[i][0]);
-    state.sum = state.sum * rescale<M>(state.pivot, pivot);
+    state.sum = state.sum * Relative<M>::rescale(state.pivot, pivot);
     state.pivot = pivot;
-    shield = shielded<M>(pivot);
   }
-  C sum = Op::term(shield, in[0]);
+  const Relative<M> relative(state.pivot);
+  C sum = Op::term(relative, in[0]);
   JAX_SOFTMAX_UNROLL
-  for (int i = 1; i < n; ++i) sum = sum + Op::term(shield, in[i]);
+  for (int i = 1; i < n; ++i) sum = sum + Op::term(relative, in[i]);
   state.sum = state.sum + sum;
 }
 

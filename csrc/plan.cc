@@ -1,6 +1,7 @@
 #include "plan.h"
 
 #include <algorithm>
+#include <iterator>
 
 namespace jax_softmax {
 
@@ -69,12 +70,6 @@ constexpr int kPackBytes = 16;
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-constexpr int64_t power_of_two_at_least(int64_t n) {
-  int64_t p = 1;
-  while (p < n) p *= 2;
-  return p;
-}
-
 // Threads of a block whose lanes share rows among fewer than a warp.
 constexpr int kLanesThreads = 128;
 struct LanesAndPacks {
@@ -88,19 +83,66 @@ constexpr LanesAndPacks kSharing[] = {{1, 1},  {2, 1},  {4, 1},  {4, 2},  {8, 2}
 constexpr int kWarpPacks = 8 * 32;
 constexpr int kBlockPacks = 4 * 256;
 constexpr int kWholeBlockPacks = 8 * 256;  // where all threads' packs are full
-// Packs of all operands that each block of a cluster should hold: few enough for three blocks on a multiprocessor.
-constexpr int kClusterPacks = 16 * 256;
-// Static shared memory of the cluster schedule, rounded up.
-constexpr int kClusterStaticBytes = 3 << 10;
+// Static shared memory of the chunks and ring schedules, rounded up.
+constexpr int kChunksStaticBytes = 3 << 10;
+// Up to so many chunks for each multiprocessor are spread one to a block: a call that ends sooner than a ring fills.
+// All of these blocks run at once, so that they may wait for one another.
+constexpr int kFewChunks = 8;
+// Fewer chunks than that, of a row that a small cluster can hold, leave room for one to a multiprocessor.
+constexpr int kSmallCluster = 8;
+// Rows of more chunks are waited for by two warps.
+constexpr int kLongRing = 64;
+// The passes schedule: bytes of a row's piece and of what is read between the two passes over it, and the most pieces.
+constexpr int64_t kPieceBytes = 128 << 10;
+constexpr int64_t kPassBytes = 24 << 20;
+constexpr int kMostPieces = 1024;
+// A block of any chip has room for so many chunks.
+constexpr int kFewestChunks = 3;
 // The slab schedule: the longest row, and about how large a slab is to be.
-constexpr int kSlabColumns = 32;
-constexpr int kSlabBytes = 12 << 10;
+constexpr int kSlabColumns = 512;
+constexpr int kSlabBytes = 16 << 10;
 constexpr int kSlabBytesAtMost = 40 << 10;  // what every chip has without asking
-constexpr int kSlabThreads = 256;
+
+// How many turns shared memory takes to serve a warp of whose lanes so many share a row, each reading an element.
+int bank_turns(int64_t columns, int bytes, int lanes) {
+  constexpr int kBanks = 32, kBankBytes = 4;
+  int64_t word[kBanks][32];
+  int words[kBanks] = {}, turns = 0;
+  for (int thread = 0; thread < 32; ++thread) {
+    const int64_t at = (thread / lanes * columns + thread % lanes) * bytes / kBankBytes;
+    const int bank = static_cast<int>(at % kBanks);
+    if (std::find(word[bank], word[bank] + words[bank], at) == word[bank] + words[bank]) word[bank][words[bank]++] = at;
+    turns = std::max(turns, words[bank]);
+  }
+  return turns;
+}
+
+// Lanes that share a row of a slab, and elements that each has room for: few lanes, unless their rows lie so that they
+// keep one another waiting.
+LanesAndPacks slab_shape(int64_t columns, int bytes) {
+  constexpr int kOne[] = {3, 7, 15, 23, 31}, kMore[] = {9, 12, 16};
+  const auto least = [](const auto& held, int64_t n) { return *std::lower_bound(std::begin(held), std::end(held), n); };
+  if (columns <= 31) return {1, least(kOne, columns)};
+  if (columns <= 34) return {2, 17};
+  const int least_lanes = columns <= 64 ? 4 : columns <= 128 ? 8 : columns <= 256 ? 16 : 32;
+  const int lanes = least_lanes < 16 && bank_turns(columns, bytes, least_lanes) > 1 ? 16 : least_lanes;
+  const int64_t held = ceil_div(columns, lanes);
+  return {lanes, lanes == 16 && held <= 6 ? 6 : least(kMore, held)};
+}
+
+// Cuts a row into equal parts of at most so many packs.
+void cut(CudaPlan* plan, int64_t packs, int64_t most) {
+  plan->chunks = static_cast<int>(ceil_div(packs, most));
+  plan->share = ceil_div(packs, plan->chunks);
+}
+
+int64_t piece_packs(int64_t packs, int inputs) {
+  return std::max(ceil_div(packs, kMostPieces), kPieceBytes / kPackBytes / inputs);
+}
 
 }  // namespace
 
-CudaPlan make_cuda_plan(const View& view, Op op, DType dtype, Alignment alignment, const Device& device) {
+CudaPlan make_cuda_plan(const View& view, Op op, DType dtype, Alignment alignment, const Device& device, bool scratch) {
   const int bytes = kDTypeBytes[static_cast<int>(dtype)];
   const int per_pack = kPackBytes / bytes;
   CudaPlan plan{};
@@ -125,11 +167,14 @@ CudaPlan make_cuda_plan(const View& view, Op op, DType dtype, Alignment alignmen
   if (!aligned && alignment == Alignment::kAligned && view.columns <= kSlabColumns) {
     plan.schedule = Schedule::kSlab;
     plan.threads = kSlabThreads;
-    while (plan.threads * view.columns * bytes * inputs_of(op) > kSlabBytesAtMost) plan.threads /= 2;
-    plan.lanes = 1;
-    plan.packs = view.columns <= 4 ? 4 : static_cast<int>(ceil_div(view.columns, 8) * 8);
+    const LanesAndPacks shape = slab_shape(view.columns, bytes);
+    plan.lanes = shape.lanes;
+    plan.packs = shape.packs;
     const int64_t row_bytes = view.columns * bytes * inputs_of(op);
-    plan.slab_rows = static_cast<int>(plan.threads * std::max<int64_t>(1, kSlabBytes / (plan.threads * row_bytes)));
+    // Whole turns of the block, and a slab's bytes a multiple of 16.
+    const auto unit = [&] { return std::max(per_pack, plan.threads / plan.lanes); };
+    while (unit() * row_bytes > kSlabBytesAtMost) plan.threads /= 2;
+    plan.slab_rows = static_cast<int>(unit() * std::max<int64_t>(1, kSlabBytes / (unit() * row_bytes)));
     plan.blocks = ceil_div(view.rows, plan.slab_rows);
     plan.shared_bytes = static_cast<int>(plan.slab_rows * row_bytes);
     return plan;
@@ -160,25 +205,87 @@ CudaPlan make_cuda_plan(const View& view, Op op, DType dtype, Alignment alignmen
     set_edges(plan.threads);
     return plan;
   }
-  plan.cluster = static_cast<int>(
-      std::min<int64_t>(power_of_two_at_least(ceil_div(packs * inputs_of(op), kClusterPacks)), device.largest_cluster));
-  const int64_t shared = ceil_div(packs, plan.cluster) * kPackBytes * inputs_of(op);
-  if (shared <= device.shared_memory_per_block - kClusterStaticBytes) {
-    plan.schedule = Schedule::kCluster;
-    plan.threads = 256;
-    const int64_t share = ceil_div(packs, plan.cluster);
-    plan.packs = share <= 8 * plan.threads ? 8 : share <= 16 * plan.threads ? 16 : 0;
-    set_edges(plan.threads * plan.cluster);
-    plan.lanes = plan.threads * plan.cluster;
-    plan.blocks = view.rows * plan.cluster;
-    plan.shared_bytes = static_cast<int>(shared);
+
+  const int inputs = inputs_of(op);
+  cut(&plan, packs, kChunkThreads * kChunkPacks / inputs);
+  set_edges(0);
+  plan.packs = kChunkPacks / inputs;
+  const int64_t chunk_bytes = plan.share * kPackBytes * inputs;
+  const int64_t shared = device.shared_memory_per_block - kChunksStaticBytes;
+  const int64_t chunks = plan.chunks, all_chunks = view.rows * chunks;
+  const bool clusters = device.largest_cluster > 1;
+  // As many teams as chunks to a block, and blocks to a cluster; true if that holds a row.
+  const auto spread = [&](int64_t teams, int64_t most_blocks) {
+    teams = std::min({teams, shared / chunk_bytes, chunks});
+    const int64_t blocks = ceil_div(chunks, teams);
+    if (blocks > most_blocks) return false;
+    teams = ceil_div(chunks, blocks);
+    plan.schedule = Schedule::kChunks;
+    plan.cluster = static_cast<int>(blocks);
+    plan.threads = static_cast<int>(teams * kChunkThreads);
+    plan.lanes = static_cast<int>(plan.threads * blocks);
+    plan.blocks = view.rows * blocks;
+    plan.shared_bytes = static_cast<int>(teams * chunk_bytes);
+    return true;
+  };
+  const bool few = all_chunks <= static_cast<int64_t>(kFewChunks) * device.multiprocessors;
+  if (clusters && all_chunks <= device.multiprocessors && spread(1, kSmallCluster)) return plan;
+  if (spread(kMostTeams, 1)) return plan;
+  if (clusters && inputs == 2 && spread(kMostTeams, kSmallCluster)) return plan;
+  const int64_t stages = std::min<int64_t>(kMostStages, shared / chunk_bytes);
+  // Rings that hold no more than a row and a third would wait for one another.
+  if (scratch && clusters && chunks * 4 <= stages * device.multiprocessors * 3 && chunks <= 2 * kMostPieces) {
+    plan.scratch = true;
+    if (few) {
+      plan.schedule = Schedule::kChunks;
+      plan.threads = kChunkThreads;
+      plan.lanes = static_cast<int>(plan.threads * chunks);
+      plan.blocks = all_chunks;
+      plan.shared_bytes = static_cast<int>(chunk_bytes);
+    } else {
+      plan.schedule = Schedule::kRing;
+      plan.threads = kRingThreads + (chunks > kLongRing ? 32 : 0);
+      plan.lanes = static_cast<int>(kChunkThreads * chunks);
+      plan.blocks = device.multiprocessors;
+      plan.stages = static_cast<int>(stages);
+      plan.shared_bytes = static_cast<int>(stages * chunk_bytes);
+    }
     return plan;
   }
-  plan.cluster = 1;
+  plan.edges = Edges::kParts;
+  plan.packs = 0;
+  plan.threads = kPassThreads;
+  if (scratch) {
+    plan.schedule = Schedule::kPasses;
+    plan.scratch = true;
+    cut(&plan, packs, piece_packs(packs, inputs));
+    plan.blocks = plan.chunks;
+    plan.lanes = plan.threads * plan.chunks;
+    plan.launch_rows = std::max<int64_t>(1, kPassBytes / (packs * kPackBytes * inputs));
+    return plan;
+  }
+  if (clusters && spread(kMostTeams, device.largest_cluster)) {
+    plan.packs = kChunkPacks / inputs;
+    return plan;
+  }
   plan.schedule = Schedule::kStream;
-  plan.threads = plan.lanes = 512;
+  plan.chunks = 1;
+  plan.lanes = plan.threads;
   plan.blocks = view.rows;
   return plan;
+}
+
+int64_t scratch_bytes(const View& view, Op op, DType dtype) {
+  const int per_pack = kPackBytes / kDTypeBytes[static_cast<int>(dtype)];
+  if (!view.contiguous_rows()) return 0;
+  // Of unaligned operands, should it come to that: a row may begin anywhere in a pack.
+  const int64_t packs = ceil_div(view.columns + per_pack - 1, per_pack);
+  if (packs <= kBlockPacks) return 0;
+  CudaPlan plan{};  // there are never more pieces than chunks
+  cut(&plan, packs, kChunkThreads * kChunkPacks / inputs_of(op));
+  if (plan.chunks <= kFewestChunks) return 0;
+  const int64_t state = dtype == DType::kF64 ? 16 : 8;
+  return view.rows * std::min(plan.chunks, 2 * kMostPieces) * state + 8;
 }
 
 }  // namespace jax_softmax

@@ -65,20 +65,36 @@ struct Device {
 };
 
 enum class Schedule {
-  kSlab,     // short unaligned rows side by side in shared memory, a row in the registers of up to 8 lanes
+  kSlab,     // unaligned rows side by side in shared memory, a row in the registers of up to 32 lanes
   kLanes,    // a row in the registers of up to 32 lanes of a warp
   kBlock,    // a row in the registers of a block
-  kCluster,  // a row in the shared memory of a cluster of blocks
+  kChunks,   // a row in the shared memory of blocks, in chunks
+  kRing,     // the same chunks, passing through a ring in the shared memory of blocks that stay
+  kPasses,   // a row read twice, in pieces
   kStream,   // a row read twice by a block
   kGather,   // minor axis reduced, but the row is not contiguous
   kColumns,  // minor axis kept: neighbouring columns side by side
 };
-inline constexpr const char* kScheduleNames[] = {"slab", "lanes", "block", "cluster", "stream", "gather", "columns"};
+inline constexpr const char* kScheduleNames[] = {"slab",   "lanes",  "block",  "chunks", "ring",
+                                                 "passes", "stream", "gather", "columns"};
 
 // Which checks the packs that cover a row need: none, since the threads' packs are exactly the row's; whether a pack
 // belongs to the row; or which of its elements do.
 enum class Edges { kNone, kWhole, kParts };
 inline constexpr const char* kEdgesNames[] = {"none", "whole", "parts"};
+
+// How the kernels are laid out; the plan's numbers are in these units.
+inline constexpr int kChunkThreads = 128;  // a team, which has a chunk of a row
+inline constexpr int kChunkPacks = 8;      // of all operands together that a thread of a team has
+inline constexpr int kMostTeams = 4;       // in a block of the chunks schedule
+inline constexpr int kMostBlocks = 16;     // in a cluster
+inline constexpr int kMostStages = 16;     // of a ring
+inline constexpr int kRingSummers = 3;     // teams of a ring that sum terms
+inline constexpr int kRingWriters = 2;     // teams of a ring that write results
+inline constexpr int kRingCopies = 4;      // chunks that a ring copies at once
+inline constexpr int kRingThreads = (kRingSummers + kRingWriters) * kChunkThreads + 3 * 32;
+inline constexpr int kPassThreads = 512;
+inline constexpr int kSlabThreads = 128;
 
 struct CudaPlan {
   Schedule schedule;
@@ -86,16 +102,25 @@ struct CudaPlan {
   int lanes;       // threads that share a row
   int packs;       // 16-byte packs of each operand that a thread holds, in the slab schedule elements (0: no register)
   int threads;     // threads a block
-  int cluster;     // blocks that share a row
+  int cluster;     // blocks of a cluster
   int slab_rows;   // rows that a block handles together
-  int64_t blocks;  // blocks in the grid
-  int shared_bytes;  // dynamic shared memory of a block
+  int64_t blocks;  // blocks in the grid, in the passes schedule for a row
+  int shared_bytes;     // dynamic shared memory of a block
+  int chunks;           // parts that a row is cut into
+  int64_t share;        // packs of each operand in such a part
+  int stages;           // of a ring
+  int64_t launch_rows;  // rows that a launch handles, in the passes schedule
+  bool scratch;         // whether blocks exchange the states of the parts through device memory
 };
 
 // How far the operands begin beyond a multiple of 16 bytes: not at all, all by the same, or differently.
 enum class Alignment { kAligned, kAlike, kMixed };
 
-// Depends on the row alone, never on how many rows there are, but for `blocks`.
-CudaPlan make_cuda_plan(const View& view, Op op, DType dtype, Alignment alignment, const Device& device);
+// Which elements are added up in which order depends on the row alone, never on how many rows there are. `scratch` says
+// whether there are scratch_bytes of device memory.
+CudaPlan make_cuda_plan(const View& view, Op op, DType dtype, Alignment alignment, const Device& device, bool scratch);
+
+// The most device memory that a call needs to exchange states, on whatever device.
+int64_t scratch_bytes(const View& view, Op op, DType dtype);
 
 }  // namespace jax_softmax

@@ -31,17 +31,36 @@ def _ffi_rule(by_reference):
     return rule
 
 
+def _cuda_rule(by_reference):
+    """As `_ffi_rule`, with a second result for the kernels to exchange states through where they need one.
+
+    XLA owns it, so that it lives as long as a CUDA graph that the call was captured into. A shape with symbolic
+    dimensions has no known size; kernels that need no such memory do then.
+    """
+    ffi_rule = _ffi_rule(by_reference)
+
+    def rule(ctx, *operands, op, axes):
+        x = ctx.avals_in[0]
+        n = 0
+        if len(x.shape) <= _kernels.MAX_DIMS and all(isinstance(d, int) for d in x.shape):
+            n = _kernels.scratch_bytes(list(x.shape), list(axes), op, x.dtype.name)
+        if n:
+            ctx = ctx.replace(avals_out=[*ctx.avals_out, jax.core.ShapedArray((n,), np.dtype(np.uint8))])
+        return ffi_rule(ctx, *operands, op=op, axes=axes)[:1]
+
+    return rule
+
+
 def _register():
     jax.ffi.register_ffi_target(TARGET, _kernels.cpu_handler(), platform="cpu")
-    platforms = ["cpu"]
     if HAS_CUDA:
         jax.ffi.register_ffi_target(TARGET, _kernels.cuda_handler(), platform="CUDA")
-        platforms.append("cuda")
     for primitive, n_floats in ((softmax_p, 1), (softmax_linear_p, 2)):
         by_reference = _reference_rule(n_floats)
         mlir.register_lowering(primitive, by_reference)
-        for platform in platforms:
-            mlir.register_lowering(primitive, _ffi_rule(by_reference), platform=platform)
+        mlir.register_lowering(primitive, _ffi_rule(by_reference), platform="cpu")
+        if HAS_CUDA:
+            mlir.register_lowering(primitive, _cuda_rule(by_reference), platform="cuda")
 
 
 _register()

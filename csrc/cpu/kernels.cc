@@ -146,7 +146,7 @@ struct Rows {
       }
       if constexpr (Op::kHasPivot) {
         const C pivot = M::across_lanes(state.pivot, [](auto a, auto b) { return b > a ? b : a; });
-        state.sum = state.sum * rescale<M>(state.pivot, pivot);
+        state.sum = state.sum * Relative<M>::rescale(state.pivot, pivot);
         state.pivot = pivot;
       }
       state.sum = M::across_lanes(state.sum, [](auto a, auto b) { return a + b; });
@@ -183,9 +183,9 @@ struct Rows {
     });
     for (int u = 1; u < kChains; ++u) pivots[0] = M::max(pivots[0], pivots[u]);
     const C pivot = M::across_lanes(pivots[0], [](auto a, auto b) { return b > a ? b : a; });
-    const C shield = shielded<M>(pivot);
+    const Relative<M> relative(pivot);
     for_vectors([&](int i, int chain, int) {
-      held[i] = Op::term(shield, &held[i]);
+      held[i] = Op::term(relative, &held[i]);
       sums[chain] = sums[chain] + held[i];
     });
     for (int u = 1; u < kChains; ++u) sums[0] = sums[0] + sums[u];

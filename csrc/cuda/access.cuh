@@ -135,12 +135,12 @@ struct Access {
     return m;
   }
 
-  static __device__ __forceinline__ C sum_of_terms(C shield, const Pack (&packs)[kInputs]) {
+  static __device__ __forceinline__ C sum_of_terms(const Relative<M>& relative, const Pack (&packs)[kInputs]) {
     Values values;
     widen(values, packs);
-    C sum = Op::term(shield, values[0]);
+    C sum = Op::term(relative, values[0]);
 #pragma unroll
-    for (int i = 1; i < kWidth; ++i) sum += Op::term(shield, values[i]);
+    for (int i = 1; i < kWidth; ++i) sum += Op::term(relative, values[i]);
     return sum;
   }
 

@@ -47,7 +47,8 @@ cudaError_t current_device(Device* device) {
 cudaError_t launch(Op op, DType dtype, const View& view, const Operands& operands, cudaStream_t stream) {
   Device device;
   if (const cudaError_t status = current_device(&device); status != cudaSuccess) return status;
-  const CudaPlan plan = make_cuda_plan(view, op, dtype, alignment_of(op, operands), device);
+  const CudaPlan plan =
+      make_cuda_plan(view, op, dtype, alignment_of(op, operands), device, operands.scratch != nullptr);
   return kLaunchers[static_cast<int>(op) * kDTypes + static_cast<int>(dtype)](plan, view, operands, stream);
 }
 

@@ -11,6 +11,7 @@ struct Operands {
   const void* in[2];
   const bool* mask;  // null without a mask
   void* out;
+  void* scratch;  // null, or scratch_bytes
 };
 
 // Enqueues the work on the stream; makes the plan for the current device.

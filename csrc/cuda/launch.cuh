@@ -1,18 +1,29 @@
 // From a plan to the kernel that it names, for one operator and one storage type.
 #pragma once
 
+#include <algorithm>
 #include <type_traits>
 #include <utility>
 
+#include "cuda/chunk.cuh"
 #include "cuda/cuda.h"
-#include "cuda/rows.cuh"
+#include "cuda/passes.cuh"
+#include "cuda/ring.cuh"
 #include "cuda/slab.cuh"
 #include "cuda/strided.cuh"
 
 namespace jax_softmax::cuda {
 
+// What a launch is told beyond its size.
+enum class Mode {
+  kPlain,
+  kCooperative,  // all blocks run at once
+  kOverlapping,  // blocks may start before the previous kernel has ended, which they wait for themselves
+};
+
 template <class... Args>
-cudaError_t enqueue(void (*kernel)(Args...), const CudaPlan& plan, cudaStream_t stream, const Args&... args) {
+cudaError_t enqueue(void (*kernel)(Args...), const CudaPlan& plan, cudaStream_t stream, Mode mode,
+                    const Args&... args) {
   const auto set = [&](cudaFuncAttribute attribute, int value) {
     return cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), attribute, value);
   };
@@ -25,12 +36,24 @@ cudaError_t enqueue(void (*kernel)(Args...), const CudaPlan& plan, cudaStream_t 
   config.blockDim = dim3(plan.threads);
   config.dynamicSmemBytes = plan.shared_bytes;
   config.stream = stream;
-  cudaLaunchAttribute cluster;
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim = {static_cast<unsigned>(plan.cluster), 1, 1};
-  config.attrs = &cluster;
-  config.numAttrs = plan.cluster > 1 ? 1 : 0;
+  cudaLaunchAttribute attributes[2];
+  const auto add = [&](cudaLaunchAttributeID id) {
+    attributes[config.numAttrs].id = id;
+    return &attributes[config.numAttrs++].val;
+  };
+  if (plan.cluster > 1)
+    add(cudaLaunchAttributeClusterDimension)->clusterDim = {static_cast<unsigned>(plan.cluster), 1, 1};
+  if (mode == Mode::kCooperative) add(cudaLaunchAttributeCooperative)->cooperative = 1;
+  if (mode == Mode::kOverlapping) {
+    add(cudaLaunchAttributeProgrammaticStreamSerialization)->programmaticStreamSerializationAllowed = 1;
+  }
+  config.attrs = attributes;
   return cudaLaunchKernelEx(&config, kernel, args...);
+}
+
+template <class... Args>
+cudaError_t enqueue(void (*kernel)(Args...), const CudaPlan& plan, cudaStream_t stream, const Args&... args) {
+  return enqueue(kernel, plan, stream, Mode::kPlain, args...);
 }
 
 // lanes * 10 + packs; plan.cc chooses among the same.
@@ -72,33 +95,72 @@ cudaError_t enqueue_block(const CudaPlan& plan, const RowArgs<A>& args, cudaStre
   return enqueue(rows_in_block<A, 4, Edges::kParts>, plan, stream, args);
 }
 
-template <class A, int kPacks>
-cudaError_t enqueue_cluster(const CudaPlan& plan, const RowArgs<A>& args, cudaStream_t stream) {
-  if constexpr (!A::kMasked) {
-    if (plan.edges != Edges::kParts) return enqueue(rows_in_cluster<A, kPacks, Edges::kWhole>, plan, stream, args);
-  }
-  return enqueue(rows_in_cluster<A, kPacks, Edges::kParts>, plan, stream, args);
+// Prepares the words that blocks exchange states through.
+inline cudaError_t enqueue_clear(uint64_t* words, int64_t n, cudaStream_t stream) {
+  CudaPlan plan{};
+  plan.cluster = 1;
+  plan.threads = 256;
+  plan.blocks = n / plan.threads + 1;
+  return enqueue(clear_words, plan, stream, words, n);
 }
+
+template <class A>
+cudaError_t enqueue_chunks(const CudaPlan& plan, const RowArgs<A>& rows, uint64_t* words, cudaStream_t stream) {
+  const ChunkArgs<A> args{rows, plan.scratch ? words : nullptr, plan.chunks, static_cast<int>(plan.share), plan.stages};
+  if (plan.scratch) {
+    const cudaError_t status = enqueue_clear(words, rows.rows * plan.chunks * kStateWords<typename A::C>, stream);
+    if (status != cudaSuccess) return status;
+  }
+  const auto go = [&](auto edges) {
+    constexpr Edges kEdges = decltype(edges)::value;
+    if (plan.schedule == Schedule::kRing) {
+      return enqueue(rows_in_ring<A, kEdges>, plan, stream, Mode::kCooperative, args);
+    }
+    return enqueue(rows_in_chunks<A, kEdges>, plan, stream, plan.scratch ? Mode::kOverlapping : Mode::kPlain, args);
+  };
+  if constexpr (!A::kMasked) {
+    if (plan.edges != Edges::kParts) return go(std::integral_constant<Edges, Edges::kWhole>());
+  }
+  return go(std::integral_constant<Edges, Edges::kParts>());
+}
+
+template <class A>
+cudaError_t enqueue_passes(CudaPlan plan, const RowArgs<A>& rows, uint64_t* words, cudaStream_t stream) {
+  cudaError_t status = cudaSuccess;
+  for (int64_t row = 0; row < rows.rows && status == cudaSuccess; row += plan.launch_rows) {
+    const PassArgs<A> args{rows, row, words, plan.chunks, plan.share};
+    plan.blocks = std::min(plan.launch_rows, rows.rows - row) * plan.chunks;
+    status = enqueue(sum_pieces<A>, plan, stream, row ? Mode::kOverlapping : Mode::kPlain, args);
+    if (status == cudaSuccess) status = enqueue(finish_pieces<A>, plan, stream, Mode::kOverlapping, args);
+  }
+  return status;
+}
+
+template <int lanes, int held>
+struct SlabShape {
+  static constexpr int kLanes = lanes;
+  static constexpr int kHeld = held;
+};
 
 template <class A>
 cudaError_t enqueue_slab(const CudaPlan& plan, const RowArgs<A>& args, cudaStream_t stream) {
-  switch (plan.packs) {
-    case 4:
-      return enqueue(rows_in_slab<A, 4>, plan, stream, args, plan.slab_rows);
-    case 8:
-      return enqueue(rows_in_slab<A, 8>, plan, stream, args, plan.slab_rows);
-    case 16:
-      return enqueue(rows_in_slab<A, 16>, plan, stream, args, plan.slab_rows);
-    case 24:
-      return enqueue(rows_in_slab<A, 24>, plan, stream, args, plan.slab_rows);
-    case 32:
-      return enqueue(rows_in_slab<A, 32>, plan, stream, args, plan.slab_rows);
-  }
-  return cudaErrorInvalidValue;
+  cudaError_t status = cudaErrorInvalidValue;
+  const auto choose = [&](auto... shapes) {
+    (void)((plan.lanes == decltype(shapes)::kLanes && plan.packs == decltype(shapes)::kHeld &&
+            (status = enqueue(rows_in_slab<A, decltype(shapes)::kLanes, decltype(shapes)::kHeld>, plan, stream, args,
+                              plan.slab_rows),
+             true)) ||
+           ...);
+  };
+  choose(SlabShape<1, 3>(), SlabShape<1, 7>(), SlabShape<1, 15>(), SlabShape<1, 23>(), SlabShape<1, 31>(),
+         SlabShape<2, 17>(), SlabShape<4, 9>(), SlabShape<4, 12>(), SlabShape<4, 16>(), SlabShape<8, 9>(),
+         SlabShape<8, 12>(), SlabShape<8, 16>(), SlabShape<16, 6>(), SlabShape<16, 9>(), SlabShape<16, 12>(),
+         SlabShape<16, 16>(), SlabShape<32, 9>(), SlabShape<32, 12>(), SlabShape<32, 16>());
+  return status;
 }
 
 template <class A>
-cudaError_t launch_with(const CudaPlan& plan, const View& view, const A& access, cudaStream_t stream) {
+cudaError_t launch_with(const CudaPlan& plan, const View& view, const A& access, uint64_t* words, cudaStream_t stream) {
   const RowArgs<A> rows{access, view.kept, view.rows, view.columns,
                         view.reduced.dim[view.reduced.size - 1].mask_stride};
   const ViewArgs<A> any{access, view};
@@ -109,14 +171,11 @@ cudaError_t launch_with(const CudaPlan& plan, const View& view, const A& access,
       return enqueue_any_lanes(LanesAndPacks(), plan, rows, stream);
     case Schedule::kBlock:
       return enqueue_block(plan, rows, stream);
-    case Schedule::kCluster:
-      switch (plan.packs) {
-        case 8:
-          return enqueue_cluster<A, 8>(plan, rows, stream);
-        case 16:
-          return enqueue_cluster<A, 16>(plan, rows, stream);
-      }
-      return enqueue_cluster<A, 0>(plan, rows, stream);
+    case Schedule::kChunks:
+    case Schedule::kRing:
+      return enqueue_chunks(plan, rows, words, stream);
+    case Schedule::kPasses:
+      return enqueue_passes(plan, rows, words, stream);
     case Schedule::kStream:
       return enqueue(rows_read_twice<A>, plan, stream, rows);
     case Schedule::kGather:
@@ -135,7 +194,7 @@ cudaError_t launch_masked(const CudaPlan& plan, const View& view, const Operands
   access.mask = operands.mask;
   access.out = static_cast<T*>(operands.out);
   access.elements = view.rows * view.columns;
-  return launch_with(plan, view, access, stream);
+  return launch_with(plan, view, access, static_cast<uint64_t*>(operands.scratch), stream);
 }
 
 template <DType dtype>

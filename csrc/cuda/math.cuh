@@ -25,15 +25,17 @@ struct Precise : Scalar<C> {
   static __device__ __forceinline__ C log(C x) { return ::log(x); }
 };
 
-// For results that are rounded to 16 bits: the product with log2(e) is off by 2^-24 of itself, so a result that is not
-// 0 by at most 87 * 2^-24 of itself, which is far below that rounding.
+// For elements and results of 16 bits: the product with log2(e) is off by 2^-24 of itself, so a result that is not 0 by
+// at most 87 * 2^-24 of itself, which is far below that rounding.
 struct Half : Scalar<float> {
+  static constexpr float kLog2E = 1.44269502f;
   static __device__ __forceinline__ float max(float a, float b) { return fmaxf(a, b); }
-  static __device__ __forceinline__ float exp(float x) {
+  static __device__ __forceinline__ float exp2(float x) {
     float power;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x * 1.44269502f));
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x));
     return power;
   }
+  static __device__ __forceinline__ float exp(float x) { return exp2(x * kLog2E); }
   static __device__ __forceinline__ float log(float x) { return logf(x); }
 };
 
@@ -57,3 +59,34 @@ struct Policy<double> {
 };
 
 }  // namespace jax_softmax::cuda
+
+namespace jax_softmax {
+
+// Terms in one fused multiply-add and one power: exp2(x log2(e) - r), where r is pivot log2(e), rounded. What r is
+// rounded by is a factor that all terms share, and `rescale` and `log` take it into account. It would overflow beyond
+// 2^30, so from 2^24 on the pivot itself stands for r and x for x log2(e): 16-bit numbers that differ from such a
+// pivot at all do so by 2^13 or more, and their terms are 0 either way.
+template <>
+struct Relative<cuda::Half> {
+  using M = cuda::Half;
+  static constexpr float kLarge = 1 << 24;
+  float factor;
+  float subtrahend;
+  float pivot;
+
+  Relative() = default;
+  explicit __device__ __forceinline__ Relative(float unshielded) : pivot(shielded<M>(unshielded)) {
+    factor = fabsf(pivot) < kLarge ? M::kLog2E : 1.0f;
+    subtrahend = __fmul_rn(pivot, factor);  // rounded, whatever it is used for
+  }
+  __device__ __forceinline__ float exp(float x) const { return M::exp2(fmaf(x, factor, -subtrahend)); }
+  __device__ __forceinline__ float log(float sum) const {
+    return M::log(sum) - 0.693147182f * fmaf(pivot, factor, -subtrahend);
+  }
+  static __device__ __forceinline__ float rescale(float from, float to) {
+    const float ratio = M::exp2(__fmul_rn(from, M::kLog2E) - __fmul_rn(to, M::kLog2E));
+    return from == to ? 1.0f : fmaxf(fabsf(from), fabsf(to)) >= kLarge ? 0.0f : ratio;
+  }
+};
+
+}  // namespace jax_softmax

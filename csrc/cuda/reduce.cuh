@@ -26,7 +26,7 @@ template <class Op, class M, int kLanes>
 __device__ __forceinline__ State<typename M::Value> combine_over_lanes(State<typename M::Value> state) {
   if constexpr (Op::kHasPivot) {
     const auto pivot = max_over_lanes<kLanes, M>(state.pivot);
-    state.sum *= rescale<M>(state.pivot, pivot);
+    state.sum *= Relative<M>::rescale(state.pivot, pivot);
     state.pivot = pivot;
   }
   state.sum = sum_over_lanes<kLanes>(state.sum);
@@ -64,63 +64,6 @@ struct BlockGroup {
     if (lane == 0) part[threadIdx.x / 32] = warp;
     __syncthreads();
     return combine_over_lanes<Op, M, 32>(lane < warps ? part[lane] : identity<Op, M>());
-  }
-};
-
-// A cluster of blocks shares a row; a cluster of one block is allowed, and all there is before compute capability 9.0.
-// Every warp writes its state to every block of the cluster, and one barrier later each block has them all.
-template <class Op_, class M_>
-struct ClusterGroup {
-  using Op = Op_;
-  using M = M_;
-  using C = typename M::Value;
-  static constexpr int kMostWarps = 8;
-  static constexpr int kMostBlocks = 16;
-
-  // Begins the barrier that says that all of the cluster's blocks run: only then can their memory be written to.
-  __device__ __forceinline__ ClusterGroup() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("barrier.cluster.arrive.relaxed.aligned;");
-#endif
-  }
-  __device__ __forceinline__ int block() const { return special_register(true); }
-  __device__ __forceinline__ int blocks() const { return special_register(false); }
-  __device__ __forceinline__ C warp_max(C x) const { return max_over_lanes<32, M>(x); }
-  __device__ __forceinline__ C warp_sum(C x) const { return sum_over_lanes<32>(x); }
-
-  __device__ __forceinline__ State<C> combine_warps(State<C> warp_state) const {
-    __shared__ State<C> part[kMostBlocks * kMostWarps];
-    const int warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    State<C>* const slot = &part[block() * warps + warp];
-#if __CUDA_ARCH__ >= 900
-    asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
-    if (lane < blocks()) {
-      State<C>* remote;
-      asm("mapa.u64 %0, %1, %2;" : "=l"(remote) : "l"(slot), "r"(lane));
-      *remote = warp_state;
-    }
-    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-#else
-    if (lane == 0) *slot = warp_state;
-    __syncthreads();
-#endif
-    State<C> state = identity<Op, M>();
-    for (int i = lane; i < blocks() * warps; i += 32) state = combine<Op, M>(state, part[i]);
-    return combine_over_lanes<Op, M, 32>(state);
-  }
-
- private:
-  static __device__ __forceinline__ int special_register(bool rank) {
-    int value = rank ? 0 : 1;
-#if __CUDA_ARCH__ >= 900
-    if (rank) {
-      asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(value));
-    } else {
-      asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(value));
-    }
-#endif
-    return value;
   }
 };
 

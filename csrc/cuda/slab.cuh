@@ -2,13 +2,13 @@
 // memory, which a block reads and writes in whole packs through shared memory, whatever the rows' length.
 #pragma once
 
-#include "cuda/rows.cuh"
+#include "cuda/chunk.cuh"
 
 namespace jax_softmax::cuda {
 
-// A thread has a row, of up to kHeld elements.
-template <class A, int kHeld>
-__global__ void __launch_bounds__(256) rows_in_slab(const __grid_constant__ RowArgs<A> args, int slab_rows) {
+// kLanes lanes have a row, of up to kHeld elements each, neighbouring elements in neighbouring lanes.
+template <class A, int kLanes, int kHeld>
+__global__ void __launch_bounds__(kSlabThreads) rows_in_slab(const __grid_constant__ RowArgs<A> args, int slab_rows) {
   using Op = typename A::Op;
   using M = typename A::M;
   using C = typename A::C;
@@ -37,42 +37,50 @@ __global__ void __launch_bounds__(256) rows_in_slab(const __grid_constant__ RowA
   wait_for_copies();
   __syncthreads();
 
-  for (int row = threadIdx.x; row < rows; row += blockDim.x) {
+  const int lane = threadIdx.x % kLanes;
+  for (int turn = 0; turn < rows; turn += blockDim.x / kLanes) {  // by whole warps, which reduce together
+    const int row = min(turn + static_cast<int>(threadIdx.x) / kLanes, rows - 1);
+    const bool active = turn + static_cast<int>(threadIdx.x) / kLanes < rows;
     const Offset offset = args.offset(first_row + row);
-    T* const row_held = reinterpret_cast<T*>(held) + row * columns;
+    T* const row_held = reinterpret_cast<T*>(held) + row * columns + lane;
+    const int mine = active ? columns - lane : 0;  // element i of this lane is the row's if i * kLanes < mine
+    const auto at = [&](int i) { return Offset{0, offset.mask + (lane + i * kLanes) * args.mask_stride}; };
     C values[kHeld][A::kInputs];
 #pragma unroll
-    for (int c = 0; c < kHeld; ++c) {
+    for (int i = 0; i < kHeld; ++i) {
 #pragma unroll
       for (int k = 0; k < A::kInputs; ++k) {
-        values[c][k] = c < columns ? Elements<T>::widen(row_held[k * capacity * kWidth + c]) : Op::pad(k);
+        values[i][k] = Op::pad(k);
+        if (i * kLanes < mine) values[i][k] = Elements<T>::widen(row_held[k * capacity * kWidth + i * kLanes]);
       }
-      if (c < columns) access.pad_if_masked(values[c], {0, offset.mask + c * args.mask_stride});
+      if (i * kLanes < mine) access.pad_if_masked(values[i], at(i));
     }
     C pivot = M::constant(0);
     if constexpr (Op::kHasPivot) {
       pivot = values[0][0];
 #pragma unroll
       for (int i = 1; i < kHeld; ++i) pivot = M::max(pivot, values[i][0]);
+      pivot = max_over_lanes<kLanes, M>(pivot);
     }
-    const C shield = shielded<M>(pivot);
+    const Relative<M> relative(pivot);
     C sum = M::constant(0);
 #pragma unroll
     for (int i = 0; i < kHeld; ++i) {
-      const C term = Op::term(shield, values[i]);
+      const C term = Op::term(relative, values[i]);
       if (Op::kResultIsScaledTerm) values[i][0] = term;
       sum += term;
     }
+    sum = sum_over_lanes<kLanes>(sum);
     const auto finished = Op::row(State<C>{pivot, sum});
 #pragma unroll
-    for (int c = 0; c < kHeld; ++c) {
+    for (int i = 0; i < kHeld; ++i) {
       C result;
       if constexpr (Op::kResultIsScaledTerm) {
-        result = values[c][0] * finished.scale;
+        result = values[i][0] * finished.scale;
       } else {
-        result = Op::finish(finished, values[c]);
+        result = Op::finish(finished, values[i]);
       }
-      if (c < columns) row_held[c] = access.result(result, {0, offset.mask + c * args.mask_stride});
+      if (i * kLanes < mine) row_held[i * kLanes] = access.result(result, at(i));
     }
   }
   __syncthreads();

@@ -1,0 +1,263 @@
+// Rows that are cut into chunks of up to 16 KB of all operands together, which teams of 128 threads hold in shared
+// memory. A row's chunks, and so its bits, are the same however many of them a block has and however blocks exchange
+// their states.
+#pragma once
+
+#include "cuda/exchange.cuh"
+#include "cuda/rows.cuh"
+
+namespace jax_softmax::cuda {
+
+inline constexpr int kTeamWarps = kChunkThreads / 32;
+
+template <class A>
+struct ChunkArgs {
+  RowArgs<A> rows;
+  uint64_t* words;  // for each chunk of each row, and the ticket counter behind them; null where there is no need
+  int chunks;       // of a row
+  int share;        // 16-byte packs of each operand in a chunk
+  int stages;       // of a ring
+};
+
+// Copies 16 bytes to shared memory without passing through registers, where the chip can. Completed by
+// wait_for_copies.
+__device__ __forceinline__ void copy_pack(Pack* shared, const void* global) {
+#if __CUDA_ARCH__ >= 800
+  const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(shared));
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(global) : "memory");
+#else
+  *shared = load_pack(global);
+#endif
+}
+
+__device__ __forceinline__ void wait_for_copies() {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.wait_all;" ::: "memory");
+#endif
+}
+
+// A chunk as one thread of its team sees it, which has the packs rank + p * kChunkThreads.
+template <class A, Edges kEdges>
+struct Chunk {
+  using Op = typename A::Op;
+  using M = typename A::M;
+  using C = typename A::C;
+  using T = typename A::T;
+  static constexpr int kWidth = A::kWidth;
+  static constexpr int kPacks = kChunkPacks / A::kInputs;
+
+  const RowArgs<A>& args;
+  const int share;
+  Pack* const shared;
+  const int rank;
+  const Offset row;
+  int first;  // the row's element that the chunk begins with, negative where the row's first pack begins before it
+  int packs;  // none is left for this chunk if not positive
+
+  __device__ __forceinline__ Chunk(const ChunkArgs<A>& chunks, int64_t index, int chunk, Pack* shared)
+      : args(chunks.rows),
+        share(chunks.share),
+        shared(shared),
+        rank(threadIdx.x % kChunkThreads),
+        row(chunks.rows.offset(index)) {
+    const int shift = kEdges == Edges::kParts ? args.access.shift_of(row) : 0;
+    const int row_packs = (shift + columns() + kWidth - 1) / kWidth;
+    first = chunk * share * kWidth - shift;
+    packs = chunk < chunks.chunks ? min(share, row_packs - chunk * share) : 0;
+  }
+  __device__ __forceinline__ int columns() const { return static_cast<int>(args.columns); }
+  __device__ __forceinline__ int first_of(int p) const { return first + (rank + p * kChunkThreads) * kWidth; }
+  __device__ __forceinline__ Pack* at(int k, int j) const { return shared + k * share + j; }
+  __device__ __forceinline__ bool has(int p) const { return rank + p * kChunkThreads < packs; }
+  // The packs [whole_begin, whole_end) lie wholly inside the row; the row's first and last one may not.
+  __device__ __forceinline__ int whole_begin() const { return kEdges == Edges::kParts && first < 0 ? 1 : 0; }
+  __device__ __forceinline__ int whole_end() const {
+    return kEdges == Edges::kParts && first + packs * kWidth > columns() ? packs - 1 : packs;
+  }
+  // Calls body(j) for packs that lie partly outside of the row, in the thread that has them: out of the way of the
+  // unrolled loops, which their rarely taken branches would fill.
+  template <class Body>
+  __device__ __forceinline__ void for_edges(Body body) const {
+    if constexpr (kEdges == Edges::kParts) {
+      if (packs > 0 && first < 0 && rank == 0) body(0);
+      const int last = packs - 1;
+      if (whole_end() == last && last >= whole_begin() && last % kChunkThreads == rank) body(last);
+    }
+  }
+
+  // The packs [copy_begin, copy_end) can be read whole; a first and a last one may reach beyond the operand.
+  __device__ __forceinline__ int copy_begin() const {
+    return kEdges == Edges::kParts && row.element + first < 0 ? 1 : 0;
+  }
+  __device__ __forceinline__ int copy_end() const {
+    return kEdges == Edges::kParts && row.element + first + static_cast<int64_t>(packs) * kWidth > args.access.elements
+               ? packs - 1
+               : packs;
+  }
+  // Copies, by one thread, those that cannot.
+  __device__ __forceinline__ void copy_beyond() const {
+    if constexpr (kEdges == Edges::kParts) {
+      const auto copy = [&](int j) {
+#pragma unroll
+        for (int k = 0; k < A::kInputs; ++k) *at(k, j) = args.access.load_parts(k, row, first + j * kWidth);
+      };
+      if (packs > 0 && copy_begin() > 0) copy(0);
+      if (copy_end() < packs && copy_end() >= copy_begin()) copy(copy_end());
+    }
+  }
+
+  // The state of the warp's packs.
+  __device__ __forceinline__ State<C> warp_state() const {
+    if constexpr (!A::kMasked) {
+      for_edges([&](int j) {
+        const unsigned bits = A::bits_within(first + j * kWidth, columns());
+#pragma unroll
+        for (int k = 0; k < A::kInputs; ++k) *at(k, j) = select_elements<T>(bits, *at(k, j), A::pad_pack(k));
+      });
+    }
+    Pack raw[kPacks][A::kInputs];
+#pragma unroll
+    for (int p = 0; p < kPacks; ++p) {
+#pragma unroll
+      for (int k = 0; k < A::kInputs; ++k) {
+        raw[p][k] = A::pad_pack(k);
+        if (has(p)) raw[p][k] = *at(k, rank + p * kChunkThreads);
+      }
+    }
+    if constexpr (A::kMasked) {
+#pragma unroll
+      for (int p = 0; p < kPacks; ++p) {
+        const unsigned bits = has(p) ? args.access.kept_bits(row, args.mask_stride, first_of(p), columns()) : 0;
+#pragma unroll
+        for (int k = 0; k < A::kInputs; ++k) raw[p][k] = select_elements<T>(bits, raw[p][k], A::pad_pack(k));
+      }
+    }
+    C pivot = M::constant(0);
+    if constexpr (Op::kHasPivot) {
+      Pack largest = raw[0][0];
+#pragma unroll
+      for (int p = 1; p < kPacks; ++p) largest = Elements<T>::max(largest, raw[p][0]);
+      pivot = max_over_lanes<32, M>(A::max_element(largest));
+    }
+    const Relative<M> relative(pivot);
+    C sum = M::constant(0);
+#pragma unroll
+    for (int p = 0; p < kPacks; ++p) {
+      if (p * kChunkThreads < packs) sum += A::sum_of_terms(relative, raw[p]);
+    }
+    return {pivot, sum_over_lanes<32>(sum)};
+  }
+
+  __device__ __forceinline__ void finish(const typename Op::Row& finished) const {
+    const A& access = args.access;
+    const auto result_of = [&](int j) {
+      Pack raw[A::kInputs];
+#pragma unroll
+      for (int k = 0; k < A::kInputs; ++k) raw[k] = *at(k, j);
+      return A::finish(finished, raw);
+    };
+    const auto kept_of = [&](int j) { return access.kept_bits(row, args.mask_stride, first + j * kWidth, columns()); };
+    T* const out = opaque(access.out + row.element + first_of(0));
+    const int begin = whole_begin(), end = whole_end();
+#pragma unroll
+    for (int p = 0; p < kPacks; ++p) {
+      const int j = rank + p * kChunkThreads;
+      if (j < begin || j >= end) continue;
+      Pack result = result_of(j);
+      if constexpr (A::kMasked) result = A::with_masked(result, kept_of(j));
+      store_pack(out + p * kChunkThreads * kWidth, result);
+    }
+    for_edges([&](int j) { access.store_parts(result_of(j), row, first + j * kWidth, columns(), kept_of(j)); });
+  }
+};
+
+__device__ __forceinline__ int cluster_register(bool rank) {
+  int value = rank ? 0 : 1;
+#if __CUDA_ARCH__ >= 900
+  if (rank) {
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(value));
+  } else {
+    asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(value));
+  }
+#endif
+  return value;
+}
+
+// A block has one or more neighbouring chunks of a row, a team each. What is left of the row belongs to the other
+// blocks of its cluster or, if there are words, to any.
+template <class A, Edges kEdges>
+__global__ void __launch_bounds__(kMostTeams* kChunkThreads, 2)
+    rows_in_chunks(const __grid_constant__ ChunkArgs<A> args) {
+  using Op = typename A::Op;
+  using M = typename A::M;
+  using C = typename A::C;
+  constexpr int kWords = kStateWords<C>;
+  extern __shared__ Pack shared[];
+  __shared__ State<C> part[kMostTeams * kTeamWarps];
+  __shared__ uint64_t words[kMostTeams * kMostBlocks * kWords];
+  const int teams = blockDim.x / kChunkThreads, team = threadIdx.x / kChunkThreads;
+  const int blocks = (args.chunks + teams - 1) / teams;  // of a row
+  const int64_t row = blockIdx.x / blocks;
+  const int begin = static_cast<int>(blockIdx.x - row * blocks) * teams;
+  const bool clustered = cluster_register(false) > 1;
+  if (!args.words) {
+    for (int i = threadIdx.x; i < args.chunks * kWords; i += blockDim.x) words[i] = kUnpublished;
+  }
+#if __CUDA_ARCH__ >= 900
+  if (clustered) asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+#endif
+
+  const Chunk<A, kEdges> work(args, row, begin + team, shared + team * args.share * A::kInputs);
+#pragma unroll
+  for (int k = 0; k < A::kInputs; ++k) {
+    const auto* const in = opaque(args.rows.access.in[k] + work.row.element + work.first_of(0));
+#pragma unroll
+    for (int p = 0; p < work.kPacks; ++p) {
+      const int j = work.rank + p * kChunkThreads;
+      if (j >= work.copy_begin() && j < work.copy_end()) copy_pack(work.at(k, j), in + p * kChunkThreads * A::kWidth);
+    }
+  }
+  if (kEdges == Edges::kParts) {
+    if (work.rank == 0) work.copy_beyond();
+    wait_for_copies();
+    __syncthreads();
+  } else {
+    wait_for_copies();  // each thread reads only what it copied itself
+  }
+  const State<C> warp = work.warp_state();
+  if (threadIdx.x % 32 == 0) part[threadIdx.x / 32] = warp;
+#if __CUDA_ARCH__ >= 900
+  if (clustered) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+  __syncthreads();
+  State<C> state;
+  if (args.words) {
+    wait_for_previous_kernel();
+    const WordsInMemory<C> exchange{args.words + row * args.chunks * kWords};
+    state = combine_over_lanes<Op, M, kTeamWarps>(part[team * kTeamWarps + threadIdx.x % kTeamWarps]);
+    if (work.rank == 0 && begin + team < args.chunks) exchange.publish(begin + team, state);
+    state = await_row<Op, M>(exchange, args.chunks);
+  } else {
+    // One warp tells every block of the cluster, this one as well.
+    const WordsInCluster<C> exchange{words};
+    if (threadIdx.x < 32) {
+      for (int t = 0; t < teams; ++t) {
+        state = combine_over_lanes<Op, M, kTeamWarps>(part[t * kTeamWarps + threadIdx.x % kTeamWarps]);
+        if (begin + t >= args.chunks) break;
+        if (clustered) {
+          if (static_cast<int>(threadIdx.x) < blocks) exchange.publish(begin + t, state, threadIdx.x);
+        } else if (threadIdx.x == 0) {
+          uint64_t bits[kWords];
+          to_words(bits, state);
+#pragma unroll
+          for (int w = 0; w < kWords; ++w) words[(begin + t) * kWords + w] = bits[w];
+        }
+      }
+    }
+    if (!clustered) __syncthreads();
+    state = await_row<Op, M>(exchange, args.chunks);
+  }
+  work.finish(Op::row(state));
+}
+
+}  // namespace jax_softmax::cuda

@@ -1,0 +1,162 @@
+// How blocks that share a row tell each other the states of their chunks of it: through 64-bit words, each written and
+// read whole, so that no flag needs to guard it. A word that has not been written has all bits set.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "cuda/reduce.cuh"
+
+namespace jax_softmax::cuda {
+
+inline constexpr uint64_t kUnpublished = ~0ull;
+
+template <class C>
+inline constexpr int kStateWords = 2 * static_cast<int>(sizeof(C)) / 8;
+
+__device__ __forceinline__ uint64_t published(uint64_t bits) { return bits == kUnpublished ? bits - 1 : bits; }
+
+__device__ __forceinline__ void to_words(uint64_t (&words)[1], const State<float>& state) {
+  words[0] = published(static_cast<uint64_t>(__float_as_uint(state.pivot)) << 32 | __float_as_uint(state.sum));
+}
+__device__ __forceinline__ void to_words(uint64_t (&words)[2], const State<double>& state) {
+  words[0] = published(__double_as_longlong(state.pivot));
+  words[1] = published(__double_as_longlong(state.sum));
+}
+__device__ __forceinline__ State<float> from_words(const uint64_t (&words)[1]) {
+  return {__uint_as_float(static_cast<uint32_t>(words[0] >> 32)), __uint_as_float(static_cast<uint32_t>(words[0]))};
+}
+__device__ __forceinline__ State<double> from_words(const uint64_t (&words)[2]) {
+  return {__longlong_as_double(words[0]), __longlong_as_double(words[1])};
+}
+
+// The states of a row's chunks in device memory.
+template <class C>
+struct WordsInMemory {
+  static constexpr int kWords = kStateWords<C>;
+  uint64_t* row;
+
+  __device__ __forceinline__ void publish(int chunk, const State<C>& state) const {
+    uint64_t words[kWords];
+    to_words(words, state);
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) {
+      asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(row + chunk * kWords + w), "l"(words[w]) : "memory");
+    }
+  }
+  __device__ __forceinline__ uint64_t read(int index) const {
+    uint64_t word;
+    asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(word) : "l"(row + index) : "memory");
+    return word;
+  }
+};
+
+// And in the shared memory of each block of a cluster.
+template <class C>
+struct WordsInCluster {
+  static constexpr int kWords = kStateWords<C>;
+  uint64_t* row;
+
+  __device__ __forceinline__ void publish(int chunk, const State<C>& state, int block) const {
+#if __CUDA_ARCH__ >= 900
+    uint64_t words[kWords];
+    to_words(words, state);
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) {
+      const unsigned here = static_cast<unsigned>(__cvta_generic_to_shared(row + chunk * kWords + w));
+      unsigned there;
+      asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(here), "r"(block));
+      asm volatile("st.relaxed.cluster.shared::cluster.u64 [%0], %1;" ::"r"(there), "l"(words[w]) : "memory");
+    }
+#endif
+  }
+  __device__ __forceinline__ uint64_t read(int index) const {
+    return *static_cast<const volatile uint64_t*>(row + index);
+  }
+};
+
+// The state of n parts.
+template <class Op, class M, int n>
+__device__ __forceinline__ State<typename M::Value> combine_parts(State<typename M::Value> state,
+                                                                  const State<typename M::Value> (&part)[n]) {
+  auto pivot = state.pivot;
+  if constexpr (Op::kHasPivot) {
+#pragma unroll
+    for (int i = 0; i < n; ++i) pivot = M::max(pivot, part[i].pivot);
+    state.sum *= Relative<M>::rescale(state.pivot, pivot);
+  }
+#pragma unroll
+  for (int i = 0; i < n; ++i) {
+    state.sum += Op::kHasPivot ? part[i].sum * Relative<M>::rescale(part[i].pivot, pivot) : part[i].sum;
+  }
+  return {pivot, state.sum};
+}
+
+// Reads the states of 32 n chunks together, n a lane, until they are all published, and adds them to the lane's. All
+// lanes go the same way: those without a chunk read the last one's.
+template <class Op, class M, int n, class Words>
+__device__ __forceinline__ State<typename M::Value> await_parts(State<typename M::Value> state, const Words& words,
+                                                                int begin, int chunks) {
+  constexpr int kWords = Words::kWords;
+  const int first = begin + static_cast<int>(threadIdx.x % 32);
+  uint64_t bits[n][kWords];
+  bool missing;
+  do {
+    missing = false;
+#pragma unroll
+    for (int i = 0; i < n; ++i) {
+#pragma unroll
+      for (int w = 0; w < kWords; ++w) bits[i][w] = words.read(min(first + i * 32, chunks - 1) * kWords + w);
+    }
+#pragma unroll
+    for (int i = 0; i < n; ++i) {
+#pragma unroll
+      for (int w = 0; w < kWords; ++w) missing |= bits[i][w] == kUnpublished;
+    }
+  } while (__any_sync(kFullWarp, missing));
+  State<typename M::Value> part[n];
+#pragma unroll
+  for (int i = 0; i < n; ++i) part[i] = first + i * 32 < chunks ? from_words(bits[i]) : identity<Op, M>();
+  return combine_parts<Op, M>(state, part);
+}
+
+// The state of a row, once those of its chunks are all published: the same, bit for bit, whichever warp asks and
+// wherever the words are. The more there are, the more reads are under way together.
+template <class Op, class M, class Words>
+__device__ __forceinline__ State<typename M::Value> await_row(const Words& words, int chunks) {
+  State<typename M::Value> state = identity<Op, M>();
+  const auto add = [&](auto size) {
+    for (int begin = 0; begin < chunks; begin += 32 * decltype(size)::value) {
+      state = await_parts<Op, M, decltype(size)::value>(state, words, begin, chunks);
+    }
+  };
+  if (chunks <= 32) {
+    add(std::integral_constant<int, 1>());
+  } else if (chunks <= 128) {
+    add(std::integral_constant<int, 4>());
+  } else {
+    add(std::integral_constant<int, 8>());
+  }
+  return combine_over_lanes<Op, M, 32>(state);
+}
+
+__device__ __forceinline__ void wait_for_previous_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void let_next_kernel_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// Prepares n words for their publishers, and the ticket counter behind them.
+static __global__ void __launch_bounds__(256) clear_words(uint64_t* words, int64_t n) {
+  let_next_kernel_start();
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (i <= n) words[i] = i < n ? kUnpublished : 0;
+}
+
+}  // namespace jax_softmax::cuda

@@ -1,0 +1,210 @@
+// The schedule for rows of many chunks, and many of them: a block to a multiprocessor, each with a ring of stages in
+// shared memory that chunks pass through.
+#pragma once
+
+#include "cuda/chunk.cuh"
+
+namespace jax_softmax::cuda {
+
+#if __CUDA_ARCH__ >= 900
+__device__ __forceinline__ unsigned shared_address(const void* p) {
+  return static_cast<unsigned>(__cvta_generic_to_shared(p));
+}
+__device__ __forceinline__ void init_barrier(uint64_t* barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
+}
+__device__ __forceinline__ void arrive(uint64_t* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+__device__ __forceinline__ void arrive_and_expect(uint64_t* barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
+               : "memory");
+}
+__device__ __forceinline__ void wait(uint64_t* barrier, unsigned parity) {
+  asm volatile(
+      "{\n.reg .pred done;\n"
+      "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;\n}" ::"r"(shared_address(barrier)),
+      "r"(parity)
+      : "memory");
+}
+__device__ __forceinline__ void copy_bulk(Pack* shared, const void* global, int bytes, uint64_t* barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   shared_address(shared)),
+               "l"(global), "r"(bytes), "r"(shared_address(barrier))
+               : "memory");
+}
+#endif
+
+// The place in a block's ring: a stage, and the parity of the rounds.
+struct Turn {
+  int number = 0;
+  int stage = 0;
+  unsigned parity = 0;
+  __device__ __forceinline__ void next(int stages) {
+    ++number;
+    if (++stage == stages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+// As many blocks as run at once take the chunks of all rows in their order, by ticket, and each chunk passes through
+// a ring of stages in shared memory from one group of warps to the next, by barriers that say:
+//
+//   one thread            takes a ticket and has its two chunks copied           full
+//   teams of four warps   sum the terms                                          summed
+//   one warp              publishes the chunks' states
+//   one or two warps      wait for those of the whole row                        complete
+//   teams of four warps   write the results                                      empty
+//
+// So copies are under way all the time, an exchange that takes its while keeps nobody from working, and a
+// multiprocessor that is slower than others takes fewer chunks. A chunk with a stage is published without waiting for
+// anybody; so all progress as long as all rings together hold a row, and the blocks all run (a cooperative launch).
+template <class A, Edges kEdges>
+__global__ void __launch_bounds__(kRingThreads + 32, 1) rows_in_ring(const __grid_constant__ ChunkArgs<A> args) {
+#if __CUDA_ARCH__ >= 900
+  using Op = typename A::Op;
+  using M = typename A::M;
+  using C = typename A::C;
+  using Work = Chunk<A, kEdges>;
+  constexpr int kWords = kStateWords<C>;
+  constexpr unsigned kEnd = ~0u;
+  constexpr int kEnds = kRingSummers > kRingWriters ? kRingSummers : kRingWriters;
+  constexpr int kSumWarps = kRingSummers * kTeamWarps, kTeamsWarps = kSumWarps + kRingWriters * kTeamWarps;
+  extern __shared__ Pack shared[];
+  __shared__ uint64_t full[kMostStages], summed[kMostStages], complete[kMostStages], empty[kMostStages];
+  __shared__ unsigned ticket_of[kMostStages];
+  __shared__ State<C> part[kMostStages][kTeamWarps];
+  __shared__ State<C> finished[kMostStages];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (threadIdx.x == 0) {
+    for (int s = 0; s < args.stages; ++s) {
+      init_barrier(&full[s], 1);
+      init_barrier(&summed[s], kTeamWarps);
+      init_barrier(&complete[s], 1);
+      init_barrier(&empty[s], kTeamWarps);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncthreads();
+
+  const unsigned chunks = args.chunks;
+  const unsigned last_chunk = static_cast<unsigned>(args.rows.rows) * chunks - 1;
+  const auto work_on = [&](unsigned chunk, int stage) {
+    return Work(args, chunk / chunks, chunk % chunks, shared + stage * args.share * A::kInputs);
+  };
+  const auto words_of = [&](unsigned row) {
+    return WordsInMemory<C>{args.words + static_cast<int64_t>(row) * chunks * kWords};
+  };
+  Turn turn;
+
+  if (warp < kSumWarps) {
+    for (;; turn.next(args.stages)) {
+      if (turn.number % kRingSummers != warp / kTeamWarps) continue;
+      wait(&full[turn.stage], turn.parity);
+      const unsigned chunk = ticket_of[turn.stage];
+      if (chunk == kEnd) return;
+      const State<C> state = work_on(chunk, turn.stage).warp_state();
+      if (lane == 0) {
+        part[turn.stage][warp % kTeamWarps] = state;
+        arrive(&summed[turn.stage]);
+      }
+    }
+  }
+  if (warp < kTeamsWarps) {
+    for (;; turn.next(args.stages)) {
+      if (turn.number % kRingWriters != (warp - kSumWarps) / kTeamWarps) continue;
+      wait(&complete[turn.stage], turn.parity);
+      const unsigned chunk = ticket_of[turn.stage];
+      if (chunk == kEnd) return;
+      work_on(chunk, turn.stage).finish(Op::row(finished[turn.stage]));
+      __syncwarp();
+      if (lane == 0) arrive(&empty[turn.stage]);
+    }
+  }
+  if (warp == kTeamsWarps) {
+    if (lane != 0) return;
+    // A ticket is asked for ahead of time, since the answer takes its while, but not if all stages could then hold
+    // chunks of the row that a chunk without a stage belongs to: none of them would ever be empty again.
+    unsigned* const counter = reinterpret_cast<unsigned*>(args.words + args.rows.rows * chunks * kWords);
+    const auto next_ticket = [&] { return gridDim.x + atomicAdd(counter, 1u); };
+    unsigned ticket = blockIdx.x;
+    unsigned row = kEnd;
+    int of_row = 0;  // chunks taken of the latest row
+    Turn oldest;     // that may still be on its way: more at once would only keep one another and the results waiting
+    while (2 * ticket <= last_chunk) {
+      const unsigned begin = 2 * ticket, end = min(begin + 1, last_chunk);
+      of_row = (end / chunks == row ? of_row : 0) + end - max(begin, end / chunks * chunks) + 1;
+      row = end / chunks;
+      const bool ahead = of_row + 2 <= args.stages;
+      unsigned next = 0;
+      for (unsigned chunk = begin; chunk <= end; ++chunk) {
+        if (turn.number >= args.stages) wait(&empty[turn.stage], turn.parity ^ 1);
+        if (turn.number >= kRingCopies) {
+          wait(&full[oldest.stage], oldest.parity);
+          oldest.next(args.stages);
+        }
+        ticket_of[turn.stage] = chunk;
+        const Work work = work_on(chunk, turn.stage);
+        work.copy_beyond();
+        const int from = work.copy_begin(), bytes = max(work.copy_end() - from, 0) * kPackBytes;
+        arrive_and_expect(&full[turn.stage], bytes * A::kInputs);
+        if (bytes > 0) {
+#pragma unroll
+          for (int k = 0; k < A::kInputs; ++k) {
+            copy_bulk(work.at(k, from), args.rows.access.in[k] + work.row.element + work.first + from * A::kWidth,
+                      bytes, &full[turn.stage]);
+          }
+        }
+        turn.next(args.stages);
+        if (chunk == begin && ahead) next = next_ticket();
+      }
+      if (!ahead) {
+        for (Turn free = turn; free.number < turn.number + 2; free.next(args.stages)) {
+          if (free.number >= args.stages) wait(&empty[free.stage], free.parity ^ 1);
+        }
+        next = next_ticket();
+      }
+      ticket = next;
+    }
+    for (int i = 0; i < kEnds; ++i, turn.next(args.stages)) {  // one for each team
+      if (turn.number >= args.stages) wait(&empty[turn.stage], turn.parity ^ 1);
+      ticket_of[turn.stage] = kEnd;
+      arrive(&full[turn.stage]);
+    }
+    return;
+  }
+  if (warp == kTeamsWarps + 1) {
+    for (;; turn.next(args.stages)) {
+      wait(&full[turn.stage], turn.parity);
+      const unsigned chunk = ticket_of[turn.stage];
+      if (chunk == kEnd) return;
+      wait(&summed[turn.stage], turn.parity);
+      const State<C> state = combine_over_lanes<Op, M, kTeamWarps>(part[turn.stage][lane % kTeamWarps]);
+      if (lane == 0) words_of(0).publish(chunk, state);
+    }
+  }
+  const int waiting = blockDim.x / 32 - kTeamsWarps - 2;  // warps
+  State<C> state = identity<Op, M>();
+  unsigned row = kEnd;
+  for (int ends = 0;; turn.next(args.stages)) {
+    if (turn.number % waiting != warp - kTeamsWarps - 2) continue;
+    wait(&full[turn.stage], turn.parity);
+    const unsigned chunk = ticket_of[turn.stage];
+    if (chunk != kEnd) {
+      wait(&summed[turn.stage], turn.parity);
+      if (chunk / chunks != row) {
+        row = chunk / chunks;
+        state = await_row<Op, M>(words_of(row), args.chunks);
+      }
+      if (lane == 0) finished[turn.stage] = state;
+    }
+    if (lane == 0) arrive(&complete[turn.stage]);
+    if (chunk == kEnd && ++ends == kRingWriters / waiting) return;  // each team of writers has been told
+  }
+#endif
+}
+
+}  // namespace jax_softmax::cuda
