@@ -93,9 +93,11 @@ constexpr int kSmallCluster = 8;
 // Rows of more chunks are waited for by two warps.
 constexpr int kLongRing = 64;
 // The passes schedule: bytes of a row's piece and of what is read between the two passes over it, and the most pieces.
-constexpr int64_t kPieceBytes = 128 << 10;
+constexpr int64_t kPieceBytes = 64 << 10;
 constexpr int64_t kPassBytes = 24 << 20;
-constexpr int kMostPieces = 1024;
+constexpr int kMostPieces = 512;
+// The most chunks of a row that are exchanged.
+constexpr int kMostChunks = 2048;
 // A block of any chip has room for so many chunks.
 constexpr int kFewestChunks = 3;
 // The slab schedule: the longest row, and about how large a slab is to be.
@@ -127,12 +129,20 @@ LanesAndPacks slab_shape(int64_t columns, int bytes) {
   const int least_lanes = columns <= 64 ? 4 : columns <= 128 ? 8 : columns <= 256 ? 16 : 32;
   const int lanes = least_lanes < 16 && bank_turns(columns, bytes, least_lanes) > 1 ? 16 : least_lanes;
   const int64_t held = ceil_div(columns, lanes);
-  return {lanes, lanes == 16 && held <= 6 ? 6 : least(kMore, held)};
+  return {lanes, lanes == 16 && held <= 5 ? 5 : least(kMore, held)};
 }
 
 // Cuts a row into equal parts of at most so many packs.
 void cut(CudaPlan* plan, int64_t packs, int64_t most) {
   plan->chunks = static_cast<int>(ceil_div(packs, most));
+  plan->share = ceil_div(packs, plan->chunks);
+}
+
+// Many chunks are a multiple of what a block has, so that no block has fewer.
+void cut_into_chunks(CudaPlan* plan, int64_t packs, int inputs) {
+  cut(plan, packs, kChunkThreads * kChunkPacks / inputs);
+  if (plan->chunks <= kMostTeams) return;
+  plan->chunks = static_cast<int>(ceil_div(plan->chunks, kMostTeams) * kMostTeams);
   plan->share = ceil_div(packs, plan->chunks);
 }
 
@@ -164,6 +174,14 @@ CudaPlan make_cuda_plan(const View& view, Op op, DType dtype, Alignment alignmen
   }
 
   const bool aligned = view.columns % per_pack == 0 && alignment == Alignment::kAligned;
+  if (!aligned && alignment == Alignment::kAligned && !view.masked && per_pack % view.columns == 0) {
+    plan.schedule = Schedule::kPacks;
+    plan.threads = kPacksThreads;
+    plan.lanes = 1;
+    plan.packs = 2;
+    plan.blocks = ceil_div(view.rows * view.columns, static_cast<int64_t>(plan.threads) * plan.packs * per_pack);
+    return plan;
+  }
   if (!aligned && alignment == Alignment::kAligned && view.columns <= kSlabColumns) {
     plan.schedule = Schedule::kSlab;
     plan.threads = kSlabThreads;
@@ -207,7 +225,7 @@ CudaPlan make_cuda_plan(const View& view, Op op, DType dtype, Alignment alignmen
   }
 
   const int inputs = inputs_of(op);
-  cut(&plan, packs, kChunkThreads * kChunkPacks / inputs);
+  cut_into_chunks(&plan, packs, inputs);
   set_edges(0);
   plan.packs = kChunkPacks / inputs;
   const int64_t chunk_bytes = plan.share * kPackBytes * inputs;
@@ -234,7 +252,7 @@ CudaPlan make_cuda_plan(const View& view, Op op, DType dtype, Alignment alignmen
   if (clusters && inputs == 2 && spread(kMostTeams, kSmallCluster)) return plan;
   const int64_t stages = std::min<int64_t>(kMostStages, shared / chunk_bytes);
   // Rings that hold no more than a row and a third would wait for one another.
-  if (scratch && clusters && chunks * 4 <= stages * device.multiprocessors * 3 && chunks <= 2 * kMostPieces) {
+  if (scratch && clusters && chunks * 4 <= stages * device.multiprocessors * 3 && chunks <= kMostChunks) {
     plan.scratch = true;
     if (few) {
       plan.schedule = Schedule::kChunks;
@@ -282,10 +300,10 @@ int64_t scratch_bytes(const View& view, Op op, DType dtype) {
   const int64_t packs = ceil_div(view.columns + per_pack - 1, per_pack);
   if (packs <= kBlockPacks) return 0;
   CudaPlan plan{};  // there are never more pieces than chunks
-  cut(&plan, packs, kChunkThreads * kChunkPacks / inputs_of(op));
+  cut_into_chunks(&plan, packs, inputs_of(op));
   if (plan.chunks <= kFewestChunks) return 0;
   const int64_t state = dtype == DType::kF64 ? 16 : 8;
-  return view.rows * std::min(plan.chunks, 2 * kMostPieces) * state + 8;
+  return view.rows * std::min(plan.chunks, kMostChunks) * state + 8;
 }
 
 }  // namespace jax_softmax

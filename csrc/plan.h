@@ -65,6 +65,7 @@ struct Device {
 };
 
 enum class Schedule {
+  kPacks,    // several rows in a pack of 16 bytes
   kSlab,     // unaligned rows side by side in shared memory, a row in the registers of up to 32 lanes
   kLanes,    // a row in the registers of up to 32 lanes of a warp
   kBlock,    // a row in the registers of a block
@@ -75,8 +76,8 @@ enum class Schedule {
   kGather,   // minor axis reduced, but the row is not contiguous
   kColumns,  // minor axis kept: neighbouring columns side by side
 };
-inline constexpr const char* kScheduleNames[] = {"slab",   "lanes",  "block",  "chunks", "ring",
-                                                 "passes", "stream", "gather", "columns"};
+inline constexpr const char* kScheduleNames[] = {"packs", "slab",   "lanes",  "block",  "chunks",
+                                                 "ring",  "passes", "stream", "gather", "columns"};
 
 // Which checks the packs that cover a row need: none, since the threads' packs are exactly the row's; whether a pack
 // belongs to the row; or which of its elements do.
@@ -95,6 +96,7 @@ inline constexpr int kRingCopies = 4;      // chunks that a ring copies at once
 inline constexpr int kRingThreads = (kRingSummers + kRingWriters) * kChunkThreads + 3 * 32;
 inline constexpr int kPassThreads = 512;
 inline constexpr int kSlabThreads = 128;
+inline constexpr int kPacksThreads = 256;
 
 struct CudaPlan {
   Schedule schedule;

@@ -68,7 +68,6 @@ struct Chunk {
   __device__ __forceinline__ int columns() const { return static_cast<int>(args.columns); }
   __device__ __forceinline__ int first_of(int p) const { return first + (rank + p * kChunkThreads) * kWidth; }
   __device__ __forceinline__ Pack* at(int k, int j) const { return shared + k * share + j; }
-  __device__ __forceinline__ bool has(int p) const { return rank + p * kChunkThreads < packs; }
   // The packs [whole_begin, whole_end) lie wholly inside the row; the row's first and last one may not.
   __device__ __forceinline__ int whole_begin() const { return kEdges == Edges::kParts && first < 0 ? 1 : 0; }
   __device__ __forceinline__ int whole_end() const {
@@ -106,44 +105,40 @@ struct Chunk {
     }
   }
 
-  // The state of the warp's packs.
+  // The state of the warp's packs. They are read twice: holding them would cost registers that other blocks need.
   __device__ __forceinline__ State<C> warp_state() const {
-    if constexpr (!A::kMasked) {
-      for_edges([&](int j) {
-        const unsigned bits = A::bits_within(first + j * kWidth, columns());
-#pragma unroll
-        for (int k = 0; k < A::kInputs; ++k) *at(k, j) = select_elements<T>(bits, *at(k, j), A::pad_pack(k));
-      });
-    }
-    Pack raw[kPacks][A::kInputs];
-#pragma unroll
-    for (int p = 0; p < kPacks; ++p) {
-#pragma unroll
-      for (int k = 0; k < A::kInputs; ++k) {
-        raw[p][k] = A::pad_pack(k);
-        if (has(p)) raw[p][k] = *at(k, rank + p * kChunkThreads);
-      }
-    }
     if constexpr (A::kMasked) {
 #pragma unroll
       for (int p = 0; p < kPacks; ++p) {
-        const unsigned bits = has(p) ? args.access.kept_bits(row, args.mask_stride, first_of(p), columns()) : 0;
-#pragma unroll
-        for (int k = 0; k < A::kInputs; ++k) raw[p][k] = select_elements<T>(bits, raw[p][k], A::pad_pack(k));
+        const int j = rank + p * kChunkThreads;
+        if (j < packs) mend(j, args.access.kept_bits(row, args.mask_stride, first + j * kWidth, columns()));
       }
+    } else {
+      for_edges([&](int j) { mend(j, A::bits_within(first + j * kWidth, columns())); });
     }
     C pivot = M::constant(0);
     if constexpr (Op::kHasPivot) {
-      Pack largest = raw[0][0];
+      Pack largest = A::pad_pack(0);
 #pragma unroll
-      for (int p = 1; p < kPacks; ++p) largest = Elements<T>::max(largest, raw[p][0]);
+      for (int p = 0; p < kPacks; ++p) {
+        const int j = rank + p * kChunkThreads;
+        Pack pack = A::pad_pack(0);
+        if (j < packs) pack = *at(0, j);
+        largest = Elements<T>::max(largest, pack);
+      }
       pivot = max_over_lanes<32, M>(A::max_element(largest));
     }
     const Relative<M> relative(pivot);
     C sum = M::constant(0);
 #pragma unroll
     for (int p = 0; p < kPacks; ++p) {
-      if (p * kChunkThreads < packs) sum += A::sum_of_terms(relative, raw[p]);
+      const int j = rank + p * kChunkThreads;
+      if (j < packs) {
+        Pack raw[A::kInputs];
+#pragma unroll
+        for (int k = 0; k < A::kInputs; ++k) raw[k] = *at(k, j);
+        sum += A::sum_of_terms(relative, raw);
+      }
     }
     return {pivot, sum_over_lanes<32>(sum)};
   }
@@ -169,6 +164,13 @@ struct Chunk {
     }
     for_edges([&](int j) { access.store_parts(result_of(j), row, first + j * kWidth, columns(), kept_of(j)); });
   }
+
+ private:
+  // Puts pads in the place of a pack's elements that do not count.
+  __device__ __forceinline__ void mend(int j, unsigned bits) const {
+#pragma unroll
+    for (int k = 0; k < A::kInputs; ++k) *at(k, j) = select_elements<T>(bits, *at(k, j), A::pad_pack(k));
+  }
 };
 
 __device__ __forceinline__ int cluster_register(bool rank) {
@@ -186,7 +188,7 @@ __device__ __forceinline__ int cluster_register(bool rank) {
 // A block has one or more neighbouring chunks of a row, a team each. What is left of the row belongs to the other
 // blocks of its cluster or, if there are words, to any.
 template <class A, Edges kEdges>
-__global__ void __launch_bounds__(kMostTeams* kChunkThreads, 2)
+__global__ void __launch_bounds__(kMostTeams* kChunkThreads, 3)
     rows_in_chunks(const __grid_constant__ ChunkArgs<A> args) {
   using Op = typename A::Op;
   using M = typename A::M;

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <cstdint>
-#include <type_traits>
 
 #include "cuda/reduce.cuh"
 
@@ -92,50 +91,51 @@ __device__ __forceinline__ State<typename M::Value> combine_parts(State<typename
   return {pivot, state.sum};
 }
 
-// Reads the states of 32 n chunks together, n a lane, until they are all published, and adds them to the lane's. All
-// lanes go the same way: those without a chunk read the last one's.
-template <class Op, class M, int n, class Words>
+// Reads the states of kGroups groups of 32 n chunks, n of a group a lane, until they are all published, and adds them
+// to the lane's. All lanes go the same way: those without a chunk read the last one's.
+template <class Op, class M, int n, int kGroups, class Words>
 __device__ __forceinline__ State<typename M::Value> await_parts(State<typename M::Value> state, const Words& words,
                                                                 int begin, int chunks) {
   constexpr int kWords = Words::kWords;
   const int first = begin + static_cast<int>(threadIdx.x % 32);
-  uint64_t bits[n][kWords];
+  uint64_t bits[kGroups * n][kWords];
   bool missing;
   do {
     missing = false;
 #pragma unroll
-    for (int i = 0; i < n; ++i) {
+    for (int i = 0; i < kGroups * n; ++i) {
 #pragma unroll
       for (int w = 0; w < kWords; ++w) bits[i][w] = words.read(min(first + i * 32, chunks - 1) * kWords + w);
     }
 #pragma unroll
-    for (int i = 0; i < n; ++i) {
+    for (int i = 0; i < kGroups * n; ++i) {
 #pragma unroll
       for (int w = 0; w < kWords; ++w) missing |= bits[i][w] == kUnpublished;
     }
   } while (__any_sync(kFullWarp, missing));
-  State<typename M::Value> part[n];
 #pragma unroll
-  for (int i = 0; i < n; ++i) part[i] = first + i * 32 < chunks ? from_words(bits[i]) : identity<Op, M>();
-  return combine_parts<Op, M>(state, part);
+  for (int g = 0; g < kGroups; ++g) {
+    State<typename M::Value> part[n];
+#pragma unroll
+    for (int i = 0; i < n; ++i) {
+      part[i] = first + (g * n + i) * 32 < chunks ? from_words(bits[g * n + i]) : identity<Op, M>();
+    }
+    state = combine_parts<Op, M>(state, part);
+  }
+  return state;
 }
 
-// The state of a row, once those of its chunks are all published: the same, bit for bit, whichever warp asks and
-// wherever the words are. The more there are, the more reads are under way together.
-template <class Op, class M, class Words>
+// The state of a row, once those of its chunks are all published: the same, bit for bit, whichever warp asks, wherever
+// the words are, and however many groups of them are read together.
+template <class Op, class M, int kGroups = 1, class Words>
 __device__ __forceinline__ State<typename M::Value> await_row(const Words& words, int chunks) {
   State<typename M::Value> state = identity<Op, M>();
-  const auto add = [&](auto size) {
-    for (int begin = 0; begin < chunks; begin += 32 * decltype(size)::value) {
-      state = await_parts<Op, M, decltype(size)::value>(state, words, begin, chunks);
-    }
-  };
   if (chunks <= 32) {
-    add(std::integral_constant<int, 1>());
-  } else if (chunks <= 128) {
-    add(std::integral_constant<int, 4>());
+    state = await_parts<Op, M, 1, 1>(state, words, 0, chunks);
   } else {
-    add(std::integral_constant<int, 8>());
+    for (int begin = 0; begin < chunks; begin += 32 * 4 * kGroups) {
+      state = await_parts<Op, M, 4, kGroups>(state, words, begin, chunks);
+    }
   }
   return combine_over_lanes<Op, M, 32>(state);
 }

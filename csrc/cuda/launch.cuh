@@ -136,6 +136,20 @@ cudaError_t enqueue_passes(CudaPlan plan, const RowArgs<A>& rows, uint64_t* word
   return status;
 }
 
+template <class A>
+cudaError_t enqueue_packs(const CudaPlan& plan, const RowArgs<A>& args, cudaStream_t stream) {
+  if constexpr (!A::kMasked) {
+    if (args.columns == 1) return enqueue(rows_in_packs<A, 1>, plan, stream, args);
+    if constexpr (A::kWidth > 2) {
+      if (args.columns == 2) return enqueue(rows_in_packs<A, 2>, plan, stream, args);
+    }
+    if constexpr (A::kWidth > 4) {
+      if (args.columns == 4) return enqueue(rows_in_packs<A, 4>, plan, stream, args);
+    }
+  }
+  return cudaErrorInvalidValue;
+}
+
 template <int lanes, int held>
 struct SlabShape {
   static constexpr int kLanes = lanes;
@@ -154,7 +168,7 @@ cudaError_t enqueue_slab(const CudaPlan& plan, const RowArgs<A>& args, cudaStrea
   };
   choose(SlabShape<1, 3>(), SlabShape<1, 7>(), SlabShape<1, 15>(), SlabShape<1, 23>(), SlabShape<1, 31>(),
          SlabShape<2, 17>(), SlabShape<4, 9>(), SlabShape<4, 12>(), SlabShape<4, 16>(), SlabShape<8, 9>(),
-         SlabShape<8, 12>(), SlabShape<8, 16>(), SlabShape<16, 6>(), SlabShape<16, 9>(), SlabShape<16, 12>(),
+         SlabShape<8, 12>(), SlabShape<8, 16>(), SlabShape<16, 5>(), SlabShape<16, 9>(), SlabShape<16, 12>(),
          SlabShape<16, 16>(), SlabShape<32, 9>(), SlabShape<32, 12>(), SlabShape<32, 16>());
   return status;
 }
@@ -165,6 +179,8 @@ cudaError_t launch_with(const CudaPlan& plan, const View& view, const A& access,
                         view.reduced.dim[view.reduced.size - 1].mask_stride};
   const ViewArgs<A> any{access, view};
   switch (plan.schedule) {
+    case Schedule::kPacks:
+      return enqueue_packs(plan, rows, stream);
     case Schedule::kSlab:
       return enqueue_slab<A>(plan, rows, stream);
     case Schedule::kLanes:

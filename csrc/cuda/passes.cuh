@@ -26,61 +26,104 @@ struct Stretch {
         begin(begin),
         end(min(begin + share, (shift + args.columns + kWidth - 1) / kWidth)) {}
 
-  // Calls use(packs, first, kept bits) for each of the thread's packs, the loads of kUnroll of them in flight together.
-  template <class Use>
-  __device__ __forceinline__ void for_packs(Use use) const {
+  // Calls use(packs, j, kept bits) for each of the thread's packs, the loads of kUnroll of them in flight together;
+  // where `inner`, for packs alone that lie wholly inside the row, and all together: use(packs, j of the first of them,
+  // end).
+  template <bool inner, class Use>
+  __device__ __forceinline__ void for_packs(int64_t from, int64_t to, Use use) const {
     const A& access = args.access;
-    for (int64_t turn = begin + threadIdx.x; turn < end; turn += static_cast<int64_t>(kUnroll) * blockDim.x) {
+    for (int64_t turn = from + threadIdx.x; turn < to; turn += static_cast<int64_t>(kUnroll) * kPassThreads) {
       Pack raw[kUnroll][A::kInputs];
+      const int64_t origin = offset.element + turn * kWidth - shift;
 #pragma unroll
       for (int u = 0; u < kUnroll; ++u) {
-        const int64_t j = turn + u * static_cast<int64_t>(blockDim.x);
-        if (j < end && access.whole_in_memory(offset, j * kWidth - shift)) {
+        const int64_t j = turn + u * kPassThreads;
 #pragma unroll
-          for (int k = 0; k < A::kInputs; ++k)
-            raw[u][k] = load_pack(access.in[k] + offset.element + j * kWidth - shift);
-        }
-      }
-#pragma unroll
-      for (int u = 0; u < kUnroll; ++u) {
-        const int64_t j = turn + u * static_cast<int64_t>(blockDim.x);
-        const int64_t first = j * kWidth - shift;
-        if (j >= end) break;
-        const unsigned kept = access.kept_bits(offset, args.mask_stride, first, args.columns);
-        if (kept != kAllBits<T>) {
-#pragma unroll
-          for (int k = 0; k < A::kInputs; ++k) {
-            if (!access.whole_in_memory(offset, first)) raw[u][k] = access.load_parts(k, offset, first);
-            raw[u][k] = select_elements<T>(kept, raw[u][k], A::pad_pack(k));
+        for (int k = 0; k < A::kInputs; ++k) {
+          raw[u][k] = A::pad_pack(k);
+          if (j < to && (inner || access.whole_in_memory(offset, j * kWidth - shift))) {
+            raw[u][k] = load_pack(access.in[k] + origin + u * kPassThreads * kWidth);
           }
         }
-        use(raw[u], first, kept);
+      }
+      if constexpr (inner) {
+        use(raw, turn, to);
+      } else {
+#pragma unroll
+        for (int u = 0; u < kUnroll; ++u) {
+          const int64_t j = turn + u * kPassThreads;
+          const int64_t first = j * kWidth - shift;
+          if (j >= to) break;
+          const unsigned kept = access.kept_bits(offset, args.mask_stride, first, args.columns);
+          if (kept != kAllBits<T>) {
+#pragma unroll
+            for (int k = 0; k < A::kInputs; ++k) {
+              if (!access.whole_in_memory(offset, first)) raw[u][k] = access.load_parts(k, offset, first);
+              raw[u][k] = select_elements<T>(kept, raw[u][k], A::pad_pack(k));
+            }
+          }
+          use(raw[u], j, kept);
+        }
       }
     }
+  }
+
+  // The packs [whole_begin, whole_end) lie wholly inside the row and are not masked.
+  __device__ __forceinline__ int64_t whole_begin() const {
+    return A::kMasked ? begin : max(begin, static_cast<int64_t>(shift > 0));
+  }
+  __device__ __forceinline__ int64_t whole_end() const {
+    return A::kMasked ? begin : max(whole_begin(), min(end, (shift + args.columns) / kWidth));
   }
 
   // The state of the stretch, known to all threads of the block.
   __device__ __forceinline__ State<typename A::C> state() const {
     using Op = typename A::Op;
     using M = typename A::M;
-    State<typename A::C> state = identity<Op, M>();
-    for_packs([&](const Pack(&raw)[A::kInputs], int64_t, unsigned) {
+    using C = typename A::C;
+    State<C> state = identity<Op, M>();
+    for_packs<true>(whole_begin(), whole_end(), [&](const Pack(&raw)[kUnroll][A::kInputs], int64_t, int64_t) {
+      if constexpr (Op::kHasPivot) {
+        Pack largest = raw[0][0];
+#pragma unroll
+        for (int u = 1; u < kUnroll; ++u) largest = Elements<T>::max(largest, raw[u][0]);
+        const C pivot = M::max(state.pivot, A::max_element(largest));
+        state.sum *= Relative<M>::rescale(state.pivot, pivot);
+        state.pivot = pivot;
+      }
+      const Relative<M> relative(state.pivot);
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) state.sum += A::sum_of_terms(relative, raw[u]);
+    });
+    const auto one = [&](const Pack(&raw)[A::kInputs], int64_t, unsigned) {
       typename A::Values values;
       A::widen(values, raw);
       accumulate<Op, M>(state, values);
-    });
+    };
+    for_packs<false>(begin, min(end, whole_begin()), one);
+    for_packs<false>(whole_end(), end, one);
     return BlockGroup<Op, M>().combine_warps(combine_over_lanes<Op, M, 32>(state));
   }
 
   __device__ __forceinline__ void finish(const typename A::Op::Row& row) const {
     const A& access = args.access;
-    for_packs([&](const Pack(&raw)[A::kInputs], int64_t first, unsigned kept) {
+    for_packs<true>(whole_begin(), whole_end(), [&](const Pack(&raw)[kUnroll][A::kInputs], int64_t j, int64_t to) {
+      T* const out = access.out + offset.element + j * kWidth - shift;
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        if (j + u * kPassThreads < to) store_pack(out + u * kPassThreads * kWidth, A::finish(row, raw[u]));
+      }
+    });
+    const auto one = [&](const Pack(&raw)[A::kInputs], int64_t j, unsigned kept) {
+      const int64_t first = j * kWidth - shift;
       if (first >= 0 && first + kWidth <= args.columns) {
         store_pack(access.out + offset.element + first, A::with_masked(A::finish(row, raw), kept));
       } else {
         access.store_parts(A::finish(row, raw), offset, first, args.columns, kept);
       }
-    });
+    };
+    for_packs<false>(begin, min(end, whole_begin()), one);
+    for_packs<false>(whole_end(), end, one);
   }
 };
 
@@ -118,9 +161,14 @@ __global__ void __launch_bounds__(kPassThreads) finish_pieces(const __grid_const
   const int64_t index = static_cast<int64_t>(gridDim.x) - 1 - blockIdx.x;
   const int64_t row = args.first_row + index / args.pieces;
   const int64_t piece = index % args.pieces;
-  const WordsInMemory<C> words{args.words + row * args.pieces * kStateWords<C>};
-  const State<C> state = await_row<Op, M>(words, args.pieces);
-  Stretch<A>(args.rows, row, piece * args.share, args.share).finish(Op::row(state));
+  __shared__ State<C> shared;
+  if (threadIdx.x < 32) {
+    const WordsInMemory<C> words{args.words + row * args.pieces * kStateWords<C>};
+    const State<C> state = await_row<Op, M, 4>(words, args.pieces);
+    if (threadIdx.x == 0) shared = state;
+  }
+  __syncthreads();
+  Stretch<A>(args.rows, row, piece * args.share, args.share).finish(Op::row(shared));
 }
 
 // A row read twice by a block, where there is no memory for an exchange.

@@ -197,7 +197,7 @@ __global__ void __launch_bounds__(kRingThreads + 32, 1) rows_in_ring(const __gri
       wait(&summed[turn.stage], turn.parity);
       if (chunk / chunks != row) {
         row = chunk / chunks;
-        state = await_row<Op, M>(words_of(row), args.chunks);
+        state = await_row<Op, M, 2>(words_of(row), args.chunks);
       }
       if (lane == 0) finished[turn.stage] = state;
     }

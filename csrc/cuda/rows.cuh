@@ -174,4 +174,54 @@ __global__ void __launch_bounds__(256) rows_in_block(const __grid_constant__ Row
   row_in_registers<A, kPacks, kEdges>(args, blockIdx.x, BlockGroup<typename A::Op, typename A::M>());
 }
 
+// Rows of so few columns that a pack holds several, each of them in one thread, two packs a thread.
+template <class A, int kColumns>
+__global__ void __launch_bounds__(kPacksThreads) rows_in_packs(const __grid_constant__ RowArgs<A> args) {
+  using Op = typename A::Op;
+  using M = typename A::M;
+  using C = typename A::C;
+  constexpr int kWidth = A::kWidth;
+  constexpr int kUnroll = 2;
+  const A& access = args.access;
+  const Offset origin{0, 0};
+  const int64_t first = (static_cast<int64_t>(blockIdx.x) * kUnroll * kPacksThreads + threadIdx.x) * kWidth;
+  Pack raw[kUnroll][A::kInputs];
+#pragma unroll
+  for (int u = 0; u < kUnroll; ++u) {
+    const int64_t begin = first + u * kPacksThreads * kWidth;
+#pragma unroll
+    for (int k = 0; k < A::kInputs; ++k) {
+      raw[u][k] =
+          access.whole_in_memory(origin, begin) ? load_pack(access.in[k] + begin) : access.load_parts(k, origin, begin);
+    }
+  }
+#pragma unroll
+  for (int u = 0; u < kUnroll; ++u) {
+    const int64_t begin = first + u * kPacksThreads * kWidth;
+    typename A::Values values;
+    A::widen(values, raw[u]);
+    C result[kWidth];
+#pragma unroll
+    for (int r = 0; r < kWidth; r += kColumns) {
+      C row[kColumns][A::kInputs];
+#pragma unroll
+      for (int i = 0; i < kColumns; ++i) {
+#pragma unroll
+        for (int k = 0; k < A::kInputs; ++k) row[i][k] = values[r + i][k];
+      }
+      State<C> state = identity<Op, M>();
+      accumulate<Op, M>(state, row);
+      const auto finished = Op::row(state);
+#pragma unroll
+      for (int i = 0; i < kColumns; ++i) result[r + i] = Op::finish(finished, row[i]);
+    }
+    if (access.whole_in_memory(origin, begin)) {
+      store_pack(access.out + begin, Elements<typename A::T>::narrow(result));
+    } else {
+      store_elements(access.out + begin, Elements<typename A::T>::narrow(result),
+                     A::bits_within(begin, access.elements));
+    }
+  }
+}
+
 }  // namespace jax_softmax::cuda
