@@ -75,14 +75,14 @@ constexpr int kLanesThreads = 128;
 struct LanesAndPacks {
   int lanes, packs;
 };
-constexpr LanesAndPacks kSpread[] = {{1, 1},  {2, 1},  {4, 1},  {8, 1},  {16, 1}, {32, 1},
-                                     {32, 2}, {32, 3}, {32, 4}, {32, 5}, {32, 6}, {32, 8}};
+constexpr LanesAndPacks kSpread[] = {{1, 1},  {2, 1},  {4, 1},  {8, 1},  {4, 3},  {16, 1}, {8, 3}, {32, 1},
+                                     {16, 3}, {32, 2}, {32, 3}, {32, 4}, {32, 5}, {32, 6}, {32, 8}};
 constexpr LanesAndPacks kSharing[] = {{1, 1},  {2, 1},  {4, 1},  {4, 2},  {8, 2},  {8, 3},  {16, 2},
                                       {16, 3}, {32, 2}, {32, 3}, {32, 4}, {32, 5}, {32, 6}, {32, 8}};
 // The most packs that a warp, and a block, hold in registers without a spill.
 constexpr int kWarpPacks = 8 * 32;
 constexpr int kBlockPacks = 4 * 256;
-constexpr int kWholeBlockPacks = 8 * 256;  // where all threads' packs are full
+constexpr int kLongBlockPacks = 8 * 256;  // where there is no mask to hold as well
 // Static shared memory of the chunks and ring schedules, rounded up.
 constexpr int kChunksStaticBytes = 3 << 10;
 // Up to so many chunks for each multiprocessor are spread one to a block: a call that ends sooner than a ring fills.
@@ -215,7 +215,7 @@ CudaPlan make_cuda_plan(const View& view, Op op, DType dtype, Alignment alignmen
     set_edges(plan.lanes);
     return plan;
   }
-  if (packs <= kBlockPacks || (aligned && !view.masked && packs <= kWholeBlockPacks && packs % 256 == 0)) {
+  if (packs <= kBlockPacks || (!view.masked && packs <= kLongBlockPacks)) {
     plan.schedule = Schedule::kBlock;
     plan.packs = packs <= kBlockPacks ? 4 : 8;
     plan.threads = plan.lanes = static_cast<int>(ceil_div(packs, plan.packs * 32) * 32);
@@ -249,7 +249,7 @@ CudaPlan make_cuda_plan(const View& view, Op op, DType dtype, Alignment alignmen
   const bool few = all_chunks <= static_cast<int64_t>(kFewChunks) * device.multiprocessors;
   if (clusters && all_chunks <= device.multiprocessors && spread(1, kSmallCluster)) return plan;
   if (spread(kMostTeams, 1)) return plan;
-  if (clusters && inputs == 2 && spread(kMostTeams, kSmallCluster)) return plan;
+  if (clusters && (inputs == 2 || !aligned) && spread(kMostTeams, inputs == 2 ? kSmallCluster : 2)) return plan;
   const int64_t stages = std::min<int64_t>(kMostStages, shared / chunk_bytes);
   // Rings that hold no more than a row and a third would wait for one another.
   if (scratch && clusters && chunks * 4 <= stages * device.multiprocessors * 3 && chunks <= kMostChunks) {
@@ -277,7 +277,7 @@ CudaPlan make_cuda_plan(const View& view, Op op, DType dtype, Alignment alignmen
     plan.schedule = Schedule::kPasses;
     plan.scratch = true;
     cut(&plan, packs, piece_packs(packs, inputs));
-    plan.blocks = plan.chunks;
+    plan.blocks = 2 * plan.chunks;
     plan.lanes = plan.threads * plan.chunks;
     plan.launch_rows = std::max<int64_t>(1, kPassBytes / (packs * kPackBytes * inputs));
     return plan;

@@ -94,7 +94,7 @@ inline constexpr int kRingSummers = 3;     // teams of a ring that sum terms
 inline constexpr int kRingWriters = 2;     // teams of a ring that write results
 inline constexpr int kRingCopies = 4;      // chunks that a ring copies at once
 inline constexpr int kRingThreads = (kRingSummers + kRingWriters) * kChunkThreads + 3 * 32;
-inline constexpr int kPassThreads = 512;
+inline constexpr int kPassThreads = 256;
 inline constexpr int kSlabThreads = 128;
 inline constexpr int kPacksThreads = 256;
 

@@ -93,10 +93,12 @@ struct Chunk {
                ? packs - 1
                : packs;
   }
-  // Copies, by one thread, those that cannot.
-  __device__ __forceinline__ void copy_beyond() const {
+  // Copies those that cannot, where `mine` says that it is for this thread to do.
+  template <class Mine>
+  __device__ __forceinline__ void copy_beyond(Mine mine) const {
     if constexpr (kEdges == Edges::kParts) {
       const auto copy = [&](int j) {
+        if (!mine(j)) return;
 #pragma unroll
         for (int k = 0; k < A::kInputs; ++k) *at(k, j) = args.access.load_parts(k, row, first + j * kWidth);
       };
@@ -105,7 +107,7 @@ struct Chunk {
     }
   }
 
-  // The state of the warp's packs. They are read twice: holding them would cost registers that other blocks need.
+  // The state of the warp's packs.
   __device__ __forceinline__ State<C> warp_state() const {
     if constexpr (A::kMasked) {
 #pragma unroll
@@ -116,31 +118,39 @@ struct Chunk {
     } else {
       for_edges([&](int j) { mend(j, A::bits_within(first + j * kWidth, columns())); });
     }
-    C pivot = M::constant(0);
-    if constexpr (Op::kHasPivot) {
-      Pack largest = A::pad_pack(0);
+    if constexpr (!Op::kHasPivot) {
+      const Relative<M> relative(M::constant(0));
+      C sum = M::constant(0);
 #pragma unroll
       for (int p = 0; p < kPacks; ++p) {
         const int j = rank + p * kChunkThreads;
-        Pack pack = A::pad_pack(0);
-        if (j < packs) pack = *at(0, j);
-        largest = Elements<T>::max(largest, pack);
-      }
-      pivot = max_over_lanes<32, M>(A::max_element(largest));
-    }
-    const Relative<M> relative(pivot);
-    C sum = M::constant(0);
-#pragma unroll
-    for (int p = 0; p < kPacks; ++p) {
-      const int j = rank + p * kChunkThreads;
-      if (j < packs) {
+        if (j >= packs) continue;
         Pack raw[A::kInputs];
 #pragma unroll
         for (int k = 0; k < A::kInputs; ++k) raw[k] = *at(k, j);
         sum += A::sum_of_terms(relative, raw);
       }
+      return {M::constant(0), sum_over_lanes<32>(sum)};
+    } else {
+      Pack raw[kPacks][1];
+#pragma unroll
+      for (int p = 0; p < kPacks; ++p) {
+        const int j = rank + p * kChunkThreads;
+        raw[p][0] = A::pad_pack(0);
+        if (j < packs) raw[p][0] = *at(0, j);
+      }
+      Pack largest = raw[0][0];
+#pragma unroll
+      for (int p = 1; p < kPacks; ++p) largest = Elements<T>::max(largest, raw[p][0]);
+      const C pivot = max_over_lanes<32, M>(A::max_element(largest));
+      const Relative<M> relative(pivot);
+      C sum = M::constant(0);
+#pragma unroll
+      for (int p = 0; p < kPacks; ++p) {
+        if (p * kChunkThreads < packs) sum += A::sum_of_terms(relative, raw[p]);
+      }
+      return {pivot, sum_over_lanes<32>(sum)};
     }
-    return {pivot, sum_over_lanes<32>(sum)};
   }
 
   __device__ __forceinline__ void finish(const typename Op::Row& finished) const {
@@ -188,7 +198,7 @@ __device__ __forceinline__ int cluster_register(bool rank) {
 // A block has one or more neighbouring chunks of a row, a team each. What is left of the row belongs to the other
 // blocks of its cluster or, if there are words, to any.
 template <class A, Edges kEdges>
-__global__ void __launch_bounds__(kMostTeams* kChunkThreads, 3)
+__global__ void __launch_bounds__(kMostTeams* kChunkThreads, A::kInputs == 1 ? 2 : 3)
     rows_in_chunks(const __grid_constant__ ChunkArgs<A> args) {
   using Op = typename A::Op;
   using M = typename A::M;
@@ -202,7 +212,7 @@ __global__ void __launch_bounds__(kMostTeams* kChunkThreads, 3)
   const int64_t row = blockIdx.x / blocks;
   const int begin = static_cast<int>(blockIdx.x - row * blocks) * teams;
   const bool clustered = cluster_register(false) > 1;
-  if (!args.words) {
+  if (clustered) {
     for (int i = threadIdx.x; i < args.chunks * kWords; i += blockDim.x) words[i] = kUnpublished;
   }
 #if __CUDA_ARCH__ >= 900
@@ -219,13 +229,9 @@ __global__ void __launch_bounds__(kMostTeams* kChunkThreads, 3)
       if (j >= work.copy_begin() && j < work.copy_end()) copy_pack(work.at(k, j), in + p * kChunkThreads * A::kWidth);
     }
   }
-  if (kEdges == Edges::kParts) {
-    if (work.rank == 0) work.copy_beyond();
-    wait_for_copies();
-    __syncthreads();
-  } else {
-    wait_for_copies();  // each thread reads only what it copied itself
-  }
+  // Each thread reads only what it has copied itself, so that there is no need for a barrier.
+  work.copy_beyond([&](int j) { return j % kChunkThreads == work.rank; });
+  wait_for_copies();
   const State<C> warp = work.warp_state();
   if (threadIdx.x % 32 == 0) part[threadIdx.x / 32] = warp;
 #if __CUDA_ARCH__ >= 900
@@ -239,25 +245,25 @@ __global__ void __launch_bounds__(kMostTeams* kChunkThreads, 3)
     state = combine_over_lanes<Op, M, kTeamWarps>(part[team * kTeamWarps + threadIdx.x % kTeamWarps]);
     if (work.rank == 0 && begin + team < args.chunks) exchange.publish(begin + team, state);
     state = await_row<Op, M>(exchange, args.chunks);
-  } else {
+  } else if (clustered) {
     // One warp tells every block of the cluster, this one as well.
     const WordsInCluster<C> exchange{words};
     if (threadIdx.x < 32) {
-      for (int t = 0; t < teams; ++t) {
+      for (int t = 0; t < teams && begin + t < args.chunks; ++t) {
         state = combine_over_lanes<Op, M, kTeamWarps>(part[t * kTeamWarps + threadIdx.x % kTeamWarps]);
-        if (begin + t >= args.chunks) break;
-        if (clustered) {
-          if (static_cast<int>(threadIdx.x) < blocks) exchange.publish(begin + t, state, threadIdx.x);
-        } else if (threadIdx.x == 0) {
-          uint64_t bits[kWords];
-          to_words(bits, state);
-#pragma unroll
-          for (int w = 0; w < kWords; ++w) words[(begin + t) * kWords + w] = bits[w];
-        }
+        if (static_cast<int>(threadIdx.x) < blocks) exchange.publish(begin + t, state, threadIdx.x);
       }
     }
-    if (!clustered) __syncthreads();
     state = await_row<Op, M>(exchange, args.chunks);
+  } else {
+    // The chunks' states in every fourth lane, whose sum has the same order as that of neighbouring lanes.
+    static_assert(kMostTeams <= 4 && kTeamWarps == 4);
+    const int lane = threadIdx.x % 32;
+    state = identity<Op, M>();
+    if (lane < teams * kTeamWarps) state = part[lane];
+    state = combine_over_lanes<Op, M, kTeamWarps>(state);
+    if (lane % kTeamWarps != 0) state = identity<Op, M>();
+    state = combine_over_lanes<Op, M, 32>(state);
   }
   work.finish(Op::row(state));
 }

@@ -132,6 +132,10 @@ __device__ __forceinline__ State<typename M::Value> await_row(const Words& words
   State<typename M::Value> state = identity<Op, M>();
   if (chunks <= 32) {
     state = await_parts<Op, M, 1, 1>(state, words, 0, chunks);
+  } else if (chunks <= 64) {
+    state = await_parts<Op, M, 2, 1>(state, words, 0, chunks);
+  } else if (chunks <= 256) {
+    for (int begin = 0; begin < chunks; begin += 32 * 4) state = await_parts<Op, M, 4, 1>(state, words, begin, chunks);
   } else {
     for (int begin = 0; begin < chunks; begin += 32 * 4 * kGroups) {
       state = await_parts<Op, M, 4, kGroups>(state, words, begin, chunks);

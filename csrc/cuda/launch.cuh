@@ -58,7 +58,7 @@ cudaError_t enqueue(void (*kernel)(Args...), const CudaPlan& plan, cudaStream_t 
 
 // lanes * 10 + packs; plan.cc chooses among the same.
 using LanesAndPacks =
-    std::integer_sequence<int, 11, 21, 41, 42, 81, 82, 83, 161, 162, 163, 321, 322, 323, 324, 325, 326, 328>;
+    std::integer_sequence<int, 11, 21, 41, 42, 43, 81, 82, 83, 161, 162, 163, 321, 322, 323, 324, 325, 326, 328>;
 
 // Kernels are picked from the plan's run-time numbers by trying each number that is compiled in; cudaErrorInvalidValue
 // means that the plan asks for one that is not.
@@ -86,10 +86,12 @@ cudaError_t enqueue_any_lanes(std::integer_sequence<int, lanes_and_packs...>, co
 template <class A>
 cudaError_t enqueue_block(const CudaPlan& plan, const RowArgs<A>& args, cudaStream_t stream) {
   if constexpr (!A::kMasked) {
-    if (plan.edges == Edges::kNone) {
-      return plan.packs == 8 ? enqueue(rows_in_block<A, 8, Edges::kNone>, plan, stream, args)
-                             : enqueue(rows_in_block<A, 4, Edges::kNone>, plan, stream, args);
+    if (plan.packs == 8) {
+      if (plan.edges == Edges::kNone) return enqueue(rows_in_block<A, 8, Edges::kNone>, plan, stream, args);
+      if (plan.edges == Edges::kWhole) return enqueue(rows_in_block<A, 8, Edges::kWhole>, plan, stream, args);
+      return enqueue(rows_in_block<A, 8, Edges::kParts>, plan, stream, args);
     }
+    if (plan.edges == Edges::kNone) return enqueue(rows_in_block<A, 4, Edges::kNone>, plan, stream, args);
     if (plan.edges == Edges::kWhole) return enqueue(rows_in_block<A, 4, Edges::kWhole>, plan, stream, args);
   }
   return enqueue(rows_in_block<A, 4, Edges::kParts>, plan, stream, args);
@@ -124,14 +126,18 @@ cudaError_t enqueue_chunks(const CudaPlan& plan, const RowArgs<A>& rows, uint64_
   return go(std::integral_constant<Edges, Edges::kParts>());
 }
 
+// Each launch reads some rows for the second time and the next ones for the first.
 template <class A>
 cudaError_t enqueue_passes(CudaPlan plan, const RowArgs<A>& rows, uint64_t* words, cudaStream_t stream) {
   cudaError_t status = cudaSuccess;
-  for (int64_t row = 0; row < rows.rows && status == cudaSuccess; row += plan.launch_rows) {
-    const PassArgs<A> args{rows, row, words, plan.chunks, plan.share};
-    plan.blocks = std::min(plan.launch_rows, rows.rows - row) * plan.chunks;
-    status = enqueue(sum_pieces<A>, plan, stream, row ? Mode::kOverlapping : Mode::kPlain, args);
-    if (status == cudaSuccess) status = enqueue(finish_pieces<A>, plan, stream, Mode::kOverlapping, args);
+  for (int64_t row = 0; row < rows.rows + plan.launch_rows && status == cudaSuccess; row += plan.launch_rows) {
+    PassArgs<A> args{rows, words, plan.chunks, plan.share};
+    args.sum_begin = std::min(row, rows.rows);
+    args.sum_end = std::min(row + plan.launch_rows, rows.rows);
+    args.finish_begin = std::max<int64_t>(row - plan.launch_rows, 0);
+    args.finish_end = args.sum_begin;
+    plan.blocks = plan.chunks * (args.sum_end - args.sum_begin + args.finish_end - args.finish_begin);
+    status = enqueue(pass<A>, plan, stream, row ? Mode::kOverlapping : Mode::kPlain, args);
   }
   return status;
 }

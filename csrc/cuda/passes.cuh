@@ -11,7 +11,7 @@ template <class A>
 struct Stretch {
   using T = typename A::T;
   static constexpr int kWidth = A::kWidth;
-  static constexpr int kUnroll = 4 / A::kInputs;
+  static constexpr int kUnroll = 6 / A::kInputs;
 
   const RowArgs<A>& args;
   const Offset offset;  // of the row
@@ -130,45 +130,41 @@ struct Stretch {
 template <class A>
 struct PassArgs {
   RowArgs<A> rows;
-  int64_t first_row;
-  uint64_t* words;  // for each piece of each row
-  int pieces;       // of a row
-  int64_t share;    // 16-byte packs of each operand in a piece
+  uint64_t* words;                   // for each piece of each row
+  int pieces;                        // of a row
+  int64_t share;                     // 16-byte packs of each operand in a piece
+  int64_t sum_begin, sum_end;        // the rows that are read for the first time
+  int64_t finish_begin, finish_end;  // and those read for the second time, of an earlier launch
 };
 
-// The first pass: the states of pieces of rows, a block to a piece.
+// A block to a piece of a row: its state or, once all states are there, its results. Those come first, and begin with
+// what was read last and may still be in the last cache.
 template <class A>
-__global__ void __launch_bounds__(kPassThreads) sum_pieces(const __grid_constant__ PassArgs<A> args) {
-  using C = typename A::C;
-  wait_for_previous_kernel();
-  let_next_kernel_start();
-  const int64_t row = args.first_row + blockIdx.x / args.pieces;
-  const int piece = blockIdx.x % args.pieces;
-  const State<C> state = Stretch<A>(args.rows, row, piece * args.share, args.share).state();
-  if (threadIdx.x == 0) {
-    WordsInMemory<C>{args.words + row * args.pieces * kStateWords<C>}.publish(piece, state);
-  }
-}
-
-// The second pass, beginning with what was read last and may still be in the last cache.
-template <class A>
-__global__ void __launch_bounds__(kPassThreads) finish_pieces(const __grid_constant__ PassArgs<A> args) {
+__global__ void __launch_bounds__(kPassThreads, 3) pass(const __grid_constant__ PassArgs<A> args) {
   using Op = typename A::Op;
   using M = typename A::M;
   using C = typename A::C;
+  __shared__ State<C> shared;
   wait_for_previous_kernel();
   let_next_kernel_start();
-  const int64_t index = static_cast<int64_t>(gridDim.x) - 1 - blockIdx.x;
-  const int64_t row = args.first_row + index / args.pieces;
-  const int64_t piece = index % args.pieces;
-  __shared__ State<C> shared;
+  const int64_t finishing = (args.finish_end - args.finish_begin) * args.pieces;
+  const bool finish = blockIdx.x < finishing;
+  const int64_t index = finish ? finishing - 1 - blockIdx.x : blockIdx.x - finishing;
+  const int64_t row = (finish ? args.finish_begin : args.sum_begin) + index / args.pieces;
+  const int piece = static_cast<int>(index % args.pieces);
+  const WordsInMemory<C> words{args.words + row * args.pieces * kStateWords<C>};
+  const Stretch<A> stretch(args.rows, row, piece * args.share, args.share);
+  if (!finish) {
+    const State<C> state = stretch.state();
+    if (threadIdx.x == 0) words.publish(piece, state);
+    return;
+  }
   if (threadIdx.x < 32) {
-    const WordsInMemory<C> words{args.words + row * args.pieces * kStateWords<C>};
     const State<C> state = await_row<Op, M, 4>(words, args.pieces);
     if (threadIdx.x == 0) shared = state;
   }
   __syncthreads();
-  Stretch<A>(args.rows, row, piece * args.share, args.share).finish(Op::row(shared));
+  stretch.finish(Op::row(shared));
 }
 
 // A row read twice by a block, where there is no memory for an exchange.

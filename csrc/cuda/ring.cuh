@@ -148,7 +148,7 @@ __global__ void __launch_bounds__(kRingThreads + 32, 1) rows_in_ring(const __gri
         }
         ticket_of[turn.stage] = chunk;
         const Work work = work_on(chunk, turn.stage);
-        work.copy_beyond();
+        work.copy_beyond([](int) { return true; });
         const int from = work.copy_begin(), bytes = max(work.copy_end() - from, 0) * kPackBytes;
         arrive_and_expect(&full[turn.stage], bytes * A::kInputs);
         if (bytes > 0) {
