@@ -82,7 +82,7 @@ constexpr LanesAndPacks kSharing[] = {{1, 1},  {2, 1},  {4, 1},  {4, 2},  {8, 2}
 // The most packs that a warp, and a block, hold in registers without a spill.
 constexpr int kWarpPacks = 8 * 32;
 constexpr int kBlockPacks = 4 * 256;
-constexpr int kLongBlockPacks = 8 * 256;  // where there is no mask to hold as well
+constexpr int kLongBlockPacks = 8 * 256;  // where there are no edges and no mask
 // Static shared memory of the chunks and ring schedules, rounded up.
 constexpr int kChunksStaticBytes = 3 << 10;
 // Up to so many chunks for each multiprocessor are spread one to a block: a call that ends sooner than a ring fills.
@@ -138,10 +138,10 @@ void cut(CudaPlan* plan, int64_t packs, int64_t most) {
   plan->share = ceil_div(packs, plan->chunks);
 }
 
-// Many chunks are a multiple of what a block has, so that no block has fewer.
-void cut_into_chunks(CudaPlan* plan, int64_t packs, int inputs) {
-  cut(plan, packs, kChunkThreads * kChunkPacks / inputs);
-  if (plan->chunks <= kMostTeams) return;
+void cut_into_chunks(CudaPlan* plan, int64_t packs, int inputs, Edges edges) {
+  cut(plan, packs, chunk_threads(inputs) * chunk_packs(edges));
+  // For a cluster, a multiple of what a block has, so that no block has fewer.
+  if (inputs == 1 || plan->chunks <= kMostTeams) return;
   plan->chunks = static_cast<int>(ceil_div(plan->chunks, kMostTeams) * kMostTeams);
   plan->share = ceil_div(packs, plan->chunks);
 }
@@ -215,7 +215,7 @@ CudaPlan make_cuda_plan(const View& view, Op op, DType dtype, Alignment alignmen
     set_edges(plan.lanes);
     return plan;
   }
-  if (packs <= kBlockPacks || (!view.masked && packs <= kLongBlockPacks)) {
+  if (packs <= kBlockPacks || (aligned && !view.masked && packs <= kLongBlockPacks)) {
     plan.schedule = Schedule::kBlock;
     plan.packs = packs <= kBlockPacks ? 4 : 8;
     plan.threads = plan.lanes = static_cast<int>(ceil_div(packs, plan.packs * 32) * 32);
@@ -225,9 +225,10 @@ CudaPlan make_cuda_plan(const View& view, Op op, DType dtype, Alignment alignmen
   }
 
   const int inputs = inputs_of(op);
-  cut_into_chunks(&plan, packs, inputs);
   set_edges(0);
-  plan.packs = kChunkPacks / inputs;
+  cut_into_chunks(&plan, packs, inputs, plan.edges);
+  plan.packs = chunk_packs(plan.edges);
+  const int team_threads = chunk_threads(inputs);
   const int64_t chunk_bytes = plan.share * kPackBytes * inputs;
   const int64_t shared = device.shared_memory_per_block - kChunksStaticBytes;
   const int64_t chunks = plan.chunks, all_chunks = view.rows * chunks;
@@ -240,7 +241,7 @@ CudaPlan make_cuda_plan(const View& view, Op op, DType dtype, Alignment alignmen
     teams = ceil_div(chunks, blocks);
     plan.schedule = Schedule::kChunks;
     plan.cluster = static_cast<int>(blocks);
-    plan.threads = static_cast<int>(teams * kChunkThreads);
+    plan.threads = static_cast<int>(teams * team_threads);
     plan.lanes = static_cast<int>(plan.threads * blocks);
     plan.blocks = view.rows * blocks;
     plan.shared_bytes = static_cast<int>(teams * chunk_bytes);
@@ -249,21 +250,21 @@ CudaPlan make_cuda_plan(const View& view, Op op, DType dtype, Alignment alignmen
   const bool few = all_chunks <= static_cast<int64_t>(kFewChunks) * device.multiprocessors;
   if (clusters && all_chunks <= device.multiprocessors && spread(1, kSmallCluster)) return plan;
   if (spread(kMostTeams, 1)) return plan;
-  if (clusters && (inputs == 2 || !aligned) && spread(kMostTeams, inputs == 2 ? kSmallCluster : 2)) return plan;
+  if (clusters && inputs == 2 && spread(kMostTeams, kSmallCluster)) return plan;
   const int64_t stages = std::min<int64_t>(kMostStages, shared / chunk_bytes);
   // Rings that hold no more than a row and a third would wait for one another.
   if (scratch && clusters && chunks * 4 <= stages * device.multiprocessors * 3 && chunks <= kMostChunks) {
     plan.scratch = true;
     if (few) {
       plan.schedule = Schedule::kChunks;
-      plan.threads = kChunkThreads;
+      plan.threads = team_threads;
       plan.lanes = static_cast<int>(plan.threads * chunks);
       plan.blocks = all_chunks;
       plan.shared_bytes = static_cast<int>(chunk_bytes);
     } else {
       plan.schedule = Schedule::kRing;
-      plan.threads = kRingThreads + (chunks > kLongRing ? 32 : 0);
-      plan.lanes = static_cast<int>(kChunkThreads * chunks);
+      plan.threads = ring_threads(inputs) + (chunks > kLongRing ? 32 : 0);
+      plan.lanes = static_cast<int>(team_threads * chunks);
       plan.blocks = device.multiprocessors;
       plan.stages = static_cast<int>(stages);
       plan.shared_bytes = static_cast<int>(stages * chunk_bytes);
@@ -283,7 +284,7 @@ CudaPlan make_cuda_plan(const View& view, Op op, DType dtype, Alignment alignmen
     return plan;
   }
   if (clusters && spread(kMostTeams, device.largest_cluster)) {
-    plan.packs = kChunkPacks / inputs;
+    plan.packs = chunk_packs(plan.edges);
     return plan;
   }
   plan.schedule = Schedule::kStream;
@@ -300,7 +301,7 @@ int64_t scratch_bytes(const View& view, Op op, DType dtype) {
   const int64_t packs = ceil_div(view.columns + per_pack - 1, per_pack);
   if (packs <= kBlockPacks) return 0;
   CudaPlan plan{};  // there are never more pieces than chunks
-  cut_into_chunks(&plan, packs, inputs_of(op));
+  cut_into_chunks(&plan, packs, inputs_of(op), Edges::kNone);
   if (plan.chunks <= kFewestChunks) return 0;
   const int64_t state = dtype == DType::kF64 ? 16 : 8;
   return view.rows * std::min(plan.chunks, kMostChunks) * state + 8;

@@ -1,14 +1,12 @@
-// Rows that are cut into chunks of up to 16 KB of all operands together, which teams of 128 threads hold in shared
-// memory. A row's chunks, and so its bits, are the same however many of them a block has and however blocks exchange
-// their states.
+// Rows that are cut into chunks of about 16 KB of all operands together, which teams of threads hold in shared memory.
+// A row's chunks, and so its bits, are the same however many of them a block has and however blocks exchange their
+// states.
 #pragma once
 
 #include "cuda/exchange.cuh"
 #include "cuda/rows.cuh"
 
 namespace jax_softmax::cuda {
-
-inline constexpr int kTeamWarps = kChunkThreads / 32;
 
 template <class A>
 struct ChunkArgs {
@@ -36,7 +34,7 @@ __device__ __forceinline__ void wait_for_copies() {
 #endif
 }
 
-// A chunk as one thread of its team sees it, which has the packs rank + p * kChunkThreads.
+// A chunk as one thread of its team sees it, which has the packs rank + p * kThreads.
 template <class A, Edges kEdges>
 struct Chunk {
   using Op = typename A::Op;
@@ -44,7 +42,11 @@ struct Chunk {
   using C = typename A::C;
   using T = typename A::T;
   static constexpr int kWidth = A::kWidth;
-  static constexpr int kPacks = kChunkPacks / A::kInputs;
+  static constexpr int kPacks = chunk_packs(kEdges);
+  static constexpr int kThreads = chunk_threads(A::kInputs);
+  static constexpr int kWarps = kThreads / 32;
+  // Terms are kept in the place of elements where there is room for them, to be taken once.
+  static constexpr bool kKeepsTerms = Op::kResultIsScaledTerm && sizeof(T) == sizeof(C);
 
   const RowArgs<A>& args;
   const int share;
@@ -58,7 +60,7 @@ struct Chunk {
       : args(chunks.rows),
         share(chunks.share),
         shared(shared),
-        rank(threadIdx.x % kChunkThreads),
+        rank(threadIdx.x % kThreads),
         row(chunks.rows.offset(index)) {
     const int shift = kEdges == Edges::kParts ? args.access.shift_of(row) : 0;
     const int row_packs = (shift + columns() + kWidth - 1) / kWidth;
@@ -66,7 +68,7 @@ struct Chunk {
     packs = chunk < chunks.chunks ? min(share, row_packs - chunk * share) : 0;
   }
   __device__ __forceinline__ int columns() const { return static_cast<int>(args.columns); }
-  __device__ __forceinline__ int first_of(int p) const { return first + (rank + p * kChunkThreads) * kWidth; }
+  __device__ __forceinline__ int first_of(int p) const { return first + (rank + p * kThreads) * kWidth; }
   __device__ __forceinline__ Pack* at(int k, int j) const { return shared + k * share + j; }
   // The packs [whole_begin, whole_end) lie wholly inside the row; the row's first and last one may not.
   __device__ __forceinline__ int whole_begin() const { return kEdges == Edges::kParts && first < 0 ? 1 : 0; }
@@ -80,7 +82,7 @@ struct Chunk {
     if constexpr (kEdges == Edges::kParts) {
       if (packs > 0 && first < 0 && rank == 0) body(0);
       const int last = packs - 1;
-      if (whole_end() == last && last >= whole_begin() && last % kChunkThreads == rank) body(last);
+      if (whole_end() == last && last >= whole_begin() && last % kThreads == rank) body(last);
     }
   }
 
@@ -112,7 +114,7 @@ struct Chunk {
     if constexpr (A::kMasked) {
 #pragma unroll
       for (int p = 0; p < kPacks; ++p) {
-        const int j = rank + p * kChunkThreads;
+        const int j = rank + p * kThreads;
         if (j < packs) mend(j, args.access.kept_bits(row, args.mask_stride, first + j * kWidth, columns()));
       }
     } else {
@@ -123,7 +125,7 @@ struct Chunk {
       C sum = M::constant(0);
 #pragma unroll
       for (int p = 0; p < kPacks; ++p) {
-        const int j = rank + p * kChunkThreads;
+        const int j = rank + p * kThreads;
         if (j >= packs) continue;
         Pack raw[A::kInputs];
 #pragma unroll
@@ -135,7 +137,7 @@ struct Chunk {
       Pack raw[kPacks][1];
 #pragma unroll
       for (int p = 0; p < kPacks; ++p) {
-        const int j = rank + p * kChunkThreads;
+        const int j = rank + p * kThreads;
         raw[p][0] = A::pad_pack(0);
         if (j < packs) raw[p][0] = *at(0, j);
       }
@@ -147,30 +149,52 @@ struct Chunk {
       C sum = M::constant(0);
 #pragma unroll
       for (int p = 0; p < kPacks; ++p) {
-        if (p * kChunkThreads < packs) sum += A::sum_of_terms(relative, raw[p]);
+        if (p * kThreads >= packs) continue;
+        if constexpr (kKeepsTerms) {
+          C terms[kWidth], part = M::constant(0);
+          Elements<T>::widen(terms, raw[p][0]);
+#pragma unroll
+          for (int i = 0; i < kWidth; ++i) part += terms[i] = Op::term(relative, &terms[i]);
+          sum += part;
+          if (rank + p * kThreads < packs) *at(0, rank + p * kThreads) = Elements<T>::narrow(terms);
+        } else {
+          sum += A::sum_of_terms(relative, raw[p]);
+        }
       }
       return {pivot, sum_over_lanes<32>(sum)};
     }
   }
 
-  __device__ __forceinline__ void finish(const typename Op::Row& finished) const {
+  // `state` is the row's, `pivot` that of the warp whose packs these are.
+  __device__ __forceinline__ void finish(const State<C>& state, C pivot) const {
     const A& access = args.access;
+    const auto finished = Op::row(state);
+    C scale = M::constant(1);
+    if constexpr (kKeepsTerms) scale = Op::term_scale(state, pivot);
     const auto result_of = [&](int j) {
       Pack raw[A::kInputs];
 #pragma unroll
       for (int k = 0; k < A::kInputs; ++k) raw[k] = *at(k, j);
-      return A::finish(finished, raw);
+      if constexpr (kKeepsTerms) {
+        C terms[kWidth];
+        Elements<T>::widen(terms, raw[0]);
+#pragma unroll
+        for (int i = 0; i < kWidth; ++i) terms[i] *= scale;
+        return Elements<T>::narrow(terms);
+      } else {
+        return A::finish(finished, raw);
+      }
     };
     const auto kept_of = [&](int j) { return access.kept_bits(row, args.mask_stride, first + j * kWidth, columns()); };
     T* const out = opaque(access.out + row.element + first_of(0));
     const int begin = whole_begin(), end = whole_end();
 #pragma unroll
     for (int p = 0; p < kPacks; ++p) {
-      const int j = rank + p * kChunkThreads;
+      const int j = rank + p * kThreads;
       if (j < begin || j >= end) continue;
       Pack result = result_of(j);
       if constexpr (A::kMasked) result = A::with_masked(result, kept_of(j));
-      store_pack(out + p * kChunkThreads * kWidth, result);
+      store_pack(out + p * kThreads * kWidth, result);
     }
     for_edges([&](int j) { access.store_parts(result_of(j), row, first + j * kWidth, columns(), kept_of(j)); });
   }
@@ -198,16 +222,19 @@ __device__ __forceinline__ int cluster_register(bool rank) {
 // A block has one or more neighbouring chunks of a row, a team each. What is left of the row belongs to the other
 // blocks of its cluster or, if there are words, to any.
 template <class A, Edges kEdges>
-__global__ void __launch_bounds__(kMostTeams* kChunkThreads, A::kInputs == 1 ? 2 : 3)
+__global__ void __launch_bounds__(kMostTeams* chunk_threads(A::kInputs), sizeof(typename A::C) == 8 ? 1
+                                                                         : A::kInputs == 1          ? 2
+                                                                                                    : 3)
     rows_in_chunks(const __grid_constant__ ChunkArgs<A> args) {
   using Op = typename A::Op;
   using M = typename A::M;
   using C = typename A::C;
   constexpr int kWords = kStateWords<C>;
+  constexpr int kThreads = Chunk<A, kEdges>::kThreads, kTeamWarps = Chunk<A, kEdges>::kWarps;
   extern __shared__ Pack shared[];
   __shared__ State<C> part[kMostTeams * kTeamWarps];
   __shared__ uint64_t words[kMostTeams * kMostBlocks * kWords];
-  const int teams = blockDim.x / kChunkThreads, team = threadIdx.x / kChunkThreads;
+  const int teams = blockDim.x / kThreads, team = threadIdx.x / kThreads;
   const int blocks = (args.chunks + teams - 1) / teams;  // of a row
   const int64_t row = blockIdx.x / blocks;
   const int begin = static_cast<int>(blockIdx.x - row * blocks) * teams;
@@ -225,12 +252,12 @@ __global__ void __launch_bounds__(kMostTeams* kChunkThreads, A::kInputs == 1 ? 2
     const auto* const in = opaque(args.rows.access.in[k] + work.row.element + work.first_of(0));
 #pragma unroll
     for (int p = 0; p < work.kPacks; ++p) {
-      const int j = work.rank + p * kChunkThreads;
-      if (j >= work.copy_begin() && j < work.copy_end()) copy_pack(work.at(k, j), in + p * kChunkThreads * A::kWidth);
+      const int j = work.rank + p * kThreads;
+      if (j >= work.copy_begin() && j < work.copy_end()) copy_pack(work.at(k, j), in + p * kThreads * A::kWidth);
     }
   }
   // Each thread reads only what it has copied itself, so that there is no need for a barrier.
-  work.copy_beyond([&](int j) { return j % kChunkThreads == work.rank; });
+  work.copy_beyond([&](int j) { return j % kThreads == work.rank; });
   wait_for_copies();
   const State<C> warp = work.warp_state();
   if (threadIdx.x % 32 == 0) part[threadIdx.x / 32] = warp;
@@ -256,8 +283,8 @@ __global__ void __launch_bounds__(kMostTeams* kChunkThreads, A::kInputs == 1 ? 2
     }
     state = await_row<Op, M>(exchange, args.chunks);
   } else {
-    // The chunks' states in every fourth lane, whose sum has the same order as that of neighbouring lanes.
-    static_assert(kMostTeams <= 4 && kTeamWarps == 4);
+    // The chunks' states some lanes apart, whose sum has the same order as that of neighbouring lanes.
+    static_assert(kMostTeams <= 4);
     const int lane = threadIdx.x % 32;
     state = identity<Op, M>();
     if (lane < teams * kTeamWarps) state = part[lane];
@@ -265,7 +292,7 @@ __global__ void __launch_bounds__(kMostTeams* kChunkThreads, A::kInputs == 1 ? 2
     if (lane % kTeamWarps != 0) state = identity<Op, M>();
     state = combine_over_lanes<Op, M, 32>(state);
   }
-  work.finish(Op::row(state));
+  work.finish(state, warp.pivot);
 }
 
 }  // namespace jax_softmax::cuda

@@ -88,8 +88,7 @@ cudaError_t enqueue_block(const CudaPlan& plan, const RowArgs<A>& args, cudaStre
   if constexpr (!A::kMasked) {
     if (plan.packs == 8) {
       if (plan.edges == Edges::kNone) return enqueue(rows_in_block<A, 8, Edges::kNone>, plan, stream, args);
-      if (plan.edges == Edges::kWhole) return enqueue(rows_in_block<A, 8, Edges::kWhole>, plan, stream, args);
-      return enqueue(rows_in_block<A, 8, Edges::kParts>, plan, stream, args);
+      return enqueue(rows_in_block<A, 8, Edges::kWhole>, plan, stream, args);
     }
     if (plan.edges == Edges::kNone) return enqueue(rows_in_block<A, 4, Edges::kNone>, plan, stream, args);
     if (plan.edges == Edges::kWhole) return enqueue(rows_in_block<A, 4, Edges::kWhole>, plan, stream, args);

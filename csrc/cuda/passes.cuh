@@ -11,7 +11,7 @@ template <class A>
 struct Stretch {
   using T = typename A::T;
   static constexpr int kWidth = A::kWidth;
-  static constexpr int kUnroll = 6 / A::kInputs;
+  static constexpr int kUnroll = 8 / A::kInputs;
 
   const RowArgs<A>& args;
   const Offset offset;  // of the row
@@ -140,7 +140,8 @@ struct PassArgs {
 // A block to a piece of a row: its state or, once all states are there, its results. Those come first, and begin with
 // what was read last and may still be in the last cache.
 template <class A>
-__global__ void __launch_bounds__(kPassThreads, 3) pass(const __grid_constant__ PassArgs<A> args) {
+__global__ void __launch_bounds__(kPassThreads, sizeof(typename A::C) == 8 ? 1 : 3)
+    pass(const __grid_constant__ PassArgs<A> args) {
   using Op = typename A::Op;
   using M = typename A::M;
   using C = typename A::C;

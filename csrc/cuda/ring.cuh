@@ -54,22 +54,24 @@ struct Turn {
 // a ring of stages in shared memory from one group of warps to the next, by barriers that say:
 //
 //   one thread            takes a ticket and has its two chunks copied           full
-//   teams of four warps   sum the terms                                          summed
+//   teams of warps        sum the terms                                          summed
 //   one warp              publishes the chunks' states
 //   one or two warps      wait for those of the whole row                        complete
-//   teams of four warps   write the results                                      empty
+//   teams of warps        write the results                                      empty
 //
 // So copies are under way all the time, an exchange that takes its while keeps nobody from working, and a
 // multiprocessor that is slower than others takes fewer chunks. A chunk with a stage is published without waiting for
 // anybody; so all progress as long as all rings together hold a row, and the blocks all run (a cooperative launch).
 template <class A, Edges kEdges>
-__global__ void __launch_bounds__(kRingThreads + 32, 1) rows_in_ring(const __grid_constant__ ChunkArgs<A> args) {
+__global__ void __launch_bounds__(ring_threads(A::kInputs) + 32, 1)
+    rows_in_ring(const __grid_constant__ ChunkArgs<A> args) {
 #if __CUDA_ARCH__ >= 900
   using Op = typename A::Op;
   using M = typename A::M;
   using C = typename A::C;
   using Work = Chunk<A, kEdges>;
   constexpr int kWords = kStateWords<C>;
+  constexpr int kTeamWarps = Work::kWarps;
   constexpr unsigned kEnd = ~0u;
   constexpr int kEnds = kRingSummers > kRingWriters ? kRingSummers : kRingWriters;
   constexpr int kSumWarps = kRingSummers * kTeamWarps, kTeamsWarps = kSumWarps + kRingWriters * kTeamWarps;
@@ -119,7 +121,9 @@ __global__ void __launch_bounds__(kRingThreads + 32, 1) rows_in_ring(const __gri
       wait(&complete[turn.stage], turn.parity);
       const unsigned chunk = ticket_of[turn.stage];
       if (chunk == kEnd) return;
-      work_on(chunk, turn.stage).finish(Op::row(finished[turn.stage]));
+      work_on(chunk, turn.stage).finish(finished[turn.stage], part[turn.stage][warp % kTeamWarps].pivot);
+      // What was read and written here comes before the next copy, which takes another way to shared memory.
+      asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
       __syncwarp();
       if (lane == 0) arrive(&empty[turn.stage]);
     }
