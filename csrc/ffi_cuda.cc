@@ -37,4 +37,8 @@ XLA_FFI_DEFINE_HANDLER(kHandler, run,
 
 void* cuda_handler() { return reinterpret_cast<void*>(+kHandler); }
 
+void limit_cuda_device(int shared_memory_per_block, int largest_cluster) {
+  cuda::limit_device(shared_memory_per_block, largest_cluster);
+}
+
 }  // namespace jax_softmax

@@ -81,7 +81,7 @@ constexpr LanesAndPacks kSharing[] = {{1, 1},  {2, 1},  {4, 1},  {4, 2},  {8, 2}
                                       {16, 3}, {32, 2}, {32, 3}, {32, 4}, {32, 5}, {32, 6}, {32, 8}};
 // The most packs that a warp, and a block, hold in registers without a spill.
 constexpr int kWarpPacks = 8 * 32;
-constexpr int kBlockPacks = 4 * 256;
+constexpr int kBlockPacks = 2 * 256;
 constexpr int kLongBlockPacks = 8 * 256;  // where there are no edges and no mask
 // Static shared memory of the chunks and ring schedules, rounded up.
 constexpr int kChunksStaticBytes = 3 << 10;
@@ -139,7 +139,7 @@ void cut(CudaPlan* plan, int64_t packs, int64_t most) {
 }
 
 void cut_into_chunks(CudaPlan* plan, int64_t packs, int inputs, Edges edges) {
-  cut(plan, packs, chunk_threads(inputs) * chunk_packs(edges));
+  cut(plan, packs, chunk_threads(inputs, edges) * chunk_packs(inputs, edges));
   // For a cluster, a multiple of what a block has, so that no block has fewer.
   if (inputs == 1 || plan->chunks <= kMostTeams) return;
   plan->chunks = static_cast<int>(ceil_div(plan->chunks, kMostTeams) * kMostTeams);
@@ -215,9 +215,10 @@ CudaPlan make_cuda_plan(const View& view, Op op, DType dtype, Alignment alignmen
     set_edges(plan.lanes);
     return plan;
   }
-  if (packs <= kBlockPacks || (aligned && !view.masked && packs <= kLongBlockPacks)) {
+  const bool plain = aligned && !view.masked;
+  if (packs <= (plain ? kLongBlockPacks : kBlockPacks)) {
     plan.schedule = Schedule::kBlock;
-    plan.packs = packs <= kBlockPacks ? 4 : 8;
+    plan.packs = packs <= 4 * 256 ? 4 : 8;
     plan.threads = plan.lanes = static_cast<int>(ceil_div(packs, plan.packs * 32) * 32);
     plan.blocks = view.rows;
     set_edges(plan.threads);
@@ -227,8 +228,8 @@ CudaPlan make_cuda_plan(const View& view, Op op, DType dtype, Alignment alignmen
   const int inputs = inputs_of(op);
   set_edges(0);
   cut_into_chunks(&plan, packs, inputs, plan.edges);
-  plan.packs = chunk_packs(plan.edges);
-  const int team_threads = chunk_threads(inputs);
+  plan.packs = chunk_packs(inputs, plan.edges);
+  const int team_threads = chunk_threads(inputs, plan.edges);
   const int64_t chunk_bytes = plan.share * kPackBytes * inputs;
   const int64_t shared = device.shared_memory_per_block - kChunksStaticBytes;
   const int64_t chunks = plan.chunks, all_chunks = view.rows * chunks;
@@ -263,7 +264,7 @@ CudaPlan make_cuda_plan(const View& view, Op op, DType dtype, Alignment alignmen
       plan.shared_bytes = static_cast<int>(chunk_bytes);
     } else {
       plan.schedule = Schedule::kRing;
-      plan.threads = ring_threads(inputs) + (chunks > kLongRing ? 32 : 0);
+      plan.threads = ring_threads(inputs, plan.edges) + (chunks > kLongRing ? 32 : 0);
       plan.lanes = static_cast<int>(team_threads * chunks);
       plan.blocks = device.multiprocessors;
       plan.stages = static_cast<int>(stages);
@@ -284,7 +285,7 @@ CudaPlan make_cuda_plan(const View& view, Op op, DType dtype, Alignment alignmen
     return plan;
   }
   if (clusters && spread(kMostTeams, device.largest_cluster)) {
-    plan.packs = chunk_packs(plan.edges);
+    plan.packs = chunk_packs(inputs, plan.edges);
     return plan;
   }
   plan.schedule = Schedule::kStream;

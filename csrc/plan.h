@@ -85,17 +85,19 @@ enum class Edges { kNone, kWhole, kParts };
 inline constexpr const char* kEdgesNames[] = {"none", "whole", "parts"};
 
 // How the kernels are laid out; the plan's numbers are in these units.
-// A team has a chunk of a row: so many packs to a thread, and one more where rows need not begin with a whole pack.
-inline constexpr int kChunkPacks = 8;
-constexpr int chunk_packs(Edges edges) { return kChunkPacks + (edges == Edges::kParts ? 1 : 0); }
-constexpr int chunk_threads(int inputs) { return 128 / inputs; }
+// A team has a chunk of a row, of 16 KB of all operands. Where rows need not begin with a whole pack, fewer threads
+// share the cost of their edges, and each may have a pack more.
+constexpr int chunk_packs(int inputs, Edges edges) { return edges == Edges::kParts ? 9 : 8 / inputs; }
+constexpr int chunk_threads(int inputs, Edges edges) { return edges == Edges::kParts ? 128 / inputs : 128; }
 inline constexpr int kMostTeams = 4;    // in a block of the chunks schedule
 inline constexpr int kMostBlocks = 16;  // in a cluster
 inline constexpr int kMostStages = 16;  // of a ring
 inline constexpr int kRingSummers = 3;  // teams of a ring that sum terms
 inline constexpr int kRingWriters = 2;  // teams of a ring that write results
 inline constexpr int kRingCopies = 4;   // chunks that a ring copies at once
-constexpr int ring_threads(int inputs) { return (kRingSummers + kRingWriters) * chunk_threads(inputs) + 3 * 32; }
+constexpr int ring_threads(int inputs, Edges edges) {
+  return (kRingSummers + kRingWriters) * chunk_threads(inputs, edges) + 3 * 32;
+}
 inline constexpr int kPassThreads = 256;
 inline constexpr int kSlabThreads = 128;
 inline constexpr int kPacksThreads = 256;

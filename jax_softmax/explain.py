@@ -18,11 +18,14 @@ _FORWARD = tuple(JVP)
 _LINEAR = tuple(dict.fromkeys([*JVP.values(), *VJP.values()]))
 
 _SCHEDULES = {
-    "slab": "short rows side by side in shared memory, each in the registers of a few lanes",
+    "packs": "several rows in 16 bytes, each in one thread",
+    "slab": "rows side by side in shared memory, each in the registers of a few lanes",
     "lanes": "a row in the registers of up to 32 lanes of a warp",
     "block": "a row in the registers of a block",
-    "cluster": "a row held by a cluster of blocks, which exchange only its maximum and sum",
-    "stream": "a row too long to hold: read twice, the second time from L2 where it fits",
+    "chunks": "a row in the shared memory of blocks, chunk by chunk; they exchange only its maximum and sum",
+    "ring": "chunks of all rows pass through rings in shared memory; blocks exchange only maxima and sums",
+    "passes": "a row too long to hold: read twice in pieces, the second time from L2 where it fits",
+    "stream": "a row too long to hold: read twice by a block, the second time from L2 where it fits",
     "gather": "the reduced axes are not one run of memory: a block gathers the row's runs",
     "columns": "the minor axis is kept: neighbouring columns side by side",
     "jax.numpy": "no kernel for this dtype or number of dimensions",
@@ -89,7 +92,8 @@ class Explanation:
       edges: which checks the loads and stores need: none, whole (packs) or parts (of packs).
       lanes: threads that share a row.
       packs: 16-byte packs of each operand that a thread holds (slab: elements; 0: none in registers).
-      cluster: blocks that share a row.
+      chunks: parts that a row is cut into, which are exchanged or read one by one; 0 where it is not.
+      cluster: blocks that share a row through one another's shared memory.
       threads, blocks, shared_bytes: threads of a block, blocks of the grid, dynamic shared memory of a block.
       bytes: what must be read and written, once each.
       copy_rate: bytes per second that the device copies at.
@@ -110,6 +114,7 @@ class Explanation:
     edges: str
     lanes: int
     packs: int
+    chunks: int
     cluster: int
     threads: int
     blocks: int
@@ -137,7 +142,8 @@ class Explanation:
         if self.threads:
             unit = "elements" if self.schedule == "slab" else "16-byte packs"
             held = f" with {self.packs} {unit} of each operand" if self.packs else ""
-            say("a row", f"{_count(self.lanes, 'lane')}{held}, {_count(self.cluster, 'block')} a cluster")
+            cut = f", {_count(self.chunks, 'chunk')}" if self.chunks else ""
+            say("a row", f"{_count(self.lanes, 'lane')}{held}{cut}, {_count(self.cluster, 'block')} a cluster")
             say("edges", f"{self.edges}: {_EDGES.get(self.edges, '')}".rstrip(": "))
             shared = f"{self.shared_bytes:,} bytes of dynamic shared memory"
             say("grid", f"{_count(self.blocks, 'block')} of {_count(self.threads, 'thread')}, {shared}")
@@ -191,7 +197,7 @@ def explain(
         "rows": math.prod(n for d, n in enumerate(shape) if d not in axes),
         "columns": math.prod(n for d, n in enumerate(shape) if d in axes),
         "edges": "none",
-        **dict.fromkeys(("lanes", "packs", "cluster", "threads", "blocks", "shared_bytes"), 0),
+        **dict.fromkeys(("lanes", "packs", "chunks", "cluster", "threads", "blocks", "shared_bytes"), 0),
     }
     if 0 in shape:
         plan["schedule"] = "nothing"

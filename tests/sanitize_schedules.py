@@ -32,8 +32,15 @@ CASES = [
     ((2, 16384), (1,)),
     ((2, 20000), (1,)),
     ((2, 50257), (1,)),
+    ((300, 1), (1,)),
+    ((301, 2), (1,)),
+    ((40, 65), (1,)),
+    ((9, 129), (1,)),
+    ((3, 511), (1,)),
+    ((4, 8191), (1,)),
     ((1, 300001), (1,)),
-    ((1, 4000001), (1,)),
+    ((140, 70001), (1,)),
+    ((1, 25000001), (1,)),
     ((3, 33, 40), (1,)),
     ((3, 300, 7), (1,)),
     ((9, 64, 256), (1,)),
@@ -47,6 +54,8 @@ def main() -> None:
     rng = np.random.default_rng(0)
     schedules = set()
     for dtype, (shape, axes) in itertools.product(("bfloat16", "float32", "float64"), CASES):
+        if np.prod(shape) > 1_000_000 and dtype != "bfloat16":
+            continue  # the same code with other types, which shorter rows cover: a sanitizer takes its time
         x, t = (jax.device_put(rng.normal(size=shape).astype(jax.numpy.dtype(dtype))) for _ in range(2))
         for where in (None, jax.device_put(rng.random(size=shape) < 0.8)):
             mask = [] if where is None else [where]

@@ -43,14 +43,17 @@ def test_says_what_the_plan_says(shape, axis, op, device):
     model = MODULE._DEVICES[device]._asdict()
     del model["copy_rate"]
     chosen = _kernels.plan(list(shape), [axis] if isinstance(axis, int) else list(axis), op, "bfloat16", **model)
-    for key in ("schedule", "edges", "lanes", "packs", "cluster", "threads", "blocks", "shared_bytes"):
+    for key in ("schedule", "edges", "lanes", "packs", "chunks", "cluster", "threads", "blocks", "shared_bytes"):
         assert getattr(e, key) == chosen[key]
     assert e.cluster <= model["largest_cluster"]
 
 
 def test_every_schedule_is_described():
     lengths = [1, 31, 33, 2048, 8192, 50257, 1 << 20, 1 << 24]
-    explanations = [explain((7, n), dtype=d, **H200) for n in lengths for d in ("bfloat16", "float32", "float64")]
+    rows = (7, 10**5)
+    explanations = [
+        explain((r, n), dtype=d, **H200) for r in rows for n in lengths for d in ("bfloat16", "float32", "float64")
+    ]
     explanations += [explain((64, 1024, n), axis, **H200) for n in (3, 256) for axis in (1, 0, (0, 2), (0, 1))]
     for e in explanations:
         assert e.description and f"  schedule  {e.schedule}: {e.description}\n" in str(e)

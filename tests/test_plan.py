@@ -2,6 +2,7 @@
 
 import itertools
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
@@ -56,65 +57,112 @@ def test_view_keeps_dimensions_apart_that_the_mask_tells_apart():
 
 
 @pytest.mark.parametrize(
-    "columns,dtype,schedule,edges,cluster",
+    "columns,dtype,schedule,edges,chunks",
     [
-        (1, "float32", "slab", "parts", 1),
-        (31, "bfloat16", "slab", "parts", 1),
-        (32, "bfloat16", "lanes", "none", 1),
-        (33, "bfloat16", "lanes", "parts", 1),
-        (24, "bfloat16", "lanes", "whole", 1),
-        (2048, "bfloat16", "lanes", "none", 1),
-        (2049, "bfloat16", "block", "parts", 1),
-        (8192, "bfloat16", "block", "none", 1),
-        (8191, "bfloat16", "cluster", "parts", 1),
-        (16384, "bfloat16", "block", "none", 1),
-        (16384, "float32", "cluster", "none", 1),
-        (32768, "bfloat16", "cluster", "none", 1),
-        (32776, "bfloat16", "cluster", "whole", 2),
-        (262144, "bfloat16", "cluster", "none", 8),
-        (1 << 20, "bfloat16", "cluster", "whole", 16),
-        (1 << 24, "bfloat16", "stream", "parts", 1),
+        (1, "float32", "packs", "parts", 0),
+        (4, "bfloat16", "packs", "parts", 0),
+        (3, "float32", "slab", "parts", 0),
+        (31, "bfloat16", "slab", "parts", 0),
+        (32, "bfloat16", "lanes", "none", 0),
+        (33, "bfloat16", "slab", "parts", 0),
+        (24, "bfloat16", "lanes", "whole", 0),
+        (511, "float32", "slab", "parts", 0),
+        (513, "float32", "lanes", "parts", 0),
+        (2048, "bfloat16", "lanes", "none", 0),
+        (2049, "bfloat16", "block", "parts", 0),
+        (8192, "bfloat16", "block", "none", 0),
+        (8191, "bfloat16", "chunks", "parts", 1),
+        (16384, "bfloat16", "block", "none", 0),
+        (16385, "bfloat16", "chunks", "parts", 2),
+        (16384, "float32", "chunks", "whole", 4),
+        (32768, "bfloat16", "chunks", "whole", 4),
+        (32776, "bfloat16", "ring", "whole", 5),
+        (1 << 20, "bfloat16", "ring", "whole", 128),
+        (1 << 24, "bfloat16", "passes", "parts", 512),
     ],
 )
-def test_row_schedules(columns, dtype, schedule, edges, cluster):
+def test_row_schedules(columns, dtype, schedule, edges, chunks):
     chosen = plan((1000, columns), (1,), dtype=dtype)
-    assert (chosen["schedule"], chosen["edges"], chosen["cluster"]) == (schedule, edges, cluster)
+    assert (chosen["schedule"], chosen["edges"], chosen["chunks"]) == (schedule, edges, chunks)
 
 
 @pytest.mark.parametrize("device", [H200, T4, A100, RTX5090])
 @pytest.mark.parametrize("op", ["softmax", "log_softmax", "softmax_linear"])
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
-def test_row_schedules_fit_the_device(device, op, dtype):
+@pytest.mark.parametrize("scratch", [True, False])
+def test_row_schedules_fit_the_device(device, op, dtype, scratch):
     """Every length is covered by threads that hold it, within the device's shared memory and cluster size."""
     per_pack = {"float16": 8, "float32": 4, "float64": 2}[dtype]
-    for power in range(23):
+    operands = 2 if op == "softmax_linear" else 1
+    for power in range(25):
         for columns in {2**power - 1, 2**power, 2**power + 1, 3 * 2**power} - {0}:
-            chosen = plan((7, columns), (1,), op, dtype, device=device)
-            packs = -(-columns // per_pack) if columns % per_pack == 0 else -(-(columns + per_pack - 1) // per_pack)
-            assert chosen["shared_bytes"] <= device["shared_memory_per_block"] - 1024
-            assert 1 <= chosen["cluster"] <= device["largest_cluster"]
-            assert chosen["threads"] % 32 == 0 and chosen["threads"] <= 1024
-            if chosen["schedule"] in ("lanes", "block"):
-                assert chosen["lanes"] * chosen["packs"] >= packs
-            elif chosen["schedule"] == "slab":
-                assert chosen["packs"] >= columns
-            elif chosen["schedule"] == "cluster" and chosen["packs"]:
-                assert chosen["threads"] * chosen["packs"] * chosen["cluster"] >= packs
+            for rows in (1, 7, 10**5):
+                chosen = _kernels.plan([rows, columns], [1], op, dtype, **device, scratch=scratch)
+                packs = -(-columns // per_pack) if columns % per_pack == 0 else -(-(columns + per_pack - 1) // per_pack)
+                assert chosen["shared_bytes"] <= device["shared_memory_per_block"] - 1024
+                assert 1 <= chosen["cluster"] <= device["largest_cluster"]
+                assert chosen["threads"] % 32 == 0 and chosen["threads"] <= 1024
+                schedule = chosen["schedule"]
+                if schedule in ("lanes", "block"):
+                    assert chosen["lanes"] * chosen["packs"] >= packs
+                elif schedule == "slab":
+                    assert chosen["lanes"] * chosen["packs"] >= columns
+                    assert chosen["slab_rows"] * columns % per_pack == 0
+                elif schedule in ("chunks", "ring"):
+                    assert chosen["chunks"] * chosen["share"] >= packs
+                    held = 16 * chosen["share"] * operands
+                    assert held <= 20 << 10 and chosen["shared_bytes"] % held == 0
+                    if schedule == "ring":  # all stages together hold the row with some to spare
+                        assert chosen["stages"] * chosen["blocks"] >= 4 * chosen["chunks"] / 3
+                        assert chosen["blocks"] == device["multiprocessors"]
+                    elif chosen["scratch"]:  # blocks that wait for one another all run at once
+                        assert chosen["blocks"] == rows * chosen["chunks"] <= 8 * device["multiprocessors"]
+                    else:
+                        assert chosen["shared_bytes"] // held * chosen["cluster"] >= chosen["chunks"]
+                elif schedule == "passes":
+                    assert chosen["chunks"] * chosen["share"] >= packs
+                assert chosen["scratch"] <= scratch
+
+
+@pytest.mark.parametrize("device", [H200, T4, A100, RTX5090])
+@pytest.mark.parametrize("op", ["softmax", "softmax_linear"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+def test_scratch_is_enough_on_every_device(device, op, dtype):
+    for columns in [100, 8191, 8192, 50257, 131072, 1 << 20, 5_000_001, 1 << 24, 1 << 26]:
+        for rows in (1, 3, 5000):
+            chosen = plan((rows, columns), (1,), op, dtype, device=device)
+            size = _kernels.scratch_bytes([rows, columns], [1], op, dtype)
+            if chosen["scratch"]:
+                assert size >= rows * chosen["chunks"] * (16 if dtype == "float64" else 8) + 8
+            assert size <= 0.005 * rows * columns * np.dtype(jnp.dtype(dtype)).itemsize + 8
+
+
+def test_no_scratch_for_short_rows_and_other_axes():
+    assert _kernels.scratch_bytes([1000, 8192], [1], "softmax", "bfloat16") == 0
+    assert _kernels.scratch_bytes([1000, 50257], [0], "softmax", "bfloat16") == 0
 
 
 @pytest.mark.parametrize("op", ["softmax", "softmax_linear"])
-@pytest.mark.parametrize("columns", [3, 64, 1999, 30000, 151936, 1 << 24])
-def test_schedule_does_not_depend_on_the_number_of_rows(columns, op):
-    schedules = [plan((rows, columns), (1,), op) for rows in (1, 2, 1000, 10**6)]
-    for other in schedules[1:]:
-        for key in ("schedule", "lanes", "packs", "threads", "cluster", "edges", "shared_bytes", "slab_rows"):
-            assert other[key] == schedules[0][key]
+@pytest.mark.parametrize("columns", [3, 64, 1999, 8192, 30000, 50257, 151936, 1 << 20, 1 << 24])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_what_is_added_up_does_not_depend_on_the_number_of_rows(columns, op, dtype):
+    """Which threads have which elements of a row; blocks may exchange what they have by other ways."""
+    plans = [plan((rows, columns), (1,), op, dtype) for rows in (1, 2, 8, 50, 1000, 10**6)]
+    cut = ("chunks", "ring")
+    for other in plans[1:]:
+        keys = ["edges", "packs", "chunks", "share"]
+        if other["schedule"] in cut:
+            assert plans[0]["schedule"] in cut
+        else:
+            keys += ["schedule", "lanes", "threads", "slab_rows"]
+        for key in keys:
+            assert other[key] == plans[0][key]
 
 
 def test_other_axes():
     assert plan((64, 1024, 256), (1,))["schedule"] == "columns"
     assert plan((64, 1024, 256), (0, 2))["schedule"] == "gather"
-    assert plan((64, 1024, 256), (1, 2))["schedule"] == "cluster"
+    assert plan((64, 1024, 256), (1, 2))["schedule"] == "ring"
     assert plan((64, 1024, 256), ())["columns"] == 1
 
 

@@ -442,6 +442,18 @@ def test_a_row_is_the_same_in_every_batch(dtype, packs):
         assert_same_bits(actual, wanted, "vmap")
 
 
+@pytest.mark.parametrize("dtype,columns", [("bfloat16", 131072), ("float32", 65536), ("float64", 40000)])
+def test_a_long_row_is_the_same_in_a_large_batch(dtype, columns):
+    """Bitwise: on a GPU such a batch passes through a ring, and the row alone does not."""
+    rows = 150
+    with support.precision(dtype):
+        x, g = (jnp.asarray(normal((rows, columns), dtype, seed)) for seed in range(2))
+        batch = outputs(x, g)
+        for row in (0, 77, rows - 1):
+            for actual, wanted in zip(outputs(x[row : row + 1], g[row : row + 1]), batch, strict=True):
+                assert_same_bits(actual, wanted[row : row + 1], f"row {row}")
+
+
 @pytest.mark.parametrize("packs", [3, 33, 300, 4096])
 def test_a_masked_row_is_the_same_in_every_batch(packs):
     columns = packs * 8

@@ -42,8 +42,8 @@ struct Chunk {
   using C = typename A::C;
   using T = typename A::T;
   static constexpr int kWidth = A::kWidth;
-  static constexpr int kPacks = chunk_packs(kEdges);
-  static constexpr int kThreads = chunk_threads(A::kInputs);
+  static constexpr int kPacks = chunk_packs(A::kInputs, kEdges);
+  static constexpr int kThreads = chunk_threads(A::kInputs, kEdges);
   static constexpr int kWarps = kThreads / 32;
   // Terms are kept in the place of elements where there is room for them, to be taken once.
   static constexpr bool kKeepsTerms = Op::kResultIsScaledTerm && sizeof(T) == sizeof(C);
@@ -134,16 +134,21 @@ struct Chunk {
       }
       return {M::constant(0), sum_over_lanes<32>(sum)};
     } else {
-      Pack raw[kPacks][1];
+      constexpr bool kHold = sizeof(C) == 4;  // in registers, of which float64's exponential needs many
+      Pack raw[kHold ? kPacks : 1];
+      const auto pack_of = [&](int p) {
+        const int j = rank + p * kThreads;
+        Pack pack = A::pad_pack(0);
+        if (j < packs) pack = *at(0, j);
+        return pack;
+      };
+      Pack largest = A::pad_pack(0);
 #pragma unroll
       for (int p = 0; p < kPacks; ++p) {
-        const int j = rank + p * kThreads;
-        raw[p][0] = A::pad_pack(0);
-        if (j < packs) raw[p][0] = *at(0, j);
+        const Pack pack = pack_of(p);
+        if constexpr (kHold) raw[p] = pack;
+        largest = Elements<T>::max(largest, pack);
       }
-      Pack largest = raw[0][0];
-#pragma unroll
-      for (int p = 1; p < kPacks; ++p) largest = Elements<T>::max(largest, raw[p][0]);
       const C pivot = max_over_lanes<32, M>(A::max_element(largest));
       const Relative<M> relative(pivot);
       C sum = M::constant(0);
@@ -152,13 +157,14 @@ struct Chunk {
         if (p * kThreads >= packs) continue;
         if constexpr (kKeepsTerms) {
           C terms[kWidth], part = M::constant(0);
-          Elements<T>::widen(terms, raw[p][0]);
+          Elements<T>::widen(terms, kHold ? raw[kHold ? p : 0] : pack_of(p));
 #pragma unroll
           for (int i = 0; i < kWidth; ++i) part += terms[i] = Op::term(relative, &terms[i]);
           sum += part;
           if (rank + p * kThreads < packs) *at(0, rank + p * kThreads) = Elements<T>::narrow(terms);
         } else {
-          sum += A::sum_of_terms(relative, raw[p]);
+          const Pack pack[1] = {kHold ? raw[kHold ? p : 0] : pack_of(p)};
+          sum += A::sum_of_terms(relative, pack);
         }
       }
       return {pivot, sum_over_lanes<32>(sum)};
@@ -222,9 +228,7 @@ __device__ __forceinline__ int cluster_register(bool rank) {
 // A block has one or more neighbouring chunks of a row, a team each. What is left of the row belongs to the other
 // blocks of its cluster or, if there are words, to any.
 template <class A, Edges kEdges>
-__global__ void __launch_bounds__(kMostTeams* chunk_threads(A::kInputs), sizeof(typename A::C) == 8 ? 1
-                                                                         : A::kInputs == 1          ? 2
-                                                                                                    : 3)
+__global__ void __launch_bounds__(kMostTeams* chunk_threads(A::kInputs, kEdges), A::kInputs == 1 ? 2 : 3)
     rows_in_chunks(const __grid_constant__ ChunkArgs<A> args) {
   using Op = typename A::Op;
   using M = typename A::M;

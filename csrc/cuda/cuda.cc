@@ -1,6 +1,9 @@
 #include "cuda/cuda.h"
 
+#include <algorithm>
 #include <array>
+#include <atomic>
+#include <climits>
 #include <cstdint>
 #include <utility>
 
@@ -25,6 +28,8 @@ Alignment alignment_of(Op op, const Operands& operands) {
   return offset(operands.out) == 0 ? Alignment::kAligned : Alignment::kAlike;
 }
 
+std::atomic<int> most_shared_memory{INT_MAX}, most_blocks{INT_MAX};
+
 cudaError_t current_device(Device* device) {
   int id, major, minor;
   cudaError_t status = cudaGetDevice(&id);
@@ -38,11 +43,17 @@ cudaError_t current_device(Device* device) {
   device->compute_capability = 10 * major + minor;
   // 16 blocks are beyond what every chip with clusters can do, but these two can.
   const bool data_center = major == 9 || device->compute_capability == 100;
-  device->largest_cluster = major < 9 ? 1 : data_center ? 16 : 8;
+  device->largest_cluster = std::min(major < 9 ? 1 : data_center ? 16 : 8, most_blocks.load());
+  device->shared_memory_per_block = std::min(device->shared_memory_per_block, most_shared_memory.load());
   return status;
 }
 
 }  // namespace
+
+void limit_device(int shared_memory_per_block, int largest_cluster) {
+  most_shared_memory = shared_memory_per_block;
+  most_blocks = largest_cluster;
+}
 
 cudaError_t launch(Op op, DType dtype, const View& view, const Operands& operands, cudaStream_t stream) {
   Device device;

@@ -63,7 +63,7 @@ struct Turn {
 // multiprocessor that is slower than others takes fewer chunks. A chunk with a stage is published without waiting for
 // anybody; so all progress as long as all rings together hold a row, and the blocks all run (a cooperative launch).
 template <class A, Edges kEdges>
-__global__ void __launch_bounds__(ring_threads(A::kInputs) + 32, 1)
+__global__ void __launch_bounds__(ring_threads(A::kInputs, kEdges) + 32, 1)
     rows_in_ring(const __grid_constant__ ChunkArgs<A> args) {
 #if __CUDA_ARCH__ >= 900
   using Op = typename A::Op;

@@ -1,0 +1,134 @@
+"""Every schedule of long rows, and every length at which another takes over, is within a derived bound of float64."""
+
+import contextlib
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import support
+from support import NAMES, OPERATORS, check, check_all, normal, reference
+
+from jax_softmax import _kernels
+
+ON_GPU = jax.default_backend() == "gpu" and _kernels.build_info()["cuda"]
+
+
+def chosen(rows, columns, dtype, op="softmax"):
+    plan = _kernels.plan([rows, columns], [1], op, dtype)
+    return plan["schedule"], plan["edges"], plan["packs"], plan["lanes"] if plan["schedule"] != "slab" else 0
+
+
+def boundaries(dtype, longest):
+    """The last length before another kernel takes over, among lengths of whole packs and among others."""
+    per_pack = 16 // np.dtype(jnp.dtype(dtype)).itemsize
+    found = set()
+    for step, offset in ((per_pack, 0), (per_pack, 1)):
+        grid = sorted({int(1.09**i) // step * step + offset for i in range(200)} - {0})
+        grid = [n for n in grid if 0 < n <= longest]
+        for low, high in itertools.pairwise(grid):
+            if chosen(3, low, dtype) == chosen(3, high, dtype):
+                continue
+            while high - low > step:
+                middle = low + (high - low) // (2 * step) * step
+                if chosen(3, middle, dtype) == chosen(3, low, dtype):
+                    low = middle
+                else:
+                    high = middle
+            found.add(low)
+    return sorted(found)
+
+
+@pytest.mark.parametrize(
+    "dtype,columns",
+    [(d, n) for d in ("bfloat16", "float16", "float32", "float64") for n in boundaries(d, 300_000)],
+)
+def test_boundaries(dtype, columns):
+    for n in (columns - 1, columns, columns + 1):
+        if n > 0:
+            check_all(normal((3, n), dtype, seed=n))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("shape", [(130, 40003), (70, 90000), (9, 1_200_001), (2, 6_500_000)], ids=str)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_long_rows(dtype, shape, masked):
+    x = normal(shape, dtype)
+    where = support.random_mask((1, shape[1])) if masked else None
+    check_all(x, where=where, names=NAMES[:1] if masked else NAMES)
+
+
+@pytest.mark.parametrize("columns", [70_000, 70_001, 7_000_000])
+def test_nonfinite_long_rows(columns):
+    """What is exchanged is right for rows of NaN and infinities, among others that are not."""
+    x = np.zeros((30, columns), np.float32)
+    x[0, 5] = np.nan
+    x[1, -1] = np.inf
+    x[2] = -np.inf
+    x[3, columns // 2 :] = -np.inf
+    x[4, 17] = -np.inf
+    for name in NAMES:
+        check(jax.jit(OPERATORS[name])(x), reference(name, x))
+
+
+@contextlib.contextmanager
+def limited(**limits):
+    _kernels.limit_cuda_device(**limits)
+    jax.clear_caches()
+    try:
+        yield
+    finally:
+        _kernels.limit_cuda_device()
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU and the CUDA kernels")
+@pytest.mark.parametrize("columns", [1000, 8191, 16384, 32768, 50257, 131072, 151937, 1_100_000])
+@pytest.mark.parametrize("shared", [64, 99, 163])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_as_on_a_chip_without_clusters(dtype, shared, columns):
+    with limited(shared_memory_per_block=shared << 10, largest_cluster=1):
+        check_all(normal((5, columns), dtype))
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU and the CUDA kernels")
+@pytest.mark.parametrize("columns", [50257, 131072, 400_000, 3_000_000])
+def test_without_scratch_memory(columns):
+    """An exported program whose number of rows is not known has none."""
+    x = normal((3, columns), "bfloat16")
+    shape = jax.ShapeDtypeStruct(jax.export.symbolic_shape(f"rows, {columns}"), x.dtype)
+    allowed = [jax.export.DisabledSafetyCheck.custom_call("jax_softmax")]
+    exported = jax.export.export(jax.jit(OPERATORS["softmax"]), disabled_checks=allowed)(shape)
+    check(jax.jit(exported.call)(x), reference("softmax", x))
+
+
+def free_bytes():
+    try:
+        return jax.devices()[0].memory_stats()["bytes_limit"]
+    except (TypeError, KeyError):  # a CPU
+        return 0
+
+
+@pytest.mark.skipif(free_bytes() < 40 << 30, reason="needs a device with 40 GB")
+@pytest.mark.parametrize(
+    "shape",
+    [(2**30 + 9, 4), (2**25 + 1, 129), (2**21 + 3, 2048), (2**15 + 1, 131072), (3, 2**31 + 8), (1, 2**32 + 8)],
+    ids=str,
+)
+def test_more_elements_than_32_bits_count(shape):
+    """The first, some, and the last rows' results; for one row its parts."""
+    rows, columns = shape
+    dtype = jnp.bfloat16
+    x = jax.jit(
+        lambda: (jax.lax.iota(jnp.uint32, columns)[None] * 7 + jnp.arange(rows, dtype=jnp.uint32)[:, None]) % 251
+    )
+    x = jax.jit(lambda: (x() / 64).astype(dtype))()
+    y = OPERATORS["softmax"](x)
+    for row in sorted({0, rows // 2, rows - 1}):
+        part = np.asarray(x[row, : min(columns, 1 << 20)], np.float64)
+        total = float(jnp.sum(jnp.exp(x[row].astype(jnp.float32)), dtype=jnp.float32))
+        for begin in {0, columns - len(part)}:
+            part = np.asarray(x[row, begin : begin + len(part)], np.float64)
+            expected = np.exp(part) / total
+            actual = np.asarray(y[row, begin : begin + len(part)], np.float64)
+            np.testing.assert_allclose(actual, expected, rtol=0.02)
