@@ -243,11 +243,9 @@ __global__ void __launch_bounds__(kMostTeams* chunk_threads(A::kInputs, kEdges),
   const int64_t row = blockIdx.x / blocks;
   const int begin = static_cast<int>(blockIdx.x - row * blocks) * teams;
   const bool clustered = cluster_register(false) > 1;
-  if (clustered) {
-    for (int i = threadIdx.x; i < args.chunks * kWords; i += blockDim.x) words[i] = kUnpublished;
-  }
 #if __CUDA_ARCH__ >= 900
-  if (clustered) asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  // Begins the barrier that says that all of the cluster's blocks run: only then can their memory be written to.
+  if (clustered) asm volatile("barrier.cluster.arrive.relaxed.aligned;");
 #endif
 
   const Chunk<A, kEdges> work(args, row, begin + team, shared + team * args.share * A::kInputs);
@@ -284,7 +282,12 @@ __global__ void __launch_bounds__(kMostTeams* chunk_threads(A::kInputs, kEdges),
         state = combine_over_lanes<Op, M, kTeamWarps>(part[t * kTeamWarps + threadIdx.x % kTeamWarps]);
         if (static_cast<int>(threadIdx.x) < blocks) exchange.publish(begin + t, state, threadIdx.x);
       }
+      __syncwarp();
     }
+#if __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
     state = await_row<Op, M>(exchange, args.chunks);
   } else {
     // The chunks' states some lanes apart, whose sum has the same order as that of neighbouring lanes.

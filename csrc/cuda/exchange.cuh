@@ -50,7 +50,7 @@ struct WordsInMemory {
   }
 };
 
-// And in the shared memory of each block of a cluster.
+// And in the shared memory of each block of a cluster, whose barrier says that all are there.
 template <class C>
 struct WordsInCluster {
   static constexpr int kWords = kStateWords<C>;
@@ -69,9 +69,7 @@ struct WordsInCluster {
     }
 #endif
   }
-  __device__ __forceinline__ uint64_t read(int index) const {
-    return *static_cast<const volatile uint64_t*>(row + index);
-  }
+  __device__ __forceinline__ uint64_t read(int index) const { return row[index]; }
 };
 
 // The state of n parts.
