@@ -42,7 +42,8 @@ def boundaries(dtype, longest):
 
 @pytest.mark.parametrize(
     "dtype,columns",
-    [(d, n) for d in ("bfloat16", "float16", "float32", "float64") for n in boundaries(d, 300_000)],
+    [(d, n) for d in ("bfloat16", "float32") for n in boundaries(d, 300_000)]
+    + [(d, n) for d in ("float16", "float64") for n in boundaries(d, 50_000)],
 )
 def test_boundaries(dtype, columns):
     for n in (columns - 1, columns, columns + 1):
@@ -51,7 +52,7 @@ def test_boundaries(dtype, columns):
 
 
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("shape", [(130, 40003), (70, 90000), (9, 1_200_001), (2, 6_500_000)], ids=str)
+@pytest.mark.parametrize("shape", [(130, 70_003), (70, 131_072), (5, 1_200_001), (1, 12_500_000)], ids=str)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_long_rows(dtype, shape, masked):
     x = normal(shape, dtype)
@@ -59,14 +60,14 @@ def test_long_rows(dtype, shape, masked):
     check_all(x, where=where, names=NAMES[:1] if masked else NAMES)
 
 
-@pytest.mark.parametrize("columns", [70_000, 70_001, 7_000_000])
-def test_nonfinite_long_rows(columns):
+@pytest.mark.parametrize("shape", [(170, 70_000), (170, 35_001), (6, 7_000_000)], ids=str)
+def test_nonfinite_long_rows(shape):
     """What is exchanged is right for rows of NaN and infinities, among others that are not."""
-    x = np.zeros((30, columns), np.float32)
+    x = np.zeros(shape, np.float32)
     x[0, 5] = np.nan
     x[1, -1] = np.inf
     x[2] = -np.inf
-    x[3, columns // 2 :] = -np.inf
+    x[3, shape[1] // 2 :] = -np.inf
     x[4, 17] = -np.inf
     for name in NAMES:
         check(jax.jit(OPERATORS[name])(x), reference(name, x))
@@ -126,10 +127,9 @@ def test_more_elements_than_32_bits_count(shape):
     y = OPERATORS["softmax"](x)
     n = min(columns, 1 << 20)
     for row in sorted({0, rows // 2, rows - 1}):
-        whole = jax.lax.slice(x, (row, 0), (row + 1, columns))
-        total = float(jnp.sum(jnp.exp(whole.astype(jnp.float32))))
+        total = float(jax.jit(lambda x, row=row: jnp.sum(jnp.exp(x[row].astype(jnp.float32))))(x))
         for begin in sorted({0, columns - n}):
-            low, high = (row, begin), (row + 1, begin + n)
-            expected = np.exp(np.asarray(jax.lax.slice(x, low, high)[0], np.float64)) / total
-            actual = np.asarray(jax.lax.slice(y, low, high)[0], np.float64)
+            part = jax.jit(lambda a, low=(row, begin), high=(row + 1, begin + n): jax.lax.slice(a, low, high)[0])
+            expected = np.exp(np.asarray(part(x), np.float64)) / total
+            actual = np.asarray(part(y), np.float64)
             np.testing.assert_allclose(actual, expected, rtol=0.02)

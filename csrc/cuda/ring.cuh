@@ -109,6 +109,7 @@ __global__ void __launch_bounds__(ring_threads(A::kInputs, kEdges) + 32, 1)
       const unsigned chunk = ticket_of[turn.stage];
       if (chunk == kEnd) return;
       const State<C> state = work_on(chunk, turn.stage).warp_state();
+      __syncwarp();  // its lanes may have written to the stage
       if (lane == 0) {
         part[turn.stage][warp % kTeamWarps] = state;
         arrive(&summed[turn.stage]);
