@@ -81,7 +81,7 @@ constexpr LanesAndPacks kSharing[] = {{1, 1},  {2, 1},  {4, 1},  {4, 2},  {8, 2}
                                       {16, 3}, {32, 2}, {32, 3}, {32, 4}, {32, 5}, {32, 6}, {32, 8}};
 // The most packs that a warp, and a block, hold in registers without a spill.
 constexpr int kWarpPacks = 8 * 32;
-constexpr int kBlockPacks = 2 * 256;
+constexpr int kBlockPacks = 4 * 256;
 constexpr int kLongBlockPacks = 8 * 256;  // where there are no edges and no mask
 // Static shared memory of the chunks and ring schedules, rounded up.
 constexpr int kChunksStaticBytes = 3 << 10;
