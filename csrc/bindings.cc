@@ -99,9 +99,10 @@ NB_MODULE(_kernels, m) {
     return std::nullopt;
   });
   m.def("build_info", &build_info);
-  m.def("limit_cuda_device", &limit_cuda_device, nb::arg("shared_memory_per_block") = INT_MAX,
-        nb::arg("largest_cluster") = INT_MAX,
-        "Has CUDA plans made as if every device had no more than this; for tests. Without arguments, lifts the limits.");
+  m.def(
+      "limit_cuda_device", &limit_cuda_device, nb::arg("shared_memory_per_block") = INT_MAX,
+      nb::arg("largest_cluster") = INT_MAX,
+      "Has CUDA plans made as if every device had no more than this; for tests. Without arguments, lifts the limits.");
   m.def("plan", &plan, nb::arg("shape"), nb::arg("axes"), nb::arg("op"), nb::arg("dtype"),
         nb::arg("mask_shape").none() = nb::none(), nb::arg("compute_capability") = 90, nb::arg("multiprocessors") = 132,
         nb::arg("shared_memory_per_block") = 227 * 1024, nb::arg("largest_cluster") = 16, nb::arg("scratch") = true);

@@ -21,7 +21,8 @@ cudaError_t launch(Op op, DType dtype, const View& view, const Operands& operand
 template <Op op, DType dtype>
 cudaError_t launch_plan(const CudaPlan& plan, const View& view, const Operands& operands, cudaStream_t stream);
 
-// From now on plans are made as if every device had no more than this, so that the schedules of other chips can be tried.
+// From now on plans are made as if every device had no more than this, so that the schedules of other chips can be
+// tried.
 void limit_device(int shared_memory_per_block, int largest_cluster);
 
 }  // namespace jax_softmax::cuda
