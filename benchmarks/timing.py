@@ -1,6 +1,7 @@
 """Times computations: by the profiler's kernel durations on a GPU, by the wall clock on a CPU."""
 
 import glob
+import math
 import shutil
 import statistics
 import tempfile
@@ -94,12 +95,21 @@ def device_times(calls: Mapping[str, tuple[Callable, tuple]], repeats: int = 10)
 
 
 def _median_call(events: list[tuple[str, float, float]], repeats: int) -> float:
-    """The median over calls of the summed durations of their kernels."""
+    """The median over calls of the time that their kernels keep the device busy; kernels of a call may overlap."""
     per_call, rest = divmod(len(events), repeats)
     if rest or not per_call:
         raise RuntimeError(f"{len(events)} kernels in {repeats} calls: the profiler lost some")
-    calls = [sum(e[2] for e in events[i * per_call : (i + 1) * per_call]) for i in range(repeats)]
+    calls = [_busy(events[i * per_call : (i + 1) * per_call]) for i in range(repeats)]
     return statistics.median(calls)
+
+
+def _busy(events: list[tuple[str, float, float]]) -> float:
+    """Seconds in which at least one of the kernels, given in order of their start, ran."""
+    total, end = 0.0, -math.inf
+    for _, start, duration in events:
+        total += max(0.0, start + duration - max(start, end))
+        end = max(end, start + duration)
+    return total
 
 
 def _wall_time(function: Callable, argument_sets: list[tuple], repeats: int) -> float:
