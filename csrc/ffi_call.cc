@@ -95,7 +95,7 @@ ffi::Error make_call(ffi::AnyBuffer first, ffi::RemainingArgs rest, ffi::AnyBuff
   if (!error.empty()) return ffi::Error::InvalidArgument(what + error);
   call->scratch = nullptr;
   if (more.size() > 0) {
-    const auto scratch = more.get<ffi::AnyBuffer>(0);
+    auto scratch = more.get<ffi::AnyBuffer>(0);
     const int64_t needed = scratch_bytes(call->view, call->op, call->dtype);
     if (!scratch.has_value() || static_cast<int64_t>((*scratch)->size_bytes()) < needed) {
       return ffi::Error::InvalidArgument(what + "the scratch memory must be of " + std::to_string(needed) + " bytes");
