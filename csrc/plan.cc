@@ -272,6 +272,7 @@ CudaPlan make_cuda_plan(const View& view, Op op, DType dtype, Alignment alignmen
     }
     return plan;
   }
+  if (!scratch && clusters && spread(kMostTeams, device.largest_cluster)) return plan;
   plan.edges = Edges::kParts;
   plan.packs = 0;
   plan.threads = kPassThreads;
@@ -282,10 +283,6 @@ CudaPlan make_cuda_plan(const View& view, Op op, DType dtype, Alignment alignmen
     plan.blocks = 2 * plan.chunks;
     plan.lanes = plan.threads * plan.chunks;
     plan.launch_rows = std::max<int64_t>(1, kPassBytes / (packs * kPackBytes * inputs));
-    return plan;
-  }
-  if (clusters && spread(kMostTeams, device.largest_cluster)) {
-    plan.packs = chunk_packs(inputs, plan.edges);
     return plan;
   }
   plan.schedule = Schedule::kStream;

@@ -110,7 +110,7 @@ struct CudaPlan {
   int threads;     // threads a block
   int cluster;     // blocks of a cluster
   int slab_rows;   // rows that a block handles together
-  int64_t blocks;  // blocks in the grid, in the passes schedule for a row
+  int64_t blocks;  // blocks in the grid, in the passes schedule for a row, both times
   int shared_bytes;     // dynamic shared memory of a block
   int chunks;           // parts that a row is cut into
   int64_t share;        // packs of each operand in such a part

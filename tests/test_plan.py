@@ -112,6 +112,9 @@ def test_row_schedules_fit_the_device(device, op, dtype, scratch):
                     assert chosen["chunks"] * chosen["share"] >= packs
                     held = 16 * chosen["share"] * operands
                     assert held <= 20 << 10 and chosen["shared_bytes"] % held == 0
+                    if schedule == "chunks":  # as many threads as the kernel's teams have
+                        team = 64 if operands == 2 and chosen["edges"] == "parts" else 128
+                        assert chosen["threads"] == team * (chosen["shared_bytes"] // held)
                     if schedule == "ring":  # all stages together hold the row with some to spare
                         assert chosen["stages"] * chosen["blocks"] >= 4 * chosen["chunks"] / 3
                         assert chosen["blocks"] == device["multiprocessors"]
