@@ -84,9 +84,9 @@ __global__ void __launch_bounds__(ring_threads(A::kInputs, kEdges) + 32, 1)
   if (threadIdx.x == 0) {
     for (int s = 0; s < args.stages; ++s) {
       init_barrier(&full[s], 1);
-      init_barrier(&summed[s], kTeamWarps);
+      init_barrier(&summed[s], Work::kThreads);
       init_barrier(&complete[s], 1);
-      init_barrier(&empty[s], kTeamWarps);
+      init_barrier(&empty[s], Work::kThreads);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
@@ -109,11 +109,8 @@ __global__ void __launch_bounds__(ring_threads(A::kInputs, kEdges) + 32, 1)
       const unsigned chunk = ticket_of[turn.stage];
       if (chunk == kEnd) return;
       const State<C> state = work_on(chunk, turn.stage).warp_state();
-      __syncwarp();  // its lanes may have written to the stage
-      if (lane == 0) {
-        part[turn.stage][warp % kTeamWarps] = state;
-        arrive(&summed[turn.stage]);
-      }
+      if (lane == 0) part[turn.stage][warp % kTeamWarps] = state;
+      arrive(&summed[turn.stage]);  // each lane for itself: it may have written to the stage
     }
   }
   if (warp < kTeamsWarps) {
@@ -125,8 +122,7 @@ __global__ void __launch_bounds__(ring_threads(A::kInputs, kEdges) + 32, 1)
       work_on(chunk, turn.stage).finish(finished[turn.stage], part[turn.stage][warp % kTeamWarps].pivot);
       // What was read and written here comes before the next copy, which takes another way to shared memory.
       asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-      __syncwarp();
-      if (lane == 0) arrive(&empty[turn.stage]);
+      arrive(&empty[turn.stage]);
     }
   }
   if (warp == kTeamsWarps) {
