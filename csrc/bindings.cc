@@ -109,6 +109,8 @@ NB_MODULE(_kernels, m) {
   m.def(
       "scratch_bytes",
       [](const std::vector<int64_t>& shape, const std::vector<int64_t>& axes, const std::string& op,
-         const std::string& dtype) { return scratch_bytes(view_of(shape, axes, {}), op_of(op), dtype_of(dtype)); },
-      nb::arg("shape"), nb::arg("axes"), nb::arg("op"), nb::arg("dtype"));
+         const std::string& dtype, const Shape& mask_shape) {
+        return scratch_bytes(view_of(shape, axes, mask_shape), op_of(op), dtype_of(dtype));
+      },
+      nb::arg("shape"), nb::arg("axes"), nb::arg("op"), nb::arg("dtype"), nb::arg("mask_shape").none() = nb::none());
 }

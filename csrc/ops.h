@@ -54,6 +54,7 @@ struct Relative {
   static JAX_SOFTMAX_INLINE C rescale(C from, C to) {
     return M::select(M::equal(from, to), M::constant(1), M::exp(from - to));
   }
+  static JAX_SOFTMAX_INLINE C divide(C x, C sum) { return x / sum; }
 };
 
 template <class M>
@@ -78,11 +79,13 @@ struct Softmax : SoftmaxBase<M> {
     C scale;
   };
   static JAX_SOFTMAX_INLINE C masked() { return M::constant(0); }
-  static JAX_SOFTMAX_INLINE Row row(State<C> s) { return {Relative<M>(s.pivot), M::constant(1) / s.sum}; }
+  static JAX_SOFTMAX_INLINE Row row(State<C> s) {
+    return {Relative<M>(s.pivot), Relative<M>::divide(M::constant(1), s.sum)};
+  }
   static JAX_SOFTMAX_INLINE C finish(const Row& r, const C* in) { return r.relative.exp(in[0]) * r.scale; }
   // The factor for terms that were taken relative to `term_pivot`.
   static JAX_SOFTMAX_INLINE C term_scale(State<C> s, C term_pivot) {
-    return Relative<M>::rescale(term_pivot, s.pivot) / s.sum;
+    return Relative<M>::divide(Relative<M>::rescale(term_pivot, s.pivot), s.sum);
   }
 };
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <iterator>
+#include <numeric>
 
 namespace jax_softmax {
 
@@ -103,7 +104,11 @@ constexpr int kFewestChunks = 3;
 // The slab schedule: the longest row, and about how large a slab is to be.
 constexpr int kSlabColumns = 512;
 constexpr int kSlabBytes = 16 << 10;
+constexpr int kNarrowBytes = 8 << 10;       // of interleaved rows
 constexpr int kSlabBytesAtMost = 40 << 10;  // what every chip has without asking
+
+// Of a segment that is seen as a line of its own.
+constexpr int kSegmentBytes = 32;
 
 // How many turns shared memory takes to serve a warp of whose lanes so many share a row, each reading an element.
 int bank_turns(int64_t columns, int bytes, int lanes) {
@@ -132,6 +137,12 @@ LanesAndPacks slab_shape(int64_t columns, int bytes) {
   return {lanes, lanes == 16 && held <= 5 ? 5 : least(kMore, held)};
 }
 
+LanesAndPacks narrow_slab_shape(int64_t columns) {
+  if (columns <= 4) return {1, 4};
+  if (columns <= 16) return {1, 16};
+  return {columns <= 64 ? 4 : columns <= 256 ? 16 : 32, 16};
+}
+
 // Cuts a row into equal parts of at most so many packs.
 void cut(CudaPlan* plan, int64_t packs, int64_t most) {
   plan->chunks = static_cast<int>(ceil_div(packs, most));
@@ -150,12 +161,319 @@ int64_t piece_packs(int64_t packs, int inputs) {
   return std::max(ceil_div(packs, kMostPieces), kPieceBytes / kPackBytes / inputs);
 }
 
+Dims without_last(Dims dims) {
+  --dims.size;
+  return dims;
+}
+
+// The tile schedule: bytes of a block's tile, of a line in a tile at the least, and of a segment that is seen as a line
+// of its own.
+constexpr int kTileBytes = 64 << 10;
+constexpr int kTileLineBytes = 64;
+constexpr int64_t kFarBytes = 32 << 10;
+constexpr Device kSmallestDevice{75, 1, 64 << 10, 1};
+constexpr int kMostTilePieces = 256;
+constexpr int64_t kPieceLines = 64;        // of a thread, at the least
+constexpr int kMostTileNumbers = 1 << 30;  // packs, lines, positions that are counted in 32 bits
+
+// Plans a tile of `packs` of each line in `groups` of lines, with some lines to a thread; false if that is too large.
+bool plan_tile(CudaPlan* plan, Tile tile, int packs, int groups, int held, int bytes, int inputs, int64_t all_lines,
+               const Device& device, int64_t outer, int most_blocks, bool passes) {
+  const int width = kPackBytes / bytes, most_threads = passes ? kTilePassThreads : kTileThreads;
+  if (packs < 1 || packs * groups > most_threads) return false;
+  tile.packs = packs;
+  tile.groups = groups;
+  tile.all_lines = static_cast<int>(all_lines);
+  if (passes) {
+    tile.cluster = static_cast<int>(std::clamp<int64_t>(all_lines / groups / kPieceLines, 2, kMostTilePieces));
+  } else {
+    tile.cluster = static_cast<int>(ceil_div(all_lines, static_cast<int64_t>(groups) * held));
+    if (tile.cluster > most_blocks) return false;
+  }
+  tile.block_lines = static_cast<int>(ceil_div(all_lines, tile.cluster));
+  tile.cluster = static_cast<int>(ceil_div(all_lines, tile.block_lines));
+  tile.held = static_cast<int>(ceil_div(tile.block_lines, groups));
+  const bool shifting = !tile.spanning && !tile.run;
+  int64_t& tiles = tile.tiles;
+  if (tile.spanning) {
+    tile.segment_packs = tile.segment / width;
+    tile.all_packs = outer * tile.segment_packs;
+    if (tile.all_packs > kMostTileNumbers) return false;
+    tiles = ceil_div(tile.all_packs, packs);
+  } else if (shifting) {
+    const int64_t whole = std::max<int64_t>((packs - 1) * width + 1, 1) / tile.inner * tile.inner;
+    if (whole == 0) return false;
+    tile.segment_tiles = static_cast<int>(ceil_div(tile.segment, whole));
+    tile.width = static_cast<int>(whole);
+    tiles = outer * tile.segment_tiles;
+  } else {
+    tile.segments = tile.cluster == 1 ? std::max(1, most_threads / (packs * groups)) : 1;
+    tile.unit = packs;
+    packs *= tile.segments;
+    tile.packs = packs;
+    tile.all_segments = outer;
+    if (outer > kMostTileNumbers) return false;
+    tiles = ceil_div(outer, tile.segments);
+  }
+  const int threads = static_cast<int>(ceil_div(packs * groups, 32) * 32);
+  if (tile.separate) {
+    tile.shuffled = tile.spanning && packs < 32 && (packs & (packs - 1)) == 0 && packs * groups == threads;
+    tile.entry_rows = tile.shuffled ? threads / 32 : groups;
+    tile.entries = packs * width;
+    tile.positions = shifting ? tile.width : packs * width;
+  } else {
+    // Neighbouring lanes that share a row, a power of 2.
+    tile.shuffled = std::gcd(static_cast<int>(tile.run ? tile.unit : tile.inner / width), 32);
+    tile.entry_rows = groups;
+    tile.entries = tile.positions = packs / tile.shuffled;
+  }
+  const int of_row = tile.separate ? 1 : width * tile.shuffled;  // elements that a position stands for
+  tile.columns =
+      tile.run ? static_cast<int>(tile.segments * tile.inner) : static_cast<int>(tile.positions * of_row / tile.inner);
+  const int parts = tile.entry_rows * (tile.positions / tile.columns);
+  for (tile.team = 1; tile.team < 32 && 2 * tile.team * tile.columns <= threads && tile.team < parts;) tile.team *= 2;
+  tile.exchanged = groups > 1 || tile.cluster > 1 || tile.positions > tile.columns;
+  const int state = 2 * std::max(bytes, 4);
+  if (passes) {
+    plan->schedule = Schedule::kTilePasses;
+    plan->tile = tile;
+    plan->edges = tile.spanning ? Edges::kNone : Edges::kParts;
+    plan->threads = threads;
+    plan->lanes = groups * tile.cluster;
+    plan->packs = 0;
+    plan->chunks = tile.cluster;
+    plan->blocks = 2 * tiles * tile.cluster;
+    plan->scratch = true;
+    plan->shared_bytes =
+        kTilePassStages * kTilePassPacks * threads * kPackBytes + tile.entry_rows * tile.entries * state;
+    return plan->shared_bytes <= device.shared_memory_per_block && plan->blocks <= kMostTileNumbers;
+  }
+  const int64_t shared = static_cast<int64_t>(tile.held) * inputs * threads * kPackBytes +
+                         (tile.exchanged ? state * (tile.entry_rows * tile.entries + tile.cluster * tile.columns) +
+                                               16 * (tile.columns + width)
+                                         : 0);
+  if (shared > device.shared_memory_per_block || tiles * tile.cluster > kMostTileNumbers) return false;
+  plan->schedule = Schedule::kTile;
+  plan->tile = tile;
+  plan->edges = tile.spanning ? Edges::kNone : Edges::kParts;
+  plan->cluster = tile.cluster;
+  plan->threads = threads;
+  plan->lanes = groups * tile.cluster;
+  plan->packs = tile.held;
+  plan->blocks = tiles * tile.cluster;
+  plan->shared_bytes = static_cast<int>(shared);
+  return true;
+}
+
+bool plan_tile(CudaPlan* plan, const View& view, int bytes, int inputs, const Device& device, bool passes) {
+  const int width = kPackBytes / bytes, most_threads = passes ? kTilePassThreads : kTileThreads;
+  const Dim& run = view.reduced.dim[view.reduced.size - 1];
+  const Dim none{1, 1, 0};
+  const Dim& kept = view.kept.size ? view.kept.dim[view.kept.size - 1] : none;
+  const auto whole_strides = [&](const Dims& dims, int n) {
+    return std::all_of(dims.dim, dims.dim + n, [&](const Dim& dim) { return dim.stride % width == 0; });
+  };
+  const int64_t most_held = kTileBytes / kPackBytes / most_threads / inputs;
+  // Where entries take more room, so that as many blocks fit a multiprocessor.
+  const int64_t fewer_held = most_held * 3 / 4;
+  // Tries tiles until one fits: of as many threads as possible, at least so many packs wide, a multiple of `unit`.
+  const auto try_shapes = [&](const Tile& tile, int64_t lines, int64_t outer, int unit, int least_packs,
+                              auto groups_of) {
+    if (lines > kMostTileNumbers) return false;
+    // A thread that has all lines of its rows need not ask others.
+    if (!passes && tile.spanning && lines <= 2 * most_held && 2 * least_packs <= most_threads &&
+        plan_tile(plan, tile, most_threads / 2 / unit * unit, 1, static_cast<int>(2 * most_held), bytes, inputs, lines,
+                  device, outer, 1, passes)) {
+      return true;
+    }
+    for (const int64_t held :
+         {tile.spanning ? most_held : fewer_held, 3 * most_held / 2, 2 * most_held, 13 * most_held / 4}) {
+      for (const int most_blocks : {8, device.largest_cluster}) {
+        int64_t groups = 1;
+        while (groups * held < lines && 2 * groups * least_packs <= most_threads) groups *= 2;
+        groups = groups_of(groups);
+        const int64_t packs = most_threads / groups / unit * unit;
+        if (plan_tile(plan, tile, static_cast<int>(packs), static_cast<int>(groups), static_cast<int>(held), bytes,
+                      inputs, lines, device, outer, std::min(most_blocks, device.largest_cluster), passes)) {
+          return true;
+        }
+      }
+    }
+    return false;
+  };
+  const auto same = [](int64_t groups) { return groups; };
+  // Groups of lines that begin alike in a pack; true if there can be such.
+  const auto alike = [&](const Dims& lines) {
+    return [&, turn = width / std::gcd<int64_t>(width, lines.dim[lines.size - 1].stride)](int64_t groups) {
+      return std::max<int64_t>(groups, std::min<int64_t>(turn, lines.elements()));
+    };
+  };
+
+  Tile tile{};
+  tile.inner = 1;
+  if (view.minor_reduced) {
+    const bool neighbours = view.kept.size && kept.stride == run.extent;
+    tile.kept = without_last(view.kept);
+    tile.lines = without_last(view.reduced);
+    if (neighbours && run.extent <= most_threads * width) {
+      tile.segment = kept.extent * run.extent;
+      tile.inner = run.extent;
+      tile.outer_mask = kept.mask_stride;
+      tile.inner_mask = run.mask_stride;
+      tile.spanning = tile.segment % width == 0 && whole_strides(tile.lines, tile.lines.size) &&
+                      whole_strides(tile.kept, tile.kept.size);
+      tile.separate = !tile.spanning || run.extent % width != 0;
+      const int unit = tile.spanning ? static_cast<int>(std::lcm<int64_t>(run.extent, width) / width) : 1;
+      const int least = static_cast<int>(std::max<int64_t>(
+          {unit, kTileLineBytes / kPackBytes, tile.spanning ? 1 : ceil_div(run.extent + width - 1, width)}));
+      if (least <= most_threads && (tile.spanning || tile.lines.size == 1)) {
+        const int64_t lines = tile.lines.elements(), outer = tile.kept.elements();
+        if (tile.spanning ? try_shapes(tile, lines, outer, unit, least, same)
+                          : try_shapes(tile, lines, outer, 1, least, alike(tile.lines))) {
+          return true;
+        }
+      }
+    }
+    // A row to a block, or to a cluster.
+    tile.kept = view.kept;
+    tile.spanning = tile.separate = false;
+    tile.inner = 1;
+    tile.run = run.extent;
+    tile.outer_mask = run.mask_stride;
+    tile.inner_mask = 0;
+    const bool aligned = run.extent % width == 0 && whole_strides(view.kept, view.kept.size) &&
+                         whole_strides(tile.lines, tile.lines.size);
+    const int64_t run_packs = aligned ? run.extent / width : ceil_div(run.extent + width - 1, width);
+    int best = 0;
+    double best_use = 0;
+    for (int cuts = 1; cuts <= 32; ++cuts) {  // by which most threads have most to do
+      const int64_t packs = ceil_div(run_packs, cuts), groups = most_threads / packs;
+      if (groups == 0) continue;
+      const double use =
+          static_cast<double>(run_packs) / (cuts * packs) * (packs * groups) / (ceil_div(packs * groups, 32) * 32);
+      if (use > best_use * 1.02) best_use = use, best = static_cast<int>(packs);
+    }
+    if (best == 0) best = most_threads;
+    tile.segment = static_cast<int64_t>(best) * width;
+    tile.lines.dim[tile.lines.size++] = Dim{ceil_div(run_packs, best), tile.segment, 0};
+    const int64_t lines = tile.lines.elements();
+    if (lines > kMostTileNumbers || run.extent > kMostTileNumbers) return false;
+    for (const int64_t held : {most_held, 3 * most_held / 2, 2 * most_held, 13 * most_held / 4}) {
+      for (const int most_blocks : {8, device.largest_cluster}) {
+        const int groups = static_cast<int>(std::min<int64_t>(most_threads / best, ceil_div(lines, held)));
+        if (plan_tile(plan, tile, best, groups, static_cast<int>(held), bytes, inputs, lines, device,
+                      tile.kept.elements(), std::min(most_blocks, device.largest_cluster), passes)) {
+          return true;
+        }
+      }
+    }
+    return false;
+  }
+
+  tile.kept = without_last(view.kept);
+  tile.lines = view.reduced;
+  tile.separate = true;
+  tile.segment = kept.extent;
+  tile.outer_mask = kept.mask_stride;
+  const int64_t outer = tile.kept.elements();
+  if (kept.extent > kMostTileNumbers) return false;
+  if (kept.extent % width == 0 && kept.extent * bytes >= kSegmentBytes && whole_strides(tile.lines, tile.lines.size) &&
+      whole_strides(tile.kept, tile.kept.size)) {
+    tile.spanning = true;
+    const int64_t lines = tile.lines.elements();
+    const int packs = kTileLineBytes / kPackBytes,
+              most_wide = inputs == 2                                                  ? (bytes == 2 ? 8 : 16)
+                          : bytes > 2 && tile.lines.dim[0].stride * bytes >= kFarBytes ? 16
+                                                                                       : 1;
+    if (!passes && lines > 2 * most_held) {
+      int64_t groups = 1;
+      while (groups * most_held < lines && 4 * groups * packs <= most_threads) groups *= 2;
+      if (plan_tile(plan, tile, static_cast<int>(most_threads / groups), static_cast<int>(groups),
+                    static_cast<int>(most_held), bytes, inputs, lines, device, outer,
+                    std::min(most_wide, device.largest_cluster), passes)) {
+        return true;
+      }
+    }
+    return try_shapes(tile, lines, outer, 1, passes ? 2 * packs : packs, same);
+  }
+  const int64_t rows_apart = width / std::gcd<int64_t>(kept.extent, width);  // that begin alike
+  const int64_t unit = kept.extent * rows_apart / width;                     // packs
+  if (run.stride == kept.extent && unit <= most_threads / 2 && whole_strides(tile.lines, tile.lines.size - 1)) {
+    Tile slab = tile;
+    slab.inner = kept.extent;
+    slab.outer_mask = run.mask_stride;
+    slab.inner_mask = kept.mask_stride;
+    slab.run = run.extent * kept.extent;
+    const bool aligned = slab.run % width == 0 && whole_strides(tile.kept, tile.kept.size);
+    const int64_t run_packs = aligned ? slab.run / width : ceil_div(slab.run + width - 1, width);
+    slab.segment = unit * width;
+    slab.lines.dim[slab.lines.size - 1] = Dim{ceil_div(run_packs, unit), slab.segment, 0};
+    const int64_t lines = slab.lines.elements();
+    if (lines <= kMostTileNumbers && slab.run <= kMostTileNumbers) {
+      for (const int64_t held : {fewer_held, 3 * most_held / 2, 2 * most_held, 13 * most_held / 4}) {
+        for (const int most_blocks : {8, device.largest_cluster}) {
+          const int groups = static_cast<int>(std::min<int64_t>(most_threads / unit, ceil_div(lines, held)));
+          if (plan_tile(plan, slab, static_cast<int>(unit), groups, static_cast<int>(held), bytes, inputs, lines,
+                        device, outer, std::min(most_blocks, device.largest_cluster), passes)) {
+            return true;
+          }
+        }
+      }
+    }
+  }
+  if (tile.lines.size > 1) return false;
+  for (const int least : {9, 5}) {
+    if (try_shapes(tile, tile.lines.elements(), outer, 1, least, alike(tile.lines))) return true;
+  }
+  return false;
+}
+
 }  // namespace
 
 CudaPlan make_cuda_plan(const View& view, Op op, DType dtype, Alignment alignment, const Device& device, bool scratch) {
   const int bytes = kDTypeBytes[static_cast<int>(dtype)];
   const int per_pack = kPackBytes / bytes;
   CudaPlan plan{};
+  plan.cluster = 1;
+  plan.edges = Edges::kParts;
+  const bool kAligned = alignment == Alignment::kAligned;
+  const auto in_packs = [&] {
+    plan.schedule = Schedule::kPacks;
+    plan.threads = kPacksThreads;
+    plan.lanes = 1;
+    plan.packs = 2;
+    plan.blocks = ceil_div(view.rows * view.columns, static_cast<int64_t>(plan.threads) * plan.packs * per_pack);
+    return plan;
+  };
+  if (!view.minor_reduced && kAligned && view.reduced.size == 1 && view.columns <= kSlabColumns) {
+    // Few neighbouring rows, interleaved.
+    const int64_t inner = view.kept.dim[view.kept.size - 1].extent;
+    const int64_t slab_bytes = view.columns * inner * bytes;
+    if (view.reduced.dim[0].stride == inner && slab_bytes <= kNarrowBytes &&
+        (inner * bytes < kSegmentBytes || inner % per_pack != 0)) {
+      plan.slab_inner = static_cast<int>(inner);
+      if (!view.masked && per_pack % (view.columns * inner) == 0) return in_packs();
+      plan.schedule = Schedule::kSlab;
+      plan.threads = kSlabThreads;
+      const LanesAndPacks shape = narrow_slab_shape(view.columns);
+      plan.lanes = shape.lanes;
+      plan.packs = shape.packs;
+      const int64_t unit = std::lcm<int64_t>(inner, per_pack);  // rows of whole packs, and all of a slab's
+      const int64_t row_bytes = view.columns * bytes * inputs_of(op);
+      plan.slab_pad = slab_bytes % kPackBytes == 0;
+      const int64_t padded = plan.slab_pad ? kPackBytes * inputs_of(op) : 0;  // for inner rows
+      plan.slab_rows = static_cast<int>(unit * std::max<int64_t>(1, kSlabBytes / (unit * row_bytes)));
+      plan.blocks = ceil_div(view.rows, plan.slab_rows);
+      plan.shared_bytes = static_cast<int>(plan.slab_rows * row_bytes + plan.slab_rows / inner * padded);
+      return plan;
+    }
+  }
+  if (!view.contiguous_rows() && kAligned &&
+      (plan_tile(&plan, view, bytes, inputs_of(op), device, false) ||
+       (scratch && plan_tile(&plan, view, bytes, inputs_of(op), device, true)))) {
+    return plan;
+  }
+  plan = CudaPlan{};
   plan.cluster = 1;
   plan.edges = Edges::kParts;
   if (!view.minor_reduced) {
@@ -175,12 +493,7 @@ CudaPlan make_cuda_plan(const View& view, Op op, DType dtype, Alignment alignmen
 
   const bool aligned = view.columns % per_pack == 0 && alignment == Alignment::kAligned;
   if (!aligned && alignment == Alignment::kAligned && !view.masked && per_pack % view.columns == 0) {
-    plan.schedule = Schedule::kPacks;
-    plan.threads = kPacksThreads;
-    plan.lanes = 1;
-    plan.packs = 2;
-    plan.blocks = ceil_div(view.rows * view.columns, static_cast<int64_t>(plan.threads) * plan.packs * per_pack);
-    return plan;
+    return in_packs();
   }
   if (!aligned && alignment == Alignment::kAligned && view.columns <= kSlabColumns) {
     plan.schedule = Schedule::kSlab;
@@ -293,15 +606,21 @@ CudaPlan make_cuda_plan(const View& view, Op op, DType dtype, Alignment alignmen
 }
 
 int64_t scratch_bytes(const View& view, Op op, DType dtype) {
-  const int per_pack = kPackBytes / kDTypeBytes[static_cast<int>(dtype)];
-  if (!view.contiguous_rows()) return 0;
+  const int bytes = kDTypeBytes[static_cast<int>(dtype)], per_pack = kPackBytes / bytes;
+  const int64_t state = 2 * std::max(bytes, 4);
+  if (view.rows * view.columns == 0) return 0;
+  if (!view.contiguous_rows()) {
+    CudaPlan plan{};
+    if (plan_tile(&plan, view, bytes, inputs_of(op), kSmallestDevice, false)) return 0;
+    if (!plan_tile(&plan, view, bytes, inputs_of(op), kSmallestDevice, true)) return 0;
+    return plan.tile.tiles * plan.tile.cluster * plan.tile.columns * state;
+  }
   // Of unaligned operands, should it come to that: a row may begin anywhere in a pack.
   const int64_t packs = ceil_div(view.columns + per_pack - 1, per_pack);
   if (packs <= kBlockPacks) return 0;
   CudaPlan plan{};  // there are never more pieces than chunks
   cut_into_chunks(&plan, packs, inputs_of(op), Edges::kNone);
   if (plan.chunks <= kFewestChunks) return 0;
-  const int64_t state = dtype == DType::kF64 ? 16 : 8;
   return view.rows * std::min(plan.chunks, kMostChunks) * state + 8;
 }
 

@@ -65,19 +65,21 @@ struct Device {
 };
 
 enum class Schedule {
-  kPacks,    // several rows in a pack of 16 bytes
-  kSlab,     // unaligned rows side by side in shared memory, a row in the registers of up to 32 lanes
-  kLanes,    // a row in the registers of up to 32 lanes of a warp
-  kBlock,    // a row in the registers of a block
-  kChunks,   // a row in the shared memory of blocks, in chunks
-  kRing,     // the same chunks, passing through a ring in the shared memory of blocks that stay
-  kPasses,   // a row read twice, in pieces
-  kStream,   // a row read twice by a block
-  kGather,   // minor axis reduced, but the row is not contiguous
-  kColumns,  // minor axis kept: neighbouring columns side by side
+  kPacks,       // several rows in a pack of 16 bytes
+  kSlab,        // unaligned rows side by side in shared memory, a row in the registers of up to 32 lanes
+  kLanes,       // a row in the registers of up to 32 lanes of a warp
+  kBlock,       // a row in the registers of a block
+  kChunks,      // a row in the shared memory of blocks, in chunks
+  kRing,        // the same chunks, passing through a ring in the shared memory of blocks that stay
+  kPasses,      // a row read twice, in pieces
+  kStream,      // a row read twice by a block
+  kTile,        // neighbouring rows in the shared memory of blocks, each thread having a pack of some lines
+  kTilePasses,  // the same, of rows too long for that: read twice, in pieces
+  kGather,      // minor axis reduced, but the row is not contiguous
+  kColumns,     // minor axis kept: neighbouring columns side by side
 };
-inline constexpr const char* kScheduleNames[] = {"packs", "slab",   "lanes",  "block",  "chunks",
-                                                 "ring",  "passes", "stream", "gather", "columns"};
+inline constexpr const char* kScheduleNames[] = {"packs",  "slab",   "lanes", "block",       "chunks", "ring",
+                                                 "passes", "stream", "tile",  "tile_passes", "gather", "columns"};
 
 // Which checks the packs that cover a row need: none, since the threads' packs are exactly the row's; whether a pack
 // belongs to the row; or which of its elements do.
@@ -101,6 +103,43 @@ constexpr int ring_threads(int inputs, Edges edges) {
 inline constexpr int kPassThreads = 256;
 inline constexpr int kSlabThreads = 128;
 inline constexpr int kPacksThreads = 256;
+inline constexpr int kTileThreads = 256;
+inline constexpr int kTilePassThreads = 128;
+inline constexpr int kTilePassStages = 2;  // of copies ahead of the arithmetic
+inline constexpr int kTilePassPacks = 8;   // of a thread, of all operands together, in a stage
+
+// The tile schedule's: see cuda/tile.cuh. Memory is seen as lines, a segment of neighbouring elements for each index of
+// the kept dimensions in `kept` and of the reduced ones in `lines`. A segment is made of
+//   the innermost kept dimension, a row to an element;
+//   that and the innermost reduced one inside of it, a row to `inner` elements;
+//   or some of the innermost reduced one and the `inner` rows inside of it: a part of a run.
+struct Tile {
+  Dims kept;
+  Dims lines;
+  int64_t segment;                   // elements
+  int64_t run;                       // elements of the whole run that segments are parts of; 0 where they are not
+  int64_t inner;                     // elements
+  int64_t outer_mask, inner_mask;    // mask strides of a position in the segment or run, by and within `inner`
+  bool separate;                     // whether the elements of a pack belong to different rows
+  bool spanning;                     // whether a tile's packs may be of several segments
+  int packs;                         // of each line in a tile
+  int width;                         // elements of each line in a tile, if not spanning
+  int64_t segment_packs, all_packs;  // if spanning
+  int segments, unit;                // if segments are parts of runs: how many in a tile, and packs of each
+  int64_t all_segments;
+  int segment_tiles;           // if not, nor spanning: tiles of a segment
+  int groups;                  // of threads, which take turns at the lines
+  int held;                    // lines that a thread holds
+  int all_lines, block_lines;  // of a row, and of those a block's
+  int cluster;                 // blocks that share a tile, or pieces of it that are read one by one
+  int64_t tiles;
+  int shuffled;             // whether lanes add up first, or how many neighbouring ones if all have one state
+  bool exchanged;           // whether several threads share a row still
+  int entry_rows, entries;  // states that are exchanged: by group or warp, and in each
+  int positions;            // positions that are told apart
+  int team;                 // lanes that add up the entries of a row
+  int columns;              // rows of the view in a tile
+};
 
 struct CudaPlan {
   Schedule schedule;
@@ -110,12 +149,15 @@ struct CudaPlan {
   int threads;     // threads a block
   int cluster;     // blocks of a cluster
   int slab_rows;   // rows that a block handles together
+  int slab_inner;  // neighbouring rows that are interleaved; 0 where rows are runs of memory
+  bool slab_pad;   // whether interleaved rows lie a pack apart in shared memory from the next
   int64_t blocks;  // blocks in the grid, in the passes schedule for a row, both times
   int shared_bytes;     // dynamic shared memory of a block
   int chunks;           // parts that a row is cut into
   int64_t share;        // packs of each operand in such a part
   int stages;           // of a ring
-  int64_t launch_rows;  // rows that a launch handles, in the passes schedule
+  int64_t launch_rows;  // rows, or tiles, that a launch handles, in the schedules of passes
+  Tile tile;            // of the tile schedule
   bool scratch;         // whether blocks exchange the states of the parts through device memory
 };
 

@@ -26,8 +26,10 @@ _SCHEDULES = {
     "ring": "chunks of all rows pass through rings in shared memory; blocks exchange only maxima and sums",
     "passes": "a row too long to hold: read twice in pieces, the second time from L2 where it fits",
     "stream": "a row too long to hold: read twice by a block, the second time from L2 where it fits",
-    "gather": "the reduced axes are not one run of memory: a block gathers the row's runs",
-    "columns": "the minor axis is kept: neighbouring columns side by side",
+    "tile": "rows that are not one run of memory: neighbouring ones side by side in the shared memory of blocks",
+    "tile_passes": "the same, of rows too long to hold: read twice in pieces",
+    "gather": "rows that are not one run of memory, read twice by a block",
+    "columns": "the minor axis is kept: neighbouring rows side by side, read twice by a block",
     "jax.numpy": "no kernel for this dtype or number of dimensions",
     "nothing": "the array is empty",
 }

@@ -31,7 +31,7 @@ def _ffi_rule(by_reference):
     return rule
 
 
-def _cuda_rule(by_reference):
+def _cuda_rule(by_reference, n_floats):
     """As `_ffi_rule`, with a second result for the kernels to exchange states through where they need one.
 
     XLA owns it, so that it lives as long as a CUDA graph that the call was captured into. A shape with symbolic
@@ -43,7 +43,11 @@ def _cuda_rule(by_reference):
         x = ctx.avals_in[0]
         n = 0
         if len(x.shape) <= _kernels.MAX_DIMS and all(isinstance(d, int) for d in x.shape):
-            n = _kernels.scratch_bytes(list(x.shape), list(axes), op, x.dtype.name)
+            mask_shape = None
+            if len(ctx.avals_in) > n_floats:
+                shape = ctx.avals_in[n_floats].shape
+                mask_shape = [*[1] * (len(x.shape) - len(shape)), *shape]
+            n = _kernels.scratch_bytes(list(x.shape), list(axes), op, x.dtype.name, mask_shape)
         if n:
             ctx = ctx.replace(avals_out=[*ctx.avals_out, jax.core.ShapedArray((n,), np.dtype(np.uint8))])
         return ffi_rule(ctx, *operands, op=op, axes=axes)[:1]
@@ -60,7 +64,7 @@ def _register():
         mlir.register_lowering(primitive, by_reference)
         mlir.register_lowering(primitive, _ffi_rule(by_reference), platform="cpu")
         if HAS_CUDA:
-            mlir.register_lowering(primitive, _cuda_rule(by_reference), platform="cuda")
+            mlir.register_lowering(primitive, _cuda_rule(by_reference, n_floats), platform="cuda")
 
 
 _register()

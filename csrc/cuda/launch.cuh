@@ -11,6 +11,7 @@
 #include "cuda/ring.cuh"
 #include "cuda/slab.cuh"
 #include "cuda/strided.cuh"
+#include "cuda/tile.cuh"
 
 namespace jax_softmax::cuda {
 
@@ -144,6 +145,14 @@ cudaError_t enqueue_passes(CudaPlan plan, const RowArgs<A>& rows, uint64_t* word
 template <class A>
 cudaError_t enqueue_packs(const CudaPlan& plan, const RowArgs<A>& args, cudaStream_t stream) {
   if constexpr (!A::kMasked) {
+    if constexpr (A::kWidth > 2) {
+      if (args.columns == 2 && plan.slab_inner == 2) return enqueue(rows_in_packs<A, 2, 2>, plan, stream, args);
+    }
+    if constexpr (A::kWidth > 4) {
+      if (args.columns == 4 && plan.slab_inner == 2) return enqueue(rows_in_packs<A, 4, 2>, plan, stream, args);
+      if (args.columns == 2 && plan.slab_inner == 4) return enqueue(rows_in_packs<A, 2, 4>, plan, stream, args);
+    }
+    if (plan.slab_inner > 1) return cudaErrorInvalidValue;
     if (args.columns == 1) return enqueue(rows_in_packs<A, 1>, plan, stream, args);
     if constexpr (A::kWidth > 2) {
       if (args.columns == 2) return enqueue(rows_in_packs<A, 2>, plan, stream, args);
@@ -155,27 +164,81 @@ cudaError_t enqueue_packs(const CudaPlan& plan, const RowArgs<A>& args, cudaStre
   return cudaErrorInvalidValue;
 }
 
-template <int lanes, int held>
+template <int lanes, int held, bool interleaved = false>
 struct SlabShape {
   static constexpr int kLanes = lanes;
   static constexpr int kHeld = held;
+  static constexpr bool kInterleaved = interleaved;
 };
 
 template <class A>
 cudaError_t enqueue_slab(const CudaPlan& plan, const RowArgs<A>& args, cudaStream_t stream) {
+  const SlabArgs slab{plan.slab_rows, Divisor(plan.slab_inner),
+                      Divisor(plan.slab_pad ? args.columns * plan.slab_inner / A::kWidth : INT32_MAX)};
   cudaError_t status = cudaErrorInvalidValue;
-  const auto choose = [&](auto... shapes) {
-    (void)((plan.lanes == decltype(shapes)::kLanes && plan.packs == decltype(shapes)::kHeld &&
-            (status = enqueue(rows_in_slab<A, decltype(shapes)::kLanes, decltype(shapes)::kHeld>, plan, stream, args,
-                              plan.slab_rows),
-             true)) ||
-           ...);
+  const auto try_shape = [&](auto shape) {
+    using Shape = decltype(shape);
+    if (plan.lanes != Shape::kLanes || plan.packs != Shape::kHeld || (plan.slab_inner > 0) != Shape::kInterleaved)
+      return;
+    status = enqueue(rows_in_slab<A, Shape::kLanes, Shape::kHeld, Shape::kInterleaved>, plan, stream, args, slab);
   };
+  const auto choose = [&](auto... shapes) { (try_shape(shapes), ...); };
   choose(SlabShape<1, 3>(), SlabShape<1, 7>(), SlabShape<1, 15>(), SlabShape<1, 23>(), SlabShape<1, 31>(),
          SlabShape<2, 17>(), SlabShape<4, 9>(), SlabShape<4, 12>(), SlabShape<4, 16>(), SlabShape<8, 9>(),
          SlabShape<8, 12>(), SlabShape<8, 16>(), SlabShape<16, 5>(), SlabShape<16, 9>(), SlabShape<16, 12>(),
          SlabShape<16, 16>(), SlabShape<32, 9>(), SlabShape<32, 12>(), SlabShape<32, 16>());
+  choose(SlabShape<1, 4, true>(), SlabShape<1, 16, true>(), SlabShape<4, 16, true>(), SlabShape<16, 16, true>(),
+         SlabShape<32, 16, true>());
   return status;
+}
+
+template <class A, bool kSeparate, Lines kLines>
+cudaError_t enqueue_tile_passes(CudaPlan plan, const TileArgs<A>& tile, void* scratch, cudaStream_t stream) {
+  using States = State<typename A::C>;
+  States* const states = static_cast<States*>(scratch);
+  plan.blocks /= 2;
+  TilePassArgs<A> args{tile, states, false};
+  cudaError_t status = enqueue(tile_pass<A, kSeparate, kLines>, plan, stream, args);
+  if (status != cudaSuccess) return status;
+  CudaPlan between{};
+  between.cluster = 1;
+  between.threads = kTilePassThreads;
+  const int64_t rows = plan.tile.tiles * plan.tile.columns;
+  between.blocks = (rows + kTilePassThreads / 32 - 1) / (kTilePassThreads / 32);
+  status = enqueue(combine_pieces<typename A::Op, typename A::M>, between, stream, Mode::kOverlapping, states,
+                   plan.tile.cluster, plan.tile.columns, rows);
+  if (status != cudaSuccess) return status;
+  args.finish = true;
+  return enqueue(tile_pass<A, kSeparate, kLines>, plan, stream, Mode::kOverlapping, args);
+}
+
+template <class A, bool kSeparate, Lines kLines>
+cudaError_t enqueue_tile_of(const CudaPlan& plan, const TileArgs<A>& tile, void* scratch, cudaStream_t stream) {
+  if (plan.schedule == Schedule::kTile) return enqueue(rows_in_tile<A, kSeparate, kLines>, plan, stream, tile);
+  return enqueue_tile_passes<A, kSeparate, kLines>(plan, tile, scratch, stream);
+}
+
+template <class A>
+cudaError_t enqueue_tile(const CudaPlan& plan, const A& access, void* scratch, cudaStream_t stream) {
+  const Tile& tile = plan.tile;
+  const TileArgs<A> args{access,
+                         tile,
+                         Strided(tile.kept),
+                         Strided(tile.lines),
+                         Stride(tile.lines, tile.groups),
+                         Divisor(tile.cluster),
+                         Divisor(tile.packs),
+                         Divisor(tile.unit),
+                         Divisor(tile.segment_packs),
+                         Divisor(tile.inner),
+                         Divisor(tile.positions / tile.columns)};
+  if (tile.spanning) {
+    return tile.separate ? enqueue_tile_of<A, true, Lines::kSpanning>(plan, args, scratch, stream)
+                         : enqueue_tile_of<A, false, Lines::kSpanning>(plan, args, scratch, stream);
+  }
+  if (!tile.run) return enqueue_tile_of<A, true, Lines::kPart>(plan, args, scratch, stream);
+  return tile.separate ? enqueue_tile_of<A, true, Lines::kRuns>(plan, args, scratch, stream)
+                       : enqueue_tile_of<A, false, Lines::kRuns>(plan, args, scratch, stream);
 }
 
 template <class A>
@@ -199,6 +262,9 @@ cudaError_t launch_with(const CudaPlan& plan, const View& view, const A& access,
       return enqueue_passes(plan, rows, words, stream);
     case Schedule::kStream:
       return enqueue(rows_read_twice<A>, plan, stream, rows);
+    case Schedule::kTile:
+    case Schedule::kTilePasses:
+      return enqueue_tile(plan, access, words, stream);
     case Schedule::kGather:
       return enqueue(gathered_rows<A>, plan, stream, any);
     case Schedule::kColumns:

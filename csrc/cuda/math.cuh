@@ -87,6 +87,11 @@ struct Relative<cuda::Half> {
     const float ratio = M::exp2(__fmul_rn(from, M::kLog2E) - __fmul_rn(to, M::kLog2E));
     return from == to ? 1.0f : fmaxf(fabsf(from), fabsf(to)) >= kLarge ? 0.0f : ratio;
   }
+  static __device__ __forceinline__ float divide(float x, float sum) {
+    float inverse;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(sum));
+    return x * inverse;
+  }
 };
 
 }  // namespace jax_softmax

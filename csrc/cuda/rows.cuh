@@ -174,8 +174,9 @@ __global__ void __launch_bounds__(256) rows_in_block(const __grid_constant__ Row
   row_in_registers<A, kPacks, kEdges>(args, blockIdx.x, BlockGroup<typename A::Op, typename A::M>());
 }
 
-// Rows of so few columns that a pack holds several, each of them in one thread, two packs a thread.
-template <class A, int kColumns>
+// Rows of so few columns that a pack holds several, each of them in one thread, two packs a thread. kInner neighbouring
+// rows are interleaved.
+template <class A, int kColumns, int kInner = 1>
 __global__ void __launch_bounds__(kPacksThreads) rows_in_packs(const __grid_constant__ RowArgs<A> args) {
   using Op = typename A::Op;
   using M = typename A::M;
@@ -202,18 +203,19 @@ __global__ void __launch_bounds__(kPacksThreads) rows_in_packs(const __grid_cons
     A::widen(values, raw[u]);
     C result[kWidth];
 #pragma unroll
-    for (int r = 0; r < kWidth; r += kColumns) {
+    for (int r = 0; r < kWidth / kColumns; ++r) {
+      const int begin = r / kInner * kInner * kColumns + r % kInner;
       C row[kColumns][A::kInputs];
 #pragma unroll
       for (int i = 0; i < kColumns; ++i) {
 #pragma unroll
-        for (int k = 0; k < A::kInputs; ++k) row[i][k] = values[r + i][k];
+        for (int k = 0; k < A::kInputs; ++k) row[i][k] = values[begin + i * kInner][k];
       }
       State<C> state = identity<Op, M>();
       accumulate<Op, M>(state, row);
       const auto finished = Op::row(state);
 #pragma unroll
-      for (int i = 0; i < kColumns; ++i) result[r + i] = Op::finish(finished, row[i]);
+      for (int i = 0; i < kColumns; ++i) result[begin + i * kInner] = Op::finish(finished, row[i]);
     }
     if (access.whole_in_memory(origin, begin)) {
       store_pack(access.out + begin, Elements<typename A::T>::narrow(result));

@@ -3,12 +3,20 @@
 #pragma once
 
 #include "cuda/chunk.cuh"
+#include "cuda/divisor.cuh"
 
 namespace jax_softmax::cuda {
 
+struct SlabArgs {
+  int rows;           // of a slab
+  Divisor inner;      // so many neighbouring rows are interleaved: the elements of a row are so far apart
+  Divisor pad_every;  // packs after which shared memory has room for one more, so that rows begin in different banks
+};
+
 // kLanes lanes have a row, of up to kHeld elements each, neighbouring elements in neighbouring lanes.
-template <class A, int kLanes, int kHeld>
-__global__ void __launch_bounds__(kSlabThreads) rows_in_slab(const __grid_constant__ RowArgs<A> args, int slab_rows) {
+template <class A, int kLanes, int kHeld, bool kInterleaved>
+__global__ void __launch_bounds__(kSlabThreads)
+    rows_in_slab(const __grid_constant__ RowArgs<A> args, const __grid_constant__ SlabArgs slab_args) {
   using Op = typename A::Op;
   using M = typename A::M;
   using C = typename A::C;
@@ -16,21 +24,25 @@ __global__ void __launch_bounds__(kSlabThreads) rows_in_slab(const __grid_consta
   constexpr int kWidth = A::kWidth;
   extern __shared__ Pack held[];
   const A& access = args.access;
+  const int slab_rows = slab_args.rows;
   const int64_t first_row = static_cast<int64_t>(blockIdx.x) * slab_rows;
   const int rows = static_cast<int>(min(static_cast<int64_t>(slab_rows), args.rows - first_row));
   const int columns = static_cast<int>(args.columns);
   const int elements = rows * columns;
   const int packs = (elements + kWidth - 1) / kWidth;
-  const int capacity = slab_rows * columns / kWidth;  // packs of a full slab, whose size is a multiple of 16 bytes
+  // Where a pack is held, with the room before it.
+  const auto held_at = [&](int j) { return kInterleaved ? j + static_cast<int>(slab_args.pad_every.divide(j)) : j; };
+  const int capacity = held_at(slab_rows * columns / kWidth);  // of a full slab, whose size is a multiple of 16 bytes
+  const int apart = kInterleaved ? static_cast<int>(slab_args.inner.divisor) : 1;  // elements of a row
   const Offset slab{first_row * columns, 0};
 
   for (int j = threadIdx.x; j < packs; j += blockDim.x) {
 #pragma unroll
     for (int k = 0; k < A::kInputs; ++k) {
       if (access.whole_in_memory(slab, j * kWidth)) {
-        copy_pack(&held[k * capacity + j], access.in[k] + slab.element + j * kWidth);
+        copy_pack(&held[k * capacity + held_at(j)], access.in[k] + slab.element + j * kWidth);
       } else {
-        held[k * capacity + j] = access.load_parts(k, slab, j * kWidth);
+        held[k * capacity + held_at(j)] = access.load_parts(k, slab, j * kWidth);
       }
     }
   }
@@ -42,7 +54,13 @@ __global__ void __launch_bounds__(kSlabThreads) rows_in_slab(const __grid_consta
     const int row = min(turn + static_cast<int>(threadIdx.x) / kLanes, rows - 1);
     const bool active = turn + static_cast<int>(threadIdx.x) / kLanes < rows;
     const Offset offset = args.offset(first_row + row);
-    T* const row_held = reinterpret_cast<T*>(held) + row * columns + lane;
+    int begin = row * columns;
+    if (kInterleaved) {
+      const int outer = slab_args.inner.divide(row);
+      const int before = held_at(outer * apart * columns / kWidth) - outer * apart * columns / kWidth;
+      begin = outer * apart * columns + before * kWidth + row - outer * apart;
+    }
+    T* const row_held = reinterpret_cast<T*>(held) + begin + lane * apart;
     const int mine = active ? columns - lane : 0;  // element i of this lane is the row's if i * kLanes < mine
     const auto at = [&](int i) { return Offset{0, offset.mask + (lane + i * kLanes) * args.mask_stride}; };
     C values[kHeld][A::kInputs];
@@ -51,7 +69,7 @@ __global__ void __launch_bounds__(kSlabThreads) rows_in_slab(const __grid_consta
 #pragma unroll
       for (int k = 0; k < A::kInputs; ++k) {
         values[i][k] = Op::pad(k);
-        if (i * kLanes < mine) values[i][k] = Elements<T>::widen(row_held[k * capacity * kWidth + i * kLanes]);
+        if (i * kLanes < mine) values[i][k] = Elements<T>::widen(row_held[k * capacity * kWidth + i * kLanes * apart]);
       }
       if (i * kLanes < mine) access.pad_if_masked(values[i], at(i));
     }
@@ -80,7 +98,7 @@ __global__ void __launch_bounds__(kSlabThreads) rows_in_slab(const __grid_consta
       } else {
         result = Op::finish(finished, values[i]);
       }
-      if (i * kLanes < mine) row_held[i * kLanes] = access.result(result, at(i));
+      if (i * kLanes < mine) row_held[i * kLanes * apart] = access.result(result, at(i));
     }
   }
   __syncthreads();
@@ -88,9 +106,9 @@ __global__ void __launch_bounds__(kSlabThreads) rows_in_slab(const __grid_consta
   for (int j = threadIdx.x; j < packs; j += blockDim.x) {
     T* const p = access.out + slab.element + j * kWidth;
     if ((j + 1) * kWidth <= elements) {
-      store_pack(p, held[j]);
+      store_pack(p, held[held_at(j)]);
     } else {
-      store_elements(p, held[j], A::bits_within(j * kWidth, elements));
+      store_elements(p, held[held_at(j)], A::bits_within(j * kWidth, elements));
     }
   }
 }
