@@ -1,6 +1,7 @@
 """What the plan chooses, and the canonical view it works on: plain C++, so asserted without a GPU."""
 
 import itertools
+import math
 
 import jax.numpy as jnp
 import numpy as np
@@ -140,9 +141,28 @@ def test_scratch_is_enough_on_every_device(device, op, dtype):
             assert size <= 0.005 * rows * columns * np.dtype(jnp.dtype(dtype)).itemsize + 8
 
 
-def test_no_scratch_for_short_rows_and_other_axes():
+def test_no_scratch_for_short_rows_and_columns():
     assert _kernels.scratch_bytes([1000, 8192], [1], "softmax", "bfloat16") == 0
-    assert _kernels.scratch_bytes([1000, 50257], [0], "softmax", "bfloat16") == 0
+    assert _kernels.scratch_bytes([500, 50257], [0], "softmax", "bfloat16") == 0
+    assert _kernels.scratch_bytes([64, 256, 1024], [1], "softmax", "bfloat16") == 0
+
+
+@pytest.mark.parametrize("device", [H200, T4, A100, RTX5090], ids=["H200", "T4", "A100", "RTX5090"])
+@pytest.mark.parametrize("op", ["softmax", "softmax_linear"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+def test_scratch_holds_the_states_of_a_tile_of_pieces(dtype, op, device):
+    for shape, axes in [
+        ((1 << 18, 1024), (0,)),
+        ((3, 70_000, 7), (1,)),
+        ((300, 3, 30_001), (0, 2)),
+        ((5000, 999), (0,)),
+    ]:
+        plan_ = plan(shape, axes, op, dtype, device=device)
+        assert plan_["schedule"] in ("tile", "tile_passes")
+        state = 16 if dtype == "float64" else 8
+        if plan_["scratch"]:
+            needed = plan_["rows"] * plan_["chunks"] * state
+            assert needed <= _kernels.scratch_bytes(list(shape), list(axes), op, dtype) <= 4 * needed + 2**20
 
 
 @pytest.mark.parametrize("op", ["softmax", "softmax_linear"])
@@ -162,11 +182,45 @@ def test_what_is_added_up_does_not_depend_on_the_number_of_rows(columns, op, dty
             assert other[key] == plans[0][key]
 
 
-def test_other_axes():
-    assert plan((64, 1024, 256), (1,))["schedule"] == "columns"
-    assert plan((64, 1024, 256), (0, 2))["schedule"] == "gather"
-    assert plan((64, 1024, 256), (1, 2))["schedule"] == "ring"
+@pytest.mark.parametrize(
+    "shape,axes,schedule,cluster",
+    [
+        ((64, 1024, 256), (1,), "tile", 1),
+        ((64, 4096, 256), (1,), "tile", 4),
+        ((1 << 18, 1024), (0,), "tile_passes", 1),
+        ((64, 1024, 256), (0, 2), "tile", 2),
+        ((64, 1024, 256), (1, 2), "ring", 1),
+        ((1000, 16, 4), (1,), "slab", 1),
+        ((1000, 2, 2), (1,), "packs", 1),
+        ((1000, 1024, 3), (1,), "tile", 1),
+        ((100, 1001, 1001), (1,), "tile", 6),
+        ((12, 63, 65, 127), (0, 2), "columns", 1),
+    ],
+)
+def test_other_axes(shape, axes, schedule, cluster):
+    chosen = plan(shape, axes)
+    assert (chosen["schedule"], chosen["cluster"]) == (schedule, cluster)
+
+
+def test_no_axes():
     assert plan((64, 1024, 256), ())["columns"] == 1
+
+
+@given(st.data())
+def test_other_axes_fit_the_device(data):
+    shape = data.draw(st.lists(st.sampled_from([2, 3, 8, 16, 17, 64, 100, 257, 1024, 5000]), min_size=2, max_size=5))
+    axes = data.draw(st.sets(st.integers(0, len(shape) - 1), min_size=1))
+    device = data.draw(st.sampled_from([H200, T4, A100, RTX5090]))
+    op = data.draw(st.sampled_from(["softmax", "softmax_linear"]))
+    dtype = data.draw(st.sampled_from(["bfloat16", "float32", "float64"]))
+    mask = data.draw(st.one_of(st.none(), st.tuples(*[st.sampled_from([1, n]) for n in shape])))
+    if math.prod(shape) > 1 << 32:
+        return
+    chosen = plan(shape, sorted(axes), op, dtype, mask_shape=None if mask is None else list(mask), device=device)
+    assert chosen["shared_bytes"] <= device["shared_memory_per_block"]
+    assert chosen["cluster"] <= device["largest_cluster"]
+    assert 0 < chosen["threads"] <= 1024 and chosen["threads"] % 32 == 0
+    assert 0 < chosen["blocks"] < 1 << 31 and chosen["blocks"] % chosen["cluster"] == 0
 
 
 @pytest.mark.parametrize(

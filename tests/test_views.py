@@ -1,0 +1,210 @@
+"""Rows that are not runs of memory: every schedule of theirs, and every extent at which another takes over, is within a
+derived bound of float64, whichever dimensions are kept."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import support
+from support import NAMES, OPERATORS, assert_same_bits, check, check_all, normal, reference
+
+from jax_softmax import _kernels
+
+ON_GPU = jax.default_backend() == "gpu" and _kernels.build_info()["cuda"]
+
+# Shapes, reduced axes. Extents that are, and are not, a multiple of 16 bytes; rows that a thread, a block, a cluster
+# hold, and longer ones.
+VIEWS = [
+    ((5, 7, 64), (1,)),
+    ((3, 100, 1024), (1,)),
+    ((2, 1024, 256), (1,)),
+    ((3, 1000, 40), (1,)),
+    ((2, 3000, 96), (1,)),
+    ((9000, 64), (0,)),
+    ((20000, 48), (0,)),
+    ((4, 100_000), (0,)),
+    ((16, 5000), (0,)),
+    ((17, 5000), (0,)),
+    # Kept neighbours of no whole packs.
+    ((3, 33, 65), (1,)),
+    ((2, 1023, 1023), (1,)),
+    ((5, 8, 1001), (1,)),
+    ((4, 100_001), (0,)),
+    ((2, 5000, 129), (1,)),
+    ((2, 515, 33), (1,)),
+    # Narrow ones.
+    ((50, 16, 4), (1,)),
+    ((70, 4, 2), (1,)),
+    ((33, 15, 3), (1,)),
+    ((9, 100, 5), (1,)),
+    ((5, 511, 3), (1,)),
+    ((7, 512, 4), (1,)),
+    ((5, 1024, 3), (1,)),
+    ((3, 8192, 7), (1,)),
+    ((3, 4099, 12), (1,)),
+    ((2, 30_000, 6), (1,)),
+    ((1, 200_000, 3), (1,)),
+    # Runs.
+    ((16, 24, 32), (0, 2)),
+    ((16, 9, 1024), (0, 2)),
+    ((5, 16, 12, 16), (1, 3)),
+    ((5, 16, 12, 4), (1, 3)),
+    ((5, 16, 13, 15), (1, 3)),
+    ((5, 6, 13, 3), (1, 3)),
+    ((4, 300, 3, 24), (1, 3)),
+    ((33, 5, 700), (0, 2)),
+    ((63, 3, 1023), (0, 2)),
+    ((130, 2, 4096), (0, 2)),
+    ((130, 2, 30_001), (0, 2)),
+    ((3, 4, 5, 6, 7, 8), (0, 2, 4)),
+    ((3, 4, 5, 6, 7, 8), (1, 3, 5)),
+    # Several dimensions, neighbours kept.
+    ((12, 5, 13, 64), (0, 2)),
+    ((12, 5, 13, 6), (0, 2)),
+    ((12, 5, 13, 33), (0, 2)),
+    ((64, 3, 64, 72), (0, 2)),
+    ((128, 2, 128, 64), (0, 2)),
+]
+
+
+@pytest.mark.parametrize("view", VIEWS, ids=str)
+@pytest.mark.parametrize("dtype", support.DTYPES)
+def test_views(dtype, view):
+    shape, axes = view
+    check_all(normal(shape, dtype), axes)
+
+
+@pytest.mark.parametrize("view", VIEWS, ids=str)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_masked_views(dtype, view):
+    shape, axes = view
+    check_all(normal(shape, dtype), axes, support.random_mask(shape))
+    partial = tuple(1 if i % 2 else n for i, n in enumerate(shape))
+    check_all(normal(shape, dtype), axes, support.random_mask(partial, 1), names=NAMES[:1])
+
+
+@pytest.mark.parametrize("view", VIEWS, ids=str)
+def test_nonfinite_views(view):
+    """What a row shares a pack, a tile or a cluster with does not touch it."""
+    shape, axes = view
+    x = normal(shape)
+    rows = np.moveaxis(x, axes, range(-len(axes), 0))  # a view of x
+    kept = rows.shape[: -len(axes)]
+    fills = [np.nan, np.inf, -np.inf]
+    for i, index in enumerate(itertools.islice(np.ndindex(kept), 0, None, 2)):
+        row = rows[index]
+        row[np.unravel_index(i * 7919 % row.size, row.shape)] = fills[i % 3]
+        if i % 4 == 3:
+            row[...] = -np.inf
+    for name in NAMES:
+        check(jax.jit(OPERATORS[name], static_argnums=1)(x, axes), reference(name, x, axes))
+
+
+@pytest.mark.parametrize(
+    "view",
+    [((6, 300, 128), (1,)), ((6, 3000, 64), (1,)), ((6, 1024, 3), (1,)), ((6, 16, 4), (1,)), ((6, 16, 8, 16), (1, 3))],
+    ids=str,
+)
+def test_bits_do_not_depend_on_the_number_of_kept_elements(view):
+    shape, axes = view
+    x = normal(shape, "bfloat16")
+    for name in NAMES:
+        f = jax.jit(lambda x, name=name: OPERATORS[name](x, axes))
+        y = np.asarray(f(x))
+        for i in range(shape[0]):
+            assert_same_bits(f(x[i : i + 1]), y[i : i + 1], name)
+        assert_same_bits(f(x), y, name)
+        assert_same_bits(jax.jit(jax.vmap(lambda x, name=name: OPERATORS[name](x, tuple(a - 1 for a in axes))))(x), y)
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU and the CUDA kernels")
+@pytest.mark.parametrize("shared", [64, 99, 163])
+@pytest.mark.parametrize("view", VIEWS, ids=str)
+def test_views_as_on_a_chip_without_clusters(view, shared):
+    shape, axes = view
+    _kernels.limit_cuda_device(shared_memory_per_block=shared << 10, largest_cluster=1)
+    jax.clear_caches()
+    try:
+        check_all(normal(shape, "bfloat16"), axes)
+    finally:
+        _kernels.limit_cuda_device()
+
+
+def chosen(extent, minor, dtype):
+    plan = _kernels.plan([3, extent, minor], [1], "softmax", dtype)
+    return tuple(plan[key] for key in ("schedule", "packs", "cluster", "threads"))
+
+
+def boundaries(minor, dtype, longest):
+    """The last reduced extents before another kernel, or another number of its threads, takes over."""
+    found = set()
+    grid = sorted({int(1.3**i) for i in range(60)} | {longest})
+    for low, high in itertools.pairwise([n for n in grid if 0 < n <= longest]):
+        if chosen(low, minor, dtype)[::2] == chosen(high, minor, dtype)[::2]:
+            continue
+        while high - low > 1:
+            middle = (low + high) // 2
+            if chosen(middle, minor, dtype)[::2] == chosen(low, minor, dtype)[::2]:
+                low = middle
+            else:
+                high = middle
+        found.add(low)
+    return sorted(found)
+
+
+@pytest.mark.parametrize(
+    "dtype,minor,extent",
+    [
+        (dtype, minor, extent)
+        for dtype in ("bfloat16", "float32")
+        for minor in (1 + 1, 3, 7, 24, 64, 65)
+        for extent in boundaries(minor, dtype, 30_000 if ON_GPU else 1000)
+    ],
+)
+def test_boundaries(dtype, minor, extent):
+    for n in (extent - 1, extent, extent + 1):
+        if n > 0:
+            check_all(normal((3, n, minor), dtype, seed=n), 1)
+
+
+def free_bytes():
+    try:
+        return jax.devices()[0].memory_stats()["bytes_limit"]
+    except (TypeError, KeyError):  # a CPU
+        return 0
+
+
+@pytest.mark.skipif(free_bytes() < 40 << 30, reason="needs a device with 40 GB")
+@pytest.mark.parametrize(
+    "shape,axis",
+    [
+        ((2**20 + 1, 64, 65), 1),
+        ((2**29 + 9, 2, 4), 1),
+        ((16, 2**28 + 8), 0),
+        ((2**18, 2**14 + 16), 0),
+        ((5, 2**30 + 3), 0),
+    ],
+    ids=str,
+)
+def test_more_elements_than_32_bits_count(shape, axis):
+    """A part of the first, a middle and the last kept elements against the same part alone."""
+    make = jax.jit(
+        lambda: (
+            sum(
+                jax.lax.broadcasted_iota(jnp.uint32, shape, d) * np.uint32(m)
+                for d, m in zip(range(len(shape)), (7, 13, 29), strict=False)
+            )
+            % 251
+            / 64
+        ).astype(jnp.bfloat16)
+    )
+    x = make()
+    y = OPERATORS["softmax"](x, axis)
+    kept = 0 if axis else 1
+    size = 64
+    for begin in sorted({0, shape[kept] // 2 // size * size, shape[kept] - size}):
+        part = jax.jit(lambda a, begin=begin: jax.lax.slice_in_dim(a, begin, begin + size, axis=kept))
+        expected = reference("softmax", np.asarray(part(x)), axis)
+        check(part(y), expected)
