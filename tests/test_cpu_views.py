@@ -10,7 +10,13 @@ from support import NAMES, OPERATORS, check_all, normal
 # vectors exactly, and that leave a part of the last one.
 COLUMNS = [((5, n, k), 1) for n in (3, 8, 65, 513, 1100) for k in (2, 3, 7, 8, 13, 40)]
 LONG = [((2100, 3), 0), ((5000, 70), 0), ((40, 2500, 7), 1), ((20_000, 2), 0), ((140_000, 9), 0), ((3, 150_001), 1)]
-GROUPS = [((1000, 3, 2), 1), ((70, 6, 5, 3), (1, 3)), ((9, 20, 17), (0, 2)), ((9, 20, 3), (0, 2)), ((6, 30, 7, 5), (0, 2))]
+GROUPS = [
+    ((1000, 3, 2), 1),
+    ((70, 6, 5, 3), (1, 3)),
+    ((9, 20, 17), (0, 2)),
+    ((9, 20, 3), (0, 2)),
+    ((6, 30, 7, 5), (0, 2)),
+]
 SHORT_ROWS = [((1000, n), -1) for n in (1, 2, 3, 5, 8, 17, 31, 32, 64, 65)]
 VIEWS = [*COLUMNS, *LONG, *GROUPS, *SHORT_ROWS]
 

@@ -181,7 +181,8 @@ struct Parts {
     const int64_t length = part_length(view), parts = ceil_div(view.columns, length);
     const auto end_of = [&](int64_t part) { return part + 1 < parts ? (part + 1) * length : view.columns; };
     for (int64_t unit = first_unit; unit < last_unit; ++unit) {
-      schedule.seek(scratch ? unit / parts : unit);
+      const int64_t tile = scratch ? unit / parts : unit, part = unit - tile * parts;
+      scratch ? schedule.seek(tile, part * length, end_of(part)) : schedule.seek(tile, 0, view.columns);
       if constexpr (S::kHolds) {
         if (S::holds(view)) {
           schedule.run_held();
@@ -207,7 +208,7 @@ struct Parts {
         schedule.finish(0, view.columns, state);
         continue;
       }
-      const int64_t stride = schedule.most_vectors(), part = unit % parts;
+      const int64_t stride = schedule.most_vectors();
       State<C>* const kept = static_cast<State<C>*>(scratch);
       if (!second_phase) {
         accumulate_part(part, kept + unit * stride);
@@ -246,7 +247,7 @@ class Rows {
   int64_t tiles() const { return view_.rows; }
   int most_vectors() const { return 1; }
   int vectors() const { return 1; }
-  void seek(int64_t tile) { base_ = offset_of(view_.kept, view_.kept.size, tile); }
+  void seek(int64_t tile, int64_t, int64_t) { base_ = offset_of(view_.kept, view_.kept.size, tile); }
 
   void run_held() {
     if (!held_) held_.reset(new C[held_vectors(view_)]);
@@ -335,6 +336,7 @@ class Rows {
   // Calls body(at, length) for each contiguous piece of the row's elements [begin, end).
   template <class Body>
   JAX_SOFTMAX_INLINE void for_runs(int64_t begin, int64_t end, Body body) {
+    if (outer_ == 0) return body(along(base_, begin), end - begin);  // short rows would notice the divisions
     int64_t skipped = begin % length_;
     for (Odometer odometer(view_.reduced, outer_, begin / length_); begin < end; odometer.advance()) {
       const int64_t length = end - begin < length_ - skipped ? end - begin : length_ - skipped;
@@ -464,12 +466,14 @@ class Stage {
     if (!elements_) allocate();
     first_group_ = tile * most_groups_;
     groups_ = std::min(most_groups_, all_groups_ - first_group_);
-    begin_ = -1;
+    loaded_begin_ = loaded_end_ = 0;
   }
 
+  // Elements [begin, end) of the tile's rows, no more than length(), if they are not there already.
   void load(int64_t begin, int64_t end) {
-    if (begin == begin_) return;
-    begin_ = begin;
+    if (begin == loaded_begin_ && end == loaded_end_) return;
+    loaded_begin_ = begin;
+    loaded_end_ = end;
     for (int k = 0; k < A::Op::kInputs; ++k) {
       T* const inside = elements_.get() + k * length_ * width_;
       if (contiguous_) {
@@ -493,7 +497,7 @@ class Stage {
   }
 
   void store(int64_t begin, int64_t end) {
-    begin_ = -1;  // the results have taken the elements' place
+    loaded_begin_ = loaded_end_ = 0;  // the results have taken the elements' place
     T* const inside = elements_.get();
     if (contiguous_) {
       for_rectangles(begin, end, [&](Offset at, int64_t here, int64_t groups, int64_t elements) {
@@ -573,7 +577,7 @@ class Stage {
   const int64_t all_groups_, most_groups_, width_, length_;
   const bool contiguous_;
   Dims dims_;
-  int64_t first_group_ = 0, groups_ = 0, begin_ = -1;
+  int64_t first_group_ = 0, groups_ = 0, loaded_begin_ = 0, loaded_end_ = 0;
   std::unique_ptr<T[]> elements_;
   std::unique_ptr<bool[]> mask_;
   A access_;
@@ -622,7 +626,9 @@ class Columns {
   }
   int vectors() const { return vectors_; }
 
-  void seek(int64_t tile) {
+  void seek(int64_t tile, int64_t begin, int64_t end) {
+    begin_ = begin;
+    end_ = end;
     if (staged_) {
       stage_.seek(tile);
       width_ = stage_.width();
@@ -744,11 +750,13 @@ class Columns {
       return walk(access_, base_, odometer, begin, end, body);
     }
     for (int64_t next; begin < end; begin = next) {
-      next = std::min(end, begin + stage_.length());
-      if constexpr (kLoad) stage_.load(begin, next);
-      Odometer odometer(stage_.dims(), 1);
+      const int64_t first = begin - (begin - begin_) % stage_.length();
+      const int64_t last = std::min(end_, first + stage_.length());
+      next = std::min(end, last);
+      if constexpr (kLoad) stage_.load(first, last);
+      Odometer odometer(stage_.dims(), 1, begin - first);
       walk(stage_.access(), Offset{0, 0}, odometer, begin, next, body);
-      if constexpr (kStore) stage_.store(begin, next);
+      if constexpr (kStore) stage_.store(first, last);
     }
   }
 
@@ -779,6 +787,7 @@ class Columns {
   const int64_t tile_vectors_, across_;
   const A access_;
   Stage<A, T> stage_;
+  int64_t begin_ = 0, end_ = 0;
   Offset base_{0, 0};
   int64_t width_ = 0;
   int vectors_ = 0;
