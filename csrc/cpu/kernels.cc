@@ -301,11 +301,12 @@ class Rows {
     });
   }
 
-  void accumulate(int64_t begin, int64_t end, State<C>* state) {
-    for_runs(begin, end, [&](Offset at, int64_t length) { accumulate_run(at, length, *state); });
+  JAX_SOFTMAX_INLINE void accumulate(int64_t begin, int64_t end, State<C>* state) {
+    for_runs(begin, end,
+             [&](Offset at, int64_t length) __attribute__((always_inline)) { accumulate_run(at, length, *state); });
   }
 
-  void finish(int64_t begin, int64_t end, State<C>* state) {
+  JAX_SOFTMAX_INLINE void finish(int64_t begin, int64_t end, State<C>* state) {
     if constexpr (Op::kHasPivot) {
       const C pivot = M::across_lanes(state->pivot, kMaximum);
       state->sum = state->sum * Relative<M>::rescale(state->pivot, pivot);
@@ -313,13 +314,10 @@ class Rows {
     }
     state->sum = M::across_lanes(state->sum, kSum);
     const typename Op::Row finished = Op::row(*state);
-    for_runs(begin, end, [&](Offset at, int64_t length) {
-      for (int64_t i = 0; i < length; i += kLanes) {
-        const int n = lanes_left(length);
-        const Offset here = along(at, std::min(i, length - n));  // the last vector overlaps the one before
-        C v[Op::kInputs];
-        access_.load(v, here, n);
-        access_.store(Op::finish(finished, v), here, n);
+    for_runs(begin, end, [&](Offset at, int64_t length) __attribute__((always_inline)) {
+      if (length < kLanes) return finish_vector(at, static_cast<int>(length), finished);
+      for (int64_t i = 0; i < length; i += kLanes) {  // the last vector overlaps the one before
+        finish_vector(along(at, std::min(i, length - kLanes)), kLanes, finished);
       }
     });
   }
@@ -367,11 +365,20 @@ class Rows {
           [&](auto u) __attribute__((always_inline)) { access_.load(v[u], along(base, i + u * kLanes), kLanes); });
       jax_softmax::accumulate<Op, M>(state, v);
     }
-    for (; i < end; i += kLanes) {
-      C v[1][Op::kInputs];
-      load(v[0], along(base, i), lanes_left(end - i), i > 0);
+    C v[1][Op::kInputs];
+    for (; i + kLanes <= end; i += kLanes) {
+      access_.load(v[0], along(base, i), kLanes);
       jax_softmax::accumulate<Op, M>(state, v);
     }
+    if (i == end) return;
+    load(v[0], along(base, i), static_cast<int>(end - i), i > 0);
+    jax_softmax::accumulate<Op, M>(state, v);
+  }
+
+  JAX_SOFTMAX_INLINE void finish_vector(Offset at, int n, const typename Op::Row& finished) const {
+    C v[Op::kInputs];
+    access_.load(v, at, n);
+    access_.store(Op::finish(finished, v), at, n);
   }
 
   // `others`: whether there are enough elements of the run before these to load whole vectors.
@@ -379,8 +386,6 @@ class Rows {
     if (n < kLanes && others) return access_.load_last(v, at, n);
     access_.load(v, at, n);
   }
-
-  static int lanes_left(int64_t n) { return n < kLanes ? static_cast<int>(n) : kLanes; }
 
   const View& view_;
   const int outer_;
@@ -709,7 +714,7 @@ class Columns {
   }
 
  private:
-  static constexpr int64_t kShortRow = Op::kHasPivot || sizeof(T) == 2 ? 64 : 31, kShortRun = 2 * kLanes;
+  static constexpr int64_t kShortRow = Op::kHasPivot ? 64 : 23, kShortRun = 2 * kLanes;
   // The fewest vectors of a tile whose columns are neighbours: they make several lines of the cache.
   static constexpr int64_t kRun = 256 / sizeof(T) / kLanes;
 

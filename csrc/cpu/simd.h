@@ -260,9 +260,7 @@ struct Convert16 {
 
 template <>
 struct Convert<BFloat16> : Convert16 {
-  static JAX_SOFTMAX_INLINE V load(const BFloat16* p) {
-    return bits_as<V>(load_bits(p) << 16);
-  }
+  static JAX_SOFTMAX_INLINE V load(const BFloat16* p) { return bits_as<V>(load_bits(p) << 16); }
   static JAX_SOFTMAX_INLINE void store(BFloat16* p, V v) {
     const U32 bits = bits_as<U32>(v);
     const U32 rounded = bits + (0x7fffu + ((bits >> 16) & 1u));  // to nearest, ties to even
