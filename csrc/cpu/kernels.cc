@@ -370,8 +370,9 @@ class Rows {
       access_.load(v[0], along(base, i), kLanes);
       jax_softmax::accumulate<Op, M>(state, v);
     }
-    if (i == end) return;
-    load(v[0], along(base, i), static_cast<int>(end - i), i > 0);
+    const int rest = static_cast<int>((end - begin) % kLanes);
+    if (rest == 0) return;
+    load(v[0], along(base, i), rest, i > 0);
     jax_softmax::accumulate<Op, M>(state, v);
   }
 

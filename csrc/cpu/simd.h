@@ -287,10 +287,13 @@ struct Convert<Half> : Convert16 {
 #else
   static JAX_SOFTMAX_INLINE V load(const Half* p) {
     const U32 h = load_bits(p);
-    // The exponent's field moved into place, then its bias mended by a multiplication, which makes subnormals normal.
-    const V magnitude = bits_as<V>((h & 0x7fffu) << 13) * bits_as<float>(uint32_t{(254 - 15) << 23});
+    // The exponent's field moved into place and its bias mended; subnormals by a subtraction that is exact, of numbers
+    // that are normal, since XLA has the processor take others for zero.
+    const U32 moved = (h & 0x7fffu) << 13;
+    const V subnormal = bits_as<V>(moved + (113u << 23)) - bits_as<float>(uint32_t{113u << 23});
+    const U32 magnitude = moved < (1u << 23) ? bits_as<U32>(subnormal) : moved + (112u << 23);
     const U32 infinite = (h & 0x7c00u) == 0x7c00u ? U32{} + 0x7f800000u : U32{};
-    return bits_as<V>(bits_as<U32>(magnitude) | infinite | ((h & 0x8000u) << 16));
+    return bits_as<V>(magnitude | infinite | ((h & 0x8000u) << 16));
   }
   static JAX_SOFTMAX_INLINE void store(Half* p, V v) {
     const U32 bits = bits_as<U32>(v);
