@@ -7,6 +7,7 @@
 #include <condition_variable>
 #include <memory>
 #include <mutex>
+#include <new>
 
 #include "cpu/cpu.h"
 #include "ffi.h"
@@ -78,22 +79,27 @@ ffi::Error run(ffi::ThreadPool pool, ffi::AnyBuffer first, ffi::RemainingArgs re
   advise_huge_pages(call.out, out->size_bytes());
   const cpu::Kernel kernel = cpu::variant().kernel(call.op, call.dtype, call.view);
   const cpu::Operands operands{{call.in[0], call.in[1]}, call.mask, call.out};
-  const int64_t units = kernel.units(call.view);
   const int64_t threads = std::max<int64_t>(1, pool.num_threads());
-  const int64_t ranges = std::min({units, elements / kElementsPerTask, threads * kRangesPerThread});
-  if (threads == 1 || ranges < 2) {
-    kernel.run(call.view, operands, 0, units);
-    return ffi::Error::Success();
+  const cpu::Work work = kernel.work(call.view, threads);
+  const int64_t ranges = std::min({work.units, elements / kElementsPerTask, threads * kRangesPerThread});
+  constexpr std::align_val_t kAlignment{cpu::kScratchAlignment};
+  void* const scratch = work.scratch_bytes > 0 ? ::operator new(work.scratch_bytes, kAlignment) : nullptr;
+  for (int phase = 0; phase < (scratch ? 2 : 1); ++phase) {
+    const auto body = [kernel, view = call.view, operands, scratch, phase](int64_t begin, int64_t end) {
+      kernel.run(view, operands, scratch, phase == 1, begin, end);
+    };
+    if (threads == 1 || ranges < 2) {
+      body(0, work.units);
+      continue;
+    }
+    const auto loop = std::make_shared<Loop>(work.units, ranges);
+    for (int64_t i = 1; i < std::min(threads, ranges); ++i) {
+      pool.Schedule([loop, body] { loop->work(body); });
+    }
+    loop->work(body);
+    loop->wait();
   }
-  const auto loop = std::make_shared<Loop>(units, ranges);
-  const auto body = [kernel, view = call.view, operands](int64_t begin, int64_t end) {
-    kernel.run(view, operands, begin, end);
-  };
-  for (int64_t i = 1; i < std::min(threads, ranges); ++i) {
-    pool.Schedule([loop, body] { loop->work(body); });
-  }
-  loop->work(body);
-  loop->wait();
+  ::operator delete(scratch, kAlignment);
   return ffi::Error::Success();
 }
 

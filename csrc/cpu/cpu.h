@@ -13,10 +13,18 @@ struct Operands {
   void* out;
 };
 
-// Work comes in units, numbered from 0, that can run in any order on any thread.
+// Work comes in units, numbered from 0, that can run in any order on any thread. If it needs scratch memory, aligned to
+// kScratchAlignment, it comes in two phases: the second one of the same units begins when all of the first are done.
+struct Work {
+  int64_t units;
+  int64_t scratch_bytes;
+};
+inline constexpr int kScratchAlignment = 64;
+
 struct Kernel {
-  int64_t (*units)(const View& view);
-  void (*run)(const View& view, const Operands& operands, int64_t first_unit, int64_t last_unit);
+  Work (*work)(const View& view, int64_t threads);
+  void (*run)(const View& view, const Operands& operands, void* scratch, bool second_phase, int64_t first_unit,
+              int64_t last_unit);
 };
 
 struct Variant {

@@ -1,5 +1,8 @@
 // The CPU schedules, compiled once for each instruction set. Nothing here may be visible outside the namespace that is
 // named after it but the two functions at the end.
+#include <algorithm>
+#include <memory>
+
 #include "cpu/cpu.h"
 #include "cpu/simd.h"
 
@@ -10,6 +13,8 @@ struct Offset {
   int64_t element;
   int64_t mask;
 };
+Offset operator+(Offset a, Offset b) { return {a.element + b.element, a.mask + b.mask}; }
+Offset operator*(int64_t n, const Dim& dim) { return {n * dim.stride, n * dim.mask_stride}; }
 
 // Where the index-th combination of the dimensions' indices lies, the innermost varying fastest.
 Offset offset_of(const Dims& dims, int size, int64_t index) {
@@ -25,11 +30,31 @@ Offset offset_of(const Dims& dims, int size, int64_t index) {
   return offset;
 }
 
-// Steps through the combinations of the first `size` dimensions' indices, and after the last starts anew.
+// Steps through the combinations of the first `size` dimensions' indices from the index-th on, and after the last
+// starts anew.
 class Odometer {
  public:
-  Odometer(const Dims& dims, int size) : dims_(dims), size_(size) {}
+  Odometer(const Dims& dims, int size, int64_t index = 0) : dims_(dims), size_(size) {
+    for (int i = size - 1; i >= 0 && index > 0; --i) {
+      index_[i] = index % dims.dim[i].extent;
+      index /= dims.dim[i].extent;
+      offset_.element += index_[i] * dims.dim[i].stride;
+      offset_.mask += index_[i] * dims.dim[i].mask_stride;
+    }
+  }
   Offset offset() const { return offset_; }
+  // The next n offsets.
+  template <int n>
+  void next(Offset (&at)[n]) {
+    if (size_ > 0 && index_[size_ - 1] + n < dims_.dim[size_ - 1].extent) {
+      const Dim& inner = dims_.dim[size_ - 1];
+      for (int64_t i = 0; i < n; ++i) at[i] = offset_ + i * inner;
+      offset_ = offset_ + n * inner;
+      index_[size_ - 1] += n;
+      return;
+    }
+    for (int i = 0; i < n; ++i, advance()) at[i] = offset_;
+  }
   void advance() {
     for (int i = size_ - 1; i >= 0; --i) {
       const Dim& dim = dims_.dim[i];
@@ -56,6 +81,7 @@ struct Access {
   using C = typename M::Value;
   using Op = OpOf<M>;
   static constexpr int kLanes = M::kLanes;
+  static constexpr bool kHasMask = kMasked;
 
   const T* in[Op::kInputs];
   const bool* mask;
@@ -98,6 +124,15 @@ struct Access {
     }
   }
 
+  // The same for the last n < kLanes elements of a run, of which others come before them: by a whole vector that ends
+  // with them, whose first lanes hold the pad.
+  JAX_SOFTMAX_INLINE void load_last(C (&v)[Op::kInputs], Offset at, int n) const {
+    load(v, before(at, kLanes - n), kLanes);
+    for (int k = 0; k < Op::kInputs; ++k) v[k] = M::select(first_lanes(kLanes - n), Op::pad(k), v[k]);
+  }
+
+  JAX_SOFTMAX_INLINE Offset before(Offset at, int n) const { return {at.element - n, at.mask - n * mask_stride}; }
+
   JAX_SOFTMAX_INLINE void store(C v, Offset at, int n) const {
     if constexpr (kMasked) v = M::select(unmasked(at.mask, n), v, Op::masked());
     if (n == kLanes) {
@@ -110,247 +145,667 @@ struct Access {
   }
 };
 
-// Minor axis reduced: the lanes lie along the row, in runs of its contiguous innermost dimension. A unit is a row.
+constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+constexpr int kUnroll = 8;                 // elements of a lane whose maximum is taken before the sum is rescaled
+constexpr int64_t kHeldBytes = 512 << 10;  // what is held between the passes, in the second cache
+
+// Runs a schedule S, which sees the view as tiles, each of one or more rows side by side in up to kVectors vectors.
+// Where there are few tiles, their rows are cut into parts that different threads take: they first leave their states
+// in the scratch memory, then put them together. Where there are many, a thread does the same with all parts of a tile.
+// So how a row is summed up depends on its length alone.
+template <class S>
+struct Parts {
+  using M = typename S::M;
+  using Op = typename S::Op;
+  using C = typename M::Value;
+  static constexpr int64_t kFewTiles = 4;  // for each thread
+  static constexpr int64_t kMostParts = 256;
+
+  static int64_t part_length(const View& view) {
+    if (S::holds(view)) return view.columns;
+    const int64_t least = ceil_div(view.columns, kMostParts);
+    return ceil_div(least, S::kPart) * S::kPart;
+  }
+
+  static Work work(const View& view, int64_t threads) {
+    const S schedule(view, Operands{});
+    const int64_t tiles = schedule.tiles(), parts = ceil_div(view.columns, part_length(view));
+    if (parts == 1 || tiles >= kFewTiles * threads) return {tiles, 0};
+    return {tiles * parts, tiles * parts * schedule.most_vectors() * static_cast<int64_t>(sizeof(State<C>))};
+  }
+
+  static void run(const View& view, const Operands& operands, void* scratch, bool second_phase, int64_t first_unit,
+                  int64_t last_unit) {
+    S schedule(view, operands);
+    const int64_t length = part_length(view), parts = ceil_div(view.columns, length);
+    const auto end_of = [&](int64_t part) { return part + 1 < parts ? (part + 1) * length : view.columns; };
+    for (int64_t unit = first_unit; unit < last_unit; ++unit) {
+      const int64_t tile = scratch ? unit / parts : unit, part = unit - tile * parts;
+      scratch ? schedule.seek(tile, part * length, end_of(part)) : schedule.seek(tile, 0, view.columns);
+      if constexpr (S::kHolds) {
+        if (S::holds(view)) {
+          schedule.run_held();
+          continue;
+        }
+      }
+      const int vectors = schedule.vectors();
+      State<C> state[S::kVectors];
+      for (int t = 0; t < vectors; ++t) state[t] = identity<Op, M>();
+      const auto accumulate_part = [&](int64_t part, State<C>* states) {
+        for (int t = 0; t < vectors; ++t) states[t] = identity<Op, M>();
+        schedule.accumulate(part * length, end_of(part), states);
+      };
+      const auto add = [&](const State<C>* states) {
+        for (int t = 0; t < vectors; ++t) state[t] = combine<Op, M>(state[t], states[t]);
+      };
+      if (!scratch) {
+        State<C> states[S::kVectors];
+        for (int64_t part = 0; part < parts; ++part) {
+          accumulate_part(part, parts == 1 ? state : states);
+          if (parts > 1) add(states);
+        }
+        schedule.finish(0, view.columns, state);
+        continue;
+      }
+      const int64_t stride = schedule.most_vectors();
+      State<C>* const kept = static_cast<State<C>*>(scratch);
+      if (!second_phase) {
+        accumulate_part(part, kept + unit * stride);
+      } else {
+        for (int64_t i = unit - part; i < unit - part + parts; ++i) add(kept + i * stride);
+        schedule.finish(part * length, end_of(part), state);
+      }
+    }
+  }
+};
+
+// Minor axis reduced: the lanes lie along the row, in runs of its contiguous innermost dimension. A tile is a row.
 template <template <class> class OpOf, class T, bool kMasked>
-struct Rows {
+class Rows {
+ public:
   using A = Access<OpOf, T, kMasked>;
   using M = typename A::M;
   using C = typename A::C;
   using Op = typename A::Op;
   static constexpr int kLanes = A::kLanes;
-  static constexpr int kUnroll = 8;                         // vectors whose maximum is taken before the sum is rescaled
+  static constexpr int kVectors = 1;
   static constexpr int64_t kBlock = 64 * kUnroll * kLanes;  // summed by itself, lest a long sum swallow small terms
+  static constexpr int64_t kPart = 16 * kBlock;
+  static constexpr bool kHolds = Op::kResultIsScaledTerm;
 
-  static constexpr int kHeld = 512;  // vectors of terms that are held between the passes, in the first cache
+  Rows(const View& view, const Operands& operands)
+      : view_(view),
+        outer_(view.reduced.size - 1),
+        length_(view.reduced.dim[outer_].extent),
+        access_(operands, view.reduced.dim[outer_].mask_stride) {}
 
-  static int64_t units(const View& view) { return view.rows; }
+  // Whether the terms are held between the passes, so that they are computed once.
+  static bool holds(const View& view) {
+    return kHolds && held_vectors(view) * static_cast<int64_t>(sizeof(C)) <= kHeldBytes;
+  }
+  int64_t tiles() const { return view_.rows; }
+  int most_vectors() const { return 1; }
+  int vectors() const { return 1; }
+  void seek(int64_t tile, int64_t, int64_t) { base_ = offset_of(view_.kept, view_.kept.size, tile); }
 
-  static void run(const View& view, const Operands& operands, int64_t first_unit, int64_t last_unit) {
-    const Dims& reduced = view.reduced;
-    const int outer = reduced.size - 1;
-    const int64_t length = reduced.dim[outer].extent;
-    const int64_t runs = view.columns / length;
-    const A access(operands, reduced.dim[outer].mask_stride);
-    for (int64_t row = first_unit; row < last_unit; ++row) {
-      const Offset base = offset_of(view.kept, view.kept.size, row);
-      if constexpr (Op::kResultIsScaledTerm) {
-        if (runs == 1 && length <= kHeld * kLanes) {
-          hold_terms(access, base, static_cast<int>(length));
-          continue;
+  void run_held() {
+    if (!held_) held_.reset(new C[held_vectors(view_)]);
+    C* const held = held_.get();
+    // Several maxima and sums side by side: each alone would wait for the one before.
+    constexpr int kChains = 8;
+    C pivots[kChains], sums[kChains], sum = M::constant(0);
+    for (int u = 0; u < kChains; ++u) pivots[u] = Op::pad(0);
+    int vectors = 0;
+    // Calls body(at, n, others, i, chain) for each vector, whose number is i, of n elements. A run's last vector comes
+    // first, so that where it is stored whole the others overwrite what is not its own.
+    const auto for_vectors = [&](auto body) __attribute__((always_inline)) {
+      vectors = 0;
+      for_runs(0, view_.columns, [&](Offset at, int64_t length) __attribute__((always_inline)) {
+        const int full = static_cast<int>(length / kLanes), rest = static_cast<int>(length % kLanes);
+        if (rest > 0) body(along(at, length - rest), rest, full > 0, vectors + full, 0);
+        int i = 0;
+        for (; i + kChains <= full; i += kChains) {
+          unrolled<kChains>([&](auto u) __attribute__((always_inline)) {
+            body(along(at, (i + u) * kLanes), kLanes, false, vectors + i + u, u);
+          });
         }
-      }
-      State<C> state = identity<Op, M>();
-      Odometer odometer(reduced, outer);
-      for (int64_t i = 0; i < runs; ++i, odometer.advance()) {
-        accumulate_run(access, add(base, odometer.offset()), length, state);
-      }
-      if constexpr (Op::kHasPivot) {
-        const C pivot = M::across_lanes(state.pivot, [](auto a, auto b) { return b > a ? b : a; });
-        state.sum = state.sum * Relative<M>::rescale(state.pivot, pivot);
-        state.pivot = pivot;
-      }
-      state.sum = M::across_lanes(state.sum, [](auto a, auto b) { return a + b; });
-      const typename Op::Row finished = Op::row(state);
-      for (int64_t i = 0; i < runs; ++i, odometer.advance()) {
-        finish_run(access, add(base, odometer.offset()), length, finished);
-      }
+        for (; i < full; ++i) body(along(at, i * kLanes), kLanes, false, vectors + i, 0);
+        vectors += full + (rest > 0);
+      });
+    };
+    for_vectors([&](Offset at, int n, bool others, int i, int chain) __attribute__((always_inline)) {
+      load(reinterpret_cast<C(&)[1]>(held[i]), at, n, others);
+      pivots[chain] = M::max(pivots[chain], held[i]);
+    });
+    for (int u = 1; u < kChains; ++u) pivots[0] = M::max(pivots[0], pivots[u]);
+    const C pivot = M::across_lanes(pivots[0], kMaximum);
+    const Relative<M> relative(pivot);
+    constexpr int kBlockVectors = kBlock / kLanes;
+    for (int i = 0; i < vectors;) {
+      const int end = std::min(vectors, i + kBlockVectors);
+      for (int u = 0; u < kChains; ++u) sums[u] = M::constant(0);
+      const auto add = [&](int chain) __attribute__((always_inline)) {
+        held[i] = Op::term(relative, &held[i]);
+        sums[chain] = sums[chain] + held[i++];
+      };
+      while (i + kChains <= end) unrolled<kChains>(add);
+      while (i < end) add(0);
+      for (int u = 1; u < kChains; ++u) sums[0] = sums[0] + sums[u];
+      sum = sum + sums[0];
     }
+    const C scale = Op::row({pivot, M::across_lanes(sum, kSum)}).scale;
+    for_vectors([&](Offset at, int n, bool others, int i, int) __attribute__((always_inline)) {
+      const C y = held[i] * scale;
+      others ? access_.store(y, access_.before(at, kLanes - n), kLanes) : access_.store(y, at, n);
+    });
+  }
+
+  JAX_SOFTMAX_INLINE void accumulate(int64_t begin, int64_t end, State<C>* state) {
+    for_runs(begin, end,
+             [&](Offset at, int64_t length) __attribute__((always_inline)) { accumulate_run(at, length, *state); });
+  }
+
+  JAX_SOFTMAX_INLINE void finish(int64_t begin, int64_t end, State<C>* state) {
+    if constexpr (Op::kHasPivot) {
+      const C pivot = M::across_lanes(state->pivot, kMaximum);
+      state->sum = state->sum * Relative<M>::rescale(state->pivot, pivot);
+      state->pivot = pivot;
+    }
+    state->sum = M::across_lanes(state->sum, kSum);
+    const typename Op::Row finished = Op::row(*state);
+    for_runs(begin, end, [&](Offset at, int64_t length) __attribute__((always_inline)) {
+      if (length < kLanes) return finish_vector(at, static_cast<int>(length), finished);
+      for (int64_t i = 0; i < length; i += kLanes) {  // the last vector overlaps the one before
+        finish_vector(along(at, std::min(i, length - kLanes)), kLanes, finished);
+      }
+    });
   }
 
  private:
-  // A short row whose result is made of its terms: they are computed once.
-  static JAX_SOFTMAX_INLINE void hold_terms(const A& access, Offset base, int length) {
-    C held[kHeld];
-    const int vectors = (length + kLanes - 1) / kLanes;
-    const int full = length / kLanes;
-    // Several maxima and sums side by side: each alone would wait for the one before.
-    constexpr int kChains = 8;
-    C pivots[kChains], sums[kChains];
-    for (int u = 0; u < kChains; ++u) pivots[u] = Op::pad(0), sums[u] = M::constant(0);
-    const auto for_vectors = [&](auto body) {
-      int i = 0;
-      for (; i + kChains <= full; i += kChains) {
-        JAX_SOFTMAX_UNROLL
-        for (int u = 0; u < kChains; ++u) body(i + u, u, kLanes);
-      }
-      for (; i < vectors; ++i) body(i, i % kChains, lanes_left(length - i * kLanes));
-    };
-    for_vectors([&](int i, int chain, int n) {
-      C v[Op::kInputs];
-      access.load(v, along(access, base, i * kLanes), n);
-      pivots[chain] = M::max(pivots[chain], v[0]);
-      held[i] = v[0];
-    });
-    for (int u = 1; u < kChains; ++u) pivots[0] = M::max(pivots[0], pivots[u]);
-    const C pivot = M::across_lanes(pivots[0], [](auto a, auto b) { return b > a ? b : a; });
-    const Relative<M> relative(pivot);
-    for_vectors([&](int i, int chain, int) {
-      held[i] = Op::term(relative, &held[i]);
-      sums[chain] = sums[chain] + held[i];
-    });
-    for (int u = 1; u < kChains; ++u) sums[0] = sums[0] + sums[u];
-    const C scale = Op::row({pivot, M::across_lanes(sums[0], [](auto a, auto b) { return a + b; })}).scale;
-    for_vectors([&](int i, int, int n) { access.store(held[i] * scale, along(access, base, i * kLanes), n); });
+  static constexpr auto kMaximum = [](auto a, auto b) { return b > a ? b : a; };
+  static constexpr auto kSum = [](auto a, auto b) { return a + b; };
+
+  static int64_t held_vectors(const View& view) {
+    const int64_t length = view.reduced.dim[view.reduced.size - 1].extent;
+    return view.columns / length * ceil_div(length, kLanes);
   }
 
-  static Offset add(Offset a, Offset b) { return {a.element + b.element, a.mask + b.mask}; }
-
-  static JAX_SOFTMAX_INLINE Offset along(const A& access, Offset base, int64_t i) {
-    return {base.element + i, base.mask + i * access.mask_stride};
+  // Calls body(at, length) for each contiguous piece of the row's elements [begin, end).
+  template <class Body>
+  JAX_SOFTMAX_INLINE void for_runs(int64_t begin, int64_t end, Body body) {
+    if (outer_ == 0) return body(along(base_, begin), end - begin);  // short rows would notice the divisions
+    int64_t skipped = begin % length_;
+    for (Odometer odometer(view_.reduced, outer_, begin / length_); begin < end; odometer.advance()) {
+      const int64_t length = end - begin < length_ - skipped ? end - begin : length_ - skipped;
+      body(along(base_ + odometer.offset(), skipped), length);
+      begin += length;
+      skipped = 0;
+    }
   }
 
-  static JAX_SOFTMAX_INLINE void accumulate_run(const A& access, Offset base, int64_t length, State<C>& state) {
-    if (length <= kBlock) return accumulate_block(access, base, 0, length, state);
+  JAX_SOFTMAX_INLINE Offset along(Offset base, int64_t i) const {
+    return {base.element + i, base.mask + i * access_.mask_stride};
+  }
+
+  JAX_SOFTMAX_INLINE void accumulate_run(Offset base, int64_t length, State<C>& state) {
+    if (length <= kBlock) return accumulate_block(base, 0, length, state);
     for (int64_t begin = 0; begin < length; begin += kBlock) {
       State<C> block = identity<Op, M>();
-      accumulate_block(access, base, begin, length - begin < kBlock ? length : begin + kBlock, block);
+      accumulate_block(base, begin, length - begin < kBlock ? length : begin + kBlock, block);
       state = combine<Op, M>(state, block);
     }
   }
 
-  static JAX_SOFTMAX_INLINE void accumulate_block(const A& access, Offset base, int64_t begin, int64_t end,
-                                                  State<C>& state) {
+  JAX_SOFTMAX_INLINE void accumulate_block(Offset base, int64_t begin, int64_t end, State<C>& state) {
     int64_t i = begin;
     for (; i + kUnroll * kLanes <= end; i += kUnroll * kLanes) {
       C v[kUnroll][Op::kInputs];
-      JAX_SOFTMAX_UNROLL
-      for (int u = 0; u < kUnroll; ++u) access.load(v[u], along(access, base, i + u * kLanes), kLanes);
-      accumulate<Op, M>(state, v);
+      unrolled<kUnroll>(
+          [&](auto u) __attribute__((always_inline)) { access_.load(v[u], along(base, i + u * kLanes), kLanes); });
+      jax_softmax::accumulate<Op, M>(state, v);
     }
-    for (; i < end; i += kLanes) {
-      C v[1][Op::kInputs];
-      access.load(v[0], along(access, base, i), lanes_left(end - i));
-      accumulate<Op, M>(state, v);
+    C v[1][Op::kInputs];
+    for (; i + kLanes <= end; i += kLanes) {
+      access_.load(v[0], along(base, i), kLanes);
+      jax_softmax::accumulate<Op, M>(state, v);
     }
+    const int rest = static_cast<int>((end - begin) % kLanes);
+    if (rest == 0) return;
+    load(v[0], along(base, i), rest, i > 0);
+    jax_softmax::accumulate<Op, M>(state, v);
   }
 
-  static JAX_SOFTMAX_INLINE void finish_run(const A& access, Offset base, int64_t length,
-                                            const typename Op::Row& finished) {
-    int64_t i = 0;
-    for (; i + kLanes <= length; i += kLanes) finish_vector(access, along(access, base, i), kLanes, finished);
-    if (i < length) finish_vector(access, along(access, base, i), static_cast<int>(length - i), finished);
-  }
-
-  static JAX_SOFTMAX_INLINE void finish_vector(const A& access, Offset at, int n, const typename Op::Row& finished) {
+  JAX_SOFTMAX_INLINE void finish_vector(Offset at, int n, const typename Op::Row& finished) const {
     C v[Op::kInputs];
-    access.load(v, at, n);
-    access.store(Op::finish(finished, v), at, n);
+    access_.load(v, at, n);
+    access_.store(Op::finish(finished, v), at, n);
   }
 
-  static int lanes_left(int64_t n) { return n < kLanes ? static_cast<int>(n) : kLanes; }
+  // `others`: whether there are enough elements of the run before these to load whole vectors.
+  JAX_SOFTMAX_INLINE void load(C (&v)[Op::kInputs], Offset at, int n, bool others) const {
+    if (n < kLanes && others) return access_.load_last(v, at, n);
+    access_.load(v, at, n);
+  }
+
+  const View& view_;
+  const int outer_;
+  const int64_t length_;
+  const A access_;
+  Offset base_;
+  std::unique_ptr<C[]> held_;
 };
 
-// Minor axis kept: the lanes lie across neighbouring columns, each of which is a row of its own. A unit is a tile of
-// columns, wide enough for the processor's prefetcher to see runs of memory in it.
+template <int first, class V, int... j>
+JAX_SOFTMAX_INLINE V interleave(V a, V b, std::integer_sequence<int, j...>) {
+  return __builtin_shufflevector(a, b, (first + j / 2 + j % 2 * static_cast<int>(sizeof...(j)))...);
+}
+
+// Writes to[c * to_step + r] = from[r * from_step + c] for r and c below n.
+template <int n, class U>
+JAX_SOFTMAX_INLINE void transpose_square(const U* from, int64_t from_step, U* to, int64_t to_step) {
+  using Bits = std::conditional_t<sizeof(U) == 2, uint16_t, std::conditional_t<sizeof(U) == 4, uint32_t, uint64_t>>;
+  using V = Vector<Bits, n>;
+  using Lanes = std::make_integer_sequence<int, n>;
+  V v[n], mixed[n];
+  unrolled<n>([&](auto i) { std::memcpy(&v[i], from + i * from_step, sizeof(V)); });
+  unrolled<n == 8   ? 3
+           : n == 4 ? 2
+                    : 1>([&](auto) {
+    unrolled<n / 2>([&](auto i) {
+      mixed[2 * i] = interleave<0>(v[i], v[i + n / 2], Lanes());
+      mixed[2 * i + 1] = interleave<n / 2>(v[i], v[i + n / 2], Lanes());
+    });
+    unrolled<n>([&](auto i) { v[i] = mixed[i]; });
+  });
+  unrolled<n>([&](auto i) { std::memcpy(to + i * to_step, &v[i], sizeof(V)); });
+}
+
+// The same for any numbers of rows and columns, by squares as long as there is room for one. The last ones overlap
+// those before.
+template <int n, class U>
+void transpose(const U* from, int64_t from_step, U* to, int64_t to_step, int64_t rows, int64_t columns) {
+  if constexpr (n == 1 || n * sizeof(U) < 8) {
+    for (int64_t r = 0; r < rows; ++r) {
+      for (int64_t c = 0; c < columns; ++c) to[c * to_step + r] = from[r * from_step + c];
+    }
+  } else {
+    if (rows < n || columns < n) return transpose<n / 2>(from, from_step, to, to_step, rows, columns);
+    for (int64_t i = 0; i < rows; i += n) {
+      const int64_t r = std::min(i, rows - n);
+      for (int64_t j = 0; j < columns; j += n) {
+        const int64_t c = std::min(j, columns - n);
+        transpose_square<n>(from + r * from_step + c, from_step, to + c * to_step + r, to_step);
+      }
+    }
+  }
+}
+
+// A stage: elements of several rows that lie apart, moved to lie side by side as neighbouring columns do, and the
+// results moved back. The rows are those of the innermost kept dimension, if that is the minor one, for each of a range
+// of groups, which are the combinations of the other kept dimensions.
+template <class A, class T>
+class Stage {
+ public:
+  Stage(const View& view, const A& outside)
+      : view_(view),
+        outside_(outside),
+        outer_(view.kept.size - !view.minor_reduced),
+        inner_(view.minor_reduced ? Dim{1, 1, 0} : view.kept.dim[outer_]),
+        all_groups_(view.rows / inner_.extent),
+        most_groups_(std::min(all_groups_, groups_that_fit())),
+        width_(ceil_div(most_groups_ * inner_.extent, A::kLanes) * A::kLanes),
+        length_(view.columns * width_ <= kMostElements ? view.columns : kElements / width_ / kUnroll * kUnroll),
+        contiguous_(along().stride == inner_.extent && (inner_.extent == 1 || width_ == most_groups_ * inner_.extent)),
+        access_(Operands{}, 1) {
+    dims_.size = 1;
+    dims_.dim[0] = {length_, width_, width_};
+  }
+
+  int64_t tiles() const { return ceil_div(all_groups_, most_groups_); }
+  int64_t width() const { return width_; }
+  int64_t length() const { return length_; }  // elements of each row
+  const Dims& dims() const { return dims_; }
+  const A& access() const { return access_; }
+
+  void seek(int64_t tile) {
+    if (!elements_) allocate();
+    first_group_ = tile * most_groups_;
+    groups_ = std::min(most_groups_, all_groups_ - first_group_);
+    loaded_begin_ = loaded_end_ = 0;
+  }
+
+  // Elements [begin, end) of the tile's rows, no more than length(), if they are not there already.
+  void load(int64_t begin, int64_t end) {
+    if (begin == loaded_begin_ && end == loaded_end_) return;
+    loaded_begin_ = begin;
+    loaded_end_ = end;
+    for (int k = 0; k < A::Op::kInputs; ++k) {
+      T* const inside = elements_.get() + k * length_ * width_;
+      if (contiguous_) {
+        for_rectangles(begin, end, [&](Offset at, int64_t here, int64_t groups, int64_t elements) {
+          transpose<kSquare>(outside_.in[k] + at.element, across().stride, inside + here, inside_step(), groups,
+                             elements * inner_.extent);
+        });
+      } else {
+        for_rectangles(begin, end, [&](Offset at, int64_t here, int64_t groups, int64_t elements) {
+          const Move from{across().stride, along().stride, inner_.stride};
+          move(outside_.in[k] + at.element, from, inside + here, inside_move(), groups, elements);
+        });
+      }
+    }
+    if (A::kHasMask) {
+      for_rectangles(begin, end, [&](Offset at, int64_t here, int64_t groups, int64_t elements) {
+        const Move from{across().mask_stride, along().mask_stride, inner_.mask_stride};
+        move(outside_.mask + at.mask, from, mask_.get() + here, inside_move(), groups, elements);
+      });
+    }
+  }
+
+  void store(int64_t begin, int64_t end) {
+    loaded_begin_ = loaded_end_ = 0;  // the results have taken the elements' place
+    T* const inside = elements_.get();
+    if (contiguous_) {
+      for_rectangles(begin, end, [&](Offset at, int64_t here, int64_t groups, int64_t elements) {
+        transpose<kSquare>(inside + here, inside_step(), outside_.out + at.element, across().stride,
+                           elements * inner_.extent, groups);
+      });
+    } else {
+      for_rectangles(begin, end, [&](Offset at, int64_t here, int64_t groups, int64_t elements) {
+        const Move to{across().stride, along().stride, inner_.stride};
+        move(inside + here, inside_move(), outside_.out + at.element, to, groups, elements);
+      });
+    }
+  }
+
+ private:
+  static constexpr int64_t kElements = 2048;
+  static constexpr int64_t kMostElements = kHeldBytes / static_cast<int64_t>(sizeof(T)) / A::Op::kInputs;
+  static constexpr int64_t kWidth = 64;
+  static constexpr int kSquare = 16 / sizeof(T);
+  // Distances between neighbouring groups, elements and innermost kept elements.
+  struct Move {
+    int64_t group, element, inner;
+  };
+
+  const Dim& along() const { return view_.reduced.dim[view_.reduced.size - 1]; }
+  Dim across() const { return outer_ > 0 ? view_.kept.dim[outer_ - 1] : Dim{1, 0, 0}; }
+  int64_t inside_step() const { return inner_.extent == 1 ? width_ : most_groups_; }
+  Move inside_move() const { return {1, width_, most_groups_}; }
+
+  // As many as make a stage wide enough; whole vectors of them.
+  int64_t groups_that_fit() const {
+    const int64_t fit = std::max(kWidth, kElements / std::max<int64_t>(view_.columns, kUnroll)) / inner_.extent;
+    return std::max<int64_t>(1, fit / A::kLanes) * A::kLanes;
+  }
+
+  void allocate() {
+    elements_.reset(new T[A::Op::kInputs * length_ * width_]());
+    if (A::kHasMask) mask_.reset(new bool[length_ * width_]());
+    T* const second = elements_.get() + (A::Op::kInputs - 1) * length_ * width_;
+    access_ = A(Operands{{elements_.get(), second}, mask_.get(), elements_.get()}, 1);
+  }
+
+  // The elements [begin, end) of the tile's rows, in pieces in which groups and elements each follow a dimension.
+  template <class Body>
+  JAX_SOFTMAX_INLINE void for_rectangles(int64_t begin, int64_t end, Body body) const {
+    Odometer elements(view_.reduced, view_.reduced.size - 1, begin / along().extent);
+    int64_t index = begin % along().extent;
+    for (int64_t r = begin; r < end; elements.advance(), index = 0) {
+      const int64_t n = std::min(end - r, along().extent - index);
+      Odometer groups(view_.kept, std::max(outer_ - 1, 0), first_group_ / across().extent);
+      int64_t first = first_group_ % across().extent;
+      for (int64_t g = 0; g < groups_; groups.advance(), first = 0) {
+        const int64_t m = std::min(groups_ - g, across().extent - first);
+        const Offset base = elements.offset() + groups.offset() + index * along() + first * across();
+        body(base, (r - begin) * width_ + g, m, n);
+        g += m;
+      }
+      r += n;
+    }
+  }
+
+  template <class U>
+  void move(const U* from, const Move& from_step, U* to, const Move& to_step, int64_t groups, int64_t elements) const {
+    for (int64_t k = 0; k < inner_.extent; ++k, from += from_step.inner, to += to_step.inner) {
+      for (int64_t r = 0; r < elements; ++r) {
+        const U* const from_row = from + r * from_step.element;
+        U* const to_row = to + r * to_step.element;
+        for (int64_t g = 0; g < groups; ++g) to_row[g * to_step.group] = from_row[g * from_step.group];
+      }
+    }
+  }
+
+  const View& view_;
+  const A& outside_;
+  const int outer_;
+  const Dim inner_;
+  const int64_t all_groups_, most_groups_, width_, length_;
+  const bool contiguous_;
+  Dims dims_;
+  int64_t first_group_ = 0, groups_ = 0, loaded_begin_ = 0, loaded_end_ = 0;
+  std::unique_ptr<T[]> elements_;
+  std::unique_ptr<bool[]> mask_;
+  A access_;
+};
+
+// The lanes lie across rows, each lane a row of its own. Where neighbouring columns are kept and there are enough of
+// them, a tile is a block of columns, wide enough for the processor to see runs of memory in it. Elsewhere it is rows
+// that pass through a stage.
 template <template <class> class OpOf, class T, bool kMasked>
-struct Columns {
+class Columns {
+ public:
   using A = Access<OpOf, T, kMasked>;
   using M = typename A::M;
   using C = typename A::C;
   using Op = typename A::Op;
   static constexpr int kLanes = A::kLanes;
   static constexpr int kVectors = 128;    // side by side in a tile, at most
-  static constexpr int kUnroll = 8;       // elements of a column whose maximum is taken before the sum is rescaled
-  static constexpr int64_t kBlock = 512;  // as in Rows, in elements of a column
+  static constexpr int64_t kBlock = 512;  // as in Rows, in elements of a row
+  static constexpr int64_t kPart = kBlock;
+  static constexpr bool kHolds = Op::kHasPivot;
 
-  // The tile's width in columns. Where neighbouring elements of a column are close, a tile that the second cache holds
-  // until it is read again; elsewhere, where they would compete for few of the cache's lines, long runs of memory.
-  static int64_t tile_width(const View& view) {
-    constexpr int64_t kNear = 4 << 10, kCached = 512 << 10, kFewest = 8;
-    const int64_t fit = kCached / (view.columns * kLanes * static_cast<int64_t>(sizeof(T)) * Op::kInputs);
-    const bool near = inner(view).extent * static_cast<int64_t>(sizeof(T)) <= kNear;
-    return kLanes * (near && fit >= kFewest && fit < kVectors ? fit : kVectors);
+  Columns(const View& view, const Operands& operands)
+      : view_(view),
+        inner_(view.minor_reduced ? Dim{1, 1, 0} : view.kept.dim[view.kept.size - 1]),
+        staged_(inner_.extent < kLanes),
+        tile_vectors_(tile_vectors(view)),
+        across_(staged_ ? 1 : ceil_div(inner_.extent / kLanes, tile_vectors_)),
+        access_(operands, inner_.mask_stride),
+        stage_(view, access_) {}
+
+  // Short rows, and rows of short runs, fill vectors better across rows than along them.
+  static bool suits(const View& view) {
+    return !view.minor_reduced || view.columns <= kShortRow ||
+           view.reduced.dim[view.reduced.size - 1].extent < kShortRun;
   }
-  static int64_t tiles(const View& view) { return (inner(view).extent + tile_width(view) - 1) / tile_width(view); }
-  static int64_t units(const View& view) { return view.rows / inner(view).extent * tiles(view); }
 
-  static void run(const View& view, const Operands& operands, int64_t first_unit, int64_t last_unit) {
-    const A access(operands, inner(view).mask_stride);
-    const int64_t width = tile_width(view), across = tiles(view);
-    for (int64_t unit = first_unit; unit < last_unit; ++unit) {
-      const int64_t first = unit % across * width;
-      Offset base = offset_of(view.kept, view.kept.size - 1, unit / across);
-      base.element += first;
-      base.mask += first * access.mask_stride;
-      const int64_t left = inner(view).extent - first;
-      run_tile(view, access, base, static_cast<int>(left < width ? left : width));
+  // Whether tiles are held between the passes: their elements are converted once and, if the result is made of its
+  // terms, these are computed once.
+  static bool holds(const View& view) {
+    return kHolds && view.columns * kRun * static_cast<int64_t>(sizeof(C)) <= kHeldBytes;
+  }
+
+  int64_t tiles() const { return staged_ ? stage_.tiles() : view_.rows / inner_.extent * across_; }
+  int64_t most_vectors() const {
+    return staged_ ? stage_.width() / kLanes : std::min(tile_vectors_ + 1, ceil_div(inner_.extent, kLanes));
+  }
+  int vectors() const { return vectors_; }
+
+  void seek(int64_t tile, int64_t begin, int64_t end) {
+    begin_ = begin;
+    end_ = end;
+    if (staged_) {
+      stage_.seek(tile);
+      width_ = stage_.width();
+    } else {
+      const int64_t first = tile % across_ * tile_vectors_ * kLanes;
+      base_ = offset_of(view_.kept, view_.kept.size - 1, tile / across_) + first * inner_;
+      width_ = tile % across_ + 1 < across_ ? tile_vectors_ * kLanes : inner_.extent - first;
     }
+    vectors_ = static_cast<int>(ceil_div(width_, kLanes));
+  }
+
+  void run_held() {
+    if (!held_) held_.reset(new C[view_.columns * most_vectors()]);
+    C* const held = held_.get();
+    State<C> state[kVectors];
+    for (int t = 0; t < vectors_; ++t) state[t] = identity<Op, M>();
+    for_groups<true, false>(0, view_.columns, [&](const A& access, auto& at, int64_t r) {
+      constexpr int n = sizeof(at) / sizeof(Offset);
+      for (int t = 0; t < vectors_; ++t) {
+        C pivot = state[t].pivot;
+        unrolled<n>([&](auto u) __attribute__((always_inline)) {
+          C v[Op::kInputs];
+          access.load(v, across(access, at[u], t), kLanes);
+          held[(r + u) * vectors_ + t] = v[0];
+          pivot = M::max(pivot, v[0]);
+        });
+        state[t].pivot = pivot;
+      }
+    });
+    for (int t = 0; t < vectors_; ++t) sum_terms(held + t, state[t]);
+    typename Op::Row finished[kVectors];
+    for (int t = 0; t < vectors_; ++t) finished[t] = Op::row(state[t]);
+    for_groups<kMasked, true>(0, view_.columns, [&](const A& access, auto& at, int64_t r) {
+      for (const Offset& element : at) {
+        const C* const here = held + r++ * vectors_;
+        for (int t = 0; t < vectors_; ++t) {
+          C result;
+          if constexpr (Op::kResultIsScaledTerm) {
+            result = here[t] * finished[t].scale;
+          } else {
+            result = Op::finish(finished[t], here + t);
+          }
+          access.store(result, across(access, element, t), kLanes);
+        }
+      }
+    });
+  }
+
+  void accumulate(int64_t begin, int64_t end, State<C>* state) {
+    State<C> block[kVectors];
+    for (; begin < end; begin += kBlock) {
+      for (int t = 0; t < vectors_; ++t) block[t] = identity<Op, M>();
+      for_groups<true, false>(begin, std::min(end, begin + kBlock), [&](const A& access, auto& at, int64_t) {
+        constexpr int n = sizeof(at) / sizeof(Offset);
+        for (int t = 0; t < vectors_; ++t) {
+          C v[n][Op::kInputs];
+          unrolled<n>([&](auto u)
+                          __attribute__((always_inline)) { access.load(v[u], across(access, at[u], t), kLanes); });
+          jax_softmax::accumulate<Op, M>(block[t], v);
+        }
+      });
+      for (int t = 0; t < vectors_; ++t) state[t] = combine<Op, M>(state[t], block[t]);
+    }
+  }
+
+  void finish(int64_t begin, int64_t end, const State<C>* state) {
+    typename Op::Row finished[kVectors];
+    for (int t = 0; t < vectors_; ++t) finished[t] = Op::row(state[t]);
+    for_groups<true, true>(begin, end, [&](const A& access, auto& at, int64_t) {
+      for (const Offset& element : at) {
+        for (int t = 0; t < vectors_; ++t) {
+          C v[Op::kInputs];
+          access.load(v, across(access, element, t), kLanes);
+          access.store(Op::finish(finished[t], v), across(access, element, t), kLanes);
+        }
+      }
+    });
   }
 
  private:
-  static const Dim& inner(const View& view) { return view.kept.dim[view.kept.size - 1]; }
+  static constexpr int64_t kShortRow = Op::kHasPivot ? 64 : 23, kShortRun = 2 * kLanes;
+  // The fewest vectors of a tile whose columns are neighbours: they make several lines of the cache.
+  static constexpr int64_t kRun = 256 / sizeof(T) / kLanes;
 
-  // `width` columns from `base` on.
-  static void run_tile(const View& view, const A& access, Offset base, int width) {
-    const int vectors = (width + kLanes - 1) / kLanes;
-    State<C> state[kVectors];
-    for (int t = 0; t < vectors; ++t) state[t] = identity<Op, M>();
-    Odometer odometer(view.reduced, view.reduced.size);
-    for (int64_t r = 0; r < view.columns; r += kBlock) {
-      const int64_t left = view.columns - r;
-      accumulate_block(access, base, width, left < kBlock ? left : kBlock, odometer, state);
-    }
-    typename Op::Row finished[kVectors];
-    for (int t = 0; t < vectors; ++t) finished[t] = Op::row(state[t]);
-    for (int64_t r = 0; r < view.columns; ++r, odometer.advance()) {
-      const int full = width / kLanes;
-      for (int t = 0; t < full; ++t)
-        finish_vector(access, across(access, base, odometer.offset(), t), kLanes, finished[t]);
-      if (full < vectors) {
-        finish_vector(access, across(access, base, odometer.offset(), full), width % kLanes, finished[full]);
+  static int64_t tile_vectors(const View& view) {
+    const int64_t fit = kHeldBytes / (view.columns * (holds(view) ? sizeof(C) : 2 * kLanes * sizeof(T) * Op::kInputs));
+    if (fit < kRun) return kVectors / 2;  // what is read again is no longer in the second cache anyway
+    return std::min<int64_t>(fit / kRun * kRun, kVectors - kRun);
+  }
+
+  // Of one vector of the held tile, with the pivot found before.
+  void sum_terms(C* held, State<C>& state) {
+    const Relative<M> relative(state.pivot);
+    const auto term = [&](int64_t r) __attribute__((always_inline)) {
+      C* const v = held + r * vectors_;
+      const C result = Op::term(relative, v);
+      if constexpr (Op::kResultIsScaledTerm) *v = result;
+      return result;
+    };
+    for (int64_t r = 0; r < view_.columns;) {
+      const int64_t end = std::min(view_.columns, r + kBlock);
+      C block = M::constant(0);
+      for (; r + kUnroll <= end; r += kUnroll) {
+        C sum = term(r);
+        unrolled<kUnroll - 1>([&](auto u) __attribute__((always_inline)) { sum = sum + term(r + 1 + u); });
+        block = block + sum;
       }
+      for (; r < end; ++r) block = block + term(r);
+      state.sum = state.sum + block;
     }
   }
 
-  static JAX_SOFTMAX_INLINE void finish_vector(const A& access, Offset at, int n, const typename Op::Row& finished) {
-    C v[Op::kInputs];
-    access.load(v, at, n);
-    access.store(Op::finish(finished, v), at, n);
+  // Calls body(access, at, r) for elements r and following of the rows, which lie at the offsets in the array `at`: of
+  // kUnroll of them or, at the end, of one.
+  template <bool kLoad, bool kStore, class Body>
+  JAX_SOFTMAX_INLINE void for_groups(int64_t begin, int64_t end, Body body) {
+    if (!staged_) {
+      Odometer odometer(view_.reduced, view_.reduced.size, begin);
+      return walk(access_, base_, odometer, begin, end, body);
+    }
+    for (int64_t next; begin < end; begin = next) {
+      const int64_t first = begin - (begin - begin_) % stage_.length();
+      const int64_t last = std::min(end_, first + stage_.length());
+      next = std::min(end, last);
+      if constexpr (kLoad) stage_.load(first, last);
+      Odometer odometer(stage_.dims(), 1, begin - first);
+      walk(stage_.access(), Offset{0, 0}, odometer, begin, next, body);
+      if constexpr (kStore) stage_.store(first, last);
+    }
   }
 
-  // The next `count` elements of each column.
-  static void accumulate_block(const A& access, Offset base, int width, int64_t count, Odometer& odometer,
-                               State<C>* state) {
-    const int vectors = (width + kLanes - 1) / kLanes;
-    State<C> block[kVectors];
-    for (int t = 0; t < vectors; ++t) block[t] = identity<Op, M>();
-    for (int64_t r = 0; r < count;) {
+  template <class Body>
+  static JAX_SOFTMAX_INLINE void walk(const A& access, Offset base, Odometer& odometer, int64_t begin, int64_t end,
+                                      Body& body) {
+    for (; begin + kUnroll <= end; begin += kUnroll) {
       Offset at[kUnroll];
-      const int n = count - r < kUnroll ? static_cast<int>(count - r) : kUnroll;
-      for (int u = 0; u < n; ++u, odometer.advance()) at[u] = odometer.offset();
-      const int full = n == kUnroll ? width / kLanes : 0;
-      for (int t = 0; t < full; ++t) accumulate_elements<kUnroll>(access, base, at, t, kLanes, block[t]);
-      for (int t = full; t < vectors; ++t) {
-        for (int u = 0; u < n; ++u) accumulate_elements<1>(access, base, at + u, t, lanes(width, t), block[t]);
-      }
-      r += n;
+      odometer.next(at);
+      for (Offset& element : at) element = base + element;
+      body(access, at, begin);
     }
-    for (int t = 0; t < vectors; ++t) state[t] = combine<Op, M>(state[t], block[t]);
+    for (; begin < end; ++begin, odometer.advance()) {
+      Offset at[1] = {base + odometer.offset()};
+      body(access, at, begin);
+    }
   }
 
-  template <int n>
-  static JAX_SOFTMAX_INLINE void accumulate_elements(const A& access, Offset base, const Offset* at, int t, int lanes,
-                                                     State<C>& state) {
-    C v[n][Op::kInputs];
-    JAX_SOFTMAX_UNROLL
-    for (int u = 0; u < n; ++u) access.load(v[u], across(access, base, at[u], t), lanes);
-    accumulate<Op, M>(state, v);
+  // Vector t of the tile at an element; the last one may overlap the one before.
+  JAX_SOFTMAX_INLINE Offset across(const A& access, Offset at, int t) const {
+    const int64_t column = std::min<int64_t>(t * kLanes, width_ - kLanes);
+    return {at.element + column, at.mask + column * access.mask_stride};
   }
 
-  static JAX_SOFTMAX_INLINE Offset across(const A& access, Offset base, Offset at, int t) {
-    return {base.element + at.element + t * kLanes, base.mask + at.mask + t * kLanes * access.mask_stride};
-  }
-
-  static JAX_SOFTMAX_INLINE int lanes(int width, int t) {
-    const int left = width - t * kLanes;
-    return left < kLanes ? left : kLanes;
-  }
+  const View& view_;
+  const Dim inner_;
+  const bool staged_;
+  const int64_t tile_vectors_, across_;
+  const A access_;
+  Stage<A, T> stage_;
+  int64_t begin_ = 0, end_ = 0;
+  Offset base_{0, 0};
+  int64_t width_ = 0;
+  int vectors_ = 0;
+  std::unique_ptr<C[]> held_;
 };
 
 template <template <class> class OpOf, class T, bool kMasked>
 Kernel kernel_of_view(const View& view) {
-  if (view.minor_reduced) return {Rows<OpOf, T, kMasked>::units, Rows<OpOf, T, kMasked>::run};
-  return {Columns<OpOf, T, kMasked>::units, Columns<OpOf, T, kMasked>::run};
+  using Along = Parts<Rows<OpOf, T, kMasked>>;
+  using Across = Parts<Columns<OpOf, T, kMasked>>;
+  if (Columns<OpOf, T, kMasked>::suits(view)) return {Across::work, Across::run};
+  return {Along::work, Along::run};
 }
 
 template <template <class> class OpOf>

@@ -30,6 +30,15 @@ struct VectorOf {
 template <class T, int n>
 using Vector = typename VectorOf<T, n>::type;
 
+// Calls body(i) for i from 0 to n - 1, each a constant: a loop that only asks to be unrolled sometimes is not.
+template <class Body, int... i>
+JAX_SOFTMAX_INLINE void unrolled(std::integer_sequence<int, i...>, Body body) {
+  (body(std::integral_constant<int, i>()), ...);
+}
+template <int n, class Body>
+JAX_SOFTMAX_INLINE void unrolled(Body body) {
+  unrolled(std::make_integer_sequence<int, n>(), body);
+}
 template <class To, class From>
 JAX_SOFTMAX_INLINE To bits_as(From from) {
   static_assert(sizeof(To) == sizeof(From));
@@ -49,6 +58,7 @@ struct ExpConstants<float> {
   static constexpr int kMantissa = 23, kBias = 127;
   static constexpr float kRound = 12582912.0f;           // 1.5 * 2^23: adding it rounds to an integer in the low bits
   static constexpr float kLow = -105.0f, kHigh = 89.0f;  // beyond: 0 and infinity
+  static constexpr float kLowNormal = -87.336540f;
   static constexpr float kLn2High = 0.693359375f, kLn2Low = -2.12194440e-4f;
   static constexpr int kTerms = 6;
 };
@@ -58,6 +68,7 @@ struct ExpConstants<double> {
   static constexpr int kMantissa = 52, kBias = 1023;
   static constexpr double kRound = 6755399441055744.0;
   static constexpr double kLow = -746.0, kHigh = 710.0;
+  static constexpr double kLowNormal = -708.39641853226408;
   static constexpr double kLn2High = 6.93145751953125e-1, kLn2Low = 1.42860682030941723212e-6;
   static constexpr int kTerms = 12;
 };
@@ -82,14 +93,18 @@ struct Simd {
     using K = ExpConstants<F>;
     x = x < K::kLow ? constant(K::kLow) : x;  // a NaN compares false and stays
     x = x > K::kHigh ? constant(K::kHigh) : x;
-    const Value shifted = x * F(1.44269504088896340736) + K::kRound;
-    const Value n = shifted - K::kRound;
-    const Value r = (x - n * K::kLn2High) - n * K::kLn2Low;
-    Value p = constant(F(1) / factorial(K::kTerms + 1));
-    JAX_SOFTMAX_UNROLL
-    for (int i = K::kTerms; i >= 2; --i) p = p * r + F(1) / factorial(i);
-    p = (p * r) * r + r + F(1);
-    return scale_by_power_of_two(p, n, shifted);
+    Value shifted;
+    const Value p = exp_of_fraction(x, &shifted);
+    return scale_by_power_of_two(p, shifted - K::kRound, shifted);
+  }
+
+  // Of x <= 0 or NaN, for less: what would be subnormal is 0.
+  static JAX_SOFTMAX_INLINE Value exp_of_negative(Value x) {
+    using K = ExpConstants<F>;
+    Value shifted;
+    const Value p = exp_of_fraction(x, &shifted);
+    const IntValue power = (bits_as<IntValue>(shifted) << K::kMantissa) + (Int{K::kBias} << K::kMantissa);
+    return x < K::kLowNormal ? constant(0) : p * bits_as<Value>(power);
   }
 
   static JAX_SOFTMAX_INLINE Value log(Value x) {  // once a row: no need of a vectorised one
@@ -114,7 +129,28 @@ struct Simd {
       return fold<n / 2>(f(low, high), f, std::make_integer_sequence<int, n / 4>());
     }
   }
+  // The sum of r^(i - first) / i! for i from `first` to `last`. The coefficients are constants by force: in a
+  // loop, the optimizer would leave some to be computed at run time.
+  template <int first, int last>
+  static JAX_SOFTMAX_INLINE Value taylor(Value r) {
+    constexpr F kCoefficient = F(1) / factorial(first);
+    if constexpr (first == last) {
+      return constant(kCoefficient);
+    } else {
+      return taylor<first + 1, last>(r) * r + kCoefficient;
+    }
+  }
   static constexpr F factorial(int n) { return n <= 1 ? F(1) : F(n) * factorial(n - 1); }
+
+  // exp(x - n ln(2)), where n, the integer next to x / ln(2), stands in the low bits of *shifted.
+  static JAX_SOFTMAX_INLINE Value exp_of_fraction(Value x, Value* shifted) {
+    using K = ExpConstants<F>;
+    *shifted = x * F(1.44269504088896340736) + K::kRound;
+    const Value n = *shifted - K::kRound;
+    const Value r = (x - n * K::kLn2High) - n * K::kLn2Low;
+    const Value p = taylor<2, K::kTerms + 1>(r);
+    return (p * r) * r + r + F(1);
+  }
 
   // p * 2^n in two steps, since 2^n itself may be no normal number where the product is one.
   static JAX_SOFTMAX_INLINE Value scale_by_power_of_two(Value p, Value n, Value shifted) {
@@ -135,6 +171,30 @@ struct Simd {
 #endif
   }
 };
+
+}  // namespace jax_softmax::cpu::JAX_SOFTMAX_ISA
+
+namespace jax_softmax {
+
+// No term's exponent is positive: the pivot is the maximum.
+template <class F>
+struct Relative<cpu::JAX_SOFTMAX_ISA::Simd<F>> {
+  using M = cpu::JAX_SOFTMAX_ISA::Simd<F>;
+  using C = typename M::Value;
+  C pivot;
+
+  Relative() = default;
+  explicit JAX_SOFTMAX_INLINE Relative(C unshielded) : pivot(shielded<M>(unshielded)) {}
+  JAX_SOFTMAX_INLINE C exp(C x) const { return M::exp_of_negative(x - pivot); }
+  JAX_SOFTMAX_INLINE C log(C sum) const { return M::log(sum); }
+  static JAX_SOFTMAX_INLINE C rescale(C from, C to) {
+    return M::select(M::equal(from, to), M::constant(1), M::exp_of_negative(from - to));
+  }
+};
+
+}  // namespace jax_softmax
+
+namespace jax_softmax::cpu::JAX_SOFTMAX_ISA {
 
 // Storage types. Memory holds T; arithmetic is done in Convert<T>::Compute.
 struct Half {
@@ -172,24 +232,35 @@ struct Convert16 {
   using I32 = Vector<int32_t, n>;
   using U16 = Vector<uint16_t, n>;
 
+  // Compilers take several instructions for what one or two do.
   template <class T>
-  static JAX_SOFTMAX_INLINE U16 load_bits(const T* p) {
+  static JAX_SOFTMAX_INLINE U32 load_bits(const T* p) {
+#if defined(__AVX512F__)
+    return (U32)_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+#elif defined(__AVX2__)
+    return (U32)_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#else
     U16 bits;
     std::memcpy(&bits, p, sizeof(bits));
-    return bits;
+    return __builtin_convertvector(bits, U32);
+#endif
   }
+  // No element has more than 16 bits.
   template <class T>
   static JAX_SOFTMAX_INLINE void store_bits(T* p, U32 bits) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    const __m128i low = _mm256_castsi256_si128((__m256i)bits), high = _mm256_extracti128_si256((__m256i)bits, 1);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm_packus_epi32(low, high));
+#else
     const U16 narrow = __builtin_convertvector(bits, U16);
     std::memcpy(p, &narrow, sizeof(narrow));
+#endif
   }
 };
 
 template <>
 struct Convert<BFloat16> : Convert16 {
-  static JAX_SOFTMAX_INLINE V load(const BFloat16* p) {
-    return bits_as<V>(__builtin_convertvector(load_bits(p), U32) << 16);
-  }
+  static JAX_SOFTMAX_INLINE V load(const BFloat16* p) { return bits_as<V>(load_bits(p) << 16); }
   static JAX_SOFTMAX_INLINE void store(BFloat16* p, V v) {
     const U32 bits = bits_as<U32>(v);
     const U32 rounded = bits + (0x7fffu + ((bits >> 16) & 1u));  // to nearest, ties to even
@@ -215,11 +286,14 @@ struct Convert<Half> : Convert16 {
   }
 #else
   static JAX_SOFTMAX_INLINE V load(const Half* p) {
-    const U32 h = __builtin_convertvector(load_bits(p), U32);
-    // The exponent's field moved into place, then its bias mended by a multiplication, which makes subnormals normal.
-    const V magnitude = bits_as<V>((h & 0x7fffu) << 13) * bits_as<float>(uint32_t{(254 - 15) << 23});
+    const U32 h = load_bits(p);
+    // The exponent's field moved into place and its bias mended; subnormals by a subtraction that is exact, of numbers
+    // that are normal, since XLA has the processor take others for zero.
+    const U32 moved = (h & 0x7fffu) << 13;
+    const V subnormal = bits_as<V>(moved + (113u << 23)) - bits_as<float>(uint32_t{113u << 23});
+    const U32 magnitude = moved < (1u << 23) ? bits_as<U32>(subnormal) : moved + (112u << 23);
     const U32 infinite = (h & 0x7c00u) == 0x7c00u ? U32{} + 0x7f800000u : U32{};
-    return bits_as<V>(bits_as<U32>(magnitude) | infinite | ((h & 0x8000u) << 16));
+    return bits_as<V>(magnitude | infinite | ((h & 0x8000u) << 16));
   }
   static JAX_SOFTMAX_INLINE void store(Half* p, V v) {
     const U32 bits = bits_as<U32>(v);

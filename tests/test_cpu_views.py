@@ -1,0 +1,60 @@
+"""The CPU's ways through a view: rows along the lanes, columns side by side, and what is moved to lie like columns."""
+
+import jax
+import numpy as np
+import pytest
+import support
+from support import NAMES, OPERATORS, check_all, normal
+
+# Lengths around what a vector, a block and a held tile have; columns that are fewer than a vector's lanes, that fill
+# vectors exactly, and that leave a part of the last one.
+COLUMNS = [((5, n, k), 1) for n in (3, 8, 65, 513, 1100) for k in (2, 3, 7, 8, 13, 40)]
+LONG = [((2100, 3), 0), ((5000, 70), 0), ((40, 2500, 7), 1), ((20_000, 2), 0), ((140_000, 9), 0), ((3, 150_001), 1)]
+GROUPS = [
+    ((1000, 3, 2), 1),
+    ((70, 6, 5, 3), (1, 3)),
+    ((9, 20, 17), (0, 2)),
+    ((9, 20, 3), (0, 2)),
+    ((6, 30, 7, 5), (0, 2)),
+]
+SHORT_ROWS = [((1000, n), -1) for n in (1, 2, 3, 5, 8, 17, 31, 32, 64, 65)]
+VIEWS = [*COLUMNS, *LONG, *GROUPS, *SHORT_ROWS]
+
+
+@pytest.mark.parametrize("shape,axis", VIEWS, ids=str)
+@pytest.mark.parametrize("dtype", support.DTYPES)
+def test_views(dtype, shape, axis):
+    check_all(normal(shape, dtype), axis)
+
+
+@pytest.mark.parametrize("shape,axis", VIEWS[::3], ids=str)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+def test_masked_views(dtype, shape, axis):
+    for mask_shape in (shape, shape[-1:], (*shape[:-1], 1)):
+        check_all(normal(shape, dtype), axis, support.random_mask(mask_shape))
+
+
+@pytest.mark.parametrize("columns", [3, 40])
+@pytest.mark.parametrize("rows", [20, 600, 3000])
+def test_nonfinite_columns(rows, columns):
+    x = support.nonfinite_rows(rows)
+    for where in (None, support.random_mask(x.shape[::-1])):
+        check_all(np.ascontiguousarray(x.T), 0, where)
+    stacked = np.stack([np.roll(x, i, 0)[: columns * (len(x) // columns)] for i in range(2)])
+    check_all(np.ascontiguousarray(stacked.reshape(-1, columns, rows).swapaxes(1, 2)), 1)
+
+
+@pytest.mark.parametrize("length", [7, 100, 1500, 5000])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_column_does_not_depend_on_the_others(dtype, length):
+    x = normal((6, length, 50), dtype)
+    g = normal(x.shape, dtype, seed=1)
+
+    @jax.jit
+    def run(x, g):
+        return [(y, vjp(g)[0]) for y, vjp in (jax.vjp(lambda x, n=n: OPERATORS[n](x, 1), x) for n in NAMES)]
+
+    whole = jax.tree.leaves(run(x, g))
+    for part in (np.s_[:1], np.s_[:, :, :2], np.s_[2:, :, 5:8], np.s_[:, :, 40:], np.s_[3:4, :, 1:25]):
+        for actual, wanted in zip(jax.tree.leaves(run(x[part], g[part])), whole, strict=True):
+            support.assert_same_bits(actual, wanted[part], part)
