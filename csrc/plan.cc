@@ -287,7 +287,7 @@ bool plan_tile(CudaPlan* plan, const View& view, int bytes, int inputs, const De
       return true;
     }
     for (const int64_t held :
-         {tile.spanning ? most_held : fewer_held, 3 * most_held / 2, 2 * most_held, 13 * most_held / 4}) {
+         {tile.spanning ? most_held : fewer_held, 3 * most_held / 2, 2 * most_held, 13 * most_held / 4, fewer_held}) {
       for (const int most_blocks : {8, device.largest_cluster}) {
         int64_t groups = 1;
         while (groups * held < lines && 2 * groups * least_packs <= most_threads) groups *= 2;
@@ -358,7 +358,7 @@ bool plan_tile(CudaPlan* plan, const View& view, int bytes, int inputs, const De
     tile.lines.dim[tile.lines.size++] = Dim{ceil_div(run_packs, best), tile.segment, 0};
     const int64_t lines = tile.lines.elements();
     if (lines > kMostTileNumbers || run.extent > kMostTileNumbers) return false;
-    for (const int64_t held : {most_held, 3 * most_held / 2, 2 * most_held, 13 * most_held / 4}) {
+    for (const int64_t held : {most_held, 3 * most_held / 2, 2 * most_held, 13 * most_held / 4, fewer_held}) {
       for (const int most_blocks : {8, device.largest_cluster}) {
         const int groups = static_cast<int>(std::min<int64_t>(most_threads / best, ceil_div(lines, held)));
         if (plan_tile(plan, tile, best, groups, static_cast<int>(held), bytes, inputs, lines, device,
@@ -410,7 +410,7 @@ bool plan_tile(CudaPlan* plan, const View& view, int bytes, int inputs, const De
     slab.lines.dim[slab.lines.size - 1] = Dim{ceil_div(run_packs, unit), slab.segment, 0};
     const int64_t lines = slab.lines.elements();
     if (lines <= kMostTileNumbers && slab.run <= kMostTileNumbers) {
-      for (const int64_t held : {fewer_held, 3 * most_held / 2, 2 * most_held, 13 * most_held / 4}) {
+      for (const int64_t held : {fewer_held, 3 * most_held / 2, 2 * most_held, 13 * most_held / 4, fewer_held}) {
         for (const int most_blocks : {8, device.largest_cluster}) {
           const int groups = static_cast<int>(std::min<int64_t>(most_threads / unit, ceil_div(lines, held)));
           if (plan_tile(plan, slab, static_cast<int>(unit), groups, static_cast<int>(held), bytes, inputs, lines,

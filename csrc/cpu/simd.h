@@ -190,6 +190,7 @@ struct Relative<cpu::JAX_SOFTMAX_ISA::Simd<F>> {
   static JAX_SOFTMAX_INLINE C rescale(C from, C to) {
     return M::select(M::equal(from, to), M::constant(1), M::exp_of_negative(from - to));
   }
+  static JAX_SOFTMAX_INLINE C divide(C x, C sum) { return x / sum; }
 };
 
 }  // namespace jax_softmax
