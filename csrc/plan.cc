@@ -166,11 +166,11 @@ Dims without_last(Dims dims) {
   return dims;
 }
 
-// The tile schedule: bytes of a block's tile, of a line in a tile at the least, and of a segment that is seen as a line
-// of its own.
+// The tile schedule: bytes of a block's tile, and of a line in it at the least.
 constexpr int kTileBytes = 64 << 10;
 constexpr int kTileLineBytes = 64;
-constexpr int64_t kFarBytes = 32 << 10;
+constexpr int64_t kFarBytes = 32 << 10;  // from which on neighbouring lines are better read in longer parts
+// Where a tile fits that, it fits every chip, and needs no scratch memory.
 constexpr Device kSmallestDevice{75, 1, 64 << 10, 1};
 constexpr int kMostTilePieces = 256;
 constexpr int64_t kPieceLines = 64;        // of a thread, at the least
@@ -276,33 +276,44 @@ bool plan_tile(CudaPlan* plan, const View& view, int bytes, int inputs, const De
   const int64_t most_held = kTileBytes / kPackBytes / most_threads / inputs;
   // Where entries take more room, so that as many blocks fit a multiprocessor.
   const int64_t fewer_held = most_held * 3 / 4;
-  // Tries tiles until one fits: of as many threads as possible, at least so many packs wide, a multiple of `unit`.
-  const auto try_shapes = [&](const Tile& tile, int64_t lines, int64_t outer, int unit, int least_packs,
-                              auto groups_of) {
+  struct Shape {
+    int64_t packs, groups;
+  };
+  // Tries numbers of lines a thread, the one that lets most blocks run at once first, and cluster sizes, until a tile
+  // of the shape that shape_of(lines a thread) says fits.
+  const auto try_all = [&](const Tile& tile, int64_t first_held, auto shape_of) {
+    const int64_t lines = tile.lines.elements();
     if (lines > kMostTileNumbers) return false;
-    // A thread that has all lines of its rows need not ask others.
-    if (!passes && tile.spanning && lines <= 2 * most_held && 2 * least_packs <= most_threads &&
-        plan_tile(plan, tile, most_threads / 2 / unit * unit, 1, static_cast<int>(2 * most_held), bytes, inputs, lines,
-                  device, outer, 1, passes)) {
-      return true;
-    }
-    for (const int64_t held :
-         {tile.spanning ? most_held : fewer_held, 3 * most_held / 2, 2 * most_held, 13 * most_held / 4, fewer_held}) {
+    for (const int64_t held : {first_held, 3 * most_held / 2, 2 * most_held, 13 * most_held / 4, fewer_held}) {
+      const Shape shape = shape_of(held);
       for (const int most_blocks : {8, device.largest_cluster}) {
-        int64_t groups = 1;
-        while (groups * held < lines && 2 * groups * least_packs <= most_threads) groups *= 2;
-        groups = groups_of(groups);
-        const int64_t packs = most_threads / groups / unit * unit;
-        if (plan_tile(plan, tile, static_cast<int>(packs), static_cast<int>(groups), static_cast<int>(held), bytes,
-                      inputs, lines, device, outer, std::min(most_blocks, device.largest_cluster), passes)) {
+        if (plan_tile(plan, tile, static_cast<int>(shape.packs), static_cast<int>(shape.groups), static_cast<int>(held),
+                      bytes, inputs, lines, device, tile.kept.elements(), std::min(most_blocks, device.largest_cluster),
+                      passes)) {
           return true;
         }
       }
     }
     return false;
   };
+  // Of as many threads as possible, at least so many packs wide, a multiple of `unit`.
+  const auto try_shapes = [&](const Tile& tile, int unit, int least_packs, auto groups_of) {
+    const int64_t lines = tile.lines.elements();
+    // A thread that has all lines of its rows need not ask others.
+    if (!passes && tile.spanning && lines <= 2 * most_held && 2 * least_packs <= most_threads &&
+        plan_tile(plan, tile, most_threads / 2 / unit * unit, 1, static_cast<int>(2 * most_held), bytes, inputs, lines,
+                  device, tile.kept.elements(), 1, passes)) {
+      return true;
+    }
+    return try_all(tile, tile.spanning ? most_held : fewer_held, [&](int64_t held) {
+      int64_t groups = 1;
+      while (groups * held < lines && 2 * groups * least_packs <= most_threads) groups *= 2;
+      groups = groups_of(groups);
+      return Shape{most_threads / groups / unit * unit, groups};
+    });
+  };
   const auto same = [](int64_t groups) { return groups; };
-  // Groups of lines that begin alike in a pack; true if there can be such.
+  // At least as many groups as it takes for a thread's lines to begin alike in a pack.
   const auto alike = [&](const Dims& lines) {
     return [&, turn = width / std::gcd<int64_t>(width, lines.dim[lines.size - 1].stride)](int64_t groups) {
       return std::max<int64_t>(groups, std::min<int64_t>(turn, lines.elements()));
@@ -315,7 +326,7 @@ bool plan_tile(CudaPlan* plan, const View& view, int bytes, int inputs, const De
     const bool neighbours = view.kept.size && kept.stride == run.extent;
     tile.kept = without_last(view.kept);
     tile.lines = without_last(view.reduced);
-    if (neighbours && run.extent <= most_threads * width) {
+    if (neighbours && run.extent <= most_threads * width && kept.extent <= kMostTileNumbers / run.extent) {
       tile.segment = kept.extent * run.extent;
       tile.inner = run.extent;
       tile.outer_mask = kept.mask_stride;
@@ -327,9 +338,7 @@ bool plan_tile(CudaPlan* plan, const View& view, int bytes, int inputs, const De
       const int least = static_cast<int>(std::max<int64_t>(
           {unit, kTileLineBytes / kPackBytes, tile.spanning ? 1 : ceil_div(run.extent + width - 1, width)}));
       if (least <= most_threads && (tile.spanning || tile.lines.size == 1)) {
-        const int64_t lines = tile.lines.elements(), outer = tile.kept.elements();
-        if (tile.spanning ? try_shapes(tile, lines, outer, unit, least, same)
-                          : try_shapes(tile, lines, outer, 1, least, alike(tile.lines))) {
+        if (tile.spanning ? try_shapes(tile, unit, least, same) : try_shapes(tile, 1, least, alike(tile.lines))) {
           return true;
         }
       }
@@ -356,18 +365,10 @@ bool plan_tile(CudaPlan* plan, const View& view, int bytes, int inputs, const De
     if (best == 0) best = most_threads;
     tile.segment = static_cast<int64_t>(best) * width;
     tile.lines.dim[tile.lines.size++] = Dim{ceil_div(run_packs, best), tile.segment, 0};
-    const int64_t lines = tile.lines.elements();
-    if (lines > kMostTileNumbers || run.extent > kMostTileNumbers) return false;
-    for (const int64_t held : {most_held, 3 * most_held / 2, 2 * most_held, 13 * most_held / 4, fewer_held}) {
-      for (const int most_blocks : {8, device.largest_cluster}) {
-        const int groups = static_cast<int>(std::min<int64_t>(most_threads / best, ceil_div(lines, held)));
-        if (plan_tile(plan, tile, best, groups, static_cast<int>(held), bytes, inputs, lines, device,
-                      tile.kept.elements(), std::min(most_blocks, device.largest_cluster), passes)) {
-          return true;
-        }
-      }
-    }
-    return false;
+    if (run.extent > kMostTileNumbers) return false;
+    return try_all(tile, most_held, [&](int64_t held) {
+      return Shape{best, std::min<int64_t>(most_threads / best, ceil_div(tile.lines.elements(), held))};
+    });
   }
 
   tile.kept = without_last(view.kept);
@@ -375,7 +376,6 @@ bool plan_tile(CudaPlan* plan, const View& view, int bytes, int inputs, const De
   tile.separate = true;
   tile.segment = kept.extent;
   tile.outer_mask = kept.mask_stride;
-  const int64_t outer = tile.kept.elements();
   if (kept.extent > kMostTileNumbers) return false;
   if (kept.extent % width == 0 && kept.extent * bytes >= kSegmentBytes && whole_strides(tile.lines, tile.lines.size) &&
       whole_strides(tile.kept, tile.kept.size)) {
@@ -385,16 +385,16 @@ bool plan_tile(CudaPlan* plan, const View& view, int bytes, int inputs, const De
               most_wide = inputs == 2                                                  ? (bytes == 2 ? 8 : 16)
                           : bytes > 2 && tile.lines.dim[0].stride * bytes >= kFarBytes ? 16
                                                                                        : 1;
-    if (!passes && lines > 2 * most_held) {
+    if (!passes && lines > 2 * most_held && lines <= kMostTileNumbers) {
       int64_t groups = 1;
       while (groups * most_held < lines && 4 * groups * packs <= most_threads) groups *= 2;
       if (plan_tile(plan, tile, static_cast<int>(most_threads / groups), static_cast<int>(groups),
-                    static_cast<int>(most_held), bytes, inputs, lines, device, outer,
+                    static_cast<int>(most_held), bytes, inputs, lines, device, tile.kept.elements(),
                     std::min(most_wide, device.largest_cluster), passes)) {
         return true;
       }
     }
-    return try_shapes(tile, lines, outer, 1, passes ? 2 * packs : packs, same);
+    return try_shapes(tile, 1, passes ? 2 * packs : packs, same);
   }
   const int64_t rows_apart = width / std::gcd<int64_t>(kept.extent, width);  // that begin alike
   const int64_t unit = kept.extent * rows_apart / width;                     // packs
@@ -408,22 +408,15 @@ bool plan_tile(CudaPlan* plan, const View& view, int bytes, int inputs, const De
     const int64_t run_packs = aligned ? slab.run / width : ceil_div(slab.run + width - 1, width);
     slab.segment = unit * width;
     slab.lines.dim[slab.lines.size - 1] = Dim{ceil_div(run_packs, unit), slab.segment, 0};
-    const int64_t lines = slab.lines.elements();
-    if (lines <= kMostTileNumbers && slab.run <= kMostTileNumbers) {
-      for (const int64_t held : {fewer_held, 3 * most_held / 2, 2 * most_held, 13 * most_held / 4, fewer_held}) {
-        for (const int most_blocks : {8, device.largest_cluster}) {
-          const int groups = static_cast<int>(std::min<int64_t>(most_threads / unit, ceil_div(lines, held)));
-          if (plan_tile(plan, slab, static_cast<int>(unit), groups, static_cast<int>(held), bytes, inputs, lines,
-                        device, outer, std::min(most_blocks, device.largest_cluster), passes)) {
-            return true;
-          }
-        }
-      }
+    if (slab.run <= kMostTileNumbers && try_all(slab, fewer_held, [&](int64_t held) {
+          return Shape{unit, std::min<int64_t>(most_threads / unit, ceil_div(slab.lines.elements(), held))};
+        })) {
+      return true;
     }
   }
   if (tile.lines.size > 1) return false;
   for (const int least : {9, 5}) {
-    if (try_shapes(tile, tile.lines.elements(), outer, 1, least, alike(tile.lines))) return true;
+    if (try_shapes(tile, 1, least, alike(tile.lines))) return true;
   }
   return false;
 }
@@ -436,7 +429,7 @@ CudaPlan make_cuda_plan(const View& view, Op op, DType dtype, Alignment alignmen
   CudaPlan plan{};
   plan.cluster = 1;
   plan.edges = Edges::kParts;
-  const bool kAligned = alignment == Alignment::kAligned;
+  const bool aligned_operands = alignment == Alignment::kAligned;
   const auto in_packs = [&] {
     plan.schedule = Schedule::kPacks;
     plan.threads = kPacksThreads;
@@ -445,7 +438,7 @@ CudaPlan make_cuda_plan(const View& view, Op op, DType dtype, Alignment alignmen
     plan.blocks = ceil_div(view.rows * view.columns, static_cast<int64_t>(plan.threads) * plan.packs * per_pack);
     return plan;
   };
-  if (!view.minor_reduced && kAligned && view.reduced.size == 1 && view.columns <= kSlabColumns) {
+  if (!view.minor_reduced && aligned_operands && view.reduced.size == 1 && view.columns <= kSlabColumns) {
     // Few neighbouring rows, interleaved.
     const int64_t inner = view.kept.dim[view.kept.size - 1].extent;
     const int64_t slab_bytes = view.columns * inner * bytes;
@@ -468,7 +461,7 @@ CudaPlan make_cuda_plan(const View& view, Op op, DType dtype, Alignment alignmen
       return plan;
     }
   }
-  if (!view.contiguous_rows() && kAligned &&
+  if (!view.contiguous_rows() && aligned_operands &&
       (plan_tile(&plan, view, bytes, inputs_of(op), device, false) ||
        (scratch && plan_tile(&plan, view, bytes, inputs_of(op), device, true)))) {
     return plan;

@@ -156,7 +156,7 @@ struct CudaPlan {
   int chunks;           // parts that a row is cut into
   int64_t share;        // packs of each operand in such a part
   int stages;           // of a ring
-  int64_t launch_rows;  // rows, or tiles, that a launch handles, in the schedules of passes
+  int64_t launch_rows;  // rows that a launch handles, in the passes schedule
   Tile tile;            // of the tile schedule
   bool scratch;         // whether blocks exchange the states of the parts through device memory
 };

@@ -93,7 +93,7 @@ class Explanation:
       schedule: how a row is held while it is reduced; "jax.numpy" where there is no kernel, "nothing" for empty arrays.
       edges: which checks the loads and stores need: none, whole (packs) or parts (of packs).
       lanes: threads that share a row.
-      packs: 16-byte packs of each operand that a thread holds (slab: elements; 0: none in registers).
+      packs: 16-byte packs of each operand that a thread holds (slab: elements; tile: in shared memory; 0: none).
       chunks: parts that a row is cut into, which are exchanged or read one by one; 0 where it is not.
       cluster: blocks that share a row through one another's shared memory.
       threads, blocks, shared_bytes: threads of a block, blocks of the grid, dynamic shared memory of a block.

@@ -247,3 +247,11 @@ def assert_same_bits(actual, expected, label=""):
     actual, expected = np.asarray(actual), np.asarray(expected)
     assert actual.dtype == expected.dtype and actual.shape == expected.shape, label
     assert actual.tobytes() == expected.tobytes(), f"{label}: {np.sum(actual != expected)} of {actual.size} differ"
+
+
+def device_bytes():
+    """What the first device lets a process have of its memory; 0 for a CPU."""
+    try:
+        return jax.devices()[0].memory_stats()["bytes_limit"]
+    except (TypeError, KeyError):
+        return 0

@@ -202,6 +202,12 @@ def test_other_axes(shape, axes, schedule, cluster):
     assert (chosen["schedule"], chosen["cluster"]) == (schedule, cluster)
 
 
+def test_positions_in_a_segment_are_counted_in_32_bits():
+    """Runs side by side are one segment, unless that is too long: then a tile has runs of their own."""
+    assert plan((2, 1 << 20, 16), (0, 2))["edges"] == "none"
+    assert plan((2, (1 << 27) + 8, 16), (0, 2))["edges"] == "parts"
+
+
 def test_no_axes():
     assert plan((64, 1024, 256), ())["columns"] == 1
 

@@ -105,14 +105,7 @@ def test_without_scratch_memory(columns):
     check(jax.jit(exported.call)(x), reference("softmax", x))
 
 
-def free_bytes():
-    try:
-        return jax.devices()[0].memory_stats()["bytes_limit"]
-    except (TypeError, KeyError):  # a CPU
-        return 0
-
-
-@pytest.mark.skipif(free_bytes() < 40 << 30, reason="needs a device with 40 GB")
+@pytest.mark.skipif(support.device_bytes() < 40 << 30, reason="needs a device with 40 GB")
 @pytest.mark.parametrize(
     "shape",
     [(2**30 + 9, 4), (2**25 + 1, 129), (2**21 + 3, 2048), (2**15 + 1, 131072), (3, 2**31 + 8), (1, 2**32 + 8)],

@@ -169,14 +169,7 @@ def test_boundaries(dtype, minor, extent):
             check_all(normal((3, n, minor), dtype, seed=n), 1)
 
 
-def free_bytes():
-    try:
-        return jax.devices()[0].memory_stats()["bytes_limit"]
-    except (TypeError, KeyError):  # a CPU
-        return 0
-
-
-@pytest.mark.skipif(free_bytes() < 40 << 30, reason="needs a device with 40 GB")
+@pytest.mark.skipif(support.device_bytes() < 40 << 30, reason="needs a device with 40 GB")
 @pytest.mark.parametrize(
     "shape,axis",
     [
