@@ -50,10 +50,8 @@ struct Relative {
   JAX_SOFTMAX_INLINE C exp(C x) const { return M::exp(x - pivot); }
   // The logarithm of a sum of exp(x - pivot), given the sum of terms.
   JAX_SOFTMAX_INLINE C log(C sum) const { return M::log(sum); }
-  // What a sum of terms relative to the pivot `from` is multiplied by to be relative to `to`, the larger of the two.
-  static JAX_SOFTMAX_INLINE C rescale(C from, C to) {
-    return M::select(M::equal(from, to), M::constant(1), M::exp(from - to));
-  }
+  // What a sum of terms relative to the pivot `from`, which is not larger, is multiplied by to be relative to this one.
+  JAX_SOFTMAX_INLINE C rescale(C from) const { return M::exp(from - pivot); }
   static JAX_SOFTMAX_INLINE C divide(C x, C sum) { return x / sum; }
 };
 
@@ -85,7 +83,7 @@ struct Softmax : SoftmaxBase<M> {
   static JAX_SOFTMAX_INLINE C finish(const Row& r, const C* in) { return r.relative.exp(in[0]) * r.scale; }
   // The factor for terms that were taken relative to `term_pivot`.
   static JAX_SOFTMAX_INLINE C term_scale(State<C> s, C term_pivot) {
-    return Relative<M>::divide(Relative<M>::rescale(term_pivot, s.pivot), s.sum);
+    return Relative<M>::divide(Relative<M>(s.pivot).rescale(term_pivot), s.sum);
   }
 };
 
@@ -155,7 +153,8 @@ JAX_SOFTMAX_INLINE State<typename M::Value> combine(State<typename M::Value> a, 
     return {a.pivot, a.sum + b.sum};
   } else {
     const typename M::Value pivot = M::max(a.pivot, b.pivot);
-    return {pivot, a.sum * Relative<M>::rescale(a.pivot, pivot) + b.sum * Relative<M>::rescale(b.pivot, pivot)};
+    const Relative<M> relative(pivot);
+    return {pivot, a.sum * relative.rescale(a.pivot) + b.sum * relative.rescale(b.pivot)};
   }
 }
 
@@ -167,7 +166,7 @@ JAX_SOFTMAX_INLINE void accumulate(State<typename M::Value>& state, const typena
     C pivot = state.pivot;
     JAX_SOFTMAX_UNROLL
     for (int i = 0; i < n; ++i) pivot = M::max(pivot, in[i][0]);
-    state.sum = state.sum * Relative<M>::rescale(state.pivot, pivot);
+    state.sum = state.sum * Relative<M>(pivot).rescale(state.pivot);
     state.pivot = pivot;
   }
   const Relative<M> relative(state.pivot);

@@ -169,12 +169,15 @@ Dims without_last(Dims dims) {
 // The tile schedule: bytes of a block's tile, and of a line in it at the least.
 constexpr int kTileBytes = 64 << 10;
 constexpr int kTileLineBytes = 64;
-constexpr int64_t kFarBytes = 32 << 10;  // from which on neighbouring lines are better read in longer parts
+constexpr int kTeamParts = 8;
 // Where a tile fits that, it fits every chip, and needs no scratch memory.
 constexpr Device kSmallestDevice{75, 1, 64 << 10, 1};
 constexpr int kMostTilePieces = 256;
 constexpr int64_t kPieceLines = 64;        // of a thread, at the least
 constexpr int kMostTileNumbers = 1 << 30;  // packs, lines, positions that are counted in 32 bits
+
+// Lines so many apart begin alike in a pack.
+int64_t turn_of(int width, int64_t stride) { return width / std::gcd<int64_t>(width, stride); }
 
 // Plans a tile of `packs` of each line in `groups` of lines, with some lines to a thread; false if that is too large.
 bool plan_tile(CudaPlan* plan, Tile tile, int packs, int groups, int held, int bytes, int inputs, int64_t all_lines,
@@ -201,10 +204,12 @@ bool plan_tile(CudaPlan* plan, Tile tile, int packs, int groups, int held, int b
     if (tile.all_packs > kMostTileNumbers) return false;
     tiles = ceil_div(tile.all_packs, packs);
   } else if (shifting) {
-    const int64_t whole = std::max<int64_t>((packs - 1) * width + 1, 1) / tile.inner * tile.inner;
-    if (whole == 0) return false;
-    tile.segment_tiles = static_cast<int>(ceil_div(tile.segment, whole));
-    tile.width = static_cast<int>(whole);
+    // What the packs of a line cover at the least, wherever it begins.
+    const int64_t reach = (packs - 1) * width + 1;
+    tile.halo = tile.inner == 1 && reach < tile.segment ? kSectorBytes / bytes - 1 : 0;
+    tile.width = static_cast<int>(std::min((reach - tile.halo) / tile.inner * tile.inner, tile.segment));
+    if (tile.width <= 0) return false;
+    tile.segment_tiles = static_cast<int>(ceil_div(tile.segment, tile.width));
     tiles = outer * tile.segment_tiles;
   } else {
     tile.segments = tile.cluster == 1 ? std::max(1, most_threads / (packs * groups)) : 1;
@@ -217,10 +222,12 @@ bool plan_tile(CudaPlan* plan, Tile tile, int packs, int groups, int held, int b
   }
   const int threads = static_cast<int>(ceil_div(packs * groups, 32) * 32);
   if (tile.separate) {
-    tile.shuffled = tile.spanning && packs < 32 && (packs & (packs - 1)) == 0 && packs * groups == threads;
+    const bool same_in_warp =
+        tile.spanning || (shifting && threads / 32 % turn_of(width, tile.lines.dim[tile.lines.size - 1].stride) == 0);
+    tile.shuffled = same_in_warp && packs < 32 && (packs & (packs - 1)) == 0 && packs * groups == threads;
     tile.entry_rows = tile.shuffled ? threads / 32 : groups;
-    tile.entries = packs * width;
-    tile.positions = shifting ? tile.width : packs * width;
+    tile.entries = packs * (width + 1);  // of which one a pack stays free
+    tile.positions = shifting ? tile.width + tile.halo : packs * width;
   } else {
     // Neighbouring lanes that share a row, a power of 2.
     tile.shuffled = std::gcd(static_cast<int>(tile.run ? tile.unit : tile.inner / width), 32);
@@ -231,7 +238,10 @@ bool plan_tile(CudaPlan* plan, Tile tile, int packs, int groups, int held, int b
   tile.columns =
       tile.run ? static_cast<int>(tile.segments * tile.inner) : static_cast<int>(tile.positions * of_row / tile.inner);
   const int parts = tile.entry_rows * (tile.positions / tile.columns);
-  for (tile.team = 1; tile.team < 32 && 2 * tile.team * tile.columns <= threads && tile.team < parts;) tile.team *= 2;
+  // Few lanes, unless each had many entries.
+  for (tile.team = 1; tile.team < 32 && 2 * tile.team * tile.columns <= threads && kTeamParts * tile.team < parts;) {
+    tile.team *= 2;
+  }
   tile.exchanged = groups > 1 || tile.cluster > 1 || tile.positions > tile.columns;
   const int state = 2 * std::max(bytes, 4);
   if (passes) {
@@ -245,13 +255,19 @@ bool plan_tile(CudaPlan* plan, Tile tile, int packs, int groups, int held, int b
     plan->blocks = 2 * tiles * tile.cluster;
     plan->scratch = true;
     plan->shared_bytes =
-        kTilePassStages * kTilePassPacks * threads * kPackBytes + tile.entry_rows * tile.entries * state;
+        kTilePassStages * kTilePassPacks * kTilePassThreads * kPackBytes + tile.entry_rows * tile.entries * state;
     return plan->shared_bytes <= device.shared_memory_per_block && plan->blocks <= kMostTileNumbers;
   }
-  const int64_t shared = static_cast<int64_t>(tile.held) * inputs * threads * kPackBytes +
-                         (tile.exchanged ? state * (tile.entry_rows * tile.entries + tile.cluster * tile.columns) +
-                                               16 * (tile.columns + width)
-                                         : 0);
+  int64_t shared = static_cast<int64_t>(tile.held) * inputs * threads * kPackBytes;
+  if (tile.exchanged) {
+    const int64_t entries = ceil_div(state * tile.entry_rows * tile.entries, kPackBytes) * kPackBytes;
+    const int64_t finals = kPackBytes * (tile.columns + ceil_div(tile.columns, width));
+    // A cluster's barrier is between the entries and what is made of them, which takes their place.
+    const bool clustered = tile.cluster > 1;
+    tile.finals_at = clustered ? 0 : static_cast<int>(entries);
+    tile.of_blocks_at = static_cast<int>(std::max(entries, finals));
+    shared += clustered ? tile.of_blocks_at + int64_t{state} * tile.cluster * tile.columns : entries + finals;
+  }
   if (shared > device.shared_memory_per_block || tiles * tile.cluster > kMostTileNumbers) return false;
   plan->schedule = Schedule::kTile;
   plan->tile = tile;
@@ -281,17 +297,25 @@ bool plan_tile(CudaPlan* plan, const View& view, int bytes, int inputs, const De
   };
   // Tries numbers of lines a thread, the one that lets most blocks run at once first, and cluster sizes, until a tile
   // of the shape that shape_of(lines a thread) says fits.
-  const auto try_all = [&](const Tile& tile, int64_t first_held, auto shape_of) {
+  const auto shape_fits = [&](const Tile& tile, Shape shape, int64_t held, int most_blocks) {
     const int64_t lines = tile.lines.elements();
-    if (lines > kMostTileNumbers) return false;
+    return lines <= kMostTileNumbers &&
+           plan_tile(plan, tile, static_cast<int>(shape.packs), static_cast<int>(shape.groups), static_cast<int>(held),
+                     bytes, inputs, lines, device, tile.kept.elements(), std::min(most_blocks, device.largest_cluster),
+                     passes);
+  };
+  // As many groups as it takes to hold all lines, of at least so many packs, a multiple of `unit`.
+  const auto wide_shape = [&](const Tile& tile, int64_t least_packs, int64_t held, auto groups_of, int64_t unit = 1) {
+    int64_t groups = 1;
+    while (groups * held < tile.lines.elements() && 2 * groups * least_packs <= most_threads) groups *= 2;
+    groups = groups_of(groups);
+    return Shape{most_threads / groups / unit * unit, groups};
+  };
+  const auto try_all = [&](const Tile& tile, int64_t first_held, auto shape_of) {
     for (const int64_t held : {first_held, 3 * most_held / 2, 2 * most_held, 13 * most_held / 4, fewer_held}) {
       const Shape shape = shape_of(held);
       for (const int most_blocks : {8, device.largest_cluster}) {
-        if (plan_tile(plan, tile, static_cast<int>(shape.packs), static_cast<int>(shape.groups), static_cast<int>(held),
-                      bytes, inputs, lines, device, tile.kept.elements(), std::min(most_blocks, device.largest_cluster),
-                      passes)) {
-          return true;
-        }
+        if (shape_fits(tile, shape, held, most_blocks)) return true;
       }
     }
     return false;
@@ -301,21 +325,16 @@ bool plan_tile(CudaPlan* plan, const View& view, int bytes, int inputs, const De
     const int64_t lines = tile.lines.elements();
     // A thread that has all lines of its rows need not ask others.
     if (!passes && tile.spanning && lines <= 2 * most_held && 2 * least_packs <= most_threads &&
-        plan_tile(plan, tile, most_threads / 2 / unit * unit, 1, static_cast<int>(2 * most_held), bytes, inputs, lines,
-                  device, tile.kept.elements(), 1, passes)) {
+        shape_fits(tile, {most_threads / 2 / unit * unit, 1}, 2 * most_held, 1)) {
       return true;
     }
-    return try_all(tile, tile.spanning ? most_held : fewer_held, [&](int64_t held) {
-      int64_t groups = 1;
-      while (groups * held < lines && 2 * groups * least_packs <= most_threads) groups *= 2;
-      groups = groups_of(groups);
-      return Shape{most_threads / groups / unit * unit, groups};
-    });
+    return try_all(tile, tile.spanning || tile.inner == 1 ? most_held : fewer_held,
+                   [&](int64_t held) { return wide_shape(tile, least_packs, held, groups_of, unit); });
   };
   const auto same = [](int64_t groups) { return groups; };
   // At least as many groups as it takes for a thread's lines to begin alike in a pack.
   const auto alike = [&](const Dims& lines) {
-    return [&, turn = width / std::gcd<int64_t>(width, lines.dim[lines.size - 1].stride)](int64_t groups) {
+    return [&, turn = turn_of(width, lines.dim[lines.size - 1].stride)](int64_t groups) {
       return std::max<int64_t>(groups, std::min<int64_t>(turn, lines.elements()));
     };
   };
@@ -381,18 +400,10 @@ bool plan_tile(CudaPlan* plan, const View& view, int bytes, int inputs, const De
       whole_strides(tile.kept, tile.kept.size)) {
     tile.spanning = true;
     const int64_t lines = tile.lines.elements();
-    const int packs = kTileLineBytes / kPackBytes,
-              most_wide = inputs == 2                                                  ? (bytes == 2 ? 8 : 16)
-                          : bytes > 2 && tile.lines.dim[0].stride * bytes >= kFarBytes ? 16
-                                                                                       : 1;
-    if (!passes && lines > 2 * most_held && lines <= kMostTileNumbers) {
-      int64_t groups = 1;
-      while (groups * most_held < lines && 4 * groups * packs <= most_threads) groups *= 2;
-      if (plan_tile(plan, tile, static_cast<int>(most_threads / groups), static_cast<int>(groups),
-                    static_cast<int>(most_held), bytes, inputs, lines, device, tile.kept.elements(),
-                    std::min(most_wide, device.largest_cluster), passes)) {
-        return true;
-      }
+    const int packs = kTileLineBytes / kPackBytes;
+    if (!passes && lines > 2 * most_held &&
+        shape_fits(tile, wide_shape(tile, 2 * packs, most_held, same), most_held, kMostBlocks)) {
+      return true;
     }
     return try_shapes(tile, 1, passes ? 2 * packs : packs, same);
   }
@@ -415,10 +426,10 @@ bool plan_tile(CudaPlan* plan, const View& view, int bytes, int inputs, const De
     }
   }
   if (tile.lines.size > 1) return false;
-  for (const int least : {9, 5}) {
-    if (try_shapes(tile, 1, least, alike(tile.lines))) return true;
-  }
-  return false;
+  // The wider the parts of lines are, the fewer are cut at their edges; but more blocks have to wait for one another.
+  if (!passes && bytes > 2 && shape_fits(tile, wide_shape(tile, 16, most_held, alike(tile.lines)), most_held, 8))
+    return true;
+  return try_shapes(tile, 1, passes ? 16 : 8, alike(tile.lines));
 }
 
 }  // namespace

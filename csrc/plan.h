@@ -103,6 +103,7 @@ constexpr int ring_threads(int inputs, Edges edges) {
 inline constexpr int kPassThreads = 256;
 inline constexpr int kSlabThreads = 128;
 inline constexpr int kPacksThreads = 256;
+inline constexpr int kSectorBytes = 32;  // of the last cache: what memory is written by
 inline constexpr int kTileThreads = 256;
 inline constexpr int kTilePassThreads = 128;
 inline constexpr int kTilePassStages = 2;  // of copies ahead of the arithmetic
@@ -124,6 +125,7 @@ struct Tile {
   bool spanning;                     // whether a tile's packs may be of several segments
   int packs;                         // of each line in a tile
   int width;                         // elements of each line in a tile, if not spanning
+  int halo;                          // elements beyond those that are read too, so that whole sectors are stored
   int64_t segment_packs, all_packs;  // if spanning
   int segments, unit;                // if segments are parts of runs: how many in a tile, and packs of each
   int64_t all_segments;
@@ -137,8 +139,10 @@ struct Tile {
   bool exchanged;           // whether several threads share a row still
   int entry_rows, entries;  // states that are exchanged: by group or warp, and in each
   int positions;            // positions that are told apart
-  int team;                 // lanes that add up the entries of a row
-  int columns;              // rows of the view in a tile
+  int finals_at,
+      of_blocks_at;  // bytes from the entries to what is made of them, and to the states of a cluster's blocks
+  int team;          // lanes that add up the entries of a row
+  int columns;       // rows of the view in a tile
 };
 
 struct CudaPlan {

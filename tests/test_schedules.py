@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import support
-from support import NAMES, OPERATORS, check, check_all, normal, reference
+from support import NAMES, OPERATORS, check, check_all, normal, reference, reference_vjp
 
 from jax_softmax import _kernels
 
@@ -98,11 +98,19 @@ def test_as_on_a_chip_without_clusters(dtype, shared, columns):
 @pytest.mark.parametrize("columns", [50257, 131072, 400_000, 3_000_000])
 def test_without_scratch_memory(columns):
     """An exported program whose number of rows is not known has none."""
-    x = normal((3, columns), "bfloat16")
+    x, g = normal((3, columns), "bfloat16"), normal((3, columns), "bfloat16", seed=1)
+
+    @jax.jit
+    def value_and_vjp(x, g):
+        y, vjp = jax.vjp(OPERATORS["softmax"], x)
+        return y, *vjp(g)
+
     shape = jax.ShapeDtypeStruct(jax.export.symbolic_shape(f"rows, {columns}"), x.dtype)
     allowed = [jax.export.DisabledSafetyCheck.custom_call("jax_softmax")]
-    exported = jax.export.export(jax.jit(OPERATORS["softmax"]), disabled_checks=allowed)(shape)
-    check(jax.jit(exported.call)(x), reference("softmax", x))
+    exported = jax.export.export(value_and_vjp, disabled_checks=allowed)(shape, shape)
+    y, dx = jax.jit(exported.call)(x, g)
+    check(y, reference("softmax", x))
+    check(dx, reference_vjp("softmax", x, g))
 
 
 @pytest.mark.skipif(support.device_bytes() < 40 << 30, reason="needs a device with 40 GB")

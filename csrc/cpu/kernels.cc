@@ -309,7 +309,7 @@ class Rows {
   JAX_SOFTMAX_INLINE void finish(int64_t begin, int64_t end, State<C>* state) {
     if constexpr (Op::kHasPivot) {
       const C pivot = M::across_lanes(state->pivot, kMaximum);
-      state->sum = state->sum * Relative<M>::rescale(state->pivot, pivot);
+      state->sum = state->sum * Relative<M>(pivot).rescale(state->pivot);
       state->pivot = pivot;
     }
     state->sum = M::across_lanes(state->sum, kSum);

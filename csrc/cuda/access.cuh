@@ -3,6 +3,7 @@
 // functor here.
 #pragma once
 
+#include "cuda/divisor.cuh"
 #include "cuda/pack.cuh"
 #include "plan.h"
 
@@ -29,6 +30,39 @@ __device__ __forceinline__ Offset offset_of(const Dims& dims, int size, int64_t 
   }
   return offset;
 }
+
+// Dimensions whose indices are counted by one number below 2^31.
+struct Strided {
+  int size;
+  Divisor extent[kMaxDims];
+  int64_t stride[kMaxDims];
+  int64_t mask_stride[kMaxDims];
+
+  Strided() = default;
+  explicit Strided(const Dims& dims) : size(dims.size) {
+    for (int i = 0; i < size; ++i) {
+      extent[i] = Divisor(dims.dim[i].extent);
+      stride[i] = dims.dim[i].stride;
+      mask_stride[i] = dims.dim[i].mask_stride;
+    }
+  }
+  __device__ __forceinline__ unsigned innermost() const { return size > 0 ? extent[size - 1].divisor : 1; }
+  // Where the index-th combination lies; *innermost becomes the index of the last dimension.
+  __device__ __forceinline__ Offset at(unsigned index, unsigned* innermost) const {
+    *innermost = index;
+    if (size == 1) return {index * stride[0], index * mask_stride[0]};
+    Offset offset{0, 0};
+    for (int i = size - 1; i >= 0; --i) {
+      const unsigned rest = i == 0 ? 0 : extent[i].divide(index);
+      const unsigned here = index - rest * extent[i].divisor;
+      if (i == size - 1) *innermost = here;
+      offset.element += here * stride[i];
+      offset.mask += here * mask_stride[i];
+      index = rest;
+    }
+    return offset;
+  }
+};
 
 template <class Op_, class T_, bool kMasked_>
 struct Access {

@@ -249,17 +249,17 @@ __global__ void __launch_bounds__(kMostTeams* chunk_threads(A::kInputs, kEdges),
   using C = typename A::C;
   constexpr int kWords = kStateWords<C>;
   constexpr int kThreads = Chunk<A, kEdges>::kThreads, kTeamWarps = Chunk<A, kEdges>::kWarps;
-  extern __shared__ Pack shared[];
+  extern __shared__ __align__(128) Pack shared[];
   __shared__ State<C> part[kMostTeams * kTeamWarps];
   __shared__ uint64_t words[kMostTeams * kMostBlocks * kWords];
+  __shared__ uint64_t received;
   const int teams = blockDim.x / kThreads, team = threadIdx.x / kThreads;
   const int blocks = (args.chunks + teams - 1) / teams;  // of a row
   const int64_t row = blockIdx.x / blocks;
   const int begin = static_cast<int>(blockIdx.x - row * blocks) * teams;
   const bool clustered = cluster_register(false) > 1;
 #if __CUDA_ARCH__ >= 900
-  // Begins the barrier that says that all of the cluster's blocks run: only then can their memory be written to.
-  if (clustered) asm volatile("barrier.cluster.arrive.relaxed.aligned;");
+  if (clustered) begin_exchange(&received, args.chunks * kWords * 8);
 #endif
 
   const Chunk<A, kEdges> work(args, row, begin + team, shared + team * args.share * A::kInputs);
@@ -278,7 +278,7 @@ __global__ void __launch_bounds__(kMostTeams* chunk_threads(A::kInputs, kEdges),
   const State<C> warp = work.warp_state();
   if (threadIdx.x % 32 == 0) part[threadIdx.x / 32] = warp;
 #if __CUDA_ARCH__ >= 900
-  if (clustered) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+  if (clustered) wait_until_all_have_begun();
 #endif
   __syncthreads();
   State<C> state;
@@ -290,7 +290,7 @@ __global__ void __launch_bounds__(kMostTeams* chunk_threads(A::kInputs, kEdges),
     state = await_row<Op, M>(exchange, args.chunks);
   } else if (clustered) {
     // One warp tells every block of the cluster, this one as well.
-    const WordsInCluster<C> exchange{words};
+    const WordsInCluster<C> exchange{words, &received};
     if (threadIdx.x < 32) {
       for (int t = 0; t < teams && begin + t < args.chunks; ++t) {
         state = combine_over_lanes<Op, M, kTeamWarps>(part[t * kTeamWarps + threadIdx.x % kTeamWarps]);
@@ -299,8 +299,7 @@ __global__ void __launch_bounds__(kMostTeams* chunk_threads(A::kInputs, kEdges),
       __syncwarp();
     }
 #if __CUDA_ARCH__ >= 900
-    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+    wait_for_cluster(&received, 0);
 #endif
     state = await_row<Op, M>(exchange, args.chunks);
   } else {

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "cuda/barrier.cuh"
 #include "cuda/reduce.cuh"
 
 namespace jax_softmax::cuda {
@@ -50,23 +51,20 @@ struct WordsInMemory {
   }
 };
 
-// And in the shared memory of each block of a cluster, whose barrier says that all are there.
+// And in the shared memory of each block of a cluster, at the same place in all of them; a barrier there says that all
+// have arrived.
 template <class C>
 struct WordsInCluster {
   static constexpr int kWords = kStateWords<C>;
   uint64_t* row;
+  uint64_t* barrier;
 
   __device__ __forceinline__ void publish(int chunk, const State<C>& state, int block) const {
 #if __CUDA_ARCH__ >= 900
     uint64_t words[kWords];
     to_words(words, state);
 #pragma unroll
-    for (int w = 0; w < kWords; ++w) {
-      const unsigned here = static_cast<unsigned>(__cvta_generic_to_shared(row + chunk * kWords + w));
-      unsigned there;
-      asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(here), "r"(block));
-      asm volatile("st.relaxed.cluster.shared::cluster.u64 [%0], %1;" ::"r"(there), "l"(words[w]) : "memory");
-    }
+    for (int w = 0; w < kWords; ++w) send_word(row + chunk * kWords + w, words[w], block, barrier);
 #endif
   }
   __device__ __forceinline__ uint64_t read(int index) const { return row[index]; }
@@ -80,11 +78,12 @@ __device__ __forceinline__ State<typename M::Value> combine_parts(State<typename
   if constexpr (Op::kHasPivot) {
 #pragma unroll
     for (int i = 0; i < n; ++i) pivot = M::max(pivot, part[i].pivot);
-    state.sum *= Relative<M>::rescale(state.pivot, pivot);
   }
+  const Relative<M> relative(pivot);
+  if constexpr (Op::kHasPivot) state.sum *= relative.rescale(state.pivot);
 #pragma unroll
   for (int i = 0; i < n; ++i) {
-    state.sum += Op::kHasPivot ? part[i].sum * Relative<M>::rescale(part[i].pivot, pivot) : part[i].sum;
+    state.sum += Op::kHasPivot ? part[i].sum * relative.rescale(part[i].pivot) : part[i].sum;
   }
   return {pivot, state.sum};
 }

@@ -197,7 +197,7 @@ cudaError_t enqueue_tile_passes(CudaPlan plan, const TileArgs<A>& tile, void* sc
   using States = State<typename A::C>;
   States* const states = static_cast<States*>(scratch);
   plan.blocks /= 2;
-  TilePassArgs<A> args{tile, states, false};
+  TilePassArgs<A> args{tile, states, Divisor(plan.tile.tiles), false};
   cudaError_t status = enqueue(tile_pass<A, kSeparate, kLines>, plan, stream, args);
   if (status != cudaSuccess) return status;
   CudaPlan between{};
@@ -218,6 +218,12 @@ cudaError_t enqueue_tile_of(const CudaPlan& plan, const TileArgs<A>& tile, void*
   return enqueue_tile_passes<A, kSeparate, kLines>(plan, tile, scratch, stream);
 }
 
+inline int log2_of(int power) {
+  int log = 0;
+  while ((1 << log) < power) ++log;
+  return log;
+}
+
 template <class A>
 cudaError_t enqueue_tile(const CudaPlan& plan, const A& access, void* scratch, cudaStream_t stream) {
   const Tile& tile = plan.tile;
@@ -230,8 +236,11 @@ cudaError_t enqueue_tile(const CudaPlan& plan, const A& access, void* scratch, c
                          Divisor(tile.packs),
                          Divisor(tile.unit),
                          Divisor(tile.segment_packs),
+                         Divisor(tile.segment_tiles),
                          Divisor(tile.inner),
-                         Divisor(tile.positions / tile.columns)};
+                         Divisor(tile.positions / tile.columns),
+                         log2_of(tile.team),
+                         log2_of(tile.shuffled)};
   if (tile.spanning) {
     return tile.separate ? enqueue_tile_of<A, true, Lines::kSpanning>(plan, args, scratch, stream)
                          : enqueue_tile_of<A, false, Lines::kSpanning>(plan, args, scratch, stream);

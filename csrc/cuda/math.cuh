@@ -76,16 +76,16 @@ struct Relative<cuda::Half> {
 
   Relative() = default;
   explicit __device__ __forceinline__ Relative(float unshielded) : pivot(shielded<M>(unshielded)) {
-    factor = fabsf(pivot) < kLarge ? M::kLog2E : 1.0f;
+    factor = factor_of(pivot);
     subtrahend = __fmul_rn(pivot, factor);  // rounded, whatever it is used for
   }
+  static __device__ __forceinline__ float factor_of(float pivot) { return fabsf(pivot) < kLarge ? M::kLog2E : 1.0f; }
   __device__ __forceinline__ float exp(float x) const { return M::exp2(fmaf(x, factor, -subtrahend)); }
   __device__ __forceinline__ float log(float sum) const {
     return M::log(sum) - 0.693147182f * fmaf(pivot, factor, -subtrahend);
   }
-  static __device__ __forceinline__ float rescale(float from, float to) {
-    const float ratio = M::exp2(__fmul_rn(from, M::kLog2E) - __fmul_rn(to, M::kLog2E));
-    return from == to ? 1.0f : fmaxf(fabsf(from), fabsf(to)) >= kLarge ? 0.0f : ratio;
+  __device__ __forceinline__ float rescale(float from) const {
+    return M::exp2(__fmul_rn(from, factor_of(from)) - subtrahend);
   }
   static __device__ __forceinline__ float divide(float x, float sum) {
     float inverse;

@@ -22,8 +22,11 @@ __device__ __forceinline__ Pack load_pack(const void* p) {
   return {{bits.x, bits.y, bits.z, bits.w}};
 }
 
+// To global memory. In unrolled loops the compiler has been seen to make four stores of an ordinary one.
 __device__ __forceinline__ void store_pack(void* p, const Pack& pack) {
-  *static_cast<uint4*>(p) = make_uint4(pack.word[0], pack.word[1], pack.word[2], pack.word[3]);
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(p)), "r"(pack.word[0]),
+               "r"(pack.word[1]), "r"(pack.word[2]), "r"(pack.word[3])
+               : "memory");
 }
 
 // ---- between a pack and its elements as they are computed with

@@ -88,7 +88,7 @@ struct Stretch {
 #pragma unroll
         for (int u = 1; u < kUnroll; ++u) largest = Elements<T>::max(largest, raw[u][0]);
         const C pivot = M::max(state.pivot, A::max_element(largest));
-        state.sum *= Relative<M>::rescale(state.pivot, pivot);
+        state.sum *= Relative<M>(pivot).rescale(state.pivot);
         state.pivot = pivot;
       }
       const Relative<M> relative(state.pivot);

@@ -26,7 +26,7 @@ template <class Op, class M, int kLanes>
 __device__ __forceinline__ State<typename M::Value> combine_over_lanes(State<typename M::Value> state) {
   if constexpr (Op::kHasPivot) {
     const auto pivot = max_over_lanes<kLanes, M>(state.pivot);
-    state.sum *= Relative<M>::rescale(state.pivot, pivot);
+    state.sum *= Relative<M>(pivot).rescale(state.pivot);
     state.pivot = pivot;
   }
   state.sum = sum_over_lanes<kLanes>(state.sum);

@@ -2,32 +2,12 @@
 // shared memory that chunks pass through.
 #pragma once
 
+#include "cuda/barrier.cuh"
 #include "cuda/chunk.cuh"
 
 namespace jax_softmax::cuda {
 
 #if __CUDA_ARCH__ >= 900
-__device__ __forceinline__ unsigned shared_address(const void* p) {
-  return static_cast<unsigned>(__cvta_generic_to_shared(p));
-}
-__device__ __forceinline__ void init_barrier(uint64_t* barrier, int arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
-}
-__device__ __forceinline__ void arrive(uint64_t* barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
-}
-__device__ __forceinline__ void arrive_and_expect(uint64_t* barrier, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
-               : "memory");
-}
-__device__ __forceinline__ void wait(uint64_t* barrier, unsigned parity) {
-  asm volatile(
-      "{\n.reg .pred done;\n"
-      "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra again;\n}" ::"r"(shared_address(barrier)),
-      "r"(parity)
-      : "memory");
-}
 __device__ __forceinline__ void copy_bulk(Pack* shared, const void* global, int bytes, uint64_t* barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
                    shared_address(shared)),
@@ -75,7 +55,7 @@ __global__ void __launch_bounds__(ring_threads(A::kInputs, kEdges) + 32, 1)
   constexpr unsigned kEnd = ~0u;
   constexpr int kEnds = kRingSummers > kRingWriters ? kRingSummers : kRingWriters;
   constexpr int kSumWarps = kRingSummers * kTeamWarps, kTeamsWarps = kSumWarps + kRingWriters * kTeamWarps;
-  extern __shared__ Pack shared[];
+  extern __shared__ __align__(128) Pack shared[];
   __shared__ uint64_t full[kMostStages], summed[kMostStages], complete[kMostStages], empty[kMostStages];
   __shared__ unsigned ticket_of[kMostStages];
   __shared__ State<C> part[kMostStages][kTeamWarps];

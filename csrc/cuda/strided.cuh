@@ -10,7 +10,31 @@ template <class A>
 struct ViewArgs {
   A access;
   View view;
+  Strided reduced;  // of no more elements than it counts
+
+  ViewArgs(const A& access, const View& view) : access(access), view(view), reduced(view.reduced) {}
+  __device__ __forceinline__ Offset at(int64_t reduced_index) const {
+    unsigned ignored;
+    return view.columns <= INT32_MAX ? reduced.at(static_cast<unsigned>(reduced_index), &ignored)
+                                     : offset_of(view.reduced, view.reduced.size, reduced_index);
+  }
 };
+
+// Loads n of a row's elements, `step` apart, and pads in the place of what is beyond its end.
+template <class A, int n>
+__device__ __forceinline__ void load_some(const ViewArgs<A>& args, typename A::C (&values)[n][A::kInputs], Offset row,
+                                          int64_t first, int step) {
+#pragma unroll
+  for (int u = 0; u < n; ++u) {
+    const int64_t element = first + u * step;
+    if (element < args.view.columns) {
+      args.access.load(values[u], row + args.at(element));
+    } else {
+#pragma unroll
+      for (int k = 0; k < A::kInputs; ++k) values[u][k] = A::Op::pad(k);
+    }
+  }
+}
 
 // Minor axis reduced: a block shares a row and its threads lie along it.
 template <class A>
@@ -21,15 +45,16 @@ __global__ void __launch_bounds__(256) gathered_rows(const __grid_constant__ Vie
   const View& view = args.view;
   const Offset base = offset_of(view.kept, view.kept.size, blockIdx.x);
   State<C> state = identity<Op, M>();
-  for (int64_t c = threadIdx.x; c < view.columns; c += blockDim.x) {
-    C values[1][A::kInputs];
-    args.access.load(values[0], base + offset_of(view.reduced, view.reduced.size, c));
+  constexpr int kUnroll = 8 / A::kInputs;
+  for (int64_t c = threadIdx.x; c < view.columns; c += kUnroll * blockDim.x) {
+    C values[kUnroll][A::kInputs];
+    load_some(args, values, base, c, blockDim.x);
     accumulate<Op, M>(state, values);
   }
   const BlockGroup<Op, M> group;
   const auto row = Op::row(group.combine_warps(combine_over_lanes<Op, M, 32>(state)));
   for (int64_t c = threadIdx.x; c < view.columns; c += blockDim.x) {
-    const Offset at = base + offset_of(view.reduced, view.reduced.size, c);
+    const Offset at = base + args.at(c);
     C values[A::kInputs];
     args.access.load(values, at);
     args.access.out[at.element] = args.access.result(Op::finish(row, values), at);
@@ -57,16 +82,7 @@ __global__ void __launch_bounds__(256) columns_side_by_side(const __grid_constan
     constexpr int kUnroll = 8 / A::kInputs;
     for (int64_t r = warp; r < view.columns; r += kUnroll * kWarps) {
       C values[kUnroll][A::kInputs];
-#pragma unroll
-      for (int u = 0; u < kUnroll; ++u) {
-        const int64_t element = r + u * kWarps;
-        if (element < view.columns) {
-          args.access.load(values[u], base + offset_of(view.reduced, view.reduced.size, element));
-        } else {
-#pragma unroll
-          for (int k = 0; k < A::kInputs; ++k) values[u][k] = Op::pad(k);
-        }
-      }
+      load_some(args, values, base, r, kWarps);
       accumulate<Op, M>(state, values);
     }
   }
@@ -78,7 +94,7 @@ __global__ void __launch_bounds__(256) columns_side_by_side(const __grid_constan
   for (int w = 1; w < kWarps; ++w) state = combine<Op, M>(state, part[w][lane]);
   const auto row = Op::row(state);
   for (int64_t r = warp; r < view.columns; r += kWarps) {
-    const Offset at = base + offset_of(view.reduced, view.reduced.size, r);
+    const Offset at = base + args.at(r);
     C values[A::kInputs];
     args.access.load(values, at);
     args.access.out[at.element] = args.access.result(Op::finish(row, values), at);

@@ -8,66 +8,38 @@
 #pragma once
 
 #include "cuda/chunk.cuh"
-#include "cuda/divisor.cuh"
 
 namespace jax_softmax::cuda {
-
-// Dimensions whose indices are counted by one number below 2^31.
-struct Strided {
-  int size;
-  Divisor extent[kMaxDims];
-  int64_t stride[kMaxDims];
-  int64_t mask_stride[kMaxDims];
-
-  Strided() = default;
-  explicit Strided(const Dims& dims) : size(dims.size) {
-    for (int i = 0; i < size; ++i) {
-      extent[i] = Divisor(dims.dim[i].extent);
-      stride[i] = dims.dim[i].stride;
-      mask_stride[i] = dims.dim[i].mask_stride;
-    }
-  }
-  // Where the index-th combination lies; *innermost becomes the index of the last dimension.
-  __device__ __forceinline__ Offset at(unsigned index, unsigned* innermost) const {
-    *innermost = index;
-    if (size == 1) return {index * stride[0], index * mask_stride[0]};
-    Offset offset{0, 0};
-    for (int i = size - 1; i >= 0; --i) {
-      const unsigned rest = i == 0 ? 0 : extent[i].divide(index);
-      const unsigned here = index - rest * extent[i].divisor;
-      if (i == size - 1) *innermost = here;
-      offset.element += here * stride[i];
-      offset.mask += here * mask_stride[i];
-      index = rest;
-    }
-    return offset;
-  }
-};
 
 // The state of `team` neighbouring lanes, a power of 2.
 template <class Op, class M>
 __device__ __forceinline__ State<typename M::Value> combine_over_team(State<typename M::Value> state, int team) {
   if constexpr (Op::kHasPivot) {
     auto pivot = state.pivot;
-    for (int offset = team / 2; offset > 0; offset /= 2) {
-      pivot = M::max(pivot, __shfl_xor_sync(kFullWarp, pivot, offset));
+#pragma unroll
+    for (int offset = 16; offset > 0; offset /= 2) {
+      if (offset < team) pivot = M::max(pivot, __shfl_xor_sync(kFullWarp, pivot, offset));
     }
-    state.sum *= Relative<M>::rescale(state.pivot, pivot);
+    state.sum *= Relative<M>(pivot).rescale(state.pivot);
     state.pivot = pivot;
   }
-  for (int offset = team / 2; offset > 0; offset /= 2) state.sum += __shfl_xor_sync(kFullWarp, state.sum, offset);
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) {
+    if (offset < team) state.sum += __shfl_xor_sync(kFullWarp, state.sum, offset);
+  }
   return state;
 }
 
 // How a thread gets from one of its lines to the next, `step` lines on, without a division: for two dimensions or one.
 struct Stride {
   bool known;                // false: by a division after all
+  bool plain;                // one dimension: nothing carries
   unsigned inner, extent;    // of the innermost dimension's index: added, and when it carries
   int64_t element, carried;  // added always, and with the carry
   int64_t mask, mask_carried;
 
   Stride() = default;
-  Stride(const Dims& dims, int step) : known(dims.size <= 2) {
+  Stride(const Dims& dims, int step) : known(dims.size <= 2), plain(dims.size <= 1) {
     const Dim none{1, 0, 0};
     const Dim last = dims.size > 0 ? dims.dim[dims.size - 1] : none, other = dims.size > 1 ? dims.dim[0] : none;
     const int64_t turns = dims.size > 1 ? step / last.extent : 0, rest = step - turns * last.extent;
@@ -87,7 +59,8 @@ struct TileArgs {
   Strided kept;
   Strided lines;
   Stride next;
-  Divisor cluster, packs, unit, segment_packs, inner, of_column;
+  Divisor cluster, packs, unit, segment_packs, segment_tiles, inner, of_column;
+  int team_shift, shuffled_shift;  // powers of 2
 };
 
 // How a tile's lines lie in segments, see plan.h: some packs of several segments, a part of a segment, or runs.
@@ -122,7 +95,6 @@ struct TilePart {
     int64_t element;
     int64_t mask;
     unsigned inner;
-    int number;
   };
   // A pack: where it begins, the position in the segment or run, and whether all of its elements are the tile's.
   struct Place {
@@ -137,14 +109,21 @@ struct TilePart {
   int first;         // if alike: the position in the tile's part of a line that the thread's pack begins with
   int start;         // the position in the segment of that part
   unsigned bits;     // if a part of a segment: of the elements that are the tile's
+  bool readable;     // whether all of the thread's packs can be read whole
+  bool storable;     // and stored so or, if a part of a segment, with no more than a look at `bits`
   Offset base;       // of the first line or, if alike, of the pack in it
   int first_line;
   int lines;  // of the thread
+  Line top;   // the first of them
 
   __device__ __forceinline__ TilePart(const TileArgs<A>& args, unsigned index, int rank) : args(args) {
     const Tile& tile = args.tile;
     group = args.packs.divide(threadIdx.x);
     place = threadIdx.x - group * tile.packs;
+    if constexpr (kLines == Lines::kPart) {
+      // The lanes that share columns have lines that begin alike.
+      if (tile.shuffled) group = threadIdx.x / 32 + args.packs.divide(threadIdx.x % 32) * (blockDim.x / 32);
+    }
     first_line = rank * tile.block_lines + group;
     segment = first = start = 0;
     bits = kAllBits<T>;
@@ -163,19 +142,31 @@ struct TilePart {
       active = active && at < tile.all_segments;
       base = segment_offset(at);
     } else {
-      at = index / tile.segment_tiles;
+      at = args.segment_tiles.divide(index);
       start = (index - at * tile.segment_tiles) * tile.width;
       base = segment_offset(at) + Offset{start, 0};
     }
     if constexpr (kAlike && !kWhole) {
       first = place * kWidth - shift_of(kLines == Lines::kRuns ? base.element : line(first_line).element);
       base.element += first;
-      if (kLines == Lines::kPart) {
-        bits = A::bits_within(first, min(static_cast<int64_t>(tile.width), tile.segment - start));
-      }
+    }
+    if constexpr (kLines == Lines::kPart) {
+      active = active && first < min(static_cast<int64_t>(tile.positions), tile.segment - start);
+      bits = tile.halo ? A::bits_within(start + first, tile.segment)
+                       : A::bits_within(first, min(static_cast<int64_t>(tile.width), tile.segment - start));
     }
     const int end = min((rank + 1) * tile.block_lines, tile.all_lines);
-    lines = active && bits && first_line < end ? (end - first_line - 1) / tile.groups + 1 : 0;
+    lines = active && first_line < end ? (end - first_line - 1) / tile.groups + 1 : 0;
+    top = line(first_line);
+    readable = kWhole;
+    if constexpr (kLines == Lines::kPart) {
+      const int64_t last = line(first_line + max(lines - 1, 0) * tile.groups).element;
+      readable = top.element >= 0 && last + kWidth <= args.access.elements;
+    } else if constexpr (kLines == Lines::kRuns && kAlike) {
+      const unsigned behind = static_cast<unsigned>(args.lines.innermost() - 1) * static_cast<unsigned>(tile.segment);
+      readable = first >= 0 && behind + first + kWidth <= static_cast<unsigned>(tile.run);
+    }
+    storable = readable || kLines == Lines::kPart;
   }
 
   __device__ __forceinline__ Offset segment_offset(unsigned at) const {
@@ -188,42 +179,47 @@ struct TilePart {
   __device__ __forceinline__ Line line(int number) const {
     unsigned inner;
     const Offset offset = base + args.lines.at(number, &inner);
-    return {offset.element, offset.mask, inner, number};
+    return {offset.element, offset.mask, inner};
   }
-  // How many elements beyond a whole pack the tile's part of a line begins, if alike.
-  __device__ __forceinline__ int shift_of_line(int number) const { return shift_of(line(number).element - first); }
-  __device__ __forceinline__ void advance(Line& line) const {
+  // From the thread's i-th line to the next.
+  __device__ __forceinline__ void advance(Line& line, int i) const {
     const Stride& next = args.next;
     if (!next.known) {
-      line = this->line(line.number + args.tile.groups);
+      line = this->line(first_line + (i + 1) * args.tile.groups);
       return;
     }
-    line.inner += next.inner;
-    line.element += next.element;
-    if constexpr (A::kMasked) line.mask += next.mask;
+    step(line);
     if (line.inner >= next.extent) {
       line.inner -= next.extent;
       line.element += next.carried;
       if constexpr (A::kMasked) line.mask += next.mask_carried;
     }
-    line.number += args.tile.groups;
   }
-  // Calls body(i, line) for the thread's lines.
+  __device__ __forceinline__ void step(Line& line) const {
+    line.inner += args.next.inner;
+    line.element += args.next.element;
+    if constexpr (A::kMasked) line.mask += args.next.mask;
+  }
+  // Calls body(i, line, simple) for the thread's lines, with `simple` as a type.
   template <class Body>
-  __device__ __forceinline__ void for_lines(Body body) const {
-    if (lines == 0) return;
-    Line at = line(first_line);
+  __device__ __forceinline__ void for_lines(bool simple, Body body) const {
+    Line at = top;
+    if (simple && args.next.plain) {
 #pragma unroll 4
-    for (int i = 0; i < lines; ++i, advance(at)) body(i, at);
-  }
-  // The same for all lanes of a warp together, as often as the one with most lines needs.
-  template <class Body>
-  __device__ __forceinline__ void for_lines_together(Body body) const {
-    int most = lines;
-#pragma unroll
-    for (int offset = 16; offset > 0; offset /= 2) most = max(most, __shfl_xor_sync(kFullWarp, most, offset));
-    Line at = line(first_line);
-    for (int i = 0; i < most; ++i, advance(at)) body(i, at);
+      for (int i = 0; i < lines; ++i, step(at)) body(i, at, std::true_type());
+    } else if (simple) {
+#pragma unroll 2
+      for (int i = 0; i < lines; ++i) {
+        body(i, at, std::true_type());
+        advance(at, i);
+      }
+    } else {
+#pragma unroll 1
+      for (int i = 0; i < lines; ++i) {
+        body(i, at, std::false_type());
+        advance(at, i);
+      }
+    }
   }
 
   __device__ __forceinline__ Place place_in(const Line& line) const {
@@ -235,6 +231,17 @@ struct TilePart {
     } else {
       return {line.element, start + first, kWhole || bits == kAllBits<T>};
     }
+  }
+  // Whether the tile stores a pack: not if it holds the pack for its rows' sake alone.
+  __device__ __forceinline__ bool owns(const Line& line) const {
+    if constexpr (kLines == Lines::kPart) {
+      if (args.tile.halo) {
+        constexpr int kSector = kSectorBytes / static_cast<int>(sizeof(T));
+        const int position = start + first - (static_cast<int>(line.element) & (kSector - 1));
+        return static_cast<unsigned>(max(position, 0) - start) < static_cast<unsigned>(args.tile.width);
+      }
+    }
+    return true;
   }
   // The bits of a pack's elements that are the tile's.
   __device__ __forceinline__ unsigned own_bits(const Place& at) const {
@@ -259,13 +266,13 @@ struct TilePart {
   }
 
   // Copies the thread's pack of a line, of operand k to held(k), with pads in the place of what is beyond a run.
-  template <class Held>
+  template <bool kSimple, class Held>
   __device__ __forceinline__ void copy(const Line& line, Held held) const {
     const auto at = place_in(line);
-    const bool readable = at.whole || (kLines == Lines::kPart && args.access.whole_in_memory({at.begin, 0}, 0));
+    const bool whole = kSimple || (kLines == Lines::kPart ? args.access.whole_in_memory({at.begin, 0}, 0) : at.whole);
 #pragma unroll
     for (int k = 0; k < A::kInputs; ++k) {
-      if (readable) {
+      if (whole) {
         copy_pack(held(k), args.access.in[k] + at.begin);
       } else {
         const unsigned own = own_bits(at);
@@ -283,34 +290,12 @@ struct TilePart {
     for (int k = 0; k < A::kInputs; ++k) *held(k) = select_elements<T>(kept, *held(k), A::pad_pack(k));
   }
 
-  // As `store`, by a whole warp together, some of whose lanes may have nothing to store: a pack at the edge of the tile
-  // is stored by as many lanes as it has elements.
-  __device__ __forceinline__ void store_together(bool valid, const Line& line, Pack result) const {
-    constexpr int kAtOnce = 32 / kWidth;
-    if constexpr (A::kMasked) {
-      if (valid) result = A::with_masked(result, kept_bits(line, place_in(line)));
-    }
-    if (valid && bits == kAllBits<T>) store_pack(args.access.out + line.element, result);
-    const int lane = threadIdx.x % 32, element = lane % kWidth;
-    for (unsigned edges = __ballot_sync(kFullWarp, valid && bits != kAllBits<T>); edges;) {
-      int source = -1;
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i, edges &= edges - 1) {
-        if (lane / kWidth == i) source = __ffs(edges) - 1;
-      }
-      Pack pack;
-#pragma unroll
-      for (int w = 0; w < 4; ++w) pack.word[w] = __shfl_sync(kFullWarp, result.word[w], source & 31);
-      const int64_t begin = __shfl_sync(kFullWarp, line.element, source & 31);
-      const unsigned own = __shfl_sync(kFullWarp, bits, source & 31);
-      if (source >= 0 && (own >> element) & 1) store_element(args.access.out + begin, pack, element);
-    }
-  }
-
+  template <bool kSimple>
   __device__ __forceinline__ void store(const Line& line, Pack result) const {
+    if (!owns(line)) return;
     const auto at = place_in(line);
     if constexpr (A::kMasked) result = A::with_masked(result, kept_bits(line, at));
-    if (at.whole) {
+    if (kLines == Lines::kPart ? bits == kAllBits<T> : kSimple || at.whole) {
       store_pack(args.access.out + at.begin, result);
     } else {
       store_elements(args.access.out + at.begin, result, own_bits(at));
@@ -338,6 +323,7 @@ struct TileStates {
   using C = typename A::C;
   using T = typename A::T;
   static constexpr int kWidth = A::kWidth, kInputs = A::kInputs;
+  static constexpr int kWidthBits = kWidth == 8 ? 3 : kWidth == 4 ? 2 : 1;
   static constexpr int kStates = kSeparate ? kWidth : 1;
   static constexpr bool kWhole = kLines == Lines::kSpanning;
 
@@ -348,7 +334,7 @@ struct TileStates {
   template <class Combine>
   static __device__ __forceinline__ void over_lanes(const Tile& tile, Combine combine) {
     if constexpr (kSeparate) {
-      if constexpr (kWhole) {
+      if constexpr (kLines != Lines::kRuns) {
         if (!tile.shuffled) return;
         for (int offset = 16; offset >= tile.packs; offset /= 2) combine(offset);
       }
@@ -391,69 +377,99 @@ struct TileStates {
     });
   }
 
+  // Where what belongs to a position, or a column, is in shared memory: a place is left free for each pack, so that
+  // neighbouring lanes, each of which has a pack of them, do not get into each other's way.
+  static __device__ __forceinline__ int slot_of(int position) { return position + (position >> kWidthBits); }
+  // Calls use(s, slot) for those of a part of a segment that the thread has states of.
+  template <class Use>
+  static __device__ __forceinline__ void for_slots(const TilePart<A, kSeparate, kLines>& part, Use use) {
+#pragma unroll
+    for (int s = 0; s < kStates; ++s) {
+      if constexpr (kWhole) {
+        use(s, part.place * (kWidth + 1) + s);
+      } else {
+        const int position = part.first + s;
+        if (static_cast<unsigned>(position) < static_cast<unsigned>(part.args.tile.positions))
+          use(s, slot_of(position));
+      }
+    }
+  }
+
   // Calls publish(column, state, lane, lanes) for each of the tile's columns in as many lanes of a warp, by way of
   // `entries`.
   template <class Publish>
-  __device__ __forceinline__ void combine(const TilePart<A, kSeparate, kLines>& part, unsigned index, int rank,
-                                          State<C>* entries, Publish publish) const {
+  __device__ __forceinline__ void combine(const TilePart<A, kSeparate, kLines>& part, State<C>* entries,
+                                          Publish publish) const {
     const TileArgs<A>& args = part.args;
     const Tile& tile = args.tile;
-    const int inner = static_cast<int>(tile.inner), in_tile = part.segment * tile.unit + part.place;
+    const int in_tile = part.segment * tile.unit + part.place;
     if constexpr (kSeparate) {
-      const bool shuffled = kWhole && tile.shuffled;
+      const bool shuffled = kLines != Lines::kRuns && tile.shuffled;
       const bool writes = shuffled ? threadIdx.x % 32 < tile.packs : part.group < tile.groups;
-      // The first elements of all packs side by side, then the second ones, so that lanes write side by side.
-      State<C>* const to = entries + (shuffled ? threadIdx.x / 32 : part.group) * tile.entries + in_tile;
+      State<C>* const to = entries + (shuffled ? threadIdx.x / 32 : part.group) * tile.entries;
       if (writes) {
+        // Positions count from where the segment, or the tile's part of it, begins.
+        if constexpr (kLines == Lines::kRuns) {
+          const int turn = tile.unit * kWidth;  // of whole columns
 #pragma unroll
-        for (int s = 0; s < kStates; ++s) to[s * tile.packs] = {pivot[s], sum[s]};
+          for (int s = 0; s < kStates; ++s) {
+            const int position = part.first + s;
+            to[slot_of(part.segment * turn + position + (position < 0 ? turn : 0))] = {pivot[s], sum[s]};
+          }
+        } else {
+          for_slots(part, [&](int s, int slot) { to[slot] = {pivot[s], sum[s]}; });
+        }
       }
-    } else if (part.group < tile.groups && in_tile % tile.shuffled == 0) {
-      entries[part.group * tile.entries + in_tile / tile.shuffled] = {pivot[0], sum[0]};
+    } else if (part.group < tile.groups && in_tile % (1 << args.shuffled_shift) == 0) {
+      entries[part.group * tile.entries + (in_tile >> args.shuffled_shift)] = {pivot[0], sum[0]};
     }
     __syncthreads();
-    // A team of lanes adds up each column.
-    const int of_column = args.of_column.divisor, parts = of_column * tile.entry_rows, team = tile.team;
-    for (int begin = 0; begin < tile.columns * team; begin += blockDim.x) {
-      const int column = (begin + static_cast<int>(threadIdx.x)) / team, lane = threadIdx.x % team;
-      // Where the column's first position is in each of the rows of entries, and how far it is to its next.
-      int from = column * of_column;
-      if constexpr (kLines == Lines::kRuns) {
-        const int segment = args.inner.divide(column), in_segment = column - segment * inner;
-        const int shift = kSeparate ? part.shift_of(part.segment_offset(index * tile.segments + segment).element) : 0;
-        from = segment * of_column * inner + (in_segment + shift) % inner;
+    // A team of lanes adds up each column; warps without one have nothing to do.
+    const int of_column = args.of_column.divisor, parts = of_column * tile.entry_rows, team = 1 << args.team_shift;
+    const int lane = threadIdx.x % team, apart = kLines == Lines::kRuns ? static_cast<int>(tile.inner) : 1;
+    for (int at = threadIdx.x; at - static_cast<int>(threadIdx.x % 32) < tile.columns * team; at += blockDim.x) {
+      const int column = at >> args.team_shift, end = column < tile.columns ? parts : 0;
+      State<C> state;
+      if (of_column == 1) {
+        const State<C>* const of_position = entries + (kSeparate ? slot_of(column) : column);
+        state = combine_entries<Op, M>(lane, end, team, [&](int row) { return of_position[row * tile.entries]; });
+      } else {
+        int from = column * of_column;  // the first position
+        if constexpr (kLines == Lines::kRuns) {
+          const int segment = args.inner.divide(column);
+          from = segment * (of_column - 1) * apart + column;
+        }
+        state = combine_entries<Op, M>(lane, end, team, [&](int i) {
+          const int row = args.of_column.divide(i);
+          const int position = from + (i - row * of_column) * apart;
+          return entries[row * tile.entries + (kSeparate ? slot_of(position) : position)];
+        });
       }
-      const int apart = kLines == Lines::kRuns ? inner : 1;
-      State<C> state = combine_entries<Op, M>(lane, column < tile.columns ? parts : 0, team, [&](int i) {
-        const int row = args.of_column.divide(i), position = i - row * of_column;
-        // In a part of a segment, lines may begin anywhere in a pack; the positions count from where they begin.
-        const int shift = kLines == Lines::kPart ? part.shift_of_line(rank * tile.block_lines + row) : 0;
-        const int there = shift + from + position * apart;
-        return entries[row * tile.entries + (kSeparate ? there % kWidth * tile.packs + there / kWidth : there)];
-      });
       state = combine_over_team<Op, M>(state, team);
       if (column < tile.columns) publish(column, state, lane, team);
     }
   }
 
-  // The columns that the thread's states belong to.
-  static __device__ __forceinline__ void columns_of(const TilePart<A, kSeparate, kLines>& part,
-                                                    int (&column)[kStates]) {
+  // Calls use(s, column) for the column that each of the thread's states belongs to.
+  template <class Use>
+  static __device__ __forceinline__ void for_columns(const TilePart<A, kSeparate, kLines>& part, Use use) {
     const Tile& tile = part.args.tile;
-    const int inner = static_cast<int>(tile.inner);
     if constexpr (kLines == Lines::kRuns) {
-      int in_segment = kSeparate ? (part.first + inner * kWidth) % inner : 0;
+      const int inner = static_cast<int>(tile.inner);
+      const int ahead = part.first + inner * kWidth;  // not negative
+      int in_segment = kSeparate ? ahead - static_cast<int>(part.args.inner.divide(ahead)) * inner : 0;
 #pragma unroll
       for (int s = 0; s < kStates; ++s) {
-        column[s] = min(part.segment, tile.segments - 1) * inner + in_segment;
+        use(s, min(part.segment, tile.segments - 1) * inner + in_segment);
         if (++in_segment == inner) in_segment = 0;
       }
     } else {
-      const int first = kSeparate ? (kWhole ? part.place * kWidth : part.first) : part.place / tile.shuffled;
+      const int first =
+          kSeparate ? (kWhole ? part.place * kWidth : part.first) : part.place >> part.args.shuffled_shift;
 #pragma unroll
       for (int s = 0; s < kStates; ++s) {
         const int position = kWhole ? first + s : min(max(first + s, 0), tile.positions - 1);
-        column[s] = part.args.of_column.divide(position);
+        use(s, part.args.of_column.divide(position));
       }
     }
   }
@@ -473,7 +489,7 @@ __global__ void __launch_bounds__(kTileThreads, 3) rows_in_tile(const __grid_con
   constexpr int kWidth = A::kWidth, kInputs = A::kInputs, kStates = States::kStates;
   constexpr bool kKeepsTerms = kTileKeepsTerms<A>;
   using Final = std::conditional_t<kKeepsTerms, State<C>, typename Op::Row>;
-  extern __shared__ Pack shared[];
+  extern __shared__ __align__(128) Pack shared[];
   const A& access = args.access;
   const Tile& tile = args.tile;
   const int threads = blockDim.x;
@@ -481,18 +497,21 @@ __global__ void __launch_bounds__(kTileThreads, 3) rows_in_tile(const __grid_con
   const int rank = blockIdx.x - index * tile.cluster;
   const bool clustered = tile.cluster > 1;
 #if __CUDA_ARCH__ >= 900
-  // Begins the barrier that says that all of the cluster's blocks run: only then can their memory be written to.
-  if (clustered) asm volatile("barrier.cluster.arrive.relaxed.aligned;");
+  __shared__ uint64_t received;
+  if (clustered) begin_exchange(&received, tile.cluster * tile.columns * static_cast<int>(sizeof(State<C>)));
 #endif
   const TilePart<A, kSeparate, kLines> part(args, index, rank);
 
   // Each thread reads only what it has copied itself, so that there is no need for a barrier.
   Pack* const mine = shared + threadIdx.x;
   const auto at = [&](int i, int k) { return mine + (i * kInputs + k) * threads; };
-  part.for_lines([&](int i, const auto& line) { part.copy(line, [&](int k) { return at(i, k); }); });
+  part.for_lines(part.readable, [&](int i, const auto& line, auto simple) {
+    part.template copy<decltype(simple)::value>(line, [&](int k) { return at(i, k); });
+  });
   wait_for_copies();
   if constexpr (A::kMasked) {
-    part.for_lines([&](int i, const auto& line) { part.mend(line, [&](int k) { return at(i, k); }); });
+    part.for_lines(part.storable,
+                   [&](int i, const auto& line, auto) { part.mend(line, [&](int k) { return at(i, k); }); });
   }
 
   States states;
@@ -537,41 +556,41 @@ __global__ void __launch_bounds__(kTileThreads, 3) rows_in_tile(const __grid_con
 #pragma unroll
     for (int s = 0; s < kStates; ++s) final[s] = final_of({states.pivot[s], states.sum[s]});
   } else {
-    State<C>* const entries = reinterpret_cast<State<C>*>(shared + tile.held * kInputs * threads);
-    State<C>* const of_blocks = entries + tile.entry_rows * tile.entries;
-    Final* const finals = reinterpret_cast<Final*>(of_blocks + tile.cluster * tile.columns);
-    // Ordered as the entries are, so that lanes read side by side.
-    const int every = (tile.columns + kWidth - 1) / kWidth;
-    const auto final_at = [&](int column) -> Final& { return finals[column % kWidth * every + column / kWidth]; };
+    static_assert(sizeof(Final) <= kPackBytes);
+    char* const beyond = reinterpret_cast<char*>(shared + tile.held * kInputs * threads);
+    State<C>* const entries = reinterpret_cast<State<C>*>(beyond);
+    uint64_t* const of_blocks = reinterpret_cast<uint64_t*>(beyond + tile.of_blocks_at);
+    Final* const finals = reinterpret_cast<Final*>(beyond + tile.finals_at);
+    const auto final_at = [&](int column) -> Final& { return finals[States::slot_of(column)]; };
 #if __CUDA_ARCH__ >= 900
-    if (clustered) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+    if (clustered) wait_until_all_have_begun();
 #endif
-    states.combine(part, index, rank, entries, [&](int column, const State<C>& state, int lane, int team) {
+    states.combine(part, entries, [&](int column, const State<C>& state, int lane, int team) {
       if (clustered) {
-        const WordsInCluster<C> words{reinterpret_cast<uint64_t*>(of_blocks)};
+#if __CUDA_ARCH__ >= 900
+        const WordsInCluster<C> exchange{of_blocks, &received};
         for (int block = lane; block < tile.cluster; block += team) {
-          words.publish(rank * tile.columns + column, state, block);
+          exchange.publish(rank * tile.columns + column, state, block);
         }
+#endif
       } else if (lane == 0) {
         final_at(column) = final_of(state);
       }
     });
 #if __CUDA_ARCH__ >= 900
     if (clustered) {
-      asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-      asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-      const int team = tile.team;
-      for (int begin = 0; begin < tile.columns * team; begin += threads) {
-        const int column = (begin + static_cast<int>(threadIdx.x)) / team, lane = threadIdx.x % team;
+      wait_for_cluster(&received, 0);
+      __syncthreads();  // the entries have been read, and make room
+      const int team = 1 << args.team_shift, lane = threadIdx.x % team;
+      for (int at = threadIdx.x; at - static_cast<int>(threadIdx.x % 32) < tile.columns * team; at += threads) {
+        const int column = at >> args.team_shift;
         const State<C> state = combine_over_team<Op, M>(
             combine_entries<Op, M>(lane, column < tile.columns ? tile.cluster : 0, team,
                                    [&](int block) {
-                                     const int entry = block * tile.columns + column;
                                      uint64_t words[kStateWords<C>];
 #pragma unroll
                                      for (int w = 0; w < kStateWords<C>; ++w) {
-                                       words[w] =
-                                           reinterpret_cast<const uint64_t*>(of_blocks)[entry * kStateWords<C> + w];
+                                       words[w] = of_blocks[(block * tile.columns + column) * kStateWords<C> + w];
                                      }
                                      return from_words(words);
                                    }),
@@ -581,10 +600,11 @@ __global__ void __launch_bounds__(kTileThreads, 3) rows_in_tile(const __grid_con
     }
 #endif
     __syncthreads();
-    int column[kStates];
-    States::columns_of(part, column);
-#pragma unroll
-    for (int s = 0; s < kStates; ++s) final[s] = final_at(column[s]);
+    if (kSeparate && kLines != Lines::kRuns && tile.inner == 1) {
+      States::for_slots(part, [&](int s, int slot) { final[s] = finals[slot]; });
+    } else {
+      States::for_columns(part, [&](int s, int column) { final[s] = final_at(column); });
+    }
   }
 
   C scale[kStates];
@@ -606,17 +626,16 @@ __global__ void __launch_bounds__(kTileThreads, 3) rows_in_tile(const __grid_con
       return finish_separately<A>(final, raw);
     }
   };
-  if constexpr (kLines == Lines::kPart) {
-    part.for_lines_together([&](int i, const auto& line) {
-      const bool valid = i < part.lines;
-      Pack result{};
-      if (valid) result = result_of(i);
-      part.store_together(valid, line, result);
-    });
-  } else {
-    part.for_lines([&](int i, const auto& line) { part.store(line, result_of(i)); });
-  }
+  part.for_lines(part.storable, [&](int i, const auto& line, auto simple) {
+    part.template store<decltype(simple)::value>(line, result_of(i));
+  });
 }
+
+// An int that the compiler knows.
+template <int n>
+struct Constant {
+  __device__ constexpr operator int() const { return n; }
+};
 
 // Rows too long for that, read twice: a launch sums the pieces of tiles, another puts their states together, and the
 // last one finishes them.
@@ -624,6 +643,7 @@ template <class A>
 struct TilePassArgs {
   TileArgs<A> tile;
   State<typename A::C>* states;  // by tile, piece and column
+  Divisor tiles;
   bool finish;
 };
 
@@ -654,36 +674,48 @@ __global__ void __launch_bounds__(kTilePassThreads, sizeof(typename A::C) == 8 ?
   using Line = typename TilePart<A, kSeparate, kLines>::Line;
   constexpr int kWidth = A::kWidth, kInputs = A::kInputs, kStates = States::kStates;
   constexpr int kUnroll = kTilePassPacks / kInputs;
-  extern __shared__ Pack shared[];
-  State<C>* const entries = reinterpret_cast<State<C>*>(shared + kTilePassStages * kTilePassPacks * blockDim.x);
+  extern __shared__ __align__(128) Pack shared[];
+  State<C>* const entries = reinterpret_cast<State<C>*>(shared + kTilePassStages * kTilePassPacks * kTilePassThreads);
   const A& access = args.tile.access;
   const Tile& tile = args.tile.tile;
   wait_for_previous_kernel();
   let_next_kernel_start();
   const unsigned pieces = tile.cluster;
-  // What was read last, and may still be in the last cache, is finished first.
+  // What was read last, and may still be in the last cache, is finished first. Neighbouring tiles go side by side.
   const unsigned number = args.finish ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
-  const unsigned index = args.tile.cluster.divide(number);
-  const int piece = static_cast<int>(number - index * pieces);
+  const int piece = static_cast<int>(args.tiles.divide(number));
+  const unsigned index = number - piece * args.tiles.divisor;
   const TilePart<A, kSeparate, kLines> part(args.tile, index, piece);
   State<C>* const of_tile = args.states + static_cast<int64_t>(index) * pieces * tile.columns;
 
-  // Calls use(n, held) for n lines at a time, at most kUnroll, while the copies of the next ones are in flight;
-  // held(u, k) is the pack of the u-th of them. Each thread copies for itself, so that there is no need for a barrier.
+  // Calls use(i, n, held) for n lines at a time, from the i-th on, at most kUnroll, while the copies of the next ones
+  // are in flight; held(u, k) is the pack of the u-th of them. Each thread copies for itself, so that there is no need
+  // for a barrier. n is a constant but for the last lines.
   const auto for_packs = [&](auto use) {
     if (part.lines == 0) return;
-    Line ahead = part.line(part.first_line);
+    Line ahead = part.top;
     [[maybe_unused]] Line mended = ahead;
     int copied = 0;
     const auto held_in = [&](int batch, int u, int k) {
-      return shared + ((batch % kTilePassStages * kUnroll + u) * kInputs + k) * blockDim.x + threadIdx.x;
+      return shared + ((batch % kTilePassStages * kUnroll + u) * kInputs + k) * kTilePassThreads + threadIdx.x;
     };
     const auto copy = [&](int batch) {
+      Pack* const to = held_in(batch, 0, 0);
+      const auto held = [&](int u) { return [=](int k) { return to + (u * kInputs + k) * kTilePassThreads; }; };
+      if (part.readable && args.tile.next.plain && part.lines - copied >= kUnroll) {
+#pragma unroll
+        for (int u = 0; u < kUnroll; ++u, part.step(ahead)) part.template copy<true>(ahead, held(u));
+        copied += kUnroll;
+      } else {
 #pragma unroll 1
-      for (int u = 0; u < kUnroll && copied < part.lines; ++u) {
-        part.copy(ahead, [&](int k) { return held_in(batch, u, k); });
-        part.advance(ahead);
-        ++copied;
+        for (int u = 0; u < kUnroll && copied < part.lines; ++u) {
+          if (part.readable) {
+            part.template copy<true>(ahead, held(u));
+          } else {
+            part.template copy<false>(ahead, held(u));
+          }
+          part.advance(ahead, copied++);
+        }
       }
       commit_copies();
     };
@@ -691,41 +723,55 @@ __global__ void __launch_bounds__(kTilePassThreads, sizeof(typename A::C) == 8 ?
     for (int i = 0, batch = 0; i < part.lines; i += kUnroll, ++batch) {
       copy(batch + kTilePassStages - 1);
       wait_for_all_copies_but<kTilePassStages - 1>();
-      const auto held = [&](int u, int k) { return held_in(batch, u, k); };
+      Pack* const from = held_in(batch, 0, 0);
+      const auto held = [from](int u, int k) { return from + (u * kInputs + k) * kTilePassThreads; };
       const int n = min(kUnroll, part.lines - i);
       if constexpr (A::kMasked) {
-        for (int u = 0; u < n; ++u, part.advance(mended)) part.mend(mended, [&](int k) { return held(u, k); });
+        for (int u = 0; u < n; ++u) {
+          part.mend(mended, [&](int k) { return held(u, k); });
+          part.advance(mended, i + u);
+        }
       }
-      use(n, held);
+      if (n == kUnroll) {
+        use(i, Constant<kUnroll>(), held);
+      } else {
+        use(i, n, held);
+      }
     }
   };
 
   if (!args.finish) {
     States states;
+    Relative<M> relative[kStates];
 #pragma unroll
     for (int s = 0; s < kStates; ++s) {
       const State<C> nothing = identity<Op, M>();
       states.pivot[s] = nothing.pivot;
       states.sum[s] = nothing.sum;
+      relative[s] = Relative<M>(nothing.pivot);
     }
-    for_packs([&](int n, auto held) {
-      Relative<M> relative[kStates];
+    [[maybe_unused]] Pack largest = A::pad_pack(0);
+    for_packs([&](int, auto n, auto held) {
       if constexpr (Op::kHasPivot) {
-        Pack largest = *held(0, 0);
+        Pack larger = largest;
 #pragma unroll 4
-        for (int u = 1; u < n; ++u) largest = Elements<T>::max(largest, *held(u, 0));
-        C pivot[kWidth];
-        Elements<T>::widen(pivot, largest);
-        if (!kSeparate) pivot[0] = A::max_element(largest);
+        for (int u = 0; u < n; ++u) larger = Elements<T>::max(larger, *held(u, 0));
+        bool changed = false;
 #pragma unroll
-        for (int s = 0; s < kStates; ++s) {
-          pivot[s] = M::max(pivot[s], states.pivot[s]);
-          states.sum[s] *= Relative<M>::rescale(states.pivot[s], pivot[s]);
-          states.pivot[s] = pivot[s];
+        for (int w = 0; w < 4; ++w) changed |= larger.word[w] != largest.word[w];
+        if (changed) {  // which seldom happens after a few lines
+          largest = larger;
+          C pivot[kWidth];
+          Elements<T>::widen(pivot, largest);
+          if (!kSeparate) pivot[0] = A::max_element(largest);
+#pragma unroll
+          for (int s = 0; s < kStates; ++s) {
+            relative[s] = Relative<M>(pivot[s]);
+            states.sum[s] *= relative[s].rescale(states.pivot[s]);
+            states.pivot[s] = pivot[s];
+          }
         }
       }
-#pragma unroll
-      for (int s = 0; s < kStates; ++s) relative[s] = Relative<M>(states.pivot[s]);
 #pragma unroll 4
       for (int u = 0; u < n; ++u) {
         Pack raw[kInputs];
@@ -750,26 +796,33 @@ __global__ void __launch_bounds__(kTilePassThreads, sizeof(typename A::C) == 8 ?
         states.sum[s] = both.sum;
       }
     });
-    states.combine(part, index, piece, entries, [&](int column, const State<C>& state, int lane, int) {
+    states.combine(part, entries, [&](int column, const State<C>& state, int lane, int) {
       if (lane == 0) of_tile[piece * tile.columns + column] = state;
     });
     return;
   }
 
   typename Op::Row row[kStates];
-  int column[kStates];
-  States::columns_of(part, column);
+  States::for_columns(part, [&](int s, int column) { row[s] = Op::row(of_tile[column]); });
+  Line line = part.top;
+  for_packs([&](int i, auto n, auto held) {
+    if (part.storable && args.tile.next.plain) {
+#pragma unroll 4
+      for (int u = 0; u < n; ++u, part.step(line)) {
+        Pack raw[kInputs];
 #pragma unroll
-  for (int s = 0; s < kStates; ++s) row[s] = Op::row(of_tile[column[s]]);
-  Line line = part.line(part.first_line);
-  for_packs([&](int n, auto held) {
-#pragma unroll 2
-    for (int u = 0; u < n; ++u) {
-      Pack raw[kInputs];
+        for (int k = 0; k < kInputs; ++k) raw[k] = *held(u, k);
+        part.template store<true>(line, finish_separately<A>(row, raw));
+      }
+    } else {
+#pragma unroll 1
+      for (int u = 0; u < n; ++u) {
+        Pack raw[kInputs];
 #pragma unroll
-      for (int k = 0; k < kInputs; ++k) raw[k] = *held(u, k);
-      part.store(line, finish_separately<A>(row, raw));
-      part.advance(line);
+        for (int k = 0; k < kInputs; ++k) raw[k] = *held(u, k);
+        part.template store<false>(line, finish_separately<A>(row, raw));
+        part.advance(line, i + u);
+      }
     }
   });
 }
