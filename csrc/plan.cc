@@ -91,14 +91,19 @@ constexpr int kChunksStaticBytes = 3 << 10;
 constexpr int kFewChunks = 8;
 // Fewer chunks than that, of a row that a small cluster can hold, leave room for one to a multiprocessor.
 constexpr int kSmallCluster = 8;
-// Rows of more chunks are waited for by two warps.
+// Rows of more chunks are waited for by two warps, in turns: of an even number of stages, so that the same one waits
+// for all that passes through a stage.
 constexpr int kLongRing = 64;
+// A warp that waits for a stage must know that what was there before has been copied: it has waited for that itself, or
+// for something that was copied no sooner than kRingCopies later.
+constexpr int kFewestStages = 6;
+static_assert(kFewestStages % kRingSummers == 0 && kFewestStages + 1 >= kRingSummers + kRingCopies);
 // The passes schedule: bytes of a row's piece and of what is read between the two passes over it, and the most pieces.
 constexpr int64_t kPieceBytes = 64 << 10;
 constexpr int64_t kPassBytes = 24 << 20;
 constexpr int kMostPieces = 512;
 // The most chunks of a row that are exchanged.
-constexpr int kMostChunks = 2048;
+constexpr int kMostChunks = 8192;
 // A block of any chip has room for so many chunks.
 constexpr int kFewestChunks = 3;
 // The slab schedule: the longest row, and about how large a slab is to be.
@@ -266,7 +271,8 @@ bool plan_tile(CudaPlan* plan, Tile tile, int packs, int groups, int held, int b
     const bool clustered = tile.cluster > 1;
     tile.finals_at = clustered ? 0 : static_cast<int>(entries);
     tile.of_blocks_at = static_cast<int>(std::max(entries, finals));
-    shared += clustered ? tile.of_blocks_at + int64_t{state} * tile.cluster * tile.columns : entries + finals;
+    tile.received_at = tile.of_blocks_at + state * tile.cluster * tile.columns;
+    shared += clustered ? tile.received_at + kPackBytes : entries + finals;
   }
   if (shared > device.shared_memory_per_block || tiles * tile.cluster > kMostTileNumbers) return false;
   plan->schedule = Schedule::kTile;
@@ -312,11 +318,16 @@ bool plan_tile(CudaPlan* plan, const View& view, int bytes, int inputs, const De
     return Shape{most_threads / groups / unit * unit, groups};
   };
   const auto try_all = [&](const Tile& tile, int64_t first_held, auto shape_of) {
-    for (const int64_t held : {first_held, 3 * most_held / 2, 2 * most_held, 13 * most_held / 4, fewer_held}) {
-      const Shape shape = shape_of(held);
-      for (const int most_blocks : {8, device.largest_cluster}) {
-        if (shape_fits(tile, shape, held, most_blocks)) return true;
-      }
+    const auto fits = [&](int64_t held, int most_blocks) {
+      return shape_fits(tile, shape_of(held), held, most_blocks);
+    };
+    // A little more, where that lets fewer blocks wait for one another and entries take no room.
+    const int64_t more_held = tile.separate ? first_held : 9 * most_held / 8;
+    for (const int most_blocks : {8, device.largest_cluster}) {
+      if (fits(first_held, most_blocks) || fits(more_held, most_blocks)) return true;
+    }
+    for (const int64_t held : {3 * most_held / 2, 2 * most_held, 13 * most_held / 4, fewer_held}) {
+      if (fits(held, 8) || fits(held, device.largest_cluster)) return true;
     }
     return false;
   };
@@ -569,11 +580,14 @@ CudaPlan make_cuda_plan(const View& view, Op op, DType dtype, Alignment alignmen
   if (clusters && all_chunks <= device.multiprocessors && spread(1, kSmallCluster)) return plan;
   if (spread(kMostTeams, 1)) return plan;
   if (clusters && inputs == 2 && spread(kMostTeams, kSmallCluster)) return plan;
-  const int64_t stages = std::min<int64_t>(kMostStages, shared / chunk_bytes);
-  // Rings that hold no more than a row and a third would wait for one another.
-  if (scratch && clusters && chunks * 4 <= stages * device.multiprocessors * 3 && chunks <= kMostChunks) {
+  const bool long_ring = chunks > kLongRing;
+  int64_t stages = std::min<int64_t>(kMostStages, shared / chunk_bytes);
+  if (long_ring) stages -= stages % 2;
+  if (scratch && clusters && stages >= kFewestStages && chunks <= kMostChunks) {
     plan.scratch = true;
-    if (few) {
+    // Rings that held no more than a row and a third would wait for one another.
+    plan.again = static_cast<int>(std::max<int64_t>(chunks - stages * device.multiprocessors * 3 / 4, 0));
+    if (few && !plan.again) {
       plan.schedule = Schedule::kChunks;
       plan.threads = team_threads;
       plan.lanes = static_cast<int>(plan.threads * chunks);
@@ -581,7 +595,7 @@ CudaPlan make_cuda_plan(const View& view, Op op, DType dtype, Alignment alignmen
       plan.shared_bytes = static_cast<int>(chunk_bytes);
     } else {
       plan.schedule = Schedule::kRing;
-      plan.threads = ring_threads(inputs, plan.edges) + (chunks > kLongRing ? 32 : 0);
+      plan.threads = ring_threads(inputs, plan.edges) + (long_ring ? 32 : 0);
       plan.lanes = static_cast<int>(team_threads * chunks);
       plan.blocks = device.multiprocessors;
       plan.stages = static_cast<int>(stages);

@@ -139,10 +139,11 @@ struct Tile {
   bool exchanged;           // whether several threads share a row still
   int entry_rows, entries;  // states that are exchanged: by group or warp, and in each
   int positions;            // positions that are told apart
-  int finals_at,
-      of_blocks_at;  // bytes from the entries to what is made of them, and to the states of a cluster's blocks
-  int team;          // lanes that add up the entries of a row
-  int columns;       // rows of the view in a tile
+  int finals_at;            // bytes from the entries to what is made of them,
+  int of_blocks_at;         // to the states of a cluster's blocks,
+  int received_at;          // and to the barrier that counts those
+  int team;                 // lanes that add up the entries of a row
+  int columns;              // rows of the view in a tile
 };
 
 struct CudaPlan {
@@ -160,6 +161,7 @@ struct CudaPlan {
   int chunks;           // parts that a row is cut into
   int64_t share;        // packs of each operand in such a part
   int stages;           // of a ring
+  int again;            // chunks of a row that a ring does not hold, and reads twice
   int64_t launch_rows;  // rows that a launch handles, in the passes schedule
   Tile tile;            // of the tile schedule
   bool scratch;         // whether blocks exchange the states of the parts through device memory

@@ -95,6 +95,7 @@ class Explanation:
       lanes: threads that share a row.
       packs: 16-byte packs of each operand that a thread holds (slab: elements; tile: in shared memory; 0: none).
       chunks: parts that a row is cut into, which are exchanged or read one by one; 0 where it is not.
+      again: chunks of them that are read twice, where the chip does not hold them all.
       cluster: blocks that share a row through one another's shared memory.
       threads, blocks, shared_bytes: threads of a block, blocks of the grid, dynamic shared memory of a block.
       bytes: what must be read and written, once each.
@@ -117,6 +118,7 @@ class Explanation:
     lanes: int
     packs: int
     chunks: int
+    again: int
     cluster: int
     threads: int
     blocks: int
@@ -144,7 +146,8 @@ class Explanation:
         if self.threads:
             unit = "elements" if self.schedule == "slab" else "16-byte packs"
             held = f" with {self.packs} {unit} of each operand" if self.packs else ""
-            cut = f", {_count(self.chunks, 'chunk')}" if self.chunks else ""
+            again = f" ({self.again:,} read twice)" if self.again else ""
+            cut = f", {_count(self.chunks, 'chunk')}{again}" if self.chunks else ""
             say("a row", f"{_count(self.lanes, 'lane')}{held}{cut}, {_count(self.cluster, 'block')} a cluster")
             say("edges", f"{self.edges}: {_EDGES.get(self.edges, '')}".rstrip(": "))
             shared = f"{self.shared_bytes:,} bytes of dynamic shared memory"
@@ -199,7 +202,7 @@ def explain(
         "rows": math.prod(n for d, n in enumerate(shape) if d not in axes),
         "columns": math.prod(n for d, n in enumerate(shape) if d in axes),
         "edges": "none",
-        **dict.fromkeys(("lanes", "packs", "chunks", "cluster", "threads", "blocks", "shared_bytes"), 0),
+        **dict.fromkeys(("lanes", "packs", "chunks", "again", "cluster", "threads", "blocks", "shared_bytes"), 0),
     }
     if 0 in shape:
         plan["schedule"] = "nothing"

@@ -40,7 +40,6 @@ CASES = [
     ((4, 8191), (1,)),
     ((1, 300001), (1,)),
     ((140, 70001), (1,)),
-    ((1, 25000001), (1,)),
     ((3, 33, 40), (1,)),
     ((3, 300, 7), (1,)),
     ((9, 64, 256), (1,)),
@@ -66,10 +65,27 @@ CASES = [
 ]
 
 
+# Rows that smaller chips do not hold, in bfloat16: with clusters and without.
+LONG_CASES = [
+    ({"shared_memory_per_block": 99 << 10, "largest_cluster": 16}, (2, 5_000_001)),
+    ({"shared_memory_per_block": 64 << 10, "largest_cluster": 1}, (2, 3_000_001)),
+]
+
+
 def main() -> None:
+    schedules = run(("bfloat16", "float32", "float64"), CASES)
+    for limits, shape in LONG_CASES:
+        _kernels.limit_cuda_device(**limits)
+        jax.clear_caches()
+        schedules |= run(("bfloat16",), [(shape, (1,))], limits)
+    print("ran", ", ".join(sorted(schedules)))
+
+
+def run(dtypes, cases, limits=None) -> set[str]:
+    """Runs every operator, with a mask and without; returns the schedules of the softmaxes."""
     rng = np.random.default_rng(0)
     schedules = set()
-    for dtype, (shape, axes) in itertools.product(("bfloat16", "float32", "float64"), CASES):
+    for dtype, (shape, axes) in itertools.product(dtypes, cases):
         if np.prod(shape) > 1_000_000 and dtype != "bfloat16":
             continue  # the same code with other types, which shorter rows cover: a sanitizer takes its time
         x, t = (jax.device_put(rng.normal(size=shape).astype(jax.numpy.dtype(dtype))) for _ in range(2))
@@ -80,8 +96,10 @@ def main() -> None:
             for op in ("softmax_linear", "log_softmax_jvp", "log_softmax_vjp"):
                 softmax_linear_p.bind(x, t, *mask, op=op, axes=axes).block_until_ready()
             mask_shape = None if where is None else list(shape)
-            schedules.add(_kernels.plan(list(shape), list(axes), "softmax", dtype, mask_shape)["schedule"])
-    print("ran", ", ".join(sorted(schedules)))
+            schedules.add(
+                _kernels.plan(list(shape), list(axes), "softmax", dtype, mask_shape, **(limits or {}))["schedule"]
+            )
+    return schedules
 
 
 if __name__ == "__main__":

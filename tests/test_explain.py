@@ -43,7 +43,18 @@ def test_says_what_the_plan_says(shape, axis, op, device):
     model = MODULE._DEVICES[device]._asdict()
     del model["copy_rate"]
     chosen = _kernels.plan(list(shape), [axis] if isinstance(axis, int) else list(axis), op, "bfloat16", **model)
-    for key in ("schedule", "edges", "lanes", "packs", "chunks", "cluster", "threads", "blocks", "shared_bytes"):
+    for key in (
+        "schedule",
+        "edges",
+        "lanes",
+        "packs",
+        "chunks",
+        "again",
+        "cluster",
+        "threads",
+        "blocks",
+        "shared_bytes",
+    ):
         assert getattr(e, key) == chosen[key]
     assert e.cluster <= model["largest_cluster"]
 
@@ -70,6 +81,7 @@ def test_text():
     assert lines[-2].split() == "bytes 1,646,821,376 (1 read, 1 write)".split()
     assert lines[-1].split() == "floor 383 µs at 4.3 TB/s".split()
     assert max(map(len, lines)) <= 120
+    assert ", 2,048 chunks (662 read twice), " in str(explain((16, 1 << 24), dtype="bfloat16", **H200))
 
 
 @pytest.mark.parametrize("op,tensors", [("softmax", 2), ("log_softmax", 2), ("softmax_linear", 3)])

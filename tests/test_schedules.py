@@ -95,6 +95,14 @@ def test_as_on_a_chip_without_clusters(dtype, shared, columns):
 
 
 @pytest.mark.skipif(not ON_GPU, reason="needs a GPU and the CUDA kernels")
+@pytest.mark.parametrize("columns", [5_000_000, 5_000_001, 9_000_000])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_rows_that_all_rings_together_do_not_hold(dtype, columns):
+    with limited(shared_memory_per_block=99 << 10, largest_cluster=16):
+        check_all(normal((3, columns), dtype))
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU and the CUDA kernels")
 @pytest.mark.parametrize("columns", [50257, 131072, 400_000, 3_000_000])
 def test_without_scratch_memory(columns):
     """An exported program whose number of rows is not known has none."""

@@ -85,6 +85,33 @@ def test_masked_views(dtype, view):
     check_all(normal(shape, dtype), axes, support.random_mask(partial, 1), names=NAMES[:1])
 
 
+@pytest.mark.parametrize("minor", [129, 137, 141, 167, 169, 211, 253, 377, 1002])
+@pytest.mark.parametrize("extent", [9, 300, 1100])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+def test_parts_of_lines_that_begin_anywhere(dtype, extent, minor):
+    """Tiles that read some neighbours of their own, so that they store whole sectors: the edges of all of them."""
+    check_all(normal((3, extent, minor), dtype), 1)
+
+
+@pytest.mark.parametrize(
+    "dtype,shape",
+    [("float32", (4112, 121)), ("float32", (9184, 81)), ("bfloat16", (10832, 124)), ("float64", (6128, 45))],
+)
+def test_tiles_that_fill_the_shared_memory(dtype, shape):
+    check_all(normal(shape, dtype), 0)
+
+
+@pytest.mark.parametrize("shape,axis", [((2, 4096), 1), ((2, 70_000), 1), ((3000, 96), 0), ((3, 8192, 7), 1)], ids=str)
+@pytest.mark.parametrize("sign", [1, -1])
+def test_bfloat16_numbers_so_large_that_their_scale_changes(sign, shape, axis):
+    """Those of one part of a row are below 2^24, where a product with log2(e) is still taken, and others are not."""
+    index = np.arange(shape[axis]).reshape([-1 if d == axis else 1 for d in range(len(shape))])
+    below, above = 2**24 - 2**16, 2**24
+    x = np.broadcast_to(np.where(2 * index < shape[axis], below, above) * sign, shape).astype(jnp.bfloat16)
+    for name in NAMES:
+        check(jax.jit(OPERATORS[name], static_argnums=1)(x, axis), reference(name, x, axis))
+
+
 @pytest.mark.parametrize("view", VIEWS, ids=str)
 def test_nonfinite_views(view):
     """What a row shares a pack, a tile or a cluster with does not touch it."""

@@ -15,6 +15,8 @@ struct ChunkArgs {
   int chunks;       // of a row
   int share;        // 16-byte packs of each operand in a chunk
   int stages;       // of a ring
+  int again;        // chunks of a row that a ring reads twice
+  Divisor items;    // of a row, those twice
 };
 
 // Copies 16 bytes to shared memory without passing through registers, where the chip can. Completed by

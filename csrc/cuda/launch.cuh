@@ -108,7 +108,9 @@ inline cudaError_t enqueue_clear(uint64_t* words, int64_t n, cudaStream_t stream
 
 template <class A>
 cudaError_t enqueue_chunks(const CudaPlan& plan, const RowArgs<A>& rows, uint64_t* words, cudaStream_t stream) {
-  const ChunkArgs<A> args{rows, plan.scratch ? words : nullptr, plan.chunks, static_cast<int>(plan.share), plan.stages};
+  const ChunkArgs<A> args{
+      rows,       plan.scratch ? words : nullptr,   plan.chunks, static_cast<int>(plan.share), plan.stages,
+      plan.again, Divisor(plan.chunks + plan.again)};
   if (plan.scratch) {
     const cudaError_t status = enqueue_clear(words, rows.rows * plan.chunks * kStateWords<typename A::C>, stream);
     if (status != cudaSuccess) return status;
@@ -240,7 +242,8 @@ cudaError_t enqueue_tile(const CudaPlan& plan, const A& access, void* scratch, c
                          Divisor(tile.inner),
                          Divisor(tile.positions / tile.columns),
                          log2_of(tile.team),
-                         log2_of(tile.shuffled)};
+                         log2_of(tile.shuffled),
+                         log2_of(tile.positions / tile.columns)};
   if (tile.spanning) {
     return tile.separate ? enqueue_tile_of<A, true, Lines::kSpanning>(plan, args, scratch, stream)
                          : enqueue_tile_of<A, false, Lines::kSpanning>(plan, args, scratch, stream);

@@ -85,7 +85,8 @@ struct Relative<cuda::Half> {
     return M::log(sum) - 0.693147182f * fmaf(pivot, factor, -subtrahend);
   }
   __device__ __forceinline__ float rescale(float from) const {
-    return M::exp2(__fmul_rn(from, factor_of(from)) - subtrahend);
+    const float its_factor = factor_of(from);
+    return its_factor == factor ? M::exp2(__fmul_rn(from, its_factor) - subtrahend) : 0.0f;
   }
   static __device__ __forceinline__ float divide(float x, float sum) {
     float inverse;

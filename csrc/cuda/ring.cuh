@@ -35,13 +35,14 @@ struct Turn {
 //
 //   one thread            takes a ticket and has its two chunks copied           full
 //   teams of warps        sum the terms                                          summed
-//   one warp              publishes the chunks' states
+//   one warp              publishes the chunks' states                           complete
 //   one or two warps      wait for those of the whole row                        complete
 //   teams of warps        write the results                                      empty
 //
 // So copies are under way all the time, an exchange that takes its while keeps nobody from working, and a
 // multiprocessor that is slower than others takes fewer chunks. A chunk with a stage is published without waiting for
-// anybody; so all progress as long as all rings together hold a row, and the blocks all run (a cooperative launch).
+// anybody; so all progress as long as all rings together hold a row, and the blocks all run (a cooperative launch). Of
+// a row that they do not hold, some chunks are summed first, without staying, and read again at the end.
 template <class A, Edges kEdges>
 __global__ void __launch_bounds__(ring_threads(A::kInputs, kEdges) + 32, 1)
     rows_in_ring(const __grid_constant__ ChunkArgs<A> args) {
@@ -65,7 +66,7 @@ __global__ void __launch_bounds__(ring_threads(A::kInputs, kEdges) + 32, 1)
     for (int s = 0; s < args.stages; ++s) {
       init_barrier(&full[s], 1);
       init_barrier(&summed[s], Work::kThreads);
-      init_barrier(&complete[s], 1);
+      init_barrier(&complete[s], 2);
       init_barrier(&empty[s], Work::kThreads);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -73,9 +74,14 @@ __global__ void __launch_bounds__(ring_threads(A::kInputs, kEdges) + 32, 1)
   __syncthreads();
 
   const unsigned chunks = args.chunks;
-  const unsigned last_chunk = static_cast<unsigned>(args.rows.rows) * chunks - 1;
-  const auto work_on = [&](unsigned chunk, int stage) {
-    return Work(args, chunk / chunks, chunk % chunks, shared + stage * args.share * A::kInputs);
+  // What passes through the rings: of each row the chunks that do not stay, those that do, and again those that do not.
+  const unsigned last_item = static_cast<unsigned>(args.rows.rows) * args.items.divisor - 1;
+  const auto row_of = [&](unsigned item) { return args.items.divide(item); };
+  const auto in_row = [&](unsigned item) { return item - row_of(item) * args.items.divisor; };
+  const auto summed_alone = [&](unsigned item) { return in_row(item) < static_cast<unsigned>(args.again); };
+  const auto work_on = [&](unsigned item, int stage) {
+    const unsigned chunk = in_row(item);
+    return Work(args, row_of(item), chunk < chunks ? chunk : chunk - chunks, shared + stage * args.share * A::kInputs);
   };
   const auto words_of = [&](unsigned row) {
     return WordsInMemory<C>{args.words + static_cast<int64_t>(row) * chunks * kWords};
@@ -86,9 +92,9 @@ __global__ void __launch_bounds__(ring_threads(A::kInputs, kEdges) + 32, 1)
     for (;; turn.next(args.stages)) {
       if (turn.number % kRingSummers != warp / kTeamWarps) continue;
       wait(&full[turn.stage], turn.parity);
-      const unsigned chunk = ticket_of[turn.stage];
-      if (chunk == kEnd) return;
-      const State<C> state = work_on(chunk, turn.stage).warp_state();
+      const unsigned item = ticket_of[turn.stage];
+      if (item == kEnd) return;
+      const State<C> state = work_on(item, turn.stage).warp_state();
       if (lane == 0) part[turn.stage][warp % kTeamWarps] = state;
       arrive(&summed[turn.stage]);  // each lane for itself: it may have written to the stage
     }
@@ -97,9 +103,11 @@ __global__ void __launch_bounds__(ring_threads(A::kInputs, kEdges) + 32, 1)
     for (;; turn.next(args.stages)) {
       if (turn.number % kRingWriters != (warp - kSumWarps) / kTeamWarps) continue;
       wait(&complete[turn.stage], turn.parity);
-      const unsigned chunk = ticket_of[turn.stage];
-      if (chunk == kEnd) return;
-      work_on(chunk, turn.stage).finish(finished[turn.stage], part[turn.stage][warp % kTeamWarps].pivot);
+      const unsigned item = ticket_of[turn.stage];
+      if (item == kEnd) return;
+      if (!summed_alone(item)) {
+        work_on(item, turn.stage).finish(finished[turn.stage], part[turn.stage][warp % kTeamWarps].pivot);
+      }
       // What was read and written here comes before the next copy, which takes another way to shared memory.
       asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
       arrive(&empty[turn.stage]);
@@ -108,27 +116,30 @@ __global__ void __launch_bounds__(ring_threads(A::kInputs, kEdges) + 32, 1)
   if (warp == kTeamsWarps) {
     if (lane != 0) return;
     // A ticket is asked for ahead of time, since the answer takes its while, but not if all stages could then hold
-    // chunks of the row that a chunk without a stage belongs to: none of them would ever be empty again.
+    // chunks that stay, of the row that a chunk without a stage belongs to: none of them would ever be empty again.
     unsigned* const counter = reinterpret_cast<unsigned*>(args.words + args.rows.rows * chunks * kWords);
     const auto next_ticket = [&] { return gridDim.x + atomicAdd(counter, 1u); };
     unsigned ticket = blockIdx.x;
     unsigned row = kEnd;
-    int of_row = 0;  // chunks taken of the latest row
+    int of_row = 0;  // chunks taken of the latest row, of those that stay
     Turn oldest;     // that may still be on its way: more at once would only keep one another and the results waiting
-    while (2 * ticket <= last_chunk) {
-      const unsigned begin = 2 * ticket, end = min(begin + 1, last_chunk);
-      of_row = (end / chunks == row ? of_row : 0) + end - max(begin, end / chunks * chunks) + 1;
-      row = end / chunks;
+    while (2 * ticket <= last_item) {
+      const unsigned begin = 2 * ticket, end = min(begin + 1, last_item);
+      for (unsigned item = begin; item <= end; ++item) {
+        if (row_of(item) != row) of_row = 0;
+        row = row_of(item);
+        if (!summed_alone(item) && in_row(item) < chunks) ++of_row;
+      }
       const bool ahead = of_row + 2 <= args.stages;
       unsigned next = 0;
-      for (unsigned chunk = begin; chunk <= end; ++chunk) {
+      for (unsigned item = begin; item <= end; ++item) {
         if (turn.number >= args.stages) wait(&empty[turn.stage], turn.parity ^ 1);
         if (turn.number >= kRingCopies) {
           wait(&full[oldest.stage], oldest.parity);
           oldest.next(args.stages);
         }
-        ticket_of[turn.stage] = chunk;
-        const Work work = work_on(chunk, turn.stage);
+        ticket_of[turn.stage] = item;
+        const Work work = work_on(item, turn.stage);
         work.copy_beyond([](int) { return true; });
         const int from = work.copy_begin(), bytes = max(work.copy_end() - from, 0) * kPackBytes;
         arrive_and_expect(&full[turn.stage], bytes * A::kInputs);
@@ -140,7 +151,7 @@ __global__ void __launch_bounds__(ring_threads(A::kInputs, kEdges) + 32, 1)
           }
         }
         turn.next(args.stages);
-        if (chunk == begin && ahead) next = next_ticket();
+        if (item == begin && ahead) next = next_ticket();
       }
       if (!ahead) {
         for (Turn free = turn; free.number < turn.number + 2; free.next(args.stages)) {
@@ -158,13 +169,17 @@ __global__ void __launch_bounds__(ring_threads(A::kInputs, kEdges) + 32, 1)
     return;
   }
   if (warp == kTeamsWarps + 1) {
-    for (;; turn.next(args.stages)) {
+    for (int ends = 0;; turn.next(args.stages)) {
       wait(&full[turn.stage], turn.parity);
-      const unsigned chunk = ticket_of[turn.stage];
-      if (chunk == kEnd) return;
-      wait(&summed[turn.stage], turn.parity);
-      const State<C> state = combine_over_lanes<Op, M, kTeamWarps>(part[turn.stage][lane % kTeamWarps]);
-      if (lane == 0) words_of(0).publish(chunk, state);
+      const unsigned item = ticket_of[turn.stage];
+      if (item != kEnd) {
+        wait(&summed[turn.stage], turn.parity);
+        const State<C> state = combine_over_lanes<Op, M, kTeamWarps>(part[turn.stage][lane % kTeamWarps]);
+        if (lane == 0 && in_row(item) < chunks) words_of(row_of(item)).publish(in_row(item), state);
+      }
+      __syncwarp();
+      if (lane == 0) arrive(&complete[turn.stage]);
+      if (item == kEnd && ++ends == kRingWriters) return;  // each team of writers has been told
     }
   }
   const int waiting = blockDim.x / 32 - kTeamsWarps - 2;  // warps
@@ -173,17 +188,18 @@ __global__ void __launch_bounds__(ring_threads(A::kInputs, kEdges) + 32, 1)
   for (int ends = 0;; turn.next(args.stages)) {
     if (turn.number % waiting != warp - kTeamsWarps - 2) continue;
     wait(&full[turn.stage], turn.parity);
-    const unsigned chunk = ticket_of[turn.stage];
-    if (chunk != kEnd) {
+    const unsigned item = ticket_of[turn.stage];
+    if (item != kEnd && !summed_alone(item)) {
       wait(&summed[turn.stage], turn.parity);
-      if (chunk / chunks != row) {
-        row = chunk / chunks;
+      if (row_of(item) != row) {
+        row = row_of(item);
         state = await_row<Op, M, 2>(words_of(row), args.chunks);
       }
       if (lane == 0) finished[turn.stage] = state;
     }
+    __syncwarp();  // all have read what the stage holds
     if (lane == 0) arrive(&complete[turn.stage]);
-    if (chunk == kEnd && ++ends == kRingWriters / waiting) return;  // each team of writers has been told
+    if (item == kEnd && ++ends == kRingWriters / waiting) return;  // each team of writers has been told
   }
 #endif
 }

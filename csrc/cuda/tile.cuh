@@ -60,7 +60,7 @@ struct TileArgs {
   Strided lines;
   Stride next;
   Divisor cluster, packs, unit, segment_packs, segment_tiles, inner, of_column;
-  int team_shift, shuffled_shift;  // powers of 2
+  int team_shift, shuffled_shift, of_column_shift;  // powers of 2, the last one in runs of single elements' rows
 };
 
 // How a tile's lines lie in segments, see plan.h: some packs of several segments, a part of a segment, or runs.
@@ -166,6 +166,8 @@ struct TilePart {
       const unsigned behind = static_cast<unsigned>(args.lines.innermost() - 1) * static_cast<unsigned>(tile.segment);
       readable = first >= 0 && behind + first + kWidth <= static_cast<unsigned>(tile.run);
     }
+    // A warp goes one way.
+    readable = __all_sync(kFullWarp, readable || lines == 0);
     storable = readable || kLines == Lines::kPart;
   }
 
@@ -214,7 +216,7 @@ struct TilePart {
         advance(at, i);
       }
     } else {
-#pragma unroll 1
+#pragma unroll 2
       for (int i = 0; i < lines; ++i) {
         body(i, at, std::false_type());
         advance(at, i);
@@ -435,15 +437,23 @@ struct TileStates {
         state = combine_entries<Op, M>(lane, end, team, [&](int row) { return of_position[row * tile.entries]; });
       } else {
         int from = column * of_column;  // the first position
-        if constexpr (kLines == Lines::kRuns) {
-          const int segment = args.inner.divide(column);
-          from = segment * (of_column - 1) * apart + column;
+        if constexpr (kLines == Lines::kRuns) from = args.inner.divide(column) * (of_column - 1) * apart + column;
+        // Of rows of single elements in runs, a column has 1, 2, 4 or 8 positions. A lane's parts are all at one of
+        // them, if there are lanes enough.
+        constexpr bool kPower = kSeparate && kLines == Lines::kRuns;
+        const int row_of_lane = kPower ? lane >> args.of_column_shift : 0;
+        const auto slot = [&](int position) { return kSeparate ? slot_of(position) : position; };
+        if (kPower && team >= of_column) {
+          const State<C>* const of_position =
+              entries + slot(from + (lane - (row_of_lane << args.of_column_shift)) * apart);
+          state = combine_entries<Op, M>(row_of_lane, end >> args.of_column_shift, team >> args.of_column_shift,
+                                         [&](int row) { return of_position[row * tile.entries]; });
+        } else {
+          state = combine_entries<Op, M>(lane, end, team, [&](int i) {
+            const int row = kPower ? i >> args.of_column_shift : args.of_column.divide(i);
+            return entries[row * tile.entries + slot(from + (i - row * of_column) * apart)];
+          });
         }
-        state = combine_entries<Op, M>(lane, end, team, [&](int i) {
-          const int row = args.of_column.divide(i);
-          const int position = from + (i - row * of_column) * apart;
-          return entries[row * tile.entries + (kSeparate ? slot_of(position) : position)];
-        });
       }
       state = combine_over_team<Op, M>(state, team);
       if (column < tile.columns) publish(column, state, lane, team);
@@ -497,8 +507,9 @@ __global__ void __launch_bounds__(kTileThreads, 3) rows_in_tile(const __grid_con
   const int rank = blockIdx.x - index * tile.cluster;
   const bool clustered = tile.cluster > 1;
 #if __CUDA_ARCH__ >= 900
-  __shared__ uint64_t received;
-  if (clustered) begin_exchange(&received, tile.cluster * tile.columns * static_cast<int>(sizeof(State<C>)));
+  uint64_t* const received =
+      reinterpret_cast<uint64_t*>(reinterpret_cast<char*>(shared + tile.held * kInputs * threads) + tile.received_at);
+  if (clustered) begin_exchange(received, tile.cluster * tile.columns * static_cast<int>(sizeof(State<C>)));
 #endif
   const TilePart<A, kSeparate, kLines> part(args, index, rank);
 
@@ -568,7 +579,7 @@ __global__ void __launch_bounds__(kTileThreads, 3) rows_in_tile(const __grid_con
     states.combine(part, entries, [&](int column, const State<C>& state, int lane, int team) {
       if (clustered) {
 #if __CUDA_ARCH__ >= 900
-        const WordsInCluster<C> exchange{of_blocks, &received};
+        const WordsInCluster<C> exchange{of_blocks, received};
         for (int block = lane; block < tile.cluster; block += team) {
           exchange.publish(rank * tile.columns + column, state, block);
         }
@@ -579,7 +590,7 @@ __global__ void __launch_bounds__(kTileThreads, 3) rows_in_tile(const __grid_con
     });
 #if __CUDA_ARCH__ >= 900
     if (clustered) {
-      wait_for_cluster(&received, 0);
+      wait_for_cluster(received, 0);
       __syncthreads();  // the entries have been read, and make room
       const int team = 1 << args.team_shift, lane = threadIdx.x % team;
       for (int at = threadIdx.x; at - static_cast<int>(threadIdx.x % 32) < tile.columns * team; at += threads) {
