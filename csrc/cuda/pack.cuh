@@ -206,22 +206,4 @@ __device__ __forceinline__ void store_elements(T* p, const Pack& pack, unsigned 
   }
 }
 
-// Writes the i-th element of a pack, whose place begins at p.
-template <class T>
-__device__ __forceinline__ void store_element(T* p, const Pack& pack, int i) {
-  const int word = i * static_cast<int>(sizeof(T)) / 4;
-  uint32_t low = pack.word[0], high = pack.word[1];
-#pragma unroll
-  for (int w = 1; w < 4; ++w) {
-    if (word == w) low = pack.word[w], high = pack.word[w < 3 ? w + 1 : 3];
-  }
-  if constexpr (sizeof(T) == 2) {
-    reinterpret_cast<uint16_t*>(p)[i] = static_cast<uint16_t>(low >> (16 * (i % 2)));
-  } else if constexpr (sizeof(T) == 4) {
-    reinterpret_cast<uint32_t*>(p)[i] = low;
-  } else {
-    reinterpret_cast<uint64_t*>(p)[i] = static_cast<uint64_t>(high) << 32 | low;
-  }
-}
-
 }  // namespace jax_softmax::cuda

@@ -5,6 +5,10 @@
 // and a tile is some packs of each line. Whatever the view, a thread's packs lie in lines so far apart that the same
 // element of each belongs to the same row. So a thread keeps a state for each position in a pack (or one, if a pack
 // belongs to one row), and needs no other index while it goes down the lines.
+//
+// Threads that share rows add up their states by shuffles where lanes lie right, then through shared memory, and the
+// blocks of a cluster send each other theirs. Memory is written in whole sectors: where lines may begin anywhere in a
+// pack, a tile reads some columns beyond its own, and stores the sectors that begin in its own.
 #pragma once
 
 #include "cuda/chunk.cuh"
