@@ -95,10 +95,13 @@ def test_as_on_a_chip_without_clusters(dtype, shared, columns):
 
 
 @pytest.mark.skipif(not ON_GPU, reason="needs a GPU and the CUDA kernels")
-@pytest.mark.parametrize("columns", [5_000_000, 5_000_001, 9_000_000])
+@pytest.mark.parametrize("shared,columns", [(99, 5_000_000), (99, 9_000_000), (163, 9_000_001)])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_rows_that_all_rings_together_do_not_hold(dtype, columns):
-    with limited(shared_memory_per_block=99 << 10, largest_cluster=16):
+def test_rows_that_all_rings_together_do_not_hold(dtype, shared, columns):
+    limits = {"shared_memory_per_block": shared << 10, "largest_cluster": 16}
+    for op in ("softmax", "softmax_linear"):
+        assert _kernels.plan([3, columns], [1], op, dtype, **limits)["again"] > 0
+    with limited(**limits):
         check_all(normal((3, columns), dtype))
 
 
