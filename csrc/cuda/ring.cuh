@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(ring_threads(A::kInputs, kEdges) + 32, 1)
     for (int s = 0; s < args.stages; ++s) {
       init_barrier(&full[s], 1);
       init_barrier(&summed[s], Work::kThreads);
-      init_barrier(&complete[s], 2);
+      init_barrier(&complete[s], 2 * 32);  // of two warps, each lane for itself: it has read what the stage holds
       init_barrier(&empty[s], Work::kThreads);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -177,8 +177,7 @@ __global__ void __launch_bounds__(ring_threads(A::kInputs, kEdges) + 32, 1)
         const State<C> state = combine_over_lanes<Op, M, kTeamWarps>(part[turn.stage][lane % kTeamWarps]);
         if (lane == 0 && in_row(item) < chunks) words_of(row_of(item)).publish(in_row(item), state);
       }
-      __syncwarp();
-      if (lane == 0) arrive(&complete[turn.stage]);
+      arrive(&complete[turn.stage]);
       if (item == kEnd && ++ends == kRingWriters) return;  // each team of writers has been told
     }
   }
@@ -197,8 +196,7 @@ __global__ void __launch_bounds__(ring_threads(A::kInputs, kEdges) + 32, 1)
       }
       if (lane == 0) finished[turn.stage] = state;
     }
-    __syncwarp();  // all have read what the stage holds
-    if (lane == 0) arrive(&complete[turn.stage]);
+    arrive(&complete[turn.stage]);
     if (item == kEnd && ++ends == kRingWriters / waiting) return;  // each team of writers has been told
   }
 #endif
