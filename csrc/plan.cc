@@ -80,10 +80,12 @@ constexpr LanesAndPacks kSpread[] = {{1, 1},  {2, 1},  {4, 1},  {8, 1},  {4, 3},
                                      {16, 3}, {32, 2}, {32, 3}, {32, 4}, {32, 5}, {32, 6}, {32, 8}};
 constexpr LanesAndPacks kSharing[] = {{1, 1},  {2, 1},  {4, 1},  {4, 2},  {8, 2},  {8, 3},  {16, 2},
                                       {16, 3}, {32, 2}, {32, 3}, {32, 4}, {32, 5}, {32, 6}, {32, 8}};
-// The most packs that a warp, and a block, hold in registers without a spill.
+// The most packs that a warp, and a block, hold in registers without a spill. Of one operand of float64, whose
+// exponential is long, registers let more be under way than shared memory does.
 constexpr int kWarpPacks = 8 * 32;
 constexpr int kBlockPacks = 4 * 256;
 constexpr int kLongBlockPacks = 8 * 256;  // where there are no edges and no mask
+constexpr int kFloat64BlockPacks = 8 * 512;
 // Static shared memory of the chunks and ring schedules, rounded up.
 constexpr int kChunksStaticBytes = 3 << 10;
 // Up to so many chunks for each multiprocessor are spread one to a block: a call that ends sooner than a ring fills.
@@ -175,7 +177,10 @@ Dims without_last(Dims dims) {
 constexpr int kTileBytes = 64 << 10;
 constexpr int kTileLineBytes = 64;
 constexpr int kTeamParts = 8;
-// Where a tile fits that, it fits every chip, and needs no scratch memory.
+// On chips with clusters, a block with more has a multiprocessor for itself, and takes longer to read its lines once
+// than others to read them twice, unless they are parts of runs.
+constexpr int kLonelyTileBytes = 112 << 10;
+// Where a tile fits that, some tile fits every chip, and needs no scratch memory.
 constexpr Device kSmallestDevice{75, 1, 64 << 10, 1};
 constexpr int kMostTilePieces = 256;
 constexpr int64_t kPieceLines = 64;        // of a thread, at the least
@@ -259,8 +264,9 @@ bool plan_tile(CudaPlan* plan, Tile tile, int packs, int groups, int held, int b
     plan->chunks = tile.cluster;
     plan->blocks = 2 * tiles * tile.cluster;
     plan->scratch = true;
-    plan->shared_bytes =
-        kTilePassStages * kTilePassPacks * kTilePassThreads * kPackBytes + tile.entry_rows * tile.entries * state;
+    constexpr int kStageBytes = kTilePassStages * kTilePassPacks * kTilePassThreads * kPackBytes;
+    static_assert(kStageBytes <= kSmallestDevice.shared_memory_per_block);
+    plan->shared_bytes = std::max(kStageBytes, tile.entry_rows * tile.entries * state);
     return plan->shared_bytes <= device.shared_memory_per_block && plan->blocks <= kMostTileNumbers;
   }
   int64_t shared = static_cast<int64_t>(tile.held) * inputs * threads * kPackBytes;
@@ -326,7 +332,8 @@ bool plan_tile(CudaPlan* plan, const View& view, int bytes, int inputs, const De
     for (const int most_blocks : {8, device.largest_cluster}) {
       if (fits(first_held, most_blocks) || fits(more_held, most_blocks)) return true;
     }
-    for (const int64_t held : {3 * most_held / 2, 2 * most_held, 13 * most_held / 4, fewer_held}) {
+    for (const int64_t held :
+         {most_held, 5 * most_held / 4, 3 * most_held / 2, 2 * most_held, 13 * most_held / 4, fewer_held}) {
       if (fits(held, 8) || fits(held, device.largest_cluster)) return true;
     }
     return false;
@@ -416,7 +423,8 @@ bool plan_tile(CudaPlan* plan, const View& view, int bytes, int inputs, const De
         shape_fits(tile, wide_shape(tile, 2 * packs, most_held, same), most_held, kMostBlocks)) {
       return true;
     }
-    return try_shapes(tile, 1, passes ? 2 * packs : packs, same);
+    const bool wide = tile.segment >= 4 * packs * width;
+    return try_shapes(tile, 1, !passes ? packs : wide ? 4 * packs : 2 * packs, same);
   }
   const int64_t rows_apart = width / std::gcd<int64_t>(kept.extent, width);  // that begin alike
   const int64_t unit = kept.extent * rows_apart / width;                     // packs
@@ -483,10 +491,13 @@ CudaPlan make_cuda_plan(const View& view, Op op, DType dtype, Alignment alignmen
       return plan;
     }
   }
-  if (!view.contiguous_rows() && aligned_operands &&
-      (plan_tile(&plan, view, bytes, inputs_of(op), device, false) ||
-       (scratch && plan_tile(&plan, view, bytes, inputs_of(op), device, true)))) {
-    return plan;
+  if (!view.contiguous_rows() && aligned_operands) {
+    const bool fits = plan_tile(&plan, view, bytes, inputs_of(op), device, false);
+    const bool lonely = fits && device.largest_cluster > 1 && plan.shared_bytes > kLonelyTileBytes && !plan.tile.run;
+    CudaPlan passes{};
+    passes.cluster = 1;
+    if (scratch && (!fits || lonely) && plan_tile(&passes, view, bytes, inputs_of(op), device, true)) return passes;
+    if (fits) return plan;
   }
   plan = CudaPlan{};
   plan.cluster = 1;
@@ -496,7 +507,7 @@ CudaPlan make_cuda_plan(const View& view, Op op, DType dtype, Alignment alignmen
     plan.schedule = Schedule::kColumns;
     plan.threads = 256;
     plan.lanes = plan.threads / 32;
-    plan.blocks = view.rows / inner.extent * ceil_div(inner.extent, 32);
+    plan.blocks = view.rows / inner.extent * ceil_div(inner.extent, 32 * kColumnsTogether);
     return plan;
   }
   if (!view.contiguous_rows() || alignment == Alignment::kMixed) {
@@ -543,8 +554,8 @@ CudaPlan make_cuda_plan(const View& view, Op op, DType dtype, Alignment alignmen
     set_edges(plan.lanes);
     return plan;
   }
-  const bool plain = aligned && !view.masked;
-  if (packs <= (plain ? kLongBlockPacks : kBlockPacks)) {
+  const bool plain = aligned && !view.masked, long_exponential = bytes == 8 && inputs_of(op) == 1;
+  if (packs <= (!plain ? kBlockPacks : long_exponential ? kFloat64BlockPacks : kLongBlockPacks)) {
     plan.schedule = Schedule::kBlock;
     plan.packs = packs <= 4 * 256 ? 4 : 8;
     plan.threads = plan.lanes = static_cast<int>(ceil_div(packs, plan.packs * 32) * 32);
@@ -579,7 +590,7 @@ CudaPlan make_cuda_plan(const View& view, Op op, DType dtype, Alignment alignmen
   const bool few = all_chunks <= static_cast<int64_t>(kFewChunks) * device.multiprocessors;
   if (clusters && all_chunks <= device.multiprocessors && spread(1, kSmallCluster)) return plan;
   if (spread(kMostTeams, 1)) return plan;
-  if (clusters && inputs == 2 && spread(kMostTeams, kSmallCluster)) return plan;
+  if (clusters && inputs == 2 && spread(kMostTeams, few ? kSmallCluster : device.largest_cluster)) return plan;
   const bool long_ring = chunks > kLongRing;
   int64_t stages = std::min<int64_t>(kMostStages, shared / chunk_bytes);
   if (long_ring) stages -= stages % 2;

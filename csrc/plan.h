@@ -100,12 +100,13 @@ inline constexpr int kRingCopies = 4;   // chunks that a ring copies at once
 constexpr int ring_threads(int inputs, Edges edges) {
   return (kRingSummers + kRingWriters) * chunk_threads(inputs, edges) + 3 * 32;
 }
+inline constexpr int kColumnsTogether = 4;  // of a thread, in the columns schedule
 inline constexpr int kPassThreads = 256;
 inline constexpr int kSlabThreads = 128;
 inline constexpr int kPacksThreads = 256;
 inline constexpr int kSectorBytes = 32;  // of the last cache: what memory is written by
 inline constexpr int kTileThreads = 256;
-inline constexpr int kTilePassThreads = 128;
+inline constexpr int kTilePassThreads = 256;
 inline constexpr int kTilePassStages = 2;  // of copies ahead of the arithmetic
 inline constexpr int kTilePassPacks = 8;   // of a thread, of all operands together, in a stage
 

@@ -76,6 +76,8 @@ def test_view_keeps_dimensions_apart_that_the_mask_tells_apart():
         (16384, "bfloat16", "block", "none", 0),
         (16385, "bfloat16", "chunks", "parts", 2),
         (16384, "float32", "chunks", "whole", 4),
+        (8192, "float64", "block", "none", 0),
+        (8194, "float64", "ring", "whole", 5),
         (32768, "bfloat16", "chunks", "whole", 4),
         (32776, "bfloat16", "ring", "whole", 5),
         (1 << 20, "bfloat16", "ring", "whole", 128),
@@ -86,6 +88,15 @@ def test_view_keeps_dimensions_apart_that_the_mask_tells_apart():
 def test_row_schedules(columns, dtype, schedule, edges, chunks):
     chosen = plan((1000, columns), (1,), dtype=dtype)
     assert (chosen["schedule"], chosen["edges"], chosen["chunks"]) == (schedule, edges, chunks)
+
+
+@pytest.mark.parametrize(
+    "rows,columns,schedule,cluster",
+    [(1000, 65536, "chunks", 4), (1000, 151936, "chunks", 10), (1000, 262144, "chunks", 16), (1000, 262152, "ring", 1)],
+)
+def test_row_schedules_of_two_operands(rows, columns, schedule, cluster):
+    chosen = plan((rows, columns), (1,), "softmax_linear", "bfloat16")
+    assert (chosen["schedule"], chosen["cluster"]) == (schedule, cluster)
 
 
 @pytest.mark.parametrize("device", [H200, T4, A100, RTX5090])
@@ -192,6 +203,10 @@ def test_what_is_added_up_does_not_depend_on_the_number_of_rows(columns, op, dty
         ((1 << 18, 1024), (0,), "tile_passes", 1),
         ((256, 1024, 256), (0, 2), "tile", 4),
         ((64, 1024, 256), (1, 2), "ring", 1),
+        ((16384, 16384), (0,), "tile", 16),
+        ((32768, 8192), (0,), "tile_passes", 1),
+        ((128, 64, 256, 256), (0, 2), "tile_passes", 1),
+        ((64, 1 << 18, 2), (1,), "tile", 16),
         ((1000, 16, 4), (1,), "slab", 1),
         ((1000, 2, 2), (1,), "packs", 1),
         ((1000, 1024, 3), (1,), "tile", 1),

@@ -170,7 +170,8 @@ __global__ void __launch_bounds__(128) rows_in_lanes(const __grid_constant__ Row
 }
 
 template <class A, int kPacks, Edges kEdges>
-__global__ void __launch_bounds__(256) rows_in_block(const __grid_constant__ RowArgs<A> args) {
+__global__ void __launch_bounds__(kPacks == 8 && sizeof(typename A::T) == 8 ? 512 : 256)
+    rows_in_block(const __grid_constant__ RowArgs<A> args) {
   row_in_registers<A, kPacks, kEdges>(args, blockIdx.x, BlockGroup<typename A::Op, typename A::M>());
 }
 

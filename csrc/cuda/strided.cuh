@@ -61,43 +61,72 @@ __global__ void __launch_bounds__(256) gathered_rows(const __grid_constant__ Vie
   }
 }
 
-// Minor axis kept: a warp lies across 32 neighbouring columns, and the block's warps share the way down.
+// Minor axis kept: a warp lies across neighbouring columns, some of which a thread has, so that it need not find its
+// elements one by one; and the block's warps share the way down.
 template <class A>
 __global__ void __launch_bounds__(256) columns_side_by_side(const __grid_constant__ ViewArgs<A> args) {
   using Op = typename A::Op;
   using M = typename A::M;
   using C = typename A::C;
-  constexpr int kWarps = 256 / 32;
-  __shared__ State<C> part[kWarps][32];
+  constexpr int kWarps = 256 / 32, kTogether = kColumnsTogether, kInputs = A::kInputs;
+  constexpr int kUnroll = (sizeof(C) == 8 ? 2 : 4) / kInputs;
+  __shared__ State<C> part[kWarps][kTogether * 32];
   const View& view = args.view;
   const Dim& inner = view.kept.dim[view.kept.size - 1];
-  const int64_t tiles = (inner.extent + 31) / 32;
+  const int64_t tiles = (inner.extent + kTogether * 32 - 1) / (kTogether * 32);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int64_t column = static_cast<int64_t>(blockIdx.x % tiles) * 32 + lane;
-  const bool active = column < inner.extent;
-  Offset base = offset_of(view.kept, view.kept.size - 1, blockIdx.x / tiles);
-  base = base + Offset{column, column * inner.mask_stride};
-  State<C> state = identity<Op, M>();
-  if (active) {
-    constexpr int kUnroll = 8 / A::kInputs;
-    for (int64_t r = warp; r < view.columns; r += kUnroll * kWarps) {
-      C values[kUnroll][A::kInputs];
-      load_some(args, values, base, r, kWarps);
-      accumulate<Op, M>(state, values);
+  const int64_t column = static_cast<int64_t>(blockIdx.x % tiles) * (kTogether * 32) + lane;
+  const auto active = [&](int j) { return column + j * 32 < inner.extent; };
+  const auto some_active = [&](int j) { return column - lane + j * 32 < inner.extent; };  // in the block
+  const Offset first =
+      offset_of(view.kept, view.kept.size - 1, blockIdx.x / tiles) + Offset{column, column * inner.mask_stride};
+  const auto at = [&](Offset line, int j) { return line + Offset{j * 32, j * 32 * inner.mask_stride}; };
+  State<C> state[kTogether];
+#pragma unroll
+  for (int j = 0; j < kTogether; ++j) state[j] = identity<Op, M>();
+  for (int64_t r = warp; r < view.columns; r += kUnroll * kWarps) {
+    C values[kTogether][kUnroll][kInputs];
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      const int64_t number = r + u * kWarps;
+      const bool inside = number < view.columns;
+      const Offset line = first + args.at(inside ? number : r);
+#pragma unroll
+      for (int j = 0; j < kTogether; ++j) {
+        if (inside && active(j)) {
+          args.access.load(values[j][u], at(line, j));
+        } else {
+#pragma unroll
+          for (int k = 0; k < kInputs; ++k) values[j][u][k] = Op::pad(k);
+        }
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < kTogether; ++j) {
+      if (some_active(j)) accumulate<Op, M>(state[j], values[j]);
     }
   }
-  part[warp][lane] = state;
-  __syncthreads();
-  if (!active) return;
-  state = part[0][lane];
 #pragma unroll
-  for (int w = 1; w < kWarps; ++w) state = combine<Op, M>(state, part[w][lane]);
-  const auto row = Op::row(state);
+  for (int j = 0; j < kTogether; ++j) part[warp][j * 32 + lane] = state[j];
+  __syncthreads();
+  typename Op::Row row[kTogether];
+#pragma unroll
+  for (int j = 0; j < kTogether; ++j) {
+    state[j] = part[0][j * 32 + lane];
+#pragma unroll
+    for (int w = 1; w < kWarps; ++w) state[j] = combine<Op, M>(state[j], part[w][j * 32 + lane]);
+    row[j] = Op::row(state[j]);
+  }
   for (int64_t r = warp; r < view.columns; r += kWarps) {
-    const Offset at = base + args.at(r);
-    C values[A::kInputs];
-    args.access.load(values, at);
-    args.access.out[at.element] = args.access.result(Op::finish(row, values), at);
+    const Offset line = first + args.at(r);
+#pragma unroll
+    for (int j = 0; j < kTogether; ++j) {
+      if (!active(j)) continue;
+      const Offset here = at(line, j);
+      C values[kInputs];
+      args.access.load(values, here);
+      args.access.out[here.element] = args.access.result(Op::finish(row[j], values), here);
+    }
   }
 }
 

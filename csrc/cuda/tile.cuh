@@ -162,17 +162,20 @@ struct TilePart {
     const int end = min((rank + 1) * tile.block_lines, tile.all_lines);
     lines = active && first_line < end ? (end - first_line - 1) / tile.groups + 1 : 0;
     top = line(first_line);
-    readable = kWhole;
-    if constexpr (kLines == Lines::kPart) {
+    readable = storable = true;
+    if constexpr (!kWhole) {
+      // In runs, what is in a later line may begin a little sooner in memory: far less than this.
+      const int64_t around = kLines == Lines::kRuns ? tile.run + tile.segment + 2 * kWidth : 0;
       const int64_t last = line(first_line + max(lines - 1, 0) * tile.groups).element;
-      readable = top.element >= 0 && last + kWidth <= args.access.elements;
-    } else if constexpr (kLines == Lines::kRuns && kAlike) {
+      readable = top.element >= around && last + kWidth + around <= args.access.elements;
+    }
+    if constexpr (kLines == Lines::kRuns) {
       const unsigned behind = static_cast<unsigned>(args.lines.innermost() - 1) * static_cast<unsigned>(tile.segment);
-      readable = first >= 0 && behind + first + kWidth <= static_cast<unsigned>(tile.run);
+      storable = kAlike && first >= 0 && behind + first + kWidth <= static_cast<unsigned>(tile.run);
     }
     // A warp goes one way.
     readable = __all_sync(kFullWarp, readable || lines == 0);
-    storable = readable || kLines == Lines::kPart;
+    storable = __all_sync(kFullWarp, storable || lines == 0);
   }
 
   __device__ __forceinline__ Offset segment_offset(unsigned at) const {
@@ -187,24 +190,27 @@ struct TilePart {
     const Offset offset = base + args.lines.at(number, &inner);
     return {offset.element, offset.mask, inner};
   }
-  // From the thread's i-th line to the next.
-  __device__ __forceinline__ void advance(Line& line, int i) const {
-    const Stride& next = args.next;
-    if (!next.known) {
-      line = this->line(first_line + (i + 1) * args.tile.groups);
-      return;
-    }
-    step(line);
-    if (line.inner >= next.extent) {
-      line.inner -= next.extent;
-      line.element += next.carried;
-      if constexpr (A::kMasked) line.mask += next.mask_carried;
-    }
-  }
+  // To the next of the thread's lines, if they have one dimension.
   __device__ __forceinline__ void step(Line& line) const {
     line.inner += args.next.inner;
     line.element += args.next.element;
     if constexpr (A::kMasked) line.mask += args.next.mask;
+  }
+  // If they have one or two.
+  __device__ __forceinline__ void step_and_carry(Line& line) const {
+    step(line);
+    const bool carries = line.inner >= args.next.extent;
+    line.inner -= carries ? args.next.extent : 0;
+    line.element += carries ? args.next.carried : 0;
+    if constexpr (A::kMasked) line.mask += carries ? args.next.mask_carried : 0;
+  }
+  // From the i-th of them.
+  __device__ __forceinline__ void advance(Line& line, int i) const {
+    if (args.next.known) {
+      step_and_carry(line);
+    } else {
+      line = this->line(first_line + (i + 1) * args.tile.groups);
+    }
   }
   // Calls body(i, line, simple) for the thread's lines, with `simple` as a type.
   template <class Body>
@@ -271,11 +277,12 @@ struct TilePart {
     return kept;
   }
 
-  // Copies the thread's pack of a line, of operand k to held(k), with pads in the place of what is beyond a run.
+  // Copies the thread's pack of a line, of operand k to held(k). Where it is not simple, `mend` is to be called when
+  // the copies have arrived.
   template <bool kSimple, class Held>
   __device__ __forceinline__ void copy(const Line& line, Held held) const {
     const auto at = place_in(line);
-    const bool whole = kSimple || (kLines == Lines::kPart ? args.access.whole_in_memory({at.begin, 0}, 0) : at.whole);
+    const bool whole = kSimple || args.access.whole_in_memory({at.begin, 0}, 0);
 #pragma unroll
     for (int k = 0; k < A::kInputs; ++k) {
       if (whole) {
@@ -287,10 +294,14 @@ struct TilePart {
     }
   }
 
-  // Puts pads in the place of what is masked.
+  // Whether there is something to be mended: what other rows have of a pack does not matter if they are told apart.
+  __device__ __forceinline__ bool mends() const { return A::kMasked || !storable; }
+  // Puts pads in the place of what is masked or beyond a run.
   template <class Held>
   __device__ __forceinline__ void mend(const Line& line, Held held) const {
-    const unsigned kept = kept_bits(line, place_in(line));
+    const auto at = place_in(line);
+    if (!A::kMasked && at.whole) return;
+    const unsigned kept = kept_bits(line, at);
     if (kept == kAllBits<T>) return;
 #pragma unroll
     for (int k = 0; k < A::kInputs; ++k) *held(k) = select_elements<T>(kept, *held(k), A::pad_pack(k));
@@ -524,7 +535,7 @@ __global__ void __launch_bounds__(kTileThreads, 3) rows_in_tile(const __grid_con
     part.template copy<decltype(simple)::value>(line, [&](int k) { return at(i, k); });
   });
   wait_for_copies();
-  if constexpr (A::kMasked) {
+  if (part.mends()) {
     part.for_lines(part.storable,
                    [&](int i, const auto& line, auto) { part.mend(line, [&](int k) { return at(i, k); }); });
   }
@@ -677,9 +688,7 @@ __global__ void __launch_bounds__(kTilePassThreads)
 }
 
 template <class A, bool kSeparate, Lines kLines>
-__global__ void __launch_bounds__(kTilePassThreads, sizeof(typename A::C) == 8 ? 2
-                                                    : A::kMasked               ? 4
-                                                                               : 6)
+__global__ void __launch_bounds__(kTilePassThreads, sizeof(typename A::C) == 8 || A::kMasked ? 2 : 3)
     tile_pass(const __grid_constant__ TilePassArgs<A> args) {
   using Op = typename A::Op;
   using M = typename A::M;
@@ -690,7 +699,6 @@ __global__ void __launch_bounds__(kTilePassThreads, sizeof(typename A::C) == 8 ?
   constexpr int kWidth = A::kWidth, kInputs = A::kInputs, kStates = States::kStates;
   constexpr int kUnroll = kTilePassPacks / kInputs;
   extern __shared__ __align__(128) Pack shared[];
-  State<C>* const entries = reinterpret_cast<State<C>*>(shared + kTilePassStages * kTilePassPacks * kTilePassThreads);
   const A& access = args.tile.access;
   const Tile& tile = args.tile.tile;
   wait_for_previous_kernel();
@@ -717,9 +725,16 @@ __global__ void __launch_bounds__(kTilePassThreads, sizeof(typename A::C) == 8 ?
     const auto copy = [&](int batch) {
       Pack* const to = held_in(batch, 0, 0);
       const auto held = [&](int u) { return [=](int k) { return to + (u * kInputs + k) * kTilePassThreads; }; };
-      if (part.readable && args.tile.next.plain && part.lines - copied >= kUnroll) {
+      const bool full = part.readable && part.lines - copied >= kUnroll;
+      if (full && args.tile.next.plain) {
 #pragma unroll
         for (int u = 0; u < kUnroll; ++u, part.step(ahead)) part.template copy<true>(ahead, held(u));
+        copied += kUnroll;
+      } else if (full && args.tile.next.known) {
+#pragma unroll
+        for (int u = 0; u < kUnroll; ++u, part.step_and_carry(ahead)) {
+          part.template copy<true>(ahead, held(u));
+        }
         copied += kUnroll;
       } else {
 #pragma unroll 1
@@ -741,7 +756,7 @@ __global__ void __launch_bounds__(kTilePassThreads, sizeof(typename A::C) == 8 ?
       Pack* const from = held_in(batch, 0, 0);
       const auto held = [from](int u, int k) { return from + (u * kInputs + k) * kTilePassThreads; };
       const int n = min(kUnroll, part.lines - i);
-      if constexpr (A::kMasked) {
+      if (!args.finish && part.mends()) {  // what is stored does not depend on it
         for (int u = 0; u < n; ++u) {
           part.mend(mended, [&](int k) { return held(u, k); });
           part.advance(mended, i + u);
@@ -811,7 +826,8 @@ __global__ void __launch_bounds__(kTilePassThreads, sizeof(typename A::C) == 8 ?
         states.sum[s] = both.sum;
       }
     });
-    states.combine(part, entries, [&](int column, const State<C>& state, int lane, int) {
+    __syncthreads();  // all have read what they copied, which makes room
+    states.combine(part, reinterpret_cast<State<C>*>(shared), [&](int column, const State<C>& state, int lane, int) {
       if (lane == 0) of_tile[piece * tile.columns + column] = state;
     });
     return;
@@ -821,21 +837,22 @@ __global__ void __launch_bounds__(kTilePassThreads, sizeof(typename A::C) == 8 ?
   States::for_columns(part, [&](int s, int column) { row[s] = Op::row(of_tile[column]); });
   Line line = part.top;
   for_packs([&](int i, auto n, auto held) {
+    const auto result_of = [&](int u) {
+      Pack raw[kInputs];
+#pragma unroll
+      for (int k = 0; k < kInputs; ++k) raw[k] = *held(u, k);
+      return finish_separately<A>(row, raw);
+    };
     if (part.storable && args.tile.next.plain) {
 #pragma unroll 4
-      for (int u = 0; u < n; ++u, part.step(line)) {
-        Pack raw[kInputs];
-#pragma unroll
-        for (int k = 0; k < kInputs; ++k) raw[k] = *held(u, k);
-        part.template store<true>(line, finish_separately<A>(row, raw));
-      }
+      for (int u = 0; u < n; ++u, part.step(line)) part.template store<true>(line, result_of(u));
+    } else if (part.storable && args.tile.next.known) {
+#pragma unroll 4
+      for (int u = 0; u < n; ++u, part.step_and_carry(line)) part.template store<true>(line, result_of(u));
     } else {
 #pragma unroll 1
       for (int u = 0; u < n; ++u) {
-        Pack raw[kInputs];
-#pragma unroll
-        for (int k = 0; k < kInputs; ++k) raw[k] = *held(u, k);
-        part.template store<false>(line, finish_separately<A>(row, raw));
+        part.template store<false>(line, result_of(u));
         part.advance(line, i + u);
       }
     }
