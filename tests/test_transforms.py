@@ -376,7 +376,8 @@ def test_many_threads():
             out += [y, pullback(x)[0]]
         return out
 
-    shapes = [(64, 1000), (3, 50257), (1000, 16), (7, 33, 5), (40000, 2)]
+    # Along 0 some have one kernel, with more or less shared memory.
+    shapes = [(64, 1000), (3, 50257), (1000, 16), (7, 33, 5), (40000, 2), (300, 256), (3000, 64)]
     jobs = [(normal(s, d, i), a) for i, s in enumerate(shapes) for d, a in (("float32", -1), ("bfloat16", 0))]
     programs = [jax.jit(program, static_argnums=1) for _ in jobs]
     where = [None if i % 3 else support.random_mask(x.shape) for i, (x, _) in enumerate(jobs)]

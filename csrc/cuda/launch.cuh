@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <mutex>
 #include <type_traits>
 #include <utility>
 
@@ -29,7 +30,13 @@ cudaError_t enqueue(void (*kernel)(Args...), const CudaPlan& plan, cudaStream_t 
     return cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), attribute, value);
   };
   cudaError_t status = cudaSuccess;
-  if (plan.shared_bytes > 40 << 10) status = set(cudaFuncAttributeMaxDynamicSharedMemorySize, plan.shared_bytes);
+  // The limit is the kernel's, whichever thread launches it: until this one has, nobody may set another.
+  static std::mutex mutex;
+  std::unique_lock<std::mutex> lock(mutex, std::defer_lock);
+  if (plan.shared_bytes > 40 << 10) {
+    lock.lock();
+    status = set(cudaFuncAttributeMaxDynamicSharedMemorySize, plan.shared_bytes);
+  }
   if (status == cudaSuccess && plan.cluster > 8) status = set(cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
   if (status != cudaSuccess) return status;
   cudaLaunchConfig_t config{};
