@@ -13,6 +13,7 @@
 #include "cuda/slab.cuh"
 #include "cuda/strided.cuh"
 #include "cuda/tile.cuh"
+#include "cuda/tile_passes.cuh"
 
 namespace jax_softmax::cuda {
 
