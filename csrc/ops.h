@@ -4,8 +4,10 @@
 //
 //   kHasPivot          whether terms are taken relative to the maximum of the (only) operand over the row
 //   term(relative, in) what is summed over the row, `relative` being made of the pivot (see Relative)
+//   kFirstSummed       terms are made of the operands from this one on, and a sum needs no others
 //   row(state)         what a finished row's (pivot, sum) amounts to for its elements
 //   finish(row, in)    an element of the result
+//   alone(x)           the same for a row of one element, of operators with a pivot
 //
 // `in` points at one element of each of the kInputs operands. All of it is written over a policy M with a value type
 // M::Value: a scalar in CUDA, a SIMD vector on the CPU.
@@ -59,6 +61,7 @@ template <class M>
 struct SoftmaxBase {
   using C = typename M::Value;
   static constexpr int kInputs = 1;
+  static constexpr int kFirstSummed = 0;
   static constexpr bool kHasPivot = true;  // the row's maximum
 
   // Stands in for an element that is masked or lies beyond the row's end.
@@ -81,6 +84,8 @@ struct Softmax : SoftmaxBase<M> {
     return {Relative<M>(s.pivot), Relative<M>::divide(M::constant(1), s.sum)};
   }
   static JAX_SOFTMAX_INLINE C finish(const Row& r, const C* in) { return r.relative.exp(in[0]) * r.scale; }
+  // What a row of a single element becomes: NaN if that is not finite.
+  static JAX_SOFTMAX_INLINE C alone(C x) { return (x - x) + M::constant(1); }
   // The factor for terms that were taken relative to `term_pivot`.
   static JAX_SOFTMAX_INLINE C term_scale(State<C> s, C term_pivot) {
     return Relative<M>::divide(Relative<M>(s.pivot).rescale(term_pivot), s.sum);
@@ -99,12 +104,15 @@ struct LogSoftmax : SoftmaxBase<M> {
   static JAX_SOFTMAX_INLINE C masked() { return M::constant(-M::kInfinity); }
   static JAX_SOFTMAX_INLINE Row row(State<C> s) { return {s.pivot, Relative<M>(s.pivot).log(s.sum)}; }
   static JAX_SOFTMAX_INLINE C finish(const Row& r, const C* in) { return (in[0] - r.pivot) - r.log_sum; }
+  // What a row of a single element becomes: NaN if that is not finite.
+  static JAX_SOFTMAX_INLINE C alone(C x) { return x - x; }
 };
 
 template <class M>
 struct LinearBase {
   using C = typename M::Value;
   static constexpr int kInputs = 2;  // the operator's result y and the (co)tangent t
+  static constexpr int kFirstSummed = 0;
   static constexpr bool kHasPivot = false;
   static constexpr bool kResultIsScaledTerm = false;
 
@@ -138,6 +146,7 @@ template <class M>
 struct LogSoftmaxVjp : LinearBase<M> {
   using C = typename M::Value;
   using Row = typename LinearBase<M>::Row;
+  static constexpr int kFirstSummed = 1;
   static JAX_SOFTMAX_INLINE C term(const Relative<M>&, const C* in) { return in[1]; }
   static JAX_SOFTMAX_INLINE C finish(const Row& r, const C* in) { return in[1] - M::exp(in[0]) * r.sum; }
 };

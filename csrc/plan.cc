@@ -71,21 +71,29 @@ constexpr int kPackBytes = 16;
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Threads of a block whose lanes share rows among fewer than a warp.
+// Threads of a block whose lanes share rows, at the most, and the packs of all operands that several warps of them
+// have.
 constexpr int kLanesThreads = 128;
+constexpr int kLanesBlockPacks = 256;
 struct LanesAndPacks {
   int lanes, packs;
 };
-constexpr LanesAndPacks kSpread[] = {{1, 1},  {2, 1},  {4, 1},  {8, 1},  {4, 3},  {16, 1}, {8, 3}, {32, 1},
+// Several packs a lane, so that enough is under way where not all lanes have one.
+constexpr LanesAndPacks kSpread[] = {{1, 1},  {2, 1},  {4, 1},  {4, 2},  {4, 3},  {8, 2},  {8, 3}, {16, 2},
                                      {16, 3}, {32, 2}, {32, 3}, {32, 4}, {32, 5}, {32, 6}, {32, 8}};
-constexpr LanesAndPacks kSharing[] = {{1, 1},  {2, 1},  {4, 1},  {4, 2},  {8, 2},  {8, 3},  {16, 2},
-                                      {16, 3}, {32, 2}, {32, 3}, {32, 4}, {32, 5}, {32, 6}, {32, 8}};
+constexpr LanesAndPacks kSharing[] = {{1, 1},  {2, 1},  {4, 1},  {4, 2},  {8, 2},  {8, 3},  {16, 2}, {16, 3},
+                                      {32, 2}, {16, 5}, {32, 3}, {32, 4}, {32, 5}, {32, 6}, {32, 8}};
 // The most packs that a warp, and a block, hold in registers without a spill. Of one operand of float64, whose
 // exponential is long, registers let more be under way than shared memory does.
 constexpr int kWarpPacks = 8 * 32;
 constexpr int kBlockPacks = 4 * 256;
 constexpr int kLongBlockPacks = 8 * 256;  // where there are no edges and no mask
 constexpr int kFloat64BlockPacks = 8 * 512;
+// About what the blocks of a multiprocessor have under way of rows in registers, if each has much. They ask for shared
+// memory that they do not use so that no more of them fit, and for no more than that takes, since the rest is the first
+// cache's, through which loads go.
+constexpr int64_t kBlockBytesAtOnce = 64 << 10;
+constexpr int64_t kLargeBlockBytes = 20 << 10;
 // Static shared memory of the chunks and ring schedules, rounded up.
 constexpr int kChunksStaticBytes = 3 << 10;
 // Up to so many chunks for each multiprocessor are spread one to a block: a call that ends sooner than a ring fills.
@@ -100,19 +108,24 @@ constexpr int kLongRing = 64;
 // for something that was copied no sooner than kRingCopies later.
 constexpr int kFewestStages = 6;
 static_assert(kFewestStages % kRingSummers == 0 && kFewestStages + 1 >= kRingSummers + kRingCopies);
-// The passes schedule: bytes of a row's piece and of what is read between the two passes over it, and the most pieces.
+// The passes schedule: bytes of a row's piece, and the most pieces.
 constexpr int64_t kPieceBytes = 64 << 10;
-constexpr int64_t kPassBytes = 24 << 20;
 constexpr int kMostPieces = 512;
+// A ring may read one in so many of a row's chunks twice. Beyond that it is faster to read all of them twice, as it is
+// sooner if the sum needs one of two operands alone (ops.h's kFirstSummed).
+constexpr int kAgainOfChunks = 2;
+constexpr int kAgainOfChunksIfSummedAlone = 8;
 // The most chunks of a row that are exchanged.
 constexpr int kMostChunks = 8192;
 // A block of any chip has room for so many chunks.
 constexpr int kFewestChunks = 3;
 // The slab schedule: the longest row, and about how large a slab is to be.
 constexpr int kSlabColumns = 512;
-constexpr int kSlabBytes = 16 << 10;
-constexpr int kNarrowBytes = 8 << 10;       // of interleaved rows
-constexpr int kSlabBytesAtMost = 40 << 10;  // what every chip has without asking
+constexpr int kSlabBytes = 17 << 9;         // of one operand: 8 KB, or a little more
+constexpr int kSlabBytesAtMost = 12 << 10;  // where fewer threads help
+constexpr int kNarrowSlabBytes = 16 << 10;  // of interleaved rows, of all operands
+constexpr int kNarrowBytes = 8 << 10;       // of those neighbouring rows
+constexpr int kNarrowUnitBytes = 40 << 10;  // of as many as are whole packs: what every chip has without asking
 
 // Of a segment that is seen as a line of its own.
 constexpr int kSegmentBytes = 32;
@@ -136,7 +149,7 @@ int bank_turns(int64_t columns, int bytes, int lanes) {
 LanesAndPacks slab_shape(int64_t columns, int bytes) {
   constexpr int kOne[] = {3, 7, 15, 23, 31}, kMore[] = {9, 12, 16};
   const auto least = [](const auto& held, int64_t n) { return *std::lower_bound(std::begin(held), std::end(held), n); };
-  if (columns <= 31) return {1, least(kOne, columns)};
+  if (columns <= (bytes == 8 ? 23 : 31)) return {1, least(kOne, columns)};
   if (columns <= 34) return {2, 17};
   const int least_lanes = columns <= 64 ? 4 : columns <= 128 ? 8 : columns <= 256 ? 16 : 32;
   const int lanes = least_lanes < 16 && bank_turns(columns, bytes, least_lanes) > 1 ? 16 : least_lanes;
@@ -177,6 +190,7 @@ Dims without_last(Dims dims) {
 constexpr int kTileBytes = 64 << 10;
 constexpr int kTileLineBytes = 64;
 constexpr int kTeamParts = 8;
+constexpr int kMostTileStates = 512;  // that a block is sent, in the place of a tile that is half as wide
 // On chips with clusters, a block with more has a multiprocessor for itself, and takes longer to read its lines once
 // than others to read them twice, unless they are parts of runs.
 constexpr int kLonelyTileBytes = 112 << 10;
@@ -262,7 +276,7 @@ bool plan_tile(CudaPlan* plan, Tile tile, int packs, int groups, int held, int b
     plan->lanes = groups * tile.cluster;
     plan->packs = 0;
     plan->chunks = tile.cluster;
-    plan->blocks = 2 * tiles * tile.cluster;
+    plan->blocks = tiles * tile.cluster;
     plan->scratch = true;
     constexpr int kStageBytes = kTilePassStages * kTilePassPacks * kTilePassThreads * kPackBytes;
     static_assert(kStageBytes <= kSmallestDevice.shared_memory_per_block);
@@ -419,8 +433,10 @@ bool plan_tile(CudaPlan* plan, const View& view, int bytes, int inputs, const De
     tile.spanning = true;
     const int64_t lines = tile.lines.elements();
     const int packs = kTileLineBytes / kPackBytes;
+    // Twice as wide, unless blocks would have too many states with an exponential to tell each other.
+    const int most_blocks = inputs == 1 ? kMostTileStates / (2 * packs * width) : kMostBlocks;
     if (!passes && lines > 2 * most_held &&
-        shape_fits(tile, wide_shape(tile, 2 * packs, most_held, same), most_held, kMostBlocks)) {
+        shape_fits(tile, wide_shape(tile, 2 * packs, most_held, same), most_held, most_blocks)) {
       return true;
     }
     const bool wide = tile.segment >= 4 * packs * width;
@@ -472,20 +488,22 @@ CudaPlan make_cuda_plan(const View& view, Op op, DType dtype, Alignment alignmen
     // Few neighbouring rows, interleaved.
     const int64_t inner = view.kept.dim[view.kept.size - 1].extent;
     const int64_t slab_bytes = view.columns * inner * bytes;
-    if (view.reduced.dim[0].stride == inner && slab_bytes <= kNarrowBytes &&
+    const int64_t unit = std::lcm<int64_t>(inner, per_pack);  // rows of whole packs, and all of a slab's
+    const int64_t row_bytes = view.columns * bytes * inputs_of(op);
+    if (view.reduced.dim[0].stride == inner && slab_bytes <= kNarrowBytes && unit * row_bytes <= kNarrowUnitBytes &&
         (inner * bytes < kSegmentBytes || inner % per_pack != 0)) {
       plan.slab_inner = static_cast<int>(inner);
-      if (!view.masked && per_pack % (view.columns * inner) == 0) return in_packs();
+      if (!view.masked && 2 * per_pack % (view.columns * inner) == 0) return in_packs();
       plan.schedule = Schedule::kSlab;
       plan.threads = kSlabThreads;
       const LanesAndPacks shape = narrow_slab_shape(view.columns);
       plan.lanes = shape.lanes;
       plan.packs = shape.packs;
-      const int64_t unit = std::lcm<int64_t>(inner, per_pack);  // rows of whole packs, and all of a slab's
-      const int64_t row_bytes = view.columns * bytes * inputs_of(op);
       plan.slab_pad = slab_bytes % kPackBytes == 0;
       const int64_t padded = plan.slab_pad ? kPackBytes * inputs_of(op) : 0;  // for inner rows
-      plan.slab_rows = static_cast<int>(unit * std::max<int64_t>(1, kSlabBytes / (unit * row_bytes)));
+      int64_t units = std::max<int64_t>(1, kNarrowSlabBytes / (unit * row_bytes));
+      if (units > 1) units -= units % 2;  // of whole sectors
+      plan.slab_rows = static_cast<int>(unit * units);
       plan.blocks = ceil_div(view.rows, plan.slab_rows);
       plan.shared_bytes = static_cast<int>(plan.slab_rows * row_bytes + plan.slab_rows / inner * padded);
       return plan;
@@ -527,13 +545,14 @@ CudaPlan make_cuda_plan(const View& view, Op op, DType dtype, Alignment alignmen
     const LanesAndPacks shape = slab_shape(view.columns, bytes);
     plan.lanes = shape.lanes;
     plan.packs = shape.packs;
-    const int64_t row_bytes = view.columns * bytes * inputs_of(op);
-    // Whole turns of the block, and a slab's bytes a multiple of 16.
-    const auto unit = [&] { return std::max(per_pack, plan.threads / plan.lanes); };
-    while (unit() * row_bytes > kSlabBytesAtMost) plan.threads /= 2;
+    const int64_t row_bytes = view.columns * bytes;
+    // Whole turns of the block, and whole sectors: halves of one, written by two blocks, are written twice.
+    const int whole = kSectorBytes / bytes;
+    const auto unit = [&] { return std::max(whole, plan.threads / plan.lanes); };
+    while (unit() > whole && unit() * row_bytes > kSlabBytesAtMost) plan.threads /= 2;
     plan.slab_rows = static_cast<int>(unit() * std::max<int64_t>(1, kSlabBytes / (unit() * row_bytes)));
     plan.blocks = ceil_div(view.rows, plan.slab_rows);
-    plan.shared_bytes = static_cast<int>(plan.slab_rows * row_bytes);
+    plan.shared_bytes = static_cast<int>(plan.slab_rows * row_bytes * inputs_of(op));
     return plan;
   }
 
@@ -550,17 +569,27 @@ CudaPlan make_cuda_plan(const View& view, Op op, DType dtype, Alignment alignmen
     plan.lanes = choice->lanes;
     plan.packs = choice->packs;
     plan.threads = kLanesThreads;
+    while (plan.threads > 32 && plan.threads * plan.packs * inputs_of(op) > kLanesBlockPacks) plan.threads /= 2;
     plan.blocks = ceil_div(view.rows, plan.threads / plan.lanes);
     set_edges(plan.lanes);
     return plan;
   }
   const bool plain = aligned && !view.masked, long_exponential = bytes == 8 && inputs_of(op) == 1;
-  if (packs <= (!plain ? kBlockPacks : long_exponential ? kFloat64BlockPacks : kLongBlockPacks)) {
+  // 8 packs of 16 bits that may belong to the row or not take many registers: shared memory is better, where there is
+  // much of it.
+  const bool lengthens = plain && (bytes > 2 || packs % (8 * 32) == 0 || device.largest_cluster == 1);
+  if (packs <= (!lengthens ? kBlockPacks : long_exponential ? kFloat64BlockPacks : kLongBlockPacks)) {
     plan.schedule = Schedule::kBlock;
     plan.packs = packs <= 4 * 256 ? 4 : 8;
     plan.threads = plan.lanes = static_cast<int>(ceil_div(packs, plan.packs * 32) * 32);
     plan.blocks = view.rows;
     set_edges(plan.threads);
+    // Blocks of so many packs would ask for more of memory at once than is good for it.
+    const int64_t block_bytes = packs * inputs_of(op) * kPackBytes;
+    if (device.largest_cluster > 1 && !long_exponential && block_bytes >= kLargeBlockBytes) {
+      const int64_t at_once = ceil_div(kBlockBytesAtOnce, block_bytes);
+      plan.shared_bytes = static_cast<int>(device.shared_memory_per_block / (at_once + 1));
+    }
     return plan;
   }
 
@@ -588,16 +617,22 @@ CudaPlan make_cuda_plan(const View& view, Op op, DType dtype, Alignment alignmen
     return true;
   };
   const bool few = all_chunks <= static_cast<int64_t>(kFewChunks) * device.multiprocessors;
-  if (clusters && all_chunks <= device.multiprocessors && spread(1, kSmallCluster)) return plan;
-  if (spread(kMostTeams, 1)) return plan;
-  if (clusters && inputs == 2 && spread(kMostTeams, few ? kSmallCluster : device.largest_cluster)) return plan;
   const bool long_ring = chunks > kLongRing;
   int64_t stages = std::min<int64_t>(kMostStages, shared / chunk_bytes);
   if (long_ring) stages -= stages % 2;
-  if (scratch && clusters && stages >= kFewestStages && chunks <= kMostChunks) {
+  // Rings that held no more than a row and a third would wait for one another.
+  const int64_t again = std::max<int64_t>(chunks - stages * device.multiprocessors * 3 / 4, 0);
+  const int of_chunks = op == Op::kLogSoftmaxVjp ? kAgainOfChunksIfSummedAlone : kAgainOfChunks;
+  const bool ring =
+      scratch && clusters && stages >= kFewestStages && chunks <= kMostChunks && again * of_chunks <= chunks;
+  // However many rows there are, they are cut into the same chunks, or all of them are read twice.
+  const bool chunked = ring || !scratch || inputs == 2 || chunks <= std::min<int64_t>(kMostTeams, shared / chunk_bytes);
+  if (clusters && chunked && all_chunks <= device.multiprocessors && spread(1, kSmallCluster)) return plan;
+  if (spread(kMostTeams, 1)) return plan;
+  if (clusters && inputs == 2 && spread(kMostTeams, few && ring ? kSmallCluster : device.largest_cluster)) return plan;
+  if (ring) {
     plan.scratch = true;
-    // Rings that held no more than a row and a third would wait for one another.
-    plan.again = static_cast<int>(std::max<int64_t>(chunks - stages * device.multiprocessors * 3 / 4, 0));
+    plan.again = static_cast<int>(again);
     if (few && !plan.again) {
       plan.schedule = Schedule::kChunks;
       plan.threads = team_threads;
@@ -622,9 +657,8 @@ CudaPlan make_cuda_plan(const View& view, Op op, DType dtype, Alignment alignmen
     plan.schedule = Schedule::kPasses;
     plan.scratch = true;
     cut(&plan, packs, piece_packs(packs, inputs));
-    plan.blocks = 2 * plan.chunks;
+    plan.blocks = view.rows * plan.chunks;
     plan.lanes = plan.threads * plan.chunks;
-    plan.launch_rows = std::max<int64_t>(1, kPassBytes / (packs * kPackBytes * inputs));
     return plan;
   }
   plan.schedule = Schedule::kStream;

@@ -65,7 +65,7 @@ struct Device {
 };
 
 enum class Schedule {
-  kPacks,       // several rows in a pack of 16 bytes
+  kPacks,       // several rows in a pack of 16 bytes, or in two of them
   kSlab,        // unaligned rows side by side in shared memory, a row in the registers of up to 32 lanes
   kLanes,       // a row in the registers of up to 32 lanes of a warp
   kBlock,       // a row in the registers of a block
@@ -157,15 +157,14 @@ struct CudaPlan {
   int slab_rows;   // rows that a block handles together
   int slab_inner;  // neighbouring rows that are interleaved; 0 where rows are runs of memory
   bool slab_pad;   // whether interleaved rows lie a pack apart in shared memory from the next
-  int64_t blocks;  // blocks in the grid, in the passes schedule for a row, both times
-  int shared_bytes;     // dynamic shared memory of a block
-  int chunks;           // parts that a row is cut into
-  int64_t share;        // packs of each operand in such a part
-  int stages;           // of a ring
-  int again;            // chunks of a row that a ring does not hold, and reads twice
-  int64_t launch_rows;  // rows that a launch handles, in the passes schedule
-  Tile tile;            // of the tile schedule
-  bool scratch;         // whether blocks exchange the states of the parts through device memory
+  int64_t blocks;  // blocks in the grid, of the launch that reads first if several do
+  int shared_bytes;  // dynamic shared memory of a block
+  int chunks;        // parts that a row is cut into
+  int64_t share;     // packs of each operand in such a part
+  int stages;        // of a ring
+  int again;         // chunks of a row that a ring does not hold, and reads twice
+  Tile tile;         // of the tile schedule
+  bool scratch;      // whether blocks exchange the states of the parts through device memory
 };
 
 // How far the operands begin beyond a multiple of 16 bytes: not at all, all by the same, or differently.

@@ -18,13 +18,13 @@ _FORWARD = tuple(JVP)
 _LINEAR = tuple(dict.fromkeys([*JVP.values(), *VJP.values()]))
 
 _SCHEDULES = {
-    "packs": "several rows in 16 bytes, each in one thread",
+    "packs": "several rows in 16 or 32 bytes, each in one thread",
     "slab": "rows side by side in shared memory, each in the registers of a few lanes",
     "lanes": "a row in the registers of up to 32 lanes of a warp",
     "block": "a row in the registers of a block",
     "chunks": "a row in the shared memory of blocks, chunk by chunk; they exchange only its maximum and sum",
     "ring": "chunks of all rows pass through rings in shared memory; blocks exchange only maxima and sums",
-    "passes": "a row too long to hold: read twice in pieces, the second time from L2 where it fits",
+    "passes": "a row too long to hold: read twice, in pieces",
     "stream": "a row too long to hold: read twice by a block, the second time from L2 where it fits",
     "tile": "rows that are not one run of memory: neighbouring ones side by side in the shared memory of blocks",
     "tile_passes": "the same, of rows too long to hold: read twice in pieces",

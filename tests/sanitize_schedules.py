@@ -51,6 +51,8 @@ CASES = [
     ((60_000, 24), (0,)),
     ((2, 300, 1001), (1,)),
     ((70, 4, 2), (1,)),
+    ((51, 2, 4), (1,)),
+    ((51, 4, 4), (1,)),
     ((33, 15, 3), (1,)),
     ((9, 100, 5), (1,)),
     ((5, 1024, 3), (1,)),
@@ -71,6 +73,8 @@ CASES = [
 LONG_CASES = [
     ({"shared_memory_per_block": 99 << 10, "largest_cluster": 16}, (2, 5_000_000)),
     ({"shared_memory_per_block": 163 << 10, "largest_cluster": 16}, (2, 8_000_001)),
+    ({"shared_memory_per_block": 99 << 10, "largest_cluster": 16}, (1, 2_600_000)),
+    ({"shared_memory_per_block": 163 << 10, "largest_cluster": 16}, (1, 3_900_001)),
     ({"shared_memory_per_block": 64 << 10, "largest_cluster": 1}, (2, 3_000_001)),
 ]
 

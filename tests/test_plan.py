@@ -82,6 +82,10 @@ def test_view_keeps_dimensions_apart_that_the_mask_tells_apart():
         (32776, "bfloat16", "ring", "whole", 5),
         (1 << 20, "bfloat16", "ring", "whole", 128),
         (1 << 24, "bfloat16", "ring", "whole", 2048),
+        (12008, "bfloat16", "chunks", "whole", 2),
+        (8192, "float32", "block", "none", 0),
+        (7000, "float32", "block", "whole", 0),
+        (1 << 24, "float32", "passes", "parts", 512),
         (1 << 27, "bfloat16", "passes", "parts", 512),
     ],
 )
@@ -97,6 +101,37 @@ def test_row_schedules(columns, dtype, schedule, edges, chunks):
 def test_row_schedules_of_two_operands(rows, columns, schedule, cluster):
     chosen = plan((rows, columns), (1,), "softmax_linear", "bfloat16")
     assert (chosen["schedule"], chosen["cluster"]) == (schedule, cluster)
+
+
+def test_rings_read_fewer_chunks_twice_where_a_sum_reads_one_operand():
+    for op, longest in (("softmax_linear", 1 / 2), ("log_softmax_vjp", 1 / 8)):
+        seen = set()
+        for columns in range(1 << 22, 1 << 24, 1 << 18):
+            chosen = plan((16, columns), (1,), op, "bfloat16")
+            seen.add(chosen["schedule"])
+            if chosen["schedule"] == "ring":
+                assert chosen["again"] <= longest * chosen["chunks"]
+        assert seen == {"ring", "passes"}
+
+
+@pytest.mark.parametrize(
+    "op,dtype,columns,blocks",
+    [
+        ("softmax", "float32", 8192, 2),
+        ("softmax", "bfloat16", 10240, 4),
+        ("softmax_linear", "bfloat16", 8192, 2),
+        ("softmax", "bfloat16", 8192, None),
+        ("softmax", "float64", 8192, None),
+    ],
+)
+def test_few_blocks_of_many_packs_at_once(op, dtype, columns, blocks):
+    """By the shared memory that they ask for, of 228 KB a multiprocessor less 1 KB a block."""
+    chosen = plan((1000, columns), (1,), op, dtype)
+    assert chosen["schedule"] == "block"
+    if blocks is None:
+        assert chosen["shared_bytes"] == 0
+    else:
+        assert 228 * 1024 // (chosen["shared_bytes"] + 1024) == blocks
 
 
 @pytest.mark.parametrize("device", [H200, T4, A100, RTX5090])
@@ -120,7 +155,7 @@ def test_row_schedules_fit_the_device(device, op, dtype, scratch):
                     assert chosen["lanes"] * chosen["packs"] >= packs
                 elif schedule == "slab":
                     assert chosen["lanes"] * chosen["packs"] >= columns
-                    assert chosen["slab_rows"] * columns % per_pack == 0
+                    assert chosen["slab_rows"] * columns % (2 * per_pack) == 0  # whole sectors
                 elif schedule in ("chunks", "ring"):
                     assert chosen["chunks"] * chosen["share"] >= packs
                     held = 16 * chosen["share"] * operands
@@ -178,12 +213,13 @@ def test_scratch_holds_the_states_of_a_tile_of_pieces(dtype, op, device):
             assert needed <= _kernels.scratch_bytes(list(shape), list(axes), op, dtype) <= 4 * needed + 2**20
 
 
-@pytest.mark.parametrize("op", ["softmax", "softmax_linear"])
-@pytest.mark.parametrize("columns", [3, 64, 1999, 8192, 30000, 50257, 151936, 1 << 20, 1 << 24])
+@pytest.mark.parametrize("op", ["softmax", "softmax_linear", "log_softmax_vjp"])
+@pytest.mark.parametrize("columns", [3, 64, 1999, 8192, 30000, 41325, 50257, 60001, 151936, 1 << 20, 1 << 24])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_what_is_added_up_does_not_depend_on_the_number_of_rows(columns, op, dtype):
+@pytest.mark.parametrize("device", [H200, T4, A100, RTX5090], ids=["H200", "T4", "A100", "RTX5090"])
+def test_what_is_added_up_does_not_depend_on_the_number_of_rows(device, columns, op, dtype):
     """Which threads have which elements of a row; blocks may exchange what they have by other ways."""
-    plans = [plan((rows, columns), (1,), op, dtype) for rows in (1, 2, 8, 50, 1000, 10**6)]
+    plans = [plan((rows, columns), (1,), op, dtype, device=device) for rows in (1, 2, 8, 50, 1000, 10**6)]
     cut = ("chunks", "ring")
     for other in plans[1:]:
         keys = ["edges", "packs", "chunks", "share"]
@@ -227,6 +263,13 @@ def test_positions_in_a_segment_are_counted_in_32_bits():
 
 def test_no_axes():
     assert plan((64, 1024, 256), ())["columns"] == 1
+
+
+def test_interleaved_rows_fit_the_smallest_device():
+    for inner in (3, 5, 7, 9, 11, 13, 15):
+        for columns in range(2, 513, 17):
+            chosen = plan((1000, columns, inner), (1,), "softmax_linear", "bfloat16", device=T4)
+            assert chosen["shared_bytes"] <= T4["shared_memory_per_block"]
 
 
 @given(st.data())

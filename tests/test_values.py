@@ -177,9 +177,10 @@ def test_nonfinite(dtype, columns):
     check_all(np.ascontiguousarray(x.T), axis=0)
 
 
+@pytest.mark.parametrize("columns", [1, 2, 101])
 @pytest.mark.parametrize("dtype", ["float16", "float64"])
-def test_nonfinite_of_other_dtypes(dtype):
-    check_all(support.nonfinite_rows(101, dtype))
+def test_nonfinite_of_other_dtypes(dtype, columns):
+    check_all(support.nonfinite_rows(columns, dtype))
 
 
 @pytest.mark.parametrize("columns", [5, 33, 1000, 5003])

@@ -88,6 +88,20 @@ __device__ __forceinline__ State<typename M::Value> combine_parts(State<typename
   return {pivot, state.sum};
 }
 
+// The state of the entries begin, begin + step, ... below end, some of which are read together.
+template <class Op, class M, class Entry>
+__device__ __forceinline__ State<typename M::Value> combine_entries(int begin, int end, int step, Entry entry) {
+  constexpr int kTogether = 4;
+  auto state = identity<Op, M>();
+  for (int i = begin; i < end; i += kTogether * step) {
+    State<typename M::Value> part[kTogether];
+#pragma unroll
+    for (int u = 0; u < kTogether; ++u) part[u] = i + u * step < end ? entry(i + u * step) : identity<Op, M>();
+    state = combine_parts<Op, M>(state, part);
+  }
+  return state;
+}
+
 // Reads the states of kGroups groups of 32 n chunks, n of a group a lane, until they are all published, and adds them
 // to the lane's. All lanes go the same way: those without a chunk read the last one's.
 template <class Op, class M, int n, int kGroups, class Words>

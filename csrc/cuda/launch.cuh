@@ -67,7 +67,7 @@ cudaError_t enqueue(void (*kernel)(Args...), const CudaPlan& plan, cudaStream_t 
 
 // lanes * 10 + packs; plan.cc chooses among the same.
 using LanesAndPacks =
-    std::integer_sequence<int, 11, 21, 41, 42, 43, 81, 82, 83, 161, 162, 163, 321, 322, 323, 324, 325, 326, 328>;
+    std::integer_sequence<int, 11, 21, 41, 42, 43, 82, 83, 162, 163, 165, 322, 323, 324, 325, 326, 328>;
 
 // Kernels are picked from the plan's run-time numbers by trying each number that is compiled in; cudaErrorInvalidValue
 // means that the plan asks for one that is not.
@@ -136,42 +136,55 @@ cudaError_t enqueue_chunks(const CudaPlan& plan, const RowArgs<A>& rows, uint64_
   return go(std::integral_constant<Edges, Edges::kParts>());
 }
 
-// Each launch reads some rows for the second time and the next ones for the first.
+// Puts the states of rows' pieces together.
 template <class A>
-cudaError_t enqueue_passes(CudaPlan plan, const RowArgs<A>& rows, uint64_t* words, cudaStream_t stream) {
-  cudaError_t status = cudaSuccess;
-  for (int64_t row = 0; row < rows.rows + plan.launch_rows && status == cudaSuccess; row += plan.launch_rows) {
-    PassArgs<A> args{rows, words, plan.chunks, plan.share};
-    args.sum_begin = std::min(row, rows.rows);
-    args.sum_end = std::min(row + plan.launch_rows, rows.rows);
-    args.finish_begin = std::max<int64_t>(row - plan.launch_rows, 0);
-    args.finish_end = args.sum_begin;
-    plan.blocks = plan.chunks * (args.sum_end - args.sum_begin + args.finish_end - args.finish_begin);
-    status = enqueue(pass<A>, plan, stream, row ? Mode::kOverlapping : Mode::kPlain, args);
-  }
+cudaError_t enqueue_combine(State<typename A::C>* states, int pieces, int columns, int64_t rows, cudaStream_t stream) {
+  CudaPlan plan{};
+  plan.cluster = 1;
+  plan.threads = kPassThreads;
+  plan.blocks = (rows + kPassThreads / 32 - 1) / (kPassThreads / 32);
+  return enqueue(combine_pieces<typename A::Op, typename A::M>, plan, stream, Mode::kOverlapping, states, pieces,
+                 columns, rows);
+}
+
+template <class A>
+cudaError_t enqueue_passes(CudaPlan plan, const RowArgs<A>& rows, void* scratch, cudaStream_t stream) {
+  auto* const states = static_cast<State<typename A::C>*>(scratch);
+  // Wherever a row begins in a pack.
+  const int64_t packs = (rows.columns + 2 * (A::kWidth - 1)) / A::kWidth;
+  const int64_t part = kPassThreads * kFinishPacks, parts = (packs + part - 1) / part;
+  const PassArgs<A> args{rows, states, plan.chunks, plan.share, Divisor(parts)};
+  cudaError_t status = enqueue(sum_pieces<A>, plan, stream, args);
+  if (status == cudaSuccess) status = enqueue_combine<A>(states, plan.chunks, 1, rows.rows, stream);
+  plan.blocks = rows.rows * parts;
+  if (status == cudaSuccess) status = enqueue(finish_parts<A>, plan, stream, Mode::kOverlapping, args);
   return status;
 }
 
 template <class A>
 cudaError_t enqueue_packs(const CudaPlan& plan, const RowArgs<A>& args, cudaStream_t stream) {
+  cudaError_t status = cudaErrorInvalidValue;
+  const auto try_shape = [&](auto columns, auto inner) {
+    constexpr int kColumns = decltype(columns)::value, kInner = decltype(inner)::value;
+    constexpr int kElements = kColumns * kInner;
+    if constexpr (kElements < A::kWidth || (kInner > 1 && kElements <= 2 * A::kWidth)) {
+      if (args.columns == kColumns && std::max(plan.slab_inner, 1) == kInner) {
+        status = enqueue(rows_in_packs<A, kColumns, kInner>, plan, stream, args);
+      }
+    }
+  };
   if constexpr (!A::kMasked) {
-    if constexpr (A::kWidth > 2) {
-      if (args.columns == 2 && plan.slab_inner == 2) return enqueue(rows_in_packs<A, 2, 2>, plan, stream, args);
-    }
-    if constexpr (A::kWidth > 4) {
-      if (args.columns == 4 && plan.slab_inner == 2) return enqueue(rows_in_packs<A, 4, 2>, plan, stream, args);
-      if (args.columns == 2 && plan.slab_inner == 4) return enqueue(rows_in_packs<A, 2, 4>, plan, stream, args);
-    }
-    if (plan.slab_inner > 1) return cudaErrorInvalidValue;
-    if (args.columns == 1) return enqueue(rows_in_packs<A, 1>, plan, stream, args);
-    if constexpr (A::kWidth > 2) {
-      if (args.columns == 2) return enqueue(rows_in_packs<A, 2>, plan, stream, args);
-    }
-    if constexpr (A::kWidth > 4) {
-      if (args.columns == 4) return enqueue(rows_in_packs<A, 4>, plan, stream, args);
-    }
+    const auto choose = [&](auto columns, auto... inner) { (try_shape(columns, inner), ...); };
+    constexpr std::integral_constant<int, 1> one;
+    constexpr std::integral_constant<int, 2> two;
+    constexpr std::integral_constant<int, 4> four;
+    constexpr std::integral_constant<int, 8> eight;
+    choose(one, one);
+    choose(two, one, two, four, eight);
+    choose(four, one, two, four);
+    choose(eight, two);
   }
-  return cudaErrorInvalidValue;
+  return status;
 }
 
 template <int lanes, int held, bool interleaved = false>
@@ -188,9 +201,11 @@ cudaError_t enqueue_slab(const CudaPlan& plan, const RowArgs<A>& args, cudaStrea
   cudaError_t status = cudaErrorInvalidValue;
   const auto try_shape = [&](auto shape) {
     using Shape = decltype(shape);
-    if (plan.lanes != Shape::kLanes || plan.packs != Shape::kHeld || (plan.slab_inner > 0) != Shape::kInterleaved)
-      return;
-    status = enqueue(rows_in_slab<A, Shape::kLanes, Shape::kHeld, Shape::kInterleaved>, plan, stream, args, slab);
+    if constexpr (Shape::kHeld < 31 || sizeof(typename A::T) < 8) {
+      if (plan.lanes != Shape::kLanes || plan.packs != Shape::kHeld || (plan.slab_inner > 0) != Shape::kInterleaved)
+        return;
+      status = enqueue(rows_in_slab<A, Shape::kLanes, Shape::kHeld, Shape::kInterleaved>, plan, stream, args, slab);
+    }
   };
   const auto choose = [&](auto... shapes) { (try_shape(shapes), ...); };
   choose(SlabShape<1, 3>(), SlabShape<1, 7>(), SlabShape<1, 15>(), SlabShape<1, 23>(), SlabShape<1, 31>(),
@@ -206,19 +221,16 @@ template <class A, bool kSeparate, Lines kLines>
 cudaError_t enqueue_tile_passes(CudaPlan plan, const TileArgs<A>& tile, void* scratch, cudaStream_t stream) {
   using States = State<typename A::C>;
   States* const states = static_cast<States*>(scratch);
-  plan.blocks /= 2;
-  TilePassArgs<A> args{tile, states, Divisor(plan.tile.tiles), false};
+  TilePassArgs<A> args{tile, states, plan.tile.cluster, Divisor(plan.tile.tiles), false};
   cudaError_t status = enqueue(tile_pass<A, kSeparate, kLines>, plan, stream, args);
   if (status != cudaSuccess) return status;
-  CudaPlan between{};
-  between.cluster = 1;
-  between.threads = kTilePassThreads;
-  const int64_t rows = plan.tile.tiles * plan.tile.columns;
-  between.blocks = (rows + kTilePassThreads / 32 - 1) / (kTilePassThreads / 32);
-  status = enqueue(combine_pieces<typename A::Op, typename A::M>, between, stream, Mode::kOverlapping, states,
-                   plan.tile.cluster, plan.tile.columns, rows);
+  status =
+      enqueue_combine<A>(states, plan.tile.cluster, plan.tile.columns, plan.tile.tiles * plan.tile.columns, stream);
   if (status != cudaSuccess) return status;
+  // What is finished by a block is what a stage has room for: the nearer together, the faster.
   args.finish = true;
+  args.tile.tile.block_lines = plan.tile.groups * (kTilePassPacks / A::kInputs);
+  plan.blocks = plan.tile.tiles * ((plan.tile.all_lines - 1) / args.tile.tile.block_lines + 1);
   return enqueue(tile_pass<A, kSeparate, kLines>, plan, stream, Mode::kOverlapping, args);
 }
 
@@ -244,6 +256,7 @@ cudaError_t enqueue_tile(const CudaPlan& plan, const A& access, void* scratch, c
                          Stride(tile.lines, tile.groups),
                          Divisor(tile.cluster),
                          Divisor(tile.packs),
+                         Divisor(tile.groups),
                          Divisor(tile.unit),
                          Divisor(tile.segment_packs),
                          Divisor(tile.segment_tiles),

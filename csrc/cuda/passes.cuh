@@ -6,12 +6,15 @@
 
 namespace jax_softmax::cuda {
 
+// Packs of each operand that a thread finishes, if a block finishes part of a row.
+inline constexpr int kFinishPacks = 2;
+
 // The packs [begin, end) of a row, counted from the one that the row begins in, as a block goes over them.
 template <class A>
 struct Stretch {
   using T = typename A::T;
   static constexpr int kWidth = A::kWidth;
-  static constexpr int kUnroll = 8 / A::kInputs;
+  static constexpr int kSumUnroll = 8 / (A::kInputs - A::Op::kFirstSummed);
 
   const RowArgs<A>& args;
   const Offset offset;  // of the row
@@ -26,10 +29,10 @@ struct Stretch {
         begin(begin),
         end(min(begin + share, (shift + args.columns + kWidth - 1) / kWidth)) {}
 
-  // Calls use(packs, j, kept bits) for each of the thread's packs, the loads of kUnroll of them in flight together;
-  // where `inner`, for packs alone that lie wholly inside the row, and all together: use(packs, j of the first of them,
-  // end).
-  template <bool inner, class Use>
+  // Calls use(packs, j, kept bits) for each of the thread's packs of the operands from kFirst on, the loads of kUnroll
+  // of them in flight together; where `inner`, for packs alone that lie wholly inside the row, and all together:
+  // use(packs, j of the first of them, end).
+  template <bool inner, int kFirst, int kUnroll, class Use>
   __device__ __forceinline__ void for_packs(int64_t from, int64_t to, Use use) const {
     const A& access = args.access;
     for (int64_t turn = from + threadIdx.x; turn < to; turn += static_cast<int64_t>(kUnroll) * kPassThreads) {
@@ -41,7 +44,7 @@ struct Stretch {
 #pragma unroll
         for (int k = 0; k < A::kInputs; ++k) {
           raw[u][k] = A::pad_pack(k);
-          if (j < to && (inner || access.whole_in_memory(offset, j * kWidth - shift))) {
+          if (k >= kFirst && j < to && (inner || access.whole_in_memory(offset, j * kWidth - shift))) {
             raw[u][k] = load_pack(access.in[k] + origin + u * kPassThreads * kWidth);
           }
         }
@@ -57,7 +60,7 @@ struct Stretch {
           const unsigned kept = access.kept_bits(offset, args.mask_stride, first, args.columns);
           if (kept != kAllBits<T>) {
 #pragma unroll
-            for (int k = 0; k < A::kInputs; ++k) {
+            for (int k = kFirst; k < A::kInputs; ++k) {
               if (!access.whole_in_memory(offset, first)) raw[u][k] = access.load_parts(k, offset, first);
               raw[u][k] = select_elements<T>(kept, raw[u][k], A::pad_pack(k));
             }
@@ -81,39 +84,42 @@ struct Stretch {
     using Op = typename A::Op;
     using M = typename A::M;
     using C = typename A::C;
+    constexpr int kFirst = Op::kFirstSummed;
     State<C> state = identity<Op, M>();
-    for_packs<true>(whole_begin(), whole_end(), [&](const Pack(&raw)[kUnroll][A::kInputs], int64_t, int64_t) {
+    const auto many = [&](const Pack(&raw)[kSumUnroll][A::kInputs], int64_t, int64_t) {
       if constexpr (Op::kHasPivot) {
         Pack largest = raw[0][0];
 #pragma unroll
-        for (int u = 1; u < kUnroll; ++u) largest = Elements<T>::max(largest, raw[u][0]);
+        for (int u = 1; u < kSumUnroll; ++u) largest = Elements<T>::max(largest, raw[u][0]);
         const C pivot = M::max(state.pivot, A::max_element(largest));
         state.sum *= Relative<M>(pivot).rescale(state.pivot);
         state.pivot = pivot;
       }
       const Relative<M> relative(state.pivot);
 #pragma unroll
-      for (int u = 0; u < kUnroll; ++u) state.sum += A::sum_of_terms(relative, raw[u]);
-    });
+      for (int u = 0; u < kSumUnroll; ++u) state.sum += A::sum_of_terms(relative, raw[u]);
+    };
     const auto one = [&](const Pack(&raw)[A::kInputs], int64_t, unsigned) {
       typename A::Values values;
       A::widen(values, raw);
       accumulate<Op, M>(state, values);
     };
-    for_packs<false>(begin, min(end, whole_begin()), one);
-    for_packs<false>(whole_end(), end, one);
+    for_packs<true, kFirst, kSumUnroll>(whole_begin(), whole_end(), many);
+    for_packs<false, kFirst, kSumUnroll>(begin, min(end, whole_begin()), one);
+    for_packs<false, kFirst, kSumUnroll>(whole_end(), end, one);
     return BlockGroup<Op, M>().combine_warps(combine_over_lanes<Op, M, 32>(state));
   }
 
+  template <int kUnroll>
   __device__ __forceinline__ void finish(const typename A::Op::Row& row) const {
     const A& access = args.access;
-    for_packs<true>(whole_begin(), whole_end(), [&](const Pack(&raw)[kUnroll][A::kInputs], int64_t j, int64_t to) {
+    const auto many = [&](const Pack(&raw)[kUnroll][A::kInputs], int64_t j, int64_t to) {
       T* const out = access.out + offset.element + j * kWidth - shift;
 #pragma unroll
       for (int u = 0; u < kUnroll; ++u) {
         if (j + u * kPassThreads < to) store_pack(out + u * kPassThreads * kWidth, A::finish(row, raw[u]));
       }
-    });
+    };
     const auto one = [&](const Pack(&raw)[A::kInputs], int64_t j, unsigned kept) {
       const int64_t first = j * kWidth - shift;
       if (first >= 0 && first + kWidth <= args.columns) {
@@ -122,50 +128,55 @@ struct Stretch {
         access.store_parts(A::finish(row, raw), offset, first, args.columns, kept);
       }
     };
-    for_packs<false>(begin, min(end, whole_begin()), one);
-    for_packs<false>(whole_end(), end, one);
+    for_packs<true, 0, kUnroll>(whole_begin(), whole_end(), many);
+    for_packs<false, 0, kUnroll>(begin, min(end, whole_begin()), one);
+    for_packs<false, 0, kUnroll>(whole_end(), end, one);
   }
 };
 
+// A launch sums the pieces of rows, another puts their states together, and the last one finishes them.
 template <class A>
 struct PassArgs {
   RowArgs<A> rows;
-  uint64_t* words;                   // for each piece of each row
-  int pieces;                        // of a row
-  int64_t share;                     // 16-byte packs of each operand in a piece
-  int64_t sum_begin, sum_end;        // the rows that are read for the first time
-  int64_t finish_begin, finish_end;  // and those read for the second time, of an earlier launch
+  State<typename A::C>* states;  // by row and piece
+  int pieces;                    // of a row
+  int64_t share;                 // 16-byte packs of each operand in a piece
+  Divisor parts;                 // of a row that is finished, a block each
 };
 
-// A block to a piece of a row: its state or, once all states are there, its results. Those come first, and begin with
-// what was read last and may still be in the last cache.
 template <class A>
 __global__ void __launch_bounds__(kPassThreads, sizeof(typename A::C) == 8 ? 1 : 3)
-    pass(const __grid_constant__ PassArgs<A> args) {
-  using Op = typename A::Op;
-  using M = typename A::M;
-  using C = typename A::C;
-  __shared__ State<C> shared;
+    sum_pieces(const __grid_constant__ PassArgs<A> args) {
+  const int64_t row = blockIdx.x / args.pieces;
+  const int piece = static_cast<int>(blockIdx.x - row * args.pieces);
+  const auto state = Stretch<A>(args.rows, row, piece * args.share, args.share).state();
+  let_next_kernel_start();
+  if (threadIdx.x == 0) args.states[blockIdx.x] = state;
+}
+
+// The states of a row's pieces become one, in the place of the first: a warp to a row.
+template <class Op, class M>
+__global__ void __launch_bounds__(kPassThreads)
+    combine_pieces(State<typename M::Value>* states, int pieces, int columns, int64_t rows) {
   wait_for_previous_kernel();
   let_next_kernel_start();
-  const int64_t finishing = (args.finish_end - args.finish_begin) * args.pieces;
-  const bool finish = blockIdx.x < finishing;
-  const int64_t index = finish ? finishing - 1 - blockIdx.x : blockIdx.x - finishing;
-  const int64_t row = (finish ? args.finish_begin : args.sum_begin) + index / args.pieces;
-  const int piece = static_cast<int>(index % args.pieces);
-  const WordsInMemory<C> words{args.words + row * args.pieces * kStateWords<C>};
-  const Stretch<A> stretch(args.rows, row, piece * args.share, args.share);
-  if (!finish) {
-    const State<C> state = stretch.state();
-    if (threadIdx.x == 0) words.publish(piece, state);
-    return;
-  }
-  if (threadIdx.x < 32) {
-    const State<C> state = await_row<Op, M, 4>(words, args.pieces);
-    if (threadIdx.x == 0) shared = state;
-  }
-  __syncthreads();
-  stretch.finish(Op::row(shared));
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * (kPassThreads / 32) + threadIdx.x / 32;
+  if (row >= rows) return;
+  State<typename M::Value>* const of_row = states + row / columns * pieces * columns + row % columns;
+  const auto state = combine_over_lanes<Op, M, 32>(combine_entries<Op, M>(
+      threadIdx.x % 32, pieces, 32, [&](int piece) { return of_row[static_cast<int64_t>(piece) * columns]; }));
+  if (threadIdx.x % 32 == 0) *of_row = state;
+}
+
+// What was read last, and may still be in the last cache, is finished first. Each block has little to do: memory is
+// faster the nearer to one another are the places that it is asked for.
+template <class A>
+__global__ void __launch_bounds__(kPassThreads) finish_parts(const __grid_constant__ PassArgs<A> args) {
+  wait_for_previous_kernel();
+  const unsigned index = gridDim.x - 1 - blockIdx.x, row = args.parts.divide(index);
+  constexpr int64_t kPacks = kFinishPacks * kPassThreads;
+  const Stretch<A> part(args.rows, row, (index - row * args.parts.divisor) * kPacks, kPacks);
+  part.template finish<kFinishPacks>(A::Op::row(args.states[static_cast<int64_t>(row) * args.pieces]));
 }
 
 // A row read twice by a block, where there is no memory for an exchange.
@@ -173,7 +184,7 @@ template <class A>
 __global__ void __launch_bounds__(kPassThreads) rows_read_twice(const __grid_constant__ RowArgs<A> args) {
   const Stretch<A> row(args, blockIdx.x, 0, args.columns);
   const auto finished = A::Op::row(row.state());
-  row.finish(finished);
+  row.template finish<8 / A::kInputs>(finished);
 }
 
 }  // namespace jax_softmax::cuda

@@ -142,10 +142,12 @@ __global__ void __launch_bounds__(ring_threads(A::kInputs, kEdges) + 32, 1)
         const Work work = work_on(item, turn.stage);
         work.copy_beyond([](int) { return true; });
         const int from = work.copy_begin(), bytes = max(work.copy_end() - from, 0) * kPackBytes;
-        arrive_and_expect(&full[turn.stage], bytes * A::kInputs);
+        const int first = Op::kFirstSummed > 0 && summed_alone(item) ? Op::kFirstSummed : 0;
+        arrive_and_expect(&full[turn.stage], bytes * (A::kInputs - first));
         if (bytes > 0) {
 #pragma unroll
           for (int k = 0; k < A::kInputs; ++k) {
+            if (k < first) continue;
             copy_bulk(work.at(k, from), args.rows.access.in[k] + work.row.element + work.first + from * A::kWidth,
                       bytes, &full[turn.stage]);
           }

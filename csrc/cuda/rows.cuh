@@ -175,36 +175,50 @@ __global__ void __launch_bounds__(kPacks == 8 && sizeof(typename A::T) == 8 ? 51
   row_in_registers<A, kPacks, kEdges>(args, blockIdx.x, BlockGroup<typename A::Op, typename A::M>());
 }
 
-// Rows of so few columns that a pack holds several, each of them in one thread, two packs a thread. kInner neighbouring
-// rows are interleaved.
+// Rows of so few columns that a pack holds several, or two packs do of which kInner neighbouring ones are interleaved.
+// A thread has two packs.
 template <class A, int kColumns, int kInner = 1>
 __global__ void __launch_bounds__(kPacksThreads) rows_in_packs(const __grid_constant__ RowArgs<A> args) {
   using Op = typename A::Op;
   using M = typename A::M;
   using C = typename A::C;
+  using T = typename A::T;
   constexpr int kWidth = A::kWidth;
-  constexpr int kUnroll = 2;
+  constexpr int kTogether = kColumns * kInner > kWidth ? 2 : 1, kTurns = 2 / kTogether;  // packs
+  constexpr int kElements = kTogether * kWidth;
   const A& access = args.access;
   const Offset origin{0, 0};
-  const int64_t first = (static_cast<int64_t>(blockIdx.x) * kUnroll * kPacksThreads + threadIdx.x) * kWidth;
-  Pack raw[kUnroll][A::kInputs];
+  const int64_t first = (static_cast<int64_t>(blockIdx.x) * kTurns * kPacksThreads + threadIdx.x) * kElements;
+  const auto begin_of = [&](int turn, int pack) { return first + turn * kPacksThreads * kElements + pack * kWidth; };
+  Pack raw[kTurns][kTogether][A::kInputs];
 #pragma unroll
-  for (int u = 0; u < kUnroll; ++u) {
-    const int64_t begin = first + u * kPacksThreads * kWidth;
+  for (int u = 0; u < kTurns; ++u) {
 #pragma unroll
-    for (int k = 0; k < A::kInputs; ++k) {
-      raw[u][k] =
-          access.whole_in_memory(origin, begin) ? load_pack(access.in[k] + begin) : access.load_parts(k, origin, begin);
+    for (int p = 0; p < kTogether; ++p) {
+      const int64_t begin = begin_of(u, p);
+#pragma unroll
+      for (int k = 0; k < A::kInputs; ++k) {
+        raw[u][p][k] = access.whole_in_memory(origin, begin) ? load_pack(access.in[k] + begin)
+                                                             : access.load_parts(k, origin, begin);
+      }
     }
   }
 #pragma unroll
-  for (int u = 0; u < kUnroll; ++u) {
-    const int64_t begin = first + u * kPacksThreads * kWidth;
-    typename A::Values values;
-    A::widen(values, raw[u]);
-    C result[kWidth];
+  for (int u = 0; u < kTurns; ++u) {
+    C values[kElements][A::kInputs];
 #pragma unroll
-    for (int r = 0; r < kWidth / kColumns; ++r) {
+    for (int p = 0; p < kTogether; ++p) {
+      typename A::Values of_pack;
+      A::widen(of_pack, raw[u][p]);
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) {
+#pragma unroll
+        for (int k = 0; k < A::kInputs; ++k) values[p * kWidth + i][k] = of_pack[i][k];
+      }
+    }
+    C result[kTogether][kWidth];
+#pragma unroll
+    for (int r = 0; r < kElements / kColumns; ++r) {
       const int begin = r / kInner * kInner * kColumns + r % kInner;
       C row[kColumns][A::kInputs];
 #pragma unroll
@@ -212,17 +226,28 @@ __global__ void __launch_bounds__(kPacksThreads) rows_in_packs(const __grid_cons
 #pragma unroll
         for (int k = 0; k < A::kInputs; ++k) row[i][k] = values[begin + i * kInner][k];
       }
-      State<C> state = identity<Op, M>();
-      accumulate<Op, M>(state, row);
-      const auto finished = Op::row(state);
+      if constexpr (kColumns == 1 && Op::kHasPivot) {
+        result[0][begin] = Op::alone(row[0][0]);
+      } else {
+        State<C> state = identity<Op, M>();
+        accumulate<Op, M>(state, row);
+        const auto finished = Op::row(state);
 #pragma unroll
-      for (int i = 0; i < kColumns; ++i) result[begin + i * kInner] = Op::finish(finished, row[i]);
+        for (int i = 0; i < kColumns; ++i) {
+          const int at = begin + i * kInner;
+          result[at / kWidth][at % kWidth] = Op::finish(finished, row[i]);
+        }
+      }
     }
-    if (access.whole_in_memory(origin, begin)) {
-      store_pack(access.out + begin, Elements<typename A::T>::narrow(result));
-    } else {
-      store_elements(access.out + begin, Elements<typename A::T>::narrow(result),
-                     A::bits_within(begin, access.elements));
+#pragma unroll
+    for (int p = 0; p < kTogether; ++p) {
+      const int64_t begin = begin_of(u, p);
+      const Pack pack = Elements<T>::narrow(result[p]);
+      if (access.whole_in_memory(origin, begin)) {
+        store_pack(access.out + begin, pack);
+      } else {
+        store_elements(access.out + begin, pack, A::bits_within(begin, access.elements));
+      }
     }
   }
 }

@@ -63,26 +63,12 @@ struct TileArgs {
   Strided kept;
   Strided lines;
   Stride next;
-  Divisor cluster, packs, unit, segment_packs, segment_tiles, inner, of_column;
+  Divisor cluster, packs, groups, unit, segment_packs, segment_tiles, inner, of_column;
   int team_shift, shuffled_shift, of_column_shift;  // powers of 2, the last one in runs of single elements' rows
 };
 
 // How a tile's lines lie in segments, see plan.h: some packs of several segments, a part of a segment, or runs.
 enum class Lines { kSpanning, kPart, kRuns };
-
-// The state of the entries begin, begin + step, ... below end, some of which are read together.
-template <class Op, class M, class Entry>
-__device__ __forceinline__ State<typename M::Value> combine_entries(int begin, int end, int step, Entry entry) {
-  constexpr int kTogether = 4;
-  auto state = identity<Op, M>();
-  for (int i = begin; i < end; i += kTogether * step) {
-    State<typename M::Value> part[kTogether];
-#pragma unroll
-    for (int u = 0; u < kTogether; ++u) part[u] = i + u * step < end ? entry(i + u * step) : identity<Op, M>();
-    state = combine_parts<Op, M>(state, part);
-  }
-  return state;
-}
 
 // Where a thread's packs of a tile lie.
 template <class A, bool kSeparate, Lines kLines>
@@ -160,7 +146,7 @@ struct TilePart {
                        : A::bits_within(first, min(static_cast<int64_t>(tile.width), tile.segment - start));
     }
     const int end = min((rank + 1) * tile.block_lines, tile.all_lines);
-    lines = active && first_line < end ? (end - first_line - 1) / tile.groups + 1 : 0;
+    lines = active && first_line < end ? args.groups.divide(end - first_line - 1) + 1 : 0;
     top = line(first_line);
     readable = storable = true;
     if constexpr (!kWhole) {
@@ -277,14 +263,14 @@ struct TilePart {
     return kept;
   }
 
-  // Copies the thread's pack of a line, of operand k to held(k). Where it is not simple, `mend` is to be called when
-  // the copies have arrived.
-  template <bool kSimple, class Held>
+  // Copies the thread's pack of a line, of operand k to held(k), from the operand kFirst on. Where it is not simple,
+  // `mend` is to be called when the copies have arrived.
+  template <bool kSimple, int kFirst = 0, class Held>
   __device__ __forceinline__ void copy(const Line& line, Held held) const {
     const auto at = place_in(line);
     const bool whole = kSimple || args.access.whole_in_memory({at.begin, 0}, 0);
 #pragma unroll
-    for (int k = 0; k < A::kInputs; ++k) {
+    for (int k = kFirst; k < A::kInputs; ++k) {
       if (whole) {
         copy_pack(held(k), args.access.in[k] + at.begin);
       } else {
@@ -297,14 +283,14 @@ struct TilePart {
   // Whether there is something to be mended: what other rows have of a pack does not matter if they are told apart.
   __device__ __forceinline__ bool mends() const { return A::kMasked || !storable; }
   // Puts pads in the place of what is masked or beyond a run.
-  template <class Held>
+  template <int kFirst = 0, class Held>
   __device__ __forceinline__ void mend(const Line& line, Held held) const {
     const auto at = place_in(line);
     if (!A::kMasked && at.whole) return;
     const unsigned kept = kept_bits(line, at);
     if (kept == kAllBits<T>) return;
 #pragma unroll
-    for (int k = 0; k < A::kInputs; ++k) *held(k) = select_elements<T>(kept, *held(k), A::pad_pack(k));
+    for (int k = kFirst; k < A::kInputs; ++k) *held(k) = select_elements<T>(kept, *held(k), A::pad_pack(k));
   }
 
   template <bool kSimple>

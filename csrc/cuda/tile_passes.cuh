@@ -1,6 +1,7 @@
 // The schedule for tiles whose rows are too long for the chip's shared memory: read twice, in pieces.
 #pragma once
 
+#include "cuda/passes.cuh"
 #include "cuda/tile.cuh"
 
 namespace jax_softmax::cuda {
@@ -8,31 +9,23 @@ namespace jax_softmax::cuda {
 // An int that the compiler knows.
 template <int n>
 struct Constant {
+  static constexpr int value = n;
   __device__ constexpr operator int() const { return n; }
 };
+
+// How far the largest element may be beyond the pivot that terms are taken relative to, but for what becomes of their
+// sum in the type of the elements: 8 more at the most, for numbers that are themselves so far apart.
+inline constexpr int kTilePassLag = 8;
 
 // A launch sums the pieces of tiles, another puts their states together, and the last one finishes them.
 template <class A>
 struct TilePassArgs {
   TileArgs<A> tile;
   State<typename A::C>* states;  // by tile, piece and column
+  int pieces;                    // of a tile, that are summed; those that are finished are smaller
   Divisor tiles;
   bool finish;
 };
-
-// The states of a row's pieces become one, in the place of the first: a warp to a row.
-template <class Op, class M>
-__global__ void __launch_bounds__(kTilePassThreads)
-    combine_pieces(State<typename M::Value>* states, int pieces, int columns, int64_t rows) {
-  wait_for_previous_kernel();
-  let_next_kernel_start();
-  const int64_t row = static_cast<int64_t>(blockIdx.x) * (kTilePassThreads / 32) + threadIdx.x / 32;
-  if (row >= rows) return;
-  State<typename M::Value>* const of_row = states + row / columns * pieces * columns + row % columns;
-  const auto state = combine_over_lanes<Op, M, 32>(combine_entries<Op, M>(
-      threadIdx.x % 32, pieces, 32, [&](int piece) { return of_row[static_cast<int64_t>(piece) * columns]; }));
-  if (threadIdx.x % 32 == 0) *of_row = state;
-}
 
 template <class A, bool kSeparate, Lines kLines>
 __global__ void __launch_bounds__(kTilePassThreads, sizeof(typename A::C) == 8 || A::kMasked ? 2 : 3)
@@ -44,52 +37,53 @@ __global__ void __launch_bounds__(kTilePassThreads, sizeof(typename A::C) == 8 |
   using States = TileStates<A, kSeparate, kLines>;
   using Line = typename TilePart<A, kSeparate, kLines>::Line;
   constexpr int kWidth = A::kWidth, kInputs = A::kInputs, kStates = States::kStates;
-  constexpr int kUnroll = kTilePassPacks / kInputs;
   extern __shared__ __align__(128) Pack shared[];
   const A& access = args.tile.access;
   const Tile& tile = args.tile.tile;
   wait_for_previous_kernel();
   let_next_kernel_start();
-  const unsigned pieces = tile.cluster;
   // What was read last, and may still be in the last cache, is finished first. Neighbouring tiles go side by side.
   const unsigned number = args.finish ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
   const int piece = static_cast<int>(args.tiles.divide(number));
   const unsigned index = number - piece * args.tiles.divisor;
   const TilePart<A, kSeparate, kLines> part(args.tile, index, piece);
-  State<C>* const of_tile = args.states + static_cast<int64_t>(index) * pieces * tile.columns;
+  State<C>* const of_tile = args.states + static_cast<int64_t>(index) * args.pieces * tile.columns;
 
-  // Calls use(i, n, held) for n lines at a time, from the i-th on, at most kUnroll, while the copies of the next ones
-  // are in flight; held(u, k) is the pack of the u-th of them. Each thread copies for itself, so that there is no need
-  // for a barrier. n is a constant but for the last lines.
-  const auto for_packs = [&](auto use) {
+  // Calls use(i, n, held) for n lines at a time, from the i-th on, at most so many as a stage has room for of the
+  // operands from `first` on, while the copies of the next ones are in flight; held(u, k) is the pack of the u-th of
+  // them. Each thread copies for itself, so that there is no need for a barrier. n is a constant but for the last
+  // lines.
+  const auto for_packs = [&](auto first, auto use) {
+    constexpr int kFirst = decltype(first)::value, kOperands = kInputs - kFirst, kUnroll = kTilePassPacks / kOperands;
     if (part.lines == 0) return;
     Line ahead = part.top;
     [[maybe_unused]] Line mended = ahead;
     int copied = 0;
-    const auto held_in = [&](int batch, int u, int k) {
-      return shared + ((batch % kTilePassStages * kUnroll + u) * kInputs + k) * kTilePassThreads + threadIdx.x;
+    const auto stage = [&](int batch) {
+      return shared + batch % kTilePassStages * kTilePassPacks * kTilePassThreads + threadIdx.x;
     };
+    const auto slot = [](int u, int k) { return (u * kOperands + k - kFirst) * kTilePassThreads; };
     const auto copy = [&](int batch) {
-      Pack* const to = held_in(batch, 0, 0);
-      const auto held = [&](int u) { return [=](int k) { return to + (u * kInputs + k) * kTilePassThreads; }; };
+      Pack* const to = stage(batch);
+      const auto held = [&](int u) { return [=](int k) { return to + slot(u, k); }; };
       const bool full = part.readable && part.lines - copied >= kUnroll;
       if (full && args.tile.next.plain) {
 #pragma unroll
-        for (int u = 0; u < kUnroll; ++u, part.step(ahead)) part.template copy<true>(ahead, held(u));
+        for (int u = 0; u < kUnroll; ++u, part.step(ahead)) part.template copy<true, kFirst>(ahead, held(u));
         copied += kUnroll;
       } else if (full && args.tile.next.known) {
 #pragma unroll
         for (int u = 0; u < kUnroll; ++u, part.step_and_carry(ahead)) {
-          part.template copy<true>(ahead, held(u));
+          part.template copy<true, kFirst>(ahead, held(u));
         }
         copied += kUnroll;
       } else {
 #pragma unroll 1
         for (int u = 0; u < kUnroll && copied < part.lines; ++u) {
           if (part.readable) {
-            part.template copy<true>(ahead, held(u));
+            part.template copy<true, kFirst>(ahead, held(u));
           } else {
-            part.template copy<false>(ahead, held(u));
+            part.template copy<false, kFirst>(ahead, held(u));
           }
           part.advance(ahead, copied++);
         }
@@ -100,12 +94,12 @@ __global__ void __launch_bounds__(kTilePassThreads, sizeof(typename A::C) == 8 |
     for (int i = 0, batch = 0; i < part.lines; i += kUnroll, ++batch) {
       copy(batch + kTilePassStages - 1);
       wait_for_all_copies_but<kTilePassStages - 1>();
-      Pack* const from = held_in(batch, 0, 0);
-      const auto held = [from](int u, int k) { return from + (u * kInputs + k) * kTilePassThreads; };
+      Pack* const from = stage(batch);
+      const auto held = [from, slot](int u, int k) { return from + slot(u, k); };
       const int n = min(kUnroll, part.lines - i);
       if (!args.finish && part.mends()) {  // what is stored does not depend on it
         for (int u = 0; u < n; ++u) {
-          part.mend(mended, [&](int k) { return held(u, k); });
+          part.template mend<kFirst>(mended, [&](int k) { return held(u, k); });
           part.advance(mended, i + u);
         }
       }
@@ -127,33 +121,45 @@ __global__ void __launch_bounds__(kTilePassThreads, sizeof(typename A::C) == 8 |
       states.sum[s] = nothing.sum;
       relative[s] = Relative<M>(nothing.pivot);
     }
-    [[maybe_unused]] Pack largest = A::pad_pack(0);
-    for_packs([&](int, auto n, auto held) {
+    // The largest elements yet, and how large they may be before a pivot follows them: it lags behind by so little that
+    // nothing overflows, since sums would otherwise be rescaled for some position or other of a warp all the time.
+    [[maybe_unused]] Pack largest = A::pad_pack(0), bound = largest;
+    const auto pivots_of = [](C(&pivot)[kWidth], const Pack& pack) {
+      Elements<T>::widen(pivot, pack);
+      if (!kSeparate) pivot[0] = A::max_element(pack);
+    };
+    for_packs(Constant<Op::kFirstSummed>(), [&](int, auto n, auto held) {
       if constexpr (Op::kHasPivot) {
-        Pack larger = largest;
 #pragma unroll 4
-        for (int u = 0; u < n; ++u) larger = Elements<T>::max(larger, *held(u, 0));
-        bool changed = false;
+        for (int u = 0; u < n; ++u) largest = Elements<T>::max(largest, *held(u, 0));
+        const Pack beyond = Elements<T>::max(largest, bound);
+        bool exceeded = false;
 #pragma unroll
-        for (int w = 0; w < 4; ++w) changed |= larger.word[w] != largest.word[w];
-        if (changed) {  // which seldom happens after a few lines
-          largest = larger;
-          C pivot[kWidth];
-          Elements<T>::widen(pivot, largest);
-          if (!kSeparate) pivot[0] = A::max_element(largest);
+        for (int w = 0; w < 4; ++w) exceeded |= beyond.word[w] != bound.word[w];
+        if (exceeded) {
+          C pivot[kWidth], limit[kWidth];
+          pivots_of(pivot, largest);
+          Elements<T>::widen(limit, bound);
 #pragma unroll
           for (int s = 0; s < kStates; ++s) {
+            if (!(pivot[s] > limit[s])) continue;  // each for itself, so that its bits depend on nobody else's
             relative[s] = Relative<M>(pivot[s]);
             states.sum[s] *= relative[s].rescale(states.pivot[s]);
             states.pivot[s] = pivot[s];
+            limit[s] = pivot[s] + M::constant(kTilePassLag);
           }
+          if (!kSeparate) {
+#pragma unroll
+            for (int e = 1; e < kWidth; ++e) limit[e] = limit[0];
+          }
+          bound = Elements<T>::narrow(limit);
         }
       }
 #pragma unroll 4
       for (int u = 0; u < n; ++u) {
-        Pack raw[kInputs];
+        Pack raw[kInputs] = {};
 #pragma unroll
-        for (int k = 0; k < kInputs; ++k) raw[k] = *held(u, k);
+        for (int k = Op::kFirstSummed; k < kInputs; ++k) raw[k] = *held(u, k);
         typename A::Values values;
         A::widen(values, raw);
         C terms[kWidth];
@@ -162,6 +168,15 @@ __global__ void __launch_bounds__(kTilePassThreads, sizeof(typename A::C) == 8 |
         states.add(terms);
       }
     });
+    if constexpr (Op::kHasPivot) {
+      C pivot[kWidth];
+      pivots_of(pivot, largest);
+#pragma unroll
+      for (int s = 0; s < kStates; ++s) {
+        states.sum[s] *= Relative<M>(pivot[s]).rescale(states.pivot[s]);
+        states.pivot[s] = pivot[s];
+      }
+    }
     // Lanes that share rows bring their sums to one pivot.
     States::over_lanes(tile, [&](int offset) {
 #pragma unroll
@@ -183,7 +198,7 @@ __global__ void __launch_bounds__(kTilePassThreads, sizeof(typename A::C) == 8 |
   typename Op::Row row[kStates];
   States::for_columns(part, [&](int s, int column) { row[s] = Op::row(of_tile[column]); });
   Line line = part.top;
-  for_packs([&](int i, auto n, auto held) {
+  for_packs(Constant<0>(), [&](int i, auto n, auto held) {
     const auto result_of = [&](int u) {
       Pack raw[kInputs];
 #pragma unroll
