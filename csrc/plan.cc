@@ -584,9 +584,12 @@ CudaPlan make_cuda_plan(const View& view, Op op, DType dtype, Alignment alignmen
     plan.threads = plan.lanes = static_cast<int>(ceil_div(packs, plan.packs * 32) * 32);
     plan.blocks = view.rows;
     set_edges(plan.threads);
-    // Blocks of so many packs would ask for more of memory at once than is good for it.
+    // Blocks of so many packs would ask for more of memory at once than is good for it, unless their arithmetic takes
+    // as long.
     const int64_t block_bytes = packs * inputs_of(op) * kPackBytes;
-    if (device.largest_cluster > 1 && !long_exponential && block_bytes >= kLargeBlockBytes) {
+    const bool soon_done = (op == Op::kSoftmax || op == Op::kSoftmaxLinear) && bytes < 8;
+    if (device.largest_cluster > 1 && soon_done && block_bytes >= kLargeBlockBytes &&
+        2 * block_bytes <= kBlockBytesAtOnce) {
       const int64_t at_once = ceil_div(kBlockBytesAtOnce, block_bytes);
       plan.shared_bytes = static_cast<int>(device.shared_memory_per_block / (at_once + 1));
     }

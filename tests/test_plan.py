@@ -122,6 +122,8 @@ def test_rings_read_fewer_chunks_twice_where_a_sum_reads_one_operand():
         ("softmax_linear", "bfloat16", 8192, 2),
         ("softmax", "bfloat16", 8192, None),
         ("softmax", "float64", 8192, None),
+        ("softmax_linear", "bfloat16", 16384, None),
+        ("log_softmax_vjp", "bfloat16", 8192, None),
     ],
 )
 def test_few_blocks_of_many_packs_at_once(op, dtype, columns, blocks):
