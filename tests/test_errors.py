@@ -71,7 +71,9 @@ def test_mask_that_does_not_broadcast(f, shape):
 
 
 @every_function
-@pytest.mark.parametrize("x", ["logits", [1.0, 2.0], [[1, 2], [3, 4]], None, {"a": 1}, object()], ids=repr)
+@pytest.mark.parametrize(
+    "x", ["logits", [1.0, 2.0], [[1, 2], [3, 4]], None, {"a": 1}, object()], ids=lambda x: type(x).__name__
+)
 def test_x_that_is_no_array(f, x):
     assert_refused(TypeError, ("x", type(x).__name__, "array"), f, x)
 
