@@ -55,15 +55,17 @@ std::string describe(std::string_view op, ffi::AnyBuffer buffer) {
 
 ffi::Error make_call(ffi::AnyBuffer first, ffi::RemainingArgs rest, ffi::AnyBuffer out, ffi::RemainingRets more,
                      std::string_view op, ffi::Span<const int64_t> axes, Call* call) {
-  const std::string what = "jax_softmax: " + describe(op, first) + ": ";
-  if (!op_of(op, &call->op)) return ffi::Error::InvalidArgument(what + "unknown operator");
-  if (!dtype_of(first.element_type(), &call->dtype)) return ffi::Error::InvalidArgument(what + "unsupported dtype");
+  const auto invalid = [&](const std::string& message) {
+    return ffi::Error::InvalidArgument("jax_softmax: " + describe(op, first) + ": " + message);
+  };
+  if (!op_of(op, &call->op)) return invalid("unknown operator");
+  if (!dtype_of(first.element_type(), &call->dtype)) return invalid("unsupported dtype");
   const size_t inputs = inputs_of(call->op);
   if (rest.size() + 1 != inputs && rest.size() + 1 != inputs + 1) {
-    return ffi::Error::InvalidArgument(what + "wrong number of operands");
+    return invalid("wrong number of operands");
   }
   if (!same_shape(first, out) || out.element_type() != first.element_type()) {
-    return ffi::Error::InvalidArgument(what + "the result differs in shape or dtype");
+    return invalid("the result differs in shape or dtype");
   }
   call->in[0] = first.untyped_data();
   call->in[1] = nullptr;
@@ -72,7 +74,7 @@ ffi::Error make_call(ffi::AnyBuffer first, ffi::RemainingArgs rest, ffi::AnyBuff
   if (inputs == 2) {
     const auto second = rest.get<ffi::AnyBuffer>(0);
     if (!second.has_value() || !same_shape(first, *second) || second->element_type() != first.element_type()) {
-      return ffi::Error::InvalidArgument(what + "the operands differ in shape or dtype");
+      return invalid("the operands differ in shape or dtype");
     }
     call->in[1] = second->untyped_data();
   }
@@ -81,7 +83,7 @@ ffi::Error make_call(ffi::AnyBuffer first, ffi::RemainingArgs rest, ffi::AnyBuff
     const auto mask = rest.get<ffi::AnyBuffer>(inputs - 1);
     if (!mask.has_value() || mask->element_type() != ffi::DataType::PRED ||
         mask->dimensions().size() > first.dimensions().size()) {
-      return ffi::Error::InvalidArgument(what + "the mask must be boolean and of no higher rank");
+      return invalid("the mask must be boolean and of no higher rank");
     }
     call->mask = static_cast<const bool*>(mask->untyped_data());
     const size_t rank = first.dimensions().size(), missing = rank - mask->dimensions().size();
@@ -92,13 +94,13 @@ ffi::Error make_call(ffi::AnyBuffer first, ffi::RemainingArgs rest, ffi::AnyBuff
   const std::string error =
       make_view(first.dimensions().begin(), call->mask ? mask_shape : nullptr,
                 static_cast<int>(first.dimensions().size()), axes.begin(), static_cast<int>(axes.size()), &call->view);
-  if (!error.empty()) return ffi::Error::InvalidArgument(what + error);
+  if (!error.empty()) return invalid(error);
   call->scratch = nullptr;
   if (more.size() > 0) {
     auto scratch = more.get<ffi::AnyBuffer>(0);
     const int64_t needed = scratch_bytes(call->view, call->op, call->dtype);
     if (!scratch.has_value() || static_cast<int64_t>((*scratch)->size_bytes()) < needed) {
-      return ffi::Error::InvalidArgument(what + "the scratch memory must be of " + std::to_string(needed) + " bytes");
+      return invalid("the scratch memory must be of " + std::to_string(needed) + " bytes");
     }
     if (needed > 0) call->scratch = (*scratch)->untyped_data();
   }

@@ -54,11 +54,13 @@ struct Relative {
   JAX_SOFTMAX_INLINE C log(C sum) const { return M::log(sum); }
   // What a sum of terms relative to the pivot `from`, which is not larger, is multiplied by to be relative to this one.
   JAX_SOFTMAX_INLINE C rescale(C from) const { return M::exp(from - pivot); }
+  // x / sum, or something that a term times it is the term times that.
   static JAX_SOFTMAX_INLINE C divide(C x, C sum) { return x / sum; }
 };
 
 template <class M>
 struct SoftmaxBase {
+  using Policy = M;
   using C = typename M::Value;
   static constexpr int kInputs = 1;
   static constexpr int kFirstSummed = 0;
@@ -75,9 +77,10 @@ struct Softmax : SoftmaxBase<M> {
   // An element of the result is its term times a factor of the row, so a schedule may keep the terms.
   static constexpr bool kResultIsScaledTerm = true;
 
+  using Scale = decltype(Relative<M>::divide(C(), C()));
   struct Row {
     Relative<M> relative;
-    C scale;
+    Scale scale;
   };
   static JAX_SOFTMAX_INLINE C masked() { return M::constant(0); }
   static JAX_SOFTMAX_INLINE Row row(State<C> s) {
@@ -87,7 +90,7 @@ struct Softmax : SoftmaxBase<M> {
   // What a row of a single element becomes: NaN if that is not finite.
   static JAX_SOFTMAX_INLINE C alone(C x) { return (x - x) + M::constant(1); }
   // The factor for terms that were taken relative to `term_pivot`.
-  static JAX_SOFTMAX_INLINE C term_scale(State<C> s, C term_pivot) {
+  static JAX_SOFTMAX_INLINE Scale term_scale(State<C> s, C term_pivot) {
     return Relative<M>::divide(Relative<M>(s.pivot).rescale(term_pivot), s.sum);
   }
 };
@@ -96,6 +99,7 @@ template <class M>
 struct LogSoftmax : SoftmaxBase<M> {
   using C = typename M::Value;
   static constexpr bool kResultIsScaledTerm = false;
+  struct Scale {};
 
   struct Row {
     C pivot;
@@ -110,11 +114,13 @@ struct LogSoftmax : SoftmaxBase<M> {
 
 template <class M>
 struct LinearBase {
+  using Policy = M;
   using C = typename M::Value;
   static constexpr int kInputs = 2;  // the operator's result y and the (co)tangent t
   static constexpr int kFirstSummed = 0;
   static constexpr bool kHasPivot = false;
   static constexpr bool kResultIsScaledTerm = false;
+  struct Scale {};
 
   struct Row {
     C sum;

@@ -68,6 +68,7 @@ std::string make_view(const int64_t* shape, const int64_t* mask_shape, int rank,
 namespace {
 
 constexpr int kPackBytes = 16;
+constexpr int kLinePacks = 128 / kPackBytes;
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -89,11 +90,13 @@ constexpr int kWarpPacks = 8 * 32;
 constexpr int kBlockPacks = 4 * 256;
 constexpr int kLongBlockPacks = 8 * 256;  // where there are no edges and no mask
 constexpr int kFloat64BlockPacks = 8 * 512;
-// About what the blocks of a multiprocessor have under way of rows in registers, if each has much. They ask for shared
-// memory that they do not use so that no more of them fit, and for no more than that takes, since the rest is the first
-// cache's, through which loads go.
+// About what the blocks of a multiprocessor have under way of rows in registers, if each has much: memory is faster for
+// it. They ask for shared memory that they do not use so that no more of them fit, and for no more than that takes,
+// since the rest is the first cache's, through which loads go.
 constexpr int64_t kBlockBytesAtOnce = 64 << 10;
-constexpr int64_t kLargeBlockBytes = 20 << 10;
+constexpr int64_t kLargeBlockBytes = 16 << 10;
+// Smaller blocks, if all of their threads have as much to do, have a warp more than they need, to the same end.
+constexpr int64_t kSmallBlockBytes = 6 << 10;
 // Static shared memory of the chunks and ring schedules, rounded up.
 constexpr int kChunksStaticBytes = 3 << 10;
 // Up to so many chunks for each multiprocessor are spread one to a block: a call that ends sooner than a ring fills.
@@ -123,6 +126,9 @@ constexpr int kFewestChunks = 3;
 constexpr int kSlabColumns = 512;
 constexpr int kSlabBytes = 17 << 9;         // of one operand: 8 KB, or a little more
 constexpr int kSlabBytesAtMost = 12 << 10;  // where fewer threads help
+// Of all operands, where lanes have pairs of elements, in two turns or more; twice that if it takes logarithms.
+constexpr int kPairsSlabBytes = 25 << 9;
+constexpr int kFewColumns = 34;             // that one or two lanes have
 constexpr int kNarrowSlabBytes = 16 << 10;  // of interleaved rows, of all operands
 constexpr int kNarrowBytes = 8 << 10;       // of those neighbouring rows
 constexpr int kNarrowUnitBytes = 40 << 10;  // of as many as are whole packs: what every chip has without asking
@@ -130,13 +136,15 @@ constexpr int kNarrowUnitBytes = 40 << 10;  // of as many as are whole packs: wh
 // Of a segment that is seen as a line of its own.
 constexpr int kSegmentBytes = 32;
 
-// How many turns shared memory takes to serve a warp of whose lanes so many share a row, each reading an element.
-int bank_turns(int64_t columns, int bytes, int lanes) {
+// How many turns shared memory takes to serve a warp that reads, of rows so many apart, an element in each of the lanes
+// that share one, or a pair of elements.
+int bank_turns(int64_t columns, int bytes, int lanes, bool pairs, int apart) {
   constexpr int kBanks = 32, kBankBytes = 4;
   int64_t word[kBanks][32];
   int words[kBanks] = {}, turns = 0;
   for (int thread = 0; thread < 32; ++thread) {
-    const int64_t at = (thread / lanes * columns + thread % lanes) * bytes / kBankBytes;
+    const int64_t first = thread / lanes * apart * columns, lane = thread % lanes;
+    const int64_t at = pairs ? ceil_div(first, 2) + lane : (first + lane) * bytes / kBankBytes;
     const int bank = static_cast<int>(at % kBanks);
     if (std::find(word[bank], word[bank] + words[bank], at) == word[bank] + words[bank]) word[bank][words[bank]++] = at;
     turns = std::max(turns, words[bank]);
@@ -144,17 +152,32 @@ int bank_turns(int64_t columns, int bytes, int lanes) {
   return turns;
 }
 
-// Lanes that share a row of a slab, and elements that each has room for: few lanes, unless their rows lie so that they
-// keep one another waiting.
-LanesAndPacks slab_shape(int64_t columns, int bytes) {
-  constexpr int kOne[] = {3, 7, 15, 23, 31}, kMore[] = {9, 12, 16};
+// A power of 2: how many rows apart those are to be that a warp has side by side, for the fewest turns.
+int slab_spread(int64_t columns, int bytes, int lanes, bool pairs, int rows) {
+  const int teams = 32 / lanes;
+  int best = 1, least = bank_turns(columns, bytes, lanes, pairs, 1);
+  for (int apart = 2; least > 1 && rows % (teams * apart) == 0; apart *= 2) {
+    const int turns = bank_turns(columns, bytes, lanes, pairs, apart);
+    if (turns < least) least = turns, best = apart;
+  }
+  return best;
+}
+
+// Lanes that share a row of a slab, and elements that each has room for.
+LanesAndPacks slab_shape(int64_t columns, int bytes, bool pairs, int inputs) {
+  constexpr int kOne[] = {3, 7, 15, 23, 31}, kMore[] = {9, 12, 16}, kPairs[] = {10, 12, 16, 20, 24, 32};
   const auto least = [](const auto& held, int64_t n) { return *std::lower_bound(std::begin(held), std::end(held), n); };
   if (columns <= (bytes == 8 ? 23 : 31)) return {1, least(kOne, columns)};
-  if (columns <= 34) return {2, 17};
-  const int least_lanes = columns <= 64 ? 4 : columns <= 128 ? 8 : columns <= 256 ? 16 : 32;
-  const int lanes = least_lanes < 16 && bank_turns(columns, bytes, least_lanes) > 1 ? 16 : least_lanes;
-  const int64_t held = ceil_div(columns, lanes);
-  return {lanes, lanes == 16 && held <= 5 ? 5 : least(kMore, held)};
+  if (columns <= kFewColumns) return {2, 17};
+  if (pairs) {
+    const int64_t in_pairs = columns / 2 * 2;  // an element that is left has room of its own
+    const int most = in_pairs <= 64 || inputs == 2 ? 16 : 32;
+    int lanes = 4;
+    while (lanes * most < in_pairs) lanes *= 2;
+    return {lanes, least(kPairs, 2 * ceil_div(in_pairs / 2, lanes))};
+  }
+  const int lanes = columns <= 64 ? 4 : columns <= 128 ? 8 : columns <= 256 ? 16 : 32;
+  return {lanes, least(kMore, ceil_div(columns, lanes))};
 }
 
 LanesAndPacks narrow_slab_shape(int64_t columns) {
@@ -169,12 +192,20 @@ void cut(CudaPlan* plan, int64_t packs, int64_t most) {
   plan->share = ceil_div(packs, plan->chunks);
 }
 
+// Packs of each operand that a chunk has room for.
+constexpr int chunk_room(int inputs, Edges edges) { return chunk_threads(inputs, edges) * chunk_packs(inputs, edges); }
+
+// The most chunks of a row of so many packs.
+int64_t most_chunks(int64_t packs, int inputs, Edges edges) {
+  const int64_t chunks = ceil_div(packs, chunk_room(inputs, edges));
+  // For a cluster, a multiple of what a block has, so that few blocks have fewer.
+  return inputs == 2 && chunks > kMostTeams ? ceil_div(chunks, kMostTeams) * kMostTeams : chunks;
+}
+
+// Into whole lines of the last cache, where rows are.
 void cut_into_chunks(CudaPlan* plan, int64_t packs, int inputs, Edges edges) {
-  cut(plan, packs, chunk_threads(inputs, edges) * chunk_packs(inputs, edges));
-  // For a cluster, a multiple of what a block has, so that no block has fewer.
-  if (inputs == 1 || plan->chunks <= kMostTeams) return;
-  plan->chunks = static_cast<int>(ceil_div(plan->chunks, kMostTeams) * kMostTeams);
-  plan->share = ceil_div(packs, plan->chunks);
+  plan->share = ceil_div(ceil_div(packs, most_chunks(packs, inputs, edges)), kLinePacks) * kLinePacks;
+  plan->chunks = static_cast<int>(ceil_div(packs, plan->share));
 }
 
 int64_t piece_packs(int64_t packs, int inputs) {
@@ -504,6 +535,7 @@ CudaPlan make_cuda_plan(const View& view, Op op, DType dtype, Alignment alignmen
       int64_t units = std::max<int64_t>(1, kNarrowSlabBytes / (unit * row_bytes));
       if (units > 1) units -= units % 2;  // of whole sectors
       plan.slab_rows = static_cast<int>(unit * units);
+      plan.slab_spread = 1;
       plan.blocks = ceil_div(view.rows, plan.slab_rows);
       plan.shared_bytes = static_cast<int>(plan.slab_rows * row_bytes + plan.slab_rows / inner * padded);
       return plan;
@@ -542,15 +574,24 @@ CudaPlan make_cuda_plan(const View& view, Op op, DType dtype, Alignment alignmen
   if (!aligned && alignment == Alignment::kAligned && view.columns <= kSlabColumns) {
     plan.schedule = Schedule::kSlab;
     plan.threads = kSlabThreads;
-    const LanesAndPacks shape = slab_shape(view.columns, bytes);
+    const bool pairs = bytes == 2 && !view.masked && view.columns > kFewColumns;
+    const LanesAndPacks shape = slab_shape(view.columns, bytes, pairs, inputs_of(op));
     plan.lanes = shape.lanes;
     plan.packs = shape.packs;
     const int64_t row_bytes = view.columns * bytes;
     // Whole turns of the block, and whole sectors: halves of one, written by two blocks, are written twice.
     const int whole = kSectorBytes / bytes;
     const auto unit = [&] { return std::max(whole, plan.threads / plan.lanes); };
-    while (unit() > whole && unit() * row_bytes > kSlabBytesAtMost) plan.threads /= 2;
-    plan.slab_rows = static_cast<int>(unit() * std::max<int64_t>(1, kSlabBytes / (unit() * row_bytes)));
+    if (pairs) {
+      const int slab_bytes = op == Op::kLogSoftmax ? 2 * kPairsSlabBytes : kPairsSlabBytes;
+      const int turns = unit() < 2 * plan.threads / plan.lanes ? 2 : 1;
+      plan.slab_rows =
+          static_cast<int>(unit() * std::max<int64_t>(turns, slab_bytes / (unit() * row_bytes * inputs_of(op))));
+    } else {
+      while (unit() > whole && unit() * row_bytes > kSlabBytesAtMost) plan.threads /= 2;
+      plan.slab_rows = static_cast<int>(unit() * std::max<int64_t>(1, kSlabBytes / (unit() * row_bytes)));
+    }
+    plan.slab_spread = slab_spread(view.columns, bytes, plan.lanes, pairs, plan.slab_rows);
     plan.blocks = ceil_div(view.rows, plan.slab_rows);
     plan.shared_bytes = static_cast<int>(plan.slab_rows * row_bytes * inputs_of(op));
     return plan;
@@ -581,30 +622,47 @@ CudaPlan make_cuda_plan(const View& view, Op op, DType dtype, Alignment alignmen
   if (packs <= (!lengthens ? kBlockPacks : long_exponential ? kFloat64BlockPacks : kLongBlockPacks)) {
     plan.schedule = Schedule::kBlock;
     plan.packs = packs <= 4 * 256 ? 4 : 8;
-    plan.threads = plan.lanes = static_cast<int>(ceil_div(packs, plan.packs * 32) * 32);
+    plan.threads = static_cast<int>(ceil_div(packs, plan.packs * 32) * 32);
+    const int64_t block_bytes = packs * inputs_of(op) * kPackBytes;
+    if (device.largest_cluster > 1 && bytes < 8) {
+      // Log-softmax gains where blocks are no larger, the VJP of it nowhere: their arithmetic takes as long.
+      const bool soon_done = op == Op::kSoftmax || op == Op::kSoftmaxLinear;
+      const int64_t limited = soon_done ? kBlockBytesAtOnce / 2 : op == Op::kLogSoftmax ? kLargeBlockBytes : 0;
+      if (block_bytes >= kLargeBlockBytes && block_bytes <= limited) {
+        const int64_t at_once = ceil_div(kBlockBytesAtOnce, block_bytes);
+        plan.shared_bytes = static_cast<int>(device.shared_memory_per_block / (at_once + 1));
+      } else if (block_bytes >= kSmallBlockBytes && block_bytes < kLargeBlockBytes &&
+                 packs == plan.threads * plan.packs) {
+        plan.threads += 32;
+      }
+    }
+    plan.lanes = plan.threads;
     plan.blocks = view.rows;
     set_edges(plan.threads);
-    // Blocks of so many packs would ask for more of memory at once than is good for it, unless their arithmetic takes
-    // as long.
-    const int64_t block_bytes = packs * inputs_of(op) * kPackBytes;
-    const bool soon_done = (op == Op::kSoftmax || op == Op::kSoftmaxLinear) && bytes < 8;
-    if (device.largest_cluster > 1 && soon_done && block_bytes >= kLargeBlockBytes &&
-        2 * block_bytes <= kBlockBytesAtOnce) {
-      const int64_t at_once = ceil_div(kBlockBytesAtOnce, block_bytes);
-      plan.shared_bytes = static_cast<int>(device.shared_memory_per_block / (at_once + 1));
-    }
     return plan;
   }
 
   const int inputs = inputs_of(op);
   set_edges(0);
+  const bool clusters = device.largest_cluster > 1;
+  const int64_t shared = device.shared_memory_per_block - kChunksStaticBytes;
+  // A team has room for a pack more where it looks at edges, which is worth it if that makes fewer chunks: unless
+  // blocks of a cluster had all that they have room for, arithmetic takes as long as memory does, or a ring would have
+  // too few stages.
+  const int room = chunk_room(inputs, plan.edges), more_room = chunk_room(inputs, Edges::kParts);
+  const int64_t chunks_before = ceil_div(packs, room), chunks_with_more = ceil_div(packs, more_room);
+  const bool full = clusters && chunks_before <= kMostBlocks && packs % room == 0;
+  const bool in_ring = clusters && chunks_with_more > device.largest_cluster;
+  const bool fits = !in_ring || shared / (more_room * inputs * kPackBytes) >= kFewestStages;
+  if (chunks_with_more < chunks_before && !full &&
+      chunks_with_more <= (inputs == 1 && bytes < 8 && fits ? kLongRing : kMostTeams)) {
+    plan.edges = Edges::kParts;
+  }
   cut_into_chunks(&plan, packs, inputs, plan.edges);
   plan.packs = chunk_packs(inputs, plan.edges);
   const int team_threads = chunk_threads(inputs, plan.edges);
   const int64_t chunk_bytes = plan.share * kPackBytes * inputs;
-  const int64_t shared = device.shared_memory_per_block - kChunksStaticBytes;
   const int64_t chunks = plan.chunks, all_chunks = view.rows * chunks;
-  const bool clusters = device.largest_cluster > 1;
   // As many teams as chunks to a block, and blocks to a cluster; true if that holds a row.
   const auto spread = [&](int64_t teams, int64_t most_blocks) {
     teams = std::min({teams, shared / chunk_bytes, chunks});
@@ -629,9 +687,11 @@ CudaPlan make_cuda_plan(const View& view, Op op, DType dtype, Alignment alignmen
   const bool ring =
       scratch && clusters && stages >= kFewestStages && chunks <= kMostChunks && again * of_chunks <= chunks;
   // However many rows there are, they are cut into the same chunks, or all of them are read twice.
-  const bool chunked = ring || !scratch || inputs == 2 || chunks <= std::min<int64_t>(kMostTeams, shared / chunk_bytes);
+  const bool chunked = ring || !scratch || inputs == 2 || chunks <= device.largest_cluster ||
+                       chunks <= std::min<int64_t>(kMostTeams, shared / chunk_bytes);
   if (clusters && chunked && all_chunks <= device.multiprocessors && spread(1, kSmallCluster)) return plan;
   if (spread(kMostTeams, 1)) return plan;
+  if (clusters && inputs == 1 && !(few && ring) && spread(1, device.largest_cluster)) return plan;
   if (clusters && inputs == 2 && spread(kMostTeams, few && ring ? kSmallCluster : device.largest_cluster)) return plan;
   if (ring) {
     plan.scratch = true;
@@ -684,10 +744,9 @@ int64_t scratch_bytes(const View& view, Op op, DType dtype) {
   // Of unaligned operands, should it come to that: a row may begin anywhere in a pack.
   const int64_t packs = ceil_div(view.columns + per_pack - 1, per_pack);
   if (packs <= kBlockPacks) return 0;
-  CudaPlan plan{};  // there are never more pieces than chunks
-  cut_into_chunks(&plan, packs, inputs_of(op), Edges::kNone);
-  if (plan.chunks <= kFewestChunks) return 0;
-  return view.rows * std::min(plan.chunks, kMostChunks) * state + 8;
+  const int64_t chunks = most_chunks(packs, inputs_of(op), Edges::kNone);  // there are never more pieces than that
+  if (chunks <= kFewestChunks) return 0;
+  return view.rows * std::min<int64_t>(chunks, kMostChunks) * state + 8;
 }
 
 }  // namespace jax_softmax

@@ -87,8 +87,8 @@ enum class Edges { kNone, kWhole, kParts };
 inline constexpr const char* kEdgesNames[] = {"none", "whole", "parts"};
 
 // How the kernels are laid out; the plan's numbers are in these units.
-// A team has a chunk of a row, of 16 KB of all operands. Where rows need not begin with a whole pack, fewer threads
-// share the cost of their edges, and each may have a pack more.
+// A team has a chunk of a row, of up to 16 KB of all operands. Where it looks at the edges of rows, which need not
+// begin with a whole pack, fewer threads share the cost of that, and each may have a pack more.
 constexpr int chunk_packs(int inputs, Edges edges) { return edges == Edges::kParts ? 9 : 8 / inputs; }
 constexpr int chunk_threads(int inputs, Edges edges) { return edges == Edges::kParts ? 128 / inputs : 128; }
 inline constexpr int kMostTeams = 4;    // in a block of the chunks schedule
@@ -150,14 +150,15 @@ struct Tile {
 struct CudaPlan {
   Schedule schedule;
   Edges edges;
-  int lanes;       // threads that share a row
-  int packs;       // 16-byte packs of each operand that a thread holds, in the slab schedule elements (0: no register)
-  int threads;     // threads a block
-  int cluster;     // blocks of a cluster
-  int slab_rows;   // rows that a block handles together
-  int slab_inner;  // neighbouring rows that are interleaved; 0 where rows are runs of memory
-  bool slab_pad;   // whether interleaved rows lie a pack apart in shared memory from the next
-  int64_t blocks;  // blocks in the grid, of the launch that reads first if several do
+  int lanes;        // threads that share a row
+  int packs;        // 16-byte packs of each operand that a thread holds, in the slab schedule elements (0: no register)
+  int threads;      // threads a block
+  int cluster;      // blocks of a cluster
+  int slab_rows;    // rows that a block handles together
+  int slab_spread;  // a power of 2: how many rows apart those lie that a warp has side by side
+  int slab_inner;   // neighbouring rows that are interleaved; 0 where rows are runs of memory
+  bool slab_pad;    // whether interleaved rows lie a pack apart in shared memory from the next
+  int64_t blocks;   // blocks in the grid, of the launch that reads first if several do
   int shared_bytes;  // dynamic shared memory of a block
   int chunks;        // parts that a row is cut into
   int64_t share;     // packs of each operand in such a part

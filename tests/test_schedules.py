@@ -10,6 +10,7 @@ import pytest
 import support
 from support import NAMES, OPERATORS, check, check_all, normal, reference, reference_vjp
 
+import jax_softmax
 from jax_softmax import _kernels
 
 ON_GPU = jax.default_backend() == "gpu" and _kernels.build_info()["cuda"]
@@ -19,7 +20,7 @@ LONGEST = 300_000 if ON_GPU else 20_000
 
 def chosen(rows, columns, dtype, op="softmax"):
     plan = _kernels.plan([rows, columns], [1], op, dtype)
-    return plan["schedule"], plan["edges"], plan["packs"], plan["lanes"] if plan["schedule"] != "slab" else 0
+    return plan["schedule"], plan["edges"], plan["packs"], plan["lanes"]
 
 
 def boundaries(dtype, longest):
@@ -54,7 +55,9 @@ def test_boundaries(dtype, columns):
 
 
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("shape", [(130, 70_003), (70, 131_072), (5, 1_200_001), (1, 12_500_000)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(130, 70_003), (70, 131_072), (70, 300_001), (5, 1_200_001), (1, 12_500_000)], ids=str
+)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_long_rows(dtype, shape, masked):
     x = normal(shape, dtype)
@@ -73,6 +76,45 @@ def test_nonfinite_long_rows(shape):
     x[4, 17] = -np.inf
     for name in NAMES:
         check(jax.jit(OPERATORS[name])(x), reference(name, x))
+
+
+@pytest.mark.parametrize("columns", [35, 41, 50, 63, 65, 66, 67, 100, 127, 129, 130, 131, 255, 257, 258, 300, 401, 511])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_pairs_of_elements(dtype, columns):
+    """Rows that begin at either half of a word; several to a team of lanes, and a last slab that is not full."""
+    check_all(normal((197, columns), dtype))
+
+
+@pytest.mark.parametrize("columns", [5, 33, 1000, 4097, 20_001, 300_001])
+@pytest.mark.parametrize("largest", [2.0**21, 2.0**24, 1e30, -(2.0**21), -1e30])
+def test_large_numbers(largest, columns):
+    """Neighbouring numbers, of which some may be beyond a power of 2 and others not, among some that are far away."""
+    x = np.full(columns, largest, np.float32)
+    for i in range(1, columns):
+        step = -np.inf if i % 7 == 3 else np.inf
+        x[i] = x[i - 1] if i % 5 else np.nextafter(x[(i * 7919) % i], np.float32(step))
+    x[1::11] = -3e38
+    x = np.stack([x, np.roll(x, columns // 2), x[::-1]])
+    check_all(x, names=NAMES[:1])
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU and the CUDA kernels")
+@pytest.mark.parametrize("columns", [5, 33, 1000, 4097, 20_001, 131_072, 300_001])
+def test_float32_is_as_exact_far_below_the_maximum(columns):
+    """Where exp(x - max) is off by the rounding of x - max: 30 units in the last place and more."""
+    x = normal((9, columns), scale=30.0)
+    expected = reference("softmax", x).value
+    error = np.abs(np.asarray(jax_softmax.softmax(x), np.float64) - expected)
+    eps, tiny = np.finfo(np.float32).eps, np.finfo(np.float32).tiny
+    assert np.max(error / np.maximum(expected, tiny / eps)) < 4 * eps
+
+
+@pytest.mark.parametrize("columns", [5, 33, 1000, 4097, 20_001, 300_001])
+def test_all_of_a_row_is_one(columns):
+    x = np.zeros((4, columns), np.float32)
+    for row, largest in enumerate([1000.1, 333.3, 150.7, 2e6]):
+        x[row, (row * 12_345) % columns] = largest
+    assert np.array_equal(np.asarray(jax_softmax.softmax(x)), (x > 0).astype(np.float32))
 
 
 @contextlib.contextmanager

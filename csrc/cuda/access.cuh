@@ -68,7 +68,7 @@ template <class Op_, class T_, bool kMasked_>
 struct Access {
   using Op = Op_;
   using T = T_;
-  using M = typename Policy<T>::type;
+  using M = typename Op::Policy;
   using C = typename M::Value;
   static constexpr bool kMasked = kMasked_;
   static constexpr int kInputs = Op::kInputs;

@@ -1,6 +1,6 @@
-// Rows that are cut into chunks of about 16 KB of all operands together, which teams of threads hold in shared memory.
-// A row's chunks, and so its bits, are the same however many of them a block has and however blocks exchange their
-// states.
+// Rows that are cut into chunks of up to 16 or 18 KB of all operands together, which teams of threads hold in shared
+// memory. A row's chunks, and so its bits, are the same however many of them a block has and however blocks exchange
+// their states.
 #pragma once
 
 #include "cuda/exchange.cuh"
@@ -192,7 +192,7 @@ struct Chunk {
   __device__ __forceinline__ void finish(const State<C>& state, C pivot) const {
     const A& access = args.access;
     const auto finished = Op::row(state);
-    C scale = M::constant(1);
+    typename Op::Scale scale{};
     if constexpr (kKeepsTerms) scale = Op::term_scale(state, pivot);
     const auto result_of = [&](int j) {
       Pack raw[A::kInputs];
@@ -202,7 +202,7 @@ struct Chunk {
         C terms[kWidth];
         Elements<T>::widen(terms, raw[0]);
 #pragma unroll
-        for (int i = 0; i < kWidth; ++i) terms[i] *= scale;
+        for (int i = 0; i < kWidth; ++i) terms[i] = terms[i] * scale;
         return Elements<T>::narrow(terms);
       } else {
         return A::finish(finished, raw);
@@ -242,11 +242,15 @@ __device__ __forceinline__ int cluster_register(bool rank) {
   return value;
 }
 
+// So that a multiprocessor has room for three blocks of three teams, or four of two operands, and no spills.
+template <class A, Edges kEdges>
+inline constexpr int kChunkRegisters =
+    A::kInputs == 1 ? (sizeof(typename A::C) == 8 ? 64 : 56) : (kEdges == Edges::kParts ? 80 : 40);
+
 // A block has one or more neighbouring chunks of a row, a team each. What is left of the row belongs to the other
 // blocks of its cluster or, if there are words, to any.
 template <class A, Edges kEdges>
-__global__ void __launch_bounds__(kMostTeams* chunk_threads(A::kInputs, kEdges), A::kInputs == 1 ? 2 : 3)
-    rows_in_chunks(const __grid_constant__ ChunkArgs<A> args) {
+__global__ void __maxnreg__((kChunkRegisters<A, kEdges>)) rows_in_chunks(const __grid_constant__ ChunkArgs<A> args) {
   using Op = typename A::Op;
   using M = typename A::M;
   using C = typename A::C;

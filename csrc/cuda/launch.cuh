@@ -187,6 +187,12 @@ cudaError_t enqueue_packs(const CudaPlan& plan, const RowArgs<A>& args, cudaStre
   return status;
 }
 
+inline int log2_of(int power) {
+  int log = 0;
+  while ((1 << log) < power) ++log;
+  return log;
+}
+
 template <int lanes, int held, bool interleaved = false>
 struct SlabShape {
   static constexpr int kLanes = lanes;
@@ -196,7 +202,7 @@ struct SlabShape {
 
 template <class A>
 cudaError_t enqueue_slab(const CudaPlan& plan, const RowArgs<A>& args, cudaStream_t stream) {
-  const SlabArgs slab{plan.slab_rows, Divisor(plan.slab_inner),
+  const SlabArgs slab{plan.slab_rows, log2_of(plan.slab_spread), Divisor(plan.slab_inner),
                       Divisor(plan.slab_pad ? args.columns * plan.slab_inner / A::kWidth : INT32_MAX)};
   cudaError_t status = cudaErrorInvalidValue;
   const auto try_shape = [&](auto shape) {
@@ -209,9 +215,21 @@ cudaError_t enqueue_slab(const CudaPlan& plan, const RowArgs<A>& args, cudaStrea
   };
   const auto choose = [&](auto... shapes) { (try_shape(shapes), ...); };
   choose(SlabShape<1, 3>(), SlabShape<1, 7>(), SlabShape<1, 15>(), SlabShape<1, 23>(), SlabShape<1, 31>(),
-         SlabShape<2, 17>(), SlabShape<4, 9>(), SlabShape<4, 12>(), SlabShape<4, 16>(), SlabShape<8, 9>(),
-         SlabShape<8, 12>(), SlabShape<8, 16>(), SlabShape<16, 5>(), SlabShape<16, 9>(), SlabShape<16, 12>(),
-         SlabShape<16, 16>(), SlabShape<32, 9>(), SlabShape<32, 12>(), SlabShape<32, 16>());
+         SlabShape<2, 17>());
+  if constexpr (kSlabOfPairs<A, 32, false>) {
+    choose(SlabShape<4, 10>(), SlabShape<4, 12>(), SlabShape<4, 16>());
+    if constexpr (A::kInputs == 1) {
+      choose(SlabShape<4, 20>(), SlabShape<4, 24>(), SlabShape<4, 32>(), SlabShape<8, 20>(), SlabShape<8, 24>(),
+             SlabShape<8, 32>(), SlabShape<16, 20>(), SlabShape<16, 24>(), SlabShape<16, 32>());
+    } else {
+      choose(SlabShape<8, 10>(), SlabShape<8, 12>(), SlabShape<8, 16>(), SlabShape<16, 10>(), SlabShape<16, 12>(),
+             SlabShape<16, 16>(), SlabShape<32, 10>(), SlabShape<32, 12>(), SlabShape<32, 16>());
+    }
+  } else {
+    choose(SlabShape<4, 9>(), SlabShape<4, 12>(), SlabShape<4, 16>(), SlabShape<8, 9>(), SlabShape<8, 12>(),
+           SlabShape<8, 16>(), SlabShape<16, 9>(), SlabShape<16, 12>(), SlabShape<16, 16>(), SlabShape<32, 9>(),
+           SlabShape<32, 12>(), SlabShape<32, 16>());
+  }
   choose(SlabShape<1, 4, true>(), SlabShape<1, 16, true>(), SlabShape<4, 16, true>(), SlabShape<16, 16, true>(),
          SlabShape<32, 16, true>());
   return status;
@@ -238,12 +256,6 @@ template <class A, bool kSeparate, Lines kLines>
 cudaError_t enqueue_tile_of(const CudaPlan& plan, const TileArgs<A>& tile, void* scratch, cudaStream_t stream) {
   if (plan.schedule == Schedule::kTile) return enqueue(rows_in_tile<A, kSeparate, kLines>, plan, stream, tile);
   return enqueue_tile_passes<A, kSeparate, kLines>(plan, tile, scratch, stream);
-}
-
-inline int log2_of(int power) {
-  int log = 0;
-  while ((1 << log) < power) ++log;
-  return log;
 }
 
 template <class A>
@@ -274,11 +286,11 @@ cudaError_t enqueue_tile(const CudaPlan& plan, const A& access, void* scratch, c
                        : enqueue_tile_of<A, false, Lines::kRuns>(plan, args, scratch, stream);
 }
 
+// Schedules for rows that are runs of memory, or a few interleaved ones.
 template <class A>
-cudaError_t launch_with(const CudaPlan& plan, const View& view, const A& access, uint64_t* words, cudaStream_t stream) {
+cudaError_t launch_rows(const CudaPlan& plan, const View& view, const A& access, uint64_t* words, cudaStream_t stream) {
   const RowArgs<A> rows{access, view.kept, view.rows, view.columns,
                         view.reduced.dim[view.reduced.size - 1].mask_stride};
-  const ViewArgs<A> any{access, view};
   switch (plan.schedule) {
     case Schedule::kPacks:
       return enqueue_packs(plan, rows, stream);
@@ -295,26 +307,48 @@ cudaError_t launch_with(const CudaPlan& plan, const View& view, const A& access,
       return enqueue_passes(plan, rows, words, stream);
     case Schedule::kStream:
       return enqueue(rows_read_twice<A>, plan, stream, rows);
+    default:
+      return cudaErrorInvalidValue;
+  }
+}
+
+// And for others.
+template <class A>
+cudaError_t launch_view(const CudaPlan& plan, const View& view, const A& access, void* scratch, cudaStream_t stream) {
+  const ViewArgs<A> any{access, view};
+  switch (plan.schedule) {
     case Schedule::kTile:
     case Schedule::kTilePasses:
-      return enqueue_tile(plan, access, words, stream);
+      return enqueue_tile(plan, access, scratch, stream);
     case Schedule::kGather:
       return enqueue(gathered_rows<A>, plan, stream, any);
     case Schedule::kColumns:
       return enqueue(columns_side_by_side<A>, plan, stream, any);
+    default:
+      return cudaErrorInvalidValue;
   }
-  return cudaErrorInvalidValue;
+}
+
+constexpr bool is_of_rows(Schedule schedule) {
+  return schedule != Schedule::kTile && schedule != Schedule::kTilePasses && schedule != Schedule::kGather &&
+         schedule != Schedule::kColumns;
 }
 
 template <template <class> class OpOf, class T, bool kMasked>
 cudaError_t launch_masked(const CudaPlan& plan, const View& view, const Operands& operands, cudaStream_t stream) {
-  using Operator = OpOf<typename Policy<T>::type>;
-  Access<Operator, T, kMasked> access;
-  for (int k = 0; k < Operator::kInputs; ++k) access.in[k] = static_cast<const T*>(operands.in[k]);
-  access.mask = operands.mask;
-  access.out = static_cast<T*>(operands.out);
-  access.elements = view.rows * view.columns;
-  return launch_with(plan, view, access, static_cast<uint64_t*>(operands.scratch), stream);
+  const auto fill = [&](auto access) {
+    for (int k = 0; k < access.kInputs; ++k) access.in[k] = static_cast<const T*>(operands.in[k]);
+    access.mask = operands.mask;
+    access.out = static_cast<T*>(operands.out);
+    access.elements = view.rows * view.columns;
+    return access;
+  };
+  if (is_of_rows(plan.schedule)) {
+    const auto access = fill(Access<OpOf<typename RowPolicy<OpOf, T>::type>, T, kMasked>());
+    return launch_rows(plan, view, access, static_cast<uint64_t*>(operands.scratch), stream);
+  }
+  const auto access = fill(Access<OpOf<typename Policy<T>::type>, T, kMasked>());
+  return launch_view(plan, view, access, operands.scratch, stream);
 }
 
 template <DType dtype>

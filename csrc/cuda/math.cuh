@@ -39,6 +39,10 @@ struct Half : Scalar<float> {
   static __device__ __forceinline__ float log(float x) { return logf(x); }
 };
 
+// For softmax of float32, in rows: see its Relative. Tiles, which have a state for each element of a pack, and many of
+// them to put together, would take a tenth longer.
+struct Reduced : Precise<float> {};
+
 template <class T>
 struct Policy;
 template <>
@@ -56,6 +60,14 @@ struct Policy<float> {
 template <>
 struct Policy<double> {
   using type = Precise<double>;
+};
+
+// The policy of an operator in rows.
+template <template <class> class OpOf, class T>
+struct RowPolicy : Policy<T> {};
+template <>
+struct RowPolicy<Softmax, float> {
+  using type = Reduced;
 };
 
 }  // namespace jax_softmax::cuda
@@ -92,6 +104,63 @@ struct Relative<cuda::Half> {
     float inverse;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(sum));
     return x * inverse;
+  }
+};
+
+// Terms in powers of 2, of the element itself and not of its rounded distance from the pivot: 2^(x log2(e) - n), where
+// n is pivot log2(e), rounded to an integer. What is below one half of the exponent is reduced as in Cody and Waite,
+// "Software Manual for the Elementary Functions" (1980), with log2(e) in two parts, so that an element far below the
+// pivot has no larger an error than any; and terms relative to one pivot become those relative to another exactly.
+// From 2^21 on n would not be exact, but neighbouring numbers are a quarter or more apart: there the distance from the
+// pivot is what is reduced.
+template <>
+struct Relative<cuda::Reduced> {
+  static constexpr float kLarge = 1 << 21;
+  static constexpr float kLog2E = 1.44269502f, kLog2ERest = 1.92596303e-8f;
+  static constexpr float kLn2 = 0.693147182f, kLn2Rest = -1.90465421e-9f;
+  // 1.5 * 2^23: a sum with it is an integer, in its last bits; and the bias of the exponent.
+  static constexpr float kToInteger = 12582912.0f, kBias = 127.0f;
+  float pivot;
+  float origin;      // what is subtracted first
+  float to_integer;  // kToInteger + kBias - n
+
+  Relative() = default;
+  explicit __device__ __forceinline__ Relative(float unshielded)
+      : pivot(shielded<cuda::Reduced>(unshielded)),
+        origin(is_large(pivot) ? pivot : 0.0f),
+        to_integer(kToInteger + kBias - power_of(pivot)) {}
+  static __device__ __forceinline__ bool is_large(float pivot) { return !(fabsf(pivot) < kLarge); }
+  static __device__ __forceinline__ float power_of(float pivot) {
+    return is_large(pivot) ? 0.0f : rintf(pivot * kLog2E);
+  }
+  // What a pivot is more than the power of 2 in its place, in powers of e.
+  static __device__ __forceinline__ float rest_of(float pivot) {
+    const float n = power_of(pivot);
+    return is_large(pivot) ? 0.0f : fmaf(n, -kLn2Rest, fmaf(n, -kLn2, pivot));
+  }
+  __device__ __forceinline__ float exp(float x) const {
+    const float y = x - origin;
+    // The power of 2 must be a normal number; a fraction of it need not be. A NaN is ignored here.
+    const float integer = fmaxf(fmaf(y, kLog2E, to_integer), kToInteger + 1.0f);
+    const float power = integer - to_integer;
+    const float fraction = fmaf(y, kLog2ERest, fmaf(y, kLog2E, -power));
+    return cuda::Half::exp2(fraction) * __uint_as_float(__float_as_uint(integer) << 23);
+  }
+  __device__ __forceinline__ float rescale(float from) const {
+    if (!is_large(from) && !is_large(pivot)) return ::exp2f(power_of(from) - power_of(pivot));
+    return ::expf(from - pivot) * ::expf(rest_of(pivot) - rest_of(from));
+  }
+  // A quotient to twice the precision, so that its product with a term is rounded once: of an element that is all of
+  // its row's sum to 1.
+  struct Quotient {
+    float rounded, rest;
+    friend __device__ __forceinline__ float operator*(float x, const Quotient& quotient) {
+      return fmaf(x, quotient.rounded, x * quotient.rest);
+    }
+  };
+  static __device__ __forceinline__ Quotient divide(float x, float sum) {
+    const float rounded = x / sum;
+    return {rounded, __fdividef(fmaf(-rounded, sum, x), sum)};
   }
 };
 

@@ -31,9 +31,66 @@ __device__ __forceinline__ void store_pack(void* p, const Pack& pack) {
 
 // ---- between a pack and its elements as they are computed with
 
-// widen, narrow: between a pack and its elements. max: element by element, a NaN being ignored.
+// Two elements of 16 bits in a word.
 template <class T>
-struct Elements;
+struct Pair;
+
+template <>
+struct Pair<__nv_bfloat16> {
+  static __device__ __forceinline__ void widen(float& low, float& high, uint32_t word) {
+    low = __uint_as_float(word << 16);
+    high = __uint_as_float(word & 0xffff0000u);
+  }
+  static __device__ __forceinline__ uint32_t narrow(float low, float high) {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+    return reinterpret_cast<const uint32_t&>(pair);
+  }
+  static __device__ __forceinline__ uint32_t max(uint32_t a, uint32_t b) {
+    const __nv_bfloat162 larger =
+        __hmax2(reinterpret_cast<const __nv_bfloat162&>(a), reinterpret_cast<const __nv_bfloat162&>(b));
+    return reinterpret_cast<const uint32_t&>(larger);
+  }
+};
+
+template <>
+struct Pair<__half> {
+  static __device__ __forceinline__ void widen(float& low, float& high, uint32_t word) {
+    const float2 pair = __half22float2(reinterpret_cast<const __half2&>(word));
+    low = pair.x;
+    high = pair.y;
+  }
+  static __device__ __forceinline__ uint32_t narrow(float low, float high) {
+    const __half2 pair = __floats2half2_rn(low, high);
+    return reinterpret_cast<const uint32_t&>(pair);
+  }
+  static __device__ __forceinline__ uint32_t max(uint32_t a, uint32_t b) {
+    const __half2 larger = __hmax2(reinterpret_cast<const __half2&>(a), reinterpret_cast<const __half2&>(b));
+    return reinterpret_cast<const uint32_t&>(larger);
+  }
+};
+
+// widen, narrow: between a pack and its elements. max: element by element, a NaN being ignored. Of 16 bits:
+template <class T>
+struct Elements {
+  static __device__ __forceinline__ void widen(float (&v)[8], const Pack& pack) {
+#pragma unroll
+    for (int w = 0; w < 4; ++w) Pair<T>::widen(v[2 * w], v[2 * w + 1], pack.word[w]);
+  }
+  static __device__ __forceinline__ Pack narrow(const float (&v)[8]) {
+    Pack pack;
+#pragma unroll
+    for (int w = 0; w < 4; ++w) pack.word[w] = Pair<T>::narrow(v[2 * w], v[2 * w + 1]);
+    return pack;
+  }
+  static __device__ __forceinline__ Pack max(const Pack& a, const Pack& b) {
+    Pack m;
+#pragma unroll
+    for (int w = 0; w < 4; ++w) m.word[w] = Pair<T>::max(a.word[w], b.word[w]);
+    return m;
+  }
+  static __device__ __forceinline__ float widen(T x) { return static_cast<float>(x); }
+  static __device__ __forceinline__ T narrow(float x) { return static_cast<T>(x); }
+};
 
 template <>
 struct Elements<float> {
@@ -74,71 +131,6 @@ struct Elements<double> {
   }
   static __device__ __forceinline__ double widen(double x) { return x; }
   static __device__ __forceinline__ double narrow(double x) { return x; }
-};
-
-template <>
-struct Elements<__nv_bfloat16> {
-  static __device__ __forceinline__ void widen(float (&v)[8], const Pack& pack) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      v[2 * i] = __uint_as_float(pack.word[i] << 16);
-      v[2 * i + 1] = __uint_as_float(pack.word[i] & 0xffff0000u);
-    }
-  }
-  static __device__ __forceinline__ Pack narrow(const float (&v)[8]) {
-    Pack pack;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const __nv_bfloat162 pair = __floats2bfloat162_rn(v[2 * i], v[2 * i + 1]);
-      pack.word[i] = reinterpret_cast<const uint32_t&>(pair);
-    }
-    return pack;
-  }
-  static __device__ __forceinline__ Pack max(const Pack& a, const Pack& b) {
-    Pack m;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const __nv_bfloat162 larger = __hmax2(reinterpret_cast<const __nv_bfloat162&>(a.word[i]),
-                                            reinterpret_cast<const __nv_bfloat162&>(b.word[i]));
-      m.word[i] = reinterpret_cast<const uint32_t&>(larger);
-    }
-    return m;
-  }
-  static __device__ __forceinline__ float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
-  static __device__ __forceinline__ __nv_bfloat16 narrow(float x) { return __float2bfloat16_rn(x); }
-};
-
-template <>
-struct Elements<__half> {
-  static __device__ __forceinline__ void widen(float (&v)[8], const Pack& pack) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float2 pair = __half22float2(reinterpret_cast<const __half2&>(pack.word[i]));
-      v[2 * i] = pair.x;
-      v[2 * i + 1] = pair.y;
-    }
-  }
-  static __device__ __forceinline__ Pack narrow(const float (&v)[8]) {
-    Pack pack;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const __half2 pair = __floats2half2_rn(v[2 * i], v[2 * i + 1]);
-      pack.word[i] = reinterpret_cast<const uint32_t&>(pair);
-    }
-    return pack;
-  }
-  static __device__ __forceinline__ Pack max(const Pack& a, const Pack& b) {
-    Pack m;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const __half2 larger =
-          __hmax2(reinterpret_cast<const __half2&>(a.word[i]), reinterpret_cast<const __half2&>(b.word[i]));
-      m.word[i] = reinterpret_cast<const uint32_t&>(larger);
-    }
-    return m;
-  }
-  static __device__ __forceinline__ float widen(__half x) { return __half2float(x); }
-  static __device__ __forceinline__ __half narrow(float x) { return __float2half_rn(x); }
 };
 
 // ---- parts of packs; bit i of `bits` stands for element i

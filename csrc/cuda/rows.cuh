@@ -113,7 +113,7 @@ __device__ __forceinline__ void finish_packs(const RowArgs<A>& args, const Held<
   if (!active) return;
 
   const typename Op::Row finished = Op::row(state);
-  C scale = M::constant(1);
+  typename Op::Scale scale{};
   if constexpr (kTerms) scale = Op::term_scale(state, pivot);
   T* const out = opaque(access.out + held.origin);
 #pragma unroll
@@ -123,7 +123,7 @@ __device__ __forceinline__ void finish_packs(const RowArgs<A>& args, const Held<
     Pack result;
     if constexpr (kTerms) {
 #pragma unroll
-      for (int i = 0; i < kWidth; ++i) terms[p][i] *= scale;
+      for (int i = 0; i < kWidth; ++i) terms[p][i] = terms[p][i] * scale;
       result = Elements<T>::narrow(terms[p]);
     } else {
       result = A::finish(finished, raw[p]);

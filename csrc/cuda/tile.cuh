@@ -619,7 +619,7 @@ __global__ void __launch_bounds__(kTileThreads, 3) rows_in_tile(const __grid_con
     }
   }
 
-  C scale[kStates];
+  typename Op::Scale scale[kStates];
   if constexpr (kKeepsTerms) {
 #pragma unroll
     for (int s = 0; s < kStates; ++s) scale[s] = Op::term_scale(final[s], states.pivot[s]);
@@ -632,7 +632,7 @@ __global__ void __launch_bounds__(kTileThreads, 3) rows_in_tile(const __grid_con
       C terms[kWidth];
       Elements<T>::widen(terms, raw[0]);
 #pragma unroll
-      for (int e = 0; e < kWidth; ++e) terms[e] *= scale[kSeparate ? e : 0];
+      for (int e = 0; e < kWidth; ++e) terms[e] = terms[e] * scale[kSeparate ? e : 0];
       return Elements<T>::narrow(terms);
     } else {
       return finish_separately<A>(final, raw);
