@@ -152,18 +152,19 @@ int bank_turns(int64_t columns, int bytes, int lanes, bool pairs, int apart) {
   return turns;
 }
 
-// A power of 2: how many rows apart those are to be that a warp has side by side, for the fewest turns.
-int slab_spread(int64_t columns, int bytes, int lanes, bool pairs, int rows) {
+// A power of 2: how many rows apart those are to be of whose pairs a warp reads, for the fewest turns.
+int slab_spread(int64_t columns, int lanes, int rows) {
   const int teams = 32 / lanes;
-  int best = 1, least = bank_turns(columns, bytes, lanes, pairs, 1);
+  int best = 1, least = bank_turns(columns, 2, lanes, true, 1);
   for (int apart = 2; least > 1 && rows % (teams * apart) == 0; apart *= 2) {
-    const int turns = bank_turns(columns, bytes, lanes, pairs, apart);
+    const int turns = bank_turns(columns, 2, lanes, true, apart);
     if (turns < least) least = turns, best = apart;
   }
   return best;
 }
 
-// Lanes that share a row of a slab, and elements that each has room for.
+// Lanes that share a row of a slab, and elements that each has room for: few lanes, unless their rows lie so that they
+// keep one another waiting and cannot be spread.
 LanesAndPacks slab_shape(int64_t columns, int bytes, bool pairs, int inputs) {
   constexpr int kOne[] = {3, 7, 15, 23, 31}, kMore[] = {9, 12, 16}, kPairs[] = {10, 12, 16, 20, 24, 32};
   const auto least = [](const auto& held, int64_t n) { return *std::lower_bound(std::begin(held), std::end(held), n); };
@@ -176,8 +177,10 @@ LanesAndPacks slab_shape(int64_t columns, int bytes, bool pairs, int inputs) {
     while (lanes * most < in_pairs) lanes *= 2;
     return {lanes, least(kPairs, 2 * ceil_div(in_pairs / 2, lanes))};
   }
-  const int lanes = columns <= 64 ? 4 : columns <= 128 ? 8 : columns <= 256 ? 16 : 32;
-  return {lanes, least(kMore, ceil_div(columns, lanes))};
+  const int least_lanes = columns <= 64 ? 4 : columns <= 128 ? 8 : columns <= 256 ? 16 : 32;
+  const int lanes = least_lanes < 16 && bank_turns(columns, bytes, least_lanes, false, 1) > 1 ? 16 : least_lanes;
+  const int64_t held = ceil_div(columns, lanes);
+  return {lanes, lanes == 16 && held <= 5 ? 5 : least(kMore, held)};
 }
 
 LanesAndPacks narrow_slab_shape(int64_t columns) {
@@ -591,7 +594,7 @@ CudaPlan make_cuda_plan(const View& view, Op op, DType dtype, Alignment alignmen
       while (unit() > whole && unit() * row_bytes > kSlabBytesAtMost) plan.threads /= 2;
       plan.slab_rows = static_cast<int>(unit() * std::max<int64_t>(1, kSlabBytes / (unit() * row_bytes)));
     }
-    plan.slab_spread = slab_spread(view.columns, bytes, plan.lanes, pairs, plan.slab_rows);
+    plan.slab_spread = pairs ? slab_spread(view.columns, plan.lanes, plan.slab_rows) : 1;
     plan.blocks = ceil_div(view.rows, plan.slab_rows);
     plan.shared_bytes = static_cast<int>(plan.slab_rows * row_bytes * inputs_of(op));
     return plan;

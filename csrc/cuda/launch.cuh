@@ -227,8 +227,8 @@ cudaError_t enqueue_slab(const CudaPlan& plan, const RowArgs<A>& args, cudaStrea
     }
   } else {
     choose(SlabShape<4, 9>(), SlabShape<4, 12>(), SlabShape<4, 16>(), SlabShape<8, 9>(), SlabShape<8, 12>(),
-           SlabShape<8, 16>(), SlabShape<16, 9>(), SlabShape<16, 12>(), SlabShape<16, 16>(), SlabShape<32, 9>(),
-           SlabShape<32, 12>(), SlabShape<32, 16>());
+           SlabShape<8, 16>(), SlabShape<16, 5>(), SlabShape<16, 9>(), SlabShape<16, 12>(), SlabShape<16, 16>(),
+           SlabShape<32, 9>(), SlabShape<32, 12>(), SlabShape<32, 16>());
   }
   choose(SlabShape<1, 4, true>(), SlabShape<1, 16, true>(), SlabShape<4, 16, true>(), SlabShape<16, 16, true>(),
          SlabShape<32, 16, true>());

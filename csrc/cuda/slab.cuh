@@ -9,69 +9,21 @@ namespace jax_softmax::cuda {
 
 struct SlabArgs {
   int rows;           // of a slab
-  int spread_shift;   // rows that a warp has side by side lie 2^so many apart, in different banks
+  int spread_shift;   // of pairs: rows that a warp has side by side lie 2^so many apart, in different banks
   Divisor inner;      // so many neighbouring rows are interleaved: the elements of a row are so far apart
   Divisor pad_every;  // packs after which shared memory has room for one more, so that rows begin in different banks
 };
 
-// How a row lies in shared memory.
+// How such a row lies in shared memory.
 struct SlabRow {
   int begin;    // of its first element
   int columns;  // 0 for lanes that have no row
-  int apart;    // of its elements
-  int operand;  // of the operands
+  int operand;  // elements from one operand to the next
 };
 
-// A row in the registers of kLanes lanes, of up to kHeld elements each, neighbouring elements in neighbouring lanes.
-// at(i) is where an element of the row lies.
-template <class A, int kLanes, int kHeld, class At>
-__device__ __forceinline__ void row_of_elements(const A& access, typename A::T* held, const SlabRow& row, At at) {
-  using Op = typename A::Op;
-  using M = typename A::M;
-  using C = typename A::C;
-  using T = typename A::T;
-  const int lane = threadIdx.x % kLanes, mine = row.columns - lane, step = kLanes * row.apart;
-  held += row.begin + lane * row.apart;
-  C values[kHeld][A::kInputs];
-#pragma unroll
-  for (int i = 0; i < kHeld; ++i) {
-#pragma unroll
-    for (int k = 0; k < A::kInputs; ++k) {
-      values[i][k] = Op::pad(k);
-      if (i * kLanes < mine) values[i][k] = Elements<T>::widen(held[k * row.operand + i * step]);
-    }
-    if (i * kLanes < mine) access.pad_if_masked(values[i], at(lane + i * kLanes));
-  }
-  C pivot = M::constant(0);
-  if constexpr (Op::kHasPivot) {
-    pivot = values[0][0];
-#pragma unroll
-    for (int i = 1; i < kHeld; ++i) pivot = M::max(pivot, values[i][0]);
-    pivot = max_over_lanes<kLanes, M>(pivot);
-  }
-  const Relative<M> relative(pivot);
-  C sum = M::constant(0);
-#pragma unroll
-  for (int i = 0; i < kHeld; ++i) {
-    const C term = Op::term(relative, values[i]);
-    if (Op::kResultIsScaledTerm) values[i][0] = term;
-    sum += term;
-  }
-  const auto finished = Op::row(State<C>{pivot, sum_over_lanes<kLanes>(sum)});
-#pragma unroll
-  for (int i = 0; i < kHeld; ++i) {
-    C result;
-    if constexpr (Op::kResultIsScaledTerm) {
-      result = values[i][0] * finished.scale;
-    } else {
-      result = Op::finish(finished, values[i]);
-    }
-    if (i * kLanes < mine) held[i * step] = access.result(result, at(lane + i * kLanes));
-  }
-}
-
-// The same for 16 bits, in half as many turns: a lane has whole words. A first and a last element that share theirs
-// with another row are the first lane's.
+// A row of 16-bit elements in the registers of kLanes lanes, in half as many turns as there are elements for each: a
+// lane has whole words, neighbouring words in neighbouring lanes. A first and a last element that share theirs with
+// another row are the first lane's.
 template <class A, int kLanes, int kPairs>
 __device__ __forceinline__ void row_of_pairs(typename A::T* held, const SlabRow& row, bool odd_columns) {
   using Op = typename A::Op;
@@ -157,6 +109,9 @@ inline constexpr bool kSlabOfPairs = sizeof(typename A::T) == 2 && !A::kMasked &
 template <class A, int kLanes, int kHeld, bool kInterleaved>
 __global__ void __launch_bounds__(kSlabThreads)
     rows_in_slab(const __grid_constant__ RowArgs<A> args, const __grid_constant__ SlabArgs slab_args) {
+  using Op = typename A::Op;
+  using M = typename A::M;
+  using C = typename A::C;
   using T = typename A::T;
   constexpr int kWidth = A::kWidth;
   extern __shared__ Pack held[];
@@ -186,27 +141,68 @@ __global__ void __launch_bounds__(kSlabThreads)
   wait_for_copies();
   __syncthreads();
 
-  // By whole warps, which reduce together.
-  constexpr int kTeams = 32 / kLanes;
-  const int spread = slab_args.spread_shift, team = threadIdx.x % 32 / kLanes;
-  const int turns = (rows + (kTeams << spread) - 1) / (kTeams << spread) << spread;
-  for (int turn = threadIdx.x / 32; turn < turns; turn += blockDim.x / 32) {
-    const int number = ((((turn >> spread) * kTeams + team) << spread) | (turn & ((1 << spread) - 1)));
-    const int row = min(number, rows - 1);
-    int begin = row * columns;
-    if (kInterleaved) {
-      const int outer = slab_args.inner.divide(row);
-      const int before = held_at(outer * apart * columns / kWidth) - outer * apart * columns / kWidth;
-      begin = outer * apart * columns + before * kWidth + row - outer * apart;
+  if constexpr (kSlabOfPairs<A, kLanes, kInterleaved>) {
+    constexpr int kTeams = 32 / kLanes;
+    const int spread = slab_args.spread_shift, team = threadIdx.x % 32 / kLanes;
+    const int turns = (rows + (kTeams << spread) - 1) / (kTeams << spread) << spread;  // of warps
+    for (int turn = threadIdx.x / 32; turn < turns; turn += blockDim.x / 32) {
+      const int number = (((turn >> spread) * kTeams + team) << spread) | (turn & ((1 << spread) - 1));
+      const SlabRow row{min(number, rows - 1) * columns, number < rows ? columns : 0, capacity * kWidth};
+      row_of_pairs<A, kLanes, kHeld / 2>(reinterpret_cast<T*>(held), row, columns % 2 != 0);
     }
-    const SlabRow of_row{begin, number < rows ? columns : 0, apart, capacity * kWidth};
-    T* const elements_held = reinterpret_cast<T*>(held);
-    if constexpr (kSlabOfPairs<A, kLanes, kInterleaved>) {
-      row_of_pairs<A, kLanes, kHeld / 2>(elements_held, of_row, columns % 2 != 0);
-    } else {
+  } else {
+    const int lane = threadIdx.x % kLanes;
+    for (int turn = 0; turn < rows; turn += blockDim.x / kLanes) {  // by whole warps, which reduce together
+      const int row = min(turn + static_cast<int>(threadIdx.x) / kLanes, rows - 1);
+      const bool active = turn + static_cast<int>(threadIdx.x) / kLanes < rows;
       const Offset offset = args.offset(first_row + row);
-      row_of_elements<A, kLanes, kHeld>(access, elements_held, of_row,
-                                        [&](int i) { return Offset{0, offset.mask + i * args.mask_stride}; });
+      int begin = row * columns;
+      if (kInterleaved) {
+        const int outer = slab_args.inner.divide(row);
+        const int before = held_at(outer * apart * columns / kWidth) - outer * apart * columns / kWidth;
+        begin = outer * apart * columns + before * kWidth + row - outer * apart;
+      }
+      T* const row_held = reinterpret_cast<T*>(held) + begin + lane * apart;
+      const int mine = active ? columns - lane : 0;  // element i of this lane is the row's if i * kLanes < mine
+      const auto at = [&](int i) { return Offset{0, offset.mask + (lane + i * kLanes) * args.mask_stride}; };
+      C values[kHeld][A::kInputs];
+#pragma unroll
+      for (int i = 0; i < kHeld; ++i) {
+#pragma unroll
+        for (int k = 0; k < A::kInputs; ++k) {
+          values[i][k] = Op::pad(k);
+          if (i * kLanes < mine)
+            values[i][k] = Elements<T>::widen(row_held[k * capacity * kWidth + i * kLanes * apart]);
+        }
+        if (i * kLanes < mine) access.pad_if_masked(values[i], at(i));
+      }
+      C pivot = M::constant(0);
+      if constexpr (Op::kHasPivot) {
+        pivot = values[0][0];
+#pragma unroll
+        for (int i = 1; i < kHeld; ++i) pivot = M::max(pivot, values[i][0]);
+        pivot = max_over_lanes<kLanes, M>(pivot);
+      }
+      const Relative<M> relative(pivot);
+      C sum = M::constant(0);
+#pragma unroll
+      for (int i = 0; i < kHeld; ++i) {
+        const C term = Op::term(relative, values[i]);
+        if (Op::kResultIsScaledTerm) values[i][0] = term;
+        sum += term;
+      }
+      sum = sum_over_lanes<kLanes>(sum);
+      const auto finished = Op::row(State<C>{pivot, sum});
+#pragma unroll
+      for (int i = 0; i < kHeld; ++i) {
+        C result;
+        if constexpr (Op::kResultIsScaledTerm) {
+          result = values[i][0] * finished.scale;
+        } else {
+          result = Op::finish(finished, values[i]);
+        }
+        if (i * kLanes < mine) row_held[i * kLanes * apart] = access.result(result, at(i));
+      }
     }
   }
   __syncthreads();
