@@ -75,6 +75,7 @@ CASES = [
 
 # Rows that smaller chips do not hold, in bfloat16: with clusters and without.
 LONG_CASES = [
+    ({"shared_memory_per_block": 99 << 10, "largest_cluster": 16}, (5, 90_001)),
     ({"shared_memory_per_block": 99 << 10, "largest_cluster": 16}, (2, 5_000_000)),
     ({"shared_memory_per_block": 163 << 10, "largest_cluster": 16}, (2, 8_000_001)),
     ({"shared_memory_per_block": 99 << 10, "largest_cluster": 16}, (1, 2_600_000)),
