@@ -86,7 +86,7 @@ def test_pairs_of_elements(dtype, columns):
 
 
 @pytest.mark.parametrize("columns", [5, 33, 1000, 4097, 20_001, 300_001])
-@pytest.mark.parametrize("largest", [2.0**21, 2.0**24, 1e30, -(2.0**21), -1e30])
+@pytest.mark.parametrize("largest", [2.0**20, 2.0**21, 2.0**24, 1e30, -(2.0**20), -1e30])
 def test_large_numbers(largest, columns):
     """Neighbouring numbers, of which some may be beyond a power of 2 and others not, among some that are far away."""
     x = np.full(columns, largest, np.float32)
@@ -99,10 +99,17 @@ def test_large_numbers(largest, columns):
 
 
 @pytest.mark.skipif(not ON_GPU, reason="needs a GPU and the CUDA kernels")
-@pytest.mark.parametrize("columns", [5, 33, 1000, 4097, 20_001, 131_072, 300_001])
-def test_float32_is_as_exact_far_below_the_maximum(columns):
-    """Where exp(x - max) is off by the rounding of x - max: 30 units in the last place and more."""
-    x = normal((9, columns), scale=30.0)
+@pytest.mark.parametrize("center", [0, 2**20, -(2**20), 3 * 2**20, 2**24])
+@pytest.mark.parametrize("columns", [5, 33, 1000, 4097, 20_001, 131_072, 300_001, 1_100_000])
+def test_float32_is_as_exact_far_below_the_maximum(columns, center):
+    """Where exp(x - max) is off by the rounding of x - max: 30 units in the last place and more.
+
+    The sorted rows have parts whose maximum is on the other side of the center.
+    """
+    x = normal((9, columns), scale=30.0) + np.float32(center)
+    x[3:6].sort()
+    x[3:6] = x[3:6, ::-1]
+    x[6:].sort()
     expected = reference("softmax", x).value
     error = np.abs(np.asarray(jax_softmax.softmax(x), np.float64) - expected)
     eps, tiny = np.finfo(np.float32).eps, np.finfo(np.float32).tiny

@@ -4,6 +4,8 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <cfloat>
+
 #include "ops.h"
 
 namespace jax_softmax::cuda {
@@ -111,44 +113,38 @@ struct Relative<cuda::Half> {
 // n is pivot log2(e), rounded to an integer. What is below one half of the exponent is reduced as in Cody and Waite,
 // "Software Manual for the Elementary Functions" (1980), with log2(e) in two parts, so that an element far below the
 // pivot has no larger an error than any; and terms relative to one pivot become those relative to another exactly.
-// From 2^21 on n would not be exact, but neighbouring numbers are a quarter or more apart: there the distance from the
-// pivot is what is reduced.
+// So that n fits, x and the pivot are taken relative to an origin: the pivot without what it is more than a multiple of
+// 2^20, which is 0 for smaller ones. Elements near the pivot lie on a grid on which their distance from it is exact.
 template <>
 struct Relative<cuda::Reduced> {
-  static constexpr float kLarge = 1 << 21;
   static constexpr float kLog2E = 1.44269502f, kLog2ERest = 1.92596303e-8f;
-  static constexpr float kLn2 = 0.693147182f, kLn2Rest = -1.90465421e-9f;
   // 1.5 * 2^23: a sum with it is an integer, in its last bits; and the bias of the exponent.
   static constexpr float kToInteger = 12582912.0f, kBias = 127.0f;
-  float pivot;
-  float origin;      // what is subtracted first
+  float origin;
   float to_integer;  // kToInteger + kBias - n
 
   Relative() = default;
-  explicit __device__ __forceinline__ Relative(float unshielded)
-      : pivot(shielded<cuda::Reduced>(unshielded)),
-        origin(is_large(pivot) ? pivot : 0.0f),
-        to_integer(kToInteger + kBias - power_of(pivot)) {}
-  static __device__ __forceinline__ bool is_large(float pivot) { return !(fabsf(pivot) < kLarge); }
-  static __device__ __forceinline__ float power_of(float pivot) {
-    return is_large(pivot) ? 0.0f : rintf(pivot * kLog2E);
+  explicit __device__ __forceinline__ Relative(float unshielded) {
+    const float pivot = shielded<cuda::Reduced>(unshielded);
+    origin = origin_of(pivot);
+    to_integer = kToInteger + kBias - power_of(pivot - origin);
   }
-  // What a pivot is more than the power of 2 in its place, in powers of e.
-  static __device__ __forceinline__ float rest_of(float pivot) {
-    const float n = power_of(pivot);
-    return is_large(pivot) ? 0.0f : fmaf(n, -kLn2Rest, fmaf(n, -kLn2, pivot));
-  }
-  __device__ __forceinline__ float exp(float x) const {
-    const float y = x - origin;
+  static __device__ __forceinline__ float origin_of(float pivot) { return truncf(pivot * 0x1p-20f) * 0x1p20f; }
+  static __device__ __forceinline__ float power_of(float x) { return fmaf(x, kLog2E, kToInteger) - kToInteger; }
+  // e^x 2^n, where the integer n is given by a sum with those two.
+  static __device__ __forceinline__ float exp_times_power(float x, float to_integer) {
     // The power of 2 must be a normal number; a fraction of it need not be. A NaN is ignored here.
-    const float integer = fmaxf(fmaf(y, kLog2E, to_integer), kToInteger + 1.0f);
+    const float integer = fmaxf(fmaf(x, kLog2E, to_integer), kToInteger + 1.0f);
     const float power = integer - to_integer;
-    const float fraction = fmaf(y, kLog2ERest, fmaf(y, kLog2E, -power));
+    const float fraction = fmaf(x, kLog2ERest, fmaf(x, kLog2E, -power));
     return cuda::Half::exp2(fraction) * __uint_as_float(__float_as_uint(integer) << 23);
   }
+  __device__ __forceinline__ float exp(float x) const { return exp_times_power(x - origin, to_integer); }
+  // Without a branch, since states come by the hundred.
   __device__ __forceinline__ float rescale(float from) const {
-    if (!is_large(from) && !is_large(pivot)) return ::exp2f(power_of(from) - power_of(pivot));
-    return ::expf(from - pivot) * ::expf(rest_of(pivot) - rest_of(from));
+    const float finite = fmaxf(from, -FLT_MAX);  // a state of no elements has a sum of 0
+    const float its_origin = origin_of(finite);
+    return exp_times_power(its_origin - origin, to_integer + power_of(finite - its_origin));
   }
   // A quotient to twice the precision, so that its product with a term is rounded once: of an element that is all of
   // its row's sum to 1.
