@@ -1,6 +1,8 @@
 #include "plan.h"
 
 #include <algorithm>
+#include <array>
+#include <cmath>
 #include <iterator>
 #include <numeric>
 
@@ -224,13 +226,15 @@ Dims without_last(Dims dims) {
 constexpr int kTileBytes = 64 << 10;
 constexpr int kTileLineBytes = 64;
 constexpr int kTeamParts = 8;
-constexpr int kMostTileStates = 512;  // that a block is sent, in the place of a tile that is half as wide
 // On chips with clusters, a block with more has a multiprocessor for itself, and takes longer to read its lines once
 // than others to read them twice, unless they are parts of runs.
 constexpr int kLonelyTileBytes = 112 << 10;
 // Where a tile fits that, some tile fits every chip, and needs no scratch memory.
 constexpr Device kSmallestDevice{75, 1, 64 << 10, 1};
 constexpr int kMostTilePieces = 256;
+constexpr int kMostHeldPacks = 40;         // of a thread, where a shape is looked for
+constexpr int kReservedBytes = 1 << 10;    // of shared memory, for each block
+constexpr int kThreadsTogether = 2048;     // on a multiprocessor
 constexpr int64_t kPieceLines = 64;        // of a thread, at the least
 constexpr int kMostTileNumbers = 1 << 30;  // packs, lines, positions that are counted in 32 bits
 
@@ -238,9 +242,10 @@ constexpr int kMostTileNumbers = 1 << 30;  // packs, lines, positions that are c
 int64_t turn_of(int width, int64_t stride) { return width / std::gcd<int64_t>(width, stride); }
 
 // Plans a tile of `packs` of each line in `groups` of lines, with some lines to a thread; false if that is too large.
-bool plan_tile(CudaPlan* plan, Tile tile, int packs, int groups, int held, int bytes, int inputs, int64_t all_lines,
-               const Device& device, int64_t outer, int most_blocks, bool passes) {
-  const int width = kPackBytes / bytes, most_threads = passes ? kTilePassThreads : kTileThreads;
+bool plan_tile(CudaPlan* plan, Tile tile, int packs, int groups, int held, int bytes, int inputs, int most_threads,
+               const Device& device, int most_blocks, bool passes) {
+  const int width = kPackBytes / bytes;
+  const int64_t all_lines = tile.lines.elements(), outer = tile.kept.elements();
   if (packs < 1 || packs * groups > most_threads) return false;
   tile.packs = packs;
   tile.groups = groups;
@@ -264,7 +269,7 @@ bool plan_tile(CudaPlan* plan, Tile tile, int packs, int groups, int held, int b
   } else if (shifting) {
     // What the packs of a line cover at the least, wherever it begins.
     const int64_t reach = (packs - 1) * width + 1;
-    tile.halo = tile.inner == 1 && reach < tile.segment ? kSectorBytes / bytes - 1 : 0;
+    tile.halo = tile.inner == 1 && reach < tile.segment ? width - 1 : 0;
     tile.width = static_cast<int>(std::min((reach - tile.halo) / tile.inner * tile.inner, tile.segment));
     if (tile.width <= 0) return false;
     tile.segment_tiles = static_cast<int>(ceil_div(tile.segment, tile.width));
@@ -341,6 +346,129 @@ bool plan_tile(CudaPlan* plan, Tile tile, int packs, int groups, int held, int b
   return true;
 }
 
+// By how much, as a logarithm, a shape of a tile takes longer than it must; fitted to the times that 22,000 shapes for
+// 49 views took on an H200.
+struct TileCosts {
+  double room;                   // that is not used: a power of it
+  double rest;                   // what a thread does besides its packs: a power of it, if it is worth
+  double rest_packs;             // so many packs
+  double alone;                  // a thread's way with many packs: for each 20 more
+  double waiting;                // for the other blocks of a cluster: a power of their number
+  double states;                 // that they exchange: for each thousand
+  double apart;                  // lanes that share rows, but cannot add up first
+  double narrow, rather_narrow;  // lines of 64 bytes, or up to 128
+  double ragged;                 // sectors of which two tiles have a half each, divided by the packs of a line
+  double slabs;                  // several to a block: a power of their number
+  double pauses;                 // of each block fewer at once than
+  int enough_blocks;             // so many,
+  double idle;                   // and of threads, as a share of
+  int enough_threads;            // so many
+  int fewest_blocks;             // at once: shapes that allow no more are not considered
+};
+constexpr TileCosts kSlabCosts{0.3, 0.3, 2, 0.2, 0.15, 0, 0, 0, 0, 0, 0.05, 0.04, 5, 0.05, 512, 3};
+constexpr TileCosts kLineCosts{0.3, 0.3, 6, 0.05, 0.02, 0.09, 0.02, 0.2, 0.03, 2, 0, 0.12, 3, 0.2, 640, 2};
+
+// Finds the shape of a tile that costs least, of those that are offered.
+class CheapestTile {
+ public:
+  CheapestTile(const TileCosts& costs, const Tile& tile, int bytes, int inputs, const Device& device)
+      : costs_(costs), tile_(tile), bytes_(bytes), inputs_(inputs), device_(device) {
+    for (int packs = 1; packs <= kMostHeldPacks; ++packs) {
+      of_packs_[packs] =
+          costs.rest * std::log(1 + costs.rest_packs / packs) + costs.alone * std::max(0.0, packs / 20.0 - 1);
+    }
+  }
+
+  // Whether a cluster of so many blocks, and so all larger ones, would cost more.
+  bool too_many(int blocks) const { return costs_.waiting * std::log(blocks) >= least_; }
+
+  // A tile of so many packs of each line, or slabs of them, for `blocks` and some groups of threads in each.
+  void offer(CudaPlan* plan, int packs, int blocks, int64_t groups, int slabs) {
+    const int64_t lines = tile_.lines.elements();
+    const int64_t held = ceil_div(ceil_div(lines, blocks), groups);
+    if (held * inputs_ > kMostHeldPacks || slabs * groups * packs > kTileThreads) return;
+    const int threads = static_cast<int>(ceil_div(slabs * groups * packs, 32) * 32);
+    double cost = of_packs_[held * inputs_] + costs_.waiting * std::log(blocks);
+    if (cost >= least_) return;
+    cost += costs_.room * std::log(static_cast<double>(blocks) * threads * held / (lines * packs * slabs));
+    cost += costs_.slabs * std::log(slabs);
+    cost += packs * kPackBytes <= 64 ? costs_.narrow : packs * kPackBytes <= 128 ? costs_.rather_narrow : 0;
+    if (tile_.spanning && tile_.segment * bytes_ % kSectorBytes != 0) cost += costs_.ragged / packs;
+    // Without what is exchanged yet.
+    if (cost + of_blocks(held * inputs_ * threads * kPackBytes, threads) >= least_) return;
+    CudaPlan shape = *plan;
+    if (!plan_tile(&shape, tile_, packs, static_cast<int>(groups), static_cast<int>(held), bytes_, inputs_,
+                   static_cast<int>(slabs * groups * packs), device_, blocks, false)) {
+      return;
+    }
+    const Tile& tile = shape.tile;
+    if (tile.segment_tiles > 0) {  // the packs that they read for the elements that they store
+      const double read = static_cast<double>(tile.segment_tiles) * packs * kPackBytes;
+      cost += costs_.room * std::log(read / (tile.segment * bytes_));
+    }
+    cost += costs_.states * shape.cluster * tile.columns / 1000;
+    if (!tile.shuffled) cost += costs_.apart;
+    cost += of_blocks(shape.shared_bytes, threads);
+    if (cost >= least_) return;
+    least_ = cost;
+    best_ = shape;
+  }
+
+  bool found(CudaPlan* plan) const {
+    if (least_ == HUGE_VAL) return false;
+    *plan = best_;
+    return true;
+  }
+
+ private:
+  double of_blocks(int64_t shared_bytes, int threads) const {
+    const int64_t blocks = std::min<int64_t>(device_.shared_memory_per_block / (shared_bytes + kReservedBytes),
+                                             kThreadsTogether / threads);
+    if (blocks < costs_.fewest_blocks) return HUGE_VAL;
+    return costs_.pauses * std::max<int64_t>(0, costs_.enough_blocks - blocks) +
+           costs_.idle * std::max(0.0, 1 - static_cast<double>(blocks * threads) / costs_.enough_threads);
+  }
+
+  const TileCosts& costs_;
+  const Tile& tile_;
+  const int bytes_, inputs_;
+  const Device& device_;
+  double of_packs_[kMostHeldPacks + 1];
+  double least_ = HUGE_VAL;
+  CudaPlan best_;
+};
+
+// A tile of slabs of `unit` packs.
+bool plan_slab_tile(CudaPlan* plan, const Tile& slab, int unit, int bytes, int inputs, const Device& device) {
+  CheapestTile cheapest(kSlabCosts, slab, bytes, inputs, device);
+  for (int blocks = 1; blocks <= device.largest_cluster && !cheapest.too_many(blocks); ++blocks) {
+    const int64_t lines = ceil_div(slab.lines.elements(), blocks);
+    for (int held = 1; held * inputs <= kMostHeldPacks; ++held) {
+      const int64_t groups = ceil_div(lines, held);
+      int slabs = 0;
+      for (const int threads : {64, 96, 128, 160, 192, kTileThreads}) {
+        if (groups * unit > threads || slabs == (blocks > 1 ? 1 : threads / (groups * unit))) continue;
+        slabs = blocks > 1 ? 1 : static_cast<int>(threads / (groups * unit));
+        cheapest.offer(plan, unit, blocks, groups, slabs);
+      }
+    }
+  }
+  return cheapest.found(plan);
+}
+
+// A tile of lines of which each begins as the one `turn` lines on.
+bool plan_line_tile(CudaPlan* plan, const Tile& tile, int turn, int bytes, int inputs, const Device& device) {
+  CheapestTile cheapest(kLineCosts, tile, bytes, inputs, device);
+  for (int blocks = 1; blocks <= device.largest_cluster && !cheapest.too_many(blocks); ++blocks) {
+    for (int packs = tile.spanning ? 4 : 8; packs <= kTileThreads / turn; packs *= 2) {
+      for (int groups = turn; groups * packs <= kTileThreads; groups *= 2) {
+        if (groups * packs >= 64) cheapest.offer(plan, packs, blocks, groups, 1);
+      }
+    }
+  }
+  return cheapest.found(plan);
+}
+
 bool plan_tile(CudaPlan* plan, const View& view, int bytes, int inputs, const Device& device, bool passes) {
   const int width = kPackBytes / bytes, most_threads = passes ? kTilePassThreads : kTileThreads;
   const Dim& run = view.reduced.dim[view.reduced.size - 1];
@@ -358,11 +486,9 @@ bool plan_tile(CudaPlan* plan, const View& view, int bytes, int inputs, const De
   // Tries numbers of lines a thread, the one that lets most blocks run at once first, and cluster sizes, until a tile
   // of the shape that shape_of(lines a thread) says fits.
   const auto shape_fits = [&](const Tile& tile, Shape shape, int64_t held, int most_blocks) {
-    const int64_t lines = tile.lines.elements();
-    return lines <= kMostTileNumbers &&
+    return tile.lines.elements() <= kMostTileNumbers &&
            plan_tile(plan, tile, static_cast<int>(shape.packs), static_cast<int>(shape.groups), static_cast<int>(held),
-                     bytes, inputs, lines, device, tile.kept.elements(), std::min(most_blocks, device.largest_cluster),
-                     passes);
+                     bytes, inputs, most_threads, device, std::min(most_blocks, device.largest_cluster), passes);
   };
   // As many groups as it takes to hold all lines, of at least so many packs, a multiple of `unit`.
   const auto wide_shape = [&](const Tile& tile, int64_t least_packs, int64_t held, auto groups_of, int64_t unit = 1) {
@@ -467,10 +593,8 @@ bool plan_tile(CudaPlan* plan, const View& view, int bytes, int inputs, const De
     tile.spanning = true;
     const int64_t lines = tile.lines.elements();
     const int packs = kTileLineBytes / kPackBytes;
-    // Twice as wide, unless blocks would have too many states with an exponential to tell each other.
-    const int most_blocks = inputs == 1 ? kMostTileStates / (2 * packs * width) : kMostBlocks;
-    if (!passes && lines > 2 * most_held &&
-        shape_fits(tile, wide_shape(tile, 2 * packs, most_held, same), most_held, most_blocks)) {
+    if (!passes && lines > 2 * most_held && lines <= kMostTileNumbers &&
+        plan_line_tile(plan, tile, 1, bytes, inputs, device)) {
       return true;
     }
     const bool wide = tile.segment >= 4 * packs * width;
@@ -488,16 +612,20 @@ bool plan_tile(CudaPlan* plan, const View& view, int bytes, int inputs, const De
     const int64_t run_packs = aligned ? slab.run / width : ceil_div(slab.run + width - 1, width);
     slab.segment = unit * width;
     slab.lines.dim[slab.lines.size - 1] = Dim{ceil_div(run_packs, unit), slab.segment, 0};
-    if (slab.run <= kMostTileNumbers && try_all(slab, fewer_held, [&](int64_t held) {
-          return Shape{unit, std::min<int64_t>(most_threads / unit, ceil_div(slab.lines.elements(), held))};
-        })) {
-      return true;
+    if (slab.run <= kMostTileNumbers) {
+      if (!passes && plan_slab_tile(plan, slab, static_cast<int>(unit), bytes, inputs, device)) return true;
+      if (try_all(slab, fewer_held, [&](int64_t held) {
+            return Shape{unit, std::min<int64_t>(most_threads / unit, ceil_div(slab.lines.elements(), held))};
+          })) {
+        return true;
+      }
     }
   }
   if (tile.lines.size > 1) return false;
-  // The wider the parts of lines are, the fewer are cut at their edges; but more blocks have to wait for one another.
-  if (!passes && bytes > 2 && shape_fits(tile, wide_shape(tile, 16, most_held, alike(tile.lines)), most_held, 8))
+  if (!passes && run.extent <= kMostTileNumbers &&
+      plan_line_tile(plan, tile, static_cast<int>(turn_of(width, run.stride)), bytes, inputs, device)) {
     return true;
+  }
   return try_shapes(tile, 1, passes ? 16 : 8, alike(tile.lines));
 }
 

@@ -126,7 +126,7 @@ struct Tile {
   bool spanning;                     // whether a tile's packs may be of several segments
   int packs;                         // of each line in a tile
   int width;                         // elements of each line in a tile, if not spanning
-  int halo;                          // elements beyond those that are read too, so that whole sectors are stored
+  int halo;                          // elements beyond those that are read too, so that whole packs are stored
   int64_t segment_packs, all_packs;  // if spanning
   int segments, unit;                // if segments are parts of runs: how many in a tile, and packs of each
   int64_t all_segments;

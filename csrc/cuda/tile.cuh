@@ -7,8 +7,8 @@
 // belongs to one row), and needs no other index while it goes down the lines.
 //
 // Threads that share rows add up their states by shuffles where lanes lie right, then through shared memory, and the
-// blocks of a cluster send each other theirs. Memory is written in whole sectors: where lines may begin anywhere in a
-// pack, a tile reads some columns beyond its own, and stores the sectors that begin in its own.
+// blocks of a cluster send each other theirs. Memory is written in whole packs: where lines may begin anywhere in one,
+// a tile reads some columns beyond its own, and stores the packs that begin in its own.
 #pragma once
 
 #include "cuda/chunk.cuh"
@@ -230,14 +230,10 @@ struct TilePart {
       return {line.element, start + first, kWhole || bits == kAllBits<T>};
     }
   }
-  // Whether the tile stores a pack: not if it holds the pack for its rows' sake alone.
-  __device__ __forceinline__ bool owns(const Line& line) const {
+  // Whether the tile stores the thread's packs: not those that it holds for its rows' sake alone.
+  __device__ __forceinline__ bool owns() const {
     if constexpr (kLines == Lines::kPart) {
-      if (args.tile.halo) {
-        constexpr int kSector = kSectorBytes / static_cast<int>(sizeof(T));
-        const int position = start + first - (static_cast<int>(line.element) & (kSector - 1));
-        return static_cast<unsigned>(max(position, 0) - start) < static_cast<unsigned>(args.tile.width);
-      }
+      if (args.tile.halo) return static_cast<unsigned>(max(start + first, 0) - start) < args.tile.width;
     }
     return true;
   }
@@ -295,7 +291,6 @@ struct TilePart {
 
   template <bool kSimple>
   __device__ __forceinline__ void store(const Line& line, Pack result) const {
-    if (!owns(line)) return;
     const auto at = place_in(line);
     if constexpr (A::kMasked) result = A::with_masked(result, kept_bits(line, at));
     if (kLines == Lines::kPart ? bits == kAllBits<T> : kSimple || at.whole) {
@@ -638,6 +633,7 @@ __global__ void __launch_bounds__(kTileThreads, 3) rows_in_tile(const __grid_con
       return finish_separately<A>(final, raw);
     }
   };
+  if (!part.owns()) return;
   part.for_lines(part.storable, [&](int i, const auto& line, auto simple) {
     part.template store<decltype(simple)::value>(line, result_of(i));
   });

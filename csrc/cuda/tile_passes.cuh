@@ -195,6 +195,7 @@ __global__ void __launch_bounds__(kTilePassThreads, sizeof(typename A::C) == 8 |
     return;
   }
 
+  if (!part.owns()) return;
   typename Op::Row row[kStates];
   States::for_columns(part, [&](int s, int column) { row[s] = Op::row(of_tile[column]); });
   Line line = part.top;
