@@ -290,6 +290,34 @@ def test_other_axes(shape, axes, schedule, cluster):
     assert (chosen["schedule"], chosen["cluster"]) == (schedule, cluster)
 
 
+@pytest.mark.parametrize("op", ["softmax", "softmax_linear"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (999, 1024, 2),
+        (999, 1024, 3),
+        (99, 8192, 7),
+        (99, 300, 11),
+        (64, 1024, 1024),
+        (64, 1023, 1023),
+        (64, 4096, 1024),
+    ],
+    ids=str,
+)
+def test_three_tiles_at_once(shape, dtype, op):
+    """So that while one waits for memory, or for its cluster, others have something to do."""
+    chosen = plan(shape, (1,), op, dtype)
+    assert chosen["schedule"] == "tile"
+    assert H200["shared_memory_per_block"] // (chosen["shared_bytes"] + 1024) >= 3
+
+
+def test_ragged_lines_have_wider_tiles():
+    """Of lines that begin in the middle of a sector, two tiles have a half of the sector between them."""
+    aligned, ragged = (plan((64, 1024, n), (1,)) for n in (1024, 1028))
+    assert ragged["lanes"] // ragged["cluster"] < aligned["lanes"] // aligned["cluster"]
+
+
 def test_positions_in_a_segment_are_counted_in_32_bits():
     """Runs side by side are one segment, unless that is too long: then a tile has runs of their own."""
     assert plan((2, 1 << 20, 16), (0, 2))["edges"] == "none"

@@ -94,12 +94,20 @@ def test_masked_views(dtype, view):
     check_all(normal(shape, dtype), axes, support.random_mask(partial, 1), names=NAMES[:1])
 
 
-@pytest.mark.parametrize("minor", [129, 137, 141, 167, 169, 211, 253, 377, 1002])
+@pytest.mark.parametrize("minor", [51, 59, 61, 63, 101, 115, 123, 129, 141, 169, 211, 243, 251, 377, 1002])
 @pytest.mark.parametrize("extent", [9, 300, 1100])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
 def test_parts_of_lines_that_begin_anywhere(dtype, extent, minor):
-    """Tiles that read some neighbours of their own, so that they store whole sectors: the edges of all of them."""
+    """Tiles that read some neighbours of their own, so that they store whole packs: the edges of all of them."""
     check_all(normal((3, extent, minor), dtype), 1)
+
+
+@pytest.mark.parametrize("inner", [2, 3, 5, 6, 7, 9, 12, 20, 31, 90])
+@pytest.mark.parametrize("extent", [300, 1001, 4100])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_interleaved_rows_in_tiles(dtype, extent, inner):
+    """Several of them to a block, one, or a part of one; the last block is not full."""
+    check_all(normal((11, extent, inner), dtype), 1)
 
 
 @pytest.mark.parametrize(
