@@ -1,5 +1,5 @@
 // The plan: how a call's shape and axes become a canonical view, and which schedule runs it. Plain C++: no device, no
-// XLA. Every threshold of the package stands in plan.cc.
+// XLA. Every threshold of the package stands in plan.cc and plan_tile.cc.
 #pragma once
 
 #include <cstdint>
