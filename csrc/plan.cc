@@ -132,15 +132,14 @@ constexpr int kNarrowSlabBytes = 16 << 10;  // of interleaved rows, of all opera
 constexpr int kNarrowBytes = 8 << 10;       // of those neighbouring rows
 constexpr int kNarrowUnitBytes = 40 << 10;  // of as many as are whole packs: what every chip has without asking
 
-// How many turns shared memory takes to serve a warp that reads, of rows so many apart, an element in each of the lanes
-// that share one, or a pair of elements.
-int bank_turns(int64_t columns, int bytes, int lanes, bool pairs, int apart) {
-  constexpr int kBanks = 32, kBankBytes = 4;
+// How many turns shared memory takes to serve a warp that reads a pair of 16-bit elements in each of the lanes that
+// share a row, of rows so many apart.
+int bank_turns(int64_t columns, int lanes, int apart) {
+  constexpr int kBanks = 32;
   int64_t word[kBanks][32];
   int words[kBanks] = {}, turns = 0;
   for (int thread = 0; thread < 32; ++thread) {
-    const int64_t first = thread / lanes * apart * columns, lane = thread % lanes;
-    const int64_t at = pairs ? ceil_div(first, 2) + lane : (first + lane) * bytes / kBankBytes;
+    const int64_t at = ceil_div(thread / lanes * apart * columns, 2) + thread % lanes;
     const int bank = static_cast<int>(at % kBanks);
     if (std::find(word[bank], word[bank] + words[bank], at) == word[bank] + words[bank]) word[bank][words[bank]++] = at;
     turns = std::max(turns, words[bank]);
@@ -151,21 +150,22 @@ int bank_turns(int64_t columns, int bytes, int lanes, bool pairs, int apart) {
 // A power of 2: how many rows apart those are to be of whose pairs a warp reads, for the fewest turns.
 int slab_spread(int64_t columns, int lanes, int rows) {
   const int teams = 32 / lanes;
-  int best = 1, least = bank_turns(columns, 2, lanes, true, 1);
+  int best = 1, least = bank_turns(columns, lanes, 1);
   for (int apart = 2; least > 1 && rows % (teams * apart) == 0; apart *= 2) {
-    const int turns = bank_turns(columns, 2, lanes, true, apart);
+    const int turns = bank_turns(columns, lanes, apart);
     if (turns < least) least = turns, best = apart;
   }
   return best;
 }
 
-// Lanes that share a row of a slab, and elements that each has room for: few lanes, unless their rows lie so that they
-// keep one another waiting and cannot be spread.
+// Lanes that share a row of a slab, and elements that each has room for. The arithmetic of float64 takes so long that
+// room which is not used had better be little.
 LanesAndPacks slab_shape(int64_t columns, int bytes, bool pairs, int inputs) {
   constexpr int kOne[] = {3, 7, 15, 23, 31}, kMore[] = {9, 12, 16}, kPairs[] = {10, 12, 16, 20, 24, 32};
+  constexpr int kOneOf64[] = {3, 7, 11, 15}, kTwoOf64[] = {9, 11, 13, 15, 17}, kMoreOf64[] = {9, 10, 12, 14, 16};
   const auto least = [](const auto& held, int64_t n) { return *std::lower_bound(std::begin(held), std::end(held), n); };
-  if (columns <= (bytes == 8 ? 23 : 31)) return {1, least(kOne, columns)};
-  if (columns <= kFewColumns) return {2, 17};
+  if (columns <= (bytes == 8 ? 15 : 31)) return {1, bytes == 8 ? least(kOneOf64, columns) : least(kOne, columns)};
+  if (columns <= kFewColumns) return {2, bytes == 8 ? least(kTwoOf64, ceil_div(columns, 2)) : 17};
   if (pairs) {
     const int64_t in_pairs = columns / 2 * 2;  // an element that is left has room of its own
     const int most = in_pairs <= 64 || inputs == 2 ? 16 : 32;
@@ -173,10 +173,9 @@ LanesAndPacks slab_shape(int64_t columns, int bytes, bool pairs, int inputs) {
     while (lanes * most < in_pairs) lanes *= 2;
     return {lanes, least(kPairs, 2 * ceil_div(in_pairs / 2, lanes))};
   }
-  const int least_lanes = columns <= 64 ? 4 : columns <= 128 ? 8 : columns <= 256 ? 16 : 32;
-  const int lanes = least_lanes < 16 && bank_turns(columns, bytes, least_lanes, false, 1) > 1 ? 16 : least_lanes;
+  const int lanes = columns <= 64 ? 4 : columns <= 128 ? 8 : columns <= 256 ? 16 : 32;
   const int64_t held = ceil_div(columns, lanes);
-  return {lanes, lanes == 16 && held <= 5 ? 5 : least(kMore, held)};
+  return {lanes, bytes == 8 ? least(kMoreOf64, held) : least(kMore, held)};
 }
 
 LanesAndPacks narrow_slab_shape(int64_t columns) {
@@ -222,9 +221,11 @@ CudaPlan make_cuda_plan(const View& view, Op op, DType dtype, Alignment alignmen
   const bool aligned_operands = alignment == Alignment::kAligned;
   const auto in_packs = [&] {
     plan.schedule = Schedule::kPacks;
-    plan.threads = kPacksThreads;
     plan.lanes = 1;
-    plan.packs = 2;
+    // As few packs as have whole rows, so that many threads read at once: two of rows that take logarithms.
+    const bool together = view.columns * std::max(plan.slab_inner, 1) > per_pack;
+    plan.packs = together || (op == Op::kLogSoftmax && view.columns > 1) ? 2 : 1;
+    plan.threads = together ? kPacksThreads : kPacksThreads / 2;
     plan.blocks = ceil_div(view.rows * view.columns, static_cast<int64_t>(plan.threads) * plan.packs * per_pack);
     return plan;
   };
@@ -287,18 +288,20 @@ CudaPlan make_cuda_plan(const View& view, Op op, DType dtype, Alignment alignmen
     plan.lanes = shape.lanes;
     plan.packs = shape.packs;
     const int64_t row_bytes = view.columns * bytes;
-    // Whole turns of the block, and whole sectors: halves of one, written by two blocks, are written twice.
-    const int whole = kSectorBytes / bytes;
+    // Whole turns of the block, two at the least if several lanes have a row, and whole sectors: halves of one, written
+    // by two blocks, are written twice.
+    const int whole = kSectorBytes / bytes, turns = plan.lanes > 2 ? 2 : 1, least = 32 * turns;
     const auto unit = [&] { return std::max(whole, plan.threads / plan.lanes); };
+    const auto units = [&] { return unit() < turns * plan.threads / plan.lanes ? 2 : 1; };
+    int64_t slab_bytes = kSlabBytes;  // of one operand
     if (pairs) {
-      const int slab_bytes = op == Op::kLogSoftmax ? 2 * kPairsSlabBytes : kPairsSlabBytes;
-      const int turns = unit() < 2 * plan.threads / plan.lanes ? 2 : 1;
-      plan.slab_rows =
-          static_cast<int>(unit() * std::max<int64_t>(turns, slab_bytes / (unit() * row_bytes * inputs_of(op))));
+      slab_bytes = (op == Op::kLogSoftmax ? 2 * kPairsSlabBytes : kPairsSlabBytes) / inputs_of(op);
     } else {
-      while (unit() > whole && unit() * row_bytes > kSlabBytesAtMost) plan.threads /= 2;
-      plan.slab_rows = static_cast<int>(unit() * std::max<int64_t>(1, kSlabBytes / (unit() * row_bytes)));
+      while (units() * unit() > whole && plan.threads > least && units() * unit() * row_bytes > kSlabBytesAtMost) {
+        plan.threads /= 2;
+      }
     }
+    plan.slab_rows = static_cast<int>(unit() * std::max<int64_t>(units(), slab_bytes / (unit() * row_bytes)));
     plan.slab_spread = pairs ? slab_spread(view.columns, plan.lanes, plan.slab_rows) : 1;
     plan.blocks = ceil_div(view.rows, plan.slab_rows);
     plan.shared_bytes = static_cast<int>(plan.slab_rows * row_bytes * inputs_of(op));

@@ -103,7 +103,7 @@ constexpr int ring_threads(int inputs, Edges edges) {
 inline constexpr int kColumnsTogether = 4;  // of a thread, in the columns schedule
 inline constexpr int kPassThreads = 256;
 inline constexpr int kSlabThreads = 128;
-inline constexpr int kPacksThreads = 256;
+inline constexpr int kPacksThreads = 256;  // at the most
 inline constexpr int kSectorBytes = 32;  // of the last cache: what memory is written by
 inline constexpr int kTileThreads = 256;
 inline constexpr int kTilePassThreads = 256;

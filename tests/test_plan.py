@@ -150,6 +150,34 @@ def test_a_warp_more_where_all_have_as_much_to_do(columns, threads):
     assert (chosen["schedule"], chosen["threads"]) == ("block", threads)
 
 
+@pytest.mark.parametrize("op", ["softmax", "log_softmax", "softmax_linear"])
+@pytest.mark.parametrize("dtype,least", [("float32", 0.6), ("float64", 0.7)])
+def test_slabs_have_little_room_to_spare(op, dtype, least):
+    """And two turns of the block at the least, where several lanes have a row."""
+    for columns in range(5, 513, 2):
+        chosen = plan((100_000, columns), (1,), op, dtype)
+        assert chosen["schedule"] == "slab"
+        assert least <= columns / (chosen["lanes"] * chosen["packs"]) <= 1
+        assert chosen["lanes"] <= 2 or chosen["slab_rows"] * chosen["lanes"] >= 2 * chosen["threads"]
+
+
+@pytest.mark.parametrize(
+    "shape,op,dtype,packs,threads",
+    [
+        ((10**6, 1), "softmax", "float32", 1, 128),
+        ((10**6, 4), "softmax", "bfloat16", 1, 128),
+        ((10**6, 2), "softmax_linear", "float32", 1, 128),
+        ((10**6, 1), "log_softmax", "float32", 1, 128),
+        ((10**6, 2), "log_softmax", "float32", 2, 128),
+        ((10**6, 4, 2), "softmax", "bfloat16", 1, 128),
+        ((10**6, 4, 2), "softmax", "float32", 2, 256),
+    ],
+)
+def test_threads_have_few_packs_of_whole_rows(shape, op, dtype, packs, threads):
+    chosen = plan(shape, (1,), op, dtype)
+    assert (chosen["schedule"], chosen["packs"], chosen["threads"]) == ("packs", packs, threads)
+
+
 def test_no_length_between_is_read_twice():
     """On a chip with clusters and little shared memory."""
     for columns in range(8, 600_000, 1000):

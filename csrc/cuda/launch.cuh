@@ -167,9 +167,11 @@ cudaError_t enqueue_packs(const CudaPlan& plan, const RowArgs<A>& args, cudaStre
   const auto try_shape = [&](auto columns, auto inner) {
     constexpr int kColumns = decltype(columns)::value, kInner = decltype(inner)::value;
     constexpr int kElements = kColumns * kInner;
+    constexpr bool kLogs = A::Op::kHasPivot && !A::Op::kResultIsScaledTerm;
+    constexpr int kPacks = kElements > A::kWidth || (kLogs && kColumns > 1) ? 2 : 1;
     if constexpr (kElements < A::kWidth || (kInner > 1 && kElements <= 2 * A::kWidth)) {
-      if (args.columns == kColumns && std::max(plan.slab_inner, 1) == kInner) {
-        status = enqueue(rows_in_packs<A, kColumns, kInner>, plan, stream, args);
+      if (args.columns == kColumns && std::max(plan.slab_inner, 1) == kInner && plan.packs == kPacks) {
+        status = enqueue(rows_in_packs<A, kColumns, kInner, kPacks>, plan, stream, args);
       }
     }
   };
@@ -207,15 +209,22 @@ cudaError_t enqueue_slab(const CudaPlan& plan, const RowArgs<A>& args, cudaStrea
   cudaError_t status = cudaErrorInvalidValue;
   const auto try_shape = [&](auto shape) {
     using Shape = decltype(shape);
-    if constexpr (Shape::kHeld < 31 || sizeof(typename A::T) < 8) {
-      if (plan.lanes != Shape::kLanes || plan.packs != Shape::kHeld || (plan.slab_inner > 0) != Shape::kInterleaved)
-        return;
-      status = enqueue(rows_in_slab<A, Shape::kLanes, Shape::kHeld, Shape::kInterleaved>, plan, stream, args, slab);
+    if (plan.lanes != Shape::kLanes || plan.packs != Shape::kHeld || (plan.slab_inner > 0) != Shape::kInterleaved) {
+      return;
     }
+    status = enqueue(rows_in_slab<A, Shape::kLanes, Shape::kHeld, Shape::kInterleaved>, plan, stream, args, slab);
   };
   const auto choose = [&](auto... shapes) { (try_shape(shapes), ...); };
-  choose(SlabShape<1, 3>(), SlabShape<1, 7>(), SlabShape<1, 15>(), SlabShape<1, 23>(), SlabShape<1, 31>(),
-         SlabShape<2, 17>());
+  constexpr bool k64 = sizeof(typename A::T) == 8;  // whose shapes differ less from one to the next
+  if constexpr (k64) {
+    choose(SlabShape<1, 3>(), SlabShape<1, 7>(), SlabShape<1, 11>(), SlabShape<1, 15>(), SlabShape<2, 9>(),
+           SlabShape<2, 11>(), SlabShape<2, 13>(), SlabShape<2, 15>(), SlabShape<2, 17>(), SlabShape<4, 10>(),
+           SlabShape<4, 14>(), SlabShape<8, 10>(), SlabShape<8, 14>(), SlabShape<16, 10>(), SlabShape<16, 14>(),
+           SlabShape<32, 10>(), SlabShape<32, 14>());
+  } else {
+    choose(SlabShape<1, 3>(), SlabShape<1, 7>(), SlabShape<1, 15>(), SlabShape<1, 23>(), SlabShape<1, 31>(),
+           SlabShape<2, 17>());
+  }
   if constexpr (kSlabOfPairs<A, 32, false>) {
     choose(SlabShape<4, 10>(), SlabShape<4, 12>(), SlabShape<4, 16>());
     if constexpr (A::kInputs == 1) {
@@ -227,8 +236,8 @@ cudaError_t enqueue_slab(const CudaPlan& plan, const RowArgs<A>& args, cudaStrea
     }
   } else {
     choose(SlabShape<4, 9>(), SlabShape<4, 12>(), SlabShape<4, 16>(), SlabShape<8, 9>(), SlabShape<8, 12>(),
-           SlabShape<8, 16>(), SlabShape<16, 5>(), SlabShape<16, 9>(), SlabShape<16, 12>(), SlabShape<16, 16>(),
-           SlabShape<32, 9>(), SlabShape<32, 12>(), SlabShape<32, 16>());
+           SlabShape<8, 16>(), SlabShape<16, 9>(), SlabShape<16, 12>(), SlabShape<16, 16>(), SlabShape<32, 9>(),
+           SlabShape<32, 12>(), SlabShape<32, 16>());
   }
   choose(SlabShape<1, 4, true>(), SlabShape<1, 16, true>(), SlabShape<4, 16, true>(), SlabShape<16, 16, true>(),
          SlabShape<32, 16, true>());

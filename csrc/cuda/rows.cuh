@@ -176,20 +176,20 @@ __global__ void __launch_bounds__(kPacks == 8 && sizeof(typename A::T) == 8 ? 51
 }
 
 // Rows of so few columns that a pack holds several, or two packs do of which kInner neighbouring ones are interleaved.
-// A thread has two packs.
-template <class A, int kColumns, int kInner = 1>
+template <class A, int kColumns, int kInner, int kPacks>
 __global__ void __launch_bounds__(kPacksThreads) rows_in_packs(const __grid_constant__ RowArgs<A> args) {
   using Op = typename A::Op;
   using M = typename A::M;
   using C = typename A::C;
   using T = typename A::T;
   constexpr int kWidth = A::kWidth;
-  constexpr int kTogether = kColumns * kInner > kWidth ? 2 : 1, kTurns = 2 / kTogether;  // packs
+  constexpr int kTogether = kColumns * kInner > kWidth ? 2 : 1, kTurns = kPacks / kTogether;  // packs
   constexpr int kElements = kTogether * kWidth;
   const A& access = args.access;
   const Offset origin{0, 0};
-  const int64_t first = (static_cast<int64_t>(blockIdx.x) * kTurns * kPacksThreads + threadIdx.x) * kElements;
-  const auto begin_of = [&](int turn, int pack) { return first + turn * kPacksThreads * kElements + pack * kWidth; };
+  const int threads = blockDim.x;
+  const int64_t first = (static_cast<int64_t>(blockIdx.x) * kTurns * threads + threadIdx.x) * kElements;
+  const auto begin_of = [&](int turn, int pack) { return first + turn * threads * kElements + pack * kWidth; };
   Pack raw[kTurns][kTogether][A::kInputs];
 #pragma unroll
   for (int u = 0; u < kTurns; ++u) {
