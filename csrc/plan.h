@@ -87,6 +87,7 @@ enum class Edges { kNone, kWhole, kParts };
 inline constexpr const char* kEdgesNames[] = {"none", "whole", "parts"};
 
 // How the kernels are laid out; the plan's numbers are in these units.
+inline constexpr int kPackBytes = 16;
 // A team has a chunk of a row, of up to 16 KB of all operands. Where it looks at the edges of rows, which need not
 // begin with a whole pack, fewer threads share the cost of that, and each may have a pack more.
 constexpr int chunk_packs(int inputs, Edges edges) { return edges == Edges::kParts ? 9 : 8 / inputs; }
@@ -104,7 +105,7 @@ inline constexpr int kColumnsTogether = 4;  // of a thread, in the columns sched
 inline constexpr int kPassThreads = 256;
 inline constexpr int kSlabThreads = 128;
 inline constexpr int kPacksThreads = 256;  // at the most
-inline constexpr int kSectorBytes = 32;  // of the last cache: what memory is written by
+inline constexpr int kSectorBytes = 32;    // of the last cache: what memory is written by
 inline constexpr int kTileThreads = 256;
 inline constexpr int kTilePassThreads = 256;
 inline constexpr int kTilePassStages = 2;  // of copies ahead of the arithmetic

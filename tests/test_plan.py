@@ -311,11 +311,23 @@ def test_what_is_added_up_does_not_depend_on_the_number_of_rows(device, columns,
         ((1000, 1024, 3), (1,), "tile", 1),
         ((100, 1001, 1001), (1,), "tile", 4),
         ((12, 63, 65, 127), (0, 2), "columns", 1),
+        ((300, 100, 1001), (0, 2), "tile", 15),
+        ((400, 100, 1001), (0, 2), "tile_passes", 1),
     ],
 )
 def test_other_axes(shape, axes, schedule, cluster):
     chosen = plan(shape, axes)
     assert (chosen["schedule"], chosen["cluster"]) == (schedule, cluster)
+
+
+def test_plans_that_are_kept_and_made_anew_are_the_same():
+    """Of tiles, which more than are kept come between."""
+    first = [plan((99, n, 11), (1,), device=device) for n in (300, 301) for device in (H200, T4)]
+    assert all(a != b for a, b in itertools.combinations(first, 2))
+    for n in range(1000, 2100):
+        plan((9, n, 7), (1,))
+    for _ in range(2):
+        assert [plan((99, n, 11), (1,), device=device) for n in (300, 301) for device in (H200, T4)] == first
 
 
 @pytest.mark.parametrize("op", ["softmax", "softmax_linear"])

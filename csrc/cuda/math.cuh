@@ -42,7 +42,7 @@ struct Half : Scalar<float> {
 };
 
 // For softmax of float32, in rows: see its Relative. Tiles, which have a state for each element of a pack, and many of
-// them to put together, would take a tenth longer.
+// them to put together, do with fewer instructions.
 struct Reduced : Precise<float> {};
 
 template <class T>
@@ -113,8 +113,8 @@ struct Relative<cuda::Half> {
 // n is pivot log2(e), rounded to an integer. What is below one half of the exponent is reduced as in Cody and Waite,
 // "Software Manual for the Elementary Functions" (1980), with log2(e) in two parts, so that an element far below the
 // pivot has no larger an error than any; and terms relative to one pivot become those relative to another exactly.
-// So that n fits, x and the pivot are taken relative to an origin: the pivot without what it is more than a multiple of
-// 2^20, which is 0 for smaller ones. Elements near the pivot lie on a grid on which their distance from it is exact.
+// So that n fits, x and the pivot are taken relative to an origin: the pivot rounded toward zero to a multiple of 2^20.
+// Elements near the pivot lie on a grid on which their distance from the origin is exact.
 template <>
 struct Relative<cuda::Reduced> {
   static constexpr float kLog2E = 1.44269502f, kLog2ERest = 1.92596303e-8f;
@@ -131,7 +131,7 @@ struct Relative<cuda::Reduced> {
   }
   static __device__ __forceinline__ float origin_of(float pivot) { return truncf(pivot * 0x1p-20f) * 0x1p20f; }
   static __device__ __forceinline__ float power_of(float x) { return fmaf(x, kLog2E, kToInteger) - kToInteger; }
-  // e^x 2^n, where the integer n is given by a sum with those two.
+  // e^x 2^n, where the integer n is given as n + kToInteger + kBias.
   static __device__ __forceinline__ float exp_times_power(float x, float to_integer) {
     // The power of 2 must be a normal number; a fraction of it need not be. A NaN is ignored here.
     const float integer = fmaxf(fmaf(x, kLog2E, to_integer), kToInteger + 1.0f);

@@ -5,10 +5,9 @@
 #include <cstdint>
 
 #include "cuda/math.cuh"
+#include "plan.h"
 
 namespace jax_softmax::cuda {
-
-inline constexpr int kPackBytes = 16;
 
 template <class T>
 inline constexpr int kPerPack = kPackBytes / static_cast<int>(sizeof(T));
