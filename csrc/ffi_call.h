@@ -1,9 +1,9 @@
 // What the handlers of all platforms do first: check the buffers and make the plan's view of them.
 //
-// The plan is made anew at every call, which takes about a microsecond, or found again where making it takes longer. XLA
-// could keep it as state of the executable, but the layout in which a state's type is registered changed between the FFI
-// versions that this package supports, and with the shape read from the buffers a program exported with symbolic
-// dimensions needs nothing more.
+// The plan is made anew at every call, which takes about a microsecond, or found again where making it takes longer.
+// XLA could keep it as state of the executable, but the layout in which a state's type is registered changed between
+// the FFI versions that this package supports, and with the shape read from the buffers a program exported with
+// symbolic dimensions needs nothing more.
 #pragma once
 
 #include <string>
