@@ -6,6 +6,8 @@ import pytest
 import support
 from support import NAMES, OPERATORS, check_all, normal
 
+ON_CPU = jax.default_backend() == "cpu"
+
 # Lengths around what a vector, a block and a held tile have; columns that are fewer than a vector's lanes, that fill
 # vectors exactly, and that leave a part of the last one.
 COLUMNS = [((5, n, k), 1) for n in (3, 8, 65, 513, 1100) for k in (2, 3, 7, 8, 13, 40)]
@@ -19,6 +21,8 @@ GROUPS = [
 ]
 SHORT_ROWS = [((1000, n), -1) for n in (1, 2, 3, 5, 8, 17, 31, 32, 64, 65)]
 VIEWS = [*COLUMNS, *LONG, *GROUPS, *SHORT_ROWS]
+# Around the fewest and the most vectors of rows of which as many as a vector has lanes are done together.
+TOGETHER = sorted({n + d for n in (8, 12, 16, 24, 32, 40, 64, 128, 256, 512) for d in (-1, 0, 1)})
 
 
 @pytest.mark.parametrize("shape,axis", VIEWS, ids=str)
@@ -32,6 +36,40 @@ def test_views(dtype, shape, axis):
 def test_masked_views(dtype, shape, axis):
     for mask_shape in (shape, shape[-1:], (*shape[:-1], 1)):
         check_all(normal(shape, dtype), axis, support.random_mask(mask_shape))
+
+
+@pytest.mark.parametrize("columns", TOGETHER)
+@pytest.mark.parametrize("dtype", support.DTYPES)
+def test_rows_together(dtype, columns):
+    for rows in (1, 19):
+        x = normal((rows, columns), dtype)
+        for mask_shape in (None, (rows, columns), (columns,), (rows, 1)):
+            check_all(x, 1, None if mask_shape is None else support.random_mask(mask_shape))
+
+
+@pytest.mark.parametrize("columns", [24, 33, 47, 100, 300])
+def test_nonfinite_rows(columns):
+    x = support.nonfinite_rows(columns)
+    for where in (None, support.random_mask(x.shape)):
+        check_all(x, 1, where)
+
+
+# On a GPU rows whose bytes are no multiple of 16 may depend on where they begin.
+@pytest.mark.parametrize("length", [24, 40, 104, 304, *([33, 47, 101, 255] if ON_CPU else [])])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+def test_a_row_does_not_depend_on_the_others(dtype, length):
+    x = normal((21, length), dtype)
+    g = normal(x.shape, dtype, seed=1)
+
+    @jax.jit
+    def run(x, g):
+        return [(y, vjp(g)[0]) for y, vjp in (jax.vjp(lambda x, n=n: OPERATORS[n](x, 1), x) for n in NAMES)]
+
+    with support.precision(dtype):
+        whole = jax.tree.leaves(run(x, g))
+        for part in (np.s_[:1], np.s_[3:4], np.s_[5:14], np.s_[20:]):
+            for actual, wanted in zip(jax.tree.leaves(run(x[part], g[part])), whole, strict=True):
+                support.assert_same_bits(actual, wanted[part], part)
 
 
 @pytest.mark.parametrize("columns", [3, 40])
