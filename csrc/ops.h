@@ -173,6 +173,23 @@ JAX_SOFTMAX_INLINE State<typename M::Value> combine(State<typename M::Value> a, 
   }
 }
 
+// The state of a row of n elements, all at hand.
+template <class Op, class M, int n>
+JAX_SOFTMAX_INLINE State<typename M::Value> state_of(const typename M::Value (&in)[n][Op::kInputs]) {
+  using C = typename M::Value;
+  C pivot = M::constant(0);
+  if constexpr (Op::kHasPivot) {
+    pivot = in[0][0];
+    JAX_SOFTMAX_UNROLL
+    for (int i = 1; i < n; ++i) pivot = M::max(pivot, in[i][0]);
+  }
+  const Relative<M> relative(pivot);
+  C sum = Op::term(relative, in[0]);
+  JAX_SOFTMAX_UNROLL
+  for (int i = 1; i < n; ++i) sum = sum + Op::term(relative, in[i]);
+  return {pivot, sum};
+}
+
 // Adds n elements, already at hand, to a state: their maximum first, so that the sum is rescaled once for all of them.
 template <class Op, class M, int n>
 JAX_SOFTMAX_INLINE void accumulate(State<typename M::Value>& state, const typename M::Value (&in)[n][Op::kInputs]) {

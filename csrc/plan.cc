@@ -262,11 +262,10 @@ CudaPlan make_cuda_plan(const View& view, Op op, DType dtype, Alignment alignmen
   plan.cluster = 1;
   plan.edges = Edges::kParts;
   if (!view.minor_reduced) {
-    const Dim& inner = view.kept.dim[view.kept.size - 1];
     plan.schedule = Schedule::kColumns;
     plan.threads = 256;
     plan.lanes = plan.threads / 32;
-    plan.blocks = view.rows / inner.extent * ceil_div(inner.extent, 32 * kColumnsTogether);
+    plan.blocks = ceil_div(view.rows, 32 * kColumnsTogether);
     return plan;
   }
   if (!view.contiguous_rows() || alignment == Alignment::kMixed) {

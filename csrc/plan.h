@@ -75,11 +75,13 @@ enum class Schedule {
   kStream,      // a row read twice by a block
   kTile,        // neighbouring rows in the shared memory of blocks, each thread having a pack of some lines
   kTilePasses,  // the same, of rows too long for that: read twice, in pieces
+  kStrips,      // minor axis kept, in few lines that begin anywhere: the shared memory of a block has parts of them
   kGather,      // minor axis reduced, but the row is not contiguous
   kColumns,     // minor axis kept: neighbouring columns side by side
 };
-inline constexpr const char* kScheduleNames[] = {"packs",  "slab",   "lanes", "block",       "chunks", "ring",
-                                                 "passes", "stream", "tile",  "tile_passes", "gather", "columns"};
+inline constexpr const char* kScheduleNames[] = {"packs",  "slab",   "lanes",  "block", "chunks",
+                                                 "ring",   "passes", "stream", "tile",  "tile_passes",
+                                                 "strips", "gather", "columns"};
 
 // Which checks the packs that cover a row need: none, since the threads' packs are exactly the row's; whether a pack
 // belongs to the row; or which of its elements do.
@@ -107,6 +109,9 @@ inline constexpr int kSlabThreads = 128;
 inline constexpr int kPacksThreads = 256;  // at the most
 inline constexpr int kSectorBytes = 32;    // of the last cache: what memory is written by
 inline constexpr int kTileThreads = 256;
+inline constexpr int kStripThreads = 256;  // at the most
+// Columns that a thread of a strip holds at once, with room for so many lines.
+constexpr int strip_columns(int lines, int inputs) { return lines < 16 ? 32 / lines / inputs : 1; }
 inline constexpr int kTilePassThreads = 256;
 inline constexpr int kTilePassStages = 2;  // of copies ahead of the arithmetic
 inline constexpr int kTilePassPacks = 8;   // of a thread, of all operands together, in a stage
@@ -119,15 +124,17 @@ inline constexpr int kTilePassPacks = 8;   // of a thread, of all operands toget
 struct Tile {
   Dims kept;
   Dims lines;
-  int64_t segment;                   // elements
-  int64_t run;                       // elements of the whole run that segments are parts of; 0 where they are not
-  int64_t inner;                     // elements
-  int64_t outer_mask, inner_mask;    // mask strides of a position in the segment or run, by and within `inner`
-  bool separate;                     // whether the elements of a pack belong to different rows
-  bool spanning;                     // whether a tile's packs may be of several segments
-  int packs;                         // of each line in a tile
-  int width;                         // elements of each line in a tile, if not spanning
-  int halo;                          // elements beyond those that are read too, so that whole packs are stored
+  int64_t segment;                 // elements
+  int64_t run;                     // elements of the whole run that segments are parts of; 0 where they are not
+  int64_t inner;                   // elements
+  int64_t outer_mask, inner_mask;  // mask strides of a position in the segment or run, by and within `inner`
+  bool separate;                   // whether the elements of a pack belong to different rows
+  bool spanning;                   // whether a tile's packs may be of several segments
+  int packs;                       // of each line in a tile
+  int width;                       // elements of each line in a tile, if not spanning
+  int halo;                        // elements beyond those that are read too, so that whole packs are stored
+  int turn, last_lines;            // if neither, and `lines` has several dimensions, the innermost of whole turns: how
+                                   // far apart lines are that begin alike in a pack, and its extent without the rest
   int64_t segment_packs, all_packs;  // if spanning
   int segments, unit;                // if segments are parts of runs: how many in a tile, and packs of each
   int64_t all_segments;
@@ -151,15 +158,15 @@ struct Tile {
 struct CudaPlan {
   Schedule schedule;
   Edges edges;
-  int lanes;        // threads that share a row
-  int packs;        // 16-byte packs of each operand that a thread holds, in the slab schedule elements (0: no register)
-  int threads;      // threads a block
-  int cluster;      // blocks of a cluster
-  int slab_rows;    // rows that a block handles together
-  int slab_spread;  // a power of 2: how many rows apart those lie that a warp has side by side
-  int slab_inner;   // neighbouring rows that are interleaved; 0 where rows are runs of memory
-  bool slab_pad;    // whether interleaved rows lie a pack apart in shared memory from the next
-  int64_t blocks;   // blocks in the grid, of the launch that reads first if several do
+  int lanes;         // threads that share a row
+  int packs;         // 16-byte packs of each operand that a thread holds, in slabs and strips elements (0: no register)
+  int threads;       // threads a block
+  int cluster;       // blocks of a cluster
+  int slab_rows;     // rows that a block handles together
+  int slab_spread;   // a power of 2: how many rows apart those lie that a warp has side by side
+  int slab_inner;    // neighbouring rows that are interleaved; 0 where rows are runs of memory
+  bool slab_pad;     // whether interleaved rows lie a pack apart in shared memory from the next
+  int64_t blocks;    // blocks in the grid, of the launch that reads first if several do
   int shared_bytes;  // dynamic shared memory of a block
   int chunks;        // parts that a row is cut into
   int64_t share;     // packs of each operand in such a part

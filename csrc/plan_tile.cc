@@ -319,17 +319,63 @@ bool choose_interleaved(CudaPlan* plan, const Tile& tile, int unit, int bytes, i
   return cheapest.found(plan);
 }
 
+// `packs`, or as few as hold a segment that begins anywhere in the first one.
+int packs_of_part(const Tile& tile, int packs, int bytes) {
+  while (packs > 2 && (packs / 2 - 1) * kPackBytes >= tile.segment * bytes) packs /= 2;
+  return packs;
+}
+
 // A tile of lines of which each begins as the one `turn` lines on.
 bool choose_lines(CudaPlan* plan, const Tile& tile, int turn, int bytes, int inputs, const Device& device) {
   CheapestTile cheapest(kLineCosts, tile, bytes, inputs, device);
+  const int least_packs = tile.spanning ? 4 : packs_of_part(tile, 8, bytes);
   for (int blocks = 1; blocks <= device.largest_cluster && !cheapest.too_many(blocks); ++blocks) {
-    for (int packs = tile.spanning ? 4 : 8; packs <= kTileThreads / turn; packs *= 2) {
+    for (int packs = least_packs; packs <= kTileThreads / turn; packs *= 2) {
       for (int groups = turn; groups * packs <= kTileThreads; groups *= 2) {
         if (groups * packs >= 64) cheapest.offer(plan, packs, blocks, groups, 1);
       }
     }
   }
   return cheapest.found(plan);
+}
+
+// The strips schedule.
+constexpr int kStripLines[] = {4, 8, 16, 24};  // that threads may have room for
+constexpr int64_t kStripSegmentBytes = 128;    // of a segment, at the least
+constexpr int kStripLineBytes = 4 << 10;       // of a line's part, at the most,
+constexpr int kStripBytes = 44 << 10;          // and of those of all lines of all operands
+constexpr int kStripTurns = 3;                 // of a block's threads at its columns, at the least
+
+// Strips of few lines; false if there are more.
+bool choose_strips(CudaPlan* plan, Tile tile, int bytes, int inputs) {
+  const int64_t lines = tile.lines.elements();
+  if (lines > *std::rbegin(kStripLines) || tile.segment * bytes < kStripSegmentBytes) return false;
+  const int width = kPackBytes / bytes;
+  const int64_t most_packs = std::min<int64_t>(kStripLineBytes, kStripBytes / lines / inputs) / kPackBytes;
+  const int64_t most = (most_packs - 1) * width + 1;  // columns, wherever they begin
+  tile.segment_tiles = static_cast<int>(ceil_div(tile.segment, most));
+  tile.width = static_cast<int>(ceil_div(tile.segment, tile.segment_tiles));
+  tile.packs = static_cast<int>(ceil_div(tile.width + width - 1, width));
+  tile.all_lines = static_cast<int>(lines);
+  tile.tiles = tile.kept.elements() * tile.segment_tiles;
+  if (tile.tiles > kMostTileNumbers) return false;
+  plan->schedule = Schedule::kStrips;
+  plan->tile = tile;
+  plan->edges = Edges::kParts;
+  plan->lanes = 1;
+  plan->packs = *std::lower_bound(std::begin(kStripLines), std::end(kStripLines), lines);
+  // Threads have several columns one after another, and few of them none in the end.
+  const int at_once = strip_columns(plan->packs, inputs);
+  const int fewest_turns = std::max(kStripTurns, static_cast<int>(ceil_div(tile.width, at_once * kStripThreads)));
+  double best_use = 0;
+  for (int turns = fewest_turns; turns < 2 * kStripTurns + fewest_turns; ++turns) {
+    const int threads = static_cast<int>(ceil_div(tile.width, at_once * turns * 32) * 32);
+    const double use = static_cast<double>(tile.width) / (ceil_div(tile.width, at_once * threads) * at_once * threads);
+    if (threads <= kStripThreads && use > best_use) best_use = use, plan->threads = threads;
+  }
+  plan->blocks = tile.tiles;
+  plan->shared_bytes = static_cast<int>(lines * tile.packs * kPackBytes * inputs);
+  return true;
 }
 
 // A tile that holds rows, so that they are read once, or with `passes` one that does not; false if there is none.
@@ -486,12 +532,16 @@ bool choose_tile(CudaPlan* plan, const View& view, int bytes, int inputs, const 
       }
     }
   }
-  if (tile.lines.size > 1) return false;
-  if (!passes && run.extent <= kMostTileNumbers &&
-      choose_lines(plan, tile, static_cast<int>(turn_of(width, run.stride)), bytes, inputs, device)) {
-    return true;
+  if (run.extent > kMostTileNumbers) return false;
+  if (!passes && choose_strips(plan, tile, bytes, inputs)) return true;
+  const int turn = static_cast<int>(turn_of(width, run.stride));
+  if (tile.lines.size > 1) {
+    tile.turn = turn;
+    tile.last_lines = static_cast<int>(run.extent);
+    tile.lines.dim[tile.lines.size - 1].extent = ceil_div(run.extent, turn) * turn;
   }
-  return try_shapes(tile, 1, passes ? 16 : 8, alike(tile.lines));
+  if (!passes && choose_lines(plan, tile, turn, bytes, inputs, device)) return true;
+  return try_shapes(tile, 1, packs_of_part(tile, passes ? 16 : 8, bytes), alike(tile.lines));
 }
 
 // All that a tile is chosen by, but for the device.

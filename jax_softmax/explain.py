@@ -28,6 +28,7 @@ _SCHEDULES = {
     "stream": "a row too long to hold: read twice by a block, the second time from L2 where it fits",
     "tile": "rows that are not one run of memory: neighbouring ones side by side in the shared memory of blocks",
     "tile_passes": "the same, of rows too long to hold: read twice in pieces",
+    "strips": "few lines of neighbouring rows, in parts, in the shared memory of blocks; a thread holds whole rows",
     "gather": "rows that are not one run of memory, read twice by a block",
     "columns": "the minor axis is kept: neighbouring rows side by side, read twice by a block",
     "jax.numpy": "no kernel for this dtype or number of dimensions",
@@ -93,7 +94,8 @@ class Explanation:
       schedule: how a row is held while it is reduced; "jax.numpy" where there is no kernel, "nothing" for empty arrays.
       edges: which checks the loads and stores need: none, whole (packs) or parts (of packs).
       lanes: threads that share a row.
-      packs: 16-byte packs of each operand that a thread holds (slab: elements; tile: in shared memory; 0: none).
+      packs: 16-byte packs of each operand that a thread has room for (slab, strips: elements; tile: in shared memory;
+        0: none).
       chunks: parts that a row is cut into, which are exchanged or read one by one; 0 where it is not.
       again: chunks of them that are read twice, where the chip does not hold them all.
       cluster: blocks that share a row through one another's shared memory.
@@ -144,7 +146,7 @@ class Explanation:
         say("rows", f"{_count(self.rows, 'row')} of {_count(self.columns, 'column')}")
         say("schedule", f"{self.schedule}: {self.description}" if self.description else self.schedule)
         if self.threads:
-            unit = "elements" if self.schedule == "slab" else "16-byte packs"
+            unit = "elements" if self.schedule in ("slab", "strips") else "16-byte packs"
             held = f" with {self.packs} {unit} of each operand" if self.packs else ""
             again = f" ({self.again:,} read twice)" if self.again else ""
             cut = f", {_count(self.chunks, 'chunk')}{again}" if self.chunks else ""

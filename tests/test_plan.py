@@ -310,7 +310,10 @@ def test_what_is_added_up_does_not_depend_on_the_number_of_rows(device, columns,
         ((1000, 2, 2), (1,), "packs", 1),
         ((1000, 1024, 3), (1,), "tile", 1),
         ((100, 1001, 1001), (1,), "tile", 4),
-        ((12, 63, 65, 127), (0, 2), "columns", 1),
+        ((64, 20, 301), (1,), "strips", 1),
+        ((3, 63, 7, 1001), (0, 2), "strips", 1),
+        ((12, 63, 65, 127), (0, 2), "tile", 3),
+        ((300, 63, 650, 127), (0, 2), "tile_passes", 1),
         ((300, 100, 1001), (0, 2), "tile", 15),
         ((400, 100, 1001), (0, 2), "tile_passes", 1),
     ],
@@ -350,6 +353,19 @@ def test_three_tiles_at_once(shape, dtype, op):
     chosen = plan(shape, (1,), op, dtype)
     assert chosen["schedule"] == "tile"
     assert H200["shared_memory_per_block"] // (chosen["shared_bytes"] + 1024) >= 3
+
+
+@pytest.mark.parametrize("device", [H200, T4], ids=["H200", "T4"])
+@pytest.mark.parametrize("op", ["softmax", "softmax_linear"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+def test_strips_have_threads_for_their_columns(dtype, op, device):
+    for lines in range(2, 25):
+        for minor in (1537, 1869, 2039, 2041, 2043, 4097, 10_001, 1_000_001):
+            chosen = plan((9, lines, minor), (1,), op, dtype, device=device)
+            assert chosen["schedule"] == "strips"
+            assert chosen["packs"] >= lines
+            assert 32 <= chosen["threads"] <= 256 and chosen["threads"] % 32 == 0
+            assert chosen["shared_bytes"] <= 44 << 10
 
 
 def test_ragged_lines_have_wider_tiles():

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import support
-from support import NAMES, OPERATORS, assert_same_bits, check, check_all, normal, reference
+from support import NAMES, OPERATORS, assert_same_bits, check, check_all, normal, reference, reference_vjp
 
 from jax_softmax import _kernels
 
@@ -75,6 +75,20 @@ VIEWS = [
     ((128, 2, 128, 64), (0, 2)),
     ((300, 2, 200, 32), (0, 2)),
     ((5, 3, 7, 301), (0, 2)),
+    # Lines that take turns, since they begin anywhere in a pack, and rows of them that are too long for tiles.
+    ((65, 2, 130, 65), (0, 2)),
+    ((12, 3, 30, 1023), (0, 2)),
+    ((12, 5, 131, 7), (0, 2)),
+    ((7, 2, 9, 3, 5, 21), (0, 2, 4)),
+    ((300, 2, 301, 33), (0, 2)),
+    ((300, 21, 301, 3), (0, 2)),
+    # Few lines that begin anywhere.
+    ((2, 3, 4001), (1,)),
+    ((2, 7, 4001), (1,)),
+    ((2, 12, 5011), (1,)),
+    ((2, 20, 5001), (1,)),
+    ((3, 2, 7, 401), (0, 2)),
+    ((2, 3, 3, 2, 4, 133), (0, 2, 4)),
 ]
 
 
@@ -100,6 +114,22 @@ def test_masked_views(dtype, view):
 def test_parts_of_lines_that_begin_anywhere(dtype, extent, minor):
     """Tiles that read some neighbours of their own, so that they store whole packs: the edges of all of them."""
     check_all(normal((3, extent, minor), dtype), 1)
+
+
+@pytest.mark.parametrize("minor", [3, 5, 7, 9, 10, 12, 28, 63, 105])
+@pytest.mark.parametrize("between", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_lines_of_two_dimensions_that_begin_anywhere(dtype, between, minor):
+    """However the outer one shifts their beginnings: lines of several take turns then."""
+    check_all(normal((19, between + 1, 2 * between + 9, minor), dtype), (0, 2), names=NAMES[:1])
+
+
+@pytest.mark.parametrize("minor", [1539, 2001, 2042])
+@pytest.mark.parametrize("lines", [2, 4, 5, 8, 9, 10, 12, 14, 16, 17, 24, 25])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_strips_of_few_lines(dtype, lines, minor):
+    """As many lines as threads have room for, one more, and strips of one line that are several."""
+    check_all(normal((3, lines, minor), dtype), 1)
 
 
 @pytest.mark.parametrize("inner", [2, 3, 5, 6, 7, 9, 12, 20, 31, 90])
@@ -170,7 +200,14 @@ def test_nonfinite_views(view):
 
 @pytest.mark.parametrize(
     "view",
-    [((6, 300, 128), (1,)), ((6, 3000, 64), (1,)), ((6, 1024, 3), (1,)), ((6, 16, 4), (1,)), ((6, 16, 8, 16), (1, 3))],
+    [
+        ((6, 300, 128), (1,)),
+        ((6, 3000, 64), (1,)),
+        ((6, 1024, 3), (1,)),
+        ((6, 16, 4), (1,)),
+        ((6, 16, 301), (1,)),
+        ((6, 16, 8, 16), (1, 3)),
+    ],
     ids=str,
 )
 def test_bits_do_not_depend_on_the_number_of_kept_elements(view):
@@ -233,6 +270,38 @@ def test_boundaries(dtype, minor, extent):
     for n in (extent - 1, extent, extent + 1):
         if n > 0:
             check_all(normal((3, n, minor), dtype, seed=n), 1)
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU and the CUDA kernels")
+@pytest.mark.parametrize(
+    "shape,axes,schedule",
+    [
+        (("n", 70_000, 33), (1,), "columns"),
+        (("n", 130_000, 64), (1,), "columns"),
+        ((300, "n", 1301, 3), (0, 2), "columns"),
+        ((300, "n", 301, 3), (0, 2), "tile"),
+        ((130, "n", 30_001), (0, 2), "gather"),
+        (("n", 300, 33), (1,), "tile"),
+    ],
+    ids=str,
+)
+def test_views_without_scratch_memory(shape, axes, schedule):
+    """An exported program whose number of rows is not known has none."""
+    known = tuple(5 if n == "n" else n for n in shape)
+    assert _kernels.plan(list(known), list(axes), "softmax", "bfloat16", scratch=False)["schedule"] == schedule
+    x, g = normal(known, "bfloat16"), normal(known, "bfloat16", seed=1)
+
+    @jax.jit
+    def value_and_vjp(x, g):
+        y, vjp = jax.vjp(lambda x: OPERATORS["softmax"](x, axes), x)
+        return y, *vjp(g)
+
+    symbolic = jax.ShapeDtypeStruct(jax.export.symbolic_shape(", ".join(map(str, shape))), x.dtype)
+    allowed = [jax.export.DisabledSafetyCheck.custom_call("jax_softmax")]
+    exported = jax.export.export(value_and_vjp, disabled_checks=allowed)(symbolic, symbolic)
+    y, dx = jax.jit(exported.call)(x, g)
+    check(y, reference("softmax", x, axes))
+    check(dx, reference_vjp("softmax", x, g, axes))
 
 
 @pytest.mark.skipif(support.device_bytes() < 40 << 30, reason="needs a device with 40 GB")

@@ -12,6 +12,7 @@
 #include "cuda/ring.cuh"
 #include "cuda/slab.cuh"
 #include "cuda/strided.cuh"
+#include "cuda/strips.cuh"
 #include "cuda/tile.cuh"
 #include "cuda/tile_passes.cuh"
 
@@ -274,7 +275,7 @@ cudaError_t enqueue_tile(const CudaPlan& plan, const A& access, void* scratch, c
                          tile,
                          Strided(tile.kept),
                          Strided(tile.lines),
-                         Stride(tile.lines, tile.groups),
+                         Stride(tile.lines, tile.groups, tile.turn > 0),
                          Divisor(tile.cluster),
                          Divisor(tile.packs),
                          Divisor(tile.groups),
@@ -285,7 +286,8 @@ cudaError_t enqueue_tile(const CudaPlan& plan, const A& access, void* scratch, c
                          Divisor(tile.positions / tile.columns),
                          log2_of(tile.team),
                          log2_of(tile.shuffled),
-                         log2_of(tile.positions / tile.columns)};
+                         log2_of(tile.positions / tile.columns),
+                         log2_of(A::kWidth) - log2_of(tile.turn)};
   if (tile.spanning) {
     return tile.separate ? enqueue_tile_of<A, true, Lines::kSpanning>(plan, args, scratch, stream)
                          : enqueue_tile_of<A, false, Lines::kSpanning>(plan, args, scratch, stream);
@@ -293,6 +295,22 @@ cudaError_t enqueue_tile(const CudaPlan& plan, const A& access, void* scratch, c
   if (!tile.run) return enqueue_tile_of<A, true, Lines::kPart>(plan, args, scratch, stream);
   return tile.separate ? enqueue_tile_of<A, true, Lines::kRuns>(plan, args, scratch, stream)
                        : enqueue_tile_of<A, false, Lines::kRuns>(plan, args, scratch, stream);
+}
+
+template <class A>
+cudaError_t enqueue_strips(const CudaPlan& plan, const A& access, cudaStream_t stream) {
+  const Tile& tile = plan.tile;
+  const StripArgs<A> args{
+      access, tile, Strided(tile.kept), Strided(tile.lines), Divisor(tile.packs), Divisor(tile.segment_tiles)};
+  cudaError_t status = cudaErrorInvalidValue;
+  const auto try_lines = [&](auto lines) {
+    constexpr int kLines = decltype(lines)::value;
+    if (plan.packs == kLines) status = enqueue(rows_in_strips<A, kLines>, plan, stream, args);
+  };
+  const auto choose = [&](auto... lines) { (try_lines(lines), ...); };
+  choose(std::integral_constant<int, 4>(), std::integral_constant<int, 8>(), std::integral_constant<int, 16>(),
+         std::integral_constant<int, 24>());
+  return status;
 }
 
 // Schedules for rows that are runs of memory, or a few interleaved ones.
@@ -329,6 +347,8 @@ cudaError_t launch_view(const CudaPlan& plan, const View& view, const A& access,
     case Schedule::kTile:
     case Schedule::kTilePasses:
       return enqueue_tile(plan, access, scratch, stream);
+    case Schedule::kStrips:
+      return enqueue_strips(plan, access, stream);
     case Schedule::kGather:
       return enqueue(gathered_rows<A>, plan, stream, any);
     case Schedule::kColumns:
@@ -339,8 +359,8 @@ cudaError_t launch_view(const CudaPlan& plan, const View& view, const A& access,
 }
 
 constexpr bool is_of_rows(Schedule schedule) {
-  return schedule != Schedule::kTile && schedule != Schedule::kTilePasses && schedule != Schedule::kGather &&
-         schedule != Schedule::kColumns;
+  return schedule != Schedule::kTile && schedule != Schedule::kTilePasses && schedule != Schedule::kStrips &&
+         schedule != Schedule::kGather && schedule != Schedule::kColumns;
 }
 
 template <template <class> class OpOf, class T, bool kMasked>

@@ -229,9 +229,7 @@ __global__ void __launch_bounds__(kPacksThreads) rows_in_packs(const __grid_cons
       if constexpr (kColumns == 1 && Op::kHasPivot) {
         result[0][begin] = Op::alone(row[0][0]);
       } else {
-        State<C> state = identity<Op, M>();
-        accumulate<Op, M>(state, row);
-        const auto finished = Op::row(state);
+        const auto finished = Op::row(state_of<Op, M>(row));
 #pragma unroll
         for (int i = 0; i < kColumns; ++i) {
           const int at = begin + i * kInner;

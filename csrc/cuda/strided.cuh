@@ -61,8 +61,8 @@ __global__ void __launch_bounds__(256) gathered_rows(const __grid_constant__ Vie
   }
 }
 
-// Minor axis kept: a warp lies across neighbouring columns, some of which a thread has, so that it need not find its
-// elements one by one; and the block's warps share the way down.
+// Minor axis kept: a warp lies across columns, neighbours for the most part, some of which a thread has, so that it
+// need not find its elements one by one; and the block's warps share the way down.
 template <class A>
 __global__ void __launch_bounds__(256) columns_side_by_side(const __grid_constant__ ViewArgs<A> args) {
   using Op = typename A::Op;
@@ -72,29 +72,28 @@ __global__ void __launch_bounds__(256) columns_side_by_side(const __grid_constan
   constexpr int kUnroll = (sizeof(C) == 8 ? 2 : 4) / kInputs;
   __shared__ State<C> part[kWarps][kTogether * 32];
   const View& view = args.view;
-  const Dim& inner = view.kept.dim[view.kept.size - 1];
-  const int64_t tiles = (inner.extent + kTogether * 32 - 1) / (kTogether * 32);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int64_t column = static_cast<int64_t>(blockIdx.x % tiles) * (kTogether * 32) + lane;
-  const auto active = [&](int j) { return column + j * 32 < inner.extent; };
-  const auto some_active = [&](int j) { return column - lane + j * 32 < inner.extent; };  // in the block
-  const Offset first =
-      offset_of(view.kept, view.kept.size - 1, blockIdx.x / tiles) + Offset{column, column * inner.mask_stride};
-  const auto at = [&](Offset line, int j) { return line + Offset{j * 32, j * 32 * inner.mask_stride}; };
+  const int64_t column = static_cast<int64_t>(blockIdx.x) * (kTogether * 32) + lane;
+  const auto active = [&](int j) { return column + j * 32 < view.rows; };
+  const auto some_active = [&](int j) { return column - lane + j * 32 < view.rows; };  // in the block
+  Offset top[kTogether];
   State<C> state[kTogether];
 #pragma unroll
-  for (int j = 0; j < kTogether; ++j) state[j] = identity<Op, M>();
+  for (int j = 0; j < kTogether; ++j) {
+    top[j] = offset_of(view.kept, view.kept.size, active(j) ? column + j * 32 : 0);
+    state[j] = identity<Op, M>();
+  }
   for (int64_t r = warp; r < view.columns; r += kUnroll * kWarps) {
     C values[kTogether][kUnroll][kInputs];
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
       const int64_t number = r + u * kWarps;
       const bool inside = number < view.columns;
-      const Offset line = first + args.at(inside ? number : r);
+      const Offset line = args.at(inside ? number : r);
 #pragma unroll
       for (int j = 0; j < kTogether; ++j) {
         if (inside && active(j)) {
-          args.access.load(values[j][u], at(line, j));
+          args.access.load(values[j][u], top[j] + line);
         } else {
 #pragma unroll
           for (int k = 0; k < kInputs; ++k) values[j][u][k] = Op::pad(k);
@@ -118,11 +117,11 @@ __global__ void __launch_bounds__(256) columns_side_by_side(const __grid_constan
     row[j] = Op::row(state[j]);
   }
   for (int64_t r = warp; r < view.columns; r += kWarps) {
-    const Offset line = first + args.at(r);
+    const Offset line = args.at(r);
 #pragma unroll
     for (int j = 0; j < kTogether; ++j) {
       if (!active(j)) continue;
-      const Offset here = at(line, j);
+      const Offset here = top[j] + line;
       C values[kInputs];
       args.access.load(values, here);
       args.access.out[here.element] = args.access.result(Op::finish(row[j], values), here);

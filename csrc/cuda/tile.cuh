@@ -34,7 +34,8 @@ __device__ __forceinline__ State<typename M::Value> combine_over_team(State<type
   return state;
 }
 
-// How a thread gets from one of its lines to the next, `step` lines on, without a division: for two dimensions or one.
+// How a thread gets from one of its lines to the next, `step` lines on, without a division: for two dimensions or one,
+// unless lines take turns.
 struct Stride {
   bool known;                // false: by a division after all
   bool plain;                // one dimension: nothing carries
@@ -43,7 +44,7 @@ struct Stride {
   int64_t mask, mask_carried;
 
   Stride() = default;
-  Stride(const Dims& dims, int step) : known(dims.size <= 2), plain(dims.size <= 1) {
+  Stride(const Dims& dims, int step, bool turning) : known(dims.size <= 2 && !turning), plain(dims.size <= 1) {
     const Dim none{1, 0, 0};
     const Dim last = dims.size > 0 ? dims.dim[dims.size - 1] : none, other = dims.size > 1 ? dims.dim[0] : none;
     const int64_t turns = dims.size > 1 ? step / last.extent : 0, rest = step - turns * last.extent;
@@ -65,6 +66,7 @@ struct TileArgs {
   Stride next;
   Divisor cluster, packs, groups, unit, segment_packs, segment_tiles, inner, of_column;
   int team_shift, shuffled_shift, of_column_shift;  // powers of 2, the last one in runs of single elements' rows
+  int begin_shift;                                  // and what the beginnings of lines that take turns are multiples of
 };
 
 // How a tile's lines lie in segments, see plan.h: some packs of several segments, a part of a segment, or runs.
@@ -99,7 +101,7 @@ struct TilePart {
   int first;         // if alike: the position in the tile's part of a line that the thread's pack begins with
   int start;         // the position in the segment of that part
   unsigned bits;     // if a part of a segment: of the elements that are the tile's
-  bool readable;     // whether all of the thread's packs can be read whole
+  bool readable;     // whether all of the thread's packs are there, and can be read whole
   bool storable;     // and stored so or, if a part of a segment, with no more than a look at `bits`
   Offset base;       // of the first line or, if alike, of the pack in it
   int first_line;
@@ -153,8 +155,9 @@ struct TilePart {
       // In runs, what is in a later line may begin a little sooner in memory: far less than this.
       const int64_t around = kLines == Lines::kRuns ? tile.run + tile.segment + 2 * kWidth : 0;
       const int64_t last = line(first_line + max(lines - 1, 0) * tile.groups).element;
-      readable = top.element >= around && last + kWidth + around <= args.access.elements;
+      readable = !turning() && top.element >= around && last + kWidth + around <= args.access.elements;
     }
+    if constexpr (kLines == Lines::kPart) storable = !turning();
     if constexpr (kLines == Lines::kRuns) {
       const unsigned behind = static_cast<unsigned>(args.lines.innermost() - 1) * static_cast<unsigned>(tile.segment);
       storable = kAlike && first >= 0 && behind + first + kWidth <= static_cast<unsigned>(tile.run);
@@ -162,6 +165,12 @@ struct TilePart {
     // A warp goes one way.
     readable = __all_sync(kFullWarp, readable || lines == 0);
     storable = __all_sync(kFullWarp, storable || lines == 0);
+  }
+
+  // Whether lines take turns; some of a turn need not be there.
+  __device__ __forceinline__ bool turning() const { return kLines == Lines::kPart && args.lines.size > 1; }
+  __device__ __forceinline__ bool there(const Line& line) const {
+    return !turning() || line.inner < static_cast<unsigned>(args.tile.last_lines);
   }
 
   __device__ __forceinline__ Offset segment_offset(unsigned at) const {
@@ -173,7 +182,23 @@ struct TilePart {
 
   __device__ __forceinline__ Line line(int number) const {
     unsigned inner;
-    const Offset offset = base + args.lines.at(number, &inner);
+    Offset offset = args.lines.at(number, &inner);
+    if constexpr (kLines == Lines::kPart) {
+      if (turning()) {
+        // Of each turn of lines a thread has the one that begins as its others do: that many back as the outer
+        // dimensions' part of the offset shifts beginnings on. Modulo a power of 2 up to 8, odd numbers are their own
+        // inverses.
+        const int last = args.lines.size - 1;
+        const int64_t stride = args.lines.stride[last], outer = offset.element - inner * stride;
+        const unsigned on =
+            static_cast<unsigned>(outer >> args.begin_shift) * static_cast<unsigned>(stride >> args.begin_shift);
+        const unsigned turned = (inner & -args.tile.turn) | ((inner - on) & (args.tile.turn - 1));
+        const int by = static_cast<int>(turned - inner);
+        offset = offset + Offset{by * stride, by * args.lines.mask_stride[last]};
+        inner = turned;
+      }
+    }
+    offset = base + offset;
     return {offset.element, offset.mask, inner};
   }
   // To the next of the thread's lines, if they have one dimension.
@@ -238,14 +263,14 @@ struct TilePart {
     return true;
   }
   // The bits of a pack's elements that are the tile's.
-  __device__ __forceinline__ unsigned own_bits(const Place& at) const {
+  __device__ __forceinline__ unsigned own_bits(const Line& line, const Place& at) const {
     if constexpr (kLines == Lines::kRuns) return A::bits_within(at.position, args.tile.run);
-    return bits;
+    return there(line) ? bits : 0;
   }
 
   // The bits of a pack's elements that are the tile's and not masked.
   __device__ __forceinline__ unsigned kept_bits(const Line& line, const Place& at) const {
-    const unsigned own = own_bits(at);
+    const unsigned own = own_bits(line, at);
     if constexpr (!A::kMasked) return own;
     unsigned kept = 0;
 #pragma unroll
@@ -264,20 +289,20 @@ struct TilePart {
   template <bool kSimple, int kFirst = 0, class Held>
   __device__ __forceinline__ void copy(const Line& line, Held held) const {
     const auto at = place_in(line);
-    const bool whole = kSimple || args.access.whole_in_memory({at.begin, 0}, 0);
+    const bool whole = kSimple || (there(line) && args.access.whole_in_memory({at.begin, 0}, 0));
 #pragma unroll
     for (int k = kFirst; k < A::kInputs; ++k) {
       if (whole) {
         copy_pack(held(k), args.access.in[k] + at.begin);
       } else {
-        const unsigned own = own_bits(at);
+        const unsigned own = own_bits(line, at);
         *held(k) = select_elements<T>(own, load_elements(args.access.in[k] + at.begin, own), A::pad_pack(k));
       }
     }
   }
 
   // Whether there is something to be mended: what other rows have of a pack does not matter if they are told apart.
-  __device__ __forceinline__ bool mends() const { return A::kMasked || !storable; }
+  __device__ __forceinline__ bool mends() const { return A::kMasked || (kLines == Lines::kRuns && !storable); }
   // Puts pads in the place of what is masked or beyond a run.
   template <int kFirst = 0, class Held>
   __device__ __forceinline__ void mend(const Line& line, Held held) const {
@@ -293,10 +318,10 @@ struct TilePart {
   __device__ __forceinline__ void store(const Line& line, Pack result) const {
     const auto at = place_in(line);
     if constexpr (A::kMasked) result = A::with_masked(result, kept_bits(line, at));
-    if (kLines == Lines::kPart ? bits == kAllBits<T> : kSimple || at.whole) {
+    if (kLines == Lines::kPart ? (kSimple || there(line)) && bits == kAllBits<T> : kSimple || at.whole) {
       store_pack(args.access.out + at.begin, result);
     } else {
-      store_elements(args.access.out + at.begin, result, own_bits(at));
+      store_elements(args.access.out + at.begin, result, own_bits(line, at));
     }
   }
 };
