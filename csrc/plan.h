@@ -135,6 +135,7 @@ struct Tile {
   int halo;                        // elements beyond those that are read too, so that whole packs are stored
   int turn, last_lines;            // if neither, and `lines` has several dimensions, the innermost of whole turns: how
                                    // far apart lines are that begin alike in a pack, and its extent without the rest
+  int offsets_at;                  // then: bytes to the list of where lines begin
   int64_t segment_packs, all_packs;  // if spanning
   int segments, unit;                // if segments are parts of runs: how many in a tile, and packs of each
   int64_t all_segments;

@@ -55,6 +55,7 @@ constexpr int kPacksAddedUp = 8;
 constexpr double kAddedUpAlone = 0.94;
 constexpr int kMostRaggedPacks = 32;
 constexpr int kMostHeldPacks = 40;         // of a thread, where a shape is looked for
+constexpr int64_t kOffsetBytes = 16;       // of a line that is listed
 constexpr int kReservedBytes = 1 << 10;    // of shared memory, for each block
 constexpr int64_t kPieceLines = 64;        // of a thread, at the least
 constexpr int kMostTileNumbers = 1 << 30;  // packs, lines, positions that are counted in 32 bits
@@ -153,6 +154,10 @@ bool lay_out(CudaPlan* plan, Tile tile, int packs, int groups, int held, int byt
     tile.of_blocks_at = static_cast<int>(std::max(entries, finals));
     tile.received_at = tile.of_blocks_at + state * tile.cluster * tile.columns;
     shared += clustered ? tile.received_at + kPackBytes : entries + finals;
+  }
+  if (tile.turn) {
+    tile.offsets_at = static_cast<int>(shared);
+    shared += kOffsetBytes * tile.block_lines;
   }
   if (shared > device.shared_memory_per_block || tiles * tile.cluster > kMostTileNumbers) return false;
   plan->schedule = Schedule::kTile;
@@ -340,20 +345,26 @@ bool choose_lines(CudaPlan* plan, const Tile& tile, int turn, int bytes, int inp
 }
 
 // The strips schedule.
-constexpr int kStripLines[] = {4, 8, 16, 24};  // that threads may have room for
-constexpr int64_t kStripSegmentBytes = 128;    // of a segment, at the least
-constexpr int kStripLineBytes = 4 << 10;       // of a line's part, at the most,
-constexpr int kStripBytes = 44 << 10;          // and of those of all lines of all operands
-constexpr int kStripTurns = 3;                 // of a block's threads at its columns, at the least
+constexpr int kStripLines[] = {4, 8, 16, 24, 32};  // that threads may have room for,
+constexpr int kMostStripLines = 24;                // unless it is one operand of 16 bits, of which tiles take longer
+constexpr int64_t kStripSegmentBytes = 128;        // of a segment, at the least
+constexpr int kStripLineBytes = 4 << 10;           // of a line's part, at the most,
+constexpr int kStripBytes = 44 << 10;              // and of those of all lines of all operands
+constexpr int kStripTurns = 3;                     // of a block's threads at its columns, at the least
 
 // Strips of few lines; false if there are more.
 bool choose_strips(CudaPlan* plan, Tile tile, int bytes, int inputs) {
   const int64_t lines = tile.lines.elements();
-  if (lines > *std::rbegin(kStripLines) || tile.segment * bytes < kStripSegmentBytes) return false;
+  const int64_t most_lines = bytes == 2 && inputs == 1 ? *std::rbegin(kStripLines) : kMostStripLines;
+  if (lines > most_lines || tile.segment * bytes < kStripSegmentBytes) return false;
   const int width = kPackBytes / bytes;
+  const int held = *std::lower_bound(std::begin(kStripLines), std::end(kStripLines), lines);
+  const int at_once = strip_columns(held, inputs);
+  // Whole turns of 128 threads, as of most blocks, wherever a line begins in its first pack.
   const int64_t most_packs = std::min<int64_t>(kStripLineBytes, kStripBytes / lines / inputs) / kPackBytes;
-  const int64_t most = (most_packs - 1) * width + 1;  // columns, wherever they begin
-  tile.segment_tiles = static_cast<int>(ceil_div(tile.segment, most));
+  const int64_t turn = 128 * at_once, most = std::max(most_packs * width / turn, int64_t{1}) * turn;
+  const int64_t columns = std::min(most, most_packs * width) - width + 1;
+  tile.segment_tiles = static_cast<int>(ceil_div(tile.segment, columns));
   tile.width = static_cast<int>(ceil_div(tile.segment, tile.segment_tiles));
   tile.packs = static_cast<int>(ceil_div(tile.width + width - 1, width));
   tile.all_lines = static_cast<int>(lines);
@@ -363,12 +374,11 @@ bool choose_strips(CudaPlan* plan, Tile tile, int bytes, int inputs) {
   plan->tile = tile;
   plan->edges = Edges::kParts;
   plan->lanes = 1;
-  plan->packs = *std::lower_bound(std::begin(kStripLines), std::end(kStripLines), lines);
+  plan->packs = held;
   // Threads have several columns one after another, and few of them none in the end.
-  const int at_once = strip_columns(plan->packs, inputs);
   const int fewest_turns = std::max(kStripTurns, static_cast<int>(ceil_div(tile.width, at_once * kStripThreads)));
   double best_use = 0;
-  for (int turns = fewest_turns; turns < 2 * kStripTurns + fewest_turns; ++turns) {
+  for (int turns = fewest_turns; turns <= fewest_turns + kStripTurns; ++turns) {
     const int threads = static_cast<int>(ceil_div(tile.width, at_once * turns * 32) * 32);
     const double use = static_cast<double>(tile.width) / (ceil_div(tile.width, at_once * threads) * at_once * threads);
     if (threads <= kStripThreads && use > best_use) best_use = use, plan->threads = threads;

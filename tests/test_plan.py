@@ -359,7 +359,7 @@ def test_three_tiles_at_once(shape, dtype, op):
 @pytest.mark.parametrize("op", ["softmax", "softmax_linear"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
 def test_strips_have_threads_for_their_columns(dtype, op, device):
-    for lines in range(2, 25):
+    for lines in range(2, 33 if dtype == "bfloat16" and op == "softmax" else 25):
         for minor in (1537, 1869, 2039, 2041, 2043, 4097, 10_001, 1_000_001):
             chosen = plan((9, lines, minor), (1,), op, dtype, device=device)
             assert chosen["schedule"] == "strips"

@@ -125,7 +125,7 @@ def test_lines_of_two_dimensions_that_begin_anywhere(dtype, between, minor):
 
 
 @pytest.mark.parametrize("minor", [1539, 2001, 2042])
-@pytest.mark.parametrize("lines", [2, 4, 5, 8, 9, 10, 12, 14, 16, 17, 24, 25])
+@pytest.mark.parametrize("lines", [2, 4, 5, 8, 9, 10, 12, 14, 16, 17, 24, 25, 32, 33])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_strips_of_few_lines(dtype, lines, minor):
     """As many lines as threads have room for, one more, and strips of one line that are several."""

@@ -271,6 +271,8 @@ cudaError_t enqueue_tile_of(const CudaPlan& plan, const TileArgs<A>& tile, void*
 template <class A>
 cudaError_t enqueue_tile(const CudaPlan& plan, const A& access, void* scratch, cudaStream_t stream) {
   const Tile& tile = plan.tile;
+  int64_t reach = 0;
+  for (int i = 0; i < tile.lines.size; ++i) reach += (tile.lines.dim[i].extent - 1) * tile.lines.dim[i].stride;
   const TileArgs<A> args{access,
                          tile,
                          Strided(tile.kept),
@@ -287,7 +289,8 @@ cudaError_t enqueue_tile(const CudaPlan& plan, const A& access, void* scratch, c
                          log2_of(tile.team),
                          log2_of(tile.shuffled),
                          log2_of(tile.positions / tile.columns),
-                         log2_of(A::kWidth) - log2_of(tile.turn)};
+                         log2_of(A::kWidth) - log2_of(tile.turn),
+                         reach};
   if (tile.spanning) {
     return tile.separate ? enqueue_tile_of<A, true, Lines::kSpanning>(plan, args, scratch, stream)
                          : enqueue_tile_of<A, false, Lines::kSpanning>(plan, args, scratch, stream);
@@ -310,6 +313,7 @@ cudaError_t enqueue_strips(const CudaPlan& plan, const A& access, cudaStream_t s
   const auto choose = [&](auto... lines) { (try_lines(lines), ...); };
   choose(std::integral_constant<int, 4>(), std::integral_constant<int, 8>(), std::integral_constant<int, 16>(),
          std::integral_constant<int, 24>());
+  if constexpr (sizeof(typename A::T) == 2 && A::kInputs == 1) choose(std::integral_constant<int, 32>());
   return status;
 }
 

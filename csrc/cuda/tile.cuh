@@ -4,7 +4,8 @@
 // Memory is seen as lines, runs of neighbouring elements one for each index of the reduced dimensions outside of it,
 // and a tile is some packs of each line. Whatever the view, a thread's packs lie in lines so far apart that the same
 // element of each belongs to the same row. So a thread keeps a state for each position in a pack (or one, if a pack
-// belongs to one row), and needs no other index while it goes down the lines.
+// belongs to one row), and needs no other index while it goes down the lines. Lines of several dimensions that begin
+// anywhere take turns for that, and are listed once for a block.
 //
 // Threads that share rows add up their states by shuffles where lanes lie right, then through shared memory, and the
 // blocks of a cluster send each other theirs. Memory is written in whole packs: where lines may begin anywhere in one,
@@ -67,6 +68,7 @@ struct TileArgs {
   Divisor cluster, packs, groups, unit, segment_packs, segment_tiles, inner, of_column;
   int team_shift, shuffled_shift, of_column_shift;  // powers of 2, the last one in runs of single elements' rows
   int begin_shift;                                  // and what the beginnings of lines that take turns are multiples of
+  int64_t reach;                                    // from the first line to the last
 };
 
 // How a tile's lines lie in segments, see plan.h: some packs of several segments, a part of a segment, or runs.
@@ -96,19 +98,52 @@ struct TilePart {
   };
 
   const TileArgs<A>& args;
+  const int rank;
+  const Offset* const offsets;
   int group, place;  // which lines, and which of the tile's packs of them
   int segment;       // which of the tile's segments, if it has several
   int first;         // if alike: the position in the tile's part of a line that the thread's pack begins with
   int start;         // the position in the segment of that part
   unsigned bits;     // if a part of a segment: of the elements that are the tile's
-  bool readable;     // whether all of the thread's packs are there, and can be read whole
+  bool readable;     // whether all of the thread's packs that are there can be read whole
   bool storable;     // and stored so or, if a part of a segment, with no more than a look at `bits`
   Offset base;       // of the first line or, if alike, of the pack in it
   int first_line;
   int lines;  // of the thread
   Line top;   // the first of them
 
-  __device__ __forceinline__ TilePart(const TileArgs<A>& args, unsigned index, int rank) : args(args) {
+  // Where a line lies from the first one on.
+  static __device__ __forceinline__ Offset line_offset(const TileArgs<A>& args, int number, unsigned* inner) {
+    Offset offset = args.lines.at(number, inner);
+    if (turning(args)) {
+      // Of each turn of lines a thread has the one that begins as its others do: that many back as the outer
+      // dimensions' part of the offset shifts beginnings on. Modulo a power of 2 up to 8, odd numbers are their own
+      // inverses.
+      const int last = args.lines.size - 1;
+      const int64_t stride = args.lines.stride[last], outer = offset.element - *inner * stride;
+      const unsigned on =
+          static_cast<unsigned>(outer >> args.begin_shift) * static_cast<unsigned>(stride >> args.begin_shift);
+      const unsigned turned = (*inner & -args.tile.turn) | ((*inner - on) & (args.tile.turn - 1));
+      const int by = static_cast<int>(turned - *inner);
+      offset = offset + Offset{by * stride, by * args.lines.mask_stride[last]};
+      *inner = turned;
+    }
+    return offset;
+  }
+  // Writes down the offsets of a block's lines that take turns, ~ of those that are not there, once for all threads.
+  static __device__ __forceinline__ void list_offsets(const TileArgs<A>& args, int rank, Offset* offsets) {
+    for (int i = threadIdx.x; i < args.tile.block_lines; i += blockDim.x) {
+      unsigned inner;
+      Offset offset = line_offset(args, rank * args.tile.block_lines + i, &inner);
+      if (inner >= static_cast<unsigned>(args.tile.last_lines)) offset.element = ~offset.element;
+      offsets[i] = offset;
+    }
+    __syncthreads();
+  }
+
+  // `offsets` lists the block's lines, or is null.
+  __device__ __forceinline__ TilePart(const TileArgs<A>& args, unsigned index, int rank, const Offset* offsets)
+      : args(args), rank(rank), offsets(offsets) {
     const Tile& tile = args.tile;
     group = args.packs.divide(threadIdx.x);
     place = threadIdx.x - group * tile.packs;
@@ -154,10 +189,10 @@ struct TilePart {
     if constexpr (!kWhole) {
       // In runs, what is in a later line may begin a little sooner in memory: far less than this.
       const int64_t around = kLines == Lines::kRuns ? tile.run + tile.segment + 2 * kWidth : 0;
-      const int64_t last = line(first_line + max(lines - 1, 0) * tile.groups).element;
-      readable = !turning() && top.element >= around && last + kWidth + around <= args.access.elements;
+      const int64_t last =
+          turning() ? base.element + args.reach : line(first_line + max(lines - 1, 0) * tile.groups).element;
+      readable = top.element >= around && last + kWidth + around <= args.access.elements;
     }
-    if constexpr (kLines == Lines::kPart) storable = !turning();
     if constexpr (kLines == Lines::kRuns) {
       const unsigned behind = static_cast<unsigned>(args.lines.innermost() - 1) * static_cast<unsigned>(tile.segment);
       storable = kAlike && first >= 0 && behind + first + kWidth <= static_cast<unsigned>(tile.run);
@@ -168,7 +203,10 @@ struct TilePart {
   }
 
   // Whether lines take turns; some of a turn need not be there.
-  __device__ __forceinline__ bool turning() const { return kLines == Lines::kPart && args.lines.size > 1; }
+  static __device__ __forceinline__ bool turning(const TileArgs<A>& args) {
+    return kLines == Lines::kPart && args.lines.size > 1;
+  }
+  __device__ __forceinline__ bool turning() const { return turning(args); }
   __device__ __forceinline__ bool there(const Line& line) const {
     return !turning() || line.inner < static_cast<unsigned>(args.tile.last_lines);
   }
@@ -181,24 +219,14 @@ struct TilePart {
   static __device__ __forceinline__ int shift_of(int64_t element) { return static_cast<int>(element) & (kWidth - 1); }
 
   __device__ __forceinline__ Line line(int number) const {
-    unsigned inner;
-    Offset offset = args.lines.at(number, &inner);
-    if constexpr (kLines == Lines::kPart) {
-      if (turning()) {
-        // Of each turn of lines a thread has the one that begins as its others do: that many back as the outer
-        // dimensions' part of the offset shifts beginnings on. Modulo a power of 2 up to 8, odd numbers are their own
-        // inverses.
-        const int last = args.lines.size - 1;
-        const int64_t stride = args.lines.stride[last], outer = offset.element - inner * stride;
-        const unsigned on =
-            static_cast<unsigned>(outer >> args.begin_shift) * static_cast<unsigned>(stride >> args.begin_shift);
-        const unsigned turned = (inner & -args.tile.turn) | ((inner - on) & (args.tile.turn - 1));
-        const int by = static_cast<int>(turned - inner);
-        offset = offset + Offset{by * stride, by * args.lines.mask_stride[last]};
-        inner = turned;
-      }
+    if (turning() && offsets) {
+      const Offset offset = offsets[min(number - rank * args.tile.block_lines, args.tile.block_lines - 1)];
+      const bool there = offset.element >= 0;
+      return {base.element + (there ? offset.element : ~offset.element), base.mask + offset.mask,
+              there ? 0u : static_cast<unsigned>(args.tile.last_lines)};
     }
-    offset = base + offset;
+    unsigned inner;
+    const Offset offset = base + line_offset(args, number, &inner);
     return {offset.element, offset.mask, inner};
   }
   // To the next of the thread's lines, if they have one dimension.
@@ -227,6 +255,13 @@ struct TilePart {
   template <class Body>
   __device__ __forceinline__ void for_lines(bool simple, Body body) const {
     Line at = top;
+    if (turning() && offsets) {
+      const auto go = [&](auto is_simple) {
+#pragma unroll 4
+        for (int i = 0; i < lines; ++i) body(i, line(first_line + i * args.tile.groups), is_simple);
+      };
+      return simple ? go(std::true_type()) : go(std::false_type());
+    }
     if (simple && args.next.plain) {
 #pragma unroll 4
       for (int i = 0; i < lines; ++i, step(at)) body(i, at, std::true_type());
@@ -289,7 +324,7 @@ struct TilePart {
   template <bool kSimple, int kFirst = 0, class Held>
   __device__ __forceinline__ void copy(const Line& line, Held held) const {
     const auto at = place_in(line);
-    const bool whole = kSimple || (there(line) && args.access.whole_in_memory({at.begin, 0}, 0));
+    const bool whole = there(line) && (kSimple || args.access.whole_in_memory({at.begin, 0}, 0));
 #pragma unroll
     for (int k = kFirst; k < A::kInputs; ++k) {
       if (whole) {
@@ -318,7 +353,7 @@ struct TilePart {
   __device__ __forceinline__ void store(const Line& line, Pack result) const {
     const auto at = place_in(line);
     if constexpr (A::kMasked) result = A::with_masked(result, kept_bits(line, at));
-    if (kLines == Lines::kPart ? (kSimple || there(line)) && bits == kAllBits<T> : kSimple || at.whole) {
+    if (kLines == Lines::kPart ? own_bits(line, at) == kAllBits<T> : kSimple || at.whole) {
       store_pack(args.access.out + at.begin, result);
     } else {
       store_elements(args.access.out + at.begin, result, own_bits(line, at));
@@ -532,7 +567,10 @@ __global__ void __launch_bounds__(kTileThreads, 3) rows_in_tile(const __grid_con
       reinterpret_cast<uint64_t*>(reinterpret_cast<char*>(shared + tile.held * kInputs * threads) + tile.received_at);
   if (clustered) begin_exchange(received, tile.cluster * tile.columns * static_cast<int>(sizeof(State<C>)));
 #endif
-  const TilePart<A, kSeparate, kLines> part(args, index, rank);
+  using Part = TilePart<A, kSeparate, kLines>;
+  Offset* const offsets = reinterpret_cast<Offset*>(reinterpret_cast<char*>(shared) + tile.offsets_at);
+  if (Part::turning(args)) Part::list_offsets(args, rank, offsets);
+  const Part part(args, index, rank, offsets);
 
   // Each thread reads only what it has copied itself, so that there is no need for a barrier.
   Pack* const mine = shared + threadIdx.x;

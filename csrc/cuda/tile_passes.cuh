@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(kTilePassThreads, sizeof(typename A::C) == 8 |
   const unsigned number = args.finish ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
   const int piece = static_cast<int>(args.tiles.divide(number));
   const unsigned index = number - piece * args.tiles.divisor;
-  const TilePart<A, kSeparate, kLines> part(args.tile, index, piece);
+  const TilePart<A, kSeparate, kLines> part(args.tile, index, piece, nullptr);
   State<C>* const of_tile = args.states + static_cast<int64_t>(index) * args.pieces * tile.columns;
 
   // Calls use(i, n, held) for n lines at a time, from the i-th on, at most so many as a stage has room for of the
