@@ -85,7 +85,9 @@ def test_nonfinite_columns(rows, columns):
 @pytest.mark.parametrize("length", [7, 100, 1500, 5000])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_column_does_not_depend_on_the_others(dtype, length):
-    x = normal((6, length, 50), dtype)
+    # On a GPU it may depend on those inside of the reduced dimension, and on where 16 bytes of those begin.
+    x = normal((6, length, 50 if ON_CPU else 48), dtype)
+    inner = (np.s_[:, :, :2], np.s_[2:, :, 5:8], np.s_[:, :, 40:], np.s_[3:4, :, 1:25]) if ON_CPU else ()
     g = normal(x.shape, dtype, seed=1)
 
     @jax.jit
@@ -93,6 +95,6 @@ def test_a_column_does_not_depend_on_the_others(dtype, length):
         return [(y, vjp(g)[0]) for y, vjp in (jax.vjp(lambda x, n=n: OPERATORS[n](x, 1), x) for n in NAMES)]
 
     whole = jax.tree.leaves(run(x, g))
-    for part in (np.s_[:1], np.s_[:, :, :2], np.s_[2:, :, 5:8], np.s_[:, :, 40:], np.s_[3:4, :, 1:25]):
+    for part in (np.s_[:1], np.s_[3:4], np.s_[2:], *inner):
         for actual, wanted in zip(jax.tree.leaves(run(x[part], g[part])), whole, strict=True):
             support.assert_same_bits(actual, wanted[part], part)

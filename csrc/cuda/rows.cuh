@@ -229,7 +229,13 @@ __global__ void __launch_bounds__(kPacksThreads) rows_in_packs(const __grid_cons
       if constexpr (kColumns == 1 && Op::kHasPivot) {
         result[0][begin] = Op::alone(row[0][0]);
       } else {
-        const auto finished = Op::row(state_of<Op, M>(row));
+        State<C> state = identity<Op, M>();
+        if constexpr (kTogether == 1) {
+          state = state_of<Op, M>(row);
+        } else {
+          accumulate<Op, M>(state, row);  // fewer instructions than this, but slower code, of two packs
+        }
+        const auto finished = Op::row(state);
 #pragma unroll
         for (int i = 0; i < kColumns; ++i) {
           const int at = begin + i * kInner;
