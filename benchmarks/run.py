@@ -81,7 +81,7 @@ _copy_rates: dict[int, float] = {}
 
 
 def copy_rate(n_bytes: int, repeats: int) -> float:
-    """Bytes read and written per second by an elementwise negation of a float32 array of so many bytes."""
+    """Bytes read and written per second by an elementwise negation of a float32 array of about so many bytes."""
     size = round(20 * math.log2(n_bytes))  # sizes within some percent share a measurement
     if size not in _copy_rates:
         # Whole packs of 4 KB: of an odd number of elements XLA copies at less than half the rate.

@@ -91,12 +91,23 @@ LONG_CASES = [
 ]
 
 
+# Of programs exported with a dimension "n", which have no scratch memory; it is 2 then.
+EXPORTED_CASES = [
+    (("n", 70_000, 33), (1,)),
+    ((130, "n", 30_001), (0, 2)),
+    (("n", 1_100_001), (1,)),
+]
+
+
 def main() -> None:
     schedules = run(("bfloat16", "float32", "float64"), CASES)
     for limits, shape in LONG_CASES:
         _kernels.limit_cuda_device(**limits)
         jax.clear_caches()
         schedules |= run(("bfloat16",), [(shape, (1,))], limits)
+    _kernels.limit_cuda_device()
+    jax.clear_caches()
+    schedules |= {run_exported(shape, axes) for shape, axes in EXPORTED_CASES}
     print("ran", ", ".join(sorted(schedules)))
 
 
@@ -119,6 +130,23 @@ def run(dtypes, cases, limits=None) -> set[str]:
                 _kernels.plan(list(shape), list(axes), "softmax", dtype, mask_shape, **(limits or {}))["schedule"]
             )
     return schedules
+
+
+def run_exported(shape, axes) -> str:
+    """Runs softmax and its derivative in bfloat16; returns their schedule."""
+    known = [2 if n == "n" else n for n in shape]
+    x = jax.device_put(np.random.default_rng(0).normal(size=known).astype(jax.numpy.bfloat16))
+    symbolic = jax.ShapeDtypeStruct(jax.export.symbolic_shape(", ".join(map(str, shape))), x.dtype)
+    allowed = [jax.export.DisabledSafetyCheck.custom_call("jax_softmax")]
+
+    @jax.jit
+    def both(x):
+        y = jax_softmax.softmax(x, axes)
+        return y, softmax_linear_p.bind(y, x, op="softmax_linear", axes=axes)
+
+    exported = jax.export.export(both, disabled_checks=allowed)(symbolic)
+    jax.block_until_ready(jax.jit(exported.call)(x))
+    return _kernels.plan(known, list(axes), "softmax", "bfloat16", scratch=False)["schedule"]
 
 
 if __name__ == "__main__":

@@ -365,7 +365,7 @@ def test_strips_have_threads_for_their_columns(dtype, op, device):
             assert chosen["schedule"] == "strips"
             assert chosen["packs"] >= lines
             assert 32 <= chosen["threads"] <= 256 and chosen["threads"] % 32 == 0
-            assert chosen["shared_bytes"] <= 44 << 10
+            assert chosen["shared_bytes"] <= 47 << 10  # a chip gives 48 KB without being asked
 
 
 def test_ragged_lines_have_wider_tiles():
