@@ -109,6 +109,7 @@ inline constexpr int kSlabThreads = 128;
 inline constexpr int kPacksThreads = 256;  // at the most
 inline constexpr int kSectorBytes = 32;    // of the last cache: what memory is written by
 inline constexpr int kTileThreads = 256;
+inline constexpr int kOffsetBytes = 16;    // of a listed line, for its element and its mask's
 inline constexpr int kStripThreads = 256;  // at the most
 // Columns that a thread of a strip holds at once, with room for so many lines.
 constexpr int strip_columns(int lines, int inputs) { return lines < 16 ? 32 / lines / inputs : 1; }
@@ -120,13 +121,14 @@ inline constexpr int kTilePassPacks = 8;   // of a thread, of all operands toget
 // the kept dimensions in `kept` and of the reduced ones in `lines`. A segment is made of
 //   the innermost kept dimension, a row to an element;
 //   that and the innermost reduced one inside of it, a row to `inner` elements;
-//   or some of the innermost reduced one and the `inner` rows inside of it: a part of a run.
+//   or a part of a run: of the innermost reduced one and the `inner` elements inside of it, `group` to a row.
 struct Tile {
   Dims kept;
   Dims lines;
+  Dims sets;                       // of lines, that rows read twice have; each begins as it will in a pack
   int64_t segment;                 // elements
   int64_t run;                     // elements of the whole run that segments are parts of; 0 where they are not
-  int64_t inner;                   // elements
+  int64_t inner, group;            // elements
   int64_t outer_mask, inner_mask;  // mask strides of a position in the segment or run, by and within `inner`
   bool separate;                   // whether the elements of a pack belong to different rows
   bool spanning;                   // whether a tile's packs may be of several segments
@@ -142,8 +144,9 @@ struct Tile {
   int segment_tiles;           // if not, nor spanning: tiles of a segment
   int groups;                  // of threads, which take turns at the lines
   int held;                    // lines that a thread holds
-  int all_lines, block_lines;  // of a row, and of those a block's
-  int cluster;                 // blocks that share a tile, or pieces of it that are read one by one
+  int all_lines, block_lines;  // of a row or set, and of those a block's
+  int cluster;                 // blocks that share a tile, or pieces of it that are read one by one,
+  int set_pieces;              // and of those each set's
   int64_t tiles;
   int shuffled;             // whether lanes add up first, or how many neighbouring ones if all have one state
   bool exchanged;           // whether several threads share a row still

@@ -55,10 +55,11 @@ constexpr int kPacksAddedUp = 8;
 constexpr double kAddedUpAlone = 0.94;
 constexpr int kMostRaggedPacks = 32;
 constexpr int kMostHeldPacks = 40;         // of a thread, where a shape is looked for
-constexpr int64_t kOffsetBytes = 16;       // of a line that is listed
 constexpr int kReservedBytes = 1 << 10;    // of shared memory, for each block
 constexpr int64_t kPieceLines = 64;        // of a thread, at the least
 constexpr int kMostTileNumbers = 1 << 30;  // packs, lines, positions that are counted in 32 bits
+
+constexpr int state_bytes(int bytes) { return 2 * std::max(bytes, 4); }
 
 // Lines so many apart begin alike in a pack.
 int64_t turn_of(int width, int64_t stride) { return width / std::gcd<int64_t>(width, stride); }
@@ -72,14 +73,18 @@ bool lay_out(CudaPlan* plan, Tile tile, int packs, int groups, int held, int byt
   tile.packs = packs;
   tile.groups = groups;
   tile.all_lines = static_cast<int>(all_lines);
+  const int64_t sets = tile.sets.elements();
   if (passes) {
-    tile.cluster = static_cast<int>(std::clamp<int64_t>(all_lines / groups / kPieceLines, 2, kMostTilePieces));
+    const int64_t most = std::max<int64_t>(kMostTilePieces / sets, 1), least = sets > 1 ? 1 : 2;
+    tile.cluster = static_cast<int>(std::clamp<int64_t>(all_lines / groups / kPieceLines, least, most));
   } else {
     tile.cluster = static_cast<int>(ceil_div(all_lines, static_cast<int64_t>(groups) * held));
     if (tile.cluster > most_blocks) return false;
   }
   tile.block_lines = static_cast<int>(ceil_div(all_lines, tile.cluster));
-  tile.cluster = static_cast<int>(ceil_div(all_lines, tile.block_lines));
+  tile.set_pieces = static_cast<int>(ceil_div(all_lines, tile.block_lines));
+  if (sets * tile.set_pieces > kMostTileNumbers) return false;
+  tile.cluster = static_cast<int>(sets * tile.set_pieces);
   tile.held = static_cast<int>(ceil_div(tile.block_lines, groups));
   const bool shifting = !tile.spanning && !tile.run;
   int64_t& tiles = tile.tiles;
@@ -97,7 +102,7 @@ bool lay_out(CudaPlan* plan, Tile tile, int packs, int groups, int held, int byt
     tile.segment_tiles = static_cast<int>(ceil_div(tile.segment, tile.width));
     tiles = outer * tile.segment_tiles;
   } else {
-    tile.segments = tile.cluster == 1 ? std::max(1, most_threads / (packs * groups)) : 1;
+    tile.segments = tile.cluster == 1 || passes ? std::max(1, most_threads / (packs * groups)) : 1;
     tile.unit = packs;
     packs *= tile.segments;
     tile.packs = packs;
@@ -120,15 +125,15 @@ bool lay_out(CudaPlan* plan, Tile tile, int packs, int groups, int held, int byt
     tile.entries = tile.positions = packs / tile.shuffled;
   }
   const int of_row = tile.separate ? 1 : width * tile.shuffled;  // elements that a position stands for
-  tile.columns =
-      tile.run ? static_cast<int>(tile.segments * tile.inner) : static_cast<int>(tile.positions * of_row / tile.inner);
+  tile.columns = static_cast<int>(tile.run ? tile.segments * tile.inner / tile.group
+                                           : int64_t{tile.positions} * of_row / tile.inner);
   const int parts = tile.entry_rows * (tile.positions / tile.columns);
   // Few lanes, unless each had many entries.
   for (tile.team = 1; tile.team < 32 && 2 * tile.team * tile.columns <= threads && kTeamParts * tile.team < parts;) {
     tile.team *= 2;
   }
   tile.exchanged = groups > 1 || tile.cluster > 1 || tile.positions > tile.columns;
-  const int state = 2 * std::max(bytes, 4);
+  const int state = state_bytes(bytes);
   if (passes) {
     plan->schedule = Schedule::kTilePasses;
     plan->tile = tile;
@@ -344,16 +349,20 @@ bool choose_lines(CudaPlan* plan, const Tile& tile, int turn, int bytes, int inp
   return cheapest.found(plan);
 }
 
+// Of runs that begin anywhere in a pack, at the least, where each is a set of lines.
+constexpr int64_t kSetRunBytes = 512;
+
 // The strips schedule.
 constexpr int kStripLines[] = {4, 8, 16, 24, 32};  // that threads may have room for,
 constexpr int kMostStripLines = 24;                // unless it is one operand of 16 bits, of which tiles take longer
 constexpr int64_t kStripSegmentBytes = 128;        // of a segment, at the least
 constexpr int kStripLineBytes = 4 << 10;           // of a line's part, at the most,
 constexpr int kStripBytes = 44 << 10;              // and of those of all lines of all operands
-constexpr int kStripTurns = 3;                     // of a block's threads at its columns, at the least
+constexpr int kStripTurns = 3;                     // of a block's threads at its columns, at the least, if so many
+constexpr int64_t kStripThreadsAtOnce = 384;       // run on a multiprocessor
 
 // Strips of few lines; false if there are more.
-bool choose_strips(CudaPlan* plan, Tile tile, int bytes, int inputs) {
+bool choose_strips(CudaPlan* plan, Tile tile, int bytes, int inputs, const Device& device) {
   const int64_t lines = tile.lines.elements();
   const int64_t most_lines = bytes == 2 && inputs == 1 ? *std::rbegin(kStripLines) : kMostStripLines;
   if (lines > most_lines || tile.segment * bytes < kStripSegmentBytes) return false;
@@ -385,11 +394,15 @@ bool choose_strips(CudaPlan* plan, Tile tile, int bytes, int inputs) {
   }
   plan->blocks = tile.tiles;
   plan->shared_bytes = static_cast<int>(lines * tile.packs * kPackBytes * inputs);
+  const int64_t blocks_at_once = device.shared_memory_per_block / (plan->shared_bytes + kReservedBytes);
+  while (2 * plan->threads <= kStripThreads && plan->threads * blocks_at_once < kStripThreadsAtOnce) plan->threads *= 2;
   return true;
 }
 
-// A tile that holds rows, so that they are read once, or with `passes` one that does not; false if there is none.
-bool choose_tile(CudaPlan* plan, const View& view, int bytes, int inputs, const Device& device, bool passes) {
+// A tile that holds rows, so that they are read once, or with `passes` one that does not; false if there is none, or
+// if with `scratch` memory to read twice that takes less time.
+bool choose_tile(CudaPlan* plan, const View& view, int bytes, int inputs, const Device& device, bool passes,
+                 bool scratch) {
   const int width = kPackBytes / bytes, most_threads = passes ? kTilePassThreads : kTileThreads;
   const Dim& run = view.reduced.dim[view.reduced.size - 1];
   const Dim none{1, 1, 0};
@@ -451,8 +464,51 @@ bool choose_tile(CudaPlan* plan, const View& view, int bytes, int inputs, const 
     };
   };
 
+  // Runs of lines of `period` elements, `group` of each row side by side.
+  const auto unit_of = [&](int64_t period) { return std::lcm<int64_t>(period, width) / width; };  // packs
+  const auto are_runs = [&](const Dim& along, int64_t period) {
+    return along.stride == period && unit_of(period) <= most_threads / 2 && along.extent <= kMostTileNumbers / period;
+  };
+  const auto try_runs = [&](Tile tile, int64_t period, int64_t group, int64_t inner_mask) {
+    Dim& along = tile.lines.dim[tile.lines.size - 1];
+    if (!are_runs(along, period) || !whole_strides(tile.lines, tile.lines.size - 1)) return false;
+    const int64_t unit = unit_of(period);
+    tile.separate = true;
+    tile.inner = period;
+    tile.group = group;
+    tile.outer_mask = along.mask_stride;
+    tile.inner_mask = inner_mask;
+    tile.run = along.extent * period;
+    tile.segment = unit * width;
+    const bool aligned =
+        tile.run % width == 0 && whole_strides(tile.kept, tile.kept.size) && whole_strides(tile.sets, tile.sets.size);
+    const int64_t run_packs = aligned ? tile.run / width : ceil_div(tile.run + width - 1, width);
+    along = Dim{ceil_div(run_packs, unit), tile.segment, 0};
+    if (!passes && choose_interleaved(plan, tile, static_cast<int>(unit), bytes, inputs, device)) return true;
+    return try_all(tile, fewer_held, [&](int64_t held) {
+      return Shape{unit, std::min<int64_t>(most_threads / unit, ceil_div(tile.lines.elements(), held))};
+    });
+  };
+  // Lines of several dimensions, cut into sets of one: few, or such that states take less room than what they are of.
+  const auto has_sets = [&](const Dims& lines) {
+    return lines.size > 1 && (without_last(lines).elements() <= kMostTilePieces ||
+                              lines.dim[lines.size - 1].extent * bytes >= 2 * state_bytes(bytes));
+  };
+  // Whether lines of few bytes had better be read twice, in whole runs, than once, one by one.
+  const auto better_twice = [&](const Dims& lines, int64_t period, int64_t line_bytes) {
+    const Dim& along = lines.dim[lines.size - 1];
+    return scratch && !passes && line_bytes < kStripSegmentBytes && are_runs(along, period) &&
+           along.extent * period * bytes >= kSetRunBytes && (whole_strides(lines, lines.size - 1) || has_sets(lines));
+  };
+  const auto in_sets = [&](Tile tile) {
+    tile.sets = without_last(tile.lines);
+    tile.lines.dim[0] = tile.lines.dim[tile.lines.size - 1];
+    tile.lines.size = 1;
+    return tile;
+  };
+
   Tile tile{};
-  tile.inner = 1;
+  tile.inner = tile.group = 1;
   if (view.minor_reduced) {
     const bool neighbours = view.kept.size && kept.stride == run.extent;
     tile.kept = without_last(view.kept);
@@ -465,7 +521,12 @@ bool choose_tile(CudaPlan* plan, const View& view, int bytes, int inputs, const 
       tile.spanning = tile.segment % width == 0 && whole_strides(tile.lines, tile.lines.size) &&
                       whole_strides(tile.kept, tile.kept.size);
       tile.separate = !tile.spanning || run.extent % width != 0;
-      const int unit = tile.spanning ? static_cast<int>(std::lcm<int64_t>(run.extent, width) / width) : 1;
+      if (!tile.spanning && tile.lines.size > 0 && kept.mask_stride == run.extent * run.mask_stride) {
+        const bool sets = has_sets(tile.lines) && !whole_strides(tile.lines, tile.lines.size - 1);
+        if (try_runs(passes && sets ? in_sets(tile) : tile, tile.segment, run.extent, run.mask_stride)) return true;
+        if (better_twice(tile.lines, tile.segment, run.extent * bytes)) return false;
+      }
+      const int unit = tile.spanning ? static_cast<int>(unit_of(run.extent)) : 1;
       const int least = std::max(unit, kTileLineBytes / kPackBytes);
       // Of longer ragged runs a tile would read much at its edges for others.
       const bool short_runs = ceil_div(run.extent + width - 1, width) <= least && tile.lines.size == 1;
@@ -473,6 +534,7 @@ bool choose_tile(CudaPlan* plan, const View& view, int bytes, int inputs, const 
                         : short_runs && try_shapes(tile, 1, least, alike(tile.lines))) {
         return true;
       }
+      if (scratch && !passes && tile.spanning && run.extent * bytes < kSectorBytes) return false;  // as better_twice
     }
     // A row to a block, or to a cluster.
     tile.kept = view.kept;
@@ -521,29 +583,15 @@ bool choose_tile(CudaPlan* plan, const View& view, int bytes, int inputs, const 
     const bool wide = tile.segment >= 4 * packs * width;
     return try_shapes(tile, 1, !passes ? packs : wide ? 4 * packs : 2 * packs, same);
   }
-  const int64_t rows_apart = width / std::gcd<int64_t>(kept.extent, width);  // that begin alike
-  const int64_t unit = kept.extent * rows_apart / width;                     // packs
-  if (run.stride == kept.extent && unit <= most_threads / 2 && whole_strides(tile.lines, tile.lines.size - 1)) {
-    Tile runs = tile;
-    runs.inner = kept.extent;
-    runs.outer_mask = run.mask_stride;
-    runs.inner_mask = kept.mask_stride;
-    runs.run = run.extent * kept.extent;
-    const bool aligned = runs.run % width == 0 && whole_strides(tile.kept, tile.kept.size);
-    const int64_t run_packs = aligned ? runs.run / width : ceil_div(runs.run + width - 1, width);
-    runs.segment = unit * width;
-    runs.lines.dim[runs.lines.size - 1] = Dim{ceil_div(run_packs, unit), runs.segment, 0};
-    if (runs.run <= kMostTileNumbers) {
-      if (!passes && choose_interleaved(plan, runs, static_cast<int>(unit), bytes, inputs, device)) return true;
-      if (try_all(runs, fewer_held, [&](int64_t held) {
-            return Shape{unit, std::min<int64_t>(most_threads / unit, ceil_div(runs.lines.elements(), held))};
-          })) {
-        return true;
-      }
-    }
+  if (passes && has_sets(tile.lines) &&
+      !(are_runs(run, kept.extent) && whole_strides(tile.lines, tile.lines.size - 1))) {
+    tile = in_sets(tile);
   }
+  if (try_runs(tile, kept.extent, 1, kept.mask_stride)) return true;
+  if (better_twice(tile.lines, kept.extent, kept.extent * bytes)) return false;
   if (run.extent > kMostTileNumbers) return false;
-  if (!passes && choose_strips(plan, tile, bytes, inputs)) return true;
+  if (!passes && choose_strips(plan, tile, bytes, inputs, device)) return true;
+  if (passes && tile.lines.size > 1) return false;
   const int turn = static_cast<int>(turn_of(width, run.stride));
   if (tile.lines.size > 1) {
     tile.turn = turn;
@@ -580,13 +628,13 @@ bool plan_tile(CudaPlan* plan, const View& view, int bytes, int inputs, const De
   const Result result = kept.get(key, [&] {
     CudaPlan once{}, twice{};  // as often as rows are read
     once.cluster = twice.cluster = 1;
-    const bool fits = choose_tile(&once, view, bytes, inputs, device, false);
+    const bool fits = choose_tile(&once, view, bytes, inputs, device, false, scratch);
     const bool lonely = fits && device.largest_cluster > 1 && once.shared_bytes > kLonelyTileBytes &&
                         !(once.tile.run && once.tile.separate);
-    if (scratch && (!fits || lonely) && choose_tile(&twice, view, bytes, inputs, device, true)) {
+    if (scratch && (!fits || lonely) && choose_tile(&twice, view, bytes, inputs, device, true, true)) {
       return Result{true, twice};
     }
-    return Result{fits, once};
+    return Result{fits || choose_tile(&once, view, bytes, inputs, device, false, false), once};
   });
   if (result.fits) *plan = result.plan;
   return result.fits;
@@ -596,9 +644,9 @@ int64_t tile_scratch_bytes(const View& view, int bytes, int inputs) {
   static auto& kept = *new Kept<int64_t>;
   return kept.get(key_of(view, bytes, inputs), [&]() -> int64_t {
     CudaPlan plan{};
-    if (choose_tile(&plan, view, bytes, inputs, kSmallestDevice, false)) return 0;
-    if (!choose_tile(&plan, view, bytes, inputs, kSmallestDevice, true)) return 0;
-    return plan.tile.tiles * plan.tile.cluster * plan.tile.columns * 2 * std::max(bytes, 4);
+    if (choose_tile(&plan, view, bytes, inputs, kSmallestDevice, false, true)) return 0;
+    if (!choose_tile(&plan, view, bytes, inputs, kSmallestDevice, true, true)) return 0;
+    return plan.tile.tiles * plan.tile.cluster * plan.tile.columns * state_bytes(bytes);
   });
 }
 

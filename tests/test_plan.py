@@ -316,6 +316,13 @@ def test_what_is_added_up_does_not_depend_on_the_number_of_rows(device, columns,
         ((300, 63, 650, 127), (0, 2), "tile_passes", 1),
         ((300, 100, 1001), (0, 2), "tile", 15),
         ((400, 100, 1001), (0, 2), "tile_passes", 1),
+        ((12, 63, 650, 7), (0, 2), "tile_passes", 1),
+        ((300, 63, 41, 7), (0, 2), "tile_passes", 1),
+        ((256, 1001, 3, 11), (1, 3), "tile", 3),
+        ((7, 63, 997, 3, 5), (0, 2, 4), "tile_passes", 1),
+        ((20, 100_000, 5, 11), (1, 3), "tile_passes", 1),
+        ((4, 100_000, 16, 4), (1, 3), "tile_passes", 1),
+        ((64, 1000, 16, 4), (1, 3), "tile", 1),
     ],
 )
 def test_other_axes(shape, axes, schedule, cluster):
@@ -366,6 +373,8 @@ def test_strips_have_threads_for_their_columns(dtype, op, device):
             assert chosen["packs"] >= lines
             assert 32 <= chosen["threads"] <= 256 and chosen["threads"] % 32 == 0
             assert chosen["shared_bytes"] <= 47 << 10  # a chip gives 48 KB without being asked
+            at_once = device["shared_memory_per_block"] // (chosen["shared_bytes"] + 1024)
+            assert 2 * chosen["threads"] > 256 or chosen["threads"] * at_once >= 384
 
 
 def test_ragged_lines_have_wider_tiles():

@@ -14,6 +14,7 @@ struct Offset {
   int64_t element;
   int64_t mask;
 };
+static_assert(sizeof(Offset) == kOffsetBytes);
 
 __device__ __forceinline__ Offset operator+(Offset a, Offset b) { return {a.element + b.element, a.mask + b.mask}; }
 

@@ -249,7 +249,9 @@ template <class A, bool kSeparate, Lines kLines>
 cudaError_t enqueue_tile_passes(CudaPlan plan, const TileArgs<A>& tile, void* scratch, cudaStream_t stream) {
   using States = State<typename A::C>;
   States* const states = static_cast<States*>(scratch);
-  TilePassArgs<A> args{tile, states, plan.tile.cluster, Divisor(plan.tile.tiles), false};
+  TilePassArgs<A> args{
+      tile, states, plan.tile.cluster, Divisor(plan.tile.tiles), Strided(plan.tile.sets), Divisor(plan.tile.set_pieces),
+      false};
   cudaError_t status = enqueue(tile_pass<A, kSeparate, kLines>, plan, stream, args);
   if (status != cudaSuccess) return status;
   status =
@@ -258,7 +260,9 @@ cudaError_t enqueue_tile_passes(CudaPlan plan, const TileArgs<A>& tile, void* sc
   // What is finished by a block is what a stage has room for: the nearer together, the faster.
   args.finish = true;
   args.tile.tile.block_lines = plan.tile.groups * (kTilePassPacks / A::kInputs);
-  plan.blocks = plan.tile.tiles * ((plan.tile.all_lines - 1) / args.tile.tile.block_lines + 1);
+  const int64_t set_pieces = (plan.tile.all_lines - 1) / args.tile.tile.block_lines + 1;
+  args.set_pieces = Divisor(set_pieces);
+  plan.blocks = plan.tile.tiles * plan.tile.sets.elements() * set_pieces;
   return enqueue(tile_pass<A, kSeparate, kLines>, plan, stream, Mode::kOverlapping, args);
 }
 
@@ -285,6 +289,7 @@ cudaError_t enqueue_tile(const CudaPlan& plan, const A& access, void* scratch, c
                          Divisor(tile.segment_packs),
                          Divisor(tile.segment_tiles),
                          Divisor(tile.inner),
+                         Divisor(tile.group),
                          Divisor(tile.positions / tile.columns),
                          log2_of(tile.team),
                          log2_of(tile.shuffled),

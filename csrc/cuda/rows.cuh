@@ -1,6 +1,8 @@
 // Schedules for contiguous rows.
 #pragma once
 
+#include <type_traits>
+
 #include "cuda/access.cuh"
 #include "cuda/reduce.cuh"
 
@@ -94,8 +96,12 @@ __device__ __forceinline__ void finish_packs(const RowArgs<A>& args, const Held<
   }
   const Relative<M> relative(pivot);
   C sum = M::constant(0);
+  // Blocks of rows that begin anywhere wait for arithmetic first: warps leave out packs that are all beyond the row.
+  constexpr bool kMayEnd = kEdges == Edges::kParts && std::is_same_v<Group, BlockGroup<Op, M>>;
+  const bool ends = kMayEnd && !__any_sync(kFullWarp, first_of(kPacks - 1) < held.limit);
 #pragma unroll
   for (int p = 0; p < kPacks; ++p) {
+    if (kMayEnd && p == kPacks - 1 && ends) break;
     if constexpr (kTerms) {
       C part = M::constant(0);
       Elements<T>::widen(terms[p], raw[p][0]);

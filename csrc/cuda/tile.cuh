@@ -65,7 +65,7 @@ struct TileArgs {
   Strided kept;
   Strided lines;
   Stride next;
-  Divisor cluster, packs, groups, unit, segment_packs, segment_tiles, inner, of_column;
+  Divisor cluster, packs, groups, unit, segment_packs, segment_tiles, inner, group, of_column;
   int team_shift, shuffled_shift, of_column_shift;  // powers of 2, the last one in runs of single elements' rows
   int begin_shift;                                  // and what the beginnings of lines that take turns are multiples of
   int64_t reach;                                    // from the first line to the last
@@ -112,37 +112,32 @@ struct TilePart {
   int lines;  // of the thread
   Line top;   // the first of them
 
-  // Where a line lies from the first one on.
-  static __device__ __forceinline__ Offset line_offset(const TileArgs<A>& args, int number, unsigned* inner) {
-    Offset offset = args.lines.at(number, inner);
-    if (turning(args)) {
+  // Writes down where a block's lines that take turns lie from the first one on, once for all threads: as ~element
+  // those that are not there.
+  static __device__ __forceinline__ void list_offsets(const TileArgs<A>& args, int rank, Offset* offsets) {
+    const int last = args.lines.size - 1;
+    const int64_t stride = args.lines.stride[last];
+    for (int i = threadIdx.x; i < args.tile.block_lines; i += blockDim.x) {
+      unsigned inner;
+      Offset offset = args.lines.at(rank * args.tile.block_lines + i, &inner);
       // Of each turn of lines a thread has the one that begins as its others do: that many back as the outer
       // dimensions' part of the offset shifts beginnings on. Modulo a power of 2 up to 8, odd numbers are their own
       // inverses.
-      const int last = args.lines.size - 1;
-      const int64_t stride = args.lines.stride[last], outer = offset.element - *inner * stride;
+      const int64_t outer = offset.element - inner * stride;
       const unsigned on =
           static_cast<unsigned>(outer >> args.begin_shift) * static_cast<unsigned>(stride >> args.begin_shift);
-      const unsigned turned = (*inner & -args.tile.turn) | ((*inner - on) & (args.tile.turn - 1));
-      const int by = static_cast<int>(turned - *inner);
+      const unsigned turned = (inner & -args.tile.turn) | ((inner - on) & (args.tile.turn - 1));
+      const int by = static_cast<int>(turned - inner);
       offset = offset + Offset{by * stride, by * args.lines.mask_stride[last]};
-      *inner = turned;
-    }
-    return offset;
-  }
-  // Writes down the offsets of a block's lines that take turns, ~ of those that are not there, once for all threads.
-  static __device__ __forceinline__ void list_offsets(const TileArgs<A>& args, int rank, Offset* offsets) {
-    for (int i = threadIdx.x; i < args.tile.block_lines; i += blockDim.x) {
-      unsigned inner;
-      Offset offset = line_offset(args, rank * args.tile.block_lines + i, &inner);
-      if (inner >= static_cast<unsigned>(args.tile.last_lines)) offset.element = ~offset.element;
+      if (turned >= static_cast<unsigned>(args.tile.last_lines)) offset.element = ~offset.element;
       offsets[i] = offset;
     }
     __syncthreads();
   }
 
-  // `offsets` lists the block's lines, or is null.
-  __device__ __forceinline__ TilePart(const TileArgs<A>& args, unsigned index, int rank, const Offset* offsets)
+  // `offsets` lists the block's lines if they take turns; `set` is where the set begins that the block has lines of.
+  __device__ __forceinline__ TilePart(const TileArgs<A>& args, unsigned index, int rank, const Offset* offsets,
+                                      Offset set)
       : args(args), rank(rank), offsets(offsets) {
     const Tile& tile = args.tile;
     group = args.packs.divide(threadIdx.x);
@@ -161,17 +156,17 @@ struct TilePart {
       at = args.segment_packs.divide(pack);
       start = (pack - at * args.segment_packs.divisor) * kWidth;
       active = active && pack < tile.all_packs;
-      base = segment_offset(at) + Offset{start, 0};
+      base = set + segment_offset(at) + Offset{start, 0};
     } else if constexpr (kLines == Lines::kRuns) {
       segment = args.unit.divide(place);
       place -= segment * tile.unit;
       at = index * tile.segments + segment;
       active = active && at < tile.all_segments;
-      base = segment_offset(at);
+      base = set + segment_offset(at);
     } else {
       at = args.segment_tiles.divide(index);
       start = (index - at * tile.segment_tiles) * tile.width;
-      base = segment_offset(at) + Offset{start, 0};
+      base = set + segment_offset(at) + Offset{start, 0};
     }
     if constexpr (kAlike && !kWhole) {
       first = place * kWidth - shift_of(kLines == Lines::kRuns ? base.element : line(first_line).element);
@@ -219,14 +214,14 @@ struct TilePart {
   static __device__ __forceinline__ int shift_of(int64_t element) { return static_cast<int>(element) & (kWidth - 1); }
 
   __device__ __forceinline__ Line line(int number) const {
-    if (turning() && offsets) {
+    if (turning()) {
       const Offset offset = offsets[min(number - rank * args.tile.block_lines, args.tile.block_lines - 1)];
       const bool there = offset.element >= 0;
       return {base.element + (there ? offset.element : ~offset.element), base.mask + offset.mask,
               there ? 0u : static_cast<unsigned>(args.tile.last_lines)};
     }
     unsigned inner;
-    const Offset offset = base + line_offset(args, number, &inner);
+    const Offset offset = base + args.lines.at(number, &inner);
     return {offset.element, offset.mask, inner};
   }
   // To the next of the thread's lines, if they have one dimension.
@@ -255,7 +250,7 @@ struct TilePart {
   template <class Body>
   __device__ __forceinline__ void for_lines(bool simple, Body body) const {
     Line at = top;
-    if (turning() && offsets) {
+    if (turning()) {
       const auto go = [&](auto is_simple) {
 #pragma unroll 4
         for (int i = 0; i < lines; ++i) body(i, line(first_line + i * args.tile.groups), is_simple);
@@ -492,22 +487,27 @@ struct TileStates {
         const State<C>* const of_position = entries + (kSeparate ? slot_of(column) : column);
         state = combine_entries<Op, M>(lane, end, team, [&](int row) { return of_position[row * tile.entries]; });
       } else {
+        const int group = kLines == Lines::kRuns ? static_cast<int>(tile.group) : 1;
         int from = column * of_column;  // the first position
-        if constexpr (kLines == Lines::kRuns) from = args.inner.divide(column) * (of_column - 1) * apart + column;
+        if constexpr (kLines == Lines::kRuns) {
+          const int of_segment = kSeparate ? tile.unit * kWidth : of_column;
+          from = column * group + static_cast<int>(args.inner.divide(column * group)) * (of_segment - apart);
+        }
         // Of rows of single elements in runs, a column has 1, 2, 4 or 8 positions. A lane's parts are all at one of
         // them, if there are lanes enough.
-        constexpr bool kPower = kSeparate && kLines == Lines::kRuns;
-        const int row_of_lane = kPower ? lane >> args.of_column_shift : 0;
+        constexpr bool kSingle = kSeparate && kLines == Lines::kRuns;
         const auto slot = [&](int position) { return kSeparate ? slot_of(position) : position; };
-        if (kPower && team >= of_column) {
+        if (kSingle && group == 1 && team >= of_column) {
+          const int row_of_lane = lane >> args.of_column_shift;
           const State<C>* const of_position =
               entries + slot(from + (lane - (row_of_lane << args.of_column_shift)) * apart);
           state = combine_entries<Op, M>(row_of_lane, end >> args.of_column_shift, team >> args.of_column_shift,
                                          [&](int row) { return of_position[row * tile.entries]; });
         } else {
           state = combine_entries<Op, M>(lane, end, team, [&](int i) {
-            const int row = kPower ? i >> args.of_column_shift : args.of_column.divide(i);
-            return entries[row * tile.entries + slot(from + (i - row * of_column) * apart)];
+            const int row = args.of_column.divide(i), part = i - row * of_column;
+            const int turn = kSingle ? args.group.divide(part) : part;
+            return entries[row * tile.entries + slot(from + turn * apart + (kSingle ? part - turn * group : 0))];
           });
         }
       }
@@ -521,12 +521,12 @@ struct TileStates {
   static __device__ __forceinline__ void for_columns(const TilePart<A, kSeparate, kLines>& part, Use use) {
     const Tile& tile = part.args.tile;
     if constexpr (kLines == Lines::kRuns) {
-      const int inner = static_cast<int>(tile.inner);
-      const int ahead = part.first + inner * kWidth;  // not negative
+      const int inner = static_cast<int>(tile.inner), rows = part.args.group.divide(inner);  // of a segment
+      const int ahead = part.first + inner * kWidth;                                         // not negative
       int in_segment = kSeparate ? ahead - static_cast<int>(part.args.inner.divide(ahead)) * inner : 0;
 #pragma unroll
       for (int s = 0; s < kStates; ++s) {
-        use(s, min(part.segment, tile.segments - 1) * inner + in_segment);
+        use(s, min(part.segment, tile.segments - 1) * rows + static_cast<int>(part.args.group.divide(in_segment)));
         if (++in_segment == inner) in_segment = 0;
       }
     } else {
@@ -570,7 +570,7 @@ __global__ void __launch_bounds__(kTileThreads, 3) rows_in_tile(const __grid_con
   using Part = TilePart<A, kSeparate, kLines>;
   Offset* const offsets = reinterpret_cast<Offset*>(reinterpret_cast<char*>(shared) + tile.offsets_at);
   if (Part::turning(args)) Part::list_offsets(args, rank, offsets);
-  const Part part(args, index, rank, offsets);
+  const Part part(args, index, rank, offsets, {0, 0});
 
   // Each thread reads only what it has copied itself, so that there is no need for a barrier.
   Pack* const mine = shared + threadIdx.x;

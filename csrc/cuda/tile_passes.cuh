@@ -24,6 +24,8 @@ struct TilePassArgs {
   State<typename A::C>* states;  // by tile, piece and column
   int pieces;                    // of a tile, that are summed; those that are finished are smaller
   Divisor tiles;
+  Strided sets;
+  Divisor set_pieces;  // of this launch
   bool finish;
 };
 
@@ -46,7 +48,9 @@ __global__ void __launch_bounds__(kTilePassThreads, sizeof(typename A::C) == 8 |
   const unsigned number = args.finish ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
   const int piece = static_cast<int>(args.tiles.divide(number));
   const unsigned index = number - piece * args.tiles.divisor;
-  const TilePart<A, kSeparate, kLines> part(args.tile, index, piece, nullptr);
+  unsigned ignored;
+  const int set = args.set_pieces.divide(piece), piece_of_set = piece - set * args.set_pieces.divisor;
+  const TilePart<A, kSeparate, kLines> part(args.tile, index, piece_of_set, nullptr, args.sets.at(set, &ignored));
   State<C>* const of_tile = args.states + static_cast<int64_t>(index) * args.pieces * tile.columns;
 
   // Calls use(i, n, held) for n lines at a time, from the i-th on, at most so many as a stage has room for of the
