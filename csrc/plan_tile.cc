@@ -43,8 +43,7 @@ Dims without_last(Dims dims) {
 constexpr int kTileBytes = 64 << 10;
 constexpr int kTileLineBytes = 64;
 constexpr int kTeamParts = 8;
-// On chips with clusters, a block with more has a multiprocessor for itself, and takes longer to read its lines once
-// than others to read them twice, unless it has parts of runs of interleaved rows.
+// A block with more has a multiprocessor for itself.
 constexpr int kLonelyTileBytes = 112 << 10;
 // Where a tile fits that, some tile fits every chip, and needs no scratch memory.
 constexpr Device kSmallestDevice{75, 1, 64 << 10, 1};
@@ -349,6 +348,10 @@ bool choose_lines(CudaPlan* plan, const Tile& tile, int turn, int bytes, int inp
   return cheapest.found(plan);
 }
 
+// Of ragged runs of which several are side by side, a shape is looked for if there are more lines of them than this, or
+// if the runs are not so short, but have so few elements, at least as many.
+constexpr int kFewShortRuns = 8;
+constexpr int kRaggedRun = 64;
 // Of runs that begin anywhere in a pack, at the least, where each is a set of lines.
 constexpr int64_t kSetRunBytes = 512;
 
@@ -530,7 +533,15 @@ bool choose_tile(CudaPlan* plan, const View& view, int bytes, int inputs, const 
       const int least = std::max(unit, kTileLineBytes / kPackBytes);
       // Of longer ragged runs a tile would read much at its edges for others.
       const bool short_runs = ceil_div(run.extent + width - 1, width) <= least && tile.lines.size == 1;
-      if (tile.spanning ? least <= most_threads && try_shapes(tile, unit, least, same)
+      const int64_t lines = tile.lines.elements();
+      if (!tile.spanning && !passes && tile.lines.size == 1 &&
+          (short_runs ? lines > kFewShortRuns : run.extent <= kRaggedRun && lines >= kRaggedRun)) {
+        const int turn = static_cast<int>(turn_of(width, tile.lines.dim[0].stride));
+        if (choose_lines(plan, tile, turn, bytes, inputs, device)) return true;
+      }
+      // What is read twice needs no room: wider lines, where there are any.
+      const int wider = passes && tile.segment >= 2 * least * width ? 2 * least : least;
+      if (tile.spanning ? least <= most_threads && try_shapes(tile, unit, wider, same)
                         : short_runs && try_shapes(tile, 1, least, alike(tile.lines))) {
         return true;
       }
@@ -602,6 +613,14 @@ bool choose_tile(CudaPlan* plan, const View& view, int bytes, int inputs, const 
   return try_shapes(tile, 1, packs_of_part(tile, passes ? 16 : 8, bytes), alike(tile.lines));
 }
 
+// Whether a tile on a chip with clusters takes longer than reading it twice would: its block has a multiprocessor for
+// itself and nothing to do while it waits. Parts of runs of interleaved rows wait less, unless for many blocks.
+bool waits(const CudaPlan& plan, int bytes) {
+  const bool alone = plan.shared_bytes > kLonelyTileBytes;
+  if (!plan.tile.run || !plan.tile.separate) return alone;
+  return alone ? plan.cluster >= kMostBlocks / 2 : plan.cluster == kMostBlocks && bytes < 8;
+}
+
 // All that a tile is chosen by, but for the device.
 std::vector<int64_t> key_of(const View& view, int bytes, int inputs) {
   std::vector<int64_t> key{bytes, inputs, view.minor_reduced, view.kept.size, view.reduced.size};
@@ -629,8 +648,7 @@ bool plan_tile(CudaPlan* plan, const View& view, int bytes, int inputs, const De
     CudaPlan once{}, twice{};  // as often as rows are read
     once.cluster = twice.cluster = 1;
     const bool fits = choose_tile(&once, view, bytes, inputs, device, false, scratch);
-    const bool lonely = fits && device.largest_cluster > 1 && once.shared_bytes > kLonelyTileBytes &&
-                        !(once.tile.run && once.tile.separate);
+    const bool lonely = fits && device.largest_cluster > 1 && waits(once, bytes);
     if (scratch && (!fits || lonely) && choose_tile(&twice, view, bytes, inputs, device, true, true)) {
       return Result{true, twice};
     }
