@@ -230,7 +230,8 @@ class Rows {
   using Op = typename A::Op;
   static constexpr int kLanes = A::kLanes;
   static constexpr int kVectors = 1;
-  static constexpr int64_t kBlock = 64 * kUnroll * kLanes;  // summed by itself, lest a long sum swallow small terms
+  static constexpr int64_t kSteps = 64;  // of a sum, one after the other, lest a long one swallow small terms
+  static constexpr int64_t kBlock = kSteps * kUnroll * kLanes;
   static constexpr int64_t kPart = 16 * kBlock;
   static constexpr bool kHolds = Op::kResultIsScaledTerm;
 
@@ -302,8 +303,21 @@ class Rows {
   }
 
   JAX_SOFTMAX_INLINE void accumulate(int64_t begin, int64_t end, State<C>* state) {
-    for_runs(begin, end,
-             [&](Offset at, int64_t length) __attribute__((always_inline)) { accumulate_run(at, length, *state); });
+    if (outer_ == 0) return accumulate_run(along(base_, begin), end - begin, *state);
+    State<C> block = identity<Op, M>();  // of some short runs, as of a part of a long one
+    int64_t steps = 0;
+    for_runs(begin, end, [&](Offset at, int64_t length) __attribute__((always_inline)) {
+      if (length > kBlock) return accumulate_run(at, length, *state);
+      const int64_t vectors = length / kLanes, more = vectors / kUnroll + vectors % kUnroll + (length % kLanes > 0);
+      if (steps + more > kSteps && steps > 0) {
+        *state = combine<Op, M>(*state, block);
+        block = identity<Op, M>();
+        steps = 0;
+      }
+      accumulate_block(at, 0, length, block);
+      steps += more;
+    });
+    if (steps > 0) *state = combine<Op, M>(*state, block);
   }
 
   JAX_SOFTMAX_INLINE void finish(int64_t begin, int64_t end, State<C>* state) {
