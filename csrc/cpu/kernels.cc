@@ -164,8 +164,8 @@ struct Parts {
 
   static int64_t part_length(const View& view) {
     if (S::holds(view)) return view.columns;
-    const int64_t least = ceil_div(view.columns, kMostParts);
-    return ceil_div(least, S::kPart) * S::kPart;
+    const int64_t least = ceil_div(view.columns, kMostParts), unit = S::part_unit(view);
+    return ceil_div(least, unit) * unit;
   }
 
   static Work work(const View& view, int64_t threads) {
@@ -220,7 +220,8 @@ struct Parts {
   }
 };
 
-// Minor axis reduced: the lanes lie along the row, in runs of its contiguous innermost dimension. A tile is a row.
+// Minor axis reduced: the lanes lie along the row, in runs of its contiguous innermost dimension. A tile is a row or,
+// where the runs of neighbouring rows alternate in memory, some of those, so that memory is read as it lies.
 template <template <class> class OpOf, class T, bool kMasked>
 class Rows {
  public:
@@ -229,109 +230,151 @@ class Rows {
   using C = typename A::C;
   using Op = typename A::Op;
   static constexpr int kLanes = A::kLanes;
-  static constexpr int kVectors = 1;
+  static constexpr int kVectors = 64;    // rows of a tile, at most
   static constexpr int64_t kSteps = 64;  // of a sum, one after the other, lest a long one swallow small terms
   static constexpr int64_t kBlock = kSteps * kUnroll * kLanes;
-  static constexpr int64_t kPart = 16 * kBlock;
   static constexpr bool kHolds = Op::kResultIsScaledTerm;
 
   Rows(const View& view, const Operands& operands)
       : view_(view),
         outer_(view.reduced.size - 1),
         length_(view.reduced.dim[outer_].extent),
+        alternating_(alternating(view)),
+        across_(alternating_ ? view.kept.dim[view.kept.size - 1] : Dim{1, 0, 0}),
+        groups_(ceil_div(across_.extent, most_rows(view))),
         access_(operands, view.reduced.dim[outer_].mask_stride) {}
 
-  // Whether the terms are held between the passes, so that they are computed once.
+  // Whether the terms are held between the passes, so that they are computed once: where there is room for as many rows
+  // as lie side by side in some lines of the cache.
   static bool holds(const View& view) {
-    return kHolds && held_vectors(view) * static_cast<int64_t>(sizeof(C)) <= kHeldBytes;
+    return kHolds && held_bytes(view) * (alternating(view) ? ceil_div(kFewBytes, run_bytes(view)) : 1) <= kHeldBytes;
   }
-  int64_t tiles() const { return view_.rows; }
-  int most_vectors() const { return 1; }
-  int vectors() const { return 1; }
-  void seek(int64_t tile, int64_t, int64_t) { base_ = offset_of(view_.kept, view_.kept.size, tile); }
+  static int64_t part_unit(const View& view) { return alternating(view) ? kBlock : 16 * kBlock; }
+  int64_t tiles() const { return view_.rows / across_.extent * groups_; }
+  int most_vectors() const { return static_cast<int>(ceil_div(across_.extent, groups_)); }
+  int vectors() const { return rows_; }
+  void seek(int64_t tile, int64_t, int64_t) {
+    const int64_t group = tile % groups_, first = group * most_vectors();
+    rows_ = static_cast<int>(std::min<int64_t>(most_vectors(), across_.extent - first));
+    base_ = offset_of(view_.kept, view_.kept.size - alternating_, tile / groups_) + first * across_;
+  }
 
   void run_held() {
-    if (!held_) held_.reset(new C[held_vectors(view_)]);
-    C* const held = held_.get();
+    const int64_t of_row = held_vectors(view_);
+    if (!held_) held_.reset(new C[of_row * most_vectors()]);
     // Several maxima and sums side by side: each alone would wait for the one before.
     constexpr int kChains = 8;
-    C pivots[kChains], sums[kChains], sum = M::constant(0);
-    for (int u = 0; u < kChains; ++u) pivots[u] = Op::pad(0);
-    int vectors = 0;
-    // Calls body(at, n, others, i, chain) for each vector, whose number is i, of n elements. A run's last vector comes
-    // first, so that where it is stored whole the others overwrite what is not its own.
-    const auto for_vectors = [&](auto body) __attribute__((always_inline)) {
-      vectors = 0;
-      for_runs(0, view_.columns, [&](Offset at, int64_t length) __attribute__((always_inline)) {
-        const int full = static_cast<int>(length / kLanes), rest = static_cast<int>(length % kLanes);
-        if (rest > 0) body(along(at, length - rest), rest, full > 0, vectors + full, 0);
-        int i = 0;
-        for (; i + kChains <= full; i += kChains) {
-          unrolled<kChains>([&](auto u) __attribute__((always_inline)) {
-            body(along(at, (i + u) * kLanes), kLanes, false, vectors + i + u, u);
-          });
-        }
-        for (; i < full; ++i) body(along(at, i * kLanes), kLanes, false, vectors + i, 0);
-        vectors += full + (rest > 0);
-      });
+    // Calls body(at, n, others, held, chain) for each vector of n elements of a run, and its place among those that are
+    // held. The last vector comes first, so that where it is stored whole the others overwrite what is not its own.
+    const auto for_vectors = [&](Offset at, int64_t length, C* held, auto body) __attribute__((always_inline)) {
+      const int full = static_cast<int>(length / kLanes), rest = static_cast<int>(length % kLanes);
+      if (rest > 0) body(along(at, length - rest), rest, full > 0, held + full, 0);
+      int i = 0;
+      for (; i + kChains <= full; i += kChains) {
+        unrolled<kChains>([&](auto u) __attribute__((always_inline)) {
+          body(along(at, (i + u) * kLanes), kLanes, false, held + i + u, u);
+        });
+      }
+      for (; i < full; ++i) body(along(at, i * kLanes), kLanes, false, held + i, 0);
     };
-    for_vectors([&](Offset at, int n, bool others, int i, int chain) __attribute__((always_inline)) {
-      load(reinterpret_cast<C(&)[1]>(held[i]), at, n, others);
-      pivots[chain] = M::max(pivots[chain], held[i]);
+    C pivot[kVectors], scale[kVectors];
+    for (int r = 0; r < rows_; ++r) pivot[r] = Op::pad(0);
+    const C* const begin = held_.get();
+    C* run = held_.get();
+    for_runs(0, view_.columns, [&](Offset at, int64_t length) __attribute__((always_inline)) {
+      for (int r = 0; r < rows_; ++r) {
+        C chains[kChains];
+        chains[0] = pivot[r];
+        const int used = length >= kChains * kLanes ? kChains : 1;
+        for (int u = 1; u < used; ++u) chains[u] = pivot[r];
+        for_vectors(at + r * across_, length, run + r * of_row,
+                    [&](Offset here, int n, bool others, C* held, int chain) __attribute__((always_inline)) {
+                      load(reinterpret_cast<C(&)[1]>(*held), here, n, others);
+                      chains[chain] = M::max(chains[chain], *held);
+                    });
+        for (int u = 1; u < used; ++u) chains[0] = M::max(chains[0], chains[u]);
+        pivot[r] = chains[0];
+      }
+      run += ceil_div(length, kLanes);
     });
-    for (int u = 1; u < kChains; ++u) pivots[0] = M::max(pivots[0], pivots[u]);
-    const C pivot = M::across_lanes(pivots[0], kMaximum);
-    const Relative<M> relative(pivot);
     constexpr int kBlockVectors = kBlock / kLanes;
-    for (int i = 0; i < vectors;) {
-      const int end = std::min(vectors, i + kBlockVectors);
-      for (int u = 0; u < kChains; ++u) sums[u] = M::constant(0);
-      const auto add = [&](int chain) __attribute__((always_inline)) {
-        held[i] = Op::term(relative, &held[i]);
-        sums[chain] = sums[chain] + held[i++];
-      };
-      while (i + kChains <= end) unrolled<kChains>(add);
-      while (i < end) add(0);
-      for (int u = 1; u < kChains; ++u) sums[0] = sums[0] + sums[u];
-      sum = sum + sums[0];
+    const int vectors = static_cast<int>(run - begin);
+    for (int r = 0; r < rows_; ++r) {
+      const C largest = M::across_lanes(pivot[r], kMaximum);
+      const Relative<M> relative(largest);
+      C* const held = held_.get() + r * of_row;
+      C sums[kChains], sum = M::constant(0);
+      for (int i = 0; i < vectors;) {
+        const int end = std::min(vectors, i + kBlockVectors);
+        for (int u = 0; u < kChains; ++u) sums[u] = M::constant(0);
+        const auto add = [&](int chain) __attribute__((always_inline)) {
+          held[i] = Op::term(relative, &held[i]);
+          sums[chain] = sums[chain] + held[i++];
+        };
+        while (i + kChains <= end) unrolled<kChains>(add);
+        while (i < end) add(0);
+        for (int u = 1; u < kChains; ++u) sums[0] = sums[0] + sums[u];
+        sum = sum + sums[0];
+      }
+      scale[r] = Op::row({largest, M::across_lanes(sum, kSum)}).scale;
     }
-    const C scale = Op::row({pivot, M::across_lanes(sum, kSum)}).scale;
-    for_vectors([&](Offset at, int n, bool others, int i, int) __attribute__((always_inline)) {
-      const C y = held[i] * scale;
-      others ? access_.store(y, access_.before(at, kLanes - n), kLanes) : access_.store(y, at, n);
+    run = held_.get();
+    for_runs(0, view_.columns, [&](Offset at, int64_t length) __attribute__((always_inline)) {
+      for (int r = 0; r < rows_; ++r) {
+        for_vectors(at + r * across_, length, run + r * of_row,
+                    [&](Offset here, int n, bool others, const C* held, int) __attribute__((always_inline)) {
+                      const C y = *held * scale[r];
+                      others ? access_.store(y, access_.before(here, kLanes - n), kLanes) : access_.store(y, here, n);
+                    });
+      }
+      run += ceil_div(length, kLanes);
     });
   }
 
   JAX_SOFTMAX_INLINE void accumulate(int64_t begin, int64_t end, State<C>* state) {
     if (outer_ == 0) return accumulate_run(along(base_, begin), end - begin, *state);
-    State<C> block = identity<Op, M>();  // of some short runs, as of a part of a long one
+    State<C> block[kVectors];  // of some short runs, as of a part of a long one
     int64_t steps = 0;
+    const auto add_blocks = [&] {
+      for (int r = 0; r < rows_ && steps > 0; ++r) state[r] = combine<Op, M>(state[r], block[r]);
+      for (int r = 0; r < rows_; ++r) block[r] = identity<Op, M>();
+      steps = 0;
+    };
+    add_blocks();
     for_runs(begin, end, [&](Offset at, int64_t length) __attribute__((always_inline)) {
-      if (length > kBlock) return accumulate_run(at, length, *state);
-      const int64_t vectors = length / kLanes, more = vectors / kUnroll + vectors % kUnroll + (length % kLanes > 0);
-      if (steps + more > kSteps && steps > 0) {
-        *state = combine<Op, M>(*state, block);
-        block = identity<Op, M>();
-        steps = 0;
+      if (length > kBlock) {
+        for (int r = 0; r < rows_; ++r) accumulate_run(at + r * across_, length, state[r]);
+        return;
       }
-      accumulate_block(at, 0, length, block);
+      const int64_t vectors = length / kLanes, more = vectors / kUnroll + vectors % kUnroll + (length % kLanes > 0);
+      if (steps + more > kSteps) add_blocks();
+      for (int r = 0; r < rows_; ++r) accumulate_block(at + r * across_, 0, length, block[r]);
       steps += more;
     });
-    if (steps > 0) *state = combine<Op, M>(*state, block);
+    add_blocks();
   }
 
   JAX_SOFTMAX_INLINE void finish(int64_t begin, int64_t end, State<C>* state) {
-    if constexpr (Op::kHasPivot) {
-      const C pivot = M::across_lanes(state->pivot, kMaximum);
-      state->sum = state->sum * Relative<M>(pivot).rescale(state->pivot);
-      state->pivot = pivot;
+    typename Op::Row finished[kVectors];
+    for (int r = 0; r < rows_; ++r) {
+      if constexpr (Op::kHasPivot) {
+        const C pivot = M::across_lanes(state[r].pivot, kMaximum);
+        state[r].sum = state[r].sum * Relative<M>(pivot).rescale(state[r].pivot);
+        state[r].pivot = pivot;
+      }
+      state[r].sum = M::across_lanes(state[r].sum, kSum);
+      finished[r] = Op::row(state[r]);
     }
-    state->sum = M::across_lanes(state->sum, kSum);
-    const typename Op::Row finished = Op::row(*state);
-    for_runs(begin, end, [&](Offset at, int64_t length) __attribute__((always_inline)) {
-      if (length < kLanes) return finish_vector(at, static_cast<int>(length), finished);
-      for (int64_t i = 0; i < length; i += kLanes) {  // the last vector overlaps the one before
-        finish_vector(along(at, std::min(i, length - kLanes)), kLanes, finished);
+    for_runs(begin, end, [&](Offset first, int64_t length) __attribute__((always_inline)) {
+      for (int r = 0; r < rows_; ++r) {
+        const Offset at = first + r * across_;
+        if (length < kLanes) {
+          finish_vector(at, static_cast<int>(length), finished[r]);
+          continue;
+        }
+        for (int64_t i = 0; i < length; i += kLanes) {  // the last vector overlaps the one before
+          finish_vector(along(at, std::min(i, length - kLanes)), kLanes, finished[r]);
+        }
       }
     });
   }
@@ -340,10 +383,32 @@ class Rows {
   static constexpr auto kMaximum = [](auto a, auto b) { return b > a ? b : a; };
   static constexpr auto kSum = [](auto a, auto b) { return a + b; };
 
+  static constexpr int64_t kTileBytes = 4 << 10, kFewBytes = 512;  // side by side in a tile, or a little more
+
+  // Whether the innermost kept dimension lies between the two innermost reduced ones.
+  static bool alternating(const View& view) {
+    const int last = view.reduced.size - 1;
+    return last > 0 && view.kept.size > 0 &&
+           view.kept.dim[view.kept.size - 1].stride < view.reduced.dim[last - 1].stride;
+  }
+  static int64_t run_bytes(const View& view) {
+    return view.reduced.dim[view.reduced.size - 1].extent * static_cast<int64_t>(sizeof(T));
+  }
+  static int64_t most_rows(const View& view) {
+    const int64_t few = ceil_div(kFewBytes, run_bytes(view)), many = ceil_div(kTileBytes, run_bytes(view));
+    int64_t rows = many;
+    if (holds(view)) {
+      rows = std::clamp(kHeldBytes / 2 / held_bytes(view), few, many);
+    } else if (view.columns <= kBlock) {  // rows that are not cut into parts: tiles are what threads share out
+      rows = std::clamp(4 * kBlock / view.columns, few, many);
+    }
+    return std::min<int64_t>(rows, kVectors);
+  }
   static int64_t held_vectors(const View& view) {
     const int64_t length = view.reduced.dim[view.reduced.size - 1].extent;
     return view.columns / length * ceil_div(length, kLanes);
   }
+  static int64_t held_bytes(const View& view) { return held_vectors(view) * static_cast<int64_t>(sizeof(C)); }
 
   // Calls body(at, length) for each contiguous piece of the row's elements [begin, end).
   template <class Body>
@@ -379,15 +444,25 @@ class Rows {
           [&](auto u) __attribute__((always_inline)) { access_.load(v[u], along(base, i + u * kLanes), kLanes); });
       jax_softmax::accumulate<Op, M>(state, v);
     }
-    C v[1][Op::kInputs];
-    for (; i + kLanes <= end; i += kLanes) {
-      access_.load(v[0], along(base, i), kLanes);
-      jax_softmax::accumulate<Op, M>(state, v);
-    }
+    // What is left, some vectors together as well, so that sums are rescaled once for them.
     const int rest = static_cast<int>((end - begin) % kLanes);
-    if (rest == 0) return;
-    load(v[0], along(base, i), rest, i > 0);
-    jax_softmax::accumulate<Op, M>(state, v);
+    int left = static_cast<int>((end - i) / kLanes) + (rest > 0);
+    const auto add = [&](auto together) __attribute__((always_inline)) {
+      constexpr int n = decltype(together)::value;
+      C v[n][Op::kInputs];
+      unrolled<n>([&](auto u) __attribute__((always_inline)) {
+        const Offset at = along(base, i + u * kLanes);
+        const bool last = (left == n) && u == n - 1 && rest > 0;
+        last ? load(v[u], at, rest, i + u * kLanes > 0) : access_.load(v[u], at, kLanes);
+      });
+      jax_softmax::accumulate<Op, M>(state, v);
+      i += n * kLanes;
+      left -= n;
+    };
+    while (left >= 4) add(std::integral_constant<int, 4>());
+    if (left == 3) return add(std::integral_constant<int, 3>());
+    if (left == 2) return add(std::integral_constant<int, 2>());
+    if (left == 1) add(std::integral_constant<int, 1>());
   }
 
   JAX_SOFTMAX_INLINE void finish_vector(Offset at, int n, const typename Op::Row& finished) const {
@@ -405,8 +480,12 @@ class Rows {
   const View& view_;
   const int outer_;
   const int64_t length_;
+  const bool alternating_;
+  const Dim across_;  // from a tile's row to the next
+  const int64_t groups_;
   const A access_;
   Offset base_;
+  int rows_ = 1;
   std::unique_ptr<C[]> held_;
 };
 
@@ -753,7 +832,6 @@ class Columns {
   static constexpr int kLanes = A::kLanes;
   static constexpr int kVectors = 128;    // side by side in a tile, at most
   static constexpr int64_t kBlock = 512;  // as in Rows, in elements of a row
-  static constexpr int64_t kPart = kBlock;
   static constexpr bool kHolds = Op::kHasPivot;
 
   Columns(const View& view, const Operands& operands)
@@ -777,6 +855,7 @@ class Columns {
     return kHolds && view.columns * kRun * static_cast<int64_t>(sizeof(C)) <= kHeldBytes;
   }
 
+  static int64_t part_unit(const View&) { return kBlock; }
   int64_t tiles() const { return staged_ ? stage_.tiles() : view_.rows / inner_.extent * across_; }
   int64_t most_vectors() const {
     return staged_ ? stage_.width() / kLanes : std::min(tile_vectors_ + 1, ceil_div(inner_.extent, kLanes));
