@@ -102,6 +102,15 @@ bool lay_out(CudaPlan* plan, Tile tile, int packs, int groups, int held, int byt
     tiles = outer * tile.segment_tiles;
   } else {
     tile.segments = tile.cluster == 1 || passes ? std::max(1, most_threads / (packs * groups)) : 1;
+    if (sets > 1) {
+      // No more than there are in a set: each has states for all of its pieces. What lies outside does not count, lest
+      // a row's bits depend on it.
+      int64_t inside = 1;
+      for (int i = 0; i < tile.kept.size; ++i) {
+        if (tile.kept.dim[i].stride < tile.sets.dim[0].stride) inside *= tile.kept.dim[i].extent;
+      }
+      tile.segments = static_cast<int>(std::min<int64_t>(tile.segments, inside));
+    }
     tile.unit = packs;
     packs *= tile.segments;
     tile.packs = packs;
@@ -131,6 +140,7 @@ bool lay_out(CudaPlan* plan, Tile tile, int packs, int groups, int held, int byt
   for (tile.team = 1; tile.team < 32 && 2 * tile.team * tile.columns <= threads && kTeamParts * tile.team < parts;) {
     tile.team *= 2;
   }
+  if (passes && static_cast<int64_t>(tile.cluster) * tile.columns > kMostTileNumbers) return false;
   tile.exchanged = groups > 1 || tile.cluster > 1 || tile.positions > tile.columns;
   const int state = state_bytes(bytes);
   if (passes) {
@@ -492,10 +502,9 @@ bool choose_tile(CudaPlan* plan, const View& view, int bytes, int inputs, const 
       return Shape{unit, std::min<int64_t>(most_threads / unit, ceil_div(tile.lines.elements(), held))};
     });
   };
-  // Lines of several dimensions, cut into sets of one: few, or such that states take less room than what they are of.
+  // Lines of several dimensions, cut into sets of one, where states take less room than what they are of.
   const auto has_sets = [&](const Dims& lines) {
-    return lines.size > 1 && (without_last(lines).elements() <= kMostTilePieces ||
-                              lines.dim[lines.size - 1].extent * bytes >= 2 * state_bytes(bytes));
+    return lines.size > 1 && lines.dim[lines.size - 1].extent * bytes >= 2 * state_bytes(bytes);
   };
   // Whether lines of few bytes had better be read twice, in whole runs, than once, one by one.
   const auto better_twice = [&](const Dims& lines, int64_t period, int64_t line_bytes) {

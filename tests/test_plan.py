@@ -333,6 +333,25 @@ def test_other_axes(shape, axes, schedule, cluster):
     assert (chosen["schedule"], chosen["cluster"]) == (schedule, cluster)
 
 
+@pytest.mark.parametrize(
+    "shape,axes,dtype,mask_shape",
+    [
+        ((4_300_000, 3, 31, 2), (0, 2), "float16", None),
+        ((4_300_000, 9, 2), (0, 1), "float16", (4_300_000, 1, 1)),
+        ((8_500_000, 3, 5, 3), (0, 2), "float32", None),
+        ((63_818, 7, 17, 2), (0, 2), "float32", None),
+        ((28_560, 31, 2), (0, 1), "float16", (28_560, 1, 1)),
+        ((157, 65, 2, 6034), (0, 2), "bfloat16", (157, 1, 2, 6034)),
+        ((300, 2, 41, 7), (0, 2), "bfloat16", None),
+    ],
+    ids=str,
+)
+def test_states_of_many_sets_take_less_room_than_the_operand(shape, axes, dtype, mask_shape):
+    for op in ("softmax", "softmax_linear"):
+        size = _kernels.scratch_bytes(list(shape), list(axes), op, dtype, mask_shape and list(mask_shape))
+        assert size <= math.prod(shape) * (2 if dtype.endswith("16") else 4)
+
+
 def test_plans_that_are_kept_and_made_anew_are_the_same():
     """Of tiles, which more than are kept come between."""
     first = [plan((99, n, 11), (1,), device=device) for n in (300, 301) for device in (H200, T4)]

@@ -396,13 +396,9 @@ class Rows {
   }
   static int64_t most_rows(const View& view) {
     const int64_t few = ceil_div(kFewBytes, run_bytes(view)), many = ceil_div(kTileBytes, run_bytes(view));
-    int64_t rows = many;
-    if (holds(view)) {
-      rows = std::clamp(kHeldBytes / 2 / held_bytes(view), few, many);
-    } else if (view.columns <= kBlock) {  // rows that are not cut into parts: tiles are what threads share out
-      rows = std::clamp(4 * kBlock / view.columns, few, many);
-    }
-    return std::min<int64_t>(rows, kVectors);
+    // No more than what keeps a thread busy for a while: tiles, or parts of them, are what threads share out.
+    const int64_t rows = holds(view) ? kHeldBytes / 2 / held_bytes(view) : 8 * kBlock / std::min(view.columns, kBlock);
+    return std::min<int64_t>(std::clamp(rows, few, many), kVectors);
   }
   static int64_t held_vectors(const View& view) {
     const int64_t length = view.reduced.dim[view.reduced.size - 1].extent;
