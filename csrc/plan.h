@@ -74,7 +74,7 @@ enum class Schedule {
   kPasses,      // a row read twice, in pieces
   kStream,      // a row read twice by a block
   kTile,        // neighbouring rows in the shared memory of blocks, each thread having a pack of some lines
-  kTilePasses,  // the same, of rows too long for that: read twice, in pieces
+  kTilePasses,  // the same, of rows too long for that or slower so: read twice, in pieces
   kStrips,      // minor axis kept, in few lines that begin anywhere: the shared memory of a block has parts of them
   kGather,      // minor axis reduced, but the row is not contiguous
   kColumns,     // minor axis kept: neighbouring columns side by side

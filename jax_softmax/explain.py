@@ -27,7 +27,7 @@ _SCHEDULES = {
     "passes": "a row too long to hold: read twice, in pieces",
     "stream": "a row too long to hold: read twice by a block, the second time from L2 where it fits",
     "tile": "rows that are not one run of memory: neighbouring ones side by side in the shared memory of blocks",
-    "tile_passes": "the same, of rows too long to hold: read twice in pieces",
+    "tile_passes": "the same, read twice in pieces: of rows too long to hold, or slower to hold than to read again",
     "strips": "few lines of neighbouring rows, in parts, in the shared memory of blocks; a thread holds whole rows",
     "gather": "rows that are not one run of memory, read twice by a block",
     "columns": "the minor axis is kept: neighbouring rows side by side, read twice by a block",

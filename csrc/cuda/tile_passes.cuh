@@ -1,4 +1,5 @@
-// The schedule for tiles whose rows are too long for the chip's shared memory: read twice, in pieces.
+// The schedule for tiles whose rows are too long for the chip's shared memory, or narrow: read twice, in pieces. Lines
+// of several dimensions that begin anywhere in a pack come in sets of one dimension, which no piece crosses.
 #pragma once
 
 #include "cuda/passes.cuh"
