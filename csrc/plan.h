@@ -1,5 +1,5 @@
 // The plan: how a call's shape and axes become a canonical view, and which schedule runs it. Plain C++: no device, no
-// XLA. Every threshold of the package stands in plan.cc and plan_tile.cc.
+// XLA. Every threshold of the package stands in plan.cc, plan_tile.cc and tile_shape.cc.
 #pragma once
 
 #include <cstdint>
@@ -75,7 +75,7 @@ enum class Schedule {
   kStream,      // a row read twice by a block
   kTile,        // neighbouring rows in the shared memory of blocks, each thread having a pack of some lines
   kTilePasses,  // the same, of rows too long for that or slower so: read twice, in pieces
-  kStrips,      // minor axis kept, in few lines that begin anywhere: the shared memory of a block has parts of them
+  kStrips,      // few neighbouring elements or runs in lines that begin anywhere, in parts, in shared memory
   kGather,      // minor axis reduced, but the row is not contiguous
   kColumns,     // minor axis kept: neighbouring columns side by side
 };
@@ -111,8 +111,10 @@ inline constexpr int kSectorBytes = 32;    // of the last cache: what memory is 
 inline constexpr int kTileThreads = 256;
 inline constexpr int kOffsetBytes = 16;    // of a listed line, for its element and its mask's
 inline constexpr int kStripThreads = 256;  // at the most
-// Columns that a thread of a strip holds at once, with room for so many lines.
-constexpr int strip_columns(int lines, int inputs) { return lines < 16 ? 32 / lines / inputs : 1; }
+// Columns that a thread of a strip holds at once, with room for so many elements of each.
+constexpr int strip_columns(int held, int inputs) { return held < 16 ? 32 / held / inputs : 1; }
+// Places that each lane leaves free in a strip's tables, so that lanes do not get into each other's way.
+inline constexpr int kStripSpare = 4;
 inline constexpr int kTilePassThreads = 256;
 inline constexpr int kTilePassStages = 2;  // of copies ahead of the arithmetic
 inline constexpr int kTilePassPacks = 8;   // of a thread, of all operands together, in a stage
@@ -133,7 +135,7 @@ struct Tile {
   bool separate;                   // whether the elements of a pack belong to different rows
   bool spanning;                   // whether a tile's packs may be of several segments
   int packs;                       // of each line in a tile
-  int width;                       // elements of each line in a tile, if not spanning
+  int width;                       // elements of each line in a tile, if not spanning; in strips, rows
   int halo;                        // elements beyond those that are read too, so that whole packs are stored
   int turn, last_lines;            // if neither, and `lines` has several dimensions, the innermost of whole turns: how
                                    // far apart lines are that begin alike in a pack, and its extent without the rest
@@ -141,9 +143,10 @@ struct Tile {
   int64_t segment_packs, all_packs;  // if spanning
   int segments, unit;                // if segments are parts of runs: how many in a tile, and packs of each
   int64_t all_segments;
-  int segment_tiles;           // if not, nor spanning: tiles of a segment
+  int segment_tiles;           // if not, nor spanning: tiles of a segment,
+  int64_t segment_columns;     // and, in strips, rows
   int groups;                  // of threads, which take turns at the lines
-  int held;                    // lines that a thread holds
+  int held;                    // lines that a thread holds; in strips, elements of a row
   int all_lines, block_lines;  // of a row or set, and of those a block's
   int cluster;                 // blocks that share a tile, or pieces of it that are read one by one,
   int set_pieces;              // and of those each set's
@@ -155,7 +158,7 @@ struct Tile {
   int finals_at;            // bytes from the entries to what is made of them,
   int of_blocks_at;         // to the states of a cluster's blocks,
   int received_at;          // and to the barrier that counts those
-  int team;                 // lanes that add up the entries of a row
+  int team;                 // lanes that add up the entries of a row; in strips, that hold it
   int columns;              // rows of the view in a tile
 };
 

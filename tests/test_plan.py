@@ -313,6 +313,10 @@ def test_what_is_added_up_does_not_depend_on_the_number_of_rows(device, columns,
         ((100, 1001, 1001), (1,), "tile", 4),
         ((64, 20, 301), (1,), "strips", 1),
         ((3, 63, 7, 1001), (0, 2), "strips", 1),
+        ((21, 4, 777, 3), (1, 3), "strips", 1),
+        ((21, 8, 777, 13), (1, 3), "strips", 1),
+        ((21, 25, 777, 3), (1, 3), "tile", 1),
+        ((21, 3, 777, 65), (1, 3), "tile", 1),
         ((12, 63, 65, 127), (0, 2), "tile", 3),
         ((300, 63, 650, 127), (0, 2), "tile_passes", 1),
         ((300, 100, 1001), (0, 2), "tile", 15),
@@ -455,3 +459,30 @@ def test_bad_views_are_refused(arguments, match):
 def test_bad_masks_are_refused():
     with pytest.raises(ValueError, match="must be 1 or 3"):
         plan((2, 3), (1,), mask_shape=[1, 2])
+
+
+@pytest.mark.parametrize("device", [H200, T4], ids=["H200", "T4"])
+@pytest.mark.parametrize("op", ["softmax", "softmax_linear"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+def test_strips_of_runs_hold_whole_rows(dtype, op, device):
+    for lines, run in itertools.product((2, 3, 5, 8, 12), (2, 3, 5, 9, 13, 16)):
+        for between in (777, 1001, 100_001):
+            chosen = plan((9, lines, between, run), (1, 3), op, dtype, device=device)
+            whole_packs = between * run * np.dtype(jnp.dtype(dtype)).itemsize % 16 == 0
+            assert (chosen["schedule"] == "strips") != whole_packs
+            if whole_packs:
+                continue
+            assert chosen["lanes"] in (1, 2, 4, 8)
+            assert chosen["packs"] * chosen["lanes"] >= lines * run
+            assert chosen["packs"] * chosen["lanes"] < 2 * lines * run + 8
+            assert 32 <= chosen["threads"] <= 256 and chosen["threads"] % 32 == 0
+            assert chosen["shared_bytes"] <= 47 << 10
+
+
+@pytest.mark.parametrize("op", ["softmax", "softmax_linear"])
+@pytest.mark.parametrize("dtype,minor", [("bfloat16", 16), ("bfloat16", 32), ("float32", 8), ("float32", 16)])
+def test_narrow_lines_that_are_read_twice_occupy_all_threads(dtype, minor, op):
+    chosen = plan((1_000_001, minor), (0,), op, dtype)
+    assert chosen["schedule"] == "tile_passes"
+    line_packs = minor * (2 if dtype == "bfloat16" else 4) // 16
+    assert chosen["lanes"] * line_packs == chosen["threads"] * chosen["blocks"]

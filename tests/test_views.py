@@ -101,6 +101,16 @@ VIEWS = [
     ((2, 20, 5001), (1,)),
     ((3, 2, 7, 401), (0, 2)),
     ((2, 3, 3, 2, 4, 133), (0, 2, 4)),
+    ((2, 5, 9, 2, 1001), (1, 3)),
+    ((1, 7, 3, 9, 1001), (1, 3)),
+    ((2, 40, 2001), (1,)),
+    # Few runs in them.
+    ((2, 4, 777, 3), (1, 3)),
+    ((2, 20_011, 7), (0, 2)),
+    ((2, 8, 377, 13), (1, 3)),
+    ((2, 12, 501, 5), (1, 3)),
+    ((2, 2, 301, 63), (1, 3)),
+    ((2, 3, 2, 101, 3, 9), (1, 3, 5)),
 ]
 
 
@@ -142,6 +152,14 @@ def test_lines_of_two_dimensions_that_begin_anywhere(dtype, between, minor):
 def test_strips_of_few_lines(dtype, lines, minor):
     """As many lines as threads have room for, one more, and strips of one line that are several."""
     check_all(normal((3, lines, minor), dtype), 1)
+
+
+@pytest.mark.parametrize("run", [2, 3, 7, 13, 40])
+@pytest.mark.parametrize("lines", [2, 5, 8, 12, 13, 24])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_strips_of_few_runs(dtype, lines, run):
+    """Rows that a thread holds, that up to 8 lanes share, some of which may have fewer elements, and larger ones."""
+    check_all(normal((3, lines, 501, run), dtype), (1, 3))
 
 
 @pytest.mark.parametrize("inner", [2, 3, 5, 6, 7, 9, 12, 20, 31, 90])

@@ -308,14 +308,20 @@ cudaError_t enqueue_tile(const CudaPlan& plan, const A& access, void* scratch, c
 template <class A>
 cudaError_t enqueue_strips(const CudaPlan& plan, const A& access, cudaStream_t stream) {
   const Tile& tile = plan.tile;
-  const StripArgs<A> args{
-      access, tile, Strided(tile.kept), Strided(tile.lines), Divisor(tile.packs), Divisor(tile.segment_tiles)};
+  const StripArgs<A> args{access,
+                          tile,
+                          Strided(tile.kept),
+                          Strided(tile.lines),
+                          Divisor(tile.packs),
+                          Divisor(tile.segment_tiles),
+                          Divisor(tile.inner),
+                          log2_of(tile.team)};
   cudaError_t status = cudaErrorInvalidValue;
-  const auto try_lines = [&](auto lines) {
-    constexpr int kLines = decltype(lines)::value;
-    if (plan.packs == kLines) status = enqueue(rows_in_strips<A, kLines>, plan, stream, args);
+  const auto try_held = [&](auto held) {
+    constexpr int kHeld = decltype(held)::value;
+    if (plan.packs == kHeld) status = enqueue(rows_in_strips<A, kHeld>, plan, stream, args);
   };
-  const auto choose = [&](auto... lines) { (try_lines(lines), ...); };
+  const auto choose = [&](auto... held) { (try_held(held), ...); };
   choose(std::integral_constant<int, 4>(), std::integral_constant<int, 8>(), std::integral_constant<int, 16>(),
          std::integral_constant<int, 24>());
   if constexpr (sizeof(typename A::T) == 2 && A::kInputs == 1) choose(std::integral_constant<int, 32>());

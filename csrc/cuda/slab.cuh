@@ -2,8 +2,8 @@
 // memory, which a block reads and writes in whole packs through shared memory, whatever the rows' length.
 #pragma once
 
-#include "cuda/chunk.cuh"
-#include "cuda/divisor.cuh"
+#include "cuda/copies.cuh"
+#include "cuda/rows.cuh"
 
 namespace jax_softmax::cuda {
 

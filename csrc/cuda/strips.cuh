@@ -1,8 +1,11 @@
 // The schedule for few lines that begin anywhere in a pack: a block has a strip of neighbouring columns of all of them
-// in shared memory, into which it reads whole packs and out of which it writes them; a thread holds whole columns.
+// in shared memory, into which it reads whole packs and out of which it writes them. A column is a row of the view: one
+// element of each line, or `inner` neighbouring ones. A thread holds all of it, or a team of lanes its parts.
 #pragma once
 
-#include "cuda/chunk.cuh"
+#include "cuda/access.cuh"
+#include "cuda/copies.cuh"
+#include "cuda/reduce.cuh"
 
 namespace jax_softmax::cuda {
 
@@ -11,46 +14,51 @@ struct StripArgs {
   A access;
   Tile tile;
   Strided kept, lines;
-  Divisor packs, segment_tiles;
+  Divisor packs, segment_tiles, inner;
+  int team_shift;  // a power of 2
 };
 
-// Up to kLines lines.
-template <class A, int kLines, int kTogether = strip_columns(kLines, A::kInputs)>
+// Up to kHeld elements of a column to a thread.
+template <class A, int kHeld, int kTogether = strip_columns(kHeld, A::kInputs)>
 __global__ void __launch_bounds__(kStripThreads) rows_in_strips(const __grid_constant__ StripArgs<A> args) {
   using Op = typename A::Op;
   using M = typename A::M;
   using C = typename A::C;
   using T = typename A::T;
   constexpr int kWidth = A::kWidth, kInputs = A::kInputs, kBytes = sizeof(T);
-  constexpr int kBatch = kLines < 16 ? kLines / 4 : 4;
+  constexpr int kBatch = kHeld < 16 ? kHeld / 4 : 4, kPlaces = kHeld + kStripSpare;
   extern __shared__ __align__(128) Pack held[];
-  // For each line, in bytes: where pack 0 would be if all of the strip's packs followed one another as this line's do,
-  // where the line's part of the strip begins in `held`, and in the mask.
-  __shared__ int64_t pack_at[kLines];
-  __shared__ __align__(16) int held_at[kLines];
-  __shared__ int64_t mask_at[A::kMasked ? kLines : 1];
   const A& access = args.access;
   const Tile& tile = args.tile;
-  const int lines = tile.all_lines, packs = lines * tile.packs;
+  const int lines = tile.all_lines, packs = lines * tile.packs, inner = args.inner.divisor;
+  const int team = 1 << args.team_shift;
+  // In bytes: where the elements of a column are in `held` if it is the first one, by lane of the team; and for each
+  // line, where its part of the strip would begin in memory if the packs before it in `held` came before it there.
+  int* const held_at = reinterpret_cast<int*>(held + kInputs * packs);
+  int64_t* const line_at = reinterpret_cast<int64_t*>(held_at + team * kPlaces);
+  [[maybe_unused]] int64_t* const mask_at = line_at + lines;  // as held_at is, in the mask
 
   const int number = args.segment_tiles.divide(blockIdx.x);
   const int64_t first_column = static_cast<int64_t>(blockIdx.x - number * tile.segment_tiles) * tile.width;
-  const int columns = static_cast<int>(min(static_cast<int64_t>(tile.width), tile.segment - first_column));
-  if (threadIdx.x < kLines) {
-    const int line = min(static_cast<int>(threadIdx.x), lines - 1);
+  const int columns = static_cast<int>(min(static_cast<int64_t>(tile.width), tile.segment_columns - first_column));
+  for (int i = threadIdx.x; i < team * kHeld; i += blockDim.x) {
+    const int lane = i / kHeld, u = i - lane * kHeld, element = min(lane * tile.held + u, lines * inner - 1);
+    const int line = args.inner.divide(element), in_line = element - line * inner;
     unsigned ignored;
     const Offset begin = args.kept.at(number, &ignored) + args.lines.at(line, &ignored) +
-                         Offset{first_column, first_column * tile.outer_mask};
+                         Offset{first_column * inner, first_column * tile.outer_mask};
     const int shift = static_cast<int>(begin.element) & (kWidth - 1), before = line * tile.packs * kWidth;
-    pack_at[threadIdx.x] = (begin.element - shift - before) * kBytes;
-    held_at[threadIdx.x] = (before + shift) * kBytes;
-    if constexpr (A::kMasked) mask_at[threadIdx.x] = begin.mask;
+    held_at[lane * kPlaces + u] = (before + shift + in_line) * kBytes;
+    if constexpr (A::kMasked) mask_at[lane * kPlaces + u] = begin.mask + in_line * tile.inner_mask;
+    if (in_line == 0 && element == lane * tile.held + u && u < tile.held) {
+      line_at[line] = (begin.element - before) * kBytes;
+    }
   }
   __syncthreads();
   const int64_t last = access.elements * kBytes - kPackBytes;
 #pragma unroll 4
   for (int u = threadIdx.x; u < packs; u += blockDim.x) {
-    const int64_t begin = pack_at[args.packs.divide(u)] + u * kPackBytes;
+    const int64_t begin = (line_at[args.packs.divide(u)] & -kPackBytes) + u * kPackBytes;
 #pragma unroll
     for (int k = 0; k < kInputs; ++k) {
       if (begin <= last) {
@@ -63,48 +71,66 @@ __global__ void __launch_bounds__(kStripThreads) rows_in_strips(const __grid_con
   wait_for_copies();
   __syncthreads();
 
-  for (int column = threadIdx.x; column < columns; column += kTogether * blockDim.x) {
+  const int lane = threadIdx.x & (team - 1), step = blockDim.x >> args.team_shift;
+  const int mine = max(min(tile.held, lines * inner - lane * tile.held), 0);  // elements
+  const int* const at = held_at + lane * kPlaces;
+  // A warp stays together.
+  const int first_of_warp = threadIdx.x / 32 * 32 >> args.team_shift;
+  for (int turn = 0; first_of_warp + turn < columns; turn += kTogether * step) {
+    const int first = (threadIdx.x >> args.team_shift) + turn;
     bool there[kTogether];
     char* element[kTogether];
     int64_t mask[kTogether];
 #pragma unroll
     for (int j = 0; j < kTogether; ++j) {
-      there[j] = column + j * static_cast<int>(blockDim.x) < columns;
-      const int mine = there[j] ? column + j * static_cast<int>(blockDim.x) : column;
-      element[j] = reinterpret_cast<char*>(held) + mine * kBytes;
-      mask[j] = mine * tile.outer_mask;
+      there[j] = first + j * step < columns;
+      const int column = there[j] ? first + j * step : first;
+      element[j] = reinterpret_cast<char*>(held) + column * inner * kBytes;
+      mask[j] = column * tile.outer_mask;
     }
-    C values[kTogether][kLines][kInputs];
-    // Calls use(u) for all lines; some at a time are there or not.
-    const auto for_lines = [&](auto use) {
+    const int n = there[0] ? mine : 0;
+    C values[kTogether][kHeld][kInputs];
+    // Calls use(u) for the thread's elements; some at a time are there or not.
+    const auto for_elements = [&](auto use) {
 #pragma unroll
-      for (int b = 0; b < kLines; b += kBatch) {
-        if (b + kBatch <= lines) {
+      for (int b = 0; b < kHeld; b += kBatch) {
+        if (b + kBatch <= n) {
 #pragma unroll
           for (int u = b; u < b + kBatch; ++u) use(u);
         } else {
 #pragma unroll
           for (int u = b; u < b + kBatch; ++u) {
-            if (u < lines) use(u);
+            if (u < n) use(u);
           }
+        }
+      }
+    };
+    const auto mask_of = [&](int u, int j) { return A::kMasked ? mask_at[lane * kPlaces + u] + mask[j] : 0; };
+    // Brings together what the lanes of a team have of a column.
+    const auto over_team = [&](C(&value)[kTogether], auto combine) {
+      for (int offset = team / 2; offset > 0; offset /= 2) {
+#pragma unroll
+        for (int j = 0; j < kTogether; ++j) {
+          value[j] = combine(value[j], __shfl_xor_sync(kFullWarp, value[j], offset));
         }
       }
     };
     C pivot[kTogether];
 #pragma unroll
     for (int j = 0; j < kTogether; ++j) pivot[j] = M::constant(Op::kHasPivot ? -M::kInfinity : 0);
-    for_lines([&](int u) {
+    for_elements([&](int u) {
 #pragma unroll
       for (int j = 0; j < kTogether; ++j) {
-        const char* const from = element[j] + held_at[u];
+        const char* const from = element[j] + at[u];
 #pragma unroll
         for (int k = 0; k < kInputs; ++k) {
           values[j][u][k] = Elements<T>::widen(*reinterpret_cast<const T*>(from + k * packs * kPackBytes));
         }
-        if constexpr (A::kMasked) access.pad_if_masked(values[j][u], {0, mask_at[u] + mask[j]});
+        if constexpr (A::kMasked) access.pad_if_masked(values[j][u], {0, mask_of(u, j)});
         if constexpr (Op::kHasPivot) pivot[j] = M::max(pivot[j], values[j][u][0]);
       }
     });
+    if constexpr (Op::kHasPivot) over_team(pivot, [](C a, C b) { return M::max(a, b); });
     Relative<M> relative[kTogether];
     C sum[kTogether];
 #pragma unroll
@@ -112,7 +138,7 @@ __global__ void __launch_bounds__(kStripThreads) rows_in_strips(const __grid_con
       relative[j] = Relative<M>(pivot[j]);
       sum[j] = M::constant(0);
     }
-    for_lines([&](int u) {
+    for_elements([&](int u) {
 #pragma unroll
       for (int j = 0; j < kTogether; ++j) {
         const C term = Op::term(relative[j], values[j][u]);
@@ -120,10 +146,11 @@ __global__ void __launch_bounds__(kStripThreads) rows_in_strips(const __grid_con
         sum[j] += term;
       }
     });
+    over_team(sum, [](C a, C b) { return a + b; });
     typename Op::Row row[kTogether];
 #pragma unroll
     for (int j = 0; j < kTogether; ++j) row[j] = Op::row({pivot[j], sum[j]});
-    for_lines([&](int u) {
+    for_elements([&](int u) {
 #pragma unroll
       for (int j = 0; j < kTogether; ++j) {
         C result;
@@ -133,8 +160,7 @@ __global__ void __launch_bounds__(kStripThreads) rows_in_strips(const __grid_con
           result = Op::finish(row[j], values[j][u]);
         }
         if (j == 0 || there[j]) {
-          *reinterpret_cast<T*>(element[j] + held_at[u]) =
-              access.result(result, {0, A::kMasked ? mask_at[u] + mask[j] : 0});
+          *reinterpret_cast<T*>(element[j] + at[u]) = access.result(result, {0, mask_of(u, j)});
         }
       }
     });
@@ -144,12 +170,14 @@ __global__ void __launch_bounds__(kStripThreads) rows_in_strips(const __grid_con
 #pragma unroll 4
   for (int u = threadIdx.x; u < packs; u += blockDim.x) {
     const int line = args.packs.divide(u);
-    const int first = (u * kPackBytes - held_at[line]) / kBytes;  // of the strip's columns
-    T* const to = reinterpret_cast<T*>(reinterpret_cast<char*>(access.out) + pack_at[line] + u * kPackBytes);
-    if (first >= 0 && first + kWidth <= columns) {
+    const int64_t begin = line_at[line];
+    const int shift = static_cast<int>(begin & (kPackBytes - 1)) / kBytes;
+    const int first = (u - line * tile.packs) * kWidth - shift;  // of the elements of the line's part
+    T* const to = reinterpret_cast<T*>(reinterpret_cast<char*>(access.out) + (begin & -kPackBytes) + u * kPackBytes);
+    if (first >= 0 && first + kWidth <= columns * inner) {
       store_pack(to, held[u]);
     } else {
-      store_elements(to, held[u], A::bits_within(first, columns));
+      store_elements(to, held[u], A::bits_within(first, columns * inner));
     }
   }
 }
