@@ -85,8 +85,8 @@ ffi::Error run(ffi::ThreadPool pool, ffi::AnyBuffer first, ffi::RemainingArgs re
   constexpr std::align_val_t kAlignment{cpu::kScratchAlignment};
   void* const scratch = work.scratch_bytes > 0 ? ::operator new(work.scratch_bytes, kAlignment) : nullptr;
   for (int phase = 0; phase < (scratch ? 2 : 1); ++phase) {
-    const auto body = [kernel, view = call.view, operands, scratch, phase](int64_t begin, int64_t end) {
-      kernel.run(view, operands, scratch, phase == 1, begin, end);
+    const auto body = [kernel, view = call.view, operands, work, scratch, phase](int64_t begin, int64_t end) {
+      kernel.run(view, operands, work, scratch, phase == 1, begin, end);
     };
     if (threads == 1 || ranges < 2) {
       body(0, work.units);

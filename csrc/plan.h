@@ -135,7 +135,7 @@ struct Tile {
   bool separate;                   // whether the elements of a pack belong to different rows
   bool spanning;                   // whether a tile's packs may be of several segments
   int packs;                       // of each line in a tile
-  int width;                       // elements of each line in a tile, if not spanning; in strips, rows
+  int width;                       // elements of each line in a tile, if not spanning; in strips, units
   int halo;                        // elements beyond those that are read too, so that whole packs are stored
   int turn, last_lines;            // if neither, and `lines` has several dimensions, the innermost of whole turns: how
                                    // far apart lines are that begin alike in a pack, and its extent without the rest
@@ -143,8 +143,9 @@ struct Tile {
   int64_t segment_packs, all_packs;  // if spanning
   int segments, unit;                // if segments are parts of runs: how many in a tile, and packs of each
   int64_t all_segments;
-  int segment_tiles;           // if not, nor spanning: tiles of a segment,
-  int64_t segment_columns;     // and, in strips, rows
+  int segment_tiles;           // if not, nor spanning: tiles of a segment
+  int64_t segment_units;       // in strips: of `unit` elements, which have parts of `columns` rows; each of these has
+  Dims in_unit, in_line;       // `inner` elements of a line, and begins there and has them at the offsets of these
   int groups;                  // of threads, which take turns at the lines
   int held;                    // lines that a thread holds; in strips, elements of a row
   int all_lines, block_lines;  // of a row or set, and of those a block's

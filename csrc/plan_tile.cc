@@ -51,6 +51,10 @@ constexpr int kLonelyTileBytes = 112 << 10;
 constexpr int kPacksAddedUp = 8;
 constexpr double kAddedUpAlone = 0.94;
 constexpr int kMostRaggedPacks = 32;
+// Arrays whose rows are in strips of them: bytes of all operands at the most. Aligned runs of so many units are better.
+constexpr int kSmallArrayBytes = 16 << 10;
+constexpr int kLongRunUnits = 4;
+constexpr int kFewLines = 4;
 // Of ragged runs of which several are side by side, a shape is looked for if there are more lines of them than this, or
 // if the runs are not so short, but have so few elements, at least as many.
 constexpr int kFewShortRuns = 8;
@@ -170,6 +174,45 @@ class TileChooser {
            along.extent * period * bytes_ >= kSetRunBytes && (whole_strides(lines, lines.size - 1) || has_sets(lines));
   }
 
+  // Strips of lines of which each row has `inner` elements, which lie as `in_line` says.
+  bool strips(Tile tile, const Dims& in_line) {
+    tile.in_line = in_line;
+    tile.unit = static_cast<int>(tile.inner);
+    tile.columns = 1;
+    return !passes_ && choose_strips(plan_, tile, bytes_, inputs_, device_);
+  }
+  // Strips of small arrays, each of which has all of its rows. Of a single array as of many, lest a row's bits depend
+  // on how many there are.
+  bool small_arrays() {
+    const Dim& outermost = view_.reduced.dim[0];
+    const int64_t size = outermost.extent * outermost.stride;
+    if (passes_ || size * bytes_ * inputs_ > kSmallArrayBytes) return false;
+    Tile tile{};
+    Dim arrays{1, size, 0};
+    for (int i = 0; i < view_.kept.size; ++i) {
+      const Dim& dim = view_.kept.dim[i];
+      if (dim.stride == size) {
+        arrays = dim;
+      } else {
+        Dims& to = dim.stride > size ? tile.kept : tile.in_unit;
+        to.dim[to.size++] = dim;
+      }
+    }
+    tile.in_line = view_.reduced;
+    tile.inner = view_.columns;
+    tile.unit = static_cast<int>(size);
+    tile.columns = static_cast<int>(tile.in_unit.elements());
+    tile.segment = arrays.extent * size;
+    tile.outer_mask = arrays.mask_stride;
+    return choose_strips(plan_, tile, bytes_, inputs_, device_);
+  }
+  // Whether lines of whole packs are better runs than small arrays.
+  bool long_runs(const Dims& lines, int64_t period) const {
+    const Dim& along = lines.dim[lines.size - 1];
+    return are_runs(along, period) && whole_strides(lines, lines.size - 1) && along.extent * period % width_ == 0 &&
+           along.extent * period >= kLongRunUnits * unit_of(period) * width_;
+  }
+
   bool minor_reduced() {
     Tile tile{};
     tile.inner = tile.group = 1;
@@ -183,14 +226,21 @@ class TileChooser {
       tile.inner_mask = run_.mask_stride;
       tile.spanning = tile.segment % width_ == 0 && whole_strides(tile.lines) && whole_strides(tile.kept);
       tile.separate = !tile.spanning || run_.extent % width_ != 0;
+      const bool arrays = !tile.spanning && !(tile.lines.size > 0 && long_runs(tile.lines, tile.segment));
+      if (arrays && small_arrays()) return true;
       const std::optional<bool> found = tile.spanning ? runs_in_whole_packs(tile) : runs_anywhere(tile);
       if (found) return *found;
+    } else if (small_arrays()) {
+      return true;
     }
     return rows_alone(tile);
   }
 
   // Rows whose runs are side by side in lines of whole packs, as a tile; nothing if they had better be held one by one.
   std::optional<bool> runs_in_whole_packs(const Tile& tile) {
+    // Threads have one pack of each line, which is too little if there are so few.
+    const bool few = inputs_ == 1 && run_.extent % width_ != 0 && tile.lines.elements() <= kFewLines;
+    if (few && strips(tile, Dims{1, {{run_.extent, 1, run_.mask_stride}}})) return true;
     const int unit = static_cast<int>(unit_of(run_.extent)), least = std::max(unit, kTileLinePacks);
     // What is read twice needs no room: wider lines, where there are any.
     const int wider = passes_ && tile.segment >= 2 * least * width_ ? 2 * least : least;
@@ -206,7 +256,7 @@ class TileChooser {
       if (try_runs(sets ? in_sets(tile) : tile, tile.segment, run_.extent, run_.mask_stride)) return true;
       if (better_twice(tile.lines, tile.segment, run_.extent * bytes_)) return false;
     }
-    if (!passes_ && choose_strips(plan_, tile, bytes_, inputs_, device_)) return true;
+    if (strips(tile, Dims{1, {{run_.extent, 1, run_.mask_stride}}})) return true;
     if (tile.lines.size != 1) return std::nullopt;
     // Of longer ragged runs a tile would read much at its edges for others.
     const bool is_short = packs_of(run_.extent, false) <= kTileLinePacks;
@@ -274,21 +324,34 @@ class TileChooser {
     return try_shapes(tile, 1, (!passes_ ? 1 : wide ? 4 : 2) * kTileLinePacks, 1);
   }
   bool lines_anywhere(Tile tile) {
+    if (!long_runs(tile.lines, kept_.extent) && small_arrays()) return true;
     const bool runs = are_runs(run_, kept_.extent) && whole_strides(tile.lines, tile.lines.size - 1);
     if (passes_ && has_sets(tile.lines) && !runs) tile = in_sets(tile);
     if (try_runs(tile, kept_.extent, 1, kept_.mask_stride)) return true;
     if (better_twice(tile.lines, kept_.extent, kept_.extent * bytes_)) return false;
     if (run_.extent > kMostTileNumbers) return false;
-    if (!passes_ && choose_strips(plan_, tile, bytes_, inputs_, device_)) return true;
+    if (strips(tile, Dims{})) return true;
     if (passes_ && tile.lines.size > 1) return false;
-    const int turn = static_cast<int>(turn_of(width_, run_.stride));
-    if (tile.lines.size > 1) {
-      tile.turn = turn;
-      tile.last_lines = static_cast<int>(run_.extent);
-      tile.lines.dim[tile.lines.size - 1].extent = ceil_div(run_.extent, turn) * turn;
-    }
+    const int turn = tile.lines.size > 1 ? take_turns(&tile) : static_cast<int>(turn_of(width_, run_.stride));
     if (!passes_ && choose_lines(plan_, tile, turn, bytes_, inputs_, device_)) return true;
     return try_shapes(tile, 1, packs_of_part(tile, passes_ ? 16 : 8, bytes_), alike(tile.lines));
+  }
+
+  // Puts the dimension whose lines take turns last: of those that shift beginnings most, since others cannot make up
+  // for it, the one whose whole turns have least room to spare. Returns how many lines a turn has.
+  int take_turns(Tile* tile) const {
+    Dims& lines = tile->lines;
+    const auto turn = [&](const Dim& dim) { return turn_of(width_, dim.stride); };
+    const auto whole = [&](const Dim& dim) { return ceil_div(dim.extent, turn(dim)) * turn(dim); };
+    Dim& last = lines.dim[lines.size - 1];  // outer strides are multiples of its own
+    for (int i = lines.size - 2; i >= 0; --i) {
+      Dim& other = lines.dim[i];
+      if (turn(other) == turn(last) && whole(other) * last.extent < whole(last) * other.extent) std::swap(other, last);
+    }
+    tile->turn = static_cast<int>(turn(last));
+    tile->last_lines = static_cast<int>(last.extent);
+    last.extent = whole(last);
+    return tile->turn;
   }
 
   const View& view_;

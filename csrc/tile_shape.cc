@@ -15,10 +15,12 @@ constexpr int64_t kPieceLines = 64;      // of a thread, at the least
 // The strips schedule.
 constexpr int kStripHeld[] = {4, 8, 16, 24, 32};  // elements of a row that threads may have room for,
 constexpr int kMostStripHeld = 24;                // at the most, unless a row of one operand of 16 bits is a thread's.
-constexpr int kMostRunColumns = 192;              // Of a row, where it is made of runs,
+constexpr int kMostArrayColumns = 256;            // Of a row of small arrays,
+constexpr int kMostRunColumns = 192;              // where it is made of runs,
 constexpr int kMostTurnedColumns = 72;            // of elements of 16 bits in lines that would take turns in a tile,
 constexpr int kMostHalfColumns = 48;              // or of those of one operand; of others, as many as a thread holds
 constexpr int kStripLineBytes = 4 << 10;          // of a line's part, at the most,
+constexpr int kStripArraysBytes = 32 << 10;       // unless it is of whole arrays, and then of those of all operands,
 constexpr int kStripBytes = 44 << 10;             // and of those of all lines of all operands
 constexpr int kStripTurns = 3;                    // of a block's threads at its rows, at the least, if so many
 constexpr int64_t kStripThreadsAtOnce = 384;      // run on a multiprocessor,
@@ -319,13 +321,14 @@ bool choose_lines(CudaPlan* plan, const Tile& tile, int turn, int bytes, int inp
 
 bool choose_strips(CudaPlan* plan, Tile tile, int bytes, int inputs, const Device& device) {
   const int64_t lines = tile.lines.elements(), columns = lines * tile.inner;
-  const bool runs = tile.inner > 1, half = bytes == 2, one_half = half && inputs == 1;
-  const int most_columns = runs                          ? kMostRunColumns
+  const bool arrays = lines == 1, runs = tile.inner > 1, half = bytes == 2, one_half = half && inputs == 1;
+  const int most_columns = arrays                        ? kMostArrayColumns
+                           : runs                        ? kMostRunColumns
                            : half && tile.lines.size > 1 ? kMostTurnedColumns
                            : one_half                    ? kMostHalfColumns
                                                          : kMostStripHeld;
   if (columns > most_columns || (runs && lines * inputs > kMostStripHeld)) return false;
-  if (tile.segment * bytes < kStripSegmentBytes) return false;
+  if (!arrays && tile.segment * bytes < kStripSegmentBytes) return false;
   tile.team = 1;
   if (!one_half || columns > *std::rbegin(kStripHeld)) {
     while (tile.team * kMostStripHeld < columns) tile.team *= 2;
@@ -335,14 +338,16 @@ bool choose_strips(CudaPlan* plan, Tile tile, int bytes, int inputs, const Devic
   const int held = *std::lower_bound(std::begin(kStripHeld), std::end(kStripHeld), tile.held);
   const int at_once = strip_columns(held, inputs);
   // Whole turns of 128 threads, as of most blocks, wherever a line begins in its first pack.
-  const int64_t most_packs = std::min<int64_t>(kStripLineBytes, kStripBytes / lines / inputs) / kPackBytes;
-  const int64_t room = most_packs * width, turn = std::max<int64_t>(128 * at_once / tile.team, 1) * tile.inner;
-  const int64_t rows = ((room < turn ? room : room / turn * turn) - width + 1) / tile.inner;
-  if (rows <= 0) return false;
-  tile.segment_columns = tile.segment / tile.inner;
-  tile.segment_tiles = static_cast<int>(ceil_div(tile.segment_columns, rows));
-  tile.width = static_cast<int>(ceil_div(tile.segment_columns, tile.segment_tiles));
-  tile.packs = static_cast<int>(ceil_div(tile.width * tile.inner + width - 1, width));
+  const int64_t most_bytes = arrays ? kStripArraysBytes / inputs : kStripLineBytes;
+  const int64_t most_packs = std::min<int64_t>(most_bytes, kStripBytes / lines / inputs) / kPackBytes;
+  const int64_t room = most_packs * width;
+  const int64_t turn = std::max<int64_t>(128 * at_once / tile.team / tile.columns, 1) * tile.unit;
+  const int64_t units = ((room < turn ? room : room / turn * turn) - width + 1) / tile.unit;
+  if (units <= 0) return false;
+  tile.segment_units = tile.segment / tile.unit;
+  tile.segment_tiles = static_cast<int>(ceil_div(tile.segment_units, units));
+  tile.width = static_cast<int>(ceil_div(tile.segment_units, tile.segment_tiles));
+  tile.packs = static_cast<int>(ceil_div(int64_t{tile.width} * tile.unit + width - 1, width));
   tile.all_lines = static_cast<int>(lines);
   tile.tiles = tile.kept.elements() * tile.segment_tiles;
   if (tile.tiles > kMostTileNumbers) return false;
@@ -352,7 +357,7 @@ bool choose_strips(CudaPlan* plan, Tile tile, int bytes, int inputs, const Devic
   plan->lanes = tile.team;
   plan->packs = held;
   // Threads have several columns one after another, and few of them none in the end.
-  const int64_t threads_of_one = ceil_div(int64_t{tile.width} * tile.team, at_once);  // in one turn
+  const int64_t threads_of_one = ceil_div(int64_t{tile.width} * tile.columns * tile.team, at_once);  // in one turn
   const int64_t least_turns = tile.team == 1 ? kStripTurns : kTeamStripTurns;
   const int fewest_turns = static_cast<int>(std::max(least_turns, ceil_div(threads_of_one, kStripThreads)));
   double best_use = 0;

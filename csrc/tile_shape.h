@@ -11,7 +11,7 @@ namespace jax_softmax {
 // Where a tile fits that, some tile fits every chip, and needs no scratch memory.
 inline constexpr Device kSmallestDevice{75, 1, 64 << 10, 1};
 inline constexpr int kMostTileNumbers = 1 << 30;    // packs, lines, positions that are counted in 32 bits
-inline constexpr int64_t kStripSegmentBytes = 128;  // of a segment in strips, at the least
+inline constexpr int64_t kStripSegmentBytes = 128;  // of a segment of strips of several lines, at the least
 
 constexpr int state_bytes(int bytes) { return 2 * std::max(bytes, 4); }
 
@@ -29,7 +29,8 @@ bool choose_interleaved(CudaPlan* plan, const Tile& tile, int unit, int bytes, i
 // The same for lines of which each begins as the one `turn` lines on.
 bool choose_lines(CudaPlan* plan, const Tile& tile, int turn, int bytes, int inputs, const Device& device);
 
-// Strips of few lines, of a row to `inner` elements of each; false if there are more than other tiles are slower with.
+// Strips of few lines, of a row to `inner` elements of each, or of small arrays, as a line each has all of its rows in;
+// false if rows have more elements than other tiles are slower with.
 bool choose_strips(CudaPlan* plan, Tile tile, int bytes, int inputs, const Device& device);
 
 // `packs`, or as few as hold a segment that begins anywhere in the first one.

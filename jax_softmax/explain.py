@@ -28,7 +28,7 @@ _SCHEDULES = {
     "stream": "a row too long to hold: read twice by a block, the second time from L2 where it fits",
     "tile": "rows that are not one run of memory: neighbouring ones side by side in the shared memory of blocks",
     "tile_passes": "the same, read twice in pieces: of rows too long to hold, or slower to hold than to read again",
-    "strips": "few lines of neighbouring rows, in parts, in the shared memory of blocks; a thread holds whole rows",
+    "strips": "parts of few lines, or small arrays, in the shared memory of blocks, a row in up to 16 lanes of a warp",
     "gather": "rows that are not one run of memory, read twice by a block",
     "columns": "the minor axis is kept: neighbouring rows side by side, read twice by a block",
     "jax.numpy": "no kernel for this dtype or number of dimensions",

@@ -16,6 +16,7 @@ struct Operands {
 // Work comes in units, numbered from 0, that can run in any order on any thread. If it needs scratch memory, aligned to
 // kScratchAlignment, it comes in two phases: the second one of the same units begins when all of the first are done.
 struct Work {
+  int64_t threads;  // that it is cut for
   int64_t units;
   int64_t scratch_bytes;
 };
@@ -23,8 +24,8 @@ inline constexpr int kScratchAlignment = 64;
 
 struct Kernel {
   Work (*work)(const View& view, int64_t threads);
-  void (*run)(const View& view, const Operands& operands, void* scratch, bool second_phase, int64_t first_unit,
-              int64_t last_unit);
+  void (*run)(const View& view, const Operands& operands, const Work& work, void* scratch, bool second_phase,
+              int64_t first_unit, int64_t last_unit);
 };
 
 struct Variant {

@@ -312,9 +312,12 @@ cudaError_t enqueue_strips(const CudaPlan& plan, const A& access, cudaStream_t s
                           tile,
                           Strided(tile.kept),
                           Strided(tile.lines),
+                          Strided(tile.in_unit),
+                          Strided(tile.in_line),
                           Divisor(tile.packs),
                           Divisor(tile.segment_tiles),
                           Divisor(tile.inner),
+                          Divisor(tile.columns),
                           log2_of(tile.team)};
   cudaError_t status = cudaErrorInvalidValue;
   const auto try_held = [&](auto held) {

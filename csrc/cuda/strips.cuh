@@ -1,6 +1,7 @@
 // The schedule for few lines that begin anywhere in a pack: a block has a strip of neighbouring columns of all of them
 // in shared memory, into which it reads whole packs and out of which it writes them. A column is a row of the view: one
-// element of each line, or `inner` neighbouring ones. A thread holds all of it, or a team of lanes its parts.
+// element of each line, or several neighbouring ones. Small arrays of such lines that follow one another in memory are
+// seen as one line, in which each has all of its rows. A thread holds all of a column, or a team of lanes its parts.
 #pragma once
 
 #include "cuda/access.cuh"
@@ -13,8 +14,8 @@ template <class A>
 struct StripArgs {
   A access;
   Tile tile;
-  Strided kept, lines;
-  Divisor packs, segment_tiles, inner;
+  Strided kept, lines, in_unit, in_line;
+  Divisor packs, segment_tiles, inner, unit_columns;
   int team_shift;  // a power of 2
 };
 
@@ -39,18 +40,20 @@ __global__ void __launch_bounds__(kStripThreads) rows_in_strips(const __grid_con
   [[maybe_unused]] int64_t* const mask_at = line_at + lines;  // as held_at is, in the mask
 
   const int number = args.segment_tiles.divide(blockIdx.x);
-  const int64_t first_column = static_cast<int64_t>(blockIdx.x - number * tile.segment_tiles) * tile.width;
-  const int columns = static_cast<int>(min(static_cast<int64_t>(tile.width), tile.segment_columns - first_column));
+  const int64_t first_unit = static_cast<int64_t>(blockIdx.x - number * tile.segment_tiles) * tile.width;
+  const int units = static_cast<int>(min(static_cast<int64_t>(tile.width), tile.segment_units - first_unit));
+  const int columns = units * tile.columns;
   for (int i = threadIdx.x; i < team * kHeld; i += blockDim.x) {
     const int lane = i / kHeld, u = i - lane * kHeld, element = min(lane * tile.held + u, lines * inner - 1);
-    const int line = args.inner.divide(element), in_line = element - line * inner;
+    const int line = args.inner.divide(element), index = element - line * inner;
     unsigned ignored;
+    const Offset in_line = args.in_line.at(index, &ignored);
     const Offset begin = args.kept.at(number, &ignored) + args.lines.at(line, &ignored) +
-                         Offset{first_column * inner, first_column * tile.outer_mask};
+                         Offset{first_unit * tile.unit, first_unit * tile.outer_mask};
     const int shift = static_cast<int>(begin.element) & (kWidth - 1), before = line * tile.packs * kWidth;
-    held_at[lane * kPlaces + u] = (before + shift + in_line) * kBytes;
-    if constexpr (A::kMasked) mask_at[lane * kPlaces + u] = begin.mask + in_line * tile.inner_mask;
-    if (in_line == 0 && element == lane * tile.held + u && u < tile.held) {
+    held_at[lane * kPlaces + u] = (before + shift + static_cast<int>(in_line.element)) * kBytes;
+    if constexpr (A::kMasked) mask_at[lane * kPlaces + u] = begin.mask + in_line.mask;
+    if (index == 0 && element == lane * tile.held + u && u < tile.held) {
       line_at[line] = (begin.element - before) * kBytes;
     }
   }
@@ -85,8 +88,11 @@ __global__ void __launch_bounds__(kStripThreads) rows_in_strips(const __grid_con
     for (int j = 0; j < kTogether; ++j) {
       there[j] = first + j * step < columns;
       const int column = there[j] ? first + j * step : first;
-      element[j] = reinterpret_cast<char*>(held) + column * inner * kBytes;
-      mask[j] = column * tile.outer_mask;
+      const int unit = args.unit_columns.divide(column);
+      unsigned ignored;
+      const Offset in_unit = args.in_unit.at(column - unit * tile.columns, &ignored);
+      element[j] = reinterpret_cast<char*>(held) + (unit * tile.unit + static_cast<int>(in_unit.element)) * kBytes;
+      mask[j] = unit * tile.outer_mask + in_unit.mask;
     }
     const int n = there[0] ? mine : 0;
     C values[kTogether][kHeld][kInputs];
@@ -174,10 +180,10 @@ __global__ void __launch_bounds__(kStripThreads) rows_in_strips(const __grid_con
     const int shift = static_cast<int>(begin & (kPackBytes - 1)) / kBytes;
     const int first = (u - line * tile.packs) * kWidth - shift;  // of the elements of the line's part
     T* const to = reinterpret_cast<T*>(reinterpret_cast<char*>(access.out) + (begin & -kPackBytes) + u * kPackBytes);
-    if (first >= 0 && first + kWidth <= columns * inner) {
+    if (first >= 0 && first + kWidth <= units * tile.unit) {
       store_pack(to, held[u]);
     } else {
-      store_elements(to, held[u], A::bits_within(first, columns * inner));
+      store_elements(to, held[u], A::bits_within(first, units * tile.unit));
     }
   }
 }
