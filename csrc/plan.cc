@@ -117,6 +117,8 @@ constexpr int kMostPieces = 512;
 // sooner if the sum needs one of two operands alone (ops.h's kFirstSummed).
 constexpr int kAgainOfChunks = 2;
 constexpr int kAgainOfChunksIfSummedAlone = 8;
+// Nor is it faster then if more chunks have edges to look at: teams of few threads take too long for the ring.
+constexpr int kMostPartsSummedAlone = 600;
 // The most chunks of a row that are exchanged.
 constexpr int kMostChunks = 8192;
 // A block of any chip has room for so many chunks.
@@ -131,6 +133,10 @@ constexpr int kFewColumns = 34;             // that one or two lanes have
 constexpr int kNarrowSlabBytes = 16 << 10;  // of interleaved rows, of all operands
 constexpr int kNarrowBytes = 8 << 10;       // of those neighbouring rows
 constexpr int kNarrowUnitBytes = 40 << 10;  // of as many as are whole packs: what every chip has without asking
+// Tiles and strips are better than slabs in which lanes have room for so many times a row's columns, of as many columns
+// as these and more, but no more than those, and up to 32 bits.
+constexpr double kMostNarrowRoom = 1.75;
+constexpr int kRoomyColumns = 5, kMostRoomyColumns = 256;
 
 // How many turns shared memory takes to serve a warp that reads a pair of 16-bit elements in each of the lanes that
 // share a row, of rows so many apart.
@@ -239,20 +245,25 @@ CudaPlan make_cuda_plan(const View& view, Op op, DType dtype, Alignment alignmen
         (inner * bytes < kSegmentBytes || inner % per_pack != 0)) {
       plan.slab_inner = static_cast<int>(inner);
       if (!view.masked && 2 * per_pack % (view.columns * inner) == 0) return in_packs();
-      plan.schedule = Schedule::kSlab;
-      plan.threads = kSlabThreads;
       const LanesAndPacks shape = narrow_slab_shape(view.columns);
-      plan.lanes = shape.lanes;
-      plan.packs = shape.packs;
-      plan.slab_pad = slab_bytes % kPackBytes == 0;
-      const int64_t padded = plan.slab_pad ? kPackBytes * inputs_of(op) : 0;  // for inner rows
-      int64_t units = std::max<int64_t>(1, kNarrowSlabBytes / (unit * row_bytes));
-      if (units > 1) units -= units % 2;  // of whole sectors
-      plan.slab_rows = static_cast<int>(unit * units);
-      plan.slab_spread = 1;
-      plan.blocks = ceil_div(view.rows, plan.slab_rows);
-      plan.shared_bytes = static_cast<int>(plan.slab_rows * row_bytes + plan.slab_rows / inner * padded);
-      return plan;
+      const bool roomy = bytes < 8 && view.columns >= kRoomyColumns && view.columns <= kMostRoomyColumns &&
+                         shape.lanes * shape.packs >= kMostNarrowRoom * static_cast<double>(view.columns);
+      if (!roomy) {
+        plan.schedule = Schedule::kSlab;
+        plan.threads = kSlabThreads;
+        plan.lanes = shape.lanes;
+        plan.packs = shape.packs;
+        plan.slab_pad = slab_bytes % kPackBytes == 0;
+        const int64_t padded = plan.slab_pad ? kPackBytes * inputs_of(op) : 0;  // for inner rows
+        int64_t units = std::max<int64_t>(1, kNarrowSlabBytes / (unit * row_bytes));
+        if (units > 1) units -= units % 2;  // of whole sectors
+        plan.slab_rows = static_cast<int>(unit * units);
+        plan.slab_spread = 1;
+        plan.blocks = ceil_div(view.rows, plan.slab_rows);
+        plan.shared_bytes = static_cast<int>(plan.slab_rows * row_bytes + plan.slab_rows / inner * padded);
+        return plan;
+      }
+      plan.slab_inner = 0;
     }
   }
   if (!view.contiguous_rows() && aligned_operands && plan_tile(&plan, view, bytes, inputs_of(op), device, scratch)) {
@@ -394,8 +405,9 @@ CudaPlan make_cuda_plan(const View& view, Op op, DType dtype, Alignment alignmen
   // Rings that held no more than a row and a third would wait for one another.
   const int64_t again = std::max<int64_t>(chunks - stages * device.multiprocessors * 3 / 4, 0);
   const int of_chunks = op == Op::kLogSoftmaxVjp ? kAgainOfChunksIfSummedAlone : kAgainOfChunks;
+  const bool late = op == Op::kLogSoftmaxVjp && plan.edges == Edges::kParts && chunks > kMostPartsSummedAlone;
   const bool ring =
-      scratch && clusters && stages >= kFewestStages && chunks <= kMostChunks && again * of_chunks <= chunks;
+      scratch && clusters && stages >= kFewestStages && chunks <= kMostChunks && again * of_chunks <= chunks && !late;
   // However many rows there are, they are cut into the same chunks, or all of them are read twice.
   const bool chunked = ring || !scratch || inputs == 2 || chunks <= device.largest_cluster ||
                        chunks <= std::min<int64_t>(kMostTeams, shared / chunk_bytes);

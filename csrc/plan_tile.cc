@@ -54,6 +54,8 @@ constexpr int kMostRaggedPacks = 32;
 // Arrays whose rows are in strips of them: bytes of all operands at the most. Aligned runs of so many units are better.
 constexpr int kSmallArrayBytes = 16 << 10;
 constexpr int kLongRunUnits = 4;
+constexpr int kFewArrayColumns = 32;  // but not of so few columns a row,
+constexpr int kFewRunColumns = 64;    // and if arrays are runs, those of more columns are better ones
 constexpr int kFewLines = 4;
 // Of ragged runs of which several are side by side, a shape is looked for if there are more lines of them than this, or
 // if the runs are not so short, but have so few elements, at least as many.
@@ -209,8 +211,8 @@ class TileChooser {
   // Whether lines of whole packs are better runs than small arrays.
   bool long_runs(const Dims& lines, int64_t period) const {
     const Dim& along = lines.dim[lines.size - 1];
-    return are_runs(along, period) && whole_strides(lines, lines.size - 1) && along.extent * period % width_ == 0 &&
-           along.extent * period >= kLongRunUnits * unit_of(period) * width_;
+    return view_.columns > kFewArrayColumns && are_runs(along, period) && whole_strides(lines, lines.size - 1) &&
+           along.extent * period % width_ == 0 && along.extent * period >= kLongRunUnits * unit_of(period) * width_;
   }
 
   bool minor_reduced() {
@@ -324,7 +326,8 @@ class TileChooser {
     return try_shapes(tile, 1, (!passes_ ? 1 : wide ? 4 : 2) * kTileLinePacks, 1);
   }
   bool lines_anywhere(Tile tile) {
-    if (!long_runs(tile.lines, kept_.extent) && small_arrays()) return true;
+    const bool in_runs = tile.lines.size == 1 && are_runs(run_, kept_.extent) && view_.columns > kFewRunColumns;
+    if (!in_runs && !long_runs(tile.lines, kept_.extent) && small_arrays()) return true;
     const bool runs = are_runs(run_, kept_.extent) && whole_strides(tile.lines, tile.lines.size - 1);
     if (passes_ && has_sets(tile.lines) && !runs) tile = in_sets(tile);
     if (try_runs(tile, kept_.extent, 1, kept_.mask_stride)) return true;

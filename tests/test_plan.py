@@ -120,6 +120,15 @@ def test_rings_read_fewer_chunks_twice_where_a_sum_reads_one_operand():
         assert seen == {"ring", "passes"}
 
 
+@pytest.mark.parametrize("rows", [1, 64])
+@pytest.mark.parametrize("op", ["softmax_linear", "log_softmax_vjp"])
+def test_long_odd_rows_of_two_operands(op, rows):
+    """Rings read them once, however many there are, unless two passes take less time."""
+    for columns in (1_048_577, 1_500_001, 2_097_153):
+        once = op == "softmax_linear" or columns < 1_400_000
+        assert (plan((rows, columns), (1,), op)["schedule"] != "passes") == once
+
+
 @pytest.mark.parametrize(
     "op,dtype,columns,blocks",
     [
@@ -308,6 +317,11 @@ def test_what_is_added_up_does_not_depend_on_the_number_of_rows(device, columns,
         ((64, 1 << 18, 2), (1,), "tile_passes", 1),
         ((64, 1 << 16, 2), (1,), "tile", 8),
         ((1000, 16, 4), (1,), "slab", 1),
+        ((1000, 20, 3), (1,), "strips", 1),
+        ((1000, 48, 10), (1,), "slab", 1),
+        ((1000, 65, 7), (1,), "tile", 1),
+        ((1000, 250, 3), (1,), "slab", 1),
+        ((1000, 260, 3), (1,), "slab", 1),
         ((1000, 2, 2), (1,), "packs", 1),
         ((1000, 1024, 3), (1,), "tile", 1),
         ((100, 1001, 1001), (1,), "tile", 4),
