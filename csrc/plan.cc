@@ -224,6 +224,7 @@ CudaPlan make_cuda_plan(const View& view, Op op, DType dtype, Alignment alignmen
   CudaPlan plan{};
   plan.cluster = 1;
   plan.edges = Edges::kParts;
+  if (view.rows * view.columns == 0) return plan;  // of no blocks
   const bool aligned_operands = alignment == Alignment::kAligned;
   const auto in_packs = [&] {
     plan.schedule = Schedule::kPacks;

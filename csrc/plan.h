@@ -75,7 +75,7 @@ enum class Schedule {
   kStream,      // a row read twice by a block
   kTile,        // neighbouring rows in the shared memory of blocks, each thread having a pack of some lines
   kTilePasses,  // the same, of rows too long for that or slower so: read twice, in pieces
-  kStrips,      // few neighbouring elements or runs in lines that begin anywhere, in parts, in shared memory
+  kStrips,      // rows of few elements in few lines, or small arrays of them: the shared memory of a block has parts
   kGather,      // minor axis reduced, but the row is not contiguous
   kColumns,     // minor axis kept: neighbouring columns side by side
 };
@@ -123,7 +123,8 @@ inline constexpr int kTilePassPacks = 8;   // of a thread, of all operands toget
 // the kept dimensions in `kept` and of the reduced ones in `lines`. A segment is made of
 //   the innermost kept dimension, a row to an element;
 //   that and the innermost reduced one inside of it, a row to `inner` elements;
-//   or a part of a run: of the innermost reduced one and the `inner` elements inside of it, `group` to a row.
+//   a part of a run: of the innermost reduced one and the `inner` elements inside of it, `group` to a row;
+//   or, in strips, units: `inner` elements of a row, or small arrays that follow one another.
 struct Tile {
   Dims kept;
   Dims lines;
@@ -131,13 +132,13 @@ struct Tile {
   int64_t segment;                 // elements
   int64_t run;                     // elements of the whole run that segments are parts of; 0 where they are not
   int64_t inner, group;            // elements
-  int64_t outer_mask, inner_mask;  // mask strides of a position in the segment or run, by and within `inner`
+  int64_t outer_mask, inner_mask;  // mask strides of a position in the segment or run, by and within `inner`; by units
   bool separate;                   // whether the elements of a pack belong to different rows
   bool spanning;                   // whether a tile's packs may be of several segments
   int packs;                       // of each line in a tile
   int width;                       // elements of each line in a tile, if not spanning; in strips, units
   int halo;                        // elements beyond those that are read too, so that whole packs are stored
-  int turn, last_lines;            // if neither, and `lines` has several dimensions, the innermost of whole turns: how
+  int turn, last_lines;            // if neither, and `lines` has several dimensions, the last one of whole turns: how
                                    // far apart lines are that begin alike in a pack, and its extent without the rest
   int offsets_at;                  // then: bytes to the list of where lines begin
   int64_t segment_packs, all_packs;  // if spanning

@@ -56,6 +56,7 @@ constexpr int kSmallArrayBytes = 16 << 10;
 constexpr int kLongRunUnits = 4;
 constexpr int kFewArrayColumns = 32;  // but not of so few columns a row,
 constexpr int kFewRunColumns = 64;    // and if arrays are runs, those of more columns are better ones
+// Runs of one operand in no more whole lines than this go in strips, like ragged ones.
 constexpr int kFewLines = 4;
 // Of ragged runs of which several are side by side, a shape is looked for if there are more lines of them than this, or
 // if the runs are not so short, but have so few elements, at least as many.

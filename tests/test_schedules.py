@@ -144,10 +144,18 @@ def test_as_on_a_chip_without_clusters(dtype, shared, columns):
 
 
 @pytest.mark.skipif(not ON_GPU, reason="needs a GPU and the CUDA kernels")
-@pytest.mark.parametrize("op", ["softmax", "softmax_linear", "log_softmax_vjp"])
-@pytest.mark.parametrize("shared,odd,share", [(99, 0, 1 / 20), (99, 0, 1 / 9), (163, 1, 1 / 20), (163, 1, 1 / 9)])
+@pytest.mark.parametrize(
+    "op,shared,odd,share",
+    [
+        (op, shared, odd, share)
+        for shared, odd in ((99, 0), (163, 1))
+        for share in (1 / 20, 1 / 9)
+        for op in ("softmax", "softmax_linear", "log_softmax_vjp")
+        if not (odd and op == "log_softmax_vjp")  # read twice as a whole
+    ],
+)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_rows_that_all_rings_together_do_not_hold(dtype, shared, odd, share, op):
+def test_rows_that_all_rings_together_do_not_hold(dtype, op, shared, odd, share):
     """Rings read about this share of a row's chunks twice, or nearly half, where the sum needs all operands."""
     if op != "log_softmax_vjp" and share > 0.1:
         share = 0.45

@@ -157,12 +157,11 @@ class Rows {
     for_runs(begin, end, [&](Offset first, int64_t length) __attribute__((always_inline)) {
       for (int r = 0; r < rows_; ++r) {
         const Offset at = first + r * across_;
-        if (length < kLanes) {
-          finish_vector(at, static_cast<int>(length), finished[r]);
-          continue;
-        }
+        // By one and the same code, however short a run or a part of it is: in another copy of it the compiler may
+        // round a product that it does not round here.
+        const int n = static_cast<int>(std::min<int64_t>(length, kLanes));
         for (int64_t i = 0; i < length; i += kLanes) {  // the last vector overlaps the one before
-          finish_vector(along(at, std::min(i, length - kLanes)), kLanes, finished[r]);
+          finish_vector(along(at, std::min(i, length - n)), n, finished[r]);
         }
       }
     });

@@ -1,7 +1,8 @@
-// The schedule for few lines that begin anywhere in a pack: a block has a strip of neighbouring columns of all of them
-// in shared memory, into which it reads whole packs and out of which it writes them. A column is a row of the view: one
-// element of each line, or several neighbouring ones. Small arrays of such lines that follow one another in memory are
-// seen as one line, in which each has all of its rows. A thread holds all of a column, or a team of lanes its parts.
+// The schedule for rows of few elements in few lines, which may begin anywhere in a pack: a block has a strip of
+// neighbouring columns of all of them in shared memory, into which it reads whole packs and out of which it writes
+// them. A column is a row of the view: one element of each line, or several neighbouring ones. Small arrays of such
+// lines that follow one another in memory are seen as one line, in which each has all of its rows. A thread holds all
+// of a column, or a team of lanes its parts.
 #pragma once
 
 #include "cuda/access.cuh"

@@ -92,7 +92,7 @@ struct TilePart {
     for (int i = threadIdx.x; i < args.tile.block_lines; i += blockDim.x) {
       unsigned inner;
       Offset offset = args.lines.at(rank * args.tile.block_lines + i, &inner);
-      // Of each turn of lines a thread has the one that begins as its others do: that many back as the outer
+      // Of each turn of lines a thread has the one that begins as its others do: that many back as the other
       // dimensions' part of the offset shifts beginnings on. Modulo a power of 2 up to 8, odd numbers are their own
       // inverses.
       const int64_t outer = offset.element - inner * stride;
