@@ -117,8 +117,10 @@ constexpr int kMostPieces = 512;
 // sooner if the sum needs one of two operands alone (ops.h's kFirstSummed).
 constexpr int kAgainOfChunks = 2;
 constexpr int kAgainOfChunksIfSummedAlone = 8;
-// Nor is it faster then if more chunks have edges to look at: teams of few threads take too long for the ring.
-constexpr int kMostPartsSummedAlone = 600;
+// Nor is it faster then if more chunks have edges to look at.
+constexpr int kMostPartsSummedAlone = 850;
+// Teams of few threads take too long for the rings if a row has more chunks with edges than this.
+constexpr int kManyParts = 500;
 // The most chunks of a row that are exchanged.
 constexpr int kMostChunks = 8192;
 // A block of any chip has room for so many chunks.
@@ -380,6 +382,9 @@ CudaPlan make_cuda_plan(const View& view, Op op, DType dtype, Alignment alignmen
       chunks_with_more <= (inputs == 1 && bytes < 8 && fits ? kLongRing : kMostTeams)) {
     plan.edges = Edges::kParts;
   }
+  if (clusters && inputs == 2 && plan.edges == Edges::kParts && chunks_with_more > kManyParts) {
+    plan.edges = Edges::kPartsOfMany;
+  }
   cut_into_chunks(&plan, packs, inputs, plan.edges);
   plan.packs = chunk_packs(inputs, plan.edges);
   const int team_threads = chunk_threads(inputs, plan.edges);
@@ -406,7 +411,7 @@ CudaPlan make_cuda_plan(const View& view, Op op, DType dtype, Alignment alignmen
   // Rings that held no more than a row and a third would wait for one another.
   const int64_t again = std::max<int64_t>(chunks - stages * device.multiprocessors * 3 / 4, 0);
   const int of_chunks = op == Op::kLogSoftmaxVjp ? kAgainOfChunksIfSummedAlone : kAgainOfChunks;
-  const bool late = op == Op::kLogSoftmaxVjp && plan.edges == Edges::kParts && chunks > kMostPartsSummedAlone;
+  const bool late = op == Op::kLogSoftmaxVjp && plan.edges == Edges::kPartsOfMany && chunks > kMostPartsSummedAlone;
   const bool ring =
       scratch && clusters && stages >= kFewestStages && chunks <= kMostChunks && again * of_chunks <= chunks && !late;
   // However many rows there are, they are cut into the same chunks, or all of them are read twice.

@@ -84,14 +84,15 @@ inline constexpr const char* kScheduleNames[] = {"packs",  "slab",   "lanes",  "
                                                  "strips", "gather", "columns"};
 
 // Which checks the packs that cover a row need: none, since the threads' packs are exactly the row's; whether a pack
-// belongs to the row; or which of its elements do.
-enum class Edges { kNone, kWhole, kParts };
-inline constexpr const char* kEdgesNames[] = {"none", "whole", "parts"};
+// belongs to the row; or which of its elements do, in rows of two operands in so many chunks that they pass through
+// rings by larger teams as well.
+enum class Edges { kNone, kWhole, kParts, kPartsOfMany };
+inline constexpr const char* kEdgesNames[] = {"none", "whole", "parts", "parts"};
 
 // How the kernels are laid out; the plan's numbers are in these units.
 inline constexpr int kPackBytes = 16;
 // A team has a chunk of a row, of up to 16 KB of all operands. Where it looks at the edges of rows, which need not
-// begin with a whole pack, fewer threads share the cost of that, and each may have a pack more.
+// begin with a whole pack, fewer threads share the cost of that, and each may have a pack more; but they take longer.
 constexpr int chunk_packs(int inputs, Edges edges) { return edges == Edges::kParts ? 9 : 8 / inputs; }
 constexpr int chunk_threads(int inputs, Edges edges) { return edges == Edges::kParts ? 128 / inputs : 128; }
 inline constexpr int kMostTeams = 4;    // in a block of the chunks schedule

@@ -337,12 +337,12 @@ bool choose_strips(CudaPlan* plan, Tile tile, int bytes, int inputs, const Devic
   const int width = kPackBytes / bytes;
   const int held = *std::lower_bound(std::begin(kStripHeld), std::end(kStripHeld), tile.held);
   const int at_once = strip_columns(held, inputs);
-  // Whole turns of 128 threads, as of most blocks, wherever a line begins in its first pack.
   const int64_t most_bytes = arrays ? kStripArraysBytes / inputs : kStripLineBytes;
-  const int64_t most_packs = std::min<int64_t>(most_bytes, kStripBytes / lines / inputs) / kPackBytes;
-  const int64_t room = most_packs * width;
-  const int64_t turn = std::max<int64_t>(128 * at_once / tile.team / tile.columns, 1) * tile.unit;
-  const int64_t units = ((room < turn ? room : room / turn * turn) - width + 1) / tile.unit;
+  const int64_t room = std::min<int64_t>(most_bytes, kStripBytes / lines / inputs) / kPackBytes * width;
+  // As many units as fit wherever a line begins in its first pack, in whole turns of 128 threads, as of most blocks.
+  const int64_t turn = std::max<int64_t>(128 * at_once / tile.team / tile.columns, 1);
+  const int64_t fit = (room - width + 1) / tile.unit, whole = room / tile.unit / turn * turn;
+  const int64_t units = whole > 0 ? std::min(fit, whole) : fit;
   if (units <= 0) return false;
   tile.segment_units = tile.segment / tile.unit;
   tile.segment_tiles = static_cast<int>(ceil_div(tile.segment_units, units));

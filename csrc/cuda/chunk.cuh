@@ -28,6 +28,7 @@ struct Chunk {
   using C = typename A::C;
   using T = typename A::T;
   static constexpr int kWidth = A::kWidth;
+  static constexpr bool kHasParts = kEdges == Edges::kParts || kEdges == Edges::kPartsOfMany;
   static constexpr int kPacks = chunk_packs(A::kInputs, kEdges);
   static constexpr int kThreads = chunk_threads(A::kInputs, kEdges);
   static constexpr int kWarps = kThreads / 32;
@@ -48,7 +49,7 @@ struct Chunk {
         shared(shared),
         rank(threadIdx.x % kThreads),
         row(chunks.rows.offset(index)) {
-    const int shift = kEdges == Edges::kParts ? args.access.shift_of(row) : 0;
+    const int shift = kHasParts ? args.access.shift_of(row) : 0;
     const int row_packs = (shift + columns() + kWidth - 1) / kWidth;
     first = chunk * share * kWidth - shift;
     packs = chunk < chunks.chunks ? min(share, row_packs - chunk * share) : 0;
@@ -57,15 +58,15 @@ struct Chunk {
   __device__ __forceinline__ int first_of(int p) const { return first + (rank + p * kThreads) * kWidth; }
   __device__ __forceinline__ Pack* at(int k, int j) const { return shared + k * share + j; }
   // The packs [whole_begin, whole_end) lie wholly inside the row; the row's first and last one may not.
-  __device__ __forceinline__ int whole_begin() const { return kEdges == Edges::kParts && first < 0 ? 1 : 0; }
+  __device__ __forceinline__ int whole_begin() const { return kHasParts && first < 0 ? 1 : 0; }
   __device__ __forceinline__ int whole_end() const {
-    return kEdges == Edges::kParts && first + packs * kWidth > columns() ? packs - 1 : packs;
+    return kHasParts && first + packs * kWidth > columns() ? packs - 1 : packs;
   }
   // Calls body(j) for packs that lie partly outside of the row, in the thread that has them: out of the way of the
   // unrolled loops, which their rarely taken branches would fill.
   template <class Body>
   __device__ __forceinline__ void for_edges(Body body) const {
-    if constexpr (kEdges == Edges::kParts) {
+    if constexpr (kHasParts) {
       if (packs > 0 && first < 0 && rank == 0) body(0);
       const int last = packs - 1;
       if (whole_end() == last && last >= whole_begin() && last % kThreads == rank) body(last);
@@ -73,18 +74,15 @@ struct Chunk {
   }
 
   // The packs [copy_begin, copy_end) can be read whole; a first and a last one may reach beyond the operand.
-  __device__ __forceinline__ int copy_begin() const {
-    return kEdges == Edges::kParts && row.element + first < 0 ? 1 : 0;
-  }
+  __device__ __forceinline__ int copy_begin() const { return kHasParts && row.element + first < 0 ? 1 : 0; }
   __device__ __forceinline__ int copy_end() const {
-    return kEdges == Edges::kParts && row.element + first + static_cast<int64_t>(packs) * kWidth > args.access.elements
-               ? packs - 1
-               : packs;
+    return kHasParts && row.element + first + static_cast<int64_t>(packs) * kWidth > args.access.elements ? packs - 1
+                                                                                                          : packs;
   }
   // Copies those that cannot, where `mine` says that it is for this thread to do.
   template <class Mine>
   __device__ __forceinline__ void copy_beyond(Mine mine) const {
-    if constexpr (kEdges == Edges::kParts) {
+    if constexpr (kHasParts) {
       const auto copy = [&](int j) {
         if (!mine(j)) return;
 #pragma unroll
@@ -213,8 +211,10 @@ __device__ __forceinline__ int cluster_register(bool rank) {
 
 // So that a multiprocessor has room for three blocks of three teams, or four of two operands, and no spills.
 template <class A, Edges kEdges>
-inline constexpr int kChunkRegisters =
-    A::kInputs == 1 ? (sizeof(typename A::C) == 8 ? 64 : 56) : (kEdges == Edges::kParts ? 80 : 40);
+inline constexpr int kChunkRegisters = A::kInputs == 1                 ? (sizeof(typename A::C) == 8 ? 64 : 56)
+                                       : kEdges == Edges::kParts       ? 80
+                                       : kEdges == Edges::kPartsOfMany ? 56
+                                                                       : 40;
 
 // A block has one or more neighbouring chunks of a row, a team each. What is left of the row belongs to the other
 // blocks of its cluster or, if there are words, to any.

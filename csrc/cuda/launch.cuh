@@ -132,7 +132,12 @@ cudaError_t enqueue_chunks(const CudaPlan& plan, const RowArgs<A>& rows, uint64_
     return enqueue(rows_in_chunks<A, kEdges>, plan, stream, plan.scratch ? Mode::kOverlapping : Mode::kPlain, args);
   };
   if constexpr (!A::kMasked) {
-    if (plan.edges != Edges::kParts) return go(std::integral_constant<Edges, Edges::kWhole>());
+    if (plan.edges == Edges::kNone || plan.edges == Edges::kWhole) {
+      return go(std::integral_constant<Edges, Edges::kWhole>());
+    }
+  }
+  if constexpr (A::kInputs == 2) {
+    if (plan.edges == Edges::kPartsOfMany) return go(std::integral_constant<Edges, Edges::kPartsOfMany>());
   }
   return go(std::integral_constant<Edges, Edges::kParts>());
 }

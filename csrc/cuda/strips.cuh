@@ -89,9 +89,13 @@ __global__ void __launch_bounds__(kStripThreads) rows_in_strips(const __grid_con
     for (int j = 0; j < kTogether; ++j) {
       there[j] = first + j * step < columns;
       const int column = there[j] ? first + j * step : first;
-      const int unit = args.unit_columns.divide(column);
-      unsigned ignored;
-      const Offset in_unit = args.in_unit.at(column - unit * tile.columns, &ignored);
+      int unit = column;
+      Offset in_unit{0, 0};
+      if (tile.columns > 1) {
+        unsigned ignored;
+        unit = args.unit_columns.divide(column);
+        in_unit = args.in_unit.at(column - unit * tile.columns, &ignored);
+      }
       element[j] = reinterpret_cast<char*>(held) + (unit * tile.unit + static_cast<int>(in_unit.element)) * kBytes;
       mask[j] = unit * tile.outer_mask + in_unit.mask;
     }
