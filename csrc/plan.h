@@ -87,7 +87,7 @@ inline constexpr const char* kScheduleNames[] = {"packs",  "slab",   "lanes",  "
 // belongs to the row; or which of its elements do, in rows of two operands in so many chunks that they pass through
 // rings by larger teams as well.
 enum class Edges { kNone, kWhole, kParts, kPartsOfMany };
-inline constexpr const char* kEdgesNames[] = {"none", "whole", "parts", "parts"};
+inline constexpr const char* kEdgesNames[] = {"none", "whole", "parts", "parts_of_many"};
 
 // How the kernels are laid out; the plan's numbers are in these units.
 inline constexpr int kPackBytes = 16;
