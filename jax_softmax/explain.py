@@ -38,6 +38,7 @@ _EDGES = {
     "none": "every thread's packs are full",
     "whole": "packs beyond the row are skipped",
     "parts": "elements beyond the row or under the mask are skipped",
+    "parts_of_many": "elements beyond the row or under the mask are skipped, by larger teams",
 }
 
 
@@ -92,8 +93,8 @@ class Explanation:
         after those of extent 1 were dropped and neighbours of one role were merged.
       rows, columns: the products of the kept and of the reduced extents.
       schedule: how a row is held while it is reduced; "jax.numpy" where there is no kernel, "nothing" for empty arrays.
-      edges: which checks the loads and stores need: none, whole (packs), parts (of packs), or parts_of_many, the same in
-        rows of many chunks.
+      edges: which checks the loads and stores need: none, whole (packs), parts (of packs), or parts_of_many, the same
+        in rows of many chunks.
       lanes: threads that share a row.
       packs: 16-byte packs of each operand that a thread has room for (slab, strips: elements; tile: in shared memory;
         0: none).
