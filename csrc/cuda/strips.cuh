@@ -77,7 +77,11 @@ __global__ void __launch_bounds__(kStripThreads) rows_in_strips(const __grid_con
 
   const int lane = threadIdx.x & (team - 1), step = blockDim.x >> args.team_shift;
   const int mine = max(min(tile.held, lines * inner - lane * tile.held), 0);  // elements
-  const int* const at = held_at + lane * kPlaces;
+  // Read some at a time, since the compiler does not see that writes to elements leave them alone.
+  struct alignas(kBatch * sizeof(int)) Places {
+    int at[kBatch];
+  };
+  const Places* const places = reinterpret_cast<const Places*>(held_at + lane * kPlaces);
   // A warp stays together.
   const int first_of_warp = threadIdx.x / 32 * 32 >> args.team_shift;
   for (int turn = 0; first_of_warp + turn < columns; turn += kTogether * step) {
@@ -101,17 +105,18 @@ __global__ void __launch_bounds__(kStripThreads) rows_in_strips(const __grid_con
     }
     const int n = there[0] ? mine : 0;
     C values[kTogether][kHeld][kInputs];
-    // Calls use(u) for the thread's elements; some at a time are there or not.
+    // Calls use(u, place) for the thread's elements; some at a time are there or not.
     const auto for_elements = [&](auto use) {
 #pragma unroll
       for (int b = 0; b < kHeld; b += kBatch) {
+        const Places batch = places[b / kBatch];
         if (b + kBatch <= n) {
 #pragma unroll
-          for (int u = b; u < b + kBatch; ++u) use(u);
+          for (int u = 0; u < kBatch; ++u) use(b + u, batch.at[u]);
         } else {
 #pragma unroll
-          for (int u = b; u < b + kBatch; ++u) {
-            if (u < n) use(u);
+          for (int u = 0; u < kBatch; ++u) {
+            if (b + u < n) use(b + u, batch.at[u]);
           }
         }
       }
@@ -129,10 +134,10 @@ __global__ void __launch_bounds__(kStripThreads) rows_in_strips(const __grid_con
     C pivot[kTogether];
 #pragma unroll
     for (int j = 0; j < kTogether; ++j) pivot[j] = M::constant(Op::kHasPivot ? -M::kInfinity : 0);
-    for_elements([&](int u) {
+    for_elements([&](int u, int place) {
 #pragma unroll
       for (int j = 0; j < kTogether; ++j) {
-        const char* const from = element[j] + at[u];
+        const char* const from = element[j] + place;
 #pragma unroll
         for (int k = 0; k < kInputs; ++k) {
           values[j][u][k] = Elements<T>::widen(*reinterpret_cast<const T*>(from + k * packs * kPackBytes));
@@ -149,7 +154,7 @@ __global__ void __launch_bounds__(kStripThreads) rows_in_strips(const __grid_con
       relative[j] = Relative<M>(pivot[j]);
       sum[j] = M::constant(0);
     }
-    for_elements([&](int u) {
+    for_elements([&](int u, int) {
 #pragma unroll
       for (int j = 0; j < kTogether; ++j) {
         const C term = Op::term(relative[j], values[j][u]);
@@ -161,7 +166,7 @@ __global__ void __launch_bounds__(kStripThreads) rows_in_strips(const __grid_con
     typename Op::Row row[kTogether];
 #pragma unroll
     for (int j = 0; j < kTogether; ++j) row[j] = Op::row({pivot[j], sum[j]});
-    for_elements([&](int u) {
+    for_elements([&](int u, int place) {
 #pragma unroll
       for (int j = 0; j < kTogether; ++j) {
         C result;
@@ -171,7 +176,7 @@ __global__ void __launch_bounds__(kStripThreads) rows_in_strips(const __grid_con
           result = Op::finish(row[j], values[j][u]);
         }
         if (j == 0 || there[j]) {
-          *reinterpret_cast<T*>(element[j] + at[u]) = access.result(result, {0, mask_of(u, j)});
+          *reinterpret_cast<T*>(element[j] + place) = access.result(result, {0, mask_of(u, j)});
         }
       }
     });
