@@ -69,8 +69,6 @@ std::string make_view(const int64_t* shape, const int64_t* mask_shape, int rank,
 
 namespace {
 
-constexpr int kLinePacks = 128 / kPackBytes;
-
 // Threads of a block whose lanes share rows, at the most, and the packs of all operands that several warps of them
 // have.
 constexpr int kLanesThreads = 128;
@@ -118,7 +116,7 @@ constexpr int kMostPieces = 512;
 constexpr int kAgainOfChunks = 2;
 constexpr int kAgainOfChunksIfSummedAlone = 8;
 // Nor is it faster then if more chunks have edges to look at.
-constexpr int kMostPartsSummedAlone = 850;
+constexpr int kMostPartsSummedAlone = 1100;
 // Teams of few threads take too long for the rings if a row has more chunks with edges than this.
 constexpr int kManyParts = 500;
 // The most chunks of a row that are exchanged.
@@ -201,16 +199,16 @@ void cut(CudaPlan* plan, int64_t packs, int64_t most) {
 // Packs of each operand that a chunk has room for.
 constexpr int chunk_room(int inputs, Edges edges) { return chunk_threads(inputs, edges) * chunk_packs(inputs, edges); }
 
-// The most chunks of a row of so many packs.
-int64_t most_chunks(int64_t packs, int inputs, Edges edges) {
-  const int64_t chunks = ceil_div(packs, chunk_room(inputs, edges));
+// The most chunks of a row of so many packs, of each operand in the row and in the room for a chunk.
+int64_t most_chunks(int64_t packs, int inputs, int room) {
+  const int64_t chunks = ceil_div(packs, room);
   // For a cluster, a multiple of what a block has, so that few blocks have fewer.
   return inputs == 2 && chunks > kMostTeams ? ceil_div(chunks, kMostTeams) * kMostTeams : chunks;
 }
 
-// Into whole lines of the last cache, where rows are.
-void cut_into_chunks(CudaPlan* plan, int64_t packs, int inputs, Edges edges) {
-  plan->share = ceil_div(ceil_div(packs, most_chunks(packs, inputs, edges)), kLinePacks) * kLinePacks;
+// Into whole lines of the last cache, where rows are, and no more than there is room for.
+void cut_into_chunks(CudaPlan* plan, int64_t packs, int inputs, int room) {
+  plan->share = ceil_div(ceil_div(packs, most_chunks(packs, inputs, room)), kLinePacks) * kLinePacks;
   plan->chunks = static_cast<int>(ceil_div(packs, plan->share));
 }
 
@@ -322,7 +320,14 @@ CudaPlan make_cuda_plan(const View& view, Op op, DType dtype, Alignment alignmen
   }
 
   // An unaligned row is covered by aligned packs, whose number depends on where it starts; the most is what counts.
-  const int64_t packs = aligned ? view.columns / per_pack : ceil_div(view.columns + per_pack - 1, per_pack);
+  // They are counted from the start of a line of the last cache if they are many: warps and blocks that share none with
+  // others are faster. A row of whole packs begins with its own, since its bits must not depend on where it lies.
+  int64_t packs;
+  const auto set_packs = [&](int boundary) {
+    plan.boundary = aligned ? kPackBytes : boundary;
+    packs = aligned ? view.columns / per_pack : ceil_div(view.columns + boundary / bytes - 1, per_pack);
+  };
+  set_packs(kPackBytes);
   const auto set_edges = [&](int64_t threads) {
     if (aligned && !view.masked) plan.edges = packs == threads * plan.packs ? Edges::kNone : Edges::kWhole;
   };
@@ -339,6 +344,7 @@ CudaPlan make_cuda_plan(const View& view, Op op, DType dtype, Alignment alignmen
     set_edges(plan.lanes);
     return plan;
   }
+  set_packs(kLineBytes);
   const bool plain = aligned && !view.masked, long_exponential = bytes == 8 && inputs_of(op) == 1;
   // 8 packs of 16 bits that may belong to the row or not take many registers: shared memory is better, where there is
   // much of it.
@@ -385,7 +391,14 @@ CudaPlan make_cuda_plan(const View& view, Op op, DType dtype, Alignment alignmen
   if (clusters && inputs == 2 && plan.edges == Edges::kParts && chunks_with_more > kManyParts) {
     plan.edges = Edges::kPartsOfMany;
   }
-  cut_into_chunks(&plan, packs, inputs, plan.edges);
+  cut_into_chunks(&plan, packs, inputs, chunk_room(inputs, plan.edges));
+  // Where rings have rows that begin within lines, stages leave room for whole ones.
+  int spare = 0;
+  if (clusters && view.columns * bytes % kLineBytes != 0 && plan.boundary < kLineBytes &&
+      plan.chunks > device.largest_cluster * (inputs == 1 ? 1 : kMostTeams)) {
+    spare = kLinePacks;
+    cut_into_chunks(&plan, packs, inputs, chunk_room(inputs, plan.edges) - spare);
+  }
   plan.packs = chunk_packs(inputs, plan.edges);
   const int team_threads = chunk_threads(inputs, plan.edges);
   const int64_t chunk_bytes = plan.share * kPackBytes * inputs;
@@ -406,7 +419,7 @@ CudaPlan make_cuda_plan(const View& view, Op op, DType dtype, Alignment alignmen
   };
   const bool few = all_chunks <= static_cast<int64_t>(kFewChunks) * device.multiprocessors;
   const bool long_ring = chunks > kLongRing;
-  int64_t stages = std::min<int64_t>(kMostStages, shared / chunk_bytes);
+  int64_t stages = std::min<int64_t>(kMostStages, shared / (chunk_bytes + spare * kPackBytes * inputs));
   if (long_ring) stages -= stages % 2;
   // Rings that held no more than a row and a third would wait for one another.
   const int64_t again = std::max<int64_t>(chunks - stages * device.multiprocessors * 3 / 4, 0);
@@ -436,7 +449,8 @@ CudaPlan make_cuda_plan(const View& view, Op op, DType dtype, Alignment alignmen
       plan.lanes = static_cast<int>(team_threads * chunks);
       plan.blocks = device.multiprocessors;
       plan.stages = static_cast<int>(stages);
-      plan.shared_bytes = static_cast<int>(stages * chunk_bytes);
+      plan.spare = spare;
+      plan.shared_bytes = static_cast<int>(stages * (plan.share + spare) * kPackBytes * inputs);
     }
     return plan;
   }
@@ -444,6 +458,7 @@ CudaPlan make_cuda_plan(const View& view, Op op, DType dtype, Alignment alignmen
   plan.edges = Edges::kParts;
   plan.packs = 0;
   plan.threads = kPassThreads;
+  set_packs(kPackBytes);
   if (scratch) {
     plan.schedule = Schedule::kPasses;
     plan.scratch = true;
@@ -464,10 +479,12 @@ int64_t scratch_bytes(const View& view, Op op, DType dtype) {
   const int64_t state = 2 * std::max(bytes, 4);
   if (view.rows * view.columns == 0) return 0;
   if (!view.contiguous_rows()) return tile_scratch_bytes(view, bytes, inputs_of(op));
-  // Of unaligned operands, should it come to that: a row may begin anywhere in a pack.
-  const int64_t packs = ceil_div(view.columns + per_pack - 1, per_pack);
+  // Of unaligned operands, should it come to that: a row may begin anywhere in a line of the last cache.
+  const int64_t packs = ceil_div(view.columns + kLineBytes / bytes - 1, per_pack);
   if (packs <= kBlockPacks) return 0;
-  const int64_t chunks = most_chunks(packs, inputs_of(op), Edges::kNone);  // there are never more pieces than that
+  const int inputs = inputs_of(op);
+  // There are never more pieces than that.
+  const int64_t chunks = most_chunks(packs, inputs, chunk_room(inputs, Edges::kNone) - kLinePacks);
   if (chunks <= kFewestChunks) return 0;
   return view.rows * std::min<int64_t>(chunks, kMostChunks) * state + 8;
 }

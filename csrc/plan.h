@@ -109,6 +109,8 @@ inline constexpr int kPassThreads = 256;
 inline constexpr int kSlabThreads = 128;
 inline constexpr int kPacksThreads = 256;  // at the most
 inline constexpr int kSectorBytes = 32;    // of the last cache: what memory is written by
+inline constexpr int kLineBytes = 128;     // of the last cache
+inline constexpr int kLinePacks = kLineBytes / kPackBytes;
 inline constexpr int kTileThreads = 256;
 inline constexpr int kOffsetBytes = 16;    // of a listed line, for its element and its mask's
 inline constexpr int kStripThreads = 256;  // at the most
@@ -178,9 +180,11 @@ struct CudaPlan {
   bool slab_pad;     // whether interleaved rows lie a pack apart in shared memory from the next
   int64_t blocks;    // blocks in the grid, of the launch that reads first if several do
   int shared_bytes;  // dynamic shared memory of a block
+  int boundary;      // bytes: a row's packs are counted from the multiple of so many that it begins at or after
   int chunks;        // parts that a row is cut into
   int64_t share;     // packs of each operand in such a part
-  int stages;        // of a ring
+  int stages;        // of a ring,
+  int spare;         // each with room for so many packs of each operand more than a share
   int again;         // chunks of a row that a ring does not hold, and reads twice
   Tile tile;         // of the tile schedule
   bool scratch;      // whether blocks exchange the states of the parts through device memory

@@ -103,11 +103,12 @@ struct Access {
   }
 
   // ---- packs of contiguous rows: pack j of a row holds its elements [j * kWidth - shift, (j + 1) * kWidth - shift),
-  // where shift is how far the row's start lies beyond a multiple of 16 bytes. `first` is the row's element that a pack
-  // begins with, which is negative or beyond the end where the pack is partly outside of the row.
+  // where shift is how far the row's start lies beyond a multiple of `boundary` bytes, a power of 2. `first` is the
+  // row's element that a pack begins with, which is negative or beyond the end where the pack is partly or wholly
+  // outside of the row.
 
-  __device__ __forceinline__ int shift_of(Offset row) const {
-    return static_cast<int>((reinterpret_cast<uintptr_t>(in[0] + row.element) % kPackBytes) / sizeof(T));
+  __device__ __forceinline__ int shift_of(Offset row, int boundary) const {
+    return static_cast<int>((reinterpret_cast<uintptr_t>(in[0] + row.element) & (boundary - 1)) / sizeof(T));
   }
 
   // Whether the pack lies within the operand, so that it can be read whole, whatever row its elements belong to.
@@ -116,14 +117,14 @@ struct Access {
     return begin >= 0 && begin + kWidth <= elements;
   }
 
-  // The same in 32 bits for the packs of one row of fewer than 2^31 elements.
+  // The same in 32 bits for the packs of one row of fewer than 2^31 elements, and that it is not wholly before the row.
   struct MemoryRange {
     int least, most;
     __device__ __forceinline__ bool holds(int first) const { return first >= least && first <= most; }
   };
   __device__ __forceinline__ MemoryRange memory_range(Offset row, int columns) const {
     const int64_t behind = elements - row.element - kWidth;
-    return {row.element < kWidth ? -static_cast<int>(row.element) : -kWidth,
+    return {row.element < kWidth ? -static_cast<int>(row.element) : 1 - kWidth,
             behind < columns ? static_cast<int>(behind) : columns};
   }
 

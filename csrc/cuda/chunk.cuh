@@ -16,6 +16,8 @@ struct ChunkArgs {
   int chunks;       // of a row
   int share;        // 16-byte packs of each operand in a chunk
   int stages;       // of a ring
+  int spare;        // packs more than that of each operand in a stage: where rows do not begin with a whole line of the
+                    // last cache, but with a whole pack, so that a copy may begin and end with whole lines
   int again;        // chunks of a row that a ring reads twice
   Divisor items;    // of a row, those twice
 };
@@ -36,29 +38,37 @@ struct Chunk {
   static constexpr bool kKeepsTerms = Op::kResultIsScaledTerm && sizeof(T) == sizeof(C);
 
   const RowArgs<A>& args;
-  const int share;
+  const int room;  // packs of each operand
   Pack* const shared;
   const int rank;
   const Offset row;
   int first;  // the row's element that the chunk begins with, negative where the row's first pack begins before it
   int packs;  // none is left for this chunk if not positive
+  int skip;   // of these, those before the row
+  // Packs of the line of the last cache that the chunk begins in which are before it, in memory and in `shared`; if
+  // there is room for whole lines.
+  int before;
 
   __device__ __forceinline__ Chunk(const ChunkArgs<A>& chunks, int64_t index, int chunk, Pack* shared)
       : args(chunks.rows),
-        share(chunks.share),
+        room(chunks.share + chunks.spare),
         shared(shared),
         rank(threadIdx.x % kThreads),
         row(chunks.rows.offset(index)) {
-    const int shift = kHasParts ? args.access.shift_of(row) : 0;
+    const int shift = kHasParts ? args.access.shift_of(row, args.boundary) : 0;
     const int row_packs = (shift + columns() + kWidth - 1) / kWidth;
-    first = chunk * share * kWidth - shift;
-    packs = chunk < chunks.chunks ? min(share, row_packs - chunk * share) : 0;
+    first = chunk * chunks.share * kWidth - shift;
+    packs = chunk < chunks.chunks ? min(chunks.share, row_packs - chunk * chunks.share) : 0;
+    skip = kHasParts && first < 0 ? -first / kWidth : 0;
+    before = chunks.spare > 0 ? static_cast<int>((row.element + first) / kWidth) % kLinePacks : 0;
   }
   __device__ __forceinline__ int columns() const { return static_cast<int>(args.columns); }
   __device__ __forceinline__ int first_of(int p) const { return first + (rank + p * kThreads) * kWidth; }
-  __device__ __forceinline__ Pack* at(int k, int j) const { return shared + k * share + j; }
+  __device__ __forceinline__ Pack* at(int k, int j) const { return shared + k * room + before + j; }
   // The packs [whole_begin, whole_end) lie wholly inside the row; the row's first and last one may not.
-  __device__ __forceinline__ int whole_begin() const { return kHasParts && first < 0 ? 1 : 0; }
+  __device__ __forceinline__ int whole_begin() const {
+    return kHasParts && first < 0 ? (-first + kWidth - 1) / kWidth : 0;
+  }
   __device__ __forceinline__ int whole_end() const {
     return kHasParts && first + packs * kWidth > columns() ? packs - 1 : packs;
   }
@@ -67,17 +77,29 @@ struct Chunk {
   template <class Body>
   __device__ __forceinline__ void for_edges(Body body) const {
     if constexpr (kHasParts) {
-      if (packs > 0 && first < 0 && rank == 0) body(0);
+      if (packs > 0 && whole_begin() > skip && rank == skip) body(skip);
       const int last = packs - 1;
       if (whole_end() == last && last >= whole_begin() && last % kThreads == rank) body(last);
     }
   }
 
   // The packs [copy_begin, copy_end) can be read whole; a first and a last one may reach beyond the operand.
-  __device__ __forceinline__ int copy_begin() const { return kHasParts && row.element + first < 0 ? 1 : 0; }
+  __device__ __forceinline__ int copy_begin() const {
+    return kHasParts && row.element + first + skip * kWidth < 0 ? skip + 1 : skip;
+  }
   __device__ __forceinline__ int copy_end() const {
     return kHasParts && row.element + first + static_cast<int64_t>(packs) * kWidth > args.access.elements ? packs - 1
                                                                                                           : packs;
+  }
+  // Those and what is around them: whole lines of the last cache, if there is room for them.
+  struct Range {
+    int begin, end;
+  };
+  __device__ __forceinline__ Range copied_lines(const ChunkArgs<A>& chunks) const {
+    if (chunks.spare == 0) return {copy_begin(), copy_end()};
+    const int64_t left = (args.access.elements - row.element - first) / kWidth;
+    const int end = (before + packs + kLinePacks - 1) / kLinePacks * kLinePacks - before;
+    return {-before, static_cast<int>(min(left, static_cast<int64_t>(end)))};
   }
   // Copies those that cannot, where `mine` says that it is for this thread to do.
   template <class Mine>
@@ -88,7 +110,7 @@ struct Chunk {
 #pragma unroll
         for (int k = 0; k < A::kInputs; ++k) *at(k, j) = args.access.load_parts(k, row, first + j * kWidth);
       };
-      if (packs > 0 && copy_begin() > 0) copy(0);
+      if (packs > 0 && copy_begin() > skip) copy(skip);
       if (copy_end() < packs && copy_end() >= copy_begin()) copy(copy_end());
     }
   }
@@ -99,7 +121,8 @@ struct Chunk {
 #pragma unroll
       for (int p = 0; p < kPacks; ++p) {
         const int j = rank + p * kThreads;
-        if (j < packs) mend(j, args.access.kept_bits(row, args.mask_stride, first + j * kWidth, columns()));
+        if (j >= skip && j < packs)
+          mend(j, args.access.kept_bits(row, args.mask_stride, first + j * kWidth, columns()));
       }
     } else {
       for_edges([&](int j) { mend(j, A::bits_within(first + j * kWidth, columns())); });
@@ -110,7 +133,7 @@ struct Chunk {
 #pragma unroll
       for (int p = 0; p < kPacks; ++p) {
         const int j = rank + p * kThreads;
-        if (j >= packs) continue;
+        if (j < skip || j >= packs) continue;
         Pack raw[A::kInputs];
 #pragma unroll
         for (int k = 0; k < A::kInputs; ++k) raw[k] = *at(k, j);
@@ -123,7 +146,7 @@ struct Chunk {
       const auto pack_of = [&](int p) {
         const int j = rank + p * kThreads;
         Pack pack = A::pad_pack(0);
-        if (j < packs) pack = *at(0, j);
+        if (j >= skip && j < packs) pack = *at(0, j);
         return pack;
       };
       Pack largest = A::pad_pack(0);

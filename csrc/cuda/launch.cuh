@@ -118,7 +118,7 @@ inline cudaError_t enqueue_clear(uint64_t* words, int64_t n, cudaStream_t stream
 template <class A>
 cudaError_t enqueue_chunks(const CudaPlan& plan, const RowArgs<A>& rows, uint64_t* words, cudaStream_t stream) {
   const ChunkArgs<A> args{
-      rows,       plan.scratch ? words : nullptr,   plan.chunks, static_cast<int>(plan.share), plan.stages,
+      rows,       plan.scratch ? words : nullptr,   plan.chunks, static_cast<int>(plan.share), plan.stages, plan.spare,
       plan.again, Divisor(plan.chunks + plan.again)};
   if (plan.scratch) {
     const cudaError_t status = enqueue_clear(words, rows.rows * plan.chunks * kStateWords<typename A::C>, stream);
@@ -339,8 +339,8 @@ cudaError_t enqueue_strips(const CudaPlan& plan, const A& access, cudaStream_t s
 // Schedules for rows that are runs of memory, or a few interleaved ones.
 template <class A>
 cudaError_t launch_rows(const CudaPlan& plan, const View& view, const A& access, uint64_t* words, cudaStream_t stream) {
-  const RowArgs<A> rows{access, view.kept, view.rows, view.columns,
-                        view.reduced.dim[view.reduced.size - 1].mask_stride};
+  const RowArgs<A> rows{
+      access, view.kept, view.rows, view.columns, view.reduced.dim[view.reduced.size - 1].mask_stride, plan.boundary};
   switch (plan.schedule) {
     case Schedule::kPacks:
       return enqueue_packs(plan, rows, stream);

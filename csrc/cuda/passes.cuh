@@ -25,7 +25,7 @@ struct Stretch {
   __device__ __forceinline__ Stretch(const RowArgs<A>& args, int64_t row, int64_t begin, int64_t share)
       : args(args),
         offset(args.offset(row)),
-        shift(args.access.shift_of(offset)),
+        shift(args.access.shift_of(offset, kPackBytes)),
         begin(begin),
         end(min(begin + share, (shift + args.columns + kWidth - 1) / kWidth)) {}
 

@@ -81,7 +81,8 @@ __global__ void __launch_bounds__(ring_threads(A::kInputs, kEdges) + 32, 1)
   const auto summed_alone = [&](unsigned item) { return in_row(item) < static_cast<unsigned>(args.again); };
   const auto work_on = [&](unsigned item, int stage) {
     const unsigned chunk = in_row(item);
-    return Work(args, row_of(item), chunk < chunks ? chunk : chunk - chunks, shared + stage * args.share * A::kInputs);
+    return Work(args, row_of(item), chunk < chunks ? chunk : chunk - chunks,
+                shared + stage * (args.share + args.spare) * A::kInputs);
   };
   const auto words_of = [&](unsigned row) {
     return WordsInMemory<C>{args.words + static_cast<int64_t>(row) * chunks * kWords};
@@ -141,15 +142,17 @@ __global__ void __launch_bounds__(ring_threads(A::kInputs, kEdges) + 32, 1)
         ticket_of[turn.stage] = item;
         const Work work = work_on(item, turn.stage);
         work.copy_beyond([](int) { return true; });
-        const int from = work.copy_begin(), bytes = max(work.copy_end() - from, 0) * kPackBytes;
+        const auto copied = work.copied_lines(args);
+        const int bytes = max(copied.end - copied.begin, 0) * kPackBytes;
         const int first = Op::kFirstSummed > 0 && summed_alone(item) ? Op::kFirstSummed : 0;
         arrive_and_expect(&full[turn.stage], bytes * (A::kInputs - first));
         if (bytes > 0) {
 #pragma unroll
           for (int k = 0; k < A::kInputs; ++k) {
             if (k < first) continue;
-            copy_bulk(work.at(k, from), args.rows.access.in[k] + work.row.element + work.first + from * A::kWidth,
-                      bytes, &full[turn.stage]);
+            copy_bulk(work.at(k, copied.begin),
+                      args.rows.access.in[k] + work.row.element + work.first + copied.begin * A::kWidth, bytes,
+                      &full[turn.stage]);
           }
         }
         turn.next(args.stages);

@@ -15,6 +15,7 @@ struct RowArgs {
   int64_t rows;
   int64_t columns;
   int64_t mask_stride;  // between neighbouring elements of a row
+  int boundary;         // that packs are counted from, where the kernel looks at the edges of rows
 
   __device__ __forceinline__ Offset offset(int64_t row) const {
     if constexpr (A::kMasked) {
@@ -42,7 +43,7 @@ struct Held {
 
   __device__ __forceinline__ Held(const RowArgs<A>& args, int64_t row, int rank, int begin, int share)
       : offset(args.offset(row)) {
-    const int shift = kEdges == Edges::kParts ? args.access.shift_of(offset) : 0;
+    const int shift = kEdges == Edges::kParts ? args.access.shift_of(offset, args.boundary) : 0;
     first = (begin + rank) * A::kWidth - shift;
     limit = static_cast<int>(args.columns);
     if (share > 0) limit = min(limit, (begin + share) * A::kWidth - shift);
@@ -79,7 +80,7 @@ __device__ __forceinline__ void finish_packs(const RowArgs<A>& args, const Held<
       const unsigned bits = A::kMasked ? kept[A::kMasked ? p : 0] : A::bits_within(first, columns);
 #pragma unroll
       for (int k = 0; k < A::kInputs; ++k) {
-        if (first < held.limit && !memory.holds(first)) raw[p][k] = access.load_parts(k, held.offset, first);
+        if (bits && first < held.limit && !memory.holds(first)) raw[p][k] = access.load_parts(k, held.offset, first);
         raw[p][k] = select_elements<T>(bits, raw[p][k], A::pad_pack(k));
       }
     }

@@ -76,7 +76,9 @@ __global__ void __launch_bounds__(kStripThreads) rows_in_strips(const __grid_con
   __syncthreads();
 
   const int lane = threadIdx.x & (team - 1), step = blockDim.x >> args.team_shift;
-  const int mine = max(min(tile.held, lines * inner - lane * tile.held), 0);  // elements
+  // Elements that this lane of a team has, and that all lanes have.
+  const int mine = max(min(tile.held, lines * inner - lane * tile.held), 0);
+  const int of_all = max(min(tile.held, lines * inner - (team - 1) * tile.held), 0);
   // Read some at a time, since the compiler does not see that writes to elements leave them alone.
   struct alignas(kBatch * sizeof(int)) Places {
     int at[kBatch];
@@ -103,17 +105,17 @@ __global__ void __launch_bounds__(kStripThreads) rows_in_strips(const __grid_con
       element[j] = reinterpret_cast<char*>(held) + (unit * tile.unit + static_cast<int>(in_unit.element)) * kBytes;
       mask[j] = unit * tile.outer_mask + in_unit.mask;
     }
-    const int n = there[0] ? mine : 0;
+    const int n = there[0] ? mine : 0, of_warp = __all_sync(kFullWarp, there[0]) ? of_all : 0;
     C values[kTogether][kHeld][kInputs];
     // Calls use(u, place) for the thread's elements; some at a time are there or not.
     const auto for_elements = [&](auto use) {
 #pragma unroll
       for (int b = 0; b < kHeld; b += kBatch) {
         const Places batch = places[b / kBatch];
-        if (b + kBatch <= n) {
+        if (b + kBatch <= of_warp) {
 #pragma unroll
           for (int u = 0; u < kBatch; ++u) use(b + u, batch.at[u]);
-        } else {
+        } else if (b < tile.held) {
 #pragma unroll
           for (int u = 0; u < kBatch; ++u) {
             if (b + u < n) use(b + u, batch.at[u]);
