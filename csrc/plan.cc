@@ -384,7 +384,9 @@ CudaPlan make_cuda_plan(const View& view, Op op, DType dtype, Alignment alignmen
   const bool full = clusters && chunks_before <= kMostBlocks && packs % room == 0;
   const bool in_ring = clusters && chunks_with_more > device.largest_cluster;
   const bool fits = !in_ring || shared / (more_room * inputs * kPackBytes) >= kFewestStages;
-  if (chunks_with_more < chunks_before && !full &&
+  // Where rings have whole packs that begin within lines, stages leave room for whole lines.
+  const bool within_lines = in_ring && plan.edges == Edges::kWhole && view.columns * bytes % kLineBytes != 0;
+  if (chunks_with_more < chunks_before && !full && !within_lines &&
       chunks_with_more <= (inputs == 1 && bytes < 8 && fits ? kLongRing : kMostTeams)) {
     plan.edges = Edges::kParts;
   }
@@ -392,10 +394,8 @@ CudaPlan make_cuda_plan(const View& view, Op op, DType dtype, Alignment alignmen
     plan.edges = Edges::kPartsOfMany;
   }
   cut_into_chunks(&plan, packs, inputs, chunk_room(inputs, plan.edges));
-  // Where rings have rows that begin within lines, stages leave room for whole ones.
   int spare = 0;
-  if (clusters && view.columns * bytes % kLineBytes != 0 && plan.boundary < kLineBytes &&
-      plan.chunks > device.largest_cluster * (inputs == 1 ? 1 : kMostTeams)) {
+  if (within_lines && plan.chunks > device.largest_cluster * (inputs == 1 ? 1 : kMostTeams)) {
     spare = kLinePacks;
     cut_into_chunks(&plan, packs, inputs, chunk_room(inputs, plan.edges) - spare);
   }

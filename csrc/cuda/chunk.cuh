@@ -39,15 +39,14 @@ struct Chunk {
 
   const RowArgs<A>& args;
   const int room;  // packs of each operand
-  Pack* const shared;
+  Pack* shared;
   const int rank;
   const Offset row;
   int first;  // the row's element that the chunk begins with, negative where the row's first pack begins before it
   int packs;  // none is left for this chunk if not positive
-  int skip;   // of these, those before the row
-  // Packs of the line of the last cache that the chunk begins in which are before it, in memory and in `shared`; if
-  // there is room for whole lines.
-  int before;
+  // Of the line of the last cache that the chunk begins in, packs before it, in memory and in `shared`: if there is
+  // room for whole lines.
+  int before = 0;
 
   __device__ __forceinline__ Chunk(const ChunkArgs<A>& chunks, int64_t index, int chunk, Pack* shared)
       : args(chunks.rows),
@@ -59,12 +58,14 @@ struct Chunk {
     const int row_packs = (shift + columns() + kWidth - 1) / kWidth;
     first = chunk * chunks.share * kWidth - shift;
     packs = chunk < chunks.chunks ? min(chunks.share, row_packs - chunk * chunks.share) : 0;
-    skip = kHasParts && first < 0 ? -first / kWidth : 0;
-    before = chunks.spare > 0 ? static_cast<int>((row.element + first) / kWidth) % kLinePacks : 0;
+    if (kEdges == Edges::kWhole && chunks.spare > 0) {
+      before = static_cast<unsigned>(row.element + first) / kWidth % kLinePacks;
+      this->shared += before;
+    }
   }
   __device__ __forceinline__ int columns() const { return static_cast<int>(args.columns); }
   __device__ __forceinline__ int first_of(int p) const { return first + (rank + p * kThreads) * kWidth; }
-  __device__ __forceinline__ Pack* at(int k, int j) const { return shared + k * room + before + j; }
+  __device__ __forceinline__ Pack* at(int k, int j) const { return shared + k * room + j; }
   // The packs [whole_begin, whole_end) lie wholly inside the row; the row's first and last one may not.
   __device__ __forceinline__ int whole_begin() const {
     return kHasParts && first < 0 ? (-first + kWidth - 1) / kWidth : 0;
@@ -77,15 +78,16 @@ struct Chunk {
   template <class Body>
   __device__ __forceinline__ void for_edges(Body body) const {
     if constexpr (kHasParts) {
-      if (packs > 0 && whole_begin() > skip && rank == skip) body(skip);
+      if (rank < whole_begin()) body(rank);
       const int last = packs - 1;
       if (whole_end() == last && last >= whole_begin() && last % kThreads == rank) body(last);
     }
   }
 
-  // The packs [copy_begin, copy_end) can be read whole; a first and a last one may reach beyond the operand.
+  // The packs [copy_begin, copy_end) can be read whole; others may reach beyond the operand.
   __device__ __forceinline__ int copy_begin() const {
-    return kHasParts && row.element + first + skip * kWidth < 0 ? skip + 1 : skip;
+    const int64_t begin = row.element + first;
+    return kHasParts && begin < 0 ? (static_cast<int>(-begin) + kWidth - 1) / kWidth : 0;
   }
   __device__ __forceinline__ int copy_end() const {
     return kHasParts && row.element + first + static_cast<int64_t>(packs) * kWidth > args.access.elements ? packs - 1
@@ -96,10 +98,10 @@ struct Chunk {
     int begin, end;
   };
   __device__ __forceinline__ Range copied_lines(const ChunkArgs<A>& chunks) const {
-    if (chunks.spare == 0) return {copy_begin(), copy_end()};
-    const int64_t left = (args.access.elements - row.element - first) / kWidth;
+    if (kEdges != Edges::kWhole || chunks.spare == 0) return {copy_begin(), copy_end()};
+    const int64_t left = args.access.elements - row.element - first;
     const int end = (before + packs + kLinePacks - 1) / kLinePacks * kLinePacks - before;
-    return {-before, static_cast<int>(min(left, static_cast<int64_t>(end)))};
+    return {-before, end * kWidth <= left ? end : static_cast<int>(left / kWidth)};
   }
   // Copies those that cannot, where `mine` says that it is for this thread to do.
   template <class Mine>
@@ -110,7 +112,7 @@ struct Chunk {
 #pragma unroll
         for (int k = 0; k < A::kInputs; ++k) *at(k, j) = args.access.load_parts(k, row, first + j * kWidth);
       };
-      if (packs > 0 && copy_begin() > skip) copy(skip);
+      for (int j = 0; j < copy_begin(); ++j) copy(j);
       if (copy_end() < packs && copy_end() >= copy_begin()) copy(copy_end());
     }
   }
@@ -121,8 +123,7 @@ struct Chunk {
 #pragma unroll
       for (int p = 0; p < kPacks; ++p) {
         const int j = rank + p * kThreads;
-        if (j >= skip && j < packs)
-          mend(j, args.access.kept_bits(row, args.mask_stride, first + j * kWidth, columns()));
+        if (j < packs) mend(j, args.access.kept_bits(row, args.mask_stride, first + j * kWidth, columns()));
       }
     } else {
       for_edges([&](int j) { mend(j, A::bits_within(first + j * kWidth, columns())); });
@@ -133,7 +134,7 @@ struct Chunk {
 #pragma unroll
       for (int p = 0; p < kPacks; ++p) {
         const int j = rank + p * kThreads;
-        if (j < skip || j >= packs) continue;
+        if (j >= packs) continue;
         Pack raw[A::kInputs];
 #pragma unroll
         for (int k = 0; k < A::kInputs; ++k) raw[k] = *at(k, j);
@@ -146,7 +147,7 @@ struct Chunk {
       const auto pack_of = [&](int p) {
         const int j = rank + p * kThreads;
         Pack pack = A::pad_pack(0);
-        if (j >= skip && j < packs) pack = *at(0, j);
+        if (j < packs) pack = *at(0, j);
         return pack;
       };
       Pack largest = A::pad_pack(0);

@@ -105,17 +105,20 @@ __global__ void __launch_bounds__(kStripThreads) rows_in_strips(const __grid_con
       element[j] = reinterpret_cast<char*>(held) + (unit * tile.unit + static_cast<int>(in_unit.element)) * kBytes;
       mask[j] = unit * tile.outer_mask + in_unit.mask;
     }
-    const int n = there[0] ? mine : 0, of_warp = __all_sync(kFullWarp, there[0]) ? of_all : 0;
+    const int n = there[0] ? mine : 0;
+    // Much gains by questions that a whole warp answers alike; little loses more by the vote.
+    constexpr bool kVotes = kHeld * kBytes > 32;
+    const int together = kVotes ? (__all_sync(kFullWarp, there[0]) ? of_all : 0) : n;
     C values[kTogether][kHeld][kInputs];
     // Calls use(u, place) for the thread's elements; some at a time are there or not.
     const auto for_elements = [&](auto use) {
 #pragma unroll
       for (int b = 0; b < kHeld; b += kBatch) {
         const Places batch = places[b / kBatch];
-        if (b + kBatch <= of_warp) {
+        if (b + kBatch <= together) {
 #pragma unroll
           for (int u = 0; u < kBatch; ++u) use(b + u, batch.at[u]);
-        } else if (b < tile.held) {
+        } else if (!kVotes || b < tile.held) {
 #pragma unroll
           for (int u = 0; u < kBatch; ++u) {
             if (b + u < n) use(b + u, batch.at[u]);
