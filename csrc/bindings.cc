@@ -68,6 +68,8 @@ nb::dict plan(const std::vector<int64_t>& shape, const std::vector<int64_t>& axe
   result["chunks"] = plan.chunks;
   result["share"] = plan.share;
   result["stages"] = plan.stages;
+  result["spare"] = plan.spare;
+  result["boundary"] = plan.boundary;
   result["again"] = plan.again;
   result["scratch"] = plan.scratch;
   result["edges"] = kEdgesNames[static_cast<int>(plan.edges)];

@@ -190,6 +190,12 @@ LanesAndPacks narrow_slab_shape(int64_t columns) {
   return {columns <= 64 ? 4 : columns <= 256 ? 16 : 32, 16};
 }
 
+// Whether lanes would have so much more room than a row has columns that strips and tiles are faster.
+bool is_roomy(LanesAndPacks shape, int64_t columns, int bytes) {
+  return bytes < 8 && columns >= kRoomyColumns && columns <= kMostRoomyColumns &&
+         shape.lanes * shape.packs >= kMostNarrowRoom * static_cast<double>(columns);
+}
+
 // Cuts a row into equal parts of at most so many packs.
 void cut(CudaPlan* plan, int64_t packs, int64_t most) {
   plan->chunks = static_cast<int>(ceil_div(packs, most));
@@ -242,29 +248,29 @@ CudaPlan make_cuda_plan(const View& view, Op op, DType dtype, Alignment alignmen
     const int64_t slab_bytes = view.columns * inner * bytes;
     const int64_t unit = std::lcm<int64_t>(inner, per_pack);  // rows of whole packs, and all of a slab's
     const int64_t row_bytes = view.columns * bytes * inputs_of(op);
-    if (view.reduced.dim[0].stride == inner && slab_bytes <= kNarrowBytes && unit * row_bytes <= kNarrowUnitBytes &&
-        (inner * bytes < kSegmentBytes || inner % per_pack != 0)) {
+    const bool narrow = view.reduced.dim[0].stride == inner && slab_bytes <= kNarrowBytes &&
+                        unit * row_bytes <= kNarrowUnitBytes &&
+                        (inner * bytes < kSegmentBytes || inner % per_pack != 0);
+    if (narrow && !view.masked && 2 * per_pack % (view.columns * inner) == 0) {
       plan.slab_inner = static_cast<int>(inner);
-      if (!view.masked && 2 * per_pack % (view.columns * inner) == 0) return in_packs();
-      const LanesAndPacks shape = narrow_slab_shape(view.columns);
-      const bool roomy = bytes < 8 && view.columns >= kRoomyColumns && view.columns <= kMostRoomyColumns &&
-                         shape.lanes * shape.packs >= kMostNarrowRoom * static_cast<double>(view.columns);
-      if (!roomy) {
-        plan.schedule = Schedule::kSlab;
-        plan.threads = kSlabThreads;
-        plan.lanes = shape.lanes;
-        plan.packs = shape.packs;
-        plan.slab_pad = slab_bytes % kPackBytes == 0;
-        const int64_t padded = plan.slab_pad ? kPackBytes * inputs_of(op) : 0;  // for inner rows
-        int64_t units = std::max<int64_t>(1, kNarrowSlabBytes / (unit * row_bytes));
-        if (units > 1) units -= units % 2;  // of whole sectors
-        plan.slab_rows = static_cast<int>(unit * units);
-        plan.slab_spread = 1;
-        plan.blocks = ceil_div(view.rows, plan.slab_rows);
-        plan.shared_bytes = static_cast<int>(plan.slab_rows * row_bytes + plan.slab_rows / inner * padded);
-        return plan;
-      }
-      plan.slab_inner = 0;
+      return in_packs();
+    }
+    const LanesAndPacks shape = narrow_slab_shape(view.columns);
+    if (narrow && !is_roomy(shape, view.columns, bytes)) {
+      plan.schedule = Schedule::kSlab;
+      plan.slab_inner = static_cast<int>(inner);
+      plan.threads = kSlabThreads;
+      plan.lanes = shape.lanes;
+      plan.packs = shape.packs;
+      plan.slab_pad = slab_bytes % kPackBytes == 0;
+      const int64_t padded = plan.slab_pad ? kPackBytes * inputs_of(op) : 0;  // for inner rows
+      int64_t units = std::max<int64_t>(1, kNarrowSlabBytes / (unit * row_bytes));
+      if (units > 1) units -= units % 2;  // of whole sectors
+      plan.slab_rows = static_cast<int>(unit * units);
+      plan.slab_spread = 1;
+      plan.blocks = ceil_div(view.rows, plan.slab_rows);
+      plan.shared_bytes = static_cast<int>(plan.slab_rows * row_bytes + plan.slab_rows / inner * padded);
+      return plan;
     }
   }
   if (!view.contiguous_rows() && aligned_operands && plan_tile(&plan, view, bytes, inputs_of(op), device, scratch)) {

@@ -16,6 +16,7 @@ import ml_dtypes
 import numpy as np
 
 import jax_softmax
+from jax_softmax import _kernels
 
 OPERATORS = {"softmax": jax_softmax.softmax, "log_softmax": jax_softmax.log_softmax}
 CUSTOM_VJPS = {"softmax": jax_softmax.softmax_vjp, "log_softmax": jax_softmax.log_softmax_vjp}
@@ -23,8 +24,23 @@ JAX_NN = {"softmax": jax.nn.softmax, "log_softmax": jax.nn.log_softmax}
 NAMES = tuple(OPERATORS)
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
+# What plans are made for.
+H200 = {"compute_capability": 90, "multiprocessors": 132, "shared_memory_per_block": 227 * 1024, "largest_cluster": 16}
+T4 = {"compute_capability": 75, "multiprocessors": 40, "shared_memory_per_block": 64 * 1024, "largest_cluster": 1}
+A100 = {"compute_capability": 80, "multiprocessors": 108, "shared_memory_per_block": 163 * 1024, "largest_cluster": 1}
+RTX5090 = {
+    "compute_capability": 120,
+    "multiprocessors": 170,
+    "shared_memory_per_block": 99 * 1024,
+    "largest_cluster": 8,
+}
+
 # Roundings of exp, of a reciprocal or division, and of a product or two.
 ROUNDINGS = 4
+
+
+def plan(shape, axes, op="softmax", dtype="float32", mask_shape=None, device=H200):
+    return _kernels.plan(list(shape), list(axes), op, dtype, mask_shape, **device)
 
 
 def precision(dtype):

@@ -445,7 +445,15 @@ def test_a_row_is_the_same_in_every_batch(dtype, packs):
 
 @pytest.mark.parametrize(
     "dtype,columns",
-    [("bfloat16", 65_544), ("bfloat16", 131_072), ("bfloat16", 300_000), ("float32", 24_600), ("float64", 40_000)],
+    [
+        ("bfloat16", 65_544),
+        ("bfloat16", 131_072),
+        ("bfloat16", 151_944),
+        ("bfloat16", 300_000),
+        ("float32", 24_600),
+        ("float32", 300_004),
+        ("float64", 40_000),
+    ],
 )
 def test_a_long_row_is_the_same_in_a_large_batch(dtype, columns):
     """Bitwise: on a GPU such a batch passes through clusters or a ring, and the row alone does not."""
