@@ -131,7 +131,8 @@ inline constexpr int kTilePassPacks = 8;   // of a thread, of all operands toget
 struct Tile {
   Dims kept;
   Dims lines;
-  Dims sets;                       // of lines, that rows read twice have; each begins as it will in a pack
+  Dims sets;                       // of lines, that rows read twice have; each begins as it will in a pack,
+  int full_sets;                   // and those from this one on have the last of its outermost lines not
   int64_t segment;                 // elements
   int64_t run;                     // elements of the whole run that segments are parts of; 0 where they are not
   int64_t inner, group;            // elements

@@ -160,21 +160,49 @@ class TileChooser {
       return Shape{unit, std::min<int64_t>(most_threads_ / unit, ceil_div(tile.lines.elements(), held))};
     });
   }
-  // Lines of several dimensions, cut into sets of one, where states take less room than what they are of.
+  // Lines of several dimensions, cut into sets, where states take less room than what they are of.
   bool has_sets(const Dims& lines) const {
     return lines.size > 1 && lines.dim[lines.size - 1].extent * bytes_ >= 2 * state_bytes(bytes_);
   }
+  bool has_sets_of_runs(const Tile& tile) const {
+    return tile.lines.size > 1 && in_sets_of_runs(tile).lines.elements() * bytes_ >= 2 * state_bytes(bytes_);
+  }
   static Tile in_sets(Tile tile) {
     tile.sets = without_last(tile.lines);
+    tile.full_sets = static_cast<int>(tile.sets.elements());
     tile.lines.dim[0] = tile.lines.dim[tile.lines.size - 1];
     tile.lines.size = 1;
     return tile;
   }
+  // The same of runs: of the outer dimension that leaves fewest sets, indices a turn apart share one, since their runs
+  // begin alike.
+  Tile in_sets_of_runs(Tile tile) const {
+    const Dims lines = tile.lines;
+    const auto turn = [&](const Dim& dim) { return turn_of(width_, dim.stride); };
+    const auto turns = [&](const Dim& dim) { return ceil_div(dim.extent, turn(dim)); };
+    int shared = 0;
+    for (int i = 1; i < lines.size - 1; ++i) {
+      if (turns(lines.dim[i]) > turns(lines.dim[shared])) shared = i;
+    }
+    const Dim& dim = lines.dim[shared];
+    if (turns(dim) == 1) return in_sets(tile);
+    const int64_t apart = turn(dim), rest = dim.extent % apart;
+    tile.sets = Dims{1, {{apart, dim.stride, dim.mask_stride}}};
+    for (int i = 0; i < lines.size - 1; ++i) {
+      if (i != shared) tile.sets.dim[tile.sets.size++] = lines.dim[i];
+    }
+    const int64_t sets = tile.sets.elements();
+    tile.full_sets = static_cast<int>(rest == 0 ? sets : sets / apart * rest);
+    tile.lines = Dims{2, {{turns(dim), apart * dim.stride, apart * dim.mask_stride}, lines.dim[lines.size - 1]}};
+    return tile;
+  }
   // Whether lines of few bytes had better be read twice, in whole runs, than once, one by one.
-  bool better_twice(const Dims& lines, int64_t period, int64_t line_bytes) const {
+  bool better_twice(const Tile& tile, int64_t period, int64_t line_bytes) const {
+    const Dims& lines = tile.lines;
     const Dim& along = lines.dim[lines.size - 1];
     return scratch_ && !passes_ && line_bytes < kStripSegmentBytes && are_runs(along, period) &&
-           along.extent * period * bytes_ >= kSetRunBytes && (whole_strides(lines, lines.size - 1) || has_sets(lines));
+           along.extent * period * bytes_ >= kSetRunBytes &&
+           (whole_strides(lines, lines.size - 1) || has_sets_of_runs(tile));
   }
 
   // Strips of lines of which each row has `inner` elements, which lie as `in_line` says.
@@ -255,9 +283,9 @@ class TileChooser {
   std::optional<bool> runs_anywhere(const Tile& tile) {
     const int64_t lines = tile.lines.elements();
     if (tile.lines.size > 0 && kept_.mask_stride == run_.extent * run_.mask_stride) {
-      const bool sets = passes_ && has_sets(tile.lines) && !whole_strides(tile.lines, tile.lines.size - 1);
-      if (try_runs(sets ? in_sets(tile) : tile, tile.segment, run_.extent, run_.mask_stride)) return true;
-      if (better_twice(tile.lines, tile.segment, run_.extent * bytes_)) return false;
+      const bool sets = passes_ && has_sets_of_runs(tile) && !whole_strides(tile.lines, tile.lines.size - 1);
+      if (try_runs(sets ? in_sets_of_runs(tile) : tile, tile.segment, run_.extent, run_.mask_stride)) return true;
+      if (better_twice(tile, tile.segment, run_.extent * bytes_)) return false;
     }
     if (strips(tile, Dims{1, {{run_.extent, 1, run_.mask_stride}}})) return true;
     if (tile.lines.size != 1) return std::nullopt;
@@ -329,10 +357,11 @@ class TileChooser {
   bool lines_anywhere(Tile tile) {
     const bool in_runs = tile.lines.size == 1 && are_runs(run_, kept_.extent) && view_.columns > kFewRunColumns;
     if (!in_runs && !long_runs(tile.lines, kept_.extent) && small_arrays()) return true;
-    const bool runs = are_runs(run_, kept_.extent) && whole_strides(tile.lines, tile.lines.size - 1);
-    if (passes_ && has_sets(tile.lines) && !runs) tile = in_sets(tile);
-    if (try_runs(tile, kept_.extent, 1, kept_.mask_stride)) return true;
-    if (better_twice(tile.lines, kept_.extent, kept_.extent * bytes_)) return false;
+    const bool whole = whole_strides(tile.lines, tile.lines.size - 1);
+    const bool sets = passes_ && !whole && has_sets_of_runs(tile);
+    if (try_runs(sets ? in_sets_of_runs(tile) : tile, kept_.extent, 1, kept_.mask_stride)) return true;
+    if (better_twice(tile, kept_.extent, kept_.extent * bytes_)) return false;
+    if (passes_ && has_sets(tile.lines) && !(whole && are_runs(run_, kept_.extent))) tile = in_sets(tile);
     if (run_.extent > kMostTileNumbers) return false;
     if (strips(tile, Dims{})) return true;
     if (passes_ && tile.lines.size > 1) return false;

@@ -171,6 +171,7 @@ bool lay_out(CudaPlan* plan, Tile tile, int packs, int groups, int held, int byt
   tile.groups = groups;
   tile.all_lines = static_cast<int>(all_lines);
   const int64_t sets = tile.sets.elements();
+  if (sets == 1) tile.full_sets = 1;
   if (passes) {
     const int64_t most = std::max<int64_t>(kMostTilePieces / sets, 1), least = sets > 1 ? 1 : 2;
     tile.cluster = static_cast<int>(std::clamp<int64_t>(all_lines / groups / kPieceLines, least, most));
@@ -203,9 +204,10 @@ bool lay_out(CudaPlan* plan, Tile tile, int packs, int groups, int held, int byt
     if (sets > 1) {
       // No more than there are in a set: each has states for all of its pieces. What lies outside does not count, lest
       // a row's bits depend on it.
-      int64_t inside = 1;
+      int64_t inside = 1, outermost = 0;
+      for (int i = 0; i < tile.sets.size; ++i) outermost = std::max(outermost, tile.sets.dim[i].stride);
       for (int i = 0; i < tile.kept.size; ++i) {
-        if (tile.kept.dim[i].stride < tile.sets.dim[0].stride) inside *= tile.kept.dim[i].extent;
+        if (tile.kept.dim[i].stride < outermost) inside *= tile.kept.dim[i].extent;
       }
       tile.segments = static_cast<int>(std::min<int64_t>(tile.segments, inside));
     }

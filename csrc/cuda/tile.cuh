@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(kTileThreads, 3) rows_in_tile(const __grid_con
   using Part = TilePart<A, kSeparate, kLines>;
   Offset* const offsets = reinterpret_cast<Offset*>(reinterpret_cast<char*>(shared) + tile.offsets_at);
   if (Part::turning(args)) Part::list_offsets(args, rank, offsets);
-  const Part part(args, index, rank, offsets, {0, 0});
+  const Part part(args, index, rank, tile.all_lines, offsets, {0, 0});
 
   // Each thread reads only what it has copied itself, so that there is no need for a barrier.
   Pack* const mine = shared + threadIdx.x;

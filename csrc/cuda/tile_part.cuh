@@ -107,9 +107,10 @@ struct TilePart {
     __syncthreads();
   }
 
-  // `offsets` lists the block's lines if they take turns; `set` is where the set begins that the block has lines of.
-  __device__ __forceinline__ TilePart(const TileArgs<A>& args, unsigned index, int rank, const Offset* offsets,
-                                      Offset set)
+  // `offsets` lists the block's lines if they take turns; `set` is where the set begins that the block has lines of,
+  // and `all_lines` how many there are.
+  __device__ __forceinline__ TilePart(const TileArgs<A>& args, unsigned index, int rank, int all_lines,
+                                      const Offset* offsets, Offset set)
       : args(args), rank(rank), offsets(offsets) {
     const Tile& tile = args.tile;
     group = args.packs.divide(threadIdx.x);
@@ -149,7 +150,7 @@ struct TilePart {
       bits = tile.halo ? A::bits_within(start + first, tile.segment)
                        : A::bits_within(first, min(static_cast<int64_t>(tile.width), tile.segment - start));
     }
-    const int end = min((rank + 1) * tile.block_lines, tile.all_lines);
+    const int end = min((rank + 1) * tile.block_lines, all_lines);
     lines = active && first_line < end ? args.groups.divide(end - first_line - 1) + 1 : 0;
     top = line(first_line);
     readable = storable = true;

@@ -1,5 +1,5 @@
 // The schedule for tiles whose rows are too long for the chip's shared memory, or narrow: read twice, in pieces. Lines
-// of several dimensions that begin anywhere in a pack come in sets of one dimension, which no piece crosses.
+// of several dimensions that begin anywhere in a pack come in sets that begin alike, which no piece crosses.
 #pragma once
 
 #include "cuda/passes.cuh"
@@ -51,7 +51,9 @@ __global__ void __launch_bounds__(kTilePassThreads, sizeof(typename A::C) == 8 |
   const unsigned index = number - piece * args.tiles.divisor;
   unsigned ignored;
   const int set = args.set_pieces.divide(piece), piece_of_set = piece - set * args.set_pieces.divisor;
-  const TilePart<A, kSeparate, kLines> part(args.tile, index, piece_of_set, nullptr, args.sets.at(set, &ignored));
+  const int lines = tile.all_lines - (set < tile.full_sets ? 0 : args.tile.lines.innermost());
+  const TilePart<A, kSeparate, kLines> part(args.tile, index, piece_of_set, lines, nullptr,
+                                            args.sets.at(set, &ignored));
   State<C>* const of_tile = args.states + static_cast<int64_t>(index) * args.pieces * tile.columns;
 
   // Calls use(i, n, held) for n lines at a time, from the i-th on, at most so many as a stage has room for of the
