@@ -330,8 +330,8 @@ CudaPlan make_cuda_plan(const View& view, Op op, DType dtype, Alignment alignmen
   // others are faster. A row of whole packs begins with its own, since its bits must not depend on where it lies.
   int64_t packs;
   const auto set_packs = [&](int boundary) {
-    plan.boundary = aligned ? kPackBytes : boundary;
-    packs = aligned ? view.columns / per_pack : ceil_div(view.columns + boundary / bytes - 1, per_pack);
+    plan.boundary = view.columns % per_pack == 0 ? kPackBytes : boundary;
+    packs = aligned ? view.columns / per_pack : ceil_div(view.columns + plan.boundary / bytes - 1, per_pack);
   };
   set_packs(kPackBytes);
   const auto set_edges = [&](int64_t threads) {
@@ -436,10 +436,11 @@ CudaPlan make_cuda_plan(const View& view, Op op, DType dtype, Alignment alignmen
   // However many rows there are, they are cut into the same chunks, or all of them are read twice.
   const bool chunked = ring || !scratch || inputs == 2 || chunks <= device.largest_cluster ||
                        chunks <= std::min<int64_t>(kMostTeams, shared / chunk_bytes);
-  if (clusters && chunked && all_chunks <= device.multiprocessors && spread(1, kSmallCluster)) return plan;
+  const int few_blocks = std::min(kSmallCluster, device.largest_cluster);
+  if (clusters && chunked && all_chunks <= device.multiprocessors && spread(1, few_blocks)) return plan;
   if (spread(kMostTeams, 1)) return plan;
   if (clusters && inputs == 1 && !(few && ring) && spread(1, device.largest_cluster)) return plan;
-  if (clusters && inputs == 2 && spread(kMostTeams, few && ring ? kSmallCluster : device.largest_cluster)) return plan;
+  if (clusters && inputs == 2 && spread(kMostTeams, few && ring ? few_blocks : device.largest_cluster)) return plan;
   if (ring) {
     plan.scratch = true;
     plan.again = static_cast<int>(again);

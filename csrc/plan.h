@@ -84,8 +84,8 @@ inline constexpr const char* kScheduleNames[] = {"packs",  "slab",   "lanes",  "
                                                  "strips", "gather", "columns"};
 
 // Which checks the packs that cover a row need: none, since the threads' packs are exactly the row's; whether a pack
-// belongs to the row; or which of its elements do, in rows of two operands in so many chunks that they pass through
-// rings by larger teams as well.
+// belongs to the row; which of its elements do; or that, by larger teams, in rows of two operands in so many chunks
+// that rings would wait for small ones.
 enum class Edges { kNone, kWhole, kParts, kPartsOfMany };
 inline constexpr const char* kEdgesNames[] = {"none", "whole", "parts", "parts_of_many"};
 
@@ -143,7 +143,8 @@ struct Tile {
   int width;                       // elements of each line in a tile, if not spanning; in strips, units
   int halo;                        // elements beyond those that are read too, so that whole packs are stored
   int turn, last_lines;            // if neither, and `lines` has several dimensions, the last one of whole turns: how
-                                   // far apart lines are that begin alike in a pack, and its extent without the rest
+                                   // far apart lines are that take turns to begin alike in a pack, or 0 if they come in
+                                   // sets, and its extent without the rest
   int offsets_at;                  // then: bytes to the list of where lines begin
   int64_t segment_packs, all_packs;  // if spanning
   int segments, unit;                // if segments are parts of runs: how many in a tile, and packs of each

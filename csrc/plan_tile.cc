@@ -62,8 +62,11 @@ constexpr int kFewLines = 4;
 // if the runs are not so short, but have so few elements, at least as many.
 constexpr int kFewShortRuns = 8;
 constexpr int kRaggedRun = 64;
-// Of runs that begin anywhere in a pack, at the least, where each is a set of lines.
+// Of runs that begin anywhere in a pack, at the least, that sets have.
 constexpr int64_t kSetRunBytes = 512;
+// Lines that are enough for a set, and how many more it may have for whole turns of them.
+constexpr int kManyLines = 1024;
+constexpr double kMostWholeTurns = 1.125;
 
 // Finds the lines that a tile has of a view, and their shape.
 class TileChooser {
@@ -165,35 +168,39 @@ class TileChooser {
     return lines.size > 1 && lines.dim[lines.size - 1].extent * bytes_ >= 2 * state_bytes(bytes_);
   }
   bool has_sets_of_runs(const Tile& tile) const {
-    return tile.lines.size > 1 && in_sets_of_runs(tile).lines.elements() * bytes_ >= 2 * state_bytes(bytes_);
+    return tile.lines.size > 1 && in_sets(tile, true).lines.elements() * bytes_ >= 2 * state_bytes(bytes_);
   }
-  static Tile in_sets(Tile tile) {
-    tile.sets = without_last(tile.lines);
-    tile.full_sets = static_cast<int>(tile.sets.elements());
-    tile.lines.dim[0] = tile.lines.dim[tile.lines.size - 1];
-    tile.lines.size = 1;
-    return tile;
-  }
-  // The same of runs: of the outer dimension that leaves fewest sets, indices a turn apart share one, since their runs
-  // begin alike.
-  Tile in_sets_of_runs(Tile tile) const {
-    const Dims lines = tile.lines;
+  // Of the outer dimension that leaves fewest sets, indices a turn apart share one, since their lines begin alike. If
+  // the innermost dimension's are not one run, of which any part will do, they are made whole turns for that, unless
+  // they, or their operands, are many already.
+  Tile in_sets(Tile tile, bool of_runs) const {
+    const Dims outer = without_last(tile.lines);
+    Dim last = tile.lines.dim[tile.lines.size - 1];
     const auto turn = [&](const Dim& dim) { return turn_of(width_, dim.stride); };
     const auto turns = [&](const Dim& dim) { return ceil_div(dim.extent, turn(dim)); };
     int shared = 0;
-    for (int i = 1; i < lines.size - 1; ++i) {
-      if (turns(lines.dim[i]) > turns(lines.dim[shared])) shared = i;
+    for (int i = 1; i < outer.size; ++i) {
+      if (turns(outer.dim[i]) > turns(outer.dim[shared])) shared = i;
     }
-    const Dim& dim = lines.dim[shared];
-    if (turns(dim) == 1) return in_sets(tile);
-    const int64_t apart = turn(dim), rest = dim.extent % apart;
+    const Dim& dim = outer.dim[shared];
+    const int64_t apart = turn(dim), rest = dim.extent % apart,
+                  whole = of_runs ? last.extent : turns(last) * turn(last);
+    const bool many = inputs_ == 2 || last.extent > kManyLines || whole > kMostWholeTurns * last.extent;
+    if (turns(dim) == 1 || (!of_runs && many)) {
+      tile.sets = outer;
+      tile.full_sets = static_cast<int>(outer.elements());
+      tile.lines = Dims{1, {last}};
+      return tile;
+    }
     tile.sets = Dims{1, {{apart, dim.stride, dim.mask_stride}}};
-    for (int i = 0; i < lines.size - 1; ++i) {
-      if (i != shared) tile.sets.dim[tile.sets.size++] = lines.dim[i];
+    for (int i = 0; i < outer.size; ++i) {
+      if (i != shared) tile.sets.dim[tile.sets.size++] = outer.dim[i];
     }
     const int64_t sets = tile.sets.elements();
     tile.full_sets = static_cast<int>(rest == 0 ? sets : sets / apart * rest);
-    tile.lines = Dims{2, {{turns(dim), apart * dim.stride, apart * dim.mask_stride}, lines.dim[lines.size - 1]}};
+    tile.last_lines = static_cast<int>(last.extent);
+    last.extent = whole;
+    tile.lines = Dims{2, {{turns(dim), apart * dim.stride, apart * dim.mask_stride}, last}};
     return tile;
   }
   // Whether lines of few bytes had better be read twice, in whole runs, than once, one by one.
@@ -284,7 +291,7 @@ class TileChooser {
     const int64_t lines = tile.lines.elements();
     if (tile.lines.size > 0 && kept_.mask_stride == run_.extent * run_.mask_stride) {
       const bool sets = passes_ && has_sets_of_runs(tile) && !whole_strides(tile.lines, tile.lines.size - 1);
-      if (try_runs(sets ? in_sets_of_runs(tile) : tile, tile.segment, run_.extent, run_.mask_stride)) return true;
+      if (try_runs(sets ? in_sets(tile, true) : tile, tile.segment, run_.extent, run_.mask_stride)) return true;
       if (better_twice(tile, tile.segment, run_.extent * bytes_)) return false;
     }
     if (strips(tile, Dims{1, {{run_.extent, 1, run_.mask_stride}}})) return true;
@@ -359,13 +366,14 @@ class TileChooser {
     if (!in_runs && !long_runs(tile.lines, kept_.extent) && small_arrays()) return true;
     const bool whole = whole_strides(tile.lines, tile.lines.size - 1);
     const bool sets = passes_ && !whole && has_sets_of_runs(tile);
-    if (try_runs(sets ? in_sets_of_runs(tile) : tile, kept_.extent, 1, kept_.mask_stride)) return true;
+    if (try_runs(sets ? in_sets(tile, true) : tile, kept_.extent, 1, kept_.mask_stride)) return true;
     if (better_twice(tile, kept_.extent, kept_.extent * bytes_)) return false;
-    if (passes_ && has_sets(tile.lines) && !(whole && are_runs(run_, kept_.extent))) tile = in_sets(tile);
+    if (passes_ && has_sets(tile.lines) && !(whole && are_runs(run_, kept_.extent))) tile = in_sets(tile, false);
     if (run_.extent > kMostTileNumbers) return false;
     if (strips(tile, Dims{})) return true;
-    if (passes_ && tile.lines.size > 1) return false;
-    const int turn = tile.lines.size > 1 ? take_turns(&tile) : static_cast<int>(turn_of(width_, run_.stride));
+    if (passes_ && tile.lines.size > 1 && tile.sets.size == 0) return false;
+    const bool turns = !passes_ && tile.lines.size > 1;
+    const int turn = turns ? take_turns(&tile) : static_cast<int>(turn_of(width_, run_.stride));
     if (!passes_ && choose_lines(plan_, tile, turn, bytes_, inputs_, device_)) return true;
     return try_shapes(tile, 1, packs_of_part(tile, passes_ ? 16 : 8, bytes_), alike(tile.lines));
   }

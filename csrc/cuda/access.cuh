@@ -103,12 +103,13 @@ struct Access {
   }
 
   // ---- packs of contiguous rows: pack j of a row holds its elements [j * kWidth - shift, (j + 1) * kWidth - shift),
-  // where shift is how far the row's start lies beyond a multiple of `boundary` bytes, a power of 2. `first` is the
-  // row's element that a pack begins with, which is negative or beyond the end where the pack is partly or wholly
-  // outside of the row.
+  // where shift is how far the row's start lies beyond a multiple of `boundary` bytes, a power of 2, from the pack on
+  // that the operand begins in. `first` is the row's element that a pack begins with, which is negative or beyond the
+  // end where the pack is partly or wholly outside of the row.
 
   __device__ __forceinline__ int shift_of(Offset row, int boundary) const {
-    return static_cast<int>((reinterpret_cast<uintptr_t>(in[0] + row.element) & (boundary - 1)) / sizeof(T));
+    const auto begin = static_cast<unsigned>(reinterpret_cast<uintptr_t>(in[0]) % kPackBytes / sizeof(T));
+    return static_cast<int>((begin + static_cast<unsigned>(row.element)) & (boundary / sizeof(T) - 1));
   }
 
   // Whether the pack lies within the operand, so that it can be read whole, whatever row its elements belong to.

@@ -42,7 +42,7 @@ struct Chunk {
   Pack* shared;
   const int rank;
   const Offset row;
-  int first;  // the row's element that the chunk begins with, negative where the row's first pack begins before it
+  int first;  // the row's element that the chunk begins with, negative where its first pack begins before the row
   int packs;  // none is left for this chunk if not positive
   // Of the line of the last cache that the chunk begins in, packs before it, in memory and in `shared`: if there is
   // room for whole lines.
@@ -66,15 +66,16 @@ struct Chunk {
   __device__ __forceinline__ int columns() const { return static_cast<int>(args.columns); }
   __device__ __forceinline__ int first_of(int p) const { return first + (rank + p * kThreads) * kWidth; }
   __device__ __forceinline__ Pack* at(int k, int j) const { return shared + k * room + j; }
-  // The packs [whole_begin, whole_end) lie wholly inside the row; the row's first and last one may not.
+  // The packs [whole_begin, whole_end) lie wholly inside the row; its first and last one may not, and some more lie
+  // before it where they are counted from the start of a line.
   __device__ __forceinline__ int whole_begin() const {
     return kHasParts && first < 0 ? (-first + kWidth - 1) / kWidth : 0;
   }
   __device__ __forceinline__ int whole_end() const {
     return kHasParts && first + packs * kWidth > columns() ? packs - 1 : packs;
   }
-  // Calls body(j) for packs that lie partly outside of the row, in the thread that has them: out of the way of the
-  // unrolled loops, which their rarely taken branches would fill.
+  // Calls body(j) for packs that lie partly or wholly outside of the row, in the thread that has them: out of the way
+  // of the unrolled loops, which their rarely taken branches would fill.
   template <class Body>
   __device__ __forceinline__ void for_edges(Body body) const {
     if constexpr (kHasParts) {

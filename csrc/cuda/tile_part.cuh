@@ -170,13 +170,14 @@ struct TilePart {
     storable = __all_sync(kFullWarp, storable || lines == 0);
   }
 
-  // Whether lines take turns; some of a turn need not be there.
+  // Whether lines take turns.
   static __device__ __forceinline__ bool turning(const TileArgs<A>& args) {
-    return kLines == Lines::kPart && args.lines.size > 1;
+    return kLines == Lines::kPart && args.tile.turn > 0;
   }
   __device__ __forceinline__ bool turning() const { return turning(args); }
+  // Some of a turn of lines need not be there.
   __device__ __forceinline__ bool there(const Line& line) const {
-    return !turning() || line.inner < static_cast<unsigned>(args.tile.last_lines);
+    return kLines != Lines::kPart || args.lines.size <= 1 || line.inner < static_cast<unsigned>(args.tile.last_lines);
   }
 
   __device__ __forceinline__ Offset segment_offset(unsigned at) const {
