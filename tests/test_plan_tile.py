@@ -214,3 +214,11 @@ def test_other_axes_fit_the_device(data):
     assert chosen["cluster"] <= device["largest_cluster"]
     assert 0 < chosen["threads"] <= 1024 and chosen["threads"] % 32 == 0
     assert 0 < chosen["blocks"] < 1 << 31 and chosen["blocks"] % chosen["cluster"] == 0
+
+
+@pytest.mark.parametrize("op", ["softmax", "softmax_linear"])
+def test_runs_that_begin_alike_share_a_set(op):
+    """However many indices the dimensions have that they belong to, there are no more sets than ways to begin."""
+    for outer in (100, 1000, 1001):
+        chosen = plan((outer, 401, 11, 63), (0, 2), op, "bfloat16")
+        assert (chosen["schedule"], chosen["chunks"]) == ("tile_passes", 8)
