@@ -375,7 +375,8 @@ class TileChooser {
     const bool turns = !passes_ && tile.lines.size > 1;
     const int turn = turns ? take_turns(&tile) : static_cast<int>(turn_of(width_, run_.stride));
     if (!passes_ && choose_lines(plan_, tile, turn, bytes_, inputs_, device_)) return true;
-    return try_shapes(tile, 1, packs_of_part(tile, passes_ ? 16 : 8, bytes_), alike(tile.lines));
+    const bool wide = bytes_ >= 4 && tile.lines.size == 1;  // of 16 bits too few threads would be left for the lines
+    return try_shapes(tile, 1, packs_of_part(tile, !passes_ ? 8 : wide ? 32 : 16, bytes_), alike(tile.lines));
   }
 
   // Puts the dimension whose lines take turns last: of those that shift beginnings most, since others cannot make up

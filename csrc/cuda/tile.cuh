@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(kTileThreads, 3) rows_in_tile(const __grid_con
       reinterpret_cast<uint64_t*>(reinterpret_cast<char*>(shared + tile.held * kInputs * threads) + tile.received_at);
   if (clustered) begin_exchange(received, tile.cluster * tile.columns * static_cast<int>(sizeof(State<C>)));
 #endif
-  using Part = TilePart<A, kSeparate, kLines>;
+  using Part = TilePart<A, kSeparate, kLines, true>;
   Offset* const offsets = reinterpret_cast<Offset*>(reinterpret_cast<char*>(shared) + tile.offsets_at);
   if (Part::turning(args)) Part::list_offsets(args, rank, offsets);
   const Part part(args, index, rank, tile.all_lines, offsets, {0, 0});

@@ -46,8 +46,8 @@ struct TileArgs {
 // How a tile's lines lie in segments, see plan.h: some packs of several segments, a part of a segment, or runs.
 enum class Lines { kSpanning, kPart, kRuns };
 
-// Where a thread's packs of a tile lie.
-template <class A, bool kSeparate, Lines kLines>
+// Where a thread's packs of a tile lie. Lines of several dimensions take turns or, if none do, come in sets.
+template <class A, bool kSeparate, Lines kLines, bool kTurns>
 struct TilePart {
   using T = typename A::T;
   static constexpr int kWidth = A::kWidth;
@@ -172,7 +172,7 @@ struct TilePart {
 
   // Whether lines take turns.
   static __device__ __forceinline__ bool turning(const TileArgs<A>& args) {
-    return kLines == Lines::kPart && args.tile.turn > 0;
+    return kTurns && kLines == Lines::kPart && args.lines.size > 1;
   }
   __device__ __forceinline__ bool turning() const { return turning(args); }
   // Some of a turn of lines need not be there.

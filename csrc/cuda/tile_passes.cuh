@@ -38,7 +38,8 @@ __global__ void __launch_bounds__(kTilePassThreads, sizeof(typename A::C) == 8 |
   using C = typename A::C;
   using T = typename A::T;
   using States = TileStates<A, kSeparate, kLines>;
-  using Line = typename TilePart<A, kSeparate, kLines>::Line;
+  using Part = TilePart<A, kSeparate, kLines, false>;
+  using Line = typename Part::Line;
   constexpr int kWidth = A::kWidth, kInputs = A::kInputs, kStates = States::kStates;
   extern __shared__ __align__(128) Pack shared[];
   const A& access = args.tile.access;
@@ -52,8 +53,7 @@ __global__ void __launch_bounds__(kTilePassThreads, sizeof(typename A::C) == 8 |
   unsigned ignored;
   const int set = args.set_pieces.divide(piece), piece_of_set = piece - set * args.set_pieces.divisor;
   const int lines = tile.all_lines - (set < tile.full_sets ? 0 : args.tile.lines.innermost());
-  const TilePart<A, kSeparate, kLines> part(args.tile, index, piece_of_set, lines, nullptr,
-                                            args.sets.at(set, &ignored));
+  const Part part(args.tile, index, piece_of_set, lines, nullptr, args.sets.at(set, &ignored));
   State<C>* const of_tile = args.states + static_cast<int64_t>(index) * args.pieces * tile.columns;
 
   // Calls use(i, n, held) for n lines at a time, from the i-th on, at most so many as a stage has room for of the

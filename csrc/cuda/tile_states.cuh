@@ -92,8 +92,8 @@ struct TileStates {
   // neighbouring lanes, each of which has a pack of them, do not get into each other's way.
   static __device__ __forceinline__ int slot_of(int position) { return position + (position >> kWidthBits); }
   // Calls use(s, slot) for those of a part of a segment that the thread has states of.
-  template <class Use>
-  static __device__ __forceinline__ void for_slots(const TilePart<A, kSeparate, kLines>& part, Use use) {
+  template <class Part, class Use>
+  static __device__ __forceinline__ void for_slots(const Part& part, Use use) {
 #pragma unroll
     for (int s = 0; s < kStates; ++s) {
       if constexpr (kWhole) {
@@ -108,9 +108,8 @@ struct TileStates {
 
   // Calls publish(column, state, lane, lanes) for each of the tile's columns in as many lanes of a warp, by way of
   // `entries`.
-  template <class Publish>
-  __device__ __forceinline__ void combine(const TilePart<A, kSeparate, kLines>& part, State<C>* entries,
-                                          Publish publish) const {
+  template <class Part, class Publish>
+  __device__ __forceinline__ void combine(const Part& part, State<C>* entries, Publish publish) const {
     const TileArgs<A>& args = part.args;
     const Tile& tile = args.tile;
     const int in_tile = part.segment * tile.unit + part.place;
@@ -175,8 +174,8 @@ struct TileStates {
   }
 
   // Calls use(s, column) for the column that each of the thread's states belongs to.
-  template <class Use>
-  static __device__ __forceinline__ void for_columns(const TilePart<A, kSeparate, kLines>& part, Use use) {
+  template <class Part, class Use>
+  static __device__ __forceinline__ void for_columns(const Part& part, Use use) {
     const Tile& tile = part.args.tile;
     if constexpr (kLines == Lines::kRuns) {
       const int inner = static_cast<int>(tile.inner), rows = part.args.group.divide(inner);  // of a segment
