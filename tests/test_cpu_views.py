@@ -118,7 +118,7 @@ def test_a_row_of_alternating_runs_does_not_depend_on_the_others(dtype, extent, 
             support.assert_same_bits(actual, wanted[part], part)
 
 
-@pytest.mark.skipif(not ON_CPU, reason="on a GPU a row may depend on where in 16 bytes it begins")
+@pytest.mark.skipif(not ON_CPU, reason="on a GPU a row may depend on where in 128 bytes it begins")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
 def test_a_masked_row_of_alternating_runs_does_not_depend_on_the_others(dtype):
     """One that threads share is finished in parts, some of them shorter than a vector."""

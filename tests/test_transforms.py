@@ -466,6 +466,14 @@ def test_a_long_row_is_the_same_in_a_large_batch(dtype, columns):
                 assert_same_bits(actual, wanted[row : row + 1], f"row {row}")
 
 
+@pytest.mark.parametrize("columns", [999, 4099, 50_257, 151_937, 300_001])
+def test_odd_rows_that_begin_alike_are_the_same(columns):
+    """Bitwise, where rows of a batch begin alike in a line of 128 bytes, as every 64th of 16 bits does."""
+    x, g = (np.broadcast_to(normal((1, columns), "bfloat16", seed), (65, columns)) for seed in range(2))
+    for batch in outputs(x, g):
+        assert_same_bits(batch[64], batch[0])
+
+
 @pytest.mark.parametrize("packs", [3, 33, 300, 4096])
 def test_a_masked_row_is_the_same_in_every_batch(packs):
     columns = packs * 8
