@@ -8,6 +8,7 @@
 
 #include "cpu/cpu.h"
 #include "ffi.h"
+#include "jit/jit.h"
 #include "plan.h"
 
 namespace nb = nanobind;
@@ -91,9 +92,75 @@ nb::dict build_info() {
   return info;
 }
 
+// ---- The run-time compiler
+
+void raise_if(const jit::Error& error) {
+  if (error) throw std::runtime_error(error.message);
+}
+
+template <class T>
+T value_or_raise(jit::Result<T> result) {
+  raise_if(result.error);
+  return std::move(result.value);
+}
+
+nb::dict jit_facts() {
+  const jit::Facts facts = value_or_raise(jit::facts());
+  nb::dict dict;
+  dict["nvrtc"] = jit::cuda_version(facts.nvrtc_version);
+  dict["nvrtc_path"] = facts.nvrtc_path;
+  dict["compiled"] = facts.compiled;
+  dict["read"] = facts.read;
+  dict["written"] = facts.written;
+  dict["cache_folder"] = facts.cache_folder;
+  dict["cache_entries"] = facts.cache.entries;
+  dict["cache_bytes"] = facts.cache.bytes;
+  return dict;
+}
+
+void bind_jit(nb::module_& m) {
+  using NoGil = nb::call_guard<nb::gil_scoped_release>;
+  m.def(
+      "jit_configure",
+      [](const std::string& nvrtc, const std::string& cache_folder, int64_t cache_bytes) {
+        raise_if(jit::configure(nvrtc, cache_folder, cache_bytes));
+      },
+      nb::arg("nvrtc"), nb::arg("cache_folder"), nb::arg("cache_bytes"),
+      "Loads NVRTC from this path; keeps compiled kernels in this folder (none if empty), up to so many bytes.");
+  m.def(
+      "driver_version", [] { return value_or_raise(jit::driver()).version; },
+      "The newest CUDA that the driver supports, 12040 for 12.4; raises with the reason if there is no driver.");
+  m.def("device_count", [] { return value_or_raise(jit::device_count()); });
+  m.def("jit_facts", &jit_facts);
+  m.def(
+      "jit_prepare",
+      [](const std::string& code, const std::string& plan, int compute_capability) {
+        jit::prepare({code, plan}, compute_capability);
+      },
+      nb::arg("code"), nb::arg("plan"), nb::arg("compute_capability"));
+  m.def(
+      "jit_binary",
+      [](const std::string& code, const std::string& plan, int compute_capability) {
+        jit::Result<std::string> binary = [&] {
+          const nb::gil_scoped_release released;
+          return jit::binary({code, plan}, compute_capability);
+        }();
+        const std::string bytes = value_or_raise(std::move(binary));
+        return nb::bytes(bytes.data(), bytes.size());
+      },
+      nb::arg("code"), nb::arg("plan"), nb::arg("compute_capability"));
+  m.def(
+      "jit_load",
+      [](const std::string& code, const std::string& plan, int ordinal) {
+        raise_if(jit::get({code, plan}, ordinal).error);
+      },
+      nb::arg("code"), nb::arg("plan"), nb::arg("ordinal"), NoGil());
+}
+
 }  // namespace
 
 NB_MODULE(_kernels, m) {
+  bind_jit(m);
   m.doc() = "The compiled kernels of jax_softmax: FFI handlers, the plan, and what was built.";
   m.attr("MAX_DIMS") = kMaxDims;
   m.def("cpu_handler", [] { return nb::capsule(cpu_handler()); });

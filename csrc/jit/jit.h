@@ -1,0 +1,63 @@
+// Kernels made for a call: from memory, then from disk, then by NVRTC.
+//
+// Everything here may be called from any thread. No GPU is touched before `device` or `get`.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "jit/cache.h"
+#include "jit/driver.h"
+#include "jit/nvrtc.h"
+#include "jit/result.h"
+
+namespace jax_softmax::jit {
+
+// Must have been called before anything else here. `nvrtc` is the library's path; an empty `cache_folder` keeps nothing
+// on disk. A later call forgets every kernel, which is for tests.
+Error configure(const std::string& nvrtc, const std::string& cache_folder, int64_t cache_bytes);
+
+struct Device {
+  int ordinal;
+  int compute_capability;  // 90 is 9.0
+  int multiprocessors;
+  int shared_memory_per_block;  // bytes, the most that a block may ask for
+  int largest_cluster;          // blocks; 1 where there are no clusters
+  int l2_bytes;
+};
+Result<int> device_count();
+Result<Device> device(int ordinal);
+
+// Begins to make a kernel in another thread, unless it is made or being made.
+void prepare(const Source& source, int compute_capability);
+
+// The cubin (or PTX: see Nvrtc::options) of a kernel; needs no GPU. Waits for whoever is already making it.
+Result<std::string> binary(const Source& source, int compute_capability);
+
+// A kernel that is loaded on a device and may be launched there, also while a stream is captured. Never unloaded.
+class Kernel;
+Result<const Kernel*> get(const Source& source, int ordinal);
+
+struct Launch {
+  int64_t blocks;
+  int threads;
+  int cluster = 1;           // blocks that share memory
+  int shared_bytes = 0;      // dynamic shared memory of a block
+  bool cooperative = false;  // all blocks at once
+  bool overlap = false;      // may begin before the kernel before it has ended (programmatic stream serialization)
+};
+
+// `argument` points at the kernel's only parameter, a struct passed by value.
+Error launch(const Kernel& kernel, const Launch& launch, CUstream stream, const void* argument);
+
+// What happened since `configure`, and where.
+struct Facts {
+  std::string nvrtc_path;
+  int nvrtc_version = 0;
+  int64_t compiled = 0, read = 0, written = 0;  // kernels that NVRTC made, that came from disk, that went there
+  std::string cache_folder;
+  Cache::Size cache;
+};
+Result<Facts> facts();
+
+}  // namespace jax_softmax::jit

@@ -1,0 +1,54 @@
+// NVIDIA's run-time compiler, loaded from the path that Python found.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "jit/result.h"
+
+namespace jax_softmax::jit {
+
+// A kernel to be made.
+struct Source {
+  std::string code;  // includes embedded headers by name and defines one `extern "C" __global__ void kernel(...)`
+  std::string plan;  // one line that describes it, for messages
+};
+
+// What NVRTC functions we use; declared here so that a build needs no CUDA toolkit.
+using nvrtcProgram = struct _nvrtcProgram*;
+using nvrtcResult = int;
+
+class Nvrtc {
+ public:
+  // Loads the library, and its builtins, which some versions cannot find beside them.
+  static Result<Nvrtc> open(const std::string& path);
+
+  const std::string& path() const { return path_; }
+  int version() const { return version_; }  // 13050 is 13.5
+
+  // The options for a GPU of this compute capability (90 is 9.0): of a cubin for exactly it or, where NVRTC does not
+  // know it, of PTX for the newest that it does know, which the driver then compiles.
+  Result<std::vector<std::string>> options(int compute_capability) const;
+
+  // A cubin or PTX, as `options` say. Needs no GPU.
+  Result<std::string> compile(const Source& source, const std::vector<std::string>& options) const;
+
+ private:
+  std::string path_;
+  int version_ = 0;
+  std::vector<int> architectures_;
+
+  const char* (*nvrtcGetErrorString)(nvrtcResult);
+  nvrtcResult (*nvrtcCreateProgram)(nvrtcProgram*, const char* code, const char* name, int headers,
+                                    const char* const* header_texts, const char* const* header_names);
+  nvrtcResult (*nvrtcDestroyProgram)(nvrtcProgram*);
+  nvrtcResult (*nvrtcCompileProgram)(nvrtcProgram, int options, const char* const* option);
+  nvrtcResult (*nvrtcGetPTXSize)(nvrtcProgram, size_t*);
+  nvrtcResult (*nvrtcGetPTX)(nvrtcProgram, char*);
+  nvrtcResult (*nvrtcGetCUBINSize)(nvrtcProgram, size_t*);
+  nvrtcResult (*nvrtcGetCUBIN)(nvrtcProgram, char*);
+  nvrtcResult (*nvrtcGetProgramLogSize)(nvrtcProgram, size_t*);
+  nvrtcResult (*nvrtcGetProgramLog)(nvrtcProgram, char*);
+};
+
+}  // namespace jax_softmax::jit
