@@ -131,6 +131,7 @@ void bind_jit(nb::module_& m) {
       "driver_version", [] { return value_or_raise(jit::driver()).version; },
       "The newest CUDA that the driver supports, 12040 for 12.4; raises with the reason if there is no driver.");
   m.def("device_count", [] { return value_or_raise(jit::device_count()); });
+  m.def("jit_stop", &jit::stop, NoGil(), "Waits for compiles under way and drops those not begun: call it at exit.");
   m.def("jit_facts", &jit_facts);
   m.def(
       "jit_prepare",
@@ -149,6 +150,13 @@ void bind_jit(nb::module_& m) {
         return nb::bytes(bytes.data(), bytes.size());
       },
       nb::arg("code"), nb::arg("plan"), nb::arg("compute_capability"));
+  m.def(
+      "jit_resources",
+      [](const std::string& code, const std::string& plan, int compute_capability) {
+        return value_or_raise(jit::resources({code, plan}, compute_capability));
+      },
+      nb::arg("code"), nb::arg("plan"), nb::arg("compute_capability"), NoGil(),
+      "What the assembler says of a kernel's registers and spills.");
   m.def(
       "jit_load",
       [](const std::string& code, const std::string& plan, int ordinal) {

@@ -1,12 +1,63 @@
 """Says what is tested, and on what."""
 
+import subprocess
+import sys
+import textwrap
+
 import jax
 import pytest
 
 import jax_softmax
+from jax_softmax import _cuda, _kernels
 
 pytest.register_assert_rewrite("support")
 
 
 def pytest_report_header():
     return f"jax_softmax on JAX {jax.__version__}, {jax.devices()[0].device_kind}: {jax_softmax.build_info()}"
+
+
+@pytest.fixture
+def jit(tmp_path):
+    """The run-time compiler with an empty cache folder; after `jit.fresh()` it is as in a new process."""
+    try:
+        path = _cuda.find_nvrtc()
+    except RuntimeError as error:
+        pytest.skip(str(error))
+    compiler = Compiler(path, tmp_path / "cache")
+    compiler.fresh()
+    yield compiler
+    if _cuda.availability() is None:
+        _cuda.configure()
+
+
+class Compiler:
+    def __init__(self, nvrtc, folder):
+        self.nvrtc = nvrtc
+        self.folder = folder
+
+    def fresh(self, folder=None, most_bytes=_cuda.CACHE_BYTES):
+        _kernels.jit_configure(self.nvrtc, str(folder if folder is not None else self.folder), most_bytes)
+
+    def binary(self, code, compute_capability=90, plan="a test"):
+        return _kernels.jit_binary(code, plan, compute_capability)
+
+    def counts(self):
+        facts = _kernels.jit_facts()
+        return facts["compiled"], facts["read"], facts["written"]
+
+    def entries(self):
+        return sorted(self.folder.iterdir())
+
+    def python(self, body, **options):
+        """Runs `body`, with `binary` and `_kernels` at hand, in a process that has the same NVRTC and folder."""
+        start = (
+            "import os, sys\n"
+            "from jax_softmax import _kernels\n"
+            f"_kernels.jit_configure({self.nvrtc!r}, {str(self.folder)!r}, {_cuda.CACHE_BYTES})\n"
+            "def binary(code): return _kernels.jit_binary(code, 'a test', 90)\n"
+        )
+        return subprocess.Popen(
+            [sys.executable, "-c", start + textwrap.dedent(body)],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options
+        )  # fmt: skip

@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
-#include <cstdlib>
 #include <deque>
 #include <map>
 #include <memory>
@@ -27,51 +26,41 @@ class Kernel {
 
 namespace {
 
-// ---- Compiles under way, which a fork and the end of the process have to wait for: NVRTC's locks would stay taken in
-// the child, and its globals are destroyed before other threads end.
+// ---- Compiles under way. A fork waits for them, because NVRTC's locks would stay taken in the child.
 
 class Gate {
  public:
-  // False at the end of the process.
-  bool enter() {
+  void enter() {
     std::unique_lock lock(mutex_);
-    changed_.wait(lock, [&] { return !forking_; });
-    if (!ending_) ++inside_;
-    return !ending_;
+    changed_.wait(lock, [&] { return forking_ == 0; });
+    ++inside_;
   }
   void leave() {
     const std::lock_guard lock(mutex_);
     --inside_;
     changed_.notify_all();
   }
+  void wait_until_empty() {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [&] { return inside_ == 0; });
+  }
+  // Nobody enters, and nothing here is locked by another thread, until end_fork.
   void begin_fork() {
-    mutex_.lock();
+    std::unique_lock lock(mutex_);
     ++forking_;
-    wait_until_empty();
+    changed_.wait(lock, [&] { return inside_ == 0; });
+    lock.release();
   }
   void end_fork() {
     --forking_;
     changed_.notify_all();
     mutex_.unlock();
   }
-  void end() {
-    mutex_.lock();
-    ending_ = true;
-    wait_until_empty();
-    mutex_.unlock();
-  }
 
  private:
-  void wait_until_empty() {
-    std::unique_lock lock(mutex_, std::adopt_lock);
-    changed_.wait(lock, [&] { return inside_ == 0; });
-    lock.release();
-  }
-
   std::mutex mutex_;
   std::condition_variable changed_;
   int inside_ = 0, forking_ = 0;
-  bool ending_ = false;
 };
 
 // ---- A kernel, from its source to its handle
@@ -113,6 +102,8 @@ struct State {
   std::mutex queue_mutex;
   std::deque<Entry*> queue;  // prepared, but not begun
   unsigned workers = 0;
+  bool stopped = false;
+  std::condition_variable worker_ended;
 
   std::atomic<int64_t> compiled = 0, read = 0, written = 0;
   std::once_flag pruned;
@@ -128,6 +119,14 @@ void in_forked_child() {
   if (const State* s = state) state = new State(s->nvrtc, s->cache);
 }
 
+Result<Nvrtc::Compiled> compile(const Nvrtc& nvrtc, const Source& source, const std::vector<std::string>& options) {
+  Gate& g = *gate;
+  g.enter();
+  Result<Nvrtc::Compiled> compiled = nvrtc.compile(source, options);
+  g.leave();
+  return compiled;
+}
+
 Result<std::string> read_or_compile(State& s, const Entry& entry) {
   const Result<std::vector<std::string>> options = s.nvrtc.options(entry.compute_capability);
   if (!options) return options.error;
@@ -138,17 +137,14 @@ Result<std::string> read_or_compile(State& s, const Entry& entry) {
     ++s.read;
     return binary;
   }
-  Gate& g = *gate;
-  if (!g.enter()) return Error{"the process is ending"};
-  Result<std::string> binary = s.nvrtc.compile(entry.source, options.value);
-  g.leave();
-  if (!binary) return binary;
+  const Result<Nvrtc::Compiled> compiled = compile(s.nvrtc, entry.source, options.value);
+  if (!compiled) return compiled.error;
   ++s.compiled;
-  if (s.cache.write(key, binary.value)) {
+  if (s.cache.write(key, compiled.value.binary)) {
     ++s.written;
     std::call_once(s.pruned, [&] { s.cache.prune(); });
   }
-  return binary;
+  return compiled.value.binary;
 }
 
 Entry& entry_of(State& s, const Source& source, int compute_capability) {
@@ -196,6 +192,7 @@ void work(State& s) {
       const std::lock_guard lock(s.queue_mutex);
       if (s.queue.empty()) {
         --s.workers;
+        s.worker_ended.notify_all();
         return;
       }
       entry = s.queue.front();
@@ -267,11 +264,8 @@ Error configure(const std::string& nvrtc, const std::string& cache_folder, int64
   Result<Nvrtc> opened = Nvrtc::open(nvrtc);
   if (!opened) return opened.error;
   state = new State(opened.value, Cache(cache_folder, cache_bytes));
-  static const bool registered [[maybe_unused]] = [] {
-    pthread_atfork([] { gate.load()->begin_fork(); }, [] { gate.load()->end_fork(); }, in_forked_child);
-    std::atexit([] { gate.load()->end(); });  // after NVRTC was loaded, so before it is torn down
-    return true;
-  }();
+  static const int registered [[maybe_unused]] =
+      pthread_atfork([] { gate.load()->begin_fork(); }, [] { gate.load()->end_fork(); }, in_forked_child);
   return {};
 }
 
@@ -322,6 +316,7 @@ void prepare(const Source& source, int compute_capability) {
     if (entry.state != Entry::kNew) return;
   }
   const std::lock_guard lock(s->queue_mutex);
+  if (s->stopped) return;
   s->queue.push_back(&entry);
   if (s->workers < std::max(1u, std::thread::hardware_concurrency())) {
     try {
@@ -333,10 +328,31 @@ void prepare(const Source& source, int compute_capability) {
   }
 }
 
+void stop() {
+  if (State* s = state) {
+    std::unique_lock lock(s->queue_mutex);
+    s->stopped = true;
+    s->queue.clear();
+    s->worker_ended.wait(lock, [&] { return s->workers == 0; });
+  }
+  gate.load()->wait_until_empty();
+}
+
 Result<std::string> binary(const Source& source, int compute_capability) {
   State* s = state;
   if (!s) return not_configured();
   return made(*s, entry_of(*s, source, compute_capability));
+}
+
+Result<std::string> resources(const Source& source, int compute_capability) {
+  const State* s = state;
+  if (!s) return not_configured();
+  Result<std::vector<std::string>> options = s->nvrtc.options(compute_capability);
+  if (!options) return options.error;
+  options.value.push_back("--ptxas-options=-v");
+  const Result<Nvrtc::Compiled> compiled = compile(s->nvrtc, source, options.value);
+  if (!compiled) return compiled.error;
+  return compiled.value.log;
 }
 
 Result<const Kernel*> get(const Source& source, int ordinal) {

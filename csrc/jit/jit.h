@@ -31,8 +31,14 @@ Result<Device> device(int ordinal);
 // Begins to make a kernel in another thread, unless it is made or being made.
 void prepare(const Source& source, int compute_capability);
 
+// Ends what `prepare` began. To be called before the process ends, which tears NVRTC down below its compiles.
+void stop();
+
 // The cubin (or PTX: see Nvrtc::options) of a kernel; needs no GPU. Waits for whoever is already making it.
 Result<std::string> binary(const Source& source, int compute_capability);
+
+// What the assembler says of a kernel's registers, spills and shared memory. Compiles it, whatever is remembered.
+Result<std::string> resources(const Source& source, int compute_capability);
 
 // A kernel that is loaded on a device and may be launched there, also while a stream is captured. Never unloaded.
 class Kernel;

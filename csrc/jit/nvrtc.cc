@@ -101,7 +101,7 @@ Result<std::vector<std::string>> Nvrtc::options(int compute_capability) const {
                                   "--device-as-default-execution-space"};
 }
 
-Result<std::string> Nvrtc::compile(const Source& source, const std::vector<std::string>& options) const {
+Result<Nvrtc::Compiled> Nvrtc::compile(const Source& source, const std::vector<std::string>& options) const {
   nvrtcProgram program;
   nvrtcResult status =
       nvrtcCreateProgram(&program, source.code.c_str(), "kernel.cu", kHeaders, kHeaderTexts, kHeaderNames);
@@ -126,7 +126,7 @@ Result<std::string> Nvrtc::compile(const Source& source, const std::vector<std::
   std::string log = get(nvrtcGetProgramLogSize, nvrtcGetProgramLog);
   if (!log.empty() && log.back() == '\0') log.pop_back();
   nvrtcDestroyProgram(&program);
-  if (!binary.empty()) return binary;
+  if (!binary.empty()) return Compiled{std::move(binary), std::move(log)};
 
   const std::string file = save(source);
   return Error{"NVRTC " + cuda_version(version_) + " (" + path_ +

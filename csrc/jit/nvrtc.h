@@ -30,8 +30,12 @@ class Nvrtc {
   // know it, of PTX for the newest that it does know, which the driver then compiles.
   Result<std::vector<std::string>> options(int compute_capability) const;
 
-  // A cubin or PTX, as `options` say. Needs no GPU.
-  Result<std::string> compile(const Source& source, const std::vector<std::string>& options) const;
+  struct Compiled {
+    std::string binary;  // a cubin or PTX, as the options say
+    std::string log;
+  };
+  // Needs no GPU.
+  Result<Compiled> compile(const Source& source, const std::vector<std::string>& options) const;
 
  private:
   std::string path_;

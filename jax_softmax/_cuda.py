@@ -1,0 +1,74 @@
+"""What running the CUDA kernels takes: a driver, NVRTC that makes them, and a folder that keeps what it made."""
+
+import atexit
+import functools
+import os
+
+from jax_softmax import _kernels
+
+CACHE_BYTES = 256 << 20
+
+
+def cache_folder() -> str:
+    """Where compiled kernels are kept: JAX_SOFTMAX_CACHE_DIR or the user's cache folder; empty without a home."""
+    folder = os.environ.get("JAX_SOFTMAX_CACHE_DIR")
+    if folder:
+        return os.path.abspath(folder)
+    import platformdirs  # here, because a process that uses no GPU should not wait for it
+
+    folder = platformdirs.user_cache_dir("jax_softmax", appauthor=False)
+    return folder if os.path.isabs(folder) else ""
+
+
+def find_nvrtc() -> str:
+    """The path of libnvrtc: the one that is loaded, of a wheel, of conda, or of the system.
+
+    Raises:
+      RuntimeError: there is none.
+    """
+    from cuda import pathfinder  # here, because a process that uses no GPU should not wait for it
+
+    try:
+        return pathfinder.load_nvidia_dynamic_lib("nvrtc").abs_path
+    except pathfinder.DynamicLibNotFoundError as error:
+        raise RuntimeError(
+            "CUDA's run-time compiler NVRTC (libnvrtc.so.13 or libnvrtc.so.12) was not found: install it with `pip "
+            "install nvidia-cuda-nvrtc`, or `nvidia-cuda-nvrtc-cu12` for a driver of CUDA 12"
+        ) from error
+
+
+def configure() -> None:
+    """Hands NVRTC and the cache folder to the compiled part, which forgets the kernels that it knew.
+
+    Raises:
+      RuntimeError: NVRTC is missing or too old.
+    """
+    _kernels.jit_configure(find_nvrtc(), cache_folder(), CACHE_BYTES)
+    atexit.unregister(_kernels.jit_stop)
+    atexit.register(_kernels.jit_stop)
+
+
+def mismatch(driver: int, nvrtc: str, path: str) -> str | None:
+    """Why a driver of CUDA `driver` (12040 for 12.4) cannot run what this NVRTC makes, or None if it can."""
+    if int(nvrtc.split(".")[0]) <= driver // 1000:
+        return None
+    return (
+        f"NVRTC {nvrtc} ({path}) makes kernels that a driver of CUDA {driver // 1000}.{driver % 1000 // 10} cannot "
+        f"load: update the driver, or have NVRTC {driver // 1000} alone installed"
+    )
+
+
+@functools.cache
+def availability() -> str | None:
+    """Why the CUDA kernels cannot run in this process, with what to do about it; None if they can.
+
+    The first call gets everything ready, without touching a GPU. `import jax_softmax` makes it, because a program that
+    was lowered elsewhere may be all that this process runs.
+    """
+    try:
+        driver = _kernels.driver_version()
+        configure()
+    except RuntimeError as error:
+        return str(error)
+    facts = _kernels.jit_facts()
+    return mismatch(driver, facts["nvrtc"], facts["nvrtc_path"])

@@ -1,0 +1,177 @@
+"""Kernels made at run time: what NVRTC is asked for, what it is told when it fails, threads, forks, and the end."""
+
+import concurrent.futures
+import os
+import pathlib
+import re
+import struct
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from jax_softmax import _cuda, _kernels
+
+CODE = """
+#include <cstdint>
+struct Argument { float* x; int64_t n; };
+static_assert(sizeof(int8_t) == 1 && sizeof(uint16_t) == 2 && sizeof(int32_t) == 4 && sizeof(uint64_t) == 8);
+static_assert(sizeof(uintptr_t) == sizeof(void*) && int64_t(-1) < 0 && uint64_t(-1) > 0);
+extern "C" __global__ void kernel(Argument a) {
+  const int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x;
+  if (i < a.n) a.x[i] *= %d;
+}
+"""
+ELF_MACHINE_CUDA = 190
+
+
+def cuda_devices():
+    return [d for d in jax.devices() if d.platform == "gpu"]
+
+
+@pytest.mark.parametrize("compute_capability", [75, 80, 90, 100, 120])
+def test_cubin(jit, compute_capability):
+    cubin = jit.binary(CODE % 2, compute_capability)
+    assert cubin[:4] == b"\x7fELF" and struct.unpack_from("<H", cubin, 18) == (ELF_MACHINE_CUDA,)
+
+
+def test_ptx_for_gpus_newer_than_nvrtc(jit):
+    ptx = jit.binary(CODE % 2, 999)
+    assert re.search(rb"\.target sm_\d+\n", ptx) and b".entry kernel(" in ptx
+    assert ptx[-1] == 0  # as the driver wants it
+
+
+def test_gpus_older_than_nvrtc_are_refused(jit):
+    with pytest.raises(RuntimeError, match=r"NVRTC \d+\.\d+ \(.*\) makes no code for compute capability 3\.0"):
+        jit.binary(CODE % 2, 30)
+
+
+def test_failed_compile(jit, monkeypatch, tmp_path):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    code = 'extern "C" __global__ void kernel(int n) { mistake(n); }\n'
+    with pytest.raises(RuntimeError) as caught:
+        jit.binary(code, plan="registers(lanes=4)")
+    message = str(caught.value)
+    assert re.search(r"NVRTC \d+\.\d+ \(.*libnvrtc.*\) could not compile a kernel", message)
+    assert 'identifier "mistake" is undefined' in message
+    assert "plan: registers(lanes=4)\n" in message and "--gpu-architecture=sm_90" in message and "driver: " in message
+    source = pathlib.Path(re.search(r"^source: (.*)$", message, re.MULTILINE)[1])
+    assert source.read_text() == code and source.is_relative_to(tmp_path)
+    assert (source.parent / "cstdint").exists()  # what it includes lies beside it
+    with pytest.raises(RuntimeError, match="mistake"):  # and is not tried again
+        jit.binary(code)
+    assert len(list(tmp_path.glob("jax_softmax-*"))) == 1
+
+
+def test_resources(jit):
+    text = _kernels.jit_resources(CODE % 2, "a test", 90)
+    assert re.search(r"Used \d+ registers", text) and "0 bytes spill stores" in text
+
+
+def test_made_once(jit):
+    first = jit.binary(CODE % 2)
+    assert jit.binary(CODE % 2) == first and jit.counts() == (1, 0, 1)
+    assert jit.binary(CODE % 3) != first and jit.counts() == (2, 0, 2)
+    assert jit.binary(CODE % 2, 80) != first and jit.counts() == (3, 0, 3)
+
+
+def test_threads_share_a_compile(jit):
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        binaries = list(pool.map(lambda i: jit.binary(CODE % (i % 2)), range(16)))
+    assert len(set(binaries)) == 2 and jit.counts() == (2, 0, 2)
+
+
+def test_prepared_kernels_are_not_made_again(jit):
+    for i in range(4):
+        _kernels.jit_prepare(CODE % i, "a test", 90)
+        _kernels.jit_prepare(CODE % i, "a test", 90)
+    assert len({jit.binary(CODE % i) for i in range(4)}) == 4
+    assert jit.counts() == (4, 0, 4)
+
+
+def test_the_process_ends_while_kernels_are_made(jit):
+    process = jit.python(
+        f"""
+        import atexit
+        atexit.register(_kernels.jit_stop)
+        for i in range(20):
+            _kernels.jit_prepare({CODE!r} % i, "a test", 90)
+        """
+    )
+    output = process.communicate(timeout=60)[0]
+    assert (process.returncode, output) == (0, "")
+
+
+def test_fork_while_kernels_are_made(jit):
+    # The child finds what its parent had begun not begun, and makes it without the parent's threads.
+    process = jit.python(
+        f"""
+        import atexit, signal, warnings
+        atexit.register(_kernels.jit_stop)
+        warnings.simplefilter("ignore")  # Python's and JAX's of forks
+        for i in range(4):
+            _kernels.jit_prepare({CODE!r} % i, "a test", 90)
+        child = os.fork()
+        signal.alarm(60)
+        for i in range(6):
+            assert binary({CODE!r} % i)[:4] == b"\\x7fELF"
+        if child:
+            assert os.waitpid(child, 0)[1] == 0
+        """
+    )
+    output = process.communicate(timeout=90)[0]
+    assert (process.returncode, output) == (0, "")
+
+
+def test_no_nvrtc():
+    with pytest.raises(RuntimeError, match=r"NVRTC could not be loaded: .*/nowhere/libnvrtc\.so\.13"):
+        _kernels.jit_configure("/nowhere/libnvrtc.so.13", "", 0)
+
+
+def test_availability_names_what_is_missing(monkeypatch):
+    def missing():
+        raise RuntimeError("NVRTC was not found: install it")
+
+    monkeypatch.setattr(_kernels, "driver_version", lambda: 12040)
+    monkeypatch.setattr(_cuda, "find_nvrtc", missing)
+    assert _cuda.availability.__wrapped__() == "NVRTC was not found: install it"
+
+
+def test_nvrtc_and_driver_must_match():
+    assert _cuda.mismatch(12000, "12.9", "/nvrtc") is None
+    assert _cuda.mismatch(13000, "12.9", "/nvrtc") is None
+    assert "a driver of CUDA 12.4 cannot load" in _cuda.mismatch(12040, "13.0", "/nvrtc")
+
+
+def test_without_a_driver_nothing_is_searched_for():
+    try:
+        _kernels.driver_version()
+    except RuntimeError as error:
+        assert "libcuda.so.1" in str(error) and "install" in str(error)
+    else:
+        pytest.skip("there is a driver")
+    assert "libcuda.so.1" in _cuda.availability()
+    code = (
+        "import sys; from jax_softmax import _cuda; _cuda.availability(); "
+        "sys.exit('cuda.pathfinder' in sys.modules or 'platformdirs' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_kernels_load_on_every_gpu(jit):
+    if not cuda_devices():
+        pytest.skip("JAX has no GPU")
+    for device in cuda_devices():
+        _kernels.jit_load(CODE % 2, "a test", device.local_hardware_id)
+    with pytest.raises(RuntimeError, match=r"could not be loaded \(plan: a test\)"):
+        _kernels.jit_load((CODE % 2).replace("void kernel", "void other"), "a test", 0)
+    assert _kernels.device_count() >= len(cuda_devices())
+
+
+def test_cpu_count_is_not_exceeded(jit):
+    before = len(os.listdir("/proc/self/task"))
+    for i in range(50):
+        _kernels.jit_prepare(CODE % (100 + i), "a test", 90)
+    assert len(os.listdir("/proc/self/task")) <= before + len(os.sched_getaffinity(0))
+    _kernels.jit_stop()
