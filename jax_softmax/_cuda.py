@@ -16,8 +16,11 @@ def cache_folder() -> str:
         return os.path.abspath(folder)
     import platformdirs  # here, because a process that uses no GPU should not wait for it
 
-    folder = platformdirs.user_cache_dir("jax_softmax", appauthor=False)
-    return folder if os.path.isabs(folder) else ""
+    try:
+        folder = platformdirs.user_cache_dir("jax_softmax", appauthor=False)
+    except RuntimeError:
+        return ""
+    return folder if os.path.isabs(folder) else ""  # older versions leave the ~
 
 
 def find_nvrtc() -> str:

@@ -57,7 +57,5 @@ class Compiler:
             f"_kernels.jit_configure({self.nvrtc!r}, {str(self.folder)!r}, {_cuda.CACHE_BYTES})\n"
             "def binary(code): return _kernels.jit_binary(code, 'a test', 90)\n"
         )
-        return subprocess.Popen(
-            [sys.executable, "-c", start + textwrap.dedent(body)],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options
-        )  # fmt: skip
+        command = [sys.executable, "-c", start + textwrap.dedent(body)]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options)

@@ -66,10 +66,8 @@ def test_read_only_folder_is_read(jit):
     try:
         jit.fresh()
         assert jit.binary(CODE % 2) == binary and jit.counts() == (0, 1, 0)
-        if os.access(jit.folder, os.W_OK):
-            pytest.skip("this user may write into read-only folders")
         jit.binary(CODE % 3)
-        assert jit.counts() == (1, 1, 0)
+        assert jit.counts() == (1, 1, int(os.access(jit.folder, os.W_OK)))  # a superuser may write even there
     finally:
         jit.folder.chmod(0o755)
 

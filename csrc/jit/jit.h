@@ -28,7 +28,7 @@ struct Device {
 Result<int> device_count();
 Result<Device> device(int ordinal);
 
-// Begins to make a kernel in another thread, unless it is made or being made.
+// Begins to make a kernel in another thread, unless it is made or being made; as many at once as there are processors.
 void prepare(const Source& source, int compute_capability);
 
 // Ends what `prepare` began. To be called before the process ends, which tears NVRTC down below its compiles.
