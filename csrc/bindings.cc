@@ -1,15 +1,16 @@
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
-#include <nanobind/stl/optional.h>
+#include <algorithm>
 #include <climits>
 #include <optional>
+#include <stdexcept>
 
 #include "cpu/cpu.h"
-#include "ffi.h"
+#include "ffi/cuda.h"
 #include "jit/jit.h"
-#include "plan.h"
 
 namespace nb = nanobind;
 using namespace jax_softmax;
@@ -24,57 +25,109 @@ int index_of(const char* const (&names)[n], const std::string& name, const char*
   throw nb::value_error((std::string("unknown ") + argument + ": " + name).c_str());
 }
 
+// ---- Plans
+
+using Shape = std::optional<std::vector<int64_t>>;
+
+CallShape call_of(const std::vector<int64_t>& shape, const std::vector<int64_t>& axes, const std::string& op,
+                  const std::string& dtype, const Shape& mask_shape) {
+  CallShape call{};
+  call.op = static_cast<Op>(index_of(kOpNames, op, "op"));
+  call.in = call.out = static_cast<DType>(index_of(kDTypeNames, dtype, "dtype"));
+  call.shape = shape;
+  call.axes = axes;
+  call.masked = mask_shape.has_value();
+  if (mask_shape) call.sides.push_back(*mask_shape);
+  return call;
+}
+
+Problem checked_problem(const CallShape& call) {
+  Problem problem;
+  if (const std::string message = problem_of(call, &problem); !message.empty()) throw nb::value_error(message.c_str());
+  return problem;
+}
+
 nb::list extents(const Dims& dims) {
   nb::list list;
   for (int i = 0; i < dims.size; ++i) list.append(nb::make_tuple(dims.dim[i].extent, dims.dim[i].stride));
   return list;
 }
 
-using Shape = std::optional<std::vector<int64_t>>;
-
-Op op_of(const std::string& name) { return static_cast<Op>(index_of(kOpNames, name, "op")); }
-DType dtype_of(const std::string& name) { return static_cast<DType>(index_of(kDTypeNames, name, "dtype")); }
-
-View view_of(const std::vector<int64_t>& shape, const std::vector<int64_t>& axes, const Shape& mask_shape) {
-  if (mask_shape && mask_shape->size() != shape.size()) throw nb::value_error("the mask differs in rank");
-  View view;
-  const std::string error =
-      make_view(shape.data(), mask_shape ? mask_shape->data() : nullptr, static_cast<int>(shape.size()), axes.data(),
-                static_cast<int>(axes.size()), &view);
-  if (!error.empty()) throw nb::value_error(error.c_str());
-  return view;
+nb::object plan(const std::vector<int64_t>& shape, const std::vector<int64_t>& axes, const std::string& op,
+                const std::string& dtype, const Shape& mask_shape, int compute_capability, int multiprocessors,
+                int shared_memory_per_block, int largest_cluster, bool scratch) {
+  const CallShape call = call_of(shape, axes, op, dtype, mask_shape);
+  Problem problem = checked_problem(call);
+  problem.scratch = scratch;
+  const Device device{compute_capability, multiprocessors, shared_memory_per_block, largest_cluster};
+  const std::optional<Planned> planned = plan_call(call, problem, device);
+  if (!planned) return nb::none();
+  nb::dict fields;
+  std::visit([&](const auto& p) { p.each([&](const char* name, auto value) { fields[name] = value; }); },
+             planned->plan);
+  nb::list steps;
+  for (const PlannedStep& step : planned->steps) {
+    nb::dict entry;
+    entry["code"] = step.source.code;
+    entry["plan"] = step.source.plan;
+    entry["blocks"] = step.launch.blocks;
+    entry["threads"] = step.launch.threads;
+    entry["cluster"] = step.launch.cluster;
+    entry["shared_bytes"] = step.launch.shared_bytes;
+    steps.append(entry);
+  }
+  nb::dict result;
+  result["schedule"] = kScheduleNames[planned->plan.index()];
+  result["fields"] = fields;
+  result["steps"] = steps;
+  result["scratch_bytes"] = planned->scratch_bytes;
+  result["faster_than_xla"] = faster_than_xla(planned->plan, problem);
+  result["kept"] = extents(problem.view.kept);
+  result["reduced"] = extents(problem.view.reduced);
+  return result;
 }
 
-nb::dict plan(const std::vector<int64_t>& shape, const std::vector<int64_t>& axes, const std::string& op,
-              const std::string& dtype, const Shape& mask_shape, int compute_capability, int multiprocessors,
-              int shared_memory_per_block, int largest_cluster, bool scratch) {
-  const View view = view_of(shape, axes, mask_shape);
-  const CudaPlan plan =
-      make_cuda_plan(view, op_of(op), dtype_of(dtype), Alignment::kAligned,
-                     {compute_capability, multiprocessors, shared_memory_per_block, largest_cluster}, scratch);
-  nb::dict result;
-  result["kept"] = extents(view.kept);
-  result["reduced"] = extents(view.reduced);
-  result["minor_reduced"] = view.minor_reduced;
-  result["rows"] = view.rows;
-  result["columns"] = view.columns;
-  result["schedule"] = kScheduleNames[static_cast<int>(plan.schedule)];
-  result["lanes"] = plan.lanes;
-  result["packs"] = plan.packs;
-  result["threads"] = plan.threads;
-  result["blocks"] = plan.blocks;
-  result["shared_bytes"] = plan.shared_bytes;
-  result["cluster"] = plan.cluster;
-  result["slab_rows"] = plan.slab_rows;
-  result["chunks"] = plan.chunks;
-  result["share"] = plan.share;
-  result["stages"] = plan.stages;
-  result["spare"] = plan.spare;
-  result["boundary"] = plan.boundary;
-  result["again"] = plan.again;
-  result["scratch"] = plan.scratch;
-  result["edges"] = kEdgesNames[static_cast<int>(plan.edges)];
-  return result;
+// Chips that differ in what their plans exchange states for: those without clusters and those with; few multiprocessors
+// and many.
+std::vector<Device> all_kinds_of_devices() {
+  std::vector<Device> devices;
+  for (const int multiprocessors : {16, 132, 1024}) {
+    devices.push_back({75, multiprocessors, 64 << 10, 1});
+    devices.push_back({86, multiprocessors, 99 << 10, 1});
+    devices.push_back({80, multiprocessors, 163 << 10, 1});
+    devices.push_back({90, multiprocessors, 227 << 10, 16});
+    devices.push_back({120, multiprocessors, 99 << 10, 8});
+  }
+  return devices;
+}
+
+// How a call is lowered for CUDA: nothing if XLA itself is as fast, or else the bytes that blocks may need to exchange
+// states through, on whatever device. Begins to make the kernels for the devices that are here.
+std::optional<int64_t> lower_for_cuda(const std::vector<int64_t>& shape, const std::vector<int64_t>& axes,
+                                      const std::string& op, const std::string& dtype, const Shape& mask_shape) {
+  const CallShape call = call_of(shape, axes, op, dtype, mask_shape);
+  const Problem problem = checked_problem(call);
+  if (problem.view.elements() == 0) return 0;
+  int64_t bytes = 0;
+  bool faster = false;
+  for (const Device& device : all_kinds_of_devices()) {
+    const std::optional<Plan> plan = make_plan(problem, device);
+    if (!plan) return std::nullopt;
+    bytes = std::max(bytes, scratch_bytes(*plan, problem));
+    faster |= faster_than_xla(*plan, problem);
+  }
+  if (!faster) return std::nullopt;
+  const jit::Result<int> devices = jit::device_count();
+  for (int ordinal = 0; devices && ordinal < devices.value; ++ordinal) {
+    const jit::Result<Device> device = device_of(ordinal);
+    if (!device) continue;
+    Problem local = problem;
+    local.scratch = bytes > 0;
+    if (const std::optional<Planned> planned = plan_call(call, local, device.value)) {
+      for (const PlannedStep& step : planned->steps) jit::prepare(step.source, device.value.compute_capability);
+    }
+  }
+  return bytes;
 }
 
 nb::dict build_info() {
@@ -86,9 +139,6 @@ nb::dict build_info() {
   info["ffi_api"] = nb::make_tuple(JAX_SOFTMAX_FFI_MAJOR, JAX_SOFTMAX_FFI_MINOR);
   info["cpu_variants"] = variants;
   info["cpu_variant"] = cpu::variant().name;
-  info["cuda"] = cuda_handler() != nullptr;
-  info["cuda_version"] = JAX_SOFTMAX_CUDA_VERSION;
-  info["cuda_architectures"] = JAX_SOFTMAX_CUDA_ARCHITECTURES;
   return info;
 }
 
@@ -168,27 +218,24 @@ void bind_jit(nb::module_& m) {
 }  // namespace
 
 NB_MODULE(_kernels, m) {
-  bind_jit(m);
-  m.doc() = "The compiled kernels of jax_softmax: FFI handlers, the plan, and what was built.";
+  m.doc() = "The compiled part of jax_softmax: FFI handlers, plans, the run-time compiler, and what was built.";
   m.attr("MAX_DIMS") = kMaxDims;
   m.def("cpu_handler", [] { return nb::capsule(cpu_handler()); });
-  m.def("cuda_handler", []() -> std::optional<nb::capsule> {
-    if (void* handler = cuda_handler()) return nb::capsule(handler);
-    return std::nullopt;
+  m.def("cuda_handlers", [] {
+    nb::dict handlers;
+    handlers["initialize"] = nb::capsule(cuda_initialize_handler());
+    handlers["execute"] = nb::capsule(cuda_execute_handler());
+    return handlers;
   });
   m.def("build_info", &build_info);
   m.def(
-      "limit_cuda_device", &limit_cuda_device, nb::arg("shared_memory_per_block") = INT_MAX,
+      "limit_devices", &limit_devices, nb::arg("shared_memory_per_block") = INT_MAX,
       nb::arg("largest_cluster") = INT_MAX,
       "Has CUDA plans made as if every device had no more than this; for tests. Without arguments, lifts the limits.");
   m.def("plan", &plan, nb::arg("shape"), nb::arg("axes"), nb::arg("op"), nb::arg("dtype"),
         nb::arg("mask_shape").none() = nb::none(), nb::arg("compute_capability") = 90, nb::arg("multiprocessors") = 132,
         nb::arg("shared_memory_per_block") = 227 * 1024, nb::arg("largest_cluster") = 16, nb::arg("scratch") = true);
-  m.def(
-      "scratch_bytes",
-      [](const std::vector<int64_t>& shape, const std::vector<int64_t>& axes, const std::string& op,
-         const std::string& dtype, const Shape& mask_shape) {
-        return scratch_bytes(view_of(shape, axes, mask_shape), op_of(op), dtype_of(dtype));
-      },
-      nb::arg("shape"), nb::arg("axes"), nb::arg("op"), nb::arg("dtype"), nb::arg("mask_shape").none() = nb::none());
+  m.def("lower_for_cuda", &lower_for_cuda, nb::arg("shape"), nb::arg("axes"), nb::arg("op"), nb::arg("dtype"),
+        nb::arg("mask_shape").none() = nb::none());
+  bind_jit(m);
 }

@@ -10,9 +10,7 @@ def build_info() -> dict[str, Any]:
 
     Returns:
       A dict with `version`; `compiler`; `ffi_api`, the (major, minor) version of the FFI headers; `cpu_variants`, the
-      instruction sets that CPU kernels were compiled for, and `cpu_variant`, the one that this processor runs; `cuda`,
-      whether the CUDA kernels are there, and with them `cuda_version` and `cuda_architectures`.
+      instruction sets that CPU kernels were compiled for, and `cpu_variant`, the one that this processor runs. CUDA
+      kernels are made at run time, in every build.
     """
-    info = _kernels.build_info()
-    info["cuda_architectures"] = [a for a in info["cuda_architectures"].split(";") if a]
-    return info
+    return _kernels.build_info()

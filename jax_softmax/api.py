@@ -2,7 +2,6 @@
 
 import functools
 import operator
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jax_softmax import lowering
+from jax_softmax import lowering as lowering  # registers the kernels
 from jax_softmax.primitives import VJP, softmax_linear_p, softmax_p
 
 Axis = int | Sequence[int] | None
@@ -64,7 +63,6 @@ def _apply(op: str, x: Any, axis: Any, where: Any, forward: Callable[..., jax.Ar
     x = jnp.broadcast_to(x, shape)
     if where is not None:
         x = _varying_as_well(x, where)
-    _warn_without_cuda()
     return forward(op, axes, x, *([] if where is None else [where])).astype(dtype)
 
 
@@ -140,17 +138,6 @@ def _checked_axes(op: str, ndim: int, axis: Any) -> tuple[int, ...]:
     if len(set(axes)) != len(axes):
         raise ValueError(f"{op}: axis must not name an axis twice, got {axis!r} for an array of {ndim} dimensions.")
     return tuple(sorted(axes))
-
-
-@functools.lru_cache(maxsize=1)
-def _warn_without_cuda() -> None:
-    if not lowering.HAS_CUDA and jax.default_backend() == "gpu":
-        warnings.warn(
-            "jax_softmax was built without its CUDA kernels, so on this GPU softmax runs as jax.numpy. Install the "
-            "CUDA toolkit and reinstall with JAX_SOFTMAX_CUDA=on to get them; `python -m jax_softmax` says what is "
-            "built in.",
-            stacklevel=4,
-        )
 
 
 # ---- The same forward and backward behind jax.custom_vjp, for code that asks for it: reverse mode only.

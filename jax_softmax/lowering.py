@@ -1,15 +1,15 @@
 """From the primitives to a program: an FFI custom call where there are kernels, jax.numpy elsewhere."""
 
+import warnings
+
 import jax
 import numpy as np
 from jax.interpreters import mlir
 
-from jax_softmax import _kernels, reference
+from jax_softmax import _cuda, _kernels, reference
 from jax_softmax.primitives import softmax_linear_p, softmax_p
 
 TARGET = "jax_softmax"
-
-HAS_CUDA = _kernels.build_info()["cuda"]
 
 
 def _reference_rule(n_floats):
@@ -20,7 +20,7 @@ def _reference_rule(n_floats):
     return mlir.lower_fun(function, multiple_results=False)
 
 
-def _ffi_rule(by_reference):
+def _cpu_rule(by_reference):
     call = jax.ffi.ffi_lowering(TARGET)
 
     def rule(ctx, *operands, op, axes):
@@ -32,39 +32,60 @@ def _ffi_rule(by_reference):
 
 
 def _cuda_rule(by_reference, n_floats):
-    """As `_ffi_rule`, with a second result for the kernels to exchange states through where they need one.
+    """An FFI call unless XLA itself is as fast, with a second result for blocks to exchange states through.
 
-    XLA owns it, so that it lives as long as a CUDA graph that the call was captured into. A shape with symbolic
+    XLA owns that memory, so that it lives as long as a CUDA graph that the call was captured into. A shape with symbolic
     dimensions has no known size; kernels that need no such memory do then.
     """
-    ffi_rule = _ffi_rule(by_reference)
+    call = jax.ffi.ffi_lowering(TARGET)
 
     def rule(ctx, *operands, op, axes):
         x = ctx.avals_in[0]
+        if len(x.shape) > _kernels.MAX_DIMS or _without_cuda():
+            return by_reference(ctx, *operands, op=op, axes=axes)
         n = 0
-        if len(x.shape) <= _kernels.MAX_DIMS and all(isinstance(d, int) for d in x.shape):
+        if all(isinstance(d, int) for d in x.shape):
             mask_shape = None
             if len(ctx.avals_in) > n_floats:
                 shape = ctx.avals_in[n_floats].shape
                 mask_shape = [*[1] * (len(x.shape) - len(shape)), *shape]
-            n = _kernels.scratch_bytes(list(x.shape), list(axes), op, x.dtype.name, mask_shape)
+            n = _kernels.lower_for_cuda(list(x.shape), list(axes), op, x.dtype.name, mask_shape)
+            if n is None:
+                return by_reference(ctx, *operands, op=op, axes=axes)
         if n:
             ctx = ctx.replace(avals_out=[*ctx.avals_out, jax.core.ShapedArray((n,), np.dtype(np.uint8))])
-        return ffi_rule(ctx, *operands, op=op, axes=axes)[:1]
+        return call(ctx, *operands, op=op, axes=np.array(axes, np.int64), fused="")[:1]
 
     return rule
 
 
+_warned = False
+
+
+def _without_cuda() -> bool:
+    """Whether the kernels cannot be made here, of which a program that is to run here warns once.
+
+    A program that is lowered on a machine without a GPU is for another one, where they can.
+    """
+    global _warned
+    reason = _cuda.availability()
+    if reason is None or "gpu" not in {device.platform for device in jax.local_devices()}:
+        return False
+    if not _warned:
+        _warned = True
+        warnings.warn(f"jax_softmax runs as jax.numpy on this GPU: {reason}.", stacklevel=2)
+    return True
+
+
 def _register():
+    _cuda.availability()  # finds what a program that was lowered elsewhere needs, too
     jax.ffi.register_ffi_target(TARGET, _kernels.cpu_handler(), platform="cpu")
-    if HAS_CUDA:
-        jax.ffi.register_ffi_target(TARGET, _kernels.cuda_handler(), platform="CUDA")
+    jax.ffi.register_ffi_target(TARGET, _kernels.cuda_handlers(), platform="CUDA")
     for primitive, n_floats in ((softmax_p, 1), (softmax_linear_p, 2)):
         by_reference = _reference_rule(n_floats)
         mlir.register_lowering(primitive, by_reference)
-        mlir.register_lowering(primitive, _ffi_rule(by_reference), platform="cpu")
-        if HAS_CUDA:
-            mlir.register_lowering(primitive, _cuda_rule(by_reference, n_floats), platform="cuda")
+        mlir.register_lowering(primitive, _cpu_rule(by_reference), platform="cpu")
+        mlir.register_lowering(primitive, _cuda_rule(by_reference, n_floats), platform="cuda")
 
 
 _register()

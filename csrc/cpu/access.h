@@ -14,7 +14,7 @@ struct Offset {
   int64_t mask;
 };
 Offset operator+(Offset a, Offset b) { return {a.element + b.element, a.mask + b.mask}; }
-Offset operator*(int64_t n, const Dim& dim) { return {n * dim.stride, n * dim.mask_stride}; }
+Offset operator*(int64_t n, const Dim& dim) { return {n * dim.stride, n * dim.side[0]}; }
 
 // Where the index-th combination of the dimensions' indices lies, the innermost varying fastest.
 Offset offset_of(const Dims& dims, int size, int64_t index) {
@@ -24,7 +24,7 @@ Offset offset_of(const Dims& dims, int size, int64_t index) {
     const int64_t rest = i == 0 ? 0 : index / dim.extent;
     const int64_t here = index - rest * dim.extent;
     offset.element += here * dim.stride;
-    offset.mask += here * dim.mask_stride;
+    offset.mask += here * dim.side[0];
     index = rest;
   }
   return offset;
@@ -39,7 +39,7 @@ class Odometer {
       index_[i] = index % dims.dim[i].extent;
       index /= dims.dim[i].extent;
       offset_.element += index_[i] * dims.dim[i].stride;
-      offset_.mask += index_[i] * dims.dim[i].mask_stride;
+      offset_.mask += index_[i] * dims.dim[i].side[0];
     }
   }
   Offset offset() const { return offset_; }
@@ -59,11 +59,11 @@ class Odometer {
     for (int i = size_ - 1; i >= 0; --i) {
       const Dim& dim = dims_.dim[i];
       offset_.element += dim.stride;
-      offset_.mask += dim.mask_stride;
+      offset_.mask += dim.side[0];
       if (++index_[i] < dim.extent) return;
       index_[i] = 0;
       offset_.element -= dim.extent * dim.stride;
-      offset_.mask -= dim.extent * dim.mask_stride;
+      offset_.mask -= dim.extent * dim.side[0];
     }
   }
 

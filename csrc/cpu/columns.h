@@ -30,7 +30,7 @@ class Columns {
         staged_(inner_.extent < kLanes),
         tile_vectors_(tile_vectors(view)),
         across_(staged_ ? 1 : ceil_div(inner_.extent / kLanes, tile_vectors_)),
-        access_(operands, inner_.mask_stride),
+        access_(operands, inner_.side[0]),
         stage_(view, access_) {}
 
   // Short rows, and rows of short runs, fill vectors better across rows than along them.

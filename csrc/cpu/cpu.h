@@ -3,7 +3,8 @@
 
 #include <cstdint>
 
-#include "plan.h"
+#include "core/op.h"
+#include "core/view.h"
 
 namespace jax_softmax::cpu {
 

@@ -21,13 +21,13 @@ template <template <class> class OpOf>
 Kernel kernel_of_dtype(DType dtype, const View& view) {
   switch (dtype) {
     case DType::kF16:
-      return view.masked ? kernel_of_view<OpOf, Half, true>(view) : kernel_of_view<OpOf, Half, false>(view);
+      return view.sides > 0 ? kernel_of_view<OpOf, Half, true>(view) : kernel_of_view<OpOf, Half, false>(view);
     case DType::kBF16:
-      return view.masked ? kernel_of_view<OpOf, BFloat16, true>(view) : kernel_of_view<OpOf, BFloat16, false>(view);
+      return view.sides > 0 ? kernel_of_view<OpOf, BFloat16, true>(view) : kernel_of_view<OpOf, BFloat16, false>(view);
     case DType::kF32:
-      return view.masked ? kernel_of_view<OpOf, float, true>(view) : kernel_of_view<OpOf, float, false>(view);
+      return view.sides > 0 ? kernel_of_view<OpOf, float, true>(view) : kernel_of_view<OpOf, float, false>(view);
     case DType::kF64:
-      return view.masked ? kernel_of_view<OpOf, double, true>(view) : kernel_of_view<OpOf, double, false>(view);
+      return view.sides > 0 ? kernel_of_view<OpOf, double, true>(view) : kernel_of_view<OpOf, double, false>(view);
   }
   __builtin_unreachable();
 }

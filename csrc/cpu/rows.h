@@ -31,7 +31,7 @@ class Rows {
         alternating_(alternating(view)),
         across_(alternating_ ? view.kept.dim[view.kept.size - 1] : Dim{1, 0, 0}),
         groups_(ceil_div(across_.extent, most_rows(view, threads))),
-        access_(operands, view.reduced.dim[outer_].mask_stride) {}
+        access_(operands, view.reduced.dim[outer_].side[0]) {}
 
   // Whether the terms are held between the passes, so that they are computed once: where there is room for as many rows
   // as lie side by side in some lines of the cache.

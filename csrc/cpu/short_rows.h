@@ -28,7 +28,7 @@ class ShortRows {
 
   static void run(const View& view, const Operands& operands, const Work&, void*, bool, int64_t first_unit,
                   int64_t last_unit) {
-    const A access(operands, view.reduced.dim[0].mask_stride);
+    const A access(operands, view.reduced.dim[0].side[0]);
     const int columns = static_cast<int>(view.columns), full = columns / kLanes, rest = columns % kLanes;
     Odometer odometer(view.kept, view.kept.size, first_unit * kLanes);
     for (int64_t unit = first_unit; unit < last_unit; ++unit) {

@@ -109,7 +109,7 @@ class Stage {
     }
     if (A::kHasMask) {
       for_rectangles(begin, end, [&](Offset at, int64_t here, int64_t groups, int64_t elements) {
-        const Move from{across().mask_stride, along().mask_stride, inner_.mask_stride};
+        const Move from{across().side[0], along().side[0], inner_.side[0]};
         move(outside_.mask + at.mask, from, mask_.get() + here, inside_move(), groups, elements);
       });
     }

@@ -1,0 +1,27 @@
+// The operators and element types by number, and what an operator costs: all that a planner knows of it.
+#pragma once
+
+namespace jax_softmax {
+
+enum class Op { kSoftmax, kLogSoftmax, kSoftmaxLinear, kLogSoftmaxJvp, kLogSoftmaxVjp };
+enum class DType { kF16, kBF16, kF32, kF64 };
+
+inline constexpr int kOps = 5;
+inline constexpr const char* kOpNames[kOps] = {"softmax", "log_softmax", "softmax_linear", "log_softmax_jvp",
+                                               "log_softmax_vjp"};
+inline constexpr int kDTypes = 4;
+inline constexpr const char* kDTypeNames[kDTypes] = {"float16", "bfloat16", "float32", "float64"};
+inline constexpr int kDTypeBytes[kDTypes] = {2, 2, 4, 8};
+
+struct Cost {
+  int inputs;        // operands
+  int summed;        // of them, that the sum needs
+  int exponentials;  // of an element, in the sum and in the result
+  int logarithms;    // of a row
+};
+
+inline constexpr Cost kCosts[kOps] = {{1, 1, 1, 0}, {1, 1, 1, 1}, {2, 2, 0, 0}, {2, 2, 1, 0}, {2, 1, 1, 0}};
+constexpr Cost cost_of(Op op) { return kCosts[static_cast<int>(op)]; }
+constexpr int inputs_of(Op op) { return cost_of(op).inputs; }
+
+}  // namespace jax_softmax

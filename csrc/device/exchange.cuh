@@ -1,0 +1,150 @@
+// How blocks that share rows tell each other the states of their parts of them: through 64-bit words, each written and
+// read whole, so that no flag needs to guard it. A word that has not been written has all bits set.
+#pragma once
+
+#include "device/barrier.cuh"
+#include "device/memory.cuh"
+#include "device/reduce.cuh"
+
+namespace jax_softmax::device {
+
+inline constexpr uint64_t kUnpublished = ~0ull;
+
+template <class C>
+inline constexpr int kStateWords = 2 * static_cast<int>(sizeof(C)) / 8;
+
+__device__ __forceinline__ uint64_t published(uint64_t bits) { return bits == kUnpublished ? bits - 1 : bits; }
+
+__device__ __forceinline__ void to_words(uint64_t (&words)[1], const State<float>& state) {
+  words[0] = published(static_cast<uint64_t>(__float_as_uint(state.pivot)) << 32 | __float_as_uint(state.sum));
+}
+__device__ __forceinline__ void to_words(uint64_t (&words)[2], const State<double>& state) {
+  words[0] = published(__double_as_longlong(state.pivot));
+  words[1] = published(__double_as_longlong(state.sum));
+}
+__device__ __forceinline__ State<float> from_words(const uint64_t (&words)[1]) {
+  return {__uint_as_float(static_cast<uint32_t>(words[0] >> 32)), __uint_as_float(static_cast<uint32_t>(words[0]))};
+}
+__device__ __forceinline__ State<double> from_words(const uint64_t (&words)[2]) {
+  return {__longlong_as_double(words[0]), __longlong_as_double(words[1])};
+}
+
+// The states of a row's parts in device memory.
+template <class C>
+struct WordsInMemory {
+  static constexpr int kWords = kStateWords<C>;
+  uint64_t* row;
+
+  __device__ __forceinline__ void publish(int part, const State<C>& state) const {
+    uint64_t words[kWords];
+    to_words(words, state);
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) {
+      asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(row + part * kWords + w), "l"(words[w]) : "memory");
+    }
+  }
+  __device__ __forceinline__ uint64_t read(int index) const {
+    uint64_t word;
+    asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(word) : "l"(row + index) : "memory");
+    return word;
+  }
+};
+
+// And in the shared memory of each block of a cluster, at the same place in all of them; a barrier there says that all
+// have arrived.
+template <class C>
+struct WordsInCluster {
+  static constexpr int kWords = kStateWords<C>;
+  uint64_t* row;
+  uint64_t* barrier;
+
+  __device__ __forceinline__ void publish(int part, const State<C>& state, int block) const {
+#if __CUDA_ARCH__ >= 900
+    uint64_t words[kWords];
+    to_words(words, state);
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) send_word(row + part * kWords + w, words[w], block, barrier);
+#endif
+  }
+  __device__ __forceinline__ uint64_t read(int index) const { return row[index]; }
+  __device__ __forceinline__ State<C> state(int part) const {
+    uint64_t words[kWords];
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) words[w] = row[part * kWords + w];
+    return from_words(words);
+  }
+};
+
+// Reads the states of kGroups groups of 32 n parts, n of a group a lane, until they are all published, and adds them
+// to the lane's. All lanes go the same way: those without a part read the last one's.
+template <class Op, int n, int kGroups, class Words>
+__device__ __forceinline__ State<typename Op::C> await_parts(State<typename Op::C> state, const Words& words, int begin,
+                                                             int parts) {
+  constexpr int kWords = Words::kWords;
+  const int first = begin + static_cast<int>(threadIdx.x % 32);
+  uint64_t bits[kGroups * n][kWords];
+  bool missing;
+  do {
+    missing = false;
+#pragma unroll
+    for (int i = 0; i < kGroups * n; ++i) {
+#pragma unroll
+      for (int w = 0; w < kWords; ++w) bits[i][w] = words.read(min(first + i * 32, parts - 1) * kWords + w);
+    }
+#pragma unroll
+    for (int i = 0; i < kGroups * n; ++i) {
+#pragma unroll
+      for (int w = 0; w < kWords; ++w) missing |= bits[i][w] == kUnpublished;
+    }
+  } while (__any_sync(kFullWarp, missing));
+#pragma unroll
+  for (int g = 0; g < kGroups; ++g) {
+    State<typename Op::C> part[n];
+#pragma unroll
+    for (int i = 0; i < n; ++i) {
+      part[i] = first + (g * n + i) * 32 < parts ? from_words(bits[g * n + i]) : identity<Op, typename Op::Policy>();
+    }
+    state = combine_parts<Op>(state, part);
+  }
+  return state;
+}
+
+// The state of a row, once those of its parts are all published: the same, bit for bit, whichever warp asks, wherever
+// the words are, and however many groups of them are read together.
+template <class Op, int kParts, int kGroups = 1, class Words>
+__device__ __forceinline__ State<typename Op::C> await_row(const Words& words) {
+  State<typename Op::C> state = identity<Op, typename Op::Policy>();
+  if constexpr (kParts <= 32) {
+    state = await_parts<Op, 1, 1>(state, words, 0, kParts);
+  } else if constexpr (kParts <= 64) {
+    state = await_parts<Op, 2, 1>(state, words, 0, kParts);
+  } else if constexpr (kParts <= 256) {
+    for (int begin = 0; begin < kParts; begin += 32 * 4) state = await_parts<Op, 4, 1>(state, words, begin, kParts);
+  } else {
+    for (int begin = 0; begin < kParts; begin += 32 * 4 * kGroups) {
+      state = await_parts<Op, 4, kGroups>(state, words, begin, kParts);
+    }
+  }
+  return combine_over_lanes<Op, 32>(state);
+}
+
+__device__ __forceinline__ void wait_for_previous_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void let_next_kernel_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// Prepares n words for their publishers, and the ticket counter behind them.
+__device__ __forceinline__ void clear_words(const Operands& operands, int64_t n) {
+  let_next_kernel_start();
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (i <= n) operands.words[i] = i < n ? kUnpublished : 0;
+}
+
+}  // namespace jax_softmax::device

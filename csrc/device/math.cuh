@@ -1,0 +1,157 @@
+// The policies (see ops.h) for CUDA: the arithmetic that each element type is computed in.
+#pragma once
+
+#include "device/types.cuh"
+#include "ops.h"
+
+namespace jax_softmax::device {
+
+struct BFloat16 {
+  uint16_t bits;
+};
+struct Float16 {
+  uint16_t bits;
+};
+
+template <class C>
+struct Scalar {
+  using Value = C;
+  static constexpr C kInfinity = static_cast<C>(__builtin_bit_cast(double, 0x7ff0000000000000ll));
+  static __device__ __forceinline__ C constant(C c) { return c; }
+  static __device__ __forceinline__ bool equal(C a, C b) { return a == b; }
+  static __device__ __forceinline__ C select(bool condition, C a, C b) { return condition ? a : b; }
+};
+
+// float64 and float32, with the library's exponentials.
+template <class C>
+struct Precise : Scalar<C> {
+  static __device__ __forceinline__ C max(C a, C b) { return ::max(a, b); }  // ignores a NaN
+  static __device__ __forceinline__ C exp(C x) { return ::exp(x); }
+  static __device__ __forceinline__ C log(C x) { return ::log(x); }
+};
+
+// For elements and results of 16 bits: the product with log2(e) is off by 2^-24 of itself, so a result that is not 0 by
+// at most 87 * 2^-24 of itself, which is far below that rounding.
+struct Half : Scalar<float> {
+  static constexpr float kLog2E = 1.44269502f;
+  static __device__ __forceinline__ float max(float a, float b) { return fmaxf(a, b); }
+  static __device__ __forceinline__ float exp2(float x) {
+    float power;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x));
+    return power;
+  }
+  static __device__ __forceinline__ float exp(float x) { return exp2(x * kLog2E); }
+  static __device__ __forceinline__ float log(float x) { return logf(x); }
+};
+
+// For softmax of float32: see its Relative.
+struct Reduced : Precise<float> {};
+
+// The policy of an operator, by the wider one of the types that it reads and writes.
+template <template <class> class Op, class T>
+struct PolicyOf {
+  using type = Half;
+};
+template <template <class> class Op>
+struct PolicyOf<Op, float> {
+  using type = Precise<float>;
+};
+template <>
+struct PolicyOf<Softmax, float> {
+  using type = Reduced;
+};
+template <template <class> class Op>
+struct PolicyOf<Op, double> {
+  using type = Precise<double>;
+};
+
+}  // namespace jax_softmax::device
+
+namespace jax_softmax {
+
+// Terms in one fused multiply-add and one power: exp2(x log2(e) - r), where r is pivot log2(e), rounded. What r is
+// rounded by is a factor that all terms share, and `rescale` and `log` take it into account. It would overflow beyond
+// 2^30, so from 2^24 on the pivot itself stands for r and x for x log2(e): 16-bit numbers that differ from such a
+// pivot at all do so by 2^13 or more, and their terms are 0 either way.
+template <>
+struct Relative<device::Half> {
+  using M = device::Half;
+  static constexpr float kLarge = 1 << 24;
+  float factor;
+  float subtrahend;
+  float pivot;
+
+  Relative() = default;
+  explicit __device__ __forceinline__ Relative(float unshielded) : pivot(shielded<M>(unshielded)) {
+    factor = factor_of(pivot);
+    subtrahend = __fmul_rn(pivot, factor);  // rounded, whatever it is used for
+  }
+  static __device__ __forceinline__ float factor_of(float pivot) { return fabsf(pivot) < kLarge ? M::kLog2E : 1.0f; }
+  __device__ __forceinline__ float exp(float x) const { return M::exp2(fmaf(x, factor, -subtrahend)); }
+  __device__ __forceinline__ float log(float sum) const {
+    return M::log(sum) - 0.693147182f * fmaf(pivot, factor, -subtrahend);
+  }
+  __device__ __forceinline__ float rescale(float from) const {
+    const float its_factor = factor_of(from);
+    return its_factor == factor ? M::exp2(__fmul_rn(from, its_factor) - subtrahend) : 0.0f;
+  }
+  static __device__ __forceinline__ float divide(float x, float sum) {
+    float inverse;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(sum));
+    return x * inverse;
+  }
+};
+
+// Terms in powers of 2, of the element itself and not of its rounded distance from the pivot: 2^(x log2(e) - n), where
+// n is pivot log2(e), rounded to an integer. What is below one half of the exponent is reduced as in Cody and Waite,
+// "Software Manual for the Elementary Functions" (1980), with log2(e) in two parts, so that an element far below the
+// pivot has no larger an error than any; and terms relative to one pivot become those relative to another exactly.
+// So that n fits, x and the pivot are taken relative to an origin: the pivot rounded toward zero to a multiple of 2^20.
+// Elements near the pivot lie on a grid on which their distance from the origin is exact.
+template <>
+struct Relative<device::Reduced> {
+  static constexpr float kLog2E = 1.44269502f, kLog2ERest = 1.92596303e-8f;
+  // 1.5 * 2^23: a sum with it is an integer, in its last bits; and the bias of the exponent.
+  static constexpr float kToInteger = 12582912.0f, kBias = 127.0f;
+  static constexpr float kLargest = 3.40282347e38f;
+  float origin;
+  float to_integer;  // kToInteger + kBias - n
+
+  Relative() = default;
+  explicit __device__ __forceinline__ Relative(float unshielded) {
+    const float pivot = shielded<device::Reduced>(unshielded);
+    origin = origin_of(pivot);
+    to_integer = kToInteger + kBias - power_of(pivot - origin);
+  }
+  static __device__ __forceinline__ float origin_of(float pivot) { return truncf(pivot * 0x1p-20f) * 0x1p20f; }
+  static __device__ __forceinline__ float power_of(float x) { return fmaf(x, kLog2E, kToInteger) - kToInteger; }
+  // e^x 2^n, where the integer n is given as n + kToInteger + kBias.
+  static __device__ __forceinline__ float exp_times_power(float x, float to_integer) {
+    // The power of 2 must be a normal number; a fraction of it need not be. A NaN is ignored here.
+    const float integer = fmaxf(fmaf(x, kLog2E, to_integer), kToInteger + 1.0f);
+    const float power = integer - to_integer;
+    const float fraction = fmaf(x, kLog2ERest, fmaf(x, kLog2E, -power));
+    return device::Half::exp2(fraction) * __uint_as_float(__float_as_uint(integer) << 23);
+  }
+  __device__ __forceinline__ float exp(float x) const { return exp_times_power(x - origin, to_integer); }
+  // Without a branch, since states come by the hundred.
+  __device__ __forceinline__ float rescale(float from) const {
+    const float finite = fmaxf(from, -kLargest);  // a state of no elements has a sum of 0
+    const float its_origin = origin_of(finite);
+    return exp_times_power(its_origin - origin, to_integer + power_of(finite - its_origin));
+  }
+  // A quotient to twice the precision, so that its product with a term is rounded once: of an element that is all of
+  // its row's sum to 1.
+  struct Quotient {
+    float rounded, rest;
+    friend __device__ __forceinline__ float operator*(float x, const Quotient& quotient) {
+      return fmaf(x, quotient.rounded, x * quotient.rest);
+    }
+  };
+  static __device__ __forceinline__ Quotient divide(float x, float sum) {
+    const float rounded = x / sum;
+    return {rounded, __fdividef(fmaf(-rounded, sum, x), sum)};
+  }
+};
+
+}  // namespace jax_softmax

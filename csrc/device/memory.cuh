@@ -1,0 +1,249 @@
+// The one place that interprets memory: what the operands' bytes mean to an operator, and what becomes of its results.
+// A schedule moves packs and asks here for their values; a cast, a mask, or what is fused before an operator is
+// something that schedules never see.
+#pragma once
+
+#include "device/pack.cuh"
+
+namespace jax_softmax::device {
+
+inline constexpr int kMostSides = 4;
+
+// The kernels' only parameter, as csrc/ffi fills it in.
+struct Operands {
+  const void* in[2];             // of one shape: the operator's operands
+  const void* side[kMostSides];  // that broadcast to that shape: what is fused reads them, and the mask, the last one
+  void* out;
+  uint64_t* words;  // memory for blocks to exchange states through, or null
+  int64_t rows;
+};
+
+// A dimension of the view: its extent, and the strides in elements of the operands and of each side operand.
+struct Dim {
+  int64_t extent;
+  int64_t stride;
+  int64_t side[kMostSides];
+};
+
+// Where an element lies in the operands, and in the side operands.
+template <int kSides>
+struct Offset {
+  int64_t element;
+  int64_t side[kSides > 0 ? kSides : 1];
+
+  // `index` steps along a dimension.
+  __device__ __forceinline__ Offset along(const Dim& dim, int64_t index) const {
+    Offset moved = *this;
+    moved.element += index * dim.stride;
+#pragma unroll
+    for (int s = 0; s < kSides; ++s) moved.side[s] += index * dim.side[s];
+    return moved;
+  }
+};
+
+// `from` moved by the index-th combination of the first kCount of the dimensions' indices, the innermost of which
+// varies fastest. Extents are constants, so that no division is one; the outermost one's is not needed.
+template <class Dims, int kCount, int kSides, class Index>
+__device__ __forceinline__ Offset<kSides> moved_along(Offset<kSides> from, Index index) {
+  if constexpr (kCount == 0) {
+    return from;
+  } else {
+    constexpr Dim dim = Dims::kDim[kCount - 1];
+    if constexpr (kCount == 1) {
+      return from.along(dim, index);
+    } else {
+      const Index outer = index / static_cast<Index>(dim.extent);
+      return moved_along<Dims, kCount - 1>(from.along(dim, index - outer * static_cast<Index>(dim.extent)), outer);
+    }
+  }
+}
+
+// What is fused before an operator: `apply` makes an element's value of the element and of the side operands' elements.
+// Without any, packs can be compared, and pads put into them, as they are in memory.
+struct NothingFused {
+  static constexpr bool kNothing = true;
+  template <int side>
+  using Side = void;
+  static constexpr int kSides = 0;
+};
+
+template <class Op_, class In_, class Out_, class Fused, bool kMasked_, bool kPacks_>
+struct Memory {
+  using Op = Op_;
+  using In = In_;
+  using Out = Out_;
+  using M = typename Op::Policy;
+  using C = typename M::Value;
+  static constexpr bool kMasked = kMasked_;
+  static constexpr bool kPacks = kPacks_;  // whether operands begin with whole packs, so that memory is accessed by them
+  static constexpr int kInputs = Op::kInputs;
+  static constexpr int kWidth = kPerPack<In>;
+  static constexpr int kSides = Fused::kSides + kMasked;
+  static constexpr unsigned kAll = kAllBits<In>;
+  using Place = Offset<kSides>;
+  using Values = C[kWidth][kInputs];
+  using Results = Words<kWidth * static_cast<int>(sizeof(Out))>;
+  // Whether the largest word of memory has the largest value, and pads can stand in memory.
+  static constexpr bool kOrdered = Fused::kNothing;
+  // Terms can be kept in the place of elements, to be taken once.
+  static constexpr bool kTermsFit = Op::kResultIsScaledTerm && sizeof(In) == sizeof(C);
+
+  const Operands& operands;
+
+  __device__ __forceinline__ const In* in(int k) const { return static_cast<const In*>(operands.in[k]); }
+  __device__ __forceinline__ Out* out() const { return static_cast<Out*>(operands.out); }
+
+  // ---- reading: `at` is where a pack's first element lies, which may be before the row's; `bits` are those that count
+
+  // Of a pack that lies at a whole pack of memory and has elements that count: what is around them can be read as well,
+  // since memory is never allocated in smaller units.
+  static __device__ __forceinline__ Pack load(const In* p, unsigned bits) {
+    if constexpr (kPacks) {
+      return load_pack(p);
+    } else {
+      return load_elements(p, bits);
+    }
+  }
+
+  // The bits of those among `inside` that are not masked. Neighbouring elements are neighbours along `dim`.
+  __device__ __forceinline__ unsigned unmasked(const Place& at, const Dim& dim, unsigned inside) const {
+    if constexpr (!kMasked) return inside;
+    const auto* const mask = static_cast<const uint8_t*>(operands.side[kSides - 1]) + at.side[kMasked ? kSides - 1 : 0];
+    const int64_t step = dim.side[kMasked ? kSides - 1 : 0];
+    unsigned kept = 0;
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) {
+      if ((inside >> i) & 1) kept |= static_cast<unsigned>(mask[i * step]) << i;
+    }
+    return kept;
+  }
+
+  static __device__ __forceinline__ Pack pad_pack(int k) {
+    C pads[kWidth];
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) pads[i] = Op::pad(k);
+    return Elements<In>::narrow(pads);
+  }
+  // Puts pads in the place of elements that do not count, where memory can hold pads.
+  static __device__ __forceinline__ void mend(Pack (&raw)[kInputs], unsigned bits) {
+    if constexpr (Fused::kNothing) {
+#pragma unroll
+      for (int k = 0; k < kInputs; ++k) raw[k] = select_elements<In>(bits, raw[k], pad_pack(k));
+    }
+  }
+
+  // The values of a mended pack's elements.
+  __device__ __forceinline__ void values(Values& v, const Pack (&raw)[kInputs], const Place& at, const Dim& dim,
+                                         unsigned bits) const {
+#pragma unroll
+    for (int k = 0; k < kInputs; ++k) {
+      C w[kWidth];
+      Elements<In>::widen(w, raw[k]);
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) v[i][k] = w[i];
+    }
+    if constexpr (!Fused::kNothing) {
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) {
+        if ((bits >> i) & 1) {
+          v[i][kInputs - 1] = fused(v[i][kInputs - 1], at.along(dim, i));
+        } else {
+#pragma unroll
+          for (int k = 0; k < kInputs; ++k) v[i][k] = Op::pad(k);
+        }
+      }
+    }
+  }
+
+  // What is fused before the operator, to the value of an element that counts.
+  __device__ __forceinline__ void fuse(C (&v)[kInputs], const Place& at) const {
+    if constexpr (!Fused::kNothing) v[kInputs - 1] = fused(v[kInputs - 1], at);
+  }
+  // The value of a single element.
+  __device__ __forceinline__ void value(C (&v)[kInputs], const In (&raw)[kInputs], const Place& at) const {
+#pragma unroll
+    for (int k = 0; k < kInputs; ++k) v[k] = Elements<In>::widen(raw[k]);
+    if constexpr (!Fused::kNothing) v[kInputs - 1] = fused(v[kInputs - 1], at);
+    if constexpr (kMasked) {
+      if (!is_kept(at)) {
+#pragma unroll
+        for (int k = 0; k < kInputs; ++k) v[k] = Op::pad(k);
+      }
+    }
+  }
+  __device__ __forceinline__ bool is_kept(const Place& at) const {
+    if constexpr (kMasked) {
+      return static_cast<const uint8_t*>(operands.side[kSides - 1])[at.side[kSides - 1]];
+    } else {
+      return true;
+    }
+  }
+
+  // ---- writing
+
+  // The results of a pack's elements, those that are not `kept` being masked.
+  static __device__ __forceinline__ Results results(C (&r)[kWidth], unsigned kept) {
+    if constexpr (kMasked) {
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) r[i] = (kept >> i) & 1 ? r[i] : Op::masked();
+    }
+    return Elements<Out>::narrow(r);
+  }
+  // Stores those that are `inside` the row.
+  static __device__ __forceinline__ void store(Out* p, const Results& words, unsigned inside) {
+    if (kPacks && inside == kAll) {
+      store_words(p, words);
+    } else {
+      store_elements(p, words, inside);
+    }
+  }
+
+ private:
+  template <int side = 0>
+  __device__ __forceinline__ void read_sides(C (&s)[kMostSides], const Place& at) const {
+    if constexpr (side < Fused::kSides) {
+      using Side = typename Fused::template Side<side>;
+      s[side] = Elements<Side>::widen(static_cast<const Side*>(operands.side[side])[at.side[side]]);
+      read_sides<side + 1>(s, at);
+    }
+  }
+  __device__ __forceinline__ C fused(C x, const Place& at) const {
+    C s[kMostSides];
+    read_sides(s, at);
+    return Fused::apply(x, s);
+  }
+};
+
+// The maximum over mended packs: of the words as they are in memory, where that is the maximum of their values.
+template <class Mem>
+struct Largest {
+  using C = typename Mem::C;
+  Pack raw = Mem::pad_pack(0);
+  C value = -Mem::M::kInfinity;
+
+  __device__ __forceinline__ void add(const Mem& mem, const Pack (&pack)[Mem::kInputs], const typename Mem::Place& at,
+                                      const Dim& dim, unsigned bits) {
+    if constexpr (Mem::kOrdered) {
+      raw = Elements<typename Mem::In>::max(raw, pack[0]);
+    } else {
+      typename Mem::Values v;
+      mem.values(v, pack, at, dim, bits);
+#pragma unroll
+      for (int i = 0; i < Mem::kWidth; ++i) value = Mem::M::max(value, v[i][0]);
+    }
+  }
+  __device__ __forceinline__ C get() const {
+    if constexpr (Mem::kOrdered) {
+      C v[Mem::kWidth];
+      Elements<typename Mem::In>::widen(v, raw);
+      C m = v[0];
+#pragma unroll
+      for (int i = 1; i < Mem::kWidth; ++i) m = Mem::M::max(m, v[i]);
+      return m;
+    } else {
+      return value;
+    }
+  }
+};
+
+}  // namespace jax_softmax::device

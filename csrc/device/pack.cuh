@@ -1,0 +1,289 @@
+// 16 bytes of neighbouring elements, the unit in which memory is read, and the conversions to and from the type of the
+// arithmetic. A pack is four words throughout: single 16-bit elements of it would cost a register each.
+#pragma once
+
+#include "device/math.cuh"
+
+namespace jax_softmax::device {
+
+inline constexpr int kPackBytes = 16;
+
+template <class T>
+inline constexpr int kPerPack = kPackBytes / static_cast<int>(sizeof(T));
+
+// Some neighbouring elements, as they are in memory.
+template <int bytes>
+struct alignas(bytes < 16 ? bytes : 16) Words {
+  uint32_t word[bytes / 4];
+};
+using Pack = Words<kPackBytes>;
+
+__device__ __forceinline__ Pack load_pack(const void* p) {
+  const uint4 bits = *static_cast<const uint4*>(p);
+  return {{bits.x, bits.y, bits.z, bits.w}};
+}
+
+// To global memory. In unrolled loops the compiler has been seen to make four stores of an ordinary one.
+template <int bytes>
+__device__ __forceinline__ void store_words(void* p, const Words<bytes>& words) {
+  char* const to = static_cast<char*>(p);
+  if constexpr (bytes == 8) {
+    asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(__cvta_generic_to_global(to)), "r"(words.word[0]),
+                 "r"(words.word[1])
+                 : "memory");
+  } else if constexpr (bytes == 4) {
+    *reinterpret_cast<uint32_t*>(to) = words.word[0];
+  } else {
+#pragma unroll
+    for (int i = 0; i < bytes / 16; ++i) {
+      asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(to + 16 * i)),
+                   "r"(words.word[4 * i]), "r"(words.word[4 * i + 1]), "r"(words.word[4 * i + 2]),
+                   "r"(words.word[4 * i + 3])
+                   : "memory");
+    }
+  }
+}
+
+// ---- elements of 16 bits, two to a word
+
+template <class T>
+struct Pair;
+
+template <>
+struct Pair<BFloat16> {
+  static __device__ __forceinline__ void widen(float& low, float& high, uint32_t word) {
+    low = __uint_as_float(word << 16);
+    high = __uint_as_float(word & 0xffff0000u);
+  }
+  static __device__ __forceinline__ uint32_t narrow(float low, float high) {
+#if __CUDA_ARCH__ >= 800
+    uint32_t word;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+    return word;
+#else
+    return rounded(low) | rounded(high) << 16;
+#endif
+  }
+  static __device__ __forceinline__ uint32_t max(uint32_t a, uint32_t b) {
+#if __CUDA_ARCH__ >= 800
+    uint32_t word;
+    asm("max.bf16x2 %0, %1, %2;" : "=r"(word) : "r"(a), "r"(b));
+    return word;
+#else
+    float al, ah, bl, bh;
+    widen(al, ah, a);
+    widen(bl, bh, b);
+    return __float_as_uint(fmaxf(al, bl)) >> 16 | (__float_as_uint(fmaxf(ah, bh)) & 0xffff0000u);
+#endif
+  }
+
+ private:
+  // To nearest even, where the chip has no instruction for it.
+  static __device__ __forceinline__ uint32_t rounded(float x) {
+    const uint32_t bits = __float_as_uint(x);
+    return x != x ? 0x7fffu : (bits + 0x7fffu + ((bits >> 16) & 1)) >> 16;
+  }
+};
+
+template <>
+struct Pair<Float16> {
+  static __device__ __forceinline__ void widen(float& low, float& high, uint32_t word) {
+    asm("{.reg .b16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h;}"
+        : "=f"(low), "=f"(high)
+        : "r"(word));
+  }
+  static __device__ __forceinline__ uint32_t narrow(float low, float high) {
+    uint32_t word;
+#if __CUDA_ARCH__ >= 800
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+#else
+    asm("{.reg .b16 l, h; cvt.rn.f16.f32 l, %1; cvt.rn.f16.f32 h, %2; mov.b32 %0, {l, h};}"
+        : "=r"(word)
+        : "f"(low), "f"(high));
+#endif
+    return word;
+  }
+  static __device__ __forceinline__ uint32_t max(uint32_t a, uint32_t b) {
+#if __CUDA_ARCH__ >= 800
+    uint32_t word;
+    asm("max.f16x2 %0, %1, %2;" : "=r"(word) : "r"(a), "r"(b));
+    return word;
+#else
+    float al, ah, bl, bh;
+    widen(al, ah, a);
+    widen(bl, bh, b);
+    return narrow(fmaxf(al, bl), fmaxf(ah, bh));
+#endif
+  }
+};
+
+// ---- widen, narrow: between n elements and the words that they are in memory. max: element by element, a NaN being
+// ignored. Of 16 bits:
+
+template <class T>
+struct Elements {
+  template <int n>
+  static __device__ __forceinline__ void widen(float (&v)[n], const Words<2 * n>& words) {
+#pragma unroll
+    for (int w = 0; w < n / 2; ++w) Pair<T>::widen(v[2 * w], v[2 * w + 1], words.word[w]);
+  }
+  template <class C, int n>
+  static __device__ __forceinline__ Words<2 * n> narrow(const C (&v)[n]) {
+    Words<2 * n> words;
+#pragma unroll
+    for (int w = 0; w < n / 2; ++w) {
+      words.word[w] = Pair<T>::narrow(static_cast<float>(v[2 * w]), static_cast<float>(v[2 * w + 1]));
+    }
+    return words;
+  }
+  static __device__ __forceinline__ Pack max(const Pack& a, const Pack& b) {
+    Pack m;
+#pragma unroll
+    for (int w = 0; w < 4; ++w) m.word[w] = Pair<T>::max(a.word[w], b.word[w]);
+    return m;
+  }
+  static __device__ __forceinline__ float widen(T x) {
+    float low, high;
+    Pair<T>::widen(low, high, x.bits);
+    return low;
+  }
+  template <class C>
+  static __device__ __forceinline__ T narrow(C x) {
+    return {static_cast<uint16_t>(Pair<T>::narrow(static_cast<float>(x), 0.0f))};
+  }
+};
+
+template <>
+struct Elements<float> {
+  template <class C, int n>
+  static __device__ __forceinline__ void widen(C (&v)[n], const Words<4 * n>& words) {
+#pragma unroll
+    for (int i = 0; i < n; ++i) v[i] = __uint_as_float(words.word[i]);
+  }
+  template <class C, int n>
+  static __device__ __forceinline__ Words<4 * n> narrow(const C (&v)[n]) {
+    Words<4 * n> words;
+#pragma unroll
+    for (int i = 0; i < n; ++i) words.word[i] = __float_as_uint(static_cast<float>(v[i]));
+    return words;
+  }
+  static __device__ __forceinline__ Pack max(const Pack& a, const Pack& b) {
+    Pack m;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      m.word[i] = __float_as_uint(fmaxf(__uint_as_float(a.word[i]), __uint_as_float(b.word[i])));
+    }
+    return m;
+  }
+  static __device__ __forceinline__ float widen(float x) { return x; }
+  template <class C>
+  static __device__ __forceinline__ float narrow(C x) {
+    return static_cast<float>(x);
+  }
+};
+
+template <>
+struct Elements<double> {
+  template <int n>
+  static __device__ __forceinline__ void widen(double (&v)[n], const Words<8 * n>& words) {
+#pragma unroll
+    for (int i = 0; i < n; ++i) v[i] = __hiloint2double(words.word[2 * i + 1], words.word[2 * i]);
+  }
+  template <int n>
+  static __device__ __forceinline__ Words<8 * n> narrow(const double (&v)[n]) {
+    Words<8 * n> words;
+#pragma unroll
+    for (int i = 0; i < n; ++i) {
+      words.word[2 * i] = static_cast<uint32_t>(__double2loint(v[i]));
+      words.word[2 * i + 1] = static_cast<uint32_t>(__double2hiint(v[i]));
+    }
+    return words;
+  }
+  static __device__ __forceinline__ Pack max(const Pack& a, const Pack& b) {
+    double va[2], vb[2];
+    widen(va, a);
+    widen(vb, b);
+    const double m[2] = {fmax(va[0], vb[0]), fmax(va[1], vb[1])};
+    return narrow(m);
+  }
+  static __device__ __forceinline__ double widen(double x) { return x; }
+  static __device__ __forceinline__ double narrow(double x) { return x; }
+};
+
+// ---- parts of packs; bit i of `bits` stands for element i
+
+template <class T>
+inline constexpr unsigned kAllBits = (1u << kPerPack<T>)-1;
+
+// The bits of a pack's elements that lie in [0, size), the first of them at `first`.
+template <class T, class Index>
+__device__ __forceinline__ unsigned bits_within(Index first, Index size) {
+  constexpr int kWidth = kPerPack<T>;
+  unsigned bits = kAllBits<T>;
+  if (first < 0) bits &= kAllBits<T> << (first > -kWidth ? -static_cast<int>(first) : kWidth);
+  if (first + kWidth > size) bits &= first < size ? kAllBits<T> >> static_cast<int>(first + kWidth - size) : 0;
+  return bits;
+}
+
+// The bits of word w that belong to the given elements.
+template <class T>
+__device__ __forceinline__ uint32_t word_mask(unsigned bits, int w) {
+  if constexpr (sizeof(T) == 2) {
+    return ((bits >> (2 * w)) & 1 ? 0xffffu : 0u) | ((bits >> (2 * w + 1)) & 1 ? 0xffff0000u : 0u);
+  } else {
+    return (bits >> (sizeof(T) == 4 ? w : w / 2)) & 1 ? ~0u : 0u;
+  }
+}
+
+// `pack` with the elements not in `bits` replaced by those of `other`.
+template <class T>
+__device__ __forceinline__ Pack select_elements(unsigned bits, const Pack& pack, const Pack& other) {
+  Pack result;
+#pragma unroll
+  for (int w = 0; w < 4; ++w) {
+    const uint32_t mask = word_mask<T>(bits, w);
+    result.word[w] = (pack.word[w] & mask) | (other.word[w] & ~mask);
+  }
+  return result;
+}
+
+// Reads elements one by one.
+template <class T>
+__device__ __forceinline__ Pack load_elements(const T* p, unsigned bits) {
+  Pack pack{};
+  if constexpr (sizeof(T) == 2) {
+    const auto* half = reinterpret_cast<const uint16_t*>(p);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      if ((bits >> i) & 1) pack.word[i / 2] |= static_cast<uint32_t>(half[i]) << (16 * (i % 2));
+    }
+  } else {
+    const auto* word = reinterpret_cast<const uint32_t*>(p);
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+      if (word_mask<T>(bits, w)) pack.word[w] = word[w];
+    }
+  }
+  return pack;
+}
+
+// Writes elements one by one.
+template <class T, int bytes>
+__device__ __forceinline__ void store_elements(T* p, const Words<bytes>& words, unsigned bits) {
+  if constexpr (sizeof(T) == 2) {
+    auto* half = reinterpret_cast<uint16_t*>(p);
+#pragma unroll
+    for (int i = 0; i < bytes / 2; ++i) {
+      if ((bits >> i) & 1) half[i] = static_cast<uint16_t>(words.word[i / 2] >> (16 * (i % 2)));
+    }
+  } else {
+    constexpr int kPer = sizeof(T) / 4;
+    auto* word = reinterpret_cast<uint32_t*>(p);
+#pragma unroll
+    for (int w = 0; w < bytes / 4; ++w) {
+      if ((bits >> (w / kPer)) & 1) word[w] = words.word[w];
+    }
+  }
+}
+
+}  // namespace jax_softmax::device

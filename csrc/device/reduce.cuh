@@ -1,0 +1,98 @@
+// Reductions over the lanes of a warp and over a block.
+#pragma once
+
+#include "device/math.cuh"
+
+namespace jax_softmax::device {
+
+inline constexpr unsigned kFullWarp = 0xffffffffu;
+
+template <int kLanes, class M>
+__device__ __forceinline__ typename M::Value max_over_lanes(typename M::Value x) {
+#pragma unroll
+  for (int offset = kLanes / 2; offset > 0; offset /= 2) x = M::max(x, __shfl_xor_sync(kFullWarp, x, offset));
+  return x;
+}
+
+template <int kLanes, class C>
+__device__ __forceinline__ C sum_over_lanes(C x) {
+#pragma unroll
+  for (int offset = kLanes / 2; offset > 0; offset /= 2) x += __shfl_xor_sync(kFullWarp, x, offset);
+  return x;
+}
+
+// The state of kLanes lanes' parts of a row, each relative to a pivot of its own.
+template <class Op, int kLanes>
+__device__ __forceinline__ State<typename Op::C> combine_over_lanes(State<typename Op::C> state) {
+  using M = typename Op::Policy;
+  if constexpr (Op::kHasPivot) {
+    const auto pivot = max_over_lanes<kLanes, M>(state.pivot);
+    state.sum *= Relative<M>(pivot).rescale(state.pivot);
+    state.pivot = pivot;
+  }
+  state.sum = sum_over_lanes<kLanes>(state.sum);
+  return state;
+}
+
+// kLanes neighbouring threads share a row: up to a warp, or all of a block. Terms are taken relative to the maximum of
+// those of them that are in one warp. An object allows one call of `combine`.
+template <class Op_, int kLanes, int kThreads>
+struct Team {
+  using Op = Op_;
+  using C = typename Op::C;
+  using M = typename Op::Policy;
+  static constexpr bool kBlock = kLanes > 32;
+  static constexpr int kShuffled = kBlock ? 32 : kLanes;
+  static __device__ __forceinline__ int rank() { return threadIdx.x % kLanes; }
+  static __device__ __forceinline__ C warp_max(C x) { return max_over_lanes<kShuffled, M>(x); }
+  static __device__ __forceinline__ C warp_sum(C x) { return sum_over_lanes<kShuffled>(x); }
+  // The row's state, from the state of each warp's share of it.
+  static __device__ __forceinline__ State<C> combine(State<C> warp) {
+    if constexpr (kBlock) {
+      constexpr int kWarps = kThreads / 32;
+      __shared__ State<C> part[kWarps];
+      const int lane = threadIdx.x % 32;
+      if (lane == 0) part[threadIdx.x / 32] = warp;
+      __syncthreads();
+      return combine_over_lanes<Op, 32>(lane < kWarps ? part[lane] : identity<Op, M>());
+    } else {
+      return warp;
+    }
+  }
+};
+
+// The state of n parts.
+template <class Op, int n>
+__device__ __forceinline__ State<typename Op::C> combine_parts(State<typename Op::C> state,
+                                                               const State<typename Op::C> (&part)[n]) {
+  using M = typename Op::Policy;
+  auto pivot = state.pivot;
+  if constexpr (Op::kHasPivot) {
+#pragma unroll
+    for (int i = 0; i < n; ++i) pivot = M::max(pivot, part[i].pivot);
+  }
+  const Relative<M> relative(pivot);
+  if constexpr (Op::kHasPivot) state.sum *= relative.rescale(state.pivot);
+#pragma unroll
+  for (int i = 0; i < n; ++i) {
+    state.sum += Op::kHasPivot ? part[i].sum * relative.rescale(part[i].pivot) : part[i].sum;
+  }
+  return {pivot, state.sum};
+}
+
+// The state of the parts begin, begin + step, ... below end, some of which are read together.
+template <class Op, class Part>
+__device__ __forceinline__ State<typename Op::C> combine_all(int begin, int end, int step, Part part) {
+  using M = typename Op::Policy;
+  constexpr int kTogether = 4;
+  auto state = identity<Op, M>();
+  for (int i = begin; i < end; i += kTogether * step) {
+    State<typename Op::C> some[kTogether];
+#pragma unroll
+    for (int u = 0; u < kTogether; ++u) some[u] = i + u * step < end ? part(i + u * step) : identity<Op, M>();
+    state = combine_parts<Op>(state, some);
+  }
+  return state;
+}
+
+}  // namespace jax_softmax::device

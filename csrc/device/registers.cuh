@@ -1,0 +1,111 @@
+// The schedule `registers`: a row in the registers of a team of lanes, several packs a lane, all loads first. Packs are
+// kept as they are in memory, or as their terms if the result is made of those.
+#pragma once
+
+#include "device/reduce.cuh"
+#include "device/row.cuh"
+
+namespace jax_softmax::device {
+
+template <class Mem, class View, class Plan>
+__device__ __forceinline__ void registers(const Operands& operands) {
+  using Op = typename Mem::Op;
+  using M = typename Mem::M;
+  using C = typename Mem::C;
+  using In = typename Mem::In;
+  using R = Row<Mem, View, Plan>;
+  using Members = Team<Op, Plan::kLanes, Plan::kThreads>;
+  constexpr int kPacks = Plan::kPacks, kLanes = Plan::kLanes, kWidth = Mem::kWidth, kInputs = Mem::kInputs;
+  const Mem mem{operands};
+
+  // The last block's idle teams repeat the last row and store nothing.
+  const int64_t index = static_cast<int64_t>(blockIdx.x) * (Plan::kThreads / kLanes) + threadIdx.x / kLanes;
+  const bool active = kLanes == Plan::kThreads || index < operands.rows;
+  const R row(active ? index : operands.rows - 1);
+  const int rank = Members::rank();
+  const auto pack_of = [&](int p) { return rank + p * kLanes; };
+  // Whether a pack is the row's at all: most are for all lanes, which the compiler then knows.
+  const auto exists = [&](int p) { return (p + 1) * kLanes <= R::kPacks || pack_of(p) < R::kPacks; };
+
+  Pack raw[kPacks][kInputs];
+#pragma unroll
+  for (int k = 0; k < kInputs; ++k) {
+    const Pointer<R, const In, kLanes> in(mem.in(k), row, rank);
+#pragma unroll
+    for (int p = 0; p < kPacks; ++p) {
+      const auto at = row.at(pack_of(p));
+      if (!R::kExact || (p + 1) * kLanes > R::kPacks) raw[p][k] = Mem::pad_pack(k);
+      if (exists(p) && at.any()) raw[p][k] = Mem::load(in(p, at), Mem::kPacks ? Mem::kAll : at.inside());
+    }
+  }
+  unsigned kept[Mem::kMasked ? kPacks : 1] = {};
+  const auto kept_of = [&](int p) {
+    return Mem::kMasked ? kept[Mem::kMasked ? p : 0] : exists(p) ? row.at(pack_of(p)).inside() : 0;
+  };
+#pragma unroll
+  for (int p = 0; p < kPacks; ++p) {
+    if constexpr (Mem::kMasked) {
+      const auto at = row.at(pack_of(p));
+      kept[p] = exists(p) ? mem.unmasked(at.place, R::kAlong, at.inside()) : 0;
+    }
+    if constexpr (!R::kExact || Mem::kMasked) {
+      if ((Mem::kMasked || !row.at(pack_of(p)).whole()) && kept_of(p) != Mem::kAll) Mem::mend(raw[p], kept_of(p));
+    }
+  }
+
+  constexpr bool kTerms = Op::kResultIsScaledTerm;
+  C terms[kTerms ? kPacks : 1][kWidth];
+  C pivot = M::constant(0);
+  if constexpr (Op::kHasPivot) {
+    Largest<Mem> largest;
+#pragma unroll
+    for (int p = 0; p < kPacks; ++p) {
+      largest.add(mem, raw[p], row.at(pack_of(p)).place, R::kAlong, kept_of(p));
+    }
+    pivot = Members::warp_max(largest.get());
+  }
+  const Relative<M> relative(pivot);
+  C sum = M::constant(0);
+  // Teams of several warps wait for arithmetic first: a warp leaves out what is all beyond the row.
+  constexpr bool kMayEnd = !R::kExact && Members::kBlock;
+  const bool ends = kMayEnd && !__any_sync(kFullWarp, exists(kPacks - 1) && row.at(pack_of(kPacks - 1)).any());
+#pragma unroll
+  for (int p = 0; p < kPacks; ++p) {
+    if (kMayEnd && p == kPacks - 1 && ends) break;
+    typename Mem::Values values;
+    mem.values(values, raw[p], row.at(pack_of(p)).place, R::kAlong, kept_of(p));
+    C part = M::constant(0);
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) {
+      const C term = Op::term(relative, values[i]);
+      if constexpr (kTerms) terms[p][i] = term;
+      part += term;
+    }
+    sum += part;
+  }
+  const State<C> state = Members::combine({pivot, Members::warp_sum(sum)});
+  if (!active) return;
+
+  const typename Op::Row finished = Op::row(state);
+  typename Op::Scale scale{};
+  if constexpr (kTerms) scale = Op::term_scale(state, pivot);
+  const Pointer<R, typename Mem::Out, kLanes> out(mem.out(), row, rank);
+#pragma unroll
+  for (int p = 0; p < kPacks; ++p) {
+    if (!exists(p)) continue;
+    const auto at = row.at(pack_of(p));
+    C result[kWidth];
+    if constexpr (kTerms) {
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) result[i] = terms[p][i] * scale;
+    } else {
+      typename Mem::Values values;
+      mem.values(values, raw[p], at.place, R::kAlong, kept_of(p));
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) result[i] = Op::finish(finished, values[i]);
+    }
+    mem.store(out(p, at), Mem::results(result, kept_of(p)), at.inside());
+  }
+}
+
+}  // namespace jax_softmax::device

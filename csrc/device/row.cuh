@@ -1,0 +1,74 @@
+// Where the packs of a row lie. A row is a number of runs of neighbouring elements, one run if it is contiguous, and
+// each run is covered by as many packs as it may need wherever it begins. A pack's elements beyond its run do not count.
+#pragma once
+
+#include "device/memory.cuh"
+
+namespace jax_softmax::device {
+
+template <class Mem, class View, class Plan>
+struct Row {
+  using Place = typename Mem::Place;
+  using Kept = typename View::Kept;
+  using Reduced = typename View::Reduced;
+  static constexpr int kWidth = Mem::kWidth;
+  static constexpr Dim kAlong = Reduced::kDim[Reduced::kSize - 1];  // the dimension that neighbours of a run are along
+  static constexpr int64_t kRun = kAlong.extent;
+  static constexpr int64_t kRuns = View::kColumns / kRun;
+  // Packs are counted from the multiple of so many elements that a run begins at or after: 1 where runs begin with a
+  // pack of their own.
+  static constexpr int kBoundary = Plan::kBoundary > 0 ? Plan::kBoundary / static_cast<int>(sizeof(typename Mem::In)) : 1;
+  static constexpr int64_t kRunPacks = ceil_div(kRun + kBoundary - 1, kWidth);
+  static constexpr int64_t kPacks = kRuns * kRunPacks;
+  static constexpr bool kExact = kBoundary == 1 && kRun % kWidth == 0;  // no pack has elements of others
+  using Index = typename Conditional<(kRun < (1LL << 31) - 4096), int, int64_t>::type;
+  using RowIndex = typename Conditional<View::kWide, uint64_t, uint32_t>::type;
+
+  Place begin;
+
+  explicit __device__ __forceinline__ Row(int64_t index)
+      : begin(moved_along<Kept, Kept::kSize>(Place{}, static_cast<RowIndex>(index))) {}
+
+  // A pack: where its first element lies, and which element of the run that is, negative or beyond the end where the
+  // pack begins outside of the run.
+  struct At {
+    Place place;
+    Index first;
+    // Whether all of its elements are the run's, or any; and which.
+    __device__ __forceinline__ bool whole() const { return kExact || (first >= 0 && first <= kRun - kWidth); }
+    __device__ __forceinline__ bool any() const { return kExact || (first > -kWidth && first < kRun); }
+    __device__ __forceinline__ unsigned inside() const {
+      return whole() ? Mem::kAll : bits_within<typename Mem::In>(first, static_cast<Index>(kRun));
+    }
+  };
+  __device__ __forceinline__ At at(int j) const {
+    const int run = kRuns == 1 ? 0 : static_cast<unsigned>(j) / static_cast<unsigned>(kRunPacks);
+    const Place run_begin = kRuns == 1 ? begin : moved_along<Reduced, Reduced::kSize - 1>(begin, static_cast<unsigned>(run));
+    const Index first = static_cast<Index>(j - run * static_cast<int>(kRunPacks)) * kWidth - shift_of(run_begin);
+    return {run_begin.along(kAlong, first), first};
+  }
+  // How far a run begins beyond the boundary that its packs are counted from.
+  static __device__ __forceinline__ int shift_of(const Place& run_begin) {
+    return static_cast<int>(run_begin.element) & (kBoundary - 1);
+  }
+};
+
+// The same pointer, hidden from the compiler, which would rather compute it anew for each access than keep it.
+template <class T>
+__device__ __forceinline__ T* opaque(T* p) {
+  asm("" : "+l"(p));
+  return p;
+}
+
+// Where a thread's packs lie that are kStep packs apart: addresses that differ by constants, if the row is contiguous.
+template <class R, class T, int kStep>
+struct Pointer {
+  T* base;
+  __device__ __forceinline__ Pointer(T* operand, const R& row, int first_pack)
+      : base(R::kRuns == 1 ? opaque(operand + row.at(first_pack).place.element) : operand) {}
+  __device__ __forceinline__ T* operator()(int p, const typename R::At& at) const {
+    return R::kRuns == 1 ? base + static_cast<int64_t>(p) * kStep * R::kWidth : base + at.place.element;
+  }
+};
+
+}  // namespace jax_softmax::device

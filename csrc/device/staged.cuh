@@ -1,0 +1,206 @@
+// The schedule `staged`, for short rows that do not begin with whole packs: neighbouring rows are one contiguous slab of
+// memory, which a block reads and writes in whole packs through shared memory, whatever the rows' length.
+#pragma once
+
+#include "device/copies.cuh"
+#include "device/reduce.cuh"
+#include "device/memory.cuh"
+
+namespace jax_softmax::device {
+
+// A row of 16-bit elements in the registers of kLanes lanes, in half as many turns as there are elements for each: a
+// lane has whole words, neighbouring words in neighbouring lanes. A first and a last element that share theirs with
+// another row are the first lane's. `held` is the row's first element in shared memory, of the first operand; others
+// are kOperand elements further on.
+template <class Mem, int kColumns, int kLanes, int kPairs, int kOperand>
+__device__ __forceinline__ void row_of_pairs(typename Mem::In* slab, int begin, bool exists) {
+  using Op = typename Mem::Op;
+  using M = typename Mem::M;
+  using C = typename Mem::C;
+  using T = typename Mem::In;
+  constexpr int kInputs = Mem::kInputs;
+  const int lane = threadIdx.x % kLanes, shift = begin % 2;
+  T* const held = slab + begin;
+  uint32_t* const words = reinterpret_cast<uint32_t*>(held + shift) + lane;
+  const int mine = exists ? (kColumns - shift) / 2 - lane : 0;
+  const bool first = lane == 0 && exists && shift != 0;
+  const bool last = lane == 0 && exists && (kColumns - shift) % 2 != 0;
+  uint32_t raw[kPairs + 1][kInputs];
+#pragma unroll
+  for (int k = 0; k < kInputs; ++k) {
+    const uint32_t pads = Pair<T>::narrow(Op::pad(k), Op::pad(k));
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+      raw[i][k] = pads;
+      if (i * kLanes < mine) raw[i][k] = words[k * (kOperand / 2) + i * kLanes];
+    }
+    raw[kPairs][k] = pads;
+    if (kColumns % 2 != 0) {
+      const T pad = Elements<T>::narrow(Op::pad(k));
+      raw[kPairs][k] = Pair<T>::narrow(Elements<T>::widen(first ? held[k * kOperand] : pad),
+                                       Elements<T>::widen(last ? held[k * kOperand + kColumns - 1] : pad));
+    }
+  }
+  const auto widen = [&](C(&values)[2][kInputs], int i) {
+#pragma unroll
+    for (int k = 0; k < kInputs; ++k) Pair<T>::widen(values[0][k], values[1][k], raw[i][k]);
+  };
+  C pivot = M::constant(0);
+  if constexpr (Op::kHasPivot) {
+    uint32_t largest = raw[kPairs][0];
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) largest = Pair<T>::max(largest, raw[i][0]);
+    C low, high;
+    Pair<T>::widen(low, high, largest);
+    pivot = max_over_lanes<kLanes, M>(M::max(low, high));
+  }
+  const Relative<M> relative(pivot);
+  C terms[Op::kResultIsScaledTerm ? kPairs + 1 : 1][2];
+  C sum = M::constant(0);
+  const auto add = [&](int i) {
+    C values[2][kInputs];
+    widen(values, i);
+    const C low = Op::term(relative, values[0]), high = Op::term(relative, values[1]);
+    if constexpr (Op::kResultIsScaledTerm) terms[i][0] = low, terms[i][1] = high;
+    sum += low + high;
+  };
+#pragma unroll
+  for (int i = 0; i < kPairs; ++i) add(i);
+  if (kColumns % 2 != 0) add(kPairs);
+  const auto finished = Op::row(State<C>{pivot, sum_over_lanes<kLanes>(sum)});
+  const auto result = [&](int i) {
+    if constexpr (Op::kResultIsScaledTerm) {
+      return Pair<typename Mem::Out>::narrow(terms[i][0] * finished.scale, terms[i][1] * finished.scale);
+    } else {
+      C values[2][kInputs];
+      widen(values, i);
+      return Pair<typename Mem::Out>::narrow(Op::finish(finished, values[0]), Op::finish(finished, values[1]));
+    }
+  };
+#pragma unroll
+  for (int i = 0; i < kPairs; ++i) {
+    if (i * kLanes < mine) words[i * kLanes] = result(i);
+  }
+  if (first || last) {
+    const uint32_t edges = result(kPairs);
+    auto* const half = reinterpret_cast<uint16_t*>(held);
+    if (first) half[0] = static_cast<uint16_t>(edges);
+    if (last) half[kColumns - 1] = static_cast<uint16_t>(edges >> 16);
+  }
+}
+
+// kLanes lanes have a row, up to kHeld elements each, or one more of pairs.
+template <class Mem, class View, class Plan>
+__device__ __forceinline__ void staged(const Operands& operands) {
+  using Op = typename Mem::Op;
+  using M = typename Mem::M;
+  using C = typename Mem::C;
+  using In = typename Mem::In;
+  using Out = typename Mem::Out;
+  using Kept = typename View::Kept;
+  using RowIndex = typename Conditional<View::kWide, uint64_t, uint32_t>::type;
+  constexpr Dim kAlong = View::Reduced::kDim[0];
+  constexpr int kWidth = Mem::kWidth, kInputs = Mem::kInputs;
+  constexpr int kColumns = View::kColumns, kRows = Plan::kRows, kThreads = Plan::kThreads;
+  constexpr int kLanes = Plan::kLanes, kHeld = Plan::kHeld;
+  constexpr int kOperand = kRows * kColumns;  // elements of a full slab, whole packs
+  constexpr bool kInPlace = sizeof(In) == sizeof(Out);
+  extern __shared__ __align__(128) Pack held[];
+  const Mem mem{operands};
+  const int64_t first_row = static_cast<int64_t>(blockIdx.x) * kRows;
+  const int64_t slab = first_row * kColumns;
+  const int rows = static_cast<int>(min(static_cast<int64_t>(kRows), operands.rows - first_row));
+  const int elements = rows * kColumns;
+
+  for (int j = threadIdx.x; j * kWidth < elements; j += kThreads) {
+#pragma unroll
+    for (int k = 0; k < kInputs; ++k) {
+      const In* const from = mem.in(k) + slab + j * kWidth;
+      Pack* const to = &held[k * (kOperand / kWidth) + j];
+      if constexpr (Mem::kPacks) {
+        copy_pack(to, from);
+      } else {
+        *to = Mem::load(from, bits_within<In>(j * kWidth, elements));
+      }
+    }
+  }
+  wait_for_copies();
+  __syncthreads();
+
+  In* const in = reinterpret_cast<In*>(held);
+  Out* const out = reinterpret_cast<Out*>(held + (kInPlace ? 0 : kInputs * kOperand / kWidth));
+  if constexpr (Plan::kPairs) {
+    constexpr int kTeams = 32 / kLanes, kSpread = Plan::kSpread;  // those of a warp have rows so many apart
+    const int team = threadIdx.x % 32 / kLanes;
+    const int turns = static_cast<int>(ceil_div(rows, kTeams * kSpread)) * kSpread;  // of warps
+    for (int turn = threadIdx.x / 32; turn < turns; turn += kThreads / 32) {
+      const int row = (turn / kSpread * kTeams + team) * kSpread + turn % kSpread;
+      row_of_pairs<Mem, kColumns, kLanes, kHeld / 2, kOperand>(in, min(row, rows - 1) * kColumns, row < rows);
+    }
+  } else {
+    const int lane = threadIdx.x % kLanes;
+    for (int turn = 0; turn < rows; turn += kThreads / kLanes) {  // by whole warps, which reduce together
+      const int row = min(turn + static_cast<int>(threadIdx.x) / kLanes, rows - 1);
+      const bool active = turn + static_cast<int>(threadIdx.x) / kLanes < rows;
+      const int begin = row * kColumns + lane;
+      const auto place = moved_along<Kept, Kept::kSize>(typename Mem::Place{}, static_cast<RowIndex>(first_row + row));
+      const int mine = active ? kColumns - lane : 0;  // element i of this lane is the row's if i * kLanes < mine
+      const auto at = [&](int i) { return place.along(kAlong, lane + i * kLanes); };
+      C values[kHeld][kInputs];
+#pragma unroll
+      for (int i = 0; i < kHeld; ++i) {
+#pragma unroll
+        for (int k = 0; k < kInputs; ++k) values[i][k] = Op::pad(k);
+        if (i * kLanes < mine) {
+          In raw[kInputs];
+#pragma unroll
+          for (int k = 0; k < kInputs; ++k) raw[k] = in[begin + k * kOperand + i * kLanes];
+          mem.value(values[i], raw, at(i));
+        }
+      }
+      C pivot = M::constant(0);
+      if constexpr (Op::kHasPivot) {
+        pivot = values[0][0];
+#pragma unroll
+        for (int i = 1; i < kHeld; ++i) pivot = M::max(pivot, values[i][0]);
+        pivot = max_over_lanes<kLanes, M>(pivot);
+      }
+      const Relative<M> relative(pivot);
+      C sum = M::constant(0);
+#pragma unroll
+      for (int i = 0; i < kHeld; ++i) {
+        const C term = Op::term(relative, values[i]);
+        if (Op::kResultIsScaledTerm) values[i][0] = term;
+        sum += term;
+      }
+      const auto finished = Op::row(State<C>{pivot, sum_over_lanes<kLanes>(sum)});
+#pragma unroll
+      for (int i = 0; i < kHeld; ++i) {
+        C result;
+        if constexpr (Op::kResultIsScaledTerm) {
+          result = values[i][0] * finished.scale;
+        } else {
+          result = Op::finish(finished, values[i]);
+        }
+        if (i * kLanes < mine) {
+          out[begin + i * kLanes] = Elements<Out>::narrow(mem.is_kept(at(i)) ? result : Op::masked());
+        }
+      }
+    }
+  }
+  __syncthreads();
+
+  constexpr int kOutWidth = kPerPack<Out>;
+  const Pack* const packs = reinterpret_cast<const Pack*>(out);
+  for (int j = threadIdx.x; j * kOutWidth < elements; j += kThreads) {
+    Out* const to = mem.out() + slab + j * kOutWidth;
+    const unsigned inside = bits_within<Out>(j * kOutWidth, elements);
+    if (Mem::kPacks && inside == kAllBits<Out>) {
+      store_words(to, packs[j]);
+    } else {
+      store_elements(to, packs[j], inside);
+    }
+  }
+}
+
+}  // namespace jax_softmax::device

@@ -1,0 +1,233 @@
+// The schedule `twice`, for rows too long to hold: they are read twice, in pieces. A launch sums the pieces, another puts
+// their states together, and a third finishes the rows. Without memory for the states a block has a whole row, or tile
+// of rows, piece after piece.
+#pragma once
+
+#include "device/exchange.cuh"
+#include "device/reduce.cuh"
+#include "device/row.cuh"
+#include "device/tile.cuh"
+
+namespace jax_softmax::device {
+
+// The packs [begin, end) of a row, as a block goes over them.
+template <class Mem, class View, class Plan>
+struct Stretch {
+  using Op = typename Mem::Op;
+  using M = typename Mem::M;
+  using C = typename Mem::C;
+  using In = typename Mem::In;
+  using R = Row<Mem, View, Plan>;
+  static constexpr int kInputs = Mem::kInputs, kWidth = Mem::kWidth, kThreads = Plan::kThreads;
+
+  const Mem& mem;
+  const R& row;
+  const int64_t begin, end;
+
+  // Calls use(packs, places, bits, n) for kTogether of the thread's packs, whose loads are in flight together.
+  template <int kFirst, int kTogether, class Use>
+  __device__ __forceinline__ void for_packs(Use use) const {
+    for (int64_t turn = begin + threadIdx.x; turn < end; turn += static_cast<int64_t>(kTogether) * kThreads) {
+      Pack raw[kTogether][kInputs];
+      typename R::At at[kTogether];
+      unsigned inside[kTogether];
+#pragma unroll
+      for (int u = 0; u < kTogether; ++u) {
+        const int64_t j = turn + u * kThreads;
+        at[u] = row.at(static_cast<int>(min(j, R::kPacks - 1)));
+        inside[u] = j < end ? at[u].inside() : 0;
+#pragma unroll
+        for (int k = 0; k < kInputs; ++k) {
+          raw[u][k] = Mem::pad_pack(k);
+          if (k >= kFirst && inside[u]) raw[u][k] = Mem::load(mem.in(k) + at[u].place.element, inside[u]);
+        }
+      }
+      use(raw, at, inside);
+    }
+  }
+
+  // The state of the stretch, known to all threads of the block.
+  __device__ __forceinline__ State<C> state() const {
+    constexpr int kTogether = 8 / (kInputs - Op::kFirstSummed);
+    State<C> state = identity<Op, M>();
+    for_packs<Op::kFirstSummed, kTogether>([&](auto& raw, const auto& at, const auto& inside) {
+      unsigned kept[kTogether];
+#pragma unroll
+      for (int u = 0; u < kTogether; ++u) {
+        kept[u] = mem.unmasked(at[u].place, R::kAlong, inside[u]);
+        if (kept[u] != Mem::kAll && inside[u]) Mem::mend(raw[u], kept[u]);
+      }
+      if constexpr (Op::kHasPivot) {
+        Largest<Mem> largest;
+#pragma unroll
+        for (int u = 0; u < kTogether; ++u) largest.add(mem, raw[u], at[u].place, R::kAlong, kept[u]);
+        const C pivot = M::max(state.pivot, largest.get());
+        state.sum *= Relative<M>(pivot).rescale(state.pivot);
+        state.pivot = pivot;
+      }
+      const Relative<M> relative(state.pivot);
+#pragma unroll
+      for (int u = 0; u < kTogether; ++u) {
+        typename Mem::Values values;
+        mem.values(values, raw[u], at[u].place, R::kAlong, kept[u]);
+        C part = M::constant(0);
+#pragma unroll
+        for (int i = 0; i < kWidth; ++i) part += Op::term(relative, values[i]);
+        state.sum += part;
+      }
+    });
+    return Team<Op, kThreads, kThreads>::combine(combine_over_lanes<Op, 32>(state));
+  }
+
+  __device__ __forceinline__ void finish(const State<C>& state) const {
+    const auto finished = Op::row(state);
+    for_packs<0, Plan::kFinished>([&](auto& raw, const auto& at, const auto& inside) {
+#pragma unroll
+      for (int u = 0; u < Plan::kFinished; ++u) {
+        if (!inside[u]) continue;
+        const unsigned kept = mem.unmasked(at[u].place, R::kAlong, inside[u]);
+        typename Mem::Values values;
+        mem.values(values, raw[u], at[u].place, R::kAlong, kept);
+        C result[kWidth];
+#pragma unroll
+        for (int i = 0; i < kWidth; ++i) result[i] = Op::finish(finished, values[i]);
+        Mem::store(mem.out() + at[u].place.element, Mem::results(result, kept), inside[u]);
+      }
+    });
+  }
+};
+
+template <class C>
+__device__ __forceinline__ State<C>* states_of(const Operands& operands) {
+  return reinterpret_cast<State<C>*>(operands.words);
+}
+
+// ---- the launches, of rows
+
+template <class Mem, class View, class Plan>
+__device__ __forceinline__ void sum_pieces(const Operands& operands) {
+  const Mem mem{operands};
+  const int64_t index = blockIdx.x / Plan::kPieces, piece = blockIdx.x - index * Plan::kPieces;
+  using R = Row<Mem, View, Plan>;
+  const R row(index);
+  const int64_t begin = piece * Plan::kShare;
+  const Stretch<Mem, View, Plan> stretch{mem, row, begin, min(begin + Plan::kShare, R::kPacks)};
+  const auto state = stretch.state();
+  if (threadIdx.x == 0) states_of<typename Mem::C>(operands)[blockIdx.x] = state;
+}
+
+template <class Mem, class View, class Plan>
+__device__ __forceinline__ void finish_pieces(const Operands& operands) {
+  using R = Row<Mem, View, Plan>;
+  constexpr int64_t kShare = Plan::kFinished * Plan::kThreads, kParts = ceil_div(R::kPacks, kShare);
+  wait_for_previous_kernel();
+  const Mem mem{operands};
+  const int64_t index = blockIdx.x / kParts, begin = (blockIdx.x - index * kParts) * kShare;
+  const R row(index);
+  const Stretch<Mem, View, Plan> stretch{mem, row, begin, min(begin + kShare, R::kPacks)};
+  stretch.finish(states_of<typename Mem::C>(operands)[index * Plan::kPieces]);
+}
+
+// Both by one block.
+template <class Mem, class View, class Plan>
+__device__ __forceinline__ void whole_rows(const Operands& operands) {
+  using R = Row<Mem, View, Plan>;
+  const Mem mem{operands};
+  const R row(blockIdx.x);
+  const Stretch<Mem, View, Plan> stretch{mem, row, 0, R::kPacks};
+  stretch.finish(stretch.state());
+}
+
+// ---- the launches, of tiles
+
+template <class Mem, class View, class Plan>
+__device__ __forceinline__ void sum_tile_pieces(const Operands& operands) {
+  using Part = TilePart<Mem, View, Plan>;
+  extern __shared__ __align__(128) Pack shared[];
+  const Mem mem{operands};
+  const int64_t index = blockIdx.x / Part::kParts;
+  Part part(mem, shared, index, static_cast<int>(blockIdx.x - index * Part::kParts));
+  part.sum_lines_read();
+  State<typename Mem::C>* const to = states_of<typename Mem::C>(operands) + static_cast<int64_t>(blockIdx.x) * Part::kRows;
+  part.combine([&](int row, const State<typename Mem::C>& state, int lane, int) {
+    if (lane == 0) to[row] = state;
+  });
+}
+
+// The same tile, in smaller pieces: the nearer together what is read and written, the faster.
+template <class Plan>
+struct Smaller : Plan {
+  static constexpr int kTurns = Plan::kFinished;
+};
+
+template <class Mem, class View, class Plan>
+__device__ __forceinline__ void finish_tile_pieces(const Operands& operands) {
+  using Part = TilePart<Mem, View, Smaller<Plan>>;
+  extern __shared__ __align__(128) Pack shared[];
+  const Mem mem{operands};
+  const int64_t index = blockIdx.x / Part::kParts;
+  wait_for_previous_kernel();
+  const Part part(mem, shared, index, static_cast<int>(blockIdx.x - index * Part::kParts));
+  const State<typename Mem::C>* const whole =
+      states_of<typename Mem::C>(operands) + index * TilePart<Mem, View, Plan>::kParts * Part::kRows;
+  for (int i = threadIdx.x; i < Part::kRows; i += Plan::kThreads) part.whole(i) = whole[i];
+  __syncthreads();
+  part.template finish<true>();
+}
+
+template <class Mem, class View, class Plan>
+__device__ __forceinline__ void whole_tiles(const Operands& operands) {
+  using Part = TilePart<Mem, View, Plan>;
+  using Op = typename Mem::Op;
+  extern __shared__ __align__(128) Pack shared[];
+  const Mem mem{operands};
+  for (int piece = 0; piece < Part::kParts; ++piece) {
+    Part part(mem, shared, blockIdx.x, piece);
+    part.sum_lines_read();
+    part.combine([&](int row, State<typename Mem::C> state, int lane, int) {
+      if (lane != 0) return;
+      if (piece > 0) state = combine<Op, typename Mem::M>(part.whole(row), state);
+      part.whole(row) = state;
+    });
+    __syncthreads();
+  }
+  using Finished = TilePart<Mem, View, Smaller<Plan>>;
+  for (int piece = 0; piece < Finished::kParts; ++piece) {
+    Finished(mem, shared, blockIdx.x, piece).template finish<true>();
+  }
+}
+
+// ---- between them: the states of each row's pieces are put together, in the place of the first piece's
+
+template <class Mem, class Plan>
+__device__ __forceinline__ void combine_pieces(const Operands& operands) {
+  using Op = typename Mem::Op;
+  using C = typename Mem::C;
+  constexpr int kPieces = Plan::kCombined, kRows = Plan::kTileRows;  // neighbouring rows, whose states are neighbours
+  let_next_kernel_start();
+  wait_for_previous_kernel();
+  // A warp to a row or, of several, a thread in each of a block's warps.
+  constexpr int kWarps = Plan::kThreads / 32, kLanes = kRows == 1 ? 32 : kWarps;
+  __shared__ State<C> part[kRows == 1 ? 1 : kWarps][32];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int64_t rows_here = kRows == 1 ? static_cast<int64_t>(blockIdx.x) * kWarps + warp
+                                       : static_cast<int64_t>(blockIdx.x) * 32 + lane;
+  const int64_t tile = rows_here / kRows;
+  const bool exists = rows_here < operands.rows;
+  State<C>* const first = states_of<C>(operands) + tile * kPieces * kRows + rows_here % kRows;
+  auto state = combine_all<Op>(kRows == 1 ? lane : warp, exists ? kPieces : 0, kLanes,
+                               [&](int piece) { return first[static_cast<int64_t>(piece) * kRows]; });
+  if constexpr (kRows == 1) {
+    state = combine_over_lanes<Op, 32>(state);
+    if (lane == 0 && exists) *first = state;
+  } else {
+    part[warp][lane] = state;
+    __syncthreads();
+    if (warp == 0 && exists) {
+      for (int w = 1; w < kWarps; ++w) state = combine<Op, typename Mem::M>(state, part[w][lane]);
+      *first = state;
+    }
+  }
+}
+
+}  // namespace jax_softmax::device

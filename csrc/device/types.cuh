@@ -1,0 +1,24 @@
+// Small things of the standard library that NVRTC comes without.
+#pragma once
+
+#include <cstdint>
+
+namespace jax_softmax::device {
+
+template <bool condition, class A, class B>
+struct Conditional {
+  using type = A;
+};
+template <class A, class B>
+struct Conditional<false, A, B> {
+  using type = B;
+};
+
+template <class A, class B>
+inline constexpr bool kSame = false;
+template <class A>
+inline constexpr bool kSame<A, A> = true;
+
+constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+}  // namespace jax_softmax::device

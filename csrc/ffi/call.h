@@ -1,0 +1,49 @@
+// What the handlers of all platforms do first: check the buffers and make the view of them.
+#pragma once
+
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "core/op.h"
+#include "core/view.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jax_softmax {
+
+// What a call is, but for where its operands lie.
+struct CallShape {
+  Op op;
+  DType in, out;
+  std::vector<int64_t> shape, axes;
+  std::vector<std::vector<int64_t>> sides;  // the shapes of the operands that broadcast, at the same rank
+  std::vector<DType> side_types;            // of those that are read by what is fused
+  bool masked;                              // whether the last of them is a mask
+  std::string fused;                        // see plan/source.h
+};
+
+struct CallBuffers {
+  const void* in[2];
+  const void* side[kMostSides];
+  void* out;
+  void* scratch;  // null if there is none
+  int64_t scratch_bytes;
+};
+
+// Arguments: the operator's operands, of one shape and dtype, then operands that broadcast to their shape: what is fused
+// reads, then possibly a boolean mask. Results: the operator's, then possibly a one-dimensional array to work with. `op`
+// is one of kOpNames, `axes` the reduced axes.
+xla::ffi::Error read_call(xla::ffi::RemainingArgs args, xla::ffi::RemainingRets rets, std::string_view op,
+                          xla::ffi::Span<const int64_t> axes, std::string_view fused, CallShape* shape,
+                          CallBuffers* buffers);
+
+// "op of an array of shape (...)", for messages.
+std::string describe(const CallShape& call);
+
+// The handlers, as the addresses that the Python side registers with XLA.
+void* cpu_handler();
+void* cuda_initialize_handler();
+void* cuda_execute_handler();
+
+}  // namespace jax_softmax

@@ -1,0 +1,122 @@
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <new>
+
+#include "cpu/cpu.h"
+#include "ffi/call.h"
+
+namespace jax_softmax {
+
+namespace ffi = xla::ffi;
+
+namespace {
+
+// Fewer elements than this are not worth another thread.
+constexpr int64_t kElementsPerTask = 32 << 10;
+// Ranges a thread takes in turn, so that an uneven start or a slow thread evens out.
+constexpr int64_t kRangesPerThread = 4;
+
+// A loop over [0, units) in ranges. The caller works too and waits only for ranges that somebody has begun, so that it
+// ends even if the pool, all of whose threads may be waiting like this one, never runs the tasks. Those that come late
+// find nothing left and touch nothing but this object, which they own a share of.
+class Loop {
+ public:
+  Loop(int64_t units, int64_t ranges) : units_(units), ranges_(ranges), left_(ranges) {}
+
+  template <class Body>
+  void work(const Body& body) {
+    for (;;) {
+      const int64_t range = next_.fetch_add(1);
+      if (range >= ranges_) return;
+      body(units_ * range / ranges_, units_ * (range + 1) / ranges_);
+      if (left_.fetch_sub(1) == 1) {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        done_.notify_one();
+      }
+    }
+  }
+
+  void wait() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    done_.wait(lock, [&] { return left_.load() == 0; });
+  }
+
+ private:
+  const int64_t units_;
+  const int64_t ranges_;
+  std::atomic<int64_t> next_{0};
+  std::atomic<int64_t> left_;
+  std::mutex mutex_;
+  std::condition_variable done_;
+};
+
+// Asks for huge pages under a large result. Its memory is most often new, and to be given it 4 KB at a time takes
+// longer than the softmax. Advice only: whether it is taken makes no difference to the contents.
+void advise_huge_pages(void* data, size_t bytes) {
+#if defined(__linux__)
+  constexpr uintptr_t kHugePage = 2 << 20;
+  const uintptr_t begin = (reinterpret_cast<uintptr_t>(data) + kHugePage - 1) / kHugePage * kHugePage;
+  const uintptr_t end = (reinterpret_cast<uintptr_t>(data) + bytes) / kHugePage * kHugePage;
+  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+#endif
+}
+
+ffi::Error run(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets, std::string_view op,
+               ffi::Span<const int64_t> axes) {
+  CallShape call;
+  CallBuffers buffers;
+  if (ffi::Error error = read_call(args, rets, op, axes, "", &call, &buffers); error.failure()) return error;
+  View view;
+  std::string message = make_view(call.shape, call.sides, call.axes, &view);
+  if (message.empty() && call.in != call.out) message = "the result differs in dtype";
+  if (!message.empty()) return ffi::Error::InvalidArgument("jax_softmax: " + describe(call) + ": " + message);
+  const int64_t elements = view.elements();
+  if (elements == 0) return ffi::Error::Success();
+
+  advise_huge_pages(buffers.out, elements * kDTypeBytes[static_cast<int>(call.out)]);
+  const cpu::Kernel kernel = cpu::variant().kernel(call.op, call.in, view);
+  const cpu::Operands operands{{buffers.in[0], buffers.in[1]}, static_cast<const bool*>(buffers.side[0]), buffers.out};
+  const int64_t threads = std::max<int64_t>(1, pool.num_threads());
+  const cpu::Work work = kernel.work(view, threads);
+  const int64_t ranges = std::min({work.units, elements / kElementsPerTask, threads * kRangesPerThread});
+  constexpr std::align_val_t kAlignment{cpu::kScratchAlignment};
+  void* const scratch = work.scratch_bytes > 0 ? ::operator new(work.scratch_bytes, kAlignment) : nullptr;
+  for (int phase = 0; phase < (scratch ? 2 : 1); ++phase) {
+    const auto body = [kernel, view, operands, work, scratch, phase](int64_t begin, int64_t end) {
+      kernel.run(view, operands, work, scratch, phase == 1, begin, end);
+    };
+    if (threads == 1 || ranges < 2) {
+      body(0, work.units);
+      continue;
+    }
+    const auto loop = std::make_shared<Loop>(work.units, ranges);
+    for (int64_t i = 1; i < std::min(threads, ranges); ++i) {
+      pool.Schedule([loop, body] { loop->work(body); });
+    }
+    loop->work(body);
+    loop->wait();
+  }
+  ::operator delete(scratch, kAlignment);
+  return ffi::Error::Success();
+}
+
+XLA_FFI_DEFINE_HANDLER(kHandler, run,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::ThreadPool>()
+                           .RemainingArgs()
+                           .RemainingRets()
+                           .Attr<std::string_view>("op")
+                           .Attr<ffi::Span<const int64_t>>("axes"));
+
+}  // namespace
+
+void* cpu_handler() { return reinterpret_cast<void*>(+kHandler); }
+
+}  // namespace jax_softmax

@@ -1,0 +1,230 @@
+#include "ffi/cuda.h"
+
+#include <algorithm>
+#include <atomic>
+#include <climits>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <shared_mutex>
+
+namespace jax_softmax {
+
+namespace ffi = xla::ffi;
+
+namespace {
+
+// As device/memory.cuh's.
+struct Operands {
+  const void* in[2];
+  const void* side[kMostSides];
+  void* out;
+  void* words;
+  int64_t rows;
+};
+
+std::atomic<int> most_shared_memory{INT_MAX}, most_blocks{INT_MAX};
+
+// A call as it will be launched: known by everything that its plan is made of.
+struct Ready {
+  struct Step {
+    const jit::Kernel* kernel;
+    jit::Launch launch;
+    int64_t rows;
+  };
+  std::vector<Step> steps;
+  bool uses_scratch;
+};
+
+using Key = std::vector<int64_t>;
+
+Key key_of(const CallShape& call, const Device& device, int ordinal, bool packs, bool scratch) {
+  Key key{static_cast<int64_t>(call.op),
+          static_cast<int64_t>(call.in),
+          static_cast<int64_t>(call.out),
+          call.masked,
+          packs,
+          scratch,
+          ordinal,
+          device.shared_memory_per_block,
+          device.largest_cluster,
+          static_cast<int64_t>(call.shape.size()),
+          static_cast<int64_t>(call.axes.size()),
+          static_cast<int64_t>(call.sides.size())};
+  key.insert(key.end(), call.shape.begin(), call.shape.end());
+  key.insert(key.end(), call.axes.begin(), call.axes.end());
+  for (const auto& side : call.sides) key.insert(key.end(), side.begin(), side.end());
+  for (const DType type : call.side_types) key.push_back(static_cast<int64_t>(type));
+  key.insert(key.end(), call.fused.begin(), call.fused.end());
+  return key;
+}
+
+// What has been made ready is never forgotten: a captured graph may launch it for ever.
+class ReadyCalls {
+ public:
+  const Ready* find(const Key& key) const {
+    const std::shared_lock lock(mutex_);
+    const auto found = calls_.find(key);
+    return found == calls_.end() ? nullptr : found->second.get();
+  }
+  const Ready* insert(const Key& key, Ready ready) {
+    const std::lock_guard lock(mutex_);
+    auto& entry = calls_[key];
+    if (!entry) entry = std::make_unique<Ready>(std::move(ready));
+    return entry.get();
+  }
+
+ private:
+  mutable std::shared_mutex mutex_;
+  std::map<Key, std::unique_ptr<Ready>> calls_;
+};
+
+ReadyCalls& ready_calls() {
+  static auto& calls = *new ReadyCalls;  // never destroyed: threads may outlive static objects
+  return calls;
+}
+
+ffi::Error failed(const CallShape& call, const std::string& message) {
+  return ffi::Error::Internal("jax_softmax: " + describe(call) + ": " + message);
+}
+
+// The call's kernels: found again, or planned, made and loaded.
+ffi::Error make_ready(const CallShape& call, int ordinal, bool packs, int64_t scratch_bytes, const Ready** ready) {
+  const jit::Result<Device> device = device_of(ordinal);
+  if (!device) return failed(call, device.error.message);
+  const Key key = key_of(call, device.value, ordinal, packs, scratch_bytes > 0);
+  *ready = ready_calls().find(key);
+  if (*ready) return ffi::Error::Success();
+
+  Problem problem;
+  if (const std::string message = problem_of(call, &problem); !message.empty()) {
+    return ffi::Error::InvalidArgument("jax_softmax: " + describe(call) + ": " + message);
+  }
+  Ready made{};
+  if (problem.view.elements() > 0) {
+    problem.packs = packs;
+    problem.scratch = scratch_bytes > 0;
+    std::optional<Planned> planned = plan_call(call, problem, device.value);
+    if (planned && planned->scratch_bytes > scratch_bytes) {
+      problem.scratch = false;
+      planned = plan_call(call, problem, device.value);
+    }
+    if (!planned) return failed(call, "no schedule covers this shape");
+    made.uses_scratch = planned->scratch_bytes > 0;
+    // Side by side: they wait for the slowest alone.
+    for (const PlannedStep& step : planned->steps) jit::prepare(step.source, device.value.compute_capability);
+    for (const PlannedStep& step : planned->steps) {
+      const jit::Result<const jit::Kernel*> kernel = jit::get(step.source, ordinal);
+      if (!kernel) return failed(call, kernel.error.message);
+      made.steps.push_back({kernel.value, step.launch, step.rows});
+    }
+  }
+  *ready = ready_calls().insert(key, std::move(made));
+  return ffi::Error::Success();
+}
+
+// Before anything is captured into a CUDA graph: makes and loads what `execute` launches. Buffers may have no addresses
+// yet; XLA's begin with whole packs.
+ffi::Error initialize(int32_t ordinal, ffi::RemainingArgs args, ffi::RemainingRets rets, std::string_view op,
+                      ffi::Span<const int64_t> axes, std::string_view fused) {
+  CallShape call;
+  CallBuffers buffers;
+  if (ffi::Error error = read_call(args, rets, op, axes, fused, &call, &buffers); error.failure()) return error;
+  const Ready* ready;
+  return make_ready(call, ordinal, true, buffers.scratch_bytes, &ready);
+}
+
+ffi::Error execute(jit::CUstream stream, int32_t ordinal, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                   std::string_view op, ffi::Span<const int64_t> axes, std::string_view fused) {
+  CallShape call;
+  CallBuffers buffers;
+  if (ffi::Error error = read_call(args, rets, op, axes, fused, &call, &buffers); error.failure()) return error;
+  const auto begins_with_pack = [](const void* p) { return reinterpret_cast<uintptr_t>(p) % kPackBytes == 0; };
+  const bool packs = begins_with_pack(buffers.in[0]) && begins_with_pack(buffers.in[1]) && begins_with_pack(buffers.out);
+  const Ready* ready;
+  if (ffi::Error error = make_ready(call, ordinal, packs, buffers.scratch_bytes, &ready); error.failure()) return error;
+  Operands operands{};
+  std::copy(std::begin(buffers.in), std::end(buffers.in), operands.in);
+  std::copy(std::begin(buffers.side), std::end(buffers.side), operands.side);
+  operands.out = buffers.out;
+  operands.words = ready->uses_scratch ? buffers.scratch : nullptr;
+  for (const Ready::Step& step : ready->steps) {
+    operands.rows = step.rows;
+    if (const jit::Error error = jit::launch(*step.kernel, step.launch, stream, &operands)) {
+      return failed(call, error.message);
+    }
+  }
+  return ffi::Error::Success();
+}
+
+XLA_FFI_DEFINE_HANDLER(kInitialize, initialize,
+                       ffi::Ffi::Bind<ffi::ExecutionStage::kInitialize>()
+                           .Ctx<ffi::DeviceOrdinal>()
+                           .RemainingArgs()
+                           .RemainingRets()
+                           .Attr<std::string_view>("op")
+                           .Attr<ffi::Span<const int64_t>>("axes")
+                           .Attr<std::string_view>("fused"));
+
+// The same operands always lead to the same launches, so XLA may record them into a CUDA graph.
+XLA_FFI_DEFINE_HANDLER(kExecute, execute,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::PlatformStream<jit::CUstream>>()
+                           .Ctx<ffi::DeviceOrdinal>()
+                           .RemainingArgs()
+                           .RemainingRets()
+                           .Attr<std::string_view>("op")
+                           .Attr<ffi::Span<const int64_t>>("axes")
+                           .Attr<std::string_view>("fused"),
+                       {ffi::Traits::kCmdBufferCompatible});
+
+}  // namespace
+
+std::string problem_of(const CallShape& call, Problem* problem) {
+  *problem = Problem{};
+  if (std::string message = make_view(call.shape, call.sides, call.axes, &problem->view); !message.empty()) {
+    return message;
+  }
+  problem->cost = cost_of(call.op);
+  problem->in_bytes = kDTypeBytes[static_cast<int>(call.in)];
+  problem->out_bytes = kDTypeBytes[static_cast<int>(call.out)];
+  problem->masked = call.masked;
+  problem->plain = call.fused.empty();
+  problem->packs = problem->scratch = true;
+  return {};
+}
+
+std::optional<Planned> plan_call(const CallShape& call, const Problem& problem, const Device& device) {
+  std::optional<Plan> plan = make_plan(problem, device);
+  if (!plan) return {};
+  Planned planned{*plan, problem, {}, scratch_bytes(*plan, problem)};
+  const std::string described = describe(*plan) + ", " + describe(call);
+  for (const Step& step : steps_of(*plan, problem, device)) {
+    const Launch& launch = step.launch;
+    planned.steps.push_back(
+        {{source_of(*plan, step, problem, {call.op, call.in, call.out, call.fused, call.side_types}), described},
+         {launch.blocks, launch.threads, launch.cluster, static_cast<int>(launch.shared_bytes), launch.cooperative,
+          launch.overlaps},
+         step.rows});
+  }
+  return planned;
+}
+
+jit::Result<Device> device_of(int ordinal) {
+  const jit::Result<jit::Device> found = jit::device(ordinal);
+  if (!found) return found.error;
+  const jit::Device& device = found.value;
+  return Device{device.compute_capability, device.multiprocessors,
+                std::min(device.shared_memory_per_block, most_shared_memory.load()),
+                std::min(device.largest_cluster, most_blocks.load())};
+}
+
+void limit_devices(int shared_memory_per_block, int largest_cluster) {
+  most_shared_memory = shared_memory_per_block;
+  most_blocks = largest_cluster;
+}
+
+void* cuda_initialize_handler() { return reinterpret_cast<void*>(+kInitialize); }
+void* cuda_execute_handler() { return reinterpret_cast<void*>(+kExecute); }
+
+}  // namespace jax_softmax

@@ -1,0 +1,42 @@
+// The CUDA kernels of a call, made where they are not there yet. For the handlers, and for Python, which has them made
+// while JAX lowers a program.
+#pragma once
+
+#include <string>
+
+#include "ffi/call.h"
+#include "jit/jit.h"
+#include "plan/plan.h"
+#include "plan/source.h"
+
+namespace jax_softmax {
+
+// A step of a plan, ready to be made and launched.
+struct PlannedStep {
+  jit::Source source;
+  jit::Launch launch;
+  int64_t rows;
+};
+
+struct Planned {
+  Plan plan;
+  Problem problem;
+  std::vector<PlannedStep> steps;
+  int64_t scratch_bytes;
+};
+
+// The view of the call as a problem to plan for, with all the memory that a plan may want and aligned operands, or an
+// error message.
+std::string problem_of(const CallShape& call, Problem* problem);
+
+// Nothing where no schedule covers the view.
+std::optional<Planned> plan_call(const CallShape& call, const Problem& problem, const Device& device);
+
+// The device, as plans are made for it: no more than what limit_devices has said.
+jit::Result<Device> device_of(int ordinal);
+
+// From now on plans are made as if every device had no more than this, so that the schedules of other chips can be
+// tried.
+void limit_devices(int shared_memory_per_block, int largest_cluster);
+
+}  // namespace jax_softmax

@@ -1,0 +1,116 @@
+#include "plan/chunks.h"
+
+#include <algorithm>
+
+namespace jax_softmax {
+
+namespace {
+
+// A team has a chunk of a row, of up to 16 KB of all operands. Where it looks at the edges of rows, which need not begin
+// with a whole pack, fewer threads share the cost of that, and each may have a pack more; but they take longer.
+constexpr int team_threads(int inputs, bool edges) { return edges ? 128 / inputs : 128; }
+constexpr int thread_packs(int inputs, bool edges) { return edges ? 9 : 8 / inputs; }
+constexpr int room(int inputs, bool edges) { return team_threads(inputs, edges) * thread_packs(inputs, edges); }
+
+// Up to so many chunks for each multiprocessor are spread one to a block. All of these blocks run at once, so that they
+// may wait for one another.
+constexpr int kFewChunks = 8;
+// Fewer chunks than multiprocessors, of a row that a small cluster can hold, leave room for one to a multiprocessor.
+constexpr int kSmallCluster = 8;
+// Chunks of one operand up to which a larger room is worth the edges' cost.
+constexpr int kManyChunks = 64;
+// The most chunks of a row that are exchanged.
+constexpr int kMostChunks = 8192;
+// Registers of a thread, so that a multiprocessor has room for three blocks of three teams, or four of two operands.
+int registers_of(const Problem& problem, bool edges) {
+  return problem.cost.inputs == 1 ? (problem.state_bytes() == 16 ? 64 : 56) : edges ? 80 : 40;
+}
+
+}  // namespace
+
+bool Cut::few(const Problem& problem, const Device& device) const {
+  return problem.view.rows * chunks <= static_cast<int64_t>(kFewChunks) * device.multiprocessors;
+}
+
+std::optional<Cut> cut(const Problem& problem, const Device& device) {
+  if (!problem.view.minor_reduced) return {};
+  const Runs runs = runs_of(problem, kLineBytes);
+  const int inputs = problem.cost.inputs;
+  const bool clusters = device.largest_cluster > 1;
+  bool edges = !runs.aligned || problem.masked || !problem.plain;
+  const int64_t chunks = ceil_div(runs.packs, room(inputs, false)), with_more = ceil_div(runs.packs, room(inputs, true));
+  // A team has room for a pack more where it looks at edges, which is worth it if that makes fewer chunks: unless blocks
+  // of a cluster had all that they have room for, or arithmetic takes as long as memory does.
+  const bool full = clusters && chunks <= kMostBlocks && runs.packs % room(inputs, false) == 0;
+  if (with_more < chunks && !full && with_more <= (inputs == 1 && problem.in_bytes < 8 ? kManyChunks : kMostTeams)) {
+    edges = true;
+  }
+  // Equal shares of whole lines of the last cache; for clusters of two operands, as many as fill their blocks' teams.
+  int64_t n = ceil_div(runs.packs, room(inputs, edges));
+  if (inputs == 2 && n > kMostTeams) n = round_up(n, kMostTeams);
+  Cut cut{};
+  cut.share = round_up(ceil_div(runs.packs, n), kLineBytes / kPackBytes);
+  cut.chunks = ceil_div(runs.packs, cut.share);
+  cut.team_threads = team_threads(inputs, edges);
+  cut.boundary = runs.boundary;
+  cut.bytes = cut.share * kPackBytes * inputs;
+  if (cut.chunks > kMostChunks) return {};
+  return cut;
+}
+
+std::optional<Chunks> plan_chunks(const Problem& problem, const Device& device) {
+  const std::optional<Cut> cut = jax_softmax::cut(problem, device);
+  if (!cut) return {};
+  const int inputs = problem.cost.inputs;
+  const bool clusters = device.largest_cluster > 1, ring = fits_ring(*cut, problem, device);
+  const bool few = cut->few(problem, device);
+  const int64_t shared = device.shared_memory_per_block - kSharedBytesBeside;
+  Chunks plan{};
+  plan.chunks = static_cast<int>(cut->chunks);
+  plan.share = static_cast<int>(cut->share);
+  plan.team_threads = cut->team_threads;
+  plan.boundary = cut->boundary;
+  // As many teams as chunks to a block, and blocks to a cluster; true if that holds a row.
+  const auto spread = [&](int64_t teams, int64_t most_blocks) {
+    teams = std::min({teams, shared / cut->bytes, cut->chunks});
+    if (teams == 0) return false;
+    const int64_t blocks = ceil_div(cut->chunks, teams);
+    if (blocks > most_blocks) return false;
+    plan.teams = static_cast<int>(ceil_div(cut->chunks, blocks));
+    plan.cluster = static_cast<int>(blocks);
+    return true;
+  };
+  const int few_blocks = std::min(kSmallCluster, device.largest_cluster);
+  // However many rows there are, they are cut into the same chunks, or all of them are read twice.
+  const bool chunked = ring || !problem.scratch || inputs == 2 || cut->chunks <= device.largest_cluster ||
+                       cut->chunks <= std::min<int64_t>(kMostTeams, shared / cut->bytes);
+  const bool spread_out = problem.view.rows * cut->chunks <= device.multiprocessors;
+  if (clusters && chunked && spread_out && spread(1, few_blocks)) return plan;
+  if (spread(kMostTeams, 1)) return plan;
+  if (clusters && inputs == 1 && !(few && ring) && spread(1, device.largest_cluster)) return plan;
+  if (clusters && inputs == 2 && spread(kMostTeams, few && ring ? few_blocks : device.largest_cluster)) return plan;
+  // Rings copy run by run, which takes them long.
+  if (clusters && problem.view.reduced.size > 1 && spread(kMostTeams, device.largest_cluster)) return plan;
+  if (few && ring) {
+    plan.teams = plan.cluster = 1;
+    plan.through_memory = true;
+    return plan;
+  }
+  if (!problem.scratch && clusters && spread(kMostTeams, device.largest_cluster)) return plan;
+  return {};
+}
+
+Launch launch_of(const Chunks& plan, const Problem& problem) {
+  Launch launch{};
+  const int64_t blocks_of_row = ceil_div(plan.chunks, plan.teams);
+  launch.blocks = problem.view.rows * blocks_of_row;
+  launch.threads = plan.teams * plan.team_threads;
+  launch.cluster = plan.cluster;
+  launch.shared_bytes = static_cast<int64_t>(plan.teams) * plan.share * kPackBytes * problem.cost.inputs;
+  launch.resident = 65536 / (registers_of(problem, plan.team_threads != team_threads(problem.cost.inputs, false)) *
+                             launch.threads);
+  launch.overlaps = plan.through_memory;
+  return launch;
+}
+
+}  // namespace jax_softmax

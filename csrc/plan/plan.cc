@@ -1,0 +1,175 @@
+#include "plan/plan.h"
+
+#include <algorithm>
+
+#include "plan/chunks.h"
+#include "plan/tile.h"
+
+namespace jax_softmax {
+
+namespace {
+
+// Memory for states may take so much of the operand, and a little that every call may.
+constexpr int kOperandOfScratch = 20;
+constexpr int64_t kLittleScratch = 64 << 10;
+// Runs of fewer elements than this, that do not begin with whole packs, cost more at their edges than XLA does
+// altogether.
+constexpr int kShortRun = 24;
+
+template <class... F>
+struct Overloaded : F... {
+  using F::operator()...;
+};
+template <class... F>
+Overloaded(F...) -> Overloaded<F...>;
+
+int64_t state_bytes_of_pieces(int64_t rows, int64_t pieces, const Problem& problem) {
+  return rows * pieces * problem.state_bytes();
+}
+
+bool scratch_is_little(const Plan& plan, const Problem& problem) {
+  const int64_t operand = problem.view.elements() * problem.in_bytes;
+  return scratch_bytes(plan, problem) <= std::max(operand / kOperandOfScratch, kLittleScratch);
+}
+
+}  // namespace
+
+Runs runs_of(const Problem& problem, int boundary) {
+  const View& view = problem.view;
+  const int width = problem.width();
+  const auto whole = [&](int64_t n) { return n % width == 0; };
+  Runs runs{};
+  runs.run = view.reduced.dim[view.reduced.size - 1].extent;
+  runs.runs = view.columns / runs.run;
+  runs.aligned = true;
+  for (int i = 0; i < view.kept.size; ++i) runs.aligned &= whole(view.kept.dim[i].stride);
+  for (int i = 0; i + 1 < view.reduced.size; ++i) runs.aligned &= whole(view.reduced.dim[i].stride);
+  runs.aligned |= !problem.packs;  // elements are accessed one by one
+  runs.boundary = runs.aligned ? 0 : runs.runs == 1 ? boundary : kPackBytes;
+  const int64_t shift = runs.aligned ? 0 : runs.boundary / problem.in_bytes - 1;
+  runs.run_packs = ceil_div(runs.run + shift, width);
+  runs.packs = runs.runs * runs.run_packs;
+  return runs;
+}
+
+std::optional<Plan> make_plan(const Problem& problem, const Device& device) {
+  if (problem.view.elements() == 0) return {};
+  const auto of = [&](const auto& plan) -> std::optional<Plan> {
+    if (!plan || !scratch_is_little(*plan, problem)) return {};
+    return *plan;
+  };
+  if (auto plan = of(plan_staged(problem, device))) return plan;
+  if (auto plan = of(plan_registers(problem, device))) return plan;
+  if (auto plan = of(plan_chunks(problem, device))) return plan;
+  if (auto plan = of(plan_ring(problem, device))) return plan;
+  if (auto plan = of(plan_tile(problem, device))) return plan;
+  if (auto plan = of(plan_twice(problem, device))) return plan;
+  if (auto plan = of(plan_twice_tile(problem, device))) return plan;
+  if (!problem.scratch) return {};
+  Problem without = problem;
+  without.scratch = false;
+  return make_plan(without, device);
+}
+
+bool faster_than_xla(const Plan& plan, const Problem& problem) {
+  const View& view = problem.view;
+  if (view.minor_reduced && view.reduced.size > 1) {
+    const Runs runs = runs_of(problem, kPackBytes);
+    if (!runs.aligned && runs.run < kShortRun) return false;
+  }
+  if (const auto* twice = std::get_if<TwiceTile>(&plan)) return !twice->one_block;
+  return true;
+}
+
+int64_t scratch_bytes(const Plan& plan, const Problem& problem) {
+  const View& view = problem.view;
+  const int64_t counter = 8;
+  return std::visit(
+      Overloaded{
+          [&](const Chunks& p) {
+            return p.through_memory ? state_bytes_of_pieces(view.rows, p.chunks, problem) + counter : 0;
+          },
+          [&](const Ring& p) { return state_bytes_of_pieces(view.rows, p.chunks, problem) + counter; },
+          [&](const Twice& p) { return p.one_block ? 0 : state_bytes_of_pieces(view.rows, p.pieces, problem); },
+          [&](const TwiceTile& p) {
+            const int64_t rows = tiles_of(p.tile, problem) * p.tile.arrays * p.tile.columns;
+            return p.one_block ? 0 : state_bytes_of_pieces(rows, parts_of(p.tile, problem), problem);
+          },
+          [&](const auto&) { return int64_t{0}; },
+      },
+      plan);
+}
+
+std::vector<Step> steps_of(const Plan& plan, const Problem& problem, const Device& device) {
+  const int64_t rows = problem.view.rows;
+  const auto cleared = [&](int64_t chunks, Step step) {
+    constexpr int kThreads = 256;
+    const int64_t words = rows * chunks * problem.state_bytes() / 8;
+    return std::vector<Step>{{"clear_words", {words / kThreads + 1, kThreads}, words}, step};
+  };
+  const auto combined = [&](int64_t all_rows, int64_t together, Launch sum, Launch finish, const char* summing,
+                            const char* finishing) {
+    Launch combine{ceil_div(all_rows, together), 256};
+    combine.overlaps = finish.overlaps = true;
+    return std::vector<Step>{{summing, sum, rows}, {"combine_pieces", combine, all_rows}, {finishing, finish, rows}};
+  };
+  return std::visit(
+      Overloaded{
+          [&](const Registers& p) -> std::vector<Step> {
+            Launch launch{ceil_div(rows, p.threads / p.lanes), p.threads};
+            launch.shared_bytes = p.unused;
+            return {{"registers", launch, rows}};
+          },
+          [&](const Staged& p) -> std::vector<Step> {
+            Launch launch{ceil_div(rows, p.rows), p.threads};
+            const int outputs = problem.in_bytes == problem.out_bytes ? 0 : problem.out_bytes;
+            launch.shared_bytes =
+                problem.view.columns * p.rows * (problem.in_bytes * problem.cost.inputs + outputs);
+            return {{"staged", launch, rows}};
+          },
+          [&](const Chunks& p) -> std::vector<Step> {
+            const Step step{"chunks", launch_of(p, problem), rows};
+            return p.through_memory ? cleared(p.chunks, step) : std::vector<Step>{step};
+          },
+          [&](const Ring& p) {
+            Launch launch{device.multiprocessors, p.team_threads * (p.summers + p.writers) + 32 * (2 + p.waiters)};
+            launch.shared_bytes = static_cast<int64_t>(p.stages) * p.share * kPackBytes * problem.cost.inputs;
+            launch.resident = 1;
+            launch.cooperative = true;
+            return cleared(p.chunks, {"ring", launch, rows});
+          },
+          [&](const Tile& p) -> std::vector<Step> {
+            return {{"tile", launch_of(p, problem, device), rows}};
+          },
+          [&](const Twice& p) -> std::vector<Step> {
+            if (p.one_block) return {{"whole_rows", {rows, p.threads}, rows}};
+            const Runs runs = runs_of(problem, p.boundary);
+            const int64_t parts = ceil_div(runs.packs, static_cast<int64_t>(p.finished) * p.threads);
+            return combined(rows, 8, {rows * p.pieces, p.threads}, {rows * parts, p.threads}, "sum_pieces",
+                            "finish_pieces");
+          },
+          [&](const TwiceTile& p) -> std::vector<Step> {
+            Launch launch = launch_of(p.tile, problem, device);
+            if (p.one_block) return {{"whole_tiles", launch, rows}};
+            const int64_t tiles = launch.blocks;
+            launch.blocks = tiles * parts_of(p.tile, problem);
+            Tile smaller = p.tile;
+            smaller.turns = p.finished;
+            Launch finish = launch;
+            finish.blocks = tiles * parts_of(smaller, problem);
+            return combined(tiles * p.tile.arrays * p.tile.columns, 32, launch, finish, "sum_tile_pieces",
+                            "finish_tile_pieces");
+          },
+      },
+      plan);
+}
+
+std::string describe(const Plan& plan) {
+  std::string text = kScheduleNames[plan.index()];
+  std::visit([&](const auto& p) { p.each([&](const char* name, auto value) {
+    text += std::string(" ") + name + "=" + std::to_string(value);
+  }); }, plan);
+  return text;
+}
+
+}  // namespace jax_softmax

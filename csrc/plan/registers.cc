@@ -1,0 +1,94 @@
+#include <algorithm>
+
+#include "plan/plan.h"
+
+namespace jax_softmax {
+
+namespace {
+
+struct LanesAndPacks {
+  int lanes, packs;
+};
+// Several packs a lane, so that enough is under way where not all lanes have one.
+constexpr LanesAndPacks kSpread[] = {{1, 1},  {2, 1},  {4, 1},  {4, 2},  {4, 3},  {8, 2},  {8, 3}, {16, 2},
+                                     {16, 3}, {32, 2}, {32, 3}, {32, 4}, {32, 5}, {32, 6}, {32, 8}};
+// Rows that need a look at their edges had better have several packs a lane, to share the cost of it.
+constexpr LanesAndPacks kSharing[] = {{1, 1},  {2, 1},  {4, 1},  {4, 2},  {8, 2},  {8, 3},  {16, 2}, {16, 3},
+                                      {32, 2}, {16, 5}, {32, 3}, {32, 4}, {32, 5}, {32, 6}, {32, 8}};
+// The most packs that a warp, and a block, hold in registers without a spill. Of one operand of float64, whose
+// exponential is long, registers let more be under way than shared memory does.
+constexpr int kWarpPacks = 8 * 32;
+constexpr int kBlockPacks = 4 * 256;
+constexpr int kLongBlockPacks = 8 * 256;  // where there are no edges and no mask
+constexpr int kFloat64BlockPacks = 8 * 512;
+// Threads of a block whose lanes share rows, and the packs of all operands that several warps of them have.
+constexpr int kLanesThreads = 128;
+constexpr int kLanesBlockPacks = 256;
+// Of a row of several runs, so that neighbouring rows, which lie side by side, are in the same warp.
+constexpr int kGatheredPacks = 8;
+// About what the blocks of a multiprocessor have under way, if each has much: memory is faster for it. They ask for
+// shared memory that they do not use so that no more of them fit, and for no more than that takes, since the rest is the
+// first cache's, through which loads go.
+constexpr int64_t kBlockBytesAtOnce = 64 << 10;
+constexpr int64_t kLargeBlockBytes = 16 << 10;
+// Smaller blocks, if all of their threads have as much to do, have a warp more than they need, to the same end.
+constexpr int64_t kSmallBlockBytes = 6 << 10;
+
+Registers in_lanes(const Problem& problem, const Runs& runs) {
+  Registers plan{};
+  plan.boundary = runs.boundary;
+  if (runs.runs == 1) {
+    const LanesAndPacks* choice = runs.aligned ? kSpread : kSharing;
+    if (problem.masked) choice = kSpread;
+    while (choice->lanes * choice->packs < runs.packs) ++choice;
+    plan.lanes = choice->lanes;
+    plan.packs = choice->packs;
+  } else {
+    plan.lanes = 1;
+    while (plan.lanes < 32 && ceil_div(runs.packs, plan.lanes) * problem.cost.inputs > kGatheredPacks) plan.lanes *= 2;
+    plan.packs = static_cast<int>(ceil_div(runs.packs, plan.lanes));
+  }
+  plan.threads = kLanesThreads;
+  while (plan.threads > 32 && plan.threads * plan.packs * problem.cost.inputs > kLanesBlockPacks) plan.threads /= 2;
+  return plan;
+}
+
+}  // namespace
+
+std::optional<Registers> plan_registers(const Problem& problem, const Device& device) {
+  if (!problem.view.minor_reduced) return {};
+  const Runs short_runs = runs_of(problem, kPackBytes);
+  if (short_runs.packs <= kWarpPacks) return in_lanes(problem, short_runs);
+
+  // Packs of long rows are counted from the start of a line of the last cache: warps that share none are faster.
+  const Runs runs = runs_of(problem, kLineBytes);
+  const int bytes = problem.in_bytes, inputs = problem.cost.inputs;
+  const bool plain = runs.aligned && !problem.masked && problem.plain, clusters = device.largest_cluster > 1;
+  // 8 packs of 16 bits that may belong to the row or not take many registers: shared memory is better, where there is
+  // much of it.
+  const bool lengthens = plain && (bytes > 2 || runs.packs % (8 * 32) == 0 || !clusters);
+  if (runs.packs > (!lengthens ? kBlockPacks : bytes == 8 && inputs == 1 ? kFloat64BlockPacks : kLongBlockPacks)) {
+    return {};
+  }
+  Registers plan{};
+  plan.boundary = runs.boundary;
+  plan.packs = runs.packs <= 4 * 256 ? 4 : 8;
+  plan.threads = static_cast<int>(round_up(ceil_div(runs.packs, plan.packs), 32));
+  if (clusters && bytes < 8) {
+    const int64_t block_bytes = runs.packs * inputs * kPackBytes;
+    // Those whose arithmetic takes as long gain less from blocks that are no more than that, or nothing.
+    const Cost& cost = problem.cost;
+    const bool soon_done = cost.exponentials == 0 || (inputs == 1 && cost.logarithms == 0);
+    const int64_t limited = soon_done ? kBlockBytesAtOnce / 2 : inputs == 1 ? kLargeBlockBytes : 0;
+    if (block_bytes >= kLargeBlockBytes && block_bytes <= limited) {
+      plan.unused = static_cast<int>(device.shared_memory_per_block / (ceil_div(kBlockBytesAtOnce, block_bytes) + 1));
+    } else if (block_bytes >= kSmallBlockBytes && block_bytes < kLargeBlockBytes &&
+               runs.packs == plan.threads * plan.packs) {
+      plan.threads += 32;
+    }
+  }
+  plan.lanes = plan.threads;
+  return plan;
+}
+
+}  // namespace jax_softmax

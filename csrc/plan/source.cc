@@ -1,0 +1,104 @@
+#include "plan/source.h"
+
+#include <cctype>
+
+#include "plan/tile.h"
+
+namespace jax_softmax {
+
+namespace {
+
+constexpr const char* kOpTypes[kOps] = {"Softmax", "LogSoftmax", "SoftmaxLinear", "LogSoftmaxJvp", "LogSoftmaxVjp"};
+constexpr const char* kElementTypes[kDTypes] = {"Float16", "BFloat16", "float", "double"};
+constexpr const char* kHeaders[] = {"registers", "staged", "chunks", "ring", "tile", "twice", "twice"};
+
+std::string number(int64_t n) { return n >= -(1ll << 31) && n < (1ll << 31) ? std::to_string(n) : std::to_string(n) + "ll"; }
+
+// team_threads: kTeamThreads
+std::string constant_name(const std::string& name) {
+  std::string text = "k";
+  bool upper = true;
+  for (const char c : name) {
+    if (c != '_') text += static_cast<char>(upper ? std::toupper(c) : c);
+    upper = c == '_';
+  }
+  return text;
+}
+
+template <class T>
+std::string constant(const std::string& name, T value) {
+  const char* const type = sizeof(T) == 1 ? "bool" : sizeof(T) == 8 ? "int64_t" : "int";
+  return std::string("  static constexpr ") + type + " " + constant_name(name) + " = " + number(value) + ";\n";
+}
+
+// The outermost kept extent stays out of it, so that batch sizes share a kernel.
+std::string dims(const char* name, const Dims& dims, int sides, bool outermost_varies) {
+  std::string text = std::string("  struct ") + name + " {\n  " + constant("size", dims.size);
+  text += "    static constexpr Dim kDim[] = {";
+  for (int i = 0; i < dims.size || i == 0; ++i) {
+    const Dim dim = i < dims.size ? dims.dim[i] : Dim{1, 0, {}};
+    text += (i ? ", {" : "{") + number(i == 0 && outermost_varies ? 0 : dim.extent) + ", " + number(dim.stride) + ", {";
+    for (int s = 0; s < sides || s == 0; ++s) text += (s ? ", " : "") + number(s < sides ? dim.side[s] : 0);
+    text += "}}";
+  }
+  return text + "};\n  };\n";
+}
+
+}  // namespace
+
+std::string source_of(const Plan& plan, const Step& step, const Problem& problem, const Types& types) {
+  const View& view = problem.view;
+  const std::string function = step.function;
+  const int threads = step.launch.threads;
+  const std::string bounds = step.launch.resident > 0 ? number(threads) + ", " + number(step.launch.resident) : number(threads);
+  const std::string head = std::string("#include \"device/") + kHeaders[plan.index()] + ".cuh\"\n\n" +
+                           "namespace jax_softmax::device {\n\n";
+  const auto kernel = [&](const std::string& body) {
+    return "\n}  // namespace jax_softmax::device\n\nextern \"C\" __global__ void __launch_bounds__(" + bounds +
+           ")\n    kernel(const __grid_constant__ jax_softmax::device::Operands operands) {\n  using namespace "
+           "jax_softmax::device;\n  " + body + "\n}\n";
+  };
+  if (function == "clear_words") return head + kernel("clear_words(operands, operands.rows);");
+
+  const DType wide = kDTypeBytes[static_cast<int>(types.in)] > kDTypeBytes[static_cast<int>(types.out)] ? types.in : types.out;
+  std::string text = head;
+  if (!types.fused.empty()) {
+    text += "struct Fused {\n  static constexpr bool kNothing = false;\n" +
+            constant("sides", static_cast<int>(types.sides.size())) + "  template <int side>\n  using Side = ";
+    std::string chain = "void";
+    for (size_t i = types.sides.size(); i-- > 0;) {
+      chain = "typename Conditional<side == " + number(static_cast<int64_t>(i)) + ", " +
+              kElementTypes[static_cast<int>(types.sides[i])] + ", " + chain + ">::type";
+    }
+    text += chain + ";\n  template <class C>\n  static __device__ __forceinline__ C apply(C x, const C* s) {\n    return " +
+            types.fused + ";\n  }\n};\n\n";
+  }
+  text += std::string("using Mem = Memory<") + kOpTypes[static_cast<int>(types.op)] + "<PolicyOf<" +
+          kOpTypes[static_cast<int>(types.op)] + ", " + kElementTypes[static_cast<int>(wide)] + ">::type>, " +
+          kElementTypes[static_cast<int>(types.in)] + ", " + kElementTypes[static_cast<int>(types.out)] + ", " +
+          (types.fused.empty() ? "NothingFused" : "Fused") + ", " + (problem.masked ? "true" : "false") + ", " +
+          (problem.packs ? "true" : "false") + ">;\n\n";
+  if (function != "combine_pieces") {
+    const int outer = outer_kept(view);
+    int64_t inner = 1;
+    for (int i = outer; i < view.kept.size; ++i) inner *= view.kept.dim[i].extent;
+    text += "struct View {\n" + constant("columns", view.columns) + constant("wide", view.elements() >= 1ll << 31) +
+            constant("outer_kept", outer) + constant("inner", inner) + dims("Kept", view.kept, view.sides, true) +
+            dims("Reduced", view.reduced, view.sides, false) + "};\n\n";
+  }
+  text += "struct Plan {\n";
+  if (function != "combine_pieces") {
+    const auto add = [&](const char* name, auto value) { text += constant(name, value); };
+    std::visit([&](const auto& p) { p.each(add); }, plan);
+  } else {
+    text += constant("threads", threads);
+    const auto* tile = std::get_if<TwiceTile>(&plan);
+    text += constant("tile_rows", tile ? tile->tile.arrays * tile->tile.columns : 1);
+    text += constant("combined", tile ? static_cast<int>(parts_of(tile->tile, problem)) : std::get<Twice>(plan).pieces);
+  }
+  text += "};\n";
+  const std::string arguments = function == "combine_pieces" ? "<Mem, Plan>" : "<Mem, View, Plan>";
+  return text + kernel(function + arguments + "(operands);");
+}
+
+}  // namespace jax_softmax

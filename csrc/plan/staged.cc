@@ -1,0 +1,92 @@
+#include <algorithm>
+#include <iterator>
+
+#include "plan/plan.h"
+
+namespace jax_softmax {
+
+namespace {
+
+constexpr int kColumns = 512;               // of the longest row
+constexpr int kThreads = 128;               // of a block
+constexpr int kSlabBytes = 17 << 9;         // of one operand: 8 KB, or a little more
+constexpr int kSlabBytesAtMost = 12 << 10;  // where fewer threads help
+// Of all operands, where lanes have pairs of elements, in two turns or more; twice that if it takes logarithms.
+constexpr int kPairsSlabBytes = 25 << 9;
+constexpr int kFewColumns = 34;  // that one or two lanes have
+
+// How many turns shared memory takes to serve a warp that reads a pair of 16-bit elements in each of the lanes that
+// share a row, of rows so many apart.
+int bank_turns(int64_t columns, int lanes, int apart) {
+  constexpr int kBanks = 32;
+  int64_t word[kBanks][32];
+  int words[kBanks] = {}, turns = 0;
+  for (int thread = 0; thread < 32; ++thread) {
+    const int64_t at = ceil_div(thread / lanes * apart * columns, 2) + thread % lanes;
+    const int bank = static_cast<int>(at % kBanks);
+    if (std::find(word[bank], word[bank] + words[bank], at) == word[bank] + words[bank]) word[bank][words[bank]++] = at;
+    turns = std::max(turns, words[bank]);
+  }
+  return turns;
+}
+
+// A power of 2: how many rows apart those are to be of whose pairs a warp reads, for the fewest turns.
+int spread_of(int64_t columns, int lanes, int rows) {
+  const int teams = 32 / lanes;
+  int best = 1, least = bank_turns(columns, lanes, 1);
+  for (int apart = 2; least > 1 && rows % (teams * apart) == 0; apart *= 2) {
+    const int turns = bank_turns(columns, lanes, apart);
+    if (turns < least) least = turns, best = apart;
+  }
+  return best;
+}
+
+}  // namespace
+
+std::optional<Staged> plan_staged(const Problem& problem, const Device&) {
+  const View& view = problem.view;
+  const int bytes = problem.in_bytes, inputs = problem.cost.inputs;
+  if (!view.contiguous_rows() || view.columns > kColumns) return {};
+  const int columns = static_cast<int>(view.columns);
+  if (columns % problem.width() == 0 && problem.packs) return {};  // rows of whole packs
+
+  Staged plan{};
+  plan.threads = kThreads;
+  plan.pairs = bytes == 2 && problem.out_bytes == 2 && !problem.masked && problem.plain && columns > kFewColumns;
+  // Lanes so that each has few elements in registers: fewer of float64, whose arithmetic takes so long that room which
+  // is not used had better be little.
+  const int in_pairs = columns / 2 * 2;  // an element that is left has room of its own
+  if (plan.pairs) {
+    const int most = in_pairs <= 64 || inputs == 2 ? 16 : 32;
+    for (plan.lanes = 4; plan.lanes * most < in_pairs;) plan.lanes *= 2;
+    plan.held = static_cast<int>(2 * ceil_div(in_pairs / 2, plan.lanes));
+  } else {
+    const int one = bytes == 8 ? 15 : 31;
+    plan.lanes = columns <= one         ? 1
+                 : columns <= kFewColumns ? 2
+                 : columns <= 64          ? 4
+                 : columns <= 128         ? 8
+                 : columns <= 256         ? 16
+                                          : 32;
+    plan.held = static_cast<int>(ceil_div(columns, plan.lanes));
+  }
+  const int64_t row_bytes = static_cast<int64_t>(columns) * bytes;
+  // Whole turns of the block, two at the least if several lanes have a row, and whole sectors: halves of one, written
+  // by two blocks, are written twice.
+  const int whole = kSectorBytes / std::min(bytes, problem.out_bytes), turns = plan.lanes > 2 ? 2 : 1;
+  const auto unit = [&] { return std::max(whole, plan.threads / plan.lanes); };
+  const auto units = [&] { return unit() < turns * plan.threads / plan.lanes ? 2 : 1; };
+  int64_t slab_bytes = kSlabBytes;
+  if (plan.pairs) {
+    slab_bytes = (problem.cost.logarithms ? 2 : 1) * kPairsSlabBytes / inputs;
+  } else {
+    while (units() * unit() > whole && plan.threads > 32 * turns && units() * unit() * row_bytes > kSlabBytesAtMost) {
+      plan.threads /= 2;
+    }
+  }
+  plan.rows = static_cast<int>(unit() * std::max<int64_t>(units(), slab_bytes / (unit() * row_bytes)));
+  plan.spread = plan.pairs ? spread_of(columns, plan.lanes, plan.rows) : 1;
+  return plan;
+}
+
+}  // namespace jax_softmax
