@@ -77,16 +77,17 @@ ffi::Error run(ffi::ThreadPool pool, ffi::AnyBuffer first, ffi::RemainingArgs re
   if (elements == 0) return ffi::Error::Success();
 
   advise_huge_pages(call.out, out->size_bytes());
-  const cpu::Kernel kernel = cpu::variant().kernel(call.op, call.dtype, call.view);
+  const cpu::Variant& variant = cpu::variant();
   const cpu::Operands operands{{call.in[0], call.in[1]}, call.mask, call.out};
   const int64_t threads = std::max<int64_t>(1, pool.num_threads());
-  const cpu::Work work = kernel.work(call.view, threads);
+  const cpu::Work work = variant.work(call.op, call.dtype, call.view, threads);
   const int64_t ranges = std::min({work.units, elements / kElementsPerTask, threads * kRangesPerThread});
   constexpr std::align_val_t kAlignment{cpu::kScratchAlignment};
   void* const scratch = work.scratch_bytes > 0 ? ::operator new(work.scratch_bytes, kAlignment) : nullptr;
   for (int phase = 0; phase < (scratch ? 2 : 1); ++phase) {
-    const auto body = [kernel, view = call.view, operands, work, scratch, phase](int64_t begin, int64_t end) {
-      kernel.run(view, operands, work, scratch, phase == 1, begin, end);
+    const auto body = [&variant, op = call.op, dtype = call.dtype, view = call.view, operands, scratch, phase](
+                          int64_t begin, int64_t end) {
+      variant.run(op, dtype, view, operands, scratch, phase == 1, begin, end);
     };
     if (threads == 1 || ranges < 2) {
       body(0, work.units);
