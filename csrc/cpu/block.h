@@ -1,48 +1,48 @@
-// What the schedules hand to the arithmetic, and what they get back: plain functions over blocks of floats or doubles,
-// so that no schedule is compiled for an operator, and no operator for a storage type, a mask or a shape.
+// What the schedules hand to the arithmetic, and what they get back: plain functions over blocks, so
+// that no schedule is compiled for an operator, and no operator for a schedule.
 #pragma once
 
 #include <cstdint>
 
-#include "cpu/simd.h"
+#include "cpu/convert.h"
 
 namespace jax_softmax::cpu::JAX_SOFTMAX_ISA {
 namespace {
 
-// Elements of several rows. Either a row's elements are neighbours, and its first one lies `step` from the next row's;
-// or rows are neighbours, whole vectors of them, and an element of each lies `step` from the next.
-template <class F>
+constexpr int kMostVectors = 64;  // of rows, in a block whose lanes lie across rows
+
+// Elements of several rows. Either a row's elements are neighbours, and each row lies `step` from the one before
+// ("along" rows); or rows are neighbours, and their elements lie `step` from the ones before ("across").
+template <class T>
 struct Block {
-  const F* in[2];
-  F* out;
+  const T* in[2];
+  T* out;
+  const bool* mask;  // null without a mask
   int64_t rows;
   int64_t elements;  // of each row
   int64_t step;
+  int64_t mask_step, mask_inner;        // of the mask: the same, and from a neighbour to the next, which is 0 or 1
+  typename Convert<T>::Compute* terms;  // room for whole vectors of those of each row or element; null if not kept
 };
 
-constexpr int kMostVectors = 64;  // of rows, in a block whose lanes lie across rows
+template <class T>
+using States = State<typename Simd<typename Convert<T>::Compute>::Value>;
 
-template <class F>
-using States = State<typename Simd<F>::Value>;
-
-// An operator on blocks of either kind. States are those of rows, a row to a lane.
-template <class F>
+// An operator on blocks. States are those of rows, a row to a lane.
+template <class T>
 struct Arithmetic {
-  struct Ways {
-    // Sets the states to those of the block. If `keep`, leaves the terms where the results will be.
-    void (*accumulate)(const Block<F>& block, bool keep, States<F>* states);
-    // The results, given the states of whole rows and whether the terms are where the results will be.
-    void (*finish)(const Block<F>& block, bool kept, const States<F>* states);
+  struct Way {
+    // Sets the states to those of the block.
+    void (*accumulate)(const Block<T>& block, States<T>* states);
+    // The results, given the states of whole rows; from the block's terms, if they were kept.
+    void (*finish)(const Block<T>& block, const States<T>* states);
   };
-  Ways along;   // the lanes lie along rows
-  Ways across;  // the lanes lie across rows
-  void (*identity)(States<F>* states, int64_t n);
-  // Adds n states to others: the rows' of a later block to those of earlier ones.
-  void (*combine)(States<F>* states, const States<F>* later, int64_t n);
+  Way along, across;
+  void (*identity)(States<T>* states, int64_t n);
+  // Adds the states of later blocks to those of earlier ones.
+  void (*combine)(States<T>* states, const States<T>* later, int64_t n);
   int inputs;
-  bool keeps;  // whether a result is its term times a factor of the row
-  F pad;       // stands in for an element that is masked
-  F masked;    // the result there
+  bool keeps_terms;  // whether a result is its term times a factor of the row
 };
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }

@@ -6,41 +6,41 @@
 namespace jax_softmax::cpu::JAX_SOFTMAX_ISA {
 namespace {
 
-template <class F>
-Arithmetic<F> arithmetic_of(Op op) {
+template <class T>
+Arithmetic<T> arithmetic_of(Op op) {
   switch (op) {
     case Op::kSoftmax:
-      return Operator<Softmax, F>::arithmetic();
+      return Operator<Softmax, T>::arithmetic();
     case Op::kLogSoftmax:
-      return Operator<LogSoftmax, F>::arithmetic();
+      return Operator<LogSoftmax, T>::arithmetic();
     case Op::kSoftmaxLinear:
-      return Operator<SoftmaxLinear, F>::arithmetic();
+      return Operator<SoftmaxLinear, T>::arithmetic();
     case Op::kLogSoftmaxJvp:
-      return Operator<LogSoftmaxJvp, F>::arithmetic();
+      return Operator<LogSoftmaxJvp, T>::arithmetic();
     case Op::kLogSoftmaxVjp:
-      return Operator<LogSoftmaxVjp, F>::arithmetic();
+      return Operator<LogSoftmaxVjp, T>::arithmetic();
   }
   __builtin_unreachable();
 }
 
-template <class F>
-Work work_of(const Tiles<F>& tiles, const View& view, int64_t threads) {
+template <class T>
+Work work_of(const Tiles<T>& tiles, const View& view, int64_t threads) {
   constexpr int64_t kFewTiles = 4;  // for each thread
   const int64_t parts = ceil_div(view.columns, tiles.part_length());
   if (parts == 1 || tiles.tiles() >= kFewTiles * threads) return {tiles.tiles(), 0};
   const int64_t units = tiles.tiles() * parts;
-  return {units, units * tiles.most_states() * static_cast<int64_t>(sizeof(States<F>))};
+  return {units, units * tiles.most_states() * static_cast<int64_t>(sizeof(States<T>))};
 }
 
 // Where there are few tiles, their rows are cut into parts that different threads take: they first leave their states
 // in the scratch memory, then put them together. Where there are many, a thread does the same with all parts of a tile.
 // So how a row is summed up depends on its length alone.
-template <class F>
-void run_tiles(Tiles<F>& tiles, const Arithmetic<F>& op, const View& view, void* scratch, bool second_phase,
+template <class T>
+void run_tiles(Tiles<T>& tiles, const Arithmetic<T>& op, const View& view, void* scratch, bool second_phase,
                int64_t first_unit, int64_t last_unit) {
   const int64_t length = tiles.part_length(), parts = ceil_div(view.columns, length);
   const auto end_of = [&](int64_t part) { return std::min(view.columns, (part + 1) * length); };
-  States<F> states[kMostVectors], of_part[kMostVectors];
+  States<T> states[kMostVectors], of_part[kMostVectors];
   if (!scratch) {
     for (int64_t tile = first_unit; tile < last_unit; ++tile) {
       tiles.seek(tile);
@@ -57,7 +57,7 @@ void run_tiles(Tiles<F>& tiles, const Arithmetic<F>& op, const View& view, void*
     }
     return;
   }
-  const auto of_unit = [&](int64_t unit) { return static_cast<States<F>*>(scratch) + unit * tiles.most_states(); };
+  const auto of_unit = [&](int64_t unit) { return static_cast<States<T>*>(scratch) + unit * tiles.most_states(); };
   for (int64_t unit = first_unit; unit < last_unit; ++unit) {
     const int64_t tile = unit / parts, part = unit % parts;
     tiles.seek(tile);
@@ -71,24 +71,24 @@ void run_tiles(Tiles<F>& tiles, const Arithmetic<F>& op, const View& view, void*
   }
 }
 
-// Calls body(tiles, arithmetic) for the type that the storage type is computed in.
+// Calls body(tiles, arithmetic) for the storage type.
 template <class Body>
 auto with_tiles(Op op, DType dtype, const View& view, const Operands& operands, Body body) {
-  const auto as = [&](auto mover) {
-    using F = typename decltype(mover)::Compute;
-    const Arithmetic<F> arithmetic = arithmetic_of<F>(op);
-    Tiles<F> tiles(view, operands, arithmetic, mover);
+  const auto with = [&](auto zero) {
+    using T = decltype(zero);
+    const Arithmetic<T> arithmetic = arithmetic_of<T>(op);
+    Tiles<T> tiles(view, operands, arithmetic);
     return body(tiles, arithmetic);
   };
   switch (dtype) {
     case DType::kF16:
+      return with(Half());
     case DType::kBF16:
+      return with(BFloat16());
     case DType::kF32:
-      return as(dtype == DType::kF32   ? Move<float>::mover()
-                : dtype == DType::kF16 ? Move<Half>::mover()
-                                       : Move<BFloat16>::mover());
+      return with(float());
     case DType::kF64:
-      return as(Move<double>::mover());
+      return with(double());
   }
   __builtin_unreachable();
 }

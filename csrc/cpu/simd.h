@@ -130,24 +130,30 @@ struct Simd {
   }
   static JAX_SOFTMAX_INLINE void store(F* p, Value v) { std::memcpy(p, &v, sizeof(v)); }
 
-  // The first n < kLanes elements alone, the others being `rest`.
-  static JAX_SOFTMAX_INLINE Value load_first(const F* p, int n, Value rest) {
+  static JAX_SOFTMAX_INLINE IntValue first_lanes(int n) {
+    IntValue lane;
+    for (int i = 0; i < kLanes; ++i) lane[i] = i;
+    return lane < static_cast<Int>(n);
+  }
+
+  // The first n < kLanes elements alone; the others are 0.
+  static JAX_SOFTMAX_INLINE Value load_first(const F* p, int n) {
 #if defined(__AVX512F__)
     if constexpr (sizeof(F) == 4) {
-      return (Value)_mm512_mask_loadu_ps((__m512)rest, static_cast<__mmask16>((1 << n) - 1), p);
+      return (Value)_mm512_maskz_loadu_ps(static_cast<__mmask16>((1 << n) - 1), p);
     } else {
-      return (Value)_mm512_mask_loadu_pd((__m512d)rest, static_cast<__mmask8>((1 << n) - 1), p);
+      return (Value)_mm512_maskz_loadu_pd(static_cast<__mmask8>((1 << n) - 1), p);
     }
 #elif defined(__AVX2__)
-    const IntValue first = first_lanes(n);
     if constexpr (sizeof(F) == 4) {
-      return first ? (Value)_mm256_maskload_ps(p, (__m256i)first) : rest;
+      return (Value)_mm256_maskload_ps(p, (__m256i)first_lanes(n));
     } else {
-      return first ? (Value)_mm256_maskload_pd(p, (__m256i)first) : rest;
+      return (Value)_mm256_maskload_pd(p, (__m256i)first_lanes(n));
     }
 #else
-    std::memcpy(&rest, p, n * sizeof(F));
-    return rest;
+    Value v{};
+    std::memcpy(&v, p, n * sizeof(F));
+    return v;
 #endif
   }
   static JAX_SOFTMAX_INLINE void store_first(F* p, Value v, int n) {
@@ -194,12 +200,6 @@ struct Simd {
   static JAX_SOFTMAX_INLINE Value halves(Value a, Value b, std::integer_sequence<int, lane...>) {
     return __builtin_shufflevector(a, b,
                                    (lane % (2 * half) < half ? lane + upper * half : kLanes + lane - !upper * half)...);
-  }
-
-  static JAX_SOFTMAX_INLINE IntValue first_lanes(int n) {
-    IntValue lane;
-    for (int i = 0; i < kLanes; ++i) lane[i] = i;
-    return lane < static_cast<Int>(n);
   }
 
   // 2 artanh(s) / s = 2 + 2/3 z + 2/5 z^2 ..., where z = s^2, from the i-th term on and divided by z^i.
