@@ -11,12 +11,19 @@ namespace {
 
 constexpr int64_t kSteps = 64;  // of a sum, one after the other, lest a long one swallow small terms
 
-template <template <class> class OpOf, class T>
+template <template <class> class OpOf, class T, bool kMasked>
 class Operator {
  public:
   static constexpr Arithmetic<T> arithmetic() {
-    return {{along_accumulate, along_finish}, {across_accumulate, across_finish}, identity, combine, Op::kInputs,
-            Op::kResultIsScaledTerm};
+    constexpr bool kKeep = Op::kResultIsScaledTerm;
+    return {{along_accumulate<false>, along_finish<false>},
+            {across_accumulate<false>, across_finish<false>},
+            {along_accumulate<kKeep>, along_finish<kKeep>},
+            {across_accumulate<kKeep>, across_finish<kKeep>},
+            identity,
+            combine,
+            Op::kInputs,
+            kKeep};
   }
 
  private:
@@ -25,6 +32,8 @@ class Operator {
   using Op = OpOf<M>;
   using C = typename M::Value;
   static constexpr int kLanes = M::kLanes;
+  static constexpr auto kMax = [](C a, C b) { return M::max(a, b); };
+  static constexpr auto kSum = [](C a, C b) { return a + b; };
 
   static void identity(States<T>* states, int64_t n) { std::fill_n(states, n, jax_softmax::identity<Op, M>()); }
   static void combine(States<T>* states, const States<T>* later, int64_t n) {
@@ -51,7 +60,7 @@ class Operator {
   static JAX_SOFTMAX_INLINE C load(const Block<T>& block, int k, Place at, int n) {
     const T* const p = block.in[k] + at.element;
     C v = n == kLanes ? Convert<T>::load(p) : M::select(M::first_lanes(n), Convert<T>::load_first(p, n), Op::pad(k));
-    if (block.mask) v = M::select(unmasked(block, at, n), v, Op::pad(k));
+    if constexpr (kMasked) v = M::select(unmasked(block, at, n), v, Op::pad(k));
     return v;
   }
   static JAX_SOFTMAX_INLINE C term(const Relative<M>& relative, const Block<T>& block, Place at, int n) {
@@ -59,37 +68,49 @@ class Operator {
     for (int k = Op::kFirstSummed; k < Op::kInputs; ++k) in[k] = load(block, k, at, n);
     return Op::term(relative, in);
   }
+  static JAX_SOFTMAX_INLINE void store(const Block<T>& block, C result, Place at, int n) {
+    if constexpr (kMasked) result = M::select(unmasked(block, at, n), result, Op::masked());
+    T* const p = block.out + at.element;
+    n == kLanes ? Convert<T>::store(p, result) : Convert<T>::store_first(p, result, n);
+  }
   // `term` points at the vector's terms, if they were kept.
-  static JAX_SOFTMAX_INLINE void finish(const typename Op::Row& row, const Block<T>& block, const F* term, Place at,
-                                        int n) {
-    C result;
-    if (Op::kResultIsScaledTerm && block.terms) {
-      if constexpr (Op::kResultIsScaledTerm) result = M::load(term) * row.scale;
+  template <bool kKept>
+  static JAX_SOFTMAX_INLINE C result(const typename Op::Row& row, const Block<T>& block, const F* term, Place at,
+                                     int n) {
+    if constexpr (kKept) {
+      return M::load(term) * row.scale;
     } else {
       C in[2];
       for (int k = 0; k < Op::kInputs; ++k) in[k] = load(block, k, at, n);
-      result = Op::finish(row, in);
+      return Op::finish(row, in);
     }
-    if (block.mask) result = M::select(unmasked(block, at, n), result, Op::masked());
-    T* const p = block.out + at.element;
-    n == kLanes ? Convert<T>::store(p, result) : Convert<T>::store_first(p, result, n);
   }
 
   // ---- Lanes along rows. What a row's lanes amount to is put together for as many rows as there are lanes.
 
-  static constexpr int kChains = 4;  // of operations that need not wait for one another
+  // Operations that need not wait for one another, where one alone is quickly done.
+  static constexpr int kChains = 4;
+  static constexpr int kTermChains = Op::kHasPivot ? 1 : kChains;
 
   // Calls body(i, n, chain) for vectors of the n elements from the i-th on.
-  template <class Body>
+  template <int kChains, class Body>
   static JAX_SOFTMAX_INLINE void for_vectors(int64_t begin, int64_t end, Body body) {
     int64_t i = begin;
-    for (; i + kChains * kLanes <= end; i += kChains * kLanes) {
-      unrolled<kChains>([&](auto chain) __attribute__((always_inline)) { body(i + chain * kLanes, kLanes, chain); });
+    if constexpr (kChains > 1) {
+      for (; i + kChains * kLanes <= end; i += kChains * kLanes) {
+        unrolled<kChains>([&](auto chain) __attribute__((always_inline)) { body(i + chain * kLanes, kLanes, chain); });
+      }
     }
     for (; i + kLanes <= end; i += kLanes) body(i, kLanes, 0);
-    if (i < end) body(i, static_cast<int>(end - i), 1);
+    if (i < end) body(i, static_cast<int>(end - i), 0);
+  }
+  template <int kChains, class Function>
+  static JAX_SOFTMAX_INLINE C of_chains(const C (&chains)[kChains], Function f) {
+    if constexpr (kChains == 1) return chains[0];
+    return f(f(chains[0], chains[1]), f(chains[kChains / 2], chains[kChains - 1]));
   }
 
+  template <bool kKeep>
   static void along_accumulate(const Block<T>& block, States<T>* states) {
     const int64_t terms_step = ceil_div(block.elements, kLanes) * kLanes;
     for (int64_t first = 0; first < block.rows; first += kLanes, ++states) {
@@ -99,43 +120,45 @@ class Operator {
       *states = {M::constant(0), M::constant(0)};
       if constexpr (Op::kHasPivot) {
         for (int r = 0; r < rows; ++r) of_row[r] = largest(block, first + r);
-        states->pivot = M::of_rows(of_row, [](C a, C b) { return M::max(a, b); });
+        states->pivot = M::of_rows(of_row, kMax);
       }
       F pivots[kLanes];
       M::store(pivots, states->pivot);
       for (int r = 0; r < rows; ++r) {
         const Relative<M> relative(M::constant(pivots[r]));
-        of_row[r] = sum_of_terms(relative, block, first + r, block.terms + (first + r) * terms_step);
+        of_row[r] = sum_of_terms<kKeep>(relative, block, first + r, block.terms + (first + r) * terms_step);
       }
-      states->sum = M::of_rows(of_row, [](C a, C b) { return a + b; });
+      states->sum = M::of_rows(of_row, kSum);
     }
   }
 
   static JAX_SOFTMAX_INLINE C largest(const Block<T>& block, int64_t row) {
     C chains[kChains];
     for (C& chain : chains) chain = Op::pad(0);
-    for_vectors(0, block.elements, [&](int64_t i, int n, int chain) __attribute__((always_inline)) {
+    for_vectors<kChains>(0, block.elements, [&](int64_t i, int n, int chain) __attribute__((always_inline)) {
       chains[chain] = M::max(chains[chain], load(block, 0, place(block, row, i), n));
     });
-    return M::max(M::max(chains[0], chains[1]), M::max(chains[2], chains[3]));
+    return of_chains(chains, kMax);
   }
 
+  template <bool kKeep>
   static JAX_SOFTMAX_INLINE C sum_of_terms(const Relative<M>& relative, const Block<T>& block, int64_t row, F* terms) {
     C sum = M::constant(0);
     for (int64_t begin = 0, end; begin < block.elements; begin = end) {
-      end = std::min(block.elements, begin + kSteps * kChains * kLanes);
-      C chains[kChains];
+      end = std::min(block.elements, begin + kSteps * kTermChains * kLanes);
+      C chains[kTermChains];
       for (C& chain : chains) chain = M::constant(0);
-      for_vectors(begin, end, [&](int64_t i, int n, int chain) __attribute__((always_inline)) {
+      for_vectors<kTermChains>(begin, end, [&](int64_t i, int n, int chain) __attribute__((always_inline)) {
         const C v = term(relative, block, place(block, row, i), n);
-        if (Op::kResultIsScaledTerm && block.terms) M::store(terms + i, v);
+        if constexpr (kKeep) M::store(terms + i, v);
         chains[chain] = chains[chain] + v;
       });
-      sum = sum + ((chains[0] + chains[1]) + (chains[2] + chains[3]));
+      sum = sum + of_chains(chains, kSum);
     }
     return sum;
   }
 
+  template <bool kKept>
   static void along_finish(const Block<T>& block, const States<T>* states) {
     using Row = typename Op::Row;
     constexpr int kMembers = sizeof(Row) / sizeof(C);
@@ -151,8 +174,9 @@ class Operator {
         Row row;
         std::memcpy(&row, spread, sizeof(Row));
         const F* const terms = block.terms + (first + r) * terms_step;
-        for_vectors(0, block.elements, [&](int64_t i, int n, int) __attribute__((always_inline)) {
-          finish(row, block, terms + i, place(block, first + r, i), n);
+        for_vectors<1>(0, block.elements, [&](int64_t i, int n, int) __attribute__((always_inline)) {
+          const Place at = place(block, first + r, i);
+          store(block, result<kKept>(row, block, terms + i, at, n), at, n);
         });
       }
     }
@@ -173,6 +197,16 @@ class Operator {
     }
   }
 
+  template <bool kUnroll, class Body>
+  static JAX_SOFTMAX_INLINE void for_each(int64_t r, int64_t end, Body body) {
+    if (kUnroll && end - r == kTogether) {
+      if constexpr (kUnroll) unrolled<kTogether>([&](auto u) __attribute__((always_inline)) { body(r + u); });
+    } else {
+      for (; r < end; ++r) body(r);
+    }
+  }
+
+  template <bool kKeep>
   static void across_accumulate(const Block<T>& block, States<T>* states) {
     const int64_t vectors = ceil_div(block.rows, kLanes);
     identity(states, vectors);
@@ -180,7 +214,9 @@ class Operator {
       for_elements(block, 0, block.elements,
                    [&](int64_t t, int64_t r, int64_t end, int n) __attribute__((always_inline)) {
                      C pivot = states[t].pivot;
-                     for (; r < end; ++r) pivot = M::max(pivot, load(block, 0, place(block, r, t * kLanes), n));
+                     for_each<true>(r, end, [&](int64_t r) __attribute__((always_inline)) {
+                       pivot = M::max(pivot, load(block, 0, place(block, r, t * kLanes), n));
+                     });
                      states[t].pivot = pivot;
                    });
     }
@@ -191,27 +227,29 @@ class Operator {
       for_elements(block, begin, end, [&](int64_t t, int64_t r, int64_t end, int n) __attribute__((always_inline)) {
         const Relative<M> relative(states[t].pivot);
         C sum = M::constant(0);
-        for (; r < end; ++r) {
+        for_each<!Op::kHasPivot>(r, end, [&](int64_t r) __attribute__((always_inline)) {
           const C v = term(relative, block, place(block, r, t * kLanes), n);
-          if (Op::kResultIsScaledTerm && block.terms) M::store(block.terms + (r * vectors + t) * kLanes, v);
+          if constexpr (kKeep) M::store(block.terms + (r * vectors + t) * kLanes, v);
           sum = sum + v;
-        }
+        });
         sums[t] = sums[t] + sum;
       });
       for (int64_t t = 0; t < vectors; ++t) states[t].sum = states[t].sum + sums[t];
     }
   }
 
+  template <bool kKept>
   static void across_finish(const Block<T>& block, const States<T>* states) {
     const int64_t vectors = ceil_div(block.rows, kLanes);
     typename Op::Row rows[kMostVectors];
     for (int64_t t = 0; t < vectors; ++t) rows[t] = Op::row(states[t]);
     for_elements(block, 0, block.elements,
                  [&](int64_t t, int64_t r, int64_t end, int n) __attribute__((always_inline)) {
-                   for (; r < end; ++r) {
+                   for_each<false>(r, end, [&](int64_t r) __attribute__((always_inline)) {
                      const F* const terms = block.terms + (r * vectors + t) * kLanes;
-                     finish(rows[t], block, terms, place(block, r, t * kLanes), n);
-                   }
+                     const Place at = place(block, r, t * kLanes);
+                     store(block, result<kKept>(rows[t], block, terms, at, n), at, n);
+                   });
                  });
   }
 };

@@ -22,7 +22,7 @@ struct Block {
   int64_t elements;  // of each row
   int64_t step;
   int64_t mask_step, mask_inner;        // of the mask: the same, and from a neighbour to the next, which is 0 or 1
-  typename Convert<T>::Compute* terms;  // room for whole vectors of those of each row or element; null if not kept
+  typename Convert<T>::Compute* terms;  // room for whole vectors of those of each row or element, if they are kept
 };
 
 template <class T>
@@ -34,10 +34,11 @@ struct Arithmetic {
   struct Way {
     // Sets the states to those of the block.
     void (*accumulate)(const Block<T>& block, States<T>* states);
-    // The results, given the states of whole rows; from the block's terms, if they were kept.
+    // The results, given the states of whole rows.
     void (*finish)(const Block<T>& block, const States<T>* states);
   };
   Way along, across;
+  Way keeping_along, keeping_across;  // the same, with terms that are kept in between, if there can be
   void (*identity)(States<T>* states, int64_t n);
   // Adds the states of later blocks to those of earlier ones.
   void (*combine)(States<T>* states, const States<T>* later, int64_t n);

@@ -6,19 +6,24 @@
 namespace jax_softmax::cpu::JAX_SOFTMAX_ISA {
 namespace {
 
+template <template <class> class OpOf, class T>
+Arithmetic<T> arithmetic_of(bool masked) {
+  return masked ? Operator<OpOf, T, true>::arithmetic() : Operator<OpOf, T, false>::arithmetic();
+}
+
 template <class T>
-Arithmetic<T> arithmetic_of(Op op) {
+Arithmetic<T> arithmetic_of(Op op, bool masked) {
   switch (op) {
     case Op::kSoftmax:
-      return Operator<Softmax, T>::arithmetic();
+      return arithmetic_of<Softmax, T>(masked);
     case Op::kLogSoftmax:
-      return Operator<LogSoftmax, T>::arithmetic();
+      return arithmetic_of<LogSoftmax, T>(masked);
     case Op::kSoftmaxLinear:
-      return Operator<SoftmaxLinear, T>::arithmetic();
+      return arithmetic_of<SoftmaxLinear, T>(masked);
     case Op::kLogSoftmaxJvp:
-      return Operator<LogSoftmaxJvp, T>::arithmetic();
+      return arithmetic_of<LogSoftmaxJvp, T>(masked);
     case Op::kLogSoftmaxVjp:
-      return Operator<LogSoftmaxVjp, T>::arithmetic();
+      return arithmetic_of<LogSoftmaxVjp, T>(masked);
   }
   __builtin_unreachable();
 }
@@ -76,7 +81,7 @@ template <class Body>
 auto with_tiles(Op op, DType dtype, const View& view, const Operands& operands, Body body) {
   const auto with = [&](auto zero) {
     using T = decltype(zero);
-    const Arithmetic<T> arithmetic = arithmetic_of<T>(op);
+    const Arithmetic<T> arithmetic = arithmetic_of<T>(op, view.masked);
     Tiles<T> tiles(view, operands, arithmetic);
     return body(tiles, arithmetic);
   };

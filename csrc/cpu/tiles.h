@@ -155,7 +155,10 @@ class Tiles {
   static constexpr int64_t kFewElements = 512;      // of a group, which are not worth a tile
   enum Way { kAlong, kAcross, kTurned };
 
-  const typename Arithmetic<T>::Way& way() const { return way_ == kAlong ? op_.along : op_.across; }
+  const typename Arithmetic<T>::Way& way() const {
+    if (keeps_) return way_ == kAlong ? op_.keeping_along : op_.keeping_across;
+    return way_ == kAlong ? op_.along : op_.across;
+  }
   int64_t group_ranges() const { return ceil_div(group_.extent, tile_groups_); }
   int64_t inner_ranges() const { return ceil_div(inner_.extent, tile_inner_); }
   // Of elements that are in a block, or turned, at once: whole blocks, or what is left that is none.
@@ -223,7 +226,8 @@ class Tiles {
     T* const memory = static_cast<T*>(operands_.out);
     for_pieces(begin, end, [&](Offset at, int64_t staged, Piece p) {
       if (way_ == kTurned) {
-        transpose<16 / sizeof(T)>(stage_.get() + staged, held_.rows / rows_, memory + at.element, p.step, p.length, p.count);
+        transpose<16 / sizeof(T)>(stage_.get() + staged, held_.rows / rows_, memory + at.element, p.step, p.length,
+                                  p.count);
       } else {
         copy(stage_.get() + staged, held_.step, memory + at.element, p.step, p.count, p.length);
       }
