@@ -35,6 +35,10 @@ class Operator {
   static constexpr auto kMax = [](C a, C b) { return M::max(a, b); };
   static constexpr auto kSum = [](C a, C b) { return a + b; };
 
+  // Whether elements are held from the maximum to the sum, so that the mask is read once.
+  template <bool kKeep>
+  static constexpr bool kHold = kKeep && kMasked;
+
   static void identity(States<T>* states, int64_t n) { std::fill_n(states, n, jax_softmax::identity<Op, M>()); }
   static void combine(States<T>* states, const States<T>* later, int64_t n) {
     for (int64_t i = 0; i < n; ++i) states[i] = jax_softmax::combine<Op, M>(states[i], later[i]);
@@ -51,9 +55,7 @@ class Operator {
 
   static JAX_SOFTMAX_INLINE typename M::IntValue unmasked(const Block<T>& block, Place at, int n) {
     if (block.mask_inner == 0) return typename M::IntValue{} - static_cast<typename M::Int>(block.mask[at.mask]);
-    Vector<uint8_t, kLanes> bytes{};
-    n == kLanes ? std::memcpy(&bytes, block.mask + at.mask, kLanes) : std::memcpy(&bytes, block.mask + at.mask, n);
-    return __builtin_convertvector(bytes, typename M::IntValue) != 0;
+    return M::true_lanes(block.mask + at.mask, n);
   }
 
   // Lanes from n on hold the operator's pad, as masked ones do.
@@ -63,9 +65,15 @@ class Operator {
     if constexpr (kMasked) v = M::select(unmasked(block, at, n), v, Op::pad(k));
     return v;
   }
-  static JAX_SOFTMAX_INLINE C term(const Relative<M>& relative, const Block<T>& block, Place at, int n) {
+  // `held` points at the vector, if it was held where its terms will be.
+  template <bool kHeld>
+  static JAX_SOFTMAX_INLINE C term(const Relative<M>& relative, const Block<T>& block, const F* held, Place at, int n) {
     C in[2];
-    for (int k = Op::kFirstSummed; k < Op::kInputs; ++k) in[k] = load(block, k, at, n);
+    if constexpr (kHeld) {
+      in[0] = M::load(held);
+    } else {
+      for (int k = Op::kFirstSummed; k < Op::kInputs; ++k) in[k] = load(block, k, at, n);
+    }
     return Op::term(relative, in);
   }
   static JAX_SOFTMAX_INLINE void store(const Block<T>& block, C result, Place at, int n) {
@@ -119,7 +127,7 @@ class Operator {
       for (int r = rows; r < kLanes; ++r) of_row[r] = M::constant(0);
       *states = {M::constant(0), M::constant(0)};
       if constexpr (Op::kHasPivot) {
-        for (int r = 0; r < rows; ++r) of_row[r] = largest(block, first + r);
+        for (int r = 0; r < rows; ++r) of_row[r] = largest<kKeep>(block, first + r, block.terms + (first + r) * terms_step);
         states->pivot = M::of_rows(of_row, kMax);
       }
       F pivots[kLanes];
@@ -132,11 +140,14 @@ class Operator {
     }
   }
 
-  static JAX_SOFTMAX_INLINE C largest(const Block<T>& block, int64_t row) {
+  template <bool kKeep>
+  static JAX_SOFTMAX_INLINE C largest(const Block<T>& block, int64_t row, F* terms) {
     C chains[kChains];
     for (C& chain : chains) chain = Op::pad(0);
     for_vectors<kChains>(0, block.elements, [&](int64_t i, int n, int chain) __attribute__((always_inline)) {
-      chains[chain] = M::max(chains[chain], load(block, 0, place(block, row, i), n));
+      const C v = load(block, 0, place(block, row, i), n);
+      if constexpr (kHold<kKeep>) M::store(terms + i, v);
+      chains[chain] = M::max(chains[chain], v);
     });
     return of_chains(chains, kMax);
   }
@@ -149,7 +160,7 @@ class Operator {
       C chains[kTermChains];
       for (C& chain : chains) chain = M::constant(0);
       for_vectors<kTermChains>(begin, end, [&](int64_t i, int n, int chain) __attribute__((always_inline)) {
-        const C v = term(relative, block, place(block, row, i), n);
+        const C v = term<kHold<kKeep>>(relative, block, terms + i, place(block, row, i), n);
         if constexpr (kKeep) M::store(terms + i, v);
         chains[chain] = chains[chain] + v;
       });
@@ -215,7 +226,9 @@ class Operator {
                    [&](int64_t t, int64_t r, int64_t end, int n) __attribute__((always_inline)) {
                      C pivot = states[t].pivot;
                      for_each<true>(r, end, [&](int64_t r) __attribute__((always_inline)) {
-                       pivot = M::max(pivot, load(block, 0, place(block, r, t * kLanes), n));
+                       const C v = load(block, 0, place(block, r, t * kLanes), n);
+                       if constexpr (kHold<kKeep>) M::store(block.terms + (r * vectors + t) * kLanes, v);
+                       pivot = M::max(pivot, v);
                      });
                      states[t].pivot = pivot;
                    });
@@ -227,9 +240,10 @@ class Operator {
       for_elements(block, begin, end, [&](int64_t t, int64_t r, int64_t end, int n) __attribute__((always_inline)) {
         const Relative<M> relative(states[t].pivot);
         C sum = M::constant(0);
-        for_each<!Op::kHasPivot>(r, end, [&](int64_t r) __attribute__((always_inline)) {
-          const C v = term(relative, block, place(block, r, t * kLanes), n);
-          if constexpr (kKeep) M::store(block.terms + (r * vectors + t) * kLanes, v);
+        for_each<kKeep || !Op::kHasPivot>(r, end, [&](int64_t r) __attribute__((always_inline)) {
+          F* const terms = block.terms + (r * vectors + t) * kLanes;
+          const C v = term<kHold<kKeep>>(relative, block, terms, place(block, r, t * kLanes), n);
+          if constexpr (kKeep) M::store(terms, v);
           sum = sum + v;
         });
         sums[t] = sums[t] + sum;
@@ -245,7 +259,7 @@ class Operator {
     for (int64_t t = 0; t < vectors; ++t) rows[t] = Op::row(states[t]);
     for_elements(block, 0, block.elements,
                  [&](int64_t t, int64_t r, int64_t end, int n) __attribute__((always_inline)) {
-                   for_each<false>(r, end, [&](int64_t r) __attribute__((always_inline)) {
+                   for_each<kKept || !Op::kHasPivot>(r, end, [&](int64_t r) __attribute__((always_inline)) {
                      const F* const terms = block.terms + (r * vectors + t) * kLanes;
                      const Place at = place(block, r, t * kLanes);
                      store(block, result<kKept>(rows[t], block, terms, at, n), at, n);

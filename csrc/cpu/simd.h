@@ -136,6 +136,33 @@ struct Simd {
     return lane < static_cast<Int>(n);
   }
 
+  // Whether each of n <= kLanes booleans is true; the other lanes are false.
+  static JAX_SOFTMAX_INLINE IntValue true_lanes(const bool* p, int n) {
+#if defined(__AVX512F__)
+    const __m128i bytes = _mm_maskz_loadu_epi8(static_cast<__mmask16>((1 << n) - 1), p);
+    const __mmask16 lanes = _mm_test_epi8_mask(bytes, bytes);
+    if constexpr (sizeof(F) == 4) {
+      return (IntValue)_mm512_movm_epi32(lanes);
+    } else {
+      return (IntValue)_mm512_movm_epi64(static_cast<__mmask8>(lanes));
+    }
+#else
+    Vector<uint8_t, 16> bytes{};
+    n == kLanes ? std::memcpy(&bytes, p, kLanes) : std::memcpy(&bytes, p, n);
+#if defined(__AVX2__)
+    if constexpr (sizeof(F) == 4) {
+      return (IntValue)_mm256_cvtepu8_epi32((__m128i)bytes) != 0;
+    } else {
+      return (IntValue)_mm256_cvtepu8_epi64((__m128i)bytes) != 0;
+    }
+#else
+    IntValue lanes;
+    for (int i = 0; i < kLanes; ++i) lanes[i] = bytes[i];
+    return lanes != 0;
+#endif
+#endif
+  }
+
   // The first n < kLanes elements alone; the others are 0.
   static JAX_SOFTMAX_INLINE Value load_first(const F* p, int n) {
 #if defined(__AVX512F__)

@@ -62,7 +62,7 @@ class Tiles {
       tile_groups_ = std::clamp<int64_t>(kTileElements / view.columns, 1, kMostVectors * kLanes);
       if (staged_) tile_groups_ = std::max(tile_groups_, ceil_div(kRun, along_.extent));
     } else if (way_ == kAcross) {
-      const int64_t bytes = view.columns * (keeps ? sizeof(F) + sizeof(T) : sizeof(T) * op.inputs);
+      const int64_t bytes = view.columns * (keeps ? sizeof(F) : 2 * sizeof(T) * op.inputs);
       const int64_t rows = kHeldBytes / bytes < kRun ? kMostVectors * kLanes / 2 : kHeldBytes / bytes;
       const int64_t ranges = ceil_div(inner_.extent, std::min(rows / kRun * kRun, kMostVectors * kLanes));
       tile_inner_ = ceil_div(ceil_div(inner_.extent, ranges), kRun) * kRun;
