@@ -257,14 +257,15 @@ class Operator {
     const int64_t vectors = ceil_div(block.rows, kLanes);
     typename Op::Row rows[kMostVectors];
     for (int64_t t = 0; t < vectors; ++t) rows[t] = Op::row(states[t]);
-    for_elements(block, 0, block.elements,
-                 [&](int64_t t, int64_t r, int64_t end, int n) __attribute__((always_inline)) {
-                   for_each<kKept || !Op::kHasPivot>(r, end, [&](int64_t r) __attribute__((always_inline)) {
-                     const F* const terms = block.terms + (r * vectors + t) * kLanes;
-                     const Place at = place(block, r, t * kLanes);
-                     store(block, result<kKept>(rows[t], block, terms, at, n), at, n);
-                   });
-                 });
+    for (int64_t r = 0; r < block.elements; ++r) {
+      const auto finish = [&](int64_t t, int n) __attribute__((always_inline)) {
+        const F* const terms = block.terms + (r * vectors + t) * kLanes;
+        const Place at = place(block, r, t * kLanes);
+        store(block, result<kKept>(rows[t], block, terms, at, n), at, n);
+      };
+      for (int64_t t = 0; t < block.rows / kLanes; ++t) finish(t, kLanes);
+      if (block.rows % kLanes > 0) finish(vectors - 1, static_cast<int>(block.rows % kLanes));
+    }
   }
 };
 
