@@ -65,12 +65,12 @@ class Operator {
     if constexpr (kMasked) v = M::select(unmasked(block, at, n), v, Op::pad(k));
     return v;
   }
-  // `held` points at the vector, if it was held where its terms will be.
+  // `terms` says where the vector's terms will be, and it is until then if it was held.
   template <bool kHeld>
-  static JAX_SOFTMAX_INLINE C term(const Relative<M>& relative, const Block<T>& block, const F* held, Place at, int n) {
+  static JAX_SOFTMAX_INLINE C term(const Relative<M>& relative, const Block<T>& block, int64_t terms, Place at, int n) {
     C in[2];
     if constexpr (kHeld) {
-      in[0] = M::load(held);
+      in[0] = M::load(block.terms + terms);
     } else {
       for (int k = Op::kFirstSummed; k < Op::kInputs; ++k) in[k] = load(block, k, at, n);
     }
@@ -81,12 +81,12 @@ class Operator {
     T* const p = block.out + at.element;
     n == kLanes ? Convert<T>::store(p, result) : Convert<T>::store_first(p, result, n);
   }
-  // `term` points at the vector's terms, if they were kept.
+  // `terms` says where the vector's terms are, if they were kept.
   template <bool kKept>
-  static JAX_SOFTMAX_INLINE C result(const typename Op::Row& row, const Block<T>& block, const F* term, Place at,
+  static JAX_SOFTMAX_INLINE C result(const typename Op::Row& row, const Block<T>& block, int64_t terms, Place at,
                                      int n) {
     if constexpr (kKept) {
-      return M::load(term) * row.scale;
+      return M::load(block.terms + terms) * row.scale;
     } else {
       C in[2];
       for (int k = 0; k < Op::kInputs; ++k) in[k] = load(block, k, at, n);
@@ -100,22 +100,22 @@ class Operator {
   static constexpr int kChains = 4;
   static constexpr int kTermChains = Op::kHasPivot ? 1 : kChains;
 
-  // Calls body(i, n, chain) for vectors of the n elements from the i-th on.
-  template <int kChains, class Body>
+  // Calls body(i, n, chain) for vectors of the n elements from the i-th on, so many chains side by side.
+  template <int kCount, class Body>
   static JAX_SOFTMAX_INLINE void for_vectors(int64_t begin, int64_t end, Body body) {
     int64_t i = begin;
-    if constexpr (kChains > 1) {
-      for (; i + kChains * kLanes <= end; i += kChains * kLanes) {
-        unrolled<kChains>([&](auto chain) __attribute__((always_inline)) { body(i + chain * kLanes, kLanes, chain); });
+    if constexpr (kCount > 1) {
+      for (; i + kCount * kLanes <= end; i += kCount * kLanes) {
+        unrolled<kCount>([&](auto chain) __attribute__((always_inline)) { body(i + chain * kLanes, kLanes, chain); });
       }
     }
     for (; i + kLanes <= end; i += kLanes) body(i, kLanes, 0);
     if (i < end) body(i, static_cast<int>(end - i), 0);
   }
-  template <int kChains, class Function>
-  static JAX_SOFTMAX_INLINE C of_chains(const C (&chains)[kChains], Function f) {
-    if constexpr (kChains == 1) return chains[0];
-    return f(f(chains[0], chains[1]), f(chains[kChains / 2], chains[kChains - 1]));
+  template <int kCount, class Function>
+  static JAX_SOFTMAX_INLINE C of_chains(const C (&chains)[kCount], Function f) {
+    if constexpr (kCount == 1) return chains[0];
+    return f(f(chains[0], chains[1]), f(chains[kCount / 2], chains[kCount - 1]));
   }
 
   template <bool kKeep>
@@ -127,33 +127,34 @@ class Operator {
       for (int r = rows; r < kLanes; ++r) of_row[r] = M::constant(0);
       *states = {M::constant(0), M::constant(0)};
       if constexpr (Op::kHasPivot) {
-        for (int r = 0; r < rows; ++r) of_row[r] = largest<kKeep>(block, first + r, block.terms + (first + r) * terms_step);
+        for (int r = 0; r < rows; ++r) of_row[r] = largest<kKeep>(block, first + r, (first + r) * terms_step);
         states->pivot = M::of_rows(of_row, kMax);
       }
       F pivots[kLanes];
       M::store(pivots, states->pivot);
       for (int r = 0; r < rows; ++r) {
         const Relative<M> relative(M::constant(pivots[r]));
-        of_row[r] = sum_of_terms<kKeep>(relative, block, first + r, block.terms + (first + r) * terms_step);
+        of_row[r] = sum_of_terms<kKeep>(relative, block, first + r, (first + r) * terms_step);
       }
       states->sum = M::of_rows(of_row, kSum);
     }
   }
 
   template <bool kKeep>
-  static JAX_SOFTMAX_INLINE C largest(const Block<T>& block, int64_t row, F* terms) {
+  static JAX_SOFTMAX_INLINE C largest(const Block<T>& block, int64_t row, int64_t terms) {
     C chains[kChains];
     for (C& chain : chains) chain = Op::pad(0);
     for_vectors<kChains>(0, block.elements, [&](int64_t i, int n, int chain) __attribute__((always_inline)) {
       const C v = load(block, 0, place(block, row, i), n);
-      if constexpr (kHold<kKeep>) M::store(terms + i, v);
+      if constexpr (kHold<kKeep>) M::store(block.terms + terms + i, v);
       chains[chain] = M::max(chains[chain], v);
     });
     return of_chains(chains, kMax);
   }
 
   template <bool kKeep>
-  static JAX_SOFTMAX_INLINE C sum_of_terms(const Relative<M>& relative, const Block<T>& block, int64_t row, F* terms) {
+  static JAX_SOFTMAX_INLINE C sum_of_terms(const Relative<M>& relative, const Block<T>& block, int64_t row,
+                                           int64_t terms) {
     C sum = M::constant(0);
     for (int64_t begin = 0, end; begin < block.elements; begin = end) {
       end = std::min(block.elements, begin + kSteps * kTermChains * kLanes);
@@ -161,7 +162,7 @@ class Operator {
       for (C& chain : chains) chain = M::constant(0);
       for_vectors<kTermChains>(begin, end, [&](int64_t i, int n, int chain) __attribute__((always_inline)) {
         const C v = term<kHold<kKeep>>(relative, block, terms + i, place(block, row, i), n);
-        if constexpr (kKeep) M::store(terms + i, v);
+        if constexpr (kKeep) M::store(block.terms + terms + i, v);
         chains[chain] = chains[chain] + v;
       });
       sum = sum + of_chains(chains, kSum);
@@ -184,7 +185,7 @@ class Operator {
         for (int k = 0; k < kMembers; ++k) spread[k] = M::constant(members[k][r]);
         Row row;
         std::memcpy(&row, spread, sizeof(Row));
-        const F* const terms = block.terms + (first + r) * terms_step;
+        const int64_t terms = (first + r) * terms_step;
         for_vectors<1>(0, block.elements, [&](int64_t i, int n, int) __attribute__((always_inline)) {
           const Place at = place(block, first + r, i);
           store(block, result<kKept>(row, block, terms + i, at, n), at, n);
@@ -208,6 +209,7 @@ class Operator {
     }
   }
 
+  // Calls body(r) for the elements [r, end), all of which make one piece of code if there are as many as usual.
   template <bool kUnroll, class Body>
   static JAX_SOFTMAX_INLINE void for_each(int64_t r, int64_t end, Body body) {
     if (kUnroll && end - r == kTogether) {
@@ -241,9 +243,9 @@ class Operator {
         const Relative<M> relative(states[t].pivot);
         C sum = M::constant(0);
         for_each<kKeep || !Op::kHasPivot>(r, end, [&](int64_t r) __attribute__((always_inline)) {
-          F* const terms = block.terms + (r * vectors + t) * kLanes;
+          const int64_t terms = (r * vectors + t) * kLanes;
           const C v = term<kHold<kKeep>>(relative, block, terms, place(block, r, t * kLanes), n);
-          if constexpr (kKeep) M::store(terms, v);
+          if constexpr (kKeep) M::store(block.terms + terms, v);
           sum = sum + v;
         });
         sums[t] = sums[t] + sum;
@@ -259,7 +261,7 @@ class Operator {
     for (int64_t t = 0; t < vectors; ++t) rows[t] = Op::row(states[t]);
     for (int64_t r = 0; r < block.elements; ++r) {
       const auto finish = [&](int64_t t, int n) __attribute__((always_inline)) {
-        const F* const terms = block.terms + (r * vectors + t) * kLanes;
+        const int64_t terms = (r * vectors + t) * kLanes;
         const Place at = place(block, r, t * kLanes);
         store(block, result<kKept>(rows[t], block, terms, at, n), at, n);
       };

@@ -1,5 +1,5 @@
 // The CPU kernels, compiled once for each instruction set. Nothing here may be visible outside the namespace that is
-// named after it but the two functions at the end.
+// named after it but `work` and `run`.
 #include "cpu/arithmetic.h"
 #include "cpu/tiles.h"
 

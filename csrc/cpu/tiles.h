@@ -85,7 +85,7 @@ class Tiles {
   // Elements of a row after which another part of it, which another thread may have, can begin.
   int64_t part_length() const {
     if (view_.columns <= block_) return view_.columns;
-    const int64_t unit = kLeastPart / block_ * block_;
+    const int64_t unit = way_ == kAlong ? kLeastPart : block_ * batch_;
     return ceil_div(ceil_div(view_.columns, kMostParts), unit) * unit;
   }
 
@@ -148,7 +148,7 @@ class Tiles {
   static constexpr int64_t kLanes = Simd<F>::kLanes;
   static constexpr int64_t kBlockAlong = 4096, kBlockAcross = 512;
   static constexpr int64_t kKeptAlong = 64 << 10, kKeptAcross = 2048;  // the longest rows whose terms are kept
-  static constexpr int64_t kLeastPart = 64 << 10, kMostParts = 256;
+  static constexpr int64_t kLeastPart = 64 << 10, kMostParts = 64;
   static constexpr int64_t kTileElements = 4096;    // of a tile of short rows
   static constexpr int64_t kHeldBytes = 512 << 10;  // of a tile that is used twice, in the second cache
   static constexpr int64_t kRun = 256 / sizeof(T);  // neighbours that are worth reading without others
