@@ -51,9 +51,10 @@ class Tiles {
     if (outer_dims_ > 0) group_ = view.kept.dim[--outer_dims_];
     along_ = view.reduced.dim[view.reduced.size - 1];
 
-    way_ = view.minor_reduced && view.columns >= kLanes                            ? kAlong
-           : inner_.extent < kLanes || inner_.extent * view.columns < kFewElements ? kTurned
-                                                                                   : kAcross;
+    way_ = view.minor_reduced && view.columns >= kLanes ? kAlong
+           : inner_.extent < kLanes || (inner_.extent <= kMostVectors && inner_.extent * view.columns < kFewElements)
+               ? kTurned
+               : kAcross;
     const bool keeps = op.keeps_terms && view.columns <= (way_ == kAlong ? kKeptAlong : kKeptAcross);
     block_ = keeps ? view.columns : way_ == kAlong ? kBlockAlong : kBlockAcross;
     const int64_t elements = std::min(view.columns, block_);
