@@ -2,18 +2,18 @@
 
 namespace jax_softmax::cpu {
 
-namespace plain {
-Kernel kernel(Op op, DType dtype, const View& view);
-}
-
+#define JAX_SOFTMAX_DECLARE(isa)                                                                             \
+  namespace isa {                                                                                            \
+  Work work(Op op, DType dtype, const View& view, int64_t threads);                                          \
+  void run(Op op, DType dtype, const View& view, const Operands& operands, void* scratch, bool second_phase, \
+           int64_t first_unit, int64_t last_unit);                                                           \
+  }
+JAX_SOFTMAX_DECLARE(plain)
 #if defined(__x86_64__)
-namespace avx2 {
-Kernel kernel(Op op, DType dtype, const View& view);
-}
-namespace avx512 {
-Kernel kernel(Op op, DType dtype, const View& view);
-}
+JAX_SOFTMAX_DECLARE(avx2)
+JAX_SOFTMAX_DECLARE(avx512)
 #endif
+#undef JAX_SOFTMAX_DECLARE
 
 const Variant kVariants[] = {
 #if defined(__x86_64__)
@@ -22,12 +22,12 @@ const Variant kVariants[] = {
        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
               __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
      },
-     avx512::kernel},
+     avx512::work, avx512::run},
     {"avx2",
      [] { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"); },
-     avx2::kernel},
+     avx2::work, avx2::run},
 #endif
-    {"plain", [] { return true; }, plain::kernel},
+    {"plain", [] { return true; }, plain::work, plain::run},
 };
 const int kVariantCount = sizeof(kVariants) / sizeof(kVariants[0]);
 

@@ -1,4 +1,4 @@
-// The CPU kernels: one table of functions for each instruction set that is compiled in, chosen at run time.
+// The CPU kernels: compiled for several instruction sets, one of which is chosen at run time.
 #pragma once
 
 #include <cstdint>
@@ -17,22 +17,17 @@ struct Operands {
 // Work comes in units, numbered from 0, that can run in any order on any thread. If it needs scratch memory, aligned to
 // kScratchAlignment, it comes in two phases: the second one of the same units begins when all of the first are done.
 struct Work {
-  int64_t threads;  // that it is cut for
   int64_t units;
   int64_t scratch_bytes;
 };
 inline constexpr int kScratchAlignment = 64;
 
-struct Kernel {
-  Work (*work)(const View& view, int64_t threads);
-  void (*run)(const View& view, const Operands& operands, const Work& work, void* scratch, bool second_phase,
-              int64_t first_unit, int64_t last_unit);
-};
-
 struct Variant {
   const char* name;
   bool (*supported)();  // by the processor this runs on
-  Kernel (*kernel)(Op op, DType dtype, const View& view);
+  Work (*work)(Op op, DType dtype, const View& view, int64_t threads);
+  void (*run)(Op op, DType dtype, const View& view, const Operands& operands, void* scratch, bool second_phase,
+              int64_t first_unit, int64_t last_unit);
 };
 
 // Compiled-in variants, the fastest first; the last one is supported everywhere.

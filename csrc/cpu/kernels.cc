@@ -1,53 +1,114 @@
-// The CPU schedules, compiled once for each instruction set. Nothing here may be visible outside the namespace that is
-// named after it but the two functions at the end.
-#include "cpu/columns.h"
-#include "cpu/rows.h"
-#include "cpu/short_rows.h"
+// The CPU kernels, compiled once for each instruction set. Nothing here may be visible outside the namespace that is
+// named after it but `work` and `run`.
+#include "cpu/arithmetic.h"
+#include "cpu/tiles.h"
 
 namespace jax_softmax::cpu::JAX_SOFTMAX_ISA {
 namespace {
 
-template <template <class> class OpOf, class T, bool kMasked>
-Kernel kernel_of_view(const View& view) {
-  using Along = Parts<Rows<OpOf, T, kMasked>>;
-  using Across = Parts<Columns<OpOf, T, kMasked>>;
-  using Together = ShortRows<OpOf, T, kMasked>;
-  if (Together::suits(view)) return {Together::work, Together::run};
-  if (Columns<OpOf, T, kMasked>::suits(view)) return {Across::work, Across::run};
-  return {Along::work, Along::run};
+template <template <class> class OpOf, class T>
+Arithmetic<T> arithmetic_of(bool masked) {
+  return masked ? Operator<OpOf, T, true>::arithmetic() : Operator<OpOf, T, false>::arithmetic();
 }
 
-template <template <class> class OpOf>
-Kernel kernel_of_dtype(DType dtype, const View& view) {
+template <class T>
+Arithmetic<T> arithmetic_of(Op op, bool masked) {
+  switch (op) {
+    case Op::kSoftmax:
+      return arithmetic_of<Softmax, T>(masked);
+    case Op::kLogSoftmax:
+      return arithmetic_of<LogSoftmax, T>(masked);
+    case Op::kSoftmaxLinear:
+      return arithmetic_of<SoftmaxLinear, T>(masked);
+    case Op::kLogSoftmaxJvp:
+      return arithmetic_of<LogSoftmaxJvp, T>(masked);
+    case Op::kLogSoftmaxVjp:
+      return arithmetic_of<LogSoftmaxVjp, T>(masked);
+  }
+  __builtin_unreachable();
+}
+
+template <class T>
+Work work_of(const Tiles<T>& tiles, const View& view, int64_t threads) {
+  constexpr int64_t kFewTiles = 4;  // for each thread
+  const int64_t parts = ceil_div(view.columns, tiles.part_length());
+  if (parts == 1 || tiles.tiles() >= kFewTiles * threads) return {tiles.tiles(), 0};
+  const int64_t units = tiles.tiles() * parts;
+  return {units, units * tiles.most_states() * static_cast<int64_t>(sizeof(States<T>))};
+}
+
+// Where there are few tiles, their rows are cut into parts that different threads take: they first leave their states
+// in the scratch memory, then put them together. Where there are many, a thread does the same with all parts of a tile.
+// So how a row is summed up depends on its length alone.
+template <class T>
+void run_tiles(Tiles<T>& tiles, const Arithmetic<T>& op, const View& view, void* scratch, bool second_phase,
+               int64_t first_unit, int64_t last_unit) {
+  const int64_t length = tiles.part_length(), parts = ceil_div(view.columns, length);
+  const auto end_of = [&](int64_t part) { return std::min(view.columns, (part + 1) * length); };
+  States<T> states[kMostVectors], of_part[kMostVectors];
+  if (!scratch) {
+    for (int64_t tile = first_unit; tile < last_unit; ++tile) {
+      tiles.seek(tile);
+      if (parts == 1) {
+        tiles.accumulate(0, view.columns, states);
+      } else {
+        op.identity(states, tiles.states());
+        for (int64_t part = 0; part < parts; ++part) {
+          tiles.accumulate(part * length, end_of(part), of_part);
+          op.combine(states, of_part, tiles.states());
+        }
+      }
+      tiles.finish(0, view.columns, states);
+    }
+    return;
+  }
+  const auto of_unit = [&](int64_t unit) { return static_cast<States<T>*>(scratch) + unit * tiles.most_states(); };
+  for (int64_t unit = first_unit; unit < last_unit; ++unit) {
+    const int64_t tile = unit / parts, part = unit % parts;
+    tiles.seek(tile);
+    if (!second_phase) {
+      tiles.accumulate(part * length, end_of(part), of_unit(unit));
+      continue;
+    }
+    op.identity(states, tiles.states());
+    for (int64_t i = tile * parts; i < (tile + 1) * parts; ++i) op.combine(states, of_unit(i), tiles.states());
+    tiles.finish(part * length, end_of(part), states);
+  }
+}
+
+// Calls body(tiles, arithmetic) for the storage type.
+template <class Body>
+auto with_tiles(Op op, DType dtype, const View& view, const Operands& operands, Body body) {
+  const auto with = [&](auto zero) {
+    using T = decltype(zero);
+    const Arithmetic<T> arithmetic = arithmetic_of<T>(op, view.sides > 0);
+    Tiles<T> tiles(view, operands, arithmetic);
+    return body(tiles, arithmetic);
+  };
   switch (dtype) {
     case DType::kF16:
-      return view.sides > 0 ? kernel_of_view<OpOf, Half, true>(view) : kernel_of_view<OpOf, Half, false>(view);
+      return with(Half());
     case DType::kBF16:
-      return view.sides > 0 ? kernel_of_view<OpOf, BFloat16, true>(view) : kernel_of_view<OpOf, BFloat16, false>(view);
+      return with(BFloat16());
     case DType::kF32:
-      return view.sides > 0 ? kernel_of_view<OpOf, float, true>(view) : kernel_of_view<OpOf, float, false>(view);
+      return with(float());
     case DType::kF64:
-      return view.sides > 0 ? kernel_of_view<OpOf, double, true>(view) : kernel_of_view<OpOf, double, false>(view);
+      return with(double());
   }
   __builtin_unreachable();
 }
 
 }  // namespace
 
-Kernel kernel(Op op, DType dtype, const View& view) {
-  switch (op) {
-    case Op::kSoftmax:
-      return kernel_of_dtype<Softmax>(dtype, view);
-    case Op::kLogSoftmax:
-      return kernel_of_dtype<LogSoftmax>(dtype, view);
-    case Op::kSoftmaxLinear:
-      return kernel_of_dtype<SoftmaxLinear>(dtype, view);
-    case Op::kLogSoftmaxJvp:
-      return kernel_of_dtype<LogSoftmaxJvp>(dtype, view);
-    case Op::kLogSoftmaxVjp:
-      return kernel_of_dtype<LogSoftmaxVjp>(dtype, view);
-  }
-  __builtin_unreachable();
+Work work(Op op, DType dtype, const View& view, int64_t threads) {
+  return with_tiles(op, dtype, view, Operands{}, [&](auto& tiles, auto&) { return work_of(tiles, view, threads); });
+}
+
+void run(Op op, DType dtype, const View& view, const Operands& operands, void* scratch, bool second_phase,
+         int64_t first_unit, int64_t last_unit) {
+  with_tiles(op, dtype, view, operands, [&](auto& tiles, auto& arithmetic) {
+    run_tiles(tiles, arithmetic, view, scratch, second_phase, first_unit, last_unit);
+  });
 }
 
 }  // namespace jax_softmax::cpu::JAX_SOFTMAX_ISA

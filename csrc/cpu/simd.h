@@ -61,6 +61,8 @@ struct ExpConstants<float> {
   static constexpr float kLowNormal = -87.336540f;
   static constexpr float kLn2High = 0.693359375f, kLn2Low = -2.12194440e-4f;
   static constexpr int kTerms = 6;
+  static constexpr float kSqrtHalf = 0.70710678f;
+  static constexpr int kLogTerms = 4;  // |s| <= 0.1716
 };
 template <>
 struct ExpConstants<double> {
@@ -71,6 +73,8 @@ struct ExpConstants<double> {
   static constexpr double kLowNormal = -708.39641853226408;
   static constexpr double kLn2High = 6.93145751953125e-1, kLn2Low = 1.42860682030941723212e-6;
   static constexpr int kTerms = 12;
+  static constexpr double kSqrtHalf = 0.70710678118654752;
+  static constexpr int kLogTerms = 10;
 };
 
 // The policy (see ops.h) of vectors of F, which is float or double.
@@ -107,26 +111,132 @@ struct Simd {
     return x < K::kLowNormal ? constant(0) : p * bits_as<Value>(power);
   }
 
-  static JAX_SOFTMAX_INLINE Value log(Value x) {  // once a row: no need of a vectorised one
-    for (int i = 0; i < kLanes; ++i) x[i] = sizeof(F) == 4 ? __builtin_logf(x[i]) : __builtin_log(x[i]);
-    return x;
+  // Of x > 0 or NaN: n ln(2) + log(m), where x = 2^n m and m lies around 1; log(m) = 2 artanh((m - 1) / (m + 1)).
+  static JAX_SOFTMAX_INLINE Value log(Value x) {
+    using K = ExpConstants<F>;
+    const IntValue bits = bits_as<IntValue>(x);
+    const IntValue exponent = (bits - bits_as<Int>(K::kSqrtHalf)) >> K::kMantissa;
+    const Value m = bits_as<Value>(bits - (exponent << K::kMantissa));
+    const Value n = __builtin_convertvector(exponent, Value);
+    const Value s = (m - F(1)) / (m + F(1));
+    const Value log_m = s * artanh<0, K::kLogTerms>(s * s);
+    return select(equal(x, x), n * K::kLn2High + (n * K::kLn2Low + log_m), x);
   }
 
-  // Reduces x over its lanes with f, in a tree whose order is fixed, and returns the result in every lane.
+  static JAX_SOFTMAX_INLINE Value load(const F* p) {
+    Value v;
+    std::memcpy(&v, p, sizeof(v));
+    return v;
+  }
+  static JAX_SOFTMAX_INLINE void store(F* p, Value v) { std::memcpy(p, &v, sizeof(v)); }
+
+  static JAX_SOFTMAX_INLINE IntValue first_lanes(int n) {
+    IntValue lane;
+    for (int i = 0; i < kLanes; ++i) lane[i] = i;
+    return lane < static_cast<Int>(n);
+  }
+
+  // Whether each of n <= kLanes booleans is true; the other lanes are false.
+  static JAX_SOFTMAX_INLINE IntValue true_lanes(const bool* p, int n) {
+#if defined(__AVX512F__)
+    const __m128i bytes = _mm_maskz_loadu_epi8(static_cast<__mmask16>((1 << n) - 1), p);
+    const __mmask16 lanes = _mm_test_epi8_mask(bytes, bytes);
+    if constexpr (sizeof(F) == 4) {
+      return (IntValue)_mm512_movm_epi32(lanes);
+    } else {
+      return (IntValue)_mm512_movm_epi64(static_cast<__mmask8>(lanes));
+    }
+#else
+    Vector<uint8_t, 16> bytes{};
+    n == kLanes ? std::memcpy(&bytes, p, kLanes) : std::memcpy(&bytes, p, n);
+#if defined(__AVX2__)
+    if constexpr (sizeof(F) == 4) {
+      return (IntValue)_mm256_cvtepu8_epi32((__m128i)bytes) != 0;
+    } else {
+      return (IntValue)_mm256_cvtepu8_epi64((__m128i)bytes) != 0;
+    }
+#else
+    IntValue lanes;
+    for (int i = 0; i < kLanes; ++i) lanes[i] = bytes[i];
+    return lanes != 0;
+#endif
+#endif
+  }
+
+  // The first n < kLanes elements alone; the others are 0.
+  static JAX_SOFTMAX_INLINE Value load_first(const F* p, int n) {
+#if defined(__AVX512F__)
+    if constexpr (sizeof(F) == 4) {
+      return (Value)_mm512_maskz_loadu_ps(static_cast<__mmask16>((1 << n) - 1), p);
+    } else {
+      return (Value)_mm512_maskz_loadu_pd(static_cast<__mmask8>((1 << n) - 1), p);
+    }
+#elif defined(__AVX2__)
+    if constexpr (sizeof(F) == 4) {
+      return (Value)_mm256_maskload_ps(p, (__m256i)first_lanes(n));
+    } else {
+      return (Value)_mm256_maskload_pd(p, (__m256i)first_lanes(n));
+    }
+#else
+    Value v{};
+    std::memcpy(&v, p, n * sizeof(F));
+    return v;
+#endif
+  }
+  static JAX_SOFTMAX_INLINE void store_first(F* p, Value v, int n) {
+#if defined(__AVX512F__)
+    if constexpr (sizeof(F) == 4) {
+      _mm512_mask_storeu_ps(p, static_cast<__mmask16>((1 << n) - 1), (__m512)v);
+    } else {
+      _mm512_mask_storeu_pd(p, static_cast<__mmask8>((1 << n) - 1), (__m512d)v);
+    }
+#elif defined(__AVX2__)
+    if constexpr (sizeof(F) == 4) {
+      _mm256_maskstore_ps(p, (__m256i)first_lanes(n), (__m256)v);
+    } else {
+      _mm256_maskstore_pd(p, (__m256i)first_lanes(n), (__m256d)v);
+    }
+#else
+    std::memcpy(p, &v, n * sizeof(F));
+#endif
+  }
+
+  // The lanes of each of kLanes vectors put together with f: those of vector i in lane i, in an order that does not
+  // depend on i, and in as many steps as for one.
   template <class Function>
-  static JAX_SOFTMAX_INLINE Value across_lanes(Value x, Function f) {
-    return constant(fold<kLanes>(x, f, std::make_integer_sequence<int, kLanes / 2>()));
+  static JAX_SOFTMAX_INLINE Value of_rows(Value (&v)[kLanes], Function f) {
+    return halve<kLanes / 2>(v, f);
   }
 
  private:
-  template <int n, class Function, int... lane>
-  static JAX_SOFTMAX_INLINE F fold(Vector<F, n> x, Function f, std::integer_sequence<int, lane...>) {
-    if constexpr (n == 2) {
-      return f(x[0], x[1]);
+  // Of vectors in which so many neighbouring lanes belong together: 2 * half before, half after.
+  template <int half, class Function>
+  static JAX_SOFTMAX_INLINE Value halve(Value* v, Function f) {
+    using Lanes = std::make_integer_sequence<int, kLanes>;
+    unrolled<half>([&](auto i) __attribute__((always_inline)) {
+      v[i] = f(halves<half, false>(v[i], v[i + half], Lanes()), halves<half, true>(v[i], v[i + half], Lanes()));
+    });
+    if constexpr (half == 1) {
+      return v[0];
     } else {
-      const Vector<F, n / 2> low = __builtin_shufflevector(x, x, lane...);
-      const Vector<F, n / 2> high = __builtin_shufflevector(x, x, (lane + n / 2)...);
-      return fold<n / 2>(f(low, high), f, std::make_integer_sequence<int, n / 4>());
+      return halve<half / 2>(v, f);
+    }
+  }
+  // The lower or upper halves of a's and b's blocks of 2 * half lanes, side by side.
+  template <int half, bool upper, int... lane>
+  static JAX_SOFTMAX_INLINE Value halves(Value a, Value b, std::integer_sequence<int, lane...>) {
+    return __builtin_shufflevector(a, b,
+                                   (lane % (2 * half) < half ? lane + upper * half : kLanes + lane - !upper * half)...);
+  }
+
+  // 2 artanh(s) / s = 2 + 2/3 z + 2/5 z^2 ..., where z = s^2, from the i-th term on and divided by z^i.
+  template <int i, int last>
+  static JAX_SOFTMAX_INLINE Value artanh(Value z) {
+    constexpr F kCoefficient = F(2) / (2 * i + 1);
+    if constexpr (i == last) {
+      return constant(kCoefficient);
+    } else {
+      return artanh<i + 1, last>(z) * z + kCoefficient;
     }
   }
   // The sum of r^(i - first) / i! for i from `first` to `last`. The coefficients are constants by force: in a
@@ -192,121 +302,3 @@ struct Relative<cpu::JAX_SOFTMAX_ISA::Simd<F>> {
 };
 
 }  // namespace jax_softmax
-
-namespace jax_softmax::cpu::JAX_SOFTMAX_ISA {
-
-// Storage types. Memory holds T; arithmetic is done in Convert<T>::Compute.
-struct Half {
-  uint16_t bits;
-};
-struct BFloat16 {
-  uint16_t bits;
-};
-
-template <class T>
-struct Convert;
-
-template <class F>
-struct ConvertSame {
-  using Compute = F;
-  using V = typename Simd<F>::Value;
-  static JAX_SOFTMAX_INLINE V load(const F* p) {
-    V v;
-    std::memcpy(&v, p, sizeof(v));
-    return v;
-  }
-  static JAX_SOFTMAX_INLINE void store(F* p, V v) { std::memcpy(p, &v, sizeof(v)); }
-};
-template <>
-struct Convert<float> : ConvertSame<float> {};
-template <>
-struct Convert<double> : ConvertSame<double> {};
-
-// 16-bit types as vectors of unsigned 16-bit and 32-bit integers.
-struct Convert16 {
-  using Compute = float;
-  static constexpr int n = Simd<float>::kLanes;
-  using V = Vector<float, n>;
-  using U32 = Vector<uint32_t, n>;
-  using I32 = Vector<int32_t, n>;
-  using U16 = Vector<uint16_t, n>;
-
-  // Compilers take several instructions for what one or two do.
-  template <class T>
-  static JAX_SOFTMAX_INLINE U32 load_bits(const T* p) {
-#if defined(__AVX512F__)
-    return (U32)_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
-#elif defined(__AVX2__)
-    return (U32)_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-#else
-    U16 bits;
-    std::memcpy(&bits, p, sizeof(bits));
-    return __builtin_convertvector(bits, U32);
-#endif
-  }
-  // No element has more than 16 bits.
-  template <class T>
-  static JAX_SOFTMAX_INLINE void store_bits(T* p, U32 bits) {
-#if defined(__AVX2__) && !defined(__AVX512F__)
-    const __m128i low = _mm256_castsi256_si128((__m256i)bits), high = _mm256_extracti128_si256((__m256i)bits, 1);
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm_packus_epi32(low, high));
-#else
-    const U16 narrow = __builtin_convertvector(bits, U16);
-    std::memcpy(p, &narrow, sizeof(narrow));
-#endif
-  }
-};
-
-template <>
-struct Convert<BFloat16> : Convert16 {
-  static JAX_SOFTMAX_INLINE V load(const BFloat16* p) { return bits_as<V>(load_bits(p) << 16); }
-  static JAX_SOFTMAX_INLINE void store(BFloat16* p, V v) {
-    const U32 bits = bits_as<U32>(v);
-    const U32 rounded = bits + (0x7fffu + ((bits >> 16) & 1u));  // to nearest, ties to even
-    store_bits(p, (v == v ? rounded : bits | 0x400000u) >> 16);
-  }
-};
-
-template <>
-struct Convert<Half> : Convert16 {
-#if defined(__AVX512F__)
-  static JAX_SOFTMAX_INLINE V load(const Half* p) {
-    return (V)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
-  }
-  static JAX_SOFTMAX_INLINE void store(Half* p, V v) {
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT));
-  }
-#elif defined(__F16C__)
-  static JAX_SOFTMAX_INLINE V load(const Half* p) {
-    return (V)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-  }
-  static JAX_SOFTMAX_INLINE void store(Half* p, V v) {
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT));
-  }
-#else
-  static JAX_SOFTMAX_INLINE V load(const Half* p) {
-    const U32 h = load_bits(p);
-    // The exponent's field moved into place and its bias mended; subnormals by a subtraction that is exact, of numbers
-    // that are normal, since XLA has the processor take others for zero.
-    const U32 moved = (h & 0x7fffu) << 13;
-    const V subnormal = bits_as<V>(moved + (113u << 23)) - bits_as<float>(uint32_t{113u << 23});
-    const U32 magnitude = moved < (1u << 23) ? bits_as<U32>(subnormal) : moved + (112u << 23);
-    const U32 infinite = (h & 0x7c00u) == 0x7c00u ? U32{} + 0x7f800000u : U32{};
-    return bits_as<V>(magnitude | infinite | ((h & 0x8000u) << 16));
-  }
-  static JAX_SOFTMAX_INLINE void store(Half* p, V v) {
-    const U32 bits = bits_as<U32>(v);
-    const U32 sign = (bits >> 16) & 0x8000u;
-    const U32 magnitude = bits & 0x7fffffffu;
-    const U32 normal = (magnitude - (112u << 23) + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
-    // Adding 0.5 leaves a subnormal's mantissa, rounded to even, in the low bits.
-    const U32 subnormal = bits_as<U32>(bits_as<V>(magnitude) + 0.5f) - 0x3f000000u;
-    U32 half = magnitude < (113u << 23) ? subnormal : normal;
-    half = magnitude >= 0x477ff000u ? U32{} + 0x7c00u : half;
-    half = magnitude > 0x7f800000u ? U32{} + 0x7e00u : half;
-    store_bits(p, sign | half);
-  }
-#endif
-};
-
-}  // namespace jax_softmax::cpu::JAX_SOFTMAX_ISA

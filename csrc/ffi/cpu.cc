@@ -81,16 +81,17 @@ ffi::Error run(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets
   if (elements == 0) return ffi::Error::Success();
 
   advise_huge_pages(buffers.out, elements * kDTypeBytes[static_cast<int>(call.out)]);
-  const cpu::Kernel kernel = cpu::variant().kernel(call.op, call.in, view);
+  const cpu::Variant& variant = cpu::variant();
   const cpu::Operands operands{{buffers.in[0], buffers.in[1]}, static_cast<const bool*>(buffers.side[0]), buffers.out};
   const int64_t threads = std::max<int64_t>(1, pool.num_threads());
-  const cpu::Work work = kernel.work(view, threads);
+  const cpu::Work work = variant.work(call.op, call.in, view, threads);
   const int64_t ranges = std::min({work.units, elements / kElementsPerTask, threads * kRangesPerThread});
   constexpr std::align_val_t kAlignment{cpu::kScratchAlignment};
   void* const scratch = work.scratch_bytes > 0 ? ::operator new(work.scratch_bytes, kAlignment) : nullptr;
   for (int phase = 0; phase < (scratch ? 2 : 1); ++phase) {
-    const auto body = [kernel, view, operands, work, scratch, phase](int64_t begin, int64_t end) {
-      kernel.run(view, operands, work, scratch, phase == 1, begin, end);
+    const auto body = [&variant, op = call.op, dtype = call.in, view, operands, scratch, phase](int64_t begin,
+                                                                                                 int64_t end) {
+      variant.run(op, dtype, view, operands, scratch, phase == 1, begin, end);
     };
     if (threads == 1 || ranges < 2) {
       body(0, work.units);

@@ -1,0 +1,275 @@
+// The operators on blocks, by vectors whose lanes lie along rows or across them.
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+
+#include "cpu/block.h"
+
+namespace jax_softmax::cpu::JAX_SOFTMAX_ISA {
+namespace {
+
+constexpr int64_t kSteps = 64;  // of a sum, one after the other, lest a long one swallow small terms
+
+template <template <class> class OpOf, class T, bool kMasked>
+class Operator {
+ public:
+  static constexpr Arithmetic<T> arithmetic() {
+    constexpr bool kKeep = Op::kResultIsScaledTerm;
+    return {{along_accumulate<false>, along_finish<false>},
+            {across_accumulate<false>, across_finish<false>},
+            {along_accumulate<kKeep>, along_finish<kKeep>},
+            {across_accumulate<kKeep>, across_finish<kKeep>},
+            identity,
+            combine,
+            Op::kInputs,
+            kKeep};
+  }
+
+ private:
+  using F = typename Convert<T>::Compute;
+  using M = Simd<F>;
+  using Op = OpOf<M>;
+  using C = typename M::Value;
+  static constexpr int kLanes = M::kLanes;
+  static constexpr auto kMax = [](C a, C b) { return M::max(a, b); };
+  static constexpr auto kSum = [](C a, C b) { return a + b; };
+
+  // Whether elements are held from the maximum to the sum, so that the mask is read once.
+  template <bool kKeep>
+  static constexpr bool kHold = kKeep && kMasked;
+
+  static void identity(States<T>* states, int64_t n) { std::fill_n(states, n, jax_softmax::identity<Op, M>()); }
+  static void combine(States<T>* states, const States<T>* later, int64_t n) {
+    for (int64_t i = 0; i < n; ++i) states[i] = jax_softmax::combine<Op, M>(states[i], later[i]);
+  }
+
+  // ---- Elements of a block: vectors of n neighbours.
+
+  struct Place {
+    int64_t element, mask;
+  };
+  static JAX_SOFTMAX_INLINE Place place(const Block<T>& block, int64_t line, int64_t i) {
+    return {line * block.step + i, line * block.mask_step + i * block.mask_inner};
+  }
+
+  static JAX_SOFTMAX_INLINE typename M::IntValue unmasked(const Block<T>& block, Place at, int n) {
+    if (block.mask_inner == 0) return typename M::IntValue{} - static_cast<typename M::Int>(block.mask[at.mask]);
+    return M::true_lanes(block.mask + at.mask, n);
+  }
+
+  // Lanes from n on hold the operator's pad, as masked ones do.
+  static JAX_SOFTMAX_INLINE C load(const Block<T>& block, int k, Place at, int n) {
+    const T* const p = block.in[k] + at.element;
+    C v = n == kLanes ? Convert<T>::load(p) : M::select(M::first_lanes(n), Convert<T>::load_first(p, n), Op::pad(k));
+    if constexpr (kMasked) v = M::select(unmasked(block, at, n), v, Op::pad(k));
+    return v;
+  }
+  // `terms` says where the vector's terms will be, and it is until then if it was held.
+  template <bool kHeld>
+  static JAX_SOFTMAX_INLINE C term(const Relative<M>& relative, const Block<T>& block, int64_t terms, Place at, int n) {
+    C in[2];
+    if constexpr (kHeld) {
+      in[0] = M::load(block.terms + terms);
+    } else {
+      for (int k = Op::kFirstSummed; k < Op::kInputs; ++k) in[k] = load(block, k, at, n);
+    }
+    return Op::term(relative, in);
+  }
+  static JAX_SOFTMAX_INLINE void store(const Block<T>& block, C result, Place at, int n) {
+    if constexpr (kMasked) result = M::select(unmasked(block, at, n), result, Op::masked());
+    T* const p = block.out + at.element;
+    n == kLanes ? Convert<T>::store(p, result) : Convert<T>::store_first(p, result, n);
+  }
+  // `terms` says where the vector's terms are, if they were kept.
+  template <bool kKept>
+  static JAX_SOFTMAX_INLINE C result(const typename Op::Row& row, const Block<T>& block, int64_t terms, Place at,
+                                     int n) {
+    if constexpr (kKept) {
+      return M::load(block.terms + terms) * row.scale;
+    } else {
+      C in[2];
+      for (int k = 0; k < Op::kInputs; ++k) in[k] = load(block, k, at, n);
+      return Op::finish(row, in);
+    }
+  }
+
+  // ---- Lanes along rows. What a row's lanes amount to is put together for as many rows as there are lanes.
+
+  // Operations that need not wait for one another, where one alone is quickly done.
+  static constexpr int kChains = 4;
+  static constexpr int kTermChains = Op::kHasPivot ? 1 : kChains;
+
+  // Calls body(i, n, chain) for vectors of the n elements from the i-th on, so many chains side by side.
+  template <int kCount, class Body>
+  static JAX_SOFTMAX_INLINE void for_vectors(int64_t begin, int64_t end, Body body) {
+    int64_t i = begin;
+    if constexpr (kCount > 1) {
+      for (; i + kCount * kLanes <= end; i += kCount * kLanes) {
+        unrolled<kCount>([&](auto chain) __attribute__((always_inline)) { body(i + chain * kLanes, kLanes, chain); });
+      }
+    }
+    for (; i + kLanes <= end; i += kLanes) body(i, kLanes, 0);
+    if (i < end) body(i, static_cast<int>(end - i), 0);
+  }
+  template <int kCount, class Function>
+  static JAX_SOFTMAX_INLINE C of_chains(const C (&chains)[kCount], Function f) {
+    if constexpr (kCount == 1) return chains[0];
+    return f(f(chains[0], chains[1]), f(chains[kCount / 2], chains[kCount - 1]));
+  }
+
+  template <bool kKeep>
+  static void along_accumulate(const Block<T>& block, States<T>* states) {
+    const int64_t terms_step = ceil_div(block.elements, kLanes) * kLanes;
+    for (int64_t first = 0; first < block.rows; first += kLanes, ++states) {
+      const int rows = static_cast<int>(std::min<int64_t>(kLanes, block.rows - first));
+      C of_row[kLanes];
+      for (int r = rows; r < kLanes; ++r) of_row[r] = M::constant(0);
+      *states = {M::constant(0), M::constant(0)};
+      if constexpr (Op::kHasPivot) {
+        for (int r = 0; r < rows; ++r) of_row[r] = largest<kKeep>(block, first + r, (first + r) * terms_step);
+        states->pivot = M::of_rows(of_row, kMax);
+      }
+      F pivots[kLanes];
+      M::store(pivots, states->pivot);
+      for (int r = 0; r < rows; ++r) {
+        const Relative<M> relative(M::constant(pivots[r]));
+        of_row[r] = sum_of_terms<kKeep>(relative, block, first + r, (first + r) * terms_step);
+      }
+      states->sum = M::of_rows(of_row, kSum);
+    }
+  }
+
+  template <bool kKeep>
+  static JAX_SOFTMAX_INLINE C largest(const Block<T>& block, int64_t row, int64_t terms) {
+    C chains[kChains];
+    for (C& chain : chains) chain = Op::pad(0);
+    for_vectors<kChains>(0, block.elements, [&](int64_t i, int n, int chain) __attribute__((always_inline)) {
+      const C v = load(block, 0, place(block, row, i), n);
+      if constexpr (kHold<kKeep>) M::store(block.terms + terms + i, v);
+      chains[chain] = M::max(chains[chain], v);
+    });
+    return of_chains(chains, kMax);
+  }
+
+  template <bool kKeep>
+  static JAX_SOFTMAX_INLINE C sum_of_terms(const Relative<M>& relative, const Block<T>& block, int64_t row,
+                                           int64_t terms) {
+    C sum = M::constant(0);
+    for (int64_t begin = 0, end; begin < block.elements; begin = end) {
+      end = std::min(block.elements, begin + kSteps * kTermChains * kLanes);
+      C chains[kTermChains];
+      for (C& chain : chains) chain = M::constant(0);
+      for_vectors<kTermChains>(begin, end, [&](int64_t i, int n, int chain) __attribute__((always_inline)) {
+        const C v = term<kHold<kKeep>>(relative, block, terms + i, place(block, row, i), n);
+        if constexpr (kKeep) M::store(block.terms + terms + i, v);
+        chains[chain] = chains[chain] + v;
+      });
+      sum = sum + of_chains(chains, kSum);
+    }
+    return sum;
+  }
+
+  template <bool kKept>
+  static void along_finish(const Block<T>& block, const States<T>* states) {
+    using Row = typename Op::Row;
+    constexpr int kMembers = sizeof(Row) / sizeof(C);
+    const int64_t terms_step = ceil_div(block.elements, kLanes) * kLanes;
+    for (int64_t first = 0; first < block.rows; first += kLanes, ++states) {
+      const int rows = static_cast<int>(std::min<int64_t>(kLanes, block.rows - first));
+      const Row finished = Op::row(*states);
+      F members[kMembers][kLanes];
+      std::memcpy(members, &finished, sizeof(Row));
+      for (int r = 0; r < rows; ++r) {
+        C spread[kMembers];  // the row's members in every lane
+        for (int k = 0; k < kMembers; ++k) spread[k] = M::constant(members[k][r]);
+        Row row;
+        std::memcpy(&row, spread, sizeof(Row));
+        const int64_t terms = (first + r) * terms_step;
+        for_vectors<1>(0, block.elements, [&](int64_t i, int n, int) __attribute__((always_inline)) {
+          const Place at = place(block, first + r, i);
+          store(block, result<kKept>(row, block, terms + i, at, n), at, n);
+        });
+      }
+    }
+  }
+
+  // ---- Lanes across rows, each a row of its own. Memory is read as it lies, some elements of each vector of rows at
+  // once, so that states are not loaded for each.
+
+  static constexpr int kTogether = 8;
+
+  // Calls body(t, r, end, n) for the elements [r, end) of each vector t of n rows.
+  template <class Body>
+  static JAX_SOFTMAX_INLINE void for_elements(const Block<T>& block, int64_t begin, int64_t end, Body body) {
+    for (int64_t r = begin; r < end; r += kTogether) {
+      const int64_t last = std::min(end, r + kTogether), vectors = block.rows / kLanes;
+      for (int64_t t = 0; t < vectors; ++t) body(t, r, last, kLanes);
+      if (block.rows % kLanes > 0) body(vectors, r, last, static_cast<int>(block.rows % kLanes));
+    }
+  }
+
+  // Calls body(r) for the elements [r, end), all of which make one piece of code if there are as many as usual.
+  template <bool kUnroll, class Body>
+  static JAX_SOFTMAX_INLINE void for_each(int64_t r, int64_t end, Body body) {
+    if (kUnroll && end - r == kTogether) {
+      if constexpr (kUnroll) unrolled<kTogether>([&](auto u) __attribute__((always_inline)) { body(r + u); });
+    } else {
+      for (; r < end; ++r) body(r);
+    }
+  }
+
+  template <bool kKeep>
+  static void across_accumulate(const Block<T>& block, States<T>* states) {
+    const int64_t vectors = ceil_div(block.rows, kLanes);
+    identity(states, vectors);
+    if constexpr (Op::kHasPivot) {
+      for_elements(block, 0, block.elements,
+                   [&](int64_t t, int64_t r, int64_t end, int n) __attribute__((always_inline)) {
+                     C pivot = states[t].pivot;
+                     for_each<true>(r, end, [&](int64_t r) __attribute__((always_inline)) {
+                       const C v = load(block, 0, place(block, r, t * kLanes), n);
+                       if constexpr (kHold<kKeep>) M::store(block.terms + (r * vectors + t) * kLanes, v);
+                       pivot = M::max(pivot, v);
+                     });
+                     states[t].pivot = pivot;
+                   });
+    }
+    C sums[kMostVectors];
+    for (int64_t begin = 0, end; begin < block.elements; begin = end) {
+      end = std::min(block.elements, begin + kSteps * kTogether);
+      std::fill_n(sums, vectors, M::constant(0));
+      for_elements(block, begin, end, [&](int64_t t, int64_t r, int64_t end, int n) __attribute__((always_inline)) {
+        const Relative<M> relative(states[t].pivot);
+        C sum = M::constant(0);
+        for_each<kKeep || !Op::kHasPivot>(r, end, [&](int64_t r) __attribute__((always_inline)) {
+          const int64_t terms = (r * vectors + t) * kLanes;
+          const C v = term<kHold<kKeep>>(relative, block, terms, place(block, r, t * kLanes), n);
+          if constexpr (kKeep) M::store(block.terms + terms, v);
+          sum = sum + v;
+        });
+        sums[t] = sums[t] + sum;
+      });
+      for (int64_t t = 0; t < vectors; ++t) states[t].sum = states[t].sum + sums[t];
+    }
+  }
+
+  template <bool kKept>
+  static void across_finish(const Block<T>& block, const States<T>* states) {
+    const int64_t vectors = ceil_div(block.rows, kLanes);
+    typename Op::Row rows[kMostVectors];
+    for (int64_t t = 0; t < vectors; ++t) rows[t] = Op::row(states[t]);
+    for (int64_t r = 0; r < block.elements; ++r) {
+      const auto finish = [&](int64_t t, int n) __attribute__((always_inline)) {
+        const int64_t terms = (r * vectors + t) * kLanes;
+        const Place at = place(block, r, t * kLanes);
+        store(block, result<kKept>(rows[t], block, terms, at, n), at, n);
+      };
+      for (int64_t t = 0; t < block.rows / kLanes; ++t) finish(t, kLanes);
+      if (block.rows % kLanes > 0) finish(vectors - 1, static_cast<int>(block.rows % kLanes));
+    }
+  }
+};
+
+}  // namespace
+}  // namespace jax_softmax::cpu::JAX_SOFTMAX_ISA

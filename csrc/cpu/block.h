@@ -1,0 +1,52 @@
+// What the schedules hand to the arithmetic, and what they get back: plain functions over blocks, so
+// that no schedule is compiled for an operator, and no operator for a schedule.
+#pragma once
+
+#include <cstdint>
+
+#include "cpu/convert.h"
+
+namespace jax_softmax::cpu::JAX_SOFTMAX_ISA {
+namespace {
+
+constexpr int kMostVectors = 64;  // of rows, in a block whose lanes lie across rows
+
+// Elements of several rows. Either a row's elements are neighbours, and each row lies `step` from the one before
+// ("along" rows); or rows are neighbours, and their elements lie `step` from the ones before ("across").
+template <class T>
+struct Block {
+  const T* in[2];
+  T* out;
+  const bool* mask;  // null without a mask
+  int64_t rows;
+  int64_t elements;  // of each row
+  int64_t step;
+  int64_t mask_step, mask_inner;        // of the mask: the same, and from a neighbour to the next, which is 0 or 1
+  typename Convert<T>::Compute* terms;  // room for whole vectors of those of each row or element, if they are kept
+};
+
+template <class T>
+using States = State<typename Simd<typename Convert<T>::Compute>::Value>;
+
+// An operator on blocks. States are those of rows, a row to a lane.
+template <class T>
+struct Arithmetic {
+  struct Way {
+    // Sets the states to those of the block.
+    void (*accumulate)(const Block<T>& block, States<T>* states);
+    // The results, given the states of whole rows.
+    void (*finish)(const Block<T>& block, const States<T>* states);
+  };
+  Way along, across;
+  Way keeping_along, keeping_across;  // the same, with terms that are kept in between, if there can be
+  void (*identity)(States<T>* states, int64_t n);
+  // Adds the states of later blocks to those of earlier ones.
+  void (*combine)(States<T>* states, const States<T>* later, int64_t n);
+  int inputs;
+  bool keeps_terms;  // whether a result is its term times a factor of the row
+};
+
+constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+}  // namespace
+}  // namespace jax_softmax::cpu::JAX_SOFTMAX_ISA

@@ -1,0 +1,317 @@
+// How a view is cut into tiles, which are what threads take turns at, and how a tile's elements come to lie in blocks.
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+#include <memory>
+
+#include "cpu/block.h"
+#include "cpu/cpu.h"
+#include "cpu/transpose.h"
+
+namespace jax_softmax::cpu::JAX_SOFTMAX_ISA {
+namespace {
+
+struct Offset {
+  int64_t element, mask;
+};
+Offset operator+(Offset a, Offset b) { return {a.element + b.element, a.mask + b.mask}; }
+Offset operator*(int64_t n, const Dim& dim) { return {n * dim.stride, n * dim.side[0]}; }
+
+// Where the index-th combination of the first `size` dimensions' indices lies, the innermost varying fastest.
+Offset offset_of(const Dims& dims, int size, int64_t index) {
+  Offset offset{0, 0};
+  for (int i = size - 1; i >= 0; --i) {
+    offset = offset + index % dims.dim[i].extent * dims.dim[i];
+    index /= dims.dim[i].extent;
+  }
+  return offset;
+}
+
+// Rows that are neighbours in memory, those of the innermost kept dimension, make a group, if the minor dimension is a
+// kept one; else each row is a group. A tile is some of a group's rows, or some groups that lie one step of a dimension
+// from one another. It is made into blocks in one of three ways:
+//
+//   along    lanes along rows: the minor dimension is reduced
+//   across   lanes across the rows of one group
+//   turned   lanes across rows as well, after a transposition: groups of few elements, and short rows
+//
+// Blocks are memory itself or, for turned rows and those that several reduced dimensions make up, a copy: a stage.
+//
+// How many elements of a row a block has depends on the row's length alone, and so do the bits of its sum. A row of
+// more than one block is read twice. Where turned groups have such rows, their blocks take the place of groups.
+template <class T>
+class Tiles {
+ public:
+  Tiles(const View& view, const Operands& operands, const Arithmetic<T>& op)
+      : view_(view), operands_(operands), op_(op) {
+    const int last = view.kept.size - 1;
+    if (!view.minor_reduced) inner_ = view.kept.dim[last];
+    outer_dims_ = last + view.minor_reduced;
+    if (outer_dims_ > 0) group_ = view.kept.dim[--outer_dims_];
+    along_ = view.reduced.dim[view.reduced.size - 1];
+
+    way_ = view.minor_reduced && view.columns >= kLanes ? kAlong
+           : inner_.extent < kLanes || (inner_.extent <= kMostVectors && inner_.extent * view.columns < kFewElements)
+               ? kTurned
+               : kAcross;
+    const bool keeps = op.keeps_terms && view.columns <= (way_ == kAlong ? kKeptAlong : kKeptAcross);
+    block_ = keeps ? view.columns : way_ == kAlong ? kBlockAlong : kBlockAcross;
+    const int64_t elements = std::min(view.columns, block_);
+    staged_ = way_ == kTurned || view.reduced.size > 1;
+    if (way_ == kAlong) {
+      tile_groups_ = std::clamp<int64_t>(kTileElements / view.columns, 1, kMostVectors * kLanes);
+      if (staged_) tile_groups_ = std::max(tile_groups_, ceil_div(kRun, along_.extent));
+    } else if (way_ == kAcross) {
+      const int64_t bytes = view.columns * (keeps ? sizeof(F) : 2 * sizeof(T) * op.inputs);
+      const int64_t rows = kHeldBytes / bytes < kRun ? kMostVectors * kLanes / 2 : kHeldBytes / bytes;
+      const int64_t ranges = ceil_div(inner_.extent, std::min(rows / kRun * kRun, kMostVectors * kLanes));
+      tile_inner_ = ceil_div(ceil_div(inner_.extent, ranges), kRun) * kRun;
+    } else if (view.columns <= block_ || view.reduced.size > 1) {
+      const int64_t fit = kTileElements / (elements * inner_.extent);
+      tile_groups_ = std::clamp(fit / kLanes, int64_t{1}, kMostVectors / inner_.extent) * kLanes;
+    } else {
+      batch_ = kLanes;
+    }
+    tile_groups_ = std::min(tile_groups_, group_.extent);
+    tile_inner_ = std::min(tile_inner_, inner_.extent);
+    if (way_ != kAcross) tile_inner_ = inner_.extent;
+    keeps_ = keeps;
+    stage_elements_ = tile_groups_ * tile_inner_ * std::min(block_ * batch_, view.columns);
+  }
+
+  int64_t tiles() const { return view_.rows / (group_.extent * inner_.extent) * group_ranges() * inner_ranges(); }
+  // Vectors of states of a tile's rows, at most.
+  int64_t most_states() const { return ceil_div(tile_groups_ * tile_inner_, batch_ > 1 ? 1 : kLanes); }
+  // Elements of a row after which another part of it, which another thread may have, can begin.
+  int64_t part_length() const {
+    if (view_.columns <= block_) return view_.columns;
+    const int64_t unit = way_ == kAlong ? kLeastPart : block_ * batch_;
+    return ceil_div(ceil_div(view_.columns, kMostParts), unit) * unit;
+  }
+
+  void seek(int64_t tile) {
+    const int64_t inner = tile % inner_ranges() * tile_inner_, rest = tile / inner_ranges();
+    const int64_t group = rest % group_ranges() * tile_groups_;
+    groups_ = std::min(tile_groups_, group_.extent - group);
+    rows_ = std::min(tile_inner_, inner_.extent - inner);
+    base_ = offset_of(view_.kept, outer_dims_, rest / group_ranges()) + group * group_ + inner * inner_;
+    loaded_begin_ = loaded_end_ = 0;
+  }
+  int64_t states() const { return ceil_div(groups_ * rows_, batch_ > 1 ? 1 : kLanes); }
+
+  // Sums up elements [begin, end) of the tile's rows, a part or all parts.
+  void accumulate(int64_t begin, int64_t end, States<T>* states) {
+    if (view_.columns <= block_) {
+      load(begin, end);
+      return way().accumulate(held_, states);
+    }
+    op_.identity(states, this->states());
+    States<T> later[kMostVectors];
+    for (int64_t next; begin < end; begin = next) {
+      next = batch_end(begin, end);
+      load(begin, next);
+      way().accumulate(held_, later);
+      if (batch_ == 1) {
+        op_.combine(states, later, this->states());
+        continue;
+      }
+      const int64_t blocks = ceil_div(next - begin, block_);
+      for (int64_t i = 0; i < rows_ * blocks; ++i) {  // those of a row one after the other
+        const States<T>& of_block = later[i / kLanes];
+        const States<T> one{C{} + of_block.pivot[i % kLanes], C{} + of_block.sum[i % kLanes]};
+        op_.combine(&states[i / blocks], &one, 1);
+      }
+    }
+  }
+
+  // Of batches, the states of each row stand in all lanes of a vector.
+  void finish(int64_t begin, int64_t end, const States<T>* states) {
+    States<T> of_lanes[kMostVectors];
+    for (int64_t next; begin < end; begin = next) {
+      next = batch_end(begin, end);
+      if (begin != loaded_begin_ || next != loaded_end_) load(begin, next);
+      if (batch_ > 1) {
+        const int64_t blocks = ceil_div(next - begin, block_);
+        for (int64_t i = 0; i < rows_ * blocks; ++i) {
+          of_lanes[i / kLanes].pivot[i % kLanes] = states[i / blocks].pivot[0];
+          of_lanes[i / kLanes].sum[i % kLanes] = states[i / blocks].sum[0];
+        }
+      }
+      way().finish(held_, batch_ > 1 ? of_lanes : states);
+      if (staged_) store(begin, next);
+    }
+  }
+
+ private:
+  using F = typename Convert<T>::Compute;
+  using C = typename Simd<F>::Value;
+  static constexpr int64_t kLanes = Simd<F>::kLanes;
+  static constexpr int64_t kBlockAlong = 4096, kBlockAcross = 512;
+  static constexpr int64_t kKeptAlong = 64 << 10, kKeptAcross = 2048;  // the longest rows whose terms are kept
+  static constexpr int64_t kLeastPart = 64 << 10, kMostParts = 64;
+  static constexpr int64_t kTileElements = 4096;    // of a tile of short rows
+  static constexpr int64_t kHeldBytes = 512 << 10;  // of a tile that is used twice, in the second cache
+  static constexpr int64_t kRun = 256 / sizeof(T);  // neighbours that are worth reading without others
+  static constexpr int64_t kFewElements = 512;      // of a group, which are not worth a tile
+  enum Way { kAlong, kAcross, kTurned };
+
+  const typename Arithmetic<T>::Way& way() const {
+    if (keeps_) return way_ == kAlong ? op_.keeping_along : op_.keeping_across;
+    return way_ == kAlong ? op_.along : op_.across;
+  }
+  int64_t group_ranges() const { return ceil_div(group_.extent, tile_groups_); }
+  int64_t inner_ranges() const { return ceil_div(inner_.extent, tile_inner_); }
+  // Of elements that are in a block, or turned, at once: whole blocks, or what is left that is none.
+  int64_t batch_end(int64_t begin, int64_t end) const {
+    const int64_t whole = std::min((end - begin) / block_, batch_);
+    return whole > 0 ? begin + whole * block_ : end;
+  }
+
+  void load(int64_t begin, int64_t end) {
+    loaded_begin_ = begin;
+    loaded_end_ = end;
+    const int64_t n = end - begin;
+    allocate();
+    held_.rows = groups_ * rows_;
+    held_.elements = n;
+    held_.terms = reinterpret_cast<F*>(terms_.get());
+    if (!staged_) {
+      const Dim& line = way_ == kAlong ? group_ : along_;
+      const Offset at = base_ + begin * along_;
+      for (int k = 0; k < op_.inputs; ++k) held_.in[k] = static_cast<const T*>(operands_.in[k]) + at.element;
+      held_.out = static_cast<T*>(operands_.out) + at.element;
+      held_.mask = operands_.mask ? operands_.mask + at.mask : nullptr;
+      held_.step = line.stride;
+      held_.mask_step = line.side[0];
+      held_.mask_inner = way_ == kAlong ? along_.side[0] : inner_.side[0];
+      return;
+    }
+    if (batch_ > 1) {
+      held_.rows *= ceil_div(n, block_);
+      held_.elements = std::min(n, block_);
+    }
+    held_.step = held_.mask_step = way_ == kAlong ? n : held_.rows;
+    held_.mask_inner = 1;
+    held_.out = stage_.get();
+    for (int k = 0; k < op_.inputs; ++k) {
+      T* const stage = stage_.get() + k * stage_elements_;
+      held_.in[k] = stage;
+      const T* const memory = static_cast<const T*>(operands_.in[k]);
+      for_pieces(begin, end, [&](Offset at, int64_t staged, Piece p) {
+        if (way_ == kTurned) {
+          transpose<16 / sizeof(T)>(memory + at.element, p.step, stage + staged, held_.rows / rows_, p.count, p.length);
+        } else {
+          copy(memory + at.element, p.step, stage + staged, held_.step, p.count, p.length);
+        }
+      });
+    }
+    if (mask_stage_) load_mask(begin, end);
+    held_.mask = mask_stage_.get();
+  }
+
+  void allocate() {
+    if (keeps_ && !terms_) {
+      const int64_t lines = way_ == kAlong ? tile_groups_ : view_.columns;
+      const int64_t length = way_ == kAlong ? view_.columns : tile_groups_ * tile_inner_;
+      terms_.reset(new C[lines * ceil_div(length, kLanes)]);
+    }
+    if (staged_ && !stage_) {
+      stage_.reset(new T[stage_elements_ * op_.inputs]);
+      if (view_.sides > 0) mask_stage_.reset(new bool[stage_elements_]);
+    }
+  }
+
+  void store(int64_t begin, int64_t end) {
+    loaded_begin_ = loaded_end_ = 0;  // the results have taken the elements' place
+    T* const memory = static_cast<T*>(operands_.out);
+    for_pieces(begin, end, [&](Offset at, int64_t staged, Piece p) {
+      if (way_ == kTurned) {
+        transpose<16 / sizeof(T)>(stage_.get() + staged, held_.rows / rows_, memory + at.element, p.step, p.length,
+                                  p.count);
+      } else {
+        copy(stage_.get() + staged, held_.step, memory + at.element, p.step, p.count, p.length);
+      }
+    });
+  }
+
+  struct Piece {
+    int64_t count, length, step;  // runs of memory, elements of each, and from one to the next
+  };
+
+  // Calls body(at, staged, piece) for the runs of memory that the tile's elements [begin, end) are made of, and where
+  // the first of each piece is in the stage.
+  template <class Body>
+  void for_pieces(int64_t begin, int64_t end, Body body) const {
+    if (batch_ > 1) {  // blocks are neighbours in memory, since only one dimension is reduced
+      const int64_t blocks = ceil_div(end - begin, block_), n = (end - begin) / blocks;
+      if (along_.stride == rows_) return body(base_ + begin * along_, 0, Piece{blocks, n * rows_, n * along_.stride});
+      for (int64_t i = 0; i < n; ++i) {
+        body(base_ + (begin + i) * along_, i * held_.step, Piece{blocks, rows_, n * along_.stride});
+      }
+      return;
+    }
+    const int64_t row_step = way_ == kAlong ? 1 : held_.step;
+    for (int64_t i = begin; i < end;) {
+      const int64_t first = i % along_.extent, n = std::min(end - i, along_.extent - first);
+      const Offset at = base_ + offset_of(view_.reduced, view_.reduced.size - 1, i / along_.extent) + first * along_;
+      const int64_t staged = (i - begin) * row_step;
+      if (way_ == kAcross) {
+        body(at, staged, Piece{n, rows_, along_.stride});
+      } else if (along_.stride == rows_) {
+        body(at, staged, Piece{groups_, n * rows_, group_.stride});
+      } else {  // a mask keeps neighbouring dimensions apart
+        for (int64_t j = 0; j < n; ++j)
+          body(at + j * along_, staged + j * row_step, Piece{groups_, rows_, group_.stride});
+      }
+      i += n;
+    }
+  }
+
+  static void copy(const T* from, int64_t from_step, T* to, int64_t to_step, int64_t count, int64_t length) {
+    for (int64_t i = 0; i < count; ++i) std::memcpy(to + i * to_step, from + i * from_step, length * sizeof(T));
+  }
+
+  void load_mask(int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const bool* const mask = operands_.mask + (base_ + offset_of(view_.reduced, view_.reduced.size, i)).mask;
+      const int64_t r = i - begin;
+      for (int64_t j = 0; j < rows_; ++j) {
+        if (batch_ > 1) {
+          const int64_t blocks = held_.rows / rows_;
+          mask_stage_[r % held_.elements * held_.step + j * blocks + r / held_.elements] = mask[j * inner_.side[0]];
+          continue;
+        }
+        for (int64_t g = 0; g < groups_; ++g) {
+          const int64_t at = way_ == kAlong ? g * held_.step + r : r * held_.step + j * groups_ + g;
+          mask_stage_[at] = mask[g * group_.side[0] + j * inner_.side[0]];
+        }
+      }
+    }
+  }
+
+  const View& view_;
+  const Operands operands_;
+  const Arithmetic<T> op_;
+  Dim along_;           // the innermost reduced dimension,
+  Dim inner_{1, 1, 0};  // that of a group's rows,
+  Dim group_{1, 0, 0};  // and that of a tile's groups
+  int outer_dims_;      // the other kept dimensions
+  Way way_;
+  bool staged_, keeps_;
+  int64_t block_;      // elements of a row that are summed up together
+  int64_t batch_ = 1;  // blocks that are turned together
+  int64_t tile_groups_ = 1, tile_inner_ = 1;
+  std::unique_ptr<C[]> terms_;
+  int64_t stage_elements_ = 0;  // of each operand
+  std::unique_ptr<T[]> stage_;
+  std::unique_ptr<bool[]> mask_stage_;
+
+  Offset base_{0, 0};  // of the tile at hand, its groups, and rows of each
+  int64_t groups_ = 0, rows_ = 0;
+  int64_t loaded_begin_ = 0, loaded_end_ = 0;
+  Block<T> held_{};
+};
+
+}  // namespace
+}  // namespace jax_softmax::cpu::JAX_SOFTMAX_ISA
