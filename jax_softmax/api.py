@@ -1,19 +1,29 @@
-"""The public functions: they check their arguments and bind the primitives."""
+"""The public functions: they check their arguments and bind the primitives.
+
+An eager call is one call of a jitted function, as it is in `jax.nn`. What that function would not refuse in words of
+our own is checked before, without looking at shapes; the rest inside, while it is traced.
+"""
 
 import functools
 import operator
+import os
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.extend import source_info_util
 from jax.typing import ArrayLike
 
-from jax_softmax import lowering
-from jax_softmax.primitives import VJP, softmax_linear_p, softmax_p
+from jax_softmax import lowering, reference
+from jax_softmax.primitives import PRIMITIVES, VJP
 
-Axis = int | Sequence[int] | None
+Axis = int | Sequence[int] | np.ndarray | jax.Array | None
+
+# What JAX says of where an operation comes from (in profiles, errors, saved residuals) is then the caller's line.
+source_info_util.register_exclusion(os.path.dirname(__file__) + os.sep)
 
 _KERNEL_DTYPES = ("float16", "bfloat16", "float32", "float64")
 
@@ -27,7 +37,8 @@ def softmax(x: ArrayLike, axis: Axis = -1, where: ArrayLike | None = None) -> ja
     Args:
       x: array of any shape and of a floating, integer, boolean or complex dtype. Integers and booleans are converted to
         the default float type. float16, bfloat16 and float8 are computed in float32.
-      axis: the axis, or axes, that the results sum to 1 along: an int, a sequence of ints, or None for all axes.
+      axis: the axis, or axes, that the results sum to 1 along: an int, a sequence or array of ints, or None for all
+        axes.
       where: boolean mask that broadcasts with x; False leaves an element out, and its result is 0. The shape of the
         result is that of x and where broadcast together.
 
@@ -36,10 +47,10 @@ def softmax(x: ArrayLike, axis: Axis = -1, where: ArrayLike | None = None) -> ja
       the elements that are not masked, are NaN; rows that are masked altogether are 0.
 
     Raises:
-      TypeError: x, axis or where is of the wrong type.
+      TypeError: x, axis or where is of the wrong type or dtype.
       ValueError: axis is out of range or repeated, or where does not broadcast with x.
     """
-    return _apply("softmax", x, axis, where)
+    return _call(_softmax, x, axis, where)
 
 
 def log_softmax(x: ArrayLike, axis: Axis = -1, where: ArrayLike | None = None) -> jax.Array:
@@ -48,24 +59,55 @@ def log_softmax(x: ArrayLike, axis: Axis = -1, where: ArrayLike | None = None) -
     A drop-in for `jax.nn.log_softmax`; arguments, dtypes and errors are those of `softmax`. Masked elements, and rows
     that are masked altogether, are -inf.
     """
-    return _apply("log_softmax", x, axis, where)
+    return _call(_log_softmax, x, axis, where)
 
 
-def _bind(op, axes, x, *mask):
-    return softmax_p.bind(x, *mask, op=op, axes=axes)
+_NUMBERS = frozenset({bool, int, float, complex})
 
 
-def _apply(op: str, x: Any, axis: Any, where: Any, forward: Callable[..., jax.Array] = _bind) -> jax.Array:
-    x = _checked_array(op, x)
-    axes, where, shape = _checked_axes_and_mask(op, x, axis, where)
-    if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        return getattr(jax.nn, op)(x, axes, where)
-    x, dtype = _promoted(x)
-    x = jnp.broadcast_to(x, shape)
-    if where is not None:
-        x = _varying_as_well(x, where)
+def _call(jitted: Callable[..., jax.Array], x: Any, axis: Any, where: Any) -> jax.Array:
+    if type(axis) is not int:
+        axis = _ints(jitted.__name__, axis)
+    if not _is_argument(x):
+        x = _checked_array(jitted.__name__, x)
+    if where is not None and not _is_argument(where):
+        where = _checked_mask(jitted.__name__, where)
     _warn_without_cuda()
-    return forward(op, axes, x, *([] if where is None else [where])).astype(dtype)
+    return jitted(x, axis, where)
+
+
+def _is_argument(a: Any) -> bool:
+    """Whether `jax.jit` takes it as one array."""
+    if isinstance(a, jax.Array) or type(a) in _NUMBERS:
+        return True
+    return (type(a) is np.ndarray or isinstance(a, np.generic)) and _is_dtype_of_jax(a.dtype)
+
+
+@functools.lru_cache
+def _is_dtype_of_jax(dtype: np.dtype) -> bool:
+    try:
+        jax.eval_shape(lambda a: a, np.zeros(1, dtype))
+    except TypeError:
+        return False
+    return True
+
+
+def _jitted(name: str, op: str, forward: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """The operator under `jax.jit`; inlined where it is called from other programs, which then show the primitive."""
+
+    def call(x, axis, where):
+        x = _checked_array(name, x)
+        axes, where, shape = _checked_axes_and_mask(name, x, axis, where)
+        if jnp.issubdtype(x.dtype, jnp.complexfloating):
+            return getattr(reference, op)(jnp.broadcast_to(x, shape), where, axes)
+        x, dtype = _promoted(x)
+        x = jnp.broadcast_to(x, shape)
+        if where is not None:
+            x = _varying_as_well(x, where)
+        return forward(axes, x, *([] if where is None else [where])).astype(dtype)
+
+    call.__name__ = call.__qualname__ = name
+    return jax.jit(call, static_argnums=1, inline=True)
 
 
 def _varying_as_well(x: jax.Array, where: jax.Array) -> jax.Array:
@@ -92,26 +134,34 @@ def _promoted(x: jax.Array) -> tuple[jax.Array, Any]:
 
 
 def _checked_array(op: str, x: Any) -> jax.Array:
-    if isinstance(x, str | bytes | list | tuple | dict | set) or x is None:
-        raise TypeError(f"{op}: x must be an array or a number, got {x!r} of type {type(x).__name__}.")
-    try:
-        x = jnp.asarray(x)
-    except TypeError as error:
-        raise TypeError(f"{op}: x must be an array or a number, got one of type {type(x).__name__}.") from error
+    allowed = f"{op}: x must be an array or a number, of a floating, integer, boolean or complex dtype that JAX has"
+    x = _as_array(allowed, x)
     if not jnp.issubdtype(x.dtype, jnp.number) and x.dtype != jnp.bool_:
-        raise TypeError(f"{op}: x must be of a floating, integer, boolean or complex dtype, got {x.dtype}.")
+        raise TypeError(f"{allowed}, got one of dtype {x.dtype}.")
     return x
+
+
+def _checked_mask(op: str, where: Any) -> jax.Array:
+    allowed = f"{op}: where must be a boolean array or None"
+    where = _as_array(allowed, where)
+    if where.dtype != jnp.bool_:
+        raise TypeError(f"{allowed}, got one of dtype {where.dtype}.")
+    return where
+
+
+def _as_array(allowed: str, a: Any) -> jax.Array:
+    if isinstance(a, np.ndarray | np.generic) and not _is_dtype_of_jax(a.dtype):
+        raise TypeError(f"{allowed}, got one of dtype {a.dtype}.")
+    if type(a) in _NUMBERS or hasattr(a, "__jax_array__") or hasattr(a, "__array__"):
+        return jnp.asarray(a)
+    raise TypeError(f"{allowed}, got one of type {type(a).__name__}.")
 
 
 def _checked_axes_and_mask(op: str, x: jax.Array, axis: Any, where: Any):
     """The sorted axes, the mask, and the shape of the result."""
     shape = x.shape
     if where is not None:
-        if not hasattr(where, "dtype") and not isinstance(where, bool):
-            raise TypeError(f"{op}: where must be a boolean array or None, got one of type {type(where).__name__}.")
-        where = jnp.asarray(where)
-        if where.dtype != jnp.bool_:
-            raise TypeError(f"{op}: where must be a boolean array or None, got one of dtype {where.dtype}.")
+        where = _checked_mask(op, where)
         try:
             shape = jnp.broadcast_shapes(x.shape, where.shape)
         except ValueError as error:
@@ -121,23 +171,39 @@ def _checked_axes_and_mask(op: str, x: jax.Array, axis: Any, where: Any):
     return _checked_axes(op, len(shape), axis), where, shape
 
 
-def _checked_axes(op: str, ndim: int, axis: Any) -> tuple[int, ...]:
+def _ints(op: str, axis: Any) -> int | tuple[int, ...] | None:
+    """The axis or axes as Python's own ints."""
     if axis is None:
+        return None
+    try:
+        if isinstance(axis, tuple | list | range) or np.ndim(axis):
+            return tuple(operator.index(a) for a in axis)
+        return operator.index(axis)
+    except TypeError as error:
+        hint = ""
+        if isinstance(axis, str):
+            hint = " The name of a mapped axis goes into axis_name."
+        elif isinstance(axis, jax.core.Tracer):
+            hint = " It must be known when the program is traced."
+        raise TypeError(
+            f"{op}: axis must be an int, a sequence of ints, or None, got {axis!r} of type {type(axis).__name__}.{hint}"
+        ) from error
+
+
+def _checked_axes(op: str, ndim: int, axis: Any) -> tuple[int, ...]:
+    given = _ints(op, axis)
+    if given is None:
         return tuple(range(ndim))
-    allowed = f"axis must be an int from {-ndim} to {ndim - 1}, a sequence of such, or None"
-    if isinstance(axis, str | bytes):
-        raise TypeError(f"{op}: {allowed}, got {axis!r}.")
-    given = axis if isinstance(axis, tuple | list) else (axis,)
-    axes = []
-    for a in given:
-        try:
-            number = operator.index(a)
-        except TypeError as error:
-            raise TypeError(f"{op}: {allowed}, got {axis!r} with {a!r} of type {type(a).__name__}.") from error
-        if not -ndim <= number < ndim:
-            raise ValueError(f"{op}: {allowed}, for an array of {ndim} dimensions, got {axis!r}.")
-        axes.append(number % ndim)
-    if len(set(axes)) != len(axes):
+    given = (given,) if isinstance(given, int) else given
+    if ndim == 0 and given:
+        raise ValueError(f"{op}: axis must be None or () for an array of 0 dimensions, got {axis!r}.")
+    if not all(-ndim <= a < ndim for a in given):
+        raise ValueError(
+            f"{op}: axis must be an int from {-ndim} to {ndim - 1}, a sequence of such, or None, for an array of "
+            f"{ndim} dimensions, got {axis!r}."
+        )
+    axes = {a % ndim for a in given}
+    if len(axes) != len(given):
         raise ValueError(f"{op}: axis must not name an axis twice, got {axis!r} for an array of {ndim} dimensions.")
     return tuple(sorted(axes))
 
@@ -156,23 +222,23 @@ def _warn_without_cuda() -> None:
 # ---- The same forward and backward behind jax.custom_vjp, for code that asks for it: reverse mode only.
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _forward_with_vjp(op, axes, x, *mask):
-    return softmax_p.bind(x, *mask, op=op, axes=axes)
+def _with_vjp(op: str) -> Callable[..., jax.Array]:
+    def function(axes, x, *mask):
+        return PRIMITIVES[op].bind(x, *mask, axes=axes)
 
+    def forward_and_residuals(axes, x, *mask):
+        y = function(axes, x, *mask)
+        return y, (y, mask)
 
-def _forward_and_residuals(op, axes, x, *mask):
-    y = softmax_p.bind(x, *mask, op=op, axes=axes)
-    return y, (y, mask)
+    def backward(axes, residuals, cotangent):
+        y, mask = residuals
+        x_bar = PRIMITIVES[VJP[op]].bind(y, cotangent, *mask, axes=axes)
+        return x_bar, *[None] * len(mask)
 
-
-def _backward(op, axes, residuals, cotangent):
-    y, mask = residuals
-    x_bar = softmax_linear_p.bind(y, cotangent, *mask, op=VJP[op], axes=axes)
-    return x_bar, *[None] * len(mask)
-
-
-_forward_with_vjp.defvjp(_forward_and_residuals, _backward)
+    function.__name__ = function.__qualname__ = op
+    with_vjp = jax.custom_vjp(function, nondiff_argnums=(0,))
+    with_vjp.defvjp(forward_and_residuals, backward)
+    return with_vjp
 
 
 def softmax_vjp(x: ArrayLike, axis: Axis = -1, where: ArrayLike | None = None) -> jax.Array:
@@ -180,9 +246,19 @@ def softmax_vjp(x: ArrayLike, axis: Axis = -1, where: ArrayLike | None = None) -
 
     Forward mode (`jax.jvp`, `jax.jacfwd`, `jax.hessian`) raises TypeError, as for every function with a custom VJP.
     """
-    return _apply("softmax", x, axis, where, _forward_with_vjp)
+    return _call(_softmax_vjp, x, axis, where)
 
 
 def log_softmax_vjp(x: ArrayLike, axis: Axis = -1, where: ArrayLike | None = None) -> jax.Array:
     """`log_softmax` through a `jax.custom_vjp`: the same values and gradients, but reverse mode only."""
-    return _apply("log_softmax", x, axis, where, _forward_with_vjp)
+    return _call(_log_softmax_vjp, x, axis, where)
+
+
+def _bound(op: str) -> Callable[..., jax.Array]:
+    return lambda axes, x, *mask: PRIMITIVES[op].bind(x, *mask, axes=axes)
+
+
+_softmax = _jitted("softmax", "softmax", _bound("softmax"))
+_log_softmax = _jitted("log_softmax", "log_softmax", _bound("log_softmax"))
+_softmax_vjp = _jitted("softmax_vjp", "softmax", _with_vjp("softmax"))
+_log_softmax_vjp = _jitted("log_softmax_vjp", "log_softmax", _with_vjp("log_softmax"))

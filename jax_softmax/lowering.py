@@ -1,11 +1,13 @@
 """From the primitives to a program: an FFI custom call where there are kernels, jax.numpy elsewhere."""
 
+import functools
+
 import jax
 import numpy as np
 from jax.interpreters import mlir
 
 from jax_softmax import _kernels, reference
-from jax_softmax.primitives import softmax_linear_p, softmax_p
+from jax_softmax.primitives import PRIMITIVES, n_floats
 
 TARGET = "jax_softmax"
 
@@ -59,12 +61,13 @@ def _register():
     jax.ffi.register_ffi_target(TARGET, _kernels.cpu_handler(), platform="cpu")
     if HAS_CUDA:
         jax.ffi.register_ffi_target(TARGET, _kernels.cuda_handler(), platform="CUDA")
-    for primitive, n_floats in ((softmax_p, 1), (softmax_linear_p, 2)):
-        by_reference = _reference_rule(n_floats)
-        mlir.register_lowering(primitive, by_reference)
-        mlir.register_lowering(primitive, _ffi_rule(by_reference), platform="cpu")
+    for op, primitive in PRIMITIVES.items():
+        by_reference = _reference_rule(n_floats(op))
+        rules = {None: by_reference, "cpu": _ffi_rule(by_reference)}
         if HAS_CUDA:
-            mlir.register_lowering(primitive, _cuda_rule(by_reference, n_floats), platform="cuda")
+            rules["cuda"] = _cuda_rule(by_reference, n_floats(op))
+        for platform, rule in rules.items():
+            mlir.register_lowering(primitive, functools.partial(rule, op=op), platform=platform)
 
 
 _register()

@@ -9,6 +9,9 @@ import jax.numpy as jnp
 
 _HALF = (jnp.float16, jnp.bfloat16)
 
+# As they are now: `jax.nn.softmax` may come to be this package's (see `patching.py`).
+ORIGINALS = {"softmax": jax.nn.softmax, "log_softmax": jax.nn.log_softmax}
+
 
 def widened(x):
     """16-bit floats as float32, in which they are computed."""
@@ -16,11 +19,11 @@ def widened(x):
 
 
 def softmax(x, where, axes):
-    return jax.nn.softmax(widened(x), axes, where).astype(x.dtype)
+    return ORIGINALS["softmax"](widened(x), axes, where).astype(x.dtype)
 
 
 def log_softmax(x, where, axes):
-    return jax.nn.log_softmax(widened(x), axes, where).astype(x.dtype)
+    return ORIGINALS["log_softmax"](widened(x), axes, where).astype(x.dtype)
 
 
 def _kept(t, where):

@@ -1,0 +1,25 @@
+"""What JAX's interpreters besides differentiation and batching have to know of the primitives."""
+
+import functools
+
+from jax._src import checkify  # has no public hook
+from jax.experimental import jet
+
+from jax_softmax import reference
+from jax_softmax.primitives import PRIMITIVES, n_floats
+
+
+def _jet(op, primals, series, *, axes):
+    """The Taylor series of the same function in jax.numpy."""
+
+    def function(*operands):
+        floats, mask = operands[: n_floats(op)], operands[n_floats(op) :]
+        return getattr(reference, op)(*floats, mask[0] if mask else None, axes)
+
+    # Between rules the terms are Taylor coefficients, without the factorials that they are scaled by outside.
+    return jet.jet(function, primals, series, factorial_scaled=False)
+
+
+for _op, _primitive in PRIMITIVES.items():
+    checkify.error_checks[_primitive] = functools.partial(checkify.nan_error_check, _primitive)
+    jet.jet_rules[_primitive] = functools.partial(_jet, _op)
