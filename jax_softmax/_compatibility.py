@@ -13,9 +13,9 @@ import jaxlib
 # Before any of the package's own imports, so that what is found missing is the kernels alone.
 if find_spec("jax_softmax._kernels") is None:
     raise ImportError(
-        f"{Path(__file__).parent} has no compiled kernels: it is jax_softmax's source, found before an installed package "
-        "because Python looks in the current folder first. Run `pip install .` there once; then start Python in another "
-        "folder, or with -P, as in `python -P -m pytest`, or set PYTHONSAFEPATH=1."
+        f"{Path(__file__).parent} has no compiled kernels: it is jax_softmax's source, found before an installed "
+        "package because Python looks in the current folder first. Run `pip install .` there once; then start Python "
+        "in another folder or with -P, as in `python -P -m pytest`."
     )
 
 from jax_softmax import _kernels

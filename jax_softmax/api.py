@@ -66,7 +66,7 @@ _NUMBERS = frozenset({bool, int, float, complex})
 
 
 def _call(jitted: Callable[..., jax.Array], x: Any, axis: Any, where: Any) -> jax.Array:
-    if type(axis) is not int:
+    if axis is not None and type(axis) is not int:
         axis = _ints(jitted.__name__, axis)
     if not _is_argument(x):
         x = _checked_array(jitted.__name__, x)
@@ -78,7 +78,7 @@ def _call(jitted: Callable[..., jax.Array], x: Any, axis: Any, where: Any) -> ja
 
 def _is_argument(a: Any) -> bool:
     """Whether `jax.jit` takes it as one array."""
-    if isinstance(a, jax.Array) or type(a) in _NUMBERS:
+    if type(a) in _NUMBERS or isinstance(a, jax.Array):
         return True
     return (type(a) is np.ndarray or isinstance(a, np.generic)) and _is_dtype_of_jax(a.dtype)
 
@@ -176,9 +176,11 @@ def _ints(op: str, axis: Any) -> int | tuple[int, ...] | None:
     if axis is None:
         return None
     try:
-        if isinstance(axis, tuple | list | range) or np.ndim(axis):
-            return tuple(operator.index(a) for a in axis)
-        return operator.index(axis)
+        # Of an array of JAX only the whole is there while a program is traced; its elements would be operations.
+        given = np.asarray(axis) if isinstance(axis, jax.Array) else axis
+        if isinstance(given, tuple | list | range) or np.ndim(given):
+            return tuple(operator.index(a) for a in given)
+        return operator.index(given)
     except TypeError as error:
         hint = ""
         if isinstance(axis, str):

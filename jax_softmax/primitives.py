@@ -15,7 +15,6 @@ that shape; masked elements count for nothing and give the operator's neutral re
 
 import functools
 
-import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, xla
