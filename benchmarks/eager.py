@@ -4,7 +4,6 @@ python benchmarks/eager.py
 """
 
 import argparse
-import statistics
 import time
 
 import jax
@@ -44,17 +43,19 @@ def microseconds(call, repeats):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=20, help="the figures are medians over so many (default 20)")
+    parser.add_argument("--rounds", type=int, default=20, help="the figures are the least of so many (default 20)")
     rounds = parser.parse_args().rounds
     print(f"{'µs':31} {'here':>8} {'jax.nn':>8} {'ratio':>6}")
     for name in OPERATORS:
         ours, theirs = calls(getattr(jax_softmax, name)), calls(getattr(jax.nn, name))
         for label in ours:
             both = ours[label], theirs[label]
-            # 20 ms a round; the first call compiles. They take turns, so that a slow moment is everybody's.
-            repeats = [max(1, int(2e4 / (microseconds(call, 3) and microseconds(call, 3)))) for call in both]
+            for call in both:
+                call()  # compiles
+            # 20 ms a round. They take turns, so that a slow moment is everybody's.
+            repeats = [max(1, int(2e4 / microseconds(call, 3))) for call in both]
             turns = [[microseconds(call, n) for call, n in zip(both, repeats, strict=True)] for _ in range(rounds)]
-            here, there = (statistics.median(times) for times in zip(*turns, strict=True))
+            here, there = (min(times) for times in zip(*turns, strict=True))
             print(f"{name + ', ' + label:31} {here:8.1f} {there:8.1f} {here / there:6.2f}")
 
 

@@ -93,7 +93,7 @@ def _is_dtype_of_jax(dtype: np.dtype) -> bool:
 
 
 def _jitted(name: str, op: str, forward: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """The operator under `jax.jit`; inlined where it is called from other programs, which then show the primitive."""
+    """The operator under `jax.jit` and by its name, inlined into the programs that call it."""
 
     def call(x, axis, where):
         x = _checked_array(name, x)
@@ -152,7 +152,7 @@ def _checked_mask(op: str, where: Any) -> jax.Array:
 def _as_array(allowed: str, a: Any) -> jax.Array:
     if isinstance(a, np.ndarray | np.generic) and not _is_dtype_of_jax(a.dtype):
         raise TypeError(f"{allowed}, got one of dtype {a.dtype}.")
-    if type(a) in _NUMBERS or hasattr(a, "__jax_array__") or hasattr(a, "__array__"):
+    if isinstance(a, int | float | complex) or hasattr(a, "__jax_array__") or hasattr(a, "__array__"):
         return jnp.asarray(a)
     raise TypeError(f"{allowed}, got one of type {type(a).__name__}.")
 

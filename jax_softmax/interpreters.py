@@ -6,14 +6,14 @@ from jax._src import checkify  # has no public hook
 from jax.experimental import jet
 
 from jax_softmax import reference
-from jax_softmax.primitives import PRIMITIVES, n_floats
+from jax_softmax.primitives import PRIMITIVES, float_operands
 
 
 def _jet(op, primals, series, *, axes):
     """The Taylor series of the same function in jax.numpy."""
 
     def function(*operands):
-        floats, mask = operands[: n_floats(op)], operands[n_floats(op) :]
+        floats, mask = operands[: float_operands(op)], operands[float_operands(op) :]
         return getattr(reference, op)(*floats, mask[0] if mask else None, axes)
 
     # Between rules the terms are Taylor coefficients, without the factorials that they are scaled by outside.

@@ -7,7 +7,7 @@ import numpy as np
 from jax.interpreters import mlir
 
 from jax_softmax import _kernels, reference
-from jax_softmax.primitives import PRIMITIVES, n_floats
+from jax_softmax.primitives import PRIMITIVES, float_operands
 
 TARGET = "jax_softmax"
 
@@ -62,10 +62,10 @@ def _register():
     if HAS_CUDA:
         jax.ffi.register_ffi_target(TARGET, _kernels.cuda_handler(), platform="CUDA")
     for op, primitive in PRIMITIVES.items():
-        by_reference = _reference_rule(n_floats(op))
+        by_reference = _reference_rule(float_operands(op))
         rules = {None: by_reference, "cpu": _ffi_rule(by_reference)}
         if HAS_CUDA:
-            rules["cuda"] = _cuda_rule(by_reference, n_floats(op))
+            rules["cuda"] = _cuda_rule(by_reference, float_operands(op))
         for platform, rule in rules.items():
             mlir.register_lowering(primitive, functools.partial(rule, op=op), platform=platform)
 

@@ -37,7 +37,7 @@ def _abstract_eval(*avals, axes):
     return avals[0].update(weak_type=False)
 
 
-def n_floats(op):
+def float_operands(op):
     """How many operands come before the mask."""
     return 1 if op in JVP else 2
 
@@ -47,7 +47,7 @@ def _batch(op, operands, batch_axes, *, axes):
 
     A float operand without a batch axis is broadcast; for a mask an extent of 1 will do.
     """
-    floats = operands[: n_floats(op)]
+    floats = operands[: float_operands(op)]
     ndim = next(x.ndim - (b is not None) for x, b in zip(floats, batch_axes, strict=False))
     size = next(x.shape[b] for x, b in zip(operands, batch_axes, strict=True) if b is not None)
     # The batch axis of each operand, and the new axis, counted from the end: a mask may have fewer axes than x.
