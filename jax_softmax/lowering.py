@@ -4,7 +4,7 @@ import jax
 import numpy as np
 from jax.interpreters import mlir
 
-from jax_softmax import _kernels, reference
+from jax_softmax import _kernels, reference, sharding
 from jax_softmax.primitives import softmax_linear_p, softmax_p
 
 TARGET = "jax_softmax"
@@ -12,10 +12,9 @@ TARGET = "jax_softmax"
 HAS_CUDA = _kernels.build_info()["cuda"]
 
 
-def _reference_rule(n_floats):
+def _reference_rule():
     def function(*operands, op, axes):
-        where = operands[n_floats] if len(operands) > n_floats else None
-        return getattr(reference, op)(*operands[:n_floats], where, axes)
+        return reference.apply(op, axes, *operands)
 
     return mlir.lower_fun(function, multiple_results=False)
 
@@ -60,11 +59,12 @@ def _register():
     if HAS_CUDA:
         jax.ffi.register_ffi_target(TARGET, _kernels.cuda_handler(), platform="CUDA")
     for primitive, n_floats in ((softmax_p, 1), (softmax_linear_p, 2)):
-        by_reference = _reference_rule(n_floats)
-        mlir.register_lowering(primitive, by_reference)
-        mlir.register_lowering(primitive, _ffi_rule(by_reference), platform="cpu")
+        by_reference = _reference_rule()
+        rules = {None: by_reference, "cpu": _ffi_rule(by_reference)}
         if HAS_CUDA:
-            mlir.register_lowering(primitive, _cuda_rule(by_reference, n_floats), platform="cuda")
+            rules["cuda"] = _cuda_rule(by_reference, n_floats)
+        for platform, rule in rules.items():
+            mlir.register_lowering(primitive, sharding.partitioned(primitive, platform, rule), platform=platform)
 
 
 _register()
