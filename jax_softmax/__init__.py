@@ -2,8 +2,17 @@
 
 from jax_softmax import _compatibility as _compatibility  # first: says so if jaxlib does not fit
 from jax_softmax._info import build_info
-from jax_softmax.api import log_softmax, log_softmax_vjp, softmax, softmax_vjp
+from jax_softmax.api import export_checks, log_softmax, log_softmax_vjp, softmax, softmax_vjp
 from jax_softmax.explain import Explanation, explain
 
-__all__ = ["Explanation", "build_info", "explain", "log_softmax", "log_softmax_vjp", "softmax", "softmax_vjp"]
+__all__ = [
+    "Explanation",
+    "build_info",
+    "explain",
+    "export_checks",
+    "log_softmax",
+    "log_softmax_vjp",
+    "softmax",
+    "softmax_vjp",
+]
 __version__ = build_info()["version"]

@@ -7,10 +7,11 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jax_softmax import lowering
+from jax_softmax import lowering, sharding
 from jax_softmax.primitives import VJP, softmax_linear_p, softmax_p
 
 Axis = int | Sequence[int] | None
@@ -178,6 +179,17 @@ def _warn_without_cuda() -> None:
             "built in.",
             stacklevel=4,
         )
+
+
+def export_checks() -> list[jax.export.DisabledSafetyCheck]:
+    """The safety checks that `jax.export` must leave out for programs that call these functions.
+
+    JAX vouches only for custom calls of its own. Pass the list as `disabled_checks`; where the exported program runs,
+    jax_softmax must be imported:
+
+        jax.export.export(jax.jit(f), disabled_checks=jax_softmax.export_checks())(x)
+    """
+    return [jax.export.DisabledSafetyCheck.custom_call(target) for target in (lowering.TARGET, sharding.TARGET)]
 
 
 # ---- The same forward and backward behind jax.custom_vjp, for code that asks for it: reverse mode only.

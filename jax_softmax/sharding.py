@@ -59,14 +59,14 @@ def partitioned(primitive, platform, local):
         devices, partly_manual = _devices(ctx)
         if devices == 1 or platform is None:
             return local(ctx, *operands, **params)
+        shapes = [aval.shape for aval in ctx.avals_in]
         if not AVAILABLE:
             _warn_of_a_gather(f"jax_softmax cannot divide its calls with JAX {jax.__version__}", "Use jax.shard_map")
             return local(ctx, *operands, **params)
-        shapes = [aval.shape for aval in ctx.avals_in]
-        symbolic = not all(isinstance(n, int) for shape in shapes for n in shape)
-        if symbolic:
+        if not all(isinstance(n, int) for shape in shapes for n in shape):
             _warn_of_a_gather("a shape is symbolic", "Export with known shapes, or use jax.shard_map")
-        elif partly_manual and not jax.config.jax_use_shardy_partitioner:
+            return local(ctx, *operands, **params)
+        if partly_manual and not jax.config.jax_use_shardy_partitioner:
             _warn_of_a_gather(
                 "GSPMD does not divide calls inside a partly manual shard_map",
                 "Leave jax_use_shardy_partitioner on, or make every mesh axis manual",
@@ -81,8 +81,7 @@ def partitioned(primitive, platform, local):
             called_computations=ir.ArrayAttr.get([]),
             backend_config=ir.StringAttr.get(json.dumps(config)),
         )
-        if not symbolic:
-            call.attributes["sdy.sharding_rule"] = ir.Attribute.parse(sharding_rule(shapes))
+        call.attributes["sdy.sharding_rule"] = ir.Attribute.parse(sharding_rule(shapes))
         return call.results
 
     return rule
