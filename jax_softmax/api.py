@@ -93,7 +93,8 @@ def _varying_as_well(x: jax.Array, where: jax.Array | None, axis_name: tuple[Has
     missing = tuple(wanted - axes(x))
     if not missing:
         return x
-    return jax.lax.pcast(x, missing, to="varying") if hasattr(jax.lax, "pcast") else jax.lax.pvary(x, missing)
+    marked = jax.lax.pcast(x, missing, to="varying") if hasattr(jax.lax, "pcast") else jax.lax.pvary(x, missing)
+    return marked if axes(marked) == wanted else x  # with check_vma off JAX 0.8 leaves a trace that adds up cotangents
 
 
 def _promoted(x: jax.Array) -> tuple[jax.Array, Any]:
@@ -110,7 +111,7 @@ def _checked_array(op: str, x: Any) -> jax.Array:
     if isinstance(x, str | bytes | list | tuple | dict | set) or x is None:
         raise TypeError(f"{op}: x must be an array or a number, got {x!r} of type {type(x).__name__}.")
     try:
-        x = jnp.asarray(x)
+        x = x if isinstance(x, jax.Array) else jnp.asarray(x)
     except TypeError as error:
         raise TypeError(f"{op}: x must be an array or a number, got one of type {type(x).__name__}.") from error
     if not jnp.issubdtype(x.dtype, jnp.number) and x.dtype != jnp.bool_:
@@ -124,7 +125,7 @@ def _checked_axes_and_mask(op: str, x: jax.Array, axis: Any, where: Any):
     if where is not None:
         if not hasattr(where, "dtype") and not isinstance(where, bool):
             raise TypeError(f"{op}: where must be a boolean array or None, got one of type {type(where).__name__}.")
-        where = jnp.asarray(where)
+        where = where if isinstance(where, jax.Array) else jnp.asarray(where)
         if where.dtype != jnp.bool_:
             raise TypeError(f"{op}: where must be a boolean array or None, got one of dtype {where.dtype}.")
         try:

@@ -121,6 +121,8 @@ def test_kept_axes(mode, spec, axis, name):
             return jax.shard_map(run, mesh=mesh(kind), in_specs=in_specs, out_specs=kept, axis_names=names)(*args)
     else:
         sharded = run
+    if mode.endswith("explicit") and "manual" in mode and any(isinstance(names, tuple) for names in spec):
+        pytest.skip("JAX 0.8 does not divide a dimension along a manual and an explicit mesh axis")
     with jax.set_mesh(mesh(kind)) if kind == AxisType.Explicit else contextlib.nullcontext():
         operands = [place(x, spec, kind), place(t, spec, kind), place(where, (*spec, *[None] * (3 - len(spec))), kind)]
         for args, results in zip((operands[:2], operands), expected, strict=True):
@@ -389,8 +391,11 @@ def _mask_of_vmap(f, put):
 
 
 def _both_of_vmap(f, put):
-    x, where = put(normal(SHAPE), P("data", "model")), put(support.random_mask((4, 8, 32)), P(None, "data"))
-    return jax.vmap(f, (0, None, 1))(x, -1, where)
+    x, where = (
+        put(normal((32, 8, 4)), P(None, "data", "model")),
+        put(support.random_mask((4, 32, 8)), P(None, None, "data")),
+    )
+    return jax.vmap(f, (1, None, 2))(x, 0, where.swapaxes(0, 1))
 
 
 def _cotangent_of_vmap(f, put):
