@@ -264,13 +264,14 @@ def check_states(found, limit, shape, axis):
     assert all(size <= rows for _, size in found)
 
 
-@every_name
 @pytest.mark.parametrize(
-    ("kind", "spec", "axis"),
-    [(AxisType.Auto, *layout) for layout in DIVIDED] + [(AxisType.Explicit, *layout) for layout in DIVIDED[:3]],
+    ("name", "kind", "spec", "axis"),
+    [("softmax", AxisType.Auto, *layout) for layout in DIVIDED]
+    + [("log_softmax", AxisType.Auto, *layout) for layout in DIVIDED[-2:]]
+    + [(name, AxisType.Explicit, *DIVIDED[0]) for name in NAMES],
     ids=str,
 )
-def test_divided_rows(kind, spec, axis, name):
+def test_divided_rows(name, kind, spec, axis):
     x, t, where = normal(SHAPE), normal(SHAPE, seed=1), support.random_mask(SHAPE)
     f = masked(OPERATORS[name], axis)
     with jax.set_mesh(mesh(kind)) if kind == AxisType.Explicit else contextlib.nullcontext():
@@ -291,8 +292,9 @@ def test_divided_rows(kind, spec, axis, name):
 
 
 @every_name
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("names", ["model", ("model",), ("data", "model")], ids=str)
+@pytest.mark.parametrize(
+    ("names", "check_vma"), [("model", True), (("model",), False), (("data", "model"), True)], ids=str
+)
 def test_axis_name(names, check_vma, name):
     """Inside shard_map, all mesh axes or only those of the rows being manual."""
     x, t, where = normal(SHAPE), normal(SHAPE, seed=1), support.random_mask(SHAPE)
