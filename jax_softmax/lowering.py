@@ -6,7 +6,7 @@ import jax
 import numpy as np
 from jax.interpreters import mlir
 
-from jax_softmax import _kernels, reference
+from jax_softmax import _kernels, reference, sharding
 from jax_softmax.primitives import PRIMITIVES, float_operands
 
 TARGET = "jax_softmax"
@@ -14,10 +14,9 @@ TARGET = "jax_softmax"
 HAS_CUDA = _kernels.build_info()["cuda"]
 
 
-def _reference_rule(n_floats):
+def _reference_rule():
     def function(*operands, op, axes):
-        where = operands[n_floats] if len(operands) > n_floats else None
-        return getattr(reference, op)(*operands[:n_floats], where, axes)
+        return reference.apply(op, axes, *operands)
 
     return mlir.lower_fun(function, multiple_results=False)
 
@@ -62,12 +61,13 @@ def _register():
     if HAS_CUDA:
         jax.ffi.register_ffi_target(TARGET, _kernels.cuda_handler(), platform="CUDA")
     for op, primitive in PRIMITIVES.items():
-        by_reference = _reference_rule(float_operands(op))
+        by_reference = _reference_rule()
         rules = {None: by_reference, "cpu": _ffi_rule(by_reference)}
         if HAS_CUDA:
             rules["cuda"] = _cuda_rule(by_reference, float_operands(op))
         for platform, rule in rules.items():
-            mlir.register_lowering(primitive, functools.partial(rule, op=op), platform=platform)
+            rule = sharding.partitioned(primitive, platform, functools.partial(rule, op=op))
+            mlir.register_lowering(primitive, rule, platform=platform)
 
 
 _register()

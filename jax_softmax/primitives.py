@@ -10,14 +10,17 @@ mode and every higher order follow.
 
 x, y and t are floats of one shape and dtype; y is the operator's result. `where` is a boolean mask that broadcasts to
 that shape; masked elements count for nothing and give the operator's neutral result, in the linear maps 0.
-`axes` are the reduced axes, sorted.
+`axes` are the reduced axes, sorted. `axis_name` is a tuple of mesh axes, inside `shard_map`, along which each device
+has a part of every row; else it is empty.
 """
 
 import functools
 
+import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, xla
+from jax.sharding import PartitionSpec
 
 from jax_softmax import reference
 
@@ -29,12 +32,8 @@ _TRANSPOSED = {
     "log_softmax_vjp": "log_softmax_jvp",
 }
 
+
 PRIMITIVES = {op: Primitive(op) for op in (*JVP, *_TRANSPOSED)}
-
-
-# An update keeps what else the type says of the array: its sharding, and the mesh axes that it varies over.
-def _abstract_eval(*avals, axes):
-    return avals[0].update(weak_type=False)
 
 
 def float_operands(op):
@@ -42,11 +41,35 @@ def float_operands(op):
     return 1 if op in JVP else 2
 
 
-def _batch(op, operands, batch_axes, *, axes):
+# An update keeps what else the type says of the array: the mesh axes that it varies over.
+def _abstract_eval(op, *avals, axes, axis_name):
+    return avals[0].update(weak_type=False, sharding=_sharding(avals, op, axes))
+
+
+def _sharding(avals, op, axes):
+    """The result's sharding in its type, which follows all operands as that of the operator in jax.numpy does.
+
+    Raises:
+      ShardingTypeError: the operands' types are of shardings that do not go together.
+    """
+    if all(aval.sharding.spec == PartitionSpec(*[None] * aval.ndim) for aval in avals):
+        return avals[0].sharding
+    types = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=aval.sharding) for aval in avals]
+    return jax.eval_shape(functools.partial(reference.apply, op, axes), *types).sharding
+
+
+def _batch(op, axis_data, operands, batch_axes, *, axes, axis_name):
     """Only the axes change: operands batched along another axis than the first one's are moved to it.
 
-    A float operand without a batch axis is broadcast; for a mask an extent of 1 will do.
+    A float operand without a batch axis is broadcast; for a mask an extent of 1 will do. A batch axis that `axis_name`
+    names, as `vmap`'s argument of that name may, is one of the axes.
     """
+    operands, batch_axes = list(operands), list(batch_axes)
+    named = axis_data.name in axis_name
+    if all(b is None for b in batch_axes):
+        if not named:
+            return PRIMITIVES[op].bind(*operands, axes=axes, axis_name=axis_name), None
+        operands[0], batch_axes[0] = jnp.broadcast_to(operands[0], (axis_data.size, *operands[0].shape)), 0
     floats = operands[: float_operands(op)]
     ndim = next(x.ndim - (b is not None) for x, b in zip(floats, batch_axes, strict=False))
     size = next(x.shape[b] for x, b in zip(operands, batch_axes, strict=True) if b is not None)
@@ -68,23 +91,29 @@ def _batch(op, operands, batch_axes, *, axes):
         batched.append(x)
     to += ndim + 1
     axes = tuple(a + (a >= to) for a in axes)
-    return PRIMITIVES[op].bind(*batched, axes=axes), to
+    if named:
+        axes, axis_name = tuple(sorted([*axes, to])), tuple(name for name in axis_name if name != axis_data.name)
+    return PRIMITIVES[op].bind(*batched, axes=axes, axis_name=axis_name), to
 
 
-def _jvp(op, primals, tangents, *, axes):
-    y = PRIMITIVES[op].bind(*primals, axes=axes)
+def _jvp(op, primals, tangents, **axes):
+    y = PRIMITIVES[op].bind(*primals, **axes)
     if type(tangents[0]) is ad.Zero:
         return y, ad.Zero.from_primal_value(y)
-    return y, PRIMITIVES[JVP[op]].bind(y, tangents[0], *primals[1:], axes=axes)
+    return y, PRIMITIVES[JVP[op]].bind(y, tangents[0], *primals[1:], **axes)
 
 
-def _linear_in_y(y, y_dot, t, where, op, axes):
+def _linear_in_y(y, y_dot, t, where, op, axes, axis_name):
     """The derivative along y_dot of the linear map (y, t), in the dtype that the kernels compute in."""
+
+    def total(a):
+        a = jnp.sum(a, axis=axes, keepdims=True)
+        return jax.lax.psum(a, axis_name) if axis_name else a
+
     dtype = t.dtype
     y, y_dot, t = (reference.widened(a) for a in (y, y_dot, t))
     if where is not None:
         y_dot, t = jnp.where(where, y_dot, 0), jnp.where(where, t, 0)
-    total = functools.partial(jnp.sum, axis=axes, keepdims=True)
     if op == "softmax_linear":
         derivative = y_dot * (t - total(y * t)) - y * total(y_dot * t)
     elif op == "log_softmax_jvp":
@@ -96,30 +125,30 @@ def _linear_in_y(y, y_dot, t, where, op, axes):
     return derivative.astype(dtype)
 
 
-def _linear_jvp(op, primals, tangents, *, axes):
+def _linear_jvp(op, primals, tangents, **axes):
     y, t, *mask = primals
     y_dot, t_dot = tangents[:2]
-    out = PRIMITIVES[op].bind(*primals, axes=axes)
+    out = PRIMITIVES[op].bind(*primals, **axes)
     terms = []
     if type(t_dot) is not ad.Zero:
-        terms.append(PRIMITIVES[op].bind(y, t_dot, *mask, axes=axes))
+        terms.append(PRIMITIVES[op].bind(y, t_dot, *mask, **axes))
     if type(y_dot) is not ad.Zero:
-        terms.append(_linear_in_y(y, y_dot, t, mask[0] if mask else None, op, axes))
+        terms.append(_linear_in_y(y, y_dot, t, mask[0] if mask else None, op, **axes))
     return out, functools.reduce(jnp.add, terms) if terms else ad.Zero.from_primal_value(out)
 
 
-def _linear_transpose(op, cotangent, y, t, *mask, axes):
+def _linear_transpose(op, cotangent, y, t, *mask, **axes):
     assert ad.is_undefined_primal(t) and not ad.is_undefined_primal(y)
     nothing = [None] * len(mask)
     if type(cotangent) is ad.Zero:
         return [None, ad.Zero(t.aval), *nothing]
-    return [None, PRIMITIVES[_TRANSPOSED[op]].bind(y, cotangent, *mask, axes=axes), *nothing]
+    return [None, PRIMITIVES[_TRANSPOSED[op]].bind(y, cotangent, *mask, **axes), *nothing]
 
 
 for _op, _primitive in PRIMITIVES.items():
     _primitive.def_impl(functools.partial(xla.apply_primitive, _primitive))
-    _primitive.def_abstract_eval(_abstract_eval)
-    batching.primitive_batchers[_primitive] = functools.partial(_batch, _op)
+    _primitive.def_abstract_eval(functools.partial(_abstract_eval, _op))
+    batching.fancy_primitive_batchers[_primitive] = functools.partial(_batch, _op)
     ad.primitive_jvps[_primitive] = functools.partial(_jvp if _op in JVP else _linear_jvp, _op)
     if _op in _TRANSPOSED:
         ad.primitive_transposes[_primitive] = functools.partial(_linear_transpose, _op)

@@ -1,5 +1,9 @@
 """Says what is tested, and on what."""
 
+import os
+
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+
 import jax
 import pytest
 

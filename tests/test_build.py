@@ -27,6 +27,7 @@ def test_public_names():
         "Explanation",
         "build_info",
         "explain",
+        "export_checks",
         "log_softmax",
         "log_softmax_vjp",
         "softmax",
