@@ -10,7 +10,7 @@ rows' maxima and sums reduced over the devices that share a row.
 The call carries the primitive's name and parameters as text and no pointer, so that exported programs and JAX's
 persistent cache keep working.
 
-Every private name of JAX that the package needs stands in this module.
+Every private name of JAX that the package needs stands in this module, but for checkify's in `interpreters.py`.
 """
 
 import functools

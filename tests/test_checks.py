@@ -170,6 +170,14 @@ def test_jet(what, masked, name):
 
 
 @every_name
+def test_jet_refuses_rows_that_are_spread(name):
+    x = support.normal((3, 4))
+    f = jax.vmap(lambda x: jet(lambda x: OPERATORS[name](x, axis_name="i"), (x,), ([x],)), axis_name="i")
+    with pytest.raises(NotImplementedError, match=f"{name}: jet .* axis_name"):
+        f(x)
+
+
+@every_name
 def test_costs(name):
     """Of a custom call XLA knows none, and Pallas the bytes alone; where there is no kernel all are known."""
     x = jax.ShapeDtypeStruct((8, 16), "float32")
