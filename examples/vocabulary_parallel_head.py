@@ -1,9 +1,9 @@
 """A Flax language-model head whose vocabulary is divided among devices, with jax_softmax and with jax.nn.
 
-Eight simulated CPU devices form a mesh of 2 (data) by 4 (model). Each holds a quarter of the head's columns, so of every
-row of logits it has a quarter. Under ``jax.jit`` nothing but the layout of the arguments says so. The script takes the
-loss and its gradients, prints the collectives of the compiled programs, and exits with status 1 if a gather is among
-those of jax_softmax or if the losses or gradients differ.
+Eight simulated CPU devices form a mesh of 2 (data) by 4 (model). Each holds a quarter of the head's columns, so of
+every row of logits it has a quarter. Under ``jax.jit`` nothing but the layout of the arguments says so. The script
+takes the loss and its gradients, prints the collectives of the compiled programs, and exits with status 1 if a gather
+is among those of jax_softmax or if the losses or gradients differ.
 
     pip install jax_softmax flax
     python vocabulary_parallel_head.py
