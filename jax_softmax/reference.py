@@ -36,18 +36,21 @@ def log_softmax(x, where, axes, across=None):
 def _row_states(x, where, axes, across):
     """The maximum of each row, and the sum of exp(x - maximum), both from one read of this device's part.
 
-    A part without elements, or with nothing but -inf, counts for nothing in a row that has others.
+    An element is a state of its own, (x, 1); what counts for nothing, masked or -inf, is (the lowest finite, 0), so
+    that no difference of two maxima is NaN unless the row's results are. A row of nothing but -inf has a sum of 0.
     """
 
     def combined(a, b):
         (max_a, sum_a), (max_b, sum_b) = a, b
-        factor = jnp.where(max_a == max_b, 1, jnp.exp(-jnp.abs(max_a - max_b)))  # of the sum below the smaller maximum
-        total = jnp.where(max_a >= max_b, sum_a + sum_b * factor, sum_a * factor + sum_b)
+        difference = max_a - max_b
+        factor = jnp.exp(-jnp.abs(difference))  # of the sum that goes with the smaller maximum
+        total = jnp.where(difference >= 0, sum_a + sum_b * factor, sum_a * factor + sum_b)
         return jnp.maximum(max_a, max_b), total
 
-    elements = _kept(x, where, -jnp.inf), _kept(jnp.ones_like(x), where)
-    initial = jnp.array(-jnp.inf, x.dtype), jnp.array(0, x.dtype)
-    largest, total = jax.lax.reduce(elements, initial, combined, axes)
+    lowest = jnp.array(jnp.finfo(x.dtype).min, x.dtype)
+    x = _kept(x, where, -jnp.inf)
+    elements = jnp.maximum(x, lowest), (x != -jnp.inf).astype(x.dtype)
+    largest, total = jax.lax.reduce(elements, (lowest, jnp.zeros_like(lowest)), combined, axes)
     largest, total = jnp.expand_dims(largest, axes), jnp.expand_dims(total, axes)
     largest_of_all = across(largest, "max")
     return largest_of_all, across(total * jnp.exp(largest - largest_of_all), "sum")

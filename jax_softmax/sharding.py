@@ -66,7 +66,7 @@ def partitioned(primitive, platform, local):
         if not all(isinstance(n, int) for shape in shapes for n in shape):
             _warn_of_a_gather("a shape is symbolic", "Export with known shapes, or use jax.shard_map")
             return local(ctx, *operands, **params)
-        if partly_manual and not jax.config.jax_use_shardy_partitioner:
+        if partly_manual and not getattr(jax.config, "jax_use_shardy_partitioner", True):
             _warn_of_a_gather(
                 "GSPMD does not divide calls inside a partly manual shard_map",
                 "Leave jax_use_shardy_partitioner on, or make every mesh axis manual",
