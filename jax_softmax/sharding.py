@@ -233,7 +233,8 @@ def _lowered_apart(function, specs, platform):
 
     def lowered():
         with jax.enable_x64(True):
-            return jax.jit(function).trace(*specs).lower(lowering_platforms=(platform,)).compiler_ir("stablehlo")
+            program = jax.jit(function, keep_unused=True).trace(*specs).lower(lowering_platforms=(platform,))
+            return program.compiler_ir("stablehlo")
 
     with ThreadPoolExecutor(max_workers=1) as pool:
         return mlir.module_to_bytecode(pool.submit(lowered).result())

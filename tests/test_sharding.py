@@ -106,6 +106,17 @@ def manual(spec, names):
     return P(*map(only, spec))
 
 
+@functools.cache
+def jax_divides(spec, kept):
+    """Whether a partly manual shard_map in explicit mode leaves an array where it is: JAX 0.10 does not."""
+    with jax.set_mesh(mesh(AxisType.Explicit)):
+        double = jax.shard_map(lambda x: 2 * x, in_specs=kept, out_specs=kept, axis_names={"data"})
+        try:
+            return run_compiled(double, place(normal(SHAPE), spec, AxisType.Explicit))[1] == []
+        except ValueError:  # JAX 0.8 wants no dimension along both a manual and an explicit mesh axis
+            return False
+
+
 @every_name
 @pytest.mark.parametrize(("spec", "axis"), KEPT, ids=str)
 @pytest.mark.parametrize("mode", ["automatic", "explicit", "shard_map", "partly manual", "partly manual, explicit"])
@@ -123,8 +134,8 @@ def test_kept_axes(mode, spec, axis, name):
         kept = manual(spec, names)
         in_specs = kept, kept, P(*kept[1:])
         sharded = jax.shard_map(run, mesh=mesh(kind), in_specs=in_specs, out_specs=kept, axis_names=names)
-    if mode == "partly manual, explicit" and any(isinstance(names, tuple) for names in spec):
-        pytest.skip("JAX 0.8 does not divide a dimension along a manual and an explicit mesh axis")
+    if mode == "partly manual, explicit" and not jax_divides(spec, kept):
+        pytest.skip("this JAX refuses the layout, or gathers whatever is inside shard_map")
     with jax.set_mesh(mesh(kind)) if kind == AxisType.Explicit else contextlib.nullcontext():
         where_spec = (*spec, *[None] * (3 - len(spec)))
         results, travels = run_compiled(
@@ -389,7 +400,7 @@ def test_large_numbers_far_apart(name):
     """Sums of terms of one device that are nothing beside those of another neither overflow nor count."""
     lowest = np.finfo(np.float32).min
     x = normal((4, 32)) + np.repeat([3e4, -3e4, 1e38, 88.0], 8).astype("float32")
-    x[1, ::2], x[2], x[3, 8:] = lowest, lowest, -np.inf
+    x[1, ::2], x[1, 1::2], x[2], x[3, 8:] = lowest, 0, lowest, -np.inf
     y = jax.jit(OPERATORS[name])(place(x, P(None, "data")))
     check(y, reference(name, x))
 
