@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 import jax_softmax
-from jax_softmax.primitives import VJP, softmax_linear_p
+from jax_softmax.primitives import PRIMITIVES, VJP
 
 OURS, XLA, TORCH = "jax_softmax", "XLA", "PyTorch"
 
@@ -59,7 +59,7 @@ def function(peer: str, case: Case) -> Callable:
         module = jax_softmax if peer == OURS else jax.nn
         return lambda x: getattr(module, case.op)(x, axes)
     if peer == OURS:
-        return lambda y, t: softmax_linear_p.bind(y, t, op=VJP[case.op], axes=axes)
+        return lambda y, t: PRIMITIVES[VJP[case.op]].bind(y, t, axes=axes, axis_name=())
     if case.op == "softmax":
         return lambda y, t: y * (t - jnp.sum(y * t, axes, keepdims=True))
     return lambda y, t: t - jnp.exp(y) * jnp.sum(t, axes, keepdims=True)

@@ -1,9 +1,21 @@
 """Softmax for JAX with its own CPU and CUDA kernels, called through XLA's typed FFI."""
 
 from jax_softmax import _compatibility as _compatibility  # first: says so if jaxlib does not fit
+from jax_softmax import interpreters as interpreters
 from jax_softmax._info import build_info
-from jax_softmax.api import log_softmax, log_softmax_vjp, softmax, softmax_vjp
+from jax_softmax.api import export_checks, log_softmax, log_softmax_vjp, softmax, softmax_vjp
 from jax_softmax.explain import Explanation, explain
+from jax_softmax.patching import use
 
-__all__ = ["Explanation", "build_info", "explain", "log_softmax", "log_softmax_vjp", "softmax", "softmax_vjp"]
+__all__ = [
+    "Explanation",
+    "build_info",
+    "explain",
+    "export_checks",
+    "log_softmax",
+    "log_softmax_vjp",
+    "softmax",
+    "softmax_vjp",
+    "use",
+]
 __version__ = build_info()["version"]

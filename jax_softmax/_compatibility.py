@@ -1,4 +1,4 @@
-"""Refuses a jaxlib that the kernels cannot be registered with, in words of our own.
+"""Refuses to run without compiled kernels, or with a jaxlib that they cannot be registered with, in words of our own.
 
 XLA would accept the module and fail when its first backend starts, with a message that names neither the package nor
 the versions.
@@ -9,6 +9,14 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import jaxlib
+
+# Before any of the package's own imports, so that what is found missing is the kernels alone.
+if find_spec("jax_softmax._kernels") is None:
+    raise ImportError(
+        f"{Path(__file__).parent} has no compiled kernels: it is jax_softmax's source, found before an installed "
+        "package because Python looks in the current folder first. Run `pip install .` there once; then start Python "
+        "in another folder or with -P, as in `python -P -m pytest`."
+    )
 
 from jax_softmax import _kernels
 

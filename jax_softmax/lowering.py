@@ -1,21 +1,21 @@
 """From the primitives to a program: an FFI custom call where there are kernels, jax.numpy elsewhere."""
 
+import functools
 import warnings
 
 import jax
 import numpy as np
 from jax.interpreters import mlir
 
-from jax_softmax import _cuda, _kernels, reference
-from jax_softmax.primitives import softmax_linear_p, softmax_p
+from jax_softmax import _cuda, _kernels, reference, sharding
+from jax_softmax.primitives import PRIMITIVES, float_operands
 
 TARGET = "jax_softmax"
 
 
-def _reference_rule(n_floats):
+def _reference_rule():
     def function(*operands, op, axes):
-        where = operands[n_floats] if len(operands) > n_floats else None
-        return getattr(reference, op)(*operands[:n_floats], where, axes)
+        return reference.apply(op, axes, *operands)
 
     return mlir.lower_fun(function, multiple_results=False)
 
@@ -81,11 +81,12 @@ def _register():
     _cuda.availability()  # finds what a program that was lowered elsewhere needs, too
     jax.ffi.register_ffi_target(TARGET, _kernels.cpu_handler(), platform="cpu")
     jax.ffi.register_ffi_target(TARGET, _kernels.cuda_handlers(), platform="CUDA")
-    for primitive, n_floats in ((softmax_p, 1), (softmax_linear_p, 2)):
-        by_reference = _reference_rule(n_floats)
-        mlir.register_lowering(primitive, by_reference)
-        mlir.register_lowering(primitive, _cpu_rule(by_reference), platform="cpu")
-        mlir.register_lowering(primitive, _cuda_rule(by_reference, n_floats), platform="cuda")
+    for op, primitive in PRIMITIVES.items():
+        by_reference = _reference_rule()
+        rules = {None: by_reference, "cpu": _cpu_rule(by_reference), "cuda": _cuda_rule(by_reference, float_operands(op))}
+        for platform, rule in rules.items():
+            rule = sharding.partitioned(primitive, platform, functools.partial(rule, op=op))
+            mlir.register_lowering(primitive, rule, platform=platform)
 
 
 _register()

@@ -1,15 +1,17 @@
-"""The two primitives, and how they differentiate and batch.
+"""The primitives, and how they differentiate and batch.
 
-`softmax_p` is the operator (softmax or log-softmax), `softmax_linear_p` its Jacobian applied to a tangent or,
-transposed, to a cotangent. The second is linear in that operand, so that with a JVP rule on each and a transpose rule
-on the second forward mode, reverse mode and every higher order follow.
+There is one for each operation, of its name, so that programs, profiles and errors show which it is. `softmax` and
+`log_softmax` are the operators, the others their Jacobians applied to a tangent or, transposed, to a cotangent. These
+are linear in that operand, so that with a JVP rule on all and a transpose rule on the linear ones forward mode, reverse
+mode and every higher order follow.
 
-    softmax_p         x, [where]      op = softmax | log_softmax
-    softmax_linear_p  y, t, [where]   op = softmax_linear | log_softmax_jvp | log_softmax_vjp
+    x, [where]      softmax | log_softmax
+    y, t, [where]   softmax_linear | log_softmax_jvp | log_softmax_vjp
 
 x, y and t are floats of one shape and dtype; y is the operator's result. `where` is a boolean mask that broadcasts to
 that shape; masked elements count for nothing and give the operator's neutral result, in the linear maps 0.
-`axes` are the reduced axes, sorted.
+`axes` are the reduced axes, sorted. `axis_name` is a tuple of mesh axes, inside `shard_map`, along which each device
+has a part of every row; else it is empty.
 """
 
 import functools
@@ -17,12 +19,10 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching
+from jax.interpreters import ad, batching, xla
+from jax.sharding import PartitionSpec
 
 from jax_softmax import reference
-
-softmax_p = Primitive("softmax")
-softmax_linear_p = Primitive("softmax_linear")
 
 JVP = {"softmax": "softmax_linear", "log_softmax": "log_softmax_jvp"}
 VJP = {"softmax": "softmax_linear", "log_softmax": "log_softmax_vjp"}
@@ -33,38 +33,44 @@ _TRANSPOSED = {
 }
 
 
-@functools.cache
-def _compiled(primitive, op, axes):
-    def call(*operands):
-        return primitive.bind(*operands, op=op, axes=axes)
-
-    # What JAX sets on its own primitives' functions: looking for the operation that made a NaN ends here.
-    call._apply_primitive = True
-    return jax.jit(call)
+PRIMITIVES = {op: Primitive(op) for op in (*JVP, *_TRANSPOSED)}
 
 
-def _implement(primitive):
-    def impl(*operands, op, axes):
-        with jax.disable_jit(False):  # a primitive is compiled even where functions are not
-            return _compiled(primitive, op, axes)(*operands)
-
-    primitive.def_impl(impl)
-
-    # An update keeps what else the type says of the array: its sharding, and the mesh axes that it varies over.
-    def abstract_eval(*avals, op, axes):
-        return avals[0].update(weak_type=False)
-
-    primitive.def_abstract_eval(abstract_eval)
-    batching.primitive_batchers[primitive] = functools.partial(_batch, primitive)
+def float_operands(op):
+    """How many operands come before the mask."""
+    return 1 if op in JVP else 2
 
 
-def _batch(primitive, operands, batch_axes, *, op, axes):
+# An update keeps what else the type says of the array: the mesh axes that it varies over.
+def _abstract_eval(op, *avals, axes, axis_name):
+    return avals[0].update(weak_type=False, sharding=_sharding(avals, op, axes))
+
+
+def _sharding(avals, op, axes):
+    """The result's sharding in its type, which follows all operands as that of the operator in jax.numpy does.
+
+    Raises:
+      ShardingTypeError: the operands' types are of shardings that do not go together.
+    """
+    if all(aval.sharding.spec == PartitionSpec(*[None] * aval.ndim) for aval in avals):
+        return avals[0].sharding
+    types = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=aval.sharding) for aval in avals]
+    return jax.eval_shape(functools.partial(reference.apply, op, axes), *types).sharding
+
+
+def _batch(op, axis_data, operands, batch_axes, *, axes, axis_name):
     """Only the axes change: operands batched along another axis than the first one's are moved to it.
 
-    A float operand without a batch axis is broadcast; for a mask an extent of 1 will do.
+    A float operand without a batch axis is broadcast; for a mask an extent of 1 will do. A batch axis that `axis_name`
+    names, as `vmap`'s argument of that name may, is one of the axes.
     """
-    n_floats = 1 if primitive is softmax_p else 2
-    floats = operands[:n_floats]
+    operands, batch_axes = list(operands), list(batch_axes)
+    named = axis_data.name in axis_name
+    if all(b is None for b in batch_axes):
+        if not named:
+            return PRIMITIVES[op].bind(*operands, axes=axes, axis_name=axis_name), None
+        operands[0], batch_axes[0] = jnp.broadcast_to(operands[0], (axis_data.size, *operands[0].shape)), 0
+    floats = operands[: float_operands(op)]
     ndim = next(x.ndim - (b is not None) for x, b in zip(floats, batch_axes, strict=False))
     size = next(x.shape[b] for x, b in zip(operands, batch_axes, strict=True) if b is not None)
     # The batch axis of each operand, and the new axis, counted from the end: a mask may have fewer axes than x.
@@ -72,7 +78,7 @@ def _batch(primitive, operands, batch_axes, *, op, axes):
     to = max(next(end for end in ends if end is not None), -ndim - 1)
     batched = []
     for i, (x, end) in enumerate(zip(operands, ends, strict=True)):
-        if i >= n_floats and end is None:
+        if i >= len(floats) and end is None:
             x = jnp.expand_dims(x, to) if x.ndim >= -to - 1 else x
         elif end is None:
             x = jnp.expand_dims(x, to)
@@ -85,30 +91,29 @@ def _batch(primitive, operands, batch_axes, *, op, axes):
         batched.append(x)
     to += ndim + 1
     axes = tuple(a + (a >= to) for a in axes)
-    return primitive.bind(*batched, op=op, axes=axes), to
+    if named:
+        axes, axis_name = tuple(sorted([*axes, to])), tuple(name for name in axis_name if name != axis_data.name)
+    return PRIMITIVES[op].bind(*batched, axes=axes, axis_name=axis_name), to
 
 
-_implement(softmax_p)
-_implement(softmax_linear_p)
-
-
-def _softmax_jvp(primals, tangents, *, op, axes):
-    y = softmax_p.bind(*primals, op=op, axes=axes)
+def _jvp(op, primals, tangents, **axes):
+    y = PRIMITIVES[op].bind(*primals, **axes)
     if type(tangents[0]) is ad.Zero:
         return y, ad.Zero.from_primal_value(y)
-    return y, softmax_linear_p.bind(y, tangents[0], *primals[1:], op=JVP[op], axes=axes)
+    return y, PRIMITIVES[JVP[op]].bind(y, tangents[0], *primals[1:], **axes)
 
 
-ad.primitive_jvps[softmax_p] = _softmax_jvp
-
-
-def _linear_in_y(y, y_dot, t, where, op, axes):
+def _linear_in_y(y, y_dot, t, where, op, axes, axis_name):
     """The derivative along y_dot of the linear map (y, t), in the dtype that the kernels compute in."""
+
+    def total(a):
+        a = jnp.sum(a, axis=axes, keepdims=True)
+        return jax.lax.psum(a, axis_name) if axis_name else a
+
     dtype = t.dtype
     y, y_dot, t = (reference.widened(a) for a in (y, y_dot, t))
     if where is not None:
         y_dot, t = jnp.where(where, y_dot, 0), jnp.where(where, t, 0)
-    total = functools.partial(jnp.sum, axis=axes, keepdims=True)
     if op == "softmax_linear":
         derivative = y_dot * (t - total(y * t)) - y * total(y_dot * t)
     elif op == "log_softmax_jvp":
@@ -120,27 +125,30 @@ def _linear_in_y(y, y_dot, t, where, op, axes):
     return derivative.astype(dtype)
 
 
-def _softmax_linear_jvp(primals, tangents, *, op, axes):
+def _linear_jvp(op, primals, tangents, **axes):
     y, t, *mask = primals
     y_dot, t_dot = tangents[:2]
-    out = softmax_linear_p.bind(*primals, op=op, axes=axes)
+    out = PRIMITIVES[op].bind(*primals, **axes)
     terms = []
     if type(t_dot) is not ad.Zero:
-        terms.append(softmax_linear_p.bind(y, t_dot, *mask, op=op, axes=axes))
+        terms.append(PRIMITIVES[op].bind(y, t_dot, *mask, **axes))
     if type(y_dot) is not ad.Zero:
-        terms.append(_linear_in_y(y, y_dot, t, mask[0] if mask else None, op, axes))
+        terms.append(_linear_in_y(y, y_dot, t, mask[0] if mask else None, op, **axes))
     return out, functools.reduce(jnp.add, terms) if terms else ad.Zero.from_primal_value(out)
 
 
-ad.primitive_jvps[softmax_linear_p] = _softmax_linear_jvp
-
-
-def _softmax_linear_transpose(cotangent, y, t, *mask, op, axes):
+def _linear_transpose(op, cotangent, y, t, *mask, **axes):
     assert ad.is_undefined_primal(t) and not ad.is_undefined_primal(y)
     nothing = [None] * len(mask)
     if type(cotangent) is ad.Zero:
         return [None, ad.Zero(t.aval), *nothing]
-    return [None, softmax_linear_p.bind(y, cotangent, *mask, op=_TRANSPOSED[op], axes=axes), *nothing]
+    return [None, PRIMITIVES[_TRANSPOSED[op]].bind(y, cotangent, *mask, **axes), *nothing]
 
 
-ad.primitive_transposes[softmax_linear_p] = _softmax_linear_transpose
+for _op, _primitive in PRIMITIVES.items():
+    _primitive.def_impl(functools.partial(xla.apply_primitive, _primitive))
+    _primitive.def_abstract_eval(functools.partial(_abstract_eval, _op))
+    batching.fancy_primitive_batchers[_primitive] = functools.partial(_batch, _op)
+    ad.primitive_jvps[_primitive] = functools.partial(_jvp if _op in JVP else _linear_jvp, _op)
+    if _op in _TRANSPOSED:
+        ad.primitive_transposes[_primitive] = functools.partial(_linear_transpose, _op)

@@ -1,7 +1,8 @@
 """The operators in jax.numpy: what runs on platforms without kernels, and for what the kernels do not cover.
 
 Each function has the operands and the meaning of the primitive of its name (see `primitives.py`): `where` is None or a
-boolean mask that broadcasts to x's shape.
+boolean mask that broadcasts to x's shape. Where a row is spread over devices, each holds a part of it, and
+`across(value, "max" | "sum")` reduces a value over them; these functions then read the operands at most twice.
 """
 
 import jax
@@ -9,37 +10,84 @@ import jax.numpy as jnp
 
 _HALF = (jnp.float16, jnp.bfloat16)
 
+# As they are now: `jax.nn.softmax` may come to be this package's (see `patching.py`).
+ORIGINALS = {"softmax": jax.nn.softmax, "log_softmax": jax.nn.log_softmax}
+
 
 def widened(x):
     """16-bit floats as float32, in which they are computed."""
     return x.astype(jnp.float32) if x.dtype in _HALF else x
 
 
-def softmax(x, where, axes):
-    return jax.nn.softmax(widened(x), axes, where).astype(x.dtype)
+def softmax(x, where, axes, across=None):
+    if across is None:
+        return ORIGINALS["softmax"](widened(x), axes, where).astype(x.dtype)
+    largest, total = _row_states(widened(x), where, axes, across)
+    return _kept(jnp.exp(widened(x) - largest) / total, where).astype(x.dtype)
 
 
-def log_softmax(x, where, axes):
-    return jax.nn.log_softmax(widened(x), axes, where).astype(x.dtype)
+def log_softmax(x, where, axes, across=None):
+    if across is None:
+        return ORIGINALS["log_softmax"](widened(x), axes, where).astype(x.dtype)
+    largest, total = _row_states(widened(x), where, axes, across)
+    return _kept(widened(x) - largest - jnp.log(total), where, -jnp.inf).astype(x.dtype)
 
 
-def _kept(t, where):
-    return t if where is None else jnp.where(where, t, 0)
+def _row_states(x, where, axes, across):
+    """The maximum of each row, and the sum of exp(x - maximum), both from one read of this device's part.
+
+    An element is a state of its own, (x, 1); what counts for nothing, masked or -inf, is (the lowest finite, 0), so
+    that no difference of two maxima is NaN unless the row's results are. A row of nothing but -inf has a sum of 0.
+    """
+
+    def combined(a, b):
+        (max_a, sum_a), (max_b, sum_b) = a, b
+        difference = max_a - max_b
+        factor = jnp.exp(-jnp.abs(difference))  # of the sum that goes with the smaller maximum
+        total = jnp.where(difference >= 0, sum_a + sum_b * factor, sum_a * factor + sum_b)
+        return jnp.maximum(max_a, max_b), total
+
+    lowest = jnp.array(jnp.finfo(x.dtype).min, x.dtype)
+    x = _kept(x, where, -jnp.inf)
+    elements = jnp.maximum(x, lowest), (x != -jnp.inf).astype(x.dtype)
+    largest, total = jax.lax.reduce(elements, (lowest, jnp.zeros_like(lowest)), combined, axes)
+    largest, total = jnp.expand_dims(largest, axes), jnp.expand_dims(total, axes)
+    largest_of_all = across(largest, "max")
+    return largest_of_all, across(total * jnp.exp(largest - largest_of_all), "sum")
 
 
-def softmax_linear(y, t, where, axes):
+def _kept(t, where, masked=0):
+    return t if where is None else jnp.where(where, t, jnp.array(masked, t.dtype))
+
+
+def _row_sum(t, axes, across):
+    total = jnp.sum(t, axes, keepdims=True)
+    return total if across is None else across(total, "sum")
+
+
+def softmax_linear(y, t, where, axes, across=None):
     """J t = y (t - sum(y t)), softmax's Jacobian, which is symmetric."""
     p, t32 = widened(y), _kept(widened(t), where)
-    return _kept(p * (t32 - jnp.sum(p * t32, axes, keepdims=True)), where).astype(t.dtype)
+    return _kept(p * (t32 - _row_sum(p * t32, axes, across)), where).astype(t.dtype)
 
 
-def log_softmax_jvp(y, t, where, axes):
+def log_softmax_jvp(y, t, where, axes, across=None):
     """J t = t - sum(exp(y) t), log-softmax's Jacobian."""
     p, t32 = jnp.exp(widened(y)), _kept(widened(t), where)
-    return _kept(t32 - jnp.sum(p * t32, axes, keepdims=True), where).astype(t.dtype)
+    return _kept(t32 - _row_sum(p * t32, axes, across), where).astype(t.dtype)
 
 
-def log_softmax_vjp(y, t, where, axes):
+def log_softmax_vjp(y, t, where, axes, across=None):
     """Jᵀ t = t - exp(y) sum(t), the transpose of log-softmax's Jacobian."""
     p, t32 = jnp.exp(widened(y)), _kept(widened(t), where)
-    return _kept(t32 - p * jnp.sum(t32, axes, keepdims=True), where).astype(t.dtype)
+    return _kept(t32 - p * _row_sum(t32, axes, across), where).astype(t.dtype)
+
+
+_OPERATORS = {f.__name__: f for f in (softmax, log_softmax, softmax_linear, log_softmax_jvp, log_softmax_vjp)}
+
+
+def apply(op, axes, *operands, across=None):
+    """The operator of a name on a primitive's operands, of which a boolean one is the mask."""
+    floats = [a for a in operands if a.dtype != bool]
+    where = operands[len(floats)] if len(operands) > len(floats) else None
+    return _OPERATORS[op](*floats, where, axes, across)

@@ -13,7 +13,7 @@ import numpy as np
 
 import jax_softmax
 from jax_softmax import _kernels
-from jax_softmax.primitives import softmax_linear_p
+from jax_softmax.primitives import PRIMITIVES
 
 jax.config.update("jax_enable_x64", True)
 
@@ -136,7 +136,7 @@ def run(dtypes, cases, limits=None) -> set[str]:
             jax_softmax.softmax(x, axes, where).block_until_ready()
             jax_softmax.log_softmax(x, axes, where).block_until_ready()
             for op in ("softmax_linear", "log_softmax_jvp", "log_softmax_vjp"):
-                softmax_linear_p.bind(x, t, *mask, op=op, axes=axes).block_until_ready()
+                PRIMITIVES[op].bind(x, t, *mask, axes=axes, axis_name=()).block_until_ready()
             mask_shape = None if where is None else list(shape)
             schedules.add(
                 _kernels.plan(list(shape), list(axes), "softmax", dtype, mask_shape, **(limits or {}))["schedule"]
@@ -154,7 +154,7 @@ def run_exported(shape, axes) -> str:
     @jax.jit
     def both(x):
         y = jax_softmax.softmax(x, axes)
-        return y, softmax_linear_p.bind(y, x, op="softmax_linear", axes=axes)
+        return y, PRIMITIVES["softmax_linear"].bind(y, x, axes=axes, axis_name=())
 
     exported = jax.export.export(both, disabled_checks=allowed)(symbolic)
     jax.block_until_ready(jax.jit(exported.call)(x))

@@ -1,8 +1,11 @@
 """What a build says of itself, and what it refuses to run with."""
 
+import os
+import shutil
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 
 import jax
 import pytest
@@ -24,10 +27,12 @@ def test_public_names():
         "Explanation",
         "build_info",
         "explain",
+        "export_checks",
         "log_softmax",
         "log_softmax_vjp",
         "softmax",
         "softmax_vjp",
+        "use",
     ]
     for name in jax_softmax.__all__:
         assert getattr(jax_softmax, name).__doc__
@@ -49,6 +54,25 @@ def test_unsupported_jaxlib_is_refused(jaxlib, runtime, built, match):
 @pytest.mark.parametrize("jaxlib,runtime", [("0.8.0", (0, 1)), ("0.12.0.1", (0, 5)), ("0.13.0.dev1", (0, 6))])
 def test_supported_jaxlib_is_accepted(jaxlib, runtime):
     _compatibility.check(jaxlib, runtime, (0, 1))
+
+
+@pytest.mark.parametrize(
+    "command", [["-c", "import jax_softmax"], ["-m", "pytest"], ["-m", "jax_softmax"]], ids=" ".join
+)
+def test_source_without_kernels_says_what_to_do(tmp_path, command):
+    """As in a checkout, which Python finds before the installed package."""
+    (tmp_path / "jax_softmax").mkdir()
+    for source in Path(jax_softmax.__file__).parent.glob("*.py"):
+        shutil.copy(source, tmp_path / "jax_softmax")
+    (tmp_path / "conftest.py").write_text("import jax_softmax")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    result = subprocess.run(
+        [sys.executable, *command], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+    )
+    output = result.stdout + result.stderr
+    assert result.returncode != 0
+    assert f"{tmp_path / 'jax_softmax'} has no compiled kernels" in output, output
+    assert "pip install ." in output and "python -P" in output and "circular" not in output, output
 
 
 def test_doctor(tmp_path):

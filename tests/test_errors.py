@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import sparse
 
 import jax_softmax
 
@@ -31,8 +32,27 @@ def assert_refused(kind, words, f, *args, **kwargs):
     "axis,given", [(1.0, "1.0|float"), (np.float32(0), "0.0|float"), ("rows", "rows|str"), ((0, "rows"), "rows|str")]
 )
 def test_axis_of_another_type(f, axis, given):
+    f(X, 1)  # equal to 1.0, and compiled
     assert_refused(TypeError, ("axis", given, "int"), f, X, axis)
     assert_refused(TypeError, ("axis", given, "int"), f, X, axis=(axis,) if not isinstance(axis, tuple) else axis)
+
+
+@every_function
+@pytest.mark.parametrize("axis", [{0}, np.array([0.0]), np.array([[0]]), [[0]], iter([0]), slice(1)], ids=repr)
+def test_axis_that_is_no_sequence_of_ints(f, axis):
+    assert_refused(TypeError, ("axis", type(axis).__name__, "int"), f, X, axis)
+
+
+@every_function
+def test_axis_that_is_traced(f):
+    for axis in (0, jnp.array([0, 1])):
+        assert_refused(TypeError, ("axis", "int", "traced"), jax.jit(lambda axis: f(X, axis)), axis)
+
+
+@every_function
+def test_axis_by_its_name(f):
+    """Which is an argument of its own."""
+    assert_refused(TypeError, ("axis", "'i'", "axis_name"), jax.vmap(lambda x: f(x, axis="i"), axis_name="i"), X)
 
 
 @every_function
@@ -44,9 +64,10 @@ def test_axis_out_of_range(f, axis):
 
 @every_function
 def test_axis_of_a_scalar(f):
-    for axis in (0, -1):
-        assert_refused(ValueError, ("axis|axes", str(axis), "0"), f, np.float32(1), axis)
-    assert_refused(ValueError, ("axis|axes", "-1"), f, 1.0)
+    for x in (1.0, True, np.float32(1), jnp.float32(1)):
+        for axis in (0, -1, (0,)):
+            assert_refused(ValueError, ("axis", str(axis), "None or ()", "0 dimensions"), f, x, axis)
+        assert_refused(ValueError, ("axis", "-1", "None or ()"), f, x)
 
 
 @every_function
@@ -78,10 +99,41 @@ def test_x_that_is_no_array(f, x):
     assert_refused(TypeError, ("x", type(x).__name__, "array"), f, x)
 
 
+NO_NUMBERS = {
+    "object": np.array([object(), None]),
+    "<U1": np.array(["a", "b"]),
+    "datetime64[D]": np.array(["2020-02-20"], "datetime64[D]"),
+    "timedelta64[s]": np.zeros(2, "timedelta64[s]"),
+    ">f4": np.zeros(2, ">f4"),
+    ">i2": np.zeros(2, ">i2"),
+    "float0": np.zeros(2, jax.dtypes.float0),
+    "key<fry>": jax.random.key(0),
+    np.dtype(np.longdouble).name: np.zeros(2, np.longdouble),
+    np.dtype(np.clongdouble).name: np.clongdouble(1),
+}
+
+
 @every_function
-def test_array_of_no_numbers(f):
-    for x in (np.array(["a", "b"]), np.array([object(), None])):
-        assert_refused(TypeError, ("x", "ndarray|dtype", "array|dtype|number"), f, x)
+@pytest.mark.parametrize("dtype", NO_NUMBERS)
+def test_arrays_of_other_dtypes(f, dtype):
+    x = NO_NUMBERS[dtype]
+    assert_refused(TypeError, ("x", "dtype", dtype, "floating, integer, boolean or complex"), f, x, None)
+    assert_refused(TypeError, ("where", "dtype", dtype, "boolean array or None"), f, X, where=x)
+
+
+class Unknown:
+    """Neither an array nor convertible to one, but with the attributes of one."""
+
+    shape, dtype, ndim = (3, 4), np.dtype(bool), 2
+
+
+@every_function
+@pytest.mark.parametrize(
+    "value", [sparse.BCOO.fromdense(jnp.eye(4)), jax.ShapeDtypeStruct((3, 4), "bool"), Unknown()], ids=lambda x: type(x)
+)
+def test_what_only_looks_like_an_array(f, value):
+    assert_refused(TypeError, ("x", type(value).__name__, "array or a number"), f, value)
+    assert_refused(TypeError, ("where", type(value).__name__, "boolean array or None"), f, X, where=value)
 
 
 @every_function

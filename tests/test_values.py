@@ -372,6 +372,14 @@ def test_complex(dtype, name):
             np.testing.assert_allclose(actual, expected, rtol=50 * eps, atol=50 * eps)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_complex_with_a_mask_that_enlarges(name):
+    x = normal((4, 6)) + 1j * normal((4, 6), seed=1)
+    where = support.random_mask((3, 4, 6))
+    actual, expected = (table[name](a, 0, where) for table, a in ((OPERATORS, x), (support.JAX_NN, x + where * 0)))
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
+
+
 FLOAT8 = (
     *("float8_e3m4", "float8_e4m3", "float8_e4m3b11fnuz", "float8_e4m3fn", "float8_e4m3fnuz"),
     *("float8_e5m2", "float8_e5m2fnuz"),
@@ -403,8 +411,23 @@ def test_float8(dtype, name):
         check_float8(dx, support.reference_vjp(name, wide, g, axis, where).value, x.dtype)
 
 
-@pytest.mark.parametrize("axis", [np.int32(1), np.int64(-1), (np.int64(0), 1)], ids=repr)
-def test_axis_from_numpy(axis):
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "axis,same",
+    [
+        (np.int32(1), 1),
+        (np.array(-1), 1),
+        (jnp.array(0), 0),
+        (True, 1),
+        ((np.int64(0), 1), (0, 1)),
+        (range(2), (0, 1)),
+        ([0, -1], (0, 1)),
+        (np.array([1]), 1),
+        (jnp.array([1, 0]), (0, 1)),
+    ],
+    ids=repr,
+)
+def test_axis_of_other_types(axis, same, name):
     x = normal((3, 5))
-    check(OPERATORS["softmax"](x, axis), reference("softmax", x, axis))
-    check(OPERATORS["log_softmax"](x, axis), reference("log_softmax", x, axis))
+    check(OPERATORS[name](x, axis), reference(name, x, same))
+    check(jax.jit(lambda x: OPERATORS[name](x, axis))(x), reference(name, x, same))

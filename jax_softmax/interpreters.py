@@ -1,0 +1,28 @@
+"""What JAX's interpreters besides differentiation and batching have to know of the primitives."""
+
+import contextlib
+import functools
+
+from jax.experimental import jet
+
+from jax_softmax import reference
+from jax_softmax.primitives import PRIMITIVES
+
+
+def _jet(op, primals, series, *, axes, axis_name):
+    """The Taylor series of the same function in jax.numpy."""
+    if axis_name:
+        raise NotImplementedError(f"{op}: jet does not work for rows that are spread over devices, by axis_name.")
+    # Between rules the terms are Taylor coefficients, without the factorials that they are scaled by outside.
+    return jet.jet(functools.partial(reference.apply, op, axes), primals, series, factorial_scaled=False)
+
+
+for _op, _primitive in PRIMITIVES.items():
+    jet.jet_rules[_primitive] = functools.partial(_jet, _op)
+
+# The table has no public name. With a JAX that moved it, checkify sees no NaN that the operators make.
+with contextlib.suppress(ImportError):
+    from jax._src.checkify import error_checks, nan_error_check
+
+    for _primitive in PRIMITIVES.values():
+        error_checks[_primitive] = functools.partial(nan_error_check, _primitive)

@@ -1,0 +1,646 @@
+"""Arrays sharded over devices: nothing is gathered, and the results are those of one device.
+
+Eight simulated CPU devices (see conftest.py), in a mesh of 4 by 2. What travels is read off the compiled programs.
+"""
+
+import contextlib
+import functools
+import math
+import re
+import socket
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import support
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from support import CUSTOM_VJPS, JAX_NN, NAMES, OPERATORS, check, normal, reference, reference_vjp
+
+import jax_softmax
+from jax_softmax import sharding
+
+every_name = pytest.mark.parametrize("name", NAMES)
+SHAPE = (8, 4, 32)
+
+# Layouts of an array of SHAPE, and axes to reduce that they leave whole.
+KEPT = [(P("data", "model"), -1), (P(None, "model", "data"), 0), (P("data", None, "model"), 1)]
+KEPT += [(P(("data", "model")), (1, 2)), (P(None, None, ("data", "model")), (0, 1))]
+# Axes that they divide.
+DIVIDED = [(P("data", None, "model"), -1), (P(None, None, ("model", "data")), -1), (P("data", "model"), 0)]
+DIVIDED += [(P("model", None, "data"), (0, 2)), (P("data", "model"), (1, 2)), (P(None, "model", "data"), None)]
+
+
+def mesh(kind=AxisType.Auto, shape=(4, 2)):
+    return jax.make_mesh(shape, ("data", "model"), axis_types=(kind, kind), devices=jax.devices("cpu")[:8])
+
+
+def place(x, spec, kind=AxisType.Auto):
+    return jax.device_put(x, NamedSharding(mesh(kind), P(*spec[len(spec) - x.ndim :]) if x.ndim < len(spec) else spec))
+
+
+_COLLECTIVE = re.compile(
+    r"= (\S+|\(.*?\)) (all-gather|all-reduce|all-to-all|collective-[a-z]+|reduce-scatter)(?:-start)?\("
+)
+
+
+def run_compiled(f, *args):
+    """The results of the compiled program, and its collectives with the number of elements that each of them sends."""
+    program = jax.jit(f).lower(*args).compile()
+    found = []
+    for types, kind in _COLLECTIVE.findall(program.as_text()):
+        sizes = [math.prod(map(int, filter(None, dims.split(",")))) for dims in re.findall(r"\[([\d,]*)\]", types)]
+        found.append((kind, sum(sizes)))
+    return program(*args), found
+
+
+def kinds(collectives):
+    return {kind for kind, _ in collectives}
+
+
+def same(actual, expected):
+    """Equal but for the order in which a row of float32 may be added up."""
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        a, b = np.asarray(a), np.asarray(b)
+        assert a.dtype == b.dtype and a.shape == b.shape
+        finite = np.isfinite(b)
+        np.testing.assert_array_equal(a[~finite], b[~finite])
+        scale = np.abs(b[finite]).max(initial=0)
+        np.testing.assert_allclose(a[finite], b[finite], rtol=0, atol=16 * scale * float(jnp.finfo(b.dtype).eps))
+
+
+def everything(f):
+    """Values, both modes of differentiation, and a second order."""
+
+    def run(x, t, *where):
+        def g(x):
+            return f(x, *where)
+
+        y, pullback = jax.vjp(g, x)
+        _, tangent = jax.jvp(g, (x,), (t,))
+        _, second = jax.jvp(lambda x: jax.vjp(g, x)[1](t)[0], (x,), (t,))
+        return y, pullback(t)[0], tangent, second
+
+    return run
+
+
+def masked(f, axis, **options):
+    return lambda x, where=None: f(x, axis, where, **options)
+
+
+# ---- Kept axes: nothing travels, and the results stay where the operands are.
+
+
+def manual(spec, names):
+    """What is left of a layout when only the mesh axes of the given names are named."""
+
+    def only(entry):
+        given = entry if isinstance(entry, tuple) else (entry,)
+        return tuple(name for name in given if name in names) or None
+
+    return P(*map(only, spec))
+
+
+@functools.cache
+def jax_divides(spec, kept):
+    """Whether a partly manual shard_map in explicit mode leaves an array where it is: JAX 0.10 does not."""
+    with jax.set_mesh(mesh(AxisType.Explicit)):
+        double = jax.shard_map(lambda x: 2 * x, in_specs=kept, out_specs=kept, axis_names={"data"})
+        try:
+            return run_compiled(double, place(normal(SHAPE), spec, AxisType.Explicit))[1] == []
+        except ValueError:  # JAX 0.8 wants no dimension along both a manual and an explicit mesh axis
+            return False
+
+
+@every_name
+@pytest.mark.parametrize(("spec", "axis"), KEPT, ids=str)
+@pytest.mark.parametrize("mode", ["automatic", "explicit", "shard_map", "partly manual", "partly manual, explicit"])
+def test_kept_axes(mode, spec, axis, name):
+    kind = AxisType.Explicit if mode.endswith("explicit") else AxisType.Auto
+    x, t, where = normal(SHAPE), normal(SHAPE, seed=1), support.random_mask(SHAPE[1:])
+    f = masked(OPERATORS[name], axis)
+
+    def run(x, t, where):
+        return everything(f)(x, t), everything(f)(x, t, where)
+
+    sharded = run
+    if mode == "shard_map" or "manual" in mode:
+        names = {"data"} if "manual" in mode else {"data", "model"}
+        kept = manual(spec, names)
+        in_specs = kept, kept, P(*kept[1:])
+        sharded = jax.shard_map(run, mesh=mesh(kind), in_specs=in_specs, out_specs=kept, axis_names=names)
+    if mode == "partly manual, explicit" and not jax_divides(spec, kept):
+        pytest.skip("this JAX refuses the layout, or gathers whatever is inside shard_map")
+    with jax.set_mesh(mesh(kind)) if kind == AxisType.Explicit else contextlib.nullcontext():
+        where_spec = (*spec, *[None] * (3 - len(spec)))
+        results, travels = run_compiled(
+            sharded, place(x, spec, kind), place(t, spec, kind), place(where, where_spec, kind)
+        )
+    assert travels == []
+    same(results, jax.jit(run)(x, t, where))
+    for y in jax.tree.leaves(results):
+        assert y.sharding.is_equivalent_to(NamedSharding(mesh(kind), spec), y.ndim)
+
+
+@every_name
+@pytest.mark.parametrize("where_spec", [P(), P(None, "model"), P("data", "model")], ids=str)
+@pytest.mark.parametrize("shape", [(1, 4, 1), (8, 1, 32), (4, 32), (32,), ()], ids=str)
+def test_masks_that_broadcast(shape, where_spec, name):
+    x, where = normal(SHAPE), support.random_mask(shape)
+    spec = P(
+        *[s if n > 1 else None for s, n in zip([*where_spec, *[None] * 3][:3][3 - len(shape) :], shape, strict=True)]
+    )
+    f = masked(OPERATORS[name], -1)
+    x_sharded, where_sharded = place(x, P("data", "model")), jax.device_put(where, NamedSharding(mesh(), spec))
+    y, travels = run_compiled(f, x_sharded, where_sharded)
+    assert travels == []
+    check(y, reference(name, x, -1, where))
+
+
+@every_name
+def test_eager(name):
+    x = place(normal(SHAPE), P("data", "model"))
+    y, pullback = jax.vjp(OPERATORS[name], x)
+    assert y.sharding.is_equivalent_to(x.sharding, 3)
+    assert pullback(y)[0].sharding.is_equivalent_to(x.sharding, 3)
+
+
+@every_name
+def test_custom_vjps(name):
+    x, t = normal(SHAPE), normal(SHAPE, seed=1)
+
+    def run(x, t):
+        y, pullback = jax.vjp(CUSTOM_VJPS[name], x)
+        return y, pullback(t)[0]
+
+    (y, x_bar), travels = run_compiled(run, place(x, P("data", "model")), place(t, P("data", "model")))
+    assert travels == []
+    check(y, reference(name, x))
+    check(x_bar, reference_vjp(name, x, t))
+
+
+@every_name
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
+def test_dtypes(dtype, name):
+    x, t = normal(SHAPE, dtype), normal(SHAPE, dtype, seed=1)
+    with support.precision(dtype):
+        for spec, allowed in ((P("data", "model"), []), (P("data", None, "model"), ["all-reduce"] * 2)):
+            y, travels = run_compiled(OPERATORS[name], place(x, spec))
+            assert [kind for kind, _ in travels] == allowed
+            check(y, reference(name, x))
+            check(jax.vjp(OPERATORS[name], place(x, spec))[1](place(t, spec))[0], reference_vjp(name, x, t))
+
+
+@every_name
+@pytest.mark.parametrize("axis", [-1, (1, 2)], ids=str)
+def test_uneven_layouts(axis, name):
+    """Arrays inside a program may be divided unevenly; XLA fills the last parts up."""
+    x = normal((7, 5, 33))
+    x[0, 0, 32], x[1, 1, 0], x[2, 2] = np.nan, np.inf, -np.inf
+    where = support.random_mask(x.shape)
+    f = masked(OPERATORS[name], axis)
+    for spec in (P("data", "model"), P("model", None, "data"), P(None, "data", "model")):
+        layout = NamedSharding(mesh(), spec)
+
+        def run(x, *where, layout=layout):
+            return f(*(jax.lax.with_sharding_constraint(a, layout) for a in (x, *where)))
+
+        check(jax.jit(run)(x), reference(name, x, axis))
+        check(jax.jit(run)(x, where), reference(name, x, axis, where))
+
+
+@every_name
+def test_vmap_with_spmd_axis_name(name):
+    x, t, where = normal(SHAPE), normal(SHAPE, seed=1), support.random_mask(SHAPE)
+    run = everything(masked(OPERATORS[name], -1))
+    mapped = jax.vmap(run, spmd_axis_name="data")
+    layout = P("data", "model")
+    args = [place(a, layout) for a in (x, t, where)]
+    results, travels = run_compiled(mapped, *args)
+    assert travels == []
+    same(results, jax.jit(run)(x, t, where))
+    for y in results:
+        assert y.sharding.is_equivalent_to(args[0].sharding, 3)
+    only_mask = jax.vmap(masked(OPERATORS[name], -1), in_axes=(None, 0), spmd_axis_name="data")
+    y, travels = run_compiled(only_mask, place(x[0], P("model")), args[2])
+    assert travels == []
+    check(y, reference(name, np.broadcast_to(x[0], SHAPE), -1, where))
+
+
+def test_inside_scan_and_checkpoint():
+    x = place(normal(SHAPE), P("data", "model"))
+
+    def loss(x):
+        def layer(x, _):
+            return jax.checkpoint(jax_softmax.softmax)(x), None
+
+        return jax.lax.scan(layer, x, length=3)[0]
+
+    def run(x):
+        y, pullback = jax.vjp(loss, x)
+        return pullback(y)[0]
+
+    x_bar, travels = run_compiled(run, x)
+    assert travels == []
+    same(x_bar, run(np.asarray(x)))
+
+
+def test_attention_takes_no_more_memory():
+    def attention(softmax, q, k, v):
+        return softmax(q @ k.swapaxes(-1, -2)) @ v
+
+    args = [place(normal((8, 2, 128, 16), seed=i), P("data", "model")) for i in range(3)]
+    programs = [
+        jax.jit(functools.partial(attention, f)).lower(*args).compile() for f in (jax_softmax.softmax, jax.nn.softmax)
+    ]
+    ours, theirs = (program.memory_analysis().temp_size_in_bytes for program in programs)
+    scores = 2 * 1 * 128 * 128 * 4  # of one device
+    assert ours <= theirs + scores
+
+
+# ---- Reduced axes: only the rows' states travel.
+
+
+def check_states(found, limit, shape, axis):
+    """Up to `limit` all-reduces (XLA may send several states as one), of no more than the states of the rows each."""
+    axes = support._axes_of(axis, len(shape))
+    rows = math.prod(n for d, n in enumerate(shape) if d not in axes)
+    assert kinds(found) == {"all-reduce"}
+    assert len(found) <= limit
+    assert all(size <= rows for _, size in found)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "spec", "axis"),
+    [("softmax", AxisType.Auto, *layout) for layout in DIVIDED]
+    + [("log_softmax", AxisType.Auto, *layout) for layout in DIVIDED[-2:]]
+    + [(name, AxisType.Explicit, *DIVIDED[0]) for name in NAMES],
+    ids=str,
+)
+def test_divided_rows(name, kind, spec, axis):
+    x, t, where = normal(SHAPE), normal(SHAPE, seed=1), support.random_mask(SHAPE)
+    f = masked(OPERATORS[name], axis)
+    with jax.set_mesh(mesh(kind)) if kind == AxisType.Explicit else contextlib.nullcontext():
+        sharded = [place(a, spec, kind) for a in (x, t, where)]
+        for args, mask in ((sharded[:2], None), (sharded, where)):
+            x_s, t_s, *where_s = args
+            y, travels = run_compiled(f, x_s, *where_s)
+            check_states(travels, 2, SHAPE, axis)
+            check(y, reference(name, x, axis, mask))
+            assert y.sharding.is_equivalent_to(x_s.sharding, 3)
+            _, pullback = jax.vjp(lambda x, where_s=where_s: f(x, *where_s), x_s)
+            (x_bar,), travels = run_compiled(pullback, t_s)
+            check_states(travels, 1, SHAPE, axis)
+            check(x_bar, reference_vjp(name, x, t, axis, mask))
+        results, travels = run_compiled(everything(f), *sharded)
+        assert kinds(travels) == {"all-reduce"}
+    same(results, jax.jit(everything(f))(x, t, where))
+
+
+@every_name
+@pytest.mark.parametrize(
+    ("names", "check_vma"), [("model", True), (("model",), False), (("data", "model"), True)], ids=str
+)
+def test_axis_name(names, check_vma, name):
+    """Inside shard_map, all mesh axes or only those of the rows being manual."""
+    x, t, where = normal(SHAPE), normal(SHAPE, seed=1), support.random_mask(SHAPE)
+    given = names if isinstance(names, tuple) else (names,)
+    run = everything(masked(OPERATORS[name], -1, axis_name=names))
+    spec = P(None if "data" in given else "data", None, given)
+    args = [place(a, spec) for a in (x, t, where)]
+    for axis_names in ({"data", "model"}, set(given)):
+        kept = manual(spec, axis_names)
+        sharded = jax.shard_map(
+            run, mesh=mesh(), in_specs=kept, out_specs=kept, axis_names=axis_names, check_vma=check_vma
+        )
+        results, travels = run_compiled(sharded, *args)
+        assert kinds(travels) == {"all-reduce"}
+        same(results, jax.jit(everything(masked(OPERATORS[name], -1)))(x, t, where))
+    forward = jax.shard_map(
+        functools.partial(OPERATORS[name], axis_name=names), mesh=mesh(), in_specs=spec, out_specs=spec
+    )
+    check_states(run_compiled(forward, args[0])[1], 2, SHAPE, -1)
+    _, pullback = jax.vjp(forward, args[0])
+    check_states(run_compiled(pullback, args[1])[1], 1, SHAPE, -1)
+
+
+@every_name
+def test_axis_name_of_a_custom_vjp(name):
+    x, t = normal(SHAPE), normal(SHAPE, seed=1)
+    spec = P("data", None, "model")
+    f = jax.shard_map(
+        functools.partial(CUSTOM_VJPS[name], axis_name="model"), mesh=mesh(), in_specs=spec, out_specs=spec
+    )
+    y, pullback = jax.vjp(f, place(x, spec))
+    check(y, reference(name, x))
+    check(pullback(place(t, spec))[0], reference_vjp(name, x, t))
+
+
+@every_name
+def test_axis_name_of_what_does_not_vary(name):
+    """Where each device has the same part of the rows, they are repetitions of it."""
+    x = normal((3, 5))
+    f = jax.shard_map(
+        functools.partial(OPERATORS[name], axis_name="model"), mesh=mesh(), in_specs=P(), out_specs=P(None, "model")
+    )
+    check(jax.jit(f)(x), reference(name, np.tile(x, (1, 2))))
+
+
+@every_name
+@pytest.mark.parametrize("in_axes", [0, 1, None])
+def test_axis_name_of_vmap(in_axes, name):
+    x, t = normal((3, 4, 5)), normal((3, 4, 5), seed=1)
+    run = everything(functools.partial(OPERATORS[name], axis_name="parts"))
+    mapped = jax.vmap(run, in_axes=in_axes, axis_name="parts", axis_size=None if in_axes is not None else 2)
+    if in_axes is None:
+        x, t = np.stack([x, x]), np.stack([t, t])
+        same(mapped(x[0], t[0]), everything(masked(OPERATORS[name], (0, -1)))(x, t))
+    else:
+        whole = everything(masked(OPERATORS[name], (in_axes, -1)))(x, t)
+        same(mapped(x, t), [np.moveaxis(a, in_axes, 0) for a in whole])
+
+
+def test_axis_name_that_is_none():
+    for given in ("rows", 3, ("model", "rows"), ["rows"]):
+        with pytest.raises(ValueError, match="axis_name must be a mesh axis"):
+            jax_softmax.softmax(np.ones(3), axis_name=given)
+    f = jax.shard_map(
+        lambda x: jax_softmax.softmax(x, axis_name=("model", "model")), mesh=mesh(), in_specs=P(), out_specs=P()
+    )
+    with pytest.raises(ValueError, match="axis_name must not name an axis twice"):
+        f(np.ones(3))
+    f = jax.shard_map(lambda x: jax_softmax.softmax(x, axis_name="model"), mesh=mesh(), in_specs=P(), out_specs=P())
+    with pytest.raises(TypeError, match="x must be real where axis_name is given"):
+        f(np.ones(3, np.complex64))
+
+
+@every_name
+def test_rows_that_are_not_finite(name):
+    """NaN, infinities and masks mean in a row of several devices what they mean in one of a single device."""
+    rows = support.nonfinite_rows(32)
+    rows = np.concatenate([rows, np.full((-len(rows) % 4, 32), 1.0, rows.dtype)])
+    masks = [np.ones(rows.shape, bool), np.isfinite(rows), np.zeros(rows.shape, bool), ~np.isnan(rows)]
+    masks += [np.arange(32) < 16, np.arange(32) >= 16, support.random_mask(rows.shape)]
+    t = normal(rows.shape, seed=1)
+    x = place(rows, P("data", "model"))
+    f = jax.jit(OPERATORS[name])
+    for where in masks:
+        check(f(x, where=where), reference(name, rows, -1, where))
+        x_bar = jax.vjp(lambda x, where=where: f(x, where=where), x)[1](place(t, P("data", "model")))[0]
+        check(x_bar, reference_vjp(name, rows, t, -1, where))
+
+
+@every_name
+def test_large_numbers_far_apart(name):
+    """Sums of terms of one device that are nothing beside those of another neither overflow nor count."""
+    lowest = np.finfo(np.float32).min
+    x = normal((4, 32)) + np.repeat([3e4, -3e4, 1e38, 88.0], 8).astype("float32")
+    x[1, ::2], x[1, 1::2], x[2], x[3, 8:] = lowest, 0, lowest, -np.inf
+    y = jax.jit(OPERATORS[name])(place(x, P(None, "data")))
+    check(y, reference(name, x))
+
+
+# ---- Types, where they tell shardings.
+
+
+def _mask_of_vmap(f, put):
+    x, where = put(normal((4, 32)), P("model")), put(support.random_mask(SHAPE), P("data"))
+    return jax.vmap(f, (None, None, 0))(x, -1, where)
+
+
+def _both_of_vmap(f, put):
+    x, where = (
+        put(normal((32, 8, 4)), P(None, "data", "model")),
+        put(support.random_mask((4, 32, 8)), P(None, None, "data")),
+    )
+    return jax.vmap(f, (1, None, 2))(x, 0, where.swapaxes(0, 1))
+
+
+def _cotangent_of_vmap(f, put):
+    x, t = put(normal((4, 32)), P("model")), put(normal(SHAPE), P("data", "model"))
+    return jax.vmap(jax.vjp(f, x)[1])(t)[0]
+
+
+def _tangent_of_vmap(f, put):
+    x, t = put(normal((4, 32)), P("model")), put(normal(SHAPE), P("data", "model"))
+    return jax.vmap(lambda t: jax.jvp(f, (x,), (t,))[1])(t)
+
+
+def _masked_case(x_shape, x_spec, mask_shape, mask_spec):
+    return lambda f, put: f(put(normal(x_shape), x_spec), -1, put(support.random_mask(mask_shape), mask_spec))
+
+
+TYPED = {
+    "a sharded mask": _masked_case(SHAPE, P(), SHAPE, P("data", "model")),
+    "a mask of lower rank": _masked_case(SHAPE, P("data"), (4, 32), P("model")),
+    "a mask of higher rank": _masked_case((4, 32), P("model"), (8, 1, 1), P("data")),
+    "a mask that enlarges": _masked_case((8, 1, 32), P("data"), SHAPE, P(None, "model")),
+    "vmap of the mask": _mask_of_vmap,
+    "vmap of both": _both_of_vmap,
+    "vmap of the cotangent": _cotangent_of_vmap,
+    "vmap of the tangent": _tangent_of_vmap,
+}
+
+
+@every_name
+@pytest.mark.parametrize("case", TYPED)
+def test_types_follow_all_operands(case, name):
+    with jax.set_mesh(mesh(AxisType.Explicit)):
+        ours, theirs = (TYPED[case](f[name], jax.device_put) for f in (OPERATORS, JAX_NN))
+    assert jax.typeof(ours) == jax.typeof(theirs)
+    same(ours, TYPED[case](OPERATORS[name], lambda value, spec: value))
+
+
+@every_name
+def test_shardings_that_do_not_go_together(name):
+    with jax.set_mesh(mesh(AxisType.Explicit)):
+        x = jax.device_put(normal(SHAPE), P("data"))
+        where = jax.device_put(support.random_mask(SHAPE), P("model"))
+        errors = []
+        for f in (JAX_NN[name], OPERATORS[name]):
+            with pytest.raises(Exception, match="sharding") as error:
+                f(x, -1, where)
+            errors.append(error.type)
+        assert errors[0] is errors[1] and errors[0].__name__ == "ShardingTypeError"
+        f = OPERATORS[name]
+        _, pullback = jax.vjp(f, x)
+        assert jax.typeof(pullback(x)[0]) == jax.typeof(x)
+
+
+# ---- GSPMD, which JAX can still be set to.
+
+
+@pytest.fixture
+def gspmd():
+    jax.config.update("jax_use_shardy_partitioner", False)
+    yield
+    jax.config.update("jax_use_shardy_partitioner", True)
+
+
+@every_name
+def test_gspmd(gspmd, name):
+    x, t = normal(SHAPE), normal(SHAPE, seed=1)
+    run = everything(OPERATORS[name])
+    for spec in (P("data", "model"), P("data", None, "model")):
+        args = place(x, spec), place(t, spec)
+        results, travels = run_compiled(run, *args)
+        assert kinds(travels) == ({"all-reduce"} if len(spec) == 3 else set())
+        same(results, jax.jit(run)(x, t))
+
+
+# ---- What cannot be divided is right, and says so.
+
+
+def test_a_divided_axis_that_is_not_manual():
+    x = normal(SHAPE)
+    sharded = jax.shard_map(
+        jax_softmax.softmax, mesh=mesh(), in_specs=P("data"), out_specs=P("data"), axis_names={"data"}
+    )
+    with pytest.warns(UserWarning, match="may be gathered.*Make that mesh axis manual too and pass it as axis_name"):
+        y = jax.jit(sharded)(place(x, P("data", None, "model")))
+    check(y, reference("softmax", x))
+
+
+def test_gspmd_inside_a_partly_manual_shard_map(gspmd):
+    x = normal(SHAPE)
+    sharded = jax.shard_map(
+        jax_softmax.softmax, mesh=mesh(), in_specs=P("data"), out_specs=P("data"), axis_names={"data"}
+    )
+    with pytest.warns(UserWarning, match="may be gathered.*jax_use_shardy_partitioner"):
+        y = jax.jit(sharded)(place(x, P("data", "model")))
+    check(y, reference("softmax", x))
+
+
+def test_a_jax_that_moved_its_private_names(monkeypatch):
+    monkeypatch.setattr(sharding, "AVAILABLE", False)
+    x = normal(SHAPE)
+    with pytest.warns(UserWarning, match="may be gathered.*Use jax.shard_map"):
+        y = jax.jit(lambda x: jax_softmax.softmax(x))(place(x, P("data", "model")))
+    check(y, reference("softmax", x))
+
+
+def test_private_names():
+    """They are where this JAX has them, and in two modules."""
+    assert sharding.AVAILABLE
+    sources = sorted(Path(jax_softmax.__file__).parent.glob("*.py"))
+    private = [path.name for path in sources if re.search(r"jax\._src|axis_context", path.read_text())]
+    assert private == ["interpreters.py", "sharding.py"]
+
+
+# ---- Programs that are kept.
+
+
+def exported(f, *specs):
+    return jax.export.export(jax.jit(f), disabled_checks=jax_softmax.export_checks())(*specs)
+
+
+def round_trip(program):
+    pytest.importorskip("flatbuffers", reason="jax.export serializes by it")
+    return jax.export.deserialize(program.serialize(vjp_order=0))
+
+
+@every_name
+@pytest.mark.parametrize("spec", [None, P("data", "model"), P("data", None, "model")], ids=str)
+def test_export(spec, name):
+    x, t = normal(SHAPE), normal(SHAPE, seed=1)
+    args = (x, t) if spec is None else (place(x, spec), place(t, spec))
+    run = everything(OPERATORS[name])
+    program = round_trip(exported(run, *args))
+    expected = {None: set(), 2: set(), 3: {"all-reduce"}}[spec and len(spec)]
+    results, travels = run_compiled(program.call, *args)
+    assert kinds(travels) == expected
+    same(results, jax.jit(run)(x, t))
+
+
+@every_name
+def test_export_with_a_symbolic_batch(name):
+    (batch,) = jax.export.symbolic_shape("4*quarter")
+    program = round_trip(exported(OPERATORS[name], jax.ShapeDtypeStruct((batch, 32), "float32")))
+    layout = NamedSharding(mesh(), P("data"))
+    with pytest.warns(UserWarning, match="may be gathered.*a shape is symbolic"):
+        sharded = exported(OPERATORS[name], jax.ShapeDtypeStruct((batch, 32), "float32", sharding=layout))
+    for n in (4, 8):
+        x = normal((n, 32))
+        check(program.call(x), reference(name, x))
+        check(jax.jit(round_trip(sharded).call)(jax.device_put(x, layout)), reference(name, x))
+
+
+def test_persistent_cache(tmp_path):
+    """A program that is compiled again comes from JAX's cache: it holds nothing of the process that compiled it."""
+    script = f"""
+        import jax, numpy as np, jax_softmax
+        from jax.sharding import NamedSharding, PartitionSpec as P
+        hits = []
+        jax.monitoring.register_event_listener(lambda event, **_: hits.append(event.endswith("/cache_hits")))
+        jax.config.update("jax_compilation_cache_dir", {str(tmp_path)!r})
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+        x = jax.device_put(np.ones((8, 32), "f"), NamedSharding(jax.make_mesh((8,), ("data",)), P(None, "data")))
+        jax.jit(jax_softmax.softmax)(x)
+        print("hits", sum(hits))
+    """
+    outputs = [run_script(script) for _ in range(2)]
+    assert ["hits 0" in outputs[0], "hits 1" in outputs[1]] == [True, True], outputs
+
+
+# ---- Several processes.
+
+
+def started(script, *args):
+    environment = {"PATH": "/usr/bin:/bin", "JAX_PLATFORMS": "cpu", "PYTHONPATH": ":".join(p for p in sys.path if p)}
+    environment["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+    command = [sys.executable, "-c", textwrap.dedent(script), *args]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def output(process):
+    try:
+        text, _ = process.communicate(timeout=100)
+    finally:
+        process.kill()
+    assert process.returncode == 0, text
+    return text
+
+
+def run_script(script):
+    return output(started(script))
+
+
+def test_two_processes():
+    script = """
+        import re, sys, jax, numpy as np, jax_softmax
+        from jax.sharding import NamedSharding, PartitionSpec as P
+        port, number = sys.argv[1:]
+        jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=2, process_id=int(number))
+        assert len(jax.devices()) == 16 and len(jax.local_devices()) == 8
+        mesh = jax.make_mesh((4, 4), ("data", "model"))
+        x = np.random.default_rng(0).normal(size=(16, 64)).astype("float32")
+        t = np.random.default_rng(1).normal(size=(16, 64)).astype("float32")
+
+        def run(x, t, softmax=jax_softmax.softmax):
+            y, pullback = jax.vjp(softmax, x)
+            return y, pullback(t)[0]
+
+        expected = run(x, t, jax.nn.softmax)
+        for spec, collectives in ((P(("data", "model")), set()), (P(None, ("model", "data")), {"all-reduce"})):
+            layout = NamedSharding(mesh, spec)
+            a, b = (jax.make_array_from_callback(v.shape, layout, lambda i, v=v: v[i]) for v in (x, t))
+            program = jax.jit(run).lower(a, b).compile()
+            found = re.findall(r" (all-[a-z]+|collective-[a-z]+|reduce-scatter)(?:-start)?[(]", program.as_text())
+            assert set(found) == collectives, found
+            for actual, whole in zip(program(a, b), expected):
+                for shard in actual.addressable_shards:
+                    np.testing.assert_allclose(shard.data, whole[shard.index], rtol=1e-5, atol=1e-7)
+        print("right")
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    processes = [started(script, port, str(number)) for number in range(2)]
+    for process in processes:
+        assert "right" in output(process)
