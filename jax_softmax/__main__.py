@@ -1,4 +1,4 @@
-"""The doctor: `python -m jax_softmax` says what is built in, what it found, and whether it is right on the devices here."""
+"""The doctor: `python -m jax_softmax` says what it found, and whether it is right on the devices that are here."""
 
 import sys
 import time
