@@ -5,7 +5,6 @@ import subprocess
 import sys
 import textwrap
 
-
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 
 import jax
@@ -15,6 +14,22 @@ import jax_softmax
 from jax_softmax import _cuda, _kernels
 
 pytest.register_assert_rewrite("support")
+
+
+def pytest_addoption(parser):
+    parser.addoption("--sweeps", action="store_true", help="also run the long tests, which are marked `sweep`")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "sweep: takes long, and adds cases more than kinds of them: see --sweeps")
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("--sweeps"):
+        return
+    sweeps = [item for item in items if item.get_closest_marker("sweep")]
+    config.hook.pytest_deselected(items=sweeps)
+    items[:] = [item for item in items if not item.get_closest_marker("sweep")]
 
 
 def pytest_report_header():
