@@ -7,7 +7,6 @@ import concurrent.futures
 import re
 
 import pytest
-
 from support import DEVICES, OPS, WAYS
 
 from jax_softmax import _kernels
