@@ -18,9 +18,13 @@ struct alignas(bytes < 16 ? bytes : 16) Words {
 };
 using Pack = Words<kPackBytes>;
 
+// From global memory.
 __device__ __forceinline__ Pack load_pack(const void* p) {
-  const uint4 bits = *static_cast<const uint4*>(p);
-  return {{bits.x, bits.y, bits.z, bits.w}};
+  Pack pack;
+  asm("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];"
+      : "=r"(pack.word[0]), "=r"(pack.word[1]), "=r"(pack.word[2]), "=r"(pack.word[3])
+      : "l"(__cvta_generic_to_global(p)));
+  return pack;
 }
 
 // To global memory. In unrolled loops the compiler has been seen to make four stores of an ordinary one.

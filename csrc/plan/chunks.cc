@@ -23,6 +23,7 @@ constexpr int kManyChunks = 64;
 constexpr int kMostChunks = 8192;
 // Registers of a thread, so that a multiprocessor has room for three blocks of three teams, or four of two operands.
 int registers_of(const Problem& problem, bool edges) {
+  if (problem.view.reduced.size > 1 && edges) return 80;  // places of packs in many runs
   return problem.cost.inputs == 1 ? (problem.state_bytes() == 16 ? 64 : 56) : edges ? 80 : 40;
 }
 
@@ -90,7 +91,10 @@ std::optional<Chunks> plan_chunks(const Problem& problem, const Device& device) 
   if (clusters && inputs == 1 && !(few && ring) && spread(1, device.largest_cluster)) return plan;
   if (clusters && inputs == 2 && spread(kMostTeams, few && ring ? few_blocks : device.largest_cluster)) return plan;
   // Rings copy run by run, which takes them long.
-  if (clusters && problem.view.reduced.size > 1 && spread(kMostTeams, device.largest_cluster)) return plan;
+  if (clusters && problem.view.reduced.size > 1 &&
+      (spread(kMostTeams / 2, device.largest_cluster) || spread(kMostTeams, device.largest_cluster))) {
+    return plan;
+  }
   if (few && ring) {
     plan.teams = plan.cluster = 1;
     plan.through_memory = true;
@@ -107,8 +111,8 @@ Launch launch_of(const Chunks& plan, const Problem& problem) {
   launch.threads = plan.teams * plan.team_threads;
   launch.cluster = plan.cluster;
   launch.shared_bytes = static_cast<int64_t>(plan.teams) * plan.share * kPackBytes * problem.cost.inputs;
-  launch.resident = 65536 / (registers_of(problem, plan.team_threads != team_threads(problem.cost.inputs, false)) *
-                             launch.threads);
+  const bool edges = plan.boundary > 0 || plan.team_threads != team_threads(problem.cost.inputs, false);
+  launch.resident = 65536 / (registers_of(problem, edges) * launch.threads);
   launch.overlaps = plan.through_memory;
   return launch;
 }

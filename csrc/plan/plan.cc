@@ -92,7 +92,7 @@ int64_t scratch_bytes(const Plan& plan, const Problem& problem) {
           [&](const Ring& p) { return state_bytes_of_pieces(view.rows, p.chunks, problem) + counter; },
           [&](const Twice& p) { return p.one_block ? 0 : state_bytes_of_pieces(view.rows, p.pieces, problem); },
           [&](const TwiceTile& p) {
-            const int64_t rows = tiles_of(p.tile, problem) * p.tile.arrays * p.tile.columns;
+            const int64_t rows = tiles_of(p.tile, problem) * rows_of(p.tile, problem);
             return p.one_block ? 0 : state_bytes_of_pieces(rows, parts_of(p.tile, problem), problem);
           },
           [&](const auto&) { return int64_t{0}; },
@@ -116,7 +116,9 @@ std::vector<Step> steps_of(const Plan& plan, const Problem& problem, const Devic
   return std::visit(
       Overloaded{
           [&](const Registers& p) -> std::vector<Step> {
-            Launch launch{ceil_div(rows, p.threads / p.lanes), p.threads};
+            const int of_pack = rows_of_pack(problem);
+            Launch launch{ceil_div(rows, p.threads / p.lanes * of_pack), p.threads};
+            if (of_pack > 1) return {{"rows_in_packs", launch, rows}};
             launch.shared_bytes = p.unused;
             return {{"registers", launch, rows}};
           },
@@ -157,7 +159,7 @@ std::vector<Step> steps_of(const Plan& plan, const Problem& problem, const Devic
             smaller.turns = p.finished;
             Launch finish = launch;
             finish.blocks = tiles * parts_of(smaller, problem);
-            return combined(tiles * p.tile.arrays * p.tile.columns, 32, launch, finish, "sum_tile_pieces",
+            return combined(tiles * rows_of(p.tile, problem), 32, launch, finish, "sum_tile_pieces",
                             "finish_tile_pieces");
           },
       },

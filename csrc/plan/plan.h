@@ -41,7 +41,7 @@ struct Problem {
   int state_bytes() const { return in_bytes == 8 || out_bytes == 8 ? 16 : 8; }
 };
 
-// A row in the registers of a team of lanes.
+// A row in the registers of a team of lanes, or several in a lane's pack.
 struct Registers {
   int lanes;     // that share a row
   int packs;     // of each operand that a lane holds
@@ -212,5 +212,8 @@ struct Runs {
   int64_t run_packs, packs;
 };
 Runs runs_of(const Problem& problem, int boundary);
+
+// Short rows that a pack has several whole ones of, or 1.
+int rows_of_pack(const Problem& problem);
 
 }  // namespace jax_softmax

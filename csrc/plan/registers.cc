@@ -55,8 +55,22 @@ Registers in_lanes(const Problem& problem, const Runs& runs) {
 
 }  // namespace
 
+int rows_of_pack(const Problem& problem) {
+  const View& view = problem.view;
+  const bool covered = view.contiguous_rows() && !problem.masked && problem.plain && problem.packs;
+  return covered && view.columns < problem.width() && problem.width() % view.columns == 0
+             ? problem.width() / static_cast<int>(view.columns)
+             : 1;
+}
+
 std::optional<Registers> plan_registers(const Problem& problem, const Device& device) {
   if (!problem.view.minor_reduced) return {};
+  if (rows_of_pack(problem) > 1) {
+    Registers plan{};
+    plan.lanes = plan.packs = 1;
+    plan.threads = kLanesThreads;
+    return plan;
+  }
   const Runs short_runs = runs_of(problem, kPackBytes);
   if (short_runs.packs <= kWarpPacks) return in_lanes(problem, short_runs);
 

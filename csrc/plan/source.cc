@@ -93,7 +93,7 @@ std::string source_of(const Plan& plan, const Step& step, const Problem& problem
   } else {
     text += constant("threads", threads);
     const auto* tile = std::get_if<TwiceTile>(&plan);
-    text += constant("tile_rows", tile ? tile->tile.arrays * tile->tile.columns : 1);
+    text += constant("tile_rows", tile ? static_cast<int>(rows_of(tile->tile, problem)) : 1);
     text += constant("combined", tile ? static_cast<int>(parts_of(tile->tile, problem)) : std::get<Twice>(plan).pieces);
   }
   text += "};\n";
