@@ -83,7 +83,11 @@ def _register():
     jax.ffi.register_ffi_target(TARGET, _kernels.cuda_handlers(), platform="CUDA")
     for op, primitive in PRIMITIVES.items():
         by_reference = _reference_rule()
-        rules = {None: by_reference, "cpu": _cpu_rule(by_reference), "cuda": _cuda_rule(by_reference, float_operands(op))}
+        rules = {
+            None: by_reference,
+            "cpu": _cpu_rule(by_reference),
+            "cuda": _cuda_rule(by_reference, float_operands(op)),
+        }
         for platform, rule in rules.items():
             rule = sharding.partitioned(primitive, platform, functools.partial(rule, op=op))
             mlir.register_lowering(primitive, rule, platform=platform)

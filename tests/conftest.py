@@ -5,7 +5,6 @@ import subprocess
 import sys
 import textwrap
 
-
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 
 import jax

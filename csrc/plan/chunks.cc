@@ -6,8 +6,8 @@ namespace jax_softmax {
 
 namespace {
 
-// A team has a chunk of a row, of up to 16 KB of all operands. Where it looks at the edges of rows, which need not begin
-// with a whole pack, fewer threads share the cost of that, and each may have a pack more; but they take longer.
+// A team has a chunk of a row, of up to 16 KB of all operands. Where it looks at the edges of rows, which need not
+// begin with a whole pack, fewer threads share the cost of that, and each may have a pack more; but they take longer.
 constexpr int team_threads(int inputs, bool edges) { return edges ? 128 / inputs : 128; }
 constexpr int thread_packs(int inputs, bool edges) { return edges ? 9 : 8 / inputs; }
 constexpr int room(int inputs, bool edges) { return team_threads(inputs, edges) * thread_packs(inputs, edges); }
@@ -39,9 +39,10 @@ std::optional<Cut> cut(const Problem& problem, const Device& device) {
   const int inputs = problem.cost.inputs;
   const bool clusters = device.largest_cluster > 1;
   bool edges = !runs.aligned || problem.masked || !problem.plain;
-  const int64_t chunks = ceil_div(runs.packs, room(inputs, false)), with_more = ceil_div(runs.packs, room(inputs, true));
-  // A team has room for a pack more where it looks at edges, which is worth it if that makes fewer chunks: unless blocks
-  // of a cluster had all that they have room for, or arithmetic takes as long as memory does.
+  const int64_t chunks = ceil_div(runs.packs, room(inputs, false)),
+                with_more = ceil_div(runs.packs, room(inputs, true));
+  // A team has room for a pack more where it looks at edges, which is worth it if that makes fewer chunks: unless
+  // blocks of a cluster had all that they have room for, or arithmetic takes as long as memory does.
   const bool full = clusters && chunks <= kMostBlocks && runs.packs % room(inputs, false) == 0;
   if (with_more < chunks && !full && with_more <= (inputs == 1 && problem.in_bytes < 8 ? kManyChunks : kMostTeams)) {
     edges = true;

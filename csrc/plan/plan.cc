@@ -12,9 +12,8 @@ namespace {
 // Memory for states may take so much of the operand, and a little that every call may.
 constexpr int kOperandOfScratch = 20;
 constexpr int64_t kLittleScratch = 64 << 10;
-// Runs of fewer elements than this, that do not begin with whole packs, cost more at their edges than XLA does
-// altogether.
-constexpr int kShortRun = 24;
+// Runs of fewer packs than this, that do not begin with whole ones, cost more at their edges than XLA does altogether.
+constexpr int kShortRun = 8;
 
 template <class... F>
 struct Overloaded : F... {
@@ -75,7 +74,7 @@ bool faster_than_xla(const Plan& plan, const Problem& problem) {
   const View& view = problem.view;
   if (view.minor_reduced && view.reduced.size > 1) {
     const Runs runs = runs_of(problem, kPackBytes);
-    if (!runs.aligned && runs.run < kShortRun) return false;
+    if (!runs.aligned && runs.run < kShortRun * problem.width()) return false;
   }
   if (const auto* twice = std::get_if<TwiceTile>(&plan)) return !twice->one_block;
   return true;
@@ -125,8 +124,7 @@ std::vector<Step> steps_of(const Plan& plan, const Problem& problem, const Devic
           [&](const Staged& p) -> std::vector<Step> {
             Launch launch{ceil_div(rows, p.rows), p.threads};
             const int outputs = problem.in_bytes == problem.out_bytes ? 0 : problem.out_bytes;
-            launch.shared_bytes =
-                problem.view.columns * p.rows * (problem.in_bytes * problem.cost.inputs + outputs);
+            launch.shared_bytes = problem.view.columns * p.rows * (problem.in_bytes * problem.cost.inputs + outputs);
             return {{"staged", launch, rows}};
           },
           [&](const Chunks& p) -> std::vector<Step> {
@@ -140,9 +138,7 @@ std::vector<Step> steps_of(const Plan& plan, const Problem& problem, const Devic
             launch.cooperative = true;
             return cleared(p.chunks, {"ring", launch, rows});
           },
-          [&](const Tile& p) -> std::vector<Step> {
-            return {{"tile", launch_of(p, problem, device), rows}};
-          },
+          [&](const Tile& p) -> std::vector<Step> { return {{"tile", launch_of(p, problem, device), rows}}; },
           [&](const Twice& p) -> std::vector<Step> {
             if (p.one_block) return {{"whole_rows", {rows, p.threads}, rows}};
             const Runs runs = runs_of(problem, p.boundary);
@@ -159,6 +155,7 @@ std::vector<Step> steps_of(const Plan& plan, const Problem& problem, const Devic
             smaller.turns = p.finished;
             Launch finish = launch;
             finish.blocks = tiles * parts_of(smaller, problem);
+            finish.resident = 0;
             return combined(tiles * rows_of(p.tile, problem), 32, launch, finish, "sum_tile_pieces",
                             "finish_tile_pieces");
           },
@@ -168,9 +165,11 @@ std::vector<Step> steps_of(const Plan& plan, const Problem& problem, const Devic
 
 std::string describe(const Plan& plan) {
   std::string text = kScheduleNames[plan.index()];
-  std::visit([&](const auto& p) { p.each([&](const char* name, auto value) {
-    text += std::string(" ") + name + "=" + std::to_string(value);
-  }); }, plan);
+  std::visit(
+      [&](const auto& p) {
+        p.each([&](const char* name, auto value) { text += std::string(" ") + name + "=" + std::to_string(value); });
+      },
+      plan);
   return text;
 }
 

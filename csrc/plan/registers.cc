@@ -27,8 +27,8 @@ constexpr int kLanesBlockPacks = 256;
 // Of a row of several runs, so that neighbouring rows, which lie side by side, are in the same warp.
 constexpr int kGatheredPacks = 8;
 // About what the blocks of a multiprocessor have under way, if each has much: memory is faster for it. They ask for
-// shared memory that they do not use so that no more of them fit, and for no more than that takes, since the rest is the
-// first cache's, through which loads go.
+// shared memory that they do not use so that no more of them fit, and for no more than that takes, since the rest is
+// the first cache's, through which loads go.
 constexpr int64_t kBlockBytesAtOnce = 64 << 10;
 constexpr int64_t kLargeBlockBytes = 16 << 10;
 // Smaller blocks, if all of their threads have as much to do, have a warp more than they need, to the same end.

@@ -63,7 +63,7 @@ std::optional<Staged> plan_staged(const Problem& problem, const Device&) {
     plan.held = static_cast<int>(2 * ceil_div(in_pairs / 2, plan.lanes));
   } else {
     const int one = bytes == 8 ? 15 : 31;
-    plan.lanes = columns <= one         ? 1
+    plan.lanes = columns <= one           ? 1
                  : columns <= kFewColumns ? 2
                  : columns <= 64          ? 4
                  : columns <= 128         ? 8

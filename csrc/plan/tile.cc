@@ -7,9 +7,9 @@ namespace jax_softmax {
 
 namespace {
 
-constexpr int kThreads = 256;           // of a block, or a few fewer
-constexpr int kMostBlocks = 16;         // of a cluster
-constexpr int kStaticBytes = 1 << 10;   // static shared memory, and what the system keeps of a block's
+constexpr int kThreads = 256;              // of a block, or a few fewer
+constexpr int kMostBlocks = 16;            // of a cluster
+constexpr int kStaticBytes = 1 << 10;      // static shared memory, and what the system keeps of a block's
 constexpr int64_t kMostNumbers = 1 << 30;  // that are counted in 32 bits
 // Lines are read in parts of a line of the last cache. Where they begin anywhere, in parts of twice that, since
 // both ends of a part are read by two blocks.
@@ -25,7 +25,7 @@ constexpr int64_t kExchangedBytes = 24 << 10;
 constexpr int kPiecePacks = 32;
 constexpr int64_t kPieceTurns = 32;
 constexpr int64_t kMostPieces = 512;
-constexpr int kFinished = 8;  // lines of a thread that finishes, of all operands
+constexpr int kFinished = 4;  // lines of a thread that finishes, of all operands
 
 // How a view's memory looks as lines.
 struct Lines {
@@ -61,7 +61,8 @@ int64_t next_power_of_2(int64_t n) {
 int64_t span_of(const Tile& tile, const Problem& problem, const Lines& lines) {
   if (tile.fold == 1) return round_up(lines.extent, lines.period);
   const int width = problem.width();
-  return ceil_div(lines.extent * lines.inner + (tile.aligned ? 0 : width - 1), static_cast<int64_t>(tile.packs) * width);
+  return ceil_div(lines.extent * lines.inner + (tile.aligned ? 0 : width - 1),
+                  static_cast<int64_t>(tile.packs) * width);
 }
 
 // Shares out the lines to so many blocks; false if there is no room for that.
