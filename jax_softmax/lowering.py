@@ -34,8 +34,8 @@ def _cpu_rule(by_reference):
 def _cuda_rule(by_reference, n_floats):
     """An FFI call unless XLA itself is as fast, with a second result for blocks to exchange states through.
 
-    XLA owns that memory, so that it lives as long as a CUDA graph that the call was captured into. A shape with symbolic
-    dimensions has no known size; kernels that need no such memory do then.
+    XLA owns that memory, so that it lives as long as a CUDA graph that the call was captured into. A shape with
+    symbolic dimensions has no known size; kernels that need no such memory do then.
     """
     call = jax.ffi.ffi_lowering(TARGET)
 
