@@ -14,6 +14,7 @@ from typing import NamedTuple
 import jax
 import ml_dtypes
 import numpy as np
+import pytest
 
 import jax_softmax
 from jax_softmax import _kernels
@@ -37,6 +38,15 @@ RTX5090 = {
 
 # Roundings of exp, of a reciprocal or division, and of a product or two.
 ROUNDINGS = 4
+
+
+def sampled(names, cases, every, **options):
+    """As pytest.mark.parametrize, but plain `pytest` has every so many-th case alone; `--sweeps` has all."""
+    params = []
+    for i, case in enumerate(cases):
+        values = case if "," in names else (case,)
+        params.append(pytest.param(*values, marks=[pytest.mark.sweep] if i % every else []))
+    return pytest.mark.parametrize(names, params, **options)
 
 
 def plan(shape, axes, op="softmax", dtype="float32", mask_shape=None, device=H200):
