@@ -153,6 +153,16 @@ nb::dict build_info() {
   return info;
 }
 
+void use_cpu_variant(const std::string& name) {
+  for (int i = 0; i < cpu::kVariantCount; ++i) {
+    const cpu::Variant& variant = cpu::kVariants[i];
+    if (name != variant.name) continue;
+    if (!variant.supported()) throw nb::value_error(("this processor does not support " + name).c_str());
+    return cpu::use(variant);
+  }
+  throw nb::value_error(("no CPU kernels were compiled for " + name).c_str());
+}
+
 // ---- The run-time compiler
 
 void raise_if(const jit::Error& error) {
@@ -239,6 +249,8 @@ NB_MODULE(_kernels, m) {
     return handlers;
   });
   m.def("build_info", &build_info);
+  m.def("use_cpu_variant", &use_cpu_variant, nb::arg("name"),
+        "Has the CPU kernels of this instruction set run from now on; for tests.");
   m.def(
       "limit_devices", &limit_devices, nb::arg("shared_memory_per_block") = INT_MAX,
       nb::arg("largest_cluster") = INT_MAX,

@@ -9,6 +9,7 @@ os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_p
 
 import jax
 import pytest
+from hypothesis import HealthCheck, settings
 
 import jax_softmax
 from jax_softmax import _cuda, _kernels
@@ -17,23 +18,34 @@ pytest.register_assert_rewrite("support")
 
 
 def pytest_addoption(parser):
-    parser.addoption("--sweeps", action="store_true", help="also run the long tests, which are marked `sweep`")
+    parser.addoption("--sweeps", action="store_true", help="run the long sweeps as well")
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "sweep: takes long, and adds cases more than kinds of them: see --sweeps")
+    config.addinivalue_line("markers", "sweep: runs with --sweeps alone")
+    settings.register_profile(
+        "jax_softmax",
+        deadline=None,
+        derandomize=True,
+        database=None,
+        max_examples=300 if config.getoption("--sweeps") else 40,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
+    )
+    settings.load_profile("jax_softmax")
 
 
 def pytest_collection_modifyitems(config, items):
-    if config.getoption("--sweeps"):
-        return
-    sweeps = [item for item in items if item.get_closest_marker("sweep")]
-    config.hook.pytest_deselected(items=sweeps)
-    items[:] = [item for item in items if not item.get_closest_marker("sweep")]
+    if not config.getoption("--sweeps"):
+        sweeps = [item for item in items if item.get_closest_marker("sweep")]
+        config.hook.pytest_deselected(items=sweeps)
+        items[:] = [item for item in items if not item.get_closest_marker("sweep")]
 
 
-def pytest_report_header():
-    return f"jax_softmax on JAX {jax.__version__}, {jax.devices()[0].device_kind}: {jax_softmax.build_info()}"
+def pytest_report_header(config):
+    return (
+        f"jax_softmax on JAX {jax.__version__}, {jax.devices()[0].device_kind}: {jax_softmax.build_info()}; "
+        f"{'with' if config.getoption('--sweeps') else 'without'} the long sweeps (--sweeps)"
+    )
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import jax
 import ml_dtypes
 import numpy as np
+import pytest
 
 import jax_softmax
 from jax_softmax import _cuda, _kernels
@@ -117,6 +118,15 @@ def why_no_cuda():
 
 # Roundings of exp, of a reciprocal or division, and of a product or two.
 ROUNDINGS = 4
+
+
+def sampled(names, cases, every, **options):
+    """As pytest.mark.parametrize, but plain `pytest` has every so many-th case alone; `--sweeps` has all."""
+    params = []
+    for i, case in enumerate(cases):
+        values = case if "," in names else (case,)
+        params.append(pytest.param(*values, marks=[pytest.mark.sweep] if i % every else []))
+    return pytest.mark.parametrize(names, params, **options)
 
 
 def plan(shape, axes, op="softmax", dtype="float32", mask_shape=None, on=H200, scratch=True):

@@ -1,5 +1,6 @@
 """What JAX's tools for looking into programs see: checkify, debug_nans, logs, profiles' names, lines, jet, costs."""
 
+import itertools
 import logging
 
 import jax
@@ -10,7 +11,7 @@ import support
 from jax.ad_checkpoint import print_saved_residuals
 from jax.experimental import checkify, pallas
 from jax.experimental.jet import jet
-from support import CUSTOM_VJPS, JAX_NN, NAMES, OPERATORS
+from support import CUSTOM_VJPS, JAX_NN, NAMES, OPERATORS, sampled
 
 every_name = pytest.mark.parametrize("name", NAMES)
 every_table = pytest.mark.parametrize("table", [OPERATORS, CUSTOM_VJPS], ids=["operator", "custom_vjp"])
@@ -148,9 +149,7 @@ def derivatives(f, x, terms):
     return results
 
 
-@every_name
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("what", ["forward", "gradient"])
+@sampled("what,masked,name", itertools.product(["forward", "gradient"], [False, True], NAMES), 3)
 def test_jet(what, masked, name):
     with jax.enable_x64(True):
         x, *terms = (jnp.asarray(support.normal((3, 4), "float64", seed, 1.0)) for seed in range(4))

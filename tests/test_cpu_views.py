@@ -1,12 +1,18 @@
 """The CPU's ways through a view: rows along the lanes, columns side by side, and what is moved to lie like columns."""
 
+import itertools
+
 import jax
 import numpy as np
 import pytest
 import support
-from support import NAMES, OPERATORS, check_all, normal
+from support import DTYPES, NAMES, OPERATORS, check_all, normal, sampled
+
+from jax_softmax import _kernels
 
 ON_CPU = jax.default_backend() == "cpu"
+FASTEST = _kernels.build_info()["cpu_variant"]
+INSTRUCTION_SETS = _kernels.build_info()["cpu_variants"] if ON_CPU else [FASTEST]
 
 # Lengths around what a vector, a block and a held tile have; columns that are fewer than a vector's lanes, that fill
 # vectors exactly, and that leave a part of the last one.
@@ -18,6 +24,8 @@ GROUPS = [
     ((9, 20, 17), (0, 2)),
     ((9, 20, 3), (0, 2)),
     ((6, 30, 7, 5), (0, 2)),
+    ((3, 7, 70), 1),
+    ((5, 2, 255), 1),
 ]
 SHORT_ROWS = [((1000, n), -1) for n in (1, 2, 3, 5, 8, 17, 31, 32, 64, 65)]
 VIEWS = [*COLUMNS, *LONG, *GROUPS, *SHORT_ROWS]
@@ -25,22 +33,39 @@ VIEWS = [*COLUMNS, *LONG, *GROUPS, *SHORT_ROWS]
 TOGETHER = sorted({n + d for n in (8, 12, 16, 24, 32, 40, 64, 128, 256, 512) for d in (-1, 0, 1)})
 
 
-@pytest.mark.parametrize("shape,axis", VIEWS, ids=str)
-@pytest.mark.parametrize("dtype", support.DTYPES)
-def test_views(dtype, shape, axis):
+@pytest.fixture
+def instruction_set(request):
+    """The one that the CPU kernels are of, instead of the fastest."""
+    try:
+        _kernels.use_cpu_variant(request.param)
+    except ValueError as error:
+        pytest.skip(str(error))
+    assert _kernels.build_info()["cpu_variant"] == request.param
+    yield
+    _kernels.use_cpu_variant(FASTEST)
+
+
+every_set = {"ids": str, "indirect": ["instruction_set"]}
+
+
+@sampled("instruction_set,dtype,view", itertools.product(INSTRUCTION_SETS, DTYPES, VIEWS), 13, **every_set)
+def test_views(instruction_set, dtype, view):
+    shape, axis = view
     check_all(normal(shape, dtype), axis)
 
 
-@pytest.mark.parametrize("shape,axis", VIEWS[::3], ids=str)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
-def test_masked_views(dtype, shape, axis):
+MASKED = tuple(itertools.product(["bfloat16", "float32", "float64"], VIEWS[::3]))
+
+
+@sampled("instruction_set,case", itertools.product(INSTRUCTION_SETS, MASKED), 11, **every_set)
+def test_masked_views(instruction_set, case):
+    dtype, (shape, axis) = case
     for mask_shape in (shape, shape[-1:], (*shape[:-1], 1)):
         check_all(normal(shape, dtype), axis, support.random_mask(mask_shape))
 
 
-@pytest.mark.parametrize("columns", TOGETHER)
-@pytest.mark.parametrize("dtype", support.DTYPES)
-def test_rows_together(dtype, columns):
+@sampled("instruction_set,dtype,columns", itertools.product(INSTRUCTION_SETS, DTYPES, TOGETHER), 17, **every_set)
+def test_rows_together(instruction_set, dtype, columns):
     for rows in (1, 19):
         x = normal((rows, columns), dtype)
         for mask_shape in (None, (rows, columns), (columns,), (rows, 1)):
@@ -55,8 +80,10 @@ def test_nonfinite_rows(columns):
 
 
 # On a GPU rows whose bytes are no multiple of 16 may depend on where they begin.
-@pytest.mark.parametrize("length", [24, 40, 104, 304, *([33, 47, 101, 255] if ON_CPU else [])])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+ALONE = (24, 40, 104, 304, *([33, 47, 101, 255] if ON_CPU else []))
+
+
+@sampled("dtype,length", itertools.product(["bfloat16", "float32", "float64"], ALONE), 5)
 def test_a_row_does_not_depend_on_the_others(dtype, length):
     x = normal((21, length), dtype)
     g = normal(x.shape, dtype, seed=1)
@@ -82,8 +109,7 @@ def test_nonfinite_columns(rows, columns):
     check_all(np.ascontiguousarray(stacked.reshape(-1, columns, rows).swapaxes(1, 2)), 1)
 
 
-@pytest.mark.parametrize("length", [7, 100, 1500, 5000])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@sampled("dtype,length", itertools.product(["bfloat16", "float32"], [7, 100, 1500, 5000]), 3)
 def test_a_column_does_not_depend_on_the_others(dtype, length):
     # On a GPU it may depend on those inside of the reduced dimension, and on where 16 bytes of those begin.
     x = normal((6, length, 50 if ON_CPU else 48), dtype)
@@ -101,10 +127,10 @@ def test_a_column_does_not_depend_on_the_others(dtype, length):
 
 
 @pytest.mark.skipif(not ON_CPU, reason="on a GPU a row may depend on what lies inside of the reduced dimensions")
-@pytest.mark.parametrize("extent,length", [(40, 33), (900, 33), (30, 130), (12, 9000)])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_a_row_of_alternating_runs_does_not_depend_on_the_others(dtype, extent, length):
+@sampled("dtype,rows", itertools.product(["bfloat16", "float32"], [(40, 33), (900, 33), (30, 130), (12, 9000)]), 3)
+def test_a_row_of_alternating_runs_does_not_depend_on_the_others(dtype, rows):
     """However many of them are read together, and in however many parts."""
+    extent, length = rows
     x = normal((2, extent, 17, length), dtype)
     g = normal(x.shape, dtype, seed=1)
 

@@ -38,7 +38,9 @@ def test_axis_of_another_type(f, axis, given):
 
 
 @every_function
-@pytest.mark.parametrize("axis", [{0}, np.array([0.0]), np.array([[0]]), [[0]], iter([0]), slice(1)], ids=repr)
+@pytest.mark.parametrize(
+    "axis", [{0}, np.array([0.0]), np.array([[0]]), [[0]], iter([0]), slice(1)], ids=lambda a: type(a).__name__
+)
 def test_axis_that_is_no_sequence_of_ints(f, axis):
     assert_refused(TypeError, ("axis", type(axis).__name__, "int"), f, X, axis)
 

@@ -5,6 +5,7 @@ mistake in what a derivative ought to be.
 """
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ import pytest
 import support
 from jax.sharding import Mesh, PartitionSpec
 from jax.test_util import check_grads
-from support import CUSTOM_VJPS, JAX_NN, NAMES, OPERATORS, check, normal
+from support import CUSTOM_VJPS, JAX_NN, NAMES, OPERATORS, check, normal, sampled
 
 SHAPE = (3, 4)
 FULL = np.array([[1, 0, 1, 1], [0, 0, 0, 0], [1, 1, 1, 1]], bool)
@@ -28,7 +29,7 @@ VARIANTS = {
 }
 
 every_name = pytest.mark.parametrize("name", NAMES)
-every_variant = pytest.mark.parametrize("variant", VARIANTS)
+every_variant = sampled("variant,name", itertools.product(VARIANTS, NAMES), 3)
 
 
 @pytest.fixture
@@ -163,7 +164,6 @@ def expected_from_jax_nn(context, variant, name):
     return jax.device_get(several_modes(CONTEXTS[context](f), MODES_IN_CONTEXT, *operands()))
 
 
-@every_name
 @every_variant
 @pytest.mark.parametrize("mode", MODES)
 def test_modes(x64, mode, variant, name):
@@ -171,9 +171,7 @@ def test_modes(x64, mode, variant, name):
     assert_trees_close(actual, expected_modes(None, variant, name)[mode])
 
 
-@every_name
-@pytest.mark.parametrize("variant", ["last", "masked-first"])
-@pytest.mark.parametrize("context", CONTEXTS)
+@sampled("context,variant,name", itertools.product(CONTEXTS, ["last", "masked-first"], NAMES), 3)
 def test_modes_in_context(x64, context, variant, name):
     f = CONTEXTS[context](bound_to(OPERATORS, name, variant))
     expected = expected_modes(context, variant, name)
@@ -181,22 +179,22 @@ def test_modes_in_context(x64, context, variant, name):
         assert_trees_close(actual, expected[mode])
 
 
-@every_name
-@pytest.mark.parametrize("mode", ["jvp", "vjp", "linearize", "reverse_over_forward"])
-@pytest.mark.parametrize("context", ["vmap", "checkpoint", "scan", "cond", "shard_map"])
+EAGER_CONTEXTS = ("vmap", "checkpoint", "scan", "cond", "shard_map")
+EAGER_MODES = ("jvp", "vjp", "linearize", "reverse_over_forward")
+
+
+@sampled("context,mode,name", itertools.product(EAGER_CONTEXTS, EAGER_MODES, NAMES), 3)
 def test_modes_in_context_eagerly(x64, context, mode, name):
     f = CONTEXTS[context](bound_to(OPERATORS, name, "last"))
     assert_trees_close(MODES[mode](f, *operands()), expected_modes(context, "last", name)[mode])
 
 
-@every_name
 @every_variant
 def test_finite_differences(x64, variant, name):
     check_grads(jax.jit(bound_to(OPERATORS, name, variant)), (operands()[0],), order=2)
 
 
-@every_name
-@pytest.mark.parametrize("context", CONTEXTS)
+@sampled("context,name", itertools.product(CONTEXTS, NAMES), 3)
 def test_finite_differences_in_context(x64, context, name):
     check_grads(jax.jit(CONTEXTS[context](bound_to(OPERATORS, name, "last"))), (operands()[0],), order=2)
 

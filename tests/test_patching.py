@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import support
-from support import NAMES, OPERATORS
+from support import NAMES, OPERATORS, sampled
 
 import jax_softmax
 from jax_softmax.reference import ORIGINALS
@@ -161,7 +161,7 @@ def loss_of_rankings(losses, logits, labels):
     return losses.ranking_softmax_loss(logits, labels, where=labels >= 0)
 
 
-@pytest.mark.parametrize("loss", [loss_cross_entropy, loss_poly, loss_of_sequences, loss_of_rankings])
+@sampled("loss", [loss_cross_entropy, loss_poly, loss_of_sequences, loss_of_rankings], 2)
 def test_losses_of_optax(loss):
     losses = pytest.importorskip("optax").losses
     logits, labels = jnp.asarray(support.normal((2, 4, 5))), jax.nn.one_hot(jnp.arange(8).reshape(2, 4) % 5, 5)

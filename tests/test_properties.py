@@ -4,17 +4,9 @@ import jax
 import numpy as np
 import pytest
 import support
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support import NAMES, OPERATORS, check_all, normal, reference
-
-moderate = settings(
-    deadline=None,
-    derandomize=True,
-    database=None,
-    max_examples=60,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
-)
 
 
 @st.composite
@@ -73,14 +65,12 @@ def twice_bound(other, expected):
 
 
 @given(operands())
-@moderate
 def test_reference(case):
     x, axis, where = case
     check_all(x, axis, where)
 
 
 @given(operands(smallest=1))
-@moderate
 def test_probabilities(case):
     """Between 0 and 1, and every row that has something to choose from sums to 1."""
     x, axis, where = case
@@ -99,7 +89,6 @@ def test_probabilities(case):
 
 
 @given(operands(masked=False), st.integers(-20, 20))
-@moderate
 def test_shift_invariance(case, shift):
     """To within both results' roundings, where adding the shift is exact."""
     x, axis, _ = case
@@ -111,7 +100,6 @@ def test_shift_invariance(case, shift):
 
 
 @given(operands())
-@moderate
 def test_a_mask_is_minus_infinity(case):
     """In what it keeps of a row that it does not leave empty."""
     x, axis, where = case
@@ -128,7 +116,6 @@ def test_a_mask_is_minus_infinity(case):
 
 
 @given(operands(smallest=1))
-@moderate
 def test_log_softmax_is_its_logarithm(case):
     x, axis, where = case
     with support.precision(x.dtype):
@@ -143,7 +130,6 @@ def test_log_softmax_is_its_logarithm(case):
 
 
 @given(shapes(smallest=1), st.data())
-@moderate
 def test_moving_axes_changes_nothing_but_rounding(shape, data):
     """softmax over an axis is softmax over the last one, of the moved array."""
     if not shape:

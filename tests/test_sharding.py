@@ -5,6 +5,7 @@ Eight simulated CPU devices (see conftest.py), in a mesh of 4 by 2. What travels
 
 import contextlib
 import functools
+import itertools
 import math
 import re
 import socket
@@ -20,7 +21,7 @@ import pytest
 import support
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from support import CUSTOM_VJPS, JAX_NN, NAMES, OPERATORS, check, normal, reference, reference_vjp
+from support import CUSTOM_VJPS, JAX_NN, NAMES, OPERATORS, check, normal, reference, reference_vjp, sampled
 
 import jax_softmax
 from jax_softmax import sharding
@@ -117,10 +118,12 @@ def jax_divides(spec, kept):
             return False
 
 
-@every_name
-@pytest.mark.parametrize(("spec", "axis"), KEPT, ids=str)
-@pytest.mark.parametrize("mode", ["automatic", "explicit", "shard_map", "partly manual", "partly manual, explicit"])
-def test_kept_axes(mode, spec, axis, name):
+MODES = ("automatic", "explicit", "shard_map", "partly manual", "partly manual, explicit")
+
+
+@sampled("mode,layout,name", itertools.product(MODES, KEPT, NAMES), 3, ids=str)
+def test_kept_axes(mode, layout, name):
+    spec, axis = layout
     kind = AxisType.Explicit if mode.endswith("explicit") else AxisType.Auto
     x, t, where = normal(SHAPE), normal(SHAPE, seed=1), support.random_mask(SHAPE[1:])
     f = masked(OPERATORS[name], axis)
@@ -196,8 +199,7 @@ def test_dtypes(dtype, name):
             check(jax.vjp(OPERATORS[name], place(x, spec))[1](place(t, spec))[0], reference_vjp(name, x, t))
 
 
-@every_name
-@pytest.mark.parametrize("axis", [-1, (1, 2)], ids=str)
+@sampled("axis,name", itertools.product([-1, (1, 2)], NAMES), 3, ids=str)
 def test_uneven_layouts(axis, name):
     """Arrays inside a program may be divided unevenly; XLA fills the last parts up."""
     x = normal((7, 5, 33))
@@ -275,11 +277,12 @@ def check_states(found, limit, shape, axis):
     assert all(size <= rows for _, size in found)
 
 
-@pytest.mark.parametrize(
-    ("name", "kind", "spec", "axis"),
+@sampled(
+    "name,kind,spec,axis",
     [("softmax", AxisType.Auto, *layout) for layout in DIVIDED]
     + [("log_softmax", AxisType.Auto, *layout) for layout in DIVIDED[-2:]]
     + [(name, AxisType.Explicit, *DIVIDED[0]) for name in NAMES],
+    3,
     ids=str,
 )
 def test_divided_rows(name, kind, spec, axis):
@@ -447,8 +450,7 @@ TYPED = {
 }
 
 
-@every_name
-@pytest.mark.parametrize("case", TYPED)
+@sampled("case,name", itertools.product(TYPED, NAMES), 3)
 def test_types_follow_all_operands(case, name):
     with jax.set_mesh(mesh(AxisType.Explicit)):
         ours, theirs = (TYPED[case](f[name], jax.device_put) for f in (OPERATORS, JAX_NN))

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import support
 from jax.sharding import Mesh, PartitionSpec
-from support import CUSTOM_VJPS, NAMES, OPERATORS, assert_same_bits, check, normal, reference, reference_vjp
+from support import CUSTOM_VJPS, NAMES, OPERATORS, assert_same_bits, check, normal, reference, reference_vjp, sampled
 
 every_name = pytest.mark.parametrize("name", NAMES)
 DISABLED = [jax.export.DisabledSafetyCheck.custom_call("jax_softmax")]
@@ -50,12 +50,11 @@ def test_vmap(axis, batch, name):
         check(actual, stacked(expected, out))
 
 
-@every_name
-@pytest.mark.parametrize("x_batch", [0, 1, 2, None])
-@pytest.mark.parametrize("mask_batch", [0, 1, 2, None])
+BATCHES = (0, 1, 2, None)
+
+
+@sampled("mask_batch,x_batch,name", list(itertools.product(BATCHES, BATCHES, NAMES))[:-2], 3)
 def test_vmap_with_a_mask(mask_batch, x_batch, name):
-    if x_batch is None and mask_batch is None:
-        pytest.skip("nothing is mapped")
     size = 3
     x = normal(np.insert((4, 5), x_batch or 0, size) if x_batch is not None else (4, 5))
 
@@ -85,10 +84,12 @@ def test_vmap_with_a_mask_of_another_rank(name):
     check(actual, reference(name, x[:, None, :1], -1, wide))
 
 
-@every_name
-@pytest.mark.parametrize("x_batch,g_batch", [(0, 0), (1, 1), (2, 2), (0, 2), (2, 1), (1, None), (None, 0), (None, 2)])
-@pytest.mark.parametrize("masked", [False, True])
-def test_vmap_of_the_vjp(masked, x_batch, g_batch, name):
+MAPPED = ((0, 0), (1, 1), (2, 2), (0, 2), (2, 1), (1, None), (None, 0), (None, 2))
+
+
+@sampled("masked,batches,name", itertools.product([False, True], MAPPED, NAMES), 5, ids=str)
+def test_vmap_of_the_vjp(masked, batches, name):
+    x_batch, g_batch = batches
     size = 3
     x = normal(np.insert((4, 5), x_batch, size) if x_batch is not None else (4, 5))
     g = normal(np.insert((4, 5), g_batch, size) if g_batch is not None else (4, 5), seed=1)
@@ -342,8 +343,7 @@ def test_debug_nans(name):
             OPERATORS[name](np.full((2, 3), -np.inf, np.float32))
 
 
-@every_name
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "int32"])
+@sampled("dtype,name", itertools.product(["float16", "bfloat16", "float32", "int32"], NAMES), 3)
 def test_strict_promotion(dtype, name):
     """Nothing inside relies on two dtypes meeting."""
     x = normal((3, 5)).astype(dtype)
@@ -425,8 +425,10 @@ def test_the_same_from_run_to_run_along_other_axes():
 
 
 # Columns in units of 16 bytes; every schedule of a contiguous row has a few.
-@pytest.mark.parametrize("packs", [1, 2, 3, 5, 8, 31, 32, 33, 125, 128, 256, 300, 512, 1024, 2049, 4096, 8192, 32768])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+PACKS = (1, 2, 3, 5, 8, 31, 32, 33, 125, 128, 256, 300, 512, 1024, 2049, 4096, 8192, 32768)
+
+
+@sampled("dtype,packs", itertools.product(["float32", "bfloat16"], PACKS), 5)
 def test_a_row_is_the_same_in_every_batch(dtype, packs):
     """Bitwise: alone, anywhere in a batch of any size, and under vmap."""
     columns = packs * 16 // np.dtype(dtype).itemsize
@@ -443,7 +445,7 @@ def test_a_row_is_the_same_in_every_batch(dtype, packs):
         assert_same_bits(actual, wanted, "vmap")
 
 
-@pytest.mark.parametrize(
+@sampled(
     "dtype,columns",
     [
         ("bfloat16", 65_544),
@@ -454,6 +456,7 @@ def test_a_row_is_the_same_in_every_batch(dtype, packs):
         ("float32", 300_004),
         ("float64", 40_000),
     ],
+    4,
 )
 def test_a_long_row_is_the_same_in_a_large_batch(dtype, columns):
     """Bitwise: on a GPU such a batch passes through clusters or a ring, and the row alone does not."""

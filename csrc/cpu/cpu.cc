@@ -1,5 +1,7 @@
 #include "cpu/cpu.h"
 
+#include <atomic>
+
 namespace jax_softmax::cpu {
 
 #define JAX_SOFTMAX_DECLARE(isa)                                                                             \
@@ -31,13 +33,23 @@ const Variant kVariants[] = {
 };
 const int kVariantCount = sizeof(kVariants) / sizeof(kVariants[0]);
 
-const Variant& variant() {
-  static const Variant& chosen = [&]() -> const Variant& {
-    const Variant* v = kVariants;
-    while (!v->supported()) ++v;
-    return *v;
-  }();
-  return chosen;
+namespace {
+
+const Variant* fastest() {
+  const Variant* v = kVariants;
+  while (!v->supported()) ++v;
+  return v;
 }
+
+std::atomic<const Variant*>& chosen() {
+  static std::atomic<const Variant*> variant{fastest()};
+  return variant;
+}
+
+}  // namespace
+
+const Variant& variant() { return *chosen().load(); }
+
+void use(const Variant& variant) { chosen().store(&variant); }
 
 }  // namespace jax_softmax::cpu

@@ -34,7 +34,8 @@ struct Variant {
 extern const Variant kVariants[];
 extern const int kVariantCount;
 
-// The variant that runs here.
+// The variant that runs here: the fastest that is supported, until another one is to be used.
 const Variant& variant();
+void use(const Variant& variant);
 
 }  // namespace jax_softmax::cpu
