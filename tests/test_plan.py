@@ -10,6 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support import DEVICES, DTYPES, OPS, WAYS, plan
 
+from jax_softmax import _kernels
+
 MOST = 2**63 - 1  # elements
 # Far beyond any GPU's memory.
 BEYOND_MEMORY = 2**42
@@ -154,6 +156,15 @@ def test_shapes_huge_and_odd(data):
 def test_planning_ends_for(shape, axes, name):
     for op, dtype in itertools.product(OPS, DTYPES):
         check_plan(shape, axes, op, dtype, DEVICES[name])
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way.scratch], ids=str)
+@pytest.mark.parametrize("op", ["softmax", "softmax_linear"])
+def test_a_program_has_scratch_memory_for_every_device(op, way):
+    """It is lowered before it is known which of them will run it."""
+    lowered = _kernels.lower_for_cuda(list(way.shape), list(way.axes), op, "bfloat16")
+    assert all(way.plan(op, on=on)["scratch_bytes"] <= lowered for on in DEVICES.values())
+    assert lowered <= max(math.prod(way.shape) * 2 // 20, 64 << 10)
 
 
 # ---- What is added up does not depend on the number of rows: which threads have which elements of a row
