@@ -56,6 +56,11 @@ def test_says_what_the_plan_says(op, way, device):
         assert f"{name} {value:,}" in str(e)
 
 
+def test_every_schedule_is_described():
+    reached = {way.plan()["schedule"] for way in WAYS}  # all that there are: see test_schedules.py
+    assert reached | {"jax.numpy", "nothing"} == set(MODULE._SCHEDULES)
+
+
 def test_text():
     e = explain((8192, 50257), dtype="bfloat16", **H200)
     lines = str(e).splitlines()
