@@ -9,9 +9,8 @@ namespace jax_softmax {
 
 namespace {
 
-// Memory for states may take so much of the operand, and a little that every call may.
+// Memory for states may take so much of the operand, however many rows there are: lest a row's plan depend on that.
 constexpr int kOperandOfScratch = 20;
-constexpr int64_t kLittleScratch = 64 << 10;
 // Runs of fewer packs than this, that do not begin with whole ones, cost more at their edges than XLA does altogether.
 constexpr int kShortRun = 8;
 
@@ -27,8 +26,7 @@ int64_t state_bytes_of_pieces(int64_t rows, int64_t pieces, const Problem& probl
 }
 
 bool scratch_is_little(const Plan& plan, const Problem& problem) {
-  const int64_t operand = problem.view.elements() * problem.in_bytes;
-  return scratch_bytes(plan, problem) <= std::max(operand / kOperandOfScratch, kLittleScratch);
+  return scratch_bytes(plan, problem) <= problem.view.elements() * problem.in_bytes / kOperandOfScratch;
 }
 
 }  // namespace
