@@ -36,7 +36,7 @@ def test_view(shape, axis, kept, reduced, rows, columns):
     assert (e.kept, e.reduced, e.rows, e.columns) == (kept, reduced, rows, columns)
 
 
-@pytest.mark.parametrize("device", sorted(MODULE._DEVICES))
+@pytest.mark.parametrize("device", ["H200", "T4", "RTX 5090"])
 @pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize("op", ["softmax", "log_softmax_vjp"])
 def test_says_what_the_plan_says(op, way, device):
