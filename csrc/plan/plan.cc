@@ -11,6 +11,7 @@ namespace {
 
 // Memory for states may take so much of the operand, however many rows there are: lest a row's plan depend on that.
 constexpr int kOperandOfScratch = 20;
+constexpr int64_t kMostElements = int64_t{1} << 56;  // far beyond any memory, so that sums of bytes fit 64 bits
 // Runs of fewer packs than this, that do not begin with whole ones, cost more at their edges than XLA does altogether.
 constexpr int kShortRun = 8;
 
@@ -41,7 +42,8 @@ Runs runs_of(const Problem& problem, int boundary) {
   runs.aligned = true;
   for (int i = 0; i < view.kept.size; ++i) runs.aligned &= whole(view.kept.dim[i].stride);
   for (int i = 0; i + 1 < view.reduced.size; ++i) runs.aligned &= whole(view.reduced.dim[i].stride);
-  runs.aligned |= !problem.packs;  // elements are accessed one by one
+  if (runs.runs == 1) runs.aligned &= whole(runs.run);  // a single row is cut as one of many
+  runs.aligned |= !problem.packs;                       // elements are accessed one by one
   runs.boundary = runs.aligned ? 0 : runs.runs == 1 ? boundary : kPackBytes;
   const int64_t shift = runs.aligned ? 0 : runs.boundary / problem.in_bytes - 1;
   runs.run_packs = ceil_div(runs.run + shift, width);
@@ -50,7 +52,7 @@ Runs runs_of(const Problem& problem, int boundary) {
 }
 
 std::optional<Plan> make_plan(const Problem& problem, const Device& device) {
-  if (problem.view.elements() == 0) return {};
+  if (problem.view.elements() == 0 || problem.view.elements() > kMostElements) return {};
   const auto of = [&](const auto& plan) -> std::optional<Plan> {
     if (!plan || !scratch_is_little(*plan, problem)) return {};
     return *plan;

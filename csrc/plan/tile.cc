@@ -16,8 +16,9 @@ constexpr int64_t kMostNumbers = 1 << 30;  // that are counted in 32 bits
 constexpr int kPartPacks = 8, kRaggedPartPacks = 16;
 // Lines of a thread, of all operands, up to which it has all there are, or about that many if they are folded: to put
 // threads' states together takes as long as some lines.
-constexpr int kTurns = 16, kFoldedTurns = 8;
-constexpr int kNeighbours = 4;  // packs
+constexpr int64_t kTurns = 16, kFoldedTurns = 8;
+constexpr int kStatesBytes = 8 << 10;  // of shared memory that is left for them
+constexpr int kNeighbours = 4;         // packs
 // What blocks of a cluster tell each other, bytes at the most in the shared memory of each.
 constexpr int64_t kExchangedBytes = 24 << 10;
 // The piece of a tile that is read twice: its part of a line, lines of a thread of all operands, and the most pieces
@@ -109,8 +110,8 @@ std::optional<Tile> folded(const Problem& problem, const Lines& lines) {
   return tile;
 }
 
-// A part of each line, of so many packs.
-Tile parts_of_lines(const Problem& problem, const Lines& lines, int packs) {
+// A part of each line, of so many packs, for threads that have no more than so many of all operands if that can be.
+Tile parts_of_lines(const Problem& problem, const Lines& lines, int packs, int64_t turns) {
   const int width = problem.width(), inputs = problem.cost.inputs;
   Tile tile{};
   tile.arrays = tile.fold = 1;
@@ -120,12 +121,12 @@ Tile parts_of_lines(const Problem& problem, const Lines& lines, int packs) {
   const int beyond = lines.aligned ? 0 : 2;
   // Of few lines, wider parts, so that all threads have some.
   const int64_t all = lines.spans * round_up(lines.extent, lines.period);
-  const int64_t fewest = round_up(ceil_div(all * inputs, kTurns), lines.period);  // groups
+  const int64_t fewest = round_up(ceil_div(all * inputs, turns), lines.period);  // groups
   int64_t groups = std::min(std::max<int64_t>(kThreads / packs / lines.period, 1) * lines.period, fewest);
   packs = static_cast<int>(kThreads / groups);
-  if (lines.period == 1 && all * inputs <= 2 * kTurns) {  // no groups at all: nothing to put together
+  if (lines.period == 1 && all * inputs <= 2 * turns) {  // no groups at all: nothing to put together
     groups = 1;
-    packs = static_cast<int>(std::min<int64_t>(kThreads, kThreads * kTurns / (all * inputs)));
+    packs = static_cast<int>(std::min<int64_t>(kThreads, kThreads * turns / (all * inputs)));
   }
   // Equal parts.
   const int64_t most = static_cast<int64_t>(packs - beyond) * width;
@@ -202,7 +203,8 @@ std::optional<Tile> plan_tile(const Problem& problem, const Device& device) {
   for (const int narrower : {1, 2, 4}) {
     if (narrower > 1 && !lines.aligned) break;  // most of what they read would be read by two
     for (const int resident : {3, 2}) {
-      Tile tile = parts_of_lines(problem, lines, packs / narrower);
+      const int64_t turns = std::clamp<int64_t>((room(resident) - kStatesBytes) / (kThreads * kPackBytes), 1, kTurns);
+      Tile tile = parts_of_lines(problem, lines, packs / narrower, turns);
       if (in_blocks(&tile, problem, lines, most_blocks, room(resident))) return tile;
     }
   }
@@ -216,7 +218,7 @@ std::optional<TwiceTile> plan_twice_tile(const Problem& problem, const Device& d
   TwiceTile plan{};
   const bool narrow = lines.inner < kPiecePacks * problem.width();
   const std::optional<Tile> whole = narrow || !lines.aligned ? folded(problem, lines) : std::nullopt;
-  plan.tile = whole ? *whole : parts_of_lines(problem, lines, lines.aligned ? kPiecePacks : kRaggedPartPacks);
+  plan.tile = whole ? *whole : parts_of_lines(problem, lines, lines.aligned ? kPiecePacks : kRaggedPartPacks, kTurns);
   plan.tile.arrays = 1;
   plan.tile.threads = static_cast<int>(round_up(plan.tile.groups * plan.tile.packs, 32));
   plan.tile.held = false;
