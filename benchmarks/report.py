@@ -1,5 +1,6 @@
 """Tables and pictures of the results."""
 
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,7 @@ def markdown(results: dict[str, Any]) -> str:
     parts += _few_table(results.get("few", []))
     parts += _chain_table(results.get("chain", []))
     parts += _accuracy_table(results.get("accuracy", []))
+    parts += _compiling_table(results.get("compiling", {}))
     parts += _failures(results)
     return "\n\n".join(parts) + "\n"
 
@@ -199,6 +201,27 @@ def _accuracy_table(records: list[Record]) -> list[str]:
 
 def _error(error: float | None) -> str:
     return "not finite" if error is None else f"{error:.2f}"
+
+
+def _compiling_table(found: Record) -> list[str]:
+    if "kernels" not in found:
+        return []
+    parts = ["## Making kernels"]
+    lines = []
+    for name, label in (("made", "by NVRTC"), ("read", "from disk")):
+        seconds = sorted(r[name] for r in found["kernels"])
+        lines.append([label, f"{1e3 * statistics.median(seconds):.1f}", f"{1e3 * seconds[-1]:.1f}"])
+    worst = max(found["kernels"], key=lambda r: r["made"])
+    parts.append(
+        f"One of the {len(found['kernels'])} kernels of the cases above, in a process that has made one before. What "
+        f"takes longest: {worst['plan']}."
+    )
+    parts.append(_table(["a kernel", "median, ms", "worst, ms"], lines))
+    if calls := found.get("first_call"):
+        parts.append("The first call of a program of 50 softmaxes of 10 shapes and their gradient, in a new process.")
+        labels = (("empty", "jax_softmax, no kernels kept"), ("filled", "jax_softmax, kernels on disk"), ("xla", "XLA"))
+        parts.append(_table(["first call", "s"], [[label, f"{calls[name]:.2f}"] for name, label in labels]))
+    return parts
 
 
 def _failures(results: dict[str, Any]) -> list[str]:

@@ -20,6 +20,7 @@ import platform
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -37,8 +38,10 @@ from timing import device_time, device_times, kernel_times
 from tqdm import tqdm
 
 import jax_softmax
+from jax_softmax import _cuda, _kernels
+from jax_softmax.primitives import VJP
 
-SECTIONS = ("few", "chain", "accuracy", "axes", "rows")
+SECTIONS = ("compiling", "few", "chain", "accuracy", "axes", "rows")
 ON_GPU = jax.default_backend() == "gpu"
 
 
@@ -239,6 +242,66 @@ def _chain_times(run, x: jax.Array, settings: Settings) -> dict[str, float]:
     return times
 
 
+def compiling(settings: Settings) -> dict[str, Any]:
+    """Seconds to make each kernel of the other sections, with NVRTC and from disk, and those of first calls."""
+    try:
+        nvrtc = _cuda.find_nvrtc()
+    except RuntimeError as error:
+        return {"failed": message(error)}
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            found: dict[str, Any] = {"kernels": _kernel_seconds(settings, nvrtc, folder)}
+    finally:
+        if _cuda.availability() is None:
+            _cuda.configure()
+    if ON_GPU:
+        with tempfile.TemporaryDirectory() as folder:
+            empty, filled = _first_call(OURS, folder), _first_call(OURS, folder)
+            found["first_call"] = {"empty": empty, "filled": filled, "xla": _first_call(XLA, folder)}
+    return found
+
+
+def _kernel_seconds(settings: Settings, nvrtc: str, folder: str) -> list[dict[str, Any]]:
+    """One kernel after the other, in a process that has made one before."""
+    compute_capability = int(jax.devices()[0].compute_capability.replace(".", "")) if ON_GPU else 90
+    steps = {}
+    for case in _compiled_cases(settings):
+        op = case.op if case.direction == "forward" else VJP[case.op]
+        plan = _kernels.plan(list(case.shape), list(case.axes), op, case.dtype, compute_capability=compute_capability)
+        for step in plan["steps"] if plan and plan["faster_than_xla"] else []:
+            steps[step["code"]] = step
+    times: dict[str, list[float]] = {"made": [], "read": []}
+    for name, seconds in times.items():
+        _kernels.jit_configure(nvrtc, folder, _cuda.CACHE_BYTES)
+        if name == "made":
+            code = 'extern "C" __global__ void kernel(int) {}'
+            _kernels.jit_binary(code, "to load the compiler", compute_capability)
+        for step in tqdm(steps.values(), desc=f"kernels {name}"):
+            start = time.perf_counter()
+            _kernels.jit_binary(step["code"], step["plan"], compute_capability)
+            seconds.append(time.perf_counter() - start)
+    plans = (step["plan"] for step in steps.values())
+    return [{"plan": p, "made": m, "read": r} for p, m, r in zip(plans, times["made"], times["read"], strict=True)]
+
+
+def _compiled_cases(settings: Settings) -> list[Case]:
+    lengths, views = (cases.QUICK_LENGTHS, cases.QUICK_AXES) if settings.quick else (cases.LENGTHS, cases.AXES)
+    found = []
+    for dtype in ("bfloat16", "float32"):
+        for n in lengths:
+            found += both((max(1, (1 << 29) // jnp.dtype(dtype).itemsize // n), n), (1,), dtype)
+        for shape, reduced in views:
+            found += both(cases.halved(shape) if dtype == "float32" else shape, reduced, dtype)
+    return found
+
+
+def _first_call(peer: str, folder: str) -> float:
+    script = Path(__file__).parent / "first_call.py"
+    environment = {**os.environ, "JAX_SOFTMAX_CACHE_DIR": folder}
+    result = subprocess.run([sys.executable, script, peer], env=environment, capture_output=True, text=True, check=True)
+    return float(result.stdout.split()[-1])
+
+
 def accuracy(settings: Settings) -> list[dict[str, Any]]:
     """The largest error of ours and of XLA's against float64 on the same inputs, in units of the dtype's eps."""
     shapes = cases.ACCURACY_SHAPES[:1] if settings.quick else cases.ACCURACY_SHAPES
@@ -293,7 +356,10 @@ def environment(date: str) -> dict[str, Any]:
     device = jax.devices()[0]
     versions = {"jax_softmax": jax_softmax.__version__, "jax": jax.__version__, "jaxlib": jaxlib.__version__}
     versions["python"] = platform.python_version()
-    versions["cuda (kernels)"] = str(jax_softmax.build_info().get("cuda_version"))
+    try:
+        versions["NVRTC"] = _kernels.jit_facts()["nvrtc"]
+    except RuntimeError:  # none, or no driver to run what it makes
+        versions["NVRTC"] = "none"
     found = {"device": device.device_kind, "platform": device.platform, "date": date, "versions": versions}
     if HAS_TORCH:
         import torch

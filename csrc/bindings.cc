@@ -1,5 +1,6 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -29,11 +30,13 @@ int index_of(const char* const (&names)[n], const std::string& name, const char*
 
 using Shape = std::optional<std::vector<int64_t>>;
 
+DType dtype_of(const std::string& name) { return static_cast<DType>(index_of(kDTypeNames, name, "dtype")); }
+
 CallShape call_of(const std::vector<int64_t>& shape, const std::vector<int64_t>& axes, const std::string& op,
                   const std::string& dtype, const Shape& mask_shape) {
   CallShape call{};
   call.op = static_cast<Op>(index_of(kOpNames, op, "op"));
-  call.in = call.out = static_cast<DType>(index_of(kDTypeNames, dtype, "dtype"));
+  call.in = call.out = dtype_of(dtype);
   call.shape = shape;
   call.axes = axes;
   call.masked = mask_shape.has_value();
@@ -55,8 +58,16 @@ nb::list extents(const Dims& dims) {
 
 nb::object plan(const std::vector<int64_t>& shape, const std::vector<int64_t>& axes, const std::string& op,
                 const std::string& dtype, const Shape& mask_shape, int compute_capability, int multiprocessors,
-                int shared_memory_per_block, int largest_cluster, bool scratch) {
-  const CallShape call = call_of(shape, axes, op, dtype, mask_shape);
+                int shared_memory_per_block, int largest_cluster, bool scratch,
+                const std::optional<std::string>& out_dtype, const std::string& fused,
+                const std::vector<std::pair<std::vector<int64_t>, std::string>>& sides) {
+  CallShape call = call_of(shape, axes, op, dtype, mask_shape);
+  if (out_dtype) call.out = dtype_of(*out_dtype);
+  call.fused = fused;
+  for (size_t i = 0; i < sides.size(); ++i) {
+    call.sides.insert(call.sides.begin() + i, sides[i].first);
+    call.side_types.push_back(dtype_of(sides[i].second));
+  }
   Problem problem = checked_problem(call);
   problem.scratch = scratch;
   const Device device{compute_capability, multiprocessors, shared_memory_per_block, largest_cluster};
@@ -246,7 +257,11 @@ NB_MODULE(_kernels, m) {
       "Has CUDA plans made as if every device had no more than this; for tests. Without arguments, lifts the limits.");
   m.def("plan", &plan, nb::arg("shape"), nb::arg("axes"), nb::arg("op"), nb::arg("dtype"),
         nb::arg("mask_shape").none() = nb::none(), nb::arg("compute_capability") = 90, nb::arg("multiprocessors") = 132,
-        nb::arg("shared_memory_per_block") = 227 * 1024, nb::arg("largest_cluster") = 16, nb::arg("scratch") = true);
+        nb::arg("shared_memory_per_block") = 227 * 1024, nb::arg("largest_cluster") = 16, nb::arg("scratch") = true,
+        nb::arg("out_dtype").none() = nb::none(), nb::arg("fused") = "",
+        nb::arg("sides") = std::vector<std::pair<std::vector<int64_t>, std::string>>(),
+        "The plan of a call and the source of its kernels. `sides`: shapes, of the operand's rank, and dtypes of what "
+        "`fused` reads.");
   m.def("lower_for_cuda", &lower_for_cuda, nb::arg("shape"), nb::arg("axes"), nb::arg("op"), nb::arg("dtype"),
         nb::arg("mask_shape").none() = nb::none());
   bind_jit(m);

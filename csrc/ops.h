@@ -190,22 +190,4 @@ JAX_SOFTMAX_INLINE State<typename M::Value> state_of(const typename M::Value (&i
   return {pivot, sum};
 }
 
-// Adds n elements, already at hand, to a state: their maximum first, so that the sum is rescaled once for all of them.
-template <class Op, class M, int n>
-JAX_SOFTMAX_INLINE void accumulate(State<typename M::Value>& state, const typename M::Value (&in)[n][Op::kInputs]) {
-  using C = typename M::Value;
-  if constexpr (Op::kHasPivot) {
-    C pivot = state.pivot;
-    JAX_SOFTMAX_UNROLL
-    for (int i = 0; i < n; ++i) pivot = M::max(pivot, in[i][0]);
-    state.sum = state.sum * Relative<M>(pivot).rescale(state.pivot);
-    state.pivot = pivot;
-  }
-  const Relative<M> relative(state.pivot);
-  C sum = Op::term(relative, in[0]);
-  JAX_SOFTMAX_UNROLL
-  for (int i = 1; i < n; ++i) sum = sum + Op::term(relative, in[i]);
-  state.sum = state.sum + sum;
-}
-
 }  // namespace jax_softmax

@@ -1,6 +1,7 @@
-"""The doctor: `python -m jax_softmax` says what is built in and whether it is right on the devices that are here."""
+"""The doctor: `python -m jax_softmax` says what it found, and whether it is right on the devices that are here."""
 
 import sys
+import time
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ import jaxlib
 import numpy as np
 
 import jax_softmax
+from jax_softmax import _cuda, _kernels
 
 _SHAPES = [((8, 1000), -1), ((3, 50257), -1), ((64, 33, 40), 1), ((6, 7, 8), (0, 2))]
 _DTYPES = ["float32", "bfloat16", "float16"]
@@ -33,33 +35,67 @@ def largest_error(device: jax.Device) -> float:
     return worst
 
 
+def check(device: jax.Device, kernels: bool) -> bool:
+    """Runs the operators on the device, says how that went, and returns whether it went well."""
+    before, start = _kernels.jit_facts() if kernels and device.platform == "gpu" else None, time.monotonic()
+    with jax.default_device(device):
+        error = largest_error(device)
+    # exp(y) of a y that was rounded to its dtype, which log-softmax's gradient needs, is off by |y| / 2 eps.
+    right = error < 16
+    made = ""
+    if before is not None:
+        after = _kernels.jit_facts()
+        compiled, read = (after[name] - before[name] for name in ("compiled", "read"))
+        made = f", {compiled} compiled and {read} from the cache in {time.monotonic() - start:.1f} s"
+    print(
+        f"{device.platform} {device.id} ({device.device_kind}): {'our kernels' if kernels else 'jax.numpy'}{made}, "
+        f"largest difference from jax.nn {error:.2g} eps: {'ok' if right else 'WRONG'}"
+    )
+    return right
+
+
+def describe_cuda() -> None:
+    """Says which driver, NVRTC and cache folder there are, or what is missing and what to do about it."""
+    driver = None
+    try:
+        driver = _kernels.driver_version()
+        print(f"CUDA driver: supports CUDA {driver // 1000}.{driver % 1000 // 10}")
+    except RuntimeError as error:
+        print(f"CUDA driver: {error}")
+    try:
+        _cuda.configure()
+    except RuntimeError as error:
+        print(f"NVRTC: {error}")
+        return
+    facts = _kernels.jit_facts()
+    print(f"NVRTC: {facts['nvrtc']} ({facts['nvrtc_path']})")
+    if driver is not None and (reason := _cuda.mismatch(driver, facts["nvrtc"], facts["nvrtc_path"])):
+        print(f"NVRTC: {reason}")
+    if facts["cache_folder"]:
+        kept = f"{facts['cache_entries']} kernels, {facts['cache_bytes']:,} bytes"
+        print(f"cache: {facts['cache_folder']}: {kept}")
+    else:
+        print("cache: none, for want of a home folder: set JAX_SOFTMAX_CACHE_DIR")
+
+
 def main() -> int:
     info = jax_softmax.build_info()
     python = sys.version.split()[0]
     print(f"jax_softmax {info['version']}, JAX {jax.__version__}, jaxlib {jaxlib.__version__}, Python {python}")
     print(f"built with {info['compiler']}, FFI headers of API {'.'.join(map(str, info['ffi_api']))}")
     print(f"CPU kernels: {', '.join(info['cpu_variants'])}; {info['cpu_variant']} runs here")
-    if info["cuda"]:
-        print(f"CUDA kernels: CUDA {info['cuda_version']}, architectures {', '.join(info['cuda_architectures'])}")
-    else:
-        print("CUDA kernels: not built (install the CUDA toolkit and reinstall with JAX_SOFTMAX_CUDA=on)")
+    describe_cuda()
 
-    healthy = True
-    devices = [jax.devices()[0]] if jax.default_backend() == "cpu" else [jax.devices()[0], jax.devices("cpu")[0]]
-    for device in devices:
-        with jax.default_device(device):
-            error = largest_error(device)
-        # exp(y) of a y that was rounded to its dtype, which log-softmax's gradient needs, is off by |y| / 2 eps.
-        right = error < 16
-        kernels = device.platform == "cpu" or (device.platform == "gpu" and info["cuda"])
-        healthy &= right
-        print(
-            f"{device.platform} ({device.device_kind}): {'our kernels' if kernels else 'jax.numpy'}, "
-            f"largest difference from jax.nn {error:.2g} eps: {'ok' if right else 'WRONG'}"
-        )
-    if "gpu" in {d.platform for d in jax.devices()} and not info["cuda"]:
-        healthy = False
-    return 0 if healthy else 1
+    reason = _cuda.availability()
+    gpus = [device for device in jax.local_devices() if device.platform == "gpu"]
+    healthy = [check(jax.local_devices(backend="cpu")[0], True)]
+    healthy += [check(gpu, reason is None) for gpu in gpus]
+    if gpus and reason is not None:
+        print(f"the GPU runs jax.numpy: {reason}")
+        healthy.append(False)
+    if not gpus:
+        print("JAX has no GPU here")
+    return 0 if all(healthy) else 1
 
 
 if __name__ == "__main__":

@@ -17,29 +17,27 @@ from jax_softmax.primitives import JVP, VJP
 _FORWARD = tuple(JVP)
 _LINEAR = tuple(dict.fromkeys([*JVP.values(), *VJP.values()]))
 
+_MOST_ELEMENTS = 2**63 - 1  # that 64 bits count
+
 _SCHEDULES = {
-    "packs": "several rows in 16 or 32 bytes, each in one thread",
-    "slab": "rows side by side in shared memory, each in the registers of a few lanes",
-    "lanes": "a row in the registers of up to 32 lanes of a warp",
-    "block": "a row in the registers of a block",
+    "registers": "a row in the registers of the lanes that share it",
+    "staged": "short rows side by side in shared memory, each in the registers of a few lanes",
     "chunks": "a row in the shared memory of blocks, chunk by chunk; they exchange only its maximum and sum",
     "ring": "chunks of all rows pass through rings in shared memory; blocks exchange only maxima and sums",
-    "passes": "a row too long to hold: read twice, in pieces",
-    "stream": "a row too long to hold: read twice by a block, the second time from L2 where it fits",
     "tile": "rows that are not one run of memory: neighbouring ones side by side in the shared memory of blocks",
-    "tile_passes": "the same, read twice in pieces: of rows too long to hold, or slower to hold than to read again",
-    "strips": "parts of few lines, or small arrays, in the shared memory of blocks, a row in up to 16 lanes of a warp",
-    "gather": "rows that are not one run of memory, read twice by a block",
-    "columns": "the minor axis is kept: neighbouring rows side by side, read twice by a block",
-    "jax.numpy": "no kernel for this dtype or number of dimensions",
+    "twice": "a row too long to hold: read twice, in pieces",
+    "jax.numpy": "XLA's own operations: no kernel covers this, or none is faster",
     "nothing": "the array is empty",
 }
-_EDGES = {
-    "none": "every thread's packs are full",
-    "whole": "packs beyond the row are skipped",
-    "parts": "elements beyond the row or under the mask are skipped",
-    "parts_of_many": "elements beyond the row or under the mask are skipped, by larger teams",
-}
+
+
+class Launch(NamedTuple):
+    """How a kernel is launched."""
+
+    blocks: int
+    threads: int  # of a block
+    cluster: int  # blocks that share a row through one another's shared memory
+    shared_bytes: int  # dynamic shared memory of a block
 
 
 class _Device(NamedTuple):
@@ -92,16 +90,11 @@ class Explanation:
       kept, reduced: the canonical view, outermost first: (extent, stride in elements) of every dimension that is left
         after those of extent 1 were dropped and neighbours of one role were merged.
       rows, columns: the products of the kept and of the reduced extents.
-      schedule: how a row is held while it is reduced; "jax.numpy" where there is no kernel, "nothing" for empty arrays.
-      edges: which checks the loads and stores need: none, whole (packs), parts (of packs), or parts_of_many, the same
-        in rows of many chunks.
-      lanes: threads that share a row.
-      packs: 16-byte packs of each operand that a thread has room for (slab, strips: elements; tile: in shared memory;
-        0: none).
-      chunks: parts that a row is cut into, which are exchanged or read one by one; 0 where it is not.
-      again: chunks of them that are read twice, where the chip does not hold them all.
-      cluster: blocks that share a row through one another's shared memory.
-      threads, blocks, shared_bytes: threads of a block, blocks of the grid, dynamic shared memory of a block.
+      schedule: how a row is held while it is reduced; "jax.numpy" where XLA's own operations run, "nothing" for empty
+        arrays.
+      plan: the numbers that the schedule's kernels are made for; csrc/plan/plan.h says what each means. Empty where
+        none runs.
+      launches: `Launch(blocks, threads, cluster, shared_bytes)` of each kernel that the call runs, in order.
       bytes: what must be read and written, once each.
       copy_rate: bytes per second that the device copies at.
       floor_us: microseconds that moving `bytes` takes at that rate; a launch is not counted.
@@ -118,15 +111,8 @@ class Explanation:
     rows: int
     columns: int
     schedule: str
-    edges: str
-    lanes: int
-    packs: int
-    chunks: int
-    again: int
-    cluster: int
-    threads: int
-    blocks: int
-    shared_bytes: int
+    plan: dict[str, int] = dataclasses.field(hash=False)
+    launches: tuple[Launch, ...]
     bytes: int
     copy_rate: float
     floor_us: float
@@ -143,19 +129,16 @@ class Explanation:
         def say(label, text):
             lines.append(f"  {label:<9} {text}")
 
-        if self.threads:
+        if self.reduced:
             say("view", f"kept {_dims(self.kept)}; reduced {_dims(self.reduced)}")
         say("rows", f"{_count(self.rows, 'row')} of {_count(self.columns, 'column')}")
         say("schedule", f"{self.schedule}: {self.description}" if self.description else self.schedule)
-        if self.threads:
-            unit = "elements" if self.schedule in ("slab", "strips") else "16-byte packs"
-            held = f" with {self.packs} {unit} of each operand" if self.packs else ""
-            again = f" ({self.again:,} read twice)" if self.again else ""
-            cut = f", {_count(self.chunks, 'chunk')}{again}" if self.chunks else ""
-            say("a row", f"{_count(self.lanes, 'lane')}{held}{cut}, {_count(self.cluster, 'block')} a cluster")
-            say("edges", f"{self.edges}: {_EDGES.get(self.edges, '')}".rstrip(": "))
-            shared = f"{self.shared_bytes:,} bytes of dynamic shared memory"
-            say("grid", f"{_count(self.blocks, 'block')} of {_count(self.threads, 'thread')}, {shared}")
+        if self.plan:
+            say("plan", ", ".join(f"{name} {value:,}" for name, value in self.plan.items()))
+        for launch in self.launches:
+            clusters = f" in clusters of {launch.cluster}" if launch.cluster > 1 else ""
+            shared = f"{launch.shared_bytes:,} bytes of dynamic shared memory"
+            say("kernel", f"{_count(launch.blocks, 'block')} of {launch.threads:,} threads{clusters}, {shared}")
         what = "2 reads, 1 write" if self.op in _LINEAR else "1 read, 1 write"
         say("bytes", f"{self.bytes:,} ({what}{', the mask' if mask else ''})")
         say("floor", f"{self.floor_us:.4g} µs at {self.copy_rate / 1e12:.3g} TB/s")
@@ -190,7 +173,8 @@ def explain(
 
     Raises:
       TypeError: an argument is of the wrong type.
-      ValueError: axis is out of range or repeated, where does not broadcast, or op or device is not known.
+      ValueError: axis is out of range or repeated, where does not broadcast, op or device is not known, or the array
+        has 2^63 elements or more.
     """
     if op not in (*_FORWARD, *_LINEAR):
         raise ValueError(f"explain: op must be one of {', '.join((*_FORWARD, *_LINEAR))}, got {op!r}.")
@@ -200,33 +184,25 @@ def explain(
     shape, axes, mask_shape, kernel_dtype = _checked(x, axis, where)
     complex_valued = jnp.issubdtype(kernel_dtype, jnp.complexfloating)
 
-    plan = {
-        "kept": (),
-        "reduced": (),
-        "rows": math.prod(n for d, n in enumerate(shape) if d not in axes),
-        "columns": math.prod(n for d, n in enumerate(shape) if d in axes),
-        "edges": "none",
-        **dict.fromkeys(("lanes", "packs", "chunks", "again", "cluster", "threads", "blocks", "shared_bytes"), 0),
-    }
+    if 0 not in shape and math.prod(shape) > _MOST_ELEMENTS:
+        raise ValueError(f"explain: arrays of 2^63 elements or more are not supported, got shape {shape}.")
+
+    schedule, found = "jax.numpy", None
     if 0 in shape:
-        plan["schedule"] = "nothing"
-    elif complex_valued or len(shape) > _kernels.MAX_DIMS:
-        plan["schedule"] = "jax.numpy"
-    else:
-        full_mask = None if mask_shape is None else [*[1] * (len(shape) - len(mask_shape)), *mask_shape]
-        chosen = _kernels.plan(
+        schedule = "nothing"
+    elif not complex_valued and len(shape) <= _kernels.MAX_DIMS:
+        found = _kernels.plan(
             list(shape),
             list(axes),
             op,
             kernel_dtype.name,
-            full_mask,
+            None if mask_shape is None else [*[1] * (len(shape) - len(mask_shape)), *mask_shape],
             compute_capability=model.compute_capability,
             multiprocessors=model.multiprocessors,
             shared_memory_per_block=model.shared_memory_per_block,
             largest_cluster=model.largest_cluster,
         )
-        plan = {key: chosen[key] for key in (*plan, "schedule")}
-    plan["kept"], plan["reduced"] = tuple(plan["kept"]), tuple(plan["reduced"])
+        found = found if found and found["faster_than_xla"] else None
 
     tensors = 3 if op in _LINEAR else 2
     n_bytes = tensors * math.prod(shape) * kernel_dtype.itemsize
@@ -239,10 +215,16 @@ def explain(
         dtype=kernel_dtype.name,
         mask_shape=mask_shape,
         device=device_name,
+        kept=tuple(found["kept"]) if found else (),
+        reduced=tuple(found["reduced"]) if found else (),
+        rows=math.prod(n for d, n in enumerate(shape) if d not in axes),
+        columns=math.prod(n for d, n in enumerate(shape) if d in axes),
+        schedule=found["schedule"] if found else schedule,
+        plan=found["fields"] if found else {},
+        launches=tuple(Launch(*(step[name] for name in Launch._fields)) for step in found["steps"]) if found else (),
         bytes=n_bytes,
         copy_rate=model.copy_rate,
         floor_us=n_bytes / model.copy_rate * 1e6,
-        **plan,
     )
 
 
@@ -255,6 +237,8 @@ def _described(x: Any, dtype: Any) -> jax.ShapeDtypeStruct:
             raise TypeError(f"explain: a shape must be of ints, got {x!r}.") from error
         if any(n < 0 for n in shape):
             raise ValueError(f"explain: a shape must not have negative entries, got {x!r}.")
+        if any(n > _MOST_ELEMENTS for n in shape):
+            raise ValueError(f"explain: a shape's entries must be less than 2^63, got {x!r}.")
         found = np.dtype("float32")
     elif hasattr(x, "shape") and hasattr(x, "dtype"):
         shape = tuple(x.shape)

@@ -34,8 +34,8 @@ def _cpu_rule(by_reference):
 def _cuda_rule(by_reference, n_floats):
     """An FFI call unless XLA itself is as fast, with a second result for blocks to exchange states through.
 
-    XLA owns that memory, so that it lives as long as a CUDA graph that the call was captured into. A shape with symbolic
-    dimensions has no known size; kernels that need no such memory do then.
+    XLA owns that memory, so that it lives as long as a CUDA graph that the call was captured into. A shape with
+    symbolic dimensions has no known size; kernels that need no such memory do then.
     """
     call = jax.ffi.ffi_lowering(TARGET)
 
@@ -83,7 +83,11 @@ def _register():
     jax.ffi.register_ffi_target(TARGET, _kernels.cuda_handlers(), platform="CUDA")
     for op, primitive in PRIMITIVES.items():
         by_reference = _reference_rule()
-        rules = {None: by_reference, "cpu": _cpu_rule(by_reference), "cuda": _cuda_rule(by_reference, float_operands(op))}
+        rules = {
+            None: by_reference,
+            "cpu": _cpu_rule(by_reference),
+            "cuda": _cuda_rule(by_reference, float_operands(op)),
+        }
         for platform, rule in rules.items():
             rule = sharding.partitioned(primitive, platform, functools.partial(rule, op=op))
             mlir.register_lowering(primitive, rule, platform=platform)

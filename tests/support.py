@@ -9,6 +9,7 @@ number in units of the last place, and the pieces themselves are added in a tree
 
 import contextlib
 import functools
+import re
 from typing import NamedTuple
 
 import jax
@@ -17,7 +18,7 @@ import numpy as np
 import pytest
 
 import jax_softmax
-from jax_softmax import _kernels
+from jax_softmax import _cuda, _kernels
 
 OPERATORS = {"softmax": jax_softmax.softmax, "log_softmax": jax_softmax.log_softmax}
 CUSTOM_VJPS = {"softmax": jax_softmax.softmax_vjp, "log_softmax": jax_softmax.log_softmax_vjp}
@@ -25,16 +26,95 @@ JAX_NN = {"softmax": jax.nn.softmax, "log_softmax": jax.nn.log_softmax}
 NAMES = tuple(OPERATORS)
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
+
+def device(compute_capability, multiprocessors, shared_kilobytes, largest_cluster):
+    return {
+        "compute_capability": compute_capability,
+        "multiprocessors": multiprocessors,
+        "shared_memory_per_block": shared_kilobytes << 10,
+        "largest_cluster": largest_cluster,
+    }
+
+
 # What plans are made for.
-H200 = {"compute_capability": 90, "multiprocessors": 132, "shared_memory_per_block": 227 * 1024, "largest_cluster": 16}
-T4 = {"compute_capability": 75, "multiprocessors": 40, "shared_memory_per_block": 64 * 1024, "largest_cluster": 1}
-A100 = {"compute_capability": 80, "multiprocessors": 108, "shared_memory_per_block": 163 * 1024, "largest_cluster": 1}
-RTX5090 = {
-    "compute_capability": 120,
-    "multiprocessors": 170,
-    "shared_memory_per_block": 99 * 1024,
-    "largest_cluster": 8,
+H200 = device(90, 132, 227, 16)
+DEVICES = {
+    "T4": device(75, 40, 64, 1),
+    "A100": device(80, 108, 163, 1),
+    "RTX 3090": device(86, 82, 99, 1),
+    "H200": H200,
+    "B200": device(100, 148, 227, 16),
+    "RTX 5090": device(120, 170, 99, 8),
 }
+OPS = ("softmax", "log_softmax", "softmax_linear", "log_softmax_jvp", "log_softmax_vjp")
+
+
+class Way(NamedTuple):
+    """A view that leads to a schedule: on a GPU as it is, or a smaller one; with memory to exchange states, or not."""
+
+    shape: tuple[int, ...]
+    axes: tuple[int, ...]
+    small: bool = False
+    scratch: bool = True
+
+    @property
+    def limits(self):
+        return {"shared_memory_per_block": 64 << 10, "largest_cluster": 1} if self.small else {}
+
+    def plan(self, op="softmax", dtype="bfloat16", mask_shape=None, on=H200, **fused):
+        on = {**on, **{key: min(on[key], value) for key, value in self.limits.items()}}
+        shape, axes = list(self.shape), list(self.axes)
+        return _kernels.plan(shape, axes, op, dtype, mask_shape, **on, scratch=self.scratch, **fused)
+
+
+# Together they reach every kernel: test_schedules.py holds them to it.
+WAYS = [
+    Way((37, 32), (1,)),
+    Way((5, 1999), (1,)),
+    Way((5, 8192), (1,)),
+    Way((5, 16, 12, 16), (1, 3)),
+    Way((300, 7), (1,)),
+    Way((40, 65), (1,)),
+    Way((3, 8191), (1,)),
+    Way((5, 50257), (1,)),
+    Way((63, 3, 1023), (0, 2)),
+    Way((2, 300_001), (1,)),
+    Way((33, 300_001), (1,)),
+    Way((3, 300, 7), (1,)),
+    Way((9, 64, 256), (1,)),
+    Way((2, 3000, 96), (1,)),
+    Way((12, 5, 13, 33), (0, 2)),
+    Way((2, 300_001), (1,), small=True),
+    Way((2, 300_000), (1,), small=True, scratch=False),
+    Way((2, 30_000, 33), (1,), small=True),
+    Way((2, 30_000, 64), (1,), small=True),
+    Way((2, 30_000, 33), (1,), small=True, scratch=False),
+]
+
+
+def kernel_names(plan):
+    """The functions of csrc/device that the plan's kernels call."""
+    return [re.search(r"using namespace jax_softmax::device;\s*(\w+)", step["code"])[1] for step in plan["steps"]]
+
+
+@contextlib.contextmanager
+def limited(**limits):
+    """Plans are made as if every GPU had no more than this."""
+    _kernels.limit_devices(**limits)
+    jax.clear_caches()
+    try:
+        yield
+    finally:
+        _kernels.limit_devices()
+        jax.clear_caches()
+
+
+def why_no_cuda():
+    """Why the CUDA kernels cannot run here, or None if they can."""
+    if jax.default_backend() != "gpu":
+        return "needs a GPU"
+    return _cuda.availability()
+
 
 # Roundings of exp, of a reciprocal or division, and of a product or two.
 ROUNDINGS = 4
@@ -49,8 +129,17 @@ def sampled(names, cases, every, **options):
     return pytest.mark.parametrize(names, params, **options)
 
 
-def plan(shape, axes, op="softmax", dtype="float32", mask_shape=None, device=H200):
-    return _kernels.plan(list(shape), list(axes), op, dtype, mask_shape, **device)
+def plan(shape, axes, op="softmax", dtype="float32", mask_shape=None, on=H200, scratch=True):
+    return _kernels.plan(list(shape), list(axes), op, dtype, mask_shape, **on, scratch=scratch)
+
+
+def call_kernel(op, *operands, axes, out_dtype=None, fused="", scratch_bytes=0):
+    """The custom call itself, on a GPU, wherever the lowering would rather have XLA's own operations."""
+    results = [jax.ShapeDtypeStruct(operands[0].shape, out_dtype or operands[0].dtype)]
+    if scratch_bytes:
+        results.append(jax.ShapeDtypeStruct((scratch_bytes,), np.uint8))
+    call = jax.ffi.ffi_call("jax_softmax", results)
+    return jax.jit(lambda *operands: call(*operands, op=op, axes=np.array(axes, np.int64), fused=fused)[0])(*operands)
 
 
 def precision(dtype):
@@ -100,6 +189,11 @@ class _Rows(NamedTuple):
         return np.where(self.keep, array, fill)
 
 
+def _sum_error(rounding, length):
+    """The relative error of summing so many terms of one sign."""
+    return rounding.compute * (ROUNDINGS + np.sqrt(min(length, 64)) / 2 + np.sqrt(length) / 128)
+
+
 def _axes_of(axis, ndim):
     if axis is None:
         return tuple(range(ndim))
@@ -119,7 +213,7 @@ def _rows(name, x, axis, where):
     keep = np.broadcast_to(where, shape)
     axes = _axes_of(axis, len(shape))
     length = int(np.prod([shape[a] for a in axes]))
-    sum_error = rounding.compute * (ROUNDINGS + np.sqrt(min(length, 64)) / 2 + np.sqrt(length) / 128)
+    sum_error = _sum_error(rounding, length)
 
     # The reference's own roundings must not count: more than float64 has, where that is what is checked.
     wide = np.where(keep, np.broadcast_to(_widened(x), shape), -np.inf)
@@ -179,6 +273,34 @@ def reference_vjp(name, x, g, axis=-1, where=None):
         bound = np.sum(bound, axis=repeated) + copies * eps * np.sum(np.abs(dx), axis=repeated)
         dx, bound = np.sum(dx, axis=repeated).reshape(shape), bound.reshape(shape)
     return Bounded(dx, bound, rounding.dtype)
+
+
+@np.errstate(invalid="ignore", divide="ignore", over="ignore", under="ignore")
+def reference_linear(op, y, t, axes, dtype, where=None):
+    """What the linear maps make of a softmax or log-softmax y and of t, which are taken to be exact."""
+    rounding = _Rounding.of(dtype)
+    keep = np.broadcast_to(np.asarray(True if where is None else where), np.shape(y))
+    y, t = _widened(y), np.where(keep, _widened(t), 0.0)
+    length = int(np.prod([y.shape[a] for a in axes]))
+    sum_error = _sum_error(rounding, length)
+
+    def total(terms):
+        return np.sum(np.where(keep, terms, 0.0), axis=axes, keepdims=True)
+
+    if op == "softmax_linear":
+        mean, mean_bound = total(y * t), sum_error * total(np.abs(y * t))
+        result = y * (t - mean)
+        bound = np.abs(y) * mean_bound + 2 * rounding.compute * np.abs(y) * (np.abs(t) + np.abs(mean))
+    else:
+        p = np.where(keep, np.exp(y), 0.0)
+        p_error = rounding.compute * (2 + np.where(p > 0, np.abs(y), 0.0))  # relative
+        weight, terms = (1.0, p * t) if op == "log_softmax_jvp" else (p, t)
+        scaled = weight * total(terms)
+        result = t - scaled
+        bound = weight * sum_error * total(np.abs(terms)) + 2 * rounding.compute * (np.abs(t) + np.abs(scaled))
+        bound = bound + (total(np.abs(terms) * p_error) if op == "log_softmax_jvp" else np.abs(scaled) * p_error)
+    bound = bound + rounding.store * np.abs(result) + rounding.tiny
+    return Bounded(np.where(keep, result, 0.0), np.where(keep, bound, 0.0), rounding.dtype)
 
 
 def check(actual, expected, label=""):

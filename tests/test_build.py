@@ -11,7 +11,7 @@ import jax
 import pytest
 
 import jax_softmax
-from jax_softmax import _compatibility, api, lowering
+from jax_softmax import __main__, _compatibility, _cuda, lowering
 
 
 def test_build_info():
@@ -19,7 +19,6 @@ def test_build_info():
     assert info["version"] == jax_softmax.__version__
     assert info["cpu_variants"][-1] == "plain" and info["cpu_variant"] in info["cpu_variants"]
     assert info["ffi_api"] <= _compatibility.runtime_ffi_version()
-    assert bool(info["cuda_version"]) == info["cuda"] == bool(info["cuda_architectures"])
 
 
 def test_public_names():
@@ -75,22 +74,89 @@ def test_source_without_kernels_says_what_to_do(tmp_path, command):
     assert "pip install ." in output and "python -P" in output and "circular" not in output, output
 
 
+def doctor(tmp_path, **environment):
+    return subprocess.run(
+        [sys.executable, "-m", "jax_softmax"],
+        cwd=tmp_path,
+        env={**os.environ, "JAX_SOFTMAX_CACHE_DIR": str(tmp_path / "cache"), **environment},
+        capture_output=True,
+        text=True,
+    )
+
+
 def test_doctor(tmp_path):
-    result = subprocess.run([sys.executable, "-m", "jax_softmax"], cwd=tmp_path, capture_output=True, text=True)
+    result = doctor(tmp_path)
     assert result.returncode == 0, result.stdout + result.stderr
     assert f"jax_softmax {jax_softmax.__version__}" in result.stdout
-    assert f"{jax.devices()[0].platform} (" in result.stdout and ": ok" in result.stdout
+    for said in ("CPU kernels: ", "CUDA driver: ", "NVRTC: ", "cpu 0 ("):
+        assert f"\n{said}" in result.stdout, result.stdout
+    if "NVRTC: CUDA's" not in result.stdout:  # found
+        assert f"\ncache: {tmp_path / 'cache'}: 0 kernels, 0 bytes\n" in result.stdout
+    for gpu in (device for device in jax.local_devices() if device.platform == "gpu"):
+        assert f"\ngpu {gpu.id} ({gpu.device_kind}): our kernels, " in result.stdout
+    assert ": ok" in result.stdout and "WRONG" not in result.stdout
 
 
-@pytest.mark.parametrize("backend,has_cuda,expected", [("gpu", False, 1), ("gpu", True, 0), ("cpu", False, 0)])
-def test_one_warning_without_cuda_kernels(monkeypatch, backend, has_cuda, expected):
-    monkeypatch.setattr(lowering, "HAS_CUDA", has_cuda)
-    monkeypatch.setattr(jax, "default_backend", lambda: backend)
-    api._warn_without_cuda.cache_clear()
+@pytest.fixture
+def doctor_here(monkeypatch):
+    """The doctor in this process, which finds no errors in results that it does not look at."""
+    monkeypatch.setattr(__main__, "largest_error", lambda device: 1.0)
+    yield __main__.main
+    monkeypatch.undo()
+    if _cuda.availability() is None:
+        _cuda.configure()
+
+
+class FakeGpu:
+    platform, device_kind, id = "gpu", "Fake", 0
+
+
+def test_doctor_says_what_is_missing(doctor_here, monkeypatch, capsys):
+    def missing():
+        raise RuntimeError("NVRTC was not found: install it")
+
+    monkeypatch.setattr(_cuda, "find_nvrtc", missing)
+    monkeypatch.setattr(_cuda, "availability", lambda: "NVRTC was not found: install it")
+    cpu = jax.devices("cpu")[0]
+    monkeypatch.setattr(jax, "local_devices", lambda backend=None: [cpu])
+    assert doctor_here() == 0  # a machine without a GPU is well
+    assert "\nNVRTC: NVRTC was not found: install it\n" in capsys.readouterr().out
+
+
+def test_doctor_fails_where_a_gpu_cannot_run_the_kernels(doctor_here, monkeypatch, capsys):
+    cpu = jax.devices("cpu")[0]
+    monkeypatch.setattr(__main__, "check", lambda device, kernels: True)
+    monkeypatch.setattr(_cuda, "availability", lambda: "the driver is too old")
+    monkeypatch.setattr(jax, "local_devices", lambda backend=None: [cpu if backend else FakeGpu()])
+    assert doctor_here() == 1
+    assert "the GPU runs jax.numpy: the driver is too old\n" in capsys.readouterr().out
+
+
+def test_doctor_fails_on_wrong_results(doctor_here, monkeypatch, capsys):
+    monkeypatch.setattr(__main__, "largest_error", lambda device: float("inf"))
+    assert doctor_here() == 1
+    assert "WRONG" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "platform,reason,expected",
+    [("gpu", "there is no NVRTC", 1), ("gpu", None, 0), ("cpu", "there is no NVRTC", 0)],
+)
+def test_one_warning_where_kernels_cannot_be_made(monkeypatch, platform, reason, expected):
+    """Of a program for CUDA that is lowered where it is to run; elsewhere it is for another machine."""
+    device = FakeGpu()
+    device.platform = platform
+    monkeypatch.setattr(_cuda, "availability", lambda: reason)
+    monkeypatch.setattr(jax, "local_devices", lambda: [device])
+    monkeypatch.setattr(lowering, "_warned", False)
+    allowed = [jax.export.DisabledSafetyCheck.custom_call("jax_softmax")]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        jax_softmax.softmax(1.0, axis=None)
-        jax_softmax.softmax(2.0, axis=None)
-    api._warn_without_cuda.cache_clear()
+        for n in (2, 3):
+            lowered = jax.export.export(
+                jax.jit(lambda x: jax_softmax.softmax(x)), platforms=["cuda"], disabled_checks=allowed
+            )
+            text = lowered(jax.ShapeDtypeStruct((4, n), "float32")).mlir_module()
+            assert ("@jax_softmax(" in text) == (not expected)
     assert len(caught) == expected
-    assert all("JAX_SOFTMAX_CUDA=on" in str(w.message) for w in caught)
+    assert all("runs as jax.numpy on this GPU: there is no NVRTC." in str(w.message) for w in caught)

@@ -1,6 +1,6 @@
-"""Every schedule of long rows, and every length at which another takes over, is within a derived bound of float64."""
+"""Every kernel of every schedule, on a GPU, is within a derived bound of float64; and every length at which another
+schedule takes over, what is not finite, and what is very large, on whatever runs here."""
 
-import contextlib
 import itertools
 
 import jax
@@ -8,19 +8,77 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import support
-from support import NAMES, OPERATORS, check, check_all, normal, reference, reference_vjp
+from support import (
+    NAMES,
+    OPERATORS,
+    OPS,
+    WAYS,
+    call_kernel,
+    check,
+    check_all,
+    normal,
+    reference,
+    reference_linear,
+    reference_vjp,
+)
 
 import jax_softmax
-from jax_softmax import _kernels
 
-ON_GPU = jax.default_backend() == "gpu" and _kernels.build_info()["cuda"]
-# The boundaries are those of the CUDA plan: on a CPU a part of them will do.
-LONGEST = 300_000 if ON_GPU else 20_000
+on_gpu = pytest.mark.skipif(support.why_no_cuda() is not None, reason=str(support.why_no_cuda()))
+
+SCHEDULES = {"registers", "staged", "chunks", "ring", "tile", "twice"}
+KERNELS = {
+    *("registers", "staged", "clear_words", "chunks", "ring", "tile", "whole_rows", "whole_tiles", "combine_pieces"),
+    *("sum_pieces", "finish_pieces", "sum_tile_pieces", "finish_tile_pieces"),
+}
 
 
-def chosen(rows, columns, dtype, op="softmax"):
-    plan = _kernels.plan([rows, columns], [1], op, dtype)
-    return plan["schedule"], plan["edges"], plan["packs"], plan["lanes"]
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("dtype", support.DTYPES)
+def test_the_list_reaches_every_kernel(dtype, op):
+    plans = [way.plan(op, dtype) for way in WAYS]
+    assert {plan["schedule"] for plan in plans} == SCHEDULES
+    assert {name for plan in plans for name in support.kernel_names(plan)} == KERNELS
+    # Blocks exchange what they have in every way that there is.
+    chunks = [plan for plan in plans if plan["schedule"] == "chunks"]
+    assert {plan["fields"]["through_memory"] for plan in chunks} == {False, True}
+    for schedule in ("chunks", "tile"):
+        clusters = {step["cluster"] for plan in plans if plan["schedule"] == schedule for step in plan["steps"]}
+        assert 1 in clusters and len(clusters) > 1
+
+
+def operands(op, way, dtype, where=None):
+    """What an operator takes, and its result in float64."""
+    x, t = normal(way.shape, dtype), normal(way.shape, dtype, seed=1, scale=1.0)
+    if op in NAMES:
+        return (x,), reference(op, x, way.axes, where)
+    y = reference("softmax" if op == "softmax_linear" else "log_softmax", x, way.axes, where).value.astype(x.dtype)
+    return (y, t), reference_linear(op, y, t, way.axes, dtype, where)
+
+
+@on_gpu
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_values(masked, dtype, op, way):
+    where = support.random_mask(way.shape) if masked else None
+    mask = [] if where is None else [where]
+    inputs, expected = operands(op, way, dtype, where)
+    plan = way.plan(op, dtype, list(way.shape) if masked else None)
+    with support.limited(**way.limits), support.precision(dtype):
+        result = call_kernel(op, *inputs, *mask, axes=way.axes, scratch_bytes=plan["scratch_bytes"])
+    check(result, expected, f"{op} by {plan['schedule']}")
+
+
+# The boundaries are those of the CUDA plan.
+LONGEST = 300_000
+
+
+def chosen(columns, dtype):
+    plan = support.plan((3, columns), (1,), dtype=dtype)
+    fields = plan["fields"]
+    return plan["schedule"], fields.get("lanes"), fields.get("packs"), fields.get("chunks"), fields.get("cluster")
 
 
 def boundaries(dtype, longest):
@@ -31,11 +89,11 @@ def boundaries(dtype, longest):
         grid = sorted({int(1.09**i) // step * step + offset for i in range(200)} - {0})
         grid = [n for n in grid if 0 < n <= longest]
         for low, high in itertools.pairwise(grid):
-            if chosen(3, low, dtype) == chosen(3, high, dtype):
+            if chosen(low, dtype) == chosen(high, dtype):
                 continue
             while high - low > step:
                 middle = low + (high - low) // (2 * step) * step
-                if chosen(3, middle, dtype) == chosen(3, low, dtype):
+                if chosen(middle, dtype) == chosen(low, dtype):
                     low = middle
                 else:
                     high = middle
@@ -43,6 +101,7 @@ def boundaries(dtype, longest):
     return sorted(found)
 
 
+@on_gpu
 @pytest.mark.parametrize(
     "dtype,columns",
     [(d, n) for d in ("bfloat16", "float32") for n in boundaries(d, LONGEST)]
@@ -54,6 +113,7 @@ def test_boundaries(dtype, columns):
             check_all(normal((3, n), dtype, seed=n))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(
     "shape", [(130, 70_003), (70, 131_072), (70, 300_001), (5, 1_200_001), (1, 12_500_000)], ids=str
@@ -65,7 +125,11 @@ def test_long_rows(dtype, shape, masked):
     check_all(x, where=where, names=NAMES[:1] if masked else NAMES)
 
 
-@pytest.mark.parametrize("shape", [(170, 70_000), (170, 35_001), (6, 7_000_000)], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [(9, 35_001), *(pytest.param(n, marks=pytest.mark.sweep) for n in [(170, 70_000), (6, 7_000_000)])],
+    ids=str,
+)
 def test_nonfinite_long_rows(shape):
     """What is exchanged is right for rows of NaN and infinities, among others that are not."""
     x = np.zeros(shape, np.float32)
@@ -98,7 +162,7 @@ def test_large_numbers(largest, columns):
     check_all(x, names=NAMES[:1])
 
 
-@pytest.mark.skipif(not ON_GPU, reason="needs a GPU and the CUDA kernels")
+@on_gpu
 @pytest.mark.parametrize("center", [0, 2**20, -(2**20), 3 * 2**20, 2**24])
 @pytest.mark.parametrize("columns", [5, 33, 1000, 4097, 20_001, 131_072, 300_001, 1_100_000])
 def test_float32_is_as_exact_far_below_the_maximum(columns, center):
@@ -124,60 +188,16 @@ def test_all_of_a_row_is_one(columns):
     assert np.array_equal(np.asarray(jax_softmax.softmax(x)), (x > 0).astype(np.float32))
 
 
-@contextlib.contextmanager
-def limited(**limits):
-    _kernels.limit_cuda_device(**limits)
-    jax.clear_caches()
-    try:
-        yield
-    finally:
-        _kernels.limit_cuda_device()
-
-
-@pytest.mark.skipif(not ON_GPU, reason="needs a GPU and the CUDA kernels")
+@on_gpu
 @pytest.mark.parametrize("columns", [1000, 8191, 16384, 32768, 50257, 131072, 151937, 1_100_000])
 @pytest.mark.parametrize("shared", [64, 99, 163])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_as_on_a_chip_without_clusters(dtype, shared, columns):
-    with limited(shared_memory_per_block=shared << 10, largest_cluster=1):
+    with support.limited(shared_memory_per_block=shared << 10, largest_cluster=1):
         check_all(normal((5, columns), dtype))
 
 
-@pytest.mark.skipif(not ON_GPU, reason="needs a GPU and the CUDA kernels")
-@pytest.mark.parametrize(
-    "op,shared,odd,share",
-    [
-        (op, shared, odd, share)
-        for shared, odd in ((99, 0), (163, 1))
-        for share in (1 / 20, 1 / 9)
-        for op in ("softmax", "softmax_linear", "log_softmax_vjp")
-        if not (odd and op == "log_softmax_vjp")  # read twice as a whole
-    ],
-)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_rows_that_all_rings_together_do_not_hold(dtype, op, shared, odd, share):
-    """Rings read about this share of a row's chunks twice, or nearly half, where the sum needs all operands."""
-    if op != "log_softmax_vjp" and share > 0.1:
-        share = 0.45
-    limits = {"shared_memory_per_block": shared << 10, "largest_cluster": 16}
-
-    def again(columns):
-        plan_ = _kernels.plan([3, columns], [1], op, dtype, **limits)
-        return plan_["again"] / plan_["chunks"] if plan_["schedule"] == "ring" else 0
-
-    columns = next(n for n in range(100_000 + odd, 20_000_000, 20_000) if again(n) > share)
-    x = normal((3, columns), dtype)
-    with limited(**limits):
-        if op == "softmax":
-            check_all(x, names=NAMES[:1])
-        else:
-            name = "softmax" if op == "softmax_linear" else "log_softmax"
-            _, vjp = jax.vjp(OPERATORS[name], x)
-            g = normal(x.shape, dtype, seed=1)
-            check(vjp(g)[0], reference_vjp(name, x, g))
-
-
-@pytest.mark.skipif(not ON_GPU, reason="needs a GPU and the CUDA kernels")
+@on_gpu
 @pytest.mark.parametrize("columns", [50257, 131072, 400_000, 3_000_000])
 def test_without_scratch_memory(columns):
     """An exported program whose number of rows is not known has none."""

@@ -15,12 +15,11 @@ inline constexpr int kDTypeBytes[kDTypes] = {2, 2, 4, 8};
 
 struct Cost {
   int inputs;        // operands
-  int summed;        // of them, that the sum needs
   int exponentials;  // of an element, in the sum and in the result
   int logarithms;    // of a row
 };
 
-inline constexpr Cost kCosts[kOps] = {{1, 1, 1, 0}, {1, 1, 1, 1}, {2, 2, 0, 0}, {2, 2, 1, 0}, {2, 1, 1, 0}};
+inline constexpr Cost kCosts[kOps] = {{1, 1, 0}, {1, 1, 1}, {2, 0, 0}, {2, 1, 0}, {2, 1, 0}};
 constexpr Cost cost_of(Op op) { return kCosts[static_cast<int>(op)]; }
 constexpr int inputs_of(Op op) { return cost_of(op).inputs; }
 

@@ -75,19 +75,33 @@ struct Chunk {
     }
   }
 
+  // Calls body(j, at) for those of the thread's packs that are not all the row's: out of the way of the unrolled loops,
+  // which their rarely taken branches would fill. A contiguous row has them at its beginning and end alone.
+  template <class Body>
+  __device__ __forceinline__ void for_edges(Body body) const {
+    const auto visit = [&](int j) {
+      const At place = at(j);
+      if (!place.whole()) body(j, place);
+    };
+    if constexpr (R::kExact) {
+      return;
+    } else if constexpr (R::kRuns > 1) {
+#pragma unroll 1
+      for (int j = rank; exists(j); j += kThreads) visit(j);
+    } else {
+      static_assert(R::kBoundary <= kThreads * kWidth);
+      if (chunk == 0 && exists(rank)) visit(rank);
+      const int end = static_cast<int>((R::shift_of(row.begin) + R::kRun) / kWidth) - chunk * kShare;
+      if (end >= kShare) return;
+      const int from = max(end, chunk == 0 ? kThreads : 0);
+#pragma unroll 1
+      for (int j = from + (rank - from % kThreads + kThreads) % kThreads; exists(j); j += kThreads) visit(j);
+    }
+  }
+
   // Puts pads in the place of what does not count, where memory can hold pads.
   __device__ __forceinline__ void mend() const {
-    if constexpr ((R::kExact && !Mem::kMasked) || !Mem::kOrdered) {
-      return;  // there is nothing
-    } else {
-#pragma unroll(Mem::kMasked ? kPacks : 1)
-    for (int p = 0; p < kPacks; ++p) {
-      const int j = pack_of(p);
-      if (!exists(j)) continue;
-      const auto place = at(j);
-      if (!Mem::kMasked && place.whole()) continue;
-      const unsigned bits = kept(place);
-      if (bits == Mem::kAll) continue;
+    const auto mend_pack = [&](int j, const At& place, unsigned bits) {
       Pack raw[kInputs];
       const bool any = place.any();
 #pragma unroll
@@ -95,7 +109,18 @@ struct Chunk {
       Mem::mend(raw, bits);
 #pragma unroll
       for (int k = 0; k < kInputs; ++k) *held(k, j) = raw[k];
-    }
+    };
+    if constexpr (Mem::kOrdered && Mem::kMasked) {
+#pragma unroll
+      for (int p = 0; p < kPacks; ++p) {
+        const int j = pack_of(p);
+        if (!exists(j)) continue;
+        const At place = at(j);
+        const unsigned bits = kept(place);
+        if (bits != Mem::kAll) mend_pack(j, place, bits);
+      }
+    } else if constexpr (Mem::kOrdered) {
+      for_edges([&](int j, const At& place) { mend_pack(j, place, place.inside()); });
     }
   }
 
@@ -173,16 +198,11 @@ struct Chunk {
       if (!exists(j) || !place.whole()) continue;
       Mem::store(out(p, place), results_of(j, place, Mem::kMasked ? kept(place) : Mem::kAll), Mem::kAll);
     }
-    // Packs that have elements of others, which are few: out of the way of the unrolled loop.
-    if constexpr (!R::kExact) {
-#pragma unroll 1
-      for (int p = 0; p < kPacks; ++p) {
-        const int j = pack_of(p);
-        const auto place = at(j);
-        if (!exists(j) || place.whole() || !place.any()) continue;
+    for_edges([&](int j, const At& place) {
+      if (place.any()) {
         Mem::store(mem.out() + place.place.element, results_of(j, place, kept(place)), place.inside());
       }
-    }
+    });
   }
 };
 

@@ -17,20 +17,6 @@ __device__ __forceinline__ void copy_pack(Pack* shared, const void* global) {
 #endif
 }
 
-// The copies since the last call are a group, which can be waited for.
-__device__ __forceinline__ void commit_copies() {
-#if __CUDA_ARCH__ >= 800
-  asm volatile("cp.async.commit_group;" ::: "memory");
-#endif
-}
-
-template <int groups>
-__device__ __forceinline__ void wait_for_all_copies_but() {
-#if __CUDA_ARCH__ >= 800
-  asm volatile("cp.async.wait_group %0;" ::"n"(groups) : "memory");
-#endif
-}
-
 __device__ __forceinline__ void wait_for_copies() {
 #if __CUDA_ARCH__ >= 800
   asm volatile("cp.async.wait_all;" ::: "memory");

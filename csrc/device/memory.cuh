@@ -75,14 +75,15 @@ struct Memory {
   using M = typename Op::Policy;
   using C = typename M::Value;
   static constexpr bool kMasked = kMasked_;
-  static constexpr bool kPacks = kPacks_;  // whether operands begin with whole packs, so that memory is accessed by them
+  static constexpr bool kPacks =
+      kPacks_;  // whether operands begin with whole packs, so that memory is accessed by them
   static constexpr int kInputs = Op::kInputs;
   static constexpr int kWidth = kPerPack<In>;
   static constexpr int kSides = Fused::kSides + kMasked;
   static constexpr unsigned kAll = kAllBits<In>;
   using Place = Offset<kSides>;
   using Values = C[kWidth][kInputs];
-  using Results = Words<kWidth * static_cast<int>(sizeof(Out))>;
+  using Results = Words<kWidth* static_cast<int>(sizeof(Out))>;
   // Whether the largest word of memory has the largest value, and pads can stand in memory.
   static constexpr bool kOrdered = Fused::kNothing;
   // Terms can be kept in the place of elements, to be taken once.

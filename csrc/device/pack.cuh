@@ -18,28 +18,29 @@ struct alignas(bytes < 16 ? bytes : 16) Words {
 };
 using Pack = Words<kPackBytes>;
 
+// From global memory.
 __device__ __forceinline__ Pack load_pack(const void* p) {
-  const uint4 bits = *static_cast<const uint4*>(p);
-  return {{bits.x, bits.y, bits.z, bits.w}};
+  Pack pack;
+  asm("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];"
+      : "=r"(pack.word[0]), "=r"(pack.word[1]), "=r"(pack.word[2]), "=r"(pack.word[3])
+      : "l"(__cvta_generic_to_global(p)));
+  return pack;
 }
 
-// To global memory. In unrolled loops the compiler has been seen to make four stores of an ordinary one.
+// To global memory, which no kernel reads again: loads may pass these stores. In unrolled loops the compiler has been
+// seen to make four stores of an ordinary one.
 template <int bytes>
 __device__ __forceinline__ void store_words(void* p, const Words<bytes>& words) {
-  char* const to = static_cast<char*>(p);
+  const auto to = __cvta_generic_to_global(p);
   if constexpr (bytes == 8) {
-    asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(__cvta_generic_to_global(to)), "r"(words.word[0]),
-                 "r"(words.word[1])
-                 : "memory");
+    asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(to), "r"(words.word[0]), "r"(words.word[1]));
   } else if constexpr (bytes == 4) {
-    *reinterpret_cast<uint32_t*>(to) = words.word[0];
+    asm volatile("st.global.b32 [%0], %1;" ::"l"(to), "r"(words.word[0]));
   } else {
 #pragma unroll
     for (int i = 0; i < bytes / 16; ++i) {
-      asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(to + 16 * i)),
-                   "r"(words.word[4 * i]), "r"(words.word[4 * i + 1]), "r"(words.word[4 * i + 2]),
-                   "r"(words.word[4 * i + 3])
-                   : "memory");
+      asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to + 16 * i), "r"(words.word[4 * i]),
+                   "r"(words.word[4 * i + 1]), "r"(words.word[4 * i + 2]), "r"(words.word[4 * i + 3]));
     }
   }
 }

@@ -28,14 +28,16 @@ __device__ __forceinline__ void registers(const Operands& operands) {
   const auto exists = [&](int p) { return (p + 1) * kLanes <= R::kPacks || pack_of(p) < R::kPacks; };
 
   Pack raw[kPacks][kInputs];
+  const Pointer<R, const In, kLanes> first(mem.in(0), row, rank), last(mem.in(kInputs - 1), row, rank);
 #pragma unroll
-  for (int k = 0; k < kInputs; ++k) {
-    const Pointer<R, const In, kLanes> in(mem.in(k), row, rank);
+  for (int p = 0; p < kPacks; ++p) {
+    const auto at = row.at(pack_of(p));
 #pragma unroll
-    for (int p = 0; p < kPacks; ++p) {
-      const auto at = row.at(pack_of(p));
+    for (int k = 0; k < kInputs; ++k) {
       if (!R::kExact || (p + 1) * kLanes > R::kPacks) raw[p][k] = Mem::pad_pack(k);
-      if (exists(p) && at.any()) raw[p][k] = Mem::load(in(p, at), Mem::kPacks ? Mem::kAll : at.inside());
+      if (exists(p) && at.any()) {
+        raw[p][k] = Mem::load((k == 0 ? first : last)(p, at), Mem::kPacks ? Mem::kAll : at.inside());
+      }
     }
   }
   unsigned kept[Mem::kMasked ? kPacks : 1] = {};
@@ -106,6 +108,43 @@ __device__ __forceinline__ void registers(const Operands& operands) {
     }
     mem.store(out(p, at), Mem::results(result, kept_of(p)), at.inside());
   }
+}
+
+// Rows so short that a pack has several whole ones: a thread has a pack.
+template <class Mem, class View, class Plan>
+__device__ __forceinline__ void rows_in_packs(const Operands& operands) {
+  using Op = typename Mem::Op;
+  using M = typename Mem::M;
+  using C = typename Mem::C;
+  constexpr int kColumns = View::kColumns, kWidth = Mem::kWidth;
+  const Mem mem{operands};
+  const int64_t begin = (static_cast<int64_t>(blockIdx.x) * Plan::kThreads + threadIdx.x) * kWidth;
+  const int64_t left = operands.rows * kColumns - begin;
+  if (left <= 0) return;
+  Pack raw[Mem::kInputs];
+#pragma unroll
+  for (int k = 0; k < Mem::kInputs; ++k) raw[k] = Mem::load(mem.in(k) + begin, Mem::kAll);
+  typename Mem::Values values;
+  mem.values(values, raw, typename Mem::Place{}, Dim{}, Mem::kAll);
+  C result[kWidth];
+#pragma unroll
+  for (int row = 0; row < kWidth; row += kColumns) {
+    C of_row[kColumns][Mem::kInputs];
+#pragma unroll
+    for (int i = 0; i < kColumns; ++i) {
+#pragma unroll
+      for (int k = 0; k < Mem::kInputs; ++k) of_row[i][k] = values[row + i][k];
+    }
+    if constexpr (kColumns == 1 && Op::kHasPivot) {
+      result[row] = Op::alone(of_row[0][0]);
+    } else {
+      const auto finished = Op::row(state_of<Op, M>(of_row));
+#pragma unroll
+      for (int i = 0; i < kColumns; ++i) result[row + i] = Op::finish(finished, of_row[i]);
+    }
+  }
+  Mem::store(mem.out() + begin, Mem::results(result, Mem::kAll),
+             left >= kWidth ? Mem::kAll : bits_within<typename Mem::In>(0, static_cast<int>(left)));
 }
 
 }  // namespace jax_softmax::device

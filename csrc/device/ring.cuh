@@ -121,8 +121,9 @@ __device__ __forceinline__ void ring(const Operands& operands) {
     const auto next_ticket = [&] { return gridDim.x + atomicAdd(counter, 1u); };
     unsigned ticket = blockIdx.x;
     unsigned row = kEnd;
-    int of_row = 0;         // chunks taken of the latest row
-    Turn<kStages> oldest;  // that may still be on its way: more at once would only keep one another and the results waiting
+    int of_row = 0;  // chunks taken of the latest row
+    Turn<kStages>
+        oldest;  // that may still be on its way: more at once would only keep one another and the results waiting
     while (2 * ticket <= last_item) {
       const unsigned begin = 2 * ticket, end = min(begin + 1, last_item);
       for (unsigned item = begin; item <= end; ++item) {

@@ -1,5 +1,6 @@
 // Where the packs of a row lie. A row is a number of runs of neighbouring elements, one run if it is contiguous, and
-// each run is covered by as many packs as it may need wherever it begins. A pack's elements beyond its run do not count.
+// each run is covered by as many packs as it may need wherever it begins. A pack's elements beyond its run do not
+// count.
 #pragma once
 
 #include "device/memory.cuh"
@@ -17,7 +18,8 @@ struct Row {
   static constexpr int64_t kRuns = View::kColumns / kRun;
   // Packs are counted from the multiple of so many elements that a run begins at or after: 1 where runs begin with a
   // pack of their own.
-  static constexpr int kBoundary = Plan::kBoundary > 0 ? Plan::kBoundary / static_cast<int>(sizeof(typename Mem::In)) : 1;
+  static constexpr int kBoundary =
+      Plan::kBoundary > 0 ? Plan::kBoundary / static_cast<int>(sizeof(typename Mem::In)) : 1;
   static constexpr int64_t kRunPacks = ceil_div(kRun + kBoundary - 1, kWidth);
   static constexpr int64_t kPacks = kRuns * kRunPacks;
   static constexpr bool kExact = kBoundary == 1 && kRun % kWidth == 0;  // no pack has elements of others
@@ -43,7 +45,8 @@ struct Row {
   };
   __device__ __forceinline__ At at(int j) const {
     const int run = kRuns == 1 ? 0 : static_cast<unsigned>(j) / static_cast<unsigned>(kRunPacks);
-    const Place run_begin = kRuns == 1 ? begin : moved_along<Reduced, Reduced::kSize - 1>(begin, static_cast<unsigned>(run));
+    const Place run_begin =
+        kRuns == 1 ? begin : moved_along<Reduced, Reduced::kSize - 1>(begin, static_cast<unsigned>(run));
     const Index first = static_cast<Index>(j - run * static_cast<int>(kRunPacks)) * kWidth - shift_of(run_begin);
     return {run_begin.along(kAlong, first), first};
   }

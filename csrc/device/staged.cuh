@@ -1,10 +1,10 @@
-// The schedule `staged`, for short rows that do not begin with whole packs: neighbouring rows are one contiguous slab of
-// memory, which a block reads and writes in whole packs through shared memory, whatever the rows' length.
+// The schedule `staged`, for short rows that do not begin with whole packs: neighbouring rows are one contiguous slab
+// of memory, which a block reads and writes in whole packs through shared memory, whatever the rows' length.
 #pragma once
 
 #include "device/copies.cuh"
-#include "device/reduce.cuh"
 #include "device/memory.cuh"
+#include "device/reduce.cuh"
 
 namespace jax_softmax::device {
 

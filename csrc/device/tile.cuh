@@ -1,10 +1,10 @@
-// The schedule `tile`, for rows that are not runs of memory: a block, or the blocks of a cluster, hold neighbouring rows
-// in shared memory, read once and written once.
+// The schedule `tile`, for rows that are not runs of memory: a block, or the blocks of a cluster, hold neighbouring
+// rows in shared memory, read once and written once.
 //
-// Memory is seen as lines: for each index of the reduced dimensions the elements of all kept ones inside of them. A tile
-// is a part of each line, so that a column of it is a row of the view. A thread has one pack of some of the lines, and a
-// state for each element of it. Lines may begin anywhere in a pack: a thread then has lines that begin alike, and which
-// columns its elements are of depends on that.
+// Memory is seen as lines: for each index of the reduced dimensions the elements of all kept ones inside of them. A
+// tile is a part of each line, so that a column of it is a row of the view. A thread has one pack of some of the lines,
+// and a state for each element of it. Lines may begin anywhere in a pack: a thread then has lines that begin alike, and
+// which columns its elements are of depends on that.
 //
 // Where lines are short and follow one another, several are folded into one of whole packs, all of an array is one run
 // of memory, and a tile is one or more arrays. A row then has several columns of the folded line.
@@ -40,12 +40,11 @@ struct TilePart {
   static constexpr Dim kAlong = Reduced::kDim[Reduced::kSize - 1];
   static constexpr int kExtent = kAlong.extent;
   // Lines so many apart begin alike in a pack.
-  static constexpr int kPeriod =
-      kAligned || kFold > 1 ? 1 : kWidth / greatest_common_divisor(kWidth, kAlong.stride);
+  static constexpr int kPeriod = kAligned || kFold > 1 ? 1 : kWidth / greatest_common_divisor(kWidth, kAlong.stride);
   // The lines of the innermost reduced dimension, with some that are not there so that periods are whole, or folded.
-  static constexpr int kSpan = static_cast<int>(
-      kFold > 1 ? ceil_div(kExtent * kInner + (kAligned ? 0 : kWidth - 1), kPacks * kWidth)
-                : ceil_div(kExtent, kPeriod) * kPeriod);
+  static constexpr int kSpan =
+      static_cast<int>(kFold > 1 ? ceil_div(kExtent * kInner + (kAligned ? 0 : kWidth - 1), kPacks* kWidth)
+                                 : ceil_div(kExtent, kPeriod) * kPeriod);
   static constexpr int kSpans = View::kColumns / kExtent;
   static constexpr int kLines = kGroups * kTurns;  // of a block
   // Blocks share out the lines of one span or, not folded, of all of them.
@@ -53,39 +52,53 @@ struct TilePart {
   static constexpr int kPartsOfShared = static_cast<int>(ceil_div(kShared, kLines));
   static constexpr int kParts = kFold > 1 ? kPartsOfShared * kSpans : kPartsOfShared;
   static constexpr int kTilesOfLine = static_cast<int>(ceil_div(kInner, kColumns));
-  static constexpr int kRows = kArrays * kColumns;         // of the view, in a tile
-  static constexpr int kTeam = kPacks * kGroups;           // threads that have an array
+  // Memory is written in whole packs: where lines begin anywhere, a tile has the columns that its last packs reach
+  // into.
+  static constexpr int kReached = kAligned || kFold > 1 ? 0 : kWidth - 1;
+  static constexpr int kRows = kArrays * kColumns + kReached;  // of the view, in a tile
+  static constexpr int kTeam = kPacks * kGroups;               // threads that have an array
   // A thread's elements: one state each, or one for all that are of one row, if its pack is a folded line.
-  static constexpr bool kInPack = kFold > 1 && kAligned && kPacks == 1;
+  static constexpr bool kInPack = kFold > 1 && kAligned&& kPacks == 1;
   static constexpr int kStates = kInPack ? static_cast<int>(kInner) : kWidth;
   // Columns of the folded line that are of one row, in different states.
   static constexpr int kCopies = kInPack ? 1 : kFold;
   // Lanes of a warp that have the same columns add up their states by shuffles.
   static constexpr bool power_of_2(int n) { return (n & (n - 1)) == 0; }
-  static constexpr bool kShuffles = kPeriod == 1 && kGroups > 1 && kPacks < 32 && power_of_2(kPacks) && power_of_2(kGroups);
+  static constexpr bool kShuffles = kPeriod == 1 && kGroups > 1 && kPacks < 32 && power_of_2(kPacks) &&
+                                    power_of_2(kGroups);
   static constexpr int kTogether = !kShuffles ? 1 : kTeam < 32 ? kGroups : 32 / kPacks;
-  static constexpr int kEntries = kGroups / kTogether;      // of each array, each of kSlots states
+  static constexpr int kEntries = kGroups / kTogether;  // of each array, each of kSlots states
   static constexpr int kSlots = kPacks * kStates;
+  static constexpr int kOfThreads = kEntries * kArrays * kSlots,
+                       kOfBlocks = kParts > 1 && Plan::kHeld ? kParts * kRows : 0;
+  static constexpr int kRoom =
+      kOfThreads > kOfBlocks ? kOfThreads : kOfBlocks;           // of states, before those of whole rows
   static constexpr bool kAlone = kEntries == 1 && kCopies == 1;  // no other thread has a part of these rows
 
   const Mem& mem;
   Pack* const shared;
-  State<C>* const states;  // kEntries * kArrays * kSlots of them, then those of whole rows
+  State<C>* const states;  // of threads, kRoom of them; then those of whole rows
   const int array, group, pack;
-  const int64_t outer;      // the array, as the index of the outer kept dimensions
-  const int64_t column;     // the tile's first
-  const int columns;        // that there are
+  const int64_t outer;   // the array, as the index of the outer kept dimensions
+  const int64_t column;  // the tile's first
+  const int columns;     // from there to the end of the line, or as many as the tile has
   const int span, first_line;
-  const bool exists;        // whether there is such an array
-  Place base;               // where the first column lies in the span's first line, or all of them
-  int shift;                // how far the thread's lines, or the run, begin beyond a pack
+  const bool exists;  // whether there is such an array
+  Place base;         // where the first column lies in the span's first line, or all of them
+  int shift;          // how far the thread's lines, or the run, begin beyond a pack
   C pivot[kStates], sum[kStates];
 
   __device__ __forceinline__ TilePart(const Mem& mem, Pack* shared, int64_t tile, int part)
-      : mem(mem), shared(shared), states(states_in(shared)), array(threadIdx.x / kTeam),
-        group(threadIdx.x % kTeam / kPacks), pack(threadIdx.x % kPacks), outer(tile / kTilesOfLine * kArrays + (kArrays > 1 ? array : 0)),
+      : mem(mem),
+        shared(shared),
+        states(states_in(shared)),
+        array(threadIdx.x / kTeam),
+        group(threadIdx.x % kTeam / kPacks),
+        pack(threadIdx.x % kPacks),
+        outer(tile / kTilesOfLine * kArrays + (kArrays > 1 ? array : 0)),
         column(tile % kTilesOfLine * kColumns),
-        columns(static_cast<int>(min(static_cast<int64_t>(kColumns), kInner - column))), span(part / kPartsOfShared),
+        columns(static_cast<int>(min(static_cast<int64_t>(kColumns + kReached), kInner - column))),
+        span(part / kPartsOfShared),
         first_line(part % kPartsOfShared * kLines),
         exists(array < kArrays && (kArrays == 1 || outer < mem.operands.rows / kInner)) {
     base = first_of(outer, column);
@@ -127,13 +140,13 @@ struct TilePart {
   __device__ __forceinline__ Pack* held(int turn, int k) const {
     return shared + (turn * kInputs + k) * kThreads + threadIdx.x;
   }
-  // The first element of the thread's pack of a line, and which of its elements are the tile's: none if the line is not
-  // there.
+  // The first element of the thread's pack of a line, and which of its elements are in the tile's columns, or are
+  // stored: none if the line is not there.
   struct At {
     Place line;
     int64_t element;
     int index;  // not folded: of the innermost reduced dimension; folded: of the pack's first element in the run
-    unsigned inside;
+    unsigned inside, stored;
   };
   __device__ __forceinline__ At at(int turn) const {
     const int i = first_line + group + turn * kGroups;
@@ -146,11 +159,13 @@ struct TilePart {
       if constexpr (kAligned && Mem::kPacks) {
         at.inside = at.index < kRun ? Mem::kAll : 0;
       } else {
-        at.inside = i < kSpan ? bits_within<In>(at.index, kRun) : 0;
+        const bool whole = at.index >= 0 && at.index <= kRun - kWidth;
+        at.inside = whole ? Mem::kAll : i < kSpan ? bits_within<In>(at.index, kRun) : 0;
       }
     } else {
       const int over = kSpans == 1 ? 0 : static_cast<unsigned>(i) / static_cast<unsigned>(kSpan);
-      const Place begin = kSpans == 1 ? base : moved_along<Reduced, Reduced::kSize - 1>(base, static_cast<unsigned>(over));
+      const Place begin =
+          kSpans == 1 ? base : moved_along<Reduced, Reduced::kSize - 1>(base, static_cast<unsigned>(over));
       at.index = i - over * kSpan;
       if constexpr (kPeriod > 1 && kSpans > 1) {
         // The line of this period that begins as the thread's others do: so many back as the other dimensions shift
@@ -164,6 +179,12 @@ struct TilePart {
       at.inside = at.index < kExtent && over < kSpans ? bits_within<In>(pack * kWidth - shift, columns) : 0;
     }
     if (!exists) at.inside = 0;
+    at.stored = at.inside;
+    if constexpr (kReached > 0) {
+      // What another tile's columns reach into is its own to store.
+      const int first = pack * kWidth - shift;
+      if (first >= kColumns || (first < 0 && column > 0)) at.stored = 0;
+    }
     return at;
   }
   // Where an element of a pack lies in the side operands.
@@ -208,8 +229,8 @@ struct TilePart {
       }
     }
   }
-  // Waits for the copies, and puts pads in the place of elements that no column may have: each thread reads only what it
-  // has copied itself, so that there is no need for a barrier.
+  // Waits for the copies, and puts pads in the place of elements that no column may have: each thread reads only what
+  // it has copied itself, so that there is no need for a barrier.
   __device__ __forceinline__ void finish_copy() const {
     wait_for_copies();
     if constexpr (((kFold > 1 && !kAligned) || Mem::kMasked) && Mem::kOrdered) {
@@ -400,7 +421,7 @@ struct TilePart {
       if constexpr (kFold > 1) {
         use(s, min(array, kArrays - 1) * kColumns + (pack * kWidth + s + kPacks * kWidth - shift) % kColumns);
       } else {
-        use(s, min(array, kArrays - 1) * kColumns + min(max(pack * kWidth - shift + s, 0), kColumns - 1));
+        use(s, min(array, kArrays - 1) * kColumns + min(max(pack * kWidth - shift + s, 0), kColumns + kReached - 1));
       }
     }
   }
@@ -456,9 +477,7 @@ struct TilePart {
     }
   }
   __device__ __forceinline__ State<C>& whole(int row) const { return whole_in(shared, row); }
-  static __device__ __forceinline__ State<C>& whole_in(Pack* shared, int row) {
-    return states_in(shared)[kEntries * kArrays * kSlots + row];
-  }
+  static __device__ __forceinline__ State<C>& whole_in(Pack* shared, int row) { return states_in(shared)[kRoom + row]; }
 
   // ---- results
 
@@ -466,11 +485,10 @@ struct TilePart {
   // its own, without.
   template <bool kGiven>
   __device__ __forceinline__ void finish() const {
-    constexpr bool kTerms = kTermsFit;
     typename Op::Row finished[kStates];
     typename Op::Scale scale[kStates];
     const auto prepare = [&](int s, const State<C>& state) {
-      if constexpr (kTerms) {
+      if constexpr (kTermsFit) {
         scale[s] = Op::term_scale(state, pivot[s]);
       } else {
         finished[s] = Op::row(state);
@@ -482,29 +500,40 @@ struct TilePart {
 #pragma unroll
       for (int s = 0; s < kStates; ++s) prepare(s, {pivot[s], sum[s]});
     }
-#pragma unroll(Plan::kHeld ? 2 : kTurns)
-    for (int t = 0; t < kTurns; ++t) {
-      const At at = this->at(t);
-      if (Plan::kHeld && !at.inside) continue;
-      C result[kWidth];
-      if constexpr (kTerms) {
-        Elements<In>::widen(result, *held(t, 0));
+    const auto store = [&](const At& at, C(&result)[kWidth]) {
+      if (at.stored) Mem::store(mem.out() + at.element, Mem::results(result, kept(at)), at.stored);
+    };
+    const auto results_of = [&](C(&result)[kWidth], const typename Mem::Values& v) {
 #pragma unroll
-        for (int e = 0; e < kWidth; ++e) result[e] = result[e] * scale[e % kStates];
-      } else {
-        typename Mem::Values v;
-        if constexpr (Plan::kHeld) {
-          values(v, t);
+      for (int e = 0; e < kWidth; ++e) result[e] = Op::finish(finished[e % kStates], v[e]);
+    };
+    if constexpr (Plan::kHeld) {
+#pragma unroll 4
+      for (int t = 0; t < kTurns; ++t) {
+        C result[kWidth];
+        if constexpr (kTermsFit) {
+          Elements<In>::widen(result, *held(t, 0));
+#pragma unroll
+          for (int e = 0; e < kWidth; ++e) result[e] = result[e] * scale[e % kStates];
         } else {
-          Pack raw[kInputs];
-          read<0>(raw, t);
-          values_of(v, raw, t);
+          typename Mem::Values v;
+          values(v, t);
+          results_of(result, v);
         }
-#pragma unroll
-        for (int e = 0; e < kWidth; ++e) result[e] = Op::finish(finished[e % kStates], v[e]);
+        store(at(t), result);
       }
-      if (!at.inside) continue;
-      Mem::store(mem.out() + at.element, Mem::results(result, kept(at)), at.inside);
+    } else {
+      Pack raw[kTurns][kInputs];
+#pragma unroll
+      for (int t = 0; t < kTurns; ++t) read<0>(raw[t], t);
+#pragma unroll
+      for (int t = 0; t < kTurns; ++t) {
+        typename Mem::Values v;
+        C result[kWidth];
+        values_of(v, raw[t], t);
+        results_of(result, v);
+        store(at(t), result);
+      }
     }
   }
 };
@@ -519,37 +548,37 @@ __device__ __forceinline__ void tile(const Operands& operands) {
   const Mem mem{operands};
   const int64_t index = blockIdx.x / kCluster;
   const int rank = static_cast<int>(blockIdx.x - index * kCluster);
-#if __CUDA_ARCH__ >= 900
-  // Behind the whole rows' states: those of each block of the cluster; and a barrier that counts them.
-  __shared__ uint64_t received;
-  uint64_t* const words = reinterpret_cast<uint64_t*>(&Part::whole_in(shared, kRows));
-  if constexpr (kCluster > 1) begin_exchange(&received, kCluster * kRows * static_cast<int>(sizeof(State<C>)));
-#endif
   Part part(mem, shared, index, rank);
   part.copy();
   part.finish_copy();
   part.sum_lines();
-  if constexpr (kCluster > 1) {
-#if __CUDA_ARCH__ >= 900
-    const WordsInCluster<C> exchange{words, &received};
-    wait_until_all_have_begun();
-    part.combine([&](int row, const State<C>& state, int lane, int lanes) {
-      for (int block = lane; block < kCluster; block += lanes) exchange.publish(rank * kRows + row, state, block);
-    });
-    wait_for_cluster(&received, 0);
-    for (int row = threadIdx.x; row < kRows; row += Plan::kThreads) {
-      part.whole(row) =
-          combine_all<Op>(0, kCluster, 1, [&](int block) { return exchange.state(block * kRows + row); });
-    }
-    __syncthreads();
-#endif
-  } else if constexpr (!Part::kAlone) {
+  constexpr bool kAlone = kCluster == 1 && Part::kAlone;
+  if constexpr (!kAlone) {
     part.combine([&](int row, const State<C>& state, int lane, int) {
       if (lane == 0) part.whole(row) = state;
     });
     __syncthreads();
   }
-  part.template finish<kCluster != 1 || !Part::kAlone>();
+#if __CUDA_ARCH__ >= 900
+  if constexpr (kCluster > 1) {
+    // Every block tells all others, in the place of states that have been put together.
+    __shared__ uint64_t received;
+    const WordsInCluster<C> exchange{reinterpret_cast<uint64_t*>(part.states), &received};
+    begin_exchange(&received, kCluster * kRows * static_cast<int>(sizeof(State<C>)));
+    wait_until_all_have_begun();
+    for (int i = threadIdx.x; i < kRows * kCluster; i += Plan::kThreads) {
+      const int block = i / kRows, row = i - block * kRows;
+      exchange.publish(rank * kRows + row, part.whole(row), block);
+    }
+    wait_for_cluster(&received, 0);
+    __syncthreads();  // the block's own states have been read
+    for (int row = threadIdx.x; row < kRows; row += Plan::kThreads) {
+      part.whole(row) = combine_all<Op>(0, kCluster, 1, [&](int block) { return exchange.state(block * kRows + row); });
+    }
+    __syncthreads();
+  }
+#endif
+  part.template finish<!kAlone>();
 }
 
 }  // namespace jax_softmax::device

@@ -1,6 +1,6 @@
-// The schedule `twice`, for rows too long to hold: they are read twice, in pieces. A launch sums the pieces, another puts
-// their states together, and a third finishes the rows. Without memory for the states a block has a whole row, or tile
-// of rows, piece after piece.
+// The schedule `twice`, for rows too long to hold: they are read twice, in pieces. A launch sums the pieces, another
+// puts their states together, and a third finishes the rows. Without memory for the states a block has a whole row, or
+// tile of rows, piece after piece.
 #pragma once
 
 #include "device/exchange.cuh"
@@ -148,7 +148,8 @@ __device__ __forceinline__ void sum_tile_pieces(const Operands& operands) {
   const int64_t index = blockIdx.x / Part::kParts;
   Part part(mem, shared, index, static_cast<int>(blockIdx.x - index * Part::kParts));
   part.sum_lines_read();
-  State<typename Mem::C>* const to = states_of<typename Mem::C>(operands) + static_cast<int64_t>(blockIdx.x) * Part::kRows;
+  State<typename Mem::C>* const to =
+      states_of<typename Mem::C>(operands) + static_cast<int64_t>(blockIdx.x) * Part::kRows;
   part.combine([&](int row, const State<typename Mem::C>& state, int lane, int) {
     if (lane == 0) to[row] = state;
   });
@@ -210,8 +211,8 @@ __device__ __forceinline__ void combine_pieces(const Operands& operands) {
   constexpr int kWarps = Plan::kThreads / 32, kLanes = kRows == 1 ? 32 : kWarps;
   __shared__ State<C> part[kRows == 1 ? 1 : kWarps][32];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int64_t rows_here = kRows == 1 ? static_cast<int64_t>(blockIdx.x) * kWarps + warp
-                                       : static_cast<int64_t>(blockIdx.x) * 32 + lane;
+  const int64_t rows_here =
+      kRows == 1 ? static_cast<int64_t>(blockIdx.x) * kWarps + warp : static_cast<int64_t>(blockIdx.x) * 32 + lane;
   const int64_t tile = rows_here / kRows;
   const bool exists = rows_here < operands.rows;
   State<C>* const first = states_of<C>(operands) + tile * kPieces * kRows + rows_here % kRows;

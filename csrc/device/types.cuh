@@ -14,11 +14,6 @@ struct Conditional<false, A, B> {
   using type = B;
 };
 
-template <class A, class B>
-inline constexpr bool kSame = false;
-template <class A>
-inline constexpr bool kSame<A, A> = true;
-
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 }  // namespace jax_softmax::device

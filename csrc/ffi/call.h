@@ -31,9 +31,9 @@ struct CallBuffers {
   int64_t scratch_bytes;
 };
 
-// Arguments: the operator's operands, of one shape and dtype, then operands that broadcast to their shape: what is fused
-// reads, then possibly a boolean mask. Results: the operator's, then possibly a one-dimensional array to work with. `op`
-// is one of kOpNames, `axes` the reduced axes.
+// Arguments: the operator's operands, of one shape and dtype, then operands that broadcast to their shape: what is
+// fused reads, then possibly a boolean mask. Results: the operator's, then possibly a one-dimensional array to work
+// with. `op` is one of kOpNames, `axes` the reduced axes.
 xla::ffi::Error read_call(xla::ffi::RemainingArgs args, xla::ffi::RemainingRets rets, std::string_view op,
                           xla::ffi::Span<const int64_t> axes, std::string_view fused, CallShape* shape,
                           CallBuffers* buffers);

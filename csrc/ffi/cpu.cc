@@ -90,7 +90,7 @@ ffi::Error run(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets
   void* const scratch = work.scratch_bytes > 0 ? ::operator new(work.scratch_bytes, kAlignment) : nullptr;
   for (int phase = 0; phase < (scratch ? 2 : 1); ++phase) {
     const auto body = [&variant, op = call.op, dtype = call.in, view, operands, scratch, phase](int64_t begin,
-                                                                                                 int64_t end) {
+                                                                                                int64_t end) {
       variant.run(op, dtype, view, operands, scratch, phase == 1, begin, end);
     };
     if (threads == 1 || ranges < 2) {

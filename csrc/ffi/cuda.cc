@@ -140,7 +140,8 @@ ffi::Error execute(jit::CUstream stream, int32_t ordinal, ffi::RemainingArgs arg
   CallBuffers buffers;
   if (ffi::Error error = read_call(args, rets, op, axes, fused, &call, &buffers); error.failure()) return error;
   const auto begins_with_pack = [](const void* p) { return reinterpret_cast<uintptr_t>(p) % kPackBytes == 0; };
-  const bool packs = begins_with_pack(buffers.in[0]) && begins_with_pack(buffers.in[1]) && begins_with_pack(buffers.out);
+  const bool packs =
+      begins_with_pack(buffers.in[0]) && begins_with_pack(buffers.in[1]) && begins_with_pack(buffers.out);
   const Ready* ready;
   if (ffi::Error error = make_ready(call, ordinal, packs, buffers.scratch_bytes, &ready); error.failure()) return error;
   Operands operands{};

@@ -298,7 +298,6 @@ Result<Device> device(int ordinal) {
   device.compute_capability = 10 * major + get(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR);
   device.multiprocessors = get(CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT);
   device.shared_memory_per_block = get(CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN);
-  device.l2_bytes = get(CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE);
   // 8 blocks are what every chip with clusters can do, 16 what these can.
   device.largest_cluster = major < 9 ? 1 : major == 9 || device.compute_capability == 100 ? 16 : 8;
   if (error) return error;

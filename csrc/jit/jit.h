@@ -23,7 +23,6 @@ struct Device {
   int multiprocessors;
   int shared_memory_per_block;  // bytes, the most that a block may ask for
   int largest_cluster;          // blocks; 1 where there are no clusters
-  int l2_bytes;
 };
 Result<int> device_count();
 Result<Device> device(int ordinal);

@@ -6,8 +6,8 @@ namespace jax_softmax {
 
 namespace {
 
-// A team has a chunk of a row, of up to 16 KB of all operands. Where it looks at the edges of rows, which need not begin
-// with a whole pack, fewer threads share the cost of that, and each may have a pack more; but they take longer.
+// A team has a chunk of a row, of up to 16 KB of all operands. Where it looks at the edges of rows, which need not
+// begin with a whole pack, fewer threads share the cost of that, and each may have a pack more; but they take longer.
 constexpr int team_threads(int inputs, bool edges) { return edges ? 128 / inputs : 128; }
 constexpr int thread_packs(int inputs, bool edges) { return edges ? 9 : 8 / inputs; }
 constexpr int room(int inputs, bool edges) { return team_threads(inputs, edges) * thread_packs(inputs, edges); }
@@ -23,6 +23,7 @@ constexpr int kManyChunks = 64;
 constexpr int kMostChunks = 8192;
 // Registers of a thread, so that a multiprocessor has room for three blocks of three teams, or four of two operands.
 int registers_of(const Problem& problem, bool edges) {
+  if (problem.view.reduced.size > 1 && edges) return 80;  // places of packs in many runs
   return problem.cost.inputs == 1 ? (problem.state_bytes() == 16 ? 64 : 56) : edges ? 80 : 40;
 }
 
@@ -38,9 +39,10 @@ std::optional<Cut> cut(const Problem& problem, const Device& device) {
   const int inputs = problem.cost.inputs;
   const bool clusters = device.largest_cluster > 1;
   bool edges = !runs.aligned || problem.masked || !problem.plain;
-  const int64_t chunks = ceil_div(runs.packs, room(inputs, false)), with_more = ceil_div(runs.packs, room(inputs, true));
-  // A team has room for a pack more where it looks at edges, which is worth it if that makes fewer chunks: unless blocks
-  // of a cluster had all that they have room for, or arithmetic takes as long as memory does.
+  const int64_t chunks = ceil_div(runs.packs, room(inputs, false)),
+                with_more = ceil_div(runs.packs, room(inputs, true));
+  // A team has room for a pack more where it looks at edges, which is worth it if that makes fewer chunks: unless
+  // blocks of a cluster had all that they have room for, or arithmetic takes as long as memory does.
   const bool full = clusters && chunks <= kMostBlocks && runs.packs % room(inputs, false) == 0;
   if (with_more < chunks && !full && with_more <= (inputs == 1 && problem.in_bytes < 8 ? kManyChunks : kMostTeams)) {
     edges = true;
@@ -90,7 +92,10 @@ std::optional<Chunks> plan_chunks(const Problem& problem, const Device& device) 
   if (clusters && inputs == 1 && !(few && ring) && spread(1, device.largest_cluster)) return plan;
   if (clusters && inputs == 2 && spread(kMostTeams, few && ring ? few_blocks : device.largest_cluster)) return plan;
   // Rings copy run by run, which takes them long.
-  if (clusters && problem.view.reduced.size > 1 && spread(kMostTeams, device.largest_cluster)) return plan;
+  if (clusters && problem.view.reduced.size > 1 &&
+      (spread(kMostTeams / 2, device.largest_cluster) || spread(kMostTeams, device.largest_cluster))) {
+    return plan;
+  }
   if (few && ring) {
     plan.teams = plan.cluster = 1;
     plan.through_memory = true;
@@ -107,8 +112,8 @@ Launch launch_of(const Chunks& plan, const Problem& problem) {
   launch.threads = plan.teams * plan.team_threads;
   launch.cluster = plan.cluster;
   launch.shared_bytes = static_cast<int64_t>(plan.teams) * plan.share * kPackBytes * problem.cost.inputs;
-  launch.resident = 65536 / (registers_of(problem, plan.team_threads != team_threads(problem.cost.inputs, false)) *
-                             launch.threads);
+  const bool edges = plan.boundary > 0 || plan.team_threads != team_threads(problem.cost.inputs, false);
+  launch.resident = 65536 / (registers_of(problem, edges) * launch.threads);
   launch.overlaps = plan.through_memory;
   return launch;
 }

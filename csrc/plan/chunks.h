@@ -5,16 +5,16 @@
 
 namespace jax_softmax {
 
-inline constexpr int kMostTeams = 4;                 // in a block of the chunks schedule
-inline constexpr int kMostBlocks = 16;               // in a cluster
-inline constexpr int kSharedBytesBeside = 3 << 10;   // static shared memory of both schedules, rounded up
+inline constexpr int kMostTeams = 4;                // in a block of the chunks schedule
+inline constexpr int kMostBlocks = 16;              // in a cluster
+inline constexpr int kSharedBytesBeside = 3 << 10;  // static shared memory of both schedules, rounded up
 
 struct Cut {
   int64_t chunks;    // of a row
   int64_t share;     // packs of each operand in one
   int team_threads;  // that have one
   int boundary;
-  int64_t bytes;     // of all operands in a chunk
+  int64_t bytes;  // of all operands in a chunk
 
   // Whether few chunks in all are to be spread over the chip, so that a call ends sooner than a ring fills.
   bool few(const Problem& problem, const Device& device) const;

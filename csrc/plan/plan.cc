@@ -12,9 +12,8 @@ namespace {
 // Memory for states may take so much of the operand, and a little that every call may.
 constexpr int kOperandOfScratch = 20;
 constexpr int64_t kLittleScratch = 64 << 10;
-// Runs of fewer elements than this, that do not begin with whole packs, cost more at their edges than XLA does
-// altogether.
-constexpr int kShortRun = 24;
+// Runs of fewer packs than this, that do not begin with whole ones, cost more at their edges than XLA does altogether.
+constexpr int kShortRun = 8;
 
 template <class... F>
 struct Overloaded : F... {
@@ -75,7 +74,7 @@ bool faster_than_xla(const Plan& plan, const Problem& problem) {
   const View& view = problem.view;
   if (view.minor_reduced && view.reduced.size > 1) {
     const Runs runs = runs_of(problem, kPackBytes);
-    if (!runs.aligned && runs.run < kShortRun) return false;
+    if (!runs.aligned && runs.run < kShortRun * problem.width()) return false;
   }
   if (const auto* twice = std::get_if<TwiceTile>(&plan)) return !twice->one_block;
   return true;
@@ -92,7 +91,7 @@ int64_t scratch_bytes(const Plan& plan, const Problem& problem) {
           [&](const Ring& p) { return state_bytes_of_pieces(view.rows, p.chunks, problem) + counter; },
           [&](const Twice& p) { return p.one_block ? 0 : state_bytes_of_pieces(view.rows, p.pieces, problem); },
           [&](const TwiceTile& p) {
-            const int64_t rows = tiles_of(p.tile, problem) * p.tile.arrays * p.tile.columns;
+            const int64_t rows = tiles_of(p.tile, problem) * rows_of(p.tile, problem);
             return p.one_block ? 0 : state_bytes_of_pieces(rows, parts_of(p.tile, problem), problem);
           },
           [&](const auto&) { return int64_t{0}; },
@@ -116,15 +115,16 @@ std::vector<Step> steps_of(const Plan& plan, const Problem& problem, const Devic
   return std::visit(
       Overloaded{
           [&](const Registers& p) -> std::vector<Step> {
-            Launch launch{ceil_div(rows, p.threads / p.lanes), p.threads};
+            const int of_pack = rows_of_pack(problem);
+            Launch launch{ceil_div(rows, p.threads / p.lanes * of_pack), p.threads};
+            if (of_pack > 1) return {{"rows_in_packs", launch, rows}};
             launch.shared_bytes = p.unused;
             return {{"registers", launch, rows}};
           },
           [&](const Staged& p) -> std::vector<Step> {
             Launch launch{ceil_div(rows, p.rows), p.threads};
             const int outputs = problem.in_bytes == problem.out_bytes ? 0 : problem.out_bytes;
-            launch.shared_bytes =
-                problem.view.columns * p.rows * (problem.in_bytes * problem.cost.inputs + outputs);
+            launch.shared_bytes = problem.view.columns * p.rows * (problem.in_bytes * problem.cost.inputs + outputs);
             return {{"staged", launch, rows}};
           },
           [&](const Chunks& p) -> std::vector<Step> {
@@ -138,9 +138,7 @@ std::vector<Step> steps_of(const Plan& plan, const Problem& problem, const Devic
             launch.cooperative = true;
             return cleared(p.chunks, {"ring", launch, rows});
           },
-          [&](const Tile& p) -> std::vector<Step> {
-            return {{"tile", launch_of(p, problem, device), rows}};
-          },
+          [&](const Tile& p) -> std::vector<Step> { return {{"tile", launch_of(p, problem, device), rows}}; },
           [&](const Twice& p) -> std::vector<Step> {
             if (p.one_block) return {{"whole_rows", {rows, p.threads}, rows}};
             const Runs runs = runs_of(problem, p.boundary);
@@ -157,7 +155,8 @@ std::vector<Step> steps_of(const Plan& plan, const Problem& problem, const Devic
             smaller.turns = p.finished;
             Launch finish = launch;
             finish.blocks = tiles * parts_of(smaller, problem);
-            return combined(tiles * p.tile.arrays * p.tile.columns, 32, launch, finish, "sum_tile_pieces",
+            finish.resident = 0;
+            return combined(tiles * rows_of(p.tile, problem), 32, launch, finish, "sum_tile_pieces",
                             "finish_tile_pieces");
           },
       },
@@ -166,9 +165,11 @@ std::vector<Step> steps_of(const Plan& plan, const Problem& problem, const Devic
 
 std::string describe(const Plan& plan) {
   std::string text = kScheduleNames[plan.index()];
-  std::visit([&](const auto& p) { p.each([&](const char* name, auto value) {
-    text += std::string(" ") + name + "=" + std::to_string(value);
-  }); }, plan);
+  std::visit(
+      [&](const auto& p) {
+        p.each([&](const char* name, auto value) { text += std::string(" ") + name + "=" + std::to_string(value); });
+      },
+      plan);
   return text;
 }
 

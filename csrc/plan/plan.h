@@ -1,7 +1,7 @@
 // Which kernel runs a view on a GPU: a plan is a small struct of its schedule. Plain C++: no device, no XLA.
 //
-// Each schedule has a file here, with its thresholds, and one in device/, with its kernel. What a struct's fields say are
-// constants of the kernel: `each` names them, the same way for the generated source, for `explain` and for tests.
+// Each schedule has a file here, with its thresholds, and one in device/, with its kernel. What a struct's fields say
+// are constants of the kernel: `each` names them, the same way for the generated source, for `explain` and for tests.
 #pragma once
 
 #include <cstdint>
@@ -21,7 +21,7 @@ inline constexpr int kLineBytes = 128;   // of the last cache
 
 // What a planner needs to know of a GPU.
 struct Device {
-  int compute_capability;       // 10 * major + minor
+  int compute_capability;  // 10 * major + minor
   int multiprocessors;
   int shared_memory_per_block;  // bytes, opted in
   int largest_cluster;          // blocks; 1 where there are no clusters
@@ -41,7 +41,7 @@ struct Problem {
   int state_bytes() const { return in_bytes == 8 || out_bytes == 8 ? 16 : 8; }
 };
 
-// A row in the registers of a team of lanes.
+// A row in the registers of a team of lanes, or several in a lane's pack.
 struct Registers {
   int lanes;     // that share a row
   int packs;     // of each operand that a lane holds
@@ -126,12 +126,12 @@ struct Tile {
 
 // A row read twice, in pieces.
 struct Twice {
-  int pieces;        // of a row
-  int64_t share;     // packs of each operand in one
-  int finished;      // packs of each operand that a thread finishes
-  int threads;       // of a block
-  bool one_block;    // whether a block has a whole row, without memory for states
-  int boundary;      // as of Registers
+  int pieces;      // of a row
+  int64_t share;   // packs of each operand in one
+  int finished;    // packs of each operand that a thread finishes
+  int threads;     // of a block
+  bool one_block;  // whether a block has a whole row, without memory for states
+  int boundary;    // as of Registers
 
   template <class F>
   void each(F f) const {
@@ -164,7 +164,8 @@ std::optional<Plan> make_plan(const Problem& problem, const Device& device);
 // XLA's own reductions.
 bool faster_than_xla(const Plan& plan, const Problem& problem);
 
-// Bytes of memory for blocks to exchange states through that the plan needs, the most being allowed of a call's operand.
+// Bytes of memory for blocks to exchange states through that the plan needs, the most being allowed of a call's
+// operand.
 int64_t scratch_bytes(const Plan& plan, const Problem& problem);
 
 // ---- each schedule's own: the plan, if it fits
@@ -212,5 +213,8 @@ struct Runs {
   int64_t run_packs, packs;
 };
 Runs runs_of(const Problem& problem, int boundary);
+
+// Short rows that a pack has several whole ones of, or 1.
+int rows_of_pack(const Problem& problem);
 
 }  // namespace jax_softmax

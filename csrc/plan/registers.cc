@@ -27,8 +27,8 @@ constexpr int kLanesBlockPacks = 256;
 // Of a row of several runs, so that neighbouring rows, which lie side by side, are in the same warp.
 constexpr int kGatheredPacks = 8;
 // About what the blocks of a multiprocessor have under way, if each has much: memory is faster for it. They ask for
-// shared memory that they do not use so that no more of them fit, and for no more than that takes, since the rest is the
-// first cache's, through which loads go.
+// shared memory that they do not use so that no more of them fit, and for no more than that takes, since the rest is
+// the first cache's, through which loads go.
 constexpr int64_t kBlockBytesAtOnce = 64 << 10;
 constexpr int64_t kLargeBlockBytes = 16 << 10;
 // Smaller blocks, if all of their threads have as much to do, have a warp more than they need, to the same end.
@@ -55,8 +55,22 @@ Registers in_lanes(const Problem& problem, const Runs& runs) {
 
 }  // namespace
 
+int rows_of_pack(const Problem& problem) {
+  const View& view = problem.view;
+  const bool covered = view.contiguous_rows() && !problem.masked && problem.plain && problem.packs;
+  return covered && view.columns < problem.width() && problem.width() % view.columns == 0
+             ? problem.width() / static_cast<int>(view.columns)
+             : 1;
+}
+
 std::optional<Registers> plan_registers(const Problem& problem, const Device& device) {
   if (!problem.view.minor_reduced) return {};
+  if (rows_of_pack(problem) > 1) {
+    Registers plan{};
+    plan.lanes = plan.packs = 1;
+    plan.threads = kLanesThreads;
+    return plan;
+  }
   const Runs short_runs = runs_of(problem, kPackBytes);
   if (short_runs.packs <= kWarpPacks) return in_lanes(problem, short_runs);
 

@@ -14,8 +14,8 @@ constexpr int kCopies = 4;   // chunks that are copied at once
 // for something that was copied no sooner than kCopies later.
 constexpr int kFewestStages = 6;
 static_assert(kFewestStages % kSummers == 0 && kFewestStages + 1 >= kSummers + kCopies);
-// Rows of more chunks are waited for by two warps, in turns: of an even number of stages, so that the same one waits for
-// all that passes through a stage.
+// Rows of more chunks are waited for by two warps, in turns: of an even number of stages, so that the same one waits
+// for all that passes through a stage.
 constexpr int kLongRow = 64;
 
 }  // namespace

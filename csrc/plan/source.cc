@@ -12,7 +12,9 @@ constexpr const char* kOpTypes[kOps] = {"Softmax", "LogSoftmax", "SoftmaxLinear"
 constexpr const char* kElementTypes[kDTypes] = {"Float16", "BFloat16", "float", "double"};
 constexpr const char* kHeaders[] = {"registers", "staged", "chunks", "ring", "tile", "twice", "twice"};
 
-std::string number(int64_t n) { return n >= -(1ll << 31) && n < (1ll << 31) ? std::to_string(n) : std::to_string(n) + "ll"; }
+std::string number(int64_t n) {
+  return n >= -(1ll << 31) && n < (1ll << 31) ? std::to_string(n) : std::to_string(n) + "ll";
+}
 
 // team_threads: kTeamThreads
 std::string constant_name(const std::string& name) {
@@ -50,17 +52,20 @@ std::string source_of(const Plan& plan, const Step& step, const Problem& problem
   const View& view = problem.view;
   const std::string function = step.function;
   const int threads = step.launch.threads;
-  const std::string bounds = step.launch.resident > 0 ? number(threads) + ", " + number(step.launch.resident) : number(threads);
-  const std::string head = std::string("#include \"device/") + kHeaders[plan.index()] + ".cuh\"\n\n" +
-                           "namespace jax_softmax::device {\n\n";
+  const std::string bounds =
+      step.launch.resident > 0 ? number(threads) + ", " + number(step.launch.resident) : number(threads);
+  const std::string head =
+      std::string("#include \"device/") + kHeaders[plan.index()] + ".cuh\"\n\n" + "namespace jax_softmax::device {\n\n";
   const auto kernel = [&](const std::string& body) {
     return "\n}  // namespace jax_softmax::device\n\nextern \"C\" __global__ void __launch_bounds__(" + bounds +
            ")\n    kernel(const __grid_constant__ jax_softmax::device::Operands operands) {\n  using namespace "
-           "jax_softmax::device;\n  " + body + "\n}\n";
+           "jax_softmax::device;\n  " +
+           body + "\n}\n";
   };
   if (function == "clear_words") return head + kernel("clear_words(operands, operands.rows);");
 
-  const DType wide = kDTypeBytes[static_cast<int>(types.in)] > kDTypeBytes[static_cast<int>(types.out)] ? types.in : types.out;
+  const DType wide =
+      kDTypeBytes[static_cast<int>(types.in)] > kDTypeBytes[static_cast<int>(types.out)] ? types.in : types.out;
   std::string text = head;
   if (!types.fused.empty()) {
     text += "struct Fused {\n  static constexpr bool kNothing = false;\n" +
@@ -70,7 +75,8 @@ std::string source_of(const Plan& plan, const Step& step, const Problem& problem
       chain = "typename Conditional<side == " + number(static_cast<int64_t>(i)) + ", " +
               kElementTypes[static_cast<int>(types.sides[i])] + ", " + chain + ">::type";
     }
-    text += chain + ";\n  template <class C>\n  static __device__ __forceinline__ C apply(C x, const C* s) {\n    return " +
+    text += chain +
+            ";\n  template <class C>\n  static __device__ __forceinline__ C apply(C x, const C* s) {\n    return " +
             types.fused + ";\n  }\n};\n\n";
   }
   text += std::string("using Mem = Memory<") + kOpTypes[static_cast<int>(types.op)] + "<PolicyOf<" +
@@ -93,7 +99,7 @@ std::string source_of(const Plan& plan, const Step& step, const Problem& problem
   } else {
     text += constant("threads", threads);
     const auto* tile = std::get_if<TwiceTile>(&plan);
-    text += constant("tile_rows", tile ? tile->tile.arrays * tile->tile.columns : 1);
+    text += constant("tile_rows", tile ? static_cast<int>(rows_of(tile->tile, problem)) : 1);
     text += constant("combined", tile ? static_cast<int>(parts_of(tile->tile, problem)) : std::get<Twice>(plan).pieces);
   }
   text += "};\n";

@@ -48,7 +48,8 @@ std::optional<Staged> plan_staged(const Problem& problem, const Device&) {
   const int bytes = problem.in_bytes, inputs = problem.cost.inputs;
   if (!view.contiguous_rows() || view.columns > kColumns) return {};
   const int columns = static_cast<int>(view.columns);
-  if (columns % problem.width() == 0 && problem.packs) return {};  // rows of whole packs
+  // Those of whole packs, or whole ones in a pack, need no staging.
+  if ((columns % problem.width() == 0 && problem.packs) || rows_of_pack(problem) > 1) return {};
 
   Staged plan{};
   plan.threads = kThreads;
@@ -62,7 +63,7 @@ std::optional<Staged> plan_staged(const Problem& problem, const Device&) {
     plan.held = static_cast<int>(2 * ceil_div(in_pairs / 2, plan.lanes));
   } else {
     const int one = bytes == 8 ? 15 : 31;
-    plan.lanes = columns <= one         ? 1
+    plan.lanes = columns <= one           ? 1
                  : columns <= kFewColumns ? 2
                  : columns <= 64          ? 4
                  : columns <= 128         ? 8

@@ -7,13 +7,13 @@ namespace jax_softmax {
 
 namespace {
 
-constexpr int kThreads = 256;           // of a block, or a few fewer
-constexpr int kMostBlocks = 16;         // of a cluster
-constexpr int kStaticBytes = 1 << 10;   // static shared memory, and what the system keeps of a block's
+constexpr int kThreads = 256;              // of a block, or a few fewer
+constexpr int kMostBlocks = 16;            // of a cluster
+constexpr int kStaticBytes = 1 << 10;      // static shared memory, and what the system keeps of a block's
 constexpr int64_t kMostNumbers = 1 << 30;  // that are counted in 32 bits
-// Lines are read in parts of a line of the last cache. Where they begin anywhere, in parts of four times that, since
-// what is at both ends of a part is written by two blocks, by elements.
-constexpr int kPartPacks = 8, kRaggedPartPacks = 32;
+// Lines are read in parts of a line of the last cache. Where they begin anywhere, in parts of twice that, since
+// both ends of a part are read by two blocks.
+constexpr int kPartPacks = 8, kRaggedPartPacks = 16;
 // Lines of a thread, of all operands, up to which it has all there are, or about that many if they are folded: to put
 // threads' states together takes as long as some lines.
 constexpr int kTurns = 16, kFoldedTurns = 8;
@@ -22,7 +22,7 @@ constexpr int kNeighbours = 4;  // packs
 constexpr int64_t kExchangedBytes = 24 << 10;
 // The piece of a tile that is read twice: its part of a line, lines of a thread of all operands, and the most pieces
 // whose states are put together.
-constexpr int kPiecePacks = 16;
+constexpr int kPiecePacks = 32;
 constexpr int64_t kPieceTurns = 32;
 constexpr int64_t kMostPieces = 512;
 constexpr int kFinished = 4;  // lines of a thread that finishes, of all operands
@@ -61,7 +61,8 @@ int64_t next_power_of_2(int64_t n) {
 int64_t span_of(const Tile& tile, const Problem& problem, const Lines& lines) {
   if (tile.fold == 1) return round_up(lines.extent, lines.period);
   const int width = problem.width();
-  return ceil_div(lines.extent * lines.inner + (tile.aligned ? 0 : width - 1), static_cast<int64_t>(tile.packs) * width);
+  return ceil_div(lines.extent * lines.inner + (tile.aligned ? 0 : width - 1),
+                  static_cast<int64_t>(tile.packs) * width);
 }
 
 // Shares out the lines to so many blocks; false if there is no room for that.
@@ -77,7 +78,7 @@ bool share_out(Tile* tile, const Problem& problem, const Lines& lines, int64_t b
 bool in_blocks(Tile* tile, const Problem& problem, const Lines& lines, int64_t most_blocks, int64_t room) {
   for (int64_t blocks = 1; blocks <= most_blocks; ++blocks) {
     if (share_out(tile, problem, lines, blocks, room)) {
-      return parts_of(*tile, problem) * tile->arrays * tile->columns * problem.state_bytes() <= kExchangedBytes ||
+      return parts_of(*tile, problem) * rows_of(*tile, problem) * problem.state_bytes() <= kExchangedBytes ||
              blocks == 1;
     }
   }
@@ -115,12 +116,17 @@ Tile parts_of_lines(const Problem& problem, const Lines& lines, int packs) {
   tile.arrays = tile.fold = 1;
   tile.held = true;
   tile.aligned = lines.aligned;
-  const int beyond = lines.aligned ? 0 : 1;  // packs that a line takes more if it begins anywhere
+  // Packs that a line takes more if it begins anywhere, and the tile has what its last packs reach into.
+  const int beyond = lines.aligned ? 0 : 2;
   // Of few lines, wider parts, so that all threads have some.
   const int64_t all = lines.spans * round_up(lines.extent, lines.period);
   const int64_t fewest = round_up(ceil_div(all * inputs, kTurns), lines.period);  // groups
   int64_t groups = std::min(std::max<int64_t>(kThreads / packs / lines.period, 1) * lines.period, fewest);
   packs = static_cast<int>(kThreads / groups);
+  if (lines.period == 1 && all * inputs <= 2 * kTurns) {  // no groups at all: nothing to put together
+    groups = 1;
+    packs = static_cast<int>(std::min<int64_t>(kThreads, kThreads * kTurns / (all * inputs)));
+  }
   // Equal parts.
   const int64_t most = static_cast<int64_t>(packs - beyond) * width;
   tile.columns = static_cast<int>(
@@ -128,7 +134,7 @@ Tile parts_of_lines(const Problem& problem, const Lines& lines, int packs) {
   tile.packs = static_cast<int>(ceil_div(tile.columns, width)) + beyond;
   // Powers of 2, so that neighbouring groups can be put together by shuffles.
   if (lines.aligned && groups > 1) tile.packs = static_cast<int>(next_power_of_2(tile.packs));
-  groups = std::max<int64_t>(kThreads / tile.packs / lines.period, 1) * lines.period;
+  if (groups > 1) groups = std::max<int64_t>(kThreads / tile.packs / lines.period, 1) * lines.period;
   if (lines.aligned && groups > 1) groups = next_power_of_2(groups + 1) / 2;
   groups = std::min(groups, std::max(round_up(all, lines.period), int64_t{1}));
   tile.groups = static_cast<int>(groups);
@@ -143,6 +149,11 @@ int outer_kept(const View& view) {
   int outer = 0;
   while (outer < view.kept.size && view.kept.dim[outer].stride > inner) ++outer;
   return view.minor_reduced ? view.kept.size : outer;
+}
+
+int64_t rows_of(const Tile& tile, const Problem& problem) {
+  const bool reaches = !tile.aligned && tile.fold == 1;
+  return static_cast<int64_t>(tile.arrays) * tile.columns + (reaches ? problem.width() - 1 : 0);
 }
 
 int64_t parts_of(const Tile& tile, const Problem& problem) {
@@ -160,11 +171,11 @@ int64_t shared_bytes_of(const Tile& tile, const Problem& problem) {
                         power_of_2(tile.packs) && power_of_2(tile.groups);
   const int together = !shuffles ? 1 : tile.packs * tile.groups < 32 ? tile.groups : 32 / tile.packs;
   const int64_t entries = tile.groups / together, copies = in_pack ? 1 : tile.fold;
-  const int64_t parts = tile.held ? parts_of(tile, problem) : 1, rows = static_cast<int64_t>(tile.arrays) * tile.columns;
+  const int64_t parts = tile.held ? parts_of(tile, problem) : 1, rows = rows_of(tile, problem);
   int64_t states = 0;
   if (!tile.held || parts > 1 || entries > 1 || copies > 1) {
-    states = entries * tile.arrays * tile.packs * (in_pack ? lines.inner : width) + rows;
-    if (parts > 1) states += parts * rows;
+    const int64_t of_threads = entries * tile.arrays * tile.packs * (in_pack ? lines.inner : width);
+    states = std::max(of_threads, parts > 1 ? parts * rows : 0) + rows;
   }
   return packs * kPackBytes + states * problem.state_bytes();
 }
@@ -176,16 +187,20 @@ std::optional<Tile> plan_tile(const Problem& problem, const Device& device) {
   const bool narrow = lines.inner < kPartPacks * problem.width();
   const int most_blocks = std::min(kMostBlocks, device.largest_cluster);
   const auto room = [&](int resident) { return device.shared_memory_per_block / resident - kStaticBytes; };
+  // Three blocks to a multiprocessor, so that some copy while others compute; or two.
   if ((narrow || !lines.aligned) && lines.spans == 1) {
     if (std::optional<Tile> tile = folded(problem, lines)) {
-      for (const int resident : {3, 2}) {
-        if (in_blocks(&*tile, problem, lines, most_blocks, room(resident))) return tile;
+      for (const int blocks : {1, most_blocks}) {
+        for (const int resident : {3, 2}) {
+          if (in_blocks(&*tile, problem, lines, blocks, room(resident))) return tile;
+        }
       }
     }
   }
-  // Three blocks to a multiprocessor, so that some copy while others compute; then two; then narrower parts.
+  // Then narrower parts.
   const int packs = lines.aligned ? kPartPacks : kRaggedPartPacks;
   for (const int narrower : {1, 2, 4}) {
+    if (narrower > 1 && !lines.aligned) break;  // most of what they read would be read by two
     for (const int resident : {3, 2}) {
       Tile tile = parts_of_lines(problem, lines, packs / narrower);
       if (in_blocks(&tile, problem, lines, most_blocks, room(resident))) return tile;

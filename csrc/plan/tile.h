@@ -12,6 +12,8 @@ int outer_kept(const View& view);
 int64_t parts_of(const Tile& tile, const Problem& problem);
 
 int64_t shared_bytes_of(const Tile& tile, const Problem& problem);
+// The view's rows that a tile has states of.
+int64_t rows_of(const Tile& tile, const Problem& problem);
 int64_t tiles_of(const Tile& tile, const Problem& problem);
 Launch launch_of(const Tile& tile, const Problem& problem, const Device& device);
 

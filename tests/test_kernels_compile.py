@@ -1,0 +1,72 @@
+"""Every kernel compiles for every architecture, side by side, without a GPU; none that is launched often spills much.
+
+Plain pytest compiles a part of them; `--sweeps` all of them, in a few minutes on two cores.
+"""
+
+import concurrent.futures
+import re
+
+import pytest
+from support import DEVICES, OPS, WAYS
+
+from jax_softmax import _kernels
+
+MOST_SPILLED = 128  # bytes
+
+# Of each architecture one.
+CHIPS = ("T4", "A100", "H200", "B200", "RTX 5090")
+sweep = pytest.mark.sweep
+
+
+def steps_of(plans):
+    """The plans' kernels, each once."""
+    return list({step["code"]: step for plan in plans for step in plan["steps"]}.values())
+
+
+def side_by_side(make, steps, compute_capability):
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        return list(pool.map(lambda step: make(step["code"], step["plan"], compute_capability), steps))
+
+
+def check_spills(steps):
+    for step, text in zip(steps, side_by_side(_kernels.jit_resources, steps, 90), strict=True):
+        spilled = [int(n) for n in re.findall(r"(\d+) bytes spill stores", text)]
+        assert spilled and max(spilled) <= MOST_SPILLED, f"{step['plan']}: {text}"
+
+
+def check_compiles(steps, compute_capability):
+    for step, binary in zip(steps, side_by_side(_kernels.jit_binary, steps, compute_capability), strict=True):
+        assert binary[:4] == b"\x7fELF", step["plan"]
+
+
+@pytest.mark.parametrize("op", ["softmax", *(pytest.param(op, marks=sweep) for op in OPS if op != "softmax")])
+def test_every_kernel_on_sm_90(jit, op):
+    check_spills(steps_of(way.plan(op) for way in WAYS))
+
+
+@sweep
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_every_dtype(jit, dtype):
+    check_spills(steps_of(way.plan(op, dtype) for way in WAYS for op in ("softmax", "log_softmax_vjp")))
+
+
+@sweep
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_every_mask(jit, dtype):
+    """One for each element, and one for all rows."""
+    masks = [lambda shape, axes: shape, lambda shape, axes: [n if d in axes else 1 for d, n in enumerate(shape)]]
+    plans = (way.plan("softmax", dtype, list(mask(way.shape, way.axes))) for way in WAYS for mask in masks)
+    steps = steps_of(plans)
+    check_compiles(steps, 90)
+
+
+@pytest.mark.parametrize("name", [name for name in CHIPS if name != "H200"])
+def test_one_kernel_on_other_architectures(jit, name):
+    check_compiles(steps_of([WAYS[0].plan(on=DEVICES[name])]), DEVICES[name]["compute_capability"])
+
+
+@sweep
+@pytest.mark.parametrize("name", [name for name in CHIPS if name != "H200"])
+def test_every_kernel_on_other_architectures(jit, name):
+    on = DEVICES[name]
+    check_compiles(steps_of(way.plan(op, on=on) for way in WAYS for op in OPS), on["compute_capability"])
