@@ -40,10 +40,11 @@ def in_grad(f):
     return lambda x: jax.vjp(f, x)[0]
 
 
-@every_name
-@every_table
-@pytest.mark.parametrize("context", [in_nothing, in_jit, in_vmap, in_scan, in_grad])
-@pytest.mark.parametrize("checks", ["nan_checks", "float_checks", "all_checks"])
+CONTEXTS = (in_nothing, in_jit, in_vmap, in_scan, in_grad)
+CHECKS = ("nan_checks", "float_checks", "all_checks")
+
+
+@sampled("checks,context,table,name", itertools.product(CHECKS, CONTEXTS, [OPERATORS, CUSTOM_VJPS], NAMES), 7)
 def test_checkify(checks, context, table, name):
     checked = checkify.checkify(context(table[name]), errors=getattr(checkify, checks))
     error, y = checked(UNDEFINED)
@@ -149,7 +150,7 @@ def derivatives(f, x, terms):
     return results
 
 
-@sampled("what,masked,name", itertools.product(["forward", "gradient"], [False, True], NAMES), 3)
+@sampled("what,masked,name", itertools.product(["forward", "gradient"], [False, True], NAMES), 7)
 def test_jet(what, masked, name):
     with jax.enable_x64(True):
         x, *terms = (jnp.asarray(support.normal((3, 4), "float64", seed, 1.0)) for seed in range(4))

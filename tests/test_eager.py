@@ -1,5 +1,6 @@
 """An eager call is one program that is compiled once, whatever is given, and follows JAX's settings of the moment."""
 
+import itertools
 import logging
 
 import jax
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import support
-from support import CUSTOM_VJPS, NAMES, OPERATORS, assert_same_bits, check, normal, reference
+from support import CUSTOM_VJPS, NAMES, OPERATORS, assert_same_bits, check, normal, reference, sampled
 
 every_name = pytest.mark.parametrize("name", NAMES)
 every_table = pytest.mark.parametrize("table", [OPERATORS, CUSTOM_VJPS], ids=["operator", "custom_vjp"])
@@ -33,9 +34,7 @@ ARGUMENTS = {
 }
 
 
-@every_name
-@every_table
-@pytest.mark.parametrize("label", ARGUMENTS)
+@sampled("label,table,name", itertools.product(ARGUMENTS, [OPERATORS, CUSTOM_VJPS], NAMES), 3)
 def test_one_program(label, table, name, caplog):
     make, arguments = ARGUMENTS[label]
     f = table[name]

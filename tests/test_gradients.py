@@ -29,7 +29,7 @@ VARIANTS = {
 }
 
 every_name = pytest.mark.parametrize("name", NAMES)
-every_variant = sampled("variant,name", itertools.product(VARIANTS, NAMES), 3)
+every_variant = sampled("variant,name", itertools.product(VARIANTS, NAMES), 5)
 
 
 @pytest.fixture
@@ -171,7 +171,7 @@ def test_modes(x64, mode, variant, name):
     assert_trees_close(actual, expected_modes(None, variant, name)[mode])
 
 
-@sampled("context,variant,name", itertools.product(CONTEXTS, ["last", "masked-first"], NAMES), 3)
+@sampled("context,variant,name", itertools.product(CONTEXTS, ["last", "masked-first"], NAMES), 5)
 def test_modes_in_context(x64, context, variant, name):
     f = CONTEXTS[context](bound_to(OPERATORS, name, variant))
     expected = expected_modes(context, variant, name)
@@ -183,7 +183,7 @@ EAGER_CONTEXTS = ("vmap", "checkpoint", "scan", "cond", "shard_map")
 EAGER_MODES = ("jvp", "vjp", "linearize", "reverse_over_forward")
 
 
-@sampled("context,mode,name", itertools.product(EAGER_CONTEXTS, EAGER_MODES, NAMES), 3)
+@sampled("context,mode,name", itertools.product(EAGER_CONTEXTS, EAGER_MODES, NAMES), 5)
 def test_modes_in_context_eagerly(x64, context, mode, name):
     f = CONTEXTS[context](bound_to(OPERATORS, name, "last"))
     assert_trees_close(MODES[mode](f, *operands()), expected_modes(context, "last", name)[mode])
@@ -194,7 +194,7 @@ def test_finite_differences(x64, variant, name):
     check_grads(jax.jit(bound_to(OPERATORS, name, variant)), (operands()[0],), order=2)
 
 
-@sampled("context,name", itertools.product(CONTEXTS, NAMES), 3)
+@sampled("context,name", itertools.product(CONTEXTS, NAMES), 5)
 def test_finite_differences_in_context(x64, context, name):
     check_grads(jax.jit(CONTEXTS[context](bound_to(OPERATORS, name, "last"))), (operands()[0],), order=2)
 

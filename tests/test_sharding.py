@@ -121,7 +121,7 @@ def jax_divides(spec, kept):
 MODES = ("automatic", "explicit", "shard_map", "partly manual", "partly manual, explicit")
 
 
-@sampled("mode,layout,name", itertools.product(MODES, KEPT, NAMES), 3, ids=str)
+@sampled("mode,layout,name", itertools.product(MODES, KEPT, NAMES), 7, ids=str)
 def test_kept_axes(mode, layout, name):
     spec, axis = layout
     kind = AxisType.Explicit if mode.endswith("explicit") else AxisType.Auto
@@ -305,12 +305,13 @@ def test_divided_rows(name, kind, spec, axis):
     same(results, jax.jit(everything(f))(x, t, where))
 
 
-@every_name
-@pytest.mark.parametrize(
-    ("names", "check_vma"), [("model", True), (("model",), False), (("data", "model"), True)], ids=str
-)
-def test_axis_name(names, check_vma, name):
+AXIS_NAMES = (("model", True), (("model",), False), (("data", "model"), True))
+
+
+@sampled("name,axis_name", itertools.product(NAMES, AXIS_NAMES), 2, ids=str)
+def test_axis_name(axis_name, name):
     """Inside shard_map, all mesh axes or only those of the rows being manual."""
+    names, check_vma = axis_name
     x, t, where = normal(SHAPE), normal(SHAPE, seed=1), support.random_mask(SHAPE)
     given = names if isinstance(names, tuple) else (names,)
     run = everything(masked(OPERATORS[name], -1, axis_name=names))

@@ -131,7 +131,7 @@ VIEWS = [
 ]
 
 
-@sampled("dtype,view", itertools.product(support.DTYPES, VIEWS), 15, ids=str)
+@sampled("dtype,view", itertools.product(support.DTYPES, VIEWS), 23, ids=str)
 def test_views(dtype, view):
     shape, axes = view
     check_all(normal(shape, dtype), axes)
@@ -208,7 +208,7 @@ def test_bfloat16_numbers_so_large_that_their_scale_changes(sign, shape, axis):
         check(jax.jit(OPERATORS[name], static_argnums=1)(x, axis), reference(name, x, axis))
 
 
-@pytest.mark.parametrize("dtype", support.DTYPES)
+@sampled("dtype", support.DTYPES, 4)
 def test_columns_whose_maximum_moves(dtype):
     """Two passes take terms relative to what may lag behind the maximum so far."""
     n = 60_000
