@@ -29,6 +29,14 @@ from jax_softmax import sharding
 every_name = pytest.mark.parametrize("name", NAMES)
 SHAPE = (8, 4, 32)
 
+
+@pytest.fixture(autouse=True)
+def on_the_cpu():
+    """Also where there is a GPU: what is not sharded is where the devices are that it is compared with."""
+    with jax.default_device(jax.devices("cpu")[0]):
+        yield
+
+
 # Layouts of an array of SHAPE, and axes to reduce that they leave whole.
 KEPT = [(P("data", "model"), -1), (P(None, "model", "data"), 0), (P("data", None, "model"), 1)]
 KEPT += [(P(("data", "model")), (1, 2)), (P(None, None, ("data", "model")), (0, 1))]
@@ -539,7 +547,7 @@ def test_private_names():
 
 
 def exported(f, *specs):
-    return jax.export.export(jax.jit(f), disabled_checks=jax_softmax.export_checks())(*specs)
+    return jax.export.export(jax.jit(f), platforms=["cpu"], disabled_checks=jax_softmax.export_checks())(*specs)
 
 
 def round_trip(program):
