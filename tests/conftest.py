@@ -88,5 +88,5 @@ class Compiler:
             f"_kernels.jit_configure({self.nvrtc!r}, {str(self.folder)!r}, {_cuda.CACHE_BYTES})\n"
             "def binary(code): return _kernels.jit_binary(code, 'a test', 90)\n"
         )
-        command = [sys.executable, "-c", start + textwrap.dedent(body)]
+        command = [sys.executable, "-P", "-c", start + textwrap.dedent(body)]
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options)

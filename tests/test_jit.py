@@ -156,7 +156,7 @@ def test_without_a_driver_nothing_is_searched_for():
         "import sys; from jax_softmax import _cuda; _cuda.availability(); "
         "sys.exit('cuda.pathfinder' in sys.modules or 'platformdirs' in sys.modules)"
     )
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-P", "-c", code], timeout=60).returncode == 0
 
 
 def test_kernels_load_on_every_gpu(jit):

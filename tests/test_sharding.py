@@ -605,7 +605,7 @@ def test_persistent_cache(tmp_path):
 def started(script, *args):
     environment = {"PATH": "/usr/bin:/bin", "JAX_PLATFORMS": "cpu", "PYTHONPATH": ":".join(p for p in sys.path if p)}
     environment["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
-    command = [sys.executable, "-c", textwrap.dedent(script), *args]
+    command = [sys.executable, "-P", "-c", textwrap.dedent(script), *args]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
@@ -653,5 +653,10 @@ def test_two_processes():
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     processes = [started(script, port, str(number)) for number in range(2)]
-    for process in processes:
-        assert "right" in output(process)
+    try:
+        for process in processes:
+            assert "right" in output(process)
+    finally:
+        for process in processes:  # the other one, if one was not
+            process.kill()
+            process.communicate()
