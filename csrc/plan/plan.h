@@ -164,8 +164,7 @@ std::optional<Plan> make_plan(const Problem& problem, const Device& device);
 // XLA's own reductions.
 bool faster_than_xla(const Plan& plan, const Problem& problem);
 
-// Bytes of memory for blocks to exchange states through that the plan needs, the most being allowed of a call's
-// operand.
+// Bytes of memory that the plan needs for blocks to exchange states through.
 int64_t scratch_bytes(const Plan& plan, const Problem& problem);
 
 // ---- each schedule's own: the plan, if it fits
