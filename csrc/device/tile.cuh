@@ -433,7 +433,9 @@ struct TilePart {
       if constexpr (kArrays == 1) {
         at += kFold > 1 ? shift : shift_of(entry);
       } else if constexpr (!kAligned) {
-        const int64_t begin = base.element + static_cast<int64_t>(of_array - array) * kExtent * kInner;
+        // From where this thread's array begins; if there is no array but the first, that is where all threads' do.
+        const int64_t arrays = View::kOuterKept == 0 ? 0 : of_array - array;
+        const int64_t begin = base.element + arrays * kExtent * kInner;
         at += static_cast<int>(begin) & (kWidth - 1);
       }
       if (kFold > 1 && at >= kSlots) at -= kSlots;
