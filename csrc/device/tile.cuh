@@ -1,13 +1,13 @@
 // The schedule `tile`, for rows that are not runs of memory: a block, or the blocks of a cluster, hold neighbouring
 // rows in shared memory, read once and written once.
 //
-// Memory is seen as lines: for each index of the reduced dimensions the elements of all kept ones inside of them. A
-// tile is a part of each line, so that a column of it is a row of the view. A thread has one pack of some of the lines,
-// and a state for each element of it. Lines may begin anywhere in a pack: a thread then has lines that begin alike, and
-// which columns its elements are of depends on that.
+// Memory is seen as lines: for each index of the reduced dimensions the elements of all kept ones inside of them, each
+// of another row. A tile is the same part of each line, and so has some rows. A thread has one pack of some of the
+// lines, and a state for each element of it. Lines may begin anywhere in a pack: a thread then has lines that begin
+// alike, and which rows its elements are of depends on that.
 //
 // Where lines are short and follow one another, several are folded into one of whole packs, all of an array is one run
-// of memory, and a tile is one or more arrays. A row then has several columns of the folded line.
+// of memory, and a tile is one or more arrays. A row then has several elements of the folded line.
 //
 // What a thread has of a tile's memory is a `TilePart`, in tile_part.cuh, and what it knows of the tile's rows
 // `TileStates`, in tile_states.cuh. The schedule `twice` has them as well.

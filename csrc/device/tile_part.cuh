@@ -19,7 +19,7 @@ struct TilePart {
   using Reduced = typename View::Reduced;
   using RowIndex = typename Conditional<View::kWide, uint64_t, uint32_t>::type;
   static constexpr int kInputs = Mem::kInputs, kWidth = Mem::kWidth, kThreads = Plan::kThreads;
-  static constexpr int kArrays = Plan::kArrays, kColumns = Plan::kColumns, kFold = Plan::kFold;
+  static constexpr int kArrays = Plan::kArrays, kElements = Plan::kElements, kFold = Plan::kFold;
   static constexpr int kPacks = Plan::kPacks;    // of a line of the tile
   static constexpr int kGroups = Plan::kGroups;  // of threads that share out the lines
   static constexpr int kTurns = Plan::kTurns;    // lines of a thread
@@ -39,24 +39,24 @@ struct TilePart {
   static constexpr int kShared = kFold > 1 ? kSpan : kSpan * kSpans;
   static constexpr int kPartsOfShared = static_cast<int>(ceil_div(kShared, kLines));
   static constexpr int kParts = kFold > 1 ? kPartsOfShared * kSpans : kPartsOfShared;
-  static constexpr int kTilesOfLine = static_cast<int>(ceil_div(kInner, kColumns));
-  // Memory is written in whole packs: where lines begin anywhere, a tile has the columns that its last packs reach
+  static constexpr int kTilesOfLine = static_cast<int>(ceil_div(kInner, kElements));
+  // Memory is written in whole packs: where lines begin anywhere, a tile has the elements too that its last packs reach
   // into.
   static constexpr int kReached = kAligned || kFold > 1 ? 0 : kWidth - 1;
-  static constexpr int kRows = kArrays * kColumns + kReached;  // of the view, in a tile
-  static constexpr int kTeam = kPacks * kGroups;               // threads that have an array
+  static constexpr int kRows = kArrays * kElements + kReached;  // of the view, in a tile
+  static constexpr int kTeam = kPacks * kGroups;                // threads that have an array
   // Whether packs may have elements of no row, or masked ones, that pads are put in the place of.
   static constexpr bool kMends = ((kFold > 1 && !kAligned) || Mem::kMasked) && Mem::kOrdered;
 
   const Mem& mem;
   Pack* const shared;
   const int array, group, pack;
-  const int64_t outer;   // the array, as the index of the outer kept dimensions
-  const int64_t column;  // the tile's first
-  const int columns;     // from there to the end of the line, or as many as the tile has
+  const int64_t outer;          // the array, as the index of the outer kept dimensions
+  const int64_t first_element;  // of a line, in the tile
+  const int elements;           // from there to the end of the line, or as many as the tile has
   const int span, first_line;
   const bool exists;  // whether there is such an array
-  Place base;         // where the first column lies in the span's first line, or all of them
+  Place base;         // where that element lies in the first line: of the span if folded, or else of all
   int shift;          // how far the thread's lines, or the run, begin beyond a pack
 
   __device__ __forceinline__ TilePart(const Mem& mem, Pack* shared, int64_t tile, int part)
@@ -66,19 +66,19 @@ struct TilePart {
         group(threadIdx.x % kTeam / kPacks),
         pack(threadIdx.x % kPacks),
         outer(tile / kTilesOfLine * kArrays + (kArrays > 1 ? array : 0)),
-        column(tile % kTilesOfLine * kColumns),
-        columns(static_cast<int>(min(static_cast<int64_t>(kColumns + kReached), kInner - column))),
+        first_element(tile % kTilesOfLine * kElements),
+        elements(static_cast<int>(min(static_cast<int64_t>(kElements + kReached), kInner - first_element))),
         span(part / kPartsOfShared),
         first_line(part % kPartsOfShared * kLines),
         exists(array < kArrays && (kArrays == 1 || outer < mem.operands.rows / kInner)) {
-    base = first_of(outer, column);
+    base = in_first_line(outer, first_element);
     if constexpr (kFold > 1) base = moved_along<Reduced, Reduced::kSize - 1>(base, static_cast<unsigned>(span));
     shift = shift_of(group);
   }
-  // Where a column of an array begins.
-  static __device__ __forceinline__ Place first_of(int64_t outer, int64_t column) {
+  // Where an element of an array's first line lies.
+  static __device__ __forceinline__ Place in_first_line(int64_t outer, int64_t element) {
     return moved_inside<View::kOuterKept, Kept::kSize>(
-        moved_along<Kept, View::kOuterKept>(Place{}, static_cast<RowIndex>(outer)), static_cast<RowIndex>(column));
+        moved_along<Kept, View::kOuterKept>(Place{}, static_cast<RowIndex>(outer)), static_cast<RowIndex>(element));
   }
   // As moved_along, by the dimensions [from, to).
   template <int from, int to>
@@ -107,8 +107,8 @@ struct TilePart {
   __device__ __forceinline__ Pack* held(int turn, int k) const {
     return shared + (turn * kInputs + k) * kThreads + threadIdx.x;
   }
-  // The first element of the thread's pack of a line, and which of its elements are in the tile's columns, or are
-  // stored: none if the line is not there.
+  // The first element of the thread's pack of a line, and which of its elements are the tile's, or are stored: none if
+  // the line is not there.
   struct At {
     Place line;
     int64_t element;
@@ -126,9 +126,9 @@ struct TilePart {
     if (!exists) at.inside = 0;
     at.stored = at.inside;
     if constexpr (kReached > 0) {
-      // What another tile's columns reach into is its own to store.
+      // A pack that begins in another tile is that one's to store.
       const int first = pack * kWidth - shift;
-      if (first >= kColumns || (first < 0 && column > 0)) at.stored = 0;
+      if (first >= kElements || (first < 0 && first_element > 0)) at.stored = 0;
     }
     return at;
   }
@@ -163,19 +163,20 @@ struct TilePart {
     }
     at.line = begin.along(kAlong, at.index);
     at.element = at.line.element + pack * kWidth - shift;
-    at.inside = at.index < kExtent && over < kSpans ? bits_within<In>(pack * kWidth - shift, columns) : 0;
+    at.inside = at.index < kExtent && over < kSpans ? bits_within<In>(pack * kWidth - shift, elements) : 0;
     return at;
   }
   // Where an element of a pack lies in the side operands.
   __device__ __forceinline__ Place place(const At& at, int e) const {
     if constexpr (kFold > 1) {
       const unsigned index = at.index + e, line = index / static_cast<unsigned>(kInner);
-      Place first = first_of(outer, index - line * static_cast<unsigned>(kInner));
+      Place first = in_first_line(outer, index - line * static_cast<unsigned>(kInner));
       first = moved_along<Reduced, Reduced::kSize - 1>(first, static_cast<unsigned>(span));
       return first.along(kAlong, line);
     } else {
       Place line = at.line;
-      const Place begin = first_of(0, column), here = first_of(0, column + pack * kWidth - shift + e);
+      const Place begin = in_first_line(0, first_element);
+      const Place here = in_first_line(0, first_element + pack * kWidth - shift + e);
       line.element += here.element - begin.element;
 #pragma unroll
       for (int s = 0; s < Mem::kSides; ++s) line.side[s] += here.side[s] - begin.side[s];
@@ -211,7 +212,7 @@ struct TilePart {
       }
     }
   }
-  // Waits for the copies, and puts pads in the place of elements that no column may have: each thread reads only what
+  // Waits for the copies, and puts pads in the place of elements that are not to count: each thread reads only what
   // it has copied itself, so that there is no need for a barrier.
   __device__ __forceinline__ void finish_copy() const {
     wait_for_copies();

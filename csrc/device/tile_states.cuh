@@ -17,14 +17,14 @@ struct TileStates : TilePart<Mem, View, Plan> {
   using Values = typename Mem::Values;
   static constexpr bool kTermsFit = Mem::kTermsFit && Plan::kHeld;  // in the place of elements that are held
   static constexpr int kInputs = Mem::kInputs, kWidth = Mem::kWidth, kThreads = Plan::kThreads;
-  static constexpr int kArrays = Part::kArrays, kColumns = Part::kColumns, kFold = Part::kFold, kRows = Part::kRows;
+  static constexpr int kArrays = Part::kArrays, kElements = Part::kElements, kFold = Part::kFold, kRows = Part::kRows;
   static constexpr int kPacks = Part::kPacks, kGroups = Part::kGroups, kTurns = Part::kTurns, kParts = Part::kParts;
   // A thread's elements: one state each, or one for all that are of one row, if its pack is a folded line.
   static constexpr bool kInPack = kFold > 1 && kPacks == 1 && Part::kAligned;
   static constexpr int kStates = kInPack ? static_cast<int>(Part::kInner) : kWidth;
-  // Columns of the folded line that are of one row, in different states.
+  // Elements of the folded line that are of one row, in different states.
   static constexpr int kCopies = kInPack ? 1 : kFold;
-  // Lanes of a warp that have the same columns add up their states by shuffles.
+  // Lanes of a warp that have the same pack of different lines add up their states by shuffles.
   static constexpr bool power_of_2(int n) { return (n & (n - 1)) == 0; }
   static constexpr bool kShuffles = Part::kPeriod == 1 && kGroups > 1 && kPacks < 32 && power_of_2(kPacks) &&
                                     power_of_2(kGroups);
@@ -57,7 +57,8 @@ struct TileStates : TilePart<Mem, View, Plan> {
       sum[s] = M::constant(0);
     }
   }
-  // The states of the thread's columns, or of those of its warp's lanes that have the same, from lines that are held.
+  // The states of the thread's elements, added to those of its warp's lanes that have the same pack of other lines;
+  // from lines that are held.
   __device__ __forceinline__ void sum_held() {
     clear();
     if constexpr (Op::kHasPivot) {
@@ -117,7 +118,22 @@ struct TileStates : TilePart<Mem, View, Plan> {
       for (int u = 0; u < kTogether; ++u) this->template read<Op::kFirstSummed>(raw[u], t + u);
       if constexpr (Op::kHasPivot) {
         C largest[kWidth];
-        largest_read(largest, raw, t);
+        if constexpr (Mem::kOrdered) {
+          Pack packs = raw[0][0];
+#pragma unroll
+          for (int u = 1; u < kTogether; ++u) packs = Elements<In>::max(packs, raw[u][0]);
+          Elements<In>::widen(largest, packs);
+        } else {
+#pragma unroll
+          for (int e = 0; e < kWidth; ++e) largest[e] = -M::kInfinity;
+#pragma unroll
+          for (int u = 0; u < kTogether; ++u) {
+            Values v;
+            this->values_of(v, raw[u], t + u);
+#pragma unroll
+            for (int e = 0; e < kWidth; ++e) largest[e] = M::max(largest[e], v[e][0]);
+          }
+        }
 #pragma unroll
         for (int s = 0; s < kStates; ++s) {
           C next = pivot[s];
@@ -138,6 +154,10 @@ struct TileStates : TilePart<Mem, View, Plan> {
         for (int e = 0; e < kWidth; ++e) sum[e % kStates] += Op::term(relative[e % kStates], v[e]);
       }
     }
+    combine_lanes();
+  }
+  // Puts together the states of those lanes, which have pivots of their own.
+  __device__ __forceinline__ void combine_lanes() {
     over_lanes([&](int offset) {
 #pragma unroll
       for (int s = 0; s < kStates; ++s) {
@@ -148,27 +168,7 @@ struct TileStates : TilePart<Mem, View, Plan> {
       }
     });
   }
-  // As largest_held, of packs that have been read, of the thread's lines from the `turn`-th on.
-  template <int n>
-  __device__ __forceinline__ void largest_read(C (&largest)[kWidth], const Pack (&raw)[n][kInputs], int turn) const {
-    if constexpr (Mem::kOrdered) {
-      Pack packs = raw[0][0];
-#pragma unroll
-      for (int u = 1; u < n; ++u) packs = Elements<In>::max(packs, raw[u][0]);
-      Elements<In>::widen(largest, packs);
-    } else {
-#pragma unroll
-      for (int e = 0; e < kWidth; ++e) largest[e] = -M::kInfinity;
-#pragma unroll
-      for (int u = 0; u < n; ++u) {
-        Values v;
-        this->values_of(v, raw[u], turn + u);
-#pragma unroll
-        for (int e = 0; e < kWidth; ++e) largest[e] = M::max(largest[e], v[e][0]);
-      }
-    }
-  }
-  // Over lanes that have the same columns: combine(how far apart they are).
+  // Over lanes that have the same pack of different lines: combine(how far apart they are).
   template <class Combine>
   static __device__ __forceinline__ void over_lanes(Combine combine) {
 #pragma unroll
@@ -183,18 +183,18 @@ struct TileStates : TilePart<Mem, View, Plan> {
 #pragma unroll
     for (int s = 0; s < kStates; ++s) {
       if constexpr (kFold > 1) {
-        use(s, min(this->array, kArrays - 1) * kColumns +
-                   (this->pack * kWidth + s + kPacks * kWidth - this->shift) % kColumns);
+        use(s, min(this->array, kArrays - 1) * kElements +
+                   (this->pack * kWidth + s + kPacks * kWidth - this->shift) % kElements);
       } else {
-        use(s, min(this->array, kArrays - 1) * kColumns +
-                   min(max(this->pack * kWidth - this->shift + s, 0), kColumns + Part::kReached - 1));
+        use(s, min(this->array, kArrays - 1) * kElements +
+                   min(max(this->pack * kWidth - this->shift + s, 0), kElements + Part::kReached - 1));
       }
     }
   }
-  // The state that an entry has of a row's copy-th column.
+  // The state that an entry has of a row's copy-th element.
   __device__ __forceinline__ const State<C>& part_of(int row, int entry, int copy) const {
-    const int of_array = kArrays == 1 ? 0 : row / kColumns, in_array = row - of_array * kColumns;
-    int at = in_array + copy * kColumns;
+    const int of_array = kArrays == 1 ? 0 : row / kElements, in_array = row - of_array * kElements;
+    int at = in_array + copy * kElements;
     if constexpr (!kInPack) {
       if constexpr (kArrays == 1) {
         at += kFold > 1 ? this->shift : this->shift_of(entry);
@@ -252,6 +252,43 @@ struct TileStates : TilePart<Mem, View, Plan> {
   template <bool kGiven>
   __device__ __forceinline__ void finish() const {
     Finished finished[kStates];
+    finish_states<kGiven>(finished);
+    if constexpr (Plan::kHeld) {
+#pragma unroll 4
+      for (int t = 0; t < kTurns; ++t) {
+        C result[kWidth];
+        if constexpr (kTermsFit) {
+          Elements<In>::widen(result, *this->held(t, 0));
+#pragma unroll
+          for (int e = 0; e < kWidth; ++e) result[e] = result[e] * finished[e % kStates];
+        } else {
+          Values v;
+          this->values(v, t);
+          results_of(result, v, finished);
+        }
+        store(t, result);
+      }
+    } else {
+      Pack raw[kTurns][kInputs];
+#pragma unroll
+      for (int t = 0; t < kTurns; ++t) this->template read<0>(raw[t], t);
+#pragma unroll
+      for (int t = 0; t < kTurns; ++t) {
+        Values v;
+        C result[kWidth];
+        this->values_of(v, raw[t], t);
+        results_of(result, v, finished);
+        store(t, result);
+      }
+    }
+  }
+
+ private:
+  // What makes results of a row's terms, or of its elements.
+  using Finished = typename Conditional<kTermsFit, typename Op::Scale, typename Op::Row>::type;
+
+  template <bool kGiven>
+  __device__ __forceinline__ void finish_states(Finished (&finished)[kStates]) const {
     const auto prepare = [&](int s, const State<C>& state) {
       if constexpr (kTermsFit) {
         finished[s] = Op::term_scale(state, pivot[s]);
@@ -264,45 +301,6 @@ struct TileStates : TilePart<Mem, View, Plan> {
     } else {
 #pragma unroll
       for (int s = 0; s < kStates; ++s) prepare(s, {pivot[s], sum[s]});
-    }
-    if constexpr (Plan::kHeld) {
-      finish_held(finished);
-    } else {
-      finish_read(finished);
-    }
-  }
-
- private:
-  // What makes results of a row's terms, or of its elements.
-  using Finished = typename Conditional<kTermsFit, typename Op::Scale, typename Op::Row>::type;
-
-  __device__ __forceinline__ void finish_held(const Finished (&finished)[kStates]) const {
-#pragma unroll 4
-    for (int t = 0; t < kTurns; ++t) {
-      C result[kWidth];
-      if constexpr (kTermsFit) {
-        Elements<In>::widen(result, *this->held(t, 0));
-#pragma unroll
-        for (int e = 0; e < kWidth; ++e) result[e] = result[e] * finished[e % kStates];
-      } else {
-        Values v;
-        this->values(v, t);
-        results_of(result, v, finished);
-      }
-      store(t, result);
-    }
-  }
-  __device__ __forceinline__ void finish_read(const Finished (&finished)[kStates]) const {
-    Pack raw[kTurns][kInputs];
-#pragma unroll
-    for (int t = 0; t < kTurns; ++t) this->template read<0>(raw[t], t);
-#pragma unroll
-    for (int t = 0; t < kTurns; ++t) {
-      Values v;
-      C result[kWidth];
-      this->values_of(v, raw[t], t);
-      results_of(result, v, finished);
-      store(t, result);
     }
   }
   static __device__ __forceinline__ void results_of(C (&result)[kWidth], const Values& v,
