@@ -1,5 +1,6 @@
-// The states of a tile's rows: summed by threads from their packs, put together from those that several threads have,
-// and what becomes of them, the results. What the words mean stands in tile.cuh.
+// The states of a tile's rows, and what becomes of them, the results. A thread sums its packs with `sum_held` or
+// `sum_read`; where several threads have parts of a row, `combine` puts their states together; `finish` writes the
+// results. What the words mean stands in tile.cuh.
 #pragma once
 
 #include "device/reduce.cuh"
@@ -29,22 +30,20 @@ struct TileStates : TilePart<Mem, View, Plan> {
   static constexpr bool kShuffles = Part::kPeriod == 1 && kGroups > 1 && kPacks < 32 && power_of_2(kPacks) &&
                                     power_of_2(kGroups);
   static constexpr int kTogether = !kShuffles ? 1 : Part::kTeam < 32 ? kGroups : 32 / kPacks;
-  static constexpr int kEntries = kGroups / kTogether;  // of each array, each of kSlots states
-  static constexpr int kSlots = kPacks * kStates;
-  static constexpr int kOfThreads = kEntries * kArrays * kSlots,
-                       kOfBlocks = kParts > 1 && Plan::kHeld ? kParts * kRows : 0;
-  static constexpr int kRoom =
-      kOfThreads > kOfBlocks ? kOfThreads : kOfBlocks;           // of states, before those of whole rows
+  // What threads leave in shared memory to be put together: of each array some entries, each of kSlots states.
+  static constexpr int kEntries = kGroups / kTogether, kSlots = kPacks * kStates;
   static constexpr bool kAlone = kEntries == 1 && kCopies == 1;  // no other thread has a part of these rows
+  static constexpr int kOfThreads = kEntries * kArrays * kSlots;
+  static constexpr int kOfBlocks = kParts > 1 && Plan::kHeld ? kParts * kRows : 0;
+  // Room for so many states, of threads or of a cluster's blocks, and behind them for those of whole rows.
+  static constexpr int kRoom = kOfThreads > kOfBlocks ? kOfThreads : kOfBlocks;
 
-  State<C>* const states;  // of threads, kRoom of them; then those of whole rows
+  State<C>* const states;  // in shared memory
   C pivot[kStates], sum[kStates];
 
   __device__ __forceinline__ TileStates(const Mem& mem, Pack* shared, int64_t tile, int part)
-      : Part(mem, shared, tile, part), states(states_in(shared)) {}
-  static __device__ __forceinline__ State<C>* states_in(Pack* shared) {
-    return reinterpret_cast<State<C>*>(shared + (Plan::kHeld ? kTurns * kInputs * kThreads : 0));
-  }
+      : Part(mem, shared, tile, part),
+        states(reinterpret_cast<State<C>*>(shared + (Plan::kHeld ? kTurns * kInputs * kThreads : 0))) {}
   // The state of a whole row, where it has been put together.
   __device__ __forceinline__ State<C>& whole(int row) const { return states[kRoom + row]; }
 
