@@ -77,23 +77,8 @@ struct TilePart {
   }
   // Where an element of an array's first line lies.
   static __device__ __forceinline__ Place in_first_line(int64_t outer, int64_t element) {
-    return moved_inside<View::kOuterKept, Kept::kSize>(
-        moved_along<Kept, View::kOuterKept>(Place{}, static_cast<RowIndex>(outer)), static_cast<RowIndex>(element));
-  }
-  // As moved_along, by the dimensions [from, to).
-  template <int from, int to>
-  static __device__ __forceinline__ Place moved_inside(Place at, RowIndex index) {
-    if constexpr (from >= to) {
-      return at;
-    } else {
-      constexpr Dim dim = Kept::kDim[to - 1];
-      if constexpr (from == to - 1) {
-        return at.along(dim, index);
-      } else {
-        const RowIndex next = index / static_cast<RowIndex>(dim.extent);
-        return moved_inside<from, to - 1>(at.along(dim, index - next * static_cast<RowIndex>(dim.extent)), next);
-      }
-    }
+    const Place array = moved_along<Kept, View::kOuterKept>(Place{}, static_cast<RowIndex>(outer));
+    return moved_along<Kept, Kept::kSize, View::kOuterKept>(array, static_cast<RowIndex>(element));
   }
   // How far the lines of a group begin beyond a pack.
   __device__ __forceinline__ int shift_of(int group) const {
