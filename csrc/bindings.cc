@@ -4,7 +4,6 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
-#include <algorithm>
 #include <climits>
 #include <optional>
 #include <stdexcept>
@@ -98,47 +97,10 @@ nb::object plan(const std::vector<int64_t>& shape, const std::vector<int64_t>& a
   return result;
 }
 
-// Chips that differ in what their plans exchange states for: those without clusters and those with; few multiprocessors
-// and many.
-std::vector<Device> all_kinds_of_devices() {
-  std::vector<Device> devices;
-  for (const int multiprocessors : {16, 132, 1024}) {
-    devices.push_back({75, multiprocessors, 64 << 10, 1});
-    devices.push_back({86, multiprocessors, 99 << 10, 1});
-    devices.push_back({80, multiprocessors, 163 << 10, 1});
-    devices.push_back({90, multiprocessors, 227 << 10, 16});
-    devices.push_back({120, multiprocessors, 99 << 10, 8});
-  }
-  return devices;
-}
-
-// How a call is lowered for CUDA: nothing if XLA itself is as fast, or else the bytes that blocks may need to exchange
-// states through, on whatever device. Begins to make the kernels for the devices that are here.
-std::optional<int64_t> lower_for_cuda(const std::vector<int64_t>& shape, const std::vector<int64_t>& axes,
-                                      const std::string& op, const std::string& dtype, const Shape& mask_shape) {
+std::optional<int64_t> lower(const std::vector<int64_t>& shape, const std::vector<int64_t>& axes, const std::string& op,
+                             const std::string& dtype, const Shape& mask_shape) {
   const CallShape call = call_of(shape, axes, op, dtype, mask_shape);
-  const Problem problem = checked_problem(call);
-  if (problem.view.elements() == 0) return 0;
-  int64_t bytes = 0;
-  bool faster = false;
-  for (const Device& device : all_kinds_of_devices()) {
-    const std::optional<Plan> plan = make_plan(problem, device);
-    if (!plan) return std::nullopt;
-    bytes = std::max(bytes, scratch_bytes(*plan, problem));
-    faster |= faster_than_xla(*plan, problem);
-  }
-  if (!faster) return std::nullopt;
-  const jit::Result<int> devices = jit::device_count();
-  for (int ordinal = 0; devices && ordinal < devices.value; ++ordinal) {
-    const jit::Result<Device> device = device_of(ordinal);
-    if (!device) continue;
-    Problem local = problem;
-    local.scratch = bytes > 0;
-    if (const std::optional<Planned> planned = plan_call(call, local, device.value)) {
-      for (const PlannedStep& step : planned->steps) jit::prepare(step.source, device.value.compute_capability);
-    }
-  }
-  return bytes;
+  return lower_for_cuda(call, checked_problem(call));
 }
 
 nb::dict build_info() {
@@ -262,7 +224,9 @@ NB_MODULE(_kernels, m) {
         nb::arg("sides") = std::vector<std::pair<std::vector<int64_t>, std::string>>(),
         "The plan of a call and the source of its kernels. `sides`: shapes, of the operand's rank, and dtypes of what "
         "`fused` reads.");
-  m.def("lower_for_cuda", &lower_for_cuda, nb::arg("shape"), nb::arg("axes"), nb::arg("op"), nb::arg("dtype"),
-        nb::arg("mask_shape").none() = nb::none());
+  m.def("lower_for_cuda", &lower, nb::arg("shape"), nb::arg("axes"), nb::arg("op"), nb::arg("dtype"),
+        nb::arg("mask_shape").none() = nb::none(),
+        "The bytes that a call on CUDA may need to work with, or None if XLA itself is as fast. Begins to make its "
+        "kernels.");
   bind_jit(m);
 }

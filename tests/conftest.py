@@ -62,6 +62,10 @@ def jit(tmp_path):
         _cuda.configure()
 
 
+# The first NVRTC that knows an architecture, of those that the oldest supported one does not know.
+FIRST_NVRTC = {100: (12, 8), 120: (12, 8)}
+
+
 class Compiler:
     def __init__(self, nvrtc, folder):
         self.nvrtc = nvrtc
@@ -72,6 +76,12 @@ class Compiler:
 
     def binary(self, code, compute_capability=90, plan="a test"):
         return _kernels.jit_binary(code, plan, compute_capability)
+
+    def needs(self, compute_capability):
+        """Skips the test where NVRTC is too old for this architecture."""
+        version = _kernels.jit_facts()["nvrtc"]
+        if tuple(map(int, version.split("."))) < FIRST_NVRTC.get(compute_capability, (0, 0)):
+            pytest.skip(f"NVRTC {version} does not know compute capability {compute_capability / 10}")
 
     def counts(self):
         facts = _kernels.jit_facts()

@@ -32,6 +32,7 @@ def cuda_devices():
 
 @pytest.mark.parametrize("compute_capability", [75, 80, 90, 100, 120])
 def test_cubin(jit, compute_capability):
+    jit.needs(compute_capability)
     cubin = jit.binary(CODE % 2, compute_capability)
     assert cubin[:4] == b"\x7fELF" and struct.unpack_from("<H", cubin, 18) == (ELF_MACHINE_CUDA,)
 

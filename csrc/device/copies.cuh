@@ -6,8 +6,8 @@
 namespace jax_softmax::device {
 
 // Copies 16 bytes to shared memory without passing through registers, where the chip can. Completed by
-// wait_for_copies. The last cache reads its whole line of 128 bytes: of columns, the rest is what blocks nearby are
-// about to ask for.
+// wait_for_copies. The last cache reads the whole cache line: of tiles, the rest is what blocks nearby are about to ask
+// for.
 __device__ __forceinline__ void copy_pack(Pack* shared, const void* global) {
 #if __CUDA_ARCH__ >= 800
   const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(shared));

@@ -41,19 +41,20 @@ struct Offset {
   }
 };
 
-// `from` moved by the index-th combination of the first kCount of the dimensions' indices, the innermost of which
+// `from` moved by the index-th combination of the indices of the dimensions [kBegin, kEnd), the innermost of which
 // varies fastest. Extents are constants, so that no division is one; the outermost one's is not needed.
-template <class Dims, int kCount, int kSides, class Index>
+template <class Dims, int kEnd, int kBegin = 0, int kSides, class Index>
 __device__ __forceinline__ Offset<kSides> moved_along(Offset<kSides> from, Index index) {
-  if constexpr (kCount == 0) {
+  if constexpr (kBegin == kEnd) {
     return from;
   } else {
-    constexpr Dim dim = Dims::kDim[kCount - 1];
-    if constexpr (kCount == 1) {
+    constexpr Dim dim = Dims::kDim[kEnd - 1];
+    if constexpr (kBegin == kEnd - 1) {
       return from.along(dim, index);
     } else {
       const Index outer = index / static_cast<Index>(dim.extent);
-      return moved_along<Dims, kCount - 1>(from.along(dim, index - outer * static_cast<Index>(dim.extent)), outer);
+      return moved_along<Dims, kEnd - 1, kBegin>(from.along(dim, index - outer * static_cast<Index>(dim.extent)),
+                                                 outer);
     }
   }
 }

@@ -6,7 +6,7 @@
 #include "device/exchange.cuh"
 #include "device/reduce.cuh"
 #include "device/row.cuh"
-#include "device/tile.cuh"
+#include "device/tile_states.cuh"
 
 namespace jax_softmax::device {
 
@@ -146,13 +146,11 @@ __device__ __forceinline__ void sum_tile_pieces(const Operands& operands) {
   extern __shared__ __align__(128) Pack shared[];
   const Mem mem{operands};
   const int64_t index = blockIdx.x / Part::kParts;
-  Part part(mem, shared, index, static_cast<int>(blockIdx.x - index * Part::kParts));
-  part.sum_lines_read();
+  TileStates<Mem, View, Plan> part(mem, shared, index, static_cast<int>(blockIdx.x - index * Part::kParts));
+  part.sum_read();
   State<typename Mem::C>* const to =
       states_of<typename Mem::C>(operands) + static_cast<int64_t>(blockIdx.x) * Part::kRows;
-  part.combine([&](int row, const State<typename Mem::C>& state, int lane, int) {
-    if (lane == 0) to[row] = state;
-  });
+  part.combine([&](int row, const State<typename Mem::C>& state) { to[row] = state; });
 }
 
 // The same tile, in smaller pieces: the nearer together what is read and written, the faster.
@@ -168,7 +166,8 @@ __device__ __forceinline__ void finish_tile_pieces(const Operands& operands) {
   const Mem mem{operands};
   const int64_t index = blockIdx.x / Part::kParts;
   wait_for_previous_kernel();
-  const Part part(mem, shared, index, static_cast<int>(blockIdx.x - index * Part::kParts));
+  const TileStates<Mem, View, Smaller<Plan>> part(mem, shared, index,
+                                                  static_cast<int>(blockIdx.x - index * Part::kParts));
   const State<typename Mem::C>* const whole =
       states_of<typename Mem::C>(operands) + index * TilePart<Mem, View, Plan>::kParts * Part::kRows;
   for (int i = threadIdx.x; i < Part::kRows; i += Plan::kThreads) part.whole(i) = whole[i];
@@ -183,16 +182,15 @@ __device__ __forceinline__ void whole_tiles(const Operands& operands) {
   extern __shared__ __align__(128) Pack shared[];
   const Mem mem{operands};
   for (int piece = 0; piece < Part::kParts; ++piece) {
-    Part part(mem, shared, blockIdx.x, piece);
-    part.sum_lines_read();
-    part.combine([&](int row, State<typename Mem::C> state, int lane, int) {
-      if (lane != 0) return;
+    TileStates<Mem, View, Plan> part(mem, shared, blockIdx.x, piece);
+    part.sum_read();
+    part.combine([&](int row, State<typename Mem::C> state) {
       if (piece > 0) state = combine<Op, typename Mem::M>(part.whole(row), state);
       part.whole(row) = state;
     });
     __syncthreads();
   }
-  using Finished = TilePart<Mem, View, Smaller<Plan>>;
+  using Finished = TileStates<Mem, View, Smaller<Plan>>;
   for (int piece = 0; piece < Finished::kParts; ++piece) {
     Finished(mem, shared, blockIdx.x, piece).template finish<true>();
   }

@@ -179,6 +179,20 @@ XLA_FFI_DEFINE_HANDLER(kExecute, execute,
                            .Attr<std::string_view>("fused"),
                        {ffi::Traits::kCmdBufferCompatible});
 
+// Chips that differ in what their plans exchange states for: those without clusters and those with; few multiprocessors
+// and many.
+std::vector<Device> all_kinds_of_devices() {
+  std::vector<Device> devices;
+  for (const int multiprocessors : {16, 132, 1024}) {
+    devices.push_back({75, multiprocessors, 64 << 10, 1});
+    devices.push_back({86, multiprocessors, 99 << 10, 1});
+    devices.push_back({80, multiprocessors, 163 << 10, 1});
+    devices.push_back({90, multiprocessors, 227 << 10, 16});
+    devices.push_back({120, multiprocessors, 99 << 10, 8});
+  }
+  return devices;
+}
+
 }  // namespace
 
 std::string problem_of(const CallShape& call, Problem* problem) {
@@ -209,6 +223,30 @@ std::optional<Planned> plan_call(const CallShape& call, const Problem& problem, 
          step.rows});
   }
   return planned;
+}
+
+std::optional<int64_t> lower_for_cuda(const CallShape& call, const Problem& problem) {
+  if (problem.view.elements() == 0) return 0;
+  int64_t bytes = 0;
+  bool faster = false;
+  for (const Device& device : all_kinds_of_devices()) {
+    const std::optional<Plan> plan = make_plan(problem, device);
+    if (!plan) return std::nullopt;
+    bytes = std::max(bytes, scratch_bytes(*plan, problem));
+    faster |= faster_than_xla(*plan, problem);
+  }
+  if (!faster) return std::nullopt;
+  const jit::Result<int> devices = jit::device_count();
+  for (int ordinal = 0; devices && ordinal < devices.value; ++ordinal) {
+    const jit::Result<Device> device = device_of(ordinal);
+    if (!device) continue;
+    Problem local = problem;
+    local.scratch = bytes > 0;
+    if (const std::optional<Planned> planned = plan_call(call, local, device.value)) {
+      for (const PlannedStep& step : planned->steps) jit::prepare(step.source, device.value.compute_capability);
+    }
+  }
+  return bytes;
 }
 
 jit::Result<Device> device_of(int ordinal) {

@@ -2,7 +2,9 @@
 // while JAX lowers a program.
 #pragma once
 
+#include <optional>
 #include <string>
+#include <vector>
 
 #include "ffi/call.h"
 #include "jit/jit.h"
@@ -31,6 +33,10 @@ std::string problem_of(const CallShape& call, Problem* problem);
 
 // Nothing where no schedule covers the view.
 std::optional<Planned> plan_call(const CallShape& call, const Problem& problem, const Device& device);
+
+// How a call is lowered: nothing where no schedule covers the view or XLA itself is as fast, or else the bytes that
+// blocks may need to exchange states through, on whatever device. Begins to make the kernels for those that are here.
+std::optional<int64_t> lower_for_cuda(const CallShape& call, const Problem& problem);
 
 // The device, as plans are made for it: no more than what limit_devices has said.
 jit::Result<Device> device_of(int ordinal);

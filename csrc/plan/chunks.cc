@@ -35,7 +35,7 @@ bool Cut::few(const Problem& problem, const Device& device) const {
 
 std::optional<Cut> cut(const Problem& problem, const Device& device) {
   if (!problem.view.minor_reduced) return {};
-  const Runs runs = runs_of(problem, kLineBytes);
+  const Runs runs = runs_of(problem, kCacheLineBytes);
   const int inputs = problem.cost.inputs;
   const bool clusters = device.largest_cluster > 1;
   bool edges = !runs.aligned || problem.masked || !problem.plain;
@@ -47,11 +47,11 @@ std::optional<Cut> cut(const Problem& problem, const Device& device) {
   if (with_more < chunks && !full && with_more <= (inputs == 1 && problem.in_bytes < 8 ? kManyChunks : kMostTeams)) {
     edges = true;
   }
-  // Equal shares of whole lines of the last cache; for clusters of two operands, as many as fill their blocks' teams.
+  // Equal shares of whole cache lines; for clusters of two operands, as many as fill their blocks' teams.
   int64_t n = ceil_div(runs.packs, room(inputs, edges));
   if (inputs == 2 && n > kMostTeams) n = round_up(n, kMostTeams);
   Cut cut{};
-  cut.share = round_up(ceil_div(runs.packs, n), kLineBytes / kPackBytes);
+  cut.share = round_up(ceil_div(runs.packs, n), kCacheLineBytes / kPackBytes);
   cut.chunks = ceil_div(runs.packs, cut.share);
   cut.team_threads = team_threads(inputs, edges);
   cut.boundary = runs.boundary;

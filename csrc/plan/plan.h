@@ -15,9 +15,9 @@
 
 namespace jax_softmax {
 
-inline constexpr int kPackBytes = 16;    // what memory is read and written by
-inline constexpr int kSectorBytes = 32;  // of the last cache: what memory is written by in the end
-inline constexpr int kLineBytes = 128;   // of the last cache
+inline constexpr int kPackBytes = 16;        // what memory is read and written by
+inline constexpr int kSectorBytes = 32;      // of the last cache: what memory is written by in the end
+inline constexpr int kCacheLineBytes = 128;  // of the last cache
 
 // What a planner needs to know of a GPU.
 struct Device {
@@ -105,13 +105,13 @@ struct Ring {
   }
 };
 
-// Neighbouring rows, a column each, in the shared memory of a block or of a cluster's: see device/tile.cuh.
+// Neighbouring rows, a part of each line, in the shared memory of a block or of a cluster's: see device/tile.cuh.
 struct Tile {
   int threads;   // of a block
-  int arrays;    // neighbouring arrays of which a tile has all columns, if more than one
-  int columns;   // of each
+  int arrays;    // neighbouring arrays of which a tile has all rows, if more than one
+  int elements;  // of a line of the view, in a tile
   int fold;      // lines of the view that are one of the tile's
-  int packs;     // of a line in a tile
+  int packs;     // of a line of the tile
   int groups;    // of threads that share out the lines
   int turns;     // lines of a thread
   bool aligned;  // whether all lines, or folded runs of them, begin with whole packs
@@ -119,7 +119,7 @@ struct Tile {
 
   template <class F>
   void each(F f) const {
-    f("threads", threads), f("arrays", arrays), f("columns", columns), f("fold", fold), f("packs", packs);
+    f("threads", threads), f("arrays", arrays), f("elements", elements), f("fold", fold), f("packs", packs);
     f("groups", groups), f("turns", turns), f("aligned", aligned), f("held", held);
   }
 };

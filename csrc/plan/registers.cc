@@ -74,8 +74,8 @@ std::optional<Registers> plan_registers(const Problem& problem, const Device& de
   const Runs short_runs = runs_of(problem, kPackBytes);
   if (short_runs.packs <= kWarpPacks) return in_lanes(problem, short_runs);
 
-  // Packs of long rows are counted from the start of a line of the last cache: warps that share none are faster.
-  const Runs runs = runs_of(problem, kLineBytes);
+  // Packs of long rows are counted from the start of a cache line: warps that share none are faster.
+  const Runs runs = runs_of(problem, kCacheLineBytes);
   const int bytes = problem.in_bytes, inputs = problem.cost.inputs;
   const bool plain = runs.aligned && !problem.masked && problem.plain, clusters = device.largest_cluster > 1;
   // 8 packs of 16 bits that may belong to the row or not take many registers: shared memory is better, where there is

@@ -11,8 +11,8 @@ constexpr int kThreads = 256;              // of a block, or a few fewer
 constexpr int kMostBlocks = 16;            // of a cluster
 constexpr int kStaticBytes = 1 << 10;      // static shared memory, and what the system keeps of a block's
 constexpr int64_t kMostNumbers = 1 << 30;  // that are counted in 32 bits
-// Lines are read in parts of a line of the last cache. Where they begin anywhere, in parts of twice that, since
-// both ends of a part are read by two blocks.
+// Lines are read in parts of a cache line. Where they begin anywhere, in parts of twice that, since both ends of a part
+// are read by two blocks.
 constexpr int kPartPacks = 8, kRaggedPartPacks = 16;
 // Lines of a thread, of all operands, up to which it has all there are, or about that many if they are folded: to put
 // threads' states together takes as long as some lines.
@@ -90,7 +90,7 @@ bool in_blocks(Tile* tile, const Problem& problem, const Lines& lines, int64_t m
 std::optional<Tile> folded(const Problem& problem, const Lines& lines) {
   const int width = problem.width(), inputs = problem.cost.inputs;
   Tile tile{};
-  tile.columns = static_cast<int>(std::min<int64_t>(lines.inner, kThreads * width));
+  tile.elements = static_cast<int>(std::min<int64_t>(lines.inner, kThreads * width));
   tile.fold = std::max(2, width / static_cast<int>(std::gcd<int64_t>(width, lines.inner)));
   tile.packs = static_cast<int>(std::min<int64_t>(lines.inner * tile.fold / width, 1 << 20));
   if (tile.packs > kThreads || lines.extent * lines.inner > kMostNumbers) return {};
@@ -130,9 +130,9 @@ Tile parts_of_lines(const Problem& problem, const Lines& lines, int packs, int64
   }
   // Equal parts.
   const int64_t most = static_cast<int64_t>(packs - beyond) * width;
-  tile.columns = static_cast<int>(
+  tile.elements = static_cast<int>(
       lines.inner <= most ? lines.inner : round_up(ceil_div(lines.inner, ceil_div(lines.inner, most)), width));
-  tile.packs = static_cast<int>(ceil_div(tile.columns, width)) + beyond;
+  tile.packs = static_cast<int>(ceil_div(tile.elements, width)) + beyond;
   // Powers of 2, so that neighbouring groups can be put together by shuffles.
   if (lines.aligned && groups > 1) tile.packs = static_cast<int>(next_power_of_2(tile.packs));
   if (groups > 1) groups = std::max<int64_t>(kThreads / tile.packs / lines.period, 1) * lines.period;
@@ -154,7 +154,7 @@ int outer_kept(const View& view) {
 
 int64_t rows_of(const Tile& tile, const Problem& problem) {
   const bool reaches = !tile.aligned && tile.fold == 1;
-  return static_cast<int64_t>(tile.arrays) * tile.columns + (reaches ? problem.width() - 1 : 0);
+  return static_cast<int64_t>(tile.arrays) * tile.elements + (reaches ? problem.width() - 1 : 0);
 }
 
 int64_t parts_of(const Tile& tile, const Problem& problem) {
@@ -235,7 +235,7 @@ std::optional<TwiceTile> plan_twice_tile(const Problem& problem, const Device& d
 
 int64_t tiles_of(const Tile& tile, const Problem& problem) {
   const int64_t inner = lines_of(problem).inner;
-  return ceil_div(problem.view.rows / inner, tile.arrays) * ceil_div(inner, tile.columns);
+  return ceil_div(problem.view.rows / inner, tile.arrays) * ceil_div(inner, tile.elements);
 }
 
 Launch launch_of(const Tile& tile, const Problem& problem, const Device& device) {

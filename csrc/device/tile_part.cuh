@@ -1,0 +1,267 @@
+// The part of a tile that a thread has: which packs of which lines, where they lie in memory, and how they get from
+// there to shared memory or to registers. What the words mean stands in tile.cuh.
+#pragma once
+
+#include "device/copies.cuh"
+#include "device/memory.cuh"
+
+namespace jax_softmax::device {
+
+constexpr int greatest_common_divisor(int a, int64_t b) { return b % a == 0 ? a : greatest_common_divisor(a / 2, b); }
+
+template <class Mem, class View, class Plan>
+struct TilePart {
+  using Op = typename Mem::Op;
+  using C = typename Mem::C;
+  using In = typename Mem::In;
+  using Place = typename Mem::Place;
+  using Kept = typename View::Kept;
+  using Reduced = typename View::Reduced;
+  using RowIndex = typename Conditional<View::kWide, uint64_t, uint32_t>::type;
+  static constexpr int kInputs = Mem::kInputs, kWidth = Mem::kWidth, kThreads = Plan::kThreads;
+  static constexpr int kArrays = Plan::kArrays, kElements = Plan::kElements, kFold = Plan::kFold;
+  static constexpr int kPacks = Plan::kPacks;    // of a line of the tile
+  static constexpr int kGroups = Plan::kGroups;  // of threads that share out the lines
+  static constexpr int kTurns = Plan::kTurns;    // lines of a thread
+  static constexpr bool kAligned = Plan::kAligned;
+  static constexpr int64_t kInner = View::kInner;  // elements of a line of the view
+  static constexpr Dim kAlong = Reduced::kDim[Reduced::kSize - 1];
+  static constexpr int kExtent = kAlong.extent;
+  // Lines so many apart begin alike in a pack.
+  static constexpr int kPeriod = kAligned || kFold > 1 ? 1 : kWidth / greatest_common_divisor(kWidth, kAlong.stride);
+  // The lines of the innermost reduced dimension, with some that are not there so that periods are whole, or folded.
+  static constexpr int kSpan =
+      static_cast<int>(kFold > 1 ? ceil_div(kExtent * kInner + (kAligned ? 0 : kWidth - 1), kPacks* kWidth)
+                                 : ceil_div(kExtent, kPeriod) * kPeriod);
+  static constexpr int kSpans = View::kColumns / kExtent;
+  static constexpr int kLines = kGroups * kTurns;  // of a block
+  // Blocks share out the lines of one span or, not folded, of all of them.
+  static constexpr int kShared = kFold > 1 ? kSpan : kSpan * kSpans;
+  static constexpr int kPartsOfShared = static_cast<int>(ceil_div(kShared, kLines));
+  static constexpr int kParts = kFold > 1 ? kPartsOfShared * kSpans : kPartsOfShared;
+  static constexpr int kTilesOfLine = static_cast<int>(ceil_div(kInner, kElements));
+  // Memory is written in whole packs: where lines begin anywhere, a tile has the elements too that its last packs reach
+  // into.
+  static constexpr int kReached = kAligned || kFold > 1 ? 0 : kWidth - 1;
+  static constexpr int kRows = kArrays * kElements + kReached;  // of the view, in a tile
+  static constexpr int kTeam = kPacks * kGroups;                // threads that have an array
+  // Whether packs may have elements of no row, or masked ones, that pads are put in the place of.
+  static constexpr bool kMends = ((kFold > 1 && !kAligned) || Mem::kMasked) && Mem::kOrdered;
+
+  const Mem& mem;
+  Pack* const shared;
+  const int array, group, pack;
+  const int64_t outer;          // the array, as the index of the outer kept dimensions
+  const int64_t first_element;  // of a line, in the tile
+  const int elements;           // from there to the end of the line, or as many as the tile has
+  const int span, first_line;
+  const bool exists;  // whether there is such an array
+  Place base;         // where that element lies in the first line: of the span if folded, or else of all
+  int shift;          // how far the thread's lines, or the run, begin beyond a pack
+
+  __device__ __forceinline__ TilePart(const Mem& mem, Pack* shared, int64_t tile, int part)
+      : mem(mem),
+        shared(shared),
+        array(threadIdx.x / kTeam),
+        group(threadIdx.x % kTeam / kPacks),
+        pack(threadIdx.x % kPacks),
+        outer(tile / kTilesOfLine * kArrays + (kArrays > 1 ? array : 0)),
+        first_element(tile % kTilesOfLine * kElements),
+        elements(static_cast<int>(min(static_cast<int64_t>(kElements + kReached), kInner - first_element))),
+        span(part / kPartsOfShared),
+        first_line(part % kPartsOfShared * kLines),
+        exists(array < kArrays && (kArrays == 1 || outer < mem.operands.rows / kInner)) {
+    base = in_first_line(outer, first_element);
+    if constexpr (kFold > 1) base = moved_along<Reduced, Reduced::kSize - 1>(base, static_cast<unsigned>(span));
+    shift = shift_of(group);
+  }
+  // Where an element of an array's first line lies.
+  static __device__ __forceinline__ Place in_first_line(int64_t outer, int64_t element) {
+    const Place array = moved_along<Kept, View::kOuterKept>(Place{}, static_cast<RowIndex>(outer));
+    return moved_along<Kept, Kept::kSize, View::kOuterKept>(array, static_cast<RowIndex>(element));
+  }
+  // How far the lines of a group begin beyond a pack.
+  __device__ __forceinline__ int shift_of(int group) const {
+    if constexpr (kAligned) return 0;
+    const int begin = static_cast<int>(base.element);
+    return (kFold > 1 ? begin : begin + group * static_cast<int>(kAlong.stride)) & (kWidth - 1);
+  }
+
+  // ---- the thread's packs
+
+  __device__ __forceinline__ Pack* held(int turn, int k) const {
+    return shared + (turn * kInputs + k) * kThreads + threadIdx.x;
+  }
+  // The first element of the thread's pack of a line, and which of its elements are the tile's, or are stored: none if
+  // the line is not there.
+  struct At {
+    Place line;
+    int64_t element;
+    int index;  // not folded: of the innermost reduced dimension; folded: of the pack's first element in the run
+    unsigned inside, stored;
+  };
+  __device__ __forceinline__ At at(int turn) const {
+    const int i = first_line + group + turn * kGroups;
+    At at;
+    if constexpr (kFold > 1) {
+      at = at_folded(i);
+    } else {
+      at = at_line(i);
+    }
+    if (!exists) at.inside = 0;
+    at.stored = at.inside;
+    if constexpr (kReached > 0) {
+      // A pack that begins in another tile is that one's to store.
+      const int first = pack * kWidth - shift;
+      if (first >= kElements || (first < 0 && first_element > 0)) at.stored = 0;
+    }
+    return at;
+  }
+  // The same of the i-th folded line, of those of the span.
+  __device__ __forceinline__ At at_folded(int i) const {
+    constexpr int kRun = kExtent * static_cast<int>(kInner);
+    At at;
+    at.line = base;
+    at.index = (i * kPacks + pack) * kWidth - shift;
+    at.element = base.element + at.index;
+    if constexpr (kAligned && Mem::kPacks) {
+      at.inside = at.index < kRun ? Mem::kAll : 0;
+    } else {
+      const bool whole = at.index >= 0 && at.index <= kRun - kWidth;
+      at.inside = whole ? Mem::kAll : i < kSpan ? bits_within<In>(at.index, kRun) : 0;
+    }
+    return at;
+  }
+  // The same of the i-th line, of those of all spans.
+  __device__ __forceinline__ At at_line(int i) const {
+    const int over = kSpans == 1 ? 0 : static_cast<unsigned>(i) / static_cast<unsigned>(kSpan);
+    const Place begin =
+        kSpans == 1 ? base : moved_along<Reduced, Reduced::kSize - 1>(base, static_cast<unsigned>(over));
+    At at;
+    at.index = i - over * kSpan;
+    if constexpr (kPeriod > 1 && kSpans > 1) {
+      // The line of this period that begins as the thread's others do: so many back as the other dimensions shift
+      // beginnings on. Modulo a power of 2 up to 8, odd numbers are their own inverses.
+      constexpr int kUnit = kWidth / kPeriod;
+      const int on = static_cast<int>(begin.element - base.element) / kUnit * static_cast<int>(kAlong.stride / kUnit);
+      at.index = (at.index & -kPeriod) | ((at.index - on) & (kPeriod - 1));
+    }
+    at.line = begin.along(kAlong, at.index);
+    at.element = at.line.element + pack * kWidth - shift;
+    at.inside = at.index < kExtent && over < kSpans ? bits_within<In>(pack * kWidth - shift, elements) : 0;
+    return at;
+  }
+  // Where an element of a pack lies in the side operands.
+  __device__ __forceinline__ Place place(const At& at, int e) const {
+    if constexpr (kFold > 1) {
+      const unsigned index = at.index + e, line = index / static_cast<unsigned>(kInner);
+      Place first = in_first_line(outer, index - line * static_cast<unsigned>(kInner));
+      first = moved_along<Reduced, Reduced::kSize - 1>(first, static_cast<unsigned>(span));
+      return first.along(kAlong, line);
+    } else {
+      Place line = at.line;
+      const Place begin = in_first_line(0, first_element);
+      const Place here = in_first_line(0, first_element + pack * kWidth - shift + e);
+      line.element += here.element - begin.element;
+#pragma unroll
+      for (int s = 0; s < Mem::kSides; ++s) line.side[s] += here.side[s] - begin.side[s];
+      return line;
+    }
+  }
+  // Of a pack's elements those that are the tile's and not masked.
+  __device__ __forceinline__ unsigned kept(const At& at) const {
+    if constexpr (!Mem::kMasked) return at.inside;
+    unsigned kept = 0;
+#pragma unroll
+    for (int e = 0; e < kWidth; ++e) {
+      if ((at.inside >> e) & 1) kept |= static_cast<unsigned>(mem.is_kept(place(at, e))) << e;
+    }
+    return kept;
+  }
+
+  // ---- what they hold
+
+  // Has the thread's packs copied to shared memory.
+  __device__ __forceinline__ void copy() const {
+#pragma unroll 4
+    for (int t = 0; t < kTurns; ++t) {
+      const At at = this->at(t);
+#pragma unroll
+      for (int k = 0; k < kInputs; ++k) {
+        const In* const from = mem.in(k) + at.element;
+        if (at.inside && Mem::kPacks) {
+          copy_pack(held(t, k), from);
+        } else {
+          *held(t, k) = at.inside ? Mem::load(from, at.inside) : Mem::pad_pack(k);
+        }
+      }
+    }
+  }
+  // Waits for the copies, and puts pads in the place of elements that are not to count: each thread reads only what
+  // it has copied itself, so that there is no need for a barrier.
+  __device__ __forceinline__ void finish_copy() const {
+    wait_for_copies();
+    if constexpr (kMends) {
+#pragma unroll 2
+      for (int t = 0; t < kTurns; ++t) {
+        const At at = this->at(t);
+        const unsigned bits = kept(at);
+        if (bits == Mem::kAll || !at.inside) continue;
+        Pack raw[kInputs];
+#pragma unroll
+        for (int k = 0; k < kInputs; ++k) raw[k] = *held(t, k);
+        Mem::mend(raw, bits);
+#pragma unroll
+        for (int k = 0; k < kInputs; ++k) *held(t, k) = raw[k];
+      }
+    }
+  }
+  // The thread's pack of a line, read where it is and with pads in the place of what does not count.
+  template <int kFirst>
+  __device__ __forceinline__ void read(Pack (&raw)[kInputs], int turn) const {
+    const At at = this->at(turn);
+#pragma unroll
+    for (int k = 0; k < kInputs; ++k) {
+      raw[k] = Mem::pad_pack(k);
+      if (k >= kFirst && at.inside && turn < kTurns) raw[k] = Mem::load(mem.in(k) + at.element, at.inside);
+    }
+    if constexpr (kMends) {
+      const unsigned bits = kept(at);
+      if (bits != Mem::kAll && at.inside) Mem::mend(raw, bits);
+    }
+  }
+  // The values of the thread's pack of a line that is held.
+  __device__ __forceinline__ void values(typename Mem::Values& v, int turn) const {
+    Pack raw[kInputs];
+#pragma unroll
+    for (int k = 0; k < kInputs; ++k) raw[k] = *held(turn, k);
+    values_of(v, raw, turn);
+  }
+  // Those of a pack that has been read.
+  __device__ __forceinline__ void values_of(typename Mem::Values& v, const Pack (&raw)[kInputs], int turn) const {
+    if constexpr (Mem::kOrdered) {
+      mem.values(v, raw, Place{}, kAlong, Mem::kAll);
+    } else {
+      const At at = this->at(turn);
+      const unsigned bits = turn < kTurns ? kept(at) : 0;
+#pragma unroll
+      for (int k = 0; k < kInputs; ++k) {
+        C w[kWidth];
+        Elements<In>::widen(w, raw[k]);
+#pragma unroll
+        for (int e = 0; e < kWidth; ++e) v[e][k] = w[e];
+      }
+#pragma unroll
+      for (int e = 0; e < kWidth; ++e) {
+        if ((bits >> e) & 1) {
+          mem.fuse(v[e], place(at, e));
+        } else {
+#pragma unroll
+          for (int k = 0; k < kInputs; ++k) v[e][k] = Op::pad(k);
+        }
+      }
+    }
+  }
+};
+
+}  // namespace jax_softmax::device

@@ -1,0 +1,316 @@
+// The states of a tile's rows, and what becomes of them, the results. A thread sums its packs with `sum_held` or
+// `sum_read`; where several threads have parts of a row, `combine` puts their states together; `finish` writes the
+// results. What the words mean stands in tile.cuh.
+#pragma once
+
+#include "device/reduce.cuh"
+#include "device/tile_part.cuh"
+
+namespace jax_softmax::device {
+
+template <class Mem, class View, class Plan>
+struct TileStates : TilePart<Mem, View, Plan> {
+  using Part = TilePart<Mem, View, Plan>;
+  using Op = typename Mem::Op;
+  using M = typename Mem::M;
+  using C = typename Mem::C;
+  using In = typename Mem::In;
+  using Values = typename Mem::Values;
+  static constexpr bool kTermsFit = Mem::kTermsFit && Plan::kHeld;  // in the place of elements that are held
+  static constexpr int kInputs = Mem::kInputs, kWidth = Mem::kWidth, kThreads = Plan::kThreads;
+  static constexpr int kArrays = Part::kArrays, kElements = Part::kElements, kFold = Part::kFold, kRows = Part::kRows;
+  static constexpr int kPacks = Part::kPacks, kGroups = Part::kGroups, kTurns = Part::kTurns, kParts = Part::kParts;
+  // A thread's elements: one state each, or one for all that are of one row, if its pack is a folded line.
+  static constexpr bool kInPack = kFold > 1 && kPacks == 1 && Part::kAligned;
+  static constexpr int kStates = kInPack ? static_cast<int>(Part::kInner) : kWidth;
+  // Elements of the folded line that are of one row, in different states.
+  static constexpr int kCopies = kInPack ? 1 : kFold;
+  // Lanes of a warp that have the same pack of different lines add up their states by shuffles.
+  static constexpr bool power_of_2(int n) { return (n & (n - 1)) == 0; }
+  static constexpr bool kShuffles = Part::kPeriod == 1 && kGroups > 1 && kPacks < 32 && power_of_2(kPacks) &&
+                                    power_of_2(kGroups);
+  static constexpr int kTogether = !kShuffles ? 1 : Part::kTeam < 32 ? kGroups : 32 / kPacks;
+  // What threads leave in shared memory to be put together: of each array some entries, each of kSlots states.
+  static constexpr int kEntries = kGroups / kTogether, kSlots = kPacks * kStates;
+  static constexpr bool kAlone = kEntries == 1 && kCopies == 1;  // no other thread has a part of these rows
+  static constexpr int kOfThreads = kEntries * kArrays * kSlots;
+  static constexpr int kOfBlocks = kParts > 1 && Plan::kHeld ? kParts * kRows : 0;
+  // Room for so many states, of threads or of a cluster's blocks, and behind them for those of whole rows.
+  static constexpr int kRoom = kOfThreads > kOfBlocks ? kOfThreads : kOfBlocks;
+
+  State<C>* const states;  // in shared memory
+  C pivot[kStates], sum[kStates];
+
+  __device__ __forceinline__ TileStates(const Mem& mem, Pack* shared, int64_t tile, int part)
+      : Part(mem, shared, tile, part),
+        states(reinterpret_cast<State<C>*>(shared + (Plan::kHeld ? kTurns * kInputs * kThreads : 0))) {}
+  // The state of a whole row, where it has been put together.
+  __device__ __forceinline__ State<C>& whole(int row) const { return states[kRoom + row]; }
+
+  // ---- of a thread
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int s = 0; s < kStates; ++s) {
+      pivot[s] = M::constant(Op::kHasPivot ? -M::kInfinity : 0);
+      sum[s] = M::constant(0);
+    }
+  }
+  // The states of the thread's elements, added to those of its warp's lanes that have the same pack of other lines;
+  // from lines that are held.
+  __device__ __forceinline__ void sum_held() {
+    clear();
+    if constexpr (Op::kHasPivot) {
+      C largest[kWidth];
+      largest_held(largest);
+#pragma unroll
+      for (int e = 0; e < kWidth; ++e) pivot[e % kStates] = M::max(pivot[e % kStates], largest[e]);
+      over_lanes([&](int offset) {
+#pragma unroll
+        for (int s = 0; s < kStates; ++s) pivot[s] = M::max(pivot[s], __shfl_xor_sync(kFullWarp, pivot[s], offset));
+      });
+    }
+    Relative<M> relative[kStates];
+#pragma unroll
+    for (int s = 0; s < kStates; ++s) relative[s] = Relative<M>(pivot[s]);
+#pragma unroll 4
+    for (int t = 0; t < kTurns; ++t) {
+      Values v;
+      C terms[kWidth];
+      this->values(v, t);
+#pragma unroll
+      for (int e = 0; e < kWidth; ++e) sum[e % kStates] += terms[e] = Op::term(relative[e % kStates], v[e]);
+      if constexpr (kTermsFit) *this->held(t, 0) = Elements<In>::narrow(terms);
+    }
+    over_lanes([&](int offset) {
+#pragma unroll
+      for (int s = 0; s < kStates; ++s) sum[s] += __shfl_xor_sync(kFullWarp, sum[s], offset);
+    });
+  }
+  // Of the thread's lines, the largest value in each place of a pack.
+  __device__ __forceinline__ void largest_held(C (&largest)[kWidth]) const {
+    if constexpr (Mem::kOrdered) {
+      Pack raw = *this->held(0, 0);
+#pragma unroll 8
+      for (int t = 1; t < kTurns; ++t) raw = Elements<In>::max(raw, *this->held(t, 0));
+      Elements<In>::widen(largest, raw);
+    } else {
+#pragma unroll
+      for (int e = 0; e < kWidth; ++e) largest[e] = -M::kInfinity;
+      for (int t = 0; t < kTurns; ++t) {
+        Values v;
+        this->values(v, t);
+#pragma unroll
+        for (int e = 0; e < kWidth; ++e) largest[e] = M::max(largest[e], v[e][0]);
+      }
+    }
+  }
+
+  // The same states from lines that are not held, some of which are read together.
+  __device__ __forceinline__ void sum_read() {
+    constexpr int kTogether = 8 / (kInputs - Op::kFirstSummed);
+    clear();
+#pragma unroll 1
+    for (int t = 0; t < kTurns; t += kTogether) {
+      Pack raw[kTogether][kInputs];
+#pragma unroll
+      for (int u = 0; u < kTogether; ++u) this->template read<Op::kFirstSummed>(raw[u], t + u);
+      if constexpr (Op::kHasPivot) {
+        C largest[kWidth];
+        if constexpr (Mem::kOrdered) {
+          Pack packs = raw[0][0];
+#pragma unroll
+          for (int u = 1; u < kTogether; ++u) packs = Elements<In>::max(packs, raw[u][0]);
+          Elements<In>::widen(largest, packs);
+        } else {
+#pragma unroll
+          for (int e = 0; e < kWidth; ++e) largest[e] = -M::kInfinity;
+#pragma unroll
+          for (int u = 0; u < kTogether; ++u) {
+            Values v;
+            this->values_of(v, raw[u], t + u);
+#pragma unroll
+            for (int e = 0; e < kWidth; ++e) largest[e] = M::max(largest[e], v[e][0]);
+          }
+        }
+#pragma unroll
+        for (int s = 0; s < kStates; ++s) {
+          C next = pivot[s];
+#pragma unroll
+          for (int e = s; e < kWidth; e += kStates) next = M::max(next, largest[e]);
+          sum[s] *= Relative<M>(next).rescale(pivot[s]);
+          pivot[s] = next;
+        }
+      }
+      Relative<M> relative[kStates];
+#pragma unroll
+      for (int s = 0; s < kStates; ++s) relative[s] = Relative<M>(pivot[s]);
+#pragma unroll
+      for (int u = 0; u < kTogether; ++u) {
+        Values v;
+        this->values_of(v, raw[u], t + u);
+#pragma unroll
+        for (int e = 0; e < kWidth; ++e) sum[e % kStates] += Op::term(relative[e % kStates], v[e]);
+      }
+    }
+    combine_lanes();
+  }
+  // Puts together the states of those lanes, which have pivots of their own.
+  __device__ __forceinline__ void combine_lanes() {
+    over_lanes([&](int offset) {
+#pragma unroll
+      for (int s = 0; s < kStates; ++s) {
+        const State<C> other{__shfl_xor_sync(kFullWarp, pivot[s], offset), __shfl_xor_sync(kFullWarp, sum[s], offset)};
+        const State<C> both = jax_softmax::combine<Op, M>({pivot[s], sum[s]}, other);
+        pivot[s] = both.pivot;
+        sum[s] = both.sum;
+      }
+    });
+  }
+  // Over lanes that have the same pack of different lines: combine(how far apart they are).
+  template <class Combine>
+  static __device__ __forceinline__ void over_lanes(Combine combine) {
+#pragma unroll
+    for (int offset = kPacks * kTogether / 2; offset >= kPacks && kTogether > 1; offset /= 2) combine(offset);
+  }
+
+  // ---- of the tile's rows
+
+  // Calls use(s, row) for the row that each of the thread's states is of.
+  template <class Use>
+  __device__ __forceinline__ void for_rows_of_thread(Use use) const {
+#pragma unroll
+    for (int s = 0; s < kStates; ++s) {
+      if constexpr (kFold > 1) {
+        use(s, min(this->array, kArrays - 1) * kElements +
+                   (this->pack * kWidth + s + kPacks * kWidth - this->shift) % kElements);
+      } else {
+        use(s, min(this->array, kArrays - 1) * kElements +
+                   min(max(this->pack * kWidth - this->shift + s, 0), kElements + Part::kReached - 1));
+      }
+    }
+  }
+  // The state that an entry has of a row's copy-th element.
+  __device__ __forceinline__ const State<C>& part_of(int row, int entry, int copy) const {
+    const int of_array = kArrays == 1 ? 0 : row / kElements, in_array = row - of_array * kElements;
+    int at = in_array + copy * kElements;
+    if constexpr (!kInPack) {
+      if constexpr (kArrays == 1) {
+        at += kFold > 1 ? this->shift : this->shift_of(entry);
+      } else if constexpr (!Part::kAligned) {
+        // From where this thread's array begins; if there is no array but the first, that is where all threads' do.
+        const int64_t arrays = View::kOuterKept == 0 ? 0 : of_array - this->array;
+        const int64_t begin = this->base.element + arrays * Part::kExtent * Part::kInner;
+        at += static_cast<int>(begin) & (kWidth - 1);
+      }
+      if (kFold > 1 && at >= kSlots) at -= kSlots;
+      at = at % kWidth * kPacks + at / kWidth;
+    }
+    return states[(of_array * kEntries + entry) * kSlots + at];
+  }
+
+  static constexpr int kStatesOfRow = kEntries * kCopies;
+  // As many lanes to a row as there are for all rows, if it has states for them.
+  static constexpr int lanes_for(int lanes) {
+    return lanes < 32 && 2 * lanes * kRows <= kThreads && 2 * lanes <= kStatesOfRow ? lanes_for(2 * lanes) : lanes;
+  }
+  static constexpr int kLanes = lanes_for(1);
+
+  // Calls publish(row, state) for each row, of the block's lines.
+  template <class Publish>
+  __device__ __forceinline__ void combine(Publish publish) const {
+    if (this->array < kArrays && this->group % kTogether == 0) {
+      // Of neighbouring threads the same state in neighbouring places.
+      State<C>* const to = states + (this->array * kEntries + this->group / kTogether) * kSlots + this->pack;
+#pragma unroll
+      for (int s = 0; s < kStates; ++s) to[s * kPacks] = {pivot[s], sum[s]};
+    }
+    __syncthreads();
+    for_rows([&](int row, int lane, bool exists) {
+      auto state = combine_all<Op>(lane, exists ? kStatesOfRow : 0, kLanes, [&](int i) {
+        const int entry = i / kCopies;
+        return part_of(row, entry, i - entry * kCopies);
+      });
+      state = combine_over_lanes<Op, kLanes>(state);
+      if (exists && lane == 0) publish(row, state);
+    });
+  }
+  // Calls body(row, lane, exists) in all lanes of teams that share out the rows; whole warps stay together.
+  template <class Body>
+  static __device__ __forceinline__ void for_rows(Body body) {
+    for (int at = threadIdx.x; at / 32 * 32 < kRows * kLanes; at += kThreads) {
+      const int row = at / kLanes;
+      body(min(row, kRows - 1), at % kLanes, row < kRows);
+    }
+  }
+
+  // ---- results
+
+  // Writes the results, given the states of whole rows or, where the block has whole rows and the thread is alone with
+  // its own, without.
+  template <bool kGiven>
+  __device__ __forceinline__ void finish() const {
+    Finished finished[kStates];
+    finish_states<kGiven>(finished);
+    if constexpr (Plan::kHeld) {
+#pragma unroll 4
+      for (int t = 0; t < kTurns; ++t) {
+        C result[kWidth];
+        if constexpr (kTermsFit) {
+          Elements<In>::widen(result, *this->held(t, 0));
+#pragma unroll
+          for (int e = 0; e < kWidth; ++e) result[e] = result[e] * finished[e % kStates];
+        } else {
+          Values v;
+          this->values(v, t);
+          results_of(result, v, finished);
+        }
+        store(t, result);
+      }
+    } else {
+      Pack raw[kTurns][kInputs];
+#pragma unroll
+      for (int t = 0; t < kTurns; ++t) this->template read<0>(raw[t], t);
+#pragma unroll
+      for (int t = 0; t < kTurns; ++t) {
+        Values v;
+        C result[kWidth];
+        this->values_of(v, raw[t], t);
+        results_of(result, v, finished);
+        store(t, result);
+      }
+    }
+  }
+
+ private:
+  // What makes results of a row's terms, or of its elements.
+  using Finished = typename Conditional<kTermsFit, typename Op::Scale, typename Op::Row>::type;
+
+  template <bool kGiven>
+  __device__ __forceinline__ void finish_states(Finished (&finished)[kStates]) const {
+    const auto prepare = [&](int s, const State<C>& state) {
+      if constexpr (kTermsFit) {
+        finished[s] = Op::term_scale(state, pivot[s]);
+      } else {
+        finished[s] = Op::row(state);
+      }
+    };
+    if constexpr (kGiven) {
+      for_rows_of_thread([&](int s, int row) { prepare(s, whole(row)); });
+    } else {
+#pragma unroll
+      for (int s = 0; s < kStates; ++s) prepare(s, {pivot[s], sum[s]});
+    }
+  }
+  static __device__ __forceinline__ void results_of(C (&result)[kWidth], const Values& v,
+                                                    const Finished (&finished)[kStates]) {
+#pragma unroll
+    for (int e = 0; e < kWidth; ++e) result[e] = Op::finish(finished[e % kStates], v[e]);
+  }
+  __device__ __forceinline__ void store(int turn, C (&result)[kWidth]) const {
+    const auto at = this->at(turn);
+    if (at.stored) Mem::store(this->mem.out() + at.element, Mem::results(result, this->kept(at)), at.stored);
+  }
+};
+
+}  // namespace jax_softmax::device
