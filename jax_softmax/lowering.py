@@ -4,6 +4,7 @@ import functools
 import warnings
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import mlir
 
@@ -24,7 +25,9 @@ def _cpu_rule(by_reference):
     call = jax.ffi.ffi_lowering(TARGET)
 
     def rule(ctx, *operands, op, axes):
-        if len(ctx.avals_in[0].shape) > _kernels.MAX_DIMS:
+        x = ctx.avals_in[0]
+        # Integers of 8 bits XLA reads as they are, as fast.
+        if len(x.shape) > _kernels.MAX_DIMS or not jnp.issubdtype(x.dtype, jnp.floating):
             return by_reference(ctx, *operands, op=op, axes=axes)
         return call(ctx, *operands, op=op, axes=np.array(axes, np.int64))
 

@@ -73,7 +73,7 @@ def partitioned(primitive, platform, local):
             )
         config = {"primitive": primitive.name, "platform": platform, "devices": devices, "params": params}
         call = stablehlo.CustomCallOp(
-            [operands[0].type],
+            [mlir.aval_to_ir_type(ctx.avals_out[0])],
             operands,
             call_target_name=ir.StringAttr.get(TARGET),
             has_side_effect=ir.BoolAttr.get(False),
