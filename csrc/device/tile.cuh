@@ -346,7 +346,7 @@ struct TilePart {
   }
   // The same of lines that are not held, some of which are read together.
   __device__ __forceinline__ void sum_lines_read() {
-    constexpr int kTogether = 8 / (kInputs - Op::kFirstSummed);
+    constexpr int kTogether = Mem::kReadTogether / (kInputs - Op::kFirstSummed);
 #pragma unroll
     for (int s = 0; s < kStates; ++s) {
       pivot[s] = M::constant(Op::kHasPivot ? -M::kInfinity : 0);
