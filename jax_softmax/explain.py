@@ -205,7 +205,7 @@ def explain(
         found = found if found and found["faster_than_xla"] else None
 
     tensors = 3 if op in _LINEAR else 2
-    result = kernel_dtype if complex_valued else reference.result_dtype(kernel_dtype)
+    result = reference.result_dtype(kernel_dtype)
     n_bytes = math.prod(shape) * ((tensors - 1) * kernel_dtype.itemsize + result.itemsize)
     if mask_shape is not None and 0 not in shape:
         n_bytes += math.prod(mask_shape)

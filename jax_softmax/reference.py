@@ -28,7 +28,7 @@ def without_narrow(x):
 
 def result_dtype(dtype):
     """The dtype of an operator's result: its operand's, or float32 for integers."""
-    return dtype if jnp.issubdtype(dtype, jnp.floating) else jnp.dtype(jnp.float32)
+    return dtype if jnp.issubdtype(dtype, jnp.inexact) else jnp.dtype(jnp.float32)
 
 
 def softmax(x, where, axes, across=None):

@@ -187,7 +187,7 @@ ROWS = (1, 2, 8, 50, 1000, 10**6)
 
 @every_device
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("dtype", ["int8", "bfloat16", "float32", "float64"])
 def test_rows_are_cut_alike_however_many_there_are(name, op, dtype):
     lengths = [3, 64, 1999, 8192, 30_000, 41_325, 50_257, 60_001, 151_936, 1 << 20, 5_000_001, 1 << 24, 1 << 26]
     for columns in lengths:

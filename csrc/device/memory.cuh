@@ -86,8 +86,6 @@ struct Memory {
   using Results = Words<kWidth* static_cast<int>(sizeof(Out))>;
   // Whether the largest word of memory has the largest value, and pads can stand in memory.
   static constexpr bool kOrdered = Fused::kNothing && sizeof(In) > 1;
-  // Packs of one operand that a thread has registers for, with their values.
-  static constexpr int kReadTogether = sizeof(In) == 1 ? 4 : 8;
   // Terms can be kept in the place of elements, to be taken once.
   static constexpr bool kTermsFit = Op::kResultIsScaledTerm && sizeof(In) == sizeof(C);
 

@@ -346,7 +346,7 @@ struct TilePart {
   }
   // The same of lines that are not held, some of which are read together.
   __device__ __forceinline__ void sum_lines_read() {
-    constexpr int kTogether = Mem::kReadTogether / (kInputs - Op::kFirstSummed);
+    constexpr int kTogether = (kWidth > 8 ? 4 : 8) / (kInputs - Op::kFirstSummed);  // as there are registers
 #pragma unroll
     for (int s = 0; s < kStates; ++s) {
       pivot[s] = M::constant(Op::kHasPivot ? -M::kInfinity : 0);
