@@ -12,7 +12,7 @@ import sys
 
 import jax
 import numpy as np
-from support import DTYPES, NAMES, NARROW, OPS, NARROW_WAYS, call_kernel, kernel_names, limited
+from support import DTYPES, NAMES, NARROW, NARROW_WAYS, OPS, call_kernel, kernel_names, limited
 
 jax.config.update("jax_enable_x64", True)
 
