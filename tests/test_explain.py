@@ -97,6 +97,11 @@ def test_mask(struct):
     assert ", mask (5, 1, 32)" in str(e) and "the mask)" in str(e)
 
 
+def test_integers_are_written_as_floats():
+    assert explain((4, 96), dtype="int8", **H200).bytes == 384 * (1 + 4)
+    assert explain((4, 96), dtype="int8", op="softmax_linear", **H200).bytes == 384 * 3 * 4
+
+
 def test_mask_may_enlarge_the_result():
     e = explain((5, 1), where=np.ones((3, 5, 4), bool), **H200)
     assert (e.shape, e.axes, e.rows, e.columns) == ((3, 5, 4), (2,), 15, 4)
