@@ -89,6 +89,7 @@ struct Convert16 {
   }
 };
 
+// Of 8 bits, which the linear maps do not have.
 template <class Format>
 struct Convert<Byte<Format>> {
   using Compute = float;
