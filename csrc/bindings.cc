@@ -35,7 +35,8 @@ CallShape call_of(const std::vector<int64_t>& shape, const std::vector<int64_t>&
                   const std::string& dtype, const Shape& mask_shape) {
   CallShape call{};
   call.op = static_cast<Op>(index_of(kOpNames, op, "op"));
-  call.in = call.out = dtype_of(dtype);
+  call.in = dtype_of(dtype);
+  call.out = result_of(call.in);
   call.shape = shape;
   call.axes = axes;
   call.masked = mask_shape.has_value();

@@ -140,12 +140,16 @@ def _varying_as_well(x: jax.Array, where: jax.Array | None, axis_name: tuple[Has
 
 def _promoted(x: jax.Array) -> tuple[jax.Array, Any]:
     """x in a dtype that there are kernels for, and the dtype of the result."""
-    if not jnp.issubdtype(x.dtype, jnp.floating):
+    dtype = x.dtype
+    if not jnp.issubdtype(dtype, jnp.floating):
         # Of a 32-bit integer exp takes the default float type, which unsigned and narrow ones get as well.
-        x = x.astype(jax.eval_shape(jnp.exp, jax.ShapeDtypeStruct((), x.dtype)).dtype)
-    if x.dtype.name in _KERNEL_DTYPES:
-        return x, x.dtype
-    return x.astype(jnp.float32), x.dtype
+        dtype = jax.eval_shape(jnp.exp, jax.ShapeDtypeStruct((), dtype)).dtype
+        x = x.astype(jnp.uint8) if x.dtype == jnp.bool_ else x
+        if x.dtype.name not in reference.NARROW or dtype != reference.result_dtype(x.dtype):
+            x = x.astype(dtype)
+    if x.dtype.name in (*_KERNEL_DTYPES, *reference.NARROW):
+        return x, dtype
+    return x.astype(jnp.float32), dtype
 
 
 def _checked_array(op: str, x: Any) -> jax.Array:
@@ -263,13 +267,13 @@ def _with_vjp(op: str) -> Callable[..., jax.Array]:
         return PRIMITIVES[op].bind(x, *mask, axes=axes, axis_name=axis_name)
 
     def forward_and_residuals(axes, axis_name, x, *mask):
-        y = function(axes, axis_name, x, *mask)
-        return y, (y, mask)
+        y = function(axes, axis_name, reference.without_narrow(x), *mask)
+        return y.astype(x.dtype), (y, mask)
 
     def backward(axes, axis_name, residuals, cotangent):
         y, mask = residuals
-        x_bar = PRIMITIVES[VJP[op]].bind(y, cotangent, *mask, axes=axes, axis_name=axis_name)
-        return x_bar, *[None] * len(mask)
+        x_bar = PRIMITIVES[VJP[op]].bind(y, cotangent.astype(y.dtype), *mask, axes=axes, axis_name=axis_name)
+        return x_bar.astype(cotangent.dtype), *[None] * len(mask)
 
     function.__name__ = function.__qualname__ = op
     with_vjp = jax.custom_vjp(function, nondiff_argnums=(0, 1))

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_softmax import _kernels, api
+from jax_softmax import _kernels, api, reference
 from jax_softmax.primitives import JVP, VJP
 
 _FORWARD = tuple(JVP)
@@ -181,7 +181,7 @@ def explain(
     device_name = _device_name(device)
     model = _DEVICES[device_name]
     x = _described(x_or_shape, dtype)
-    shape, axes, mask_shape, kernel_dtype = _checked(x, axis, where)
+    shape, axes, mask_shape, kernel_dtype = _checked(op, x, axis, where)
     complex_valued = jnp.issubdtype(kernel_dtype, jnp.complexfloating)
 
     if 0 not in shape and math.prod(shape) > _MOST_ELEMENTS:
@@ -205,7 +205,8 @@ def explain(
         found = found if found and found["faster_than_xla"] else None
 
     tensors = 3 if op in _LINEAR else 2
-    n_bytes = tensors * math.prod(shape) * kernel_dtype.itemsize
+    result = reference.result_dtype(kernel_dtype)
+    n_bytes = math.prod(shape) * ((tensors - 1) * kernel_dtype.itemsize + result.itemsize)
     if mask_shape is not None and 0 not in shape:
         n_bytes += math.prod(mask_shape)
     return Explanation(
@@ -250,8 +251,8 @@ def _described(x: Any, dtype: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, found if dtype is None else jnp.dtype(dtype))
 
 
-def _checked(x: jax.ShapeDtypeStruct, axis: Any, where: Any):
-    """The result's shape, the axes, the mask's shape, and the dtype that is computed in, with softmax's own checks."""
+def _checked(op: str, x: jax.ShapeDtypeStruct, axis: Any, where: Any):
+    """The result's shape, the axes, the mask's shape, and the dtype that the kernel gets, with softmax's own checks."""
     seen = []
 
     def check(x, *mask):
@@ -259,6 +260,7 @@ def _checked(x: jax.ShapeDtypeStruct, axis: Any, where: Any):
         axes, mask, shape = api._checked_axes_and_mask("explain", x, axis, mask[0] if mask else where)
         if not jnp.issubdtype(x.dtype, jnp.complexfloating):
             x, _ = api._promoted(x)
+            x = reference.without_narrow(x) if op in _LINEAR else x
         seen.append((shape, axes, None if mask is None else mask.shape, np.dtype(x.dtype)))
 
     # A 64-bit dtype that was asked for is explained even where JAX has 64-bit dtypes switched off.

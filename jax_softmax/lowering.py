@@ -4,6 +4,7 @@ import functools
 import warnings
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import mlir
 
@@ -23,8 +24,17 @@ def _reference_rule():
 def _cpu_rule(by_reference):
     call = jax.ffi.ffi_lowering(TARGET)
 
+    def by_float32(x, *mask, op, axes):
+        return PRIMITIVES[op].bind(reference.without_narrow(x), *mask, axes=axes, axis_name=())
+
+    by_float32 = mlir.lower_fun(by_float32, multiple_results=False)
+
     def rule(ctx, *operands, op, axes):
-        if len(ctx.avals_in[0].shape) > _kernels.MAX_DIMS:
+        x, *mask = ctx.avals_in
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            # XLA reads integers as they are, about as fast as the kernels would; but with a mask it mostly copies them.
+            return (by_float32 if mask else by_reference)(ctx, *operands, op=op, axes=axes)
+        if len(x.shape) > _kernels.MAX_DIMS:
             return by_reference(ctx, *operands, op=op, axes=axes)
         return call(ctx, *operands, op=op, axes=np.array(axes, np.int64))
 

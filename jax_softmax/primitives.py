@@ -8,10 +8,11 @@ mode and every higher order follow.
     x, [where]      softmax | log_softmax
     y, t, [where]   softmax_linear | log_softmax_jvp | log_softmax_vjp
 
-x, y and t are floats of one shape and dtype; y is the operator's result. `where` is a boolean mask that broadcasts to
-that shape; masked elements count for nothing and give the operator's neutral result, in the linear maps 0.
-`axes` are the reduced axes, sorted. `axis_name` is a tuple of mesh axes, inside `shard_map`, along which each device
-has a part of every row; else it is empty.
+x, y and t are floats of one shape and dtype; y is the operator's result. x may also be of 8 bits, one of
+`reference.NARROW`: of float8 the result has the same dtype, of integers it is float32. `where` is a boolean mask that
+broadcasts to that shape; masked elements count for nothing and give the operator's neutral result, in the linear maps
+0. `axes` are the reduced axes, sorted. `axis_name` is a tuple of mesh axes, inside `shard_map`, along which each
+device has a part of every row; else it is empty.
 """
 
 import functools
@@ -43,7 +44,8 @@ def float_operands(op):
 
 # An update keeps what else the type says of the array: the mesh axes that it varies over.
 def _abstract_eval(op, *avals, axes, axis_name):
-    return avals[0].update(weak_type=False, sharding=_sharding(avals, op, axes))
+    dtype = reference.result_dtype(avals[0].dtype)
+    return avals[0].update(dtype=dtype, weak_type=False, sharding=_sharding(avals, op, axes))
 
 
 def _sharding(avals, op, axes):
@@ -97,10 +99,13 @@ def _batch(op, axis_data, operands, batch_axes, *, axes, axis_name):
 
 
 def _jvp(op, primals, tangents, **axes):
-    y = PRIMITIVES[op].bind(*primals, **axes)
+    x, *mask = primals
     if type(tangents[0]) is ad.Zero:
+        y = PRIMITIVES[op].bind(*primals, **axes)
         return y, ad.Zero.from_primal_value(y)
-    return y, PRIMITIVES[JVP[op]].bind(y, tangents[0], *primals[1:], **axes)
+    y = PRIMITIVES[op].bind(reference.without_narrow(x), *mask, **axes)
+    y_dot = PRIMITIVES[JVP[op]].bind(y, tangents[0].astype(y.dtype), *mask, **axes)
+    return y.astype(x.dtype), y_dot.astype(x.dtype)
 
 
 def _linear_in_y(y, y_dot, t, where, op, axes, axis_name):

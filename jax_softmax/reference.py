@@ -8,29 +8,41 @@ boolean mask that broadcasts to x's shape. Where a row is spread over devices, e
 import jax
 import jax.numpy as jnp
 
-_HALF = (jnp.float16, jnp.bfloat16)
+# What the operators take as it is: 8 bits that are widened where they are read. Their linear maps do not.
+NARROW = ("float8_e4m3fn", "float8_e5m2", "int8", "uint8")
+_COMPUTED_IN_FLOAT32 = ("float16", "bfloat16", *NARROW)
 
 # As they are now: `jax.nn.softmax` may come to be this package's (see `patching.py`).
 ORIGINALS = {"softmax": jax.nn.softmax, "log_softmax": jax.nn.log_softmax}
 
 
 def widened(x):
-    """16-bit floats as float32, in which they are computed."""
-    return x.astype(jnp.float32) if x.dtype in _HALF else x
+    """What has 16 bits or 8 as float32, in which it is computed."""
+    return x.astype(jnp.float32) if x.dtype.name in _COMPUTED_IN_FLOAT32 else x
+
+
+def without_narrow(x):
+    """What has 8 bits as float32."""
+    return x.astype(jnp.float32) if x.dtype.name in NARROW else x
+
+
+def result_dtype(dtype):
+    """The dtype of an operator's result: its operand's, or float32 for integers."""
+    return dtype if jnp.issubdtype(dtype, jnp.inexact) else jnp.dtype(jnp.float32)
 
 
 def softmax(x, where, axes, across=None):
     if across is None:
-        return ORIGINALS["softmax"](widened(x), axes, where).astype(x.dtype)
+        return ORIGINALS["softmax"](widened(x), axes, where).astype(result_dtype(x.dtype))
     largest, total = _row_states(widened(x), where, axes, across)
-    return _kept(jnp.exp(widened(x) - largest) / total, where).astype(x.dtype)
+    return _kept(jnp.exp(widened(x) - largest) / total, where).astype(result_dtype(x.dtype))
 
 
 def log_softmax(x, where, axes, across=None):
     if across is None:
-        return ORIGINALS["log_softmax"](widened(x), axes, where).astype(x.dtype)
+        return ORIGINALS["log_softmax"](widened(x), axes, where).astype(result_dtype(x.dtype))
     largest, total = _row_states(widened(x), where, axes, across)
-    return _kept(widened(x) - largest - jnp.log(total), where, -jnp.inf).astype(x.dtype)
+    return _kept(widened(x) - largest - jnp.log(total), where, -jnp.inf).astype(result_dtype(x.dtype))
 
 
 def _row_states(x, where, axes, across):

@@ -71,9 +71,10 @@ def partitioned(primitive, platform, local):
                 "GSPMD does not divide calls inside a partly manual shard_map",
                 "Leave jax_use_shardy_partitioner on, or make every mesh axis manual",
             )
+        (result,) = ctx.avals_out
         config = {"primitive": primitive.name, "platform": platform, "devices": devices, "params": params}
         call = stablehlo.CustomCallOp(
-            [operands[0].type],
+            [ir.RankedTensorType.get(result.shape, mlir.dtype_to_ir_type(result.dtype))],
             operands,
             call_target_name=ir.StringAttr.get(TARGET),
             has_side_effect=ir.BoolAttr.get(False),

@@ -12,7 +12,7 @@ import sys
 
 import jax
 import numpy as np
-from support import DTYPES, OPS, WAYS, call_kernel, kernel_names, limited
+from support import DTYPES, NAMES, NARROW, NARROW_WAYS, OPS, call_kernel, kernel_names, limited
 
 jax.config.update("jax_enable_x64", True)
 
@@ -21,16 +21,20 @@ def main() -> None:
     part, parts = map(int, sys.argv[1:] or (0, 1))
     rng = np.random.default_rng(0)
     # Of large views one dtype: the code is the same with others, which smaller views cover.
-    cases = [c for c in itertools.product(WAYS, DTYPES) if np.prod(c[0].shape) <= 1_000_000 or c[1] == "bfloat16"]
+    dtypes = (*DTYPES, *NARROW)
+    large = ("bfloat16", "int8")
+    cases = [c for c in itertools.product(NARROW_WAYS, dtypes) if np.prod(c[0].shape) <= 1_000_000 or c[1] in large]
     for way, dtype in cases[part::parts]:
         x = jax.device_put(rng.normal(size=way.shape).astype(jax.numpy.dtype(dtype)))
         with limited(**way.limits):
-            for op, masked in itertools.product(OPS, (False, True)):
-                operands = [x] if op in ("softmax", "log_softmax") else [x, x]
+            for op, masked in itertools.product(NAMES if dtype in NARROW else OPS, (False, True)):
+                operands = [x] if op in NAMES else [x, x]
+                out = "float32" if dtype in ("int8", "uint8") else None
                 if masked:
                     operands.append(jax.device_put(rng.random(way.shape) < 0.8))
                 plan = way.plan(op, dtype, list(way.shape) if masked else None)
-                call_kernel(op, *operands, axes=way.axes, scratch_bytes=plan["scratch_bytes"]).block_until_ready()
+                scratch = plan["scratch_bytes"]
+                call_kernel(op, *operands, axes=way.axes, out_dtype=out, scratch_bytes=scratch).block_until_ready()
         print("ran", dtype, way, *kernel_names(plan), flush=True)
 
 

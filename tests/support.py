@@ -25,6 +25,7 @@ CUSTOM_VJPS = {"softmax": jax_softmax.softmax_vjp, "log_softmax": jax_softmax.lo
 JAX_NN = {"softmax": jax.nn.softmax, "log_softmax": jax.nn.log_softmax}
 NAMES = tuple(OPERATORS)
 DTYPES = ("float16", "bfloat16", "float32", "float64")
+NARROW = ("float8_e4m3fn", "float8_e5m2", "int8", "uint8")  # that the forward operators take as well
 
 
 def device(compute_capability, multiprocessors, shared_kilobytes, largest_cluster):
@@ -91,6 +92,8 @@ WAYS = [
     Way((2, 30_000, 64), (1,), small=True),
     Way((2, 30_000, 33), (1,), small=True, scratch=False),
 ]
+# The same of 8 bits, of which a row has fewer chunks: so more rows to fill rings.
+NARROW_WAYS = [*WAYS, Way((70, 300_001), (1,))]
 
 
 def kernel_names(plan):
@@ -323,6 +326,18 @@ def check(actual, expected, label=""):
         f"{label}: {np.sum(off)} of {off.size} elements are off, the first at {first}: got {wide[first]!r}, expected "
         f"{expected.value[first]!r} within {expected.bound[first]:.3g}; the worst is {excess:.3g} times the bound"
     )
+
+
+def check_float8(actual, expected, dtype):
+    """Rounded from a float32 that is within a few units of the float64: the neighbour only next to a tie."""
+    actual = np.asarray(actual)
+    assert actual.dtype == dtype and actual.shape == expected.shape
+    rounded = expected.astype(dtype)
+    np.testing.assert_array_equal(np.isnan(actual), np.isnan(rounded))
+    actual, rounded = np.nan_to_num(actual.astype(float)), np.nan_to_num(rounded.astype(float))
+    assert np.mean(actual != rounded) <= 0.01
+    info = ml_dtypes.finfo(dtype)
+    np.testing.assert_allclose(actual, rounded, rtol=float(info.eps), atol=float(info.smallest_subnormal))
 
 
 @functools.partial(jax.jit, static_argnames=("axis", "names"))

@@ -4,10 +4,11 @@ Plain pytest compiles a part of them; `--sweeps` all of them, in a few minutes o
 """
 
 import concurrent.futures
+import itertools
 import re
 
 import pytest
-from support import DEVICES, OPS, WAYS
+from support import DEVICES, NAMES, NARROW, NARROW_WAYS, OPS, WAYS, sampled
 
 from jax_softmax import _kernels
 
@@ -50,6 +51,11 @@ def test_every_dtype(jit, dtype):
     check_spills(steps_of(way.plan(op, dtype) for way in WAYS for op in ("softmax", "log_softmax_vjp")))
 
 
+@sampled("dtype,op", itertools.product(NARROW, NAMES), 5)
+def test_every_dtype_of_8_bits(jit, dtype, op):
+    check_spills(steps_of(way.plan(op, dtype) for way in NARROW_WAYS))
+
+
 @sweep
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_every_mask(jit, dtype):
@@ -64,7 +70,8 @@ def test_every_mask(jit, dtype):
 def test_one_kernel_on_other_architectures(jit, name):
     on = DEVICES[name]
     jit.needs(on["compute_capability"])
-    check_compiles(steps_of([WAYS[0].plan(on=on)]), on["compute_capability"])
+    plans = [WAYS[0].plan(dtype=dtype, on=on) for dtype in ("bfloat16", *NARROW)]
+    check_compiles(steps_of(plans), on["compute_capability"])
 
 
 @sweep
@@ -73,3 +80,5 @@ def test_every_kernel_on_other_architectures(jit, name):
     on = DEVICES[name]
     jit.needs(on["compute_capability"])
     check_compiles(steps_of(way.plan(op, on=on) for way in WAYS for op in OPS), on["compute_capability"])
+    narrow = steps_of(way.plan("softmax", dtype, on=on) for way in NARROW_WAYS for dtype in NARROW)
+    check_compiles(narrow, on["compute_capability"])

@@ -4,11 +4,12 @@ import itertools
 import math
 import time
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support import DEVICES, DTYPES, OPS, WAYS, plan
+from support import DEVICES, NAMES, NARROW, OPS, WAYS, plan
 
 from jax_softmax import _kernels
 
@@ -88,7 +89,7 @@ def check_plan(shape, axes, op, dtype, on, mask_shape=None, scratch=True):
     if chosen is None:  # beyond all schedules
         assert math.prod(shape) >= 2**30
         return
-    operand = math.prod(shape) * {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}[dtype]
+    operand = math.prod(shape) * jnp.dtype(dtype).itemsize
     assert 0 <= chosen["scratch_bytes"] <= (max(operand // 20, 64 << 10) if scratch else 0)
     assert chosen["steps"]
     for step in chosen["steps"]:
@@ -99,12 +100,15 @@ def check_plan(shape, axes, op, dtype, on, mask_shape=None, scratch=True):
         assert step["blocks"] < 2**31 or operand > BEYOND_MEMORY
 
 
+OPERANDS = [
+    *itertools.product(["bfloat16", "float32", "float64"], OPS),
+    *[("int8", "softmax"), ("float8_e5m2", "log_softmax")],
+]
 LENGTHS = sorted({2**k + d for k in range(25) for d in (-1, 0, 1)} - {0} | {3 * 2**k for k in range(24)})
 
 
 @every_device
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("dtype,op", OPERANDS)
 @pytest.mark.parametrize("scratch", [True, False])
 def test_rows_of_all_lengths(name, op, dtype, scratch):
     for columns in LENGTHS:
@@ -113,8 +117,7 @@ def test_rows_of_all_lengths(name, op, dtype, scratch):
 
 
 @every_device
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("dtype,op", OPERANDS)
 def test_other_axes_of_all_lengths(name, op, dtype):
     extents = (1, 2, 3, 7, 16, 33, 64, 129, 1000, 4097, 65_536, 1_000_003)
     for rows, extent, minor in itertools.product((1, 19), extents, extents):
@@ -129,7 +132,7 @@ def test_shapes_huge_and_odd(data):
     axes = sorted(data.draw(st.sets(st.sampled_from(range(len(shape)))))) if shape else []
     masked = data.draw(st.none() | st.lists(st.booleans(), min_size=len(shape), max_size=len(shape)))
     mask_shape = None if masked is None else [n if own else 1 for n, own in zip(shape, masked, strict=True)]
-    op, dtype = data.draw(st.sampled_from(OPS)), data.draw(st.sampled_from(DTYPES))
+    dtype, op = data.draw(st.sampled_from([*OPERANDS, *itertools.product(("float16", *NARROW), NAMES)]))
     name, scratch = data.draw(st.sampled_from(list(DEVICES))), data.draw(st.booleans())
     check_plan(shape, axes, op, dtype, DEVICES[name], mask_shape, scratch)
 
@@ -154,7 +157,7 @@ def test_shapes_huge_and_odd(data):
     ids=str,
 )
 def test_planning_ends_for(shape, axes, name):
-    for op, dtype in itertools.product(OPS, DTYPES):
+    for dtype, op in OPERANDS:
         check_plan(shape, axes, op, dtype, DEVICES[name])
 
 
@@ -187,7 +190,7 @@ ROWS = (1, 2, 8, 50, 1000, 10**6)
 
 @every_device
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("dtype", ["int8", "bfloat16", "float32", "float64"])
 def test_rows_are_cut_alike_however_many_there_are(name, op, dtype):
     lengths = [3, 64, 1999, 8192, 30_000, 41_325, 50_257, 60_001, 151_936, 1 << 20, 5_000_001, 1 << 24, 1 << 26]
     for columns in lengths:

@@ -207,6 +207,18 @@ def test_dtypes(dtype, name):
             check(jax.vjp(OPERATORS[name], place(x, spec))[1](place(t, spec))[0], reference_vjp(name, x, t))
 
 
+@every_name
+@pytest.mark.parametrize("dtype", support.NARROW)
+def test_dtypes_of_8_bits(dtype, name):
+    x = normal(SHAPE, "float32", scale=1.0 if dtype.startswith("float8") else 20.0)
+    x = (np.abs(x) if dtype == "uint8" else x).astype(jnp.dtype(dtype))
+    for spec, allowed in ((P("data", "model"), []), (P("data", None, "model"), ["all-reduce"] * 2)):
+        y, travels = run_compiled(OPERATORS[name], place(x, spec))
+        assert [kind for kind, _ in travels] == allowed
+        same(y.astype(jnp.float32), OPERATORS[name](x).astype(jnp.float32))
+        assert y.dtype == OPERATORS[name](x).dtype
+
+
 @sampled("axis,name", itertools.product([-1, (1, 2)], NAMES), 3, ids=str)
 def test_uneven_layouts(axis, name):
     """Arrays inside a program may be divided unevenly; XLA fills the last parts up."""

@@ -4,14 +4,19 @@
 namespace jax_softmax {
 
 enum class Op { kSoftmax, kLogSoftmax, kSoftmaxLinear, kLogSoftmaxJvp, kLogSoftmaxVjp };
-enum class DType { kF16, kBF16, kF32, kF64 };
+enum class DType { kF16, kBF16, kF32, kF64, kF8E4M3, kF8E5M2, kI8, kU8 };
 
 inline constexpr int kOps = 5;
 inline constexpr const char* kOpNames[kOps] = {"softmax", "log_softmax", "softmax_linear", "log_softmax_jvp",
                                                "log_softmax_vjp"};
-inline constexpr int kDTypes = 4;
-inline constexpr const char* kDTypeNames[kDTypes] = {"float16", "bfloat16", "float32", "float64"};
-inline constexpr int kDTypeBytes[kDTypes] = {2, 2, 4, 8};
+inline constexpr int kDTypes = 8;
+inline constexpr const char* kDTypeNames[kDTypes] = {"float16",       "bfloat16",    "float32", "float64",
+                                                     "float8_e4m3fn", "float8_e5m2", "int8",    "uint8"};
+inline constexpr int kDTypeBytes[kDTypes] = {2, 2, 4, 8, 1, 1, 1, 1};
+constexpr int bytes_of(DType type) { return kDTypeBytes[static_cast<int>(type)]; }
+// Integers are operands alone.
+constexpr bool is_integer(DType type) { return type == DType::kI8 || type == DType::kU8; }
+constexpr DType result_of(DType operand) { return is_integer(operand) ? DType::kF32 : operand; }
 
 struct Cost {
   int inputs;        // operands

@@ -13,17 +13,12 @@ Arithmetic<T> arithmetic_of(bool masked) {
 
 template <class T>
 Arithmetic<T> arithmetic_of(Op op, bool masked) {
-  switch (op) {
-    case Op::kSoftmax:
-      return arithmetic_of<Softmax, T>(masked);
-    case Op::kLogSoftmax:
-      return arithmetic_of<LogSoftmax, T>(masked);
-    case Op::kSoftmaxLinear:
-      return arithmetic_of<SoftmaxLinear, T>(masked);
-    case Op::kLogSoftmaxJvp:
-      return arithmetic_of<LogSoftmaxJvp, T>(masked);
-    case Op::kLogSoftmaxVjp:
-      return arithmetic_of<LogSoftmaxVjp, T>(masked);
+  if (op == Op::kSoftmax) return arithmetic_of<Softmax, T>(masked);
+  if (op == Op::kLogSoftmax) return arithmetic_of<LogSoftmax, T>(masked);
+  if constexpr (sizeof(T) > 1) {
+    if (op == Op::kSoftmaxLinear) return arithmetic_of<SoftmaxLinear, T>(masked);
+    if (op == Op::kLogSoftmaxJvp) return arithmetic_of<LogSoftmaxJvp, T>(masked);
+    if (op == Op::kLogSoftmaxVjp) return arithmetic_of<LogSoftmaxVjp, T>(masked);
   }
   __builtin_unreachable();
 }
@@ -94,6 +89,13 @@ auto with_tiles(Op op, DType dtype, const View& view, const Operands& operands, 
       return with(float());
     case DType::kF64:
       return with(double());
+    case DType::kF8E4M3:
+      return with(Byte<Float8E4M3>());
+    case DType::kF8E5M2:
+      return with(Byte<Float8E5M2>());
+    case DType::kI8:
+    case DType::kU8:  // XLA's own operations
+      break;
   }
   __builtin_unreachable();
 }

@@ -18,7 +18,9 @@ JAX_SOFTMAX_INLINE V interleave(V a, V b, std::integer_sequence<int, j...>) {
 // Writes to[c * to_step + r] = from[r * from_step + c] for r and c below n, a power of 2.
 template <int n, class T>
 JAX_SOFTMAX_INLINE void transpose_square(const T* from, int64_t from_step, T* to, int64_t to_step) {
-  using Bits = std::conditional_t<sizeof(T) == 2, uint16_t, std::conditional_t<sizeof(T) == 4, uint32_t, uint64_t>>;
+  using Bits = std::conditional_t<
+      sizeof(T) == 1, uint8_t,
+      std::conditional_t<sizeof(T) == 2, uint16_t, std::conditional_t<sizeof(T) == 4, uint32_t, uint64_t>>>;
   using V = Vector<Bits, n>;
   using Lanes = std::make_integer_sequence<int, n>;
   V v[n], mixed[n];

@@ -127,8 +127,9 @@ struct Chunk {
   // The state of the warp's packs.
   __device__ __forceinline__ State<C> warp_state() const {
     mend();
-    // In registers from one pass to the next, but for float64, whose exponential needs many.
-    constexpr bool kHold = sizeof(C) == 4 && Op::kHasPivot;
+    // In registers from one pass to the next, but for float64, whose exponential needs many, and for elements of 8
+    // bits, of which a pack has many.
+    constexpr bool kHold = sizeof(C) == 4 && sizeof(In) > 1 && Op::kHasPivot;
     Pack raw[kHold ? kPacks : 1][kInputs];
     const auto read = [&](int p) {
 #pragma unroll

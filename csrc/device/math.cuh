@@ -2,6 +2,7 @@
 #pragma once
 
 #include "device/types.cuh"
+#include "float8.h"
 #include "ops.h"
 
 namespace jax_softmax::device {
@@ -12,6 +13,14 @@ struct BFloat16 {
 struct Float16 {
   uint16_t bits;
 };
+template <class Format>
+struct Byte {
+  uint8_t bits;
+};
+using Float8E4M3 = Byte<jax_softmax::Float8E4M3>;
+using Float8E5M2 = Byte<jax_softmax::Float8E5M2>;
+using Int8 = Byte<int8_t>;
+using UInt8 = Byte<uint8_t>;
 
 template <class C>
 struct Scalar {
@@ -30,8 +39,8 @@ struct Precise : Scalar<C> {
   static __device__ __forceinline__ C log(C x) { return ::log(x); }
 };
 
-// For elements and results of 16 bits: the product with log2(e) is off by 2^-24 of itself, so a result that is not 0 by
-// at most 87 * 2^-24 of itself, which is far below that rounding.
+// For elements and results of 16 bits or 8: the product with log2(e) is off by 2^-24 of itself, so a result that is not
+// 0 by at most 87 * 2^-24 of itself, which is far below that rounding.
 struct Half : Scalar<float> {
   static constexpr float kLog2E = 1.44269502f;
   static __device__ __forceinline__ float max(float a, float b) { return fmaxf(a, b); }

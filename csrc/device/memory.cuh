@@ -86,7 +86,7 @@ struct Memory {
   using Values = C[kWidth][kInputs];
   using Results = Words<kWidth* static_cast<int>(sizeof(Out))>;
   // Whether the largest word of memory has the largest value, and pads can stand in memory.
-  static constexpr bool kOrdered = Fused::kNothing;
+  static constexpr bool kOrdered = Fused::kNothing && sizeof(In) > 1;
   // Terms can be kept in the place of elements, to be taken once.
   static constexpr bool kTermsFit = Op::kResultIsScaledTerm && sizeof(In) == sizeof(C);
 
@@ -120,15 +120,20 @@ struct Memory {
     return kept;
   }
 
+  // What stands for a pack that is not there: pads, where memory can hold them.
   static __device__ __forceinline__ Pack pad_pack(int k) {
-    C pads[kWidth];
+    if constexpr (sizeof(In) == 1) {
+      return Pack{};
+    } else {
+      C pads[kWidth];
 #pragma unroll
-    for (int i = 0; i < kWidth; ++i) pads[i] = Op::pad(k);
-    return Elements<In>::narrow(pads);
+      for (int i = 0; i < kWidth; ++i) pads[i] = Op::pad(k);
+      return Elements<In>::narrow(pads);
+    }
   }
   // Puts pads in the place of elements that do not count, where memory can hold pads.
   static __device__ __forceinline__ void mend(Pack (&raw)[kInputs], unsigned bits) {
-    if constexpr (Fused::kNothing) {
+    if constexpr (kOrdered) {
 #pragma unroll
       for (int k = 0; k < kInputs; ++k) raw[k] = select_elements<In>(bits, raw[k], pad_pack(k));
     }
@@ -144,11 +149,11 @@ struct Memory {
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) v[i][k] = w[i];
     }
-    if constexpr (!Fused::kNothing) {
+    if constexpr (!kOrdered) {
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) {
         if ((bits >> i) & 1) {
-          v[i][kInputs - 1] = fused(v[i][kInputs - 1], at.along(dim, i));
+          fuse(v[i], at.along(dim, i));
         } else {
 #pragma unroll
           for (int k = 0; k < kInputs; ++k) v[i][k] = Op::pad(k);

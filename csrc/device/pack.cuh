@@ -211,6 +211,47 @@ struct Elements<double> {
   static __device__ __forceinline__ double narrow(double x) { return x; }
 };
 
+// Of 8 bits, which have no pads and are not compared.
+template <class Format>
+struct Elements<Byte<Format>> {
+  template <int n>
+  static __device__ __forceinline__ void widen(float (&v)[n], const Words<n>& words) {
+#pragma unroll
+    for (int i = 0; i < n; ++i) v[i] = value(words.word[i / 4] >> (8 * (i % 4)) & 0xffu);
+  }
+  template <class C, int n>
+  static __device__ __forceinline__ Words<n> narrow(const C (&v)[n]) {
+    Words<n> words{};
+#pragma unroll
+    for (int i = 0; i < n; ++i) words.word[i / 4] |= Format::template narrow<Bits>(v[i]) << (8 * (i % 4));
+    return words;
+  }
+  static __device__ __forceinline__ float widen(Byte<Format> x) { return value(x.bits); }
+  template <class C>
+  static __device__ __forceinline__ Byte<Format> narrow(C x) {
+    return {static_cast<uint8_t>(Format::template narrow<Bits>(x))};
+  }
+
+ private:
+  struct Bits {
+    using V = float;
+    using U = uint32_t;
+    static __device__ __forceinline__ float value(uint32_t bits) { return __uint_as_float(bits); }
+    static __device__ __forceinline__ uint32_t bits(float value) { return __float_as_uint(value); }
+  };
+  // Integers as the last bits of 2^23: a conversion takes longer.
+  static __device__ __forceinline__ float value(uint32_t byte) {
+    constexpr uint32_t k2To23 = 0x4b000000u;
+    if constexpr (kIsSame<Format, int8_t>) {
+      return __uint_as_float(k2To23 | (byte ^ 0x80u)) - (8388608.0f + 128.0f);
+    } else if constexpr (kIsSame<Format, uint8_t>) {
+      return __uint_as_float(k2To23 | byte) - 8388608.0f;
+    } else {
+      return Format::template widen<Bits>(byte);
+    }
+  }
+};
+
 // ---- parts of packs; bit i of `bits` stands for element i
 
 template <class T>
@@ -252,7 +293,13 @@ __device__ __forceinline__ Pack select_elements(unsigned bits, const Pack& pack,
 template <class T>
 __device__ __forceinline__ Pack load_elements(const T* p, unsigned bits) {
   Pack pack{};
-  if constexpr (sizeof(T) == 2) {
+  if constexpr (sizeof(T) == 1) {
+    const auto* byte = reinterpret_cast<const uint8_t*>(p);
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      if ((bits >> i) & 1) pack.word[i / 4] |= static_cast<uint32_t>(byte[i]) << (8 * (i % 4));
+    }
+  } else if constexpr (sizeof(T) == 2) {
     const auto* half = reinterpret_cast<const uint16_t*>(p);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
@@ -271,7 +318,13 @@ __device__ __forceinline__ Pack load_elements(const T* p, unsigned bits) {
 // Writes elements one by one.
 template <class T, int bytes>
 __device__ __forceinline__ void store_elements(T* p, const Words<bytes>& words, unsigned bits) {
-  if constexpr (sizeof(T) == 2) {
+  if constexpr (sizeof(T) == 1) {
+    auto* byte = reinterpret_cast<uint8_t*>(p);
+#pragma unroll
+    for (int i = 0; i < bytes; ++i) {
+      if ((bits >> i) & 1) byte[i] = static_cast<uint8_t>(words.word[i / 4] >> (8 * (i % 4)));
+    }
+  } else if constexpr (sizeof(T) == 2) {
     auto* half = reinterpret_cast<uint16_t*>(p);
 #pragma unroll
     for (int i = 0; i < bytes / 2; ++i) {

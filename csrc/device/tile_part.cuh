@@ -141,9 +141,10 @@ struct TilePart {
     at.index = i - over * kSpan;
     if constexpr (kPeriod > 1 && kSpans > 1) {
       // The line of this period that begins as the thread's others do: so many back as the other dimensions shift
-      // beginnings on. Modulo a power of 2 up to 8, odd numbers are their own inverses.
-      constexpr int kUnit = kWidth / kPeriod;
-      const int on = static_cast<int>(begin.element - base.element) / kUnit * static_cast<int>(kAlong.stride / kUnit);
+      // beginnings on. Modulo a power of 2 up to 8, odd numbers are their own inverses; modulo 16, their cubes are.
+      constexpr int kUnit = kWidth / kPeriod, kOdd = static_cast<int>(kAlong.stride / kUnit % kPeriod);
+      constexpr int kInverse = kPeriod == 16 ? kOdd * kOdd * kOdd : static_cast<int>(kAlong.stride / kUnit);
+      const int on = static_cast<int>(begin.element - base.element) / kUnit * kInverse;
       at.index = (at.index & -kPeriod) | ((at.index - on) & (kPeriod - 1));
     }
     at.line = begin.along(kAlong, at.index);

@@ -108,7 +108,7 @@ struct TileStates : TilePart<Mem, View, Plan> {
 
   // The same states from lines that are not held, some of which are read together.
   __device__ __forceinline__ void sum_read() {
-    constexpr int kTogether = 8 / (kInputs - Op::kFirstSummed);
+    constexpr int kTogether = (kWidth > 8 ? 4 : 8) / (kInputs - Op::kFirstSummed);  // as there are registers
     clear();
 #pragma unroll 1
     for (int t = 0; t < kTurns; t += kTogether) {

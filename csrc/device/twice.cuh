@@ -48,7 +48,7 @@ struct Stretch {
 
   // The state of the stretch, known to all threads of the block.
   __device__ __forceinline__ State<C> state() const {
-    constexpr int kTogether = 8 / (kInputs - Op::kFirstSummed);
+    constexpr int kTogether = (kWidth > 8 ? 4 : 8) / (kInputs - Op::kFirstSummed);  // as there are registers
     State<C> state = identity<Op, M>();
     for_packs<Op::kFirstSummed, kTogether>([&](auto& raw, const auto& at, const auto& inside) {
       unsigned kept[kTogether];

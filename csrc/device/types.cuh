@@ -5,6 +5,11 @@
 
 namespace jax_softmax::device {
 
+template <class A, class B>
+inline constexpr bool kIsSame = false;
+template <class A>
+inline constexpr bool kIsSame<A, A> = true;
+
 template <bool condition, class A, class B>
 struct Conditional {
   using type = A;

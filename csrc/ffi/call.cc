@@ -18,6 +18,14 @@ std::optional<DType> dtype_of(ffi::DataType type) {
       return DType::kF32;
     case ffi::DataType::F64:
       return DType::kF64;
+    case ffi::DataType::F8E4M3FN:
+      return DType::kF8E4M3;
+    case ffi::DataType::F8E5M2:
+      return DType::kF8E5M2;
+    case ffi::DataType::S8:
+      return DType::kI8;
+    case ffi::DataType::U8:
+      return DType::kU8;
     default:
       return {};
   }
@@ -71,7 +79,11 @@ ffi::Error read_call(ffi::RemainingArgs args, ffi::RemainingRets rets, std::stri
     std::vector<int64_t> shape = shape_of(*buffer);
     if (i < inputs) {
       if (shape != call->shape) return invalid(describe(*call) + ": the operands and the result differ in shape");
-      if (!type || !out_type || (i > 0 && type != in_type)) return invalid(describe(*call) + ": unsupported dtypes");
+      // The linear maps have operands of 16 bits at the least.
+      if (!type || !out_type || (i > 0 && type != in_type) || is_integer(*out_type) ||
+          (bytes_of(*type) == 1 && inputs > 1)) {
+        return invalid(describe(*call) + ": unsupported dtypes");
+      }
       in_type = type;
       buffers->in[i] = buffer->untyped_data();
       continue;

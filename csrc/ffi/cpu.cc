@@ -80,7 +80,7 @@ ffi::Error run(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets
   const int64_t elements = view.elements();
   if (elements == 0) return ffi::Error::Success();
 
-  advise_huge_pages(buffers.out, elements * kDTypeBytes[static_cast<int>(call.out)]);
+  advise_huge_pages(buffers.out, elements * bytes_of(call.out));
   const cpu::Variant& variant = cpu::variant();
   const cpu::Operands operands{{buffers.in[0], buffers.in[1]}, static_cast<const bool*>(buffers.side[0]), buffers.out};
   const int64_t threads = std::max<int64_t>(1, pool.num_threads());

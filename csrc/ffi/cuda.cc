@@ -201,10 +201,10 @@ std::string problem_of(const CallShape& call, Problem* problem) {
     return message;
   }
   problem->cost = cost_of(call.op);
-  problem->in_bytes = kDTypeBytes[static_cast<int>(call.in)];
-  problem->out_bytes = kDTypeBytes[static_cast<int>(call.out)];
+  problem->in_bytes = bytes_of(call.in);
+  problem->out_bytes = bytes_of(call.out);
   problem->masked = call.masked;
-  problem->plain = call.fused.empty();
+  problem->plain = call.fused.empty() && problem->in_bytes > 1;
   problem->packs = problem->scratch = true;
   return {};
 }

@@ -33,7 +33,7 @@ struct Problem {
   Cost cost;
   int in_bytes, out_bytes;  // of an element
   bool masked;
-  bool plain;    // whether elements go into the arithmetic as they are, converted at most
+  bool plain;    // whether memory can hold pads, and be compared as it is: of 16 bits or more, and nothing is fused
   bool packs;    // whether all operands begin with a whole pack
   bool scratch;  // whether there is memory for blocks to exchange states through
 

@@ -6,6 +6,9 @@ namespace jax_softmax {
 
 namespace {
 
+// Elements of 8 bits take as many registers as those of 16, and a pack has twice as many.
+int registers_of_pack(const Problem& problem) { return problem.in_bytes == 1 ? 2 : 1; }
+
 struct LanesAndPacks {
   int lanes, packs;
 };
@@ -45,7 +48,9 @@ Registers in_lanes(const Problem& problem, const Runs& runs) {
     plan.packs = choice->packs;
   } else {
     plan.lanes = 1;
-    while (plan.lanes < 32 && ceil_div(runs.packs, plan.lanes) * problem.cost.inputs > kGatheredPacks) plan.lanes *= 2;
+    while (plan.lanes < 32 &&
+           ceil_div(runs.packs, plan.lanes) * problem.cost.inputs > kGatheredPacks / registers_of_pack(problem))
+      plan.lanes *= 2;
     plan.packs = static_cast<int>(ceil_div(runs.packs, plan.lanes));
   }
   plan.threads = kLanesThreads;
@@ -72,7 +77,7 @@ std::optional<Registers> plan_registers(const Problem& problem, const Device& de
     return plan;
   }
   const Runs short_runs = runs_of(problem, kPackBytes);
-  if (short_runs.packs <= kWarpPacks) return in_lanes(problem, short_runs);
+  if (short_runs.packs <= kWarpPacks / registers_of_pack(problem)) return in_lanes(problem, short_runs);
 
   // Packs of long rows are counted from the start of a cache line: warps that share none are faster.
   const Runs runs = runs_of(problem, kCacheLineBytes);

@@ -9,7 +9,8 @@ namespace jax_softmax {
 namespace {
 
 constexpr const char* kOpTypes[kOps] = {"Softmax", "LogSoftmax", "SoftmaxLinear", "LogSoftmaxJvp", "LogSoftmaxVjp"};
-constexpr const char* kElementTypes[kDTypes] = {"Float16", "BFloat16", "float", "double"};
+constexpr const char* kElementTypes[kDTypes] = {"Float16",    "BFloat16",   "float", "double",
+                                                "Float8E4M3", "Float8E5M2", "Int8",  "UInt8"};
 constexpr const char* kHeaders[] = {"registers", "staged", "chunks", "ring", "tile", "twice", "twice"};
 
 std::string number(int64_t n) {
@@ -64,8 +65,7 @@ std::string source_of(const Plan& plan, const Step& step, const Problem& problem
   };
   if (function == "clear_words") return head + kernel("clear_words(operands, operands.rows);");
 
-  const DType wide =
-      kDTypeBytes[static_cast<int>(types.in)] > kDTypeBytes[static_cast<int>(types.out)] ? types.in : types.out;
+  const DType wide = bytes_of(types.in) > bytes_of(types.out) ? types.in : types.out;
   std::string text = head;
   if (!types.fused.empty()) {
     text += "struct Fused {\n  static constexpr bool kNothing = false;\n" +

@@ -71,10 +71,10 @@ std::optional<Staged> plan_staged(const Problem& problem, const Device&) {
                                           : 32;
     plan.held = static_cast<int>(ceil_div(columns, plan.lanes));
   }
-  const int64_t row_bytes = static_cast<int64_t>(columns) * bytes;
+  const int64_t row_bytes = static_cast<int64_t>(columns) * std::max(bytes, problem.out_bytes);
   // Whole turns of the block, two at the least if several lanes have a row, and whole sectors: halves of one, written
   // by two blocks, are written twice.
-  const int whole = kSectorBytes / std::min(bytes, problem.out_bytes), turns = plan.lanes > 2 ? 2 : 1;
+  const int whole = std::max(kPackBytes / bytes, kSectorBytes / problem.out_bytes), turns = plan.lanes > 2 ? 2 : 1;
   const auto unit = [&] { return std::max(whole, plan.threads / plan.lanes); };
   const auto units = [&] { return unit() < turns * plan.threads / plan.lanes ? 2 : 1; };
   int64_t slab_bytes = kSlabBytes;

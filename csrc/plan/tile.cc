@@ -7,8 +7,10 @@ namespace jax_softmax {
 
 namespace {
 
-constexpr int kThreads = 256;              // of a block, or a few fewer
-constexpr int kMostBlocks = 16;            // of a cluster
+constexpr int kThreads = 256;    // of a block, or a few fewer
+constexpr int kMostBlocks = 16;  // of a cluster
+// That a multiprocessor has room for in registers; fewer if elements have 8 bits, since packs then have many.
+constexpr int kThreadsAtOnce = 768, kNarrowThreadsAtOnce = 512;
 constexpr int kStaticBytes = 1 << 10;      // static shared memory, and what the system keeps of a block's
 constexpr int64_t kMostNumbers = 1 << 30;  // that are counted in 32 bits
 // Lines are read in parts of a cache line. Where they begin anywhere, in parts of twice that, since both ends of a part
@@ -245,7 +247,8 @@ Launch launch_of(const Tile& tile, const Problem& problem, const Device& device)
   launch.threads = tile.threads;
   launch.shared_bytes = shared_bytes_of(tile, problem);
   const int64_t fit = device.shared_memory_per_block / (launch.shared_bytes + kStaticBytes);
-  launch.resident = static_cast<int>(std::clamp<int64_t>(std::min<int64_t>(fit, 768 / tile.threads), 1, 3));
+  const int threads = problem.in_bytes == 1 ? kNarrowThreadsAtOnce : kThreadsAtOnce;
+  launch.resident = static_cast<int>(std::clamp<int64_t>(std::min<int64_t>(fit, threads / tile.threads), 1, 3));
   return launch;
 }
 

@@ -1,0 +1,222 @@
+"""int8, uint8 and float8 are read as they are: computed in float32 and rounded once, without a float copy in memory."""
+
+import functools
+import itertools
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import support
+from support import (
+    CUSTOM_VJPS,
+    JAX_NN,
+    NAMES,
+    NARROW,
+    NARROW_WAYS,
+    OPERATORS,
+    assert_same_bits,
+    call_kernel,
+    check,
+    sampled,
+)
+from test_schedules import KERNELS, SCHEDULES, on_gpu
+
+from jax_softmax import _kernels
+
+FLOAT8, INTEGERS = NARROW[:2], NARROW[2:]
+ON_CPU = jax.default_backend() == "cpu"
+INSTRUCTION_SETS = _kernels.build_info()["cpu_variants"] if ON_CPU else []
+
+every_dtype = pytest.mark.parametrize("dtype", NARROW)
+every_name = pytest.mark.parametrize("name", NAMES)
+
+
+def numbers(shape, dtype, seed=0):
+    """All of an integer's values, or float8 of a few exponents."""
+    rng = np.random.default_rng(seed)
+    if dtype in INTEGERS:
+        return rng.integers(0, 256, shape, np.uint8).view(dtype)
+    return (rng.standard_normal(shape) * 3).astype(jnp.dtype(dtype))
+
+
+def pairs_of_all(dtype):
+    """Rows of each number beside 0, and of each beside the next: with infinities, NaNs, and overflows."""
+    every = np.arange(256, dtype=np.uint8).view(dtype)
+    return np.stack([every, np.zeros_like(every)], 1), np.stack([every, np.roll(every, 1)], 1)
+
+
+def by_float32(f):
+    """The composition that a call means."""
+    return lambda x, *args: f(x.astype(jnp.float32), *args).astype(x.dtype if x.dtype.name in FLOAT8 else jnp.float32)
+
+
+def check_narrow(actual, name, x, axis=-1, where=None):
+    expected = support.reference(name, np.asarray(x).astype(np.float32), axis, where)
+    if x.dtype.name in INTEGERS:
+        return check(actual, expected)
+    support.check_float8(actual, expected.value, x.dtype)
+
+
+# ---- On a GPU, by every kernel
+
+
+@every_name
+@every_dtype
+def test_every_schedule_has_a_plan(dtype, name):
+    plans = [way.plan(name, dtype) for way in NARROW_WAYS]
+    assert {plan["schedule"] for plan in plans} == SCHEDULES
+    assert {kernel for plan in plans for kernel in support.kernel_names(plan)} == KERNELS
+    assert all(way.plan(name, dtype, list(way.shape)) for way in NARROW_WAYS)
+
+
+@on_gpu
+@pytest.mark.parametrize("way", NARROW_WAYS, ids=str)
+@every_name
+@every_dtype
+@pytest.mark.parametrize("masked", [False, True])
+def test_values_by_every_kernel(masked, dtype, name, way):
+    x = numbers(way.shape, dtype)
+    where = support.random_mask(way.shape) if masked else None
+    plan = way.plan(name, dtype, list(way.shape) if masked else None)
+    out = "float32" if dtype in INTEGERS else dtype
+    with support.limited(**way.limits):
+        mask = [where] if masked else []
+        y = call_kernel(name, x, *mask, axes=way.axes, out_dtype=out, scratch_bytes=plan["scratch_bytes"])
+    check_narrow(y, name, x, way.axes, where)
+
+
+# ---- On whatever runs here
+
+VIEWS = [
+    ((300, 7), -1),
+    ((64, 32), -1),
+    ((40, 65), -1),
+    ((5, 1999), -1),
+    ((3, 70_001), -1),
+    ((130, 33), 0),
+    ((3, 300, 16), 1),
+    ((6, 5, 13, 16), (0, 2)),
+]
+
+
+@sampled("view,dtype,name", itertools.product(VIEWS, NARROW, NAMES), 3, ids=str)
+def test_values(name, dtype, view):
+    shape, axis = view
+    x = numbers(shape, dtype)
+    row_mask = support.random_mask(shape[-1:], 1)
+    for where in (None, support.random_mask(shape), row_mask):
+        check_narrow(OPERATORS[name](x, axis, where), name, x, axis, where)
+    f = functools.partial(OPERATORS[name], axis=axis)
+    check_narrow(jax.vmap(f, 1, 1)(np.stack([x, x[::-1]], 1))[:, 0], name, x, axis)
+
+
+@every_name
+def test_integers_from_end_to_end(name):
+    """Differences of up to 255, which int8 has no room for."""
+    x = np.arange(-128, 128, dtype=np.int8)
+    for a in (x, x.view(np.uint8), np.stack([x, x[::-1]]), np.array([-128, 127], np.int8)):
+        check_narrow(OPERATORS[name](a), name, a)
+
+
+@every_name
+@pytest.mark.parametrize("dtype", FLOAT8)
+def test_all_numbers_of_float8(dtype, name):
+    for x in pairs_of_all(dtype):
+        actual = np.asarray(OPERATORS[name](x)).astype(np.float64)
+        expected = support.reference(name, x.astype(np.float32)).value
+        rounded = np.asarray(jnp.asarray(expected, jnp.float32).astype(dtype)).astype(np.float64)
+        info = jnp.finfo(dtype)
+        # The neighbour where a result is next to a tie.
+        np.testing.assert_allclose(actual, rounded, rtol=float(info.eps), atol=float(info.smallest_subnormal))
+
+
+@pytest.mark.skipif(not ON_CPU, reason="a GPU's arithmetic is not the same for float8 as for float32")
+@pytest.mark.parametrize("variant", INSTRUCTION_SETS)
+@pytest.mark.parametrize("dtype", FLOAT8)
+def test_float8_is_float32_rounded_once(dtype, variant):
+    """To the bit, as JAX converts: ties, subnormals, and what is beyond the largest number."""
+    try:
+        _kernels.use_cpu_variant(variant)
+    except ValueError as error:
+        pytest.skip(str(error))
+    try:
+        views = [(numbers(shape, dtype) * jnp.asarray(20, dtype), axis) for shape, axis in VIEWS]
+        for (x, axis), name in itertools.product([*views, *((x, -1) for x in pairs_of_all(dtype))], NAMES):
+            for where in (None, support.random_mask(x.shape)):
+                actual, expected = (f(x, axis, where) for f in (OPERATORS[name], by_float32(OPERATORS[name])))
+                # Which of its NaNs is not promised; no result is 7.
+                actual, expected = (jnp.where(jnp.isnan(y), jnp.asarray(7, dtype), y) for y in (actual, expected))
+                assert_same_bits(actual, expected, f"{name} {x.shape}")
+    finally:
+        _kernels.use_cpu_variant(INSTRUCTION_SETS[0])
+
+
+# ---- Derivatives, and what a program does
+
+
+@every_name
+@pytest.mark.parametrize("table", [OPERATORS, CUSTOM_VJPS], ids=["", "custom_vjp"])
+@pytest.mark.parametrize("dtype", FLOAT8)
+def test_gradients_of_float8_go_through_float32(dtype, table, name):
+    x, t = numbers((5, 33), dtype), numbers((5, 33), dtype, 1)
+    where = support.random_mask(x.shape)
+
+    def pullback(f):
+        return jax.vjp(lambda x: f(x, 0, where), jnp.asarray(x))[1](jnp.asarray(t))[0]
+
+    def tangent(f):
+        return jax.jvp(lambda x: f(x, 0, where), (jnp.asarray(x),), (jnp.asarray(t),))[1]
+
+    def second(f):
+        return jax.vjp(lambda x: jax.grad(lambda x: jnp.sum(f(x, 0, where) ** 2))(x), jnp.asarray(x))[1](t)[0]
+
+    f = OPERATORS[name]
+    assert_same_bits(pullback(table[name]), pullback(by_float32(f)))
+    if table is OPERATORS:
+        assert_same_bits(tangent(f), tangent(by_float32(f)))
+        assert_same_bits(second(f), second(by_float32(f)))
+
+
+@every_name
+@pytest.mark.parametrize("dtype", INTEGERS)
+def test_integers_have_no_tangents(dtype, name):
+    x = jnp.asarray(numbers((3, 5), dtype))
+    zeros = np.zeros(x.shape, jax.dtypes.float0)
+    for f in (OPERATORS[name], CUSTOM_VJPS[name]):
+        y, dy = jax.jvp(f, (x,), (zeros,))
+        assert y.dtype == dy.dtype == jnp.float32 and not np.any(dy)
+        assert jax.vjp(f, x)[1](y)[0].dtype == jax.dtypes.float0
+
+
+@every_name
+@every_dtype
+def test_memory(dtype, name):
+    """What jax.nn takes, and a twentieth of x at most, as blocks may exchange. A copy would be four x."""
+    x, where = (jax.ShapeDtypeStruct((512, 4096), t) for t in (dtype, bool))
+
+    def temporary(f, *operands):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # jax.nn casts an infinity to an integer
+            program = jax.jit(lambda x, where=None: f(x, where=where)).lower(*operands)
+            return program.compile().memory_analysis().temp_size_in_bytes
+
+    # Integers with a mask are copied on a CPU, as jax.nn mostly does too.
+    for operands in ((x,), *([] if ON_CPU and dtype in INTEGERS else [(x, where)])):
+        ours, theirs = (temporary(f, *operands) for f in (OPERATORS[name], JAX_NN[name]))
+        assert ours <= theirs + x.size // 20
+
+
+@every_name
+@every_dtype
+def test_a_kernel_reads_x_itself(dtype, name):
+    """On CUDA, whatever is here: no operation of XLA's stands before the call, or after it."""
+    x = jax.ShapeDtypeStruct((64, 4096), dtype)
+    exported = jax.export.export(
+        jax.jit(OPERATORS[name]),
+        platforms=["cuda"],
+        disabled_checks=[jax.export.DisabledSafetyCheck.custom_call("jax_softmax")],
+    )(x)
+    text = exported.mlir_module()
+    assert text.count("stablehlo.") == text.count("@jax_softmax(") == 1 and "@jax_softmax(%arg0)" in text, text
