@@ -8,6 +8,9 @@
 //   row(state)         what a finished row's (pivot, sum) amounts to for its elements
 //   finish(row, in)    an element of the result
 //   alone(x)           the same for a row of one element, of operators with a pivot
+//   kElementResults    whether there is a result for each element at all
+//   kRowResults        how many results a row has itself, and row_results(state, to), which sets them
+//   kRowOperands       how many numbers of its own a row has, which `row` and `term_scale` are then given as well
 //
 // `in` points at one element of each of the kInputs operands. All of it is written over a policy M with a value type
 // M::Value: a scalar in CUDA, a SIMD vector on the CPU.
@@ -65,6 +68,8 @@ struct SoftmaxBase {
   static constexpr int kInputs = 1;
   static constexpr int kFirstSummed = 0;
   static constexpr bool kHasPivot = true;  // the row's maximum
+  static constexpr bool kElementResults = true;
+  static constexpr int kRowResults = 0, kRowOperands = 0;
 
   // Stands in for an element that is masked or lies beyond the row's end.
   static JAX_SOFTMAX_INLINE C pad(int) { return M::constant(-M::kInfinity); }
@@ -112,6 +117,56 @@ struct LogSoftmax : SoftmaxBase<M> {
   static JAX_SOFTMAX_INLINE C alone(C x) { return x - x; }
 };
 
+// The logarithm of the sum of exponentials of a row, and its maximum; with a policy for which that of +inf is +inf.
+template <class M>
+struct LogSumExp : SoftmaxBase<M> {
+  using C = typename M::Value;
+  static constexpr bool kResultIsScaledTerm = false;
+  static constexpr bool kElementResults = false;
+  static constexpr int kRowResults = 2;
+  struct Scale {};
+  struct Row {};
+
+  static JAX_SOFTMAX_INLINE C masked() { return M::constant(0); }
+  static JAX_SOFTMAX_INLINE Row row(State<C>) { return {}; }
+  static JAX_SOFTMAX_INLINE C finish(const Row&, const C*) { return M::constant(0); }
+  static JAX_SOFTMAX_INLINE void row_results(State<C> s, C* to) {
+    const Relative<M> relative(s.pivot);
+    to[0] = relative.pivot_of(s.pivot) + relative.log(s.sum);
+    to[1] = s.pivot;
+  }
+};
+
+// An element's part of the gradient of a cross entropy, but for the label's own: softmax(x) (a + b lse) - c, where a
+// row is given a, b and c; and the row's log-sum-exp lse, and its maximum.
+template <class M>
+struct CrossEntropyGradient : LogSumExp<M> {
+  using C = typename M::Value;
+  static constexpr bool kResultIsScaledTerm = true;
+  static constexpr bool kElementResults = true;
+  static constexpr int kRowOperands = 3;
+
+  struct Scale {
+    C factor;
+    C subtrahend;
+    friend JAX_SOFTMAX_INLINE C operator*(C term, const Scale& scale) { return term * scale.factor - scale.subtrahend; }
+  };
+  struct Row {
+    Relative<M> relative;
+    Scale scale;
+  };
+  static JAX_SOFTMAX_INLINE Row row(State<C> s, const C* given) {
+    return {Relative<M>(s.pivot), term_scale(s, s.pivot, given)};
+  }
+  static JAX_SOFTMAX_INLINE C finish(const Row& r, const C* in) { return r.relative.exp(in[0]) * r.scale; }
+  static JAX_SOFTMAX_INLINE Scale term_scale(State<C> s, C term_pivot, const C* given) {
+    C of_row[2];
+    LogSumExp<M>::row_results(s, of_row);
+    const Relative<M> relative(s.pivot);
+    return {(given[0] + given[1] * of_row[0]) * relative.rescale(term_pivot) / s.sum, given[2]};
+  }
+};
+
 template <class M>
 struct LinearBase {
   using Policy = M;
@@ -120,6 +175,8 @@ struct LinearBase {
   static constexpr int kFirstSummed = 0;
   static constexpr bool kHasPivot = false;
   static constexpr bool kResultIsScaledTerm = false;
+  static constexpr bool kElementResults = true;
+  static constexpr int kRowResults = 0, kRowOperands = 0;
   struct Scale {};
 
   struct Row {

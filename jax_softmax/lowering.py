@@ -9,16 +9,17 @@ import numpy as np
 from jax.interpreters import mlir
 
 from jax_softmax import _cuda, _kernels, reference, sharding
-from jax_softmax.primitives import PRIMITIVES, float_operands
+from jax_softmax.primitives import PRIMITIVES
+from jax_softmax.row_primitives import ROW_PRIMITIVES
 
 TARGET = "jax_softmax"
 
 
-def _reference_rule():
+def _reference_rule(multiple_results):
     def function(*operands, op, axes):
         return reference.apply(op, axes, *operands)
 
-    return mlir.lower_fun(function, multiple_results=False)
+    return mlir.lower_fun(function, multiple_results)
 
 
 def _cpu_rule(by_reference):
@@ -41,8 +42,8 @@ def _cpu_rule(by_reference):
     return rule
 
 
-def _cuda_rule(by_reference, n_floats):
-    """An FFI call unless XLA itself is as fast, with a second result for blocks to exchange states through.
+def _cuda_rule(by_reference):
+    """An FFI call unless XLA itself is as fast, with a last result for blocks to exchange states through.
 
     XLA owns that memory, so that it lives as long as a CUDA graph that the call was captured into. A shape with
     symbolic dimensions has no known size; kernels that need no such memory do then.
@@ -56,15 +57,16 @@ def _cuda_rule(by_reference, n_floats):
         n = 0
         if all(isinstance(d, int) for d in x.shape):
             mask_shape = None
-            if len(ctx.avals_in) > n_floats:
-                shape = ctx.avals_in[n_floats].shape
+            if ctx.avals_in[-1].dtype == bool:
+                shape = ctx.avals_in[-1].shape
                 mask_shape = [*[1] * (len(x.shape) - len(shape)), *shape]
             n = _kernels.lower_for_cuda(list(x.shape), list(axes), op, x.dtype.name, mask_shape)
             if n is None:
                 return by_reference(ctx, *operands, op=op, axes=axes)
+        n_results = len(ctx.avals_out)
         if n:
             ctx = ctx.replace(avals_out=[*ctx.avals_out, jax.core.ShapedArray((n,), np.dtype(np.uint8))])
-        return call(ctx, *operands, op=op, axes=np.array(axes, np.int64), fused="")[:1]
+        return call(ctx, *operands, op=op, axes=np.array(axes, np.int64), fused="")[:n_results]
 
     return rule
 
@@ -92,14 +94,20 @@ def _register():
     jax.ffi.register_ffi_target(TARGET, _kernels.cpu_handler(), platform="cpu")
     jax.ffi.register_ffi_target(TARGET, _kernels.cuda_handlers(), platform="CUDA")
     for op, primitive in PRIMITIVES.items():
-        by_reference = _reference_rule()
+        by_reference = _reference_rule(multiple_results=False)
         rules = {
             None: by_reference,
             "cpu": _cpu_rule(by_reference),
-            "cuda": _cuda_rule(by_reference, float_operands(op)),
+            "cuda": _cuda_rule(by_reference),
         }
         for platform, rule in rules.items():
             rule = sharding.partitioned(primitive, platform, functools.partial(rule, op=op))
+            mlir.register_lowering(primitive, rule, platform=platform)
+    for op, primitive in ROW_PRIMITIVES.items():
+        by_reference = functools.partial(_reference_rule(multiple_results=True), op=op)
+        on_cuda = functools.partial(_cuda_rule(by_reference), op=op)
+        for platform, rule in {None: by_reference, "cpu": by_reference, "cuda": on_cuda}.items():
+            rule = sharding.divided_by_xla(primitive, rule, by_reference)
             mlir.register_lowering(primitive, rule, platform=platform)
 
 

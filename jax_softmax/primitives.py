@@ -61,18 +61,26 @@ def _sharding(avals, op, axes):
 
 
 def _batch(op, axis_data, operands, batch_axes, *, axes, axis_name):
-    """Only the axes change: operands batched along another axis than the first one's are moved to it.
+    batched, to, axes, axis_name = moved_batch_axes(
+        axis_data, operands, batch_axes, float_operands(op), axes=axes, axis_name=axis_name
+    )
+    return PRIMITIVES[op].bind(*batched, axes=axes, axis_name=axis_name), to
 
-    A float operand without a batch axis is broadcast; for a mask an extent of 1 will do. A batch axis that `axis_name`
+
+def moved_batch_axes(axis_data, operands, batch_axes, n_floats, *, axes, axis_name):
+    """Operands that are batched along one axis, that axis, and the parameters that go with them.
+
+    Only the axes change: operands batched along another axis than the first one's are moved to it. One of the first
+    `n_floats` that has no batch axis is broadcast; for a mask an extent of 1 will do. A batch axis that `axis_name`
     names, as `vmap`'s argument of that name may, is one of the axes.
     """
     operands, batch_axes = list(operands), list(batch_axes)
     named = axis_data.name in axis_name
     if all(b is None for b in batch_axes):
         if not named:
-            return PRIMITIVES[op].bind(*operands, axes=axes, axis_name=axis_name), None
+            return operands, None, axes, axis_name
         operands[0], batch_axes[0] = jnp.broadcast_to(operands[0], (axis_data.size, *operands[0].shape)), 0
-    floats = operands[: float_operands(op)]
+    floats = operands[:n_floats]
     ndim = next(x.ndim - (b is not None) for x, b in zip(floats, batch_axes, strict=False))
     size = next(x.shape[b] for x, b in zip(operands, batch_axes, strict=True) if b is not None)
     # The batch axis of each operand, and the new axis, counted from the end: a mask may have fewer axes than x.
@@ -95,7 +103,7 @@ def _batch(op, axis_data, operands, batch_axes, *, axes, axis_name):
     axes = tuple(a + (a >= to) for a in axes)
     if named:
         axes, axis_name = tuple(sorted([*axes, to])), tuple(name for name in axis_name if name != axis_data.name)
-    return PRIMITIVES[op].bind(*batched, axes=axes, axis_name=axis_name), to
+    return batched, to, axes, axis_name
 
 
 def _jvp(op, primals, tangents, **axes):

@@ -18,7 +18,12 @@ ORIGINALS = {"softmax": jax.nn.softmax, "log_softmax": jax.nn.log_softmax}
 
 def widened(x):
     """What has 16 bits or 8 as float32, in which it is computed."""
-    return x.astype(jnp.float32) if x.dtype.name in _COMPUTED_IN_FLOAT32 else x
+    return x.astype(wide_dtype(x.dtype))
+
+
+def wide_dtype(dtype):
+    """The dtype of the arithmetic."""
+    return jnp.dtype(jnp.float32) if dtype.name in _COMPUTED_IN_FLOAT32 else dtype
 
 
 def without_narrow(x):
@@ -95,7 +100,30 @@ def log_softmax_vjp(y, t, where, axes, across=None):
     return _kept(t32 - p * _row_sum(t32, axes, across), where).astype(t.dtype)
 
 
-_OPERATORS = {f.__name__: f for f in (softmax, log_softmax, softmax_linear, log_softmax_jvp, log_softmax_vjp)}
+def logsumexp(x, where, axes, across=None):
+    """The logarithm of the sum of exp(x) over each row, and its maximum."""
+    x = _kept(widened(x), where, -jnp.inf)
+    largest = jnp.max(x, axes, keepdims=True, initial=-jnp.inf)
+    if across is not None:
+        largest = across(largest, "max")
+    shift = jnp.where(jnp.isfinite(largest), largest, 0)
+    return jnp.log(_row_sum(jnp.exp(x - shift), axes, across)) + shift, largest
+
+
+def cross_entropy_gradient(x, a, b, c, where, axes, across=None):
+    """softmax(x) (a + b lse) - c, and what `logsumexp` gives."""
+    lse, largest = logsumexp(x, where, axes, across)
+    return cross_entropy_elements(x, a, b, c, lse, where), lse, largest
+
+
+def cross_entropy_elements(x, a, b, c, lse, where):
+    return _kept(jnp.exp(widened(x) - lse) * (a + b * lse) - c, where).astype(x.dtype)
+
+
+_OPERATORS = {
+    f.__name__: f
+    for f in (softmax, log_softmax, softmax_linear, log_softmax_jvp, log_softmax_vjp, logsumexp, cross_entropy_gradient)
+}
 
 
 def apply(op, axes, *operands, across=None):

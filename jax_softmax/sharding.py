@@ -88,6 +88,18 @@ def partitioned(primitive, platform, local):
     return rule
 
 
+def divided_by_xla(primitive, local, by_reference):
+    """The rule `local`, and for programs of several devices one of jax.numpy, which XLA divides by itself."""
+    over_mesh_axes = mlir.lower_fun(functools.partial(_over_mesh_axes, primitive.name), multiple_results=True)
+
+    def rule(ctx, *operands, axis_name, **params):
+        if axis_name:
+            return over_mesh_axes(ctx, *operands, axis_name=axis_name, **params)
+        return (local if _devices(ctx)[0] == 1 else by_reference)(ctx, *operands, **params)
+
+    return rule
+
+
 def _over_mesh_axes(op, *operands, axes, axis_name):
     """The operator inside shard_map, each device along the mesh axes having a part of every row."""
 

@@ -48,6 +48,7 @@ DEVICES = {
     "RTX 5090": device(120, 170, 99, 8),
 }
 OPS = ("softmax", "log_softmax", "softmax_linear", "log_softmax_jvp", "log_softmax_vjp")
+ROW_OPS = ("logsumexp", "cross_entropy_gradient")  # which have results for whole rows
 
 
 class Way(NamedTuple):
@@ -138,12 +139,28 @@ def plan(shape, axes, op="softmax", dtype="float32", mask_shape=None, on=H200, s
 
 
 def call_kernel(op, *operands, axes, out_dtype=None, fused="", scratch_bytes=0):
-    """The custom call itself, on a GPU, wherever the lowering would rather have XLA's own operations."""
-    results = [jax.ShapeDtypeStruct(operands[0].shape, out_dtype or operands[0].dtype)]
+    """The custom call itself, on a GPU, wherever the lowering would rather have XLA's own operations.
+
+    Its result, or of ROW_OPS all of them."""
+    x = operands[0]
+    results = [] if op == "logsumexp" else [jax.ShapeDtypeStruct(x.shape, out_dtype or x.dtype)]
+    if op in ROW_OPS:
+        rows = [1 if d in axes else n for d, n in enumerate(x.shape)]
+        results += 2 * [jax.ShapeDtypeStruct(rows, np.float64 if x.dtype == np.float64 else np.float32)]
+    n = len(results)
     if scratch_bytes:
         results.append(jax.ShapeDtypeStruct((scratch_bytes,), np.uint8))
     call = jax.ffi.ffi_call("jax_softmax", results)
-    return jax.jit(lambda *operands: call(*operands, op=op, axes=np.array(axes, np.int64), fused=fused)[0])(*operands)
+    found = jax.jit(lambda *operands: call(*operands, op=op, axes=np.array(axes, np.int64), fused=fused)[:n])(*operands)
+    return found if op in ROW_OPS else found[0]
+
+
+def row_operands(op, shape, axes, dtype, seed=3):
+    """What rows have of their own, as an operator of ROW_OPS takes it."""
+    rows = [1 if d in axes else n for d, n in enumerate(shape)]
+    wide = np.float64 if np.dtype(dtype) == np.float64 else np.float32
+    count = 3 if op == "cross_entropy_gradient" else 0
+    return [normal(rows, wide, seed=seed + i, scale=0.5) for i in range(count)]
 
 
 def precision(dtype):
@@ -242,6 +259,52 @@ def _rows(name, x, axis, where):
 def reference(name, x, axis=-1, where=None):
     rows = _rows(name, x, axis, where)
     return Bounded(rows.y, rows.y_bound, rows.rounding.dtype)
+
+
+@np.errstate(invalid="ignore", divide="ignore", over="ignore", under="ignore")
+def reference_logsumexp(x, axis=-1, where=None, keepdims=False):
+    """The logarithm of the sum of exponentials in the dtype of the arithmetic, and the maximum."""
+    rounding, wide, keep, axes = _masked_rows(x, axis, where)
+    largest = np.max(wide, axis=axes, keepdims=True, initial=-np.inf)
+    shift = np.where(np.isfinite(largest), largest, 0)
+    log_total = np.log(np.sum(np.exp(wide - shift), axis=axes, keepdims=True))
+    lse = shift + log_total
+    length = int(np.prod([keep.shape[a] for a in axes]))
+    bound = rounding.compute * (2 * np.abs(shift) + np.abs(log_total) + np.abs(lse)) + _sum_error(rounding, length)
+    dtype = np.dtype(np.float64 if rounding.dtype == np.float64 else np.float32)
+    results = [
+        Bounded(lse, np.where(np.isfinite(lse), bound, 0), dtype),
+        Bounded(np.where(np.isnan(lse), np.nan, largest), np.zeros_like(lse), dtype),
+    ]
+    if not keepdims:
+        results = [Bounded(np.squeeze(v, axes), np.squeeze(b, axes), dtype) for v, b, _ in results]
+    return results
+
+
+@np.errstate(invalid="ignore", divide="ignore", over="ignore", under="ignore")
+def reference_cross_entropy_gradient(x, a, b, c, axes, where=None):
+    """softmax(x) (a + b lse) - c, then what reference_logsumexp gives."""
+    rounding, wide, keep, axes = _masked_rows(x, axes, where)
+    lse, largest = reference_logsumexp(x, axes, where, keepdims=True)
+    a, b, c = (_widened(n) for n in (a, b, c))
+    y = np.exp(wide - lse.value)
+    length = int(np.prod([keep.shape[d] for d in axes]))
+    depth = np.where(np.isfinite(wide), wide - largest.value, 0)
+    factor = a + b * lse.value
+    relative = rounding.compute * (8 + np.abs(depth)) + _sum_error(rounding, length)
+    bound = y * (np.abs(factor) * relative + 4 * rounding.compute * (np.abs(a) + np.abs(b * lse.value)))
+    bound = bound + y * np.abs(b) * lse.bound + 2 * rounding.compute * np.abs(c)
+    g = np.where(keep, y * factor - c, 0)
+    bound = np.where(keep, bound + rounding.store * np.abs(g) + rounding.tiny, 0)
+    return Bounded(g, bound, rounding.dtype), lse, largest
+
+
+def _masked_rows(x, axis, where):
+    x = np.asarray(x)
+    shape = np.broadcast_shapes(x.shape, np.shape(True if where is None else where))
+    keep = np.broadcast_to(np.asarray(True if where is None else where), shape)
+    wide = np.where(keep, np.broadcast_to(_widened(x), shape), -np.inf)
+    return _Rounding.of(x.dtype), wide, keep, _axes_of(axis, len(shape))
 
 
 @np.errstate(invalid="ignore", divide="ignore", over="ignore", under="ignore")

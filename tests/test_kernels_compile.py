@@ -8,7 +8,7 @@ import itertools
 import re
 
 import pytest
-from support import DEVICES, NAMES, NARROW, NARROW_WAYS, OPS, WAYS, sampled
+from support import DEVICES, NAMES, NARROW, NARROW_WAYS, OPS, ROW_OPS, WAYS, sampled
 
 from jax_softmax import _kernels
 
@@ -40,7 +40,9 @@ def check_compiles(steps, compute_capability):
         assert binary[:4] == b"\x7fELF", step["plan"]
 
 
-@pytest.mark.parametrize("op", ["softmax", *(pytest.param(op, marks=sweep) for op in OPS if op != "softmax")])
+@pytest.mark.parametrize(
+    "op", ["softmax", *(pytest.param(op, marks=sweep) for op in (*OPS, *ROW_OPS) if op != "softmax")]
+)
 def test_every_kernel_on_sm_90(jit, op):
     check_spills(steps_of(way.plan(op) for way in WAYS))
 
@@ -79,6 +81,6 @@ def test_one_kernel_on_other_architectures(jit, name):
 def test_every_kernel_on_other_architectures(jit, name):
     on = DEVICES[name]
     jit.needs(on["compute_capability"])
-    check_compiles(steps_of(way.plan(op, on=on) for way in WAYS for op in OPS), on["compute_capability"])
+    check_compiles(steps_of(way.plan(op, on=on) for way in WAYS for op in (*OPS, *ROW_OPS)), on["compute_capability"])
     narrow = steps_of(way.plan("softmax", dtype, on=on) for way in NARROW_WAYS for dtype in NARROW)
     check_compiles(narrow, on["compute_capability"])

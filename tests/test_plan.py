@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support import DEVICES, NAMES, NARROW, OPS, WAYS, plan
+from support import DEVICES, NAMES, NARROW, OPS, ROW_OPS, WAYS, plan
 
 from jax_softmax import _kernels
 
@@ -189,7 +189,7 @@ ROWS = (1, 2, 8, 50, 1000, 10**6)
 
 
 @every_device
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", (*OPS, *ROW_OPS))
 @pytest.mark.parametrize("dtype", ["int8", "bfloat16", "float32", "float64"])
 def test_rows_are_cut_alike_however_many_there_are(name, op, dtype):
     lengths = [3, 64, 1999, 8192, 30_000, 41_325, 50_257, 60_001, 151_936, 1 << 20, 5_000_001, 1 << 24, 1 << 26]
@@ -201,7 +201,7 @@ def test_rows_are_cut_alike_however_many_there_are(name, op, dtype):
 
 
 @every_device
-@pytest.mark.parametrize("op", ["softmax", "softmax_linear", "log_softmax_vjp"])
+@pytest.mark.parametrize("op", ["softmax", "softmax_linear", "log_softmax_vjp", *ROW_OPS])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(
     "shape,axes",

@@ -12,13 +12,16 @@ from support import (
     NAMES,
     OPERATORS,
     OPS,
+    ROW_OPS,
     WAYS,
     call_kernel,
     check,
     check_all,
     normal,
     reference,
+    reference_cross_entropy_gradient,
     reference_linear,
+    reference_logsumexp,
     reference_vjp,
 )
 
@@ -69,6 +72,26 @@ def test_values(masked, dtype, op, way):
     with support.limited(**way.limits), support.precision(dtype):
         result = call_kernel(op, *inputs, *mask, axes=way.axes, scratch_bytes=plan["scratch_bytes"])
     check(result, expected, f"{op} by {plan['schedule']}")
+
+
+@on_gpu
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("op", ROW_OPS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_results_of_rows(masked, dtype, op, way):
+    where = support.random_mask(way.shape) if masked else None
+    mask = [] if where is None else [where]
+    x, of_rows = normal(way.shape, dtype), support.row_operands(op, way.shape, way.axes, dtype)
+    if op == "logsumexp":
+        expected = reference_logsumexp(x, way.axes, where, keepdims=True)
+    else:
+        expected = reference_cross_entropy_gradient(x, *of_rows, way.axes, where)
+    plan = way.plan(op, dtype, list(way.shape) if masked else None)
+    with support.limited(**way.limits), support.precision(dtype):
+        results = call_kernel(op, x, *of_rows, *mask, axes=way.axes, scratch_bytes=plan["scratch_bytes"])
+    for name, result, bounded in zip(("g", "lse", "largest")[-len(results) :], results, expected, strict=True):
+        check(result, bounded, f"{name} of {op} by {plan['schedule']}")
 
 
 # The boundaries are those of the CUDA plan.

@@ -3,12 +3,21 @@
 
 namespace jax_softmax {
 
-enum class Op { kSoftmax, kLogSoftmax, kSoftmaxLinear, kLogSoftmaxJvp, kLogSoftmaxVjp };
+enum class Op {
+  kSoftmax,
+  kLogSoftmax,
+  kSoftmaxLinear,
+  kLogSoftmaxJvp,
+  kLogSoftmaxVjp,
+  kLogSumExp,
+  kCrossEntropyGradient
+};
 enum class DType { kF16, kBF16, kF32, kF64, kF8E4M3, kF8E5M2, kI8, kU8 };
 
-inline constexpr int kOps = 5;
-inline constexpr const char* kOpNames[kOps] = {"softmax", "log_softmax", "softmax_linear", "log_softmax_jvp",
-                                               "log_softmax_vjp"};
+inline constexpr int kOps = 7;
+inline constexpr const char* kOpNames[kOps] = {
+    "softmax",         "log_softmax", "softmax_linear",        "log_softmax_jvp",
+    "log_softmax_vjp", "logsumexp",   "cross_entropy_gradient"};
 inline constexpr int kDTypes = 8;
 inline constexpr const char* kDTypeNames[kDTypes] = {"float16",       "bfloat16",    "float32", "float64",
                                                      "float8_e4m3fn", "float8_e5m2", "int8",    "uint8"};
@@ -19,12 +28,16 @@ constexpr bool is_integer(DType type) { return type == DType::kI8 || type == DTy
 constexpr DType result_of(DType operand) { return is_integer(operand) ? DType::kF32 : operand; }
 
 struct Cost {
-  int inputs;        // operands
-  int exponentials;  // of an element, in the sum and in the result
-  int logarithms;    // of a row
+  int inputs;                   // operands
+  int exponentials;             // of an element, in the sum and in the result
+  int logarithms;               // of a row
+  bool element_results = true;  // whether there is one for each element
+  int row_results = 0;          // of a row itself
+  int row_operands = 0;         // numbers that a row has of its own
 };
 
-inline constexpr Cost kCosts[kOps] = {{1, 1, 0}, {1, 1, 1}, {2, 0, 0}, {2, 1, 0}, {2, 1, 0}};
+inline constexpr Cost kCosts[kOps] = {
+    {1, 1, 0}, {1, 1, 1}, {2, 0, 0}, {2, 1, 0}, {2, 1, 0}, {1, 1, 1, false, 2}, {1, 1, 1, true, 2, 3}};
 constexpr Cost cost_of(Op op) { return kCosts[static_cast<int>(op)]; }
 constexpr int inputs_of(Op op) { return cost_of(op).inputs; }
 

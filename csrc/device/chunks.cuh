@@ -171,9 +171,9 @@ struct Chunk {
 
   // `state` is the row's, `pivot` that of the warp whose packs these are.
   __device__ __forceinline__ void finish(const State<C>& state, C pivot) const {
-    const auto finished = Op::row(state);
+    const auto finished = mem.row(state, row.begin);
     typename Op::Scale scale{};
-    if constexpr (Mem::kTermsFit) scale = Op::term_scale(state, pivot);
+    if constexpr (Mem::kTermsFit) scale = mem.term_scale(state, pivot, row.begin);
     const Pointer<R, typename Mem::Out, kThreads> out(mem.out(), row, chunk * kShare + rank);
     const auto results_of = [&](int j, const At& place, unsigned bits) {
       Pack raw[kInputs];
@@ -269,6 +269,7 @@ __device__ __forceinline__ void chunks(const Operands& operands) {
     if (lane % kTeamWarps != 0) state = identity<Op, typename Mem::M>();
     state = combine_over_lanes<Op, 32>(state);
   }
+  if (work.chunk == 0 && work.rank == 0) mem.store_row(index, state);
   work.finish(state, warp.pivot);
 }
 

@@ -56,22 +56,40 @@ struct Half : Scalar<float> {
 // For softmax of float32: see its Relative.
 struct Reduced : Precise<float> {};
 
-// The policy of an operator, by the wider one of the types that it reads and writes.
+// Other arithmetic, in which the sum of a row that has +inf is +inf, and not NaN: see its Relative.
+template <class Arithmetic>
+struct OfLogSumExp : Arithmetic {};
+
+// The arithmetic of an operator, by the wider one of the types that it reads and writes.
 template <template <class> class Op, class T>
-struct PolicyOf {
+struct ArithmeticOf {
   using type = Half;
 };
 template <template <class> class Op>
-struct PolicyOf<Op, float> {
+struct ArithmeticOf<Op, float> {
   using type = Precise<float>;
 };
 template <>
-struct PolicyOf<Softmax, float> {
+struct ArithmeticOf<Softmax, float> {
   using type = Reduced;
 };
 template <template <class> class Op>
-struct PolicyOf<Op, double> {
+struct ArithmeticOf<Op, double> {
   using type = Precise<double>;
+};
+
+// And its policy.
+template <template <class> class Op, class T>
+struct PolicyOf {
+  using type = typename ArithmeticOf<Op, T>::type;
+};
+template <class T>
+struct PolicyOf<LogSumExp, T> {
+  using type = OfLogSumExp<typename ArithmeticOf<LogSumExp, T>::type>;
+};
+template <class T>
+struct PolicyOf<CrossEntropyGradient, T> {
+  using type = OfLogSumExp<typename ArithmeticOf<CrossEntropyGradient, T>::type>;
 };
 
 }  // namespace jax_softmax::device
@@ -109,6 +127,18 @@ struct Relative<device::Half> {
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(sum));
     return x * inverse;
   }
+};
+
+// Terms relative to a pivot of +inf are taken relative to zero too.
+template <class Base>
+struct Relative<device::OfLogSumExp<Base>> : Relative<Base> {
+  using C = typename Base::Value;
+  Relative() = default;
+  explicit __device__ __forceinline__ Relative(C pivot) : Relative<Base>(below_infinity(pivot)) {}
+  static __device__ __forceinline__ C below_infinity(C pivot) { return pivot == Base::kInfinity ? C(0) : pivot; }
+  // What is added to the logarithm of the sum.
+  static __device__ __forceinline__ C pivot_of(C pivot) { return shielded<Base>(below_infinity(pivot)); }
+  __device__ __forceinline__ C rescale(C from) const { return Relative<Base>::rescale(below_infinity(from)); }
 };
 
 // Terms in powers of 2, of the element itself and not of its rounded distance from the pivot: 2^(x log2(e) - n), where

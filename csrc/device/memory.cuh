@@ -11,11 +11,13 @@ inline constexpr int kMostSides = 4;
 
 // The kernels' only parameter, as csrc/ffi fills it in.
 struct Operands {
-  const void* in[2];             // of one shape: the operator's operands
-  const void* side[kMostSides];  // that broadcast to that shape: what is fused reads them, and the mask, the last one
+  const void* in[2];  // of one shape: the operator's operands
+  // That broadcast to that shape: what is fused reads, then what rows have of their own, then the mask.
+  const void* side[kMostSides];
   void* out;
   uint64_t* words;  // memory for blocks to exchange states through, or null
   int64_t rows;
+  void* of_rows[2];  // results that rows have themselves
 };
 
 // A dimension of the view: its extent, and the strides in elements of the operands and of each side operand.
@@ -80,7 +82,7 @@ struct Memory {
       kPacks_;  // whether operands begin with whole packs, so that memory is accessed by them
   static constexpr int kInputs = Op::kInputs;
   static constexpr int kWidth = kPerPack<In>;
-  static constexpr int kSides = Fused::kSides + kMasked;
+  static constexpr int kSides = Fused::kSides + Op::kRowOperands + kMasked;
   static constexpr unsigned kAll = kAllBits<In>;
   using Place = Offset<kSides>;
   using Values = C[kWidth][kInputs];
@@ -186,6 +188,38 @@ struct Memory {
     }
   }
 
+  // ---- rows
+
+  // What a row's state amounts to for its elements; it lies at `at`.
+  __device__ __forceinline__ typename Op::Row row(const State<C>& state, const Place& at) const {
+    if constexpr (Op::kRowOperands == 0) {
+      return Op::row(state);
+    } else {
+      C given[Op::kRowOperands];
+      row_operands(given, at);
+      return Op::row(state, given);
+    }
+  }
+  // The same for terms, relative to a pivot of their own.
+  __device__ __forceinline__ typename Op::Scale term_scale(const State<C>& state, C pivot, const Place& at) const {
+    if constexpr (Op::kRowOperands == 0) {
+      return Op::term_scale(state, pivot);
+    } else {
+      C given[Op::kRowOperands];
+      row_operands(given, at);
+      return Op::term_scale(state, pivot, given);
+    }
+  }
+  // Stores the results that the row has itself, if any.
+  __device__ __forceinline__ void store_row(int64_t row, const State<C>& state) const {
+    if constexpr (Op::kRowResults > 0) {
+      C results[Op::kRowResults];
+      Op::row_results(state, results);
+#pragma unroll
+      for (int k = 0; k < Op::kRowResults; ++k) static_cast<C*>(operands.of_rows[k])[row] = results[k];
+    }
+  }
+
   // ---- writing
 
   // The results of a pack's elements, those that are not `kept` being masked.
@@ -206,6 +240,12 @@ struct Memory {
   }
 
  private:
+  __device__ __forceinline__ void row_operands(C* given, const Place& at) const {
+#pragma unroll
+    for (int k = 0; k < Op::kRowOperands; ++k) {
+      given[k] = static_cast<const C*>(operands.side[Fused::kSides + k])[at.side[Fused::kSides + k]];
+    }
+  }
   template <int side = 0>
   __device__ __forceinline__ void read_sides(C (&s)[kMostSides], const Place& at) const {
     if constexpr (side < Fused::kSides) {

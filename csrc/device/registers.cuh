@@ -87,10 +87,12 @@ __device__ __forceinline__ void registers(const Operands& operands) {
   }
   const State<C> state = Members::combine({pivot, Members::warp_sum(sum)});
   if (!active) return;
+  if (rank == 0) mem.store_row(index, state);
+  if constexpr (!Op::kElementResults) return;
 
-  const typename Op::Row finished = Op::row(state);
+  const typename Op::Row finished = mem.row(state, row.begin);
   typename Op::Scale scale{};
-  if constexpr (kTerms) scale = Op::term_scale(state, pivot);
+  if constexpr (kTerms) scale = mem.term_scale(state, pivot, row.begin);
   const Pointer<R, typename Mem::Out, kLanes> out(mem.out(), row, rank);
 #pragma unroll
   for (int p = 0; p < kPacks; ++p) {

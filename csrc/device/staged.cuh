@@ -173,7 +173,9 @@ __device__ __forceinline__ void staged(const Operands& operands) {
         if (Op::kResultIsScaledTerm) values[i][0] = term;
         sum += term;
       }
-      const auto finished = Op::row(State<C>{pivot, sum_over_lanes<kLanes>(sum)});
+      const State<C> state{pivot, sum_over_lanes<kLanes>(sum)};
+      if (lane == 0 && active) mem.store_row(first_row + row, state);
+      const auto finished = mem.row(state, place);
 #pragma unroll
       for (int i = 0; i < kHeld; ++i) {
         C result;
@@ -182,12 +184,13 @@ __device__ __forceinline__ void staged(const Operands& operands) {
         } else {
           result = Op::finish(finished, values[i]);
         }
-        if (i * kLanes < mine) {
+        if (Op::kElementResults && i * kLanes < mine) {
           out[begin + i * kLanes] = Elements<Out>::narrow(mem.is_kept(at(i)) ? result : Op::masked());
         }
       }
     }
   }
+  if constexpr (!Op::kElementResults) return;
   __syncthreads();
 
   constexpr int kOutWidth = kPerPack<Out>;

@@ -57,7 +57,8 @@ __device__ __forceinline__ void tile(const Operands& operands) {
     __syncthreads();
   }
 #endif
-  part.template finish<!kAlone>();
+  if (rank == 0) part.store_rows();
+  if constexpr (Op::kElementResults) part.template finish<!kAlone>();
 }
 
 }  // namespace jax_softmax::device

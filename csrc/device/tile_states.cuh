@@ -32,7 +32,8 @@ struct TileStates : TilePart<Mem, View, Plan> {
   static constexpr int kTogether = !kShuffles ? 1 : Part::kTeam < 32 ? kGroups : 32 / kPacks;
   // What threads leave in shared memory to be put together: of each array some entries, each of kSlots states.
   static constexpr int kEntries = kGroups / kTogether, kSlots = kPacks * kStates;
-  static constexpr bool kAlone = kEntries == 1 && kCopies == 1;  // no other thread has a part of these rows
+  // No other thread has a part of these rows, nor needs to know their states.
+  static constexpr bool kAlone = kEntries == 1 && kCopies == 1 && Op::kRowResults == 0;
   static constexpr int kOfThreads = kEntries * kArrays * kSlots;
   static constexpr int kOfBlocks = kParts > 1 && Plan::kHeld ? kParts * kRows : 0;
   // Room for so many states, of threads or of a cluster's blocks, and behind them for those of whole rows.
@@ -244,6 +245,27 @@ struct TileStates : TilePart<Mem, View, Plan> {
     }
   }
 
+  // Where a row's first element lies; for what rows have of their own.
+  __device__ __forceinline__ typename Mem::Place begin_of(int row) const {
+    if constexpr (Op::kRowOperands == 0) return {};
+    const int of_array = kArrays == 1 ? 0 : row / kElements;
+    const int64_t last = mem_rows() / Part::kInner - 1, element = this->first_element + row - of_array * kElements;
+    return this->in_first_line(min(first_array() + of_array, last), min(element, Part::kInner - 1));
+  }
+  // Stores the results that rows have themselves, given the states of whole rows.
+  __device__ __forceinline__ void store_rows() const {
+    if constexpr (Op::kRowResults > 0) {
+      for (int row = threadIdx.x; row < kArrays * kElements; row += kThreads) {
+        const int of_array = kArrays == 1 ? 0 : row / kElements;
+        const int64_t element = this->first_element + row - of_array * kElements;
+        const int64_t at = (first_array() + of_array) * Part::kInner + element;
+        if (element < Part::kInner && at < mem_rows()) this->mem.store_row(at, whole(row));
+      }
+    }
+  }
+  __device__ __forceinline__ int64_t mem_rows() const { return this->mem.operands.rows; }
+  __device__ __forceinline__ int64_t first_array() const { return this->outer - (kArrays > 1 ? this->array : 0); }
+
   // ---- results
 
   // Writes the results, given the states of whole rows or, where the block has whole rows and the thread is alone with
@@ -288,18 +310,18 @@ struct TileStates : TilePart<Mem, View, Plan> {
 
   template <bool kGiven>
   __device__ __forceinline__ void finish_states(Finished (&finished)[kStates]) const {
-    const auto prepare = [&](int s, const State<C>& state) {
+    const auto prepare = [&](int s, const State<C>& state, const typename Mem::Place& begin) {
       if constexpr (kTermsFit) {
-        finished[s] = Op::term_scale(state, pivot[s]);
+        finished[s] = this->mem.term_scale(state, pivot[s], begin);
       } else {
-        finished[s] = Op::row(state);
+        finished[s] = this->mem.row(state, begin);
       }
     };
     if constexpr (kGiven) {
-      for_rows_of_thread([&](int s, int row) { prepare(s, whole(row)); });
+      for_rows_of_thread([&](int s, int row) { prepare(s, whole(row), begin_of(row)); });
     } else {
 #pragma unroll
-      for (int s = 0; s < kStates; ++s) prepare(s, {pivot[s], sum[s]});
+      for (int s = 0; s < kStates; ++s) prepare(s, {pivot[s], sum[s]}, {});
     }
   }
   static __device__ __forceinline__ void results_of(C (&result)[kWidth], const Values& v,

@@ -80,7 +80,7 @@ struct Stretch {
   }
 
   __device__ __forceinline__ void finish(const State<C>& state) const {
-    const auto finished = Op::row(state);
+    const auto finished = mem.row(state, row.begin);
     for_packs<0, Plan::kFinished>([&](auto& raw, const auto& at, const auto& inside) {
 #pragma unroll
       for (int u = 0; u < Plan::kFinished; ++u) {
@@ -135,7 +135,9 @@ __device__ __forceinline__ void whole_rows(const Operands& operands) {
   const Mem mem{operands};
   const R row(blockIdx.x);
   const Stretch<Mem, View, Plan> stretch{mem, row, 0, R::kPacks};
-  stretch.finish(stretch.state());
+  const auto state = stretch.state();
+  if (threadIdx.x == 0) mem.store_row(blockIdx.x, state);
+  if constexpr (Mem::Op::kElementResults) stretch.finish(state);
 }
 
 // ---- the launches, of tiles
@@ -190,6 +192,8 @@ __device__ __forceinline__ void whole_tiles(const Operands& operands) {
     });
     __syncthreads();
   }
+  TileStates<Mem, View, Plan>(mem, shared, blockIdx.x, 0).store_rows();
+  if constexpr (!Op::kElementResults) return;
   using Finished = TileStates<Mem, View, Smaller<Plan>>;
   for (int piece = 0; piece < Finished::kParts; ++piece) {
     Finished(mem, shared, blockIdx.x, piece).template finish<true>();
@@ -198,15 +202,27 @@ __device__ __forceinline__ void whole_tiles(const Operands& operands) {
 
 // ---- between them: the states of each row's pieces are put together, in the place of the first piece's
 
-template <class Mem, class Plan>
+template <class Mem, class View, class Plan>
 __device__ __forceinline__ void combine_pieces(const Operands& operands) {
   using Op = typename Mem::Op;
   using C = typename Mem::C;
   constexpr int kPieces = Plan::kCombined, kRows = Plan::kTileRows;  // neighbouring rows, whose states are neighbours
+  const Mem mem{operands};
+  // Some rows of a tile are another one's, or none at all.
+  const auto store_row = [&](int64_t tile, int row, const State<C>& state) {
+    if constexpr (Op::kRowResults > 0 && kRows > 1) {
+      using Part = TilePart<Mem, View, Plan>;
+      const int64_t element = tile % Part::kTilesOfLine * Part::kElements + row;
+      if (row >= Part::kElements || element >= Part::kInner) return;
+      mem.store_row(tile / Part::kTilesOfLine * Part::kInner + element, state);
+    } else {
+      mem.store_row(tile, state);
+    }
+  };
   let_next_kernel_start();
   wait_for_previous_kernel();
   // A warp to a row or, of several, a thread in each of a block's warps.
-  constexpr int kWarps = Plan::kThreads / 32, kLanes = kRows == 1 ? 32 : kWarps;
+  constexpr int kWarps = Plan::kCombineThreads / 32, kLanes = kRows == 1 ? 32 : kWarps;
   __shared__ State<C> part[kRows == 1 ? 1 : kWarps][32];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int64_t rows_here =
@@ -218,13 +234,17 @@ __device__ __forceinline__ void combine_pieces(const Operands& operands) {
                                [&](int piece) { return first[static_cast<int64_t>(piece) * kRows]; });
   if constexpr (kRows == 1) {
     state = combine_over_lanes<Op, 32>(state);
-    if (lane == 0 && exists) *first = state;
+    if (lane == 0 && exists) {
+      *first = state;
+      store_row(tile, 0, state);
+    }
   } else {
     part[warp][lane] = state;
     __syncthreads();
     if (warp == 0 && exists) {
       for (int w = 1; w < kWarps; ++w) state = combine<Op, typename Mem::M>(state, part[w][lane]);
       *first = state;
+      store_row(tile, static_cast<int>(rows_here % kRows), state);
     }
   }
 }

@@ -44,6 +44,14 @@ std::vector<int64_t> shape_of(ffi::AnyBuffer buffer) {
 
 }  // namespace
 
+std::vector<int64_t> shape_of_rows(const CallShape& call) {
+  std::vector<int64_t> shape = call.shape;
+  for (const int64_t axis : call.axes) {
+    if (axis >= 0 && axis < static_cast<int64_t>(shape.size())) shape[axis] = 1;  // make_view refuses others
+  }
+  return shape;
+}
+
 std::string describe(const CallShape& call) {
   std::string text = std::string(kOpNames[static_cast<int>(call.op)]) + " of an array of shape (";
   for (size_t i = 0; i < call.shape.size(); ++i) text += (i ? ", " : "") + std::to_string(call.shape[i]);
@@ -61,47 +69,73 @@ ffi::Error read_call(ffi::RemainingArgs args, ffi::RemainingRets rets, std::stri
   *buffers = CallBuffers{};
   call->op = *known;
   call->fused = fused;
-  const size_t inputs = inputs_of(call->op);
-  if (args.size() < inputs || args.size() > inputs + kMostSides || rets.size() < 1 || rets.size() > 2) {
+  const Cost& cost = cost_of(call->op);
+  const size_t inputs = cost.inputs, results = cost.element_results + cost.row_results;
+  if (args.size() < inputs + cost.row_operands || args.size() > inputs + kMostSides || rets.size() < results ||
+      rets.size() > results + 1) {
     return invalid("wrong number of operands or results");
   }
-  auto out = rets.get<ffi::AnyBuffer>(0);
-  if (!out.has_value()) return invalid("the result is missing");
-  call->shape = shape_of(**out);
   call->axes.assign(axes.begin(), axes.end());
-  const std::optional<DType> out_type = dtype_of((*out)->element_type());
-  buffers->out = (*out)->untyped_data();
   std::optional<DType> in_type;
-  for (size_t i = 0; i < args.size(); ++i) {
+  for (size_t i = 0; i < inputs; ++i) {
     const auto buffer = args.get<ffi::AnyBuffer>(i);
     if (!buffer.has_value()) return invalid("an operand is missing");
     const std::optional<DType> type = dtype_of(buffer->element_type());
-    std::vector<int64_t> shape = shape_of(*buffer);
-    if (i < inputs) {
-      if (shape != call->shape) return invalid(describe(*call) + ": the operands and the result differ in shape");
-      // The linear maps have operands of 16 bits at the least.
-      if (!type || !out_type || (i > 0 && type != in_type) || is_integer(*out_type) ||
-          (bytes_of(*type) == 1 && inputs > 1)) {
-        return invalid(describe(*call) + ": unsupported dtypes");
-      }
-      in_type = type;
-      buffers->in[i] = buffer->untyped_data();
-      continue;
+    if (i == 0) call->shape = shape_of(*buffer);
+    if (shape_of(*buffer) != call->shape) return invalid(describe(*call) + ": the operands differ in shape");
+    // Of 8 bits there are softmaxes alone.
+    if (!type || (i > 0 && type != in_type) || (bytes_of(*type) == 1 && (inputs > 1 || cost.row_results > 0))) {
+      return invalid(describe(*call) + ": unsupported dtypes");
     }
+    in_type = type;
+    buffers->in[i] = buffer->untyped_data();
+  }
+  call->in = call->out = *in_type;
+  if (cost.element_results) {
+    auto out = rets.get<ffi::AnyBuffer>(0);
+    const std::optional<DType> type = out.has_value() ? dtype_of((*out)->element_type()) : std::nullopt;
+    if (!type || is_integer(*type)) return invalid(describe(*call) + ": unsupported dtypes");
+    if (shape_of(**out) != call->shape) return invalid(describe(*call) + ": the result differs in shape");
+    call->out = *type;
+    buffers->out = (*out)->untyped_data();
+  }
+  const DType wide = call->in == DType::kF64 || call->out == DType::kF64 ? DType::kF64 : DType::kF32;
+  for (int k = 0; k < cost.row_results; ++k) {
+    auto result = rets.get<ffi::AnyBuffer>(cost.element_results + k);
+    if (!result.has_value() || shape_of(**result) != shape_of_rows(*call) ||
+        dtype_of((*result)->element_type()) != wide) {
+      return invalid(describe(*call) + ": a result of rows is not as it must be");
+    }
+    buffers->of_rows[k] = (*result)->untyped_data();
+  }
+  for (size_t i = inputs; i < args.size(); ++i) {
+    const auto buffer = args.get<ffi::AnyBuffer>(i);
+    if (!buffer.has_value()) return invalid("an operand is missing");
+    std::vector<int64_t> shape = shape_of(*buffer);
     const bool is_mask = buffer->element_type() == ffi::DataType::PRED;
-    if (shape.size() > call->shape.size() || (is_mask ? i + 1 < args.size() : !type || call->fused.empty())) {
+    const std::optional<DType> type = dtype_of(buffer->element_type());
+    if (shape.size() > call->shape.size() || (is_mask && i + 1 < args.size()) || (!is_mask && !type)) {
       return invalid(describe(*call) + ": the mask must be boolean and of no higher rank");
     }
-    call->masked = is_mask;
-    if (!is_mask) call->side_types.push_back(*type);
     shape.insert(shape.begin(), call->shape.size() - shape.size(), 1);
+    call->masked = is_mask;
     call->sides.push_back(shape);
+    if (!is_mask) call->side_types.push_back(*type);
     buffers->side[i - inputs] = buffer->untyped_data();
   }
-  call->in = *in_type;
-  call->out = *out_type;
-  if (rets.size() > 1) {
-    auto scratch = rets.get<ffi::AnyBuffer>(1);
+  // The last of those that are no mask are what rows have of their own.
+  for (int k = 0; k < cost.row_operands; ++k) {
+    if (call->side_types.empty() || call->side_types.back() != wide ||
+        call->sides[call->side_types.size() - 1] != shape_of_rows(*call)) {
+      return invalid(describe(*call) + ": what rows have of their own is not as it must be");
+    }
+    call->side_types.pop_back();
+  }
+  if (!call->side_types.empty() && call->fused.empty()) {
+    return invalid(describe(*call) + ": the mask must be boolean and of no higher rank");
+  }
+  if (rets.size() > results) {
+    auto scratch = rets.get<ffi::AnyBuffer>(results);
     if (!scratch.has_value()) return invalid("the memory to work with is missing");
     buffers->scratch = (*scratch)->untyped_data();
     buffers->scratch_bytes = static_cast<int64_t>((*scratch)->size_bytes());

@@ -73,6 +73,9 @@ ffi::Error run(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets
   CallShape call;
   CallBuffers buffers;
   if (ffi::Error error = read_call(args, rets, op, axes, "", &call, &buffers); error.failure()) return error;
+  if (cost_of(call.op).row_results > 0) {
+    return ffi::Error::InvalidArgument("jax_softmax: " + describe(call) + ": there is no CPU kernel");
+  }
   View view;
   std::string message = make_view(call.shape, call.sides, call.axes, &view);
   if (message.empty() && call.in != call.out) message = "the result differs in dtype";

@@ -21,6 +21,7 @@ struct Operands {
   void* out;
   void* words;
   int64_t rows;
+  void* of_rows[2];
 };
 
 std::atomic<int> most_shared_memory{INT_MAX}, most_blocks{INT_MAX};
@@ -148,6 +149,7 @@ ffi::Error execute(jit::CUstream stream, int32_t ordinal, ffi::RemainingArgs arg
   std::copy(std::begin(buffers.in), std::end(buffers.in), operands.in);
   std::copy(std::begin(buffers.side), std::end(buffers.side), operands.side);
   operands.out = buffers.out;
+  std::copy(std::begin(buffers.of_rows), std::end(buffers.of_rows), operands.of_rows);
   operands.words = ready->uses_scratch ? buffers.scratch : nullptr;
   for (const Ready::Step& step : ready->steps) {
     operands.rows = step.rows;
@@ -226,7 +228,7 @@ std::optional<Planned> plan_call(const CallShape& call, const Problem& problem, 
 }
 
 std::optional<int64_t> lower_for_cuda(const CallShape& call, const Problem& problem) {
-  if (problem.view.elements() == 0) return 0;
+  if (problem.view.elements() == 0 && problem.cost.row_results == 0) return 0;
   int64_t bytes = 0;
   bool faster = false;
   for (const Device& device : all_kinds_of_devices()) {

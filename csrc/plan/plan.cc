@@ -59,8 +59,10 @@ std::optional<Plan> make_plan(const Problem& problem, const Device& device) {
   };
   if (auto plan = of(plan_staged(problem, device))) return plan;
   if (auto plan = of(plan_registers(problem, device))) return plan;
-  if (auto plan = of(plan_chunks(problem, device))) return plan;
-  if (auto plan = of(plan_ring(problem, device))) return plan;
+  if (problem.cost.element_results) {  // or else there is no need to hold what has been read
+    if (auto plan = of(plan_chunks(problem, device))) return plan;
+    if (auto plan = of(plan_ring(problem, device))) return plan;
+  }
   if (auto plan = of(plan_tile(problem, device))) return plan;
   if (auto plan = of(plan_twice(problem, device))) return plan;
   if (auto plan = of(plan_twice_tile(problem, device))) return plan;
@@ -113,7 +115,9 @@ std::vector<Step> steps_of(const Plan& plan, const Problem& problem, const Devic
                             const char* finishing) {
     Launch combine{ceil_div(all_rows, together), 256};
     combine.overlaps = finish.overlaps = true;
-    return std::vector<Step>{{summing, sum, rows}, {"combine_pieces", combine, all_rows}, {finishing, finish, rows}};
+    std::vector<Step> steps{{summing, sum, rows}, {"combine_pieces", combine, all_rows}};
+    if (problem.cost.element_results) steps.push_back({finishing, finish, rows});
+    return steps;
   };
   return std::visit(
       Overloaded{

@@ -8,7 +8,8 @@ namespace jax_softmax {
 
 namespace {
 
-constexpr const char* kOpTypes[kOps] = {"Softmax", "LogSoftmax", "SoftmaxLinear", "LogSoftmaxJvp", "LogSoftmaxVjp"};
+constexpr const char* kOpTypes[kOps] = {"Softmax",       "LogSoftmax", "SoftmaxLinear",       "LogSoftmaxJvp",
+                                        "LogSoftmaxVjp", "LogSumExp",  "CrossEntropyGradient"};
 constexpr const char* kElementTypes[kDTypes] = {"Float16",    "BFloat16",   "float", "double",
                                                 "Float8E4M3", "Float8E5M2", "Int8",  "UInt8"};
 constexpr const char* kHeaders[] = {"registers", "staged", "chunks", "ring", "tile", "twice", "twice"};
@@ -84,27 +85,21 @@ std::string source_of(const Plan& plan, const Step& step, const Problem& problem
           kElementTypes[static_cast<int>(types.in)] + ", " + kElementTypes[static_cast<int>(types.out)] + ", " +
           (types.fused.empty() ? "NothingFused" : "Fused") + ", " + (problem.masked ? "true" : "false") + ", " +
           (problem.packs ? "true" : "false") + ">;\n\n";
-  if (function != "combine_pieces") {
-    const int outer = outer_kept(view);
-    int64_t inner = 1;
-    for (int i = outer; i < view.kept.size; ++i) inner *= view.kept.dim[i].extent;
-    text += "struct View {\n" + constant("columns", view.columns) + constant("wide", view.elements() >= 1ll << 31) +
-            constant("outer_kept", outer) + constant("inner", inner) + dims("Kept", view.kept, view.sides, true) +
-            dims("Reduced", view.reduced, view.sides, false) + "};\n\n";
-  }
-  text += "struct Plan {\n";
-  if (function != "combine_pieces") {
-    const auto add = [&](const char* name, auto value) { text += constant(name, value); };
-    std::visit([&](const auto& p) { p.each(add); }, plan);
-  } else {
-    text += constant("threads", threads);
+  const int outer = outer_kept(view);
+  int64_t inner = 1;
+  for (int i = outer; i < view.kept.size; ++i) inner *= view.kept.dim[i].extent;
+  text += "struct View {\n" + constant("columns", view.columns) + constant("wide", view.elements() >= 1ll << 31) +
+          constant("outer_kept", outer) + constant("inner", inner) + dims("Kept", view.kept, view.sides, true) +
+          dims("Reduced", view.reduced, view.sides, false) + "};\n\nstruct Plan {\n";
+  const auto add = [&](const char* name, auto value) { text += constant(name, value); };
+  std::visit([&](const auto& p) { p.each(add); }, plan);
+  if (function == "combine_pieces") {
     const auto* tile = std::get_if<TwiceTile>(&plan);
-    text += constant("tile_rows", tile ? static_cast<int>(rows_of(tile->tile, problem)) : 1);
-    text += constant("combined", tile ? static_cast<int>(parts_of(tile->tile, problem)) : std::get<Twice>(plan).pieces);
+    add("combine_threads", threads);
+    add("tile_rows", tile ? static_cast<int>(rows_of(tile->tile, problem)) : 1);
+    add("combined", tile ? static_cast<int>(parts_of(tile->tile, problem)) : std::get<Twice>(plan).pieces);
   }
-  text += "};\n";
-  const std::string arguments = function == "combine_pieces" ? "<Mem, Plan>" : "<Mem, View, Plan>";
-  return text + kernel(function + arguments + "(operands);");
+  return text + "};\n" + kernel(function + "<Mem, View, Plan>(operands);");
 }
 
 }  // namespace jax_softmax

@@ -1,0 +1,123 @@
+"""The primitives that have results for whole rows, and how they differentiate and batch.
+
+    x, [where]              logsumexp               lse, largest
+    x, a, b, c, [where]     cross_entropy_gradient  g, lse, largest
+
+x is a float array, `where` a boolean mask that broadcasts to its shape. What rows have, as operands (a, b, c) or as
+results, is of x's shape with extent 1 along `axes`, in float32 (float64 for float64): lse is the logarithm of the sum
+of exp(x) over a row and `largest` its maximum, both of elements that are not masked. g = softmax(x) (a + b lse) - c, in
+x's dtype; of a row with a label, all but the label's own element of a cross entropy's gradient. `axes` and `axis_name`
+are as in `primitives.py`.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, xla
+from jax.sharding import PartitionSpec
+
+from jax_softmax import reference
+from jax_softmax.primitives import moved_batch_axes
+
+RESULTS = {"logsumexp": 2, "cross_entropy_gradient": 3}
+
+logsumexp_p = Primitive("logsumexp")
+cross_entropy_gradient_p = Primitive("cross_entropy_gradient")
+ROW_PRIMITIVES = {"logsumexp": logsumexp_p, "cross_entropy_gradient": cross_entropy_gradient_p}
+
+
+def _abstract_eval(op, *avals, axes, axis_name):
+    x = avals[0]
+    rows = tuple(1 if d in axes else n for d, n in enumerate(x.shape))
+    wide = reference.wide_dtype(x.dtype)
+    types = [(rows, wide), (rows, wide)]
+    if op == "cross_entropy_gradient":
+        types.insert(0, (x.shape, x.dtype))
+    shardings = [x.sharding] * len(types)
+    if any(aval.sharding.spec != PartitionSpec(*[None] * aval.ndim) for aval in avals):
+        given = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=aval.sharding) for aval in avals]
+        results = jax.eval_shape(functools.partial(reference.apply, op, axes), *given)
+        shardings = [result.sharding for result in results]
+    results = [
+        x.update(shape=shape, dtype=dtype, weak_type=False, sharding=sharding)
+        for (shape, dtype), sharding in zip(types, shardings, strict=True)
+    ]
+    return [*results[:-2], *(_the_same_along(result, axis_name) for result in results[-2:])]
+
+
+def _the_same_along(aval, axis_name):
+    """The type of what the devices along these mesh axes all have."""
+    if hasattr(aval, "vma"):
+        return aval.update(vma=aval.vma - set(axis_name))
+    manual = aval.manual_axis_type
+    return aval.update(manual_axis_type=manual.update(varying=manual.varying - set(axis_name)))
+
+
+def _batch(op, axis_data, operands, batch_axes, *, axes, axis_name):
+    masked = operands[-1].dtype == bool
+    results = ROW_PRIMITIVES[op].bind
+    batched, to, axes, axis_name = moved_batch_axes(
+        axis_data, operands, batch_axes, len(operands) - masked, axes=axes, axis_name=axis_name
+    )
+    return results(*batched, axes=axes, axis_name=axis_name), [to] * RESULTS[op]
+
+
+# With checkpoint x and lse are kept for a backward pass, and no exponentials.
+@functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=(4, 5))
+def _sum_of_tangents(x, lse, t, where, axes, axis_name):
+    """The tangent of lse: the sum over each row of softmax(x) t."""
+    y = jnp.exp(reference.widened(x) - lse)
+    return _row_sum((y if where is None else jnp.where(where, y, 0)) * reference.widened(t), axes, axis_name)
+
+
+@functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=(4, 5))
+def _mean_of_largest(x, largest, t, where, axes, axis_name):
+    """The tangent of the maximum: the mean tangent of the elements that are it, as JAX has it at ties."""
+    is_largest = reference.widened(x) == largest
+    if where is not None:
+        is_largest &= where
+    count = _row_sum(is_largest.astype(largest.dtype), axes, axis_name)
+    return _row_sum(jnp.where(is_largest, reference.widened(t), 0), axes, axis_name) / count
+
+
+def _row_sum(a, axes, axis_name):
+    total = jnp.sum(a, axes, keepdims=True)
+    return jax.lax.psum(total, axis_name) if axis_name else total
+
+
+def _logsumexp_jvp(primals, tangents, *, axes, axis_name):
+    x, *mask = primals
+    lse, largest = logsumexp_p.bind(*primals, axes=axes, axis_name=axis_name)
+    if type(tangents[0]) is ad.Zero:
+        return [lse, largest], [ad.Zero.from_primal_value(lse), ad.Zero.from_primal_value(largest)]
+    where = mask[0] if mask else None
+    return [lse, largest], [
+        tangent(x, row, tangents[0], where, axes, axis_name)
+        for tangent, row in ((_sum_of_tangents, lse), (_mean_of_largest, largest))
+    ]
+
+
+def _cross_entropy_gradient_jvp(primals, tangents, *, axes, axis_name):
+    """That of the same function of logsumexp."""
+    results = cross_entropy_gradient_p.bind(*primals, axes=axes, axis_name=axis_name)
+    floats = tuple(primals[:4])
+    where = primals[4] if len(primals) > 4 else None
+
+    def function(x, a, b, c):
+        operands = [x] if where is None else [x, where]
+        lse, largest = logsumexp_p.bind(*operands, axes=axes, axis_name=axis_name)
+        return reference.cross_entropy_elements(x, a, b, c, lse, where), lse, largest
+
+    tangents = tuple(ad.instantiate_zeros(t) for t in tangents[:4])
+    return results, list(jax.jvp(function, floats, tangents)[1])
+
+
+for _op, _primitive in ROW_PRIMITIVES.items():
+    _primitive.multiple_results = True
+    _primitive.def_impl(functools.partial(xla.apply_primitive, _primitive))
+    _primitive.def_abstract_eval(functools.partial(_abstract_eval, _op))
+    batching.fancy_primitive_batchers[_primitive] = functools.partial(_batch, _op)
+ad.primitive_jvps[logsumexp_p] = _logsumexp_jvp
+ad.primitive_jvps[cross_entropy_gradient_p] = _cross_entropy_gradient_jvp
