@@ -5,16 +5,26 @@ from jax_softmax import interpreters as interpreters
 from jax_softmax._info import build_info
 from jax_softmax.api import export_checks, log_softmax, log_softmax_vjp, softmax, softmax_vjp
 from jax_softmax.explain import Explanation, explain
+from jax_softmax.losses import (
+    cross_entropy_loss,
+    logsumexp,
+    softmax_cross_entropy,
+    softmax_cross_entropy_with_integer_labels,
+)
 from jax_softmax.patching import use
 
 __all__ = [
     "Explanation",
     "build_info",
+    "cross_entropy_loss",
     "explain",
     "export_checks",
     "log_softmax",
     "log_softmax_vjp",
+    "logsumexp",
     "softmax",
+    "softmax_cross_entropy",
+    "softmax_cross_entropy_with_integer_labels",
     "softmax_vjp",
     "use",
 ]

@@ -4,29 +4,22 @@ An eager call is one call of a jitted function, as it is in `jax.nn`. What that 
 our own is checked before, without looking at shapes; the rest inside, while it is traced.
 """
 
-import functools
-import operator
 import os
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.export
 import jax.numpy as jnp
-import numpy as np
 from jax.extend import source_info_util
 from jax.typing import ArrayLike
 
-from jax_softmax import lowering, reference, sharding
+from jax_softmax import arguments, lowering, reference, sharding
+from jax_softmax.arguments import Axis, AxisName
 from jax_softmax.primitives import PRIMITIVES, VJP
-
-Axis = int | Sequence[int] | np.ndarray | jax.Array | None
-AxisName = Hashable | Sequence[Hashable] | None
 
 # What JAX says of where an operation comes from (in profiles, errors, saved residuals) is then the caller's line.
 source_info_util.register_exclusion(os.path.dirname(__file__) + os.sep)
-
-_KERNEL_DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
 def softmax(x: ArrayLike, axis: Axis = -1, where: ArrayLike | None = None, *, axis_name: AxisName = None) -> jax.Array:
@@ -70,182 +63,28 @@ def log_softmax(
     return _call(_log_softmax, x, axis, where, axis_name)
 
 
-_NUMBERS = frozenset({bool, int, float, complex})
-_ALLOWED_NAMES = "axis_name must be a mesh axis of a surrounding shard_map, a tuple of such, or None"
-
-
 def _call(jitted: Callable[..., jax.Array], x: Any, axis: Any, where: Any, axis_name: Any) -> jax.Array:
-    if axis is not None and type(axis) is not int:
-        axis = _ints(jitted.__name__, axis)
-    if not _is_argument(x):
-        x = _checked_array(jitted.__name__, x)
-    if where is not None and not _is_argument(where):
-        where = _checked_mask(jitted.__name__, where)
-    if axis_name is not None:
-        axis_name = _names(jitted.__name__, axis_name)
-    return jitted(x, axis, where, axis_name)
-
-
-def _is_argument(a: Any) -> bool:
-    """Whether `jax.jit` takes it as one array."""
-    if type(a) in _NUMBERS or isinstance(a, jax.Array):
-        return True
-    return (type(a) is np.ndarray or isinstance(a, np.generic)) and _is_dtype_of_jax(a.dtype)
-
-
-@functools.lru_cache
-def _is_dtype_of_jax(dtype: np.dtype) -> bool:
-    try:
-        jax.eval_shape(lambda a: a, np.zeros(1, dtype))
-    except TypeError:
-        return False
-    return True
+    return jitted(*arguments.hashable(jitted.__name__, x, axis, where, axis_name))
 
 
 def _jitted(name: str, op: str, forward: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     """The operator under `jax.jit` and by its name, inlined into the programs that call it."""
 
     def call(x, axis, where, axis_name):
-        x = _checked_array(name, x)
-        axes, where, shape = _checked_axes_and_mask(name, x, axis, where)
-        axis_name = _checked_axis_name(name, axis_name)
+        x = arguments.checked_array(name, x)
+        axes, where, shape = arguments.checked_axes_and_mask(name, x, axis, where)
+        axis_name = arguments.checked_axis_name(name, axis_name)
         if jnp.issubdtype(x.dtype, jnp.complexfloating):
             if axis_name:
                 raise TypeError(f"{name}: x must be real where axis_name is given, got {x.dtype}.")
             return getattr(reference, op)(jnp.broadcast_to(x, shape), where, axes)
-        x, dtype = _promoted(x)
+        x, dtype = arguments.promoted(x)
         x = jnp.broadcast_to(x, shape)
-        x = _varying_as_well(x, where, axis_name)
+        x = arguments.varying_as_well(x, where, axis_name)
         return forward(axes, axis_name, x, *([] if where is None else [where])).astype(dtype)
 
     call.__name__ = call.__qualname__ = name
     return jax.jit(call, static_argnums=(1, 3), inline=True)
-
-
-def _varying_as_well(x: jax.Array, where: jax.Array | None, axis_name: tuple[Hashable, ...]) -> jax.Array:
-    """x, inside `shard_map` marked as varying over the mesh axes that the result varies over: the mask's, axis_name."""
-
-    def axes(a):
-        aval = jax.typeof(a)
-        return aval.vma if hasattr(aval, "vma") else aval.manual_axis_type.varying
-
-    manual = jax.sharding.get_abstract_mesh().manual_axes  # the axis_name of a vmap is none of them
-    wanted = axes(x).union([] if where is None else axes(where), (name for name in axis_name if name in manual))
-    missing = tuple(wanted - axes(x))
-    if not missing:
-        return x
-    marked = jax.lax.pcast(x, missing, to="varying") if hasattr(jax.lax, "pcast") else jax.lax.pvary(x, missing)
-    return marked if axes(marked) == wanted else x  # with check_vma off JAX 0.8 leaves a trace that adds up cotangents
-
-
-def _promoted(x: jax.Array) -> tuple[jax.Array, Any]:
-    """x in a dtype that there are kernels for, and the dtype of the result."""
-    dtype = x.dtype
-    if not jnp.issubdtype(dtype, jnp.floating):
-        # Of a 32-bit integer exp takes the default float type, which unsigned and narrow ones get as well.
-        dtype = jax.eval_shape(jnp.exp, jax.ShapeDtypeStruct((), dtype)).dtype
-        x = x.astype(jnp.uint8) if x.dtype == jnp.bool_ else x
-        if x.dtype.name not in reference.NARROW or dtype != reference.result_dtype(x.dtype):
-            x = x.astype(dtype)
-    if x.dtype.name in (*_KERNEL_DTYPES, *reference.NARROW):
-        return x, dtype
-    return x.astype(jnp.float32), dtype
-
-
-def _checked_array(op: str, x: Any) -> jax.Array:
-    allowed = f"{op}: x must be an array or a number, of a floating, integer, boolean or complex dtype that JAX has"
-    x = _as_array(allowed, x)
-    if not jnp.issubdtype(x.dtype, jnp.number) and x.dtype != jnp.bool_:
-        raise TypeError(f"{allowed}, got one of dtype {x.dtype}.")
-    return x
-
-
-def _checked_mask(op: str, where: Any) -> jax.Array:
-    allowed = f"{op}: where must be a boolean array or None"
-    where = _as_array(allowed, where)
-    if where.dtype != jnp.bool_:
-        raise TypeError(f"{allowed}, got one of dtype {where.dtype}.")
-    return where
-
-
-def _as_array(allowed: str, a: Any) -> jax.Array:
-    if isinstance(a, np.ndarray | np.generic) and not _is_dtype_of_jax(a.dtype):
-        raise TypeError(f"{allowed}, got one of dtype {a.dtype}.")
-    if isinstance(a, int | float | complex) or hasattr(a, "__jax_array__") or hasattr(a, "__array__"):
-        return a if isinstance(a, jax.Array) else jnp.asarray(a)
-    raise TypeError(f"{allowed}, got one of type {type(a).__name__}.")
-
-
-def _checked_axes_and_mask(op: str, x: jax.Array, axis: Any, where: Any):
-    """The sorted axes, the mask, and the shape of the result."""
-    shape = x.shape
-    if where is not None:
-        where = _checked_mask(op, where)
-        try:
-            shape = jnp.broadcast_shapes(x.shape, where.shape)
-        except ValueError as error:
-            raise ValueError(
-                f"{op}: where must broadcast with x, got shape {where.shape} for x of shape {x.shape}."
-            ) from error
-    return _checked_axes(op, len(shape), axis), where, shape
-
-
-def _ints(op: str, axis: Any) -> int | tuple[int, ...] | None:
-    """The axis or axes as Python's own ints."""
-    if axis is None:
-        return None
-    try:
-        # Of an array of JAX only the whole is there while a program is traced; its elements would be operations.
-        given = np.asarray(axis) if isinstance(axis, jax.Array) else axis
-        if isinstance(given, tuple | list | range) or np.ndim(given):
-            return tuple(operator.index(a) for a in given)
-        return operator.index(given)
-    except TypeError as error:
-        hint = ""
-        if isinstance(axis, str):
-            hint = " The name of a mapped axis goes into axis_name."
-        elif isinstance(axis, jax.core.Tracer):
-            hint = " It must be known when the program is traced."
-        raise TypeError(
-            f"{op}: axis must be an int, a sequence of ints, or None, got {axis!r} of type {type(axis).__name__}.{hint}"
-        ) from error
-
-
-def _checked_axes(op: str, ndim: int, axis: Any) -> tuple[int, ...]:
-    given = _ints(op, axis)
-    if given is None:
-        return tuple(range(ndim))
-    given = (given,) if isinstance(given, int) else given
-    if ndim == 0 and given:
-        raise ValueError(f"{op}: axis must be None or () for an array of 0 dimensions, got {axis!r}.")
-    if not all(-ndim <= a < ndim for a in given):
-        raise ValueError(
-            f"{op}: axis must be an int from {-ndim} to {ndim - 1}, a sequence of such, or None, for an array of "
-            f"{ndim} dimensions, got {axis!r}."
-        )
-    axes = {a % ndim for a in given}
-    if len(axes) != len(given):
-        raise ValueError(f"{op}: axis must not name an axis twice, got {axis!r} for an array of {ndim} dimensions.")
-    return tuple(sorted(axes))
-
-
-def _names(op: str, axis_name: Any) -> tuple[Hashable, ...]:
-    names = () if axis_name is None else tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
-    if not all(isinstance(name, Hashable) for name in names):
-        raise ValueError(f"{op}: {_ALLOWED_NAMES}, got {axis_name!r}.")
-    return names
-
-
-def _checked_axis_name(op: str, axis_name: Any) -> tuple[Hashable, ...]:
-    names = _names(op, axis_name)
-    for name in names:
-        try:
-            jax.lax.axis_size(name)
-        except (NameError, TypeError, ValueError) as error:
-            raise ValueError(f"{op}: {_ALLOWED_NAMES}, got {axis_name!r}.") from error
-    if len(set(names)) != len(names):
-        raise ValueError(f"{op}: axis_name must not name an axis twice, got {axis_name!r}.")
-    return names
 
 
 def export_checks() -> list[jax.export.DisabledSafetyCheck]:

@@ -11,11 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_softmax import _kernels, api, reference
+from jax_softmax import _kernels, arguments, reference
 from jax_softmax.primitives import JVP, VJP
+from jax_softmax.row_primitives import ROW_PRIMITIVES
 
-_FORWARD = tuple(JVP)
 _LINEAR = tuple(dict.fromkeys([*JVP.values(), *VJP.values()]))
+_OPERATORS = (*JVP, *_LINEAR, *ROW_PRIMITIVES)
+# Tensors that are read and written; what rows have is left out of account.
+_TRAFFIC = {op: (1, 1) for op in _OPERATORS} | {op: (2, 1) for op in _LINEAR} | {"logsumexp": (1, 0)}
 
 _MOST_ELEMENTS = 2**63 - 1  # that 64 bits count
 
@@ -139,7 +142,7 @@ class Explanation:
             clusters = f" in clusters of {launch.cluster}" if launch.cluster > 1 else ""
             shared = f"{launch.shared_bytes:,} bytes of dynamic shared memory"
             say("kernel", f"{_count(launch.blocks, 'block')} of {launch.threads:,} threads{clusters}, {shared}")
-        what = "2 reads, 1 write" if self.op in _LINEAR else "1 read, 1 write"
+        what = ", ".join(_count(n, noun) for n, noun in zip(_TRAFFIC[self.op], ("read", "write"), strict=True) if n)
         say("bytes", f"{self.bytes:,} ({what}{', the mask' if mask else ''})")
         say("floor", f"{self.floor_us:.4g} µs at {self.copy_rate / 1e12:.3g} TB/s")
         return "\n".join(lines)
@@ -147,7 +150,7 @@ class Explanation:
 
 def explain(
     x_or_shape: Any,
-    axis: api.Axis = -1,
+    axis: arguments.Axis = -1,
     dtype: Any = None,
     where: Any = None,
     op: str = "softmax",
@@ -163,7 +166,8 @@ def explain(
       dtype: the dtype to explain for; by default that of the array, and float32 for a shape.
       where: the mask: a boolean array or a `jax.ShapeDtypeStruct` of one.
       op: "softmax" or "log_softmax", or one of their linear maps, of which `x_or_shape` is an operand:
-        "softmax_linear" (softmax's derivative in both modes), "log_softmax_jvp", "log_softmax_vjp".
+        "softmax_linear" (softmax's derivative in both modes), "log_softmax_jvp", "log_softmax_vjp"; or "logsumexp", or
+        "cross_entropy_gradient", what a differentiated `cross_entropy_loss` runs.
       device: a GPU by name ("H200", "A100", "T4", "RTX 5090", ...) or a `jax.Device`; by default JAX's default device
         if that is a GPU known here, and an H200 otherwise. Copy rates are 90 % of the data sheet's, but for the H200's,
         which was measured.
@@ -176,8 +180,8 @@ def explain(
       ValueError: axis is out of range or repeated, where does not broadcast, op or device is not known, or the array
         has 2^63 elements or more.
     """
-    if op not in (*_FORWARD, *_LINEAR):
-        raise ValueError(f"explain: op must be one of {', '.join((*_FORWARD, *_LINEAR))}, got {op!r}.")
+    if op not in _OPERATORS:
+        raise ValueError(f"explain: op must be one of {', '.join(_OPERATORS)}, got {op!r}.")
     device_name = _device_name(device)
     model = _DEVICES[device_name]
     x = _described(x_or_shape, dtype)
@@ -204,9 +208,9 @@ def explain(
         )
         found = found if found and found["faster_than_xla"] else None
 
-    tensors = 3 if op in _LINEAR else 2
+    reads, writes = _TRAFFIC[op]
     result = reference.result_dtype(kernel_dtype)
-    n_bytes = math.prod(shape) * ((tensors - 1) * kernel_dtype.itemsize + result.itemsize)
+    n_bytes = math.prod(shape) * (reads * kernel_dtype.itemsize + writes * result.itemsize)
     if mask_shape is not None and 0 not in shape:
         n_bytes += math.prod(mask_shape)
     return Explanation(
@@ -244,9 +248,11 @@ def _described(x: Any, dtype: Any) -> jax.ShapeDtypeStruct:
     elif hasattr(x, "shape") and hasattr(x, "dtype"):
         shape = tuple(x.shape)
         # NumPy's 64-bit arrays become 32-bit ones unless JAX has been told otherwise.
-        found = api._checked_array("explain", np.empty((), x.dtype)).dtype if isinstance(x, np.ndarray) else x.dtype
+        found = (
+            arguments.checked_array("explain", np.empty((), x.dtype)).dtype if isinstance(x, np.ndarray) else x.dtype
+        )
     else:
-        x = api._checked_array("explain", x)
+        x = arguments.checked_array("explain", x)
         shape, found = x.shape, x.dtype
     return jax.ShapeDtypeStruct(shape, found if dtype is None else jnp.dtype(dtype))
 
@@ -256,11 +262,11 @@ def _checked(op: str, x: jax.ShapeDtypeStruct, axis: Any, where: Any):
     seen = []
 
     def check(x, *mask):
-        x = api._checked_array("explain", x)
-        axes, mask, shape = api._checked_axes_and_mask("explain", x, axis, mask[0] if mask else where)
+        x = arguments.checked_array("explain", x)
+        axes, mask, shape = arguments.checked_axes_and_mask("explain", x, axis, mask[0] if mask else where)
         if not jnp.issubdtype(x.dtype, jnp.complexfloating):
-            x, _ = api._promoted(x)
-            x = reference.without_narrow(x) if op in _LINEAR else x
+            x, _ = arguments.promoted(x)
+            x = reference.without_narrow(x) if op not in JVP else x
         seen.append((shape, axes, None if mask is None else mask.shape, np.dtype(x.dtype)))
 
     # A 64-bit dtype that was asked for is explained even where JAX has 64-bit dtypes switched off.

@@ -1,0 +1,405 @@
+"""Log-sum-exp and cross entropies: the public functions."""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike, DTypeLike
+
+from jax_softmax import arguments, reference
+from jax_softmax.arguments import Axis, AxisName
+from jax_softmax.row_primitives import cross_entropy_gradient_p, logsumexp_p
+
+
+def logsumexp(
+    x: ArrayLike,
+    axis: Axis = -1,
+    where: ArrayLike | None = None,
+    keepdims: bool = False,
+    *,
+    dtype: DTypeLike | None = None,
+    return_max: bool = False,
+    axis_name: AxisName = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Logarithm of the sum of exp(x) along axis, computed relative to the maximum.
+
+    As `jax.nn.logsumexp`, but for the default axis. x is read once, and nothing of its size is written. The backward
+    pass needs x and the result. Differentiable in forward and reverse mode to any order.
+
+    Args:
+      x: array of a floating, integer or boolean dtype, computed in float32 (float64 for float64).
+      axis, where, axis_name: as for `softmax`; where leaves elements out of the sum.
+      keepdims: whether reduced axes stay, with extent 1.
+      dtype: that of the result, a floating one; x's by default (the default float dtype for integers). float32 for an x
+        of 16 bits keeps the precision that the sum has.
+      return_max: whether to return the maximum as well.
+
+    Returns:
+      An array of x's shape without the reduced axes, or a pair of such, the log-sum-exp and the maximum: of rows that
+      are masked altogether, -inf. A row with +inf gives +inf, one with a NaN gives NaN.
+
+    Raises:
+      TypeError: x, axis, where or dtype is of the wrong type or dtype.
+      ValueError: axis is out of range or repeated, where does not broadcast with x, or axis_name is not one of the
+        axes of a surrounding `shard_map`.
+    """
+    if dtype is not None:
+        dtype = _float_dtype("logsumexp", dtype)
+    x, axis, where, axis_name = arguments.hashable("logsumexp", x, axis, where, axis_name)
+    return _logsumexp(x, axis, where, bool(keepdims), dtype, bool(return_max), axis_name)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 3, 4, 5, 6), inline=True)
+def _logsumexp(x, axis, where, keepdims, dtype, return_max, axis_name):
+    x, where, axes, axis_name, of_x = _prepared("logsumexp", x, axis, where, axis_name)
+    results = _rows(x, where, axes, axis_name)
+    results = [r.astype(of_x if dtype is None else dtype) for r in results]
+    if not keepdims:
+        results = [jax.lax.squeeze(r, axes) for r in results]
+    return tuple(results) if return_max else results[0]
+
+
+def softmax_cross_entropy_with_integer_labels(
+    logits: ArrayLike,
+    labels: ArrayLike,
+    axis: Axis = -1,
+    where: ArrayLike | None = None,
+    *,
+    label_smoothing: ArrayLike = 0.0,
+    z_loss: ArrayLike = 0.0,
+) -> jax.Array:
+    """Cross entropy of softmax(logits) and integer labels, a loss for each row: lse - logits[label].
+
+    A drop-in for optax's function of that name. The logits are read once; the backward pass reads them again and writes
+    their gradient.
+
+    Args:
+      logits: array of unnormalised log probabilities, of a floating dtype, computed in float32 (float64 for float64).
+      labels: array of an integer dtype and of the shape of logits without `axis`; of several axes, a label counts
+        elements in row-major order. A label that is negative or too large is ignored: its loss and gradient are 0.
+      axis: the axis of the classes, or axes.
+      where: boolean mask that broadcasts to the logits' shape; False leaves a class out of the sum. A label that is
+        left out has an infinite loss.
+      label_smoothing: a number or scalar array a: the label's probability is 1 - a + a / n, the others' a / n, where n
+        is the number of classes, or of those that are not left out. With it, logits are read once more.
+      z_loss: a number or scalar array: the weight of lse² (the square of the log-sum-exp), which is added.
+
+    Returns:
+      Losses, of the labels' shape, in float32 (float64 for float64), also of logits of 16 bits.
+
+    Raises:
+      TypeError: an argument is of the wrong type or dtype.
+      ValueError: labels are not of the logits' shape without axis, axis is out of range or repeated, where does not
+        broadcast to the logits' shape, label_smoothing or z_loss is not a scalar.
+    """
+    name = "softmax_cross_entropy_with_integer_labels"
+    logits, axis, where, _ = arguments.hashable(name, logits, axis, where, None, argument="logits")
+    options = _options(name, label_smoothing, z_loss)
+    return _integer_labels(name, logits, _integer_array(name, labels), axis, where, options)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 3), inline=True)
+def _integer_labels(name, logits, labels, axis, where, options):
+    x, where, axes, _, _ = _prepared(name, logits, axis, where, (), argument="logits", may_enlarge=False)
+    labels = _checked_labels(name, x, labels, axes)
+    lse, _ = _rows(x, where, axes, ())
+    valid, index = _index_of_label(x.shape, labels, axes)
+    return jnp.where(valid, _losses(x, lse, where, axes, index, options), 0)
+
+
+def softmax_cross_entropy(
+    logits: ArrayLike, labels: ArrayLike, axis: Axis = -1, where: ArrayLike | None = None
+) -> jax.Array:
+    """Cross entropy of softmax(logits) and the distributions `labels`, a loss for each row: sum(labels (lse - logits)).
+
+    A drop-in for optax's function of that name.
+
+    Args:
+      logits: array of unnormalised log probabilities, of a floating dtype, computed in float32 (float64 for float64).
+      labels: array of a floating dtype that broadcasts to the logits' shape: probabilities.
+      axis: the axis of the classes, or axes.
+      where: boolean mask that broadcasts to the logits' shape; False leaves a class out.
+
+    Returns:
+      Losses, of the logits' shape without axis, in float32 (float64 for float64). A class of probability 0 adds 0,
+      also where its logit is -inf.
+
+    Raises:
+      TypeError: an argument is of the wrong type or dtype.
+      ValueError: labels or where does not broadcast to the logits' shape, or axis is out of range or repeated.
+    """
+    name = "softmax_cross_entropy"
+    logits, axis, where, _ = arguments.hashable(name, logits, axis, where, None, argument="logits")
+    labels = arguments.checked_real_array(name, labels, "labels")
+    return _soft_labels(logits, labels, axis, where)
+
+
+@functools.partial(jax.jit, static_argnums=2, inline=True)
+def _soft_labels(logits, labels, axis, where):
+    name = "softmax_cross_entropy"
+    x, where, axes, _, _ = _prepared(name, logits, axis, where, (), argument="logits", may_enlarge=False)
+    arguments.check_broadcasts(name, "labels", labels.shape, x.shape)
+    lse, _ = _rows(x, where, axes, ())
+    labels = labels.astype(lse.dtype)
+    counts = labels != 0 if where is None else (labels != 0) & where
+    distance = lse - jnp.where(counts, x, 0).astype(lse.dtype)
+    return jnp.sum(jnp.where(counts, labels * distance, 0), axes)
+
+
+def cross_entropy_loss(
+    logits: ArrayLike,
+    labels: ArrayLike,
+    *,
+    axis: Axis = -1,
+    where: ArrayLike | None = None,
+    weights: ArrayLike | None = None,
+    reduction: str = "mean",
+    label_smoothing: ArrayLike = 0.0,
+    z_loss: ArrayLike = 0.0,
+) -> jax.Array:
+    """The mean or sum of `softmax_cross_entropy_with_integer_labels`: the loss of a training step.
+
+    Where it is differentiated, the forward pass reads the logits once and writes their gradient, which the backward
+    pass multiplies by the incoming cotangent unless that is known to be 1. Differentiable in forward and reverse mode
+    to any order.
+
+    Args:
+      logits, labels, axis, where, label_smoothing, z_loss: as there.
+      weights: array of a floating, integer or boolean dtype that broadcasts to the labels' shape: how much each loss
+        counts. None, the default: 1 each. Ignored labels count 0.
+      reduction: "mean", the weighted mean of the losses (0 if no label counts), or "sum", their weighted sum.
+
+    Returns:
+      A scalar in float32 (float64 for float64).
+
+    Raises:
+      TypeError: an argument is of the wrong type or dtype.
+      ValueError: as there, or weights does not broadcast to the labels' shape, or reduction is neither.
+    """
+    name = "cross_entropy_loss"
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f'{name}: reduction must be "mean" or "sum", got {reduction!r}.')
+    logits, axis, where, _ = arguments.hashable(name, logits, axis, where, None, argument="logits")
+    if weights is not None:
+        weights = arguments.checked_real_array(name, weights, "weights")
+    options = _options(name, label_smoothing, z_loss)
+    return _loss(logits, _integer_array(name, labels), axis, where, weights, reduction, options)
+
+
+@functools.partial(jax.jit, static_argnums=(2, 5), inline=True)
+def _loss(logits, labels, axis, where, weights, reduction, options):
+    name = "cross_entropy_loss"
+    x, where, axes, _, _ = _prepared(name, logits, axis, where, (), argument="logits", may_enlarge=False)
+    labels = _checked_labels(name, x, labels, axes)
+    valid, index = _index_of_label(x.shape, labels, axes)
+    wide = reference.wide_dtype(x.dtype)
+    counted = valid.astype(wide)
+    if weights is not None:
+        arguments.check_broadcasts(name, "weights", weights.shape, labels.shape)
+        counted = jnp.where(valid, weights.astype(wide), 0)
+    if reduction == "mean":
+        total = jnp.sum(counted)
+        counted = counted / jnp.where(total == 0, 1, total)
+    return _weighted_sum(axes, index, valid, where, x, counted, options)
+
+
+# ---- What they are made of. Rows keep the reduced axes, with extent 1, but for labels and losses.
+
+
+def _rows(x, where, axes, axis_name):
+    return logsumexp_p.bind(*([x] if where is None else [x, where]), axes=axes, axis_name=axis_name)
+
+
+def _index_of_label(shape, labels, axes):
+    """Whether each label counts, and where its logit is along the axes: their indices in a last dimension."""
+    extents = [shape[d] for d in axes]
+    valid = (labels >= 0) & (labels < math.prod(extents))
+    return valid, jnp.stack(jnp.unravel_index(jnp.where(valid, labels, 0), extents), -1)
+
+
+def _kept(ndim, axes):
+    return tuple(d for d in range(ndim) if d not in axes)
+
+
+def _are_spread(x, axes):
+    """Whether x's type says that rows are spread over devices. Then they must not be indexed."""
+    return any(jax.typeof(x).sharding.spec[d] is not None for d in axes)
+
+
+def _is_label(x, axes, index):
+    """Which elements are the labels'."""
+    found = True
+    for k, d in enumerate(axes):
+        along = jax.lax.broadcasted_iota(index.dtype, [n if i == d else 1 for i, n in enumerate(x.shape)], d)
+        found &= along == jnp.expand_dims(index[..., k], axes)
+    return found
+
+
+def _at_labels(x, axes, index):
+    """The label's element of each row."""
+    if _are_spread(x, axes):
+        return jnp.sum(jnp.where(_is_label(x, axes, index), x, 0), axes, dtype=x.dtype)
+    kept = _kept(x.ndim, axes)
+    dimensions = jax.lax.GatherDimensionNumbers(
+        offset_dims=(),
+        collapsed_slice_dims=axes,
+        start_index_map=axes,
+        operand_batching_dims=kept,
+        start_indices_batching_dims=tuple(range(len(kept))),
+    )
+    return jax.lax.gather(x, index, dimensions, (1,) * x.ndim, mode="clip")
+
+
+def _set_at_labels(x, axes, index, values):
+    """x with the label's element of each row replaced, but where the index is outside of x."""
+    if _are_spread(x, axes):
+        return jnp.where(_is_label(x, axes, index), jnp.expand_dims(values, axes), x)
+    kept = _kept(x.ndim, axes)
+    dimensions = jax.lax.ScatterDimensionNumbers(
+        update_window_dims=(),
+        inserted_window_dims=axes,
+        scatter_dims_to_operand_dims=axes,
+        operand_batching_dims=kept,
+        scatter_indices_batching_dims=tuple(range(len(kept))),
+    )
+    return jax.lax.scatter(x, index, values, dimensions, unique_indices=True, mode="drop")
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _logit_of_label(x, axes, index):
+    return _at_labels(x, axes, index).astype(reference.wide_dtype(x.dtype))
+
+
+@_logit_of_label.defjvp
+def _logit_of_label_jvp(axes, primals, tangents):
+    """The tangent as a sum over the row, so that its transpose is of the logits' own shape and needs no scatter."""
+    x, index = primals
+    tangent = jnp.where(_is_label(x, axes, index), reference.widened(tangents[0]), 0)
+    return _logit_of_label(x, axes, index), jnp.sum(tangent, axes)
+
+
+def _mean_logit(x, where, axes):
+    """Of each row, the mean of the logits that are not left out."""
+    wide = reference.wide_dtype(x.dtype)
+    kept = jnp.ones([x.shape[d] if d in axes else 1 for d in range(x.ndim)], bool) if where is None else where
+    total = jnp.sum(jnp.where(kept, x, 0).astype(wide), axes)
+    return total / _classes(x, where, axes)
+
+
+def _classes(x, where, axes):
+    """How many classes each row has, in the losses' shape or as a number."""
+    if where is None:
+        return math.prod(x.shape[d] for d in axes)
+    count = jnp.sum(jnp.broadcast_to(where, x.shape), axes)
+    return jnp.maximum(count, 1).astype(reference.wide_dtype(x.dtype))
+
+
+def _losses(x, lse, where, axes, index, options):
+    lse = jax.lax.squeeze(lse, axes)
+    logit = _logit_of_label(x, axes, index)
+    if where is not None:
+        logit = jnp.where(_at_labels(jnp.broadcast_to(where, x.shape), axes, index), logit, -jnp.inf)
+    losses = lse - logit
+    if options["label_smoothing"] is not None:
+        losses += options["label_smoothing"] * (logit - _mean_logit(x, where, axes))
+    if options["z_loss"] is not None:
+        losses += options["z_loss"] * lse**2
+    return losses
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _weighted_sum(axes, index, valid, where, x, weights, options):
+    """The sum of the losses times their weights, which are 0 where labels are not valid."""
+    losses = _losses(x, _rows(x, where, axes, ())[0], where, axes, index, options)
+    return jnp.sum(jnp.where(valid, losses * weights, 0))
+
+
+@_weighted_sum.defjvp
+def _weighted_sum_jvp(axes, primals, tangents):
+    index, valid, where, x, weights, options = primals
+    *_, x_dot, weights_dot, options_dot = tangents
+    smoothing, z_loss = (0 if options[name] is None else options[name] for name in ("label_smoothing", "z_loss"))
+    classes = _classes(x, where, axes)
+
+    def of_rows(value):
+        return jnp.expand_dims(jnp.broadcast_to(value, weights.shape).astype(weights.dtype), axes)
+
+    operands = [x, of_rows(weights), of_rows(2 * z_loss * weights), of_rows(weights * smoothing / classes)]
+    operands += [] if where is None else [where]
+    gradient, lse, _ = cross_entropy_gradient_p.bind(*operands, axes=axes, axis_name=())
+    # The label's own element, in the arithmetic's precision: y (1 + 2 z lse) - (1 - a) - a / n.
+    row = jax.lax.squeeze(lse, axes)
+    logit = _logit_of_label(x, axes, index)
+    of_label = jnp.exp(logit - row) * (1 + 2 * z_loss * row) - (1 - smoothing) - smoothing / classes
+    of_label = (weights * of_label).astype(x.dtype)
+    gradient = _set_at_labels(gradient, axes, jnp.where(valid[..., None], index, -1), of_label)
+
+    losses = jnp.where(valid, _losses(x, lse, where, axes, index, options), 0)
+    tangent = jnp.sum(reference.widened(gradient) * reference.widened(x_dot)) + jnp.sum(losses * weights_dot)
+    if options["label_smoothing"] is not None:
+        slope = jnp.where(valid, weights * (logit - _mean_logit(x, where, axes)), 0)
+        tangent += jnp.sum(slope) * options_dot["label_smoothing"]
+    if options["z_loss"] is not None:
+        tangent += jnp.sum(jnp.where(valid, weights * row**2, 0)) * options_dot["z_loss"]
+    return jnp.sum(losses * weights), tangent.astype(weights.dtype)
+
+
+# ---- Arguments
+
+
+def _prepared(name, x, axis, where, axis_name, argument="x", may_enlarge=True):
+    """x in a dtype that is computed in, the mask, the sorted axes, the mesh axes, and the dtype of a result like x."""
+    x = arguments.checked_array(name, x, argument)
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        raise TypeError(f"{name}: {argument} must be real, got {x.dtype}.")
+    axes, where, shape = arguments.checked_axes_and_mask(name, x, axis, where, argument)
+    if not may_enlarge:
+        arguments.check_broadcasts(name, "where", shape, x.shape)
+    axis_name = arguments.checked_axis_name(name, axis_name)
+    x, of_x = arguments.promoted(x)
+    x = jnp.broadcast_to(reference.without_narrow(x), shape)
+    return arguments.varying_as_well(x, where, axis_name), where, axes, axis_name, of_x
+
+
+def _checked_labels(name, x, labels, axes):
+    expected = tuple(n for d, n in enumerate(x.shape) if d not in axes)
+    if labels.shape != expected:
+        raise ValueError(
+            f"{name}: labels must have the shape of logits without axis, {expected} for logits of shape {x.shape}, got "
+            f"{labels.shape}."
+        )
+    return labels
+
+
+def _integer_array(name: str, labels: Any) -> jax.Array:
+    labels = arguments.as_array(f"{name}: labels must be an array of an integer dtype", labels)
+    if not jnp.issubdtype(labels.dtype, jnp.integer):
+        raise TypeError(f"{name}: labels must be an array of an integer dtype, got one of dtype {labels.dtype}.")
+    return labels
+
+
+def _float_dtype(name: str, dtype: Any) -> np.dtype:
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:
+        found = None
+    if found is None or not jnp.issubdtype(found, jnp.floating):
+        raise TypeError(f"{name}: dtype must be a floating dtype or None, got {dtype!r}.")
+    return jax.dtypes.canonicalize_dtype(found)
+
+
+def _options(name: str, label_smoothing: Any, z_loss: Any) -> dict[str, jax.Array | None]:
+    """The options that are not the number 0, which leaves out what it would take to compute them."""
+    options: dict[str, jax.Array | None] = {}
+    for argument, value in (("label_smoothing", label_smoothing), ("z_loss", z_loss)):
+        if isinstance(value, int | float) and value == 0:
+            options[argument] = None
+            continue
+        value = arguments.checked_real_array(name, value, argument)
+        if value.shape:
+            raise ValueError(f"{name}: {argument} must be a scalar, got shape {value.shape}.")
+        options[argument] = value.astype(jnp.promote_types(value.dtype, jnp.float32))
+    return options

@@ -1,0 +1,355 @@
+"""logsumexp and the cross entropies: values, gradients of every order, masks, labels, options, and what is refused."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import support
+from support import check, normal, outliers, random_mask, reference_logsumexp
+
+import jax_softmax
+from jax_softmax import cross_entropy_loss, logsumexp, softmax_cross_entropy
+from jax_softmax import softmax_cross_entropy_with_integer_labels as integer_labels
+
+DTYPES = support.DTYPES
+SHAPES = [
+    ((7, 32), -1),
+    ((5, 1000), 1),
+    ((3, 50257), -1),
+    ((300, 7), -1),
+    ((6, 130), 0),
+    ((3, 33, 24), 1),
+    ((4, 5, 6), (0, 2)),
+    ((4, 5), None),
+    ((9, 1), 1),
+    ((11,), 0),
+    ((2, 3), ()),
+]
+
+
+def lse(x, axis=-1, where=None):
+    """In float64."""
+    return np.asarray(reference_logsumexp(np.asarray(x, np.float64), axis, where)[0].value, np.float64)
+
+
+def losses(x, labels, axis=-1, where=None, smoothing=0.0, z=0.0):
+    """The losses of integer labels in float64, of a mask of the logits' shape."""
+    x = np.moveaxis(np.asarray(x, np.float64), axis, -1)
+    keep = np.ones(x.shape, bool) if where is None else np.moveaxis(where, axis, -1)
+    n = x.shape[-1]
+    valid = (labels >= 0) & (labels < n)
+    at = np.where(valid, labels, 0)[..., None]
+    logit = np.where(np.take_along_axis(keep, at, -1), np.take_along_axis(x, at, -1), -np.inf)[..., 0]
+    of_rows = lse(x, -1, keep)
+    if not smoothing:
+        return np.where(valid, of_rows - logit + z * of_rows**2, 0)
+    mean = np.sum(np.where(keep, x, 0), -1) / np.maximum(keep.sum(-1), 1)
+    return np.where(valid, of_rows - logit + smoothing * (logit - mean) + z * of_rows**2, 0)
+
+
+# ---- log-sum-exp
+
+
+@pytest.mark.parametrize("shape,axis", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("masked", [False, True])
+def test_logsumexp(masked, dtype, shape, axis):
+    x = outliers(shape, dtype)
+    where = random_mask(shape) if masked else None
+    wide = "float64" if dtype == "float64" else "float32"
+    with support.precision(dtype):
+        results = logsumexp(x, axis, where, dtype=wide, return_max=True)
+        kept = logsumexp(x, axis, where, keepdims=True)
+    for result, expected in zip(results, reference_logsumexp(x, axis, where), strict=True):
+        check(result, expected, f"of {dtype}{shape} along {axis}")
+    assert kept.dtype == np.dtype(dtype)
+    assert kept.shape == reference_logsumexp(x, axis, where, keepdims=True)[0].value.shape
+
+
+@pytest.mark.parametrize("columns", [5, 33, 1000, 20_001, 70_000])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_logsumexp_of_what_is_not_finite(dtype, columns):
+    """A row with +inf is +inf, unless it has a NaN; one of nothing but -inf is -inf."""
+    x = support.nonfinite_rows(columns, dtype)
+    both = x[:2].copy()
+    both[:, 0], both[:, -1] = np.inf, np.nan
+    for array in (x, both):
+        check(logsumexp(array, dtype="float32"), reference_logsumexp(array)[0])
+    assert np.array_equal(logsumexp(x[:3], where=False), np.full(3, -np.inf, dtype))
+
+
+def test_logsumexp_of_other_dtypes():
+    assert logsumexp(np.arange(3)).dtype == np.float32
+    np.testing.assert_allclose(logsumexp(np.arange(3, dtype=np.uint8)), np.log(np.exp(np.arange(3.0)).sum()), rtol=1e-6)
+    assert logsumexp(jnp.ones(4, jnp.float8_e4m3fn)).dtype == jnp.float8_e4m3fn
+    assert logsumexp(jnp.ones(4, jnp.bfloat16), dtype=jnp.float32).dtype == np.float32
+
+
+def test_logsumexp_of_empty_rows():
+    assert np.array_equal(logsumexp(np.zeros((3, 0), np.float32)), np.full(3, -np.inf))
+    assert logsumexp(np.zeros((0, 3), np.float32)).shape == (0,)
+
+
+@pytest.mark.parametrize("return_max", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+def test_derivatives_of_logsumexp(masked, return_max):
+    """Of first and second order, in both modes, against jax.numpy in float64."""
+    with jax.enable_x64(True):
+        x = jnp.asarray(normal((4, 6), "float64"))
+        where = jnp.asarray(random_mask((4, 6))) if masked else None
+
+        def ours(x):
+            results = logsumexp(x, 1, where, return_max=True)
+            return results[0] + 0.5 * results[1] if return_max else results[0]
+
+        def theirs(x):
+            kept = x if where is None else jnp.where(where, x, -jnp.inf)
+            total = jax.nn.logsumexp(x, 1, where=where)
+            return total + 0.5 * jnp.max(kept, 1) if return_max else total
+
+        for f in (jax.jacfwd, jax.jacrev, jax.hessian, lambda f: jax.jacrev(jax.jacrev(f))):
+            np.testing.assert_allclose(f(ours)(x), f(theirs)(x), rtol=1e-12, atol=1e-13)
+
+
+def test_the_maximum_at_ties():
+    x = jnp.array([[1.0, 1.0, 0.0], [2.0, 1.0, 0.0]])
+    largest = jax.grad(lambda x: logsumexp(x, return_max=True)[1].sum())(x)
+    assert np.array_equal(largest, jax.grad(lambda x: jnp.max(x, -1).sum())(x))
+
+
+def test_what_is_kept_for_the_backward_pass():
+    """x and row states, but no exponentials."""
+    x = jnp.ones((64, 4096), jnp.bfloat16)
+    _, pullback = jax.vjp(lambda x: logsumexp(x, dtype="float32"), x)
+    kept = sum(a.nbytes for a in jax.tree.leaves(pullback) if hasattr(a, "nbytes"))
+    assert kept <= x.nbytes + 4 * 64 * 4
+
+
+# ---- losses
+
+
+@pytest.mark.parametrize("shape,axis", [((7, 32), -1), ((5, 1000), 1), ((6, 13, 8), 1), ((40, 7), 0), ((3, 50257), -1)])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("smoothing,z", [(0.0, 0.0), (0.1, 0.01)])
+def test_integer_labels(smoothing, z, dtype, shape, axis):
+    x = normal(shape, dtype)
+    rows = np.delete(shape, axis)
+    labels = np.random.default_rng(0).integers(-1, shape[axis] + 1, rows)
+    expected = losses(x, labels, axis, None, smoothing, z)
+    wide = np.float64 if dtype == "float64" else np.float32
+    with support.precision(dtype):
+        found = integer_labels(x, labels, axis, label_smoothing=smoothing, z_loss=z)
+    assert found.dtype == wide
+    np.testing.assert_allclose(found, expected, rtol=32 * np.finfo(wide).eps, atol=32 * np.finfo(wide).eps)
+    assert np.all(np.asarray(found)[(labels < 0) | (labels >= shape[axis])] == 0)
+
+
+def test_labels_of_several_axes():
+    x, labels = normal((2, 3, 4)), np.array([5, 11])
+    np.testing.assert_allclose(integer_labels(x, labels, (1, 2)), losses(x.reshape(2, 12), labels), rtol=1e-6)
+    g = jax.grad(lambda x: integer_labels(x, labels, (1, 2)).sum())(x)
+    flat = jax.grad(lambda x: integer_labels(x, labels).sum())(x.reshape(2, 12))
+    np.testing.assert_allclose(g.reshape(2, 12), flat, rtol=1e-6)
+
+
+def test_masked_classes():
+    x, labels, where = normal((6, 9)), np.array([0, 1, 2, 3, 4, 5]), random_mask((6, 9), 3)
+    where[np.arange(6), labels] = [True, True, False, True, True, True]
+    np.testing.assert_allclose(integer_labels(x, labels, where=where), losses(x, labels, -1, where), rtol=1e-5)
+    assert integer_labels(x, labels, where=where)[2] == np.inf
+    kept = integer_labels(x[:2], labels[:2], where=where[:2], label_smoothing=0.2)
+    np.testing.assert_allclose(kept, losses(x[:2], labels[:2], -1, where[:2], 0.2), rtol=1e-5)
+
+
+def test_soft_labels():
+    x, t = normal((5, 40)), np.array(jax.nn.softmax(normal((5, 40), seed=1)))
+    expected = np.sum(t * (lse(x)[:, None] - x), -1)
+    np.testing.assert_allclose(softmax_cross_entropy(x, t), expected, rtol=1e-5)
+    x[:, 3], t[:, 3] = -np.inf, 0  # which is 0 log 0
+    assert np.isfinite(softmax_cross_entropy(x, t)).all()
+    gradients = jax.grad(lambda x, t: softmax_cross_entropy(x, t).sum(), (0, 1))(x, t)
+    assert np.isfinite(gradients[0]).all()
+
+
+def mean_loss(x, labels, weights, smoothing, z, reduction="mean"):
+    """In jax.numpy."""
+    n = x.shape[-1]
+    valid = (labels >= 0) & (labels < n)
+    of_rows = jax.nn.logsumexp(x, -1)
+    logit = jnp.take_along_axis(x, jnp.where(valid, labels, 0)[:, None], -1)[:, 0]
+    found = of_rows - logit + smoothing * (logit - jnp.mean(x, -1)) + z * of_rows**2
+    weights = jnp.where(valid, weights, 0)
+    total = jnp.sum(jnp.where(valid, found, 0) * weights)
+    return total / jnp.where(jnp.sum(weights) == 0, 1, jnp.sum(weights)) if reduction == "mean" else total
+
+
+@pytest.mark.parametrize("smoothing,z", [(0.0, 0.0), (0.1, 0.01)])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_loss_and_its_derivatives(reduction, weighted, smoothing, z):
+    with jax.enable_x64(True):
+        x, labels = jnp.asarray(normal((5, 7), "float64")), np.array([0, 6, -1, 7, 3])
+        weights = np.linspace(0.5, 2, 5) if weighted else None
+
+        def ours(x):
+            options = {"label_smoothing": smoothing, "z_loss": z}
+            return cross_entropy_loss(x, labels, weights=weights, reduction=reduction, **options)
+
+        def theirs(x):
+            return mean_loss(x, labels, np.ones(5) if weights is None else weights, smoothing, z, reduction)
+
+        np.testing.assert_allclose(ours(x), theirs(x), rtol=1e-13)
+        transformed = (
+            jax.grad,
+            jax.jacfwd,
+            jax.hessian,
+            lambda f: jax.jacrev(jax.jacrev(f)),
+            lambda f: jax.jacfwd(jax.hessian(f)),
+        )
+        for f in transformed:
+            np.testing.assert_allclose(f(ours)(x), f(theirs)(x), rtol=1e-12, atol=1e-13)
+        assert np.all(np.asarray(jax.grad(ours)(x))[2:4] == 0)
+
+
+def test_derivatives_of_weights_and_options():
+    with jax.enable_x64(True):
+        x, labels = normal((5, 7), "float64"), np.array([0, 6, -1, 7, 3])
+
+        def ours(w, smoothing, z):
+            return cross_entropy_loss(x, labels, weights=w, label_smoothing=smoothing, z_loss=z)
+
+        def theirs(w, smoothing, z):
+            return mean_loss(jnp.asarray(x), labels, w, smoothing, z)
+
+        arguments = np.linspace(0.5, 2, 5), 0.1, 0.02
+        for found, expected in zip(
+            jax.grad(ours, (0, 1, 2))(*arguments), jax.grad(theirs, (0, 1, 2))(*arguments), strict=True
+        ):
+            np.testing.assert_allclose(found, expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "shape,axis", [((7, 32), -1), ((4, 50257), 1), ((33, 6, 8), 1), ((130, 5), 0), ((9, 8192), -1)]
+)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_gradient_of_the_loss(dtype, shape, axis):
+    """Of 16 bits rounded once, at the label too, where it may cancel."""
+    x = normal(shape, dtype, scale=5.0)
+    labels = np.argmax(np.asarray(x, np.float32), axis)
+    g = jax.jit(jax.grad(lambda x: cross_entropy_loss(x, labels, axis=axis)))(x)
+    wide = np.asarray(x, np.float64)
+    y = np.exp(wide - np.expand_dims(lse(wide, axis), axis))
+    index = np.expand_dims(labels, axis)
+    exact = y.copy()
+    np.put_along_axis(exact, index, np.take_along_axis(y, index, axis) - 1, axis)
+    exact /= labels.size
+    eps = float(jnp.finfo(dtype).eps)
+    bound = 0.51 * eps * np.abs(exact) + 64 * np.finfo(np.float32).eps * y / labels.size + 1e-37
+    assert g.dtype == np.dtype(dtype)
+    assert np.all(np.abs(np.asarray(g, np.float64) - exact) <= bound)
+
+
+def test_no_label_counts():
+    x = normal((3, 5))
+    value, g = jax.value_and_grad(cross_entropy_loss)(x, np.full(3, -100))
+    assert value == 0 and np.all(np.asarray(g) == 0)
+
+
+@pytest.mark.parametrize("f", [cross_entropy_loss, lambda x, labels: integer_labels(x, labels).sum()])
+def test_vmap_and_scan(f):
+    x, labels = normal((3, 4, 6)), np.arange(12).reshape(3, 4) % 6
+    each = np.stack([f(x[i], labels[i]) for i in range(3)])
+    np.testing.assert_allclose(jax.vmap(f)(x, labels), each, rtol=1e-6)
+    np.testing.assert_allclose(jax.vmap(f, (None, 0))(x[0], labels), [f(x[0], row) for row in labels], rtol=1e-6)
+    gradients = np.stack([jax.grad(f)(x[i], labels[i]) for i in range(3)])
+    np.testing.assert_allclose(jax.vmap(jax.grad(f))(x, labels), gradients, rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(jax.lax.map(lambda a: f(*a), (x, labels)), each, rtol=1e-6)
+    np.testing.assert_allclose(jax.grad(jax.checkpoint(lambda x: f(x, labels[0])))(x[0]), gradients[0], rtol=1e-5)
+
+
+P = jax.sharding.PartitionSpec
+AxisType = jax.sharding.AxisType
+
+
+def mesh_of(axis_type):
+    cpus = jax.devices("cpu")
+    if len(cpus) < 8:
+        pytest.skip("needs 8 devices")
+    return jax.make_mesh((2, 4), ("data", "model"), axis_types=(axis_type, axis_type), devices=cpus[:8])
+
+
+def test_over_a_mesh_axis():
+    """Inside shard_map, each device with a part of every row."""
+    x, spec = normal((4, 12)), P("data", "model")
+    spread = functools.partial(logsumexp, axis_name="model")
+    with jax.default_device(jax.devices("cpu")[0]):
+        found = jax.jit(jax.shard_map(spread, mesh=mesh_of(AxisType.Auto), in_specs=spec, out_specs=P("data")))(x)
+    np.testing.assert_allclose(found, lse(x), rtol=1e-6)
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("spec", [P("data"), P(None, "model"), P("data", "model")])
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x, labels: logsumexp(x),
+        lambda x, labels: integer_labels(x, labels),
+        lambda x, labels: cross_entropy_loss(x, labels),
+        lambda x, labels: jax.grad(cross_entropy_loss)(x, labels),
+        lambda x, labels: jax.grad(lambda x: integer_labels(x, labels).sum())(x),
+    ],
+    ids=["logsumexp", "integer_labels", "loss", "loss's gradient", "integer_labels' gradient"],
+)
+def test_sharded_logits_are_not_gathered(f, spec, axis_type):
+    mesh = mesh_of(axis_type)
+    x, labels = normal((16, 12)), np.arange(16) % 12
+    with jax.default_device(jax.devices("cpu")[0]):
+        expected = f(x, labels)
+    of_labels = jax.sharding.NamedSharding(mesh, P(spec[0]))
+    x, labels = jax.device_put(x, jax.sharding.NamedSharding(mesh, spec)), jax.device_put(labels, of_labels)
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(f).lower(x, labels).compile()
+        found = compiled(x, labels)
+    assert not re.search(r"= \S*\[16,12\]\S* all-gather", compiled.as_text())
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-7)
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize(
+    "call,error,message",
+    [
+        (lambda x, n: logsumexp("x"), TypeError, "logsumexp: x must be an array"),
+        (lambda x, n: logsumexp(x, 2), ValueError, "logsumexp: axis must be an int from -2 to 1"),
+        (lambda x, n: logsumexp(x, dtype="int32"), TypeError, "logsumexp: dtype must be a floating dtype"),
+        (lambda x, n: logsumexp(x + 0j), TypeError, "logsumexp: x must be real"),
+        (lambda x, n: logsumexp(x, where=x), TypeError, "logsumexp: where must be a boolean array"),
+        (lambda x, n: integer_labels(x, n * 1.0), TypeError, "labels must be an array of an integer dtype"),
+        (
+            lambda x, n: integer_labels(x, n[:1]),
+            ValueError,
+            r"labels must have the shape of logits without axis, \(2,\)",
+        ),
+        (lambda x, n: integer_labels(x, n, z_loss=x), ValueError, "z_loss must be a scalar, got shape"),
+        (lambda x, n: integer_labels("x", n), TypeError, "logits must be an array"),
+        (lambda x, n: integer_labels(x, n, where=x[None] > 0), ValueError, "where must broadcast to shape"),
+        (lambda x, n: softmax_cross_entropy(x, x[:, :2]), ValueError, "labels must broadcast to shape"),
+        (lambda x, n: cross_entropy_loss(x, n, reduction="none"), ValueError, 'reduction must be "mean" or "sum"'),
+        (lambda x, n: cross_entropy_loss(x, n, weights=x), ValueError, "weights must broadcast to shape"),
+        (lambda x, n: cross_entropy_loss(x, n, weights=n + 0j), TypeError, "weights must be real"),
+    ],
+)
+def test_what_is_refused(call, error, message):
+    with pytest.raises(error, match=message):
+        call(normal((2, 3)), np.array([0, 1]))
+
+
+def test_names_in_programs():
+    """Profiles and dumps show what it is."""
+    text = str(jax.make_jaxpr(jax.grad(lambda x: cross_entropy_loss(x, np.array([0, 1]))))(normal((2, 3))))
+    assert "cross_entropy_gradient" in text
+    assert "logsumexp" in str(jax.make_jaxpr(jax_softmax.logsumexp)(normal((2, 3))))
