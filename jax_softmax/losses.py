@@ -216,8 +216,10 @@ def _rows(x, where, axes, axis_name):
 def _index_of_label(shape, labels, axes):
     """Whether each label counts, and where its logit is along the axes: their indices in a last dimension."""
     extents = [shape[d] for d in axes]
+    labels = labels.astype(jnp.int32) if labels.dtype.itemsize < 4 else labels  # which can count the classes
     valid = (labels >= 0) & (labels < math.prod(extents))
-    return valid, jnp.stack(jnp.unravel_index(jnp.where(valid, labels, 0), extents), -1)
+    at = jnp.where(valid, labels, 0).astype(jnp.int32)
+    return valid, jnp.stack(jnp.unravel_index(at, extents), -1) if len(axes) > 1 else jnp.expand_dims(at, -1)
 
 
 def _kept(ndim, axes):

@@ -147,6 +147,18 @@ def test_integer_labels(smoothing, z, dtype, shape, axis):
     assert np.all(np.asarray(found)[(labels < 0) | (labels >= shape[axis])] == 0)
 
 
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "uint16", "int32", "uint32"])
+def test_dtypes_of_labels(dtype):
+    """The largest label of the dtype is no class, and no class's gradient is touched for it."""
+    x, labels = normal((3, 300)), np.array([1, 100, np.iinfo(dtype).max], dtype)
+    valid = labels < 300
+    np.testing.assert_allclose(integer_labels(x, labels), losses(x, labels.astype(int)), rtol=1e-6)
+    g = jax.grad(lambda x: cross_entropy_loss(x, labels, reduction="sum"))(x)
+    expected = np.asarray(jax.nn.softmax(x)) * valid[:, None]
+    expected[np.arange(3)[valid], labels[valid]] -= 1
+    np.testing.assert_allclose(g, expected, atol=1e-6)
+
+
 def test_labels_of_several_axes():
     x, labels = normal((2, 3, 4)), np.array([5, 11])
     np.testing.assert_allclose(integer_labels(x, labels, (1, 2)), losses(x.reshape(2, 12), labels), rtol=1e-6)
