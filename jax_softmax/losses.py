@@ -299,11 +299,17 @@ def _classes(x, where, axes):
     return jnp.maximum(count, 1).astype(reference.wide_dtype(x.dtype))
 
 
+def _are_kept(x, where, axes, index):
+    """Whether each row's label is a class that is not left out."""
+    return _at_labels(jnp.broadcast_to(where, x.shape), axes, index)
+
+
 def _losses(x, lse, where, axes, index, options):
     lse = jax.lax.squeeze(lse, axes)
     logit = _logit_of_label(x, axes, index)
     if where is not None:
-        logit = jnp.where(_at_labels(jnp.broadcast_to(where, x.shape), axes, index), logit, -jnp.inf)
+        lse = jnp.where(lse == -jnp.inf, 0, lse)  # of rows without a class, whose label is left out too
+        logit = jnp.where(_are_kept(x, where, axes, index), logit, -jnp.inf)
     losses = lse - logit
     if options["label_smoothing"] is not None:
         losses += options["label_smoothing"] * (logit - _mean_logit(x, where, axes))
@@ -337,7 +343,8 @@ def _weighted_sum_jvp(axes, primals, tangents):
     logit = _logit_of_label(x, axes, index)
     of_label = jnp.exp(logit - row) * (1 + 2 * z_loss * row) - (1 - smoothing) - smoothing / classes
     of_label = (weights * of_label).astype(x.dtype)
-    gradient = _set_at_labels(gradient, axes, jnp.where(valid[..., None], index, -1), of_label)
+    counts = valid if where is None else valid & _are_kept(x, where, axes, index)
+    gradient = _set_at_labels(gradient, axes, jnp.where(counts[..., None], index, -1), of_label)
 
     losses = jnp.where(valid, _losses(x, lse, where, axes, index, options), 0)
     tangent = jnp.sum(reference.widened(gradient) * reference.widened(x_dot)) + jnp.sum(losses * weights_dot)

@@ -176,6 +176,21 @@ def test_masked_classes():
     np.testing.assert_allclose(kept, losses(x[:2], labels[:2], -1, where[:2], 0.2), rtol=1e-5)
 
 
+def test_gradient_where_classes_are_masked():
+    """Also of a row whose label is left out, and of one without any class."""
+    x, labels, where = normal((4, 9)), np.array([0, 1, 2, 3]), random_mask((4, 9), 3)
+    where[np.arange(4), labels] = [True, False, True, True]
+    where[3] = False
+    found = integer_labels(x, labels, where=where)
+    assert np.array_equal(np.isinf(found), [False, True, False, True]) and np.all(np.asarray(found) > 0)
+    y = np.array(jax_softmax.softmax(x, where=where))
+    y[[0, 2], [0, 2]] -= 1
+    of_losses = jax.grad(lambda x: integer_labels(x, labels, where=where).sum())(x)
+    of_sum = jax.grad(lambda x: cross_entropy_loss(x, labels, where=where, reduction="sum"))(x)
+    np.testing.assert_allclose(of_losses, y, atol=1e-6)
+    np.testing.assert_allclose(of_sum, y, atol=1e-6)
+
+
 def test_soft_labels():
     x, t = normal((5, 40)), np.array(jax.nn.softmax(normal((5, 40), seed=1)))
     expected = np.sum(t * (lse(x)[:, None] - x), -1)
