@@ -35,7 +35,8 @@ def main() -> None:
                     operands.append(jax.device_put(rng.random(way.shape) < 0.8))
                 plan = way.plan(op, dtype, list(way.shape) if masked else None)
                 scratch = plan["scratch_bytes"]
-                call_kernel(op, *operands, axes=way.axes, out_dtype=out, scratch_bytes=scratch).block_until_ready()
+                result = call_kernel(op, *operands, axes=way.axes, out_dtype=out, scratch_bytes=scratch)
+                jax.block_until_ready(result)
         print("ran", dtype, way, *kernel_names(plan), flush=True)
 
 

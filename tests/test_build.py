@@ -25,11 +25,15 @@ def test_public_names():
     assert sorted(jax_softmax.__all__) == [
         "Explanation",
         "build_info",
+        "cross_entropy_loss",
         "explain",
         "export_checks",
         "log_softmax",
         "log_softmax_vjp",
+        "logsumexp",
         "softmax",
+        "softmax_cross_entropy",
+        "softmax_cross_entropy_with_integer_labels",
         "softmax_vjp",
         "use",
     ]
