@@ -64,7 +64,7 @@ def log_softmax(
 
 
 def _call(jitted: Callable[..., jax.Array], x: Any, axis: Any, where: Any, axis_name: Any) -> jax.Array:
-    return jitted(*arguments.hashable(jitted.__name__, x, axis, where, axis_name))
+    return jitted(*arguments.for_jit(jitted.__name__, x, axis, where, axis_name))
 
 
 def _jitted(name: str, op: str, forward: Callable[..., jax.Array]) -> Callable[..., jax.Array]:

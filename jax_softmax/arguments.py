@@ -19,7 +19,7 @@ _NUMBERS = frozenset({bool, int, float, complex})
 _ALLOWED_NAMES = "axis_name must be a mesh axis of a surrounding shard_map, a tuple of such, or None"
 
 
-def hashable(op: str, x: Any, axis: Any, where: Any, axis_name: Any, argument: str = "x") -> tuple[Any, Any, Any, Any]:
+def for_jit(op: str, x: Any, axis: Any, where: Any, axis_name: Any, argument: str = "x") -> tuple[Any, Any, Any, Any]:
     """The arguments as `jax.jit` takes them, axis and axis_name being static: looks at no shape."""
     if axis is not None and type(axis) is not int:
         axis = _ints(op, axis)

@@ -28,7 +28,7 @@ _SCHEDULES = {
     "chunks": "a row in the shared memory of blocks, chunk by chunk; they exchange only its maximum and sum",
     "ring": "chunks of all rows pass through rings in shared memory; blocks exchange only maxima and sums",
     "tile": "rows that are not one run of memory: neighbouring ones side by side in the shared memory of blocks",
-    "twice": "a row too long to hold: read twice, in pieces",
+    "twice": "a row too long to hold: read in pieces, twice if there are results for its elements",
     "jax.numpy": "XLA's own operations: no kernel covers this, or none is faster",
     "nothing": "the array is empty",
 }

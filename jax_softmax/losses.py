@@ -33,8 +33,8 @@ def logsumexp(
       x: array of a floating, integer or boolean dtype, computed in float32 (float64 for float64).
       axis, where, axis_name: as for `softmax`; where leaves elements out of the sum.
       keepdims: whether reduced axes stay, with extent 1.
-      dtype: that of the result, a floating one; x's by default (the default float dtype for integers). float32 for an x
-        of 16 bits keeps the precision that the sum has.
+      dtype: that of the result, a floating one; by default x's, or for integers that of their exponentials. float32 for
+        an x of 16 bits keeps the precision that the sum has.
       return_max: whether to return the maximum as well.
 
     Returns:
@@ -48,14 +48,15 @@ def logsumexp(
     """
     if dtype is not None:
         dtype = _float_dtype("logsumexp", dtype)
-    x, axis, where, axis_name = arguments.hashable("logsumexp", x, axis, where, axis_name)
+    x, axis, where, axis_name = arguments.for_jit("logsumexp", x, axis, where, axis_name)
     return _logsumexp(x, axis, where, bool(keepdims), dtype, bool(return_max), axis_name)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 3, 4, 5, 6), inline=True)
 def _logsumexp(x, axis, where, keepdims, dtype, return_max, axis_name):
     x, where, axes, axis_name, of_x = _prepared("logsumexp", x, axis, where, axis_name)
-    results = _rows(x, where, axes, axis_name)
+    lse, largest = _rows(x, where, axes, axis_name)
+    results = lse, jnp.where(jnp.isnan(lse), jnp.nan, largest)  # the kernels' maximum leaves NaNs out
     results = [r.astype(of_x if dtype is None else dtype) for r in results]
     if not keepdims:
         results = [jax.lax.squeeze(r, axes) for r in results]
@@ -77,12 +78,13 @@ def softmax_cross_entropy_with_integer_labels(
     their gradient.
 
     Args:
-      logits: array of unnormalised log probabilities, of a floating dtype, computed in float32 (float64 for float64).
+      logits: array of unnormalised log probabilities, computed in float32 (float64 for float64).
       labels: array of an integer dtype and of the shape of logits without `axis`; of several axes, a label counts
-        elements in row-major order. A label that is negative or too large is ignored: its loss and gradient are 0.
-      axis: the axis of the classes, or axes.
-      where: boolean mask that broadcasts to the logits' shape; False leaves a class out of the sum. A label that is
-        left out has an infinite loss.
+        elements in row-major order. A label that is negative or too large is ignored: its loss and gradient are 0 (the
+        gradient is NaN if the row has a NaN or +inf).
+      axis: the axis of the classes, or axes; at least one.
+      where: boolean mask that broadcasts to the logits' shape and has their rank; False leaves a class out of lse. Or
+        one of the labels' rank, which leaves out whole rows. A row of which all is left out is ignored.
       label_smoothing: a number or scalar array a: the label's probability is 1 - a + a / n, the others' a / n, where n
         is the number of classes, or of those that are not left out. With it, logits are read once more.
       z_loss: a number or scalar array: the weight of lse² (the square of the log-sum-exp), which is added.
@@ -96,7 +98,7 @@ def softmax_cross_entropy_with_integer_labels(
         broadcast to the logits' shape, label_smoothing or z_loss is not a scalar.
     """
     name = "softmax_cross_entropy_with_integer_labels"
-    logits, axis, where, _ = arguments.hashable(name, logits, axis, where, None, argument="logits")
+    logits, axis, where, _ = arguments.for_jit(name, logits, axis, where, None, argument="logits")
     options = _options(name, label_smoothing, z_loss)
     return _integer_labels(name, logits, _integer_array(name, labels), axis, where, options)
 
@@ -104,10 +106,9 @@ def softmax_cross_entropy_with_integer_labels(
 @functools.partial(jax.jit, static_argnums=(0, 3), inline=True)
 def _integer_labels(name, logits, labels, axis, where, options):
     x, where, axes, _, _ = _prepared(name, logits, axis, where, (), argument="logits", may_enlarge=False)
-    labels = _checked_labels(name, x, labels, axes)
+    valid, index = _index_of_label(_checked_labels(name, x, labels, axes), x.shape, axes, where)
     lse, _ = _rows(x, where, axes, ())
-    valid, index = _index_of_label(x.shape, labels, axes)
-    return jnp.where(valid, _losses(x, lse, where, axes, index, options), 0)
+    return _losses(x, lse, where, axes, index, valid, _in_dtype_of(lse, options))
 
 
 def softmax_cross_entropy(
@@ -118,10 +119,11 @@ def softmax_cross_entropy(
     A drop-in for optax's function of that name.
 
     Args:
-      logits: array of unnormalised log probabilities, of a floating dtype, computed in float32 (float64 for float64).
-      labels: array of a floating dtype that broadcasts to the logits' shape: probabilities.
+      logits: array of unnormalised log probabilities, computed in float32 (float64 for float64).
+      labels: real array that broadcasts to the logits' shape: probabilities.
       axis: the axis of the classes, or axes.
-      where: boolean mask that broadcasts to the logits' shape; False leaves a class out.
+      where: boolean mask that broadcasts to the logits' shape and has their rank; False leaves a class out. Or one of
+        the result's rank, which leaves out whole rows.
 
     Returns:
       Losses, of the logits' shape without axis, in float32 (float64 for float64). A class of probability 0 adds 0,
@@ -132,7 +134,7 @@ def softmax_cross_entropy(
       ValueError: labels or where does not broadcast to the logits' shape, or axis is out of range or repeated.
     """
     name = "softmax_cross_entropy"
-    logits, axis, where, _ = arguments.hashable(name, logits, axis, where, None, argument="logits")
+    logits, axis, where, _ = arguments.for_jit(name, logits, axis, where, None, argument="logits")
     labels = arguments.checked_real_array(name, labels, "labels")
     return _soft_labels(logits, labels, axis, where)
 
@@ -144,9 +146,12 @@ def _soft_labels(logits, labels, axis, where):
     arguments.check_broadcasts(name, "labels", labels.shape, x.shape)
     lse, _ = _rows(x, where, axes, ())
     labels = labels.astype(lse.dtype)
-    counts = labels != 0 if where is None else (labels != 0) & where
-    distance = lse - jnp.where(counts, x, 0).astype(lse.dtype)
-    return jnp.sum(jnp.where(counts, labels * distance, 0), axes)
+    adds = (labels != 0) | (x != -jnp.inf)  # 0 log 0 does not
+    if where is not None:
+        adds &= where
+        lse = jnp.where(lse == -jnp.inf, 0, lse)  # of rows that are left out
+    distance = lse - jnp.where(adds, x, 0).astype(lse.dtype)
+    return jnp.sum(jnp.where(adds, labels * distance, 0), axes)
 
 
 def cross_entropy_loss(
@@ -162,14 +167,15 @@ def cross_entropy_loss(
 ) -> jax.Array:
     """The mean or sum of `softmax_cross_entropy_with_integer_labels`: the loss of a training step.
 
-    Where it is differentiated, the forward pass reads the logits once and writes their gradient, which the backward
-    pass multiplies by the incoming cotangent unless that is known to be 1. Differentiable in forward and reverse mode
-    to any order.
+    Where it is differentiated, the forward pass makes the gradient with the loss, in the logits' dtype: on CUDA, in a
+    program of one device, by one read and one write. The backward pass multiplies it by the incoming cotangent, unless
+    that is known to be 1. Of float16 the backward pass makes the gradient, so that loss scaling can keep it from
+    underflow. Differentiable in forward and reverse mode to any order.
 
     Args:
       logits, labels, axis, where, label_smoothing, z_loss: as there.
-      weights: array of a floating, integer or boolean dtype that broadcasts to the labels' shape: how much each loss
-        counts. None, the default: 1 each. Ignored labels count 0.
+      weights: real array that broadcasts to the labels' shape: how much each loss counts. None, the default: 1 each.
+        Ignored labels count 0, and a loss of weight 0 does not count even if it is not finite.
       reduction: "mean", the weighted mean of the losses (0 if no label counts), or "sum", their weighted sum.
 
     Returns:
@@ -182,7 +188,7 @@ def cross_entropy_loss(
     name = "cross_entropy_loss"
     if reduction not in ("mean", "sum"):
         raise ValueError(f'{name}: reduction must be "mean" or "sum", got {reduction!r}.')
-    logits, axis, where, _ = arguments.hashable(name, logits, axis, where, None, argument="logits")
+    logits, axis, where, _ = arguments.for_jit(name, logits, axis, where, None, argument="logits")
     if weights is not None:
         weights = arguments.checked_real_array(name, weights, "weights")
     options = _options(name, label_smoothing, z_loss)
@@ -194,7 +200,7 @@ def _loss(logits, labels, axis, where, weights, reduction, options):
     name = "cross_entropy_loss"
     x, where, axes, _, _ = _prepared(name, logits, axis, where, (), argument="logits", may_enlarge=False)
     labels = _checked_labels(name, x, labels, axes)
-    valid, index = _index_of_label(x.shape, labels, axes)
+    valid, index = _index_of_label(labels, x.shape, axes, where)
     wide = reference.wide_dtype(x.dtype)
     counted = valid.astype(wide)
     if weights is not None:
@@ -203,7 +209,8 @@ def _loss(logits, labels, axis, where, weights, reduction, options):
     if reduction == "mean":
         total = jnp.sum(counted)
         counted = counted / jnp.where(total == 0, 1, total)
-    return _weighted_sum(axes, index, valid, where, x, counted, options)
+    weighted_sum = _weighted_sum if x.dtype == jnp.float16 else _weighted_sum_with_gradient
+    return weighted_sum(axes, index, valid, where, x, counted, _in_dtype_of(counted, options))
 
 
 # ---- What they are made of. Rows keep the reduced axes, with extent 1, but for labels and losses.
@@ -213,16 +220,18 @@ def _rows(x, where, axes, axis_name):
     return logsumexp_p.bind(*([x] if where is None else [x, where]), axes=axes, axis_name=axis_name)
 
 
-def _index_of_label(shape, labels, axes):
+def _index_of_label(labels, shape, axes, where):
     """Whether each label counts, and where its logit is along the axes: their indices in a last dimension."""
     extents = [shape[d] for d in axes]
     labels = labels.astype(jnp.int32) if labels.dtype.itemsize < 4 else labels  # which can count the classes
     valid = (labels >= 0) & (labels < math.prod(extents))
     at = jnp.where(valid, labels, 0).astype(jnp.int32)
+    if where is not None:
+        valid &= jnp.any(jnp.broadcast_to(where, shape), axes)
     return valid, jnp.stack(jnp.unravel_index(at, extents), -1) if len(axes) > 1 else jnp.expand_dims(at, -1)
 
 
-def _kept(ndim, axes):
+def _kept_dims(ndim, axes):
     return tuple(d for d in range(ndim) if d not in axes)
 
 
@@ -244,7 +253,7 @@ def _at_labels(x, axes, index):
     """The label's element of each row."""
     if _are_spread(x, axes):
         return jnp.sum(jnp.where(_is_label(x, axes, index), x, 0), axes, dtype=x.dtype)
-    kept = _kept(x.ndim, axes)
+    kept = _kept_dims(x.ndim, axes)
     dimensions = jax.lax.GatherDimensionNumbers(
         offset_dims=(),
         collapsed_slice_dims=axes,
@@ -259,7 +268,7 @@ def _set_at_labels(x, axes, index, values):
     """x with the label's element of each row replaced, but where the index is outside of x."""
     if _are_spread(x, axes):
         return jnp.where(_is_label(x, axes, index), jnp.expand_dims(values, axes), x)
-    kept = _kept(x.ndim, axes)
+    kept = _kept_dims(x.ndim, axes)
     dimensions = jax.lax.ScatterDimensionNumbers(
         update_window_dims=(),
         inserted_window_dims=axes,
@@ -299,37 +308,61 @@ def _classes(x, where, axes):
     return jnp.maximum(count, 1).astype(reference.wide_dtype(x.dtype))
 
 
-def _are_kept(x, where, axes, index):
-    """Whether each row's label is a class that is not left out."""
-    return _at_labels(jnp.broadcast_to(where, x.shape), axes, index)
-
-
-def _losses(x, lse, where, axes, index, options):
-    lse = jax.lax.squeeze(lse, axes)
+def _losses(x, lse, where, axes, index, valid, options):
+    """The losses, 0 where labels do not count."""
+    lse = jnp.where(valid, jax.lax.squeeze(lse, axes), 0)
     logit = _logit_of_label(x, axes, index)
-    if where is not None:
-        lse = jnp.where(lse == -jnp.inf, 0, lse)  # of rows without a class, whose label is left out too
-        logit = jnp.where(_are_kept(x, where, axes, index), logit, -jnp.inf)
     losses = lse - logit
     if options["label_smoothing"] is not None:
         losses += options["label_smoothing"] * (logit - _mean_logit(x, where, axes))
     if options["z_loss"] is not None:
         losses += options["z_loss"] * lse**2
-    return losses
+    return jnp.where(valid, losses, 0)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _weighted_sum(axes, index, valid, where, x, weights, options):
-    """The sum of the losses times their weights, which are 0 where labels are not valid."""
-    losses = _losses(x, _rows(x, where, axes, ())[0], where, axes, index, options)
-    return jnp.sum(jnp.where(valid, losses * weights, 0))
+    """The sum of the losses times their weights."""
+    losses = _losses(x, _rows(x, where, axes, ())[0], where, axes, index, valid, options)
+    return _dot(losses, weights)
 
 
-@_weighted_sum.defjvp
+def _dot(losses, weights):
+    return jnp.sum(jnp.where(weights == 0, 0, losses * weights))
+
+
+# The same, whose derivative is made together with it.
+_weighted_sum_with_gradient = jax.custom_jvp(_weighted_sum, nondiff_argnums=(0,))
+
+
+@functools.partial(_weighted_sum_with_gradient.defjvp, symbolic_zeros=True)
 def _weighted_sum_jvp(axes, primals, tangents):
     index, valid, where, x, weights, options = primals
     *_, x_dot, weights_dot, options_dot = tangents
     smoothing, z_loss = (0 if options[name] is None else options[name] for name in ("label_smoothing", "z_loss"))
+    tangent = jnp.zeros((), weights.dtype)
+    if _is_zero(x_dot):
+        lse, _ = _rows(x, where, axes, ())
+    else:
+        gradient, lse = _gradient(x, where, axes, index, valid, weights, smoothing, z_loss)
+        tangent += jnp.sum(reference.widened(gradient) * reference.widened(x_dot))
+    losses = _losses(x, lse, where, axes, index, valid, options)
+    row = jnp.where(valid, jax.lax.squeeze(lse, axes), 0)
+    if not _is_zero(weights_dot):
+        tangent += jnp.sum(losses * weights_dot)
+    if not _is_zero(options_dot["label_smoothing"]):
+        slopes = jnp.where(valid, _logit_of_label(x, axes, index) - _mean_logit(x, where, axes), 0)
+        tangent += _dot(slopes, weights) * options_dot["label_smoothing"]
+    if not _is_zero(options_dot["z_loss"]):
+        tangent += _dot(row**2, weights) * options_dot["z_loss"]
+    return _dot(losses, weights), tangent
+
+
+def _is_zero(tangent):
+    return tangent is None or isinstance(tangent, jax.custom_derivatives.SymbolicZero)
+
+
+def _gradient(x, where, axes, index, valid, weights, smoothing, z_loss):
+    """The gradient of the weighted sum of losses, and the rows' log-sum-exp."""
     classes = _classes(x, where, axes)
 
     def of_rows(value):
@@ -338,22 +371,13 @@ def _weighted_sum_jvp(axes, primals, tangents):
     operands = [x, of_rows(weights), of_rows(2 * z_loss * weights), of_rows(weights * smoothing / classes)]
     operands += [] if where is None else [where]
     gradient, lse, _ = cross_entropy_gradient_p.bind(*operands, axes=axes, axis_name=())
-    # The label's own element, in the arithmetic's precision: y (1 + 2 z lse) - (1 - a) - a / n.
-    row = jax.lax.squeeze(lse, axes)
-    logit = _logit_of_label(x, axes, index)
-    of_label = jnp.exp(logit - row) * (1 + 2 * z_loss * row) - (1 - smoothing) - smoothing / classes
-    of_label = (weights * of_label).astype(x.dtype)
-    counts = valid if where is None else valid & _are_kept(x, where, axes, index)
-    gradient = _set_at_labels(gradient, axes, jnp.where(counts[..., None], index, -1), of_label)
-
-    losses = jnp.where(valid, _losses(x, lse, where, axes, index, options), 0)
-    tangent = jnp.sum(reference.widened(gradient) * reference.widened(x_dot)) + jnp.sum(losses * weights_dot)
-    if options["label_smoothing"] is not None:
-        slope = jnp.where(valid, weights * (logit - _mean_logit(x, where, axes)), 0)
-        tangent += jnp.sum(slope) * options_dot["label_smoothing"]
-    if options["z_loss"] is not None:
-        tangent += jnp.sum(jnp.where(valid, weights * row**2, 0)) * options_dot["z_loss"]
-    return jnp.sum(losses * weights), tangent.astype(weights.dtype)
+    # The label's own element, in the arithmetic's precision: y (1 + 2 z lse) - a / n - (1 - a).
+    row = jnp.where(valid, jax.lax.squeeze(lse, axes), 0)
+    of_class = jnp.exp(_logit_of_label(x, axes, index) - row) * (1 + 2 * z_loss * row) - smoothing / classes
+    if where is not None:
+        of_class = jnp.where(_at_labels(jnp.broadcast_to(where, x.shape), axes, index), of_class, 0)
+    of_label = (weights * (of_class - (1 - smoothing))).astype(x.dtype)
+    return _set_at_labels(gradient, axes, jnp.where(valid[..., None], index, -1), of_label), lse
 
 
 # ---- Arguments
@@ -362,6 +386,8 @@ def _weighted_sum_jvp(axes, primals, tangents):
 def _prepared(name, x, axis, where, axis_name, argument="x", may_enlarge=True):
     """x in a dtype that is computed in, the mask, the sorted axes, the mesh axes, and the dtype of a result like x."""
     x = arguments.checked_array(name, x, argument)
+    if where is not None and not may_enlarge:
+        where = _of_classes(where, x, axis)
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         raise TypeError(f"{name}: {argument} must be real, got {x.dtype}.")
     axes, where, shape = arguments.checked_axes_and_mask(name, x, axis, where, argument)
@@ -373,7 +399,16 @@ def _prepared(name, x, axis, where, axis_name, argument="x", may_enlarge=True):
     return arguments.varying_as_well(x, where, axis_name), where, axes, axis_name, of_x
 
 
+def _of_classes(where, x, axis):
+    """A mask of the logits' rank: one of the labels' rank leaves out whole rows."""
+    where = jnp.asarray(where)
+    axes = tuple(range(x.ndim)) if axis is None else (axis,) if isinstance(axis, int) else axis
+    return jnp.expand_dims(where, axes) if where.ndim + len(axes) == x.ndim and axes else where
+
+
 def _checked_labels(name, x, labels, axes):
+    if not axes or math.prod(x.shape[d] for d in axes) == 0:
+        raise ValueError(f"{name}: there must be at least one class, got logits of shape {x.shape} and axes {axes}.")
     expected = tuple(n for d, n in enumerate(x.shape) if d not in axes)
     if labels.shape != expected:
         raise ValueError(
@@ -400,6 +435,10 @@ def _float_dtype(name: str, dtype: Any) -> np.dtype:
     return jax.dtypes.canonicalize_dtype(found)
 
 
+def _in_dtype_of(array, options):
+    return {name: None if value is None else value.astype(array.dtype) for name, value in options.items()}
+
+
 def _options(name: str, label_smoothing: Any, z_loss: Any) -> dict[str, jax.Array | None]:
     """The options that are not the number 0, which leaves out what it would take to compute them."""
     options: dict[str, jax.Array | None] = {}
@@ -410,5 +449,5 @@ def _options(name: str, label_smoothing: Any, z_loss: Any) -> dict[str, jax.Arra
         value = arguments.checked_real_array(name, value, argument)
         if value.shape:
             raise ValueError(f"{name}: {argument} must be a scalar, got shape {value.shape}.")
-        options[argument] = value.astype(jnp.promote_types(value.dtype, jnp.float32))
+        options[argument] = value
     return options

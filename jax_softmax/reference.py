@@ -117,7 +117,13 @@ def cross_entropy_gradient(x, a, b, c, where, axes, across=None):
 
 
 def cross_entropy_elements(x, a, b, c, lse, where):
-    return _kept(jnp.exp(widened(x) - lse) * (a + b * lse) - c, where).astype(x.dtype)
+    finite = lse if where is None else jnp.where(lse == -jnp.inf, 0, lse)  # of rows that are masked altogether
+    return _kept(exp_of_difference(x, lse, where) * (a + b * finite) - c, where).astype(x.dtype)
+
+
+def exp_of_difference(x, lse, where):
+    """exp(x - lse), and 0 of what is masked, whatever it is, in derivatives of all orders as well."""
+    return jnp.exp(_kept(widened(x) - lse, where, -jnp.inf))
 
 
 _OPERATORS = {

@@ -68,8 +68,8 @@ def _batch(op, axis_data, operands, batch_axes, *, axes, axis_name):
 @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=(4, 5))
 def _sum_of_tangents(x, lse, t, where, axes, axis_name):
     """The tangent of lse: the sum over each row of softmax(x) t."""
-    y = jnp.exp(reference.widened(x) - lse)
-    return _row_sum((y if where is None else jnp.where(where, y, 0)) * reference.widened(t), axes, axis_name)
+    y = reference.exp_of_difference(x, lse, where)
+    return _row_sum(y * reference.widened(t), axes, axis_name)
 
 
 @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=(4, 5))
@@ -79,7 +79,8 @@ def _mean_of_largest(x, largest, t, where, axes, axis_name):
     if where is not None:
         is_largest &= where
     count = _row_sum(is_largest.astype(largest.dtype), axes, axis_name)
-    return _row_sum(jnp.where(is_largest, reference.widened(t), 0), axes, axis_name) / count
+    mean = _row_sum(jnp.where(is_largest, reference.widened(t), 0), axes, axis_name) / jnp.maximum(count, 1)
+    return jnp.where(jnp.isnan(largest), jnp.nan, mean)
 
 
 def _row_sum(a, axes, axis_name):

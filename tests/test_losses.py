@@ -41,11 +41,9 @@ def losses(x, labels, axis=-1, where=None, smoothing=0.0, z=0.0):
     keep = np.ones(x.shape, bool) if where is None else np.moveaxis(where, axis, -1)
     n = x.shape[-1]
     valid = (labels >= 0) & (labels < n)
-    at = np.where(valid, labels, 0)[..., None]
-    logit = np.where(np.take_along_axis(keep, at, -1), np.take_along_axis(x, at, -1), -np.inf)[..., 0]
-    of_rows = lse(x, -1, keep)
-    if not smoothing:
-        return np.where(valid, of_rows - logit + z * of_rows**2, 0)
+    logit = np.take_along_axis(x, np.where(valid, labels, 0)[..., None], -1)[..., 0]
+    valid &= keep.any(-1)
+    of_rows = np.where(valid, lse(x, -1, keep), 0)
     mean = np.sum(np.where(keep, x, 0), -1) / np.maximum(keep.sum(-1), 1)
     return np.where(valid, of_rows - logit + smoothing * (logit - mean) + z * of_rows**2, 0)
 
@@ -114,6 +112,24 @@ def test_derivatives_of_logsumexp(masked, return_max):
             np.testing.assert_allclose(f(ours)(x), f(theirs)(x), rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.parametrize("under", [200.0, np.inf, np.nan])
+def test_derivatives_of_what_is_masked(under):
+    """What stands under the mask has no effect, nor has a row that is masked altogether."""
+    with jax.enable_x64(True):
+        x, where = normal((3, 4), "float64"), random_mask((3, 4), 1)
+        where[0] = False
+        plain = np.where(where, x, 0)
+        x = np.where(where, x, under)
+
+        def f(x):
+            return logsumexp(x, where=where)[1:]
+
+        for derivative in (jax.jacfwd, jax.jacrev, jax.hessian, lambda f: jax.jacrev(jax.jacrev(f))):
+            np.testing.assert_allclose(derivative(f)(x), derivative(f)(plain), rtol=1e-12)
+        tangents = jax.jvp(lambda x: logsumexp(x, where=where, return_max=True), (x,), (np.ones_like(x),))[1]
+        assert np.all(tangents[0][0] == 0) and np.all(tangents[1][0] == 0)
+
+
 def test_the_maximum_at_ties():
     x = jnp.array([[1.0, 1.0, 0.0], [2.0, 1.0, 0.0]])
     largest = jax.grad(lambda x: logsumexp(x, return_max=True)[1].sum())(x)
@@ -167,28 +183,39 @@ def test_labels_of_several_axes():
     np.testing.assert_allclose(g.reshape(2, 12), flat, rtol=1e-6)
 
 
-def test_masked_classes():
-    x, labels, where = normal((6, 9)), np.array([0, 1, 2, 3, 4, 5]), random_mask((6, 9), 3)
-    where[np.arange(6), labels] = [True, True, False, True, True, True]
-    np.testing.assert_allclose(integer_labels(x, labels, where=where), losses(x, labels, -1, where), rtol=1e-5)
-    assert integer_labels(x, labels, where=where)[2] == np.inf
-    kept = integer_labels(x[:2], labels[:2], where=where[:2], label_smoothing=0.2)
-    np.testing.assert_allclose(kept, losses(x[:2], labels[:2], -1, where[:2], 0.2), rtol=1e-5)
+@pytest.mark.parametrize("smoothing,z", [(0.0, 0.0), (0.2, 0.1)])
+def test_masked_classes(smoothing, z):
+    """As optax has it: a label that is left out keeps its logit, and a row of which all is left out is ignored."""
+    with jax.enable_x64(True):
+        x, labels, where = normal((4, 9), "float64"), np.array([0, 1, 2, 3]), random_mask((4, 9), 3)
+        where[np.arange(4), labels] = [True, False, True, True]
+        where[3] = False
+        options = {"where": where, "label_smoothing": smoothing, "z_loss": z}
+        found = integer_labels(x, labels, **options)
+        np.testing.assert_allclose(found, losses(x, labels, -1, where, smoothing, z), rtol=1e-12)
+        assert found[3] == 0
+
+        def of_losses(x):
+            return integer_labels(x, labels, **options).sum()
+
+        def of_sum(x):
+            return cross_entropy_loss(x, labels, reduction="sum", **options)
+
+        x[3, 0], x[~where] = np.nan, np.where(labels[:, None] == np.arange(9), x, 1e300)[~where]
+        x[1, 1] = 0.5  # the label that is left out
+        for f in (jax.grad, jax.jacfwd, jax.hessian, lambda f: jax.jacrev(jax.jacrev(f))):
+            np.testing.assert_allclose(f(of_losses)(x), f(of_sum)(x), rtol=1e-11, atol=1e-12)
+        g = jax.grad(of_sum)(x)
+        assert np.isfinite(g).all() and np.all(g[3] == 0) and g[1, 1] == smoothing - 1
 
 
-def test_gradient_where_classes_are_masked():
-    """Also of a row whose label is left out, and of one without any class."""
-    x, labels, where = normal((4, 9)), np.array([0, 1, 2, 3]), random_mask((4, 9), 3)
-    where[np.arange(4), labels] = [True, False, True, True]
-    where[3] = False
+def test_a_mask_of_rows():
+    x, labels = normal((3, 3)), np.array([0, 1, 2])
+    where = np.array([True, False, True])
     found = integer_labels(x, labels, where=where)
-    assert np.array_equal(np.isinf(found), [False, True, False, True]) and np.all(np.asarray(found) > 0)
-    y = np.array(jax_softmax.softmax(x, where=where))
-    y[[0, 2], [0, 2]] -= 1
-    of_losses = jax.grad(lambda x: integer_labels(x, labels, where=where).sum())(x)
-    of_sum = jax.grad(lambda x: cross_entropy_loss(x, labels, where=where, reduction="sum"))(x)
-    np.testing.assert_allclose(of_losses, y, atol=1e-6)
-    np.testing.assert_allclose(of_sum, y, atol=1e-6)
+    np.testing.assert_allclose(found, losses(x, labels) * where, rtol=1e-5)
+    np.testing.assert_allclose(softmax_cross_entropy(x, np.eye(3)[labels], where=where), found, rtol=1e-5)
+    np.testing.assert_allclose(cross_entropy_loss(x, labels, where=where), found.sum() / 2, rtol=1e-6)
 
 
 def test_soft_labels():
@@ -197,8 +224,13 @@ def test_soft_labels():
     np.testing.assert_allclose(softmax_cross_entropy(x, t), expected, rtol=1e-5)
     x[:, 3], t[:, 3] = -np.inf, 0  # which is 0 log 0
     assert np.isfinite(softmax_cross_entropy(x, t)).all()
-    gradients = jax.grad(lambda x, t: softmax_cross_entropy(x, t).sum(), (0, 1))(x, t)
-    assert np.isfinite(gradients[0]).all()
+    of_x, of_t = jax.grad(lambda x, t: softmax_cross_entropy(x, t).sum(), (0, 1))(x, t)
+    np.testing.assert_allclose(of_x, np.asarray(jax.nn.softmax(x)) * t.sum(-1, keepdims=True) - t, atol=1e-6)
+    distance = lse(x)[:, None] - x
+    np.testing.assert_allclose(of_t, np.where(np.isinf(distance), 0, distance), rtol=1e-5)
+    one_hot = np.eye(40, dtype="float32")[[0, 1, 2, 4, 5]]
+    of_t = jax.grad(lambda t: softmax_cross_entropy(x, t).sum())(one_hot)
+    np.testing.assert_allclose(of_t, np.where(np.isinf(distance), 0, distance), rtol=1e-5)
 
 
 def mean_loss(x, labels, weights, smoothing, z, reduction="mean"):
@@ -277,6 +309,49 @@ def test_gradient_of_the_loss(dtype, shape, axis):
     bound = 0.51 * eps * np.abs(exact) + 64 * np.finfo(np.float32).eps * y / labels.size + 1e-37
     assert g.dtype == np.dtype(dtype)
     assert np.all(np.abs(np.asarray(g, np.float64) - exact) <= bound)
+
+
+def test_float16_under_loss_scaling():
+    x, labels = normal((4096, 64), "float16"), np.arange(4096) % 64
+    g = jax.grad(lambda x: cross_entropy_loss(x, labels) * 2.0**15)(x)
+    wide = np.asarray(x, np.float64)
+    exact = np.exp(wide - lse(wide)[:, None])
+    is_label = labels[:, None] == np.arange(64)
+    scale, eps = 2.0**15 / 4096, np.finfo("float16").eps
+    np.testing.assert_allclose(np.asarray(g)[~is_label], exact[~is_label] * scale, rtol=2 * eps, atol=1e-7)
+    # The label's two terms are rounded before they are added.
+    np.testing.assert_allclose(np.asarray(g)[is_label], (exact[is_label] - 1) * scale, atol=2 * eps * scale)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_dtypes_where_64_bits_are_on(dtype):
+    x, labels = normal((3, 5), dtype), np.array([0, 1, 2])
+    with jax.enable_x64(True):
+        for f in (cross_entropy_loss, integer_labels):
+            assert f(x, labels, z_loss=1e-4, label_smoothing=0.1).dtype == np.float32
+        g = jax.grad(lambda x: cross_entropy_loss(x, labels, z_loss=1e-4, label_smoothing=0.1))(x)
+        assert g.dtype == np.dtype(dtype)
+
+
+def test_what_has_no_weight_may_be_anything():
+    x, labels, weights = normal((3, 5)), np.array([0, 1, 2]), np.array([True, False, True])
+    x[1, 0], x[1, 1] = np.nan, -np.inf
+    found = cross_entropy_loss(x, labels, weights=weights)
+    np.testing.assert_allclose(found, losses(x[::2], labels[::2]).mean(), rtol=1e-6)
+
+
+def test_forward_mode_of_an_infinite_loss():
+    x, labels = normal((3, 5)), np.array([0, 1, 2])
+    x[0, 0] = -np.inf
+    tangent = jax.jvp(lambda x: cross_entropy_loss(x, labels, reduction="sum"), (x,), (np.ones_like(x),))[1]
+    np.testing.assert_allclose(tangent, 0, atol=1e-6)
+
+
+def test_only_what_is_asked_for_is_computed():
+    """Without a derivative by the logits no gradient of theirs is made."""
+    x, labels = normal((3, 5)), np.array([0, 1, 2])
+    f = jax.grad(lambda w: cross_entropy_loss(x, labels, weights=w))
+    assert "cross_entropy_gradient" not in str(jax.make_jaxpr(f)(np.ones(3, "float32")))
 
 
 def test_no_label_counts():
@@ -365,6 +440,8 @@ def test_sharded_logits_are_not_gathered(f, spec, axis_type):
         (lambda x, n: integer_labels("x", n), TypeError, "logits must be an array"),
         (lambda x, n: integer_labels(x, n, where=x[None] > 0), ValueError, "where must broadcast to shape"),
         (lambda x, n: softmax_cross_entropy(x, x[:, :2]), ValueError, "labels must broadcast to shape"),
+        (lambda x, n: integer_labels(x, n, axis=()), ValueError, "there must be at least one class"),
+        (lambda x, n: cross_entropy_loss(x[:, :0], n), ValueError, "there must be at least one class"),
         (lambda x, n: cross_entropy_loss(x, n, reduction="none"), ValueError, 'reduction must be "mean" or "sum"'),
         (lambda x, n: cross_entropy_loss(x, n, weights=x), ValueError, "weights must broadcast to shape"),
         (lambda x, n: cross_entropy_loss(x, n, weights=n + 0j), TypeError, "weights must be real"),

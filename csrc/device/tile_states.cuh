@@ -33,7 +33,7 @@ struct TileStates : TilePart<Mem, View, Plan> {
   // What threads leave in shared memory to be put together: of each array some entries, each of kSlots states.
   static constexpr int kEntries = kGroups / kTogether, kSlots = kPacks * kStates;
   // No other thread has a part of these rows, nor needs to know their states.
-  static constexpr bool kAlone = kEntries == 1 && kCopies == 1 && Op::kRowResults == 0;
+  static constexpr bool kAlone = kEntries == 1 && kCopies == 1 && Op::kRowResults == 0 && Op::kRowOperands == 0;
   static constexpr int kOfThreads = kEntries * kArrays * kSlots;
   static constexpr int kOfBlocks = kParts > 1 && Plan::kHeld ? kParts * kRows : 0;
   // Room for so many states, of threads or of a cluster's blocks, and behind them for those of whole rows.

@@ -132,7 +132,7 @@ ffi::Error read_call(ffi::RemainingArgs args, ffi::RemainingRets rets, std::stri
     call->side_types.pop_back();
   }
   if (!call->side_types.empty() && call->fused.empty()) {
-    return invalid(describe(*call) + ": the mask must be boolean and of no higher rank");
+    return invalid(describe(*call) + ": there are operands that nothing reads");
   }
   if (rets.size() > results) {
     auto scratch = rets.get<ffi::AnyBuffer>(results);

@@ -101,6 +101,9 @@ ffi::Error make_ready(const CallShape& call, int ordinal, bool packs, int64_t sc
   if (const std::string message = problem_of(call, &problem); !message.empty()) {
     return ffi::Error::InvalidArgument("jax_softmax: " + describe(call) + ": " + message);
   }
+  if (problem.view.elements() == 0 && problem.cost.row_results > 0 && problem.view.rows > 0) {
+    return failed(call, "the rows have no elements");
+  }
   Ready made{};
   if (problem.view.elements() > 0) {
     problem.packs = packs;
