@@ -61,6 +61,21 @@ struct Relative {
   static JAX_SOFTMAX_INLINE C divide(C x, C sum) { return x / sum; }
 };
 
+// Other arithmetic, in which terms relative to a pivot of +inf are taken relative to zero too: the sum of a row that
+// has +inf is +inf then, and not NaN.
+template <class M>
+struct OfLogSumExp : M {};
+
+template <class M>
+struct Relative<OfLogSumExp<M>> : Relative<M> {
+  using C = typename M::Value;
+  Relative() = default;
+  explicit JAX_SOFTMAX_INLINE Relative(C pivot) : Relative<M>(M::below_infinity(pivot)) {}
+  // What is added to the logarithm of the sum.
+  static JAX_SOFTMAX_INLINE C pivot_of(C pivot) { return shielded<M>(M::below_infinity(pivot)); }
+  JAX_SOFTMAX_INLINE C rescale(C from) const { return Relative<M>::rescale(M::below_infinity(from)); }
+};
+
 template <class M>
 struct SoftmaxBase {
   using Policy = M;

@@ -42,6 +42,28 @@ def _cpu_rule(by_reference):
     return rule
 
 
+def _logsumexp_on_cpu(by_reference):
+    call = jax.ffi.ffi_lowering(TARGET)
+
+    def rule(ctx, *operands, op, axes):
+        shape = ctx.avals_in[0].shape
+        if len(shape) > _kernels.MAX_DIMS or 0 in shape:
+            return by_reference(ctx, *operands, op=op, axes=axes)
+        return call(ctx, *operands, op=op, axes=np.array(axes, np.int64))
+
+    return rule
+
+
+def _cross_entropy_gradient_on_cpu():
+    """By the kernel for its rows."""
+
+    def function(x, a, b, c, *mask, op, axes):
+        lse, largest = ROW_PRIMITIVES["logsumexp"].bind(x, *mask, axes=axes, axis_name=())
+        return reference.cross_entropy_elements(x, a, b, c, lse, mask[0] if mask else None), lse, largest
+
+    return mlir.lower_fun(function, multiple_results=True)
+
+
 def _cuda_rule(by_reference):
     """An FFI call unless XLA itself is as fast, with a last result for blocks to exchange states through.
 
@@ -103,11 +125,13 @@ def _register():
         for platform, rule in rules.items():
             rule = sharding.partitioned(primitive, platform, functools.partial(rule, op=op))
             mlir.register_lowering(primitive, rule, platform=platform)
+    by_reference = _reference_rule(multiple_results=True)
+    on_cpu = {"logsumexp": _logsumexp_on_cpu(by_reference), "cross_entropy_gradient": _cross_entropy_gradient_on_cpu()}
     for op, primitive in ROW_PRIMITIVES.items():
-        by_reference = functools.partial(_reference_rule(multiple_results=True), op=op)
-        on_cuda = functools.partial(_cuda_rule(by_reference), op=op)
-        for platform, rule in {None: by_reference, "cpu": by_reference, "cuda": on_cuda}.items():
-            rule = sharding.divided_by_xla(primitive, rule, by_reference)
+        for platform, rule in {None: by_reference, "cpu": on_cpu[op], "cuda": _cuda_rule(by_reference)}.items():
+            rule = sharding.divided_by_xla(
+                primitive, functools.partial(rule, op=op), functools.partial(by_reference, op=op)
+            )
             mlir.register_lowering(primitive, rule, platform=platform)
 
 

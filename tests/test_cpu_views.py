@@ -6,8 +6,9 @@ import jax
 import numpy as np
 import pytest
 import support
-from support import DTYPES, NAMES, OPERATORS, check_all, normal, sampled
+from support import DTYPES, NAMES, OPERATORS, check, check_all, normal, sampled
 
+import jax_softmax
 from jax_softmax import _kernels
 
 ON_CPU = jax.default_backend() == "cpu"
@@ -52,6 +53,17 @@ every_set = {"ids": str, "indirect": ["instruction_set"]}
 def test_views(instruction_set, dtype, view):
     shape, axis = view
     check_all(normal(shape, dtype), axis)
+
+
+@sampled("instruction_set,dtype,view", itertools.product(INSTRUCTION_SETS, DTYPES, VIEWS), 17, **every_set)
+def test_results_of_rows(instruction_set, dtype, view):
+    shape, axis = view
+    x, wide = normal(shape, dtype), "float64" if dtype == "float64" else "float32"
+    for where in (None, support.random_mask(shape)):
+        with support.precision(dtype):
+            results = jax_softmax.logsumexp(x, axis, where, dtype=wide, return_max=True)
+        for result, expected in zip(results, support.reference_logsumexp(x, axis, where), strict=True):
+            check(result, expected, f"of {dtype}{shape} along {axis}")
 
 
 MASKED = tuple(itertools.product(["bfloat16", "float32", "float64"], VIEWS[::3]))

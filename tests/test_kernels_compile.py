@@ -44,7 +44,10 @@ def check_compiles(steps, compute_capability):
     "op", ["softmax", *(pytest.param(op, marks=sweep) for op in (*OPS, *ROW_OPS) if op != "softmax")]
 )
 def test_every_kernel_on_sm_90(jit, op):
-    check_spills(steps_of(way.plan(op) for way in WAYS))
+    plans = [way.plan(op) for way in WAYS]
+    check_compiles(steps_of(plans), 90)
+    # Views on which XLA is as fast are left to it.
+    check_spills(steps_of(plan for plan in plans if plan["faster_than_xla"]))
 
 
 @sweep

@@ -1,6 +1,7 @@
 """logsumexp and the cross entropies: values, gradients of every order, masks, labels, options, and what is refused."""
 
 import functools
+import itertools
 import re
 
 import jax
@@ -245,9 +246,11 @@ def mean_loss(x, labels, weights, smoothing, z, reduction="mean"):
     return total / jnp.where(jnp.sum(weights) == 0, 1, jnp.sum(weights)) if reduction == "mean" else total
 
 
-@pytest.mark.parametrize("smoothing,z", [(0.0, 0.0), (0.1, 0.01)])
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@support.sampled(
+    "reduction,weighted,smoothing,z",
+    [(r, w, *o) for r, w, o in itertools.product(("mean", "sum"), (False, True), ((0.1, 0.01), (0.0, 0.0)))],
+    3,
+)
 def test_loss_and_its_derivatives(reduction, weighted, smoothing, z):
     with jax.enable_x64(True):
         x, labels = jnp.asarray(normal((5, 7), "float64")), np.array([0, 6, -1, 7, 3])
@@ -392,20 +395,19 @@ def test_over_a_mesh_axis():
     np.testing.assert_allclose(found, lse(x), rtol=1e-6)
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("spec", [P("data"), P(None, "model"), P("data", "model")])
-@pytest.mark.parametrize(
-    "f",
-    [
-        lambda x, labels: logsumexp(x),
-        lambda x, labels: integer_labels(x, labels),
-        lambda x, labels: cross_entropy_loss(x, labels),
-        lambda x, labels: jax.grad(cross_entropy_loss)(x, labels),
-        lambda x, labels: jax.grad(lambda x: integer_labels(x, labels).sum())(x),
-    ],
-    ids=["logsumexp", "integer_labels", "loss", "loss's gradient", "integer_labels' gradient"],
-)
-def test_sharded_logits_are_not_gathered(f, spec, axis_type):
+SHARDED = {
+    "logsumexp": lambda x, labels: logsumexp(x),
+    "losses": lambda x, labels: integer_labels(x, labels),
+    "loss": lambda x, labels: cross_entropy_loss(x, labels),
+    "gradient of losses": lambda x, labels: jax.grad(lambda x: integer_labels(x, labels).sum())(x),
+    "gradient of the loss": lambda x, labels: jax.grad(cross_entropy_loss)(x, labels),
+}
+SPECS = (P("data"), P(None, "model"), P("data", "model"))
+
+
+@support.sampled("name,spec,axis_type", itertools.product(SHARDED, SPECS, [AxisType.Auto, AxisType.Explicit]), 4)
+def test_sharded_logits_are_not_gathered(name, spec, axis_type):
+    f = SHARDED[name]
     mesh = mesh_of(axis_type)
     x, labels = normal((16, 12)), np.arange(16) % 12
     with jax.default_device(jax.devices("cpu")[0]):

@@ -11,24 +11,54 @@ namespace {
 
 constexpr int64_t kSteps = 64;  // of a sum, one after the other, lest a long one swallow small terms
 
+template <template <class> class OpOf, class Arithmetic>
+struct PolicyOf {
+  using type = Arithmetic;
+};
+// Whose logarithm is right for 0 and infinity as well, which are sums of rows of -inf and with +inf.
+template <class Arithmetic>
+struct WholeLogarithm : Arithmetic {
+  using M = Arithmetic;
+  using C = typename M::Value;
+  static JAX_SOFTMAX_INLINE C log(C x) {
+    const C infinity = M::constant(M::kInfinity);
+    const C finite = M::select(M::equal(x, M::constant(0)), -infinity, M::log(x));
+    return M::select(M::equal(x, infinity), infinity, finite);
+  }
+};
+template <class Arithmetic>
+struct PolicyOf<LogSumExp, Arithmetic> {
+  using type = OfLogSumExp<WholeLogarithm<Arithmetic>>;
+};
+
 template <template <class> class OpOf, class T, bool kMasked>
 class Operator {
  public:
   static constexpr Arithmetic<T> arithmetic() {
     constexpr bool kKeep = Op::kResultIsScaledTerm;
-    return {{along_accumulate<false>, along_finish<false>},
-            {across_accumulate<false>, across_finish<false>},
-            {along_accumulate<kKeep>, along_finish<kKeep>},
-            {across_accumulate<kKeep>, across_finish<kKeep>},
-            identity,
-            combine,
-            Op::kInputs,
-            kKeep};
+    Arithmetic<T> arithmetic{{along_accumulate<false>, nullptr},
+                             {across_accumulate<false>, nullptr},
+                             {along_accumulate<kKeep>, nullptr},
+                             {across_accumulate<kKeep>, nullptr},
+                             identity,
+                             combine,
+                             nullptr,
+                             Op::kInputs,
+                             kKeep};
+    if constexpr (Op::kElementResults) {
+      arithmetic.along.finish = along_finish<false>;
+      arithmetic.across.finish = across_finish<false>;
+      arithmetic.keeping_along.finish = along_finish<kKeep>;
+      arithmetic.keeping_across.finish = across_finish<kKeep>;
+    } else {
+      arithmetic.row_results = row_results;
+    }
+    return arithmetic;
   }
 
  private:
   using F = typename Convert<T>::Compute;
-  using M = Simd<F>;
+  using M = typename PolicyOf<OpOf, Simd<F>>::type;
   using Op = OpOf<M>;
   using C = typename M::Value;
   static constexpr int kLanes = M::kLanes;
@@ -42,6 +72,15 @@ class Operator {
   static void identity(States<T>* states, int64_t n) { std::fill_n(states, n, jax_softmax::identity<Op, M>()); }
   static void combine(States<T>* states, const States<T>* later, int64_t n) {
     for (int64_t i = 0; i < n; ++i) states[i] = jax_softmax::combine<Op, M>(states[i], later[i]);
+  }
+
+  // The two results of a row take the places of a state's members.
+  static void row_results(const States<T>* states, int64_t n, States<T>* results) {
+    for (int64_t i = 0; i < n; ++i) {
+      C of_rows[2];
+      Op::row_results(states[i], of_rows);
+      results[i] = {of_rows[0], of_rows[1]};
+    }
   }
 
   // ---- Elements of a block: vectors of n neighbours.

@@ -42,6 +42,8 @@ struct Arithmetic {
   void (*identity)(States<T>* states, int64_t n);
   // Adds the states of later blocks to those of earlier ones.
   void (*combine)(States<T>* states, const States<T>* later, int64_t n);
+  // The results of rows themselves, of so many vectors of states; null if there are none for rows, but for elements.
+  void (*row_results)(const States<T>* states, int64_t n, States<T>* results);
   int inputs;
   bool keeps_terms;  // whether a result is its term times a factor of the row
 };

@@ -11,7 +11,8 @@ namespace jax_softmax::cpu {
 struct Operands {
   const void* in[2];
   const bool* mask;  // null without a mask
-  void* out;
+  void* out;         // null if there are no results for elements
+  void* of_rows[2];  // the results of rows, if there are any
 };
 
 // Work comes in units, numbered from 0, that can run in any order on any thread. If it needs scratch memory, aligned to

@@ -16,6 +16,7 @@ Arithmetic<T> arithmetic_of(Op op, bool masked) {
   if (op == Op::kSoftmax) return arithmetic_of<Softmax, T>(masked);
   if (op == Op::kLogSoftmax) return arithmetic_of<LogSoftmax, T>(masked);
   if constexpr (sizeof(T) > 1) {
+    if (op == Op::kLogSumExp) return arithmetic_of<LogSumExp, T>(masked);
     if (op == Op::kSoftmaxLinear) return arithmetic_of<SoftmaxLinear, T>(masked);
     if (op == Op::kLogSoftmaxJvp) return arithmetic_of<LogSoftmaxJvp, T>(masked);
     if (op == Op::kLogSoftmaxVjp) return arithmetic_of<LogSoftmaxVjp, T>(masked);
@@ -53,7 +54,7 @@ void run_tiles(Tiles<T>& tiles, const Arithmetic<T>& op, const View& view, void*
           op.combine(states, of_part, tiles.states());
         }
       }
-      tiles.finish(0, view.columns, states);
+      op.row_results ? tiles.store_rows(states) : tiles.finish(0, view.columns, states);
     }
     return;
   }
@@ -67,7 +68,11 @@ void run_tiles(Tiles<T>& tiles, const Arithmetic<T>& op, const View& view, void*
     }
     op.identity(states, tiles.states());
     for (int64_t i = tile * parts; i < (tile + 1) * parts; ++i) op.combine(states, of_unit(i), tiles.states());
-    tiles.finish(part * length, end_of(part), states);
+    if (!op.row_results) {
+      tiles.finish(part * length, end_of(part), states);
+    } else if (part == 0) {
+      tiles.store_rows(states);
+    }
   }
 }
 

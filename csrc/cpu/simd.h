@@ -90,6 +90,8 @@ struct Simd {
   static JAX_SOFTMAX_INLINE Value constant(F c) { return Value{} + c; }
   static JAX_SOFTMAX_INLINE IntValue equal(Value a, Value b) { return a == b; }
   static JAX_SOFTMAX_INLINE Value select(IntValue condition, Value a, Value b) { return condition ? a : b; }
+  // Zero in the place of infinity.
+  static JAX_SOFTMAX_INLINE Value below_infinity(Value x) { return x == kInfinity ? constant(0) : x; }
   // Ignores a NaN in b.
   static JAX_SOFTMAX_INLINE Value max(Value a, Value b) { return b > a ? b : a; }
 

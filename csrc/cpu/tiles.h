@@ -96,6 +96,7 @@ class Tiles {
     groups_ = std::min(tile_groups_, group_.extent - group);
     rows_ = std::min(tile_inner_, inner_.extent - inner);
     base_ = offset_of(view_.kept, outer_dims_, rest / group_ranges()) + group * group_ + inner * inner_;
+    first_row_ = (rest / group_ranges() * group_.extent + group) * inner_.extent + inner;
     loaded_begin_ = loaded_end_ = 0;
   }
   int64_t states() const { return ceil_div(groups_ * rows_, batch_ > 1 ? 1 : kLanes); }
@@ -140,6 +141,22 @@ class Tiles {
       }
       way().finish(held_, batch_ > 1 ? of_lanes : states);
       if (staged_) store(begin, next);
+    }
+  }
+
+  // Stores what rows themselves have as results, given the states of whole rows.
+  void store_rows(const States<T>* states) const {
+    States<T> results[kMostVectors];
+    op_.row_results(states, this->states(), results);
+    F* const to[2] = {static_cast<F*>(operands_.of_rows[0]), static_cast<F*>(operands_.of_rows[1])};
+    for (int64_t i = 0; i < groups_ * rows_; ++i) {
+      // Of turned rows, those of one group lie some apart.
+      const int64_t group = way_ == kTurned ? i % groups_ : i / rows_;
+      const int64_t row = first_row_ + group * inner_.extent + (way_ == kTurned ? i / groups_ : i % rows_);
+      const States<T>& of_row = results[batch_ > 1 ? i : i / kLanes];
+      const int64_t lane = batch_ > 1 ? 0 : i % kLanes;
+      to[0][row] = of_row.pivot[lane];
+      to[1][row] = of_row.sum[lane];
     }
   }
 
@@ -308,7 +325,7 @@ class Tiles {
   std::unique_ptr<bool[]> mask_stage_;
 
   Offset base_{0, 0};  // of the tile at hand, its groups, and rows of each
-  int64_t groups_ = 0, rows_ = 0;
+  int64_t groups_ = 0, rows_ = 0, first_row_ = 0;
   int64_t loaded_begin_ = 0, loaded_end_ = 0;
   Block<T> held_{};
 };

@@ -27,6 +27,8 @@ struct Scalar {
   using Value = C;
   static constexpr C kInfinity = static_cast<C>(1.0 / 0.0);  // all versions of NVRTC take this, and no builtin
   static __device__ __forceinline__ C constant(C c) { return c; }
+  // Zero in the place of infinity.
+  static __device__ __forceinline__ C below_infinity(C x) { return x == kInfinity ? C(0) : x; }
   static __device__ __forceinline__ bool equal(C a, C b) { return a == b; }
   static __device__ __forceinline__ C select(bool condition, C a, C b) { return condition ? a : b; }
 };
@@ -55,10 +57,6 @@ struct Half : Scalar<float> {
 
 // For softmax of float32: see its Relative.
 struct Reduced : Precise<float> {};
-
-// Other arithmetic, in which the sum of a row that has +inf is +inf, and not NaN: see its Relative.
-template <class Arithmetic>
-struct OfLogSumExp : Arithmetic {};
 
 // The arithmetic of an operator, by the wider one of the types that it reads and writes.
 template <template <class> class Op, class T>
@@ -127,18 +125,6 @@ struct Relative<device::Half> {
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(sum));
     return x * inverse;
   }
-};
-
-// Terms relative to a pivot of +inf are taken relative to zero too.
-template <class Base>
-struct Relative<device::OfLogSumExp<Base>> : Relative<Base> {
-  using C = typename Base::Value;
-  Relative() = default;
-  explicit __device__ __forceinline__ Relative(C pivot) : Relative<Base>(below_infinity(pivot)) {}
-  static __device__ __forceinline__ C below_infinity(C pivot) { return pivot == Base::kInfinity ? C(0) : pivot; }
-  // What is added to the logarithm of the sum.
-  static __device__ __forceinline__ C pivot_of(C pivot) { return shielded<Base>(below_infinity(pivot)); }
-  __device__ __forceinline__ C rescale(C from) const { return Relative<Base>::rescale(below_infinity(from)); }
 };
 
 // Terms in powers of 2, of the element itself and not of its rounded distance from the pivot: 2^(x log2(e) - n), where

@@ -73,7 +73,7 @@ ffi::Error run(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets
   CallShape call;
   CallBuffers buffers;
   if (ffi::Error error = read_call(args, rets, op, axes, "", &call, &buffers); error.failure()) return error;
-  if (cost_of(call.op).row_results > 0) {
+  if (cost_of(call.op).row_operands > 0) {
     return ffi::Error::InvalidArgument("jax_softmax: " + describe(call) + ": there is no CPU kernel");
   }
   View view;
@@ -83,9 +83,12 @@ ffi::Error run(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets
   const int64_t elements = view.elements();
   if (elements == 0) return ffi::Error::Success();
 
-  advise_huge_pages(buffers.out, elements * bytes_of(call.out));
+  if (buffers.out) advise_huge_pages(buffers.out, elements * bytes_of(call.out));
   const cpu::Variant& variant = cpu::variant();
-  const cpu::Operands operands{{buffers.in[0], buffers.in[1]}, static_cast<const bool*>(buffers.side[0]), buffers.out};
+  const cpu::Operands operands{{buffers.in[0], buffers.in[1]},
+                               static_cast<const bool*>(buffers.side[0]),
+                               buffers.out,
+                               {buffers.of_rows[0], buffers.of_rows[1]}};
   const int64_t threads = std::max<int64_t>(1, pool.num_threads());
   const cpu::Work work = variant.work(call.op, call.in, view, threads);
   const int64_t ranges = std::min({work.units, elements / kElementsPerTask, threads * kRangesPerThread});
