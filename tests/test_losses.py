@@ -52,10 +52,9 @@ def losses(x, labels, axis=-1, where=None, smoothing=0.0, z=0.0):
 # ---- log-sum-exp
 
 
-@pytest.mark.parametrize("shape,axis", SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("masked", [False, True])
-def test_logsumexp(masked, dtype, shape, axis):
+@support.sampled("masked,dtype,view", itertools.product([False, True], DTYPES, SHAPES), 5, ids=str)
+def test_logsumexp(masked, dtype, view):
+    shape, axis = view
     x = outliers(shape, dtype)
     where = random_mask(shape) if masked else None
     wide = "float64" if dtype == "float64" else "float32"
@@ -148,10 +147,12 @@ def test_what_is_kept_for_the_backward_pass():
 # ---- losses
 
 
-@pytest.mark.parametrize("shape,axis", [((7, 32), -1), ((5, 1000), 1), ((6, 13, 8), 1), ((40, 7), 0), ((3, 50257), -1)])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("smoothing,z", [(0.0, 0.0), (0.1, 0.01)])
-def test_integer_labels(smoothing, z, dtype, shape, axis):
+LOSSES_OF = [((7, 32), -1), ((5, 1000), 1), ((6, 13, 8), 1), ((40, 7), 0), ((3, 50257), -1)]
+
+
+@support.sampled("options,dtype,view", itertools.product([(0.0, 0.0), (0.1, 0.01)], DTYPES, LOSSES_OF), 3, ids=str)
+def test_integer_labels(options, dtype, view):
+    (smoothing, z), (shape, axis) = options, view
     x = normal(shape, dtype)
     rows = np.delete(shape, axis)
     labels = np.random.default_rng(0).integers(-1, shape[axis] + 1, rows)
