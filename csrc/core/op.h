@@ -39,6 +39,5 @@ struct Cost {
 inline constexpr Cost kCosts[kOps] = {
     {1, 1, 0}, {1, 1, 1}, {2, 0, 0}, {2, 1, 0}, {2, 1, 0}, {1, 1, 1, false, 2}, {1, 1, 1, true, 2, 3}};
 constexpr Cost cost_of(Op op) { return kCosts[static_cast<int>(op)]; }
-constexpr int inputs_of(Op op) { return cost_of(op).inputs; }
 
 }  // namespace jax_softmax
