@@ -21,6 +21,11 @@ def pytest_addoption(parser):
     parser.addoption("--sweeps", action="store_true", help="run the long sweeps as well")
 
 
+def pytest_xdist_auto_num_workers(config):
+    """A process for each core, but none beside this one on a GPU, the memory of which they would have to share."""
+    return None if jax.default_backend() == "cpu" else 0
+
+
 def pytest_configure(config):
     config.addinivalue_line("markers", "sweep: runs with --sweeps alone")
     settings.register_profile(

@@ -56,7 +56,7 @@ def test_every_dtype(jit, dtype):
     check_spills(steps_of(way.plan(op, dtype) for way in WAYS for op in ("softmax", "log_softmax_vjp")))
 
 
-@sampled("dtype,op", itertools.product(NARROW, NAMES), 5)
+@sampled("dtype,op", itertools.product(NARROW, NAMES), 8)
 def test_every_dtype_of_8_bits(jit, dtype, op):
     check_spills(steps_of(way.plan(op, dtype) for way in NARROW_WAYS))
 

@@ -91,8 +91,7 @@ def test_logsumexp_of_empty_rows():
     assert logsumexp(np.zeros((0, 3), np.float32)).shape == (0,)
 
 
-@pytest.mark.parametrize("return_max", [False, True])
-@pytest.mark.parametrize("masked", [False, True])
+@support.sampled("masked,return_max", itertools.product((False, True), (False, True)), 3)
 def test_derivatives_of_logsumexp(masked, return_max):
     """Of first and second order, in both modes, against jax.numpy in float64."""
     with jax.enable_x64(True):
@@ -250,7 +249,7 @@ def mean_loss(x, labels, weights, smoothing, z, reduction="mean"):
 @support.sampled(
     "reduction,weighted,smoothing,z",
     [(r, w, *o) for r, w, o in itertools.product(("mean", "sum"), (False, True), ((0.1, 0.01), (0.0, 0.0)))],
-    3,
+    7,
 )
 def test_loss_and_its_derivatives(reduction, weighted, smoothing, z):
     with jax.enable_x64(True):

@@ -133,8 +133,7 @@ def test_all_numbers_of_float8(dtype, name):
 
 
 @pytest.mark.skipif(not ON_CPU, reason="a GPU's arithmetic is not the same for float8 as for float32")
-@pytest.mark.parametrize("variant", INSTRUCTION_SETS)
-@pytest.mark.parametrize("dtype", FLOAT8)
+@support.sampled("dtype,variant", itertools.product(FLOAT8, INSTRUCTION_SETS), 2)
 def test_float8_is_float32_rounded_once(dtype, variant):
     """To the bit, as JAX converts: ties, subnormals, and what is beyond the largest number."""
     try:
@@ -156,9 +155,7 @@ def test_float8_is_float32_rounded_once(dtype, variant):
 # ---- Derivatives, and what a program does
 
 
-@every_name
-@pytest.mark.parametrize("table", [OPERATORS, CUSTOM_VJPS], ids=["", "custom_vjp"])
-@pytest.mark.parametrize("dtype", FLOAT8)
+@support.sampled("dtype,table,name", itertools.product(FLOAT8, (OPERATORS, CUSTOM_VJPS), NAMES), 3)
 def test_gradients_of_float8_go_through_float32(dtype, table, name):
     x, t = numbers((5, 33), dtype), numbers((5, 33), dtype, 1)
     where = support.random_mask(x.shape)
