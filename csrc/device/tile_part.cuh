@@ -83,8 +83,8 @@ struct TilePart {
   // How far the lines of a group begin beyond a pack.
   __device__ __forceinline__ int shift_of(int group) const {
     if constexpr (kAligned) return 0;
-    const int begin = static_cast<int>(base.element);
-    return (kFold > 1 ? begin : begin + group * static_cast<int>(kAlong.stride)) & (kWidth - 1);
+    const unsigned begin = static_cast<unsigned>(base.element);  // its last bits count
+    return (kFold > 1 ? begin : begin + group * static_cast<unsigned>(kAlong.stride)) & (kWidth - 1);
   }
 
   // ---- the thread's packs

@@ -17,7 +17,7 @@ namespace fs = std::filesystem;
 
 namespace {
 
-constexpr int kOldestVersion = 12000;
+constexpr int kOldestVersion = 12010;  // the first that compiles every kernel
 constexpr const char kPtxOption[] = "--gpu-architecture=compute_";
 
 // Writes what a compile was given where a developer can repeat it, and says where; empty if that cannot be.
