@@ -55,6 +55,8 @@ struct Relative {
   JAX_SOFTMAX_INLINE C exp(C x) const { return M::exp(x - pivot); }
   // The logarithm of a sum of exp(x - pivot), given the sum of terms.
   JAX_SOFTMAX_INLINE C log(C sum) const { return M::log(sum); }
+  // That sum itself, given the sum of terms.
+  JAX_SOFTMAX_INLINE C whole(C sum) const { return sum; }
   // What a sum of terms relative to the pivot `from`, which is not larger, is multiplied by to be relative to this one.
   JAX_SOFTMAX_INLINE C rescale(C from) const { return M::exp(from - pivot); }
   // x / sum, or something that a term times it is the term times that.
@@ -149,6 +151,17 @@ struct LogSumExp : SoftmaxBase<M> {
     const Relative<M> relative(s.pivot);
     to[0] = relative.pivot_of(s.pivot) + relative.log(s.sum);
     to[1] = s.pivot;
+  }
+};
+
+// The state of a row, or of the part of one that a device has: its maximum, and the sum of exp(x - maximum), relative
+// to 0 where the maximum is infinite.
+template <class M>
+struct RowStates : LogSumExp<M> {
+  using C = typename M::Value;
+  static JAX_SOFTMAX_INLINE void row_results(State<C> s, C* to) {
+    to[0] = s.pivot;
+    to[1] = Relative<M>(s.pivot).whole(s.sum);
   }
 };
 

@@ -42,7 +42,7 @@ def _cpu_rule(by_reference):
     return rule
 
 
-def _logsumexp_on_cpu(by_reference):
+def _rows_on_cpu(by_reference):
     call = jax.ffi.ffi_lowering(TARGET)
 
     def rule(ctx, *operands, op, axes):
@@ -115,24 +115,19 @@ def _register():
     _cuda.availability()  # finds what a program that was lowered elsewhere needs, too
     jax.ffi.register_ffi_target(TARGET, _kernels.cpu_handler(), platform="cpu")
     jax.ffi.register_ffi_target(TARGET, _kernels.cuda_handlers(), platform="CUDA")
-    for op, primitive in PRIMITIVES.items():
-        by_reference = _reference_rule(multiple_results=False)
-        rules = {
-            None: by_reference,
-            "cpu": _cpu_rule(by_reference),
-            "cuda": _cuda_rule(by_reference),
-        }
-        for platform, rule in rules.items():
-            rule = sharding.partitioned(primitive, platform, functools.partial(rule, op=op))
-            mlir.register_lowering(primitive, rule, platform=platform)
-    by_reference = _reference_rule(multiple_results=True)
-    on_cpu = {"logsumexp": _logsumexp_on_cpu(by_reference), "cross_entropy_gradient": _cross_entropy_gradient_on_cpu()}
-    for op, primitive in ROW_PRIMITIVES.items():
-        for platform, rule in {None: by_reference, "cpu": on_cpu[op], "cuda": _cuda_rule(by_reference)}.items():
-            rule = sharding.divided_by_xla(
-                primitive, functools.partial(rule, op=op), functools.partial(by_reference, op=op)
-            )
-            mlir.register_lowering(primitive, rule, platform=platform)
+    by_reference, rows_by_reference = _reference_rule(multiple_results=False), _reference_rule(multiple_results=True)
+    rows_alone = _rows_on_cpu(rows_by_reference)
+    on_cpu = {op: _cpu_rule(by_reference) for op in PRIMITIVES}
+    on_cpu |= {
+        "logsumexp": rows_alone,
+        "cross_entropy_gradient": _cross_entropy_gradient_on_cpu(),
+        "row_states": rows_alone,
+    }
+    for op, primitive in (PRIMITIVES | ROW_PRIMITIVES).items():
+        by_xla = rows_by_reference if primitive.multiple_results else by_reference
+        for platform, rule in {None: by_xla, "cpu": on_cpu[op], "cuda": _cuda_rule(by_xla)}.items():
+            rules = (functools.partial(r, op=op) for r in (rule, by_xla))
+            mlir.register_lowering(primitive, sharding.partitioned(primitive, platform, *rules), platform=platform)
 
 
 _register()

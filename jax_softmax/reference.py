@@ -2,7 +2,8 @@
 
 Each function has the operands and the meaning of the primitive of its name (see `primitives.py`): `where` is None or a
 boolean mask that broadcasts to x's shape. Where a row is spread over devices, each holds a part of it, and
-`across(value, "max" | "sum")` reduces a value over them; these functions then read the operands at most twice.
+`across(value, "max" | "sum")` reduces a value over them; `across.row_states` is `row_states` of this device's part, by
+a kernel where there is one. These functions then read the operands at most twice.
 """
 
 import jax
@@ -39,22 +40,29 @@ def result_dtype(dtype):
 def softmax(x, where, axes, across=None):
     if across is None:
         return ORIGINALS["softmax"](widened(x), axes, where).astype(result_dtype(x.dtype))
-    largest, total = _row_states(widened(x), where, axes, across)
+    largest, total = _states_of_rows(x, where, axes, across)
     return _kept(jnp.exp(widened(x) - largest) / total, where).astype(result_dtype(x.dtype))
 
 
 def log_softmax(x, where, axes, across=None):
     if across is None:
         return ORIGINALS["log_softmax"](widened(x), axes, where).astype(result_dtype(x.dtype))
-    largest, total = _row_states(widened(x), where, axes, across)
+    largest, total = _states_of_rows(x, where, axes, across)
     return _kept(widened(x) - largest - jnp.log(total), where, -jnp.inf).astype(result_dtype(x.dtype))
 
 
-def _row_states(x, where, axes, across):
-    """The maximum of each row, and the sum of exp(x - maximum), both from one read of this device's part.
+def _states_of_rows(x, where, axes, across):
+    """The maximum of each row, and the sum of exp(x - maximum): NaN where the maximum is infinite."""
+    largest, total = across.row_states(x, where, axes)
+    largest_of_all = across(largest, "max")
+    return largest_of_all, across(total * jnp.exp(largest - largest_of_all), "sum")
 
-    An element is a state of its own, (x, 1); what counts for nothing, masked or -inf, is (the lowest finite, 0), so
-    that no difference of two maxima is NaN unless the row's results are. A row of nothing but -inf has a sum of 0.
+
+def row_states(x, where, axes, across=None):
+    """The maximum of each row and the sum of exp(x - maximum), relative to 0 where it is infinite, by reading x once.
+
+    An element is a state of its own, (x, 1), one of infinity the same as in the kernels, but with a finite maximum, so
+    that no difference of two is NaN.
     """
 
     def combined(a, b):
@@ -64,13 +72,13 @@ def _row_states(x, where, axes, across):
         total = jnp.where(difference >= 0, sum_a + sum_b * factor, sum_a * factor + sum_b)
         return jnp.maximum(max_a, max_b), total
 
-    lowest = jnp.array(jnp.finfo(x.dtype).min, x.dtype)
-    x = _kept(x, where, -jnp.inf)
-    elements = jnp.maximum(x, lowest), (x != -jnp.inf).astype(x.dtype)
+    x = _kept(widened(x), where, -jnp.inf)
+    lowest, highest = (jnp.array(bound, x.dtype) for bound in (jnp.finfo(x.dtype).min, jnp.finfo(x.dtype).max))
+    sums = jnp.where(jnp.isinf(x), jnp.maximum(x, 0), 1).astype(x.dtype)
+    elements = jnp.clip(x, lowest, highest), sums
     largest, total = jax.lax.reduce(elements, (lowest, jnp.zeros_like(lowest)), combined, axes)
-    largest, total = jnp.expand_dims(largest, axes), jnp.expand_dims(total, axes)
-    largest_of_all = across(largest, "max")
-    return largest_of_all, across(total * jnp.exp(largest - largest_of_all), "sum")
+    largest = jnp.where(total == 0, -jnp.inf, jnp.where(total == jnp.inf, jnp.inf, largest))
+    return jnp.expand_dims(largest, axes), jnp.expand_dims(total, axes)
 
 
 def _kept(t, where, masked=0):
@@ -102,12 +110,16 @@ def log_softmax_vjp(y, t, where, axes, across=None):
 
 def logsumexp(x, where, axes, across=None):
     """The logarithm of the sum of exp(x) over each row, and its maximum."""
+    if across is not None:
+        of_part, total = across.row_states(x, where, axes)
+        largest = across(of_part, "max")
+        shift = jnp.where(jnp.isfinite(largest), largest, 0)
+        pivot = jnp.where(of_part == jnp.inf, 0, of_part)
+        return jnp.log(across(total * jnp.exp(pivot - shift), "sum")) + shift, largest
     x = _kept(widened(x), where, -jnp.inf)
     largest = jnp.max(x, axes, keepdims=True, initial=-jnp.inf)
-    if across is not None:
-        largest = across(largest, "max")
     shift = jnp.where(jnp.isfinite(largest), largest, 0)
-    return jnp.log(_row_sum(jnp.exp(x - shift), axes, across)) + shift, largest
+    return jnp.log(_row_sum(jnp.exp(x - shift), axes, None)) + shift, largest
 
 
 def cross_entropy_gradient(x, a, b, c, where, axes, across=None):
@@ -128,7 +140,10 @@ def exp_of_difference(x, lse, where):
 
 _OPERATORS = {
     f.__name__: f
-    for f in (softmax, log_softmax, softmax_linear, log_softmax_jvp, log_softmax_vjp, logsumexp, cross_entropy_gradient)
+    for f in (
+        *(softmax, log_softmax, softmax_linear, log_softmax_jvp, log_softmax_vjp),
+        *(logsumexp, cross_entropy_gradient, row_states),
+    )
 }
 
 

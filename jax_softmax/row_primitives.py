@@ -2,12 +2,14 @@
 
     x, [where]              logsumexp               lse, largest
     x, a, b, c, [where]     cross_entropy_gradient  g, lse, largest
+    x, [where]              row_states              largest, total
 
 x is a float array, `where` a boolean mask that broadcasts to its shape. What rows have, as operands (a, b, c) or as
 results, is of x's shape with extent 1 along `axes`, in float32 (float64 for float64): lse is the logarithm of the sum
 of exp(x) over a row and `largest` its maximum, both of elements that are not masked. g = softmax(x) (a + b lse) - c, in
-x's dtype; of a row with a label, all but the label's own element of a cross entropy's gradient. `axes` and `axis_name`
-are as in `primitives.py`.
+x's dtype; of a row with a label, all but the label's own element of a cross entropy's gradient. `total` is the sum of
+exp(x - largest), relative to 0 where `largest` is infinite: what `sharding.py` knows of the parts of rows, and no
+derivative is made of. `axes` and `axis_name` are as in `primitives.py`.
 """
 
 import functools
@@ -21,11 +23,12 @@ from jax.sharding import PartitionSpec
 from jax_softmax import reference
 from jax_softmax.primitives import moved_batch_axes
 
-RESULTS = {"logsumexp": 2, "cross_entropy_gradient": 3}
+RESULTS = {"logsumexp": 2, "cross_entropy_gradient": 3, "row_states": 2}
 
 logsumexp_p = Primitive("logsumexp")
 cross_entropy_gradient_p = Primitive("cross_entropy_gradient")
-ROW_PRIMITIVES = {"logsumexp": logsumexp_p, "cross_entropy_gradient": cross_entropy_gradient_p}
+row_states_p = Primitive("row_states")
+ROW_PRIMITIVES = {p.name: p for p in (logsumexp_p, cross_entropy_gradient_p, row_states_p)}
 
 
 def _abstract_eval(op, *avals, axes, axis_name):

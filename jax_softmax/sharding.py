@@ -28,6 +28,7 @@ from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import mlir
 
 from jax_softmax import reference
+from jax_softmax.row_primitives import row_states_p
 
 try:
     from jax._src.lib import xla_client
@@ -45,13 +46,15 @@ TARGET = "jax_softmax_sharded"
 _PRIMITIVES = {}
 
 
-def partitioned(primitive, platform, local):
+def partitioned(primitive, platform, local, by_reference):
     """The rule `local`, which lowers a call on one device, made one for programs of several and for an `axis_name`.
 
-    A platform of None is one without kernels: its jax.numpy is divided by XLA itself.
+    What cannot be divided here is lowered by the rule `by_reference`: its jax.numpy is divided by XLA itself. A
+    platform of None is one without kernels, where both are the same.
     """
     _PRIMITIVES[primitive.name] = primitive
-    over_mesh_axes = mlir.lower_fun(functools.partial(_over_mesh_axes, primitive.name), multiple_results=False)
+    several = primitive.multiple_results
+    over_mesh_axes = mlir.lower_fun(functools.partial(_over_mesh_axes, primitive.name), multiple_results=several)
 
     def rule(ctx, *operands, axis_name, **params):
         if axis_name:
@@ -59,22 +62,14 @@ def partitioned(primitive, platform, local):
         devices, partly_manual = _devices(ctx)
         if devices == 1 or platform is None:
             return local(ctx, *operands, **params)
-        shapes = [aval.shape for aval in ctx.avals_in]
-        if not AVAILABLE:
-            _warn_of_a_gather(f"jax_softmax cannot divide its calls with JAX {jax.__version__}", "Use jax.shard_map")
-            return local(ctx, *operands, **params)
-        if not all(isinstance(n, int) for shape in shapes for n in shape):
-            _warn_of_a_gather("a shape is symbolic", "Export with known shapes, or use jax.shard_map")
-            return local(ctx, *operands, **params)
-        if partly_manual and not getattr(jax.config, "jax_use_shardy_partitioner", True):
-            _warn_of_a_gather(
-                "GSPMD does not divide calls inside a partly manual shard_map",
-                "Leave jax_use_shardy_partitioner on, or make every mesh axis manual",
-            )
-        (result,) = ctx.avals_out
+        shapes, results = ([aval.shape for aval in avals] for avals in (ctx.avals_in, ctx.avals_out))
+        why = _undivided(shapes, partly_manual)
+        if why:
+            _warn(f"{primitive.name} runs without its kernel: {why}")
+            return by_reference(ctx, *operands, **params)
         config = {"primitive": primitive.name, "platform": platform, "devices": devices, "params": params}
         call = stablehlo.CustomCallOp(
-            [ir.RankedTensorType.get(result.shape, mlir.dtype_to_ir_type(result.dtype))],
+            [ir.RankedTensorType.get(aval.shape, mlir.dtype_to_ir_type(aval.dtype)) for aval in ctx.avals_out],
             operands,
             call_target_name=ir.StringAttr.get(TARGET),
             has_side_effect=ir.BoolAttr.get(False),
@@ -82,31 +77,49 @@ def partitioned(primitive, platform, local):
             called_computations=ir.ArrayAttr.get([]),
             backend_config=ir.StringAttr.get(json.dumps(config)),
         )
-        call.attributes["sdy.sharding_rule"] = ir.Attribute.parse(sharding_rule(shapes))
+        call.attributes["sdy.sharding_rule"] = ir.Attribute.parse(sharding_rule(shapes, results))
         return call.results
 
     return rule
 
 
-def divided_by_xla(primitive, local, by_reference):
-    """The rule `local`, and for programs of several devices one of jax.numpy, which XLA divides by itself."""
-    over_mesh_axes = mlir.lower_fun(functools.partial(_over_mesh_axes, primitive.name), multiple_results=True)
+def _undivided(shapes, partly_manual) -> str | None:
+    """Why a call of a program for several devices cannot be divided, and what to do instead; or None."""
+    if not AVAILABLE:
+        return f"jax_softmax cannot divide its calls with JAX {jax.__version__}. Use jax.shard_map"
+    if not all(isinstance(n, int) for shape in shapes for n in shape):
+        return "a shape is symbolic in a program for several devices. Export with known shapes, or use jax.shard_map"
+    if partly_manual and not getattr(jax.config, "jax_use_shardy_partitioner", True):
+        return (
+            "GSPMD does not divide calls inside a partly manual shard_map. Leave jax_use_shardy_partitioner on, or "
+            "make every mesh axis manual"
+        )
+    return None
 
-    def rule(ctx, *operands, axis_name, **params):
-        if axis_name:
-            return over_mesh_axes(ctx, *operands, axis_name=axis_name, **params)
-        return (local if _devices(ctx)[0] == 1 else by_reference)(ctx, *operands, **params)
 
-    return rule
+class _Across:
+    """What a device that has parts of rows knows of them, and how it reduces a value over all that share the rows."""
+
+    def __init__(self, all_reduce):
+        self._all_reduce = all_reduce
+
+    def __call__(self, value, kind):
+        return self._all_reduce(value, kind)
+
+    @staticmethod
+    def row_states(x, where, axes):
+        if x.dtype.name in reference.NARROW:  # which no kernel with results for rows reads
+            return reference.row_states(x, where, axes)
+        return row_states_p.bind(*([x] if where is None else [x, where]), axes=axes, axis_name=())
 
 
 def _over_mesh_axes(op, *operands, axes, axis_name):
     """The operator inside shard_map, each device along the mesh axes having a part of every row."""
 
-    def across(value, kind):
+    def all_reduce(value, kind):
         return {"max": jax.lax.pmax, "sum": jax.lax.psum}[kind](value, axis_name)
 
-    return reference.apply(op, axes, *operands, across=across)
+    return reference.apply(op, axes, *operands, across=_Across(all_reduce))
 
 
 def _devices(ctx) -> tuple[int, bool]:
@@ -120,11 +133,8 @@ def _devices(ctx) -> tuple[int, bool]:
     return 1, False  # ReplicaAxisContext, of pmap
 
 
-def _warn_of_a_gather(why: str, instead: str) -> None:
-    warnings.warn(
-        f"jax_softmax: an operand that is sharded over devices may be gathered onto each of them: {why}. {instead}.",
-        stacklevel=2,
-    )
+def _warn(message: str) -> None:
+    warnings.warn(f"jax_softmax: {message}.", stacklevel=2)
 
 
 def _aligned(shape, like):
@@ -133,44 +143,49 @@ def _aligned(shape, like):
     return [d + missing if n == like[d + missing] else None for d, n in enumerate(shape)]
 
 
-def sharding_rule(shapes) -> str:
-    """Shardy's rule of a call: operands that broadcast to the first one's shape, which is also the result's.
+def sharding_rule(shapes, results) -> str:
+    """Shardy's rule of a call, given the shapes of operands and results: all broadcast to the first operand's.
 
     A reduced dimension is an ordinary one here: `_divide` sees to it that it may be sharded.
     """
-    factors, sizes = [], []
+    sizes = []
 
     def factor(n):
         k = len(sizes)
-        sizes.append(f"{name(k)}={n}")
-        return name(k)
+        name = chr(ord("i") + k) if k < 18 else f"z_{k - 17}"
+        sizes.append(f"{name}={n}")
+        return name
 
-    def name(k):
-        return chr(ord("i") + k) if k < 18 else f"z_{k - 17}"
+    def factors_of(shape):
+        dims = zip(_aligned(shape, shapes[0]), shape, strict=True)
+        return f"[{', '.join(factor(n) if d is None else of_x[d] for d, n in dims)}]"
 
     of_x = [factor(n) for n in shapes[0]]
-    for shape in shapes:
-        dims = zip(_aligned(shape, shapes[0]), shape, strict=True)
-        factors.append(", ".join(factor(n) if d is None else of_x[d] for d, n in dims))
-    operands = ", ".join(f"[{f}]" for f in factors)
-    return f"#sdy.op_sharding_rule<({operands})->([{', '.join(of_x)}]) {{{', '.join(sizes)}}}, custom>"
+    operands, results = (", ".join(map(factors_of, group)) for group in (shapes, results))
+    return f"#sdy.op_sharding_rule<({operands})->({results}) {{{', '.join(sizes)}}}, custom>"
 
 
 def _divide(arg_shapes, arg_shardings, result_shape, result_sharding, config):
     """What XLA asks of a call that it divides: a device's program, and the shardings of the operands and the result.
 
-    The result's sharding decides; operands that have another one are brought to it.
+    The sharding of a result of x's shape decides, where there is one, else that of x; what has another one is brought
+    to it.
     """
     config = json.loads(config)
     params = {name: tuple(value) if isinstance(value, list) else value for name, value in config["params"].items()}
-    shape = tuple(result_shape.dimensions())
-    devices = _device_array(result_sharding, len(shape))
+    shape = tuple(arg_shapes[0].dimensions())
+    first_result = _parts_of_tuple(result_shape)[0]
+    sharding = arg_shardings[0]
+    if tuple(first_result.dimensions()) == shape:
+        sharding = result_sharding.tuple_elements()[0] if result_shape.is_tuple() else result_sharding
+    devices = _device_array(sharding, len(shape))
     spread = [d for d in params["axes"] if devices.shape[d] > 1]
     if spread and devices.size < config["devices"]:
         # XLA numbers the devices anew for each group of the manual axes: those that share a row cannot be named.
-        _warn_of_a_gather(
-            "inside a partly manual shard_map a reduced axis is sharded over a mesh axis that is not manual",
-            "Make that mesh axis manual too and pass it as axis_name",
+        _warn(
+            "an operand that is sharded over devices may be gathered onto each of them: inside a partly manual "
+            "shard_map a reduced axis is sharded over a mesh axis that is not manual. Make that mesh axis manual too "
+            "and pass it as axis_name"
         )
         devices = _projected(devices, [None if d in spread else d for d in range(len(shape))])
         spread = []
@@ -186,7 +201,19 @@ def _divide(arg_shapes, arg_shardings, result_shape, result_sharding, config):
         function = _on_parts_of_rows(primitive.name, params["axes"], shape, part, devices, spread)
     else:
         function = functools.partial(primitive.bind, axis_name=(), **params)
-    return _lowered_apart(function, specs, config["platform"]), shardings, _sharding(devices)
+    program = _lowered_apart(function, specs, config["platform"])
+    return program, shardings, _result_sharding(result_shape, shape, devices)
+
+
+def _parts_of_tuple(shape):
+    return shape.tuple_shapes() if shape.is_tuple() else [shape]
+
+
+def _result_sharding(result_shape, shape, devices):
+    """Of one result or a tuple of several, where x is of this shape and so divided among the devices."""
+    dims = [_aligned(result.dimensions(), shape) for result in _parts_of_tuple(result_shape)]
+    shardings = [_sharding(_projected(devices, d)) for d in dims]
+    return _HloSharding.tuple_sharding(result_shape, shardings) if result_shape.is_tuple() else shardings[0]
 
 
 def _device_array(sharding, ndim):
@@ -216,14 +243,14 @@ def _on_parts_of_rows(op, axes, shape, part, devices, spread):
     sharers = devices.transpose(others + spread).reshape(-1, math.prod(devices.shape[d] for d in spread))
     groups = tuple(map(tuple, sharers.tolist()))
 
-    def across(value, kind):
+    def all_reduce(value, kind):
         return _all_reduce_p.bind(value, kind=kind, groups=groups)
 
     def function(*operands):
         for d in spread:
             if shape[d] % devices.shape[d]:
                 operands = _without_filling(operands, d)
-        return reference.apply(op, axes, *operands, across=across)
+        return reference.apply(op, axes, *operands, across=_Across(all_reduce))
 
     def _without_filling(operands, d):
         """The operands with a mask that leaves out what the last parts of dimension d are filled up with."""
@@ -290,9 +317,10 @@ def _sharding_from_user(sharding, shape, config):
 
 
 def _sharding_from_operands(arg_shapes, arg_shardings, result_shape, config):
-    ndim = len(result_shape.dimensions())
-    whole = [s for s, arg in zip(arg_shardings, arg_shapes, strict=True) if len(arg.dimensions()) == ndim]
-    return next((s for s in whole if s.is_tiled()), arg_shardings[0])
+    shape = tuple(arg_shapes[0].dimensions())
+    whole = [s for s, arg in zip(arg_shardings, arg_shapes, strict=True) if tuple(arg.dimensions()) == shape]
+    devices = _device_array(next((s for s in whole if s.is_tiled()), whole[0]), len(shape))
+    return _result_sharding(result_shape, shape, devices)
 
 
 def _register():

@@ -30,6 +30,10 @@ template <class Arithmetic>
 struct PolicyOf<LogSumExp, Arithmetic> {
   using type = OfLogSumExp<WholeLogarithm<Arithmetic>>;
 };
+template <class Arithmetic>
+struct PolicyOf<RowStates, Arithmetic> {
+  using type = OfLogSumExp<Arithmetic>;
+};
 
 template <template <class> class OpOf, class T, bool kMasked>
 class Operator {

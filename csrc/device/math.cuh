@@ -86,6 +86,10 @@ struct PolicyOf<LogSumExp, T> {
   using type = OfLogSumExp<typename ArithmeticOf<LogSumExp, T>::type>;
 };
 template <class T>
+struct PolicyOf<RowStates, T> {
+  using type = OfLogSumExp<typename ArithmeticOf<RowStates, T>::type>;
+};
+template <class T>
 struct PolicyOf<CrossEntropyGradient, T> {
   using type = OfLogSumExp<typename ArithmeticOf<CrossEntropyGradient, T>::type>;
 };
@@ -95,9 +99,9 @@ struct PolicyOf<CrossEntropyGradient, T> {
 namespace jax_softmax {
 
 // Terms in one fused multiply-add and one power: exp2(x log2(e) - r), where r is pivot log2(e), rounded. What r is
-// rounded by is a factor that all terms share, and `rescale` and `log` take it into account. It would overflow beyond
-// 2^30, so from 2^24 on the pivot itself stands for r and x for x log2(e): 16-bit numbers that differ from such a
-// pivot at all do so by 2^13 or more, and their terms are 0 either way.
+// rounded by is a factor that all terms share, and `rescale`, `log` and `whole` take it into account. It would overflow
+// beyond 2^30, so from 2^24 on the pivot itself stands for r and x for x log2(e): 16-bit numbers that differ from such
+// a pivot at all do so by 2^13 or more, and their terms are 0 either way.
 template <>
 struct Relative<device::Half> {
   using M = device::Half;
@@ -116,6 +120,7 @@ struct Relative<device::Half> {
   __device__ __forceinline__ float log(float sum) const {
     return M::log(sum) - 0.693147182f * fmaf(pivot, factor, -subtrahend);
   }
+  __device__ __forceinline__ float whole(float sum) const { return sum * M::exp2(-fmaf(pivot, factor, -subtrahend)); }
   __device__ __forceinline__ float rescale(float from) const {
     const float its_factor = factor_of(from);
     return its_factor == factor ? M::exp2(__fmul_rn(from, its_factor) - subtrahend) : 0.0f;
