@@ -24,7 +24,8 @@ from jax.sharding import PartitionSpec as P
 from support import CUSTOM_VJPS, JAX_NN, NAMES, OPERATORS, check, normal, reference, reference_vjp, sampled
 
 import jax_softmax
-from jax_softmax import sharding
+from jax_softmax import reference as reference_module
+from jax_softmax import row_primitives, sharding
 
 every_name = pytest.mark.parametrize("name", NAMES)
 SHAPE = (8, 4, 32)
@@ -58,11 +59,16 @@ _COLLECTIVE = re.compile(
 )
 
 
-def run_compiled(f, *args):
-    """The results of the compiled program, and its collectives with the number of elements that each of them sends."""
+def run_compiled(f, *args, kernels=None):
+    """The results of the compiled program, and its collectives with the number of elements that each of them sends.
+
+    `kernels`, where it is given, is how many calls of kernels the program must have."""
     program = jax.jit(f).lower(*args).compile()
+    text = program.as_text()
+    if kernels is not None:
+        assert text.count('custom_call_target="jax_softmax"') == kernels
     found = []
-    for types, kind in _COLLECTIVE.findall(program.as_text()):
+    for types, kind in _COLLECTIVE.findall(text):
         sizes = [math.prod(map(int, filter(None, dims.split(",")))) for dims in re.findall(r"\[([\d,]*)\]", types)]
         found.append((kind, sum(sizes)))
     return program(*args), found
@@ -312,7 +318,7 @@ def test_divided_rows(name, kind, spec, axis):
         sharded = [place(a, spec, kind) for a in (x, t, where)]
         for args, mask in ((sharded[:2], None), (sharded, where)):
             x_s, t_s, *where_s = args
-            y, travels = run_compiled(f, x_s, *where_s)
+            y, travels = run_compiled(f, x_s, *where_s, kernels=1)  # for the rows' states
             check_states(travels, 2, SHAPE, axis)
             check(y, reference(name, x, axis, mask))
             assert y.sharding.is_equivalent_to(x_s.sharding, 3)
@@ -516,6 +522,163 @@ def test_gspmd(gspmd, name):
         same(results, jax.jit(run)(x, t))
 
 
+# ---- Results for whole rows, and the losses that are made of them.
+
+
+def of_losses(x, labels, axis):
+    losses, pullback = jax.vjp(
+        lambda x: jax_softmax.softmax_cross_entropy_with_integer_labels(x, labels, axis, label_smoothing=0.1), x
+    )
+    return losses, pullback(losses)[0]
+
+
+OF_ROWS = {
+    "logsumexp": lambda x, labels, axis: jax_softmax.logsumexp(x, axis, return_max=True),
+    "losses": of_losses,
+    "loss": lambda x, labels, axis: jax.value_and_grad(jax_softmax.cross_entropy_loss)(x, labels, axis=axis),
+    "loss with weights": lambda x, labels, axis: jax.value_and_grad(
+        lambda x: jax_softmax.cross_entropy_loss(x, labels, axis=axis, weights=labels, z_loss=0.01, reduction="sum")
+    )(x),
+}
+
+
+def logits_and_labels(spec, axis, kind):
+    axes = support._axes_of(axis, len(SHAPE))
+    rows = [n for d, n in enumerate(SHAPE) if d not in axes]
+    labels = np.random.default_rng(2).integers(-1, math.prod(SHAPE) // math.prod(rows), rows)
+    of_labels = P(*(s for d, s in enumerate((*spec, *[None] * 3)[:3]) if d not in axes))
+    x = normal(SHAPE)
+    return (x, labels), (place(x, spec, kind), jax.device_put(labels, NamedSharding(mesh(kind), of_labels)))
+
+
+@sampled("mode,layout,name", itertools.product(MODES[:3], KEPT, OF_ROWS), 7, ids=str)
+def test_kept_axes_of_losses(mode, layout, name):
+    """Nothing of the rows travels, and each device runs the kernel: of a loss, scalars are added up."""
+    spec, axis = layout
+    kind = AxisType.Explicit if mode == "explicit" else AxisType.Auto
+    one, several = logits_and_labels(spec, axis, kind)
+    f = functools.partial(OF_ROWS[name], axis=axis)
+    is_scalar = name.startswith("loss ") or name == "loss"
+    sharded = f
+    if mode == "shard_map":
+        specs = [a.sharding.spec for a in several]
+
+        def sharded(x, labels):
+            value, of_x = f(x, labels)
+            return (jax.lax.psum(value, ("data", "model")) if is_scalar else value), of_x
+
+        out_specs = (P() if is_scalar else specs[1]), specs[1] if name == "logsumexp" else specs[0]
+        sharded = jax.shard_map(sharded, mesh=mesh(), in_specs=tuple(specs), out_specs=out_specs)
+    with jax.set_mesh(mesh(kind)) if kind == AxisType.Explicit else contextlib.nullcontext():
+        results, travels = run_compiled(sharded, *several, kernels=1)
+    if is_scalar:
+        assert kinds(travels) == {"all-reduce"} and all(size <= 2 for _, size in travels)
+    else:
+        assert travels == []
+    if mode == "shard_map" and name == "loss":
+        return  # a mean of each device's own rows
+    same(results, jax.jit(f)(*one))
+    if not is_scalar:
+        assert results[0].sharding.is_equivalent_to(several[1].sharding, several[1].ndim)
+    if name != "logsumexp":
+        assert results[1].sharding.is_equivalent_to(several[0].sharding, 3)
+
+
+@sampled("kind,layout,name", itertools.product([AxisType.Auto, AxisType.Explicit], DIVIDED, OF_ROWS), 5, ids=str)
+def test_divided_rows_of_losses(kind, layout, name):
+    """Maxima, sums and the labels' logits travel."""
+    spec, axis = layout
+    one, several = logits_and_labels(spec, axis, kind)
+    f = functools.partial(OF_ROWS[name], axis=axis)
+    with jax.set_mesh(mesh(kind)) if kind == AxisType.Explicit else contextlib.nullcontext():
+        results, travels = run_compiled(f, *several, kernels=1)
+    assert kinds(travels) == {"all-reduce"}
+    assert all(size <= 3 * max(one[1].size, 1) for _, size in travels)
+    assert len(travels) <= (2 if name == "logsumexp" else 5)
+    same(results, jax.jit(f)(*one))
+
+
+@pytest.mark.parametrize("spec", [P("data"), P("data", "model"), P(None, ("model", "data"))], ids=str)
+def test_rows_that_are_given_numbers(spec):
+    x, where = normal((8, 32)), support.random_mask((8, 32))
+    a, b, c = support.row_operands("cross_entropy_gradient", x.shape, (1,), "float32")
+
+    def run(x, a, b, c, where):
+        return row_primitives.cross_entropy_gradient_p.bind(x, a, b, c, where, axes=(1,), axis_name=())
+
+    sharded = [place(operand, spec) for operand in (x, a, b, c) if operand.shape == x.shape]
+    results, travels = run_compiled(run, *sharded, a, b, c, place(where, spec), kernels=1)
+    assert [kind for kind, _ in travels] == ["all-reduce"] * (2 if len(spec) > 1 else 0)
+    expected = support.reference_cross_entropy_gradient(x, a, b, c, (1,), where)
+    for result, bounded in zip(results, expected, strict=True):
+        check(result, bounded)
+
+
+@pytest.mark.parametrize("axis_name", ["model", ("data", "model")], ids=str)
+def test_axis_name_of_logsumexp(axis_name):
+    x, where = normal(SHAPE), support.random_mask(SHAPE)
+    spec = P(None if "data" in axis_name else "data", None, axis_name)
+    f = functools.partial(jax_softmax.logsumexp, return_max=True)
+    for axis_names in ({"data", "model"}, {axis_name} if axis_name == "model" else set(axis_name)):
+        kept = manual(spec, axis_names)
+        sharded = jax.shard_map(
+            lambda x, where: f(x, -1, where, axis_name=axis_name),
+            mesh=mesh(),
+            in_specs=kept,
+            out_specs=P(*kept[:2]),
+            axis_names=axis_names,
+        )
+        results, travels = run_compiled(sharded, place(x, spec), place(where, spec), kernels=1)
+        check_states(travels, 2, SHAPE, -1)
+        same(results, f(x, -1, where))
+
+
+def test_logsumexp_of_rows_that_are_not_finite():
+    rows = support.nonfinite_rows(31)
+    rows = np.concatenate([rows, np.full((-len(rows) % 4, 31), 1.0, rows.dtype)])
+    layout = NamedSharding(mesh(), P("data", "model"))  # of which XLA fills up the last parts
+
+    def run(x, *where):
+        x, *where = (jax.lax.with_sharding_constraint(a, layout) for a in (x, *where))
+        return jax_softmax.logsumexp(x, -1, *where, return_max=True)
+
+    masks = [np.isfinite(rows), np.zeros(rows.shape, bool), ~np.isnan(rows), support.random_mask(rows.shape)]
+    for where in (None, *masks):
+        results = jax.jit(run)(rows, *([] if where is None else [where]))
+        for result, bounded in zip(results, support.reference_logsumexp(rows, -1, where), strict=True):
+            check(result, bounded)
+
+
+def test_gspmd_divides_losses(gspmd):
+    for spec in (P("data", "model"), P("data", None, "model")):
+        one, several = logits_and_labels(spec, -1, AxisType.Auto)
+        for name in ("logsumexp", "loss"):
+            f = functools.partial(OF_ROWS[name], axis=-1)
+            results, travels = run_compiled(f, *several, kernels=1)
+            assert kinds(travels) <= {"all-reduce"}
+            same(results, jax.jit(f)(*one))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+def test_states_of_parts(dtype):
+    """By the kernel and by jax.numpy: the maximum of a row, and the sum as it is, however large the maximum."""
+    rows = np.concatenate([support.nonfinite_rows(100), normal((4, 100)) + 1e4, normal((1, 100)) * 1e30])
+    rows = rows.astype(jnp.dtype(dtype))
+    with support.precision(dtype), np.errstate(all="ignore"):
+        wide = rows.astype("float64")
+        for where in (None, support.random_mask(rows.shape), np.isfinite(wide)):
+            kept = wide if where is None else np.where(where, wide, -np.inf)
+            largest = kept.max(-1, keepdims=True)
+            total = np.exp(kept - np.where(np.isinf(largest), 0, largest)).sum(-1, keepdims=True)
+            total[largest == np.inf] = np.inf
+            for f in (sharding._Across.row_states, reference_module.row_states):
+                found_largest, found_total = (np.asarray(r) for r in f(jnp.asarray(rows), where, (1,)))
+                of_numbers = ~np.isnan(total)
+                np.testing.assert_array_equal(found_largest[of_numbers], largest[of_numbers])
+                eps = float(jnp.finfo(found_total.dtype).eps)
+                np.testing.assert_allclose(found_total, total, rtol=16 * eps)
+
+
 # ---- What cannot be divided is right, and says so.
 
 
@@ -534,16 +697,17 @@ def test_gspmd_inside_a_partly_manual_shard_map(gspmd):
     sharded = jax.shard_map(
         jax_softmax.softmax, mesh=mesh(), in_specs=P("data"), out_specs=P("data"), axis_names={"data"}
     )
-    with pytest.warns(UserWarning, match="may be gathered.*jax_use_shardy_partitioner"):
-        y = jax.jit(sharded)(place(x, P("data", "model")))
+    with pytest.warns(UserWarning, match="without its kernel.*jax_use_shardy_partitioner"):
+        y, _ = run_compiled(sharded, place(x, P("data", "model")), kernels=0)  # GSPMD gathers whatever is inside
     check(y, reference("softmax", x))
 
 
 def test_a_jax_that_moved_its_private_names(monkeypatch):
     monkeypatch.setattr(sharding, "AVAILABLE", False)
     x = normal(SHAPE)
-    with pytest.warns(UserWarning, match="may be gathered.*Use jax.shard_map"):
-        y = jax.jit(lambda x: jax_softmax.softmax(x))(place(x, P("data", "model")))
+    with pytest.warns(UserWarning, match="without its kernel.*Use jax.shard_map"):
+        y, travels = run_compiled(lambda x: jax_softmax.softmax(x), place(x, P("data", "model")), kernels=0)
+    assert travels == []
     check(y, reference("softmax", x))
 
 
@@ -585,12 +749,14 @@ def test_export_with_a_symbolic_batch(name):
     (batch,) = jax.export.symbolic_shape("4*quarter")
     program = round_trip(exported(OPERATORS[name], jax.ShapeDtypeStruct((batch, 32), "float32")))
     layout = NamedSharding(mesh(), P("data"))
-    with pytest.warns(UserWarning, match="may be gathered.*a shape is symbolic"):
+    with pytest.warns(UserWarning, match="without its kernel.*a shape is symbolic"):
         sharded = exported(OPERATORS[name], jax.ShapeDtypeStruct((batch, 32), "float32", sharding=layout))
     for n in (4, 8):
         x = normal((n, 32))
         check(program.call(x), reference(name, x))
-        check(jax.jit(round_trip(sharded).call)(jax.device_put(x, layout)), reference(name, x))
+        y, travels = run_compiled(round_trip(sharded).call, jax.device_put(x, layout))
+        assert travels == []
+        check(y, reference(name, x))
 
 
 def test_persistent_cache(tmp_path):

@@ -31,9 +31,7 @@ struct PolicyOf<LogSumExp, Arithmetic> {
   using type = OfLogSumExp<WholeLogarithm<Arithmetic>>;
 };
 template <class Arithmetic>
-struct PolicyOf<RowStates, Arithmetic> {
-  using type = OfLogSumExp<Arithmetic>;
-};
+struct PolicyOf<RowStates, Arithmetic> : PolicyOf<LogSumExp, Arithmetic> {};
 
 template <template <class> class OpOf, class T, bool kMasked>
 class Operator {

@@ -86,9 +86,7 @@ struct PolicyOf<LogSumExp, T> {
   using type = OfLogSumExp<typename ArithmeticOf<LogSumExp, T>::type>;
 };
 template <class T>
-struct PolicyOf<RowStates, T> {
-  using type = OfLogSumExp<typename ArithmeticOf<RowStates, T>::type>;
-};
+struct PolicyOf<RowStates, T> : PolicyOf<LogSumExp, T> {};
 template <class T>
 struct PolicyOf<CrossEntropyGradient, T> {
   using type = OfLogSumExp<typename ArithmeticOf<CrossEntropyGradient, T>::type>;
