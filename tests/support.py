@@ -48,7 +48,7 @@ DEVICES = {
     "RTX 5090": device(120, 170, 99, 8),
 }
 OPS = ("softmax", "log_softmax", "softmax_linear", "log_softmax_jvp", "log_softmax_vjp")
-ROW_OPS = ("logsumexp", "cross_entropy_gradient")  # which have results for whole rows
+ROW_OPS = ("logsumexp", "cross_entropy_gradient", "row_states")  # which have results for whole rows
 
 
 class Way(NamedTuple):
@@ -143,7 +143,7 @@ def call_kernel(op, *operands, axes, out_dtype=None, fused="", scratch_bytes=0):
 
     Its result, or of ROW_OPS all of them."""
     x = operands[0]
-    results = [] if op == "logsumexp" else [jax.ShapeDtypeStruct(x.shape, out_dtype or x.dtype)]
+    results = [] if op in ("logsumexp", "row_states") else [jax.ShapeDtypeStruct(x.shape, out_dtype or x.dtype)]
     if op in ROW_OPS:
         rows = [1 if d in axes else n for d, n in enumerate(x.shape)]
         results += 2 * [jax.ShapeDtypeStruct(rows, np.float64 if x.dtype == np.float64 else np.float32)]
@@ -279,6 +279,18 @@ def reference_logsumexp(x, axis=-1, where=None, keepdims=False):
     if not keepdims:
         results = [Bounded(np.squeeze(v, axes), np.squeeze(b, axes), dtype) for v, b, _ in results]
     return results
+
+
+@np.errstate(invalid="ignore", divide="ignore", over="ignore", under="ignore")
+def reference_row_states(x, axes, where=None):
+    """The maximum, and the sum of exp(x - maximum), relative to 0 where it is infinite. Only sums show NaNs."""
+    rounding, wide, keep, axes = _masked_rows(x, axes, where)
+    largest = np.fmax.reduce(wide, axis=axes, keepdims=True, initial=-np.inf)
+    total = np.sum(np.exp(wide - np.where(np.isfinite(largest), largest, 0)), axis=axes, keepdims=True)
+    length = int(np.prod([keep.shape[a] for a in axes]))
+    bound = np.where(np.isfinite(total), total * _sum_error(rounding, length), 0)
+    dtype = np.dtype(np.float64 if rounding.dtype == np.float64 else np.float32)
+    return Bounded(largest, np.zeros_like(largest), dtype), Bounded(total, bound, dtype)
 
 
 @np.errstate(invalid="ignore", divide="ignore", over="ignore", under="ignore")

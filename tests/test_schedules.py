@@ -22,6 +22,7 @@ from support import (
     reference_cross_entropy_gradient,
     reference_linear,
     reference_logsumexp,
+    reference_row_states,
     reference_vjp,
 )
 
@@ -85,13 +86,15 @@ def test_results_of_rows(masked, dtype, op, way):
     x, of_rows = normal(way.shape, dtype), support.row_operands(op, way.shape, way.axes, dtype)
     if op == "logsumexp":
         expected = reference_logsumexp(x, way.axes, where, keepdims=True)
+    elif op == "row_states":
+        expected = reference_row_states(x, way.axes, where)
     else:
         expected = reference_cross_entropy_gradient(x, *of_rows, way.axes, where)
     plan = way.plan(op, dtype, list(way.shape) if masked else None)
     with support.limited(**way.limits), support.precision(dtype):
         results = call_kernel(op, x, *of_rows, *mask, axes=way.axes, scratch_bytes=plan["scratch_bytes"])
-    for name, result, bounded in zip(("g", "lse", "largest")[-len(results) :], results, expected, strict=True):
-        check(result, bounded, f"{name} of {op} by {plan['schedule']}")
+    for i, (result, bounded) in enumerate(zip(results, expected, strict=True)):
+        check(result, bounded, f"result {i} of {op} by {plan['schedule']}")
 
 
 # The boundaries are those of the CUDA plan.
