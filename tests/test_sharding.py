@@ -213,8 +213,7 @@ def test_dtypes(dtype, name):
             check(jax.vjp(OPERATORS[name], place(x, spec))[1](place(t, spec))[0], reference_vjp(name, x, t))
 
 
-@every_name
-@pytest.mark.parametrize("dtype", support.NARROW)
+@sampled("dtype,name", itertools.product(support.NARROW, NAMES), 3)
 def test_dtypes_of_8_bits(dtype, name):
     x = normal(SHAPE, "float32", scale=1.0 if dtype.startswith("float8") else 20.0)
     x = (np.abs(x) if dtype == "uint8" else x).astype(jnp.dtype(dtype))
@@ -308,7 +307,7 @@ def check_states(found, limit, shape, axis):
     [("softmax", AxisType.Auto, *layout) for layout in DIVIDED]
     + [("log_softmax", AxisType.Auto, *layout) for layout in DIVIDED[-2:]]
     + [(name, AxisType.Explicit, *DIVIDED[0]) for name in NAMES],
-    3,
+    4,
     ids=str,
 )
 def test_divided_rows(name, kind, spec, axis):
@@ -551,7 +550,7 @@ def logits_and_labels(spec, axis, kind):
     return (x, labels), (place(x, spec, kind), jax.device_put(labels, NamedSharding(mesh(kind), of_labels)))
 
 
-@sampled("mode,layout,name", itertools.product(MODES[:3], KEPT, OF_ROWS), 7, ids=str)
+@sampled("mode,layout,name", itertools.product(MODES[:3], KEPT, OF_ROWS), 9, ids=str)
 def test_kept_axes_of_losses(mode, layout, name):
     """Nothing of the rows travels, and each device runs the kernel: of a loss, scalars are added up."""
     spec, axis = layout
@@ -584,7 +583,7 @@ def test_kept_axes_of_losses(mode, layout, name):
         assert results[1].sharding.is_equivalent_to(several[0].sharding, 3)
 
 
-@sampled("kind,layout,name", itertools.product([AxisType.Auto, AxisType.Explicit], DIVIDED, OF_ROWS), 5, ids=str)
+@sampled("kind,layout,name", itertools.product([AxisType.Auto, AxisType.Explicit], DIVIDED, OF_ROWS), 9, ids=str)
 def test_divided_rows_of_losses(kind, layout, name):
     """Maxima, sums and the labels' logits travel."""
     spec, axis = layout
