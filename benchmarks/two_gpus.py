@@ -17,7 +17,7 @@ os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_p
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_softmax
@@ -25,25 +25,43 @@ import jax_softmax
 CALLS, ROUNDS = 20, 5
 
 
-def forward(softmax):
-    return lambda x, t: softmax(x)
+def forward(op):
+    return lambda package: lambda x, t: getattr(package, op)(x)
 
 
-def forward_and_backward(softmax):
-    def run(x, t):
-        y, pullback = jax.vjp(softmax, x)
-        return y, pullback(t)[0]
+def forward_and_backward(op):
+    def make(package):
+        def run(x, t):
+            y, pullback = jax.vjp(getattr(package, op), x)
+            return y, pullback(t)[0]
 
-    return run
+        return run
+
+    return make
 
 
-# Name, function, the function's maker, shape, layout, and how many times as fast as one GPU two must be.
+def loss_and_gradient(package):
+    if package is jax_softmax:
+        return jax.value_and_grad(jax_softmax.cross_entropy_loss)
+
+    def loss(x, labels):
+        log_probabilities = package.log_softmax(x.astype(jnp.float32))
+        return -jnp.mean(jnp.take_along_axis(log_probabilities, labels[:, None], axis=1))
+
+    return jax.value_and_grad(loss)
+
+
+BATCH, VOCABULARY = P("gpus"), P(None, "gpus")
+# Name, the maker of a function of a package, shape, layout, and how many times as fast as one GPU two must be.
 CASES = [
-    ("batch, softmax", "softmax", forward, (16384, 65536), P("gpus"), 1.9),
-    ("batch, softmax with gradient", "softmax", forward_and_backward, (16384, 32768), P("gpus"), 1.9),
-    ("vocabulary, softmax", "softmax", forward, (512, 1048576), P(None, "gpus"), 1.5),
-    ("vocabulary, log_softmax", "log_softmax", forward, (512, 1048576), P(None, "gpus"), 1.5),
-    ("vocabulary, softmax with gradient", "softmax", forward_and_backward, (512, 1048576), P(None, "gpus"), None),
+    ("batch, softmax", forward("softmax"), (16384, 65536), BATCH, 1.9),
+    ("batch, softmax with gradient", forward_and_backward("softmax"), (16384, 32768), BATCH, 1.9),
+    ("batch, cross_entropy_loss with gradient", loss_and_gradient, (8192, 50257), BATCH, 1.5),
+    ("vocabulary, softmax", forward("softmax"), (512, 1048576), VOCABULARY, 1.5),
+    ("vocabulary, log_softmax", forward("log_softmax"), (512, 1048576), VOCABULARY, 1.5),
+    ("vocabulary, logsumexp", forward("logsumexp"), (512, 1048576), VOCABULARY, 1.5),
+    ("vocabulary, softmax with gradient", forward_and_backward("softmax"), (512, 1048576), VOCABULARY, None),
+    ("vocabulary, cross_entropy_loss with gradient", loss_and_gradient, (8192, 50176), VOCABULARY, None),
 ]
 
 
@@ -64,10 +82,10 @@ def memory(program):
 
 
 def largest_difference(actual, expected):
-    """In units of the dtype's eps, relative to each array's largest magnitude in a row."""
+    """In units of the dtype's eps, relative to each array's largest magnitude in a row (of a vector, in all of it)."""
     worst = 0.0
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        wide = [v.astype(jnp.float32) for v in (jax.device_put(a, b.sharding), b)]
+        wide = [jnp.atleast_1d(v.astype(jnp.float32)) for v in (jax.device_put(a, b.sharding), b)]
         scale = jnp.max(jnp.abs(wide[1]), axis=-1, keepdims=True)
         difference = jnp.max(jnp.abs(wide[0] - wide[1]) / scale)
         worst = max(worst, float(difference) / float(jnp.finfo(b.dtype).eps))
@@ -75,9 +93,9 @@ def largest_difference(actual, expected):
 
 
 def measured(program_of, layouts, operands):
-    """Results, seconds and program on one device, then on two."""
+    """Results, seconds and program for each of the layouts, which are the operands'."""
     for layout in layouts:
-        args = [jax.device_put(a, layout) for a in operands]
+        args = [jax.device_put(a, of_a) for a, of_a in zip(operands, layout, strict=True)]
         program = jax.jit(program_of).lower(*args).compile()
         yield program(*args), seconds(program, args), program
 
@@ -90,17 +108,20 @@ def main() -> int:
     if len(devices) < 2 or (devices[0].platform != "gpu" and not quick):
         print(f"two GPUs are needed, found {jax.devices()}", file=sys.stderr)
         return 1
-    mesh = jax.make_mesh((2,), ("gpus",), devices=devices)
+    mesh = jax.make_mesh((2,), ("gpus",), axis_types=(AxisType.Auto,), devices=devices)
     print(f"jax_softmax {jax_softmax.__version__}, JAX {jax.__version__}, 2 x {devices[0].device_kind}, bfloat16\n")
     columns = ["case", "shape", "one GPU, ms", "two, ms", "times as fast", "jax.nn on two, ms", "collectives"]
     columns += ["MB on one", "each of two", "difference, eps"]
     print("| " + " | ".join(columns) + " |\n|" + " --- |" * len(columns))
     missed = []
-    for case, op, make, shape, spec, limit in CASES:
+    for case, make, shape, spec, limit in CASES:
         shape = tuple(n // 32 for n in shape) if quick else shape
         x, t = (jax.random.normal(jax.random.key(i), shape, jnp.bfloat16) for i in range(2))
-        layouts = SingleDeviceSharding(devices[0]), NamedSharding(mesh, spec)
-        ours, theirs = (make(getattr(module, op)) for module in (jax_softmax, jax.nn))
+        specs = spec, spec
+        if make is loss_and_gradient:
+            t, specs = jax.random.randint(jax.random.key(1), shape[:1], 0, shape[1]), (spec, P(*spec[:1]))
+        layouts = [SingleDeviceSharding(devices[0])] * 2, [NamedSharding(mesh, s) for s in specs]
+        ours, theirs = make(jax_softmax), make(jax.nn)
         (y_one, one, program_one), (y_two, two, program_two) = measured(ours, layouts, (x, t))
         difference = largest_difference(y_two, y_one)
         del y_one, y_two
