@@ -4,8 +4,10 @@ XLA would gather the operands of a custom call that it cannot divide. So a call 
 becomes a custom call of a target of its own, `TARGET`, that no kernel has and that never runs: with a Shardy rule that
 says which dimensions of the operands are one, XLA propagates shardings through it, and when it divides the program
 among the devices it asks `_divide` for what each of them shall do. That is the primitive on the device's part, lowered
-as on a single device whatever its lowering is; or, where a reduced axis is sharded, the operator in jax.numpy with the
-rows' maxima and sums reduced over the devices that share a row.
+as on a single device whatever its lowering is; or, where a reduced axis is sharded, the operator in jax.numpy with what
+is known of the rows' parts, by a kernel that reads them once, reduced over the devices that share a row.
+
+An operand or a result has x's dimensions, but for those along which its extent is 1 and x's is larger.
 
 The call carries the primitive's name and parameters as text and no pointer, so that exported programs and JAX's
 persistent cache keep working.
