@@ -1,6 +1,8 @@
 """logsumexp and the cross entropies: values, gradients of every order, masks, labels, options, and what is refused."""
 
+import functools
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -371,6 +373,52 @@ def test_vmap_and_scan(f):
     np.testing.assert_allclose(jax.vmap(jax.grad(f))(x, labels), gradients, rtol=1e-5, atol=1e-7)
     np.testing.assert_allclose(jax.lax.map(lambda a: f(*a), (x, labels)), each, rtol=1e-6)
     np.testing.assert_allclose(jax.grad(jax.checkpoint(lambda x: f(x, labels[0])))(x[0]), gradients[0], rtol=1e-5)
+
+
+P = jax.sharding.PartitionSpec
+AxisType = jax.sharding.AxisType
+
+
+def mesh_of(axis_type):
+    cpus = jax.devices("cpu")
+    if len(cpus) < 8:
+        pytest.skip("needs 8 devices")
+    return jax.make_mesh((2, 4), ("data", "model"), axis_types=(axis_type, axis_type), devices=cpus[:8])
+
+
+def test_over_a_mesh_axis():
+    """Inside shard_map, each device with a part of every row."""
+    x, spec = normal((4, 12)), P("data", "model")
+    spread = functools.partial(logsumexp, axis_name="model")
+    with jax.default_device(jax.devices("cpu")[0]):
+        found = jax.jit(jax.shard_map(spread, mesh=mesh_of(AxisType.Auto), in_specs=spec, out_specs=P("data")))(x)
+    np.testing.assert_allclose(found, lse(x), rtol=1e-6)
+
+
+SHARDED = {
+    "logsumexp": lambda x, labels: logsumexp(x),
+    "losses": lambda x, labels: integer_labels(x, labels),
+    "loss": lambda x, labels: cross_entropy_loss(x, labels),
+    "gradient of losses": lambda x, labels: jax.grad(lambda x: integer_labels(x, labels).sum())(x),
+    "gradient of the loss": lambda x, labels: jax.grad(cross_entropy_loss)(x, labels),
+}
+SPECS = (P("data"), P(None, "model"), P("data", "model"))
+
+
+@support.sampled("name,spec,axis_type", itertools.product(SHARDED, SPECS, [AxisType.Auto, AxisType.Explicit]), 4)
+def test_sharded_logits_are_not_gathered(name, spec, axis_type):
+    f = SHARDED[name]
+    mesh = mesh_of(axis_type)
+    x, labels = normal((16, 12)), np.arange(16) % 12
+    with jax.default_device(jax.devices("cpu")[0]):
+        expected = f(x, labels)
+    of_labels = jax.sharding.NamedSharding(mesh, P(spec[0]))
+    x, labels = jax.device_put(x, jax.sharding.NamedSharding(mesh, spec)), jax.device_put(labels, of_labels)
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(f).lower(x, labels).compile()
+        found = compiled(x, labels)
+    assert not re.search(r"= \S*\[16,12\]\S* all-gather", compiled.as_text())
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-7)
 
 
 # ---- what is refused
