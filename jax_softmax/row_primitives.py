@@ -1,13 +1,17 @@
 """The primitives that have results for whole rows, and how they differentiate and batch.
 
-    x, [where]              logsumexp               lse, largest
-    x, a, b, c, [where]     cross_entropy_gradient  g, lse, largest
+    x, [where]                      logsumexp               lse, largest
+    x, a, b, c, [where]             cross_entropy_gradient  g, lse, largest
+    x, lse, t, [label], [where]     tangent_sums            sum(softmax(x) t), sum(t), [t at the label]
 
 x is a float array, `where` a boolean mask that broadcasts to its shape. What rows have, as operands (a, b, c) or as
 results, is of x's shape with extent 1 along `axes`, in float32 (float64 for float64): lse is the logarithm of the sum
 of exp(x) over a row and `largest` its maximum, both of elements that are not masked. g = softmax(x) (a + b lse) - c, in
 x's dtype; of a row with a label, all but the label's own element of a cross entropy's gradient. `axes` and `axis_name`
 are as in `primitives.py`.
+
+`tangent_sums` is linear in t: the tangents of lse, of the sum of logits and of the label's logit (see `labels.py`) for
+a tangent t of x, together, so that its transpose writes a gradient of x once, by cross_entropy_gradient.
 """
 
 import functools
@@ -15,16 +19,17 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, xla
+from jax.interpreters import ad, batching, mlir, xla
 from jax.sharding import PartitionSpec
 
-from jax_softmax import reference
+from jax_softmax import labels, reference
 from jax_softmax.primitives import moved_batch_axes
 
 RESULTS = {"logsumexp": 2, "cross_entropy_gradient": 3}
 
 logsumexp_p = Primitive("logsumexp")
 cross_entropy_gradient_p = Primitive("cross_entropy_gradient")
+tangent_sums_p = Primitive("tangent_sums")
 ROW_PRIMITIVES = {"logsumexp": logsumexp_p, "cross_entropy_gradient": cross_entropy_gradient_p}
 
 
@@ -94,10 +99,11 @@ def _logsumexp_jvp(primals, tangents, *, axes, axis_name):
     if type(tangents[0]) is ad.Zero:
         return [lse, largest], [ad.Zero.from_primal_value(lse), ad.Zero.from_primal_value(largest)]
     where = mask[0] if mask else None
-    return [lse, largest], [
-        tangent(x, row, tangents[0], where, axes, axis_name)
-        for tangent, row in ((_sum_of_tangents, lse), (_mean_of_largest, largest))
-    ]
+    if axis_name:
+        of_lse = _sum_of_tangents(x, lse, tangents[0], where, axes, axis_name)
+    else:
+        of_lse, _ = tangent_sums_p.bind(x, lse, tangents[0], *mask, axes=axes)
+    return [lse, largest], [of_lse, _mean_of_largest(x, largest, tangents[0], where, axes, axis_name)]
 
 
 def _cross_entropy_gradient_jvp(primals, tangents, *, axes, axis_name):
@@ -115,6 +121,65 @@ def _cross_entropy_gradient_jvp(primals, tangents, *, axes, axis_name):
     return results, list(jax.jvp(function, floats, tangents)[1])
 
 
+# ---- tangent_sums
+
+
+def _tangent_sums(x, lse, t, *rest, axes):
+    label, where = _label_and_mask(rest)
+    counted = t if where is None else jnp.where(where, t, 0)
+    of_label = [] if label is None else [reference.widened(labels.at_labels(t, axes, label))]
+    return [_sum_of_tangents(x, lse, t, where, axes, ()), _row_sum(reference.widened(counted), axes, ()), *of_label]
+
+
+def _label_and_mask(rest):
+    """What may follow the floats, or None."""
+    return (*(a for a in rest if a.dtype != bool), None)[0], (*(a for a in rest if a.dtype == bool), None)[0]
+
+
+def _tangent_sums_batch(axis_data, operands, batch_axes, *, axes):
+    n_rows = len(operands) - (operands[-1].dtype == bool)
+    batched, to, axes, _ = moved_batch_axes(axis_data, operands, batch_axes, n_rows, axes=axes, axis_name=())
+    results = tangent_sums_p.bind(*batched, axes=axes)
+    return results, [to] * len(results)
+
+
+def _tangent_sums_jvp(primals, tangents, *, axes):
+    x, lse, t, *rest = primals
+    results = tangent_sums_p.bind(*primals, axes=axes)
+    of_t = [ad.Zero(jax.typeof(result)) for result in results]
+    of_x = list(of_t)
+    if type(tangents[2]) is not ad.Zero:
+        of_t = tangent_sums_p.bind(x, lse, tangents[2], *rest, axes=axes)
+    if any(type(tangent) is not ad.Zero for tangent in tangents[:2]):
+        where = _label_and_mask(rest)[1]
+        given = tuple(ad.instantiate_zeros(tangent) for tangent in tangents[:2])
+        of_x[0] = jax.jvp(lambda x, lse: _sum_of_tangents(x, lse, t, where, axes, ()), (x, lse), given)[1]
+    return results, [ad.add_tangents(a, b) for a, b in zip(of_t, of_x, strict=True)]
+
+
+def _tangent_sums_transpose(cotangents, x, lse, t, *rest, axes):
+    assert ad.is_undefined_primal(t)
+    nothing = [None] * len(rest)
+    if all(type(cotangent) is ad.Zero for cotangent in cotangents):
+        return [None, None, ad.Zero(t.aval), *nothing]
+    label, where = _label_and_mask(rest)
+    a, c, *of_label = map(ad.instantiate_zeros, cotangents)
+    operands = [x, a, jnp.zeros_like(a), -c, *([] if where is None else [where])]
+    gradient = cross_entropy_gradient_p.bind(*operands, axes=axes, axis_name=())[0]
+    if label is not None:
+        gradient = with_labels(gradient, x, lse, a, -c, of_label[0], label, where, axes)
+    return [None, None, gradient, *nothing]
+
+
+def with_labels(gradient, x, lse, a, c, of_label, label, where, axes):
+    """A gradient softmax(x) a - c with `of_label` added at the labels, in the arithmetic's precision."""
+    row = jnp.where(label >= 0, lse, 0)
+    element = jnp.exp(reference.widened(labels.at_labels(x, axes, label)) - row) * a - c
+    if where is not None:
+        element = jnp.where(labels.at_labels(jnp.broadcast_to(where, x.shape), axes, label), element, 0)
+    return labels.set_at_labels(gradient, axes, label, (element + of_label).astype(gradient.dtype))
+
+
 for _op, _primitive in ROW_PRIMITIVES.items():
     _primitive.multiple_results = True
     _primitive.def_impl(functools.partial(xla.apply_primitive, _primitive))
@@ -122,3 +187,11 @@ for _op, _primitive in ROW_PRIMITIVES.items():
     batching.fancy_primitive_batchers[_primitive] = functools.partial(_batch, _op)
 ad.primitive_jvps[logsumexp_p] = _logsumexp_jvp
 ad.primitive_jvps[cross_entropy_gradient_p] = _cross_entropy_gradient_jvp
+
+tangent_sums_p.multiple_results = True
+tangent_sums_p.def_impl(functools.partial(xla.apply_primitive, tangent_sums_p))
+tangent_sums_p.def_abstract_eval(lambda x, lse, t, *rest, axes: [lse] * (2 if _label_and_mask(rest)[0] is None else 3))
+batching.fancy_primitive_batchers[tangent_sums_p] = _tangent_sums_batch
+ad.primitive_jvps[tangent_sums_p] = _tangent_sums_jvp
+ad.primitive_transposes[tangent_sums_p] = _tangent_sums_transpose
+mlir.register_lowering(tangent_sums_p, mlir.lower_fun(_tangent_sums, multiple_results=True))
