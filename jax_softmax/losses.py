@@ -108,8 +108,9 @@ def softmax_cross_entropy_with_integer_labels(
 def _integer_labels(name, logits, labels, axis, where, options):
     x, where, axes, _, _ = _prepared(name, logits, axis, where, (), argument="logits", may_enlarge=False)
     label = label_of_rows(_checked_labels(name, x, labels, axes), x.shape, axes, where)
+    x = _varying_as_well(x, label, *options.values())
     values = _row_values(axes, x, label, where)
-    losses = _losses(values, label, _classes(x, where, axes), _in_dtype_of(values[0], options))
+    losses = _losses(values, _classes(x, where, axes), _in_dtype_of(values[0], options))
     return jax.lax.squeeze(losses, axes)
 
 
@@ -211,6 +212,7 @@ def _loss(logits, labels, axis, where, weights, reduction, options):
     if reduction == "mean":
         total = jnp.sum(counted)
         counted = counted / jnp.where(total == 0, 1, total)
+    x = _varying_as_well(x, label, counted, *options.values())
     weighted_sum = _weighted_sum if x.dtype == jnp.float16 else _weighted_sum_with_gradient
     return weighted_sum(axes, x, label, where, counted, _in_dtype_of(counted, options))
 
@@ -224,25 +226,29 @@ def _rows(x, where, axes, axis_name):
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _row_values(axes, x, label, where):
-    """Of each row: lse, the sum of the logits that are not left out, and the label's logit."""
-    lse, _ = _rows(x, where, axes, ())
-    return lse, *_logits(axes, x, label, where)
+    """Of each row lse, the sum of the logits that are not left out, and the label's logit; 0 of one without a label."""
+    return _values_with(_rows(x, where, axes, ())[0], axes, x, label, where)
 
 
-def _logits(axes, x, label, where):
+def _values_with(lse, axes, x, label, where):
     kept = x if where is None else jnp.where(where, x, 0)
     total = jnp.sum(reference.widened(kept), axes, keepdims=True)
-    return total, reference.widened(at_labels(x, axes, label))
+    return _of_labels(label, (lse, total, reference.widened(at_labels(x, axes, label))))
+
+
+def _of_labels(label, values):
+    return tuple(jnp.where(label >= 0, value, 0) for value in values)
 
 
 @functools.partial(_row_values.defjvp, symbolic_zeros=True)
 def _row_values_jvp(axes, primals, tangents):
     x, label, where = primals
-    values = _row_values(axes, x, label, where)
+    lse, _ = _rows(x, where, axes, ())
+    values = _values_with(lse, axes, x, label, where)
     if _is_zero(tangents[0]):
         return values, jax.tree.map(jnp.zeros_like, values)
     mask = [] if where is None else [where]
-    return values, tuple(tangent_sums_p.bind(x, values[0], tangents[0], label, *mask, axes=axes))
+    return values, _of_labels(label, tangent_sums_p.bind(x, lse, tangents[0], label, *mask, axes=axes))
 
 
 def _classes(x, where, axes):
@@ -253,22 +259,20 @@ def _classes(x, where, axes):
     return jnp.maximum(count, 1).astype(reference.wide_dtype(x.dtype))
 
 
-def _losses(values, label, classes, options):
-    """The losses of rows of these values, 0 where labels do not count."""
+def _losses(values, classes, options):
+    """The losses of rows of these values."""
     lse, total, logit = values
-    lse = jnp.where(label >= 0, lse, 0)
     losses = lse - logit
     if options["label_smoothing"] is not None:
         losses += options["label_smoothing"] * (logit - total / classes)
     if options["z_loss"] is not None:
         losses += options["z_loss"] * lse**2
-    return jnp.where(label >= 0, losses, 0)
+    return losses
 
 
 def _weighted_sum(axes, x, label, where, weights, options):
     """The sum of the losses times their weights."""
-    values = _row_values(axes, x, label, where)
-    return _dot(_losses(values, label, _classes(x, where, axes), options), weights)
+    return _dot(_losses(_row_values(axes, x, label, where), _classes(x, where, axes), options), weights)
 
 
 def _dot(losses, weights):
@@ -289,17 +293,16 @@ def _weighted_sum_jvp(axes, primals, tangents):
         values = _row_values(axes, x, label, where)
     else:
         gradient, lse = _gradient(axes, x, label, where, weights, classes, options)
-        values = lse, *_logits(axes, x, label, where)
+        values = _values_with(lse, axes, x, label, where)
         tangent += jnp.sum(reference.widened(gradient) * reference.widened(x_dot))
-    losses = _losses(values, label, classes, options)
+    losses = _losses(values, classes, options)
     lse, total, logit = values
     if not _is_zero(weights_dot):
         tangent += jnp.sum(losses * weights_dot)
     if not _is_zero(options_dot["label_smoothing"]):
-        slopes = jnp.where(label >= 0, logit - total / classes, 0)
-        tangent += _dot(slopes, weights) * options_dot["label_smoothing"]
+        tangent += _dot(logit - total / classes, weights) * options_dot["label_smoothing"]
     if not _is_zero(options_dot["z_loss"]):
-        tangent += _dot(jnp.where(label >= 0, lse, 0) ** 2, weights) * options_dot["z_loss"]
+        tangent += _dot(lse**2, weights) * options_dot["z_loss"]
     return _dot(losses, weights), tangent
 
 
@@ -313,10 +316,8 @@ def _gradient(axes, x, label, where, weights, classes, options):
     b, c = (jnp.broadcast_to(value, weights.shape) for value in (2 * z_loss * weights, weights * smoothing / classes))
     mask = [] if where is None else [where]
     gradient, lse, _ = cross_entropy_gradient_p.bind(x, weights, b, c, *mask, axes=axes, axis_name=())
-    of_labels = (smoothing - 1) * weights
-    return with_labels(
-        gradient, x, lse, weights + b * jnp.where(label >= 0, lse, 0), c, of_labels, label, where, axes
-    ), lse
+    a = weights + b * jnp.where(label >= 0, lse, 0)
+    return with_labels(gradient, x, lse, a, c, (smoothing - 1) * weights, label, where, axes), lse
 
 
 # ---- Arguments
@@ -336,6 +337,10 @@ def _prepared(name, x, axis, where, axis_name, argument="x", may_enlarge=True):
     x, of_x = arguments.promoted(x)
     x = jnp.broadcast_to(reference.without_narrow(x), shape)
     return arguments.varying_as_well(x, where, axis_name), where, axes, axis_name, of_x
+
+
+def _varying_as_well(x, *others):
+    return functools.reduce(lambda x, other: arguments.varying_as_well(x, other, ()), others, x)
 
 
 def _of_classes(where, x, axis):

@@ -1,8 +1,8 @@
 """The primitives that have results for whole rows, and how they differentiate and batch.
 
-    x, [where]                      logsumexp               lse, largest
-    x, a, b, c, [where]             cross_entropy_gradient  g, lse, largest
-    x, lse, t, [label], [where]     tangent_sums            sum(softmax(x) t), sum(t), [t at the label]
+    x, [where]                  logsumexp               lse, largest
+    x, a, b, c, [where]         cross_entropy_gradient  g, lse, largest
+    x, lse, t, label, [where]   tangent_sums            sum(softmax(x) t), sum(t), t at the label
 
 x is a float array, `where` a boolean mask that broadcasts to its shape. What rows have, as operands (a, b, c) or as
 results, is of x's shape with extent 1 along `axes`, in float32 (float64 for float64): lse is the logarithm of the sum
@@ -10,8 +10,10 @@ of exp(x) over a row and `largest` its maximum, both of elements that are not ma
 x's dtype; of a row with a label, all but the label's own element of a cross entropy's gradient. `axes` and `axis_name`
 are as in `primitives.py`.
 
-`tangent_sums` is linear in t: the tangents of lse, of the sum of logits and of the label's logit (see `labels.py`) for
-a tangent t of x, together, so that its transpose writes a gradient of x once, by cross_entropy_gradient.
+`tangent_sums` is linear in t, a tangent of x: it gives the tangents of lse, of the sum of the logits and of the label's
+logit (`label` as in `labels.py`). A loss of integer labels depends on x by these alone, so that with the three in one
+the transpose writes a loss's gradient once, by cross_entropy_gradient. logsumexp does not use it: its gradient is mostly
+added to others of the same x, and what is jax.numpy XLA fuses with them.
 """
 
 import functools
@@ -60,9 +62,22 @@ def _the_same_along(aval, axis_name):
     return aval.update(manual_axis_type=manual.update(varying=manual.varying - set(axis_name)))
 
 
+def _only(batch_axes, which):
+    """Whether of all operands only some of these are batched."""
+    batched = {k for k, b in enumerate(batch_axes) if b is not None}
+    return bool(batched) and batched <= set(which)
+
+
 def _batch(op, axis_data, operands, batch_axes, *, axes, axis_name):
     masked = operands[-1].dtype == bool
     results = ROW_PRIMITIVES[op].bind
+    if op == "cross_entropy_gradient" and _only(batch_axes, (1, 2, 3)):
+        # Of one x for all lse is made once, and XLA reads x as it is; the kernel would need a copy for each.
+        x, *rows = operands[:4]
+        where = operands[4] if masked else None
+        lse, largest = logsumexp_p.bind(x, *operands[4:], axes=axes, axis_name=axis_name)
+        elements = jax.vmap(lambda a, b, c: reference.cross_entropy_elements(x, a, b, c, lse, where), batch_axes[1:4])
+        return (elements(*rows), lse, largest), (0, None, None)
     batched, to, axes, axis_name = moved_batch_axes(
         axis_data, operands, batch_axes, len(operands) - masked, axes=axes, axis_name=axis_name
     )
@@ -99,11 +114,10 @@ def _logsumexp_jvp(primals, tangents, *, axes, axis_name):
     if type(tangents[0]) is ad.Zero:
         return [lse, largest], [ad.Zero.from_primal_value(lse), ad.Zero.from_primal_value(largest)]
     where = mask[0] if mask else None
-    if axis_name:
-        of_lse = _sum_of_tangents(x, lse, tangents[0], where, axes, axis_name)
-    else:
-        of_lse, _ = tangent_sums_p.bind(x, lse, tangents[0], *mask, axes=axes)
-    return [lse, largest], [of_lse, _mean_of_largest(x, largest, tangents[0], where, axes, axis_name)]
+    return [lse, largest], [
+        tangent(x, row, tangents[0], where, axes, axis_name)
+        for tangent, row in ((_sum_of_tangents, lse), (_mean_of_largest, largest))
+    ]
 
 
 def _cross_entropy_gradient_jvp(primals, tangents, *, axes, axis_name):
@@ -124,51 +138,50 @@ def _cross_entropy_gradient_jvp(primals, tangents, *, axes, axis_name):
 # ---- tangent_sums
 
 
-def _tangent_sums(x, lse, t, *rest, axes):
-    label, where = _label_and_mask(rest)
+def _tangent_sums(x, lse, t, label, *mask, axes):
+    where = mask[0] if mask else None
     counted = t if where is None else jnp.where(where, t, 0)
-    of_label = [] if label is None else [reference.widened(labels.at_labels(t, axes, label))]
-    return [_sum_of_tangents(x, lse, t, where, axes, ()), _row_sum(reference.widened(counted), axes, ()), *of_label]
-
-
-def _label_and_mask(rest):
-    """What may follow the floats, or None."""
-    return (*(a for a in rest if a.dtype != bool), None)[0], (*(a for a in rest if a.dtype == bool), None)[0]
+    return [
+        _sum_of_tangents(x, lse, t, where, axes, ()),
+        _row_sum(reference.widened(counted), axes, ()),
+        reference.widened(labels.at_labels(t, axes, label)),
+    ]
 
 
 def _tangent_sums_batch(axis_data, operands, batch_axes, *, axes):
-    n_rows = len(operands) - (operands[-1].dtype == bool)
-    batched, to, axes, _ = moved_batch_axes(axis_data, operands, batch_axes, n_rows, axes=axes, axis_name=())
-    results = tangent_sums_p.bind(*batched, axes=axes)
-    return results, [to] * len(results)
+    if _only(batch_axes, (3,)):
+        # Of one x and t for all labels the other sums are made once, as those of rows without labels.
+        x, lse, t, label, *mask = operands
+        *sums, _ = tangent_sums_p.bind(x, lse, t, jnp.full_like(lse, -1, jnp.int32), *mask, axes=axes)
+        of_labels = jax.vmap(lambda label: reference.widened(labels.at_labels(t, axes, label)), batch_axes[3])(label)
+        return [*sums, of_labels], [None, None, 0]
+    batched, to, axes, _ = moved_batch_axes(axis_data, operands, batch_axes, 4, axes=axes, axis_name=())
+    return tangent_sums_p.bind(*batched, axes=axes), [to] * 3
 
 
 def _tangent_sums_jvp(primals, tangents, *, axes):
-    x, lse, t, *rest = primals
+    x, lse, t, label, *mask = primals
     results = tangent_sums_p.bind(*primals, axes=axes)
     of_t = [ad.Zero(jax.typeof(result)) for result in results]
     of_x = list(of_t)
     if type(tangents[2]) is not ad.Zero:
-        of_t = tangent_sums_p.bind(x, lse, tangents[2], *rest, axes=axes)
+        of_t = tangent_sums_p.bind(x, lse, tangents[2], label, *mask, axes=axes)
     if any(type(tangent) is not ad.Zero for tangent in tangents[:2]):
-        where = _label_and_mask(rest)[1]
+        where = mask[0] if mask else None
         given = tuple(ad.instantiate_zeros(tangent) for tangent in tangents[:2])
         of_x[0] = jax.jvp(lambda x, lse: _sum_of_tangents(x, lse, t, where, axes, ()), (x, lse), given)[1]
     return results, [ad.add_tangents(a, b) for a, b in zip(of_t, of_x, strict=True)]
 
 
-def _tangent_sums_transpose(cotangents, x, lse, t, *rest, axes):
+def _tangent_sums_transpose(cotangents, x, lse, t, label, *mask, axes):
     assert ad.is_undefined_primal(t)
-    nothing = [None] * len(rest)
+    nothing = [None] * len(mask)
     if all(type(cotangent) is ad.Zero for cotangent in cotangents):
-        return [None, None, ad.Zero(t.aval), *nothing]
-    label, where = _label_and_mask(rest)
-    a, c, *of_label = map(ad.instantiate_zeros, cotangents)
-    operands = [x, a, jnp.zeros_like(a), -c, *([] if where is None else [where])]
-    gradient = cross_entropy_gradient_p.bind(*operands, axes=axes, axis_name=())[0]
-    if label is not None:
-        gradient = with_labels(gradient, x, lse, a, -c, of_label[0], label, where, axes)
-    return [None, None, gradient, *nothing]
+        return [None, None, ad.Zero(t.aval), None, *nothing]
+    a, c, of_label = map(ad.instantiate_zeros, cotangents)
+    gradient, *_ = cross_entropy_gradient_p.bind(x, a, jnp.zeros_like(a), -c, *mask, axes=axes, axis_name=())
+    gradient = with_labels(gradient, x, lse, a, -c, of_label, label, mask[0] if mask else None, axes)
+    return [None, None, gradient, None, *nothing]
 
 
 def with_labels(gradient, x, lse, a, c, of_label, label, where, axes):
@@ -190,7 +203,7 @@ ad.primitive_jvps[cross_entropy_gradient_p] = _cross_entropy_gradient_jvp
 
 tangent_sums_p.multiple_results = True
 tangent_sums_p.def_impl(functools.partial(xla.apply_primitive, tangent_sums_p))
-tangent_sums_p.def_abstract_eval(lambda x, lse, t, *rest, axes: [lse] * (2 if _label_and_mask(rest)[0] is None else 3))
+tangent_sums_p.def_abstract_eval(lambda x, lse, t, label, *mask, axes: [lse] * 3)
 batching.fancy_primitive_batchers[tangent_sums_p] = _tangent_sums_batch
 ad.primitive_jvps[tangent_sums_p] = _tangent_sums_jvp
 ad.primitive_transposes[tangent_sums_p] = _tangent_sums_transpose
