@@ -294,7 +294,7 @@ def _weighted_sum_jvp(axes, primals, tangents):
     else:
         gradient, lse = _gradient(axes, x, label, where, weights, classes, options)
         values = _values_with(lse, axes, x, label, where)
-        tangent += jnp.sum(reference.widened(gradient) * reference.widened(x_dot))
+        tangent += _inner_product(gradient, x_dot)
     losses = _losses(values, classes, options)
     lse, total, logit = values
     if not _is_zero(weights_dot):
@@ -304,6 +304,12 @@ def _weighted_sum_jvp(axes, primals, tangents):
     if not _is_zero(options_dot["z_loss"]):
         tangent += _dot(lse**2, weights) * options_dot["z_loss"]
     return _dot(losses, weights), tangent
+
+
+# With checkpoint the gradient is kept for a backward pass as it is, and not in the dtype of the arithmetic.
+@functools.partial(jax.checkpoint, prevent_cse=False)
+def _inner_product(a, b):
+    return jnp.sum(reference.widened(a) * reference.widened(b))
 
 
 def _is_zero(tangent):

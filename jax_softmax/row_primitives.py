@@ -12,7 +12,7 @@ are as in `primitives.py`.
 
 `tangent_sums` is linear in t, a tangent of x: it gives the tangents of lse, of the sum of the logits and of the label's
 logit (`label` as in `labels.py`). A loss of integer labels depends on x by these alone, so that with the three in one
-the transpose writes a loss's gradient once, by cross_entropy_gradient. logsumexp does not use it: its gradient is mostly
+the transpose writes the gradient once, by cross_entropy_gradient. logsumexp does not use it: its gradient is mostly
 added to others of the same x, and what is jax.numpy XLA fuses with them.
 """
 
