@@ -147,14 +147,11 @@ def _soft_labels(logits, labels, axis, where):
     name = "softmax_cross_entropy"
     x, where, axes, _, _ = _prepared(name, logits, axis, where, (), argument="logits", may_enlarge=False)
     arguments.check_broadcasts(name, "labels", labels.shape, x.shape)
-    lse, _ = _rows(x, where, axes, ())
-    labels = labels.astype(lse.dtype)
-    adds = (labels != 0) | (x != -jnp.inf)  # 0 log 0 does not
+    labels = labels.astype(reference.wide_dtype(x.dtype))
     if where is not None:
-        adds &= where
-        lse = jnp.where(lse == -jnp.inf, 0, lse)  # of rows that are left out
-    distance = lse - jnp.where(adds, x, 0).astype(lse.dtype)
-    return jnp.sum(jnp.where(adds, labels * distance, 0), axes)
+        labels = jnp.where(where, labels, 0)
+    labels = jnp.broadcast_to(labels, x.shape)
+    return jax.lax.squeeze(_soft_losses(axes, _varying_as_well(x, labels), labels, where), axes)
 
 
 def cross_entropy_loss(
@@ -310,6 +307,40 @@ def _weighted_sum_jvp(axes, primals, tangents):
 @functools.partial(jax.checkpoint, prevent_cse=False)
 def _inner_product(a, b):
     return jnp.sum(reference.widened(a) * reference.widened(b))
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _soft_losses(axes, x, labels, where):
+    """The losses of distributions, of which classes that are left out have none."""
+    return _sum_of_distances(x, _rows(x, where, axes, ())[0], labels, labels, where, axes)
+
+
+def _sum_of_distances(x, lse, labels, weights, where, axes):
+    """The sum of weights (lse - x) over each row, without what has probability 0 and is -inf."""
+    adds = (labels != 0) | (x != -jnp.inf)  # 0 log 0 does not
+    if where is not None:
+        adds &= where
+    return jnp.sum(weights * jnp.where(adds, lse - reference.widened(x), 0), axes, keepdims=True)
+
+
+@functools.partial(_soft_losses.defjvp, symbolic_zeros=True)
+def _soft_losses_jvp(axes, primals, tangents):
+    x, labels, where = primals
+    lse, _ = _rows(x, where, axes, ())
+    losses = _sum_of_distances(x, lse, labels, labels, where, axes)
+    tangent = jnp.zeros_like(losses)
+    if not _is_zero(tangents[0]):
+        tangent += _soft_tangent(x, lse, labels, jnp.sum(labels, axes, keepdims=True), tangents[0], where, axes)
+    if not _is_zero(tangents[1]):
+        tangent += _sum_of_distances(x, lse, labels, tangents[1], where, axes)
+    return losses, tangent
+
+
+# With checkpoint the logits and labels are kept for a backward pass, and nothing that is made of them.
+@functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=(6,))
+def _soft_tangent(x, lse, labels, total, t, where, axes):
+    y = reference.exp_of_difference(x, lse, where)
+    return jnp.sum((y * total - labels) * reference.widened(t), axes, keepdims=True)
 
 
 def _is_zero(tangent):
