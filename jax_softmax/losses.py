@@ -11,7 +11,8 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jax_softmax import arguments, reference
 from jax_softmax.arguments import Axis, AxisName
-from jax_softmax.row_primitives import cross_entropy_gradient_p, logsumexp_p
+from jax_softmax.labels import at_labels, label_of_rows
+from jax_softmax.row_primitives import cross_entropy_gradient_p, logsumexp_p, tangent_sums_p, with_labels
 
 
 def logsumexp(
@@ -106,9 +107,11 @@ def softmax_cross_entropy_with_integer_labels(
 @functools.partial(jax.jit, static_argnums=(0, 3), inline=True)
 def _integer_labels(name, logits, labels, axis, where, options):
     x, where, axes, _, _ = _prepared(name, logits, axis, where, (), argument="logits", may_enlarge=False)
-    valid, index = _index_of_label(_checked_labels(name, x, labels, axes), x.shape, axes, where)
-    lse, _ = _rows(x, where, axes, ())
-    return _losses(x, lse, where, axes, index, valid, _in_dtype_of(lse, options))
+    label = label_of_rows(_checked_labels(name, x, labels, axes), x.shape, axes, where)
+    x = _varying_as_well(x, label, *options.values())
+    values = _row_values(axes, x, label, where)
+    losses = _losses(values, _classes(x, where, axes), _in_dtype_of(values[0], options))
+    return jax.lax.squeeze(losses, axes)
 
 
 def softmax_cross_entropy(
@@ -144,14 +147,11 @@ def _soft_labels(logits, labels, axis, where):
     name = "softmax_cross_entropy"
     x, where, axes, _, _ = _prepared(name, logits, axis, where, (), argument="logits", may_enlarge=False)
     arguments.check_broadcasts(name, "labels", labels.shape, x.shape)
-    lse, _ = _rows(x, where, axes, ())
-    labels = labels.astype(lse.dtype)
-    adds = (labels != 0) | (x != -jnp.inf)  # 0 log 0 does not
+    labels = labels.astype(reference.wide_dtype(x.dtype))
     if where is not None:
-        adds &= where
-        lse = jnp.where(lse == -jnp.inf, 0, lse)  # of rows that are left out
-    distance = lse - jnp.where(adds, x, 0).astype(lse.dtype)
-    return jnp.sum(jnp.where(adds, labels * distance, 0), axes)
+        labels = jnp.where(where, labels, 0)
+    labels = jnp.broadcast_to(labels, x.shape)
+    return jax.lax.squeeze(_soft_losses(axes, _varying_as_well(x, labels), labels, where), axes)
 
 
 def cross_entropy_loss(
@@ -199,131 +199,77 @@ def cross_entropy_loss(
 def _loss(logits, labels, axis, where, weights, reduction, options):
     name = "cross_entropy_loss"
     x, where, axes, _, _ = _prepared(name, logits, axis, where, (), argument="logits", may_enlarge=False)
-    labels = _checked_labels(name, x, labels, axes)
-    valid, index = _index_of_label(labels, x.shape, axes, where)
+    label = label_of_rows(_checked_labels(name, x, labels, axes), x.shape, axes, where)
     wide = reference.wide_dtype(x.dtype)
-    counted = valid.astype(wide)
+    counted = (label >= 0).astype(wide)
     if weights is not None:
         arguments.check_broadcasts(name, "weights", weights.shape, labels.shape)
-        counted = jnp.where(valid, weights.astype(wide), 0)
+        weights = jnp.expand_dims(jnp.broadcast_to(weights, labels.shape), axes)
+        counted = jnp.where(label >= 0, weights.astype(wide), 0)
     if reduction == "mean":
         total = jnp.sum(counted)
         counted = counted / jnp.where(total == 0, 1, total)
+    x = _varying_as_well(x, label, counted, *options.values())
     weighted_sum = _weighted_sum if x.dtype == jnp.float16 else _weighted_sum_with_gradient
-    return weighted_sum(axes, index, valid, where, x, counted, _in_dtype_of(counted, options))
+    return weighted_sum(axes, x, label, where, counted, _in_dtype_of(counted, options))
 
 
-# ---- What they are made of. Rows keep the reduced axes, with extent 1, but for labels and losses.
+# ---- What they are made of. Rows keep the reduced axes, with extent 1.
 
 
 def _rows(x, where, axes, axis_name):
     return logsumexp_p.bind(*([x] if where is None else [x, where]), axes=axes, axis_name=axis_name)
 
 
-def _index_of_label(labels, shape, axes, where):
-    """Whether each label counts, and where its logit is along the axes: their indices in a last dimension."""
-    extents = [shape[d] for d in axes]
-    labels = labels.astype(jnp.int32) if labels.dtype.itemsize < 4 else labels  # which can count the classes
-    valid = (labels >= 0) & (labels < math.prod(extents))
-    at = jnp.where(valid, labels, 0).astype(jnp.int32)
-    if where is not None:
-        valid &= jnp.any(jnp.broadcast_to(where, shape), axes)
-    return valid, jnp.stack(jnp.unravel_index(at, extents), -1) if len(axes) > 1 else jnp.expand_dims(at, -1)
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _row_values(axes, x, label, where):
+    """Of each row lse, the sum of the logits that are not left out, and the label's logit; 0 of one without a label."""
+    return _values_with(_rows(x, where, axes, ())[0], axes, x, label, where)
 
 
-def _kept_dims(ndim, axes):
-    return tuple(d for d in range(ndim) if d not in axes)
+def _values_with(lse, axes, x, label, where):
+    kept = x if where is None else jnp.where(where, x, 0)
+    total = jnp.sum(reference.widened(kept), axes, keepdims=True)
+    return _of_labels(label, (lse, total, reference.widened(at_labels(x, axes, label))))
 
 
-def _are_spread(x, axes):
-    """Whether x's type says that rows are spread over devices. Then they must not be indexed."""
-    return any(jax.typeof(x).sharding.spec[d] is not None for d in axes)
+def _of_labels(label, values):
+    return tuple(jnp.where(label >= 0, value, 0) for value in values)
 
 
-def _is_label(x, axes, index):
-    """Which elements are the labels'."""
-    found = True
-    for k, d in enumerate(axes):
-        along = jax.lax.broadcasted_iota(index.dtype, [n if i == d else 1 for i, n in enumerate(x.shape)], d)
-        found &= along == jnp.expand_dims(index[..., k], axes)
-    return found
-
-
-def _at_labels(x, axes, index):
-    """The label's element of each row."""
-    if _are_spread(x, axes):
-        return jnp.sum(jnp.where(_is_label(x, axes, index), x, 0), axes, dtype=x.dtype)
-    kept = _kept_dims(x.ndim, axes)
-    dimensions = jax.lax.GatherDimensionNumbers(
-        offset_dims=(),
-        collapsed_slice_dims=axes,
-        start_index_map=axes,
-        operand_batching_dims=kept,
-        start_indices_batching_dims=tuple(range(len(kept))),
-    )
-    return jax.lax.gather(x, index, dimensions, (1,) * x.ndim, mode="clip")
-
-
-def _set_at_labels(x, axes, index, values):
-    """x with the label's element of each row replaced, but where the index is outside of x."""
-    if _are_spread(x, axes):
-        return jnp.where(_is_label(x, axes, index), jnp.expand_dims(values, axes), x)
-    kept = _kept_dims(x.ndim, axes)
-    dimensions = jax.lax.ScatterDimensionNumbers(
-        update_window_dims=(),
-        inserted_window_dims=axes,
-        scatter_dims_to_operand_dims=axes,
-        operand_batching_dims=kept,
-        scatter_indices_batching_dims=tuple(range(len(kept))),
-    )
-    return jax.lax.scatter(x, index, values, dimensions, unique_indices=True, mode="drop")
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _logit_of_label(x, axes, index):
-    return _at_labels(x, axes, index).astype(reference.wide_dtype(x.dtype))
-
-
-@_logit_of_label.defjvp
-def _logit_of_label_jvp(axes, primals, tangents):
-    """The tangent as a sum over the row, so that its transpose is of the logits' own shape and needs no scatter."""
-    x, index = primals
-    tangent = jnp.where(_is_label(x, axes, index), reference.widened(tangents[0]), 0)
-    return _logit_of_label(x, axes, index), jnp.sum(tangent, axes)
-
-
-def _mean_logit(x, where, axes):
-    """Of each row, the mean of the logits that are not left out."""
-    wide = reference.wide_dtype(x.dtype)
-    kept = jnp.ones([x.shape[d] if d in axes else 1 for d in range(x.ndim)], bool) if where is None else where
-    total = jnp.sum(jnp.where(kept, x, 0).astype(wide), axes)
-    return total / _classes(x, where, axes)
+@functools.partial(_row_values.defjvp, symbolic_zeros=True)
+def _row_values_jvp(axes, primals, tangents):
+    x, label, where = primals
+    lse, _ = _rows(x, where, axes, ())
+    values = _values_with(lse, axes, x, label, where)
+    if _is_zero(tangents[0]):
+        return values, jax.tree.map(jnp.zeros_like, values)
+    mask = [] if where is None else [where]
+    return values, _of_labels(label, tangent_sums_p.bind(x, lse, tangents[0], label, *mask, axes=axes))
 
 
 def _classes(x, where, axes):
-    """How many classes each row has, in the losses' shape or as a number."""
+    """How many classes each row has, or a number for all."""
     if where is None:
         return math.prod(x.shape[d] for d in axes)
-    count = jnp.sum(jnp.broadcast_to(where, x.shape), axes)
+    count = jnp.sum(jnp.broadcast_to(where, x.shape), axes, keepdims=True)
     return jnp.maximum(count, 1).astype(reference.wide_dtype(x.dtype))
 
 
-def _losses(x, lse, where, axes, index, valid, options):
-    """The losses, 0 where labels do not count."""
-    lse = jnp.where(valid, jax.lax.squeeze(lse, axes), 0)
-    logit = _logit_of_label(x, axes, index)
+def _losses(values, classes, options):
+    """The losses of rows of these values."""
+    lse, total, logit = values
     losses = lse - logit
     if options["label_smoothing"] is not None:
-        losses += options["label_smoothing"] * (logit - _mean_logit(x, where, axes))
+        losses += options["label_smoothing"] * (logit - total / classes)
     if options["z_loss"] is not None:
         losses += options["z_loss"] * lse**2
-    return jnp.where(valid, losses, 0)
+    return losses
 
 
-def _weighted_sum(axes, index, valid, where, x, weights, options):
+def _weighted_sum(axes, x, label, where, weights, options):
     """The sum of the losses times their weights."""
-    losses = _losses(x, _rows(x, where, axes, ())[0], where, axes, index, valid, options)
-    return _dot(losses, weights)
+    return _dot(_losses(_row_values(axes, x, label, where), _classes(x, where, axes), options), weights)
 
 
 def _dot(losses, weights):
@@ -336,48 +282,79 @@ _weighted_sum_with_gradient = jax.custom_jvp(_weighted_sum, nondiff_argnums=(0,)
 
 @functools.partial(_weighted_sum_with_gradient.defjvp, symbolic_zeros=True)
 def _weighted_sum_jvp(axes, primals, tangents):
-    index, valid, where, x, weights, options = primals
-    *_, x_dot, weights_dot, options_dot = tangents
-    smoothing, z_loss = (0 if options[name] is None else options[name] for name in ("label_smoothing", "z_loss"))
+    x, label, where, weights, options = primals
+    x_dot, *_, weights_dot, options_dot = tangents
+    classes = _classes(x, where, axes)
     tangent = jnp.zeros((), weights.dtype)
     if _is_zero(x_dot):
-        lse, _ = _rows(x, where, axes, ())
+        values = _row_values(axes, x, label, where)
     else:
-        gradient, lse = _gradient(x, where, axes, index, valid, weights, smoothing, z_loss)
-        tangent += jnp.sum(reference.widened(gradient) * reference.widened(x_dot))
-    losses = _losses(x, lse, where, axes, index, valid, options)
-    row = jnp.where(valid, jax.lax.squeeze(lse, axes), 0)
+        gradient, lse = _gradient(axes, x, label, where, weights, classes, options)
+        values = _values_with(lse, axes, x, label, where)
+        tangent += _inner_product(gradient, x_dot)
+    losses = _losses(values, classes, options)
+    lse, total, logit = values
     if not _is_zero(weights_dot):
         tangent += jnp.sum(losses * weights_dot)
     if not _is_zero(options_dot["label_smoothing"]):
-        slopes = jnp.where(valid, _logit_of_label(x, axes, index) - _mean_logit(x, where, axes), 0)
-        tangent += _dot(slopes, weights) * options_dot["label_smoothing"]
+        tangent += _dot(logit - total / classes, weights) * options_dot["label_smoothing"]
     if not _is_zero(options_dot["z_loss"]):
-        tangent += _dot(row**2, weights) * options_dot["z_loss"]
+        tangent += _dot(lse**2, weights) * options_dot["z_loss"]
     return _dot(losses, weights), tangent
+
+
+# With checkpoint the gradient is kept for a backward pass as it is, and not in the dtype of the arithmetic.
+@functools.partial(jax.checkpoint, prevent_cse=False)
+def _inner_product(a, b):
+    return jnp.sum(reference.widened(a) * reference.widened(b))
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _soft_losses(axes, x, labels, where):
+    """The losses of distributions, of which classes that are left out have none."""
+    return _sum_of_distances(x, _rows(x, where, axes, ())[0], labels, labels, where, axes)
+
+
+def _sum_of_distances(x, lse, labels, weights, where, axes):
+    """The sum of weights (lse - x) over each row, without what has probability 0 and is -inf."""
+    adds = (labels != 0) | (x != -jnp.inf)  # 0 log 0 does not
+    if where is not None:
+        adds &= where
+    return jnp.sum(weights * jnp.where(adds, lse - reference.widened(x), 0), axes, keepdims=True)
+
+
+@functools.partial(_soft_losses.defjvp, symbolic_zeros=True)
+def _soft_losses_jvp(axes, primals, tangents):
+    x, labels, where = primals
+    lse, _ = _rows(x, where, axes, ())
+    losses = _sum_of_distances(x, lse, labels, labels, where, axes)
+    tangent = jnp.zeros_like(losses)
+    if not _is_zero(tangents[0]):
+        tangent += _soft_tangent(x, lse, labels, jnp.sum(labels, axes, keepdims=True), tangents[0], where, axes)
+    if not _is_zero(tangents[1]):
+        tangent += _sum_of_distances(x, lse, labels, tangents[1], where, axes)
+    return losses, tangent
+
+
+# With checkpoint the logits and labels are kept for a backward pass, and nothing that is made of them.
+@functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=(6,))
+def _soft_tangent(x, lse, labels, total, t, where, axes):
+    y = reference.exp_of_difference(x, lse, where)
+    return jnp.sum((y * total - labels) * reference.widened(t), axes, keepdims=True)
 
 
 def _is_zero(tangent):
     return tangent is None or isinstance(tangent, jax.custom_derivatives.SymbolicZero)
 
 
-def _gradient(x, where, axes, index, valid, weights, smoothing, z_loss):
+def _gradient(axes, x, label, where, weights, classes, options):
     """The gradient of the weighted sum of losses, and the rows' log-sum-exp."""
-    classes = _classes(x, where, axes)
-
-    def of_rows(value):
-        return jnp.expand_dims(jnp.broadcast_to(value, weights.shape).astype(weights.dtype), axes)
-
-    operands = [x, of_rows(weights), of_rows(2 * z_loss * weights), of_rows(weights * smoothing / classes)]
-    operands += [] if where is None else [where]
-    gradient, lse, _ = cross_entropy_gradient_p.bind(*operands, axes=axes, axis_name=())
-    # The label's own element, in the arithmetic's precision: y (1 + 2 z lse) - a / n - (1 - a).
-    row = jnp.where(valid, jax.lax.squeeze(lse, axes), 0)
-    of_class = jnp.exp(_logit_of_label(x, axes, index) - row) * (1 + 2 * z_loss * row) - smoothing / classes
-    if where is not None:
-        of_class = jnp.where(_at_labels(jnp.broadcast_to(where, x.shape), axes, index), of_class, 0)
-    of_label = (weights * (of_class - (1 - smoothing))).astype(x.dtype)
-    return _set_at_labels(gradient, axes, jnp.where(valid[..., None], index, -1), of_label), lse
+    smoothing, z_loss = (0 if options[name] is None else options[name] for name in ("label_smoothing", "z_loss"))
+    b, c = (jnp.broadcast_to(value, weights.shape) for value in (2 * z_loss * weights, weights * smoothing / classes))
+    mask = [] if where is None else [where]
+    gradient, lse, _ = cross_entropy_gradient_p.bind(x, weights, b, c, *mask, axes=axes, axis_name=())
+    a = weights + b * jnp.where(label >= 0, lse, 0)
+    return with_labels(gradient, x, lse, a, c, (smoothing - 1) * weights, label, where, axes), lse
 
 
 # ---- Arguments
@@ -397,6 +374,10 @@ def _prepared(name, x, axis, where, axis_name, argument="x", may_enlarge=True):
     x, of_x = arguments.promoted(x)
     x = jnp.broadcast_to(reference.without_narrow(x), shape)
     return arguments.varying_as_well(x, where, axis_name), where, axes, axis_name, of_x
+
+
+def _varying_as_well(x, *others):
+    return functools.reduce(lambda x, other: arguments.varying_as_well(x, other, ()), others, x)
 
 
 def _of_classes(where, x, axis):

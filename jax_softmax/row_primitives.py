@@ -1,8 +1,9 @@
 """The primitives that have results for whole rows, and how they differentiate and batch.
 
-    x, [where]              logsumexp               lse, largest
-    x, a, b, c, [where]     cross_entropy_gradient  g, lse, largest
-    x, [where]              row_states              largest, total
+    x, [where]                  logsumexp               lse, largest
+    x, a, b, c, [where]         cross_entropy_gradient  g, lse, largest
+    x, [where]                  row_states              largest, total
+    x, lse, t, label, [where]   tangent_sums            sum(softmax(x) t), sum(t), t at the label
 
 x is a float array, `where` a boolean mask that broadcasts to its shape. What rows have, as operands (a, b, c) or as
 results, is of x's shape with extent 1 along `axes`, in float32 (float64 for float64): lse is the logarithm of the sum
@@ -10,6 +11,11 @@ of exp(x) over a row and `largest` its maximum, both of elements that are not ma
 x's dtype; of a row with a label, all but the label's own element of a cross entropy's gradient. `total` is the sum of
 exp(x - largest), relative to 0 where `largest` is infinite: what `sharding.py` knows of the parts of rows, and no
 derivative is made of. `axes` and `axis_name` are as in `primitives.py`.
+
+`tangent_sums` is linear in t, a tangent of x: it gives the tangents of lse, of the sum of the logits and of the label's
+logit (`label` as in `labels.py`). A loss of integer labels depends on x by these alone, so that with the three in one
+the transpose writes the gradient once, by cross_entropy_gradient. logsumexp does not use it: its gradient is mostly
+added to others of the same x, and what is jax.numpy XLA fuses with them.
 """
 
 import functools
@@ -17,10 +23,10 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, xla
+from jax.interpreters import ad, batching, mlir, xla
 from jax.sharding import PartitionSpec
 
-from jax_softmax import reference
+from jax_softmax import labels, reference
 from jax_softmax.primitives import moved_batch_axes
 
 RESULTS = {"logsumexp": 2, "cross_entropy_gradient": 3, "row_states": 2}
@@ -28,6 +34,7 @@ RESULTS = {"logsumexp": 2, "cross_entropy_gradient": 3, "row_states": 2}
 logsumexp_p = Primitive("logsumexp")
 cross_entropy_gradient_p = Primitive("cross_entropy_gradient")
 row_states_p = Primitive("row_states")
+tangent_sums_p = Primitive("tangent_sums")
 ROW_PRIMITIVES = {p.name: p for p in (logsumexp_p, cross_entropy_gradient_p, row_states_p)}
 
 
@@ -58,9 +65,22 @@ def _the_same_along(aval, axis_name):
     return aval.update(manual_axis_type=manual.update(varying=manual.varying - set(axis_name)))
 
 
+def _only(batch_axes, which):
+    """Whether of all operands only some of these are batched."""
+    batched = {k for k, b in enumerate(batch_axes) if b is not None}
+    return bool(batched) and batched <= set(which)
+
+
 def _batch(op, axis_data, operands, batch_axes, *, axes, axis_name):
     masked = operands[-1].dtype == bool
     results = ROW_PRIMITIVES[op].bind
+    if op == "cross_entropy_gradient" and _only(batch_axes, (1, 2, 3)):
+        # Of one x for all lse is made once, and XLA reads x as it is; the kernel would need a copy for each.
+        x, *rows = operands[:4]
+        where = operands[4] if masked else None
+        lse, largest = logsumexp_p.bind(x, *operands[4:], axes=axes, axis_name=axis_name)
+        elements = jax.vmap(lambda a, b, c: reference.cross_entropy_elements(x, a, b, c, lse, where), batch_axes[1:4])
+        return (elements(*rows), lse, largest), (0, None, None)
     batched, to, axes, axis_name = moved_batch_axes(
         axis_data, operands, batch_axes, len(operands) - masked, axes=axes, axis_name=axis_name
     )
@@ -118,6 +138,64 @@ def _cross_entropy_gradient_jvp(primals, tangents, *, axes, axis_name):
     return results, list(jax.jvp(function, floats, tangents)[1])
 
 
+# ---- tangent_sums
+
+
+def _tangent_sums(x, lse, t, label, *mask, axes):
+    where = mask[0] if mask else None
+    counted = t if where is None else jnp.where(where, t, 0)
+    return [
+        _sum_of_tangents(x, lse, t, where, axes, ()),
+        _row_sum(reference.widened(counted), axes, ()),
+        reference.widened(labels.at_labels(t, axes, label)),
+    ]
+
+
+def _tangent_sums_batch(axis_data, operands, batch_axes, *, axes):
+    if _only(batch_axes, (3,)):
+        # Of one x and t for all labels the other sums are made once, as those of rows without labels.
+        x, lse, t, label, *mask = operands
+        *sums, _ = tangent_sums_p.bind(x, lse, t, jnp.full_like(lse, -1, jnp.int32), *mask, axes=axes)
+        of_labels = jax.vmap(lambda label: reference.widened(labels.at_labels(t, axes, label)), batch_axes[3])(label)
+        return [*sums, of_labels], [None, None, 0]
+    batched, to, axes, _ = moved_batch_axes(axis_data, operands, batch_axes, 4, axes=axes, axis_name=())
+    return tangent_sums_p.bind(*batched, axes=axes), [to] * 3
+
+
+def _tangent_sums_jvp(primals, tangents, *, axes):
+    x, lse, t, label, *mask = primals
+    results = tangent_sums_p.bind(*primals, axes=axes)
+    of_t = [ad.Zero(jax.typeof(result)) for result in results]
+    of_x = list(of_t)
+    if type(tangents[2]) is not ad.Zero:
+        of_t = tangent_sums_p.bind(x, lse, tangents[2], label, *mask, axes=axes)
+    if any(type(tangent) is not ad.Zero for tangent in tangents[:2]):
+        where = mask[0] if mask else None
+        given = tuple(ad.instantiate_zeros(tangent) for tangent in tangents[:2])
+        of_x[0] = jax.jvp(lambda x, lse: _sum_of_tangents(x, lse, t, where, axes, ()), (x, lse), given)[1]
+    return results, [ad.add_tangents(a, b) for a, b in zip(of_t, of_x, strict=True)]
+
+
+def _tangent_sums_transpose(cotangents, x, lse, t, label, *mask, axes):
+    assert ad.is_undefined_primal(t)
+    nothing = [None] * len(mask)
+    if all(type(cotangent) is ad.Zero for cotangent in cotangents):
+        return [None, None, ad.Zero(t.aval), None, *nothing]
+    a, c, of_label = map(ad.instantiate_zeros, cotangents)
+    gradient, *_ = cross_entropy_gradient_p.bind(x, a, jnp.zeros_like(a), -c, *mask, axes=axes, axis_name=())
+    gradient = with_labels(gradient, x, lse, a, -c, of_label, label, mask[0] if mask else None, axes)
+    return [None, None, gradient, None, *nothing]
+
+
+def with_labels(gradient, x, lse, a, c, of_label, label, where, axes):
+    """A gradient softmax(x) a - c with `of_label` added at the labels, in the arithmetic's precision."""
+    row = jnp.where(label >= 0, lse, 0)
+    element = jnp.exp(reference.widened(labels.at_labels(x, axes, label)) - row) * a - c
+    if where is not None:
+        element = jnp.where(labels.at_labels(jnp.broadcast_to(where, x.shape), axes, label), element, 0)
+    return labels.set_at_labels(gradient, axes, label, (element + of_label).astype(gradient.dtype))
+
+
 for _op, _primitive in ROW_PRIMITIVES.items():
     _primitive.multiple_results = True
     _primitive.def_impl(functools.partial(xla.apply_primitive, _primitive))
@@ -125,3 +203,11 @@ for _op, _primitive in ROW_PRIMITIVES.items():
     batching.fancy_primitive_batchers[_primitive] = functools.partial(_batch, _op)
 ad.primitive_jvps[logsumexp_p] = _logsumexp_jvp
 ad.primitive_jvps[cross_entropy_gradient_p] = _cross_entropy_gradient_jvp
+
+tangent_sums_p.multiple_results = True
+tangent_sums_p.def_impl(functools.partial(xla.apply_primitive, tangent_sums_p))
+tangent_sums_p.def_abstract_eval(lambda x, lse, t, label, *mask, axes: [lse] * 3)
+batching.fancy_primitive_batchers[tangent_sums_p] = _tangent_sums_batch
+ad.primitive_jvps[tangent_sums_p] = _tangent_sums_jvp
+ad.primitive_transposes[tangent_sums_p] = _tangent_sums_transpose
+mlir.register_lowering(tangent_sums_p, mlir.lower_fun(_tangent_sums, multiple_results=True))

@@ -234,6 +234,27 @@ def test_soft_labels():
     np.testing.assert_allclose(of_t, np.where(np.isinf(distance), 0, distance), rtol=1e-5)
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_derivatives_of_soft_labels(masked):
+    with jax.enable_x64(True):
+        x, t = jnp.asarray(normal((3, 5), "float64")), jax.nn.softmax(normal((3, 5), "float64", seed=1))
+        where = random_mask((3, 5)) if masked else None
+
+        def ours(x, t):
+            return jnp.sum(softmax_cross_entropy(x, t, where=where) ** 2)
+
+        def theirs(x, t):
+            kept = jnp.ones((3, 5), bool) if where is None else where
+            distance = jax.nn.logsumexp(x, -1, where=kept, keepdims=True) - x
+            return jnp.sum(jnp.sum(jnp.where(kept, t * distance, 0), -1) ** 2)
+
+        for f in (jax.grad, jax.jacfwd, jax.hessian, lambda f, n: jax.jacrev(jax.jacrev(f, n), n)):
+            for found, expected in zip(
+                jax.tree.leaves(f(ours, (0, 1))(x, t)), jax.tree.leaves(f(theirs, (0, 1))(x, t)), strict=True
+            ):
+                np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-13)
+
+
 def mean_loss(x, labels, weights, smoothing, z, reduction="mean"):
     """In jax.numpy."""
     n = x.shape[-1]
@@ -276,32 +297,68 @@ def test_loss_and_its_derivatives(reduction, weighted, smoothing, z):
         assert np.all(np.asarray(jax.grad(ours)(x))[2:4] == 0)
 
 
-def test_derivatives_of_weights_and_options():
+def sum_of_losses(x, labels, weights, smoothing, z):
+    return jnp.sum(integer_labels(x, labels, label_smoothing=smoothing, z_loss=z) * weights)
+
+
+@pytest.mark.parametrize("smoothing,z", [(0.0, 0.0), (0.1, 0.01)])
+def test_derivatives_of_losses(smoothing, z):
     with jax.enable_x64(True):
-        x, labels = normal((5, 7), "float64"), np.array([0, 6, -1, 7, 3])
+        x, labels = jnp.asarray(normal((5, 7), "float64")), np.array([0, 6, -1, 7, 3])
+        weights = np.linspace(0.5, 2, 5)
 
-        def ours(w, smoothing, z):
-            return cross_entropy_loss(x, labels, weights=w, label_smoothing=smoothing, z_loss=z)
+        def ours(x):
+            return sum_of_losses(x, labels, weights, smoothing, z)
 
-        def theirs(w, smoothing, z):
-            return mean_loss(jnp.asarray(x), labels, w, smoothing, z)
+        def theirs(x):
+            return mean_loss(x, labels, weights, smoothing, z, "sum")
 
-        arguments = np.linspace(0.5, 2, 5), 0.1, 0.02
-        for found, expected in zip(
-            jax.grad(ours, (0, 1, 2))(*arguments), jax.grad(theirs, (0, 1, 2))(*arguments), strict=True
+        for f in (
+            jax.grad,
+            jax.jacfwd,
+            jax.hessian,
+            lambda f: jax.jacrev(jax.jacrev(f)),
+            lambda f: jax.jacfwd(jax.hessian(f)),
+            lambda f: lambda x: jax.linear_transpose(lambda t: jax.jvp(f, (x,), (t,))[1], x)(1.0)[0],
         ):
+            np.testing.assert_allclose(f(ours)(x), f(theirs)(x), rtol=1e-12, atol=1e-13)
+        assert np.all(np.asarray(jax.grad(ours)(x))[2:4] == 0)
+
+
+def weighted_mean(x, labels, weights, smoothing, z):
+    return cross_entropy_loss(x, labels, weights=weights, label_smoothing=smoothing, z_loss=z)
+
+
+@pytest.mark.parametrize("ours,reduction", [(weighted_mean, "mean"), (sum_of_losses, "sum")])
+def test_derivatives_of_weights_and_options(ours, reduction):
+    with jax.enable_x64(True):
+        x, labels = jnp.asarray(normal((5, 7), "float64")), np.array([0, 6, -1, 7, 3])
+
+        def derivatives(f):
+            return jax.grad(lambda *arguments: f(x, labels, *arguments), (0, 1, 2))(np.linspace(0.5, 2, 5), 0.1, 0.02)
+
+        theirs = functools.partial(mean_loss, reduction=reduction)
+        for found, expected in zip(derivatives(ours), derivatives(theirs), strict=True):
             np.testing.assert_allclose(found, expected, rtol=1e-12)
+
+
+def mean_of_losses(*arguments, **options):
+    return integer_labels(*arguments, **options).mean()
+
+
+BOTH = pytest.mark.parametrize("f", [cross_entropy_loss, mean_of_losses])
 
 
 @pytest.mark.parametrize(
     "shape,axis", [((7, 32), -1), ((4, 50257), 1), ((33, 6, 8), 1), ((130, 5), 0), ((9, 8192), -1)]
 )
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_gradient_of_the_loss(dtype, shape, axis):
+@BOTH
+def test_gradient(f, dtype, shape, axis):
     """Of 16 bits rounded once, at the label too, where it may cancel."""
     x = normal(shape, dtype, scale=5.0)
     labels = np.argmax(np.asarray(x, np.float32), axis)
-    g = jax.jit(jax.grad(lambda x: cross_entropy_loss(x, labels, axis=axis)))(x)
+    g = jax.jit(jax.grad(lambda x: f(x, labels, axis=axis)))(x)
     wide = np.asarray(x, np.float64)
     y = np.exp(wide - np.expand_dims(lse(wide, axis), axis))
     index = np.expand_dims(labels, axis)
@@ -314,16 +371,38 @@ def test_gradient_of_the_loss(dtype, shape, axis):
     assert np.all(np.abs(np.asarray(g, np.float64) - exact) <= bound)
 
 
-def test_float16_under_loss_scaling():
+@BOTH
+def test_float16_under_loss_scaling(f):
+    """The gradient is scaled before it is rounded, once."""
     x, labels = normal((4096, 64), "float16"), np.arange(4096) % 64
-    g = jax.grad(lambda x: cross_entropy_loss(x, labels) * 2.0**15)(x)
+    g = jax.grad(lambda x: f(x, labels) * 2.0**15)(x)
     wide = np.asarray(x, np.float64)
-    exact = np.exp(wide - lse(wide)[:, None])
-    is_label = labels[:, None] == np.arange(64)
-    scale, eps = 2.0**15 / 4096, np.finfo("float16").eps
-    np.testing.assert_allclose(np.asarray(g)[~is_label], exact[~is_label] * scale, rtol=2 * eps, atol=1e-7)
-    # The label's two terms are rounded before they are added.
-    np.testing.assert_allclose(np.asarray(g)[is_label], (exact[is_label] - 1) * scale, atol=2 * eps * scale)
+    exact = np.exp(wide - lse(wide)[:, None]) - (labels[:, None] == np.arange(64))
+    np.testing.assert_allclose(g, exact * 2.0**15 / 4096, rtol=np.finfo("float16").eps, atol=1e-5)
+
+
+@BOTH
+@pytest.mark.parametrize("z_loss", [0.0, 1e-4])
+def test_what_a_gradient_takes(f, z_loss):
+    """On CUDA the kernels alone read the logits, and nothing of their size is made but the gradient."""
+    x, labels = jax.ShapeDtypeStruct((64, 5000), jnp.bfloat16), jax.ShapeDtypeStruct((64,), jnp.int32)
+    step = jax.jit(jax.value_and_grad(lambda x, labels: f(x, labels, z_loss=z_loss)))
+    text = step.trace(x, labels).lower(lowering_platforms=("cuda",)).as_text()
+    assert len(re.findall("custom_call @jax_softmax.*64x5000xbf16.*64x1xf32.*64x5000xbf16", text)) == 1
+    if f is mean_of_losses:  # the other's product with a cotangent that is the number 1 XLA leaves out
+        assert "64x5000xf32" not in text
+    if jax.default_backend() == "cpu":
+        x = x.update(dtype="float32")  # older XLA for CPUs scatters 16 bits in float32
+        assert step.lower(x, labels).compile().memory_analysis().temp_size_in_bytes < 64 * 5000
+
+
+@BOTH
+def test_what_is_kept_of_losses(f):
+    """The logits or their gradient, and a few numbers of each row."""
+    x, labels = jnp.ones((64, 4096), jnp.bfloat16), jnp.zeros(64, jnp.int32)
+    _, pullback = jax.vjp(lambda x: f(x, labels), x)
+    kept = sum(a.nbytes for a in jax.tree.leaves(pullback) if hasattr(a, "nbytes"))
+    assert kept <= x.nbytes + 8 * 64 * 4
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -375,6 +454,39 @@ def test_vmap_and_scan(f):
     np.testing.assert_allclose(jax.grad(jax.checkpoint(lambda x: f(x, labels[0])))(x[0]), gradients[0], rtol=1e-5)
 
 
+@BOTH
+def test_vmap_over_labels_alone(f):
+    """The kernels see the logits as they are, without a copy for each."""
+    x, labels = normal((5, 40)), np.random.default_rng(0).integers(0, 40, (3, 5))
+    where = random_mask((5, 40))
+
+    def values(x):
+        return jax.vmap(lambda labels: f(x, labels, where=where))(labels)
+
+    def gradients(x):
+        return jax.vmap(lambda labels: jax.grad(f)(x, labels, where=where))(labels)
+
+    np.testing.assert_allclose(values(x), [f(x, row, where=where) for row in labels], rtol=1e-6)
+    each = np.stack([jax.grad(f)(x, row, where=where) for row in labels])
+    np.testing.assert_allclose(gradients(x), each, atol=1e-6)
+    np.testing.assert_allclose(jax.grad(lambda x: values(x).sum())(x), each.sum(0), atol=1e-6)
+    for function in (values, gradients, jax.grad(lambda x: values(x).sum())):
+        text = jax.jit(function).trace(x).lower(lowering_platforms=("cuda",)).as_text()
+        calls = re.findall("custom_call @jax_softmax.*", text)
+        assert calls and not any("3x5x40" in call for call in calls)
+
+
+def test_vmap_over_weights_alone():
+    x, labels, weights = normal((5, 40)), np.arange(5), np.linspace(0.5, 2, 15).reshape(3, 5)
+
+    def gradient(weights):
+        return jax.grad(lambda x: cross_entropy_loss(x, labels, weights=weights))(x)
+
+    np.testing.assert_allclose(jax.vmap(gradient)(weights), [gradient(row) for row in weights], atol=1e-6)
+    text = jax.jit(jax.vmap(gradient)).trace(weights).lower(lowering_platforms=("cuda",)).as_text()
+    assert not any("3x5x40" in call for call in re.findall("custom_call @jax_softmax.*", text))
+
+
 P = jax.sharding.PartitionSpec
 AxisType = jax.sharding.AxisType
 
@@ -393,6 +505,27 @@ def test_over_a_mesh_axis():
     with jax.default_device(jax.devices("cpu")[0]):
         found = jax.jit(jax.shard_map(spread, mesh=mesh_of(AxisType.Auto), in_specs=spec, out_specs=P("data")))(x)
     np.testing.assert_allclose(found, lse(x), rtol=1e-6)
+
+
+@BOTH
+@pytest.mark.parametrize("varies", ["labels", "z_loss"])
+def test_logits_that_all_devices_have(f, varies):
+    """Inside shard_map, labels or an option of each device's own."""
+    x, labels, z = normal((4, 12)), np.arange(8).reshape(2, 4), np.array([0.1, 0.2], "float32")
+
+    def loss(x, labels, z):
+        of_device = f(x, labels[0] if varies == "labels" else labels, z_loss=z[0] if varies == "z_loss" else z)
+        return jax.lax.psum(of_device, "data")
+
+    labels, z = (labels, 0.1) if varies == "labels" else (labels[0], z)
+    specs = P(), P("data") if varies == "labels" else P(), P("data") if varies == "z_loss" else P()
+    spread = jax.shard_map(jax.value_and_grad(loss), mesh=mesh_of(AxisType.Auto), in_specs=specs, out_specs=P())
+    with jax.default_device(jax.devices("cpu")[0]):
+        value, g = jax.jit(spread)(x, labels, z)
+        each = [(labels[i], z) if varies == "labels" else (labels, z[i]) for i in range(2)]
+        expected, of_x = jax.value_and_grad(lambda x: sum(f(x, n, z_loss=z) for n, z in each))(x)
+    np.testing.assert_allclose(value, expected, rtol=1e-6)
+    np.testing.assert_allclose(g, of_x, rtol=1e-5, atol=1e-7)
 
 
 SHARDED = {
