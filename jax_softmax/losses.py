@@ -330,7 +330,9 @@ def _soft_losses_jvp(axes, primals, tangents):
     losses = _sum_of_distances(x, lse, labels, labels, where, axes)
     tangent = jnp.zeros_like(losses)
     if not _is_zero(tangents[0]):
-        tangent += _soft_tangent(x, lse, labels, jnp.sum(labels, axes, keepdims=True), tangents[0], where, axes)
+        # Of the sum and what is made with it XLA for CPUs would make one computation, through copies of all in float32.
+        total = jax.lax.optimization_barrier(jnp.sum(labels, axes, keepdims=True))
+        tangent += _soft_tangent(x, lse, labels, total, tangents[0], where, axes)
     if not _is_zero(tangents[1]):
         tangent += _sum_of_distances(x, lse, labels, tangents[1], where, axes)
     return losses, tangent

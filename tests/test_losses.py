@@ -442,6 +442,19 @@ def test_no_label_counts():
     assert value == 0 and np.all(np.asarray(g) == 0)
 
 
+def test_vmap_of_soft_labels():
+    x, t = normal((3, 4, 6)), np.asarray(jax.nn.softmax(normal((3, 4, 6), seed=1)))
+
+    def gradients(x, t):
+        return jax.grad(lambda x, t: softmax_cross_entropy(x, t).sum(), (0, 1))(x, t)
+
+    for axes in ((0, 0), (0, None), (None, 0)):
+        found = jax.vmap(gradients, axes)(x if axes[0] == 0 else x[0], t if axes[1] == 0 else t[0])
+        each = [gradients(x[i * (axes[0] == 0)], t[i * (axes[1] == 0)]) for i in range(3)]
+        for a, b in zip(found, zip(*each, strict=True), strict=True):
+            np.testing.assert_allclose(a, np.stack(b), rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("f", [cross_entropy_loss, lambda x, labels: integer_labels(x, labels).sum()])
 def test_vmap_and_scan(f):
     x, labels = normal((3, 4, 6)), np.arange(12).reshape(3, 4) % 6
@@ -534,6 +547,7 @@ SHARDED = {
     "loss": lambda x, labels: cross_entropy_loss(x, labels),
     "gradient of losses": lambda x, labels: jax.grad(lambda x: integer_labels(x, labels).sum())(x),
     "gradient of the loss": lambda x, labels: jax.grad(cross_entropy_loss)(x, labels),
+    "gradient of soft labels": lambda x, labels: jax.grad(lambda x: softmax_cross_entropy(x, x).sum())(x),
 }
 SPECS = (P("data"), P(None, "model"), P("data", "model"))
 
