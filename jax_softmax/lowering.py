@@ -10,7 +10,7 @@ from jax.interpreters import mlir
 
 from jax_softmax import _cuda, _kernels, reference, sharding
 from jax_softmax.primitives import PRIMITIVES
-from jax_softmax.row_primitives import ROW_PRIMITIVES
+from jax_softmax.row_primitives import ABSMAX_SCALE, ROW_PRIMITIVES
 
 TARGET = "jax_softmax"
 
@@ -76,19 +76,20 @@ def _cuda_rule(by_reference):
         x = ctx.avals_in[0]
         if len(x.shape) > _kernels.MAX_DIMS or _without_cuda():
             return by_reference(ctx, *operands, op=op, axes=axes)
+        kernel, result = ("absmax_scale", ABSMAX_SCALE[op]) if op in ABSMAX_SCALE else (op, None)
         n = 0
         if all(isinstance(d, int) for d in x.shape):
             mask_shape = None
             if ctx.avals_in[-1].dtype == bool:
                 shape = ctx.avals_in[-1].shape
                 mask_shape = [*[1] * (len(x.shape) - len(shape)), *shape]
-            n = _kernels.lower_for_cuda(list(x.shape), list(axes), op, x.dtype.name, mask_shape)
+            n = _kernels.lower_for_cuda(list(x.shape), list(axes), kernel, x.dtype.name, mask_shape, result)
             if n is None:
                 return by_reference(ctx, *operands, op=op, axes=axes)
         n_results = len(ctx.avals_out)
         if n:
             ctx = ctx.replace(avals_out=[*ctx.avals_out, jax.core.ShapedArray((n,), np.dtype(np.uint8))])
-        return call(ctx, *operands, op=op, axes=np.array(axes, np.int64), fused="")[:n_results]
+        return call(ctx, *operands, op=kernel, axes=np.array(axes, np.int64), fused="")[:n_results]
 
     return rule
 
@@ -127,6 +128,7 @@ def _register():
             mlir.register_lowering(primitive, rule, platform=platform)
     by_reference = _reference_rule(multiple_results=True)
     on_cpu = {"logsumexp": _logsumexp_on_cpu(by_reference), "cross_entropy_gradient": _cross_entropy_gradient_on_cpu()}
+    on_cpu |= dict.fromkeys(ABSMAX_SCALE, by_reference)  # XLA is as fast
     for op, primitive in ROW_PRIMITIVES.items():
         for platform, rule in {None: by_reference, "cpu": on_cpu[op], "cuda": _cuda_rule(by_reference)}.items():
             rule = sharding.divided_by_xla(

@@ -5,12 +5,17 @@ boolean mask that broadcasts to x's shape. Where a row is spread over devices, e
 `across(value, "max" | "sum")` reduces a value over them; these functions then read the operands at most twice.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
 # What the operators take as it is: 8 bits that are widened where they are read. Their linear maps do not.
 NARROW = ("float8_e4m3fn", "float8_e5m2", "int8", "uint8")
 _COMPUTED_IN_FLOAT32 = ("float16", "bfloat16", *NARROW)
+# What `absmax_scale` makes, and of types of 8 bits the number that a row's maximum becomes.
+SCALED = ("float16", "bfloat16", "float32", "float64", "int8", "float8_e4m3fn", "float8_e5m2")
+LARGEST = {"int8": 127, "float8_e4m3fn": 448, "float8_e5m2": 57344}
 
 # As they are now: `jax.nn.softmax` may come to be this package's (see `patching.py`).
 ORIGINALS = {"softmax": jax.nn.softmax, "log_softmax": jax.nn.log_softmax}
@@ -126,10 +131,40 @@ def exp_of_difference(x, lse, where):
     return jnp.exp(_kept(widened(x) - lse, where, -jnp.inf))
 
 
+def absmax(x, where, axes, across=None):
+    """The maximum of magnitudes of each row, 0 of a row that is masked altogether; NaN if there is one."""
+    largest = jnp.max(jnp.abs(_kept(widened(x), where)), axes, keepdims=True, initial=0)
+    return largest if across is None else across(largest, "max")
+
+
+def absmax_scale(x, where, axes, across=None, *, dtype):
+    """x divided by its rows' maxima of magnitudes, or of 8 bits by the scales; and the scales."""
+    largest = absmax(x, where, axes, across)
+    scale = scale_of(largest, dtype)
+    return scaled(x, largest, scale, where, dtype).astype(dtype), scale
+
+
+def scale_of(largest, dtype):
+    """The rows' scales: 0 where they would not be normal numbers."""
+    scale = largest * (1 / jnp.array(LARGEST[dtype], largest.dtype)) if dtype in LARGEST else largest
+    return jnp.where(scale < jnp.finfo(scale.dtype).tiny, 0, scale)
+
+
+def scaled(x, largest, scale, where, dtype):
+    """What is rounded to dtype in the end; as an integer 0 stands for NaN."""
+    if dtype in LARGEST:
+        y = _kept(widened(x), where) * jnp.where(scale == 0, 0, LARGEST[dtype] / largest)
+        y = y.astype(jnp.float32) if dtype != "int8" else jnp.where(jnp.isnan(y), 0, jnp.round(y))
+    else:
+        y = _kept(widened(x), where) / jnp.where(scale == 0, jnp.inf, scale)
+    return _kept(y, where)
+
+
 _OPERATORS = {
     f.__name__: f
     for f in (softmax, log_softmax, softmax_linear, log_softmax_jvp, log_softmax_vjp, logsumexp, cross_entropy_gradient)
 }
+_OPERATORS |= {f"absmax_scale_{dtype}": functools.partial(absmax_scale, dtype=dtype) for dtype in SCALED}
 
 
 def apply(op, axes, *operands, across=None):
