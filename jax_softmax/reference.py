@@ -132,9 +132,14 @@ def exp_of_difference(x, lse, where):
 
 
 def absmax(x, where, axes, across=None):
-    """The maximum of magnitudes of each row, 0 of a row that is masked altogether; NaN if there is one."""
-    largest = jnp.max(jnp.abs(_kept(widened(x), where)), axes, keepdims=True, initial=0)
-    return largest if across is None else across(largest, "max")
+    """The maximum of magnitudes of each row, 0 of a row that is masked altogether; NaN if there is one.
+
+    A sum of squares is NaN for no other reason. On a CPU XLA's maximum ignores NaNs (JAX 0.12).
+    """
+    x = _kept(widened(x), where)
+    largest = jnp.max(jnp.abs(x), axes, keepdims=True, initial=0)
+    largest = largest if across is None else across(largest, "max")
+    return jnp.where(jnp.isnan(_row_sum(x * x, axes, across)), jnp.nan, largest)
 
 
 def absmax_scale(x, where, axes, across=None, *, dtype):
@@ -152,11 +157,13 @@ def scale_of(largest, dtype):
 
 def scaled(x, largest, scale, where, dtype):
     """What is rounded to dtype in the end; as an integer 0 stands for NaN."""
+    x = _kept(widened(x), where)
     if dtype in LARGEST:
-        y = _kept(widened(x), where) * jnp.where(scale == 0, 0, LARGEST[dtype] / largest)
+        y = x * jnp.where(scale == 0, 0, LARGEST[dtype] / largest)
         y = y.astype(jnp.float32) if dtype != "int8" else jnp.where(jnp.isnan(y), 0, jnp.round(y))
     else:
-        y = _kept(widened(x), where) / jnp.where(scale == 0, jnp.inf, scale)
+        # Different for each element, as far as XLA knows: it would multiply by a row's reciprocal, which is not exact.
+        y = x / jnp.where(jnp.abs(x) <= largest, jnp.where(scale == 0, jnp.inf, scale), jnp.nan)
     return _kept(y, where)
 
 

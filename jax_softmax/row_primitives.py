@@ -145,7 +145,7 @@ def _scaled_tangents(x, scale, t, where, dtype, axes, axis_name):
     x, t = reference.widened(x), reference.widened(t)
     largest = scale
     if dtype in reference.LARGEST:
-        largest = jnp.max(jnp.abs(x), axes, keepdims=True, initial=0)
+        largest = jnp.max(jnp.abs(jax.lax.stop_gradient(x)), axes, keepdims=True, initial=0)
         largest = jax.lax.pmax(largest, axis_name) if axis_name else largest
     is_largest = jnp.abs(x) == largest
     count = _row_sum(is_largest.astype(x.dtype), axes, axis_name)

@@ -103,9 +103,14 @@ struct Divisor {
   __device__ __forceinline__ C divide(C x) const { return x / value; }
 };
 
-// In three operations, off by no more than a unit in the last place, and exact where float32 has the quotient. So it
-// rounds to 16 bits as the quotient itself does: one of 16-bit numbers that is not halfway between two others is at
-// least two such units away from there.
+// A quotient, from one that is about right.
+__device__ __forceinline__ float corrected(float quotient, float x, float divisor, float inverse) {
+  return fmaf(-fmaf(quotient, divisor, -x), inverse, quotient);
+}
+
+// Off by no more than a unit in the last place, and exact where float32 has the quotient. So it rounds to 16 bits as
+// the quotient itself does: one of 16-bit numbers that is not halfway between two others is at least two such units
+// away from there.
 template <>
 struct Divisor<Half> {
   float value, inverse;
@@ -116,9 +121,28 @@ struct Divisor<Half> {
     value = divides ? of_row : 0.0f;
     inverse = divides ? 1.0f / of_row : 0.0f;
   }
+  __device__ __forceinline__ float divide(float x) const { return corrected(x * inverse, x, value, inverse); }
+};
+
+// To the nearest, if the quotient is 2^-100 or more: of a quotient that is off by less than a unit in the last place
+// and an inverse to the nearest, the correction makes one to the nearest (Markstein, "Computation of elementary
+// functions on the IBM RISC System/6000 processor", 1990). Both numbers are multiplied by a power of 2 so that nothing
+// underflows.
+template <>
+struct Divisor<Precise<float>> {
+  float power, value, inverse;
+
+  Divisor() = default;
+  explicit __device__ __forceinline__ Divisor(float of_row) {
+    const bool divides = of_row != 0.0f && of_row != Half::kInfinity;
+    const int exponent = static_cast<int>(__float_as_uint(of_row) >> 23);
+    power = divides ? __uint_as_float(static_cast<uint32_t>(max(254 - exponent, 1)) << 23) : 0.0f;
+    value = divides ? of_row * power : 1.0f;
+    inverse = 1.0f / value;
+  }
   __device__ __forceinline__ float divide(float x) const {
-    const float quotient = x * inverse;
-    return fmaf(fmaf(-quotient, value, x), inverse, quotient);
+    const float moved = x * power;
+    return corrected(corrected(moved * inverse, moved, value, inverse), moved, value, inverse);
   }
 };
 
