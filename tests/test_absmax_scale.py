@@ -246,9 +246,7 @@ def test_derivatives_of_8_bits(result):
     else:
         assert y_dot.dtype == jnp.dtype(result)
         step = float(jnp.finfo(result).eps)
-        np.testing.assert_allclose(
-            np.asarray(y_dot, np.float64), expected[0] * largest, rtol=step, atol=1e-6 * largest
-        )
+        np.testing.assert_allclose(np.asarray(y_dot, np.float64), expected[0] * largest, rtol=step, atol=1e-6 * largest)
 
 
 def test_derivatives_of_rows_without_a_scale():
