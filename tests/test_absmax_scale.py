@@ -11,7 +11,8 @@ import support
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from support import LARGEST, check, normal, outliers, random_mask, reference_absmax_scale
+from support import DEVICES, LARGEST, WAYS, check, normal, outliers, random_mask, reference_absmax_scale
+from test_schedules import KERNELS, SCHEDULES
 
 from jax_softmax import absmax_scale, explain
 
@@ -319,6 +320,25 @@ def test_a_kernel_makes_both_results(result):
     )(x)
     text = exported.mlir_module()
     assert text.count("stablehlo.") == text.count("@jax_softmax(") == 1 and "@jax_softmax(%arg0)" in text, text
+
+
+@pytest.mark.parametrize("dtype,result", [(x, y) for x in support.DTYPES for y in LARGEST])
+def test_every_schedule_has_a_plan(dtype, result):
+    plans = [way.plan("absmax_scale", dtype, out_dtype=result) for way in WAYS]
+    assert {plan["schedule"] for plan in plans} == SCHEDULES
+    assert {kernel for plan in plans for kernel in support.kernel_names(plan)} == KERNELS
+    assert all(way.plan("absmax_scale", dtype, list(way.shape), out_dtype=result) for way in WAYS)
+
+
+@pytest.mark.parametrize("name", DEVICES)
+@pytest.mark.parametrize("dtype,result", [("bfloat16", "int8"), ("float32", "int8"), ("float64", "float8_e4m3fn")])
+def test_short_rows_fit_shared_memory(dtype, result, name):
+    """However many of them it takes so that what a block writes is whole sectors."""
+    for columns in range(1, 520):
+        way = support.Way((70, columns), (1,))
+        plan = way.plan("absmax_scale", dtype, on=DEVICES[name], out_dtype=result)
+        most = DEVICES[name]["shared_memory_per_block"]
+        assert all(step["shared_bytes"] <= most for step in plan["steps"]), columns
 
 
 def test_explain():
