@@ -12,10 +12,9 @@ template <class T>
 inline constexpr int kPerPack = kPackBytes / static_cast<int>(sizeof(T));
 
 // Some neighbouring elements, as they are in memory.
+constexpr int alignment_of_words(int bytes) { return bytes < 4 ? 4 : bytes < 16 ? bytes : 16; }
 template <int bytes>
-struct alignas(bytes < 4    ? 4
-               : bytes < 16 ? bytes
-                            : 16) Words {
+struct alignas(alignment_of_words(bytes)) Words {
   uint32_t word[(bytes + 3) / 4];
 };
 using Pack = Words<kPackBytes>;
