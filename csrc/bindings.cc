@@ -100,8 +100,10 @@ nb::object plan(const std::vector<int64_t>& shape, const std::vector<int64_t>& a
 }
 
 std::optional<int64_t> lower(const std::vector<int64_t>& shape, const std::vector<int64_t>& axes, const std::string& op,
-                             const std::string& dtype, const Shape& mask_shape) {
-  const CallShape call = call_of(shape, axes, op, dtype, mask_shape);
+                             const std::string& dtype, const Shape& mask_shape,
+                             const std::optional<std::string>& out_dtype) {
+  CallShape call = call_of(shape, axes, op, dtype, mask_shape);
+  if (out_dtype) call.out = dtype_of(*out_dtype);
   return lower_for_cuda(call, checked_problem(call));
 }
 
@@ -227,7 +229,7 @@ NB_MODULE(_kernels, m) {
         "The plan of a call and the source of its kernels. `sides`: shapes, of the operand's rank, and dtypes of what "
         "`fused` reads.");
   m.def("lower_for_cuda", &lower, nb::arg("shape"), nb::arg("axes"), nb::arg("op"), nb::arg("dtype"),
-        nb::arg("mask_shape").none() = nb::none(),
+        nb::arg("mask_shape").none() = nb::none(), nb::arg("out_dtype").none() = nb::none(),
         "The bytes that a call on CUDA may need to work with, or None if XLA itself is as fast. Begins to make its "
         "kernels.");
   bind_jit(m);

@@ -3,12 +3,14 @@
 // Every operator is described by the same few pieces, so that every schedule can run every operator:
 //
 //   kHasPivot          whether terms are taken relative to the maximum of the (only) operand over the row
+//   kOfMagnitudes      whether that is the maximum of magnitudes, and of_pivot(x), an element's part in it
 //   term(relative, in) what is summed over the row, `relative` being made of the pivot (see Relative)
 //   kFirstSummed       terms are made of the operands from this one on, and a sum needs no others
 //   row(state)         what a finished row's (pivot, sum) amounts to for its elements
 //   finish(row, in)    an element of the result
 //   alone(x)           the same for a row of one element, of operators with a pivot
 //   kElementResults    whether there is a result for each element at all
+//   kWithinRange       whether none is beyond the largest finite number of the results' type
 //   kRowResults        how many results a row has itself, and row_results(state, to), which sets them
 //   kRowOperands       how many numbers of its own a row has, which `row` and `term_scale` are then given as well
 //
@@ -85,11 +87,14 @@ struct SoftmaxBase {
   static constexpr int kInputs = 1;
   static constexpr int kFirstSummed = 0;
   static constexpr bool kHasPivot = true;  // the row's maximum
+  static constexpr bool kOfMagnitudes = false;
   static constexpr bool kElementResults = true;
+  static constexpr bool kWithinRange = false;
   static constexpr int kRowResults = 0, kRowOperands = 0;
 
   // Stands in for an element that is masked or lies beyond the row's end.
   static JAX_SOFTMAX_INLINE C pad(int) { return M::constant(-M::kInfinity); }
+  static JAX_SOFTMAX_INLINE C of_pivot(C x) { return x; }
   static JAX_SOFTMAX_INLINE C term(const Relative<M>& relative, const C* in) { return relative.exp(in[0]); }
 };
 
@@ -195,6 +200,31 @@ struct CrossEntropyGradient : LogSumExp<M> {
   }
 };
 
+// x divided by the row's maximum of magnitudes, or scaled so that the row fills the range of a type of 8 bits; and what
+// the results are to be multiplied by. A policy of its own knows the results' type, and carries NaNs in the pivot, so
+// that nothing is summed.
+template <class M>
+struct AbsmaxScale {
+  using Policy = M;
+  using C = typename M::Value;
+  static constexpr int kInputs = 1;
+  static constexpr int kFirstSummed = 0;
+  static constexpr bool kHasPivot = true, kOfMagnitudes = true;
+  static constexpr bool kResultIsScaledTerm = false;
+  static constexpr bool kElementResults = true, kWithinRange = true;
+  static constexpr int kRowResults = 1, kRowOperands = 0;
+  struct Scale {};
+  using Row = typename M::Factor;
+
+  static JAX_SOFTMAX_INLINE C pad(int) { return M::constant(0); }
+  static JAX_SOFTMAX_INLINE C masked() { return M::constant(0); }
+  static JAX_SOFTMAX_INLINE C of_pivot(C x) { return M::abs(x); }
+  static JAX_SOFTMAX_INLINE C term(const Relative<M>&, const C*) { return M::constant(0); }
+  static JAX_SOFTMAX_INLINE Row row(State<C> s) { return Row(s.pivot); }
+  static JAX_SOFTMAX_INLINE C finish(const Row& r, const C* in) { return in[0] * r; }
+  static JAX_SOFTMAX_INLINE void row_results(State<C> s, C* to) { to[0] = M::scale(s.pivot); }
+};
+
 template <class M>
 struct LinearBase {
   using Policy = M;
@@ -204,6 +234,7 @@ struct LinearBase {
   static constexpr bool kHasPivot = false;
   static constexpr bool kResultIsScaledTerm = false;
   static constexpr bool kElementResults = true;
+  static constexpr bool kWithinRange = false;
   static constexpr int kRowResults = 0, kRowOperands = 0;
   struct Scale {};
 
@@ -264,9 +295,9 @@ JAX_SOFTMAX_INLINE State<typename M::Value> state_of(const typename M::Value (&i
   using C = typename M::Value;
   C pivot = M::constant(0);
   if constexpr (Op::kHasPivot) {
-    pivot = in[0][0];
+    pivot = Op::of_pivot(in[0][0]);
     JAX_SOFTMAX_UNROLL
-    for (int i = 1; i < n; ++i) pivot = M::max(pivot, in[i][0]);
+    for (int i = 1; i < n; ++i) pivot = M::max(pivot, Op::of_pivot(in[i][0]));
   }
   const Relative<M> relative(pivot);
   C sum = Op::term(relative, in[0]);

@@ -12,9 +12,11 @@ from jax_softmax.losses import (
     softmax_cross_entropy_with_integer_labels,
 )
 from jax_softmax.patching import use
+from jax_softmax.scaling import absmax_scale
 
 __all__ = [
     "Explanation",
+    "absmax_scale",
     "build_info",
     "cross_entropy_loss",
     "explain",

@@ -13,7 +13,7 @@ import numpy as np
 
 from jax_softmax import _kernels, arguments, reference
 from jax_softmax.primitives import JVP, VJP
-from jax_softmax.row_primitives import ROW_PRIMITIVES
+from jax_softmax.row_primitives import ABSMAX_SCALE, ROW_PRIMITIVES
 
 _LINEAR = tuple(dict.fromkeys([*JVP.values(), *VJP.values()]))
 _OPERATORS = (*JVP, *_LINEAR, *ROW_PRIMITIVES)
@@ -167,7 +167,8 @@ def explain(
       where: the mask: a boolean array or a `jax.ShapeDtypeStruct` of one.
       op: "softmax" or "log_softmax", or one of their linear maps, of which `x_or_shape` is an operand:
         "softmax_linear" (softmax's derivative in both modes), "log_softmax_jvp", "log_softmax_vjp"; or "logsumexp", or
-        "cross_entropy_gradient", what a differentiated `cross_entropy_loss` runs.
+        "cross_entropy_gradient", what a differentiated `cross_entropy_loss` runs; or "absmax_scale_int8" and the like,
+        `absmax_scale` to that dtype.
       device: a GPU by name ("H200", "A100", "T4", "RTX 5090", ...) or a `jax.Device`; by default JAX's default device
         if that is a GPU known here, and an H200 otherwise. Copy rates are 90 % of the data sheet's, but for the H200's,
         which was measured.
@@ -198,18 +199,19 @@ def explain(
         found = _kernels.plan(
             list(shape),
             list(axes),
-            op,
+            "absmax_scale" if op in ABSMAX_SCALE else op,
             kernel_dtype.name,
             None if mask_shape is None else [*[1] * (len(shape) - len(mask_shape)), *mask_shape],
             compute_capability=model.compute_capability,
             multiprocessors=model.multiprocessors,
             shared_memory_per_block=model.shared_memory_per_block,
             largest_cluster=model.largest_cluster,
+            out_dtype=ABSMAX_SCALE.get(op),
         )
         found = found if found and found["faster_than_xla"] else None
 
     reads, writes = _TRAFFIC[op]
-    result = reference.result_dtype(kernel_dtype)
+    result = np.dtype(ABSMAX_SCALE.get(op, reference.result_dtype(kernel_dtype)))
     n_bytes = math.prod(shape) * (reads * kernel_dtype.itemsize + writes * result.itemsize)
     if mask_shape is not None and 0 not in shape:
         n_bytes += math.prod(mask_shape)

@@ -10,7 +10,7 @@ from jax.interpreters import mlir
 
 from jax_softmax import _cuda, _kernels, reference, sharding
 from jax_softmax.primitives import PRIMITIVES
-from jax_softmax.row_primitives import ROW_PRIMITIVES
+from jax_softmax.row_primitives import ABSMAX_SCALE, ROW_PRIMITIVES
 
 TARGET = "jax_softmax"
 
@@ -76,19 +76,20 @@ def _cuda_rule(by_reference):
         x = ctx.avals_in[0]
         if len(x.shape) > _kernels.MAX_DIMS or _without_cuda():
             return by_reference(ctx, *operands, op=op, axes=axes)
+        kernel, result = ("absmax_scale", ABSMAX_SCALE[op]) if op in ABSMAX_SCALE else (op, None)
         n = 0
         if all(isinstance(d, int) for d in x.shape):
             mask_shape = None
             if ctx.avals_in[-1].dtype == bool:
                 shape = ctx.avals_in[-1].shape
                 mask_shape = [*[1] * (len(x.shape) - len(shape)), *shape]
-            n = _kernels.lower_for_cuda(list(x.shape), list(axes), op, x.dtype.name, mask_shape)
+            n = _kernels.lower_for_cuda(list(x.shape), list(axes), kernel, x.dtype.name, mask_shape, result)
             if n is None:
                 return by_reference(ctx, *operands, op=op, axes=axes)
         n_results = len(ctx.avals_out)
         if n:
             ctx = ctx.replace(avals_out=[*ctx.avals_out, jax.core.ShapedArray((n,), np.dtype(np.uint8))])
-        return call(ctx, *operands, op=op, axes=np.array(axes, np.int64), fused="")[:n_results]
+        return call(ctx, *operands, op=kernel, axes=np.array(axes, np.int64), fused="")[:n_results]
 
     return rule
 
@@ -122,6 +123,7 @@ def _register():
         "logsumexp": rows_alone,
         "cross_entropy_gradient": _cross_entropy_gradient_on_cpu(),
         "row_states": rows_alone,
+        **dict.fromkeys(ABSMAX_SCALE, rows_by_reference),  # XLA is as fast
     }
     for op, primitive in (PRIMITIVES | ROW_PRIMITIVES).items():
         by_xla = rows_by_reference if primitive.multiple_results else by_reference

@@ -6,12 +6,17 @@ boolean mask that broadcasts to x's shape. Where a row is spread over devices, e
 a kernel where there is one. These functions then read the operands at most twice.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
 # What the operators take as it is: 8 bits that are widened where they are read. Their linear maps do not.
 NARROW = ("float8_e4m3fn", "float8_e5m2", "int8", "uint8")
 _COMPUTED_IN_FLOAT32 = ("float16", "bfloat16", *NARROW)
+# What `absmax_scale` makes, and of types of 8 bits the number that a row's maximum becomes.
+SCALED = ("float16", "bfloat16", "float32", "float64", "int8", "float8_e4m3fn", "float8_e5m2")
+LARGEST = {"int8": 127, "float8_e4m3fn": 448, "float8_e5m2": 57344}
 
 # As they are now: `jax.nn.softmax` may come to be this package's (see `patching.py`).
 ORIGINALS = {"softmax": jax.nn.softmax, "log_softmax": jax.nn.log_softmax}
@@ -138,6 +143,42 @@ def exp_of_difference(x, lse, where):
     return jnp.exp(_kept(widened(x) - lse, where, -jnp.inf))
 
 
+def absmax(x, where, axes, across=None):
+    """The maximum of magnitudes of each row, 0 of a row that is masked altogether; NaN if there is one.
+
+    A sum of squares is NaN for no other reason. On a CPU XLA's maximum ignores NaNs (JAX 0.12).
+    """
+    x = _kept(widened(x), where)
+    largest = jnp.max(jnp.abs(x), axes, keepdims=True, initial=0)
+    largest = largest if across is None else across(largest, "max")
+    return jnp.where(jnp.isnan(_row_sum(x * x, axes, across)), jnp.nan, largest)
+
+
+def absmax_scale(x, where, axes, across=None, *, dtype):
+    """x divided by its rows' maxima of magnitudes, or of 8 bits by the scales; and the scales."""
+    largest = absmax(x, where, axes, across)
+    scale = scale_of(largest, dtype)
+    return scaled(x, largest, scale, where, dtype).astype(dtype), scale
+
+
+def scale_of(largest, dtype):
+    """The rows' scales: 0 where they would not be normal numbers."""
+    scale = largest * (1 / jnp.array(LARGEST[dtype], largest.dtype)) if dtype in LARGEST else largest
+    return jnp.where(scale < jnp.finfo(scale.dtype).tiny, 0, scale)
+
+
+def scaled(x, largest, scale, where, dtype):
+    """What is rounded to dtype in the end; as an integer 0 stands for NaN."""
+    x = _kept(widened(x), where)
+    if dtype in LARGEST:
+        y = x * jnp.where(scale == 0, 0, LARGEST[dtype] / largest)
+        y = y.astype(jnp.float32) if dtype != "int8" else jnp.where(jnp.isnan(y), 0, jnp.round(y))
+    else:
+        # Different for each element, as far as XLA knows: it would multiply by a row's reciprocal, which is not exact.
+        y = x / jnp.where(jnp.abs(x) <= largest, jnp.where(scale == 0, jnp.inf, scale), jnp.nan)
+    return _kept(y, where)
+
+
 _OPERATORS = {
     f.__name__: f
     for f in (
@@ -145,6 +186,7 @@ _OPERATORS = {
         *(logsumexp, cross_entropy_gradient, row_states),
     )
 }
+_OPERATORS |= {f"absmax_scale_{dtype}": functools.partial(absmax_scale, dtype=dtype) for dtype in SCALED}
 
 
 def apply(op, axes, *operands, across=None):

@@ -3,6 +3,7 @@
     x, [where]                  logsumexp               lse, largest
     x, a, b, c, [where]         cross_entropy_gradient  g, lse, largest
     x, [where]                  row_states              largest, total
+    x, [where]                  absmax_scale_int8 | ..  y, scale
     x, lse, t, label, [where]   tangent_sums            sum(softmax(x) t), sum(t), t at the label
 
 x is a float array, `where` a boolean mask that broadcasts to its shape. What rows have, as operands (a, b, c) or as
@@ -10,7 +11,8 @@ results, is of x's shape with extent 1 along `axes`, in float32 (float64 for flo
 of exp(x) over a row and `largest` its maximum, both of elements that are not masked. g = softmax(x) (a + b lse) - c, in
 x's dtype; of a row with a label, all but the label's own element of a cross entropy's gradient. `total` is the sum of
 exp(x - largest), relative to 0 where `largest` is infinite: what `sharding.py` knows of the parts of rows, and no
-derivative is made of. `axes` and `axis_name` are as in `primitives.py`.
+derivative is made of. y is x divided by its row's `scale`, in the dtype that the primitive is named after, one of
+`reference.SCALED`. `axes` and `axis_name` are as in `primitives.py`.
 
 `tangent_sums` is linear in t, a tangent of x: it gives the tangents of lse, of the sum of the logits and of the label's
 logit (`label` as in `labels.py`). A loss of integer labels depends on x by these alone, so that with the three in one
@@ -29,22 +31,26 @@ from jax.sharding import PartitionSpec
 from jax_softmax import labels, reference
 from jax_softmax.primitives import moved_batch_axes
 
-RESULTS = {"logsumexp": 2, "cross_entropy_gradient": 3, "row_states": 2}
+# The dtypes of the results of `absmax_scale`'s primitives, each of which is the same kernel.
+ABSMAX_SCALE = {f"absmax_scale_{dtype}": dtype for dtype in reference.SCALED}
+RESULTS = {"logsumexp": 2, "cross_entropy_gradient": 3, "row_states": 2, **dict.fromkeys(ABSMAX_SCALE, 2)}
+_ROW_RESULTS = {op: 1 if op in ABSMAX_SCALE else 2 for op in RESULTS}
 
-logsumexp_p = Primitive("logsumexp")
-cross_entropy_gradient_p = Primitive("cross_entropy_gradient")
-row_states_p = Primitive("row_states")
+ROW_PRIMITIVES = {op: Primitive(op) for op in RESULTS}
+logsumexp_p = ROW_PRIMITIVES["logsumexp"]
+cross_entropy_gradient_p = ROW_PRIMITIVES["cross_entropy_gradient"]
+row_states_p = ROW_PRIMITIVES["row_states"]
 tangent_sums_p = Primitive("tangent_sums")
-ROW_PRIMITIVES = {p.name: p for p in (logsumexp_p, cross_entropy_gradient_p, row_states_p)}
 
 
 def _abstract_eval(op, *avals, axes, axis_name):
     x = avals[0]
     rows = tuple(1 if d in axes else n for d, n in enumerate(x.shape))
     wide = reference.wide_dtype(x.dtype)
-    types = [(rows, wide), (rows, wide)]
-    if op == "cross_entropy_gradient":
-        types.insert(0, (x.shape, x.dtype))
+    n = _ROW_RESULTS[op]
+    types = n * [(rows, wide)]
+    if RESULTS[op] > n:
+        types.insert(0, (x.shape, jnp.dtype(ABSMAX_SCALE.get(op, x.dtype))))
     shardings = [x.sharding] * len(types)
     if any(aval.sharding.spec != PartitionSpec(*[None] * aval.ndim) for aval in avals):
         given = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=aval.sharding) for aval in avals]
@@ -54,7 +60,7 @@ def _abstract_eval(op, *avals, axes, axis_name):
         x.update(shape=shape, dtype=dtype, weak_type=False, sharding=sharding)
         for (shape, dtype), sharding in zip(types, shardings, strict=True)
     ]
-    return [*results[:-2], *(_the_same_along(result, axis_name) for result in results[-2:])]
+    return [*results[:-n], *(_the_same_along(result, axis_name) for result in results[-n:])]
 
 
 def _the_same_along(aval, axis_name):
@@ -136,6 +142,38 @@ def _cross_entropy_gradient_jvp(primals, tangents, *, axes, axis_name):
     return results, list(jax.jvp(function, floats, tangents)[1])
 
 
+def _absmax_scale_jvp(op, primals, tangents, *, axes, axis_name):
+    y, scale = ROW_PRIMITIVES[op].bind(*primals, axes=axes, axis_name=axis_name)
+    x, *mask = primals
+    where = mask[0] if mask else None
+    t = ad.instantiate_zeros(tangents[0])
+    y_dot, scale_dot = _scaled_tangents(x, scale, t, where, ABSMAX_SCALE[op], axes, axis_name)
+    if jnp.issubdtype(y.dtype, jnp.integer):
+        return [y, scale], [ad.Zero(jax.typeof(y).to_tangent_aval()), scale_dot]
+    return [y, scale], [y_dot.astype(y.dtype), scale_dot]
+
+
+# With checkpoint x and the scales are kept for a backward pass.
+@functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=(4, 5, 6))
+def _scaled_tangents(x, scale, t, where, dtype, axes, axis_name):
+    """The tangents of x / scale, unrounded, and of the scales: of a maximum the mean of those that are it."""
+    if where is not None:
+        x, t = jnp.where(where, x, 0), jnp.where(where, t, 0)
+    x, t = reference.widened(x), reference.widened(t)
+    largest = scale
+    if dtype in reference.LARGEST:
+        largest = jnp.max(jnp.abs(jax.lax.stop_gradient(x)), axes, keepdims=True, initial=0)
+        largest = jax.lax.pmax(largest, axis_name) if axis_name else largest
+    is_largest = jnp.abs(x) == largest
+    count = _row_sum(is_largest.astype(x.dtype), axes, axis_name)
+    mean = _row_sum(jnp.where(is_largest, jnp.sign(x) * t, 0), axes, axis_name) / jnp.maximum(count, 1)
+    mean = jnp.where(jnp.isnan(largest), jnp.nan, jnp.where(scale == 0, 0, mean))
+    scale_dot = mean / reference.LARGEST.get(dtype, 1)
+    divisor = jnp.where(scale == 0, jnp.inf, scale)
+    y_dot = (t - x / divisor * scale_dot) / divisor
+    return y_dot if where is None else jnp.where(where, y_dot, 0), scale_dot
+
+
 # ---- tangent_sums
 
 
@@ -201,6 +239,8 @@ for _op, _primitive in ROW_PRIMITIVES.items():
     batching.fancy_primitive_batchers[_primitive] = functools.partial(_batch, _op)
 ad.primitive_jvps[logsumexp_p] = _logsumexp_jvp
 ad.primitive_jvps[cross_entropy_gradient_p] = _cross_entropy_gradient_jvp
+for _op in ABSMAX_SCALE:
+    ad.primitive_jvps[ROW_PRIMITIVES[_op]] = functools.partial(_absmax_scale_jvp, _op)
 
 tangent_sums_p.multiple_results = True
 tangent_sums_p.def_impl(functools.partial(xla.apply_primitive, tangent_sums_p))

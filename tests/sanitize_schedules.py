@@ -12,7 +12,19 @@ import sys
 
 import jax
 import numpy as np
-from support import DTYPES, NAMES, NARROW, NARROW_WAYS, OPS, ROW_OPS, call_kernel, kernel_names, limited, row_operands
+from support import (
+    DTYPES,
+    LARGEST,
+    NAMES,
+    NARROW,
+    NARROW_WAYS,
+    OPS,
+    ROW_OPS,
+    call_kernel,
+    kernel_names,
+    limited,
+    row_operands,
+)
 
 jax.config.update("jax_enable_x64", True)
 
@@ -27,13 +39,15 @@ def main() -> None:
     for way, dtype in cases[part::parts]:
         x = jax.device_put(rng.normal(size=way.shape).astype(jax.numpy.dtype(dtype)))
         with limited(**way.limits):
-            for op, masked in itertools.product(NAMES if dtype in NARROW else (*OPS, *ROW_OPS), (False, True)):
+            ops = [(op, None) for op in (NAMES if dtype in NARROW else (*OPS, *ROW_OPS))]
+            ops += [] if dtype in NARROW else [("absmax_scale", result) for result in LARGEST]
+            for (op, out), masked in itertools.product(ops, (False, True)):
                 operands = [x] if op in (*NAMES, *ROW_OPS) else [x, x]
                 operands += row_operands(op, way.shape, way.axes, dtype)
-                out = "float32" if dtype in ("int8", "uint8") else None
+                out = "float32" if dtype in ("int8", "uint8") else out
                 if masked:
                     operands.append(jax.device_put(rng.random(way.shape) < 0.8))
-                plan = way.plan(op, dtype, list(way.shape) if masked else None)
+                plan = way.plan(op, dtype, list(way.shape) if masked else None, out_dtype=out)
                 scratch = plan["scratch_bytes"]
                 result = call_kernel(op, *operands, axes=way.axes, out_dtype=out, scratch_bytes=scratch)
                 jax.block_until_ready(result)

@@ -48,7 +48,8 @@ DEVICES = {
     "RTX 5090": device(120, 170, 99, 8),
 }
 OPS = ("softmax", "log_softmax", "softmax_linear", "log_softmax_jvp", "log_softmax_vjp")
-ROW_OPS = ("logsumexp", "cross_entropy_gradient", "row_states")  # which have results for whole rows
+ROW_OPS = ("logsumexp", "cross_entropy_gradient", "row_states", "absmax_scale")  # with results for whole rows
+LARGEST = {"int8": 127, "float8_e4m3fn": 448, "float8_e5m2": 57344}  # what absmax_scale makes of a row's maximum
 
 
 class Way(NamedTuple):
@@ -146,7 +147,9 @@ def call_kernel(op, *operands, axes, out_dtype=None, fused="", scratch_bytes=0):
     results = [] if op in ("logsumexp", "row_states") else [jax.ShapeDtypeStruct(x.shape, out_dtype or x.dtype)]
     if op in ROW_OPS:
         rows = [1 if d in axes else n for d, n in enumerate(x.shape)]
-        results += 2 * [jax.ShapeDtypeStruct(rows, np.float64 if x.dtype == np.float64 else np.float32)]
+        results += (1 if op == "absmax_scale" else 2) * [
+            jax.ShapeDtypeStruct(rows, np.float64 if x.dtype == np.float64 else np.float32)
+        ]
     n = len(results)
     if scratch_bytes:
         results.append(jax.ShapeDtypeStruct((scratch_bytes,), np.uint8))
@@ -309,6 +312,32 @@ def reference_cross_entropy_gradient(x, a, b, c, axes, where=None):
     g = np.where(keep, y * factor - c, 0)
     bound = np.where(keep, bound + rounding.store * np.abs(g) + rounding.tiny, 0)
     return Bounded(g, bound, rounding.dtype), lse, largest
+
+
+@np.errstate(invalid="ignore", divide="ignore", over="ignore", under="ignore")
+def reference_absmax_scale(x, axis=-1, where=None, dtype=None):
+    """y and the scales, to the bit: no rounding is left open but that of float64 to 8 or 16 bits.
+
+    Where division is to the nearest, and the quotient not below 2^-100.
+    """
+    x = np.asarray(x)
+    shape = np.broadcast_shapes(x.shape, np.shape(True if where is None else where))
+    keep = np.broadcast_to(np.asarray(True if where is None else where), shape)
+    wide = np.float64 if x.dtype == np.float64 else np.float32
+    kept = np.where(keep, x.astype(wide), wide(0))
+    largest = np.max(np.abs(kept), axis=_axes_of(axis, len(shape)), keepdims=True, initial=0)
+    dtype = np.dtype(dtype or x.dtype)
+    tiny = np.finfo(wide).tiny
+    if dtype.name in LARGEST:
+        scale = largest * (1 / wide(LARGEST[dtype.name]))
+        y = kept * np.where(scale < tiny, 0, wide(LARGEST[dtype.name]) / largest)
+        y = np.nan_to_num(np.rint(y)) if dtype == np.int8 else y.astype(np.float32)
+    else:
+        scale = largest
+        y = kept / np.where(scale < tiny, np.inf, scale)
+    y = np.where(keep, y, 0).astype(dtype)
+    scale = np.where(scale < tiny, 0, scale).astype(wide)
+    return [Bounded(v.astype(wide), np.zeros(v.shape), v.dtype) for v in (y, scale)]
 
 
 def _masked_rows(x, axis, where):

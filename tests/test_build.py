@@ -24,6 +24,7 @@ def test_build_info():
 def test_public_names():
     assert sorted(jax_softmax.__all__) == [
         "Explanation",
+        "absmax_scale",
         "build_info",
         "cross_entropy_loss",
         "explain",

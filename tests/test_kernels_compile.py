@@ -8,7 +8,7 @@ import itertools
 import re
 
 import pytest
-from support import DEVICES, NAMES, NARROW, NARROW_WAYS, OPS, ROW_OPS, WAYS, sampled
+from support import DEVICES, LARGEST, NAMES, NARROW, NARROW_WAYS, OPS, ROW_OPS, WAYS, sampled
 
 from jax_softmax import _kernels
 
@@ -61,6 +61,12 @@ def test_every_dtype_of_8_bits(jit, dtype, op):
     check_spills(steps_of(way.plan(op, dtype) for way in NARROW_WAYS))
 
 
+@sampled("dtype,result", itertools.product(["bfloat16", "float32", "float64"], LARGEST), 4)
+def test_results_of_8_bits(jit, dtype, result):
+    plans = [way.plan("absmax_scale", dtype, out_dtype=result) for way in WAYS]
+    check_spills(steps_of(plan for plan in plans if plan["faster_than_xla"]))
+
+
 @sweep
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_every_mask(jit, dtype):
@@ -76,6 +82,7 @@ def test_one_kernel_on_other_architectures(jit, name):
     on = DEVICES[name]
     jit.needs(on["compute_capability"])
     plans = [WAYS[0].plan(dtype=dtype, on=on) for dtype in ("bfloat16", *NARROW)]
+    plans += [WAYS[0].plan("absmax_scale", on=on, out_dtype=result) for result in LARGEST]
     check_compiles(steps_of(plans), on["compute_capability"])
 
 
@@ -87,3 +94,5 @@ def test_every_kernel_on_other_architectures(jit, name):
     check_compiles(steps_of(way.plan(op, on=on) for way in WAYS for op in (*OPS, *ROW_OPS)), on["compute_capability"])
     narrow = steps_of(way.plan("softmax", dtype, on=on) for way in NARROW_WAYS for dtype in NARROW)
     check_compiles(narrow, on["compute_capability"])
+    to_8_bits = steps_of(way.plan("absmax_scale", on=on, out_dtype=result) for way in WAYS for result in LARGEST)
+    check_compiles(to_8_bits, on["compute_capability"])

@@ -19,6 +19,7 @@ from support import (
     check_all,
     normal,
     reference,
+    reference_absmax_scale,
     reference_cross_entropy_gradient,
     reference_linear,
     reference_logsumexp,
@@ -88,6 +89,8 @@ def test_results_of_rows(masked, dtype, op, way):
         expected = reference_logsumexp(x, way.axes, where, keepdims=True)
     elif op == "row_states":
         expected = reference_row_states(x, way.axes, where)
+    elif op == "absmax_scale":
+        expected = reference_absmax_scale(x, way.axes, where)
     else:
         expected = reference_cross_entropy_gradient(x, *of_rows, way.axes, where)
     plan = way.plan(op, dtype, list(way.shape) if masked else None)
@@ -95,6 +98,28 @@ def test_results_of_rows(masked, dtype, op, way):
         results = call_kernel(op, x, *of_rows, *mask, axes=way.axes, scratch_bytes=plan["scratch_bytes"])
     for i, (result, bounded) in enumerate(zip(results, expected, strict=True)):
         check(result, bounded, f"result {i} of {op} by {plan['schedule']}")
+
+
+@on_gpu
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("dtypes", [(x, y) for x in ("bfloat16", "float32") for y in support.LARGEST], ids=str)
+@pytest.mark.parametrize("masked", [False, True])
+def test_results_of_8_bits(masked, dtypes, way):
+    """With NaNs and infinities in some rows, in others only zeros."""
+    (dtype, result), where = dtypes, support.random_mask(way.shape) if masked else None
+    mask = [] if where is None else [where]
+    x = normal(way.shape, dtype)
+    flat = x.reshape(-1)
+    flat[:: flat.size // 3 + 1] = [np.nan, np.inf, 0][: len(flat[:: flat.size // 3 + 1])]
+    x[-1] = 0
+    plan = way.plan("absmax_scale", dtype, list(way.shape) if masked else None, out_dtype=result)
+    with support.limited(**way.limits):
+        found = call_kernel(
+            "absmax_scale", x, *mask, axes=way.axes, out_dtype=result, scratch_bytes=plan["scratch_bytes"]
+        )
+    expected = reference_absmax_scale(x, way.axes, where, result)
+    for i, (array, bounded) in enumerate(zip(found, expected, strict=True)):
+        check(array, bounded, f"result {i} by {plan['schedule']}")
 
 
 # The boundaries are those of the CUDA plan.

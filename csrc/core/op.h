@@ -11,20 +11,22 @@ enum class Op {
   kLogSoftmaxVjp,
   kLogSumExp,
   kCrossEntropyGradient,
-  kRowStates
+  kRowStates,
+  kAbsmaxScale
 };
 enum class DType { kF16, kBF16, kF32, kF64, kF8E4M3, kF8E5M2, kI8, kU8 };
 
-inline constexpr int kOps = 8;
+inline constexpr int kOps = 9;
 inline constexpr const char* kOpNames[kOps] = {
     "softmax",         "log_softmax", "softmax_linear",         "log_softmax_jvp",
-    "log_softmax_vjp", "logsumexp",   "cross_entropy_gradient", "row_states"};
+    "log_softmax_vjp", "logsumexp",   "cross_entropy_gradient", "row_states",
+    "absmax_scale"};
 inline constexpr int kDTypes = 8;
 inline constexpr const char* kDTypeNames[kDTypes] = {"float16",       "bfloat16",    "float32", "float64",
                                                      "float8_e4m3fn", "float8_e5m2", "int8",    "uint8"};
 inline constexpr int kDTypeBytes[kDTypes] = {2, 2, 4, 8, 1, 1, 1, 1};
 constexpr int bytes_of(DType type) { return kDTypeBytes[static_cast<int>(type)]; }
-// Integers are operands alone.
+// Integers are operands; the only ones that are results are absmax_scale's int8.
 constexpr bool is_integer(DType type) { return type == DType::kI8 || type == DType::kU8; }
 constexpr DType result_of(DType operand) { return is_integer(operand) ? DType::kF32 : operand; }
 
@@ -38,8 +40,8 @@ struct Cost {
 };
 
 inline constexpr Cost kCosts[kOps] = {
-    {1, 1, 0},          {1, 1, 1}, {2, 0, 0}, {2, 1, 0}, {2, 1, 0}, {1, 1, 1, false, 2}, {1, 1, 1, true, 2, 3},
-    {1, 1, 0, false, 2}};
+    {1, 1, 0},           {1, 1, 1},         {2, 0, 0}, {2, 1, 0}, {2, 1, 0}, {1, 1, 1, false, 2}, {1, 1, 1, true, 2, 3},
+    {1, 1, 0, false, 2}, {1, 0, 0, true, 1}};
 constexpr Cost cost_of(Op op) { return kCosts[static_cast<int>(op)]; }
 
 }  // namespace jax_softmax

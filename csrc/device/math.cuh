@@ -76,6 +76,125 @@ struct ArithmeticOf<Op, double> {
   using type = Precise<double>;
 };
 
+// The larger one, or NaN if either is.
+__device__ __forceinline__ float max_or_nan(float a, float b) {
+#if __CUDA_ARCH__ >= 800
+  float larger;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(b));
+  return larger;
+#else
+  return a > b || a != a ? a : b;
+#endif
+}
+__device__ __forceinline__ double max_or_nan(double a, double b) { return a > b || a != a ? a : b; }
+
+// Rounded, whatever it is used for.
+__device__ __forceinline__ float rounded_product(float a, float b) { return __fmul_rn(a, b); }
+__device__ __forceinline__ double rounded_product(double a, double b) { return __dmul_rn(a, b); }
+
+// Division of a row's elements by a positive number that none of them is larger than; by 0 they are 0.
+template <class M>
+struct Divisor {
+  using C = typename M::Value;
+  C value;
+
+  Divisor() = default;
+  explicit __device__ __forceinline__ Divisor(C of_row) : value(of_row == C(0) ? M::kInfinity : of_row) {}
+  __device__ __forceinline__ C divide(C x) const { return x / value; }
+};
+
+// A quotient, from one that is about right.
+__device__ __forceinline__ float corrected(float quotient, float x, float divisor, float inverse) {
+  return fmaf(-fmaf(quotient, divisor, -x), inverse, quotient);
+}
+
+// Off by no more than a unit in the last place, and exact where float32 has the quotient. So it rounds to 16 bits as
+// the quotient itself does: one of 16-bit numbers that is not halfway between two others is at least two such units
+// away from there.
+template <>
+struct Divisor<Half> {
+  float value, inverse;
+
+  Divisor() = default;
+  explicit __device__ __forceinline__ Divisor(float of_row) {
+    const bool divides = of_row != 0.0f && of_row != Half::kInfinity;
+    value = divides ? of_row : 0.0f;
+    inverse = divides ? 1.0f / of_row : 0.0f;
+  }
+  __device__ __forceinline__ float divide(float x) const { return corrected(x * inverse, x, value, inverse); }
+};
+
+// To the nearest, if the quotient is 2^-100 or more: of a quotient that is off by less than a unit in the last place
+// and an inverse to the nearest, the correction makes one to the nearest (Markstein, "Computation of elementary
+// functions on the IBM RISC System/6000 processor", 1990). Both numbers are multiplied by a power of 2 so that nothing
+// underflows.
+template <>
+struct Divisor<Precise<float>> {
+  float power, value, inverse;
+
+  Divisor() = default;
+  explicit __device__ __forceinline__ Divisor(float of_row) {
+    const bool divides = of_row != 0.0f && of_row != Half::kInfinity;
+    const int exponent = static_cast<int>(__float_as_uint(of_row) >> 23);
+    power = divides ? __uint_as_float(static_cast<uint32_t>(max(254 - exponent, 1)) << 23) : 0.0f;
+    value = divides ? of_row * power : 1.0f;
+    inverse = 1.0f / value;
+  }
+  __device__ __forceinline__ float divide(float x) const {
+    const float moved = x * power;
+    return corrected(corrected(moved * inverse, moved, value, inverse), moved, value, inverse);
+  }
+};
+
+// The arithmetic of rows that are scaled by their maximum of magnitudes, which is NaN if one of them is. A scale that
+// would not be a normal number counts as 0, and so do the row's elements.
+template <class M>
+struct Scaling : M {
+  using C = typename M::Value;
+  static __device__ __forceinline__ C max(C a, C b) { return max_or_nan(a, b); }
+  static __device__ __forceinline__ C abs(C x) { return ::fabs(x); }
+  static __device__ __forceinline__ C normal_or_zero(C scale) {
+    constexpr C kSmallest = sizeof(C) == 8 ? 0x1p-1022 : 0x1p-126;
+    return scale < kSmallest ? C(0) : scale;
+  }
+};
+
+// Results of 16 bits and more: the scale is the maximum.
+template <class Out, class M>
+struct ScaledTo : Scaling<M> {
+  using C = typename M::Value;
+  static __device__ __forceinline__ C scale(C absmax) { return Scaling<M>::normal_or_zero(absmax); }
+  struct Factor {
+    Divisor<M> divisor;
+    Factor() = default;
+    explicit __device__ __forceinline__ Factor(C absmax) : divisor(scale(absmax)) {}
+    friend __device__ __forceinline__ C operator*(C x, const Factor& factor) { return factor.divisor.divide(x); }
+  };
+};
+
+template <class Format>
+inline constexpr float kLargest = 127.0f;
+template <>
+inline constexpr float kLargest<jax_softmax::Float8E4M3> = 448.0f;
+template <>
+inline constexpr float kLargest<jax_softmax::Float8E5M2> = 57344.0f;
+
+// Results of 8 bits: the maximum becomes the type's largest number.
+template <class Format, class M>
+struct ScaledTo<Byte<Format>, M> : Scaling<M> {
+  using C = typename M::Value;
+  static constexpr C kFull = kLargest<Format>;
+  static __device__ __forceinline__ C scale(C absmax) { return Scaling<M>::normal_or_zero(absmax * (C(1) / kFull)); }
+  struct Factor {
+    C value;
+    Factor() = default;
+    explicit __device__ __forceinline__ Factor(C absmax) : value(scale(absmax) == C(0) ? C(0) : kFull / absmax) {}
+    friend __device__ __forceinline__ C operator*(C x, const Factor& factor) {
+      return rounded_product(x, factor.value);
+    }
+  };
+};
+
 // And its policy.
 template <template <class> class Op, class T>
 struct PolicyOf {
@@ -95,6 +214,15 @@ struct PolicyOf<CrossEntropyGradient, T> {
 }  // namespace jax_softmax::device
 
 namespace jax_softmax {
+
+// Nothing is summed.
+template <class Out, class M>
+struct Relative<device::ScaledTo<Out, M>> {
+  using C = typename M::Value;
+  Relative() = default;
+  explicit __device__ __forceinline__ Relative(C) {}
+  __device__ __forceinline__ C rescale(C) const { return C(1); }
+};
 
 // Terms in one fused multiply-add and one power: exp2(x log2(e) - r), where r is pivot log2(e), rounded. What r is
 // rounded by is a factor that all terms share, and `rescale`, `log` and `whole` take it into account. It would overflow

@@ -109,6 +109,22 @@ struct Memory {
     }
   }
 
+  // Packs that stand for all elements before them: in each place the largest of what a pivot is the maximum of.
+  static __device__ __forceinline__ Pack of_pivot(const Pack& pack) {
+    if constexpr (Op::kOfMagnitudes) {
+      return magnitudes<In>(pack);
+    } else {
+      return pack;
+    }
+  }
+  static __device__ __forceinline__ Pack larger(const Pack& largest, const Pack& pack) {
+    if constexpr (Op::kOfMagnitudes) {
+      return Elements<In>::max_or_nan(largest, magnitudes<In>(pack));
+    } else {
+      return Elements<In>::max(largest, pack);
+    }
+  }
+
   // The bits of those among `inside` that are not masked. Neighbouring elements are neighbours along `dim`.
   __device__ __forceinline__ unsigned unmasked(const Place& at, const Dim& dim, unsigned inside) const {
     if constexpr (!kMasked) return inside;
@@ -228,7 +244,16 @@ struct Memory {
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) r[i] = (kept >> i) & 1 ? r[i] : Op::masked();
     }
-    return Elements<Out>::narrow(r);
+    return narrow(r);
+  }
+  // One result or several, as they are in memory.
+  template <class R>
+  static __device__ __forceinline__ auto narrow(const R& r) {
+    if constexpr (Op::kWithinRange && sizeof(Out) == 1) {
+      return Elements<Out>::narrow_within_range(r);
+    } else {
+      return Elements<Out>::narrow(r);
+    }
   }
   // Stores those that are `inside` the row.
   static __device__ __forceinline__ void store(Out* p, const Results& words, unsigned inside) {
@@ -271,12 +296,12 @@ struct Largest {
   __device__ __forceinline__ void add(const Mem& mem, const Pack (&pack)[Mem::kInputs], const typename Mem::Place& at,
                                       const Dim& dim, unsigned bits) {
     if constexpr (Mem::kOrdered) {
-      raw = Elements<typename Mem::In>::max(raw, pack[0]);
+      raw = Mem::larger(raw, pack[0]);
     } else {
       typename Mem::Values v;
       mem.values(v, pack, at, dim, bits);
 #pragma unroll
-      for (int i = 0; i < Mem::kWidth; ++i) value = Mem::M::max(value, v[i][0]);
+      for (int i = 0; i < Mem::kWidth; ++i) value = Mem::M::max(value, Mem::Op::of_pivot(v[i][0]));
     }
   }
   __device__ __forceinline__ C get() const {

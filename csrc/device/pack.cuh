@@ -12,9 +12,10 @@ template <class T>
 inline constexpr int kPerPack = kPackBytes / static_cast<int>(sizeof(T));
 
 // Some neighbouring elements, as they are in memory.
+constexpr int alignment_of_words(int bytes) { return bytes < 4 ? 4 : bytes < 16 ? bytes : 16; }
 template <int bytes>
-struct alignas(bytes < 16 ? bytes : 16) Words {
-  uint32_t word[bytes / 4];
+struct alignas(alignment_of_words(bytes)) Words {
+  uint32_t word[(bytes + 3) / 4];
 };
 using Pack = Words<kPackBytes>;
 
@@ -36,6 +37,8 @@ __device__ __forceinline__ void store_words(void* p, const Words<bytes>& words) 
     asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(to), "r"(words.word[0]), "r"(words.word[1]));
   } else if constexpr (bytes == 4) {
     asm volatile("st.global.b32 [%0], %1;" ::"l"(to), "r"(words.word[0]));
+  } else if constexpr (bytes == 2) {
+    asm volatile("st.global.b16 [%0], %1;" ::"l"(to), "h"(static_cast<uint16_t>(words.word[0])));
   } else {
 #pragma unroll
     for (int i = 0; i < bytes / 16; ++i) {
@@ -77,6 +80,19 @@ struct Pair<BFloat16> {
     return __float_as_uint(fmaxf(al, bl)) >> 16 | (__float_as_uint(fmaxf(ah, bh)) & 0xffff0000u);
 #endif
   }
+  static __device__ __forceinline__ uint32_t max_or_nan(uint32_t a, uint32_t b) {
+#if __CUDA_ARCH__ >= 800
+    uint32_t word;
+    asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(word) : "r"(a), "r"(b));
+    return word;
+#else
+    float al, ah, bl, bh;
+    widen(al, ah, a);
+    widen(bl, bh, b);
+    return __float_as_uint(device::max_or_nan(al, bl)) >> 16 |
+           (__float_as_uint(device::max_or_nan(ah, bh)) & 0xffff0000u);
+#endif
+  }
 
  private:
   // To nearest even, where the chip has no instruction for it.
@@ -116,10 +132,22 @@ struct Pair<Float16> {
     return narrow(fmaxf(al, bl), fmaxf(ah, bh));
 #endif
   }
+  static __device__ __forceinline__ uint32_t max_or_nan(uint32_t a, uint32_t b) {
+#if __CUDA_ARCH__ >= 800
+    uint32_t word;
+    asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(word) : "r"(a), "r"(b));
+    return word;
+#else
+    float al, ah, bl, bh;
+    widen(al, ah, a);
+    widen(bl, bh, b);
+    return narrow(device::max_or_nan(al, bl), device::max_or_nan(ah, bh));
+#endif
+  }
 };
 
 // ---- widen, narrow: between n elements and the words that they are in memory. max: element by element, a NaN being
-// ignored. Of 16 bits:
+// ignored; or not. Of 16 bits:
 
 template <class T>
 struct Elements {
@@ -141,6 +169,12 @@ struct Elements {
     Pack m;
 #pragma unroll
     for (int w = 0; w < 4; ++w) m.word[w] = Pair<T>::max(a.word[w], b.word[w]);
+    return m;
+  }
+  static __device__ __forceinline__ Pack max_or_nan(const Pack& a, const Pack& b) {
+    Pack m;
+#pragma unroll
+    for (int w = 0; w < 4; ++w) m.word[w] = Pair<T>::max_or_nan(a.word[w], b.word[w]);
     return m;
   }
   static __device__ __forceinline__ float widen(T x) {
@@ -176,6 +210,14 @@ struct Elements<float> {
     }
     return m;
   }
+  static __device__ __forceinline__ Pack max_or_nan(const Pack& a, const Pack& b) {
+    Pack m;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      m.word[i] = __float_as_uint(device::max_or_nan(__uint_as_float(a.word[i]), __uint_as_float(b.word[i])));
+    }
+    return m;
+  }
   static __device__ __forceinline__ float widen(float x) { return x; }
   template <class C>
   static __device__ __forceinline__ float narrow(C x) {
@@ -207,6 +249,13 @@ struct Elements<double> {
     const double m[2] = {fmax(va[0], vb[0]), fmax(va[1], vb[1])};
     return narrow(m);
   }
+  static __device__ __forceinline__ Pack max_or_nan(const Pack& a, const Pack& b) {
+    double va[2], vb[2];
+    widen(va, a);
+    widen(vb, b);
+    const double m[2] = {device::max_or_nan(va[0], vb[0]), device::max_or_nan(va[1], vb[1])};
+    return narrow(m);
+  }
   static __device__ __forceinline__ double widen(double x) { return x; }
   static __device__ __forceinline__ double narrow(double x) { return x; }
 };
@@ -231,6 +280,24 @@ struct Elements<Byte<Format>> {
   static __device__ __forceinline__ Byte<Format> narrow(C x) {
     return {static_cast<uint8_t>(Format::template narrow<Bits>(x))};
   }
+  // Of numbers that are within the type's range, or NaN, which is 0 as an integer: to nearest, ties to even.
+  template <class C, int n>
+  static __device__ __forceinline__ Words<n> narrow_within_range(const C (&v)[n]) {
+    Words<n> words;
+#pragma unroll
+    for (int i = 0; i < n; i += 4) {
+      if constexpr (n == 2) {
+        words.word[0] = four(v[0], v[1], C(0), C(0));
+      } else {
+        words.word[i / 4] = four(v[i], v[i + 1], v[i + 2], v[i + 3]);
+      }
+    }
+    return words;
+  }
+  template <class C>
+  static __device__ __forceinline__ Byte<Format> narrow_within_range(C x) {
+    return {static_cast<uint8_t>(four(x, C(0), C(0), C(0)))};
+  }
 
  private:
   struct Bits {
@@ -239,6 +306,37 @@ struct Elements<Byte<Format>> {
     static __device__ __forceinline__ float value(uint32_t bits) { return __uint_as_float(bits); }
     static __device__ __forceinline__ uint32_t bits(float value) { return __float_as_uint(value); }
   };
+  // A word of four elements, the first in its last byte.
+  template <class C>
+  static __device__ __forceinline__ uint32_t four(C a, C b, C c, C d) {
+    if constexpr (kIsSame<Format, int8_t>) {
+      return packed(integer(a), integer(b), packed(integer(c), integer(d), 0));
+    } else {
+#if __CUDA_ARCH__ >= 890
+      return two(static_cast<float>(a), static_cast<float>(b)) | two(static_cast<float>(c), static_cast<float>(d))
+                                                                     << 16;
+#else
+      const C v[4] = {a, b, c, d};
+      return narrow(v).word[0];
+#endif
+    }
+  }
+  static __device__ __forceinline__ int integer(float x) { return __float2int_rn(x); }
+  static __device__ __forceinline__ int integer(double x) { return x == x ? __double2int_rn(x) : 0; }
+  static __device__ __forceinline__ uint32_t packed(int first, int second, uint32_t rest) {
+    uint32_t word;
+    asm("cvt.pack.sat.s8.s32.b32 %0, %1, %2, %3;" : "=r"(word) : "r"(second), "r"(first), "r"(rest));
+    return word;
+  }
+  static __device__ __forceinline__ uint32_t two(float first, float second) {
+    uint16_t pair;
+    if constexpr (kIsSame<Format, jax_softmax::Float8E4M3>) {
+      asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(second), "f"(first));
+    } else {
+      asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(second), "f"(first));
+    }
+    return pair;
+  }
   // Integers as the last bits of 2^23: a conversion takes longer.
   static __device__ __forceinline__ float value(uint32_t byte) {
     constexpr uint32_t k2To23 = 0x4b000000u;
@@ -285,6 +383,18 @@ __device__ __forceinline__ Pack select_elements(unsigned bits, const Pack& pack,
   for (int w = 0; w < 4; ++w) {
     const uint32_t mask = word_mask<T>(bits, w);
     result.word[w] = (pack.word[w] & mask) | (other.word[w] & ~mask);
+  }
+  return result;
+}
+
+// A pack without the signs of its elements.
+template <class T>
+__device__ __forceinline__ Pack magnitudes(const Pack& pack) {
+  Pack result;
+#pragma unroll
+  for (int w = 0; w < 4; ++w) {
+    const uint32_t signs = sizeof(T) == 2 ? 0x80008000u : sizeof(T) == 4 || w % 2 == 1 ? 0x80000000u : 0u;
+    result.word[w] = pack.word[w] & ~signs;
   }
   return result;
 }

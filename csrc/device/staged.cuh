@@ -160,9 +160,9 @@ __device__ __forceinline__ void staged(const Operands& operands) {
       }
       C pivot = M::constant(0);
       if constexpr (Op::kHasPivot) {
-        pivot = values[0][0];
+        pivot = Op::of_pivot(values[0][0]);
 #pragma unroll
-        for (int i = 1; i < kHeld; ++i) pivot = M::max(pivot, values[i][0]);
+        for (int i = 1; i < kHeld; ++i) pivot = M::max(pivot, Op::of_pivot(values[i][0]));
         pivot = max_over_lanes<kLanes, M>(pivot);
       }
       const Relative<M> relative(pivot);
@@ -185,7 +185,7 @@ __device__ __forceinline__ void staged(const Operands& operands) {
           result = Op::finish(finished, values[i]);
         }
         if (Op::kElementResults && i * kLanes < mine) {
-          out[begin + i * kLanes] = Elements<Out>::narrow(mem.is_kept(at(i)) ? result : Op::masked());
+          out[begin + i * kLanes] = Mem::narrow(mem.is_kept(at(i)) ? result : Op::masked());
         }
       }
     }

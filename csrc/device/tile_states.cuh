@@ -91,9 +91,9 @@ struct TileStates : TilePart<Mem, View, Plan> {
   // Of the thread's lines, the largest value in each place of a pack.
   __device__ __forceinline__ void largest_held(C (&largest)[kWidth]) const {
     if constexpr (Mem::kOrdered) {
-      Pack raw = *this->held(0, 0);
+      Pack raw = Mem::of_pivot(*this->held(0, 0));
 #pragma unroll 8
-      for (int t = 1; t < kTurns; ++t) raw = Elements<In>::max(raw, *this->held(t, 0));
+      for (int t = 1; t < kTurns; ++t) raw = Mem::larger(raw, *this->held(t, 0));
       Elements<In>::widen(largest, raw);
     } else {
 #pragma unroll
@@ -102,7 +102,7 @@ struct TileStates : TilePart<Mem, View, Plan> {
         Values v;
         this->values(v, t);
 #pragma unroll
-        for (int e = 0; e < kWidth; ++e) largest[e] = M::max(largest[e], v[e][0]);
+        for (int e = 0; e < kWidth; ++e) largest[e] = M::max(largest[e], Op::of_pivot(v[e][0]));
       }
     }
   }
@@ -119,9 +119,9 @@ struct TileStates : TilePart<Mem, View, Plan> {
       if constexpr (Op::kHasPivot) {
         C largest[kWidth];
         if constexpr (Mem::kOrdered) {
-          Pack packs = raw[0][0];
+          Pack packs = Mem::of_pivot(raw[0][0]);
 #pragma unroll
-          for (int u = 1; u < kTogether; ++u) packs = Elements<In>::max(packs, raw[u][0]);
+          for (int u = 1; u < kTogether; ++u) packs = Mem::larger(packs, raw[u][0]);
           Elements<In>::widen(largest, packs);
         } else {
 #pragma unroll
@@ -131,7 +131,7 @@ struct TileStates : TilePart<Mem, View, Plan> {
             Values v;
             this->values_of(v, raw[u], t + u);
 #pragma unroll
-            for (int e = 0; e < kWidth; ++e) largest[e] = M::max(largest[e], v[e][0]);
+            for (int e = 0; e < kWidth; ++e) largest[e] = M::max(largest[e], Op::of_pivot(v[e][0]));
           }
         }
 #pragma unroll

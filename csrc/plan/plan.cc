@@ -130,8 +130,7 @@ std::vector<Step> steps_of(const Plan& plan, const Problem& problem, const Devic
           },
           [&](const Staged& p) -> std::vector<Step> {
             Launch launch{ceil_div(rows, p.rows), p.threads};
-            const int outputs = problem.in_bytes == problem.out_bytes ? 0 : problem.out_bytes;
-            launch.shared_bytes = problem.view.columns * p.rows * (problem.in_bytes * problem.cost.inputs + outputs);
+            launch.shared_bytes = shared_bytes_of(p, problem);
             return {{"staged", launch, rows}};
           },
           [&](const Chunks& p) -> std::vector<Step> {

@@ -171,6 +171,7 @@ int64_t scratch_bytes(const Plan& plan, const Problem& problem);
 
 std::optional<Registers> plan_registers(const Problem& problem, const Device& device);
 std::optional<Staged> plan_staged(const Problem& problem, const Device& device);
+int64_t shared_bytes_of(const Staged& plan, const Problem& problem);
 std::optional<Chunks> plan_chunks(const Problem& problem, const Device& device);
 std::optional<Ring> plan_ring(const Problem& problem, const Device& device);
 std::optional<Tile> plan_tile(const Problem& problem, const Device& device);

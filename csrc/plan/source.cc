@@ -9,7 +9,8 @@ namespace jax_softmax {
 namespace {
 
 constexpr const char* kOpTypes[kOps] = {"Softmax",       "LogSoftmax", "SoftmaxLinear",        "LogSoftmaxJvp",
-                                        "LogSoftmaxVjp", "LogSumExp",  "CrossEntropyGradient", "RowStates"};
+                                        "LogSoftmaxVjp", "LogSumExp",  "CrossEntropyGradient", "RowStates",
+                                        "AbsmaxScale"};
 constexpr const char* kElementTypes[kDTypes] = {"Float16",    "BFloat16",   "float", "double",
                                                 "Float8E4M3", "Float8E5M2", "Int8",  "UInt8"};
 constexpr const char* kHeaders[] = {"registers", "staged", "chunks", "ring", "tile", "twice", "twice"};
@@ -80,10 +81,11 @@ std::string source_of(const Plan& plan, const Step& step, const Problem& problem
             ";\n  template <class C>\n  static __device__ __forceinline__ C apply(C x, const C* s) {\n    return " +
             types.fused + ";\n  }\n};\n\n";
   }
-  text += std::string("using Mem = Memory<") + kOpTypes[static_cast<int>(types.op)] + "<PolicyOf<" +
-          kOpTypes[static_cast<int>(types.op)] + ", " + kElementTypes[static_cast<int>(wide)] + ">::type>, " +
-          kElementTypes[static_cast<int>(types.in)] + ", " + kElementTypes[static_cast<int>(types.out)] + ", " +
-          (types.fused.empty() ? "NothingFused" : "Fused") + ", " + (problem.masked ? "true" : "false") + ", " +
+  const std::string op = kOpTypes[static_cast<int>(types.op)], out = kElementTypes[static_cast<int>(types.out)];
+  std::string policy = "PolicyOf<" + op + ", " + kElementTypes[static_cast<int>(wide)] + ">::type";
+  if (types.op == Op::kAbsmaxScale) policy = "ScaledTo<" + out + ", " + policy + ">";
+  text += "using Mem = Memory<" + op + "<" + policy + ">, " + kElementTypes[static_cast<int>(types.in)] + ", " + out +
+          ", " + (types.fused.empty() ? "NothingFused" : "Fused") + ", " + (problem.masked ? "true" : "false") + ", " +
           (problem.packs ? "true" : "false") + ">;\n\n";
   const int outer = outer_kept(view);
   int64_t inner = 1;

@@ -13,6 +13,8 @@ constexpr int kSlabBytes = 17 << 9;         // of one operand: 8 KB, or a little
 constexpr int kSlabBytesAtMost = 12 << 10;  // where fewer threads help
 // Of all operands, where lanes have pairs of elements, in two turns or more; twice that if it takes logarithms.
 constexpr int kPairsSlabBytes = 25 << 9;
+// Of a block's shared memory: whole sectors of results that have fewer bytes than operands would take more.
+constexpr int64_t kMostSharedBytes = 48 << 10;
 constexpr int kFewColumns = 34;  // that one or two lanes have
 
 // How many turns shared memory takes to serve a warp that reads a pair of 16-bit elements in each of the lanes that
@@ -42,6 +44,11 @@ int spread_of(int64_t columns, int lanes, int rows) {
 }
 
 }  // namespace
+
+int64_t shared_bytes_of(const Staged& plan, const Problem& problem) {
+  const int outputs = problem.in_bytes == problem.out_bytes ? 0 : problem.out_bytes;
+  return problem.view.columns * plan.rows * (problem.in_bytes * problem.cost.inputs + outputs);
+}
 
 std::optional<Staged> plan_staged(const Problem& problem, const Device&) {
   const View& view = problem.view;
@@ -87,6 +94,7 @@ std::optional<Staged> plan_staged(const Problem& problem, const Device&) {
     }
   }
   plan.rows = static_cast<int>(unit() * std::max<int64_t>(units(), slab_bytes / (unit() * row_bytes)));
+  if (shared_bytes_of(plan, problem) > kMostSharedBytes) return {};
   plan.spread = plan.pairs ? spread_of(columns, plan.lanes, plan.rows) : 1;
   return plan;
 }

@@ -1,0 +1,74 @@
+"""Scaling of rows by their absolute maxima, and quantisation: the public function."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike, DTypeLike
+
+from jax_softmax import arguments, reference
+from jax_softmax.arguments import Axis
+from jax_softmax.row_primitives import ROW_PRIMITIVES
+
+
+def absmax_scale(
+    x: ArrayLike, axis: Axis = -1, where: ArrayLike | None = None, *, dtype: DTypeLike | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """x divided by its maximum of magnitudes along axis, and the scale: so that y * scale is x.
+
+    Of a dtype of 8 bits y is x quantised symmetrically, row by row: with L, the type's largest number (int8: 127,
+    float8_e4m3fn: 448, float8_e5m2: 57344), y is x * (L / max(abs(x))) rounded to nearest, ties to even, and the scale
+    is max(abs(x)) * (1 / L). Then the largest element of a row is L or -L, and y * scale is x but for the rounding.
+    Otherwise y is x / max(abs(x)), in which the largest element is 1 or -1, and the scale is max(abs(x)).
+
+    Differentiable in forward and reverse mode to any order. Elements that tie for the maximum share its cotangent
+    equally, as for `jnp.max`. To float8 the derivative is that of the formula before it is rounded, as for `astype`; y
+    in int8 has none, but its scale has.
+
+    Args:
+      x: array of a floating, integer or boolean dtype, computed in float32 (float64 for float64).
+      axis: the axis, or axes, of a row: an int, a sequence or array of ints, or None for all axes.
+      where: boolean mask that broadcasts with x; False leaves an element out, and its y is 0. The shape of y is that of
+        x and where broadcast together.
+      dtype: that of y: int8, float8_e4m3fn, float8_e5m2, float16, bfloat16, float32 or float64. None, the default: x's,
+        or of integers and float8 the dtype that they are computed in.
+
+    Returns:
+      A pair (y, scale). scale is in float32 (float64 for float64), and of y's shape but for the reduced axes, which
+      stay with extent 1. Where the scale would be less than the smallest normal number, both are 0: so they are for a
+      row of zeros, or of none but masked elements. A row with a NaN has a scale and a y of NaN, one with an infinity a
+      scale of inf, a y of 0, and of NaN where the infinity is. In int8, 0 stands for NaN.
+
+    Raises:
+      TypeError: x, axis, where or dtype is of the wrong type or dtype.
+      ValueError: axis is out of range or repeated, or where does not broadcast with x.
+    """
+    if dtype is not None:
+        dtype = _checked_dtype(dtype)
+    x, axis, where, _ = arguments.for_jit("absmax_scale", x, axis, where, None)
+    return _absmax_scale(x, axis, where, dtype)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 3), inline=True)
+def _absmax_scale(x, axis, where, dtype):
+    x = arguments.checked_real_array("absmax_scale", x, "x")
+    axes, where, shape = arguments.checked_axes_and_mask("absmax_scale", x, axis, where)
+    x = jnp.broadcast_to(reference.without_narrow(arguments.promoted(x)[0]), shape)
+    x = arguments.varying_as_well(x, where, ())
+    dtype = x.dtype.name if dtype is None else dtype
+    wide = reference.wide_dtype(x.dtype).name
+    rounded = wide if dtype == "float64" else dtype  # of no more bits than the arithmetic has
+    operands = [x] if where is None else [x, where]
+    y, scale = ROW_PRIMITIVES[f"absmax_scale_{rounded}"].bind(*operands, axes=axes, axis_name=())
+    return y.astype(dtype), scale
+
+
+def _checked_dtype(dtype: Any) -> str:
+    try:
+        found = jax.dtypes.canonicalize_dtype(jnp.dtype(dtype)).name
+    except TypeError:
+        found = None
+    if found not in reference.SCALED:
+        raise TypeError(f"absmax_scale: dtype must be one of {', '.join(reference.SCALED)}, or None, got {dtype!r}.")
+    return found
