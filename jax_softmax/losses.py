@@ -167,10 +167,10 @@ def cross_entropy_loss(
 ) -> jax.Array:
     """The mean or sum of `softmax_cross_entropy_with_integer_labels`: the loss of a training step.
 
-    Where it is differentiated, the forward pass makes the gradient with the loss, in the logits' dtype: on CUDA, in a
-    program of one device, by one read and one write. The backward pass multiplies it by the incoming cotangent, unless
-    that is known to be 1. Of float16 the backward pass makes the gradient, so that loss scaling can keep it from
-    underflow. Differentiable in forward and reverse mode to any order.
+    Where it is differentiated, the forward pass makes the gradient with the loss, in the logits' dtype: on CUDA by one
+    read and one write, unless the classes are spread over devices. The backward pass multiplies it by the incoming
+    cotangent, unless that is known to be 1. Of float16 the backward pass makes the gradient, so that loss scaling can
+    keep it from underflow. Differentiable in forward and reverse mode to any order.
 
     Args:
       logits, labels, axis, where, label_smoothing, z_loss: as there.

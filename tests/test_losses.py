@@ -511,15 +511,6 @@ def mesh_of(axis_type):
     return jax.make_mesh((2, 4), ("data", "model"), axis_types=(axis_type, axis_type), devices=cpus[:8])
 
 
-def test_over_a_mesh_axis():
-    """Inside shard_map, each device with a part of every row."""
-    x, spec = normal((4, 12)), P("data", "model")
-    spread = functools.partial(logsumexp, axis_name="model")
-    with jax.default_device(jax.devices("cpu")[0]):
-        found = jax.jit(jax.shard_map(spread, mesh=mesh_of(AxisType.Auto), in_specs=spec, out_specs=P("data")))(x)
-    np.testing.assert_allclose(found, lse(x), rtol=1e-6)
-
-
 @BOTH
 @pytest.mark.parametrize("varies", ["labels", "z_loss"])
 def test_logits_that_all_devices_have(f, varies):
@@ -539,33 +530,6 @@ def test_logits_that_all_devices_have(f, varies):
         expected, of_x = jax.value_and_grad(lambda x: sum(f(x, n, z_loss=z) for n, z in each))(x)
     np.testing.assert_allclose(value, expected, rtol=1e-6)
     np.testing.assert_allclose(g, of_x, rtol=1e-5, atol=1e-7)
-
-
-SHARDED = {
-    "logsumexp": lambda x, labels: logsumexp(x),
-    "losses": lambda x, labels: integer_labels(x, labels),
-    "loss": lambda x, labels: cross_entropy_loss(x, labels),
-    "gradient of losses": lambda x, labels: jax.grad(lambda x: integer_labels(x, labels).sum())(x),
-    "gradient of the loss": lambda x, labels: jax.grad(cross_entropy_loss)(x, labels),
-    "gradient of soft labels": lambda x, labels: jax.grad(lambda x: softmax_cross_entropy(x, x).sum())(x),
-}
-SPECS = (P("data"), P(None, "model"), P("data", "model"))
-
-
-@support.sampled("name,spec,axis_type", itertools.product(SHARDED, SPECS, [AxisType.Auto, AxisType.Explicit]), 4)
-def test_sharded_logits_are_not_gathered(name, spec, axis_type):
-    f = SHARDED[name]
-    mesh = mesh_of(axis_type)
-    x, labels = normal((16, 12)), np.arange(16) % 12
-    with jax.default_device(jax.devices("cpu")[0]):
-        expected = f(x, labels)
-    of_labels = jax.sharding.NamedSharding(mesh, P(spec[0]))
-    x, labels = jax.device_put(x, jax.sharding.NamedSharding(mesh, spec)), jax.device_put(labels, of_labels)
-    with jax.set_mesh(mesh):
-        compiled = jax.jit(f).lower(x, labels).compile()
-        found = compiled(x, labels)
-    assert not re.search(r"= \S*\[16,12\]\S* all-gather", compiled.as_text())
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-7)
 
 
 # ---- what is refused
