@@ -169,13 +169,19 @@ def scale_of(largest, dtype):
 
 def scaled(x, largest, scale, where, dtype):
     """What is rounded to dtype in the end; as an integer 0 stands for NaN."""
-    x = _kept(widened(x), where)
+    given, x = x.dtype.name, _kept(widened(x), where)
+    divisor = jnp.where(scale == 0, jnp.inf, scale)
     if dtype in LARGEST:
         y = x * jnp.where(scale == 0, 0, LARGEST[dtype] / largest)
         y = y.astype(jnp.float32) if dtype != "int8" else jnp.where(jnp.isnan(y), 0, jnp.round(y))
+    elif dtype in ("float16", "bfloat16") and given in (dtype, "bfloat16"):
+        # By the reciprocal, which is faster and, rounded to so few bits, the same: a quotient lies halfway between two
+        # results only if the divisor is a power of 2. The reciprocals of the largest numbers would underflow.
+        power = jnp.where(largest > 2.0**100, 1 / 16, 1).astype(x.dtype)
+        y = x * power * (1 / (divisor * power))
     else:
-        # Different for each element, as far as XLA knows: it would multiply by a row's reciprocal, which is not exact.
-        y = x / jnp.where(jnp.abs(x) <= largest, jnp.where(scale == 0, jnp.inf, scale), jnp.nan)
+        # Different for each element, as far as XLA knows: it would multiply by the reciprocal.
+        y = x / jnp.where(jnp.abs(x) <= largest, divisor, jnp.nan)
     return _kept(y, where)
 
 
