@@ -3,14 +3,17 @@
 // Every operator is described by the same few pieces, so that every schedule can run every operator:
 //
 //   kHasPivot          whether terms are taken relative to the maximum of the (only) operand over the row
-//   term(relative, in) what is summed over the row, `relative` being made of the pivot (see Relative)
+//   Sum                what is summed over the row: a number, or Moments
+//   Terms              what terms are made with: Relative, which is made of the pivot, or that and what the row has of
+//                      its own; terms(relative, given) makes it then
+//   term(terms, in)    an element's part of the sum
 //   kFirstSummed       terms are made of the operands from this one on, and a sum needs no others
 //   row(state)         what a finished row's (pivot, sum) amounts to for its elements
 //   finish(row, in)    an element of the result
 //   alone(x)           the same for a row of one element, of operators with a pivot
 //   kElementResults    whether there is a result for each element at all
 //   kRowResults        how many results a row has itself, and row_results(state, to), which sets them
-//   kRowOperands       how many numbers of its own a row has, which `row` and `term_scale` are then given as well
+//   kRowOperands       how many numbers of its own a row has, which `row`, `term_scale` and `terms` are then given
 //
 // `in` points at one element of each of the kInputs operands. All of it is written over a policy M with a value type
 // M::Value: a scalar in CUDA, a SIMD vector on the CPU.
@@ -30,10 +33,25 @@
 namespace jax_softmax {
 
 // The accumulated state of a row, or of a part of one. Operators without a pivot leave it at zero.
-template <class C>
+template <class C, class Sum = C>
 struct State {
   C pivot;
+  Sum sum;
+};
+template <class Op>
+using StateOf = State<typename Op::C, typename Op::Sum>;
+
+// Two sums: of e = exp(x - pivot), and of e (x - pivot - y), where y is 0 or another operand. A term whose e is 0 adds
+// 0 to both, whatever x and y are. A state with them is whole 64-bit words.
+template <class C>
+struct alignas(8) alignas(C) Moments {
   C sum;
+  C moment;
+  JAX_SOFTMAX_INLINE Moments& operator+=(const Moments& other) {
+    sum += other.sum;
+    moment += other.moment;
+    return *this;
+  }
 };
 
 // Terms relative to a pivot of minus infinity (nothing seen yet, or a row of minus infinities) are taken relative to
@@ -76,10 +94,27 @@ struct Relative<OfLogSumExp<M>> : Relative<M> {
   JAX_SOFTMAX_INLINE C rescale(C from) const { return Relative<M>::rescale(M::below_infinity(from)); }
 };
 
+// What a sum of terms relative to the pivot `from`, which is not larger than `relative`'s, is relative to that: the one
+// place that says so.
+template <class M>
+JAX_SOFTMAX_INLINE typename M::Value moved(typename M::Value sum, const Relative<M>& relative, typename M::Value from) {
+  return sum * relative.rescale(from);
+}
+template <class M>
+JAX_SOFTMAX_INLINE Moments<typename M::Value> moved(const Moments<typename M::Value>& sums, const Relative<M>& relative,
+                                                    typename M::Value from) {
+  using C = typename M::Value;
+  const C factor = relative.rescale(from), nothing = M::constant(0);
+  const C moment = (sums.moment + sums.sum * (from - relative.pivot)) * factor;
+  return {sums.sum * factor, M::select(M::equal(factor, nothing), nothing, moment)};
+}
+
 template <class M>
 struct SoftmaxBase {
   using Policy = M;
   using C = typename M::Value;
+  using Sum = C;
+  using Terms = Relative<M>;
   static constexpr int kInputs = 1;
   static constexpr int kFirstSummed = 0;
   static constexpr bool kHasPivot = true;  // the row's maximum
@@ -132,19 +167,29 @@ struct LogSoftmax : SoftmaxBase<M> {
   static JAX_SOFTMAX_INLINE C alone(C x) { return x - x; }
 };
 
-// The logarithm of the sum of exponentials of a row, and its maximum; with a policy for which that of +inf is +inf.
+// Operators that have results for rows alone.
 template <class M>
-struct LogSumExp : SoftmaxBase<M> {
+struct OfRowsAlone : SoftmaxBase<M> {
   using C = typename M::Value;
   static constexpr bool kResultIsScaledTerm = false;
   static constexpr bool kElementResults = false;
-  static constexpr int kRowResults = 2;
   struct Scale {};
   struct Row {};
 
   static JAX_SOFTMAX_INLINE C masked() { return M::constant(0); }
-  static JAX_SOFTMAX_INLINE Row row(State<C>) { return {}; }
+  template <class... Given>
+  static JAX_SOFTMAX_INLINE Row row(const Given&...) {
+    return {};
+  }
   static JAX_SOFTMAX_INLINE C finish(const Row&, const C*) { return M::constant(0); }
+};
+
+// The logarithm of the sum of exponentials of a row, and its maximum; with a policy for which that of +inf is +inf.
+template <class M>
+struct LogSumExp : OfRowsAlone<M> {
+  using C = typename M::Value;
+  static constexpr int kRowResults = 2;
+
   static JAX_SOFTMAX_INLINE void row_results(State<C> s, C* to) {
     const Relative<M> relative(s.pivot);
     to[0] = relative.pivot_of(s.pivot) + relative.log(s.sum);
@@ -182,10 +227,62 @@ struct CrossEntropyGradient : LogSumExp<M> {
   }
 };
 
+// The entropy of softmax(x) over a row; the logarithm of the sum of exp(x - maximum), and the maximum. Of log S - T / S
+// both terms are at least 0, so nothing cancels.
+template <class M>
+struct Entropy : OfRowsAlone<M> {
+  using C = typename M::Value;
+  using Sum = Moments<C>;
+  static constexpr int kRowResults = 3;
+
+  static JAX_SOFTMAX_INLINE Sum term(const Relative<M>& relative, const C* in) {
+    return moments(relative.exp(in[0]), in[0] - relative.pivot);
+  }
+  static JAX_SOFTMAX_INLINE void row_results(State<C, Sum> s, C* to) {
+    to[1] = Relative<M>(s.pivot).log(s.sum.sum);
+    to[0] = to[1] - s.sum.moment / s.sum.sum;
+    to[2] = s.pivot;
+  }
+
+ protected:
+  static JAX_SOFTMAX_INLINE Sum moments(C exponential, C distance) {
+    const C nothing = M::constant(0);
+    return {exponential, M::select(M::equal(exponential, nothing), nothing, exponential * distance)};
+  }
+};
+
+// Of x and y, where a row is given an origin: the sum of p (log p - (y - origin)) over a row, p being softmax(x), which
+// with the logarithm of the sum of exp(y - origin) makes the Kullback-Leibler divergence of softmax(y) from p. Then of
+// x what Entropy has. An origin near y's maximum keeps y - origin exact.
+template <class M>
+struct KlDivergence : Entropy<M> {
+  using C = typename M::Value;
+  using Sum = Moments<C>;
+  static constexpr int kInputs = 2;
+  static constexpr int kRowOperands = 1;
+  struct Terms {
+    Relative<M> relative;
+    C origin;
+  };
+
+  static JAX_SOFTMAX_INLINE C pad(int k) { return M::constant(k == 0 ? -M::kInfinity : 0); }
+  static JAX_SOFTMAX_INLINE Terms terms(const Relative<M>& relative, const C* given) { return {relative, given[0]}; }
+  static JAX_SOFTMAX_INLINE Sum term(const Terms& terms, const C* in) {
+    const Relative<M>& relative = terms.relative;
+    return Entropy<M>::moments(relative.exp(in[0]), (in[0] - relative.pivot) - (in[1] - terms.origin));
+  }
+  static JAX_SOFTMAX_INLINE void row_results(State<C, Sum> s, C* to) {
+    Entropy<M>::row_results(s, to);
+    to[0] = -to[0];
+  }
+};
+
 template <class M>
 struct LinearBase {
   using Policy = M;
   using C = typename M::Value;
+  using Sum = C;
+  using Terms = Relative<M>;
   static constexpr int kInputs = 2;  // the operator's result y and the (co)tangent t
   static constexpr int kFirstSummed = 0;
   static constexpr bool kHasPivot = false;
@@ -230,24 +327,27 @@ struct LogSoftmaxVjp : LinearBase<M> {
 };
 
 template <class Op, class M>
-JAX_SOFTMAX_INLINE State<typename M::Value> identity() {
-  return {M::constant(Op::kHasPivot ? -M::kInfinity : 0), M::constant(0)};
+JAX_SOFTMAX_INLINE StateOf<Op> identity() {
+  return {M::constant(Op::kHasPivot ? -M::kInfinity : 0), typename Op::Sum{}};
 }
 
 template <class Op, class M>
-JAX_SOFTMAX_INLINE State<typename M::Value> combine(State<typename M::Value> a, State<typename M::Value> b) {
+JAX_SOFTMAX_INLINE StateOf<Op> combine(StateOf<Op> a, StateOf<Op> b) {
   if constexpr (!Op::kHasPivot) {
-    return {a.pivot, a.sum + b.sum};
+    a.sum += b.sum;
+    return a;
   } else {
     const typename M::Value pivot = M::max(a.pivot, b.pivot);
     const Relative<M> relative(pivot);
-    return {pivot, a.sum * relative.rescale(a.pivot) + b.sum * relative.rescale(b.pivot)};
+    auto sum = moved(a.sum, relative, a.pivot);
+    sum += moved(b.sum, relative, b.pivot);
+    return {pivot, sum};
   }
 }
 
-// The state of a row of n elements, all at hand.
+// The state of a row of n elements, all at hand, of operators whose terms need nothing else.
 template <class Op, class M, int n>
-JAX_SOFTMAX_INLINE State<typename M::Value> state_of(const typename M::Value (&in)[n][Op::kInputs]) {
+JAX_SOFTMAX_INLINE StateOf<Op> state_of(const typename M::Value (&in)[n][Op::kInputs]) {
   using C = typename M::Value;
   C pivot = M::constant(0);
   if constexpr (Op::kHasPivot) {
@@ -256,9 +356,9 @@ JAX_SOFTMAX_INLINE State<typename M::Value> state_of(const typename M::Value (&i
     for (int i = 1; i < n; ++i) pivot = M::max(pivot, in[i][0]);
   }
   const Relative<M> relative(pivot);
-  C sum = Op::term(relative, in[0]);
+  auto sum = Op::term(relative, in[0]);
   JAX_SOFTMAX_UNROLL
-  for (int i = 1; i < n; ++i) sum = sum + Op::term(relative, in[i]);
+  for (int i = 1; i < n; ++i) sum += Op::term(relative, in[i]);
   return {pivot, sum};
 }
 

@@ -126,7 +126,12 @@ def _register():
             rule = sharding.partitioned(primitive, platform, functools.partial(rule, op=op))
             mlir.register_lowering(primitive, rule, platform=platform)
     by_reference = _reference_rule(multiple_results=True)
-    on_cpu = {"logsumexp": _logsumexp_on_cpu(by_reference), "cross_entropy_gradient": _cross_entropy_gradient_on_cpu()}
+    on_cpu = {
+        "logsumexp": _logsumexp_on_cpu(by_reference),
+        "cross_entropy_gradient": _cross_entropy_gradient_on_cpu(),
+        "entropy": by_reference,
+        "kl_divergence": by_reference,
+    }
     for op, primitive in ROW_PRIMITIVES.items():
         for platform, rule in {None: by_reference, "cpu": on_cpu[op], "cuda": _cuda_rule(by_reference)}.items():
             rule = sharding.divided_by_xla(

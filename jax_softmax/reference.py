@@ -110,6 +110,45 @@ def logsumexp(x, where, axes, across=None):
     return jnp.log(_row_sum(jnp.exp(x - shift), axes, across)) + shift, largest
 
 
+def entropy(x, where, axes, across=None):
+    """The entropy of softmax(x) over each row, the logarithm of the sum of exp(x - largest), and largest, the maximum."""
+    distance, largest = _distances(x, where, axes, across)
+    moment, log_sum = _mean_and_log_sum(distance, distance, axes, across)
+    return log_sum - moment, log_sum, largest
+
+
+def kl_divergence(x, y, origin, where, axes, across=None):
+    """The sum of p (log p - (y - origin)) over each row, p being softmax(x), and what `entropy` has besides of x."""
+    distance, largest = _distances(x, where, axes, across)
+    moment, log_sum = _mean_and_log_sum(distance, distance - _kept(widened(y) - origin, where), axes, across)
+    return moment - log_sum, log_sum, largest
+
+
+def _distances(x, where, axes, across):
+    """x - largest, -inf of what is masked, and the maximum of each row."""
+    x = _kept(widened(x), where, -jnp.inf)
+    largest = jnp.max(x, axes, keepdims=True, initial=-jnp.inf)
+    if across is not None:
+        largest = across(largest, "max")
+    return x - jnp.where(largest == -jnp.inf, 0, largest), largest
+
+
+def _mean_and_log_sum(distance, values, axes, across):
+    """The mean of values over each row, weighted with exp(distance), and the logarithm of the sum of these weights.
+
+    A weight of 0 leaves a value out, whatever it is.
+    """
+    weights = jnp.exp(distance)
+    total = _row_sum(weights, axes, across)
+    moment = _row_sum(jnp.where(weights == 0, 0, weights * values), axes, across)
+    return moment / total, jnp.log(total)
+
+
+def log_probabilities(x, log_sum, largest, where):
+    """log softmax(x), given what `entropy` says of the rows, and -inf of what is masked."""
+    return _kept(widened(x) - jnp.where(largest == -jnp.inf, 0, largest) - log_sum, where, -jnp.inf)
+
+
 def cross_entropy_gradient(x, a, b, c, where, axes, across=None):
     """softmax(x) (a + b lse) - c, and what `logsumexp` gives."""
     lse, largest = logsumexp(x, where, axes, across)
@@ -128,7 +167,10 @@ def exp_of_difference(x, lse, where):
 
 _OPERATORS = {
     f.__name__: f
-    for f in (softmax, log_softmax, softmax_linear, log_softmax_jvp, log_softmax_vjp, logsumexp, cross_entropy_gradient)
+    for f in (
+        *(softmax, log_softmax, softmax_linear, log_softmax_jvp, log_softmax_vjp),
+        *(logsumexp, cross_entropy_gradient, entropy, kl_divergence),
+    )
 }
 
 

@@ -10,14 +10,18 @@ enum class Op {
   kLogSoftmaxJvp,
   kLogSoftmaxVjp,
   kLogSumExp,
-  kCrossEntropyGradient
+  kCrossEntropyGradient,
+  kEntropy,
+  kKlDivergence
 };
 enum class DType { kF16, kBF16, kF32, kF64, kF8E4M3, kF8E5M2, kI8, kU8 };
 
-inline constexpr int kOps = 7;
+inline constexpr int kOps = 9;
 inline constexpr const char* kOpNames[kOps] = {
-    "softmax",         "log_softmax", "softmax_linear",        "log_softmax_jvp",
-    "log_softmax_vjp", "logsumexp",   "cross_entropy_gradient"};
+    "softmax",         "log_softmax", "softmax_linear",         "log_softmax_jvp",
+    "log_softmax_vjp", "logsumexp",   "cross_entropy_gradient", "entropy",
+    "kl_divergence"};
+inline constexpr int kMostRowResults = 3;
 inline constexpr int kDTypes = 8;
 inline constexpr const char* kDTypeNames[kDTypes] = {"float16",       "bfloat16",    "float32", "float64",
                                                      "float8_e4m3fn", "float8_e5m2", "int8",    "uint8"};
@@ -34,10 +38,18 @@ struct Cost {
   bool element_results = true;  // whether there is one for each element
   int row_results = 0;          // of a row itself
   int row_operands = 0;         // numbers that a row has of its own
+  int sums = 1;                 // of a row
 };
 
-inline constexpr Cost kCosts[kOps] = {
-    {1, 1, 0}, {1, 1, 1}, {2, 0, 0}, {2, 1, 0}, {2, 1, 0}, {1, 1, 1, false, 2}, {1, 1, 1, true, 2, 3}};
+inline constexpr Cost kCosts[kOps] = {{1, 1, 0},
+                                      {1, 1, 1},
+                                      {2, 0, 0},
+                                      {2, 1, 0},
+                                      {2, 1, 0},
+                                      {1, 1, 1, false, 2},
+                                      {1, 1, 1, true, 2, 3},
+                                      {1, 1, 1, false, 3, 0, 2},
+                                      {2, 1, 1, false, 3, 1, 2}};
 constexpr Cost cost_of(Op op) { return kCosts[static_cast<int>(op)]; }
 
 }  // namespace jax_softmax

@@ -28,9 +28,9 @@ struct CallShape {
 struct CallBuffers {
   const void* in[2];
   const void* side[kMostSides];
-  void* out;         // null if there are no results for elements
-  void* of_rows[2];  // the results of rows
-  void* scratch;     // null if there is none
+  void* out;                       // null if there are no results for elements
+  void* of_rows[kMostRowResults];  // the results of rows
+  void* scratch;                   // null if there is none
   int64_t scratch_bytes;
 };
 

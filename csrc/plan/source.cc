@@ -8,8 +8,9 @@ namespace jax_softmax {
 
 namespace {
 
-constexpr const char* kOpTypes[kOps] = {"Softmax",       "LogSoftmax", "SoftmaxLinear",       "LogSoftmaxJvp",
-                                        "LogSoftmaxVjp", "LogSumExp",  "CrossEntropyGradient"};
+constexpr const char* kOpTypes[kOps] = {"Softmax",       "LogSoftmax", "SoftmaxLinear",        "LogSoftmaxJvp",
+                                        "LogSoftmaxVjp", "LogSumExp",  "CrossEntropyGradient", "Entropy",
+                                        "KlDivergence"};
 constexpr const char* kElementTypes[kDTypes] = {"Float16",    "BFloat16",   "float", "double",
                                                 "Float8E4M3", "Float8E5M2", "Int8",  "UInt8"};
 constexpr const char* kHeaders[] = {"registers", "staged", "chunks", "ring", "tile", "twice", "twice"};
