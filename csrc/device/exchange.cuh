@@ -37,17 +37,26 @@ __device__ __forceinline__ void to_words(uint64_t (&words)[3], const State<doubl
   words[1] = word_of(state.sum.sum);
   words[2] = word_of(state.sum.moment);
 }
-__device__ __forceinline__ void from_words(State<float>& state, const uint64_t (&words)[1]) {
-  state = {high_of(words[0]), low_of(words[0])};
+
+template <class State>
+__device__ __forceinline__ State from_words(const uint64_t (&words)[kStateWords<State>]);
+template <>
+__device__ __forceinline__ State<float> from_words<State<float>>(const uint64_t (&words)[1]) {
+  return {high_of(words[0]), low_of(words[0])};
 }
-__device__ __forceinline__ void from_words(State<float, Moments<float>>& state, const uint64_t (&words)[2]) {
-  state = {high_of(words[0]), {high_of(words[1]), low_of(words[1])}};
+template <>
+__device__ __forceinline__ State<float, Moments<float>> from_words<State<float, Moments<float>>>(
+    const uint64_t (&words)[2]) {
+  return {high_of(words[0]), {high_of(words[1]), low_of(words[1])}};
 }
-__device__ __forceinline__ void from_words(State<double>& state, const uint64_t (&words)[2]) {
-  state = {__longlong_as_double(words[0]), __longlong_as_double(words[1])};
+template <>
+__device__ __forceinline__ State<double> from_words<State<double>>(const uint64_t (&words)[2]) {
+  return {__longlong_as_double(words[0]), __longlong_as_double(words[1])};
 }
-__device__ __forceinline__ void from_words(State<double, Moments<double>>& state, const uint64_t (&words)[3]) {
-  state = {__longlong_as_double(words[0]), {__longlong_as_double(words[1]), __longlong_as_double(words[2])}};
+template <>
+__device__ __forceinline__ State<double, Moments<double>> from_words<State<double, Moments<double>>>(
+    const uint64_t (&words)[3]) {
+  return {__longlong_as_double(words[0]), {__longlong_as_double(words[1]), __longlong_as_double(words[2])}};
 }
 
 // The states of a row's parts in device memory.
@@ -92,9 +101,7 @@ struct WordsInCluster {
     uint64_t words[kWords];
 #pragma unroll
     for (int w = 0; w < kWords; ++w) words[w] = row[part * kWords + w];
-    State state;
-    from_words(state, words);
-    return state;
+    return from_words<State>(words);
   }
 };
 
@@ -124,8 +131,8 @@ __device__ __forceinline__ StateOf<Op> await_parts(StateOf<Op> state, const Word
     StateOf<Op> part[n];
 #pragma unroll
     for (int i = 0; i < n; ++i) {
-      part[i] = identity<Op, typename Op::Policy>();
-      if (first + (g * n + i) * 32 < parts) from_words(part[i], bits[g * n + i]);
+      part[i] = first + (g * n + i) * 32 < parts ? from_words<StateOf<Op>>(bits[g * n + i])
+                                                 : identity<Op, typename Op::Policy>();
     }
     state = combine_parts<Op>(state, part);
   }
