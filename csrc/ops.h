@@ -197,6 +197,19 @@ struct LogSumExp : OfRowsAlone<M> {
   }
 };
 
+// The logarithm of the sum of exp(x - maximum) over a row, and the maximum: the same, without what is lost by adding a
+// large maximum.
+template <class M>
+struct LogSum : OfRowsAlone<M> {
+  using C = typename M::Value;
+  static constexpr int kRowResults = 2;
+
+  static JAX_SOFTMAX_INLINE void row_results(State<C> s, C* to) {
+    to[0] = Relative<M>(s.pivot).log(s.sum);
+    to[1] = s.pivot;
+  }
+};
+
 // An element's part of the gradient of a cross entropy, but for the label's own: softmax(x) (a + b lse) - c, where a
 // row is given a, b and c; and the row's log-sum-exp lse, and its maximum.
 template <class M>
@@ -227,8 +240,8 @@ struct CrossEntropyGradient : LogSumExp<M> {
   }
 };
 
-// The entropy of softmax(x) over a row; the logarithm of the sum of exp(x - maximum), and the maximum. Of log S - T / S
-// both terms are at least 0, so nothing cancels.
+// The entropy of softmax(x) over a row, and what LogSum has. Of log S - T / S both terms are at least 0, so nothing
+// cancels.
 template <class M>
 struct Entropy : OfRowsAlone<M> {
   using C = typename M::Value;
@@ -252,8 +265,8 @@ struct Entropy : OfRowsAlone<M> {
 };
 
 // Of x and y, where a row is given an origin: the sum of p (log p - (y - origin)) over a row, p being softmax(x), which
-// with the logarithm of the sum of exp(y - origin) makes the Kullback-Leibler divergence of softmax(y) from p. Then of
-// x what Entropy has. An origin near y's maximum keeps y - origin exact.
+// with the logarithm of the sum of exp(y - origin) makes the Kullback-Leibler divergence of softmax(y) from p; and of x
+// what LogSum has. An origin near y's maximum keeps y - origin exact.
 template <class M>
 struct KlDivergence : Entropy<M> {
   using C = typename M::Value;

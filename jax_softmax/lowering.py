@@ -42,7 +42,7 @@ def _cpu_rule(by_reference):
     return rule
 
 
-def _logsumexp_on_cpu(by_reference):
+def _rows_on_cpu(by_reference):
     call = jax.ffi.ffi_lowering(TARGET)
 
     def rule(ctx, *operands, op, axes):
@@ -52,6 +52,17 @@ def _logsumexp_on_cpu(by_reference):
         return call(ctx, *operands, op=op, axes=np.array(axes, np.int64))
 
     return rule
+
+
+def _given_its_rows_on_cpu(function_given):
+    """What is made of x, and of log_sum's results, which come from the kernel; and these."""
+
+    def function(x, *operands, op, axes):
+        *others, where = operands if operands and operands[-1].dtype == bool else (*operands, None)
+        rows = ROW_PRIMITIVES["log_sum"].bind(x, *([] if where is None else [where]), axes=axes, axis_name=())
+        return function_given(rows, x, *others, where, axes), *rows
+
+    return mlir.lower_fun(function, multiple_results=True)
 
 
 def _cross_entropy_gradient_on_cpu():
@@ -127,10 +138,11 @@ def _register():
             mlir.register_lowering(primitive, rule, platform=platform)
     by_reference = _reference_rule(multiple_results=True)
     on_cpu = {
-        "logsumexp": _logsumexp_on_cpu(by_reference),
+        "logsumexp": _rows_on_cpu(by_reference),
         "cross_entropy_gradient": _cross_entropy_gradient_on_cpu(),
-        "entropy": by_reference,
-        "kl_divergence": by_reference,
+        "log_sum": _rows_on_cpu(by_reference),
+        "entropy": _given_its_rows_on_cpu(reference.entropy_given),
+        "kl_divergence": _given_its_rows_on_cpu(reference.kl_divergence_given),
     }
     for op, primitive in ROW_PRIMITIVES.items():
         for platform, rule in {None: by_reference, "cpu": on_cpu[op], "cuda": _cuda_rule(by_reference)}.items():

@@ -110,43 +110,50 @@ def logsumexp(x, where, axes, across=None):
     return jnp.log(_row_sum(jnp.exp(x - shift), axes, across)) + shift, largest
 
 
-def entropy(x, where, axes, across=None):
-    """The entropy of softmax(x) over each row, the logarithm of the sum of exp(x - largest), and largest, the maximum."""
-    distance, largest = _distances(x, where, axes, across)
-    moment, log_sum = _mean_and_log_sum(distance, distance, axes, across)
-    return log_sum - moment, log_sum, largest
-
-
-def kl_divergence(x, y, origin, where, axes, across=None):
-    """The sum of p (log p - (y - origin)) over each row, p being softmax(x), and what `entropy` has besides of x."""
-    distance, largest = _distances(x, where, axes, across)
-    moment, log_sum = _mean_and_log_sum(distance, distance - _kept(widened(y) - origin, where), axes, across)
-    return moment - log_sum, log_sum, largest
-
-
-def _distances(x, where, axes, across):
-    """x - largest, -inf of what is masked, and the maximum of each row."""
+def log_sum(x, where, axes, across=None):
+    """The logarithm of the sum of exp(x - largest) over each row, and largest, its maximum."""
     x = _kept(widened(x), where, -jnp.inf)
     largest = jnp.max(x, axes, keepdims=True, initial=-jnp.inf)
     if across is not None:
         largest = across(largest, "max")
-    return x - jnp.where(largest == -jnp.inf, 0, largest), largest
+    return jnp.log(_row_sum(jnp.exp(x - _shift(largest)), axes, across)), largest
 
 
-def _mean_and_log_sum(distance, values, axes, across):
-    """The mean of values over each row, weighted with exp(distance), and the logarithm of the sum of these weights.
+def entropy(x, where, axes, across=None):
+    """The entropy of softmax(x) over each row, and what `log_sum` gives."""
+    rows = log_sum(x, where, axes, across)
+    return entropy_given(rows, x, where, axes, across), *rows
 
-    A weight of 0 leaves a value out, whatever it is.
-    """
-    weights = jnp.exp(distance)
-    total = _row_sum(weights, axes, across)
-    moment = _row_sum(jnp.where(weights == 0, 0, weights * values), axes, across)
-    return moment / total, jnp.log(total)
+
+def entropy_given(rows, x, where, axes, across=None):
+    log_p = log_probabilities(x, *rows, where)
+    return -_row_sum(weighted(log_p, log_p), axes, across)
+
+
+def kl_divergence(x, y, origin, where, axes, across=None):
+    """The sum of p (log p - (y - origin)) over each row, p being softmax(x), and what `log_sum` gives of x."""
+    rows = log_sum(x, where, axes, across)
+    return kl_divergence_given(rows, x, y, origin, where, axes, across), *rows
+
+
+def kl_divergence_given(rows, x, y, origin, where, axes, across=None):
+    log_p = log_probabilities(x, *rows, where)
+    return _row_sum(weighted(log_p, log_p - (widened(y) - origin)), axes, across)
 
 
 def log_probabilities(x, log_sum, largest, where):
-    """log softmax(x), given what `entropy` says of the rows, and -inf of what is masked."""
-    return _kept(widened(x) - jnp.where(largest == -jnp.inf, 0, largest) - log_sum, where, -jnp.inf)
+    """log softmax(x), given what `log_sum` gives, and -inf of what is masked."""
+    return _kept(widened(x) - _shift(largest) - log_sum, where, -jnp.inf)
+
+
+def _shift(largest):
+    return jnp.where(largest == -jnp.inf, 0, largest)
+
+
+def weighted(log_p, values, added=0):
+    """p (values + added), where values of p = 0 count as 0, whatever they are."""
+    p = jnp.exp(log_p)
+    return p * (jnp.where(p == 0, 0, values) + added)
 
 
 def cross_entropy_gradient(x, a, b, c, where, axes, across=None):
@@ -169,7 +176,7 @@ _OPERATORS = {
     f.__name__: f
     for f in (
         *(softmax, log_softmax, softmax_linear, log_softmax_jvp, log_softmax_vjp),
-        *(logsumexp, cross_entropy_gradient, entropy, kl_divergence),
+        *(logsumexp, cross_entropy_gradient, log_sum, entropy, kl_divergence),
     )
 }
 

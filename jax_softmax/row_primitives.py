@@ -2,6 +2,7 @@
 
     x, [where]              logsumexp               lse, largest
     x, a, b, c, [where]     cross_entropy_gradient  g, lse, largest
+    x, [where]              log_sum                 log_sum, largest
     x, [where]              entropy                 entropy, log_sum, largest
     x, y, origin, [where]   kl_divergence           mean, log_sum, largest
 
@@ -26,11 +27,18 @@ from jax_softmax import reference
 from jax_softmax.primitives import moved_batch_axes
 
 # Results of elements, and of rows.
-RESULTS = {"logsumexp": (0, 2), "cross_entropy_gradient": (1, 2), "entropy": (0, 3), "kl_divergence": (0, 3)}
+RESULTS = {
+    "logsumexp": (0, 2),
+    "cross_entropy_gradient": (1, 2),
+    "log_sum": (0, 2),
+    "entropy": (0, 3),
+    "kl_divergence": (0, 3),
+}
 
 ROW_PRIMITIVES = {op: Primitive(op) for op in RESULTS}
 logsumexp_p = ROW_PRIMITIVES["logsumexp"]
 cross_entropy_gradient_p = ROW_PRIMITIVES["cross_entropy_gradient"]
+log_sum_p = ROW_PRIMITIVES["log_sum"]
 entropy_p = ROW_PRIMITIVES["entropy"]
 kl_divergence_p = ROW_PRIMITIVES["kl_divergence"]
 
@@ -124,13 +132,12 @@ def _cross_entropy_gradient_jvp(primals, tangents, *, axes, axis_name):
 # is another, so that no derivative depends on it.
 
 
-def _entropy_jvp(primals, tangents, *, axes, axis_name):
+def _jvp_of_rows(op, tangents_of, primals, tangents, *, axes, axis_name):
     x, *mask = primals
     where = mask[0] if mask else None
-    rows = entropy_p.bind(*primals, axes=axes, axis_name=axis_name)
-    operands = x, rows, tangents[0], where, axes, axis_name
-    constant = ad.Zero(jax.typeof(rows[2]).to_tangent_aval())
-    return rows, [_entropy_tangent(*operands), _log_sum_tangent(*operands), constant]
+    rows = ROW_PRIMITIVES[op].bind(*primals, axes=axes, axis_name=axis_name)
+    constant = ad.Zero(jax.typeof(rows[-1]).to_tangent_aval())
+    return rows, [*(f(x, rows, tangents[0], where, axes, axis_name) for f in tangents_of), constant]
 
 
 @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=(4, 5))
@@ -138,7 +145,7 @@ def _entropy_tangent(x, rows, t, where, axes, axis_name):
     """-(sum of p (log p + entropy) t) over each row."""
     entropy, *of_x = of_rows_with_elements(rows, where, axes, axis_name)
     log_p = reference.log_probabilities(x, *of_x, where)
-    return -_row_sum(_weighted(log_p, log_p, entropy) * reference.widened(t), axes, axis_name)
+    return -_row_sum(reference.weighted(log_p, log_p, entropy) * reference.widened(t), axes, axis_name)
 
 
 @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=(4, 5))
@@ -147,12 +154,6 @@ def _log_sum_tangent(x, rows, t, where, axes, axis_name):
     of_x = of_rows_with_elements(rows[-2:], where, axes, axis_name)
     p = jnp.exp(reference.log_probabilities(x, *of_x, where))
     return _row_sum(p * reference.widened(t), axes, axis_name)
-
-
-def _weighted(log_p, values, added):
-    """p (values + added), where values of p = 0 count as 0, whatever they are."""
-    p = jnp.exp(log_p)
-    return p * (jnp.where(p == 0, 0, values) + added)
 
 
 def of_rows_with_elements(rows, where, axes, axis_name):
@@ -173,7 +174,7 @@ def divergence(axes, axis_name, x, y, where):
     The elements of y are taken relative to their maximum, so y is read once more for that.
     """
     mask = [] if where is None else [where]
-    _, *of_y = entropy_p.bind(y, *mask, axes=axes, axis_name=axis_name)
+    of_y = log_sum_p.bind(y, *mask, axes=axes, axis_name=axis_name)
     mean, *of_x = kl_divergence_p.bind(x, y, of_y[1], *mask, axes=axes, axis_name=axis_name)
     return mean + of_y[0], *of_x, *of_y
 
@@ -200,7 +201,7 @@ def _divergence_tangent(x, y, rows, x_dot, y_dot, where, axes, axis_name):
     log_q = reference.log_probabilities(y, *rows[2:], where)
     tangent = jnp.zeros_like(log_p)
     if x_dot is not None:
-        tangent += _weighted(log_p, log_p - log_q, -divergence) * reference.widened(x_dot)
+        tangent += reference.weighted(log_p, log_p - log_q, -divergence) * reference.widened(x_dot)
     if y_dot is not None:
         tangent += (jnp.exp(log_q) - jnp.exp(log_p)) * reference.widened(y_dot)
     return _row_sum(tangent, axes, axis_name)
@@ -213,4 +214,5 @@ for _op, _primitive in ROW_PRIMITIVES.items():
     batching.fancy_primitive_batchers[_primitive] = functools.partial(_batch, _op)
 ad.primitive_jvps[logsumexp_p] = _logsumexp_jvp
 ad.primitive_jvps[cross_entropy_gradient_p] = _cross_entropy_gradient_jvp
-ad.primitive_jvps[entropy_p] = _entropy_jvp
+ad.primitive_jvps[log_sum_p] = functools.partial(_jvp_of_rows, "log_sum", [_log_sum_tangent])
+ad.primitive_jvps[entropy_p] = functools.partial(_jvp_of_rows, "entropy", [_entropy_tangent, _log_sum_tangent])

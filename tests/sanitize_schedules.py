@@ -12,7 +12,19 @@ import sys
 
 import jax
 import numpy as np
-from support import DTYPES, NAMES, NARROW, NARROW_WAYS, OPS, ROW_OPS, call_kernel, kernel_names, limited, row_operands
+from support import (
+    DTYPES,
+    NAMES,
+    NARROW,
+    NARROW_WAYS,
+    OPS,
+    ROW_OPS,
+    TWO_OPERANDS,
+    call_kernel,
+    kernel_names,
+    limited,
+    row_operands,
+)
 
 jax.config.update("jax_enable_x64", True)
 
@@ -28,7 +40,7 @@ def main() -> None:
         x = jax.device_put(rng.normal(size=way.shape).astype(jax.numpy.dtype(dtype)))
         with limited(**way.limits):
             for op, masked in itertools.product(NAMES if dtype in NARROW else (*OPS, *ROW_OPS), (False, True)):
-                operands = [x] if op in (*NAMES, *ROW_OPS) else [x, x]
+                operands = [x, x] if op in TWO_OPERANDS else [x]
                 operands += row_operands(op, way.shape, way.axes, dtype)
                 out = "float32" if dtype in ("int8", "uint8") else None
                 if masked:

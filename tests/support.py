@@ -19,6 +19,7 @@ import pytest
 
 import jax_softmax
 from jax_softmax import _cuda, _kernels
+from jax_softmax.row_primitives import RESULTS
 
 OPERATORS = {"softmax": jax_softmax.softmax, "log_softmax": jax_softmax.log_softmax}
 CUSTOM_VJPS = {"softmax": jax_softmax.softmax_vjp, "log_softmax": jax_softmax.log_softmax_vjp}
@@ -48,7 +49,8 @@ DEVICES = {
     "RTX 5090": device(120, 170, 99, 8),
 }
 OPS = ("softmax", "log_softmax", "softmax_linear", "log_softmax_jvp", "log_softmax_vjp")
-ROW_OPS = ("logsumexp", "cross_entropy_gradient")  # which have results for whole rows
+ROW_OPS = tuple(RESULTS)  # which have results for whole rows
+TWO_OPERANDS = (*OPS[2:], "kl_divergence")
 
 
 class Way(NamedTuple):
@@ -143,10 +145,10 @@ def call_kernel(op, *operands, axes, out_dtype=None, fused="", scratch_bytes=0):
 
     Its result, or of ROW_OPS all of them."""
     x = operands[0]
-    results = [] if op == "logsumexp" else [jax.ShapeDtypeStruct(x.shape, out_dtype or x.dtype)]
-    if op in ROW_OPS:
-        rows = [1 if d in axes else n for d, n in enumerate(x.shape)]
-        results += 2 * [jax.ShapeDtypeStruct(rows, np.float64 if x.dtype == np.float64 else np.float32)]
+    of_elements, of_rows = RESULTS.get(op, (1, 0))
+    rows = [1 if d in axes else n for d, n in enumerate(x.shape)]
+    results = of_elements * [jax.ShapeDtypeStruct(x.shape, out_dtype or x.dtype)]
+    results += of_rows * [jax.ShapeDtypeStruct(rows, np.float64 if x.dtype == np.float64 else np.float32)]
     n = len(results)
     if scratch_bytes:
         results.append(jax.ShapeDtypeStruct((scratch_bytes,), np.uint8))
@@ -159,7 +161,7 @@ def row_operands(op, shape, axes, dtype, seed=3):
     """What rows have of their own, as an operator of ROW_OPS takes it."""
     rows = [1 if d in axes else n for d, n in enumerate(shape)]
     wide = np.float64 if np.dtype(dtype) == np.float64 else np.float32
-    count = 3 if op == "cross_entropy_gradient" else 0
+    count = {"cross_entropy_gradient": 3, "kl_divergence": 1}.get(op, 0)
     return [normal(rows, wide, seed=seed + i, scale=0.5) for i in range(count)]
 
 
@@ -297,6 +299,51 @@ def reference_cross_entropy_gradient(x, a, b, c, axes, where=None):
     g = np.where(keep, y * factor - c, 0)
     bound = np.where(keep, bound + rounding.store * np.abs(g) + rounding.tiny, 0)
     return Bounded(g, bound, rounding.dtype), lse, largest
+
+
+@np.errstate(invalid="ignore", divide="ignore", over="ignore", under="ignore")
+def reference_entropy(x, axis=-1, where=None, y=None, origin=0.0):
+    """The entropy of p = softmax(x), or the mean of log p - (y - origin); log_sum, and the maximum: see RESULTS."""
+    rounding, wide, keep, axes = _masked_rows(x, axis, where)
+    largest = np.max(wide, axis=axes, keepdims=True, initial=-np.inf)
+    depth = wide - largest
+    total = np.sum(np.exp(depth), axis=axes, keepdims=True)
+    p, log_total = np.exp(depth) / total, np.log(total)
+
+    def mean(values):
+        return np.sum(np.where(p == 0, 0, p * values), axis=axes, keepdims=True)
+
+    other = np.zeros_like(depth) if y is None else np.where(keep, _widened(y) - _widened(origin), 0)
+    moment = mean(depth - other)
+    # Of an exponential, relative to itself; of the sums, relative to the sum of exponentials.
+    of_term = rounding.compute * (ROUNDINGS + np.abs(depth))
+    sum_error = _sum_error(rounding, int(np.prod([keep.shape[d] for d in axes])))
+    of_total = mean(of_term) + sum_error
+    values = np.abs(depth) + np.abs(other)
+    of_moment = mean((of_term + 3 * rounding.compute) * values) + sum_error * mean(values)
+    of_log_total = of_total + rounding.compute * 2 * np.abs(log_total)
+    bound = of_moment + np.abs(moment) * (of_total + 2 * rounding.compute) + of_log_total + rounding.tiny
+    result = (log_total - moment) if y is None else (moment - log_total)
+    bound = bound + rounding.compute * np.abs(result)
+    dtype = np.dtype(np.float64 if rounding.dtype == np.float64 else np.float32)
+    return [
+        Bounded(result, np.where(np.isfinite(result), bound, 0), dtype),
+        Bounded(log_total, np.where(np.isfinite(log_total), of_log_total + rounding.tiny, 0), dtype),
+        Bounded(largest, np.zeros_like(log_total), dtype),
+    ]
+
+
+def row_case(op, shape, axes, dtype, where=None):
+    """Operands for an operator of ROW_OPS, but for the mask, and its results in float64."""
+    x, of_rows = normal(shape, dtype), row_operands(op, shape, axes, dtype)
+    if op == "logsumexp":
+        return [x], reference_logsumexp(x, axes, where, keepdims=True)
+    if op == "cross_entropy_gradient":
+        return [x, *of_rows], reference_cross_entropy_gradient(x, *of_rows, axes, where)
+    if op == "kl_divergence":
+        y = normal(shape, dtype, seed=1)
+        return [x, y, *of_rows], reference_entropy(x, axes, where, y, *of_rows)
+    return [x], reference_entropy(x, axes, where)[-sum(RESULTS[op]) :]
 
 
 def _masked_rows(x, axis, where):

@@ -12,15 +12,16 @@ enum class Op {
   kLogSumExp,
   kCrossEntropyGradient,
   kEntropy,
-  kKlDivergence
+  kKlDivergence,
+  kLogSum
 };
 enum class DType { kF16, kBF16, kF32, kF64, kF8E4M3, kF8E5M2, kI8, kU8 };
 
-inline constexpr int kOps = 9;
+inline constexpr int kOps = 10;
 inline constexpr const char* kOpNames[kOps] = {
     "softmax",         "log_softmax", "softmax_linear",         "log_softmax_jvp",
     "log_softmax_vjp", "logsumexp",   "cross_entropy_gradient", "entropy",
-    "kl_divergence"};
+    "kl_divergence",   "log_sum"};
 inline constexpr int kMostRowResults = 3;
 inline constexpr int kDTypes = 8;
 inline constexpr const char* kDTypeNames[kDTypes] = {"float16",       "bfloat16",    "float32", "float64",
@@ -49,7 +50,8 @@ inline constexpr Cost kCosts[kOps] = {{1, 1, 0},
                                       {1, 1, 1, false, 2},
                                       {1, 1, 1, true, 2, 3},
                                       {1, 1, 1, false, 3, 0, 2},
-                                      {2, 1, 1, false, 3, 1, 2}};
+                                      {2, 1, 1, false, 3, 1, 2},
+                                      {1, 1, 1, false, 2}};
 constexpr Cost cost_of(Op op) { return kCosts[static_cast<int>(op)]; }
 
 }  // namespace jax_softmax

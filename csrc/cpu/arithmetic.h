@@ -30,6 +30,10 @@ template <class Arithmetic>
 struct PolicyOf<LogSumExp, Arithmetic> {
   using type = OfLogSumExp<WholeLogarithm<Arithmetic>>;
 };
+template <class Arithmetic>
+struct PolicyOf<LogSum, Arithmetic> {
+  using type = WholeLogarithm<Arithmetic>;
+};
 
 template <template <class> class OpOf, class T, bool kMasked>
 class Operator {

@@ -17,6 +17,7 @@ Arithmetic<T> arithmetic_of(Op op, bool masked) {
   if (op == Op::kLogSoftmax) return arithmetic_of<LogSoftmax, T>(masked);
   if constexpr (sizeof(T) > 1) {
     if (op == Op::kLogSumExp) return arithmetic_of<LogSumExp, T>(masked);
+    if (op == Op::kLogSum) return arithmetic_of<LogSum, T>(masked);
     if (op == Op::kSoftmaxLinear) return arithmetic_of<SoftmaxLinear, T>(masked);
     if (op == Op::kLogSoftmaxJvp) return arithmetic_of<LogSoftmaxJvp, T>(masked);
     if (op == Op::kLogSoftmaxVjp) return arithmetic_of<LogSoftmaxVjp, T>(masked);

@@ -10,7 +10,7 @@ namespace {
 
 constexpr const char* kOpTypes[kOps] = {"Softmax",       "LogSoftmax", "SoftmaxLinear",        "LogSoftmaxJvp",
                                         "LogSoftmaxVjp", "LogSumExp",  "CrossEntropyGradient", "Entropy",
-                                        "KlDivergence"};
+                                        "KlDivergence",  "LogSum"};
 constexpr const char* kElementTypes[kDTypes] = {"Float16",    "BFloat16",   "float", "double",
                                                 "Float8E4M3", "Float8E5M2", "Int8",  "UInt8"};
 constexpr const char* kHeaders[] = {"registers", "staged", "chunks", "ring", "tile", "twice", "twice"};
