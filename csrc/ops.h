@@ -264,25 +264,27 @@ struct Entropy : OfRowsAlone<M> {
   }
 };
 
-// Of x and y, where a row is given an origin: the sum of p (log p - (y - origin)) over a row, p being softmax(x), which
-// with the logarithm of the sum of exp(y - origin) makes the Kullback-Leibler divergence of softmax(y) from p; and of x
-// what LogSum has. An origin near y's maximum keeps y - origin exact.
+// Of x and y the Kullback-Leibler divergence of softmax(y) from softmax(x) over a row, which is given what LogSum has
+// of y; and what LogSum has of x.
 template <class M>
 struct KlDivergence : Entropy<M> {
   using C = typename M::Value;
   using Sum = Moments<C>;
   static constexpr int kInputs = 2;
-  static constexpr int kRowOperands = 1;
+  static constexpr int kRowOperands = 2;
   struct Terms {
     Relative<M> relative;
-    C origin;
+    C log_sum, largest;  // of y
   };
 
   static JAX_SOFTMAX_INLINE C pad(int k) { return M::constant(k == 0 ? -M::kInfinity : 0); }
-  static JAX_SOFTMAX_INLINE Terms terms(const Relative<M>& relative, const C* given) { return {relative, given[0]}; }
+  static JAX_SOFTMAX_INLINE Terms terms(const Relative<M>& relative, const C* given) {
+    return {relative, given[0], given[1]};
+  }
   static JAX_SOFTMAX_INLINE Sum term(const Terms& terms, const C* in) {
     const Relative<M>& relative = terms.relative;
-    return Entropy<M>::moments(relative.exp(in[0]), (in[0] - relative.pivot) - (in[1] - terms.origin));
+    const C log_q = (in[1] - terms.largest) - terms.log_sum;
+    return Entropy<M>::moments(relative.exp(in[0]), (in[0] - relative.pivot) - log_q);
   }
   static JAX_SOFTMAX_INLINE void row_results(State<C, Sum> s, C* to) {
     Entropy<M>::row_results(s, to);

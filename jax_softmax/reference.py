@@ -130,15 +130,15 @@ def entropy_given(rows, x, where, axes, across=None):
     return -_row_sum(weighted(log_p, log_p), axes, across)
 
 
-def kl_divergence(x, y, origin, where, axes, across=None):
-    """The sum of p (log p - (y - origin)) over each row, p being softmax(x), and what `log_sum` gives of x."""
+def kl_divergence(x, y, log_sum_y, largest_y, where, axes, across=None):
+    """The divergence of softmax(y) from softmax(x), given what `log_sum` gives of y, and what it gives of x."""
     rows = log_sum(x, where, axes, across)
-    return kl_divergence_given(rows, x, y, origin, where, axes, across), *rows
+    return kl_divergence_given(rows, x, y, log_sum_y, largest_y, where, axes, across), *rows
 
 
-def kl_divergence_given(rows, x, y, origin, where, axes, across=None):
-    log_p = log_probabilities(x, *rows, where)
-    return _row_sum(weighted(log_p, log_p - (widened(y) - origin)), axes, across)
+def kl_divergence_given(rows, x, y, log_sum_y, largest_y, where, axes, across=None):
+    log_p, log_q = log_probabilities(x, *rows, where), log_probabilities(y, log_sum_y, largest_y, where)
+    return _row_sum(weighted(log_p, log_p - log_q), axes, across)
 
 
 def log_probabilities(x, log_sum, largest, where):

@@ -4,14 +4,14 @@
     x, a, b, c, [where]     cross_entropy_gradient  g, lse, largest
     x, [where]              log_sum                 log_sum, largest
     x, [where]              entropy                 entropy, log_sum, largest
-    x, y, origin, [where]   kl_divergence           mean, log_sum, largest
+    x, y, m, n, [where]     kl_divergence           divergence, log_sum, largest
 
 x is a float array, y one of its shape and dtype, `where` a boolean mask that broadcasts to that shape. What rows have,
-as operands (a, b, c, origin) or as results, is of x's shape with extent 1 along `axes`, in float32 (float64 for
+as operands (a, b, c, m, n) or as results, is of x's shape with extent 1 along `axes`, in float32 (float64 for
 float64): lse is the logarithm of the sum of exp(x) over a row and `largest` its maximum, both of elements that are not
 masked. g = softmax(x) (a + b lse) - c, in x's dtype; of a row with a label, all but the label's own element of a cross
-entropy's gradient. `entropy` is that of p = softmax(x), log_sum = lse - largest without what is lost if lse is large,
-and `mean` that of log p - (y - origin), weighted with p: see `divergence`. `axes` and `axis_name` are as in
+entropy's gradient. `entropy` is that of softmax(x), log_sum = lse - largest without what is lost if lse is large, and
+`divergence` that of softmax(y) from softmax(x), m and n being y's log_sum and largest. `axes` and `axis_name` are as in
 `primitives.py`.
 """
 
@@ -169,14 +169,11 @@ def of_rows_with_elements(rows, where, axes, axis_name):
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def divergence(axes, axis_name, x, y, where):
-    """The Kullback-Leibler divergence of softmax(y) from softmax(x) over each row; log_sum and largest of x, and of y.
-
-    The elements of y are taken relative to their maximum, so y is read once more for that.
-    """
+    """The divergence of softmax(y) from softmax(x) over each row; then what log_sum gives of x, and of y."""
     mask = [] if where is None else [where]
     of_y = log_sum_p.bind(y, *mask, axes=axes, axis_name=axis_name)
-    mean, *of_x = kl_divergence_p.bind(x, y, of_y[1], *mask, axes=axes, axis_name=axis_name)
-    return mean + of_y[0], *of_x, *of_y
+    result, *of_x = kl_divergence_p.bind(x, y, *of_y, *mask, axes=axes, axis_name=axis_name)
+    return result, *of_x, *of_y
 
 
 @functools.partial(divergence.defjvp, symbolic_zeros=True)

@@ -161,7 +161,7 @@ def row_operands(op, shape, axes, dtype, seed=3):
     """What rows have of their own, as an operator of ROW_OPS takes it."""
     rows = [1 if d in axes else n for d, n in enumerate(shape)]
     wide = np.float64 if np.dtype(dtype) == np.float64 else np.float32
-    count = {"cross_entropy_gradient": 3, "kl_divergence": 1}.get(op, 0)
+    count = {"cross_entropy_gradient": 3, "kl_divergence": 2}.get(op, 0)
     return [normal(rows, wide, seed=seed + i, scale=0.5) for i in range(count)]
 
 
@@ -302,8 +302,8 @@ def reference_cross_entropy_gradient(x, a, b, c, axes, where=None):
 
 
 @np.errstate(invalid="ignore", divide="ignore", over="ignore", under="ignore")
-def reference_entropy(x, axis=-1, where=None, y=None, origin=0.0):
-    """The entropy of p = softmax(x), or the mean of log p - (y - origin); log_sum, and the maximum: see RESULTS."""
+def reference_entropy(x, axis=-1, where=None, y=None, log_sum=0.0, largest_y=0.0):
+    """The entropy of p = softmax(x), or the mean of log p - (y - largest_y - log_sum); and what log_sum is made of."""
     rounding, wide, keep, axes = _masked_rows(x, axis, where)
     largest = np.max(wide, axis=axes, keepdims=True, initial=-np.inf)
     depth = wide - largest
@@ -313,13 +313,15 @@ def reference_entropy(x, axis=-1, where=None, y=None, origin=0.0):
     def mean(values):
         return np.sum(np.where(p == 0, 0, p * values), axis=axes, keepdims=True)
 
-    other = np.zeros_like(depth) if y is None else np.where(keep, _widened(y) - _widened(origin), 0)
+    other = (
+        np.zeros_like(depth) if y is None else np.where(keep, _widened(y) - _widened(largest_y) - _widened(log_sum), 0)
+    )
     moment = mean(depth - other)
     # Of an exponential, relative to itself; of the sums, relative to the sum of exponentials.
     of_term = rounding.compute * (ROUNDINGS + np.abs(depth))
     sum_error = _sum_error(rounding, int(np.prod([keep.shape[d] for d in axes])))
     of_total = mean(of_term) + sum_error
-    values = np.abs(depth) + np.abs(other)
+    values = np.abs(depth) + np.abs(other) + np.abs(_widened(log_sum))
     of_moment = mean((of_term + 3 * rounding.compute) * values) + sum_error * mean(values)
     of_log_total = of_total + rounding.compute * 2 * np.abs(log_total)
     bound = of_moment + np.abs(moment) * (of_total + 2 * rounding.compute) + of_log_total + rounding.tiny

@@ -50,7 +50,7 @@ inline constexpr Cost kCosts[kOps] = {{1, 1, 0},
                                       {1, 1, 1, false, 2},
                                       {1, 1, 1, true, 2, 3},
                                       {1, 1, 1, false, 3, 0, 2},
-                                      {2, 1, 1, false, 3, 1, 2},
+                                      {2, 1, 1, false, 3, 2, 2},
                                       {1, 1, 1, false, 2}};
 constexpr Cost cost_of(Op op) { return kCosts[static_cast<int>(op)]; }
 
