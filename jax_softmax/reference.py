@@ -127,7 +127,7 @@ def entropy(x, where, axes, across=None):
 
 def entropy_given(rows, x, where, axes, across=None):
     log_p = log_probabilities(x, *rows, where)
-    return -_row_sum(weighted(log_p, log_p), axes, across)
+    return -_mean(log_p, log_p, axes, across)
 
 
 def kl_divergence(x, y, log_sum_y, largest_y, where, axes, across=None):
@@ -138,7 +138,7 @@ def kl_divergence(x, y, log_sum_y, largest_y, where, axes, across=None):
 
 def kl_divergence_given(rows, x, y, log_sum_y, largest_y, where, axes, across=None):
     log_p, log_q = log_probabilities(x, *rows, where), log_probabilities(y, log_sum_y, largest_y, where)
-    return _row_sum(weighted(log_p, log_p - log_q), axes, across)
+    return _mean(log_p, log_p - log_q, axes, across)
 
 
 def log_probabilities(x, log_sum, largest, where):
@@ -150,10 +150,10 @@ def _shift(largest):
     return jnp.where(largest == -jnp.inf, 0, largest)
 
 
-def weighted(log_p, values, added=0):
-    """p (values + added), where values of p = 0 count as 0, whatever they are."""
+def _mean(log_p, values, axes, across):
+    """The mean of values over each row, weighted with p; those of p = 0 do not count, whatever they are."""
     p = jnp.exp(log_p)
-    return p * (jnp.where(p == 0, 0, values) + added)
+    return _row_sum(jnp.where(p == 0, 0, p * values), axes, across)
 
 
 def cross_entropy_gradient(x, a, b, c, where, axes, across=None):

@@ -145,7 +145,7 @@ def _entropy_tangent(x, rows, t, where, axes, axis_name):
     """-(sum of p (log p + entropy) t) over each row."""
     entropy, *of_x = of_rows_with_elements(rows, where, axes, axis_name)
     log_p = reference.log_probabilities(x, *of_x, where)
-    return -_row_sum(reference.weighted(log_p, log_p, entropy) * reference.widened(t), axes, axis_name)
+    return -_row_sum(_weighted(log_p, log_p, entropy) * reference.widened(t), axes, axis_name)
 
 
 @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=(4, 5))
@@ -154,6 +154,12 @@ def _log_sum_tangent(x, rows, t, where, axes, axis_name):
     of_x = of_rows_with_elements(rows[-2:], where, axes, axis_name)
     p = jnp.exp(reference.log_probabilities(x, *of_x, where))
     return _row_sum(p * reference.widened(t), axes, axis_name)
+
+
+def _weighted(log_p, values, added):
+    """p (values + added), where values of p = 0 count as 0, whatever they are, in derivatives as well."""
+    p = jnp.exp(log_p)
+    return p * (jnp.where(p == 0, 0, values) + added)
 
 
 def of_rows_with_elements(rows, where, axes, axis_name):
@@ -198,7 +204,7 @@ def _divergence_tangent(x, y, rows, x_dot, y_dot, where, axes, axis_name):
     log_q = reference.log_probabilities(y, *rows[2:], where)
     tangent = jnp.zeros_like(log_p)
     if x_dot is not None:
-        tangent += reference.weighted(log_p, log_p - log_q, -divergence) * reference.widened(x_dot)
+        tangent += _weighted(log_p, log_p - log_q, -divergence) * reference.widened(x_dot)
     if y_dot is not None:
         tangent += (jnp.exp(log_q) - jnp.exp(log_p)) * reference.widened(y_dot)
     return _row_sum(tangent, axes, axis_name)

@@ -105,7 +105,7 @@ def test_uniform_rows(n):
     np.testing.assert_allclose(kl_divergence(x, 2 * x), 0, atol=1e-6)
 
 
-@pytest.mark.parametrize("columns", [5, 33, 1000, 20_001, 70_000])
+@pytest.mark.parametrize("columns", [5, 33, 1000, 8191, 20_001])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_what_is_not_finite(dtype, columns):
     """A row with a NaN or +inf, or nothing but -inf, is NaN; a -inf among others is a class of probability 0."""
@@ -220,9 +220,8 @@ ORDERS = [
 ]
 
 
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("derivative", ORDERS)
-def test_derivatives(derivative, masked):
+@support.sampled("order,masked", [(i, bool(m)) for m in range(2) for i in range(len(ORDERS))], 2)
+def test_derivatives(order, masked):
     """Of every order and in both modes, against jax.numpy in float64."""
     with jax.enable_x64(True):
         x, y = jnp.asarray(normal((3, 5), "float64")), jnp.asarray(normal((3, 5), "float64", seed=1))
@@ -234,7 +233,7 @@ def test_derivatives(derivative, masked):
             (lambda x: kl_divergence(x, x**2, where=where), lambda x: divergence_in_numpy(x, x**2, where), x / 3),
         ]
         for ours, theirs, at in pairs:
-            np.testing.assert_allclose(derivative(ours)(at), derivative(theirs)(at), rtol=1e-11, atol=1e-12)
+            np.testing.assert_allclose(ORDERS[order](ours)(at), ORDERS[order](theirs)(at), rtol=1e-11, atol=1e-12)
 
 
 @support.sampled("dtype,view", itertools.product(["float16", "bfloat16", "float32"], SHAPES[:6]), 3, ids=str)
