@@ -3,8 +3,9 @@
     python benchmarks/losses.py            # minutes; prints tables
     python benchmarks/losses.py --quick    # small arrays on any device, to try the script
 
-XLA's are optax's cross entropy of the logits converted to float32, and jax.nn.logsumexp. The floor of a loss with its
-gradient is one read and one write of the logits, of a loss alone one read, at the rate of copies.
+XLA's are optax's cross entropy of the logits converted to float32, and jax.nn.logsumexp; of the entropies the faster
+one of two formulations. The floor of a loss with its gradient is one read and one write of the logits, of a loss alone
+one read, at the rate of copies.
 """
 
 import argparse
@@ -32,11 +33,40 @@ def theirs_logsumexp(x, axis):
     return jax.nn.logsumexp(x.astype(jnp.float32), axis)
 
 
+def with_softmax(x):
+    x = x.astype(jnp.float32)
+    return -jnp.sum(jax.nn.softmax(x) * jax.nn.log_softmax(x), -1)
+
+
+def with_exponential(x):
+    log_p = jax.nn.log_softmax(x.astype(jnp.float32))
+    return -jnp.sum(jnp.exp(log_p) * log_p, -1)
+
+
+def difference_of_logarithms(x, y):
+    log_p, log_q = (jax.nn.log_softmax(a.astype(jnp.float32)) for a in (x, y))
+    return jnp.sum(jnp.exp(log_p) * (log_p - log_q), -1)
+
+
+def of_optax(x, y):
+    log_q = jax.nn.log_softmax(y.astype(jnp.float32))
+    return optax.losses.kl_divergence(log_q, jax.nn.softmax(x.astype(jnp.float32)))
+
+
+# Ours and XLA's.
+ENTROPIES = {
+    "entropy": (jax_softmax.entropy, (with_softmax, with_exponential)),
+    "kl_divergence": (jax_softmax.kl_divergence, (difference_of_logarithms, of_optax)),
+}
 LOSSES = {
     "XLA": theirs,
     "cross_entropy_loss": jax_softmax.cross_entropy_loss,
     "losses, then mean": lambda x, labels: jax_softmax.softmax_cross_entropy_with_integer_labels(x, labels).mean(),
 }
+
+
+def gradient_of(f, operands):
+    return jax.value_and_grad(lambda *operands: f(*operands).sum(), tuple(range(operands)))
 
 
 def microseconds(time):
@@ -84,6 +114,24 @@ def main() -> None:
         times = device_times({name: (jax.jit(f), (x, labels)) for name, f in calls.items()}, 5)
         fractions = [t if isinstance(t, Exception) else f"{x.nbytes / rate / t:.2f}" for t in times.values()]
         print(f"| {shape}, {axis} | " + " | ".join(map(str, fractions)) + " |")
+
+    shape = smaller((65536, 4096))
+    print(
+        f"\nEntropies of {shape}, bfloat16: µs. The floor is one read of each operand, and one write of its gradient.\n"
+    )
+    print("| what | floor | here | XLA |\n" + "|" + " --- |" * 4)
+    logits = [jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16) for seed in range(2)]
+    for name, (ours, theirs) in ENTROPIES.items():
+        operands = logits[: 2 if name == "kl_divergence" else 1]
+        for with_gradient in (False, True):
+            calls = {f.__name__: gradient_of(f, len(operands)) if with_gradient else f for f in (ours, *theirs)}
+            times = device_times({key: (jax.jit(f), operands) for key, f in calls.items()}, 5)
+            best = min(
+                (t for f in theirs if isinstance(t := times[f.__name__], float)), default=times[theirs[0].__name__]
+            )
+            floor = (1 + with_gradient) * sum(x.nbytes for x in operands) / rate
+            entries = [microseconds(t) for t in (floor, times[ours.__name__], best)]
+            print(f"| {name}{', with gradient' if with_gradient else ''} | " + " | ".join(entries) + " |")
 
 
 if __name__ == "__main__":

@@ -17,24 +17,28 @@ using namespace jax_softmax;
 
 namespace {
 
-template <size_t n>
-int index_of(const char* const (&names)[n], const std::string& name, const char* argument) {
-  for (size_t i = 0; i < n; ++i) {
-    if (name == names[i]) return static_cast<int>(i);
-  }
-  throw nb::value_error((std::string("unknown ") + argument + ": " + name).c_str());
-}
-
 // ---- Plans
 
 using Shape = std::optional<std::vector<int64_t>>;
 
-DType dtype_of(const std::string& name) { return static_cast<DType>(index_of(kDTypeNames, name, "dtype")); }
+Op op_of(const std::string& name) {
+  for (int i = 0; i < kOps; ++i) {
+    if (name == kOperators[i].name) return static_cast<Op>(i);
+  }
+  throw nb::value_error(("unknown op: " + name).c_str());
+}
+
+DType dtype_of(const std::string& name) {
+  for (int i = 0; i < kDTypes; ++i) {
+    if (name == kDTypeNames[i]) return static_cast<DType>(i);
+  }
+  throw nb::value_error(("unknown dtype: " + name).c_str());
+}
 
 CallShape call_of(const std::vector<int64_t>& shape, const std::vector<int64_t>& axes, const std::string& op,
                   const std::string& dtype, const Shape& mask_shape) {
   CallShape call{};
-  call.op = static_cast<Op>(index_of(kOpNames, op, "op"));
+  call.op = op_of(op);
   call.in = dtype_of(dtype);
   call.out = result_of(call.in);
   call.shape = shape;

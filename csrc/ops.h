@@ -4,7 +4,10 @@
 //
 //   kHasPivot          whether terms are taken relative to the maximum of the (only) operand over the row
 //   kOfMagnitudes      whether that is the maximum of magnitudes, and of_pivot(x), an element's part in it
-//   term(relative, in) what is summed over the row, `relative` being made of the pivot (see Relative)
+//   Sum                what is summed over the row: a number, or Moments
+//   Terms              what terms are made with: Relative, which is made of the pivot, or that and what the row has of
+//                      its own; terms(relative, given) makes it then
+//   term(terms, in)    an element's part of the sum
 //   kFirstSummed       terms are made of the operands from this one on, and a sum needs no others
 //   row(state)         what a finished row's (pivot, sum) amounts to for its elements
 //   finish(row, in)    an element of the result
@@ -12,7 +15,7 @@
 //   kElementResults    whether there is a result for each element at all
 //   kWithinRange       whether none is beyond the largest finite number of the results' type
 //   kRowResults        how many results a row has itself, and row_results(state, to), which sets them
-//   kRowOperands       how many numbers of its own a row has, which `row` and `term_scale` are then given as well
+//   kRowOperands       how many numbers of its own a row has, which `row`, `term_scale` and `terms` are then given
 //
 // `in` points at one element of each of the kInputs operands. All of it is written over a policy M with a value type
 // M::Value: a scalar in CUDA, a SIMD vector on the CPU.
@@ -32,10 +35,25 @@
 namespace jax_softmax {
 
 // The accumulated state of a row, or of a part of one. Operators without a pivot leave it at zero.
-template <class C>
+template <class C, class Sum = C>
 struct State {
   C pivot;
+  Sum sum;
+};
+template <class Op>
+using StateOf = State<typename Op::C, typename Op::Sum>;
+
+// Two sums: of e = exp(x - pivot), and of e (x - pivot - y), where y is 0 or another operand. A term whose e is 0 adds
+// 0 to both, whatever x and y are. A state with them is whole 64-bit words.
+template <class C>
+struct alignas(8) alignas(C) Moments {
   C sum;
+  C moment;
+  JAX_SOFTMAX_INLINE Moments& operator+=(const Moments& other) {
+    sum += other.sum;
+    moment += other.moment;
+    return *this;
+  }
 };
 
 // Terms relative to a pivot of minus infinity (nothing seen yet, or a row of minus infinities) are taken relative to
@@ -80,10 +98,27 @@ struct Relative<OfLogSumExp<M>> : Relative<M> {
   JAX_SOFTMAX_INLINE C rescale(C from) const { return Relative<M>::rescale(M::below_infinity(from)); }
 };
 
+// What a sum of terms relative to the pivot `from`, which is not larger than `relative`'s, is relative to that: the one
+// place that says so.
+template <class M>
+JAX_SOFTMAX_INLINE typename M::Value moved(typename M::Value sum, const Relative<M>& relative, typename M::Value from) {
+  return sum * relative.rescale(from);
+}
+template <class M>
+JAX_SOFTMAX_INLINE Moments<typename M::Value> moved(const Moments<typename M::Value>& sums, const Relative<M>& relative,
+                                                    typename M::Value from) {
+  using C = typename M::Value;
+  const C factor = relative.rescale(from), nothing = M::constant(0);
+  const C moment = (sums.moment + sums.sum * (from - relative.pivot)) * factor;
+  return {sums.sum * factor, M::select(M::equal(factor, nothing), nothing, moment)};
+}
+
 template <class M>
 struct SoftmaxBase {
   using Policy = M;
   using C = typename M::Value;
+  using Sum = C;
+  using Terms = Relative<M>;
   static constexpr int kInputs = 1;
   static constexpr int kFirstSummed = 0;
   static constexpr bool kHasPivot = true;  // the row's maximum
@@ -139,31 +174,30 @@ struct LogSoftmax : SoftmaxBase<M> {
   static JAX_SOFTMAX_INLINE C alone(C x) { return x - x; }
 };
 
-// The logarithm of the sum of exponentials of a row, and its maximum; with a policy for which that of +inf is +inf.
+// Operators that have results for rows alone.
 template <class M>
-struct LogSumExp : SoftmaxBase<M> {
+struct OfRowsAlone : SoftmaxBase<M> {
   using C = typename M::Value;
   static constexpr bool kResultIsScaledTerm = false;
   static constexpr bool kElementResults = false;
-  static constexpr int kRowResults = 2;
   struct Scale {};
   struct Row {};
 
   static JAX_SOFTMAX_INLINE C masked() { return M::constant(0); }
-  static JAX_SOFTMAX_INLINE Row row(State<C>) { return {}; }
-  static JAX_SOFTMAX_INLINE C finish(const Row&, const C*) { return M::constant(0); }
-  static JAX_SOFTMAX_INLINE void row_results(State<C> s, C* to) {
-    const Relative<M> relative(s.pivot);
-    to[0] = relative.pivot_of(s.pivot) + relative.log(s.sum);
-    to[1] = s.pivot;
+  template <class... Given>
+  static JAX_SOFTMAX_INLINE Row row(const Given&...) {
+    return {};
   }
+  static JAX_SOFTMAX_INLINE C finish(const Row&, const C*) { return M::constant(0); }
 };
 
 // The state of a row, or of the part of one that a device has: its maximum, and the sum of exp(x - maximum), relative
 // to 0 where the maximum is infinite.
 template <class M>
-struct RowStates : LogSumExp<M> {
+struct RowStates : OfRowsAlone<M> {
   using C = typename M::Value;
+  static constexpr int kRowResults = 2;
+
   static JAX_SOFTMAX_INLINE void row_results(State<C> s, C* to) {
     to[0] = s.pivot;
     to[1] = Relative<M>(s.pivot).whole(s.sum);
@@ -173,11 +207,10 @@ struct RowStates : LogSumExp<M> {
 // An element's part of the gradient of a cross entropy, but for the label's own: softmax(x) (a + b lse) - c, where a
 // row is given a, b and c; and the row's log-sum-exp lse, and its maximum.
 template <class M>
-struct CrossEntropyGradient : LogSumExp<M> {
+struct CrossEntropyGradient : SoftmaxBase<M> {
   using C = typename M::Value;
   static constexpr bool kResultIsScaledTerm = true;
-  static constexpr bool kElementResults = true;
-  static constexpr int kRowOperands = 3;
+  static constexpr int kRowResults = 2, kRowOperands = 3;
 
   struct Scale {
     C factor;
@@ -188,15 +221,73 @@ struct CrossEntropyGradient : LogSumExp<M> {
     Relative<M> relative;
     Scale scale;
   };
+  static JAX_SOFTMAX_INLINE C masked() { return M::constant(0); }
+  static JAX_SOFTMAX_INLINE void row_results(State<C> s, C* to) {
+    const Relative<M> relative(s.pivot);
+    to[0] = relative.pivot_of(s.pivot) + relative.log(s.sum);
+    to[1] = s.pivot;
+  }
   static JAX_SOFTMAX_INLINE Row row(State<C> s, const C* given) {
     return {Relative<M>(s.pivot), term_scale(s, s.pivot, given)};
   }
   static JAX_SOFTMAX_INLINE C finish(const Row& r, const C* in) { return r.relative.exp(in[0]) * r.scale; }
   static JAX_SOFTMAX_INLINE Scale term_scale(State<C> s, C term_pivot, const C* given) {
     C of_row[2];
-    LogSumExp<M>::row_results(s, of_row);
+    row_results(s, of_row);
     const Relative<M> relative(s.pivot);
     return {(given[0] + given[1] * of_row[0]) * relative.rescale(term_pivot) / s.sum, given[2]};
+  }
+};
+
+// The entropy of softmax(x) over a row, the logarithm of the sum of exp(x - maximum), and the maximum. Of log S - T / S
+// both terms are at least 0, so nothing cancels.
+template <class M>
+struct Entropy : OfRowsAlone<M> {
+  using C = typename M::Value;
+  using Sum = Moments<C>;
+  static constexpr int kRowResults = 3;
+
+  static JAX_SOFTMAX_INLINE Sum term(const Relative<M>& relative, const C* in) {
+    return moments(relative.exp(in[0]), in[0] - relative.pivot);
+  }
+  static JAX_SOFTMAX_INLINE void row_results(State<C, Sum> s, C* to) {
+    to[1] = Relative<M>(s.pivot).log(s.sum.sum);
+    to[0] = to[1] - s.sum.moment / s.sum.sum;
+    to[2] = s.pivot;
+  }
+
+ protected:
+  static JAX_SOFTMAX_INLINE Sum moments(C exponential, C distance) {
+    const C nothing = M::constant(0);
+    return {exponential, M::select(M::equal(exponential, nothing), nothing, exponential * distance)};
+  }
+};
+
+// Of x and y the Kullback-Leibler divergence of softmax(y) from softmax(x) over a row, which is given that logarithm
+// and the maximum of y; and the two of x.
+template <class M>
+struct KlDivergence : Entropy<M> {
+  using C = typename M::Value;
+  using Sum = Moments<C>;
+  static constexpr int kInputs = 2;
+  static constexpr int kRowOperands = 2;
+  struct Terms {
+    Relative<M> relative;
+    C log_sum, largest;  // of y
+  };
+
+  static JAX_SOFTMAX_INLINE C pad(int k) { return M::constant(k == 0 ? -M::kInfinity : 0); }
+  static JAX_SOFTMAX_INLINE Terms terms(const Relative<M>& relative, const C* given) {
+    return {relative, given[0], given[1]};
+  }
+  static JAX_SOFTMAX_INLINE Sum term(const Terms& terms, const C* in) {
+    const Relative<M>& relative = terms.relative;
+    const C log_q = (in[1] - terms.largest) - terms.log_sum;
+    return Entropy<M>::moments(relative.exp(in[0]), (in[0] - relative.pivot) - log_q);
+  }
+  static JAX_SOFTMAX_INLINE void row_results(State<C, Sum> s, C* to) {
+    Entropy<M>::row_results(s, to);
+    to[0] = -to[0];
   }
 };
 
@@ -207,6 +298,8 @@ template <class M>
 struct AbsmaxScale {
   using Policy = M;
   using C = typename M::Value;
+  using Sum = C;
+  using Terms = Relative<M>;
   static constexpr int kInputs = 1;
   static constexpr int kFirstSummed = 0;
   static constexpr bool kHasPivot = true, kOfMagnitudes = true;
@@ -229,6 +322,8 @@ template <class M>
 struct LinearBase {
   using Policy = M;
   using C = typename M::Value;
+  using Sum = C;
+  using Terms = Relative<M>;
   static constexpr int kInputs = 2;  // the operator's result y and the (co)tangent t
   static constexpr int kFirstSummed = 0;
   static constexpr bool kHasPivot = false;
@@ -274,24 +369,27 @@ struct LogSoftmaxVjp : LinearBase<M> {
 };
 
 template <class Op, class M>
-JAX_SOFTMAX_INLINE State<typename M::Value> identity() {
-  return {M::constant(Op::kHasPivot ? -M::kInfinity : 0), M::constant(0)};
+JAX_SOFTMAX_INLINE StateOf<Op> identity() {
+  return {M::constant(Op::kHasPivot ? -M::kInfinity : 0), typename Op::Sum{}};
 }
 
 template <class Op, class M>
-JAX_SOFTMAX_INLINE State<typename M::Value> combine(State<typename M::Value> a, State<typename M::Value> b) {
+JAX_SOFTMAX_INLINE StateOf<Op> combine(StateOf<Op> a, StateOf<Op> b) {
   if constexpr (!Op::kHasPivot) {
-    return {a.pivot, a.sum + b.sum};
+    a.sum += b.sum;
+    return a;
   } else {
     const typename M::Value pivot = M::max(a.pivot, b.pivot);
     const Relative<M> relative(pivot);
-    return {pivot, a.sum * relative.rescale(a.pivot) + b.sum * relative.rescale(b.pivot)};
+    auto sum = moved(a.sum, relative, a.pivot);
+    sum += moved(b.sum, relative, b.pivot);
+    return {pivot, sum};
   }
 }
 
-// The state of a row of n elements, all at hand.
+// The state of a row of n elements, all at hand, of operators whose terms need nothing else.
 template <class Op, class M, int n>
-JAX_SOFTMAX_INLINE State<typename M::Value> state_of(const typename M::Value (&in)[n][Op::kInputs]) {
+JAX_SOFTMAX_INLINE StateOf<Op> state_of(const typename M::Value (&in)[n][Op::kInputs]) {
   using C = typename M::Value;
   C pivot = M::constant(0);
   if constexpr (Op::kHasPivot) {
@@ -300,9 +398,9 @@ JAX_SOFTMAX_INLINE State<typename M::Value> state_of(const typename M::Value (&i
     for (int i = 1; i < n; ++i) pivot = M::max(pivot, Op::of_pivot(in[i][0]));
   }
   const Relative<M> relative(pivot);
-  C sum = Op::term(relative, in[0]);
+  auto sum = Op::term(relative, in[0]);
   JAX_SOFTMAX_UNROLL
-  for (int i = 1; i < n; ++i) sum = sum + Op::term(relative, in[i]);
+  for (int i = 1; i < n; ++i) sum += Op::term(relative, in[i]);
   return {pivot, sum};
 }
 

@@ -4,6 +4,7 @@ from jax_softmax import _compatibility as _compatibility  # first: says so if ja
 from jax_softmax import interpreters as interpreters
 from jax_softmax._info import build_info
 from jax_softmax.api import export_checks, log_softmax, log_softmax_vjp, softmax, softmax_vjp
+from jax_softmax.entropies import entropy, kl_divergence
 from jax_softmax.explain import Explanation, explain
 from jax_softmax.losses import (
     cross_entropy_loss,
@@ -19,8 +20,10 @@ __all__ = [
     "absmax_scale",
     "build_info",
     "cross_entropy_loss",
+    "entropy",
     "explain",
     "export_checks",
+    "kl_divergence",
     "log_softmax",
     "log_softmax_vjp",
     "logsumexp",

@@ -13,12 +13,13 @@ import numpy as np
 
 from jax_softmax import _kernels, arguments, reference
 from jax_softmax.primitives import JVP, VJP
-from jax_softmax.row_primitives import ABSMAX_SCALE, ROW_PRIMITIVES
+from jax_softmax.row_primitives import ABSMAX_SCALE, KERNELS, ROW_PRIMITIVES
 
 _LINEAR = tuple(dict.fromkeys([*JVP.values(), *VJP.values()]))
 _OPERATORS = (*JVP, *_LINEAR, *ROW_PRIMITIVES)
 # Tensors that are read and written; what rows have is left out of account.
-_TRAFFIC = {op: (1, 1) for op in _OPERATORS} | {op: (2, 1) for op in _LINEAR} | {"logsumexp": (1, 0)}
+_TRAFFIC = {op: (1, 1) for op in _OPERATORS} | {op: (2, 1) for op in _LINEAR}
+_TRAFFIC |= {"logsumexp": (1, 0), "log_sum": (1, 0), "row_states": (1, 0), "entropy": (1, 0), "kl_divergence": (2, 0)}
 
 _MOST_ELEMENTS = 2**63 - 1  # that 64 bits count
 
@@ -166,8 +167,9 @@ def explain(
       dtype: the dtype to explain for; by default that of the array, and float32 for a shape.
       where: the mask: a boolean array or a `jax.ShapeDtypeStruct` of one.
       op: "softmax" or "log_softmax", or one of their linear maps, of which `x_or_shape` is an operand:
-        "softmax_linear" (softmax's derivative in both modes), "log_softmax_jvp", "log_softmax_vjp"; or "logsumexp", or
-        "cross_entropy_gradient", what a differentiated `cross_entropy_loss` runs; or "absmax_scale_int8" and the like,
+        "softmax_linear" (softmax's derivative in both modes), "log_softmax_jvp", "log_softmax_vjp"; or "logsumexp",
+        "cross_entropy_gradient", what a differentiated `cross_entropy_loss` runs, "entropy", or "kl_divergence", what
+        the function of that name runs after "logsumexp" of its second operand; or "absmax_scale_int8" and the like,
         `absmax_scale` to that dtype.
       device: a GPU by name ("H200", "A100", "T4", "RTX 5090", ...) or a `jax.Device`; by default JAX's default device
         if that is a GPU known here, and an H200 otherwise. Copy rates are 90 % of the data sheet's, but for the H200's,
@@ -199,7 +201,7 @@ def explain(
         found = _kernels.plan(
             list(shape),
             list(axes),
-            "absmax_scale" if op in ABSMAX_SCALE else op,
+            KERNELS.get(op, op),
             kernel_dtype.name,
             None if mask_shape is None else [*[1] * (len(shape) - len(mask_shape)), *mask_shape],
             compute_capability=model.compute_capability,

@@ -10,7 +10,7 @@ from jax.interpreters import mlir
 
 from jax_softmax import _cuda, _kernels, reference, sharding
 from jax_softmax.primitives import PRIMITIVES
-from jax_softmax.row_primitives import ABSMAX_SCALE, ROW_PRIMITIVES
+from jax_softmax.row_primitives import ABSMAX_SCALE, KERNELS, ROW_PRIMITIVES
 
 TARGET = "jax_softmax"
 
@@ -54,6 +54,26 @@ def _rows_on_cpu(by_reference):
     return rule
 
 
+def _of_row_states(function):
+    """By the kernel for the states of rows."""
+
+    def of_operands(*operands, op, axes):
+        return function(*ROW_PRIMITIVES["row_states"].bind(*operands, axes=axes, axis_name=()))
+
+    return mlir.lower_fun(of_operands, multiple_results=True)
+
+
+def _given_its_rows_on_cpu(function_given):
+    """What is made of x, and of log_sum's results, which come from the kernel; and these."""
+
+    def function(x, *operands, op, axes):
+        *others, where = operands if operands and operands[-1].dtype == bool else (*operands, None)
+        rows = ROW_PRIMITIVES["log_sum"].bind(x, *([] if where is None else [where]), axes=axes, axis_name=())
+        return function_given(rows, x, *others, where, axes), *rows
+
+    return mlir.lower_fun(function, multiple_results=True)
+
+
 def _cross_entropy_gradient_on_cpu():
     """By the kernel for its rows."""
 
@@ -76,7 +96,7 @@ def _cuda_rule(by_reference):
         x = ctx.avals_in[0]
         if len(x.shape) > _kernels.MAX_DIMS or _without_cuda():
             return by_reference(ctx, *operands, op=op, axes=axes)
-        kernel, result = ("absmax_scale", ABSMAX_SCALE[op]) if op in ABSMAX_SCALE else (op, None)
+        kernel, result = KERNELS.get(op, op), ABSMAX_SCALE.get(op)
         n = 0
         if all(isinstance(d, int) for d in x.shape):
             mask_shape = None
@@ -117,17 +137,23 @@ def _register():
     jax.ffi.register_ffi_target(TARGET, _kernels.cpu_handler(), platform="cpu")
     jax.ffi.register_ffi_target(TARGET, _kernels.cuda_handlers(), platform="CUDA")
     by_reference, rows_by_reference = _reference_rule(multiple_results=False), _reference_rule(multiple_results=True)
-    rows_alone = _rows_on_cpu(rows_by_reference)
-    on_cpu = {op: _cpu_rule(by_reference) for op in PRIMITIVES}
+    of_states = {
+        "logsumexp": _of_row_states(reference.logsumexp_of_states),
+        "log_sum": _of_row_states(reference.log_sum_of_states),
+    }
+    on_cuda = {op: _cuda_rule(by_reference) for op in PRIMITIVES}
+    on_cuda |= {op: _cuda_rule(rows_by_reference) for op in ROW_PRIMITIVES} | of_states
+    on_cpu = {op: _cpu_rule(by_reference) for op in PRIMITIVES} | of_states
     on_cpu |= {
-        "logsumexp": rows_alone,
+        "row_states": _rows_on_cpu(rows_by_reference),
         "cross_entropy_gradient": _cross_entropy_gradient_on_cpu(),
-        "row_states": rows_alone,
+        "entropy": _given_its_rows_on_cpu(reference.entropy_given),
+        "kl_divergence": _given_its_rows_on_cpu(reference.kl_divergence_given),
         **dict.fromkeys(ABSMAX_SCALE, rows_by_reference),  # XLA is as fast
     }
     for op, primitive in (PRIMITIVES | ROW_PRIMITIVES).items():
         by_xla = rows_by_reference if primitive.multiple_results else by_reference
-        for platform, rule in {None: by_xla, "cpu": on_cpu[op], "cuda": _cuda_rule(by_xla)}.items():
+        for platform, rule in {None: by_xla, "cpu": on_cpu[op], "cuda": on_cuda[op]}.items():
             rules = (functools.partial(r, op=op) for r in (rule, by_xla))
             mlir.register_lowering(primitive, sharding.partitioned(primitive, platform, *rules), platform=platform)
 

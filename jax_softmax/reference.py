@@ -118,13 +118,71 @@ def logsumexp(x, where, axes, across=None):
     if across is not None:
         of_part, total = across.row_states(x, where, axes)
         largest = across(of_part, "max")
-        shift = jnp.where(jnp.isfinite(largest), largest, 0)
         pivot = jnp.where(of_part == jnp.inf, 0, of_part)
-        return jnp.log(across(total * jnp.exp(pivot - shift), "sum")) + shift, largest
+        return logsumexp_of_states(largest, across(total * jnp.exp(pivot - _finite(largest)), "sum"))
     x = _kept(widened(x), where, -jnp.inf)
     largest = jnp.max(x, axes, keepdims=True, initial=-jnp.inf)
-    shift = jnp.where(jnp.isfinite(largest), largest, 0)
-    return jnp.log(_row_sum(jnp.exp(x - shift), axes, None)) + shift, largest
+    return logsumexp_of_states(largest, _row_sum(jnp.exp(x - _finite(largest)), axes, None))
+
+
+def logsumexp_of_states(largest, total):
+    """The same from what `row_states` gives."""
+    return jnp.log(total) + _finite(largest), largest
+
+
+def _finite(largest):
+    return jnp.where(jnp.isfinite(largest), largest, 0)
+
+
+def log_sum(x, where, axes, across=None):
+    """The logarithm of the sum of exp(x - largest) over each row, and largest, its maximum."""
+    if across is not None:
+        return log_sum_of_states(*_states_of_rows(x, where, axes, across))
+    x = _kept(widened(x), where, -jnp.inf)
+    largest = jnp.max(x, axes, keepdims=True, initial=-jnp.inf)
+    return jnp.log(_row_sum(jnp.exp(x - _shift(largest)), axes, None)), largest
+
+
+def log_sum_of_states(largest, total):
+    """The same from what `row_states` gives."""
+    return jnp.where(largest == jnp.inf, jnp.nan, jnp.log(total)), largest
+
+
+def entropy(x, where, axes, across=None):
+    """The entropy of softmax(x) over each row, and what `log_sum` gives."""
+    rows = log_sum(x, where, axes, across)
+    return entropy_given(rows, x, where, axes, across), *rows
+
+
+def entropy_given(rows, x, where, axes, across=None):
+    log_p = log_probabilities(x, *rows, where)
+    return -_mean(log_p, log_p, axes, across)
+
+
+def kl_divergence(x, y, log_sum_y, largest_y, where, axes, across=None):
+    """The divergence of softmax(y) from softmax(x), given what `log_sum` gives of y, and what it gives of x."""
+    rows = log_sum(x, where, axes, across)
+    return kl_divergence_given(rows, x, y, log_sum_y, largest_y, where, axes, across), *rows
+
+
+def kl_divergence_given(rows, x, y, log_sum_y, largest_y, where, axes, across=None):
+    log_p, log_q = log_probabilities(x, *rows, where), log_probabilities(y, log_sum_y, largest_y, where)
+    return _mean(log_p, log_p - log_q, axes, across)
+
+
+def log_probabilities(x, log_sum, largest, where):
+    """log softmax(x), given what `log_sum` gives, and -inf of what is masked."""
+    return _kept(widened(x) - _shift(largest) - log_sum, where, -jnp.inf)
+
+
+def _shift(largest):
+    return jnp.where(largest == -jnp.inf, 0, largest)
+
+
+def _mean(log_p, values, axes, across):
+    """The mean of values over each row, weighted with p; those of p = 0 do not count, whatever they are."""
+    p = jnp.exp(log_p)
+    return _row_sum(jnp.where(p == 0, 0, p * values), axes, across)
 
 
 def cross_entropy_gradient(x, a, b, c, where, axes, across=None):
@@ -189,7 +247,7 @@ _OPERATORS = {
     f.__name__: f
     for f in (
         *(softmax, log_softmax, softmax_linear, log_softmax_jvp, log_softmax_vjp),
-        *(logsumexp, cross_entropy_gradient, row_states),
+        *(logsumexp, log_sum, row_states, cross_entropy_gradient, entropy, kl_divergence),
     )
 }
 _OPERATORS |= {f"absmax_scale_{dtype}": functools.partial(absmax_scale, dtype=dtype) for dtype in SCALED}

@@ -1,18 +1,23 @@
 """The primitives that have results for whole rows, and how they differentiate and batch.
 
     x, [where]                  logsumexp               lse, largest
-    x, a, b, c, [where]         cross_entropy_gradient  g, lse, largest
+    x, [where]                  log_sum                 log_sum, largest
     x, [where]                  row_states              largest, total
+    x, a, b, c, [where]         cross_entropy_gradient  g, lse, largest
+    x, [where]                  entropy                 entropy, log_sum, largest
+    x, y, m, n, [where]         kl_divergence           divergence, log_sum, largest
     x, [where]                  absmax_scale_int8 | ..  y, scale
     x, lse, t, label, [where]   tangent_sums            sum(softmax(x) t), sum(t), t at the label
 
-x is a float array, `where` a boolean mask that broadcasts to its shape. What rows have, as operands (a, b, c) or as
-results, is of x's shape with extent 1 along `axes`, in float32 (float64 for float64): lse is the logarithm of the sum
-of exp(x) over a row and `largest` its maximum, both of elements that are not masked. g = softmax(x) (a + b lse) - c, in
-x's dtype; of a row with a label, all but the label's own element of a cross entropy's gradient. `total` is the sum of
-exp(x - largest), relative to 0 where `largest` is infinite: what `sharding.py` knows of the parts of rows, and no
-derivative is made of. y is x divided by its row's `scale`, in the dtype that the primitive is named after, one of
-`reference.SCALED`. `axes` and `axis_name` are as in `primitives.py`.
+x is a float array, y one of its shape and dtype, `where` a boolean mask that broadcasts to that shape. What rows have,
+as operands (a, b, c, m, n) or as results, is of x's shape with extent 1 along `axes`, in float32 (float64 for float64):
+lse is the logarithm of the sum of exp(x) over a row and `largest` its maximum, both of elements that are not masked.
+log_sum = lse - largest, without what is lost if lse is large; `total` is the sum of exp(x - largest), relative to 0
+where `largest` is infinite, and no derivative is made of it. g = softmax(x) (a + b lse) - c, in x's dtype; of a row with
+a label, all but the label's own element of a cross entropy's gradient. `entropy` is that of softmax(x), and `divergence`
+that of softmax(y) from softmax(x), m and n being y's log_sum and largest. The y of absmax_scale is x divided by its
+row's `scale`, in the dtype that the primitive is named after, one of `reference.SCALED`. `axes` and `axis_name` are as
+in `primitives.py`.
 
 `tangent_sums` is linear in t, a tangent of x: it gives the tangents of lse, of the sum of the logits and of the label's
 logit (`label` as in `labels.py`). A loss of integer labels depends on x by these alone, so that with the three in one
@@ -33,24 +38,35 @@ from jax_softmax.primitives import moved_batch_axes
 
 # The dtypes of the results of `absmax_scale`'s primitives, each of which is the same kernel.
 ABSMAX_SCALE = {f"absmax_scale_{dtype}": dtype for dtype in reference.SCALED}
-RESULTS = {"logsumexp": 2, "cross_entropy_gradient": 3, "row_states": 2, **dict.fromkeys(ABSMAX_SCALE, 2)}
-_ROW_RESULTS = {op: 1 if op in ABSMAX_SCALE else 2 for op in RESULTS}
+# Results of elements, and of rows.
+RESULTS = {
+    "logsumexp": (0, 2),
+    "log_sum": (0, 2),
+    "row_states": (0, 2),
+    "cross_entropy_gradient": (1, 2),
+    "entropy": (0, 3),
+    "kl_divergence": (0, 3),
+    **dict.fromkeys(ABSMAX_SCALE, (1, 1)),
+}
+# The kernels of primitives that have another one than that of their name.
+KERNELS = {"logsumexp": "row_states", "log_sum": "row_states", **dict.fromkeys(ABSMAX_SCALE, "absmax_scale")}
 
 ROW_PRIMITIVES = {op: Primitive(op) for op in RESULTS}
 logsumexp_p = ROW_PRIMITIVES["logsumexp"]
 cross_entropy_gradient_p = ROW_PRIMITIVES["cross_entropy_gradient"]
+log_sum_p = ROW_PRIMITIVES["log_sum"]
 row_states_p = ROW_PRIMITIVES["row_states"]
+entropy_p = ROW_PRIMITIVES["entropy"]
+kl_divergence_p = ROW_PRIMITIVES["kl_divergence"]
 tangent_sums_p = Primitive("tangent_sums")
 
 
 def _abstract_eval(op, *avals, axes, axis_name):
     x = avals[0]
     rows = tuple(1 if d in axes else n for d, n in enumerate(x.shape))
-    wide = reference.wide_dtype(x.dtype)
-    n = _ROW_RESULTS[op]
-    types = n * [(rows, wide)]
-    if RESULTS[op] > n:
-        types.insert(0, (x.shape, jnp.dtype(ABSMAX_SCALE.get(op, x.dtype))))
+    of_elements, of_rows = RESULTS[op]
+    types = of_elements * [(x.shape, jnp.dtype(ABSMAX_SCALE.get(op, x.dtype)))]
+    types += of_rows * [(rows, reference.wide_dtype(x.dtype))]
     shardings = [x.sharding] * len(types)
     if any(aval.sharding.spec != PartitionSpec(*[None] * aval.ndim) for aval in avals):
         given = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=aval.sharding) for aval in avals]
@@ -60,7 +76,7 @@ def _abstract_eval(op, *avals, axes, axis_name):
         x.update(shape=shape, dtype=dtype, weak_type=False, sharding=sharding)
         for (shape, dtype), sharding in zip(types, shardings, strict=True)
     ]
-    return [*results[:-n], *(_the_same_along(result, axis_name) for result in results[-n:])]
+    return [*results[:of_elements], *(_the_same_along(result, axis_name) for result in results[of_elements:])]
 
 
 def _the_same_along(aval, axis_name):
@@ -90,7 +106,7 @@ def _batch(op, axis_data, operands, batch_axes, *, axes, axis_name):
     batched, to, axes, axis_name = moved_batch_axes(
         axis_data, operands, batch_axes, len(operands) - masked, axes=axes, axis_name=axis_name
     )
-    return results(*batched, axes=axes, axis_name=axis_name), [to] * RESULTS[op]
+    return results(*batched, axes=axes, axis_name=axis_name), [to] * sum(RESULTS[op])
 
 
 # With checkpoint x and lse are kept for a backward pass, and no exponentials.
@@ -232,6 +248,88 @@ def with_labels(gradient, x, lse, a, c, of_label, label, where, axes):
     return labels.set_at_labels(gradient, axes, label, (element + of_label).astype(gradient.dtype))
 
 
+# ---- Entropies. What a row's elements are taken relative to, `largest`, counts as a constant: with another one log_sum
+# is another, so that no derivative depends on it.
+
+
+def _jvp_of_rows(op, tangents_of, primals, tangents, *, axes, axis_name):
+    x, *mask = primals
+    where = mask[0] if mask else None
+    rows = ROW_PRIMITIVES[op].bind(*primals, axes=axes, axis_name=axis_name)
+    constant = ad.Zero(jax.typeof(rows[-1]).to_tangent_aval())
+    return rows, [*(f(x, rows, tangents[0], where, axes, axis_name) for f in tangents_of), constant]
+
+
+@functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=(4, 5))
+def _entropy_tangent(x, rows, t, where, axes, axis_name):
+    """-(sum of p (log p + entropy) t) over each row."""
+    entropy, *of_x = of_rows_with_elements(rows, where, axes, axis_name)
+    log_p = reference.log_probabilities(x, *of_x, where)
+    return -_row_sum(_weighted(log_p, log_p, entropy) * reference.widened(t), axes, axis_name)
+
+
+@functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=(4, 5))
+def _log_sum_tangent(x, rows, t, where, axes, axis_name):
+    """The sum of p t over each row."""
+    of_x = of_rows_with_elements(rows[-2:], where, axes, axis_name)
+    p = jnp.exp(reference.log_probabilities(x, *of_x, where))
+    return _row_sum(p * reference.widened(t), axes, axis_name)
+
+
+def _weighted(log_p, values, added):
+    """p (values + added), where values of p = 0 count as 0, whatever they are, in derivatives as well."""
+    p = jnp.exp(log_p)
+    return p * (jnp.where(p == 0, 0, values) + added)
+
+
+def of_rows_with_elements(rows, where, axes, axis_name):
+    """What rows have, and 0 for rows that are masked altogether."""
+    if where is None:
+        return rows
+    ndim = rows[0].ndim
+    exists = jnp.any(jnp.expand_dims(where, tuple(range(ndim - where.ndim))), axes, keepdims=True)
+    if axis_name:
+        exists = jax.lax.pmax(exists.astype(jnp.int32), axis_name) > 0
+    return [jnp.where(exists, row, 0) for row in rows]
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def divergence(axes, axis_name, x, y, where):
+    """The divergence of softmax(y) from softmax(x) over each row; then what log_sum gives of x, and of y."""
+    mask = [] if where is None else [where]
+    of_y = log_sum_p.bind(y, *mask, axes=axes, axis_name=axis_name)
+    result, *of_x = kl_divergence_p.bind(x, y, *of_y, *mask, axes=axes, axis_name=axis_name)
+    return result, *of_x, *of_y
+
+
+@functools.partial(divergence.defjvp, symbolic_zeros=True)
+def _divergence_jvp(axes, axis_name, primals, tangents):
+    x, y, where = primals
+    rows = divergence(axes, axis_name, x, y, where)
+    x_dot, y_dot = (None if isinstance(t, jax.custom_derivatives.SymbolicZero) else t for t in tangents[:2])
+    log_sums = [
+        jnp.zeros_like(rows[0]) if t is None else _log_sum_tangent(a, of_a, t, where, axes, axis_name)
+        for a, of_a, t in ((x, rows[1:3], x_dot), (y, rows[3:5], y_dot))
+    ]
+    constant = jnp.zeros_like(rows[0])
+    tangent = _divergence_tangent(x, y, rows, x_dot, y_dot, where, axes, axis_name)
+    return rows, (tangent, log_sums[0], constant, log_sums[1], constant)
+
+
+@functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=(6, 7))
+def _divergence_tangent(x, y, rows, x_dot, y_dot, where, axes, axis_name):
+    """The sum of p (log p - log q - divergence) x_dot + (q - p) y_dot over each row."""
+    divergence, *rows = of_rows_with_elements(rows, where, axes, axis_name)
+    log_p = reference.log_probabilities(x, *rows[:2], where)
+    log_q = reference.log_probabilities(y, *rows[2:], where)
+    tangent = jnp.zeros_like(log_p)
+    if x_dot is not None:
+        tangent += _weighted(log_p, log_p - log_q, -divergence) * reference.widened(x_dot)
+    if y_dot is not None:
+        tangent += (jnp.exp(log_q) - jnp.exp(log_p)) * reference.widened(y_dot)
+    return _row_sum(tangent, axes, axis_name)
+
+
 for _op, _primitive in ROW_PRIMITIVES.items():
     _primitive.multiple_results = True
     _primitive.def_impl(functools.partial(xla.apply_primitive, _primitive))
@@ -239,6 +337,8 @@ for _op, _primitive in ROW_PRIMITIVES.items():
     batching.fancy_primitive_batchers[_primitive] = functools.partial(_batch, _op)
 ad.primitive_jvps[logsumexp_p] = _logsumexp_jvp
 ad.primitive_jvps[cross_entropy_gradient_p] = _cross_entropy_gradient_jvp
+ad.primitive_jvps[log_sum_p] = functools.partial(_jvp_of_rows, "log_sum", [_log_sum_tangent])
+ad.primitive_jvps[entropy_p] = functools.partial(_jvp_of_rows, "entropy", [_entropy_tangent, _log_sum_tangent])
 for _op in ABSMAX_SCALE:
     ad.primitive_jvps[ROW_PRIMITIVES[_op]] = functools.partial(_absmax_scale_jvp, _op)
 

@@ -20,6 +20,7 @@ from support import (
     NARROW_WAYS,
     OPS,
     ROW_OPS,
+    TWO_OPERANDS,
     call_kernel,
     kernel_names,
     limited,
@@ -42,7 +43,7 @@ def main() -> None:
             ops = [(op, None) for op in (NAMES if dtype in NARROW else (*OPS, *ROW_OPS))]
             ops += [] if dtype in NARROW else [("absmax_scale", result) for result in LARGEST]
             for (op, out), masked in itertools.product(ops, (False, True)):
-                operands = [x] if op in (*NAMES, *ROW_OPS) else [x, x]
+                operands = [x, x] if op in TWO_OPERANDS else [x]
                 operands += row_operands(op, way.shape, way.axes, dtype)
                 out = "float32" if dtype in ("int8", "uint8") else out
                 if masked:

@@ -48,7 +48,16 @@ DEVICES = {
     "RTX 5090": device(120, 170, 99, 8),
 }
 OPS = ("softmax", "log_softmax", "softmax_linear", "log_softmax_jvp", "log_softmax_vjp")
-ROW_OPS = ("logsumexp", "cross_entropy_gradient", "row_states", "absmax_scale")  # with results for whole rows
+# The kernels that have results for rows, and how many of elements and of rows.
+ROW_RESULTS = {
+    "row_states": (0, 2),
+    "cross_entropy_gradient": (1, 2),
+    "entropy": (0, 3),
+    "kl_divergence": (0, 3),
+    "absmax_scale": (1, 1),
+}
+ROW_OPS = tuple(ROW_RESULTS)
+TWO_OPERANDS = (*OPS[2:], "kl_divergence")
 LARGEST = {"int8": 127, "float8_e4m3fn": 448, "float8_e5m2": 57344}  # what absmax_scale makes of a row's maximum
 
 
@@ -144,12 +153,10 @@ def call_kernel(op, *operands, axes, out_dtype=None, fused="", scratch_bytes=0):
 
     Its result, or of ROW_OPS all of them."""
     x = operands[0]
-    results = [] if op in ("logsumexp", "row_states") else [jax.ShapeDtypeStruct(x.shape, out_dtype or x.dtype)]
-    if op in ROW_OPS:
-        rows = [1 if d in axes else n for d, n in enumerate(x.shape)]
-        results += (1 if op == "absmax_scale" else 2) * [
-            jax.ShapeDtypeStruct(rows, np.float64 if x.dtype == np.float64 else np.float32)
-        ]
+    of_elements, of_rows = ROW_RESULTS.get(op, (1, 0))
+    rows = [1 if d in axes else n for d, n in enumerate(x.shape)]
+    results = of_elements * [jax.ShapeDtypeStruct(x.shape, out_dtype or x.dtype)]
+    results += of_rows * [jax.ShapeDtypeStruct(rows, np.float64 if x.dtype == np.float64 else np.float32)]
     n = len(results)
     if scratch_bytes:
         results.append(jax.ShapeDtypeStruct((scratch_bytes,), np.uint8))
@@ -162,7 +169,7 @@ def row_operands(op, shape, axes, dtype, seed=3):
     """What rows have of their own, as an operator of ROW_OPS takes it."""
     rows = [1 if d in axes else n for d, n in enumerate(shape)]
     wide = np.float64 if np.dtype(dtype) == np.float64 else np.float32
-    count = 3 if op == "cross_entropy_gradient" else 0
+    count = {"cross_entropy_gradient": 3, "kl_divergence": 2}.get(op, 0)
     return [normal(rows, wide, seed=seed + i, scale=0.5) for i in range(count)]
 
 
@@ -338,6 +345,55 @@ def reference_absmax_scale(x, axis=-1, where=None, dtype=None):
     y = np.where(keep, y, 0).astype(dtype)
     scale = np.where(scale < tiny, 0, scale).astype(wide)
     return [Bounded(v.astype(wide), np.zeros(v.shape), v.dtype) for v in (y, scale)]
+
+
+@np.errstate(invalid="ignore", divide="ignore", over="ignore", under="ignore")
+def reference_entropy(x, axis=-1, where=None, y=None, log_sum=0.0, largest_y=0.0):
+    """The entropy of p = softmax(x), or the mean of log p - (y - largest_y - log_sum); and what log_sum is made of."""
+    rounding, wide, keep, axes = _masked_rows(x, axis, where)
+    largest = np.max(wide, axis=axes, keepdims=True, initial=-np.inf)
+    depth = wide - largest
+    total = np.sum(np.exp(depth), axis=axes, keepdims=True)
+    p, log_total = np.exp(depth) / total, np.log(total)
+
+    def mean(values):
+        return np.sum(np.where(p == 0, 0, p * values), axis=axes, keepdims=True)
+
+    other = (
+        np.zeros_like(depth) if y is None else np.where(keep, _widened(y) - _widened(largest_y) - _widened(log_sum), 0)
+    )
+    moment = mean(depth - other)
+    # Of an exponential, relative to itself; of the sums, relative to the sum of exponentials.
+    of_term = rounding.compute * (ROUNDINGS + np.abs(depth))
+    sum_error = _sum_error(rounding, int(np.prod([keep.shape[d] for d in axes])))
+    of_total = mean(of_term) + sum_error
+    values = np.abs(depth) + np.abs(other) + np.abs(_widened(log_sum))
+    of_moment = mean((of_term + 3 * rounding.compute) * values) + sum_error * mean(values)
+    of_log_total = of_total + rounding.compute * 2 * np.abs(log_total)
+    bound = of_moment + np.abs(moment) * (of_total + 2 * rounding.compute) + of_log_total + rounding.tiny
+    result = (log_total - moment) if y is None else (moment - log_total)
+    bound = bound + rounding.compute * np.abs(result)
+    dtype = np.dtype(np.float64 if rounding.dtype == np.float64 else np.float32)
+    return [
+        Bounded(result, np.where(np.isfinite(result), bound, 0), dtype),
+        Bounded(log_total, np.where(np.isfinite(log_total), of_log_total + rounding.tiny, 0), dtype),
+        Bounded(largest, np.zeros_like(log_total), dtype),
+    ]
+
+
+def row_case(op, shape, axes, dtype, where=None):
+    """Operands for an operator of ROW_OPS, but for the mask, and its results in float64."""
+    x, of_rows = normal(shape, dtype), row_operands(op, shape, axes, dtype)
+    if op == "row_states":
+        return [x], reference_row_states(x, axes, where)
+    if op == "absmax_scale":
+        return [x], reference_absmax_scale(x, axes, where)
+    if op == "cross_entropy_gradient":
+        return [x, *of_rows], reference_cross_entropy_gradient(x, *of_rows, axes, where)
+    if op == "kl_divergence":
+        y = normal(shape, dtype, seed=1)
+        return [x, y, *of_rows], reference_entropy(x, axes, where, y, *of_rows)
+    return [x], reference_entropy(x, axes, where)
 
 
 def _masked_rows(x, axis, where):

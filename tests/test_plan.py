@@ -103,6 +103,7 @@ def check_plan(shape, axes, op, dtype, on, mask_shape=None, scratch=True):
 OPERANDS = [
     *itertools.product(["bfloat16", "float32", "float64"], OPS),
     *[("int8", "softmax"), ("float8_e5m2", "log_softmax")],
+    *[("bfloat16", "entropy"), ("float32", "kl_divergence"), ("float64", "kl_divergence")],
 ]
 LENGTHS = sorted({2**k + d for k in range(25) for d in (-1, 0, 1)} - {0} | {3 * 2**k for k in range(24)})
 

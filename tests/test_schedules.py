@@ -20,10 +20,7 @@ from support import (
     normal,
     reference,
     reference_absmax_scale,
-    reference_cross_entropy_gradient,
     reference_linear,
-    reference_logsumexp,
-    reference_row_states,
     reference_vjp,
 )
 
@@ -84,18 +81,10 @@ def test_values(masked, dtype, op, way):
 def test_results_of_rows(masked, dtype, op, way):
     where = support.random_mask(way.shape) if masked else None
     mask = [] if where is None else [where]
-    x, of_rows = normal(way.shape, dtype), support.row_operands(op, way.shape, way.axes, dtype)
-    if op == "logsumexp":
-        expected = reference_logsumexp(x, way.axes, where, keepdims=True)
-    elif op == "row_states":
-        expected = reference_row_states(x, way.axes, where)
-    elif op == "absmax_scale":
-        expected = reference_absmax_scale(x, way.axes, where)
-    else:
-        expected = reference_cross_entropy_gradient(x, *of_rows, way.axes, where)
+    inputs, expected = support.row_case(op, way.shape, way.axes, dtype, where)
     plan = way.plan(op, dtype, list(way.shape) if masked else None)
     with support.limited(**way.limits), support.precision(dtype):
-        results = call_kernel(op, x, *of_rows, *mask, axes=way.axes, scratch_bytes=plan["scratch_bytes"])
+        results = call_kernel(op, *inputs, *mask, axes=way.axes, scratch_bytes=plan["scratch_bytes"])
     for i, (result, bounded) in enumerate(zip(results, expected, strict=True)):
         check(result, bounded, f"result {i} of {op} by {plan['schedule']}")
 

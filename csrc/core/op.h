@@ -9,18 +9,14 @@ enum class Op {
   kSoftmaxLinear,
   kLogSoftmaxJvp,
   kLogSoftmaxVjp,
-  kLogSumExp,
-  kCrossEntropyGradient,
   kRowStates,
+  kCrossEntropyGradient,
+  kEntropy,
+  kKlDivergence,
   kAbsmaxScale
 };
 enum class DType { kF16, kBF16, kF32, kF64, kF8E4M3, kF8E5M2, kI8, kU8 };
 
-inline constexpr int kOps = 9;
-inline constexpr const char* kOpNames[kOps] = {
-    "softmax",         "log_softmax", "softmax_linear",         "log_softmax_jvp",
-    "log_softmax_vjp", "logsumexp",   "cross_entropy_gradient", "row_states",
-    "absmax_scale"};
 inline constexpr int kDTypes = 8;
 inline constexpr const char* kDTypeNames[kDTypes] = {"float16",       "bfloat16",    "float32", "float64",
                                                      "float8_e4m3fn", "float8_e5m2", "int8",    "uint8"};
@@ -37,11 +33,30 @@ struct Cost {
   bool element_results = true;  // whether there is one for each element
   int row_results = 0;          // of a row itself
   int row_operands = 0;         // numbers that a row has of its own
+  int sums = 1;                 // of a row
 };
 
-inline constexpr Cost kCosts[kOps] = {
-    {1, 1, 0},           {1, 1, 1},         {2, 0, 0}, {2, 1, 0}, {2, 1, 0}, {1, 1, 1, false, 2}, {1, 1, 1, true, 2, 3},
-    {1, 1, 0, false, 2}, {1, 0, 0, true, 1}};
-constexpr Cost cost_of(Op op) { return kCosts[static_cast<int>(op)]; }
+struct Operator {
+  const char* name;
+  const char* type;  // in ops.h
+  Cost cost;
+};
+
+inline constexpr Operator kOperators[] = {
+    {"softmax", "Softmax", {1, 1, 0}},
+    {"log_softmax", "LogSoftmax", {1, 1, 1}},
+    {"softmax_linear", "SoftmaxLinear", {2, 0, 0}},
+    {"log_softmax_jvp", "LogSoftmaxJvp", {2, 1, 0}},
+    {"log_softmax_vjp", "LogSoftmaxVjp", {2, 1, 0}},
+    {"row_states", "RowStates", {1, 1, 0, false, 2}},
+    {"cross_entropy_gradient", "CrossEntropyGradient", {1, 1, 1, true, 2, 3}},
+    {"entropy", "Entropy", {1, 1, 1, false, 3, 0, 2}},
+    {"kl_divergence", "KlDivergence", {2, 1, 1, false, 3, 2, 2}},
+    {"absmax_scale", "AbsmaxScale", {1, 0, 0, true, 1}},
+};
+inline constexpr int kOps = sizeof(kOperators) / sizeof(kOperators[0]);
+inline constexpr int kMostRowResults = 3;
+constexpr const Operator& facts_of(Op op) { return kOperators[static_cast<int>(op)]; }
+constexpr const Cost& cost_of(Op op) { return facts_of(op).cost; }
 
 }  // namespace jax_softmax

@@ -15,23 +15,13 @@ template <template <class> class OpOf, class Arithmetic>
 struct PolicyOf {
   using type = Arithmetic;
 };
-// Whose logarithm is right for 0 and infinity as well, which are sums of rows of -inf and with +inf.
+// Whose Relative is the general one: terms relative to 0, where the maximum is +inf, may have positive exponents.
 template <class Arithmetic>
-struct WholeLogarithm : Arithmetic {
-  using M = Arithmetic;
-  using C = typename M::Value;
-  static JAX_SOFTMAX_INLINE C log(C x) {
-    const C infinity = M::constant(M::kInfinity);
-    const C finite = M::select(M::equal(x, M::constant(0)), -infinity, M::log(x));
-    return M::select(M::equal(x, infinity), infinity, finite);
-  }
+struct OfAnyExponent : Arithmetic {};
+template <class Arithmetic>
+struct PolicyOf<RowStates, Arithmetic> {
+  using type = OfLogSumExp<OfAnyExponent<Arithmetic>>;
 };
-template <class Arithmetic>
-struct PolicyOf<LogSumExp, Arithmetic> {
-  using type = OfLogSumExp<WholeLogarithm<Arithmetic>>;
-};
-template <class Arithmetic>
-struct PolicyOf<RowStates, Arithmetic> : PolicyOf<LogSumExp, Arithmetic> {};
 
 template <template <class> class OpOf, class T, bool kMasked>
 class Operator {

@@ -16,7 +16,6 @@ Arithmetic<T> arithmetic_of(Op op, bool masked) {
   if (op == Op::kSoftmax) return arithmetic_of<Softmax, T>(masked);
   if (op == Op::kLogSoftmax) return arithmetic_of<LogSoftmax, T>(masked);
   if constexpr (sizeof(T) > 1) {
-    if (op == Op::kLogSumExp) return arithmetic_of<LogSumExp, T>(masked);
     if (op == Op::kRowStates) return arithmetic_of<RowStates, T>(masked);
     if (op == Op::kSoftmaxLinear) return arithmetic_of<SoftmaxLinear, T>(masked);
     if (op == Op::kLogSoftmaxJvp) return arithmetic_of<LogSoftmaxJvp, T>(masked);

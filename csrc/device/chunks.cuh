@@ -125,7 +125,7 @@ struct Chunk {
   }
 
   // The state of the warp's packs.
-  __device__ __forceinline__ State<C> warp_state() const {
+  __device__ __forceinline__ StateOf<Op> warp_state() const {
     mend();
     // In registers from one pass to the next, but for float64, whose exponential needs many, and for elements of 8
     // bits, of which a pack has many.
@@ -151,16 +151,16 @@ struct Chunk {
       }
       pivot = max_over_lanes<32, M>(largest.get());
     }
-    const Relative<M> relative(pivot);
-    C sum = M::constant(0);
+    const auto terms_of_row = mem.terms(pivot, row.begin);
+    typename Op::Sum sum{};
 #pragma unroll
     for (int p = 0; p < kPacks; ++p) {
       if constexpr (!kHold) read(p);
       typename Mem::Values values;
       mem.values(values, raw[kHold ? p : 0], at(pack_of(p)).place, R::kAlong, bits_of(p));
-      C terms[kWidth], part = M::constant(0);
+      typename Op::Sum terms[kWidth], part{};
 #pragma unroll
-      for (int i = 0; i < kWidth; ++i) part += terms[i] = Op::term(relative, values[i]);
+      for (int i = 0; i < kWidth; ++i) part += terms[i] = Op::term(terms_of_row, values[i]);
       sum += part;
       if constexpr (Mem::kTermsFit) {
         if (exists(pack_of(p))) *held(0, pack_of(p)) = Elements<In>::narrow(terms);
@@ -170,7 +170,7 @@ struct Chunk {
   }
 
   // `state` is the row's, `pivot` that of the warp whose packs these are.
-  __device__ __forceinline__ void finish(const State<C>& state, C pivot) const {
+  __device__ __forceinline__ void finish(const StateOf<Op>& state, C pivot) const {
     const auto finished = mem.row(state, row.begin);
     typename Op::Scale scale{};
     if constexpr (Mem::kTermsFit) scale = mem.term_scale(state, pivot, row.begin);
@@ -212,14 +212,14 @@ struct Chunk {
 template <class Mem, class View, class Plan>
 __device__ __forceinline__ void chunks(const Operands& operands) {
   using Op = typename Mem::Op;
-  using C = typename Mem::C;
+  using State = StateOf<Op>;
   using Work = Chunk<Mem, View, Plan>;
-  constexpr int kWords = kStateWords<C>;
+  constexpr int kWords = kStateWords<State>;
   constexpr int kTeams = Plan::kTeams, kTeamThreads = Work::kThreads, kTeamWarps = Work::kWarps;
   constexpr int kBlocks = static_cast<int>(ceil_div(Plan::kChunks, kTeams));  // of a row
   constexpr bool kClustered = Plan::kCluster > 1;
   extern __shared__ __align__(128) Pack shared[];
-  __shared__ State<C> part[kTeams * kTeamWarps];
+  __shared__ State part[kTeams * kTeamWarps];
   __shared__ uint64_t words[kClustered ? kBlocks * kTeams * kWords : 1];
   __shared__ uint64_t received;
   const int team = threadIdx.x / kTeamThreads;
@@ -234,22 +234,22 @@ __device__ __forceinline__ void chunks(const Operands& operands) {
   const Work work{mem, row, begin + team, shared + team * Plan::kShare * Mem::kInputs};
   work.copy();
   wait_for_copies();
-  const State<C> warp = work.warp_state();
+  const State warp = work.warp_state();
   if (threadIdx.x % 32 == 0) part[threadIdx.x / 32] = warp;
 #if __CUDA_ARCH__ >= 900
   if constexpr (kClustered) wait_until_all_have_begun();
 #endif
   __syncthreads();
-  State<C> state;
+  State state;
   if constexpr (Plan::kThroughMemory) {
     wait_for_previous_kernel();
-    const WordsInMemory<C> exchange{operands.words + index * Plan::kChunks * kWords};
+    const WordsInMemory<State> exchange{operands.words + index * Plan::kChunks * kWords};
     state = combine_over_lanes<Op, kTeamWarps>(part[team * kTeamWarps + threadIdx.x % kTeamWarps]);
     if (work.rank == 0 && begin + team < Plan::kChunks) exchange.publish(begin + team, state);
     state = await_row<Op, Plan::kChunks>(exchange);
   } else if constexpr (kClustered) {
     // One warp tells every block of the cluster, this one as well.
-    const WordsInCluster<C> exchange{words, &received};
+    const WordsInCluster<State> exchange{words, &received};
     if (threadIdx.x < 32) {
       for (int t = 0; t < kTeams && begin + t < Plan::kChunks; ++t) {
         state = combine_over_lanes<Op, kTeamWarps>(part[t * kTeamWarps + threadIdx.x % kTeamWarps]);

@@ -10,32 +10,62 @@ namespace jax_softmax::device {
 
 inline constexpr uint64_t kUnpublished = ~0ull;
 
-template <class C>
-inline constexpr int kStateWords = 2 * static_cast<int>(sizeof(C)) / 8;
+template <class State>
+inline constexpr int kStateWords = static_cast<int>(sizeof(State)) / 8;
 
 __device__ __forceinline__ uint64_t published(uint64_t bits) { return bits == kUnpublished ? bits - 1 : bits; }
+__device__ __forceinline__ uint64_t word_of(double x) { return published(__double_as_longlong(x)); }
+__device__ __forceinline__ uint64_t word_of(float high, float low) {
+  return published(static_cast<uint64_t>(__float_as_uint(high)) << 32 | __float_as_uint(low));
+}
+__device__ __forceinline__ float high_of(uint64_t word) { return __uint_as_float(static_cast<uint32_t>(word >> 32)); }
+__device__ __forceinline__ float low_of(uint64_t word) { return __uint_as_float(static_cast<uint32_t>(word)); }
 
 __device__ __forceinline__ void to_words(uint64_t (&words)[1], const State<float>& state) {
-  words[0] = published(static_cast<uint64_t>(__float_as_uint(state.pivot)) << 32 | __float_as_uint(state.sum));
+  words[0] = word_of(state.pivot, state.sum);
+}
+__device__ __forceinline__ void to_words(uint64_t (&words)[2], const State<float, Moments<float>>& state) {
+  words[0] = word_of(state.pivot, 0.0f);
+  words[1] = word_of(state.sum.sum, state.sum.moment);
 }
 __device__ __forceinline__ void to_words(uint64_t (&words)[2], const State<double>& state) {
-  words[0] = published(__double_as_longlong(state.pivot));
-  words[1] = published(__double_as_longlong(state.sum));
+  words[0] = word_of(state.pivot);
+  words[1] = word_of(state.sum);
 }
-__device__ __forceinline__ State<float> from_words(const uint64_t (&words)[1]) {
-  return {__uint_as_float(static_cast<uint32_t>(words[0] >> 32)), __uint_as_float(static_cast<uint32_t>(words[0]))};
+__device__ __forceinline__ void to_words(uint64_t (&words)[3], const State<double, Moments<double>>& state) {
+  words[0] = word_of(state.pivot);
+  words[1] = word_of(state.sum.sum);
+  words[2] = word_of(state.sum.moment);
 }
-__device__ __forceinline__ State<double> from_words(const uint64_t (&words)[2]) {
+
+template <class State>
+__device__ __forceinline__ State from_words(const uint64_t (&words)[kStateWords<State>]);
+template <>
+__device__ __forceinline__ State<float> from_words<State<float>>(const uint64_t (&words)[1]) {
+  return {high_of(words[0]), low_of(words[0])};
+}
+template <>
+__device__ __forceinline__ State<float, Moments<float>> from_words<State<float, Moments<float>>>(
+    const uint64_t (&words)[2]) {
+  return {high_of(words[0]), {high_of(words[1]), low_of(words[1])}};
+}
+template <>
+__device__ __forceinline__ State<double> from_words<State<double>>(const uint64_t (&words)[2]) {
   return {__longlong_as_double(words[0]), __longlong_as_double(words[1])};
+}
+template <>
+__device__ __forceinline__ State<double, Moments<double>> from_words<State<double, Moments<double>>>(
+    const uint64_t (&words)[3]) {
+  return {__longlong_as_double(words[0]), {__longlong_as_double(words[1]), __longlong_as_double(words[2])}};
 }
 
 // The states of a row's parts in device memory.
-template <class C>
+template <class State>
 struct WordsInMemory {
-  static constexpr int kWords = kStateWords<C>;
+  static constexpr int kWords = kStateWords<State>;
   uint64_t* row;
 
-  __device__ __forceinline__ void publish(int part, const State<C>& state) const {
+  __device__ __forceinline__ void publish(int part, const State& state) const {
     uint64_t words[kWords];
     to_words(words, state);
 #pragma unroll
@@ -52,13 +82,13 @@ struct WordsInMemory {
 
 // And in the shared memory of each block of a cluster, at the same place in all of them; a barrier there says that all
 // have arrived.
-template <class C>
+template <class State>
 struct WordsInCluster {
-  static constexpr int kWords = kStateWords<C>;
+  static constexpr int kWords = kStateWords<State>;
   uint64_t* row;
   uint64_t* barrier;
 
-  __device__ __forceinline__ void publish(int part, const State<C>& state, int block) const {
+  __device__ __forceinline__ void publish(int part, const State& state, int block) const {
 #if __CUDA_ARCH__ >= 900
     uint64_t words[kWords];
     to_words(words, state);
@@ -67,19 +97,18 @@ struct WordsInCluster {
 #endif
   }
   __device__ __forceinline__ uint64_t read(int index) const { return row[index]; }
-  __device__ __forceinline__ State<C> state(int part) const {
+  __device__ __forceinline__ State state(int part) const {
     uint64_t words[kWords];
 #pragma unroll
     for (int w = 0; w < kWords; ++w) words[w] = row[part * kWords + w];
-    return from_words(words);
+    return from_words<State>(words);
   }
 };
 
 // Reads the states of kGroups groups of 32 n parts, n of a group a lane, until they are all published, and adds them
 // to the lane's. All lanes go the same way: those without a part read the last one's.
 template <class Op, int n, int kGroups, class Words>
-__device__ __forceinline__ State<typename Op::C> await_parts(State<typename Op::C> state, const Words& words, int begin,
-                                                             int parts) {
+__device__ __forceinline__ StateOf<Op> await_parts(StateOf<Op> state, const Words& words, int begin, int parts) {
   constexpr int kWords = Words::kWords;
   const int first = begin + static_cast<int>(threadIdx.x % 32);
   uint64_t bits[kGroups * n][kWords];
@@ -99,10 +128,11 @@ __device__ __forceinline__ State<typename Op::C> await_parts(State<typename Op::
   } while (__any_sync(kFullWarp, missing));
 #pragma unroll
   for (int g = 0; g < kGroups; ++g) {
-    State<typename Op::C> part[n];
+    StateOf<Op> part[n];
 #pragma unroll
     for (int i = 0; i < n; ++i) {
-      part[i] = first + (g * n + i) * 32 < parts ? from_words(bits[g * n + i]) : identity<Op, typename Op::Policy>();
+      part[i] = first + (g * n + i) * 32 < parts ? from_words<StateOf<Op>>(bits[g * n + i])
+                                                 : identity<Op, typename Op::Policy>();
     }
     state = combine_parts<Op>(state, part);
   }
@@ -112,8 +142,8 @@ __device__ __forceinline__ State<typename Op::C> await_parts(State<typename Op::
 // The state of a row, once those of its parts are all published: the same, bit for bit, whichever warp asks, wherever
 // the words are, and however many groups of them are read together.
 template <class Op, int kParts, int kGroups = 1, class Words>
-__device__ __forceinline__ State<typename Op::C> await_row(const Words& words) {
-  State<typename Op::C> state = identity<Op, typename Op::Policy>();
+__device__ __forceinline__ StateOf<Op> await_row(const Words& words) {
+  StateOf<Op> state = identity<Op, typename Op::Policy>();
   if constexpr (kParts <= 32) {
     state = await_parts<Op, 1, 1>(state, words, 0, kParts);
   } else if constexpr (kParts <= 64) {

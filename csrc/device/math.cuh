@@ -195,20 +195,22 @@ struct ScaledTo<Byte<Format>, M> : Scaling<M> {
   };
 };
 
-// And its policy.
-template <template <class> class Op, class T>
+// And its policy, for elements of which T is the wider type and results of type Out.
+template <template <class> class Op, class T, class Out>
 struct PolicyOf {
   using type = typename ArithmeticOf<Op, T>::type;
 };
-template <class T>
-struct PolicyOf<LogSumExp, T> {
-  using type = OfLogSumExp<typename ArithmeticOf<LogSumExp, T>::type>;
+template <class T, class Out>
+struct PolicyOf<RowStates, T, Out> {
+  using type = OfLogSumExp<typename ArithmeticOf<RowStates, T>::type>;
 };
-template <class T>
-struct PolicyOf<RowStates, T> : PolicyOf<LogSumExp, T> {};
-template <class T>
-struct PolicyOf<CrossEntropyGradient, T> {
+template <class T, class Out>
+struct PolicyOf<CrossEntropyGradient, T, Out> {
   using type = OfLogSumExp<typename ArithmeticOf<CrossEntropyGradient, T>::type>;
+};
+template <class T, class Out>
+struct PolicyOf<AbsmaxScale, T, Out> {
+  using type = ScaledTo<Out, typename ArithmeticOf<AbsmaxScale, T>::type>;
 };
 
 }  // namespace jax_softmax::device

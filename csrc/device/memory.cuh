@@ -8,6 +8,7 @@
 namespace jax_softmax::device {
 
 inline constexpr int kMostSides = 4;
+inline constexpr int kMostRowResults = 3;
 
 // The kernels' only parameter, as csrc/ffi fills it in.
 struct Operands {
@@ -17,7 +18,7 @@ struct Operands {
   void* out;
   uint64_t* words;  // memory for blocks to exchange states through, or null
   int64_t rows;
-  void* of_rows[2];  // results that rows have themselves
+  void* of_rows[kMostRowResults];  // results that rows have themselves
 };
 
 // A dimension of the view: its extent, and the strides in elements of the operands and of each side operand.
@@ -206,8 +207,19 @@ struct Memory {
 
   // ---- rows
 
+  // What terms relative to a pivot are made with, of the row that lies at `at`.
+  __device__ __forceinline__ typename Op::Terms terms(C pivot, const Place& at) const {
+    const Relative<M> relative(pivot);
+    if constexpr (kIsSame<typename Op::Terms, Relative<M>>) {
+      return relative;
+    } else {
+      C given[Op::kRowOperands];
+      row_operands(given, at);
+      return Op::terms(relative, given);
+    }
+  }
   // What a row's state amounts to for its elements; it lies at `at`.
-  __device__ __forceinline__ typename Op::Row row(const State<C>& state, const Place& at) const {
+  __device__ __forceinline__ typename Op::Row row(const StateOf<Op>& state, const Place& at) const {
     if constexpr (Op::kRowOperands == 0) {
       return Op::row(state);
     } else {
@@ -217,7 +229,7 @@ struct Memory {
     }
   }
   // The same for terms, relative to a pivot of their own.
-  __device__ __forceinline__ typename Op::Scale term_scale(const State<C>& state, C pivot, const Place& at) const {
+  __device__ __forceinline__ typename Op::Scale term_scale(const StateOf<Op>& state, C pivot, const Place& at) const {
     if constexpr (Op::kRowOperands == 0) {
       return Op::term_scale(state, pivot);
     } else {
@@ -227,7 +239,7 @@ struct Memory {
     }
   }
   // Stores the results that the row has itself, if any.
-  __device__ __forceinline__ void store_row(int64_t row, const State<C>& state) const {
+  __device__ __forceinline__ void store_row(int64_t row, const StateOf<Op>& state) const {
     if constexpr (Op::kRowResults > 0) {
       C results[Op::kRowResults];
       Op::row_results(state, results);

@@ -14,20 +14,30 @@ __device__ __forceinline__ typename M::Value max_over_lanes(typename M::Value x)
   return x;
 }
 
-template <int kLanes, class C>
-__device__ __forceinline__ C sum_over_lanes(C x) {
+// What the lane so far away has.
+template <class C>
+__device__ __forceinline__ C shuffled(C x, int offset) {
+  return __shfl_xor_sync(kFullWarp, x, offset);
+}
+template <class C>
+__device__ __forceinline__ Moments<C> shuffled(const Moments<C>& x, int offset) {
+  return {shuffled(x.sum, offset), shuffled(x.moment, offset)};
+}
+
+template <int kLanes, class Sum>
+__device__ __forceinline__ Sum sum_over_lanes(Sum x) {
 #pragma unroll
-  for (int offset = kLanes / 2; offset > 0; offset /= 2) x += __shfl_xor_sync(kFullWarp, x, offset);
+  for (int offset = kLanes / 2; offset > 0; offset /= 2) x += shuffled(x, offset);
   return x;
 }
 
 // The state of kLanes lanes' parts of a row, each relative to a pivot of its own.
 template <class Op, int kLanes>
-__device__ __forceinline__ State<typename Op::C> combine_over_lanes(State<typename Op::C> state) {
+__device__ __forceinline__ StateOf<Op> combine_over_lanes(StateOf<Op> state) {
   using M = typename Op::Policy;
   if constexpr (Op::kHasPivot) {
     const auto pivot = max_over_lanes<kLanes, M>(state.pivot);
-    state.sum *= Relative<M>(pivot).rescale(state.pivot);
+    state.sum = moved(state.sum, Relative<M>(pivot), state.pivot);
     state.pivot = pivot;
   }
   state.sum = sum_over_lanes<kLanes>(state.sum);
@@ -40,17 +50,18 @@ template <class Op_, int kLanes, int kThreads>
 struct Team {
   using Op = Op_;
   using C = typename Op::C;
+  using Sum = typename Op::Sum;
   using M = typename Op::Policy;
   static constexpr bool kBlock = kLanes > 32;
   static constexpr int kShuffled = kBlock ? 32 : kLanes;
   static __device__ __forceinline__ int rank() { return threadIdx.x % kLanes; }
   static __device__ __forceinline__ C warp_max(C x) { return max_over_lanes<kShuffled, M>(x); }
-  static __device__ __forceinline__ C warp_sum(C x) { return sum_over_lanes<kShuffled>(x); }
+  static __device__ __forceinline__ Sum warp_sum(const Sum& x) { return sum_over_lanes<kShuffled>(x); }
   // The row's state, from the state of each warp's share of it.
-  static __device__ __forceinline__ State<C> combine(State<C> warp) {
+  static __device__ __forceinline__ StateOf<Op> combine(const StateOf<Op>& warp) {
     if constexpr (kBlock) {
       constexpr int kWarps = kThreads / 32;
-      __shared__ State<C> part[kWarps];
+      __shared__ StateOf<Op> part[kWarps];
       const int lane = threadIdx.x % 32;
       if (lane == 0) part[threadIdx.x / 32] = warp;
       __syncthreads();
@@ -63,8 +74,7 @@ struct Team {
 
 // The state of n parts.
 template <class Op, int n>
-__device__ __forceinline__ State<typename Op::C> combine_parts(State<typename Op::C> state,
-                                                               const State<typename Op::C> (&part)[n]) {
+__device__ __forceinline__ StateOf<Op> combine_parts(StateOf<Op> state, const StateOf<Op> (&part)[n]) {
   using M = typename Op::Policy;
   auto pivot = state.pivot;
   if constexpr (Op::kHasPivot) {
@@ -72,22 +82,26 @@ __device__ __forceinline__ State<typename Op::C> combine_parts(State<typename Op
     for (int i = 0; i < n; ++i) pivot = M::max(pivot, part[i].pivot);
   }
   const Relative<M> relative(pivot);
-  if constexpr (Op::kHasPivot) state.sum *= relative.rescale(state.pivot);
+  if constexpr (Op::kHasPivot) state.sum = moved(state.sum, relative, state.pivot);
 #pragma unroll
   for (int i = 0; i < n; ++i) {
-    state.sum += Op::kHasPivot ? part[i].sum * relative.rescale(part[i].pivot) : part[i].sum;
+    if constexpr (Op::kHasPivot) {
+      state.sum += moved(part[i].sum, relative, part[i].pivot);
+    } else {
+      state.sum += part[i].sum;
+    }
   }
   return {pivot, state.sum};
 }
 
 // The state of the parts begin, begin + step, ... below end, some of which are read together.
 template <class Op, class Part>
-__device__ __forceinline__ State<typename Op::C> combine_all(int begin, int end, int step, Part part) {
+__device__ __forceinline__ StateOf<Op> combine_all(int begin, int end, int step, Part part) {
   using M = typename Op::Policy;
   constexpr int kTogether = 4;
   auto state = identity<Op, M>();
   for (int i = begin; i < end; i += kTogether * step) {
-    State<typename Op::C> some[kTogether];
+    StateOf<Op> some[kTogether];
 #pragma unroll
     for (int u = 0; u < kTogether; ++u) some[u] = i + u * step < end ? part(i + u * step) : identity<Op, M>();
     state = combine_parts<Op>(state, some);

@@ -66,8 +66,8 @@ __device__ __forceinline__ void registers(const Operands& operands) {
     }
     pivot = Members::warp_max(largest.get());
   }
-  const Relative<M> relative(pivot);
-  C sum = M::constant(0);
+  const auto terms_of_row = mem.terms(pivot, row.begin);
+  typename Op::Sum sum{};
   // Teams of several warps wait for arithmetic first: a warp leaves out what is all beyond the row.
   constexpr bool kMayEnd = !R::kExact && Members::kBlock;
   const bool ends = kMayEnd && !__any_sync(kFullWarp, exists(kPacks - 1) && row.at(pack_of(kPacks - 1)).any());
@@ -76,16 +76,16 @@ __device__ __forceinline__ void registers(const Operands& operands) {
     if (kMayEnd && p == kPacks - 1 && ends) break;
     typename Mem::Values values;
     mem.values(values, raw[p], row.at(pack_of(p)).place, R::kAlong, kept_of(p));
-    C part = M::constant(0);
+    typename Op::Sum part{};
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) {
-      const C term = Op::term(relative, values[i]);
+      const auto term = Op::term(terms_of_row, values[i]);
       if constexpr (kTerms) terms[p][i] = term;
       part += term;
     }
     sum += part;
   }
-  const State<C> state = Members::combine({pivot, Members::warp_sum(sum)});
+  const StateOf<Op> state = Members::combine({pivot, Members::warp_sum(sum)});
   if (!active) return;
   if (rank == 0) mem.store_row(index, state);
   if constexpr (!Op::kElementResults) return;

@@ -47,10 +47,10 @@ template <class Mem, class View, class Plan>
 __device__ __forceinline__ void ring(const Operands& operands) {
 #if __CUDA_ARCH__ >= 900
   using Op = typename Mem::Op;
-  using C = typename Mem::C;
+  using State = StateOf<Op>;
   using R = Row<Mem, View, Plan>;
   using Work = Chunk<Mem, View, Plan>;
-  constexpr int kWords = kStateWords<C>;
+  constexpr int kWords = kStateWords<State>;
   constexpr int kTeamWarps = Work::kWarps, kStages = Plan::kStages, kCopies = Plan::kCopies;
   constexpr int kSummers = Plan::kSummers, kWriters = Plan::kWriters, kWaiters = Plan::kWaiters;  // teams, and warps
   constexpr unsigned kChunks = Plan::kChunks;
@@ -60,8 +60,8 @@ __device__ __forceinline__ void ring(const Operands& operands) {
   extern __shared__ __align__(128) Pack shared[];
   __shared__ uint64_t full[kStages], summed[kStages], complete[kStages], empty[kStages];
   __shared__ unsigned ticket_of[kStages];
-  __shared__ State<C> part[kStages][kTeamWarps];
-  __shared__ State<C> finished[kStages];
+  __shared__ State part[kStages][kTeamWarps];
+  __shared__ State finished[kStages];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (threadIdx.x == 0) {
     for (int s = 0; s < kStages; ++s) {
@@ -82,7 +82,7 @@ __device__ __forceinline__ void ring(const Operands& operands) {
     body(Work{mem, row, static_cast<int>(item - index * kChunks), shared + stage * Plan::kShare * Mem::kInputs});
   };
   const auto words_of = [&](unsigned row) {
-    return WordsInMemory<C>{operands.words + static_cast<int64_t>(row) * kChunks * kWords};
+    return WordsInMemory<State>{operands.words + static_cast<int64_t>(row) * kChunks * kWords};
   };
   Turn<kStages> turn;
 
@@ -93,7 +93,7 @@ __device__ __forceinline__ void ring(const Operands& operands) {
       const unsigned item = ticket_of[turn.stage];
       if (item == kEnd) return;
       with_chunk(item, turn.stage, [&](const Work& work) {
-        const State<C> state = work.warp_state();
+        const State state = work.warp_state();
         if (lane == 0) part[turn.stage][warp % kTeamWarps] = state;
       });
       arrive(&summed[turn.stage]);  // each lane for itself: it may have written to the stage
@@ -176,14 +176,14 @@ __device__ __forceinline__ void ring(const Operands& operands) {
       const unsigned item = ticket_of[turn.stage];
       if (item != kEnd) {
         wait(&summed[turn.stage], turn.parity);
-        const State<C> state = combine_over_lanes<Op, kTeamWarps>(part[turn.stage][lane % kTeamWarps]);
+        const State state = combine_over_lanes<Op, kTeamWarps>(part[turn.stage][lane % kTeamWarps]);
         if (lane == 0) words_of(item / kChunks).publish(static_cast<int>(item % kChunks), state);
       }
       arrive(&complete[turn.stage]);
       if (item == kEnd && ++ends == kWriters) return;  // each team of writers has been told
     }
   }
-  State<C> state = identity<Op, typename Mem::M>();
+  State state = identity<Op, typename Mem::M>();
   unsigned row = kEnd;
   for (int ends = 0;; turn.next()) {
     if (turn.number % kWaiters != warp - kTeamsWarps - 2) continue;

@@ -56,18 +56,18 @@ __device__ __forceinline__ void row_of_pairs(typename Mem::In* slab, int begin, 
   }
   const Relative<M> relative(pivot);
   C terms[Op::kResultIsScaledTerm ? kPairs + 1 : 1][2];
-  C sum = M::constant(0);
+  typename Op::Sum sum{};
   const auto add = [&](int i) {
     C values[2][kInputs];
     widen(values, i);
-    const C low = Op::term(relative, values[0]), high = Op::term(relative, values[1]);
+    const auto low = Op::term(relative, values[0]), high = Op::term(relative, values[1]);
     if constexpr (Op::kResultIsScaledTerm) terms[i][0] = low, terms[i][1] = high;
     sum += low + high;
   };
 #pragma unroll
   for (int i = 0; i < kPairs; ++i) add(i);
   if (kColumns % 2 != 0) add(kPairs);
-  const auto finished = Op::row(State<C>{pivot, sum_over_lanes<kLanes>(sum)});
+  const auto finished = Op::row(StateOf<Op>{pivot, sum_over_lanes<kLanes>(sum)});
   const auto result = [&](int i) {
     if constexpr (Op::kResultIsScaledTerm) {
       return Pair<typename Mem::Out>::narrow(terms[i][0] * finished.scale, terms[i][1] * finished.scale);
@@ -165,15 +165,15 @@ __device__ __forceinline__ void staged(const Operands& operands) {
         for (int i = 1; i < kHeld; ++i) pivot = M::max(pivot, Op::of_pivot(values[i][0]));
         pivot = max_over_lanes<kLanes, M>(pivot);
       }
-      const Relative<M> relative(pivot);
-      C sum = M::constant(0);
+      const auto terms = mem.terms(pivot, place);
+      typename Op::Sum sum{};
 #pragma unroll
       for (int i = 0; i < kHeld; ++i) {
-        const C term = Op::term(relative, values[i]);
-        if (Op::kResultIsScaledTerm) values[i][0] = term;
+        const auto term = Op::term(terms, values[i]);
+        if constexpr (Op::kResultIsScaledTerm) values[i][0] = term;
         sum += term;
       }
-      const State<C> state{pivot, sum_over_lanes<kLanes>(sum)};
+      const StateOf<Op> state{pivot, sum_over_lanes<kLanes>(sum)};
       if (lane == 0 && active) mem.store_row(first_row + row, state);
       const auto finished = mem.row(state, place);
 #pragma unroll

@@ -23,7 +23,7 @@ __device__ __forceinline__ void tile(const Operands& operands) {
   using Part = TilePart<Mem, View, Plan>;
   using States = TileStates<Mem, View, Plan>;
   using Op = typename Mem::Op;
-  using C = typename Mem::C;
+  using State = StateOf<Op>;
   constexpr int kCluster = Part::kParts, kRows = Part::kRows;  // blocks that share a tile
   extern __shared__ __align__(128) Pack shared[];
   const Mem mem{operands};
@@ -35,15 +35,15 @@ __device__ __forceinline__ void tile(const Operands& operands) {
   part.sum_held();
   constexpr bool kAlone = kCluster == 1 && States::kAlone;
   if constexpr (!kAlone) {
-    part.combine([&](int row, const State<C>& state) { part.whole(row) = state; });
+    part.combine([&](int row, const State& state) { part.whole(row) = state; });
     __syncthreads();
   }
 #if __CUDA_ARCH__ >= 900
   if constexpr (kCluster > 1) {
     // Every block tells all others, in the place of states that have been put together.
     __shared__ uint64_t received;
-    const WordsInCluster<C> exchange{reinterpret_cast<uint64_t*>(part.states), &received};
-    begin_exchange(&received, kCluster * kRows * static_cast<int>(sizeof(State<C>)));
+    const WordsInCluster<State> exchange{reinterpret_cast<uint64_t*>(part.states), &received};
+    begin_exchange(&received, kCluster * kRows * static_cast<int>(sizeof(State)));
     wait_until_all_have_begun();
     for (int i = threadIdx.x; i < kRows * kCluster; i += Plan::kThreads) {
       const int block = i / kRows, row = i - block * kRows;

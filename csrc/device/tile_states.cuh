@@ -16,6 +16,9 @@ struct TileStates : TilePart<Mem, View, Plan> {
   using C = typename Mem::C;
   using In = typename Mem::In;
   using Values = typename Mem::Values;
+  using Sum = typename Op::Sum;
+  using Terms = typename Op::Terms;
+  using State = StateOf<Op>;
   static constexpr bool kTermsFit = Mem::kTermsFit && Plan::kHeld;  // in the place of elements that are held
   static constexpr int kInputs = Mem::kInputs, kWidth = Mem::kWidth, kThreads = Plan::kThreads;
   static constexpr int kArrays = Part::kArrays, kElements = Part::kElements, kFold = Part::kFold, kRows = Part::kRows;
@@ -39,14 +42,15 @@ struct TileStates : TilePart<Mem, View, Plan> {
   // Room for so many states, of threads or of a cluster's blocks, and behind them for those of whole rows.
   static constexpr int kRoom = kOfThreads > kOfBlocks ? kOfThreads : kOfBlocks;
 
-  State<C>* const states;  // in shared memory
-  C pivot[kStates], sum[kStates];
+  State* const states;  // in shared memory
+  C pivot[kStates];
+  Sum sum[kStates];
 
   __device__ __forceinline__ TileStates(const Mem& mem, Pack* shared, int64_t tile, int part)
       : Part(mem, shared, tile, part),
-        states(reinterpret_cast<State<C>*>(shared + (Plan::kHeld ? kTurns * kInputs * kThreads : 0))) {}
+        states(reinterpret_cast<State*>(shared + (Plan::kHeld ? kTurns * kInputs * kThreads : 0))) {}
   // The state of a whole row, where it has been put together.
-  __device__ __forceinline__ State<C>& whole(int row) const { return states[kRoom + row]; }
+  __device__ __forceinline__ State& whole(int row) const { return states[kRoom + row]; }
 
   // ---- of a thread
 
@@ -54,7 +58,7 @@ struct TileStates : TilePart<Mem, View, Plan> {
 #pragma unroll
     for (int s = 0; s < kStates; ++s) {
       pivot[s] = M::constant(Op::kHasPivot ? -M::kInfinity : 0);
-      sum[s] = M::constant(0);
+      sum[s] = Sum{};
     }
   }
   // The states of the thread's elements, added to those of its warp's lanes that have the same pack of other lines;
@@ -71,22 +75,30 @@ struct TileStates : TilePart<Mem, View, Plan> {
         for (int s = 0; s < kStates; ++s) pivot[s] = M::max(pivot[s], __shfl_xor_sync(kFullWarp, pivot[s], offset));
       });
     }
-    Relative<M> relative[kStates];
-#pragma unroll
-    for (int s = 0; s < kStates; ++s) relative[s] = Relative<M>(pivot[s]);
+    Terms terms_of[kStates];
+    make_terms(terms_of);
 #pragma unroll 4
     for (int t = 0; t < kTurns; ++t) {
       Values v;
-      C terms[kWidth];
+      Sum terms[kWidth];
       this->values(v, t);
 #pragma unroll
-      for (int e = 0; e < kWidth; ++e) sum[e % kStates] += terms[e] = Op::term(relative[e % kStates], v[e]);
+      for (int e = 0; e < kWidth; ++e) sum[e % kStates] += terms[e] = Op::term(terms_of[e % kStates], v[e]);
       if constexpr (kTermsFit) *this->held(t, 0) = Elements<In>::narrow(terms);
     }
     over_lanes([&](int offset) {
 #pragma unroll
-      for (int s = 0; s < kStates; ++s) sum[s] += __shfl_xor_sync(kFullWarp, sum[s], offset);
+      for (int s = 0; s < kStates; ++s) sum[s] += shuffled(sum[s], offset);
     });
+  }
+  // What the terms of each state are made with.
+  __device__ __forceinline__ void make_terms(Terms (&terms)[kStates]) const {
+    if constexpr (kIsSame<Terms, Relative<M>>) {
+#pragma unroll
+      for (int s = 0; s < kStates; ++s) terms[s] = Relative<M>(pivot[s]);
+    } else {
+      for_rows_of_thread([&](int s, int row) { terms[s] = this->mem.terms(pivot[s], begin_of(row)); });
+    }
   }
   // Of the thread's lines, the largest value in each place of a pack.
   __device__ __forceinline__ void largest_held(C (&largest)[kWidth]) const {
@@ -139,19 +151,18 @@ struct TileStates : TilePart<Mem, View, Plan> {
           C next = pivot[s];
 #pragma unroll
           for (int e = s; e < kWidth; e += kStates) next = M::max(next, largest[e]);
-          sum[s] *= Relative<M>(next).rescale(pivot[s]);
+          sum[s] = moved(sum[s], Relative<M>(next), pivot[s]);
           pivot[s] = next;
         }
       }
-      Relative<M> relative[kStates];
-#pragma unroll
-      for (int s = 0; s < kStates; ++s) relative[s] = Relative<M>(pivot[s]);
+      Terms terms[kStates];
+      make_terms(terms);
 #pragma unroll
       for (int u = 0; u < kTogether; ++u) {
         Values v;
         this->values_of(v, raw[u], t + u);
 #pragma unroll
-        for (int e = 0; e < kWidth; ++e) sum[e % kStates] += Op::term(relative[e % kStates], v[e]);
+        for (int e = 0; e < kWidth; ++e) sum[e % kStates] += Op::term(terms[e % kStates], v[e]);
       }
     }
     combine_lanes();
@@ -161,8 +172,8 @@ struct TileStates : TilePart<Mem, View, Plan> {
     over_lanes([&](int offset) {
 #pragma unroll
       for (int s = 0; s < kStates; ++s) {
-        const State<C> other{__shfl_xor_sync(kFullWarp, pivot[s], offset), __shfl_xor_sync(kFullWarp, sum[s], offset)};
-        const State<C> both = jax_softmax::combine<Op, M>({pivot[s], sum[s]}, other);
+        const State other{__shfl_xor_sync(kFullWarp, pivot[s], offset), shuffled(sum[s], offset)};
+        const State both = jax_softmax::combine<Op, M>({pivot[s], sum[s]}, other);
         pivot[s] = both.pivot;
         sum[s] = both.sum;
       }
@@ -192,7 +203,7 @@ struct TileStates : TilePart<Mem, View, Plan> {
     }
   }
   // The state that an entry has of a row's copy-th element.
-  __device__ __forceinline__ const State<C>& part_of(int row, int entry, int copy) const {
+  __device__ __forceinline__ const State& part_of(int row, int entry, int copy) const {
     const int of_array = kArrays == 1 ? 0 : row / kElements, in_array = row - of_array * kElements;
     int at = in_array + copy * kElements;
     if constexpr (!kInPack) {
@@ -222,7 +233,7 @@ struct TileStates : TilePart<Mem, View, Plan> {
   __device__ __forceinline__ void combine(Publish publish) const {
     if (this->array < kArrays && this->group % kTogether == 0) {
       // Of neighbouring threads the same state in neighbouring places.
-      State<C>* const to = states + (this->array * kEntries + this->group / kTogether) * kSlots + this->pack;
+      State* const to = states + (this->array * kEntries + this->group / kTogether) * kSlots + this->pack;
 #pragma unroll
       for (int s = 0; s < kStates; ++s) to[s * kPacks] = {pivot[s], sum[s]};
     }
@@ -310,7 +321,7 @@ struct TileStates : TilePart<Mem, View, Plan> {
 
   template <bool kGiven>
   __device__ __forceinline__ void finish_states(Finished (&finished)[kStates]) const {
-    const auto prepare = [&](int s, const State<C>& state, const typename Mem::Place& begin) {
+    const auto prepare = [&](int s, const State& state, const typename Mem::Place& begin) {
       if constexpr (kTermsFit) {
         finished[s] = this->mem.term_scale(state, pivot[s], begin);
       } else {

@@ -47,9 +47,9 @@ struct Stretch {
   }
 
   // The state of the stretch, known to all threads of the block.
-  __device__ __forceinline__ State<C> state() const {
+  __device__ __forceinline__ StateOf<Op> state() const {
     constexpr int kTogether = (kWidth > 8 ? 4 : 8) / (kInputs - Op::kFirstSummed);  // as there are registers
-    State<C> state = identity<Op, M>();
+    StateOf<Op> state = identity<Op, M>();
     for_packs<Op::kFirstSummed, kTogether>([&](auto& raw, const auto& at, const auto& inside) {
       unsigned kept[kTogether];
 #pragma unroll
@@ -62,24 +62,24 @@ struct Stretch {
 #pragma unroll
         for (int u = 0; u < kTogether; ++u) largest.add(mem, raw[u], at[u].place, R::kAlong, kept[u]);
         const C pivot = M::max(state.pivot, largest.get());
-        state.sum *= Relative<M>(pivot).rescale(state.pivot);
+        state.sum = moved(state.sum, Relative<M>(pivot), state.pivot);
         state.pivot = pivot;
       }
-      const Relative<M> relative(state.pivot);
+      const auto terms = mem.terms(state.pivot, row.begin);
 #pragma unroll
       for (int u = 0; u < kTogether; ++u) {
         typename Mem::Values values;
         mem.values(values, raw[u], at[u].place, R::kAlong, kept[u]);
-        C part = M::constant(0);
+        typename Op::Sum part{};
 #pragma unroll
-        for (int i = 0; i < kWidth; ++i) part += Op::term(relative, values[i]);
+        for (int i = 0; i < kWidth; ++i) part += Op::term(terms, values[i]);
         state.sum += part;
       }
     });
     return Team<Op, kThreads, kThreads>::combine(combine_over_lanes<Op, 32>(state));
   }
 
-  __device__ __forceinline__ void finish(const State<C>& state) const {
+  __device__ __forceinline__ void finish(const StateOf<Op>& state) const {
     const auto finished = mem.row(state, row.begin);
     for_packs<0, Plan::kFinished>([&](auto& raw, const auto& at, const auto& inside) {
 #pragma unroll
@@ -97,9 +97,9 @@ struct Stretch {
   }
 };
 
-template <class C>
-__device__ __forceinline__ State<C>* states_of(const Operands& operands) {
-  return reinterpret_cast<State<C>*>(operands.words);
+template <class Op>
+__device__ __forceinline__ StateOf<Op>* states_of(const Operands& operands) {
+  return reinterpret_cast<StateOf<Op>*>(operands.words);
 }
 
 // ---- the launches, of rows
@@ -113,7 +113,7 @@ __device__ __forceinline__ void sum_pieces(const Operands& operands) {
   const int64_t begin = piece * Plan::kShare;
   const Stretch<Mem, View, Plan> stretch{mem, row, begin, min(begin + Plan::kShare, R::kPacks)};
   const auto state = stretch.state();
-  if (threadIdx.x == 0) states_of<typename Mem::C>(operands)[blockIdx.x] = state;
+  if (threadIdx.x == 0) states_of<typename Mem::Op>(operands)[blockIdx.x] = state;
 }
 
 template <class Mem, class View, class Plan>
@@ -125,7 +125,7 @@ __device__ __forceinline__ void finish_pieces(const Operands& operands) {
   const int64_t index = blockIdx.x / kParts, begin = (blockIdx.x - index * kParts) * kShare;
   const R row(index);
   const Stretch<Mem, View, Plan> stretch{mem, row, begin, min(begin + kShare, R::kPacks)};
-  stretch.finish(states_of<typename Mem::C>(operands)[index * Plan::kPieces]);
+  stretch.finish(states_of<typename Mem::Op>(operands)[index * Plan::kPieces]);
 }
 
 // Both by one block.
@@ -150,9 +150,9 @@ __device__ __forceinline__ void sum_tile_pieces(const Operands& operands) {
   const int64_t index = blockIdx.x / Part::kParts;
   TileStates<Mem, View, Plan> part(mem, shared, index, static_cast<int>(blockIdx.x - index * Part::kParts));
   part.sum_read();
-  State<typename Mem::C>* const to =
-      states_of<typename Mem::C>(operands) + static_cast<int64_t>(blockIdx.x) * Part::kRows;
-  part.combine([&](int row, const State<typename Mem::C>& state) { to[row] = state; });
+  StateOf<typename Mem::Op>* const to =
+      states_of<typename Mem::Op>(operands) + static_cast<int64_t>(blockIdx.x) * Part::kRows;
+  part.combine([&](int row, const StateOf<typename Mem::Op>& state) { to[row] = state; });
 }
 
 // The same tile, in smaller pieces: the nearer together what is read and written, the faster.
@@ -170,8 +170,8 @@ __device__ __forceinline__ void finish_tile_pieces(const Operands& operands) {
   wait_for_previous_kernel();
   const TileStates<Mem, View, Smaller<Plan>> part(mem, shared, index,
                                                   static_cast<int>(blockIdx.x - index * Part::kParts));
-  const State<typename Mem::C>* const whole =
-      states_of<typename Mem::C>(operands) + index * TilePart<Mem, View, Plan>::kParts * Part::kRows;
+  const StateOf<typename Mem::Op>* const whole =
+      states_of<typename Mem::Op>(operands) + index * TilePart<Mem, View, Plan>::kParts * Part::kRows;
   for (int i = threadIdx.x; i < Part::kRows; i += Plan::kThreads) part.whole(i) = whole[i];
   __syncthreads();
   part.template finish<true>();
@@ -186,7 +186,7 @@ __device__ __forceinline__ void whole_tiles(const Operands& operands) {
   for (int piece = 0; piece < Part::kParts; ++piece) {
     TileStates<Mem, View, Plan> part(mem, shared, blockIdx.x, piece);
     part.sum_read();
-    part.combine([&](int row, State<typename Mem::C> state) {
+    part.combine([&](int row, StateOf<typename Mem::Op> state) {
       if (piece > 0) state = combine<Op, typename Mem::M>(part.whole(row), state);
       part.whole(row) = state;
     });
@@ -205,11 +205,10 @@ __device__ __forceinline__ void whole_tiles(const Operands& operands) {
 template <class Mem, class View, class Plan>
 __device__ __forceinline__ void combine_pieces(const Operands& operands) {
   using Op = typename Mem::Op;
-  using C = typename Mem::C;
   constexpr int kPieces = Plan::kCombined, kRows = Plan::kTileRows;  // neighbouring rows, whose states are neighbours
   const Mem mem{operands};
   // Some rows of a tile are another one's, or none at all.
-  const auto store_row = [&](int64_t tile, int row, const State<C>& state) {
+  const auto store_row = [&](int64_t tile, int row, const StateOf<Op>& state) {
     if constexpr (Op::kRowResults > 0 && kRows > 1) {
       using Part = TilePart<Mem, View, Plan>;
       const int64_t element = tile % Part::kTilesOfLine * Part::kElements + row;
@@ -223,13 +222,13 @@ __device__ __forceinline__ void combine_pieces(const Operands& operands) {
   wait_for_previous_kernel();
   // A warp to a row or, of several, a thread in each of a block's warps.
   constexpr int kWarps = Plan::kCombineThreads / 32, kLanes = kRows == 1 ? 32 : kWarps;
-  __shared__ State<C> part[kRows == 1 ? 1 : kWarps][32];
+  __shared__ StateOf<Op> part[kRows == 1 ? 1 : kWarps][32];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int64_t rows_here =
       kRows == 1 ? static_cast<int64_t>(blockIdx.x) * kWarps + warp : static_cast<int64_t>(blockIdx.x) * 32 + lane;
   const int64_t tile = rows_here / kRows;
   const bool exists = rows_here < operands.rows;
-  State<C>* const first = states_of<C>(operands) + tile * kPieces * kRows + rows_here % kRows;
+  StateOf<Op>* const first = states_of<Op>(operands) + tile * kPieces * kRows + rows_here % kRows;
   auto state = combine_all<Op>(kRows == 1 ? lane : warp, exists ? kPieces : 0, kLanes,
                                [&](int piece) { return first[static_cast<int64_t>(piece) * kRows]; });
   if constexpr (kRows == 1) {

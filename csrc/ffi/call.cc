@@ -33,7 +33,7 @@ std::optional<DType> dtype_of(ffi::DataType type) {
 
 std::optional<Op> op_of(std::string_view name) {
   for (int i = 0; i < kOps; ++i) {
-    if (name == kOpNames[i]) return static_cast<Op>(i);
+    if (name == kOperators[i].name) return static_cast<Op>(i);
   }
   return {};
 }
@@ -53,7 +53,7 @@ std::vector<int64_t> shape_of_rows(const CallShape& call) {
 }
 
 std::string describe(const CallShape& call) {
-  std::string text = std::string(kOpNames[static_cast<int>(call.op)]) + " of an array of shape (";
+  std::string text = std::string(facts_of(call.op).name) + " of an array of shape (";
   for (size_t i = 0; i < call.shape.size(); ++i) text += (i ? ", " : "") + std::to_string(call.shape[i]);
   return text + ")";
 }

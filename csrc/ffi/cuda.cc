@@ -21,7 +21,7 @@ struct Operands {
   void* out;
   void* words;
   int64_t rows;
-  void* of_rows[2];
+  void* of_rows[kMostRowResults];
 };
 
 std::atomic<int> most_shared_memory{INT_MAX}, most_blocks{INT_MAX};

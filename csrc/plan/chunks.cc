@@ -24,7 +24,7 @@ constexpr int kMostChunks = 8192;
 // Registers of a thread, so that a multiprocessor has room for three blocks of three teams, or four of two operands.
 int registers_of(const Problem& problem, bool edges) {
   if (problem.view.reduced.size > 1 && edges) return 80;  // places of packs in many runs
-  return problem.cost.inputs == 1 ? (problem.state_bytes() == 16 ? 64 : 56) : edges ? 80 : 40;
+  return problem.cost.inputs == 1 ? (problem.value_bytes() == 8 ? 64 : 56) : edges ? 80 : 40;
 }
 
 }  // namespace

@@ -79,7 +79,7 @@ bool faster_than_xla(const Plan& plan, const Problem& problem) {
     if (!runs.aligned && runs.run < kShortRun * problem.width()) return false;
   }
   // Two operands read twice, from whole packs: so does XLA, as fast.
-  const bool two = problem.cost.inputs == 2;
+  const bool two = problem.cost.inputs == 2 && problem.cost.element_results;
   if (const auto* twice = std::get_if<Twice>(&plan)) return !(two && twice->boundary == 0);
   if (const auto* twice = std::get_if<TwiceTile>(&plan)) return !twice->one_block && !(two && twice->tile.aligned);
   return true;

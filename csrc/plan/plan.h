@@ -37,8 +37,10 @@ struct Problem {
   bool packs;    // whether all operands begin with a whole pack
   bool scratch;  // whether there is memory for blocks to exchange states through
 
-  int width() const { return kPackBytes / in_bytes; }  // elements of a pack
-  int state_bytes() const { return in_bytes == 8 || out_bytes == 8 ? 16 : 8; }
+  int width() const { return kPackBytes / in_bytes; }                          // elements of a pack
+  int value_bytes() const { return in_bytes == 8 || out_bytes == 8 ? 8 : 4; }  // of the arithmetic
+  // Of a pivot and sums, in whole words of 64 bits: see ops.h.
+  int state_bytes() const { return (value_bytes() * (1 + cost.sums) + 7) / 8 * 8; }
 };
 
 // A row in the registers of a team of lanes, or several in a lane's pack.

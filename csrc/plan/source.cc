@@ -8,9 +8,6 @@ namespace jax_softmax {
 
 namespace {
 
-constexpr const char* kOpTypes[kOps] = {"Softmax",       "LogSoftmax", "SoftmaxLinear",        "LogSoftmaxJvp",
-                                        "LogSoftmaxVjp", "LogSumExp",  "CrossEntropyGradient", "RowStates",
-                                        "AbsmaxScale"};
 constexpr const char* kElementTypes[kDTypes] = {"Float16",    "BFloat16",   "float", "double",
                                                 "Float8E4M3", "Float8E5M2", "Int8",  "UInt8"};
 constexpr const char* kHeaders[] = {"registers", "staged", "chunks", "ring", "tile", "twice", "twice"};
@@ -81,9 +78,8 @@ std::string source_of(const Plan& plan, const Step& step, const Problem& problem
             ";\n  template <class C>\n  static __device__ __forceinline__ C apply(C x, const C* s) {\n    return " +
             types.fused + ";\n  }\n};\n\n";
   }
-  const std::string op = kOpTypes[static_cast<int>(types.op)], out = kElementTypes[static_cast<int>(types.out)];
-  std::string policy = "PolicyOf<" + op + ", " + kElementTypes[static_cast<int>(wide)] + ">::type";
-  if (types.op == Op::kAbsmaxScale) policy = "ScaledTo<" + out + ", " + policy + ">";
+  const std::string op = facts_of(types.op).type, out = kElementTypes[static_cast<int>(types.out)];
+  const std::string policy = "PolicyOf<" + op + ", " + kElementTypes[static_cast<int>(wide)] + ", " + out + ">::type";
   text += "using Mem = Memory<" + op + "<" + policy + ">, " + kElementTypes[static_cast<int>(types.in)] + ", " + out +
           ", " + (types.fused.empty() ? "NothingFused" : "Fused") + ", " + (problem.masked ? "true" : "false") + ", " +
           (problem.packs ? "true" : "false") + ">;\n\n";

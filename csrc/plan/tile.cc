@@ -9,8 +9,9 @@ namespace {
 
 constexpr int kThreads = 256;    // of a block, or a few fewer
 constexpr int kMostBlocks = 16;  // of a cluster
-// That a multiprocessor has room for in registers; fewer if elements have 8 bits, since packs then have many.
-constexpr int kThreadsAtOnce = 768, kNarrowThreadsAtOnce = 512;
+// That a multiprocessor has room for in registers; fewer if elements have 8 bits, since packs then have many, or if
+// there are several sums of several operands.
+constexpr int kThreadsAtOnce = 768, kFewerThreadsAtOnce = 512;
 constexpr int kStaticBytes = 1 << 10;      // static shared memory, and what the system keeps of a block's
 constexpr int64_t kMostNumbers = 1 << 30;  // that are counted in 32 bits
 // Lines are read in parts of a cache line. Where they begin anywhere, in parts of twice that, since both ends of a part
@@ -247,7 +248,8 @@ Launch launch_of(const Tile& tile, const Problem& problem, const Device& device)
   launch.threads = tile.threads;
   launch.shared_bytes = shared_bytes_of(tile, problem);
   const int64_t fit = device.shared_memory_per_block / (launch.shared_bytes + kStaticBytes);
-  const int threads = problem.in_bytes == 1 ? kNarrowThreadsAtOnce : kThreadsAtOnce;
+  const bool fewer = problem.in_bytes == 1 || (problem.cost.sums > 1 && problem.cost.inputs > 1);
+  const int threads = fewer ? kFewerThreadsAtOnce : kThreadsAtOnce;
   launch.resident = static_cast<int>(std::clamp<int64_t>(std::min<int64_t>(fit, threads / tile.threads), 1, 3));
   return launch;
 }

@@ -1,0 +1,121 @@
+"""Entropies of distributions that are given by logits: the public functions."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from jax_softmax import arguments
+from jax_softmax.arguments import Axis, AxisName
+from jax_softmax.losses import _prepared
+from jax_softmax.row_primitives import divergence, entropy_p, of_rows_with_elements
+
+
+def entropy(
+    logits: ArrayLike, axis: Axis = -1, where: ArrayLike | None = None, *, axis_name: AxisName = None
+) -> jax.Array:
+    """Entropy of softmax(logits) along axis, in nats: -sum(p log p).
+
+    On CUDA the logits are read once, and nothing of their size is written. The backward pass needs them and what rows
+    have. Differentiable in forward and reverse mode to any order.
+
+    Args:
+      logits: array of unnormalised log probabilities, of a floating, integer or boolean dtype, computed in float32
+        (float64 for float64).
+      axis: the axis of the classes, or axes; None for all.
+      where: boolean mask that broadcasts to the logits' shape and has their rank; False leaves a class out, whose
+        probability is 0. Or one of the result's rank, which leaves out whole rows.
+      axis_name: as for `softmax`.
+
+    Returns:
+      Entropies, of the logits' shape without axis, in float32 (float64 for float64), also of logits of 16 bits. A class
+      of probability 0 adds 0. Rows that are left out, or have no classes, are 0, with a gradient of 0. Rows with a NaN
+      or +inf, or nothing but -inf, are NaN.
+
+    Raises:
+      TypeError: an argument is of the wrong type or dtype.
+      ValueError: axis is out of range or repeated, where does not broadcast to the logits' shape, or axis_name is not
+        one of the axes of a surrounding `shard_map`.
+    """
+    logits, axis, where, axis_name = arguments.for_jit("entropy", logits, axis, where, axis_name, argument="logits")
+    return _entropy(logits, axis, where, axis_name)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 3), inline=True)
+def _entropy(logits, axis, where, axis_name):
+    x, where, axes, axis_name, _ = _prepared(
+        "entropy", logits, axis, where, axis_name, argument="logits", may_enlarge=False
+    )
+    result, *_ = entropy_p.bind(*([x] if where is None else [x, where]), axes=axes, axis_name=axis_name)
+    return _of_rows(result, x, where, axes, axis_name)
+
+
+def kl_divergence(
+    logits_p: ArrayLike,
+    logits_q: ArrayLike,
+    axis: Axis = -1,
+    where: ArrayLike | None = None,
+    *,
+    axis_name: AxisName = None,
+) -> jax.Array:
+    """Kullback-Leibler divergence along axis, in nats, of p = softmax(logits_p) from q = softmax(logits_q):
+    sum(p (log p - log q)).
+
+    On CUDA logits_p is read once and logits_q twice, and nothing of their size is written. The backward pass needs
+    them and what rows have. Differentiable by both in forward and reverse mode to any order.
+
+    Args:
+      logits_p, logits_q: arrays of unnormalised log probabilities that broadcast together, of a floating, integer or
+        boolean dtype, computed in float32 (float64 if one of them is float64).
+      axis: the axis of the classes, or axes, of both broadcast together; None for all.
+      where, axis_name: as for `entropy`.
+
+    Returns:
+      Divergences, of the logits' shape without axis, in float32 (float64 for float64). A class whose probability in p
+      is 0 adds 0, whatever it is in q; one whose probability is 0 in q alone (a logit of -inf) makes the row +inf. Rows
+      that are left out, or have no classes, are 0, with a gradient of 0. Rows of which either operand has a NaN or
+      +inf, or nothing but -inf, are NaN. Of equal distributions rounding may leave a small negative number.
+
+    Raises:
+      TypeError: an argument is of the wrong type or dtype.
+      ValueError: logits_p and logits_q do not broadcast together; or as for `entropy`.
+    """
+    name = "kl_divergence"
+    logits_p, axis, where, axis_name = arguments.for_jit(name, logits_p, axis, where, axis_name, argument="logits_p")
+    logits_q, *_ = arguments.for_jit(name, logits_q, None, None, None, argument="logits_q")
+    return _kl_divergence(logits_p, logits_q, axis, where, axis_name)
+
+
+@functools.partial(jax.jit, static_argnums=(2, 4), inline=True)
+def _kl_divergence(logits_p, logits_q, axis, where, axis_name):
+    name = "kl_divergence"
+    given = {
+        argument: arguments.checked_real_array(name, logits, argument)
+        for argument, logits in (("logits_p", logits_p), ("logits_q", logits_q))
+    }
+    shapes = [logits.shape for logits in given.values()]
+    try:
+        shape = jnp.broadcast_shapes(*shapes)
+    except ValueError as error:
+        raise ValueError(
+            f"{name}: logits_p and logits_q must broadcast together, got shapes {shapes[0]} and {shapes[1]}."
+        ) from error
+    dtype = jnp.result_type(*(arguments.promoted(logits)[0].dtype for logits in given.values()))
+    operands = []
+    for argument, logits in given.items():
+        logits = jnp.broadcast_to(logits, shape).astype(dtype)
+        x, mask, axes, names, _ = _prepared(name, logits, axis, where, axis_name, argument, may_enlarge=False)
+        operands.append(x)
+    p, q = operands
+    p, q = arguments.varying_as_well(p, q, ()), arguments.varying_as_well(q, p, ())
+    result, *_ = divergence(axes, names, p, q, mask)
+    return _of_rows(result, p, mask, axes, names)
+
+
+def _of_rows(result, x, where, axes, axis_name):
+    """The result without the reduced axes, 0 of rows without classes."""
+    if math.prod(x.shape[d] for d in axes) == 0 and not axis_name:
+        result = jnp.zeros_like(result)
+    return jax.lax.squeeze(*of_rows_with_elements([result], where, axes, axis_name), axes)
