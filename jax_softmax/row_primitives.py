@@ -11,8 +11,8 @@ as operands (a, b, c, m, n) or as results, is of x's shape with extent 1 along `
 float64): lse is the logarithm of the sum of exp(x) over a row and `largest` its maximum, both of elements that are not
 masked. g = softmax(x) (a + b lse) - c, in x's dtype; of a row with a label, all but the label's own element of a cross
 entropy's gradient. `entropy` is that of softmax(x), log_sum = lse - largest without what is lost if lse is large, and
-`divergence` that of softmax(y) from softmax(x), m and n being y's log_sum and largest. `axes` and `axis_name` are as in
-`primitives.py`.
+`divergence` that of softmax(y) from softmax(x), m and n being y's log_sum and largest; both may be anything for rows
+that are masked altogether. `axes` and `axis_name` are as in `primitives.py`.
 """
 
 import functools
