@@ -13,11 +13,11 @@ x is a float array, y one of its shape and dtype, `where` a boolean mask that br
 as operands (a, b, c, m, n) or as results, is of x's shape with extent 1 along `axes`, in float32 (float64 for float64):
 lse is the logarithm of the sum of exp(x) over a row and `largest` its maximum, both of elements that are not masked.
 log_sum = lse - largest, without what is lost if lse is large; `total` is the sum of exp(x - largest), relative to 0
-where `largest` is infinite, and no derivative is made of it. g = softmax(x) (a + b lse) - c, in x's dtype; of a row with
-a label, all but the label's own element of a cross entropy's gradient. `entropy` is that of softmax(x), and `divergence`
-that of softmax(y) from softmax(x), m and n being y's log_sum and largest. The y of absmax_scale is x divided by its
-row's `scale`, in the dtype that the primitive is named after, one of `reference.SCALED`. `axes` and `axis_name` are as
-in `primitives.py`.
+where `largest` is infinite, and no derivative is made of it. g = softmax(x) (a + b lse) - c, in x's dtype; of a row
+with a label, all but the label's own element of a cross entropy's gradient. `entropy` is that of softmax(x), and
+`divergence` that of softmax(x) from softmax(y), m and n being y's log_sum and largest; both may be anything for rows
+that are masked altogether. The y of absmax_scale is x divided by its row's `scale`, in the dtype that the primitive is
+named after, one of `reference.SCALED`. `axes` and `axis_name` are as in `primitives.py`.
 
 `tangent_sums` is linear in t, a tangent of x: it gives the tangents of lse, of the sum of the logits and of the label's
 logit (`label` as in `labels.py`). A loss of integer labels depends on x by these alone, so that with the three in one

@@ -352,7 +352,7 @@ def reference_entropy(x, axis=-1, where=None, y=None, log_sum=0.0, largest_y=0.0
     """The entropy of p = softmax(x), or the mean of log p - (y - largest_y - log_sum); and what log_sum is made of."""
     rounding, wide, keep, axes = _masked_rows(x, axis, where)
     largest = np.max(wide, axis=axes, keepdims=True, initial=-np.inf)
-    depth = wide - largest
+    depth = wide - np.where(largest == -np.inf, 0, largest)
     total = np.sum(np.exp(depth), axis=axes, keepdims=True)
     p, log_total = np.exp(depth) / total, np.log(total)
 
