@@ -110,7 +110,7 @@ def _jvp(op, primals, tangents, **axes):
     x, *mask = primals
     if type(tangents[0]) is ad.Zero:
         y = PRIMITIVES[op].bind(*primals, **axes)
-        return y, ad.Zero.from_primal_value(y)
+        return y, ad.Zero(jax.typeof(y))
     y = PRIMITIVES[op].bind(reference.without_narrow(x), *mask, **axes)
     y_dot = PRIMITIVES[JVP[op]].bind(y, tangents[0].astype(y.dtype), *mask, **axes)
     return y.astype(x.dtype), y_dot.astype(x.dtype)
@@ -147,7 +147,7 @@ def _linear_jvp(op, primals, tangents, **axes):
         terms.append(PRIMITIVES[op].bind(y, t_dot, *mask, **axes))
     if type(y_dot) is not ad.Zero:
         terms.append(_linear_in_y(y, y_dot, t, mask[0] if mask else None, op, **axes))
-    return out, functools.reduce(jnp.add, terms) if terms else ad.Zero.from_primal_value(out)
+    return out, functools.reduce(jnp.add, terms) if terms else ad.Zero(jax.typeof(out))
 
 
 def _linear_transpose(op, cotangent, y, t, *mask, **axes):

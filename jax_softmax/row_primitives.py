@@ -94,7 +94,7 @@ def _only(batch_axes, which):
 
 
 def _batch(op, axis_data, operands, batch_axes, *, axes, axis_name):
-    masked = operands[-1].dtype == bool
+    operands, masked = list(operands), operands[-1].dtype == bool
     results = ROW_PRIMITIVES[op].bind
     if op == "cross_entropy_gradient" and _only(batch_axes, (1, 2, 3)):
         # Of one x for all lse is made once, and XLA reads x as it is; the kernel would need a copy for each.
@@ -103,10 +103,23 @@ def _batch(op, axis_data, operands, batch_axes, *, axes, axis_name):
         lse, largest = logsumexp_p.bind(x, *operands[4:], axes=axes, axis_name=axis_name)
         elements = jax.vmap(lambda a, b, c: reference.cross_entropy_elements(x, a, b, c, lse, where), batch_axes[1:4])
         return (elements(*rows), lse, largest), (0, None, None)
+    n_floats, named = len(operands) - masked, axis_data.name in axis_name
+    if named:
+        # What rows have is the same for all elements of the batch, which are parts of the same rows.
+        n_whole = 2 if op == "kl_divergence" else 1
+        for i in range(n_whole, n_floats):
+            if batch_axes[i] is not None:
+                operands[i] = jax.lax.index_in_dim(operands[i], 0, batch_axes[i], keepdims=False)
+        batch_axes = [None if n_whole <= i < n_floats else b for i, b in enumerate(batch_axes)]
+        n_floats = n_whole
     batched, to, axes, axis_name = moved_batch_axes(
-        axis_data, operands, batch_axes, len(operands) - masked, axes=axes, axis_name=axis_name
+        axis_data, operands, batch_axes, n_floats, axes=axes, axis_name=axis_name
     )
-    return results(*batched, axes=axes, axis_name=axis_name), [to] * sum(RESULTS[op])
+    results = results(*batched, axes=axes, axis_name=axis_name)
+    of_elements, of_rows = RESULTS[op]
+    if named:
+        results[of_elements:] = [jax.lax.squeeze(result, [to]) for result in results[of_elements:]]
+    return results, [to] * of_elements + [None if named else to] * of_rows
 
 
 # With checkpoint x and lse are kept for a backward pass, and no exponentials.

@@ -394,6 +394,38 @@ def test_axis_name_of_vmap(in_axes, name):
         same(mapped(x, t), [np.moveaxis(a, in_axes, 0) for a in whole])
 
 
+@pytest.mark.parametrize("in_axes", [(0, 0), (1, 1), (0, None)])
+@pytest.mark.parametrize("name", ["logsumexp", "entropy", "kl_divergence"])
+def test_axis_name_of_vmap_and_results_of_rows(name, in_axes):
+    """As jax.numpy with collectives, where a batch element is a part of each row."""
+    x, y = normal((3, 3, 5)), normal((3, 3, 5), seed=1)
+    ours, n = getattr(jax_softmax, name), 2 if name == "kl_divergence" else 1
+
+    def log_probabilities(x):
+        largest = jax.lax.pmax(jax.lax.stop_gradient(jnp.max(x, -1, keepdims=True)), "parts")
+        lse = jnp.log(jax.lax.psum(jnp.sum(jnp.exp(x - largest), -1, keepdims=True), "parts")) + largest
+        return x - lse, lse[..., 0]
+
+    def theirs(x, y=None):
+        log_p, lse = log_probabilities(x)
+        if name == "logsumexp":
+            return lse
+        log_q = 0 if y is None else log_probabilities(y)[0]
+        mean = jax.lax.psum(jnp.sum(jnp.exp(log_p) * (log_p - log_q), -1), "parts")
+        return -mean if y is None else mean
+
+    def run(f):
+        def value_and_gradient(x, y):
+            value, pullback = jax.vjp(f, *(x, y)[:n])
+            return value, pullback(jnp.cos(jnp.arange(value.size, dtype=value.dtype)))
+
+        return jax.vmap(value_and_gradient, in_axes=in_axes, axis_name="parts")(x, y[0] if in_axes[1] is None else y)
+
+    found, expected = run(functools.partial(ours, axis_name="parts")), run(theirs)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
 def test_axis_name_that_is_none():
     for given in ("rows", 3, ("model", "rows"), ["rows"]):
         with pytest.raises(ValueError, match="axis_name must be a mesh axis"):
