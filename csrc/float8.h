@@ -45,7 +45,7 @@ struct Float8 {
     return rounded | ((bits >> 24) & 0x80u);
   }
 };
-using Float8E4M3 = Float8<3, 0x7f>;
-using Float8E5M2 = Float8<2, 0x7c>;
+using E4M3 = Float8<3, 0x7f>;
+using E5M2 = Float8<2, 0x7c>;
 
 }  // namespace jax_softmax

@@ -119,6 +119,33 @@ def checked_axes_and_mask(op: str, x: jax.Array, axis: Any, where: Any, argument
     return _checked_axes(op, len(shape), axis), where, shape
 
 
+def prepared(name, x, axis, where, axis_name, argument="x", may_enlarge=True):
+    """What primitives with results for rows are given: x in a dtype that is computed in, the mask, the sorted axes and
+    the mesh axes; and the dtype of a result like x.
+
+    A mask that may not enlarge x may have the results' rank as well: it then leaves out whole rows.
+    """
+    x = checked_array(name, x, argument)
+    if where is not None and not may_enlarge:
+        where = _of_rows_or_elements(where, x, axis)
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        raise TypeError(f"{name}: {argument} must be real, got {x.dtype}.")
+    axes, where, shape = checked_axes_and_mask(name, x, axis, where, argument)
+    if not may_enlarge:
+        check_broadcasts(name, "where", shape, x.shape)
+    axis_name = checked_axis_name(name, axis_name)
+    x, of_x = promoted(x)
+    x = jnp.broadcast_to(reference.without_narrow(x), shape)
+    return varying_as_well(x, where, axis_name), where, axes, axis_name, of_x
+
+
+def _of_rows_or_elements(where, x, axis):
+    """A mask of x's rank, from one of that or the results'."""
+    where = jnp.asarray(where)
+    axes = tuple(range(x.ndim)) if axis is None else (axis,) if isinstance(axis, int) else axis
+    return jnp.expand_dims(where, axes) if where.ndim + len(axes) == x.ndim and axes else where
+
+
 def _ints(op: str, axis: Any) -> int | tuple[int, ...] | None:
     """The axis or axes as Python's own ints."""
     if axis is None:

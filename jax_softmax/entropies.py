@@ -9,7 +9,6 @@ from jax.typing import ArrayLike
 
 from jax_softmax import arguments
 from jax_softmax.arguments import Axis, AxisName
-from jax_softmax.losses import _prepared
 from jax_softmax.row_primitives import divergence, entropy_p, of_rows_with_elements
 
 
@@ -45,7 +44,7 @@ def entropy(
 
 @functools.partial(jax.jit, static_argnums=(1, 3), inline=True)
 def _entropy(logits, axis, where, axis_name):
-    x, where, axes, axis_name, _ = _prepared(
+    x, where, axes, axis_name, _ = arguments.prepared(
         "entropy", logits, axis, where, axis_name, argument="logits", may_enlarge=False
     )
     result, *_ = entropy_p.bind(*([x] if where is None else [x, where]), axes=axes, axis_name=axis_name)
@@ -106,7 +105,7 @@ def _kl_divergence(logits_p, logits_q, axis, where, axis_name):
     operands = []
     for argument, logits in given.items():
         logits = jnp.broadcast_to(logits, shape).astype(dtype)
-        x, mask, axes, names, _ = _prepared(name, logits, axis, where, axis_name, argument, may_enlarge=False)
+        x, mask, axes, names, _ = arguments.prepared(name, logits, axis, where, axis_name, argument, may_enlarge=False)
         operands.append(x)
     p, q = operands
     p, q = arguments.varying_as_well(p, q, ()), arguments.varying_as_well(q, p, ())

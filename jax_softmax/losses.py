@@ -55,7 +55,7 @@ def logsumexp(
 
 @functools.partial(jax.jit, static_argnums=(1, 3, 4, 5, 6), inline=True)
 def _logsumexp(x, axis, where, keepdims, dtype, return_max, axis_name):
-    x, where, axes, axis_name, of_x = _prepared("logsumexp", x, axis, where, axis_name)
+    x, where, axes, axis_name, of_x = arguments.prepared("logsumexp", x, axis, where, axis_name)
     lse, largest = _rows(x, where, axes, axis_name)
     results = lse, jnp.where(jnp.isnan(lse), jnp.nan, largest)  # the kernels' maximum leaves NaNs out
     results = [r.astype(of_x if dtype is None else dtype) for r in results]
@@ -106,7 +106,7 @@ def softmax_cross_entropy_with_integer_labels(
 
 @functools.partial(jax.jit, static_argnums=(0, 3), inline=True)
 def _integer_labels(name, logits, labels, axis, where, options):
-    x, where, axes, _, _ = _prepared(name, logits, axis, where, (), argument="logits", may_enlarge=False)
+    x, where, axes, _, _ = arguments.prepared(name, logits, axis, where, (), argument="logits", may_enlarge=False)
     label = label_of_rows(_checked_labels(name, x, labels, axes), x.shape, axes, where)
     x = _varying_as_well(x, label, *options.values())
     values = _row_values(axes, x, label, where)
@@ -145,7 +145,7 @@ def softmax_cross_entropy(
 @functools.partial(jax.jit, static_argnums=2, inline=True)
 def _soft_labels(logits, labels, axis, where):
     name = "softmax_cross_entropy"
-    x, where, axes, _, _ = _prepared(name, logits, axis, where, (), argument="logits", may_enlarge=False)
+    x, where, axes, _, _ = arguments.prepared(name, logits, axis, where, (), argument="logits", may_enlarge=False)
     arguments.check_broadcasts(name, "labels", labels.shape, x.shape)
     labels = labels.astype(reference.wide_dtype(x.dtype))
     if where is not None:
@@ -198,7 +198,7 @@ def cross_entropy_loss(
 @functools.partial(jax.jit, static_argnums=(2, 5), inline=True)
 def _loss(logits, labels, axis, where, weights, reduction, options):
     name = "cross_entropy_loss"
-    x, where, axes, _, _ = _prepared(name, logits, axis, where, (), argument="logits", may_enlarge=False)
+    x, where, axes, _, _ = arguments.prepared(name, logits, axis, where, (), argument="logits", may_enlarge=False)
     label = label_of_rows(_checked_labels(name, x, labels, axes), x.shape, axes, where)
     wide = reference.wide_dtype(x.dtype)
     counted = (label >= 0).astype(wide)
@@ -362,31 +362,8 @@ def _gradient(axes, x, label, where, weights, classes, options):
 # ---- Arguments
 
 
-def _prepared(name, x, axis, where, axis_name, argument="x", may_enlarge=True):
-    """x in a dtype that is computed in, the mask, the sorted axes, the mesh axes, and the dtype of a result like x."""
-    x = arguments.checked_array(name, x, argument)
-    if where is not None and not may_enlarge:
-        where = _of_classes(where, x, axis)
-    if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        raise TypeError(f"{name}: {argument} must be real, got {x.dtype}.")
-    axes, where, shape = arguments.checked_axes_and_mask(name, x, axis, where, argument)
-    if not may_enlarge:
-        arguments.check_broadcasts(name, "where", shape, x.shape)
-    axis_name = arguments.checked_axis_name(name, axis_name)
-    x, of_x = arguments.promoted(x)
-    x = jnp.broadcast_to(reference.without_narrow(x), shape)
-    return arguments.varying_as_well(x, where, axis_name), where, axes, axis_name, of_x
-
-
 def _varying_as_well(x, *others):
     return functools.reduce(lambda x, other: arguments.varying_as_well(x, other, ()), others, x)
-
-
-def _of_classes(where, x, axis):
-    """A mask of the logits' rank: one of the labels' rank leaves out whole rows."""
-    where = jnp.asarray(where)
-    axes = tuple(range(x.ndim)) if axis is None else (axis,) if isinstance(axis, int) else axis
-    return jnp.expand_dims(where, axes) if where.ndim + len(axes) == x.ndim and axes else where
 
 
 def _checked_labels(name, x, labels, axes):

@@ -52,10 +52,7 @@ def absmax_scale(
 
 @functools.partial(jax.jit, static_argnums=(1, 3), inline=True)
 def _absmax_scale(x, axis, where, dtype):
-    x = arguments.checked_real_array("absmax_scale", x, "x")
-    axes, where, shape = arguments.checked_axes_and_mask("absmax_scale", x, axis, where)
-    x = jnp.broadcast_to(reference.without_narrow(arguments.promoted(x)[0]), shape)
-    x = arguments.varying_as_well(x, where, ())
+    x, where, axes, _, _ = arguments.prepared("absmax_scale", x, axis, where, ())
     dtype = x.dtype.name if dtype is None else dtype
     wide = reference.wide_dtype(x.dtype).name
     rounded = wide if dtype == "float64" else dtype  # of no more bits than the arithmetic has

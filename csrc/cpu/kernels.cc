@@ -95,9 +95,9 @@ auto with_tiles(Op op, DType dtype, const View& view, const Operands& operands, 
     case DType::kF64:
       return with(double());
     case DType::kF8E4M3:
-      return with(Byte<Float8E4M3>());
+      return with(Byte<E4M3>());
     case DType::kF8E5M2:
-      return with(Byte<Float8E5M2>());
+      return with(Byte<E5M2>());
     case DType::kI8:
     case DType::kU8:  // XLA's own operations
       break;

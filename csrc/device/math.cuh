@@ -17,8 +17,8 @@ template <class Format>
 struct Byte {
   uint8_t bits;
 };
-using Float8E4M3 = Byte<jax_softmax::Float8E4M3>;
-using Float8E5M2 = Byte<jax_softmax::Float8E5M2>;
+using Float8E4M3 = Byte<E4M3>;
+using Float8E5M2 = Byte<E5M2>;
 using Int8 = Byte<int8_t>;
 using UInt8 = Byte<uint8_t>;
 
@@ -175,9 +175,9 @@ struct ScaledTo : Scaling<M> {
 template <class Format>
 inline constexpr float kLargest = 127.0f;
 template <>
-inline constexpr float kLargest<jax_softmax::Float8E4M3> = 448.0f;
+inline constexpr float kLargest<E4M3> = 448.0f;
 template <>
-inline constexpr float kLargest<jax_softmax::Float8E5M2> = 57344.0f;
+inline constexpr float kLargest<E5M2> = 57344.0f;
 
 // Results of 8 bits: the maximum becomes the type's largest number.
 template <class Format, class M>

@@ -330,7 +330,7 @@ struct Elements<Byte<Format>> {
   }
   static __device__ __forceinline__ uint32_t two(float first, float second) {
     uint16_t pair;
-    if constexpr (kIsSame<Format, jax_softmax::Float8E4M3>) {
+    if constexpr (kIsSame<Format, E4M3>) {
       asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(second), "f"(first));
     } else {
       asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(second), "f"(first));
