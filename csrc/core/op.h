@@ -29,7 +29,7 @@ constexpr DType result_of(DType operand) { return is_integer(operand) ? DType::k
 struct Cost {
   int inputs;                   // operands
   int exponentials;             // of an element, in the sum and in the result
-  int logarithms;               // of a row
+  int logarithms;               // of a row, or powers
   bool element_results = true;  // whether there is one for each element
   int row_results = 0;          // of a row itself
   int row_operands = 0;         // numbers that a row has of its own
@@ -48,7 +48,7 @@ inline constexpr Operator kOperators[] = {
     {"softmax_linear", "SoftmaxLinear", {2, 0, 0}},
     {"log_softmax_jvp", "LogSoftmaxJvp", {2, 1, 0}},
     {"log_softmax_vjp", "LogSoftmaxVjp", {2, 1, 0}},
-    {"row_states", "RowStates", {1, 1, 0, false, 2}},
+    {"row_states", "RowStates", {1, 1, 1, false, 2}},
     {"cross_entropy_gradient", "CrossEntropyGradient", {1, 1, 1, true, 2, 3}},
     {"entropy", "Entropy", {1, 1, 1, false, 3, 0, 2}},
     {"kl_divergence", "KlDivergence", {2, 1, 1, false, 3, 2, 2}},
