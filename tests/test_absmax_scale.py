@@ -71,9 +71,12 @@ def test_values(masked, dtype, result, view):
     check_both((y, scale), expected, f"of {dtype}{shape} along {axis} to {result}")
 
 
-@pytest.mark.parametrize("columns", [5, 33, 1000, 20_001, 70_000])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("result", [None, *LARGEST])
+@support.sampled(
+    "result,dtype,columns",
+    itertools.product([None, *LARGEST], ["bfloat16", "float32"], [5, 33, 1000, 20_001, 70_000]),
+    3,
+    ids=str,
+)
 def test_what_is_not_finite(result, dtype, columns):
     """A NaN is seen wherever it is; in int8 it is 0."""
     x = support.nonfinite_rows(columns, dtype)
@@ -196,9 +199,7 @@ DERIVATIVES = {
 }
 
 
-@pytest.mark.parametrize("derivative", DERIVATIVES)
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("ties", [False, True])
+@support.sampled("ties,masked,derivative", itertools.product([False, True], [False, True], DERIVATIVES), 4, ids=str)
 def test_derivatives(ties, masked, derivative):
     """As JAX derives the same in jax.numpy: at ties, too, where elements share the maximum's."""
     with jax.enable_x64(True):
@@ -277,7 +278,7 @@ def test_what_is_kept_for_the_backward_pass():
 # ---- Programs
 
 
-@pytest.mark.parametrize("result", [None, "int8", "float8_e4m3fn"])
+@support.sampled("result", [None, "int8", "float8_e4m3fn"], 2)
 def test_vmap(result):
     x, where = normal((4, 5, 6)), random_mask((4, 5, 6))
 

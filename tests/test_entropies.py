@@ -220,7 +220,7 @@ ORDERS = [
 ]
 
 
-@support.sampled("order,masked", [(i, bool(m)) for m in range(2) for i in range(len(ORDERS))], 2)
+@support.sampled("order,masked", [(i, bool(m)) for m in range(2) for i in range(len(ORDERS))], 3)
 def test_derivatives(order, masked):
     """Of every order and in both modes, against jax.numpy in float64."""
     with jax.enable_x64(True):

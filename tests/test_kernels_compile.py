@@ -61,7 +61,7 @@ def test_every_dtype_of_8_bits(jit, dtype, op):
     check_spills(steps_of(way.plan(op, dtype) for way in NARROW_WAYS))
 
 
-@sampled("dtype,result", itertools.product(["bfloat16", "float32", "float64"], LARGEST), 4)
+@sampled("dtype,result", itertools.product(["bfloat16", "float32", "float64"], LARGEST), 8)
 def test_results_of_8_bits(jit, dtype, result):
     plans = [way.plan("absmax_scale", dtype, out_dtype=result) for way in WAYS]
     check_spills(steps_of(plan for plan in plans if plan["faster_than_xla"]))

@@ -617,14 +617,15 @@ def test_kept_axes_of_losses(mode, layout, name):
 
 @sampled("kind,layout,name", itertools.product([AxisType.Auto, AxisType.Explicit], DIVIDED, OF_ROWS), 9, ids=str)
 def test_divided_rows_of_losses(kind, layout, name):
-    """Maxima, sums, the labels' logits and the sums of logits travel, some of them together."""
+    """Numbers of rows travel: for the values maxima, sums, labels' logits and sums of logits; for the gradient the
+    first three again. XLA may send several of them together."""
     spec, axis = layout
     one, several = logits_and_labels(spec, axis, kind)
     f = functools.partial(OF_ROWS[name], axis=axis)
     with jax.set_mesh(mesh(kind)) if kind == AxisType.Explicit else contextlib.nullcontext():
         results, travels = run_compiled(f, *several, kernels=1)
     assert kinds(travels) == {"all-reduce"}
-    assert all(size <= 4 * one[1].size for _, size in travels)
+    assert all(size <= 7 * one[1].size for _, size in travels)
     assert len(travels) <= (2 if name == "logsumexp" else 5)
     same(results, jax.jit(f)(*one))
 
