@@ -61,6 +61,22 @@ TWO_OPERANDS = (*OPS[2:], "kl_divergence")
 LARGEST = {"int8": 127, "float8_e4m3fn": 448, "float8_e5m2": 57344}  # what absmax_scale makes of a row's maximum
 
 
+# Arrays and axes for functions that have results for rows.
+VIEWS_OF_ROWS = [
+    ((7, 32), -1),
+    ((5, 1000), 1),
+    ((3, 50257), -1),
+    ((300, 7), -1),
+    ((6, 130), 0),
+    ((3, 33, 24), 1),
+    ((4, 5, 6), (0, 2)),
+    ((4, 5), None),
+    ((9, 1), 1),
+    ((11,), 0),
+    ((2, 3), ()),
+]
+
+
 class Way(NamedTuple):
     """A view that leads to a schedule: on a GPU as it is, or a smaller one; with memory to exchange states, or not."""
 
