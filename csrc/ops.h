@@ -16,6 +16,7 @@
 //   kWithinRange       whether none is beyond the largest finite number of the results' type
 //   kRowResults        how many results a row has itself, and row_results(state, to), which sets them
 //   kRowOperands       how many numbers of its own a row has, which `row`, `term_scale` and `terms` are then given
+//   kLabelled          whether that is a label instead; row_results is then given whether the row has one, and its element
 //
 // `in` points at one element of each of the kInputs operands. All of it is written over a policy M with a value type
 // M::Value: a scalar in CUDA, a SIMD vector on the CPU.
@@ -126,6 +127,7 @@ struct SoftmaxBase {
   static constexpr bool kElementResults = true;
   static constexpr bool kWithinRange = false;
   static constexpr int kRowResults = 0, kRowOperands = 0;
+  static constexpr bool kLabelled = false;
 
   // Stands in for an element that is masked or lies beyond the row's end.
   static JAX_SOFTMAX_INLINE C pad(int) { return M::constant(-M::kInfinity); }
@@ -201,6 +203,22 @@ struct RowStates : OfRowsAlone<M> {
   static JAX_SOFTMAX_INLINE void row_results(State<C> s, C* to) {
     to[0] = s.pivot;
     to[1] = Relative<M>(s.pivot).whole(s.sum);
+  }
+};
+
+// The cross entropy of a row and its label, lse - x[label], or 0 of a row without one; and the row's log-sum-exp lse.
+template <class M>
+struct CrossEntropy : OfRowsAlone<M> {
+  using C = typename M::Value;
+  static constexpr int kRowResults = 2, kRowOperands = 1;
+  static constexpr bool kLabelled = true;
+
+  template <class Truth>
+  static JAX_SOFTMAX_INLINE void row_results(State<C> s, Truth has_label, C labelled, C* to) {
+    const Relative<M> relative(s.pivot);
+    const C pivot = relative.pivot_of(s.pivot), log_sum = relative.log(s.sum);
+    to[0] = M::select(has_label, log_sum - (labelled - pivot), M::constant(0));
+    to[1] = pivot + log_sum;
   }
 };
 
@@ -306,6 +324,7 @@ struct AbsmaxScale {
   static constexpr bool kResultIsScaledTerm = false;
   static constexpr bool kElementResults = true, kWithinRange = true;
   static constexpr int kRowResults = 1, kRowOperands = 0;
+  static constexpr bool kLabelled = false;
   struct Scale {};
   using Row = typename M::Factor;
 
@@ -331,6 +350,7 @@ struct LinearBase {
   static constexpr bool kElementResults = true;
   static constexpr bool kWithinRange = false;
   static constexpr int kRowResults = 0, kRowOperands = 0;
+  static constexpr bool kLabelled = false;
   struct Scale {};
 
   struct Row {

@@ -19,7 +19,8 @@ _LINEAR = tuple(dict.fromkeys([*JVP.values(), *VJP.values()]))
 _OPERATORS = (*JVP, *_LINEAR, *ROW_PRIMITIVES)
 # Tensors that are read and written; what rows have is left out of account.
 _TRAFFIC = {op: (1, 1) for op in _OPERATORS} | {op: (2, 1) for op in _LINEAR}
-_TRAFFIC |= {"logsumexp": (1, 0), "log_sum": (1, 0), "row_states": (1, 0), "entropy": (1, 0), "kl_divergence": (2, 0)}
+_TRAFFIC |= dict.fromkeys(("logsumexp", "log_sum", "row_states", "cross_entropy", "entropy"), (1, 0))
+_TRAFFIC["kl_divergence"] = (2, 0)
 
 _MOST_ELEMENTS = 2**63 - 1  # that 64 bits count
 
@@ -168,9 +169,9 @@ def explain(
       where: the mask: a boolean array or a `jax.ShapeDtypeStruct` of one.
       op: "softmax" or "log_softmax", or one of their linear maps, of which `x_or_shape` is an operand:
         "softmax_linear" (softmax's derivative in both modes), "log_softmax_jvp", "log_softmax_vjp"; or "logsumexp",
-        "cross_entropy_gradient", what a differentiated `cross_entropy_loss` runs, "entropy", or "kl_divergence", what
-        the function of that name runs after "logsumexp" of its second operand; or "absmax_scale_int8" and the like,
-        `absmax_scale` to that dtype.
+        "cross_entropy", what losses of integer labels run, "cross_entropy_gradient", what a differentiated
+        `cross_entropy_loss` runs, "entropy", or "kl_divergence", what the function of that name runs after "logsumexp"
+        of its second operand; or "absmax_scale_int8" and the like, `absmax_scale` to that dtype.
       device: a GPU by name ("H200", "A100", "T4", "RTX 5090", ...) or a `jax.Device`; by default JAX's default device
         if that is a GPU known here, and an H200 otherwise. Copy rates are 90 % of the data sheet's, but for the H200's,
         which was measured.

@@ -51,6 +51,16 @@ def set_at_labels(x, axes, label, values):
     return jax.lax.scatter(x, _index(x, axes, label), values, dimensions, unique_indices=True, mode="drop")
 
 
+def label_of_part(label, axes, shape, part, first_index):
+    """The label in a part of an array of this shape: of dimension d, part[d] indices from first_index(d). Or -1."""
+    found, here = label >= 0, 0
+    for d, index in zip(axes, _along(shape, axes, label), strict=True):
+        index = index - first_index(d)
+        found &= (index >= 0) & (index < part[d])
+        here = here * part[d] + index
+    return jnp.where(found, here, -1)
+
+
 def _kept_dims(x, axes):
     return tuple(d for d in range(x.ndim) if d not in axes)
 
@@ -60,19 +70,19 @@ def _are_spread(x, axes):
     return any(jax.typeof(x).sharding.spec[d] is not None for d in axes)
 
 
-def _along(x, axes, label):
+def _along(shape, axes, label):
     """The label's index along each of the axes, -1 of none."""
-    indices = jnp.unravel_index(jnp.maximum(label, 0), [x.shape[d] for d in axes]) if len(axes) > 1 else [label]
+    indices = jnp.unravel_index(jnp.maximum(label, 0), [shape[d] for d in axes]) if len(axes) > 1 else [label]
     return [jnp.where(label < 0, -1, index) for index in indices]
 
 
 def _index(x, axes, label):
-    return jnp.stack([jax.lax.squeeze(index, axes) for index in _along(x, axes, label)], -1)
+    return jnp.stack([jax.lax.squeeze(index, axes) for index in _along(x.shape, axes, label)], -1)
 
 
 def _is_label(x, axes, label):
     """Which elements are the labels'."""
     found = True
-    for d, index in zip(axes, _along(x, axes, label), strict=True):
+    for d, index in zip(axes, _along(x.shape, axes, label), strict=True):
         found &= index == jax.lax.broadcasted_iota(jnp.int32, [n if k == d else 1 for k, n in enumerate(x.shape)], d)
     return found

@@ -11,8 +11,14 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jax_softmax import arguments, reference
 from jax_softmax.arguments import Axis, AxisName
-from jax_softmax.labels import at_labels, label_of_rows
-from jax_softmax.row_primitives import cross_entropy_gradient_p, logsumexp_p, tangent_sums_p, with_labels
+from jax_softmax.labels import label_of_rows
+from jax_softmax.row_primitives import (
+    cross_entropy_gradient_p,
+    cross_entropy_p,
+    logsumexp_p,
+    tangent_sums_p,
+    with_labels,
+)
 
 
 def logsumexp(
@@ -217,20 +223,24 @@ def _loss(logits, labels, axis, where, weights, reduction, options):
 # ---- What they are made of. Rows keep the reduced axes, with extent 1.
 
 
+def _mask(where):
+    return [] if where is None else [where]
+
+
 def _rows(x, where, axes, axis_name):
-    return logsumexp_p.bind(*([x] if where is None else [x, where]), axes=axes, axis_name=axis_name)
+    return logsumexp_p.bind(x, *_mask(where), axes=axes, axis_name=axis_name)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _row_values(axes, x, label, where):
-    """Of each row lse, the sum of the logits that are not left out, and the label's logit; 0 of one without a label."""
-    return _values_with(_rows(x, where, axes, ())[0], axes, x, label, where)
+    """Of each row lse - x[label], lse, and the sum of the logits that are not left out; 0 of one without a label."""
+    loss, lse = cross_entropy_p.bind(x, label, *_mask(where), axes=axes, axis_name=())
+    return _values_with(loss, lse, axes, x, label, where)
 
 
-def _values_with(lse, axes, x, label, where):
+def _values_with(loss, lse, axes, x, label, where):
     kept = x if where is None else jnp.where(where, x, 0)
-    total = jnp.sum(reference.widened(kept), axes, keepdims=True)
-    return _of_labels(label, (lse, total, reference.widened(at_labels(x, axes, label))))
+    return _of_labels(label, (loss, lse, jnp.sum(reference.widened(kept), axes, keepdims=True)))
 
 
 def _of_labels(label, values):
@@ -240,12 +250,12 @@ def _of_labels(label, values):
 @functools.partial(_row_values.defjvp, symbolic_zeros=True)
 def _row_values_jvp(axes, primals, tangents):
     x, label, where = primals
-    lse, _ = _rows(x, where, axes, ())
-    values = _values_with(lse, axes, x, label, where)
+    loss, lse = cross_entropy_p.bind(x, label, *_mask(where), axes=axes, axis_name=())
+    values = _values_with(loss, lse, axes, x, label, where)
     if _is_zero(tangents[0]):
         return values, jax.tree.map(jnp.zeros_like, values)
-    mask = [] if where is None else [where]
-    return values, _of_labels(label, tangent_sums_p.bind(x, lse, tangents[0], label, *mask, axes=axes))
+    of_lse, of_total, of_logit = tangent_sums_p.bind(x, lse, tangents[0], label, *_mask(where), axes=axes)
+    return values, _of_labels(label, (of_lse - of_logit, of_lse, of_total))
 
 
 def _classes(x, where, axes):
@@ -258,13 +268,18 @@ def _classes(x, where, axes):
 
 def _losses(values, classes, options):
     """The losses of rows of these values."""
-    lse, total, logit = values
-    losses = lse - logit
+    losses, lse, _ = values
     if options["label_smoothing"] is not None:
-        losses += options["label_smoothing"] * (logit - total / classes)
+        losses += options["label_smoothing"] * _above_mean(values, classes)
     if options["z_loss"] is not None:
         losses += options["z_loss"] * lse**2
     return losses
+
+
+def _above_mean(values, classes):
+    """By how much the label's logit is above the mean of its row."""
+    loss, lse, total = values
+    return (lse - loss) - total / classes
 
 
 def _weighted_sum(axes, x, label, where, weights, options):
@@ -290,16 +305,16 @@ def _weighted_sum_jvp(axes, primals, tangents):
         values = _row_values(axes, x, label, where)
     else:
         gradient, lse = _gradient(axes, x, label, where, weights, classes, options)
-        values = _values_with(lse, axes, x, label, where)
+        loss = reference.cross_entropy_given(lse, x, label, axes)
+        values = _values_with(loss, lse, axes, x, label, where)
         tangent += _inner_product(gradient, x_dot)
     losses = _losses(values, classes, options)
-    lse, total, logit = values
     if not _is_zero(weights_dot):
         tangent += jnp.sum(losses * weights_dot)
     if not _is_zero(options_dot["label_smoothing"]):
-        tangent += _dot(logit - total / classes, weights) * options_dot["label_smoothing"]
+        tangent += _dot(_above_mean(values, classes), weights) * options_dot["label_smoothing"]
     if not _is_zero(options_dot["z_loss"]):
-        tangent += _dot(lse**2, weights) * options_dot["z_loss"]
+        tangent += _dot(values[1] ** 2, weights) * options_dot["z_loss"]
     return _dot(losses, weights), tangent
 
 
@@ -353,8 +368,7 @@ def _gradient(axes, x, label, where, weights, classes, options):
     """The gradient of the weighted sum of losses, and the rows' log-sum-exp."""
     smoothing, z_loss = (0 if options[name] is None else options[name] for name in ("label_smoothing", "z_loss"))
     b, c = (jnp.broadcast_to(value, weights.shape) for value in (2 * z_loss * weights, weights * smoothing / classes))
-    mask = [] if where is None else [where]
-    gradient, lse, _ = cross_entropy_gradient_p.bind(x, weights, b, c, *mask, axes=axes, axis_name=())
+    gradient, lse, _ = cross_entropy_gradient_p.bind(x, weights, b, c, *_mask(where), axes=axes, axis_name=())
     a = weights + b * jnp.where(label >= 0, lse, 0)
     return with_labels(gradient, x, lse, a, c, (smoothing - 1) * weights, label, where, axes), lse
 

@@ -74,6 +74,16 @@ def _given_its_rows_on_cpu(function_given):
     return mlir.lower_fun(function, multiple_results=True)
 
 
+def _cross_entropy_on_cpu():
+    """By the kernel for its rows."""
+
+    def function(x, label, *mask, op, axes):
+        lse, _ = ROW_PRIMITIVES["logsumexp"].bind(x, *mask, axes=axes, axis_name=())
+        return reference.cross_entropy_given(lse, x, label, axes), lse
+
+    return mlir.lower_fun(function, multiple_results=True)
+
+
 def _cross_entropy_gradient_on_cpu():
     """By the kernel for its rows."""
 
@@ -146,6 +156,7 @@ def _register():
     on_cpu = {op: _cpu_rule(by_reference) for op in PRIMITIVES} | of_states
     on_cpu |= {
         "row_states": _rows_on_cpu(rows_by_reference),
+        "cross_entropy": _cross_entropy_on_cpu(),
         "cross_entropy_gradient": _cross_entropy_gradient_on_cpu(),
         "entropy": _given_its_rows_on_cpu(reference.entropy_given),
         "kl_divergence": _given_its_rows_on_cpu(reference.kl_divergence_given),

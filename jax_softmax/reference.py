@@ -11,6 +11,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from jax_softmax.labels import at_labels
+
 # What the operators take as it is: 8 bits that are widened where they are read. Their linear maps do not.
 NARROW = ("float8_e4m3fn", "float8_e5m2", "int8", "uint8")
 _COMPUTED_IN_FLOAT32 = ("float16", "bfloat16", *NARROW)
@@ -185,6 +187,21 @@ def _mean(log_p, values, axes, across):
     return _row_sum(jnp.where(p == 0, 0, p * values), axes, across)
 
 
+def cross_entropy(x, label, where, axes, across=None):
+    """lse less the label's element of each row, 0 of one without a label; and lse."""
+    lse, _ = logsumexp(x, where, axes, across)
+    return cross_entropy_given(lse, x, label, axes, across), lse
+
+
+def cross_entropy_given(lse, x, label, axes, across=None):
+    if across is None:
+        labelled = widened(at_labels(x, axes, label))
+    else:
+        here = across.label_of_part(label)
+        labelled = across(jnp.where(here >= 0, widened(at_labels(x, axes, here)), 0), "sum")
+    return jnp.where(label >= 0, lse - labelled, 0)
+
+
 def cross_entropy_gradient(x, a, b, c, where, axes, across=None):
     """softmax(x) (a + b lse) - c, and what `logsumexp` gives."""
     lse, largest = logsumexp(x, where, axes, across)
@@ -247,7 +264,7 @@ _OPERATORS = {
     f.__name__: f
     for f in (
         *(softmax, log_softmax, softmax_linear, log_softmax_jvp, log_softmax_vjp),
-        *(logsumexp, log_sum, row_states, cross_entropy_gradient, entropy, kl_divergence),
+        *(logsumexp, log_sum, row_states, cross_entropy, cross_entropy_gradient, entropy, kl_divergence),
     )
 }
 _OPERATORS |= {f"absmax_scale_{dtype}": functools.partial(absmax_scale, dtype=dtype) for dtype in SCALED}

@@ -3,26 +3,28 @@
     x, [where]                  logsumexp               lse, largest
     x, [where]                  log_sum                 log_sum, largest
     x, [where]                  row_states              largest, total
+    x, label, [where]           cross_entropy           loss, lse
     x, a, b, c, [where]         cross_entropy_gradient  g, lse, largest
     x, [where]                  entropy                 entropy, log_sum, largest
     x, y, m, n, [where]         kl_divergence           divergence, log_sum, largest
     x, [where]                  absmax_scale_int8 | ..  y, scale
     x, lse, t, label, [where]   tangent_sums            sum(softmax(x) t), sum(t), t at the label
 
-x is a float array, y one of its shape and dtype, `where` a boolean mask that broadcasts to that shape. What rows have,
-as operands (a, b, c, m, n) or as results, is of x's shape with extent 1 along `axes`, in float32 (float64 for float64):
-lse is the logarithm of the sum of exp(x) over a row and `largest` its maximum, both of elements that are not masked.
-log_sum = lse - largest, without what is lost if lse is large; `total` is the sum of exp(x - largest), relative to 0
-where `largest` is infinite, and no derivative is made of it. g = softmax(x) (a + b lse) - c, in x's dtype; of a row
-with a label, all but the label's own element of a cross entropy's gradient. `entropy` is that of softmax(x), and
-`divergence` that of softmax(x) from softmax(y), m and n being y's log_sum and largest; both may be anything for rows
-that are masked altogether. The y of absmax_scale is x divided by its row's `scale`, in the dtype that the primitive is
-named after, one of `reference.SCALED`. `axes` and `axis_name` are as in `primitives.py`.
+x is a float array, y one of its shape and dtype, `where` a boolean mask that broadcasts to that shape, `label` as in
+`labels.py`. What rows have, as operands (a, b, c, m, n) or as results, is of x's shape with extent 1 along `axes`, in
+float32 (float64 for float64): loss is lse less the label's element of x, 0 of a row without a label; lse is the
+logarithm of the sum of exp(x) over a row and `largest` its maximum, both of elements that are not masked. log_sum = lse
+- largest, without what is lost if lse is large; `total` is the sum of exp(x - largest), relative to 0 where `largest`
+is infinite, and no derivative is made of it. g = softmax(x) (a + b lse) - c, in x's dtype; of a row with a label, all
+but the label's own element of a cross entropy's gradient. `entropy` is that of softmax(x), and `divergence` that of
+softmax(x) from softmax(y), m and n being y's log_sum and largest; both may be anything for rows that are masked
+altogether. The y of absmax_scale is x divided by its row's `scale`, in the dtype that the primitive is named after, one
+of `reference.SCALED`. `axes` and `axis_name` are as in `primitives.py`.
 
 `tangent_sums` is linear in t, a tangent of x: it gives the tangents of lse, of the sum of the logits and of the label's
-logit (`label` as in `labels.py`). A loss of integer labels depends on x by these alone, so that with the three in one
-the transpose writes the gradient once, by cross_entropy_gradient. logsumexp does not use it: its gradient is mostly
-added to others of the same x, and what is jax.numpy XLA fuses with them.
+logit. A loss of integer labels depends on x by these alone, so that with the three in one the transpose writes the
+gradient once, by cross_entropy_gradient. logsumexp does not use it: its gradient is mostly added to others of the same
+x, and what is jax.numpy XLA fuses with them.
 """
 
 import functools
@@ -43,6 +45,7 @@ RESULTS = {
     "logsumexp": (0, 2),
     "log_sum": (0, 2),
     "row_states": (0, 2),
+    "cross_entropy": (0, 2),
     "cross_entropy_gradient": (1, 2),
     "entropy": (0, 3),
     "kl_divergence": (0, 3),
@@ -53,6 +56,7 @@ KERNELS = {"logsumexp": "row_states", "log_sum": "row_states", **dict.fromkeys(A
 
 ROW_PRIMITIVES = {op: Primitive(op) for op in RESULTS}
 logsumexp_p = ROW_PRIMITIVES["logsumexp"]
+cross_entropy_p = ROW_PRIMITIVES["cross_entropy"]
 cross_entropy_gradient_p = ROW_PRIMITIVES["cross_entropy_gradient"]
 log_sum_p = ROW_PRIMITIVES["log_sum"]
 row_states_p = ROW_PRIMITIVES["row_states"]
@@ -103,6 +107,12 @@ def _batch(op, axis_data, operands, batch_axes, *, axes, axis_name):
         lse, largest = logsumexp_p.bind(x, *operands[4:], axes=axes, axis_name=axis_name)
         elements = jax.vmap(lambda a, b, c: reference.cross_entropy_elements(x, a, b, c, lse, where), batch_axes[1:4])
         return (elements(*rows), lse, largest), (0, None, None)
+    if op == "cross_entropy" and _only(batch_axes, (1,)):
+        # x is read once for all labels.
+        x, label, *mask = operands
+        lse, _ = logsumexp_p.bind(x, *mask, axes=axes, axis_name=axis_name)
+        loss = jax.vmap(lambda label: reference.cross_entropy_given(lse, x, label, axes), batch_axes[1])(label)
+        return (loss, lse), (0, None)
     n_floats, named = len(operands) - masked, axis_data.name in axis_name
     if named:
         # What rows have is the same for all elements of the batch, which are parts of the same rows.
@@ -154,6 +164,13 @@ def _logsumexp_jvp(primals, tangents, *, axes, axis_name):
         tangent(x, row, tangents[0], where, axes, axis_name)
         for tangent, row in ((_sum_of_tangents, lse), (_mean_of_largest, largest))
     ]
+
+
+def _cross_entropy_jvp(primals, tangents, *, axes, axis_name):
+    x, label, *mask = primals
+    loss, lse = cross_entropy_p.bind(*primals, axes=axes, axis_name=axis_name)
+    of_lse, _, of_logit = tangent_sums_p.bind(x, lse, tangents[0], label, *mask, axes=axes)
+    return [loss, lse], [jnp.where(label >= 0, of_lse - of_logit, 0), of_lse]
 
 
 def _cross_entropy_gradient_jvp(primals, tangents, *, axes, axis_name):
@@ -349,6 +366,7 @@ for _op, _primitive in ROW_PRIMITIVES.items():
     _primitive.def_abstract_eval(functools.partial(_abstract_eval, _op))
     batching.fancy_primitive_batchers[_primitive] = functools.partial(_batch, _op)
 ad.primitive_jvps[logsumexp_p] = _logsumexp_jvp
+ad.primitive_jvps[cross_entropy_p] = _cross_entropy_jvp
 ad.primitive_jvps[cross_entropy_gradient_p] = _cross_entropy_gradient_jvp
 ad.primitive_jvps[log_sum_p] = functools.partial(_jvp_of_rows, "log_sum", [_log_sum_tangent])
 ad.primitive_jvps[entropy_p] = functools.partial(_jvp_of_rows, "entropy", [_entropy_tangent, _log_sum_tangent])

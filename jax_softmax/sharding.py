@@ -29,7 +29,7 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import mlir
 
-from jax_softmax import reference
+from jax_softmax import labels, reference
 from jax_softmax.row_primitives import row_states_p
 
 try:
@@ -102,8 +102,9 @@ def _undivided(shapes, partly_manual) -> str | None:
 class _Across:
     """What a device that has parts of rows knows of them, and how it reduces a value over all that share the rows."""
 
-    def __init__(self, all_reduce):
+    def __init__(self, all_reduce, label_of_part=None):
         self._all_reduce = all_reduce
+        self.label_of_part = label_of_part  # given the label of each row, that of this device's part of it
 
     def __call__(self, value, kind):
         return self._all_reduce(value, kind)
@@ -252,15 +253,21 @@ def _on_parts_of_rows(op, axes, shape, part, devices, spread):
         for d in spread:
             if shape[d] % devices.shape[d]:
                 operands = _without_filling(operands, d)
-        return reference.apply(op, axes, *operands, across=_Across(all_reduce))
+        return reference.apply(op, axes, *operands, across=_Across(all_reduce, label_of_part))
+
+    def label_of_part(label):
+        return labels.label_of_part(label, axes, shape, part, first_index)
+
+    def first_index(d):
+        """Where this device's part begins in dimension d."""
+        place = np.empty(devices.size, np.int32)
+        place[devices] = np.indices(devices.shape)[d]
+        return jnp.asarray(place)[_device_number_p.bind()] * part[d]
 
     def _without_filling(operands, d):
         """The operands with a mask that leaves out what the last parts of dimension d are filled up with."""
-        place = np.empty(devices.size, np.int32)
-        place[devices] = np.indices(devices.shape)[d]
-        first = jnp.asarray(place)[_device_number_p.bind()] * part[d]
         index = jax.lax.broadcasted_iota(jnp.int32, [n if k == d else 1 for k, n in enumerate(part)], d)
-        inside = first + index < shape[d]
+        inside = first_index(d) + index < shape[d]
         *floats, last = operands
         return (*floats, last & inside) if last.dtype == bool else (*operands, inside)
 

@@ -51,6 +51,7 @@ OPS = ("softmax", "log_softmax", "softmax_linear", "log_softmax_jvp", "log_softm
 # The kernels that have results for rows, and how many of elements and of rows.
 ROW_RESULTS = {
     "row_states": (0, 2),
+    "cross_entropy": (0, 2),
     "cross_entropy_gradient": (1, 2),
     "entropy": (0, 3),
     "kl_divergence": (0, 3),
@@ -184,6 +185,12 @@ def call_kernel(op, *operands, axes, out_dtype=None, fused="", scratch_bytes=0):
 def row_operands(op, shape, axes, dtype, seed=3):
     """What rows have of their own, as an operator of ROW_OPS takes it."""
     rows = [1 if d in axes else n for d, n in enumerate(shape)]
+    if op == "cross_entropy":  # labels: the first two rows have none, the next their first element and their last
+        columns = int(np.prod([shape[d] for d in axes]))
+        label = np.random.default_rng(seed).integers(0, columns, rows, np.int32)
+        some = min(label.size, 4)
+        label.reshape(-1)[:some] = [-1, columns, 0, columns - 1][:some]
+        return [label]
     wide = np.float64 if np.dtype(dtype) == np.float64 else np.float32
     count = {"cross_entropy_gradient": 3, "kl_divergence": 2}.get(op, 0)
     return [normal(rows, wide, seed=seed + i, scale=0.5) for i in range(count)]
@@ -320,6 +327,19 @@ def reference_row_states(x, axes, where=None):
 
 
 @np.errstate(invalid="ignore", divide="ignore", over="ignore", under="ignore")
+def reference_cross_entropy(x, label, axes, where=None):
+    """lse - x[label], or 0 of a label that is no element of its row; and lse."""
+    lse, _ = reference_logsumexp(x, axes, where, keepdims=True)
+    rows = np.moveaxis(_widened(x), axes, range(-len(axes), 0)).reshape(*np.squeeze(label, axes).shape, -1)
+    exists = (label >= 0) & (label < rows.shape[-1])
+    index = np.where(exists, label, 0)
+    labelled = np.take_along_axis(rows, np.squeeze(index, axes)[..., None], -1)[..., 0].reshape(label.shape)
+    loss = np.where(exists, lse.value - labelled, 0)
+    bound = lse.bound + np.finfo(lse.dtype).eps * (np.abs(loss) + np.abs(labelled))
+    return [Bounded(loss, np.where(np.isfinite(loss), bound, 0), lse.dtype), lse]
+
+
+@np.errstate(invalid="ignore", divide="ignore", over="ignore", under="ignore")
 def reference_cross_entropy_gradient(x, a, b, c, axes, where=None):
     """softmax(x) (a + b lse) - c, then what reference_logsumexp gives."""
     rounding, wide, keep, axes = _masked_rows(x, axes, where)
@@ -404,6 +424,8 @@ def row_case(op, shape, axes, dtype, where=None):
         return [x], reference_row_states(x, axes, where)
     if op == "absmax_scale":
         return [x], reference_absmax_scale(x, axes, where)
+    if op == "cross_entropy":
+        return [x, *of_rows], reference_cross_entropy(x, *of_rows, axes, where)
     if op == "cross_entropy_gradient":
         return [x, *of_rows], reference_cross_entropy_gradient(x, *of_rows, axes, where)
     if op == "kl_divergence":

@@ -10,6 +10,7 @@ enum class Op {
   kLogSoftmaxJvp,
   kLogSoftmaxVjp,
   kRowStates,
+  kCrossEntropy,
   kCrossEntropyGradient,
   kEntropy,
   kKlDivergence,
@@ -34,6 +35,7 @@ struct Cost {
   int row_results = 0;          // of a row itself
   int row_operands = 0;         // numbers that a row has of its own
   int sums = 1;                 // of a row
+  bool labelled = false;        // whether what a row has of its own is a label
 };
 
 struct Operator {
@@ -49,6 +51,7 @@ inline constexpr Operator kOperators[] = {
     {"log_softmax_jvp", "LogSoftmaxJvp", {2, 1, 0}},
     {"log_softmax_vjp", "LogSoftmaxVjp", {2, 1, 0}},
     {"row_states", "RowStates", {1, 1, 1, false, 2}},
+    {"cross_entropy", "CrossEntropy", {1, 1, 1, false, 2, 1, 1, true}},
     {"cross_entropy_gradient", "CrossEntropyGradient", {1, 1, 1, true, 2, 3}},
     {"entropy", "Entropy", {1, 1, 1, false, 3, 0, 2}},
     {"kl_divergence", "KlDivergence", {2, 1, 1, false, 3, 2, 2}},

@@ -269,7 +269,7 @@ __device__ __forceinline__ void chunks(const Operands& operands) {
     if (lane % kTeamWarps != 0) state = identity<Op, typename Mem::M>();
     state = combine_over_lanes<Op, 32>(state);
   }
-  if (work.chunk == 0 && work.rank == 0) mem.store_row(index, state);
+  if (work.chunk == 0 && work.rank == 0) mem.template store_row<View>(index, state);
   work.finish(state, warp.pivot);
 }
 

@@ -205,6 +205,10 @@ struct PolicyOf<RowStates, T, Out> {
   using type = OfLogSumExp<typename ArithmeticOf<RowStates, T>::type>;
 };
 template <class T, class Out>
+struct PolicyOf<CrossEntropy, T, Out> {
+  using type = OfLogSumExp<typename ArithmeticOf<CrossEntropy, T>::type>;
+};
+template <class T, class Out>
 struct PolicyOf<CrossEntropyGradient, T, Out> {
   using type = OfLogSumExp<typename ArithmeticOf<CrossEntropyGradient, T>::type>;
 };

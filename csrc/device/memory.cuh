@@ -207,6 +207,13 @@ struct Memory {
 
   // ---- rows
 
+  // Where a row's first element lies.
+  template <class View>
+  static __device__ __forceinline__ Place begin_of(int64_t row) {
+    using Index = typename Conditional<View::kWide, uint64_t, uint32_t>::type;
+    return moved_along<typename View::Kept, View::Kept::kSize>(Place{}, static_cast<Index>(row));
+  }
+
   // What terms relative to a pivot are made with, of the row that lies at `at`.
   __device__ __forceinline__ typename Op::Terms terms(C pivot, const Place& at) const {
     const Relative<M> relative(pivot);
@@ -239,10 +246,20 @@ struct Memory {
     }
   }
   // Stores the results that the row has itself, if any.
+  template <class View>
   __device__ __forceinline__ void store_row(int64_t row, const StateOf<Op>& state) const {
     if constexpr (Op::kRowResults > 0) {
       C results[Op::kRowResults];
-      Op::row_results(state, results);
+      if constexpr (Op::kLabelled) {
+        const Place begin = begin_of<View>(row);
+        const int64_t label = static_cast<const int*>(operands.side[Fused::kSides])[begin.side[Fused::kSides]];
+        const bool has_label = 0 <= label && label < View::kColumns;
+        // It was read with its row just now, so that a cache has it.
+        const Place at = moved_along<typename View::Reduced, View::Reduced::kSize>(begin, has_label ? label : 0);
+        Op::row_results(state, has_label, Elements<In>::widen(in(0)[at.element]), results);
+      } else {
+        Op::row_results(state, results);
+      }
 #pragma unroll
       for (int k = 0; k < Op::kRowResults; ++k) static_cast<C*>(operands.of_rows[k])[row] = results[k];
     }

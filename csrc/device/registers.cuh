@@ -87,7 +87,7 @@ __device__ __forceinline__ void registers(const Operands& operands) {
   }
   const StateOf<Op> state = Members::combine({pivot, Members::warp_sum(sum)});
   if (!active) return;
-  if (rank == 0) mem.store_row(index, state);
+  if (rank == 0) mem.template store_row<View>(index, state);
   if constexpr (!Op::kElementResults) return;
 
   const typename Op::Row finished = mem.row(state, row.begin);

@@ -10,7 +10,6 @@ namespace jax_softmax::device {
 template <class Mem, class View, class Plan>
 struct Row {
   using Place = typename Mem::Place;
-  using Kept = typename View::Kept;
   using Reduced = typename View::Reduced;
   static constexpr int kWidth = Mem::kWidth;
   static constexpr Dim kAlong = Reduced::kDim[Reduced::kSize - 1];  // the dimension that neighbours of a run are along
@@ -24,12 +23,10 @@ struct Row {
   static constexpr int64_t kPacks = kRuns * kRunPacks;
   static constexpr bool kExact = kBoundary == 1 && kRun % kWidth == 0;  // no pack has elements of others
   using Index = typename Conditional<(kRun < (1LL << 31) - 4096), int, int64_t>::type;
-  using RowIndex = typename Conditional<View::kWide, uint64_t, uint32_t>::type;
 
   Place begin;
 
-  explicit __device__ __forceinline__ Row(int64_t index)
-      : begin(moved_along<Kept, Kept::kSize>(Place{}, static_cast<RowIndex>(index))) {}
+  explicit __device__ __forceinline__ Row(int64_t index) : begin(Mem::template begin_of<View>(index)) {}
 
   // A pack: where its first element lies, and which element of the run that is, negative or beyond the end where the
   // pack begins outside of the run.

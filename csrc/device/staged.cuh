@@ -97,8 +97,6 @@ __device__ __forceinline__ void staged(const Operands& operands) {
   using C = typename Mem::C;
   using In = typename Mem::In;
   using Out = typename Mem::Out;
-  using Kept = typename View::Kept;
-  using RowIndex = typename Conditional<View::kWide, uint64_t, uint32_t>::type;
   constexpr Dim kAlong = View::Reduced::kDim[0];
   constexpr int kWidth = Mem::kWidth, kInputs = Mem::kInputs;
   constexpr int kColumns = View::kColumns, kRows = Plan::kRows, kThreads = Plan::kThreads;
@@ -143,7 +141,7 @@ __device__ __forceinline__ void staged(const Operands& operands) {
       const int row = min(turn + static_cast<int>(threadIdx.x) / kLanes, rows - 1);
       const bool active = turn + static_cast<int>(threadIdx.x) / kLanes < rows;
       const int begin = row * kColumns + lane;
-      const auto place = moved_along<Kept, Kept::kSize>(typename Mem::Place{}, static_cast<RowIndex>(first_row + row));
+      const auto place = Mem::template begin_of<View>(first_row + row);
       const int mine = active ? kColumns - lane : 0;  // element i of this lane is the row's if i * kLanes < mine
       const auto at = [&](int i) { return place.along(kAlong, lane + i * kLanes); };
       C values[kHeld][kInputs];
@@ -174,7 +172,7 @@ __device__ __forceinline__ void staged(const Operands& operands) {
         sum += term;
       }
       const StateOf<Op> state{pivot, sum_over_lanes<kLanes>(sum)};
-      if (lane == 0 && active) mem.store_row(first_row + row, state);
+      if (lane == 0 && active) mem.template store_row<View>(first_row + row, state);
       const auto finished = mem.row(state, place);
 #pragma unroll
       for (int i = 0; i < kHeld; ++i) {

@@ -270,7 +270,7 @@ struct TileStates : TilePart<Mem, View, Plan> {
         const int of_array = kArrays == 1 ? 0 : row / kElements;
         const int64_t element = this->first_element + row - of_array * kElements;
         const int64_t at = (first_array() + of_array) * Part::kInner + element;
-        if (element < Part::kInner && at < mem_rows()) this->mem.store_row(at, whole(row));
+        if (element < Part::kInner && at < mem_rows()) this->mem.template store_row<View>(at, whole(row));
       }
     }
   }

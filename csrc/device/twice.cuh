@@ -136,7 +136,7 @@ __device__ __forceinline__ void whole_rows(const Operands& operands) {
   const R row(blockIdx.x);
   const Stretch<Mem, View, Plan> stretch{mem, row, 0, R::kPacks};
   const auto state = stretch.state();
-  if (threadIdx.x == 0) mem.store_row(blockIdx.x, state);
+  if (threadIdx.x == 0) mem.template store_row<View>(blockIdx.x, state);
   if constexpr (Mem::Op::kElementResults) stretch.finish(state);
 }
 
@@ -213,9 +213,9 @@ __device__ __forceinline__ void combine_pieces(const Operands& operands) {
       using Part = TilePart<Mem, View, Plan>;
       const int64_t element = tile % Part::kTilesOfLine * Part::kElements + row;
       if (row >= Part::kElements || element >= Part::kInner) return;
-      mem.store_row(tile / Part::kTilesOfLine * Part::kInner + element, state);
+      mem.template store_row<View>(tile / Part::kTilesOfLine * Part::kInner + element, state);
     } else {
-      mem.store_row(tile, state);
+      mem.template store_row<View>(tile, state);
     }
   };
   let_next_kernel_start();

@@ -109,12 +109,14 @@ ffi::Error read_call(ffi::RemainingArgs args, ffi::RemainingRets rets, std::stri
     }
     buffers->of_rows[k] = (*result)->untyped_data();
   }
+  bool labelled = false;
   for (size_t i = inputs; i < args.size(); ++i) {
     const auto buffer = args.get<ffi::AnyBuffer>(i);
     if (!buffer.has_value()) return invalid("an operand is missing");
     std::vector<int64_t> shape = shape_of(*buffer);
     const bool is_mask = buffer->element_type() == ffi::DataType::PRED;
-    const std::optional<DType> type = dtype_of(buffer->element_type());
+    const bool is_label = cost.labelled && buffer->element_type() == ffi::DataType::S32;
+    const std::optional<DType> type = is_label ? wide : dtype_of(buffer->element_type());
     if (shape.size() > call->shape.size() || (is_mask && i + 1 < args.size()) || (!is_mask && !type)) {
       return invalid(describe(*call) + ": the mask must be boolean and of no higher rank");
     }
@@ -123,10 +125,11 @@ ffi::Error read_call(ffi::RemainingArgs args, ffi::RemainingRets rets, std::stri
     call->sides.push_back(shape);
     if (!is_mask) call->side_types.push_back(*type);
     buffers->side[i - inputs] = buffer->untyped_data();
+    labelled |= is_label;
   }
   // The last of those that are no mask are what rows have of their own.
   for (int k = 0; k < cost.row_operands; ++k) {
-    if (call->side_types.empty() || call->side_types.back() != wide ||
+    if (call->side_types.empty() || call->side_types.back() != wide || labelled != cost.labelled ||
         call->sides[call->side_types.size() - 1] != shape_of_rows(*call)) {
       return invalid(describe(*call) + ": what rows have of their own is not as it must be");
     }
