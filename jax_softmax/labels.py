@@ -1,7 +1,7 @@
 """Where the labels of an array's rows lie: its elements there, and putting others in their place.
 
-`label` is an int32 array of x's shape with extent 1 along `axes`. It counts a row's elements in row-major order; -1
-means that the row has no label.
+`label` is an int32 array of x's shape with extent 1 along `axes`. It counts a row's elements in row-major order; a row
+whose label is none of its elements, negative or too large, has no label.
 """
 
 import math
@@ -11,12 +11,19 @@ import jax.numpy as jnp
 
 
 def label_of_rows(labels, shape, axes, where):
-    """`label` of an array of this shape from labels as users give them; -1 of what is no class or is left out."""
+    """`label` of an array of this shape from labels as users give them; rows that are left out altogether have none."""
     labels = labels.astype(jnp.int32) if labels.dtype.itemsize < 4 else labels  # which can count the classes
-    valid = (labels >= 0) & (labels < math.prod(shape[d] for d in axes))
-    if where is not None:
-        valid &= jnp.any(jnp.broadcast_to(where, shape), axes)
-    return jnp.expand_dims(jnp.where(valid, labels, -1).astype(jnp.int32), axes)
+    if where is not None or labels.dtype != jnp.int32:
+        exist = exists(labels, shape, axes)
+        if where is not None:
+            exist &= jnp.any(jnp.broadcast_to(where, shape), axes)
+        labels = jnp.where(exist, labels, -1).astype(jnp.int32)
+    return jnp.expand_dims(labels, axes)
+
+
+def exists(label, shape, axes):
+    """Whether a label is one of the elements of a row of an array of this shape."""
+    return (label >= 0) & (label < math.prod(shape[d] for d in axes))
 
 
 def at_labels(x, axes, label):
@@ -53,7 +60,7 @@ def set_at_labels(x, axes, label, values):
 
 def label_of_part(label, axes, shape, part, first_index):
     """The label in a part of an array of this shape: of dimension d, part[d] indices from first_index(d). Or -1."""
-    found, here = label >= 0, 0
+    found, here = exists(label, shape, axes), 0
     for d, index in zip(axes, _along(shape, axes, label), strict=True):
         index = index - first_index(d)
         found &= (index >= 0) & (index < part[d])
@@ -72,8 +79,11 @@ def _are_spread(x, axes):
 
 def _along(shape, axes, label):
     """The label's index along each of the axes, -1 of none."""
-    indices = jnp.unravel_index(jnp.maximum(label, 0), [shape[d] for d in axes]) if len(axes) > 1 else [label]
-    return [jnp.where(label < 0, -1, index) for index in indices]
+    found = exists(label, shape, axes)
+    indices = [label]
+    if len(axes) > 1:
+        indices = jnp.unravel_index(jnp.where(found, label, 0), [shape[d] for d in axes])
+    return [jnp.where(found, index, -1) for index in indices]
 
 
 def _index(x, axes, label):

@@ -11,7 +11,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jax_softmax import arguments, reference
 from jax_softmax.arguments import Axis, AxisName
-from jax_softmax.labels import label_of_rows
+from jax_softmax.labels import exists, label_of_rows
 from jax_softmax.row_primitives import (
     cross_entropy_gradient_p,
     cross_entropy_p,
@@ -207,11 +207,11 @@ def _loss(logits, labels, axis, where, weights, reduction, options):
     x, where, axes, _, _ = arguments.prepared(name, logits, axis, where, (), argument="logits", may_enlarge=False)
     label = label_of_rows(_checked_labels(name, x, labels, axes), x.shape, axes, where)
     wide = reference.wide_dtype(x.dtype)
-    counted = (label >= 0).astype(wide)
+    counted = exists(label, x.shape, axes).astype(wide)
     if weights is not None:
         arguments.check_broadcasts(name, "weights", weights.shape, labels.shape)
         weights = jnp.expand_dims(jnp.broadcast_to(weights, labels.shape), axes)
-        counted = jnp.where(label >= 0, weights.astype(wide), 0)
+        counted = jnp.where(counted > 0, weights.astype(wide), 0)
     if reduction == "mean":
         total = jnp.sum(counted)
         counted = counted / jnp.where(total == 0, 1, total)
@@ -234,28 +234,30 @@ def _rows(x, where, axes, axis_name):
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _row_values(axes, x, label, where):
     """Of each row lse - x[label], lse, and the sum of the logits that are not left out; 0 of one without a label."""
-    loss, lse = cross_entropy_p.bind(x, label, *_mask(where), axes=axes, axis_name=())
-    return _values_with(loss, lse, axes, x, label, where)
+    return _values_with(*_loss_and_lse(axes, x, label, where), axes, x, label, where)
+
+
+def _loss_and_lse(axes, x, label, where):
+    return cross_entropy_p.bind(x, label, *_mask(where), axes=axes, axis_name=())
 
 
 def _values_with(loss, lse, axes, x, label, where):
     kept = x if where is None else jnp.where(where, x, 0)
-    return _of_labels(label, (loss, lse, jnp.sum(reference.widened(kept), axes, keepdims=True)))
-
-
-def _of_labels(label, values):
-    return tuple(jnp.where(label >= 0, value, 0) for value in values)
+    total = jnp.sum(reference.widened(kept), axes, keepdims=True)
+    found = exists(label, x.shape, axes)
+    return loss, jnp.where(found, lse, 0), jnp.where(found, total, 0)
 
 
 @functools.partial(_row_values.defjvp, symbolic_zeros=True)
 def _row_values_jvp(axes, primals, tangents):
     x, label, where = primals
-    loss, lse = cross_entropy_p.bind(x, label, *_mask(where), axes=axes, axis_name=())
+    loss, lse = _loss_and_lse(axes, x, label, where)
     values = _values_with(loss, lse, axes, x, label, where)
     if _is_zero(tangents[0]):
         return values, jax.tree.map(jnp.zeros_like, values)
     of_lse, of_total, of_logit = tangent_sums_p.bind(x, lse, tangents[0], label, *_mask(where), axes=axes)
-    return values, _of_labels(label, (of_lse - of_logit, of_lse, of_total))
+    found = exists(label, x.shape, axes)
+    return values, tuple(jnp.where(found, t, 0) for t in (of_lse - of_logit, of_lse, of_total))
 
 
 def _classes(x, where, axes):
@@ -369,7 +371,7 @@ def _gradient(axes, x, label, where, weights, classes, options):
     smoothing, z_loss = (0 if options[name] is None else options[name] for name in ("label_smoothing", "z_loss"))
     b, c = (jnp.broadcast_to(value, weights.shape) for value in (2 * z_loss * weights, weights * smoothing / classes))
     gradient, lse, _ = cross_entropy_gradient_p.bind(x, weights, b, c, *_mask(where), axes=axes, axis_name=())
-    a = weights + b * jnp.where(label >= 0, lse, 0)
+    a = weights + b * jnp.where(exists(label, x.shape, axes), lse, 0)
     return with_labels(gradient, x, lse, a, c, (smoothing - 1) * weights, label, where, axes), lse
 
 

@@ -11,7 +11,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jax_softmax.labels import at_labels
+from jax_softmax.labels import at_labels, exists
 
 # What the operators take as it is: 8 bits that are widened where they are read. Their linear maps do not.
 NARROW = ("float8_e4m3fn", "float8_e5m2", "int8", "uint8")
@@ -195,11 +195,12 @@ def cross_entropy(x, label, where, axes, across=None):
 
 def cross_entropy_given(lse, x, label, axes, across=None):
     if across is None:
-        labelled = widened(at_labels(x, axes, label))
+        found, logit = exists(label, x.shape, axes), widened(at_labels(x, axes, label))
     else:
-        here = across.label_of_part(label)
-        labelled = across(jnp.where(here >= 0, widened(at_labels(x, axes, here)), 0), "sum")
-    return jnp.where(label >= 0, lse - labelled, 0)
+        found, here = across.label_of_part(label)
+        logit = jnp.where(exists(here, x.shape, axes), widened(at_labels(x, axes, here)), 0)
+        logit = across(logit, "sum")
+    return jnp.where(found, lse - logit, 0)
 
 
 def cross_entropy_gradient(x, a, b, c, where, axes, across=None):

@@ -170,7 +170,7 @@ def _cross_entropy_jvp(primals, tangents, *, axes, axis_name):
     x, label, *mask = primals
     loss, lse = cross_entropy_p.bind(*primals, axes=axes, axis_name=axis_name)
     of_lse, _, of_logit = tangent_sums_p.bind(x, lse, tangents[0], label, *mask, axes=axes)
-    return [loss, lse], [jnp.where(label >= 0, of_lse - of_logit, 0), of_lse]
+    return [loss, lse], [jnp.where(labels.exists(label, x.shape, axes), of_lse - of_logit, 0), of_lse]
 
 
 def _cross_entropy_gradient_jvp(primals, tangents, *, axes, axis_name):
@@ -271,7 +271,7 @@ def _tangent_sums_transpose(cotangents, x, lse, t, label, *mask, axes):
 
 def with_labels(gradient, x, lse, a, c, of_label, label, where, axes):
     """A gradient softmax(x) a - c with `of_label` added at the labels, in the arithmetic's precision."""
-    row = jnp.where(label >= 0, lse, 0)
+    row = jnp.where(labels.exists(label, x.shape, axes), lse, 0)
     element = jnp.exp(reference.widened(labels.at_labels(x, axes, label)) - row) * a - c
     if where is not None:
         element = jnp.where(labels.at_labels(jnp.broadcast_to(where, x.shape), axes, label), element, 0)

@@ -104,7 +104,7 @@ class _Across:
 
     def __init__(self, all_reduce, label_of_part=None):
         self._all_reduce = all_reduce
-        self.label_of_part = label_of_part  # given the label of each row, that of this device's part of it
+        self.label_of_part = label_of_part  # of labels: whether they exist, and what they are in this device's part
 
     def __call__(self, value, kind):
         return self._all_reduce(value, kind)
@@ -256,7 +256,8 @@ def _on_parts_of_rows(op, axes, shape, part, devices, spread):
         return reference.apply(op, axes, *operands, across=_Across(all_reduce, label_of_part))
 
     def label_of_part(label):
-        return labels.label_of_part(label, axes, shape, part, first_index)
+        here = labels.label_of_part(label, axes, shape, part, first_index)
+        return labels.exists(label, shape, axes), here
 
     def first_index(d):
         """Where this device's part begins in dimension d."""

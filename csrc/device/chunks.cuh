@@ -233,6 +233,7 @@ __device__ __forceinline__ void chunks(const Operands& operands) {
   const Row<Mem, View, Plan> row(index);
   const Work work{mem, row, begin + team, shared + team * Plan::kShare * Mem::kInputs};
   work.copy();
+  const auto of_row = mem.template of_row<View>(row.begin);
   wait_for_copies();
   const State warp = work.warp_state();
   if (threadIdx.x % 32 == 0) part[threadIdx.x / 32] = warp;
@@ -269,7 +270,7 @@ __device__ __forceinline__ void chunks(const Operands& operands) {
     if (lane % kTeamWarps != 0) state = identity<Op, typename Mem::M>();
     state = combine_over_lanes<Op, 32>(state);
   }
-  if (work.chunk == 0 && work.rank == 0) mem.template store_row<View>(index, state);
+  if (work.chunk == 0 && work.rank == 0) mem.store_row(index, state, of_row);
   work.finish(state, warp.pivot);
 }
 

@@ -93,6 +93,13 @@ struct Memory {
   // Terms can be kept in the place of elements, to be taken once.
   static constexpr bool kTermsFit = Op::kResultIsScaledTerm && sizeof(In) == sizeof(C);
 
+  struct Labelled {
+    bool has_label;
+    C labelled;
+  };
+  struct Nothing {};
+  using OfRow = typename Conditional<Op::kLabelled, Labelled, Nothing>::type;
+
   const Operands& operands;
 
   __device__ __forceinline__ const In* in(int k) const { return static_cast<const In*>(operands.in[k]); }
@@ -245,18 +252,27 @@ struct Memory {
       return Op::term_scale(state, pivot, given);
     }
   }
-  // Stores the results that the row has itself, if any.
+  // What the results of the row that lies at `begin` are made of besides its state: of a row with a label, that element.
+  // It takes two accesses, one after the other, and is best asked for while the row is still on its way.
   template <class View>
-  __device__ __forceinline__ void store_row(int64_t row, const StateOf<Op>& state) const {
+  __device__ __forceinline__ OfRow of_row(const Place& begin) const {
+    if constexpr (Op::kLabelled) {
+      const int label = static_cast<const int*>(operands.side[Fused::kSides])[begin.side[Fused::kSides]];
+      const bool has_label = 0 <= label && label < View::kColumns;
+      using Index = typename Conditional<View::kWide, uint64_t, uint32_t>::type;
+      const Place at =
+          moved_along<typename View::Reduced, View::Reduced::kSize>(begin, static_cast<Index>(has_label ? label : 0));
+      return {has_label, Elements<In>::widen(in(0)[at.element])};
+    } else {
+      return {};
+    }
+  }
+  // Stores the results that the row has itself, if any.
+  __device__ __forceinline__ void store_row(int64_t row, const StateOf<Op>& state, const OfRow& of_row) const {
     if constexpr (Op::kRowResults > 0) {
       C results[Op::kRowResults];
       if constexpr (Op::kLabelled) {
-        const Place begin = begin_of<View>(row);
-        const int64_t label = static_cast<const int*>(operands.side[Fused::kSides])[begin.side[Fused::kSides]];
-        const bool has_label = 0 <= label && label < View::kColumns;
-        // It was read with its row just now, so that a cache has it.
-        const Place at = moved_along<typename View::Reduced, View::Reduced::kSize>(begin, has_label ? label : 0);
-        Op::row_results(state, has_label, Elements<In>::widen(in(0)[at.element]), results);
+        Op::row_results(state, of_row.has_label, of_row.labelled, results);
       } else {
         Op::row_results(state, results);
       }

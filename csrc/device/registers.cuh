@@ -40,6 +40,7 @@ __device__ __forceinline__ void registers(const Operands& operands) {
       }
     }
   }
+  const auto of_row = mem.template of_row<View>(row.begin);
   unsigned kept[Mem::kMasked ? kPacks : 1] = {};
   const auto kept_of = [&](int p) {
     return Mem::kMasked ? kept[Mem::kMasked ? p : 0] : exists(p) ? row.at(pack_of(p)).inside() : 0;
@@ -87,7 +88,7 @@ __device__ __forceinline__ void registers(const Operands& operands) {
   }
   const StateOf<Op> state = Members::combine({pivot, Members::warp_sum(sum)});
   if (!active) return;
-  if (rank == 0) mem.template store_row<View>(index, state);
+  if (rank == 0) mem.store_row(index, state, of_row);
   if constexpr (!Op::kElementResults) return;
 
   const typename Op::Row finished = mem.row(state, row.begin);

@@ -106,7 +106,9 @@ __device__ __forceinline__ void ring(const Operands& operands) {
       const unsigned item = ticket_of[turn.stage];
       if (item == kEnd) return;
       with_chunk(item, turn.stage, [&](const Work& work) {
-        if (work.chunk == 0 && work.rank == 0) mem.template store_row<View>(item / kChunks, finished[turn.stage]);
+        if (work.chunk == 0 && work.rank == 0) {
+          mem.store_row(item / kChunks, finished[turn.stage], mem.template of_row<View>(work.row.begin));
+        }
         work.finish(finished[turn.stage], part[turn.stage][warp % kTeamWarps].pivot);
       });
       // What was read and written here comes before the next copy, which takes another way to shared memory.

@@ -142,6 +142,7 @@ __device__ __forceinline__ void staged(const Operands& operands) {
       const bool active = turn + static_cast<int>(threadIdx.x) / kLanes < rows;
       const int begin = row * kColumns + lane;
       const auto place = Mem::template begin_of<View>(first_row + row);
+      const auto of_row = mem.template of_row<View>(place);
       const int mine = active ? kColumns - lane : 0;  // element i of this lane is the row's if i * kLanes < mine
       const auto at = [&](int i) { return place.along(kAlong, lane + i * kLanes); };
       C values[kHeld][kInputs];
@@ -172,7 +173,7 @@ __device__ __forceinline__ void staged(const Operands& operands) {
         sum += term;
       }
       const StateOf<Op> state{pivot, sum_over_lanes<kLanes>(sum)};
-      if (lane == 0 && active) mem.template store_row<View>(first_row + row, state);
+      if (lane == 0 && active) mem.store_row(first_row + row, state, of_row);
       const auto finished = mem.row(state, place);
 #pragma unroll
       for (int i = 0; i < kHeld; ++i) {

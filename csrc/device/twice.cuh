@@ -136,7 +136,7 @@ __device__ __forceinline__ void whole_rows(const Operands& operands) {
   const R row(blockIdx.x);
   const Stretch<Mem, View, Plan> stretch{mem, row, 0, R::kPacks};
   const auto state = stretch.state();
-  if (threadIdx.x == 0) mem.template store_row<View>(blockIdx.x, state);
+  if (threadIdx.x == 0) mem.store_row(blockIdx.x, state, mem.template of_row<View>(row.begin));
   if constexpr (Mem::Op::kElementResults) stretch.finish(state);
 }
 
@@ -192,7 +192,8 @@ __device__ __forceinline__ void whole_tiles(const Operands& operands) {
     });
     __syncthreads();
   }
-  TileStates<Mem, View, Plan>(mem, shared, blockIdx.x, 0).store_rows();
+  const TileStates<Mem, View, Plan> part(mem, shared, blockIdx.x, 0);
+  part.store_rows(part.of_rows());
   if constexpr (!Op::kElementResults) return;
   using Finished = TileStates<Mem, View, Smaller<Plan>>;
   for (int piece = 0; piece < Finished::kParts; ++piece) {
@@ -207,15 +208,18 @@ __device__ __forceinline__ void combine_pieces(const Operands& operands) {
   using Op = typename Mem::Op;
   constexpr int kPieces = Plan::kCombined, kRows = Plan::kTileRows;  // neighbouring rows, whose states are neighbours
   const Mem mem{operands};
+  const auto store = [&](int64_t row, const StateOf<Op>& state) {
+    mem.store_row(row, state, mem.template of_row<View>(Mem::template begin_of<View>(row)));
+  };
   // Some rows of a tile are another one's, or none at all.
   const auto store_row = [&](int64_t tile, int row, const StateOf<Op>& state) {
     if constexpr (Op::kRowResults > 0 && kRows > 1) {
       using Part = TilePart<Mem, View, Plan>;
       const int64_t element = tile % Part::kTilesOfLine * Part::kElements + row;
       if (row >= Part::kElements || element >= Part::kInner) return;
-      mem.template store_row<View>(tile / Part::kTilesOfLine * Part::kInner + element, state);
+      store(tile / Part::kTilesOfLine * Part::kInner + element, state);
     } else {
-      mem.template store_row<View>(tile, state);
+      store(tile, state);
     }
   };
   let_next_kernel_start();
