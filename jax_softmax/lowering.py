@@ -74,8 +74,8 @@ def _given_its_rows_on_cpu(function_given):
     return mlir.lower_fun(function, multiple_results=True)
 
 
-def _cross_entropy_on_cpu():
-    """By the kernel for its rows."""
+def _cross_entropy_of_logsumexp():
+    """By the kernel for the states of rows."""
 
     def function(x, label, *mask, op, axes):
         lse, _ = ROW_PRIMITIVES["logsumexp"].bind(x, *mask, axes=axes, axis_name=())
@@ -151,12 +151,14 @@ def _register():
         "logsumexp": _of_row_states(reference.logsumexp_of_states),
         "log_sum": _of_row_states(reference.log_sum_of_states),
     }
+    cross_entropy = _cross_entropy_of_logsumexp()
     on_cuda = {op: _cuda_rule(by_reference) for op in PRIMITIVES}
     on_cuda |= {op: _cuda_rule(rows_by_reference) for op in ROW_PRIMITIVES} | of_states
+    on_cuda["cross_entropy"] = _cuda_rule(cross_entropy)
     on_cpu = {op: _cpu_rule(by_reference) for op in PRIMITIVES} | of_states
     on_cpu |= {
         "row_states": _rows_on_cpu(rows_by_reference),
-        "cross_entropy": _cross_entropy_on_cpu(),
+        "cross_entropy": cross_entropy,
         "cross_entropy_gradient": _cross_entropy_gradient_on_cpu(),
         "entropy": _given_its_rows_on_cpu(reference.entropy_given),
         "kl_divergence": _given_its_rows_on_cpu(reference.kl_divergence_given),

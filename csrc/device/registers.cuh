@@ -40,7 +40,8 @@ __device__ __forceinline__ void registers(const Operands& operands) {
       }
     }
   }
-  const auto of_row = mem.template of_row<View>(row.begin);
+  typename Mem::OfRow of_row{};
+  if (rank < 32) of_row = mem.template of_row<View>(row.begin);
   unsigned kept[Mem::kMasked ? kPacks : 1] = {};
   const auto kept_of = [&](int p) {
     return Mem::kMasked ? kept[Mem::kMasked ? p : 0] : exists(p) ? row.at(pack_of(p)).inside() : 0;

@@ -31,7 +31,6 @@ __device__ __forceinline__ void tile(const Operands& operands) {
   const int rank = static_cast<int>(blockIdx.x - index * kCluster);
   States part(mem, shared, index, rank);
   part.copy();
-  const auto of_rows = part.of_rows();
   part.finish_copy();
   part.sum_held();
   constexpr bool kAlone = kCluster == 1 && States::kAlone;
@@ -58,7 +57,7 @@ __device__ __forceinline__ void tile(const Operands& operands) {
     __syncthreads();
   }
 #endif
-  if (rank == 0) part.store_rows(of_rows);
+  if (rank == 0) part.store_rows();
   if constexpr (Op::kElementResults) part.template finish<!kAlone>();
 }
 

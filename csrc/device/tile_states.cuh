@@ -263,33 +263,16 @@ struct TileStates : TilePart<Mem, View, Plan> {
     const int64_t last = mem_rows() / Part::kInner - 1, element = this->first_element + row - of_array * kElements;
     return this->in_first_line(min(first_array() + of_array, last), min(element, Part::kInner - 1));
   }
-  // What the results of a thread's rows are made of besides their states. Its rows are so many threads apart.
-  struct OfRows {
-    typename Mem::OfRow of_row[ceil_div(kArrays * kElements, kThreads)];
-  };
-  __device__ __forceinline__ OfRows of_rows() const {
-    OfRows found;
-    int row = threadIdx.x;
-#pragma unroll
-    for (auto& of_row : found.of_row) {
-      of_row = this->mem.template of_row<View>(begin_of(min(row, kArrays * kElements - 1)));
-      row += kThreads;
-    }
-    return found;
-  }
   // Stores the results that rows have themselves, given the states of whole rows.
-  __device__ __forceinline__ void store_rows(const OfRows& of_rows) const {
+  __device__ __forceinline__ void store_rows() const {
     if constexpr (Op::kRowResults > 0) {
-      int row = threadIdx.x;
-#pragma unroll
-      for (const auto& of_row : of_rows.of_row) {
+      for (int row = threadIdx.x; row < kArrays * kElements; row += kThreads) {
         const int of_array = kArrays == 1 ? 0 : row / kElements;
         const int64_t element = this->first_element + row - of_array * kElements;
         const int64_t at = (first_array() + of_array) * Part::kInner + element;
-        if (row < kArrays * kElements && element < Part::kInner && at < mem_rows()) {
-          this->mem.store_row(at, whole(row), of_row);
+        if (element < Part::kInner && at < mem_rows()) {
+          this->mem.store_row(at, whole(row), this->mem.template of_row<View>(begin_of(row)));
         }
-        row += kThreads;
       }
     }
   }

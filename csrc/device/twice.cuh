@@ -192,8 +192,7 @@ __device__ __forceinline__ void whole_tiles(const Operands& operands) {
     });
     __syncthreads();
   }
-  const TileStates<Mem, View, Plan> part(mem, shared, blockIdx.x, 0);
-  part.store_rows(part.of_rows());
+  TileStates<Mem, View, Plan>(mem, shared, blockIdx.x, 0).store_rows();
   if constexpr (!Op::kElementResults) return;
   using Finished = TileStates<Mem, View, Smaller<Plan>>;
   for (int piece = 0; piece < Finished::kParts; ++piece) {

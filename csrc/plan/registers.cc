@@ -53,6 +53,11 @@ Registers in_lanes(const Problem& problem, const Runs& runs) {
       plan.lanes *= 2;
     plan.packs = static_cast<int>(ceil_div(runs.packs, plan.lanes));
   }
+  // A label and its element take longer than the row: more rows to a warp make up for it.
+  if (problem.cost.labelled && plan.packs <= 2 && plan.lanes > 2) {
+    plan.lanes /= 2;
+    plan.packs *= 2;
+  }
   plan.threads = kLanesThreads;
   while (plan.threads > 32 && plan.threads * plan.packs * problem.cost.inputs > kLanesBlockPacks) plan.threads /= 2;
   return plan;
