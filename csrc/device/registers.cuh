@@ -40,8 +40,9 @@ __device__ __forceinline__ void registers(const Operands& operands) {
       }
     }
   }
+  constexpr bool kAhead = kLanes <= 32;  // in a block of one row others would wait for the lane that needs it
   typename Mem::OfRow of_row{};
-  if (rank < 32) of_row = mem.template of_row<View>(row.begin);
+  if constexpr (kAhead) of_row = mem.template of_row<View>(row.begin);
   unsigned kept[Mem::kMasked ? kPacks : 1] = {};
   const auto kept_of = [&](int p) {
     return Mem::kMasked ? kept[Mem::kMasked ? p : 0] : exists(p) ? row.at(pack_of(p)).inside() : 0;
@@ -89,7 +90,7 @@ __device__ __forceinline__ void registers(const Operands& operands) {
   }
   const StateOf<Op> state = Members::combine({pivot, Members::warp_sum(sum)});
   if (!active) return;
-  if (rank == 0) mem.store_row(index, state, of_row);
+  if (rank == 0) mem.store_row(index, state, kAhead ? of_row : mem.template of_row<View>(row.begin));
   if constexpr (!Op::kElementResults) return;
 
   const typename Op::Row finished = mem.row(state, row.begin);

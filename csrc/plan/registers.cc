@@ -53,8 +53,8 @@ Registers in_lanes(const Problem& problem, const Runs& runs) {
       plan.lanes *= 2;
     plan.packs = static_cast<int>(ceil_div(runs.packs, plan.lanes));
   }
-  // A label and its element take longer than the row: more rows to a warp make up for it.
-  if (problem.cost.labelled && plan.packs <= 2 && plan.lanes > 2) {
+  // Rows that are read alone are soon done with: more of them to a warp, so that enough is under way.
+  if (!problem.cost.element_results && problem.cost.inputs == 1 && plan.packs <= 2 && plan.lanes > 2) {
     plan.lanes /= 2;
     plan.packs *= 2;
   }
