@@ -100,7 +100,8 @@ def main() -> None:
     print("| array, axis | logsumexp | XLA | losses of integer labels | XLA |\n" + "|" + " --- |" * 5)
     for shape, axis in [(smaller(s), 1) for s in ROWS] + [(smaller(s), axis) for s, axis in OTHER_AXES]:
         x = jax.random.normal(jax.random.key(0), shape, jnp.bfloat16)
-        labels = jnp.zeros([n for d, n in enumerate(shape) if d != axis], jnp.int32)
+        rows = [n for d, n in enumerate(shape) if d != axis]
+        labels = jax.random.randint(jax.random.key(1), rows, 0, shape[axis])
         calls = {
             "logsumexp": lambda x, labels, axis=axis: jax_softmax.logsumexp(x, axis, dtype=jnp.float32),
             "XLA": lambda x, labels, axis=axis: theirs_logsumexp(x, axis),

@@ -16,7 +16,7 @@
 //   kWithinRange       whether none is beyond the largest finite number of the results' type
 //   kRowResults        how many results a row has itself, and row_results(state, to), which sets them
 //   kRowOperands       how many numbers of its own a row has, which `row`, `term_scale` and `terms` are then given
-//   kLabelled          whether that is a label instead; row_results is then given whether the row has one, and its element
+//   kLabelled          whether a row may have a label, one of its elements, which row_results is then given
 //
 // `in` points at one element of each of the kInputs operands. All of it is written over a policy M with a value type
 // M::Value: a scalar in CUDA, a SIMD vector on the CPU.
@@ -210,7 +210,7 @@ struct RowStates : OfRowsAlone<M> {
 template <class M>
 struct CrossEntropy : OfRowsAlone<M> {
   using C = typename M::Value;
-  static constexpr int kRowResults = 2, kRowOperands = 1;
+  static constexpr int kRowResults = 2;
   static constexpr bool kLabelled = true;
 
   template <class Truth>

@@ -558,3 +558,19 @@ def test_names_in_programs():
     text = str(jax.make_jaxpr(jax.grad(lambda x: cross_entropy_loss(x, np.array([0, 1]))))(normal((2, 3))))
     assert "cross_entropy_gradient" in text
     assert "logsumexp" in str(jax.make_jaxpr(jax_softmax.logsumexp)(normal((2, 3))))
+
+
+def test_explained():
+    """Along an axis that is not the last XLA reads the labels' logits, and a kernel the rest."""
+    text = str(jax_softmax.explain((65536, 1000), dtype="bfloat16", op="cross_entropy", device="H200"))
+    assert "cross_entropy of bfloat16 (65536, 1000)" in text and "schedule  registers" in text and "1 read" in text
+    text = str(jax_softmax.explain((64, 1000, 1024), 1, dtype="bfloat16", op="cross_entropy", device="H200"))
+    assert "logsumexp of bfloat16 (64, 1000, 1024)" in text and "schedule  tile" in text
+
+
+@pytest.mark.parametrize("label", [np.zeros((2, 1), "float32"), np.zeros((2, 3), "int32"), np.zeros((2, 1), "int8")])
+def test_the_kernel_refuses_other_labels(label):
+    results = 2 * [jax.ShapeDtypeStruct((2, 1), np.float32)]
+    call = jax.ffi.ffi_call("jax_softmax", results)
+    with jax.default_device(jax.devices("cpu")[0]), pytest.raises(Exception, match="not as it must be"):
+        jax.block_until_ready(call(normal((2, 3)), label, op="cross_entropy", axes=np.array([1])))

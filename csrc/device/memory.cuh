@@ -13,7 +13,7 @@ inline constexpr int kMostRowResults = 3;
 // The kernels' only parameter, as csrc/ffi fills it in.
 struct Operands {
   const void* in[2];  // of one shape: the operator's operands
-  // That broadcast to that shape: what is fused reads, then what rows have of their own, then the mask.
+  // That broadcast to that shape: what is fused reads, then what rows have of their own, or labels, then the mask.
   const void* side[kMostSides];
   void* out;
   uint64_t* words;  // memory for blocks to exchange states through, or null
@@ -83,7 +83,8 @@ struct Memory {
       kPacks_;  // whether operands begin with whole packs, so that memory is accessed by them
   static constexpr int kInputs = Op::kInputs;
   static constexpr int kWidth = kPerPack<In>;
-  static constexpr int kSides = Fused::kSides + Op::kRowOperands + kMasked;
+  static constexpr int kLabelSide = Fused::kSides + Op::kRowOperands;
+  static constexpr int kSides = kLabelSide + Op::kLabelled + kMasked;
   static constexpr unsigned kAll = kAllBits<In>;
   using Place = Offset<kSides>;
   using Values = C[kWidth][kInputs];
@@ -252,12 +253,12 @@ struct Memory {
       return Op::term_scale(state, pivot, given);
     }
   }
-  // What the results of the row that lies at `begin` are made of besides its state: of a row with a label, that element.
+  // What the results of a row, which lies at `begin`, are made of besides its state: the element that is its label's.
   // It takes two accesses, one after the other, and is best asked for while the row is still on its way.
   template <class View>
   __device__ __forceinline__ OfRow of_row(const Place& begin) const {
     if constexpr (Op::kLabelled) {
-      const int label = static_cast<const int*>(operands.side[Fused::kSides])[begin.side[Fused::kSides]];
+      const int label = static_cast<const int*>(operands.side[kLabelSide])[begin.side[kLabelSide]];
       const bool has_label = 0 <= label && label < View::kColumns;
       using Index = typename Conditional<View::kWide, uint64_t, uint32_t>::type;
       const Place at =

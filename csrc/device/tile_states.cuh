@@ -258,7 +258,7 @@ struct TileStates : TilePart<Mem, View, Plan> {
 
   // Where a row's first element lies; for what rows have of their own.
   __device__ __forceinline__ typename Mem::Place begin_of(int row) const {
-    if constexpr (Op::kRowOperands == 0) return {};
+    if constexpr (Op::kRowOperands == 0 && !Op::kLabelled) return {};
     const int of_array = kArrays == 1 ? 0 : row / kElements;
     const int64_t last = mem_rows() / Part::kInner - 1, element = this->first_element + row - of_array * kElements;
     return this->in_first_line(min(first_array() + of_array, last), min(element, Part::kInner - 1));
