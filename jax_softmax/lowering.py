@@ -46,10 +46,10 @@ def _rows_on_cpu(by_reference):
     call = jax.ffi.ffi_lowering(TARGET)
 
     def rule(ctx, *operands, op, axes):
-        shape = ctx.avals_in[0].shape
-        if len(shape) > _kernels.MAX_DIMS or 0 in shape:
+        x = ctx.avals_in[0]
+        if len(x.shape) > _kernels.MAX_DIMS or 0 in x.shape or ABSMAX_SCALE.get(op, x.dtype) != x.dtype:
             return by_reference(ctx, *operands, op=op, axes=axes)
-        return call(ctx, *operands, op=op, axes=np.array(axes, np.int64))
+        return call(ctx, *operands, op=KERNELS.get(op, op), axes=np.array(axes, np.int64))
 
     return rule
 
@@ -145,11 +145,10 @@ def _register():
     on_cuda |= {op: _cuda_rule(rows_by_reference) for op in ROW_PRIMITIVES} | of_states
     on_cpu = {op: _cpu_rule(by_reference) for op in PRIMITIVES} | of_states
     on_cpu |= {
-        "row_states": _rows_on_cpu(rows_by_reference),
+        **dict.fromkeys(("row_states", *ABSMAX_SCALE), _rows_on_cpu(rows_by_reference)),
         "cross_entropy_gradient": _cross_entropy_gradient_on_cpu(),
         "entropy": _given_its_rows_on_cpu(reference.entropy_given),
         "kl_divergence": _given_its_rows_on_cpu(reference.kl_divergence_given),
-        **dict.fromkeys(ABSMAX_SCALE, rows_by_reference),  # XLA is as fast
     }
     for op, primitive in (PRIMITIVES | ROW_PRIMITIVES).items():
         by_xla = rows_by_reference if primitive.multiple_results else by_reference

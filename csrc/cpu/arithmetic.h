@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <limits>
 
 #include "cpu/block.h"
 
@@ -21,6 +22,38 @@ struct OfAnyExponent : Arithmetic {};
 template <class Arithmetic>
 struct PolicyOf<RowStates, Arithmetic> {
   using type = OfLogSumExp<OfAnyExponent<Arithmetic>>;
+};
+// Of rows that are scaled by their maximum of magnitudes, which is NaN if one of them is: magnitudes are ordered as
+// their bits are, as integers, and NaN is above infinity. A scale that would not be a normal number counts as 0, and so
+// do the row's elements.
+template <class Arithmetic>
+struct Scaling : Arithmetic {
+  using C = typename Arithmetic::Value;
+  using Bits = typename Arithmetic::IntValue;
+  static JAX_SOFTMAX_INLINE C abs(C x) {
+    constexpr auto kMagnitude = std::numeric_limits<typename Arithmetic::Int>::max();
+    return bits_as<C>(bits_as<Bits>(x) & kMagnitude);
+  }
+  static JAX_SOFTMAX_INLINE C max(C a, C b) {
+    const Bits of_a = bits_as<Bits>(a), of_b = bits_as<Bits>(b);
+    return bits_as<C>(of_b > of_a ? of_b : of_a);
+  }
+  static JAX_SOFTMAX_INLINE C scale(C absmax) {
+    using F = typename Arithmetic::Scalar;
+    return absmax < std::numeric_limits<F>::min() ? Arithmetic::constant(0) : absmax;
+  }
+  struct Factor {
+    C divisor;
+    Factor() = default;
+    explicit JAX_SOFTMAX_INLINE Factor(C absmax) : divisor(scale(absmax)) {
+      divisor = divisor == 0 ? Arithmetic::constant(Arithmetic::kInfinity) : divisor;
+    }
+    friend JAX_SOFTMAX_INLINE C operator*(C x, const Factor& factor) { return x / factor.divisor; }
+  };
+};
+template <class Arithmetic>
+struct PolicyOf<AbsmaxScale, Arithmetic> {
+  using type = Scaling<Arithmetic>;
 };
 
 template <template <class> class OpOf, class T, bool kMasked>
@@ -42,9 +75,8 @@ class Operator {
       arithmetic.across.finish = across_finish<false>;
       arithmetic.keeping_along.finish = along_finish<kKeep>;
       arithmetic.keeping_across.finish = across_finish<kKeep>;
-    } else {
-      arithmetic.row_results = row_results;
     }
+    if constexpr (Op::kRowResults > 0) arithmetic.row_results = row_results;
     return arithmetic;
   }
 
@@ -54,6 +86,7 @@ class Operator {
   using Op = OpOf<M>;
   using C = typename M::Value;
   static constexpr int kLanes = M::kLanes;
+  static constexpr bool kHasSum = !Op::kOfMagnitudes;
   static constexpr auto kMax = [](C a, C b) { return M::max(a, b); };
   static constexpr auto kSum = [](C a, C b) { return a + b; };
 
@@ -66,10 +99,10 @@ class Operator {
     for (int64_t i = 0; i < n; ++i) states[i] = jax_softmax::combine<Op, M>(states[i], later[i]);
   }
 
-  // The two results of a row take the places of a state's members.
+  // The results of a row, two at most, take the places of a state's members.
   static void row_results(const States<T>* states, int64_t n, States<T>* results) {
     for (int64_t i = 0; i < n; ++i) {
-      C of_rows[2];
+      C of_rows[2]{};
       Op::row_results(states[i], of_rows);
       results[i] = {of_rows[0], of_rows[1]};
     }
@@ -161,6 +194,7 @@ class Operator {
         for (int r = 0; r < rows; ++r) of_row[r] = largest<kKeep>(block, first + r, (first + r) * terms_step);
         states->pivot = M::of_rows(of_row, kMax);
       }
+      if constexpr (!kHasSum) continue;
       F pivots[kLanes];
       M::store(pivots, states->pivot);
       for (int r = 0; r < rows; ++r) {
@@ -178,7 +212,7 @@ class Operator {
     for_vectors<kChains>(0, block.elements, [&](int64_t i, int n, int chain) __attribute__((always_inline)) {
       const C v = load(block, 0, place(block, row, i), n);
       if constexpr (kHold<kKeep>) M::store(block.terms + terms + i, v);
-      chains[chain] = M::max(chains[chain], v);
+      chains[chain] = M::max(chains[chain], Op::of_pivot(v));
     });
     return of_chains(chains, kMax);
   }
@@ -261,11 +295,12 @@ class Operator {
                      for_each<true>(r, end, [&](int64_t r) __attribute__((always_inline)) {
                        const C v = load(block, 0, place(block, r, t * kLanes), n);
                        if constexpr (kHold<kKeep>) M::store(block.terms + (r * vectors + t) * kLanes, v);
-                       pivot = M::max(pivot, v);
+                       pivot = M::max(pivot, Op::of_pivot(v));
                      });
                      states[t].pivot = pivot;
                    });
     }
+    if constexpr (!kHasSum) return;
     C sums[kMostVectors];
     for (int64_t begin = 0, end; begin < block.elements; begin = end) {
       end = std::min(block.elements, begin + kSteps * kTogether);

@@ -34,7 +34,7 @@ struct Arithmetic {
   struct Way {
     // Sets the states to those of the block.
     void (*accumulate)(const Block<T>& block, States<T>* states);
-    // The results, given the states of whole rows.
+    // The results, given the states of whole rows; null if there are none for elements.
     void (*finish)(const Block<T>& block, const States<T>* states);
   };
   Way along, across;
@@ -42,7 +42,7 @@ struct Arithmetic {
   void (*identity)(States<T>* states, int64_t n);
   // Adds the states of later blocks to those of earlier ones.
   void (*combine)(States<T>* states, const States<T>* later, int64_t n);
-  // The results of rows themselves, of so many vectors of states; null if there are none for rows, but for elements.
+  // The results of rows themselves, of so many vectors of states; null if there are none.
   void (*row_results)(const States<T>* states, int64_t n, States<T>* results);
   int inputs;
   bool keeps_terms;  // whether a result is its term times a factor of the row

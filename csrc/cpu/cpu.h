@@ -12,7 +12,7 @@ struct Operands {
   const void* in[2];
   const bool* mask;  // null without a mask
   void* out;         // null if there are no results for elements
-  void* of_rows[2];  // the results of rows, if there are any
+  void* of_rows[2];  // the results of rows, null if there are not so many
 };
 
 // Work comes in units, numbered from 0, that can run in any order on any thread. If it needs scratch memory, aligned to

@@ -17,6 +17,7 @@ Arithmetic<T> arithmetic_of(Op op, bool masked) {
   if (op == Op::kLogSoftmax) return arithmetic_of<LogSoftmax, T>(masked);
   if constexpr (sizeof(T) > 1) {
     if (op == Op::kRowStates) return arithmetic_of<RowStates, T>(masked);
+    if (op == Op::kAbsmaxScale) return arithmetic_of<AbsmaxScale, T>(masked);
     if (op == Op::kSoftmaxLinear) return arithmetic_of<SoftmaxLinear, T>(masked);
     if (op == Op::kLogSoftmaxJvp) return arithmetic_of<LogSoftmaxJvp, T>(masked);
     if (op == Op::kLogSoftmaxVjp) return arithmetic_of<LogSoftmaxVjp, T>(masked);
@@ -54,7 +55,8 @@ void run_tiles(Tiles<T>& tiles, const Arithmetic<T>& op, const View& view, void*
           op.combine(states, of_part, tiles.states());
         }
       }
-      op.row_results ? tiles.store_rows(states) : tiles.finish(0, view.columns, states);
+      if (op.row_results) tiles.store_rows(states);
+      if (op.along.finish) tiles.finish(0, view.columns, states);
     }
     return;
   }
@@ -68,11 +70,8 @@ void run_tiles(Tiles<T>& tiles, const Arithmetic<T>& op, const View& view, void*
     }
     op.identity(states, tiles.states());
     for (int64_t i = tile * parts; i < (tile + 1) * parts; ++i) op.combine(states, of_unit(i), tiles.states());
-    if (!op.row_results) {
-      tiles.finish(part * length, end_of(part), states);
-    } else if (part == 0) {
-      tiles.store_rows(states);
-    }
+    if (op.row_results && part == 0) tiles.store_rows(states);
+    if (op.along.finish) tiles.finish(part * length, end_of(part), states);
   }
 }
 

@@ -156,7 +156,7 @@ class Tiles {
       const States<T>& of_row = results[batch_ > 1 ? i : i / kLanes];
       const int64_t lane = batch_ > 1 ? 0 : i % kLanes;
       to[0][row] = of_row.pivot[lane];
-      to[1][row] = of_row.sum[lane];
+      if (to[1]) to[1][row] = of_row.sum[lane];
     }
   }
 

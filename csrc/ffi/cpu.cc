@@ -73,7 +73,7 @@ ffi::Error run(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets
   CallShape call;
   CallBuffers buffers;
   if (ffi::Error error = read_call(args, rets, op, axes, "", &call, &buffers); error.failure()) return error;
-  if (cost_of(call.op).row_operands > 0 || cost_of(call.op).sums > 1 || call.op == Op::kAbsmaxScale) {
+  if (!facts_of(call.op).on_cpu) {
     return ffi::Error::InvalidArgument("jax_softmax: " + describe(call) + ": there is no CPU kernel");
   }
   View view;
