@@ -66,6 +66,31 @@ def test_results_of_rows(instruction_set, dtype, view):
             check(result, expected, f"of {dtype}{shape} along {axis}")
 
 
+@sampled("instruction_set,dtype,view", itertools.product(INSTRUCTION_SETS, DTYPES, VIEWS), 17, **every_set)
+def test_scaled_rows(instruction_set, dtype, view):
+    """To the bit, whatever the instruction set: also where every product lies half-way between two integers."""
+    shape, axis = view
+    halves = (np.arange(np.prod(shape)).reshape(shape) % 255 - 127) / 2
+    for x, result in itertools.product((support.outliers(shape, dtype), halves.astype(dtype)), (dtype, "int8")):
+        for where in (None, support.random_mask(shape)):
+            with support.precision(dtype):
+                found = jax_softmax.absmax_scale(x, axis, where, dtype=result)
+            for array, expected in zip(found, support.reference_absmax_scale(x, axis, where, result), strict=True):
+                check(array, expected, f"of {dtype}{shape} along {axis} to {result}")
+
+
+@pytest.mark.parametrize("result", [None, "int8"])
+@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS, **every_set)
+def test_scaled_rows_that_are_not_finite(instruction_set, result):
+    for columns, axis in itertools.product((5, 40, 5000), (0, 1)):
+        x = support.nonfinite_rows(columns)
+        x = x if axis else np.ascontiguousarray(x.T)
+        for where in (None, support.random_mask(x.shape)):
+            found = jax_softmax.absmax_scale(x, axis, where, dtype=result)
+            for array, expected in zip(found, support.reference_absmax_scale(x, axis, where, result), strict=True):
+                check(array, expected, f"{columns} along {axis}")
+
+
 MASKED = tuple(itertools.product(["bfloat16", "float32", "float64"], VIEWS[::3]))
 
 

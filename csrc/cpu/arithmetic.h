@@ -12,15 +12,15 @@ namespace {
 
 constexpr int64_t kSteps = 64;  // of a sum, one after the other, lest a long one swallow small terms
 
-template <template <class> class OpOf, class Arithmetic>
+template <template <class> class OpOf, class Arithmetic, class Out>
 struct PolicyOf {
   using type = Arithmetic;
 };
 // Whose Relative is the general one: terms relative to 0, where the maximum is +inf, may have positive exponents.
 template <class Arithmetic>
 struct OfAnyExponent : Arithmetic {};
-template <class Arithmetic>
-struct PolicyOf<RowStates, Arithmetic> {
+template <class Arithmetic, class Out>
+struct PolicyOf<RowStates, Arithmetic, Out> {
   using type = OfLogSumExp<OfAnyExponent<Arithmetic>>;
 };
 // Of rows that are scaled by their maximum of magnitudes, which is NaN if one of them is: magnitudes are ordered as
@@ -38,10 +38,14 @@ struct Scaling : Arithmetic {
     const Bits of_a = bits_as<Bits>(a), of_b = bits_as<Bits>(b);
     return bits_as<C>(of_b > of_a ? of_b : of_a);
   }
-  static JAX_SOFTMAX_INLINE C scale(C absmax) {
-    using F = typename Arithmetic::Scalar;
-    return absmax < std::numeric_limits<F>::min() ? Arithmetic::constant(0) : absmax;
+  static JAX_SOFTMAX_INLINE C normal_or_zero(C scale) {
+    return scale < std::numeric_limits<typename Arithmetic::Scalar>::min() ? Arithmetic::constant(0) : scale;
   }
+};
+template <class Arithmetic, class Out>
+struct ScaledTo : Scaling<Arithmetic> {
+  using C = typename Arithmetic::Value;
+  static JAX_SOFTMAX_INLINE C scale(C absmax) { return Scaling<Arithmetic>::normal_or_zero(absmax); }
   struct Factor {
     C divisor;
     Factor() = default;
@@ -52,11 +56,25 @@ struct Scaling : Arithmetic {
   };
 };
 template <class Arithmetic>
-struct PolicyOf<AbsmaxScale, Arithmetic> {
-  using type = Scaling<Arithmetic>;
+struct ScaledTo<Arithmetic, Int8> : Scaling<Arithmetic> {
+  using C = typename Arithmetic::Value;
+  static constexpr float kLargest = 127;
+  static JAX_SOFTMAX_INLINE C scale(C absmax) { return Scaling<Arithmetic>::normal_or_zero(absmax * (1 / kLargest)); }
+  struct Factor {
+    C value;
+    Factor() = default;
+    explicit JAX_SOFTMAX_INLINE Factor(C absmax)
+        : value(scale(absmax) == 0 ? Arithmetic::constant(0) : kLargest / absmax) {}
+    friend JAX_SOFTMAX_INLINE C operator*(C x, const Factor& factor) { return x * factor.value; }
+  };
+};
+template <class Arithmetic, class Out>
+struct PolicyOf<AbsmaxScale, Arithmetic, Out> {
+  using type = ScaledTo<Arithmetic, Out>;
 };
 
-template <template <class> class OpOf, class T, bool kMasked>
+// Of elements of type T, with results of type Out.
+template <template <class> class OpOf, class T, class Out, bool kMasked>
 class Operator {
  public:
   static constexpr Arithmetic<T> arithmetic() {
@@ -69,6 +87,7 @@ class Operator {
                              combine,
                              nullptr,
                              Op::kInputs,
+                             sizeof(Out),
                              kKeep};
     if constexpr (Op::kElementResults) {
       arithmetic.along.finish = along_finish<false>;
@@ -82,7 +101,7 @@ class Operator {
 
  private:
   using F = typename Convert<T>::Compute;
-  using M = typename PolicyOf<OpOf, Simd<F>>::type;
+  using M = typename PolicyOf<OpOf, Simd<F>, Out>::type;
   using Op = OpOf<M>;
   using C = typename M::Value;
   static constexpr int kLanes = M::kLanes;
@@ -142,8 +161,8 @@ class Operator {
   }
   static JAX_SOFTMAX_INLINE void store(const Block<T>& block, C result, Place at, int n) {
     if constexpr (kMasked) result = M::select(unmasked(block, at, n), result, Op::masked());
-    T* const p = block.out + at.element;
-    n == kLanes ? Convert<T>::store(p, result) : Convert<T>::store_first(p, result, n);
+    Out* const p = static_cast<Out*>(block.out) + at.element;
+    n == kLanes ? Convert<Out>::store(p, result) : Convert<Out>::store_first(p, result, n);
   }
   // `terms` says where the vector's terms are, if they were kept.
   template <bool kKept>

@@ -16,7 +16,7 @@ constexpr int kMostVectors = 64;  // of rows, in a block whose lanes lie across 
 template <class T>
 struct Block {
   const T* in[2];
-  T* out;
+  void* out;         // of results of `out_bytes` each
   const bool* mask;  // null without a mask
   int64_t rows;
   int64_t elements;  // of each row
@@ -45,7 +45,8 @@ struct Arithmetic {
   // The results of rows themselves, of so many vectors of states; null if there are none.
   void (*row_results)(const States<T>* states, int64_t n, States<T>* results);
   int inputs;
-  bool keeps_terms;  // whether a result is its term times a factor of the row
+  int64_t out_bytes;  // of a result, at most as many as of an element
+  bool keeps_terms;   // whether a result is its term times a factor of the row
 };
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }

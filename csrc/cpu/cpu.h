@@ -23,11 +23,14 @@ struct Work {
 };
 inline constexpr int kScratchAlignment = 64;
 
+// Whether there are results of type `out`, of operators that have them for elements at all.
+constexpr bool makes(DType in, DType out) { return in == out || (out == DType::kI8 && in != DType::kF64); }
+
 struct Variant {
   const char* name;
   bool (*supported)();  // by the processor this runs on
-  Work (*work)(Op op, DType dtype, const View& view, int64_t threads);
-  void (*run)(Op op, DType dtype, const View& view, const Operands& operands, void* scratch, bool second_phase,
+  Work (*work)(Op op, DType in, DType out, const View& view, int64_t threads);
+  void (*run)(Op op, DType in, DType out, const View& view, const Operands& operands, void* scratch, bool second_phase,
               int64_t first_unit, int64_t last_unit);
 };
 

@@ -140,7 +140,7 @@ class Tiles {
         }
       }
       way().finish(held_, batch_ > 1 ? of_lanes : states);
-      if (staged_) store(begin, next);
+      if (staged_) op_.out_bytes == sizeof(T) ? store<T>(begin, next) : store<Int8>(begin, next);
     }
   }
 
@@ -197,7 +197,7 @@ class Tiles {
       const Dim& line = way_ == kAlong ? group_ : along_;
       const Offset at = base_ + begin * along_;
       for (int k = 0; k < op_.inputs; ++k) held_.in[k] = static_cast<const T*>(operands_.in[k]) + at.element;
-      held_.out = static_cast<T*>(operands_.out) + at.element;
+      held_.out = static_cast<char*>(operands_.out) + at.element * op_.out_bytes;
       held_.mask = operands_.mask ? operands_.mask + at.mask : nullptr;
       held_.step = line.stride;
       held_.mask_step = line.side[0];
@@ -239,15 +239,16 @@ class Tiles {
     }
   }
 
+  template <class Out>
   void store(int64_t begin, int64_t end) {
     loaded_begin_ = loaded_end_ = 0;  // the results have taken the elements' place
-    T* const memory = static_cast<T*>(operands_.out);
+    const Out* const stage = reinterpret_cast<const Out*>(stage_.get());
+    Out* const memory = static_cast<Out*>(operands_.out);
     for_pieces(begin, end, [&](Offset at, int64_t staged, Piece p) {
       if (way_ == kTurned) {
-        transpose<16 / sizeof(T)>(stage_.get() + staged, held_.rows / rows_, memory + at.element, p.step, p.length,
-                                  p.count);
+        transpose<16 / sizeof(Out)>(stage + staged, held_.rows / rows_, memory + at.element, p.step, p.length, p.count);
       } else {
-        copy(stage_.get() + staged, held_.step, memory + at.element, p.step, p.count, p.length);
+        copy(stage + staged, held_.step, memory + at.element, p.step, p.count, p.length);
       }
     });
   }
@@ -285,8 +286,9 @@ class Tiles {
     }
   }
 
-  static void copy(const T* from, int64_t from_step, T* to, int64_t to_step, int64_t count, int64_t length) {
-    for (int64_t i = 0; i < count; ++i) std::memcpy(to + i * to_step, from + i * from_step, length * sizeof(T));
+  template <class U>
+  static void copy(const U* from, int64_t from_step, U* to, int64_t to_step, int64_t count, int64_t length) {
+    for (int64_t i = 0; i < count; ++i) std::memcpy(to + i * to_step, from + i * from_step, length * sizeof(U));
   }
 
   void load_mask(int64_t begin, int64_t end) {

@@ -78,7 +78,7 @@ ffi::Error run(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets
   }
   View view;
   std::string message = make_view(call.shape, call.sides, call.axes, &view);
-  if (message.empty() && call.in != call.out) message = "the result differs in dtype";
+  if (message.empty() && !cpu::makes(call.in, call.out)) message = "the result differs in dtype";
   if (!message.empty()) return ffi::Error::InvalidArgument("jax_softmax: " + describe(call) + ": " + message);
   const int64_t elements = view.elements();
   if (elements == 0) return ffi::Error::Success();
@@ -90,14 +90,14 @@ ffi::Error run(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets
                                buffers.out,
                                {buffers.of_rows[0], buffers.of_rows[1]}};
   const int64_t threads = std::max<int64_t>(1, pool.num_threads());
-  const cpu::Work work = variant.work(call.op, call.in, view, threads);
+  const cpu::Work work = variant.work(call.op, call.in, call.out, view, threads);
   const int64_t ranges = std::min({work.units, elements / kElementsPerTask, threads * kRangesPerThread});
   constexpr std::align_val_t kAlignment{cpu::kScratchAlignment};
   void* const scratch = work.scratch_bytes > 0 ? ::operator new(work.scratch_bytes, kAlignment) : nullptr;
   for (int phase = 0; phase < (scratch ? 2 : 1); ++phase) {
-    const auto body = [&variant, op = call.op, dtype = call.in, view, operands, scratch, phase](int64_t begin,
-                                                                                                int64_t end) {
-      variant.run(op, dtype, view, operands, scratch, phase == 1, begin, end);
+    const auto body = [&variant, op = call.op, in = call.in, out = call.out, view, operands, scratch, phase](
+                          int64_t begin, int64_t end) {
+      variant.run(op, in, out, view, operands, scratch, phase == 1, begin, end);
     };
     if (threads == 1 || ranges < 2) {
       body(0, work.units);
