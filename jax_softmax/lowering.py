@@ -64,13 +64,13 @@ def _of_row_states(function):
     return mlir.lower_fun(of_operands, multiple_results=True)
 
 
-def _given_its_rows_on_cpu(function_given):
-    """What is made of x, and of log_sum's results, which come from the kernel; and these."""
+def _kl_divergence_on_cpu():
+    """By the kernel for x's log_sum."""
 
-    def function(x, *operands, op, axes):
-        *others, where = operands if operands and operands[-1].dtype == bool else (*operands, None)
-        rows = ROW_PRIMITIVES["log_sum"].bind(x, *([] if where is None else [where]), axes=axes, axis_name=())
-        return function_given(rows, x, *others, where, axes), *rows
+    def function(x, y, log_sum_y, largest_y, *mask, op, axes):
+        rows = ROW_PRIMITIVES["log_sum"].bind(x, *mask, axes=axes, axis_name=())
+        where = mask[0] if mask else None
+        return reference.kl_divergence_given(rows, x, y, log_sum_y, largest_y, where, axes), *rows
 
     return mlir.lower_fun(function, multiple_results=True)
 
@@ -146,10 +146,9 @@ def _register():
     on_cuda |= {op: _cuda_rule(rows_by_reference) for op in ROW_PRIMITIVES} | of_states
     on_cpu = {op: _cpu_rule(by_reference) for op in PRIMITIVES} | of_states
     on_cpu |= {
-        **dict.fromkeys(("row_states", *ABSMAX_SCALE), _rows_on_cpu(rows_by_reference)),
+        **dict.fromkeys(("row_states", "entropy", *ABSMAX_SCALE), _rows_on_cpu(rows_by_reference)),
         "cross_entropy_gradient": _cross_entropy_gradient_on_cpu(),
-        "entropy": _given_its_rows_on_cpu(reference.entropy_given),
-        "kl_divergence": _given_its_rows_on_cpu(reference.kl_divergence_given),
+        "kl_divergence": _kl_divergence_on_cpu(),
     }
     for op, primitive in (PRIMITIVES | ROW_PRIMITIVES).items():
         by_xla = rows_by_reference if primitive.multiple_results else by_reference

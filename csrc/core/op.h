@@ -52,7 +52,7 @@ inline constexpr Operator kOperators[] = {
     {"log_softmax_vjp", "LogSoftmaxVjp", {2, 1, 0}},
     {"row_states", "RowStates", {1, 1, 1, false, 2}},
     {"cross_entropy_gradient", "CrossEntropyGradient", {1, 1, 1, true, 2, 3}, false},
-    {"entropy", "Entropy", {1, 1, 1, false, 3, 0, 2}, false},
+    {"entropy", "Entropy", {1, 1, 1, false, 3, 0, 2}},
     {"kl_divergence", "KlDivergence", {2, 1, 1, false, 3, 2, 2}, false},
     {"absmax_scale", "AbsmaxScale", {1, 0, 0, true, 1}, true, true},
 };

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "core/op.h"
 #include "cpu/convert.h"
 
 namespace jax_softmax::cpu::JAX_SOFTMAX_ISA {
@@ -25,10 +26,13 @@ struct Block {
   typename Convert<T>::Compute* terms;  // room for whole vectors of those of each row or element, if they are kept
 };
 
+// What several rows have, a row to a lane: a state, which is a pivot and one sum or two; or their results.
 template <class T>
-using States = State<typename Simd<typename Convert<T>::Compute>::Value>;
+struct States {
+  typename Simd<typename Convert<T>::Compute>::Value member[kMostRowResults];
+};
 
-// An operator on blocks. States are those of rows, a row to a lane.
+// An operator on blocks.
 template <class T>
 struct Arithmetic {
   struct Way {

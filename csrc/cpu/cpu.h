@@ -10,9 +10,9 @@ namespace jax_softmax::cpu {
 
 struct Operands {
   const void* in[2];
-  const bool* mask;  // null without a mask
-  void* out;         // null if there are no results for elements
-  void* of_rows[2];  // the results of rows, null if there are not so many
+  const bool* mask;                // null without a mask
+  void* out;                       // null if there are no results for elements
+  void* of_rows[kMostRowResults];  // the results of rows, null from their number on
 };
 
 // Work comes in units, numbered from 0, that can run in any order on any thread. If it needs scratch memory, aligned to

@@ -119,8 +119,8 @@ class Tiles {
       }
       const int64_t blocks = ceil_div(next - begin, block_);
       for (int64_t i = 0; i < rows_ * blocks; ++i) {  // those of a row one after the other
-        const States<T>& of_block = later[i / kLanes];
-        const States<T> one{C{} + of_block.pivot[i % kLanes], C{} + of_block.sum[i % kLanes]};
+        States<T> one;
+        for (int k = 0; k < kMembers; ++k) one.member[k] = C{} + later[i / kLanes].member[k][i % kLanes];
         op_.combine(&states[i / blocks], &one, 1);
       }
     }
@@ -135,8 +135,9 @@ class Tiles {
       if (batch_ > 1) {
         const int64_t blocks = ceil_div(next - begin, block_);
         for (int64_t i = 0; i < rows_ * blocks; ++i) {
-          of_lanes[i / kLanes].pivot[i % kLanes] = states[i / blocks].pivot[0];
-          of_lanes[i / kLanes].sum[i % kLanes] = states[i / blocks].sum[0];
+          for (int k = 0; k < kMembers; ++k) {
+            of_lanes[i / kLanes].member[k][i % kLanes] = states[i / blocks].member[k][0];
+          }
         }
       }
       way().finish(held_, batch_ > 1 ? of_lanes : states);
@@ -148,15 +149,15 @@ class Tiles {
   void store_rows(const States<T>* states) const {
     States<T> results[kMostVectors];
     op_.row_results(states, this->states(), results);
-    F* const to[2] = {static_cast<F*>(operands_.of_rows[0]), static_cast<F*>(operands_.of_rows[1])};
     for (int64_t i = 0; i < groups_ * rows_; ++i) {
       // Of turned rows, those of one group lie some apart.
       const int64_t group = way_ == kTurned ? i % groups_ : i / rows_;
       const int64_t row = first_row_ + group * inner_.extent + (way_ == kTurned ? i / groups_ : i % rows_);
       const States<T>& of_row = results[batch_ > 1 ? i : i / kLanes];
       const int64_t lane = batch_ > 1 ? 0 : i % kLanes;
-      to[0][row] = of_row.pivot[lane];
-      if (to[1]) to[1][row] = of_row.sum[lane];
+      for (int k = 0; k < kMembers && operands_.of_rows[k]; ++k) {
+        static_cast<F*>(operands_.of_rows[k])[row] = of_row.member[k][lane];
+      }
     }
   }
 
@@ -164,6 +165,7 @@ class Tiles {
   using F = typename Convert<T>::Compute;
   using C = typename Simd<F>::Value;
   static constexpr int64_t kLanes = Simd<F>::kLanes;
+  static constexpr int kMembers = kMostRowResults;  // of states
   static constexpr int64_t kBlockAlong = 4096, kBlockAcross = 512;
   static constexpr int64_t kKeptAlong = 64 << 10, kKeptAcross = 2048;  // the longest rows whose terms are kept
   static constexpr int64_t kLeastPart = 64 << 10, kMostParts = 64;

@@ -88,7 +88,7 @@ ffi::Error run(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets
   const cpu::Operands operands{{buffers.in[0], buffers.in[1]},
                                static_cast<const bool*>(buffers.side[0]),
                                buffers.out,
-                               {buffers.of_rows[0], buffers.of_rows[1]}};
+                               {buffers.of_rows[0], buffers.of_rows[1], buffers.of_rows[2]}};
   const int64_t threads = std::max<int64_t>(1, pool.num_threads());
   const cpu::Work work = variant.work(call.op, call.in, call.out, view, threads);
   const int64_t ranges = std::min({work.units, elements / kElementsPerTask, threads * kRangesPerThread});
