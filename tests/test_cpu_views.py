@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import support
 from support import DTYPES, NAMES, OPERATORS, check, check_all, normal, sampled
+from test_entropies import expected_entropy
 
 import jax_softmax
 from jax_softmax import _kernels
@@ -64,6 +65,16 @@ def test_results_of_rows(instruction_set, dtype, view):
             results = jax_softmax.logsumexp(x, axis, where, dtype=wide, return_max=True)
         for result, expected in zip(results, support.reference_logsumexp(x, axis, where), strict=True):
             check(result, expected, f"of {dtype}{shape} along {axis}")
+
+
+@sampled("instruction_set,dtype,view", itertools.product(INSTRUCTION_SETS, DTYPES, VIEWS), 17, **every_set)
+def test_entropies(instruction_set, dtype, view):
+    shape, axis = view
+    x = normal(shape, dtype)
+    for where in (None, support.random_mask(shape)):
+        with support.precision(dtype):
+            found = jax_softmax.entropy(x, axis, where)
+        check(found, expected_entropy(x, axis, where), f"of {dtype}{shape} along {axis}")
 
 
 @sampled("instruction_set,dtype,view", itertools.product(INSTRUCTION_SETS, DTYPES, VIEWS), 17, **every_set)
