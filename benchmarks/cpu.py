@@ -144,7 +144,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--operators", nargs="+", choices=OPERATORS, default=list(OPERATORS), metavar="NAME")
     parser.add_argument("--quick", action="store_true", help="small arrays")
-    parser.add_argument("--repeats", type=int, default=15, help="calls of each, of which the fastest counts (15)")
+    parser.add_argument("--repeats", type=int, default=15, help="calls of each, of which the fastest counts (default 15)")
     arguments = parser.parse_args()
     smaller = (lambda shape: tuple(min(n, 300) for n in shape)) if arguments.quick else lambda shape: shape
 

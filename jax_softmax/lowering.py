@@ -46,9 +46,10 @@ def _rows_on_cpu(by_reference):
     call = jax.ffi.ffi_lowering(TARGET)
 
     def rule(ctx, *operands, op, axes):
-        x, result = ctx.avals_in[0], ABSMAX_SCALE.get(op)
-        other_dtype = result not in (None, x.dtype.name) and (result != "int8" or x.dtype == jnp.float64)
-        if len(x.shape) > _kernels.MAX_DIMS or 0 in x.shape or other_dtype:
+        x = ctx.avals_in[0]
+        result = ABSMAX_SCALE.get(op, x.dtype.name)
+        made = result == x.dtype.name or (result == "int8" and x.dtype != jnp.float64)
+        if len(x.shape) > _kernels.MAX_DIMS or 0 in x.shape or not made:
             return by_reference(ctx, *operands, op=op, axes=axes)
         return call(ctx, *operands, op=KERNELS.get(op, op), axes=np.array(axes, np.int64))
 
