@@ -33,24 +33,24 @@ def theirs_logsumexp(x, axis):
     return jax.nn.logsumexp(x.astype(jnp.float32), axis)
 
 
-def with_softmax(x):
+def with_softmax(x, axis=-1):
     x = x.astype(jnp.float32)
-    return -jnp.sum(jax.nn.softmax(x) * jax.nn.log_softmax(x), -1)
+    return -jnp.sum(jax.nn.softmax(x, axis) * jax.nn.log_softmax(x, axis), axis)
 
 
-def with_exponential(x):
-    log_p = jax.nn.log_softmax(x.astype(jnp.float32))
-    return -jnp.sum(jnp.exp(log_p) * log_p, -1)
+def with_exponential(x, axis=-1):
+    log_p = jax.nn.log_softmax(x.astype(jnp.float32), axis)
+    return -jnp.sum(jnp.exp(log_p) * log_p, axis)
 
 
-def difference_of_logarithms(x, y):
-    log_p, log_q = (jax.nn.log_softmax(a.astype(jnp.float32)) for a in (x, y))
-    return jnp.sum(jnp.exp(log_p) * (log_p - log_q), -1)
+def difference_of_logarithms(x, y, axis=-1):
+    log_p, log_q = (jax.nn.log_softmax(a.astype(jnp.float32), axis) for a in (x, y))
+    return jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis)
 
 
-def of_optax(x, y):
-    log_q = jax.nn.log_softmax(y.astype(jnp.float32))
-    return optax.losses.kl_divergence(log_q, jax.nn.softmax(x.astype(jnp.float32)))
+def of_optax(x, y, axis=-1):
+    log_q = jax.nn.log_softmax(y.astype(jnp.float32), axis)
+    return optax.losses.kl_divergence(log_q, jax.nn.softmax(x.astype(jnp.float32), axis), axis)
 
 
 # Ours and XLA's.

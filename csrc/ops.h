@@ -345,7 +345,7 @@ struct LinearBase {
   using Terms = Relative<M>;
   static constexpr int kInputs = 2;  // the operator's result y and the (co)tangent t
   static constexpr int kFirstSummed = 0;
-  static constexpr bool kHasPivot = false;
+  static constexpr bool kHasPivot = false, kOfMagnitudes = false;
   static constexpr bool kResultIsScaledTerm = false;
   static constexpr bool kElementResults = true;
   static constexpr bool kWithinRange = false;

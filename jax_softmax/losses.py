@@ -337,7 +337,9 @@ def _sum_of_distances(x, lse, labels, weights, where, axes):
     adds = (labels != 0) | (x != -jnp.inf)  # 0 log 0 does not
     if where is not None:
         adds &= where
-    return jnp.sum(weights * jnp.where(adds, lse - reference.widened(x), 0), axes, keepdims=True)
+    terms = weights * jnp.where(adds, lse - reference.widened(x), 0)
+    # Selected once more, so that XLA for CPUs writes the terms to memory, and not each of their factors in float32.
+    return jnp.sum(jnp.where(adds, terms, 0), axes, keepdims=True)
 
 
 @functools.partial(_soft_losses.defjvp, symbolic_zeros=True)

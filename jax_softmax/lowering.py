@@ -46,10 +46,12 @@ def _rows_on_cpu(by_reference):
     call = jax.ffi.ffi_lowering(TARGET)
 
     def rule(ctx, *operands, op, axes):
-        shape = ctx.avals_in[0].shape
-        if len(shape) > _kernels.MAX_DIMS or 0 in shape:
+        x = ctx.avals_in[0]
+        result = ABSMAX_SCALE.get(op, x.dtype.name)
+        made = result == x.dtype.name or (result == "int8" and x.dtype != jnp.float64)
+        if len(x.shape) > _kernels.MAX_DIMS or 0 in x.shape or not made:
             return by_reference(ctx, *operands, op=op, axes=axes)
-        return call(ctx, *operands, op=op, axes=np.array(axes, np.int64))
+        return call(ctx, *operands, op=KERNELS.get(op, op), axes=np.array(axes, np.int64))
 
     return rule
 
@@ -63,13 +65,13 @@ def _of_row_states(function):
     return mlir.lower_fun(of_operands, multiple_results=True)
 
 
-def _given_its_rows_on_cpu(function_given):
-    """What is made of x, and of log_sum's results, which come from the kernel; and these."""
+def _kl_divergence_on_cpu():
+    """By the kernel for x's log_sum."""
 
-    def function(x, *operands, op, axes):
-        *others, where = operands if operands and operands[-1].dtype == bool else (*operands, None)
-        rows = ROW_PRIMITIVES["log_sum"].bind(x, *([] if where is None else [where]), axes=axes, axis_name=())
-        return function_given(rows, x, *others, where, axes), *rows
+    def function(x, y, log_sum_y, largest_y, *mask, op, axes):
+        rows = ROW_PRIMITIVES["log_sum"].bind(x, *mask, axes=axes, axis_name=())
+        where = mask[0] if mask else None
+        return reference.kl_divergence_given(rows, x, y, log_sum_y, largest_y, where, axes), *rows
 
     return mlir.lower_fun(function, multiple_results=True)
 
@@ -157,12 +159,10 @@ def _register():
     on_cuda["cross_entropy"] = _cuda_rule(cross_entropy)
     on_cpu = {op: _cpu_rule(by_reference) for op in PRIMITIVES} | of_states
     on_cpu |= {
-        "row_states": _rows_on_cpu(rows_by_reference),
+        **dict.fromkeys(("row_states", "entropy", *ABSMAX_SCALE), _rows_on_cpu(rows_by_reference)),
         "cross_entropy": cross_entropy,
         "cross_entropy_gradient": _cross_entropy_gradient_on_cpu(),
-        "entropy": _given_its_rows_on_cpu(reference.entropy_given),
-        "kl_divergence": _given_its_rows_on_cpu(reference.kl_divergence_given),
-        **dict.fromkeys(ABSMAX_SCALE, rows_by_reference),  # XLA is as fast
+        "kl_divergence": _kl_divergence_on_cpu(),
     }
     for op, primitive in (PRIMITIVES | ROW_PRIMITIVES).items():
         by_xla = rows_by_reference if primitive.multiple_results else by_reference

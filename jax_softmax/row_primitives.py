@@ -210,13 +210,13 @@ def _scaled_tangents(x, scale, t, where, dtype, axes, axis_name):
     if dtype in reference.LARGEST:
         largest = jnp.max(jnp.abs(jax.lax.stop_gradient(x)), axes, keepdims=True, initial=0)
         largest = jax.lax.pmax(largest, axis_name) if axis_name else largest
-    is_largest = jnp.abs(x) == largest
-    count = _row_sum(is_largest.astype(x.dtype), axes, axis_name)
-    mean = _row_sum(jnp.where(is_largest, jnp.sign(x) * t, 0), axes, axis_name) / jnp.maximum(count, 1)
-    mean = jnp.where(jnp.isnan(largest), jnp.nan, jnp.where(scale == 0, 0, mean))
-    scale_dot = mean / reference.LARGEST.get(dtype, 1)
-    divisor = jnp.where(scale == 0, jnp.inf, scale)
-    y_dot = (t - x / divisor * scale_dot) / divisor
+    # In operations that XLA for CPUs does within a sum (JAX 0.12): what it does not is first written to memory.
+    count = _row_sum(jnp.where(jnp.abs(x) == largest, 1, jnp.zeros_like(x)), axes, axis_name)
+    share = jnp.where(jnp.isnan(largest), jnp.nan, jnp.where(scale == 0, 0, 1 / jnp.maximum(count, 1)))
+    of_largest = jnp.where(x == largest, t, jnp.where(x == -largest, -t, 0))
+    scale_dot = _row_sum(of_largest, axes, axis_name) * share / reference.LARGEST.get(dtype, 1)
+    inverse = 1 / jnp.where(scale == 0, jnp.inf, scale)
+    y_dot = t * inverse + x * -inverse * (scale_dot * inverse)
     return y_dot if where is None else jnp.where(where, y_dot, 0), scale_dot
 
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import support
 from support import DTYPES, NAMES, OPERATORS, check, check_all, normal, sampled
+from test_entropies import expected_entropy
 
 import jax_softmax
 from jax_softmax import _kernels
@@ -64,6 +65,43 @@ def test_results_of_rows(instruction_set, dtype, view):
             results = jax_softmax.logsumexp(x, axis, where, dtype=wide, return_max=True)
         for result, expected in zip(results, support.reference_logsumexp(x, axis, where), strict=True):
             check(result, expected, f"of {dtype}{shape} along {axis}")
+
+
+@sampled("instruction_set,dtype,view", itertools.product(INSTRUCTION_SETS, DTYPES, VIEWS), 17, **every_set)
+def test_entropies(instruction_set, dtype, view):
+    shape, axis = view
+    x = normal(shape, dtype)
+    for where in (None, support.random_mask(shape)):
+        with support.precision(dtype):
+            found = jax_softmax.entropy(x, axis, where)
+        check(found, expected_entropy(x, axis, where), f"of {dtype}{shape} along {axis}")
+
+
+@sampled("instruction_set,dtype,view", itertools.product(INSTRUCTION_SETS, DTYPES, VIEWS), 17, **every_set)
+def test_scaled_rows(instruction_set, dtype, view):
+    """To the bit, whatever the instruction set: also of rows of halves up to 127, every other of which is a tie."""
+    shape, axis = view
+    halves = (np.arange(np.prod(shape)).reshape(shape) % 509 - 254) / 2
+    of_row = {d % len(shape) for d in np.atleast_1d(axis)}
+    halves[tuple(0 if d in of_row else slice(None) for d in range(len(shape)))] = 127
+    for x, result in itertools.product((support.outliers(shape, dtype), halves.astype(dtype)), (dtype, "int8")):
+        for where in (None, support.random_mask(shape)):
+            with support.precision(dtype):
+                found = jax_softmax.absmax_scale(x, axis, where, dtype=result)
+            for array, expected in zip(found, support.reference_absmax_scale(x, axis, where, result), strict=True):
+                check(array, expected, f"of {dtype}{shape} along {axis} to {result}")
+
+
+@pytest.mark.parametrize("result", [None, "int8"])
+@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS, **every_set)
+def test_scaled_rows_that_are_not_finite(instruction_set, result):
+    for columns, axis in itertools.product((5, 40, 5000), (0, 1)):
+        x = support.nonfinite_rows(columns)
+        x = x if axis else np.ascontiguousarray(x.T)
+        for where in (None, support.random_mask(x.shape)):
+            found = jax_softmax.absmax_scale(x, axis, where, dtype=result)
+            for array, expected in zip(found, support.reference_absmax_scale(x, axis, where, result), strict=True):
+                check(array, expected, f"{columns} along {axis}")
 
 
 MASKED = tuple(itertools.product(["bfloat16", "float32", "float64"], VIEWS[::3]))

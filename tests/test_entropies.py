@@ -403,9 +403,10 @@ def test_explained(op):
     assert ("1 read" if op == "entropy" else "2 reads") in text
 
 
-def test_cpu_kernels_refuse_them():
-    """What a row accumulates has no room in theirs: on a CPU they are made of log_sum's results."""
+def test_cpu_kernels_refuse_divergences():
+    """What a row has of its own they do not read: on a CPU log_sum's results and jax.numpy make them."""
     results = 3 * [jax.ShapeDtypeStruct((2, 1), np.float32)]
     call = jax.ffi.ffi_call("jax_softmax", results)
+    x, of_y = normal((2, 3)), np.ones((2, 1), np.float32)
     with jax.default_device(jax.devices("cpu")[0]), pytest.raises(Exception, match="there is no CPU kernel"):
-        jax.block_until_ready(call(normal((2, 3)), op="entropy", axes=np.array([1])))
+        jax.block_until_ready(call(x, x, of_y, of_y, op="kl_divergence", axes=np.array([1])))

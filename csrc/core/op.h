@@ -23,7 +23,7 @@ inline constexpr const char* kDTypeNames[kDTypes] = {"float16",       "bfloat16"
                                                      "float8_e4m3fn", "float8_e5m2", "int8",    "uint8"};
 inline constexpr int kDTypeBytes[kDTypes] = {2, 2, 4, 8, 1, 1, 1, 1};
 constexpr int bytes_of(DType type) { return kDTypeBytes[static_cast<int>(type)]; }
-// Integers are operands; the only ones that are results are absmax_scale's int8.
+// Integers are operands; the only ones that are results are int8, of operators that quantize.
 constexpr bool is_integer(DType type) { return type == DType::kI8 || type == DType::kU8; }
 constexpr DType result_of(DType operand) { return is_integer(operand) ? DType::kF32 : operand; }
 
@@ -42,6 +42,8 @@ struct Operator {
   const char* name;
   const char* type;  // in ops.h
   Cost cost;
+  bool on_cpu = true;      // whether there is a CPU kernel
+  bool quantizes = false;  // whether results may be integers
 };
 
 inline constexpr Operator kOperators[] = {
@@ -51,11 +53,11 @@ inline constexpr Operator kOperators[] = {
     {"log_softmax_jvp", "LogSoftmaxJvp", {2, 1, 0}},
     {"log_softmax_vjp", "LogSoftmaxVjp", {2, 1, 0}},
     {"row_states", "RowStates", {1, 1, 1, false, 2}},
-    {"cross_entropy", "CrossEntropy", {1, 1, 1, false, 2, 1, 1, true}},
-    {"cross_entropy_gradient", "CrossEntropyGradient", {1, 1, 1, true, 2, 3}},
+    {"cross_entropy", "CrossEntropy", {1, 1, 1, false, 2, 1, 1, true}, false},
+    {"cross_entropy_gradient", "CrossEntropyGradient", {1, 1, 1, true, 2, 3}, false},
     {"entropy", "Entropy", {1, 1, 1, false, 3, 0, 2}},
-    {"kl_divergence", "KlDivergence", {2, 1, 1, false, 3, 2, 2}},
-    {"absmax_scale", "AbsmaxScale", {1, 0, 0, true, 1}},
+    {"kl_divergence", "KlDivergence", {2, 1, 1, false, 3, 2, 2}, false},
+    {"absmax_scale", "AbsmaxScale", {1, 0, 0, true, 1}, true, true},
 };
 inline constexpr int kOps = sizeof(kOperators) / sizeof(kOperators[0]);
 inline constexpr int kMostRowResults = 3;

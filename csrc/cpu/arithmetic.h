@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <limits>
 
 #include "cpu/block.h"
 
@@ -11,19 +12,69 @@ namespace {
 
 constexpr int64_t kSteps = 64;  // of a sum, one after the other, lest a long one swallow small terms
 
-template <template <class> class OpOf, class Arithmetic>
+template <template <class> class OpOf, class Arithmetic, class Out>
 struct PolicyOf {
   using type = Arithmetic;
 };
 // Whose Relative is the general one: terms relative to 0, where the maximum is +inf, may have positive exponents.
 template <class Arithmetic>
 struct OfAnyExponent : Arithmetic {};
-template <class Arithmetic>
-struct PolicyOf<RowStates, Arithmetic> {
+template <class Arithmetic, class Out>
+struct PolicyOf<RowStates, Arithmetic, Out> {
   using type = OfLogSumExp<OfAnyExponent<Arithmetic>>;
 };
+// Of rows that are scaled by their maximum of magnitudes, which is NaN if one of them is: magnitudes are ordered as
+// their bits are, as integers, and NaN is above infinity. A scale that would not be a normal number counts as 0, and so
+// do the row's elements.
+template <class Arithmetic>
+struct Scaling : Arithmetic {
+  using C = typename Arithmetic::Value;
+  using Bits = typename Arithmetic::IntValue;
+  static JAX_SOFTMAX_INLINE C abs(C x) {
+    constexpr auto kMagnitude = std::numeric_limits<typename Arithmetic::Int>::max();
+    return bits_as<C>(bits_as<Bits>(x) & kMagnitude);
+  }
+  static JAX_SOFTMAX_INLINE C max(C a, C b) {
+    const Bits of_a = bits_as<Bits>(a), of_b = bits_as<Bits>(b);
+    return bits_as<C>(of_b > of_a ? of_b : of_a);
+  }
+  static JAX_SOFTMAX_INLINE C normal_or_zero(C scale) {
+    return scale < std::numeric_limits<typename Arithmetic::Scalar>::min() ? Arithmetic::constant(0) : scale;
+  }
+};
+template <class Arithmetic, class Out>
+struct ScaledTo : Scaling<Arithmetic> {
+  using C = typename Arithmetic::Value;
+  static JAX_SOFTMAX_INLINE C scale(C absmax) { return Scaling<Arithmetic>::normal_or_zero(absmax); }
+  struct Factor {
+    C divisor;
+    Factor() = default;
+    explicit JAX_SOFTMAX_INLINE Factor(C absmax) : divisor(scale(absmax)) {
+      divisor = divisor == 0 ? Arithmetic::constant(Arithmetic::kInfinity) : divisor;
+    }
+    friend JAX_SOFTMAX_INLINE C operator*(C x, const Factor& factor) { return x / factor.divisor; }
+  };
+};
+template <class Arithmetic>
+struct ScaledTo<Arithmetic, Int8> : Scaling<Arithmetic> {
+  using C = typename Arithmetic::Value;
+  static constexpr float kLargest = 127;
+  static JAX_SOFTMAX_INLINE C scale(C absmax) { return Scaling<Arithmetic>::normal_or_zero(absmax * (1 / kLargest)); }
+  struct Factor {
+    C value;
+    Factor() = default;
+    explicit JAX_SOFTMAX_INLINE Factor(C absmax)
+        : value(scale(absmax) == 0 ? Arithmetic::constant(0) : kLargest / absmax) {}
+    friend JAX_SOFTMAX_INLINE C operator*(C x, const Factor& factor) { return x * factor.value; }
+  };
+};
+template <class Arithmetic, class Out>
+struct PolicyOf<AbsmaxScale, Arithmetic, Out> {
+  using type = ScaledTo<Arithmetic, Out>;
+};
 
-template <template <class> class OpOf, class T, bool kMasked>
+// Of elements of type T, with results of type Out.
+template <template <class> class OpOf, class T, class Out, bool kMasked>
 class Operator {
  public:
   static constexpr Arithmetic<T> arithmetic() {
@@ -36,24 +87,27 @@ class Operator {
                              combine,
                              nullptr,
                              Op::kInputs,
+                             sizeof(Out),
                              kKeep};
     if constexpr (Op::kElementResults) {
       arithmetic.along.finish = along_finish<false>;
       arithmetic.across.finish = across_finish<false>;
       arithmetic.keeping_along.finish = along_finish<kKeep>;
       arithmetic.keeping_across.finish = across_finish<kKeep>;
-    } else {
-      arithmetic.row_results = row_results;
     }
+    if constexpr (Op::kRowResults > 0) arithmetic.row_results = row_results;
     return arithmetic;
   }
 
  private:
   using F = typename Convert<T>::Compute;
-  using M = typename PolicyOf<OpOf, Simd<F>>::type;
+  using M = typename PolicyOf<OpOf, Simd<F>, Out>::type;
   using Op = OpOf<M>;
   using C = typename M::Value;
+  using Sum = typename Op::Sum;
+  using State = StateOf<Op>;
   static constexpr int kLanes = M::kLanes;
+  static constexpr bool kHasSum = !Op::kOfMagnitudes;
   static constexpr auto kMax = [](C a, C b) { return M::max(a, b); };
   static constexpr auto kSum = [](C a, C b) { return a + b; };
 
@@ -61,18 +115,27 @@ class Operator {
   template <bool kKeep>
   static constexpr bool kHold = kKeep && kMasked;
 
-  static void identity(States<T>* states, int64_t n) { std::fill_n(states, n, jax_softmax::identity<Op, M>()); }
-  static void combine(States<T>* states, const States<T>* later, int64_t n) {
-    for (int64_t i = 0; i < n; ++i) states[i] = jax_softmax::combine<Op, M>(states[i], later[i]);
+  // The first members are the operator's own state.
+  static JAX_SOFTMAX_INLINE State state_in(const States<T>& states) {
+    State state;
+    std::memcpy(&state, states.member, sizeof(state));
+    return state;
+  }
+  static JAX_SOFTMAX_INLINE void set(States<T>* states, const State& state) {
+    static_assert(sizeof(state) <= sizeof(States<T>));
+    std::memcpy(states->member, &state, sizeof(state));
   }
 
-  // The two results of a row take the places of a state's members.
-  static void row_results(const States<T>* states, int64_t n, States<T>* results) {
+  static void identity(States<T>* states, int64_t n) {
+    for (int64_t i = 0; i < n; ++i) set(&states[i], jax_softmax::identity<Op, M>());
+  }
+  static void combine(States<T>* states, const States<T>* later, int64_t n) {
     for (int64_t i = 0; i < n; ++i) {
-      C of_rows[2];
-      Op::row_results(states[i], of_rows);
-      results[i] = {of_rows[0], of_rows[1]};
+      set(&states[i], jax_softmax::combine<Op, M>(state_in(states[i]), state_in(later[i])));
     }
+  }
+  static void row_results(const States<T>* states, int64_t n, States<T>* results) {
+    for (int64_t i = 0; i < n; ++i) Op::row_results(state_in(states[i]), results[i].member);
   }
 
   // ---- Elements of a block: vectors of n neighbours.
@@ -98,7 +161,8 @@ class Operator {
   }
   // `terms` says where the vector's terms will be, and it is until then if it was held.
   template <bool kHeld>
-  static JAX_SOFTMAX_INLINE C term(const Relative<M>& relative, const Block<T>& block, int64_t terms, Place at, int n) {
+  static JAX_SOFTMAX_INLINE Sum term(const Relative<M>& relative, const Block<T>& block, int64_t terms, Place at,
+                                     int n) {
     C in[2];
     if constexpr (kHeld) {
       in[0] = M::load(block.terms + terms);
@@ -109,8 +173,8 @@ class Operator {
   }
   static JAX_SOFTMAX_INLINE void store(const Block<T>& block, C result, Place at, int n) {
     if constexpr (kMasked) result = M::select(unmasked(block, at, n), result, Op::masked());
-    T* const p = block.out + at.element;
-    n == kLanes ? Convert<T>::store(p, result) : Convert<T>::store_first(p, result, n);
+    Out* const p = static_cast<Out*>(block.out) + at.element;
+    n == kLanes ? Convert<Out>::store(p, result) : Convert<Out>::store_first(p, result, n);
   }
   // `terms` says where the vector's terms are, if they were kept.
   template <bool kKept>
@@ -143,10 +207,13 @@ class Operator {
     for (; i + kLanes <= end; i += kLanes) body(i, kLanes, 0);
     if (i < end) body(i, static_cast<int>(end - i), 0);
   }
-  template <int kCount, class Function>
-  static JAX_SOFTMAX_INLINE C of_chains(const C (&chains)[kCount], Function f) {
-    if constexpr (kCount == 1) return chains[0];
-    return f(f(chains[0], chains[1]), f(chains[kCount / 2], chains[kCount - 1]));
+  template <int kCount, class V, class Function>
+  static JAX_SOFTMAX_INLINE V of_chains(const V (&chains)[kCount], Function f) {
+    if constexpr (kCount == 1) {
+      return chains[0];
+    } else {
+      return f(f(chains[0], chains[1]), f(chains[kCount / 2], chains[kCount - 1]));
+    }
   }
 
   template <bool kKeep>
@@ -154,21 +221,36 @@ class Operator {
     const int64_t terms_step = ceil_div(block.elements, kLanes) * kLanes;
     for (int64_t first = 0; first < block.rows; first += kLanes, ++states) {
       const int rows = static_cast<int>(std::min<int64_t>(kLanes, block.rows - first));
-      C of_row[kLanes];
-      for (int r = rows; r < kLanes; ++r) of_row[r] = M::constant(0);
-      *states = {M::constant(0), M::constant(0)};
+      State state{};
       if constexpr (Op::kHasPivot) {
+        C of_row[kLanes];
+        for (int r = rows; r < kLanes; ++r) of_row[r] = M::constant(0);
         for (int r = 0; r < rows; ++r) of_row[r] = largest<kKeep>(block, first + r, (first + r) * terms_step);
-        states->pivot = M::of_rows(of_row, kMax);
+        state.pivot = M::of_rows(of_row, kMax);
       }
-      F pivots[kLanes];
-      M::store(pivots, states->pivot);
-      for (int r = 0; r < rows; ++r) {
-        const Relative<M> relative(M::constant(pivots[r]));
-        of_row[r] = sum_of_terms<kKeep>(relative, block, first + r, (first + r) * terms_step);
+      if constexpr (kHasSum) {
+        F pivots[kLanes];
+        M::store(pivots, state.pivot);
+        Sum of_row[kLanes];
+        for (int r = rows; r < kLanes; ++r) of_row[r] = Sum{};
+        for (int r = 0; r < rows; ++r) {
+          const Relative<M> relative(M::constant(pivots[r]));
+          of_row[r] = sum_of_terms<kKeep>(relative, block, first + r, (first + r) * terms_step);
+        }
+        state.sum = sums_of(of_row);
       }
-      states->sum = M::of_rows(of_row, kSum);
+      set(states, state);
     }
+  }
+
+  static JAX_SOFTMAX_INLINE C sums_of(C (&rows)[kLanes]) { return M::of_rows(rows, kSum); }
+  static JAX_SOFTMAX_INLINE Moments<C> sums_of(const Moments<C> (&rows)[kLanes]) {
+    C sum[kLanes], moment[kLanes];
+    for (int r = 0; r < kLanes; ++r) {
+      sum[r] = rows[r].sum;
+      moment[r] = rows[r].moment;
+    }
+    return {M::of_rows(sum, kSum), M::of_rows(moment, kSum)};
   }
 
   template <bool kKeep>
@@ -178,25 +260,24 @@ class Operator {
     for_vectors<kChains>(0, block.elements, [&](int64_t i, int n, int chain) __attribute__((always_inline)) {
       const C v = load(block, 0, place(block, row, i), n);
       if constexpr (kHold<kKeep>) M::store(block.terms + terms + i, v);
-      chains[chain] = M::max(chains[chain], v);
+      chains[chain] = M::max(chains[chain], Op::of_pivot(v));
     });
     return of_chains(chains, kMax);
   }
 
   template <bool kKeep>
-  static JAX_SOFTMAX_INLINE C sum_of_terms(const Relative<M>& relative, const Block<T>& block, int64_t row,
-                                           int64_t terms) {
-    C sum = M::constant(0);
+  static JAX_SOFTMAX_INLINE Sum sum_of_terms(const Relative<M>& relative, const Block<T>& block, int64_t row,
+                                             int64_t terms) {
+    Sum sum{};
     for (int64_t begin = 0, end; begin < block.elements; begin = end) {
       end = std::min(block.elements, begin + kSteps * kTermChains * kLanes);
-      C chains[kTermChains];
-      for (C& chain : chains) chain = M::constant(0);
+      Sum chains[kTermChains]{};
       for_vectors<kTermChains>(begin, end, [&](int64_t i, int n, int chain) __attribute__((always_inline)) {
-        const C v = term<kHold<kKeep>>(relative, block, terms + i, place(block, row, i), n);
+        const Sum v = term<kHold<kKeep>>(relative, block, terms + i, place(block, row, i), n);
         if constexpr (kKeep) M::store(block.terms + terms + i, v);
-        chains[chain] = chains[chain] + v;
+        chains[chain] += v;
       });
-      sum = sum + of_chains(chains, kSum);
+      sum += of_chains(chains, kSum);
     }
     return sum;
   }
@@ -208,7 +289,7 @@ class Operator {
     const int64_t terms_step = ceil_div(block.elements, kLanes) * kLanes;
     for (int64_t first = 0; first < block.rows; first += kLanes, ++states) {
       const int rows = static_cast<int>(std::min<int64_t>(kLanes, block.rows - first));
-      const Row finished = Op::row(*states);
+      const Row finished = Op::row(state_in(*states));
       F members[kMembers][kLanes];
       std::memcpy(members, &finished, sizeof(Row));
       for (int r = 0; r < rows; ++r) {
@@ -257,31 +338,36 @@ class Operator {
     if constexpr (Op::kHasPivot) {
       for_elements(block, 0, block.elements,
                    [&](int64_t t, int64_t r, int64_t end, int n) __attribute__((always_inline)) {
-                     C pivot = states[t].pivot;
+                     C pivot = states[t].member[0];
                      for_each<true>(r, end, [&](int64_t r) __attribute__((always_inline)) {
                        const C v = load(block, 0, place(block, r, t * kLanes), n);
                        if constexpr (kHold<kKeep>) M::store(block.terms + (r * vectors + t) * kLanes, v);
-                       pivot = M::max(pivot, v);
+                       pivot = M::max(pivot, Op::of_pivot(v));
                      });
-                     states[t].pivot = pivot;
+                     states[t].member[0] = pivot;
                    });
     }
-    C sums[kMostVectors];
+    if constexpr (!kHasSum) return;
+    Sum sums[kMostVectors];
     for (int64_t begin = 0, end; begin < block.elements; begin = end) {
       end = std::min(block.elements, begin + kSteps * kTogether);
-      std::fill_n(sums, vectors, M::constant(0));
+      std::fill_n(sums, vectors, Sum{});
       for_elements(block, begin, end, [&](int64_t t, int64_t r, int64_t end, int n) __attribute__((always_inline)) {
-        const Relative<M> relative(states[t].pivot);
-        C sum = M::constant(0);
+        const Relative<M> relative(states[t].member[0]);
+        Sum sum{};
         for_each<kKeep || !Op::kHasPivot>(r, end, [&](int64_t r) __attribute__((always_inline)) {
           const int64_t terms = (r * vectors + t) * kLanes;
-          const C v = term<kHold<kKeep>>(relative, block, terms, place(block, r, t * kLanes), n);
+          const Sum v = term<kHold<kKeep>>(relative, block, terms, place(block, r, t * kLanes), n);
           if constexpr (kKeep) M::store(block.terms + terms, v);
-          sum = sum + v;
+          sum += v;
         });
-        sums[t] = sums[t] + sum;
+        sums[t] += sum;
       });
-      for (int64_t t = 0; t < vectors; ++t) states[t].sum = states[t].sum + sums[t];
+      for (int64_t t = 0; t < vectors; ++t) {
+        State state = state_in(states[t]);
+        state.sum += sums[t];
+        set(&states[t], state);
+      }
     }
   }
 
@@ -289,7 +375,7 @@ class Operator {
   static void across_finish(const Block<T>& block, const States<T>* states) {
     const int64_t vectors = ceil_div(block.rows, kLanes);
     typename Op::Row rows[kMostVectors];
-    for (int64_t t = 0; t < vectors; ++t) rows[t] = Op::row(states[t]);
+    for (int64_t t = 0; t < vectors; ++t) rows[t] = Op::row(state_in(states[t]));
     for (int64_t r = 0; r < block.elements; ++r) {
       const auto finish = [&](int64_t t, int n) __attribute__((always_inline)) {
         const int64_t terms = (r * vectors + t) * kLanes;

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "core/op.h"
 #include "cpu/convert.h"
 
 namespace jax_softmax::cpu::JAX_SOFTMAX_ISA {
@@ -16,7 +17,7 @@ constexpr int kMostVectors = 64;  // of rows, in a block whose lanes lie across 
 template <class T>
 struct Block {
   const T* in[2];
-  T* out;
+  void* out;         // of results of `out_bytes` each
   const bool* mask;  // null without a mask
   int64_t rows;
   int64_t elements;  // of each row
@@ -25,16 +26,19 @@ struct Block {
   typename Convert<T>::Compute* terms;  // room for whole vectors of those of each row or element, if they are kept
 };
 
+// What several rows have, a row to a lane: a state, which is a pivot and one sum or two; or their results.
 template <class T>
-using States = State<typename Simd<typename Convert<T>::Compute>::Value>;
+struct States {
+  typename Simd<typename Convert<T>::Compute>::Value member[kMostRowResults];
+};
 
-// An operator on blocks. States are those of rows, a row to a lane.
+// An operator on blocks.
 template <class T>
 struct Arithmetic {
   struct Way {
     // Sets the states to those of the block.
     void (*accumulate)(const Block<T>& block, States<T>* states);
-    // The results, given the states of whole rows.
+    // The results, given the states of whole rows; null if there are none for elements.
     void (*finish)(const Block<T>& block, const States<T>* states);
   };
   Way along, across;
@@ -42,10 +46,11 @@ struct Arithmetic {
   void (*identity)(States<T>* states, int64_t n);
   // Adds the states of later blocks to those of earlier ones.
   void (*combine)(States<T>* states, const States<T>* later, int64_t n);
-  // The results of rows themselves, of so many vectors of states; null if there are none for rows, but for elements.
+  // The results of rows themselves, of so many vectors of states; null if there are none.
   void (*row_results)(const States<T>* states, int64_t n, States<T>* results);
   int inputs;
-  bool keeps_terms;  // whether a result is its term times a factor of the row
+  int64_t out_bytes;  // of a result, at most as many as of an element
+  bool keeps_terms;   // whether a result is its term times a factor of the row
 };
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }

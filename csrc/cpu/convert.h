@@ -19,6 +19,10 @@ struct Byte {
   uint8_t bits;
 };
 
+struct Int8 {
+  uint8_t bits;  // of two's complement
+};
+
 // Vectors of as many elements as the arithmetic's have: load(p), store(p, v), and the same of the first n alone.
 template <class T>
 struct Convert;
@@ -113,6 +117,33 @@ struct Convert<Byte<Format>> {
   static JAX_SOFTMAX_INLINE void store_first(Byte<Format>* p, V v, int n) {
     const U8 bytes = __builtin_convertvector(Format::template narrow<Bits>(v), U8);
     std::memcpy(p, &bytes, n);
+  }
+};
+
+// Results alone: of magnitudes below 128, rounded to nearest, ties to even, and 0 for NaN.
+template <>
+struct Convert<Int8> {
+  static constexpr int kLanes = Simd<float>::kLanes;
+  using V = Vector<float, kLanes>;
+  using I32 = Vector<int32_t, kLanes>;
+
+  static JAX_SOFTMAX_INLINE void store(Int8* p, V v) { store_first(p, v, kLanes); }
+  static JAX_SOFTMAX_INLINE void store_first(Int8* p, V v, int n) {
+    const auto bytes = __builtin_convertvector(rounded(v), Vector<uint8_t, kLanes>);
+    std::memcpy(p, &bytes, n);
+  }
+
+ private:
+  // Of which the last 8 bits count. They are 0 where the processor has no integer, and says so with the first bit.
+  static JAX_SOFTMAX_INLINE I32 rounded(V v) {
+#if defined(__AVX512F__)
+    return (I32)_mm512_cvtps_epi32((__m512)v);
+#elif defined(__AVX2__)
+    return (I32)_mm256_cvtps_epi32((__m256)v);
+#else
+    v = v == v ? v : V{};
+    return bits_as<I32>(v + ExpConstants<float>::kRound);
+#endif
   }
 };
 

@@ -10,9 +10,9 @@ namespace jax_softmax::cpu {
 
 struct Operands {
   const void* in[2];
-  const bool* mask;  // null without a mask
-  void* out;         // null if there are no results for elements
-  void* of_rows[2];  // the results of rows, if there are any
+  const bool* mask;                // null without a mask
+  void* out;                       // null if there are no results for elements
+  void* of_rows[kMostRowResults];  // the results of rows, null from their number on
 };
 
 // Work comes in units, numbered from 0, that can run in any order on any thread. If it needs scratch memory, aligned to
@@ -23,11 +23,14 @@ struct Work {
 };
 inline constexpr int kScratchAlignment = 64;
 
+// Whether there are results of type `out`, of operators that have them for elements at all.
+constexpr bool makes(DType in, DType out) { return in == out || (out == DType::kI8 && in != DType::kF64); }
+
 struct Variant {
   const char* name;
   bool (*supported)();  // by the processor this runs on
-  Work (*work)(Op op, DType dtype, const View& view, int64_t threads);
-  void (*run)(Op op, DType dtype, const View& view, const Operands& operands, void* scratch, bool second_phase,
+  Work (*work)(Op op, DType in, DType out, const View& view, int64_t threads);
+  void (*run)(Op op, DType in, DType out, const View& view, const Operands& operands, void* scratch, bool second_phase,
               int64_t first_unit, int64_t last_unit);
 };
 

@@ -6,17 +6,22 @@
 namespace jax_softmax::cpu::JAX_SOFTMAX_ISA {
 namespace {
 
-template <template <class> class OpOf, class T>
+template <template <class> class OpOf, class T, class Out = T>
 Arithmetic<T> arithmetic_of(bool masked) {
-  return masked ? Operator<OpOf, T, true>::arithmetic() : Operator<OpOf, T, false>::arithmetic();
+  return masked ? Operator<OpOf, T, Out, true>::arithmetic() : Operator<OpOf, T, Out, false>::arithmetic();
 }
 
 template <class T>
-Arithmetic<T> arithmetic_of(Op op, bool masked) {
+Arithmetic<T> arithmetic_of(Op op, DType out, bool masked) {
   if (op == Op::kSoftmax) return arithmetic_of<Softmax, T>(masked);
   if (op == Op::kLogSoftmax) return arithmetic_of<LogSoftmax, T>(masked);
   if constexpr (sizeof(T) > 1) {
     if (op == Op::kRowStates) return arithmetic_of<RowStates, T>(masked);
+    if (op == Op::kEntropy) return arithmetic_of<Entropy, T>(masked);
+    if constexpr (sizeof(T) < 8) {
+      if (op == Op::kAbsmaxScale && out == DType::kI8) return arithmetic_of<AbsmaxScale, T, Int8>(masked);
+    }
+    if (op == Op::kAbsmaxScale) return arithmetic_of<AbsmaxScale, T>(masked);
     if (op == Op::kSoftmaxLinear) return arithmetic_of<SoftmaxLinear, T>(masked);
     if (op == Op::kLogSoftmaxJvp) return arithmetic_of<LogSoftmaxJvp, T>(masked);
     if (op == Op::kLogSoftmaxVjp) return arithmetic_of<LogSoftmaxVjp, T>(masked);
@@ -54,7 +59,8 @@ void run_tiles(Tiles<T>& tiles, const Arithmetic<T>& op, const View& view, void*
           op.combine(states, of_part, tiles.states());
         }
       }
-      op.row_results ? tiles.store_rows(states) : tiles.finish(0, view.columns, states);
+      if (op.row_results) tiles.store_rows(states);
+      if (op.along.finish) tiles.finish(0, view.columns, states);
     }
     return;
   }
@@ -68,24 +74,21 @@ void run_tiles(Tiles<T>& tiles, const Arithmetic<T>& op, const View& view, void*
     }
     op.identity(states, tiles.states());
     for (int64_t i = tile * parts; i < (tile + 1) * parts; ++i) op.combine(states, of_unit(i), tiles.states());
-    if (!op.row_results) {
-      tiles.finish(part * length, end_of(part), states);
-    } else if (part == 0) {
-      tiles.store_rows(states);
-    }
+    if (op.row_results && part == 0) tiles.store_rows(states);
+    if (op.along.finish) tiles.finish(part * length, end_of(part), states);
   }
 }
 
-// Calls body(tiles, arithmetic) for the storage type.
+// Calls body(tiles, arithmetic) for the storage types.
 template <class Body>
-auto with_tiles(Op op, DType dtype, const View& view, const Operands& operands, Body body) {
+auto with_tiles(Op op, DType in, DType out, const View& view, const Operands& operands, Body body) {
   const auto with = [&](auto zero) {
     using T = decltype(zero);
-    const Arithmetic<T> arithmetic = arithmetic_of<T>(op, view.sides > 0);
+    const Arithmetic<T> arithmetic = arithmetic_of<T>(op, out, view.sides > 0);
     Tiles<T> tiles(view, operands, arithmetic);
     return body(tiles, arithmetic);
   };
-  switch (dtype) {
+  switch (in) {
     case DType::kF16:
       return with(Half());
     case DType::kBF16:
@@ -107,13 +110,13 @@ auto with_tiles(Op op, DType dtype, const View& view, const Operands& operands, 
 
 }  // namespace
 
-Work work(Op op, DType dtype, const View& view, int64_t threads) {
-  return with_tiles(op, dtype, view, Operands{}, [&](auto& tiles, auto&) { return work_of(tiles, view, threads); });
+Work work(Op op, DType in, DType out, const View& view, int64_t threads) {
+  return with_tiles(op, in, out, view, Operands{}, [&](auto& tiles, auto&) { return work_of(tiles, view, threads); });
 }
 
-void run(Op op, DType dtype, const View& view, const Operands& operands, void* scratch, bool second_phase,
+void run(Op op, DType in, DType out, const View& view, const Operands& operands, void* scratch, bool second_phase,
          int64_t first_unit, int64_t last_unit) {
-  with_tiles(op, dtype, view, operands, [&](auto& tiles, auto& arithmetic) {
+  with_tiles(op, in, out, view, operands, [&](auto& tiles, auto& arithmetic) {
     run_tiles(tiles, arithmetic, view, scratch, second_phase, first_unit, last_unit);
   });
 }

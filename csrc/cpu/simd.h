@@ -113,7 +113,7 @@ struct Simd {
     return x < K::kLowNormal ? constant(0) : p * bits_as<Value>(power);
   }
 
-  // Of x > 0 or NaN: n ln(2) + log(m), where x = 2^n m and m lies around 1; log(m) = 2 artanh((m - 1) / (m + 1)).
+  // Of x >= 0 or NaN: n ln(2) + log(m), where x = 2^n m and m lies around 1; log(m) = 2 artanh((m - 1) / (m + 1)).
   static JAX_SOFTMAX_INLINE Value log(Value x) {
     using K = ExpConstants<F>;
     const IntValue bits = bits_as<IntValue>(x);
@@ -122,7 +122,7 @@ struct Simd {
     const Value n = __builtin_convertvector(exponent, Value);
     const Value s = (m - F(1)) / (m + F(1));
     const Value log_m = s * artanh<0, K::kLogTerms>(s * s);
-    return select(equal(x, x), n * K::kLn2High + (n * K::kLn2Low + log_m), x);
+    return select(x > 0, n * K::kLn2High + (n * K::kLn2Low + log_m), x - kInfinity);
   }
 
   static JAX_SOFTMAX_INLINE Value load(const F* p) {

@@ -119,8 +119,8 @@ class Tiles {
       }
       const int64_t blocks = ceil_div(next - begin, block_);
       for (int64_t i = 0; i < rows_ * blocks; ++i) {  // those of a row one after the other
-        const States<T>& of_block = later[i / kLanes];
-        const States<T> one{C{} + of_block.pivot[i % kLanes], C{} + of_block.sum[i % kLanes]};
+        States<T> one;
+        for (int k = 0; k < kMembers; ++k) one.member[k] = C{} + later[i / kLanes].member[k][i % kLanes];
         op_.combine(&states[i / blocks], &one, 1);
       }
     }
@@ -135,12 +135,13 @@ class Tiles {
       if (batch_ > 1) {
         const int64_t blocks = ceil_div(next - begin, block_);
         for (int64_t i = 0; i < rows_ * blocks; ++i) {
-          of_lanes[i / kLanes].pivot[i % kLanes] = states[i / blocks].pivot[0];
-          of_lanes[i / kLanes].sum[i % kLanes] = states[i / blocks].sum[0];
+          for (int k = 0; k < kMembers; ++k) {
+            of_lanes[i / kLanes].member[k][i % kLanes] = states[i / blocks].member[k][0];
+          }
         }
       }
       way().finish(held_, batch_ > 1 ? of_lanes : states);
-      if (staged_) store(begin, next);
+      if (staged_) op_.out_bytes == sizeof(T) ? store<T>(begin, next) : store<Int8>(begin, next);
     }
   }
 
@@ -148,15 +149,15 @@ class Tiles {
   void store_rows(const States<T>* states) const {
     States<T> results[kMostVectors];
     op_.row_results(states, this->states(), results);
-    F* const to[2] = {static_cast<F*>(operands_.of_rows[0]), static_cast<F*>(operands_.of_rows[1])};
     for (int64_t i = 0; i < groups_ * rows_; ++i) {
       // Of turned rows, those of one group lie some apart.
       const int64_t group = way_ == kTurned ? i % groups_ : i / rows_;
       const int64_t row = first_row_ + group * inner_.extent + (way_ == kTurned ? i / groups_ : i % rows_);
       const States<T>& of_row = results[batch_ > 1 ? i : i / kLanes];
       const int64_t lane = batch_ > 1 ? 0 : i % kLanes;
-      to[0][row] = of_row.pivot[lane];
-      to[1][row] = of_row.sum[lane];
+      for (int k = 0; k < kMembers && operands_.of_rows[k]; ++k) {
+        static_cast<F*>(operands_.of_rows[k])[row] = of_row.member[k][lane];
+      }
     }
   }
 
@@ -164,6 +165,7 @@ class Tiles {
   using F = typename Convert<T>::Compute;
   using C = typename Simd<F>::Value;
   static constexpr int64_t kLanes = Simd<F>::kLanes;
+  static constexpr int kMembers = kMostRowResults;  // of states
   static constexpr int64_t kBlockAlong = 4096, kBlockAcross = 512;
   static constexpr int64_t kKeptAlong = 64 << 10, kKeptAcross = 2048;  // the longest rows whose terms are kept
   static constexpr int64_t kLeastPart = 64 << 10, kMostParts = 64;
@@ -197,7 +199,7 @@ class Tiles {
       const Dim& line = way_ == kAlong ? group_ : along_;
       const Offset at = base_ + begin * along_;
       for (int k = 0; k < op_.inputs; ++k) held_.in[k] = static_cast<const T*>(operands_.in[k]) + at.element;
-      held_.out = static_cast<T*>(operands_.out) + at.element;
+      held_.out = static_cast<char*>(operands_.out) + at.element * op_.out_bytes;
       held_.mask = operands_.mask ? operands_.mask + at.mask : nullptr;
       held_.step = line.stride;
       held_.mask_step = line.side[0];
@@ -239,15 +241,16 @@ class Tiles {
     }
   }
 
+  template <class Out>
   void store(int64_t begin, int64_t end) {
     loaded_begin_ = loaded_end_ = 0;  // the results have taken the elements' place
-    T* const memory = static_cast<T*>(operands_.out);
+    const Out* const stage = reinterpret_cast<const Out*>(stage_.get());
+    Out* const memory = static_cast<Out*>(operands_.out);
     for_pieces(begin, end, [&](Offset at, int64_t staged, Piece p) {
       if (way_ == kTurned) {
-        transpose<16 / sizeof(T)>(stage_.get() + staged, held_.rows / rows_, memory + at.element, p.step, p.length,
-                                  p.count);
+        transpose<16 / sizeof(Out)>(stage + staged, held_.rows / rows_, memory + at.element, p.step, p.length, p.count);
       } else {
-        copy(stage_.get() + staged, held_.step, memory + at.element, p.step, p.count, p.length);
+        copy(stage + staged, held_.step, memory + at.element, p.step, p.count, p.length);
       }
     });
   }
@@ -285,8 +288,9 @@ class Tiles {
     }
   }
 
-  static void copy(const T* from, int64_t from_step, T* to, int64_t to_step, int64_t count, int64_t length) {
-    for (int64_t i = 0; i < count; ++i) std::memcpy(to + i * to_step, from + i * from_step, length * sizeof(T));
+  template <class U>
+  static void copy(const U* from, int64_t from_step, U* to, int64_t to_step, int64_t count, int64_t length) {
+    for (int64_t i = 0; i < count; ++i) std::memcpy(to + i * to_step, from + i * from_step, length * sizeof(U));
   }
 
   void load_mask(int64_t begin, int64_t end) {

@@ -94,7 +94,7 @@ ffi::Error read_call(ffi::RemainingArgs args, ffi::RemainingRets rets, std::stri
   if (cost.element_results) {
     auto out = rets.get<ffi::AnyBuffer>(0);
     const std::optional<DType> type = out.has_value() ? dtype_of((*out)->element_type()) : std::nullopt;
-    const bool quantized = call->op == Op::kAbsmaxScale && type == DType::kI8;
+    const bool quantized = facts_of(call->op).quantizes && type == DType::kI8;
     if (!type || (is_integer(*type) && !quantized)) return invalid(describe(*call) + ": unsupported dtypes");
     if (shape_of(**out) != call->shape) return invalid(describe(*call) + ": the result differs in shape");
     call->out = *type;

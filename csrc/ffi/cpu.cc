@@ -73,12 +73,12 @@ ffi::Error run(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets
   CallShape call;
   CallBuffers buffers;
   if (ffi::Error error = read_call(args, rets, op, axes, "", &call, &buffers); error.failure()) return error;
-  if (cost_of(call.op).row_operands > 0 || cost_of(call.op).sums > 1 || call.op == Op::kAbsmaxScale) {
+  if (!facts_of(call.op).on_cpu) {
     return ffi::Error::InvalidArgument("jax_softmax: " + describe(call) + ": there is no CPU kernel");
   }
   View view;
   std::string message = make_view(call.shape, call.sides, call.axes, &view);
-  if (message.empty() && call.in != call.out) message = "the result differs in dtype";
+  if (message.empty() && !cpu::makes(call.in, call.out)) message = "the result differs in dtype";
   if (!message.empty()) return ffi::Error::InvalidArgument("jax_softmax: " + describe(call) + ": " + message);
   const int64_t elements = view.elements();
   if (elements == 0) return ffi::Error::Success();
@@ -88,16 +88,16 @@ ffi::Error run(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets
   const cpu::Operands operands{{buffers.in[0], buffers.in[1]},
                                static_cast<const bool*>(buffers.side[0]),
                                buffers.out,
-                               {buffers.of_rows[0], buffers.of_rows[1]}};
+                               {buffers.of_rows[0], buffers.of_rows[1], buffers.of_rows[2]}};
   const int64_t threads = std::max<int64_t>(1, pool.num_threads());
-  const cpu::Work work = variant.work(call.op, call.in, view, threads);
+  const cpu::Work work = variant.work(call.op, call.in, call.out, view, threads);
   const int64_t ranges = std::min({work.units, elements / kElementsPerTask, threads * kRangesPerThread});
   constexpr std::align_val_t kAlignment{cpu::kScratchAlignment};
   void* const scratch = work.scratch_bytes > 0 ? ::operator new(work.scratch_bytes, kAlignment) : nullptr;
   for (int phase = 0; phase < (scratch ? 2 : 1); ++phase) {
-    const auto body = [&variant, op = call.op, dtype = call.in, view, operands, scratch, phase](int64_t begin,
-                                                                                                int64_t end) {
-      variant.run(op, dtype, view, operands, scratch, phase == 1, begin, end);
+    const auto body = [&variant, op = call.op, in = call.in, out = call.out, view, operands, scratch, phase](
+                          int64_t begin, int64_t end) {
+      variant.run(op, in, out, view, operands, scratch, phase == 1, begin, end);
     };
     if (threads == 1 || ranges < 2) {
       body(0, work.units);
