@@ -1,6 +1,6 @@
 """The operators on a CPU next to XLA's best formulation of each: ours over XLA's time, so that less is better.
 
-    python benchmarks/cpu.py                           # half an hour; prints a table
+    python benchmarks/cpu.py                           # ten minutes; prints a table
     python benchmarks/cpu.py --operators entropy ...   # those alone
     python benchmarks/cpu.py --quick                   # small arrays, to try the script
 
@@ -144,10 +144,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--operators", nargs="+", choices=OPERATORS, default=list(OPERATORS), metavar="NAME")
     parser.add_argument("--quick", action="store_true", help="small arrays")
-    parser.add_argument("--repeats", type=int, default=15, help="calls of each, of which the fastest counts (default 15)")
     arguments = parser.parse_args()
     smaller = (lambda shape: tuple(min(n, 300) for n in shape)) if arguments.quick else lambda shape: shape
 
+    repeats = 2 if arguments.quick else 15
     variant = _kernels.build_info()["cpu_variant"]
     print(f"{processor()}, {os.cpu_count()} cores, kernels for {variant}, JAX {jax.__version__}\n")
     print(f"Our time over XLA's, of {' and '.join(DTYPES)}; of `+ gradient` with the value.\n")
@@ -156,7 +156,7 @@ def main() -> None:
     rows = [(name, gradient) for name in arguments.operators for gradient in (False, True)]
     for name, gradient in tqdm(rows, disable=None):
         cells = [
-            [ratio(OPERATORS[name], gradient, smaller(shape), axis, dtype, arguments.repeats) for dtype in DTYPES]
+            [ratio(OPERATORS[name], gradient, smaller(shape), axis, dtype, repeats) for dtype in DTYPES]
             for shape, axis in CASES
         ]
         if any(cells[0]):
