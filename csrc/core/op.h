@@ -42,21 +42,21 @@ struct Operator {
   const char* name;
   const char* type;  // in ops.h
   Cost cost;
-  bool on_cpu = true;      // whether there is a CPU kernel
+  bool on_cpu = false;     // whether there is a CPU kernel, in csrc/cpu/kernels.cc
   bool quantizes = false;  // whether results may be integers
 };
 
 inline constexpr Operator kOperators[] = {
-    {"softmax", "Softmax", {1, 1, 0}},
-    {"log_softmax", "LogSoftmax", {1, 1, 1}},
-    {"softmax_linear", "SoftmaxLinear", {2, 0, 0}},
-    {"log_softmax_jvp", "LogSoftmaxJvp", {2, 1, 0}},
-    {"log_softmax_vjp", "LogSoftmaxVjp", {2, 1, 0}},
-    {"row_states", "RowStates", {1, 1, 1, false, 2}},
-    {"cross_entropy", "CrossEntropy", {1, 1, 1, false, 2, 1, 1, true}, false},
-    {"cross_entropy_gradient", "CrossEntropyGradient", {1, 1, 1, true, 2, 3}, false},
-    {"entropy", "Entropy", {1, 1, 1, false, 3, 0, 2}},
-    {"kl_divergence", "KlDivergence", {2, 1, 1, false, 3, 2, 2}, false},
+    {"softmax", "Softmax", {1, 1, 0}, true},
+    {"log_softmax", "LogSoftmax", {1, 1, 1}, true},
+    {"softmax_linear", "SoftmaxLinear", {2, 0, 0}, true},
+    {"log_softmax_jvp", "LogSoftmaxJvp", {2, 1, 0}, true},
+    {"log_softmax_vjp", "LogSoftmaxVjp", {2, 1, 0}, true},
+    {"row_states", "RowStates", {1, 1, 1, false, 2}, true},
+    {"cross_entropy", "CrossEntropy", {1, 1, 1, false, 2, 1, 1, true}},
+    {"cross_entropy_gradient", "CrossEntropyGradient", {1, 1, 1, true, 2, 3}},
+    {"entropy", "Entropy", {1, 1, 1, false, 3, 0, 2}, true},
+    {"kl_divergence", "KlDivergence", {2, 1, 1, false, 3, 2, 2}},
     {"absmax_scale", "AbsmaxScale", {1, 0, 0, true, 1}, true, true},
 };
 inline constexpr int kOps = sizeof(kOperators) / sizeof(kOperators[0]);
