@@ -171,17 +171,15 @@ def sharding_rule(shapes, results) -> str:
 def _divide(arg_shapes, arg_shardings, result_shape, result_sharding, config):
     """What XLA asks of a call that it divides: a device's program, and the shardings of the operands and the result.
 
-    The sharding of a result of x's shape decides, where there is one, else that of x; what has another one is brought
-    to it.
+    All operands and results have one layout, that of `_joined`. What has another one is brought to it by XLA.
     """
     config = json.loads(config)
     params = {name: tuple(value) if isinstance(value, list) else value for name, value in config["params"].items()}
     shape = tuple(arg_shapes[0].dimensions())
-    first_result = _parts_of_tuple(result_shape)[0]
-    sharding = arg_shardings[0]
-    if tuple(first_result.dimensions()) == shape:
-        sharding = result_sharding.tuple_elements()[0] if result_shape.is_tuple() else result_sharding
-    devices = _device_array(sharding, len(shape))
+    parts = result_sharding.tuple_elements() if result_shape.is_tuple() else [result_sharding]
+    results = [_Laid(result, part, shape) for result, part in zip(_parts_of_tuple(result_shape), parts, strict=True)]
+    operands = [_Laid(arg, sharding, shape) for arg, sharding in zip(arg_shapes, arg_shardings, strict=True)]
+    devices = _joined(operands, results, shape)
     spread = [d for d in params["axes"] if devices.shape[d] > 1]
     if spread and devices.size < config["devices"]:
         # XLA numbers the devices anew for each group of the manual axes: those that share a row cannot be named.
@@ -194,28 +192,76 @@ def _divide(arg_shapes, arg_shardings, result_shape, result_sharding, config):
         spread = []
 
     part = [-(-n // tiles) for n, tiles in zip(shape, devices.shape, strict=False)]
-    specs, shardings = [], []
-    for arg in arg_shapes:
-        dims = _aligned(arg.dimensions(), shape)
-        specs.append(jax.ShapeDtypeStruct([1 if d is None else part[d] for d in dims], arg.numpy_dtype()))
-        shardings.append(_sharding(_projected(devices, dims)))
+    specs = [
+        jax.ShapeDtypeStruct([1 if d is None else part[d] for d in laid.dims], arg.numpy_dtype())
+        for laid, arg in zip(operands, arg_shapes, strict=True)
+    ]
     primitive = _PRIMITIVES[config["primitive"]]
     if spread:
         function = _on_parts_of_rows(primitive.name, params["axes"], shape, part, devices, spread)
     else:
         function = functools.partial(primitive.bind, axis_name=(), **params)
     program = _lowered_apart(function, specs, config["platform"])
-    return program, shardings, _result_sharding(result_shape, shape, devices)
+    shardings = [_sharding(_projected(devices, laid.dims)) for laid in operands]
+    return program, shardings, _result_sharding(result_shape, devices, results)
+
+
+class _Laid:
+    """An operand or a result of a call on x: which of x's dimensions it has, and the devices that hold its parts."""
+
+    def __init__(self, array, sharding, shape):
+        self.dims = _aligned(array.dimensions(), shape)
+        self.is_whole = tuple(array.dimensions()) == shape
+        self.devices = _device_array(sharding, len(self.dims))
 
 
 def _parts_of_tuple(shape):
     return shape.tuple_shapes() if shape.is_tuple() else [shape]
 
 
-def _result_sharding(result_shape, shape, devices):
-    """Of one result or a tuple of several, where x is of this shape and so divided among the devices."""
-    dims = [_aligned(result.dimensions(), shape) for result in _parts_of_tuple(result_shape)]
-    shardings = [_sharding(_projected(devices, d)) for d in dims]
+def _joined(operands, results, shape):
+    """The device array of x: each dimension is divided as where it has most parts.
+
+    Of dimensions that cannot both be, because the same devices divide them, that comes first which is divided in a
+    result of x's shape, then in the first operand that has it so: what is whole can be cut for nothing.
+    """
+    laid = [*(r for r in results if r.is_whole), *operands, *(r for r in results if not r.is_whole)]
+    n_devices = max(a.devices.size for a in laid)
+    devices = np.arange(n_devices).reshape([1] * len(shape) + [-1])
+    for a in laid:
+        if a.devices.size == n_devices:  # else it is not divided
+            devices = _refined(devices, a.devices, a.dims)
+    return devices
+
+
+def _refined(devices, others, dims):
+    """The device array with dimensions dims[k] divided as dimension k of another one, where that has more parts.
+
+    Not those by which devices would hold unequal numbers of parts: what divides them divides another one already.
+    """
+    tiles, places, places_of_others = list(devices.shape[:-1]), _places(devices), _places(others)
+    for k, d in enumerate(dims):
+        if d is None or others.shape[k] <= tiles[d]:
+            continue
+        finer, moved = [*tiles[:d], others.shape[k], *tiles[d + 1 :]], places.copy()
+        moved[d] = places_of_others[k]
+        counts = np.bincount(np.ravel_multi_index(moved, finer), minlength=math.prod(finer))
+        if (counts == counts[0]).all():
+            tiles, places = finer, moved
+    order = np.argsort(np.ravel_multi_index(places, tiles), kind="stable") if tiles else np.arange(devices.size)
+    return order.reshape([*tiles, -1])
+
+
+def _places(devices):
+    """For each dimension of a device array but the last: where in it each device is."""
+    places = np.empty((devices.ndim - 1, devices.size), np.int64)
+    places[:, devices.ravel()] = np.indices(devices.shape)[:-1].reshape(devices.ndim - 1, -1)
+    return places
+
+
+def _result_sharding(result_shape, devices, results):
+    """Of one result or a tuple of several, where x is so divided among the devices."""
+    shardings = [_sharding(_projected(devices, laid.dims)) for laid in results]
     return _HloSharding.tuple_sharding(result_shape, shardings) if result_shape.is_tuple() else shardings[0]
 
 
@@ -328,9 +374,10 @@ def _sharding_from_user(sharding, shape, config):
 
 def _sharding_from_operands(arg_shapes, arg_shardings, result_shape, config):
     shape = tuple(arg_shapes[0].dimensions())
-    whole = [s for s, arg in zip(arg_shardings, arg_shapes, strict=True) if tuple(arg.dimensions()) == shape]
-    devices = _device_array(next((s for s in whole if s.is_tiled()), whole[0]), len(shape))
-    return _result_sharding(result_shape, shape, devices)
+    operands = [_Laid(arg, sharding, shape) for arg, sharding in zip(arg_shapes, arg_shardings, strict=True)]
+    devices = _joined(operands, [], shape)
+    results = [_Laid(result, _HloSharding.replicate(), shape) for result in _parts_of_tuple(result_shape)]
+    return _result_sharding(result_shape, devices, results)
 
 
 def _register():

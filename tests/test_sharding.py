@@ -681,6 +681,56 @@ def test_logsumexp_of_rows_that_are_not_finite():
             check(result, bounded)
 
 
+LABELS = np.arange(32).reshape(8, 4)
+# Functions of two arrays, one of them a mask or logits of another distribution.
+OF_TWO = {
+    "softmax": lambda x, where: jax_softmax.softmax(x, -1, where),
+    "logsumexp": lambda x, where: jax_softmax.logsumexp(x, -1, where),
+    "entropy": lambda x, where: jax_softmax.entropy(x, -1, where),
+    "losses": lambda x, where: jax_softmax.softmax_cross_entropy_with_integer_labels(x, LABELS, -1, where),
+    "loss": lambda x, where: jax_softmax.cross_entropy_loss(x, LABELS, where=where),
+    "kl_divergence": jax_softmax.kl_divergence,
+    "distillation": lambda p, q: jax.value_and_grad(lambda q: jax_softmax.kl_divergence(p, q).sum())(q),
+}
+SUMS = ("loss", "distillation")
+TWO_LAYOUTS = [(P(), P("data")), (P("data"), P("data", "model")), (P("data"), P(None, "model"))]
+
+
+def of_two(name):
+    return normal(SHAPE), normal(SHAPE, seed=1) if name in ("kl_divergence", "distillation") else support.random_mask(
+        SHAPE
+    )
+
+
+@sampled("name,specs", itertools.product(OF_TWO, TWO_LAYOUTS), 9, ids=str)
+def test_operands_in_different_layouts(name, specs):
+    """All are cut as finely as one of them is, and none is gathered."""
+    f, arrays = OF_TWO[name], of_two(name)
+    results, travels = run_compiled(f, *map(place, arrays, specs))
+    assert kinds(travels) == ({"all-reduce"} if name in SUMS else set())
+    assert all(size <= 2 for _, size in travels)
+    same(results, jax.jit(f)(*arrays))
+
+
+@pytest.mark.parametrize("name", OF_TWO)
+def test_operands_that_divide_rows_differently(name):
+    """Numbers of rows travel."""
+    f, arrays = OF_TWO[name], of_two(name)
+    results, travels = run_compiled(f, *map(place, arrays, (P("data"), P(None, None, "model"))))
+    assert kinds(travels) == {"all-reduce"}
+    assert all(size <= 4 * math.prod(SHAPE[:2]) // 4 for _, size in travels)
+    same(results, jax.jit(f)(*arrays))
+
+
+def test_gspmd_and_operands_in_different_layouts(gspmd):
+    for name in ("logsumexp", "kl_divergence"):
+        f, arrays = OF_TWO[name], of_two(name)
+        for specs in TWO_LAYOUTS:
+            results, travels = run_compiled(f, *map(place, arrays, specs))
+            assert travels == []
+            same(results, jax.jit(f)(*arrays))
+
+
 def test_gspmd_divides_losses(gspmd):
     for spec in (P("data", "model"), P("data", None, "model")):
         one, several = logits_and_labels(spec, -1, AxisType.Auto)
