@@ -108,6 +108,31 @@ def masked(f, axis, **options):
     return lambda x, where=None: f(x, axis, where, **options)
 
 
+def labels_of(x):
+    return np.arange(math.prod(x.shape[:-1])).reshape(x.shape[:-1])
+
+
+# Functions of two arrays, one of them a mask or logits of another distribution.
+OF_TWO = {
+    **{name: lambda x, where, f=f: f(x, -1, where) for name, f in OPERATORS.items()},
+    **{f"{name}_vjp": lambda x, where, f=f: f(x, -1, where) for name, f in CUSTOM_VJPS.items()},
+    "logsumexp": lambda x, where: jax_softmax.logsumexp(x, -1, where),
+    "entropy": lambda x, where: jax_softmax.entropy(x, -1, where),
+    "losses": lambda x, where: jax_softmax.softmax_cross_entropy_with_integer_labels(x, labels_of(x), -1, where),
+    "loss": lambda x, where: jax_softmax.cross_entropy_loss(x, labels_of(x), where=where),
+    "kl_divergence": jax_softmax.kl_divergence,
+    "distillation": lambda p, q: jax.value_and_grad(lambda q: jax_softmax.kl_divergence(p, q).sum())(q),
+}
+OF_ROWS_OF_TWO = list(OF_TWO)[4:]
+SUMS = ("loss", "distillation")
+TWO_LAYOUTS = [(P(), P("data")), (P("data"), P("data", "model")), (P("data"), P(None, "model"))]
+
+
+def of_two(name):
+    of_floats = name in ("kl_divergence", "distillation")
+    return normal(SHAPE), normal(SHAPE, seed=1) if of_floats else support.random_mask(SHAPE)
+
+
 # ---- Kept axes: nothing travels, and the results stay where the operands are.
 
 
@@ -516,6 +541,48 @@ def test_types_follow_all_operands(case, name):
     same(ours, TYPED[case](OPERATORS[name], lambda value, spec: value))
 
 
+def derivatives(f, x, other, forward):
+    """Pairs of what must have one type: each float operand and its cotangent, the result and its tangent."""
+    pairs = []
+    for k, operand in enumerate([x] if other.dtype == bool else [x, other]):
+
+        def of_one(a, k=k):
+            return f(a, other) if k == 0 else f(x, a)
+
+        y, pullback = jax.vjp(of_one, operand)
+        pairs.append((operand, pullback(y)[0]))
+        if forward:
+            pairs.append((y, jax.jvp(of_one, (operand,), (operand,))[1]))
+    return pairs
+
+
+FINER = P("data", None, "model")
+
+
+@pytest.mark.parametrize("specs", [(P("data"), FINER), (P(), FINER), (FINER, P("data"))], ids=str)
+@pytest.mark.parametrize(
+    "name", ["softmax", "log_softmax", "softmax_vjp", "log_softmax_vjp", "losses", "kl_divergence"]
+)
+def test_types_of_derivatives(name, specs):
+    """Those of what they belong to, also where another operand is sharded over more mesh axes."""
+    f, arrays = functools.partial(derivatives, OF_TWO[name], forward=not name.endswith("vjp")), of_two(name)
+    with jax.set_mesh(mesh(AxisType.Explicit)):
+        pairs = f(*map(jax.device_put, arrays, specs))
+    assert all(jax.typeof(like) == jax.typeof(derivative) for like, derivative in pairs)
+    same(pairs, f(*arrays))
+
+
+@pytest.mark.parametrize("name", ["softmax", "losses", "kl_divergence"])
+def test_types_of_derivatives_of_vmap(name):
+    """Also if it is the axis of the batch along which only the other operand is sharded."""
+    x, other = of_two(name)
+    f = functools.partial(derivatives, jax.vmap(OF_TWO[name], (None, 0)), forward=True)
+    with jax.set_mesh(mesh(AxisType.Explicit)):
+        pairs = f(jax.device_put(x[0], P("model")), jax.device_put(other, P("data")))
+    assert all(jax.typeof(like) == jax.typeof(derivative) for like, derivative in pairs)
+    same(pairs, f(x[0], other))
+
+
 @every_name
 def test_shardings_that_do_not_go_together(name):
     with jax.set_mesh(mesh(AxisType.Explicit)):
@@ -681,28 +748,7 @@ def test_logsumexp_of_rows_that_are_not_finite():
             check(result, bounded)
 
 
-LABELS = np.arange(32).reshape(8, 4)
-# Functions of two arrays, one of them a mask or logits of another distribution.
-OF_TWO = {
-    "softmax": lambda x, where: jax_softmax.softmax(x, -1, where),
-    "logsumexp": lambda x, where: jax_softmax.logsumexp(x, -1, where),
-    "entropy": lambda x, where: jax_softmax.entropy(x, -1, where),
-    "losses": lambda x, where: jax_softmax.softmax_cross_entropy_with_integer_labels(x, LABELS, -1, where),
-    "loss": lambda x, where: jax_softmax.cross_entropy_loss(x, LABELS, where=where),
-    "kl_divergence": jax_softmax.kl_divergence,
-    "distillation": lambda p, q: jax.value_and_grad(lambda q: jax_softmax.kl_divergence(p, q).sum())(q),
-}
-SUMS = ("loss", "distillation")
-TWO_LAYOUTS = [(P(), P("data")), (P("data"), P("data", "model")), (P("data"), P(None, "model"))]
-
-
-def of_two(name):
-    return normal(SHAPE), normal(SHAPE, seed=1) if name in ("kl_divergence", "distillation") else support.random_mask(
-        SHAPE
-    )
-
-
-@sampled("name,specs", itertools.product(OF_TWO, TWO_LAYOUTS), 9, ids=str)
+@sampled("name,specs", itertools.product(["softmax", *OF_ROWS_OF_TWO], TWO_LAYOUTS), 9, ids=str)
 def test_operands_in_different_layouts(name, specs):
     """All are cut as finely as one of them is, and none is gathered."""
     f, arrays = OF_TWO[name], of_two(name)
@@ -712,7 +758,7 @@ def test_operands_in_different_layouts(name, specs):
     same(results, jax.jit(f)(*arrays))
 
 
-@pytest.mark.parametrize("name", OF_TWO)
+@pytest.mark.parametrize("name", OF_ROWS_OF_TWO)
 def test_operands_that_divide_rows_differently(name):
     """Numbers of rows travel."""
     f, arrays = OF_TWO[name], of_two(name)
