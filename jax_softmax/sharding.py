@@ -136,8 +136,24 @@ def _devices(ctx) -> tuple[int, bool]:
     return 1, False  # ReplicaAxisContext, of pmap
 
 
+_warned = set()
+
+
 def _warn(message: str) -> None:
-    warnings.warn(f"jax_softmax: {message}.", stacklevel=2)
+    """Warns, once for all calls of which the same is to be said."""
+    if message not in _warned:
+        warnings.warn(f"jax_softmax: {message}.", stacklevel=3)
+        _warned.add(message)
+
+
+def _warn_inside_xla(message: str) -> None:
+    """The same where nothing may be raised: a filter that makes errors of warnings is not heeded."""
+    try:
+        _warn(message)
+    except UserWarning:
+        with warnings.catch_warnings():
+            warnings.simplefilter("always")
+            _warn(message)
 
 
 def _aligned(shape, like):
@@ -171,7 +187,9 @@ def sharding_rule(shapes, results) -> str:
 def _divide(arg_shapes, arg_shardings, result_shape, result_sharding, config):
     """What XLA asks of a call that it divides: a device's program, and the shardings of the operands and the result.
 
-    All operands and results have one layout, that of `_joined`. What has another one is brought to it by XLA.
+    All operands and results have one layout, that of `_joined`. What has another one is brought to it: by XLA, which
+    cuts what is whole for nothing, or by the program itself, if a mesh axis goes to another dimension. (XLA can do that
+    as well, but JAX 0.12's gathers, its HloShardingV3 being of another kind than the shardings of a callback.)
     """
     config = json.loads(config)
     params = {name: tuple(value) if isinstance(value, list) else value for name, value in config["params"].items()}
@@ -180,30 +198,48 @@ def _divide(arg_shapes, arg_shardings, result_shape, result_sharding, config):
     results = [_Laid(result, part, shape) for result, part in zip(_parts_of_tuple(result_shape), parts, strict=True)]
     operands = [_Laid(arg, sharding, shape) for arg, sharding in zip(arg_shapes, arg_shardings, strict=True)]
     devices = _joined(operands, results, shape)
-    spread = [d for d in params["axes"] if devices.shape[d] > 1]
-    if spread and devices.size < config["devices"]:
-        # XLA numbers the devices anew for each group of the manual axes: those that share a row cannot be named.
-        _warn(
-            "an operand that is sharded over devices may be gathered onto each of them: inside a partly manual "
-            "shard_map a reduced axis is sharded over a mesh axis that is not manual. Make that mesh axis manual too "
-            "and pass it as axis_name"
+    spread, why = [d for d in params["axes"] if devices.shape[d] > 1], None
+    # Else inside a partly manual shard_map, where XLA numbers the devices anew for each group of the manual axes.
+    nameable = devices.size == config["devices"]
+    if spread and not nameable:
+        why = (
+            "inside a partly manual shard_map a reduced axis is sharded over a mesh axis that is not manual. Make that "
+            "mesh axis manual too and pass it as axis_name"
         )
         devices = _projected(devices, [None if d in spread else d for d in range(len(shape))])
         spread = []
 
-    part = [-(-n // tiles) for n, tiles in zip(shape, devices.shape, strict=False)]
-    specs = [
-        jax.ShapeDtypeStruct([1 if d is None else part[d] for d in laid.dims], arg.numpy_dtype())
-        for laid, arg in zip(operands, arg_shapes, strict=True)
+    part = _part(shape, devices)
+    wanted = [_projected(devices, laid.dims) for laid in operands]
+    # As they lie, but for what can be cut for nothing; and what is to be done about the rest.
+    layouts = [_refined(laid.devices, layout) for laid, layout in zip(operands, wanted, strict=True)]
+    moves = [
+        None if _same(*pair) or not nameable else _Move.between(*pair, laid.shape)
+        for laid, *pair in zip(operands, layouts, wanted, strict=True)
     ]
+    if not all(move or _same(*pair) for move, *pair in zip(moves, layouts, wanted, strict=True)):
+        why = why or (
+            "its layout does not go together with that of the result, or of another operand. Bring it to that one "
+            "before, by jax.lax.with_sharding_constraint or jax.sharding.reshard"
+        )
+    layouts = [a if move else b for move, a, b in zip(moves, layouts, wanted, strict=True)]
+    if why:
+        _warn_inside_xla(f"an operand that is sharded over devices may be gathered onto each of them: {why}")
     primitive = _PRIMITIVES[config["primitive"]]
     if spread:
         function = _on_parts_of_rows(primitive.name, params["axes"], shape, part, devices, spread)
     else:
         function = functools.partial(primitive.bind, axis_name=(), **params)
-    program = _lowered_apart(function, specs, config["platform"])
-    shardings = [_sharding(_projected(devices, laid.dims)) for laid in operands]
-    return program, shardings, _result_sharding(result_shape, devices, results)
+    specs = [
+        jax.ShapeDtypeStruct(_part(arg.dimensions(), layout), arg.numpy_dtype())
+        for arg, layout in zip(arg_shapes, layouts, strict=True)
+    ]
+
+    def after_moves(*operands):
+        return function(*(move(a) if move else a for move, a in zip(moves, operands, strict=True)))
+
+    program = _lowered_apart(after_moves, specs, config["platform"])
+    return program, [_sharding(layout) for layout in layouts], _result_sharding(result_shape, devices, results)
 
 
 class _Laid:
@@ -211,12 +247,51 @@ class _Laid:
 
     def __init__(self, array, sharding, shape):
         self.dims = _aligned(array.dimensions(), shape)
-        self.is_whole = tuple(array.dimensions()) == shape
+        self.shape = tuple(array.dimensions())
+        self.is_whole = self.shape == shape
         self.devices = _device_array(sharding, len(self.dims))
+
+
+def _part(shape, devices):
+    """The shape of what each device has of an array."""
+    return [-(-n // tiles) for n, tiles in zip(shape, devices.shape[:-1], strict=True)]
 
 
 def _parts_of_tuple(shape):
     return shape.tuple_shapes() if shape.is_tuple() else [shape]
+
+
+class _Move:
+    """Brings a mesh axis from one dimension of an array to another: an all-to-all of the devices along it."""
+
+    def __init__(self, **parameters):
+        self._parameters = parameters
+
+    @classmethod
+    def between(cls, source, wanted, shape):
+        """From one device array of an array of this shape to another one; or None if that takes more than a move."""
+        changed = [d for d in range(len(shape)) if source.shape[d] != wanted.shape[d]]
+        if len(changed) != 2:
+            return None
+        joined, cut = sorted(changed, key=lambda d: wanted.shape[d] - source.shape[d])
+        n, rest = divmod(source.shape[joined], wanted.shape[joined])
+        if rest or source.shape[cut] * n != wanted.shape[cut]:
+            return None
+        places = _places(source)
+        places[cut] = places[cut] * n + places[joined] % n
+        places[joined] //= n
+        if (
+            not np.array_equal(places, _places(wanted))
+            or shape[joined] % source.shape[joined]
+            or shape[cut] % wanted.shape[cut]
+        ):
+            return None
+        parts = source.reshape(*source.shape[:joined], wanted.shape[joined], n, *source.shape[joined + 1 :])
+        groups = np.moveaxis(parts, joined + 1, -1).reshape(-1, n)
+        return cls(groups=tuple(map(tuple, groups.tolist())), cut=cut, joined=joined)
+
+    def __call__(self, a):
+        return _all_to_all_p.bind(a, **self._parameters)
 
 
 def _joined(operands, results, shape):
@@ -225,22 +300,23 @@ def _joined(operands, results, shape):
     Of dimensions that cannot both be, because the same devices divide them, that comes first which is divided in a
     result of x's shape, then in the first operand that has it so: what is whole can be cut for nothing.
     """
-    laid = [*(r for r in results if r.is_whole), *operands, *(r for r in results if not r.is_whole)]
-    n_devices = max(a.devices.size for a in laid)
-    devices = np.arange(n_devices).reshape([1] * len(shape) + [-1])
-    for a in laid:
-        if a.devices.size == n_devices:  # else it is not divided
-            devices = _refined(devices, a.devices, a.dims)
+    devices = np.zeros([1] * (len(shape) + 1), np.int64)
+    for a in [*(r for r in results if r.is_whole), *operands, *(r for r in results if not r.is_whole)]:
+        devices = _refined(devices, a.devices, a.dims)
     return devices
 
 
-def _refined(devices, others, dims):
+def _refined(devices, others, dims=None):
     """The device array with dimensions dims[k] divided as dimension k of another one, where that has more parts.
 
     Not those by which devices would hold unequal numbers of parts: what divides them divides another one already.
     """
+    if others.size == 1:  # which is not divided
+        return devices
+    if devices.size == 1:
+        devices = np.arange(others.size).reshape([1] * (devices.ndim - 1) + [-1])
     tiles, places, places_of_others = list(devices.shape[:-1]), _places(devices), _places(others)
-    for k, d in enumerate(dims):
+    for k, d in enumerate(range(len(tiles)) if dims is None else dims):
         if d is None or others.shape[k] <= tiles[d]:
             continue
         finer, moved = [*tiles[:d], others.shape[k], *tiles[d + 1 :]], places.copy()
@@ -250,6 +326,11 @@ def _refined(devices, others, dims):
             tiles, places = finer, moved
     order = np.argsort(np.ravel_multi_index(places, tiles), kind="stable") if tiles else np.arange(devices.size)
     return order.reshape([*tiles, -1])
+
+
+def _same(devices, others):
+    """Whether both say that each device has the same part."""
+    return devices.shape == others.shape and np.array_equal(_places(devices), _places(others))
 
 
 def _places(devices):
@@ -359,6 +440,30 @@ def _all_reduce(ctx, value, *, kind, groups):
 
 
 mlir.register_lowering(_all_reduce_p, _all_reduce)
+
+_all_to_all_p = Primitive("jax_softmax_all_to_all")
+
+
+@_all_to_all_p.def_abstract_eval
+def _(a, *, groups, cut, joined):
+    shape = list(a.shape)
+    shape[cut] //= len(groups[0])
+    shape[joined] *= len(groups[0])
+    return a.update(shape=tuple(shape))
+
+
+def _all_to_all(ctx, a, *, groups, cut, joined):
+    return stablehlo.AllToAllOp(
+        [a],
+        split_dimension=ir.IntegerAttr.get(ir.IntegerType.get_signless(64), cut),
+        concat_dimension=ir.IntegerAttr.get(ir.IntegerType.get_signless(64), joined),
+        split_count=ir.IntegerAttr.get(ir.IntegerType.get_signless(64), len(groups[0])),
+        replica_groups=ir.DenseIntElementsAttr.get(np.array(groups, np.int64)),
+        channel_handle=stablehlo.ChannelHandle.get(1, 1),
+    ).results
+
+
+mlir.register_lowering(_all_to_all_p, _all_to_all)
 
 _device_number_p = Primitive("jax_softmax_device_number")
 _device_number_p.def_abstract_eval(lambda: jax.core.ShapedArray((), np.dtype(np.uint32)))

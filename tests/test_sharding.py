@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import warnings
 from pathlib import Path
 
 import jax
@@ -34,6 +35,7 @@ SHAPE = (8, 4, 32)
 @pytest.fixture(autouse=True)
 def on_the_cpu():
     """Also where there is a GPU: what is not sharded is where the devices are that it is compared with."""
+    sharding._warned.clear()
     with jax.default_device(jax.devices("cpu")[0]):
         yield
 
@@ -54,24 +56,14 @@ def place(x, spec, kind=AxisType.Auto):
     return jax.device_put(x, NamedSharding(mesh(kind), P(*spec[len(spec) - x.ndim :]) if x.ndim < len(spec) else spec))
 
 
-_COLLECTIVE = re.compile(
-    r"= (\S+|\(.*?\)) (all-gather|all-reduce|all-to-all|collective-[a-z]+|reduce-scatter)(?:-start)?\("
-)
-
-
 def run_compiled(f, *args, kernels=None):
     """The results of the compiled program, and its collectives with the number of elements that each of them sends.
 
     `kernels`, where it is given, is how many calls of kernels the program must have."""
     program = jax.jit(f).lower(*args).compile()
-    text = program.as_text()
     if kernels is not None:
-        assert text.count('custom_call_target="jax_softmax"') == kernels
-    found = []
-    for types, kind in _COLLECTIVE.findall(text):
-        sizes = [math.prod(map(int, filter(None, dims.split(",")))) for dims in re.findall(r"\[([\d,]*)\]", types)]
-        found.append((kind, sum(sizes)))
-    return program(*args), found
+        assert program.as_text().count('custom_call_target="jax_softmax"') == kernels
+    return program(*args), support.collectives(program)
 
 
 def kinds(collectives):
@@ -768,6 +760,29 @@ def test_operands_that_divide_rows_differently(name):
     same(results, jax.jit(f)(*arrays))
 
 
+MOVED = [
+    (P("model"), P(None, "model"), 0),
+    (P("data"), P(None, "model", "data"), 2),
+    (P(None, None, "data"), P("data"), 0),
+    (P(("data", "model")), P("data", "model"), 0),
+]
+
+
+@pytest.mark.parametrize("given,wanted,n_states", MOVED, ids=str)
+def test_a_mesh_axis_that_moves_to_another_dimension(given, wanted, n_states):
+    """Each device sends the others their parts, and nobody has the whole."""
+    x, layout = normal(SHAPE), NamedSharding(mesh(), wanted)
+    y, travels = run_compiled(jax.jit(jax_softmax.softmax, out_shardings=layout), place(x, given))
+    assert sorted(kind for kind, _ in travels) == ["all-reduce"] * n_states + ["all-to-all"]
+    assert all(size <= x.size / 2 for _, size in travels)
+    assert y.sharding.is_equivalent_to(layout, 3)
+    check(y, reference("softmax", x))
+    where = support.random_mask(SHAPE)
+    y, travels = run_compiled(masked(jax_softmax.softmax, -1), place(x, wanted), place(where, given))
+    assert sorted(kind for kind, _ in travels) == ["all-reduce"] * n_states + ["all-to-all"]
+    check(y, reference("softmax", x, -1, where))
+
+
 def test_gspmd_and_operands_in_different_layouts(gspmd):
     for name in ("logsumexp", "kl_divergence"):
         f, arrays = OF_TWO[name], of_two(name)
@@ -812,6 +827,26 @@ def test_a_divided_axis_that_is_not_manual():
     with pytest.warns(UserWarning, match="may be gathered.*Make that mesh axis manual too and pass it as axis_name"):
         y = jax.jit(sharded)(place(x, P("data", None, "model")))
     check(y, reference("softmax", x))
+
+
+def test_layouts_that_do_not_go_together():
+    x, y = normal(SHAPE), normal(SHAPE, seed=1)
+    with pytest.warns(UserWarning, match="may be gathered.*Bring it to that one before, by jax.lax") as warned:
+        found = jax.jit(lambda *a: jax.jvp(jax_softmax.kl_divergence, a, a))(
+            place(x, P(("model", "data"))), place(y, P("data", "model"))
+        )
+    assert len(warned) == 1
+    same(found, jax.jvp(jax_softmax.kl_divergence, (x, y), (x, y)))
+
+
+def test_a_filter_that_makes_errors_of_warnings():
+    """XLA calls back to where nothing may be raised: the warning is shown, and the program runs."""
+    x, y = normal(SHAPE), normal(SHAPE, seed=1)
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("error")
+        found = jax.jit(jax_softmax.kl_divergence)(place(x, P(("model", "data"))), place(y, P("data", "model")))
+    assert ["may be gathered" in str(warning.message) for warning in shown] == [True]
+    same(found, jax_softmax.kl_divergence(x, y))
 
 
 def test_gspmd_inside_a_partly_manual_shard_map(gspmd):
@@ -924,7 +959,7 @@ def run_script(script):
 
 def test_two_processes():
     script = """
-        import re, sys, jax, numpy as np, jax_softmax
+        import sys, jax, numpy as np, jax_softmax, support
         from jax.sharding import NamedSharding, PartitionSpec as P
         port, number = sys.argv[1:]
         jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=2, process_id=int(number))
@@ -942,8 +977,8 @@ def test_two_processes():
             layout = NamedSharding(mesh, spec)
             a, b = (jax.make_array_from_callback(v.shape, layout, lambda i, v=v: v[i]) for v in (x, t))
             program = jax.jit(run).lower(a, b).compile()
-            found = re.findall(r" (all-[a-z]+|collective-[a-z]+|reduce-scatter)(?:-start)?[(]", program.as_text())
-            assert set(found) == collectives, found
+            found = support.collectives(program)
+            assert {kind for kind, _ in found} == collectives, found
             for actual, whole in zip(program(a, b), expected):
                 for shard in actual.addressable_shards:
                     np.testing.assert_allclose(shard.data, whole[shard.index], rtol=1e-5, atol=1e-7)
