@@ -78,10 +78,21 @@ def laid_as_well(x, *others):
         return x
     types = [jax.ShapeDtypeStruct(aval.shape, bool, sharding=aval.sharding) for aval in avals]
     joined = jax.eval_shape(lambda *masks: functools.reduce(jnp.logical_or, masks), *types)
-    dims = zip(x.shape, joined.shape, joined.sharding.spec, strict=True)
+    return _laid_like(x, joined)
+
+
+def rows_laid_as(x, rows):
+    """Numbers of x's rows, of its rank, in explicit mode cut as x is: else x's gradient would be cut as they are."""
+    avals = [jax.typeof(a) for a in (rows, x)]
+    return _laid_like(rows, avals[1]) if types_tell_shardings(avals) else rows
+
+
+def _laid_like(a, aval):
+    """An array cut as one that it broadcasts to."""
+    dims = zip(a.shape, aval.shape, aval.sharding.spec, strict=True)
     spec = PartitionSpec(*(names if n == whole else None for n, whole, names in dims))
-    same = spec == avals[0].sharding.spec
-    return x if same else jax.sharding.reshard(x, NamedSharding(joined.sharding.mesh, spec))
+    same = spec == jax.typeof(a).sharding.spec
+    return a if same else jax.sharding.reshard(a, NamedSharding(aval.sharding.mesh, spec))
 
 
 def _batch(op, axis_data, operands, batch_axes, *, axes, axis_name):

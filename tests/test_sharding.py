@@ -575,6 +575,21 @@ def test_types_of_derivatives_of_vmap(name):
     same(pairs, f(x[0], other))
 
 
+def test_weights_of_a_loss_that_are_cut_more_finely():
+    """Numbers of rows travel, and not the gradient."""
+    x, weights = normal(SHAPE), np.abs(normal(SHAPE[:2], seed=1))
+
+    def run(x, weights):
+        return jax.value_and_grad(jax_softmax.cross_entropy_loss)(x, labels_of(x), weights=weights)
+
+    with jax.set_mesh(mesh(AxisType.Explicit)):
+        arrays = jax.device_put(x, P("data")), jax.device_put(weights, P("data", "model"))
+        results, travels = run_compiled(run, *arrays)
+        assert jax.typeof(results[1]) == jax.typeof(arrays[0])
+    assert all(size <= weights.size // 4 for _, size in travels)
+    same(results, jax.jit(run)(x, weights))
+
+
 @every_name
 def test_shardings_that_do_not_go_together(name):
     with jax.set_mesh(mesh(AxisType.Explicit)):
