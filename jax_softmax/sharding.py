@@ -336,7 +336,7 @@ def _same(devices, others):
 def _places(devices):
     """For each dimension of a device array but the last: where in it each device is."""
     places = np.empty((devices.ndim - 1, devices.size), np.int64)
-    places[:, devices.ravel()] = np.indices(devices.shape)[:-1].reshape(devices.ndim - 1, -1)
+    places[:, devices.ravel()] = np.indices(devices.shape)[:-1].reshape(places.shape)
     return places
 
 
