@@ -126,7 +126,9 @@ def main() -> int:
         difference = largest_difference(y_two, y_one)
         del y_one, y_two
         ((_, of_jax, _),) = measured(theirs, layouts[1:], (x, t))
-        found = re.findall(r" (all-\w+|collective-\w+|reduce-scatter)(?:-start)?\(", program_two.as_text())
+        found = re.findall(
+            r" (all-(?:gather|reduce|to-all)|collective-\w+|reduce-scatter)(?:-start)?\(", program_two.as_text()
+        )
         sizes = [memory(program) / 1e6 for program in (program_one, program_two)]
         print(
             f"| {case} | {shape} | {one * 1e3:.3f} | {two * 1e3:.3f} | {one / two:.2f} | {of_jax * 1e3:.3f} | "

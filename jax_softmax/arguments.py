@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_softmax import reference
+from jax_softmax.primitives import laid_as_well
 
 Axis = int | Sequence[int] | np.ndarray | jax.Array | None
 AxisName = Hashable | Sequence[Hashable] | None
@@ -49,7 +50,9 @@ def _is_dtype_of_jax(dtype: np.dtype) -> bool:
 
 
 def varying_as_well(x: jax.Array, where: jax.Array | None, axis_name: tuple[Hashable, ...]) -> jax.Array:
-    """x, inside `shard_map` marked as varying over the mesh axes that the result varies over: the mask's, axis_name."""
+    """x, in its type what the result is: inside `shard_map` varying over the mesh axes of the mask and axis_name, in
+    explicit mode cut along those that cut the mask."""
+    x = x if where is None else laid_as_well(x, where)
 
     def axes(a):
         aval = jax.typeof(a)

@@ -12,6 +12,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jax_softmax import arguments, reference
 from jax_softmax.arguments import Axis, AxisName
 from jax_softmax.labels import exists, label_of_rows
+from jax_softmax.primitives import rows_laid_as
 from jax_softmax.row_primitives import (
     cross_entropy_gradient_p,
     cross_entropy_p,
@@ -215,6 +216,7 @@ def _loss(logits, labels, axis, where, weights, reduction, options):
     if reduction == "mean":
         total = jnp.sum(counted)
         counted = counted / jnp.where(total == 0, 1, total)
+    counted = rows_laid_as(_varying_as_well(x, label), counted)
     x = _varying_as_well(x, label, counted, *options.values())
     weighted_sum = _weighted_sum if x.dtype == jnp.float16 else _weighted_sum_with_gradient
     return weighted_sum(axes, x, label, where, counted, _in_dtype_of(counted, options))

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, xla
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_softmax import reference
 
@@ -54,10 +54,45 @@ def _sharding(avals, op, axes):
     Raises:
       ShardingTypeError: the operands' types are of shardings that do not go together.
     """
-    if all(aval.sharding.spec == PartitionSpec(*[None] * aval.ndim) for aval in avals):
+    if not types_tell_shardings(avals):
         return avals[0].sharding
     types = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=aval.sharding) for aval in avals]
     return jax.eval_shape(functools.partial(reference.apply, op, axes), *types).sharding
+
+
+def types_tell_shardings(avals):
+    """Whether one is sharded over mesh axes of explicit mode."""
+    return any(aval.sharding.spec != PartitionSpec(*[None] * aval.ndim) for aval in avals)
+
+
+def laid_as_well(x, *others):
+    """x, in explicit mode cut along the mesh axes that cut the others, which broadcast to its shape.
+
+    A primitive's result is cut like this, and so are cotangents; this one's transpose brings them back to x's own type.
+
+    Raises:
+      ShardingTypeError: as for `_sharding`.
+    """
+    avals = [jax.typeof(a) for a in (x, *others)]
+    if not types_tell_shardings(avals):
+        return x
+    types = [jax.ShapeDtypeStruct(aval.shape, bool, sharding=aval.sharding) for aval in avals]
+    joined = jax.eval_shape(lambda *masks: functools.reduce(jnp.logical_or, masks), *types)
+    return _laid_like(x, joined)
+
+
+def rows_laid_as(x, rows):
+    """Numbers of x's rows, of its rank, in explicit mode cut as x is: else x's gradient would be cut as they are."""
+    avals = [jax.typeof(a) for a in (rows, x)]
+    return _laid_like(rows, avals[1]) if types_tell_shardings(avals) else rows
+
+
+def _laid_like(a, aval):
+    """An array cut as one that it broadcasts to."""
+    dims = zip(a.shape, aval.shape, aval.sharding.spec, strict=True)
+    spec = PartitionSpec(*(names if n == whole else None for n, whole, names in dims))
+    same = spec == jax.typeof(a).sharding.spec
+    return a if same else jax.sharding.reshard(a, NamedSharding(aval.sharding.mesh, spec))
 
 
 def _batch(op, axis_data, operands, batch_axes, *, axes, axis_name):
@@ -99,6 +134,7 @@ def moved_batch_axes(axis_data, operands, batch_axes, n_floats, *, axes, axis_na
                 end = -x.ndim
             x = jnp.moveaxis(x, end, to)
         batched.append(x)
+    batched[:n_floats] = [laid_as_well(x, *batched) for x in batched[:n_floats]]
     to += ndim + 1
     axes = tuple(a + (a >= to) for a in axes)
     if named:

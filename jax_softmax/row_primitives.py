@@ -33,10 +33,9 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, xla
-from jax.sharding import PartitionSpec
 
 from jax_softmax import labels, reference
-from jax_softmax.primitives import moved_batch_axes
+from jax_softmax.primitives import moved_batch_axes, types_tell_shardings
 
 # The dtypes of the results of `absmax_scale`'s primitives, each of which is the same kernel.
 ABSMAX_SCALE = {f"absmax_scale_{dtype}": dtype for dtype in reference.SCALED}
@@ -72,7 +71,7 @@ def _abstract_eval(op, *avals, axes, axis_name):
     types = of_elements * [(x.shape, jnp.dtype(ABSMAX_SCALE.get(op, x.dtype)))]
     types += of_rows * [(rows, reference.wide_dtype(x.dtype))]
     shardings = [x.sharding] * len(types)
-    if any(aval.sharding.spec != PartitionSpec(*[None] * aval.ndim) for aval in avals):
+    if types_tell_shardings(avals):
         given = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=aval.sharding) for aval in avals]
         results = jax.eval_shape(functools.partial(reference.apply, op, axes), *given)
         shardings = [result.sharding for result in results]

@@ -136,8 +136,24 @@ def _devices(ctx) -> tuple[int, bool]:
     return 1, False  # ReplicaAxisContext, of pmap
 
 
+_warned = set()
+
+
 def _warn(message: str) -> None:
-    warnings.warn(f"jax_softmax: {message}.", stacklevel=2)
+    """Warns, once for all calls of which the same is to be said."""
+    if message not in _warned:
+        warnings.warn(f"jax_softmax: {message}.", stacklevel=3)
+        _warned.add(message)
+
+
+def _warn_inside_xla(message: str) -> None:
+    """The same where nothing may be raised: a filter that makes errors of warnings is not heeded."""
+    try:
+        _warn(message)
+    except UserWarning:
+        with warnings.catch_warnings():
+            warnings.simplefilter("always")
+            _warn(message)
 
 
 def _aligned(shape, like):
@@ -171,51 +187,162 @@ def sharding_rule(shapes, results) -> str:
 def _divide(arg_shapes, arg_shardings, result_shape, result_sharding, config):
     """What XLA asks of a call that it divides: a device's program, and the shardings of the operands and the result.
 
-    The sharding of a result of x's shape decides, where there is one, else that of x; what has another one is brought
-    to it.
+    All operands and results have one layout, that of `_joined`. What has another one is brought to it: by XLA, which
+    cuts what is whole for nothing, or by the program itself, if a mesh axis goes to another dimension. (XLA can do that
+    as well, but JAX 0.12's gathers, its HloShardingV3 being of another kind than the shardings of a callback.)
     """
     config = json.loads(config)
     params = {name: tuple(value) if isinstance(value, list) else value for name, value in config["params"].items()}
     shape = tuple(arg_shapes[0].dimensions())
-    first_result = _parts_of_tuple(result_shape)[0]
-    sharding = arg_shardings[0]
-    if tuple(first_result.dimensions()) == shape:
-        sharding = result_sharding.tuple_elements()[0] if result_shape.is_tuple() else result_sharding
-    devices = _device_array(sharding, len(shape))
-    spread = [d for d in params["axes"] if devices.shape[d] > 1]
-    if spread and devices.size < config["devices"]:
-        # XLA numbers the devices anew for each group of the manual axes: those that share a row cannot be named.
-        _warn(
-            "an operand that is sharded over devices may be gathered onto each of them: inside a partly manual "
-            "shard_map a reduced axis is sharded over a mesh axis that is not manual. Make that mesh axis manual too "
-            "and pass it as axis_name"
+    parts = result_sharding.tuple_elements() if result_shape.is_tuple() else [result_sharding]
+    results = [_Laid(result, part, shape) for result, part in zip(_parts_of_tuple(result_shape), parts, strict=True)]
+    operands = [_Laid(arg, sharding, shape) for arg, sharding in zip(arg_shapes, arg_shardings, strict=True)]
+    devices = _joined(operands, results, shape)
+    spread, why = [d for d in params["axes"] if devices.shape[d] > 1], None
+    # Else inside a partly manual shard_map, where XLA numbers the devices anew for each group of the manual axes.
+    nameable = devices.size == config["devices"]
+    if spread and not nameable:
+        why = (
+            "inside a partly manual shard_map a reduced axis is sharded over a mesh axis that is not manual. Make that "
+            "mesh axis manual too and pass it as axis_name"
         )
         devices = _projected(devices, [None if d in spread else d for d in range(len(shape))])
         spread = []
 
-    part = [-(-n // tiles) for n, tiles in zip(shape, devices.shape, strict=False)]
-    specs, shardings = [], []
-    for arg in arg_shapes:
-        dims = _aligned(arg.dimensions(), shape)
-        specs.append(jax.ShapeDtypeStruct([1 if d is None else part[d] for d in dims], arg.numpy_dtype()))
-        shardings.append(_sharding(_projected(devices, dims)))
+    part = _part(shape, devices)
+    wanted = [_projected(devices, laid.dims) for laid in operands]
+    # As they lie, but for what can be cut for nothing; and what is to be done about the rest.
+    layouts = [_refined(laid.devices, layout) for laid, layout in zip(operands, wanted, strict=True)]
+    moves = [
+        None if _same(*pair) or not nameable else _Move.between(*pair, laid.shape)
+        for laid, *pair in zip(operands, layouts, wanted, strict=True)
+    ]
+    if not all(move or _same(*pair) for move, *pair in zip(moves, layouts, wanted, strict=True)):
+        why = why or (
+            "its layout does not go together with that of the result, or of another operand. Bring it to that one "
+            "before, by jax.lax.with_sharding_constraint or jax.sharding.reshard"
+        )
+    layouts = [a if move else b for move, a, b in zip(moves, layouts, wanted, strict=True)]
+    if why:
+        _warn_inside_xla(f"an operand that is sharded over devices may be gathered onto each of them: {why}")
     primitive = _PRIMITIVES[config["primitive"]]
     if spread:
         function = _on_parts_of_rows(primitive.name, params["axes"], shape, part, devices, spread)
     else:
         function = functools.partial(primitive.bind, axis_name=(), **params)
-    program = _lowered_apart(function, specs, config["platform"])
-    return program, shardings, _result_sharding(result_shape, shape, devices)
+    specs = [
+        jax.ShapeDtypeStruct(_part(arg.dimensions(), layout), arg.numpy_dtype())
+        for arg, layout in zip(arg_shapes, layouts, strict=True)
+    ]
+
+    def after_moves(*operands):
+        return function(*(move(a) if move else a for move, a in zip(moves, operands, strict=True)))
+
+    program = _lowered_apart(after_moves, specs, config["platform"])
+    return program, [_sharding(layout) for layout in layouts], _result_sharding(result_shape, devices, results)
+
+
+class _Laid:
+    """An operand or a result of a call on x: which of x's dimensions it has, and the devices that hold its parts."""
+
+    def __init__(self, array, sharding, shape):
+        self.dims = _aligned(array.dimensions(), shape)
+        self.shape = tuple(array.dimensions())
+        self.is_whole = self.shape == shape
+        self.devices = _device_array(sharding, len(self.dims))
+
+
+def _part(shape, devices):
+    """The shape of what each device has of an array."""
+    return [-(-n // tiles) for n, tiles in zip(shape, devices.shape[:-1], strict=True)]
 
 
 def _parts_of_tuple(shape):
     return shape.tuple_shapes() if shape.is_tuple() else [shape]
 
 
-def _result_sharding(result_shape, shape, devices):
-    """Of one result or a tuple of several, where x is of this shape and so divided among the devices."""
-    dims = [_aligned(result.dimensions(), shape) for result in _parts_of_tuple(result_shape)]
-    shardings = [_sharding(_projected(devices, d)) for d in dims]
+class _Move:
+    """Brings a mesh axis from one dimension of an array to another: an all-to-all of the devices along it."""
+
+    def __init__(self, **parameters):
+        self._parameters = parameters
+
+    @classmethod
+    def between(cls, source, wanted, shape):
+        """From one device array of an array of this shape to another one; or None if that takes more than a move."""
+        changed = [d for d in range(len(shape)) if source.shape[d] != wanted.shape[d]]
+        if len(changed) != 2:
+            return None
+        joined, cut = sorted(changed, key=lambda d: wanted.shape[d] - source.shape[d])
+        n, rest = divmod(source.shape[joined], wanted.shape[joined])
+        if rest or source.shape[cut] * n != wanted.shape[cut]:
+            return None
+        places = _places(source)
+        places[cut] = places[cut] * n + places[joined] % n
+        places[joined] //= n
+        if (
+            not np.array_equal(places, _places(wanted))
+            or shape[joined] % source.shape[joined]
+            or shape[cut] % wanted.shape[cut]
+        ):
+            return None
+        parts = source.reshape(*source.shape[:joined], wanted.shape[joined], n, *source.shape[joined + 1 :])
+        groups = np.moveaxis(parts, joined + 1, -1).reshape(-1, n)
+        return cls(groups=tuple(map(tuple, groups.tolist())), cut=cut, joined=joined)
+
+    def __call__(self, a):
+        return _all_to_all_p.bind(a, **self._parameters)
+
+
+def _joined(operands, results, shape):
+    """The device array of x: each dimension is divided as where it has most parts.
+
+    Of dimensions that cannot both be, because the same devices divide them, that comes first which is divided in a
+    result of x's shape, then in the first operand that has it so: what is whole can be cut for nothing.
+    """
+    devices = np.zeros([1] * (len(shape) + 1), np.int64)
+    for a in [*(r for r in results if r.is_whole), *operands, *(r for r in results if not r.is_whole)]:
+        devices = _refined(devices, a.devices, a.dims)
+    return devices
+
+
+def _refined(devices, others, dims=None):
+    """The device array with dimensions dims[k] divided as dimension k of another one, where that has more parts.
+
+    Not those by which devices would hold unequal numbers of parts: what divides them divides another one already.
+    """
+    if others.size == 1:  # which is not divided
+        return devices
+    if devices.size == 1:
+        devices = np.arange(others.size).reshape([1] * (devices.ndim - 1) + [-1])
+    tiles, places, places_of_others = list(devices.shape[:-1]), _places(devices), _places(others)
+    for k, d in enumerate(range(len(tiles)) if dims is None else dims):
+        if d is None or others.shape[k] <= tiles[d]:
+            continue
+        finer, moved = [*tiles[:d], others.shape[k], *tiles[d + 1 :]], places.copy()
+        moved[d] = places_of_others[k]
+        counts = np.bincount(np.ravel_multi_index(moved, finer), minlength=math.prod(finer))
+        if (counts == counts[0]).all():
+            tiles, places = finer, moved
+    order = np.argsort(np.ravel_multi_index(places, tiles), kind="stable") if tiles else np.arange(devices.size)
+    return order.reshape([*tiles, -1])
+
+
+def _same(devices, others):
+    """Whether both say that each device has the same part."""
+    return devices.shape == others.shape and np.array_equal(_places(devices), _places(others))
+
+
+def _places(devices):
+    """For each dimension of a device array but the last: where in it each device is."""
+    places = np.empty((devices.ndim - 1, devices.size), np.int64)
+    places[:, devices.ravel()] = np.indices(devices.shape)[:-1].reshape(places.shape)
+    return places
+
+
+def _result_sharding(result_shape, devices, results):
+    """Of one result or a tuple of several, where x is so divided among the devices."""
+    shardings = [_sharding(_projected(devices, laid.dims)) for laid in results]
     return _HloSharding.tuple_sharding(result_shape, shardings) if result_shape.is_tuple() else shardings[0]
 
 
@@ -314,6 +441,30 @@ def _all_reduce(ctx, value, *, kind, groups):
 
 mlir.register_lowering(_all_reduce_p, _all_reduce)
 
+_all_to_all_p = Primitive("jax_softmax_all_to_all")
+
+
+@_all_to_all_p.def_abstract_eval
+def _(a, *, groups, cut, joined):
+    shape = list(a.shape)
+    shape[cut] //= len(groups[0])
+    shape[joined] *= len(groups[0])
+    return a.update(shape=tuple(shape))
+
+
+def _all_to_all(ctx, a, *, groups, cut, joined):
+    return stablehlo.AllToAllOp(
+        [a],
+        split_dimension=ir.IntegerAttr.get(ir.IntegerType.get_signless(64), cut),
+        concat_dimension=ir.IntegerAttr.get(ir.IntegerType.get_signless(64), joined),
+        split_count=ir.IntegerAttr.get(ir.IntegerType.get_signless(64), len(groups[0])),
+        replica_groups=ir.DenseIntElementsAttr.get(np.array(groups, np.int64)),
+        channel_handle=stablehlo.ChannelHandle.get(1, 1),
+    ).results
+
+
+mlir.register_lowering(_all_to_all_p, _all_to_all)
+
 _device_number_p = Primitive("jax_softmax_device_number")
 _device_number_p.def_abstract_eval(lambda: jax.core.ShapedArray((), np.dtype(np.uint32)))
 mlir.register_lowering(_device_number_p, lambda ctx: stablehlo.PartitionIdOp().results)
@@ -328,9 +479,10 @@ def _sharding_from_user(sharding, shape, config):
 
 def _sharding_from_operands(arg_shapes, arg_shardings, result_shape, config):
     shape = tuple(arg_shapes[0].dimensions())
-    whole = [s for s, arg in zip(arg_shardings, arg_shapes, strict=True) if tuple(arg.dimensions()) == shape]
-    devices = _device_array(next((s for s in whole if s.is_tiled()), whole[0]), len(shape))
-    return _result_sharding(result_shape, shape, devices)
+    operands = [_Laid(arg, sharding, shape) for arg, sharding in zip(arg_shapes, arg_shardings, strict=True)]
+    devices = _joined(operands, [], shape)
+    results = [_Laid(result, _HloSharding.replicate(), shape) for result in _parts_of_tuple(result_shape)]
+    return _result_sharding(result_shape, devices, results)
 
 
 def _register():

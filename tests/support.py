@@ -9,6 +9,7 @@ number in units of the last place, and the pieces themselves are added in a tree
 
 import contextlib
 import functools
+import math
 import re
 from typing import NamedTuple
 
@@ -159,6 +160,20 @@ def sampled(names, cases, every, **options):
         values = case if "," in names else (case,)
         params.append(pytest.param(*values, marks=[pytest.mark.sweep] if i % every else []))
     return pytest.mark.parametrize(names, params, **options)
+
+
+_COLLECTIVE = re.compile(
+    r"= (\S+|\(.*?\)) (all-gather|all-reduce|all-to-all|collective-[a-z]+|reduce-scatter)(?:-start)?\("
+)
+
+
+def collectives(program):
+    """Those of a compiled program, each with the number of elements that a device sends or receives."""
+    found = []
+    for types, kind in _COLLECTIVE.findall(program.as_text()):
+        sizes = [math.prod(map(int, filter(None, dims.split(",")))) for dims in re.findall(r"\[([\d,]*)\]", types)]
+        found.append((kind, sum(sizes)))
+    return found
 
 
 def plan(shape, axes, op="softmax", dtype="float32", mask_shape=None, on=H200, scratch=True):

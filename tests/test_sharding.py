@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import warnings
 from pathlib import Path
 
 import jax
@@ -34,6 +35,7 @@ SHAPE = (8, 4, 32)
 @pytest.fixture(autouse=True)
 def on_the_cpu():
     """Also where there is a GPU: what is not sharded is where the devices are that it is compared with."""
+    sharding._warned.clear()
     with jax.default_device(jax.devices("cpu")[0]):
         yield
 
@@ -54,24 +56,14 @@ def place(x, spec, kind=AxisType.Auto):
     return jax.device_put(x, NamedSharding(mesh(kind), P(*spec[len(spec) - x.ndim :]) if x.ndim < len(spec) else spec))
 
 
-_COLLECTIVE = re.compile(
-    r"= (\S+|\(.*?\)) (all-gather|all-reduce|all-to-all|collective-[a-z]+|reduce-scatter)(?:-start)?\("
-)
-
-
 def run_compiled(f, *args, kernels=None):
     """The results of the compiled program, and its collectives with the number of elements that each of them sends.
 
     `kernels`, where it is given, is how many calls of kernels the program must have."""
     program = jax.jit(f).lower(*args).compile()
-    text = program.as_text()
     if kernels is not None:
-        assert text.count('custom_call_target="jax_softmax"') == kernels
-    found = []
-    for types, kind in _COLLECTIVE.findall(text):
-        sizes = [math.prod(map(int, filter(None, dims.split(",")))) for dims in re.findall(r"\[([\d,]*)\]", types)]
-        found.append((kind, sum(sizes)))
-    return program(*args), found
+        assert program.as_text().count('custom_call_target="jax_softmax"') == kernels
+    return program(*args), support.collectives(program)
 
 
 def kinds(collectives):
@@ -106,6 +98,31 @@ def everything(f):
 
 def masked(f, axis, **options):
     return lambda x, where=None: f(x, axis, where, **options)
+
+
+def labels_of(x):
+    return np.arange(math.prod(x.shape[:-1])).reshape(x.shape[:-1])
+
+
+# Functions of two arrays, one of them a mask or logits of another distribution.
+OF_TWO = {
+    **{name: lambda x, where, f=f: f(x, -1, where) for name, f in OPERATORS.items()},
+    **{f"{name}_vjp": lambda x, where, f=f: f(x, -1, where) for name, f in CUSTOM_VJPS.items()},
+    "logsumexp": lambda x, where: jax_softmax.logsumexp(x, -1, where),
+    "entropy": lambda x, where: jax_softmax.entropy(x, -1, where),
+    "losses": lambda x, where: jax_softmax.softmax_cross_entropy_with_integer_labels(x, labels_of(x), -1, where),
+    "loss": lambda x, where: jax_softmax.cross_entropy_loss(x, labels_of(x), where=where),
+    "kl_divergence": jax_softmax.kl_divergence,
+    "distillation": lambda p, q: jax.value_and_grad(lambda q: jax_softmax.kl_divergence(p, q).sum())(q),
+}
+OF_ROWS_OF_TWO = list(OF_TWO)[4:]
+SUMS = ("loss", "distillation")
+TWO_LAYOUTS = [(P(), P("data")), (P("data"), P("data", "model")), (P("data"), P(None, "model"))]
+
+
+def of_two(name):
+    of_floats = name in ("kl_divergence", "distillation")
+    return normal(SHAPE), normal(SHAPE, seed=1) if of_floats else support.random_mask(SHAPE)
 
 
 # ---- Kept axes: nothing travels, and the results stay where the operands are.
@@ -516,6 +533,63 @@ def test_types_follow_all_operands(case, name):
     same(ours, TYPED[case](OPERATORS[name], lambda value, spec: value))
 
 
+def derivatives(f, x, other, forward):
+    """Pairs of what must have one type: each float operand and its cotangent, the result and its tangent."""
+    pairs = []
+    for k, operand in enumerate([x] if other.dtype == bool else [x, other]):
+
+        def of_one(a, k=k):
+            return f(a, other) if k == 0 else f(x, a)
+
+        y, pullback = jax.vjp(of_one, operand)
+        pairs.append((operand, pullback(y)[0]))
+        if forward:
+            pairs.append((y, jax.jvp(of_one, (operand,), (operand,))[1]))
+    return pairs
+
+
+FINER = P("data", None, "model")
+
+
+@pytest.mark.parametrize("specs", [(P("data"), FINER), (P(), FINER), (FINER, P("data"))], ids=str)
+@pytest.mark.parametrize(
+    "name", ["softmax", "log_softmax", "softmax_vjp", "log_softmax_vjp", "losses", "kl_divergence"]
+)
+def test_types_of_derivatives(name, specs):
+    """Those of what they belong to, also where another operand is sharded over more mesh axes."""
+    f, arrays = functools.partial(derivatives, OF_TWO[name], forward=not name.endswith("vjp")), of_two(name)
+    with jax.set_mesh(mesh(AxisType.Explicit)):
+        pairs = f(*map(jax.device_put, arrays, specs))
+    assert all(jax.typeof(like) == jax.typeof(derivative) for like, derivative in pairs)
+    same(pairs, f(*arrays))
+
+
+@pytest.mark.parametrize("name", ["softmax", "losses", "kl_divergence"])
+def test_types_of_derivatives_of_vmap(name):
+    """Also if it is the axis of the batch along which only the other operand is sharded."""
+    x, other = of_two(name)
+    f = functools.partial(derivatives, jax.vmap(OF_TWO[name], (None, 0)), forward=True)
+    with jax.set_mesh(mesh(AxisType.Explicit)):
+        pairs = f(jax.device_put(x[0], P("model")), jax.device_put(other, P("data")))
+    assert all(jax.typeof(like) == jax.typeof(derivative) for like, derivative in pairs)
+    same(pairs, f(x[0], other))
+
+
+def test_weights_of_a_loss_that_are_cut_more_finely():
+    """Numbers of rows travel, and not the gradient."""
+    x, weights = normal(SHAPE), np.abs(normal(SHAPE[:2], seed=1))
+
+    def run(x, weights):
+        return jax.value_and_grad(jax_softmax.cross_entropy_loss)(x, labels_of(x), weights=weights)
+
+    with jax.set_mesh(mesh(AxisType.Explicit)):
+        arrays = jax.device_put(x, P("data")), jax.device_put(weights, P("data", "model"))
+        results, travels = run_compiled(run, *arrays)
+        assert jax.typeof(results[1]) == jax.typeof(arrays[0])
+    assert all(size <= weights.size // 4 for _, size in travels)
+    same(results, jax.jit(run)(x, weights))
+
+
 @every_name
 def test_shardings_that_do_not_go_together(name):
     with jax.set_mesh(mesh(AxisType.Explicit)):
@@ -681,6 +755,58 @@ def test_logsumexp_of_rows_that_are_not_finite():
             check(result, bounded)
 
 
+@sampled("name,specs", itertools.product(["softmax", *OF_ROWS_OF_TWO], TWO_LAYOUTS), 9, ids=str)
+def test_operands_in_different_layouts(name, specs):
+    """All are cut as finely as one of them is, and none is gathered."""
+    f, arrays = OF_TWO[name], of_two(name)
+    results, travels = run_compiled(f, *map(place, arrays, specs))
+    assert kinds(travels) == ({"all-reduce"} if name in SUMS else set())
+    assert all(size <= 2 for _, size in travels)
+    same(results, jax.jit(f)(*arrays))
+
+
+@pytest.mark.parametrize("name", OF_ROWS_OF_TWO)
+def test_operands_that_divide_rows_differently(name):
+    """Numbers of rows travel."""
+    f, arrays = OF_TWO[name], of_two(name)
+    results, travels = run_compiled(f, *map(place, arrays, (P("data"), P(None, None, "model"))))
+    assert kinds(travels) == {"all-reduce"}
+    assert all(size <= 4 * math.prod(SHAPE[:2]) // 4 for _, size in travels)
+    same(results, jax.jit(f)(*arrays))
+
+
+MOVED = [
+    (P("model"), P(None, "model"), 0),
+    (P("data"), P(None, "model", "data"), 2),
+    (P(None, None, "data"), P("data"), 0),
+    (P(("data", "model")), P("data", "model"), 0),
+]
+
+
+@pytest.mark.parametrize("given,wanted,n_states", MOVED, ids=str)
+def test_a_mesh_axis_that_moves_to_another_dimension(given, wanted, n_states):
+    """Each device sends the others their parts, and nobody has the whole."""
+    x, layout = normal(SHAPE), NamedSharding(mesh(), wanted)
+    y, travels = run_compiled(jax.jit(jax_softmax.softmax, out_shardings=layout), place(x, given))
+    assert sorted(kind for kind, _ in travels) == ["all-reduce"] * n_states + ["all-to-all"]
+    assert all(size <= x.size / 2 for _, size in travels)
+    assert y.sharding.is_equivalent_to(layout, 3)
+    check(y, reference("softmax", x))
+    where = support.random_mask(SHAPE)
+    y, travels = run_compiled(masked(jax_softmax.softmax, -1), place(x, wanted), place(where, given))
+    assert sorted(kind for kind, _ in travels) == ["all-reduce"] * n_states + ["all-to-all"]
+    check(y, reference("softmax", x, -1, where))
+
+
+def test_gspmd_and_operands_in_different_layouts(gspmd):
+    for name in ("logsumexp", "kl_divergence"):
+        f, arrays = OF_TWO[name], of_two(name)
+        for specs in TWO_LAYOUTS:
+            results, travels = run_compiled(f, *map(place, arrays, specs))
+            assert travels == []
+            same(results, jax.jit(f)(*arrays))
+
+
 def test_gspmd_divides_losses(gspmd):
     for spec in (P("data", "model"), P("data", None, "model")):
         one, several = logits_and_labels(spec, -1, AxisType.Auto)
@@ -716,6 +842,26 @@ def test_a_divided_axis_that_is_not_manual():
     with pytest.warns(UserWarning, match="may be gathered.*Make that mesh axis manual too and pass it as axis_name"):
         y = jax.jit(sharded)(place(x, P("data", None, "model")))
     check(y, reference("softmax", x))
+
+
+def test_layouts_that_do_not_go_together():
+    x, y = normal(SHAPE), normal(SHAPE, seed=1)
+    with pytest.warns(UserWarning, match="may be gathered.*Bring it to that one before, by jax.lax") as warned:
+        found = jax.jit(lambda *a: jax.jvp(jax_softmax.kl_divergence, a, a))(
+            place(x, P(("model", "data"))), place(y, P("data", "model"))
+        )
+    assert len(warned) == 1
+    same(found, jax.jvp(jax_softmax.kl_divergence, (x, y), (x, y)))
+
+
+def test_a_filter_that_makes_errors_of_warnings():
+    """XLA calls back to where nothing may be raised: the warning is shown, and the program runs."""
+    x, y = normal(SHAPE), normal(SHAPE, seed=1)
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("error")
+        found = jax.jit(jax_softmax.kl_divergence)(place(x, P(("model", "data"))), place(y, P("data", "model")))
+    assert ["may be gathered" in str(warning.message) for warning in shown] == [True]
+    same(found, jax_softmax.kl_divergence(x, y))
 
 
 def test_gspmd_inside_a_partly_manual_shard_map(gspmd):
@@ -828,7 +974,7 @@ def run_script(script):
 
 def test_two_processes():
     script = """
-        import re, sys, jax, numpy as np, jax_softmax
+        import sys, jax, numpy as np, jax_softmax, support
         from jax.sharding import NamedSharding, PartitionSpec as P
         port, number = sys.argv[1:]
         jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=2, process_id=int(number))
@@ -846,8 +992,8 @@ def test_two_processes():
             layout = NamedSharding(mesh, spec)
             a, b = (jax.make_array_from_callback(v.shape, layout, lambda i, v=v: v[i]) for v in (x, t))
             program = jax.jit(run).lower(a, b).compile()
-            found = re.findall(r" (all-[a-z]+|collective-[a-z]+|reduce-scatter)(?:-start)?[(]", program.as_text())
-            assert set(found) == collectives, found
+            found = support.collectives(program)
+            assert {kind for kind, _ in found} == collectives, found
             for actual, whole in zip(program(a, b), expected):
                 for shard in actual.addressable_shards:
                     np.testing.assert_allclose(shard.data, whole[shard.index], rtol=1e-5, atol=1e-7)
