@@ -29,7 +29,7 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import mlir
 
-from jax_softmax import labels, reference
+from jax_softmax import labels, layouts, reference
 from jax_softmax.row_primitives import row_states_p
 
 try:
@@ -156,12 +156,6 @@ def _warn_inside_xla(message: str) -> None:
             _warn(message)
 
 
-def _aligned(shape, like):
-    """For each dimension of a shape that broadcasts to `like`: the dimension of `like` that it is, or None."""
-    missing = len(like) - len(shape)
-    return [d + missing if n == like[d + missing] else None for d, n in enumerate(shape)]
-
-
 def sharding_rule(shapes, results) -> str:
     """Shardy's rule of a call, given the shapes of operands and results: all broadcast to the first operand's.
 
@@ -176,7 +170,7 @@ def sharding_rule(shapes, results) -> str:
         return name
 
     def factors_of(shape):
-        dims = zip(_aligned(shape, shapes[0]), shape, strict=True)
+        dims = zip(layouts.aligned(shape, shapes[0]), shape, strict=True)
         return f"[{', '.join(factor(n) if d is None else of_x[d] for d, n in dims)}]"
 
     of_x = [factor(n) for n in shapes[0]]
@@ -187,9 +181,9 @@ def sharding_rule(shapes, results) -> str:
 def _divide(arg_shapes, arg_shardings, result_shape, result_sharding, config):
     """What XLA asks of a call that it divides: a device's program, and the shardings of the operands and the result.
 
-    All operands and results have one layout, that of `_joined`. What has another one is brought to it: by XLA, which
-    cuts what is whole for nothing, or by the program itself, if a mesh axis goes to another dimension. (XLA can do that
-    as well, but JAX 0.12's gathers, its HloShardingV3 being of another kind than the shardings of a callback.)
+    All operands and results have one layout, `_common`. What has another one is brought to it: by XLA, which cuts what
+    is whole for nothing, or by the program itself, if a mesh axis goes to another dimension. (XLA can do that as well,
+    but JAX 0.12's gathers, its HloShardingV3 being of another kind than the shardings of a callback.)
     """
     config = json.loads(config)
     params = {name: tuple(value) if isinstance(value, list) else value for name, value in config["params"].items()}
@@ -197,180 +191,98 @@ def _divide(arg_shapes, arg_shardings, result_shape, result_sharding, config):
     parts = result_sharding.tuple_elements() if result_shape.is_tuple() else [result_sharding]
     results = [_Laid(result, part, shape) for result, part in zip(_parts_of_tuple(result_shape), parts, strict=True)]
     operands = [_Laid(arg, sharding, shape) for arg, sharding in zip(arg_shapes, arg_shardings, strict=True)]
-    devices = _joined(operands, results, shape)
-    spread, why = [d for d in params["axes"] if devices.shape[d] > 1], None
+    layout = _common(operands, results, shape)
+    spread, why = [d for d in params["axes"] if layout.shape[d] > 1], None
     # Else inside a partly manual shard_map, where XLA numbers the devices anew for each group of the manual axes.
-    nameable = devices.size == config["devices"]
+    nameable = layout.size == config["devices"]
     if spread and not nameable:
         why = (
             "inside a partly manual shard_map a reduced axis is sharded over a mesh axis that is not manual. Make that "
             "mesh axis manual too and pass it as axis_name"
         )
-        devices = _projected(devices, [None if d in spread else d for d in range(len(shape))])
+        layout = layouts.projected(layout, [None if d in spread else d for d in range(len(shape))])
         spread = []
 
-    part = _part(shape, devices)
-    wanted = [_projected(devices, laid.dims) for laid in operands]
-    # As they lie, but for what can be cut for nothing; and what is to be done about the rest.
-    layouts = [_refined(laid.devices, layout) for laid, layout in zip(operands, wanted, strict=True)]
-    moves = [
-        None if _same(*pair) or not nameable else _Move.between(*pair, laid.shape)
-        for laid, *pair in zip(operands, layouts, wanted, strict=True)
-    ]
-    if not all(move or _same(*pair) for move, *pair in zip(moves, layouts, wanted, strict=True)):
-        why = why or (
-            "its layout does not go together with that of the result, or of another operand. Bring it to that one "
-            "before, by jax.lax.with_sharding_constraint or jax.sharding.reshard"
-        )
-    layouts = [a if move else b for move, a, b in zip(moves, layouts, wanted, strict=True)]
+    given, moves = [], []  # of each operand the layout that XLA gives it in, and what brings it to the common one
+    for laid in operands:
+        wanted = layouts.projected(layout, laid.dims)
+        lies = layouts.refined(laid.layout, wanted)  # but for what is cut for nothing
+        moves.append(layouts.all_to_all(lies, wanted, laid.shape) if nameable else None)
+        given.append(lies if moves[-1] else wanted)
+        if not moves[-1] and not layouts.same(lies, wanted):
+            why = why or (
+                "its layout does not go together with that of the result, or of another operand. Bring it to that one "
+                "before, by jax.lax.with_sharding_constraint or jax.sharding.reshard"
+            )
     if why:
         _warn_inside_xla(f"an operand that is sharded over devices may be gathered onto each of them: {why}")
     primitive = _PRIMITIVES[config["primitive"]]
     if spread:
-        function = _on_parts_of_rows(primitive.name, params["axes"], shape, part, devices, spread)
+        function = _on_parts_of_rows(primitive.name, params["axes"], shape, layout, spread)
     else:
         function = functools.partial(primitive.bind, axis_name=(), **params)
     specs = [
-        jax.ShapeDtypeStruct(_part(arg.dimensions(), layout), arg.numpy_dtype())
-        for arg, layout in zip(arg_shapes, layouts, strict=True)
+        jax.ShapeDtypeStruct(layouts.part_of(arg.dimensions(), lies), arg.numpy_dtype())
+        for arg, lies in zip(arg_shapes, given, strict=True)
     ]
 
-    def after_moves(*operands):
-        return function(*(move(a) if move else a for move, a in zip(moves, operands, strict=True)))
+    def after_moves(*parts):
+        return function(*(_all_to_all_p.bind(a, **move) if move else a for a, move in zip(parts, moves, strict=True)))
 
     program = _lowered_apart(after_moves, specs, config["platform"])
-    return program, [_sharding(layout) for layout in layouts], _result_sharding(result_shape, devices, results)
+    return program, [_sharding(lies) for lies in given], _result_sharding(result_shape, layout, results)
 
 
 class _Laid:
-    """An operand or a result of a call on x: which of x's dimensions it has, and the devices that hold its parts."""
+    """An operand or a result of a call on x: which of x's dimensions it has, and its layout."""
 
     def __init__(self, array, sharding, shape):
-        self.dims = _aligned(array.dimensions(), shape)
         self.shape = tuple(array.dimensions())
+        self.dims = layouts.aligned(self.shape, shape)
         self.is_whole = self.shape == shape
-        self.devices = _device_array(sharding, len(self.dims))
+        self.layout = _layout(sharding, len(self.dims))
 
 
-def _part(shape, devices):
-    """The shape of what each device has of an array."""
-    return [-(-n // tiles) for n, tiles in zip(shape, devices.shape[:-1], strict=True)]
+def _common(operands, results, shape):
+    """The layout of x: each dimension is cut as where it has most parts.
+
+    Of dimensions that cannot both be, because the same devices divide them, that comes first which is cut in a result
+    of x's shape, then in the first operand that has it so: what is whole can be cut for nothing.
+    """
+    layout = layouts.whole(len(shape))
+    for laid in [*(r for r in results if r.is_whole), *operands, *(r for r in results if not r.is_whole)]:
+        layout = layouts.refined(layout, laid.layout, laid.dims)
+    return layout
 
 
 def _parts_of_tuple(shape):
     return shape.tuple_shapes() if shape.is_tuple() else [shape]
 
 
-class _Move:
-    """Brings a mesh axis from one dimension of an array to another: an all-to-all of the devices along it."""
-
-    def __init__(self, **parameters):
-        self._parameters = parameters
-
-    @classmethod
-    def between(cls, source, wanted, shape):
-        """From one device array of an array of this shape to another one; or None if that takes more than a move."""
-        changed = [d for d in range(len(shape)) if source.shape[d] != wanted.shape[d]]
-        if len(changed) != 2:
-            return None
-        joined, cut = sorted(changed, key=lambda d: wanted.shape[d] - source.shape[d])
-        n, rest = divmod(source.shape[joined], wanted.shape[joined])
-        if rest or source.shape[cut] * n != wanted.shape[cut]:
-            return None
-        places = _places(source)
-        places[cut] = places[cut] * n + places[joined] % n
-        places[joined] //= n
-        if (
-            not np.array_equal(places, _places(wanted))
-            or shape[joined] % source.shape[joined]
-            or shape[cut] % wanted.shape[cut]
-        ):
-            return None
-        parts = source.reshape(*source.shape[:joined], wanted.shape[joined], n, *source.shape[joined + 1 :])
-        groups = np.moveaxis(parts, joined + 1, -1).reshape(-1, n)
-        return cls(groups=tuple(map(tuple, groups.tolist())), cut=cut, joined=joined)
-
-    def __call__(self, a):
-        return _all_to_all_p.bind(a, **self._parameters)
-
-
-def _joined(operands, results, shape):
-    """The device array of x: each dimension is divided as where it has most parts.
-
-    Of dimensions that cannot both be, because the same devices divide them, that comes first which is divided in a
-    result of x's shape, then in the first operand that has it so: what is whole can be cut for nothing.
-    """
-    devices = np.zeros([1] * (len(shape) + 1), np.int64)
-    for a in [*(r for r in results if r.is_whole), *operands, *(r for r in results if not r.is_whole)]:
-        devices = _refined(devices, a.devices, a.dims)
-    return devices
-
-
-def _refined(devices, others, dims=None):
-    """The device array with dimensions dims[k] divided as dimension k of another one, where that has more parts.
-
-    Not those by which devices would hold unequal numbers of parts: what divides them divides another one already.
-    """
-    if others.size == 1:  # which is not divided
-        return devices
-    if devices.size == 1:
-        devices = np.arange(others.size).reshape([1] * (devices.ndim - 1) + [-1])
-    tiles, places, places_of_others = list(devices.shape[:-1]), _places(devices), _places(others)
-    for k, d in enumerate(range(len(tiles)) if dims is None else dims):
-        if d is None or others.shape[k] <= tiles[d]:
-            continue
-        finer, moved = [*tiles[:d], others.shape[k], *tiles[d + 1 :]], places.copy()
-        moved[d] = places_of_others[k]
-        counts = np.bincount(np.ravel_multi_index(moved, finer), minlength=math.prod(finer))
-        if (counts == counts[0]).all():
-            tiles, places = finer, moved
-    order = np.argsort(np.ravel_multi_index(places, tiles), kind="stable") if tiles else np.arange(devices.size)
-    return order.reshape([*tiles, -1])
-
-
-def _same(devices, others):
-    """Whether both say that each device has the same part."""
-    return devices.shape == others.shape and np.array_equal(_places(devices), _places(others))
-
-
-def _places(devices):
-    """For each dimension of a device array but the last: where in it each device is."""
-    places = np.empty((devices.ndim - 1, devices.size), np.int64)
-    places[:, devices.ravel()] = np.indices(devices.shape)[:-1].reshape(places.shape)
-    return places
-
-
-def _result_sharding(result_shape, devices, results):
-    """Of one result or a tuple of several, where x is so divided among the devices."""
-    shardings = [_sharding(_projected(devices, laid.dims)) for laid in results]
+def _result_sharding(result_shape, layout, results):
+    """Of one result or a tuple of several, where x has this layout."""
+    shardings = [_sharding(layouts.projected(layout, laid.dims)) for laid in results]
     return _HloSharding.tuple_sharding(result_shape, shardings) if result_shape.is_tuple() else shardings[0]
 
 
-def _device_array(sharding, ndim):
-    """The devices, by the part of each dimension that they hold, and in a last dimension those that hold the same."""
+def _layout(sharding, ndim):
     if not sharding.is_tiled():
-        return np.zeros([1] * (ndim + 1), np.int64)
+        return layouts.whole(ndim)
     tiles = sharding.tile_assignment_dimensions()
     return np.reshape(sharding.tile_assignment_devices(), [*tiles[:ndim], -1])
 
 
-def _projected(devices, dims):
-    """The device array of an array whose dimensions are those of another one, None being one that is not sharded."""
-    named = [d for d in dims if d is not None]
-    rest = [d for d in range(devices.ndim) if d not in named]
-    return devices.transpose(named + rest).reshape([1 if d is None else devices.shape[d] for d in dims] + [-1])
-
-
-def _sharding(devices):
-    if math.prod(devices.shape[:-1]) == 1:
+def _sharding(layout):
+    if math.prod(layout.shape[:-1]) == 1:
         return _HloSharding.replicate()
-    return _HloSharding.subgroup_with_device_ordering(np.ascontiguousarray(devices), [_REPLICATED])
+    return _HloSharding.subgroup_with_device_ordering(np.ascontiguousarray(layout), [_REPLICATED])
 
 
-def _on_parts_of_rows(op, axes, shape, part, devices, spread):
+def _on_parts_of_rows(op, axes, shape, layout, spread):
     """The operator of a device that holds a part of each row, the reduced dimensions `spread` being divided."""
-    others = [d for d in range(devices.ndim) if d not in spread]
-    sharers = devices.transpose(others + spread).reshape(-1, math.prod(devices.shape[d] for d in spread))
+    part = layouts.part_of(shape, layout)
+    others = [d for d in range(layout.ndim) if d not in spread]
+    sharers = layout.transpose(others + spread).reshape(-1, math.prod(layout.shape[d] for d in spread))
     groups = tuple(map(tuple, sharers.tolist()))
 
     def all_reduce(value, kind):
@@ -378,7 +290,7 @@ def _on_parts_of_rows(op, axes, shape, part, devices, spread):
 
     def function(*operands):
         for d in spread:
-            if shape[d] % devices.shape[d]:
+            if shape[d] % layout.shape[d]:
                 operands = _without_filling(operands, d)
         return reference.apply(op, axes, *operands, across=_Across(all_reduce, label_of_part))
 
@@ -388,8 +300,8 @@ def _on_parts_of_rows(op, axes, shape, part, devices, spread):
 
     def first_index(d):
         """Where this device's part begins in dimension d."""
-        place = np.empty(devices.size, np.int32)
-        place[devices] = np.indices(devices.shape)[d]
+        place = np.empty(layout.size, np.int32)
+        place[layout] = np.indices(layout.shape)[d]
         return jnp.asarray(place)[_device_number_p.bind()] * part[d]
 
     def _without_filling(operands, d):
@@ -480,9 +392,9 @@ def _sharding_from_user(sharding, shape, config):
 def _sharding_from_operands(arg_shapes, arg_shardings, result_shape, config):
     shape = tuple(arg_shapes[0].dimensions())
     operands = [_Laid(arg, sharding, shape) for arg, sharding in zip(arg_shapes, arg_shardings, strict=True)]
-    devices = _joined(operands, [], shape)
+    layout = _common(operands, [], shape)
     results = [_Laid(result, _HloSharding.replicate(), shape) for result in _parts_of_tuple(result_shape)]
-    return _result_sharding(result_shape, devices, results)
+    return _result_sharding(result_shape, layout, results)
 
 
 def _register():
