@@ -29,7 +29,7 @@ def exists(label, shape, axes):
 def at_labels(x, axes, label):
     """The label's element of each row, of x's shape with extent 1 along axes; of rows without a label any other."""
     if _are_spread(x, axes):
-        return jnp.sum(jnp.where(_is_label(x, axes, label), x, 0), axes, keepdims=True, dtype=x.dtype)
+        return jnp.sum(jnp.where(is_label(x, axes, label), x, 0), axes, keepdims=True, dtype=x.dtype)
     kept = _kept_dims(x, axes)
     dimensions = jax.lax.GatherDimensionNumbers(
         offset_dims=(),
@@ -45,7 +45,7 @@ def at_labels(x, axes, label):
 def set_at_labels(x, axes, label, values):
     """x with the label's element of each row replaced."""
     if _are_spread(x, axes):
-        return jnp.where(_is_label(x, axes, label), values, x)
+        return jnp.where(is_label(x, axes, label), values, x)
     kept = _kept_dims(x, axes)
     dimensions = jax.lax.ScatterDimensionNumbers(
         update_window_dims=(),
@@ -56,6 +56,14 @@ def set_at_labels(x, axes, label, values):
     )
     values = jax.lax.squeeze(values, axes)
     return jax.lax.scatter(x, _index(x, axes, label), values, dimensions, unique_indices=True, mode="drop")
+
+
+def is_label(x, axes, label):
+    """Which elements are the labels'."""
+    found = True
+    for d, index in zip(axes, _along(x.shape, axes, label), strict=True):
+        found &= index == jax.lax.broadcasted_iota(jnp.int32, [n if k == d else 1 for k, n in enumerate(x.shape)], d)
+    return found
 
 
 def label_of_part(label, axes, shape, part, first_index):
@@ -88,11 +96,3 @@ def _along(shape, axes, label):
 
 def _index(x, axes, label):
     return jnp.stack([jax.lax.squeeze(index, axes) for index in _along(x.shape, axes, label)], -1)
-
-
-def _is_label(x, axes, label):
-    """Which elements are the labels'."""
-    found = True
-    for d, index in zip(axes, _along(x.shape, axes, label), strict=True):
-        found &= index == jax.lax.broadcasted_iota(jnp.int32, [n if k == d else 1 for k, n in enumerate(x.shape)], d)
-    return found

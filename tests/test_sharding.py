@@ -617,8 +617,8 @@ def test_kept_axes_of_losses(mode, layout, name):
 
 @sampled("kind,layout,name", itertools.product([AxisType.Auto, AxisType.Explicit], DIVIDED, OF_ROWS), 9, ids=str)
 def test_divided_rows_of_losses(kind, layout, name):
-    """Numbers of rows travel: for the values maxima, sums, labels' logits and sums of logits; for the gradient the
-    first three again. XLA may send several of them together."""
+    """Numbers of rows travel: maxima, sums, labels' logits and sums of logits. XLA may send several of them
+    together."""
     spec, axis = layout
     one, several = logits_and_labels(spec, axis, kind)
     f = functools.partial(OF_ROWS[name], axis=axis)
@@ -628,6 +628,30 @@ def test_divided_rows_of_losses(kind, layout, name):
     assert all(size <= 7 * one[1].size for _, size in travels)
     assert len(travels) <= (2 if name == "logsumexp" else 5)
     same(results, jax.jit(f)(*one))
+
+
+BACKWARD = {
+    "losses": (jax_softmax.softmax_cross_entropy_with_integer_labels, "float32", {}),
+    "losses with options": (
+        functools.partial(jax_softmax.softmax_cross_entropy_with_integer_labels, label_smoothing=0.1, z_loss=0.01),
+        "bfloat16",
+        {"where": support.random_mask(SHAPE[-1:])},
+    ),
+    "loss": (jax_softmax.cross_entropy_loss, "float32", {}),
+    "loss of float16": (jax_softmax.cross_entropy_loss, "float16", {}),
+}
+
+
+@sampled("kind,name", itertools.product([AxisType.Auto, AxisType.Explicit], BACKWARD), 3, ids=str)
+def test_the_backward_pass_of_divided_rows_sends_nothing(kind, name):
+    f, dtype, options = BACKWARD[name]
+    (x, labels), (x_sharded, labels_sharded) = logits_and_labels(P("data", None, "model"), -1, kind)
+    with jax.set_mesh(mesh(kind)) if kind == AxisType.Explicit else contextlib.nullcontext():
+        losses, pullback = jax.vjp(lambda x: f(x, labels_sharded, **options), x_sharded.astype(dtype))
+        (x_bar,), travels = run_compiled(lambda pullback, t: pullback(t), pullback, jnp.ones_like(losses))
+    assert travels == []
+    assert x_bar.sharding.is_equivalent_to(x_sharded.sharding, 3)
+    same(x_bar, jax.grad(lambda x: jnp.sum(f(x, labels, **options)))(x.astype(jnp.dtype(dtype))))
 
 
 @pytest.mark.parametrize("spec", [P("data"), P("data", "model"), P(None, ("model", "data"))], ids=str)
