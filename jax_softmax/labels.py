@@ -10,15 +10,25 @@ import jax
 import jax.numpy as jnp
 
 
-def label_of_rows(labels, shape, axes, where):
-    """`label` of an array of this shape from labels as users give them; rows that are left out altogether have none."""
+def label_of_rows(labels, shape, axes, where, axis_name):
+    """`label` of an array of this shape from labels as users give them, and whether a row has one.
+
+    Rows that are left out altogether have none. Where the array is a part along the mesh axes `axis_name`, labels of
+    users count the elements of all parts, one part after the other, and `label` is -1 if it lies in another part.
+    """
     labels = labels.astype(jnp.int32) if labels.dtype.itemsize < 4 else labels  # which can count the classes
-    if where is not None or labels.dtype != jnp.int32:
-        exist = exists(labels, shape, axes)
-        if where is not None:
-            exist &= jnp.any(jnp.broadcast_to(where, shape), axes)
-        labels = jnp.where(exist, labels, -1).astype(jnp.int32)
-    return jnp.expand_dims(labels, axes)
+    columns = math.prod(shape[d] for d in axes)
+    found = (labels >= 0) & (labels < columns * math.prod(map(jax.lax.axis_size, axis_name)))
+    if where is not None:
+        kept = jnp.any(jnp.broadcast_to(where, shape), axes)
+        found &= jax.lax.pmax(kept.astype(jnp.float32), axis_name) > 0 if axis_name else kept
+    here = found
+    if axis_name:
+        labels = labels - (columns * jax.lax.axis_index(axis_name)).astype(labels.dtype)
+        here = found & (labels >= 0) & (labels < columns)
+    if axis_name or where is not None or labels.dtype != jnp.int32:
+        labels = jnp.where(here, labels, -1).astype(jnp.int32)
+    return jnp.expand_dims(labels, axes), jnp.expand_dims(found, axes)
 
 
 def exists(label, shape, axes):

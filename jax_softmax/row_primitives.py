@@ -12,8 +12,8 @@
     x, lse, t, label, [where]        tangent_sums            sum(softmax(x) t), sum(t), t at the label
 
 x is a float array, y one of its shape and dtype, `where` a boolean mask that broadcasts to that shape, `label` as in
-`labels.py`. What rows have, as operands (a, b, c, m, n) or as results, is of x's shape with extent 1 along `axes`, in
-float32 (float64 for float64): loss is lse less the label's element of x, 0 of a row without a label; lse is the
+`labels.py`. What rows have, as operands (a, b, c, d, m, n) or as results, is of x's shape with extent 1 along `axes`,
+in float32 (float64 for float64): loss is lse less the label's element of x, 0 of a row without a label; lse is the
 logarithm of the sum of exp(x) over a row and `largest` its maximum, both of elements that are not masked. log_sum = lse
 - largest, without what is lost if lse is large; `total` is the sum of exp(x - largest), relative to 0 where `largest`
 is infinite, and no derivative is made of it. g = softmax(x) (a + b lse) - c, in x's dtype; of a row with a label, all
@@ -21,7 +21,8 @@ but the label's own element of a cross entropy's gradient. h = softmax(x) a - c,
 no device needs another one's part of a row for it. `entropy` is that of softmax(x), and `divergence` that of softmax(x)
 from softmax(y), m and n being y's log_sum and largest; both may be anything for rows that are masked altogether. The y
 of absmax_scale is x divided by its row's `scale`, in the dtype that the primitive is named after, one of
-`reference.SCALED`. `axes` and `axis_name` are as in `primitives.py`.
+`reference.SCALED`. `axes` and `axis_name` are as in `primitives.py`. Where there is a label, `axis_name` is empty:
+`losses.py` has its own way with parts of rows.
 
 `tangent_sums` is linear in t, a tangent of x: it gives the tangents of lse, of the sum of the logits and of the label's
 logit. A loss of integer labels depends on x by these alone, so that with the three in one the transpose writes the
@@ -152,7 +153,7 @@ def _batch(op, axis_data, operands, batch_axes, *, axes, axis_name):
 def _sum_of_tangents(x, lse, t, where, axes, axis_name):
     """The tangent of lse: the sum over each row of softmax(x) t."""
     y = reference.exp_of_difference(x, lse, where)
-    return _row_sum(y * reference.widened(t), axes, axis_name)
+    return row_sum(y * reference.widened(t), axes, axis_name)
 
 
 @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=(4, 5))
@@ -161,12 +162,12 @@ def _mean_of_largest(x, largest, t, where, axes, axis_name):
     is_largest = reference.widened(x) == largest
     if where is not None:
         is_largest &= where
-    count = _row_sum(is_largest.astype(largest.dtype), axes, axis_name)
-    mean = _row_sum(jnp.where(is_largest, reference.widened(t), 0), axes, axis_name) / jnp.maximum(count, 1)
+    count = row_sum(is_largest.astype(largest.dtype), axes, axis_name)
+    mean = row_sum(jnp.where(is_largest, reference.widened(t), 0), axes, axis_name) / jnp.maximum(count, 1)
     return jnp.where(jnp.isnan(largest), jnp.nan, mean)
 
 
-def _row_sum(a, axes, axis_name):
+def row_sum(a, axes, axis_name):
     total = jnp.sum(a, axes, keepdims=True)
     return jax.lax.psum(total, axis_name) if axis_name else total
 
@@ -240,9 +241,9 @@ def _scaled_tangents(x, scale, t, where, dtype, axes, axis_name):
         largest = jnp.max(jnp.abs(jax.lax.stop_gradient(x)), axes, keepdims=True, initial=0)
         largest = jax.lax.pmax(largest, axis_name) if axis_name else largest
     is_largest = jnp.abs(x) == largest
-    count = _row_sum(is_largest.astype(x.dtype), axes, axis_name)
-    mean = _row_sum(jnp.where(is_largest, jnp.sign(x) * t, 0), axes, axis_name) / jnp.maximum(count, 1)
-    mean = jnp.where(jnp.isnan(largest), jnp.nan, jnp.where(scale == 0, 0, mean))
+    count = row_sum(is_largest.astype(x.dtype), axes, axis_name)
+    mean = row_sum(jnp.where(is_largest, jnp.sign(x) * t, 0), axes, axis_name) / jnp.maximum(count, 1)
+    mean = jnp.where(jnp.isnan(scale), jnp.nan, jnp.where(scale == 0, 0, mean))  # a maximum may leave NaNs out
     scale_dot = mean / reference.LARGEST.get(dtype, 1)
     divisor = jnp.where(scale == 0, jnp.inf, scale)
     y_dot = (t - x / divisor * scale_dot) / divisor
@@ -257,9 +258,25 @@ def _tangent_sums(x, lse, t, label, *mask, axes):
     counted = t if where is None else jnp.where(where, t, 0)
     return [
         _sum_of_tangents(x, lse, t, where, axes, ()),
-        _row_sum(reference.widened(counted), axes, ()),
+        row_sum(reference.widened(counted), axes, ()),
         reference.widened(labels.at_labels(t, axes, label)),
     ]
+
+
+# With checkpoint x and lse are kept for a backward pass.
+@functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=(5, 6))
+def tangent_sums_of_parts(x, lse, t, label, where, axes, axis_name):
+    """The same where each device has a part of every row, and the label if it lies in its own.
+
+    JAX's transpose of it adds up in the arithmetic's precision, and is one loop for XLA.
+    """
+    t = reference.widened(t)
+    terms = (
+        reference.exp_of_difference(x, lse, where) * t,
+        t if where is None else jnp.where(where, t, 0),
+        jnp.where(labels.is_label(x, axes, label), t, 0),
+    )
+    return [row_sum(term, axes, axis_name) for term in terms]
 
 
 def _tangent_sums_batch(axis_data, operands, batch_axes, *, axes):
@@ -324,7 +341,7 @@ def _entropy_tangent(x, rows, t, where, axes, axis_name):
     """-(sum of p (log p + entropy) t) over each row."""
     entropy, *of_x = of_rows_with_elements(rows, where, axes, axis_name)
     log_p = reference.log_probabilities(x, *of_x, where)
-    return -_row_sum(_weighted(log_p, log_p, entropy) * reference.widened(t), axes, axis_name)
+    return -row_sum(_weighted(log_p, log_p, entropy) * reference.widened(t), axes, axis_name)
 
 
 @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=(4, 5))
@@ -332,7 +349,7 @@ def _log_sum_tangent(x, rows, t, where, axes, axis_name):
     """The sum of p t over each row."""
     of_x = of_rows_with_elements(rows[-2:], where, axes, axis_name)
     p = jnp.exp(reference.log_probabilities(x, *of_x, where))
-    return _row_sum(p * reference.widened(t), axes, axis_name)
+    return row_sum(p * reference.widened(t), axes, axis_name)
 
 
 def _weighted(log_p, values, added):
@@ -386,7 +403,7 @@ def _divergence_tangent(x, y, rows, x_dot, y_dot, where, axes, axis_name):
         tangent += _weighted(log_p, log_p - log_q, -divergence) * reference.widened(x_dot)
     if y_dot is not None:
         tangent += (jnp.exp(log_q) - jnp.exp(log_p)) * reference.widened(y_dot)
-    return _row_sum(tangent, axes, axis_name)
+    return row_sum(tangent, axes, axis_name)
 
 
 for _op, _primitive in ROW_PRIMITIVES.items():
