@@ -10,15 +10,25 @@ import jax
 import jax.numpy as jnp
 
 
-def label_of_rows(labels, shape, axes, where):
-    """`label` of an array of this shape from labels as users give them; rows that are left out altogether have none."""
+def label_of_rows(labels, shape, axes, where, axis_name):
+    """`label` of an array of this shape from labels as users give them, and whether a row has one.
+
+    Rows that are left out altogether have none. Where the array is a part along the mesh axes `axis_name`, labels of
+    users count the elements of all parts, one part after the other, and `label` is -1 if it lies in another part.
+    """
     labels = labels.astype(jnp.int32) if labels.dtype.itemsize < 4 else labels  # which can count the classes
-    if where is not None or labels.dtype != jnp.int32:
-        exist = exists(labels, shape, axes)
-        if where is not None:
-            exist &= jnp.any(jnp.broadcast_to(where, shape), axes)
-        labels = jnp.where(exist, labels, -1).astype(jnp.int32)
-    return jnp.expand_dims(labels, axes)
+    columns = math.prod(shape[d] for d in axes)
+    found = (labels >= 0) & (labels < columns * math.prod(map(jax.lax.axis_size, axis_name)))
+    if where is not None:
+        kept = jnp.any(jnp.broadcast_to(where, shape), axes)
+        found &= jax.lax.pmax(kept.astype(jnp.float32), axis_name) > 0 if axis_name else kept
+    here = found
+    if axis_name:
+        labels = labels - (columns * jax.lax.axis_index(axis_name)).astype(labels.dtype)
+        here = found & (labels >= 0) & (labels < columns)
+    if axis_name or where is not None or labels.dtype != jnp.int32:
+        labels = jnp.where(here, labels, -1).astype(jnp.int32)
+    return jnp.expand_dims(labels, axes), jnp.expand_dims(found, axes)
 
 
 def exists(label, shape, axes):
@@ -29,7 +39,7 @@ def exists(label, shape, axes):
 def at_labels(x, axes, label):
     """The label's element of each row, of x's shape with extent 1 along axes; of rows without a label any other."""
     if _are_spread(x, axes):
-        return jnp.sum(jnp.where(_is_label(x, axes, label), x, 0), axes, keepdims=True, dtype=x.dtype)
+        return jnp.sum(jnp.where(is_label(x, axes, label), x, 0), axes, keepdims=True, dtype=x.dtype)
     kept = _kept_dims(x, axes)
     dimensions = jax.lax.GatherDimensionNumbers(
         offset_dims=(),
@@ -45,7 +55,7 @@ def at_labels(x, axes, label):
 def set_at_labels(x, axes, label, values):
     """x with the label's element of each row replaced."""
     if _are_spread(x, axes):
-        return jnp.where(_is_label(x, axes, label), values, x)
+        return jnp.where(is_label(x, axes, label), values, x)
     kept = _kept_dims(x, axes)
     dimensions = jax.lax.ScatterDimensionNumbers(
         update_window_dims=(),
@@ -56,6 +66,14 @@ def set_at_labels(x, axes, label, values):
     )
     values = jax.lax.squeeze(values, axes)
     return jax.lax.scatter(x, _index(x, axes, label), values, dimensions, unique_indices=True, mode="drop")
+
+
+def is_label(x, axes, label):
+    """Which elements are the labels'."""
+    found = True
+    for d, index in zip(axes, _along(x.shape, axes, label), strict=True):
+        found &= index == jax.lax.broadcasted_iota(jnp.int32, [n if k == d else 1 for k, n in enumerate(x.shape)], d)
+    return found
 
 
 def label_of_part(label, axes, shape, part, first_index):
@@ -88,11 +106,3 @@ def _along(shape, axes, label):
 
 def _index(x, axes, label):
     return jnp.stack([jax.lax.squeeze(index, axes) for index in _along(x.shape, axes, label)], -1)
-
-
-def _is_label(x, axes, label):
-    """Which elements are the labels'."""
-    found = True
-    for d, index in zip(axes, _along(x.shape, axes, label), strict=True):
-        found &= index == jax.lax.broadcasted_iota(jnp.int32, [n if k == d else 1 for k, n in enumerate(x.shape)], d)
-    return found

@@ -11,12 +11,14 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jax_softmax import arguments, reference
 from jax_softmax.arguments import Axis, AxisName
-from jax_softmax.labels import exists, label_of_rows
+from jax_softmax.labels import at_labels, exists, label_of_rows
 from jax_softmax.primitives import rows_laid_as
 from jax_softmax.row_primitives import (
     cross_entropy_gradient_p,
     cross_entropy_p,
     logsumexp_p,
+    row_sum,
+    tangent_sums_of_parts,
     tangent_sums_p,
     with_labels,
 )
@@ -79,6 +81,7 @@ def softmax_cross_entropy_with_integer_labels(
     *,
     label_smoothing: ArrayLike = 0.0,
     z_loss: ArrayLike = 0.0,
+    axis_name: AxisName = None,
 ) -> jax.Array:
     """Cross entropy of softmax(logits) and integer labels, a loss for each row: lse - logits[label].
 
@@ -96,6 +99,10 @@ def softmax_cross_entropy_with_integer_labels(
       label_smoothing: a number or scalar array a: the label's probability is 1 - a + a / n, the others' a / n, where n
         is the number of classes, or of those that are not left out. With it, logits are read once more.
       z_loss: a number or scalar array: the weight of lse² (the square of the log-sum-exp), which is added.
+      axis_name: as for `softmax`: logits, and a mask of their rank, are this device's part of the classes. Labels are
+        the same on all devices along these mesh axes, and so are the losses. They count the classes of all parts, one
+        part after the other, of several mesh axes the last varying fastest: so if there are several axes, the first of
+        them is to be the one that is sharded.
 
     Returns:
       Losses, of the labels' shape, in float32 (float64 for float64), also of logits of 16 bits.
@@ -103,26 +110,34 @@ def softmax_cross_entropy_with_integer_labels(
     Raises:
       TypeError: an argument is of the wrong type or dtype.
       ValueError: labels are not of the logits' shape without axis, axis is out of range or repeated, where does not
-        broadcast to the logits' shape, label_smoothing or z_loss is not a scalar.
+        broadcast to the logits' shape, label_smoothing or z_loss is not a scalar, or axis_name is not one of the axes
+        of a surrounding `shard_map`.
     """
     name = "softmax_cross_entropy_with_integer_labels"
-    logits, axis, where, _ = arguments.for_jit(name, logits, axis, where, None, argument="logits")
+    logits, axis, where, axis_name = arguments.for_jit(name, logits, axis, where, axis_name, argument="logits")
     options = _options(name, label_smoothing, z_loss)
-    return _integer_labels(name, logits, _integer_array(name, labels), axis, where, options)
+    return _integer_labels(name, logits, _integer_array(name, labels), axis, where, options, axis_name)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 3), inline=True)
-def _integer_labels(name, logits, labels, axis, where, options):
-    x, where, axes, _, _ = arguments.prepared(name, logits, axis, where, (), argument="logits", may_enlarge=False)
-    label = label_of_rows(_checked_labels(name, x, labels, axes), x.shape, axes, where)
+@functools.partial(jax.jit, static_argnums=(0, 3, 6), inline=True)
+def _integer_labels(name, logits, labels, axis, where, options, axis_name):
+    x, where, axes, axis_name, _ = arguments.prepared(
+        name, logits, axis, where, axis_name, argument="logits", may_enlarge=False
+    )
+    label, found = label_of_rows(_checked_labels(name, x, labels, axes), x.shape, axes, where, axis_name)
     x = _varying_as_well(x, label, *options.values())
-    values = _row_values(axes, x, label, where)
-    losses = _losses(values, _classes(x, where, axes), _in_dtype_of(values[0], options))
+    values = _row_values(axes, axis_name, x, label, found, where)
+    losses = _losses(values, _classes(x, where, axes, axis_name), _in_dtype_of(values[0], options))
     return jax.lax.squeeze(losses, axes)
 
 
 def softmax_cross_entropy(
-    logits: ArrayLike, labels: ArrayLike, axis: Axis = -1, where: ArrayLike | None = None
+    logits: ArrayLike,
+    labels: ArrayLike,
+    axis: Axis = -1,
+    where: ArrayLike | None = None,
+    *,
+    axis_name: AxisName = None,
 ) -> jax.Array:
     """Cross entropy of softmax(logits) and the distributions `labels`, a loss for each row: sum(labels (lse - logits)).
 
@@ -134,6 +149,8 @@ def softmax_cross_entropy(
       axis: the axis of the classes, or axes.
       where: boolean mask that broadcasts to the logits' shape and has their rank; False leaves a class out. Or one of
         the result's rank, which leaves out whole rows.
+      axis_name: as for `softmax`: logits, labels and where are this device's part of the classes. The losses are the
+        same on all devices along these mesh axes.
 
     Returns:
       Losses, of the logits' shape without axis, in float32 (float64 for float64). A class of probability 0 adds 0,
@@ -141,24 +158,27 @@ def softmax_cross_entropy(
 
     Raises:
       TypeError: an argument is of the wrong type or dtype.
-      ValueError: labels or where does not broadcast to the logits' shape, or axis is out of range or repeated.
+      ValueError: labels or where does not broadcast to the logits' shape, axis is out of range or repeated, or
+        axis_name is not one of the axes of a surrounding `shard_map`.
     """
     name = "softmax_cross_entropy"
-    logits, axis, where, _ = arguments.for_jit(name, logits, axis, where, None, argument="logits")
+    logits, axis, where, axis_name = arguments.for_jit(name, logits, axis, where, axis_name, argument="logits")
     labels = arguments.checked_real_array(name, labels, "labels")
-    return _soft_labels(logits, labels, axis, where)
+    return _soft_labels(logits, labels, axis, where, axis_name)
 
 
-@functools.partial(jax.jit, static_argnums=2, inline=True)
-def _soft_labels(logits, labels, axis, where):
+@functools.partial(jax.jit, static_argnums=(2, 4), inline=True)
+def _soft_labels(logits, labels, axis, where, axis_name):
     name = "softmax_cross_entropy"
-    x, where, axes, _, _ = arguments.prepared(name, logits, axis, where, (), argument="logits", may_enlarge=False)
+    x, where, axes, axis_name, _ = arguments.prepared(
+        name, logits, axis, where, axis_name, argument="logits", may_enlarge=False
+    )
     arguments.check_broadcasts(name, "labels", labels.shape, x.shape)
     labels = labels.astype(reference.wide_dtype(x.dtype))
     if where is not None:
         labels = jnp.where(where, labels, 0)
     labels = jnp.broadcast_to(labels, x.shape)
-    return jax.lax.squeeze(_soft_losses(axes, _varying_as_well(x, labels), labels, where), axes)
+    return jax.lax.squeeze(_soft_losses(axes, axis_name, _varying_as_well(x, labels), labels, where), axes)
 
 
 def cross_entropy_loss(
@@ -171,16 +191,18 @@ def cross_entropy_loss(
     reduction: str = "mean",
     label_smoothing: ArrayLike = 0.0,
     z_loss: ArrayLike = 0.0,
+    axis_name: AxisName = None,
 ) -> jax.Array:
     """The mean or sum of `softmax_cross_entropy_with_integer_labels`: the loss of a training step.
 
     Where it is differentiated, the forward pass makes the gradient with the loss, in the logits' dtype: on CUDA by one
     read and one write, unless the classes are spread over devices. The backward pass multiplies it by the incoming
     cotangent, unless that is known to be 1. Of float16 the backward pass makes the gradient, so that loss scaling can
-    keep it from underflow. Differentiable in forward and reverse mode to any order.
+    keep it from underflow; and so it does with axis_name. Differentiable in forward and reverse mode to any order.
 
     Args:
-      logits, labels, axis, where, label_smoothing, z_loss: as there.
+      logits, labels, axis, where, label_smoothing, z_loss, axis_name: as there. The mean or sum is one of the rows that
+        this device has, or has parts of: rows that are spread over other mesh axes are the caller's to add up.
       weights: real array that broadcasts to the labels' shape: how much each loss counts. None, the default: 1 each.
         Ignored labels count 0, and a loss of weight 0 does not count even if it is not finite.
       reduction: "mean", the weighted mean of the losses (0 if no label counts), or "sum", their weighted sum.
@@ -195,20 +217,22 @@ def cross_entropy_loss(
     name = "cross_entropy_loss"
     if reduction not in ("mean", "sum"):
         raise ValueError(f'{name}: reduction must be "mean" or "sum", got {reduction!r}.')
-    logits, axis, where, _ = arguments.for_jit(name, logits, axis, where, None, argument="logits")
+    logits, axis, where, axis_name = arguments.for_jit(name, logits, axis, where, axis_name, argument="logits")
     if weights is not None:
         weights = arguments.checked_real_array(name, weights, "weights")
     options = _options(name, label_smoothing, z_loss)
-    return _loss(logits, _integer_array(name, labels), axis, where, weights, reduction, options)
+    return _loss(logits, _integer_array(name, labels), axis, where, weights, reduction, options, axis_name)
 
 
-@functools.partial(jax.jit, static_argnums=(2, 5), inline=True)
-def _loss(logits, labels, axis, where, weights, reduction, options):
+@functools.partial(jax.jit, static_argnums=(2, 5, 7), inline=True)
+def _loss(logits, labels, axis, where, weights, reduction, options, axis_name):
     name = "cross_entropy_loss"
-    x, where, axes, _, _ = arguments.prepared(name, logits, axis, where, (), argument="logits", may_enlarge=False)
-    label = label_of_rows(_checked_labels(name, x, labels, axes), x.shape, axes, where)
+    x, where, axes, axis_name, _ = arguments.prepared(
+        name, logits, axis, where, axis_name, argument="logits", may_enlarge=False
+    )
+    label, found = label_of_rows(_checked_labels(name, x, labels, axes), x.shape, axes, where, axis_name)
     wide = reference.wide_dtype(x.dtype)
-    counted = exists(label, x.shape, axes).astype(wide)
+    counted = found.astype(wide)
     if weights is not None:
         arguments.check_broadcasts(name, "weights", weights.shape, labels.shape)
         weights = jnp.expand_dims(jnp.broadcast_to(weights, labels.shape), axes)
@@ -218,11 +242,14 @@ def _loss(logits, labels, axis, where, weights, reduction, options):
         counted = counted / jnp.where(total == 0, 1, total)
     counted = rows_laid_as(_varying_as_well(x, label), counted)
     x = _varying_as_well(x, label, counted, *options.values())
-    weighted_sum = _weighted_sum if x.dtype == jnp.float16 else _weighted_sum_with_gradient
-    return weighted_sum(axes, x, label, where, counted, _in_dtype_of(counted, options))
+    options = _in_dtype_of(counted, options)
+    if axis_name or x.dtype == jnp.float16:
+        return _weighted_sum(axes, axis_name, x, label, found, where, counted, options)
+    return _weighted_sum_with_gradient(axes, axis_name, x, label, found, where, counted, options)
 
 
-# ---- What they are made of. Rows keep the reduced axes, with extent 1.
+# ---- What they are made of. Rows keep the reduced axes, with extent 1. `label` is -1 where another device has the
+# label's element; `found` says of which rows any has.
 
 
 def _mask(where):
@@ -233,41 +260,47 @@ def _rows(x, where, axes, axis_name):
     return logsumexp_p.bind(x, *_mask(where), axes=axes, axis_name=axis_name)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _row_values(axes, x, label, where):
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _row_values(axes, axis_name, x, label, found, where):
     """Of each row lse - x[label], lse, and the sum of the logits that are not left out; 0 of one without a label."""
-    return _values_with(*_loss_and_lse(axes, x, label, where), axes, x, label, where)
+    return _values_with(*_loss_and_lse(axes, axis_name, x, label, found, where), axes, axis_name, x, found, where)
 
 
-def _loss_and_lse(axes, x, label, where):
-    return cross_entropy_p.bind(x, label, *_mask(where), axes=axes, axis_name=())
+def _loss_and_lse(axes, axis_name, x, label, found, where):
+    if not axis_name:
+        return cross_entropy_p.bind(x, label, *_mask(where), axes=axes, axis_name=())
+    lse, _ = _rows(x, where, axes, axis_name)
+    logit = jnp.where(exists(label, x.shape, axes), reference.widened(at_labels(x, axes, label)), 0)
+    return jnp.where(found, lse - jax.lax.psum(logit, axis_name), 0), lse
 
 
-def _values_with(loss, lse, axes, x, label, where):
+def _values_with(loss, lse, axes, axis_name, x, found, where):
     kept = x if where is None else jnp.where(where, x, 0)
-    total = jnp.sum(reference.widened(kept), axes, keepdims=True)
-    found = exists(label, x.shape, axes)
+    total = row_sum(reference.widened(kept), axes, axis_name)
     return loss, jnp.where(found, lse, 0), jnp.where(found, total, 0)
 
 
 @functools.partial(_row_values.defjvp, symbolic_zeros=True)
-def _row_values_jvp(axes, primals, tangents):
-    x, label, where = primals
-    loss, lse = _loss_and_lse(axes, x, label, where)
-    values = _values_with(loss, lse, axes, x, label, where)
+def _row_values_jvp(axes, axis_name, primals, tangents):
+    x, label, found, where = primals
+    loss, lse = _loss_and_lse(axes, axis_name, x, label, found, where)
+    values = _values_with(loss, lse, axes, axis_name, x, found, where)
     if _is_zero(tangents[0]):
         return values, jax.tree.map(jnp.zeros_like, values)
-    of_lse, of_total, of_logit = tangent_sums_p.bind(x, lse, tangents[0], label, *_mask(where), axes=axes)
-    found = exists(label, x.shape, axes)
+    if axis_name:
+        sums = tangent_sums_of_parts(x, lse, tangents[0], label, where, axes, axis_name)
+    else:
+        sums = tangent_sums_p.bind(x, lse, tangents[0], label, *_mask(where), axes=axes)
+    of_lse, of_total, of_logit = sums
     return values, tuple(jnp.where(found, t, 0) for t in (of_lse - of_logit, of_lse, of_total))
 
 
-def _classes(x, where, axes):
+def _classes(x, where, axes, axis_name):
     """How many classes each row has, or a number for all."""
     if where is None:
-        return math.prod(x.shape[d] for d in axes)
-    count = jnp.sum(jnp.broadcast_to(where, x.shape), axes, keepdims=True)
-    return jnp.maximum(count, 1).astype(reference.wide_dtype(x.dtype))
+        return math.prod(x.shape[d] for d in axes) * math.prod(map(jax.lax.axis_size, axis_name))
+    count = jnp.sum(jnp.broadcast_to(where, x.shape), axes, keepdims=True).astype(reference.wide_dtype(x.dtype))
+    return jnp.maximum(jax.lax.psum(count, axis_name) if axis_name else count, 1)
 
 
 def _losses(values, classes, options):
@@ -286,31 +319,32 @@ def _above_mean(values, classes):
     return (lse - loss) - total / classes
 
 
-def _weighted_sum(axes, x, label, where, weights, options):
+def _weighted_sum(axes, axis_name, x, label, found, where, weights, options):
     """The sum of the losses times their weights."""
-    return _dot(_losses(_row_values(axes, x, label, where), _classes(x, where, axes), options), weights)
+    values = _row_values(axes, axis_name, x, label, found, where)
+    return _dot(_losses(values, _classes(x, where, axes, axis_name), options), weights)
 
 
 def _dot(losses, weights):
     return jnp.sum(jnp.where(weights == 0, 0, losses * weights))
 
 
-# The same, whose derivative is made together with it.
-_weighted_sum_with_gradient = jax.custom_jvp(_weighted_sum, nondiff_argnums=(0,))
+# The same of rows that no axis_name spreads, with a derivative that is made together with it.
+_weighted_sum_with_gradient = jax.custom_jvp(_weighted_sum, nondiff_argnums=(0, 1))
 
 
 @functools.partial(_weighted_sum_with_gradient.defjvp, symbolic_zeros=True)
-def _weighted_sum_jvp(axes, primals, tangents):
-    x, label, where, weights, options = primals
+def _weighted_sum_jvp(axes, axis_name, primals, tangents):
+    x, label, found, where, weights, options = primals
     x_dot, *_, weights_dot, options_dot = tangents
-    classes = _classes(x, where, axes)
+    classes = _classes(x, where, axes, axis_name)
     tangent = jnp.zeros((), weights.dtype)
     if _is_zero(x_dot):
-        values = _row_values(axes, x, label, where)
+        values = _row_values(axes, axis_name, x, label, found, where)
     else:
-        gradient, lse = _gradient(axes, x, label, where, weights, classes, options)
+        gradient, lse = _gradient(axes, x, label, found, where, weights, classes, options)
         loss = reference.cross_entropy_given(lse, x, label, axes)
-        values = _values_with(loss, lse, axes, x, label, where)
+        values = _values_with(loss, lse, axes, axis_name, x, found, where)
         tangent += _inner_product(gradient, x_dot)
     losses = _losses(values, classes, options)
     if not _is_zero(weights_dot):
@@ -328,54 +362,54 @@ def _inner_product(a, b):
     return jnp.sum(reference.widened(a) * reference.widened(b))
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _soft_losses(axes, x, labels, where):
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _soft_losses(axes, axis_name, x, labels, where):
     """The losses of distributions, of which classes that are left out have none."""
-    return _sum_of_distances(x, _rows(x, where, axes, ())[0], labels, labels, where, axes)
+    return _sum_of_distances(x, _rows(x, where, axes, axis_name)[0], labels, labels, where, axes, axis_name)
 
 
-def _sum_of_distances(x, lse, labels, weights, where, axes):
+def _sum_of_distances(x, lse, labels, weights, where, axes, axis_name):
     """The sum of weights (lse - x) over each row, without what has probability 0 and is -inf."""
     adds = (labels != 0) | (x != -jnp.inf)  # 0 log 0 does not
     if where is not None:
         adds &= where
     terms = weights * jnp.where(adds, lse - reference.widened(x), 0)
     # Selected once more, so that XLA for CPUs writes the terms to memory, and not each of their factors in float32.
-    return jnp.sum(jnp.where(adds, terms, 0), axes, keepdims=True)
+    return row_sum(jnp.where(adds, terms, 0), axes, axis_name)
 
 
 @functools.partial(_soft_losses.defjvp, symbolic_zeros=True)
-def _soft_losses_jvp(axes, primals, tangents):
+def _soft_losses_jvp(axes, axis_name, primals, tangents):
     x, labels, where = primals
-    lse, _ = _rows(x, where, axes, ())
-    losses = _sum_of_distances(x, lse, labels, labels, where, axes)
+    lse, _ = _rows(x, where, axes, axis_name)
+    losses = _sum_of_distances(x, lse, labels, labels, where, axes, axis_name)
     tangent = jnp.zeros_like(losses)
     if not _is_zero(tangents[0]):
         # Of the sum and what is made with it XLA for CPUs would make one computation, through copies of all in float32.
-        total = jax.lax.optimization_barrier(jnp.sum(labels, axes, keepdims=True))
-        tangent += _soft_tangent(x, lse, labels, total, tangents[0], where, axes)
+        total = jax.lax.optimization_barrier(row_sum(labels, axes, axis_name))
+        tangent += _soft_tangent(x, lse, labels, total, tangents[0], where, axes, axis_name)
     if not _is_zero(tangents[1]):
-        tangent += _sum_of_distances(x, lse, labels, tangents[1], where, axes)
+        tangent += _sum_of_distances(x, lse, labels, tangents[1], where, axes, axis_name)
     return losses, tangent
 
 
 # With checkpoint the logits and labels are kept for a backward pass, and nothing that is made of them.
-@functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=(6,))
-def _soft_tangent(x, lse, labels, total, t, where, axes):
+@functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=(6, 7))
+def _soft_tangent(x, lse, labels, total, t, where, axes, axis_name):
     y = reference.exp_of_difference(x, lse, where)
-    return jnp.sum((y * total - labels) * reference.widened(t), axes, keepdims=True)
+    return row_sum((y * total - labels) * reference.widened(t), axes, axis_name)
 
 
 def _is_zero(tangent):
     return tangent is None or isinstance(tangent, jax.custom_derivatives.SymbolicZero)
 
 
-def _gradient(axes, x, label, where, weights, classes, options):
+def _gradient(axes, x, label, found, where, weights, classes, options):
     """The gradient of the weighted sum of losses, and the rows' log-sum-exp."""
     smoothing, z_loss = (0 if options[name] is None else options[name] for name in ("label_smoothing", "z_loss"))
     b, c = (jnp.broadcast_to(value, weights.shape) for value in (2 * z_loss * weights, weights * smoothing / classes))
     gradient, lse, _ = cross_entropy_gradient_p.bind(x, weights, b, c, *_mask(where), axes=axes, axis_name=())
-    a = weights + b * jnp.where(exists(label, x.shape, axes), lse, 0)
+    a = weights + b * jnp.where(found, lse, 0)
     return with_labels(gradient, x, lse, a, c, (smoothing - 1) * weights, label, where, axes), lse
 
 

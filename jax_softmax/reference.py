@@ -11,7 +11,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jax_softmax.labels import at_labels, exists
+from jax_softmax.labels import at_labels, exists, is_label
 
 # What the operators take as it is: 8 bits that are widened where they are read. Their linear maps do not.
 NARROW = ("float8_e4m3fn", "float8_e5m2", "int8", "uint8")
@@ -210,8 +210,19 @@ def cross_entropy_gradient(x, a, b, c, where, axes, across=None):
 
 
 def cross_entropy_elements(x, a, b, c, lse, where):
+    return _wide_elements(x, a, b, c, lse, where).astype(x.dtype)
+
+
+def _wide_elements(x, a, b, c, lse, where):
     finite = lse if where is None else jnp.where(lse == -jnp.inf, 0, lse)  # of rows that are masked altogether
-    return _kept(exp_of_difference(x, lse, where) * (a + b * finite) - c, where).astype(x.dtype)
+    return _kept(exp_of_difference(x, lse, where) * (a + b * finite) - c, where)
+
+
+def gradient_given_lse(x, lse, label, a, c, d, where, axes, across=None):
+    """softmax(x) a - c, and d added at the label, also where it is masked."""
+    here = label if across is None else across.label_of_part(label)[1]
+    gradient = _wide_elements(x, a, 0, c, lse, where) + jnp.where(is_label(x, axes, here), d, 0)
+    return (gradient.astype(x.dtype),)
 
 
 def exp_of_difference(x, lse, where):
@@ -265,7 +276,8 @@ _OPERATORS = {
     f.__name__: f
     for f in (
         *(softmax, log_softmax, softmax_linear, log_softmax_jvp, log_softmax_vjp),
-        *(logsumexp, log_sum, row_states, cross_entropy, cross_entropy_gradient, entropy, kl_divergence),
+        *(logsumexp, log_sum, row_states, cross_entropy, cross_entropy_gradient, gradient_given_lse),
+        *(entropy, kl_divergence),
     )
 }
 _OPERATORS |= {f"absmax_scale_{dtype}": functools.partial(absmax_scale, dtype=dtype) for dtype in SCALED}

@@ -1,30 +1,33 @@
 """The primitives that have results for whole rows, and how they differentiate and batch.
 
-    x, [where]                  logsumexp               lse, largest
-    x, [where]                  log_sum                 log_sum, largest
-    x, [where]                  row_states              largest, total
-    x, label, [where]           cross_entropy           loss, lse
-    x, a, b, c, [where]         cross_entropy_gradient  g, lse, largest
-    x, [where]                  entropy                 entropy, log_sum, largest
-    x, y, m, n, [where]         kl_divergence           divergence, log_sum, largest
-    x, [where]                  absmax_scale_int8 | ..  y, scale
-    x, lse, t, label, [where]   tangent_sums            sum(softmax(x) t), sum(t), t at the label
+    x, [where]                       logsumexp               lse, largest
+    x, [where]                       log_sum                 log_sum, largest
+    x, [where]                       row_states              largest, total
+    x, label, [where]                cross_entropy           loss, lse
+    x, a, b, c, [where]              cross_entropy_gradient  g, lse, largest
+    x, lse, label, a, c, d, [where]  gradient_given_lse      h
+    x, [where]                       entropy                 entropy, log_sum, largest
+    x, y, m, n, [where]              kl_divergence           divergence, log_sum, largest
+    x, [where]                       absmax_scale_int8 | ..  y, scale
+    x, lse, t, label, [where]        tangent_sums            sum(softmax(x) t), sum(t), t at the label
 
 x is a float array, y one of its shape and dtype, `where` a boolean mask that broadcasts to that shape, `label` as in
-`labels.py`. What rows have, as operands (a, b, c, m, n) or as results, is of x's shape with extent 1 along `axes`, in
-float32 (float64 for float64): loss is lse less the label's element of x, 0 of a row without a label; lse is the
+`labels.py`. What rows have, as operands (a, b, c, d, m, n) or as results, is of x's shape with extent 1 along `axes`,
+in float32 (float64 for float64): loss is lse less the label's element of x, 0 of a row without a label; lse is the
 logarithm of the sum of exp(x) over a row and `largest` its maximum, both of elements that are not masked. log_sum = lse
 - largest, without what is lost if lse is large; `total` is the sum of exp(x - largest), relative to 0 where `largest`
 is infinite, and no derivative is made of it. g = softmax(x) (a + b lse) - c, in x's dtype; of a row with a label, all
-but the label's own element of a cross entropy's gradient. `entropy` is that of softmax(x), and `divergence` that of
-softmax(x) from softmax(y), m and n being y's log_sum and largest; both may be anything for rows that are masked
-altogether. The y of absmax_scale is x divided by its row's `scale`, in the dtype that the primitive is named after, one
-of `reference.SCALED`. `axes` and `axis_name` are as in `primitives.py`.
+but the label's own element of a cross entropy's gradient. h = softmax(x) a - c, and d added at the label, in x's dtype:
+no device needs another one's part of a row for it. `entropy` is that of softmax(x), and `divergence` that of softmax(x)
+from softmax(y), m and n being y's log_sum and largest; both may be anything for rows that are masked altogether. The y
+of absmax_scale is x divided by its row's `scale`, in the dtype that the primitive is named after, one of
+`reference.SCALED`. `axes` and `axis_name` are as in `primitives.py`. Where there is a label, `axis_name` is empty:
+`losses.py` has its own way with parts of rows.
 
 `tangent_sums` is linear in t, a tangent of x: it gives the tangents of lse, of the sum of the logits and of the label's
 logit. A loss of integer labels depends on x by these alone, so that with the three in one the transpose writes the
-gradient once, by cross_entropy_gradient. logsumexp does not use it: its gradient is mostly added to others of the same
-x, and what is jax.numpy XLA fuses with them.
+gradient once, by gradient_given_lse. logsumexp does not use it: its gradient is mostly added to others of the same x,
+and what is jax.numpy XLA fuses with them.
 """
 
 import functools
@@ -46,17 +49,24 @@ RESULTS = {
     "row_states": (0, 2),
     "cross_entropy": (0, 2),
     "cross_entropy_gradient": (1, 2),
+    "gradient_given_lse": (1, 0),
     "entropy": (0, 3),
     "kl_divergence": (0, 3),
     **dict.fromkeys(ABSMAX_SCALE, (1, 1)),
 }
 # The kernels of primitives that have another one than that of their name.
-KERNELS = {"logsumexp": "row_states", "log_sum": "row_states", **dict.fromkeys(ABSMAX_SCALE, "absmax_scale")}
+KERNELS = {
+    "logsumexp": "row_states",
+    "log_sum": "row_states",
+    "gradient_given_lse": "cross_entropy_gradient",
+    **dict.fromkeys(ABSMAX_SCALE, "absmax_scale"),
+}
 
 ROW_PRIMITIVES = {op: Primitive(op) for op in RESULTS}
 logsumexp_p = ROW_PRIMITIVES["logsumexp"]
 cross_entropy_p = ROW_PRIMITIVES["cross_entropy"]
 cross_entropy_gradient_p = ROW_PRIMITIVES["cross_entropy_gradient"]
+gradient_given_lse_p = ROW_PRIMITIVES["gradient_given_lse"]
 log_sum_p = ROW_PRIMITIVES["log_sum"]
 row_states_p = ROW_PRIMITIVES["row_states"]
 entropy_p = ROW_PRIMITIVES["entropy"]
@@ -112,6 +122,12 @@ def _batch(op, axis_data, operands, batch_axes, *, axes, axis_name):
         lse, _ = logsumexp_p.bind(x, *mask, axes=axes, axis_name=axis_name)
         loss = jax.vmap(lambda label: reference.cross_entropy_given(lse, x, label, axes), batch_axes[1])(label)
         return (loss, lse), (0, None)
+    if op == "gradient_given_lse" and _only(batch_axes, range(1, 6)):
+        # XLA reads x as it is; the kernel would need a copy for each.
+        x, *rows = operands[:6]
+        where = operands[6] if masked else None
+        elements = jax.vmap(lambda *rows: reference.gradient_given_lse(x, *rows, where, axes), batch_axes[1:6])
+        return elements(*rows), [0]
     n_floats, named = len(operands) - masked, axis_data.name in axis_name
     if named:
         # What rows have is the same for all elements of the batch, which are parts of the same rows.
@@ -136,7 +152,7 @@ def _batch(op, axis_data, operands, batch_axes, *, axes, axis_name):
 def _sum_of_tangents(x, lse, t, where, axes, axis_name):
     """The tangent of lse: the sum over each row of softmax(x) t."""
     y = reference.exp_of_difference(x, lse, where)
-    return _row_sum(y * reference.widened(t), axes, axis_name)
+    return row_sum(y * reference.widened(t), axes, axis_name)
 
 
 @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=(4, 5))
@@ -145,12 +161,12 @@ def _mean_of_largest(x, largest, t, where, axes, axis_name):
     is_largest = reference.widened(x) == largest
     if where is not None:
         is_largest &= where
-    count = _row_sum(is_largest.astype(largest.dtype), axes, axis_name)
-    mean = _row_sum(jnp.where(is_largest, reference.widened(t), 0), axes, axis_name) / jnp.maximum(count, 1)
+    count = row_sum(is_largest.astype(largest.dtype), axes, axis_name)
+    mean = row_sum(jnp.where(is_largest, reference.widened(t), 0), axes, axis_name) / jnp.maximum(count, 1)
     return jnp.where(jnp.isnan(largest), jnp.nan, mean)
 
 
-def _row_sum(a, axes, axis_name):
+def row_sum(a, axes, axis_name):
     total = jnp.sum(a, axes, keepdims=True)
     return jax.lax.psum(total, axis_name) if axis_name else total
 
@@ -187,6 +203,20 @@ def _cross_entropy_gradient_jvp(primals, tangents, *, axes, axis_name):
     return results, list(jax.jvp(function, floats, tangents)[1])
 
 
+def _gradient_given_lse_jvp(primals, tangents, *, axes, axis_name):
+    """That of the same function in jax.numpy, element by element."""
+    x, lse, label, *rows = primals[:6]
+    where = primals[6] if len(primals) > 6 else None
+
+    def function(x, lse, a, c, d):
+        return reference.gradient_given_lse(x, lse, label, a, c, d, where, axes)
+
+    result = gradient_given_lse_p.bind(*primals, axes=axes, axis_name=axis_name)
+    of_x, of_lse, _, *of_rows = tangents[:6]
+    tangents = tuple(map(ad.instantiate_zeros, (of_x, of_lse, *of_rows)))
+    return result, jax.jvp(function, (x, lse, *rows), tangents)[1]
+
+
 def _absmax_scale_jvp(op, primals, tangents, *, axes, axis_name):
     y, scale = ROW_PRIMITIVES[op].bind(*primals, axes=axes, axis_name=axis_name)
     x, *mask = primals
@@ -210,10 +240,10 @@ def _scaled_tangents(x, scale, t, where, dtype, axes, axis_name):
         largest = jnp.max(jnp.abs(jax.lax.stop_gradient(x)), axes, keepdims=True, initial=0)
         largest = jax.lax.pmax(largest, axis_name) if axis_name else largest
     # In operations that XLA for CPUs does within a sum (JAX 0.12): what it does not is first written to memory.
-    count = _row_sum(jnp.where(jnp.abs(x) == largest, 1, jnp.zeros_like(x)), axes, axis_name)
-    share = jnp.where(jnp.isnan(largest), jnp.nan, jnp.where(scale == 0, 0, 1 / jnp.maximum(count, 1)))
+    count = row_sum(jnp.where(jnp.abs(x) == largest, 1, jnp.zeros_like(x)), axes, axis_name)
+    share = jnp.where(jnp.isnan(scale), jnp.nan, jnp.where(scale == 0, 0, 1 / jnp.maximum(count, 1)))
     of_largest = jnp.where(x == largest, t, jnp.where(x == -largest, -t, 0))
-    scale_dot = _row_sum(of_largest, axes, axis_name) * share / reference.LARGEST.get(dtype, 1)
+    scale_dot = row_sum(of_largest, axes, axis_name) * share / reference.LARGEST.get(dtype, 1)
     inverse = 1 / jnp.where(scale == 0, jnp.inf, scale)
     y_dot = t * inverse + x * -inverse * (scale_dot * inverse)
     return y_dot if where is None else jnp.where(where, y_dot, 0), scale_dot
@@ -227,9 +257,25 @@ def _tangent_sums(x, lse, t, label, *mask, axes):
     counted = t if where is None else jnp.where(where, t, 0)
     return [
         _sum_of_tangents(x, lse, t, where, axes, ()),
-        _row_sum(reference.widened(counted), axes, ()),
+        row_sum(reference.widened(counted), axes, ()),
         reference.widened(labels.at_labels(t, axes, label)),
     ]
+
+
+# With checkpoint x and lse are kept for a backward pass.
+@functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=(5, 6))
+def tangent_sums_of_parts(x, lse, t, label, where, axes, axis_name):
+    """The same where each device has a part of every row, and the label if it lies in its own.
+
+    JAX's transpose of it adds up in the arithmetic's precision, and is one loop for XLA.
+    """
+    t = reference.widened(t)
+    terms = (
+        reference.exp_of_difference(x, lse, where) * t,
+        t if where is None else jnp.where(where, t, 0),
+        jnp.where(labels.is_label(x, axes, label), t, 0),
+    )
+    return [row_sum(term, axes, axis_name) for term in terms]
 
 
 def _tangent_sums_batch(axis_data, operands, batch_axes, *, axes):
@@ -263,17 +309,17 @@ def _tangent_sums_transpose(cotangents, x, lse, t, label, *mask, axes):
     if all(type(cotangent) is ad.Zero for cotangent in cotangents):
         return [None, None, ad.Zero(t.aval), None, *nothing]
     a, c, of_label = map(ad.instantiate_zeros, cotangents)
-    gradient, *_ = cross_entropy_gradient_p.bind(x, a, jnp.zeros_like(a), -c, *mask, axes=axes, axis_name=())
-    gradient = with_labels(gradient, x, lse, a, -c, of_label, label, mask[0] if mask else None, axes)
+    (gradient,) = gradient_given_lse_p.bind(x, lse, label, a, -c, of_label, *mask, axes=axes, axis_name=())
     return [None, None, gradient, None, *nothing]
 
 
 def with_labels(gradient, x, lse, a, c, of_label, label, where, axes):
     """A gradient softmax(x) a - c with `of_label` added at the labels, in the arithmetic's precision."""
-    row = jnp.where(labels.exists(label, x.shape, axes), lse, 0)
-    element = jnp.exp(reference.widened(labels.at_labels(x, axes, label)) - row) * a - c
+    counts = labels.exists(label, x.shape, axes)
     if where is not None:
-        element = jnp.where(labels.at_labels(jnp.broadcast_to(where, x.shape), axes, label), element, 0)
+        counts &= labels.at_labels(jnp.broadcast_to(where, x.shape), axes, label)
+    y = reference.exp_of_difference(labels.at_labels(x, axes, label), lse, counts)
+    element = jnp.where(counts, y * a - c, 0)
     return labels.set_at_labels(gradient, axes, label, (element + of_label).astype(gradient.dtype))
 
 
@@ -294,7 +340,7 @@ def _entropy_tangent(x, rows, t, where, axes, axis_name):
     """-(sum of p (log p + entropy) t) over each row."""
     entropy, *of_x = of_rows_with_elements(rows, where, axes, axis_name)
     log_p = reference.log_probabilities(x, *of_x, where)
-    return -_row_sum(_weighted(log_p, log_p, entropy) * reference.widened(t), axes, axis_name)
+    return -row_sum(_weighted(log_p, log_p, entropy) * reference.widened(t), axes, axis_name)
 
 
 @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=(4, 5))
@@ -302,7 +348,7 @@ def _log_sum_tangent(x, rows, t, where, axes, axis_name):
     """The sum of p t over each row."""
     of_x = of_rows_with_elements(rows[-2:], where, axes, axis_name)
     p = jnp.exp(reference.log_probabilities(x, *of_x, where))
-    return _row_sum(p * reference.widened(t), axes, axis_name)
+    return row_sum(p * reference.widened(t), axes, axis_name)
 
 
 def _weighted(log_p, values, added):
@@ -356,7 +402,7 @@ def _divergence_tangent(x, y, rows, x_dot, y_dot, where, axes, axis_name):
         tangent += _weighted(log_p, log_p - log_q, -divergence) * reference.widened(x_dot)
     if y_dot is not None:
         tangent += (jnp.exp(log_q) - jnp.exp(log_p)) * reference.widened(y_dot)
-    return _row_sum(tangent, axes, axis_name)
+    return row_sum(tangent, axes, axis_name)
 
 
 for _op, _primitive in ROW_PRIMITIVES.items():
@@ -367,6 +413,7 @@ for _op, _primitive in ROW_PRIMITIVES.items():
 ad.primitive_jvps[logsumexp_p] = _logsumexp_jvp
 ad.primitive_jvps[cross_entropy_p] = _cross_entropy_jvp
 ad.primitive_jvps[cross_entropy_gradient_p] = _cross_entropy_gradient_jvp
+ad.primitive_jvps[gradient_given_lse_p] = _gradient_given_lse_jvp
 ad.primitive_jvps[log_sum_p] = functools.partial(_jvp_of_rows, "log_sum", [_log_sum_tangent])
 ad.primitive_jvps[entropy_p] = functools.partial(_jvp_of_rows, "entropy", [_entropy_tangent, _log_sum_tangent])
 for _op in ABSMAX_SCALE:

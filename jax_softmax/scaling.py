@@ -8,12 +8,17 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_softmax import arguments, reference
-from jax_softmax.arguments import Axis
+from jax_softmax.arguments import Axis, AxisName
 from jax_softmax.row_primitives import ROW_PRIMITIVES
 
 
 def absmax_scale(
-    x: ArrayLike, axis: Axis = -1, where: ArrayLike | None = None, *, dtype: DTypeLike | None = None
+    x: ArrayLike,
+    axis: Axis = -1,
+    where: ArrayLike | None = None,
+    *,
+    dtype: DTypeLike | None = None,
+    axis_name: AxisName = None,
 ) -> tuple[jax.Array, jax.Array]:
     """x divided by its maximum of magnitudes along axis, and the scale: so that y * scale is x.
 
@@ -33,6 +38,8 @@ def absmax_scale(
         x and where broadcast together.
       dtype: that of y: int8, float8_e4m3fn, float8_e5m2, float16, bfloat16, float32 or float64. None, the default: x's,
         or of integers and float8 the dtype that they are computed in.
+      axis_name: as for `softmax`: y is this device's part, and the scales are the same on all devices along these mesh
+        axes.
 
     Returns:
       A pair (y, scale). scale is in float32 (float64 for float64), and of y's shape but for the reduced axes, which
@@ -42,22 +49,23 @@ def absmax_scale(
 
     Raises:
       TypeError: x, axis, where or dtype is of the wrong type or dtype.
-      ValueError: axis is out of range or repeated, or where does not broadcast with x.
+      ValueError: axis is out of range or repeated, where does not broadcast with x, or axis_name is not one of the
+        axes of a surrounding `shard_map`.
     """
     if dtype is not None:
         dtype = _checked_dtype(dtype)
-    x, axis, where, _ = arguments.for_jit("absmax_scale", x, axis, where, None)
-    return _absmax_scale(x, axis, where, dtype)
+    x, axis, where, axis_name = arguments.for_jit("absmax_scale", x, axis, where, axis_name)
+    return _absmax_scale(x, axis, where, dtype, axis_name)
 
 
-@functools.partial(jax.jit, static_argnums=(1, 3), inline=True)
-def _absmax_scale(x, axis, where, dtype):
-    x, where, axes, _, _ = arguments.prepared("absmax_scale", x, axis, where, ())
+@functools.partial(jax.jit, static_argnums=(1, 3, 4), inline=True)
+def _absmax_scale(x, axis, where, dtype, axis_name):
+    x, where, axes, axis_name, _ = arguments.prepared("absmax_scale", x, axis, where, axis_name)
     dtype = x.dtype.name if dtype is None else dtype
     wide = reference.wide_dtype(x.dtype).name
     rounded = wide if dtype == "float64" else dtype  # of no more bits than the arithmetic has
     operands = [x] if where is None else [x, where]
-    y, scale = ROW_PRIMITIVES[f"absmax_scale_{rounded}"].bind(*operands, axes=axes, axis_name=())
+    y, scale = ROW_PRIMITIVES[f"absmax_scale_{rounded}"].bind(*operands, axes=axes, axis_name=axis_name)
     return y.astype(dtype), scale
 
 

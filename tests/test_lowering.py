@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from support import CUSTOM_VJPS, NAMES, OPERATORS
 
+import jax_softmax
 from jax_softmax import _cuda
 
 DISABLED = [jax.export.DisabledSafetyCheck.custom_call("jax_softmax")]
@@ -167,6 +168,16 @@ def test_other_platforms_use_plain_xla(name):
         text = lower(f, *specs, platforms=["tpu"], disabled=())
         assert "custom_call" not in text, text
         assert "stablehlo.exponential" in text, text
+
+
+def test_the_gradient_of_losses():
+    """On CUDA by a kernel, which computes the log-sum-exp anew; on a CPU from the one that is known."""
+
+    def gradient(x, labels):
+        return jax.grad(lambda x: jax_softmax.softmax_cross_entropy_with_integer_labels(x, labels).sum())(x)
+
+    for platform, count in (("cuda", 2), ("cpu", 1)):
+        assert_calls(lower(gradient, spec((64, 32000)), spec((64,), "int32"), platforms=[platform]), count)
 
 
 @every_name

@@ -444,9 +444,17 @@ def test_axis_name_of_vmap_and_results_of_rows(name, in_axes):
 
 
 def test_axis_name_that_is_none():
+    x, label = np.ones(3), np.array(1)
     for given in ("rows", 3, ("model", "rows"), ["rows"]):
-        with pytest.raises(ValueError, match="axis_name must be a mesh axis"):
-            jax_softmax.softmax(np.ones(3), axis_name=given)
+        for f, *args in (
+            (jax_softmax.softmax, x),
+            (jax_softmax.softmax_cross_entropy_with_integer_labels, x, label),
+            (jax_softmax.cross_entropy_loss, x, label),
+            (jax_softmax.softmax_cross_entropy, x, x),
+            (jax_softmax.absmax_scale, x),
+        ):
+            with pytest.raises(ValueError, match=f"{f.__name__}: axis_name must be a mesh axis"):
+                f(*args, axis_name=given)
     f = jax.shard_map(
         lambda x: jax_softmax.softmax(x, axis_name=("model", "model")), mesh=mesh(), in_specs=P(), out_specs=P()
     )
@@ -691,8 +699,8 @@ def test_kept_axes_of_losses(mode, layout, name):
 
 @sampled("kind,layout,name", itertools.product([AxisType.Auto, AxisType.Explicit], DIVIDED, OF_ROWS), 9, ids=str)
 def test_divided_rows_of_losses(kind, layout, name):
-    """Numbers of rows travel: for the values maxima, sums, labels' logits and sums of logits; for the gradient the
-    first three again. XLA may send several of them together."""
+    """Numbers of rows travel: maxima, sums, labels' logits and sums of logits. XLA may send several of them
+    together."""
     spec, axis = layout
     one, several = logits_and_labels(spec, axis, kind)
     f = functools.partial(OF_ROWS[name], axis=axis)
@@ -702,6 +710,30 @@ def test_divided_rows_of_losses(kind, layout, name):
     assert all(size <= 7 * one[1].size for _, size in travels)
     assert len(travels) <= (2 if name == "logsumexp" else 5)
     same(results, jax.jit(f)(*one))
+
+
+BACKWARD = {
+    "losses": (jax_softmax.softmax_cross_entropy_with_integer_labels, "float32", {}),
+    "losses with options": (
+        functools.partial(jax_softmax.softmax_cross_entropy_with_integer_labels, label_smoothing=0.1, z_loss=0.01),
+        "bfloat16",
+        {"where": support.random_mask(SHAPE[-1:])},
+    ),
+    "loss": (jax_softmax.cross_entropy_loss, "float32", {}),
+    "loss of float16": (jax_softmax.cross_entropy_loss, "float16", {}),
+}
+
+
+@sampled("kind,name", itertools.product([AxisType.Auto, AxisType.Explicit], BACKWARD), 3, ids=str)
+def test_the_backward_pass_of_divided_rows_sends_nothing(kind, name):
+    f, dtype, options = BACKWARD[name]
+    (x, labels), (x_sharded, labels_sharded) = logits_and_labels(P("data", None, "model"), -1, kind)
+    with jax.set_mesh(mesh(kind)) if kind == AxisType.Explicit else contextlib.nullcontext():
+        losses, pullback = jax.vjp(lambda x: f(x, labels_sharded, **options), x_sharded.astype(dtype))
+        (x_bar,), travels = run_compiled(lambda pullback, t: pullback(t), pullback, jnp.ones_like(losses))
+    assert travels == []
+    assert x_bar.sharding.is_equivalent_to(x_sharded.sharding, 3)
+    same(x_bar, jax.grad(lambda x: jnp.sum(f(x, labels, **options)))(x.astype(jnp.dtype(dtype))))
 
 
 @pytest.mark.parametrize("spec", [P("data"), P("data", "model"), P(None, ("model", "data"))], ids=str)
@@ -737,6 +769,174 @@ def test_axis_name_of_logsumexp(axis_name):
         results, travels = run_compiled(sharded, place(x, spec), place(where, spec), kernels=1)
         check_states(travels, 2, SHAPE, -1)
         same(results, f(x, -1, where))
+
+
+def integer_losses(x, given, axis=-1, **options):
+    return jax_softmax.softmax_cross_entropy_with_integer_labels(x, given["labels"], axis, **options)
+
+
+# Losses, and how many sorts of numbers they reduce for each row.
+LOSSES = {
+    "integer labels": (integer_losses, 3),
+    "with options": (functools.partial(integer_losses, label_smoothing=0.1, z_loss=0.01), 4),
+    "with a mask": (lambda x, given, **n: integer_losses(x, given, where=given["where"], label_smoothing=0.1, **n), 6),
+    "with a mask of rows": (lambda x, given, **n: integer_losses(x, given, where=given["labels"] % 3 > 0, **n), 4),
+    "soft labels": (lambda x, given, **n: jax_softmax.softmax_cross_entropy(x, given["soft"], **n), 3),
+    "soft labels with a mask": (
+        lambda x, given, **n: jax_softmax.softmax_cross_entropy(x, given["soft"], where=given["where"], **n),
+        3,
+    ),
+    "sum": (
+        lambda x, given, **n: jax_softmax.cross_entropy_loss(
+            x, given["labels"], weights=given["weights"], reduction="sum", z_loss=0.01, **n
+        ),
+        3,
+    ),
+}
+
+
+def operands_of_losses():
+    """With labels in every part, labels that are ignored, and a row that is masked altogether."""
+    labels = np.random.default_rng(2).integers(-1, SHAPE[-1] + 1, SHAPE[:2])
+    soft = np.asarray(jax.nn.softmax(normal(SHAPE, seed=4)))
+    where = support.random_mask(SHAPE)
+    where[0, 1] = False
+    return {"labels": labels, "soft": soft, "where": where, "weights": normal(SHAPE[:2], seed=5)}
+
+
+@sampled("name,names", itertools.product(LOSSES, ["model", ("data", "model"), ("model", "data")]), 4, ids=str)
+def test_axis_name_of_losses(name, names):
+    """Inside shard_map, derivatives too: the rows' numbers travel, as one maximum and one sum, and nothing backward."""
+    f, sorts = LOSSES[name]
+    x, t, given = normal(SHAPE), normal(SHAPE, seed=1), operands_of_losses()
+    axis_names = frozenset([names] if names == "model" else names)
+    spec = P(None if "data" in names else "data", None, names)
+
+    def run(x, t, given, axis_name=None):
+        def g(x):
+            return f(x, given, axis_name=axis_name)
+
+        y, pullback = jax.vjp(g, x)
+        _, tangent = jax.jvp(g, (x,), (t,))
+        _, second = jax.jvp(lambda x: jax.vjp(g, x)[1](y / (1 + abs(y)))[0], (x,), (t,))
+        values = jax.tree.map(lambda a: a if a.ndim else a[None], (y, tangent))
+        return *values, pullback(y / (1 + abs(y)))[0], second
+
+    if name == "sum":  # of the rows that a device has parts of: here each has all
+        spec = P(None, None, names)
+    of = {rank: P(*spec[:rank]) for rank in (1, 2, 3)}
+    of_values = of[1] if name == "sum" else of[2]
+    for manual_axes in {frozenset({"data", "model"}), axis_names}:
+        part, values = manual(of[3], manual_axes), manual(of_values, manual_axes)
+        of_given = {key: manual(of[a.ndim], manual_axes) for key, a in given.items()}
+        sharded = jax.shard_map(
+            functools.partial(run, axis_name=names),
+            mesh=mesh(),
+            in_specs=(part, part, of_given),
+            out_specs=(values, values, part, part),
+            axis_names=manual_axes,
+        )
+        placed = place(x, of[3]), place(t, of[3]), {key: place(a, of[a.ndim]) for key, a in given.items()}
+        results, travels = run_compiled(sharded, *placed)
+        assert kinds(travels) == {"all-reduce"}
+        same(results, jax.jit(run)(x, t, given))
+    for check_vma in (True, False):
+        forward = jax.shard_map(
+            lambda x, given: f(x, given, axis_name=names),
+            mesh=mesh(),
+            in_specs=(of[3], {key: of[a.ndim] for key, a in given.items()}),
+            out_specs=P() if name == "sum" else of[2],
+            check_vma=check_vma,
+        )
+        y, travels = run_compiled(forward, placed[0], placed[2], kernels=1)
+        assert kinds(travels) == {"all-reduce"} and len(travels) <= (3 if name.startswith("soft") else 2)
+        rows = given["labels"].size // (1 if spec[0] is None else 4)
+        assert sum(size for _, size in travels) == sorts * rows
+        _, pullback = jax.vjp(lambda x, forward=forward: forward(x, placed[2]), placed[0])
+        (x_bar,), travels = run_compiled(lambda pullback, y: pullback(y), pullback, y / (1 + abs(y)))
+        assert travels == [] or not check_vma  # without it JAX does not know that devices have the same
+        same(x_bar, jax.jit(run)(x, t, given)[2])
+
+
+def test_axis_name_of_labels_along_several_axes():
+    """They count the elements of one part after the other's."""
+    x, labels = normal(SHAPE), np.array([3, 64, 255, 200])
+    spec = P(("data", "model"))
+
+    def run(x, axis_name=None):
+        losses, pullback = jax.vjp(lambda x: integer_losses(x, {"labels": labels}, (0, 2), axis_name=axis_name), x)
+        return losses, pullback(losses)[0]
+
+    f = functools.partial(run, axis_name=("data", "model"))
+    same(jax.jit(jax.shard_map(f, mesh=mesh(), in_specs=spec, out_specs=(P(), spec)))(place(x, spec)), run(x))
+
+
+@sampled("dtype,names", itertools.product(["float32", "int8", "float8_e4m3fn"], ["model", ("data", "model")]), 5)
+def test_axis_name_of_absmax_scale(dtype, names):
+    x, where, t, s = normal(SHAPE), support.random_mask(SHAPE), normal(SHAPE, seed=1), normal((8, 4, 1), seed=2)
+    x[0, 0, [1, 31]], where[0, 0, [1, 31]] = 9, True  # which tie
+    x[1, 1, 5], x[1, 2, 30], x[2, 2], where[3, 3] = np.nan, np.inf, 0, False
+    spec = P(None if "data" in names else "data", None, names)
+    of_rows = P(spec[0])
+
+    def run(x, where, t, s, axis_name=None):
+        def f(x, mask):
+            y, scale = jax_softmax.absmax_scale(x, -1, mask, dtype=dtype, axis_name=axis_name)
+            return y.astype(jnp.float32), scale
+
+        def all_of(mask):
+            results, pullback = jax.vjp(lambda x: f(x, mask), x)
+            _, tangents = jax.jvp(lambda x: f(x, mask), (x,), (t,))
+            return results, tangents, pullback((t, s))[0]
+
+        return all_of(None), all_of(where)
+
+    of_results = ((spec, of_rows), (spec, of_rows), spec)
+    sharded = jax.shard_map(
+        functools.partial(run, axis_name=names),
+        mesh=mesh(),
+        in_specs=(spec, spec, spec, of_rows),
+        out_specs=(of_results, of_results),
+    )
+    results, travels = run_compiled(sharded, place(x, spec), place(where, spec), place(t, spec), place(s, of_rows))
+    assert kinds(travels) == {"all-reduce"}
+    same(results, jax.jit(run)(x, where, t, s))
+    forward = jax.shard_map(
+        lambda x: jax_softmax.absmax_scale(x, dtype=dtype, axis_name=names),
+        mesh=mesh(),
+        in_specs=spec,
+        out_specs=(spec, of_rows),
+    )
+    (y, _), travels = run_compiled(forward, place(x, spec))
+    check_states(travels, 2, SHAPE, -1)
+    assert np.array_equal(
+        np.asarray(y), np.asarray(jax_softmax.absmax_scale(x, dtype=dtype)[0]), equal_nan=dtype != "int8"
+    )
+
+
+@sampled("in_axis", range(3), 3)
+def test_axis_name_of_vmap_and_losses(in_axis):
+    """The elements of the batch are the parts, one after the other."""
+    x, given = normal(SHAPE), operands_of_losses()
+
+    def split(a):
+        return jnp.moveaxis(jnp.reshape(a, (*a.shape[:-1], 4, a.shape[-1] // 4)), -2, in_axis)
+
+    of_parts = {key: split(a) if a.shape == SHAPE else a for key, a in given.items()}
+    axes = {key: in_axis if a.shape == SHAPE else None for key, a in given.items()}
+    for f in (LOSSES["with a mask"][0], LOSSES["soft labels"][0]):
+        losses, pullback = jax.vjp(lambda x, f=f: f(x, given), x)
+        parts = jax.vmap(functools.partial(f, axis_name="parts"), (in_axis, axes), axis_name="parts")
+        found, of_found = jax.vjp(lambda x, parts=parts: parts(x, of_parts), split(x))
+        same(found, np.stack([losses] * 4))
+        cotangent = np.zeros_like(found)
+        cotangent[1] = np.cos(losses)
+        same(of_found(jnp.asarray(cotangent))[0], split(pullback(jnp.cos(losses))[0]))
+    y, scale = jax.vmap(
+        functools.partial(jax_softmax.absmax_scale, dtype="int8", axis_name="parts"), in_axis, axis_name="parts"
+    )(split(x))
+    whole, scales = jax_softmax.absmax_scale(x, dtype="int8")
+    assert np.array_equal(y, np.moveaxis(split(whole), in_axis, 0)) and np.array_equal(scale, [scales] * 4)
 
 
 def test_logsumexp_of_rows_that_are_not_finite():
