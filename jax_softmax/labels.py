@@ -9,6 +9,8 @@ import math
 import jax
 import jax.numpy as jnp
 
+LARGEST_LABEL = 2**31 - 1
+
 
 def label_of_rows(labels, shape, axes, where, axis_name):
     """`label` of an array of this shape from labels as users give them, and whether a row has one.

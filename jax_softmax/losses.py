@@ -11,7 +11,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jax_softmax import arguments, reference
 from jax_softmax.arguments import Axis, AxisName
-from jax_softmax.labels import at_labels, exists, label_of_rows
+from jax_softmax.labels import LARGEST_LABEL, at_labels, exists, label_of_rows
 from jax_softmax.primitives import rows_laid_as
 from jax_softmax.row_primitives import (
     cross_entropy_gradient_p,
@@ -109,9 +109,9 @@ def softmax_cross_entropy_with_integer_labels(
 
     Raises:
       TypeError: an argument is of the wrong type or dtype.
-      ValueError: labels are not of the logits' shape without axis, axis is out of range or repeated, where does not
-        broadcast to the logits' shape, label_smoothing or z_loss is not a scalar, or axis_name is not one of the axes
-        of a surrounding `shard_map`.
+      ValueError: labels are not of the logits' shape without axis, there are no classes or more than 2^31 - 1, axis is
+        out of range or repeated, where does not broadcast to the logits' shape, label_smoothing or z_loss is not a
+        scalar, or axis_name is not one of the axes of a surrounding `shard_map`.
     """
     name = "softmax_cross_entropy_with_integer_labels"
     logits, axis, where, axis_name = arguments.for_jit(name, logits, axis, where, axis_name, argument="logits")
@@ -124,7 +124,7 @@ def _integer_labels(name, logits, labels, axis, where, options, axis_name):
     x, where, axes, axis_name, _ = arguments.prepared(
         name, logits, axis, where, axis_name, argument="logits", may_enlarge=False
     )
-    label, found = label_of_rows(_checked_labels(name, x, labels, axes), x.shape, axes, where, axis_name)
+    label, found = label_of_rows(_checked_labels(name, x, labels, axes, axis_name), x.shape, axes, where, axis_name)
     x = _varying_as_well(x, label, *options.values())
     values = _row_values(axes, axis_name, x, label, found, where)
     losses = _losses(values, _classes(x, where, axes, axis_name), _in_dtype_of(values[0], options))
@@ -230,7 +230,7 @@ def _loss(logits, labels, axis, where, weights, reduction, options, axis_name):
     x, where, axes, axis_name, _ = arguments.prepared(
         name, logits, axis, where, axis_name, argument="logits", may_enlarge=False
     )
-    label, found = label_of_rows(_checked_labels(name, x, labels, axes), x.shape, axes, where, axis_name)
+    label, found = label_of_rows(_checked_labels(name, x, labels, axes, axis_name), x.shape, axes, where, axis_name)
     wide = reference.wide_dtype(x.dtype)
     counted = found.astype(wide)
     if weights is not None:
@@ -326,7 +326,12 @@ def _weighted_sum(axes, axis_name, x, label, found, where, weights, options):
 
 
 def _dot(losses, weights):
-    return jnp.sum(jnp.where(weights == 0, 0, losses * weights))
+    return jnp.sum(_counted(losses, weights) * weights)
+
+
+def _counted(losses, weights):
+    """The losses without those that do not count though they are not finite."""
+    return jnp.where((weights == 0) & ~jnp.isfinite(losses), 0, losses)
 
 
 # The same of rows that no axis_name spreads, with a derivative that is made together with it.
@@ -348,7 +353,7 @@ def _weighted_sum_jvp(axes, axis_name, primals, tangents):
         tangent += _inner_product(gradient, x_dot)
     losses = _losses(values, classes, options)
     if not _is_zero(weights_dot):
-        tangent += jnp.sum(losses * weights_dot)
+        tangent += jnp.sum(_counted(losses, weights) * weights_dot)
     if not _is_zero(options_dot["label_smoothing"]):
         tangent += _dot(_above_mean(values, classes), weights) * options_dot["label_smoothing"]
     if not _is_zero(options_dot["z_loss"]):
@@ -420,9 +425,12 @@ def _varying_as_well(x, *others):
     return functools.reduce(lambda x, other: arguments.varying_as_well(x, other, ()), others, x)
 
 
-def _checked_labels(name, x, labels, axes):
+def _checked_labels(name, x, labels, axes, axis_name):
     if not axes or math.prod(x.shape[d] for d in axes) == 0:
         raise ValueError(f"{name}: there must be at least one class, got logits of shape {x.shape} and axes {axes}.")
+    classes = math.prod(x.shape[d] for d in axes) * math.prod(map(jax.lax.axis_size, axis_name))
+    if isinstance(classes, int) and classes > LARGEST_LABEL:
+        raise ValueError(f"{name}: there may be at most {LARGEST_LABEL} classes, got {classes}.")
     expected = tuple(n for d, n in enumerate(x.shape) if d not in axes)
     if labels.shape != expected:
         raise ValueError(

@@ -412,6 +412,16 @@ def test_what_has_no_weight_may_be_anything():
     np.testing.assert_allclose(found, losses(x[::2], labels[::2]).mean(), rtol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_derivative_of_a_weight_of_0(dtype):
+    """It is the loss, as of any other weight; but 0 where that is not finite."""
+    x, labels = normal((4, 5), dtype), np.array([0, 1, 2, 7])
+    x[0, 0] = -np.inf
+    weights = np.array([0.0, 0.0, 2.0, 1.0], "float32")
+    found = jax.grad(lambda w: cross_entropy_loss(x, labels, weights=w, reduction="sum"))(weights)
+    np.testing.assert_allclose(found, [0, *integer_labels(x, labels)[1:]], rtol=1e-6)
+
+
 def test_forward_mode_of_an_infinite_loss():
     x, labels = normal((3, 5)), np.array([0, 1, 2])
     x[0, 0] = -np.inf
@@ -553,6 +563,17 @@ def test_logits_that_all_devices_have(f, varies):
 def test_what_is_refused(call, error, message):
     with pytest.raises(error, match=message):
         call(normal((2, 3)), np.array([0, 1]))
+
+
+@pytest.mark.parametrize("f", [integer_labels, cross_entropy_loss])
+def test_more_classes_than_int32_counts_are_refused(f):
+    def of_shape(columns):
+        x = jax.ShapeDtypeStruct((2, columns), jnp.bfloat16)
+        return jax.eval_shape(f, x, jax.ShapeDtypeStruct((2,), np.int32))
+
+    assert of_shape(2**31 - 1).dtype == np.float32
+    with pytest.raises(ValueError, match="at most 2147483647 classes, got 2147483648"):
+        of_shape(2**31)
 
 
 def test_names_in_programs():

@@ -33,7 +33,7 @@ struct Cost {
   int logarithms;               // of a row, or powers
   bool element_results = true;  // whether there is one for each element
   int row_results = 0;          // of a row itself
-  int row_operands = 0;         // that a row has of its own: numbers, or a label
+  int row_operands = 0;         // that a row has of its own: kRowOperands numbers, or a label
   int sums = 1;                 // of a row
   bool labelled = false;        // whether that is a label
 };

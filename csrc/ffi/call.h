@@ -35,10 +35,10 @@ struct CallBuffers {
 };
 
 // Arguments: the operator's operands, of one shape and dtype, then operands that broadcast to their shape: what is
-// fused reads, then what rows have of their own, in the dtype of the arithmetic and of extent 1 along the axes, then
-// possibly a boolean mask. Results: of the elements, then of the rows, in the dtype of the arithmetic, as far as the
-// operator has any; then possibly a one-dimensional array to work with. `op` is a name in kOperators, `axes` the
-// reduced axes.
+// fused reads, then what rows have of their own, of extent 1 along the axes: numbers in the dtype of the arithmetic, or
+// int32 labels; then possibly a boolean mask. Results: of the elements, then of the rows, in the dtype of the
+// arithmetic, as far as the operator has any; then possibly a one-dimensional array to work with. `op` is a name in
+// kOperators, `axes` the reduced axes.
 xla::ffi::Error read_call(xla::ffi::RemainingArgs args, xla::ffi::RemainingRets rets, std::string_view op,
                           xla::ffi::Span<const int64_t> axes, std::string_view fused, CallShape* shape,
                           CallBuffers* buffers);
