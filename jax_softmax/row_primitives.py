@@ -239,6 +239,7 @@ def _scaled_tangents(x, scale, t, where, dtype, axes, axis_name):
     if dtype in reference.LARGEST:
         largest = jnp.max(jnp.abs(jax.lax.stop_gradient(x)), axes, keepdims=True, initial=0)
         largest = jax.lax.pmax(largest, axis_name) if axis_name else largest
+        largest = jnp.where(jnp.isnan(scale), jnp.nan, largest)  # which a maximum may leave out
     # In operations that XLA for CPUs does within a sum (JAX 0.12): what it does not is first written to memory.
     count = row_sum(jnp.where(jnp.abs(x) == largest, 1, jnp.zeros_like(x)), axes, axis_name)
     share = jnp.where(jnp.isnan(scale), jnp.nan, jnp.where(scale == 0, 0, 1 / jnp.maximum(count, 1)))
