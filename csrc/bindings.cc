@@ -43,7 +43,8 @@ CallShape call_of(const std::vector<int64_t>& shape, const std::vector<int64_t>&
   call.out = result_of(call.in);
   call.shape = shape;
   call.axes = axes;
-  call.sides.assign(cost_of(call.op).row_operands, shape_of_rows(call));
+  const Cost& cost = cost_of(call.op);
+  call.sides.assign(cost.row_operands + cost.labelled, shape_of_rows(call));
   call.masked = mask_shape.has_value();
   if (mask_shape) call.sides.push_back(*mask_shape);
   return call;

@@ -16,7 +16,9 @@
 //   kWithinRange       whether none is beyond the largest finite number of the results' type
 //   kRowResults        how many results a row has itself, and row_results(state, to), which sets them
 //   kRowOperands       how many numbers of its own a row has, which `row`, `term_scale` and `terms` are then given
-//   kLabelled          whether a row may have a label, one of its elements, which row_results is then given
+//   kLabelled          whether a row may have a label, the number of one of its elements. Without results for elements,
+//                      row_results is given that element; with them, the last of the row's own numbers is added to
+//                      that element's result
 //
 // `in` points at one element of each of the kInputs operands. All of it is written over a policy M with a value type
 // M::Value: a scalar in CUDA, a SIMD vector on the CPU.
@@ -193,10 +195,10 @@ struct OfRowsAlone : SoftmaxBase<M> {
   static JAX_SOFTMAX_INLINE C finish(const Row&, const C*) { return M::constant(0); }
 };
 
-// The state of a row, or of the part of one that a device has: its maximum, and the sum of exp(x - maximum), relative
-// to 0 where the maximum is infinite.
+// The two parts of the log-sum-exp of a row, or of the part of one that a device has: its maximum, and the sum of
+// exp(x - maximum), relative to 0 where the maximum is infinite.
 template <class M>
-struct RowStates : OfRowsAlone<M> {
+struct LogSumExp : OfRowsAlone<M> {
   using C = typename M::Value;
   static constexpr int kRowResults = 2;
 
@@ -206,59 +208,66 @@ struct RowStates : OfRowsAlone<M> {
   }
 };
 
-// The cross entropy of a row and its label, lse - x[label], or 0 of a row without one; and the row's log-sum-exp lse.
+// The cross entropy of a row and its label, log(sum) - (x[label] - maximum), or 0 of a row without one; and the results
+// of LogSumExp. Apart, they have digits that the log-sum-exp would lose where the maximum is large.
 template <class M>
 struct CrossEntropy : OfRowsAlone<M> {
   using C = typename M::Value;
-  static constexpr int kRowResults = 2;
+  static constexpr int kRowResults = 3;
   static constexpr bool kLabelled = true;
 
   template <class Truth>
   static JAX_SOFTMAX_INLINE void row_results(State<C> s, Truth has_label, C labelled, C* to) {
     const Relative<M> relative(s.pivot);
-    const C pivot = relative.pivot_of(s.pivot), log_sum = relative.log(s.sum);
-    to[0] = M::select(has_label, log_sum - (labelled - pivot), M::constant(0));
-    to[1] = pivot + log_sum;
+    const C loss = relative.log(s.sum) - (labelled - relative.pivot_of(s.pivot));
+    to[0] = M::select(has_label, loss, M::constant(0));
+    LogSumExp<M>::row_results(s, to + 1);
   }
 };
 
-// An element's part of the gradient of a cross entropy, but for the label's own: softmax(x) (a + b lse) - c, where a
-// row is given a, b and c; and the row's log-sum-exp lse, and its maximum.
+// An element's part of the gradient of a cross entropy: softmax(x) (a + b lse) + c, where lse is the row's log-sum-exp
+// and a row is given a, b, c and d, which is added to the label's element; and the results of LogSumExp. Of a row whose
+// a and b are 0, softmax(x) counts as 0 even if it is NaN.
 template <class M>
 struct CrossEntropyGradient : SoftmaxBase<M> {
   using C = typename M::Value;
   static constexpr bool kResultIsScaledTerm = true;
-  static constexpr int kRowResults = 2, kRowOperands = 3;
+  static constexpr int kRowResults = 2, kRowOperands = 4;
+  static constexpr bool kLabelled = true;
 
   struct Scale {
     C factor;
-    C subtrahend;
-    friend JAX_SOFTMAX_INLINE C operator*(C term, const Scale& scale) { return term * scale.factor - scale.subtrahend; }
+    C addend;
+    friend JAX_SOFTMAX_INLINE C operator*(C term, const Scale& scale) {
+      const C nothing = M::constant(0);
+      return M::select(M::equal(scale.factor, nothing), nothing, term) * scale.factor + scale.addend;
+    }
   };
   struct Row {
     Relative<M> relative;
     Scale scale;
   };
   static JAX_SOFTMAX_INLINE C masked() { return M::constant(0); }
-  static JAX_SOFTMAX_INLINE void row_results(State<C> s, C* to) {
-    const Relative<M> relative(s.pivot);
-    to[0] = relative.pivot_of(s.pivot) + relative.log(s.sum);
-    to[1] = s.pivot;
-  }
+  static JAX_SOFTMAX_INLINE void row_results(State<C> s, C* to) { LogSumExp<M>::row_results(s, to); }
   static JAX_SOFTMAX_INLINE Row row(State<C> s, const C* given) {
     return {Relative<M>(s.pivot), term_scale(s, s.pivot, given)};
   }
   static JAX_SOFTMAX_INLINE C finish(const Row& r, const C* in) { return r.relative.exp(in[0]) * r.scale; }
   static JAX_SOFTMAX_INLINE Scale term_scale(State<C> s, C term_pivot, const C* given) {
-    C of_row[2];
-    row_results(s, of_row);
     const Relative<M> relative(s.pivot);
-    return {(given[0] + given[1] * of_row[0]) * relative.rescale(term_pivot) / s.sum, given[2]};
+    const C nothing = M::constant(0), lse = relative.pivot_of(s.pivot) + relative.log(s.sum);
+    // Without b, an lse that is not finite must not count.
+    const C of_lse = M::select(M::equal(given[1], nothing), nothing, given[1] * lse);
+    const C multiple = given[0] + of_lse;
+    // A sum of infinity makes it NaN.
+    const C factor = (multiple * relative.rescale(term_pivot) + (s.sum - s.sum)) / s.sum;
+    return {M::select(M::equal(multiple, nothing), nothing, factor), given[2]};
   }
 };
 
-// The entropy of softmax(x) over a row, the logarithm of the sum of exp(x - maximum), and the maximum. Of log S - T / S
-// both terms are at least 0, so nothing cancels.
+// The entropy of softmax(x) over a row, the maximum, and the sum of exp(x - maximum). Of log S - T / S both terms are
+// at least 0, so nothing cancels. Where S is 0 the entropy is 0: of a row that is masked altogether, or has nothing but
+// -inf.
 template <class M>
 struct Entropy : OfRowsAlone<M> {
   using C = typename M::Value;
@@ -269,9 +278,11 @@ struct Entropy : OfRowsAlone<M> {
     return moments(relative.exp(in[0]), in[0] - relative.pivot);
   }
   static JAX_SOFTMAX_INLINE void row_results(State<C, Sum> s, C* to) {
-    to[1] = Relative<M>(s.pivot).log(s.sum.sum);
-    to[0] = to[1] - s.sum.moment / s.sum.sum;
-    to[2] = s.pivot;
+    const Relative<M> relative(s.pivot);
+    const C nothing = M::constant(0), entropy = relative.log(s.sum.sum) - s.sum.moment / s.sum.sum;
+    to[0] = M::select(M::equal(s.sum.sum, nothing), nothing, entropy);
+    to[1] = s.pivot;
+    to[2] = relative.whole(s.sum.sum);
   }
 
  protected:
@@ -281,8 +292,8 @@ struct Entropy : OfRowsAlone<M> {
   }
 };
 
-// Of x and y the Kullback-Leibler divergence of softmax(y) from softmax(x) over a row, which is given that logarithm
-// and the maximum of y; and the two of x.
+// Of x and y the Kullback-Leibler divergence of softmax(y) from softmax(x) over a row, which is given y's maximum and
+// the logarithm of y's sum; and the maximum and the sum of x.
 template <class M>
 struct KlDivergence : Entropy<M> {
   using C = typename M::Value;
@@ -291,7 +302,7 @@ struct KlDivergence : Entropy<M> {
   static constexpr int kRowOperands = 2;
   struct Terms {
     Relative<M> relative;
-    C log_sum, largest;  // of y
+    C largest, log_sum;  // of y
   };
 
   static JAX_SOFTMAX_INLINE C pad(int k) { return M::constant(k == 0 ? -M::kInfinity : 0); }

@@ -9,7 +9,8 @@ from jax.typing import ArrayLike
 
 from jax_softmax import arguments
 from jax_softmax.arguments import Axis, AxisName
-from jax_softmax.row_primitives import divergence, entropy_p, of_rows_with_elements
+from jax_softmax.reference import Normalizer
+from jax_softmax.row_primitives import divergence, entropy_p, of_mask, of_rows_with_elements
 
 
 def entropy(
@@ -47,8 +48,8 @@ def _entropy(logits, axis, where, axis_name):
     x, where, axes, axis_name, _ = arguments.prepared(
         "entropy", logits, axis, where, axis_name, argument="logits", may_enlarge=False
     )
-    result, *_ = entropy_p.bind(*([x] if where is None else [x, where]), axes=axes, axis_name=axis_name)
-    return _of_rows(result, x, where, axes, axis_name)
+    result, *rows = entropy_p.bind(*of_mask(x, where), axes=axes, axis_name=axis_name)
+    return _of_rows(result, Normalizer(*rows), x, where, axes, axis_name)
 
 
 def kl_divergence(
@@ -109,12 +110,13 @@ def _kl_divergence(logits_p, logits_q, axis, where, axis_name):
         operands.append(x)
     p, q = operands
     p, q = arguments.varying_as_well(p, q, ()), arguments.varying_as_well(q, p, ())
-    result, *_ = divergence(axes, names, p, q, mask)
-    return _of_rows(result, p, mask, axes, names)
+    result, of_p, _ = divergence(axes, names, p, q, mask)
+    return _of_rows(result, of_p, p, mask, axes, names)
 
 
-def _of_rows(result, x, where, axes, axis_name):
-    """The result without the reduced axes, 0 of rows without classes."""
+def _of_rows(result, rows, x, where, axes, axis_name):
+    """The result without the reduced axes, 0 of rows without classes, NaN of those that have nothing but -inf."""
     if math.prod(x.shape[d] for d in axes) == 0 and not axis_name:
-        result = jnp.zeros_like(result)
-    return jax.lax.squeeze(*of_rows_with_elements([result], where, axes, axis_name), axes)
+        return jax.lax.squeeze(jnp.zeros_like(result), axes)
+    result, largest = of_rows_with_elements([result, rows.largest], where, axes, axis_name)
+    return jax.lax.squeeze(result + 0 * jnp.where(largest == -jnp.inf, largest, 0), axes)

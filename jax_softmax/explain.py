@@ -19,7 +19,7 @@ _LINEAR = tuple(dict.fromkeys([*JVP.values(), *VJP.values()]))
 _OPERATORS = (*JVP, *_LINEAR, *ROW_PRIMITIVES)
 # Tensors that are read and written; what rows have is left out of account.
 _TRAFFIC = {op: (1, 1) for op in _OPERATORS} | {op: (2, 1) for op in _LINEAR}
-_TRAFFIC |= dict.fromkeys(("logsumexp", "log_sum", "row_states", "cross_entropy", "entropy"), (1, 0))
+_TRAFFIC |= dict.fromkeys(("logsumexp", "cross_entropy", "entropy"), (1, 0))
 _TRAFFIC["kl_divergence"] = (2, 0)
 
 _MOST_ELEMENTS = 2**63 - 1  # that 64 bits count

@@ -1,4 +1,4 @@
-"""Where the labels of an array's rows lie: its elements there, and putting others in their place.
+"""Where the labels of an array's rows lie, and its elements there.
 
 `label` is an int32 array of x's shape with extent 1 along `axes`. It counts a row's elements in row-major order; a row
 whose label is none of its elements, negative or too large, has no label.
@@ -52,22 +52,6 @@ def at_labels(x, axes, label):
     )
     found = jax.lax.gather(x, _index(x, axes, label), dimensions, (1,) * x.ndim, mode="clip")
     return jnp.expand_dims(found, axes)
-
-
-def set_at_labels(x, axes, label, values):
-    """x with the label's element of each row replaced."""
-    if _are_spread(x, axes):
-        return jnp.where(is_label(x, axes, label), values, x)
-    kept = _kept_dims(x, axes)
-    dimensions = jax.lax.ScatterDimensionNumbers(
-        update_window_dims=(),
-        inserted_window_dims=axes,
-        scatter_dims_to_operand_dims=axes,
-        operand_batching_dims=kept,
-        scatter_indices_batching_dims=tuple(range(len(kept))),
-    )
-    values = jax.lax.squeeze(values, axes)
-    return jax.lax.scatter(x, _index(x, axes, label), values, dimensions, unique_indices=True, mode="drop")
 
 
 def is_label(x, axes, label):

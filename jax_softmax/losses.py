@@ -2,7 +2,7 @@
 
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,14 +13,16 @@ from jax_softmax import arguments, reference
 from jax_softmax.arguments import Axis, AxisName
 from jax_softmax.labels import LARGEST_LABEL, at_labels, exists, label_of_rows
 from jax_softmax.primitives import rows_laid_as
+from jax_softmax.reference import Normalizer
 from jax_softmax.row_primitives import (
     cross_entropy_gradient_p,
     cross_entropy_p,
-    logsumexp_p,
+    maximum,
+    normalizer,
+    of_mask,
     row_sum,
     tangent_sums_of_parts,
     tangent_sums_p,
-    with_labels,
 )
 
 
@@ -65,8 +67,11 @@ def logsumexp(
 @functools.partial(jax.jit, static_argnums=(1, 3, 4, 5, 6), inline=True)
 def _logsumexp(x, axis, where, keepdims, dtype, return_max, axis_name):
     x, where, axes, axis_name, of_x = arguments.prepared("logsumexp", x, axis, where, axis_name)
-    lse, largest = _rows(x, where, axes, axis_name)
-    results = lse, jnp.where(jnp.isnan(lse), jnp.nan, largest)  # the kernels' maximum leaves NaNs out
+    rows = normalizer(x, where, axes, axis_name)
+    results = [rows.lse]
+    if return_max:
+        largest = jnp.where(jnp.isnan(rows.lse), rows.lse, rows.largest)  # the kernels' maximum leaves NaNs out
+        results.append(maximum(x, largest, where, axes, axis_name))
     results = [r.astype(of_x if dtype is None else dtype) for r in results]
     if not keepdims:
         results = [jax.lax.squeeze(r, axes) for r in results]
@@ -91,8 +96,8 @@ def softmax_cross_entropy_with_integer_labels(
     Args:
       logits: array of unnormalised log probabilities, computed in float32 (float64 for float64).
       labels: array of an integer dtype and of the shape of logits without `axis`; of several axes, a label counts
-        elements in row-major order. A label that is negative or too large is ignored: its loss and gradient are 0 (the
-        gradient is NaN if the row has a NaN or +inf).
+        elements in row-major order. A label that is negative or too large is ignored: its loss and gradient are 0,
+        whatever the logits are.
       axis: the axis of the classes, or axes; at least one.
       where: boolean mask that broadcasts to the logits' shape and has their rank; False leaves a class out of lse. Or
         one of the labels' rank, which leaves out whole rows. A row of which all is left out is ignored.
@@ -204,7 +209,7 @@ def cross_entropy_loss(
       logits, labels, axis, where, label_smoothing, z_loss, axis_name: as there. The mean or sum is one of the rows that
         this device has, or has parts of: rows that are spread over other mesh axes are the caller's to add up.
       weights: real array that broadcasts to the labels' shape: how much each loss counts. None, the default: 1 each.
-        Ignored labels count 0, and a loss of weight 0 does not count even if it is not finite.
+        Ignored labels count 0. Where the weight is 0, logits that are not finite do not count either.
       reduction: "mean", the weighted mean of the losses (0 if no label counts), or "sum", their weighted sum.
 
     Returns:
@@ -252,47 +257,49 @@ def _loss(logits, labels, axis, where, weights, reduction, options, axis_name):
 # label's element; `found` says of which rows any has.
 
 
-def _mask(where):
-    return [] if where is None else [where]
+class _RowValues(NamedTuple):
+    """What losses are made of, 0 of rows without a label. A row's maximum, `largest`, counts as a constant."""
 
-
-def _rows(x, where, axes, axis_name):
-    return logsumexp_p.bind(x, *_mask(where), axes=axes, axis_name=axis_name)
+    loss: jax.Array  # lse less the label's logit
+    lse: jax.Array
+    log_total: jax.Array  # lse - largest
+    distances: jax.Array  # the sum of logit - largest over the logits that are not left out
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _row_values(axes, axis_name, x, label, found, where):
-    """Of each row lse - x[label], lse, and the sum of the logits that are not left out; 0 of one without a label."""
-    return _values_with(*_loss_and_lse(axes, axis_name, x, label, found, where), axes, axis_name, x, found, where)
+    return _values_with(
+        *_loss_and_normalizer(axes, axis_name, x, label, found, where), axes, axis_name, x, found, where
+    )
 
 
-def _loss_and_lse(axes, axis_name, x, label, found, where):
+def _loss_and_normalizer(axes, axis_name, x, label, found, where):
     if not axis_name:
-        return cross_entropy_p.bind(x, label, *_mask(where), axes=axes, axis_name=())
-    lse, _ = _rows(x, where, axes, axis_name)
-    logit = jnp.where(exists(label, x.shape, axes), reference.widened(at_labels(x, axes, label)), 0)
-    return jnp.where(found, lse - jax.lax.psum(logit, axis_name), 0), lse
+        loss, *rows = cross_entropy_p.bind(*of_mask(x, label, where), axes=axes, axis_name=())
+        return loss, Normalizer(*rows)
+    rows = normalizer(x, where, axes, axis_name)
+    distance = jnp.where(exists(label, x.shape, axes), reference.distances(at_labels(x, axes, label), rows), 0)
+    return jnp.where(found, rows.log_total - jax.lax.psum(distance, axis_name), 0), rows
 
 
-def _values_with(loss, lse, axes, axis_name, x, found, where):
-    kept = x if where is None else jnp.where(where, x, 0)
-    total = row_sum(reference.widened(kept), axes, axis_name)
-    return loss, jnp.where(found, lse, 0), jnp.where(found, total, 0)
+def _values_with(loss, rows, axes, axis_name, x, found, where):
+    total = row_sum(reference.kept(reference.distances(x, rows), where), axes, axis_name)
+    return _RowValues(loss, *(jnp.where(found, of_row, 0) for of_row in (rows.lse, rows.log_total, total)))
 
 
 @functools.partial(_row_values.defjvp, symbolic_zeros=True)
 def _row_values_jvp(axes, axis_name, primals, tangents):
     x, label, found, where = primals
-    loss, lse = _loss_and_lse(axes, axis_name, x, label, found, where)
-    values = _values_with(loss, lse, axes, axis_name, x, found, where)
+    loss, rows = _loss_and_normalizer(axes, axis_name, x, label, found, where)
+    values = _values_with(loss, rows, axes, axis_name, x, found, where)
     if _is_zero(tangents[0]):
         return values, jax.tree.map(jnp.zeros_like, values)
     if axis_name:
-        sums = tangent_sums_of_parts(x, lse, tangents[0], label, where, axes, axis_name)
+        sums = tangent_sums_of_parts(x, rows, tangents[0], label, where, axes, axis_name)
     else:
-        sums = tangent_sums_p.bind(x, lse, tangents[0], label, *_mask(where), axes=axes)
-    of_lse, of_total, of_logit = sums
-    return values, tuple(jnp.where(found, t, 0) for t in (of_lse - of_logit, of_lse, of_total))
+        sums = tangent_sums_p.bind(*of_mask(x, *rows, tangents[0], label, where), axes=axes)
+    of_lse, of_total, of_logit = (jnp.where(found, t, 0) for t in sums)
+    return values, _RowValues(of_lse - of_logit, of_lse, of_lse, of_total)
 
 
 def _classes(x, where, axes, axis_name):
@@ -305,18 +312,17 @@ def _classes(x, where, axes, axis_name):
 
 def _losses(values, classes, options):
     """The losses of rows of these values."""
-    losses, lse, _ = values
+    losses = values.loss
     if options["label_smoothing"] is not None:
         losses += options["label_smoothing"] * _above_mean(values, classes)
     if options["z_loss"] is not None:
-        losses += options["z_loss"] * lse**2
+        losses += options["z_loss"] * values.lse**2
     return losses
 
 
 def _above_mean(values, classes):
     """By how much the label's logit is above the mean of its row."""
-    loss, lse, total = values
-    return (lse - loss) - total / classes
+    return (values.log_total - values.loss) - values.distances / classes
 
 
 def _weighted_sum(axes, axis_name, x, label, found, where, weights, options):
@@ -347,9 +353,9 @@ def _weighted_sum_jvp(axes, axis_name, primals, tangents):
     if _is_zero(x_dot):
         values = _row_values(axes, axis_name, x, label, found, where)
     else:
-        gradient, lse = _gradient(axes, x, label, found, where, weights, classes, options)
-        loss = reference.cross_entropy_given(lse, x, label, axes)
-        values = _values_with(loss, lse, axes, axis_name, x, found, where)
+        gradient, rows = _gradient(axes, x, label, where, weights, classes, options)
+        loss = reference.cross_entropy_given(rows, x, label, axes)
+        values = _values_with(loss, rows, axes, axis_name, x, found, where)
         tangent += _inner_product(gradient, x_dot)
     losses = _losses(values, classes, options)
     if not _is_zero(weights_dot):
@@ -357,7 +363,7 @@ def _weighted_sum_jvp(axes, axis_name, primals, tangents):
     if not _is_zero(options_dot["label_smoothing"]):
         tangent += _dot(_above_mean(values, classes), weights) * options_dot["label_smoothing"]
     if not _is_zero(options_dot["z_loss"]):
-        tangent += _dot(values[1] ** 2, weights) * options_dot["z_loss"]
+        tangent += _dot(values.lse**2, weights) * options_dot["z_loss"]
     return _dot(losses, weights), tangent
 
 
@@ -370,15 +376,15 @@ def _inner_product(a, b):
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _soft_losses(axes, axis_name, x, labels, where):
     """The losses of distributions, of which classes that are left out have none."""
-    return _sum_of_distances(x, _rows(x, where, axes, axis_name)[0], labels, labels, where, axes, axis_name)
+    return _sum_of_terms(x, normalizer(x, where, axes, axis_name), labels, labels, where, axes, axis_name)
 
 
-def _sum_of_distances(x, lse, labels, weights, where, axes, axis_name):
+def _sum_of_terms(x, rows, labels, weights, where, axes, axis_name):
     """The sum of weights (lse - x) over each row, without what has probability 0 and is -inf."""
     adds = (labels != 0) | (x != -jnp.inf)  # 0 log 0 does not
     if where is not None:
         adds &= where
-    terms = weights * jnp.where(adds, lse - reference.widened(x), 0)
+    terms = weights * jnp.where(adds, rows.log_total - reference.distances(x, rows), 0)
     # Selected once more, so that XLA for CPUs writes the terms to memory, and not each of their factors in float32.
     return row_sum(jnp.where(adds, terms, 0), axes, axis_name)
 
@@ -386,22 +392,22 @@ def _sum_of_distances(x, lse, labels, weights, where, axes, axis_name):
 @functools.partial(_soft_losses.defjvp, symbolic_zeros=True)
 def _soft_losses_jvp(axes, axis_name, primals, tangents):
     x, labels, where = primals
-    lse, _ = _rows(x, where, axes, axis_name)
-    losses = _sum_of_distances(x, lse, labels, labels, where, axes, axis_name)
+    rows = normalizer(x, where, axes, axis_name)
+    losses = _sum_of_terms(x, rows, labels, labels, where, axes, axis_name)
     tangent = jnp.zeros_like(losses)
     if not _is_zero(tangents[0]):
         # Of the sum and what is made with it XLA for CPUs would make one computation, through copies of all in float32.
         total = jax.lax.optimization_barrier(row_sum(labels, axes, axis_name))
-        tangent += _soft_tangent(x, lse, labels, total, tangents[0], where, axes, axis_name)
+        tangent += _soft_tangent(x, rows, labels, total, tangents[0], where, axes, axis_name)
     if not _is_zero(tangents[1]):
-        tangent += _sum_of_distances(x, lse, labels, tangents[1], where, axes, axis_name)
+        tangent += _sum_of_terms(x, rows, labels, tangents[1], where, axes, axis_name)
     return losses, tangent
 
 
 # With checkpoint the logits and labels are kept for a backward pass, and nothing that is made of them.
 @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=(6, 7))
-def _soft_tangent(x, lse, labels, total, t, where, axes, axis_name):
-    y = reference.exp_of_difference(x, lse, where)
+def _soft_tangent(x, rows, labels, total, t, where, axes, axis_name):
+    y = reference.probabilities(x, rows, where)
     return row_sum((y * total - labels) * reference.widened(t), axes, axis_name)
 
 
@@ -409,13 +415,14 @@ def _is_zero(tangent):
     return tangent is None or isinstance(tangent, jax.custom_derivatives.SymbolicZero)
 
 
-def _gradient(axes, x, label, found, where, weights, classes, options):
-    """The gradient of the weighted sum of losses, and the rows' log-sum-exp."""
+def _gradient(axes, x, label, where, weights, classes, options):
+    """The gradient of the weighted sum of losses, and the rows' normalizer."""
     smoothing, z_loss = (0 if options[name] is None else options[name] for name in ("label_smoothing", "z_loss"))
-    b, c = (jnp.broadcast_to(value, weights.shape) for value in (2 * z_loss * weights, weights * smoothing / classes))
-    gradient, lse, _ = cross_entropy_gradient_p.bind(x, weights, b, c, *_mask(where), axes=axes, axis_name=())
-    a = weights + b * jnp.where(found, lse, 0)
-    return with_labels(gradient, x, lse, a, c, (smoothing - 1) * weights, label, where, axes), lse
+    of_rows = (2 * z_loss * weights, -smoothing / classes * weights, (smoothing - 1) * weights)
+    of_rows = (jnp.broadcast_to(value, weights.shape) for value in of_rows)
+    operands = of_mask(x, weights, *of_rows, label, where)
+    gradient, *rows = cross_entropy_gradient_p.bind(*operands, axes=axes, axis_name=())
+    return gradient, Normalizer(*rows)
 
 
 # ---- Arguments

@@ -10,7 +10,7 @@ from jax.interpreters import mlir
 
 from jax_softmax import _cuda, _kernels, reference, sharding
 from jax_softmax.primitives import PRIMITIVES
-from jax_softmax.row_primitives import ABSMAX_SCALE, KERNELS, ROW_PRIMITIVES, with_labels
+from jax_softmax.row_primitives import ABSMAX_SCALE, KERNELS, ROW_PRIMITIVES, normalizer
 
 TARGET = "jax_softmax"
 
@@ -56,63 +56,33 @@ def _rows_on_cpu(by_reference):
     return rule
 
 
-def _of_row_states(function):
-    """By the kernel for the states of rows."""
+def _by_logsumexp(function):
+    """By the kernel for logsumexp: function(rows, *operands, mask or None, axes), given the rows' normalizer."""
 
     def of_operands(*operands, op, axes):
-        return function(*ROW_PRIMITIVES["row_states"].bind(*operands, axes=axes, axis_name=()))
+        where = operands[-1] if operands[-1].dtype == bool else None
+        floats = operands if where is None else operands[:-1]
+        return function(normalizer(floats[0], where, axes, ()), *floats, where, axes)
 
     return mlir.lower_fun(of_operands, multiple_results=True)
 
 
-def _kl_divergence_on_cpu():
-    """By the kernel for x's log_sum."""
-
-    def function(x, y, log_sum_y, largest_y, *mask, op, axes):
-        rows = ROW_PRIMITIVES["log_sum"].bind(x, *mask, axes=axes, axis_name=())
-        where = mask[0] if mask else None
-        return reference.kl_divergence_given(rows, x, y, log_sum_y, largest_y, where, axes), *rows
-
-    return mlir.lower_fun(function, multiple_results=True)
+def _cross_entropy(rows, x, label, where, axes):
+    return reference.cross_entropy_given(rows, x, label, axes), *rows
 
 
-def _cross_entropy_of_logsumexp():
-    """By the kernel for the states of rows."""
-
-    def function(x, label, *mask, op, axes):
-        lse, _ = ROW_PRIMITIVES["logsumexp"].bind(x, *mask, axes=axes, axis_name=())
-        return reference.cross_entropy_given(lse, x, label, axes), lse
-
-    return mlir.lower_fun(function, multiple_results=True)
+def _cross_entropy_gradient(rows, *operands):
+    return reference.cross_entropy_gradient_given(rows, *operands), *rows
 
 
-def _cross_entropy_gradient_on_cpu():
-    """By the kernel for its rows."""
-
-    def function(x, a, b, c, *mask, op, axes):
-        lse, largest = ROW_PRIMITIVES["logsumexp"].bind(x, *mask, axes=axes, axis_name=())
-        return reference.cross_entropy_elements(x, a, b, c, lse, mask[0] if mask else None), lse, largest
-
-    return mlir.lower_fun(function, multiple_results=True)
+def _kl_divergence(rows, *operands):
+    return reference.kl_divergence_given(rows, *operands), *rows
 
 
-def _gradient_given_lse(gradient_without_labels):
-    def function(x, lse, label, a, c, d, *mask, op, axes):
-        where = mask[0] if mask else None
-        gradient = gradient_without_labels(x, lse, a, c, where, axes)
-        return [with_labels(gradient, x, lse, a, c, d, label, where, axes)]
-
-    return mlir.lower_fun(function, multiple_results=True)
-
-
-def _by_computing_lse_anew(x, lse, a, c, where, axes):
-    """By the kernel that does, which on CUDA is faster than XLA with the one that is known."""
-    operands = x, a, jnp.zeros_like(a), c, *([] if where is None else [where])
-    return ROW_PRIMITIVES["cross_entropy_gradient"].bind(*operands, axes=axes, axis_name=())[0]
-
-
-def _by_elements(x, lse, a, c, where, axes):
-    return reference.cross_entropy_elements(x, a, 0, c, lse, where)
+def _tangent_sums_transpose(x, largest, total, a, c, d, label, *mask, op, axes):
+    """By the kernel that makes the normalizer anew, which on CUDA is faster than XLA with the one that is known."""
+    operands = x, a, jnp.zeros_like(a), c, d, label, *mask
+    return ROW_PRIMITIVES["cross_entropy_gradient"].bind(*operands, axes=axes, axis_name=())[:1]
 
 
 def _cuda_rule(by_reference):
@@ -168,22 +138,20 @@ def _register():
     jax.ffi.register_ffi_target(TARGET, _kernels.cpu_handler(), platform="cpu")
     jax.ffi.register_ffi_target(TARGET, _kernels.cuda_handlers(), platform="CUDA")
     by_reference, rows_by_reference = _reference_rule(multiple_results=False), _reference_rule(multiple_results=True)
-    of_states = {
-        "logsumexp": _of_row_states(reference.logsumexp_of_states),
-        "log_sum": _of_row_states(reference.log_sum_of_states),
-    }
-    cross_entropy = _cross_entropy_of_logsumexp()
+    cross_entropy = _by_logsumexp(_cross_entropy)
     on_cuda = {op: _cuda_rule(by_reference) for op in PRIMITIVES}
-    on_cuda |= {op: _cuda_rule(rows_by_reference) for op in ROW_PRIMITIVES} | of_states
-    on_cuda["cross_entropy"] = _cuda_rule(cross_entropy)
-    on_cuda["gradient_given_lse"] = _gradient_given_lse(_by_computing_lse_anew)
-    on_cpu = {op: _cpu_rule(by_reference) for op in PRIMITIVES} | of_states
+    on_cuda |= {op: _cuda_rule(rows_by_reference) for op in ROW_PRIMITIVES}
+    on_cuda |= {
+        "cross_entropy": _cuda_rule(cross_entropy),
+        "tangent_sums_transpose": mlir.lower_fun(_tangent_sums_transpose, multiple_results=True),
+    }
+    on_cpu = {op: _cpu_rule(by_reference) for op in PRIMITIVES}
     on_cpu |= {
-        **dict.fromkeys(("row_states", "entropy", *ABSMAX_SCALE), _rows_on_cpu(rows_by_reference)),
+        **dict.fromkeys(("logsumexp", "entropy", *ABSMAX_SCALE), _rows_on_cpu(rows_by_reference)),
         "cross_entropy": cross_entropy,
-        "cross_entropy_gradient": _cross_entropy_gradient_on_cpu(),
-        "kl_divergence": _kl_divergence_on_cpu(),
-        "gradient_given_lse": _gradient_given_lse(_by_elements),
+        "cross_entropy_gradient": _by_logsumexp(_cross_entropy_gradient),
+        "kl_divergence": _by_logsumexp(_kl_divergence),
+        "tangent_sums_transpose": rows_by_reference,
     }
     for op, primitive in (PRIMITIVES | ROW_PRIMITIVES).items():
         by_xla = rows_by_reference if primitive.multiple_results else by_reference

@@ -2,11 +2,12 @@
 
 Each function has the operands and the meaning of the primitive of its name (see `primitives.py`): `where` is None or a
 boolean mask that broadcasts to x's shape. Where a row is spread over devices, each holds a part of it, and
-`across(value, "max" | "sum")` reduces a value over them; `across.row_states` is `row_states` of this device's part, by
-a kernel where there is one. These functions then read the operands at most twice.
+`across(value, "max" | "sum")` reduces a value over them; `across.normalizer` is `logsumexp` of this device's part, by a
+kernel where there is one. These functions then read the operands at most twice.
 """
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -47,48 +48,18 @@ def result_dtype(dtype):
 def softmax(x, where, axes, across=None):
     if across is None:
         return ORIGINALS["softmax"](widened(x), axes, where).astype(result_dtype(x.dtype))
-    largest, total = _states_of_rows(x, where, axes, across)
-    return _kept(jnp.exp(widened(x) - largest) / total, where).astype(result_dtype(x.dtype))
+    rows = logsumexp(x, where, axes, across)
+    return probabilities(x, rows, where).astype(result_dtype(x.dtype))
 
 
 def log_softmax(x, where, axes, across=None):
     if across is None:
         return ORIGINALS["log_softmax"](widened(x), axes, where).astype(result_dtype(x.dtype))
-    largest, total = _states_of_rows(x, where, axes, across)
-    return _kept(widened(x) - largest - jnp.log(total), where, -jnp.inf).astype(result_dtype(x.dtype))
+    rows = logsumexp(x, where, axes, across)
+    return log_probabilities(x, rows, where).astype(result_dtype(x.dtype))
 
 
-def _states_of_rows(x, where, axes, across):
-    """The maximum of each row, and the sum of exp(x - maximum): NaN where the maximum is infinite."""
-    largest, total = across.row_states(x, where, axes)
-    largest_of_all = across(largest, "max")
-    return largest_of_all, across(total * jnp.exp(largest - largest_of_all), "sum")
-
-
-def row_states(x, where, axes, across=None):
-    """The maximum of each row and the sum of exp(x - maximum), relative to 0 where it is infinite, by reading x once.
-
-    An element is a state of its own, (x, 1), one of infinity the same as in the kernels, but with a finite maximum, so
-    that no difference of two is NaN.
-    """
-
-    def combined(a, b):
-        (max_a, sum_a), (max_b, sum_b) = a, b
-        difference = max_a - max_b
-        factor = jnp.exp(-jnp.abs(difference))  # of the sum that goes with the smaller maximum
-        total = jnp.where(difference >= 0, sum_a + sum_b * factor, sum_a * factor + sum_b)
-        return jnp.maximum(max_a, max_b), total
-
-    x = _kept(widened(x), where, -jnp.inf)
-    lowest, highest = (jnp.array(bound, x.dtype) for bound in (jnp.finfo(x.dtype).min, jnp.finfo(x.dtype).max))
-    sums = jnp.where(jnp.isinf(x), jnp.maximum(x, 0), 1).astype(x.dtype)
-    elements = jnp.clip(x, lowest, highest), sums
-    largest, total = jax.lax.reduce(elements, (lowest, jnp.zeros_like(lowest)), combined, axes)
-    largest = jnp.where(total == 0, -jnp.inf, jnp.where(total == jnp.inf, jnp.inf, largest))
-    return jnp.expand_dims(largest, axes), jnp.expand_dims(total, axes)
-
-
-def _kept(t, where, masked=0):
+def kept(t, where, masked=0):
     return t if where is None else jnp.where(where, t, jnp.array(masked, t.dtype))
 
 
@@ -99,86 +70,93 @@ def _row_sum(t, axes, across):
 
 def softmax_linear(y, t, where, axes, across=None):
     """J t = y (t - sum(y t)), softmax's Jacobian, which is symmetric."""
-    p, t32 = widened(y), _kept(widened(t), where)
-    return _kept(p * (t32 - _row_sum(p * t32, axes, across)), where).astype(t.dtype)
+    p, t32 = widened(y), kept(widened(t), where)
+    return kept(p * (t32 - _row_sum(p * t32, axes, across)), where).astype(t.dtype)
 
 
 def log_softmax_jvp(y, t, where, axes, across=None):
     """J t = t - sum(exp(y) t), log-softmax's Jacobian."""
-    p, t32 = jnp.exp(widened(y)), _kept(widened(t), where)
-    return _kept(t32 - _row_sum(p * t32, axes, across), where).astype(t.dtype)
+    p, t32 = jnp.exp(widened(y)), kept(widened(t), where)
+    return kept(t32 - _row_sum(p * t32, axes, across), where).astype(t.dtype)
 
 
 def log_softmax_vjp(y, t, where, axes, across=None):
     """Jᵀ t = t - exp(y) sum(t), the transpose of log-softmax's Jacobian."""
-    p, t32 = jnp.exp(widened(y)), _kept(widened(t), where)
-    return _kept(t32 - p * _row_sum(t32, axes, across), where).astype(t.dtype)
+    p, t32 = jnp.exp(widened(y)), kept(widened(t), where)
+    return kept(t32 - p * _row_sum(t32, axes, across), where).astype(t.dtype)
+
+
+class Normalizer(NamedTuple):
+    """The two parts of each row's log-sum-exp: its maximum, and the sum of exp(x - largest).
+
+    Apart, they have digits that the log-sum-exp loses. Where the maximum is infinite, the sum is relative to 0.
+    """
+
+    largest: jax.Array
+    total: jax.Array
+
+    @property
+    def log_total(self):
+        nothing = self.total == 0  # which has no derivative
+        return jnp.where(nothing, -jnp.inf, jnp.log(jnp.where(nothing, 1, self.total)))
+
+    @property
+    def lse(self):
+        return self.log_total + _finite(self.largest)
 
 
 def logsumexp(x, where, axes, across=None):
-    """The logarithm of the sum of exp(x) over each row, and its maximum."""
+    """Each row's `Normalizer`."""
     if across is not None:
-        of_part, total = across.row_states(x, where, axes)
+        of_part, total = across.normalizer(x, where, axes)
         largest = across(of_part, "max")
         pivot = jnp.where(of_part == jnp.inf, 0, of_part)
-        return logsumexp_of_states(largest, across(total * jnp.exp(pivot - _finite(largest)), "sum"))
-    x = _kept(widened(x), where, -jnp.inf)
+        return Normalizer(largest, across(total * jnp.exp(pivot - _finite(largest)), "sum"))
+    x = kept(widened(x), where, -jnp.inf)
     largest = jnp.max(x, axes, keepdims=True, initial=-jnp.inf)
-    return logsumexp_of_states(largest, _row_sum(jnp.exp(x - _finite(largest)), axes, None))
-
-
-def logsumexp_of_states(largest, total):
-    """The same from what `row_states` gives."""
-    return jnp.log(total) + _finite(largest), largest
+    return Normalizer(largest, _row_sum(jnp.exp(x - _finite(largest)), axes, None))
 
 
 def _finite(largest):
     return jnp.where(jnp.isfinite(largest), largest, 0)
 
 
-def log_sum(x, where, axes, across=None):
-    """The logarithm of the sum of exp(x - largest) over each row, and largest, its maximum."""
-    if across is not None:
-        return log_sum_of_states(*_states_of_rows(x, where, axes, across))
-    x = _kept(widened(x), where, -jnp.inf)
-    largest = jnp.max(x, axes, keepdims=True, initial=-jnp.inf)
-    return jnp.log(_row_sum(jnp.exp(x - _shift(largest)), axes, None)), largest
-
-
-def log_sum_of_states(largest, total):
-    """The same from what `row_states` gives."""
-    return jnp.where(largest == jnp.inf, jnp.nan, jnp.log(total)), largest
+def distances(x, rows):
+    """x less its row's maximum, or less 0 where that is infinite."""
+    return widened(x) - _finite(rows.largest)
 
 
 def entropy(x, where, axes, across=None):
-    """The entropy of softmax(x) over each row, and what `log_sum` gives."""
-    rows = log_sum(x, where, axes, across)
-    return entropy_given(rows, x, where, axes, across), *rows
+    """The entropy of softmax(x) over each row, and its `Normalizer`."""
+    rows = logsumexp(x, where, axes, across)
+    log_p = log_probabilities(x, rows, where)
+    return -_mean(log_p, log_p, axes, across), *rows
 
 
-def entropy_given(rows, x, where, axes, across=None):
-    log_p = log_probabilities(x, *rows, where)
-    return -_mean(log_p, log_p, axes, across)
+def kl_divergence(x, y, largest_y, log_total_y, where, axes, across=None):
+    """The divergence of softmax(y) from softmax(x), given the two parts of y's log-sum-exp; and x's `Normalizer`."""
+    rows = logsumexp(x, where, axes, across)
+    return kl_divergence_given(rows, x, y, largest_y, log_total_y, where, axes, across), *rows
 
 
-def kl_divergence(x, y, log_sum_y, largest_y, where, axes, across=None):
-    """The divergence of softmax(y) from softmax(x), given what `log_sum` gives of y, and what it gives of x."""
-    rows = log_sum(x, where, axes, across)
-    return kl_divergence_given(rows, x, y, log_sum_y, largest_y, where, axes, across), *rows
-
-
-def kl_divergence_given(rows, x, y, log_sum_y, largest_y, where, axes, across=None):
-    log_p, log_q = log_probabilities(x, *rows, where), log_probabilities(y, log_sum_y, largest_y, where)
+def kl_divergence_given(rows, x, y, largest_y, log_total_y, where, axes, across=None):
+    log_p, log_q = (
+        log_probabilities(x, rows, where),
+        kept(widened(y) - _finite(largest_y) - log_total_y, where, -jnp.inf),
+    )
     return _mean(log_p, log_p - log_q, axes, across)
 
 
-def log_probabilities(x, log_sum, largest, where):
-    """log softmax(x), given what `log_sum` gives, and -inf of what is masked."""
-    return _kept(widened(x) - _shift(largest) - log_sum, where, -jnp.inf)
+def log_probabilities(x, rows, where):
+    """log softmax(x), given the rows' `Normalizer`, and -inf of what is masked."""
+    return kept(distances(x, rows) - rows.log_total, where, -jnp.inf)
 
 
-def _shift(largest):
-    return jnp.where(largest == -jnp.inf, 0, largest)
+def probabilities(x, rows, where):
+    """softmax(x), given the rows' `Normalizer`, and 0 of what is masked, in derivatives of all orders as well."""
+    nothing = rows.total == 0
+    distance = distances(x, rows) + jnp.where(nothing, jnp.inf, 0)  # NaN in a row of nothing but -inf
+    return jnp.exp(kept(distance, where, -jnp.inf)) / jnp.where(nothing, 1, rows.total)
 
 
 def _mean(log_p, values, axes, across):
@@ -188,46 +166,40 @@ def _mean(log_p, values, axes, across):
 
 
 def cross_entropy(x, label, where, axes, across=None):
-    """lse less the label's element of each row, 0 of one without a label; and lse."""
-    lse, _ = logsumexp(x, where, axes, across)
-    return cross_entropy_given(lse, x, label, axes, across), lse
+    """lse less the label's element of each row, 0 of one without a label; and its `Normalizer`."""
+    rows = logsumexp(x, where, axes, across)
+    return cross_entropy_given(rows, x, label, axes, across), *rows
 
 
-def cross_entropy_given(lse, x, label, axes, across=None):
-    if across is None:
-        found, logit = exists(label, x.shape, axes), widened(at_labels(x, axes, label))
-    else:
-        found, here = across.label_of_part(label)
-        logit = jnp.where(exists(here, x.shape, axes), widened(at_labels(x, axes, here)), 0)
-        logit = across(logit, "sum")
-    return jnp.where(found, lse - logit, 0)
+def cross_entropy_given(rows, x, label, axes, across=None):
+    found, here = (exists(label, x.shape, axes), label) if across is None else across.label_of_part(label)
+    distance = distances(at_labels(x, axes, here), rows)
+    if across is not None:
+        distance = across(jnp.where(exists(here, x.shape, axes), distance, 0), "sum")
+    return jnp.where(found, rows.log_total - distance, 0)
 
 
-def cross_entropy_gradient(x, a, b, c, where, axes, across=None):
-    """softmax(x) (a + b lse) - c, and what `logsumexp` gives."""
-    lse, largest = logsumexp(x, where, axes, across)
-    return cross_entropy_elements(x, a, b, c, lse, where), lse, largest
+def cross_entropy_gradient(x, a, b, c, d, label, where, axes, across=None):
+    """softmax(x) (a + b lse) + c, and d added at the label; and the rows' `Normalizer`."""
+    rows = logsumexp(x, where, axes, across)
+    return cross_entropy_gradient_given(rows, x, a, b, c, d, label, where, axes, across), *rows
 
 
-def cross_entropy_elements(x, a, b, c, lse, where):
-    return _wide_elements(x, a, b, c, lse, where).astype(x.dtype)
-
-
-def _wide_elements(x, a, b, c, lse, where):
-    finite = lse if where is None else jnp.where(lse == -jnp.inf, 0, lse)  # of rows that are masked altogether
-    return _kept(exp_of_difference(x, lse, where) * (a + b * finite) - c, where)
-
-
-def gradient_given_lse(x, lse, label, a, c, d, where, axes, across=None):
-    """softmax(x) a - c, and d added at the label, also where it is masked."""
+def cross_entropy_gradient_given(rows, x, a, b, c, d, label, where, axes, across=None):
     here = label if across is None else across.label_of_part(label)[1]
-    gradient = _wide_elements(x, a, 0, c, lse, where) + jnp.where(is_label(x, axes, here), d, 0)
-    return (gradient.astype(x.dtype),)
+    # Of a row without weight softmax(x) counts as 0, though it may be NaN.
+    counts = jnp.isfinite(rows.log_total) | (a != 0) | (b != 0)
+    rows = Normalizer(*(jnp.where(counts, row, 0) for row in rows))
+    lse = jnp.where(rows.lse == -jnp.inf, 0, rows.lse)  # of rows that are masked altogether
+    p = probabilities(x, rows, counts if where is None else where & counts)
+    gradient = kept(p * (a + b * lse) + c, where) + jnp.where(is_label(x, axes, here), d, 0)
+    return gradient.astype(x.dtype)
 
 
-def exp_of_difference(x, lse, where):
-    """exp(x - lse), and 0 of what is masked, whatever it is, in derivatives of all orders as well."""
-    return jnp.exp(_kept(widened(x) - lse, where, -jnp.inf))
+def tangent_sums_transpose(x, largest, total, a, c, d, label, where, axes, across=None):
+    """softmax(x) a + c, and d added at the label, also where it is masked."""
+    rows = Normalizer(largest, total)
+    return (cross_entropy_gradient_given(rows, x, a, jnp.zeros_like(a), c, d, label, where, axes, across),)
 
 
 def absmax(x, where, axes, across=None):
@@ -235,10 +207,11 @@ def absmax(x, where, axes, across=None):
 
     A sum of squares is NaN for no other reason. On a CPU XLA's maximum ignores NaNs (JAX 0.12).
     """
-    x = _kept(widened(x), where)
+    x = kept(widened(x), where)
     largest = jnp.max(jnp.abs(x), axes, keepdims=True, initial=0)
     largest = largest if across is None else across(largest, "max")
-    return jnp.where(jnp.isnan(_row_sum(x * x, axes, across)), jnp.nan, largest)
+    squares = _row_sum(x * x, axes, across)
+    return jnp.where(jnp.isnan(squares), squares, largest)
 
 
 def absmax_scale(x, where, axes, across=None, *, dtype):
@@ -256,7 +229,7 @@ def scale_of(largest, dtype):
 
 def scaled(x, largest, scale, where, dtype):
     """What is rounded to dtype in the end; as an integer 0 stands for NaN."""
-    given, x = x.dtype.name, _kept(widened(x), where)
+    given, x = x.dtype.name, kept(widened(x), where)
     divisor = jnp.where(scale == 0, jnp.inf, scale)
     if dtype in LARGEST:
         y = x * jnp.where(scale == 0, 0, LARGEST[dtype] / largest)
@@ -267,16 +240,16 @@ def scaled(x, largest, scale, where, dtype):
         power = jnp.where(largest > 2.0**100, 1 / 16, 1).astype(x.dtype)
         y = x * power * (1 / (divisor * power))
     else:
-        # Different for each element, as far as XLA knows: it would multiply by the reciprocal.
-        y = x / jnp.where(jnp.abs(x) <= largest, divisor, jnp.nan)
-    return _kept(y, where)
+        # Different for each element, as far as XLA knows: it would multiply by the reciprocal. If not, one is NaN.
+        y = x / jnp.where(jnp.abs(x) <= largest, divisor, x + largest)
+    return kept(y, where)
 
 
 _OPERATORS = {
     f.__name__: f
     for f in (
         *(softmax, log_softmax, softmax_linear, log_softmax_jvp, log_softmax_vjp),
-        *(logsumexp, log_sum, row_states, cross_entropy, cross_entropy_gradient, gradient_given_lse),
+        *(logsumexp, cross_entropy, cross_entropy_gradient, tangent_sums_transpose),
         *(entropy, kl_divergence),
     )
 }

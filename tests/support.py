@@ -51,8 +51,8 @@ DEVICES = {
 OPS = ("softmax", "log_softmax", "softmax_linear", "log_softmax_jvp", "log_softmax_vjp")
 # The kernels that have results for rows, and how many of elements and of rows.
 ROW_RESULTS = {
-    "row_states": (0, 2),
-    "cross_entropy": (0, 2),
+    "logsumexp": (0, 2),
+    "cross_entropy": (0, 3),
     "cross_entropy_gradient": (1, 2),
     "entropy": (0, 3),
     "kl_divergence": (0, 3),
@@ -200,15 +200,17 @@ def call_kernel(op, *operands, axes, out_dtype=None, fused="", scratch_bytes=0):
 def row_operands(op, shape, axes, dtype, seed=3):
     """What rows have of their own, as an operator of ROW_OPS takes it."""
     rows = [1 if d in axes else n for d, n in enumerate(shape)]
-    if op == "cross_entropy":  # labels: the first two rows have none, the next their first element and their last
+    wide = np.float64 if np.dtype(dtype) == np.float64 else np.float32
+    count = {"cross_entropy_gradient": 4, "kl_divergence": 2}.get(op, 0)
+    operands = [normal(rows, wide, seed=seed + i, scale=0.5) for i in range(count)]
+    if op in ("cross_entropy", "cross_entropy_gradient"):
+        # The first two rows have no label, the next their first element and their last.
         columns = int(np.prod([shape[d] for d in axes]))
         label = np.random.default_rng(seed).integers(0, columns, rows, np.int32)
         some = min(label.size, 4)
         label.reshape(-1)[:some] = [-1, columns, 0, columns - 1][:some]
-        return [label]
-    wide = np.float64 if np.dtype(dtype) == np.float64 else np.float32
-    count = {"cross_entropy_gradient": 3, "kl_divergence": 2}.get(op, 0)
-    return [normal(rows, wide, seed=seed + i, scale=0.5) for i in range(count)]
+        operands.append(label)
+    return operands
 
 
 def precision(dtype):
@@ -330,8 +332,8 @@ def reference_logsumexp(x, axis=-1, where=None, keepdims=False):
 
 
 @np.errstate(invalid="ignore", divide="ignore", over="ignore", under="ignore")
-def reference_row_states(x, axes, where=None):
-    """The maximum, and the sum of exp(x - maximum), relative to 0 where it is infinite. Only sums show NaNs."""
+def reference_normalizer(x, axes, where=None):
+    """The two parts of log-sum-exp: the maximum, and the sum of exp(x - maximum), relative to 0 where it is infinite. Only sums show NaNs."""
     rounding, wide, keep, axes = _masked_rows(x, axes, where)
     largest = np.fmax.reduce(wide, axis=axes, keepdims=True, initial=-np.inf)
     total = np.sum(np.exp(wide - np.where(np.isfinite(largest), largest, 0)), axis=axes, keepdims=True)
@@ -341,35 +343,44 @@ def reference_row_states(x, axes, where=None):
     return Bounded(largest, np.zeros_like(largest), dtype), Bounded(total, bound, dtype)
 
 
+def _is_label(label, axes, shape):
+    """Which elements of an array of this shape are their row's label, counted in row-major order."""
+    axes = _axes_of(axes, len(shape))
+    columns = np.arange(math.prod(shape[d] for d in axes)).reshape([n if d in axes else 1 for d, n in enumerate(shape)])
+    return columns == label
+
+
 @np.errstate(invalid="ignore", divide="ignore", over="ignore", under="ignore")
 def reference_cross_entropy(x, label, axes, where=None):
-    """lse - x[label], or 0 of a label that is no element of its row; and lse."""
-    lse, _ = reference_logsumexp(x, axes, where, keepdims=True)
-    rows = np.moveaxis(_widened(x), axes, range(-len(axes), 0)).reshape(*np.squeeze(label, axes).shape, -1)
-    exists = (label >= 0) & (label < rows.shape[-1])
-    index = np.where(exists, label, 0)
-    labelled = np.take_along_axis(rows, np.squeeze(index, axes)[..., None], -1)[..., 0].reshape(label.shape)
-    loss = np.where(exists, lse.value - labelled, 0)
-    bound = lse.bound + np.finfo(lse.dtype).eps * (np.abs(loss) + np.abs(labelled))
-    return [Bounded(loss, np.where(np.isfinite(loss), bound, 0), lse.dtype), lse]
+    """lse - x[label], or 0 of a label that is no element of its row; and what reference_normalizer gives."""
+    rounding, wide, keep, axes = _masked_rows(x, axes, where)
+    largest, total = reference_normalizer(x, axes, where)
+    found = _is_label(label, axes, keep.shape)
+    logit = np.sum(np.where(found, _widened(x), 0), axes, keepdims=True)
+    # From the maximum, in which no digits are lost.
+    depth = logit - np.where(np.isfinite(largest.value), largest.value, 0)
+    loss = np.where(found.any(axes, keepdims=True), np.log(total.value) - depth, 0)
+    bound = total.bound / total.value + rounding.compute * (np.abs(np.log(total.value)) + np.abs(depth) + np.abs(loss))
+    return Bounded(loss, np.where(np.isfinite(loss) & (loss != 0), bound, 0), largest.dtype), largest, total
 
 
 @np.errstate(invalid="ignore", divide="ignore", over="ignore", under="ignore")
-def reference_cross_entropy_gradient(x, a, b, c, axes, where=None):
-    """softmax(x) (a + b lse) - c, then what reference_logsumexp gives."""
+def reference_cross_entropy_gradient(x, a, b, c, d, label, axes, where=None):
+    """softmax(x) (a + b lse) + c, and d added at the label; then what reference_normalizer gives."""
     rounding, wide, keep, axes = _masked_rows(x, axes, where)
-    lse, largest = reference_logsumexp(x, axes, where, keepdims=True)
-    a, b, c = (_widened(n) for n in (a, b, c))
+    lse = reference_logsumexp(x, axes, where, keepdims=True)[0]
+    largest, total = reference_normalizer(x, axes, where)
+    a, b, c, d = (_widened(n) for n in (a, b, c, d))
     y = np.exp(wide - lse.value)
-    length = int(np.prod([keep.shape[d] for d in axes]))
     depth = np.where(np.isfinite(wide), wide - largest.value, 0)
     factor = a + b * lse.value
-    relative = rounding.compute * (8 + np.abs(depth)) + _sum_error(rounding, length)
+    relative = rounding.compute * (8 + np.abs(depth)) + _sum_error(rounding, math.prod(keep.shape[k] for k in axes))
     bound = y * (np.abs(factor) * relative + 4 * rounding.compute * (np.abs(a) + np.abs(b * lse.value)))
-    bound = bound + y * np.abs(b) * lse.bound + 2 * rounding.compute * np.abs(c)
-    g = np.where(keep, y * factor - c, 0)
-    bound = np.where(keep, bound + rounding.store * np.abs(g) + rounding.tiny, 0)
-    return Bounded(g, bound, rounding.dtype), lse, largest
+    bound = np.where(keep, bound + y * np.abs(b) * lse.bound + 2 * rounding.compute * np.abs(c), 0)
+    added = np.where(_is_label(label, axes, keep.shape), d, 0)
+    g = np.where(keep, y * factor + c, 0) + added
+    stored = 2 * rounding.compute * np.abs(added) + rounding.store * np.abs(g) + rounding.tiny
+    return Bounded(g, np.where(keep | (added != 0), bound + stored, 0), rounding.dtype), largest, total
 
 
 @np.errstate(invalid="ignore", divide="ignore", over="ignore", under="ignore")
@@ -399,8 +410,8 @@ def reference_absmax_scale(x, axis=-1, where=None, dtype=None):
 
 
 @np.errstate(invalid="ignore", divide="ignore", over="ignore", under="ignore")
-def reference_entropy(x, axis=-1, where=None, y=None, log_sum=0.0, largest_y=0.0):
-    """The entropy of p = softmax(x), or the mean of log p - (y - largest_y - log_sum); and what log_sum is made of."""
+def reference_entropy(x, axis=-1, where=None, y=None, largest_y=0.0, log_sum=0.0):
+    """The entropy of p = softmax(x), or the mean of log p - (y - largest_y - log_sum); the maximum, and the sum."""
     rounding, wide, keep, axes = _masked_rows(x, axis, where)
     largest = np.max(wide, axis=axes, keepdims=True, initial=-np.inf)
     depth = wide - np.where(largest == -np.inf, 0, largest)
@@ -427,16 +438,16 @@ def reference_entropy(x, axis=-1, where=None, y=None, log_sum=0.0, largest_y=0.0
     dtype = np.dtype(np.float64 if rounding.dtype == np.float64 else np.float32)
     return [
         Bounded(result, np.where(np.isfinite(result), bound, 0), dtype),
-        Bounded(log_total, np.where(np.isfinite(log_total), of_log_total + rounding.tiny, 0), dtype),
         Bounded(largest, np.zeros_like(log_total), dtype),
+        Bounded(total, np.where(np.isfinite(total), total * of_total, 0), dtype),
     ]
 
 
 def row_case(op, shape, axes, dtype, where=None):
     """Operands for an operator of ROW_OPS, but for the mask, and its results in float64."""
     x, of_rows = normal(shape, dtype), row_operands(op, shape, axes, dtype)
-    if op == "row_states":
-        return [x], reference_row_states(x, axes, where)
+    if op == "logsumexp":
+        return [x], reference_normalizer(x, axes, where)
     if op == "absmax_scale":
         return [x], reference_absmax_scale(x, axes, where)
     if op == "cross_entropy":

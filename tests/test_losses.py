@@ -124,11 +124,11 @@ def test_the_maximum_at_ties():
 
 
 def test_what_is_kept_for_the_backward_pass():
-    """x and row states, but no exponentials."""
+    """x and a few numbers a row, but no exponentials."""
     x = jnp.ones((64, 4096), jnp.bfloat16)
     _, pullback = jax.vjp(lambda x: logsumexp(x, dtype="float32"), x)
     kept = sum(a.nbytes for a in jax.tree.leaves(pullback) if hasattr(a, "nbytes"))
-    assert kept <= x.nbytes + 4 * 64 * 4
+    assert kept <= x.nbytes + 8 * 64 * 4
 
 
 # ---- losses
@@ -593,7 +593,7 @@ def test_explained():
 
 @pytest.mark.parametrize("label", [np.zeros((2, 1), "float32"), np.zeros((2, 3), "int32"), np.zeros((2, 1), "int8")])
 def test_the_kernel_refuses_other_labels(label):
-    results = 2 * [jax.ShapeDtypeStruct((2, 1), np.float32)]
+    results = 3 * [jax.ShapeDtypeStruct((2, 1), np.float32)]
     call = jax.ffi.ffi_call("jax_softmax", results)
     with jax.default_device(jax.devices("cpu")[0]), pytest.raises(Exception, match="not as it must be"):
         jax.block_until_ready(call(normal((2, 3)), label, op="cross_entropy", axes=np.array([1])))

@@ -739,15 +739,14 @@ def test_the_backward_pass_of_divided_rows_sends_nothing(kind, name):
 @pytest.mark.parametrize("spec", [P("data"), P("data", "model"), P(None, ("model", "data"))], ids=str)
 def test_rows_that_are_given_numbers(spec):
     x, where = normal((8, 32)), support.random_mask((8, 32))
-    a, b, c = support.row_operands("cross_entropy_gradient", x.shape, (1,), "float32")
+    of_rows = support.row_operands("cross_entropy_gradient", x.shape, (1,), "float32")
 
-    def run(x, a, b, c, where):
-        return row_primitives.cross_entropy_gradient_p.bind(x, a, b, c, where, axes=(1,), axis_name=())
+    def run(*operands):
+        return row_primitives.cross_entropy_gradient_p.bind(*operands, axes=(1,), axis_name=())
 
-    sharded = [place(operand, spec) for operand in (x, a, b, c) if operand.shape == x.shape]
-    results, travels = run_compiled(run, *sharded, a, b, c, place(where, spec), kernels=1)
+    results, travels = run_compiled(run, place(x, spec), *of_rows, place(where, spec), kernels=1)
     assert [kind for kind, _ in travels] == ["all-reduce"] * (2 if len(spec) > 1 else 0)
-    expected = support.reference_cross_entropy_gradient(x, a, b, c, (1,), where)
+    expected = support.reference_cross_entropy_gradient(x, *of_rows, (1,), where)
     for result, bounded in zip(results, expected, strict=True):
         check(result, bounded)
 
@@ -1018,15 +1017,15 @@ def test_gspmd_divides_losses(gspmd):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
-def test_states_of_parts(dtype):
+def test_normalizers_of_parts(dtype):
     """By the kernel and by jax.numpy: the maximum of a row, and the sum as it is, however large the maximum."""
     rows = np.concatenate([support.nonfinite_rows(100), normal((4, 100)) + 1e4, normal((1, 100)) * 1e30])
     rows = rows.astype(jnp.dtype(dtype))
     for where in (None, support.random_mask(rows.shape), np.isfinite(rows.astype("float64"))):
         with support.precision(dtype):
-            for f in (sharding._Across.row_states, reference_module.row_states):
+            for f in (sharding._Across.normalizer, reference_module.logsumexp):
                 largest, total = (np.asarray(r) for r in f(jnp.asarray(rows), where, (1,)))
-                expected = support.reference_row_states(rows, (1,), where)
+                expected = support.reference_normalizer(rows, (1,), where)
                 check(total, expected[1])
                 check(np.where(np.isnan(total), expected[0].value, largest).astype(total.dtype), expected[0])
 

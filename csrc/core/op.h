@@ -9,7 +9,7 @@ enum class Op {
   kSoftmaxLinear,
   kLogSoftmaxJvp,
   kLogSoftmaxVjp,
-  kRowStates,
+  kLogSumExp,
   kCrossEntropy,
   kCrossEntropyGradient,
   kEntropy,
@@ -33,9 +33,9 @@ struct Cost {
   int logarithms;               // of a row, or powers
   bool element_results = true;  // whether there is one for each element
   int row_results = 0;          // of a row itself
-  int row_operands = 0;         // that a row has of its own: kRowOperands numbers, or a label
+  int row_operands = 0;         // numbers that a row has of its own
   int sums = 1;                 // of a row
-  bool labelled = false;        // whether that is a label
+  bool labelled = false;        // whether a row has a label as well
 };
 
 struct Operator {
@@ -52,9 +52,9 @@ inline constexpr Operator kOperators[] = {
     {"softmax_linear", "SoftmaxLinear", {2, 0, 0}, true},
     {"log_softmax_jvp", "LogSoftmaxJvp", {2, 1, 0}, true},
     {"log_softmax_vjp", "LogSoftmaxVjp", {2, 1, 0}, true},
-    {"row_states", "RowStates", {1, 1, 1, false, 2}, true},
-    {"cross_entropy", "CrossEntropy", {1, 1, 1, false, 2, 1, 1, true}},
-    {"cross_entropy_gradient", "CrossEntropyGradient", {1, 1, 1, true, 2, 3}},
+    {"logsumexp", "LogSumExp", {1, 1, 1, false, 2}, true},
+    {"cross_entropy", "CrossEntropy", {1, 1, 1, false, 3, 0, 1, true}},
+    {"cross_entropy_gradient", "CrossEntropyGradient", {1, 1, 1, true, 2, 4, 1, true}},
     {"entropy", "Entropy", {1, 1, 1, false, 3, 0, 2}, true},
     {"kl_divergence", "KlDivergence", {2, 1, 1, false, 3, 2, 2}},
     {"absmax_scale", "AbsmaxScale", {1, 0, 0, true, 1}, true, true},

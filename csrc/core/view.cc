@@ -1,5 +1,8 @@
 #include "core/view.h"
 
+#include <algorithm>
+#include <iterator>
+
 namespace jax_softmax {
 
 std::string make_view(const std::vector<int64_t>& shape, const std::vector<std::vector<int64_t>>& sides,
@@ -42,7 +45,8 @@ std::string make_view(const std::vector<int64_t>& shape, const std::vector<std::
   Dim dims[kMaxDims];
   bool reduced[kMaxDims];
   int first = rank;  // dims[first, rank) are the canonical dimensions, filled from the innermost outwards
-  int64_t stride = 1, side_stride[kMostSides] = {1, 1, 1, 1};
+  int64_t stride = 1, side_stride[kMostSides];
+  std::fill(std::begin(side_stride), std::end(side_stride), 1);
   for (int i = rank - 1; i >= 0 && !empty; --i) {
     Dim dim{shape[i], stride, {}};
     stride *= dim.extent;

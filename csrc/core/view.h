@@ -8,7 +8,7 @@
 namespace jax_softmax {
 
 inline constexpr int kMaxDims = 12;
-inline constexpr int kMostSides = 4;
+inline constexpr int kMostSides = 6;
 
 // A canonical dimension: its extent, and the strides in elements of the operands and of each side operand, which
 // broadcasts to their shape: 0 where it is broadcast. A mask is a side operand.

@@ -20,7 +20,7 @@ struct PolicyOf {
 template <class Arithmetic>
 struct OfAnyExponent : Arithmetic {};
 template <class Arithmetic, class Out>
-struct PolicyOf<RowStates, Arithmetic, Out> {
+struct PolicyOf<LogSumExp, Arithmetic, Out> {
   using type = OfLogSumExp<OfAnyExponent<Arithmetic>>;
 };
 // Of rows that are scaled by their maximum of magnitudes, which is NaN if one of them is: magnitudes are ordered as

@@ -16,7 +16,7 @@ Arithmetic<T> arithmetic_of(Op op, DType out, bool masked) {
   if (op == Op::kSoftmax) return arithmetic_of<Softmax, T>(masked);
   if (op == Op::kLogSoftmax) return arithmetic_of<LogSoftmax, T>(masked);
   if constexpr (sizeof(T) > 1) {
-    if (op == Op::kRowStates) return arithmetic_of<RowStates, T>(masked);
+    if (op == Op::kLogSumExp) return arithmetic_of<LogSumExp, T>(masked);
     if (op == Op::kEntropy) return arithmetic_of<Entropy, T>(masked);
     if constexpr (sizeof(T) < 8) {
       if (op == Op::kAbsmaxScale && out == DType::kI8) return arithmetic_of<AbsmaxScale, T, Int8>(masked);

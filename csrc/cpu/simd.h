@@ -299,6 +299,7 @@ struct Relative<cpu::JAX_SOFTMAX_ISA::Simd<F>> {
   explicit JAX_SOFTMAX_INLINE Relative(C unshielded) : pivot(shielded<M>(unshielded)) {}
   JAX_SOFTMAX_INLINE C exp(C x) const { return M::exp_of_negative(x - pivot); }
   JAX_SOFTMAX_INLINE C log(C sum) const { return M::log(sum); }
+  JAX_SOFTMAX_INLINE C whole(C sum) const { return sum; }
   JAX_SOFTMAX_INLINE C rescale(C from) const { return M::exp_of_negative(from - pivot); }
   static JAX_SOFTMAX_INLINE C divide(C x, C sum) { return x / sum; }
 };

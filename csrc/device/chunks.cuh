@@ -174,6 +174,7 @@ struct Chunk {
     const auto finished = mem.row(state, row.begin);
     typename Op::Scale scale{};
     if constexpr (Mem::kTermsFit) scale = mem.term_scale(state, pivot, row.begin);
+    const auto addend = mem.addend(row.begin);
     const Pointer<R, typename Mem::Out, kThreads> out(mem.out(), row, chunk * kShare + rank);
     const auto results_of = [&](int j, const At& place, unsigned bits) {
       Pack raw[kInputs];
@@ -190,7 +191,7 @@ struct Chunk {
 #pragma unroll
         for (int i = 0; i < kWidth; ++i) result[i] = Op::finish(finished, values[i]);
       }
-      return Mem::results(result, bits);
+      return Mem::results(result, bits, [&](int i) { return addend.at(place.column() + i); });
     };
 #pragma unroll
     for (int p = 0; p < kPacks; ++p) {

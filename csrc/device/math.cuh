@@ -201,8 +201,8 @@ struct PolicyOf {
   using type = typename ArithmeticOf<Op, T>::type;
 };
 template <class T, class Out>
-struct PolicyOf<RowStates, T, Out> {
-  using type = OfLogSumExp<typename ArithmeticOf<RowStates, T>::type>;
+struct PolicyOf<LogSumExp, T, Out> {
+  using type = OfLogSumExp<typename ArithmeticOf<LogSumExp, T>::type>;
 };
 template <class T, class Out>
 struct PolicyOf<CrossEntropy, T, Out> {

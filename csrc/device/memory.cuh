@@ -7,7 +7,7 @@
 
 namespace jax_softmax::device {
 
-inline constexpr int kMostSides = 4;
+inline constexpr int kMostSides = 6;
 inline constexpr int kMostRowResults = 3;
 
 // The kernels' only parameter, as csrc/ffi fills it in.
@@ -94,12 +94,26 @@ struct Memory {
   // Terms can be kept in the place of elements, to be taken once.
   static constexpr bool kTermsFit = Op::kResultIsScaledTerm && sizeof(In) == sizeof(C);
 
-  struct Labelled {
+  // What the results of a row are made of besides its state.
+  struct LabelledElement {
     bool has_label;
     C labelled;
   };
-  struct Nothing {};
-  using OfRow = typename Conditional<Op::kLabelled, Labelled, Nothing>::type;
+  struct NoElement {};
+  static constexpr bool kReadsLabelled = Op::kLabelled && !Op::kElementResults;
+  using OfRow = typename Conditional<kReadsLabelled, LabelledElement, NoElement>::type;
+
+  // What is added to the result of the row's element that has the label's column.
+  struct LabelAddend {
+    int column;
+    C value;
+    __device__ __forceinline__ C at(int of_element) const { return of_element == column ? value : C(0); }
+  };
+  struct NoAddend {
+    __device__ __forceinline__ C at(int) const { return C(0); }
+  };
+  static constexpr bool kAddsAtLabel = Op::kLabelled && Op::kElementResults;
+  using Addend = typename Conditional<kAddsAtLabel, LabelAddend, NoAddend>::type;
 
   const Operands& operands;
 
@@ -257,8 +271,8 @@ struct Memory {
   // It takes two accesses, one after the other, and is best asked for while the row is still on its way.
   template <class View>
   __device__ __forceinline__ OfRow of_row(const Place& begin) const {
-    if constexpr (Op::kLabelled) {
-      const int label = static_cast<const int*>(operands.side[kLabelSide])[begin.side[kLabelSide]];
+    if constexpr (kReadsLabelled) {
+      const int label = label_of(begin);
       const bool has_label = 0 <= label && label < View::kColumns;
       using Index = typename Conditional<View::kWide, uint64_t, uint32_t>::type;
       const Place at =
@@ -268,11 +282,22 @@ struct Memory {
       return {};
     }
   }
+  // What is added to the result of the label of the row that lies at `begin`. A label that is no column of the row is
+  // none of an element whose result is stored.
+  __device__ __forceinline__ Addend addend(const Place& begin) const {
+    if constexpr (kAddsAtLabel) {
+      C given[Op::kRowOperands];
+      row_operands(given, begin);
+      return {label_of(begin), given[Op::kRowOperands - 1]};
+    } else {
+      return {};
+    }
+  }
   // Stores the results that the row has itself, if any.
   __device__ __forceinline__ void store_row(int64_t row, const StateOf<Op>& state, const OfRow& of_row) const {
     if constexpr (Op::kRowResults > 0) {
       C results[Op::kRowResults];
-      if constexpr (Op::kLabelled) {
+      if constexpr (kReadsLabelled) {
         Op::row_results(state, of_row.has_label, of_row.labelled, results);
       } else {
         Op::row_results(state, results);
@@ -284,11 +309,16 @@ struct Memory {
 
   // ---- writing
 
-  // The results of a pack's elements, those that are not `kept` being masked.
-  static __device__ __forceinline__ Results results(C (&r)[kWidth], unsigned kept) {
+  // The results of a pack's elements, those that are not `kept` being masked; added(i) is added to that of element i.
+  template <class Added>
+  static __device__ __forceinline__ Results results(C (&r)[kWidth], unsigned kept, Added added) {
     if constexpr (kMasked) {
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) r[i] = (kept >> i) & 1 ? r[i] : Op::masked();
+    }
+    if constexpr (kAddsAtLabel) {
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) r[i] += added(i);
     }
     return narrow(r);
   }
@@ -311,6 +341,9 @@ struct Memory {
   }
 
  private:
+  __device__ __forceinline__ int label_of(const Place& begin) const {
+    return static_cast<const int*>(operands.side[kLabelSide])[begin.side[kLabelSide]];
+  }
   __device__ __forceinline__ void row_operands(C* given, const Place& at) const {
 #pragma unroll
     for (int k = 0; k < Op::kRowOperands; ++k) {

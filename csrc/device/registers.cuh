@@ -43,6 +43,7 @@ __device__ __forceinline__ void registers(const Operands& operands) {
   constexpr bool kAhead = kLanes <= 32;  // in a block of one row others would wait for the lane that needs it
   typename Mem::OfRow of_row{};
   if constexpr (kAhead) of_row = mem.template of_row<View>(row.begin);
+  const auto addend = mem.addend(row.begin);
   unsigned kept[Mem::kMasked ? kPacks : 1] = {};
   const auto kept_of = [&](int p) {
     return Mem::kMasked ? kept[Mem::kMasked ? p : 0] : exists(p) ? row.at(pack_of(p)).inside() : 0;
@@ -111,7 +112,8 @@ __device__ __forceinline__ void registers(const Operands& operands) {
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) result[i] = Op::finish(finished, values[i]);
     }
-    mem.store(out(p, at), Mem::results(result, kept_of(p)), at.inside());
+    const auto results = Mem::results(result, kept_of(p), [&](int i) { return addend.at(at.column() + i); });
+    mem.store(out(p, at), results, at.inside());
   }
 }
 
@@ -148,7 +150,7 @@ __device__ __forceinline__ void rows_in_packs(const Operands& operands) {
       for (int i = 0; i < kColumns; ++i) result[row + i] = Op::finish(finished, of_row[i]);
     }
   }
-  Mem::store(mem.out() + begin, Mem::results(result, Mem::kAll),
+  Mem::store(mem.out() + begin, Mem::results(result, Mem::kAll, [](int) { return C(0); }),
              left >= kWidth ? Mem::kAll : bits_within<typename Mem::In>(0, static_cast<int>(left)));
 }
 

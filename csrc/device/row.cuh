@@ -33,6 +33,9 @@ struct Row {
   struct At {
     Place place;
     Index first;
+    int run;
+    // Of its first element, as an int, which counts the columns that a label may name.
+    __device__ __forceinline__ int column() const { return static_cast<int>(run * kRun + first); }
     // Whether all of its elements are the run's, or any; and which.
     __device__ __forceinline__ bool whole() const { return kExact || (first >= 0 && first <= kRun - kWidth); }
     __device__ __forceinline__ bool any() const { return kExact || (first > -kWidth && first < kRun); }
@@ -45,7 +48,7 @@ struct Row {
     const Place run_begin =
         kRuns == 1 ? begin : moved_along<Reduced, Reduced::kSize - 1>(begin, static_cast<unsigned>(run));
     const Index first = static_cast<Index>(j - run * static_cast<int>(kRunPacks)) * kWidth - shift_of(run_begin);
-    return {run_begin.along(kAlong, first), first};
+    return {run_begin.along(kAlong, first), first, run};
   }
   // How far a run begins beyond the boundary that its packs are counted from.
   static __device__ __forceinline__ int shift_of(const Place& run_begin) {

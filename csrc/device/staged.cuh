@@ -143,6 +143,7 @@ __device__ __forceinline__ void staged(const Operands& operands) {
       const int begin = row * kColumns + lane;
       const auto place = Mem::template begin_of<View>(first_row + row);
       const auto of_row = mem.template of_row<View>(place);
+      const auto addend = mem.addend(place);
       const int mine = active ? kColumns - lane : 0;  // element i of this lane is the row's if i * kLanes < mine
       const auto at = [&](int i) { return place.along(kAlong, lane + i * kLanes); };
       C values[kHeld][kInputs];
@@ -184,7 +185,9 @@ __device__ __forceinline__ void staged(const Operands& operands) {
           result = Op::finish(finished, values[i]);
         }
         if (Op::kElementResults && i * kLanes < mine) {
-          out[begin + i * kLanes] = Mem::narrow(mem.is_kept(at(i)) ? result : Op::masked());
+          result = mem.is_kept(at(i)) ? result : Op::masked();
+          if constexpr (Mem::kAddsAtLabel) result += addend.at(lane + i * kLanes);
+          out[begin + i * kLanes] = Mem::narrow(result);
         }
       }
     }

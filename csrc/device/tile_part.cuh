@@ -98,6 +98,7 @@ struct TilePart {
     Place line;
     int64_t element;
     int index;  // not folded: of the innermost reduced dimension; folded: of the pack's first element in the run
+    int over;   // not folded: of the other reduced dimensions
     unsigned inside, stored;
   };
   __device__ __forceinline__ At at(int turn) const {
@@ -139,6 +140,7 @@ struct TilePart {
         kSpans == 1 ? base : moved_along<Reduced, Reduced::kSize - 1>(base, static_cast<unsigned>(over));
     At at;
     at.index = i - over * kSpan;
+    at.over = over;
     if constexpr (kPeriod > 1 && kSpans > 1) {
       // The line of this period that begins as the thread's others do: so many back as the other dimensions shift
       // beginnings on. Modulo a power of 2 up to 8, odd numbers are their own inverses; modulo 16, their cubes are.
@@ -151,6 +153,14 @@ struct TilePart {
     at.element = at.line.element + pack * kWidth - shift;
     at.inside = at.index < kExtent && over < kSpans ? bits_within<In>(pack * kWidth - shift, elements) : 0;
     return at;
+  }
+  // Which element of its row an element of a pack is.
+  __device__ __forceinline__ int column(const At& at, int e) const {
+    if constexpr (kFold > 1) {
+      return span * kExtent + static_cast<int>(static_cast<unsigned>(at.index + e) / static_cast<unsigned>(kInner));
+    } else {
+      return at.over * kExtent + at.index;
+    }
   }
   // Where an element of a pack lies in the side operands.
   __device__ __forceinline__ Place place(const At& at, int e) const {

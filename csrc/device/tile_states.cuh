@@ -286,7 +286,11 @@ struct TileStates : TilePart<Mem, View, Plan> {
   template <bool kGiven>
   __device__ __forceinline__ void finish() const {
     Finished finished[kStates];
+    typename Mem::Addend addend[kStates] = {};
     finish_states<kGiven>(finished);
+    if constexpr (Mem::kAddsAtLabel) {
+      for_rows_of_thread([&](int s, int row) { addend[s] = this->mem.addend(begin_of(row)); });
+    }
     if constexpr (Plan::kHeld) {
 #pragma unroll 4
       for (int t = 0; t < kTurns; ++t) {
@@ -300,7 +304,7 @@ struct TileStates : TilePart<Mem, View, Plan> {
           this->values(v, t);
           results_of(result, v, finished);
         }
-        store(t, result);
+        store(t, result, addend);
       }
     } else {
       Pack raw[kTurns][kInputs];
@@ -312,7 +316,7 @@ struct TileStates : TilePart<Mem, View, Plan> {
         C result[kWidth];
         this->values_of(v, raw[t], t);
         results_of(result, v, finished);
-        store(t, result);
+        store(t, result, addend);
       }
     }
   }
@@ -342,9 +346,13 @@ struct TileStates : TilePart<Mem, View, Plan> {
 #pragma unroll
     for (int e = 0; e < kWidth; ++e) result[e] = Op::finish(finished[e % kStates], v[e]);
   }
-  __device__ __forceinline__ void store(int turn, C (&result)[kWidth]) const {
+  __device__ __forceinline__ void store(int turn, C (&result)[kWidth],
+                                        const typename Mem::Addend (&addend)[kStates]) const {
     const auto at = this->at(turn);
-    if (at.stored) Mem::store(this->mem.out() + at.element, Mem::results(result, this->kept(at)), at.stored);
+    if (!at.stored) return;
+    const auto results =
+        Mem::results(result, this->kept(at), [&](int e) { return addend[e % kStates].at(this->column(at, e)); });
+    Mem::store(this->mem.out() + at.element, results, at.stored);
   }
 };
 

@@ -81,6 +81,7 @@ struct Stretch {
 
   __device__ __forceinline__ void finish(const StateOf<Op>& state) const {
     const auto finished = mem.row(state, row.begin);
+    const auto addend = mem.addend(row.begin);
     for_packs<0, Plan::kFinished>([&](auto& raw, const auto& at, const auto& inside) {
 #pragma unroll
       for (int u = 0; u < Plan::kFinished; ++u) {
@@ -91,7 +92,8 @@ struct Stretch {
         C result[kWidth];
 #pragma unroll
         for (int i = 0; i < kWidth; ++i) result[i] = Op::finish(finished, values[i]);
-        Mem::store(mem.out() + at[u].place.element, Mem::results(result, kept), inside[u]);
+        const auto results = Mem::results(result, kept, [&](int i) { return addend.at(at[u].column() + i); });
+        Mem::store(mem.out() + at[u].place.element, results, inside[u]);
       }
     });
   }

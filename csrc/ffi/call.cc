@@ -71,8 +71,8 @@ ffi::Error read_call(ffi::RemainingArgs args, ffi::RemainingRets rets, std::stri
   call->fused = fused;
   const Cost& cost = cost_of(call->op);
   const size_t inputs = cost.inputs, results = cost.element_results + cost.row_results;
-  if (args.size() < inputs + cost.row_operands || args.size() > inputs + kMostSides || rets.size() < results ||
-      rets.size() > results + 1) {
+  if (args.size() < inputs + cost.row_operands + cost.labelled || args.size() > inputs + kMostSides ||
+      rets.size() < results || rets.size() > results + 1) {
     return invalid("wrong number of operands or results");
   }
   call->axes.assign(axes.begin(), axes.end());
@@ -109,31 +109,32 @@ ffi::Error read_call(ffi::RemainingArgs args, ffi::RemainingRets rets, std::stri
     }
     buffers->of_rows[k] = (*result)->untyped_data();
   }
-  bool labelled = false;
+  std::vector<ffi::DataType> types;  // of those that are no mask
   for (size_t i = inputs; i < args.size(); ++i) {
     const auto buffer = args.get<ffi::AnyBuffer>(i);
     if (!buffer.has_value()) return invalid("an operand is missing");
     std::vector<int64_t> shape = shape_of(*buffer);
     const bool is_mask = buffer->element_type() == ffi::DataType::PRED;
-    const bool is_label = cost.labelled && buffer->element_type() == ffi::DataType::S32;
-    const std::optional<DType> type = is_label ? wide : dtype_of(buffer->element_type());
-    if (shape.size() > call->shape.size() || (is_mask && i + 1 < args.size()) || (!is_mask && !type)) {
+    if (shape.size() > call->shape.size() || (is_mask && i + 1 < args.size())) {
       return invalid(describe(*call) + ": the mask must be boolean and of no higher rank");
     }
     shape.insert(shape.begin(), call->shape.size() - shape.size(), 1);
     call->masked = is_mask;
     call->sides.push_back(shape);
-    if (!is_mask) call->side_types.push_back(*type);
+    if (!is_mask) types.push_back(buffer->element_type());
     buffers->side[i - inputs] = buffer->untyped_data();
-    labelled |= is_label;
   }
-  // The last of those that are no mask are what rows have of their own.
-  for (int k = 0; k < cost.row_operands; ++k) {
-    if (call->side_types.empty() || call->side_types.back() != wide || labelled != cost.labelled ||
-        call->sides[call->side_types.size() - 1] != shape_of_rows(*call)) {
-      return invalid(describe(*call) + ": what rows have of their own is not as it must be");
-    }
-    call->side_types.pop_back();
+  // The last of those that are no mask are what rows have of their own: numbers, and then a label.
+  for (int left = cost.row_operands + cost.labelled; left > 0; --left) {
+    const bool is_label = cost.labelled && left == cost.row_operands + cost.labelled;
+    const bool fits = !types.empty() && call->sides[types.size() - 1] == shape_of_rows(*call) &&
+                      (is_label ? types.back() == ffi::DataType::S32 : dtype_of(types.back()) == wide);
+    if (!fits) return invalid(describe(*call) + ": what rows have of their own is not as it must be");
+    types.pop_back();
+  }
+  for (const ffi::DataType type : types) {
+    if (!dtype_of(type)) return invalid(describe(*call) + ": unsupported dtypes");
+    call->side_types.push_back(*dtype_of(type));
   }
   if (!call->side_types.empty() && call->fused.empty()) {
     return invalid(describe(*call) + ": there are operands that nothing reads");

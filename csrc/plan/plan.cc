@@ -79,7 +79,7 @@ bool faster_than_xla(const Plan& plan, const Problem& problem) {
     if (!runs.aligned && runs.run < kShortRun * problem.width()) return false;
   }
   // Labels' elements are then in lines far apart, and XLA has more of them under way at once.
-  if (problem.cost.labelled && !view.minor_reduced) return false;
+  if (problem.cost.labelled && !problem.cost.element_results && !view.minor_reduced) return false;
   // Two operands read twice, from whole packs: so does XLA, as fast.
   const bool two = problem.cost.inputs == 2 && problem.cost.element_results;
   if (const auto* twice = std::get_if<Twice>(&plan)) return !(two && twice->boundary == 0);
