@@ -18,7 +18,7 @@
 //   kRowOperands       how many numbers of its own a row has, which `row`, `term_scale` and `terms` are then given
 //   kLabelled          whether a row may have a label, the number of one of its elements. Without results for elements,
 //                      row_results is given that element; with them, the last of the row's own numbers is added to
-//                      that element's result
+//                      that element's result, and the results of a row whose own numbers are all 0 are 0
 //
 // `in` points at one element of each of the kInputs operands. All of it is written over a policy M with a value type
 // M::Value: a scalar in CUDA, a SIMD vector on the CPU.
@@ -226,8 +226,8 @@ struct CrossEntropy : OfRowsAlone<M> {
 };
 
 // An element's part of the gradient of a cross entropy: softmax(x) (a + b lse) + c, where lse is the row's log-sum-exp
-// and a row is given a, b, c and d, which is added to the label's element; and the results of LogSumExp. Of a row whose
-// a and b are 0, softmax(x) counts as 0 even if it is NaN.
+// and a row is given a, b, c and d, which is added to the label's element; and the results of LogSumExp. A row whose a,
+// b, c and d are all 0 does not count: its gradient is 0 even where x is NaN.
 template <class M>
 struct CrossEntropyGradient : SoftmaxBase<M> {
   using C = typename M::Value;
@@ -238,10 +238,7 @@ struct CrossEntropyGradient : SoftmaxBase<M> {
   struct Scale {
     C factor;
     C addend;
-    friend JAX_SOFTMAX_INLINE C operator*(C term, const Scale& scale) {
-      const C nothing = M::constant(0);
-      return M::select(M::equal(scale.factor, nothing), nothing, term) * scale.factor + scale.addend;
-    }
+    friend JAX_SOFTMAX_INLINE C operator*(C term, const Scale& scale) { return term * scale.factor + scale.addend; }
   };
   struct Row {
     Relative<M> relative;
@@ -255,13 +252,9 @@ struct CrossEntropyGradient : SoftmaxBase<M> {
   static JAX_SOFTMAX_INLINE C finish(const Row& r, const C* in) { return r.relative.exp(in[0]) * r.scale; }
   static JAX_SOFTMAX_INLINE Scale term_scale(State<C> s, C term_pivot, const C* given) {
     const Relative<M> relative(s.pivot);
-    const C nothing = M::constant(0), lse = relative.pivot_of(s.pivot) + relative.log(s.sum);
-    // Without b, an lse that is not finite must not count.
-    const C of_lse = M::select(M::equal(given[1], nothing), nothing, given[1] * lse);
-    const C multiple = given[0] + of_lse;
-    // A sum of infinity makes it NaN.
-    const C factor = (multiple * relative.rescale(term_pivot) + (s.sum - s.sum)) / s.sum;
-    return {M::select(M::equal(multiple, nothing), nothing, factor), given[2]};
+    const C lse = relative.pivot_of(s.pivot) + relative.log(s.sum);
+    // NaN if the sum is infinity.
+    return {((given[0] + given[1] * lse) * relative.rescale(term_pivot) + (s.sum - s.sum)) / s.sum, given[2]};
   }
 };
 

@@ -48,14 +48,14 @@ def result_dtype(dtype):
 def softmax(x, where, axes, across=None):
     if across is None:
         return ORIGINALS["softmax"](widened(x), axes, where).astype(result_dtype(x.dtype))
-    rows = logsumexp(x, where, axes, across)
+    rows = logsumexp(x, where, axes, across).without_infinity()
     return probabilities(x, rows, where).astype(result_dtype(x.dtype))
 
 
 def log_softmax(x, where, axes, across=None):
     if across is None:
         return ORIGINALS["log_softmax"](widened(x), axes, where).astype(result_dtype(x.dtype))
-    rows = logsumexp(x, where, axes, across)
+    rows = logsumexp(x, where, axes, across).without_infinity()
     return log_probabilities(x, rows, where).astype(result_dtype(x.dtype))
 
 
@@ -103,6 +103,10 @@ class Normalizer(NamedTuple):
     @property
     def lse(self):
         return self.log_total + _finite(self.largest)
+
+    def without_infinity(self):
+        """The same, but that the sum is NaN where the maximum is infinity: so all that is made of such a row is."""
+        return Normalizer(self.largest, self.total - jnp.where(self.largest == jnp.inf, jnp.inf, 0))
 
 
 def logsumexp(x, where, axes, across=None):
@@ -187,8 +191,8 @@ def cross_entropy_gradient(x, a, b, c, d, label, where, axes, across=None):
 
 def cross_entropy_gradient_given(rows, x, a, b, c, d, label, where, axes, across=None):
     here = label if across is None else across.label_of_part(label)[1]
-    # Of a row without weight softmax(x) counts as 0, though it may be NaN.
-    counts = jnp.isfinite(rows.log_total) | (a != 0) | (b != 0)
+    # A row of weight 0 does not count, though it may be NaN.
+    counts = jnp.isfinite(rows.log_total) | (a != 0) | (b != 0) | (c != 0) | (d != 0)
     rows = Normalizer(*(jnp.where(counts, row, 0) for row in rows))
     lse = jnp.where(rows.lse == -jnp.inf, 0, rows.lse)  # of rows that are masked altogether
     p = probabilities(x, rows, counts if where is None else where & counts)

@@ -15,8 +15,8 @@ float32 (float64 for float64). `largest` is a row's maximum, and `total` the sum
 where that is infinite, both of elements that are not masked: two parts of the log-sum-exp lse (`reference.Normalizer`).
 No derivative depends on `largest`, which counts as a constant: with another one `total` is another. loss is lse less
 the label's element of x, 0 of a row without a label. g = softmax(x) (a + b lse) + c, and d added at the label, in x's
-dtype: a cross entropy's gradient; where a and b are 0, softmax(x) counts as 0 even if it is NaN. h is the same without
-b. `entropy` is that of softmax(x), and `divergence` that of softmax(x) from softmax(y), of which log_total_y is the
+dtype: a cross entropy's gradient; where a, b, c and d are all 0, so is g, even if x is NaN. h is the same without b.
+`entropy` is that of softmax(x), and `divergence` that of softmax(x) from softmax(y), of which log_total_y is the
 logarithm of the sum; of rows that are masked altogether both may be any number but NaN. The y of absmax_scale is x
 divided by its row's `scale`, in the dtype that the primitive is named after, one of `reference.SCALED`. `axes` and
 `axis_name` are as in `primitives.py`. Where there is a label, `axis_name` is empty: `losses.py` has its own way with
@@ -380,9 +380,8 @@ class _Divergence(NamedTuple):
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def divergence(axes, axis_name, x, y, where):
     """The divergence of softmax(y) from softmax(x) over each row, and both normalizers."""
-    of_y = normalizer(y, where, axes, axis_name)
-    log_total = of_y.log_total - jnp.where(of_y.largest == jnp.inf, jnp.inf, 0)  # NaN if y has an infinity
-    operands = of_mask(x, y, of_y.largest, log_total, where)
+    of_y = normalizer(y, where, axes, axis_name).without_infinity()
+    operands = of_mask(x, y, of_y.largest, of_y.log_total, where)
     result, *of_x = kl_divergence_p.bind(*operands, axes=axes, axis_name=axis_name)
     return _Divergence(result, reference.Normalizer(*of_x), of_y)
 

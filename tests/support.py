@@ -333,7 +333,7 @@ def reference_logsumexp(x, axis=-1, where=None, keepdims=False):
 
 @np.errstate(invalid="ignore", divide="ignore", over="ignore", under="ignore")
 def reference_normalizer(x, axes, where=None):
-    """The two parts of log-sum-exp: the maximum, and the sum of exp(x - maximum), relative to 0 where it is infinite. Only sums show NaNs."""
+    """The maximum, and the sum of exp(x - maximum), relative to 0 where it is infinite. Only sums show NaNs."""
     rounding, wide, keep, axes = _masked_rows(x, axes, where)
     largest = np.fmax.reduce(wide, axis=axes, keepdims=True, initial=-np.inf)
     total = np.sum(np.exp(wide - np.where(np.isfinite(largest), largest, 0)), axis=axes, keepdims=True)
@@ -353,7 +353,7 @@ def _is_label(label, axes, shape):
 @np.errstate(invalid="ignore", divide="ignore", over="ignore", under="ignore")
 def reference_cross_entropy(x, label, axes, where=None):
     """lse - x[label], or 0 of a label that is no element of its row; and what reference_normalizer gives."""
-    rounding, wide, keep, axes = _masked_rows(x, axes, where)
+    rounding, _, keep, axes = _masked_rows(x, axes, where)
     largest, total = reference_normalizer(x, axes, where)
     found = _is_label(label, axes, keep.shape)
     logit = np.sum(np.where(found, _widened(x), 0), axes, keepdims=True)
@@ -361,7 +361,8 @@ def reference_cross_entropy(x, label, axes, where=None):
     depth = logit - np.where(np.isfinite(largest.value), largest.value, 0)
     loss = np.where(found.any(axes, keepdims=True), np.log(total.value) - depth, 0)
     bound = total.bound / total.value + rounding.compute * (np.abs(np.log(total.value)) + np.abs(depth) + np.abs(loss))
-    return Bounded(loss, np.where(np.isfinite(loss) & (loss != 0), bound, 0), largest.dtype), largest, total
+    counts = np.isfinite(loss) & found.any(axes, keepdims=True)
+    return Bounded(loss, np.where(counts, bound, 0), largest.dtype), largest, total
 
 
 @np.errstate(invalid="ignore", divide="ignore", over="ignore", under="ignore")
@@ -434,6 +435,7 @@ def reference_entropy(x, axis=-1, where=None, y=None, largest_y=0.0, log_sum=0.0
     of_log_total = of_total + rounding.compute * 2 * np.abs(log_total)
     bound = of_moment + np.abs(moment) * (of_total + 2 * rounding.compute) + of_log_total + rounding.tiny
     result = (log_total - moment) if y is None else (moment - log_total)
+    result = np.where(keep.any(axes, keepdims=True), result, 0)
     bound = bound + rounding.compute * np.abs(result)
     dtype = np.dtype(np.float64 if rounding.dtype == np.float64 else np.float32)
     return [

@@ -191,7 +191,7 @@ struct Chunk {
 #pragma unroll
         for (int i = 0; i < kWidth; ++i) result[i] = Op::finish(finished, values[i]);
       }
-      return Mem::results(result, bits, [&](int i) { return addend.at(place.column() + i); });
+      return Mem::results(result, bits, addend, place.column());
     };
 #pragma unroll
     for (int p = 0; p < kPacks; ++p) {

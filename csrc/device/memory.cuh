@@ -103,15 +103,14 @@ struct Memory {
   static constexpr bool kReadsLabelled = Op::kLabelled && !Op::kElementResults;
   using OfRow = typename Conditional<kReadsLabelled, LabelledElement, NoElement>::type;
 
-  // What is added to the result of the row's element that has the label's column.
+  // What a row's label changes in the results of its elements: `value` is added to that of the label's column, unless
+  // the row does not count; then all are 0.
   struct LabelAddend {
     int column;
     C value;
-    __device__ __forceinline__ C at(int of_element) const { return of_element == column ? value : C(0); }
+    bool counts;
   };
-  struct NoAddend {
-    __device__ __forceinline__ C at(int) const { return C(0); }
-  };
+  struct NoAddend {};
   static constexpr bool kAddsAtLabel = Op::kLabelled && Op::kElementResults;
   using Addend = typename Conditional<kAddsAtLabel, LabelAddend, NoAddend>::type;
 
@@ -282,13 +281,16 @@ struct Memory {
       return {};
     }
   }
-  // What is added to the result of the label of the row that lies at `begin`. A label that is no column of the row is
-  // none of an element whose result is stored.
+  // The same of the results of its elements. A label that is no column of the row is none of an element whose result is
+  // stored.
   __device__ __forceinline__ Addend addend(const Place& begin) const {
     if constexpr (kAddsAtLabel) {
       C given[Op::kRowOperands];
       row_operands(given, begin);
-      return {label_of(begin), given[Op::kRowOperands - 1]};
+      bool counts = false;
+#pragma unroll
+      for (int k = 0; k < Op::kRowOperands; ++k) counts |= given[k] != C(0);
+      return {label_of(begin), given[Op::kRowOperands - 1], counts};
     } else {
       return {};
     }
@@ -309,18 +311,42 @@ struct Memory {
 
   // ---- writing
 
-  // The results of a pack's elements, those that are not `kept` being masked; added(i) is added to that of element i.
-  template <class Added>
-  static __device__ __forceinline__ Results results(C (&r)[kWidth], unsigned kept, Added added) {
+  // The results of a pack's elements, of one row, those that are not `kept` being masked; `column` is the first one's.
+  static __device__ __forceinline__ Results results(C (&r)[kWidth], unsigned kept, const Addend& addend, int column) {
+    mask(r, kept);
+    if constexpr (kAddsAtLabel) {
+      if (static_cast<unsigned>(addend.column - column) < kWidth) {  // which is rare
+#pragma unroll
+        for (int i = 0; i < kWidth; ++i) r[i] += column + i == addend.column ? addend.value : C(0);
+      }
+      return addend.counts ? narrow(r) : Results{};
+    }
+    return narrow(r);
+  }
+  // The same where each element is of a row of its own: addend_of(i) and column_of(i) are element i's.
+  template <class AddendOf, class ColumnOf>
+  static __device__ __forceinline__ Results results(C (&r)[kWidth], unsigned kept, AddendOf addend_of,
+                                                    ColumnOf column_of) {
+    mask(r, kept);
+    if constexpr (kAddsAtLabel) {
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) r[i] = labelled(r[i], addend_of(i), column_of(i));
+    }
+    return narrow(r);
+  }
+  // The result of one element of a row.
+  static __device__ __forceinline__ C labelled(C r, const Addend& addend, int column) {
+    if constexpr (kAddsAtLabel) {
+      return !addend.counts ? C(0) : column == addend.column ? r + addend.value : r;
+    } else {
+      return r;
+    }
+  }
+  static __device__ __forceinline__ void mask(C (&r)[kWidth], unsigned kept) {
     if constexpr (kMasked) {
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) r[i] = (kept >> i) & 1 ? r[i] : Op::masked();
     }
-    if constexpr (kAddsAtLabel) {
-#pragma unroll
-      for (int i = 0; i < kWidth; ++i) r[i] += added(i);
-    }
-    return narrow(r);
   }
   // One result or several, as they are in memory.
   template <class R>

@@ -112,8 +112,7 @@ __device__ __forceinline__ void registers(const Operands& operands) {
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) result[i] = Op::finish(finished, values[i]);
     }
-    const auto results = Mem::results(result, kept_of(p), [&](int i) { return addend.at(at.column() + i); });
-    mem.store(out(p, at), results, at.inside());
+    mem.store(out(p, at), Mem::results(result, kept_of(p), addend, at.column()), at.inside());
   }
 }
 
@@ -150,7 +149,7 @@ __device__ __forceinline__ void rows_in_packs(const Operands& operands) {
       for (int i = 0; i < kColumns; ++i) result[row + i] = Op::finish(finished, of_row[i]);
     }
   }
-  Mem::store(mem.out() + begin, Mem::results(result, Mem::kAll, [](int) { return C(0); }),
+  Mem::store(mem.out() + begin, Mem::results(result, Mem::kAll, typename Mem::Addend{}, 0),
              left >= kWidth ? Mem::kAll : bits_within<typename Mem::In>(0, static_cast<int>(left)));
 }
 

@@ -186,8 +186,7 @@ __device__ __forceinline__ void staged(const Operands& operands) {
         }
         if (Op::kElementResults && i * kLanes < mine) {
           result = mem.is_kept(at(i)) ? result : Op::masked();
-          if constexpr (Mem::kAddsAtLabel) result += addend.at(lane + i * kLanes);
-          out[begin + i * kLanes] = Mem::narrow(result);
+          out[begin + i * kLanes] = Mem::narrow(Mem::labelled(result, addend, lane + i * kLanes));
         }
       }
     }

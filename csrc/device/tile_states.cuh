@@ -350,8 +350,8 @@ struct TileStates : TilePart<Mem, View, Plan> {
                                         const typename Mem::Addend (&addend)[kStates]) const {
     const auto at = this->at(turn);
     if (!at.stored) return;
-    const auto results =
-        Mem::results(result, this->kept(at), [&](int e) { return addend[e % kStates].at(this->column(at, e)); });
+    const auto results = Mem::results(
+        result, this->kept(at), [&](int e) { return addend[e % kStates]; }, [&](int e) { return this->column(at, e); });
     Mem::store(this->mem.out() + at.element, results, at.stored);
   }
 };

@@ -92,8 +92,7 @@ struct Stretch {
         C result[kWidth];
 #pragma unroll
         for (int i = 0; i < kWidth; ++i) result[i] = Op::finish(finished, values[i]);
-        const auto results = Mem::results(result, kept, [&](int i) { return addend.at(at[u].column() + i); });
-        Mem::store(mem.out() + at[u].place.element, results, inside[u]);
+        Mem::store(mem.out() + at[u].place.element, Mem::results(result, kept, addend, at[u].column()), inside[u]);
       }
     });
   }
