@@ -22,7 +22,7 @@ _TRAFFIC = {op: (1, 1) for op in _OPERATORS} | {op: (2, 1) for op in _LINEAR}
 _TRAFFIC |= dict.fromkeys(("logsumexp", "cross_entropy", "entropy"), (1, 0))
 _TRAFFIC["kl_divergence"] = (2, 0)
 
-_OF_LABELS = ("cross_entropy", "cross_entropy_gradient", "gradient_given_lse")
+_OF_LABELS = ("cross_entropy", "cross_entropy_gradient", "tangent_sums_transpose")
 _OF_CLASSES = (*_OF_LABELS, "entropy", "kl_divergence")  # whose masks may not enlarge the result
 _ALLOWED = "explain: x_or_shape must be an array, a jax.ShapeDtypeStruct, or a shape (a tuple of ints)"
 _MOST_ELEMENTS = 2**63 - 1  # that 64 bits count
