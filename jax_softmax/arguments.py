@@ -1,6 +1,7 @@
 """What the public functions ask of their arguments, and how they say so."""
 
 import functools
+import math
 import operator
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_softmax import reference
+from jax_softmax.labels import LARGEST_LABEL
 from jax_softmax.primitives import laid_as_well
 
 Axis = int | Sequence[int] | np.ndarray | jax.Array | None
@@ -35,13 +37,15 @@ def for_jit(op: str, x: Any, axis: Any, where: Any, axis_name: Any, argument: st
 
 def _is_argument(a: Any) -> bool:
     """Whether `jax.jit` takes it as one array."""
-    if type(a) in _NUMBERS or isinstance(a, jax.Array):
+    if type(a) in _NUMBERS:
+        return type(a) is not int or abs(a) < 2**31
+    if isinstance(a, jax.Array):
         return True
-    return (type(a) is np.ndarray or isinstance(a, np.generic)) and _is_dtype_of_jax(a.dtype)
+    return (type(a) is np.ndarray or isinstance(a, np.generic)) and is_dtype_of_jax(a.dtype)
 
 
 @functools.lru_cache
-def _is_dtype_of_jax(dtype: np.dtype) -> bool:
+def is_dtype_of_jax(dtype: np.dtype) -> bool:
     try:
         jax.eval_shape(lambda a: a, np.zeros(1, dtype))
     except TypeError:
@@ -100,11 +104,21 @@ def _checked_mask(op: str, where: Any) -> jax.Array:
 
 
 def as_array(allowed: str, a: Any) -> jax.Array:
-    if isinstance(a, np.ndarray | np.generic) and not _is_dtype_of_jax(a.dtype):
+    if isinstance(a, np.ndarray | np.generic) and not is_dtype_of_jax(a.dtype):
         raise TypeError(f"{allowed}, got one of dtype {a.dtype}.")
     if isinstance(a, int | float | complex) or hasattr(a, "__jax_array__") or hasattr(a, "__array__"):
-        return a if isinstance(a, jax.Array) else jnp.asarray(a)
+        try:
+            return a if isinstance(a, jax.Array) else jnp.asarray(a)
+        except OverflowError as error:
+            raise ValueError(f"{allowed}, got {a}, which JAX's integers do not hold.") from error
     raise TypeError(f"{allowed}, got one of type {type(a).__name__}.")
+
+
+def checked_bool(op: str, a: Any, argument: str) -> bool:
+    if not isinstance(a, bool | np.bool_):
+        hint = " It must be known when the program is traced." if isinstance(a, jax.core.Tracer) else ""
+        raise TypeError(f"{op}: {argument} must be True or False, got one of type {type(a).__name__}.{hint}")
+    return bool(a)
 
 
 def checked_axes_and_mask(op: str, x: jax.Array, axis: Any, where: Any, argument: str = "x"):
@@ -119,34 +133,48 @@ def checked_axes_and_mask(op: str, x: jax.Array, axis: Any, where: Any, argument
                 f"{op}: where must broadcast with {argument}, got shape {where.shape} for {argument} of shape "
                 f"{x.shape}."
             ) from error
-    return _checked_axes(op, len(shape), axis), where, shape
+    return tuple(sorted(checked_axes(op, len(shape), axis))), where, shape
 
 
 def prepared(name, x, axis, where, axis_name, argument="x", may_enlarge=True):
     """What primitives with results for rows are given: x in a dtype that is computed in, the mask, the sorted axes and
     the mesh axes; and the dtype of a result like x.
 
-    A mask that may not enlarge x may have the results' rank as well: it then leaves out whole rows.
+    A mask that may not enlarge x may have the results' shape as well: it then leaves out whole rows.
     """
-    x = checked_array(name, x, argument)
+    x = checked_real_array(name, x, argument)
     if where is not None and not may_enlarge:
-        where = _of_rows_or_elements(where, x, axis)
-    if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        raise TypeError(f"{name}: {argument} must be real, got {x.dtype}.")
+        where = of_rows_or_elements(name, where, x, axis, argument)
     axes, where, shape = checked_axes_and_mask(name, x, axis, where, argument)
-    if not may_enlarge:
-        check_broadcasts(name, "where", shape, x.shape)
     axis_name = checked_axis_name(name, axis_name)
     x, of_x = promoted(x)
     x = jnp.broadcast_to(reference.without_narrow(x), shape)
     return varying_as_well(x, where, axis_name), where, axes, axis_name, of_x
 
 
-def _of_rows_or_elements(where, x, axis):
-    """A mask of x's rank, from one of that or the results'."""
-    where = jnp.asarray(where)
-    axes = tuple(range(x.ndim)) if axis is None else (axis,) if isinstance(axis, int) else axis
-    return jnp.expand_dims(where, axes) if where.ndim + len(axes) == x.ndim and axes else where
+def of_rows_or_elements(op: str, where: Any, x: jax.Array, axis: Any, argument: str = "x") -> jax.Array:
+    """A mask that broadcasts to x's shape, from such a one, of elements, or one of the results' shape, of rows."""
+    where = _checked_mask(op, where)
+    axes = checked_axes(op, x.ndim, axis)
+    rows = tuple(n for d, n in enumerate(x.shape) if d not in axes)
+    if not _broadcasts(where.shape, x.shape) and where.shape != rows:
+        raise ValueError(
+            f"{op}: where must broadcast to shape {x.shape} of {argument}, or have shape {rows} to leave out whole "
+            f"rows, got shape {where.shape}."
+        )
+    if where.shape != rows:
+        return where
+    of_rows = jnp.expand_dims(where, axes)
+    of_elements = (1,) * len(axes) + where.shape
+    if of_rows.shape != of_elements and _broadcasts(where.shape, x.shape):
+        new = ["None"] * len(axes)
+        as_elements = ", ".join(new + [":"] * len(rows))
+        as_rows = ", ".join("None" if d in axes else ":" for d in range(x.ndim))
+        raise ValueError(
+            f"{op}: where of shape {rows} may mean rows or elements of {argument} of shape {x.shape}: "
+            f"where[{as_rows}] leaves out rows, where[{as_elements}] elements of each row."
+        )
+    return of_rows
 
 
 def _ints(op: str, axis: Any) -> int | tuple[int, ...] | None:
@@ -170,7 +198,8 @@ def _ints(op: str, axis: Any) -> int | tuple[int, ...] | None:
         ) from error
 
 
-def _checked_axes(op: str, ndim: int, axis: Any) -> tuple[int, ...]:
+def checked_axes(op: str, ndim: int, axis: Any) -> tuple[int, ...]:
+    """The axes from 0 on, in the order in which they are given."""
     given = _ints(op, axis)
     if given is None:
         return tuple(range(ndim))
@@ -182,10 +211,10 @@ def _checked_axes(op: str, ndim: int, axis: Any) -> tuple[int, ...]:
             f"{op}: axis must be an int from {-ndim} to {ndim - 1}, a sequence of such, or None, for an array of "
             f"{ndim} dimensions, got {axis!r}."
         )
-    axes = {a % ndim for a in given}
-    if len(axes) != len(given):
+    axes = tuple(a % ndim for a in given)
+    if len(set(axes)) != len(axes):
         raise ValueError(f"{op}: axis must not name an axis twice, got {axis!r} for an array of {ndim} dimensions.")
-    return tuple(sorted(axes))
+    return axes
 
 
 def _names(op: str, axis_name: Any) -> tuple[Hashable, ...]:
@@ -214,10 +243,23 @@ def checked_real_array(op: str, a: Any, argument: str) -> jax.Array:
     return a
 
 
+def check_classes(op: str, shape: tuple[int, ...], axes: tuple[int, ...], axis_name: tuple[Hashable, ...] = ()) -> None:
+    """Whether labels can count the classes along these axes, of all parts along axis_name."""
+    of_part = math.prod(shape[d] for d in axes)
+    if not axes or of_part == 0:
+        raise ValueError(f"{op}: there must be at least one class, got logits of shape {shape} and axes {axes}.")
+    classes = of_part * math.prod(map(jax.lax.axis_size, axis_name))
+    if isinstance(classes, int) and classes > LARGEST_LABEL:
+        raise ValueError(f"{op}: there may be at most {LARGEST_LABEL} classes, got {classes}.")
+
+
 def check_broadcasts(op: str, argument: str, shape: tuple[int, ...], to: tuple[int, ...]) -> None:
-    try:
-        fits = jnp.broadcast_shapes(shape, to) == to
-    except ValueError:
-        fits = False
-    if not fits:
+    if not _broadcasts(shape, to):
         raise ValueError(f"{op}: {argument} must broadcast to shape {to}, got shape {shape}.")
+
+
+def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
+    try:
+        return jnp.broadcast_shapes(shape, to) == to
+    except ValueError:
+        return False

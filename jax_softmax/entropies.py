@@ -25,8 +25,9 @@ def entropy(
       logits: array of unnormalised log probabilities, of a floating, integer or boolean dtype, computed in float32
         (float64 for float64).
       axis: the axis of the classes, or axes; None for all.
-      where: boolean mask that broadcasts to the logits' shape and has their rank; False leaves a class out, whose
-        probability is 0. Or one of the result's rank, which leaves out whole rows.
+      where: boolean mask that broadcasts to the logits' shape; False leaves a class out, whose probability is 0. Or one
+        of the result's shape, which leaves out whole rows; if that broadcasts to the logits' shape as well, with
+        another meaning, it is refused, and where[..., None] says rows (of the last axis).
       axis_name: as for `softmax`.
 
     Returns:
@@ -36,8 +37,8 @@ def entropy(
 
     Raises:
       TypeError: an argument is of the wrong type or dtype.
-      ValueError: axis is out of range or repeated, where does not broadcast to the logits' shape, or axis_name is not
-        one of the axes of a surrounding `shard_map`.
+      ValueError: axis is out of range or repeated, where does not fit or could mean rows as well as classes, or
+        axis_name is not one of the axes of a surrounding `shard_map`.
     """
     logits, axis, where, axis_name = arguments.for_jit("entropy", logits, axis, where, axis_name, argument="logits")
     return _entropy(logits, axis, where, axis_name)

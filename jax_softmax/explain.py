@@ -22,6 +22,9 @@ _TRAFFIC = {op: (1, 1) for op in _OPERATORS} | {op: (2, 1) for op in _LINEAR}
 _TRAFFIC |= dict.fromkeys(("logsumexp", "cross_entropy", "entropy"), (1, 0))
 _TRAFFIC["kl_divergence"] = (2, 0)
 
+_OF_LABELS = ("cross_entropy", "cross_entropy_gradient", "tangent_sums_transpose")
+_OF_CLASSES = (*_OF_LABELS, "entropy", "kl_divergence")  # whose masks may not enlarge the result
+_ALLOWED = "explain: x_or_shape must be an array, a jax.ShapeDtypeStruct, or a shape (a tuple of ints)"
 _MOST_ELEMENTS = 2**63 - 1  # that 64 bits count
 
 _SCHEDULES = {
@@ -166,7 +169,7 @@ def explain(
       x_or_shape: an array, a `jax.ShapeDtypeStruct`, or a shape (a tuple of ints).
       axis: as for `softmax`.
       dtype: the dtype to explain for; by default that of the array, and float32 for a shape.
-      where: the mask: a boolean array or a `jax.ShapeDtypeStruct` of one.
+      where: the mask: a boolean array or a `jax.ShapeDtypeStruct` of one, as the function that runs `op` takes it.
       op: "softmax" or "log_softmax", or one of their linear maps, of which `x_or_shape` is an operand:
         "softmax_linear" (softmax's derivative in both modes), "log_softmax_jvp", "log_softmax_vjp"; or "logsumexp",
         "cross_entropy", what losses of integer labels run, "cross_entropy_gradient", what a differentiated
@@ -180,7 +183,7 @@ def explain(
       An `Explanation`.
 
     Raises:
-      TypeError: an argument is of the wrong type.
+      TypeError: an argument is of the wrong type or dtype.
       ValueError: axis is out of range or repeated, where does not broadcast, op or device is not known, or the array
         has 2^63 elements or more.
     """
@@ -255,13 +258,27 @@ def _described(x: Any, dtype: Any) -> jax.ShapeDtypeStruct:
     elif hasattr(x, "shape") and hasattr(x, "dtype"):
         shape = tuple(x.shape)
         # NumPy's 64-bit arrays become 32-bit ones unless JAX has been told otherwise.
-        found = (
-            arguments.checked_array("explain", np.empty((), x.dtype)).dtype if isinstance(x, np.ndarray) else x.dtype
-        )
+        found = x.dtype
+        if isinstance(x, np.ndarray):
+            found = arguments.checked_array("explain", np.empty((), found), "x_or_shape").dtype
+    elif isinstance(x, int):
+        raise TypeError(f"{_ALLOWED}, got the int {x}.")
     else:
-        x = arguments.checked_array("explain", x)
+        x = arguments.as_array(_ALLOWED, x)
         shape, found = x.shape, x.dtype
-    return jax.ShapeDtypeStruct(shape, found if dtype is None else jnp.dtype(dtype))
+    return jax.ShapeDtypeStruct(shape, found if dtype is None else _dtype(dtype))
+
+
+def _dtype(dtype: Any) -> np.dtype:
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:
+        found = None
+    if found is None or not arguments.is_dtype_of_jax(found):
+        raise TypeError(
+            f"explain: dtype must be a floating, integer, boolean or complex one that JAX has, or None, got {dtype!r}."
+        )
+    return found
 
 
 def _checked(op: str, x: jax.ShapeDtypeStruct, axis: Any, where: Any):
@@ -269,8 +286,14 @@ def _checked(op: str, x: jax.ShapeDtypeStruct, axis: Any, where: Any):
     seen = []
 
     def check(x, *mask):
-        x = arguments.checked_array("explain", x)
-        axes, mask, shape = arguments.checked_axes_and_mask("explain", x, axis, mask[0] if mask else where)
+        x, mask = arguments.checked_array("explain", x, "x_or_shape"), mask[0] if mask else where
+        if op in ROW_PRIMITIVES:
+            arguments.checked_real_array("explain", x, "x_or_shape")
+        if op in _OF_CLASSES and mask is not None:
+            mask = arguments.of_rows_or_elements("explain", mask, x, axis, "x_or_shape")
+        axes, mask, shape = arguments.checked_axes_and_mask("explain", x, axis, mask, "x_or_shape")
+        if op in _OF_LABELS:
+            arguments.check_classes("explain", shape, axes)
         if not jnp.issubdtype(x.dtype, jnp.complexfloating):
             x, _ = arguments.promoted(x)
             x = reference.without_narrow(x) if op not in JVP else x

@@ -1,7 +1,7 @@
 """Where the labels of an array's rows lie, and its elements there.
 
-`label` is an int32 array of x's shape with extent 1 along `axes`. It counts a row's elements in row-major order; a row
-whose label is none of its elements, negative or too large, has no label.
+`label` is an int32 array of x's shape with extent 1 along `axes`, which are sorted. It counts a row's elements in
+row-major order; a row whose label is none of its elements, negative or too large, has no label.
 """
 
 import math
@@ -15,7 +15,8 @@ LARGEST_LABEL = 2**31 - 1
 def label_of_rows(labels, shape, axes, where, axis_name):
     """`label` of an array of this shape from labels as users give them, and whether a row has one.
 
-    Rows that are left out altogether have none. Where the array is a part along the mesh axes `axis_name`, labels of
+    Labels of users count along the axes in the order in which these are given here, the last varying fastest. Rows that
+    are left out altogether have none. Where the array is a part along the mesh axes `axis_name`, labels of
     users count the elements of all parts, one part after the other, and `label` is -1 if it lies in another part.
     """
     labels = labels.astype(jnp.int32) if labels.dtype.itemsize < 4 else labels  # which can count the classes
@@ -30,7 +31,18 @@ def label_of_rows(labels, shape, axes, where, axis_name):
         here = found & (labels >= 0) & (labels < columns)
     if axis_name or where is not None or labels.dtype != jnp.int32:
         labels = jnp.where(here, labels, -1).astype(jnp.int32)
+    if list(axes) != sorted(axes):
+        labels = _of_sorted_axes(labels, shape, axes)
     return jnp.expand_dims(labels, axes), jnp.expand_dims(found, axes)
+
+
+def _of_sorted_axes(label, shape, axes):
+    """A label that counts along sorted axes, from one along the same in another order."""
+    index = dict(zip(axes, _along(shape, axes, label), strict=True))
+    sorted_label = 0
+    for d in sorted(axes):
+        sorted_label = sorted_label * shape[d] + index[d]
+    return jnp.where(exists(label, shape, axes), sorted_label, -1)
 
 
 def exists(label, shape, axes):

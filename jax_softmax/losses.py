@@ -1,5 +1,6 @@
 """Log-sum-exp and cross entropies: the public functions."""
 
+import dataclasses
 import functools
 import math
 from typing import Any, NamedTuple
@@ -11,7 +12,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jax_softmax import arguments, reference
 from jax_softmax.arguments import Axis, AxisName
-from jax_softmax.labels import LARGEST_LABEL, at_labels, exists, label_of_rows
+from jax_softmax.labels import at_labels, exists, label_of_rows
 from jax_softmax.primitives import rows_laid_as
 from jax_softmax.reference import Normalizer
 from jax_softmax.row_primitives import (
@@ -54,14 +55,16 @@ def logsumexp(
       are masked altogether, -inf. A row with +inf gives +inf, one with a NaN gives NaN.
 
     Raises:
-      TypeError: x, axis, where or dtype is of the wrong type or dtype.
+      TypeError: an argument is of the wrong type or dtype.
       ValueError: axis is out of range or repeated, where does not broadcast with x, or axis_name is not one of the
         axes of a surrounding `shard_map`.
     """
     if dtype is not None:
         dtype = _float_dtype("logsumexp", dtype)
+    keepdims = arguments.checked_bool("logsumexp", keepdims, "keepdims")
+    return_max = arguments.checked_bool("logsumexp", return_max, "return_max")
     x, axis, where, axis_name = arguments.for_jit("logsumexp", x, axis, where, axis_name)
-    return _logsumexp(x, axis, where, bool(keepdims), dtype, bool(return_max), axis_name)
+    return _logsumexp(x, axis, where, keepdims, dtype, return_max, axis_name)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 3, 4, 5, 6), inline=True)
@@ -95,19 +98,21 @@ def softmax_cross_entropy_with_integer_labels(
 
     Args:
       logits: array of unnormalised log probabilities, computed in float32 (float64 for float64).
-      labels: array of an integer dtype and of the shape of logits without `axis`; of several axes, a label counts
-        elements in row-major order. A label that is negative or too large is ignored: its loss and gradient are 0,
-        whatever the logits are.
+      labels: array of an integer dtype and of the shape of logits without `axis`; along several axes, a label counts in
+        the order in which they are given, the last varying fastest. A label that is negative or too large is ignored:
+        its loss and gradient are 0, whatever the logits are.
       axis: the axis of the classes, or axes; at least one.
-      where: boolean mask that broadcasts to the logits' shape and has their rank; False leaves a class out of lse. Or
-        one of the labels' rank, which leaves out whole rows. A row of which all is left out is ignored.
-      label_smoothing: a number or scalar array a: the label's probability is 1 - a + a / n, the others' a / n, where n
-        is the number of classes, or of those that are not left out. With it, logits are read once more.
+      where: boolean mask that broadcasts to the logits' shape; False leaves a class out of lse. Or one of the labels'
+        shape, which leaves out whole rows; if that broadcasts to the logits' shape as well, with another meaning, it is
+        refused, and where[..., None] says rows (of the last axis). A row of which all is left out is ignored.
+      label_smoothing: a number or scalar array a, from 0 to 1: the label's probability is 1 - a + a / n, the others'
+        a / n, where n is the number of classes, or of those that are not left out. With it, logits are read once more.
+        A number is a constant of the compiled program, an array is not.
       z_loss: a number or scalar array: the weight of lse² (the square of the log-sum-exp), which is added.
-      axis_name: as for `softmax`: logits, and a mask of their rank, are this device's part of the classes. Labels are
-        the same on all devices along these mesh axes, and so are the losses. They count the classes of all parts, one
-        part after the other, of several mesh axes the last varying fastest: so if there are several axes, the first of
-        them is to be the one that is sharded.
+      axis_name: as for `softmax`: logits, and a mask of classes, are this device's part of the classes. Labels are the
+        same on all devices along these mesh axes, and so are the losses. They count the classes of all parts, one part
+        after the other, of several mesh axes the last varying fastest: so if there are several axes, the one that is
+        sharded is to be given first.
 
     Returns:
       Losses, of the labels' shape, in float32 (float64 for float64), also of logits of 16 bits.
@@ -115,8 +120,9 @@ def softmax_cross_entropy_with_integer_labels(
     Raises:
       TypeError: an argument is of the wrong type or dtype.
       ValueError: labels are not of the logits' shape without axis, there are no classes or more than 2^31 - 1, axis is
-        out of range or repeated, where does not broadcast to the logits' shape, label_smoothing or z_loss is not a
-        scalar, or axis_name is not one of the axes of a surrounding `shard_map`.
+        out of range or repeated, where does not fit or could mean rows as well as classes, label_smoothing or z_loss is
+        not a scalar or, as a number, not in its range, or axis_name is not one of the axes of a surrounding
+        `shard_map`.
     """
     name = "softmax_cross_entropy_with_integer_labels"
     logits, axis, where, axis_name = arguments.for_jit(name, logits, axis, where, axis_name, argument="logits")
@@ -129,7 +135,8 @@ def _integer_labels(name, logits, labels, axis, where, options, axis_name):
     x, where, axes, axis_name, _ = arguments.prepared(
         name, logits, axis, where, axis_name, argument="logits", may_enlarge=False
     )
-    label, found = label_of_rows(_checked_labels(name, x, labels, axes, axis_name), x.shape, axes, where, axis_name)
+    labels, in_order = _checked_labels(name, x, labels, axes, axis_name), arguments.checked_axes(name, x.ndim, axis)
+    label, found = label_of_rows(labels, x.shape, in_order, where, axis_name)
     x = _varying_as_well(x, label, *options.values())
     values = _row_values(axes, axis_name, x, label, found, where)
     losses = _losses(values, _classes(x, where, axes, axis_name), _in_dtype_of(values[0], options))
@@ -152,8 +159,9 @@ def softmax_cross_entropy(
       logits: array of unnormalised log probabilities, computed in float32 (float64 for float64).
       labels: real array that broadcasts to the logits' shape: probabilities.
       axis: the axis of the classes, or axes.
-      where: boolean mask that broadcasts to the logits' shape and has their rank; False leaves a class out. Or one of
-        the result's rank, which leaves out whole rows.
+      where: boolean mask that broadcasts to the logits' shape; False leaves a class out. Or one of the result's shape,
+        which leaves out whole rows; if that broadcasts to the logits' shape as well, with another meaning, it is
+        refused, and where[..., None] says rows (of the last axis).
       axis_name: as for `softmax`: logits, labels and where are this device's part of the classes. The losses are the
         same on all devices along these mesh axes.
 
@@ -163,8 +171,8 @@ def softmax_cross_entropy(
 
     Raises:
       TypeError: an argument is of the wrong type or dtype.
-      ValueError: labels or where does not broadcast to the logits' shape, axis is out of range or repeated, or
-        axis_name is not one of the axes of a surrounding `shard_map`.
+      ValueError: labels does not broadcast to the logits' shape, where does not fit or could mean rows as well as
+        classes, axis is out of range or repeated, or axis_name is not one of the axes of a surrounding `shard_map`.
     """
     name = "softmax_cross_entropy"
     logits, axis, where, axis_name = arguments.for_jit(name, logits, axis, where, axis_name, argument="logits")
@@ -220,6 +228,8 @@ def cross_entropy_loss(
       ValueError: as there, or weights does not broadcast to the labels' shape, or reduction is neither.
     """
     name = "cross_entropy_loss"
+    if not isinstance(reduction, str):
+        raise TypeError(f'{name}: reduction must be "mean" or "sum", got one of type {type(reduction).__name__}.')
     if reduction not in ("mean", "sum"):
         raise ValueError(f'{name}: reduction must be "mean" or "sum", got {reduction!r}.')
     logits, axis, where, axis_name = arguments.for_jit(name, logits, axis, where, axis_name, argument="logits")
@@ -235,7 +245,8 @@ def _loss(logits, labels, axis, where, weights, reduction, options, axis_name):
     x, where, axes, axis_name, _ = arguments.prepared(
         name, logits, axis, where, axis_name, argument="logits", may_enlarge=False
     )
-    label, found = label_of_rows(_checked_labels(name, x, labels, axes, axis_name), x.shape, axes, where, axis_name)
+    labels, in_order = _checked_labels(name, x, labels, axes, axis_name), arguments.checked_axes(name, x.ndim, axis)
+    label, found = label_of_rows(labels, x.shape, in_order, where, axis_name)
     wide = reference.wide_dtype(x.dtype)
     counted = found.astype(wide)
     if weights is not None:
@@ -429,15 +440,11 @@ def _gradient(axes, x, label, where, weights, classes, options):
 
 
 def _varying_as_well(x, *others):
-    return functools.reduce(lambda x, other: arguments.varying_as_well(x, other, ()), others, x)
+    return functools.reduce(lambda x, other: arguments.varying_as_well(x, other, ()), jax.tree.leaves(others), x)
 
 
 def _checked_labels(name, x, labels, axes, axis_name):
-    if not axes or math.prod(x.shape[d] for d in axes) == 0:
-        raise ValueError(f"{name}: there must be at least one class, got logits of shape {x.shape} and axes {axes}.")
-    classes = math.prod(x.shape[d] for d in axes) * math.prod(map(jax.lax.axis_size, axis_name))
-    if isinstance(classes, int) and classes > LARGEST_LABEL:
-        raise ValueError(f"{name}: there may be at most {LARGEST_LABEL} classes, got {classes}.")
+    arguments.check_classes(name, x.shape, axes, axis_name)
     expected = tuple(n for d, n in enumerate(x.shape) if d not in axes)
     if labels.shape != expected:
         raise ValueError(
@@ -464,16 +471,32 @@ def _float_dtype(name: str, dtype: Any) -> np.dtype:
     return jax.dtypes.canonicalize_dtype(found)
 
 
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Constant:
+    """A number that is part of a program, and no operand of it: there is nothing to transfer to a device."""
+
+    value: float
+
+
 def _in_dtype_of(array, options):
-    return {name: None if value is None else value.astype(array.dtype) for name, value in options.items()}
+    def converted(value):
+        return jnp.asarray(value.value if isinstance(value, _Constant) else value, array.dtype)
+
+    return {name: None if value is None else converted(value) for name, value in options.items()}
 
 
-def _options(name: str, label_smoothing: Any, z_loss: Any) -> dict[str, jax.Array | None]:
+def _options(name: str, label_smoothing: Any, z_loss: Any) -> dict[str, _Constant | jax.Array | None]:
     """The options that are not the number 0, which leaves out what it would take to compute them."""
-    options: dict[str, jax.Array | None] = {}
-    for argument, value in (("label_smoothing", label_smoothing), ("z_loss", z_loss)):
-        if isinstance(value, int | float) and value == 0:
-            options[argument] = None
+    options: dict[str, _Constant | jax.Array | None] = {}
+    for argument, value, least, most in (
+        ("label_smoothing", label_smoothing, 0, 1),
+        ("z_loss", z_loss, -math.inf, math.inf),
+    ):
+        if isinstance(value, int | float | np.integer | np.floating):
+            if not least <= value <= most:
+                raise ValueError(f"{name}: {argument} must be a number from {least} to {most}, got {value}.")
+            options[argument] = _Constant(float(value)) if value else None
             continue
         value = arguments.checked_real_array(name, value, argument)
         if value.shape:

@@ -1,18 +1,47 @@
 """Puts the operators in the place of those of `jax.nn`, for code that one does not own."""
 
-import contextlib
+import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
 
 import jax
 
-from jax_softmax import api
+from jax_softmax import api, arguments
 from jax_softmax.reference import ORIGINALS
 
 _OURS = {name: getattr(api, name) for name in ORIGINALS}
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
-def use(on: bool = True) -> contextlib.AbstractContextManager[None]:
+
+class _Switch:
+    """What `use` returns, after it has switched: a context manager, and a decorator."""
+
+    def __init__(self, on: bool):
+        self._on = on
+        self._before = {name: getattr(jax.nn, name) is _OURS[name] for name in _OURS}
+        self.__enter__()
+
+    def __enter__(self) -> None:
+        _switch(dict.fromkeys(_OURS, self._on))
+
+    def __exit__(self, *exception: object) -> None:
+        _switch(self._before)
+
+    def __call__(self, function: Callable[_P, _R]) -> Callable[_P, _R]:
+        self.__exit__()  # a decorated function switches when it is called
+
+        @functools.wraps(function)
+        def switched(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            with _Switch(self._on):
+                return function(*args, **kwargs)
+
+        return switched
+
+
+def use(on: bool = True) -> _Switch:
     """Makes `jax.nn.softmax` and `jax.nn.log_softmax` this package's, or with `use(False)` JAX's own again.
 
     So are the references to them within JAX, whose `jax.nn.dot_product_attention` uses one, and within Flax, such as
@@ -21,21 +50,13 @@ def use(on: bool = True) -> contextlib.AbstractContextManager[None]:
         with jax_softmax.use():
             y = model(x)
 
+    and of a function that is decorated, `@jax_softmax.use()`, during each call, and not before.
+
     It counts when a program is traced: one that was compiled before stays as it is, and one that is compiled within the
     block keeps this package's operators afterwards. References that other code took before (`from jax.nn import
     softmax`) are not changed.
     """
-    before = {name: getattr(jax.nn, name) is _OURS[name] for name in _OURS}
-    _switch(dict.fromkeys(_OURS, on))
-    return _until_exit(before)
-
-
-@contextlib.contextmanager
-def _until_exit(before: dict[str, bool]) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        _switch(before)
+    return _Switch(arguments.checked_bool("use", on, "on"))
 
 
 def _switch(on: dict[str, bool]) -> None:

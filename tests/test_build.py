@@ -12,6 +12,8 @@ import pytest
 
 import jax_softmax
 from jax_softmax import __main__, _compatibility, _cuda, lowering
+from jax_softmax.primitives import PRIMITIVES
+from jax_softmax.row_primitives import ROW_PRIMITIVES
 
 
 def test_build_info():
@@ -107,7 +109,7 @@ def test_doctor(tmp_path):
 @pytest.fixture
 def doctor_here(monkeypatch):
     """The doctor in this process, which finds no errors in results that it does not look at."""
-    monkeypatch.setattr(__main__, "largest_error", lambda device: 1.0)
+    monkeypatch.setattr(__main__, "largest_differences", lambda device: {"softmax": 1.0})
     yield __main__.main
     monkeypatch.undo()
     if _cuda.availability() is None:
@@ -140,9 +142,56 @@ def test_doctor_fails_where_a_gpu_cannot_run_the_kernels(doctor_here, monkeypatc
 
 
 def test_doctor_fails_on_wrong_results(doctor_here, monkeypatch, capsys):
-    monkeypatch.setattr(__main__, "largest_error", lambda device: float("inf"))
-    assert doctor_here() == 1
-    assert "WRONG" in capsys.readouterr().out
+    for wrong in (float("inf"), float("nan"), 1e3):
+        monkeypatch.setattr(
+            __main__, "largest_differences", lambda device, wrong=wrong: {"softmax": 1, "entropy": wrong}
+        )
+        assert doctor_here() == 1
+        assert "WRONG: entropy\n" in capsys.readouterr().out
+
+
+# What has a lowering of its own, and one of the doctor's operators that it is a part of.
+PARTS = {
+    **{op: op for op in ("softmax", "log_softmax", "logsumexp", "entropy", "kl_divergence")},
+    "softmax_linear": "softmax",
+    "log_softmax_vjp": "log_softmax",
+    "log_softmax_jvp": "log_softmax in forward mode",
+    "cross_entropy": "softmax_cross_entropy_with_integer_labels",
+    "tangent_sums_transpose": "softmax_cross_entropy_with_integer_labels",
+    "cross_entropy_gradient": "cross_entropy_loss",
+    **{f"absmax_scale_{d}": f"absmax_scale to {d}" for d in ("float32", "int8", "float8_e4m3fn", "float8_e5m2")},
+}
+
+
+def test_doctor_looks_at_every_operator():
+    results_of_absmax_scale = {f"absmax_scale_{dtype}" for dtype in ("float16", "bfloat16", "float64")}
+    assert PARTS.keys() | results_of_absmax_scale == PRIMITIVES.keys() | ROW_PRIMITIVES.keys()
+    others = {"Explanation", "build_info", "explain", "export_checks", "use"}
+    assert {case[0].split()[0] for case in __main__._CASES} | others == set(jax_softmax.__all__)
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_doctor_fails_on_a_wrong_operator(part, monkeypatch, capsys):
+    """Of which a row is not written. The doctor looks at what has this part alone, for the test to be quick."""
+    cpu = jax.devices("cpu")[0]
+    monkeypatch.setattr(jax, "local_devices", lambda backend=None: [cpu])
+    cases = [case for case in __main__._CASES if case[0] == PARTS[part]]
+    monkeypatch.setattr(__main__, "_CASES", cases)
+    primitive = (PRIMITIVES | ROW_PRIMITIVES)[part]
+    bind = primitive.bind
+
+    def wrong(*operands, **params):
+        return jax.tree.map(lambda a: a.at[-1].set(0), bind(*operands, **params))
+
+    monkeypatch.setattr(primitive, "bind", wrong)
+    jax.clear_caches()
+    try:
+        assert __main__.main() == 1
+        assert f"WRONG: {PARTS[part]}\n" in capsys.readouterr().out
+    finally:
+        jax.clear_caches()  # of programs with the wrong one
+        if _cuda.availability() is None:
+            _cuda.configure()
 
 
 @pytest.mark.parametrize(

@@ -133,10 +133,6 @@ def test_forms_of_masks(form):
     shape = (6, 5, 40)
     x, y, where = normal(shape), normal(shape, seed=1), support.mask_forms(shape)[form]
     full = np.broadcast_to(where, shape)
-    if form == "trailing":
-        where = where[None, None]
-    if form == "scalar":
-        where = where.reshape(1, 1, 1)
     check(entropy(x, where=where), expected_entropy(x, where=full))
     check(kl_divergence(x, y, where=where), expected_divergence(x, y, where=full))
 
@@ -145,6 +141,30 @@ def test_a_mask_of_rows():
     x, y, where = normal((3, 8)), normal((3, 8), seed=1), np.array([True, False, True])
     np.testing.assert_array_equal(entropy(x, where=where), np.where(where, entropy(x), 0))
     np.testing.assert_array_equal(kl_divergence(x, y, where=where), np.where(where, kl_divergence(x, y), 0))
+
+
+def test_a_mask_of_rows_or_of_classes():
+    """One of a shape that says which is taken as that, or as either if it is the same; of any other it is refused."""
+    x, y = normal((2, 4, 6, 6)), normal((2, 4, 6, 6), seed=1)
+    for axis, shape in (((0, 1), (6, 6)), ((0, 2), (4, 6)), (None, ())):
+        where = random_mask(shape)
+        full = np.broadcast_to(np.expand_dims(where, tuple(range(4)) if axis is None else axis), x.shape)
+        check(entropy(x, axis, where), expected_entropy(x, axis, full))
+        check(kl_divergence(x, y, axis, where), expected_divergence(x, y, axis, full))
+    x, y = x[0, 0], y[0, 0]
+    where = random_mask((6,))
+    message = r"where\[:, None\] leaves out rows, where\[None, :\] elements of each row"
+    for f in (entropy, functools.partial(kl_divergence, y)):
+        with pytest.raises(ValueError, match=message):
+            f(x, where=where)
+        np.testing.assert_array_equal(f(x, where=where[:, None]), np.where(where, f(x), 0))
+        np.testing.assert_allclose(f(x, where=where[None, :]), f(x, where=np.broadcast_to(where, (6, 6))))
+    with pytest.raises(
+        ValueError, match=r"where of shape \(4, 6\) .* where\[:, None, :\] leaves .* where\[None, :, :\]"
+    ):
+        entropy(normal((4, 4, 6)), 1, random_mask((4, 6)))
+    with pytest.raises(ValueError, match=r"to shape \(4, 6\) of logits, or have shape \(4,\) to .*, got shape \(5,\)"):
+        entropy(normal((4, 6)), where=random_mask((5,)))
 
 
 def test_other_dtypes():

@@ -108,6 +108,13 @@ def test_mask_may_enlarge_the_result():
     assert explain((5, 6), where=True, **H200).mask_shape == ()
 
 
+def test_masks_as_the_operators_take_them():
+    """One that enlarges a softmax or a log-sum-exp, and one of a loss's rows."""
+    assert explain((4, 6), where=jax.ShapeDtypeStruct((2, 4, 6), "bool"), op="logsumexp", **H200).shape == (2, 4, 6)
+    assert explain((4, 6), where=jax.ShapeDtypeStruct((4,), "bool"), op="entropy", **H200).mask_shape == (4, 1)
+    assert explain((4, 6), where=jax.ShapeDtypeStruct((6,), "bool"), op="entropy", **H200).mask_shape == (6,)
+
+
 @pytest.mark.parametrize(
     "x,dtype,expected",
     [
@@ -215,10 +222,29 @@ def test_default_device():
         ({"x_or_shape": (2**63,)}, ValueError, "entries must be less than 2\\^63"),
         ({"x_or_shape": (2**40, 2**40)}, ValueError, "arrays of 2\\^63 elements or more"),
         ({"x_or_shape": (2**62, 1), "where": jax.ShapeDtypeStruct((1, 4), "bool")}, ValueError, "2\\^63 elements"),
-        ({"x_or_shape": "ab"}, TypeError, "x must be an array"),
-        ({"x_or_shape": None}, TypeError, "x must be an array"),
-        ({"x_or_shape": np.array(["a"])}, TypeError, "explain"),
-        ({"dtype": "float33"}, TypeError, "float33"),
+        ({"x_or_shape": "ab"}, TypeError, "explain: x_or_shape must be an array, .*, got one of type str"),
+        ({"x_or_shape": None}, TypeError, "explain: x_or_shape must be an array, .*, got one of type NoneType"),
+        ({"x_or_shape": np.array(["a"])}, TypeError, "explain: x_or_shape must be an array .*, got one of dtype <U1"),
+        (
+            {"x_or_shape": 128},
+            TypeError,
+            r"explain: x_or_shape must be an array, .* \(a tuple of ints\), got the int 128",
+        ),
+        ({"dtype": "float33"}, TypeError, "explain: dtype must be a .* one that JAX has, or None, got 'float33'"),
+        ({"dtype": "datetime64[D]"}, TypeError, "explain: dtype must be a .* one that JAX has, or None, got"),
+        *(
+            ({"op": op, **wrong}, error, match)
+            for op in ("entropy", "kl_divergence", "cross_entropy", "cross_entropy_gradient")
+            for wrong, error, match in (
+                ({"dtype": "complex64"}, TypeError, "x_or_shape must be real, got complex64"),
+                ({"where": np.ones((4, 2, 3), bool)}, ValueError, r"where must broadcast to shape \(2, 3\)"),
+                ({"where": np.ones(2, bool), "x_or_shape": (2, 2)}, ValueError, r"where\[:, None\] leaves out rows"),
+            )
+        ),
+        ({"op": "logsumexp", "dtype": "complex64"}, TypeError, "x_or_shape must be real, got complex64"),
+        ({"op": "absmax_scale_int8", "dtype": "complex64"}, TypeError, "x_or_shape must be real, got complex64"),
+        ({"op": "cross_entropy", "x_or_shape": (2, 0)}, ValueError, "there must be at least one class"),
+        ({"op": "cross_entropy", "x_or_shape": (2, 2**31)}, ValueError, "at most 2147483647 classes"),
     ],
 )
 def test_errors(arguments, error, match):

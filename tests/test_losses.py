@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import math
 import re
 
 import jax
@@ -201,12 +202,55 @@ def test_masked_classes(smoothing, z):
 
 
 def test_a_mask_of_rows():
-    x, labels = normal((3, 3)), np.array([0, 1, 2])
+    x, labels = normal((3, 4)), np.array([0, 1, 2])
     where = np.array([True, False, True])
     found = integer_labels(x, labels, where=where)
     np.testing.assert_allclose(found, losses(x, labels) * where, rtol=1e-5)
-    np.testing.assert_allclose(softmax_cross_entropy(x, np.eye(3)[labels], where=where), found, rtol=1e-5)
+    np.testing.assert_allclose(softmax_cross_entropy(x, np.eye(4)[labels], where=where), found, rtol=1e-5)
     np.testing.assert_allclose(cross_entropy_loss(x, labels, where=where), found.sum() / 2, rtol=1e-6)
+
+
+def test_a_mask_of_classes_for_all_rows():
+    """As for softmax, by NumPy's rules; where it could be a mask of rows as well, it must have the logits' rank."""
+    x, labels, where = normal((3, 4)), np.array([0, 1, 2]), np.array([True, True, True, False])
+    expected = losses(x, labels, where=np.broadcast_to(where, x.shape))
+    soft = functools.partial(softmax_cross_entropy, x, np.eye(4)[labels])
+    single = functools.partial(cross_entropy_loss, x[:1], labels[:1])
+    np.testing.assert_allclose(integer_labels(x, labels, where=where), expected, rtol=1e-5)
+    np.testing.assert_allclose(soft(where=where), expected, rtol=1e-5)
+    np.testing.assert_allclose(cross_entropy_loss(x, labels, where=where), expected.mean(), rtol=1e-6)
+    np.testing.assert_allclose(single(where=where), expected[0], rtol=1e-5)
+    for f in (integer_labels, cross_entropy_loss):
+        with pytest.raises(ValueError, match=r"where\[:, None\] leaves out rows, where\[None, :\] elements"):
+            f(x[:, :3], labels, where=where[1:])
+
+
+@pytest.mark.parametrize("axis", [(2, 1), (-1, 0, 2), (3, 1, 0)], ids=str)
+def test_labels_count_along_axes_in_their_order(axis):
+    """As optax's do, in values and gradients, with labels that are ignored and a mask."""
+    shape = (2, 3, 4, 5)
+    axes = [a % 4 for a in axis]
+    order = [*(d for d in range(4) if d not in axes), *axes]
+    moved = [shape[d] for d in order]
+    rows, classes = moved[: -len(axes)], math.prod(moved[-len(axes) :])
+
+    def back(a):
+        return np.transpose(np.reshape(a, moved), np.argsort(order))
+
+    with jax.enable_x64(True):
+        x, labels = normal((*rows, classes), "float64"), np.random.default_rng(0).integers(-2, classes + 2, rows)
+        labels.flat[:2] = -1, classes
+        where = random_mask(x.shape) | (labels[..., None] == np.arange(classes))
+        for dtype in ("int8", "int32", "int64"):
+            n = labels.astype(dtype)
+            np.testing.assert_allclose(integer_labels(back(x), n, axis), losses(x, n), rtol=1e-12)
+            found = integer_labels(back(x), n, axis, back(where), label_smoothing=0.1)
+            np.testing.assert_allclose(found, losses(x, n, -1, where, 0.1), rtol=1e-12)
+        expected = jax.grad(lambda x: cross_entropy_loss(x, labels))(x)
+        g = jax.grad(lambda x: cross_entropy_loss(x, labels, axis=axis))(back(x))
+        np.testing.assert_allclose(g, back(expected), atol=1e-12)
+        g = jax.grad(lambda x: jnp.sum(integer_labels(x, labels, axis)))(back(x))
+        np.testing.assert_allclose(g, back(expected) * np.sum((labels >= 0) & (labels < classes)), atol=1e-12)
 
 
 def test_soft_labels():
@@ -556,6 +600,34 @@ def test_logits_that_all_devices_have(f, varies):
         (lambda x, n: integer_labels(x, n, axis=()), ValueError, "there must be at least one class"),
         (lambda x, n: cross_entropy_loss(x[:, :0], n), ValueError, "there must be at least one class"),
         (lambda x, n: cross_entropy_loss(x, n, reduction="none"), ValueError, 'reduction must be "mean" or "sum"'),
+        (lambda x, n: cross_entropy_loss(x, n, reduction=x), TypeError, 'reduction must be "mean" or "sum", got one'),
+        (lambda x, n: cross_entropy_loss(x, 2**40), ValueError, "labels must be an array .*, got 1099511627776"),
+        (
+            lambda x, n: cross_entropy_loss(x, n, weights=2**40),
+            ValueError,
+            "weights must be an array .*, got 109951162",
+        ),
+        (lambda x, n: logsumexp(2**40, None), ValueError, "x must be an array .*, got 1099511627776"),
+        (lambda x, n: logsumexp(x, keepdims="no"), TypeError, "keepdims must be True or False, got one of type str"),
+        (
+            lambda x, n: logsumexp(x, return_max="no"),
+            TypeError,
+            "return_max must be True or False, got one of type str",
+        ),
+        (lambda x, n: logsumexp(x, keepdims=n), TypeError, "keepdims must be True or False, got one of type ndarray"),
+        (
+            lambda x, n: jax.jit(lambda k: logsumexp(x, keepdims=k))(True),
+            TypeError,
+            "keepdims must be True or False, got .*Tracer. It must be known when the program is traced",
+        ),
+        *(
+            (functools.partial(f, **{name: value}), ValueError, rf"{name} must be a number from .*, got {value}")
+            for f in (lambda x, n, **options: integer_labels(x, n, **options), cross_entropy_loss)
+            for name, value in [
+                *(("label_smoothing", value) for value in (-0.1, 1.5, 2, np.float32(2), math.nan)),
+                ("z_loss", math.nan),
+            ]
+        ),
         (lambda x, n: cross_entropy_loss(x, n, weights=x), ValueError, "weights must broadcast to shape"),
         (lambda x, n: cross_entropy_loss(x, n, weights=n + 0j), TypeError, "weights must be real"),
     ],
@@ -574,6 +646,22 @@ def test_more_classes_than_int32_counts_are_refused(f):
     assert of_shape(2**31 - 1).dtype == np.float32
     with pytest.raises(ValueError, match="at most 2147483647 classes, got 2147483648"):
         of_shape(2**31)
+
+
+@pytest.mark.parametrize("f", [integer_labels, cross_entropy_loss])
+def test_numbers_are_not_transferred(f):
+    x, labels = jnp.asarray(normal((2, 3))), jnp.array([0, 1])
+    expected = f(x, labels, label_smoothing=jnp.float32(0.1), z_loss=jnp.float32(0.01))
+    with jax.transfer_guard("disallow"):
+        found = f(x, labels, label_smoothing=0.1, z_loss=0.01)
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+def test_bools_of_numpy():
+    x = normal((2, 3))
+    lse, largest = logsumexp(x, keepdims=np.True_, return_max=np.True_)
+    assert lse.shape == largest.shape == (2, 1)
+    assert logsumexp(x, keepdims=np.False_, return_max=np.False_).shape == (2,)
 
 
 def test_names_in_programs():

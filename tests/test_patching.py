@@ -60,6 +60,41 @@ def test_blocks_within_blocks():
     assert_patched(False)
 
 
+def test_of_a_function_during_each_call():
+    """And not before the first one."""
+
+    @jax_softmax.use()
+    def patched(raises=False):
+        "What it does."
+        assert_patched(True)
+        return 1 / 0 if raises else 7
+
+    @jax_softmax.use(False)
+    def unpatched():
+        assert_patched(False)
+        return patched()
+
+    assert_patched(False)
+    for _ in range(3):
+        assert patched() == unpatched() == 7
+        assert_patched(False)
+    with pytest.raises(ZeroDivisionError):
+        patched(raises=True)
+    assert_patched(False)
+    with jax_softmax.use():
+        assert unpatched() == patched() == 7
+        assert_patched(True)
+    assert_patched(False)
+    assert (patched.__name__, patched.__doc__) == ("patched", "What it does.")
+
+
+@pytest.mark.parametrize("on", ["off", 0, None, jax.nn.softmax], ids=str)
+def test_what_is_no_bool_is_refused(on):
+    with pytest.raises(TypeError, match="use: on must be True or False, got one of type"):
+        jax_softmax.use(on)
+    assert_patched(False)
+
+
 def test_what_others_put_there_stays(monkeypatch):
     def another(x):
         return x

@@ -857,13 +857,13 @@ def test_axis_name_of_losses(name, names):
         same(x_bar, jax.jit(run)(x, t, given)[2])
 
 
-def test_axis_name_of_labels_along_several_axes():
-    """They count the elements of one part after the other's."""
+@pytest.mark.parametrize("axis,spec", [((0, 2), P(("data", "model"))), ((2, 0), P(None, None, ("data", "model")))])
+def test_axis_name_of_labels_along_several_axes(axis, spec):
+    """They count the elements of one part after the other's, if the axis that is spread is given first."""
     x, labels = normal(SHAPE), np.array([3, 64, 255, 200])
-    spec = P(("data", "model"))
 
     def run(x, axis_name=None):
-        losses, pullback = jax.vjp(lambda x: integer_losses(x, {"labels": labels}, (0, 2), axis_name=axis_name), x)
+        losses, pullback = jax.vjp(lambda x: integer_losses(x, {"labels": labels}, axis, axis_name=axis_name), x)
         return losses, pullback(losses)[0]
 
     f = functools.partial(run, axis_name=("data", "model"))
