@@ -1067,6 +1067,15 @@ def test_a_mask_of_losses_along_another_mesh_axis(loss):
     same(results, jax.jit(run)(x, labels, where))
 
 
+@pytest.mark.parametrize("of_labels", [("model", "data"), "model", ("data", "model")], ids=str)
+def test_soft_labels_along_other_mesh_axes(of_labels):
+    """They are brought to the logits' layout."""
+    logits, labels = place(normal((16, 32)), P(None, "data")), place(normal((16, 32), seed=1), P(None, of_labels))
+    losses, travels = run_compiled(jax_softmax.softmax_cross_entropy, logits, labels)
+    assert all(size <= 16 * 32 // 4 for _, size in travels)
+    same(losses, jax_softmax.softmax_cross_entropy(np.asarray(logits), np.asarray(labels)))
+
+
 def test_gspmd_and_a_mask_that_is_made_in_the_program(gspmd):
     """It has no sharding yet when XLA asks for that of the result."""
     x = normal((8, 32, 32))
