@@ -1076,6 +1076,36 @@ def test_soft_labels_along_other_mesh_axes(of_labels):
     same(losses, jax_softmax.softmax_cross_entropy(np.asarray(logits), np.asarray(labels)))
 
 
+def test_results_of_rows_along_the_mesh_axis_of_another_dimension():
+    """They are brought there, and not the array."""
+    x, layout = normal(SHAPE), NamedSharding(mesh(), P("data"))
+    f = jax.jit(functools.partial(jax_softmax.logsumexp, axis=2), out_shardings=layout)
+    y, travels = run_compiled(f, place(x, P(None, None, "data")))
+    assert all(size <= y.size for _, size in travels)
+    assert y.sharding.is_equivalent_to(layout, 2)
+    same(y, jax_softmax.logsumexp(x))
+
+
+def test_a_mesh_axis_that_moves_inside_a_partly_manual_shard_map():
+    x, layout = normal(SHAPE), NamedSharding(mesh(), P("data", None, "model"))
+    f = jax.shard_map(
+        lambda x: jax_softmax.softmax(x, 0), mesh=mesh(), in_specs=P("data"), out_specs=P("data"), axis_names={"data"}
+    )
+    with pytest.warns(UserWarning, match="may be gathered"):
+        y = jax.jit(f, out_shardings=layout)(place(x, P("data", "model")))
+    parts = (4, 2, *SHAPE[1:])
+    check(np.reshape(y, parts), reference("softmax", x.reshape(parts), 1))
+
+
+@every_name
+def test_many_dimensions(name):
+    """Also more of them, of all operands together, than there are letters to name them."""
+    x, where = normal([2] * 10), np.ones([1] * 10, bool)
+    y, travels = run_compiled(masked(OPERATORS[name], (4, 9)), place(x, P("model")), where)
+    assert travels == []
+    check(y, reference(name, x, (4, 9)))
+
+
 def test_gspmd_and_a_mask_that_is_made_in_the_program(gspmd):
     """It has no sharding yet when XLA asks for that of the result."""
     x = normal((8, 32, 32))
