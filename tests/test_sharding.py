@@ -1076,6 +1076,23 @@ def test_soft_labels_along_other_mesh_axes(of_labels):
     same(losses, jax_softmax.softmax_cross_entropy(np.asarray(logits), np.asarray(labels)))
 
 
+def test_two_mesh_axes_that_move():
+    x, layout = normal(SHAPE), NamedSharding(mesh(), P(None, "data", "model"))
+    with pytest.warns(UserWarning, match="may be gathered"):
+        y = jax.jit(jax_softmax.softmax, out_shardings=layout)(place(x, P("data", "model")))
+    check(y, reference("softmax", x))
+
+
+def test_distributions_along_other_mesh_axes():
+    """Each dimension is cut as where it has most parts: numbers of rows are reduced, and the coarser array is cut."""
+    x, y = normal(SHAPE), normal(SHAPE, seed=1)
+    specs = P(None, None, "data"), P(None, None, ("model", "data"))
+    for given in (specs, specs[::-1]):
+        result, travels = run_compiled(jax_softmax.kl_divergence, *map(place, (x, y), given))
+        assert all(size <= x.size // 8 for _, size in travels)
+        same(result, jax_softmax.kl_divergence(x, y))
+
+
 def test_results_of_rows_along_the_mesh_axis_of_another_dimension():
     """They are brought there, and not the array."""
     x, layout = normal(SHAPE), NamedSharding(mesh(), P("data"))
