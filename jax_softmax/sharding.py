@@ -70,6 +70,10 @@ def partitioned(primitive, platform, local, by_reference):
             _warn(f"{primitive.name} runs without its kernel: {why}")
             return by_reference(ctx, *operands, **params)
         config = {"primitive": primitive.name, "platform": platform, "devices": devices, "params": params}
+        x, *others = ctx.avals_in
+        of_rows = x.shape != results[0]  # which may as well lie as the second array of x's shape does
+        leads = [True, *(of_rows and (aval.shape, aval.dtype) == (x.shape, x.dtype) for aval in others)]
+        operands = [a if first else _following(a) for a, first in zip(operands, leads, strict=True)]
         call = stablehlo.CustomCallOp(
             [ir.RankedTensorType.get(aval.shape, mlir.dtype_to_ir_type(aval.dtype)) for aval in ctx.avals_out],
             operands,
@@ -97,6 +101,20 @@ def _undivided(shapes, partly_manual) -> str | None:
             "make every mesh axis manual"
         )
     return None
+
+
+def _following(a):
+    """The operand, by operations through which Shardy propagates its layout to the call after that of the others.
+
+    A dimension of the result that two operands cut by different mesh axes Shardy leaves whole, and XLA gathers it. Like
+    this the result lies as the operand that comes first, and this one is brought to that layout. Shardy propagates
+    forward through a broadcast last; XLA removes it again.
+    """
+    shape, n = a.type.shape, len(a.type.shape)
+    twice = ir.RankedTensorType.get([2, *shape], a.type.element_type)
+    both = stablehlo.broadcast_in_dim(twice, a, ir.DenseI64ArrayAttr.get(range(1, n + 1)))
+    one = stablehlo.slice(both, *(ir.DenseI64ArrayAttr.get(v) for v in ([0] * (n + 1), [1, *shape], [1] * (n + 1))))
+    return stablehlo.reshape(a.type, one)
 
 
 class _Across:
@@ -391,8 +409,10 @@ def _sharding_from_user(sharding, shape, config):
 
 def _sharding_from_operands(arg_shapes, arg_shardings, result_shape, config):
     shape = tuple(arg_shapes[0].dimensions())
-    operands = [_Laid(arg, sharding, shape) for arg, sharding in zip(arg_shapes, arg_shardings, strict=True)]
-    layout = _common(operands, [], shape)
+    known = [(arg, sharding) for arg, sharding in zip(arg_shapes, arg_shardings, strict=True) if sharding is not None]
+    if not known:
+        return None
+    layout = _common([_Laid(arg, sharding, shape) for arg, sharding in known], [], shape)
     results = [_Laid(result, _HloSharding.replicate(), shape) for result in _parts_of_tuple(result_shape)]
     return _result_sharding(result_shape, layout, results)
 

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import support
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from support import CUSTOM_VJPS, JAX_NN, NAMES, OPERATORS, check, normal, reference, reference_vjp, sampled
 
@@ -995,6 +995,143 @@ def test_a_mesh_axis_that_moves_to_another_dimension(given, wanted, n_states):
     y, travels = run_compiled(masked(jax_softmax.softmax, -1), place(x, wanted), place(where, given))
     assert sorted(kind for kind, _ in travels) == ["all-reduce"] * n_states + ["all-to-all"]
     check(y, reference("softmax", x, -1, where))
+
+
+EQUALLY_LONG = [
+    (P(("data", "model")), P("model", "data")),
+    (P("data"), P("model")),
+    (P("data", "model"), P("model", "data")),
+]
+
+
+@pytest.mark.parametrize("given,wanted", EQUALLY_LONG, ids=str)
+def test_a_result_that_an_equally_long_mesh_axis_cuts(given, wanted):
+    """What lies elsewhere is fetched from there, and nobody has the whole."""
+    x, devices = normal(SHAPE), np.array(jax.devices("cpu")[:4]).reshape(2, 2)
+    given, wanted = (NamedSharding(Mesh(devices, ("data", "model")), spec) for spec in (given, wanted))
+    with pytest.warns(UserWarning, match="may be gathered"):
+        y, travels = run_compiled(jax.jit(jax_softmax.softmax, out_shardings=wanted), jax.device_put(x, given))
+    assert "collective-permute" in kinds(travels) and "all-gather" not in kinds(travels)
+    assert y.sharding.is_equivalent_to(wanted, 3)
+    check(y, reference("softmax", x))
+
+
+@pytest.mark.parametrize("shape", [(5, 7, 6), (5, 8, 6), (8, 7, 6)], ids=str)
+def test_a_mesh_axis_that_moves_over_extents_that_it_does_not_divide(shape):
+    x = normal(shape)
+
+    def run(x):
+        y = jax_softmax.softmax(jax.lax.with_sharding_constraint(x, NamedSharding(mesh(), P("data"))))
+        return 1 * jax.lax.with_sharding_constraint(y, NamedSharding(mesh(), P(None, "data")))
+
+    with pytest.warns(UserWarning, match="may be gathered"):
+        y = jax.jit(run, out_shardings=NamedSharding(mesh(), P()))(x)
+    check(y, reference("softmax", x))
+
+
+MASKS_ELSEWHERE = [(P("data"), P("model")), (P("model"), P("data")), (P(None, None, "data"), P(None, None, "model"))]
+MASKS_ELSEWHERE += [(P("data"), P(("model", "data"))), (P("data", "model"), P("model", "data"))]
+
+
+@pytest.mark.parametrize("spec,elsewhere", MASKS_ELSEWHERE, ids=str)
+def test_masks_and_cotangents_along_other_mesh_axes(spec, elsewhere):
+    """Results lie as the first operand does, and each device gets no more of the others than it has of this one."""
+    x, t, where = normal(SHAPE), normal(SHAPE, seed=1), support.random_mask(SHAPE)
+
+    def pull_back(x, t):
+        return jax.vjp(jax_softmax.softmax, x)[1](t)[0]
+
+    part = math.prod(NamedSharding(mesh(), spec).shard_shape(SHAPE))
+    for f, other in ((masked(jax_softmax.softmax, -1), where), (pull_back, t)):
+        y, travels = run_compiled(f, place(x, spec), place(other, elsewhere))
+        assert all(size <= part for _, size in travels)
+        assert y.sharding.is_equivalent_to(NamedSharding(mesh(), spec), 3)
+        same(y, jax.jit(f)(x, other))
+
+
+@pytest.mark.parametrize(
+    "loss", [jax_softmax.softmax_cross_entropy_with_integer_labels, jax_softmax.cross_entropy_loss]
+)
+def test_a_mask_of_losses_along_another_mesh_axis(loss):
+    """Numbers of rows travel."""
+    x, labels, where = normal((40, 16, 16)), np.arange(16) * 40, np.arange(16) % 5 > 0
+
+    def run(x, labels, where):
+        return jax.value_and_grad(lambda x: jnp.sum(loss(x, labels, axis=(0, 1), where=where[None, None])))(x)
+
+    args = place(x, P("data", None, "model")), place(labels, P("model")), place(where, P("data"))
+    results, travels = run_compiled(run, *args)
+    assert all(size <= 2 * labels.size for _, size in travels)
+    assert results[1].sharding.is_equivalent_to(args[0].sharding, 3)
+    same(results, jax.jit(run)(x, labels, where))
+
+
+@pytest.mark.parametrize("of_labels", [("model", "data"), "model", ("data", "model")], ids=str)
+def test_soft_labels_along_other_mesh_axes(of_labels):
+    """They are brought to the logits' layout."""
+    logits, labels = place(normal((16, 32)), P(None, "data")), place(normal((16, 32), seed=1), P(None, of_labels))
+    losses, travels = run_compiled(jax_softmax.softmax_cross_entropy, logits, labels)
+    assert all(size <= 16 * 32 // 4 for _, size in travels)
+    same(losses, jax_softmax.softmax_cross_entropy(np.asarray(logits), np.asarray(labels)))
+
+
+def test_two_mesh_axes_that_move():
+    x, layout = normal(SHAPE), NamedSharding(mesh(), P(None, "data", "model"))
+    with pytest.warns(UserWarning, match="may be gathered"):
+        y = jax.jit(jax_softmax.softmax, out_shardings=layout)(place(x, P("data", "model")))
+    check(y, reference("softmax", x))
+
+
+def test_distributions_along_other_mesh_axes():
+    """Each dimension is cut as where it has most parts: numbers of rows are reduced, and the coarser array is cut."""
+    x, y = normal(SHAPE), normal(SHAPE, seed=1)
+    specs = P(None, None, "data"), P(None, None, ("model", "data"))
+    for given in (specs, specs[::-1]):
+        result, travels = run_compiled(jax_softmax.kl_divergence, *map(place, (x, y), given))
+        assert all(size <= x.size // 8 for _, size in travels)
+        same(result, jax_softmax.kl_divergence(x, y))
+
+
+def test_results_of_rows_along_the_mesh_axis_of_another_dimension():
+    """They are brought there, and not the array."""
+    x, layout = normal(SHAPE), NamedSharding(mesh(), P("data"))
+    f = jax.jit(functools.partial(jax_softmax.logsumexp, axis=2), out_shardings=layout)
+    y, travels = run_compiled(f, place(x, P(None, None, "data")))
+    assert all(size <= y.size for _, size in travels)
+    assert y.sharding.is_equivalent_to(layout, 2)
+    same(y, jax_softmax.logsumexp(x))
+
+
+def test_a_mesh_axis_that_moves_inside_a_partly_manual_shard_map():
+    x, layout = normal(SHAPE), NamedSharding(mesh(), P("data", None, "model"))
+    f = jax.shard_map(
+        lambda x: jax_softmax.softmax(x, 0), mesh=mesh(), in_specs=P("data"), out_specs=P("data"), axis_names={"data"}
+    )
+    with pytest.warns(UserWarning, match="may be gathered"):
+        y = jax.jit(f, out_shardings=layout)(place(x, P("data", "model")))
+    parts = (4, 2, *SHAPE[1:])
+    check(np.reshape(y, parts), reference("softmax", x.reshape(parts), 1))
+
+
+@every_name
+def test_many_dimensions(name):
+    """Also more of them, of all operands together, than there are letters to name them."""
+    x, where = normal([2] * 10), np.ones([1] * 10, bool)
+    y, travels = run_compiled(masked(OPERATORS[name], (4, 9)), place(x, P("model")), where)
+    assert travels == []
+    check(y, reference(name, x, (4, 9)))
+
+
+def test_gspmd_and_a_mask_that_is_made_in_the_program(gspmd):
+    """It has no sharding yet when XLA asks for that of the result."""
+    x = normal((8, 32, 32))
+
+    def causal(x):
+        return jax_softmax.softmax(x, -1, jnp.arange(32)[:, None] >= jnp.arange(32))
+
+    y, travels = run_compiled(causal, place(x, P("data")))
+    assert travels == []
+    check(y, reference("softmax", x, -1, np.tri(32, dtype=bool)))
 
 
 def test_gspmd_and_operands_in_different_layouts(gspmd):
