@@ -198,6 +198,15 @@ std::vector<Device> all_kinds_of_devices() {
   return devices;
 }
 
+std::vector<Device> devices_here() {
+  std::vector<Device> devices;
+  const jit::Result<int> count = jit::device_count();
+  for (int ordinal = 0; count && ordinal < count.value; ++ordinal) {
+    if (const jit::Result<Device> device = device_of(ordinal)) devices.push_back(device.value);
+  }
+  return devices;
+}
+
 }  // namespace
 
 std::string problem_of(const CallShape& call, Problem* problem) {
@@ -232,23 +241,25 @@ std::optional<Planned> plan_call(const CallShape& call, const Problem& problem, 
 
 std::optional<int64_t> lower_for_cuda(const CallShape& call, const Problem& problem) {
   if (problem.view.elements() == 0 && problem.cost.row_results == 0) return 0;
+  const std::vector<Device> here = devices_here(), all = all_kinds_of_devices();
   int64_t bytes = 0;
-  bool faster = false;
-  for (const Device& device : all_kinds_of_devices()) {
+  for (const Device& device : all) {
     const std::optional<Plan> plan = make_plan(problem, device);
     if (!plan) return std::nullopt;
     bytes = std::max(bytes, scratch_bytes(*plan, problem));
-    faster |= faster_than_xla(*plan, problem);
   }
-  if (!faster) return std::nullopt;
-  const jit::Result<int> devices = jit::device_count();
-  for (int ordinal = 0; devices && ordinal < devices.value; ++ordinal) {
-    const jit::Result<Device> device = device_of(ordinal);
-    if (!device) continue;
-    Problem local = problem;
-    local.scratch = bytes > 0;
-    if (const std::optional<Planned> planned = plan_call(call, local, device.value)) {
-      for (const PlannedStep& step : planned->steps) jit::prepare(step.source, device.value.compute_capability);
+  Problem local = problem;
+  local.scratch = bytes > 0;
+  // A program that is lowered where there is no GPU is for another machine.
+  const auto faster = [&](const Device& device) {
+    const std::optional<Plan> plan = make_plan(local, device);
+    return plan && faster_than_xla(*plan, local);
+  };
+  const std::vector<Device>& candidates = here.empty() ? all : here;
+  if (std::none_of(candidates.begin(), candidates.end(), faster)) return std::nullopt;
+  for (const Device& device : here) {
+    if (const std::optional<Planned> planned = plan_call(call, local, device)) {
+      for (const PlannedStep& step : planned->steps) jit::prepare(step.source, device.compute_capability);
     }
   }
   return bytes;
