@@ -157,6 +157,7 @@ nb::dict jit_facts() {
   dict["cache_folder"] = facts.cache_folder;
   dict["cache_entries"] = facts.cache.entries;
   dict["cache_bytes"] = facts.cache.bytes;
+  dict["cache_unsafe"] = facts.cache.unsafe;
   return dict;
 }
 

@@ -203,6 +203,8 @@ def describe_cuda() -> None:
     if facts["cache_folder"]:
         kept = f"{facts['cache_entries']} kernels, {facts['cache_bytes']:,} bytes"
         print(f"cache: {facts['cache_folder']}: {kept}")
+        if facts["cache_unsafe"]:
+            print(f"cache: not used, because {facts['cache_unsafe']}")
     else:
         print("cache: none, for want of a home folder: set JAX_SOFTMAX_CACHE_DIR")
 

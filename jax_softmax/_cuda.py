@@ -3,6 +3,7 @@
 import atexit
 import functools
 import os
+import warnings
 
 from jax_softmax import _kernels
 
@@ -65,8 +66,8 @@ def mismatch(driver: int, nvrtc: str, path: str) -> str | None:
 def availability() -> str | None:
     """Why the CUDA kernels cannot run in this process, with what to do about it; None if they can.
 
-    The first call gets everything ready, without touching a GPU. `import jax_softmax` makes it, because a program that
-    was lowered elsewhere may be all that this process runs.
+    The first call gets everything ready, without touching a GPU, and warns if kernels on disk are not to be trusted.
+    `import jax_softmax` makes it, because a program that was lowered elsewhere may be all that this process runs.
     """
     try:
         driver = _kernels.driver_version()
@@ -74,4 +75,10 @@ def availability() -> str | None:
     except RuntimeError as error:
         return str(error)
     facts = _kernels.jit_facts()
+    if facts["cache_unsafe"]:
+        warnings.warn(
+            f"jax_softmax does not use kernels that somebody else may have put on disk: {facts['cache_unsafe']}. Have "
+            "JAX_SOFTMAX_CACHE_DIR name a folder that you own and that neither group nor others may write to.",
+            stacklevel=2,
+        )
     return mismatch(driver, facts["nvrtc"], facts["nvrtc_path"])

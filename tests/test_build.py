@@ -106,6 +106,15 @@ def test_doctor(tmp_path):
     assert ": ok" in result.stdout and "WRONG" not in result.stdout
 
 
+def test_doctor_says_which_folder_is_not_used(tmp_path):
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache").chmod(0o770)
+    result = doctor(tmp_path)
+    assert result.returncode == 0, result.stdout + result.stderr
+    if "NVRTC: CUDA's" not in result.stdout:  # found
+        assert f"\ncache: not used, because group or others may write to {tmp_path / 'cache'} (" in result.stdout
+
+
 @pytest.fixture
 def doctor_here(monkeypatch):
     """The doctor in this process, which finds no errors in results that it does not look at."""

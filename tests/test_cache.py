@@ -1,6 +1,8 @@
 """The folder of compiled kernels: found again by other processes, and never the reason for a wrong or failed call."""
 
+import functools
 import os
+import re
 import shutil
 import time
 
@@ -135,13 +137,127 @@ def test_size_is_bounded(jit):
 
 
 def test_what_ended_early_is_removed(jit):
-    jit.folder.mkdir()
+    jit.folder.mkdir(0o700)
     old, young = jit.folder / "0-old.unfinished", jit.folder / "0-young.unfinished"
     old.touch()
     young.touch()
     os.utime(old, (time.time() - 7200,) * 2)
     jit.binary(CODE % 2)
     assert not old.exists() and young.exists()
+
+
+# ---- Kernels run on the GPU with all that the user may do there, so nobody else's are read
+
+
+def give_away(path):
+    if os.geteuid() != 0:
+        pytest.skip("needs a superuser")
+    os.chown(path, 12345, -1)
+
+
+def replace_by_link(path):
+    path.rename(path.with_name("elsewhere"))
+    path.symlink_to("elsewhere")
+
+
+OTHERS_MAY_WRITE = {
+    "group": (lambda path: path.chmod(0o770), r"group or others may write to .* \(mode 770\)"),
+    "others": (lambda path: path.chmod(0o702), r"group or others may write to .* \(mode 702\)"),
+    "owner": (give_away, r" belongs to user 12345, not to 0"),
+}
+
+
+@pytest.mark.parametrize("expose,reason", OTHERS_MAY_WRITE.values(), ids=OTHERS_MAY_WRITE)
+def test_folders_of_others_are_not_used(jit, expose, reason, capfd):
+    jit.binary(CODE % 2)
+    expose(jit.folder)
+    jit.fresh()
+    facts = _kernels.jit_facts()
+    assert re.search(reason, facts["cache_unsafe"]) and str(jit.folder) in facts["cache_unsafe"]
+    assert facts["cache_entries"] == 0
+    jit.binary(CODE % 2)
+    jit.binary(CODE % 3)
+    assert jit.counts() == (2, 0, 0) and len(jit.entries()) == 1
+    assert capfd.readouterr() == ("", "")
+
+
+ENTRIES_OF_OTHERS = {**OTHERS_MAY_WRITE, "link": (replace_by_link, r" is no regular file")}
+
+
+@pytest.mark.parametrize("expose,reason", ENTRIES_OF_OTHERS.values(), ids=ENTRIES_OF_OTHERS)
+def test_entries_of_others_are_replaced(jit, expose, reason):
+    binary = jit.binary(CODE % 2)
+    (path,) = jit.entries()
+    expose(path)
+    jit.fresh()
+    facts = _kernels.jit_facts()
+    assert re.search(reason, facts["cache_unsafe"]) and str(path) in facts["cache_unsafe"]
+    assert facts["cache_entries"] == 0
+    assert jit.binary(CODE % 2) == binary and jit.counts() == (1, 0, 1)
+    jit.fresh()
+    assert jit.binary(CODE % 2) == binary and jit.counts() == (0, 1, 0)
+    assert _kernels.jit_facts()["cache_unsafe"] == ""
+
+
+def test_a_pipe_is_not_waited_for(jit):
+    jit.binary(CODE % 2)
+    (path,) = jit.entries()
+    path.unlink()
+    os.mkfifo(path, 0o600)
+    process = jit.python(f"binary({CODE!r} % 2)")
+    assert (process.communicate(timeout=60)[0], process.returncode) == ("", 0)
+    assert path.is_file()
+
+
+def test_links_to_folders_are_followed(jit):
+    folder = jit.folder.with_name("other")
+    folder.mkdir(0o755)  # as older versions made them
+    jit.folder.symlink_to(folder)
+    jit.binary(CODE % 2)
+    jit.fresh()
+    jit.binary(CODE % 2)
+    assert jit.counts() == (0, 1, 0)
+    folder.chmod(0o770)
+    jit.fresh()
+    jit.binary(CODE % 2)
+    assert jit.counts() == (1, 0, 0) and str(jit.folder) in _kernels.jit_facts()["cache_unsafe"]
+
+
+def test_folders_and_entries_are_the_users_alone(jit):
+    folder = jit.folder / "above" / "itself"
+    umask = os.umask(0)
+    try:
+        jit.fresh(folder)
+        jit.binary(CODE % 2)
+    finally:
+        os.umask(umask)
+    assert [path.stat().st_mode & 0o777 for path in (folder, *folder.parents[:2])] == [0o700] * 3
+    (path,) = folder.iterdir()
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_replaced_entries_are_other_files(jit):
+    """Who reads the old one, reads it to its end."""
+    jit.binary(CODE % 2)
+    (path,) = jit.entries()
+    data = path.read_bytes()
+    path.write_bytes(data[:-1])
+    with path.open("rb") as reader:
+        jit.fresh()
+        jit.binary(CODE % 2)
+        assert reader.read() == data[:-1] and path.read_bytes() == data
+        assert os.fstat(reader.fileno()).st_ino != path.stat().st_ino
+
+
+def test_one_warning_says_what_is_not_used(jit, monkeypatch):
+    jit.folder.mkdir()
+    jit.folder.chmod(0o770)
+    monkeypatch.setenv("JAX_SOFTMAX_CACHE_DIR", str(jit.folder))
+    monkeypatch.setattr(_kernels, "driver_version", lambda: 99000)
+    available = functools.cache(_cuda.availability.__wrapped__)
+    with pytest.warns(UserWarning, match=rf"others may write to {jit.folder} .*JAX_SOFTMAX_CACHE_DIR") as warned:
+        assert available() is None and available() is None
+    assert len(warned) == 1
 
 
 def test_where_the_folder_is(monkeypatch, tmp_path):

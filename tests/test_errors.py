@@ -160,3 +160,72 @@ def test_the_fault_is_named_from_within_vmap(f):
 @every_function
 def test_unknown_arguments(f):
     assert_refused(TypeError, ("initial",), f, X, initial=0.0)
+
+
+# ---- What the lowering never hands to a kernel, which would read or write beyond its buffers
+
+
+def array(*shape, dtype="float32"):
+    return np.zeros(shape, dtype)
+
+
+def floats(*shape):
+    return [jax.ShapeDtypeStruct(shape, np.float32)]
+
+
+def bools(*shape):
+    return np.ones(shape, bool)
+
+
+WRONG_CALLS = {
+    "operator": ("softmin", [X], floats(3, 4), "unknown operator softmin"),
+    "no operand": ("softmax", [], floats(3, 4), "wrong number"),
+    "one operand": ("softmax_linear", [X], floats(3, 4), "wrong number"),
+    "no row operands": ("cross_entropy_gradient", [X], floats(3, 4) + 2 * floats(3, 1), "wrong number"),
+    "many operands": ("softmax", [X, *5 * [array(3, 1)]], floats(3, 4), "wrong number"),
+    "one result": ("row_states", [X], floats(3, 1), "wrong number"),
+    "many results": ("softmax", [X], 3 * floats(3, 4), "wrong number"),
+    "operand's shape": ("softmax_linear", [X, array(3, 5)], floats(3, 4), "operands differ in shape"),
+    "operand's rank": ("softmax_linear", [X, array(4)], floats(3, 4), "operands differ in shape"),
+    "operand's dtype": ("softmax_linear", [X, array(3, 4, dtype="float16")], floats(3, 4), "unsupported dtypes"),
+    "integers": ("softmax", [array(3, 4, dtype="int32")], floats(3, 4), "unsupported dtypes"),
+    "two of 8 bits": ("softmax_linear", 2 * [array(3, 4, dtype="int8")], floats(3, 4), "unsupported dtypes"),
+    "rows of 8 bits": ("row_states", [array(3, 4, dtype="int8")], 2 * floats(3, 1), "unsupported dtypes"),
+    "result's shape": ("softmax", [X], floats(3, 3), "result differs in shape"),
+    "result's rank": ("softmax", [X], floats(12), "result differs in shape"),
+    "result's dtype": ("softmax", [X], [jax.ShapeDtypeStruct((3, 4), np.int8)], "unsupported dtypes"),
+    "rows' shape": ("row_states", [X], floats(3, 1) + floats(1, 4), "result of rows"),
+    "rows' rank": ("row_states", [X], floats(3) + floats(3), "result of rows"),
+    "rows' dtype": ("row_states", [X], 2 * [jax.ShapeDtypeStruct((3, 1), np.float16)], "result of rows"),
+    "row operand's shape": (
+        "cross_entropy_gradient",
+        [X, *2 * [array(3, 1)], array(1, 1)],
+        floats(3, 4) + 2 * floats(3, 1),
+        "what rows have of their own",
+    ),
+    "row operand's dtype": (
+        "cross_entropy_gradient",
+        [X, *2 * [array(3, 1)], array(3, 1, dtype="float16")],
+        floats(3, 4) + 2 * floats(3, 1),
+        "what rows have of their own",
+    ),
+    "mask's shape": ("softmax", [X, bools(3, 3)], floats(3, 4), "must be 1 or 4"),
+    "mask's rank": ("softmax", [X, bools(1, 3, 4)], floats(3, 4), "of no higher rank"),
+    "mask's dtype": ("softmax", [X, array(3, 4, dtype="int32")], floats(3, 4), "must be boolean"),
+    "two masks": ("softmax", [X, bools(3, 4), bools(3, 4)], floats(3, 4), "must be boolean"),
+    "unread": ("softmax", [X, array(3, 1)], floats(3, 4), "nothing reads"),
+}
+
+
+@pytest.mark.parametrize("op,operands,results,message", WRONG_CALLS.values(), ids=WRONG_CALLS)
+def test_calls_with_wrong_buffers(op, operands, results, message):
+    call = jax.ffi.ffi_call("jax_softmax", results)
+    with jax.default_device(jax.devices("cpu")[0]), pytest.raises(Exception, match=message):
+        jax.block_until_ready(call(*operands, op=op, axes=np.array([1])))
+
+
+@pytest.mark.parametrize("axes", [(2,), (-1,), (1, 1)])
+def test_calls_with_wrong_axes(axes):
+    call = jax.ffi.ffi_call("jax_softmax", floats(3, 4))
+    with jax.default_device(jax.devices("cpu")[0]), pytest.raises(Exception, match="axes must be distinct"):
+        jax.block_until_ready(call(X, op="softmax", axes=np.array(axes)))

@@ -3,6 +3,7 @@ driver, and never a transposed copy, whatever the axes and wherever a batch is m
 
 import functools
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ import pytest
 from support import CUSTOM_VJPS, NAMES, OPERATORS
 
 import jax_softmax
-from jax_softmax import _cuda
+from jax_softmax import _cuda, _kernels
 
 DISABLED = [jax.export.DisabledSafetyCheck.custom_call("jax_softmax")]
 SHAPE = (2, 3, 4, 40)
@@ -195,3 +196,40 @@ def test_what_runs_here_is_the_kernel(name):
         text = jax.jit(OPERATORS[name], static_argnums=1).lower(spec((8, 16, 32)), axis).compile().as_text()
         assert text.count('custom_call_target="jax_softmax"') == 1, text
         assert "transpose(" not in text and "copy(" not in text, text
+
+
+# Views whose blocks exchange states through memory on some devices, of which masks need more or less.
+EXCHANGING = [
+    ((33, 300_001), (1,), None),
+    ((2, 3000, 96), (1,), None),
+    ((2, 4000, 4001), (1, 2), None),
+    ((2, 4000, 4001), (1, 2), ()),
+    ((2, 4000, 4001), (1, 2), (4000, 1)),
+    ((2, 400, 4001, 3), (1, 2), None),
+    ((2, 400, 4001, 3), (1, 2), (400, 1, 1)),
+]
+OPERANDS_OF = {
+    "softmax": (1, jax_softmax.softmax, None),
+    "softmax_linear": (2, functools.partial(pullback, "softmax"), None),
+    "entropy": (1, jax_softmax.entropy, None),
+    "absmax_scale": (1, functools.partial(jax_softmax.absmax_scale, dtype="int8"), "int8"),
+}
+
+
+@pytest.mark.parametrize("op", OPERANDS_OF)
+@pytest.mark.parametrize("shape,axes,mask_shape", EXCHANGING)
+def test_cuda_has_memory_to_exchange_states(shape, axes, mask_shape, op):
+    """A last result of as many bytes as the plans of this very call may need, or none."""
+    mask = None if mask_shape is None else [1] * (len(shape) - len(mask_shape)) + list(mask_shape)
+    inputs, f, result = OPERANDS_OF[op]
+    specs = inputs * [spec(shape)] + ([] if mask is None else [spec(mask_shape, "bool")])
+
+    def call(*operands):
+        where = None if mask is None else operands[-1]
+        if op == "softmax_linear":
+            return f(axes, *operands[:2], where)
+        return f(operands[0], axes, where=where)
+
+    text = lower(call, *specs, platforms=["cuda"])
+    expected = _kernels.lower_for_cuda(list(shape), list(axes), op, "float32", mask, result)
+    assert re.findall(rf"@jax_softmax\(.*op = \"{op}\".*tensor<(\d+)xui8>", text) == [str(expected)] * bool(expected)

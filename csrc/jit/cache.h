@@ -3,6 +3,9 @@
 // An entry is one file with a line of text that says whose and how long it is, and the kernel. Writers write a file of
 // another name and rename it, so that readers and other writers never see half of one. Whatever goes wrong (no folder,
 // read-only, full, a lost race) makes a miss or an entry that is not kept, never an error.
+//
+// Entries are code that will run, so only those count that nobody else can have written: of a folder that the user owns
+// and neither group nor others may write to, and files that are like this as well.
 #pragma once
 
 #include <cstdint>
@@ -27,10 +30,11 @@ class Cache {
   // ended early left.
   void prune() const;
 
-  struct Size {
+  struct Contents {
     int64_t entries = 0, bytes = 0;
+    std::string unsafe;  // why the folder, or an entry in it, does not count; empty if all do
   };
-  Size size() const;
+  Contents contents() const;
 
  private:
   std::string folder_;

@@ -421,7 +421,7 @@ Result<Facts> facts() {
   facts.read = s->read;
   facts.written = s->written;
   facts.cache_folder = s->cache.folder();
-  facts.cache = s->cache.size();
+  facts.cache = s->cache.contents();
   return facts;
 }
 

@@ -61,7 +61,7 @@ struct Facts {
   int nvrtc_version = 0;
   int64_t compiled = 0, read = 0, written = 0;  // kernels that NVRTC made, that came from disk, that went there
   std::string cache_folder;
-  Cache::Size cache;
+  Cache::Contents cache;
 };
 Result<Facts> facts();
 
