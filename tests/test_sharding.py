@@ -876,6 +876,7 @@ def test_axis_name_of_absmax_scale(dtype, names):
     x, where, t, s = normal(SHAPE), support.random_mask(SHAPE), normal(SHAPE, seed=1), normal((8, 4, 1), seed=2)
     x[0, 0, [1, 31]], where[0, 0, [1, 31]] = 9, True  # which tie
     x[1, 1, 5], x[1, 2, 30], x[2, 2], where[3, 3] = np.nan, np.inf, 0, False
+    x[4, 0] = np.resize([127, 0.5, 1.5, 2.5, -0.5, 63.5], 32)  # which lie halfway between two integers
     spec = P(None if "data" in names else "data", None, names)
     of_rows = P(spec[0])
 
