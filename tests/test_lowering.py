@@ -195,3 +195,34 @@ def test_what_runs_here_is_the_kernel(name):
         text = jax.jit(OPERATORS[name], static_argnums=1).lower(spec((8, 16, 32)), axis).compile().as_text()
         assert text.count('custom_call_target="jax_softmax"') == 1, text
         assert "transpose(" not in text and "copy(" not in text, text
+
+
+F32, MASK = "float32", "bool"
+
+
+@pytest.mark.parametrize(
+    "op,operands,results,message",
+    [
+        ("softmax_linear", [((2, 3), F32), ((3, 2), F32)], [((2, 3), F32)], "the operands differ in shape"),
+        ("softmax_linear", [((2, 3), F32), ((6,), F32)], [((2, 3), F32)], "the operands differ in shape"),
+        ("softmax_linear", [((2, 3), F32), ((2, 3), "bfloat16")], [((2, 3), F32)], "unsupported dtypes"),
+        ("softmax", [((2, 3), F32)], [((3, 2), F32)], "the result differs in shape"),
+        ("softmax", [((2, 3), F32)], [((2, 2), F32)], "the result differs in shape"),
+        ("softmax", [((2, 3), F32)], [((2, 3), "bfloat16")], "the result differs in dtype"),
+        ("softmax", [((2, 3), F32)], [((2, 3), "int8")], "unsupported dtypes"),
+        ("softmax", [((2, 3), "int32")], [((2, 3), F32)], "unsupported dtypes"),
+        ("softmax", [((2, 3), F32), ((3, 3), MASK)], [((2, 3), F32)], "the mask must be 1 or 2"),
+        ("softmax", [((2, 3), F32), ((1, 2, 3), MASK)], [((2, 3), F32)], "of no higher rank"),
+        ("softmax", [((2, 3), F32)], 3 * [((2, 3), F32)], "wrong number"),
+        ("row_states", [((2, 3), F32)], [((2, 1), F32), ((2, 3), F32)], "a result of rows is not as it must be"),
+        ("row_states", [((2, 3), F32)], [((2,), F32), ((2,), F32)], "a result of rows is not as it must be"),
+        ("row_states", [((2, 3), "bfloat16")], 2 * [((2, 1), "bfloat16")], "a result of rows is not as it must be"),
+        ("absmax_scale", [((2, 3), F32)], [((2, 3), "int8"), ((1, 1), F32)], "a result of rows is not as it must be"),
+        ("hardmax", [((2, 3), F32)], [((2, 3), F32)], "unknown operator"),
+    ],
+)
+def test_what_the_kernels_refuse(op, operands, results, message):
+    """A call whose buffers are not of the shapes and dtypes that it reads and writes."""
+    call = jax.ffi.ffi_call("jax_softmax", [jax.ShapeDtypeStruct(*result) for result in results])
+    with jax.default_device(jax.devices("cpu")[0]), pytest.raises(Exception, match=message):
+        jax.block_until_ready(call(*(np.ones(*operand) for operand in operands), op=op, axes=np.array([1])))

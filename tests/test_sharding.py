@@ -388,6 +388,21 @@ def test_axis_name_of_a_custom_vjp(name):
 
 
 @every_name
+def test_a_mask_that_varies_where_x_does_not(name):
+    """All devices' gradients are added up."""
+    x, where = normal((4, 32)), support.random_mask((4, 4, 32))
+
+    def total(x, mask):
+        return jnp.sum(jnp.exp(OPERATORS[name](x, -1, mask)) ** 2)
+
+    def of_all(x, where):
+        return jax.lax.psum(total(x, where[0]), "data")
+
+    f = jax.shard_map(of_all, mesh=mesh(), in_specs=(P(), P("data")), out_specs=P())
+    same(jax.jit(jax.value_and_grad(f))(x, where), jax.value_and_grad(lambda x: sum(total(x, m) for m in where))(x))
+
+
+@every_name
 def test_axis_name_of_what_does_not_vary(name):
     """Where each device has the same part of the rows, they are repetitions of it."""
     x = normal((3, 5))
