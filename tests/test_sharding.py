@@ -1014,6 +1014,19 @@ def test_a_mesh_axis_that_moves_to_another_dimension(given, wanted, n_states):
     check(y, reference("softmax", x, -1, where))
 
 
+@pytest.mark.parametrize("given,wanted", [(P("data"), P(None, "data")), (P(None, "data"), P("data"))], ids=str)
+def test_a_mesh_axis_that_moves_over_uneven_dimensions(given, wanted):
+    """Which cannot be divided anew part by part, of which a warning says so."""
+    x, where = normal((5, 7, 6)), support.random_mask((5, 7, 6))
+    cut = jax.lax.with_sharding_constraint
+    given, wanted = (NamedSharding(mesh(), spec) for spec in (given, wanted))
+    with pytest.warns(UserWarning, match="may be gathered"):
+        y = jax.jit(lambda x: cut(jax_softmax.softmax(cut(x, given)), wanted))(x)
+        masked = jax.jit(lambda x, where: jax_softmax.softmax(cut(x, given), -1, cut(where, wanted)))(x, where)
+    check(y, reference("softmax", x))
+    check(masked, reference("softmax", x, -1, where))
+
+
 def test_gspmd_and_operands_in_different_layouts(gspmd):
     for name in ("logsumexp", "kl_divergence"):
         f, arrays = OF_TWO[name], of_two(name)
