@@ -3,6 +3,7 @@ driver, and never a transposed copy, whatever the axes and wherever a batch is m
 
 import functools
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ import pytest
 from support import CUSTOM_VJPS, NAMES, OPERATORS
 
 import jax_softmax
-from jax_softmax import _cuda
+from jax_softmax import _cuda, _kernels
 
 DISABLED = [jax.export.DisabledSafetyCheck.custom_call("jax_softmax")]
 SHAPE = (2, 3, 4, 32)
@@ -154,6 +155,18 @@ def test_cuda_uses_plain_xla_where_that_is_as_fast(name):
     for shape, axes in (((1000, 300, 4, 3), (1, 3)), ((2,) * 13, -1), ((2**31, 2**31), None)):
         text = lower(functools.partial(OPERATORS[name], axis=axes), spec(shape), platforms=["cuda"], disabled=())
         assert "custom_call" not in text and "stablehlo.exponential" in text, text
+
+
+@pytest.mark.parametrize("mask_shape", [None, (9, 2**20), (2**20,)], ids=str)
+def test_scratch_memory_of_cuda_programs(mask_shape):
+    """As much as plans for the view and the mask take, as another result of the call."""
+    shape = (9, 2**20)
+    specs = [spec(shape, "bfloat16"), *([] if mask_shape is None else [spec(mask_shape, "bool")])]
+    text = lower(lambda x, *where: jax_softmax.softmax(x, -1, *where), *specs, platforms=["cuda"])
+    aligned = mask_shape if mask_shape is None else [*[1] * (2 - len(mask_shape)), *mask_shape]
+    expected = _kernels.lower_for_cuda(list(shape), [1], "softmax", "bfloat16", aligned)
+    (call,) = re.findall("custom_call @jax_softmax.*", text)
+    assert re.findall(r"tensor<(\d+)xui8>", call) == [str(expected)] and expected > 0
 
 
 @every_name
