@@ -106,6 +106,13 @@ def test_the_maximum_is_mapped_exactly(result, dtype):
     assert np.abs(y).max() == largest
 
 
+def test_the_largest_numbers():
+    """Of which not even a reciprocal is lost."""
+    x = np.array([[3e38, 1.5e38, -3e38, 1e37]], "bfloat16")
+    for result in ("float16", "bfloat16", "float32", *LARGEST):
+        check_both(absmax_scale(x, dtype=result), reference_absmax_scale(x, dtype=result), result)
+
+
 def test_x_again():
     """y times the scale is x, but for half a step."""
     x = normal((50, 300))
@@ -117,13 +124,14 @@ def test_x_again():
     np.testing.assert_allclose(y * scale, x, rtol=2e-7)
 
 
-def test_ties_are_rounded_to_even():
-    x = np.array([127, 0.5, 1.5, 2.5, -0.5, -1.5, 63.5, 126.5], np.float32)
-    assert np.array_equal(absmax_scale(x, dtype="int8")[0], [127, 0, 2, 2, 0, -2, 64, 126])
-    x = np.array([448, 17, 19, -21, 2**-10, 3 * 2**-10], np.float32)
-    assert np.array_equal(
-        np.asarray(absmax_scale(x, dtype="float8_e4m3fn")[0]).astype(float), [448, 16, 20, -20, 0, 2**-8]
-    )
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_ties_are_rounded_to_even(dtype):
+    with jax.enable_x64(dtype == "float64"):
+        x = np.array([127, 0.5, 1.5, 2.5, -0.5, -1.5, 63.5, 126.5], dtype)
+        assert np.array_equal(absmax_scale(x, dtype="int8")[0], [127, 0, 2, 2, 0, -2, 64, 126])
+        x = np.array([448, 17, 19, -21, 2**-10, 3 * 2**-10], dtype)
+        y = np.asarray(absmax_scale(x, dtype="float8_e4m3fn")[0])
+        assert np.array_equal(y.astype(float), [448, 16, 20, -20, 0, 2**-8])
 
 
 def test_default_dtypes():
@@ -262,6 +270,23 @@ def test_derivatives_of_rows_without_a_scale():
     np.testing.assert_allclose(jax.grad(f)(x), expected, atol=1e-6)
     np.testing.assert_allclose(jax.jvp(f, (x,), (np.ones_like(x),))[1], 1, atol=1e-6)
     assert np.all(np.isfinite(jax.hessian(f)(x)))
+
+
+@pytest.mark.parametrize("result", LARGEST)
+@pytest.mark.parametrize("columns", [5, 70_000])
+def test_derivative_of_a_scale_that_is_nan(columns, result):
+    """That of a maximum, wherever the NaN is, and however long the row."""
+    x, t = normal((3, columns)), np.ones((3, columns), np.float32)
+    x[[0, 1, 2], [0, columns // 2, -1]] = np.nan
+
+    def of(dtype):
+        def f(x):
+            return absmax_scale(x, dtype=dtype)[1] * LARGEST.get(dtype, 1)
+
+        return jax.jvp(f, (x,), (t,))[1], jax.grad(lambda x: f(x).sum())(x)
+
+    (tangent, gradient), expected = of(result), of("float32")
+    assert np.isnan(tangent).all() and np.array_equal(gradient, expected[1], equal_nan=True)
 
 
 def test_what_is_kept_for_the_backward_pass():

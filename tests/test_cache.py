@@ -51,6 +51,17 @@ def test_damaged_entries_are_replaced(jit, damage):
     assert jit.binary(CODE % 2) == binary and jit.counts() == (0, 1, 0)
 
 
+def test_an_entry_is_replaced_whole(jit):
+    """Who has the old one open reads that to its end."""
+    binary = jit.binary(CODE % 2)
+    (path,) = jit.entries()
+    path.write_bytes(b"damaged")
+    with path.open("rb") as old:
+        jit.fresh()
+        assert jit.binary(CODE % 2) == binary
+        assert old.read() == b"damaged" and path.read_bytes() != b"damaged"
+
+
 def test_folders_that_cannot_be_written(jit, tmp_path, capfd):
     (tmp_path / "file").touch()
     for folder in ("", tmp_path / "file", tmp_path / "file" / "below", "/proc/jax_softmax", "/dev/null"):
@@ -263,6 +274,9 @@ def test_one_warning_says_what_is_not_used(jit, monkeypatch):
 def test_where_the_folder_is(monkeypatch, tmp_path):
     monkeypatch.setenv("JAX_SOFTMAX_CACHE_DIR", str(tmp_path))
     assert _cuda.cache_folder() == str(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("JAX_SOFTMAX_CACHE_DIR", "below")  # wherever the process goes afterwards
+    assert _cuda.cache_folder() == str(tmp_path / "below")
     monkeypatch.delenv("JAX_SOFTMAX_CACHE_DIR")
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)

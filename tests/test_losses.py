@@ -124,6 +124,19 @@ def test_the_maximum_at_ties():
     assert np.array_equal(largest, jax.grad(lambda x: jnp.max(x, -1).sum())(x))
 
 
+def test_the_maximum_at_ties_with_what_is_masked():
+    """What is masked has no part in it."""
+    x = jnp.array([[1.0, 1.0, 0.0, 1.0], [2.0, 2.0, 0.0, 1.0]])
+    where = np.array([[True, True, True, False], [True, False, True, True]])
+
+    def largest(x):
+        return logsumexp(x, where=where, return_max=True)[1]
+
+    expected = [[0.5, 0.5, 0, 0], [1, 0, 0, 0]]
+    assert np.array_equal(jax.grad(lambda x: largest(x).sum())(x), expected)
+    assert np.array_equal(jax.jacfwd(largest)(x).sum(0), expected)
+
+
 def test_what_is_kept_for_the_backward_pass():
     """x and a few numbers a row, but no exponentials."""
     x = jnp.ones((64, 4096), jnp.bfloat16)
@@ -268,6 +281,15 @@ def test_soft_labels():
     np.testing.assert_allclose(of_t, np.where(np.isinf(distance), 0, distance), rtol=1e-5)
 
 
+def test_soft_labels_of_what_is_impossible():
+    """The loss is infinite if a class has a probability, and a logit of -inf."""
+    x, t = np.array([[0, -np.inf], [0, -np.inf], [1, 2]], "float32"), np.array([[0.5, 0.5], [1, 0], [0, 1]], "float32")
+    expected = [np.inf, 0, np.log1p(np.exp(-1))]
+    np.testing.assert_allclose(softmax_cross_entropy(x, t), expected, rtol=1e-6)
+    masked = np.array([[True, False], [True, True], [True, True]])
+    np.testing.assert_allclose(softmax_cross_entropy(x, t, where=masked), [0, *expected[1:]], rtol=1e-6)
+
+
 @pytest.mark.parametrize("masked", [False, True])
 def test_derivatives_of_soft_labels(masked):
     with jax.enable_x64(True):
@@ -357,6 +379,50 @@ def test_derivatives_of_losses(smoothing, z):
         ):
             np.testing.assert_allclose(f(ours)(x), f(theirs)(x), rtol=1e-12, atol=1e-13)
         assert np.all(np.asarray(jax.grad(ours)(x))[2:4] == 0)
+
+
+SUMS = pytest.mark.parametrize(
+    "f",
+    [
+        functools.partial(cross_entropy_loss, reduction="sum"),
+        lambda *arguments, **options: integer_labels(*arguments, **options).sum(),
+    ],
+    ids=["cross_entropy_loss", "integer_labels"],
+)
+
+
+@pytest.mark.parametrize("smoothing,z", [(0.0, 0.0), (0.1, 0.01)])
+@SUMS
+def test_derivatives_of_value_and_gradient(f, smoothing, z):
+    """The value's is the gradient's product with the tangent, also where labels are ignored."""
+    with jax.enable_x64(True):
+        x, t = (jnp.asarray(normal((5, 7), "float64", seed=seed)) for seed in range(2))
+        labels = np.array([0, 6, -1, 7, 3])
+
+        def loss(x):
+            return f(x, labels, label_smoothing=smoothing, z_loss=z)
+
+        (_, g), (value_dot, g_dot) = jax.jvp(jax.value_and_grad(loss), (x,), (t,))
+        np.testing.assert_allclose(value_dot, jnp.vdot(g, t), rtol=1e-12)
+        assert np.all(g_dot[2:4] == 0)
+        by_reverse = jax.grad(lambda x: jax.value_and_grad(loss)(x)[0])(x)
+        np.testing.assert_allclose(by_reverse, g, rtol=1e-12, atol=1e-15)
+
+
+@SUMS
+def test_second_derivatives_where_a_row_is_left_out(f):
+    """By the logits and by what weighs a term of the loss, in either order."""
+    x, labels, where = normal((3, 5)), np.array([0, 1, 2]), random_mask((3, 5), 1)
+    where[[0, 2], [0, 2]], where[1] = True, False
+
+    def loss(x, z, smoothing):
+        return f(x, labels, where=where, z_loss=z, label_smoothing=smoothing)
+
+    for k in (1, 2):
+        found = jax.jit(jax.jacfwd(jax.grad(loss), k))(x, 0.1, 0.2)
+        assert np.isfinite(found).all() and np.all(found[1] == 0)
+        for other in (jax.jacrev(jax.grad(loss), k), jax.jacrev(jax.grad(loss, k))):
+            np.testing.assert_allclose(jax.jit(other)(x, 0.1, 0.2), found, rtol=1e-5, atol=1e-6)
 
 
 def weighted_mean(x, labels, weights, smoothing, z):
@@ -484,6 +550,18 @@ def test_no_label_counts():
     x = normal((3, 5))
     value, g = jax.value_and_grad(cross_entropy_loss)(x, np.full(3, -100))
     assert value == 0 and np.all(np.asarray(g) == 0)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_no_weight_counts(reduction):
+    x, labels = normal((3, 5)), np.array([0, 1, 2])
+
+    def f(x, weights):
+        return cross_entropy_loss(x, labels, weights=weights, reduction=reduction)
+
+    value, g = jax.value_and_grad(f)(x, np.zeros(3, "float32"))
+    assert value == 0 and np.all(np.asarray(g) == 0)
+    assert jax.jvp(lambda x: f(x, np.zeros(3, "float32")), (x,), (np.ones_like(x),))[1] == 0
 
 
 def test_vmap_of_soft_labels():

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support import DEVICES, NAMES, NARROW, OPS, ROW_OPS, WAYS, plan
+from support import DEVICES, NAMES, NARROW, OPS, ROW_OPS, TWO_OPERANDS, WAYS, kernel_names, plan
 
 from jax_softmax import _kernels
 
@@ -98,6 +98,79 @@ def check_plan(shape, axes, op, dtype, on, mask_shape=None, scratch=True):
         assert 1 <= step["cluster"] <= on["largest_cluster"]
         assert step["blocks"] > 0 and step["blocks"] % step["cluster"] == 0
         assert step["blocks"] < 2**31 or operand > BEYOND_MEMORY
+    check_room(chosen, op, dtype)
+
+
+def check_room(chosen, op, dtype):
+    """Its threads have all elements of all rows, wherever those begin, and its memory what they hold of them."""
+    f, (*_, last), first = chosen["fields"], chosen["steps"], chosen["steps"][0]
+    in_bytes, inputs = jnp.dtype(dtype).itemsize, 2 if op in TWO_OPERANDS else 1
+    out_bytes = 4 if dtype == "int8" else in_bytes
+    numbers = 3 if op in ("entropy", "kl_divergence") else 2  # of a state, in words of 8 bytes
+    state = -(-numbers * max(in_bytes, out_bytes, 4) // 8) * 8
+    width = 16 // in_bytes
+    pack = 16 * inputs
+    kept, reduced = chosen["kept"], chosen["reduced"]
+    rows, columns = (math.prod(extent for extent, _ in dims) for dims in (kept, reduced))
+    scratch, shared = chosen["scratch_bytes"], last["shared_bytes"]
+    if "elements" in f:
+        return check_room_of_tile(chosen, rows, columns, width, pack, state)
+    if chosen["schedule"] == "staged":
+        assert last["blocks"] * f["rows"] >= rows
+        assert f["lanes"] * f["held"] + f["pairs"] >= columns and f["threads"] % f["lanes"] == 0
+        results = 0 if in_bytes == out_bytes else out_bytes
+        assert shared >= f["rows"] * columns * (in_bytes * inputs + results)
+        return
+    if kernel_names(chosen) == ["rows_in_packs"]:
+        assert last["blocks"] * f["threads"] * (width // columns) >= rows
+        return
+    run = reduced[-1][0]
+    strides = [stride for _, stride in (*kept, *reduced[:-1])] + [run] * (len(reduced) == 1)
+    if f["boundary"] == 0:
+        assert all(n % width == 0 for n in strides)
+    packs = -(-(run + max(f["boundary"] // in_bytes - 1, 0)) // width) * (columns // run)
+    if chosen["schedule"] == "registers":
+        assert f["lanes"] * f["packs"] >= packs and last["blocks"] * (f["threads"] // f["lanes"]) >= rows
+    elif chosen["schedule"] == "twice":
+        assert f["pieces"] * f["share"] >= packs and packs < 2**31
+        if f["one_block"]:
+            assert last["blocks"] == rows
+        else:
+            assert first["blocks"] == rows * f["pieces"] and scratch >= rows * f["pieces"] * state
+            if kernel_names(chosen)[-1] == "finish_pieces":
+                assert last["blocks"] * f["finished"] * f["threads"] >= rows * packs
+    else:
+        assert f["chunks"] * f["share"] >= packs
+        stages = f["stages"] if chosen["schedule"] == "ring" else f["teams"]
+        assert shared >= stages * f["share"] * pack
+        if chosen["schedule"] == "chunks":
+            assert last["blocks"] * f["teams"] >= rows * f["chunks"]
+            assert f["cluster"] * f["teams"] >= f["chunks"] or f["through_memory"]
+        if chosen["schedule"] == "ring" or f["through_memory"]:
+            words = rows * f["chunks"] * state // 8 + 1  # and a counter
+            assert scratch >= 8 * words and first["blocks"] * first["threads"] >= words
+
+
+def check_room_of_tile(chosen, rows, columns, width, pack, state):
+    f, (*_, last), first = chosen["fields"], chosen["steps"], chosen["steps"][0]
+    inner = chosen["reduced"][-1][1]
+    reached = 0 if f["aligned"] or f["fold"] > 1 else width - 1
+    if f["fold"] > 1:
+        assert f["elements"] == inner and f["packs"] * width == inner * f["fold"]
+    else:
+        assert f["packs"] * width >= f["elements"] + reached
+    assert f["threads"] >= f["arrays"] * f["groups"] * f["packs"]
+    tiles = -(-rows // inner // f["arrays"]) * -(-inner // f["elements"])
+    tile_rows = f["arrays"] * f["elements"] + reached
+    parts = first["blocks"] // tiles
+    lines = parts * f["groups"] * f["turns"]  # if folded, of so many packs that have no gaps between them
+    if first is not last or f["held"]:
+        assert lines * f["packs"] * width >= columns * inner if f["fold"] > 1 else lines >= columns
+    if f["held"]:
+        states = (parts + 1) * tile_rows if parts > 1 else 0
+        assert last["shared_bytes"] >= f["turns"] * f["threads"] * pack + states * state
+    elif not f["one_block"]:
+        assert chosen["scratch_bytes"] >= tiles * tile_rows * parts * state
 
 
 OPERANDS = [
@@ -115,6 +188,20 @@ def test_rows_of_all_lengths(name, op, dtype, scratch):
     for columns in LENGTHS:
         for rows in (1, 7, 10**5):
             check_plan((rows, columns), (1,), op, dtype, DEVICES[name], scratch=scratch)
+
+
+@pytest.mark.parametrize("dtype,op", OPERANDS)
+def test_rows_of_neighbouring_lengths(op, dtype):
+    """Which begin anywhere in a pack, and end anywhere."""
+    for columns in itertools.chain(range(1, 2100), range(8100, 8220), range(50_240, 50_260)):
+        check_plan((7, columns), (1,), op, dtype, DEVICES["H200"])
+    for run in range(1, 100):
+        check_plan((5, 3, 7, run), (1, 3), op, dtype, DEVICES["H200"])
+
+
+def test_elements_are_counted_in_as_many_bits_as_it_takes():
+    for rows, wide in ((2**21 - 1, 0), (2**21, 1), (2**21 + 1, 1)):
+        assert f"kWide = {wide};" in plan((rows, 1024), (1,))["steps"][0]["code"]
 
 
 @every_device
