@@ -134,7 +134,8 @@ def entropy(x, where, axes, across=None):
     """The entropy of softmax(x) over each row, and its `Normalizer`."""
     rows = logsumexp(x, where, axes, across)
     log_p = log_probabilities(x, rows, where)
-    return -_mean(log_p, log_p, axes, across), *rows
+    p, (log_p,) = weights_and_values(log_p, log_p)
+    return -_row_sum(p * log_p, axes, across), *rows
 
 
 def kl_divergence(x, y, largest_y, log_total_y, where, axes, across=None):
@@ -148,7 +149,8 @@ def kl_divergence_given(rows, x, y, largest_y, log_total_y, where, axes, across=
         log_probabilities(x, rows, where),
         kept(widened(y) - _finite(largest_y) - log_total_y, where, -jnp.inf),
     )
-    return _mean(log_p, log_p - log_q, axes, across)
+    p, (log_p, log_q) = weights_and_values(log_p, log_p, log_q)
+    return _row_sum(p * (log_p - log_q), axes, across)
 
 
 def log_probabilities(x, rows, where):
@@ -163,10 +165,10 @@ def probabilities(x, rows, where):
     return jnp.exp(kept(distance, where, -jnp.inf)) / jnp.where(nothing, 1, rows.total)
 
 
-def _mean(log_p, values, axes, across):
-    """The mean of values over each row, weighted with p; those of p = 0 do not count, whatever they are."""
+def weights_and_values(log_p, *values):
+    """p, and values that are to be weighted with it: those of p = 0 are 0, whatever they were."""
     p = jnp.exp(log_p)
-    return _row_sum(jnp.where(p == 0, 0, p * values), axes, across)
+    return p, [jnp.where(p == 0, 0, value) for value in values]
 
 
 def cross_entropy(x, label, where, axes, across=None):

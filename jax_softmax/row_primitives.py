@@ -351,13 +351,8 @@ def _entropy_tangent(x, entropy, rows, t, where, axes, axis_name):
     """-(sum of p (log p + entropy) t) over each row."""
     (entropy,) = of_rows_with_elements([entropy], where, axes, axis_name)
     log_p = reference.log_probabilities(x, rows, where)
-    return -row_sum(_weighted(log_p, log_p, entropy) * reference.widened(t), axes, axis_name)
-
-
-def _weighted(log_p, values, added):
-    """p (values + added), where values of p = 0 count as 0, whatever they are, in derivatives as well."""
-    p = jnp.exp(log_p)
-    return p * (jnp.where(p == 0, 0, values) + added)
+    p, (log_p,) = reference.weights_and_values(log_p, log_p)
+    return -row_sum(p * (log_p + entropy) * reference.widened(t), axes, axis_name)
 
 
 def of_rows_with_elements(rows, where, axes, axis_name):
@@ -408,11 +403,13 @@ def _divergence_tangent(x, y, rows, x_dot, y_dot, where, axes, axis_name):
     (divergence,) = of_rows_with_elements([rows.divergence], where, axes, axis_name)
     log_p = reference.log_probabilities(x, rows.of_x, where)
     log_q = reference.log_probabilities(y, rows.of_y, where)
-    tangent = jnp.zeros_like(log_p)
+    q = jnp.exp(log_q)
+    p, (log_p, log_q) = reference.weights_and_values(log_p, log_p, log_q)
+    tangent = jnp.zeros_like(p)
     if x_dot is not None:
-        tangent += _weighted(log_p, log_p - log_q, -divergence) * reference.widened(x_dot)
+        tangent += p * (log_p - log_q - divergence) * reference.widened(x_dot)
     if y_dot is not None:
-        tangent += (jnp.exp(log_q) - jnp.exp(log_p)) * reference.widened(y_dot)
+        tangent += (q - p) * reference.widened(y_dot)
     return row_sum(tangent, axes, axis_name)
 
 

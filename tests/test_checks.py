@@ -13,6 +13,8 @@ from jax.experimental import checkify, pallas
 from jax.experimental.jet import jet
 from support import CUSTOM_VJPS, JAX_NN, NAMES, OPERATORS, sampled
 
+import jax_softmax
+
 every_name = pytest.mark.parametrize("name", NAMES)
 every_table = pytest.mark.parametrize("table", [OPERATORS, CUSTOM_VJPS], ids=["operator", "custom_vjp"])
 UNDEFINED = np.array([[1, 2, 3], [-np.inf] * 3], np.float32)
@@ -82,6 +84,45 @@ def test_debug_nans_names_the_operator(context, table, name):
         with pytest.raises(FloatingPointError) as caught:
             context(table[name])(UNDEFINED)
     assert f"invalid value (nan) encountered in {name}" in str(caught.value)
+
+
+LABELS = np.array([0, -1, 2, 1], np.int32)
+OF_ROWS = {
+    "logsumexp": lambda x, where: jax_softmax.logsumexp(x, where=where),
+    "maximum": lambda x, where: jax_softmax.logsumexp(x, where=where, return_max=True)[1],
+    "entropy": lambda x, where: jax_softmax.entropy(x, where=where),
+    "kl_divergence": lambda x, where: jax_softmax.kl_divergence(x, 2 * x, where=where),
+    "rows' losses": lambda x, where: jax_softmax.softmax_cross_entropy_with_integer_labels(
+        x, LABELS, where=where, label_smoothing=0.1, z_loss=0.1
+    ),
+    "mean loss": lambda x, where: jax_softmax.cross_entropy_loss(x, LABELS, where=where, weights=LABELS * 1.0),
+    "soft labels": lambda x, where: jax_softmax.softmax_cross_entropy(x, np.full((4, 3), 1 / 3), where=where),
+    "absmax_scale": lambda x, where: jax_softmax.absmax_scale(x, where=where)[0],
+    "absmax_scale to int8": lambda x, where: jax_softmax.absmax_scale(x, where=where, dtype="int8")[1],
+}
+
+
+@pytest.mark.parametrize("name", [*NAMES, *OF_ROWS])
+@pytest.mark.parametrize("masked", [False, True])
+def test_debug_nans_is_silent_where_results_are_numbers(masked, name):
+    """No result of a step on the way is NaN: of rows that are masked altogether, of what is masked, without jit."""
+    x, where = support.normal((4, 3)), None
+    if masked:
+        where = np.array([[True, False, True], [True] * 3, [False] * 3, [False, True, False]])
+        x[0, 1], x[3, 2] = -np.inf, np.inf
+    f = OF_ROWS.get(name) or (lambda x, where: OPERATORS[name](x, -1, where))
+
+    def numbers(x):  # as far as they are finite
+        y = f(x, where)
+        return jnp.sum(jnp.where(jnp.isfinite(y), y, 0) ** 2)
+
+    with jax.debug_nans(True):
+        f(x, where)
+        jax.grad(numbers)(x)
+        jax.jvp(numbers, (x,), (np.ones_like(x),))
+        with jax.disable_jit():
+            f(x, where)
+            jax.grad(numbers)(x)
 
 
 @every_name

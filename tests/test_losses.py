@@ -145,6 +145,60 @@ def test_what_is_kept_for_the_backward_pass():
     assert kept <= x.nbytes + 8 * 64 * 4
 
 
+# ---- a common offset of the logits
+
+
+def _one_hot(labels):
+    return np.eye(1000, dtype=np.float32)[labels]
+
+
+def _by_log_softmax(probabilities):
+    return lambda x, labels: -jnp.sum(probabilities(labels) * jax.nn.log_softmax(x))
+
+
+# Ours, and as optax computes them, of logits and labels, summed.
+SUMMED = {
+    "logsumexp": (lambda x, _: logsumexp(x).sum(), lambda x, _: jax.nn.logsumexp(x, -1).sum()),
+    "rows' losses": (lambda x, labels: integer_labels(x, labels).sum(), _by_log_softmax(_one_hot)),
+    "sum of losses": (functools.partial(cross_entropy_loss, reduction="sum"), _by_log_softmax(_one_hot)),
+    "smoothed labels": (
+        functools.partial(cross_entropy_loss, reduction="sum", label_smoothing=0.1),
+        _by_log_softmax(lambda labels: 0.9 * _one_hot(labels) + np.float32(0.1 / 1000)),
+    ),
+    "soft labels": (lambda x, labels: softmax_cross_entropy(x, _one_hot(labels)).sum(), _by_log_softmax(_one_hot)),
+}
+
+
+@pytest.mark.parametrize("name", SUMMED)
+@pytest.mark.parametrize("offset", [0, 30, 300, 3000, 30000, -30000])
+def test_a_common_offset_costs_nothing(offset, name):
+    """Derivatives of both orders are off by twice what optax's are, or what float32 has, at most."""
+    x, t = normal((16, 1000)) + np.float32(offset), normal((16, 1000), seed=1, scale=1.0)
+    labels = np.random.default_rng(0).integers(0, 1000, 16)
+
+    def derivatives(f, x, t):
+        gradient = jax.grad(lambda x: f(x, labels))
+        return [np.asarray(a, np.float64) for a in jax.jvp(gradient, (x,), (t,))]
+
+    ours, theirs = (derivatives(f, x, t) for f in SUMMED[name])
+    with jax.enable_x64(True):
+        expected = derivatives(SUMMED[name][1], x.astype(np.float64), t.astype(np.float64))
+    for mine, other, right in zip(ours, theirs, expected, strict=True):
+        of_mine, of_other = (np.max(np.abs(a - right)) / np.max(np.abs(right)) for a in (mine, other))
+        assert of_mine <= 2 * max(of_other, np.finfo(np.float32).eps)
+
+
+@pytest.mark.parametrize("offset", [0, 300, 30000])
+def test_losses_of_large_logits(offset):
+    x = normal((16, 1000)) + np.float32(offset)
+    labels = np.random.default_rng(0).integers(0, 1000, 16)
+    rows = x.astype(np.float64) - offset
+    expected = np.log(np.exp(rows).sum(-1)) - rows[np.arange(16), labels]
+    found = integer_labels(x, labels), softmax_cross_entropy(x, _one_hot(labels))
+    for losses_of_rows in found:
+        np.testing.assert_allclose(losses_of_rows, expected, rtol=4 * np.finfo(np.float32).eps)
+
+
 # ---- losses
 
 
