@@ -872,6 +872,62 @@ def test_axis_name_of_losses(name, names):
         same(x_bar, jax.jit(run)(x, t, given)[2])
 
 
+# As optax and JAX compute them, and ours; of logits, labels and probabilities.
+OF_OFFSETS = {
+    "integer labels": (
+        lambda x, labels, soft: -jnp.take_along_axis(jax.nn.log_softmax(x), labels[:, None], -1)[:, 0],
+        lambda x, labels, soft, **n: jax_softmax.softmax_cross_entropy_with_integer_labels(x, labels, **n),
+    ),
+    "loss": (
+        lambda x, labels, soft: -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(x), labels[:, None], -1)),
+        lambda x, labels, soft, **n: jax_softmax.cross_entropy_loss(x, labels, **n),
+    ),
+    "soft labels": (
+        lambda x, labels, soft: -jnp.sum(soft * jax.nn.log_softmax(x), -1),
+        lambda x, labels, soft, **n: jax_softmax.softmax_cross_entropy(x, soft, **n),
+    ),
+    "logsumexp": (
+        lambda x, labels, soft: jax.nn.logsumexp(x, -1),
+        lambda x, labels, soft, **n: jax_softmax.logsumexp(x, **n),
+    ),
+}
+
+
+@pytest.mark.parametrize("names", [None, "model"], ids=["jit", "shard_map"])
+@pytest.mark.parametrize("name", OF_OFFSETS)
+def test_an_offset_of_divided_rows_costs_nothing(name, names):
+    """A common offset costs logits digits when they are rounded; a loss and its gradient are as exact as optax's."""
+    spec, of_rows = P("data", "model"), P("data")
+    labels, soft = np.arange(8) * 101, np.asarray(jax.nn.softmax(normal((8, 1000), seed=1)))
+    theirs, ours = OF_OFFSETS[name]
+    if names:
+
+        def of_part(*args):
+            y = functools.partial(OF_OFFSETS[name][1], axis_name=names)(*args)
+            return jax.lax.pmean(y, "data") if name == "loss" else y
+
+        out_specs = P() if name == "loss" else of_rows
+        ours = jax.shard_map(of_part, mesh=mesh(), in_specs=(spec, of_rows, spec), out_specs=out_specs)
+
+    def value_and_gradient(f, *args):
+        def run(x, *labels):
+            y, pullback = jax.vjp(lambda x: f(x, *labels), x)
+            return y, pullback(jnp.ones_like(y))[0]
+
+        return jax.jit(run)(*args)
+
+    for offset in (0, 300, 30_000):
+        x = normal((8, 1000)) + np.float32(offset)
+        with jax.enable_x64(True):
+            exact = value_and_gradient(theirs, x.astype("float64"), labels, soft.astype("float64"))
+        bounds = value_and_gradient(theirs, x, labels, soft)
+        found = value_and_gradient(ours, place(x, spec), place(labels, of_rows), place(soft, spec))
+        for arrays in zip(found, bounds, exact, strict=True):
+            result, like, wide = (np.asarray(a, "float64") for a in arrays)
+            error, allowed = (np.abs(a - wide).max() / np.abs(wide).max() for a in (result, like))
+            assert error <= 2 * allowed + 4 * np.finfo("float32").eps, f"at an offset of {offset}"
+
+
 @pytest.mark.parametrize("axis,spec", [((0, 2), P(("data", "model"))), ((2, 0), P(None, None, ("data", "model")))])
 def test_axis_name_of_labels_along_several_axes(axis, spec):
     """They count the elements of one part after the other's, if the axis that is spread is given first."""
