@@ -426,6 +426,21 @@ def test_axis_name_of_vmap(in_axes, name):
         same(mapped(x, t), [np.moveaxis(a, in_axes, 0) for a in whole])
 
 
+@every_name
+def test_axis_name_of_vmap_inside_shard_map(name):
+    """Rows that both divide."""
+    x, spec = normal((2, 4, 6)), P(None, None, "model")
+
+    def run(x):
+        of_both = functools.partial(OPERATORS[name], axis_name=("model", "parts"))
+        y, pullback = jax.vjp(jax.vmap(of_both, axis_name="parts"), x)
+        return y, pullback(y)[0]
+
+    f = jax.shard_map(run, mesh=mesh(), in_specs=spec, out_specs=(spec, spec))
+    y, pullback = jax.vjp(lambda x: OPERATORS[name](x, (0, 2)), x)
+    same(jax.jit(f)(x), (y, pullback(y)[0]))
+
+
 @pytest.mark.parametrize("in_axes", [(0, 0), (1, 1), (0, None)])
 @pytest.mark.parametrize("name", ["logsumexp", "entropy", "kl_divergence"])
 def test_axis_name_of_vmap_and_results_of_rows(name, in_axes):
