@@ -138,6 +138,8 @@ def test_default_dtypes():
     for dtype in support.DTYPES[:3]:
         y, scale = absmax_scale(np.ones((2, 3), dtype))
         assert y.dtype == np.dtype(dtype) and scale.dtype == np.float32
+    for dtype in (float, "float64"):  # which JAX has only if it is told to
+        assert [a.dtype for a in absmax_scale(np.ones(3, "float32"), dtype=dtype)] == [np.float32] * 2
     with jax.enable_x64(True):
         assert [a.dtype for a in absmax_scale(np.ones(3))] == [np.float64] * 2
         assert [a.dtype for a in absmax_scale(np.ones(3, "float32"), dtype="float64")] == [np.float64, np.float32]

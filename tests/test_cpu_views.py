@@ -3,6 +3,7 @@
 import itertools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import support
@@ -54,6 +55,24 @@ every_set = {"ids": str, "indirect": ["instruction_set"]}
 def test_views(instruction_set, dtype, view):
     shape, axis = view
     check_all(normal(shape, dtype), axis)
+
+
+@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS, indirect=True)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_16_bits_are_rounded_to_nearest(instruction_set, dtype):
+    """Ties to even: of a row with a single probability, log-softmax's derivative is a difference of two numbers."""
+    t = np.arange(1 << 16, dtype=np.uint16).view(dtype)
+    info = jnp.finfo(dtype)
+    t = t[np.abs(np.nan_to_num(t.astype(np.float32), posinf=0, neginf=0)) >= float(info.tiny)]
+    for first in (0, 1, -1 - float(info.eps), 3 * float(info.eps), 100, 16 * float(info.tiny)):
+        t[0] = first
+        x = np.full(t.shape, -np.inf, dtype)
+        x[0] = 0
+        found = jax.jvp(jax_softmax.log_softmax, (x,), (t,))[1]
+        with np.errstate(over="ignore"):
+            expected = (t.astype(np.float32) - np.float32(t[0])).astype(dtype)
+        normal = np.abs(expected.astype(np.float32)) >= float(info.tiny)  # XLA's processor may take others for 0
+        np.testing.assert_array_equal(np.asarray(found)[normal], expected[normal])
 
 
 @sampled("instruction_set,dtype,view", itertools.product(INSTRUCTION_SETS, DTYPES, VIEWS), 17, **every_set)

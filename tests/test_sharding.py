@@ -426,6 +426,21 @@ def test_axis_name_of_vmap(in_axes, name):
         same(mapped(x, t), [np.moveaxis(a, in_axes, 0) for a in whole])
 
 
+@every_name
+def test_axis_name_of_vmap_inside_shard_map(name):
+    """Rows that both divide."""
+    x, spec = normal((2, 4, 6)), P(None, None, "model")
+
+    def run(x):
+        of_both = functools.partial(OPERATORS[name], axis_name=("model", "parts"))
+        y, pullback = jax.vjp(jax.vmap(of_both, axis_name="parts"), x)
+        return y, pullback(y)[0]
+
+    f = jax.shard_map(run, mesh=mesh(), in_specs=spec, out_specs=(spec, spec))
+    y, pullback = jax.vjp(lambda x: OPERATORS[name](x, (0, 2)), x)
+    same(jax.jit(f)(x), (y, pullback(y)[0]))
+
+
 @pytest.mark.parametrize("in_axes", [(0, 0), (1, 1), (0, None)])
 @pytest.mark.parametrize("name", ["logsumexp", "entropy", "kl_divergence"])
 def test_axis_name_of_vmap_and_results_of_rows(name, in_axes):
@@ -1055,8 +1070,8 @@ MOVED = [
 
 
 @pytest.mark.parametrize("given,wanted,n_states", MOVED, ids=str)
-def test_a_mesh_axis_that_moves_to_another_dimension(given, wanted, n_states):
-    """Each device sends the others their parts, and nobody has the whole."""
+def test_a_mesh_axis_that_moves_to_another_dimension(given, wanted, n_states, recwarn):
+    """Each device sends the others their parts, and nobody has the whole: so nothing warns of that."""
     x, layout = normal(SHAPE), NamedSharding(mesh(), wanted)
     y, travels = run_compiled(jax.jit(jax_softmax.softmax, out_shardings=layout), place(x, given))
     assert sorted(kind for kind, _ in travels) == ["all-reduce"] * n_states + ["all-to-all"]
@@ -1067,6 +1082,7 @@ def test_a_mesh_axis_that_moves_to_another_dimension(given, wanted, n_states):
     y, travels = run_compiled(masked(jax_softmax.softmax, -1), place(x, wanted), place(where, given))
     assert sorted(kind for kind, _ in travels) == ["all-reduce"] * n_states + ["all-to-all"]
     check(y, reference("softmax", x, -1, where))
+    assert not recwarn.list
 
 
 EQUALLY_LONG = [
@@ -1254,10 +1270,10 @@ def test_a_divided_axis_that_is_not_manual():
 
 def test_layouts_that_do_not_go_together():
     x, y = normal(SHAPE), normal(SHAPE, seed=1)
+    operands = place(x, P(("model", "data"))), place(y, P("data", "model"))
     with pytest.warns(UserWarning, match="may be gathered.*Bring it to that one before, by jax.lax") as warned:
-        found = jax.jit(lambda *a: jax.jvp(jax_softmax.kl_divergence, a, a))(
-            place(x, P(("model", "data"))), place(y, P("data", "model"))
-        )
+        found = jax.jit(lambda *a: jax.jvp(jax_softmax.kl_divergence, a, a))(*operands)
+        jax.jit(jax_softmax.kl_divergence)(*operands)
     assert len(warned) == 1
     same(found, jax.jvp(jax_softmax.kl_divergence, (x, y), (x, y)))
 
