@@ -162,7 +162,7 @@ def probabilities(x, rows, where):
     """softmax(x), given the rows' `Normalizer`, and 0 of what is masked, in derivatives of all orders as well."""
     nothing = rows.total == 0
     distance = distances(x, rows) + jnp.where(nothing, jnp.inf, 0)  # NaN in a row of nothing but -inf
-    return jnp.exp(kept(distance, where, -jnp.inf)) / jnp.where(nothing, 1, rows.total)
+    return kept(jnp.exp(kept(distance, where, -jnp.inf)) / jnp.where(nothing, 1, rows.total), where)
 
 
 def weights_and_values(log_p, *values):
