@@ -88,7 +88,7 @@ def test_of_a_function_during_each_call():
     assert (patched.__name__, patched.__doc__) == ("patched", "What it does.")
 
 
-@pytest.mark.parametrize("on", ["off", 0, None, jax.nn.softmax], ids=str)
+@pytest.mark.parametrize("on", ["off", 0, None, jax.nn.softmax], ids=["text", "number", "None", "function"])
 def test_what_is_no_bool_is_refused(on):
     with pytest.raises(TypeError, match="use: on must be True or False, got one of type"):
         jax_softmax.use(on)
