@@ -435,11 +435,12 @@ def reference_entropy(x, axis=-1, where=None, y=None, largest_y=0.0, log_sum=0.0
     of_log_total = of_total + rounding.compute * 2 * np.abs(log_total)
     bound = of_moment + np.abs(moment) * (of_total + 2 * rounding.compute) + of_log_total + rounding.tiny
     result = (log_total - moment) if y is None else (moment - log_total)
-    result = np.where(keep.any(axes, keepdims=True), result, 0)
+    exists = keep.any(axes, keepdims=True)
+    result = np.where(exists, result, 0)
     bound = bound + rounding.compute * np.abs(result)
     dtype = np.dtype(np.float64 if rounding.dtype == np.float64 else np.float32)
     return [
-        Bounded(result, np.where(np.isfinite(result), bound, 0), dtype),
+        Bounded(result, np.where(np.isfinite(result) & exists, bound, 0), dtype),
         Bounded(largest, np.zeros_like(log_total), dtype),
         Bounded(total, np.where(np.isfinite(total), total * of_total, 0), dtype),
     ]

@@ -70,14 +70,15 @@ def kinds(collectives):
     return {kind for kind, _ in collectives}
 
 
-def same(actual, expected):
-    """Equal but for the order in which a row may be added up, by which each of the two may be off by 16 eps."""
+def same(actual, expected, terms=1):
+    """Equal but for the order in which a row may be added up, by which each of the two may be off by 16 eps of the
+    largest, or of terms that are so many times as large."""
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         a, b = np.asarray(a), np.asarray(b)
         assert a.dtype == b.dtype and a.shape == b.shape
         finite = np.isfinite(b)
         np.testing.assert_array_equal(a[~finite], b[~finite])
-        scale = np.abs(b[finite]).max(initial=0)
+        scale = terms * np.abs(b[finite]).max(initial=0)
         np.testing.assert_allclose(a[finite], b[finite], rtol=0, atol=2 * 16 * scale * float(jnp.finfo(b.dtype).eps))
 
 
@@ -599,7 +600,8 @@ def test_types_of_derivatives(name, specs):
     with jax.set_mesh(mesh(AxisType.Explicit)):
         pairs = f(*map(jax.device_put, arrays, specs))
     assert all(jax.typeof(like) == jax.typeof(derivative) for like, derivative in pairs)
-    same(pairs, f(*arrays))
+    # A derivative of a divergence is a mean of products of logits and of differences of logarithms that nearly cancel.
+    same(pairs, f(*arrays), terms=4 if name == "kl_divergence" else 1)
 
 
 @pytest.mark.parametrize("name", ["softmax", "losses", "kl_divergence"])

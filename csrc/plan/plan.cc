@@ -83,7 +83,7 @@ bool faster_than_xla(const Plan& plan, const Problem& problem) {
   // Labels' elements are then in lines far apart, and XLA has more of them under way at once.
   if (problem.cost.labelled && !problem.cost.element_results && !view.minor_reduced) return false;
   const bool logarithm = problem.cost.logarithms > 0 && problem.cost.element_results && problem.cost.row_results == 0;
-  if (logarithm && view.contiguous_rows() && runs.aligned && runs.packs <= kFewPacks) return false;
+  if (logarithm && problem.plain && view.contiguous_rows() && runs.aligned && runs.packs <= kFewPacks) return false;
   const bool two = problem.cost.inputs == 2 && problem.cost.element_results;
   if (two && std::holds_alternative<Ring>(plan) && runs.runs > 1 && runs.run * problem.in_bytes < kShortRunBytes) {
     return false;
