@@ -442,7 +442,7 @@ def reference_entropy(x, axis=-1, where=None, y=None, largest_y=0.0, log_sum=0.0
     return [
         Bounded(result, np.where(np.isfinite(result) & exists, bound, 0), dtype),
         Bounded(largest, np.zeros_like(log_total), dtype),
-        Bounded(total, np.where(np.isfinite(total), total * of_total, 0), dtype),
+        Bounded(total, np.where(np.isfinite(total) & (total > 0), total * of_total, 0), dtype),
     ]
 
 
