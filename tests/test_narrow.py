@@ -121,6 +121,16 @@ def test_integers_from_end_to_end(name):
 
 
 @every_name
+@every_dtype
+@pytest.mark.parametrize("columns", [7, 1999])
+def test_rows_far_below_0(columns, dtype, name):
+    """exp(x) of such numbers is 0: a maximum that began at 0 would leave nothing."""
+    x = numbers((5, columns), dtype)
+    x = np.where(np.arange(columns) == 3, np.asarray(-104 if dtype != "uint8" else 0, x.dtype), x.min())
+    check_narrow(OPERATORS[name](x), name, x)
+
+
+@every_name
 @pytest.mark.parametrize("dtype", FLOAT8)
 def test_all_numbers_of_float8(dtype, name):
     for x in pairs_of_all(dtype):

@@ -14,8 +14,8 @@ constexpr int kOperandOfScratch = 20;
 constexpr int64_t kMostElements = int64_t{1} << 56;  // far beyond any memory, so that sums of bytes fit 64 bits
 // Runs of fewer packs than this, that do not begin with whole ones, cost more at their edges than XLA does altogether.
 constexpr int kShortRun = 8;
-// Aligned rows of so few packs, of operators that take a logarithm of a row: XLA is at the floor.
-constexpr int kFewPacks = 4;
+// Aligned rows of so many packs leave one in four lanes idle: with a logarithm for each, XLA is as fast.
+constexpr int kIdlingPacks = 3;
 // Runs of two operands, in rows of several, that are shorter pass through rings more slowly than XLA reads them twice.
 constexpr int kShortRunBytes = 2048;
 
@@ -83,7 +83,7 @@ bool faster_than_xla(const Plan& plan, const Problem& problem) {
   // Labels' elements are then in lines far apart, and XLA has more of them under way at once.
   if (problem.cost.labelled && !problem.cost.element_results && !view.minor_reduced) return false;
   const bool logarithm = problem.cost.logarithms > 0 && problem.cost.element_results && problem.cost.row_results == 0;
-  if (logarithm && problem.plain && view.contiguous_rows() && runs.aligned && runs.packs <= kFewPacks) return false;
+  if (logarithm && problem.plain && view.contiguous_rows() && runs.aligned && runs.packs == kIdlingPacks) return false;
   const bool two = problem.cost.inputs == 2 && problem.cost.element_results;
   if (two && std::holds_alternative<Ring>(plan) && runs.runs > 1 && runs.run * problem.in_bytes < kShortRunBytes) {
     return false;
