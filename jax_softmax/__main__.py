@@ -204,7 +204,7 @@ def describe_cuda() -> None:
         kept = f"{facts['cache_entries']} kernels, {facts['cache_bytes']:,} bytes"
         print(f"cache: {facts['cache_folder']}: {kept}")
         if facts["cache_unsafe"]:
-            print(f"cache: not used, because {facts['cache_unsafe']}")
+            print(f"cache: not all of it is used: {facts['cache_unsafe']}")
     else:
         print("cache: none, for want of a home folder: set JAX_SOFTMAX_CACHE_DIR")
 

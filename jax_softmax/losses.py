@@ -26,6 +26,8 @@ from jax_softmax.row_primitives import (
     tangent_sums_p,
 )
 
+_LARGEST_NUMBER = np.finfo(np.float64).max  # that an option may be
+
 
 def logsumexp(
     x: ArrayLike,
@@ -138,7 +140,7 @@ def _integer_labels(name, logits, labels, axis, where, options, axis_name):
     labels, in_order = _checked_labels(name, x, labels, axes, axis_name), arguments.checked_axes(name, x.ndim, axis)
     label, found = label_of_rows(labels, x.shape, in_order, where, axis_name)
     x = _varying_as_well(x, label, *options.values())
-    values = _row_values(axes, axis_name, x, label, found, where)
+    values = _row_values(axes, axis_name, x, label, found, where, None)
     losses = _losses(values, _classes(x, where, axes, axis_name), _in_dtype_of(values[0], options))
     return jax.lax.squeeze(losses, axes)
 
@@ -269,7 +271,7 @@ def _loss(logits, labels, axis, where, weights, reduction, options, axis_name):
 
 
 class _RowValues(NamedTuple):
-    """What losses are made of, 0 of rows without a label. A row's maximum, `largest`, counts as a constant."""
+    """What losses are made of, 0 of rows that do not count. A row's maximum, `largest`, counts as a constant."""
 
     loss: jax.Array  # lse less the label's logit
     lse: jax.Array
@@ -278,10 +280,14 @@ class _RowValues(NamedTuple):
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _row_values(axes, axis_name, x, label, found, where):
-    return _values_with(
-        *_loss_and_normalizer(axes, axis_name, x, label, found, where), axes, axis_name, x, found, where
-    )
+def _row_values(axes, axis_name, x, label, found, where, weights):
+    loss, rows = _loss_and_normalizer(axes, axis_name, x, label, found, where)
+    return _values_with(loss, rows, _counts(loss, found, weights), axes, axis_name, x, where)
+
+
+def _counts(loss, found, weights):
+    """Which rows count: those with a label, but for those of weight 0 whose loss is not finite."""
+    return found if weights is None else found & ((weights != 0) | jnp.isfinite(loss))
 
 
 def _loss_and_normalizer(axes, axis_name, x, label, found, where):
@@ -293,23 +299,25 @@ def _loss_and_normalizer(axes, axis_name, x, label, found, where):
     return jnp.where(found, rows.log_total - jax.lax.psum(distance, axis_name), 0), rows
 
 
-def _values_with(loss, rows, axes, axis_name, x, found, where):
+def _values_with(loss, rows, counts, axes, axis_name, x, where):
     total = row_sum(reference.kept(reference.distances(x, rows), where), axes, axis_name)
-    return _RowValues(loss, *(jnp.where(found, of_row, 0) for of_row in (rows.lse, rows.log_total, total)))
+    return _RowValues(*(jnp.where(counts, of_row, 0) for of_row in (loss, rows.lse, rows.log_total, total)))
 
 
 @functools.partial(_row_values.defjvp, symbolic_zeros=True)
 def _row_values_jvp(axes, axis_name, primals, tangents):
-    x, label, found, where = primals
+    x, label, found, where, weights = primals
     loss, rows = _loss_and_normalizer(axes, axis_name, x, label, found, where)
-    values = _values_with(loss, rows, axes, axis_name, x, found, where)
+    counts = _counts(loss, found, weights)
+    values = _values_with(loss, rows, counts, axes, axis_name, x, where)
     if _is_zero(tangents[0]):
         return values, jax.tree.map(jnp.zeros_like, values)
     if axis_name:
-        sums = tangent_sums_of_parts(x, rows, tangents[0], label, where, axes, axis_name)
+        t = jnp.where(counts, tangents[0], 0)
+        sums = tangent_sums_of_parts(x, rows, t, label, counts if where is None else where & counts, axes, axis_name)
     else:
         sums = tangent_sums_p.bind(*of_mask(x, *rows, tangents[0], label, where), axes=axes)
-    of_lse, of_total, of_logit = (jnp.where(found, t, 0) for t in sums)
+    of_lse, of_total, of_logit = (jnp.where(counts, t, 0) for t in sums)
     return values, _RowValues(of_lse - of_logit, of_lse, of_lse, of_total)
 
 
@@ -338,7 +346,7 @@ def _above_mean(values, classes):
 
 def _weighted_sum(axes, axis_name, x, label, found, where, weights, options):
     """The sum of the losses times their weights."""
-    values = _row_values(axes, axis_name, x, label, found, where)
+    values = _row_values(axes, axis_name, x, label, found, where, weights)
     return _dot(_losses(values, _classes(x, where, axes, axis_name), options), weights)
 
 
@@ -362,11 +370,11 @@ def _weighted_sum_jvp(axes, axis_name, primals, tangents):
     classes = _classes(x, where, axes, axis_name)
     tangent = jnp.zeros((), weights.dtype)
     if _is_zero(x_dot):
-        values = _row_values(axes, axis_name, x, label, found, where)
+        values = _row_values(axes, axis_name, x, label, found, where, weights)
     else:
         gradient, rows = _gradient(axes, x, label, where, weights, classes, options)
         loss = reference.cross_entropy_given(rows, x, label, axes)
-        values = _values_with(loss, rows, axes, axis_name, x, found, where)
+        values = _values_with(loss, rows, _counts(loss, found, weights), axes, axis_name, x, where)
         tangent += _inner_product(gradient, x_dot)
     losses = _losses(values, classes, options)
     if not _is_zero(weights_dot):
@@ -395,7 +403,7 @@ def _sum_of_terms(x, rows, labels, weights, where, axes, axis_name):
     adds = (labels != 0) | (x != -jnp.inf)  # 0 log 0 does not
     if where is not None:
         adds &= where
-    terms = weights * jnp.where(adds, rows.log_total - reference.distances(x, rows), 0)
+    terms = weights * jnp.where(adds, rows.log_total - reference.kept(reference.distances(x, rows), where), 0)
     # Selected once more, so that XLA for CPUs writes the terms to memory, and not each of their factors in float32.
     return row_sum(jnp.where(adds, terms, 0), axes, axis_name)
 
@@ -491,7 +499,7 @@ def _options(name: str, label_smoothing: Any, z_loss: Any) -> dict[str, _Constan
     options: dict[str, _Constant | jax.Array | None] = {}
     for argument, value, least, most in (
         ("label_smoothing", label_smoothing, 0, 1),
-        ("z_loss", z_loss, -math.inf, math.inf),
+        ("z_loss", z_loss, -_LARGEST_NUMBER, _LARGEST_NUMBER),
     ):
         if isinstance(value, int | float | np.integer | np.floating):
             if not least <= value <= most:

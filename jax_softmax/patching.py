@@ -1,6 +1,7 @@
 """Puts the operators in the place of those of `jax.nn`, for code that one does not own."""
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
@@ -32,6 +33,11 @@ class _Switch:
 
     def __call__(self, function: Callable[_P, _R]) -> Callable[_P, _R]:
         self.__exit__()  # a decorated function switches when it is called
+        if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
+            raise TypeError(
+                f"use: a decorated function must not be a generator or asynchronous, got {function.__qualname__}: it "
+                "would run after the call has ended. Write `with jax_softmax.use():` inside of it."
+            )
 
         @functools.wraps(function)
         def switched(*args: _P.args, **kwargs: _P.kwargs) -> _R:

@@ -97,8 +97,8 @@ class Normalizer(NamedTuple):
 
     @property
     def log_total(self):
-        nothing = self.total == 0  # which has no derivative
-        return jnp.where(nothing, -jnp.inf, jnp.log(jnp.where(nothing, 1, self.total)))
+        nothing = self.total == 0  # of which the logarithm has no derivative
+        return jnp.log(self.total + nothing) + jnp.where(nothing, -jnp.inf, 0)
 
     @property
     def lse(self):
@@ -155,13 +155,13 @@ def kl_divergence_given(rows, x, y, largest_y, log_total_y, where, axes, across=
 
 def log_probabilities(x, rows, where):
     """log softmax(x), given the rows' `Normalizer`, and -inf of what is masked."""
-    return kept(distances(x, rows) - rows.log_total, where, -jnp.inf)
+    return kept(kept(distances(x, rows), where) - rows.log_total, where, -jnp.inf)
 
 
 def probabilities(x, rows, where):
     """softmax(x), given the rows' `Normalizer`, and 0 of what is masked, in derivatives of all orders as well."""
     nothing = rows.total == 0
-    distance = distances(x, rows) + jnp.where(nothing, jnp.inf, 0)  # NaN in a row of nothing but -inf
+    distance = kept(distances(x, rows), where) + jnp.where(nothing, jnp.inf, 0)  # NaN in a row of nothing but -inf
     return kept(jnp.exp(kept(distance, where, -jnp.inf)) / jnp.where(nothing, 1, rows.total), where)
 
 
@@ -179,7 +179,7 @@ def cross_entropy(x, label, where, axes, across=None):
 
 def cross_entropy_given(rows, x, label, axes, across=None):
     found, here = (exists(label, x.shape, axes), label) if across is None else across.label_of_part(label)
-    distance = distances(at_labels(x, axes, here), rows)
+    distance = jnp.where(found, distances(at_labels(x, axes, here), rows), 0)
     if across is not None:
         distance = across(jnp.where(exists(here, x.shape, axes), distance, 0), "sum")
     return jnp.where(found, rows.log_total - distance, 0)

@@ -51,17 +51,6 @@ def test_damaged_entries_are_replaced(jit, damage):
     assert jit.binary(CODE % 2) == binary and jit.counts() == (0, 1, 0)
 
 
-def test_an_entry_is_replaced_whole(jit):
-    """Who has the old one open reads that to its end."""
-    binary = jit.binary(CODE % 2)
-    (path,) = jit.entries()
-    path.write_bytes(b"damaged")
-    with path.open("rb") as old:
-        jit.fresh()
-        assert jit.binary(CODE % 2) == binary
-        assert old.read() == b"damaged" and path.read_bytes() != b"damaged"
-
-
 def test_folders_that_cannot_be_written(jit, tmp_path, capfd):
     (tmp_path / "file").touch()
     for folder in ("", tmp_path / "file", tmp_path / "file" / "below", "/proc/jax_softmax", "/dev/null"):

@@ -124,7 +124,7 @@ def test_debug_nans_is_silent_where_results_are_numbers(masked, name):
     x, where = support.normal((4, 3)), None
     if masked:
         where = np.array([[True, False, True], [True] * 3, [False] * 3, [False, True, False]])
-        x[0, 1], x[3, 2] = -np.inf, np.inf
+        x[0, 1], x[2, :2], x[3, 2] = -np.inf, -np.inf, np.inf
     f = OF_ROWS.get(name) or (lambda x, where: OPERATORS[name](x, -1, where))
 
     def numbers(x):  # as far as they are finite

@@ -817,3 +817,48 @@ def test_the_kernel_refuses_other_labels(label):
     call = jax.ffi.ffi_call("jax_softmax", results)
     with jax.default_device(jax.devices("cpu")[0]), pytest.raises(Exception, match="not as it must be"):
         jax.block_until_ready(call(normal((2, 3)), label, op="cross_entropy", axes=np.array([1])))
+
+
+# ---- rows that do not count
+
+
+WEIGHTLESS = {
+    "weights": ([0, 1, 2], {"weights": np.array([0.0, 0.0, 1.0], np.float32)}),
+    "labels": ([-1, 3, 2], {}),
+}
+
+
+@pytest.mark.parametrize("case", WEIGHTLESS)
+@pytest.mark.parametrize(
+    "options", [{}, {"z_loss": 0.1}, {"label_smoothing": 0.1}, {"z_loss": jnp.float32(0.1)}], ids=str
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_logits_of_rows_that_do_not_count(dtype, options, case):
+    """They may be anything, for the value and the gradients."""
+    labels, weights = WEIGHTLESS[case]
+    x = np.array([[np.nan, 1, 2], [np.inf, 1, -np.inf], [1, 2, 4]]).astype(jnp.dtype(dtype))
+    plain = np.where(np.isfinite(x.astype("float64")), x, 0).astype(x.dtype)
+
+    def everything(x):
+        def loss(x, given):
+            return cross_entropy_loss(x, np.array(labels), **{**options, **given}, **weights)
+
+        given = {name: value for name, value in options.items() if not isinstance(value, float)}
+        return jax.value_and_grad(loss, (0, 1))(x, given), jax.jvp(lambda x: loss(x, given), (x,), (np.ones_like(x),))
+
+    with support.precision(dtype):
+        for found, expected in zip(jax.tree.leaves(everything(x)), jax.tree.leaves(everything(plain)), strict=True):
+            expected = np.asarray(expected, np.float64)
+            assert np.all(np.isfinite(np.asarray(found, np.float64)))
+            if expected.shape == x.shape:
+                assert np.all(np.asarray(found, np.float64)[:2] == 0)
+                found, expected = np.asarray(found, np.float64)[2], expected[2]
+            np.testing.assert_allclose(np.asarray(found, np.float64), expected, rtol=2e-3, atol=1e-6)
+
+
+def test_modes_agree_on_rows_of_nothing_but_minus_infinity():
+    x = np.array([[-np.inf, -np.inf], [1, 2]], np.float32)
+    tangent = jax.jvp(lambda x: logsumexp(x), (x,), (np.ones_like(x),))[1]
+    np.testing.assert_array_equal(np.isnan(tangent), [True, False])
+    gradient = jax.grad(lambda x: logsumexp(x).sum())(x)
+    np.testing.assert_array_equal(np.isnan(gradient), [[True, True], [False, False]])

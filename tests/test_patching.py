@@ -211,3 +211,16 @@ def test_losses_of_optax(loss):
         actual = jax.value_and_grad(total)(logits)
     for a, wanted in zip(actual, expected, strict=True):
         np.testing.assert_allclose(a, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_functions_that_run_after_their_call_are_not_decorated():
+    def numbers():
+        yield 1
+
+    async def number():
+        return 1
+
+    for function in (numbers, number):
+        with pytest.raises(TypeError, match="use: a decorated function must not be a generator or asynchronous"):
+            jax_softmax.use()(function)
+        assert_patched(False)

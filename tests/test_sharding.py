@@ -945,6 +945,25 @@ def test_an_offset_of_divided_rows_costs_nothing(name, names):
             assert error <= 2 * allowed + 4 * np.finfo("float32").eps, f"at an offset of {offset}"
 
 
+@pytest.mark.parametrize("labels,weights", [([0, 40, 70, 90], np.arange(4) // 2), ([-1, 99_999, 70, 90], None)])
+def test_divided_rows_that_do_not_count(labels, weights):
+    """Their logits may be anything."""
+    x, labels = normal((4, 100)), np.array(labels)
+    x[0, 3], x[1, 60] = np.nan, np.inf
+
+    def run(x, axis_name=None):
+        def loss(x):
+            return jax_softmax.cross_entropy_loss(x, labels, weights=weights, z_loss=0.1, axis_name=axis_name)
+
+        return jax.value_and_grad(loss)(x)
+
+    spec = P(None, ("data", "model"))
+    f = functools.partial(run, axis_name=("data", "model"))
+    found = jax.shard_map(f, mesh=mesh(), in_specs=spec, out_specs=(P(), spec))(place(x[:, :96], spec))
+    assert np.all(np.asarray(found[1])[:2] == 0)
+    same(found, run(x[:, :96]))
+
+
 @pytest.mark.parametrize("axis,spec", [((0, 2), P(("data", "model"))), ((2, 0), P(None, None, ("data", "model")))])
 def test_axis_name_of_labels_along_several_axes(axis, spec):
     """They count the elements of one part after the other's, if the axis that is spread is given first."""
