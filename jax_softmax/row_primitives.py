@@ -103,8 +103,8 @@ def _batch(op, axis_data, operands, batch_axes, *, axes, axis_name):
     operands, masked = list(operands), operands[-1].dtype == bool
     results = ROW_PRIMITIVES[op].bind
     if op == "cross_entropy_gradient" and _only(batch_axes, range(1, 6)):
-        # Of one x for all the rows' states are made once, and XLA reads x as it is; the kernel would need a copy for
-        # each.
+        # Where all have the same x, its normalizer is made once, and XLA reads x as it is; the kernel would need a
+        # copy of it for each.
         x, *given = operands[:6]
         where = operands[6] if masked else None
         rows = normalizer(x, where, axes, axis_name)
