@@ -44,7 +44,7 @@ CallShape call_of(const std::vector<int64_t>& shape, const std::vector<int64_t>&
   call.shape = shape;
   call.axes = axes;
   const Cost& cost = cost_of(call.op);
-  call.sides.assign(cost.row_operands + cost.labelled, shape_of_rows(call));
+  call.sides.assign(cost.row_numbers + cost.labelled, shape_of_rows(call));
   call.masked = mask_shape.has_value();
   if (mask_shape) call.sides.push_back(*mask_shape);
   return call;
@@ -54,6 +54,22 @@ Problem checked_problem(const CallShape& call) {
   Problem problem;
   if (const std::string message = problem_of(call, &problem); !message.empty()) throw nb::value_error(message.c_str());
   return problem;
+}
+
+nb::dict operators() {
+  nb::dict table;
+  for (const Operator& op : kOperators) {
+    nb::dict row;
+    row["inputs"] = op.cost.inputs;
+    row["element_results"] = static_cast<int>(op.cost.element_results);
+    row["row_results"] = op.cost.row_results;
+    row["row_numbers"] = op.cost.row_numbers;
+    row["labelled"] = op.cost.labelled;
+    row["on_cpu"] = op.on_cpu;
+    row["quantizes"] = op.quantizes;
+    table[op.name] = row;
+  }
+  return table;
 }
 
 nb::list extents(const Dims& dims) {
@@ -213,6 +229,7 @@ void bind_jit(nb::module_& m) {
 NB_MODULE(_kernels, m) {
   m.doc() = "The compiled part of jax_softmax: FFI handlers, plans, the run-time compiler, and what was built.";
   m.attr("MAX_DIMS") = kMaxDims;
+  m.attr("OPERATORS") = operators();  // by name, as the CPU and CUDA kernels know them
   m.def("cpu_handler", [] { return nb::capsule(cpu_handler()); });
   m.def("cuda_handlers", [] {
     nb::dict handlers;

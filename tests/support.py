@@ -197,7 +197,7 @@ def call_kernel(op, *operands, axes, out_dtype=None, fused="", scratch_bytes=0):
     return found if op in ROW_OPS else found[0]
 
 
-def row_operands(op, shape, axes, dtype, seed=3):
+def row_numbers(op, shape, axes, dtype, seed=3):
     """What rows have of their own, as an operator of ROW_OPS takes it."""
     rows = [1 if d in axes else n for d, n in enumerate(shape)]
     wide = np.float64 if np.dtype(dtype) == np.float64 else np.float32
@@ -448,7 +448,7 @@ def reference_entropy(x, axis=-1, where=None, y=None, largest_y=0.0, log_sum=0.0
 
 def row_case(op, shape, axes, dtype, where=None):
     """Operands for an operator of ROW_OPS, but for the mask, and its results in float64."""
-    x, of_rows = normal(shape, dtype), row_operands(op, shape, axes, dtype)
+    x, of_rows = normal(shape, dtype), row_numbers(op, shape, axes, dtype)
     if op == "logsumexp":
         return [x], reference_normalizer(x, axes, where)
     if op == "absmax_scale":

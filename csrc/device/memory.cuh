@@ -83,7 +83,7 @@ struct Memory {
       kPacks_;  // whether operands begin with whole packs, so that memory is accessed by them
   static constexpr int kInputs = Op::kInputs;
   static constexpr int kWidth = kPerPack<In>;
-  static constexpr int kLabelSide = Fused::kSides + Op::kRowOperands;
+  static constexpr int kLabelSide = Fused::kSides + Op::kRowNumbers;
   static constexpr int kSides = kLabelSide + Op::kLabelled + kMasked;
   static constexpr unsigned kAll = kAllBits<In>;
   using Place = Offset<kSides>;
@@ -241,28 +241,28 @@ struct Memory {
     if constexpr (kIsSame<typename Op::Terms, Relative<M>>) {
       return relative;
     } else {
-      C given[Op::kRowOperands];
-      row_operands(given, at);
+      C given[Op::kRowNumbers];
+      row_numbers(given, at);
       return Op::terms(relative, given);
     }
   }
   // What a row's state amounts to for its elements; it lies at `at`.
   __device__ __forceinline__ typename Op::Row row(const StateOf<Op>& state, const Place& at) const {
-    if constexpr (Op::kRowOperands == 0) {
+    if constexpr (Op::kRowNumbers == 0) {
       return Op::row(state);
     } else {
-      C given[Op::kRowOperands];
-      row_operands(given, at);
+      C given[Op::kRowNumbers];
+      row_numbers(given, at);
       return Op::row(state, given);
     }
   }
   // The same for terms, relative to a pivot of their own.
   __device__ __forceinline__ typename Op::Scale term_scale(const StateOf<Op>& state, C pivot, const Place& at) const {
-    if constexpr (Op::kRowOperands == 0) {
+    if constexpr (Op::kRowNumbers == 0) {
       return Op::term_scale(state, pivot);
     } else {
-      C given[Op::kRowOperands];
-      row_operands(given, at);
+      C given[Op::kRowNumbers];
+      row_numbers(given, at);
       return Op::term_scale(state, pivot, given);
     }
   }
@@ -285,12 +285,12 @@ struct Memory {
   // stored.
   __device__ __forceinline__ Addend addend(const Place& begin) const {
     if constexpr (kAddsAtLabel) {
-      C given[Op::kRowOperands];
-      row_operands(given, begin);
+      C given[Op::kRowNumbers];
+      row_numbers(given, begin);
       bool counts = false;
 #pragma unroll
-      for (int k = 0; k < Op::kRowOperands; ++k) counts |= given[k] != C(0);
-      return {label_of(begin), given[Op::kRowOperands - 1], counts};
+      for (int k = 0; k < Op::kRowNumbers; ++k) counts |= given[k] != C(0);
+      return {label_of(begin), given[Op::kRowNumbers - 1], counts};
     } else {
       return {};
     }
@@ -370,9 +370,9 @@ struct Memory {
   __device__ __forceinline__ int label_of(const Place& begin) const {
     return static_cast<const int*>(operands.side[kLabelSide])[begin.side[kLabelSide]];
   }
-  __device__ __forceinline__ void row_operands(C* given, const Place& at) const {
+  __device__ __forceinline__ void row_numbers(C* given, const Place& at) const {
 #pragma unroll
-    for (int k = 0; k < Op::kRowOperands; ++k) {
+    for (int k = 0; k < Op::kRowNumbers; ++k) {
       given[k] = static_cast<const C*>(operands.side[Fused::kSides + k])[at.side[Fused::kSides + k]];
     }
   }

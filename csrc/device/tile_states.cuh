@@ -36,7 +36,7 @@ struct TileStates : TilePart<Mem, View, Plan> {
   // What threads leave in shared memory to be put together: of each array some entries, each of kSlots states.
   static constexpr int kEntries = kGroups / kTogether, kSlots = kPacks * kStates;
   // No other thread has a part of these rows, nor needs to know their states.
-  static constexpr bool kAlone = kEntries == 1 && kCopies == 1 && Op::kRowResults == 0 && Op::kRowOperands == 0;
+  static constexpr bool kAlone = kEntries == 1 && kCopies == 1 && Op::kRowResults == 0 && Op::kRowNumbers == 0;
   static constexpr int kOfThreads = kEntries * kArrays * kSlots;
   static constexpr int kOfBlocks = kParts > 1 && Plan::kHeld ? kParts * kRows : 0;
   // Room for so many states, of threads or of a cluster's blocks, and behind them for those of whole rows.
@@ -258,7 +258,7 @@ struct TileStates : TilePart<Mem, View, Plan> {
 
   // Where a row's first element lies; for what rows have of their own.
   __device__ __forceinline__ typename Mem::Place begin_of(int row) const {
-    if constexpr (Op::kRowOperands == 0 && !Op::kLabelled) return {};
+    if constexpr (Op::kRowNumbers == 0 && !Op::kLabelled) return {};
     const int of_array = kArrays == 1 ? 0 : row / kElements;
     const int64_t last = mem_rows() / Part::kInner - 1, element = this->first_element + row - of_array * kElements;
     return this->in_first_line(min(first_array() + of_array, last), min(element, Part::kInner - 1));

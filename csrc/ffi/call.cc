@@ -71,7 +71,7 @@ ffi::Error read_call(ffi::RemainingArgs args, ffi::RemainingRets rets, std::stri
   call->fused = fused;
   const Cost& cost = cost_of(call->op);
   const size_t inputs = cost.inputs, results = cost.element_results + cost.row_results;
-  if (args.size() < inputs + cost.row_operands + cost.labelled || args.size() > inputs + kMostSides ||
+  if (args.size() < inputs + cost.row_numbers + cost.labelled || args.size() > inputs + kMostSides ||
       rets.size() < results || rets.size() > results + 1) {
     return invalid("wrong number of operands or results");
   }
@@ -125,8 +125,8 @@ ffi::Error read_call(ffi::RemainingArgs args, ffi::RemainingRets rets, std::stri
     buffers->side[i - inputs] = buffer->untyped_data();
   }
   // The last of those that are no mask are what rows have of their own: numbers, and then a label.
-  for (int left = cost.row_operands + cost.labelled; left > 0; --left) {
-    const bool is_label = cost.labelled && left == cost.row_operands + cost.labelled;
+  for (int left = cost.row_numbers + cost.labelled; left > 0; --left) {
+    const bool is_label = cost.labelled && left == cost.row_numbers + cost.labelled;
     const bool fits = !types.empty() && call->sides[types.size() - 1] == shape_of_rows(*call) &&
                       (is_label ? types.back() == ffi::DataType::S32 : dtype_of(types.back()) == wide);
     if (!fits) return invalid(describe(*call) + ": what rows have of their own is not as it must be");

@@ -178,7 +178,7 @@ int64_t shared_bytes_of(const Tile& tile, const Problem& problem) {
   const int64_t parts = tile.held ? parts_of(tile, problem) : 1, rows = rows_of(tile, problem);
   int64_t states = 0;
   if (!tile.held || parts > 1 || entries > 1 || copies > 1 || problem.cost.row_results > 0 ||
-      problem.cost.row_operands > 0) {
+      problem.cost.row_numbers > 0) {
     const int64_t of_threads = entries * tile.arrays * tile.packs * (in_pack ? lines.inner : width);
     states = std::max(of_threads, parts > 1 ? parts * rows : 0) + rows;
   }
