@@ -10,13 +10,13 @@
 namespace jax_softmax::device {
 
 // A chunk as one thread of its team sees it, which has the packs rank + p * kThreads.
-template <class Mem, class View, class Plan>
+template <class Mem, class Plan>
 struct Chunk {
   using Op = typename Mem::Op;
   using M = typename Mem::M;
   using C = typename Mem::C;
   using In = typename Mem::In;
-  using R = Row<Mem, View, Plan>;
+  using R = Row<Mem, Plan>;
   using At = typename R::At;
   static constexpr int kInputs = Mem::kInputs, kWidth = Mem::kWidth;
   static constexpr int kThreads = Plan::kTeamThreads;
@@ -210,11 +210,11 @@ struct Chunk {
 
 // A block has kTeams neighbouring chunks of a row, a team each. What is left of the row belongs to the other blocks of
 // its cluster or, if they exchange states through memory, to any.
-template <class Mem, class View, class Plan>
+template <class Mem, class Plan>
 __device__ __forceinline__ void chunks(const Operands& operands) {
   using Op = typename Mem::Op;
   using State = StateOf<Op>;
-  using Work = Chunk<Mem, View, Plan>;
+  using Work = Chunk<Mem, Plan>;
   constexpr int kWords = kStateWords<State>;
   constexpr int kTeams = Plan::kTeams, kTeamThreads = Work::kThreads, kTeamWarps = Work::kWarps;
   constexpr int kBlocks = static_cast<int>(ceil_div(Plan::kChunks, kTeams));  // of a row
@@ -231,10 +231,10 @@ __device__ __forceinline__ void chunks(const Operands& operands) {
 #endif
 
   const Mem mem{operands};
-  const Row<Mem, View, Plan> row(index);
+  const Row<Mem, Plan> row(index);
   const Work work{mem, row, begin + team, shared + team * Plan::kShare * Mem::kInputs};
   work.copy();
-  const auto of_row = mem.template of_row<View>(row.begin);
+  const auto of_row = mem.of_row(row.begin);
   wait_for_copies();
   const State warp = work.warp_state();
   if (threadIdx.x % 32 == 0) part[threadIdx.x / 32] = warp;

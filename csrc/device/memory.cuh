@@ -21,11 +21,12 @@ struct Operands {
   void* of_rows[kMostRowResults];  // results that rows have themselves
 };
 
-// A dimension of the view: its extent, and the strides in elements of the operands and of each side operand.
-struct Dim {
+// A dimension of the view: its extent, and how far apart its neighbours lie in the operands and in each side operand.
+template <int kSides>
+struct SidedDim {
   int64_t extent;
   int64_t stride;
-  int64_t side[kMostSides];
+  int64_t side[kSides > 0 ? kSides : 1];
 };
 
 // Where an element lies in the operands, and in the side operands.
@@ -35,7 +36,7 @@ struct Offset {
   int64_t side[kSides > 0 ? kSides : 1];
 
   // `index` steps along a dimension.
-  __device__ __forceinline__ Offset along(const Dim& dim, int64_t index) const {
+  __device__ __forceinline__ Offset along(const SidedDim<kSides>& dim, int64_t index) const {
     Offset moved = *this;
     moved.element += index * dim.stride;
 #pragma unroll
@@ -43,24 +44,6 @@ struct Offset {
     return moved;
   }
 };
-
-// `from` moved by the index-th combination of the indices of the dimensions [kBegin, kEnd), the innermost of which
-// varies fastest. Extents are constants, so that no division is one; the outermost one's is not needed.
-template <class Dims, int kEnd, int kBegin = 0, int kSides, class Index>
-__device__ __forceinline__ Offset<kSides> moved_along(Offset<kSides> from, Index index) {
-  if constexpr (kBegin == kEnd) {
-    return from;
-  } else {
-    constexpr Dim dim = Dims::kDim[kEnd - 1];
-    if constexpr (kBegin == kEnd - 1) {
-      return from.along(dim, index);
-    } else {
-      const Index outer = index / static_cast<Index>(dim.extent);
-      return moved_along<Dims, kEnd - 1, kBegin>(from.along(dim, index - outer * static_cast<Index>(dim.extent)),
-                                                 outer);
-    }
-  }
-}
 
 // What is fused before an operator: `apply` makes an element's value of the element and of the side operands' elements.
 // Without any, packs can be compared, and pads put into them, as they are in memory.
@@ -71,7 +54,7 @@ struct NothingFused {
   static constexpr int kSides = 0;
 };
 
-template <class Op_, class In_, class Out_, class Fused, bool kMasked_, bool kPacks_>
+template <class Op_, class In_, class Out_, class Fused, bool kMasked_, bool kPacks_, class View_>
 struct Memory {
   using Op = Op_;
   using In = In_;
@@ -86,7 +69,12 @@ struct Memory {
   static constexpr int kLabelSide = Fused::kSides + Op::kRowNumbers;
   static constexpr int kSides = kLabelSide + Op::kLabelled + kMasked;
   static constexpr unsigned kAll = kAllBits<In>;
+  using View = View_;
+  static_assert(kSides == View::kSides);
+  static constexpr int64_t kColumns = View::kView.columns;
   using Place = Offset<kSides>;
+  using Dim = SidedDim<kSides>;
+  using RowIndex = typename Conditional<View::kWide, uint64_t, uint32_t>::type;
   using Values = C[kWidth][kInputs];
   using Results = Words<kWidth* static_cast<int>(sizeof(Out))>;
   // Whether the largest word of memory has the largest value, and pads can stand in memory.
@@ -228,11 +216,32 @@ struct Memory {
 
   // ---- rows
 
+  // The d-th kept or reduced dimension of the view.
+  static constexpr __device__ __forceinline__ Dim kept_dim(int d) {
+    Dim dim{View::kView.kept.dim[d].extent, View::kView.kept.dim[d].stride, {}};
+    for (int s = 0; s < kSides; ++s) dim.side[s] = View::kSideStrides[s].kept[d];
+    return dim;
+  }
+  static constexpr __device__ __forceinline__ Dim reduced_dim(int d) {
+    Dim dim{View::kView.reduced.dim[d].extent, View::kView.reduced.dim[d].stride, {}};
+    for (int s = 0; s < kSides; ++s) dim.side[s] = View::kSideStrides[s].reduced[d];
+    return dim;
+  }
+  static constexpr int kKeptDims = View::kView.kept.size, kReducedDims = View::kView.reduced.size;
+  // `from` moved by the index-th combination of the indices of the kept, or reduced, dimensions [kBegin, kEnd), the
+  // innermost of which varies fastest. Extents are constants, so that no division is one; the outermost one's is not
+  // needed.
+  template <int kEnd, int kBegin = 0, class Index>
+  static __device__ __forceinline__ Place along_kept(const Place& from, Index index) {
+    return moved<true, kEnd, kBegin>(from, index);
+  }
+  template <int kEnd, int kBegin = 0, class Index>
+  static __device__ __forceinline__ Place along_reduced(const Place& from, Index index) {
+    return moved<false, kEnd, kBegin>(from, index);
+  }
   // Where a row's first element lies.
-  template <class View>
   static __device__ __forceinline__ Place begin_of(int64_t row) {
-    using Index = typename Conditional<View::kWide, uint64_t, uint32_t>::type;
-    return moved_along<typename View::Kept, View::Kept::kSize>(Place{}, static_cast<Index>(row));
+    return along_kept<kKeptDims>(Place{}, static_cast<RowIndex>(row));
   }
 
   // What terms relative to a pivot are made with, of the row that lies at `at`.
@@ -268,14 +277,11 @@ struct Memory {
   }
   // What the results of a row, which lies at `begin`, are made of besides its state: the element that is its label's.
   // It takes two accesses, one after the other, and is best asked for while the row is still on its way.
-  template <class View>
   __device__ __forceinline__ OfRow of_row(const Place& begin) const {
     if constexpr (kReadsLabelled) {
       const int label = label_of(begin);
-      const bool has_label = 0 <= label && label < View::kColumns;
-      using Index = typename Conditional<View::kWide, uint64_t, uint32_t>::type;
-      const Place at =
-          moved_along<typename View::Reduced, View::Reduced::kSize>(begin, static_cast<Index>(has_label ? label : 0));
+      const bool has_label = 0 <= label && label < kColumns;
+      const Place at = along_reduced<kReducedDims>(begin, static_cast<RowIndex>(has_label ? label : 0));
       return {has_label, Elements<In>::widen(in(0)[at.element])};
     } else {
       return {};
@@ -367,6 +373,20 @@ struct Memory {
   }
 
  private:
+  template <bool kKept, int kEnd, int kBegin, class Index>
+  static __device__ __forceinline__ Place moved(const Place& from, Index index) {
+    if constexpr (kBegin == kEnd) {
+      return from;
+    } else {
+      constexpr Dim dim = kKept ? kept_dim(kEnd - 1) : reduced_dim(kEnd - 1);
+      if constexpr (kBegin == kEnd - 1) {
+        return from.along(dim, index);
+      } else {
+        const Index outer = index / static_cast<Index>(dim.extent);
+        return moved<kKept, kEnd - 1, kBegin>(from.along(dim, index - outer * static_cast<Index>(dim.extent)), outer);
+      }
+    }
+  }
   __device__ __forceinline__ int label_of(const Place& begin) const {
     return static_cast<const int*>(operands.side[kLabelSide])[begin.side[kLabelSide]];
   }
@@ -399,7 +419,7 @@ struct Largest {
   C value = -Mem::M::kInfinity;
 
   __device__ __forceinline__ void add(const Mem& mem, const Pack (&pack)[Mem::kInputs], const typename Mem::Place& at,
-                                      const Dim& dim, unsigned bits) {
+                                      const typename Mem::Dim& dim, unsigned bits) {
     if constexpr (Mem::kOrdered) {
       raw = Mem::larger(raw, pack[0]);
     } else {

@@ -7,13 +7,13 @@
 
 namespace jax_softmax::device {
 
-template <class Mem, class View, class Plan>
+template <class Mem, class Plan>
 __device__ __forceinline__ void registers(const Operands& operands) {
   using Op = typename Mem::Op;
   using M = typename Mem::M;
   using C = typename Mem::C;
   using In = typename Mem::In;
-  using R = Row<Mem, View, Plan>;
+  using R = Row<Mem, Plan>;
   using Members = Team<Op, Plan::kLanes, Plan::kThreads>;
   constexpr int kPacks = Plan::kPacks, kLanes = Plan::kLanes, kWidth = Mem::kWidth, kInputs = Mem::kInputs;
   const Mem mem{operands};
@@ -42,7 +42,7 @@ __device__ __forceinline__ void registers(const Operands& operands) {
   }
   constexpr bool kAhead = kLanes <= 32;  // in a block of one row others would wait for the lane that needs it
   typename Mem::OfRow of_row{};
-  if constexpr (kAhead) of_row = mem.template of_row<View>(row.begin);
+  if constexpr (kAhead) of_row = mem.of_row(row.begin);
   const auto addend = mem.addend(row.begin);
   unsigned kept[Mem::kMasked ? kPacks : 1] = {};
   const auto kept_of = [&](int p) {
@@ -91,7 +91,7 @@ __device__ __forceinline__ void registers(const Operands& operands) {
   }
   const StateOf<Op> state = Members::combine({pivot, Members::warp_sum(sum)});
   if (!active) return;
-  if (rank == 0) mem.store_row(index, state, kAhead ? of_row : mem.template of_row<View>(row.begin));
+  if (rank == 0) mem.store_row(index, state, kAhead ? of_row : mem.of_row(row.begin));
   if constexpr (!Op::kElementResults) return;
 
   const typename Op::Row finished = mem.row(state, row.begin);
@@ -117,12 +117,12 @@ __device__ __forceinline__ void registers(const Operands& operands) {
 }
 
 // Rows so short that a pack has several whole ones: a thread has a pack.
-template <class Mem, class View, class Plan>
+template <class Mem, class Plan>
 __device__ __forceinline__ void rows_in_packs(const Operands& operands) {
   using Op = typename Mem::Op;
   using M = typename Mem::M;
   using C = typename Mem::C;
-  constexpr int kColumns = View::kColumns, kWidth = Mem::kWidth;
+  constexpr int kColumns = Mem::kColumns, kWidth = Mem::kWidth;
   const Mem mem{operands};
   const int64_t begin = (static_cast<int64_t>(blockIdx.x) * Plan::kThreads + threadIdx.x) * kWidth;
   const int64_t left = operands.rows * kColumns - begin;
@@ -131,7 +131,7 @@ __device__ __forceinline__ void rows_in_packs(const Operands& operands) {
 #pragma unroll
   for (int k = 0; k < Mem::kInputs; ++k) raw[k] = Mem::load(mem.in(k) + begin, Mem::kAll);
   typename Mem::Values values;
-  mem.values(values, raw, typename Mem::Place{}, Dim{}, Mem::kAll);
+  mem.values(values, raw, typename Mem::Place{}, typename Mem::Dim{}, Mem::kAll);
   C result[kWidth];
 #pragma unroll
   for (int row = 0; row < kWidth; row += kColumns) {

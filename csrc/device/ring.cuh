@@ -43,13 +43,13 @@ struct Turn {
   }
 };
 
-template <class Mem, class View, class Plan>
+template <class Mem, class Plan>
 __device__ __forceinline__ void ring(const Operands& operands) {
 #if __CUDA_ARCH__ >= 900
   using Op = typename Mem::Op;
   using State = StateOf<Op>;
-  using R = Row<Mem, View, Plan>;
-  using Work = Chunk<Mem, View, Plan>;
+  using R = Row<Mem, Plan>;
+  using Work = Chunk<Mem, Plan>;
   constexpr int kWords = kStateWords<State>;
   constexpr int kTeamWarps = Work::kWarps, kStages = Plan::kStages, kCopies = Plan::kCopies;
   constexpr int kSummers = Plan::kSummers, kWriters = Plan::kWriters, kWaiters = Plan::kWaiters;  // teams, and warps
@@ -107,7 +107,7 @@ __device__ __forceinline__ void ring(const Operands& operands) {
       if (item == kEnd) return;
       with_chunk(item, turn.stage, [&](const Work& work) {
         if (work.chunk == 0 && work.rank == 0) {
-          mem.store_row(item / kChunks, finished[turn.stage], mem.template of_row<View>(work.row.begin));
+          mem.store_row(item / kChunks, finished[turn.stage], mem.of_row(work.row.begin));
         }
         work.finish(finished[turn.stage], part[turn.stage][warp % kTeamWarps].pivot);
       });

@@ -7,14 +7,14 @@
 
 namespace jax_softmax::device {
 
-template <class Mem, class View, class Plan>
+template <class Mem, class Plan>
 struct Row {
   using Place = typename Mem::Place;
-  using Reduced = typename View::Reduced;
   static constexpr int kWidth = Mem::kWidth;
-  static constexpr Dim kAlong = Reduced::kDim[Reduced::kSize - 1];  // the dimension that neighbours of a run are along
+  static constexpr typename Mem::Dim kAlong =
+      Mem::reduced_dim(Mem::kReducedDims - 1);  // the dimension that neighbours of a run are along
   static constexpr int64_t kRun = kAlong.extent;
-  static constexpr int64_t kRuns = View::kColumns / kRun;
+  static constexpr int64_t kRuns = Mem::kColumns / kRun;
   // Packs are counted from the multiple of so many elements that a run begins at or after: 1 where runs begin with a
   // pack of their own.
   static constexpr int kBoundary =
@@ -26,7 +26,7 @@ struct Row {
 
   Place begin;
 
-  explicit __device__ __forceinline__ Row(int64_t index) : begin(Mem::template begin_of<View>(index)) {}
+  explicit __device__ __forceinline__ Row(int64_t index) : begin(Mem::begin_of(index)) {}
 
   // A pack: where its first element lies, and which element of the run that is, negative or beyond the end where the
   // pack begins outside of the run.
@@ -46,7 +46,7 @@ struct Row {
   __device__ __forceinline__ At at(int j) const {
     const int run = kRuns == 1 ? 0 : static_cast<unsigned>(j) / static_cast<unsigned>(kRunPacks);
     const Place run_begin =
-        kRuns == 1 ? begin : moved_along<Reduced, Reduced::kSize - 1>(begin, static_cast<unsigned>(run));
+        kRuns == 1 ? begin : Mem::template along_reduced<Mem::kReducedDims - 1>(begin, static_cast<unsigned>(run));
     const Index first = static_cast<Index>(j - run * static_cast<int>(kRunPacks)) * kWidth - shift_of(run_begin);
     return {run_begin.along(kAlong, first), first, run};
   }

@@ -90,16 +90,16 @@ __device__ __forceinline__ void row_of_pairs(typename Mem::In* slab, int begin, 
 }
 
 // kLanes lanes have a row, up to kHeld elements each, or one more of pairs.
-template <class Mem, class View, class Plan>
+template <class Mem, class Plan>
 __device__ __forceinline__ void staged(const Operands& operands) {
   using Op = typename Mem::Op;
   using M = typename Mem::M;
   using C = typename Mem::C;
   using In = typename Mem::In;
   using Out = typename Mem::Out;
-  constexpr Dim kAlong = View::Reduced::kDim[0];
+  constexpr typename Mem::Dim kAlong = Mem::reduced_dim(0);
   constexpr int kWidth = Mem::kWidth, kInputs = Mem::kInputs;
-  constexpr int kColumns = View::kColumns, kRows = Plan::kRows, kThreads = Plan::kThreads;
+  constexpr int kColumns = Mem::kColumns, kRows = Plan::kRows, kThreads = Plan::kThreads;
   constexpr int kLanes = Plan::kLanes, kHeld = Plan::kHeld;
   constexpr int kOperand = kRows * kColumns;  // elements of a full slab, whole packs
   constexpr bool kInPlace = sizeof(In) == sizeof(Out);
@@ -141,8 +141,8 @@ __device__ __forceinline__ void staged(const Operands& operands) {
       const int row = min(turn + static_cast<int>(threadIdx.x) / kLanes, rows - 1);
       const bool active = turn + static_cast<int>(threadIdx.x) / kLanes < rows;
       const int begin = row * kColumns + lane;
-      const auto place = Mem::template begin_of<View>(first_row + row);
-      const auto of_row = mem.template of_row<View>(place);
+      const auto place = Mem::begin_of(first_row + row);
+      const auto of_row = mem.of_row(place);
       const auto addend = mem.addend(place);
       const int mine = active ? kColumns - lane : 0;  // element i of this lane is the row's if i * kLanes < mine
       const auto at = [&](int i) { return place.along(kAlong, lane + i * kLanes); };

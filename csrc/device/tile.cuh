@@ -18,10 +18,10 @@
 
 namespace jax_softmax::device {
 
-template <class Mem, class View, class Plan>
+template <class Mem, class Plan>
 __device__ __forceinline__ void tile(const Operands& operands) {
-  using Part = TilePart<Mem, View, Plan>;
-  using States = TileStates<Mem, View, Plan>;
+  using Part = TilePart<Mem, Plan>;
+  using States = TileStates<Mem, Plan>;
   using Op = typename Mem::Op;
   using State = StateOf<Op>;
   constexpr int kCluster = Part::kParts, kRows = Part::kRows;  // blocks that share a tile

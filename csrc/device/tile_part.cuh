@@ -9,15 +9,14 @@ namespace jax_softmax::device {
 
 constexpr int greatest_common_divisor(int a, int64_t b) { return b % a == 0 ? a : greatest_common_divisor(a / 2, b); }
 
-template <class Mem, class View, class Plan>
+template <class Mem, class Plan>
 struct TilePart {
   using Op = typename Mem::Op;
   using C = typename Mem::C;
   using In = typename Mem::In;
   using Place = typename Mem::Place;
-  using Kept = typename View::Kept;
-  using Reduced = typename View::Reduced;
-  using RowIndex = typename Conditional<View::kWide, uint64_t, uint32_t>::type;
+  using View = typename Mem::View;
+  using RowIndex = typename Mem::RowIndex;
   static constexpr int kInputs = Mem::kInputs, kWidth = Mem::kWidth, kThreads = Plan::kThreads;
   static constexpr int kArrays = Plan::kArrays, kElements = Plan::kElements, kFold = Plan::kFold;
   static constexpr int kPacks = Plan::kPacks;    // of a line of the tile
@@ -25,7 +24,7 @@ struct TilePart {
   static constexpr int kTurns = Plan::kTurns;    // lines of a thread
   static constexpr bool kAligned = Plan::kAligned;
   static constexpr int64_t kInner = View::kInner;  // elements of a line of the view
-  static constexpr Dim kAlong = Reduced::kDim[Reduced::kSize - 1];
+  static constexpr typename Mem::Dim kAlong = Mem::reduced_dim(Mem::kReducedDims - 1);
   static constexpr int kExtent = kAlong.extent;
   // Lines so many apart begin alike in a pack.
   static constexpr int kPeriod = kAligned || kFold > 1 ? 1 : kWidth / greatest_common_divisor(kWidth, kAlong.stride);
@@ -33,7 +32,7 @@ struct TilePart {
   static constexpr int kSpan =
       static_cast<int>(kFold > 1 ? ceil_div(kExtent * kInner + (kAligned ? 0 : kWidth - 1), kPacks* kWidth)
                                  : ceil_div(kExtent, kPeriod) * kPeriod);
-  static constexpr int kSpans = View::kColumns / kExtent;
+  static constexpr int kSpans = Mem::kColumns / kExtent;
   static constexpr int kLines = kGroups * kTurns;  // of a block
   // Blocks share out the lines of one span or, not folded, of all of them.
   static constexpr int kShared = kFold > 1 ? kSpan : kSpan * kSpans;
@@ -72,13 +71,14 @@ struct TilePart {
         first_line(part % kPartsOfShared * kLines),
         exists(array < kArrays && (kArrays == 1 || outer < mem.operands.rows / kInner)) {
     base = in_first_line(outer, first_element);
-    if constexpr (kFold > 1) base = moved_along<Reduced, Reduced::kSize - 1>(base, static_cast<unsigned>(span));
+    if constexpr (kFold > 1)
+      base = Mem::template along_reduced<Mem::kReducedDims - 1>(base, static_cast<unsigned>(span));
     shift = shift_of(group);
   }
   // Where an element of an array's first line lies.
   static __device__ __forceinline__ Place in_first_line(int64_t outer, int64_t element) {
-    const Place array = moved_along<Kept, View::kOuterKept>(Place{}, static_cast<RowIndex>(outer));
-    return moved_along<Kept, Kept::kSize, View::kOuterKept>(array, static_cast<RowIndex>(element));
+    const Place array = Mem::template along_kept<View::kOuterKept>(Place{}, static_cast<RowIndex>(outer));
+    return Mem::template along_kept<Mem::kKeptDims, View::kOuterKept>(array, static_cast<RowIndex>(element));
   }
   // How far the lines of a group begin beyond a pack.
   __device__ __forceinline__ int shift_of(int group) const {
@@ -137,7 +137,7 @@ struct TilePart {
   __device__ __forceinline__ At at_line(int i) const {
     const int over = kSpans == 1 ? 0 : static_cast<unsigned>(i) / static_cast<unsigned>(kSpan);
     const Place begin =
-        kSpans == 1 ? base : moved_along<Reduced, Reduced::kSize - 1>(base, static_cast<unsigned>(over));
+        kSpans == 1 ? base : Mem::template along_reduced<Mem::kReducedDims - 1>(base, static_cast<unsigned>(over));
     At at;
     at.index = i - over * kSpan;
     at.over = over;
@@ -167,7 +167,7 @@ struct TilePart {
     if constexpr (kFold > 1) {
       const unsigned index = at.index + e, line = index / static_cast<unsigned>(kInner);
       Place first = in_first_line(outer, index - line * static_cast<unsigned>(kInner));
-      first = moved_along<Reduced, Reduced::kSize - 1>(first, static_cast<unsigned>(span));
+      first = Mem::template along_reduced<Mem::kReducedDims - 1>(first, static_cast<unsigned>(span));
       return first.along(kAlong, line);
     } else {
       Place line = at.line;

@@ -8,9 +8,9 @@
 
 namespace jax_softmax::device {
 
-template <class Mem, class View, class Plan>
-struct TileStates : TilePart<Mem, View, Plan> {
-  using Part = TilePart<Mem, View, Plan>;
+template <class Mem, class Plan>
+struct TileStates : TilePart<Mem, Plan> {
+  using Part = TilePart<Mem, Plan>;
   using Op = typename Mem::Op;
   using M = typename Mem::M;
   using C = typename Mem::C;
@@ -211,7 +211,7 @@ struct TileStates : TilePart<Mem, View, Plan> {
         at += kFold > 1 ? this->shift : this->shift_of(entry);
       } else if constexpr (!Part::kAligned) {
         // From where this thread's array begins; if there is no array but the first, that is where all threads' do.
-        const int64_t arrays = View::kOuterKept == 0 ? 0 : of_array - this->array;
+        const int64_t arrays = Mem::View::kOuterKept == 0 ? 0 : of_array - this->array;
         const int64_t begin = this->base.element + arrays * Part::kExtent * Part::kInner;
         at += static_cast<int>(begin) & (kWidth - 1);
       }
@@ -271,7 +271,7 @@ struct TileStates : TilePart<Mem, View, Plan> {
         const int64_t element = this->first_element + row - of_array * kElements;
         const int64_t at = (first_array() + of_array) * Part::kInner + element;
         if (element < Part::kInner && at < mem_rows()) {
-          this->mem.store_row(at, whole(row), this->mem.template of_row<View>(begin_of(row)));
+          this->mem.store_row(at, whole(row), this->mem.of_row(begin_of(row)));
         }
       }
     }

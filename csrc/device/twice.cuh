@@ -11,13 +11,13 @@
 namespace jax_softmax::device {
 
 // The packs [begin, end) of a row, as a block goes over them.
-template <class Mem, class View, class Plan>
+template <class Mem, class Plan>
 struct Stretch {
   using Op = typename Mem::Op;
   using M = typename Mem::M;
   using C = typename Mem::C;
   using In = typename Mem::In;
-  using R = Row<Mem, View, Plan>;
+  using R = Row<Mem, Plan>;
   static constexpr int kInputs = Mem::kInputs, kWidth = Mem::kWidth, kThreads = Plan::kThreads;
 
   const Mem& mem;
@@ -105,51 +105,51 @@ __device__ __forceinline__ StateOf<Op>* states_of(const Operands& operands) {
 
 // ---- the launches, of rows
 
-template <class Mem, class View, class Plan>
+template <class Mem, class Plan>
 __device__ __forceinline__ void sum_pieces(const Operands& operands) {
   const Mem mem{operands};
   const int64_t index = blockIdx.x / Plan::kPieces, piece = blockIdx.x - index * Plan::kPieces;
-  using R = Row<Mem, View, Plan>;
+  using R = Row<Mem, Plan>;
   const R row(index);
   const int64_t begin = piece * Plan::kShare;
-  const Stretch<Mem, View, Plan> stretch{mem, row, begin, min(begin + Plan::kShare, R::kPacks)};
+  const Stretch<Mem, Plan> stretch{mem, row, begin, min(begin + Plan::kShare, R::kPacks)};
   const auto state = stretch.state();
   if (threadIdx.x == 0) states_of<typename Mem::Op>(operands)[blockIdx.x] = state;
 }
 
-template <class Mem, class View, class Plan>
+template <class Mem, class Plan>
 __device__ __forceinline__ void finish_pieces(const Operands& operands) {
-  using R = Row<Mem, View, Plan>;
+  using R = Row<Mem, Plan>;
   constexpr int64_t kShare = Plan::kFinished * Plan::kThreads, kParts = ceil_div(R::kPacks, kShare);
   wait_for_previous_kernel();
   const Mem mem{operands};
   const int64_t index = blockIdx.x / kParts, begin = (blockIdx.x - index * kParts) * kShare;
   const R row(index);
-  const Stretch<Mem, View, Plan> stretch{mem, row, begin, min(begin + kShare, R::kPacks)};
+  const Stretch<Mem, Plan> stretch{mem, row, begin, min(begin + kShare, R::kPacks)};
   stretch.finish(states_of<typename Mem::Op>(operands)[index * Plan::kPieces]);
 }
 
 // Both by one block.
-template <class Mem, class View, class Plan>
+template <class Mem, class Plan>
 __device__ __forceinline__ void whole_rows(const Operands& operands) {
-  using R = Row<Mem, View, Plan>;
+  using R = Row<Mem, Plan>;
   const Mem mem{operands};
   const R row(blockIdx.x);
-  const Stretch<Mem, View, Plan> stretch{mem, row, 0, R::kPacks};
+  const Stretch<Mem, Plan> stretch{mem, row, 0, R::kPacks};
   const auto state = stretch.state();
-  if (threadIdx.x == 0) mem.store_row(blockIdx.x, state, mem.template of_row<View>(row.begin));
+  if (threadIdx.x == 0) mem.store_row(blockIdx.x, state, mem.of_row(row.begin));
   if constexpr (Mem::Op::kElementResults) stretch.finish(state);
 }
 
 // ---- the launches, of tiles
 
-template <class Mem, class View, class Plan>
+template <class Mem, class Plan>
 __device__ __forceinline__ void sum_tile_pieces(const Operands& operands) {
-  using Part = TilePart<Mem, View, Plan>;
+  using Part = TilePart<Mem, Plan>;
   extern __shared__ __align__(128) Pack shared[];
   const Mem mem{operands};
   const int64_t index = blockIdx.x / Part::kParts;
-  TileStates<Mem, View, Plan> part(mem, shared, index, static_cast<int>(blockIdx.x - index * Part::kParts));
+  TileStates<Mem, Plan> part(mem, shared, index, static_cast<int>(blockIdx.x - index * Part::kParts));
   part.sum_read();
   StateOf<typename Mem::Op>* const to =
       states_of<typename Mem::Op>(operands) + static_cast<int64_t>(blockIdx.x) * Part::kRows;
@@ -162,30 +162,29 @@ struct Smaller : Plan {
   static constexpr int kTurns = Plan::kFinished;
 };
 
-template <class Mem, class View, class Plan>
+template <class Mem, class Plan>
 __device__ __forceinline__ void finish_tile_pieces(const Operands& operands) {
-  using Part = TilePart<Mem, View, Smaller<Plan>>;
+  using Part = TilePart<Mem, Smaller<Plan>>;
   extern __shared__ __align__(128) Pack shared[];
   const Mem mem{operands};
   const int64_t index = blockIdx.x / Part::kParts;
   wait_for_previous_kernel();
-  const TileStates<Mem, View, Smaller<Plan>> part(mem, shared, index,
-                                                  static_cast<int>(blockIdx.x - index * Part::kParts));
+  const TileStates<Mem, Smaller<Plan>> part(mem, shared, index, static_cast<int>(blockIdx.x - index * Part::kParts));
   const StateOf<typename Mem::Op>* const whole =
-      states_of<typename Mem::Op>(operands) + index * TilePart<Mem, View, Plan>::kParts * Part::kRows;
+      states_of<typename Mem::Op>(operands) + index * TilePart<Mem, Plan>::kParts * Part::kRows;
   for (int i = threadIdx.x; i < Part::kRows; i += Plan::kThreads) part.whole(i) = whole[i];
   __syncthreads();
   part.template finish<true>();
 }
 
-template <class Mem, class View, class Plan>
+template <class Mem, class Plan>
 __device__ __forceinline__ void whole_tiles(const Operands& operands) {
-  using Part = TilePart<Mem, View, Plan>;
+  using Part = TilePart<Mem, Plan>;
   using Op = typename Mem::Op;
   extern __shared__ __align__(128) Pack shared[];
   const Mem mem{operands};
   for (int piece = 0; piece < Part::kParts; ++piece) {
-    TileStates<Mem, View, Plan> part(mem, shared, blockIdx.x, piece);
+    TileStates<Mem, Plan> part(mem, shared, blockIdx.x, piece);
     part.sum_read();
     part.combine([&](int row, StateOf<typename Mem::Op> state) {
       if (piece > 0) state = combine<Op, typename Mem::M>(part.whole(row), state);
@@ -193,9 +192,9 @@ __device__ __forceinline__ void whole_tiles(const Operands& operands) {
     });
     __syncthreads();
   }
-  TileStates<Mem, View, Plan>(mem, shared, blockIdx.x, 0).store_rows();
+  TileStates<Mem, Plan>(mem, shared, blockIdx.x, 0).store_rows();
   if constexpr (!Op::kElementResults) return;
-  using Finished = TileStates<Mem, View, Smaller<Plan>>;
+  using Finished = TileStates<Mem, Smaller<Plan>>;
   for (int piece = 0; piece < Finished::kParts; ++piece) {
     Finished(mem, shared, blockIdx.x, piece).template finish<true>();
   }
@@ -203,18 +202,18 @@ __device__ __forceinline__ void whole_tiles(const Operands& operands) {
 
 // ---- between them: the states of each row's pieces are put together, in the place of the first piece's
 
-template <class Mem, class View, class Plan>
+template <class Mem, class Plan>
 __device__ __forceinline__ void combine_pieces(const Operands& operands) {
   using Op = typename Mem::Op;
   constexpr int kPieces = Plan::kCombined, kRows = Plan::kTileRows;  // neighbouring rows, whose states are neighbours
   const Mem mem{operands};
   const auto store = [&](int64_t row, const StateOf<Op>& state) {
-    mem.store_row(row, state, mem.template of_row<View>(Mem::template begin_of<View>(row)));
+    mem.store_row(row, state, mem.of_row(Mem::begin_of(row)));
   };
   // Some rows of a tile are another one's, or none at all.
   const auto store_row = [&](int64_t tile, int row, const StateOf<Op>& state) {
     if constexpr (Op::kRowResults > 0 && kRows > 1) {
-      using Part = TilePart<Mem, View, Plan>;
+      using Part = TilePart<Mem, Plan>;
       const int64_t element = tile % Part::kTilesOfLine * Part::kElements + row;
       if (row >= Part::kElements || element >= Part::kInner) return;
       store(tile / Part::kTilesOfLine * Part::kInner + element, state);

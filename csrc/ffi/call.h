@@ -6,11 +6,13 @@
 #include <string_view>
 #include <vector>
 
+#include "core/make_view.h"
 #include "core/op.h"
-#include "core/view.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jax_softmax {
+
+inline constexpr int kMostSides = 6;
 
 // What a call is, but for where its operands lie.
 struct CallShape {

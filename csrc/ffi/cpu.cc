@@ -77,7 +77,8 @@ ffi::Error run(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets
     return ffi::Error::InvalidArgument("jax_softmax: " + describe(call) + ": there is no CPU kernel");
   }
   View view;
-  std::string message = make_view(call.shape, call.sides, call.axes, &view);
+  std::vector<Strides> strides;
+  std::string message = make_view(call.shape, call.sides, call.axes, &view, &strides);
   if (message.empty() && !cpu::makes(call.in, call.out)) message = "the result differs in dtype";
   if (!message.empty()) return ffi::Error::InvalidArgument("jax_softmax: " + describe(call) + ": " + message);
   const int64_t elements = view.elements();
@@ -87,10 +88,11 @@ ffi::Error run(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets
   const cpu::Variant& variant = cpu::variant();
   const cpu::Operands operands{{buffers.in[0], buffers.in[1]},
                                static_cast<const bool*>(buffers.side[0]),
+                               call.masked ? strides[0] : Strides{},
                                buffers.out,
                                {buffers.of_rows[0], buffers.of_rows[1], buffers.of_rows[2]}};
   const int64_t threads = std::max<int64_t>(1, pool.num_threads());
-  const cpu::Work work = variant.work(call.op, call.in, call.out, view, threads);
+  const cpu::Work work = variant.work(call.op, call.in, call.out, view, operands, threads);
   const int64_t ranges = std::min({work.units, elements / kElementsPerTask, threads * kRangesPerThread});
   constexpr std::align_val_t kAlignment{cpu::kScratchAlignment};
   void* const scratch = work.scratch_bytes > 0 ? ::operator new(work.scratch_bytes, kAlignment) : nullptr;

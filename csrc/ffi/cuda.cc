@@ -211,7 +211,8 @@ std::vector<Device> devices_here() {
 
 std::string problem_of(const CallShape& call, Problem* problem) {
   *problem = Problem{};
-  if (std::string message = make_view(call.shape, call.sides, call.axes, &problem->view); !message.empty()) {
+  if (std::string message = make_view(call.shape, call.sides, call.axes, &problem->view, &problem->sides);
+      !message.empty()) {
     return message;
   }
   problem->cost = cost_of(call.op);

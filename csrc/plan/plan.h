@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "core/op.h"
-#include "core/view.h"
+#include "geometry/view.h"
 
 namespace jax_softmax {
 
@@ -30,6 +30,7 @@ struct Device {
 // And of a call.
 struct Problem {
   View view;
+  std::vector<Strides> sides;  // of the operands that broadcast
   Cost cost;
   int in_bytes, out_bytes;  // of an element
   bool masked;
@@ -203,9 +204,6 @@ std::vector<Step> steps_of(const Plan& plan, const Problem& problem, const Devic
 std::string describe(const Plan& plan);
 
 // ---- small things
-
-constexpr int64_t ceil_div(int64_t a, int64_t b) { return a / b + (a % b != 0); }
-constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 
 // How a row is covered with packs; see device/row.cuh.
 struct Runs {

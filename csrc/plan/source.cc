@@ -33,23 +33,42 @@ std::string constant(const std::string& name, T value) {
   return std::string("  static constexpr ") + type + " " + constant_name(name) + " = " + number(value) + ";\n";
 }
 
-// The outermost kept extent stays out of it, so that batch sizes share a kernel.
-std::string dims(const char* name, const Dims& dims, int sides, bool outermost_varies) {
-  std::string text = std::string("  struct ") + name + " {\n  " + constant("size", dims.size);
-  text += "    static constexpr Dim kDim[] = {";
-  for (int i = 0; i < dims.size || i == 0; ++i) {
-    const Dim dim = i < dims.size ? dims.dim[i] : Dim{1, 0, {}};
-    text += (i ? ", {" : "{") + number(i == 0 && outermost_varies ? 0 : dim.extent) + ", " + number(dim.stride) + ", {";
-    for (int s = 0; s < sides || s == 0; ++s) text += (s ? ", " : "") + number(s < sides ? dim.side[s] : 0);
-    text += "}}";
+std::string braced(const int64_t* numbers, int n) {
+  std::string text = "{";
+  for (int i = 0; i < n; ++i) text += (i ? ", " : "") + number(numbers[i]);
+  return text + "}";
+}
+
+std::string braced(const Dims& dims) {
+  std::string text = "{" + number(dims.size) + ", {";
+  for (int i = 0; i < dims.size; ++i)
+    text += (i ? ", {" : "{") + number(dims.dim[i].extent) + ", " + number(dims.dim[i].stride) + "}";
+  return text + "}}";
+}
+
+// The view and the side operands' strides along it. The outermost kept extent stays out of it, so that batch sizes
+// share a kernel.
+std::string view_of(const Problem& problem) {
+  View view = problem.view;
+  const bool wide = view.elements() >= 1ll << 31;
+  if (view.kept.size > 0) view.kept.dim[0].extent = 0;
+  const int outer = outer_kept(problem.view);
+  int64_t inner = 1;
+  for (int i = outer; i < view.kept.size; ++i) inner *= problem.view.kept.dim[i].extent;
+  std::string text = "struct View {\n  static constexpr jax_softmax::View kView = {" + braced(view.kept) + ", " +
+                     braced(view.reduced) + ", " + (view.minor_reduced ? "true" : "false") + ", 0, " +
+                     number(view.columns) + "};\n" + constant("wide", wide) + constant("outer_kept", outer) +
+                     constant("inner", inner) + constant("sides", static_cast<int>(problem.sides.size())) +
+                     "  static constexpr Strides kSideStrides[] = {";
+  for (const Strides& side : problem.sides) {
+    text += "{" + braced(side.kept, view.kept.size) + ", " + braced(side.reduced, view.reduced.size) + "}, ";
   }
-  return text + "};\n  };\n";
+  return text + (problem.sides.empty() ? "{}" : "") + "};\n};\n\n";
 }
 
 }  // namespace
 
 std::string source_of(const Plan& plan, const Step& step, const Problem& problem, const Types& types) {
-  const View& view = problem.view;
   const std::string function = step.function;
   const int threads = step.launch.threads;
   const std::string bounds =
@@ -80,15 +99,11 @@ std::string source_of(const Plan& plan, const Step& step, const Problem& problem
   }
   const std::string op = facts_of(types.op).type, out = kElementTypes[static_cast<int>(types.out)];
   const std::string policy = "PolicyOf<" + op + ", " + kElementTypes[static_cast<int>(wide)] + ", " + out + ">::type";
+  text += view_of(problem);
   text += "using Mem = Memory<" + op + "<" + policy + ">, " + kElementTypes[static_cast<int>(types.in)] + ", " + out +
           ", " + (types.fused.empty() ? "NothingFused" : "Fused") + ", " + (problem.masked ? "true" : "false") + ", " +
-          (problem.packs ? "true" : "false") + ">;\n\n";
-  const int outer = outer_kept(view);
-  int64_t inner = 1;
-  for (int i = outer; i < view.kept.size; ++i) inner *= view.kept.dim[i].extent;
-  text += "struct View {\n" + constant("columns", view.columns) + constant("wide", view.elements() >= 1ll << 31) +
-          constant("outer_kept", outer) + constant("inner", inner) + dims("Kept", view.kept, view.sides, true) +
-          dims("Reduced", view.reduced, view.sides, false) + "};\n\nstruct Plan {\n";
+          (problem.packs ? "true" : "false") + ", View>;\n\n";
+  text += "struct Plan {\n";
   const auto add = [&](const char* name, auto value) { text += constant(name, value); };
   std::visit([&](const auto& p) { p.each(add); }, plan);
   if (function == "combine_pieces") {
@@ -97,7 +112,7 @@ std::string source_of(const Plan& plan, const Step& step, const Problem& problem
     add("tile_rows", tile ? static_cast<int>(rows_of(tile->tile, problem)) : 1);
     add("combined", tile ? static_cast<int>(parts_of(tile->tile, problem)) : std::get<Twice>(plan).pieces);
   }
-  return text + "};\n" + kernel(function + "<Mem, View, Plan>(operands);");
+  return text + "};\n" + kernel(function + "<Mem, Plan>(operands);");
 }
 
 }  // namespace jax_softmax
