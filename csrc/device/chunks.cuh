@@ -38,9 +38,7 @@ struct Chunk {
     return j < kShare && chunk < kChunks && (kChunks * kShare <= R::kPacks || chunk * kShare + j < R::kPacks);
   }
   __device__ __forceinline__ At at(int j) const { return row.at(chunk * kShare + j); }
-  __device__ __forceinline__ unsigned kept(const At& at) const {
-    return mem.unmasked(at.place, R::kAlong, at.inside());
-  }
+  __device__ __forceinline__ unsigned kept(const At& at) const { return mem.unmasked(at, at.inside()); }
 
   // Copies the thread's packs to shared memory, where it alone reads them.
   __device__ __forceinline__ void copy() const {
@@ -130,16 +128,18 @@ struct Chunk {
     // In registers from one pass to the next, but for float64, whose exponential needs many, and for elements of 8
     // bits, of which a pack has many.
     constexpr bool kHold = sizeof(C) == 4 && sizeof(In) > 1 && Op::kHasPivot;
-    Pack raw[kHold ? kPacks : 1][kInputs];
-    const auto read = [&](int p) {
-#pragma unroll
-      for (int k = 0; k < kInputs; ++k) {
-        raw[kHold ? p : 0][k] = Mem::pad_pack(k);
-        if (exists(pack_of(p))) raw[kHold ? p : 0][k] = *held(k, pack_of(p));
-      }
-    };
+    typename Mem::Held packs[kHold ? kPacks : 1];
     const auto bits_of = [&](int p) {
       return Mem::kOrdered ? Mem::kAll : exists(pack_of(p)) ? kept(at(pack_of(p))) : 0;
+    };
+    const auto read = [&](int p) {
+      Pack raw[kInputs];
+#pragma unroll
+      for (int k = 0; k < kInputs; ++k) {
+        raw[k] = Mem::pad_pack(k);
+        if (exists(pack_of(p))) raw[k] = *held(k, pack_of(p));
+      }
+      mem.hold(packs[kHold ? p : 0], raw, at(pack_of(p)), bits_of(p));
     };
     C pivot = M::constant(0);
     if constexpr (Op::kHasPivot) {
@@ -147,7 +147,7 @@ struct Chunk {
 #pragma unroll
       for (int p = 0; p < kPacks; ++p) {
         read(p);
-        largest.add(mem, raw[kHold ? p : 0], at(pack_of(p)).place, R::kAlong, bits_of(p));
+        largest.add(mem, packs[kHold ? p : 0], at(pack_of(p)), bits_of(p));
       }
       pivot = max_over_lanes<32, M>(largest.get());
     }
@@ -157,7 +157,7 @@ struct Chunk {
     for (int p = 0; p < kPacks; ++p) {
       if constexpr (!kHold) read(p);
       typename Mem::Values values;
-      mem.values(values, raw[kHold ? p : 0], at(pack_of(p)).place, R::kAlong, bits_of(p));
+      mem.values(values, packs[kHold ? p : 0], at(pack_of(p)), bits_of(p));
       typename Op::Sum terms[kWidth], part{};
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) part += terms[i] = Op::term(terms_of_row, values[i]);
@@ -176,7 +176,7 @@ struct Chunk {
     if constexpr (Mem::kTermsFit) scale = mem.term_scale(state, pivot, row.begin);
     const auto addend = mem.addend(row.begin);
     const Pointer<R, typename Mem::Out, kThreads> out(mem.out(), row, chunk * kShare + rank);
-    const auto results_of = [&](int j, const At& place, unsigned bits) {
+    const auto store = [&](typename Mem::Out* to, int j, const At& place, unsigned bits, unsigned inside) {
       Pack raw[kInputs];
 #pragma unroll
       for (int k = 0; k < kInputs; ++k) raw[k] = *held(k, j);
@@ -187,23 +187,22 @@ struct Chunk {
         for (int i = 0; i < kWidth; ++i) result[i] = result[i] * scale;
       } else {
         typename Mem::Values values;
-        mem.values(values, raw, place.place, R::kAlong, bits);
+        mem.values(values, raw, place, bits);
 #pragma unroll
         for (int i = 0; i < kWidth; ++i) result[i] = Op::finish(finished, values[i]);
       }
-      return Mem::results(result, bits, addend, place.column());
+      const bool counts = Mem::complete(result, bits, addend, place.column());
+      mem.store(to, place.place.element, result, counts, place, inside);
     };
 #pragma unroll
     for (int p = 0; p < kPacks; ++p) {
       const int j = pack_of(p);
       const auto place = at(j);
       if (!exists(j) || !place.whole()) continue;
-      Mem::store(out(p, place), results_of(j, place, Mem::kMasked ? kept(place) : Mem::kAll), Mem::kAll);
+      store(out(p, place), j, place, Mem::kMasked ? kept(place) : Mem::kAll, Mem::kAll);
     }
     for_edges([&](int j, const At& place) {
-      if (place.any()) {
-        Mem::store(mem.out() + place.place.element, results_of(j, place, kept(place)), place.inside());
-      }
+      if (place.any()) store(mem.out() + place.place.element, j, place, kept(place), place.inside());
     });
   }
 };
@@ -211,7 +210,7 @@ struct Chunk {
 // A block has kTeams neighbouring chunks of a row, a team each. What is left of the row belongs to the other blocks of
 // its cluster or, if they exchange states through memory, to any.
 template <class Mem, class Plan>
-__device__ __forceinline__ void chunks(const Operands& operands) {
+__device__ __forceinline__ void chunks(const typename Mem::Operands& operands) {
   using Op = typename Mem::Op;
   using State = StateOf<Op>;
   using Work = Chunk<Mem, Plan>;

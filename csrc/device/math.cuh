@@ -17,6 +17,13 @@ template <class Format>
 struct Byte {
   uint8_t bits;
 };
+// Of side operands alone.
+struct Int32 {
+  int bits;
+};
+struct Bool {
+  uint8_t bits;
+};
 using Float8E4M3 = Byte<E4M3>;
 using Float8E5M2 = Byte<E5M2>;
 using Int8 = Byte<int8_t>;

@@ -28,6 +28,31 @@ __device__ __forceinline__ Pack load_pack(const void* p) {
   return pack;
 }
 
+// The same of fewer bytes, or more.
+template <int bytes>
+__device__ __forceinline__ Words<bytes> load_words(const void* p) {
+  Words<bytes> words;
+  const auto from = __cvta_generic_to_global(p);
+  if constexpr (bytes == 2) {
+    uint16_t half;
+    asm("ld.global.b16 %0, [%1];" : "=h"(half) : "l"(from));
+    words.word[0] = half;
+  } else if constexpr (bytes == 4) {
+    asm("ld.global.b32 %0, [%1];" : "=r"(words.word[0]) : "l"(from));
+  } else if constexpr (bytes == 8) {
+    asm("ld.global.v2.b32 {%0, %1}, [%2];" : "=r"(words.word[0]), "=r"(words.word[1]) : "l"(from));
+  } else {
+#pragma unroll
+    for (int i = 0; i < bytes / 16; ++i) {
+      asm("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];"
+          : "=r"(words.word[4 * i]), "=r"(words.word[4 * i + 1]), "=r"(words.word[4 * i + 2]),
+            "=r"(words.word[4 * i + 3])
+          : "l"(from + 16 * i));
+    }
+  }
+  return words;
+}
+
 // To global memory, which no kernel reads again: loads may pass these stores. In unrolled loops the compiler has been
 // seen to make four stores of an ordinary one.
 template <int bytes>
@@ -349,6 +374,39 @@ struct Elements<Byte<Format>> {
     }
   }
 };
+
+// Of side operands alone, which are only read.
+template <>
+struct Elements<Int32> {
+  template <int n>
+  static __device__ __forceinline__ void widen(int (&v)[n], const Words<4 * n>& words) {
+#pragma unroll
+    for (int i = 0; i < n; ++i) v[i] = static_cast<int>(words.word[i]);
+  }
+  static __device__ __forceinline__ int widen(Int32 x) { return x.bits; }
+};
+
+template <>
+struct Elements<Bool> {
+  template <int n>
+  static __device__ __forceinline__ void widen(bool (&v)[n], const Words<n>& words) {
+#pragma unroll
+    for (int i = 0; i < n; ++i) v[i] = words.word[i / 4] >> (8 * (i % 4)) & 1;
+  }
+  static __device__ __forceinline__ bool widen(Bool x) { return x.bits != 0; }
+};
+
+// A bit for each byte, which is 0 or 1.
+template <int bytes>
+__device__ __forceinline__ unsigned bits_of_bytes(const Words<bytes>& words) {
+  unsigned bits = 0;
+#pragma unroll
+  for (int w = 0; w < (bytes + 3) / 4; ++w) {
+    // The products of byte i that matter lie at bit 24 + i; all others lie elsewhere, one to a bit.
+    bits |= (words.word[w] * 0x01020408u >> 24 & 0xfu) << (4 * w);
+  }
+  return bits;
+}
 
 // ---- parts of packs; bit i of `bits` stands for element i
 

@@ -8,7 +8,7 @@
 namespace jax_softmax::device {
 
 template <class Mem, class Plan>
-__device__ __forceinline__ void registers(const Operands& operands) {
+__device__ __forceinline__ void registers(const typename Mem::Operands& operands) {
   using Op = typename Mem::Op;
   using M = typename Mem::M;
   using C = typename Mem::C;
@@ -52,12 +52,15 @@ __device__ __forceinline__ void registers(const Operands& operands) {
   for (int p = 0; p < kPacks; ++p) {
     if constexpr (Mem::kMasked) {
       const auto at = row.at(pack_of(p));
-      kept[p] = exists(p) ? mem.unmasked(at.place, R::kAlong, at.inside()) : 0;
+      kept[p] = exists(p) ? mem.unmasked(at, at.inside()) : 0;
     }
     if constexpr (!R::kExact || Mem::kMasked) {
       if ((Mem::kMasked || !row.at(pack_of(p)).whole()) && kept_of(p) != Mem::kAll) Mem::mend(raw[p], kept_of(p));
     }
   }
+  typename Mem::Held held[kPacks];
+#pragma unroll
+  for (int p = 0; p < kPacks; ++p) mem.hold(held[p], raw[p], row.at(pack_of(p)), kept_of(p));
 
   constexpr bool kTerms = Op::kResultIsScaledTerm;
   C terms[kTerms ? kPacks : 1][kWidth];
@@ -65,9 +68,7 @@ __device__ __forceinline__ void registers(const Operands& operands) {
   if constexpr (Op::kHasPivot) {
     Largest<Mem> largest;
 #pragma unroll
-    for (int p = 0; p < kPacks; ++p) {
-      largest.add(mem, raw[p], row.at(pack_of(p)).place, R::kAlong, kept_of(p));
-    }
+    for (int p = 0; p < kPacks; ++p) largest.add(mem, held[p], row.at(pack_of(p)), kept_of(p));
     pivot = Members::warp_max(largest.get());
   }
   const auto terms_of_row = mem.terms(pivot, row.begin);
@@ -79,7 +80,7 @@ __device__ __forceinline__ void registers(const Operands& operands) {
   for (int p = 0; p < kPacks; ++p) {
     if (kMayEnd && p == kPacks - 1 && ends) break;
     typename Mem::Values values;
-    mem.values(values, raw[p], row.at(pack_of(p)).place, R::kAlong, kept_of(p));
+    mem.values(values, held[p], row.at(pack_of(p)), kept_of(p));
     typename Op::Sum part{};
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) {
@@ -108,17 +109,18 @@ __device__ __forceinline__ void registers(const Operands& operands) {
       for (int i = 0; i < kWidth; ++i) result[i] = terms[p][i] * scale;
     } else {
       typename Mem::Values values;
-      mem.values(values, raw[p], at.place, R::kAlong, kept_of(p));
+      mem.values(values, held[p], at, kept_of(p));
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) result[i] = Op::finish(finished, values[i]);
     }
-    mem.store(out(p, at), Mem::results(result, kept_of(p), addend, at.column()), at.inside());
+    const bool counts = Mem::complete(result, kept_of(p), addend, at.column());
+    mem.store(out(p, at), at.place.element, result, counts, at, at.inside());
   }
 }
 
 // Rows so short that a pack has several whole ones: a thread has a pack.
 template <class Mem, class Plan>
-__device__ __forceinline__ void rows_in_packs(const Operands& operands) {
+__device__ __forceinline__ void rows_in_packs(const typename Mem::Operands& operands) {
   using Op = typename Mem::Op;
   using M = typename Mem::M;
   using C = typename Mem::C;
@@ -131,7 +133,8 @@ __device__ __forceinline__ void rows_in_packs(const Operands& operands) {
 #pragma unroll
   for (int k = 0; k < Mem::kInputs; ++k) raw[k] = Mem::load(mem.in(k) + begin, Mem::kAll);
   typename Mem::Values values;
-  mem.values(values, raw, typename Mem::Place{}, typename Mem::Dim{}, Mem::kAll);
+  const OneElement<typename Mem::Place> anywhere{};
+  mem.values(values, raw, anywhere, Mem::kAll);
   C result[kWidth];
 #pragma unroll
   for (int row = 0; row < kWidth; row += kColumns) {
@@ -149,8 +152,8 @@ __device__ __forceinline__ void rows_in_packs(const Operands& operands) {
       for (int i = 0; i < kColumns; ++i) result[row + i] = Op::finish(finished, of_row[i]);
     }
   }
-  Mem::store(mem.out() + begin, Mem::results(result, Mem::kAll, typename Mem::Addend{}, 0),
-             left >= kWidth ? Mem::kAll : bits_within<typename Mem::In>(0, static_cast<int>(left)));
+  mem.store(mem.out() + begin, begin, result, true, anywhere,
+            left >= kWidth ? Mem::kAll : bits_within<typename Mem::In>(0, static_cast<int>(left)));
 }
 
 }  // namespace jax_softmax::device

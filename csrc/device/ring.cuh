@@ -44,7 +44,7 @@ struct Turn {
 };
 
 template <class Mem, class Plan>
-__device__ __forceinline__ void ring(const Operands& operands) {
+__device__ __forceinline__ void ring(const typename Mem::Operands& operands) {
 #if __CUDA_ARCH__ >= 900
   using Op = typename Mem::Op;
   using State = StateOf<Op>;

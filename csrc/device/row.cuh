@@ -28,12 +28,33 @@ struct Row {
 
   explicit __device__ __forceinline__ Row(int64_t index) : begin(Mem::begin_of(index)) {}
 
+  // How the values of a side operand along a pack are read (see sides.cuh). A pack of one that lies as the operands do
+  // begins with a whole one wherever theirs does.
+  static constexpr Reading reading(int side) {
+    const Strides& strides = Mem::strides_of(side);
+    const int last = Mem::kReducedDims - 1;
+    if (strides.reduced[last] == 0) return Reading::kOne;
+    if (!Mem::kPacks || strides.reduced[last] != 1 || Mem::is_index(side)) return Reading::kElements;
+    bool whole = kExact, same = Mem::bytes_of_side(side) <= static_cast<int>(sizeof(typename Mem::In));
+    for (int d = 0; d < Mem::kKeptDims; ++d) {
+      whole = whole && strides.kept[d] % kWidth == 0;
+      same = same && strides.kept[d] == Mem::kept_dim(d).stride;
+    }
+    for (int d = 0; d < last; ++d) {
+      whole = whole && strides.reduced[d] % kWidth == 0;
+      same = same && strides.reduced[d] == Mem::reduced_dim(d).stride;
+    }
+    return whole || same ? Reading::kPack : Reading::kElements;
+  }
+
   // A pack: where its first element lies, and which element of the run that is, negative or beyond the end where the
   // pack begins outside of the run.
   struct At {
     Place place;
     Index first;
     int run;
+    static constexpr Reading reading(int side) { return Row::reading(side); }
+    __device__ __forceinline__ Place place_of(int e) const { return place.along(kAlong, e); }
     // Of its first element, as an int, which counts the columns that a label may name.
     __device__ __forceinline__ int column() const { return static_cast<int>(run * kRun + first); }
     // Whether all of its elements are the run's, or any; and which.

@@ -91,7 +91,7 @@ __device__ __forceinline__ void row_of_pairs(typename Mem::In* slab, int begin, 
 
 // kLanes lanes have a row, up to kHeld elements each, or one more of pairs.
 template <class Mem, class Plan>
-__device__ __forceinline__ void staged(const Operands& operands) {
+__device__ __forceinline__ void staged(const typename Mem::Operands& operands) {
   using Op = typename Mem::Op;
   using M = typename Mem::M;
   using C = typename Mem::C;
@@ -155,7 +155,7 @@ __device__ __forceinline__ void staged(const Operands& operands) {
           In raw[kInputs];
 #pragma unroll
           for (int k = 0; k < kInputs; ++k) raw[k] = in[begin + k * kOperand + i * kLanes];
-          mem.value(values[i], raw, at(i));
+          if (mem.is_kept(at(i))) mem.value(values[i], raw, at(i));
         }
       }
       C pivot = M::constant(0);
@@ -186,7 +186,7 @@ __device__ __forceinline__ void staged(const Operands& operands) {
         }
         if (Op::kElementResults && i * kLanes < mine) {
           result = mem.is_kept(at(i)) ? result : Op::masked();
-          out[begin + i * kLanes] = Mem::narrow(Mem::labelled(result, addend, lane + i * kLanes));
+          out[begin + i * kLanes] = mem.store_others(at(i), Mem::labelled(result, addend, lane + i * kLanes));
         }
       }
     }

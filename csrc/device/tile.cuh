@@ -19,7 +19,7 @@
 namespace jax_softmax::device {
 
 template <class Mem, class Plan>
-__device__ __forceinline__ void tile(const Operands& operands) {
+__device__ __forceinline__ void tile(const typename Mem::Operands& operands) {
   using Part = TilePart<Mem, Plan>;
   using States = TileStates<Mem, Plan>;
   using Op = typename Mem::Op;

@@ -179,16 +179,26 @@ struct TilePart {
       return line;
     }
   }
-  // Of a pack's elements those that are the tile's and not masked.
-  __device__ __forceinline__ unsigned kept(const At& at) const {
-    if constexpr (!Mem::kMasked) return at.inside;
-    unsigned kept = 0;
-#pragma unroll
-    for (int e = 0; e < kWidth; ++e) {
-      if ((at.inside >> e) & 1) kept |= static_cast<unsigned>(mem.is_kept(place(at, e))) << e;
+  // Where its elements lie, for what reads side operands (see sides.cuh). Not folded, those of a pack are neighbours
+  // along the innermost kept dimension, if that alone makes up lines.
+  struct Reader {
+    const TilePart& part;
+    const At& at;
+    static constexpr Reading reading(int side) {
+      const Strides& strides = Mem::strides_of(side);
+      const int outer = View::kOuterKept, last = Mem::kKeptDims - 1;
+      if (kFold > 1 || outer != last) return Reading::kElements;
+      if (strides.kept[last] == 0) return Reading::kOne;
+      bool whole =
+          kAligned && Mem::kPacks && strides.kept[last] == 1 && !Mem::is_index(side) && kElements % kWidth == 0;
+      for (int d = 0; d < last; ++d) whole = whole && strides.kept[d] % kWidth == 0;
+      for (int d = 0; d < Mem::kReducedDims; ++d) whole = whole && strides.reduced[d] % kWidth == 0;
+      return whole ? Reading::kPack : Reading::kElements;
     }
-    return kept;
-  }
+    __device__ __forceinline__ Place place_of(int e) const { return part.place(at, e); }
+  };
+  // Of a pack's elements those that are the tile's and not masked.
+  __device__ __forceinline__ unsigned kept(const At& at) const { return mem.unmasked(Reader{*this, at}, at.inside); }
 
   // ---- what they hold
 
@@ -251,26 +261,10 @@ struct TilePart {
   // Those of a pack that has been read.
   __device__ __forceinline__ void values_of(typename Mem::Values& v, const Pack (&raw)[kInputs], int turn) const {
     if constexpr (Mem::kOrdered) {
-      mem.values(v, raw, Place{}, kAlong, Mem::kAll);
+      mem.values(v, raw, OneElement<Place>{}, Mem::kAll);
     } else {
       const At at = this->at(turn);
-      const unsigned bits = turn < kTurns ? kept(at) : 0;
-#pragma unroll
-      for (int k = 0; k < kInputs; ++k) {
-        C w[kWidth];
-        Elements<In>::widen(w, raw[k]);
-#pragma unroll
-        for (int e = 0; e < kWidth; ++e) v[e][k] = w[e];
-      }
-#pragma unroll
-      for (int e = 0; e < kWidth; ++e) {
-        if ((bits >> e) & 1) {
-          mem.fuse(v[e], place(at, e));
-        } else {
-#pragma unroll
-          for (int k = 0; k < kInputs; ++k) v[e][k] = Op::pad(k);
-        }
-      }
+      mem.values(v, raw, Reader{*this, at}, turn < kTurns ? kept(at) : 0);
     }
   }
 };

@@ -350,9 +350,10 @@ struct TileStates : TilePart<Mem, Plan> {
                                         const typename Mem::Addend (&addend)[kStates]) const {
     const auto at = this->at(turn);
     if (!at.stored) return;
-    const auto results = Mem::results(
+    const bool counts = Mem::complete(
         result, this->kept(at), [&](int e) { return addend[e % kStates]; }, [&](int e) { return this->column(at, e); });
-    Mem::store(this->mem.out() + at.element, results, at.stored);
+    this->mem.store(this->mem.out() + at.element, at.element, result, counts, typename Part::Reader{*this, at},
+                    at.stored);
   }
 };
 

@@ -52,15 +52,17 @@ struct Stretch {
     StateOf<Op> state = identity<Op, M>();
     for_packs<Op::kFirstSummed, kTogether>([&](auto& raw, const auto& at, const auto& inside) {
       unsigned kept[kTogether];
+      typename Mem::Held held[kTogether];
 #pragma unroll
       for (int u = 0; u < kTogether; ++u) {
-        kept[u] = mem.unmasked(at[u].place, R::kAlong, inside[u]);
+        kept[u] = mem.unmasked(at[u], inside[u]);
         if (kept[u] != Mem::kAll && inside[u]) Mem::mend(raw[u], kept[u]);
+        mem.hold(held[u], raw[u], at[u], kept[u]);
       }
       if constexpr (Op::kHasPivot) {
         Largest<Mem> largest;
 #pragma unroll
-        for (int u = 0; u < kTogether; ++u) largest.add(mem, raw[u], at[u].place, R::kAlong, kept[u]);
+        for (int u = 0; u < kTogether; ++u) largest.add(mem, held[u], at[u], kept[u]);
         const C pivot = M::max(state.pivot, largest.get());
         state.sum = moved(state.sum, Relative<M>(pivot), state.pivot);
         state.pivot = pivot;
@@ -69,7 +71,7 @@ struct Stretch {
 #pragma unroll
       for (int u = 0; u < kTogether; ++u) {
         typename Mem::Values values;
-        mem.values(values, raw[u], at[u].place, R::kAlong, kept[u]);
+        mem.values(values, held[u], at[u], kept[u]);
         typename Op::Sum part{};
 #pragma unroll
         for (int i = 0; i < kWidth; ++i) part += Op::term(terms, values[i]);
@@ -86,27 +88,28 @@ struct Stretch {
 #pragma unroll
       for (int u = 0; u < Plan::kFinished; ++u) {
         if (!inside[u]) continue;
-        const unsigned kept = mem.unmasked(at[u].place, R::kAlong, inside[u]);
+        const unsigned kept = mem.unmasked(at[u], inside[u]);
         typename Mem::Values values;
-        mem.values(values, raw[u], at[u].place, R::kAlong, kept);
+        mem.values(values, raw[u], at[u], kept);
         C result[kWidth];
 #pragma unroll
         for (int i = 0; i < kWidth; ++i) result[i] = Op::finish(finished, values[i]);
-        Mem::store(mem.out() + at[u].place.element, Mem::results(result, kept, addend, at[u].column()), inside[u]);
+        const bool counts = Mem::complete(result, kept, addend, at[u].column());
+        mem.store(mem.out() + at[u].place.element, at[u].place.element, result, counts, at[u], inside[u]);
       }
     });
   }
 };
 
-template <class Op>
-__device__ __forceinline__ StateOf<Op>* states_of(const Operands& operands) {
+template <class Op, class OperandsOfKernel>
+__device__ __forceinline__ StateOf<Op>* states_of(const OperandsOfKernel& operands) {
   return reinterpret_cast<StateOf<Op>*>(operands.words);
 }
 
 // ---- the launches, of rows
 
 template <class Mem, class Plan>
-__device__ __forceinline__ void sum_pieces(const Operands& operands) {
+__device__ __forceinline__ void sum_pieces(const typename Mem::Operands& operands) {
   const Mem mem{operands};
   const int64_t index = blockIdx.x / Plan::kPieces, piece = blockIdx.x - index * Plan::kPieces;
   using R = Row<Mem, Plan>;
@@ -118,7 +121,7 @@ __device__ __forceinline__ void sum_pieces(const Operands& operands) {
 }
 
 template <class Mem, class Plan>
-__device__ __forceinline__ void finish_pieces(const Operands& operands) {
+__device__ __forceinline__ void finish_pieces(const typename Mem::Operands& operands) {
   using R = Row<Mem, Plan>;
   constexpr int64_t kShare = Plan::kFinished * Plan::kThreads, kParts = ceil_div(R::kPacks, kShare);
   wait_for_previous_kernel();
@@ -131,7 +134,7 @@ __device__ __forceinline__ void finish_pieces(const Operands& operands) {
 
 // Both by one block.
 template <class Mem, class Plan>
-__device__ __forceinline__ void whole_rows(const Operands& operands) {
+__device__ __forceinline__ void whole_rows(const typename Mem::Operands& operands) {
   using R = Row<Mem, Plan>;
   const Mem mem{operands};
   const R row(blockIdx.x);
@@ -144,7 +147,7 @@ __device__ __forceinline__ void whole_rows(const Operands& operands) {
 // ---- the launches, of tiles
 
 template <class Mem, class Plan>
-__device__ __forceinline__ void sum_tile_pieces(const Operands& operands) {
+__device__ __forceinline__ void sum_tile_pieces(const typename Mem::Operands& operands) {
   using Part = TilePart<Mem, Plan>;
   extern __shared__ __align__(128) Pack shared[];
   const Mem mem{operands};
@@ -163,7 +166,7 @@ struct Smaller : Plan {
 };
 
 template <class Mem, class Plan>
-__device__ __forceinline__ void finish_tile_pieces(const Operands& operands) {
+__device__ __forceinline__ void finish_tile_pieces(const typename Mem::Operands& operands) {
   using Part = TilePart<Mem, Smaller<Plan>>;
   extern __shared__ __align__(128) Pack shared[];
   const Mem mem{operands};
@@ -178,7 +181,7 @@ __device__ __forceinline__ void finish_tile_pieces(const Operands& operands) {
 }
 
 template <class Mem, class Plan>
-__device__ __forceinline__ void whole_tiles(const Operands& operands) {
+__device__ __forceinline__ void whole_tiles(const typename Mem::Operands& operands) {
   using Part = TilePart<Mem, Plan>;
   using Op = typename Mem::Op;
   extern __shared__ __align__(128) Pack shared[];
@@ -203,7 +206,7 @@ __device__ __forceinline__ void whole_tiles(const Operands& operands) {
 // ---- between them: the states of each row's pieces are put together, in the place of the first piece's
 
 template <class Mem, class Plan>
-__device__ __forceinline__ void combine_pieces(const Operands& operands) {
+__device__ __forceinline__ void combine_pieces(const typename Mem::Operands& operands) {
   using Op = typename Mem::Op;
   constexpr int kPieces = Plan::kCombined, kRows = Plan::kTileRows;  // neighbouring rows, whose states are neighbours
   const Mem mem{operands};

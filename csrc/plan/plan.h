@@ -32,14 +32,16 @@ struct Problem {
   View view;
   std::vector<Strides> sides;  // of the operands that broadcast
   Cost cost;
-  int in_bytes, out_bytes;  // of an element
+  int in_bytes, out_bytes;  // of an element, and of its first result
+  bool wide;                // whether the arithmetic is float64's
   bool masked;
-  bool plain;    // whether memory can hold pads, and be compared as it is: of 16 bits or more, and nothing is fused
+  bool fused;    // whether there are expressions
+  bool plain;    // whether memory can hold pads, and be compared as it is: of 16 bits or more, and loaded as it is
   bool packs;    // whether all operands begin with a whole pack
   bool scratch;  // whether there is memory for blocks to exchange states through
 
-  int width() const { return kPackBytes / in_bytes; }                          // elements of a pack
-  int value_bytes() const { return in_bytes == 8 || out_bytes == 8 ? 8 : 4; }  // of the arithmetic
+  int width() const { return kPackBytes / in_bytes; }  // elements of a pack
+  int value_bytes() const { return wide ? 8 : 4; }     // of the arithmetic
   // Of a pivot and sums, in whole words of 64 bits: see ops.h.
   int state_bytes() const { return (value_bytes() * (1 + cost.sums) + 7) / 8 * 8; }
 };

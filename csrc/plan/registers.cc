@@ -67,8 +67,8 @@ Registers in_lanes(const Problem& problem, const Runs& runs) {
 
 int rows_of_pack(const Problem& problem) {
   const View& view = problem.view;
-  const bool covered =
-      view.contiguous_rows() && !problem.masked && problem.plain && problem.packs && problem.cost.row_results == 0;
+  const bool covered = view.contiguous_rows() && !problem.masked && problem.plain && !problem.fused && problem.packs &&
+                       problem.cost.row_results == 0;
   return covered && view.columns < problem.width() && problem.width() % view.columns == 0
              ? problem.width() / static_cast<int>(view.columns)
              : 1;

@@ -8,8 +8,9 @@ namespace jax_softmax {
 
 namespace {
 
-constexpr const char* kElementTypes[kDTypes] = {"Float16",    "BFloat16",   "float", "double",
-                                                "Float8E4M3", "Float8E5M2", "Int8",  "UInt8"};
+constexpr const char* kElementTypes[kDTypes] = {"Float16",    "BFloat16", "float", "double", "Float8E4M3",
+                                                "Float8E5M2", "Int8",     "UInt8", "Int32",  "Bool"};
+constexpr const char* kRoles[] = {"kArray", "kIndex", "kNumber", "kLabel", "kMask"};  // in the order of Role
 constexpr const char* kHeaders[] = {"registers", "staged", "chunks", "ring", "tile", "twice", "twice"};
 
 std::string number(int64_t n) {
@@ -55,54 +56,134 @@ std::string view_of(const Problem& problem) {
   const int outer = outer_kept(problem.view);
   int64_t inner = 1;
   for (int i = outer; i < view.kept.size; ++i) inner *= problem.view.kept.dim[i].extent;
-  std::string text = "struct View {\n  static constexpr jax_softmax::View kView = {" + braced(view.kept) + ", " +
-                     braced(view.reduced) + ", " + (view.minor_reduced ? "true" : "false") + ", 0, " +
-                     number(view.columns) + "};\n" + constant("wide", wide) + constant("outer_kept", outer) +
-                     constant("inner", inner) + constant("sides", static_cast<int>(problem.sides.size())) +
-                     "  static constexpr Strides kSideStrides[] = {";
-  for (const Strides& side : problem.sides) {
-    text += "{" + braced(side.kept, view.kept.size) + ", " + braced(side.reduced, view.reduced.size) + "}, ";
+  return "struct View {\n  static constexpr jax_softmax::View kView = {" + braced(view.kept) + ", " +
+         braced(view.reduced) + ", " + (view.minor_reduced ? "true" : "false") + ", 0, " + number(view.columns) +
+         "};\n" + constant("wide", wide) + constant("outer_kept", outer) + constant("inner", inner) + "};\n\n";
+}
+
+std::string type_of(DType type) { return kElementTypes[static_cast<int>(type)]; }
+
+// A member template `Type<k>`: the k-th of the dtypes.
+std::string types(const std::vector<DType>& dtypes) {
+  std::string chain = "void";
+  for (size_t k = dtypes.size(); k-- > 0;) {
+    chain = "typename Conditional<k == " + number(static_cast<int64_t>(k)) + ", " + type_of(dtypes[k]) + ", " + chain +
+            ">::type";
   }
-  return text + (problem.sides.empty() ? "{}" : "") + "};\n};\n\n";
+  return "  template <int k>\n  using Type = " + chain + ";\n";
+}
+
+// The operands that broadcast.
+std::string sides_of(const Problem& problem, const Call& call) {
+  std::vector<DType> dtypes;
+  std::string roles, strides, bytes;
+  for (size_t s = 0; s < call.sides.size(); ++s) {
+    dtypes.push_back(call.sides[s].dtype);
+    roles += (s ? ", Role::" : "Role::") + std::string(kRoles[static_cast<int>(call.sides[s].role)]);
+    bytes += (s ? ", " : "") + number(bytes_of(call.sides[s].dtype));
+    strides += (s ? ", {" : "{") + braced(problem.sides[s].kept, problem.view.kept.size) + ", " +
+               braced(problem.sides[s].reduced, problem.view.reduced.size) + "}";
+  }
+  if (dtypes.empty()) roles = "Role::kArray", strides = "{}", bytes = "0";  // there are no empty arrays
+  return "struct Sides {\n" + constant("count", static_cast<int>(dtypes.size())) +
+         "  static constexpr Role kRoles[] = {" + roles + "};\n  static constexpr Strides kStrides[] = {" + strides +
+         "};\n  static constexpr int kBytes[] = {" + bytes + "};\n" + types(dtypes) + "};\n\n";
+}
+
+// Whether the text has the word, not as a part of another one.
+bool has_word(const std::string& text, const std::string& word) {
+  const auto in_word = [](char c) { return std::isalnum(static_cast<unsigned char>(c)) || c == '_' || c == '.'; };
+  for (size_t at = text.find(word); at != std::string::npos; at = text.find(word, at + 1)) {
+    const size_t end = at + word.size();
+    if ((at == 0 || !in_word(text[at - 1])) && (end == text.size() || !in_word(text[end]))) return true;
+  }
+  return false;
+}
+
+// Which of the arrays and indices the expressions read, as bits, and declarations of those values.
+struct SidesRead {
+  unsigned bits = 0;
+  std::string values;
+};
+SidesRead sides_read(const Call& call, const std::string& expressions) {
+  SidesRead read;
+  int k = 0;
+  for (const SideOperand& side : call.sides) {
+    if (side.role != Role::kArray && side.role != Role::kIndex) continue;
+    const std::string name = "s" + std::to_string(k);
+    if (has_word(expressions, name)) {
+      read.bits |= 1u << k;
+      read.values += "    const auto " + name + " = side.template value<" + std::to_string(k) + ">();\n";
+    }
+    ++k;
+  }
+  return read;
+}
+
+// What is done to an element's values before the operator.
+std::string load_of(const Call& call) {
+  const SidesRead read = sides_read(call, call.load);
+  const std::vector<std::string> lines = lines_of(call.load);
+  std::string given, set;
+  for (int k = 0; k < cost_of(call.op).inputs; ++k) {
+    const std::string i = std::to_string(k);
+    if (has_word(call.load, "x" + i)) given += "    const C x" + i + " = x[" + i + "];\n";
+    if (static_cast<size_t>(k) < lines.size() && !lines[k].empty()) set += "    x[" + i + "] = " + lines[k] + ";\n";
+  }
+  return "struct Load {\n  static constexpr bool kNothing = false;\n" + constant("reads", static_cast<int>(read.bits)) +
+         "  template <class C, class Side>\n  static __device__ __forceinline__ void apply(C* x, const Side& side) "
+         "{\n" +
+         read.values + given + set + "  }\n};\n\n";
+}
+
+// And to its result after it.
+std::string store_of(const Call& call) {
+  const SidesRead read = sides_read(call, call.store);
+  const std::vector<std::string> lines = lines_of(call.store);
+  std::string results;
+  for (size_t k = 0; k < lines.size(); ++k) {
+    results += (k ? " else if constexpr (k == " : "    if constexpr (k == ") + std::to_string(k) +
+               ") {\n      return static_cast<C>(" + lines[k] + ");\n    }";
+  }
+  return "struct Store {\n  static constexpr bool kNothing = false;\n" +
+         constant("reads", static_cast<int>(read.bits)) +
+         "  template <int k, class C, class Side>\n  static __device__ __forceinline__ C result(C y, const Side& side) "
+         "{\n" +
+         read.values + results + "\n  }\n};\n\n";
 }
 
 }  // namespace
 
-std::string source_of(const Plan& plan, const Step& step, const Problem& problem, const Types& types) {
+std::string source_of(const Plan& plan, const Step& step, const Problem& problem, const Call& call) {
   const std::string function = step.function;
   const int threads = step.launch.threads;
   const std::string bounds =
       step.launch.resident > 0 ? number(threads) + ", " + number(step.launch.resident) : number(threads);
   const std::string head =
       std::string("#include \"device/") + kHeaders[plan.index()] + ".cuh\"\n\n" + "namespace jax_softmax::device {\n\n";
+  const auto count = [](size_t n) { return std::to_string(n); };
+  const std::string operands = "jax_softmax::Operands<" + count(problem.cost.inputs) + ", " + count(call.sides.size()) +
+                               ", " + count(call.out.size()) + ", " + count(problem.cost.row_results) + ">";
   const auto kernel = [&](const std::string& body) {
     return "\n}  // namespace jax_softmax::device\n\nextern \"C\" __global__ void __launch_bounds__(" + bounds +
-           ")\n    kernel(const __grid_constant__ jax_softmax::device::Operands operands) {\n  using namespace "
-           "jax_softmax::device;\n  " +
-           body + "\n}\n";
+           ")\n    kernel(const __grid_constant__ " + operands +
+           " operands) {\n  using namespace jax_softmax::device;\n  " + body + "\n}\n";
   };
-  if (function == "clear_words") return head + kernel("clear_words(operands, operands.rows);");
+  if (function == "clear_words") return head + kernel("clear_words(operands.words, operands.rows);");
 
-  const DType wide = bytes_of(types.in) > bytes_of(types.out) ? types.in : types.out;
-  std::string text = head;
-  if (!types.fused.empty()) {
-    text += "struct Fused {\n  static constexpr bool kNothing = false;\n" +
-            constant("sides", static_cast<int>(types.sides.size())) + "  template <int side>\n  using Side = ";
-    std::string chain = "void";
-    for (size_t i = types.sides.size(); i-- > 0;) {
-      chain = "typename Conditional<side == " + number(static_cast<int64_t>(i)) + ", " +
-              kElementTypes[static_cast<int>(types.sides[i])] + ", " + chain + ">::type";
-    }
-    text += chain +
-            ";\n  template <class C>\n  static __device__ __forceinline__ C apply(C x, const C* s) {\n    return " +
-            types.fused + ";\n  }\n};\n\n";
-  }
-  const std::string op = facts_of(types.op).type, out = kElementTypes[static_cast<int>(types.out)];
-  const std::string policy = "PolicyOf<" + op + ", " + kElementTypes[static_cast<int>(wide)] + ", " + out + ">::type";
-  text += view_of(problem);
-  text += "using Mem = Memory<" + op + "<" + policy + ">, " + kElementTypes[static_cast<int>(types.in)] + ", " + out +
-          ", " + (types.fused.empty() ? "NothingFused" : "Fused") + ", " + (problem.masked ? "true" : "false") + ", " +
-          (problem.packs ? "true" : "false") + ", View>;\n\n";
+  const DType out = call.out.empty() ? call.in : call.out[0];
+  DType widest = call.in;
+  for (const DType result : call.out) widest = bytes_of(result) > bytes_of(widest) ? result : widest;
+  const std::string op = facts_of(call.op).type;
+  const std::string policy = "PolicyOf<" + op + ", " + type_of(widest) + ", " + type_of(out) + ">::type";
+  std::string text = head + view_of(problem) + sides_of(problem, call) + "struct Results {\n" +
+                     constant("count", static_cast<int>(call.out.size())) +
+                     types(call.out.empty() ? std::vector{call.in} : call.out) + "};\n\n";
+  if (!call.load.empty()) text += load_of(call);
+  if (!call.store.empty()) text += store_of(call);
+  text += "using Mem = Memory<" + op + "<" + policy + ">, " + type_of(call.in) + ", View, Sides, Results, " +
+          (call.load.empty() ? "LoadedAsItIs" : "Load") + ", " + (call.store.empty() ? "StoredAsItIs" : "Store") +
+          ", " + (problem.packs ? "true" : "false") + ">;\n\n";
   text += "struct Plan {\n";
   const auto add = [&](const char* name, auto value) { text += constant(name, value); };
   std::visit([&](const auto& p) { p.each(add); }, plan);

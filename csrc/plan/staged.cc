@@ -60,8 +60,8 @@ std::optional<Staged> plan_staged(const Problem& problem, const Device&) {
 
   Staged plan{};
   plan.threads = kThreads;
-  plan.pairs = bytes == 2 && problem.out_bytes == 2 && !problem.masked && problem.plain && columns > kFewColumns &&
-               problem.cost.row_results == 0;
+  plan.pairs = bytes == 2 && problem.out_bytes == 2 && !problem.masked && problem.plain && !problem.fused &&
+               columns > kFewColumns && problem.cost.row_results == 0;
   // Lanes so that each has few elements in registers: fewer of float64, whose arithmetic takes so long that room which
   // is not used had better be little.
   const int in_pairs = columns / 2 * 2;  // an element that is left has room of its own
