@@ -93,6 +93,15 @@ __device__ __forceinline__ float max_or_nan(float a, float b) {
   return a > b || a != a ? a : b;
 #endif
 }
+__device__ __forceinline__ float min_or_nan(float a, float b) {
+#if __CUDA_ARCH__ >= 800
+  float smaller;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(smaller) : "f"(a), "f"(b));
+  return smaller;
+#else
+  return a < b || a != a ? a : b;
+#endif
+}
 __device__ __forceinline__ double max_or_nan(double a, double b) { return a > b || a != a ? a : b; }
 
 // Rounded, whatever it is used for.

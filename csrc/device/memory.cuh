@@ -287,6 +287,40 @@ struct Memory {
   static __device__ __forceinline__ Place along_reduced(const Place& from, Index index) {
     return moved<false, kEnd, kBegin>(from, index);
   }
+  // The kept dimension whose indices neighbouring rows of a launch differ in, if not the innermost: one that a large
+  // array is broadcast along, which the last cache would not hold until all other rows have been read.
+  static constexpr int swept_dim() {
+    constexpr int64_t kCachedElements = 8 << 20;  // of the operands, in a sweep over the other dimensions
+    int64_t inner = View::kView.columns;
+    for (int d = kKeptDims - 1; d >= 0; --d) {
+      bool broadcast = false;
+      for (int s = 0; s < kSides; ++s) {
+        const Strides& strides = Sides::kStrides[s];
+        bool by_rows = false, by_columns = false;
+        for (int k = d + 1; k < kKeptDims; ++k) by_rows = by_rows || strides.kept[k] != 0;
+        for (int k = 0; k < kReducedDims; ++k) by_columns = by_columns || strides.reduced[k] != 0;
+        broadcast = broadcast || (!is_index(s) && by_rows && by_columns && strides.kept[d] == 0);
+      }
+      if (broadcast && inner >= kCachedElements) return d;
+      inner *= d > 0 ? View::kView.kept.dim[d].extent : 1;
+    }
+    return -1;
+  }
+  // The index-th row of a launch.
+  __device__ __forceinline__ int64_t row_of_launch(int64_t index) const {
+    constexpr int kSwept = swept_dim();
+    if constexpr (kSwept < 0) {
+      return index;
+    } else {
+      RowIndex inner = 1;
+#pragma unroll
+      for (int d = kSwept + 1; d < kKeptDims; ++d) inner *= static_cast<RowIndex>(kept_dim(d).extent);
+      const RowIndex rows = static_cast<RowIndex>(operands.rows);
+      const RowIndex extent = kSwept == 0 ? rows / inner : static_cast<RowIndex>(kept_dim(kSwept).extent);
+      const RowIndex others = static_cast<RowIndex>(index) / extent, swept = static_cast<RowIndex>(index) % extent;
+      return static_cast<int64_t>((others / inner * extent + swept) * inner + others % inner);
+    }
+  }
   // Where a row's first element lies.
   static __device__ __forceinline__ Place begin_of(int64_t row) {
     return along_kept<kKeptDims>(Place{}, static_cast<RowIndex>(row));

@@ -19,9 +19,10 @@ __device__ __forceinline__ void registers(const typename Mem::Operands& operands
   const Mem mem{operands};
 
   // The last block's idle teams repeat the last row and store nothing.
-  const int64_t index = static_cast<int64_t>(blockIdx.x) * (Plan::kThreads / kLanes) + threadIdx.x / kLanes;
-  const bool active = kLanes == Plan::kThreads || index < operands.rows;
-  const R row(active ? index : operands.rows - 1);
+  const int64_t team = static_cast<int64_t>(blockIdx.x) * (Plan::kThreads / kLanes) + threadIdx.x / kLanes;
+  const bool active = kLanes == Plan::kThreads || team < operands.rows;
+  const int64_t index = mem.row_of_launch(active ? team : operands.rows - 1);
+  const R row(index);
   const int rank = Members::rank();
   const auto pack_of = [&](int p) { return rank + p * kLanes; };
   // Whether a pack is the row's at all: most are for all lanes, which the compiler then knows.
