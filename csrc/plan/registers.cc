@@ -34,8 +34,6 @@ constexpr int kGatheredPacks = 8;
 // the first cache's, through which loads go.
 constexpr int64_t kBlockBytesAtOnce = 64 << 10;
 constexpr int64_t kLargeBlockBytes = 16 << 10;
-// Smaller blocks, if all of their threads have as much to do, have a warp more than they need, to the same end.
-constexpr int64_t kSmallBlockBytes = 6 << 10;
 
 Registers in_lanes(const Problem& problem, const Runs& runs) {
   Registers plan{};
@@ -107,9 +105,6 @@ std::optional<Registers> plan_registers(const Problem& problem, const Device& de
     const int64_t limited = soon_done ? kBlockBytesAtOnce / 2 : inputs == 1 ? kLargeBlockBytes : 0;
     if (block_bytes >= kLargeBlockBytes && block_bytes <= limited) {
       plan.unused = static_cast<int>(device.shared_memory_per_block / (ceil_div(kBlockBytesAtOnce, block_bytes) + 1));
-    } else if (block_bytes >= kSmallBlockBytes && block_bytes < kLargeBlockBytes &&
-               runs.packs == plan.threads * plan.packs) {
-      plan.threads += 32;
     }
   }
   plan.lanes = plan.threads;
