@@ -1,9 +1,5 @@
 #include "plan/source.h"
 
-#include <cctype>
-
-#include "plan/tile.h"
-
 namespace jax_softmax {
 
 namespace {
@@ -11,31 +7,36 @@ namespace {
 constexpr const char* kElementTypes[kDTypes] = {"Float16",    "BFloat16",   "float", "double",
                                                 "Float8E4M3", "Float8E5M2", "Int8",  "UInt8"};
 constexpr const char* kHeaders[] = {"registers", "staged", "chunks", "ring", "tile", "twice", "twice"};
+constexpr const char* kStructs[] = {"Registers", "Staged", "Chunks", "Ring", "Tile", "Twice", "TwiceTile"};
 
 std::string number(int64_t n) {
   return n >= -(1ll << 31) && n < (1ll << 31) ? std::to_string(n) : std::to_string(n) + "ll";
 }
 
-// team_threads: kTeamThreads
-std::string constant_name(const std::string& name) {
-  std::string text = "k";
-  bool upper = true;
-  for (const char c : name) {
-    if (c != '_') text += static_cast<char>(upper ? std::toupper(c) : c);
-    upper = c == '_';
-  }
-  return text;
-}
-
 template <class T>
 std::string constant(const std::string& name, T value) {
   const char* const type = sizeof(T) == 1 ? "bool" : sizeof(T) == 8 ? "int64_t" : "int";
-  return std::string("  static constexpr ") + type + " " + constant_name(name) + " = " + number(value) + ";\n";
+  return std::string("  static constexpr ") + type + " " + name + " = " + number(value) + ";\n";
 }
 
 std::string braced(const int64_t* numbers, int n) {
   std::string text = "{";
   for (int i = 0; i < n; ++i) text += (i ? ", " : "") + number(numbers[i]);
+  return text + "}";
+}
+
+template <class T>
+std::string text_of(T value) {
+  return sizeof(T) == 1 ? value ? "true" : "false" : number(value);
+}
+
+// A plan's struct as an initializer, with its fields' names.
+template <class P>
+std::string braced(const P& plan) {
+  std::string text;
+  plan.each([&](const char* name, auto value) {
+    text += (text.empty() ? "{/*" : ", /*") + std::string(name) + "*/ " + text_of(value);
+  });
   return text + "}";
 }
 
@@ -52,13 +53,10 @@ std::string view_of(const Problem& problem) {
   View view = problem.view;
   const bool wide = view.elements() >= 1ll << 31;
   if (view.kept.size > 0) view.kept.dim[0].extent = 0;
-  const int outer = outer_kept(problem.view);
-  int64_t inner = 1;
-  for (int i = outer; i < view.kept.size; ++i) inner *= problem.view.kept.dim[i].extent;
   std::string text = "struct View {\n  static constexpr jax_softmax::View kView = {" + braced(view.kept) + ", " +
                      braced(view.reduced) + ", " + (view.minor_reduced ? "true" : "false") + ", 0, " +
-                     number(view.columns) + "};\n" + constant("wide", wide) + constant("outer_kept", outer) +
-                     constant("inner", inner) + constant("sides", static_cast<int>(problem.sides.size())) +
+                     number(view.columns) + "};\n" + constant("kWide", wide) +
+                     constant("kSides", static_cast<int>(problem.sides.size())) +
                      "  static constexpr Strides kSideStrides[] = {";
   for (const Strides& side : problem.sides) {
     text += "{" + braced(side.kept, view.kept.size) + ", " + braced(side.reduced, view.reduced.size) + "}, ";
@@ -87,7 +85,7 @@ std::string source_of(const Plan& plan, const Step& step, const Problem& problem
   std::string text = head;
   if (!types.fused.empty()) {
     text += "struct Fused {\n  static constexpr bool kNothing = false;\n" +
-            constant("sides", static_cast<int>(types.sides.size())) + "  template <int side>\n  using Side = ";
+            constant("kSides", static_cast<int>(types.sides.size())) + "  template <int side>\n  using Side = ";
     std::string chain = "void";
     for (size_t i = types.sides.size(); i-- > 0;) {
       chain = "typename Conditional<side == " + number(static_cast<int64_t>(i)) + ", " +
@@ -103,15 +101,12 @@ std::string source_of(const Plan& plan, const Step& step, const Problem& problem
   text += "using Mem = Memory<" + op + "<" + policy + ">, " + kElementTypes[static_cast<int>(types.in)] + ", " + out +
           ", " + (types.fused.empty() ? "NothingFused" : "Fused") + ", " + (problem.masked ? "true" : "false") + ", " +
           (problem.packs ? "true" : "false") + ", View>;\n\n";
-  text += "struct Plan {\n";
-  const auto add = [&](const char* name, auto value) { text += constant(name, value); };
-  std::visit([&](const auto& p) { p.each(add); }, plan);
-  if (function == "combine_pieces") {
-    const auto* tile = std::get_if<TwiceTile>(&plan);
-    add("combine_threads", threads);
-    add("tile_rows", tile ? static_cast<int>(rows_of(tile->tile, problem)) : 1);
-    add("combined", tile ? static_cast<int>(parts_of(tile->tile, problem)) : std::get<Twice>(plan).pieces);
-  }
+  const Footprint call = problem.footprint();
+  text += "struct Plan {\n  static constexpr " + std::string(kStructs[plan.index()]) +
+          " kPlan = " + std::visit([](const auto& p) { return braced(p); }, plan) +
+          ";\n  static constexpr Footprint kCall = {" + number(call.in_bytes) + ", " + number(call.out_bytes) + ", " +
+          number(call.inputs) + ", " + number(call.state_bytes) + ", " + text_of(call.packs) + ", " +
+          text_of(call.row_operands) + "};\n";
   return text + "};\n" + kernel(function + "<Mem, Plan>(operands);");
 }
 
