@@ -6,6 +6,7 @@
 #include "device/copies.cuh"
 #include "device/exchange.cuh"
 #include "device/row.cuh"
+#include "geometry/chunks.h"
 
 namespace jax_softmax::device {
 
@@ -19,10 +20,10 @@ struct Chunk {
   using R = Row<Mem, Plan>;
   using At = typename R::At;
   static constexpr int kInputs = Mem::kInputs, kWidth = Mem::kWidth;
-  static constexpr int kThreads = Plan::kTeamThreads;
+  static constexpr int kThreads = Plan::kPlan.team_threads;
   static constexpr int kWarps = kThreads / 32;
-  static constexpr int kShare = Plan::kShare;    // packs of each operand in a chunk
-  static constexpr int kChunks = Plan::kChunks;  // of a row
+  static constexpr int kShare = Plan::kPlan.share;    // packs of each operand in a chunk
+  static constexpr int kChunks = Plan::kPlan.chunks;  // of a row
   static constexpr int kPacks = static_cast<int>(ceil_div(kShare, kThreads));
 
   const Mem& mem;
@@ -215,9 +216,11 @@ __device__ __forceinline__ void chunks(const typename Mem::Operands& operands) {
   using State = StateOf<Op>;
   using Work = Chunk<Mem, Plan>;
   constexpr int kWords = kStateWords<State>;
-  constexpr int kTeams = Plan::kTeams, kTeamThreads = Work::kThreads, kTeamWarps = Work::kWarps;
-  constexpr int kBlocks = static_cast<int>(ceil_div(Plan::kChunks, kTeams));  // of a row
-  constexpr bool kClustered = Plan::kCluster > 1;
+  constexpr int kChunks = Plan::kPlan.chunks, kTeams = Plan::kPlan.teams, kTeamThreads = Work::kThreads,
+                kTeamWarps = Work::kWarps;
+  constexpr int kChunkPacks = packs_of_chunk(Plan::kPlan, Plan::kCall);
+  constexpr int kBlocks = Plan::kPlan.blocks_of_row();
+  constexpr bool kClustered = Plan::kPlan.cluster > 1;
   extern __shared__ __align__(128) Pack shared[];
   __shared__ State part[kTeams * kTeamWarps];
   __shared__ uint64_t words[kClustered ? kBlocks * kTeams * kWords : 1];
@@ -226,12 +229,12 @@ __device__ __forceinline__ void chunks(const typename Mem::Operands& operands) {
   const int64_t index = blockIdx.x / kBlocks;
   const int begin = static_cast<int>(blockIdx.x - index * kBlocks) * kTeams;
 #if __CUDA_ARCH__ >= 900
-  if constexpr (kClustered) begin_exchange(&received, Plan::kChunks * kWords * 8);
+  if constexpr (kClustered) begin_exchange(&received, kChunks * kWords * 8);
 #endif
 
   const Mem mem{operands};
   const Row<Mem, Plan> row(index);
-  const Work work{mem, row, begin + team, shared + team * Plan::kShare * Mem::kInputs};
+  const Work work{mem, row, begin + team, shared + team * kChunkPacks};
   work.copy();
   const auto of_row = mem.of_row(row.begin);
   wait_for_copies();
@@ -242,17 +245,17 @@ __device__ __forceinline__ void chunks(const typename Mem::Operands& operands) {
 #endif
   __syncthreads();
   State state;
-  if constexpr (Plan::kThroughMemory) {
+  if constexpr (Plan::kPlan.through_memory) {
     wait_for_previous_kernel();
-    const WordsInMemory<State> exchange{operands.words + index * Plan::kChunks * kWords};
+    const WordsInMemory<State> exchange{operands.words + index * kChunks * kWords};
     state = combine_over_lanes<Op, kTeamWarps>(part[team * kTeamWarps + threadIdx.x % kTeamWarps]);
-    if (work.rank == 0 && begin + team < Plan::kChunks) exchange.publish(begin + team, state);
-    state = await_row<Op, Plan::kChunks>(exchange);
+    if (work.rank == 0 && begin + team < kChunks) exchange.publish(begin + team, state);
+    state = await_row<Op, kChunks>(exchange);
   } else if constexpr (kClustered) {
     // One warp tells every block of the cluster, this one as well.
     const WordsInCluster<State> exchange{words, &received};
     if (threadIdx.x < 32) {
-      for (int t = 0; t < kTeams && begin + t < Plan::kChunks; ++t) {
+      for (int t = 0; t < kTeams && begin + t < kChunks; ++t) {
         state = combine_over_lanes<Op, kTeamWarps>(part[t * kTeamWarps + threadIdx.x % kTeamWarps]);
         if (static_cast<int>(threadIdx.x) < kBlocks) exchange.publish(begin + t, state, threadIdx.x);
       }
@@ -261,7 +264,7 @@ __device__ __forceinline__ void chunks(const typename Mem::Operands& operands) {
 #if __CUDA_ARCH__ >= 900
     wait_for_cluster(&received, 0);
 #endif
-    state = await_row<Op, Plan::kChunks>(exchange);
+    state = await_row<Op, kChunks>(exchange);
   } else {
     // The chunks' states some lanes apart, whose sum has the same order as that of neighbouring lanes.
     const int lane = threadIdx.x % 32;

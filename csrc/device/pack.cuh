@@ -6,8 +6,6 @@
 
 namespace jax_softmax::device {
 
-inline constexpr int kPackBytes = 16;
-
 template <class T>
 inline constexpr int kPerPack = kPackBytes / static_cast<int>(sizeof(T));
 

@@ -4,6 +4,7 @@
 
 #include "device/reduce.cuh"
 #include "device/row.cuh"
+#include "geometry/registers.h"
 
 namespace jax_softmax::device {
 
@@ -14,13 +15,14 @@ __device__ __forceinline__ void registers(const typename Mem::Operands& operands
   using C = typename Mem::C;
   using In = typename Mem::In;
   using R = Row<Mem, Plan>;
-  using Members = Team<Op, Plan::kLanes, Plan::kThreads>;
-  constexpr int kPacks = Plan::kPacks, kLanes = Plan::kLanes, kWidth = Mem::kWidth, kInputs = Mem::kInputs;
+  constexpr Registers kPlan = Plan::kPlan;
+  constexpr int kPacks = kPlan.packs, kLanes = kPlan.lanes, kWidth = Mem::kWidth, kInputs = Mem::kInputs;
+  using Members = Team<Op, kLanes, kPlan.threads>;
   const Mem mem{operands};
 
   // The last block's idle teams repeat the last row and store nothing.
-  const int64_t team = static_cast<int64_t>(blockIdx.x) * (Plan::kThreads / kLanes) + threadIdx.x / kLanes;
-  const bool active = kLanes == Plan::kThreads || team < operands.rows;
+  const int64_t team = static_cast<int64_t>(blockIdx.x) * kPlan.rows_of_block() + threadIdx.x / kLanes;
+  const bool active = kLanes == kPlan.threads || team < operands.rows;
   const int64_t index = mem.row_of_launch(active ? team : operands.rows - 1);
   const R row(index);
   const int rank = Members::rank();
@@ -127,7 +129,7 @@ __device__ __forceinline__ void rows_in_packs(const typename Mem::Operands& oper
   using C = typename Mem::C;
   constexpr int kColumns = Mem::kColumns, kWidth = Mem::kWidth;
   const Mem mem{operands};
-  const int64_t begin = (static_cast<int64_t>(blockIdx.x) * Plan::kThreads + threadIdx.x) * kWidth;
+  const int64_t begin = (static_cast<int64_t>(blockIdx.x) * Plan::kPlan.threads + threadIdx.x) * kWidth;
   const int64_t left = operands.rows * kColumns - begin;
   if (left <= 0) return;
   Pack raw[Mem::kInputs];

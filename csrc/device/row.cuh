@@ -1,27 +1,24 @@
-// Where the packs of a row lie. A row is a number of runs of neighbouring elements, one run if it is contiguous, and
-// each run is covered by as many packs as it may need wherever it begins. A pack's elements beyond its run do not
-// count.
+// Where the packs of a row lie, which geometry/rows.h cuts it into. A pack's elements beyond its run do not count.
 #pragma once
 
 #include "device/memory.cuh"
+#include "device/planned.cuh"
+#include "geometry/rows.h"
 
 namespace jax_softmax::device {
 
 template <class Mem, class Plan>
 struct Row {
   using Place = typename Mem::Place;
+  static_assert(kIsPlannedFor<Mem, Plan>);
   static constexpr int kWidth = Mem::kWidth;
   static constexpr typename Mem::Dim kAlong =
       Mem::reduced_dim(Mem::kReducedDims - 1);  // the dimension that neighbours of a run are along
-  static constexpr int64_t kRun = kAlong.extent;
-  static constexpr int64_t kRuns = Mem::kColumns / kRun;
-  // Packs are counted from the multiple of so many elements that a run begins at or after: 1 where runs begin with a
-  // pack of their own.
-  static constexpr int kBoundary =
-      Plan::kBoundary > 0 ? Plan::kBoundary / static_cast<int>(sizeof(typename Mem::In)) : 1;
-  static constexpr int64_t kRunPacks = ceil_div(kRun + kBoundary - 1, kWidth);
-  static constexpr int64_t kPacks = kRuns * kRunPacks;
-  static constexpr bool kExact = kBoundary == 1 && kRun % kWidth == 0;  // no pack has elements of others
+  static constexpr Runs kOfRow = runs_of(Mem::View::kView, Plan::kPlan.boundary, Plan::kCall);
+  static constexpr int64_t kRun = kOfRow.elements, kRuns = kOfRow.runs;
+  static constexpr int kBoundary = kOfRow.boundary;
+  static constexpr int64_t kRunPacks = kOfRow.packs_of_run, kPacks = kOfRow.packs;
+  static constexpr bool kExact = kOfRow.exact;
   using Index = typename Conditional<(kRun < (1LL << 31) - 4096), int, int64_t>::type;
 
   Place begin;

@@ -4,7 +4,9 @@
 
 #include "device/copies.cuh"
 #include "device/memory.cuh"
+#include "device/planned.cuh"
 #include "device/reduce.cuh"
+#include "geometry/staged.h"
 
 namespace jax_softmax::device {
 
@@ -99,10 +101,11 @@ __device__ __forceinline__ void staged(const typename Mem::Operands& operands) {
   using Out = typename Mem::Out;
   constexpr typename Mem::Dim kAlong = Mem::reduced_dim(0);
   constexpr int kWidth = Mem::kWidth, kInputs = Mem::kInputs;
-  constexpr int kColumns = Mem::kColumns, kRows = Plan::kRows, kThreads = Plan::kThreads;
-  constexpr int kLanes = Plan::kLanes, kHeld = Plan::kHeld;
-  constexpr int kOperand = kRows * kColumns;  // elements of a full slab, whole packs
-  constexpr bool kInPlace = sizeof(In) == sizeof(Out);
+  constexpr int kColumns = Mem::kColumns, kRows = Plan::kPlan.rows, kThreads = Plan::kPlan.threads;
+  constexpr int kLanes = Plan::kPlan.lanes, kHeld = Plan::kPlan.held;
+  constexpr StagedGeometry kGeometry = geometry_of(Mem::View::kView, Plan::kPlan, Plan::kCall);
+  static_assert(kIsPlannedFor<Mem, Plan>);
+  constexpr int kOperand = kGeometry.elements;
   extern __shared__ __align__(128) Pack held[];
   const Mem mem{operands};
   const int64_t first_row = static_cast<int64_t>(blockIdx.x) * kRows;
@@ -126,9 +129,9 @@ __device__ __forceinline__ void staged(const typename Mem::Operands& operands) {
   __syncthreads();
 
   In* const in = reinterpret_cast<In*>(held);
-  Out* const out = reinterpret_cast<Out*>(held + (kInPlace ? 0 : kInputs * kOperand / kWidth));
-  if constexpr (Plan::kPairs) {
-    constexpr int kTeams = 32 / kLanes, kSpread = Plan::kSpread;  // those of a warp have rows so many apart
+  Out* const out = reinterpret_cast<Out*>(held + kGeometry.results_begin / kPackBytes);
+  if constexpr (Plan::kPlan.pairs) {
+    constexpr int kTeams = 32 / kLanes, kSpread = Plan::kPlan.spread;  // those of a warp have rows so many apart
     const int team = threadIdx.x % 32 / kLanes;
     const int turns = static_cast<int>(ceil_div(rows, kTeams * kSpread)) * kSpread;  // of warps
     for (int turn = threadIdx.x / 32; turn < turns; turn += kThreads / 32) {

@@ -4,10 +4,10 @@
 
 #include "device/copies.cuh"
 #include "device/memory.cuh"
+#include "device/planned.cuh"
+#include "geometry/tile.h"
 
 namespace jax_softmax::device {
-
-constexpr int greatest_common_divisor(int a, int64_t b) { return b % a == 0 ? a : greatest_common_divisor(a / 2, b); }
 
 template <class Mem, class Plan>
 struct TilePart {
@@ -17,33 +17,22 @@ struct TilePart {
   using Place = typename Mem::Place;
   using View = typename Mem::View;
   using RowIndex = typename Mem::RowIndex;
-  static constexpr int kInputs = Mem::kInputs, kWidth = Mem::kWidth, kThreads = Plan::kThreads;
-  static constexpr int kArrays = Plan::kArrays, kElements = Plan::kElements, kFold = Plan::kFold;
-  static constexpr int kPacks = Plan::kPacks;    // of a line of the tile
-  static constexpr int kGroups = Plan::kGroups;  // of threads that share out the lines
-  static constexpr int kTurns = Plan::kTurns;    // lines of a thread
-  static constexpr bool kAligned = Plan::kAligned;
-  static constexpr int64_t kInner = View::kInner;  // elements of a line of the view
+  static constexpr Tile kTile = Plan::kPlan;
+  static constexpr TileGeometry kGeometry = geometry_of(View::kView, kTile, Plan::kCall);
+  static_assert(kIsPlannedFor<Mem, Plan>);
+  static constexpr int kInputs = Mem::kInputs, kWidth = Mem::kWidth, kThreads = kTile.threads;
+  static constexpr int kArrays = kTile.matrices, kElements = kTile.elements, kFold = kTile.fold, kPacks = kTile.packs;
+  static constexpr int kGroups = kTile.lines_at_once, kTurns = kTile.lines_of_thread;
+  static constexpr bool kAligned = kTile.aligned;
+  static constexpr int64_t kInner = kGeometry.elements_of_line;
   static constexpr typename Mem::Dim kAlong = Mem::reduced_dim(Mem::kReducedDims - 1);
   static constexpr int kExtent = kAlong.extent;
-  // Lines so many apart begin alike in a pack.
-  static constexpr int kPeriod = kAligned || kFold > 1 ? 1 : kWidth / greatest_common_divisor(kWidth, kAlong.stride);
-  // The lines of the innermost reduced dimension, with some that are not there so that periods are whole, or folded.
-  static constexpr int kSpan =
-      static_cast<int>(kFold > 1 ? ceil_div(kExtent * kInner + (kAligned ? 0 : kWidth - 1), kPacks* kWidth)
-                                 : ceil_div(kExtent, kPeriod) * kPeriod);
-  static constexpr int kSpans = Mem::kColumns / kExtent;
-  static constexpr int kLines = kGroups * kTurns;  // of a block
-  // Blocks share out the lines of one span or, not folded, of all of them.
-  static constexpr int kShared = kFold > 1 ? kSpan : kSpan * kSpans;
-  static constexpr int kPartsOfShared = static_cast<int>(ceil_div(kShared, kLines));
-  static constexpr int kParts = kFold > 1 ? kPartsOfShared * kSpans : kPartsOfShared;
-  static constexpr int kTilesOfLine = static_cast<int>(ceil_div(kInner, kElements));
-  // Memory is written in whole packs: where lines begin anywhere, a tile has the elements too that its last packs reach
-  // into.
-  static constexpr int kReached = kAligned || kFold > 1 ? 0 : kWidth - 1;
-  static constexpr int kRows = kArrays * kElements + kReached;  // of the view, in a tile
-  static constexpr int kTeam = kPacks * kGroups;                // threads that have an array
+  static constexpr int kPeriod = kGeometry.period;
+  static constexpr int kSpan = kGeometry.lines_of_span, kSpans = Mem::kColumns / kExtent;
+  static constexpr int kLines = kGeometry.lines_of_block;
+  static constexpr int kPartsOfShared = kGeometry.parts_of_section, kParts = kGeometry.parts;
+  static constexpr int kTilesOfLine = kGeometry.tiles_of_line;
+  static constexpr int kReached = kGeometry.reach, kRows = kGeometry.rows, kTeam = kGeometry.threads_of_matrix;
   // Whether packs may have elements of no row, or masked ones, that pads are put in the place of.
   static constexpr bool kMends = ((kFold > 1 && !kAligned) || Mem::kMasked) && Mem::kOrdered;
 
@@ -77,8 +66,8 @@ struct TilePart {
   }
   // Where an element of an array's first line lies.
   static __device__ __forceinline__ Place in_first_line(int64_t outer, int64_t element) {
-    const Place array = Mem::template along_kept<View::kOuterKept>(Place{}, static_cast<RowIndex>(outer));
-    return Mem::template along_kept<Mem::kKeptDims, View::kOuterKept>(array, static_cast<RowIndex>(element));
+    const Place array = Mem::template along_kept<View::kView.outer_kept()>(Place{}, static_cast<RowIndex>(outer));
+    return Mem::template along_kept<Mem::kKeptDims, View::kView.outer_kept()>(array, static_cast<RowIndex>(element));
   }
   // How far the lines of a group begin beyond a pack.
   __device__ __forceinline__ int shift_of(int group) const {
@@ -186,7 +175,7 @@ struct TilePart {
     const At& at;
     static constexpr Reading reading(int side) {
       const Strides& strides = Mem::strides_of(side);
-      const int outer = View::kOuterKept, last = Mem::kKeptDims - 1;
+      const int outer = View::kView.outer_kept(), last = Mem::kKeptDims - 1;
       if (kFold > 1 || outer != last) return Reading::kElements;
       if (strides.kept[last] == 0) return Reading::kOne;
       bool whole =

@@ -7,6 +7,7 @@
 #include "device/reduce.cuh"
 #include "device/row.cuh"
 #include "device/tile_states.cuh"
+#include "geometry/twice.h"
 
 namespace jax_softmax::device {
 
@@ -18,7 +19,8 @@ struct Stretch {
   using C = typename Mem::C;
   using In = typename Mem::In;
   using R = Row<Mem, Plan>;
-  static constexpr int kInputs = Mem::kInputs, kWidth = Mem::kWidth, kThreads = Plan::kThreads;
+  static constexpr int kInputs = Mem::kInputs, kWidth = Mem::kWidth, kThreads = Plan::kPlan.threads;
+  static constexpr int kFinished = Plan::kPlan.finished;
 
   const Mem& mem;
   const R& row;
@@ -84,9 +86,9 @@ struct Stretch {
   __device__ __forceinline__ void finish(const StateOf<Op>& state) const {
     const auto finished = mem.row(state, row.begin);
     const auto addend = mem.addend(row.begin);
-    for_packs<0, Plan::kFinished>([&](auto& raw, const auto& at, const auto& inside) {
+    for_packs<0, kFinished>([&](auto& raw, const auto& at, const auto& inside) {
 #pragma unroll
-      for (int u = 0; u < Plan::kFinished; ++u) {
+      for (int u = 0; u < kFinished; ++u) {
         if (!inside[u]) continue;
         const unsigned kept = mem.unmasked(at[u], inside[u]);
         typename Mem::Values values;
@@ -110,12 +112,13 @@ __device__ __forceinline__ StateOf<Op>* states_of(const OperandsOfKernel& operan
 
 template <class Mem, class Plan>
 __device__ __forceinline__ void sum_pieces(const typename Mem::Operands& operands) {
+  constexpr Twice kPlan = Plan::kPlan;
   const Mem mem{operands};
-  const int64_t index = blockIdx.x / Plan::kPieces, piece = blockIdx.x - index * Plan::kPieces;
+  const int64_t index = blockIdx.x / kPlan.pieces, piece = blockIdx.x - index * kPlan.pieces;
   using R = Row<Mem, Plan>;
   const R row(index);
-  const int64_t begin = piece * Plan::kShare;
-  const Stretch<Mem, Plan> stretch{mem, row, begin, min(begin + Plan::kShare, R::kPacks)};
+  const int64_t begin = piece * kPlan.share;
+  const Stretch<Mem, Plan> stretch{mem, row, begin, min(begin + kPlan.share, R::kPacks)};
   const auto state = stretch.state();
   if (threadIdx.x == 0) states_of<typename Mem::Op>(operands)[blockIdx.x] = state;
 }
@@ -123,13 +126,13 @@ __device__ __forceinline__ void sum_pieces(const typename Mem::Operands& operand
 template <class Mem, class Plan>
 __device__ __forceinline__ void finish_pieces(const typename Mem::Operands& operands) {
   using R = Row<Mem, Plan>;
-  constexpr int64_t kShare = Plan::kFinished * Plan::kThreads, kParts = ceil_div(R::kPacks, kShare);
+  constexpr int64_t kShare = Plan::kPlan.packs_of_block(), kParts = Plan::kPlan.blocks_of_row(R::kOfRow);
   wait_for_previous_kernel();
   const Mem mem{operands};
   const int64_t index = blockIdx.x / kParts, begin = (blockIdx.x - index * kParts) * kShare;
   const R row(index);
   const Stretch<Mem, Plan> stretch{mem, row, begin, min(begin + kShare, R::kPacks)};
-  stretch.finish(states_of<typename Mem::Op>(operands)[index * Plan::kPieces]);
+  stretch.finish(states_of<typename Mem::Op>(operands)[index * Plan::kPlan.pieces]);
 }
 
 // Both by one block.
@@ -146,24 +149,28 @@ __device__ __forceinline__ void whole_rows(const typename Mem::Operands& operand
 
 // ---- the launches, of tiles
 
+// A plan of a tile: of the pieces that are summed, and of the smaller ones that are finished.
+template <class Plan_>
+struct Summed : Plan_ {
+  static constexpr Tile kPlan = Plan_::kPlan.tile;
+};
+template <class Plan_>
+struct Smaller : Plan_ {
+  static constexpr Tile kPlan = Plan_::kPlan.smaller();
+};
+
 template <class Mem, class Plan>
 __device__ __forceinline__ void sum_tile_pieces(const typename Mem::Operands& operands) {
-  using Part = TilePart<Mem, Plan>;
+  using Part = TilePart<Mem, Summed<Plan>>;
   extern __shared__ __align__(128) Pack shared[];
   const Mem mem{operands};
   const int64_t index = blockIdx.x / Part::kParts;
-  TileStates<Mem, Plan> part(mem, shared, index, static_cast<int>(blockIdx.x - index * Part::kParts));
+  TileStates<Mem, Summed<Plan>> part(mem, shared, index, static_cast<int>(blockIdx.x - index * Part::kParts));
   part.sum_read();
   StateOf<typename Mem::Op>* const to =
       states_of<typename Mem::Op>(operands) + static_cast<int64_t>(blockIdx.x) * Part::kRows;
   part.combine([&](int row, const StateOf<typename Mem::Op>& state) { to[row] = state; });
 }
-
-// The same tile, in smaller pieces: the nearer together what is read and written, the faster.
-template <class Plan>
-struct Smaller : Plan {
-  static constexpr int kTurns = Plan::kFinished;
-};
 
 template <class Mem, class Plan>
 __device__ __forceinline__ void finish_tile_pieces(const typename Mem::Operands& operands) {
@@ -174,20 +181,20 @@ __device__ __forceinline__ void finish_tile_pieces(const typename Mem::Operands&
   wait_for_previous_kernel();
   const TileStates<Mem, Smaller<Plan>> part(mem, shared, index, static_cast<int>(blockIdx.x - index * Part::kParts));
   const StateOf<typename Mem::Op>* const whole =
-      states_of<typename Mem::Op>(operands) + index * TilePart<Mem, Plan>::kParts * Part::kRows;
-  for (int i = threadIdx.x; i < Part::kRows; i += Plan::kThreads) part.whole(i) = whole[i];
+      states_of<typename Mem::Op>(operands) + index * TilePart<Mem, Summed<Plan>>::kParts * Part::kRows;
+  for (int i = threadIdx.x; i < Part::kRows; i += Part::kThreads) part.whole(i) = whole[i];
   __syncthreads();
   part.template finish<true>();
 }
 
 template <class Mem, class Plan>
 __device__ __forceinline__ void whole_tiles(const typename Mem::Operands& operands) {
-  using Part = TilePart<Mem, Plan>;
+  using Part = TilePart<Mem, Summed<Plan>>;
   using Op = typename Mem::Op;
   extern __shared__ __align__(128) Pack shared[];
   const Mem mem{operands};
   for (int piece = 0; piece < Part::kParts; ++piece) {
-    TileStates<Mem, Plan> part(mem, shared, blockIdx.x, piece);
+    TileStates<Mem, Summed<Plan>> part(mem, shared, blockIdx.x, piece);
     part.sum_read();
     part.combine([&](int row, StateOf<typename Mem::Op> state) {
       if (piece > 0) state = combine<Op, typename Mem::M>(part.whole(row), state);
@@ -195,7 +202,7 @@ __device__ __forceinline__ void whole_tiles(const typename Mem::Operands& operan
     });
     __syncthreads();
   }
-  TileStates<Mem, Plan>(mem, shared, blockIdx.x, 0).store_rows();
+  TileStates<Mem, Summed<Plan>>(mem, shared, blockIdx.x, 0).store_rows();
   if constexpr (!Op::kElementResults) return;
   using Finished = TileStates<Mem, Smaller<Plan>>;
   for (int piece = 0; piece < Finished::kParts; ++piece) {
@@ -208,7 +215,8 @@ __device__ __forceinline__ void whole_tiles(const typename Mem::Operands& operan
 template <class Mem, class Plan>
 __device__ __forceinline__ void combine_pieces(const typename Mem::Operands& operands) {
   using Op = typename Mem::Op;
-  constexpr int kPieces = Plan::kCombined, kRows = Plan::kTileRows;  // neighbouring rows, whose states are neighbours
+  constexpr Combining kCombining = combining_of(Mem::View::kView, Plan::kPlan, Plan::kCall);
+  constexpr int kPieces = kCombining.pieces, kRows = kCombining.rows;
   const Mem mem{operands};
   const auto store = [&](int64_t row, const StateOf<Op>& state) {
     mem.store_row(row, state, mem.of_row(Mem::begin_of(row)));
@@ -216,7 +224,7 @@ __device__ __forceinline__ void combine_pieces(const typename Mem::Operands& ope
   // Some rows of a tile are another one's, or none at all.
   const auto store_row = [&](int64_t tile, int row, const StateOf<Op>& state) {
     if constexpr (Op::kRowResults > 0 && kRows > 1) {
-      using Part = TilePart<Mem, Plan>;
+      using Part = TilePart<Mem, Summed<Plan>>;
       const int64_t element = tile % Part::kTilesOfLine * Part::kElements + row;
       if (row >= Part::kElements || element >= Part::kInner) return;
       store(tile / Part::kTilesOfLine * Part::kInner + element, state);
@@ -227,7 +235,7 @@ __device__ __forceinline__ void combine_pieces(const typename Mem::Operands& ope
   let_next_kernel_start();
   wait_for_previous_kernel();
   // A warp to a row or, of several, a thread in each of a block's warps.
-  constexpr int kWarps = Plan::kCombineThreads / 32, kLanes = kRows == 1 ? 32 : kWarps;
+  constexpr int kWarps = Combining::kWarps, kLanes = kCombining.lanes_of_row();
   __shared__ StateOf<Op> part[kRows == 1 ? 1 : kWarps][32];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int64_t rows_here =

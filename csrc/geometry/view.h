@@ -6,6 +6,7 @@
 namespace jax_softmax {
 
 inline constexpr int kMaxDims = 12;
+inline constexpr int kPackBytes = 16;  // what memory is read and written by
 
 // A canonical dimension: its extent, and how many elements apart its neighbours lie.
 struct Dim {
@@ -38,6 +39,25 @@ struct View {
 
   constexpr int64_t elements() const { return rows * columns; }
   constexpr bool contiguous_rows() const { return minor_reduced && reduced.size == 1; }
+  // For one index of the reduced dimensions, the elements inside of all of them: neighbours, each of another row.
+  constexpr int64_t line() const { return reduced.innermost().stride; }
+  // Of the kept dimensions, those that are not inside of all reduced ones.
+  constexpr int outer_kept() const {
+    int outer = 0;
+    while (outer < kept.size && (minor_reduced || kept.dim[outer].stride > line())) ++outer;
+    return outer;
+  }
+};
+
+// What geometry knows of a call besides its view.
+struct Footprint {
+  int in_bytes, out_bytes;  // of an element
+  int inputs;               // operands of one shape
+  int state_bytes;          // of the state of a row, or of a part of one
+  bool packs;               // whether all operands begin with a whole pack, so that memory is accessed by them
+  bool row_operands;        // whether a row has results or operands of its own
+
+  constexpr int width() const { return kPackBytes / in_bytes; }  // elements of a pack
 };
 
 // How many elements apart a side operand's neighbours lie along the dimensions of a view: 0 where it is broadcast.

@@ -1,9 +1,5 @@
 #include "plan/source.h"
 
-#include <cctype>
-
-#include "plan/tile.h"
-
 namespace jax_softmax {
 
 namespace {
@@ -12,31 +8,36 @@ constexpr const char* kElementTypes[kDTypes] = {"Float16",    "BFloat16", "float
                                                 "Float8E5M2", "Int8",     "UInt8", "Int32",  "Bool"};
 constexpr const char* kRoles[] = {"kArray", "kIndex", "kNumber", "kLabel", "kMask"};  // in the order of Role
 constexpr const char* kHeaders[] = {"registers", "staged", "chunks", "ring", "tile", "twice", "twice"};
+constexpr const char* kStructs[] = {"Registers", "Staged", "Chunks", "Ring", "Tile", "Twice", "TwiceTile"};
 
 std::string number(int64_t n) {
   return n >= -(1ll << 31) && n < (1ll << 31) ? std::to_string(n) : std::to_string(n) + "ll";
 }
 
-// team_threads: kTeamThreads
-std::string constant_name(const std::string& name) {
-  std::string text = "k";
-  bool upper = true;
-  for (const char c : name) {
-    if (c != '_') text += static_cast<char>(upper ? std::toupper(c) : c);
-    upper = c == '_';
-  }
-  return text;
-}
-
 template <class T>
 std::string constant(const std::string& name, T value) {
   const char* const type = sizeof(T) == 1 ? "bool" : sizeof(T) == 8 ? "int64_t" : "int";
-  return std::string("  static constexpr ") + type + " " + constant_name(name) + " = " + number(value) + ";\n";
+  return std::string("  static constexpr ") + type + " " + name + " = " + number(value) + ";\n";
 }
 
 std::string braced(const int64_t* numbers, int n) {
   std::string text = "{";
   for (int i = 0; i < n; ++i) text += (i ? ", " : "") + number(numbers[i]);
+  return text + "}";
+}
+
+template <class T>
+std::string text_of(T value) {
+  return sizeof(T) == 1 ? value ? "true" : "false" : number(value);
+}
+
+// A plan's struct as an initializer, with its fields' names.
+template <class P>
+std::string braced(const P& plan) {
+  std::string text;
+  plan.each([&](const char* name, auto value) {
+    text += (text.empty() ? "{/*" : ", /*") + std::string(name) + "*/ " + text_of(value);
+  });
   return text + "}";
 }
 
@@ -53,12 +54,9 @@ std::string view_of(const Problem& problem) {
   View view = problem.view;
   const bool wide = view.elements() >= 1ll << 31;
   if (view.kept.size > 0) view.kept.dim[0].extent = 0;
-  const int outer = outer_kept(problem.view);
-  int64_t inner = 1;
-  for (int i = outer; i < view.kept.size; ++i) inner *= problem.view.kept.dim[i].extent;
   return "struct View {\n  static constexpr jax_softmax::View kView = {" + braced(view.kept) + ", " +
          braced(view.reduced) + ", " + (view.minor_reduced ? "true" : "false") + ", 0, " + number(view.columns) +
-         "};\n" + constant("wide", wide) + constant("outer_kept", outer) + constant("inner", inner) + "};\n\n";
+         "};\n" + constant("kWide", wide) + "};\n\n";
 }
 
 std::string type_of(DType type) { return kElementTypes[static_cast<int>(type)]; }
@@ -85,7 +83,7 @@ std::string sides_of(const Problem& problem, const Call& call) {
                braced(problem.sides[s].reduced, problem.view.reduced.size) + "}";
   }
   if (dtypes.empty()) roles = "Role::kArray", strides = "{}", bytes = "0";  // there are no empty arrays
-  return "struct Sides {\n" + constant("count", static_cast<int>(dtypes.size())) +
+  return "struct Sides {\n" + constant("kCount", static_cast<int>(dtypes.size())) +
          "  static constexpr Role kRoles[] = {" + roles + "};\n  static constexpr Strides kStrides[] = {" + strides +
          "};\n  static constexpr int kBytes[] = {" + bytes + "};\n" + types(dtypes) + "};\n\n";
 }
@@ -130,7 +128,8 @@ std::string load_of(const Call& call) {
     if (has_word(call.load, "x" + i)) given += "    const C x" + i + " = x[" + i + "];\n";
     if (static_cast<size_t>(k) < lines.size() && !lines[k].empty()) set += "    x[" + i + "] = " + lines[k] + ";\n";
   }
-  return "struct Load {\n  static constexpr bool kNothing = false;\n" + constant("reads", static_cast<int>(read.bits)) +
+  return "struct Load {\n  static constexpr bool kNothing = false;\n" +
+         constant("kReads", static_cast<int>(read.bits)) +
          "  template <class C, class Side>\n  static __device__ __forceinline__ void apply(C* x, const Side& side) "
          "{\n" +
          read.values + given + set + "  }\n};\n\n";
@@ -146,7 +145,7 @@ std::string store_of(const Call& call) {
                ") {\n      return static_cast<C>(" + lines[k] + ");\n    }";
   }
   return "struct Store {\n  static constexpr bool kNothing = false;\n" +
-         constant("reads", static_cast<int>(read.bits)) +
+         constant("kReads", static_cast<int>(read.bits)) +
          "  template <int k, class C, class Side>\n  static __device__ __forceinline__ C result(C y, const Side& side) "
          "{\n" +
          read.values + results + "\n  }\n};\n\n";
@@ -177,22 +176,19 @@ std::string source_of(const Plan& plan, const Step& step, const Problem& problem
   const std::string op = facts_of(call.op).type;
   const std::string policy = "PolicyOf<" + op + ", " + type_of(widest) + ", " + type_of(out) + ">::type";
   std::string text = head + view_of(problem) + sides_of(problem, call) + "struct Results {\n" +
-                     constant("count", static_cast<int>(call.out.size())) +
+                     constant("kCount", static_cast<int>(call.out.size())) +
                      types(call.out.empty() ? std::vector{call.in} : call.out) + "};\n\n";
   if (!call.load.empty()) text += load_of(call);
   if (!call.store.empty()) text += store_of(call);
   text += "using Mem = Memory<" + op + "<" + policy + ">, " + type_of(call.in) + ", View, Sides, Results, " +
           (call.load.empty() ? "LoadedAsItIs" : "Load") + ", " + (call.store.empty() ? "StoredAsItIs" : "Store") +
           ", " + (problem.packs ? "true" : "false") + ">;\n\n";
-  text += "struct Plan {\n";
-  const auto add = [&](const char* name, auto value) { text += constant(name, value); };
-  std::visit([&](const auto& p) { p.each(add); }, plan);
-  if (function == "combine_pieces") {
-    const auto* tile = std::get_if<TwiceTile>(&plan);
-    add("combine_threads", threads);
-    add("tile_rows", tile ? static_cast<int>(rows_of(tile->tile, problem)) : 1);
-    add("combined", tile ? static_cast<int>(parts_of(tile->tile, problem)) : std::get<Twice>(plan).pieces);
-  }
+  const Footprint footprint = problem.footprint();
+  text += "struct Plan {\n  static constexpr " + std::string(kStructs[plan.index()]) +
+          " kPlan = " + std::visit([](const auto& p) { return braced(p); }, plan) +
+          ";\n  static constexpr Footprint kCall = {" + number(footprint.in_bytes) + ", " +
+          number(footprint.out_bytes) + ", " + number(footprint.inputs) + ", " + number(footprint.state_bytes) + ", " +
+          text_of(footprint.packs) + ", " + text_of(footprint.row_operands) + "};\n";
   return text + "};\n" + kernel(function + "<Mem, Plan>(operands);");
 }
 
