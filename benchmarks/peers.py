@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 import jax_softmax
-from jax_softmax.primitives import PRIMITIVES, VJP
+from jax_softmax.primitives.softmax import PRIMITIVES, VJP
 
 OURS, XLA, TORCH = "jax_softmax", "XLA", "PyTorch"
 

@@ -25,8 +25,9 @@ from jax.sharding import PartitionSpec as P
 from support import CUSTOM_VJPS, JAX_NN, NAMES, OPERATORS, check, normal, reference, reference_vjp, sampled
 
 import jax_softmax
-from jax_softmax import reference as reference_module
-from jax_softmax import row_primitives, sharding
+from jax_softmax.devices import sharding
+from jax_softmax.primitives import reference as reference_module
+from jax_softmax.primitives.rows import cross_entropy_gradient_p
 
 every_name = pytest.mark.parametrize("name", NAMES)
 SHAPE = (8, 4, 32)
@@ -774,7 +775,7 @@ def test_rows_that_are_given_numbers(spec):
     of_rows = support.row_numbers("cross_entropy_gradient", x.shape, (1,), "float32")
 
     def run(*operands):
-        return row_primitives.cross_entropy_gradient_p.bind(*operands, axes=(1,), axis_name=())
+        return cross_entropy_gradient_p.bind(*operands, axes=(1,), axis_name=())
 
     results, travels = run_compiled(run, place(x, spec), *of_rows, place(where, spec), kernels=1)
     assert [kind for kind, _ in travels] == ["all-reduce"] * (2 if len(spec) > 1 else 0)
@@ -1332,7 +1333,7 @@ def test_a_jax_that_moved_its_private_names(monkeypatch):
 def test_private_names():
     """They are where this JAX has them, and in two modules."""
     assert sharding.AVAILABLE
-    sources = sorted(Path(jax_softmax.__file__).parent.glob("*.py"))
+    sources = sorted(Path(jax_softmax.__file__).parent.rglob("*.py"))
     private = [path.name for path in sources if re.search(r"jax\._src|axis_context", path.read_text())]
     assert private == ["interpreters.py", "sharding.py"]
 

@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
-from jax_softmax import arguments, reference
-from jax_softmax.arguments import Axis, AxisName
-from jax_softmax.row_primitives import ROW_PRIMITIVES
+from jax_softmax.functions import arguments
+from jax_softmax.functions.arguments import Axis, AxisName
+from jax_softmax.primitives import reference
+from jax_softmax.primitives.rows import ROW_PRIMITIVES
 
 
 def absmax_scale(

@@ -29,8 +29,9 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import mlir
 
-from jax_softmax import labels, layouts, reference
-from jax_softmax.row_primitives import normalizer
+from jax_softmax.devices import layouts
+from jax_softmax.primitives import labels, reference
+from jax_softmax.primitives.rows import normalizer
 
 try:
     from jax._src.lib import xla_client
@@ -417,8 +418,11 @@ def _sharding_from_operands(arg_shapes, arg_shardings, result_shape, config):
     return _result_sharding(result_shape, layout, results)
 
 
-def _register():
-    register = functools.partial(
+def register() -> None:
+    """Tells XLA who divides the calls, if this JAX lets it be told."""
+    if not AVAILABLE:
+        return
+    tell = functools.partial(
         _register_partitioner,
         TARGET,
         _sharding_from_user,
@@ -426,9 +430,5 @@ def _register():
         _sharding_from_operands,
         can_side_effecting_have_replicated_sharding=True,
     )
-    register()
-    register_plugin_callbacks(register)
-
-
-if AVAILABLE:
-    _register()
+    tell()
+    register_plugin_callbacks(tell)

@@ -4,13 +4,17 @@ import functools
 import warnings
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import mlir
 
-from jax_softmax import _cuda, _kernels, reference, sharding
-from jax_softmax.primitives import PRIMITIVES
-from jax_softmax.row_primitives import ABSMAX_SCALE, KERNELS, ROW_PRIMITIVES, normalizer
+from jax_softmax import _kernels
+from jax_softmax.devices import sharding
+from jax_softmax.primitives import reference
+from jax_softmax.primitives.rows import ABSMAX_SCALE, KERNELS, ROW_PRIMITIVES, normalizer
+from jax_softmax.primitives.softmax import PRIMITIVES
+from jax_softmax.runtime import cuda
 
 TARGET = "jax_softmax"
 
@@ -124,7 +128,7 @@ def _without_cuda() -> bool:
     A program that is lowered on a machine without a GPU is for another one, where they can.
     """
     global _warned
-    reason = _cuda.availability()
+    reason = cuda.availability()
     if reason is None or "gpu" not in {device.platform for device in jax.local_devices()}:
         return False
     if not _warned:
@@ -133,8 +137,21 @@ def _without_cuda() -> bool:
     return True
 
 
-def _register():
-    _cuda.availability()  # finds what a program that was lowered elsewhere needs, too
+def export_checks() -> list[jax.export.DisabledSafetyCheck]:
+    """The safety checks that `jax.export` must leave out for programs that call these functions.
+
+    JAX vouches only for custom calls of its own. Pass the list as `disabled_checks`; where the exported program runs,
+    jax_softmax must be imported:
+
+        jax.export.export(jax.jit(f), disabled_checks=jax_softmax.export_checks())(x)
+    """
+    return [jax.export.DisabledSafetyCheck.custom_call(target) for target in (TARGET, sharding.TARGET)]
+
+
+def register() -> None:
+    """Tells XLA of the kernels, and JAX which program each primitive becomes on each platform."""
+    cuda.availability()  # finds what a program that was lowered elsewhere needs, too
+    sharding.register()
     jax.ffi.register_ffi_target(TARGET, _kernels.cpu_handler(), platform="cpu")
     jax.ffi.register_ffi_target(TARGET, _kernels.cuda_handlers(), platform="CUDA")
     by_reference, rows_by_reference = _reference_rule(multiple_results=False), _reference_rule(multiple_results=True)
@@ -158,6 +175,3 @@ def _register():
         for platform, rule in {None: by_xla, "cpu": on_cpu[op], "cuda": on_cuda[op]}.items():
             rules = (functools.partial(r, op=op) for r in (rule, by_xla))
             mlir.register_lowering(primitive, sharding.partitioned(primitive, platform, *rules), platform=platform)
-
-
-_register()

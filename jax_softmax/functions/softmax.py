@@ -1,25 +1,20 @@
-"""The public functions: they check their arguments and bind the primitives.
+"""Softmax and log-softmax: the public functions, which check their arguments and bind the primitives.
 
 An eager call is one call of a jitted function, as it is in `jax.nn`. What that function would not refuse in words of
 our own is checked before, without looking at shapes; the rest inside, while it is traced.
 """
 
-import os
 from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.export
 import jax.numpy as jnp
-from jax.extend import source_info_util
 from jax.typing import ArrayLike
 
-from jax_softmax import arguments, lowering, reference, sharding
-from jax_softmax.arguments import Axis, AxisName
-from jax_softmax.primitives import PRIMITIVES, VJP
-
-# What JAX says of where an operation comes from (in profiles, errors, saved residuals) is then the caller's line.
-source_info_util.register_exclusion(os.path.dirname(__file__) + os.sep)
+from jax_softmax.functions import arguments
+from jax_softmax.functions.arguments import Axis, AxisName
+from jax_softmax.primitives import reference
+from jax_softmax.primitives.softmax import PRIMITIVES, VJP
 
 
 def softmax(x: ArrayLike, axis: Axis = -1, where: ArrayLike | None = None, *, axis_name: AxisName = None) -> jax.Array:
@@ -85,17 +80,6 @@ def _jitted(name: str, op: str, forward: Callable[..., jax.Array]) -> Callable[.
 
     call.__name__ = call.__qualname__ = name
     return jax.jit(call, static_argnums=(1, 3), inline=True)
-
-
-def export_checks() -> list[jax.export.DisabledSafetyCheck]:
-    """The safety checks that `jax.export` must leave out for programs that call these functions.
-
-    JAX vouches only for custom calls of its own. Pass the list as `disabled_checks`; where the exported program runs,
-    jax_softmax must be imported:
-
-        jax.export.export(jax.jit(f), disabled_checks=jax_softmax.export_checks())(x)
-    """
-    return [jax.export.DisabledSafetyCheck.custom_call(target) for target in (lowering.TARGET, sharding.TARGET)]
 
 
 # ---- The same forward and backward behind jax.custom_vjp, for code that asks for it: reverse mode only.

@@ -11,9 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_softmax import _kernels, arguments, reference
-from jax_softmax.primitives import JVP, VJP
-from jax_softmax.row_primitives import ABSMAX_SCALE, KERNELS, ROW_PRIMITIVES
+from jax_softmax import _kernels
+from jax_softmax.functions import arguments
+from jax_softmax.primitives import reference
+from jax_softmax.primitives.rows import ABSMAX_SCALE, KERNELS, ROW_PRIMITIVES
+from jax_softmax.primitives.softmax import JVP, VJP
 
 _LINEAR = tuple(dict.fromkeys([*JVP.values(), *VJP.values()]))
 _OPERATORS = (*JVP, *_LINEAR, *ROW_PRIMITIVES)

@@ -5,9 +5,9 @@ import functools
 
 from jax.experimental import jet
 
-from jax_softmax import reference
-from jax_softmax.primitives import PRIMITIVES
-from jax_softmax.row_primitives import ROW_PRIMITIVES
+from jax_softmax.primitives import reference
+from jax_softmax.primitives.rows import ROW_PRIMITIVES
+from jax_softmax.primitives.softmax import PRIMITIVES
 
 _ALL = {**PRIMITIVES, **ROW_PRIMITIVES}
 
@@ -20,12 +20,13 @@ def _jet(op, primals, series, *, axes, axis_name):
     return jet.jet(functools.partial(reference.apply, op, axes), primals, series, factorial_scaled=False)
 
 
-for _op, _primitive in _ALL.items():
-    jet.jet_rules[_primitive] = functools.partial(_jet, _op)
+def register() -> None:
+    """Tells jet and checkify of all primitives."""
+    for op, primitive in _ALL.items():
+        jet.jet_rules[primitive] = functools.partial(_jet, op)
+    # The table has no public name. With a JAX that moved it, checkify sees no NaN that the operators make.
+    with contextlib.suppress(ImportError):
+        from jax._src.checkify import error_checks, nan_error_check
 
-# The table has no public name. With a JAX that moved it, checkify sees no NaN that the operators make.
-with contextlib.suppress(ImportError):
-    from jax._src.checkify import error_checks, nan_error_check
-
-    for _primitive in _ALL.values():
-        error_checks[_primitive] = functools.partial(nan_error_check, _primitive)
+        for primitive in _ALL.values():
+            error_checks[primitive] = functools.partial(nan_error_check, primitive)

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from jax_softmax import arguments, reference
-from jax_softmax.arguments import Axis, AxisName
-from jax_softmax.labels import at_labels, exists, label_of_rows
-from jax_softmax.primitives import rows_laid_as
-from jax_softmax.reference import Normalizer
-from jax_softmax.row_primitives import (
+from jax_softmax.functions import arguments
+from jax_softmax.functions.arguments import Axis, AxisName
+from jax_softmax.primitives import reference
+from jax_softmax.primitives.labels import at_labels, exists, label_of_rows
+from jax_softmax.primitives.reference import Normalizer
+from jax_softmax.primitives.rows import (
     cross_entropy_gradient_p,
     cross_entropy_p,
     maximum,
@@ -25,6 +25,7 @@ from jax_softmax.row_primitives import (
     tangent_sums_of_parts,
     tangent_sums_p,
 )
+from jax_softmax.primitives.softmax import rows_laid_as
 
 _LARGEST_NUMBER = np.finfo(np.float64).max  # that an option may be
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_softmax.labels import at_labels, exists, is_label
+from jax_softmax.primitives.labels import at_labels, exists, is_label
 
 # What the operators take as it is: 8 bits that are widened where they are read. Their linear maps do not.
 NARROW = ("float8_e4m3fn", "float8_e5m2", "int8", "uint8")

@@ -36,8 +36,8 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, xla
 
-from jax_softmax import labels, reference
-from jax_softmax.primitives import moved_batch_axes, types_tell_shardings
+from jax_softmax.primitives import labels, reference
+from jax_softmax.primitives.softmax import moved_batch_axes, types_tell_shardings
 
 # The dtypes of the results of `absmax_scale`'s primitives, each of which is the same kernel.
 ABSMAX_SCALE = {f"absmax_scale_{dtype}": dtype for dtype in reference.SCALED}

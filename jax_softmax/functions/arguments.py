@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_softmax import reference
-from jax_softmax.labels import LARGEST_LABEL
-from jax_softmax.primitives import laid_as_well
+from jax_softmax.primitives import reference
+from jax_softmax.primitives.labels import LARGEST_LABEL
+from jax_softmax.primitives.softmax import laid_as_well
 
 Axis = int | Sequence[int] | np.ndarray | jax.Array | None
 AxisName = Hashable | Sequence[Hashable] | None

@@ -23,7 +23,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, xla
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jax_softmax import reference
+from jax_softmax.primitives import reference
 
 JVP = {"softmax": "softmax_linear", "log_softmax": "log_softmax_jvp"}
 VJP = {"softmax": "softmax_linear", "log_softmax": "log_softmax_vjp"}

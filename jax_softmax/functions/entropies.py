@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jax_softmax import arguments
-from jax_softmax.arguments import Axis, AxisName
-from jax_softmax.reference import Normalizer
-from jax_softmax.row_primitives import divergence, entropy_p, of_mask, of_rows_with_elements
+from jax_softmax.functions import arguments
+from jax_softmax.functions.arguments import Axis, AxisName
+from jax_softmax.primitives.reference import Normalizer
+from jax_softmax.primitives.rows import divergence, entropy_p, of_mask, of_rows_with_elements
 
 
 def entropy(
