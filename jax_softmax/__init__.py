@@ -7,9 +7,9 @@ from jax.extend import source_info_util
 from jax_softmax import _compatibility as _compatibility  # first: says so if jaxlib does not fit
 from jax_softmax._info import build_info
 from jax_softmax.functions.entropies import entropy, kl_divergence
+from jax_softmax.functions.logsumexp import logsumexp
 from jax_softmax.functions.losses import (
     cross_entropy_loss,
-    logsumexp,
     softmax_cross_entropy,
     softmax_cross_entropy_with_integer_labels,
 )

@@ -11,6 +11,7 @@ from support import WAYS
 import jax_softmax
 from jax_softmax import _kernels, explain
 from jax_softmax.runtime import explain as module
+from jax_softmax.runtime import gpus
 
 # Defaults to whatever GPU the tests run on.
 H200 = {"device": "H200"}
@@ -38,7 +39,7 @@ def test_view(shape, axis, kept, reduced, rows, columns):
 @pytest.mark.parametrize("op", ["softmax", "log_softmax_vjp"])
 def test_says_what_the_plan_says(op, way, device):
     e = explain(way.shape, way.axes, "bfloat16", op=op, device=device)
-    model = module._DEVICES[device]._asdict()
+    model = gpus.GPUS[device]._asdict()
     del model["copy_rate"]
     chosen = _kernels.plan(list(way.shape), list(way.axes), op, "bfloat16", **model)
     if not chosen["faster_than_xla"]:
@@ -156,7 +157,7 @@ def test_without_a_kernel():
     assert "nothing" in str(e)
 
 
-@pytest.mark.parametrize("device", sorted(module._DEVICES))
+@pytest.mark.parametrize("device", sorted(gpus.GPUS))
 def test_huge_arrays(device):
     e = explain((2**33, 5, 401), 1, dtype="float64", device=device)
     assert e.bytes == 2 * 8 * 2**33 * 5 * 401 and str(e)
@@ -188,12 +189,12 @@ def test_is_frozen():
     ],
 )
 def test_device_names(kind, name):
-    assert module._known(kind) == name
+    assert gpus._known(kind) == name
 
 
 def test_default_device():
     default = jax.devices()[0]
-    known = module._known(default.device_kind) if default.platform == "gpu" else None
+    known = gpus._known(default.device_kind) if default.platform == "gpu" else None
     assert explain((2, 3)).device == (known or "H200")
     with jax.default_device(jax.devices("cpu")[0]):
         assert explain((2, 3)).device == "H200"

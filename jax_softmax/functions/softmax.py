@@ -14,7 +14,8 @@ from jax.typing import ArrayLike
 from jax_softmax.functions import arguments
 from jax_softmax.functions.arguments import Axis, AxisName
 from jax_softmax.primitives import reference
-from jax_softmax.primitives.softmax import PRIMITIVES, VJP
+from jax_softmax.primitives.operators import bind
+from jax_softmax.primitives.softmax import VJP
 
 
 def softmax(x: ArrayLike, axis: Axis = -1, where: ArrayLike | None = None, *, axis_name: AxisName = None) -> jax.Array:
@@ -72,34 +73,40 @@ def _jitted(name: str, op: str, forward: Callable[..., jax.Array]) -> Callable[.
         if jnp.issubdtype(x.dtype, jnp.complexfloating):
             if axis_name:
                 raise TypeError(f"{name}: x must be real where axis_name is given, got {x.dtype}.")
-            return getattr(reference, op)(jnp.broadcast_to(x, shape), where, axes)
+            return getattr(reference, op)(jnp.broadcast_to(x, shape), where, axes, dtype=x.dtype)
         x, dtype = arguments.promoted(x)
         x = jnp.broadcast_to(x, shape)
         x = arguments.varying_as_well(x, where, axis_name)
-        return forward(axes, axis_name, x, *([] if where is None else [where])).astype(dtype)
+        return forward(axes, axis_name, x, where).astype(dtype)
 
     call.__name__ = call.__qualname__ = name
     return jax.jit(call, static_argnums=(1, 3), inline=True)
+
+
+def _bound(op: str) -> Callable[..., jax.Array]:
+    def function(axes, axis_name, x, where):
+        return bind(op, x, where=where, axes=axes, axis_name=axis_name)
+
+    function.__name__ = function.__qualname__ = op
+    return function
 
 
 # ---- The same forward and backward behind jax.custom_vjp, for code that asks for it: reverse mode only.
 
 
 def _with_vjp(op: str) -> Callable[..., jax.Array]:
-    def function(axes, axis_name, x, *mask):
-        return PRIMITIVES[op].bind(x, *mask, axes=axes, axis_name=axis_name)
-
-    def forward_and_residuals(axes, axis_name, x, *mask):
-        y = function(axes, axis_name, reference.without_narrow(x), *mask)
-        return y.astype(x.dtype), (y, mask)
+    def forward_and_residuals(axes, axis_name, x, where):
+        dtype = reference.result_dtype(x.dtype)
+        wide = jnp.float32 if dtype.name in reference.NARROW else dtype
+        y = bind(op, x, where=where, axes=axes, axis_name=axis_name, dtype=wide)
+        return y.astype(dtype), (y, where)
 
     def backward(axes, axis_name, residuals, cotangent):
-        y, mask = residuals
-        x_bar = PRIMITIVES[VJP[op]].bind(y, cotangent.astype(y.dtype), *mask, axes=axes, axis_name=axis_name)
-        return x_bar.astype(cotangent.dtype), *[None] * len(mask)
+        y, where = residuals
+        t = reference.without_narrow(cotangent)
+        return bind(VJP[op], y, t, where=where, axes=axes, axis_name=axis_name).astype(cotangent.dtype), None
 
-    function.__name__ = function.__qualname__ = op
-    with_vjp = jax.custom_vjp(function, nondiff_argnums=(0, 1))
+    with_vjp = jax.custom_vjp(_bound(op), nondiff_argnums=(0, 1))
     with_vjp.defvjp(forward_and_residuals, backward)
     return with_vjp
 
@@ -119,10 +126,6 @@ def log_softmax_vjp(
 ) -> jax.Array:
     """`log_softmax` through a `jax.custom_vjp`: the same values and gradients, but reverse mode only."""
     return _call(_log_softmax_vjp, x, axis, where, axis_name)
-
-
-def _bound(op: str) -> Callable[..., jax.Array]:
-    return lambda axes, axis_name, x, *mask: PRIMITIVES[op].bind(x, *mask, axes=axes, axis_name=axis_name)
 
 
 _softmax = _jitted("softmax", "softmax", _bound("softmax"))

@@ -10,111 +10,96 @@ import numpy as np
 from jax.interpreters import mlir
 
 from jax_softmax import _kernels
-from jax_softmax.devices import sharding
+from jax_softmax.devices import division, partitioning
 from jax_softmax.primitives import reference
-from jax_softmax.primitives.rows import ABSMAX_SCALE, KERNELS, ROW_PRIMITIVES, normalizer
-from jax_softmax.primitives.softmax import PRIMITIVES
+from jax_softmax.primitives.operators import OPERATORS, PRIMITIVES, Coefficients, bind, split
+from jax_softmax.primitives.rows import normalizer
 from jax_softmax.runtime import cuda
 
 TARGET = "jax_softmax"
 
 
-def _reference_rule(multiple_results):
-    def function(*operands, op, axes):
-        return reference.apply(op, axes, *operands)
+def register() -> None:
+    """Tells XLA of the kernels, and JAX which program each primitive becomes on each platform."""
+    cuda.availability()  # finds what a program that was lowered elsewhere needs, too
+    division.register()
+    jax.ffi.register_ffi_target(TARGET, _kernels.cpu_handler(), platform="cpu")
+    jax.ffi.register_ffi_target(TARGET, _kernels.cuda_handlers(), platform="CUDA")
+    for op, primitive in PRIMITIVES.items():
+        by_reference = mlir.lower_fun(functools.partial(reference.apply, op), primitive.multiple_results)
+        by_logsumexp = by_reference
+        if op in _GIVEN_LOGSUMEXP:
+            by_logsumexp = mlir.lower_fun(functools.partial(_by_logsumexp, op), multiple_results=True)
+        on_cpu = _cpu_rule(op, by_reference) if OPERATORS[op].on_cpu else by_logsumexp
+        on_cuda = _cuda_rule(op, by_logsumexp if op == "cross_entropy" else by_reference)
+        if op == "tangent_sums_transpose":
+            on_cuda = mlir.lower_fun(_by_cross_entropy_gradient, multiple_results=False)
+        for platform, rule in {None: by_reference, "cpu": on_cpu, "cuda": on_cuda}.items():
+            rule = partitioning.partitioned(primitive, platform, rule, by_reference)
+            mlir.register_lowering(primitive, rule, platform=platform)
 
-    return mlir.lower_fun(function, multiple_results)
+
+def export_checks() -> list[jax.export.DisabledSafetyCheck]:
+    """The safety checks that `jax.export` must leave out for programs that call these functions.
+
+    JAX vouches only for custom calls of its own. Pass the list as `disabled_checks`; where the exported program runs,
+    jax_softmax must be imported:
+
+        jax.export.export(jax.jit(f), disabled_checks=jax_softmax.export_checks())(x)
+    """
+    return [jax.export.DisabledSafetyCheck.custom_call(target) for target in (TARGET, partitioning.TARGET)]
 
 
-def _cpu_rule(by_reference):
+# ---- Calls of kernels.
+
+
+def _cpu_rule(op, by_reference):
     call = jax.ffi.ffi_lowering(TARGET)
+    in_one_dtype = _in_one_dtype_rule(op, _cpu_makes)
 
-    def by_float32(x, *mask, op, axes):
-        return PRIMITIVES[op].bind(reference.without_narrow(x), *mask, axes=axes, axis_name=())
-
-    by_float32 = mlir.lower_fun(by_float32, multiple_results=False)
-
-    def rule(ctx, *operands, op, axes):
-        x, *mask = ctx.avals_in
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            # XLA reads integers as they are, about as fast as the kernels would; but with a mask it mostly copies them.
-            return (by_float32 if mask else by_reference)(ctx, *operands, op=op, axes=axes)
-        if len(x.shape) > _kernels.MAX_DIMS:
-            return by_reference(ctx, *operands, op=op, axes=axes)
+    def rule(ctx, *operands, axes, **dtype):
+        x, masked = ctx.avals_in[0], ctx.avals_in[-1].dtype == bool
+        # XLA reads integers as they are, about as fast as the kernels would; but with a mask it mostly copies them.
+        integers = not jnp.issubdtype(x.dtype, jnp.floating)
+        if len(x.shape) > _kernels.MAX_DIMS or 0 in x.shape or (integers and not masked):
+            return by_reference(ctx, *operands, axes=axes, **dtype)
+        if not _makes(op, _cpu_makes, ctx):
+            rule = by_reference if OPERATORS[op].quantizes else in_one_dtype
+            return rule(ctx, *operands, axes=axes, **dtype)
         return call(ctx, *operands, op=op, axes=np.array(axes, np.int64))
 
     return rule
 
 
-def _rows_on_cpu(by_reference):
-    call = jax.ffi.ffi_lowering(TARGET)
-
-    def rule(ctx, *operands, op, axes):
-        x = ctx.avals_in[0]
-        result = ABSMAX_SCALE.get(op, x.dtype.name)
-        made = result == x.dtype.name or (result == "int8" and x.dtype != jnp.float64)
-        if len(x.shape) > _kernels.MAX_DIMS or 0 in x.shape or not made:
-            return by_reference(ctx, *operands, op=op, axes=axes)
-        return call(ctx, *operands, op=KERNELS.get(op, op), axes=np.array(axes, np.int64))
-
-    return rule
-
-
-def _by_logsumexp(function):
-    """By the kernel for logsumexp: function(rows, *operands, mask or None, axes), given the rows' normalizer."""
-
-    def of_operands(*operands, op, axes):
-        where = operands[-1] if operands[-1].dtype == bool else None
-        floats = operands if where is None else operands[:-1]
-        return function(normalizer(floats[0], where, axes, ()), *floats, where, axes)
-
-    return mlir.lower_fun(of_operands, multiple_results=True)
-
-
-def _cross_entropy(rows, x, label, where, axes):
-    return reference.cross_entropy_given(rows, x, label, axes), *rows
-
-
-def _cross_entropy_gradient(rows, *operands):
-    return reference.cross_entropy_gradient_given(rows, *operands), *rows
-
-
-def _kl_divergence(rows, *operands):
-    return reference.kl_divergence_given(rows, *operands), *rows
-
-
-def _tangent_sums_transpose(x, largest, total, a, c, d, label, *mask, op, axes):
-    """By the kernel that makes the normalizer anew, which on CUDA is faster than XLA with the one that is known."""
-    operands = x, a, jnp.zeros_like(a), c, d, label, *mask
-    return ROW_PRIMITIVES["cross_entropy_gradient"].bind(*operands, axes=axes, axis_name=())[:1]
-
-
-def _cuda_rule(by_reference):
+def _cuda_rule(op, by_xla):
     """An FFI call unless XLA itself is as fast, with a last result for blocks to exchange states through.
 
     XLA owns that memory, so that it lives as long as a CUDA graph that the call was captured into. A shape with
     symbolic dimensions has no known size; kernels that need no such memory do then.
     """
     call = jax.ffi.ffi_lowering(TARGET)
+    in_one_dtype = _in_one_dtype_rule(op, _cuda_makes)
 
-    def rule(ctx, *operands, op, axes):
+    def rule(ctx, *operands, axes, **dtype):
         x = ctx.avals_in[0]
         if len(x.shape) > _kernels.MAX_DIMS or _without_cuda():
-            return by_reference(ctx, *operands, op=op, axes=axes)
-        kernel, result = KERNELS.get(op, op), ABSMAX_SCALE.get(op)
+            return by_xla(ctx, *operands, axes=axes, **dtype)
+        if not OPERATORS[op].quantizes and not _makes(op, _cuda_makes, ctx):
+            return in_one_dtype(ctx, *operands, axes=axes, **dtype)
         n = 0
         if all(isinstance(d, int) for d in x.shape):
             mask_shape = None
             if ctx.avals_in[-1].dtype == bool:
                 shape = ctx.avals_in[-1].shape
                 mask_shape = [*[1] * (len(x.shape) - len(shape)), *shape]
-            n = _kernels.lower_for_cuda(list(x.shape), list(axes), kernel, x.dtype.name, mask_shape, result)
+            result = dtype.get("dtype")
+            n = _kernels.lower_for_cuda(list(x.shape), list(axes), op, x.dtype.name, mask_shape, result)
             if n is None:
-                return by_reference(ctx, *operands, op=op, axes=axes)
+                return by_xla(ctx, *operands, axes=axes, **dtype)
         n_results = len(ctx.avals_out)
         if n:
             ctx = ctx.replace(avals_out=[*ctx.avals_out, jax.core.ShapedArray((n,), np.dtype(np.uint8))])
-        return call(ctx, *operands, op=kernel, axes=np.array(axes, np.int64), fused="")[:n_results]
+        return call(ctx, *operands, op=op, axes=np.array(axes, np.int64), fused="")[:n_results]
 
     return rule
 
@@ -137,41 +122,65 @@ def _without_cuda() -> bool:
     return True
 
 
-def export_checks() -> list[jax.export.DisabledSafetyCheck]:
-    """The safety checks that `jax.export` must leave out for programs that call these functions.
-
-    JAX vouches only for custom calls of its own. Pass the list as `disabled_checks`; where the exported program runs,
-    jax_softmax must be imported:
-
-        jax.export.export(jax.jit(f), disabled_checks=jax_softmax.export_checks())(x)
-    """
-    return [jax.export.DisabledSafetyCheck.custom_call(target) for target in (TARGET, sharding.TARGET)]
+# ---- Dtypes. A kernel's inputs have one.
 
 
-def register() -> None:
-    """Tells XLA of the kernels, and JAX which program each primitive becomes on each platform."""
-    cuda.availability()  # finds what a program that was lowered elsewhere needs, too
-    sharding.register()
-    jax.ffi.register_ffi_target(TARGET, _kernels.cpu_handler(), platform="cpu")
-    jax.ffi.register_ffi_target(TARGET, _kernels.cuda_handlers(), platform="CUDA")
-    by_reference, rows_by_reference = _reference_rule(multiple_results=False), _reference_rule(multiple_results=True)
-    cross_entropy = _by_logsumexp(_cross_entropy)
-    on_cuda = {op: _cuda_rule(by_reference) for op in PRIMITIVES}
-    on_cuda |= {op: _cuda_rule(rows_by_reference) for op in ROW_PRIMITIVES}
-    on_cuda |= {
-        "cross_entropy": _cuda_rule(cross_entropy),
-        "tangent_sums_transpose": mlir.lower_fun(_tangent_sums_transpose, multiple_results=True),
-    }
-    on_cpu = {op: _cpu_rule(by_reference) for op in PRIMITIVES}
-    on_cpu |= {
-        **dict.fromkeys(("logsumexp", "entropy", *ABSMAX_SCALE), _rows_on_cpu(rows_by_reference)),
-        "cross_entropy": cross_entropy,
-        "cross_entropy_gradient": _by_logsumexp(_cross_entropy_gradient),
-        "kl_divergence": _by_logsumexp(_kl_divergence),
-        "tangent_sums_transpose": rows_by_reference,
-    }
-    for op, primitive in (PRIMITIVES | ROW_PRIMITIVES).items():
-        by_xla = rows_by_reference if primitive.multiple_results else by_reference
-        for platform, rule in {None: by_xla, "cpu": on_cpu[op], "cuda": on_cuda[op]}.items():
-            rules = (functools.partial(r, op=op) for r in (rule, by_xla))
-            mlir.register_lowering(primitive, sharding.partitioned(primitive, platform, *rules), platform=platform)
+def _makes(op, makes, ctx):
+    """Whether the kernel of a platform takes these operands and gives these results."""
+    inputs = {aval.dtype for aval in ctx.avals_in[: OPERATORS[op].inputs]}
+    if not OPERATORS[op].element_results:
+        return len(inputs) == 1
+    return len(inputs) == 1 and makes(*inputs, ctx.avals_out[0].dtype)
+
+
+def _cpu_makes(given, result):
+    return result == given or (result == jnp.int8 and given != jnp.float64)
+
+
+def _cuda_makes(given, result):
+    """What quantizes makes all."""
+    return result == given or (result.name in ("float16", "bfloat16", "float32") and given != jnp.float64)
+
+
+def _common(*dtypes):
+    """The dtype of all, or one that holds them."""
+    return dtypes[0] if len(set(dtypes)) == 1 else jnp.dtype("float64" if jnp.float64 in dtypes else "float32")
+
+
+def _in_one_dtype_rule(op, makes):
+    """By a kernel of a dtype that holds all inputs and, if it gives no other result, the result as well."""
+
+    def function(*operands, axes, dtype):
+        n, result = OPERATORS[op].inputs, jnp.dtype(dtype)
+        wide, made = _common(*(a.dtype for a in operands[:n])), result
+        if not makes(wide, result):
+            wide = made = _common(wide, result)
+        inputs = (a.astype(wide) for a in operands[:n])
+        results = PRIMITIVES[op].bind(*inputs, *operands[n:], axes=axes, axis_name=(), dtype=made.name)
+        if not PRIMITIVES[op].multiple_results:
+            return results.astype(result)
+        return [results[0].astype(result), *results[1:]]
+
+    return mlir.lower_fun(function, PRIMITIVES[op].multiple_results)
+
+
+# ---- Operators that the kernel of another one is a part of.
+
+_GIVEN_LOGSUMEXP = {
+    "cross_entropy": lambda rows, x, label, where, axes: reference.cross_entropy_given(rows, x, label, axes),
+    "cross_entropy_gradient": reference.gradient_given,
+    "kl_divergence": reference.kl_divergence_given,
+}
+
+
+def _by_logsumexp(op, *operands, axes, **dtype):
+    operands, where = split(op, operands)
+    rows = normalizer(operands[0], where, axes, ())
+    return _GIVEN_LOGSUMEXP[op](rows, *operands, where, axes, **dtype), *rows
+
+
+def _by_cross_entropy_gradient(*operands, axes, dtype):
+    """Whose kernel makes the normalizer anew, which on CUDA is faster than XLA with the one that is known."""
+    (x, _, _, factor, offset, at_label, label), where = split("tangent_sums_transpose", operands)
+    coefficients = Coefficients(factor, jnp.zeros_like(factor), offset, at_label)
+    return bind("cross_entropy_gradient", x, *coefficients, label, where=where, axes=axes, dtype=dtype)[0]
