@@ -19,8 +19,9 @@ import numpy as np
 import pytest
 
 import jax_softmax
-from jax_softmax import _cuda, _kernels
-from jax_softmax.lowering import attributes
+from jax_softmax import _kernels
+from jax_softmax.runtime import cuda
+from jax_softmax.runtime.lowering import attributes
 
 OPERATORS = {"softmax": jax_softmax.softmax, "log_softmax": jax_softmax.log_softmax}
 CUSTOM_VJPS = {"softmax": jax_softmax.softmax_vjp, "log_softmax": jax_softmax.log_softmax_vjp}
@@ -147,7 +148,7 @@ def why_no_cuda():
     """Why the CUDA kernels cannot run here, or None if they can."""
     if jax.default_backend() != "gpu":
         return "needs a GPU"
-    return _cuda.availability()
+    return cuda.availability()
 
 
 # Roundings of exp, of a reciprocal or division, and of a product or two.

@@ -12,7 +12,8 @@ import pytest
 from support import CUSTOM_VJPS, NAMES, OPERATORS
 
 import jax_softmax
-from jax_softmax import _cuda, _kernels
+from jax_softmax import _kernels
+from jax_softmax.runtime import cuda
 
 DISABLED = [jax.export.DisabledSafetyCheck.custom_call("jax_softmax")]
 SHAPE = (2, 3, 4, 40)
@@ -190,7 +191,7 @@ def test_one_program_for_several_platforms(name):
 @every_name
 def test_what_runs_here_is_the_kernel(name):
     """The compiled program of this machine's own backend still has the call, and no copy of its operand beside it."""
-    if jax.default_backend() == "gpu" and (reason := _cuda.availability()):
+    if jax.default_backend() == "gpu" and (reason := cuda.availability()):
         pytest.skip(reason)
     for axis in (0, 1, 2):
         text = jax.jit(OPERATORS[name], static_argnums=1).lower(spec((8, 16, 32)), axis).compile().as_text()
