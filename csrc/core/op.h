@@ -19,15 +19,18 @@ enum class Op {
   kKlDivergence,
   kAbsmaxScale
 };
-enum class DType { kF16, kBF16, kF32, kF64, kF8E4M3, kF8E5M2, kI8, kU8 };
+// The last two are of side operands alone.
+enum class DType { kF16, kBF16, kF32, kF64, kF8E4M3, kF8E5M2, kI8, kU8, kI32, kBool };
 
-inline constexpr int kDTypes = 8;
-inline constexpr const char* kDTypeNames[kDTypes] = {"float16",       "bfloat16",    "float32", "float64",
-                                                     "float8_e4m3fn", "float8_e5m2", "int8",    "uint8"};
-inline constexpr int kDTypeBytes[kDTypes] = {2, 2, 4, 8, 1, 1, 1, 1};
+inline constexpr int kDTypes = 10;
+inline constexpr const char* kDTypeNames[kDTypes] = {"float16",     "bfloat16", "float32", "float64", "float8_e4m3fn",
+                                                     "float8_e5m2", "int8",     "uint8",   "int32",   "bool"};
+inline constexpr int kDTypeBytes[kDTypes] = {2, 2, 4, 8, 1, 1, 1, 1, 4, 1};
+constexpr const char* name_of(DType type) { return kDTypeNames[static_cast<int>(type)]; }
 constexpr int bytes_of(DType type) { return kDTypeBytes[static_cast<int>(type)]; }
 // Integers are operands; the only ones that are results are int8, of operators that quantize.
 constexpr bool is_integer(DType type) { return type == DType::kI8 || type == DType::kU8; }
+constexpr bool is_element(DType type) { return type < DType::kI32; }
 constexpr DType result_of(DType operand) { return is_integer(operand) ? DType::kF32 : operand; }
 
 struct Cost {

@@ -53,6 +53,23 @@ def export_checks() -> list[jax.export.DisabledSafetyCheck]:
 # ---- Calls of kernels.
 
 
+def attributes(op, axes, masked, arrays="", load="", store=""):
+    """What a custom call of a kernel says of itself, besides its buffers: see csrc/ffi/call.h and csrc/core/call.h.
+
+    `arrays`: the roles of the operands that the expressions `load` and `store` read.
+    """
+    operator = OPERATORS[op]
+    sides = [*arrays.split(), *["number"] * operator.row_numbers, *["label"] * operator.labelled, *["mask"] * masked]
+    return {
+        "version": np.int64(_kernels.CALL_VERSION),
+        "op": op,
+        "axes": np.array(axes, np.int64),
+        "sides": " ".join(sides),
+        "load": load,
+        "store": store,
+    }
+
+
 def _cpu_rule(op, by_reference):
     call = jax.ffi.ffi_lowering(TARGET)
     in_one_dtype = _in_one_dtype_rule(op, _cpu_makes)
@@ -66,7 +83,7 @@ def _cpu_rule(op, by_reference):
         if not _makes(op, _cpu_makes, ctx):
             rule = by_reference if OPERATORS[op].quantizes else in_one_dtype
             return rule(ctx, *operands, axes=axes, **dtype)
-        return call(ctx, *operands, op=op, axes=np.array(axes, np.int64))
+        return call(ctx, *operands, **attributes(op, axes, masked))
 
     return rule
 
@@ -99,7 +116,7 @@ def _cuda_rule(op, by_xla):
         n_results = len(ctx.avals_out)
         if n:
             ctx = ctx.replace(avals_out=[*ctx.avals_out, jax.core.ShapedArray((n,), np.dtype(np.uint8))])
-        return call(ctx, *operands, op=op, axes=np.array(axes, np.int64), fused="")[:n_results]
+        return call(ctx, *operands, **attributes(op, axes, ctx.avals_in[-1].dtype == bool))[:n_results]
 
     return rule
 
