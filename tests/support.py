@@ -50,18 +50,11 @@ DEVICES = {
     "B200": device(100, 148, 227, 16),
     "RTX 5090": device(120, 170, 99, 8),
 }
-OPS = ("softmax", "log_softmax", "softmax_linear", "log_softmax_jvp", "log_softmax_vjp")
-# The kernels that have results for rows, and how many of elements and of rows.
-ROW_RESULTS = {
-    "logsumexp": (0, 2),
-    "cross_entropy": (0, 3),
-    "cross_entropy_gradient": (1, 2),
-    "entropy": (0, 3),
-    "kl_divergence": (0, 3),
-    "absmax_scale": (1, 1),
-}
-ROW_OPS = tuple(ROW_RESULTS)
-TWO_OPERANDS = (*OPS[2:], "kl_divergence")
+# The kernels: those that have results for rows, the others, and those that read two arrays of one shape.
+KERNELS = _kernels.OPERATORS
+ROW_OPS = tuple(op for op, facts in KERNELS.items() if facts["row_results"])
+OPS = tuple(op for op in KERNELS if op not in ROW_OPS)
+TWO_OPERANDS = tuple(op for op, facts in KERNELS.items() if facts["inputs"] == 2)
 LARGEST = {"int8": 127, "float8_e4m3fn": 448, "float8_e5m2": 57344}  # what absmax_scale makes of a row's maximum
 
 
@@ -188,7 +181,7 @@ def call_kernel(op, *operands, axes, out_dtype=None, more_results=(), arrays="",
     `arrays`: the roles of what the expressions `load` and `store` read, whose operands come after the operator's own.
     Its result, or all of them if there are several."""
     x = operands[0]
-    of_elements, of_rows = ROW_RESULTS.get(op, (1, 0))
+    of_elements, of_rows = KERNELS[op]["element_results"], KERNELS[op]["row_results"]
     rows = [1 if d in axes else n for d, n in enumerate(x.shape)]
     results = of_elements * [jax.ShapeDtypeStruct(x.shape, out_dtype or x.dtype)]
     results += [jax.ShapeDtypeStruct(x.shape, dtype) for dtype in more_results]
@@ -206,9 +199,8 @@ def row_numbers(op, shape, axes, dtype, seed=3):
     """What rows have of their own, as an operator of ROW_OPS takes it."""
     rows = [1 if d in axes else n for d, n in enumerate(shape)]
     wide = np.float64 if np.dtype(dtype) == np.float64 else np.float32
-    count = {"cross_entropy_gradient": 4, "kl_divergence": 2}.get(op, 0)
-    operands = [normal(rows, wide, seed=seed + i, scale=0.5) for i in range(count)]
-    if op in ("cross_entropy", "cross_entropy_gradient"):
+    operands = [normal(rows, wide, seed=seed + i, scale=0.5) for i in range(KERNELS[op]["row_numbers"])]
+    if KERNELS[op]["labelled"]:
         # The first two rows have no label, the next their first element and their last.
         columns = int(np.prod([shape[d] for d in axes]))
         label = np.random.default_rng(seed).integers(0, columns, rows, np.int32)
@@ -371,20 +363,20 @@ def reference_cross_entropy(x, label, axes, where=None):
 
 
 @np.errstate(invalid="ignore", divide="ignore", over="ignore", under="ignore")
-def reference_cross_entropy_gradient(x, a, b, c, d, label, axes, where=None):
-    """softmax(x) (a + b lse) + c, and d added at the label; then what reference_normalizer gives."""
+def reference_cross_entropy_gradient(x, factor, lse_factor, offset, at_label, label, axes, where=None):
+    """The gradient, as `operators.py` defines it; then what reference_normalizer gives."""
     rounding, wide, keep, axes = _masked_rows(x, axes, where)
     lse = reference_logsumexp(x, axes, where, keepdims=True)[0]
     largest, total = reference_normalizer(x, axes, where)
-    a, b, c, d = (_widened(n) for n in (a, b, c, d))
+    factor, lse_factor, offset, at_label = map(_widened, (factor, lse_factor, offset, at_label))
     y = np.exp(wide - lse.value)
     depth = np.where(np.isfinite(wide), wide - largest.value, 0)
-    factor = a + b * lse.value
+    weight = factor + lse_factor * lse.value
     relative = rounding.compute * (8 + np.abs(depth)) + _sum_error(rounding, math.prod(keep.shape[k] for k in axes))
-    bound = y * (np.abs(factor) * relative + 4 * rounding.compute * (np.abs(a) + np.abs(b * lse.value)))
-    bound = np.where(keep, bound + y * np.abs(b) * lse.bound + 2 * rounding.compute * np.abs(c), 0)
-    added = np.where(_is_label(label, axes, keep.shape), d, 0)
-    g = np.where(keep, y * factor + c, 0) + added
+    bound = y * (np.abs(weight) * relative + 4 * rounding.compute * (np.abs(factor) + np.abs(lse_factor * lse.value)))
+    bound = np.where(keep, bound + y * np.abs(lse_factor) * lse.bound + 2 * rounding.compute * np.abs(offset), 0)
+    added = np.where(_is_label(label, axes, keep.shape), at_label, 0)
+    g = np.where(keep, y * weight + offset, 0) + added
     stored = 2 * rounding.compute * np.abs(added) + rounding.store * np.abs(g) + rounding.tiny
     return Bounded(g, np.where(keep | (added != 0), bound + stored, 0), rounding.dtype), largest, total
 

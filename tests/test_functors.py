@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import support
-from support import OPS, ROW_OPS, ROW_RESULTS, TWO_OPERANDS, WAYS, call_kernel, kernel_names, row_numbers
+from support import KERNELS, OPS, ROW_OPS, TWO_OPERANDS, WAYS, call_kernel, kernel_names, row_numbers
 
 from jax_softmax import _kernels
 
@@ -114,7 +114,7 @@ def test_load_of_each_operator(op, masked, way):
     x, array = integers(way.shape, "bfloat16"), integers(SHAPES["columns"](way), "bfloat16", 4)
     first = [integers(way.shape, "bfloat16", 2, seed=1)] if op in TWO_OPERANDS else []
     last = row_numbers(op, way.shape, way.axes, "bfloat16") + ([support.random_mask(way.shape)] if masked else [])
-    written = "bfloat16" if ROW_RESULTS.get(op, (1, 0))[0] else None
+    written = "bfloat16" if KERNELS[op]["element_results"] else None
     fused = plan_of(way, op, masked=masked, load=load_of(op))["scratch_bytes"]
     plain = way.plan(op, "bfloat16", list(way.shape) if masked else None)["scratch_bytes"]
     found = call(way, op, *first, x, array, *last, load=load_of(op), written=written, scratch_bytes=fused)
@@ -129,7 +129,7 @@ def test_load_of_each_operator(op, masked, way):
 @on_gpu
 @every_view
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("op", [op for op in EVERY_OP if ROW_RESULTS.get(op, (1, 0))[0]])
+@pytest.mark.parametrize("op", [op for op in EVERY_OP if KERNELS[op]["element_results"]])
 def test_store_of_each_operator(op, masked, way):
     """A scaled result with an array added, and the result itself in another dtype."""
     x, array = integers(way.shape, "bfloat16"), integers(SHAPES["columns"](way), "bfloat16", 4)

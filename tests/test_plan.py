@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support import DEVICES, NAMES, NARROW, OPS, ROW_OPS, ROW_RESULTS, TWO_OPERANDS, WAYS, plan
+from support import DEVICES, KERNELS, NAMES, NARROW, OPS, ROW_OPS, WAYS, plan
 
 from jax_softmax import _kernels
 
@@ -85,8 +85,9 @@ class Call:
     """What any plan of a call has to cover and to hold, worked out from the view."""
 
     def __init__(self, chosen, op, dtype):
-        self.inputs = 2 if op in TWO_OPERANDS else 1
-        self.element_results, self.row_results = ROW_RESULTS.get(op, (1, 0))
+        self.inputs, self.element_results, self.row_results = (
+            KERNELS[op][name] for name in ("inputs", "element_results", "row_results")
+        )
         self.bytes = jnp.dtype(dtype).itemsize
         self.out_bytes = 4 if jnp.dtype(dtype).kind in "iu" else self.bytes
         sums = 2 if op in ("entropy", "kl_divergence") else 1

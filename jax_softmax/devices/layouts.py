@@ -2,7 +2,7 @@
 
 A layout is an array of device numbers. It has a dimension for each of the array's, as long as that is cut into parts,
 and a last one for devices that have the same part. Parts are of equal size, but for the last ones. This is arithmetic
-alone; `sharding.py` says what it is for.
+alone; `division.py` says what it is for.
 """
 
 import math

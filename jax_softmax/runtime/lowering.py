@@ -12,7 +12,7 @@ from jax.interpreters import mlir
 from jax_softmax import _kernels
 from jax_softmax.devices import division, partitioning
 from jax_softmax.primitives import reference
-from jax_softmax.primitives.operators import OPERATORS, PRIMITIVES, Coefficients, bind, split
+from jax_softmax.primitives.operators import KERNELS, OPERATORS, PRIMITIVES, Coefficients, bind, split
 from jax_softmax.primitives.rows import normalizer
 from jax_softmax.runtime import cuda
 
@@ -27,13 +27,14 @@ def register() -> None:
     jax.ffi.register_ffi_target(TARGET, _kernels.cuda_handlers(), platform="CUDA")
     for op, primitive in PRIMITIVES.items():
         by_reference = mlir.lower_fun(functools.partial(reference.apply, op), primitive.multiple_results)
-        by_logsumexp = by_reference
+        from_parts = by_reference
         if op in _GIVEN_LOGSUMEXP:
-            by_logsumexp = mlir.lower_fun(functools.partial(_by_logsumexp, op), multiple_results=True)
-        on_cpu = _cpu_rule(op, by_reference) if OPERATORS[op].on_cpu else by_logsumexp
-        on_cuda = _cuda_rule(op, by_logsumexp if op == "cross_entropy" else by_reference)
-        if op == "tangent_sums_transpose":
+            from_parts = mlir.lower_fun(functools.partial(_by_logsumexp, op), multiple_results=True)
+        on_cpu = _cpu_rule(op, by_reference) if OPERATORS[op].on_cpu else from_parts
+        if op in KERNELS:
             on_cuda = mlir.lower_fun(_by_cross_entropy_gradient, multiple_results=False)
+        else:
+            on_cuda = _cuda_rule(op, from_parts if op == "cross_entropy" else by_reference)
         for platform, rule in {None: by_reference, "cpu": on_cpu, "cuda": on_cuda}.items():
             rule = partitioning.partitioned(primitive, platform, rule, by_reference)
             mlir.register_lowering(primitive, rule, platform=platform)

@@ -1,0 +1,110 @@
+"""Primitives whose results have another dtype than their operands: as in float32, but for what is stored."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import support
+from support import normal
+
+from jax_softmax.primitives.operators import OPERATORS, bind
+from jax_softmax.primitives.softmax import JVP
+
+OPS = [op for op, operator in OPERATORS.items() if operator.element_results and not operator.quantizes]
+DTYPES = [("bfloat16", "float32"), ("float16", "float32"), ("float32", "bfloat16"), ("float32", "float16")]
+SHAPE = (6, 40)
+
+every_op = pytest.mark.parametrize("op", OPS)
+every_dtype = pytest.mark.parametrize("given,result", DTYPES)
+
+
+def operands_of(op, given):
+    """Floats in the dtypes that they have, and the label, if there is one, bound."""
+    x = normal(SHAPE, given, scale=1.0)
+    if op in JVP:
+        return [x], []
+    if not OPERATORS[op].labelled:
+        y = jax.nn.softmax(x) if op == "softmax_linear" else jax.nn.log_softmax(x)
+        return [y, normal(SHAPE, given, seed=1, scale=1.0)], []
+    *coefficients, label = support.row_numbers("cross_entropy_gradient", SHAPE, (1,), given)
+    if op == "cross_entropy_gradient":
+        return [x, *coefficients], [label]
+    largest, total = (row.value.astype(np.float32) for row in support.reference_normalizer(x, 1))
+    return [x, largest, total, *coefficients[1:]], [label]
+
+
+def function(op, labels, where, dtype=None):
+    def f(*floats):
+        return jax.tree.leaves(bind(op, *floats, *labels, where=where, axes=(1,), dtype=dtype))[0]
+
+    return f
+
+
+def wide(arrays):
+    return [jnp.asarray(a, jnp.float32) for a in arrays]
+
+
+def same(actual, expected, dtype, *rounded_to):
+    """As the dtypes that arrays were rounded to allow."""
+    assert actual.dtype == dtype and actual.shape == expected.shape
+    eps = max(float(jnp.finfo(d).eps) for d in (dtype, *rounded_to))
+    expected = np.asarray(expected, np.float64)
+    largest = np.abs(expected, where=np.isfinite(expected), out=np.zeros(expected.shape)).max()
+    np.testing.assert_allclose(np.asarray(actual, np.float64), expected, rtol=4 * eps, atol=4 * eps * largest)
+
+
+@every_op
+@every_dtype
+@pytest.mark.parametrize("masked", [False, True])
+def test_values(op, given, result, masked):
+    floats, labels = operands_of(op, given)
+    where = support.random_mask(SHAPE) if masked else None
+    expected = function(op, labels, where)(*wide(floats))
+    f = function(op, labels, where, result)
+    same(f(*floats), expected, result)
+    same(jax.jit(f)(*floats), expected, result)
+
+
+@every_op
+@every_dtype
+def test_derivatives(op, given, result):
+    floats, labels = operands_of(op, given)
+    f, in_float32 = function(op, labels, None, result), function(op, labels, None)
+    tangents = [normal(a.shape, a.dtype, seed=5 + i, scale=1.0) for i, a in enumerate(floats)]
+    y, y_dot = jax.jit(lambda *floats: jax.jvp(f, floats, tuple(tangents)))(*floats)
+    _, expected = jax.jvp(in_float32, tuple(wide(floats)), tuple(wide(tangents)))
+    assert y.dtype == result
+    same(y_dot, expected, result, given, result)
+    cotangent = normal(SHAPE, result, seed=9, scale=1.0)
+    found = jax.jit(lambda *floats: jax.vjp(f, *floats)[1](cotangent))(*floats)
+    expected = jax.vjp(in_float32, *wide(floats))[1](*wide([cotangent]))
+    for a, actual, gradient in zip(floats, found, expected, strict=True):
+        same(actual, gradient, a.dtype, result)
+
+
+@every_op
+@every_dtype
+def test_vmap(op, given, result):
+    floats, labels = operands_of(op, given)
+    f = function(op, labels, None, result)
+    batches = [np.stack([a, np.flip(a, 0)], 1) for a in map(np.asarray, floats)]
+    for mapped in (range(len(floats)), [0], [len(floats) - 1]):
+        operands = [batches[i] if i in mapped else a for i, a in enumerate(floats)]
+        axes = [1 if i in mapped else None for i in range(len(floats))]
+        expected = [f(*(a[:, k] if i in mapped else a for i, a in enumerate(operands))) for k in range(2)]
+        same(jax.jit(jax.vmap(f, axes))(*operands), jnp.stack(expected), result)
+
+
+@pytest.mark.parametrize("op", ["softmax_linear", "log_softmax_jvp", "log_softmax_vjp"])
+@every_dtype
+def test_a_tangent_of_another_dtype(op, given, result):
+    """Its cotangent has its own dtype."""
+    (y, t), _ = operands_of(op, given)
+    y = jnp.asarray(y, result)
+    apply = functools.partial(function(op, [], None, result), y)
+    expected, pullback = jax.vjp(functools.partial(function(op, [], None), *wide([y])), *wide([t]))
+    same(apply(t), expected, result)
+    cotangent = normal(SHAPE, result, seed=9, scale=1.0)
+    same(jax.vjp(apply, jnp.asarray(t))[1](cotangent)[0], pullback(*wide([cotangent]))[0], given)
