@@ -41,14 +41,6 @@ def test_eager(dtype, name):
         check(OPERATORS[name](x, where=x > 0), reference(name, x, where=x > 0))
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_custom_vjp_variant_is_the_same_operator(name):
-    x = normal((4, 33))
-    for axis, where in ((-1, None), (0, x > 0), (None, x[0] > 0)):
-        actual = support.CUSTOM_VJPS[name](x, axis, where)
-        support.assert_same_bits(actual, OPERATORS[name](x, axis, where))
-
-
 @sampled("dtype,width", itertools.product(["float32", "bfloat16"], WIDTHS), 5)
 def test_widths(dtype, width):
     check_all(normal((rows_of(width), width), dtype, seed=width))
