@@ -35,25 +35,43 @@ DType dtype_of(const std::string& name) {
   throw nb::value_error(("unknown dtype: " + name).c_str());
 }
 
-CallShape call_of(const std::vector<int64_t>& shape, const std::vector<int64_t>& axes, const std::string& op,
-                  const std::string& dtype, const Shape& mask_shape) {
-  CallShape call{};
+Call call_of(const std::vector<int64_t>& shape, const std::vector<int64_t>& axes, const std::string& op,
+             const std::string& dtype, const Shape& mask_shape, const std::optional<std::string>& out_dtype) {
+  Call call{};
   call.op = op_of(op);
   call.in = dtype_of(dtype);
-  call.out = result_of(call.in);
   call.shape = shape;
   call.axes = axes;
   const Cost& cost = cost_of(call.op);
-  call.sides.assign(cost.row_operands + cost.labelled, shape_of_rows(call));
-  call.masked = mask_shape.has_value();
-  if (mask_shape) call.sides.push_back(*mask_shape);
+  if (cost.element_results) call.out.push_back(out_dtype ? dtype_of(*out_dtype) : result_of(call.in));
+  for (int k = 0; k < cost.row_numbers; ++k) {
+    call.sides.push_back({Role::kNumber, arithmetic_of(call), call.shape_of_rows()});
+  }
+  if (cost.labelled) call.sides.push_back({Role::kLabel, DType::kI32, call.shape_of_rows()});
+  if (mask_shape) call.sides.push_back({Role::kMask, DType::kBool, *mask_shape});
   return call;
 }
 
-Problem checked_problem(const CallShape& call) {
+Problem checked_problem(const Call& call) {
   Problem problem;
   if (const std::string message = problem_of(call, &problem); !message.empty()) throw nb::value_error(message.c_str());
   return problem;
+}
+
+nb::dict operators() {
+  nb::dict table;
+  for (const Operator& op : kOperators) {
+    nb::dict row;
+    row["inputs"] = op.cost.inputs;
+    row["element_results"] = static_cast<int>(op.cost.element_results);
+    row["row_results"] = op.cost.row_results;
+    row["row_numbers"] = op.cost.row_numbers;
+    row["labelled"] = op.cost.labelled;
+    row["on_cpu"] = op.on_cpu;
+    row["quantizes"] = op.quantizes;
+    table[op.name] = row;
+  }
+  return table;
 }
 
 nb::list extents(const Dims& dims) {
@@ -65,14 +83,18 @@ nb::list extents(const Dims& dims) {
 nb::object plan(const std::vector<int64_t>& shape, const std::vector<int64_t>& axes, const std::string& op,
                 const std::string& dtype, const Shape& mask_shape, int compute_capability, int multiprocessors,
                 int shared_memory_per_block, int largest_cluster, bool scratch,
-                const std::optional<std::string>& out_dtype, const std::string& fused,
+                const std::optional<std::string>& out_dtype, const std::vector<std::string>& more_results,
+                const std::string& load, const std::string& store,
                 const std::vector<std::pair<std::vector<int64_t>, std::string>>& sides) {
-  CallShape call = call_of(shape, axes, op, dtype, mask_shape);
-  if (out_dtype) call.out = dtype_of(*out_dtype);
-  call.fused = fused;
+  Call call = call_of(shape, axes, op, dtype, mask_shape, out_dtype);
+  for (const std::string& result : more_results) call.out.push_back(dtype_of(result));
+  call.load = load;
+  call.store = store;
   for (size_t i = 0; i < sides.size(); ++i) {
-    call.sides.insert(call.sides.begin() + i, sides[i].first);
-    call.side_types.push_back(dtype_of(sides[i].second));
+    const auto& [side_shape, side_dtype] = sides[i];
+    const bool index = side_dtype == "index";
+    call.sides.insert(call.sides.begin() + i,
+                      {index ? Role::kIndex : Role::kArray, index ? DType::kI32 : dtype_of(side_dtype), side_shape});
   }
   Problem problem = checked_problem(call);
   problem.scratch = scratch;
@@ -107,8 +129,7 @@ nb::object plan(const std::vector<int64_t>& shape, const std::vector<int64_t>& a
 std::optional<int64_t> lower(const std::vector<int64_t>& shape, const std::vector<int64_t>& axes, const std::string& op,
                              const std::string& dtype, const Shape& mask_shape,
                              const std::optional<std::string>& out_dtype) {
-  CallShape call = call_of(shape, axes, op, dtype, mask_shape);
-  if (out_dtype) call.out = dtype_of(*out_dtype);
+  const Call call = call_of(shape, axes, op, dtype, mask_shape, out_dtype);
   return lower_for_cuda(call, checked_problem(call));
 }
 
@@ -213,6 +234,8 @@ void bind_jit(nb::module_& m) {
 NB_MODULE(_kernels, m) {
   m.doc() = "The compiled part of jax_softmax: FFI handlers, plans, the run-time compiler, and what was built.";
   m.attr("MAX_DIMS") = kMaxDims;
+  m.attr("CALL_VERSION") = kCallVersion;
+  m.attr("OPERATORS") = operators();  // by name, as the CPU and CUDA kernels know them
   m.def("cpu_handler", [] { return nb::capsule(cpu_handler()); });
   m.def("cuda_handlers", [] {
     nb::dict handlers;
@@ -230,10 +253,11 @@ NB_MODULE(_kernels, m) {
   m.def("plan", &plan, nb::arg("shape"), nb::arg("axes"), nb::arg("op"), nb::arg("dtype"),
         nb::arg("mask_shape").none() = nb::none(), nb::arg("compute_capability") = 90, nb::arg("multiprocessors") = 132,
         nb::arg("shared_memory_per_block") = 227 * 1024, nb::arg("largest_cluster") = 16, nb::arg("scratch") = true,
-        nb::arg("out_dtype").none() = nb::none(), nb::arg("fused") = "",
+        nb::arg("out_dtype").none() = nb::none(), nb::arg("more_results") = std::vector<std::string>(),
+        nb::arg("load") = "", nb::arg("store") = "",
         nb::arg("sides") = std::vector<std::pair<std::vector<int64_t>, std::string>>(),
-        "The plan of a call and the source of its kernels. `sides`: shapes, of the operand's rank, and dtypes of what "
-        "`fused` reads.");
+        "The plan of a call and the source of its kernels. `sides`: shapes, of the operand's rank, and dtypes of the "
+        "arrays that expressions read; or \"index\", of an index. `more_results`: dtypes of those after the first.");
   m.def("lower_for_cuda", &lower, nb::arg("shape"), nb::arg("axes"), nb::arg("op"), nb::arg("dtype"),
         nb::arg("mask_shape").none() = nb::none(), nb::arg("out_dtype").none() = nb::none(),
         "The bytes that a call on CUDA may need to work with, or None if XLA itself is as fast. Begins to make its "

@@ -15,7 +15,7 @@
 //   kElementResults    whether there is a result for each element at all
 //   kWithinRange       whether none is beyond the largest finite number of the results' type
 //   kRowResults        how many results a row has itself, and row_results(state, to), which sets them
-//   kRowOperands       how many numbers of its own a row has, which `row`, `term_scale` and `terms` are then given
+//   kRowNumbers       how many numbers of its own a row has, which `row`, `term_scale` and `terms` are then given
 //   kLabelled          whether a row may have a label, the number of one of its elements. Without results for elements,
 //                      row_results is given that element; with them, the last of the row's own numbers is added to
 //                      that element's result, and the results of a row whose own numbers are all 0 are 0
@@ -128,7 +128,7 @@ struct SoftmaxBase {
   static constexpr bool kOfMagnitudes = false;
   static constexpr bool kElementResults = true;
   static constexpr bool kWithinRange = false;
-  static constexpr int kRowResults = 0, kRowOperands = 0;
+  static constexpr int kRowResults = 0, kRowNumbers = 0;
   static constexpr bool kLabelled = false;
 
   // Stands in for an element that is masked or lies beyond the row's end.
@@ -232,7 +232,7 @@ template <class M>
 struct CrossEntropyGradient : SoftmaxBase<M> {
   using C = typename M::Value;
   static constexpr bool kResultIsScaledTerm = true;
-  static constexpr int kRowResults = 2, kRowOperands = 4;
+  static constexpr int kRowResults = 2, kRowNumbers = 4;
   static constexpr bool kLabelled = true;
 
   struct Scale {
@@ -292,7 +292,7 @@ struct KlDivergence : Entropy<M> {
   using C = typename M::Value;
   using Sum = Moments<C>;
   static constexpr int kInputs = 2;
-  static constexpr int kRowOperands = 2;
+  static constexpr int kRowNumbers = 2;
   struct Terms {
     Relative<M> relative;
     C largest, log_sum;  // of y
@@ -327,7 +327,7 @@ struct AbsmaxScale {
   static constexpr bool kHasPivot = true, kOfMagnitudes = true;
   static constexpr bool kResultIsScaledTerm = false;
   static constexpr bool kElementResults = true, kWithinRange = true;
-  static constexpr int kRowResults = 1, kRowOperands = 0;
+  static constexpr int kRowResults = 1, kRowNumbers = 0;
   static constexpr bool kLabelled = false;
   struct Scale {};
   using Row = typename M::Factor;
@@ -353,7 +353,7 @@ struct LinearBase {
   static constexpr bool kResultIsScaledTerm = false;
   static constexpr bool kElementResults = true;
   static constexpr bool kWithinRange = false;
-  static constexpr int kRowResults = 0, kRowOperands = 0;
+  static constexpr int kRowResults = 0, kRowNumbers = 0;
   static constexpr bool kLabelled = false;
   struct Scale {};
 

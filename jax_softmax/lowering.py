@@ -15,6 +15,23 @@ from jax_softmax.row_primitives import ABSMAX_SCALE, KERNELS, ROW_PRIMITIVES, no
 TARGET = "jax_softmax"
 
 
+def attributes(kernel, axes, masked, arrays="", load="", store=""):
+    """What a custom call of a kernel says of itself, besides its buffers: see csrc/ffi/call.h and csrc/core/call.h.
+
+    `arrays`: the roles of the operands that the expressions `load` and `store` read.
+    """
+    facts = _kernels.OPERATORS[kernel]
+    sides = [*arrays.split(), *["number"] * facts["row_numbers"], *["label"] * facts["labelled"], *["mask"] * masked]
+    return {
+        "version": np.int64(_kernels.CALL_VERSION),
+        "op": kernel,
+        "axes": np.array(axes, np.int64),
+        "sides": " ".join(sides),
+        "load": load,
+        "store": store,
+    }
+
+
 def _reference_rule(multiple_results):
     def function(*operands, op, axes):
         return reference.apply(op, axes, *operands)
@@ -37,7 +54,7 @@ def _cpu_rule(by_reference):
             return (by_float32 if mask else by_reference)(ctx, *operands, op=op, axes=axes)
         if len(x.shape) > _kernels.MAX_DIMS:
             return by_reference(ctx, *operands, op=op, axes=axes)
-        return call(ctx, *operands, op=op, axes=np.array(axes, np.int64))
+        return call(ctx, *operands, **attributes(op, axes, ctx.avals_in[-1].dtype == bool))
 
     return rule
 
@@ -51,7 +68,8 @@ def _rows_on_cpu(by_reference):
         made = result == x.dtype.name or (result == "int8" and x.dtype != jnp.float64)
         if len(x.shape) > _kernels.MAX_DIMS or 0 in x.shape or not made:
             return by_reference(ctx, *operands, op=op, axes=axes)
-        return call(ctx, *operands, op=KERNELS.get(op, op), axes=np.array(axes, np.int64))
+        masked = ctx.avals_in[-1].dtype == bool
+        return call(ctx, *operands, **attributes(KERNELS.get(op, op), axes, masked))
 
     return rule
 
@@ -110,7 +128,8 @@ def _cuda_rule(by_reference):
         n_results = len(ctx.avals_out)
         if n:
             ctx = ctx.replace(avals_out=[*ctx.avals_out, jax.core.ShapedArray((n,), np.dtype(np.uint8))])
-        return call(ctx, *operands, op=kernel, axes=np.array(axes, np.int64), fused="")[:n_results]
+        masked = ctx.avals_in[-1].dtype == bool
+        return call(ctx, *operands, **attributes(kernel, axes, masked))[:n_results]
 
     return rule
 

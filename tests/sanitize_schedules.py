@@ -24,7 +24,7 @@ from support import (
     call_kernel,
     kernel_names,
     limited,
-    row_operands,
+    row_numbers,
 )
 
 jax.config.update("jax_enable_x64", True)
@@ -44,7 +44,7 @@ def main() -> None:
             ops += [] if dtype in NARROW else [("absmax_scale", result) for result in LARGEST]
             for (op, out), masked in itertools.product(ops, (False, True)):
                 operands = [x, x] if op in TWO_OPERANDS else [x]
-                operands += row_operands(op, way.shape, way.axes, dtype)
+                operands += row_numbers(op, way.shape, way.axes, dtype)
                 out = "float32" if dtype in ("int8", "uint8") else out
                 if masked:
                     operands.append(jax.device_put(rng.random(way.shape) < 0.8))

@@ -20,6 +20,7 @@ import pytest
 
 import jax_softmax
 from jax_softmax import _cuda, _kernels
+from jax_softmax.lowering import attributes
 
 OPERATORS = {"softmax": jax_softmax.softmax, "log_softmax": jax_softmax.log_softmax}
 CUSTOM_VJPS = {"softmax": jax_softmax.softmax_vjp, "log_softmax": jax_softmax.log_softmax_vjp}
@@ -228,24 +229,27 @@ def plan(shape, axes, op="softmax", dtype="float32", mask_shape=None, on=H200, s
     return _kernels.plan(list(shape), list(axes), op, dtype, mask_shape, **on, scratch=scratch)
 
 
-def call_kernel(op, *operands, axes, out_dtype=None, fused="", scratch_bytes=0):
+def call_kernel(op, *operands, axes, out_dtype=None, more_results=(), arrays="", load="", store="", scratch_bytes=0):
     """The custom call itself, on a GPU, wherever the lowering would rather have XLA's own operations.
 
-    Its result, or of ROW_OPS all of them."""
+    `arrays`: the roles of what the expressions `load` and `store` read, whose operands come after the operator's own.
+    Its result, or all of them if there are several."""
     x = operands[0]
     of_elements, of_rows = ROW_RESULTS.get(op, (1, 0))
     rows = [1 if d in axes else n for d, n in enumerate(x.shape)]
     results = of_elements * [jax.ShapeDtypeStruct(x.shape, out_dtype or x.dtype)]
+    results += [jax.ShapeDtypeStruct(x.shape, dtype) for dtype in more_results]
     results += of_rows * [jax.ShapeDtypeStruct(rows, np.float64 if x.dtype == np.float64 else np.float32)]
     n = len(results)
     if scratch_bytes:
         results.append(jax.ShapeDtypeStruct((scratch_bytes,), np.uint8))
     call = jax.ffi.ffi_call("jax_softmax", results)
-    found = jax.jit(lambda *operands: call(*operands, op=op, axes=np.array(axes, np.int64), fused=fused)[:n])(*operands)
-    return found if op in ROW_OPS else found[0]
+    given = attributes(op, axes, operands[-1].dtype == bool, arrays, load, store)
+    found = jax.jit(lambda *operands: call(*operands, **given)[:n])(*operands)
+    return found if n > 1 or op in ROW_OPS else found[0]
 
 
-def row_operands(op, shape, axes, dtype, seed=3):
+def row_numbers(op, shape, axes, dtype, seed=3):
     """What rows have of their own, as an operator of ROW_OPS takes it."""
     rows = [1 if d in axes else n for d, n in enumerate(shape)]
     wide = np.float64 if np.dtype(dtype) == np.float64 else np.float32
@@ -496,7 +500,7 @@ def reference_entropy(x, axis=-1, where=None, y=None, largest_y=0.0, log_sum=0.0
 
 def row_case(op, shape, axes, dtype, where=None):
     """Operands for an operator of ROW_OPS, but for the mask, and its results in float64."""
-    x, of_rows = normal(shape, dtype), row_operands(op, shape, axes, dtype)
+    x, of_rows = normal(shape, dtype), row_numbers(op, shape, axes, dtype)
     if op == "logsumexp":
         return [x], reference_normalizer(x, axes, where)
     if op == "absmax_scale":

@@ -1,33 +1,79 @@
-"""Schedules do not know what memory holds: a load that casts, scales by a negative number and adds an array that
-broadcasts, and a store of another dtype, go through each of them as it is."""
+"""Schedules do not know what memory holds: what is done to an element before the operator, and to its result after it,
+goes through each of them as it is, for every operator."""
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import support
-from support import WAYS, call_kernel, check, kernel_names, reference, reference_linear
+from support import OPS, ROW_OPS, ROW_RESULTS, TWO_OPERANDS, WAYS, call_kernel, kernel_names, row_numbers
 
 from jax_softmax import _kernels
 
-FUSED = "x * -2.5f + s[0]"
 # Of each kernel one view, by what it launches last.
 VIEWS = {kernel_names(way.plan())[-1]: way for way in reversed(WAYS)}
+EVERY_OP = (*OPS, *ROW_OPS)
+
+# An array that broadcasts, and an index along the last of the reduced axes.
+LOAD = "s1 % 3 != 1 ? x{0} * -2.5f + s0 : C(-30)"
+STORE = "y * 2.0f + s0\ny"
+
+# The shapes of an array that broadcasts.
+SHAPES = {
+    "columns": lambda way: tuple(n if d in way.axes else 1 for d, n in enumerate(way.shape)),
+    "rows": lambda way: tuple(1 if d in way.axes else n for d, n in enumerate(way.shape)),
+    "elements": lambda way: way.shape,
+    "one": lambda way: (1,) * len(way.shape),
+}
 # What is read, what is added to it, and what is written.
 DTYPES = [("bfloat16", "float32", "float32"), ("float32", "bfloat16", "bfloat16"), ("float16", "float16", "bfloat16")]
 
 every_view = pytest.mark.parametrize("way", VIEWS.values(), ids=VIEWS.keys())
+on_gpu = pytest.mark.skipif(support.why_no_cuda() is not None, reason=str(support.why_no_cuda()))
 
 
-def side_shape(way):
-    """Broadcast along the rows: one number for each element of a row."""
-    return tuple(n if d in way.axes else 1 for d, n in enumerate(way.shape))
+def load_of(op):
+    """Of an operator with two operands, into the last one."""
+    return "\n" + LOAD.format(1) if op in TWO_OPERANDS else LOAD.format(0)
 
 
-def fused_plan(way, op, dtypes, masked=False):
+def plan_of(way, op, dtypes=("bfloat16",) * 3, shape="columns", masked=False, load="", store="", **others):
     read, added, written = dtypes
+    index = [n if d == way.axes[-1] else 1 for d, n in enumerate(way.shape)]
+    sides = [(list(SHAPES[shape](way)), added), (index, "index")]
     mask_shape = list(way.shape) if masked else None
-    sides = [(list(side_shape(way)), added)]
-    return way.plan(op, read, mask_shape, out_dtype=written, fused=FUSED, sides=sides)
+    return way.plan(op, read, mask_shape, out_dtype=written, sides=sides, load=load, store=store, **others)
+
+
+def call(way, op, *operands, load="", store="", written=None, more_results=(), scratch_bytes):
+    with support.limited(**way.limits):
+        return call_kernel(
+            *(op, *operands),
+            axes=way.axes,
+            out_dtype=written,
+            more_results=more_results,
+            arrays=f"array index:{way.axes[-1]}" if load or store else "",
+            load=load,
+            store=store,
+            scratch_bytes=scratch_bytes,
+        )
+
+
+def loaded(way, x, array):
+    """What LOAD makes of the elements."""
+    index = np.arange(way.shape[way.axes[-1]]).reshape([-1 if d == way.axes[-1] else 1 for d in range(x.ndim)])
+    return np.where(index % 3 != 1, -2.5 * x.astype(np.float64) + array.astype(np.float64), -30)
+
+
+def integers(shape, dtype, largest=8, seed=0):
+    """Numbers so simple that what is done to them is exact in every dtype."""
+    return np.random.default_rng(seed).integers(-largest, largest, shape).astype(jnp.dtype(dtype))
+
+
+def assert_close(found, expected, dtype):
+    """Both by kernels, whose sums may be of another order."""
+    np.testing.assert_allclose(
+        np.asarray(found, np.float64), np.asarray(expected, np.float64), rtol=4 * jnp.finfo(dtype).eps, atol=1e-6
+    )
 
 
 def test_one_view_for_each_schedule():
@@ -42,32 +88,80 @@ def test_one_view_for_each_schedule():
 )
 def test_compiles(jit, dtypes, way):
     for op, masked in (("softmax", False), ("softmax_linear", True)):
-        for step in fused_plan(way, op, dtypes, masked)["steps"]:
+        for step in plan_of(way, op, dtypes, "columns", masked, load_of(op), STORE, more_results=["float32"])["steps"]:
             assert _kernels.jit_binary(step["code"], step["plan"], 90)[:4] == b"\x7fELF"
 
 
-@pytest.mark.skipif(support.why_no_cuda() is not None, reason=str(support.why_no_cuda()))
+@on_gpu
 @every_view
+@pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtypes", DTYPES, ids=str)
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("op", ["softmax", "log_softmax", "softmax_linear"])
-def test_values(op, masked, dtypes, way):
-    """Of numbers so simple that what is fused is exact in every dtype."""
+def test_load_of_each_dtype_and_shape(dtypes, shape, way):
     read, added, written = dtypes
-    rng = np.random.default_rng(0)
-    x = rng.integers(-8, 8, way.shape).astype(jnp.dtype(read))
-    side = rng.integers(-4, 4, side_shape(way)).astype(jnp.dtype(added))
-    value = (-2.5 * x.astype(np.float64) + side.astype(np.float64)).astype(jnp.dtype(written))
-    where = support.random_mask(way.shape) if masked else None
-    if op == "softmax_linear":  # the last operand is what is fused into
-        y = rng.random(way.shape).astype(jnp.dtype(read))
-        inputs, expected = (y, x), reference_linear(op, y, value, way.axes, written, where)
-    else:
-        inputs, expected = (x,), reference(op, value, way.axes, where)
-    scratch_bytes = fused_plan(way, op, dtypes, masked)["scratch_bytes"]
-    mask = [where] if masked else []
-    with support.limited(**way.limits):
-        result = call_kernel(
-            op, *inputs, side, *mask, axes=way.axes, out_dtype=written, fused=FUSED, scratch_bytes=scratch_bytes
-        )
-    check(result, expected, f"{op} of {read}, written as {written}")
+    x, array = integers(way.shape, read), integers(SHAPES[shape](way), added, 4)
+    expected = support.reference("softmax", loaded(way, x, array).astype(jnp.dtype(written)), way.axes)
+    scratch_bytes = plan_of(way, "softmax", dtypes, shape, load=load_of("softmax"))["scratch_bytes"]
+    result = call(way, "softmax", x, array, load=load_of("softmax"), written=written, scratch_bytes=scratch_bytes)
+    support.check(result, expected, f"of {read}, written as {written}")
+
+
+@on_gpu
+@every_view
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("op", EVERY_OP)
+def test_load_of_each_operator(op, masked, way):
+    """As of an array that holds the values."""
+    x, array = integers(way.shape, "bfloat16"), integers(SHAPES["columns"](way), "bfloat16", 4)
+    first = [integers(way.shape, "bfloat16", 2, seed=1)] if op in TWO_OPERANDS else []
+    last = row_numbers(op, way.shape, way.axes, "bfloat16") + ([support.random_mask(way.shape)] if masked else [])
+    written = "bfloat16" if ROW_RESULTS.get(op, (1, 0))[0] else None
+    fused = plan_of(way, op, masked=masked, load=load_of(op))["scratch_bytes"]
+    plain = way.plan(op, "bfloat16", list(way.shape) if masked else None)["scratch_bytes"]
+    found = call(way, op, *first, x, array, *last, load=load_of(op), written=written, scratch_bytes=fused)
+    value = loaded(way, x, array).astype(x.dtype)
+    expected = call(way, op, *first, value, *last, written=written, scratch_bytes=plain)
+    if op not in ROW_OPS:
+        found, expected = [found], [expected]
+    for a, b in zip(found, expected, strict=True):
+        assert_close(a, b, a.dtype)
+
+
+@on_gpu
+@every_view
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("op", [op for op in EVERY_OP if ROW_RESULTS.get(op, (1, 0))[0]])
+def test_store_of_each_operator(op, masked, way):
+    """A scaled result with an array added, and the result itself in another dtype."""
+    x, array = integers(way.shape, "bfloat16"), integers(SHAPES["columns"](way), "bfloat16", 4)
+    first = [integers(way.shape, "bfloat16", 2, seed=1)] if op in TWO_OPERANDS else []
+    last = row_numbers(op, way.shape, way.axes, "bfloat16") + ([support.random_mask(way.shape)] if masked else [])
+    dtypes = ("bfloat16", "bfloat16", "bfloat16")
+    fused = plan_of(way, op, dtypes, masked=masked, store=STORE, more_results=["float32"])["scratch_bytes"]
+    plain = way.plan(op, "bfloat16", list(way.shape) if masked else None, out_dtype="float32")["scratch_bytes"]
+    scaled, as_it_is, *of_rows = call(
+        *(way, op, *first, x, array, *last),
+        store=STORE,
+        written="bfloat16",
+        more_results=["float32"],
+        scratch_bytes=fused,
+    )
+    expected = call(way, op, *first, x, *last, written="float32", scratch_bytes=plain)
+    expected, *rows_expected = expected if op in ROW_OPS else [expected]
+    assert_close(as_it_is, expected, "float32")
+    assert_close(scaled, np.float64(2) * expected + array.astype(np.float64), "bfloat16")
+    for a, b in zip(of_rows, rows_expected, strict=True):
+        assert_close(a, b, a.dtype)
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_tanh(dtype):
+    """Within 5 units in the last place of float32, as XLA's is."""
+    x = np.concatenate([np.linspace(-12, 12, 100_001), [np.inf, -np.inf, np.nan, 0.0, -0.0, 1e-30]])
+    x = np.resize(x, (64, 2048)).astype(jnp.dtype(dtype))
+    store, scale = "tanh(s0)", np.zeros_like(x)
+    found = call_kernel(
+        *("softmax_linear", scale, scale, x), axes=(1,), out_dtype="float32", arrays="array", store=store
+    )
+    expected = np.tanh(x.astype(np.float64))
+    np.testing.assert_allclose(np.asarray(found, np.float64), expected, rtol=5 * 2.0**-23, atol=1e-37)

@@ -167,12 +167,12 @@ def check_twice(fields, steps, scratch, call):
 
 
 def check_tile(fields, steps, scratch, call):
-    step, fold, packs, groups = steps[0], fields["fold"], fields["packs"], fields["groups"]
+    step, fold, packs, lines_at_once = steps[0], fields["fold"], fields["packs"], fields["lines_at_once"]
     twice = "one_block" in fields
     reached = call.width - 1 if not fields["aligned"] else 0  # elements
-    rows = fields["arrays"] * fields["elements"] + (reached if fold == 1 else 0)
-    tiles = ceil_div(call.rows // call.inner, fields["arrays"]) * ceil_div(call.inner, fields["elements"])
-    assert step["threads"] >= fields["arrays"] * groups * packs
+    rows = fields["matrices"] * fields["elements"] + (reached if fold == 1 else 0)
+    tiles = ceil_div(call.rows // call.inner, fields["matrices"]) * ceil_div(call.inner, fields["elements"])
+    assert step["threads"] >= fields["matrices"] * lines_at_once * packs
     assert packs * call.width >= fold * fields["elements"] + (reached if fold == 1 else 0)
     if fields["aligned"]:
         outer = [stride for _, stride in (*call.kept, *call.reduced) if stride > call.inner]
@@ -183,20 +183,20 @@ def check_tile(fields, steps, scratch, call):
     if not (twice and fields["one_block"]):  # or else one block goes over all
         spans = call.columns // call.extent
         if fold > 1:
-            elements = groups * fields["turns"] * (parts // spans) * packs * call.width
+            elements = lines_at_once * fields["lines_of_thread"] * (parts // spans) * packs * call.width
             assert elements >= call.extent * call.inner + reached
         else:
-            assert groups * fields["turns"] * parts >= call.columns
+            assert lines_at_once * fields["lines_of_thread"] * parts >= call.columns
     assert step["blocks"] >= tiles * parts
-    # Packs, then the states that groups of threads in different warps leave, or those of a cluster's blocks, then
+    # Packs, then the states that threads in different warps leave, or those of a cluster's blocks, then
     # those of whole rows.
-    held = fields["turns"] * step["threads"] * 16 * call.inputs if fields["held"] else 0
-    entries = ceil_div(groups, max(1, 32 // packs))
+    held = fields["lines_of_thread"] * step["threads"] * 16 * call.inputs if fields["in_shared"] else 0
+    entries = ceil_div(lines_at_once, max(1, 32 // packs))
     in_pack = fold > 1 and packs == 1 and fields["aligned"]
-    states = entries * fields["arrays"] * fields["elements"] * (1 if in_pack else fold)
-    if fields["held"] and parts > 1:
+    states = entries * fields["matrices"] * fields["elements"] * (1 if in_pack else fold)
+    if fields["in_shared"] and parts > 1:
         states = max(states, parts * rows)
-    if entries > 1 or parts > 1 or not fields["held"] or call.row_results:
+    if entries > 1 or parts > 1 or not fields["in_shared"] or call.row_results:
         assert step["shared_bytes"] >= held + (states + rows) * call.state_bytes
     assert step["shared_bytes"] >= held
     if twice and not fields["one_block"]:
@@ -231,7 +231,7 @@ def check_plan(shape, axes, op, dtype, on, mask_shape=None, scratch=True):
         assert step["blocks"] > 0 and step["blocks"] % step["cluster"] == 0
         assert step["blocks"] < 2**31 or operand > BEYOND_MEMORY
     # And it covers all rows, with room for their elements and states.
-    check_room = CHECKS["tile" if "groups" in chosen["fields"] else chosen["schedule"]]
+    check_room = CHECKS["tile" if "fold" in chosen["fields"] else chosen["schedule"]]
     check_room(chosen["fields"], chosen["steps"], chosen["scratch_bytes"], Call(chosen, op, dtype))
 
 
@@ -341,8 +341,10 @@ ROWS = (1, 2, 8, 50, 1000, 10**6)
 
 
 @every_device
-@pytest.mark.parametrize("op", (*OPS, *ROW_OPS))
-@pytest.mark.parametrize("dtype", ["int8", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize(
+    "op,dtype",
+    [*((op, dtype) for op in (*OPS, *ROW_OPS) for dtype in ("bfloat16", "float32", "float64")), ("softmax", "int8")],
+)
 def test_rows_are_cut_alike_however_many_there_are(name, op, dtype):
     lengths = [3, 64, 1999, 8192, 30_000, 41_325, 50_257, 60_001, 151_936, 1 << 20, 5_000_001, 1 << 24, 1 << 26]
     for columns in lengths:

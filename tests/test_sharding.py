@@ -769,7 +769,7 @@ def test_the_backward_pass_of_divided_rows_sends_nothing(kind, name):
 @pytest.mark.parametrize("spec", [P("data"), P("data", "model"), P(None, ("model", "data"))], ids=str)
 def test_rows_that_are_given_numbers(spec):
     x, where = normal((8, 32)), support.random_mask((8, 32))
-    of_rows = support.row_operands("cross_entropy_gradient", x.shape, (1,), "float32")
+    of_rows = support.row_numbers("cross_entropy_gradient", x.shape, (1,), "float32")
 
     def run(*operands):
         return row_primitives.cross_entropy_gradient_p.bind(*operands, axes=(1,), axis_name=())

@@ -1,5 +1,8 @@
-// The operators and element types by number, and what an operator costs: all that a planner knows of it.
+// The table of operators, and the element types. Planners see an operator's cost alone, never its name; Python reads
+// the table as `_kernels.OPERATORS`.
 #pragma once
+
+#include "ops.h"
 
 namespace jax_softmax {
 
@@ -16,48 +19,71 @@ enum class Op {
   kKlDivergence,
   kAbsmaxScale
 };
-enum class DType { kF16, kBF16, kF32, kF64, kF8E4M3, kF8E5M2, kI8, kU8 };
+// The last two are of side operands alone.
+enum class DType { kF16, kBF16, kF32, kF64, kF8E4M3, kF8E5M2, kI8, kU8, kI32, kBool };
 
-inline constexpr int kDTypes = 8;
-inline constexpr const char* kDTypeNames[kDTypes] = {"float16",       "bfloat16",    "float32", "float64",
-                                                     "float8_e4m3fn", "float8_e5m2", "int8",    "uint8"};
-inline constexpr int kDTypeBytes[kDTypes] = {2, 2, 4, 8, 1, 1, 1, 1};
+inline constexpr int kDTypes = 10;
+inline constexpr const char* kDTypeNames[kDTypes] = {"float16",     "bfloat16", "float32", "float64", "float8_e4m3fn",
+                                                     "float8_e5m2", "int8",     "uint8",   "int32",   "bool"};
+inline constexpr int kDTypeBytes[kDTypes] = {2, 2, 4, 8, 1, 1, 1, 1, 4, 1};
+constexpr const char* name_of(DType type) { return kDTypeNames[static_cast<int>(type)]; }
 constexpr int bytes_of(DType type) { return kDTypeBytes[static_cast<int>(type)]; }
 // Integers are operands; the only ones that are results are int8, of operators that quantize.
 constexpr bool is_integer(DType type) { return type == DType::kI8 || type == DType::kU8; }
+constexpr bool is_element(DType type) { return type < DType::kI32; }
 constexpr DType result_of(DType operand) { return is_integer(operand) ? DType::kF32 : operand; }
 
 struct Cost {
-  int inputs;                   // operands
-  int exponentials;             // of an element, in the sum and in the result
-  int logarithms;               // of a row, or powers
-  bool element_results = true;  // whether there is one for each element
-  int row_results = 0;          // of a row itself
-  int row_operands = 0;         // numbers that a row has of its own
-  int sums = 1;                 // of a row
-  bool labelled = false;        // whether a row has a label as well
+  int inputs;            // operands of one shape
+  bool element_results;  // whether there is a result for each element
+  int row_results;       // results that a row has itself
+  int row_numbers;       // operands that have one number for each row
+  bool labelled;         // whether there is an operand that has a label for each row
+  int sums;              // of a row
+  int exponentials;      // of an element, in the sum and in the result
+  int logarithms;        // of a row, or powers
 };
 
 struct Operator {
   const char* name;
-  const char* type;  // in ops.h
+  const char* type;  // its struct in ops.h, whose constants say what it takes and gives
   Cost cost;
-  bool on_cpu = false;     // whether there is a CPU kernel, in csrc/cpu/kernels.cc
-  bool quantizes = false;  // whether results may be integers
+  bool on_cpu;     // whether there is a CPU kernel, in csrc/cpu/kernels.cc
+  bool quantizes;  // whether results may be int8
 };
 
+// Arithmetic that is enough to ask an operator's struct for its constants.
+struct NoArithmetic {
+  using Value = float;
+  struct Factor {};
+};
+
+enum : bool { kGpuOnly = false, kOnCpu = true };
+
+template <template <class> class T>
+constexpr Operator row_of_table(const char* name, const char* type, int exponentials, int logarithms, bool on_cpu) {
+  using Op = T<NoArithmetic>;
+  return {name,
+          type,
+          {Op::kInputs, Op::kElementResults, Op::kRowResults, Op::kRowNumbers, Op::kLabelled,
+           static_cast<int>(sizeof(typename Op::Sum) / sizeof(typename Op::C)), exponentials, logarithms},
+          on_cpu,
+          Op::kWithinRange};
+}
+
+// In the order of Op: exponentials, logarithms, and where there are kernels.
 inline constexpr Operator kOperators[] = {
-    {"softmax", "Softmax", {1, 1, 0}, true},
-    {"log_softmax", "LogSoftmax", {1, 1, 1}, true},
-    {"softmax_linear", "SoftmaxLinear", {2, 0, 0}, true},
-    {"log_softmax_jvp", "LogSoftmaxJvp", {2, 1, 0}, true},
-    {"log_softmax_vjp", "LogSoftmaxVjp", {2, 1, 0}, true},
-    {"logsumexp", "LogSumExp", {1, 1, 1, false, 2}, true},
-    {"cross_entropy", "CrossEntropy", {1, 1, 1, false, 3, 0, 1, true}},
-    {"cross_entropy_gradient", "CrossEntropyGradient", {1, 1, 1, true, 2, 4, 1, true}},
-    {"entropy", "Entropy", {1, 1, 1, false, 3, 0, 2}, true},
-    {"kl_divergence", "KlDivergence", {2, 1, 1, false, 3, 2, 2}},
-    {"absmax_scale", "AbsmaxScale", {1, 0, 0, true, 1}, true, true},
+    row_of_table<Softmax>("softmax", "Softmax", 1, 0, kOnCpu),
+    row_of_table<LogSoftmax>("log_softmax", "LogSoftmax", 1, 1, kOnCpu),
+    row_of_table<SoftmaxLinear>("softmax_linear", "SoftmaxLinear", 0, 0, kOnCpu),
+    row_of_table<LogSoftmaxJvp>("log_softmax_jvp", "LogSoftmaxJvp", 1, 0, kOnCpu),
+    row_of_table<LogSoftmaxVjp>("log_softmax_vjp", "LogSoftmaxVjp", 1, 0, kOnCpu),
+    row_of_table<LogSumExp>("logsumexp", "LogSumExp", 1, 1, kOnCpu),
+    row_of_table<CrossEntropy>("cross_entropy", "CrossEntropy", 1, 1, kGpuOnly),
+    row_of_table<CrossEntropyGradient>("cross_entropy_gradient", "CrossEntropyGradient", 1, 1, kGpuOnly),
+    row_of_table<Entropy>("entropy", "Entropy", 1, 1, kOnCpu),
+    row_of_table<KlDivergence>("kl_divergence", "KlDivergence", 1, 1, kGpuOnly),
+    row_of_table<AbsmaxScale>("absmax_scale", "AbsmaxScale", 0, 0, kOnCpu),
 };
 inline constexpr int kOps = sizeof(kOperators) / sizeof(kOperators[0]);
 inline constexpr int kMostRowResults = 3;

@@ -6,6 +6,7 @@
 
 #include "core/op.h"
 #include "cpu/convert.h"
+#include "geometry/view.h"
 
 namespace jax_softmax::cpu::JAX_SOFTMAX_ISA {
 namespace {
@@ -52,8 +53,6 @@ struct Arithmetic {
   int64_t out_bytes;  // of a result, at most as many as of an element
   bool keeps_terms;   // whether a result is its term times a factor of the row
 };
-
-constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 }  // namespace
 }  // namespace jax_softmax::cpu::JAX_SOFTMAX_ISA

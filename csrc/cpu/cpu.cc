@@ -6,7 +6,7 @@ namespace jax_softmax::cpu {
 
 #define JAX_SOFTMAX_DECLARE(isa)                                                                                     \
   namespace isa {                                                                                                    \
-  Work work(Op op, DType in, DType out, const View& view, int64_t threads);                                          \
+  Work work(Op op, DType in, DType out, const View& view, const Operands& operands, int64_t threads);                \
   void run(Op op, DType in, DType out, const View& view, const Operands& operands, void* scratch, bool second_phase, \
            int64_t first_unit, int64_t last_unit);                                                                   \
   }

@@ -4,13 +4,14 @@
 #include <cstdint>
 
 #include "core/op.h"
-#include "core/view.h"
+#include "geometry/view.h"
 
 namespace jax_softmax::cpu {
 
 struct Operands {
   const void* in[2];
-  const bool* mask;                // null without a mask
+  const bool* mask;  // null without a mask
+  Strides mask_strides;
   void* out;                       // null if there are no results for elements
   void* of_rows[kMostRowResults];  // the results of rows, null from their number on
 };
@@ -29,7 +30,7 @@ constexpr bool makes(DType in, DType out) { return in == out || (out == DType::k
 struct Variant {
   const char* name;
   bool (*supported)();  // by the processor this runs on
-  Work (*work)(Op op, DType in, DType out, const View& view, int64_t threads);
+  Work (*work)(Op op, DType in, DType out, const View& view, const Operands& operands, int64_t threads);
   void (*run)(Op op, DType in, DType out, const View& view, const Operands& operands, void* scratch, bool second_phase,
               int64_t first_unit, int64_t last_unit);
 };

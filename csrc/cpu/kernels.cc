@@ -84,7 +84,7 @@ template <class Body>
 auto with_tiles(Op op, DType in, DType out, const View& view, const Operands& operands, Body body) {
   const auto with = [&](auto zero) {
     using T = decltype(zero);
-    const Arithmetic<T> arithmetic = arithmetic_of<T>(op, out, view.sides > 0);
+    const Arithmetic<T> arithmetic = arithmetic_of<T>(op, out, operands.mask);
     Tiles<T> tiles(view, operands, arithmetic);
     return body(tiles, arithmetic);
   };
@@ -110,8 +110,8 @@ auto with_tiles(Op op, DType in, DType out, const View& view, const Operands& op
 
 }  // namespace
 
-Work work(Op op, DType in, DType out, const View& view, int64_t threads) {
-  return with_tiles(op, in, out, view, Operands{}, [&](auto& tiles, auto&) { return work_of(tiles, view, threads); });
+Work work(Op op, DType in, DType out, const View& view, const Operands& operands, int64_t threads) {
+  return with_tiles(op, in, out, view, operands, [&](auto& tiles, auto&) { return work_of(tiles, view, threads); });
 }
 
 void run(Op op, DType in, DType out, const View& view, const Operands& operands, void* scratch, bool second_phase,

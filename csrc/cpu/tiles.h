@@ -15,11 +15,23 @@ namespace {
 struct Offset {
   int64_t element, mask;
 };
+// A dimension of the operands and of the mask.
+struct MaskedDim {
+  int64_t extent, stride, mask_stride;
+};
+struct MaskedDims {
+  int size;
+  MaskedDim dim[kMaxDims];
+
+  MaskedDims(const Dims& dims, const int64_t (&mask_strides)[kMaxDims]) : size(dims.size) {
+    for (int i = 0; i < size; ++i) dim[i] = {dims.dim[i].extent, dims.dim[i].stride, mask_strides[i]};
+  }
+};
 Offset operator+(Offset a, Offset b) { return {a.element + b.element, a.mask + b.mask}; }
-Offset operator*(int64_t n, const Dim& dim) { return {n * dim.stride, n * dim.side[0]}; }
+Offset operator*(int64_t n, const MaskedDim& dim) { return {n * dim.stride, n * dim.mask_stride}; }
 
 // Where the index-th combination of the first `size` dimensions' indices lies, the innermost varying fastest.
-Offset offset_of(const Dims& dims, int size, int64_t index) {
+Offset offset_of(const MaskedDims& dims, int size, int64_t index) {
   Offset offset{0, 0};
   for (int i = size - 1; i >= 0; --i) {
     offset = offset + index % dims.dim[i].extent * dims.dim[i];
@@ -44,12 +56,16 @@ template <class T>
 class Tiles {
  public:
   Tiles(const View& view, const Operands& operands, const Arithmetic<T>& op)
-      : view_(view), operands_(operands), op_(op) {
+      : view_(view),
+        kept_(view.kept, operands.mask_strides.kept),
+        reduced_(view.reduced, operands.mask_strides.reduced),
+        operands_(operands),
+        op_(op) {
     const int last = view.kept.size - 1;
-    if (!view.minor_reduced) inner_ = view.kept.dim[last];
+    if (!view.minor_reduced) inner_ = kept_.dim[last];
     outer_dims_ = last + view.minor_reduced;
-    if (outer_dims_ > 0) group_ = view.kept.dim[--outer_dims_];
-    along_ = view.reduced.dim[view.reduced.size - 1];
+    if (outer_dims_ > 0) group_ = kept_.dim[--outer_dims_];
+    along_ = reduced_.dim[reduced_.size - 1];
 
     way_ = view.minor_reduced && view.columns >= kLanes ? kAlong
            : inner_.extent < kLanes || (inner_.extent <= kMostVectors && inner_.extent * view.columns < kFewElements)
@@ -95,7 +111,7 @@ class Tiles {
     const int64_t group = rest % group_ranges() * tile_groups_;
     groups_ = std::min(tile_groups_, group_.extent - group);
     rows_ = std::min(tile_inner_, inner_.extent - inner);
-    base_ = offset_of(view_.kept, outer_dims_, rest / group_ranges()) + group * group_ + inner * inner_;
+    base_ = offset_of(kept_, outer_dims_, rest / group_ranges()) + group * group_ + inner * inner_;
     first_row_ = (rest / group_ranges() * group_.extent + group) * inner_.extent + inner;
     loaded_begin_ = loaded_end_ = 0;
   }
@@ -196,14 +212,14 @@ class Tiles {
     held_.elements = n;
     held_.terms = reinterpret_cast<F*>(terms_.get());
     if (!staged_) {
-      const Dim& line = way_ == kAlong ? group_ : along_;
+      const MaskedDim& line = way_ == kAlong ? group_ : along_;
       const Offset at = base_ + begin * along_;
       for (int k = 0; k < op_.inputs; ++k) held_.in[k] = static_cast<const T*>(operands_.in[k]) + at.element;
       held_.out = static_cast<char*>(operands_.out) + at.element * op_.out_bytes;
       held_.mask = operands_.mask ? operands_.mask + at.mask : nullptr;
       held_.step = line.stride;
-      held_.mask_step = line.side[0];
-      held_.mask_inner = way_ == kAlong ? along_.side[0] : inner_.side[0];
+      held_.mask_step = line.mask_stride;
+      held_.mask_inner = way_ == kAlong ? along_.mask_stride : inner_.mask_stride;
       return;
     }
     if (batch_ > 1) {
@@ -237,7 +253,7 @@ class Tiles {
     }
     if (staged_ && !stage_) {
       stage_.reset(new T[stage_elements_ * op_.inputs]);
-      if (view_.sides > 0) mask_stage_.reset(new bool[stage_elements_]);
+      if (operands_.mask) mask_stage_.reset(new bool[stage_elements_]);
     }
   }
 
@@ -274,7 +290,7 @@ class Tiles {
     const int64_t row_step = way_ == kAlong ? 1 : held_.step;
     for (int64_t i = begin; i < end;) {
       const int64_t first = i % along_.extent, n = std::min(end - i, along_.extent - first);
-      const Offset at = base_ + offset_of(view_.reduced, view_.reduced.size - 1, i / along_.extent) + first * along_;
+      const Offset at = base_ + offset_of(reduced_, reduced_.size - 1, i / along_.extent) + first * along_;
       const int64_t staged = (i - begin) * row_step;
       if (way_ == kAcross) {
         body(at, staged, Piece{n, rows_, along_.stride});
@@ -295,29 +311,30 @@ class Tiles {
 
   void load_mask(int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-      const bool* const mask = operands_.mask + (base_ + offset_of(view_.reduced, view_.reduced.size, i)).mask;
+      const bool* const mask = operands_.mask + (base_ + offset_of(reduced_, reduced_.size, i)).mask;
       const int64_t r = i - begin;
       for (int64_t j = 0; j < rows_; ++j) {
         if (batch_ > 1) {
           const int64_t blocks = held_.rows / rows_;
-          mask_stage_[r % held_.elements * held_.step + j * blocks + r / held_.elements] = mask[j * inner_.side[0]];
+          mask_stage_[r % held_.elements * held_.step + j * blocks + r / held_.elements] = mask[j * inner_.mask_stride];
           continue;
         }
         for (int64_t g = 0; g < groups_; ++g) {
           const int64_t at = way_ == kAlong ? g * held_.step + r : r * held_.step + j * groups_ + g;
-          mask_stage_[at] = mask[g * group_.side[0] + j * inner_.side[0]];
+          mask_stage_[at] = mask[g * group_.mask_stride + j * inner_.mask_stride];
         }
       }
     }
   }
 
   const View& view_;
+  const MaskedDims kept_, reduced_;
   const Operands operands_;
   const Arithmetic<T> op_;
-  Dim along_;           // the innermost reduced dimension,
-  Dim inner_{1, 1, 0};  // that of a group's rows,
-  Dim group_{1, 0, 0};  // and that of a tile's groups
-  int outer_dims_;      // the other kept dimensions
+  MaskedDim along_;           // the innermost reduced dimension,
+  MaskedDim inner_{1, 1, 0};  // that of a group's rows,
+  MaskedDim group_{1, 0, 0};  // and that of a tile's groups
+  int outer_dims_;            // the other kept dimensions
   Way way_;
   bool staged_, keeps_;
   int64_t block_;      // elements of a row that are summed up together

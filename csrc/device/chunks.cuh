@@ -6,23 +6,24 @@
 #include "device/copies.cuh"
 #include "device/exchange.cuh"
 #include "device/row.cuh"
+#include "geometry/chunks.h"
 
 namespace jax_softmax::device {
 
 // A chunk as one thread of its team sees it, which has the packs rank + p * kThreads.
-template <class Mem, class View, class Plan>
+template <class Mem, class Plan>
 struct Chunk {
   using Op = typename Mem::Op;
   using M = typename Mem::M;
   using C = typename Mem::C;
   using In = typename Mem::In;
-  using R = Row<Mem, View, Plan>;
+  using R = Row<Mem, Plan>;
   using At = typename R::At;
   static constexpr int kInputs = Mem::kInputs, kWidth = Mem::kWidth;
-  static constexpr int kThreads = Plan::kTeamThreads;
+  static constexpr int kThreads = Plan::kPlan.team_threads;
   static constexpr int kWarps = kThreads / 32;
-  static constexpr int kShare = Plan::kShare;    // packs of each operand in a chunk
-  static constexpr int kChunks = Plan::kChunks;  // of a row
+  static constexpr int kShare = Plan::kPlan.share;    // packs of each operand in a chunk
+  static constexpr int kChunks = Plan::kPlan.chunks;  // of a row
   static constexpr int kPacks = static_cast<int>(ceil_div(kShare, kThreads));
 
   const Mem& mem;
@@ -38,9 +39,7 @@ struct Chunk {
     return j < kShare && chunk < kChunks && (kChunks * kShare <= R::kPacks || chunk * kShare + j < R::kPacks);
   }
   __device__ __forceinline__ At at(int j) const { return row.at(chunk * kShare + j); }
-  __device__ __forceinline__ unsigned kept(const At& at) const {
-    return mem.unmasked(at.place, R::kAlong, at.inside());
-  }
+  __device__ __forceinline__ unsigned kept(const At& at) const { return mem.unmasked(at, at.inside()); }
 
   // Copies the thread's packs to shared memory, where it alone reads them.
   __device__ __forceinline__ void copy() const {
@@ -130,16 +129,18 @@ struct Chunk {
     // In registers from one pass to the next, but for float64, whose exponential needs many, and for elements of 8
     // bits, of which a pack has many.
     constexpr bool kHold = sizeof(C) == 4 && sizeof(In) > 1 && Op::kHasPivot;
-    Pack raw[kHold ? kPacks : 1][kInputs];
-    const auto read = [&](int p) {
-#pragma unroll
-      for (int k = 0; k < kInputs; ++k) {
-        raw[kHold ? p : 0][k] = Mem::pad_pack(k);
-        if (exists(pack_of(p))) raw[kHold ? p : 0][k] = *held(k, pack_of(p));
-      }
-    };
+    typename Mem::Held packs[kHold ? kPacks : 1];
     const auto bits_of = [&](int p) {
       return Mem::kOrdered ? Mem::kAll : exists(pack_of(p)) ? kept(at(pack_of(p))) : 0;
+    };
+    const auto read = [&](int p) {
+      Pack raw[kInputs];
+#pragma unroll
+      for (int k = 0; k < kInputs; ++k) {
+        raw[k] = Mem::pad_pack(k);
+        if (exists(pack_of(p))) raw[k] = *held(k, pack_of(p));
+      }
+      mem.hold(packs[kHold ? p : 0], raw, at(pack_of(p)), bits_of(p));
     };
     C pivot = M::constant(0);
     if constexpr (Op::kHasPivot) {
@@ -147,7 +148,7 @@ struct Chunk {
 #pragma unroll
       for (int p = 0; p < kPacks; ++p) {
         read(p);
-        largest.add(mem, raw[kHold ? p : 0], at(pack_of(p)).place, R::kAlong, bits_of(p));
+        largest.add(mem, packs[kHold ? p : 0], at(pack_of(p)), bits_of(p));
       }
       pivot = max_over_lanes<32, M>(largest.get());
     }
@@ -157,7 +158,7 @@ struct Chunk {
     for (int p = 0; p < kPacks; ++p) {
       if constexpr (!kHold) read(p);
       typename Mem::Values values;
-      mem.values(values, raw[kHold ? p : 0], at(pack_of(p)).place, R::kAlong, bits_of(p));
+      mem.values(values, packs[kHold ? p : 0], at(pack_of(p)), bits_of(p));
       typename Op::Sum terms[kWidth], part{};
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) part += terms[i] = Op::term(terms_of_row, values[i]);
@@ -176,7 +177,7 @@ struct Chunk {
     if constexpr (Mem::kTermsFit) scale = mem.term_scale(state, pivot, row.begin);
     const auto addend = mem.addend(row.begin);
     const Pointer<R, typename Mem::Out, kThreads> out(mem.out(), row, chunk * kShare + rank);
-    const auto results_of = [&](int j, const At& place, unsigned bits) {
+    const auto store = [&](typename Mem::Out* to, int j, const At& place, unsigned bits, unsigned inside) {
       Pack raw[kInputs];
 #pragma unroll
       for (int k = 0; k < kInputs; ++k) raw[k] = *held(k, j);
@@ -187,38 +188,39 @@ struct Chunk {
         for (int i = 0; i < kWidth; ++i) result[i] = result[i] * scale;
       } else {
         typename Mem::Values values;
-        mem.values(values, raw, place.place, R::kAlong, bits);
+        mem.values(values, raw, place, bits);
 #pragma unroll
         for (int i = 0; i < kWidth; ++i) result[i] = Op::finish(finished, values[i]);
       }
-      return Mem::results(result, bits, addend, place.column());
+      const bool counts = Mem::complete(result, bits, addend, place.column());
+      mem.store(to, place.place.element, result, counts, place, inside);
     };
 #pragma unroll
     for (int p = 0; p < kPacks; ++p) {
       const int j = pack_of(p);
       const auto place = at(j);
       if (!exists(j) || !place.whole()) continue;
-      Mem::store(out(p, place), results_of(j, place, Mem::kMasked ? kept(place) : Mem::kAll), Mem::kAll);
+      store(out(p, place), j, place, Mem::kMasked ? kept(place) : Mem::kAll, Mem::kAll);
     }
     for_edges([&](int j, const At& place) {
-      if (place.any()) {
-        Mem::store(mem.out() + place.place.element, results_of(j, place, kept(place)), place.inside());
-      }
+      if (place.any()) store(mem.out() + place.place.element, j, place, kept(place), place.inside());
     });
   }
 };
 
 // A block has kTeams neighbouring chunks of a row, a team each. What is left of the row belongs to the other blocks of
 // its cluster or, if they exchange states through memory, to any.
-template <class Mem, class View, class Plan>
-__device__ __forceinline__ void chunks(const Operands& operands) {
+template <class Mem, class Plan>
+__device__ __forceinline__ void chunks(const typename Mem::Operands& operands) {
   using Op = typename Mem::Op;
   using State = StateOf<Op>;
-  using Work = Chunk<Mem, View, Plan>;
+  using Work = Chunk<Mem, Plan>;
   constexpr int kWords = kStateWords<State>;
-  constexpr int kTeams = Plan::kTeams, kTeamThreads = Work::kThreads, kTeamWarps = Work::kWarps;
-  constexpr int kBlocks = static_cast<int>(ceil_div(Plan::kChunks, kTeams));  // of a row
-  constexpr bool kClustered = Plan::kCluster > 1;
+  constexpr int kChunks = Plan::kPlan.chunks, kTeams = Plan::kPlan.teams, kTeamThreads = Work::kThreads,
+                kTeamWarps = Work::kWarps;
+  constexpr int kChunkPacks = packs_of_chunk(Plan::kPlan, Plan::kCall);
+  constexpr int kBlocks = Plan::kPlan.blocks_of_row();
+  constexpr bool kClustered = Plan::kPlan.cluster > 1;
   extern __shared__ __align__(128) Pack shared[];
   __shared__ State part[kTeams * kTeamWarps];
   __shared__ uint64_t words[kClustered ? kBlocks * kTeams * kWords : 1];
@@ -227,14 +229,14 @@ __device__ __forceinline__ void chunks(const Operands& operands) {
   const int64_t index = blockIdx.x / kBlocks;
   const int begin = static_cast<int>(blockIdx.x - index * kBlocks) * kTeams;
 #if __CUDA_ARCH__ >= 900
-  if constexpr (kClustered) begin_exchange(&received, Plan::kChunks * kWords * 8);
+  if constexpr (kClustered) begin_exchange(&received, kChunks * kWords * 8);
 #endif
 
   const Mem mem{operands};
-  const Row<Mem, View, Plan> row(index);
-  const Work work{mem, row, begin + team, shared + team * Plan::kShare * Mem::kInputs};
+  const Row<Mem, Plan> row(index);
+  const Work work{mem, row, begin + team, shared + team * kChunkPacks};
   work.copy();
-  const auto of_row = mem.template of_row<View>(row.begin);
+  const auto of_row = mem.of_row(row.begin);
   wait_for_copies();
   const State warp = work.warp_state();
   if (threadIdx.x % 32 == 0) part[threadIdx.x / 32] = warp;
@@ -243,17 +245,17 @@ __device__ __forceinline__ void chunks(const Operands& operands) {
 #endif
   __syncthreads();
   State state;
-  if constexpr (Plan::kThroughMemory) {
+  if constexpr (Plan::kPlan.through_memory) {
     wait_for_previous_kernel();
-    const WordsInMemory<State> exchange{operands.words + index * Plan::kChunks * kWords};
+    const WordsInMemory<State> exchange{operands.words + index * kChunks * kWords};
     state = combine_over_lanes<Op, kTeamWarps>(part[team * kTeamWarps + threadIdx.x % kTeamWarps]);
-    if (work.rank == 0 && begin + team < Plan::kChunks) exchange.publish(begin + team, state);
-    state = await_row<Op, Plan::kChunks>(exchange);
+    if (work.rank == 0 && begin + team < kChunks) exchange.publish(begin + team, state);
+    state = await_row<Op, kChunks>(exchange);
   } else if constexpr (kClustered) {
     // One warp tells every block of the cluster, this one as well.
     const WordsInCluster<State> exchange{words, &received};
     if (threadIdx.x < 32) {
-      for (int t = 0; t < kTeams && begin + t < Plan::kChunks; ++t) {
+      for (int t = 0; t < kTeams && begin + t < kChunks; ++t) {
         state = combine_over_lanes<Op, kTeamWarps>(part[t * kTeamWarps + threadIdx.x % kTeamWarps]);
         if (static_cast<int>(threadIdx.x) < kBlocks) exchange.publish(begin + t, state, threadIdx.x);
       }
@@ -262,7 +264,7 @@ __device__ __forceinline__ void chunks(const Operands& operands) {
 #if __CUDA_ARCH__ >= 900
     wait_for_cluster(&received, 0);
 #endif
-    state = await_row<Op, Plan::kChunks>(exchange);
+    state = await_row<Op, kChunks>(exchange);
   } else {
     // The chunks' states some lanes apart, whose sum has the same order as that of neighbouring lanes.
     const int lane = threadIdx.x % 32;

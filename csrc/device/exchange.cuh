@@ -171,10 +171,10 @@ __device__ __forceinline__ void let_next_kernel_start() {
 }
 
 // Prepares n words for their publishers, and the ticket counter behind them.
-__device__ __forceinline__ void clear_words(const Operands& operands, int64_t n) {
+__device__ __forceinline__ void clear_words(uint64_t* words, int64_t n) {
   let_next_kernel_start();
   const int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (i <= n) operands.words[i] = i < n ? kUnpublished : 0;
+  if (i <= n) words[i] = i < n ? kUnpublished : 0;
 }
 
 }  // namespace jax_softmax::device

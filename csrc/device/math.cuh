@@ -17,6 +17,13 @@ template <class Format>
 struct Byte {
   uint8_t bits;
 };
+// Of side operands alone.
+struct Int32 {
+  int bits;
+};
+struct Bool {
+  uint8_t bits;
+};
 using Float8E4M3 = Byte<E4M3>;
 using Float8E5M2 = Byte<E5M2>;
 using Int8 = Byte<int8_t>;
@@ -84,6 +91,15 @@ __device__ __forceinline__ float max_or_nan(float a, float b) {
   return larger;
 #else
   return a > b || a != a ? a : b;
+#endif
+}
+__device__ __forceinline__ float min_or_nan(float a, float b) {
+#if __CUDA_ARCH__ >= 800
+  float smaller;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(smaller) : "f"(a), "f"(b));
+  return smaller;
+#else
+  return a < b || a != a ? a : b;
 #endif
 }
 __device__ __forceinline__ double max_or_nan(double a, double b) { return a > b || a != a ? a : b; }

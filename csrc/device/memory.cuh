@@ -1,31 +1,20 @@
 // The one place that interprets memory: what the operands' bytes mean to an operator, and what becomes of its results.
-// A schedule moves packs and asks here for their values; a cast, a mask, or what is fused before an operator is
-// something that schedules never see.
+// A schedule moves packs and asks here for their values; a cast, a mask, what is fused before an operator or after it
+// is something that schedules never see.
 #pragma once
 
-#include "device/pack.cuh"
+#include "device/functions.cuh"
+#include "device/sides.cuh"
+#include "geometry/operands.h"
 
 namespace jax_softmax::device {
 
-inline constexpr int kMostSides = 6;
-inline constexpr int kMostRowResults = 3;
-
-// The kernels' only parameter, as csrc/ffi fills it in.
-struct Operands {
-  const void* in[2];  // of one shape: the operator's operands
-  // That broadcast to that shape: what is fused reads, then what rows have of their own, or labels, then the mask.
-  const void* side[kMostSides];
-  void* out;
-  uint64_t* words;  // memory for blocks to exchange states through, or null
-  int64_t rows;
-  void* of_rows[kMostRowResults];  // results that rows have themselves
-};
-
-// A dimension of the view: its extent, and the strides in elements of the operands and of each side operand.
-struct Dim {
+// A dimension of the view: its extent, and how far apart its neighbours lie in the operands and in each side operand.
+template <int kSides>
+struct SidedDim {
   int64_t extent;
   int64_t stride;
-  int64_t side[kMostSides];
+  int64_t side[kSides > 0 ? kSides : 1];
 };
 
 // Where an element lies in the operands, and in the side operands.
@@ -35,7 +24,7 @@ struct Offset {
   int64_t side[kSides > 0 ? kSides : 1];
 
   // `index` steps along a dimension.
-  __device__ __forceinline__ Offset along(const Dim& dim, int64_t index) const {
+  __device__ __forceinline__ Offset along(const SidedDim<kSides>& dim, int64_t index) const {
     Offset moved = *this;
     moved.element += index * dim.stride;
 #pragma unroll
@@ -44,60 +33,80 @@ struct Offset {
   }
 };
 
-// `from` moved by the index-th combination of the indices of the dimensions [kBegin, kEnd), the innermost of which
-// varies fastest. Extents are constants, so that no division is one; the outermost one's is not needed.
-template <class Dims, int kEnd, int kBegin = 0, int kSides, class Index>
-__device__ __forceinline__ Offset<kSides> moved_along(Offset<kSides> from, Index index) {
-  if constexpr (kBegin == kEnd) {
-    return from;
-  } else {
-    constexpr Dim dim = Dims::kDim[kEnd - 1];
-    if constexpr (kBegin == kEnd - 1) {
-      return from.along(dim, index);
-    } else {
-      const Index outer = index / static_cast<Index>(dim.extent);
-      return moved_along<Dims, kEnd - 1, kBegin>(from.along(dim, index - outer * static_cast<Index>(dim.extent)),
-                                                 outer);
-    }
-  }
-}
-
-// What is fused before an operator: `apply` makes an element's value of the element and of the side operands' elements.
-// Without any, packs can be compared, and pads put into them, as they are in memory.
-struct NothingFused {
+// Without an expression before the operator, packs can be compared, and pads put into them, as they are in memory.
+struct LoadedAsItIs {
   static constexpr bool kNothing = true;
-  template <int side>
-  using Side = void;
-  static constexpr int kSides = 0;
+  static constexpr unsigned kReads = 0;
+};
+// Without one after it there is one result of elements.
+struct StoredAsItIs {
+  static constexpr bool kNothing = true;
+  static constexpr unsigned kReads = 0;
 };
 
-template <class Op_, class In_, class Out_, class Fused, bool kMasked_, bool kPacks_>
+template <class Op_, class In_, class View_, class Sides, class Results, class Load, class Store, bool kPacks_>
 struct Memory {
   using Op = Op_;
   using In = In_;
-  using Out = Out_;
+  using View = View_;
   using M = typename Op::Policy;
   using C = typename M::Value;
-  static constexpr bool kMasked = kMasked_;
+  using Out = typename Results::template Type<0>;  // of the first result
+  template <int side>
+  using Side = typename Sides::template Type<side>;
   static constexpr bool kPacks =
       kPacks_;  // whether operands begin with whole packs, so that memory is accessed by them
-  static constexpr int kInputs = Op::kInputs;
+  static constexpr int kInputs = Op::kInputs, kSides = Sides::kCount, kResults = Results::kCount;
   static constexpr int kWidth = kPerPack<In>;
-  static constexpr int kLabelSide = Fused::kSides + Op::kRowOperands;
-  static constexpr int kSides = kLabelSide + Op::kLabelled + kMasked;
+  static constexpr int64_t kColumns = View::kView.columns;
   static constexpr unsigned kAll = kAllBits<In>;
+  using Operands = jax_softmax::Operands<kInputs, kSides, kResults, Op::kRowResults>;
   using Place = Offset<kSides>;
+  using Dim = SidedDim<kSides>;
+  using RowIndex = typename Conditional<View::kWide, uint64_t, uint32_t>::type;
   using Values = C[kWidth][kInputs];
-  using Results = Words<kWidth* static_cast<int>(sizeof(Out))>;
+
+  // ---- the side operands, by their roles
+
+  // The k-th one of this role, or -1.
+  static constexpr int side_of(Role role, int k = 0) {
+    for (int s = 0; s < kSides; ++s) {
+      if (Sides::kRoles[s] == role && k-- == 0) return s;
+    }
+    return -1;
+  }
+  // The k-th one that expressions read.
+  static constexpr int fused_side(int k) {
+    for (int s = 0; s < kSides; ++s) {
+      if ((Sides::kRoles[s] == Role::kArray || is_index(s)) && k-- == 0) return s;
+    }
+    return -1;
+  }
+  static constexpr bool is_index(int side) { return Sides::kRoles[side] == Role::kIndex; }
+  static constexpr const Strides& strides_of(int side) { return Sides::kStrides[side]; }
+  static constexpr int bytes_of_side(int side) { return Sides::kBytes[side]; }
+  static constexpr int kMaskSide = side_of(Role::kMask);
+  static constexpr bool kMasked = kMaskSide >= 0;
+
   // Whether the largest word of memory has the largest value, and pads can stand in memory.
-  static constexpr bool kOrdered = Fused::kNothing && sizeof(In) > 1;
+  static constexpr bool kOrdered = Load::kNothing && sizeof(In) > 1;
   // Terms can be kept in the place of elements, to be taken once.
   static constexpr bool kTermsFit = Op::kResultIsScaledTerm && sizeof(In) == sizeof(C);
+
+  // What a thread keeps of a pack from one pass over a row to the next: its words or, where an expression makes the
+  // values, those.
+  struct HeldWords {
+    Pack raw[kInputs];
+  };
+  struct HeldValues {
+    Values values;
+  };
+  using Held = typename Conditional<Load::kNothing, HeldWords, HeldValues>::type;
 
   // What the results of a row are made of besides its state.
   struct LabelledElement {
     bool has_label;
-    C labelled;
+    C value;
   };
   struct NoElement {};
   static constexpr bool kReadsLabelled = Op::kLabelled && !Op::kElementResults;
@@ -117,9 +126,9 @@ struct Memory {
   const Operands& operands;
 
   __device__ __forceinline__ const In* in(int k) const { return static_cast<const In*>(operands.in[k]); }
-  __device__ __forceinline__ Out* out() const { return static_cast<Out*>(operands.out); }
+  __device__ __forceinline__ Out* out() const { return static_cast<Out*>(operands.out[0]); }
 
-  // ---- reading: `at` is where a pack's first element lies, which may be before the row's; `bits` are those that count
+  // ---- reading: `bits` are those of a pack's elements that count, `reader` says where they lie
 
   // Of a pack that lies at a whole pack of memory and has elements that count: what is around them can be read as well,
   // since memory is never allocated in smaller units.
@@ -131,7 +140,7 @@ struct Memory {
     }
   }
 
-  // Packs that stand for all elements before them: in each place the largest of what a pivot is the maximum of.
+  // The elementwise maximum of packs, or of their magnitudes, as far as terms are relative to that.
   static __device__ __forceinline__ Pack of_pivot(const Pack& pack) {
     if constexpr (Op::kOfMagnitudes) {
       return magnitudes<In>(pack);
@@ -147,17 +156,28 @@ struct Memory {
     }
   }
 
-  // The bits of those among `inside` that are not masked. Neighbouring elements are neighbours along `dim`.
-  __device__ __forceinline__ unsigned unmasked(const Place& at, const Dim& dim, unsigned inside) const {
-    if constexpr (!kMasked) return inside;
-    const auto* const mask = static_cast<const uint8_t*>(operands.side[kSides - 1]) + at.side[kMasked ? kSides - 1 : 0];
-    const int64_t step = dim.side[kMasked ? kSides - 1 : 0];
-    unsigned kept = 0;
+  // The bits of those among `inside` that are not masked.
+  template <class Reader>
+  __device__ __forceinline__ unsigned unmasked(const Reader& reader, unsigned inside) const {
+    if constexpr (!kMasked) {
+      return inside;
+    } else {
+      constexpr Reading kReading = Reader::reading(kMaskSide);
+      if (inside == 0) return 0;
+      const auto* const mask = static_cast<const Bool*>(operands.side[kMaskSide]);
+      if constexpr (kReading == Reading::kOne) {
+        return mask[reader.place_of(0).side[kMaskSide]].bits ? inside : 0;
+      } else if constexpr (kReading == Reading::kPack) {
+        return inside & bits_of_bytes(load_words<kWidth>(mask + reader.place_of(0).side[kMaskSide]));
+      } else {
+        unsigned kept = 0;
 #pragma unroll
-    for (int i = 0; i < kWidth; ++i) {
-      if ((inside >> i) & 1) kept |= static_cast<unsigned>(mask[i * step]) << i;
+        for (int e = 0; e < kWidth; ++e) {
+          if ((inside >> e) & 1) kept |= static_cast<unsigned>(mask[reader.place_of(e).side[kMaskSide]].bits) << e;
+        }
+        return kept;
+      }
     }
-    return kept;
   }
 
   // What stands for a pack that is not there: pads, where memory can hold them.
@@ -179,8 +199,9 @@ struct Memory {
     }
   }
 
-  // The values of a mended pack's elements.
-  __device__ __forceinline__ void values(Values& v, const Pack (&raw)[kInputs], const Place& at, const Dim& dim,
+  // The values of a mended pack's elements: pads of those that do not count.
+  template <class Reader>
+  __device__ __forceinline__ void values(Values& v, const Pack (&raw)[kInputs], const Reader& reader,
                                          unsigned bits) const {
 #pragma unroll
     for (int k = 0; k < kInputs; ++k) {
@@ -189,50 +210,120 @@ struct Memory {
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) v[i][k] = w[i];
     }
+    if constexpr (!Load::kNothing) {
+      if (bits != 0) {
+        SideValues<Memory, Reader, Load::kReads> sides;
+        sides.read(*this, reader, bits);
+#pragma unroll
+        for (int i = 0; i < kWidth; ++i) Load::apply(v[i], SideOfElement<decltype(sides)>{sides, i});
+      }
+    }
     if constexpr (!kOrdered) {
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) {
-        if ((bits >> i) & 1) {
-          fuse(v[i], at.along(dim, i));
-        } else {
 #pragma unroll
-          for (int k = 0; k < kInputs; ++k) v[i][k] = Op::pad(k);
-        }
+        for (int k = 0; k < kInputs; ++k) v[i][k] = (bits >> i) & 1 ? v[i][k] : Op::pad(k);
+      }
+    }
+  }
+  // The same of a pack that is held.
+  template <class Reader>
+  __device__ __forceinline__ void hold(Held& held, const Pack (&raw)[kInputs], const Reader& reader,
+                                       unsigned bits) const {
+    if constexpr (Load::kNothing) {
+#pragma unroll
+      for (int k = 0; k < kInputs; ++k) held.raw[k] = raw[k];
+    } else {
+      values(held.values, raw, reader, bits);
+    }
+  }
+  template <class Reader>
+  __device__ __forceinline__ void values(Values& v, const Held& held, const Reader& reader, unsigned bits) const {
+    if constexpr (Load::kNothing) {
+      values(v, held.raw, reader, bits);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) {
+#pragma unroll
+        for (int k = 0; k < kInputs; ++k) v[i][k] = held.values[i][k];
       }
     }
   }
 
-  // What is fused before the operator, to the value of an element that counts.
-  __device__ __forceinline__ void fuse(C (&v)[kInputs], const Place& at) const {
-    if constexpr (!Fused::kNothing) v[kInputs - 1] = fused(v[kInputs - 1], at);
-  }
   // The value of a single element.
   __device__ __forceinline__ void value(C (&v)[kInputs], const In (&raw)[kInputs], const Place& at) const {
 #pragma unroll
     for (int k = 0; k < kInputs; ++k) v[k] = Elements<In>::widen(raw[k]);
-    if constexpr (!Fused::kNothing) v[kInputs - 1] = fused(v[kInputs - 1], at);
-    if constexpr (kMasked) {
-      if (!is_kept(at)) {
-#pragma unroll
-        for (int k = 0; k < kInputs; ++k) v[k] = Op::pad(k);
-      }
+    if constexpr (!Load::kNothing) {
+      SideValues<Memory, OneElement<Place>, Load::kReads> sides;
+      sides.read(*this, OneElement<Place>{at}, 1);
+      Load::apply(v, SideOfElement<decltype(sides)>{sides, 0});
     }
   }
-  __device__ __forceinline__ bool is_kept(const Place& at) const {
-    if constexpr (kMasked) {
-      return static_cast<const uint8_t*>(operands.side[kSides - 1])[at.side[kSides - 1]];
-    } else {
-      return true;
-    }
-  }
+  __device__ __forceinline__ bool is_kept(const Place& at) const { return unmasked(OneElement<Place>{at}, 1); }
 
   // ---- rows
 
+  // The d-th kept or reduced dimension of the view.
+  static constexpr __device__ __forceinline__ Dim kept_dim(int d) {
+    Dim dim{View::kView.kept.dim[d].extent, View::kView.kept.dim[d].stride, {}};
+    for (int s = 0; s < kSides; ++s) dim.side[s] = Sides::kStrides[s].kept[d];
+    return dim;
+  }
+  static constexpr __device__ __forceinline__ Dim reduced_dim(int d) {
+    Dim dim{View::kView.reduced.dim[d].extent, View::kView.reduced.dim[d].stride, {}};
+    for (int s = 0; s < kSides; ++s) dim.side[s] = Sides::kStrides[s].reduced[d];
+    return dim;
+  }
+  static constexpr int kKeptDims = View::kView.kept.size, kReducedDims = View::kView.reduced.size;
+  // `from` moved by the index-th combination of the indices of the kept, or reduced, dimensions [kBegin, kEnd), the
+  // innermost of which varies fastest. Extents are constants, so that no division is one; the outermost one's is not
+  // needed.
+  template <int kEnd, int kBegin = 0, class Index>
+  static __device__ __forceinline__ Place along_kept(const Place& from, Index index) {
+    return moved<true, kEnd, kBegin>(from, index);
+  }
+  template <int kEnd, int kBegin = 0, class Index>
+  static __device__ __forceinline__ Place along_reduced(const Place& from, Index index) {
+    return moved<false, kEnd, kBegin>(from, index);
+  }
+  // The kept dimension whose indices neighbouring rows of a launch differ in, if not the innermost: one that a large
+  // array is broadcast along, which the last cache would not hold until all other rows have been read.
+  static constexpr int swept_dim() {
+    constexpr int64_t kCachedElements = 8 << 20;  // of the operands, in a sweep over the other dimensions
+    int64_t inner = View::kView.columns;
+    for (int d = kKeptDims - 1; d >= 0; --d) {
+      bool broadcast = false;
+      for (int s = 0; s < kSides; ++s) {
+        const Strides& strides = Sides::kStrides[s];
+        bool by_rows = false, by_columns = false;
+        for (int k = d + 1; k < kKeptDims; ++k) by_rows = by_rows || strides.kept[k] != 0;
+        for (int k = 0; k < kReducedDims; ++k) by_columns = by_columns || strides.reduced[k] != 0;
+        broadcast = broadcast || (!is_index(s) && by_rows && by_columns && strides.kept[d] == 0);
+      }
+      if (broadcast && inner >= kCachedElements) return d;
+      inner *= d > 0 ? View::kView.kept.dim[d].extent : 1;
+    }
+    return -1;
+  }
+  // The index-th row of a launch.
+  __device__ __forceinline__ int64_t row_of_launch(int64_t index) const {
+    constexpr int kSwept = swept_dim();
+    if constexpr (kSwept < 0) {
+      return index;
+    } else {
+      RowIndex inner = 1;
+#pragma unroll
+      for (int d = kSwept + 1; d < kKeptDims; ++d) inner *= static_cast<RowIndex>(kept_dim(d).extent);
+      const RowIndex rows = static_cast<RowIndex>(operands.rows);
+      const RowIndex extent = kSwept == 0 ? rows / inner : static_cast<RowIndex>(kept_dim(kSwept).extent);
+      const RowIndex others = static_cast<RowIndex>(index) / extent, swept = static_cast<RowIndex>(index) % extent;
+      return static_cast<int64_t>((others / inner * extent + swept) * inner + others % inner);
+    }
+  }
   // Where a row's first element lies.
-  template <class View>
   static __device__ __forceinline__ Place begin_of(int64_t row) {
-    using Index = typename Conditional<View::kWide, uint64_t, uint32_t>::type;
-    return moved_along<typename View::Kept, View::Kept::kSize>(Place{}, static_cast<Index>(row));
+    return along_kept<kKeptDims>(Place{}, static_cast<RowIndex>(row));
   }
 
   // What terms relative to a pivot are made with, of the row that lies at `at`.
@@ -241,42 +332,44 @@ struct Memory {
     if constexpr (kIsSame<typename Op::Terms, Relative<M>>) {
       return relative;
     } else {
-      C given[Op::kRowOperands];
-      row_operands(given, at);
+      C given[Op::kRowNumbers];
+      row_numbers(given, at);
       return Op::terms(relative, given);
     }
   }
   // What a row's state amounts to for its elements; it lies at `at`.
   __device__ __forceinline__ typename Op::Row row(const StateOf<Op>& state, const Place& at) const {
-    if constexpr (Op::kRowOperands == 0) {
+    if constexpr (Op::kRowNumbers == 0) {
       return Op::row(state);
     } else {
-      C given[Op::kRowOperands];
-      row_operands(given, at);
+      C given[Op::kRowNumbers];
+      row_numbers(given, at);
       return Op::row(state, given);
     }
   }
   // The same for terms, relative to a pivot of their own.
   __device__ __forceinline__ typename Op::Scale term_scale(const StateOf<Op>& state, C pivot, const Place& at) const {
-    if constexpr (Op::kRowOperands == 0) {
+    if constexpr (Op::kRowNumbers == 0) {
       return Op::term_scale(state, pivot);
     } else {
-      C given[Op::kRowOperands];
-      row_operands(given, at);
+      C given[Op::kRowNumbers];
+      row_numbers(given, at);
       return Op::term_scale(state, pivot, given);
     }
   }
   // What the results of a row, which lies at `begin`, are made of besides its state: the element that is its label's.
   // It takes two accesses, one after the other, and is best asked for while the row is still on its way.
-  template <class View>
   __device__ __forceinline__ OfRow of_row(const Place& begin) const {
     if constexpr (kReadsLabelled) {
       const int label = label_of(begin);
-      const bool has_label = 0 <= label && label < View::kColumns;
-      using Index = typename Conditional<View::kWide, uint64_t, uint32_t>::type;
-      const Place at =
-          moved_along<typename View::Reduced, View::Reduced::kSize>(begin, static_cast<Index>(has_label ? label : 0));
-      return {has_label, Elements<In>::widen(in(0)[at.element])};
+      const bool has_label = 0 <= label && label < kColumns;
+      const Place at = along_reduced<kReducedDims>(begin, static_cast<RowIndex>(has_label ? label : 0));
+      In raw[kInputs];
+      C v[kInputs];
+#pragma unroll
+      for (int k = 0; k < kInputs; ++k) raw[k] = in(k)[at.element];
+      value(v, raw, at);
+      return {has_label, v[0]};
     } else {
       return {};
     }
@@ -285,12 +378,12 @@ struct Memory {
   // stored.
   __device__ __forceinline__ Addend addend(const Place& begin) const {
     if constexpr (kAddsAtLabel) {
-      C given[Op::kRowOperands];
-      row_operands(given, begin);
+      C given[Op::kRowNumbers];
+      row_numbers(given, begin);
       bool counts = false;
 #pragma unroll
-      for (int k = 0; k < Op::kRowOperands; ++k) counts |= given[k] != C(0);
-      return {label_of(begin), given[Op::kRowOperands - 1], counts};
+      for (int k = 0; k < Op::kRowNumbers; ++k) counts |= given[k] != C(0);
+      return {label_of(begin), given[Op::kRowNumbers - 1], counts};
     } else {
       return {};
     }
@@ -300,7 +393,7 @@ struct Memory {
     if constexpr (Op::kRowResults > 0) {
       C results[Op::kRowResults];
       if constexpr (kReadsLabelled) {
-        Op::row_results(state, of_row.has_label, of_row.labelled, results);
+        Op::row_results(state, of_row.has_label, of_row.value, results);
       } else {
         Op::row_results(state, results);
       }
@@ -311,100 +404,161 @@ struct Memory {
 
   // ---- writing
 
-  // The results of a pack's elements, of one row, those that are not `kept` being masked; `column` is the first one's.
-  static __device__ __forceinline__ Results results(C (&r)[kWidth], unsigned kept, const Addend& addend, int column) {
-    mask(r, kept);
+  // The operator's results of a pack's elements, as they are before an expression: masked ones, which are not `kept`,
+  // and the label's. Whether the row counts: else all are to be 0.
+  static __device__ __forceinline__ bool complete(C (&y)[kWidth], unsigned kept, const Addend& addend, int column) {
+    mask(y, kept);
     if constexpr (kAddsAtLabel) {
       if (static_cast<unsigned>(addend.column - column) < kWidth) {  // which is rare
 #pragma unroll
-        for (int i = 0; i < kWidth; ++i) r[i] += column + i == addend.column ? addend.value : C(0);
+        for (int i = 0; i < kWidth; ++i) y[i] += column + i == addend.column ? addend.value : C(0);
       }
-      return addend.counts ? narrow(r) : Results{};
+      return addend.counts;
     }
-    return narrow(r);
+    return true;
   }
   // The same where each element is of a row of its own: addend_of(i) and column_of(i) are element i's.
   template <class AddendOf, class ColumnOf>
-  static __device__ __forceinline__ Results results(C (&r)[kWidth], unsigned kept, AddendOf addend_of,
-                                                    ColumnOf column_of) {
-    mask(r, kept);
+  static __device__ __forceinline__ bool complete(C (&y)[kWidth], unsigned kept, AddendOf addend_of,
+                                                  ColumnOf column_of) {
+    mask(y, kept);
     if constexpr (kAddsAtLabel) {
 #pragma unroll
-      for (int i = 0; i < kWidth; ++i) r[i] = labelled(r[i], addend_of(i), column_of(i));
+      for (int i = 0; i < kWidth; ++i) y[i] = labelled(y[i], addend_of(i), column_of(i));
     }
-    return narrow(r);
+    return true;
   }
-  // The result of one element of a row.
-  static __device__ __forceinline__ C labelled(C r, const Addend& addend, int column) {
+  // And of one element of a row.
+  static __device__ __forceinline__ C labelled(C y, const Addend& addend, int column) {
     if constexpr (kAddsAtLabel) {
-      return !addend.counts ? C(0) : column == addend.column ? r + addend.value : r;
+      return !addend.counts ? C(0) : column == addend.column ? y + addend.value : y;
     } else {
-      return r;
+      return y;
     }
   }
-  static __device__ __forceinline__ void mask(C (&r)[kWidth], unsigned kept) {
-    if constexpr (kMasked) {
+
+  // Stores the results of those of a pack's elements that are `inside` the row: the first at `first`, all at the
+  // element's place in their arrays.
+  template <class Reader>
+  __device__ __forceinline__ void store(Out* first, int64_t element, C (&y)[kWidth], bool counts, const Reader& reader,
+                                        unsigned inside) const {
+    if constexpr (Store::kNothing) {
+      const auto words = narrow<Out>(y);
+      store_pack(first, counts ? words : decltype(words){}, inside);
+    } else {
+      if (inside == 0) return;
+      if constexpr (kAddsAtLabel) {
 #pragma unroll
-      for (int i = 0; i < kWidth; ++i) r[i] = (kept >> i) & 1 ? r[i] : Op::masked();
+        for (int i = 0; i < kWidth; ++i) y[i] = counts ? y[i] : C(0);
+      }
+      SideValues<Memory, Reader, Store::kReads> sides;
+      sides.read(*this, reader, inside);
+      store_results<0>(first, element, y, sides, inside);
     }
   }
-  // One result or several, as they are in memory.
-  template <class R>
-  static __device__ __forceinline__ auto narrow(const R& r) {
-    if constexpr (Op::kWithinRange && sizeof(Out) == 1) {
-      return Elements<Out>::narrow_within_range(r);
+  // Stores the results of an element but for the first, which is returned.
+  __device__ __forceinline__ Out store_others(const Place& at, C y) const {
+    if constexpr (Store::kNothing) {
+      return narrow<Out>(y);
     } else {
-      return Elements<Out>::narrow(r);
+      SideValues<Memory, OneElement<Place>, Store::kReads> sides;
+      sides.read(*this, OneElement<Place>{at}, 1);
+      const SideOfElement<decltype(sides)> side{sides, 0};
+      store_element<1>(at.element, y, side);
+      return narrow<Out>(Store::template result<0>(y, side));
     }
   }
-  // Stores those that are `inside` the row.
-  static __device__ __forceinline__ void store(Out* p, const Results& words, unsigned inside) {
+
+ private:
+  template <int k, class AllSides>
+  __device__ __forceinline__ void store_results(Out* first, int64_t element, const C (&y)[kWidth],
+                                                const AllSides& sides, unsigned inside) const {
+    if constexpr (k < kResults) {
+      using T = typename Results::template Type<k>;
+      C results[kWidth];
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) {
+        results[i] = Store::template result<k>(y[i], SideOfElement<AllSides>{sides, i});
+      }
+      T* const to = k == 0 ? reinterpret_cast<T*>(first) : static_cast<T*>(operands.out[k]) + element;
+      store_pack(to, narrow<T>(results), inside);
+      store_results<k + 1>(first, element, y, sides, inside);
+    }
+  }
+  template <int k, class Side>
+  __device__ __forceinline__ void store_element(int64_t element, C y, const Side& side) const {
+    if constexpr (k < kResults) {
+      using T = typename Results::template Type<k>;
+      static_cast<T*>(operands.out[k])[element] = narrow<T>(Store::template result<k>(y, side));
+      store_element<k + 1>(element, y, side);
+    }
+  }
+  template <class T, class Packed>
+  static __device__ __forceinline__ void store_pack(T* p, const Packed& words, unsigned inside) {
     if (kPacks && inside == kAll) {
       store_words(p, words);
     } else {
       store_elements(p, words, inside);
     }
   }
-
- private:
-  __device__ __forceinline__ int label_of(const Place& begin) const {
-    return static_cast<const int*>(operands.side[kLabelSide])[begin.side[kLabelSide]];
-  }
-  __device__ __forceinline__ void row_operands(C* given, const Place& at) const {
+  static __device__ __forceinline__ void mask(C (&y)[kWidth], unsigned kept) {
+    if constexpr (kMasked) {
 #pragma unroll
-    for (int k = 0; k < Op::kRowOperands; ++k) {
-      given[k] = static_cast<const C*>(operands.side[Fused::kSides + k])[at.side[Fused::kSides + k]];
+      for (int i = 0; i < kWidth; ++i) y[i] = (kept >> i) & 1 ? y[i] : Op::masked();
     }
   }
-  template <int side = 0>
-  __device__ __forceinline__ void read_sides(C (&s)[kMostSides], const Place& at) const {
-    if constexpr (side < Fused::kSides) {
-      using Side = typename Fused::template Side<side>;
-      s[side] = Elements<Side>::widen(static_cast<const Side*>(operands.side[side])[at.side[side]]);
-      read_sides<side + 1>(s, at);
+  // One result or several, as they are in memory.
+  template <class T, class R>
+  static __device__ __forceinline__ auto narrow(const R& r) {
+    if constexpr (Op::kWithinRange && Store::kNothing && sizeof(T) == 1) {
+      return Elements<T>::narrow_within_range(r);
+    } else {
+      return Elements<T>::narrow(r);
     }
   }
-  __device__ __forceinline__ C fused(C x, const Place& at) const {
-    C s[kMostSides];
-    read_sides(s, at);
-    return Fused::apply(x, s);
+  template <bool kKept, int kEnd, int kBegin, class Index>
+  static __device__ __forceinline__ Place moved(const Place& from, Index index) {
+    if constexpr (kBegin == kEnd) {
+      return from;
+    } else {
+      constexpr Dim dim = kKept ? kept_dim(kEnd - 1) : reduced_dim(kEnd - 1);
+      if constexpr (kBegin == kEnd - 1) {
+        return from.along(dim, index);
+      } else {
+        const Index outer = index / static_cast<Index>(dim.extent);
+        return moved<kKept, kEnd - 1, kBegin>(from.along(dim, index - outer * static_cast<Index>(dim.extent)), outer);
+      }
+    }
+  }
+  __device__ __forceinline__ int label_of(const Place& begin) const {
+    constexpr int kLabel = side_of(Role::kLabel);
+    return static_cast<const int*>(operands.side[kLabel])[begin.side[kLabel]];
+  }
+  template <int k = 0>
+  __device__ __forceinline__ void row_numbers(C* given, const Place& at) const {
+    if constexpr (k < Op::kRowNumbers) {
+      constexpr int kNumber = side_of(Role::kNumber, k);
+      given[k] = static_cast<const C*>(operands.side[kNumber])[at.side[kNumber]];
+      row_numbers<k + 1>(given, at);
+    }
   }
 };
 
-// The maximum over mended packs: of the words as they are in memory, where that is the maximum of their values.
+// The maximum over packs that are held: of the words as they are in memory, where that is the maximum of their values.
 template <class Mem>
 struct Largest {
   using C = typename Mem::C;
   Pack raw = Mem::pad_pack(0);
   C value = -Mem::M::kInfinity;
 
-  __device__ __forceinline__ void add(const Mem& mem, const Pack (&pack)[Mem::kInputs], const typename Mem::Place& at,
-                                      const Dim& dim, unsigned bits) {
+  template <class Reader>
+  __device__ __forceinline__ void add(const Mem& mem, const typename Mem::Held& held, const Reader& reader,
+                                      unsigned bits) {
     if constexpr (Mem::kOrdered) {
-      raw = Mem::larger(raw, pack[0]);
+      raw = Mem::larger(raw, held.raw[0]);
     } else {
       typename Mem::Values v;
-      mem.values(v, pack, at, dim, bits);
+      mem.values(v, held, reader, bits);
 #pragma unroll
       for (int i = 0; i < Mem::kWidth; ++i) value = Mem::M::max(value, Mem::Op::of_pivot(v[i][0]));
     }

@@ -6,8 +6,6 @@
 
 namespace jax_softmax::device {
 
-inline constexpr int kPackBytes = 16;
-
 template <class T>
 inline constexpr int kPerPack = kPackBytes / static_cast<int>(sizeof(T));
 
@@ -28,6 +26,56 @@ __device__ __forceinline__ Pack load_pack(const void* p) {
   return pack;
 }
 
+// The same of fewer bytes, or more.
+template <int bytes>
+__device__ __forceinline__ Words<bytes> load_words(const void* p) {
+  Words<bytes> words;
+  const auto from = __cvta_generic_to_global(p);
+  if constexpr (bytes == 2) {
+    uint16_t half;
+    asm("ld.global.b16 %0, [%1];" : "=h"(half) : "l"(from));
+    words.word[0] = half;
+  } else if constexpr (bytes == 4) {
+    asm("ld.global.b32 %0, [%1];" : "=r"(words.word[0]) : "l"(from));
+  } else if constexpr (bytes == 8) {
+    asm("ld.global.v2.b32 {%0, %1}, [%2];" : "=r"(words.word[0]), "=r"(words.word[1]) : "l"(from));
+  } else {
+#pragma unroll
+    for (int i = 0; i < bytes / 16; ++i) {
+      asm("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];"
+          : "=r"(words.word[4 * i]), "=r"(words.word[4 * i + 1]), "=r"(words.word[4 * i + 2]),
+            "=r"(words.word[4 * i + 3])
+          : "l"(from + 16 * i));
+    }
+  }
+  return words;
+}
+
+// 16 bytes to global memory.
+__device__ __forceinline__ void store_16_bytes(uint64_t to, const uint32_t (&word)[4]) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(word[0]), "r"(word[1]), "r"(word[2]),
+               "r"(word[3]));
+}
+
+// 32 bytes, of which an instruction writes 16. Two neighbouring lanes first write those of the even one and then those
+// of the odd one, so that each instruction writes whole sectors of the last cache: halves take it twice the time.
+__device__ __forceinline__ void store_sector(uint64_t to, const uint32_t* word) {
+  const unsigned active = __activemask(), pair = 3u << (threadIdx.x % 32 & ~1u);
+  const bool odd = threadIdx.x & 1;
+  const uint64_t others = __shfl_xor_sync(active, to, 1);
+  uint32_t first[4], second[4], received[4];
+#pragma unroll
+  for (int w = 0; w < 4; ++w) received[w] = __shfl_xor_sync(active, odd ? word[w] : word[4 + w], 1);
+  const bool both = (active & pair) == pair;
+#pragma unroll
+  for (int w = 0; w < 4; ++w) {
+    first[w] = both && odd ? received[w] : word[w];
+    second[w] = both && !odd ? received[w] : word[4 + w];
+  }
+  store_16_bytes(both && odd ? others + 16 : to, first);
+  store_16_bytes(both && !odd ? others : to + 16, second);
+}
+
 // To global memory, which no kernel reads again: loads may pass these stores. In unrolled loops the compiler has been
 // seen to make four stores of an ordinary one.
 template <int bytes>
@@ -39,12 +87,11 @@ __device__ __forceinline__ void store_words(void* p, const Words<bytes>& words) 
     asm volatile("st.global.b32 [%0], %1;" ::"l"(to), "r"(words.word[0]));
   } else if constexpr (bytes == 2) {
     asm volatile("st.global.b16 [%0], %1;" ::"l"(to), "h"(static_cast<uint16_t>(words.word[0])));
+  } else if constexpr (bytes == 16) {
+    store_16_bytes(to, words.word);
   } else {
 #pragma unroll
-    for (int i = 0; i < bytes / 16; ++i) {
-      asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to + 16 * i), "r"(words.word[4 * i]),
-                   "r"(words.word[4 * i + 1]), "r"(words.word[4 * i + 2]), "r"(words.word[4 * i + 3]));
-    }
+    for (int i = 0; i < bytes / 32; ++i) store_sector(to + 32 * i, words.word + 8 * i);
   }
 }
 
@@ -349,6 +396,39 @@ struct Elements<Byte<Format>> {
     }
   }
 };
+
+// Of side operands alone, which are only read.
+template <>
+struct Elements<Int32> {
+  template <int n>
+  static __device__ __forceinline__ void widen(int (&v)[n], const Words<4 * n>& words) {
+#pragma unroll
+    for (int i = 0; i < n; ++i) v[i] = static_cast<int>(words.word[i]);
+  }
+  static __device__ __forceinline__ int widen(Int32 x) { return x.bits; }
+};
+
+template <>
+struct Elements<Bool> {
+  template <int n>
+  static __device__ __forceinline__ void widen(bool (&v)[n], const Words<n>& words) {
+#pragma unroll
+    for (int i = 0; i < n; ++i) v[i] = words.word[i / 4] >> (8 * (i % 4)) & 1;
+  }
+  static __device__ __forceinline__ bool widen(Bool x) { return x.bits != 0; }
+};
+
+// The lowest bit of each byte.
+template <int bytes>
+__device__ __forceinline__ unsigned bits_of_bytes(const Words<bytes>& words) {
+  unsigned bits = 0;
+#pragma unroll
+  for (int w = 0; w < (bytes + 3) / 4; ++w) {
+    // The products of byte i that matter lie at bit 24 + i; all others lie elsewhere, one to a bit.
+    bits |= ((words.word[w] & 0x01010101u) * 0x01020408u >> 24 & 0xfu) << (4 * w);
+  }
+  return bits;
+}
 
 // ---- parts of packs; bit i of `bits` stands for element i
 

@@ -4,24 +4,27 @@
 
 #include "device/reduce.cuh"
 #include "device/row.cuh"
+#include "geometry/registers.h"
 
 namespace jax_softmax::device {
 
-template <class Mem, class View, class Plan>
-__device__ __forceinline__ void registers(const Operands& operands) {
+template <class Mem, class Plan>
+__device__ __forceinline__ void registers(const typename Mem::Operands& operands) {
   using Op = typename Mem::Op;
   using M = typename Mem::M;
   using C = typename Mem::C;
   using In = typename Mem::In;
-  using R = Row<Mem, View, Plan>;
-  using Members = Team<Op, Plan::kLanes, Plan::kThreads>;
-  constexpr int kPacks = Plan::kPacks, kLanes = Plan::kLanes, kWidth = Mem::kWidth, kInputs = Mem::kInputs;
+  using R = Row<Mem, Plan>;
+  constexpr Registers kPlan = Plan::kPlan;
+  constexpr int kPacks = kPlan.packs, kLanes = kPlan.lanes, kWidth = Mem::kWidth, kInputs = Mem::kInputs;
+  using Members = Team<Op, kLanes, kPlan.threads>;
   const Mem mem{operands};
 
   // The last block's idle teams repeat the last row and store nothing.
-  const int64_t index = static_cast<int64_t>(blockIdx.x) * (Plan::kThreads / kLanes) + threadIdx.x / kLanes;
-  const bool active = kLanes == Plan::kThreads || index < operands.rows;
-  const R row(active ? index : operands.rows - 1);
+  const int64_t team = static_cast<int64_t>(blockIdx.x) * kPlan.rows_of_block() + threadIdx.x / kLanes;
+  const bool active = kLanes == kPlan.threads || team < operands.rows;
+  const int64_t index = mem.row_of_launch(active ? team : operands.rows - 1);
+  const R row(index);
   const int rank = Members::rank();
   const auto pack_of = [&](int p) { return rank + p * kLanes; };
   // Whether a pack is the row's at all: most are for all lanes, which the compiler then knows.
@@ -42,7 +45,7 @@ __device__ __forceinline__ void registers(const Operands& operands) {
   }
   constexpr bool kAhead = kLanes <= 32;  // in a block of one row others would wait for the lane that needs it
   typename Mem::OfRow of_row{};
-  if constexpr (kAhead) of_row = mem.template of_row<View>(row.begin);
+  if constexpr (kAhead) of_row = mem.of_row(row.begin);
   const auto addend = mem.addend(row.begin);
   unsigned kept[Mem::kMasked ? kPacks : 1] = {};
   const auto kept_of = [&](int p) {
@@ -52,12 +55,15 @@ __device__ __forceinline__ void registers(const Operands& operands) {
   for (int p = 0; p < kPacks; ++p) {
     if constexpr (Mem::kMasked) {
       const auto at = row.at(pack_of(p));
-      kept[p] = exists(p) ? mem.unmasked(at.place, R::kAlong, at.inside()) : 0;
+      kept[p] = exists(p) ? mem.unmasked(at, at.inside()) : 0;
     }
     if constexpr (!R::kExact || Mem::kMasked) {
       if ((Mem::kMasked || !row.at(pack_of(p)).whole()) && kept_of(p) != Mem::kAll) Mem::mend(raw[p], kept_of(p));
     }
   }
+  typename Mem::Held held[kPacks];
+#pragma unroll
+  for (int p = 0; p < kPacks; ++p) mem.hold(held[p], raw[p], row.at(pack_of(p)), kept_of(p));
 
   constexpr bool kTerms = Op::kResultIsScaledTerm;
   C terms[kTerms ? kPacks : 1][kWidth];
@@ -65,9 +71,7 @@ __device__ __forceinline__ void registers(const Operands& operands) {
   if constexpr (Op::kHasPivot) {
     Largest<Mem> largest;
 #pragma unroll
-    for (int p = 0; p < kPacks; ++p) {
-      largest.add(mem, raw[p], row.at(pack_of(p)).place, R::kAlong, kept_of(p));
-    }
+    for (int p = 0; p < kPacks; ++p) largest.add(mem, held[p], row.at(pack_of(p)), kept_of(p));
     pivot = Members::warp_max(largest.get());
   }
   const auto terms_of_row = mem.terms(pivot, row.begin);
@@ -79,7 +83,7 @@ __device__ __forceinline__ void registers(const Operands& operands) {
   for (int p = 0; p < kPacks; ++p) {
     if (kMayEnd && p == kPacks - 1 && ends) break;
     typename Mem::Values values;
-    mem.values(values, raw[p], row.at(pack_of(p)).place, R::kAlong, kept_of(p));
+    mem.values(values, held[p], row.at(pack_of(p)), kept_of(p));
     typename Op::Sum part{};
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) {
@@ -91,7 +95,7 @@ __device__ __forceinline__ void registers(const Operands& operands) {
   }
   const StateOf<Op> state = Members::combine({pivot, Members::warp_sum(sum)});
   if (!active) return;
-  if (rank == 0) mem.store_row(index, state, kAhead ? of_row : mem.template of_row<View>(row.begin));
+  if (rank == 0) mem.store_row(index, state, kAhead ? of_row : mem.of_row(row.begin));
   if constexpr (!Op::kElementResults) return;
 
   const typename Op::Row finished = mem.row(state, row.begin);
@@ -108,30 +112,32 @@ __device__ __forceinline__ void registers(const Operands& operands) {
       for (int i = 0; i < kWidth; ++i) result[i] = terms[p][i] * scale;
     } else {
       typename Mem::Values values;
-      mem.values(values, raw[p], at.place, R::kAlong, kept_of(p));
+      mem.values(values, held[p], at, kept_of(p));
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) result[i] = Op::finish(finished, values[i]);
     }
-    mem.store(out(p, at), Mem::results(result, kept_of(p), addend, at.column()), at.inside());
+    const bool counts = Mem::complete(result, kept_of(p), addend, at.column());
+    mem.store(out(p, at), at.place.element, result, counts, at, at.inside());
   }
 }
 
 // Rows so short that a pack has several whole ones: a thread has a pack.
-template <class Mem, class View, class Plan>
-__device__ __forceinline__ void rows_in_packs(const Operands& operands) {
+template <class Mem, class Plan>
+__device__ __forceinline__ void rows_in_packs(const typename Mem::Operands& operands) {
   using Op = typename Mem::Op;
   using M = typename Mem::M;
   using C = typename Mem::C;
-  constexpr int kColumns = View::kColumns, kWidth = Mem::kWidth;
+  constexpr int kColumns = Mem::kColumns, kWidth = Mem::kWidth;
   const Mem mem{operands};
-  const int64_t begin = (static_cast<int64_t>(blockIdx.x) * Plan::kThreads + threadIdx.x) * kWidth;
+  const int64_t begin = (static_cast<int64_t>(blockIdx.x) * Plan::kPlan.threads + threadIdx.x) * kWidth;
   const int64_t left = operands.rows * kColumns - begin;
   if (left <= 0) return;
   Pack raw[Mem::kInputs];
 #pragma unroll
   for (int k = 0; k < Mem::kInputs; ++k) raw[k] = Mem::load(mem.in(k) + begin, Mem::kAll);
   typename Mem::Values values;
-  mem.values(values, raw, typename Mem::Place{}, Dim{}, Mem::kAll);
+  const OneElement<typename Mem::Place> anywhere{};
+  mem.values(values, raw, anywhere, Mem::kAll);
   C result[kWidth];
 #pragma unroll
   for (int row = 0; row < kWidth; row += kColumns) {
@@ -149,8 +155,8 @@ __device__ __forceinline__ void rows_in_packs(const Operands& operands) {
       for (int i = 0; i < kColumns; ++i) result[row + i] = Op::finish(finished, of_row[i]);
     }
   }
-  Mem::store(mem.out() + begin, Mem::results(result, Mem::kAll, typename Mem::Addend{}, 0),
-             left >= kWidth ? Mem::kAll : bits_within<typename Mem::In>(0, static_cast<int>(left)));
+  mem.store(mem.out() + begin, begin, result, true, anywhere,
+            left >= kWidth ? Mem::kAll : bits_within<typename Mem::In>(0, static_cast<int>(left)));
 }
 
 }  // namespace jax_softmax::device

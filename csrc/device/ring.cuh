@@ -43,20 +43,22 @@ struct Turn {
   }
 };
 
-template <class Mem, class View, class Plan>
-__device__ __forceinline__ void ring(const Operands& operands) {
+template <class Mem, class Plan>
+__device__ __forceinline__ void ring(const typename Mem::Operands& operands) {
 #if __CUDA_ARCH__ >= 900
   using Op = typename Mem::Op;
   using State = StateOf<Op>;
-  using R = Row<Mem, View, Plan>;
-  using Work = Chunk<Mem, View, Plan>;
+  using R = Row<Mem, Plan>;
+  using Work = Chunk<Mem, Plan>;
+  constexpr Ring kPlan = Plan::kPlan;
   constexpr int kWords = kStateWords<State>;
-  constexpr int kTeamWarps = Work::kWarps, kStages = Plan::kStages, kCopies = Plan::kCopies;
-  constexpr int kSummers = Plan::kSummers, kWriters = Plan::kWriters, kWaiters = Plan::kWaiters;  // teams, and warps
-  constexpr unsigned kChunks = Plan::kChunks;
+  constexpr int kTeamWarps = Work::kWarps, kStages = kPlan.stages, kCopies = kPlan.copies;
+  constexpr int kSummers = kPlan.summers, kWriters = kPlan.writers, kWaiters = kPlan.waiters;  // teams, and warps
+  constexpr unsigned kChunks = kPlan.chunks;
+  constexpr int kChunkPacks = packs_of_chunk(kPlan, Plan::kCall);
   constexpr unsigned kEnd = ~0u;
   constexpr int kEnds = kSummers > kWriters ? kSummers : kWriters;
-  constexpr int kSumWarps = kSummers * kTeamWarps, kTeamsWarps = kSumWarps + kWriters * kTeamWarps;
+  constexpr int kSumWarps = kPlan.summing_warps(), kTeamsWarps = kPlan.copying_warp();
   extern __shared__ __align__(128) Pack shared[];
   __shared__ uint64_t full[kStages], summed[kStages], complete[kStages], empty[kStages];
   __shared__ unsigned ticket_of[kStages];
@@ -79,7 +81,7 @@ __device__ __forceinline__ void ring(const Operands& operands) {
   const auto with_chunk = [&](unsigned item, int stage, auto body) {
     const unsigned index = item / kChunks;
     const R row(index);
-    body(Work{mem, row, static_cast<int>(item - index * kChunks), shared + stage * Plan::kShare * Mem::kInputs});
+    body(Work{mem, row, static_cast<int>(item - index * kChunks), shared + stage * kChunkPacks});
   };
   const auto words_of = [&](unsigned row) {
     return WordsInMemory<State>{operands.words + static_cast<int64_t>(row) * kChunks * kWords};
@@ -107,7 +109,7 @@ __device__ __forceinline__ void ring(const Operands& operands) {
       if (item == kEnd) return;
       with_chunk(item, turn.stage, [&](const Work& work) {
         if (work.chunk == 0 && work.rank == 0) {
-          mem.store_row(item / kChunks, finished[turn.stage], mem.template of_row<View>(work.row.begin));
+          mem.store_row(item / kChunks, finished[turn.stage], mem.of_row(work.row.begin));
         }
         work.finish(finished[turn.stage], part[turn.stage][warp % kTeamWarps].pivot);
       });
@@ -172,7 +174,7 @@ __device__ __forceinline__ void ring(const Operands& operands) {
     }
     return;
   }
-  if (warp == kTeamsWarps + 1) {
+  if (warp == kPlan.publishing_warp()) {
     for (int ends = 0;; turn.next()) {
       wait(&full[turn.stage], turn.parity);
       const unsigned item = ticket_of[turn.stage];
@@ -188,7 +190,7 @@ __device__ __forceinline__ void ring(const Operands& operands) {
   State state = identity<Op, typename Mem::M>();
   unsigned row = kEnd;
   for (int ends = 0;; turn.next()) {
-    if (turn.number % kWaiters != warp - kTeamsWarps - 2) continue;
+    if (turn.number % kWaiters != warp - kPlan.first_waiter()) continue;
     wait(&full[turn.stage], turn.parity);
     const unsigned item = ticket_of[turn.stage];
     if (item != kEnd) {

@@ -4,7 +4,9 @@
 
 #include "device/copies.cuh"
 #include "device/memory.cuh"
+#include "device/planned.cuh"
 #include "device/reduce.cuh"
+#include "geometry/staged.h"
 
 namespace jax_softmax::device {
 
@@ -90,19 +92,20 @@ __device__ __forceinline__ void row_of_pairs(typename Mem::In* slab, int begin, 
 }
 
 // kLanes lanes have a row, up to kHeld elements each, or one more of pairs.
-template <class Mem, class View, class Plan>
-__device__ __forceinline__ void staged(const Operands& operands) {
+template <class Mem, class Plan>
+__device__ __forceinline__ void staged(const typename Mem::Operands& operands) {
   using Op = typename Mem::Op;
   using M = typename Mem::M;
   using C = typename Mem::C;
   using In = typename Mem::In;
   using Out = typename Mem::Out;
-  constexpr Dim kAlong = View::Reduced::kDim[0];
+  constexpr typename Mem::Dim kAlong = Mem::reduced_dim(0);
   constexpr int kWidth = Mem::kWidth, kInputs = Mem::kInputs;
-  constexpr int kColumns = View::kColumns, kRows = Plan::kRows, kThreads = Plan::kThreads;
-  constexpr int kLanes = Plan::kLanes, kHeld = Plan::kHeld;
-  constexpr int kOperand = kRows * kColumns;  // elements of a full slab, whole packs
-  constexpr bool kInPlace = sizeof(In) == sizeof(Out);
+  constexpr int kColumns = Mem::kColumns, kRows = Plan::kPlan.rows, kThreads = Plan::kPlan.threads;
+  constexpr int kLanes = Plan::kPlan.lanes, kHeld = Plan::kPlan.held;
+  constexpr StagedGeometry kGeometry = geometry_of(Mem::View::kView, Plan::kPlan, Plan::kCall);
+  static_assert(kIsPlannedFor<Mem, Plan>);
+  constexpr int kOperand = kGeometry.elements;
   extern __shared__ __align__(128) Pack held[];
   const Mem mem{operands};
   const int64_t first_row = static_cast<int64_t>(blockIdx.x) * kRows;
@@ -126,9 +129,9 @@ __device__ __forceinline__ void staged(const Operands& operands) {
   __syncthreads();
 
   In* const in = reinterpret_cast<In*>(held);
-  Out* const out = reinterpret_cast<Out*>(held + (kInPlace ? 0 : kInputs * kOperand / kWidth));
-  if constexpr (Plan::kPairs) {
-    constexpr int kTeams = 32 / kLanes, kSpread = Plan::kSpread;  // those of a warp have rows so many apart
+  Out* const out = reinterpret_cast<Out*>(held + kGeometry.results_begin / kPackBytes);
+  if constexpr (Plan::kPlan.pairs) {
+    constexpr int kTeams = 32 / kLanes, kSpread = Plan::kPlan.spread;  // those of a warp have rows so many apart
     const int team = threadIdx.x % 32 / kLanes;
     const int turns = static_cast<int>(ceil_div(rows, kTeams * kSpread)) * kSpread;  // of warps
     for (int turn = threadIdx.x / 32; turn < turns; turn += kThreads / 32) {
@@ -141,8 +144,8 @@ __device__ __forceinline__ void staged(const Operands& operands) {
       const int row = min(turn + static_cast<int>(threadIdx.x) / kLanes, rows - 1);
       const bool active = turn + static_cast<int>(threadIdx.x) / kLanes < rows;
       const int begin = row * kColumns + lane;
-      const auto place = Mem::template begin_of<View>(first_row + row);
-      const auto of_row = mem.template of_row<View>(place);
+      const auto place = Mem::begin_of(first_row + row);
+      const auto of_row = mem.of_row(place);
       const auto addend = mem.addend(place);
       const int mine = active ? kColumns - lane : 0;  // element i of this lane is the row's if i * kLanes < mine
       const auto at = [&](int i) { return place.along(kAlong, lane + i * kLanes); };
@@ -155,7 +158,7 @@ __device__ __forceinline__ void staged(const Operands& operands) {
           In raw[kInputs];
 #pragma unroll
           for (int k = 0; k < kInputs; ++k) raw[k] = in[begin + k * kOperand + i * kLanes];
-          mem.value(values[i], raw, at(i));
+          if (mem.is_kept(at(i))) mem.value(values[i], raw, at(i));
         }
       }
       C pivot = M::constant(0);
@@ -186,7 +189,7 @@ __device__ __forceinline__ void staged(const Operands& operands) {
         }
         if (Op::kElementResults && i * kLanes < mine) {
           result = mem.is_kept(at(i)) ? result : Op::masked();
-          out[begin + i * kLanes] = Mem::narrow(Mem::labelled(result, addend, lane + i * kLanes));
+          out[begin + i * kLanes] = mem.store_others(at(i), Mem::labelled(result, addend, lane + i * kLanes));
         }
       }
     }

@@ -18,10 +18,10 @@
 
 namespace jax_softmax::device {
 
-template <class Mem, class View, class Plan>
-__device__ __forceinline__ void tile(const Operands& operands) {
-  using Part = TilePart<Mem, View, Plan>;
-  using States = TileStates<Mem, View, Plan>;
+template <class Mem, class Plan>
+__device__ __forceinline__ void tile(const typename Mem::Operands& operands) {
+  using Part = TilePart<Mem, Plan>;
+  using States = TileStates<Mem, Plan>;
   using Op = typename Mem::Op;
   using State = StateOf<Op>;
   constexpr int kCluster = Part::kParts, kRows = Part::kRows;  // blocks that share a tile
@@ -45,13 +45,13 @@ __device__ __forceinline__ void tile(const Operands& operands) {
     const WordsInCluster<State> exchange{reinterpret_cast<uint64_t*>(part.states), &received};
     begin_exchange(&received, kCluster * kRows * static_cast<int>(sizeof(State)));
     wait_until_all_have_begun();
-    for (int i = threadIdx.x; i < kRows * kCluster; i += Plan::kThreads) {
+    for (int i = threadIdx.x; i < kRows * kCluster; i += Part::kThreads) {
       const int block = i / kRows, row = i - block * kRows;
       exchange.publish(rank * kRows + row, part.whole(row), block);
     }
     wait_for_cluster(&received, 0);
     __syncthreads();  // the block's own states have been read
-    for (int row = threadIdx.x; row < kRows; row += Plan::kThreads) {
+    for (int row = threadIdx.x; row < kRows; row += Part::kThreads) {
       part.whole(row) = combine_all<Op>(0, kCluster, 1, [&](int block) { return exchange.state(block * kRows + row); });
     }
     __syncthreads();

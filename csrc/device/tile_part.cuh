@@ -4,47 +4,35 @@
 
 #include "device/copies.cuh"
 #include "device/memory.cuh"
+#include "device/planned.cuh"
+#include "geometry/tile.h"
 
 namespace jax_softmax::device {
 
-constexpr int greatest_common_divisor(int a, int64_t b) { return b % a == 0 ? a : greatest_common_divisor(a / 2, b); }
-
-template <class Mem, class View, class Plan>
+template <class Mem, class Plan>
 struct TilePart {
   using Op = typename Mem::Op;
   using C = typename Mem::C;
   using In = typename Mem::In;
   using Place = typename Mem::Place;
-  using Kept = typename View::Kept;
-  using Reduced = typename View::Reduced;
-  using RowIndex = typename Conditional<View::kWide, uint64_t, uint32_t>::type;
-  static constexpr int kInputs = Mem::kInputs, kWidth = Mem::kWidth, kThreads = Plan::kThreads;
-  static constexpr int kArrays = Plan::kArrays, kElements = Plan::kElements, kFold = Plan::kFold;
-  static constexpr int kPacks = Plan::kPacks;    // of a line of the tile
-  static constexpr int kGroups = Plan::kGroups;  // of threads that share out the lines
-  static constexpr int kTurns = Plan::kTurns;    // lines of a thread
-  static constexpr bool kAligned = Plan::kAligned;
-  static constexpr int64_t kInner = View::kInner;  // elements of a line of the view
-  static constexpr Dim kAlong = Reduced::kDim[Reduced::kSize - 1];
+  using View = typename Mem::View;
+  using RowIndex = typename Mem::RowIndex;
+  static constexpr Tile kTile = Plan::kPlan;
+  static constexpr TileGeometry kGeometry = geometry_of(View::kView, kTile, Plan::kCall);
+  static_assert(kIsPlannedFor<Mem, Plan>);
+  static constexpr int kInputs = Mem::kInputs, kWidth = Mem::kWidth, kThreads = kTile.threads;
+  static constexpr int kArrays = kTile.matrices, kElements = kTile.elements, kFold = kTile.fold, kPacks = kTile.packs;
+  static constexpr int kGroups = kTile.lines_at_once, kTurns = kTile.lines_of_thread;
+  static constexpr bool kAligned = kTile.aligned;
+  static constexpr int64_t kInner = kGeometry.elements_of_line;
+  static constexpr typename Mem::Dim kAlong = Mem::reduced_dim(Mem::kReducedDims - 1);
   static constexpr int kExtent = kAlong.extent;
-  // Lines so many apart begin alike in a pack.
-  static constexpr int kPeriod = kAligned || kFold > 1 ? 1 : kWidth / greatest_common_divisor(kWidth, kAlong.stride);
-  // The lines of the innermost reduced dimension, with some that are not there so that periods are whole, or folded.
-  static constexpr int kSpan =
-      static_cast<int>(kFold > 1 ? ceil_div(kExtent * kInner + (kAligned ? 0 : kWidth - 1), kPacks* kWidth)
-                                 : ceil_div(kExtent, kPeriod) * kPeriod);
-  static constexpr int kSpans = View::kColumns / kExtent;
-  static constexpr int kLines = kGroups * kTurns;  // of a block
-  // Blocks share out the lines of one span or, not folded, of all of them.
-  static constexpr int kShared = kFold > 1 ? kSpan : kSpan * kSpans;
-  static constexpr int kPartsOfShared = static_cast<int>(ceil_div(kShared, kLines));
-  static constexpr int kParts = kFold > 1 ? kPartsOfShared * kSpans : kPartsOfShared;
-  static constexpr int kTilesOfLine = static_cast<int>(ceil_div(kInner, kElements));
-  // Memory is written in whole packs: where lines begin anywhere, a tile has the elements too that its last packs reach
-  // into.
-  static constexpr int kReached = kAligned || kFold > 1 ? 0 : kWidth - 1;
-  static constexpr int kRows = kArrays * kElements + kReached;  // of the view, in a tile
-  static constexpr int kTeam = kPacks * kGroups;                // threads that have an array
+  static constexpr int kPeriod = kGeometry.period;
+  static constexpr int kSpan = kGeometry.lines_of_span, kSpans = Mem::kColumns / kExtent;
+  static constexpr int kLines = kGeometry.lines_of_block;
+  static constexpr int kPartsOfShared = kGeometry.parts_of_section, kParts = kGeometry.parts;
+  static constexpr int kTilesOfLine = kGeometry.tiles_of_line;
+  static constexpr int kReached = kGeometry.reach, kRows = kGeometry.rows, kTeam = kGeometry.threads_of_matrix;
   // Whether packs may have elements of no row, or masked ones, that pads are put in the place of.
   static constexpr bool kMends = ((kFold > 1 && !kAligned) || Mem::kMasked) && Mem::kOrdered;
 
@@ -72,13 +60,14 @@ struct TilePart {
         first_line(part % kPartsOfShared * kLines),
         exists(array < kArrays && (kArrays == 1 || outer < mem.operands.rows / kInner)) {
     base = in_first_line(outer, first_element);
-    if constexpr (kFold > 1) base = moved_along<Reduced, Reduced::kSize - 1>(base, static_cast<unsigned>(span));
+    if constexpr (kFold > 1)
+      base = Mem::template along_reduced<Mem::kReducedDims - 1>(base, static_cast<unsigned>(span));
     shift = shift_of(group);
   }
   // Where an element of an array's first line lies.
   static __device__ __forceinline__ Place in_first_line(int64_t outer, int64_t element) {
-    const Place array = moved_along<Kept, View::kOuterKept>(Place{}, static_cast<RowIndex>(outer));
-    return moved_along<Kept, Kept::kSize, View::kOuterKept>(array, static_cast<RowIndex>(element));
+    const Place array = Mem::template along_kept<View::kView.outer_kept()>(Place{}, static_cast<RowIndex>(outer));
+    return Mem::template along_kept<Mem::kKeptDims, View::kView.outer_kept()>(array, static_cast<RowIndex>(element));
   }
   // How far the lines of a group begin beyond a pack.
   __device__ __forceinline__ int shift_of(int group) const {
@@ -137,7 +126,7 @@ struct TilePart {
   __device__ __forceinline__ At at_line(int i) const {
     const int over = kSpans == 1 ? 0 : static_cast<unsigned>(i) / static_cast<unsigned>(kSpan);
     const Place begin =
-        kSpans == 1 ? base : moved_along<Reduced, Reduced::kSize - 1>(base, static_cast<unsigned>(over));
+        kSpans == 1 ? base : Mem::template along_reduced<Mem::kReducedDims - 1>(base, static_cast<unsigned>(over));
     At at;
     at.index = i - over * kSpan;
     at.over = over;
@@ -167,7 +156,7 @@ struct TilePart {
     if constexpr (kFold > 1) {
       const unsigned index = at.index + e, line = index / static_cast<unsigned>(kInner);
       Place first = in_first_line(outer, index - line * static_cast<unsigned>(kInner));
-      first = moved_along<Reduced, Reduced::kSize - 1>(first, static_cast<unsigned>(span));
+      first = Mem::template along_reduced<Mem::kReducedDims - 1>(first, static_cast<unsigned>(span));
       return first.along(kAlong, line);
     } else {
       Place line = at.line;
@@ -179,16 +168,26 @@ struct TilePart {
       return line;
     }
   }
-  // Of a pack's elements those that are the tile's and not masked.
-  __device__ __forceinline__ unsigned kept(const At& at) const {
-    if constexpr (!Mem::kMasked) return at.inside;
-    unsigned kept = 0;
-#pragma unroll
-    for (int e = 0; e < kWidth; ++e) {
-      if ((at.inside >> e) & 1) kept |= static_cast<unsigned>(mem.is_kept(place(at, e))) << e;
+  // Where its elements lie, for what reads side operands (see sides.cuh). Not folded, those of a pack are neighbours
+  // along the innermost kept dimension, if that alone makes up lines.
+  struct Reader {
+    const TilePart& part;
+    const At& at;
+    static constexpr Reading reading(int side) {
+      const Strides& strides = Mem::strides_of(side);
+      const int outer = View::kView.outer_kept(), last = Mem::kKeptDims - 1;
+      if (kFold > 1 || outer != last) return Reading::kElements;
+      if (strides.kept[last] == 0) return Reading::kOne;
+      bool whole =
+          kAligned && Mem::kPacks && strides.kept[last] == 1 && !Mem::is_index(side) && kElements % kWidth == 0;
+      for (int d = 0; d < last; ++d) whole = whole && strides.kept[d] % kWidth == 0;
+      for (int d = 0; d < Mem::kReducedDims; ++d) whole = whole && strides.reduced[d] % kWidth == 0;
+      return whole ? Reading::kPack : Reading::kElements;
     }
-    return kept;
-  }
+    __device__ __forceinline__ Place place_of(int e) const { return part.place(at, e); }
+  };
+  // Of a pack's elements those that are the tile's and not masked.
+  __device__ __forceinline__ unsigned kept(const At& at) const { return mem.unmasked(Reader{*this, at}, at.inside); }
 
   // ---- what they hold
 
@@ -251,26 +250,10 @@ struct TilePart {
   // Those of a pack that has been read.
   __device__ __forceinline__ void values_of(typename Mem::Values& v, const Pack (&raw)[kInputs], int turn) const {
     if constexpr (Mem::kOrdered) {
-      mem.values(v, raw, Place{}, kAlong, Mem::kAll);
+      mem.values(v, raw, OneElement<Place>{}, Mem::kAll);
     } else {
       const At at = this->at(turn);
-      const unsigned bits = turn < kTurns ? kept(at) : 0;
-#pragma unroll
-      for (int k = 0; k < kInputs; ++k) {
-        C w[kWidth];
-        Elements<In>::widen(w, raw[k]);
-#pragma unroll
-        for (int e = 0; e < kWidth; ++e) v[e][k] = w[e];
-      }
-#pragma unroll
-      for (int e = 0; e < kWidth; ++e) {
-        if ((bits >> e) & 1) {
-          mem.fuse(v[e], place(at, e));
-        } else {
-#pragma unroll
-          for (int k = 0; k < kInputs; ++k) v[e][k] = Op::pad(k);
-        }
-      }
+      mem.values(v, raw, Reader{*this, at}, turn < kTurns ? kept(at) : 0);
     }
   }
 };

@@ -8,9 +8,9 @@
 
 namespace jax_softmax::device {
 
-template <class Mem, class View, class Plan>
-struct TileStates : TilePart<Mem, View, Plan> {
-  using Part = TilePart<Mem, View, Plan>;
+template <class Mem, class Plan>
+struct TileStates : TilePart<Mem, Plan> {
+  using Part = TilePart<Mem, Plan>;
   using Op = typename Mem::Op;
   using M = typename Mem::M;
   using C = typename Mem::C;
@@ -19,36 +19,25 @@ struct TileStates : TilePart<Mem, View, Plan> {
   using Sum = typename Op::Sum;
   using Terms = typename Op::Terms;
   using State = StateOf<Op>;
-  static constexpr bool kTermsFit = Mem::kTermsFit && Plan::kHeld;  // in the place of elements that are held
-  static constexpr int kInputs = Mem::kInputs, kWidth = Mem::kWidth, kThreads = Plan::kThreads;
+  static constexpr TileGeometry kGeometry = Part::kGeometry;
+  static constexpr bool kHeld = Plan::kPlan.in_shared;
+  static constexpr bool kTermsFit = Mem::kTermsFit && kHeld;  // in the place of elements that are held
+  static constexpr int kInputs = Mem::kInputs, kWidth = Mem::kWidth, kThreads = Part::kThreads;
   static constexpr int kArrays = Part::kArrays, kElements = Part::kElements, kFold = Part::kFold, kRows = Part::kRows;
   static constexpr int kPacks = Part::kPacks, kGroups = Part::kGroups, kTurns = Part::kTurns, kParts = Part::kParts;
-  // A thread's elements: one state each, or one for all that are of one row, if its pack is a folded line.
-  static constexpr bool kInPack = kFold > 1 && kPacks == 1 && Part::kAligned;
-  static constexpr int kStates = kInPack ? static_cast<int>(Part::kInner) : kWidth;
-  // Elements of the folded line that are of one row, in different states.
-  static constexpr int kCopies = kInPack ? 1 : kFold;
-  // Lanes of a warp that have the same pack of different lines add up their states by shuffles.
-  static constexpr bool power_of_2(int n) { return (n & (n - 1)) == 0; }
-  static constexpr bool kShuffles = Part::kPeriod == 1 && kGroups > 1 && kPacks < 32 && power_of_2(kPacks) &&
-                                    power_of_2(kGroups);
-  static constexpr int kTogether = !kShuffles ? 1 : Part::kTeam < 32 ? kGroups : 32 / kPacks;
-  // What threads leave in shared memory to be put together: of each array some entries, each of kSlots states.
-  static constexpr int kEntries = kGroups / kTogether, kSlots = kPacks * kStates;
-  // No other thread has a part of these rows, nor needs to know their states.
-  static constexpr bool kAlone = kEntries == 1 && kCopies == 1 && Op::kRowResults == 0 && Op::kRowOperands == 0;
-  static constexpr int kOfThreads = kEntries * kArrays * kSlots;
-  static constexpr int kOfBlocks = kParts > 1 && Plan::kHeld ? kParts * kRows : 0;
-  // Room for so many states, of threads or of a cluster's blocks, and behind them for those of whole rows.
-  static constexpr int kRoom = kOfThreads > kOfBlocks ? kOfThreads : kOfBlocks;
+  static constexpr bool kInPack = kGeometry.line_in_pack;
+  static constexpr int kStates = kGeometry.states_of_thread, kCopies = kGeometry.states_of_line;
+  static constexpr int kTogether = kGeometry.lines_summed;
+  static constexpr int kEntries = kGeometry.sets, kSlots = kGeometry.states_of_set;
+  static constexpr bool kAlone = kGeometry.alone;
+  static constexpr int kRoom = kGeometry.states_before_rows;
 
   State* const states;  // in shared memory
   C pivot[kStates];
   Sum sum[kStates];
 
   __device__ __forceinline__ TileStates(const Mem& mem, Pack* shared, int64_t tile, int part)
-      : Part(mem, shared, tile, part),
-        states(reinterpret_cast<State*>(shared + (Plan::kHeld ? kTurns * kInputs * kThreads : 0))) {}
+      : Part(mem, shared, tile, part), states(reinterpret_cast<State*>(shared + kGeometry.packs_in_shared)) {}
   // The state of a whole row, where it has been put together.
   __device__ __forceinline__ State& whole(int row) const { return states[kRoom + row]; }
 
@@ -211,7 +200,7 @@ struct TileStates : TilePart<Mem, View, Plan> {
         at += kFold > 1 ? this->shift : this->shift_of(entry);
       } else if constexpr (!Part::kAligned) {
         // From where this thread's array begins; if there is no array but the first, that is where all threads' do.
-        const int64_t arrays = View::kOuterKept == 0 ? 0 : of_array - this->array;
+        const int64_t arrays = Mem::View::kView.outer_kept() == 0 ? 0 : of_array - this->array;
         const int64_t begin = this->base.element + arrays * Part::kExtent * Part::kInner;
         at += static_cast<int>(begin) & (kWidth - 1);
       }
@@ -221,12 +210,7 @@ struct TileStates : TilePart<Mem, View, Plan> {
     return states[(of_array * kEntries + entry) * kSlots + at];
   }
 
-  static constexpr int kStatesOfRow = kEntries * kCopies;
-  // As many lanes to a row as there are for all rows, if it has states for them.
-  static constexpr int lanes_for(int lanes) {
-    return lanes < 32 && 2 * lanes * kRows <= kThreads && 2 * lanes <= kStatesOfRow ? lanes_for(2 * lanes) : lanes;
-  }
-  static constexpr int kLanes = lanes_for(1);
+  static constexpr int kStatesOfRow = kGeometry.states_of_row, kLanes = kGeometry.lanes_of_row;
 
   // Calls publish(row, state) for each row, of the block's lines.
   template <class Publish>
@@ -258,7 +242,7 @@ struct TileStates : TilePart<Mem, View, Plan> {
 
   // Where a row's first element lies; for what rows have of their own.
   __device__ __forceinline__ typename Mem::Place begin_of(int row) const {
-    if constexpr (Op::kRowOperands == 0 && !Op::kLabelled) return {};
+    if constexpr (Op::kRowNumbers == 0 && !Op::kLabelled) return {};
     const int of_array = kArrays == 1 ? 0 : row / kElements;
     const int64_t last = mem_rows() / Part::kInner - 1, element = this->first_element + row - of_array * kElements;
     return this->in_first_line(min(first_array() + of_array, last), min(element, Part::kInner - 1));
@@ -271,7 +255,7 @@ struct TileStates : TilePart<Mem, View, Plan> {
         const int64_t element = this->first_element + row - of_array * kElements;
         const int64_t at = (first_array() + of_array) * Part::kInner + element;
         if (element < Part::kInner && at < mem_rows()) {
-          this->mem.store_row(at, whole(row), this->mem.template of_row<View>(begin_of(row)));
+          this->mem.store_row(at, whole(row), this->mem.of_row(begin_of(row)));
         }
       }
     }
@@ -291,7 +275,7 @@ struct TileStates : TilePart<Mem, View, Plan> {
     if constexpr (Mem::kAddsAtLabel) {
       for_rows_of_thread([&](int s, int row) { addend[s] = this->mem.addend(begin_of(row)); });
     }
-    if constexpr (Plan::kHeld) {
+    if constexpr (kHeld) {
 #pragma unroll 4
       for (int t = 0; t < kTurns; ++t) {
         C result[kWidth];
@@ -350,9 +334,10 @@ struct TileStates : TilePart<Mem, View, Plan> {
                                         const typename Mem::Addend (&addend)[kStates]) const {
     const auto at = this->at(turn);
     if (!at.stored) return;
-    const auto results = Mem::results(
+    const bool counts = Mem::complete(
         result, this->kept(at), [&](int e) { return addend[e % kStates]; }, [&](int e) { return this->column(at, e); });
-    Mem::store(this->mem.out() + at.element, results, at.stored);
+    this->mem.store(this->mem.out() + at.element, at.element, result, counts, typename Part::Reader{*this, at},
+                    at.stored);
   }
 };
 

@@ -7,18 +7,20 @@
 #include "device/reduce.cuh"
 #include "device/row.cuh"
 #include "device/tile_states.cuh"
+#include "geometry/twice.h"
 
 namespace jax_softmax::device {
 
 // The packs [begin, end) of a row, as a block goes over them.
-template <class Mem, class View, class Plan>
+template <class Mem, class Plan>
 struct Stretch {
   using Op = typename Mem::Op;
   using M = typename Mem::M;
   using C = typename Mem::C;
   using In = typename Mem::In;
-  using R = Row<Mem, View, Plan>;
-  static constexpr int kInputs = Mem::kInputs, kWidth = Mem::kWidth, kThreads = Plan::kThreads;
+  using R = Row<Mem, Plan>;
+  static constexpr int kInputs = Mem::kInputs, kWidth = Mem::kWidth, kThreads = Plan::kPlan.threads;
+  static constexpr int kFinished = Plan::kPlan.finished;
 
   const Mem& mem;
   const R& row;
@@ -52,15 +54,17 @@ struct Stretch {
     StateOf<Op> state = identity<Op, M>();
     for_packs<Op::kFirstSummed, kTogether>([&](auto& raw, const auto& at, const auto& inside) {
       unsigned kept[kTogether];
+      typename Mem::Held held[kTogether];
 #pragma unroll
       for (int u = 0; u < kTogether; ++u) {
-        kept[u] = mem.unmasked(at[u].place, R::kAlong, inside[u]);
+        kept[u] = mem.unmasked(at[u], inside[u]);
         if (kept[u] != Mem::kAll && inside[u]) Mem::mend(raw[u], kept[u]);
+        mem.hold(held[u], raw[u], at[u], kept[u]);
       }
       if constexpr (Op::kHasPivot) {
         Largest<Mem> largest;
 #pragma unroll
-        for (int u = 0; u < kTogether; ++u) largest.add(mem, raw[u], at[u].place, R::kAlong, kept[u]);
+        for (int u = 0; u < kTogether; ++u) largest.add(mem, held[u], at[u], kept[u]);
         const C pivot = M::max(state.pivot, largest.get());
         state.sum = moved(state.sum, Relative<M>(pivot), state.pivot);
         state.pivot = pivot;
@@ -69,7 +73,7 @@ struct Stretch {
 #pragma unroll
       for (int u = 0; u < kTogether; ++u) {
         typename Mem::Values values;
-        mem.values(values, raw[u], at[u].place, R::kAlong, kept[u]);
+        mem.values(values, held[u], at[u], kept[u]);
         typename Op::Sum part{};
 #pragma unroll
         for (int i = 0; i < kWidth; ++i) part += Op::term(terms, values[i]);
@@ -82,110 +86,115 @@ struct Stretch {
   __device__ __forceinline__ void finish(const StateOf<Op>& state) const {
     const auto finished = mem.row(state, row.begin);
     const auto addend = mem.addend(row.begin);
-    for_packs<0, Plan::kFinished>([&](auto& raw, const auto& at, const auto& inside) {
+    for_packs<0, kFinished>([&](auto& raw, const auto& at, const auto& inside) {
 #pragma unroll
-      for (int u = 0; u < Plan::kFinished; ++u) {
+      for (int u = 0; u < kFinished; ++u) {
         if (!inside[u]) continue;
-        const unsigned kept = mem.unmasked(at[u].place, R::kAlong, inside[u]);
+        const unsigned kept = mem.unmasked(at[u], inside[u]);
         typename Mem::Values values;
-        mem.values(values, raw[u], at[u].place, R::kAlong, kept);
+        mem.values(values, raw[u], at[u], kept);
         C result[kWidth];
 #pragma unroll
         for (int i = 0; i < kWidth; ++i) result[i] = Op::finish(finished, values[i]);
-        Mem::store(mem.out() + at[u].place.element, Mem::results(result, kept, addend, at[u].column()), inside[u]);
+        const bool counts = Mem::complete(result, kept, addend, at[u].column());
+        mem.store(mem.out() + at[u].place.element, at[u].place.element, result, counts, at[u], inside[u]);
       }
     });
   }
 };
 
-template <class Op>
-__device__ __forceinline__ StateOf<Op>* states_of(const Operands& operands) {
+template <class Op, class OperandsOfKernel>
+__device__ __forceinline__ StateOf<Op>* states_of(const OperandsOfKernel& operands) {
   return reinterpret_cast<StateOf<Op>*>(operands.words);
 }
 
 // ---- the launches, of rows
 
-template <class Mem, class View, class Plan>
-__device__ __forceinline__ void sum_pieces(const Operands& operands) {
+template <class Mem, class Plan>
+__device__ __forceinline__ void sum_pieces(const typename Mem::Operands& operands) {
+  constexpr Twice kPlan = Plan::kPlan;
   const Mem mem{operands};
-  const int64_t index = blockIdx.x / Plan::kPieces, piece = blockIdx.x - index * Plan::kPieces;
-  using R = Row<Mem, View, Plan>;
+  const int64_t index = blockIdx.x / kPlan.pieces, piece = blockIdx.x - index * kPlan.pieces;
+  using R = Row<Mem, Plan>;
   const R row(index);
-  const int64_t begin = piece * Plan::kShare;
-  const Stretch<Mem, View, Plan> stretch{mem, row, begin, min(begin + Plan::kShare, R::kPacks)};
+  const int64_t begin = piece * kPlan.share;
+  const Stretch<Mem, Plan> stretch{mem, row, begin, min(begin + kPlan.share, R::kPacks)};
   const auto state = stretch.state();
   if (threadIdx.x == 0) states_of<typename Mem::Op>(operands)[blockIdx.x] = state;
 }
 
-template <class Mem, class View, class Plan>
-__device__ __forceinline__ void finish_pieces(const Operands& operands) {
-  using R = Row<Mem, View, Plan>;
-  constexpr int64_t kShare = Plan::kFinished * Plan::kThreads, kParts = ceil_div(R::kPacks, kShare);
+template <class Mem, class Plan>
+__device__ __forceinline__ void finish_pieces(const typename Mem::Operands& operands) {
+  using R = Row<Mem, Plan>;
+  constexpr int64_t kShare = Plan::kPlan.packs_of_block(), kParts = Plan::kPlan.blocks_of_row(R::kOfRow);
   wait_for_previous_kernel();
   const Mem mem{operands};
   const int64_t index = blockIdx.x / kParts, begin = (blockIdx.x - index * kParts) * kShare;
   const R row(index);
-  const Stretch<Mem, View, Plan> stretch{mem, row, begin, min(begin + kShare, R::kPacks)};
-  stretch.finish(states_of<typename Mem::Op>(operands)[index * Plan::kPieces]);
+  const Stretch<Mem, Plan> stretch{mem, row, begin, min(begin + kShare, R::kPacks)};
+  stretch.finish(states_of<typename Mem::Op>(operands)[index * Plan::kPlan.pieces]);
 }
 
 // Both by one block.
-template <class Mem, class View, class Plan>
-__device__ __forceinline__ void whole_rows(const Operands& operands) {
-  using R = Row<Mem, View, Plan>;
+template <class Mem, class Plan>
+__device__ __forceinline__ void whole_rows(const typename Mem::Operands& operands) {
+  using R = Row<Mem, Plan>;
   const Mem mem{operands};
   const R row(blockIdx.x);
-  const Stretch<Mem, View, Plan> stretch{mem, row, 0, R::kPacks};
+  const Stretch<Mem, Plan> stretch{mem, row, 0, R::kPacks};
   const auto state = stretch.state();
-  if (threadIdx.x == 0) mem.store_row(blockIdx.x, state, mem.template of_row<View>(row.begin));
+  if (threadIdx.x == 0) mem.store_row(blockIdx.x, state, mem.of_row(row.begin));
   if constexpr (Mem::Op::kElementResults) stretch.finish(state);
 }
 
 // ---- the launches, of tiles
 
-template <class Mem, class View, class Plan>
-__device__ __forceinline__ void sum_tile_pieces(const Operands& operands) {
-  using Part = TilePart<Mem, View, Plan>;
+// A plan of a tile: of the pieces that are summed, and of the smaller ones that are finished.
+template <class Plan_>
+struct Summed : Plan_ {
+  static constexpr Tile kPlan = Plan_::kPlan.tile;
+};
+template <class Plan_>
+struct Smaller : Plan_ {
+  static constexpr Tile kPlan = Plan_::kPlan.smaller();
+};
+
+template <class Mem, class Plan>
+__device__ __forceinline__ void sum_tile_pieces(const typename Mem::Operands& operands) {
+  using Part = TilePart<Mem, Summed<Plan>>;
   extern __shared__ __align__(128) Pack shared[];
   const Mem mem{operands};
   const int64_t index = blockIdx.x / Part::kParts;
-  TileStates<Mem, View, Plan> part(mem, shared, index, static_cast<int>(blockIdx.x - index * Part::kParts));
+  TileStates<Mem, Summed<Plan>> part(mem, shared, index, static_cast<int>(blockIdx.x - index * Part::kParts));
   part.sum_read();
   StateOf<typename Mem::Op>* const to =
       states_of<typename Mem::Op>(operands) + static_cast<int64_t>(blockIdx.x) * Part::kRows;
   part.combine([&](int row, const StateOf<typename Mem::Op>& state) { to[row] = state; });
 }
 
-// The same tile, in smaller pieces: the nearer together what is read and written, the faster.
-template <class Plan>
-struct Smaller : Plan {
-  static constexpr int kTurns = Plan::kFinished;
-};
-
-template <class Mem, class View, class Plan>
-__device__ __forceinline__ void finish_tile_pieces(const Operands& operands) {
-  using Part = TilePart<Mem, View, Smaller<Plan>>;
+template <class Mem, class Plan>
+__device__ __forceinline__ void finish_tile_pieces(const typename Mem::Operands& operands) {
+  using Part = TilePart<Mem, Smaller<Plan>>;
   extern __shared__ __align__(128) Pack shared[];
   const Mem mem{operands};
   const int64_t index = blockIdx.x / Part::kParts;
   wait_for_previous_kernel();
-  const TileStates<Mem, View, Smaller<Plan>> part(mem, shared, index,
-                                                  static_cast<int>(blockIdx.x - index * Part::kParts));
+  const TileStates<Mem, Smaller<Plan>> part(mem, shared, index, static_cast<int>(blockIdx.x - index * Part::kParts));
   const StateOf<typename Mem::Op>* const whole =
-      states_of<typename Mem::Op>(operands) + index * TilePart<Mem, View, Plan>::kParts * Part::kRows;
-  for (int i = threadIdx.x; i < Part::kRows; i += Plan::kThreads) part.whole(i) = whole[i];
+      states_of<typename Mem::Op>(operands) + index * TilePart<Mem, Summed<Plan>>::kParts * Part::kRows;
+  for (int i = threadIdx.x; i < Part::kRows; i += Part::kThreads) part.whole(i) = whole[i];
   __syncthreads();
   part.template finish<true>();
 }
 
-template <class Mem, class View, class Plan>
-__device__ __forceinline__ void whole_tiles(const Operands& operands) {
-  using Part = TilePart<Mem, View, Plan>;
+template <class Mem, class Plan>
+__device__ __forceinline__ void whole_tiles(const typename Mem::Operands& operands) {
+  using Part = TilePart<Mem, Summed<Plan>>;
   using Op = typename Mem::Op;
   extern __shared__ __align__(128) Pack shared[];
   const Mem mem{operands};
   for (int piece = 0; piece < Part::kParts; ++piece) {
-    TileStates<Mem, View, Plan> part(mem, shared, blockIdx.x, piece);
+    TileStates<Mem, Summed<Plan>> part(mem, shared, blockIdx.x, piece);
     part.sum_read();
     part.combine([&](int row, StateOf<typename Mem::Op> state) {
       if (piece > 0) state = combine<Op, typename Mem::M>(part.whole(row), state);
@@ -193,9 +202,9 @@ __device__ __forceinline__ void whole_tiles(const Operands& operands) {
     });
     __syncthreads();
   }
-  TileStates<Mem, View, Plan>(mem, shared, blockIdx.x, 0).store_rows();
+  TileStates<Mem, Summed<Plan>>(mem, shared, blockIdx.x, 0).store_rows();
   if constexpr (!Op::kElementResults) return;
-  using Finished = TileStates<Mem, View, Smaller<Plan>>;
+  using Finished = TileStates<Mem, Smaller<Plan>>;
   for (int piece = 0; piece < Finished::kParts; ++piece) {
     Finished(mem, shared, blockIdx.x, piece).template finish<true>();
   }
@@ -203,18 +212,19 @@ __device__ __forceinline__ void whole_tiles(const Operands& operands) {
 
 // ---- between them: the states of each row's pieces are put together, in the place of the first piece's
 
-template <class Mem, class View, class Plan>
-__device__ __forceinline__ void combine_pieces(const Operands& operands) {
+template <class Mem, class Plan>
+__device__ __forceinline__ void combine_pieces(const typename Mem::Operands& operands) {
   using Op = typename Mem::Op;
-  constexpr int kPieces = Plan::kCombined, kRows = Plan::kTileRows;  // neighbouring rows, whose states are neighbours
+  constexpr Combining kCombining = combining_of(Mem::View::kView, Plan::kPlan, Plan::kCall);
+  constexpr int kPieces = kCombining.pieces, kRows = kCombining.rows;
   const Mem mem{operands};
   const auto store = [&](int64_t row, const StateOf<Op>& state) {
-    mem.store_row(row, state, mem.template of_row<View>(Mem::template begin_of<View>(row)));
+    mem.store_row(row, state, mem.of_row(Mem::begin_of(row)));
   };
   // Some rows of a tile are another one's, or none at all.
   const auto store_row = [&](int64_t tile, int row, const StateOf<Op>& state) {
     if constexpr (Op::kRowResults > 0 && kRows > 1) {
-      using Part = TilePart<Mem, View, Plan>;
+      using Part = TilePart<Mem, Summed<Plan>>;
       const int64_t element = tile % Part::kTilesOfLine * Part::kElements + row;
       if (row >= Part::kElements || element >= Part::kInner) return;
       store(tile / Part::kTilesOfLine * Part::kInner + element, state);
@@ -225,7 +235,7 @@ __device__ __forceinline__ void combine_pieces(const Operands& operands) {
   let_next_kernel_start();
   wait_for_previous_kernel();
   // A warp to a row or, of several, a thread in each of a block's warps.
-  constexpr int kWarps = Plan::kCombineThreads / 32, kLanes = kRows == 1 ? 32 : kWarps;
+  constexpr int kWarps = Combining::kWarps, kLanes = kCombining.lanes_of_row();
   __shared__ StateOf<Op> part[kRows == 1 ? 1 : kWarps][32];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int64_t rows_here =

@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "geometry/view.h"
+
 namespace jax_softmax::device {
 
 template <class A, class B>
@@ -18,7 +20,5 @@ template <class A, class B>
 struct Conditional<false, A, B> {
   using type = B;
 };
-
-constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 }  // namespace jax_softmax::device

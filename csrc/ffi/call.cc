@@ -1,6 +1,8 @@
 #include "ffi/call.h"
 
 #include <algorithm>
+#include <optional>
+#include <string_view>
 
 namespace jax_softmax {
 
@@ -26,6 +28,10 @@ std::optional<DType> dtype_of(ffi::DataType type) {
       return DType::kI8;
     case ffi::DataType::U8:
       return DType::kU8;
+    case ffi::DataType::S32:
+      return DType::kI32;
+    case ffi::DataType::PRED:
+      return DType::kBool;
     default:
       return {};
   }
@@ -42,103 +48,149 @@ std::vector<int64_t> shape_of(ffi::AnyBuffer buffer) {
   return {buffer.dimensions().begin(), buffer.dimensions().end()};
 }
 
-}  // namespace
-
-std::vector<int64_t> shape_of_rows(const CallShape& call) {
-  std::vector<int64_t> shape = call.shape;
-  for (const int64_t axis : call.axes) {
-    if (axis >= 0 && axis < static_cast<int64_t>(shape.size())) shape[axis] = 1;  // make_view refuses others
+// The sides that the attribute names, without their dtypes and shapes; an error message, or nothing.
+std::string read_sides(std::string_view text, const std::vector<int64_t>& shape, std::vector<SideOperand>* sides) {
+  constexpr std::string_view kIndexPrefix = "index:";
+  while (!text.empty()) {
+    const std::string_view word = text.substr(0, text.find(' '));
+    text.remove_prefix(std::min(text.size(), word.size() + 1));
+    SideOperand side{};
+    if (word == "array") {
+      side.role = Role::kArray;
+    } else if (word == "number") {
+      side.role = Role::kNumber;
+    } else if (word == "label") {
+      side.role = Role::kLabel;
+    } else if (word == "mask") {
+      side.role = Role::kMask;
+    } else if (word.substr(0, kIndexPrefix.size()) == kIndexPrefix) {
+      const std::string digits(word.substr(kIndexPrefix.size()));
+      const bool number = !digits.empty() && digits.size() < 4 && digits.find_first_not_of("0123456789") == digits.npos;
+      if (!number || std::stoul(digits) >= shape.size()) return "no such dimension: " + std::string(word);
+      side = {Role::kIndex, DType::kI32, std::vector<int64_t>(shape.size(), 1)};
+      side.shape[std::stoul(digits)] = shape[std::stoul(digits)];
+    } else {
+      return "no such operand: " + std::string(word);
+    }
+    sides->push_back(side);
   }
-  return shape;
+  return {};
 }
 
-std::string describe(const CallShape& call) {
+int count(const Call& call, Role role) {
+  return static_cast<int>(
+      std::count_if(call.sides.begin(), call.sides.end(), [&](const SideOperand& side) { return side.role == role; }));
+}
+
+// What is wrong with a side operand, or nothing.
+const char* mistake_of(const SideOperand& side, const Call& call, DType arithmetic) {
+  switch (side.role) {
+    case Role::kMask:
+      return side.dtype == DType::kBool ? nullptr : "the mask must be boolean";
+    case Role::kNumber:
+      if (side.dtype != arithmetic) return "numbers of rows must be in the dtype of the arithmetic";
+      break;
+    case Role::kLabel:
+      if (side.dtype != DType::kI32) return "labels must be int32";
+      break;
+    default:
+      return nullptr;
+  }
+  return side.shape == call.shape_of_rows() ? nullptr : "what rows have must be of extent 1 along the axes";
+}
+
+}  // namespace
+
+std::string describe(const Call& call) {
   std::string text = std::string(facts_of(call.op).name) + " of an array of shape (";
   for (size_t i = 0; i < call.shape.size(); ++i) text += (i ? ", " : "") + std::to_string(call.shape[i]);
   return text + ")";
 }
 
-ffi::Error read_call(ffi::RemainingArgs args, ffi::RemainingRets rets, std::string_view op,
-                     ffi::Span<const int64_t> axes, std::string_view fused, CallShape* call, CallBuffers* buffers) {
+ffi::Error read_call(ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary attributes, Call* call,
+                     CallBuffers* buffers) {
   const auto invalid = [](const std::string& message) {
     return ffi::Error::InvalidArgument("jax_softmax: " + message);
   };
-  const std::optional<Op> known = op_of(op);
-  if (!known) return invalid("unknown operator " + std::string(op));
-  *call = CallShape{};
+  const auto version = attributes.get<int64_t>("version");
+  if (!version.has_value() || *version != kCallVersion) {
+    return invalid("this program was made by another version of jax_softmax: export it again");
+  }
+  const auto op = attributes.get<std::string_view>("op"), sides = attributes.get<std::string_view>("sides"),
+             load = attributes.get<std::string_view>("load"), store = attributes.get<std::string_view>("store");
+  const auto axes = attributes.get<ffi::Span<const int64_t>>("axes");
+  if (!op.has_value() || !sides.has_value() || !load.has_value() || !store.has_value() || !axes.has_value()) {
+    return invalid("an attribute is missing");
+  }
+  const std::optional<Op> known = op_of(*op);
+  if (!known) return invalid("unknown operator " + std::string(*op));
+  *call = Call{};
   *buffers = CallBuffers{};
   call->op = *known;
-  call->fused = fused;
+  call->load = *load;
+  call->store = *store;
+  call->axes.assign(axes->begin(), axes->end());
   const Cost& cost = cost_of(call->op);
-  const size_t inputs = cost.inputs, results = cost.element_results + cost.row_results;
-  if (args.size() < inputs + cost.row_operands + cost.labelled || args.size() > inputs + kMostSides ||
-      rets.size() < results || rets.size() > results + 1) {
+  const size_t inputs = cost.inputs;
+  const size_t element_results = cost.element_results ? std::max<size_t>(1, lines_of(call->store).size()) : 0;
+  const size_t results = element_results + cost.row_results;
+  if (args.size() < inputs || rets.size() < results || rets.size() > results + 1) {
     return invalid("wrong number of operands or results");
   }
-  call->axes.assign(axes.begin(), axes.end());
-  std::optional<DType> in_type;
+
   for (size_t i = 0; i < inputs; ++i) {
     const auto buffer = args.get<ffi::AnyBuffer>(i);
     if (!buffer.has_value()) return invalid("an operand is missing");
     const std::optional<DType> type = dtype_of(buffer->element_type());
     if (i == 0) call->shape = shape_of(*buffer);
     if (shape_of(*buffer) != call->shape) return invalid(describe(*call) + ": the operands differ in shape");
-    // Of 8 bits there are softmaxes alone.
-    if (!type || (i > 0 && type != in_type) || (bytes_of(*type) == 1 && (inputs > 1 || cost.row_results > 0))) {
-      return invalid(describe(*call) + ": unsupported dtypes");
-    }
-    in_type = type;
-    buffers->in[i] = buffer->untyped_data();
+    if (!type || (i > 0 && type != call->in)) return invalid(describe(*call) + ": unsupported dtypes");
+    call->in = *type;
+    buffers->in.push_back(buffer->untyped_data());
   }
-  call->in = call->out = *in_type;
-  if (cost.element_results) {
-    auto out = rets.get<ffi::AnyBuffer>(0);
+
+  for (size_t k = 0; k < element_results; ++k) {
+    auto out = rets.get<ffi::AnyBuffer>(k);
     const std::optional<DType> type = out.has_value() ? dtype_of((*out)->element_type()) : std::nullopt;
-    const bool quantized = facts_of(call->op).quantizes && type == DType::kI8;
-    if (!type || (is_integer(*type) && !quantized)) return invalid(describe(*call) + ": unsupported dtypes");
-    if (shape_of(**out) != call->shape) return invalid(describe(*call) + ": the result differs in shape");
-    call->out = *type;
-    buffers->out = (*out)->untyped_data();
+    if (!type) return invalid(describe(*call) + ": unsupported dtypes");
+    if (shape_of(**out) != call->shape) return invalid(describe(*call) + ": a result differs in shape");
+    call->out.push_back(*type);
+    buffers->out.push_back((*out)->untyped_data());
   }
-  const DType wide = call->in == DType::kF64 || call->out == DType::kF64 ? DType::kF64 : DType::kF32;
+  if (std::string message = unsupported_dtypes(*call); !message.empty())
+    return invalid(describe(*call) + ": " + message);
+  const DType arithmetic = arithmetic_of(*call);
   for (int k = 0; k < cost.row_results; ++k) {
-    auto result = rets.get<ffi::AnyBuffer>(cost.element_results + k);
-    if (!result.has_value() || shape_of(**result) != shape_of_rows(*call) ||
-        dtype_of((*result)->element_type()) != wide) {
+    auto result = rets.get<ffi::AnyBuffer>(element_results + k);
+    if (!result.has_value() || shape_of(**result) != call->shape_of_rows() ||
+        dtype_of((*result)->element_type()) != arithmetic) {
       return invalid(describe(*call) + ": a result of rows is not as it must be");
     }
-    buffers->of_rows[k] = (*result)->untyped_data();
+    buffers->of_rows.push_back((*result)->untyped_data());
   }
-  std::vector<ffi::DataType> types;  // of those that are no mask
-  for (size_t i = inputs; i < args.size(); ++i) {
-    const auto buffer = args.get<ffi::AnyBuffer>(i);
+
+  if (std::string message = read_sides(*sides, call->shape, &call->sides); !message.empty()) return invalid(message);
+  size_t next = inputs;
+  for (SideOperand& side : call->sides) {
+    buffers->side.push_back(nullptr);
+    if (side.role == Role::kIndex) continue;
+    const auto buffer = args.get<ffi::AnyBuffer>(next++);
     if (!buffer.has_value()) return invalid("an operand is missing");
-    std::vector<int64_t> shape = shape_of(*buffer);
-    const bool is_mask = buffer->element_type() == ffi::DataType::PRED;
-    if (shape.size() > call->shape.size() || (is_mask && i + 1 < args.size())) {
-      return invalid(describe(*call) + ": the mask must be boolean and of no higher rank");
+    const std::optional<DType> type = dtype_of(buffer->element_type());
+    side.shape = shape_of(*buffer);
+    if (!type || side.shape.size() > call->shape.size()) {
+      return invalid(describe(*call) + ": an operand that broadcasts is not as it must be");
     }
-    shape.insert(shape.begin(), call->shape.size() - shape.size(), 1);
-    call->masked = is_mask;
-    call->sides.push_back(shape);
-    if (!is_mask) types.push_back(buffer->element_type());
-    buffers->side[i - inputs] = buffer->untyped_data();
+    side.dtype = *type;
+    side.shape.insert(side.shape.begin(), call->shape.size() - side.shape.size(), 1);
+    if (const char* mistake = mistake_of(side, *call, arithmetic)) return invalid(describe(*call) + ": " + mistake);
+    buffers->side.back() = buffer->untyped_data();
   }
-  // The last of those that are no mask are what rows have of their own: numbers, and then a label.
-  for (int left = cost.row_operands + cost.labelled; left > 0; --left) {
-    const bool is_label = cost.labelled && left == cost.row_operands + cost.labelled;
-    const bool fits = !types.empty() && call->sides[types.size() - 1] == shape_of_rows(*call) &&
-                      (is_label ? types.back() == ffi::DataType::S32 : dtype_of(types.back()) == wide);
-    if (!fits) return invalid(describe(*call) + ": what rows have of their own is not as it must be");
-    types.pop_back();
+  if (next != args.size() || count(*call, Role::kNumber) != cost.row_numbers ||
+      count(*call, Role::kLabel) != cost.labelled || count(*call, Role::kMask) > 1) {
+    return invalid(describe(*call) + ": wrong number of operands");
   }
-  for (const ffi::DataType type : types) {
-    if (!dtype_of(type)) return invalid(describe(*call) + ": unsupported dtypes");
-    call->side_types.push_back(*dtype_of(type));
-  }
-  if (!call->side_types.empty() && call->fused.empty()) {
-    return invalid(describe(*call) + ": there are operands that nothing reads");
-  }
+
   if (rets.size() > results) {
     auto scratch = rets.get<ffi::AnyBuffer>(results);
     if (!scratch.has_value()) return invalid("the memory to work with is missing");

@@ -9,6 +9,7 @@
 #include <mutex>
 #include <new>
 
+#include "core/make_view.h"
 #include "cpu/cpu.h"
 #include "ffi/call.h"
 
@@ -68,35 +69,45 @@ void advise_huge_pages(void* data, size_t bytes) {
 #endif
 }
 
-ffi::Error run(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets, std::string_view op,
-               ffi::Span<const int64_t> axes) {
-  CallShape call;
+ffi::Error run(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary attributes) {
+  Call call;
   CallBuffers buffers;
-  if (ffi::Error error = read_call(args, rets, op, axes, "", &call, &buffers); error.failure()) return error;
-  if (!facts_of(call.op).on_cpu) {
+  if (ffi::Error error = read_call(args, rets, attributes, &call, &buffers); error.failure()) return error;
+  const DType out = call.out.empty() ? call.in : call.out[0];
+  const bool fused = !call.load.empty() || !call.store.empty() || call.sides.size() > call.masked();
+  if (!facts_of(call.op).on_cpu || fused || !cpu::makes(call.in, out)) {
     return ffi::Error::InvalidArgument("jax_softmax: " + describe(call) + ": there is no CPU kernel");
   }
   View view;
-  std::string message = make_view(call.shape, call.sides, call.axes, &view);
-  if (message.empty() && !cpu::makes(call.in, call.out)) message = "the result differs in dtype";
-  if (!message.empty()) return ffi::Error::InvalidArgument("jax_softmax: " + describe(call) + ": " + message);
+  std::vector<Strides> strides;
+  std::vector<std::vector<int64_t>> masks;
+  if (call.masked()) masks.push_back(call.sides[0].shape);
+  if (const std::string message = make_view(call.shape, masks, call.axes, &view, &strides); !message.empty()) {
+    return ffi::Error::InvalidArgument("jax_softmax: " + describe(call) + ": " + message);
+  }
   const int64_t elements = view.elements();
   if (elements == 0) return ffi::Error::Success();
 
-  if (buffers.out) advise_huge_pages(buffers.out, elements * bytes_of(call.out));
+  cpu::Operands operands{};
+  std::copy(buffers.in.begin(), buffers.in.end(), operands.in);
+  if (call.masked()) {
+    operands.mask = static_cast<const bool*>(buffers.side[0]);
+    operands.mask_strides = strides[0];
+  }
+  if (!buffers.out.empty()) {
+    operands.out = buffers.out[0];
+    advise_huge_pages(operands.out, elements * bytes_of(out));
+  }
+  std::copy(buffers.of_rows.begin(), buffers.of_rows.end(), operands.of_rows);
   const cpu::Variant& variant = cpu::variant();
-  const cpu::Operands operands{{buffers.in[0], buffers.in[1]},
-                               static_cast<const bool*>(buffers.side[0]),
-                               buffers.out,
-                               {buffers.of_rows[0], buffers.of_rows[1], buffers.of_rows[2]}};
   const int64_t threads = std::max<int64_t>(1, pool.num_threads());
-  const cpu::Work work = variant.work(call.op, call.in, call.out, view, threads);
+  const cpu::Work work = variant.work(call.op, call.in, out, view, operands, threads);
   const int64_t ranges = std::min({work.units, elements / kElementsPerTask, threads * kRangesPerThread});
   constexpr std::align_val_t kAlignment{cpu::kScratchAlignment};
   void* const scratch = work.scratch_bytes > 0 ? ::operator new(work.scratch_bytes, kAlignment) : nullptr;
   for (int phase = 0; phase < (scratch ? 2 : 1); ++phase) {
-    const auto body = [&variant, op = call.op, in = call.in, out = call.out, view, operands, scratch, phase](
-                          int64_t begin, int64_t end) {
+    const auto body = [&variant, op = call.op, in = call.in, out, view, operands, scratch, phase](int64_t begin,
+                                                                                                  int64_t end) {
       variant.run(op, in, out, view, operands, scratch, phase == 1, begin, end);
     };
     if (threads == 1 || ranges < 2) {
@@ -114,13 +125,7 @@ ffi::Error run(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets
   return ffi::Error::Success();
 }
 
-XLA_FFI_DEFINE_HANDLER(kHandler, run,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::ThreadPool>()
-                           .RemainingArgs()
-                           .RemainingRets()
-                           .Attr<std::string_view>("op")
-                           .Attr<ffi::Span<const int64_t>>("axes"));
+XLA_FFI_DEFINE_HANDLER(kHandler, run, ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().RemainingArgs().RemainingRets().Attrs());
 
 }  // namespace
 

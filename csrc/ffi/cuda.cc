@@ -8,21 +8,15 @@
 #include <mutex>
 #include <shared_mutex>
 
+#include "core/make_view.h"
+
 namespace jax_softmax {
 
 namespace ffi = xla::ffi;
 
 namespace {
 
-// As device/memory.cuh's.
-struct Operands {
-  const void* in[2];
-  const void* side[kMostSides];
-  void* out;
-  void* words;
-  int64_t rows;
-  void* of_rows[kMostRowResults];
-};
+constexpr size_t kMostParameterWords = 4096 / 8;  // of a kernel's parameters
 
 std::atomic<int> most_shared_memory{INT_MAX}, most_blocks{INT_MAX};
 
@@ -39,11 +33,9 @@ struct Ready {
 
 using Key = std::vector<int64_t>;
 
-Key key_of(const CallShape& call, const Device& device, int ordinal, bool packs, bool scratch) {
+Key key_of(const Call& call, const Device& device, int ordinal, bool packs, bool scratch) {
   Key key{static_cast<int64_t>(call.op),
           static_cast<int64_t>(call.in),
-          static_cast<int64_t>(call.out),
-          call.masked,
           packs,
           scratch,
           ordinal,
@@ -51,12 +43,19 @@ Key key_of(const CallShape& call, const Device& device, int ordinal, bool packs,
           device.largest_cluster,
           static_cast<int64_t>(call.shape.size()),
           static_cast<int64_t>(call.axes.size()),
-          static_cast<int64_t>(call.sides.size())};
+          static_cast<int64_t>(call.out.size()),
+          static_cast<int64_t>(call.sides.size()),
+          static_cast<int64_t>(call.load.size())};
   key.insert(key.end(), call.shape.begin(), call.shape.end());
   key.insert(key.end(), call.axes.begin(), call.axes.end());
-  for (const auto& side : call.sides) key.insert(key.end(), side.begin(), side.end());
-  for (const DType type : call.side_types) key.push_back(static_cast<int64_t>(type));
-  key.insert(key.end(), call.fused.begin(), call.fused.end());
+  for (const DType out : call.out) key.push_back(static_cast<int64_t>(out));
+  for (const SideOperand& side : call.sides) {
+    key.push_back(static_cast<int64_t>(side.role));
+    key.push_back(static_cast<int64_t>(side.dtype));
+    key.insert(key.end(), side.shape.begin(), side.shape.end());
+  }
+  key.insert(key.end(), call.load.begin(), call.load.end());
+  key.insert(key.end(), call.store.begin(), call.store.end());
   return key;
 }
 
@@ -85,12 +84,12 @@ ReadyCalls& ready_calls() {
   return calls;
 }
 
-ffi::Error failed(const CallShape& call, const std::string& message) {
+ffi::Error failed(const Call& call, const std::string& message) {
   return ffi::Error::Internal("jax_softmax: " + describe(call) + ": " + message);
 }
 
 // The call's kernels: found again, or planned, made and loaded.
-ffi::Error make_ready(const CallShape& call, int ordinal, bool packs, int64_t scratch_bytes, const Ready** ready) {
+ffi::Error make_ready(const Call& call, int ordinal, bool packs, int64_t scratch_bytes, const Ready** ready) {
   const jit::Result<Device> device = device_of(ordinal);
   if (!device) return failed(call, device.error.message);
   const Key key = key_of(call, device.value, ordinal, packs, scratch_bytes > 0);
@@ -129,34 +128,45 @@ ffi::Error make_ready(const CallShape& call, int ordinal, bool packs, int64_t sc
 
 // Before anything is captured into a CUDA graph: makes and loads what `execute` launches. Buffers may have no addresses
 // yet; XLA's begin with whole packs.
-ffi::Error initialize(int32_t ordinal, ffi::RemainingArgs args, ffi::RemainingRets rets, std::string_view op,
-                      ffi::Span<const int64_t> axes, std::string_view fused) {
-  CallShape call;
+ffi::Error initialize(int32_t ordinal, ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary attributes) {
+  Call call;
   CallBuffers buffers;
-  if (ffi::Error error = read_call(args, rets, op, axes, fused, &call, &buffers); error.failure()) return error;
+  if (ffi::Error error = read_call(args, rets, attributes, &call, &buffers); error.failure()) return error;
   const Ready* ready;
   return make_ready(call, ordinal, true, buffers.scratch_bytes, &ready);
 }
 
+// What a kernel is given, in the order of `Operands`.
+std::vector<uint64_t> operand_words(const CallBuffers& buffers, const void* scratch, int64_t rows) {
+  std::vector<uint64_t> words;
+  const auto add = [&](const auto& pointers) {
+    for (const auto p : pointers) words.push_back(reinterpret_cast<uintptr_t>(p));
+    if (pointers.empty()) words.push_back(0);
+  };
+  add(buffers.in);
+  add(buffers.side);
+  add(buffers.out);
+  add(buffers.of_rows);
+  words.push_back(reinterpret_cast<uintptr_t>(scratch));
+  words.push_back(static_cast<uint64_t>(rows));
+  return words;
+}
+
 ffi::Error execute(jit::CUstream stream, int32_t ordinal, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                   std::string_view op, ffi::Span<const int64_t> axes, std::string_view fused) {
-  CallShape call;
+                   ffi::Dictionary attributes) {
+  Call call;
   CallBuffers buffers;
-  if (ffi::Error error = read_call(args, rets, op, axes, fused, &call, &buffers); error.failure()) return error;
-  const auto begins_with_pack = [](const void* p) { return reinterpret_cast<uintptr_t>(p) % kPackBytes == 0; };
-  const bool packs =
-      begins_with_pack(buffers.in[0]) && begins_with_pack(buffers.in[1]) && begins_with_pack(buffers.out);
+  if (ffi::Error error = read_call(args, rets, attributes, &call, &buffers); error.failure()) return error;
+  const auto begins_with_packs = [](const auto& pointers) {
+    return std::all_of(pointers.begin(), pointers.end(),
+                       [](const void* p) { return reinterpret_cast<uintptr_t>(p) % kPackBytes == 0; });
+  };
+  const bool packs = begins_with_packs(buffers.in) && begins_with_packs(buffers.side) && begins_with_packs(buffers.out);
   const Ready* ready;
   if (ffi::Error error = make_ready(call, ordinal, packs, buffers.scratch_bytes, &ready); error.failure()) return error;
-  Operands operands{};
-  std::copy(std::begin(buffers.in), std::end(buffers.in), operands.in);
-  std::copy(std::begin(buffers.side), std::end(buffers.side), operands.side);
-  operands.out = buffers.out;
-  std::copy(std::begin(buffers.of_rows), std::end(buffers.of_rows), operands.of_rows);
-  operands.words = ready->uses_scratch ? buffers.scratch : nullptr;
   for (const Ready::Step& step : ready->steps) {
-    operands.rows = step.rows;
-    if (const jit::Error error = jit::launch(*step.kernel, step.launch, stream, &operands)) {
+    const auto words = operand_words(buffers, ready->uses_scratch ? buffers.scratch : nullptr, step.rows);
+    if (const jit::Error error = jit::launch(*step.kernel, step.launch, stream, words.data())) {
       return failed(call, error.message);
     }
   }
@@ -168,9 +178,7 @@ XLA_FFI_DEFINE_HANDLER(kInitialize, initialize,
                            .Ctx<ffi::DeviceOrdinal>()
                            .RemainingArgs()
                            .RemainingRets()
-                           .Attr<std::string_view>("op")
-                           .Attr<ffi::Span<const int64_t>>("axes")
-                           .Attr<std::string_view>("fused"));
+                           .Attrs());
 
 // The same operands always lead to the same launches, so XLA may record them into a CUDA graph.
 XLA_FFI_DEFINE_HANDLER(kExecute, execute,
@@ -179,9 +187,7 @@ XLA_FFI_DEFINE_HANDLER(kExecute, execute,
                            .Ctx<ffi::DeviceOrdinal>()
                            .RemainingArgs()
                            .RemainingRets()
-                           .Attr<std::string_view>("op")
-                           .Attr<ffi::Span<const int64_t>>("axes")
-                           .Attr<std::string_view>("fused"),
+                           .Attrs(),
                        {ffi::Traits::kCmdBufferCompatible});
 
 // Chips that differ in what their plans exchange states for: those without clusters and those with; few multiprocessors
@@ -209,37 +215,47 @@ std::vector<Device> devices_here() {
 
 }  // namespace
 
-std::string problem_of(const CallShape& call, Problem* problem) {
+std::string problem_of(const Call& call, Problem* problem) {
   *problem = Problem{};
-  if (std::string message = make_view(call.shape, call.sides, call.axes, &problem->view); !message.empty()) {
+  if (std::string message = unsupported_dtypes(call); !message.empty()) return message;
+  std::vector<std::vector<int64_t>> shapes;
+  for (const SideOperand& side : call.sides) shapes.push_back(side.shape);
+  if (std::string message = make_view(call.shape, shapes, call.axes, &problem->view, &problem->sides);
+      !message.empty()) {
     return message;
   }
   problem->cost = cost_of(call.op);
-  problem->in_bytes = bytes_of(call.in);
-  problem->out_bytes = bytes_of(call.out);
-  problem->masked = call.masked;
-  problem->plain = call.fused.empty() && problem->in_bytes > 1;
+  if (lines_of(call.load).size() > static_cast<size_t>(problem->cost.inputs)) {
+    return "`load` has more lines than the operator has operands";
+  }
+  const size_t parameter_words = call.sides.size() + call.out.size() + problem->cost.inputs + kMostRowResults + 2;
+  if (parameter_words > kMostParameterWords) return "too many operands";
+  problem->in_bytes = problem->out_bytes = bytes_of(call.in);
+  if (!call.out.empty()) problem->out_bytes = bytes_of(call.out[0]);
+  problem->wide = arithmetic_of(call) == DType::kF64;
+  problem->masked = call.masked();
+  problem->fused = !call.load.empty() || !call.store.empty();
+  problem->plain = call.load.empty() && problem->in_bytes > 1;
   problem->packs = problem->scratch = true;
   return {};
 }
 
-std::optional<Planned> plan_call(const CallShape& call, const Problem& problem, const Device& device) {
+std::optional<Planned> plan_call(const Call& call, const Problem& problem, const Device& device) {
   std::optional<Plan> plan = make_plan(problem, device);
   if (!plan) return {};
   Planned planned{*plan, problem, {}, scratch_bytes(*plan, problem)};
   const std::string described = describe(*plan) + ", " + describe(call);
   for (const Step& step : steps_of(*plan, problem, device)) {
     const Launch& launch = step.launch;
-    planned.steps.push_back(
-        {{source_of(*plan, step, problem, {call.op, call.in, call.out, call.fused, call.side_types}), described},
-         {launch.blocks, launch.threads, launch.cluster, static_cast<int>(launch.shared_bytes), launch.cooperative,
-          launch.overlaps},
-         step.rows});
+    planned.steps.push_back({{source_of(*plan, step, problem, call), described},
+                             {launch.blocks, launch.threads, launch.cluster, static_cast<int>(launch.shared_bytes),
+                              launch.cooperative, launch.overlaps},
+                             step.rows});
   }
   return planned;
 }
 
-std::optional<int64_t> lower_for_cuda(const CallShape& call, const Problem& problem) {
+std::optional<int64_t> lower_for_cuda(const Call& call, const Problem& problem) {
   if (problem.view.elements() == 0 && problem.cost.row_results == 0) return 0;
   const std::vector<Device> here = devices_here(), all = all_kinds_of_devices();
   int64_t bytes = 0;

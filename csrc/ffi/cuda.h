@@ -29,14 +29,14 @@ struct Planned {
 
 // The view of the call as a problem to plan for, with all the memory that a plan may want and aligned operands, or an
 // error message.
-std::string problem_of(const CallShape& call, Problem* problem);
+std::string problem_of(const Call& call, Problem* problem);
 
 // Nothing where no schedule covers the view.
-std::optional<Planned> plan_call(const CallShape& call, const Problem& problem, const Device& device);
+std::optional<Planned> plan_call(const Call& call, const Problem& problem, const Device& device);
 
 // How a call is lowered: nothing where no schedule covers the view or XLA itself is as fast, or else the bytes that
 // blocks may need to exchange states through, on whatever device. Begins to make the kernels for those that are here.
-std::optional<int64_t> lower_for_cuda(const CallShape& call, const Problem& problem);
+std::optional<int64_t> lower_for_cuda(const Call& call, const Problem& problem);
 
 // The device, as plans are made for it: no more than what limit_devices has said.
 jit::Result<Device> device_of(int ordinal);

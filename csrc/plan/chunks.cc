@@ -35,10 +35,12 @@ bool Cut::few(const Problem& problem, const Device& device) const {
 
 std::optional<Cut> cut(const Problem& problem, const Device& device) {
   if (!problem.view.minor_reduced) return {};
-  const Runs runs = runs_of(problem, kCacheLineBytes);
+  const Footprint call = problem.footprint();
+  const int boundary = boundary_of(problem.view, kCacheLineBytes, call);
+  const Runs runs = runs_of(problem.view, boundary, call);
   const int inputs = problem.cost.inputs;
   const bool clusters = device.largest_cluster > 1;
-  bool edges = !runs.aligned || problem.masked || !problem.plain;
+  bool edges = !runs.aligned() || problem.masked || !problem.plain;
   const int64_t chunks = ceil_div(runs.packs, room(inputs, false)),
                 with_more = ceil_div(runs.packs, room(inputs, true));
   // A team has room for a pack more where it looks at edges, which is worth it if that makes fewer chunks: unless
@@ -54,7 +56,7 @@ std::optional<Cut> cut(const Problem& problem, const Device& device) {
   cut.share = round_up(ceil_div(runs.packs, n), kCacheLineBytes / kPackBytes);
   cut.chunks = ceil_div(runs.packs, cut.share);
   cut.team_threads = team_threads(inputs, edges);
-  cut.boundary = runs.boundary;
+  cut.boundary = boundary;
   cut.bytes = cut.share * kPackBytes * inputs;
   if (cut.chunks > kMostChunks) return {};
   return cut;
@@ -107,11 +109,10 @@ std::optional<Chunks> plan_chunks(const Problem& problem, const Device& device) 
 
 Launch launch_of(const Chunks& plan, const Problem& problem) {
   Launch launch{};
-  const int64_t blocks_of_row = ceil_div(plan.chunks, plan.teams);
-  launch.blocks = problem.view.rows * blocks_of_row;
-  launch.threads = plan.teams * plan.team_threads;
+  launch.blocks = problem.view.rows * plan.blocks_of_row();
+  launch.threads = plan.threads();
   launch.cluster = plan.cluster;
-  launch.shared_bytes = static_cast<int64_t>(plan.teams) * plan.share * kPackBytes * problem.cost.inputs;
+  launch.shared_bytes = shared_bytes_of(plan, problem.footprint());
   const bool edges = plan.boundary > 0 || plan.team_threads != team_threads(problem.cost.inputs, false);
   launch.resident = 65536 / (registers_of(problem, edges) * launch.threads);
   launch.overlaps = plan.through_memory;

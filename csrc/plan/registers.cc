@@ -34,14 +34,12 @@ constexpr int kGatheredPacks = 8;
 // the first cache's, through which loads go.
 constexpr int64_t kBlockBytesAtOnce = 64 << 10;
 constexpr int64_t kLargeBlockBytes = 16 << 10;
-// Smaller blocks, if all of their threads have as much to do, have a warp more than they need, to the same end.
-constexpr int64_t kSmallBlockBytes = 6 << 10;
 
-Registers in_lanes(const Problem& problem, const Runs& runs) {
+Registers in_lanes(const Problem& problem, int boundary, const Runs& runs) {
   Registers plan{};
-  plan.boundary = runs.boundary;
+  plan.boundary = boundary;
   if (runs.runs == 1) {
-    const LanesAndPacks* choice = runs.aligned ? kSpread : kSharing;
+    const LanesAndPacks* choice = runs.aligned() ? kSpread : kSharing;
     if (problem.masked) choice = kSpread;
     while (choice->lanes * choice->packs < runs.packs) ++choice;
     plan.lanes = choice->lanes;
@@ -67,8 +65,8 @@ Registers in_lanes(const Problem& problem, const Runs& runs) {
 
 int rows_of_pack(const Problem& problem) {
   const View& view = problem.view;
-  const bool covered =
-      view.contiguous_rows() && !problem.masked && problem.plain && problem.packs && problem.cost.row_results == 0;
+  const bool covered = view.contiguous_rows() && !problem.masked && problem.plain && !problem.fused && problem.packs &&
+                       problem.cost.row_results == 0;
   return covered && view.columns < problem.width() && problem.width() % view.columns == 0
              ? problem.width() / static_cast<int>(view.columns)
              : 1;
@@ -82,13 +80,17 @@ std::optional<Registers> plan_registers(const Problem& problem, const Device& de
     plan.threads = kLanesThreads;
     return plan;
   }
-  const Runs short_runs = runs_of(problem, kPackBytes);
-  if (short_runs.packs <= kWarpPacks / registers_of_pack(problem)) return in_lanes(problem, short_runs);
+  const View& view = problem.view;
+  const Footprint call = problem.footprint();
+  const int of_packs = boundary_of(view, kPackBytes, call);
+  const Runs short_runs = runs_of(view, of_packs, call);
+  if (short_runs.packs <= kWarpPacks / registers_of_pack(problem)) return in_lanes(problem, of_packs, short_runs);
 
   // Packs of long rows are counted from the start of a cache line: warps that share none are faster.
-  const Runs runs = runs_of(problem, kCacheLineBytes);
+  const int boundary = boundary_of(view, kCacheLineBytes, call);
+  const Runs runs = runs_of(view, boundary, call);
   const int bytes = problem.in_bytes, inputs = problem.cost.inputs;
-  const bool plain = runs.aligned && !problem.masked && problem.plain, clusters = device.largest_cluster > 1;
+  const bool plain = runs.aligned() && !problem.masked && problem.plain, clusters = device.largest_cluster > 1;
   // 8 packs of 16 bits that may belong to the row or not take many registers: shared memory is better, where there is
   // much of it.
   const bool lengthens = plain && (bytes > 2 || runs.packs % (8 * 32) == 0 || !clusters);
@@ -96,7 +98,7 @@ std::optional<Registers> plan_registers(const Problem& problem, const Device& de
     return {};
   }
   Registers plan{};
-  plan.boundary = runs.boundary;
+  plan.boundary = boundary;
   plan.packs = runs.packs <= 4 * 256 ? 4 : 8;
   plan.threads = static_cast<int>(round_up(ceil_div(runs.packs, plan.packs), 32));
   if (clusters && bytes < 8) {
@@ -107,9 +109,6 @@ std::optional<Registers> plan_registers(const Problem& problem, const Device& de
     const int64_t limited = soon_done ? kBlockBytesAtOnce / 2 : inputs == 1 ? kLargeBlockBytes : 0;
     if (block_bytes >= kLargeBlockBytes && block_bytes <= limited) {
       plan.unused = static_cast<int>(device.shared_memory_per_block / (ceil_div(kBlockBytesAtOnce, block_bytes) + 1));
-    } else if (block_bytes >= kSmallBlockBytes && block_bytes < kLargeBlockBytes &&
-               runs.packs == plan.threads * plan.packs) {
-      plan.threads += 32;
     }
   }
   plan.lanes = plan.threads;

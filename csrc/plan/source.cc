@@ -1,103 +1,195 @@
 #include "plan/source.h"
 
-#include <cctype>
-
-#include "plan/tile.h"
-
 namespace jax_softmax {
 
 namespace {
 
-constexpr const char* kElementTypes[kDTypes] = {"Float16",    "BFloat16",   "float", "double",
-                                                "Float8E4M3", "Float8E5M2", "Int8",  "UInt8"};
+constexpr const char* kElementTypes[kDTypes] = {"Float16",    "BFloat16", "float", "double", "Float8E4M3",
+                                                "Float8E5M2", "Int8",     "UInt8", "Int32",  "Bool"};
+constexpr const char* kRoles[] = {"kArray", "kIndex", "kNumber", "kLabel", "kMask"};  // in the order of Role
 constexpr const char* kHeaders[] = {"registers", "staged", "chunks", "ring", "tile", "twice", "twice"};
+constexpr const char* kStructs[] = {"Registers", "Staged", "Chunks", "Ring", "Tile", "Twice", "TwiceTile"};
 
 std::string number(int64_t n) {
   return n >= -(1ll << 31) && n < (1ll << 31) ? std::to_string(n) : std::to_string(n) + "ll";
 }
 
-// team_threads: kTeamThreads
-std::string constant_name(const std::string& name) {
-  std::string text = "k";
-  bool upper = true;
-  for (const char c : name) {
-    if (c != '_') text += static_cast<char>(upper ? std::toupper(c) : c);
-    upper = c == '_';
-  }
-  return text;
-}
-
 template <class T>
 std::string constant(const std::string& name, T value) {
   const char* const type = sizeof(T) == 1 ? "bool" : sizeof(T) == 8 ? "int64_t" : "int";
-  return std::string("  static constexpr ") + type + " " + constant_name(name) + " = " + number(value) + ";\n";
+  return std::string("  static constexpr ") + type + " " + name + " = " + number(value) + ";\n";
 }
 
-// The outermost kept extent stays out of it, so that batch sizes share a kernel.
-std::string dims(const char* name, const Dims& dims, int sides, bool outermost_varies) {
-  std::string text = std::string("  struct ") + name + " {\n  " + constant("size", dims.size);
-  text += "    static constexpr Dim kDim[] = {";
-  for (int i = 0; i < dims.size || i == 0; ++i) {
-    const Dim dim = i < dims.size ? dims.dim[i] : Dim{1, 0, {}};
-    text += (i ? ", {" : "{") + number(i == 0 && outermost_varies ? 0 : dim.extent) + ", " + number(dim.stride) + ", {";
-    for (int s = 0; s < sides || s == 0; ++s) text += (s ? ", " : "") + number(s < sides ? dim.side[s] : 0);
-    text += "}}";
+std::string braced(const int64_t* numbers, int n) {
+  std::string text = "{";
+  for (int i = 0; i < n; ++i) text += (i ? ", " : "") + number(numbers[i]);
+  return text + "}";
+}
+
+template <class T>
+std::string text_of(T value) {
+  return sizeof(T) == 1 ? value ? "true" : "false" : number(value);
+}
+
+// A plan's struct as an initializer, with its fields' names.
+template <class P>
+std::string braced(const P& plan) {
+  std::string text;
+  plan.each([&](const char* name, auto value) {
+    text += (text.empty() ? "{/*" : ", /*") + std::string(name) + "*/ " + text_of(value);
+  });
+  return text + "}";
+}
+
+std::string braced(const Dims& dims) {
+  std::string text = "{" + number(dims.size) + ", {";
+  for (int i = 0; i < dims.size; ++i)
+    text += (i ? ", {" : "{") + number(dims.dim[i].extent) + ", " + number(dims.dim[i].stride) + "}";
+  return text + "}}";
+}
+
+// The view and the side operands' strides along it. The outermost kept extent stays out of it, so that batch sizes
+// share a kernel.
+std::string view_of(const Problem& problem) {
+  View view = problem.view;
+  const bool wide = view.elements() >= 1ll << 31;
+  if (view.kept.size > 0) view.kept.dim[0].extent = 0;
+  return "struct View {\n  static constexpr jax_softmax::View kView = {" + braced(view.kept) + ", " +
+         braced(view.reduced) + ", " + (view.minor_reduced ? "true" : "false") + ", 0, " + number(view.columns) +
+         "};\n" + constant("kWide", wide) + "};\n\n";
+}
+
+std::string type_of(DType type) { return kElementTypes[static_cast<int>(type)]; }
+
+// A member template `Type<k>`: the k-th of the dtypes.
+std::string types(const std::vector<DType>& dtypes) {
+  std::string chain = "void";
+  for (size_t k = dtypes.size(); k-- > 0;) {
+    chain = "typename Conditional<k == " + number(static_cast<int64_t>(k)) + ", " + type_of(dtypes[k]) + ", " + chain +
+            ">::type";
   }
-  return text + "};\n  };\n";
+  return "  template <int k>\n  using Type = " + chain + ";\n";
+}
+
+// The operands that broadcast.
+std::string sides_of(const Problem& problem, const Call& call) {
+  std::vector<DType> dtypes;
+  std::string roles, strides, bytes;
+  for (size_t s = 0; s < call.sides.size(); ++s) {
+    dtypes.push_back(call.sides[s].dtype);
+    roles += (s ? ", Role::" : "Role::") + std::string(kRoles[static_cast<int>(call.sides[s].role)]);
+    bytes += (s ? ", " : "") + number(bytes_of(call.sides[s].dtype));
+    strides += (s ? ", {" : "{") + braced(problem.sides[s].kept, problem.view.kept.size) + ", " +
+               braced(problem.sides[s].reduced, problem.view.reduced.size) + "}";
+  }
+  if (dtypes.empty()) roles = "Role::kArray", strides = "{}", bytes = "0";  // there are no empty arrays
+  return "struct Sides {\n" + constant("kCount", static_cast<int>(dtypes.size())) +
+         "  static constexpr Role kRoles[] = {" + roles + "};\n  static constexpr Strides kStrides[] = {" + strides +
+         "};\n  static constexpr int kBytes[] = {" + bytes + "};\n" + types(dtypes) + "};\n\n";
+}
+
+// Whether the text has the word, not as a part of another one.
+bool has_word(const std::string& text, const std::string& word) {
+  const auto in_word = [](char c) { return std::isalnum(static_cast<unsigned char>(c)) || c == '_' || c == '.'; };
+  for (size_t at = text.find(word); at != std::string::npos; at = text.find(word, at + 1)) {
+    const size_t end = at + word.size();
+    if ((at == 0 || !in_word(text[at - 1])) && (end == text.size() || !in_word(text[end]))) return true;
+  }
+  return false;
+}
+
+// Which of the arrays and indices the expressions read, as bits, and declarations of those values.
+struct SidesRead {
+  unsigned bits = 0;
+  std::string values;
+};
+SidesRead sides_read(const Call& call, const std::string& expressions) {
+  SidesRead read;
+  int k = 0;
+  for (const SideOperand& side : call.sides) {
+    if (side.role != Role::kArray && side.role != Role::kIndex) continue;
+    const std::string name = "s" + std::to_string(k);
+    if (has_word(expressions, name)) {
+      read.bits |= 1u << k;
+      read.values += "    const auto " + name + " = side.template value<" + std::to_string(k) + ">();\n";
+    }
+    ++k;
+  }
+  return read;
+}
+
+// What is done to an element's values before the operator.
+std::string load_of(const Call& call) {
+  const SidesRead read = sides_read(call, call.load);
+  const std::vector<std::string> lines = lines_of(call.load);
+  std::string given, set;
+  for (int k = 0; k < cost_of(call.op).inputs; ++k) {
+    const std::string i = std::to_string(k);
+    if (has_word(call.load, "x" + i)) given += "    const C x" + i + " = x[" + i + "];\n";
+    if (static_cast<size_t>(k) < lines.size() && !lines[k].empty()) set += "    x[" + i + "] = " + lines[k] + ";\n";
+  }
+  return "struct Load {\n  static constexpr bool kNothing = false;\n" +
+         constant("kReads", static_cast<int>(read.bits)) +
+         "  template <class C, class Side>\n  static __device__ __forceinline__ void apply(C* x, const Side& side) "
+         "{\n" +
+         read.values + given + set + "  }\n};\n\n";
+}
+
+// And to its result after it.
+std::string store_of(const Call& call) {
+  const SidesRead read = sides_read(call, call.store);
+  const std::vector<std::string> lines = lines_of(call.store);
+  std::string results;
+  for (size_t k = 0; k < lines.size(); ++k) {
+    results += (k ? " else if constexpr (k == " : "    if constexpr (k == ") + std::to_string(k) +
+               ") {\n      return static_cast<C>(" + lines[k] + ");\n    }";
+  }
+  return "struct Store {\n  static constexpr bool kNothing = false;\n" +
+         constant("kReads", static_cast<int>(read.bits)) +
+         "  template <int k, class C, class Side>\n  static __device__ __forceinline__ C result(C y, const Side& side) "
+         "{\n" +
+         read.values + results + "\n  }\n};\n\n";
 }
 
 }  // namespace
 
-std::string source_of(const Plan& plan, const Step& step, const Problem& problem, const Types& types) {
-  const View& view = problem.view;
+std::string source_of(const Plan& plan, const Step& step, const Problem& problem, const Call& call) {
   const std::string function = step.function;
   const int threads = step.launch.threads;
   const std::string bounds =
       step.launch.resident > 0 ? number(threads) + ", " + number(step.launch.resident) : number(threads);
   const std::string head =
       std::string("#include \"device/") + kHeaders[plan.index()] + ".cuh\"\n\n" + "namespace jax_softmax::device {\n\n";
+  const auto count = [](size_t n) { return std::to_string(n); };
+  const std::string operands = "jax_softmax::Operands<" + count(problem.cost.inputs) + ", " + count(call.sides.size()) +
+                               ", " + count(call.out.size()) + ", " + count(problem.cost.row_results) + ">";
   const auto kernel = [&](const std::string& body) {
     return "\n}  // namespace jax_softmax::device\n\nextern \"C\" __global__ void __launch_bounds__(" + bounds +
-           ")\n    kernel(const __grid_constant__ jax_softmax::device::Operands operands) {\n  using namespace "
-           "jax_softmax::device;\n  " +
-           body + "\n}\n";
+           ")\n    kernel(const __grid_constant__ " + operands +
+           " operands) {\n  using namespace jax_softmax::device;\n  " + body + "\n}\n";
   };
-  if (function == "clear_words") return head + kernel("clear_words(operands, operands.rows);");
+  if (function == "clear_words") return head + kernel("clear_words(operands.words, operands.rows);");
 
-  const DType wide = bytes_of(types.in) > bytes_of(types.out) ? types.in : types.out;
-  std::string text = head;
-  if (!types.fused.empty()) {
-    text += "struct Fused {\n  static constexpr bool kNothing = false;\n" +
-            constant("sides", static_cast<int>(types.sides.size())) + "  template <int side>\n  using Side = ";
-    std::string chain = "void";
-    for (size_t i = types.sides.size(); i-- > 0;) {
-      chain = "typename Conditional<side == " + number(static_cast<int64_t>(i)) + ", " +
-              kElementTypes[static_cast<int>(types.sides[i])] + ", " + chain + ">::type";
-    }
-    text += chain +
-            ";\n  template <class C>\n  static __device__ __forceinline__ C apply(C x, const C* s) {\n    return " +
-            types.fused + ";\n  }\n};\n\n";
-  }
-  const std::string op = facts_of(types.op).type, out = kElementTypes[static_cast<int>(types.out)];
-  const std::string policy = "PolicyOf<" + op + ", " + kElementTypes[static_cast<int>(wide)] + ", " + out + ">::type";
-  text += "using Mem = Memory<" + op + "<" + policy + ">, " + kElementTypes[static_cast<int>(types.in)] + ", " + out +
-          ", " + (types.fused.empty() ? "NothingFused" : "Fused") + ", " + (problem.masked ? "true" : "false") + ", " +
-          (problem.packs ? "true" : "false") + ">;\n\n";
-  const int outer = outer_kept(view);
-  int64_t inner = 1;
-  for (int i = outer; i < view.kept.size; ++i) inner *= view.kept.dim[i].extent;
-  text += "struct View {\n" + constant("columns", view.columns) + constant("wide", view.elements() >= 1ll << 31) +
-          constant("outer_kept", outer) + constant("inner", inner) + dims("Kept", view.kept, view.sides, true) +
-          dims("Reduced", view.reduced, view.sides, false) + "};\n\nstruct Plan {\n";
-  const auto add = [&](const char* name, auto value) { text += constant(name, value); };
-  std::visit([&](const auto& p) { p.each(add); }, plan);
-  if (function == "combine_pieces") {
-    const auto* tile = std::get_if<TwiceTile>(&plan);
-    add("combine_threads", threads);
-    add("tile_rows", tile ? static_cast<int>(rows_of(tile->tile, problem)) : 1);
-    add("combined", tile ? static_cast<int>(parts_of(tile->tile, problem)) : std::get<Twice>(plan).pieces);
-  }
-  return text + "};\n" + kernel(function + "<Mem, View, Plan>(operands);");
+  const DType out = call.out.empty() ? call.in : call.out[0];
+  DType widest = call.in;
+  for (const DType result : call.out) widest = bytes_of(result) > bytes_of(widest) ? result : widest;
+  const std::string op = facts_of(call.op).type;
+  const std::string policy = "PolicyOf<" + op + ", " + type_of(widest) + ", " + type_of(out) + ">::type";
+  std::string text = head + view_of(problem) + sides_of(problem, call) + "struct Results {\n" +
+                     constant("kCount", static_cast<int>(call.out.size())) +
+                     types(call.out.empty() ? std::vector{call.in} : call.out) + "};\n\n";
+  if (!call.load.empty()) text += load_of(call);
+  if (!call.store.empty()) text += store_of(call);
+  text += "using Mem = Memory<" + op + "<" + policy + ">, " + type_of(call.in) + ", View, Sides, Results, " +
+          (call.load.empty() ? "LoadedAsItIs" : "Load") + ", " + (call.store.empty() ? "StoredAsItIs" : "Store") +
+          ", " + (problem.packs ? "true" : "false") + ">;\n\n";
+  const Footprint footprint = problem.footprint();
+  text += "struct Plan {\n  static constexpr " + std::string(kStructs[plan.index()]) +
+          " kPlan = " + std::visit([](const auto& p) { return braced(p); }, plan) +
+          ";\n  static constexpr Footprint kCall = {" + number(footprint.in_bytes) + ", " +
+          number(footprint.out_bytes) + ", " + number(footprint.inputs) + ", " + number(footprint.state_bytes) + ", " +
+          text_of(footprint.packs) + ", " + text_of(footprint.row_operands) + "};\n";
+  return text + "};\n" + kernel(function + "<Mem, Plan>(operands);");
 }
 
 }  // namespace jax_softmax

@@ -45,11 +45,6 @@ int spread_of(int64_t columns, int lanes, int rows) {
 
 }  // namespace
 
-int64_t shared_bytes_of(const Staged& plan, const Problem& problem) {
-  const int outputs = problem.in_bytes == problem.out_bytes ? 0 : problem.out_bytes;
-  return problem.view.columns * plan.rows * (problem.in_bytes * problem.cost.inputs + outputs);
-}
-
 std::optional<Staged> plan_staged(const Problem& problem, const Device&) {
   const View& view = problem.view;
   const int bytes = problem.in_bytes, inputs = problem.cost.inputs;
@@ -60,8 +55,8 @@ std::optional<Staged> plan_staged(const Problem& problem, const Device&) {
 
   Staged plan{};
   plan.threads = kThreads;
-  plan.pairs = bytes == 2 && problem.out_bytes == 2 && !problem.masked && problem.plain && columns > kFewColumns &&
-               problem.cost.row_results == 0;
+  plan.pairs = bytes == 2 && problem.out_bytes == 2 && !problem.masked && problem.plain && !problem.fused &&
+               columns > kFewColumns && problem.cost.row_results == 0;
   // Lanes so that each has few elements in registers: fewer of float64, whose arithmetic takes so long that room which
   // is not used had better be little.
   const int in_pairs = columns / 2 * 2;  // an element that is left has room of its own
@@ -94,7 +89,7 @@ std::optional<Staged> plan_staged(const Problem& problem, const Device&) {
     }
   }
   plan.rows = static_cast<int>(unit() * std::max<int64_t>(units(), slab_bytes / (unit() * row_bytes)));
-  if (shared_bytes_of(plan, problem) > kMostSharedBytes) return {};
+  if (geometry_of(view, plan, problem.footprint()).shared_bytes > kMostSharedBytes) return {};
   plan.spread = plan.pairs ? spread_of(columns, plan.lanes, plan.rows) : 1;
   return plan;
 }

@@ -15,16 +15,17 @@ constexpr int kFinished = 2;               // packs that a thread finishes: the 
 
 std::optional<Twice> plan_twice(const Problem& problem, const Device&) {
   if (!problem.view.minor_reduced) return {};
-  const Runs runs = runs_of(problem, kPackBytes);
-  if (runs.packs >= int64_t{1} << 31) return {};
+  const Footprint call = problem.footprint();
   Twice plan{};
+  plan.boundary = boundary_of(problem.view, kPackBytes, call);
+  const Runs runs = runs_of(problem.view, plan.boundary, call);
+  if (runs.packs >= int64_t{1} << 31) return {};
   plan.share = std::max(ceil_div(runs.packs, kMostPieces), kPieceBytes / kPackBytes / problem.cost.inputs);
   plan.pieces = static_cast<int>(ceil_div(runs.packs, plan.share));
   plan.share = ceil_div(runs.packs, plan.pieces);
   plan.finished = kFinished;
   plan.threads = kThreads;
   plan.one_block = !problem.scratch;
-  plan.boundary = runs.boundary;
   return plan;
 }
 

@@ -1,19 +1,14 @@
-#include "core/view.h"
-
-#include <algorithm>
-#include <iterator>
+#include "core/make_view.h"
 
 namespace jax_softmax {
 
 std::string make_view(const std::vector<int64_t>& shape, const std::vector<std::vector<int64_t>>& sides,
-                      const std::vector<int64_t>& axes, View* view) {
-  const int rank = static_cast<int>(shape.size()), n_sides = static_cast<int>(sides.size());
+                      const std::vector<int64_t>& axes, View* view, std::vector<Strides>* strides) {
+  const int rank = static_cast<int>(shape.size());
+  const size_t n_sides = sides.size();
   const auto text = [](int64_t n) { return std::to_string(n); };
   if (rank > kMaxDims) {
     return "arrays of more than " + text(kMaxDims) + " dimensions are not supported, got " + text(rank);
-  }
-  if (n_sides > kMostSides) {
-    return "more than " + text(kMostSides) + " operands that broadcast are not supported, got " + text(n_sides);
   }
   bool is_reduced[kMaxDims] = {};
   for (const int64_t axis : axes) {
@@ -44,38 +39,45 @@ std::string make_view(const std::vector<int64_t>& shape, const std::vector<std::
 
   Dim dims[kMaxDims];
   bool reduced[kMaxDims];
+  std::vector<int64_t> side_strides[kMaxDims];  // of each side operand, along each of dims
   int first = rank;  // dims[first, rank) are the canonical dimensions, filled from the innermost outwards
-  int64_t stride = 1, side_stride[kMostSides];
-  std::fill(std::begin(side_stride), std::end(side_stride), 1);
+  int64_t stride = 1;
+  std::vector<int64_t> next(n_sides, 1);  // each side operand's stride along the next dimension that it has
   for (int i = rank - 1; i >= 0 && !empty; --i) {
-    Dim dim{shape[i], stride, {}};
+    const Dim dim{shape[i], stride};
     stride *= dim.extent;
-    for (int s = 0; s < n_sides; ++s) {
+    std::vector<int64_t> along(n_sides, 0);
+    for (size_t s = 0; s < n_sides; ++s) {
       if (sides[s][i] == 1) continue;
-      dim.side[s] = side_stride[s];
-      side_stride[s] *= dim.extent;
+      along[s] = next[s];
+      next[s] *= dim.extent;
     }
     if (dim.extent == 1) continue;
     bool merges = first < rank && reduced[first] == is_reduced[i];
-    for (int s = 0; merges && s < n_sides; ++s) merges = dim.side[s] == dims[first].side[s] * dims[first].extent;
+    for (size_t s = 0; merges && s < n_sides; ++s) merges = along[s] == side_strides[first][s] * dims[first].extent;
     if (merges) {
       dims[first].extent *= dim.extent;
     } else {
       dims[--first] = dim;
+      side_strides[first] = along;
       reduced[first] = is_reduced[i];
     }
   }
 
   *view = View{};
-  view->sides = n_sides;
+  strides->assign(n_sides, Strides{});
   view->minor_reduced = true;
   for (int i = first; i < rank; ++i) {
     Dims& role = reduced[i] ? view->reduced : view->kept;
+    for (size_t s = 0; s < n_sides; ++s) {
+      Strides& to = (*strides)[s];
+      (reduced[i] ? to.reduced : to.kept)[role.size] = side_strides[i][s];
+    }
     role.dim[role.size++] = dims[i];
     view->minor_reduced = reduced[i];
   }
   if (view->reduced.size == 0) {  // a softmax over single elements
-    view->reduced.dim[view->reduced.size++] = Dim{1, 1, {}};
+    view->reduced.dim[view->reduced.size++] = Dim{1, 1};
     view->minor_reduced = true;
   }
   view->rows = empty ? 0 : view->kept.elements();

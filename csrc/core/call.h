@@ -1,0 +1,46 @@
+// What a call is, but for where its operands lie.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "core/op.h"
+#include "geometry/operands.h"
+
+namespace jax_softmax {
+
+// An operand that broadcasts to the shape of the operator's own.
+struct SideOperand {
+  Role role;
+  DType dtype;                 // of an index, int32
+  std::vector<int64_t> shape;  // of the call's rank: its extents, or 1
+};
+
+// Expressions are C++ over `C`, the type of the arithmetic. They read the arrays and indices among the sides as s0, s1,
+// ..., in their order.
+struct Call {
+  Op op;
+  DType in;
+  std::vector<DType> out;  // of each result of elements, if the operator has any
+  std::vector<int64_t> shape, axes;
+  std::vector<SideOperand> sides;
+  // A line for each of the operator's own operands: what an element counts as, given x0, x1, ..., as they are in
+  // memory. An empty line, or none, leaves it as it is.
+  std::string load;
+  // A line for each result of elements, given the operator's result y. Without any there is one, y.
+  std::string store;
+
+  bool masked() const;
+  // The shape of what rows have, of the rank of the operands: with extent 1 along the axes.
+  std::vector<int64_t> shape_of_rows() const;
+};
+
+std::vector<std::string> lines_of(const std::string& text);
+
+// The dtype that a call computes in, and that its rows' results have.
+DType arithmetic_of(const Call& call);
+
+// What is wrong with the dtypes of the operator's own operands and of its results, or nothing.
+std::string unsupported_dtypes(const Call& call);
+
+}  // namespace jax_softmax

@@ -1,0 +1,69 @@
+// The schedules `chunks` and `ring`: a row is cut into chunks, each in the shared memory of a block.
+#pragma once
+
+#include "geometry/rows.h"
+
+namespace jax_softmax {
+
+// A row in the shared memory of blocks, chunk by chunk.
+struct Chunks {
+  int chunks;           // of a row
+  int share;            // packs of each operand in one
+  int team_threads;     // that have one
+  int teams;            // of a block
+  int cluster;          // blocks of a cluster
+  bool through_memory;  // whether blocks exchange states through memory, so that they need not be a cluster
+  int boundary;         // as of Registers
+
+  template <class F>
+  constexpr void each(F f) const {
+    f("chunks", chunks), f("share", share), f("team_threads", team_threads), f("teams", teams), f("cluster", cluster);
+    f("through_memory", through_memory), f("boundary", boundary);
+  }
+  constexpr int threads() const { return teams * team_threads; }
+  constexpr int blocks_of_row() const { return static_cast<int>(ceil_div(chunks, teams)); }
+};
+
+// The same chunks, passing through rings in the shared memory of blocks that stay.
+struct Ring {
+  int chunks;        // of a row
+  int share;         // packs of each operand in one
+  int team_threads;  // that have one
+  int stages;
+  int summers, writers;  // teams
+  int waiters;           // warps
+  int copies;            // chunks that are copied at once
+  int boundary;          // as of Registers
+
+  template <class F>
+  constexpr void each(F f) const {
+    f("chunks", chunks), f("share", share), f("team_threads", team_threads), f("stages", stages);
+    f("summers", summers), f("writers", writers), f("waiters", waiters), f("copies", copies), f("boundary", boundary);
+  }
+  // Warps, in this order: teams that sum, teams that write, one that copies, one that publishes, and those that wait.
+  constexpr int summing_warps() const { return summers * team_threads / 32; }
+  constexpr int copying_warp() const { return summing_warps() + writers * team_threads / 32; }
+  constexpr int publishing_warp() const { return copying_warp() + 1; }
+  constexpr int first_waiter() const { return publishing_warp() + 1; }
+  constexpr int threads() const { return 32 * (first_waiter() + waiters); }
+};
+
+// Of each chunk in shared memory, of all operands.
+template <class Plan>
+constexpr int64_t packs_of_chunk(const Plan& plan, const Footprint& call) {
+  return static_cast<int64_t>(plan.share) * call.inputs;
+}
+constexpr int64_t shared_bytes_of(const Chunks& plan, const Footprint& call) {
+  return plan.teams * packs_of_chunk(plan, call) * kPackBytes;
+}
+constexpr int64_t shared_bytes_of(const Ring& plan, const Footprint& call) {
+  return plan.stages * packs_of_chunk(plan, call) * kPackBytes;
+}
+
+// Memory for the states of the chunks of so many rows, in words of 8 bytes, as well as the counter behind them.
+template <class Plan>
+constexpr int64_t words_of(const Plan& plan, int64_t rows, const Footprint& call) {
+  return rows * plan.chunks * (call.state_bytes / 8);
+}
+
+}  // namespace jax_softmax

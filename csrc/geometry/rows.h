@@ -1,0 +1,47 @@
+// How rows of which neighbours are neighbours in memory are covered with packs. A row is a number of runs of
+// neighbouring elements, one run if it is contiguous, and each run is covered by as many packs as it may need wherever
+// it begins.
+#pragma once
+
+#include "geometry/view.h"
+
+namespace jax_softmax {
+
+struct Runs {
+  int64_t elements;  // of a run
+  int64_t runs;      // of a row
+  // Packs are counted from the multiple of so many elements that a run begins at or after; 1 where all runs begin with
+  // a pack of their own.
+  int boundary;
+  int64_t packs_of_run;
+  int64_t packs;  // of a row
+  bool exact;     // whether no pack has elements of others
+
+  constexpr bool aligned() const { return boundary == 1; }
+};
+
+// `boundary`: bytes, as plans have it: 0 where runs begin with a pack of their own.
+constexpr Runs runs_of(const View& view, int boundary, const Footprint& call) {
+  Runs runs{};
+  runs.elements = view.reduced.innermost().extent;
+  runs.runs = view.columns / runs.elements;
+  runs.boundary = boundary > 0 ? boundary / call.in_bytes : 1;
+  runs.packs_of_run = ceil_div(runs.elements + runs.boundary - 1, call.width());
+  runs.packs = runs.runs * runs.packs_of_run;
+  runs.exact = runs.boundary == 1 && runs.elements % call.width() == 0;
+  return runs;
+}
+
+// The boundary of a plan, which had better be `wanted`: that is heeded by rows that are one run.
+constexpr int boundary_of(const View& view, int wanted, const Footprint& call) {
+  const int width = call.width();
+  const bool one_run = view.reduced.size == 1;
+  bool aligned = true;
+  for (int i = 0; i < view.kept.size; ++i) aligned &= view.kept.dim[i].stride % width == 0;
+  for (int i = 0; i + 1 < view.reduced.size; ++i) aligned &= view.reduced.dim[i].stride % width == 0;
+  if (one_run) aligned &= view.columns % width == 0;  // a single row is cut as one of many
+  if (aligned || !call.packs) return 0;               // or elements are accessed one by one
+  return one_run ? wanted : kPackBytes;
+}
+
+}  // namespace jax_softmax

@@ -1,0 +1,72 @@
+// The canonical view of a call's shape and axes, for planning and, as a constant, for the kernel.
+#pragma once
+
+#include <cstdint>
+
+namespace jax_softmax {
+
+inline constexpr int kMaxDims = 12;
+inline constexpr int kPackBytes = 16;  // what memory is read and written by
+
+// A canonical dimension: its extent, and how many elements apart its neighbours lie.
+struct Dim {
+  int64_t extent;
+  int64_t stride;
+};
+
+struct Dims {
+  int size;
+  Dim dim[kMaxDims];
+
+  // The product of the extents.
+  constexpr int64_t elements() const {
+    int64_t n = 1;
+    for (int i = 0; i < size; ++i) n *= dim[i].extent;
+    return n;
+  }
+  constexpr const Dim& innermost() const { return dim[size - 1]; }
+};
+
+// Dimensions of extent 1 dropped, neighbours of the same role merged where all side operands allow it, kept and reduced
+// dimensions each listed from the outermost to the innermost. For a kernel the outermost kept extent and the rows are
+// 0, so that all batch sizes share it.
+struct View {
+  Dims kept;
+  Dims reduced;
+  bool minor_reduced;  // whether the innermost dimension of all is a reduced one
+  int64_t rows;        // product of the kept extents
+  int64_t columns;     // product of the reduced extents: the length of a row
+
+  constexpr int64_t elements() const { return rows * columns; }
+  constexpr bool contiguous_rows() const { return minor_reduced && reduced.size == 1; }
+  // For one index of the reduced dimensions, the elements inside of all of them: neighbours, each of another row.
+  constexpr int64_t line() const { return reduced.innermost().stride; }
+  // Of the kept dimensions, those that are not inside of all reduced ones.
+  constexpr int outer_kept() const {
+    int outer = 0;
+    while (outer < kept.size && (minor_reduced || kept.dim[outer].stride > line())) ++outer;
+    return outer;
+  }
+};
+
+// What geometry knows of a call besides its view.
+struct Footprint {
+  int in_bytes, out_bytes;  // of an element
+  int inputs;               // operands of one shape
+  int state_bytes;          // of the state of a row, or of a part of one
+  bool packs;               // whether all operands begin with a whole pack, so that memory is accessed by them
+  bool row_operands;        // whether a row has results or operands of its own
+
+  constexpr int width() const { return kPackBytes / in_bytes; }  // elements of a pack
+};
+
+// How many elements apart a side operand's neighbours lie along the dimensions of a view: 0 where it is broadcast.
+struct Strides {
+  int64_t kept[kMaxDims];
+  int64_t reduced[kMaxDims];
+};
+
+constexpr int64_t ceil_div(int64_t a, int64_t b) { return a / b + (a % b != 0); }
+constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
+
+}  // namespace jax_softmax
