@@ -202,13 +202,13 @@ def kept_bytes(pullback):
 ROUNDINGS = 4
 
 
-def sampled(names, cases, every, **options):
+def sampled(names, cases, every, ids=lambda value: getattr(value, "__name__", str(value))):
     """As pytest.mark.parametrize, but plain `pytest` has every so many-th case alone; `--sweeps` has all."""
     params = []
     for i, case in enumerate(cases):
         values = case if "," in names else (case,)
         params.append(pytest.param(*values, marks=[pytest.mark.sweep] if i % every else []))
-    return pytest.mark.parametrize(names, params, **options)
+    return pytest.mark.parametrize(names, params, ids=ids)
 
 
 _COLLECTIVE = re.compile(

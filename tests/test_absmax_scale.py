@@ -48,9 +48,7 @@ def written_out(x, where=None, axis=-1):
 # ---- Values
 
 
-@support.sampled(
-    "masked,dtype,result,view", itertools.product([False, True], support.DTYPES, RESULTS, VIEWS), 17, ids=str
-)
+@support.sampled("masked,dtype,result,view", itertools.product([False, True], support.DTYPES, RESULTS, VIEWS), 17)
 def test_values(masked, dtype, result, view):
     shape, axis = view
     x, where = outliers(shape, dtype), random_mask(shape) if masked else None
@@ -75,7 +73,6 @@ def test_values(masked, dtype, result, view):
     "result,dtype,columns",
     itertools.product([None, *LARGEST], ["bfloat16", "float32"], [5, 33, 1000, 20_001, 70_000]),
     3,
-    ids=str,
 )
 def test_what_is_not_finite(result, dtype, columns):
     """A NaN is seen wherever it is; in int8 it is 0."""

@@ -42,7 +42,7 @@ def losses(x, labels, axis=-1, where=None, smoothing=0.0, z=0.0):
 # ---- log-sum-exp
 
 
-@support.sampled("masked,dtype,view", itertools.product([False, True], DTYPES, SHAPES), 5, ids=str)
+@support.sampled("masked,dtype,view", itertools.product([False, True], DTYPES, SHAPES), 5)
 def test_logsumexp(masked, dtype, view):
     shape, axis = view
     x = outliers(shape, dtype)
@@ -203,7 +203,7 @@ def test_losses_of_large_logits(offset):
 LOSSES_OF = [((7, 32), -1), ((5, 1000), 1), ((6, 13, 8), 1), ((40, 7), 0), ((3, 50257), -1)]
 
 
-@support.sampled("options,dtype,view", itertools.product([(0.0, 0.0), (0.1, 0.01)], DTYPES, LOSSES_OF), 3, ids=str)
+@support.sampled("options,dtype,view", itertools.product([(0.0, 0.0), (0.1, 0.01)], DTYPES, LOSSES_OF), 3)
 def test_integer_labels(options, dtype, view):
     (smoothing, z), (shape, axis) = options, view
     x = normal(shape, dtype)
@@ -496,10 +496,7 @@ GRADIENTS_OF = [((7, 32), -1), ((4, 50257), 1), ((33, 6, 8), 1), ((130, 5), 0), 
 
 
 @support.sampled(
-    "f,dtype,view",
-    itertools.product([cross_entropy_loss, mean_of_losses], ["bfloat16", "float32"], GRADIENTS_OF),
-    3,
-    ids=str,
+    "f,dtype,view", itertools.product([cross_entropy_loss, mean_of_losses], ["bfloat16", "float32"], GRADIENTS_OF), 3
 )
 def test_gradient(f, dtype, view):
     """Of 16 bits rounded once, at the label too, where it may cancel."""
@@ -816,7 +813,7 @@ WEIGHTLESS = {
 OPTIONS = [{}, {"z_loss": 0.1}, {"label_smoothing": 0.1}, {"z_loss": jnp.float32(0.1)}]
 
 
-@support.sampled("options,case,dtype", itertools.product(OPTIONS, WEIGHTLESS, DTYPES), 3, ids=str)
+@support.sampled("options,case,dtype", itertools.product(OPTIONS, WEIGHTLESS, DTYPES), 3)
 def test_logits_of_rows_that_do_not_count(dtype, options, case):
     """They may be anything, for the value and the gradients."""
     labels, weights = WEIGHTLESS[case]

@@ -100,7 +100,7 @@ VIEWS = [
 ]
 
 
-@sampled("view,dtype,name", itertools.product(VIEWS, NARROW, NAMES), 3, ids=str)
+@sampled("view,dtype,name", itertools.product(VIEWS, NARROW, NAMES), 3)
 def test_values(name, dtype, view):
     shape, axis = view
     x = numbers(shape, dtype)

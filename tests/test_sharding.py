@@ -178,7 +178,7 @@ def jax_divides(spec, kept):
 MODES = ("automatic", "explicit", "shard_map", "partly manual", "partly manual, explicit")
 
 
-@sampled("mode,layout,name", itertools.product(MODES, KEPT, NAMES), 7, ids=str)
+@sampled("mode,layout,name", itertools.product(MODES, KEPT, NAMES), 7)
 def test_kept_axes(mode, layout, name):
     spec, axis = layout
     kind = AxisType.Explicit if mode.endswith("explicit") else AxisType.Auto
@@ -250,7 +250,7 @@ def test_dtypes(dtype, name):
             assert y.dtype == whole.dtype
 
 
-@sampled("axis,name", itertools.product([-1, (1, 2)], NAMES), 3, ids=str)
+@sampled("axis,name", itertools.product([-1, (1, 2)], NAMES), 3)
 def test_uneven_layouts(axis, name):
     """Arrays inside a program may be divided unevenly; XLA fills the last parts up."""
     x = normal((7, 5, 33))
@@ -334,7 +334,6 @@ def check_states(found, limit, shape, axis):
     + [("log_softmax", AxisType.Auto, *layout) for layout in DIVIDED[-2:]]
     + [(name, AxisType.Explicit, *DIVIDED[0]) for name in NAMES],
     4,
-    ids=str,
 )
 def test_divided_rows(name, kind, spec, axis):
     x, t, where = normal(SHAPE), normal(SHAPE, seed=1), support.random_mask(SHAPE)
@@ -359,7 +358,7 @@ def test_divided_rows(name, kind, spec, axis):
 AXIS_NAMES = (("model", True), (("model",), False), (("data", "model"), True))
 
 
-@sampled("name,axis_name", itertools.product(NAMES, AXIS_NAMES), 2, ids=str)
+@sampled("name,axis_name", itertools.product(NAMES, AXIS_NAMES), 2)
 def test_axis_name(axis_name, name):
     """Inside shard_map, all mesh axes or only those of the rows being manual."""
     names, check_vma = axis_name
@@ -593,7 +592,6 @@ FINER = P("data", None, "model")
         [(P("data"), FINER), (P(), FINER), (FINER, P("data"))],
     ),
     2,
-    ids=str,
 )
 def test_types_of_derivatives(name, specs):
     """Those of what they belong to, also where another operand is sharded over more mesh axes."""
@@ -694,7 +692,7 @@ def logits_and_labels(spec, axis, kind):
     return (x, labels), (place(x, spec, kind), jax.device_put(labels, NamedSharding(mesh(kind), of_labels)))
 
 
-@sampled("mode,layout,name", itertools.product(MODES[:3], KEPT, OF_ROWS), 9, ids=str)
+@sampled("mode,layout,name", itertools.product(MODES[:3], KEPT, OF_ROWS), 9)
 def test_kept_axes_of_losses(mode, layout, name):
     """Nothing of the rows travels, and each device runs the kernel: of a loss, scalars are added up."""
     spec, axis = layout
@@ -727,7 +725,7 @@ def test_kept_axes_of_losses(mode, layout, name):
         assert results[1].sharding.is_equivalent_to(several[0].sharding, 3)
 
 
-@sampled("kind,layout,name", itertools.product([AxisType.Auto, AxisType.Explicit], DIVIDED, OF_ROWS), 9, ids=str)
+@sampled("kind,layout,name", itertools.product([AxisType.Auto, AxisType.Explicit], DIVIDED, OF_ROWS), 9)
 def test_divided_rows_of_losses(kind, layout, name):
     """Numbers of rows travel: maxima, sums, labels' logits and sums of logits. XLA may send several of them
     together."""
@@ -754,7 +752,7 @@ BACKWARD = {
 }
 
 
-@sampled("kind,name", itertools.product([AxisType.Auto, AxisType.Explicit], BACKWARD), 3, ids=str)
+@sampled("kind,name", itertools.product([AxisType.Auto, AxisType.Explicit], BACKWARD), 3)
 def test_the_backward_pass_of_divided_rows_sends_nothing(kind, name):
     f, dtype, options = BACKWARD[name]
     (x, labels), (x_sharded, labels_sharded) = logits_and_labels(P("data", None, "model"), -1, kind)
@@ -833,7 +831,7 @@ def operands_of_losses():
     return {"labels": labels, "soft": soft, "where": where, "weights": normal(SHAPE[:2], seed=5)}
 
 
-@sampled("name,names", itertools.product(LOSSES, ["model", ("data", "model"), ("model", "data")]), 5, ids=str)
+@sampled("name,names", itertools.product(LOSSES, ["model", ("data", "model"), ("model", "data")]), 5)
 def test_axis_name_of_losses(name, names):
     """Inside shard_map, derivatives too: the rows' numbers travel, as one maximum and one sum, and nothing backward."""
     f, sorts = LOSSES[name]
@@ -1062,7 +1060,7 @@ def test_logsumexp_of_rows_that_are_not_finite():
             check(result, bounded)
 
 
-@sampled("name,specs", itertools.product(["softmax", *OF_ROWS_OF_TWO], TWO_LAYOUTS), 9, ids=str)
+@sampled("name,specs", itertools.product(["softmax", *OF_ROWS_OF_TWO], TWO_LAYOUTS), 9)
 def test_operands_in_different_layouts(name, specs):
     """All are cut as finely as one of them is, and none is gathered."""
     f, arrays = OF_TWO[name], of_two(name)

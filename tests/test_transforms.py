@@ -86,7 +86,7 @@ def test_vmap_with_a_mask_of_another_rank(name):
 MAPPED = ((0, 0), (1, 1), (2, 2), (0, 2), (2, 1), (1, None), (None, 0), (None, 2))
 
 
-@sampled("masked,batches,name", itertools.product([False, True], MAPPED, NAMES), 5, ids=str)
+@sampled("masked,batches,name", itertools.product([False, True], MAPPED, NAMES), 5)
 def test_vmap_of_the_vjp(masked, batches, name):
     x_batch, g_batch = batches
     size = 3
