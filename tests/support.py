@@ -27,6 +27,7 @@ OPERATORS = {"softmax": jax_softmax.softmax, "log_softmax": jax_softmax.log_soft
 CUSTOM_VJPS = {"softmax": jax_softmax.softmax_vjp, "log_softmax": jax_softmax.log_softmax_vjp}
 JAX_NN = {"softmax": jax.nn.softmax, "log_softmax": jax.nn.log_softmax}
 NAMES = tuple(OPERATORS)
+every_name = pytest.mark.parametrize("name", NAMES)
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 NARROW = ("float8_e4m3fn", "float8_e5m2", "int8", "uint8")  # that the forward operators take as well
 
@@ -144,17 +145,64 @@ def why_no_cuda():
     return cuda.availability()
 
 
+def on_a_cpu():
+    """The context in which arrays that are not on several devices are on the first CPU, also where there is a GPU."""
+    return jax.default_device(jax.devices("cpu")[0])
+
+
+def mesh_of_cpus(shape, kind=jax.sharding.AxisType.Auto):
+    """Of the simulated devices that conftest.py asks for."""
+    cpus = jax.devices("cpu")
+    if len(cpus) < math.prod(shape):
+        pytest.skip(f"needs {math.prod(shape)} devices")
+    devices = cpus[: math.prod(shape)]
+    return jax.make_mesh(shape, ("data", "model"), axis_types=(kind, kind), devices=devices)
+
+
+def in_haste(f, *operands):
+    """Of the operands, in one program that XLA compiles in haste: what it computes matters, and not its code."""
+    return compiled_in_haste(f, *operands)(*operands)
+
+
+def compiled_in_haste(f, *operands):
+    haste = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
+    return jax.jit(f).lower(*operands).compile(compiler_options=haste)
+
+
+def assert_close(actual, expected, rtol, atol=0.0):
+    """Arrays, or trees of them."""
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=rtol, atol=atol)
+
+
+def same_derivatives(ours, theirs, orders, operands, rtol, atol):
+    """Of two functions, each by one program of derivatives of all these orders."""
+    found, expected = (in_haste(lambda *args, f=f: [d(f)(*args) for d in orders], *operands) for f in (ours, theirs))
+    assert_close(found, expected, rtol, atol)
+
+
+# First and second derivatives, in both modes and in every order of them; and a third.
+FIRST = (jax.jacfwd, jax.jacrev)
+SECOND = (jax.hessian, lambda f: jax.jacrev(jax.jacrev(f)))
+THIRD = (lambda f: jax.jacfwd(jax.hessian(f)),)
+
+
+def kept_bytes(pullback):
+    """Of what a backward pass keeps of the forward one."""
+    return sum(a.nbytes for a in jax.tree.leaves(pullback) if hasattr(a, "nbytes"))
+
+
 # Roundings of exp, of a reciprocal or division, and of a product or two.
 ROUNDINGS = 4
 
 
-def sampled(names, cases, every, **options):
+def sampled(names, cases, every, ids=lambda value: getattr(value, "__name__", str(value))):
     """As pytest.mark.parametrize, but plain `pytest` has every so many-th case alone; `--sweeps` has all."""
     params = []
     for i, case in enumerate(cases):
         values = case if "," in names else (case,)
         params.append(pytest.param(*values, marks=[pytest.mark.sweep] if i % every else []))
-    return pytest.mark.parametrize(names, params, **options)
+    return pytest.mark.parametrize(names, params, ids=ids)
 
 
 _COLLECTIVE = re.compile(

@@ -75,7 +75,7 @@ def test_16_bits_are_rounded_to_nearest(instruction_set, dtype):
         np.testing.assert_array_equal(np.asarray(found)[normal], expected[normal])
 
 
-@sampled("instruction_set,dtype,view", itertools.product(INSTRUCTION_SETS, DTYPES, VIEWS), 17, **every_set)
+@sampled("instruction_set,dtype,view", itertools.product(INSTRUCTION_SETS, DTYPES, VIEWS), 31, **every_set)
 def test_results_of_rows(instruction_set, dtype, view):
     shape, axis = view
     x, wide = normal(shape, dtype), "float64" if dtype == "float64" else "float32"
@@ -86,7 +86,7 @@ def test_results_of_rows(instruction_set, dtype, view):
             check(result, expected, f"of {dtype}{shape} along {axis}")
 
 
-@sampled("instruction_set,dtype,view", itertools.product(INSTRUCTION_SETS, DTYPES, VIEWS), 17, **every_set)
+@sampled("instruction_set,dtype,view", itertools.product(INSTRUCTION_SETS, DTYPES, VIEWS), 31, **every_set)
 def test_entropies(instruction_set, dtype, view):
     shape, axis = view
     x = normal(shape, dtype)
@@ -96,7 +96,7 @@ def test_entropies(instruction_set, dtype, view):
         check(found, expected_entropy(x, axis, where), f"of {dtype}{shape} along {axis}")
 
 
-@sampled("instruction_set,dtype,view", itertools.product(INSTRUCTION_SETS, DTYPES, VIEWS), 17, **every_set)
+@sampled("instruction_set,dtype,view", itertools.product(INSTRUCTION_SETS, DTYPES, VIEWS), 31, **every_set)
 def test_scaled_rows(instruction_set, dtype, view):
     """To the bit, whatever the instruction set: also of rows of halves up to 127, every other of which is a tie."""
     shape, axis = view
@@ -133,7 +133,7 @@ def test_masked_views(instruction_set, case):
         check_all(normal(shape, dtype), axis, support.random_mask(mask_shape))
 
 
-@sampled("instruction_set,dtype,columns", itertools.product(INSTRUCTION_SETS, DTYPES, TOGETHER), 17, **every_set)
+@sampled("instruction_set,dtype,columns", itertools.product(INSTRUCTION_SETS, DTYPES, TOGETHER), 31, **every_set)
 def test_rows_together(instruction_set, dtype, columns):
     for rows in (1, 19):
         x = normal((rows, columns), dtype)

@@ -6,12 +6,8 @@ import logging
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 import support
-from support import CUSTOM_VJPS, NAMES, OPERATORS, assert_same_bits, check, normal, reference, sampled
-
-every_name = pytest.mark.parametrize("name", NAMES)
-every_table = pytest.mark.parametrize("table", [OPERATORS, CUSTOM_VJPS], ids=["operator", "custom_vjp"])
+from support import NAMES, OPERATORS, assert_same_bits, check, every_name, normal, reference, sampled
 
 X = normal((3, 5))
 WHERE = support.random_mask((3, 5))
@@ -34,10 +30,10 @@ ARGUMENTS = {
 }
 
 
-@sampled("label,table,name", itertools.product(ARGUMENTS, [OPERATORS, CUSTOM_VJPS], NAMES), 3)
-def test_one_program(label, table, name, caplog):
+@sampled("label,name", itertools.product(ARGUMENTS, NAMES), 3)
+def test_one_program(label, name, caplog):
     make, arguments = ARGUMENTS[label]
-    f = table[name]
+    f = OPERATORS[name]
     jax.clear_caches()
 
     def log_of_a_call():
@@ -53,23 +49,21 @@ def test_one_program(label, table, name, caplog):
 
 
 @every_name
-@every_table
-def test_numbers(table, name):
+def test_numbers(name):
     """Of Python and of NumPy; the result is of the default float type, which is not a weak one."""
     for x64, default in ((False, "float32"), (True, "float64")):
         with jax.enable_x64(x64):
             for x in (1.5, 3, np.float64(2), np.int64(2), np.array(2.0)):
-                y = table[name](x, axis=None)
+                y = OPERATORS[name](x, axis=None)
                 assert y.dtype == default and not y.weak_type and y.shape == ()
             for x in (1.5, 3, True, np.bool_(True)):
-                assert table[name](x, axis=None) == (1 if name == "softmax" else 0)
-            assert table[name](np.float32(2), axis=None).dtype == "float32"
-            assert table[name](2j, axis=None).dtype == ("complex128" if x64 else "complex64")
+                assert OPERATORS[name](x, axis=None) == (1 if name == "softmax" else 0)
+            assert OPERATORS[name](np.float32(2), axis=None).dtype == "float32"
+            assert OPERATORS[name](2j, axis=None).dtype == ("complex128" if x64 else "complex64")
 
 
 @every_name
-@every_table
-def test_what_converts_to_an_array(table, name):
+def test_what_converts_to_an_array(name):
     class Parameter:
         """As those of neural network libraries."""
 
@@ -79,8 +73,8 @@ def test_what_converts_to_an_array(table, name):
         def __jax_array__(self):
             return jnp.asarray(self.value)
 
-    check(table[name](Parameter(X), -1, Parameter(WHERE)), reference(name, X, where=WHERE))
-    check(jax.jit(lambda x: table[name](Parameter(x), -1, Parameter(WHERE)))(X), reference(name, X, where=WHERE))
+    check(OPERATORS[name](Parameter(X), -1, Parameter(WHERE)), reference(name, X, where=WHERE))
+    check(jax.jit(lambda x: OPERATORS[name](Parameter(x), -1, Parameter(WHERE)))(X), reference(name, X, where=WHERE))
 
 
 @every_name
@@ -102,9 +96,8 @@ def test_device_is_that_of_the_operand_or_the_default(name):
 
 
 @every_name
-@every_table
-def test_function_is_the_same_under_jit(table, name):
-    f = table[name]
+def test_function_is_the_same_under_jit(name):
+    f = OPERATORS[name]
     for axis in (-1, 0, (0, 1), None):
         assert_same_bits(f(X, axis, WHERE), jax.jit(f, static_argnums=1)(X, axis, WHERE))
     with jax.disable_jit():

@@ -6,15 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import support
 from jax.experimental import sparse
+from support import OPERATORS
 
-import jax_softmax
 from jax_softmax.runtime.lowering import attributes
 
-FUNCTIONS = {name: getattr(jax_softmax, name) for name in ("softmax", "log_softmax", "softmax_vjp", "log_softmax_vjp")}
 X = np.zeros((3, 4), np.float32)
 
-every_function = pytest.mark.parametrize("f", FUNCTIONS.values(), ids=FUNCTIONS)
+every_function = pytest.mark.parametrize("f", OPERATORS.values(), ids=OPERATORS)
 
 
 def assert_refused(kind, words, f, *args, **kwargs):
@@ -229,7 +229,7 @@ WRONG_SIDES = {
 
 def refused_call(operands, results, message, **given):
     call = jax.ffi.ffi_call("jax_softmax", results)
-    with jax.default_device(jax.devices("cpu")[0]), pytest.raises(Exception, match=message):
+    with support.on_a_cpu(), pytest.raises(Exception, match=message):
         jax.block_until_ready(call(*operands, **given))
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import support
-from support import check, normal, outliers, random_mask, reference_logsumexp
+from support import FIRST, SECOND, THIRD, check, normal, outliers, random_mask, reference_logsumexp
 
 import jax_softmax
 from jax_softmax import cross_entropy_loss, logsumexp, softmax_cross_entropy
@@ -42,7 +42,7 @@ def losses(x, labels, axis=-1, where=None, smoothing=0.0, z=0.0):
 # ---- log-sum-exp
 
 
-@support.sampled("masked,dtype,view", itertools.product([False, True], DTYPES, SHAPES), 5, ids=str)
+@support.sampled("masked,dtype,view", itertools.product([False, True], DTYPES, SHAPES), 5)
 def test_logsumexp(masked, dtype, view):
     shape, axis = view
     x = outliers(shape, dtype)
@@ -97,8 +97,7 @@ def test_derivatives_of_logsumexp(masked, return_max):
             total = jax.nn.logsumexp(x, 1, where=where)
             return total + 0.5 * jnp.max(kept, 1) if return_max else total
 
-        for f in (jax.jacfwd, jax.jacrev, jax.hessian, lambda f: jax.jacrev(jax.jacrev(f))):
-            np.testing.assert_allclose(f(ours)(x), f(theirs)(x), rtol=1e-12, atol=1e-13)
+        support.same_derivatives(ours, theirs, (*FIRST, *SECOND), [x], rtol=1e-12, atol=1e-13)
 
 
 @pytest.mark.parametrize("under", [200.0, np.inf, np.nan])
@@ -113,8 +112,8 @@ def test_derivatives_of_what_is_masked(under):
         def f(x):
             return logsumexp(x, where=where)[1:]
 
-        for derivative in (jax.jacfwd, jax.jacrev, jax.hessian, lambda f: jax.jacrev(jax.jacrev(f))):
-            np.testing.assert_allclose(derivative(f)(x), derivative(f)(plain), rtol=1e-12)
+        found, expected = (support.in_haste(lambda x: [d(f)(x) for d in (*FIRST, *SECOND)], x) for x in (x, plain))
+        support.assert_close(found, expected, rtol=1e-12)
         tangents = jax.jvp(lambda x: logsumexp(x, where=where, return_max=True), (x,), (np.ones_like(x),))[1]
         assert np.all(tangents[0][0] == 0) and np.all(tangents[1][0] == 0)
 
@@ -142,8 +141,7 @@ def test_what_is_kept_for_the_backward_pass():
     """x and a few numbers a row, but no exponentials."""
     x = jnp.ones((64, 4096), jnp.bfloat16)
     _, pullback = jax.vjp(lambda x: logsumexp(x, dtype="float32"), x)
-    kept = sum(a.nbytes for a in jax.tree.leaves(pullback) if hasattr(a, "nbytes"))
-    assert kept <= x.nbytes + 8 * 64 * 4
+    assert support.kept_bytes(pullback) <= x.nbytes + 8 * 64 * 4
 
 
 # ---- a common offset of the logits
@@ -170,8 +168,7 @@ SUMMED = {
 }
 
 
-@pytest.mark.parametrize("name", SUMMED)
-@pytest.mark.parametrize("offset", [0, 30, 300, 3000, 30000, -30000])
+@support.sampled("name,offset", itertools.product(SUMMED, [0, 30000, 30, 300, 3000, -30000]), 3)
 def test_a_common_offset_costs_nothing(offset, name):
     """Derivatives of both orders are off by twice what optax's are, or what float32 has, at most."""
     x, t = normal((16, 1000)) + np.float32(offset), normal((16, 1000), seed=1, scale=1.0)
@@ -206,7 +203,7 @@ def test_losses_of_large_logits(offset):
 LOSSES_OF = [((7, 32), -1), ((5, 1000), 1), ((6, 13, 8), 1), ((40, 7), 0), ((3, 50257), -1)]
 
 
-@support.sampled("options,dtype,view", itertools.product([(0.0, 0.0), (0.1, 0.01)], DTYPES, LOSSES_OF), 3, ids=str)
+@support.sampled("options,dtype,view", itertools.product([(0.0, 0.0), (0.1, 0.01)], DTYPES, LOSSES_OF), 3)
 def test_integer_labels(options, dtype, view):
     (smoothing, z), (shape, axis) = options, view
     x = normal(shape, dtype)
@@ -261,11 +258,12 @@ def test_masked_classes(smoothing, z):
 
         x[3, 0], x[~where] = np.nan, np.where(labels[:, None] == np.arange(9), x, 1e300)[~where]
         x[1, 1] = 0.5  # the label that is left out
-        for f in (jax.grad, jax.jacfwd, jax.hessian, lambda f: jax.jacrev(jax.jacrev(f))):
-            found = f(of_losses)(x)
-            assert np.isfinite(found).all()
-            np.testing.assert_allclose(found, f(of_sum)(x), rtol=1e-11, atol=1e-12)
-        g = jax.grad(of_sum)(x)
+        orders = (jax.grad, jax.jacfwd, *SECOND)
+        found = support.in_haste(lambda x: [[order(f)(x) for f in (of_losses, of_sum)] for order in orders], x)
+        for a, b in found:
+            assert np.isfinite(a).all()
+            np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-12)
+        g = found[0][1]
         assert np.isfinite(g).all() and np.all(g[3] == 0) and g[1, 1] == smoothing - 1
 
 
@@ -309,16 +307,20 @@ def test_labels_count_along_axes_in_their_order(axis):
         x, labels = normal((*rows, classes), "float64"), np.random.default_rng(0).integers(-2, classes + 2, rows)
         labels.flat[:2] = -1, classes
         where = random_mask(x.shape) | (labels[..., None] == np.arange(classes))
-        for dtype in ("int8", "int32", "int64"):
-            n = labels.astype(dtype)
-            np.testing.assert_allclose(integer_labels(back(x), n, axis), losses(x, n), rtol=1e-12)
-            found = integer_labels(back(x), n, axis, back(where), label_smoothing=0.1)
-            np.testing.assert_allclose(found, losses(x, n, -1, where, 0.1), rtol=1e-12)
-        expected = jax.grad(lambda x: cross_entropy_loss(x, labels))(x)
-        g = jax.grad(lambda x: cross_entropy_loss(x, labels, axis=axis))(back(x))
-        np.testing.assert_allclose(g, back(expected), atol=1e-12)
-        g = jax.grad(lambda x: jnp.sum(integer_labels(x, labels, axis)))(back(x))
-        np.testing.assert_allclose(g, back(expected) * np.sum((labels >= 0) & (labels < classes)), atol=1e-12)
+        of_dtypes = [labels.astype(dtype) for dtype in ("int8", "int32", "int64")]
+
+        def run(moved, x, *of_dtypes):
+            values = [integer_labels(moved, n, axis) for n in of_dtypes]
+            masked = [integer_labels(moved, n, axis, back(where), label_smoothing=0.1) for n in of_dtypes]
+            gradient = jax.grad(lambda x: cross_entropy_loss(x, labels, axis=axis))(moved)
+            of_sum = jax.grad(lambda x: jnp.sum(integer_labels(x, labels, axis)))(moved)
+            return values, masked, gradient, of_sum, jax.grad(lambda x: cross_entropy_loss(x, labels))(x)
+
+        values, masked, gradient, of_sum, expected = support.in_haste(run, back(x), x, *of_dtypes)
+        support.assert_close(values, [losses(x, labels)] * 3, rtol=1e-12)
+        support.assert_close(masked, [losses(x, labels, -1, where, 0.1)] * 3, rtol=1e-12)
+        counted = np.sum((labels >= 0) & (labels < classes))
+        support.assert_close((gradient, of_sum), (back(expected), back(expected) * counted), rtol=1e-7, atol=1e-12)
 
 
 def test_soft_labels():
@@ -351,19 +353,16 @@ def test_derivatives_of_soft_labels(masked):
         x, t = jnp.asarray(normal((3, 5), "float64")), jax.nn.softmax(normal((3, 5), "float64", seed=1))
         where = random_mask((3, 5)) if masked else None
 
-        def ours(x, t):
-            return jnp.sum(softmax_cross_entropy(x, t, where=where) ** 2)
+        def ours(operands):
+            return jnp.sum(softmax_cross_entropy(*operands, where=where) ** 2)
 
-        def theirs(x, t):
+        def theirs(operands):
+            x, t = operands
             kept = jnp.ones((3, 5), bool) if where is None else where
             distance = jax.nn.logsumexp(x, -1, where=kept, keepdims=True) - x
             return jnp.sum(jnp.sum(jnp.where(kept, t * distance, 0), -1) ** 2)
 
-        for f in (jax.grad, jax.jacfwd, jax.hessian, lambda f, n: jax.jacrev(jax.jacrev(f, n), n)):
-            for found, expected in zip(
-                jax.tree.leaves(f(ours, (0, 1))(x, t)), jax.tree.leaves(f(theirs, (0, 1))(x, t)), strict=True
-            ):
-                np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-13)
+        support.same_derivatives(ours, theirs, (*FIRST, *SECOND), [(x, t)], rtol=1e-12, atol=1e-13)
 
 
 def mean_loss(x, labels, weights, smoothing, z, reduction="mean"):
@@ -396,15 +395,7 @@ def test_loss_and_its_derivatives(reduction, weighted, smoothing, z):
             return mean_loss(x, labels, np.ones(5) if weights is None else weights, smoothing, z, reduction)
 
         np.testing.assert_allclose(ours(x), theirs(x), rtol=1e-13)
-        transformed = (
-            jax.grad,
-            jax.jacfwd,
-            jax.hessian,
-            lambda f: jax.jacrev(jax.jacrev(f)),
-            lambda f: jax.jacfwd(jax.hessian(f)),
-        )
-        for f in transformed:
-            np.testing.assert_allclose(f(ours)(x), f(theirs)(x), rtol=1e-12, atol=1e-13)
+        support.same_derivatives(ours, theirs, (*FIRST, *SECOND, *THIRD), [x], rtol=1e-12, atol=1e-13)
         assert np.all(np.asarray(jax.grad(ours)(x))[2:4] == 0)
 
 
@@ -424,15 +415,9 @@ def test_derivatives_of_losses(smoothing, z):
         def theirs(x):
             return mean_loss(x, labels, weights, smoothing, z, "sum")
 
-        for f in (
-            jax.grad,
-            jax.jacfwd,
-            jax.hessian,
-            lambda f: jax.jacrev(jax.jacrev(f)),
-            lambda f: jax.jacfwd(jax.hessian(f)),
-            lambda f: lambda x: jax.linear_transpose(lambda t: jax.jvp(f, (x,), (t,))[1], x)(1.0)[0],
-        ):
-            np.testing.assert_allclose(f(ours)(x), f(theirs)(x), rtol=1e-12, atol=1e-13)
+        transposed = (lambda f: lambda x: jax.linear_transpose(lambda t: jax.jvp(f, (x,), (t,))[1], x)(1.0)[0],)
+        orders = (*FIRST, *SECOND, *THIRD, *transposed)
+        support.same_derivatives(ours, theirs, orders, [x], rtol=1e-12, atol=1e-13)
         assert np.all(np.asarray(jax.grad(ours)(x))[2:4] == 0)
 
 
@@ -457,10 +442,13 @@ def test_derivatives_of_value_and_gradient(f, smoothing, z):
         def loss(x):
             return f(x, labels, label_smoothing=smoothing, z_loss=z)
 
-        (_, g), (value_dot, g_dot) = jax.jvp(jax.value_and_grad(loss), (x,), (t,))
+        def run(x, t):
+            by_reverse = jax.grad(lambda x: jax.value_and_grad(loss)(x)[0])(x)
+            return by_reverse, jax.jvp(jax.value_and_grad(loss), (x,), (t,))
+
+        by_reverse, ((_, g), (value_dot, g_dot)) = support.in_haste(run, x, t)
         np.testing.assert_allclose(value_dot, jnp.vdot(g, t), rtol=1e-12)
         assert np.all(g_dot[2:4] == 0)
-        by_reverse = jax.grad(lambda x: jax.value_and_grad(loss)(x)[0])(x)
         np.testing.assert_allclose(by_reverse, g, rtol=1e-12, atol=1e-15)
 
 
@@ -474,10 +462,10 @@ def test_second_derivatives_where_a_row_is_left_out(f):
         return f(x, labels, where=where, z_loss=z, label_smoothing=smoothing)
 
     for k in (1, 2):
-        found = jax.jit(jax.jacfwd(jax.grad(loss), k))(x, 0.1, 0.2)
+        orders = jax.jacfwd(jax.grad(loss), k), jax.jacrev(jax.grad(loss), k), jax.jacrev(jax.grad(loss, k))
+        found, *others = support.in_haste(lambda *operands, orders=orders: [f(*operands) for f in orders], x, 0.1, 0.2)
         assert np.isfinite(found).all() and np.all(found[1] == 0)
-        for other in (jax.jacrev(jax.grad(loss), k), jax.jacrev(jax.grad(loss, k))):
-            np.testing.assert_allclose(jax.jit(other)(x, 0.1, 0.2), found, rtol=1e-5, atol=1e-6)
+        support.assert_close(others, [found] * 2, rtol=1e-5, atol=1e-6)
 
 
 def weighted_mean(x, labels, weights, smoothing, z):
@@ -504,13 +492,15 @@ def mean_of_losses(*arguments, **options):
 BOTH = pytest.mark.parametrize("f", [cross_entropy_loss, mean_of_losses])
 
 
-@pytest.mark.parametrize(
-    "shape,axis", [((7, 32), -1), ((4, 50257), 1), ((33, 6, 8), 1), ((130, 5), 0), ((9, 8192), -1)]
+GRADIENTS_OF = [((7, 32), -1), ((4, 50257), 1), ((33, 6, 8), 1), ((130, 5), 0), ((9, 8192), -1)]
+
+
+@support.sampled(
+    "f,dtype,view", itertools.product([cross_entropy_loss, mean_of_losses], ["bfloat16", "float32"], GRADIENTS_OF), 3
 )
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@BOTH
-def test_gradient(f, dtype, shape, axis):
+def test_gradient(f, dtype, view):
     """Of 16 bits rounded once, at the label too, where it may cancel."""
+    shape, axis = view
     x = normal(shape, dtype, scale=5.0)
     labels = np.argmax(np.asarray(x, np.float32), axis)
     g = jax.jit(jax.grad(lambda x: f(x, labels, axis=axis)))(x)
@@ -556,8 +546,7 @@ def test_what_is_kept_of_losses(f):
     """The logits or their gradient, and a few numbers of each row."""
     x, labels = jnp.ones((64, 4096), jnp.bfloat16), jnp.zeros(64, jnp.int32)
     _, pullback = jax.vjp(lambda x: f(x, labels), x)
-    kept = sum(a.nbytes for a in jax.tree.leaves(pullback) if hasattr(a, "nbytes"))
-    assert kept <= x.nbytes + 8 * 64 * 4
+    assert support.kept_bytes(pullback) <= x.nbytes + 8 * 64 * 4
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -678,14 +667,6 @@ def test_vmap_over_weights_alone():
 
 
 P = jax.sharding.PartitionSpec
-AxisType = jax.sharding.AxisType
-
-
-def mesh_of(axis_type):
-    cpus = jax.devices("cpu")
-    if len(cpus) < 8:
-        pytest.skip("needs 8 devices")
-    return jax.make_mesh((2, 4), ("data", "model"), axis_types=(axis_type, axis_type), devices=cpus[:8])
 
 
 @BOTH
@@ -700,8 +681,8 @@ def test_logits_that_all_devices_have(f, varies):
 
     labels, z = (labels, 0.1) if varies == "labels" else (labels[0], z)
     specs = P(), P("data") if varies == "labels" else P(), P("data") if varies == "z_loss" else P()
-    spread = jax.shard_map(jax.value_and_grad(loss), mesh=mesh_of(AxisType.Auto), in_specs=specs, out_specs=P())
-    with jax.default_device(jax.devices("cpu")[0]):
+    spread = jax.shard_map(jax.value_and_grad(loss), mesh=support.mesh_of_cpus((2, 4)), in_specs=specs, out_specs=P())
+    with support.on_a_cpu():
         value, g = jax.jit(spread)(x, labels, z)
         each = [(labels[i], z) if varies == "labels" else (labels, z[i]) for i in range(2)]
         expected, of_x = jax.value_and_grad(lambda x: sum(f(x, n, z_loss=z) for n, z in each))(x)
@@ -816,7 +797,7 @@ def test_explained():
 def test_the_kernel_refuses_other_labels(label):
     results = 3 * [jax.ShapeDtypeStruct((2, 1), np.float32)]
     call = jax.ffi.ffi_call("jax_softmax", results)
-    with jax.default_device(jax.devices("cpu")[0]), pytest.raises(Exception, match=r"label|rows"):
+    with support.on_a_cpu(), pytest.raises(Exception, match=r"label|rows"):
         jax.block_until_ready(call(normal((2, 3)), label, **attributes("cross_entropy", (1,), masked=False)))
 
 
@@ -829,11 +810,10 @@ WEIGHTLESS = {
 }
 
 
-@pytest.mark.parametrize("case", WEIGHTLESS)
-@pytest.mark.parametrize(
-    "options", [{}, {"z_loss": 0.1}, {"label_smoothing": 0.1}, {"z_loss": jnp.float32(0.1)}], ids=str
-)
-@pytest.mark.parametrize("dtype", DTYPES)
+OPTIONS = [{}, {"z_loss": 0.1}, {"label_smoothing": 0.1}, {"z_loss": jnp.float32(0.1)}]
+
+
+@support.sampled("options,case,dtype", itertools.product(OPTIONS, WEIGHTLESS, DTYPES), 3)
 def test_logits_of_rows_that_do_not_count(dtype, options, case):
     """They may be anything, for the value and the gradients."""
     labels, weights = WEIGHTLESS[case]

@@ -131,13 +131,13 @@ VIEWS = [
 ]
 
 
-@sampled("dtype,view", itertools.product(support.DTYPES, VIEWS), 23, ids=str)
+@sampled("dtype,view", itertools.product(support.DTYPES, VIEWS), 23)
 def test_views(dtype, view):
     shape, axes = view
     check_all(normal(shape, dtype), axes)
 
 
-@sampled("dtype,view", itertools.product(["bfloat16", "float32"], VIEWS), 17, ids=str)
+@sampled("dtype,view", itertools.product(["bfloat16", "float32"], VIEWS), 17)
 def test_masked_views(dtype, view):
     shape, axes = view
     check_all(normal(shape, dtype), axes, support.random_mask(shape))
@@ -149,9 +149,7 @@ def test_masked_views(dtype, view):
 ANYWHERE = (51, 59, 61, 63, 101, 115, 123, 129, 141, 169, 211, 243, 251, 377, 1002)
 
 
-@sampled(
-    "dtype,extent,minor", itertools.product(["bfloat16", "float32", "float64"], [9, 300, 1100], ANYWHERE), 17, ids=str
-)
+@sampled("dtype,extent,minor", itertools.product(["bfloat16", "float32", "float64"], [9, 300, 1100], ANYWHERE), 17)
 def test_parts_of_lines_that_begin_anywhere(dtype, extent, minor):
     """Tiles that read some neighbours of their own, so that they store whole packs: the edges of all of them."""
     check_all(normal((3, extent, minor), dtype), 1)
@@ -230,7 +228,7 @@ def test_columns_whose_maximum_moves(dtype):
             check(jax.jit(OPERATORS[name], static_argnums=1)(x, 0), reference(name, x, 0))
 
 
-@sampled("view", VIEWS, 12, ids=str)
+@sampled("view", VIEWS, 12)
 def test_nonfinite_views(view):
     """What a row shares a pack, a tile or a cluster with does not touch it."""
     shape, axes = view
@@ -275,7 +273,7 @@ def test_bits_do_not_depend_on_the_number_of_kept_elements(view):
 
 
 @pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
-@sampled("view,shared", itertools.product(VIEWS, [64, 99, 163]), 17, ids=str)
+@sampled("view,shared", itertools.product(VIEWS, [64, 99, 163]), 17)
 def test_views_as_on_a_chip_without_clusters(view, shared):
     shape, axes = view
     _kernels.limit_devices(shared_memory_per_block=shared << 10, largest_cluster=1)
