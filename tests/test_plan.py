@@ -119,9 +119,6 @@ def check_staged(fields, steps, scratch, call):
 
 def check_registers(fields, steps, scratch, call):
     (step,) = steps
-    if call.columns < call.width and call.width % call.columns == 0 and fields["boundary"] == 0:  # rows in packs
-        assert step["blocks"] * step["threads"] * call.width >= call.rows * call.columns
-        return
     assert fields["lanes"] * fields["packs"] >= call.packs_of_row(fields["boundary"])
     assert step["blocks"] * (step["threads"] // fields["lanes"]) >= call.rows
 

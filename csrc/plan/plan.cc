@@ -114,9 +114,7 @@ std::vector<Step> steps_of(const Plan& plan, const Problem& problem, const Devic
   return std::visit(
       Overloaded{
           [&](const Registers& p) -> std::vector<Step> {
-            const int of_pack = rows_of_pack(problem);
-            Launch launch{ceil_div(rows, p.rows_of_block() * of_pack), p.threads};
-            if (of_pack > 1) return {{"rows_in_packs", launch, rows}};
+            Launch launch{ceil_div(rows, p.rows_of_block()), p.threads};
             launch.shared_bytes = p.unused;
             return {{"registers", launch, rows}};
           },

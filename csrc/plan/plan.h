@@ -103,9 +103,4 @@ std::vector<Step> steps_of(const Plan& plan, const Problem& problem, const Devic
 // "registers lanes=32 packs=4 ..."
 std::string describe(const Plan& plan);
 
-// ---- small things
-
-// Short rows that a pack has several whole ones of, or 1.
-int rows_of_pack(const Problem& problem);
-
 }  // namespace jax_softmax
