@@ -43,7 +43,7 @@ def relative_to_plain(shape):
     bf16 = ["bfloat16"]
     return {
         "plain": (call("softmax", bf16), (x,)),
-        "× scale": (call("softmax", bf16, load="x0 * C(0.125)"), (x,)),
+        "a scale": (call("softmax", bf16, load="x0 * C(0.125)"), (x,)),
         "scale + bias of shape (1, n)": (call("softmax", bf16, "array", "x0 * C(0.125) + s0"), (x, row)),
         "tanh cap": (call("softmax", bf16, load="C(50) * tanh(x0 * C(0.02))"), (x,)),
         "causal, by index": (

@@ -82,9 +82,8 @@ nb::list extents(const Dims& dims) {
 
 nb::object plan(const std::vector<int64_t>& shape, const std::vector<int64_t>& axes, const std::string& op,
                 const std::string& dtype, const Shape& mask_shape, int compute_capability, int multiprocessors,
-                int shared_memory_per_block, int largest_cluster, bool scratch,
-                const std::optional<std::string>& out_dtype, const std::vector<std::string>& more_results,
-                const std::string& load, const std::string& store,
+                int shared_memory_per_block, int largest_cluster, const std::optional<std::string>& out_dtype,
+                const std::vector<std::string>& more_results, const std::string& load, const std::string& store,
                 const std::vector<std::pair<std::vector<int64_t>, std::string>>& sides) {
   Call call = call_of(shape, axes, op, dtype, mask_shape, out_dtype);
   for (const std::string& result : more_results) call.out.push_back(dtype_of(result));
@@ -96,8 +95,7 @@ nb::object plan(const std::vector<int64_t>& shape, const std::vector<int64_t>& a
     call.sides.insert(call.sides.begin() + i,
                       {index ? Role::kIndex : Role::kArray, index ? DType::kI32 : dtype_of(side_dtype), side_shape});
   }
-  Problem problem = checked_problem(call);
-  problem.scratch = scratch;
+  const Problem problem = checked_problem(call);
   const Device device{compute_capability, multiprocessors, shared_memory_per_block, largest_cluster};
   const std::optional<Planned> planned = plan_call(call, problem, device);
   if (!planned) return nb::none();
@@ -252,7 +250,7 @@ NB_MODULE(_kernels, m) {
       "Has CUDA plans made as if every device had no more than this; for tests. Without arguments, lifts the limits.");
   m.def("plan", &plan, nb::arg("shape"), nb::arg("axes"), nb::arg("op"), nb::arg("dtype"),
         nb::arg("mask_shape").none() = nb::none(), nb::arg("compute_capability") = 90, nb::arg("multiprocessors") = 132,
-        nb::arg("shared_memory_per_block") = 227 * 1024, nb::arg("largest_cluster") = 16, nb::arg("scratch") = true,
+        nb::arg("shared_memory_per_block") = 227 * 1024, nb::arg("largest_cluster") = 16,
         nb::arg("out_dtype").none() = nb::none(), nb::arg("more_results") = std::vector<std::string>(),
         nb::arg("load") = "", nb::arg("store") = "",
         nb::arg("sides") = std::vector<std::pair<std::vector<int64_t>, std::string>>(),

@@ -11,7 +11,6 @@
 //   kFirstSummed       terms are made of the operands from this one on, and a sum needs no others
 //   row(state)         what a finished row's (pivot, sum) amounts to for its elements
 //   finish(row, in)    an element of the result
-//   alone(x)           the same for a row of one element, of operators with a pivot
 //   kElementResults    whether there is a result for each element at all
 //   kWithinRange       whether none is beyond the largest finite number of the results' type
 //   kRowResults        how many results a row has itself, and row_results(state, to), which sets them
@@ -153,8 +152,6 @@ struct Softmax : SoftmaxBase<M> {
     return {Relative<M>(s.pivot), Relative<M>::divide(M::constant(1), s.sum)};
   }
   static JAX_SOFTMAX_INLINE C finish(const Row& r, const C* in) { return r.relative.exp(in[0]) * r.scale; }
-  // What a row of a single element becomes: NaN if that is not finite.
-  static JAX_SOFTMAX_INLINE C alone(C x) { return (x - x) + M::constant(1); }
   // The factor for terms that were taken relative to `term_pivot`.
   static JAX_SOFTMAX_INLINE Scale term_scale(State<C> s, C term_pivot) {
     return Relative<M>::divide(Relative<M>(s.pivot).rescale(term_pivot), s.sum);
@@ -174,8 +171,6 @@ struct LogSoftmax : SoftmaxBase<M> {
   static JAX_SOFTMAX_INLINE C masked() { return M::constant(-M::kInfinity); }
   static JAX_SOFTMAX_INLINE Row row(State<C> s) { return {s.pivot, Relative<M>(s.pivot).log(s.sum)}; }
   static JAX_SOFTMAX_INLINE C finish(const Row& r, const C* in) { return (in[0] - r.pivot) - r.log_sum; }
-  // What a row of a single element becomes: NaN if that is not finite.
-  static JAX_SOFTMAX_INLINE C alone(C x) { return x - x; }
 };
 
 // Operators that have results for rows alone.
@@ -409,23 +404,6 @@ JAX_SOFTMAX_INLINE StateOf<Op> combine(StateOf<Op> a, StateOf<Op> b) {
     sum += moved(b.sum, relative, b.pivot);
     return {pivot, sum};
   }
-}
-
-// The state of a row of n elements, all at hand, of operators whose terms need nothing else.
-template <class Op, class M, int n>
-JAX_SOFTMAX_INLINE StateOf<Op> state_of(const typename M::Value (&in)[n][Op::kInputs]) {
-  using C = typename M::Value;
-  C pivot = M::constant(0);
-  if constexpr (Op::kHasPivot) {
-    pivot = Op::of_pivot(in[0][0]);
-    JAX_SOFTMAX_UNROLL
-    for (int i = 1; i < n; ++i) pivot = M::max(pivot, Op::of_pivot(in[i][0]));
-  }
-  const Relative<M> relative(pivot);
-  auto sum = Op::term(relative, in[0]);
-  JAX_SOFTMAX_UNROLL
-  for (int i = 1; i < n; ++i) sum += Op::term(relative, in[i]);
-  return {pivot, sum};
 }
 
 }  // namespace jax_softmax

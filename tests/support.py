@@ -76,12 +76,11 @@ VIEWS_OF_ROWS = [
 
 
 class Way(NamedTuple):
-    """A view that leads to a schedule: on a GPU as it is, or a smaller one; with memory to exchange states, or not."""
+    """A view that leads to a schedule: on a GPU as it is, or a smaller one."""
 
     shape: tuple[int, ...]
     axes: tuple[int, ...]
     small: bool = False
-    scratch: bool = True
 
     @property
     def limits(self):
@@ -90,7 +89,7 @@ class Way(NamedTuple):
     def plan(self, op="softmax", dtype="bfloat16", mask_shape=None, on=H200, **fused):
         on = {**on, **{key: min(on[key], value) for key, value in self.limits.items()}}
         shape, axes = list(self.shape), list(self.axes)
-        return _kernels.plan(shape, axes, op, dtype, mask_shape, **on, scratch=self.scratch, **fused)
+        return _kernels.plan(shape, axes, op, dtype, mask_shape, **on, **fused)
 
 
 # Together they reach every kernel: test_schedules.py holds them to it.
@@ -112,10 +111,9 @@ WAYS = [
     Way((2, 3000, 96), (1,)),
     Way((12, 5, 13, 33), (0, 2)),
     Way((2, 300_001), (1,), small=True),
-    Way((2, 300_000), (1,), small=True, scratch=False),
+    Way((2, 300_000), (1,), small=True),
     Way((2, 30_000, 33), (1,), small=True),
     Way((2, 30_000, 64), (1,), small=True),
-    Way((2, 30_000, 33), (1,), small=True, scratch=False),
 ]
 # The same of 8 bits, of which a row has fewer chunks: so more rows to fill rings; and lines that begin at each byte.
 NARROW_WAYS = [*WAYS, Way((70, 300_001), (1,)), Way((12, 5, 13, 35), (0, 2))]
@@ -219,8 +217,8 @@ def collectives(program):
     return found
 
 
-def plan(shape, axes, op="softmax", dtype="float32", mask_shape=None, on=H200, scratch=True):
-    return _kernels.plan(list(shape), list(axes), op, dtype, mask_shape, **on, scratch=scratch)
+def plan(shape, axes, op="softmax", dtype="float32", mask_shape=None, on=H200):
+    return _kernels.plan(list(shape), list(axes), op, dtype, mask_shape, **on)
 
 
 def call_kernel(op, *operands, axes, out_dtype=None, more_results=(), arrays="", load="", store="", scratch_bytes=0):

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import OPERATORS, every_name
+from support import DEVICES, OPERATORS, every_name, plan
 
 import jax_softmax
 from jax_softmax import _kernels
-from jax_softmax.runtime import cuda
+from jax_softmax.runtime import cuda, lowering
 
 SHAPE = (2, 3, 4, 40)
 AXES = (-1, 0, 1, 2, (0, 1), (2, 3), (0, 2), (1, 3), (3, 0), None)
@@ -226,3 +226,44 @@ def test_cuda_has_memory_to_exchange_states(shape, axes, mask_shape, op):
     text = lower(call, *specs, platforms=["cuda"])
     expected = _kernels.lower_for_cuda(list(shape), list(axes), op, "float32", mask, result)
     assert re.findall(rf"@jax_softmax\(.*op = \"{op}\".*tensor<(\d+)xui8>", text) == [str(expected)] * bool(expected)
+
+
+@pytest.mark.parametrize(
+    "shape,axes,calls",
+    [
+        ("b, 1000", -1, 1),
+        ("b, 4, s, 1000", -1, 1),
+        ("4, b, 37, 24", (2, 3), 1),
+        ("b, 8, 64", 1, 1),
+        # Blocks exchange states through memory, whatever the number of rows or where there are some.
+        ("b, 300001", -1, 0),
+        ("b, 50000", -1, 0),
+        ("b, 3000, 96", 1, 0),
+        # The rows themselves are not known.
+        ("4, n", -1, 0),
+        ("b, n, 64", 1, 0),
+        ("4, 8, n", 1, 0),
+    ],
+)
+@pytest.mark.parametrize("mask", ["none", "full", "columns"])
+def test_symbolic_shapes_have_calls_that_need_no_memory(mask, shape, axes, calls):
+    shape = jax.export.symbolic_shape(shape)
+    specs = [jax.ShapeDtypeStruct(shape, "float32")]
+    if mask != "none":
+        specs.append(jax.ShapeDtypeStruct(shape if mask == "full" else (1, *shape[1:]), "bool"))
+    text = lower(lambda x, *m: OPERATORS["softmax"](x, axes, *m), *specs, platforms=["cuda"])
+    assert text.count("@jax_softmax(") == calls, text
+    assert "xui8>" not in text, text
+    assert calls or "stablehlo.exponential" in text, text
+
+
+@pytest.mark.parametrize("op", ["softmax", "softmax_linear", "entropy"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+def test_what_needs_no_memory_for_some_numbers_of_rows_needs_none_for_any(dtype, op):
+    """Those that stand for all numbers of rows, against others; on the GPUs of the tests."""
+    for columns in (1, 7, 1000, 8192, 20_000, 41_325, 60_001, 100_000, 151_936):
+        known = lowering.known_shapes((jax.export.symbolic_shape("b")[0], columns), (1,))
+        if any(_kernels.lower_for_cuda(shape, [1], op, dtype) != 0 for shape in known):
+            continue
+        for on, rows in itertools.product(DEVICES.values(), (3, 5, 13, 37, 99, 250, 600, 1025, 5000, 3 << 20)):
+            assert plan((rows, columns), (1,), op, dtype, on=on)["scratch_bytes"] == 0, (columns, rows)

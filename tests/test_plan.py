@@ -120,9 +120,6 @@ def check_staged(fields, steps, scratch, call):
 
 def check_registers(fields, steps, scratch, call):
     (step,) = steps
-    if call.columns < call.width and call.width % call.columns == 0 and fields["boundary"] == 0:  # rows in packs
-        assert step["blocks"] * step["threads"] * call.width >= call.rows * call.columns
-        return
     assert fields["lanes"] * fields["packs"] >= call.packs_of_row(fields["boundary"])
     assert step["blocks"] * (step["threads"] // fields["lanes"]) >= call.rows
 
@@ -157,9 +154,6 @@ def check_twice(fields, steps, scratch, call):
     packs = call.packs_of_row(fields["boundary"])
     assert packs < 2**31  # they are counted in 32 bits
     assert fields["pieces"] * fields["share"] >= packs
-    if fields["one_block"]:
-        assert steps[0]["blocks"] >= call.rows
-        return
     assert steps[0]["blocks"] >= call.rows * fields["pieces"]
     assert steps[1]["blocks"] * steps[1]["threads"] // 32 >= call.rows  # a warp each
     for step in steps[2:]:
@@ -169,7 +163,7 @@ def check_twice(fields, steps, scratch, call):
 
 def check_tile(fields, steps, scratch, call):
     step, fold, packs, lines_at_once = steps[0], fields["fold"], fields["packs"], fields["lines_at_once"]
-    twice = "one_block" in fields
+    twice = "finished" in fields
     reached = call.width - 1 if not fields["aligned"] else 0  # elements
     rows = fields["matrices"] * fields["elements"] + (reached if fold == 1 else 0)
     tiles = ceil_div(call.rows // call.inner, fields["matrices"]) * ceil_div(call.inner, fields["elements"])
@@ -180,14 +174,13 @@ def check_tile(fields, steps, scratch, call):
         assert call.extent * call.inner % call.width == 0 and all(stride % call.width == 0 for stride in outer)
         assert fold > 1 or call.inner % call.width == 0
     # Lines of the tile: each of a block's threads has some.
-    parts = step["cluster"] if not twice else 1 if fields["one_block"] else step["blocks"] // tiles
-    if not (twice and fields["one_block"]):  # or else one block goes over all
-        spans = call.columns // call.extent
-        if fold > 1:
-            elements = lines_at_once * fields["lines_of_thread"] * (parts // spans) * packs * call.width
-            assert elements >= call.extent * call.inner + reached
-        else:
-            assert lines_at_once * fields["lines_of_thread"] * parts >= call.columns
+    parts = step["blocks"] // tiles if twice else step["cluster"]
+    spans = call.columns // call.extent
+    if fold > 1:
+        elements = lines_at_once * fields["lines_of_thread"] * (parts // spans) * packs * call.width
+        assert elements >= call.extent * call.inner + reached
+    else:
+        assert lines_at_once * fields["lines_of_thread"] * parts >= call.columns
     assert step["blocks"] >= tiles * parts
     # Packs, then the states that threads in different warps leave, or those of a cluster's blocks, then
     # those of whole rows.
@@ -200,7 +193,7 @@ def check_tile(fields, steps, scratch, call):
     if entries > 1 or parts > 1 or not fields["in_shared"] or call.row_results:
         assert step["shared_bytes"] >= held + (states + rows) * call.state_bytes
     assert step["shared_bytes"] >= held
-    if twice and not fields["one_block"]:
+    if twice:
         assert scratch >= step["blocks"] * rows * call.state_bytes
 
 
@@ -214,16 +207,16 @@ CHECKS = {
 }
 
 
-def check_plan(shape, axes, op, dtype, on, mask_shape=None, scratch=True):
+def check_plan(shape, axes, op, dtype, on, mask_shape=None):
     """Planning ends soon, and what it chose fits the device, with little memory beside the operands."""
     start = time.perf_counter()
-    chosen = plan(shape, axes, op, dtype, mask_shape, on, scratch)
+    chosen = plan(shape, axes, op, dtype, mask_shape, on)
     assert time.perf_counter() - start < 0.5
     if chosen is None:  # beyond all schedules
         assert math.prod(shape) >= 2**30
         return
     operand = math.prod(shape) * jnp.dtype(dtype).itemsize
-    assert 0 <= chosen["scratch_bytes"] <= (max(operand // 20, 64 << 10) if scratch else 0)
+    assert 0 <= chosen["scratch_bytes"] <= max(operand // 20, 64 << 10)
     assert chosen["steps"]
     for step in chosen["steps"]:
         assert 0 < step["threads"] <= 1024 and step["threads"] % 32 == 0
@@ -248,11 +241,10 @@ LENGTHS = sorted(LENGTHS | {width * (256 * k + 4) for width in (2, 4, 8) for k i
 
 @every_device
 @pytest.mark.parametrize("dtype,op", OPERANDS)
-@pytest.mark.parametrize("scratch", [True, False])
-def test_rows_of_all_lengths(name, op, dtype, scratch):
+def test_rows_of_all_lengths(name, op, dtype):
     for columns in LENGTHS:
         for rows in (1, 7, 10**5):
-            check_plan((rows, columns), (1,), op, dtype, DEVICES[name], scratch=scratch)
+            check_plan((rows, columns), (1,), op, dtype, DEVICES[name])
 
 
 @every_device
@@ -283,8 +275,7 @@ def test_shapes_huge_and_odd(data):
     masked = data.draw(st.none() | st.lists(st.booleans(), min_size=len(shape), max_size=len(shape)))
     mask_shape = None if masked is None else [n if own else 1 for n, own in zip(shape, masked, strict=True)]
     dtype, op = data.draw(st.sampled_from([*OPERANDS, *itertools.product(("float16", *NARROW), NAMES)]))
-    name, scratch = data.draw(st.sampled_from(list(DEVICES))), data.draw(st.booleans())
-    check_plan(shape, axes, op, dtype, DEVICES[name], mask_shape, scratch)
+    check_plan(shape, axes, op, dtype, DEVICES[data.draw(st.sampled_from(list(DEVICES)))], mask_shape)
 
 
 @every_device
@@ -314,7 +305,7 @@ def test_planning_ends_for(shape, axes, name):
         check_plan(shape, axes, op, dtype, DEVICES[name])
 
 
-@pytest.mark.parametrize("way", [way for way in WAYS if way.scratch], ids=str)
+@pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize("op", ["softmax", "softmax_linear"])
 def test_a_program_has_scratch_memory_for_every_device(op, way):
     """It is lowered before it is known which of them will run it."""

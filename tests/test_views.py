@@ -335,8 +335,8 @@ def test_boundaries(dtype, minor, extent):
     ],
     ids=str,
 )
-def test_views_without_scratch_memory(shape, axes):
-    """An exported program whose number of rows is not known has none."""
+def test_views_exported_for_any_number_of_rows(shape, axes):
+    """Without memory to exchange states through: by a kernel where no number of rows needs any, or else by XLA."""
     known = tuple(5 if n == "n" else n for n in shape)
     x, g = normal(known, "bfloat16"), normal(known, "bfloat16", seed=1)
 

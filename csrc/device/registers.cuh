@@ -121,42 +121,4 @@ __device__ __forceinline__ void registers(const typename Mem::Operands& operands
   }
 }
 
-// Rows so short that a pack has several whole ones: a thread has a pack.
-template <class Mem, class Plan>
-__device__ __forceinline__ void rows_in_packs(const typename Mem::Operands& operands) {
-  using Op = typename Mem::Op;
-  using M = typename Mem::M;
-  using C = typename Mem::C;
-  constexpr int kColumns = Mem::kColumns, kWidth = Mem::kWidth;
-  const Mem mem{operands};
-  const int64_t begin = (static_cast<int64_t>(blockIdx.x) * Plan::kPlan.threads + threadIdx.x) * kWidth;
-  const int64_t left = operands.rows * kColumns - begin;
-  if (left <= 0) return;
-  Pack raw[Mem::kInputs];
-#pragma unroll
-  for (int k = 0; k < Mem::kInputs; ++k) raw[k] = Mem::load(mem.in(k) + begin, Mem::kAll);
-  typename Mem::Values values;
-  const OneElement<typename Mem::Place> anywhere{};
-  mem.values(values, raw, anywhere, Mem::kAll);
-  C result[kWidth];
-#pragma unroll
-  for (int row = 0; row < kWidth; row += kColumns) {
-    C of_row[kColumns][Mem::kInputs];
-#pragma unroll
-    for (int i = 0; i < kColumns; ++i) {
-#pragma unroll
-      for (int k = 0; k < Mem::kInputs; ++k) of_row[i][k] = values[row + i][k];
-    }
-    if constexpr (kColumns == 1 && Op::kHasPivot) {
-      result[row] = Op::alone(of_row[0][0]);
-    } else {
-      const auto finished = Op::row(state_of<Op, M>(of_row));
-#pragma unroll
-      for (int i = 0; i < kColumns; ++i) result[row + i] = Op::finish(finished, of_row[i]);
-    }
-  }
-  mem.store(mem.out() + begin, begin, result, true, anywhere,
-            left >= kWidth ? Mem::kAll : bits_within<typename Mem::In>(0, static_cast<int>(left)));
-}
-
 }  // namespace jax_softmax::device

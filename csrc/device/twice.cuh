@@ -1,6 +1,5 @@
 // The schedule `twice`, for rows too long to hold: they are read twice, in pieces. A launch sums the pieces, another
-// puts their states together, and a third finishes the rows. Without memory for the states a block has a whole row, or
-// tile of rows, piece after piece.
+// puts their states together, and a third finishes the rows.
 #pragma once
 
 #include "device/exchange.cuh"
@@ -135,18 +134,6 @@ __device__ __forceinline__ void finish_pieces(const typename Mem::Operands& oper
   stretch.finish(states_of<typename Mem::Op>(operands)[index * Plan::kPlan.pieces]);
 }
 
-// Both by one block.
-template <class Mem, class Plan>
-__device__ __forceinline__ void whole_rows(const typename Mem::Operands& operands) {
-  using R = Row<Mem, Plan>;
-  const Mem mem{operands};
-  const R row(blockIdx.x);
-  const Stretch<Mem, Plan> stretch{mem, row, 0, R::kPacks};
-  const auto state = stretch.state();
-  if (threadIdx.x == 0) mem.store_row(blockIdx.x, state, mem.of_row(row.begin));
-  if constexpr (Mem::Op::kElementResults) stretch.finish(state);
-}
-
 // ---- the launches, of tiles
 
 // A plan of a tile: of the pieces that are summed, and of the smaller ones that are finished.
@@ -185,29 +172,6 @@ __device__ __forceinline__ void finish_tile_pieces(const typename Mem::Operands&
   for (int i = threadIdx.x; i < Part::kRows; i += Part::kThreads) part.whole(i) = whole[i];
   __syncthreads();
   part.template finish<true>();
-}
-
-template <class Mem, class Plan>
-__device__ __forceinline__ void whole_tiles(const typename Mem::Operands& operands) {
-  using Part = TilePart<Mem, Summed<Plan>>;
-  using Op = typename Mem::Op;
-  extern __shared__ __align__(128) Pack shared[];
-  const Mem mem{operands};
-  for (int piece = 0; piece < Part::kParts; ++piece) {
-    TileStates<Mem, Summed<Plan>> part(mem, shared, blockIdx.x, piece);
-    part.sum_read();
-    part.combine([&](int row, StateOf<typename Mem::Op> state) {
-      if (piece > 0) state = combine<Op, typename Mem::M>(part.whole(row), state);
-      part.whole(row) = state;
-    });
-    __syncthreads();
-  }
-  TileStates<Mem, Summed<Plan>>(mem, shared, blockIdx.x, 0).store_rows();
-  if constexpr (!Op::kElementResults) return;
-  using Finished = TileStates<Mem, Smaller<Plan>>;
-  for (int piece = 0; piece < Finished::kParts; ++piece) {
-    Finished(mem, shared, blockIdx.x, piece).template finish<true>();
-  }
 }
 
 // ---- between them: the states of each row's pieces are put together, in the place of the first piece's

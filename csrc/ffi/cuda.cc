@@ -7,6 +7,7 @@
 #include <memory>
 #include <mutex>
 #include <shared_mutex>
+#include <string>
 
 #include "core/make_view.h"
 
@@ -28,16 +29,15 @@ struct Ready {
     int64_t rows;
   };
   std::vector<Step> steps;
-  bool uses_scratch;
+  int64_t scratch_bytes;
 };
 
 using Key = std::vector<int64_t>;
 
-Key key_of(const Call& call, const Device& device, int ordinal, bool packs, bool scratch) {
+Key key_of(const Call& call, const Device& device, int ordinal, bool packs) {
   Key key{static_cast<int64_t>(call.op),
           static_cast<int64_t>(call.in),
           packs,
-          scratch,
           ordinal,
           device.shared_memory_per_block,
           device.largest_cluster,
@@ -89,10 +89,10 @@ ffi::Error failed(const Call& call, const std::string& message) {
 }
 
 // The call's kernels: found again, or planned, made and loaded.
-ffi::Error make_ready(const Call& call, int ordinal, bool packs, int64_t scratch_bytes, const Ready** ready) {
+ffi::Error find_or_make(const Call& call, int ordinal, bool packs, const Ready** ready) {
   const jit::Result<Device> device = device_of(ordinal);
   if (!device) return failed(call, device.error.message);
-  const Key key = key_of(call, device.value, ordinal, packs, scratch_bytes > 0);
+  const Key key = key_of(call, device.value, ordinal, packs);
   *ready = ready_calls().find(key);
   if (*ready) return ffi::Error::Success();
 
@@ -106,14 +106,9 @@ ffi::Error make_ready(const Call& call, int ordinal, bool packs, int64_t scratch
   Ready made{};
   if (problem.view.elements() > 0) {
     problem.packs = packs;
-    problem.scratch = scratch_bytes > 0;
-    std::optional<Planned> planned = plan_call(call, problem, device.value);
-    if (planned && planned->scratch_bytes > scratch_bytes) {
-      problem.scratch = false;
-      planned = plan_call(call, problem, device.value);
-    }
+    const std::optional<Planned> planned = plan_call(call, problem, device.value);
     if (!planned) return failed(call, "no schedule covers this shape");
-    made.uses_scratch = planned->scratch_bytes > 0;
+    made.scratch_bytes = planned->scratch_bytes;
     // Side by side: they wait for the slowest alone.
     for (const PlannedStep& step : planned->steps) jit::prepare(step.source, device.value.compute_capability);
     for (const PlannedStep& step : planned->steps) {
@@ -124,6 +119,15 @@ ffi::Error make_ready(const Call& call, int ordinal, bool packs, int64_t scratch
   }
   *ready = ready_calls().insert(key, std::move(made));
   return ffi::Error::Success();
+}
+
+// The same, and whether the call is given as much memory to exchange states through as the kernels need.
+ffi::Error make_ready(const Call& call, int ordinal, bool packs, int64_t scratch_bytes, const Ready** ready) {
+  if (ffi::Error error = find_or_make(call, ordinal, packs, ready); error.failure()) return error;
+  const int64_t needed = (*ready)->scratch_bytes;
+  if (needed <= scratch_bytes) return ffi::Error::Success();
+  return failed(call, "its kernels need " + std::to_string(needed) + " bytes of scratch memory on this GPU, and the " +
+                          "program has " + std::to_string(scratch_bytes) + ": lower or export it anew");
 }
 
 // Before anything is captured into a CUDA graph: makes and loads what `execute` launches. Buffers may have no addresses
@@ -165,7 +169,7 @@ ffi::Error execute(jit::CUstream stream, int32_t ordinal, ffi::RemainingArgs arg
   const Ready* ready;
   if (ffi::Error error = make_ready(call, ordinal, packs, buffers.scratch_bytes, &ready); error.failure()) return error;
   for (const Ready::Step& step : ready->steps) {
-    const auto words = operand_words(buffers, ready->uses_scratch ? buffers.scratch : nullptr, step.rows);
+    const auto words = operand_words(buffers, ready->scratch_bytes > 0 ? buffers.scratch : nullptr, step.rows);
     if (const jit::Error error = jit::launch(*step.kernel, step.launch, stream, words.data())) {
       return failed(call, error.message);
     }
@@ -236,7 +240,7 @@ std::string problem_of(const Call& call, Problem* problem) {
   problem->masked = call.masked();
   problem->fused = !call.load.empty() || !call.store.empty();
   problem->plain = call.load.empty() && problem->in_bytes > 1;
-  problem->packs = problem->scratch = true;
+  problem->packs = true;
   return {};
 }
 
@@ -259,22 +263,22 @@ std::optional<int64_t> lower_for_cuda(const Call& call, const Problem& problem) 
   if (problem.view.elements() == 0 && problem.cost.row_results == 0) return 0;
   const std::vector<Device> here = devices_here(), all = all_kinds_of_devices();
   int64_t bytes = 0;
-  for (const Device& device : all) {
-    const std::optional<Plan> plan = make_plan(problem, device);
-    if (!plan) return std::nullopt;
-    bytes = std::max(bytes, scratch_bytes(*plan, problem));
+  for (const std::vector<Device>* devices : {&all, &here}) {
+    for (const Device& device : *devices) {
+      const std::optional<Plan> plan = make_plan(problem, device);
+      if (!plan) return std::nullopt;
+      bytes = std::max(bytes, scratch_bytes(*plan, problem));
+    }
   }
-  Problem local = problem;
-  local.scratch = bytes > 0;
   // A program that is lowered where there is no GPU is for another machine.
   const auto faster = [&](const Device& device) {
-    const std::optional<Plan> plan = make_plan(local, device);
-    return plan && faster_than_xla(*plan, local);
+    const std::optional<Plan> plan = make_plan(problem, device);
+    return plan && faster_than_xla(*plan, problem);
   };
   const std::vector<Device>& candidates = here.empty() ? all : here;
   if (std::none_of(candidates.begin(), candidates.end(), faster)) return std::nullopt;
   for (const Device& device : here) {
-    if (const std::optional<Planned> planned = plan_call(call, local, device)) {
+    if (const std::optional<Planned> planned = plan_call(call, problem, device)) {
       for (const PlannedStep& step : planned->steps) jit::prepare(step.source, device.compute_capability);
     }
   }

@@ -1,4 +1,4 @@
-// The schedule `registers`: a row in the registers of a team of lanes, or several in a lane's pack.
+// The schedule `registers`: a row in the registers of a team of lanes.
 #pragma once
 
 #include "geometry/rows.h"

@@ -9,16 +9,15 @@
 namespace jax_softmax {
 
 struct Twice {
-  int pieces;      // of a row
-  int64_t share;   // packs of each operand in one
-  int finished;    // packs of each operand that a thread finishes
-  int threads;     // of a block
-  bool one_block;  // whether a block has a whole row, without memory for states
-  int boundary;    // as of Registers
+  int pieces;     // of a row
+  int64_t share;  // packs of each operand in one
+  int finished;   // packs of each operand that a thread finishes
+  int threads;    // of a block
+  int boundary;   // as of Registers
 
   template <class F>
   constexpr void each(F f) const {
-    f("pieces", pieces), f("share", share), f("finished", finished), f("threads", threads), f("one_block", one_block);
+    f("pieces", pieces), f("share", share), f("finished", finished), f("threads", threads);
     f("boundary", boundary);
   }
   // Of the launch that finishes rows.
@@ -27,14 +26,13 @@ struct Twice {
 };
 
 struct TwiceTile {
-  Tile tile;       // a piece
-  int finished;    // lines of a thread that finishes a smaller one
-  bool one_block;  // as of Twice
+  Tile tile;     // a piece
+  int finished;  // lines of a thread that finishes a smaller one
 
   template <class F>
   constexpr void each(F f) const {
     tile.each(f);
-    f("finished", finished), f("one_block", one_block);
+    f("finished", finished);
   }
   // The same tile in the smaller pieces of the launch that finishes its rows.
   constexpr Tile smaller() const {

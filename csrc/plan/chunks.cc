@@ -88,7 +88,7 @@ std::optional<Chunks> plan_chunks(const Problem& problem, const Device& device) 
   };
   const int few_blocks = std::min(kSmallCluster, device.largest_cluster);
   // However many rows there are, they are cut into the same chunks, or all of them are read twice.
-  const bool chunked = ring || !problem.scratch || inputs == 2 || cut->chunks <= device.largest_cluster ||
+  const bool chunked = ring || inputs == 2 || cut->chunks <= device.largest_cluster ||
                        cut->chunks <= std::min<int64_t>(kMostTeams, shared / cut->bytes);
   const bool spread_out = problem.view.rows * cut->chunks <= device.multiprocessors;
   if (clusters && chunked && spread_out && spread(1, few_blocks)) return plan;
@@ -105,7 +105,6 @@ std::optional<Chunks> plan_chunks(const Problem& problem, const Device& device) 
     plan.through_memory = true;
     return plan;
   }
-  if (!problem.scratch && clusters && spread(kMostTeams, device.largest_cluster)) return plan;
   return {};
 }
 

@@ -45,11 +45,7 @@ std::optional<Plan> make_plan(const Problem& problem, const Device& device) {
   }
   if (auto plan = of(plan_tile(problem, device))) return plan;
   if (auto plan = of(plan_twice(problem, device))) return plan;
-  if (auto plan = of(plan_twice_tile(problem, device))) return plan;
-  if (!problem.scratch) return {};
-  Problem without = problem;
-  without.scratch = false;
-  return make_plan(without, device);
+  return of(plan_twice_tile(problem, device));
 }
 
 bool faster_than_xla(const Plan& plan, const Problem& problem) {
@@ -74,7 +70,7 @@ bool faster_than_xla(const Plan& plan, const Problem& problem) {
   }
   // Two operands read twice, from whole packs: so does XLA, as fast.
   if (const auto* twice = std::get_if<Twice>(&plan)) return !(two && twice->boundary == 0);
-  if (const auto* twice = std::get_if<TwiceTile>(&plan)) return !twice->one_block && !(two && twice->tile.aligned);
+  if (const auto* twice = std::get_if<TwiceTile>(&plan)) return !(two && twice->tile.aligned);
   return true;
 }
 
@@ -85,10 +81,10 @@ int64_t scratch_bytes(const Plan& plan, const Problem& problem) {
   return std::visit(Overloaded{
                         [&](const Chunks& p) { return p.through_memory ? exchanged(p) : 0; },
                         [&](const Ring& p) { return exchanged(p); },
-                        [&](const Twice& p) { return p.one_block ? 0 : view.rows * p.pieces * call.state_bytes; },
+                        [&](const Twice& p) { return view.rows * p.pieces * call.state_bytes; },
                         [&](const TwiceTile& p) {
                           const TileGeometry g = geometry_of(view, p.tile, call);
-                          return p.one_block ? 0 : g.tiles(view.rows) * g.rows * g.parts * call.state_bytes;
+                          return g.tiles(view.rows) * g.rows * g.parts * call.state_bytes;
                         },
                         [&](const auto&) { return int64_t{0}; },
                     },
@@ -114,9 +110,7 @@ std::vector<Step> steps_of(const Plan& plan, const Problem& problem, const Devic
   return std::visit(
       Overloaded{
           [&](const Registers& p) -> std::vector<Step> {
-            const int of_pack = rows_of_pack(problem);
-            Launch launch{ceil_div(rows, p.rows_of_block() * of_pack), p.threads};
-            if (of_pack > 1) return {{"rows_in_packs", launch, rows}};
+            Launch launch{ceil_div(rows, p.rows_of_block()), p.threads};
             launch.shared_bytes = p.unused;
             return {{"registers", launch, rows}};
           },
@@ -138,17 +132,12 @@ std::vector<Step> steps_of(const Plan& plan, const Problem& problem, const Devic
           },
           [&](const Tile& p) -> std::vector<Step> { return {{"tile", launch_of(p, problem, device), rows}}; },
           [&](const Twice& p) -> std::vector<Step> {
-            if (p.one_block) return {{"whole_rows", {rows, p.threads}, rows}};
             const int64_t blocks = rows * p.blocks_of_row(runs_of(view, p.boundary, call));
             return combined(rows, combining_of(view, p, call), {rows * p.pieces, p.threads}, {blocks, p.threads},
                             "sum_pieces", "finish_pieces");
           },
           [&](const TwiceTile& p) -> std::vector<Step> {
             Launch sum = launch_of(p.tile, problem, device), finish = launch_of(p.smaller(), problem, device);
-            if (p.one_block) {
-              sum.blocks = geometry_of(view, p.tile, call).tiles(rows);
-              return {{"whole_tiles", sum, rows}};
-            }
             finish.resident = 0;
             const TileGeometry g = geometry_of(view, p.tile, call);
             return combined(g.tiles(rows) * g.rows, combining_of(view, p, call), sum, finish, "sum_tile_pieces",

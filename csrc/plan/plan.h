@@ -41,10 +41,9 @@ struct Problem {
   int in_bytes, out_bytes;  // of an element, and of its first result
   bool wide;                // whether the arithmetic is float64's
   bool masked;
-  bool fused;    // whether there are expressions
-  bool plain;    // whether memory can hold pads, and be compared as it is: of 16 bits or more, and loaded as it is
-  bool packs;    // whether all operands begin with a whole pack
-  bool scratch;  // whether there is memory for blocks to exchange states through
+  bool fused;  // whether there are expressions
+  bool plain;  // whether memory can hold pads, and be compared as it is: of 16 bits or more, and loaded as it is
+  bool packs;  // whether all operands begin with a whole pack
 
   int width() const { return kPackBytes / in_bytes; }  // elements of a pack
   int value_bytes() const { return wide ? 8 : 4; }     // of the arithmetic
@@ -102,10 +101,5 @@ std::vector<Step> steps_of(const Plan& plan, const Problem& problem, const Devic
 
 // "registers lanes=32 packs=4 ..."
 std::string describe(const Plan& plan);
-
-// ---- small things
-
-// Short rows that a pack has several whole ones of, or 1.
-int rows_of_pack(const Problem& problem);
 
 }  // namespace jax_softmax

@@ -63,23 +63,8 @@ Registers in_lanes(const Problem& problem, int boundary, const Runs& runs) {
 
 }  // namespace
 
-int rows_of_pack(const Problem& problem) {
-  const View& view = problem.view;
-  const bool covered = view.contiguous_rows() && !problem.masked && problem.plain && !problem.fused && problem.packs &&
-                       problem.cost.row_results == 0;
-  return covered && view.columns < problem.width() && problem.width() % view.columns == 0
-             ? problem.width() / static_cast<int>(view.columns)
-             : 1;
-}
-
 std::optional<Registers> plan_registers(const Problem& problem, const Device& device) {
   if (!problem.view.minor_reduced) return {};
-  if (rows_of_pack(problem) > 1) {
-    Registers plan{};
-    plan.lanes = plan.packs = 1;
-    plan.threads = kLanesThreads;
-    return plan;
-  }
   const View& view = problem.view;
   const Footprint call = problem.footprint();
   const int of_packs = boundary_of(view, kPackBytes, call);

@@ -29,7 +29,7 @@ int64_t stages_of(const Cut& cut, const Device& device) {
 bool fits_ring(const Cut& cut, const Problem& problem, const Device& device) {
   const int64_t stages = stages_of(cut, device);
   // Rings that held no more than a row and a third would wait for one another.
-  return problem.scratch && problem.packs && device.compute_capability >= 90 && stages >= kFewestStages &&
+  return problem.packs && device.compute_capability >= 90 && stages >= kFewestStages &&
          cut.chunks <= stages * device.multiprocessors * 3 / 4 && problem.view.rows * cut.chunks < (1ll << 31);
 }
 

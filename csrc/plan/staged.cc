@@ -50,8 +50,7 @@ std::optional<Staged> plan_staged(const Problem& problem, const Device&) {
   const int bytes = problem.in_bytes, inputs = problem.cost.inputs;
   if (!view.contiguous_rows() || view.columns > kColumns) return {};
   const int columns = static_cast<int>(view.columns);
-  // Those of whole packs, or whole ones in a pack, need no staging.
-  if ((columns % problem.width() == 0 && problem.packs) || rows_of_pack(problem) > 1) return {};
+  if (columns % problem.width() == 0 && problem.packs) return {};  // rows of whole packs need no staging
 
   Staged plan{};
   plan.threads = kThreads;

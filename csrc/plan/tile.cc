@@ -176,7 +176,6 @@ std::optional<TwiceTile> plan_twice_tile(const Problem& problem, const Device& d
   const int64_t pieces = std::max<int64_t>(1, shared_out / wanted);
   plan.tile.lines_of_thread = static_cast<int>(ceil_div(ceil_div(shared_out, pieces), plan.tile.lines_at_once));
   plan.finished = kFinished / problem.cost.inputs;
-  plan.one_block = !problem.scratch;
   return plan;
 }
 

@@ -25,7 +25,6 @@ std::optional<Twice> plan_twice(const Problem& problem, const Device&) {
   plan.share = ceil_div(runs.packs, plan.pieces);
   plan.finished = kFinished;
   plan.threads = kThreads;
-  plan.one_block = !problem.scratch;
   return plan;
 }
 

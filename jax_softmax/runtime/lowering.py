@@ -89,11 +89,24 @@ def _cpu_rule(op, by_reference):
     return rule
 
 
+def known_shapes(shape, axes):
+    """Known shapes that stand for all that a shape with symbolic dimensions may be, or none if no few shapes do.
+
+    A symbolic dimension outside of the reduced ones only says how many rows there are. Plans differ by that: up to so
+    many rows for each multiprocessor they spread rows over the chip. Powers of 2 meet every such range. One that is
+    reduced, or lies inside of a reduced one, changes the rows themselves.
+    """
+    symbolic = [d for d, n in enumerate(shape) if not isinstance(n, int)]
+    if symbolic[-1] > min(axes, default=len(shape)):
+        return []
+    known = [n if isinstance(n, int) else 1 for n in shape]
+    return [[rows if d == symbolic[0] else n for d, n in enumerate(known)] for rows in (1 << k for k in range(21))]
+
+
 def _cuda_rule(op, by_xla):
     """An FFI call unless XLA itself is as fast, with a last result for blocks to exchange states through.
 
-    XLA owns that memory, so that it lives as long as a CUDA graph that the call was captured into. A shape with
-    symbolic dimensions has no known size; kernels that need no such memory do then.
+    XLA owns that memory, so that it lives as long as a CUDA graph that the call was captured into.
     """
     call = jax.ffi.ffi_lowering(TARGET)
     in_one_dtype = _in_one_dtype_rule(op, _cuda_makes)
@@ -104,16 +117,23 @@ def _cuda_rule(op, by_xla):
             return by_xla(ctx, *operands, axes=axes, **dtype)
         if not OPERATORS[op].quantizes and not _makes(op, _cuda_makes, ctx):
             return in_one_dtype(ctx, *operands, axes=axes, **dtype)
-        n = 0
-        if all(isinstance(d, int) for d in x.shape):
+
+        def scratch_bytes(shape):
             mask_shape = None
             if masked:
-                shape = ctx.avals_in[-1].shape
-                mask_shape = [*[1] * (len(x.shape) - len(shape)), *shape]
-            result = dtype.get("dtype")
-            n = _kernels.lower_for_cuda(list(x.shape), list(axes), op, x.dtype.name, mask_shape, result)
-            if n is None:
-                return by_xla(ctx, *operands, axes=axes, **dtype)
+                mask_shape = ctx.avals_in[-1].shape
+                mask_shape = [1] * (len(shape) - len(mask_shape)) + list(mask_shape)
+                mask_shape = [m if isinstance(m, int) else n for m, n in zip(mask_shape, shape, strict=True)]
+            return _kernels.lower_for_cuda(shape, list(axes), op, x.dtype.name, mask_shape, dtype.get("dtype"))
+
+        if all(isinstance(d, int) for d in x.shape):
+            n = scratch_bytes(list(x.shape))
+        else:
+            # The memory would have no known size: the call is made only if no number of rows needs any.
+            shapes = known_shapes(x.shape, axes)
+            n = 0 if shapes and all(scratch_bytes(shape) == 0 for shape in shapes) else None
+        if n is None:
+            return by_xla(ctx, *operands, axes=axes, **dtype)
         n_results = len(ctx.avals_out)
         if n:
             ctx = ctx.replace(avals_out=[*ctx.avals_out, jax.core.ShapedArray((n,), np.dtype(np.uint8))])
