@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 
 import jax_softmax
-from jax_softmax.primitives import PRIMITIVES, VJP
+from jax_softmax.primitives.operators import bind
+from jax_softmax.primitives.softmax import VJP
 
 OURS, XLA, TORCH = "jax_softmax", "XLA", "PyTorch"
 
@@ -59,7 +60,7 @@ def function(peer: str, case: Case) -> Callable:
         module = jax_softmax if peer == OURS else jax.nn
         return lambda x: getattr(module, case.op)(x, axes)
     if peer == OURS:
-        return lambda y, t: PRIMITIVES[VJP[case.op]].bind(y, t, axes=axes, axis_name=())
+        return lambda y, t: bind(VJP[case.op], y, t, where=None, axes=axes)
     if case.op == "softmax":
         return lambda y, t: y * (t - jnp.sum(y * t, axes, keepdims=True))
     return lambda y, t: t - jnp.exp(y) * jnp.sum(t, axes, keepdims=True)

@@ -38,8 +38,9 @@ from timing import device_time, device_times, kernel_times
 from tqdm import tqdm
 
 import jax_softmax
-from jax_softmax import _cuda, _kernels
-from jax_softmax.primitives import VJP
+from jax_softmax import _kernels
+from jax_softmax.primitives.softmax import VJP
+from jax_softmax.runtime import cuda
 
 SECTIONS = ("compiling", "few", "chain", "accuracy", "axes", "rows")
 ON_GPU = jax.default_backend() == "gpu"
@@ -245,15 +246,15 @@ def _chain_times(run, x: jax.Array, settings: Settings) -> dict[str, float]:
 def compiling(settings: Settings) -> dict[str, Any]:
     """Seconds to make each kernel of the other sections, with NVRTC and from disk, and those of first calls."""
     try:
-        nvrtc = _cuda.find_nvrtc()
+        nvrtc = cuda.find_nvrtc()
     except RuntimeError as error:
         return {"failed": message(error)}
     try:
         with tempfile.TemporaryDirectory() as folder:
             found: dict[str, Any] = {"kernels": _kernel_seconds(settings, nvrtc, folder)}
     finally:
-        if _cuda.availability() is None:
-            _cuda.configure()
+        if cuda.availability() is None:
+            cuda.configure()
     if ON_GPU:
         with tempfile.TemporaryDirectory() as folder:
             empty, filled = _first_call(OURS, folder), _first_call(OURS, folder)
@@ -272,7 +273,7 @@ def _kernel_seconds(settings: Settings, nvrtc: str, folder: str) -> list[dict[st
             steps[step["code"]] = step
     times: dict[str, list[float]] = {"made": [], "read": []}
     for name, seconds in times.items():
-        _kernels.jit_configure(nvrtc, folder, _cuda.CACHE_BYTES)
+        _kernels.jit_configure(nvrtc, folder, cuda.CACHE_BYTES)
         if name == "made":
             code = 'extern "C" __global__ void kernel(int) {}'
             _kernels.jit_binary(code, "to load the compiler", compute_capability)

@@ -1,19 +1,25 @@
 """Softmax for JAX with its own CPU and CUDA kernels, called through XLA's typed FFI."""
 
+import os
+
+from jax.extend import source_info_util
+
 from jax_softmax import _compatibility as _compatibility  # first: says so if jaxlib does not fit
-from jax_softmax import interpreters as interpreters
 from jax_softmax._info import build_info
-from jax_softmax.api import export_checks, log_softmax, log_softmax_vjp, softmax, softmax_vjp
-from jax_softmax.entropies import entropy, kl_divergence
-from jax_softmax.explain import Explanation, explain
-from jax_softmax.losses import (
+from jax_softmax.functions.entropies import entropy, kl_divergence
+from jax_softmax.functions.logsumexp import logsumexp
+from jax_softmax.functions.losses import (
     cross_entropy_loss,
-    logsumexp,
     softmax_cross_entropy,
     softmax_cross_entropy_with_integer_labels,
 )
-from jax_softmax.patching import use
-from jax_softmax.scaling import absmax_scale
+from jax_softmax.functions.patching import use
+from jax_softmax.functions.scaling import absmax_scale
+from jax_softmax.functions.softmax import log_softmax, log_softmax_vjp, softmax, softmax_vjp
+from jax_softmax.primitives import interpreters
+from jax_softmax.runtime import lowering
+from jax_softmax.runtime.explain import Explanation, explain
+from jax_softmax.runtime.lowering import export_checks
 
 __all__ = [
     "Explanation",
@@ -34,3 +40,8 @@ __all__ = [
     "use",
 ]
 __version__ = build_info()["version"]
+
+# What JAX says of where an operation comes from (in profiles, errors, saved residuals) is then the caller's line.
+source_info_util.register_exclusion(os.path.dirname(__file__) + os.sep)
+interpreters.register()
+lowering.register()

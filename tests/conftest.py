@@ -12,7 +12,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 import jax_softmax
-from jax_softmax import _cuda, _kernels
+from jax_softmax import _kernels
+from jax_softmax.runtime import cuda
 
 pytest.register_assert_rewrite("support")
 
@@ -57,14 +58,14 @@ def pytest_report_header(config):
 def jit(tmp_path):
     """The run-time compiler with an empty cache folder; after `jit.fresh()` it is as in a new process."""
     try:
-        path = _cuda.find_nvrtc()
+        path = cuda.find_nvrtc()
     except RuntimeError as error:
         pytest.skip(str(error))
     compiler = Compiler(path, tmp_path / "cache")
     compiler.fresh()
     yield compiler
-    if _cuda.availability() is None:
-        _cuda.configure()
+    if cuda.availability() is None:
+        cuda.configure()
 
 
 # The first NVRTC that knows an architecture, of those that the oldest supported one does not know.
@@ -76,7 +77,7 @@ class Compiler:
         self.nvrtc = nvrtc
         self.folder = folder
 
-    def fresh(self, folder=None, most_bytes=_cuda.CACHE_BYTES):
+    def fresh(self, folder=None, most_bytes=cuda.CACHE_BYTES):
         _kernels.jit_configure(self.nvrtc, str(folder if folder is not None else self.folder), most_bytes)
 
     def binary(self, code, compute_capability=90, plan="a test"):
@@ -100,7 +101,7 @@ class Compiler:
         start = (
             "import os, sys\n"
             "from jax_softmax import _kernels\n"
-            f"_kernels.jit_configure({self.nvrtc!r}, {str(self.folder)!r}, {_cuda.CACHE_BYTES})\n"
+            f"_kernels.jit_configure({self.nvrtc!r}, {str(self.folder)!r}, {cuda.CACHE_BYTES})\n"
             "def binary(code): return _kernels.jit_binary(code, 'a test', 90)\n"
         )
         command = [sys.executable, "-P", "-c", start + textwrap.dedent(body)]

@@ -19,8 +19,9 @@ import numpy as np
 import pytest
 
 import jax_softmax
-from jax_softmax import _cuda, _kernels
-from jax_softmax.lowering import attributes
+from jax_softmax import _kernels
+from jax_softmax.runtime import cuda
+from jax_softmax.runtime.lowering import attributes
 
 OPERATORS = {"softmax": jax_softmax.softmax, "log_softmax": jax_softmax.log_softmax}
 CUSTOM_VJPS = {"softmax": jax_softmax.softmax_vjp, "log_softmax": jax_softmax.log_softmax_vjp}
@@ -148,7 +149,7 @@ def why_no_cuda():
     """Why the CUDA kernels cannot run here, or None if they can."""
     if jax.default_backend() != "gpu":
         return "needs a GPU"
-    return _cuda.availability()
+    return cuda.availability()
 
 
 def on_a_cpu():
@@ -202,13 +203,17 @@ def kept_bytes(pullback):
 ROUNDINGS = 4
 
 
-def sampled(names, cases, every, ids=lambda value: getattr(value, "__name__", str(value))):
+def name_of(value):
+    return getattr(value, "__name__", str(value))
+
+
+def sampled(names, cases, every, ids=name_of, **options):
     """As pytest.mark.parametrize, but plain `pytest` has every so many-th case alone; `--sweeps` has all."""
     params = []
     for i, case in enumerate(cases):
         values = case if "," in names else (case,)
         params.append(pytest.param(*values, marks=[pytest.mark.sweep] if i % every else []))
-    return pytest.mark.parametrize(names, params, ids=ids)
+    return pytest.mark.parametrize(names, params, ids=ids, **options)
 
 
 _COLLECTIVE = re.compile(

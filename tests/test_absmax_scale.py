@@ -1,6 +1,7 @@
 """absmax_scale: y and scales to the bit, of every dtype to every dtype; masks, ties, infinities, derivatives."""
 
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -354,7 +355,8 @@ def test_explain():
 
 
 def test_names_in_programs():
-    assert "absmax_scale_int8" in str(jax.make_jaxpr(lambda x: absmax_scale(x, dtype="int8"))(normal((2, 3))))
+    text = str(jax.make_jaxpr(lambda x: absmax_scale(x, dtype="int8"))(normal((2, 3))))
+    assert re.search(r"absmax_scale\[[^]]*dtype=int8", text)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ import time
 
 import pytest
 
-from jax_softmax import _cuda, _kernels
+from jax_softmax import _kernels
+from jax_softmax.runtime import cuda
 
 CODE = 'extern "C" __global__ void kernel(float* x) { x[threadIdx.x] *= %d; }'
 
@@ -254,7 +255,7 @@ def test_one_warning_says_what_is_not_used(jit, monkeypatch):
     jit.folder.chmod(0o770)
     monkeypatch.setenv("JAX_SOFTMAX_CACHE_DIR", str(jit.folder))
     monkeypatch.setattr(_kernels, "driver_version", lambda: 99000)
-    available = functools.cache(_cuda.availability.__wrapped__)
+    available = functools.cache(cuda.availability.__wrapped__)
     with pytest.warns(UserWarning, match=rf"others may write to {jit.folder} .*JAX_SOFTMAX_CACHE_DIR") as warned:
         assert available() is None and available() is None
     assert len(warned) == 1
@@ -262,13 +263,13 @@ def test_one_warning_says_what_is_not_used(jit, monkeypatch):
 
 def test_where_the_folder_is(monkeypatch, tmp_path):
     monkeypatch.setenv("JAX_SOFTMAX_CACHE_DIR", str(tmp_path))
-    assert _cuda.cache_folder() == str(tmp_path)
+    assert cuda.cache_folder() == str(tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("JAX_SOFTMAX_CACHE_DIR", "below")  # wherever the process goes afterwards
-    assert _cuda.cache_folder() == str(tmp_path / "below")
+    assert cuda.cache_folder() == str(tmp_path / "below")
     monkeypatch.delenv("JAX_SOFTMAX_CACHE_DIR")
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    assert _cuda.cache_folder().startswith(str(tmp_path)) and _cuda.cache_folder().endswith("jax_softmax")
+    assert cuda.cache_folder().startswith(str(tmp_path)) and cuda.cache_folder().endswith("jax_softmax")
     monkeypatch.setattr("os.path.expanduser", lambda path: path)  # as without a home
-    assert _cuda.cache_folder() == ""
+    assert cuda.cache_folder() == ""

@@ -15,6 +15,7 @@ from support import FIRST, SECOND, THIRD, Bounded, check, normal, outliers, rand
 
 import jax_softmax
 from jax_softmax import entropy, kl_divergence
+from jax_softmax.runtime.lowering import attributes
 
 SHAPES = support.VIEWS_OF_ROWS
 CASES = list(itertools.product([False, True], support.DTYPES, SHAPES))
@@ -423,4 +424,4 @@ def test_cpu_kernels_refuse_divergences():
     call = jax.ffi.ffi_call("jax_softmax", results)
     x, of_y = normal((2, 3)), np.ones((2, 1), np.float32)
     with support.on_a_cpu(), pytest.raises(Exception, match="there is no CPU kernel"):
-        jax.block_until_ready(call(x, x, of_y, of_y, op="kl_divergence", axes=np.array([1])))
+        jax.block_until_ready(call(x, x, of_y, of_y, **attributes("kl_divergence", (1,), masked=False)))

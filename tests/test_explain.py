@@ -1,7 +1,6 @@
 """What `explain` says: the plan and the floor, as values and as text. Needs no GPU."""
 
 import dataclasses
-import importlib
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +10,8 @@ from support import WAYS
 
 import jax_softmax
 from jax_softmax import _kernels, explain
-
-# The package binds the function to the module's name.
-MODULE = importlib.import_module("jax_softmax.explain")
+from jax_softmax.runtime import explain as module
+from jax_softmax.runtime import gpus
 
 # Defaults to whatever GPU the tests run on.
 H200 = {"device": "H200"}
@@ -41,7 +39,7 @@ def test_view(shape, axis, kept, reduced, rows, columns):
 @pytest.mark.parametrize("op", ["softmax", "log_softmax_vjp"])
 def test_says_what_the_plan_says(op, way, device):
     e = explain(way.shape, way.axes, "bfloat16", op=op, device=device)
-    model = MODULE._DEVICES[device]._asdict()
+    model = gpus.GPUS[device]._asdict()
     del model["copy_rate"]
     chosen = _kernels.plan(list(way.shape), list(way.axes), op, "bfloat16", **model)
     if not chosen["faster_than_xla"]:
@@ -58,7 +56,7 @@ def test_says_what_the_plan_says(op, way, device):
 
 def test_every_schedule_is_described():
     reached = {way.plan()["schedule"] for way in WAYS}  # all that there are: see test_schedules.py
-    assert reached | {"jax.numpy", "nothing"} == set(MODULE._SCHEDULES)
+    assert reached | {"jax.numpy", "nothing"} == set(module._SCHEDULES)
 
 
 def test_text():
@@ -159,7 +157,7 @@ def test_without_a_kernel():
     assert "nothing" in str(e)
 
 
-@pytest.mark.parametrize("device", sorted(MODULE._DEVICES))
+@pytest.mark.parametrize("device", sorted(gpus.GPUS))
 def test_huge_arrays(device):
     e = explain((2**33, 5, 401), 1, dtype="float64", device=device)
     assert e.bytes == 2 * 8 * 2**33 * 5 * 401 and str(e)
@@ -191,12 +189,12 @@ def test_is_frozen():
     ],
 )
 def test_device_names(kind, name):
-    assert MODULE._known(kind) == name
+    assert gpus._known(kind) == name
 
 
 def test_default_device():
     default = jax.devices()[0]
-    known = MODULE._known(default.device_kind) if default.platform == "gpu" else None
+    known = gpus._known(default.device_kind) if default.platform == "gpu" else None
     assert explain((2, 3)).device == (known or "H200")
     with jax.default_device(jax.devices("cpu")[0]):
         assert explain((2, 3)).device == "H200"

@@ -11,7 +11,8 @@ import sys
 import jax
 import pytest
 
-from jax_softmax import _cuda, _kernels
+from jax_softmax import _kernels
+from jax_softmax.runtime import cuda
 
 CODE = """
 #include <cstdint>
@@ -135,14 +136,14 @@ def test_availability_names_what_is_missing(monkeypatch):
         raise RuntimeError("NVRTC was not found: install it")
 
     monkeypatch.setattr(_kernels, "driver_version", lambda: 12040)
-    monkeypatch.setattr(_cuda, "find_nvrtc", missing)
-    assert _cuda.availability.__wrapped__() == "NVRTC was not found: install it"
+    monkeypatch.setattr(cuda, "find_nvrtc", missing)
+    assert cuda.availability.__wrapped__() == "NVRTC was not found: install it"
 
 
 def test_nvrtc_and_driver_must_match():
-    assert _cuda.mismatch(12000, "12.9", "/nvrtc") is None
-    assert _cuda.mismatch(13000, "12.9", "/nvrtc") is None
-    assert "a driver of CUDA 12.4 cannot load" in _cuda.mismatch(12040, "13.0", "/nvrtc")
+    assert cuda.mismatch(12000, "12.9", "/nvrtc") is None
+    assert cuda.mismatch(13000, "12.9", "/nvrtc") is None
+    assert "a driver of CUDA 12.4 cannot load" in cuda.mismatch(12040, "13.0", "/nvrtc")
 
 
 def test_without_a_driver_nothing_is_searched_for():
@@ -152,9 +153,9 @@ def test_without_a_driver_nothing_is_searched_for():
         assert "libcuda.so.1" in str(error) and "install" in str(error)
     else:
         pytest.skip("there is a driver")
-    assert "libcuda.so.1" in _cuda.availability()
+    assert "libcuda.so.1" in cuda.availability()
     code = (
-        "import sys; from jax_softmax import _cuda; _cuda.availability(); "
+        "import sys; from jax_softmax.runtime import cuda; cuda.availability(); "
         "sys.exit('cuda.pathfinder' in sys.modules or 'platformdirs' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-P", "-c", code], timeout=60).returncode == 0

@@ -15,7 +15,7 @@ from support import FIRST, SECOND, THIRD, check, normal, outliers, random_mask, 
 import jax_softmax
 from jax_softmax import cross_entropy_loss, logsumexp, softmax_cross_entropy
 from jax_softmax import softmax_cross_entropy_with_integer_labels as integer_labels
-from jax_softmax.lowering import attributes
+from jax_softmax.runtime.lowering import attributes
 
 DTYPES = support.DTYPES
 SHAPES = support.VIEWS_OF_ROWS
@@ -797,7 +797,7 @@ def test_explained():
 def test_the_kernel_refuses_other_labels(label):
     results = 3 * [jax.ShapeDtypeStruct((2, 1), np.float32)]
     call = jax.ffi.ffi_call("jax_softmax", results)
-    with support.on_a_cpu(), pytest.raises(Exception, match="label|rows"):
+    with support.on_a_cpu(), pytest.raises(Exception, match=r"label|rows"):
         jax.block_until_ready(call(normal((2, 3)), label, **attributes("cross_entropy", (1,), masked=False)))
 
 

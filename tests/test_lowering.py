@@ -12,7 +12,8 @@ import pytest
 from support import OPERATORS, every_name
 
 import jax_softmax
-from jax_softmax import _cuda, _kernels
+from jax_softmax import _kernels
+from jax_softmax.runtime import cuda
 
 SHAPE = (2, 3, 4, 40)
 AXES = (-1, 0, 1, 2, (0, 1), (2, 3), (0, 2), (1, 3), (3, 0), None)
@@ -182,7 +183,7 @@ def test_one_program_for_several_platforms(name):
 @every_name
 def test_what_runs_here_is_the_kernel(name):
     """The compiled program of this machine's own backend still has the call, and no copy of its operand beside it."""
-    if jax.default_backend() == "gpu" and (reason := _cuda.availability()):
+    if jax.default_backend() == "gpu" and (reason := cuda.availability()):
         pytest.skip(reason)
     for axis in (0, 1, 2):
         text = jax.jit(OPERATORS[name], static_argnums=1).lower(spec((8, 16, 32)), axis).compile().as_text()

@@ -11,7 +11,7 @@ import support
 from support import NAMES, OPERATORS, sampled
 
 import jax_softmax
-from jax_softmax.reference import ORIGINALS
+from jax_softmax.primitives.reference import ORIGINALS
 
 
 @pytest.fixture(autouse=True)

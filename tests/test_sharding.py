@@ -37,8 +37,9 @@ from support import (
 )
 
 import jax_softmax
-from jax_softmax import reference as reference_module
-from jax_softmax import row_primitives, sharding
+from jax_softmax.devices import parts, private, warned
+from jax_softmax.primitives import reference as reference_module
+from jax_softmax.primitives.operators import bind
 
 SHAPE = (8, 4, 32)
 
@@ -46,7 +47,7 @@ SHAPE = (8, 4, 32)
 @pytest.fixture(autouse=True)
 def on_the_cpu():
     """Also where there is a GPU: what is not sharded is where the devices are that it is compared with."""
-    sharding._warned.clear()
+    warned._warned.clear()
     with support.on_a_cpu():
         yield
 
@@ -770,7 +771,7 @@ def test_rows_that_are_given_numbers(spec):
     of_rows = support.row_numbers("cross_entropy_gradient", x.shape, (1,), "float32")
 
     def run(*operands):
-        return row_primitives.cross_entropy_gradient_p.bind(*operands, axes=(1,), axis_name=())
+        return bind("cross_entropy_gradient", *operands[:-1], where=operands[-1], axes=(1,))
 
     results, travels = run_compiled(run, place(x, spec), *of_rows, place(where, spec), kernels=1)
     assert [kind for kind, _ in travels] == ["all-reduce"] * (2 if len(spec) > 1 else 0)
@@ -1258,7 +1259,7 @@ def test_normalizers_of_parts(dtype):
     rows = rows.astype(jnp.dtype(dtype))
     for where in (None, support.random_mask(rows.shape), np.isfinite(rows.astype("float64"))):
         with support.precision(dtype):
-            for f in (sharding._Across.normalizer, reference_module.logsumexp):
+            for f in (parts.Across.normalizer, reference_module.logsumexp):
                 largest, total = (np.asarray(r) for r in f(jnp.asarray(rows), where, (1,)))
                 expected = support.reference_normalizer(rows, (1,), where)
                 check(total, expected[1])
@@ -1310,7 +1311,7 @@ def test_gspmd_inside_a_partly_manual_shard_map(gspmd):
 
 
 def test_a_jax_that_moved_its_private_names(monkeypatch):
-    monkeypatch.setattr(sharding, "AVAILABLE", False)
+    monkeypatch.setattr(private, "AVAILABLE", False)
     x = normal(SHAPE)
     with pytest.warns(UserWarning, match="without its kernel.*Use jax.shard_map"):
         y, travels = run_compiled(lambda x: jax_softmax.softmax(x), place(x, P("data", "model")), kernels=0)
@@ -1320,10 +1321,10 @@ def test_a_jax_that_moved_its_private_names(monkeypatch):
 
 def test_private_names():
     """They are where this JAX has them, and in two modules."""
-    assert sharding.AVAILABLE
-    sources = sorted(Path(jax_softmax.__file__).parent.glob("*.py"))
-    private = [path.name for path in sources if re.search(r"jax\._src|axis_context", path.read_text())]
-    assert private == ["interpreters.py", "sharding.py"]
+    assert private.AVAILABLE
+    sources = sorted(Path(jax_softmax.__file__).parent.rglob("*.py"))
+    found = [path.name for path in sources if re.search(r"jax\._src|axis_context", path.read_text())]
+    assert sorted(found) == ["interpreters.py", "private.py"]
 
 
 # ---- Programs that are kept.

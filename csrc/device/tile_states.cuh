@@ -110,7 +110,7 @@ struct TileStates : TilePart<Mem, Plan> {
 
   // The same states from lines that are not held, some of which are read together.
   __device__ __forceinline__ void sum_read() {
-    constexpr int kTogether = (kWidth > 8 ? 4 : 8) / (kInputs - Op::kFirstSummed);  // as there are registers
+    constexpr int kTogether = (Mem::kOrdered ? 8 : 4) / (kInputs - Op::kFirstSummed);  // as there are registers
     clear();
 #pragma unroll 1
     for (int t = 0; t < kTurns; t += kTogether) {

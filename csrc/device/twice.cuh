@@ -50,7 +50,7 @@ struct Stretch {
 
   // The state of the stretch, known to all threads of the block.
   __device__ __forceinline__ StateOf<Op> state() const {
-    constexpr int kTogether = (kWidth > 8 ? 4 : 8) / (kInputs - Op::kFirstSummed);  // as there are registers
+    constexpr int kTogether = (Mem::kOrdered ? 8 : 4) / (kInputs - Op::kFirstSummed);  // as there are registers
     StateOf<Op> state = identity<Op, M>();
     for_packs<Op::kFirstSummed, kTogether>([&](auto& raw, const auto& at, const auto& inside) {
       unsigned kept[kTogether];

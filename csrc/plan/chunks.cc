@@ -24,6 +24,8 @@ constexpr int kMostChunks = 8192;
 // Registers of a thread, so that a multiprocessor has room for three blocks of three teams, or four of two operands.
 int registers_of(const Problem& problem, bool edges) {
   if (problem.view.reduced.size > 1 && edges) return 80;  // places of packs in many runs
+  if (!problem.plain && problem.in_bytes > 1)
+    return 112;  // values of packs, that an expression makes, instead of words
   return problem.cost.inputs == 1 ? (problem.value_bytes() == 8 ? 64 : 56) : edges ? 80 : 40;
 }
 

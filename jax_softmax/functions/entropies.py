@@ -7,10 +7,12 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jax_softmax import arguments
-from jax_softmax.arguments import Axis, AxisName
-from jax_softmax.reference import Normalizer
-from jax_softmax.row_primitives import divergence, entropy_p, of_mask, of_rows_with_elements
+from jax_softmax.functions import arguments
+from jax_softmax.functions.arguments import Axis, AxisName
+from jax_softmax.primitives.entropies import divergence
+from jax_softmax.primitives.operators import bind
+from jax_softmax.primitives.reference import Normalizer
+from jax_softmax.primitives.rows import of_rows_with_elements
 
 
 def entropy(
@@ -49,7 +51,7 @@ def _entropy(logits, axis, where, axis_name):
     x, where, axes, axis_name, _ = arguments.prepared(
         "entropy", logits, axis, where, axis_name, argument="logits", may_enlarge=False
     )
-    result, *rows = entropy_p.bind(*of_mask(x, where), axes=axes, axis_name=axis_name)
+    result, *rows = bind("entropy", x, where=where, axes=axes, axis_name=axis_name)
     return _of_rows(result, Normalizer(*rows), x, where, axes, axis_name)
 
 

@@ -4,15 +4,15 @@ import functools
 import math
 import operator
 from collections.abc import Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_softmax import reference
-from jax_softmax.labels import LARGEST_LABEL
-from jax_softmax.primitives import laid_as_well
+from jax_softmax.primitives import reference
+from jax_softmax.primitives.labels import LARGEST_LABEL
+from jax_softmax.primitives.types import laid_as_well
 
 Axis = int | Sequence[int] | np.ndarray | jax.Array | None
 AxisName = Hashable | Sequence[Hashable] | None
@@ -136,9 +136,18 @@ def checked_axes_and_mask(op: str, x: jax.Array, axis: Any, where: Any, argument
     return tuple(sorted(checked_axes(op, len(shape), axis))), where, shape
 
 
-def prepared(name, x, axis, where, axis_name, argument="x", may_enlarge=True):
-    """What primitives with results for rows are given: x in a dtype that is computed in, the mask, the sorted axes and
-    the mesh axes; and the dtype of a result like x.
+class Prepared(NamedTuple):
+    """What primitives with results for rows are given."""
+
+    x: jax.Array  # in a dtype that is computed in
+    where: jax.Array | None
+    axes: tuple[int, ...]  # sorted
+    axis_name: tuple[Hashable, ...]
+    dtype: Any  # of a result like x
+
+
+def prepared(name, x, axis, where, axis_name, argument="x", may_enlarge=True) -> Prepared:
+    """The checked arguments.
 
     A mask that may not enlarge x may have the results' shape as well: it then leaves out whole rows.
     """
@@ -147,9 +156,9 @@ def prepared(name, x, axis, where, axis_name, argument="x", may_enlarge=True):
         where = of_rows_or_elements(name, where, x, axis, argument)
     axes, where, shape = checked_axes_and_mask(name, x, axis, where, argument)
     axis_name = checked_axis_name(name, axis_name)
-    x, of_x = promoted(x)
+    x, dtype = promoted(x)
     x = jnp.broadcast_to(reference.without_narrow(x), shape)
-    return varying_as_well(x, where, axis_name), where, axes, axis_name, of_x
+    return Prepared(varying_as_well(x, where, axis_name), where, axes, axis_name, dtype)
 
 
 def of_rows_or_elements(op: str, where: Any, x: jax.Array, axis: Any, argument: str = "x") -> jax.Array:

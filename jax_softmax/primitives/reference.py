@@ -1,18 +1,17 @@
 """The operators in jax.numpy: what runs on platforms without kernels, and for what the kernels do not cover.
 
-Each function has the operands and the meaning of the primitive of its name (see `primitives.py`): `where` is None or a
-boolean mask that broadcasts to x's shape. Where a row is spread over devices, each holds a part of it, and
-`across(value, "max" | "sum")` reduces a value over them; `across.normalizer` is `logsumexp` of this device's part, by a
-kernel where there is one. These functions then read the operands at most twice.
+Each function has the operands and the meaning of the primitive of its name (see `operators.py`): `where` is None or a
+boolean mask that broadcasts to x's shape, `dtype` that of the result for elements. Where a row is spread over devices,
+each holds a part of it, and `across(value, "max" | "sum")` reduces a value over them; `across.normalizer` is
+`logsumexp` of this device's part, by a kernel where there is one. These functions then read the operands at most twice.
 """
 
-import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jax_softmax.labels import at_labels, exists, is_label
+from jax_softmax.primitives.labels import at_labels, exists, is_label
 
 # What the operators take as it is: 8 bits that are widened where they are read. Their linear maps do not.
 NARROW = ("float8_e4m3fn", "float8_e5m2", "int8", "uint8")
@@ -45,18 +44,18 @@ def result_dtype(dtype):
     return dtype if jnp.issubdtype(dtype, jnp.inexact) else jnp.dtype(jnp.float32)
 
 
-def softmax(x, where, axes, across=None):
+def softmax(x, where, axes, across=None, *, dtype):
     if across is None:
-        return ORIGINALS["softmax"](widened(x), axes, where).astype(result_dtype(x.dtype))
+        return ORIGINALS["softmax"](widened(x), axes, where).astype(dtype)
     rows = logsumexp(x, where, axes, across).without_infinity()
-    return probabilities(x, rows, where).astype(result_dtype(x.dtype))
+    return probabilities(x, rows, where).astype(dtype)
 
 
-def log_softmax(x, where, axes, across=None):
+def log_softmax(x, where, axes, across=None, *, dtype):
     if across is None:
-        return ORIGINALS["log_softmax"](widened(x), axes, where).astype(result_dtype(x.dtype))
+        return ORIGINALS["log_softmax"](widened(x), axes, where).astype(dtype)
     rows = logsumexp(x, where, axes, across).without_infinity()
-    return log_probabilities(x, rows, where).astype(result_dtype(x.dtype))
+    return log_probabilities(x, rows, where).astype(dtype)
 
 
 def kept(t, where, masked=0):
@@ -68,22 +67,22 @@ def _row_sum(t, axes, across):
     return total if across is None else across(total, "sum")
 
 
-def softmax_linear(y, t, where, axes, across=None):
+def softmax_linear(y, t, where, axes, across=None, *, dtype):
     """J t = y (t - sum(y t)), softmax's Jacobian, which is symmetric."""
     p, t32 = widened(y), kept(widened(t), where)
-    return kept(p * (t32 - _row_sum(p * t32, axes, across)), where).astype(t.dtype)
+    return kept(p * (t32 - _row_sum(p * t32, axes, across)), where).astype(dtype)
 
 
-def log_softmax_jvp(y, t, where, axes, across=None):
+def log_softmax_jvp(y, t, where, axes, across=None, *, dtype):
     """J t = t - sum(exp(y) t), log-softmax's Jacobian."""
     p, t32 = jnp.exp(widened(y)), kept(widened(t), where)
-    return kept(t32 - _row_sum(p * t32, axes, across), where).astype(t.dtype)
+    return kept(t32 - _row_sum(p * t32, axes, across), where).astype(dtype)
 
 
-def log_softmax_vjp(y, t, where, axes, across=None):
+def log_softmax_vjp(y, t, where, axes, across=None, *, dtype):
     """Jᵀ t = t - exp(y) sum(t), the transpose of log-softmax's Jacobian."""
     p, t32 = jnp.exp(widened(y)), kept(widened(t), where)
-    return kept(t32 - p * _row_sum(t32, axes, across), where).astype(t.dtype)
+    return kept(t32 - p * _row_sum(t32, axes, across), where).astype(dtype)
 
 
 class Normalizer(NamedTuple):
@@ -185,27 +184,28 @@ def cross_entropy_given(rows, x, label, axes, across=None):
     return jnp.where(found, rows.log_total - distance, 0)
 
 
-def cross_entropy_gradient(x, a, b, c, d, label, where, axes, across=None):
-    """softmax(x) (a + b lse) + c, and d added at the label; and the rows' `Normalizer`."""
+def cross_entropy_gradient(x, factor, lse_factor, offset, at_label, label, where, axes, across=None, *, dtype):
+    """softmax(x) (factor + lse_factor lse) + offset, and at_label added at the label; and the rows' `Normalizer`."""
     rows = logsumexp(x, where, axes, across)
-    return cross_entropy_gradient_given(rows, x, a, b, c, d, label, where, axes, across), *rows
+    of_rows = factor, lse_factor, offset, at_label, label
+    return gradient_given(rows, x, *of_rows, where, axes, across, dtype=dtype), *rows
 
 
-def cross_entropy_gradient_given(rows, x, a, b, c, d, label, where, axes, across=None):
+def gradient_given(rows, x, factor, lse_factor, offset, at_label, label, where, axes, across=None, *, dtype):
     here = label if across is None else across.label_of_part(label)[1]
     # A row of weight 0 does not count, though it may be NaN.
-    counts = jnp.isfinite(rows.log_total) | (a != 0) | (b != 0) | (c != 0) | (d != 0)
+    counts = jnp.isfinite(rows.log_total) | (factor != 0) | (lse_factor != 0) | (offset != 0) | (at_label != 0)
     rows = Normalizer(*(jnp.where(counts, row, 0) for row in rows))
     lse = jnp.where(rows.lse == -jnp.inf, 0, rows.lse)  # of rows that are masked altogether
     p = probabilities(x, rows, counts if where is None else where & counts)
-    gradient = kept(p * (a + b * lse) + c, where) + jnp.where(is_label(x, axes, here), d, 0)
-    return gradient.astype(x.dtype)
+    gradient = kept(p * (factor + lse_factor * lse) + offset, where)
+    return (gradient + jnp.where(is_label(x, axes, here), at_label, 0)).astype(dtype)
 
 
-def tangent_sums_transpose(x, largest, total, a, c, d, label, where, axes, across=None):
-    """softmax(x) a + c, and d added at the label, also where it is masked."""
-    rows = Normalizer(largest, total)
-    return (cross_entropy_gradient_given(rows, x, a, jnp.zeros_like(a), c, d, label, where, axes, across),)
+def tangent_sums_transpose(x, largest, total, factor, offset, at_label, label, where, axes, across=None, *, dtype):
+    """softmax(x) factor + offset, and at_label added at the label, also where it is masked."""
+    rows, of_rows = Normalizer(largest, total), (factor, jnp.zeros_like(factor), offset, at_label, label)
+    return gradient_given(rows, x, *of_rows, where, axes, across, dtype=dtype)
 
 
 def absmax(x, where, axes, across=None):
@@ -256,14 +256,13 @@ _OPERATORS = {
     for f in (
         *(softmax, log_softmax, softmax_linear, log_softmax_jvp, log_softmax_vjp),
         *(logsumexp, cross_entropy, cross_entropy_gradient, tangent_sums_transpose),
-        *(entropy, kl_divergence),
+        *(entropy, kl_divergence, absmax_scale),
     )
 }
-_OPERATORS |= {f"absmax_scale_{dtype}": functools.partial(absmax_scale, dtype=dtype) for dtype in SCALED}
 
 
-def apply(op, axes, *operands, across=None):
+def apply(op, *operands, axes, across=None, **dtype):
     """The operator of a name on a primitive's operands, of which a boolean one is the mask."""
     floats = [a for a in operands if a.dtype != bool]
     where = operands[len(floats)] if len(operands) > len(floats) else None
-    return _OPERATORS[op](*floats, where, axes, across)
+    return _OPERATORS[op](*floats, where, axes, across, **dtype)

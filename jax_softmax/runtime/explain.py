@@ -4,25 +4,24 @@ import contextlib
 import dataclasses
 import math
 import operator
-import re
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_softmax import _kernels, arguments, reference
-from jax_softmax.primitives import JVP, VJP
-from jax_softmax.row_primitives import ABSMAX_SCALE, KERNELS, ROW_PRIMITIVES
+from jax_softmax import _kernels
+from jax_softmax.functions import arguments
+from jax_softmax.primitives import reference
+from jax_softmax.primitives.operators import KERNELS, OPERATORS
+from jax_softmax.primitives.softmax import JVP
+from jax_softmax.runtime import gpus
 
-_LINEAR = tuple(dict.fromkeys([*JVP.values(), *VJP.values()]))
-_OPERATORS = (*JVP, *_LINEAR, *ROW_PRIMITIVES)
-# Tensors that are read and written; what rows have is left out of account.
-_TRAFFIC = {op: (1, 1) for op in _OPERATORS} | {op: (2, 1) for op in _LINEAR}
-_TRAFFIC |= dict.fromkeys(("logsumexp", "cross_entropy", "entropy"), (1, 0))
-_TRAFFIC["kl_divergence"] = (2, 0)
-
-_OF_LABELS = ("cross_entropy", "cross_entropy_gradient", "tangent_sums_transpose")
+# What `absmax_scale` runs has the name of its result's dtype here, on which the plan depends.
+_SCALED = {f"absmax_scale_{dtype}": dtype for dtype in reference.SCALED}
+_KERNELS = {op: KERNELS.get(op, op) for op in OPERATORS if not OPERATORS[op].quantizes}
+_KERNELS |= dict.fromkeys(_SCALED, "absmax_scale")
+_OF_LABELS = tuple(op for op in OPERATORS if OPERATORS[op].labelled)
 _OF_CLASSES = (*_OF_LABELS, "entropy", "kl_divergence")  # whose masks may not enlarge the result
 _ALLOWED = "explain: x_or_shape must be an array, a jax.ShapeDtypeStruct, or a shape (a tuple of ints)"
 _MOST_ELEMENTS = 2**63 - 1  # that 64 bits count
@@ -46,37 +45,6 @@ class Launch(NamedTuple):
     threads: int  # of a block
     cluster: int  # blocks that share a row through one another's shared memory
     shared_bytes: int  # dynamic shared memory of a block
-
-
-class _Device(NamedTuple):
-    compute_capability: int  # 10 * major + minor
-    multiprocessors: int
-    shared_memory_per_block: int  # bytes, opted in
-    largest_cluster: int
-    copy_rate: float  # bytes per second, read and written together
-
-
-# Copy rates: the H200's as measured, the others 90 % of the data sheet's.
-_DEVICES = {
-    "H200": _Device(90, 132, 227 << 10, 16, 4.3e12),
-    "GH200": _Device(90, 132, 227 << 10, 16, 0.9 * 4.0e12),
-    "H100": _Device(90, 132, 227 << 10, 16, 0.9 * 3.35e12),
-    "H100 NVL": _Device(90, 132, 227 << 10, 16, 0.9 * 3.9e12),
-    "H100 PCIe": _Device(90, 114, 227 << 10, 16, 0.9 * 2.0e12),
-    "B200": _Device(100, 148, 227 << 10, 16, 0.9 * 7.7e12),
-    "A100": _Device(80, 108, 163 << 10, 1, 0.9 * 2.039e12),
-    "A100 40GB": _Device(80, 108, 163 << 10, 1, 0.9 * 1.555e12),
-    "A10": _Device(86, 72, 99 << 10, 1, 0.9 * 600e9),
-    "L4": _Device(89, 58, 99 << 10, 1, 0.9 * 300e9),
-    "L40S": _Device(89, 142, 99 << 10, 1, 0.9 * 864e9),
-    "V100": _Device(70, 80, 96 << 10, 1, 0.9 * 900e9),
-    "T4": _Device(75, 40, 64 << 10, 1, 0.9 * 320e9),
-    "RTX 3090": _Device(86, 82, 99 << 10, 1, 0.9 * 936e9),
-    "RTX 4090": _Device(89, 128, 99 << 10, 1, 0.9 * 1008e9),
-    "RTX 5090": _Device(120, 170, 99 << 10, 8, 0.9 * 1792e9),
-}
-# Words that make a chip another one, or a part of one, than its name says.
-_OTHER_CHIPS = {"LAPTOP", "MIG", "D", "TI"}
 
 
 def _dims(dims: tuple[tuple[int, int], ...]) -> str:
@@ -147,7 +115,7 @@ class Explanation:
             clusters = f" in clusters of {launch.cluster}" if launch.cluster > 1 else ""
             shared = f"{launch.shared_bytes:,} bytes of dynamic shared memory"
             say("kernel", f"{_count(launch.blocks, 'block')} of {launch.threads:,} threads{clusters}, {shared}")
-        what = ", ".join(_count(n, noun) for n, noun in zip(_TRAFFIC[self.op], ("read", "write"), strict=True) if n)
+        what = ", ".join(_count(n, noun) for n, noun in zip(_traffic(self.op), ("read", "write"), strict=True) if n)
         say("bytes", f"{self.bytes:,} ({what}{', the mask' if mask else ''})")
         say("floor", f"{self.floor_us:.4g} µs at {self.copy_rate / 1e12:.3g} TB/s")
         return "\n".join(lines)
@@ -187,42 +155,17 @@ def explain(
       ValueError: axis is out of range or repeated, where does not broadcast, op or device is not known, or the array
         has 2^63 elements or more.
     """
-    if op not in _OPERATORS:
-        raise ValueError(f"explain: op must be one of {', '.join(_OPERATORS)}, got {op!r}.")
-    device_name = _device_name(device)
-    model = _DEVICES[device_name]
+    if op not in _KERNELS:
+        raise ValueError(f"explain: op must be one of {', '.join(_KERNELS)}, got {op!r}.")
+    device_name = gpus.name_of(device)
     x = _described(x_or_shape, dtype)
     shape, axes, mask_shape, kernel_dtype = _checked(op, x, axis, where)
-    complex_valued = jnp.issubdtype(kernel_dtype, jnp.complexfloating)
-
     if 0 not in shape and math.prod(shape) > _MOST_ELEMENTS:
         raise ValueError(f"explain: arrays of 2^63 elements or more are not supported, got shape {shape}.")
-
-    schedule, found = "jax.numpy", None
-    if 0 in shape:
-        schedule = "nothing"
-    elif not complex_valued and len(shape) <= _kernels.MAX_DIMS:
-        found = _kernels.plan(
-            list(shape),
-            list(axes),
-            KERNELS.get(op, op),
-            kernel_dtype.name,
-            None if mask_shape is None else [*[1] * (len(shape) - len(mask_shape)), *mask_shape],
-            compute_capability=model.compute_capability,
-            multiprocessors=model.multiprocessors,
-            shared_memory_per_block=model.shared_memory_per_block,
-            largest_cluster=model.largest_cluster,
-            out_dtype=ABSMAX_SCALE.get(op),
-        )
-        found = found if found and found["faster_than_xla"] else None
-        if found is None and op == "cross_entropy":  # which is then made of another one's result
-            return explain(x_or_shape, axis, dtype, where, "logsumexp", device)
-
-    reads, writes = _TRAFFIC[op]
-    result = np.dtype(ABSMAX_SCALE.get(op, reference.result_dtype(kernel_dtype)))
-    n_bytes = math.prod(shape) * (reads * kernel_dtype.itemsize + writes * result.itemsize)
-    if mask_shape is not None and 0 not in shape:
-        n_bytes += math.prod(mask_shape)
+    found = _planned(op, shape, axes, mask_shape, kernel_dtype, gpus.GPUS[device_name])
+    if found is None and 0 not in shape and op == "cross_entropy":  # which is then made of another one's result
+        return explain(x_or_shape, axis, dtype, where, "logsumexp", device)
+    n_bytes, copy_rate = _bytes(op, shape, mask_shape, kernel_dtype), gpus.GPUS[device_name].copy_rate
     return Explanation(
         op=op,
         shape=shape,
@@ -234,13 +177,45 @@ def explain(
         reduced=tuple(found["reduced"]) if found else (),
         rows=math.prod(n for d, n in enumerate(shape) if d not in axes),
         columns=math.prod(n for d, n in enumerate(shape) if d in axes),
-        schedule=found["schedule"] if found else schedule,
+        schedule=found["schedule"] if found else "nothing" if 0 in shape else "jax.numpy",
         plan=found["fields"] if found else {},
         launches=tuple(Launch(*(step[name] for name in Launch._fields)) for step in found["steps"]) if found else (),
         bytes=n_bytes,
-        copy_rate=model.copy_rate,
-        floor_us=n_bytes / model.copy_rate * 1e6,
+        copy_rate=copy_rate,
+        floor_us=n_bytes / copy_rate * 1e6,
     )
+
+
+def _planned(op, shape, axes, mask_shape, dtype, gpu):
+    """The plan and its kernels, or None where none runs."""
+    if 0 in shape or jnp.issubdtype(dtype, jnp.complexfloating) or len(shape) > _kernels.MAX_DIMS:
+        return None
+    found = _kernels.plan(
+        list(shape),
+        list(axes),
+        _KERNELS[op],
+        dtype.name,
+        None if mask_shape is None else [*[1] * (len(shape) - len(mask_shape)), *mask_shape],
+        compute_capability=gpu.compute_capability,
+        multiprocessors=gpu.multiprocessors,
+        shared_memory_per_block=gpu.shared_memory_per_block,
+        largest_cluster=gpu.largest_cluster,
+        out_dtype=_SCALED.get(op),
+    )
+    return found if found and found["faster_than_xla"] else None
+
+
+def _traffic(op):
+    """How many arrays of x's shape are read and written; what rows have is left out of account."""
+    operator = OPERATORS[_KERNELS[op]]
+    return operator.inputs, operator.element_results
+
+
+def _bytes(op, shape, mask_shape, dtype):
+    reads, writes = _traffic(op)
+    result = np.dtype(_SCALED.get(op, reference.result_dtype(dtype)))
+    n_bytes = math.prod(shape) * (reads * dtype.itemsize + writes * result.itemsize)
+    return n_bytes if mask_shape is None or 0 in shape else n_bytes + math.prod(mask_shape)
 
 
 def _described(x: Any, dtype: Any) -> jax.ShapeDtypeStruct:
@@ -287,7 +262,7 @@ def _checked(op: str, x: jax.ShapeDtypeStruct, axis: Any, where: Any):
 
     def check(x, *mask):
         x, mask = arguments.checked_array("explain", x, "x_or_shape"), mask[0] if mask else where
-        if op in ROW_PRIMITIVES:
+        if OPERATORS[_KERNELS[op]].row_results:
             arguments.checked_real_array("explain", x, "x_or_shape")
         if op in _OF_CLASSES and mask is not None:
             mask = arguments.of_rows_or_elements("explain", mask, x, axis, "x_or_shape")
@@ -304,31 +279,3 @@ def _checked(op: str, x: jax.ShapeDtypeStruct, axis: Any, where: Any):
     with jax.enable_x64(True) if wide else contextlib.nullcontext():
         jax.eval_shape(check, x, *([where] if isinstance(where, jax.ShapeDtypeStruct) else []))
     return seen[0]
-
-
-def _device_name(device: Any) -> str:
-    """The key in _DEVICES."""
-    if device is None:
-        default = jax.config.jax_default_device
-        default = default if isinstance(default, jax.Device) else jax.devices(default)[0]
-        return (_known(default.device_kind) if default.platform == "gpu" else None) or "H200"
-    if not isinstance(device, str | jax.Device):
-        raise TypeError(
-            f"explain: device must be a name, a jax.Device or None, got one of type {type(device).__name__}."
-        )
-    kind = device if isinstance(device, str) else device.device_kind
-    name = _known(kind)
-    if name is None:
-        raise ValueError(f"explain: device must be one of {', '.join(_DEVICES)}, got {kind!r}.")
-    return name
-
-
-def _known(kind: str) -> str | None:
-    """The entry all of whose words are in a device's name, such as NVIDIA A100-SXM4-40GB; the one of most words."""
-
-    def words(text):
-        return set(re.split(r"[^A-Z0-9]+", text.upper())) - {""}
-
-    given = words(kind)
-    names = [] if given & _OTHER_CHIPS else [name for name in _DEVICES if words(name) <= given]
-    return max(names, key=lambda name: len(words(name)), default=None)

@@ -1,25 +1,21 @@
-"""The public functions: they check their arguments and bind the primitives.
+"""Softmax and log-softmax: the public functions, which check their arguments and bind the primitives.
 
 An eager call is one call of a jitted function, as it is in `jax.nn`. What that function would not refuse in words of
 our own is checked before, without looking at shapes; the rest inside, while it is traced.
 """
 
-import os
 from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.export
 import jax.numpy as jnp
-from jax.extend import source_info_util
 from jax.typing import ArrayLike
 
-from jax_softmax import arguments, lowering, reference, sharding
-from jax_softmax.arguments import Axis, AxisName
-from jax_softmax.primitives import PRIMITIVES, VJP
-
-# What JAX says of where an operation comes from (in profiles, errors, saved residuals) is then the caller's line.
-source_info_util.register_exclusion(os.path.dirname(__file__) + os.sep)
+from jax_softmax.functions import arguments
+from jax_softmax.functions.arguments import Axis, AxisName
+from jax_softmax.primitives import reference
+from jax_softmax.primitives.operators import bind
+from jax_softmax.primitives.softmax import VJP
 
 
 def softmax(x: ArrayLike, axis: Axis = -1, where: ArrayLike | None = None, *, axis_name: AxisName = None) -> jax.Array:
@@ -77,45 +73,40 @@ def _jitted(name: str, op: str, forward: Callable[..., jax.Array]) -> Callable[.
         if jnp.issubdtype(x.dtype, jnp.complexfloating):
             if axis_name:
                 raise TypeError(f"{name}: x must be real where axis_name is given, got {x.dtype}.")
-            return getattr(reference, op)(jnp.broadcast_to(x, shape), where, axes)
+            return getattr(reference, op)(jnp.broadcast_to(x, shape), where, axes, dtype=x.dtype)
         x, dtype = arguments.promoted(x)
         x = jnp.broadcast_to(x, shape)
         x = arguments.varying_as_well(x, where, axis_name)
-        return forward(axes, axis_name, x, *([] if where is None else [where])).astype(dtype)
+        return forward(axes, axis_name, x, where).astype(dtype)
 
     call.__name__ = call.__qualname__ = name
     return jax.jit(call, static_argnums=(1, 3), inline=True)
 
 
-def export_checks() -> list[jax.export.DisabledSafetyCheck]:
-    """The safety checks that `jax.export` must leave out for programs that call these functions.
+def _bound(op: str) -> Callable[..., jax.Array]:
+    def function(axes, axis_name, x, where):
+        return bind(op, x, where=where, axes=axes, axis_name=axis_name)
 
-    JAX vouches only for custom calls of its own. Pass the list as `disabled_checks`; where the exported program runs,
-    jax_softmax must be imported:
-
-        jax.export.export(jax.jit(f), disabled_checks=jax_softmax.export_checks())(x)
-    """
-    return [jax.export.DisabledSafetyCheck.custom_call(target) for target in (lowering.TARGET, sharding.TARGET)]
+    function.__name__ = function.__qualname__ = op
+    return function
 
 
 # ---- The same forward and backward behind jax.custom_vjp, for code that asks for it: reverse mode only.
 
 
 def _with_vjp(op: str) -> Callable[..., jax.Array]:
-    def function(axes, axis_name, x, *mask):
-        return PRIMITIVES[op].bind(x, *mask, axes=axes, axis_name=axis_name)
-
-    def forward_and_residuals(axes, axis_name, x, *mask):
-        y = function(axes, axis_name, reference.without_narrow(x), *mask)
-        return y.astype(x.dtype), (y, mask)
+    def forward_and_residuals(axes, axis_name, x, where):
+        dtype = reference.result_dtype(x.dtype)
+        wide = jnp.float32 if dtype.name in reference.NARROW else dtype
+        y = bind(op, x, where=where, axes=axes, axis_name=axis_name, dtype=wide)
+        return y.astype(dtype), (y, where)
 
     def backward(axes, axis_name, residuals, cotangent):
-        y, mask = residuals
-        x_bar = PRIMITIVES[VJP[op]].bind(y, cotangent.astype(y.dtype), *mask, axes=axes, axis_name=axis_name)
-        return x_bar.astype(cotangent.dtype), *[None] * len(mask)
+        y, where = residuals
+        t = reference.without_narrow(cotangent)
+        return bind(VJP[op], y, t, where=where, axes=axes, axis_name=axis_name).astype(cotangent.dtype), None
 
-    function.__name__ = function.__qualname__ = op
-    with_vjp = jax.custom_vjp(function, nondiff_argnums=(0, 1))
+    with_vjp = jax.custom_vjp(_bound(op), nondiff_argnums=(0, 1))
     with_vjp.defvjp(forward_and_residuals, backward)
     return with_vjp
 
@@ -135,10 +126,6 @@ def log_softmax_vjp(
 ) -> jax.Array:
     """`log_softmax` through a `jax.custom_vjp`: the same values and gradients, but reverse mode only."""
     return _call(_log_softmax_vjp, x, axis, where, axis_name)
-
-
-def _bound(op: str) -> Callable[..., jax.Array]:
-    return lambda axes, axis_name, x, *mask: PRIMITIVES[op].bind(x, *mask, axes=axes, axis_name=axis_name)
 
 
 _softmax = _jitted("softmax", "softmax", _bound("softmax"))

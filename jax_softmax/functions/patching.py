@@ -8,10 +8,10 @@ from typing import ParamSpec, TypeVar
 
 import jax
 
-from jax_softmax import api, arguments
-from jax_softmax.reference import ORIGINALS
+from jax_softmax.functions import arguments, softmax
+from jax_softmax.primitives.reference import ORIGINALS
 
-_OURS = {name: getattr(api, name) for name in ORIGINALS}
+_OURS = {name: getattr(softmax, name) for name in ORIGINALS}
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")

@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
-from jax_softmax import arguments, reference
-from jax_softmax.arguments import Axis, AxisName
-from jax_softmax.row_primitives import ROW_PRIMITIVES
+from jax_softmax.functions import arguments
+from jax_softmax.functions.arguments import Axis, AxisName
+from jax_softmax.primitives import reference
+from jax_softmax.primitives.operators import bind
 
 
 def absmax_scale(
@@ -64,8 +65,7 @@ def _absmax_scale(x, axis, where, dtype, axis_name):
     dtype = x.dtype.name if dtype is None else dtype
     wide = reference.wide_dtype(x.dtype).name
     rounded = wide if dtype == "float64" else dtype  # of no more bits than the arithmetic has
-    operands = [x] if where is None else [x, where]
-    y, scale = ROW_PRIMITIVES[f"absmax_scale_{rounded}"].bind(*operands, axes=axes, axis_name=axis_name)
+    y, scale = bind("absmax_scale", x, where=where, axes=axes, axis_name=axis_name, dtype=rounded)
     return y.astype(dtype), scale
 
 

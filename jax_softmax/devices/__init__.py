@@ -1,0 +1,1 @@
+"""Arrays that are spread over several devices: what each of them does."""

@@ -1,0 +1,58 @@
+"""Collectives of a device's program, which has no mesh: devices are numbered as XLA numbers them."""
+
+import jax
+import numpy as np
+from jax.extend.core import Primitive
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import stablehlo
+from jax.interpreters import mlir
+
+all_reduce_p = Primitive("jax_softmax_all_reduce")
+all_reduce_p.def_abstract_eval(lambda value, *, kind, groups: value)
+
+
+def _all_reduce(ctx, value, *, kind, groups):
+    reduce = stablehlo.AllReduceOp(
+        [value.type],
+        [value],
+        replica_groups=ir.DenseIntElementsAttr.get(np.array(groups, np.int64)),
+        channel_handle=stablehlo.ChannelHandle.get(1, 1),
+        use_global_device_ids=ir.BoolAttr.get(True),
+    )
+    scalar = ir.RankedTensorType.get([], value.type.element_type)
+    block = reduce.regions[0].blocks.append(scalar, scalar)
+    with ir.InsertionPoint(block):
+        operation = {"max": stablehlo.MaxOp, "sum": stablehlo.AddOp}[kind]
+        stablehlo.return_([operation(*block.arguments).result])
+    return reduce.results
+
+
+mlir.register_lowering(all_reduce_p, _all_reduce)
+
+all_to_all_p = Primitive("jax_softmax_all_to_all")
+
+
+@all_to_all_p.def_abstract_eval
+def _(a, *, groups, cut, joined):
+    shape = list(a.shape)
+    shape[cut] //= len(groups[0])
+    shape[joined] *= len(groups[0])
+    return a.update(shape=tuple(shape))
+
+
+def _all_to_all(ctx, a, *, groups, cut, joined):
+    return stablehlo.AllToAllOp(
+        [a],
+        split_dimension=ir.IntegerAttr.get(ir.IntegerType.get_signless(64), cut),
+        concat_dimension=ir.IntegerAttr.get(ir.IntegerType.get_signless(64), joined),
+        split_count=ir.IntegerAttr.get(ir.IntegerType.get_signless(64), len(groups[0])),
+        replica_groups=ir.DenseIntElementsAttr.get(np.array(groups, np.int64)),
+        channel_handle=stablehlo.ChannelHandle.get(1, 1),
+    ).results
+
+
+mlir.register_lowering(all_to_all_p, _all_to_all)
+
+device_number_p = Primitive("jax_softmax_device_number")
+device_number_p.def_abstract_eval(lambda: jax.core.ShapedArray((), np.dtype(np.uint32)))
+mlir.register_lowering(device_number_p, lambda ctx: stablehlo.PartitionIdOp().results)

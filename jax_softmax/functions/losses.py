@@ -1,0 +1,232 @@
+"""Cross entropies: the public functions, and what they ask of their arguments."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from jax_softmax.functions import arguments
+from jax_softmax.functions.arguments import Axis, AxisName
+from jax_softmax.functions.integer_losses import Labelled, row_losses, weighted_sum, weighted_sum_with_gradient
+from jax_softmax.functions.options import checked_options
+from jax_softmax.functions.soft_losses import soft_losses
+from jax_softmax.primitives import reference
+from jax_softmax.primitives.labels import label_of_rows
+from jax_softmax.primitives.types import rows_laid_as
+
+
+def softmax_cross_entropy_with_integer_labels(
+    logits: ArrayLike,
+    labels: ArrayLike,
+    axis: Axis = -1,
+    where: ArrayLike | None = None,
+    *,
+    label_smoothing: ArrayLike = 0.0,
+    z_loss: ArrayLike = 0.0,
+    axis_name: AxisName = None,
+) -> jax.Array:
+    """Cross entropy of softmax(logits) and integer labels, a loss for each row: lse - logits[label].
+
+    A drop-in for optax's function of that name. The logits are read once; the backward pass reads them again and writes
+    their gradient.
+
+    Args:
+      logits: array of unnormalised log probabilities, computed in float32 (float64 for float64).
+      labels: array of an integer dtype and of the shape of logits without `axis`; along several axes, a label counts in
+        the order in which they are given, the last varying fastest. A label that is negative or too large is ignored:
+        its loss and gradient are 0, whatever the logits are.
+      axis: the axis of the classes, or axes; at least one.
+      where: boolean mask that broadcasts to the logits' shape; False leaves a class out of lse. Or one of the labels'
+        shape, which leaves out whole rows; if that broadcasts to the logits' shape as well, with another meaning, it is
+        refused, and where[..., None] says rows (of the last axis). A row of which all is left out is ignored.
+      label_smoothing: a number or scalar array a, from 0 to 1: the label's probability is 1 - a + a / n, the others'
+        a / n, where n is the number of classes, or of those that are not left out. With it, logits are read once more.
+        A number is a constant of the compiled program, an array is not.
+      z_loss: a number or scalar array: the weight of lse² (the square of the log-sum-exp), which is added.
+      axis_name: as for `softmax`: logits, and a mask of classes, are this device's part of the classes. Labels are the
+        same on all devices along these mesh axes, and so are the losses. They count the classes of all parts, one part
+        after the other, of several mesh axes the last varying fastest: so if there are several axes, the one that is
+        sharded is to be given first.
+
+    Returns:
+      Losses, of the labels' shape, in float32 (float64 for float64), also of logits of 16 bits.
+
+    Raises:
+      TypeError: an argument is of the wrong type or dtype.
+      ValueError: labels are not of the logits' shape without axis, there are no classes or more than 2^31 - 1, axis is
+        out of range or repeated, where does not fit or could mean rows as well as classes, label_smoothing or z_loss is
+        not a scalar or, as a number, not in its range, or axis_name is not one of the axes of a surrounding
+        `shard_map`.
+    """
+    name = "softmax_cross_entropy_with_integer_labels"
+    logits, axis, where, axis_name = arguments.for_jit(name, logits, axis, where, axis_name, argument="logits")
+    options = checked_options(name, label_smoothing, z_loss)
+    return _integer_labels(name, logits, _integer_array(name, labels), axis, where, options, axis_name)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 3, 6), inline=True)
+def _integer_labels(name, logits, labels, axis, where, options, axis_name):
+    x, where, axes, axis_name, _ = arguments.prepared(
+        name, logits, axis, where, axis_name, argument="logits", may_enlarge=False
+    )
+    labelled = _labelled(name, x, labels, axis, where, axes, axis_name)
+    labelled = _varying_as_well(labelled, *options)
+    return jax.lax.squeeze(row_losses(axes, axis_name, labelled, options), axes)
+
+
+def softmax_cross_entropy(
+    logits: ArrayLike,
+    labels: ArrayLike,
+    axis: Axis = -1,
+    where: ArrayLike | None = None,
+    *,
+    axis_name: AxisName = None,
+) -> jax.Array:
+    """Cross entropy of softmax(logits) and the distributions `labels`, a loss for each row: sum(labels (lse - logits)).
+
+    A drop-in for optax's function of that name.
+
+    Args:
+      logits: array of unnormalised log probabilities, computed in float32 (float64 for float64).
+      labels: real array that broadcasts to the logits' shape: probabilities.
+      axis: the axis of the classes, or axes.
+      where: boolean mask that broadcasts to the logits' shape; False leaves a class out. Or one of the result's shape,
+        which leaves out whole rows; if that broadcasts to the logits' shape as well, with another meaning, it is
+        refused, and where[..., None] says rows (of the last axis).
+      axis_name: as for `softmax`: logits, labels and where are this device's part of the classes. The losses are the
+        same on all devices along these mesh axes.
+
+    Returns:
+      Losses, of the logits' shape without axis, in float32 (float64 for float64). A class of probability 0 adds 0,
+      also where its logit is -inf.
+
+    Raises:
+      TypeError: an argument is of the wrong type or dtype.
+      ValueError: labels does not broadcast to the logits' shape, where does not fit or could mean rows as well as
+        classes, axis is out of range or repeated, or axis_name is not one of the axes of a surrounding `shard_map`.
+    """
+    name = "softmax_cross_entropy"
+    logits, axis, where, axis_name = arguments.for_jit(name, logits, axis, where, axis_name, argument="logits")
+    labels = arguments.checked_real_array(name, labels, "labels")
+    return _soft_labels(logits, labels, axis, where, axis_name)
+
+
+@functools.partial(jax.jit, static_argnums=(2, 4), inline=True)
+def _soft_labels(logits, labels, axis, where, axis_name):
+    name = "softmax_cross_entropy"
+    x, where, axes, axis_name, _ = arguments.prepared(
+        name, logits, axis, where, axis_name, argument="logits", may_enlarge=False
+    )
+    arguments.check_broadcasts(name, "labels", labels.shape, x.shape)
+    labels = labels.astype(reference.wide_dtype(x.dtype))
+    if where is not None:
+        labels = jnp.where(where, labels, 0)
+    labels = jnp.broadcast_to(labels, x.shape)
+    return jax.lax.squeeze(soft_losses(axes, axis_name, arguments.varying_as_well(x, labels, ()), labels, where), axes)
+
+
+def cross_entropy_loss(
+    logits: ArrayLike,
+    labels: ArrayLike,
+    *,
+    axis: Axis = -1,
+    where: ArrayLike | None = None,
+    weights: ArrayLike | None = None,
+    reduction: str = "mean",
+    label_smoothing: ArrayLike = 0.0,
+    z_loss: ArrayLike = 0.0,
+    axis_name: AxisName = None,
+) -> jax.Array:
+    """The mean or sum of `softmax_cross_entropy_with_integer_labels`: the loss of a training step.
+
+    Where it is differentiated, the forward pass makes the gradient with the loss, in the logits' dtype: on CUDA by one
+    read and one write, unless the classes are spread over devices. The backward pass multiplies it by the incoming
+    cotangent, unless that is known to be 1. Of float16 the backward pass makes the gradient, so that loss scaling can
+    keep it from underflow; and so it does with axis_name. Differentiable in forward and reverse mode to any order.
+
+    Args:
+      logits, labels, axis, where, label_smoothing, z_loss, axis_name: as there. The mean or sum is one of the rows that
+        this device has, or has parts of: rows that are spread over other mesh axes are the caller's to add up.
+      weights: real array that broadcasts to the labels' shape: how much each loss counts. None, the default: 1 each.
+        Ignored labels count 0. Where the weight is 0, logits that are not finite do not count either.
+      reduction: "mean", the weighted mean of the losses (0 if no label counts), or "sum", their weighted sum.
+
+    Returns:
+      A scalar in float32 (float64 for float64).
+
+    Raises:
+      TypeError: an argument is of the wrong type or dtype.
+      ValueError: as there, or weights does not broadcast to the labels' shape, or reduction is neither.
+    """
+    name = "cross_entropy_loss"
+    if not isinstance(reduction, str):
+        raise TypeError(f'{name}: reduction must be "mean" or "sum", got one of type {type(reduction).__name__}.')
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f'{name}: reduction must be "mean" or "sum", got {reduction!r}.')
+    logits, axis, where, axis_name = arguments.for_jit(name, logits, axis, where, axis_name, argument="logits")
+    if weights is not None:
+        weights = arguments.checked_real_array(name, weights, "weights")
+    options = checked_options(name, label_smoothing, z_loss)
+    return _loss(logits, _integer_array(name, labels), axis, where, weights, reduction, options, axis_name)
+
+
+@functools.partial(jax.jit, static_argnums=(2, 5, 7), inline=True)
+def _loss(logits, labels, axis, where, weights, reduction, options, axis_name):
+    name = "cross_entropy_loss"
+    x, where, axes, axis_name, _ = arguments.prepared(
+        name, logits, axis, where, axis_name, argument="logits", may_enlarge=False
+    )
+    labelled = _labelled(name, x, labels, axis, where, axes, axis_name)
+    counted = _counted(name, labelled, labels.shape, axes, weights, reduction)
+    counted = rows_laid_as(_varying_as_well(labelled).x, counted)
+    labelled = _varying_as_well(labelled, counted, *options)
+    options = options.as_arrays(counted.dtype)
+    made = weighted_sum if axis_name or x.dtype == jnp.float16 else weighted_sum_with_gradient
+    return made(axes, axis_name, labelled, counted, options)
+
+
+def _counted(name, labelled, shape, axes, weights, reduction):
+    """How much each row's loss counts, given the labels' shape."""
+    wide = reference.wide_dtype(labelled.x.dtype)
+    counted = labelled.found.astype(wide)
+    if weights is not None:
+        arguments.check_broadcasts(name, "weights", weights.shape, shape)
+        weights = jnp.expand_dims(jnp.broadcast_to(weights, shape), axes)
+        counted = jnp.where(counted > 0, weights.astype(wide), 0)
+    if reduction == "mean":
+        total = jnp.sum(counted)
+        counted = counted / jnp.where(total == 0, 1, total)
+    return counted
+
+
+# ---- Arguments
+
+
+def _labelled(name, x, labels, axis, where, axes, axis_name):
+    """The logits with their labels, which count along `axis` as it is given."""
+    arguments.check_classes(name, x.shape, axes, axis_name)
+    expected = tuple(n for d, n in enumerate(x.shape) if d not in axes)
+    if labels.shape != expected:
+        raise ValueError(
+            f"{name}: labels must have the shape of logits without axis, {expected} for logits of shape {x.shape}, got "
+            f"{labels.shape}."
+        )
+    in_order = arguments.checked_axes(name, x.ndim, axis)
+    return Labelled(x, *label_of_rows(labels, x.shape, in_order, where, axis_name), where)
+
+
+def _varying_as_well(labelled, *others):
+    """The logits in their type what they are computed with."""
+    x = labelled.x
+    for other in jax.tree.leaves([labelled.label, *others]):
+        x = arguments.varying_as_well(x, other, ())
+    return labelled._replace(x=x)
+
+
+def _integer_array(name: str, labels: Any) -> jax.Array:
+    labels = arguments.as_array(f"{name}: labels must be an array of an integer dtype", labels)
+    if not jnp.issubdtype(labels.dtype, jnp.integer):
+        raise TypeError(f"{name}: labels must be an array of an integer dtype, got one of dtype {labels.dtype}.")
+    return labels

@@ -1,0 +1,75 @@
+"""How the primitives batch: as one call on arrays of one more dimension."""
+
+import jax
+import jax.numpy as jnp
+
+from jax_softmax.primitives.operators import OPERATORS, PRIMITIVES
+from jax_softmax.primitives.types import laid_as_well
+
+
+def batch(op, axis_data, operands, batch_axes, *, axes, axis_name, **dtype):
+    """The batching rule of all primitives."""
+    operands, batch_axes, operator = list(operands), list(batch_axes), OPERATORS[op]
+    named, n_broadcast = axis_data.name in axis_name, operator.operands
+    if named:
+        # What rows have is the same for all elements of the batch, which are parts of the same rows.
+        for i in range(operator.inputs, operator.operands):
+            if batch_axes[i] is not None:
+                operands[i] = jax.lax.index_in_dim(operands[i], 0, batch_axes[i], keepdims=False)
+                batch_axes[i] = None
+        n_broadcast = operator.inputs
+    batched, to, axes, axis_name = moved_batch_axes(
+        axis_data, operands, batch_axes, n_broadcast, axes=axes, axis_name=axis_name
+    )
+    results = PRIMITIVES[op].bind(*batched, axes=axes, axis_name=axis_name, **dtype)
+    if not PRIMITIVES[op].multiple_results:
+        return results, to
+    of_elements = operator.element_results
+    if named:
+        results[of_elements:] = [jax.lax.squeeze(result, [to]) for result in results[of_elements:]]
+    return results, [to] * of_elements + [None if named else to] * operator.row_results
+
+
+def only_batched(batch_axes, which):
+    """Whether of all operands only some of these are batched."""
+    batched = {k for k, b in enumerate(batch_axes) if b is not None}
+    return bool(batched) and batched <= set(which)
+
+
+def moved_batch_axes(axis_data, operands, batch_axes, n_broadcast, *, axes, axis_name):
+    """Operands that are batched along one axis, that axis, and the parameters that go with them.
+
+    Only the axes change: operands batched along another axis than the first one's are moved to it. One of the first
+    `n_broadcast` that has no batch axis is broadcast; for the others an extent of 1 will do. A batch axis that
+    `axis_name` names, as `vmap`'s argument of that name may, is one of the axes.
+    """
+    operands, batch_axes = list(operands), list(batch_axes)
+    named = axis_data.name in axis_name
+    if all(b is None for b in batch_axes):
+        if not named:
+            return operands, None, axes, axis_name
+        operands[0], batch_axes[0] = jnp.broadcast_to(operands[0], (axis_data.size, *operands[0].shape)), 0
+    ndim = next(x.ndim - (b is not None) for x, b in zip(operands, batch_axes, strict=True))
+    size = next(x.shape[b] for x, b in zip(operands, batch_axes, strict=True) if b is not None)
+    # The batch axis of each operand, and the new axis, counted from the end: a mask may have fewer axes than x.
+    ends = [None if b is None else b - x.ndim for x, b in zip(operands, batch_axes, strict=True)]
+    to = max(next(end for end in ends if end is not None), -ndim - 1)
+    batched = []
+    for i, (x, end) in enumerate(zip(operands, ends, strict=True)):
+        if i >= n_broadcast and end is None:
+            x = jnp.expand_dims(x, to) if x.ndim >= -to - 1 else x
+        elif end is None:
+            x = jnp.expand_dims(x, to)
+            x = jnp.broadcast_to(x, (*x.shape[:to], size, *x.shape[x.ndim + to + 1 :]))
+        else:
+            if x.ndim < -to:  # a mask whose first axis lies behind the new one
+                x = jnp.expand_dims(jnp.moveaxis(x, end, 0), tuple(range(1, -to - x.ndim + 1)))
+                end = -x.ndim
+            x = jnp.moveaxis(x, end, to)
+        batched.append(x)
+    batched[:n_broadcast] = [laid_as_well(x, *batched) for x in batched[:n_broadcast]]
+    to += ndim + 1
+    axes = tuple(a + (a >= to) for a in axes)
+    if named:
+        axes, axis_name = tuple(sorted([*axes, to])), tuple(name for name in axis_name if name != axis_data.name)
+    return batched, to, axes, axis_name

@@ -1,0 +1,66 @@
+"""What JAX's interpreters have to know of the primitives: one place that says which rule each has."""
+
+import contextlib
+import functools
+
+from jax.experimental import jet
+from jax.interpreters import ad, batching, mlir, xla
+
+from jax_softmax.primitives import cross_entropy, entropies, reference, rows, scaling, softmax, tangent_sums, types
+from jax_softmax.primitives.batching import batch
+from jax_softmax.primitives.operators import PRIMITIVES
+
+_JVPS = {
+    **{op: functools.partial(softmax.jvp, op) for op in softmax.JVP},
+    **{op: functools.partial(softmax.linear_jvp, op) for op in softmax.TRANSPOSED},
+    "logsumexp": rows.logsumexp_jvp,
+    "cross_entropy": cross_entropy.cross_entropy_jvp,
+    "cross_entropy_gradient": cross_entropy.cross_entropy_gradient_jvp,
+    "tangent_sums_transpose": cross_entropy.tangent_sums_transpose_jvp,
+    "entropy": entropies.entropy_jvp,
+    "absmax_scale": scaling.absmax_scale_jvp,
+}  # kl_divergence has none: `entropies.divergence` differentiates what binds it
+_TRANSPOSES = {op: functools.partial(softmax.linear_transpose, op) for op in softmax.TRANSPOSED}
+_BATCHES = {op: functools.partial(batch, op) for op in PRIMITIVES} | {
+    "cross_entropy": cross_entropy.cross_entropy_batch,
+    "cross_entropy_gradient": cross_entropy.cross_entropy_gradient_batch,
+    "tangent_sums_transpose": cross_entropy.tangent_sums_transpose_batch,
+}
+
+
+def register() -> None:
+    """Tells JAX of all rules but the lowerings."""
+    for op, primitive in PRIMITIVES.items():
+        primitive.def_impl(functools.partial(xla.apply_primitive, primitive))
+        primitive.def_abstract_eval(functools.partial(types.abstract_eval, op))
+        batching.fancy_primitive_batchers[primitive] = _BATCHES[op]
+        if op in _JVPS:
+            ad.primitive_jvps[primitive] = _JVPS[op]
+        if op in _TRANSPOSES:
+            ad.primitive_transposes[primitive] = _TRANSPOSES[op]
+        jet.jet_rules[primitive] = functools.partial(_jet, op)
+    _register_tangent_sums(tangent_sums.tangent_sums_p)
+    # The table has no public name. With a JAX that moved it, checkify sees no NaN that the operators make.
+    with contextlib.suppress(ImportError):
+        from jax._src.checkify import error_checks, nan_error_check
+
+        for primitive in PRIMITIVES.values():
+            error_checks[primitive] = functools.partial(nan_error_check, primitive)
+
+
+def _register_tangent_sums(primitive):
+    primitive.def_impl(functools.partial(xla.apply_primitive, primitive))
+    primitive.def_abstract_eval(tangent_sums.abstract_eval)
+    batching.fancy_primitive_batchers[primitive] = tangent_sums.batch
+    ad.primitive_jvps[primitive] = tangent_sums.jvp
+    ad.primitive_transposes[primitive] = tangent_sums.transpose
+    mlir.register_lowering(primitive, mlir.lower_fun(tangent_sums.lowered, multiple_results=True))
+
+
+def _jet(op, primals, series, *, axes, axis_name, **dtype):
+    """The Taylor series of the same function in jax.numpy."""
+    if axis_name:
+        raise NotImplementedError(f"{op}: jet does not work for rows that are spread over devices, by axis_name.")
+    function = functools.partial(reference.apply, op, axes=axes, **dtype)
+    # Between rules the terms are Taylor coefficients, without the factorials that they are scaled by outside.
+    return jet.jet(function, primals, series, factorial_scaled=False)

@@ -1,0 +1,81 @@
+"""The types of the primitives' results: shapes, dtypes, and in explicit mode how they lie on devices."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jax_softmax.primitives import reference
+from jax_softmax.primitives.operators import OPERATORS
+
+
+def abstract_eval(op, *avals, axes, axis_name, **dtype):
+    """The type, or types, of a primitive's results."""
+    x, operator = avals[0], OPERATORS[op]
+    rows = tuple(1 if d in axes else n for d, n in enumerate(x.shape))
+    types = operator.element_results * [(x.shape, jnp.dtype(dtype.get("dtype", x.dtype)))]
+    types += operator.row_results * [(rows, reference.wide_dtype(x.dtype))]
+    shardings = _shardings(op, avals, axes, dtype) if types_tell_shardings(avals) else [x.sharding] * len(types)
+    # An update keeps what else the type says of the array: the mesh axes that it varies over.
+    results = [
+        x.update(shape=shape, dtype=dtype, weak_type=False, sharding=sharding)
+        for (shape, dtype), sharding in zip(types, shardings, strict=True)
+    ]
+    for k in range(operator.element_results, len(results)):
+        results[k] = _the_same_along(results[k], axis_name)
+    return results if len(results) > 1 else results[0]
+
+
+def _shardings(op, avals, axes, dtype):
+    """The results' shardings in their types, which follow all operands as those of the operator in jax.numpy do.
+
+    Raises:
+      ShardingTypeError: the operands' types are of shardings that do not go together.
+    """
+    types = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=aval.sharding) for aval in avals]
+    results = jax.eval_shape(functools.partial(reference.apply, op, axes=axes, **dtype), *types)
+    return [result.sharding for result in jax.tree.leaves(results)]
+
+
+def _the_same_along(aval, axis_name):
+    """The type of what the devices along these mesh axes all have."""
+    if hasattr(aval, "vma"):
+        return aval.update(vma=aval.vma - set(axis_name))
+    manual = aval.manual_axis_type
+    return aval.update(manual_axis_type=manual.update(varying=manual.varying - set(axis_name)))
+
+
+def types_tell_shardings(avals):
+    """Whether one is sharded over mesh axes of explicit mode."""
+    return any(aval.sharding.spec != PartitionSpec(*[None] * aval.ndim) for aval in avals)
+
+
+def laid_as_well(x, *others):
+    """x, in explicit mode cut along the mesh axes that cut the others, which broadcast to its shape.
+
+    A primitive's result is cut like this, and so are cotangents; this one's transpose brings them back to x's own type.
+
+    Raises:
+      ShardingTypeError: as for `_shardings`.
+    """
+    avals = [jax.typeof(a) for a in (x, *others)]
+    if not types_tell_shardings(avals):
+        return x
+    types = [jax.ShapeDtypeStruct(aval.shape, bool, sharding=aval.sharding) for aval in avals]
+    joined = jax.eval_shape(lambda *masks: functools.reduce(jnp.logical_or, masks), *types)
+    return _laid_like(x, joined)
+
+
+def rows_laid_as(x, rows):
+    """Numbers of x's rows, of its rank, in explicit mode cut as x is: else x's gradient would be cut as they are."""
+    avals = [jax.typeof(a) for a in (rows, x)]
+    return _laid_like(rows, avals[1]) if types_tell_shardings(avals) else rows
+
+
+def _laid_like(a, aval):
+    """An array cut as one that it broadcasts to."""
+    dims = zip(a.shape, aval.shape, aval.sharding.spec, strict=True)
+    spec = PartitionSpec(*(names if n == whole else None for n, whole, names in dims))
+    same = spec == jax.typeof(a).sharding.spec
+    return a if same else jax.sharding.reshard(a, NamedSharding(aval.sharding.mesh, spec))

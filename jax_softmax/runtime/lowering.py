@@ -1,0 +1,203 @@
+"""From the primitives to a program: an FFI custom call where there are kernels, jax.numpy elsewhere."""
+
+import functools
+import warnings
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+from jax.interpreters import mlir
+
+from jax_softmax import _kernels
+from jax_softmax.devices import division, partitioning
+from jax_softmax.primitives import reference
+from jax_softmax.primitives.operators import OPERATORS, PRIMITIVES, Coefficients, bind, split
+from jax_softmax.primitives.rows import normalizer
+from jax_softmax.runtime import cuda
+
+TARGET = "jax_softmax"
+
+
+def register() -> None:
+    """Tells XLA of the kernels, and JAX which program each primitive becomes on each platform."""
+    cuda.availability()  # finds what a program that was lowered elsewhere needs, too
+    division.register()
+    jax.ffi.register_ffi_target(TARGET, _kernels.cpu_handler(), platform="cpu")
+    jax.ffi.register_ffi_target(TARGET, _kernels.cuda_handlers(), platform="CUDA")
+    for op, primitive in PRIMITIVES.items():
+        by_reference = mlir.lower_fun(functools.partial(reference.apply, op), primitive.multiple_results)
+        by_logsumexp = by_reference
+        if op in _GIVEN_LOGSUMEXP:
+            by_logsumexp = mlir.lower_fun(functools.partial(_by_logsumexp, op), multiple_results=True)
+        on_cpu = _cpu_rule(op, by_reference) if OPERATORS[op].on_cpu else by_logsumexp
+        on_cuda = _cuda_rule(op, by_logsumexp if op == "cross_entropy" else by_reference)
+        if op == "tangent_sums_transpose":
+            on_cuda = mlir.lower_fun(_by_cross_entropy_gradient, multiple_results=False)
+        for platform, rule in {None: by_reference, "cpu": on_cpu, "cuda": on_cuda}.items():
+            rule = partitioning.partitioned(primitive, platform, rule, by_reference)
+            mlir.register_lowering(primitive, rule, platform=platform)
+
+
+def export_checks() -> list[jax.export.DisabledSafetyCheck]:
+    """The safety checks that `jax.export` must leave out for programs that call these functions.
+
+    JAX vouches only for custom calls of its own. Pass the list as `disabled_checks`; where the exported program runs,
+    jax_softmax must be imported:
+
+        jax.export.export(jax.jit(f), disabled_checks=jax_softmax.export_checks())(x)
+    """
+    return [jax.export.DisabledSafetyCheck.custom_call(target) for target in (TARGET, partitioning.TARGET)]
+
+
+# ---- Calls of kernels.
+
+
+def attributes(op, axes, masked, arrays="", load="", store=""):
+    """What a custom call of a kernel says of itself, besides its buffers: see csrc/ffi/call.h and csrc/core/call.h.
+
+    `arrays`: the roles of the operands that the expressions `load` and `store` read.
+    """
+    operator = OPERATORS[op]
+    sides = [*arrays.split(), *["number"] * operator.row_numbers, *["label"] * operator.labelled, *["mask"] * masked]
+    return {
+        "version": np.int64(_kernels.CALL_VERSION),
+        "op": op,
+        "axes": np.array(axes, np.int64),
+        "sides": " ".join(sides),
+        "load": load,
+        "store": store,
+    }
+
+
+def _cpu_rule(op, by_reference):
+    call = jax.ffi.ffi_lowering(TARGET)
+    in_one_dtype = _in_one_dtype_rule(op, _cpu_makes)
+
+    def rule(ctx, *operands, axes, **dtype):
+        x, masked = ctx.avals_in[0], ctx.avals_in[-1].dtype == bool
+        # XLA reads integers as they are, about as fast as the kernels would; but with a mask it mostly copies them.
+        integers = not jnp.issubdtype(x.dtype, jnp.floating)
+        if len(x.shape) > _kernels.MAX_DIMS or 0 in x.shape or (integers and not masked):
+            return by_reference(ctx, *operands, axes=axes, **dtype)
+        if not _makes(op, _cpu_makes, ctx):
+            rule = by_reference if OPERATORS[op].quantizes else in_one_dtype
+            return rule(ctx, *operands, axes=axes, **dtype)
+        return call(ctx, *operands, **attributes(op, axes, masked))
+
+    return rule
+
+
+def _cuda_rule(op, by_xla):
+    """An FFI call unless XLA itself is as fast, with a last result for blocks to exchange states through.
+
+    XLA owns that memory, so that it lives as long as a CUDA graph that the call was captured into. A shape with
+    symbolic dimensions has no known size; kernels that need no such memory do then.
+    """
+    call = jax.ffi.ffi_lowering(TARGET)
+    in_one_dtype = _in_one_dtype_rule(op, _cuda_makes)
+
+    def rule(ctx, *operands, axes, **dtype):
+        x, masked = ctx.avals_in[0], ctx.avals_in[-1].dtype == bool
+        if len(x.shape) > _kernels.MAX_DIMS or _without_cuda():
+            return by_xla(ctx, *operands, axes=axes, **dtype)
+        if not OPERATORS[op].quantizes and not _makes(op, _cuda_makes, ctx):
+            return in_one_dtype(ctx, *operands, axes=axes, **dtype)
+        n = 0
+        if all(isinstance(d, int) for d in x.shape):
+            mask_shape = None
+            if masked:
+                shape = ctx.avals_in[-1].shape
+                mask_shape = [*[1] * (len(x.shape) - len(shape)), *shape]
+            result = dtype.get("dtype")
+            n = _kernels.lower_for_cuda(list(x.shape), list(axes), op, x.dtype.name, mask_shape, result)
+            if n is None:
+                return by_xla(ctx, *operands, axes=axes, **dtype)
+        n_results = len(ctx.avals_out)
+        if n:
+            ctx = ctx.replace(avals_out=[*ctx.avals_out, jax.core.ShapedArray((n,), np.dtype(np.uint8))])
+        return call(ctx, *operands, **attributes(op, axes, masked))[:n_results]
+
+    return rule
+
+
+_warned = False
+
+
+def _without_cuda() -> bool:
+    """Whether the kernels cannot be made here, of which a program that is to run here warns once.
+
+    A program that is lowered on a machine without a GPU is for another one, where they can.
+    """
+    global _warned
+    reason = cuda.availability()
+    if reason is None or "gpu" not in {device.platform for device in jax.local_devices()}:
+        return False
+    if not _warned:
+        _warned = True
+        warnings.warn(f"jax_softmax runs as jax.numpy on this GPU: {reason}.", stacklevel=2)
+    return True
+
+
+# ---- Dtypes. A kernel's inputs have one.
+
+
+def _makes(op, makes, ctx):
+    """Whether the kernel of a platform takes these operands and gives these results."""
+    inputs = {aval.dtype for aval in ctx.avals_in[: OPERATORS[op].inputs]}
+    if not OPERATORS[op].element_results:
+        return len(inputs) == 1
+    return len(inputs) == 1 and makes(*inputs, ctx.avals_out[0].dtype)
+
+
+def _cpu_makes(given, result):
+    return result == given or (result == jnp.int8 and given != jnp.float64)
+
+
+def _cuda_makes(given, result):
+    """What quantizes makes all."""
+    return result == given or (result.name in ("float16", "bfloat16", "float32") and given != jnp.float64)
+
+
+def _common(*dtypes):
+    """The dtype of all, or one that holds them."""
+    return dtypes[0] if len(set(dtypes)) == 1 else jnp.dtype("float64" if jnp.float64 in dtypes else "float32")
+
+
+def _in_one_dtype_rule(op, makes):
+    """By a kernel of a dtype that holds all inputs and, if it gives no other result, the result as well."""
+
+    def function(*operands, axes, dtype):
+        n, result = OPERATORS[op].inputs, jnp.dtype(dtype)
+        wide, made = _common(*(a.dtype for a in operands[:n])), result
+        if not makes(wide, result):
+            wide = made = _common(wide, result)
+        inputs = (a.astype(wide) for a in operands[:n])
+        results = PRIMITIVES[op].bind(*inputs, *operands[n:], axes=axes, axis_name=(), dtype=made.name)
+        if not PRIMITIVES[op].multiple_results:
+            return results.astype(result)
+        return [results[0].astype(result), *results[1:]]
+
+    return mlir.lower_fun(function, PRIMITIVES[op].multiple_results)
+
+
+# ---- Operators that the kernel of another one is a part of.
+
+_GIVEN_LOGSUMEXP = {
+    "cross_entropy": lambda rows, x, label, where, axes: reference.cross_entropy_given(rows, x, label, axes),
+    "cross_entropy_gradient": reference.gradient_given,
+    "kl_divergence": reference.kl_divergence_given,
+}
+
+
+def _by_logsumexp(op, *operands, axes, **dtype):
+    operands, where = split(op, operands)
+    rows = normalizer(operands[0], where, axes, ())
+    return _GIVEN_LOGSUMEXP[op](rows, *operands, where, axes, **dtype), *rows
+
+
+def _by_cross_entropy_gradient(*operands, axes, dtype):
+    """Whose kernel makes the normalizer anew, which on CUDA is faster than XLA with the one that is known."""
+    (x, _, _, factor, offset, at_label, label), where = split("tangent_sums_transpose", operands)
+    coefficients = Coefficients(factor, jnp.zeros_like(factor), offset, at_label)
+    return bind("cross_entropy_gradient", x, *coefficients, label, where=where, axes=axes, dtype=dtype)[0]
