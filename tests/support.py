@@ -194,13 +194,17 @@ def kept_bytes(pullback):
 ROUNDINGS = 4
 
 
-def sampled(names, cases, every, ids=lambda value: getattr(value, "__name__", str(value))):
+def name_of(value):
+    return getattr(value, "__name__", str(value))
+
+
+def sampled(names, cases, every, ids=name_of, **options):
     """As pytest.mark.parametrize, but plain `pytest` has every so many-th case alone; `--sweeps` has all."""
     params = []
     for i, case in enumerate(cases):
         values = case if "," in names else (case,)
         params.append(pytest.param(*values, marks=[pytest.mark.sweep] if i % every else []))
-    return pytest.mark.parametrize(names, params, ids=ids)
+    return pytest.mark.parametrize(names, params, ids=ids, **options)
 
 
 _COLLECTIVE = re.compile(
