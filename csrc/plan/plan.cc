@@ -110,9 +110,7 @@ std::vector<Step> steps_of(const Plan& plan, const Problem& problem, const Devic
   return std::visit(
       Overloaded{
           [&](const Registers& p) -> std::vector<Step> {
-            Launch launch{ceil_div(rows, p.rows_of_block()), p.threads};
-            launch.shared_bytes = p.unused;
-            return {{"registers", launch, rows}};
+            return {{"registers", {ceil_div(rows, p.rows_of_block()), p.threads}, rows}};
           },
           [&](const Staged& p) -> std::vector<Step> {
             Launch launch{ceil_div(rows, p.rows), p.threads};
