@@ -114,6 +114,7 @@ WAYS = [
     Way((2, 300_000), (1,), small=True),
     Way((2, 30_000, 33), (1,), small=True),
     Way((2, 30_000, 64), (1,), small=True),
+    Way((1, 301, 2, 33, 33), (1, 3), small=True),
 ]
 # The same of 8 bits, of which a row has fewer chunks: so more rows to fill rings; and lines that begin at each byte.
 NARROW_WAYS = [*WAYS, Way((70, 300_001), (1,)), Way((12, 5, 13, 35), (0, 2))]
