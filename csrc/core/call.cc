@@ -39,7 +39,8 @@ std::string unsupported_dtypes(const Call& call) {
   if (!is_element(call.in) || narrow) return std::string("unsupported dtype ") + name_of(call.in);
   for (const DType out : call.out) {
     const bool quantized = op.quantizes && out == DType::kI8;
-    if (!is_element(out) || (is_integer(out) && !quantized)) {
+    const bool too_wide = out == DType::kF64 && bytes_of(call.in) < 4;
+    if (!is_element(out) || (is_integer(out) && !quantized) || too_wide) {
       return std::string("unsupported dtype of a result, ") + name_of(out);
     }
   }

@@ -29,10 +29,11 @@ std::string make_view(const std::vector<int64_t>& shape, const std::vector<std::
     }
   }
   for (const auto& side : sides) {
-    if (static_cast<int>(side.size()) != rank) return "the mask differs in rank";
+    if (static_cast<int>(side.size()) != rank) return "an operand that broadcasts differs in rank";
     for (int i = 0; i < rank; ++i) {
       if (side[i] != 1 && side[i] != shape[i]) {
-        return "dimension " + text(i) + " of the mask must be 1 or " + text(shape[i]) + ", got " + text(side[i]);
+        return "dimension " + text(i) + " of an operand that broadcasts must be 1 or " + text(shape[i]) + ", got " +
+               text(side[i]);
       }
     }
   }

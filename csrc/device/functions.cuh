@@ -22,5 +22,6 @@ __device__ __forceinline__ float tanh(float x) {
   return bounded * numerator * inverse;
 }
 __device__ __forceinline__ double tanh(double x) { return ::tanh(x); }
+__device__ __forceinline__ float tanh(int x) { return tanh(static_cast<float>(x)); }
 
 }  // namespace jax_softmax::device

@@ -90,6 +90,8 @@ struct Memory {
 
   // Whether the largest word of memory has the largest value, and pads can stand in memory.
   static constexpr bool kOrdered = Load::kNothing && sizeof(In) > 1;
+  // The first operand that sums are made of: all, where an expression may read any.
+  static constexpr int kFirstSummed = Load::kNothing ? Op::kFirstSummed : 0;
   // Terms can be kept in the place of elements, to be taken once.
   static constexpr bool kTermsFit = Op::kResultIsScaledTerm && sizeof(In) == sizeof(C);
 
@@ -166,14 +168,14 @@ struct Memory {
       if (inside == 0) return 0;
       const auto* const mask = static_cast<const Bool*>(operands.side[kMaskSide]);
       if constexpr (kReading == Reading::kOne) {
-        return mask[reader.place_of(0).side[kMaskSide]].bits ? inside : 0;
+        return (mask[reader.place_of(0).side[kMaskSide]].bits & 1) ? inside : 0;
       } else if constexpr (kReading == Reading::kPack) {
         return inside & bits_of_bytes(load_words<kWidth>(mask + reader.place_of(0).side[kMaskSide]));
       } else {
         unsigned kept = 0;
 #pragma unroll
         for (int e = 0; e < kWidth; ++e) {
-          if ((inside >> e) & 1) kept |= static_cast<unsigned>(mask[reader.place_of(e).side[kMaskSide]].bits) << e;
+          if ((inside >> e) & 1) kept |= (mask[reader.place_of(e).side[kMaskSide]].bits & 1u) << e;
         }
         return kept;
       }
@@ -510,7 +512,7 @@ struct Memory {
   // One result or several, as they are in memory.
   template <class T, class R>
   static __device__ __forceinline__ auto narrow(const R& r) {
-    if constexpr (Op::kWithinRange && Store::kNothing && sizeof(T) == 1) {
+    if constexpr (Op::kWithinRange && (kIsSame<T, Int8> || (Store::kNothing && sizeof(T) == 1))) {
       return Elements<T>::narrow_within_range(r);
     } else {
       return Elements<T>::narrow(r);

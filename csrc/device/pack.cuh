@@ -58,7 +58,8 @@ __device__ __forceinline__ void store_16_bytes(uint64_t to, const uint32_t (&wor
 }
 
 // 32 bytes, of which an instruction writes 16. Two neighbouring lanes first write those of the even one and then those
-// of the odd one, so that each instruction writes whole sectors of the last cache: halves take it twice the time.
+// of the odd one, so that each instruction writes whole sectors of the last cache: halves take it twice the time. The
+// lanes that are active together here shuffle together: nothing between the two instructions parts them.
 __device__ __forceinline__ void store_sector(uint64_t to, const uint32_t* word) {
   const unsigned active = __activemask(), pair = 3u << (threadIdx.x % 32 & ~1u);
   const bool odd = threadIdx.x & 1;

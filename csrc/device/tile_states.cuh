@@ -110,13 +110,13 @@ struct TileStates : TilePart<Mem, Plan> {
 
   // The same states from lines that are not held, some of which are read together.
   __device__ __forceinline__ void sum_read() {
-    constexpr int kTogether = (Mem::kOrdered ? 8 : 4) / (kInputs - Op::kFirstSummed);  // as there are registers
+    constexpr int kTogether = (Mem::kOrdered ? 8 : 4) / (kInputs - Mem::kFirstSummed);  // as there are registers
     clear();
 #pragma unroll 1
     for (int t = 0; t < kTurns; t += kTogether) {
       Pack raw[kTogether][kInputs];
 #pragma unroll
-      for (int u = 0; u < kTogether; ++u) this->template read<Op::kFirstSummed>(raw[u], t + u);
+      for (int u = 0; u < kTogether; ++u) this->template read<Mem::kFirstSummed>(raw[u], t + u);
       if constexpr (Op::kHasPivot) {
         C largest[kWidth];
         if constexpr (Mem::kOrdered) {

@@ -50,9 +50,9 @@ struct Stretch {
 
   // The state of the stretch, known to all threads of the block.
   __device__ __forceinline__ StateOf<Op> state() const {
-    constexpr int kTogether = (Mem::kOrdered ? 8 : 4) / (kInputs - Op::kFirstSummed);  // as there are registers
+    constexpr int kTogether = (Mem::kOrdered ? 8 : 4) / (kInputs - Mem::kFirstSummed);  // as there are registers
     StateOf<Op> state = identity<Op, M>();
-    for_packs<Op::kFirstSummed, kTogether>([&](auto& raw, const auto& at, const auto& inside) {
+    for_packs<Mem::kFirstSummed, kTogether>([&](auto& raw, const auto& at, const auto& inside) {
       unsigned kept[kTogether];
       typename Mem::Held held[kTogether];
 #pragma unroll
@@ -182,11 +182,19 @@ __device__ __forceinline__ void whole_tiles(const typename Mem::Operands& operan
   using Op = typename Mem::Op;
   extern __shared__ __align__(128) Pack shared[];
   const Mem mem{operands};
+  // The states of some pieces are put together before they are added to those of all before them: many numbers that are
+  // added one after the other are rounded more than a few.
+  constexpr int kSome = 16;
   for (int piece = 0; piece < Part::kParts; ++piece) {
     TileStates<Mem, Summed<Plan>> part(mem, shared, blockIdx.x, piece);
     part.sum_read();
-    part.combine([&](int row, StateOf<typename Mem::Op> state) {
-      if (piece > 0) state = combine<Op, typename Mem::M>(part.whole(row), state);
+    part.combine([&](int row, StateOf<Op> state) {
+      StateOf<Op>& before = part.whole(Part::kRows + row);
+      if (piece % kSome > 0) state = combine<Op, typename Mem::M>(part.whole(row), state);
+      if (piece + 1 == Part::kParts && piece >= kSome) state = combine<Op, typename Mem::M>(before, state);
+      if ((piece + 1) % kSome == 0) {
+        before = piece < kSome ? state : combine<Op, typename Mem::M>(before, state);
+      }
       part.whole(row) = state;
     });
     __syncthreads();

@@ -18,6 +18,7 @@ namespace ffi = xla::ffi;
 namespace {
 
 constexpr size_t kMostParameterWords = 4096 / 8;  // of a kernel's parameters
+constexpr int kMostRead = 31;                     // bits of Load::kReads and Store::kReads
 
 std::atomic<int> most_shared_memory{INT_MAX}, most_blocks{INT_MAX};
 
@@ -232,6 +233,12 @@ std::string problem_of(const Call& call, Problem* problem) {
   if (lines_of(call.load).size() > static_cast<size_t>(problem->cost.inputs)) {
     return "`load` has more lines than the operator has operands";
   }
+  const size_t stored = call.store.empty() ? problem->cost.element_results : lines_of(call.store).size();
+  if (stored != call.out.size()) return "`store` has not as many lines as there are results of elements";
+  const auto read = std::count_if(call.sides.begin(), call.sides.end(), [](const SideOperand& side) {
+    return side.role == Role::kArray || side.role == Role::kIndex;
+  });
+  if (read > kMostRead) return "expressions read at most " + std::to_string(kMostRead) + " arrays and indices";
   const size_t parameter_words = call.sides.size() + call.out.size() + problem->cost.inputs + kMostRowResults + 2;
   if (parameter_words > kMostParameterWords) return "too many operands";
   problem->in_bytes = problem->out_bytes = bytes_of(call.in);

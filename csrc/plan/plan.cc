@@ -141,6 +141,7 @@ std::vector<Step> steps_of(const Plan& plan, const Problem& problem, const Devic
             const TileGeometry g = geometry_of(view, p.tile, call);
             if (p.one_block) {
               sum.blocks = g.tiles(rows);
+              sum.shared_bytes += g.rows * call.state_bytes;  // of pieces that have been added up
               return {{"whole_tiles", sum, rows}};
             }
             finish.resident = 0;

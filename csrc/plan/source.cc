@@ -142,7 +142,7 @@ std::string store_of(const Call& call) {
   std::string results;
   for (size_t k = 0; k < lines.size(); ++k) {
     results += (k ? " else if constexpr (k == " : "    if constexpr (k == ") + std::to_string(k) +
-               ") {\n      return static_cast<C>(" + lines[k] + ");\n    }";
+               ") {\n      return static_cast<C>(" + (lines[k].empty() ? "y" : lines[k]) + ");\n    }";
   }
   return "struct Store {\n  static constexpr bool kNothing = false;\n" +
          constant("kReads", static_cast<int>(read.bits)) +

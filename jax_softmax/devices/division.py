@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from jax.interpreters import mlir
 
+from jax_softmax import _kernels
 from jax_softmax.devices import layouts, parts, private
 from jax_softmax.devices.collectives import all_to_all_p
 from jax_softmax.devices.partitioning import TARGET
@@ -44,6 +45,8 @@ def _divide(arg_shapes, arg_shardings, result_shape, result_sharding, config):
     but JAX 0.12's gathers, its HloShardingV3 being of another kind than the shardings of a callback.)
     """
     config = json.loads(config)
+    if config.get("version") != _kernels.CALL_VERSION:
+        raise ValueError("this program was made by another version of jax_softmax: export it again")
     params = {name: tuple(value) if isinstance(value, list) else value for name, value in config["params"].items()}
     shape = tuple(arg_shapes[0].dimensions())
     of_results = result_sharding.tuple_elements() if result_shape.is_tuple() else [result_sharding]

@@ -19,6 +19,7 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import mlir
 
+from jax_softmax import _kernels
 from jax_softmax.devices import layouts, parts, private
 from jax_softmax.devices.warned import warn
 
@@ -46,6 +47,7 @@ def partitioned(primitive, platform, local, by_reference):
             warn(f"{primitive.name} runs without its kernel: {why}")
             return by_reference(ctx, *operands, **params)
         config = {"primitive": primitive.name, "platform": platform, "devices": devices, "params": params}
+        config["version"] = _kernels.CALL_VERSION  # exported programs hold it
         x, *others = ctx.avals_in
         of_rows = x.shape != results[0]  # which may as well lie as the second array of x's shape does
         leads = [True, *(of_rows and (aval.shape, aval.dtype) == (x.shape, x.dtype) for aval in others)]
