@@ -57,8 +57,7 @@ def test_logsumexp(masked, dtype, view):
     assert kept.shape == reference_logsumexp(x, axis, where, keepdims=True)[0].value.shape
 
 
-@pytest.mark.parametrize("columns", [5, 33, 1000, 20_001, 70_000])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@support.sampled("dtype,columns", itertools.product(["bfloat16", "float32"], [5, 33, 1000, 20_001, 70_000]), 3)
 def test_logsumexp_of_what_is_not_finite(dtype, columns):
     """A row with +inf is +inf, unless it has a NaN; one of nothing but -inf is -inf."""
     x = support.nonfinite_rows(columns, dtype)
@@ -670,8 +669,7 @@ def test_vmap_over_weights_alone():
 P = jax.sharding.PartitionSpec
 
 
-@BOTH
-@pytest.mark.parametrize("varies", ["labels", "z_loss"])
+@support.sampled("f,varies", itertools.product([cross_entropy_loss, mean_of_losses], ["labels", "z_loss"]), 3)
 def test_logits_that_all_devices_have(f, varies):
     """Inside shard_map, labels or an option of each device's own."""
     x, labels, z = normal((4, 12)), np.arange(8).reshape(2, 4), np.array([0.1, 0.2], "float32")
