@@ -115,7 +115,7 @@ OF_ROWS = {
 
 
 @pytest.mark.parametrize("name", [*NAMES, *OF_ROWS])
-@pytest.mark.parametrize("masked", [True, pytest.param(False, marks=pytest.mark.sweep)])
+@sampled("masked", [True, False], 2)
 def test_debug_nans_is_silent_where_results_are_numbers(masked, name):
     """No result of a step on the way is NaN: of rows that are masked altogether, of what is masked, without jit."""
     x, where = support.normal((4, 3)), None
