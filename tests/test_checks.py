@@ -71,7 +71,7 @@ def test_checkify_of_derivatives(name):
         ("logsumexp", jax_softmax.logsumexp),
         ("cross_entropy", lambda x: jax_softmax.cross_entropy_loss(x, np.array([0, 1]))),
         ("entropy", jax_softmax.entropy),
-        ("absmax_scale_float32", jax_softmax.absmax_scale),
+        ("absmax_scale", jax_softmax.absmax_scale),
     ],
 )
 def test_checkify_of_results_of_rows(name, f):
