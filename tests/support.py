@@ -114,6 +114,7 @@ WAYS = [
     Way((2, 300_000), (1,), small=True),
     Way((2, 30_000, 33), (1,), small=True),
     Way((2, 30_000, 64), (1,), small=True),
+    Way((1, 301, 2, 33, 33), (1, 3), small=True),
 ]
 # The same of 8 bits, of which a row has fewer chunks: so more rows to fill rings; and lines that begin at each byte.
 NARROW_WAYS = [*WAYS, Way((70, 300_001), (1,)), Way((12, 5, 13, 35), (0, 2))]
@@ -194,13 +195,17 @@ def kept_bytes(pullback):
 ROUNDINGS = 4
 
 
-def sampled(names, cases, every, ids=lambda value: getattr(value, "__name__", str(value))):
+def name_of(value):
+    return getattr(value, "__name__", str(value))
+
+
+def sampled(names, cases, every, ids=name_of, **options):
     """As pytest.mark.parametrize, but plain `pytest` has every so many-th case alone; `--sweeps` has all."""
     params = []
     for i, case in enumerate(cases):
         values = case if "," in names else (case,)
         params.append(pytest.param(*values, marks=[pytest.mark.sweep] if i % every else []))
-    return pytest.mark.parametrize(names, params, ids=ids)
+    return pytest.mark.parametrize(names, params, ids=ids, **options)
 
 
 _COLLECTIVE = re.compile(

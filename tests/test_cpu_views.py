@@ -48,7 +48,7 @@ def instruction_set(request):
     _kernels.use_cpu_variant(FASTEST)
 
 
-every_set = {"ids": str, "indirect": ["instruction_set"]}
+every_set = {"indirect": ["instruction_set"]}
 
 
 @sampled("instruction_set,dtype,view", itertools.product(INSTRUCTION_SETS, DTYPES, VIEWS), 13, **every_set)

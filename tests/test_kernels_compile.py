@@ -5,10 +5,11 @@ Plain pytest compiles a part of them; `--sweeps` all of them, in a few minutes o
 
 import concurrent.futures
 import itertools
+import pathlib
 import re
 
 import pytest
-from support import DEVICES, LARGEST, NAMES, NARROW, NARROW_WAYS, OPS, ROW_OPS, WAYS, sampled
+from support import DEVICES, LARGEST, NAMES, NARROW, NARROW_WAYS, OPS, ROW_OPS, WAYS, kernel_names, sampled
 
 from jax_softmax import _kernels
 
@@ -38,6 +39,19 @@ def check_spills(steps):
 def check_compiles(steps, compute_capability):
     for step, binary in zip(steps, side_by_side(_kernels.jit_binary, steps, compute_capability), strict=True):
         assert binary[:4] == b"\x7fELF", step["plan"]
+
+
+def test_every_kernel_function_is_planned():
+    """A kernel that no view of WAYS leads to is compiled by no test, or by nothing at all."""
+    folder = pathlib.Path(__file__).parent.parent / "csrc" / "device"
+    if not folder.is_dir():
+        pytest.skip("needs the sources")
+    text = "".join(path.read_text() for path in folder.glob("*.cuh"))
+    functions = re.findall(r"void (\w+)\(const typename Mem::Operands& operands\)", text)
+    planned = {
+        name for op in ("softmax", "softmax_linear", "entropy") for way in WAYS for name in kernel_names(way.plan(op))
+    }
+    assert {*functions, "clear_words"} == planned
 
 
 @pytest.mark.parametrize(

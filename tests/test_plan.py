@@ -174,13 +174,15 @@ def check_tile(fields, steps, scratch, call):
         assert call.extent * call.inner % call.width == 0 and all(stride % call.width == 0 for stride in outer)
         assert fold > 1 or call.inner % call.width == 0
     # Lines of the tile: each of a block's threads has some.
-    parts = step["blocks"] // tiles if twice else step["cluster"]
-    spans = call.columns // call.extent
-    if fold > 1:
-        elements = lines_at_once * fields["lines_of_thread"] * (parts // spans) * packs * call.width
-        assert elements >= call.extent * call.inner + reached
-    else:
-        assert lines_at_once * fields["lines_of_thread"] * parts >= call.columns
+    one_block = fields.get("one_block", False)
+    parts = step["cluster"] if not twice else 1 if one_block else step["blocks"] // tiles
+    if not one_block:  # or else one block goes over all
+        spans = call.columns // call.extent
+        if fold > 1:
+            elements = lines_at_once * fields["lines_of_thread"] * (parts // spans) * packs * call.width
+            assert elements >= call.extent * call.inner + reached
+        else:
+            assert lines_at_once * fields["lines_of_thread"] * parts >= call.columns
     assert step["blocks"] >= tiles * parts
     # Packs, then the states that threads in different warps leave, or those of a cluster's blocks, then
     # those of whole rows.
@@ -193,7 +195,7 @@ def check_tile(fields, steps, scratch, call):
     if entries > 1 or parts > 1 or not fields["in_shared"] or call.row_results:
         assert step["shared_bytes"] >= held + (states + rows) * call.state_bytes
     assert step["shared_bytes"] >= held
-    if twice:
+    if twice and not one_block:
         assert scratch >= step["blocks"] * rows * call.state_bytes
 
 

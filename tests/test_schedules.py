@@ -30,7 +30,7 @@ on_gpu = pytest.mark.skipif(support.why_no_cuda() is not None, reason=str(suppor
 
 SCHEDULES = {"registers", "staged", "chunks", "ring", "tile", "twice"}
 KERNELS = {
-    *("registers", "staged", "clear_words", "chunks", "ring", "tile", "combine_pieces"),
+    *("registers", "staged", "clear_words", "chunks", "ring", "tile", "whole_tiles", "combine_pieces"),
     *("sum_pieces", "finish_pieces", "sum_tile_pieces", "finish_tile_pieces"),
 }
 

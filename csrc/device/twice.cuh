@@ -1,5 +1,6 @@
 // The schedule `twice`, for rows too long to hold: they are read twice, in pieces. A launch sums the pieces, another
-// puts their states together, and a third finishes the rows.
+// puts their states together, and a third finishes the rows. Tiles of few lines, of which the states would take much
+// memory, are one block's each, piece after piece.
 #pragma once
 
 #include "device/exchange.cuh"
@@ -172,6 +173,30 @@ __device__ __forceinline__ void finish_tile_pieces(const typename Mem::Operands&
   for (int i = threadIdx.x; i < Part::kRows; i += Part::kThreads) part.whole(i) = whole[i];
   __syncthreads();
   part.template finish<true>();
+}
+
+// All by one block, piece after piece.
+template <class Mem, class Plan>
+__device__ __forceinline__ void whole_tiles(const typename Mem::Operands& operands) {
+  using Part = TilePart<Mem, Summed<Plan>>;
+  using Op = typename Mem::Op;
+  extern __shared__ __align__(128) Pack shared[];
+  const Mem mem{operands};
+  for (int piece = 0; piece < Part::kParts; ++piece) {
+    TileStates<Mem, Summed<Plan>> part(mem, shared, blockIdx.x, piece);
+    part.sum_read();
+    part.combine([&](int row, StateOf<typename Mem::Op> state) {
+      if (piece > 0) state = combine<Op, typename Mem::M>(part.whole(row), state);
+      part.whole(row) = state;
+    });
+    __syncthreads();
+  }
+  TileStates<Mem, Summed<Plan>>(mem, shared, blockIdx.x, 0).store_rows();
+  if constexpr (!Op::kElementResults) return;
+  using Finished = TileStates<Mem, Smaller<Plan>>;
+  for (int piece = 0; piece < Finished::kParts; ++piece) {
+    Finished(mem, shared, blockIdx.x, piece).template finish<true>();
+  }
 }
 
 // ---- between them: the states of each row's pieces are put together, in the place of the first piece's

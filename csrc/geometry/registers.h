@@ -10,11 +10,10 @@ struct Registers {
   int packs;     // of each operand that a lane holds
   int threads;   // of a block
   int boundary;  // bytes: a run's packs are counted from the multiple of so many that it begins at or after; 0: its own
-  int unused;    // bytes of shared memory that a block asks for so that no more blocks run at once
 
   template <class F>
   constexpr void each(F f) const {
-    f("lanes", lanes), f("packs", packs), f("threads", threads), f("boundary", boundary), f("unused", unused);
+    f("lanes", lanes), f("packs", packs), f("threads", threads), f("boundary", boundary);
   }
   constexpr int rows_of_block() const { return threads / lanes; }
 };

@@ -26,13 +26,14 @@ struct Twice {
 };
 
 struct TwiceTile {
-  Tile tile;     // a piece
-  int finished;  // lines of a thread that finishes a smaller one
+  Tile tile;       // a piece
+  int finished;    // lines of a thread that finishes a smaller one
+  bool one_block;  // whether a block has all pieces of a tile, so that there are no states in memory
 
   template <class F>
   constexpr void each(F f) const {
     tile.each(f);
-    f("finished", finished);
+    f("finished", finished), f("one_block", one_block);
   }
   // The same tile in the smaller pieces of the launch that finishes its rows.
   constexpr Tile smaller() const {

@@ -45,7 +45,9 @@ std::optional<Plan> make_plan(const Problem& problem, const Device& device) {
   }
   if (auto plan = of(plan_tile(problem, device))) return plan;
   if (auto plan = of(plan_twice(problem, device))) return plan;
-  return of(plan_twice_tile(problem, device));
+  std::optional<TwiceTile> plan = plan_twice_tile(problem, device);
+  if (plan) plan->one_block = !scratch_is_little(*plan, problem);
+  return of(plan);
 }
 
 bool faster_than_xla(const Plan& plan, const Problem& problem) {
@@ -70,7 +72,7 @@ bool faster_than_xla(const Plan& plan, const Problem& problem) {
   }
   // Two operands read twice, from whole packs: so does XLA, as fast.
   if (const auto* twice = std::get_if<Twice>(&plan)) return !(two && twice->boundary == 0);
-  if (const auto* twice = std::get_if<TwiceTile>(&plan)) return !(two && twice->tile.aligned);
+  if (const auto* twice = std::get_if<TwiceTile>(&plan)) return !twice->one_block && !(two && twice->tile.aligned);
   return true;
 }
 
@@ -84,7 +86,7 @@ int64_t scratch_bytes(const Plan& plan, const Problem& problem) {
                         [&](const Twice& p) { return view.rows * p.pieces * call.state_bytes; },
                         [&](const TwiceTile& p) {
                           const TileGeometry g = geometry_of(view, p.tile, call);
-                          return g.tiles(view.rows) * g.rows * g.parts * call.state_bytes;
+                          return p.one_block ? 0 : g.tiles(view.rows) * g.rows * g.parts * call.state_bytes;
                         },
                         [&](const auto&) { return int64_t{0}; },
                     },
@@ -110,9 +112,7 @@ std::vector<Step> steps_of(const Plan& plan, const Problem& problem, const Devic
   return std::visit(
       Overloaded{
           [&](const Registers& p) -> std::vector<Step> {
-            Launch launch{ceil_div(rows, p.rows_of_block()), p.threads};
-            launch.shared_bytes = p.unused;
-            return {{"registers", launch, rows}};
+            return {{"registers", {ceil_div(rows, p.rows_of_block()), p.threads}, rows}};
           },
           [&](const Staged& p) -> std::vector<Step> {
             Launch launch{ceil_div(rows, p.rows), p.threads};
@@ -138,8 +138,12 @@ std::vector<Step> steps_of(const Plan& plan, const Problem& problem, const Devic
           },
           [&](const TwiceTile& p) -> std::vector<Step> {
             Launch sum = launch_of(p.tile, problem, device), finish = launch_of(p.smaller(), problem, device);
-            finish.resident = 0;
             const TileGeometry g = geometry_of(view, p.tile, call);
+            if (p.one_block) {
+              sum.blocks = g.tiles(rows);
+              return {{"whole_tiles", sum, rows}};
+            }
+            finish.resident = 0;
             return combined(g.tiles(rows) * g.rows, combining_of(view, p, call), sum, finish, "sum_tile_pieces",
                             "finish_tile_pieces");
           },

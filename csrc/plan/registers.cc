@@ -29,11 +29,6 @@ constexpr int kLanesThreads = 128;
 constexpr int kLanesBlockPacks = 256;
 // Of a row of several runs, so that neighbouring rows, which lie side by side, are in the same warp.
 constexpr int kGatheredPacks = 8;
-// About what the blocks of a multiprocessor have under way, if each has much: memory is faster for it. They ask for
-// shared memory that they do not use so that no more of them fit, and for no more than that takes, since the rest is
-// the first cache's, through which loads go.
-constexpr int64_t kBlockBytesAtOnce = 64 << 10;
-constexpr int64_t kLargeBlockBytes = 16 << 10;
 
 Registers in_lanes(const Problem& problem, int boundary, const Runs& runs) {
   Registers plan{};
@@ -86,16 +81,6 @@ std::optional<Registers> plan_registers(const Problem& problem, const Device& de
   plan.boundary = boundary;
   plan.packs = runs.packs <= 4 * 256 ? 4 : 8;
   plan.threads = static_cast<int>(round_up(ceil_div(runs.packs, plan.packs), 32));
-  if (clusters && bytes < 8) {
-    const int64_t block_bytes = runs.packs * inputs * kPackBytes;
-    // Those whose arithmetic takes as long gain less from blocks that are no more than that, or nothing.
-    const Cost& cost = problem.cost;
-    const bool soon_done = cost.exponentials == 0 || (inputs == 1 && cost.logarithms == 0);
-    const int64_t limited = soon_done ? kBlockBytesAtOnce / 2 : inputs == 1 ? kLargeBlockBytes : 0;
-    if (block_bytes >= kLargeBlockBytes && block_bytes <= limited) {
-      plan.unused = static_cast<int>(device.shared_memory_per_block / (ceil_div(kBlockBytesAtOnce, block_bytes) + 1));
-    }
-  }
   plan.lanes = plan.threads;
   return plan;
 }

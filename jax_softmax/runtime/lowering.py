@@ -97,7 +97,7 @@ def known_shapes(shape, axes):
     reduced, or lies inside of a reduced one, changes the rows themselves.
     """
     symbolic = [d for d, n in enumerate(shape) if not isinstance(n, int)]
-    if symbolic[-1] > min(axes, default=len(shape)):
+    if symbolic[-1] >= min(axes, default=len(shape)):
         return []
     known = [n if isinstance(n, int) else 1 for n in shape]
     return [[rows if d == symbolic[0] else n for d, n in enumerate(known)] for rows in (1 << k for k in range(21))]
