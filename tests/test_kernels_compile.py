@@ -9,7 +9,7 @@ import pathlib
 import re
 
 import pytest
-from support import DEVICES, LARGEST, NAMES, NARROW, NARROW_WAYS, OPS, ROW_OPS, WAYS, kernel_names, sampled
+from support import DEVICES, LARGEST, NAMES, NARROW, NARROW_WAYS, OPS, ROW_OPS, WAYS, kernel_names
 
 from jax_softmax import _kernels
 
@@ -70,12 +70,14 @@ def test_every_dtype(jit, dtype):
     check_spills(steps_of(way.plan(op, dtype) for way in WAYS for op in ("softmax", "log_softmax_vjp")))
 
 
-@sampled("dtype,op", itertools.product(NARROW, NAMES), 8)
+@sweep
+@pytest.mark.parametrize("dtype,op", list(itertools.product(NARROW, NAMES)))
 def test_every_dtype_of_8_bits(jit, dtype, op):
     check_spills(steps_of(way.plan(op, dtype) for way in NARROW_WAYS))
 
 
-@sampled("dtype,result", itertools.product(["bfloat16", "float32", "float64"], LARGEST), 8)
+@sweep
+@pytest.mark.parametrize("dtype,result", list(itertools.product(["bfloat16", "float32", "float64"], LARGEST)))
 def test_results_of_8_bits(jit, dtype, result):
     plans = [way.plan("absmax_scale", dtype, out_dtype=result) for way in WAYS]
     check_spills(steps_of(plan for plan in plans if plan["faster_than_xla"]))

@@ -182,19 +182,11 @@ __device__ __forceinline__ void whole_tiles(const typename Mem::Operands& operan
   using Op = typename Mem::Op;
   extern __shared__ __align__(128) Pack shared[];
   const Mem mem{operands};
-  // The states of some pieces are put together before they are added to those of all before them: many numbers that are
-  // added one after the other are rounded more than a few.
-  constexpr int kSome = 16;
   for (int piece = 0; piece < Part::kParts; ++piece) {
     TileStates<Mem, Summed<Plan>> part(mem, shared, blockIdx.x, piece);
     part.sum_read();
     part.combine([&](int row, StateOf<Op> state) {
-      StateOf<Op>& before = part.whole(Part::kRows + row);
-      if (piece % kSome > 0) state = combine<Op, typename Mem::M>(part.whole(row), state);
-      if (piece + 1 == Part::kParts && piece >= kSome) state = combine<Op, typename Mem::M>(before, state);
-      if ((piece + 1) % kSome == 0) {
-        before = piece < kSome ? state : combine<Op, typename Mem::M>(before, state);
-      }
+      if (piece > 0) state = combine<Op, typename Mem::M>(part.whole(row), state);
       part.whole(row) = state;
     });
     __syncthreads();

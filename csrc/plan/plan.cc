@@ -45,9 +45,8 @@ std::optional<Plan> make_plan(const Problem& problem, const Device& device) {
   }
   if (auto plan = of(plan_tile(problem, device))) return plan;
   if (auto plan = of(plan_twice(problem, device))) return plan;
-  std::optional<TwiceTile> plan = plan_twice_tile(problem, device);
-  if (plan) plan->one_block = !scratch_is_little(*plan, problem);
-  return of(plan);
+  if (auto plan = of(plan_twice_tile(problem, false))) return plan;
+  return of(plan_twice_tile(problem, true));
 }
 
 bool faster_than_xla(const Plan& plan, const Problem& problem) {
@@ -141,7 +140,6 @@ std::vector<Step> steps_of(const Plan& plan, const Problem& problem, const Devic
             const TileGeometry g = geometry_of(view, p.tile, call);
             if (p.one_block) {
               sum.blocks = g.tiles(rows);
-              sum.shared_bytes += g.rows * call.state_bytes;  // of pieces that have been added up
               return {{"whole_tiles", sum, rows}};
             }
             finish.resident = 0;

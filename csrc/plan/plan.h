@@ -76,7 +76,7 @@ std::optional<Chunks> plan_chunks(const Problem& problem, const Device& device);
 std::optional<Ring> plan_ring(const Problem& problem, const Device& device);
 std::optional<Tile> plan_tile(const Problem& problem, const Device& device);
 std::optional<Twice> plan_twice(const Problem& problem, const Device& device);
-std::optional<TwiceTile> plan_twice_tile(const Problem& problem, const Device& device);
+std::optional<TwiceTile> plan_twice_tile(const Problem& problem, bool one_block);
 
 // How a block is launched, and how many of them a multiprocessor is to have room for in registers (0: as it comes).
 struct Launch {

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <cmath>
 
 #include "plan/plan.h"
 
@@ -157,13 +158,16 @@ std::optional<Tile> plan_tile(const Problem& problem, const Device& device) {
   return {};
 }
 
-std::optional<TwiceTile> plan_twice_tile(const Problem& problem, const Device& device) {
+std::optional<TwiceTile> plan_twice_tile(const Problem& problem, bool one_block) {
   if (problem.view.minor_reduced || problem.view.columns > kMostNumbers) return {};
   const Call call(problem);
   const Lines& lines = call.lines;
   TwiceTile plan{};
+  plan.one_block = one_block;
   const bool narrow = lines.elements < kPiecePacks * problem.width();
-  const std::optional<Tile> whole = narrow || !lines.aligned ? folded(call) : std::nullopt;
+  // One block adds up the pieces one after the other: so there are about as many as each has lines of a thread. Folded
+  // lines would have one for each span at least.
+  const std::optional<Tile> whole = !one_block && (narrow || !lines.aligned) ? folded(call) : std::nullopt;
   plan.tile = whole ? *whole : parts_of_lines(call, lines.aligned ? kPiecePacks : kRaggedTilePacks, kLinesOfThread);
   plan.tile.matrices = 1;
   plan.tile.threads = static_cast<int>(round_up(plan.tile.lines_at_once * plan.tile.packs, 32));
@@ -173,7 +177,8 @@ std::optional<TwiceTile> plan_twice_tile(const Problem& problem, const Device& d
   const int64_t all = call.lines_of_span(plan.tile) * lines.spans;
   const int64_t shared_out = plan.tile.fold > 1 ? call.lines_of_span(plan.tile) : all;  // see TileGeometry
   const int64_t wanted = std::max({fewest, ceil_div(all, kMostPieces), kPieceLinesOfThread * plan.tile.lines_at_once});
-  const int64_t pieces = std::max<int64_t>(1, shared_out / wanted);
+  int64_t pieces = std::max<int64_t>(1, shared_out / wanted);
+  if (one_block) pieces = std::min(pieces, static_cast<int64_t>(std::sqrt(all / plan.tile.lines_at_once)) + 1);
   plan.tile.lines_of_thread = static_cast<int>(ceil_div(ceil_div(shared_out, pieces), plan.tile.lines_at_once));
   plan.finished = kFinished / problem.cost.inputs;
   return plan;
