@@ -219,7 +219,7 @@ struct TileStates : TilePart<Mem, Plan> {
   template <class Publish>
   __device__ __forceinline__ void combine(Publish publish) const {
     if (this->matrix < kMatrices && this->group % kLinesSummed == 0) {
-      // Neighbouring threads write to neighbouring places: no two of them to the same bank.
+      // Neighbouring threads write to neighbouring places.
       State* const to = states + (this->matrix * kSets + this->group / kLinesSummed) * kStatesOfSet + this->pack;
 #pragma unroll
       for (int s = 0; s < kStates; ++s) to[s * kPacks] = {pivot[s], sum[s]};
