@@ -1,16 +1,8 @@
 // The schedule `tile`, for rows that are not runs of memory: a block, or the blocks of a cluster, hold neighbouring
-// rows in shared memory, read once and written once.
+// rows in shared memory. Each element is read once and written once. geometry/tile.h has a drawing of a tile.
 //
-// Memory is seen as lines: for each index of the reduced dimensions the elements of all kept ones inside of them, each
-// of another row. A tile is the same part of each line, and so has some rows. A thread has one pack of some of the
-// lines, and a state for each element of it. Lines may begin anywhere in a pack: a thread then has lines that begin
-// alike, and which rows its elements are of depends on that.
-//
-// Where lines are short and follow one another, several are folded into one of whole packs, all of an array is one run
-// of memory, and a tile is one or more arrays. A row then has several elements of the folded line.
-//
-// What a thread has of a tile's memory is a `TilePart`, in tile_part.cuh, and what it knows of the tile's rows
-// `TileStates`, in tile_states.cuh. The schedule `twice` has them as well.
+// `TilePart` (tile_part.cuh) knows which packs of the tile a thread has and where they lie; `TileStates`
+// (tile_states.cuh) adds the states of the tile's rows. The schedule `twice` has both as well.
 #pragma once
 
 #include "device/exchange.cuh"
@@ -40,7 +32,7 @@ __device__ __forceinline__ void tile(const typename Mem::Operands& operands) {
   }
 #if __CUDA_ARCH__ >= 900
   if constexpr (kCluster > 1) {
-    // Every block tells all others, in the place of states that have been put together.
+    // Every block writes its states into the shared memory of all blocks, over the sets, which have been combined.
     __shared__ uint64_t received;
     const WordsInCluster<State> exchange{reinterpret_cast<uint64_t*>(part.states), &received};
     begin_exchange(&received, kCluster * kRows * static_cast<int>(sizeof(State)));

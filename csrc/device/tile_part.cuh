@@ -1,5 +1,5 @@
-// The part of a tile that a thread has: which packs of which lines, where they lie in memory, and how they get from
-// there to shared memory or to registers. What the words mean stands in tile.cuh.
+// What a thread has of a tile: which packs of which lines, where they lie in memory, and how they get from there to
+// shared memory or to registers. geometry/tile.h explains the words.
 #pragma once
 
 #include "device/copies.cuh"
@@ -21,8 +21,8 @@ struct TilePart {
   static constexpr TileGeometry kGeometry = geometry_of(View::kView, kTile, Plan::kCall);
   static_assert(kIsPlannedFor<Mem, Plan>);
   static constexpr int kInputs = Mem::kInputs, kWidth = Mem::kWidth, kThreads = kTile.threads;
-  static constexpr int kArrays = kTile.matrices, kElements = kTile.elements, kFold = kTile.fold, kPacks = kTile.packs;
-  static constexpr int kGroups = kTile.lines_at_once, kTurns = kTile.lines_of_thread;
+  static constexpr int kMatrices = kTile.matrices, kElements = kTile.elements, kFold = kTile.fold, kPacks = kTile.packs;
+  static constexpr int kGroups = kTile.lines_at_once, kLinesOfThread = kTile.lines_of_thread;
   static constexpr bool kAligned = kTile.aligned;
   static constexpr int64_t kInner = kGeometry.elements_of_line;
   static constexpr typename Mem::Dim kAlong = Mem::reduced_dim(Mem::kReducedDims - 1);
@@ -30,46 +30,46 @@ struct TilePart {
   static constexpr int kPeriod = kGeometry.period;
   static constexpr int kSpan = kGeometry.lines_of_span, kSpans = Mem::kColumns / kExtent;
   static constexpr int kLines = kGeometry.lines_of_block;
-  static constexpr int kPartsOfShared = kGeometry.parts_of_section, kParts = kGeometry.parts;
+  static constexpr int kPartsOfSection = kGeometry.parts_of_section, kParts = kGeometry.parts;
   static constexpr int kTilesOfLine = kGeometry.tiles_of_line;
-  static constexpr int kReached = kGeometry.reach, kRows = kGeometry.rows, kTeam = kGeometry.threads_of_matrix;
-  // Whether packs may have elements of no row, or masked ones, that pads are put in the place of.
+  static constexpr int kReach = kGeometry.reach, kRows = kGeometry.rows, kThreadsOfMatrix = kGeometry.threads_of_matrix;
+  // Whether pads have to replace elements of packs: masked ones, or those before or after the matrix.
   static constexpr bool kMends = ((kFold > 1 && !kAligned) || Mem::kMasked) && Mem::kOrdered;
 
   const Mem& mem;
   Pack* const shared;
-  const int array, group, pack;
-  const int64_t outer;          // the array, as the index of the outer kept dimensions
-  const int64_t first_element;  // of a line, in the tile
-  const int elements;           // from there to the end of the line, or as many as the tile has
-  const int span, first_line;
-  const bool exists;  // whether there is such an array
-  Place base;         // where that element lies in the first line: of the span if folded, or else of all
-  int shift;          // how far the thread's lines, or the run, begin beyond a pack
+  const int matrix, group, pack;  // the thread's: of the tile, of the matrix, of the line
+  const int64_t outer;            // the matrix's number in the view: the index of the outer kept dimensions
+  const int64_t first_element;    // of a line that the tile has
+  const int elements;             // of a line, from that one on, that the tile has or reaches into
+  const int span, first_line;     // of the block's part: span 0 unless folded; the line is the section's
+  const bool exists;              // whether the view has that matrix
+  Place base;                     // of the first element in the first line of the span or, not folded, of the matrix
+  int shift;  // elements of the first pack of the thread's lines, or of the run, that come before them
 
   __device__ __forceinline__ TilePart(const Mem& mem, Pack* shared, int64_t tile, int part)
       : mem(mem),
         shared(shared),
-        array(threadIdx.x / kTeam),
-        group(threadIdx.x % kTeam / kPacks),
+        matrix(threadIdx.x / kThreadsOfMatrix),
+        group(threadIdx.x % kThreadsOfMatrix / kPacks),
         pack(threadIdx.x % kPacks),
-        outer(tile / kTilesOfLine * kArrays + (kArrays > 1 ? array : 0)),
+        outer(tile / kTilesOfLine * kMatrices + (kMatrices > 1 ? matrix : 0)),
         first_element(tile % kTilesOfLine * kElements),
-        elements(static_cast<int>(min(static_cast<int64_t>(kElements + kReached), kInner - first_element))),
-        span(part / kPartsOfShared),
-        first_line(part % kPartsOfShared * kLines),
-        exists(array < kArrays && (kArrays == 1 || outer < mem.operands.rows / kInner)) {
+        elements(static_cast<int>(min(static_cast<int64_t>(kElements + kReach), kInner - first_element))),
+        span(part / kPartsOfSection),
+        first_line(part % kPartsOfSection * kLines),
+        exists(matrix < kMatrices && (kMatrices == 1 || outer < mem.operands.rows / kInner)) {
     base = in_first_line(outer, first_element);
     if constexpr (kFold > 1)
       base = Mem::template along_reduced<Mem::kReducedDims - 1>(base, static_cast<unsigned>(span));
     shift = shift_of(group);
   }
-  // Where an element of an array's first line lies.
+  // Where an element lies that the first line of a matrix has.
   static __device__ __forceinline__ Place in_first_line(int64_t outer, int64_t element) {
-    const Place array = Mem::template along_kept<View::kView.outer_kept()>(Place{}, static_cast<RowIndex>(outer));
-    return Mem::template along_kept<Mem::kKeptDims, View::kView.outer_kept()>(array, static_cast<RowIndex>(element));
+    const Place matrix = Mem::template along_kept<View::kView.outer_kept()>(Place{}, static_cast<RowIndex>(outer));
+    return Mem::template along_kept<Mem::kKeptDims, View::kView.outer_kept()>(matrix, static_cast<RowIndex>(element));
   }
-  // How far the lines of a group begin beyond a pack.
+  // The same as `shift`, of the lines of another group.
   __device__ __forceinline__ int shift_of(int group) const {
     if constexpr (kAligned) return 0;
     const unsigned begin = static_cast<unsigned>(base.element);  // its last bits count
@@ -78,20 +78,21 @@ struct TilePart {
 
   // ---- the thread's packs
 
-  __device__ __forceinline__ Pack* held(int turn, int k) const {
-    return shared + (turn * kInputs + k) * kThreads + threadIdx.x;
+  // The place in shared memory of the thread's pack of its nth line, of operand k.
+  __device__ __forceinline__ Pack* held(int nth, int k) const {
+    return shared + (nth * kInputs + k) * kThreads + threadIdx.x;
   }
-  // The first element of the thread's pack of a line, and which of its elements are the tile's, or are stored: none if
-  // the line is not there.
+  // The thread's pack of a line: where its first element lies, and as bits which of its elements the tile has, and
+  // which of those it stores. No bit is set if the line does not exist.
   struct At {
     Place line;
     int64_t element;
-    int index;  // not folded: of the innermost reduced dimension; folded: of the pack's first element in the run
-    int over;   // not folded: of the other reduced dimensions
+    int index;  // not folded: along the innermost reduced dimension; folded: of the first element in the run
+    int over;   // not folded: along the other reduced dimensions
     unsigned inside, stored;
   };
-  __device__ __forceinline__ At at(int turn) const {
-    const int i = first_line + group + turn * kGroups;
+  __device__ __forceinline__ At at(int nth) const {
+    const int i = first_line + group + nth * kGroups;
     At at;
     if constexpr (kFold > 1) {
       at = at_folded(i);
@@ -100,14 +101,14 @@ struct TilePart {
     }
     if (!exists) at.inside = 0;
     at.stored = at.inside;
-    if constexpr (kReached > 0) {
-      // A pack that begins in another tile is that one's to store.
+    if constexpr (kReach > 0) {
+      // The tile in which a pack begins stores it.
       const int first = pack * kWidth - shift;
       if (first >= kElements || (first < 0 && first_element > 0)) at.stored = 0;
     }
     return at;
   }
-  // The same of the i-th folded line, of those of the span.
+  // The pack of the i-th folded line of the span.
   __device__ __forceinline__ At at_folded(int i) const {
     constexpr int kRun = kExtent * static_cast<int>(kInner);
     At at;
@@ -122,7 +123,7 @@ struct TilePart {
     }
     return at;
   }
-  // The same of the i-th line, of those of all spans.
+  // The pack of the i-th line of the matrix, counted over all spans.
   __device__ __forceinline__ At at_line(int i) const {
     const int over = kSpans == 1 ? 0 : static_cast<unsigned>(i) / static_cast<unsigned>(kSpan);
     const Place begin =
@@ -131,8 +132,10 @@ struct TilePart {
     at.index = i - over * kSpan;
     at.over = over;
     if constexpr (kPeriod > 1 && kSpans > 1) {
-      // The line of this period that begins as the thread's others do: so many back as the other dimensions shift
-      // beginnings on. Modulo a power of 2 up to 8, odd numbers are their own inverses; modulo 16, their cubes are.
+      // In each span, the place in a pack where line 0 begins is another one, since the strides of the other dimensions
+      // need not be whole packs. In this period the thread takes the line that begins as its lines of the first span
+      // do, and finds its index by dividing by the innermost stride, modulo the period. Modulo 2, 4 or 8 an odd number
+      // is its own inverse; modulo 16 its cube is the inverse.
       constexpr int kUnit = kWidth / kPeriod, kOdd = static_cast<int>(kAlong.stride / kUnit % kPeriod);
       constexpr int kInverse = kPeriod == 16 ? kOdd * kOdd * kOdd : static_cast<int>(kAlong.stride / kUnit);
       const int on = static_cast<int>(begin.element - base.element) / kUnit * kInverse;
@@ -143,7 +146,7 @@ struct TilePart {
     at.inside = at.index < kExtent && over < kSpans ? bits_within<In>(pack * kWidth - shift, elements) : 0;
     return at;
   }
-  // Which element of its row an element of a pack is.
+  // The number, in its row, of element e of a pack.
   __device__ __forceinline__ int column(const At& at, int e) const {
     if constexpr (kFold > 1) {
       return span * kExtent + static_cast<int>(static_cast<unsigned>(at.index + e) / static_cast<unsigned>(kInner));
@@ -151,7 +154,7 @@ struct TilePart {
       return at.over * kExtent + at.index;
     }
   }
-  // Where an element of a pack lies in the side operands.
+  // Where element e of a pack lies, in the side operands too.
   __device__ __forceinline__ Place place(const At& at, int e) const {
     if constexpr (kFold > 1) {
       const unsigned index = at.index + e, line = index / static_cast<unsigned>(kInner);
@@ -168,8 +171,8 @@ struct TilePart {
       return line;
     }
   }
-  // Where its elements lie, for what reads side operands (see sides.cuh). Not folded, those of a pack are neighbours
-  // along the innermost kept dimension, if that alone makes up lines.
+  // How the side operands of a pack's elements are read (see sides.cuh). Neighbours in a pack are neighbours in a side
+  // operand as well if lines are not folded and have one kept dimension.
   struct Reader {
     const TilePart& part;
     const At& at;
@@ -186,15 +189,15 @@ struct TilePart {
     }
     __device__ __forceinline__ Place place_of(int e) const { return part.place(at, e); }
   };
-  // Of a pack's elements those that are the tile's and not masked.
+  // As bits, the elements of a pack that the tile has and that are not masked.
   __device__ __forceinline__ unsigned kept(const At& at) const { return mem.unmasked(Reader{*this, at}, at.inside); }
 
-  // ---- what they hold
+  // ---- their elements
 
-  // Has the thread's packs copied to shared memory.
+  // Starts to copy the thread's packs to shared memory.
   __device__ __forceinline__ void copy() const {
 #pragma unroll 4
-    for (int t = 0; t < kTurns; ++t) {
+    for (int t = 0; t < kLinesOfThread; ++t) {
       const At at = this->at(t);
 #pragma unroll
       for (int k = 0; k < kInputs; ++k) {
@@ -207,13 +210,13 @@ struct TilePart {
       }
     }
   }
-  // Waits for the copies, and puts pads in the place of elements that are not to count: each thread reads only what
-  // it has copied itself, so that there is no need for a barrier.
+  // Waits for the copies, and replaces elements that do not count by pads. There is no barrier: a thread reads only
+  // what it has copied itself.
   __device__ __forceinline__ void finish_copy() const {
     wait_for_copies();
     if constexpr (kMends) {
 #pragma unroll 2
-      for (int t = 0; t < kTurns; ++t) {
+      for (int t = 0; t < kLinesOfThread; ++t) {
         const At at = this->at(t);
         const unsigned bits = kept(at);
         if (bits == Mem::kAll || !at.inside) continue;
@@ -226,34 +229,35 @@ struct TilePart {
       }
     }
   }
-  // The thread's pack of a line, read where it is and with pads in the place of what does not count.
+  // Reads the thread's pack of its nth line from global memory; pads replace elements that do not count. The operands
+  // before kFirst are not read.
   template <int kFirst>
-  __device__ __forceinline__ void read(Pack (&raw)[kInputs], int turn) const {
-    const At at = this->at(turn);
+  __device__ __forceinline__ void read(Pack (&raw)[kInputs], int nth) const {
+    const At at = this->at(nth);
 #pragma unroll
     for (int k = 0; k < kInputs; ++k) {
       raw[k] = Mem::pad_pack(k);
-      if (k >= kFirst && at.inside && turn < kTurns) raw[k] = Mem::load(mem.in(k) + at.element, at.inside);
+      if (k >= kFirst && at.inside && nth < kLinesOfThread) raw[k] = Mem::load(mem.in(k) + at.element, at.inside);
     }
     if constexpr (kMends) {
       const unsigned bits = kept(at);
       if (bits != Mem::kAll && at.inside) Mem::mend(raw, bits);
     }
   }
-  // The values of the thread's pack of a line that is held.
-  __device__ __forceinline__ void values(typename Mem::Values& v, int turn) const {
+  // The values of the thread's pack of its nth line, from shared memory.
+  __device__ __forceinline__ void values(typename Mem::Values& v, int nth) const {
     Pack raw[kInputs];
 #pragma unroll
-    for (int k = 0; k < kInputs; ++k) raw[k] = *held(turn, k);
-    values_of(v, raw, turn);
+    for (int k = 0; k < kInputs; ++k) raw[k] = *held(nth, k);
+    values_of(v, raw, nth);
   }
-  // Those of a pack that has been read.
-  __device__ __forceinline__ void values_of(typename Mem::Values& v, const Pack (&raw)[kInputs], int turn) const {
+  // The values of that pack, from registers.
+  __device__ __forceinline__ void values_of(typename Mem::Values& v, const Pack (&raw)[kInputs], int nth) const {
     if constexpr (Mem::kOrdered) {
       mem.values(v, raw, OneElement<Place>{}, Mem::kAll);
     } else {
-      const At at = this->at(turn);
-      mem.values(v, raw, Reader{*this, at}, turn < kTurns ? kept(at) : 0);
+      const At at = this->at(nth);
+      mem.values(v, raw, Reader{*this, at}, nth < kLinesOfThread ? kept(at) : 0);
     }
   }
 };

@@ -1,6 +1,6 @@
-// The states of a tile's rows, and what becomes of them, the results. A thread sums its packs with `sum_held` or
-// `sum_read`; where several threads have parts of a row, `combine` puts their states together; `finish` writes the
-// results. What the words mean stands in tile.cuh.
+// The states of a tile's rows, and the results that are made with them. A thread sums its packs with `sum_held`, from
+// shared memory, or `sum_read`, from global memory; `combine` combines the states of threads that have parts of the
+// same row; `finish` writes the results. geometry/tile.h explains the words.
 #pragma once
 
 #include "device/reduce.cuh"
@@ -21,16 +21,18 @@ struct TileStates : TilePart<Mem, Plan> {
   using State = StateOf<Op>;
   static constexpr TileGeometry kGeometry = Part::kGeometry;
   static constexpr bool kHeld = Plan::kPlan.in_shared;
-  static constexpr bool kTermsFit = Mem::kTermsFit && kHeld;  // in the place of elements that are held
+  static constexpr bool kTermsFit = Mem::kTermsFit && kHeld;  // in shared memory, over the elements
   static constexpr int kInputs = Mem::kInputs, kWidth = Mem::kWidth, kThreads = Part::kThreads;
-  static constexpr int kArrays = Part::kArrays, kElements = Part::kElements, kFold = Part::kFold, kRows = Part::kRows;
-  static constexpr int kPacks = Part::kPacks, kGroups = Part::kGroups, kTurns = Part::kTurns, kParts = Part::kParts;
+  static constexpr int kMatrices = Part::kMatrices, kElements = Part::kElements, kFold = Part::kFold,
+                       kRows = Part::kRows;
+  static constexpr int kPacks = Part::kPacks, kGroups = Part::kGroups, kLinesOfThread = Part::kLinesOfThread,
+                       kParts = Part::kParts;
   static constexpr bool kInPack = kGeometry.line_in_pack;
-  static constexpr int kStates = kGeometry.states_of_thread, kCopies = kGeometry.states_of_line;
-  static constexpr int kTogether = kGeometry.lines_summed;
-  static constexpr int kEntries = kGeometry.sets, kSlots = kGeometry.states_of_set;
+  static constexpr int kStates = kGeometry.states_of_thread, kStatesOfLine = kGeometry.states_of_line;
+  static constexpr int kLinesSummed = kGeometry.lines_summed;
+  static constexpr int kSets = kGeometry.sets, kStatesOfSet = kGeometry.states_of_set;
   static constexpr bool kAlone = kGeometry.alone;
-  static constexpr int kRoom = kGeometry.states_before_rows;
+  static constexpr int kStatesBeforeRows = kGeometry.states_before_rows;
 
   State* const states;  // in shared memory
   C pivot[kStates];
@@ -38,8 +40,8 @@ struct TileStates : TilePart<Mem, Plan> {
 
   __device__ __forceinline__ TileStates(const Mem& mem, Pack* shared, int64_t tile, int part)
       : Part(mem, shared, tile, part), states(reinterpret_cast<State*>(shared + kGeometry.packs_in_shared)) {}
-  // The state of a whole row, where it has been put together.
-  __device__ __forceinline__ State& whole(int row) const { return states[kRoom + row]; }
+  // The state of a whole row, once it has been combined.
+  __device__ __forceinline__ State& whole(int row) const { return states[kStatesBeforeRows + row]; }
 
   // ---- of a thread
 
@@ -50,8 +52,8 @@ struct TileStates : TilePart<Mem, Plan> {
       sum[s] = Sum{};
     }
   }
-  // The states of the thread's elements, added to those of its warp's lanes that have the same pack of other lines;
-  // from lines that are held.
+  // Sums the thread's packs from shared memory, and combines its states with those of the lanes of its warp that have
+  // the same pack of other lines.
   __device__ __forceinline__ void sum_held() {
     clear();
     if constexpr (Op::kHasPivot) {
@@ -67,7 +69,7 @@ struct TileStates : TilePart<Mem, Plan> {
     Terms terms_of[kStates];
     make_terms(terms_of);
 #pragma unroll 4
-    for (int t = 0; t < kTurns; ++t) {
+    for (int t = 0; t < kLinesOfThread; ++t) {
       Values v;
       Sum terms[kWidth];
       this->values(v, t);
@@ -80,7 +82,7 @@ struct TileStates : TilePart<Mem, Plan> {
       for (int s = 0; s < kStates; ++s) sum[s] += shuffled(sum[s], offset);
     });
   }
-  // What the terms of each state are made with.
+  // What Op::term takes, for each of the thread's states.
   __device__ __forceinline__ void make_terms(Terms (&terms)[kStates]) const {
     if constexpr (kIsSame<Terms, Relative<M>>) {
 #pragma unroll
@@ -89,17 +91,17 @@ struct TileStates : TilePart<Mem, Plan> {
       for_rows_of_thread([&](int s, int row) { terms[s] = this->mem.terms(pivot[s], begin_of(row)); });
     }
   }
-  // Of the thread's lines, the largest value in each place of a pack.
+  // The maximum over the thread's lines, for each element of a pack.
   __device__ __forceinline__ void largest_held(C (&largest)[kWidth]) const {
     if constexpr (Mem::kOrdered) {
       Pack raw = Mem::of_pivot(*this->held(0, 0));
 #pragma unroll 8
-      for (int t = 1; t < kTurns; ++t) raw = Mem::larger(raw, *this->held(t, 0));
+      for (int t = 1; t < kLinesOfThread; ++t) raw = Mem::larger(raw, *this->held(t, 0));
       Elements<In>::widen(largest, raw);
     } else {
 #pragma unroll
       for (int e = 0; e < kWidth; ++e) largest[e] = -M::kInfinity;
-      for (int t = 0; t < kTurns; ++t) {
+      for (int t = 0; t < kLinesOfThread; ++t) {
         Values v;
         this->values(v, t);
 #pragma unroll
@@ -108,12 +110,13 @@ struct TileStates : TilePart<Mem, Plan> {
     }
   }
 
-  // The same states from lines that are not held, some of which are read together.
+  // The same as sum_held, from global memory, in batches of packs whose loads are in flight together. The states have
+  // running maxima: each batch may raise them, and what has been summed before is then rescaled.
   __device__ __forceinline__ void sum_read() {
     constexpr int kTogether = (Mem::kOrdered ? 8 : 4) / (kInputs - Mem::kFirstSummed);  // as there are registers
     clear();
 #pragma unroll 1
-    for (int t = 0; t < kTurns; t += kTogether) {
+    for (int t = 0; t < kLinesOfThread; t += kTogether) {
       Pack raw[kTogether][kInputs];
 #pragma unroll
       for (int u = 0; u < kTogether; ++u) this->template read<Mem::kFirstSummed>(raw[u], t + u);
@@ -156,7 +159,7 @@ struct TileStates : TilePart<Mem, Plan> {
     }
     combine_lanes();
   }
-  // Puts together the states of those lanes, which have pivots of their own.
+  // Combines the states of those lanes, whose running maxima differ.
   __device__ __forceinline__ void combine_lanes() {
     over_lanes([&](int offset) {
 #pragma unroll
@@ -168,70 +171,71 @@ struct TileStates : TilePart<Mem, Plan> {
       }
     });
   }
-  // Over lanes that have the same pack of different lines: combine(how far apart they are).
+  // Calls combine(offset) for each step of a butterfly over the lanes that have the same pack of different lines.
   template <class Combine>
   static __device__ __forceinline__ void over_lanes(Combine combine) {
 #pragma unroll
-    for (int offset = kPacks * kTogether / 2; offset >= kPacks && kTogether > 1; offset /= 2) combine(offset);
+    for (int offset = kPacks * kLinesSummed / 2; offset >= kPacks && kLinesSummed > 1; offset /= 2) combine(offset);
   }
 
   // ---- of the tile's rows
 
-  // Calls use(s, row) for the row that each of the thread's states is of.
+  // Calls use(s, row) for each of the thread's states, with the number of its row in the tile.
   template <class Use>
   __device__ __forceinline__ void for_rows_of_thread(Use use) const {
 #pragma unroll
     for (int s = 0; s < kStates; ++s) {
       if constexpr (kFold > 1) {
-        use(s, min(this->array, kArrays - 1) * kElements +
+        use(s, min(this->matrix, kMatrices - 1) * kElements +
                    (this->pack * kWidth + s + kPacks * kWidth - this->shift) % kElements);
       } else {
-        use(s, min(this->array, kArrays - 1) * kElements +
-                   min(max(this->pack * kWidth - this->shift + s, 0), kElements + Part::kReached - 1));
+        use(s, min(this->matrix, kMatrices - 1) * kElements +
+                   min(max(this->pack * kWidth - this->shift + s, 0), kElements + Part::kReach - 1));
       }
     }
   }
-  // The state that an entry has of a row's copy-th element.
-  __device__ __forceinline__ const State& part_of(int row, int entry, int copy) const {
-    const int of_array = kArrays == 1 ? 0 : row / kElements, in_array = row - of_array * kElements;
-    int at = in_array + copy * kElements;
+  // The state that a set has for a row; of_line: which one, if a folded line has several for it.
+  __device__ __forceinline__ const State& state_of_set(int row, int set, int of_line) const {
+    const int of_matrix = kMatrices == 1 ? 0 : row / kElements, in_matrix = row - of_matrix * kElements;
+    int at = in_matrix + of_line * kElements;
     if constexpr (!kInPack) {
-      if constexpr (kArrays == 1) {
-        at += kFold > 1 ? this->shift : this->shift_of(entry);
+      if constexpr (kMatrices == 1) {
+        at += kFold > 1 ? this->shift : this->shift_of(set);
       } else if constexpr (!Part::kAligned) {
-        // From where this thread's array begins; if there is no array but the first, that is where all threads' do.
-        const int64_t arrays = Mem::View::kView.outer_kept() == 0 ? 0 : of_array - this->array;
-        const int64_t begin = this->base.element + arrays * Part::kExtent * Part::kInner;
+        // The row's matrix is so many runs away from this thread's. Without outer kept dimensions there is one matrix.
+        const int64_t matrices = Mem::View::kView.outer_kept() == 0 ? 0 : of_matrix - this->matrix;
+        const int64_t begin = this->base.element + matrices * Part::kExtent * Part::kInner;
         at += static_cast<int>(begin) & (kWidth - 1);
       }
-      if (kFold > 1 && at >= kSlots) at -= kSlots;
+      if (kFold > 1 && at >= kStatesOfSet) at -= kStatesOfSet;
       at = at % kWidth * kPacks + at / kWidth;
     }
-    return states[(of_array * kEntries + entry) * kSlots + at];
+    return states[(of_matrix * kSets + set) * kStatesOfSet + at];
   }
 
   static constexpr int kStatesOfRow = kGeometry.states_of_row, kLanes = kGeometry.lanes_of_row;
 
-  // Calls publish(row, state) for each row, of the block's lines.
+  // Calls publish(row, state) for each row, with the state of all lines that the block has.
   template <class Publish>
   __device__ __forceinline__ void combine(Publish publish) const {
-    if (this->array < kArrays && this->group % kTogether == 0) {
-      // Of neighbouring threads the same state in neighbouring places.
-      State* const to = states + (this->array * kEntries + this->group / kTogether) * kSlots + this->pack;
+    if (this->matrix < kMatrices && this->group % kLinesSummed == 0) {
+      // Neighbouring threads write to neighbouring places.
+      State* const to = states + (this->matrix * kSets + this->group / kLinesSummed) * kStatesOfSet + this->pack;
 #pragma unroll
       for (int s = 0; s < kStates; ++s) to[s * kPacks] = {pivot[s], sum[s]};
     }
     __syncthreads();
     for_rows([&](int row, int lane, bool exists) {
       auto state = combine_all<Op>(lane, exists ? kStatesOfRow : 0, kLanes, [&](int i) {
-        const int entry = i / kCopies;
-        return part_of(row, entry, i - entry * kCopies);
+        const int set = i / kStatesOfLine;
+        return state_of_set(row, set, i - set * kStatesOfLine);
       });
       state = combine_over_lanes<Op, kLanes>(state);
       if (exists && lane == 0) publish(row, state);
     });
   }
-  // Calls body(row, lane, exists) in all lanes of teams that share out the rows; whole warps stay together.
+  // Calls body(row, lane, exists) for each row, in each of the kLanes lanes that work on it. The lanes of a warp stay
+  // together, so that they may shuffle: those without a row get the last one, and exists is false.
   template <class Body>
   static __device__ __forceinline__ void for_rows(Body body) {
     for (int at = threadIdx.x; at / 32 * 32 < kRows * kLanes; at += kThreads) {
@@ -240,20 +244,20 @@ struct TileStates : TilePart<Mem, Plan> {
     }
   }
 
-  // Where a row's first element lies; for what rows have of their own.
+  // Where a row's first element lies, for the operands that rows have of their own: elsewhere it is not computed.
   __device__ __forceinline__ typename Mem::Place begin_of(int row) const {
     if constexpr (Op::kRowNumbers == 0 && !Op::kLabelled) return {};
-    const int of_array = kArrays == 1 ? 0 : row / kElements;
-    const int64_t last = mem_rows() / Part::kInner - 1, element = this->first_element + row - of_array * kElements;
-    return this->in_first_line(min(first_array() + of_array, last), min(element, Part::kInner - 1));
+    const int of_matrix = kMatrices == 1 ? 0 : row / kElements;
+    const int64_t last = mem_rows() / Part::kInner - 1, element = this->first_element + row - of_matrix * kElements;
+    return this->in_first_line(min(first_matrix() + of_matrix, last), min(element, Part::kInner - 1));
   }
   // Stores the results that rows have themselves, given the states of whole rows.
   __device__ __forceinline__ void store_rows() const {
     if constexpr (Op::kRowResults > 0) {
-      for (int row = threadIdx.x; row < kArrays * kElements; row += kThreads) {
-        const int of_array = kArrays == 1 ? 0 : row / kElements;
-        const int64_t element = this->first_element + row - of_array * kElements;
-        const int64_t at = (first_array() + of_array) * Part::kInner + element;
+      for (int row = threadIdx.x; row < kMatrices * kElements; row += kThreads) {
+        const int of_matrix = kMatrices == 1 ? 0 : row / kElements;
+        const int64_t element = this->first_element + row - of_matrix * kElements;
+        const int64_t at = (first_matrix() + of_matrix) * Part::kInner + element;
         if (element < Part::kInner && at < mem_rows()) {
           this->mem.store_row(at, whole(row), this->mem.of_row(begin_of(row)));
         }
@@ -261,12 +265,12 @@ struct TileStates : TilePart<Mem, Plan> {
     }
   }
   __device__ __forceinline__ int64_t mem_rows() const { return this->mem.operands.rows; }
-  __device__ __forceinline__ int64_t first_array() const { return this->outer - (kArrays > 1 ? this->array : 0); }
+  __device__ __forceinline__ int64_t first_matrix() const { return this->outer - (kMatrices > 1 ? this->matrix : 0); }
 
   // ---- results
 
-  // Writes the results, given the states of whole rows or, where the block has whole rows and the thread is alone with
-  // its own, without.
+  // Writes the results. kGiven: by the states of whole rows in shared memory, or else by those of the thread, which is
+  // then alone with its rows.
   template <bool kGiven>
   __device__ __forceinline__ void finish() const {
     Finished finished[kStates];
@@ -277,7 +281,7 @@ struct TileStates : TilePart<Mem, Plan> {
     }
     if constexpr (kHeld) {
 #pragma unroll 4
-      for (int t = 0; t < kTurns; ++t) {
+      for (int t = 0; t < kLinesOfThread; ++t) {
         C result[kWidth];
         if constexpr (kTermsFit) {
           Elements<In>::widen(result, *this->held(t, 0));
@@ -291,11 +295,11 @@ struct TileStates : TilePart<Mem, Plan> {
         store(t, result, addend);
       }
     } else {
-      Pack raw[kTurns][kInputs];
+      Pack raw[kLinesOfThread][kInputs];
 #pragma unroll
-      for (int t = 0; t < kTurns; ++t) this->template read<0>(raw[t], t);
+      for (int t = 0; t < kLinesOfThread; ++t) this->template read<0>(raw[t], t);
 #pragma unroll
-      for (int t = 0; t < kTurns; ++t) {
+      for (int t = 0; t < kLinesOfThread; ++t) {
         Values v;
         C result[kWidth];
         this->values_of(v, raw[t], t);
@@ -306,7 +310,7 @@ struct TileStates : TilePart<Mem, Plan> {
   }
 
  private:
-  // What makes results of a row's terms, or of its elements.
+  // What a result is made with: from a term, or from an element.
   using Finished = typename Conditional<kTermsFit, typename Op::Scale, typename Op::Row>::type;
 
   template <bool kGiven>
@@ -330,9 +334,9 @@ struct TileStates : TilePart<Mem, Plan> {
 #pragma unroll
     for (int e = 0; e < kWidth; ++e) result[e] = Op::finish(finished[e % kStates], v[e]);
   }
-  __device__ __forceinline__ void store(int turn, C (&result)[kWidth],
+  __device__ __forceinline__ void store(int nth, C (&result)[kWidth],
                                         const typename Mem::Addend (&addend)[kStates]) const {
-    const auto at = this->at(turn);
+    const auto at = this->at(nth);
     if (!at.stored) return;
     const bool counts = Mem::complete(
         result, this->kept(at), [&](int e) { return addend[e % kStates]; }, [&](int e) { return this->column(at, e); });

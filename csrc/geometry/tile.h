@@ -1,29 +1,40 @@
-// The geometry of a tile: neighbouring rows that are not runs of memory. Here a view with kept, reduced and kept
-// dimensions of extents 2, 8 and 40, packs of 4 elements, and a tile of 16 elements of each line:
+// The geometry of a tile: neighbouring rows whose elements are not neighbours in memory.
 //
-//                       a line: 40 elements, each of another row
-//                 +-----------------+-----------------+---------+
-//   8 lines of    | p p p p         |                 |         |   A tile is the same part of each line of a matrix,
-//   and a matrix:     | q q q q         |                 |         |   so has 16 rows, one to a column of this
-//   drawing. a row has     | p p p p         |                 |         | an element    | q q q q         | | |   A
-//   thread has one pack of some of the lines: here of each       | p p p p         |                 |         | packs
-//   = 4, lines_at_once = 2, so that 8 threads have
-//                 | q q q q         |                 |         |   lines_of_thread = 4 each, and an accumulator for
-//                 each | p p p p         |                 |         |   of the 4 elements of their pack. The
-//                 accumulators of | q q q q         |                 |         |   p and q, in the same place, are
-//                 those of one row.
-//                 +-----------------+-----------------+---------+
-//                       a tile           a tile        the rest
-//   and the second matrix below.
+// Memory is seen as lines. A line has the elements of one index of the reduced dimensions, each of another row; the
+// lines under one another that have the same rows are a matrix. A tile is the same part of each line of a matrix.
 //
-// Where a tile has more lines than a block has room for, a cluster's blocks have a part each; or, if it is read twice,
-// blocks have pieces of it one by one.
+// An example: a view with kept, reduced and kept dimensions of extents 2, 8 and 40, packs of 4 elements, and tiles of
+// 16 elements of each line. So there are 2 matrices of 8 lines, and 3 tiles to a matrix. The first tile:
 //
-// Lines may begin anywhere in a pack. A thread then has lines that begin alike, `period` lines apart, and a tile has
-// some elements of its neighbour too, which its last packs reach into.
+// clang-format off
 //
-// Where lines are short, `fold` lines that follow one another are one line of the tile, of whole packs, all of a matrix
-// is one run of memory, and a tile is one matrix or several. A row then has several elements of a folded line.
+//             tile 0: 16 elements    tile 1                 tile 2: the rest
+//           +----+----+----+----+----------------------+-----------+
+//   line 0  | a0 | a1 | a2 | a3 |                      |           |   a0 ... a3: the packs of group a, a thread each
+//   line 1  | b0 | b1 | b2 | b3 |                      |           |   b0 ... b3: the packs of group b
+//   line 2  | a0 | a1 | a2 | a3 |                      |           |
+//   line 3  | b0 | b1 | b2 | b3 |                      |           |   packs = 4
+//   line 4  | a0 | a1 | a2 | a3 |                      |           |   lines_at_once = 2, one for each group
+//   line 5  | b0 | b1 | b2 | b3 |                      |           |   lines_of_thread = 4
+//   line 6  | a0 | a1 | a2 | a3 |                      |           |   threads of a matrix = 2 * 4
+//   line 7  | b0 | b1 | b2 | b3 |                      |           |
+//           +----+----+----+----+----------------------+-----------+
+//
+// clang-format on
+//
+// A row is a column of the drawing. Thread a1 has the second pack of lines 0, 2, 4 and 6, and a state (a running
+// maximum and a sum) for each of the pack's 4 elements. The states of a1 and b1 are of the same rows, and are combined.
+//
+// Parts: if a tile has more lines than a block has room for, the blocks of a cluster have some of the lines each. A
+// tile that is read twice is cut in the same way, into pieces.
+//
+// Ragged lines: a line may begin in the middle of a pack. Lines that are `period` apart begin alike, and a thread has
+// only lines that do. The last packs of a tile reach into the next tile, so both tiles have states of those rows.
+//
+// Folded lines: if lines are short, `fold` lines of the view are one line of the tile, which is whole packs. A matrix
+// is then one run of memory, a tile is one matrix or several, and a row has several elements of a folded line.
+//
+// Spans: with several reduced dimensions, a matrix has one span of neighbouring lines for each index of the outer ones.
 #pragma once
 
 #include "geometry/view.h"
@@ -32,14 +43,14 @@ namespace jax_softmax {
 
 struct Tile {
   int threads;          // of a block
-  int matrices;         // neighbouring ones that a tile has all rows of, if more than one
-  int elements;         // of a line of the view, in a tile
-  int fold;             // lines of the view that are one of the tile's
+  int matrices;         // of a tile; if more than one, it has all of their rows
+  int elements;         // that a tile has of a line of the view
+  int fold;             // lines of the view to a line of the tile
   int packs;            // of a line of the tile
-  int lines_at_once;    // that the threads of a matrix have
-  int lines_of_thread;  // one after the other
+  int lines_at_once;    // groups of threads that a matrix has, each with a line of its own
+  int lines_of_thread;  // lines that a thread has, one after the other
   bool aligned;         // whether all lines, or folded runs of them, begin with whole packs
-  bool in_shared;       // whether lines are kept in shared memory, or else read where they are
+  bool in_shared;       // whether shared memory holds the lines; if not, threads read them from global memory
 
   template <class F>
   constexpr void each(F f) const {
@@ -53,9 +64,9 @@ struct Tile {
 struct Lines {
   int64_t elements;    // of a line
   int64_t neighbours;  // lines that are neighbours in memory: the innermost reduced extent
-  int64_t spans;       // of so many lines, of a matrix: the other reduced extents' product
+  int64_t spans;       // of a matrix: the product of the other reduced extents
   bool aligned;        // whether all lines begin with whole packs
-  int period;          // lines so many apart begin alike in a pack
+  int period;          // distance, in lines, of lines that begin at the same place of a pack
 
   constexpr int64_t run() const { return neighbours * elements; }  // elements of a span
 };
@@ -80,39 +91,42 @@ constexpr Lines lines_of(const View& view, const Footprint& call) {
   return lines;
 }
 
-// Lines of the tile that a span has: of whole periods, or folded ones.
+// How many of the tile's lines a span has, rounded up to whole periods.
 constexpr int64_t lines_of_span(const Lines& lines, const Tile& tile, const Footprint& call) {
   if (tile.fold == 1) return round_up(lines.neighbours, lines.period);
-  const int64_t before = tile.aligned ? 0 : call.width() - 1;  // elements, of the pack that the span begins in
+  const int64_t before =
+      tile.aligned ? 0 : call.width() - 1;  // most elements of its first pack that are another span's
   return ceil_div(lines.run() + before, static_cast<int64_t>(tile.packs) * call.width());
 }
 
-// What a tile means for a view. A state is the accumulator of a row, or of a part of one.
+// What follows from a tile and a view. A state is the accumulator of a row, or of a part of one.
 struct TileGeometry {
   // Lines.
   int64_t period;          // as of Lines, or 1 if folded
-  int64_t lines_of_span;   // with some that are not there, so that periods are whole
-  int64_t lines_of_block;  // of them
-  // Blocks share out the lines of all spans together or, if folded, those of each span.
+  int64_t lines_of_span;   // rounded up to whole periods
+  int64_t lines_of_block;  // that a block has of its section
+  // A section is what is cut into blocks' parts: the lines of all spans or, if folded, those of one span.
   int64_t parts_of_section;
-  int64_t parts;          // of a tile: a cluster's blocks, or the pieces of one that is read twice
-  int64_t tiles_of_line;  // tiles that share a line
-  int64_t reach;          // elements of the next tile that the last packs may reach into
-  int64_t rows;           // that a tile has states of
+  int64_t parts;          // of a tile: the blocks of a cluster, or the pieces of a tile that is read twice
+  int64_t tiles_of_line;  // tiles that have parts of the same line
+  int64_t reach;          // most elements of the next tile in the last packs of a line
+  int64_t rows;           // that a tile has states of, with those it reaches into
   int64_t threads_of_matrix;
 
-  // States, which threads have for the elements of their packs.
-  bool line_in_pack;         // whether a pack is a folded line, so that its elements of one row share a state
-  int64_t states_of_thread;  // or else one for each element
-  int64_t states_of_line;    // that a folded line has of a row
-  int64_t lines_summed;      // of lines_at_once, those whose states lanes of a warp put together by shuffles
-  int64_t sets;              // of states that a matrix's threads leave in shared memory to be put together
+  // States of threads. First the lanes of a warp combine theirs by shuffles, for `lines_summed` groups at a time. What
+  // they find is a set: a state for each element of a line of the tile. The sets are combined in shared memory.
+  bool line_in_pack;         // whether a pack is a folded line: its elements of one row then have one state
+  int64_t states_of_thread;  // one for each element of a pack, or for each row of the line in it
+  int64_t states_of_line;    // that a folded line has for a row
+  int64_t lines_summed;      // groups whose states shuffles combine
+  int64_t sets;              // of a matrix
   int64_t states_of_set;
-  int64_t states_of_row;  // in all sets
-  int64_t lanes_of_row;   // that put them together
-  bool alone;             // whether a thread's states are whole rows' and nobody else needs to know them
+  int64_t states_of_row;  // in all sets of its matrix
+  int64_t lanes_of_row;   // lanes that combine those
+  bool alone;             // whether a thread's states are those of whole rows, and only this thread needs them
 
-  // Shared memory: lines, then states of threads or of a cluster's blocks, then those of whole rows.
+  // Shared memory, in this order: packs of lines; the sets, or later the states of all blocks of a cluster; the states
+  // of whole rows.
   int64_t packs_in_shared;
   int64_t states_before_rows;
   int64_t shared_bytes;
