@@ -99,6 +99,64 @@ const char* mistake_of(const SideOperand& side, const Call& call, DType arithmet
   return side.shape == call.shape_of_rows() ? nullptr : "what rows have must be of extent 1 along the axes";
 }
 
+// ---- each of these reads some of the buffers and says what is wrong with them, or nothing
+
+std::string read_inputs(ffi::RemainingArgs args, const Cost& cost, Call* call, CallBuffers* buffers) {
+  for (int i = 0; i < cost.inputs; ++i) {
+    const auto buffer = args.get<ffi::AnyBuffer>(i);
+    if (!buffer.has_value()) return "an operand is missing";
+    const std::optional<DType> type = dtype_of(buffer->element_type());
+    if (i == 0) call->shape = shape_of(*buffer);
+    if (shape_of(*buffer) != call->shape) return "the operands differ in shape";
+    if (!type || (i > 0 && type != call->in)) return "unsupported dtypes";
+    call->in = *type;
+    buffers->in.push_back(buffer->untyped_data());
+  }
+  return {};
+}
+
+std::string read_results(ffi::RemainingRets rets, const Cost& cost, size_t element_results, Call* call,
+                         CallBuffers* buffers) {
+  for (size_t k = 0; k < element_results; ++k) {
+    auto out = rets.get<ffi::AnyBuffer>(k);
+    const std::optional<DType> type = out.has_value() ? dtype_of((*out)->element_type()) : std::nullopt;
+    if (!type) return "unsupported dtypes";
+    if (shape_of(**out) != call->shape) return "a result differs in shape";
+    call->out.push_back(*type);
+    buffers->out.push_back((*out)->untyped_data());
+  }
+  if (std::string message = unsupported_dtypes(*call); !message.empty()) return message;
+  for (int k = 0; k < cost.row_results; ++k) {
+    auto result = rets.get<ffi::AnyBuffer>(element_results + k);
+    if (!result.has_value() || shape_of(**result) != call->shape_of_rows() ||
+        dtype_of((*result)->element_type()) != arithmetic_of(*call)) {
+      return "a result of rows is not as it must be";
+    }
+    buffers->of_rows.push_back((*result)->untyped_data());
+  }
+  return {};
+}
+
+std::string read_side_buffers(ffi::RemainingArgs args, const Cost& cost, Call* call, CallBuffers* buffers) {
+  size_t next = cost.inputs;
+  for (SideOperand& side : call->sides) {
+    buffers->side.push_back(nullptr);
+    if (side.role == Role::kIndex) continue;
+    const auto buffer = args.get<ffi::AnyBuffer>(next++);
+    if (!buffer.has_value()) return "an operand is missing";
+    const std::optional<DType> type = dtype_of(buffer->element_type());
+    side.shape = shape_of(*buffer);
+    if (!type || side.shape.size() > call->shape.size()) return "an operand that broadcasts is not as it must be";
+    side.dtype = *type;
+    side.shape.insert(side.shape.begin(), call->shape.size() - side.shape.size(), 1);
+    if (const char* mistake = mistake_of(side, *call, arithmetic_of(*call))) return mistake;
+    buffers->side.back() = buffer->untyped_data();
+  }
+  const bool fits = next == args.size() && count(*call, Role::kNumber) == cost.row_numbers &&
+                    count(*call, Role::kLabel) == cost.labelled && count(*call, Role::kMask) <= 1;
+  return fits ? "" : "wrong number of operands";
+}
+
 }  // namespace
 
 std::string describe(const Call& call) {
@@ -131,65 +189,17 @@ ffi::Error read_call(ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dict
   call->store = *store;
   call->axes.assign(axes->begin(), axes->end());
   const Cost& cost = cost_of(call->op);
-  const size_t inputs = cost.inputs;
   const size_t element_results = cost.element_results ? std::max<size_t>(1, lines_of(call->store).size()) : 0;
   const size_t results = element_results + cost.row_results;
-  if (args.size() < inputs || rets.size() < results || rets.size() > results + 1) {
+  if (args.size() < static_cast<size_t>(cost.inputs) || rets.size() < results || rets.size() > results + 1) {
     return invalid("wrong number of operands or results");
   }
 
-  for (size_t i = 0; i < inputs; ++i) {
-    const auto buffer = args.get<ffi::AnyBuffer>(i);
-    if (!buffer.has_value()) return invalid("an operand is missing");
-    const std::optional<DType> type = dtype_of(buffer->element_type());
-    if (i == 0) call->shape = shape_of(*buffer);
-    if (shape_of(*buffer) != call->shape) return invalid(describe(*call) + ": the operands differ in shape");
-    if (!type || (i > 0 && type != call->in)) return invalid(describe(*call) + ": unsupported dtypes");
-    call->in = *type;
-    buffers->in.push_back(buffer->untyped_data());
-  }
-
-  for (size_t k = 0; k < element_results; ++k) {
-    auto out = rets.get<ffi::AnyBuffer>(k);
-    const std::optional<DType> type = out.has_value() ? dtype_of((*out)->element_type()) : std::nullopt;
-    if (!type) return invalid(describe(*call) + ": unsupported dtypes");
-    if (shape_of(**out) != call->shape) return invalid(describe(*call) + ": a result differs in shape");
-    call->out.push_back(*type);
-    buffers->out.push_back((*out)->untyped_data());
-  }
-  if (std::string message = unsupported_dtypes(*call); !message.empty())
-    return invalid(describe(*call) + ": " + message);
-  const DType arithmetic = arithmetic_of(*call);
-  for (int k = 0; k < cost.row_results; ++k) {
-    auto result = rets.get<ffi::AnyBuffer>(element_results + k);
-    if (!result.has_value() || shape_of(**result) != call->shape_of_rows() ||
-        dtype_of((*result)->element_type()) != arithmetic) {
-      return invalid(describe(*call) + ": a result of rows is not as it must be");
-    }
-    buffers->of_rows.push_back((*result)->untyped_data());
-  }
-
-  if (std::string message = read_sides(*sides, call->shape, &call->sides); !message.empty()) return invalid(message);
-  size_t next = inputs;
-  for (SideOperand& side : call->sides) {
-    buffers->side.push_back(nullptr);
-    if (side.role == Role::kIndex) continue;
-    const auto buffer = args.get<ffi::AnyBuffer>(next++);
-    if (!buffer.has_value()) return invalid("an operand is missing");
-    const std::optional<DType> type = dtype_of(buffer->element_type());
-    side.shape = shape_of(*buffer);
-    if (!type || side.shape.size() > call->shape.size()) {
-      return invalid(describe(*call) + ": an operand that broadcasts is not as it must be");
-    }
-    side.dtype = *type;
-    side.shape.insert(side.shape.begin(), call->shape.size() - side.shape.size(), 1);
-    if (const char* mistake = mistake_of(side, *call, arithmetic)) return invalid(describe(*call) + ": " + mistake);
-    buffers->side.back() = buffer->untyped_data();
-  }
-  if (next != args.size() || count(*call, Role::kNumber) != cost.row_numbers ||
-      count(*call, Role::kLabel) != cost.labelled || count(*call, Role::kMask) > 1) {
-    return invalid(describe(*call) + ": wrong number of operands");
-  }
+  std::string message = read_inputs(args, cost, call, buffers);
+  if (message.empty()) message = read_results(rets, cost, element_results, call, buffers);
+  if (message.empty()) message = read_sides(*sides, call->shape, &call->sides);
+  if (message.empty()) message = read_side_buffers(args, cost, call, buffers);
+  if (!message.empty()) return invalid(describe(*call) + ": " + message);
 
   if (rets.size() > results) {
     auto scratch = rets.get<ffi::AnyBuffer>(results);
