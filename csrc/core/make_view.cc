@@ -1,11 +1,15 @@
 #include "core/make_view.h"
 
+#include <algorithm>
+
 namespace jax_softmax {
 
-std::string make_view(const std::vector<int64_t>& shape, const std::vector<std::vector<int64_t>>& sides,
-                      const std::vector<int64_t>& axes, View* view, std::vector<Strides>* strides) {
+namespace {
+
+// What is wrong with shapes and axes, or nothing.
+std::string mistake_in(const std::vector<int64_t>& shape, const std::vector<std::vector<int64_t>>& sides,
+                       const std::vector<int64_t>& axes) {
   const int rank = static_cast<int>(shape.size());
-  const size_t n_sides = sides.size();
   const auto text = [](int64_t n) { return std::to_string(n); };
   if (rank > kMaxDims) {
     return "arrays of more than " + text(kMaxDims) + " dimensions are not supported, got " + text(rank);
@@ -17,12 +21,11 @@ std::string make_view(const std::vector<int64_t>& shape, const std::vector<std::
     }
     is_reduced[axis] = true;
   }
-  int64_t elements = 1;
-  bool empty = false;
   for (const int64_t extent : shape) {
     if (extent < 0) return "extents must not be negative, got " + text(extent);
-    empty |= extent == 0;
   }
+  const bool empty = std::count(shape.begin(), shape.end(), 0) > 0;
+  int64_t elements = 1;
   for (const int64_t extent : shape) {
     if (!empty && __builtin_mul_overflow(elements, extent, &elements)) {
       return "arrays of 2^63 elements or more are not supported";
@@ -37,45 +40,67 @@ std::string make_view(const std::vector<int64_t>& shape, const std::vector<std::
       }
     }
   }
+  return {};
+}
 
-  Dim dims[kMaxDims];
-  bool reduced[kMaxDims];
-  std::vector<int64_t> side_strides[kMaxDims];  // of each side operand, along each of dims
-  int first = rank;  // dims[first, rank) are the canonical dimensions, filled from the innermost outwards
-  int64_t stride = 1;
-  std::vector<int64_t> next(n_sides, 1);  // each side operand's stride along the next dimension that it has
-  for (int i = rank - 1; i >= 0 && !empty; --i) {
-    const Dim dim{shape[i], stride};
-    stride *= dim.extent;
-    std::vector<int64_t> along(n_sides, 0);
-    for (size_t s = 0; s < n_sides; ++s) {
-      if (sides[s][i] == 1) continue;
-      along[s] = next[s];
-      next[s] *= dim.extent;
+// A dimension, and how far apart its neighbours lie in each side operand.
+struct SidedDim {
+  Dim dim;
+  bool reduced;
+  std::vector<int64_t> side_strides;
+
+  // Whether this one, just outside of `inner`, and that are one dimension.
+  bool merges_with(const SidedDim& inner) const {
+    if (reduced != inner.reduced) return false;
+    for (size_t s = 0; s < side_strides.size(); ++s) {
+      if (side_strides[s] != inner.side_strides[s] * inner.dim.extent) return false;
     }
-    if (dim.extent == 1) continue;
-    bool merges = first < rank && reduced[first] == is_reduced[i];
-    for (size_t s = 0; merges && s < n_sides; ++s) merges = along[s] == side_strides[first][s] * dims[first].extent;
-    if (merges) {
-      dims[first].extent *= dim.extent;
+    return true;
+  }
+};
+
+// The canonical dimensions, from the innermost outwards.
+std::vector<SidedDim> canonical_dims(const std::vector<int64_t>& shape, const std::vector<std::vector<int64_t>>& sides,
+                                     const std::vector<int64_t>& axes) {
+  std::vector<SidedDim> dims;
+  int64_t stride = 1;
+  std::vector<int64_t> next(sides.size(), 1);  // each side operand's stride along the next dimension that it has
+  for (int i = static_cast<int>(shape.size()) - 1; i >= 0; --i) {
+    SidedDim outer{{shape[i], stride}, std::count(axes.begin(), axes.end(), i) > 0, {}};
+    stride *= shape[i];
+    for (size_t s = 0; s < sides.size(); ++s) {
+      outer.side_strides.push_back(sides[s][i] == 1 ? 0 : next[s]);
+      next[s] *= sides[s][i];
+    }
+    if (shape[i] == 1) continue;
+    if (!dims.empty() && outer.merges_with(dims.back())) {
+      dims.back().dim.extent *= shape[i];
     } else {
-      dims[--first] = dim;
-      side_strides[first] = along;
-      reduced[first] = is_reduced[i];
+      dims.push_back(outer);
     }
   }
+  return dims;
+}
 
+}  // namespace
+
+std::string make_view(const std::vector<int64_t>& shape, const std::vector<std::vector<int64_t>>& sides,
+                      const std::vector<int64_t>& axes, View* view, std::vector<Strides>* strides) {
+  if (std::string message = mistake_in(shape, sides, axes); !message.empty()) return message;
   *view = View{};
-  strides->assign(n_sides, Strides{});
+  strides->assign(sides.size(), Strides{});
   view->minor_reduced = true;
-  for (int i = first; i < rank; ++i) {
-    Dims& role = reduced[i] ? view->reduced : view->kept;
-    for (size_t s = 0; s < n_sides; ++s) {
+  const bool empty = std::count(shape.begin(), shape.end(), 0) > 0;
+  std::vector<SidedDim> dims;
+  if (!empty) dims = canonical_dims(shape, sides, axes);
+  for (auto dim = dims.rbegin(); dim != dims.rend(); ++dim) {
+    Dims& role = dim->reduced ? view->reduced : view->kept;
+    for (size_t s = 0; s < sides.size(); ++s) {
       Strides& to = (*strides)[s];
-      (reduced[i] ? to.reduced : to.kept)[role.size] = side_strides[i][s];
+      (dim->reduced ? to.reduced : to.kept)[role.size] = dim->side_strides[s];
     }
-    role.dim[role.size++] = dims[i];
-    view->minor_reduced = reduced[i];
+    role.dim[role.size++] = dim->dim;
+    view->minor_reduced = dim->reduced;
   }
   if (view->reduced.size == 0) {  // a softmax over single elements
     view->reduced.dim[view->reduced.size++] = Dim{1, 1};
