@@ -228,7 +228,7 @@ struct Memory {
       }
     }
   }
-  // The same of a pack that is held.
+  // Keeps a mended pack, or the values that the expression makes of it.
   template <class Reader>
   __device__ __forceinline__ void hold(Held& held, const Pack (&raw)[kInputs], const Reader& reader,
                                        unsigned bits) const {
@@ -239,6 +239,7 @@ struct Memory {
       values(held.values, raw, reader, bits);
     }
   }
+  // The values of a pack that has been kept.
   template <class Reader>
   __device__ __forceinline__ void values(Values& v, const Held& held, const Reader& reader, unsigned bits) const {
     if constexpr (Load::kNothing) {
