@@ -6,6 +6,7 @@ Eight simulated CPU devices (see conftest.py), in a mesh of 4 by 2. What travels
 import contextlib
 import functools
 import itertools
+import json
 import math
 import re
 import socket
@@ -37,7 +38,7 @@ from support import (
 )
 
 import jax_softmax
-from jax_softmax.devices import parts, private, warned
+from jax_softmax.devices import division, parts, private, warned
 from jax_softmax.primitives import reference as reference_module
 from jax_softmax.primitives.operators import bind
 
@@ -1446,3 +1447,9 @@ def test_two_processes():
         for process in processes:  # the other one, if one was not
             process.kill()
             process.communicate()
+
+
+def test_divided_calls_of_another_version():
+    """As programs hold them that another version exported."""
+    with pytest.raises(ValueError, match="another version of jax_softmax"):
+        division._divide((), (), None, None, json.dumps({"primitive": "softmax"}))

@@ -32,9 +32,9 @@ constexpr int64_t kPieceLinesOfThread = 32;
 constexpr int64_t kMostPieces = 512;
 constexpr int kFinished = 4;  // lines of a thread that finishes, of all operands
 
-// What tiles are made for.
-struct Call {
-  explicit Call(const Problem& problem)
+// A problem, with what its memory looks like as lines.
+struct TileProblem {
+  explicit TileProblem(const Problem& problem)
       : problem(problem), footprint(problem.footprint()), lines(lines_of(problem.view, footprint)) {}
   const Problem& problem;
   const Footprint footprint;
@@ -45,7 +45,7 @@ struct Call {
 };
 
 // Shares out the lines to so many blocks; false if there is no room for that.
-bool share_out(Tile* tile, const Call& call, int64_t blocks, int64_t room) {
+bool share_out(Tile* tile, const TileProblem& call, int64_t blocks, int64_t room) {
   const int64_t lines = call.lines_of_span(*tile) * (tile->fold > 1 ? 1 : call.lines.spans);
   const int64_t lines_of_thread = ceil_div(ceil_div(lines, blocks), tile->lines_at_once);
   if (lines_of_thread > 1 << 12) return false;
@@ -54,7 +54,7 @@ bool share_out(Tile* tile, const Call& call, int64_t blocks, int64_t room) {
 }
 
 // As few blocks as have room, or false.
-bool in_blocks(Tile* tile, const Call& call, int64_t most_blocks, int64_t room) {
+bool in_blocks(Tile* tile, const TileProblem& call, int64_t most_blocks, int64_t room) {
   for (int64_t blocks = 1; blocks <= most_blocks; ++blocks) {
     if (share_out(tile, call, blocks, room)) {
       const TileGeometry g = call.geometry(*tile);
@@ -65,7 +65,7 @@ bool in_blocks(Tile* tile, const Call& call, int64_t most_blocks, int64_t room) 
 }
 
 // All of a matrix, lines being folded to whole packs; nothing if that takes too many threads.
-std::optional<Tile> folded(const Call& call) {
+std::optional<Tile> folded(const TileProblem& call) {
   const Lines& lines = call.lines;
   const int width = call.footprint.width(), inputs = call.footprint.inputs;
   Tile tile{};
@@ -91,7 +91,7 @@ std::optional<Tile> folded(const Call& call) {
 
 // A part of each line, of so many packs, for threads that have no more lines of all operands than so many if that can
 // be.
-Tile parts_of_lines(const Call& call, int packs, int64_t lines_of_thread) {
+Tile parts_of_lines(const TileProblem& call, int packs, int64_t lines_of_thread) {
   const Lines& lines = call.lines;
   const int width = call.footprint.width(), inputs = call.footprint.inputs;
   Tile tile{};
@@ -129,7 +129,7 @@ Tile parts_of_lines(const Call& call, int packs, int64_t lines_of_thread) {
 
 std::optional<Tile> plan_tile(const Problem& problem, const Device& device) {
   if (problem.view.minor_reduced || problem.view.columns > kMostNumbers) return {};
-  const Call call(problem);
+  const TileProblem call(problem);
   const Lines& lines = call.lines;
   const bool narrow = lines.elements < kTilePacks * problem.width();
   const int most_blocks = std::min(kMostBlocks, device.largest_cluster);
@@ -160,7 +160,7 @@ std::optional<Tile> plan_tile(const Problem& problem, const Device& device) {
 
 std::optional<TwiceTile> plan_twice_tile(const Problem& problem, bool one_block) {
   if (problem.view.minor_reduced || problem.view.columns > kMostNumbers) return {};
-  const Call call(problem);
+  const TileProblem call(problem);
   const Lines& lines = call.lines;
   TwiceTile plan{};
   plan.one_block = one_block;
