@@ -35,15 +35,27 @@ DType dtype_of(const std::string& name) {
   throw nb::value_error(("unknown dtype: " + name).c_str());
 }
 
+// Of the arrays and indices that expressions read: shapes, and dtypes or "index".
+using Sides = std::vector<std::pair<std::vector<int64_t>, std::string>>;
+
 Call call_of(const std::vector<int64_t>& shape, const std::vector<int64_t>& axes, const std::string& op,
-             const std::string& dtype, const Shape& mask_shape, const std::optional<std::string>& out_dtype) {
+             const std::string& dtype, const Shape& mask_shape, const std::optional<std::string>& out_dtype,
+             const std::vector<std::string>& more_results, const std::string& load, const std::string& store,
+             const Sides& sides) {
   Call call{};
   call.op = op_of(op);
   call.in = dtype_of(dtype);
   call.shape = shape;
   call.axes = axes;
+  call.load = load;
+  call.store = store;
   const Cost& cost = cost_of(call.op);
   if (cost.element_results) call.out.push_back(out_dtype ? dtype_of(*out_dtype) : result_of(call.in));
+  for (const std::string& result : more_results) call.out.push_back(dtype_of(result));
+  for (const auto& [side_shape, side_dtype] : sides) {
+    const bool index = side_dtype == "index";
+    call.sides.push_back({index ? Role::kIndex : Role::kArray, index ? DType::kI32 : dtype_of(side_dtype), side_shape});
+  }
   for (int k = 0; k < cost.row_numbers; ++k) {
     call.sides.push_back({Role::kNumber, arithmetic_of(call), call.shape_of_rows()});
   }
@@ -84,17 +96,8 @@ nb::object plan(const std::vector<int64_t>& shape, const std::vector<int64_t>& a
                 const std::string& dtype, const Shape& mask_shape, int compute_capability, int multiprocessors,
                 int shared_memory_per_block, int largest_cluster, const std::optional<std::string>& out_dtype,
                 const std::vector<std::string>& more_results, const std::string& load, const std::string& store,
-                const std::vector<std::pair<std::vector<int64_t>, std::string>>& sides) {
-  Call call = call_of(shape, axes, op, dtype, mask_shape, out_dtype);
-  for (const std::string& result : more_results) call.out.push_back(dtype_of(result));
-  call.load = load;
-  call.store = store;
-  for (size_t i = 0; i < sides.size(); ++i) {
-    const auto& [side_shape, side_dtype] = sides[i];
-    const bool index = side_dtype == "index";
-    call.sides.insert(call.sides.begin() + i,
-                      {index ? Role::kIndex : Role::kArray, index ? DType::kI32 : dtype_of(side_dtype), side_shape});
-  }
+                const Sides& sides) {
+  const Call call = call_of(shape, axes, op, dtype, mask_shape, out_dtype, more_results, load, store, sides);
   const Problem problem = checked_problem(call);
   const Device device{compute_capability, multiprocessors, shared_memory_per_block, largest_cluster};
   const std::optional<Planned> planned = plan_call(call, problem, device);
@@ -126,8 +129,9 @@ nb::object plan(const std::vector<int64_t>& shape, const std::vector<int64_t>& a
 
 std::optional<int64_t> lower(const std::vector<int64_t>& shape, const std::vector<int64_t>& axes, const std::string& op,
                              const std::string& dtype, const Shape& mask_shape,
-                             const std::optional<std::string>& out_dtype) {
-  const Call call = call_of(shape, axes, op, dtype, mask_shape, out_dtype);
+                             const std::optional<std::string>& out_dtype, const std::vector<std::string>& more_results,
+                             const std::string& load, const std::string& store, const Sides& sides) {
+  const Call call = call_of(shape, axes, op, dtype, mask_shape, out_dtype, more_results, load, store, sides);
   return lower_for_cuda(call, checked_problem(call));
 }
 
@@ -252,12 +256,13 @@ NB_MODULE(_kernels, m) {
         nb::arg("mask_shape").none() = nb::none(), nb::arg("compute_capability") = 90, nb::arg("multiprocessors") = 132,
         nb::arg("shared_memory_per_block") = 227 * 1024, nb::arg("largest_cluster") = 16,
         nb::arg("out_dtype").none() = nb::none(), nb::arg("more_results") = std::vector<std::string>(),
-        nb::arg("load") = "", nb::arg("store") = "",
-        nb::arg("sides") = std::vector<std::pair<std::vector<int64_t>, std::string>>(),
+        nb::arg("load") = "", nb::arg("store") = "", nb::arg("sides") = Sides(),
         "The plan of a call and the source of its kernels. `sides`: shapes, of the operand's rank, and dtypes of the "
         "arrays that expressions read; or \"index\", of an index. `more_results`: dtypes of those after the first.");
   m.def("lower_for_cuda", &lower, nb::arg("shape"), nb::arg("axes"), nb::arg("op"), nb::arg("dtype"),
         nb::arg("mask_shape").none() = nb::none(), nb::arg("out_dtype").none() = nb::none(),
+        nb::arg("more_results") = std::vector<std::string>(), nb::arg("load") = "", nb::arg("store") = "",
+        nb::arg("sides") = Sides(),
         "The bytes that a call on CUDA may need to work with, or None if XLA itself is as fast. Begins to make its "
         "kernels.");
   bind_jit(m);

@@ -16,6 +16,8 @@ from jax_softmax.functions.losses import (
 from jax_softmax.functions.patching import use
 from jax_softmax.functions.scaling import absmax_scale
 from jax_softmax.functions.softmax import log_softmax, log_softmax_vjp, softmax, softmax_vjp
+from jax_softmax.fusion import transform
+from jax_softmax.fusion.transform import fuse
 from jax_softmax.primitives import interpreters
 from jax_softmax.runtime import lowering
 from jax_softmax.runtime.explain import Explanation, explain
@@ -29,6 +31,7 @@ __all__ = [
     "entropy",
     "explain",
     "export_checks",
+    "fuse",
     "kl_divergence",
     "log_softmax",
     "log_softmax_vjp",
@@ -45,3 +48,4 @@ __version__ = build_info()["version"]
 source_info_util.register_exclusion(os.path.dirname(__file__) + os.sep)
 interpreters.register()
 lowering.register()
+transform.register()

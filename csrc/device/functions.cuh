@@ -1,7 +1,7 @@
-// Functions for expressions whose library versions would take longer than memory does.
+// Functions for expressions: those that CUDA lacks, or whose versions would take longer than memory does.
 #pragma once
 
-#include "device/math.cuh"
+#include "device/pack.cuh"
 
 namespace jax_softmax::device {
 
@@ -23,5 +23,30 @@ __device__ __forceinline__ float tanh(float x) {
 }
 __device__ __forceinline__ double tanh(double x) { return ::tanh(x); }
 __device__ __forceinline__ float tanh(int x) { return tanh(static_cast<float>(x)); }
+
+// A float as a number of 16 bits would hold it.
+template <class T>
+__device__ __forceinline__ float rounded(float x) {
+  float low, high;
+  Pair<T>::widen(low, high, Pair<T>::narrow(x, x));
+  return low;
+}
+
+__device__ __forceinline__ int max_or_nan(int a, int b) { return a > b ? a : b; }
+__device__ __forceinline__ int min_or_nan(int a, int b) { return a < b ? a : b; }
+__device__ __forceinline__ float magnitude(float x) { return fabsf(x); }
+__device__ __forceinline__ int magnitude(int x) { return x < 0 ? static_cast<int>(0u - static_cast<unsigned>(x)) : x; }
+__device__ __forceinline__ float sign_of(float x) { return x > 0 ? 1.0f : x < 0 ? -1.0f : x; }
+__device__ __forceinline__ int sign_of(int x) { return (x > 0) - (x < 0); }
+
+// x to the power of a constant, by squaring.
+__device__ __forceinline__ float power(float x, int n) {
+  float result = 1;
+  for (unsigned rest = n < 0 ? 0u - static_cast<unsigned>(n) : n; rest != 0; rest >>= 1) {
+    if (rest & 1) result *= x;
+    x *= x;
+  }
+  return n < 0 ? 1 / result : result;
+}
 
 }  // namespace jax_softmax::device

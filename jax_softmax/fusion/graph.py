@@ -1,0 +1,147 @@
+"""A jaxpr as a graph: its equations with calls inlined, who makes each variable, and who reads it.
+
+Functions under `jit`, and those with derivatives of their own, are inlined: a program is looked at after it has been
+differentiated. Loops, branches, `checkpoint` and `shard_map` stay equations, whose jaxprs are rewritten one by one.
+Jaxprs are edited, not traced again, which would lose the names of mesh axes.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+from jax.extend.core import Literal, Var
+
+_INLINED = (
+    *("jit", "pjit", "closed_call", "core_call", "fused"),
+    *("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"),
+)
+
+
+@dataclasses.dataclass(eq=False)
+class Equation:
+    """One of a graph: it can be told apart from an equal one."""
+
+    eqn: Any  # of JAX
+    inputs: list
+    outputs: list
+    params: dict
+
+    @property
+    def name(self) -> str:
+        return self.eqn.primitive.name
+
+    def as_jax(self):
+        return self.eqn.replace(invars=self.inputs, outvars=self.outputs, params=self.params)
+
+
+class Graph:
+    """The equations that the results of a jaxpr need, in their order."""
+
+    def __init__(self, jaxpr):
+        equations: list[Equation] = []
+        constants = dict(zip(jaxpr.constvars, jaxpr.constvars, strict=True))
+        variables = constants | dict(zip(jaxpr.invars, jaxpr.invars, strict=True))
+        outputs = _inline(jaxpr, variables, None, equations)
+        self.outputs = outputs
+        self.equations = _needed(equations, outputs)
+        self.maker = {v: equation for equation in self.equations for v in equation.outputs}
+        self.readers: dict[Var, list[Equation]] = {}
+        for equation in self.equations:
+            for v in dict.fromkeys(variables_of(equation.inputs)):
+                self.readers.setdefault(v, []).append(equation)
+        self.position = {equation: k for k, equation in enumerate(self.equations)}
+
+
+def variables_of(atoms):
+    return [a for a in atoms if not isinstance(a, Literal)]
+
+
+def size_of(atom) -> int:
+    return math.prod(atom.aval.shape)
+
+
+def bytes_of(atom) -> int:
+    return 0 if isinstance(atom, Literal) else size_of(atom) * getattr(atom.aval.dtype, "itemsize", 4)
+
+
+def opened(jaxpr):
+    """A jaxpr, and the values of its constants, of a closed one or one that is not."""
+    return (jaxpr.jaxpr, jaxpr.consts) if hasattr(jaxpr, "jaxpr") else (jaxpr, getattr(jaxpr, "consts", ()))
+
+
+def is_jaxpr(value) -> bool:
+    return hasattr(value, "eqns")
+
+
+def with_jaxprs(params, function):
+    """An equation's parameters, with every jaxpr among them replaced by what the function makes of it."""
+
+    def replaced(value):
+        if isinstance(value, tuple | list) and any(map(is_jaxpr, value)):
+            return type(value)(replaced(item) for item in value)
+        if not is_jaxpr(value):
+            return value
+        inner = opened(value)[0]
+        new = function(inner)
+        return value if new is inner else value.replace(jaxpr=new) if hasattr(value, "jaxpr") else new
+
+    return {name: replaced(value) for name, value in params.items()}
+
+
+def _inline(jaxpr, variables, caller, equations):
+    """Appends the equations of a jaxpr, in terms of these variables, and returns its results."""
+
+    def read(atom):
+        return atom if isinstance(atom, Literal) else variables[atom]
+
+    for eqn in jaxpr.eqns:
+        inputs = [read(a) for a in eqn.invars]
+        callee = _callee(eqn)
+        if callee is not None:
+            inner, values = opened(callee)
+            known = {v: _constant(value, v.aval) for v, value in zip(inner.constvars, values, strict=True)}
+            known |= zip(inner.invars, inputs, strict=True)
+            outputs = _inline(inner, known, _within(eqn, caller), equations)
+            variables.update(zip(eqn.outvars, outputs, strict=True))
+            continue
+        outputs = eqn.outvars if caller is None else [type(v)(v.aval) for v in eqn.outvars]
+        variables.update(zip(eqn.outvars, outputs, strict=True))
+        equations.append(Equation(_within(eqn, caller), inputs, list(outputs), dict(eqn.params)))
+    return [read(a) for a in jaxpr.outvars]
+
+
+def _within(eqn, caller):
+    """An equation with the name of the caller's scope before its own, as profiles show it."""
+    if caller is None:
+        return eqn
+    outer, own = caller.source_info, eqn.source_info
+    return eqn.replace(source_info=own.replace(name_stack=outer.name_stack + own.name_stack))
+
+
+def _constant(value, aval):
+    return Literal(value, aval)
+
+
+def _callee(eqn):
+    """The jaxpr of a call that says nothing else: no sharding, no layout."""
+    if eqn.primitive.name not in _INLINED or eqn.effects:
+        return None
+    placed = [*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ())]
+    if any(type(sharding).__name__ != "UnspecifiedValue" for sharding in placed):
+        return None
+    callee = next((eqn.params[k] for k in ("jaxpr", "call_jaxpr", "fun_jaxpr") if k in eqn.params), None)
+    return callee if callee is not None and len(opened(callee)[0].invars) == len(eqn.invars) else None
+
+
+def _needed(equations, outputs):
+    needed, kept = set(variables_of(outputs)), []
+    for equation in reversed(equations):
+        if equation.eqn.effects or not needed.isdisjoint(equation.outputs):
+            kept.append(equation)
+            needed.update(variables_of(equation.inputs))
+    return kept[::-1]
+
+
+def new_equation(inputs, outputs, primitive, params, like):
+    """An equation of this package's, which stands for one of the program."""
+    return like.replace(invars=inputs, outvars=outputs, primitive=primitive, params=params, effects=frozenset())

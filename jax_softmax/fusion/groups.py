@@ -1,0 +1,301 @@
+"""What one kernel does of a program: an operator, and the equations before and after it that are folded into it.
+
+The equations before an operand are cut where fewest bytes have to be read, those after a result are followed as far as
+each element is made of the one at its place. A group is then a call of a kernel: what it reads, its expressions, and
+what it writes.
+"""
+
+import dataclasses
+from typing import Any
+
+from jax_softmax import _kernels
+from jax_softmax.fusion import expressions, places
+from jax_softmax.fusion.expressions import is_variable
+from jax_softmax.fusion.graph import Equation, Graph, bytes_of, size_of, variables_of
+from jax_softmax.fusion.places import key_of
+from jax_softmax.primitives.operators import OPERATORS, PRIMITIVES
+
+# What an equation costs that is done for each element in the kernel, in bytes an element that memory could move
+# meanwhile: little, but not nothing, so that what many rows share is made once if it is small.
+_SHORT, _LONG = 0.002, 0.2
+_MOST_EQUATIONS = 100
+
+
+@dataclasses.dataclass
+class _Cut:
+    """The cheapest way to have a value in a kernel."""
+
+    costs: dict  # bytes, by what costs them: what is read by several counts once
+    equations: dict  # in the kernel, by the variable that each makes
+
+    @property
+    def cost(self):
+        return sum(self.costs.values())
+
+
+class Group:
+    """An operator of a graph and what is folded into it."""
+
+    def __init__(self, graph: Graph, equation: Equation):
+        self.graph, self.equation = graph, equation
+        self.op = equation.name
+        self.facts = OPERATORS[self.op]
+        self.axes = tuple(equation.params["axes"])
+        self.x = equation.inputs[0]
+        self.place = places.whole(self.x.aval.shape)  # of the operator's operands and results
+        self.before: list[dict[Any, Equation]] = []  # of each operand, by the variable made
+        self.after: dict[Any, Equation] = {}
+        self.places_after = {}  # of the operator's result, and of those folded after it
+        self.sides_after: dict[Any, Equation] = {}  # of which other operands of these are made
+
+    @property
+    def operands(self):
+        return self.equation.inputs[: self.facts.inputs]
+
+    @property
+    def of_rows(self):
+        """Numbers and labels of rows, and the mask, which a kernel reads as they are."""
+        return self.equation.inputs[self.facts.inputs :]
+
+    @property
+    def result(self):
+        return self.equation.outputs[0] if self.facts.element_results else None
+
+    @property
+    def row_results(self):
+        return self.equation.outputs[int(self.facts.element_results) :]
+
+    @property
+    def size(self):
+        return size_of(self.x)
+
+    @property
+    def inside(self):
+        return {self.equation, *self.after.values()}
+
+    # ---- before
+
+    def fold_before(self, stands) -> None:
+        """`stands(variable)`: whether it is in memory whatever is folded."""
+        self.before = []
+        for operand in self.operands:
+            cut = self._cut(operand, self.place, stands, {})
+            self.before.append(cut.equations if len(cut.equations) <= _MOST_EQUATIONS else {})
+
+    def _cut(self, a, place, stands, known):
+        if not is_variable(a):
+            return _Cut({}, {})
+        key = a, key_of(place)
+        if key in known:
+            return known[key]
+        read = _Cut({a: bytes_of(a) * (1 if stands(a) else 2)}, {})
+        known[key] = read
+        maker = self.graph.maker.get(a)
+        if maker is None or maker is self.equation or maker in self.inside or not expressions.prints(maker):
+            return read
+        inputs = places.inputs_of(maker, place)
+        if inputs is None:
+            return read
+        free = expressions.is_view(maker) or maker.name == "iota"
+        own = 0 if free else _LONG if maker.name in expressions.LONG else _SHORT
+        made = _Cut({maker: own * self.size}, {})
+        for operand, its_place in zip(maker.inputs, inputs, strict=True):
+            cut = self._cut(operand, its_place, stands, known)
+            made.costs |= cut.costs
+            made.equations |= cut.equations
+        made.equations[a] = maker
+        if made.cost <= read.cost:
+            known[key] = made
+        return known[key]
+
+    # ---- after
+
+    def fold_after(self, stands, depends, read_outside) -> None:
+        """`depends(variable, group)`: whether it is made of what the group makes. `read_outside(variable, group)`: the
+        equations outside that read it, and None if it is a result of the program."""
+        if not self.facts.element_results:
+            return
+        self.places_after = {self.result: self.place}
+        start = self.graph.position[self.equation]
+        for equation in self.graph.equations[start + 1 :]:
+            if len(self.after) == _MOST_EQUATIONS:
+                break
+            self._try_after(equation, depends)
+        self._take_back(read_outside)
+        known: dict = {}
+        for variable, equation in self.after.items():
+            inputs = places.inputs_of(equation, self.places_after[variable])
+            for a, place in zip(equation.inputs, inputs, strict=True):
+                if is_variable(a) and a not in self.places_after:
+                    self.sides_after |= self._cut(a, place, stands, known).equations
+
+    def _try_after(self, equation, depends):
+        sources = [k for k, a in enumerate(equation.inputs) if is_variable(a) and a in self.places_after]
+        if not sources or equation.name in PRIMITIVES or not expressions.prints(equation):
+            return
+        (output,) = equation.outputs
+        place = places.output_of(equation, self.places_after[equation.inputs[sources[0]]], sources[0])
+        if place is None or size_of(output) != self.size:
+            return
+        inputs = places.inputs_of(equation, place)
+        if inputs is None or any(key_of(inputs[k]) != key_of(self.places_after[equation.inputs[k]]) for k in sources):
+            return
+        others = [a for a in variables_of(equation.inputs) if a not in self.places_after]
+        if any(depends(a, self) for a in others):
+            return
+        self.places_after[output] = place
+        self.after[output] = equation
+
+    def _take_back(self, read_outside):
+        """Leaves outside what would make the kernel write more."""
+        changed = True
+        while changed:
+            changed = False
+            for variable, equation in reversed(list(self.after.items())):
+                if any(variable in other.inputs for other in self.after.values()):
+                    continue
+                readers = read_outside(variable, self)
+                if readers and not self._worth_writing(variable, equation, readers, read_outside):
+                    del self.after[variable], self.places_after[variable]
+                    changed = True
+
+    def _worth_writing(self, variable, equation, readers, read_outside):
+        if variable.aval.dtype.name not in expressions.WRITABLE:
+            return False
+        sources = [a for a in variables_of(equation.inputs) if a in self.places_after]
+        written_anyway = any(set(read_outside(a, self)) - {equation} for a in sources)
+        by_loops = all(reader is not None and _is_loop(reader) for reader in readers)
+        # XLA makes it where it reads it, of what is written anyway.
+        return not (written_anyway and by_loops)
+
+    def written(self, read_outside):
+        """The variables of elements that something outside reads."""
+        return [v for v in self.places_after if read_outside(v, self)]
+
+
+_REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min", "argmax", "argmin", "reduce_and", "reduce_or")
+
+
+def _is_loop(equation):
+    """Whether XLA makes it in a loop over elements, which it merges with those of operands."""
+    return expressions.prints(equation) or equation.name in _REDUCTIONS
+
+
+class Groups:
+    """The groups of a graph, and what the rest of the program reads."""
+
+    def __init__(self, graph: Graph, left=()):
+        """`left`: operators that are left as they are."""
+        self.graph = graph
+        self.groups: list[Group] = []
+        self.owner: dict[Equation, Group] = {}
+        outputs = set(variables_of(graph.outputs))
+        self._outputs = outputs
+        for equation in graph.equations:
+            if equation.name in PRIMITIVES and equation not in left and foldable(equation):
+                group = Group(graph, equation)
+                self.groups.append(group)
+                self.owner[equation] = group
+        for group in self.groups:
+            group.fold_before(self.stands)
+        for group in self.groups:
+            self._executed = self.executed()
+            group.fold_after(self.stands, self.depends, self.read_outside)
+            self.owner |= dict.fromkeys(group.after.values(), group)
+        self._executed = self.executed()
+
+    is_loop = staticmethod(lambda equation: _is_loop(equation))
+
+    def stands(self, variable) -> bool:
+        """Whether a variable is in memory, whatever is folded."""
+        maker = self.graph.maker.get(variable)
+        if maker is None or variable in self._outputs or not _is_loop(maker):
+            return True
+        return any(not self._may_fold(variable, reader) for reader in self.graph.readers.get(variable, ()))
+
+    def _may_fold(self, variable, reader) -> bool:
+        """Whether a variable need not be in memory for an equation that reads it."""
+        group = self.owner.get(reader)
+        return _is_loop(reader) if group is None or group.equation is not reader else variable in group.operands
+
+    def reads(self, group):
+        """The variables that a group reads."""
+        read: dict = dict.fromkeys(variables_of(group.of_rows))
+        for operand, before in zip(group.operands, group.before, strict=True):
+            self._leaves(operand, before, (), read)
+        for equation in group.after.values():
+            for a in variables_of(equation.inputs):
+                if a not in group.places_after:
+                    self._leaves(a, group.sides_after, (), read)
+        return list(read)
+
+    def _leaves(self, a, inside, seen, read):
+        if not is_variable(a):
+            return
+        if a not in inside:
+            read[a] = None
+            return
+        for operand in inside[a].inputs:
+            self._leaves(operand, inside, seen, read)
+
+    def executed(self):
+        """The equations outside of groups that the results need, and the groups."""
+        done: dict = {}
+        pending = [*self._outputs]
+        pending += [a for e in self.graph.equations if e.eqn.effects for a in variables_of(e.inputs)]
+        executed = {e for e in self.graph.equations if e.eqn.effects}
+        while pending:
+            variable = pending.pop()
+            if variable in done:
+                continue
+            done[variable] = None
+            maker = self.graph.maker.get(variable)
+            if maker is None:
+                continue
+            group = self.owner.get(maker)
+            node = maker if group is None else group
+            if node in executed:
+                continue
+            executed.add(node)
+            pending += variables_of(maker.inputs) if group is None else self.reads(group)
+        return executed
+
+    def read_outside(self, variable, group):
+        """The equations and groups that read a variable, other than this group; None for the program's results."""
+        readers: list = [None] if variable in self._outputs else []
+        for reader in self.graph.readers.get(variable, ()):
+            if self.owner.get(reader) is None and reader in self._executed and reader not in group.inside:
+                readers.append(reader)
+        for other in self.groups:
+            if other is not group and other in self._executed and variable in self.reads(other):
+                readers.append(other.equation)
+        return readers
+
+    def depends(self, variable, group) -> bool:
+        """Whether a variable is made of what a group makes, the groups being one equation each."""
+        pending, seen = [variable], set()
+        while pending:
+            a = pending.pop()
+            if a in seen:
+                continue
+            seen.add(a)
+            maker = self.graph.maker.get(a)
+            if maker is None:
+                continue
+            if maker in group.inside:
+                return True
+            other = self.owner.get(maker)
+            pending += (
+                variables_of(maker.inputs) if other is None else [*self.reads(other), *variables_of(maker.inputs)]
+            )
+        return False
+
+
+def foldable(equation) -> bool:
+    """Whether an operator's call is one that kernels cover, with whole rows and known shapes."""
+    x = equation.inputs[0].aval
+    if equation.params["axis_name"] or len(x.shape) > _kernels.MAX_DIMS or 0 in x.shape:
+        return False
+    if not all(isinstance(n, int) for n in x.shape):
+        return False
+    return x.dtype.name in (*expressions.WRITABLE,)

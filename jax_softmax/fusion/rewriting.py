@@ -1,0 +1,133 @@
+"""A program's jaxpr with groups as calls of kernels."""
+
+from typing import NamedTuple
+
+from jax_softmax.fusion import expressions
+from jax_softmax.fusion.calls import NotFolded, by_xla_p, call_of, kernel_p
+from jax_softmax.fusion.graph import Graph, new_equation, variables_of, with_jaxprs
+from jax_softmax.fusion.groups import Groups
+from jax_softmax.fusion.traffic import Traffic, traffic_of
+from jax_softmax.primitives.operators import PRIMITIVES
+
+# Equations whose jaxprs are rewritten in their place.
+_REGIONS = (
+    *("scan", "while", "cond", "remat2", "checkpoint", "shard_map", "jit", "pjit", "closed_call", "core_call"),
+    *("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "fused"),
+)
+
+
+class Line(NamedTuple):
+    """What became of a call of an operator."""
+
+    op: str
+    dtype: str
+    shape: tuple[int, ...]
+    axes: tuple[int, ...]
+    where: str  # the equations that it stands in
+    folded_before: tuple[str, ...]  # names of equations
+    folded_after: tuple[str, ...]
+    outside: tuple[str, ...]  # names of the equations where folding stopped
+    traffic: Traffic | None
+    why_not: str  # the kernel stands alone, if anything is said
+
+
+def rewritten(jaxpr, report=None, where=""):
+    """The jaxpr with its groups as calls of kernels. Appends a line for each call of an operator to `report`."""
+    report = [] if report is None else report
+    graph = Graph(jaxpr)
+    changed = False
+    for equation in graph.equations:
+        if equation.name in _REGIONS:
+            inside = f"{where}/{equation.name}"
+            params = with_jaxprs(equation.params, lambda inner, inside=inside: rewritten(inner, report, inside))
+            changed |= any(params[k] is not equation.params[k] for k in params)
+            equation.params = params
+    if not any(equation.name in PRIMITIVES for equation in graph.equations) and not changed:
+        return jaxpr
+    calls, by_xla = _decided(graph, report, where)
+    equations, outputs = _in_order(graph, calls, by_xla)
+    return jaxpr.replace(eqns=equations, outvars=outputs)
+
+
+def _decided(graph, report, where):
+    """The groups that are calls of kernels, with these; and the equations that XLA's fusions make."""
+    left, by_xla, lines = set(), set(), {}
+    while True:
+        groups, calls, again = Groups(graph, left), {}, False
+        for group in groups.groups:
+            written = group.written(groups.read_outside)
+            line = _line(group, groups, where)
+            try:
+                call, reads, made = call_of(group, written)
+                traffic = traffic_of(group, list(dict.fromkeys(variables_of(reads))), written, groups)
+                line = line._replace(traffic=traffic)
+                if not traffic.kernel_wins or call.scratch_bytes() is None:
+                    by_xla.add(group.equation)
+                    again = True
+                else:
+                    calls[group] = call, reads, made
+            except NotFolded as error:
+                line = line._replace(why_not=str(error))
+                again = True
+            lines[group.equation] = line
+            if group not in calls:
+                left.add(group.equation)
+        if not again:
+            break
+    report += [lines[equation] for equation in graph.equations if equation in lines]
+    return calls, by_xla
+
+
+def _line(group, groups, where):
+    x = group.x.aval
+    before = {equation: None for folded in group.before for equation in folded.values()}
+    outside: dict = {}
+    for a in groups.reads(group):
+        maker = graph_maker = groups.graph.maker.get(a)
+        if maker is not None and not expressions.prints(graph_maker) and not groups.stands(a):
+            outside[maker.name] = None
+    for variable in group.written(groups.read_outside):
+        for reader in groups.read_outside(variable, group):
+            if reader is not None and groups.is_loop(reader):
+                outside[reader.name] = None
+    names = tuple(e.name for e in before if not expressions.is_view(e))
+    after = tuple(e.name for e in group.after.values() if not expressions.is_view(e))
+    return Line(group.op, x.dtype.name, x.shape, group.axes, where, names, after, tuple(outside), None, "")
+
+
+def _in_order(graph, calls, by_xla):
+    """The equations of JAX, each after those that make what it reads."""
+    owner = {variable: group for group, (_, _, made) in calls.items() for variable in made}
+    done, equations = set(), []
+
+    def make(variables):
+        pending = [(v, False) for v in reversed(variables)]
+        while pending:
+            variable, ready = pending.pop()
+            node = owner.get(variable) or graph.maker.get(variable)
+            if node is None or node in done:
+                continue
+            reads = calls[node][1] if node in calls else node.inputs
+            if ready:
+                done.add(node)
+                equations.append(_equation(node))
+            else:
+                pending.append((variable, True))
+                pending += [(v, False) for v in reversed(variables_of(reads))]
+
+    def _equation(node):
+        if node in calls:
+            call, reads, made = calls[node]
+            return new_equation(reads, made, kernel_p, {"call": call}, node.equation.eqn)
+        if node in by_xla:
+            return new_equation(node.inputs, node.outputs, by_xla_p, {"op": node.name, **node.params}, node.eqn)
+        return node.as_jax()
+
+    for equation in graph.equations:
+        if equation.eqn.effects:
+            make(variables_of(equation.inputs))
+            if equation not in done:
+                done.add(equation)
+                equations.append(equation.as_jax())
+    make(variables_of(graph.outputs))
+    return equations, graph.outputs

@@ -1,0 +1,274 @@
+"""`fuse`, and the primitive that it leaves in a program: a call that is rewritten when the program is lowered.
+
+Until then the call holds the function's jaxpr as it is, so that derivatives and batches of a fused function are those
+of the function. They are calls of the same primitive: what is lowered has been differentiated.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+import jax
+import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir, xla
+
+from jax_softmax.devices import private
+from jax_softmax.functions import patching
+from jax_softmax.fusion import calls
+from jax_softmax.fusion.expressions import is_variable
+from jax_softmax.fusion.graph import Graph, opened, variables_of
+from jax_softmax.fusion.rewriting import Line, rewritten
+from jax_softmax.fusion.traffic import words
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def fuse(f: Callable[_P, _R]) -> Callable[_P, _R]:
+    """f with what stands before and after its softmaxes as a part of their kernels.
+
+    A transformation as `jax.jit` is one, for functions of arrays, and trees of them, that use `jax.nn.softmax` and the
+    like or this package's functions:
+
+        step = jax.jit(jax_softmax.fuse(train_step))
+
+    `jax_softmax.use()` holds while f is traced. On a GPU casts, scales, biases, masks and other elementwise operations
+    around an operator are then done by its kernel; on other platforms f runs as it is. A call for which XLA's own
+    fusions move fewer bytes is left to them. Results are f's up to roundings.
+
+    Fuse what is differentiated and its derivative at once, `fuse(train_step)` rather than `grad(fuse(loss))`, which
+    works as well.
+
+    The function that is returned has f's signature, and a method `explain`: given f's arguments, it says what was
+    folded into each call, and how many bytes are moved.
+
+    Raises:
+      TypeError: f is not callable.
+    """
+    if not callable(f):
+        raise TypeError(f"fuse: f must be a function, got {type(f).__name__}.")
+    return _Fused(f)
+
+
+class FusionReport(tuple[Line, ...]):
+    """What became of each call of an operator; as text, a line for each."""
+
+    def __str__(self) -> str:
+        return "\n".join(map(_sentence, self)) if self else "no call of softmax or the like"
+
+
+def _sentence(line: Line) -> str:
+    text = f"{line.op} of {line.dtype}{list(line.shape)} along {line.axes}"
+    if line.where:
+        text += f" in {line.where[1:]}"
+    for where, names in (("before it", line.folded_before), ("after it", line.folded_after)):
+        if names:
+            text += f"; folded {where}: {', '.join(names)}"
+    if line.outside:
+        text += f"; outside: {', '.join(line.outside)}"
+    if line.why_not:
+        return text + f"; by the kernel alone: {line.why_not}"
+    before, ours, xla = map(words, line.traffic)
+    by = "by the kernel" if line.traffic.kernel_wins else "by XLA"
+    return text + f"; {before} unfused, {ours} folded, {xla} by XLA: {by}"
+
+
+class _Fused:
+    """A fused function."""
+
+    def __init__(self, f):
+        functools.update_wrapper(self, f)
+        self._f = f
+        self._jitted = jax.jit(self._bind, static_argnums=(0, 1), inline=True)
+
+    def __call__(self, *args, **kwargs):
+        arrays, others, tree = _split((args, kwargs))
+        return self._jitted(others, tree, *arrays)
+
+    def __get__(self, instance, owner=None):
+        return self if instance is None else functools.partial(self, instance)
+
+    def explain(self, *args: Any, **kwargs: Any) -> FusionReport:
+        """What is folded into each call of an operator where f has these arguments, which may be shapes and dtypes."""
+        arrays, others, tree = _split((args, kwargs))
+        closed, _ = self._traced(others, tree, arrays)
+        report: list[Line] = []
+        rewritten(opened(closed)[0], report)
+        return FusionReport(report)
+
+    def _bind(self, others, tree, *arrays):
+        closed, out_tree = self._traced(others, tree, arrays)
+        jaxpr, constants = _without_constants(closed)
+        return jax.tree.unflatten(out_tree, fused_p.bind(*constants, *arrays, jaxpr=jaxpr))
+
+    def _traced(self, others, tree, arrays):
+        def flat(*arrays):
+            args, kwargs = _joined(arrays, others.leaves, tree)
+            with patching.use():
+                return self._f(*args, **kwargs)
+
+        closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*arrays)
+        return closed, jax.tree.structure(shapes)
+
+
+class _Others:
+    """Leaves of arguments that are no arrays: the same ones make the same program."""
+
+    def __init__(self, leaves):
+        self.leaves = leaves
+
+    def __eq__(self, other):
+        return isinstance(other, _Others) and self.leaves == other.leaves
+
+    def __hash__(self):
+        return hash(tuple(type(leaf) for leaf in self.leaves))
+
+
+_NOT_HERE = object()
+
+
+def _split(arguments):
+    leaves, tree = jax.tree.flatten(arguments)
+    arrays = [leaf for leaf in leaves if _is_array(leaf)]
+    return arrays, _Others([_NOT_HERE if _is_array(leaf) else leaf for leaf in leaves]), tree
+
+
+def _joined(arrays, others, tree):
+    arrays = iter(arrays)
+    return jax.tree.unflatten(tree, [next(arrays) if leaf is _NOT_HERE else leaf for leaf in others])
+
+
+def _is_array(leaf) -> bool:
+    """Whether `jax.jit` would trace it, or it stands for an array."""
+    return isinstance(leaf, np.ndarray | np.generic | bool | int | float | complex | jax.ShapeDtypeStruct | jax.Array)
+
+
+def _without_constants(closed):
+    """A jaxpr whose constants are its first operands, and their values."""
+    jaxpr, constants = opened(closed)
+    if not jaxpr.constvars:
+        return jaxpr, []
+    info = jaxpr.debug_info
+    info = info.with_unknown_names() if hasattr(info, "with_unknown_names") else info
+    inputs = [*jaxpr.constvars, *jaxpr.invars]
+    return jaxpr.replace(constvars=[], invars=inputs, debug_info=info), list(constants)
+
+
+# ---- The primitive. Its operands are those of the jaxpr, which has no constants.
+
+fused_p = Primitive("fused")
+fused_p.multiple_results = True
+
+
+def _function(jaxpr):
+    return lambda *args: jax.core.eval_jaxpr(jaxpr, [], *args)
+
+
+def _bound(function, *args):
+    """The results of a function, made by a call of the primitive."""
+    closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+    jaxpr, constants = _without_constants(closed)
+    results = fused_p.bind(*constants, *jax.tree.leaves(args), jaxpr=jaxpr)
+    return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+
+def _jvp(primals, tangents, *, jaxpr):
+    """Two calls: one of the results, with what the derivative needs of them, and one that is linear in the tangents."""
+    moving = [k for k, tangent in enumerate(tangents) if type(tangent) is not ad.Zero]
+    moved = [tangents[k] for k in moving]
+    follow = _that_follow(jaxpr, primals, moving, moved)
+
+    def results_and_linear(*primals):
+        def function(*moved):
+            results = _function(jaxpr)(*_with(primals, moving, moved))
+            return [results[k] for k in follow], results
+
+        _, linear, results = jax.linearize(function, *(primals[k] for k in moving), has_aux=True)
+        return results, linear
+
+    results, linear = _bound(results_and_linear, *primals)
+    residuals, tree = jax.tree.flatten(linear)
+    n = len(residuals)
+    found = _bound(lambda *flat: jax.tree.unflatten(tree, flat[:n])(*flat[n:]), *residuals, *moved)
+    of_results = [ad.Zero(jax.typeof(result).to_tangent_aval()) for result in results]
+    return results, _with(of_results, follow, found)
+
+
+def _that_follow(jaxpr, primals, moving, moved):
+    """Which results have tangents other than 0."""
+
+    def tangents_of(moved):
+        function = _function(jaxpr)
+        return jax.jvp(lambda *a: function(*_with(primals, moving, a)), [primals[k] for k in moving], moved)[1]
+
+    closed = jax.make_jaxpr(tangents_of)(moved)
+    graph = Graph(opened(closed)[0])
+    follow = set(opened(closed)[0].invars)
+    for equation in graph.equations:
+        if not follow.isdisjoint(variables_of(equation.inputs)):
+            follow.update(equation.outputs)
+    return [k for k, tangent in enumerate(graph.outputs) if is_variable(tangent) and tangent in follow]
+
+
+def _with(values, where, new):
+    """The values with others in some places."""
+    values = list(values)
+    for k, value in zip(where, new, strict=True):
+        values[k] = value
+    return values
+
+
+def _transpose(cotangents, *operands, jaxpr):
+    linear = [k for k, a in enumerate(operands) if ad.is_undefined_primal(a)]
+    known = [k for k in range(len(operands)) if k not in linear]
+    given = [k for k, cotangent in enumerate(cotangents) if type(cotangent) is not ad.Zero]
+    if not given:
+        return [ad.Zero(a.aval) if ad.is_undefined_primal(a) else None for a in operands]
+
+    def transposed(known_now, given_now):
+        def function(*moved):
+            results = _function(jaxpr)(*_with(_with(operands, known, known_now), linear, moved))
+            return [results[k] for k in given]
+
+        zeros = [ad.instantiate_zeros(ad.Zero(operands[k].aval)) for k in linear]
+        return jax.linear_transpose(function, *zeros)(given_now)
+
+    found = _bound(transposed, [operands[k] for k in known], [cotangents[k] for k in given])
+    return _with([None] * len(operands), linear, found)
+
+
+def _batch(axis_data, operands, batch_axes, *, jaxpr):
+    if all(axis is None for axis in batch_axes):
+        results = fused_p.bind(*operands, jaxpr=jaxpr)
+        return results, [None] * len(results)
+    mapped = jax.vmap(
+        _function(jaxpr),
+        in_axes=tuple(batch_axes),
+        axis_name=axis_data.name,
+        axis_size=axis_data.size,
+        spmd_axis_name=axis_data.spmd_name,
+    )
+    results = _bound(mapped, *operands)
+    return results, [0] * len(results)
+
+
+def _lower(ctx, *operands, jaxpr):
+    return mlir.core_call_lowering(ctx, *operands, name="fused", call_jaxpr=jaxpr)
+
+
+def _lower_for_cuda(ctx, *operands, jaxpr):
+    if private.devices_of(ctx)[0] == 1:
+        jaxpr = rewritten(jaxpr)
+    return _lower(ctx, *operands, jaxpr=jaxpr)
+
+
+def register() -> None:
+    fused_p.def_impl(functools.partial(xla.apply_primitive, fused_p))
+    fused_p.def_effectful_abstract_eval(lambda *_, jaxpr: ([v.aval for v in jaxpr.outvars], jaxpr.effects))
+    ad.primitive_jvps[fused_p] = _jvp
+    ad.primitive_transposes[fused_p] = _transpose
+    batching.fancy_primitive_batchers[fused_p] = _batch
+    mlir.register_lowering(fused_p, _lower)
+    mlir.register_lowering(fused_p, _lower_for_cuda, platform="cuda")
+    calls.register()
