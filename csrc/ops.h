@@ -158,6 +158,16 @@ struct Softmax : SoftmaxBase<M> {
   }
 };
 
+// The same, and the results of LogSumExp.
+template <class M>
+struct SoftmaxAndNormalizer : Softmax<M> {
+  static constexpr int kRowResults = 2;
+  static JAX_SOFTMAX_INLINE void row_results(State<typename M::Value> s, typename M::Value* to) {
+    to[0] = s.pivot;
+    to[1] = Relative<M>(s.pivot).whole(s.sum);
+  }
+};
+
 template <class M>
 struct LogSoftmax : SoftmaxBase<M> {
   using C = typename M::Value;

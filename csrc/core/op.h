@@ -17,7 +17,8 @@ enum class Op {
   kCrossEntropyGradient,
   kEntropy,
   kKlDivergence,
-  kAbsmaxScale
+  kAbsmaxScale,
+  kSoftmaxAndNormalizer
 };
 // The last two are of side operands alone.
 enum class DType { kF16, kBF16, kF32, kF64, kF8E4M3, kF8E5M2, kI8, kU8, kI32, kBool };
@@ -84,6 +85,7 @@ inline constexpr Operator kOperators[] = {
     row_of_table<Entropy>("entropy", "Entropy", 1, 1, kOnCpu),
     row_of_table<KlDivergence>("kl_divergence", "KlDivergence", 1, 1, kGpuOnly),
     row_of_table<AbsmaxScale>("absmax_scale", "AbsmaxScale", 0, 0, kOnCpu),
+    row_of_table<SoftmaxAndNormalizer>("softmax_and_normalizer", "SoftmaxAndNormalizer", 1, 0, kGpuOnly),
 };
 inline constexpr int kOps = sizeof(kOperators) / sizeof(kOperators[0]);
 inline constexpr int kMostRowResults = 3;

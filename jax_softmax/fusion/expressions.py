@@ -28,7 +28,13 @@ _ARITHMETIC = {"add": "+", "add_any": "+", "sub": "-", "mul": "*"}
 _FUNCTIONS = {
     **{"exp": "expf({})", "exp2": "exp2f({})", "log": "logf({})", "log1p": "log1pf({})", "expm1": "expm1f({})"},
     **{"tanh": "tanh({})", "logistic": "1.0f / (1.0f + expf(-{}))", "sqrt": "sqrtf({})", "rsqrt": "rsqrtf({})"},
-    **{"erf": "erff({})", "sin": "sinf({})", "cos": "cosf({})", "pow": "powf({}, {})"},
+    **{
+        "one_minus_square": "1.0f - {0} * {0}",
+        "erf": "erff({})",
+        "sin": "sinf({})",
+        "cos": "cosf({})",
+        "pow": "powf({}, {})",
+    },
 }
 _EXACT = {"floor": "floorf({})", "ceil": "ceilf({})", "is_finite": "(fabsf({}) <= 3.40282347e38f)"}
 _OF_TWO_KINDS = ("neg", "abs", "sign", "square", "max", "min", "clamp", "integer_pow")
@@ -39,7 +45,7 @@ _ELEMENTWISE = frozenset(
     (*_SAME, *_COMPARISONS, *_LOGIC, *_ARITHMETIC, *_FUNCTIONS, *_EXACT, *_OF_TWO_KINDS, "not", "div", "select_n")
 ) | {"convert_element_type", "reduce_precision"}
 # Those that take a kernel as long as many additions do.
-LONG = frozenset(_FUNCTIONS)
+LONG = frozenset(_FUNCTIONS) - {"one_minus_square"}
 
 
 class Side(NamedTuple):

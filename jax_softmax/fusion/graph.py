@@ -30,18 +30,17 @@ class Equation:
     def name(self) -> str:
         return self.eqn.primitive.name
 
+    def with_inputs(self, inputs) -> "Equation":
+        return Equation(self.eqn, inputs, self.outputs, self.params)
+
     def as_jax(self):
         return self.eqn.replace(invars=self.inputs, outvars=self.outputs, params=self.params)
 
 
 class Graph:
-    """The equations that the results of a jaxpr need, in their order."""
+    """The equations that the results of a jaxpr need, each after those that make what it reads."""
 
-    def __init__(self, jaxpr):
-        equations: list[Equation] = []
-        constants = dict(zip(jaxpr.constvars, jaxpr.constvars, strict=True))
-        variables = constants | dict(zip(jaxpr.invars, jaxpr.invars, strict=True))
-        outputs = _inline(jaxpr, variables, None, equations)
+    def __init__(self, equations, outputs):
         self.outputs = outputs
         self.equations = _needed(equations, outputs)
         self.maker = {v: equation for equation in self.equations for v in equation.outputs}
@@ -50,6 +49,47 @@ class Graph:
             for v in dict.fromkeys(variables_of(equation.inputs)):
                 self.readers.setdefault(v, []).append(equation)
         self.position = {equation: k for k, equation in enumerate(self.equations)}
+
+    def with_replaced(self, replacements, renamed=()) -> "Graph":
+        """Equations with others in their places, and variables under other names."""
+        names = dict(renamed)
+
+        def new(atoms):
+            return [a if isinstance(a, Literal) else names.get(a, a) for a in atoms]
+
+        equations = [e for old in self.equations for e in replacements.get(old, [old])]
+        if names:
+            equations = [
+                e.with_inputs(new(e.inputs)) if names.keys() & set(variables_of(e.inputs)) else e for e in equations
+            ]
+        return Graph(sorted_by_need(equations), new(self.outputs))
+
+
+def graph_of(jaxpr) -> Graph:
+    """The graph of a jaxpr."""
+    equations: list[Equation] = []
+    variables = {v: v for v in (*jaxpr.constvars, *jaxpr.invars)}
+    outputs = _inline(jaxpr, variables, None, equations)
+    return Graph(equations, outputs)
+
+
+def sorted_by_need(equations):
+    """Each after those that make what it reads; otherwise in their order."""
+    maker = {v: e for e in equations for v in e.outputs}
+    done: dict[Equation, None] = {}
+    for equation in equations:
+        pending = [(equation, False)]
+        while pending:
+            e, ready = pending.pop()
+            if e in done:
+                continue
+            if ready:
+                done[e] = None
+                continue
+            pending.append((e, True))
+            makers = (maker.get(v) for v in variables_of(e.inputs))
+            pending += [(m, False) for m in makers if m is not None and m not in done]
+    return list(done)
 
 
 def variables_of(atoms):
@@ -124,7 +164,10 @@ def _constant(value, aval):
 
 def _callee(eqn):
     """The jaxpr of a call that says nothing else: no sharding, no layout."""
-    if eqn.primitive.name not in _INLINED or eqn.effects:
+    if eqn.primitive.name == "remat2" or eqn.primitive.name == "checkpoint":
+        if eqn.params["prevent_cse"] is not False:  # XLA would undo it
+            return None
+    elif eqn.primitive.name not in _INLINED or eqn.effects:
         return None
     placed = [*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ())]
     if any(type(sharding).__name__ != "UnspecifiedValue" for sharding in placed):

@@ -108,6 +108,11 @@ class Group:
             known[key] = made
         return known[key]
 
+    def cost_of_reading(self, variable) -> float:
+        """The bytes of reading what a variable is made of."""
+        groups = Groups(self.graph, frozenset(self.graph.equations))
+        return self._cut(variable, self.place, groups.stands, {}).cost
+
     # ---- after
 
     def fold_after(self, stands, depends, read_outside) -> None:
@@ -164,7 +169,7 @@ class Group:
             return False
         sources = [a for a in variables_of(equation.inputs) if a in self.places_after]
         written_anyway = any(set(read_outside(a, self)) - {equation} for a in sources)
-        by_loops = all(reader is not None and _is_loop(reader) for reader in readers)
+        by_loops = all(reader is not None and is_loop(reader) for reader in readers)
         # XLA makes it where it reads it, of what is written anyway.
         return not (written_anyway and by_loops)
 
@@ -176,7 +181,7 @@ class Group:
 _REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min", "argmax", "argmin", "reduce_and", "reduce_or")
 
 
-def _is_loop(equation):
+def is_loop(equation):
     """Whether XLA makes it in a loop over elements, which it merges with those of operands."""
     return expressions.prints(equation) or equation.name in _REDUCTIONS
 
@@ -204,19 +209,17 @@ class Groups:
             self.owner |= dict.fromkeys(group.after.values(), group)
         self._executed = self.executed()
 
-    is_loop = staticmethod(lambda equation: _is_loop(equation))
-
     def stands(self, variable) -> bool:
         """Whether a variable is in memory, whatever is folded."""
         maker = self.graph.maker.get(variable)
-        if maker is None or variable in self._outputs or not _is_loop(maker):
+        if maker is None or variable in self._outputs or not is_loop(maker):
             return True
         return any(not self._may_fold(variable, reader) for reader in self.graph.readers.get(variable, ()))
 
     def _may_fold(self, variable, reader) -> bool:
         """Whether a variable need not be in memory for an equation that reads it."""
         group = self.owner.get(reader)
-        return _is_loop(reader) if group is None or group.equation is not reader else variable in group.operands
+        return is_loop(reader) if group is None or group.equation is not reader else variable in group.operands
 
     def reads(self, group):
         """The variables that a group reads."""

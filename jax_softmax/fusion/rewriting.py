@@ -2,10 +2,10 @@
 
 from typing import NamedTuple
 
-from jax_softmax.fusion import expressions
+from jax_softmax.fusion import expressions, rules
 from jax_softmax.fusion.calls import NotFolded, by_xla_p, call_of, kernel_p
-from jax_softmax.fusion.graph import Graph, new_equation, variables_of, with_jaxprs
-from jax_softmax.fusion.groups import Groups
+from jax_softmax.fusion.graph import graph_of, new_equation, variables_of, with_jaxprs
+from jax_softmax.fusion.groups import Groups, is_loop
 from jax_softmax.fusion.traffic import Traffic, traffic_of
 from jax_softmax.primitives.operators import PRIMITIVES
 
@@ -34,7 +34,7 @@ class Line(NamedTuple):
 def rewritten(jaxpr, report=None, where=""):
     """The jaxpr with its groups as calls of kernels. Appends a line for each call of an operator to `report`."""
     report = [] if report is None else report
-    graph = Graph(jaxpr)
+    graph = graph_of(jaxpr)
     changed = False
     for equation in graph.equations:
         if equation.name in _REGIONS:
@@ -44,6 +44,7 @@ def rewritten(jaxpr, report=None, where=""):
             equation.params = params
     if not any(equation.name in PRIMITIVES for equation in graph.equations) and not changed:
         return jaxpr
+    graph = rules.applied(graph)
     calls, by_xla = _decided(graph, report, where)
     equations, outputs = _in_order(graph, calls, by_xla)
     return jaxpr.replace(eqns=equations, outvars=outputs)
@@ -88,7 +89,7 @@ def _line(group, groups, where):
             outside[maker.name] = None
     for variable in group.written(groups.read_outside):
         for reader in groups.read_outside(variable, group):
-            if reader is not None and groups.is_loop(reader):
+            if reader is not None and is_loop(reader):
                 outside[reader.name] = None
     names = tuple(e.name for e in before if not expressions.is_view(e))
     after = tuple(e.name for e in group.after.values() if not expressions.is_view(e))

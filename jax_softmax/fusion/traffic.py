@@ -11,6 +11,7 @@ import math
 from typing import NamedTuple
 
 from jax_softmax.fusion.graph import bytes_of
+from jax_softmax.fusion.groups import is_loop
 
 _MOST_COLUMNS = 8192  # of a row that a block of XLA has in registers
 _SPEED = {256: 1.0, 2048: 0.91, _MOST_COLUMNS: 0.81}  # of XLA's kernels for rows up to a length, of the memory's
@@ -36,7 +37,7 @@ def traffic_of(group, reads, written, groups) -> Traffic:
     xla_writes = 0
     for variable in written:
         readers = groups.read_outside(variable, group)
-        only_loops = all(reader is not None and groups.is_loop(reader) for reader in readers)
+        only_loops = all(reader is not None and is_loop(reader) for reader in readers)
         ours += bytes_of(variable) * (2 if only_loops else 1)
         xla_writes += 0 if only_loops else bytes_of(variable)
     rows = sum(map(bytes_of, group.row_results))

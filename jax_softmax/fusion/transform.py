@@ -17,7 +17,7 @@ from jax_softmax.devices import private
 from jax_softmax.functions import patching
 from jax_softmax.fusion import calls
 from jax_softmax.fusion.expressions import is_variable
-from jax_softmax.fusion.graph import Graph, opened, variables_of
+from jax_softmax.fusion.graph import graph_of, opened, variables_of
 from jax_softmax.fusion.rewriting import Line, rewritten
 from jax_softmax.fusion.traffic import words
 
@@ -203,7 +203,7 @@ def _that_follow(jaxpr, primals, moving, moved):
         return jax.jvp(lambda *a: function(*_with(primals, moving, a)), [primals[k] for k in moving], moved)[1]
 
     closed = jax.make_jaxpr(tangents_of)(moved)
-    graph = Graph(opened(closed)[0])
+    graph = graph_of(opened(closed)[0])
     follow = set(opened(closed)[0].invars)
     for equation in graph.equations:
         if not follow.isdisjoint(variables_of(equation.inputs)):

@@ -12,6 +12,7 @@ There is one for each operation, of its name, so that programs, profiles and err
     x, largest, total, factor, offset, at_label, label, [where]
                                              tangent_sums_transpose     gradient
     x, [where]                               absmax_scale               scaled, scale
+    x, [where]                               softmax_and_normalizer     y, largest, total
 
 x is a float array; softmax and log_softmax also take 8 bits, one of `reference.NARROW`. The second array of a primitive
 has x's shape; y of kl_divergence has its dtype, t may have another than y. `where` is a boolean mask that broadcasts to
@@ -29,7 +30,8 @@ elements that are not masked: two parts of the log-sum-exp lse (`reference.Norma
 masked altogether both may be any number but NaN. loss is lse less the label's element of x, 0 of a row without a label.
 The gradient is a cross entropy's: softmax(x) (factor + lse_factor lse) + offset, and at_label added at the label; where
 all four are 0, so is the gradient, even if x is NaN. `tangent_sums_transpose` has no lse_factor. `scaled` is x divided
-by its row's `scale`, in a dtype of `reference.SCALED`.
+by its row's `scale`, in a dtype of `reference.SCALED`. `softmax_and_normalizer` is made by `fuse` alone, of programs that
+have been differentiated: it has no derivative.
 """
 
 from typing import NamedTuple

@@ -129,6 +129,11 @@ def distances(x, rows):
     return widened(x) - _finite(rows.largest)
 
 
+def softmax_and_normalizer(x, where, axes, across=None, *, dtype):
+    """softmax, and each row's `Normalizer`."""
+    return softmax(x, where, axes, across, dtype=dtype), *logsumexp(x, where, axes, across)
+
+
 def entropy(x, where, axes, across=None):
     """The entropy of softmax(x) over each row, and its `Normalizer`."""
     rows = logsumexp(x, where, axes, across)
@@ -256,7 +261,7 @@ _OPERATORS = {
     for f in (
         *(softmax, log_softmax, softmax_linear, log_softmax_jvp, log_softmax_vjp),
         *(logsumexp, cross_entropy, cross_entropy_gradient, tangent_sums_transpose),
-        *(entropy, kl_divergence, absmax_scale),
+        *(entropy, kl_divergence, absmax_scale, softmax_and_normalizer),
     )
 }
 

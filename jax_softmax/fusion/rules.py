@@ -1,0 +1,336 @@
+"""What a program is replaced by before it is cut into groups, so that fewer bytes move.
+
+1. log_softmax(x), and softmax(x) of which a backward pass keeps a copy in more bytes than x has, are made anew of x and
+   the rows' maximum and sum wherever they are read.
+2. A cotangent of log_softmax that is 0 but at a label: the gradient of a cross entropy, by its own kernel.
+3. The sum over a row of what is 0 but at a label: the element there.
+4. Rows' maxima and sums of the same array are made once, and by the kernel that makes a gradient of it, if that needs
+   nothing that depends on them.
+"""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Literal
+
+from jax_softmax.fusion.expressions import is_variable
+from jax_softmax.fusion.graph import Equation, Graph, bytes_of, graph_of, opened, size_of, variables_of
+from jax_softmax.fusion.groups import Group, foldable, is_loop
+from jax_softmax.primitives import labels, reference
+from jax_softmax.primitives.operators import Coefficients, bind
+
+_OF_LOG_SOFTMAX = ("log_softmax_vjp", "log_softmax_jvp")
+
+
+def applied(graph: Graph) -> Graph:
+    """The graph after all rules."""
+    for rule in (_gradients_at_labels, _sums_at_labels, _made_anew, _one_normalizer):
+        for equation in graph.equations:
+            if equation in graph.position and (change := rule(graph, equation)) is not None:
+                graph = graph.with_replaced(*change)
+    return graph
+
+
+class _AtLabel(NamedTuple):
+    """An array that is 0 but at one element of each row."""
+
+    label: object  # int32, of x's shape with extent 1 along the axis; negative in rows without a label
+    value: object  # of a row
+
+
+def _plain(equation, *names) -> bool:
+    """Whether it is one of these operators, of whole rows, without a mask, along one axis."""
+    if equation is None or equation.name not in names or len(equation.params["axes"]) != 1:
+        return False
+    return foldable(equation) and all(a.aval.dtype != bool for a in equation.inputs)
+
+
+def spliced(function, inputs, outputs, like) -> list[Equation]:
+    """The equations of a function of these variables, of which the last ones make these outputs."""
+    given = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in inputs]
+    jaxpr, constants = opened(jax.make_jaxpr(function)(*given))
+    inner = graph_of(jaxpr)
+    renamed = dict(zip(jaxpr.invars, inputs, strict=True))
+    renamed |= {v: Literal(c, v.aval) for v, c in zip(jaxpr.constvars, constants, strict=True)}
+    renamed |= zip(inner.outputs, outputs, strict=True)
+
+    def new(a):
+        return a if not is_variable(a) else renamed.setdefault(a, type(a)(a.aval))
+
+    found = []
+    for e in inner.equations:
+        info = like.eqn.source_info
+        eqn = e.eqn.replace(source_info=info)
+        found.append(Equation(eqn, [new(a) for a in e.inputs], [new(v) for v in e.outputs], e.params))
+    return found
+
+
+# ---- 1
+
+
+def _made_anew(graph, equation):
+    if not _plain(equation, "softmax", "log_softmax"):
+        return None
+    (x,), (y,) = equation.inputs, equation.outputs
+    readers = graph.readers.get(y, ())
+    if y in graph.outputs or not readers:
+        return None
+    maps = [r for r in readers if r.name in (*_OF_LOG_SOFTMAX, "softmax_linear") and r.inputs[0] is y]
+    maps = [r for r in maps if y not in r.inputs[1:]]
+    others = [r for r in readers if r not in maps]
+    if not all(is_loop(r) or r.name == "gather" for r in others):
+        return None
+    group = Group(graph, equation)
+    if group.cost_of_reading(x) > 0.75 * bytes_of(y) and equation.name == "softmax":
+        return None
+    axes, narrows = equation.params["axes"], [r for r in others if _narrows(r)]
+    if equation.name == "softmax" and len(narrows) == len(others):
+        if not maps:
+            return None
+        return _softmax_made_anew(graph, equation, maps)
+    if equation.name == "softmax" and any(_narrows(r) for r in others):
+        return None
+    rows = _rows_like(y, axes), _rows_like(y, axes)
+
+    def of_rows(x):
+        return bind("logsumexp", x, where=None, axes=axes)
+
+    anew = _log_probabilities if equation.name == "log_softmax" else _probabilities
+    made = spliced(of_rows, [x], rows, equation)
+    made += spliced(lambda *a: anew(*a, y.aval.dtype), [x, *rows], [y], equation)
+    return ({equation: made},)
+
+
+def _narrows(reader):
+    after = reader.outputs[0].aval.dtype
+    return reader.name == "convert_element_type" and after.itemsize < reader.inputs[0].aval.dtype.itemsize
+
+
+def _softmax_made_anew(graph, equation, maps):
+    """softmax with its rows' maxima and sums, of which the linear maps make it again."""
+    (x,), (y,), axes = equation.inputs, equation.outputs, equation.params["axes"]
+    rows = _rows_like(y, axes), _rows_like(y, axes)
+    dtype = y.aval.dtype
+
+    def with_rows(x):
+        return bind("softmax_and_normalizer", x, where=None, axes=axes, dtype=dtype)
+
+    replaced = {equation: spliced(with_rows, [x], [y, *rows], equation)}
+    for reader in maps:
+        again = type(y)(y.aval)
+        made = spliced(lambda *a: _probabilities(*a, dtype), [x, *rows], [again], reader)
+        replaced[reader] = [*made, reader.with_inputs([again, *reader.inputs[1:]])]
+    return (replaced,)
+
+
+def _rows_like(y, axes):
+    shape = tuple(1 if d in axes else n for d, n in enumerate(y.aval.shape))
+    return type(y)(y.aval.update(shape=shape, dtype=jnp.dtype("float32"), weak_type=False))
+
+
+def _probabilities(x, largest, total, dtype):
+    return (jnp.exp(reference.widened(x) - largest) * (1 / total)).astype(dtype)
+
+
+def _log_probabilities(x, largest, total, dtype):
+    rows = reference.Normalizer(largest, total)
+    return (reference.distances(x, rows) - jnp.log(total)).astype(dtype)
+
+
+# ---- 2 and 3
+
+
+def _gradients_at_labels(graph, equation):
+    if not _plain(equation, "log_softmax_vjp"):
+        return None
+    y, t = equation.inputs
+    forward, axes = graph.maker.get(y), equation.params["axes"]
+    if not _plain(forward, "log_softmax") or forward.params["axes"] != axes or not is_variable(t):
+        return None
+    found = _at_label(graph, t, axes[0])
+    if found is None:
+        return None
+    (x,), dtype = forward.inputs, equation.params["dtype"]
+    extra, at = found
+
+    def gradient(x, label, value):
+        exists = labels.exists(label, x.shape, axes)
+        value = jnp.where(exists, value.astype(jnp.float32), 0)
+        zero = jnp.zeros_like(value)
+        coefficients = Coefficients(-value, zero, zero, value)
+        return bind("cross_entropy_gradient", x, *coefficients, label, where=None, axes=axes, dtype=dtype)[0]
+
+    made = spliced(gradient, [x, at.label, at.value], equation.outputs, equation)
+    return ({equation: [*extra, *made]},)
+
+
+def _sums_at_labels(graph, equation):
+    if equation.name != "reduce_sum" or len(equation.params["axes"]) != 1:
+        return None
+    (product,), (axis,) = equation.inputs, equation.params["axes"]
+    times = graph.maker.get(product) if is_variable(product) else None
+    if times is None or times.name != "mul" or len(graph.readers[product]) != 1:
+        return None
+    for one_hot, values in (times.inputs, times.inputs[::-1]):
+        maker = graph.maker.get(values) if is_variable(values) else None
+        if not is_variable(one_hot) or maker is None or not _plain(maker, "log_softmax", "softmax"):
+            continue
+        found = _at_label(graph, one_hot, axis)
+        if found is None or maker.params["axes"] != (axis,):
+            continue
+        extra, at = found
+
+        def picked(y, label, value, axes=(axis,)):
+            exists = labels.exists(label, y.shape, axes)
+            element = jnp.where(exists, labels.at_labels(y, axes, label), 0)
+            return jnp.squeeze(element * jnp.where(exists, value, 0), axes)
+
+        made = spliced(picked, [values, at.label, at.value], equation.outputs, equation)
+        return ({equation: [*extra, *made]},)
+    return None
+
+
+def _at_label(graph, a, axis):
+    """The equations that make the label and the value of an array that is 0 but at a label; or None."""
+    maker = graph.maker.get(a)
+    if maker is None:
+        return None
+    if maker.name in ("scatter-add", "scatter_add"):
+        return _of_scatter(graph, maker, axis)
+    shape = a.aval.shape
+    if maker.name == "mul":
+        for one_hot, value in (maker.inputs, maker.inputs[::-1]):
+            found = _at_label(graph, one_hot, axis) if is_variable(one_hot) else None
+            row_value = None if found is None else _of_rows(graph, value, shape, axis)
+            if row_value is None:
+                continue
+            extra, at = found
+            product = _rows_like(a, (axis,))
+            made = spliced(lambda p, q: (p * q).astype(jnp.float32), [at.value, row_value[1]], [product], maker)
+            return [*extra, *row_value[0], *made], _AtLabel(at.label, product)
+        return None
+    if maker.name == "convert_element_type" and maker.inputs[0].aval.dtype == bool:
+        maker = graph.maker.get(maker.inputs[0])
+        if maker is None or maker.name != "eq":
+            return None
+        for label, index in (maker.inputs, maker.inputs[::-1]):
+            if not is_variable(label) or not is_variable(index) or not _is_index(graph, index, axis, len(shape)):
+                continue
+            found = _of_rows(graph, label, shape, axis)
+            if found is None or found[1].aval.dtype.name != "int32":
+                continue
+            one = _rows_like(a, (axis,))
+            made = spliced(lambda label: jnp.ones(label.shape, jnp.float32) + 0 * label, [found[1]], [one], maker)
+            return [*found[0], *made], _AtLabel(found[1], one)
+    return None
+
+
+def _is_index(graph, a, axis, ndim):
+    """Whether a value is its index along an axis."""
+    maker = graph.maker.get(a)
+    while maker is not None and maker.name == "broadcast_in_dim" and len(maker.inputs) == 1:
+        (inner,), dims = maker.inputs, maker.params["broadcast_dimensions"]
+        if not is_variable(inner) or axis not in dims:
+            return False
+        axis, ndim = tuple(dims).index(axis), len(inner.aval.shape)
+        maker = graph.maker.get(inner)
+    return maker is not None and maker.name == "iota" and maker.params["dimension"] == axis
+
+
+def _of_rows(graph, a, shape, axis):
+    """Equations, and the variable that they make: what all elements of a row have, with extent 1 along the axis."""
+    rows = tuple(1 if d == axis else n for d, n in enumerate(shape))
+    if not is_variable(a):
+        if math.prod(a.aval.shape) != 1:
+            return None
+        return None
+    if a.aval.shape == rows:
+        return [], a
+    maker = graph.maker.get(a)
+    if maker is None or maker.name != "broadcast_in_dim" or len(maker.inputs) != 1:
+        return None
+    (inner,), dims = maker.inputs, maker.params["broadcast_dimensions"]
+    if not is_variable(inner) or inner.aval.dtype != a.aval.dtype:
+        return None
+    if any(d == axis and n != 1 for d, n in zip(dims, inner.aval.shape, strict=True)):
+        return None
+    like = type(a)(a.aval.update(shape=rows))
+
+    def placed(inner):
+        return jnp.zeros(rows, inner.dtype) + jax.lax.broadcast_in_dim(inner, rows, dims)
+
+    return spliced(placed, [inner], [like], maker), like
+
+
+def _of_scatter(graph, scatter, axis):
+    """A row's value added to zeros, at an index of its own."""
+    zeros, indices, updates = scatter.inputs
+    shape, dims = zeros.aval.shape, scatter.params["dimension_numbers"]
+    kept = tuple(d for d in range(len(shape)) if d != axis)
+    if not _is_zero(graph, zeros) or not is_variable(indices) or not is_variable(updates):
+        return None
+    batching = tuple(dims.operand_batching_dims), tuple(dims.scatter_indices_batching_dims)
+    if dims.update_window_dims or tuple(dims.inserted_window_dims) != (axis,) or batching[0] != kept:
+        return None
+    if tuple(dims.scatter_dims_to_operand_dims) != (axis,) or batching[1] != tuple(range(len(kept))):
+        return None
+    count = math.prod(shape[d] for d in kept)
+    if size_of(indices) != count or size_of(updates) != count or indices.aval.dtype.name != "int32":
+        return None
+    rows = tuple(1 if d == axis else n for d, n in enumerate(shape))
+    clips = "CLIP" in str(scatter.params["mode"])
+    label = type(indices)(indices.aval.update(shape=rows))
+    value = _rows_like(scatter.outputs[0], (axis,))
+
+    def of_rows(indices, updates):
+        found = jnp.reshape(indices, rows)
+        found = jnp.clip(found, 0, shape[axis] - 1) if clips else found
+        return found, jnp.reshape(updates, rows).astype(jnp.float32)
+
+    return spliced(of_rows, [indices, updates], [label, value], scatter), _AtLabel(label, value)
+
+
+def _is_zero(graph, a):
+    if not is_variable(a):
+        return a.aval.shape == () and float(a.val) == 0
+    maker = graph.maker.get(a)
+    return maker is not None and maker.name == "broadcast_in_dim" and _is_zero(graph, maker.inputs[0])
+
+
+# ---- 4
+
+
+def _one_normalizer(graph, equation):
+    """Rows of an array that another kernel makes as well."""
+    if equation.name != "logsumexp" or not foldable(equation):
+        return None
+    of_rows = {"cross_entropy_gradient": 1, "softmax_and_normalizer": 1, "cross_entropy": 1, "logsumexp": 0}
+    for other in graph.equations:
+        if other is equation or other.name not in of_rows or other.inputs[0] is not equation.inputs[0]:
+            continue
+        same_mask = [a for a in equation.inputs if a.aval.dtype == bool] == [
+            a for a in other.inputs if is_variable(a) and a.aval.dtype == bool
+        ]
+        later = other.name == "logsumexp" and graph.position[other] > graph.position[equation]
+        if other.params["axes"] != equation.params["axes"] or not same_mask or later:
+            continue
+        if any(_depends(graph, a, equation) for a in variables_of(other.inputs)):
+            continue
+        theirs = other.outputs[of_rows[other.name] :]
+        return {equation: []}, dict(zip(equation.outputs, theirs, strict=True))
+    return None
+
+
+def _depends(graph, variable, equation):
+    pending, seen = [variable], set()
+    while pending:
+        a = pending.pop()
+        maker = graph.maker.get(a)
+        if maker is equation:
+            return True
+        if maker is not None and maker not in seen:
+            seen.add(maker)
+            pending += variables_of(maker.inputs)
+    return False
