@@ -108,10 +108,9 @@ class Group:
             known[key] = made
         return known[key]
 
-    def cost_of_reading(self, variable) -> float:
+    def cost_of_reading(self, variable, stands) -> float:
         """The bytes of reading what a variable is made of."""
-        groups = Groups(self.graph, frozenset(self.graph.equations))
-        return self._cut(variable, self.place, groups.stands, {}).cost
+        return self._cut(variable, self.place, stands, {}).cost
 
     # ---- after
 
@@ -203,8 +202,8 @@ class Groups:
                 self.owner[equation] = group
         for group in self.groups:
             group.fold_before(self.stands)
+        self._executed = self.executed()
         for group in self.groups:
-            self._executed = self.executed()
             group.fold_after(self.stands, self.depends, self.read_outside)
             self.owner |= dict.fromkeys(group.after.values(), group)
         self._executed = self.executed()

@@ -15,21 +15,27 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
+from jax_softmax.fusion import expressions
 from jax_softmax.fusion.expressions import is_variable
 from jax_softmax.fusion.graph import Equation, Graph, bytes_of, graph_of, opened, size_of, variables_of
-from jax_softmax.fusion.groups import Group, foldable, is_loop
+from jax_softmax.fusion.groups import Group, Groups, foldable, is_loop
 from jax_softmax.primitives import labels, reference
 from jax_softmax.primitives.operators import Coefficients, bind
 
-_OF_LOG_SOFTMAX = ("log_softmax_vjp", "log_softmax_jvp")
+_LINEAR_MAPS = ("softmax_linear", "log_softmax_vjp", "log_softmax_jvp")
 
 
 def applied(graph: Graph) -> Graph:
     """The graph after all rules."""
-    for rule in (_gradients_at_labels, _sums_at_labels, _made_anew, _one_normalizer):
+    for rule in (_gradients_at_labels, _sums_at_labels, _made_anew):
+        replacements: dict[Equation, list[Equation]] = {}
+        stands = Groups(graph, left=graph.position).stands
         for equation in graph.equations:
-            if equation in graph.position and (change := rule(graph, equation)) is not None:
-                graph = graph.with_replaced(*change)
+            replacements |= rule(graph, equation, stands) or {}
+        if replacements:
+            graph = graph.with_replaced(replacements)
+    while same := next(filter(None, (_one_normalizer(graph, e) for e in graph.equations)), None):
+        graph = graph.with_replaced(*same)
     return graph
 
 
@@ -70,28 +76,23 @@ def spliced(function, inputs, outputs, like) -> list[Equation]:
 # ---- 1
 
 
-def _made_anew(graph, equation):
+def _made_anew(graph, equation, stands):
     if not _plain(equation, "softmax", "log_softmax"):
         return None
     (x,), (y,) = equation.inputs, equation.outputs
     readers = graph.readers.get(y, ())
     if y in graph.outputs or not readers:
         return None
-    maps = [r for r in readers if r.name in (*_OF_LOG_SOFTMAX, "softmax_linear") and r.inputs[0] is y]
-    maps = [r for r in maps if y not in r.inputs[1:]]
+    maps = [r for r in readers if r.name in _LINEAR_MAPS and r.inputs[0] is y and y not in r.inputs[1:]]
     others = [r for r in readers if r not in maps]
     if not all(is_loop(r) or r.name == "gather" for r in others):
         return None
-    group = Group(graph, equation)
-    if group.cost_of_reading(x) > 0.75 * bytes_of(y) and equation.name == "softmax":
-        return None
-    axes, narrows = equation.params["axes"], [r for r in others if _narrows(r)]
-    if equation.name == "softmax" and len(narrows) == len(others):
-        if not maps:
+    axes = equation.params["axes"]
+    if equation.name == "softmax":
+        if Group(graph, equation).cost_of_reading(x, stands) > 0.75 * bytes_of(y):
             return None
-        return _softmax_made_anew(graph, equation, maps)
-    if equation.name == "softmax" and any(_narrows(r) for r in others):
-        return None
+        if not any(_is_summed(graph, r) for r in others):
+            return _softmax_made_anew(equation, maps) if maps else None
     rows = _rows_like(y, axes), _rows_like(y, axes)
 
     def of_rows(x):
@@ -100,15 +101,24 @@ def _made_anew(graph, equation):
     anew = _log_probabilities if equation.name == "log_softmax" else _probabilities
     made = spliced(of_rows, [x], rows, equation)
     made += spliced(lambda *a: anew(*a, y.aval.dtype), [x, *rows], [y], equation)
-    return ({equation: made},)
+    return {equation: made}
 
 
-def _narrows(reader):
-    after = reader.outputs[0].aval.dtype
-    return reader.name == "convert_element_type" and after.itemsize < reader.inputs[0].aval.dtype.itemsize
+def _is_summed(graph, reader):
+    """Whether a loop, or one that reads what it makes, is a sum or the like."""
+    pending, seen = [reader], set()
+    while pending:
+        equation = pending.pop()
+        if equation in seen or not is_loop(equation):
+            continue
+        seen.add(equation)
+        if not expressions.prints(equation):
+            return True
+        pending += [r for v in equation.outputs for r in graph.readers.get(v, ())]
+    return False
 
 
-def _softmax_made_anew(graph, equation, maps):
+def _softmax_made_anew(equation, maps):
     """softmax with its rows' maxima and sums, of which the linear maps make it again."""
     (x,), (y,), axes = equation.inputs, equation.outputs, equation.params["axes"]
     rows = _rows_like(y, axes), _rows_like(y, axes)
@@ -122,7 +132,7 @@ def _softmax_made_anew(graph, equation, maps):
         again = type(y)(y.aval)
         made = spliced(lambda *a: _probabilities(*a, dtype), [x, *rows], [again], reader)
         replaced[reader] = [*made, reader.with_inputs([again, *reader.inputs[1:]])]
-    return (replaced,)
+    return replaced
 
 
 def _rows_like(y, axes):
@@ -142,7 +152,7 @@ def _log_probabilities(x, largest, total, dtype):
 # ---- 2 and 3
 
 
-def _gradients_at_labels(graph, equation):
+def _gradients_at_labels(graph, equation, stands):
     if not _plain(equation, "log_softmax_vjp"):
         return None
     y, t = equation.inputs
@@ -163,10 +173,10 @@ def _gradients_at_labels(graph, equation):
         return bind("cross_entropy_gradient", x, *coefficients, label, where=None, axes=axes, dtype=dtype)[0]
 
     made = spliced(gradient, [x, at.label, at.value], equation.outputs, equation)
-    return ({equation: [*extra, *made]},)
+    return {equation: [*extra, *made]}
 
 
-def _sums_at_labels(graph, equation):
+def _sums_at_labels(graph, equation, stands):
     if equation.name != "reduce_sum" or len(equation.params["axes"]) != 1:
         return None
     (product,), (axis,) = equation.inputs, equation.params["axes"]
@@ -188,7 +198,7 @@ def _sums_at_labels(graph, equation):
             return jnp.squeeze(element * jnp.where(exists, value, 0), axes)
 
         made = spliced(picked, [values, at.label, at.value], equation.outputs, equation)
-        return ({equation: [*extra, *made]},)
+        return {equation: [*extra, *made]}
     return None
 
 
@@ -216,7 +226,7 @@ def _at_label(graph, a, axis):
         if maker is None or maker.name != "eq":
             return None
         for label, index in (maker.inputs, maker.inputs[::-1]):
-            if not is_variable(label) or not is_variable(index) or not _is_index(graph, index, axis, len(shape)):
+            if not is_variable(label) or not is_variable(index) or not _is_index(graph, index, axis):
                 continue
             found = _of_rows(graph, label, shape, axis)
             if found is None or found[1].aval.dtype.name != "int32":
@@ -227,14 +237,14 @@ def _at_label(graph, a, axis):
     return None
 
 
-def _is_index(graph, a, axis, ndim):
+def _is_index(graph, a, axis):
     """Whether a value is its index along an axis."""
     maker = graph.maker.get(a)
     while maker is not None and maker.name == "broadcast_in_dim" and len(maker.inputs) == 1:
         (inner,), dims = maker.inputs, maker.params["broadcast_dimensions"]
         if not is_variable(inner) or axis not in dims:
             return False
-        axis, ndim = tuple(dims).index(axis), len(inner.aval.shape)
+        axis = tuple(dims).index(axis)
         maker = graph.maker.get(inner)
     return maker is not None and maker.name == "iota" and maker.params["dimension"] == axis
 

@@ -30,8 +30,8 @@ elements that are not masked: two parts of the log-sum-exp lse (`reference.Norma
 masked altogether both may be any number but NaN. loss is lse less the label's element of x, 0 of a row without a label.
 The gradient is a cross entropy's: softmax(x) (factor + lse_factor lse) + offset, and at_label added at the label; where
 all four are 0, so is the gradient, even if x is NaN. `tangent_sums_transpose` has no lse_factor. `scaled` is x divided
-by its row's `scale`, in a dtype of `reference.SCALED`. `softmax_and_normalizer` is made by `fuse` alone, of programs that
-have been differentiated: it has no derivative.
+by its row's `scale`, in a dtype of `reference.SCALED`. `softmax_and_normalizer` has no derivative: it is made by `fuse`
+alone, of programs that have been differentiated.
 """
 
 from typing import NamedTuple
