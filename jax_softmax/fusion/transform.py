@@ -15,7 +15,7 @@ from jax.interpreters import ad, batching, mlir, xla
 
 from jax_softmax.devices import private
 from jax_softmax.functions import patching
-from jax_softmax.fusion import calls
+from jax_softmax.fusion import calls, modules
 from jax_softmax.fusion.expressions import is_variable
 from jax_softmax.fusion.graph import graph_of, opened, variables_of
 from jax_softmax.fusion.rewriting import Line, rewritten
@@ -80,36 +80,50 @@ class _Fused:
     def __init__(self, f):
         functools.update_wrapper(self, f)
         self._f = f
-        self._jitted = jax.jit(self._bind, static_argnums=(0, 1), inline=True)
+        self._jitted = jax.jit(_traced_and_bound, static_argnums=(0, 1, 2), inline=True)
 
     def __call__(self, *args, **kwargs):
+        if modules.has_modules((args, kwargs)):
+            return modules.call(self._call, self._f, args, kwargs)
+        return self._call(self._f, *args, **kwargs)
+
+    def _call(self, f, *args, **kwargs):
         arrays, others, tree = _split((args, kwargs))
-        return self._jitted(others, tree, *arrays)
+        return self._jitted(f, others, tree, *arrays)
 
     def __get__(self, instance, owner=None):
         return self if instance is None else functools.partial(self, instance)
 
     def explain(self, *args: Any, **kwargs: Any) -> FusionReport:
         """What is folded into each call of an operator where f has these arguments, which may be shapes and dtypes."""
-        arrays, others, tree = _split((args, kwargs))
-        closed, _ = self._traced(others, tree, arrays)
         report: list[Line] = []
-        rewritten(opened(closed)[0], report)
+
+        def look(f, *args, **kwargs):
+            arrays, others, tree = _split((args, kwargs))
+            closed, _ = _traced(f, others, tree, arrays)
+            rewritten(opened(closed)[0], report)
+
+        if modules.has_modules((args, kwargs)):
+            look(*modules.pure(self._f, args, kwargs))
+        else:
+            look(self._f, *args, **kwargs)
         return FusionReport(report)
 
-    def _bind(self, others, tree, *arrays):
-        closed, out_tree = self._traced(others, tree, arrays)
-        jaxpr, constants = _without_constants(closed)
-        return jax.tree.unflatten(out_tree, fused_p.bind(*constants, *arrays, jaxpr=jaxpr))
 
-    def _traced(self, others, tree, arrays):
-        def flat(*arrays):
-            args, kwargs = _joined(arrays, others.leaves, tree)
-            with patching.use():
-                return self._f(*args, **kwargs)
+def _traced_and_bound(f, others, tree, *arrays):
+    closed, out_tree = _traced(f, others, tree, arrays)
+    jaxpr, constants = _without_constants(closed)
+    return jax.tree.unflatten(out_tree, fused_p.bind(*constants, *arrays, jaxpr=jaxpr))
 
-        closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*arrays)
-        return closed, jax.tree.structure(shapes)
+
+def _traced(f, others, tree, arrays):
+    def flat(*arrays):
+        args, kwargs = _joined(arrays, others.leaves, tree)
+        with patching.use():
+            return f(*args, **kwargs)
+
+    closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*arrays)
+    return closed, jax.tree.structure(shapes)
 
 
 class _Others:
