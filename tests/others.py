@@ -11,7 +11,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jax
 import optax
 import pytest
 
@@ -30,26 +29,8 @@ EXPECTED_TO_FAIL = {
 }
 
 
-def put_in_place():
-    """Ours for theirs, in every module that has them."""
-    original = jax.nn.logsumexp
-
-    def logsumexp(a, axis=None, b=None, keepdims=False, return_sign=False, where=None):
-        if b is not None or return_sign or jax.numpy.iscomplexobj(a):  # which ours has not
-            return original(a, axis, b, keepdims, return_sign, where)
-        return jax_softmax.logsumexp(a, axis, where, keepdims)
-
-    names = "softmax_cross_entropy", "softmax_cross_entropy_with_integer_labels"
-    replaced = [(getattr(optax.losses, name), getattr(jax_softmax, name)) for name in names]
-    for theirs, ours in [(original, logsumexp), *replaced]:
-        for module in list(sys.modules.values()):
-            for name in [name for name, value in list(vars(module).items()) if value is theirs]:
-                setattr(module, name, ours)
-    jax_softmax.use()
-
-
 def pytest_configure():
-    put_in_place()
+    jax_softmax.use(losses=True, all_threads=True)
 
 
 def pytest_collection_modifyitems(items):

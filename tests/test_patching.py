@@ -1,7 +1,11 @@
 """The operators in the place of `jax.nn`'s, by `use()` and by hand, under Flax and optax that know nothing of it."""
 
 import importlib
+import inspect
+import re
 import sys
+import threading
+import types
 
 import jax
 import jax.numpy as jnp
@@ -11,13 +15,14 @@ import support
 from support import NAMES, OPERATORS, sampled
 
 import jax_softmax
+from jax_softmax.functions import patching
 from jax_softmax.primitives.reference import ORIGINALS
 
 
 @pytest.fixture(autouse=True)
 def nothing_is_left():
     yield
-    jax_softmax.use(False)
+    jax_softmax.use(False, all_threads=True)
 
 
 def calls(f, *args):
@@ -25,9 +30,39 @@ def calls(f, *args):
     return jax.jit(lambda *args: f(*args)).lower(*args).as_text().count("@jax_softmax(")
 
 
-def assert_patched(patched, module=jax.nn):
-    for name in NAMES:
-        assert getattr(module, name) is (OPERATORS if patched else ORIGINALS)[name]
+def operators(f, *args):
+    """Those of this package that f, traced anew, has."""
+    names = re.findall(r"\b(\w+)\[", str(jax.make_jaxpr(lambda *args: f(*args))(*args)))
+    return {*names} & {"softmax", "log_softmax", "logsumexp", "cross_entropy"}
+
+
+def assert_patched(patched, module=jax.nn, names=NAMES):
+    for name in names:
+        assert calls(lambda x, name=name: getattr(module, name)(x), jnp.ones((2, 3))) == patched
+
+
+def in_another_thread(function):
+    results = []
+    thread = threading.Thread(target=lambda: results.append(function()))
+    thread.start()
+    thread.join()
+    return results[0]
+
+
+class Traced:
+    """A function under `jax.jit`: called, it says whose softmax is in the program that there is then."""
+
+    def __init__(self):
+        self.times = 0
+        self.jitted = jax.jit(self.function)
+
+    def function(self, x):
+        self.times += 1
+        return jax.nn.softmax(x)
+
+    def __call__(self):
+        np.testing.assert_allclose(self.jitted(jnp.ones(4)), 0.25)
+        return "ours" if "@jax_softmax(" in self.jitted.lower(jnp.ones(4)).as_text() else "theirs"
 
 
 def test_while_the_block_lasts():
@@ -102,8 +137,299 @@ def test_what_others_put_there_stays(monkeypatch):
     monkeypatch.setattr(jax.nn, "softmax", another)
     with jax_softmax.use():
         assert jax.nn.softmax is another
-        assert jax.nn.log_softmax is jax_softmax.log_softmax
+        assert_patched(True, names=["log_softmax"])
     assert jax.nn.softmax is another
+
+
+def test_what_was_traced_before_is_traced_again():
+    """Once for each: what was traced with ours, and what without, is kept."""
+    f = Traced()
+    assert f() == "theirs"
+    with jax_softmax.use():
+        assert f() == "ours"
+        with jax_softmax.use(False):
+            assert f() == "theirs"
+        assert f() == "ours"
+    assert f() == "theirs"
+    jax_softmax.use()
+    assert f() == "ours"
+    assert f.times == 2
+
+
+def test_what_was_traced_within_is_traced_again_without():
+    f = Traced()
+    with jax_softmax.use():
+        assert f() == "ours"
+    assert f() == "theirs"
+
+
+@pytest.mark.parametrize("transformation", [jax.jit, jax.checkpoint, "scan", "custom_vjp"])
+def test_functions_within_functions_are_traced_again(transformation):
+    x = jnp.ones(4)
+    if transformation == "scan":
+
+        def step(x, _):
+            return jax.nn.softmax(x), None
+
+        def inner(x):
+            return jax.lax.scan(step, x, length=2)[0]
+    elif transformation == "custom_vjp":
+
+        @jax.custom_vjp
+        def inner(x):
+            return jnp.sin(x)
+
+        inner.defvjp(lambda x: (jnp.sin(x), x), lambda x, t: (jax.nn.softmax(x) * t,))
+    else:
+        inner = transformation(lambda x: jax.nn.softmax(x))
+    step_of_training = jax.jit(jax.grad(lambda x: jnp.sum(inner(x) ** 2)))
+
+    def ours():
+        return "@jax_softmax(" in step_of_training.lower(x).as_text()
+
+    found = [ours()]
+    with jax_softmax.use():
+        found.append(ours())
+    assert [*found, ours()] == [False, True, False]
+
+
+def test_of_one_thread():
+    f, before, after = Traced(), [], []
+    entered, checked = threading.Event(), threading.Event()
+
+    def other():
+        with jax_softmax.use():
+            entered.set()
+            checked.wait(60)
+            after.append(f())
+
+    thread = threading.Thread(target=other)
+    before.append(f())
+    thread.start()
+    assert entered.wait(60)
+    before.append(f())
+    checked.set()
+    thread.join()
+    assert (before, after, f()) == (["theirs", "theirs"], ["ours"], "theirs")
+    jax_softmax.use()
+    assert (f(), in_another_thread(f)) == ("ours", "theirs")
+
+
+def test_of_all_threads():
+    f = Traced()
+
+    def own():
+        with jax_softmax.use(False):
+            return f()
+
+    with jax_softmax.use(all_threads=True):
+        assert (f(), in_another_thread(f), in_another_thread(own)) == ("ours", "ours", "theirs")
+    assert (f(), in_another_thread(f)) == ("theirs", "theirs")
+    jax_softmax.use(all_threads=True)
+    assert (f(), in_another_thread(f)) == ("ours", "ours")
+    jax_softmax.use(False, all_threads=True)
+    assert (f(), in_another_thread(f)) == ("theirs", "theirs")
+
+
+def test_one_switch_for_many_blocks_and_functions():
+    switch = jax_softmax.use()
+    for _ in range(2):
+        with switch:
+            with switch:
+                assert_patched(True)
+            assert_patched(True)
+        assert_patched(False)
+    decorated = [switch(lambda: assert_patched(True)) for _ in range(2)]
+    assert_patched(False)
+    for function in decorated:
+        function()
+    assert_patched(False)
+
+
+def test_everything_for_a_while():
+    """What `fuse` asks for: nothing before the block, there all functions, in this thread."""
+    block = patching.everything()
+    f, x = Traced(), jnp.ones((2, 3))
+    assert f() == "theirs"
+    with block:
+        assert (f(), in_another_thread(f)) == ("ours", "theirs")
+        assert operators(jax.scipy.special.logsumexp, x) == {"logsumexp"}
+    assert f() == "theirs"
+    assert operators(jax.scipy.special.logsumexp, x) == set()
+
+
+@pytest.mark.parametrize("option", ["losses", "all_threads"])
+def test_options_that_are_no_bool_are_refused(option):
+    with pytest.raises(TypeError, match=f"use: {option} must be True or False, got one of type int"):
+        jax_softmax.use(**{option: 1})
+    assert_patched(False)
+
+
+@pytest.mark.parametrize("name", [*NAMES, "logsumexp"])
+def test_signatures_and_names_stay(name):
+    original = inspect.unwrap(getattr(jax.nn, name))
+    jax_softmax.use(losses=True)
+    here = getattr(jax.nn, name)
+    assert inspect.signature(here) == inspect.signature(original)
+    assert (here.__name__, here.__doc__, here.__module__) == (name, original.__doc__, original.__module__)
+    assert here.__doc__
+
+
+ARGUMENTS = {
+    "positional": lambda f, x: f(x, 0, jnp.tril(jnp.ones((3, 4), bool))),
+    "by name": lambda f, x: f(x=x, axis=(0, 1), where=x > 0),
+    "numpy": lambda f, x: f(np.asarray(x), where=np.asarray(x) > 0),
+    "vmap": lambda f, x: jax.vmap(f)(x),
+    "grad": lambda f, x: jax.grad(lambda x: jnp.sum(f(x) ** 2))(x),
+    "jit": lambda f, x: jax.jit(f, static_argnums=1)(x, 0),
+}
+
+
+@pytest.mark.parametrize("arguments", ARGUMENTS)
+@pytest.mark.parametrize("name", NAMES)
+def test_arguments_of_jax(name, arguments):
+    x = jnp.asarray(support.normal((3, 4)))
+    expected = ARGUMENTS[arguments](getattr(jax.nn, name), x)
+    with jax_softmax.use():
+        actual = ARGUMENTS[arguments](getattr(jax.nn, name), x)
+    assert actual.dtype == expected.dtype
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("argument, bad", [("initial", 0.0), ("where", np.ones((2, 3))), ("axis", 2)])
+@pytest.mark.parametrize("name", NAMES)
+def test_arguments_that_jax_has_not_are_refused_as_there(name, argument, bad):
+    x, errors = jnp.ones((2, 3)), []
+    for on in (False, True):
+        with jax_softmax.use(on), pytest.raises((TypeError, ValueError)) as caught:
+            getattr(jax.nn, name)(x, **{argument: bad})
+        errors.append(caught.type)
+    assert errors[0] is errors[1]
+
+
+def test_references_in_jax():
+    q = jnp.asarray(support.normal((1, 5, 2, 8)))
+    attention = jax.jit(lambda q: jax.nn.dot_product_attention(q, q, q, is_causal=True, implementation="xla"))
+    expected = attention(q)
+    for on in (True, False):
+        with jax_softmax.use(on):
+            assert calls(lambda q: attention(q), q) == on
+            np.testing.assert_allclose(attention(q), expected, rtol=1e-5, atol=1e-6)
+
+
+# ---- Losses
+
+LOGITS = {  # arguments of logsumexp, and whether ours has kernels for them
+    "all": (lambda f, x: f(x), True),
+    "last": (lambda f, x: f(x, -1), True),
+    "keepdims": (lambda f, x: f(x, axis=(0, 2), keepdims=True), True),
+    "where": (lambda f, x: f(x, axis=1, where=jnp.arange(4)[:, None] > 1), True),
+    "larger where": (lambda f, x: f(x, axis=1, where=jnp.ones((2, 2, 4, 5), bool)), True),
+    "nothing": (lambda f, x: f(x, axis=1, where=jnp.zeros((4, 5), bool)), True),
+    "infinities": (lambda f, x: f(jnp.where(x > 1, jnp.inf, jnp.where(x < 0, -jnp.inf, x)), axis=1), True),
+    "b": (lambda f, x: f(x, axis=1, b=jnp.arange(5.0, dtype=x.dtype)), False),
+    "return_sign": (lambda f, x: f(x, axis=1, return_sign=True)[1], False),
+    "complex": (lambda f, x: f(x.astype("complex64"), axis=1), False),
+    "integers": (lambda f, x: f(jnp.arange(5)), False),
+    "a number": (lambda f, x: f(2.0), False),
+}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@sampled("case", list(LOGITS), 4)
+def test_logsumexp_of_jax(case, dtype):
+    f, has_kernel = LOGITS[case]
+    x = jnp.asarray(support.normal((2, 4, 5))).astype(dtype)
+    expected = f(jax.nn.logsumexp, x)
+    for module in (jax.nn, jax.scipy.special):
+        with jax_softmax.use():
+            assert calls(lambda x, module=module: f(module.logsumexp, x), x) == 0
+        with jax_softmax.use(losses=True):
+            assert calls(lambda x, module=module: f(module.logsumexp, x), x) == has_kernel
+            actual = f(module.logsumexp, x)
+        assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape)
+        tolerance = 2e-2 if dtype == "bfloat16" else 1e-5
+        wide = np.complex64 if case == "complex" else np.float32
+        np.testing.assert_allclose(actual.astype(wide), expected.astype(wide), rtol=tolerance, atol=tolerance)
+    assert_patched(False)
+
+
+INTEGERS = jnp.array([[0, 3, -1, 4], [2, -5, 1, 0]])
+ROWS = jnp.array([[True, False, True, True], [False, True, True, True]])
+
+
+def one_hot(labels, dtype):
+    return jax.nn.one_hot(labels, 5, dtype=dtype) * 0.6875 + jnp.asarray(0.0625, dtype)  # which bfloat16 has
+
+
+def many_classes(x):
+    """More than 8 bits can count."""
+    more = (jnp.arange(300) % 63 / -16).astype(x.dtype)
+    return jnp.concatenate([x, jnp.broadcast_to(more, (*x.shape[:-1], 300))], -1)
+
+
+SOFT_LOSSES = {
+    "one-hot": lambda f, x: f(x, one_hot(INTEGERS, x.dtype)),
+    "float32 labels": lambda f, x: f(x, one_hot(INTEGERS, "float32")),
+    "bfloat16 labels": lambda f, x: f(x, one_hot(INTEGERS, "bfloat16")),
+    "integer labels": lambda f, x: f(x, jax.nn.one_hot(INTEGERS, 5, dtype=int)),
+    "float64 labels of numpy": lambda f, x: f(x, np.eye(5)[np.asarray(INTEGERS)]),
+    "one distribution": lambda f, x: f(x, one_hot(2, x.dtype)),
+    "axis": lambda f, x: f(x, one_hot(INTEGERS, x.dtype), axis=(0, 2)),
+    "axes": lambda f, x: f(x, one_hot(INTEGERS, x.dtype), axis=None),
+    "rows": lambda f, x: f(x, one_hot(INTEGERS, x.dtype), where=ROWS),
+    "elements": lambda f, x: f(x, one_hot(INTEGERS, x.dtype), where=ROWS[..., None] & (jnp.arange(5) < 4)),
+}
+SOFT_LOSSES_OF_OPTAX = {
+    "many labels": lambda f, x: f(x[0, 0], one_hot(INTEGERS, x.dtype)),
+    "complex labels": lambda f, x: jnp.real(f(x, one_hot(INTEGERS, "complex64"))),
+}
+INTEGER_LOSSES = {
+    "integers": lambda f, x: f(x, INTEGERS),
+    "int8": lambda f, x: f(many_classes(x), INTEGERS.astype("int8")),
+    "uint8": lambda f, x: f(many_classes(x), jnp.abs(INTEGERS).astype("uint8")),
+    "no class": lambda f, x: jnp.nan_to_num(f(x, jnp.where(INTEGERS == 3, -100, INTEGERS)), nan=7),
+    "no class in rows left out": lambda f, x: f(x, jnp.where(ROWS, INTEGERS, -100), where=ROWS),
+    "axis": lambda f, x: f(x, INTEGERS[:, :1].repeat(5, 1) % 4, axis=1),
+    "axes": lambda f, x: f(x, INTEGERS[0] + 5, axis=(2, 0)),
+    "rows": lambda f, x: f(x, INTEGERS, where=ROWS),
+    "elements": lambda f, x: f(x, INTEGERS, where=ROWS[..., None] & (jnp.arange(5) < 3)),
+}
+INTEGER_LOSSES_OF_OPTAX = {"labels that broadcast": lambda f, x: f(x, INTEGERS[:, :1])}
+OF_OPTAX = {  # and by which of our operators the first ones are
+    "softmax_cross_entropy": (SOFT_LOSSES, SOFT_LOSSES_OF_OPTAX, "logsumexp"),
+    "softmax_cross_entropy_with_integer_labels": (INTEGER_LOSSES, INTEGER_LOSSES_OF_OPTAX, "cross_entropy"),
+}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@sampled("name, case", [(name, case) for name, (ours, theirs, _) in OF_OPTAX.items() for case in ours | theirs], 4)
+def test_cross_entropies_of_optax(name, case, dtype):
+    """Their values, shapes, dtypes and gradients."""
+    optax = pytest.importorskip("optax")
+    ours, theirs, operator = OF_OPTAX[name]
+    f = (ours | theirs)[case]
+    x = jnp.asarray(support.normal((2, 4, 5))).astype(dtype)
+
+    def total(x):
+        losses = f(getattr(optax, name), x)
+        return jnp.sum(losses.astype("float32")), losses
+
+    def as_float32(tree):
+        return jax.tree.map(lambda a: np.asarray(a, "float32"), tree)
+
+    exact = as_float32(jax.grad(total, has_aux=True)(x.astype("float32")))
+    expected = jax.grad(total, has_aux=True)(x)
+    with jax_softmax.use():
+        assert operators(total, x) <= {"log_softmax"}
+    with jax_softmax.use(losses=True):
+        if case in ours:
+            assert operators(total, x) == {operator}
+        actual = jax.grad(total, has_aux=True)(x)
+    tolerance = 2e-2 if dtype == "bfloat16" else 1e-5
+    for a, wanted, true in zip(*map(jax.tree.leaves, (actual, expected, exact)), strict=True):
+        assert (a.dtype, a.shape) == (wanted.dtype, wanted.shape)
+        np.testing.assert_allclose(np.asarray(a, "float32"), true, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("by_hand", [False, True])
@@ -177,6 +503,20 @@ def test_references_that_flax_takes_meanwhile(monkeypatch, tmp_path):
         monkeypatch.setitem(sys.modules, name, module)
         spec.loader.exec_module(module)
         assert_patched(True, module)
+    assert_patched(False, module)
+
+
+def test_references_of_modules_that_are_there_at_the_call(monkeypatch):
+    """And not yet when the function is decorated."""
+
+    @jax_softmax.use()
+    def patched(module):
+        assert_patched(True, module)
+
+    module = types.ModuleType("flax.imported_late")
+    vars(module).update(ORIGINALS)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    patched(module)
     assert_patched(False, module)
 
 

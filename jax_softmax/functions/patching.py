@@ -1,38 +1,190 @@
-"""Puts the operators in the place of those of `jax.nn`, for code that one does not own."""
+"""Puts the operators in the place of those of `jax.nn` and of optax, for code that one does not own.
+
+What takes their place are dispatchers. A dispatcher asks, each time it is called, a context of JAX whether its function
+is ours. The context is the thread's, and part of the key by which `jax.jit` finds what it has traced: a function that
+was traced without ours is traced anew where they are on, and the other way round.
+"""
 
 import functools
 import inspect
+import math
 import sys
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from contextlib import AbstractContextManager
+from typing import Any, ParamSpec, TypeVar
 
 import jax
+import jax.numpy as jnp
 
-from jax_softmax.functions import arguments, softmax
+from jax_softmax.functions import arguments, losses, softmax
+from jax_softmax.functions.logsumexp import logsumexp
 from jax_softmax.primitives.reference import ORIGINALS
-
-_OURS = {name: getattr(softmax, name) for name in ORIGINALS}
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+
+_FLOATS = ("float16", "bfloat16", "float32", "float64")
+
+
+# ---- Ours, by the signatures of JAX and optax. NotImplemented: that call has another meaning there.
+
+
+def _softmax(x: Any, axis: Any = -1, where: Any = None) -> Any:
+    return softmax.softmax(x, axis, where) if _is_mask(where) else NotImplemented
+
+
+def _log_softmax(x: Any, axis: Any = -1, where: Any = None) -> Any:
+    return softmax.log_softmax(x, axis, where) if _is_mask(where) else NotImplemented
+
+
+def _logsumexp(
+    a: Any, axis: Any = None, b: Any = None, keepdims: Any = False, return_sign: Any = False, where: Any = None
+) -> Any:
+    if b is not None or return_sign or not _is_float(a) or not _is_mask(where):
+        return NotImplemented
+    return logsumexp(a, axis, where, bool(keepdims))
+
+
+def _soft_loss(logits: Any, labels: Any, axis: Any = -1, where: Any = None) -> Any:
+    if not _is_float(logits) or not hasattr(labels, "dtype") or jnp.iscomplexobj(labels) or not _is_mask(where):
+        return NotImplemented
+    where = _with_classes(where, logits, axis)
+    if not _broadcast(logits.shape, labels, where):
+        return NotImplemented
+    return losses.softmax_cross_entropy(logits, labels, axis, where).astype(jnp.result_type(logits, labels))
+
+
+def _integer_loss(logits: Any, labels: Any, axis: Any = -1, where: Any = None) -> Any:
+    if not _is_float(logits) or not _is_integer(labels) or not _is_mask(where) or not isinstance(axis, int | tuple):
+        return NotImplemented
+    logits, labels = jnp.asarray(logits), jnp.asarray(labels)
+    axes = arguments.checked_axes("softmax_cross_entropy_with_integer_labels", logits.ndim, axis)
+    classes = math.prod(logits.shape[d] for d in axes)
+    where = _with_classes(where, logits, axis)
+    rows = tuple(n for d, n in enumerate(logits.shape) if d not in axes)
+    if labels.shape != rows or not axes or classes == 0 or not _broadcast(logits.shape, where):
+        return NotImplemented
+    # Ours ignores labels that are no class. There, negative ones count from the last class, and others make NaNs.
+    labels = labels.astype(jnp.int32) if labels.dtype.itemsize < 4 else labels  # which can count the classes
+    labels = jnp.where(labels < 0, labels + classes, labels)
+    loss = losses.softmax_cross_entropy_with_integer_labels(logits, labels, axis, where)
+    counted = (labels >= 0) & (labels < classes)
+    if where is not None:
+        counted |= ~jnp.any(jnp.broadcast_to(where, logits.shape), axes)
+    return jnp.where(counted, loss, jnp.nan).astype(logits.dtype)
+
+
+def _is_float(x: Any) -> bool:
+    return str(getattr(x, "dtype", None)) in _FLOATS
+
+
+def _is_integer(x: Any) -> bool:
+    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.integer)
+
+
+def _is_mask(where: Any) -> bool:
+    return where is None or getattr(where, "dtype", None) == jnp.bool_
+
+
+def _with_classes(where: Any, logits: Any, axis: Any) -> Any:
+    """A mask of as many dimensions as the logits; optax takes one of fewer as one of rows."""
+    return where if where is None or where.ndim == logits.ndim else jnp.expand_dims(where, axis)
+
+
+def _broadcast(shape: tuple[int, ...], *others: Any) -> bool:
+    """Whether they broadcast to this shape."""
+    try:
+        return jnp.broadcast_shapes(shape, *[a.shape for a in others if a is not None]) == shape
+    except ValueError:
+        return False
+
+
+# ---- Dispatchers
+
+_OPERATORS = {"softmax": _softmax, "log_softmax": _log_softmax}
+_LOSSES_OF_OPTAX = {
+    "softmax_cross_entropy": _soft_loss,
+    "softmax_cross_entropy_with_integer_labels": _integer_loss,
+}
+_OURS = {**_OPERATORS, "logsumexp": _logsumexp, **_LOSSES_OF_OPTAX}
+
+# The names of the functions that are ours.
+_context: Any = jax.make_user_context(frozenset())
+
+
+def _dispatcher(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def dispatcher(*args: Any, **kwargs: Any) -> Any:
+        result = _OURS[name](*args, **kwargs) if name in _context.value else NotImplemented
+        return original(*args, **kwargs) if result is NotImplemented else result
+
+    return dispatcher
+
+
+_originals = {**ORIGINALS, "logsumexp": jax.nn.logsumexp}
+_dispatchers = {name: _dispatcher(name, original) for name, original in _originals.items()}
+
+
+def _put_in_place() -> None:
+    """Also in modules that were imported since the last time. There the dispatchers stay."""
+    optax = sys.modules.get("optax.losses")
+    for name in _LOSSES_OF_OPTAX:
+        if name not in _originals and hasattr(optax, name):
+            _originals[name] = getattr(optax, name)
+            _dispatchers[name] = _dispatcher(name, _originals[name])
+    modules = [m for name, m in list(sys.modules.items()) if name.partition(".")[0] in ("jax", "flax", "optax") and m]
+    for name, dispatcher in _dispatchers.items():
+        for module in modules:
+            if vars(module).get(name) is _originals[name]:
+                setattr(module, name, dispatcher)
+
+
+# ---- Switches
+
+
+class _AllThreads:
+    """This thread's context, and those of the threads that have not been switched by themselves."""
+
+    def __init__(self, ours: frozenset[str]):
+        self._ours = ours
+        self._of_this_thread = _context(ours)
+        self._config = _context if hasattr(_context, "set_global") else _context._obj  # the latter in older JAX
+
+    def __enter__(self) -> None:
+        self._before = self._config.get_global()
+        self._config.set_global(self._ours)
+        self._of_this_thread.__enter__()
+
+    def __exit__(self, *exception: object) -> None:
+        self._of_this_thread.__exit__(None, None, None)
+        self._config.set_global(self._before)
 
 
 class _Switch:
     """What `use` returns, after it has switched: a context manager, and a decorator."""
 
-    def __init__(self, on: bool):
-        self._on = on
-        self._before = {name: getattr(jax.nn, name) is _OURS[name] for name in _OURS}
-        self.__enter__()
+    def __init__(self, context: Callable[[], AbstractContextManager[None]]):
+        self._context = context
+        self._entered: list[AbstractContextManager[None]] = []
+        self._enter()
+        self._ahead = True  # of the first block, if there is one
+
+    def _enter(self) -> None:
+        context = self._context()
+        context.__enter__()
+        self._entered.append(context)
 
     def __enter__(self) -> None:
-        _switch(dict.fromkeys(_OURS, self._on))
+        if not self._ahead:
+            self._enter()
+        self._ahead = False
 
     def __exit__(self, *exception: object) -> None:
-        _switch(self._before)
+        self._entered.pop().__exit__(None, None, None)
 
     def __call__(self, function: Callable[_P, _R]) -> Callable[_P, _R]:
-        self.__exit__()  # a decorated function switches when it is called
+        with self:  # what `use` has switched ends here: a decorated function switches when it is called
+            pass
         if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
             raise TypeError(
                 f"use: a decorated function must not be a generator or asynchronous, got {function.__qualname__}: it "
@@ -41,35 +193,51 @@ class _Switch:
 
         @functools.wraps(function)
         def switched(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-            with _Switch(self._on):
+            with self._context():
                 return function(*args, **kwargs)
 
         return switched
 
 
-def use(on: bool = True) -> _Switch:
+def use(on: bool = True, *, losses: bool = False, all_threads: bool = False) -> _Switch:
     """Makes `jax.nn.softmax` and `jax.nn.log_softmax` this package's, or with `use(False)` JAX's own again.
 
     So are the references to them within JAX, whose `jax.nn.dot_product_attention` uses one, and within Flax, such as
-    `flax.linen.softmax`. It happens at once and for all threads; in a `with` statement until the end of the block:
+    `flax.linen.softmax`. It happens at once, for this thread and for good; in a `with` statement until the end of the
+    block:
 
         with jax_softmax.use():
             y = model(x)
 
     and of a function that is decorated, `@jax_softmax.use()`, during each call, and not before.
 
-    It counts when a program is traced: one that was compiled before stays as it is, and one that is compiled within the
-    block keeps this package's operators afterwards. References that other code took before (`from jax.nn import
-    softmax`) are not changed.
+    It counts when a program is traced, and `jax.jit` traces a function anew where it was traced without. What was
+    compiled ahead of time stays as it is, as do references that other code took before (`from jax.nn import softmax`).
+
+    Args:
+      on: whether they are this package's.
+      losses: whether `jax.nn.logsumexp` (and so `jax.scipy.special.logsumexp`) and, if it has been imported, optax's
+        `softmax_cross_entropy` and `softmax_cross_entropy_with_integer_labels` are so as well, of floating arrays and
+        with dtypes as there. Results are the same up to rounding, but for a class of probability 0 whose logit is
+        -inf: it adds 0 and not NaN. Arguments that only theirs take (`b`, `return_sign`) go to theirs.
+      all_threads: whether to switch, beside this thread, all that are not within such a block and have not been
+        switched by a statement of their own.
+
+    Raises:
+      TypeError: an argument is not True or False, or a generator or asynchronous function is decorated.
     """
-    return _Switch(arguments.checked_bool("use", on, "on"))
+    on = arguments.checked_bool("use", on, "on")
+    losses = arguments.checked_bool("use", losses, "losses")
+    all_threads = arguments.checked_bool("use", all_threads, "all_threads")
+    ours = () if not on else _OURS if losses else _OPERATORS
+    return _Switch(functools.partial(_switched, frozenset(ours), all_threads))
 
 
-def _switch(on: dict[str, bool]) -> None:
-    """Also in modules that were imported since the last time, which took what was there."""
-    modules = [m for name, m in list(sys.modules.items()) if name.partition(".")[0] in ("jax", "flax") and m]
-    for name, ours in _OURS.items():
-        old, new = (ORIGINALS[name], ours) if on[name] else (ours, ORIGINALS[name])
-        for module in modules:
-            if vars(module).get(name) is old:
-                setattr(module, name, new)
+def everything() -> AbstractContextManager[None]:
+    """A context manager: within it all these functions are this package's, optax's losses too."""
+    return _switched(frozenset(_OURS))
+
+
+def _switched(ours: frozenset[str], all_threads: bool = False) -> AbstractContextManager[None]:
+    _put_in_place()
+    return _AllThreads(ours) if all_threads else _context(ours)
