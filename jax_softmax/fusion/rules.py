@@ -4,8 +4,8 @@
    the rows' maximum and sum wherever they are read.
 2. A cotangent of log_softmax that is 0 but at a label: the gradient of a cross entropy, by its own kernel.
 3. The sum over a row of what is 0 but at a label: the element there.
-4. Rows' maxima and sums of the same array are made once, and by the kernel that makes a gradient of it, if that needs
-   nothing that depends on them.
+4. What rows of one array have, and their cross entropies, come from the kernel that makes a gradient of it, if that
+   needs nothing that depends on them; else they are made once.
 """
 
 import math
@@ -27,15 +27,15 @@ _LINEAR_MAPS = ("softmax_linear", "log_softmax_vjp", "log_softmax_jvp")
 
 def applied(graph: Graph) -> Graph:
     """The graph after all rules."""
-    for rule in (_gradients_at_labels, _sums_at_labels, _made_anew):
+    for rule in (_gradients_with_rows, _gradients_at_labels, _sums_at_labels, _made_anew):
         replacements: dict[Equation, list[Equation]] = {}
         stands = Groups(graph, left=graph.position).stands
         for equation in graph.equations:
             replacements |= rule(graph, equation, stands) or {}
         if replacements:
             graph = graph.with_replaced(replacements)
-    while same := next(filter(None, (_one_normalizer(graph, e) for e in graph.equations)), None):
-        graph = graph.with_replaced(*same)
+    while shared := next(filter(None, (_rows_by_another(graph, e) for e in graph.equations)), None):
+        graph = graph.with_replaced(*shared)
     return graph
 
 
@@ -312,25 +312,52 @@ def _is_zero(graph, a):
 # ---- 4
 
 
-def _one_normalizer(graph, equation):
-    """Rows of an array that another kernel makes as well."""
-    if equation.name != "logsumexp" or not foldable(equation):
+def _gradients_with_rows(graph, equation, stands):
+    """The kernel of a gradient makes what its rows have again, faster than XLA makes a gradient of these."""
+    if equation.name != "tangent_sums_transpose" or not foldable(equation):
         return None
-    of_rows = {"cross_entropy_gradient": 1, "softmax_and_normalizer": 1, "cross_entropy": 1, "logsumexp": 0}
+    params = {name: equation.params[name] for name in ("axes", "dtype")}
+
+    def gradient(x, largest, total, factor, offset, at_label, label, where=None):
+        coefficients = Coefficients(factor, jnp.zeros_like(factor), offset, at_label)
+        return bind("cross_entropy_gradient", x, *coefficients, label, where=where, **params)[0]
+
+    return {equation: spliced(gradient, equation.inputs, equation.outputs, equation)}
+
+
+_FIRST_OF_ROWS = {"cross_entropy_gradient": 1, "softmax_and_normalizer": 1, "cross_entropy": 1, "logsumexp": 0}
+
+
+def _rows_by_another(graph, equation):
+    if equation.name not in ("logsumexp", "cross_entropy") or not foldable(equation):
+        return None
     for other in graph.equations:
-        if other is equation or other.name not in of_rows or other.inputs[0] is not equation.inputs[0]:
+        better = list(_FIRST_OF_ROWS).index(other.name) if other.name in _FIRST_OF_ROWS else len(_FIRST_OF_ROWS)
+        own = list(_FIRST_OF_ROWS).index(equation.name)
+        earlier = better == own and graph.position[other] < graph.position[equation]
+        if other is equation or not (better < own or earlier) or other.inputs[0] is not equation.inputs[0]:
             continue
-        same_mask = [a for a in equation.inputs if a.aval.dtype == bool] == [
-            a for a in other.inputs if is_variable(a) and a.aval.dtype == bool
-        ]
-        later = other.name == "logsumexp" and graph.position[other] > graph.position[equation]
-        if other.params["axes"] != equation.params["axes"] or not same_mask or later:
+        if other.params["axes"] != equation.params["axes"] or _mask_of(other) is not _mask_of(equation):
+            continue
+        if other.name == equation.name == "cross_entropy" and other.inputs[1] is not equation.inputs[1]:
             continue
         if any(_depends(graph, a, equation) for a in variables_of(other.inputs)):
             continue
-        theirs = other.outputs[of_rows[other.name] :]
-        return {equation: []}, dict(zip(equation.outputs, theirs, strict=True))
+        largest, total = other.outputs[_FIRST_OF_ROWS[other.name] :]
+        if equation.name == "logsumexp":
+            return {equation: []}, dict(zip(equation.outputs, (largest, total), strict=True))
+        axes = equation.params["axes"]
+
+        def loss(x, label, largest, total, axes=axes):
+            return reference.cross_entropy_given(reference.Normalizer(largest, total), x, label, axes)
+
+        made = spliced(loss, [*equation.inputs[:2], largest, total], equation.outputs[:1], equation)
+        return {equation: made}, dict(zip(equation.outputs[1:], (largest, total), strict=True))
     return None
+
+
+def _mask_of(equation):
+    return next((a for a in variables_of(equation.inputs) if a.aval.dtype == bool), None)
 
 
 def _depends(graph, variable, equation):
