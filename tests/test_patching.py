@@ -248,7 +248,7 @@ def test_one_switch_for_many_blocks_and_functions():
 
 def test_everything_for_a_while():
     """What `fuse` asks for: nothing before the block, there all functions, in this thread."""
-    block = patching.everything()
+    block = patching.while_fusing()
     f, x = Traced(), jnp.ones((2, 3))
     assert f() == "theirs"
     with block:

@@ -233,9 +233,12 @@ def use(on: bool = True, *, losses: bool = False, all_threads: bool = False) -> 
     return _Switch(functools.partial(_switched, frozenset(ours), all_threads))
 
 
-def everything() -> AbstractContextManager[None]:
-    """A context manager: within it all these functions are this package's, optax's losses too."""
-    return _switched(frozenset(_OURS))
+def while_fusing() -> AbstractContextManager[None]:
+    """A context manager: within it all these functions are this package's.
+
+    But for optax's loss of probabilities, which is made of `log_softmax`: `fuse` finds one-hot labels in it.
+    """
+    return _switched(frozenset(_OURS) - {"softmax_cross_entropy"})
 
 
 def _switched(ours: frozenset[str], all_threads: bool = False) -> AbstractContextManager[None]:

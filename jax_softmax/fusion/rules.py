@@ -2,8 +2,9 @@
 
 1. log_softmax(x), and softmax(x) of which a backward pass keeps a copy in more bytes than x has, are made anew of x and
    the rows' maximum and sum wherever they are read.
-2. A cotangent of log_softmax that is 0 but at a label: the gradient of a cross entropy, by its own kernel.
-3. The sum over a row of what is 0 but at a label: the element there.
+2. A cotangent of log_softmax that is one number but at a label: the gradient of a cross entropy, by its own kernel.
+3. The sum over a row of its product with such an array: a multiple of the element at the label, and of the row's sum.
+   What is scattered to a label of each row: a comparison of indices with it.
 4. What rows of one array have, and their cross entropies, come from the kernel that makes a gradient of it, if that
    needs nothing that depends on them; else they are made once.
 """
@@ -40,10 +41,11 @@ def applied(graph: Graph) -> Graph:
 
 
 class _AtLabel(NamedTuple):
-    """An array that is 0 but at one element of each row."""
+    """An array that is the same number in each row, but at one element. All of x's shape with extent 1 along the axis."""
 
-    label: object  # int32, of x's shape with extent 1 along the axis; negative in rows without a label
-    value: object  # of a row
+    label: object  # int32; none of a row's elements where there is no label
+    value: object  # what the label's element has more than the others
+    offset: object  # what the others have
 
 
 def _plain(equation, *names) -> bool:
@@ -56,7 +58,14 @@ def _plain(equation, *names) -> bool:
 def spliced(function, inputs, outputs, like) -> list[Equation]:
     """The equations of a function of these variables, of which the last ones make these outputs."""
     given = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in inputs]
-    jaxpr, constants = opened(jax.make_jaxpr(function)(*given))
+
+    def of_their_own(*a):
+        """No result is an operand, or another result."""
+        results = jax.tree.leaves(function(*a))
+        before = [*a, *results]
+        return [jnp.copy(r) if any(r is b for b in before[: len(a) + k]) else r for k, r in enumerate(results)]
+
+    jaxpr, constants = opened(jax.make_jaxpr(of_their_own)(*given))
     inner = graph_of(jaxpr)
     renamed = dict(zip(jaxpr.invars, inputs, strict=True))
     renamed |= {v: Literal(c, v.aval) for v, c in zip(jaxpr.constvars, constants, strict=True)}
@@ -165,14 +174,13 @@ def _gradients_at_labels(graph, equation, stands):
     (x,), dtype = forward.inputs, equation.params["dtype"]
     extra, at = found
 
-    def gradient(x, label, value):
-        exists = labels.exists(label, x.shape, axes)
-        value = jnp.where(exists, value.astype(jnp.float32), 0)
-        zero = jnp.zeros_like(value)
-        coefficients = Coefficients(-value, zero, zero, value)
+    def gradient(x, label, value, offset):
+        value = jnp.where(labels.exists(label, x.shape, axes), value, 0)
+        total = value + x.shape[axes[0]] * offset
+        coefficients = Coefficients(-total, jnp.zeros_like(total), offset, value)
         return bind("cross_entropy_gradient", x, *coefficients, label, where=None, axes=axes, dtype=dtype)[0]
 
-    made = spliced(gradient, [x, at.label, at.value], equation.outputs, equation)
+    made = spliced(gradient, [x, *at], equation.outputs, equation)
     return {equation: [*extra, *made]}
 
 
@@ -192,12 +200,16 @@ def _sums_at_labels(graph, equation, stands):
             continue
         extra, at = found
 
-        def picked(y, label, value, axes=(axis,)):
-            exists = labels.exists(label, y.shape, axes)
-            element = jnp.where(exists, labels.at_labels(y, axes, label), 0)
-            return jnp.squeeze(element * jnp.where(exists, value, 0), axes)
+        with_offset = is_variable(at.offset)
 
-        made = spliced(picked, [values, at.label, at.value], equation.outputs, equation)
+        def total(y, label, value, offset, axes=(axis,)):
+            exists = labels.exists(label, y.shape, axes)
+            result = jnp.where(exists, labels.at_labels(y, axes, label) * value, 0)
+            if not isinstance(offset, _Nothing):
+                result += offset * jnp.sum(y, axes, keepdims=True)
+            return jnp.squeeze(result, axes).astype(y.dtype)
+
+        made = spliced(total, [values, *at], equation.outputs, equation)
         return {equation: [*extra, *made]}
     return None
 

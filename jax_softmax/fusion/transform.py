@@ -119,7 +119,7 @@ def _traced_and_bound(f, others, tree, *arrays):
 def _traced(f, others, tree, arrays):
     def flat(*arrays):
         args, kwargs = _joined(arrays, others.leaves, tree)
-        with patching.everything():
+        with patching.while_fusing():
             return f(*args, **kwargs)
 
     closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*arrays)
