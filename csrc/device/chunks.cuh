@@ -218,7 +218,7 @@ __device__ __forceinline__ void chunks(const typename Mem::Operands& operands) {
   constexpr int kWords = kStateWords<State>;
   constexpr int kChunks = Plan::kPlan.chunks, kTeams = Plan::kPlan.teams, kTeamThreads = Work::kThreads,
                 kTeamWarps = Work::kWarps;
-  constexpr int kChunkPacks = packs_of_chunk(Plan::kPlan, Plan::kCall);
+  constexpr int kChunkPacks = packs_of_chunk(Plan::kPlan, Plan::kFootprint);
   constexpr int kBlocks = Plan::kPlan.blocks_of_row();
   constexpr bool kClustered = Plan::kPlan.cluster > 1;
   extern __shared__ __align__(128) Pack shared[];

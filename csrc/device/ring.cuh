@@ -55,7 +55,7 @@ __device__ __forceinline__ void ring(const typename Mem::Operands& operands) {
   constexpr int kTeamWarps = Work::kWarps, kStages = kPlan.stages, kCopies = kPlan.copies;
   constexpr int kSummers = kPlan.summers, kWriters = kPlan.writers, kWaiters = kPlan.waiters;  // teams, and warps
   constexpr unsigned kChunks = kPlan.chunks;
-  constexpr int kChunkPacks = packs_of_chunk(kPlan, Plan::kCall);
+  constexpr int kChunkPacks = packs_of_chunk(kPlan, Plan::kFootprint);
   constexpr unsigned kEnd = ~0u;
   constexpr int kEnds = kSummers > kWriters ? kSummers : kWriters;
   constexpr int kSumWarps = kPlan.summing_warps(), kTeamsWarps = kPlan.copying_warp();

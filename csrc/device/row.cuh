@@ -14,7 +14,7 @@ struct Row {
   static constexpr int kWidth = Mem::kWidth;
   static constexpr typename Mem::Dim kAlong =
       Mem::reduced_dim(Mem::kReducedDims - 1);  // the dimension that neighbours of a run are along
-  static constexpr Runs kOfRow = runs_of(Mem::View::kView, Plan::kPlan.boundary, Plan::kCall);
+  static constexpr Runs kOfRow = runs_of(Mem::View::kView, Plan::kPlan.boundary, Plan::kFootprint);
   static constexpr int64_t kRun = kOfRow.elements, kRuns = kOfRow.runs;
   static constexpr int kBoundary = kOfRow.boundary;
   static constexpr int64_t kRunPacks = kOfRow.packs_of_run, kPacks = kOfRow.packs;

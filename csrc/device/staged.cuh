@@ -103,7 +103,7 @@ __device__ __forceinline__ void staged(const typename Mem::Operands& operands) {
   constexpr int kWidth = Mem::kWidth, kInputs = Mem::kInputs;
   constexpr int kColumns = Mem::kColumns, kRows = Plan::kPlan.rows, kThreads = Plan::kPlan.threads;
   constexpr int kLanes = Plan::kPlan.lanes, kHeld = Plan::kPlan.held;
-  constexpr StagedGeometry kGeometry = geometry_of(Mem::View::kView, Plan::kPlan, Plan::kCall);
+  constexpr StagedGeometry kGeometry = geometry_of(Mem::View::kView, Plan::kPlan, Plan::kFootprint);
   static_assert(kIsPlannedFor<Mem, Plan>);
   constexpr int kOperand = kGeometry.elements;
   extern __shared__ __align__(128) Pack held[];

@@ -18,7 +18,7 @@ struct TilePart {
   using View = typename Mem::View;
   using RowIndex = typename Mem::RowIndex;
   static constexpr Tile kTile = Plan::kPlan;
-  static constexpr TileGeometry kGeometry = geometry_of(View::kView, kTile, Plan::kCall);
+  static constexpr TileGeometry kGeometry = geometry_of(View::kView, kTile, Plan::kFootprint);
   static_assert(kIsPlannedFor<Mem, Plan>);
   static constexpr int kInputs = Mem::kInputs, kWidth = Mem::kWidth, kThreads = kTile.threads;
   static constexpr int kMatrices = kTile.matrices, kElements = kTile.elements, kFold = kTile.fold, kPacks = kTile.packs;

@@ -204,7 +204,7 @@ __device__ __forceinline__ void whole_tiles(const typename Mem::Operands& operan
 template <class Mem, class Plan>
 __device__ __forceinline__ void combine_pieces(const typename Mem::Operands& operands) {
   using Op = typename Mem::Op;
-  constexpr Combining kCombining = combining_of(Mem::View::kView, Plan::kPlan, Plan::kCall);
+  constexpr Combining kCombining = combining_of(Mem::View::kView, Plan::kPlan, Plan::kFootprint);
   constexpr int kPieces = kCombining.pieces, kRows = kCombining.rows;
   const Mem mem{operands};
   const auto store = [&](int64_t row, const StateOf<Op>& state) {

@@ -186,7 +186,7 @@ std::string source_of(const Plan& plan, const Step& step, const Problem& problem
   const Footprint footprint = problem.footprint();
   text += "struct Plan {\n  static constexpr " + std::string(kStructs[plan.index()]) +
           " kPlan = " + std::visit([](const auto& p) { return braced(p); }, plan) +
-          ";\n  static constexpr Footprint kCall = {" + number(footprint.in_bytes) + ", " +
+          ";\n  static constexpr Footprint kFootprint = {" + number(footprint.in_bytes) + ", " +
           number(footprint.out_bytes) + ", " + number(footprint.inputs) + ", " + number(footprint.state_bytes) + ", " +
           text_of(footprint.packs) + ", " + text_of(footprint.row_operands) + "};\n";
   return text + "};\n" + kernel(function + "<Mem, Plan>(operands);");
