@@ -69,7 +69,7 @@ __device__ __forceinline__ void row_of_pairs(typename Mem::In* slab, int begin, 
 #pragma unroll
   for (int i = 0; i < kPairs; ++i) add(i);
   if (kColumns % 2 != 0) add(kPairs);
-  const auto finished = Op::row(StateOf<Op>{pivot, sum_over_lanes<kLanes>(sum)});
+  const auto finished = Op::finished(StateOf<Op>{pivot, sum_over_lanes<kLanes>(sum)});
   const auto result = [&](int i) {
     if constexpr (Op::kResultIsScaledTerm) {
       return Pair<typename Mem::Out>::narrow(terms[i][0] * finished.scale, terms[i][1] * finished.scale);
@@ -99,7 +99,7 @@ __device__ __forceinline__ void staged(const typename Mem::Operands& operands) {
   using C = typename Mem::C;
   using In = typename Mem::In;
   using Out = typename Mem::Out;
-  constexpr typename Mem::Dim kAlong = Mem::reduced_dim(0);
+  constexpr typename Mem::Dim kInnermost = Mem::reduced_dim(0);
   constexpr int kWidth = Mem::kWidth, kInputs = Mem::kInputs;
   constexpr int kColumns = Mem::kColumns, kRows = Plan::kPlan.rows, kThreads = Plan::kPlan.threads;
   constexpr int kLanes = Plan::kPlan.lanes, kHeld = Plan::kPlan.held;
@@ -145,10 +145,10 @@ __device__ __forceinline__ void staged(const typename Mem::Operands& operands) {
       const bool active = turn + static_cast<int>(threadIdx.x) / kLanes < rows;
       const int begin = row * kColumns + lane;
       const auto place = Mem::begin_of(first_row + row);
-      const auto of_row = mem.of_row(place);
+      const auto label_element = mem.label_element(place);
       const auto addend = mem.addend(place);
       const int mine = active ? kColumns - lane : 0;  // element i of this lane is the row's if i * kLanes < mine
-      const auto at = [&](int i) { return place.along(kAlong, lane + i * kLanes); };
+      const auto at = [&](int i) { return place.along(kInnermost, lane + i * kLanes); };
       C values[kHeld][kInputs];
 #pragma unroll
       for (int i = 0; i < kHeld; ++i) {
@@ -158,7 +158,7 @@ __device__ __forceinline__ void staged(const typename Mem::Operands& operands) {
           In raw[kInputs];
 #pragma unroll
           for (int k = 0; k < kInputs; ++k) raw[k] = in[begin + k * kOperand + i * kLanes];
-          if (mem.is_kept(at(i))) mem.value(values[i], raw, at(i));
+          if (mem.is_unmasked(at(i))) mem.value(values[i], raw, at(i));
         }
       }
       C pivot = M::constant(0);
@@ -177,8 +177,8 @@ __device__ __forceinline__ void staged(const typename Mem::Operands& operands) {
         sum += term;
       }
       const StateOf<Op> state{pivot, sum_over_lanes<kLanes>(sum)};
-      if (lane == 0 && active) mem.store_row(first_row + row, state, of_row);
-      const auto finished = mem.row(state, place);
+      if (lane == 0 && active) mem.store_row(first_row + row, state, label_element);
+      const auto finished = mem.finished(state, place);
 #pragma unroll
       for (int i = 0; i < kHeld; ++i) {
         C result;
@@ -188,8 +188,8 @@ __device__ __forceinline__ void staged(const typename Mem::Operands& operands) {
           result = Op::finish(finished, values[i]);
         }
         if (Op::kElementResults && i * kLanes < mine) {
-          result = mem.is_kept(at(i)) ? result : Op::masked();
-          out[begin + i * kLanes] = mem.store_others(at(i), Mem::labelled(result, addend, lane + i * kLanes));
+          result = mem.is_unmasked(at(i)) ? result : Op::masked();
+          out[begin + i * kLanes] = mem.store_others(at(i), Mem::add_at_label(result, addend, lane + i * kLanes));
         }
       }
     }
