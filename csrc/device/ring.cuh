@@ -26,14 +26,13 @@ __device__ __forceinline__ void copy_bulk(Pack* shared, const void* global, int 
                "l"(global), "r"(bytes), "r"(shared_address(barrier))
                : "memory");
 }
-#endif
 
-// The place in a block's ring: a stage, and the parity of the rounds.
+// A position in a block's ring as one of its warps goes round it.
 template <int kStages>
 struct RingPosition {
-  int count = 0;
-  int stage = 0;
-  unsigned parity = 0;
+  int count = 0;        // chunks that have passed
+  int stage = 0;        // count % kStages
+  unsigned parity = 0;  // count / kStages % 2: of the phases that the stage's barriers are in
   __device__ __forceinline__ void next() {
     ++count;
     if (++stage == kStages) {
@@ -43,166 +42,211 @@ struct RingPosition {
   }
 };
 
+// What the warps of a block do. A job is a chunk of any row: chunk c of row r is job r * kChunks + c. A ticket is for
+// two jobs, and ticket t for jobs 2 t and 2 t + 1.
 template <class Mem, class Plan>
-__device__ __forceinline__ void ring(const typename Mem::Operands& operands) {
-#if __CUDA_ARCH__ >= 900
+struct RingOfBlock {
   using Op = typename Mem::Op;
   using State = StateOf<Op>;
   using Row = RowPacks<Mem, Plan>;
   using Chunk = ChunkOfThread<Mem, Plan>;
-  constexpr Ring kPlan = Plan::kPlan;
-  constexpr int kWords = kStateWords<State>;
-  constexpr int kTeamWarps = Chunk::kWarps, kStages = kPlan.stages, kCopies = kPlan.copies;
-  constexpr int kSummers = kPlan.summers, kWriters = kPlan.writers, kWaiters = kPlan.waiters;  // teams, and warps
-  constexpr unsigned kChunks = kPlan.chunks;
-  constexpr int kChunkPacks = packs_of_chunk(kPlan, Plan::kFootprint);
-  constexpr unsigned kEnd = ~0u;
-  constexpr int kEnds = kSummers > kWriters ? kSummers : kWriters;
-  constexpr int kSumWarps = kPlan.summing_warps(), kTeamsWarps = kPlan.copying_warp();
-  extern __shared__ __align__(128) Pack shared[];
-  __shared__ uint64_t full[kStages], summed[kStages], complete[kStages], empty[kStages];
-  __shared__ unsigned job_of[kStages];
-  __shared__ State warp_states[kStages][kTeamWarps];
-  __shared__ State row_states[kStages];
+  static constexpr Ring kPlan = Plan::kPlan;
+  static constexpr int kStages = kPlan.stages, kTeamWarps = Chunk::kWarps, kWords = kStateWords<State>;
+  static constexpr unsigned kChunks = kPlan.chunks;
+  static constexpr unsigned kEnd = ~0u;  // stands for a job where there are no more
+  using Position = RingPosition<kStages>;
+
+  struct Shared {
+    uint64_t full[kStages], summed[kStages], complete[kStages], empty[kStages];  // barriers
+    unsigned job[kStages];
+    State warp_states[kStages][kTeamWarps];  // of a chunk's warps
+    State row_states[kStages];               // of the chunk's row
+  };
+
+  const Mem& mem;
+  Shared& shared;
+  Pack* const packs;  // of the stages
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  if (threadIdx.x == 0) {
+
+  __device__ __forceinline__ void init_barriers() const {
     for (int s = 0; s < kStages; ++s) {
-      init_barrier(&full[s], 1);
-      init_barrier(&summed[s], Chunk::kThreads);
-      init_barrier(&complete[s], 2 * 32);  // of two warps, each lane for itself: it has read what the stage holds
-      init_barrier(&empty[s], Chunk::kThreads);
+      init_barrier(&shared.full[s], 1);
+      init_barrier(&shared.summed[s], Chunk::kThreads);
+      init_barrier(&shared.complete[s], 2 * 32);  // each lane of two warps, when it has read what the stage holds
+      init_barrier(&shared.empty[s], Chunk::kThreads);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
-  __syncthreads();
-
-  const Mem mem{operands};
-  const unsigned last_job = static_cast<unsigned>(operands.rows) * kChunks - 1;
-  const auto with_chunk = [&](unsigned job, int stage, auto body) {
+  // Calls body(chunk) with the thread's share of the job in that stage.
+  template <class Body>
+  __device__ __forceinline__ void with_chunk(unsigned job, int stage, Body body) const {
     const unsigned index = job / kChunks;
     const Row row(index);
-    body(Chunk{mem, row, static_cast<int>(job - index * kChunks), shared + stage * kChunkPacks});
-  };
-  const auto words_of = [&](unsigned row) {
-    return WordsInMemory<State>{operands.words + static_cast<int64_t>(row) * kChunks * kWords};
-  };
-  RingPosition<kStages> at;
+    constexpr int kChunkPacks = packs_of_chunk(kPlan, Plan::kFootprint);
+    body(Chunk{mem, row, static_cast<int>(job - index * kChunks), packs + stage * kChunkPacks});
+  }
+  // Memory for the states of a row's chunks.
+  __device__ __forceinline__ WordsInMemory<State> words_of(unsigned row) const {
+    return {mem.operands.words + static_cast<int64_t>(row) * kChunks * kWords};
+  }
 
-  if (warp < kSumWarps) {
-    for (;; at.next()) {
-      if (at.count % kSummers != warp / kTeamWarps) continue;
-      wait(&full[at.stage], at.parity);
-      const unsigned job = job_of[at.stage];
+  // A team of the warps that sum terms.
+  __device__ __forceinline__ void sum(int team) const {
+    for (Position at;; at.next()) {
+      if (at.count % kPlan.summers != team) continue;
+      wait(&shared.full[at.stage], at.parity);
+      const unsigned job = shared.job[at.stage];
       if (job == kEnd) return;
       with_chunk(job, at.stage, [&](const Chunk& chunk) {
         const State state = chunk.warp_state();
-        if (lane == 0) warp_states[at.stage][warp % kTeamWarps] = state;
+        if (lane == 0) shared.warp_states[at.stage][warp % kTeamWarps] = state;
       });
-      arrive(&summed[at.stage]);  // each lane for itself: it may have written to the stage
+      arrive(&shared.summed[at.stage]);  // each lane for itself: it may have written to the stage
     }
   }
-  if (warp < kTeamsWarps) {
-    for (;; at.next()) {
-      if (at.count % kWriters != (warp - kSumWarps) / kTeamWarps) continue;
-      wait(&complete[at.stage], at.parity);
-      const unsigned job = job_of[at.stage];
+  // A team of the warps that write results.
+  __device__ __forceinline__ void write(int team) const {
+    for (Position at;; at.next()) {
+      if (at.count % kPlan.writers != team) continue;
+      wait(&shared.complete[at.stage], at.parity);
+      const unsigned job = shared.job[at.stage];
       if (job == kEnd) return;
       with_chunk(job, at.stage, [&](const Chunk& chunk) {
         if (chunk.number == 0 && chunk.rank == 0) {
-          mem.store_row(job / kChunks, row_states[at.stage], mem.label_element(chunk.row.begin));
+          mem.store_row(job / kChunks, shared.row_states[at.stage], mem.label_element(chunk.row.begin));
         }
-        chunk.finish(row_states[at.stage], warp_states[at.stage][warp % kTeamWarps].pivot);
+        chunk.finish(shared.row_states[at.stage], shared.warp_states[at.stage][warp % kTeamWarps].pivot);
       });
-      // What was read and written here comes before the next copy, which takes another way to shared memory.
+      // Orders these reads and writes of the stage before the next copy to it, which is not made by a thread.
       asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-      arrive(&empty[at.stage]);
+      arrive(&shared.empty[at.stage]);
     }
   }
-  if (warp == kTeamsWarps) {
-    if (lane != 0) return;
-    // A ticket is asked for ahead of time, since the answer takes its while, but not if all stages could then hold
-    // chunks of the row that a chunk without a stage belongs to: none of them would ever be empty again.
-    unsigned* const counter = reinterpret_cast<unsigned*>(operands.words + operands.rows * kChunks * kWords);
+
+  // The thread that takes tickets and starts copies. It asks for the next ticket ahead of time, since the answer takes
+  // long, unless the jobs taken of the latest row might fill all stages: if another job of that row had no stage then,
+  // no stage would ever be empty again.
+  __device__ __forceinline__ void copy() const {
+    const unsigned last_job = static_cast<unsigned>(mem.operands.rows) * kChunks - 1;
+    unsigned* const counter = reinterpret_cast<unsigned*>(mem.operands.words + mem.operands.rows * kChunks * kWords);
     const auto next_ticket = [&] { return gridDim.x + atomicAdd(counter, 1u); };
     unsigned ticket = blockIdx.x;
     unsigned row = kEnd;
-    int taken_of_row = 0;  // chunks taken of the latest row
-    RingPosition<kStages>
-        oldest;  // that may still be on its way: more at once would only keep one another and the results waiting
+    int jobs_of_row = 0;  // that have been taken of the latest row
+    Position at;
+    Position oldest;  // copy that may be under way: more than so many at once would only delay each other
     while (2 * ticket <= last_job) {
       const unsigned begin = 2 * ticket, end = min(begin + 1, last_job);
       for (unsigned job = begin; job <= end; ++job) {
-        if (job / kChunks != row) taken_of_row = 0;
+        if (job / kChunks != row) jobs_of_row = 0;
         row = job / kChunks;
-        ++taken_of_row;
+        ++jobs_of_row;
       }
-      const bool ahead = taken_of_row + 2 <= kStages;
+      const bool ahead = jobs_of_row + 2 <= kStages;
       unsigned next = 0;
       for (unsigned job = begin; job <= end; ++job) {
-        if (at.count >= kStages) wait(&empty[at.stage], at.parity ^ 1);
-        if (at.count >= kCopies) {
-          wait(&full[oldest.stage], oldest.parity);
+        wait_until_empty(at);
+        if (at.count >= kPlan.copies) {
+          wait(&shared.full[oldest.stage], oldest.parity);
           oldest.next();
         }
-        job_of[at.stage] = job;
-        with_chunk(job, at.stage, [&](const Chunk& chunk) {
-          int bytes = 0;
-          chunk.for_runs([&](int, int packs, const typename Row::At&) { bytes += packs * kPackBytes * Mem::kInputs; });
-          arrive_and_expect(&full[at.stage], bytes);
-          chunk.for_runs([&](int j, int packs, const typename Row::At& place) {
-#pragma unroll
-            for (int k = 0; k < Mem::kInputs; ++k) {
-              copy_bulk(chunk.held(k, j), mem.in(k) + place.place.element, packs * kPackBytes, &full[at.stage]);
-            }
-          });
-        });
+        start_copy(job, at);
         at.next();
         if (job == begin && ahead) next = next_ticket();
       }
       if (!ahead) {
-        for (RingPosition<kStages> free = at; free.count < at.count + 2; free.next()) {
-          if (free.count >= kStages) wait(&empty[free.stage], free.parity ^ 1);
-        }
+        for (Position free = at; free.count < at.count + 2; free.next()) wait_until_empty(free);
         next = next_ticket();
       }
       ticket = next;
     }
-    for (int i = 0; i < kEnds; ++i, at.next()) {  // one for each team
-      if (at.count >= kStages) wait(&empty[at.stage], at.parity ^ 1);
-      job_of[at.stage] = kEnd;
-      arrive(&full[at.stage]);
+    constexpr int kEnds = kPlan.summers > kPlan.writers ? kPlan.summers : kPlan.writers;
+    for (int i = 0; i < kEnds; ++i, at.next()) {  // tells each team
+      wait_until_empty(at);
+      shared.job[at.stage] = kEnd;
+      arrive(&shared.full[at.stage]);
     }
-    return;
   }
-  if (warp == kPlan.publishing_warp()) {
-    for (int ends = 0;; at.next()) {
-      wait(&full[at.stage], at.parity);
-      const unsigned job = job_of[at.stage];
+  __device__ __forceinline__ void wait_until_empty(const Position& at) const {
+    if (at.count >= kStages) wait(&shared.empty[at.stage], at.parity ^ 1);
+  }
+  __device__ __forceinline__ void start_copy(unsigned job, const Position& at) const {
+    shared.job[at.stage] = job;
+    uint64_t* const full = &shared.full[at.stage];
+    with_chunk(job, at.stage, [&](const Chunk& chunk) {
+      int bytes = 0;
+      chunk.for_runs([&](int, int n, const typename Row::At&) { bytes += n * kPackBytes * Mem::kInputs; });
+      arrive_and_expect(full, bytes);
+      chunk.for_runs([&](int j, int n, const typename Row::At& from) {
+#pragma unroll
+        for (int k = 0; k < Mem::kInputs; ++k) {
+          copy_bulk(chunk.held(k, j), mem.in(k) + from.place.element, n * kPackBytes, full);
+        }
+      });
+    });
+  }
+
+  // The warp that publishes the states of chunks.
+  __device__ __forceinline__ void publish() const {
+    int ends = 0;  // teams of writers that have been told that there are no more jobs
+    for (Position at; ends < kPlan.writers; at.next()) {
+      wait(&shared.full[at.stage], at.parity);
+      const unsigned job = shared.job[at.stage];
       if (job != kEnd) {
-        wait(&summed[at.stage], at.parity);
-        const State state = combine_over_lanes<Op, kTeamWarps>(warp_states[at.stage][lane % kTeamWarps]);
+        wait(&shared.summed[at.stage], at.parity);
+        const State state = combine_over_lanes<Op, kTeamWarps>(shared.warp_states[at.stage][lane % kTeamWarps]);
         if (lane == 0) words_of(job / kChunks).publish(static_cast<int>(job % kChunks), state);
       }
-      arrive(&complete[at.stage]);
-      if (job == kEnd && ++ends == kWriters) return;  // each team of writers has been told
+      arrive(&shared.complete[at.stage]);
+      if (job == kEnd) ++ends;
     }
   }
-  State state = identity<Op, typename Mem::M>();
-  unsigned row = kEnd;
-  for (int ends = 0;; at.next()) {
-    if (at.count % kWaiters != warp - kPlan.first_waiter()) continue;
-    wait(&full[at.stage], at.parity);
-    const unsigned job = job_of[at.stage];
-    if (job != kEnd) {
-      wait(&summed[at.stage], at.parity);
-      if (job / kChunks != row) {
-        row = job / kChunks;
-        state = await_row<Op, static_cast<int>(kChunks), 2>(words_of(row));
+  // One of the warps that wait for the states of all chunks of a row.
+  __device__ __forceinline__ void await_rows(int waiter) const {
+    State state = identity<Op, typename Mem::M>();
+    unsigned row = kEnd;
+    int ends = 0;  // as in `publish`, of the teams whose stages this warp has
+    for (Position at; ends < kPlan.writers / kPlan.waiters; at.next()) {
+      if (at.count % kPlan.waiters != waiter) continue;
+      wait(&shared.full[at.stage], at.parity);
+      const unsigned job = shared.job[at.stage];
+      if (job != kEnd) {
+        wait(&shared.summed[at.stage], at.parity);
+        if (job / kChunks != row) {
+          row = job / kChunks;
+          state = await_row<Op, static_cast<int>(kChunks), 2>(words_of(row));
+        }
+        if (lane == 0) shared.row_states[at.stage] = state;
       }
-      if (lane == 0) row_states[at.stage] = state;
+      arrive(&shared.complete[at.stage]);
+      if (job == kEnd) ++ends;
     }
-    arrive(&complete[at.stage]);
-    if (job == kEnd && ++ends == kWriters / kWaiters) return;  // each team of writers has been told
+  }
+};
+#endif
+
+template <class Mem, class Plan>
+__device__ __forceinline__ void ring(const typename Mem::Operands& operands) {
+#if __CUDA_ARCH__ >= 900
+  using Block = RingOfBlock<Mem, Plan>;
+  constexpr Ring kPlan = Plan::kPlan;
+  extern __shared__ __align__(128) Pack packs[];
+  __shared__ typename Block::Shared shared;
+  const Mem mem{operands};
+  const Block block{mem, shared, packs};
+  if (threadIdx.x == 0) block.init_barriers();
+  __syncthreads();
+  const int warp = block.warp;
+  if (warp < kPlan.summing_warps()) {
+    block.sum(warp / Block::kTeamWarps);
+  } else if (warp < kPlan.copying_warp()) {
+    block.write((warp - kPlan.summing_warps()) / Block::kTeamWarps);
+  } else if (warp == kPlan.copying_warp()) {
+    if (block.lane == 0) block.copy();
+  } else if (warp == kPlan.publishing_warp()) {
+    block.publish();
+  } else {
+    block.await_rows(warp - kPlan.first_waiter());
   }
 #endif
 }
