@@ -59,7 +59,8 @@ struct alignas(8) alignas(C) Moments {
 };
 
 // Terms relative to a pivot of minus infinity (nothing seen yet, or a row of minus infinities) are taken relative to
-// zero instead: they are then 0, not NaN, and a row of nothing else ends with a sum of 0, which `finished` turns into NaN.
+// zero instead: they are then 0, not NaN, and a row of nothing else ends with a sum of 0, which `finished` turns into
+// NaN.
 template <class M>
 JAX_SOFTMAX_INLINE typename M::Value shielded(typename M::Value pivot) {
   return M::select(M::equal(pivot, M::constant(-M::kInfinity)), M::constant(0), pivot);

@@ -66,7 +66,9 @@ struct RingOfBlock {
   const Mem& mem;
   Shared& shared;
   Pack* const packs;  // of the stages
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+
+  static __device__ __forceinline__ int warp() { return threadIdx.x / 32; }
+  static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
 
   __device__ __forceinline__ void init_barriers() const {
     for (int s = 0; s < kStages; ++s) {
@@ -99,7 +101,7 @@ struct RingOfBlock {
       if (job == kEnd) return;
       with_chunk(job, at.stage, [&](const Chunk& chunk) {
         const State state = chunk.warp_state();
-        if (lane == 0) shared.warp_states[at.stage][warp % kTeamWarps] = state;
+        if (lane() == 0) shared.warp_states[at.stage][warp() % kTeamWarps] = state;
       });
       arrive(&shared.summed[at.stage]);  // each lane for itself: it may have written to the stage
     }
@@ -115,7 +117,7 @@ struct RingOfBlock {
         if (chunk.number == 0 && chunk.rank == 0) {
           mem.store_row(job / kChunks, shared.row_states[at.stage], mem.label_element(chunk.row.begin));
         }
-        chunk.finish(shared.row_states[at.stage], shared.warp_states[at.stage][warp % kTeamWarps].pivot);
+        chunk.finish(shared.row_states[at.stage], shared.warp_states[at.stage][warp() % kTeamWarps].pivot);
       });
       // Orders these reads and writes of the stage before the next copy to it, which is not made by a thread.
       asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -194,8 +196,8 @@ struct RingOfBlock {
       const unsigned job = shared.job[at.stage];
       if (job != kEnd) {
         wait(&shared.summed[at.stage], at.parity);
-        const State state = combine_over_lanes<Op, kTeamWarps>(shared.warp_states[at.stage][lane % kTeamWarps]);
-        if (lane == 0) words_of(job / kChunks).publish(static_cast<int>(job % kChunks), state);
+        const State state = combine_over_lanes<Op, kTeamWarps>(shared.warp_states[at.stage][lane() % kTeamWarps]);
+        if (lane() == 0) words_of(job / kChunks).publish(static_cast<int>(job % kChunks), state);
       }
       arrive(&shared.complete[at.stage]);
       if (job == kEnd) ++ends;
@@ -216,7 +218,7 @@ struct RingOfBlock {
           row = job / kChunks;
           state = await_row<Op, static_cast<int>(kChunks), 2>(words_of(row));
         }
-        if (lane == 0) shared.row_states[at.stage] = state;
+        if (lane() == 0) shared.row_states[at.stage] = state;
       }
       arrive(&shared.complete[at.stage]);
       if (job == kEnd) ++ends;
@@ -236,13 +238,13 @@ __device__ __forceinline__ void ring(const typename Mem::Operands& operands) {
   const Block block{mem, shared, packs};
   if (threadIdx.x == 0) block.init_barriers();
   __syncthreads();
-  const int warp = block.warp;
+  const int warp = Block::warp();
   if (warp < kPlan.summing_warps()) {
     block.sum(warp / Block::kTeamWarps);
   } else if (warp < kPlan.copying_warp()) {
     block.write((warp - kPlan.summing_warps()) / Block::kTeamWarps);
   } else if (warp == kPlan.copying_warp()) {
-    if (block.lane == 0) block.copy();
+    if (Block::lane() == 0) block.copy();
   } else if (warp == kPlan.publishing_warp()) {
     block.publish();
   } else {
