@@ -9,12 +9,12 @@
 //                      its own; terms(relative, given) makes it then
 //   term(terms, in)    an element's part of the sum
 //   kFirstSummed       terms are made of the operands from this one on, and a sum needs no others
-//   row(state)         what a finished row's (pivot, sum) amounts to for its elements
-//   finish(row, in)    an element of the result
+//   finished(state)    what the (pivot, sum) of a whole row amounts to for its elements
+//   finish(row, in)    an element of the result, given that
 //   kElementResults    whether there is a result for each element at all
 //   kWithinRange       whether none is beyond the largest finite number of the results' type
 //   kRowResults        how many results a row has itself, and row_results(state, to), which sets them
-//   kRowNumbers       how many numbers of its own a row has, which `row`, `term_scale` and `terms` are then given
+//   kRowNumbers       how many numbers of its own a row has, which `finished`, `term_scale` and `terms` are then given
 //   kLabelled          whether a row may have a label, the number of one of its elements. Without results for elements,
 //                      row_results is given that element; with them, the last of the row's own numbers is added to
 //                      that element's result, and the results of a row whose own numbers are all 0 are 0
@@ -59,7 +59,8 @@ struct alignas(8) alignas(C) Moments {
 };
 
 // Terms relative to a pivot of minus infinity (nothing seen yet, or a row of minus infinities) are taken relative to
-// zero instead: they are then 0, not NaN, and a row of nothing else ends with a sum of 0, which `row` turns into NaN.
+// zero instead: they are then 0, not NaN, and a row of nothing else ends with a sum of 0, which `finished` turns into
+// NaN.
 template <class M>
 JAX_SOFTMAX_INLINE typename M::Value shielded(typename M::Value pivot) {
   return M::select(M::equal(pivot, M::constant(-M::kInfinity)), M::constant(0), pivot);
@@ -103,12 +104,13 @@ struct Relative<OfLogSumExp<M>> : Relative<M> {
 // What a sum of terms relative to the pivot `from`, which is not larger than `relative`'s, is relative to that: the one
 // place that says so.
 template <class M>
-JAX_SOFTMAX_INLINE typename M::Value moved(typename M::Value sum, const Relative<M>& relative, typename M::Value from) {
+JAX_SOFTMAX_INLINE typename M::Value rescaled(typename M::Value sum, const Relative<M>& relative,
+                                              typename M::Value from) {
   return sum * relative.rescale(from);
 }
 template <class M>
-JAX_SOFTMAX_INLINE Moments<typename M::Value> moved(const Moments<typename M::Value>& sums, const Relative<M>& relative,
-                                                    typename M::Value from) {
+JAX_SOFTMAX_INLINE Moments<typename M::Value> rescaled(const Moments<typename M::Value>& sums,
+                                                       const Relative<M>& relative, typename M::Value from) {
   using C = typename M::Value;
   const C factor = relative.rescale(from), nothing = M::constant(0);
   const C moment = (sums.moment + sums.sum * (from - relative.pivot)) * factor;
@@ -143,15 +145,15 @@ struct Softmax : SoftmaxBase<M> {
   static constexpr bool kResultIsScaledTerm = true;
 
   using Scale = decltype(Relative<M>::divide(C(), C()));
-  struct Row {
+  struct Finished {
     Relative<M> relative;
     Scale scale;
   };
   static JAX_SOFTMAX_INLINE C masked() { return M::constant(0); }
-  static JAX_SOFTMAX_INLINE Row row(State<C> s) {
+  static JAX_SOFTMAX_INLINE Finished finished(State<C> s) {
     return {Relative<M>(s.pivot), Relative<M>::divide(M::constant(1), s.sum)};
   }
-  static JAX_SOFTMAX_INLINE C finish(const Row& r, const C* in) { return r.relative.exp(in[0]) * r.scale; }
+  static JAX_SOFTMAX_INLINE C finish(const Finished& row, const C* in) { return row.relative.exp(in[0]) * row.scale; }
   // The factor for terms that were taken relative to `term_pivot`.
   static JAX_SOFTMAX_INLINE Scale term_scale(State<C> s, C term_pivot) {
     return Relative<M>::divide(Relative<M>(s.pivot).rescale(term_pivot), s.sum);
@@ -174,13 +176,13 @@ struct LogSoftmax : SoftmaxBase<M> {
   static constexpr bool kResultIsScaledTerm = false;
   struct Scale {};
 
-  struct Row {
+  struct Finished {
     C pivot;
     C log_sum;
   };
   static JAX_SOFTMAX_INLINE C masked() { return M::constant(-M::kInfinity); }
-  static JAX_SOFTMAX_INLINE Row row(State<C> s) { return {s.pivot, Relative<M>(s.pivot).log(s.sum)}; }
-  static JAX_SOFTMAX_INLINE C finish(const Row& r, const C* in) { return (in[0] - r.pivot) - r.log_sum; }
+  static JAX_SOFTMAX_INLINE Finished finished(State<C> s) { return {s.pivot, Relative<M>(s.pivot).log(s.sum)}; }
+  static JAX_SOFTMAX_INLINE C finish(const Finished& row, const C* in) { return (in[0] - row.pivot) - row.log_sum; }
 };
 
 // Operators that have results for rows alone.
@@ -190,14 +192,14 @@ struct OfRowsAlone : SoftmaxBase<M> {
   static constexpr bool kResultIsScaledTerm = false;
   static constexpr bool kElementResults = false;
   struct Scale {};
-  struct Row {};
+  struct Finished {};
 
   static JAX_SOFTMAX_INLINE C masked() { return M::constant(0); }
   template <class... Given>
-  static JAX_SOFTMAX_INLINE Row row(const Given&...) {
+  static JAX_SOFTMAX_INLINE Finished finished(const Given&...) {
     return {};
   }
-  static JAX_SOFTMAX_INLINE C finish(const Row&, const C*) { return M::constant(0); }
+  static JAX_SOFTMAX_INLINE C finish(const Finished&, const C*) { return M::constant(0); }
 };
 
 // The two parts of the log-sum-exp of a row, or of the part of one that a device has: its maximum, and the sum of
@@ -245,16 +247,16 @@ struct CrossEntropyGradient : SoftmaxBase<M> {
     C addend;
     friend JAX_SOFTMAX_INLINE C operator*(C term, const Scale& scale) { return term * scale.factor + scale.addend; }
   };
-  struct Row {
+  struct Finished {
     Relative<M> relative;
     Scale scale;
   };
   static JAX_SOFTMAX_INLINE C masked() { return M::constant(0); }
   static JAX_SOFTMAX_INLINE void row_results(State<C> s, C* to) { LogSumExp<M>::row_results(s, to); }
-  static JAX_SOFTMAX_INLINE Row row(State<C> s, const C* given) {
+  static JAX_SOFTMAX_INLINE Finished finished(State<C> s, const C* given) {
     return {Relative<M>(s.pivot), term_scale(s, s.pivot, given)};
   }
-  static JAX_SOFTMAX_INLINE C finish(const Row& r, const C* in) { return r.relative.exp(in[0]) * r.scale; }
+  static JAX_SOFTMAX_INLINE C finish(const Finished& row, const C* in) { return row.relative.exp(in[0]) * row.scale; }
   static JAX_SOFTMAX_INLINE Scale term_scale(State<C> s, C term_pivot, const C* given) {
     const Relative<M> relative(s.pivot);
     const C lse = relative.pivot_of(s.pivot) + relative.log(s.sum);
@@ -335,14 +337,14 @@ struct AbsmaxScale {
   static constexpr int kRowResults = 1, kRowNumbers = 0;
   static constexpr bool kLabelled = false;
   struct Scale {};
-  using Row = typename M::Factor;
+  using Finished = typename M::Factor;
 
   static JAX_SOFTMAX_INLINE C pad(int) { return M::constant(0); }
   static JAX_SOFTMAX_INLINE C masked() { return M::constant(0); }
   static JAX_SOFTMAX_INLINE C of_pivot(C x) { return M::abs(x); }
   static JAX_SOFTMAX_INLINE C term(const Relative<M>&, const C*) { return M::constant(0); }
-  static JAX_SOFTMAX_INLINE Row row(State<C> s) { return Row(s.pivot); }
-  static JAX_SOFTMAX_INLINE C finish(const Row& r, const C* in) { return in[0] * r; }
+  static JAX_SOFTMAX_INLINE Finished finished(State<C> s) { return Finished(s.pivot); }
+  static JAX_SOFTMAX_INLINE C finish(const Finished& row, const C* in) { return in[0] * row; }
   static JAX_SOFTMAX_INLINE void row_results(State<C> s, C* to) { to[0] = M::scale(s.pivot); }
 };
 
@@ -362,39 +364,39 @@ struct LinearBase {
   static constexpr bool kLabelled = false;
   struct Scale {};
 
-  struct Row {
+  struct Finished {
     C sum;
   };
   static JAX_SOFTMAX_INLINE C pad(int) { return M::constant(0); }
   static JAX_SOFTMAX_INLINE C masked() { return M::constant(0); }
-  static JAX_SOFTMAX_INLINE Row row(State<C> s) { return {s.sum}; }
+  static JAX_SOFTMAX_INLINE Finished finished(State<C> s) { return {s.sum}; }
 };
 
 // Softmax's Jacobian, which is symmetric: both its JVP and its VJP.
 template <class M>
 struct SoftmaxLinear : LinearBase<M> {
   using C = typename M::Value;
-  using Row = typename LinearBase<M>::Row;
+  using Finished = typename LinearBase<M>::Finished;
   static JAX_SOFTMAX_INLINE C term(const Relative<M>&, const C* in) { return in[0] * in[1]; }
-  static JAX_SOFTMAX_INLINE C finish(const Row& r, const C* in) { return in[0] * (in[1] - r.sum); }
+  static JAX_SOFTMAX_INLINE C finish(const Finished& row, const C* in) { return in[0] * (in[1] - row.sum); }
 };
 
 // Log-softmax's Jacobian and its transpose, given y = log_softmax(x).
 template <class M>
 struct LogSoftmaxJvp : LinearBase<M> {
   using C = typename M::Value;
-  using Row = typename LinearBase<M>::Row;
+  using Finished = typename LinearBase<M>::Finished;
   static JAX_SOFTMAX_INLINE C term(const Relative<M>&, const C* in) { return M::exp(in[0]) * in[1]; }
-  static JAX_SOFTMAX_INLINE C finish(const Row& r, const C* in) { return in[1] - r.sum; }
+  static JAX_SOFTMAX_INLINE C finish(const Finished& row, const C* in) { return in[1] - row.sum; }
 };
 
 template <class M>
 struct LogSoftmaxVjp : LinearBase<M> {
   using C = typename M::Value;
-  using Row = typename LinearBase<M>::Row;
+  using Finished = typename LinearBase<M>::Finished;
   static constexpr int kFirstSummed = 1;
   static JAX_SOFTMAX_INLINE C term(const Relative<M>&, const C* in) { return in[1]; }
-  static JAX_SOFTMAX_INLINE C finish(const Row& r, const C* in) { return in[1] - M::exp(in[0]) * r.sum; }
+  static JAX_SOFTMAX_INLINE C finish(const Finished& row, const C* in) { return in[1] - M::exp(in[0]) * row.sum; }
 };
 
 template <class Op, class M>
@@ -410,8 +412,8 @@ JAX_SOFTMAX_INLINE StateOf<Op> combine(StateOf<Op> a, StateOf<Op> b) {
   } else {
     const typename M::Value pivot = M::max(a.pivot, b.pivot);
     const Relative<M> relative(pivot);
-    auto sum = moved(a.sum, relative, a.pivot);
-    sum += moved(b.sum, relative, b.pivot);
+    auto sum = rescaled(a.sum, relative, a.pivot);
+    sum += rescaled(b.sum, relative, b.pivot);
     return {pivot, sum};
   }
 }

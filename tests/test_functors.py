@@ -16,6 +16,8 @@ EVERY_OP = (*OPS, *ROW_OPS)
 # An array that broadcasts, and an index along the last of the reduced axes.
 LOAD = "s1 % 3 != 1 ? x{0} * -2.5f + s0 : C(-30)"
 STORE = "y * 2.0f + s0\ny"
+# Indices along a kept dimension and along the last of the reduced ones.
+CAUSAL = "s0 <= s1 ? x0 : C(-1e30)"
 
 # The shapes of an array that broadcasts.
 SHAPES = {
@@ -28,6 +30,16 @@ SHAPES = {
 DTYPES = [("bfloat16", "float32", "float32"), ("float32", "bfloat16", "bfloat16"), ("float16", "float16", "bfloat16")]
 
 every_view = pytest.mark.parametrize("way", VIEWS.values(), ids=VIEWS.keys())
+# The same views with each of their kept dimensions.
+every_causal_view = pytest.mark.parametrize(
+    "kept,way",
+    [
+        pytest.param(d, way, id=f"{name}-{d}")
+        for name, way in VIEWS.items()
+        for d, n in enumerate(way.shape)
+        if d not in way.axes and n > 1
+    ],
+)
 on_gpu = pytest.mark.skipif(support.why_no_cuda() is not None, reason=str(support.why_no_cuda()))
 
 
@@ -44,14 +56,19 @@ def plan_of(way, op, dtypes=("bfloat16",) * 3, shape="columns", masked=False, lo
     return way.plan(op, read, mask_shape, out_dtype=written, sides=sides, load=load, store=store, **others)
 
 
-def call(way, op, *operands, load="", store="", written=None, more_results=(), scratch_bytes):
+def indices(way, kept):
+    """Along a kept dimension and along the last of the reduced ones."""
+    return [([n if d == along else 1 for d, n in enumerate(way.shape)], "index") for along in (kept, way.axes[-1])]
+
+
+def call(way, op, *operands, arrays="", load="", store="", written=None, more_results=(), scratch_bytes):
     with support.limited(**way.limits):
         return call_kernel(
             *(op, *operands),
             axes=way.axes,
             out_dtype=written,
             more_results=more_results,
-            arrays=f"array index:{way.axes[-1]}" if load or store else "",
+            arrays=arrays or f"array index:{way.axes[-1]}" if load or store else "",
             load=load,
             store=store,
             scratch_bytes=scratch_bytes,
@@ -104,6 +121,25 @@ def test_load_of_each_dtype_and_shape(dtypes, shape, way):
     scratch_bytes = plan_of(way, "softmax", dtypes, shape, load=load_of("softmax"))["scratch_bytes"]
     result = call(way, "softmax", x, array, load=load_of("softmax"), written=written, scratch_bytes=scratch_bytes)
     support.check(result, expected, f"of {read}, written as {written}")
+
+
+@every_causal_view
+def test_causal_mask_compiles(jit, kept, way):
+    for step in way.plan("softmax", sides=indices(way, kept), load=CAUSAL)["steps"]:
+        assert _kernels.jit_binary(step["code"], step["plan"], 90)[:4] == b"\x7fELF"
+
+
+@on_gpu
+@every_causal_view
+def test_causal_mask(kept, way):
+    """An index along a kept dimension, which all elements of a row share, beside one along a reduced dimension."""
+    x = integers(way.shape, "bfloat16")
+    i, j = (np.arange(max(shape)).reshape(shape) for shape, _ in indices(way, kept))
+    expected = support.reference("softmax", np.where(i <= j, x, -1e30).astype(x.dtype), way.axes)
+    scratch_bytes = way.plan("softmax", sides=indices(way, kept), load=CAUSAL)["scratch_bytes"]
+    arrays = f"index:{kept} index:{way.axes[-1]}"
+    result = call(way, "softmax", x, arrays=arrays, load=CAUSAL, scratch_bytes=scratch_bytes)
+    support.check(result, expected, f"along {kept}")
 
 
 @on_gpu

@@ -178,7 +178,7 @@ class Operator {
   }
   // `terms` says where the vector's terms are, if they were kept.
   template <bool kKept>
-  static JAX_SOFTMAX_INLINE C result(const typename Op::Row& row, const Block<T>& block, int64_t terms, Place at,
+  static JAX_SOFTMAX_INLINE C result(const typename Op::Finished& row, const Block<T>& block, int64_t terms, Place at,
                                      int n) {
     if constexpr (kKept) {
       return M::load(block.terms + terms) * row.scale;
@@ -284,19 +284,19 @@ class Operator {
 
   template <bool kKept>
   static void along_finish(const Block<T>& block, const States<T>* states) {
-    using Row = typename Op::Row;
-    constexpr int kMembers = sizeof(Row) / sizeof(C);
+    using Finished = typename Op::Finished;
+    constexpr int kMembers = sizeof(Finished) / sizeof(C);
     const int64_t terms_step = ceil_div(block.elements, kLanes) * kLanes;
     for (int64_t first = 0; first < block.rows; first += kLanes, ++states) {
       const int rows = static_cast<int>(std::min<int64_t>(kLanes, block.rows - first));
-      const Row finished = Op::row(state_in(*states));
+      const Finished finished = Op::finished(state_in(*states));
       F members[kMembers][kLanes];
-      std::memcpy(members, &finished, sizeof(Row));
+      std::memcpy(members, &finished, sizeof(Finished));
       for (int r = 0; r < rows; ++r) {
         C spread[kMembers];  // the row's members in every lane
         for (int k = 0; k < kMembers; ++k) spread[k] = M::constant(members[k][r]);
-        Row row;
-        std::memcpy(&row, spread, sizeof(Row));
+        Finished row;
+        std::memcpy(&row, spread, sizeof(Finished));
         const int64_t terms = (first + r) * terms_step;
         for_vectors<1>(0, block.elements, [&](int64_t i, int n, int) __attribute__((always_inline)) {
           const Place at = place(block, first + r, i);
@@ -374,8 +374,8 @@ class Operator {
   template <bool kKept>
   static void across_finish(const Block<T>& block, const States<T>* states) {
     const int64_t vectors = ceil_div(block.rows, kLanes);
-    typename Op::Row rows[kMostVectors];
-    for (int64_t t = 0; t < vectors; ++t) rows[t] = Op::row(state_in(states[t]));
+    typename Op::Finished rows[kMostVectors];
+    for (int64_t t = 0; t < vectors; ++t) rows[t] = Op::finished(state_in(states[t]));
     for (int64_t r = 0; r < block.elements; ++r) {
       const auto finish = [&](int64_t t, int n) __attribute__((always_inline)) {
         const int64_t terms = (r * vectors + t) * kLanes;

@@ -1,6 +1,6 @@
-// The schedule `chunks`: a row is cut into chunks of up to 16 or 18 KB of all operands together, which teams of threads
-// hold in shared memory. A row's chunks, and so its bits, are the same however many of them a block has and however
-// blocks exchange their states.
+// The schedule `chunks`: a row is cut into chunks of up to 16 or 18 KB of all operands together. Each is held in shared
+// memory by a team of threads. How a row is cut depends neither on how many chunks a block has nor on how blocks
+// exchange states, so neither changes a bit of the results.
 #pragma once
 
 #include "device/copies.cuh"
@@ -10,15 +10,15 @@
 
 namespace jax_softmax::device {
 
-// A chunk as one thread of its team sees it, which has the packs rank + p * kThreads.
+// One thread's share of a chunk: the packs rank, rank + kThreads, rank + 2 * kThreads, ...
 template <class Mem, class Plan>
-struct Chunk {
+struct ChunkOfThread {
   using Op = typename Mem::Op;
   using M = typename Mem::M;
   using C = typename Mem::C;
   using In = typename Mem::In;
-  using R = Row<Mem, Plan>;
-  using At = typename R::At;
+  using Row = RowPacks<Mem, Plan>;
+  using At = typename Row::At;
   static constexpr int kInputs = Mem::kInputs, kWidth = Mem::kWidth;
   static constexpr int kThreads = Plan::kPlan.team_threads;
   static constexpr int kWarps = kThreads / 32;
@@ -27,25 +27,26 @@ struct Chunk {
   static constexpr int kPacks = static_cast<int>(ceil_div(kShare, kThreads));
 
   const Mem& mem;
-  const R& row;
-  const int chunk;
+  const Row& row;
+  const int number;  // of the chunk, in its row
   Pack* const shared;
   const int rank = threadIdx.x % kThreads;
 
+  // The place in shared memory of the chunk's j-th pack of operand k.
   __device__ __forceinline__ Pack* held(int k, int j) const { return shared + k * kShare + j; }
   __device__ __forceinline__ int pack_of(int p) const { return rank + p * kThreads; }
-  // Whether the chunk has the pack: most are in all chunks but a row's last.
+  // Whether the chunk has a j-th pack. Where the compiler knows that all chunks have it, there is no check.
   __device__ __forceinline__ bool exists(int j) const {
-    return j < kShare && chunk < kChunks && (kChunks * kShare <= R::kPacks || chunk * kShare + j < R::kPacks);
+    return j < kShare && number < kChunks && (kChunks * kShare <= Row::kPacks || number * kShare + j < Row::kPacks);
   }
-  __device__ __forceinline__ At at(int j) const { return row.at(chunk * kShare + j); }
-  __device__ __forceinline__ unsigned kept(const At& at) const { return mem.unmasked(at, at.inside()); }
+  __device__ __forceinline__ At at(int j) const { return row.at(number * kShare + j); }
+  __device__ __forceinline__ unsigned unmasked(const At& at) const { return mem.unmasked(at, at.inside()); }
 
   // Copies the thread's packs to shared memory, where it alone reads them.
   __device__ __forceinline__ void copy() const {
 #pragma unroll
     for (int k = 0; k < kInputs; ++k) {
-      const Pointer<R, const In, kThreads> in(mem.in(k), row, chunk * kShare + rank);
+      const PackPointers<Row, const In, kThreads> in(mem.in(k), row, number * kShare + rank);
 #pragma unroll
       for (int p = 0; p < kPacks; ++p) {
         const int j = pack_of(p);
@@ -60,78 +61,79 @@ struct Chunk {
     }
   }
 
-  // Calls body(j, packs, at) for the packs of the chunk that hold some of the row: those of each run, from the j-th of
-  // the chunk on, are neighbours in memory.
+  // Calls body(j, packs, at) for each run of which the chunk has a part: from the chunk's j-th pack, which lies at
+  // `at`, so many packs are neighbours in memory. Packs with no element of the run are left out.
   template <class Body>
   __device__ __forceinline__ void for_runs(Body body) const {
-    const int begin = chunk * kShare, end = min(begin + kShare, static_cast<int>(R::kPacks));
-    for (int run = begin / static_cast<int>(R::kRunPacks), run_begin = run * static_cast<int>(R::kRunPacks);
-         run_begin < end; ++run, run_begin += R::kRunPacks) {
+    const int begin = number * kShare, end = min(begin + kShare, static_cast<int>(Row::kPacks));
+    for (int run = begin / static_cast<int>(Row::kRunPacks), run_begin = run * static_cast<int>(Row::kRunPacks);
+         run_begin < end; ++run, run_begin += Row::kRunPacks) {
       const int shift = -static_cast<int>(row.at(run_begin).first);
       const int from = max(begin, run_begin + shift / kWidth);
-      const int to = min(end, run_begin + static_cast<int>((shift + R::kRun + kWidth - 1) / kWidth));
+      const int to = min(end, run_begin + static_cast<int>((shift + Row::kRunElements + kWidth - 1) / kWidth));
       if (from < to) body(from - begin, to - from, row.at(from));
     }
   }
 
-  // Calls body(j, at) for those of the thread's packs that are not all the row's: out of the way of the unrolled loops,
-  // which their rarely taken branches would fill. A contiguous row has them at its beginning and end alone.
+  // Calls body(j, at) for the thread's packs with elements beyond their run. They have a loop of their own, since the
+  // branches for them would slow down the unrolled loops. A contiguous row has such packs at its beginning and end
+  // alone.
   template <class Body>
   __device__ __forceinline__ void for_edges(Body body) const {
     const auto visit = [&](int j) {
       const At place = at(j);
       if (!place.whole()) body(j, place);
     };
-    if constexpr (R::kExact) {
+    if constexpr (Row::kExact) {
       return;
-    } else if constexpr (R::kRuns > 1) {
+    } else if constexpr (Row::kRuns > 1) {
 #pragma unroll 1
       for (int j = rank; exists(j); j += kThreads) visit(j);
     } else {
-      static_assert(R::kBoundary <= kThreads * kWidth);
-      if (chunk == 0 && exists(rank)) visit(rank);
-      const int end = static_cast<int>((R::shift_of(row.begin) + R::kRun) / kWidth) - chunk * kShare;
+      static_assert(Row::kBoundary <= kThreads * kWidth);
+      if (number == 0 && exists(rank)) visit(rank);
+      const int end = static_cast<int>((Row::shift_of(row.begin) + Row::kRunElements) / kWidth) - number * kShare;
       if (end >= kShare) return;
-      const int from = max(end, chunk == 0 ? kThreads : 0);
+      const int from = max(end, number == 0 ? kThreads : 0);
 #pragma unroll 1
       for (int j = from + (rank - from % kThreads + kThreads) % kThreads; exists(j); j += kThreads) visit(j);
     }
   }
 
-  // Puts pads in the place of what does not count, where memory can hold pads.
-  __device__ __forceinline__ void mend() const {
-    const auto mend_pack = [&](int j, const At& place, unsigned bits) {
+  // Replaces the elements that do not count by pads, in shared memory, where memory can hold pads.
+  __device__ __forceinline__ void put_pads() const {
+    const auto pad = [&](int j, const At& place, unsigned bits) {
       Pack raw[kInputs];
       const bool any = place.any();
 #pragma unroll
       for (int k = 0; k < kInputs; ++k) raw[k] = any ? *held(k, j) : Mem::pad_pack(k);
-      Mem::mend(raw, bits);
+      Mem::put_pads(raw, bits);
 #pragma unroll
       for (int k = 0; k < kInputs; ++k) *held(k, j) = raw[k];
     };
-    if constexpr (Mem::kOrdered && Mem::kMasked) {
+    if constexpr (Mem::kPlain && Mem::kMasked) {
 #pragma unroll
       for (int p = 0; p < kPacks; ++p) {
         const int j = pack_of(p);
         if (!exists(j)) continue;
         const At place = at(j);
-        const unsigned bits = kept(place);
-        if (bits != Mem::kAll) mend_pack(j, place, bits);
+        const unsigned bits = unmasked(place);
+        if (bits != Mem::kAll) pad(j, place, bits);
       }
-    } else if constexpr (Mem::kOrdered) {
-      for_edges([&](int j, const At& place) { mend_pack(j, place, place.inside()); });
+    } else if constexpr (Mem::kPlain) {
+      for_edges([&](int j, const At& place) { pad(j, place, place.inside()); });
     }
   }
 
-  // The state of the warp's packs.
+  // The state of the packs that the thread's warp has.
   __device__ __forceinline__ StateOf<Op> warp_state() const {
-    mend();
-    // In registers from one pass to the next, but for float64, whose exponential needs many, and for elements of 8
-    // bits, of which a pack has many.
-    constexpr bool kHold = sizeof(C) == 4 && sizeof(In) > 1 && Op::kHasPivot;
-    typename Mem::Held packs[kHold ? kPacks : 1];
+    put_pads();
+    // Packs stay in registers from one pass to the next. Those of float64, whose exponential needs many registers, and
+    // of 8-bit elements, of which a pack has many, are read from shared memory again.
+    constexpr bool kCaches = sizeof(C) == 4 && sizeof(In) > 1 && Op::kHasPivot;
+    typename Mem::Cached packs[kCaches ? kPacks : 1];
     const auto bits_of = [&](int p) {
-      return Mem::kOrdered ? Mem::kAll : exists(pack_of(p)) ? kept(at(pack_of(p))) : 0;
+      return Mem::kPlain ? Mem::kAll : exists(pack_of(p)) ? unmasked(at(pack_of(p))) : 0;
     };
     const auto read = [&](int p) {
       Pack raw[kInputs];
@@ -140,15 +142,15 @@ struct Chunk {
         raw[k] = Mem::pad_pack(k);
         if (exists(pack_of(p))) raw[k] = *held(k, pack_of(p));
       }
-      mem.hold(packs[kHold ? p : 0], raw, at(pack_of(p)), bits_of(p));
+      mem.cache(packs[kCaches ? p : 0], raw, at(pack_of(p)), bits_of(p));
     };
     C pivot = M::constant(0);
     if constexpr (Op::kHasPivot) {
-      Largest<Mem> largest;
+      MaxOfPacks<Mem> largest;
 #pragma unroll
       for (int p = 0; p < kPacks; ++p) {
         read(p);
-        largest.add(mem, packs[kHold ? p : 0], at(pack_of(p)), bits_of(p));
+        largest.add(mem, packs[kCaches ? p : 0], at(pack_of(p)), bits_of(p));
       }
       pivot = max_over_lanes<32, M>(largest.get());
     }
@@ -156,9 +158,9 @@ struct Chunk {
     typename Op::Sum sum{};
 #pragma unroll
     for (int p = 0; p < kPacks; ++p) {
-      if constexpr (!kHold) read(p);
+      if constexpr (!kCaches) read(p);
       typename Mem::Values values;
-      mem.values(values, packs[kHold ? p : 0], at(pack_of(p)), bits_of(p));
+      mem.values(values, packs[kCaches ? p : 0], at(pack_of(p)), bits_of(p));
       typename Op::Sum terms[kWidth], part{};
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) part += terms[i] = Op::term(terms_of_row, values[i]);
@@ -170,13 +172,13 @@ struct Chunk {
     return {pivot, sum_over_lanes<32>(sum)};
   }
 
-  // `state` is the row's, `pivot` that of the warp whose packs these are.
+  // Stores the results of the thread's packs, given the state of the row and the pivot of the thread's warp.
   __device__ __forceinline__ void finish(const StateOf<Op>& state, C pivot) const {
-    const auto finished = mem.row(state, row.begin);
+    const auto finished = mem.finished(state, row.begin);
     typename Op::Scale scale{};
     if constexpr (Mem::kTermsFit) scale = mem.term_scale(state, pivot, row.begin);
     const auto addend = mem.addend(row.begin);
-    const Pointer<R, typename Mem::Out, kThreads> out(mem.out(), row, chunk * kShare + rank);
+    const PackPointers<Row, typename Mem::Out, kThreads> out(mem.out(), row, number * kShare + rank);
     const auto store = [&](typename Mem::Out* to, int j, const At& place, unsigned bits, unsigned inside) {
       Pack raw[kInputs];
 #pragma unroll
@@ -192,7 +194,7 @@ struct Chunk {
 #pragma unroll
         for (int i = 0; i < kWidth; ++i) result[i] = Op::finish(finished, values[i]);
       }
-      const bool counts = Mem::complete(result, bits, addend, place.column());
+      const bool counts = Mem::mask_and_add(result, bits, addend, place.column());
       mem.store(to, place.place.element, result, counts, place, inside);
     };
 #pragma unroll
@@ -200,29 +202,29 @@ struct Chunk {
       const int j = pack_of(p);
       const auto place = at(j);
       if (!exists(j) || !place.whole()) continue;
-      store(out(p, place), j, place, Mem::kMasked ? kept(place) : Mem::kAll, Mem::kAll);
+      store(out(p, place), j, place, Mem::kMasked ? unmasked(place) : Mem::kAll, Mem::kAll);
     }
     for_edges([&](int j, const At& place) {
-      if (place.any()) store(mem.out() + place.place.element, j, place, kept(place), place.inside());
+      if (place.any()) store(mem.out() + place.place.element, j, place, unmasked(place), place.inside());
     });
   }
 };
 
-// A block has kTeams neighbouring chunks of a row, a team each. What is left of the row belongs to the other blocks of
-// its cluster or, if they exchange states through memory, to any.
+// A block has kTeams neighbouring chunks of a row, and a team for each. The row's other chunks belong to the other
+// blocks of its cluster or, if states are exchanged through memory, to any other blocks.
 template <class Mem, class Plan>
 __device__ __forceinline__ void chunks(const typename Mem::Operands& operands) {
   using Op = typename Mem::Op;
   using State = StateOf<Op>;
-  using Work = Chunk<Mem, Plan>;
+  using Chunk = ChunkOfThread<Mem, Plan>;
   constexpr int kWords = kStateWords<State>;
-  constexpr int kChunks = Plan::kPlan.chunks, kTeams = Plan::kPlan.teams, kTeamThreads = Work::kThreads,
-                kTeamWarps = Work::kWarps;
-  constexpr int kChunkPacks = packs_of_chunk(Plan::kPlan, Plan::kCall);
+  constexpr int kChunks = Plan::kPlan.chunks, kTeams = Plan::kPlan.teams, kTeamThreads = Chunk::kThreads,
+                kTeamWarps = Chunk::kWarps;
+  constexpr int kChunkPacks = packs_of_chunk(Plan::kPlan, Plan::kFootprint);
   constexpr int kBlocks = Plan::kPlan.blocks_of_row();
   constexpr bool kClustered = Plan::kPlan.cluster > 1;
   extern __shared__ __align__(128) Pack shared[];
-  __shared__ State part[kTeams * kTeamWarps];
+  __shared__ State warp_states[kTeams * kTeamWarps];
   __shared__ uint64_t words[kClustered ? kBlocks * kTeams * kWords : 1];
   __shared__ uint64_t received;
   const int team = threadIdx.x / kTeamThreads;
@@ -233,13 +235,13 @@ __device__ __forceinline__ void chunks(const typename Mem::Operands& operands) {
 #endif
 
   const Mem mem{operands};
-  const Row<Mem, Plan> row(index);
-  const Work work{mem, row, begin + team, shared + team * kChunkPacks};
-  work.copy();
-  const auto of_row = mem.of_row(row.begin);
+  const typename Chunk::Row row(index);
+  const Chunk chunk{mem, row, begin + team, shared + team * kChunkPacks};
+  chunk.copy();
+  const auto label_element = mem.label_element(row.begin);
   wait_for_copies();
-  const State warp = work.warp_state();
-  if (threadIdx.x % 32 == 0) part[threadIdx.x / 32] = warp;
+  const State warp = chunk.warp_state();
+  if (threadIdx.x % 32 == 0) warp_states[threadIdx.x / 32] = warp;
 #if __CUDA_ARCH__ >= 900
   if constexpr (kClustered) wait_until_all_have_begun();
 #endif
@@ -248,15 +250,15 @@ __device__ __forceinline__ void chunks(const typename Mem::Operands& operands) {
   if constexpr (Plan::kPlan.through_memory) {
     wait_for_previous_kernel();
     const WordsInMemory<State> exchange{operands.words + index * kChunks * kWords};
-    state = combine_over_lanes<Op, kTeamWarps>(part[team * kTeamWarps + threadIdx.x % kTeamWarps]);
-    if (work.rank == 0 && begin + team < kChunks) exchange.publish(begin + team, state);
+    state = combine_over_lanes<Op, kTeamWarps>(warp_states[team * kTeamWarps + threadIdx.x % kTeamWarps]);
+    if (chunk.rank == 0 && begin + team < kChunks) exchange.publish(begin + team, state);
     state = await_row<Op, kChunks>(exchange);
   } else if constexpr (kClustered) {
-    // One warp tells every block of the cluster, this one as well.
+    // One warp sends the states of the block's chunks to all blocks of the cluster, this one included.
     const WordsInCluster<State> exchange{words, &received};
     if (threadIdx.x < 32) {
       for (int t = 0; t < kTeams && begin + t < kChunks; ++t) {
-        state = combine_over_lanes<Op, kTeamWarps>(part[t * kTeamWarps + threadIdx.x % kTeamWarps]);
+        state = combine_over_lanes<Op, kTeamWarps>(warp_states[t * kTeamWarps + threadIdx.x % kTeamWarps]);
         if (static_cast<int>(threadIdx.x) < kBlocks) exchange.publish(begin + t, state, threadIdx.x);
       }
       __syncwarp();
@@ -266,15 +268,15 @@ __device__ __forceinline__ void chunks(const typename Mem::Operands& operands) {
 #endif
     state = await_row<Op, kChunks>(exchange);
   } else {
-    // The chunks' states some lanes apart, whose sum has the same order as that of neighbouring lanes.
+    // All chunks are this block's. Their states are added up in the same order as those of exchanged chunks.
     const int lane = threadIdx.x % 32;
-    state = lane < kTeams * kTeamWarps ? part[lane] : identity<Op, typename Mem::M>();
+    state = lane < kTeams * kTeamWarps ? warp_states[lane] : identity<Op, typename Mem::M>();
     state = combine_over_lanes<Op, kTeamWarps>(state);
     if (lane % kTeamWarps != 0) state = identity<Op, typename Mem::M>();
     state = combine_over_lanes<Op, 32>(state);
   }
-  if (work.chunk == 0 && work.rank == 0) mem.store_row(index, state, of_row);
-  work.finish(state, warp.pivot);
+  if (chunk.number == 0 && chunk.rank == 0) mem.store_row(index, state, label_element);
+  chunk.finish(state, warp.pivot);
 }
 
 }  // namespace jax_softmax::device

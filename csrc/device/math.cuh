@@ -48,9 +48,9 @@ struct Precise : Scalar<C> {
   static __device__ __forceinline__ C log(C x) { return ::log(x); }
 };
 
-// For elements and results of 16 bits or 8: the product with log2(e) is off by 2^-24 of itself, so a result that is not
-// 0 by at most 87 * 2^-24 of itself, which is far below that rounding.
-struct Half : Scalar<float> {
+// float32 with the chip's approximate exp2, for elements and results of 16 bits or 8. The product with log2(e) is off
+// by 2^-24 of itself, so a result that is not 0 by at most 87 * 2^-24 of itself, which is far below that rounding.
+struct Approximate : Scalar<float> {
   static constexpr float kLog2E = 1.44269502f;
   static __device__ __forceinline__ float max(float a, float b) { return fmaxf(a, b); }
   static __device__ __forceinline__ float exp2(float x) {
@@ -62,13 +62,13 @@ struct Half : Scalar<float> {
   static __device__ __forceinline__ float log(float x) { return logf(x); }
 };
 
-// For softmax of float32: see its Relative.
-struct Reduced : Precise<float> {};
+// For softmax of float32, whose terms have a range reduction of their own: see its Relative.
+struct RangeReduced : Precise<float> {};
 
 // The arithmetic of an operator, by the wider one of the types that it reads and writes.
 template <template <class> class Op, class T>
 struct ArithmeticOf {
-  using type = Half;
+  using type = Approximate;
 };
 template <template <class> class Op>
 struct ArithmeticOf<Op, float> {
@@ -76,7 +76,7 @@ struct ArithmeticOf<Op, float> {
 };
 template <>
 struct ArithmeticOf<Softmax, float> {
-  using type = Reduced;
+  using type = RangeReduced;
 };
 template <template <class> class Op>
 struct ArithmeticOf<Op, double> {
@@ -128,12 +128,12 @@ __device__ __forceinline__ float corrected(float quotient, float x, float diviso
 // the quotient itself does: one of 16-bit numbers that is not halfway between two others is at least two such units
 // away from there.
 template <>
-struct Divisor<Half> {
+struct Divisor<Approximate> {
   float value, inverse;
 
   Divisor() = default;
   explicit __device__ __forceinline__ Divisor(float of_row) {
-    const bool divides = of_row != 0.0f && of_row != Half::kInfinity;
+    const bool divides = of_row != 0.0f && of_row != Approximate::kInfinity;
     value = divides ? of_row : 0.0f;
     inverse = divides ? 1.0f / of_row : 0.0f;
   }
@@ -150,7 +150,7 @@ struct Divisor<Precise<float>> {
 
   Divisor() = default;
   explicit __device__ __forceinline__ Divisor(float of_row) {
-    const bool divides = of_row != 0.0f && of_row != Half::kInfinity;
+    const bool divides = of_row != 0.0f && of_row != Approximate::kInfinity;
     const int exponent = static_cast<int>(__float_as_uint(of_row) >> 23);
     power = divides ? __uint_as_float(static_cast<uint32_t>(max(254 - exponent, 1)) << 23) : 0.0f;
     value = divides ? of_row * power : 1.0f;
@@ -251,8 +251,8 @@ struct Relative<device::ScaledTo<Out, M>> {
 // beyond 2^30, so from 2^24 on the pivot itself stands for r and x for x log2(e): 16-bit numbers that differ from such
 // a pivot at all do so by 2^13 or more, and their terms are 0 either way.
 template <>
-struct Relative<device::Half> {
-  using M = device::Half;
+struct Relative<device::Approximate> {
+  using M = device::Approximate;
   static constexpr float kLarge = 1 << 24;
   float factor;
   float subtrahend;
@@ -287,7 +287,7 @@ struct Relative<device::Half> {
 // So that n fits, x and the pivot are taken relative to an origin: the pivot rounded toward zero to a multiple of 2^20.
 // Elements near the pivot lie on a grid on which their distance from the origin is exact.
 template <>
-struct Relative<device::Reduced> {
+struct Relative<device::RangeReduced> {
   static constexpr float kLog2E = 1.44269502f, kLog2ERest = 1.92596303e-8f;
   // 1.5 * 2^23: a sum with it is an integer, in its last bits; and the bias of the exponent.
   static constexpr float kToInteger = 12582912.0f, kBias = 127.0f;
@@ -297,7 +297,7 @@ struct Relative<device::Reduced> {
 
   Relative() = default;
   explicit __device__ __forceinline__ Relative(float unshielded) {
-    const float pivot = shielded<device::Reduced>(unshielded);
+    const float pivot = shielded<device::RangeReduced>(unshielded);
     origin = origin_of(pivot);
     to_integer = kToInteger + kBias - power_of(pivot - origin);
   }
@@ -309,7 +309,7 @@ struct Relative<device::Reduced> {
     const float integer = fmaxf(fmaf(x, kLog2E, to_integer), kToInteger + 1.0f);
     const float power = integer - to_integer;
     const float fraction = fmaf(x, kLog2ERest, fmaf(x, kLog2E, -power));
-    return device::Half::exp2(fraction) * __uint_as_float(__float_as_uint(integer) << 23);
+    return device::Approximate::exp2(fraction) * __uint_as_float(__float_as_uint(integer) << 23);
   }
   __device__ __forceinline__ float exp(float x) const { return exp_times_power(x - origin, to_integer); }
   // Without a branch, since states come by the hundred.

@@ -1,6 +1,5 @@
-// The one place that interprets memory: what the operands' bytes mean to an operator, and what becomes of its results.
-// A schedule moves packs and asks here for their values; a cast, a mask, what is fused before an operator or after it
-// is something that schedules never see.
+// What the bytes of operands and results mean. A schedule moves packs and asks `Memory` for their values and to store
+// results: casts, masks, and expressions before the operator and after it are handled here, and by no schedule.
 #pragma once
 
 #include "device/functions.cuh"
@@ -33,15 +32,15 @@ struct Offset {
   }
 };
 
-// Without an expression before the operator, packs can be compared, and pads put into them, as they are in memory.
-struct LoadedAsItIs {
-  static constexpr bool kNothing = true;
-  static constexpr unsigned kReads = 0;
+// Stands for an expression before the operator where there is none: an element counts as what it is in memory.
+struct IdentityLoad {
+  static constexpr bool kIdentity = true;
+  static constexpr unsigned kSidesRead = 0;
 };
-// Without one after it there is one result of elements.
-struct StoredAsItIs {
-  static constexpr bool kNothing = true;
-  static constexpr unsigned kReads = 0;
+// The same for expressions after it: there is one result of elements, the operator's.
+struct IdentityStore {
+  static constexpr bool kIdentity = true;
+  static constexpr unsigned kSidesRead = 0;
 };
 
 template <class Op_, class In_, class View_, class Sides, class Results, class Load, class Store, bool kPacks_>
@@ -54,8 +53,8 @@ struct Memory {
   using Out = typename Results::template Type<0>;  // of the first result
   template <int side>
   using Side = typename Sides::template Type<side>;
-  static constexpr bool kPacks =
-      kPacks_;  // whether operands begin with whole packs, so that memory is accessed by them
+  // Whether operands begin with whole packs, so that memory is accessed by them.
+  static constexpr bool kPacks = kPacks_;
   static constexpr int kInputs = Op::kInputs, kSides = Sides::kCount, kResults = Results::kCount;
   static constexpr int kWidth = kPerPack<In>;
   static constexpr int64_t kColumns = View::kView.columns;
@@ -88,34 +87,34 @@ struct Memory {
   static constexpr int kMaskSide = side_of(Role::kMask);
   static constexpr bool kMasked = kMaskSide >= 0;
 
-  // Whether the largest word of memory has the largest value, and pads can stand in memory.
-  static constexpr bool kOrdered = Load::kNothing && sizeof(In) > 1;
+  // Whether packs can be compared, and have pads put into them, as they are in memory: as `plain` in plan/plan.h.
+  static constexpr bool kPlain = Load::kIdentity && sizeof(In) > 1;
   // The first operand that sums are made of: all, where an expression may read any.
-  static constexpr int kFirstSummed = Load::kNothing ? Op::kFirstSummed : 0;
-  // Terms can be kept in the place of elements, to be taken once.
+  static constexpr int kFirstSummed = Load::kIdentity ? Op::kFirstSummed : 0;
+  // Whether terms can take the place of elements in memory, so that a result needs no second exponential.
   static constexpr bool kTermsFit = Op::kResultIsScaledTerm && sizeof(In) == sizeof(C);
 
-  // What a thread keeps of a pack from one pass over a row to the next: its words or, where an expression makes the
-  // values, those.
-  struct HeldWords {
+  // A pack that a thread caches from one pass over a row to the next: as it is in memory or, where an expression makes
+  // the values, as these, so that the expression is evaluated once.
+  struct CachedWords {
     Pack raw[kInputs];
   };
-  struct HeldValues {
+  struct CachedValues {
     Values values;
   };
-  using Held = typename Conditional<Load::kNothing, HeldWords, HeldValues>::type;
+  using Cached = typename Conditional<Load::kIdentity, CachedWords, CachedValues>::type;
 
-  // What the results of a row are made of besides its state.
-  struct LabelledElement {
+  // The value of the element that a row's label names, for operators whose results of rows need it.
+  struct ElementAtLabel {
     bool has_label;
     C value;
   };
   struct NoElement {};
-  static constexpr bool kReadsLabelled = Op::kLabelled && !Op::kElementResults;
-  using OfRow = typename Conditional<kReadsLabelled, LabelledElement, NoElement>::type;
+  static constexpr bool kReadsLabelElement = Op::kLabelled && !Op::kElementResults;
+  using LabelElement = typename Conditional<kReadsLabelElement, ElementAtLabel, NoElement>::type;
 
-  // What a row's label changes in the results of its elements: `value` is added to that of the label's column, unless
-  // the row does not count; then all are 0.
+  // For operators with labels and results of elements: `value` is added to the result in the label's column. The
+  // results of a row that does not count are 0.
   struct LabelAddend {
     int column;
     C value;
@@ -130,10 +129,10 @@ struct Memory {
   __device__ __forceinline__ const In* in(int k) const { return static_cast<const In*>(operands.in[k]); }
   __device__ __forceinline__ Out* out() const { return static_cast<Out*>(operands.out[0]); }
 
-  // ---- reading: `bits` are those of a pack's elements that count, `reader` says where they lie
+  // ---- reading: `bits` has a bit for each element of a pack, set if the element counts; `reader` says where they lie
 
-  // Of a pack that lies at a whole pack of memory and has elements that count: what is around them can be read as well,
-  // since memory is never allocated in smaller units.
+  // Reads a pack of which some elements count. Where memory is accessed by packs, all of it is read: memory is never
+  // allocated in smaller units.
   static __device__ __forceinline__ Pack load(const In* p, unsigned bits) {
     if constexpr (kPacks) {
       return load_pack(p);
@@ -142,7 +141,7 @@ struct Memory {
     }
   }
 
-  // The elementwise maximum of packs, or of their magnitudes, as far as terms are relative to that.
+  // A pack as the pivot takes it: the pack itself, or its magnitudes.
   static __device__ __forceinline__ Pack of_pivot(const Pack& pack) {
     if constexpr (Op::kOfMagnitudes) {
       return magnitudes<In>(pack);
@@ -150,6 +149,7 @@ struct Memory {
       return pack;
     }
   }
+  // The elementwise maximum of what the pivot has been so far and of a pack.
   static __device__ __forceinline__ Pack larger(const Pack& largest, const Pack& pack) {
     if constexpr (Op::kOfMagnitudes) {
       return Elements<In>::max_or_nan(largest, magnitudes<In>(pack));
@@ -172,17 +172,17 @@ struct Memory {
       } else if constexpr (kReading == Reading::kPack) {
         return inside & bits_of_bytes(load_words<kWidth>(mask + reader.place_of(0).side[kMaskSide]));
       } else {
-        unsigned kept = 0;
+        unsigned bits = 0;
 #pragma unroll
         for (int e = 0; e < kWidth; ++e) {
-          if ((inside >> e) & 1) kept |= (mask[reader.place_of(e).side[kMaskSide]].bits & 1u) << e;
+          if ((inside >> e) & 1) bits |= (mask[reader.place_of(e).side[kMaskSide]].bits & 1u) << e;
         }
-        return kept;
+        return bits;
       }
     }
   }
 
-  // What stands for a pack that is not there: pads, where memory can hold them.
+  // A pack of pads of the k-th operand, for a pack that does not exist; zeros where memory cannot hold pads.
   static __device__ __forceinline__ Pack pad_pack(int k) {
     if constexpr (sizeof(In) == 1) {
       return Pack{};
@@ -193,15 +193,15 @@ struct Memory {
       return Elements<In>::narrow(pads);
     }
   }
-  // Puts pads in the place of elements that do not count, where memory can hold pads.
-  static __device__ __forceinline__ void mend(Pack (&raw)[kInputs], unsigned bits) {
-    if constexpr (kOrdered) {
+  // Replaces the elements that do not count by pads, where memory can hold pads.
+  static __device__ __forceinline__ void put_pads(Pack (&raw)[kInputs], unsigned bits) {
+    if constexpr (kPlain) {
 #pragma unroll
       for (int k = 0; k < kInputs; ++k) raw[k] = select_elements<In>(bits, raw[k], pad_pack(k));
     }
   }
 
-  // The values of a mended pack's elements: pads of those that do not count.
+  // The values of a pack's elements after `put_pads`; those that do not count are pads.
   template <class Reader>
   __device__ __forceinline__ void values(Values& v, const Pack (&raw)[kInputs], const Reader& reader,
                                          unsigned bits) const {
@@ -212,15 +212,15 @@ struct Memory {
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) v[i][k] = w[i];
     }
-    if constexpr (!Load::kNothing) {
+    if constexpr (!Load::kIdentity) {
       if (bits != 0) {
-        SideValues<Memory, Reader, Load::kReads> sides;
+        SideValues<Memory, Reader, Load::kSidesRead> sides;
         sides.read(*this, reader, bits);
 #pragma unroll
         for (int i = 0; i < kWidth; ++i) Load::apply(v[i], SideOfElement<decltype(sides)>{sides, i});
       }
     }
-    if constexpr (!kOrdered) {
+    if constexpr (!kPlain) {
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) {
 #pragma unroll
@@ -228,27 +228,27 @@ struct Memory {
       }
     }
   }
-  // Keeps a mended pack, or the values that the expression makes of it.
+  // Caches a pack after `put_pads`.
   template <class Reader>
-  __device__ __forceinline__ void hold(Held& held, const Pack (&raw)[kInputs], const Reader& reader,
-                                       unsigned bits) const {
-    if constexpr (Load::kNothing) {
+  __device__ __forceinline__ void cache(Cached& cached, const Pack (&raw)[kInputs], const Reader& reader,
+                                        unsigned bits) const {
+    if constexpr (Load::kIdentity) {
 #pragma unroll
-      for (int k = 0; k < kInputs; ++k) held.raw[k] = raw[k];
+      for (int k = 0; k < kInputs; ++k) cached.raw[k] = raw[k];
     } else {
-      values(held.values, raw, reader, bits);
+      values(cached.values, raw, reader, bits);
     }
   }
-  // The values of a pack that has been kept.
+  // The values of a cached pack.
   template <class Reader>
-  __device__ __forceinline__ void values(Values& v, const Held& held, const Reader& reader, unsigned bits) const {
-    if constexpr (Load::kNothing) {
-      values(v, held.raw, reader, bits);
+  __device__ __forceinline__ void values(Values& v, const Cached& cached, const Reader& reader, unsigned bits) const {
+    if constexpr (Load::kIdentity) {
+      values(v, cached.raw, reader, bits);
     } else {
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) {
 #pragma unroll
-        for (int k = 0; k < kInputs; ++k) v[i][k] = held.values[i][k];
+        for (int k = 0; k < kInputs; ++k) v[i][k] = cached.values[i][k];
       }
     }
   }
@@ -257,13 +257,13 @@ struct Memory {
   __device__ __forceinline__ void value(C (&v)[kInputs], const In (&raw)[kInputs], const Place& at) const {
 #pragma unroll
     for (int k = 0; k < kInputs; ++k) v[k] = Elements<In>::widen(raw[k]);
-    if constexpr (!Load::kNothing) {
-      SideValues<Memory, OneElement<Place>, Load::kReads> sides;
+    if constexpr (!Load::kIdentity) {
+      SideValues<Memory, OneElement<Place>, Load::kSidesRead> sides;
       sides.read(*this, OneElement<Place>{at}, 1);
       Load::apply(v, SideOfElement<decltype(sides)>{sides, 0});
     }
   }
-  __device__ __forceinline__ bool is_kept(const Place& at) const { return unmasked(OneElement<Place>{at}, 1); }
+  __device__ __forceinline__ bool is_unmasked(const Place& at) const { return unmasked(OneElement<Place>{at}, 1); }
 
   // ---- rows
 
@@ -284,14 +284,15 @@ struct Memory {
   // needed.
   template <int kEnd, int kBegin = 0, class Index>
   static __device__ __forceinline__ Place along_kept(const Place& from, Index index) {
-    return moved<true, kEnd, kBegin>(from, index);
+    return along_dims<true, kEnd, kBegin>(from, index);
   }
   template <int kEnd, int kBegin = 0, class Index>
   static __device__ __forceinline__ Place along_reduced(const Place& from, Index index) {
-    return moved<false, kEnd, kBegin>(from, index);
+    return along_dims<false, kEnd, kBegin>(from, index);
   }
-  // The kept dimension whose indices neighbouring rows of a launch differ in, if not the innermost: one that a large
-  // array is broadcast along, which the last cache would not hold until all other rows have been read.
+  // The kept dimension along which neighbouring rows of a launch lie, or -1: the innermost. It is another one if a
+  // large array is broadcast along that: rows that share a part of the array are then read at about the same time,
+  // while the last cache still holds that part.
   static constexpr int swept_dim() {
     constexpr int64_t kCachedElements = 8 << 20;  // of the operands, in a sweep over the other dimensions
     int64_t inner = View::kView.columns;
@@ -309,7 +310,7 @@ struct Memory {
     }
     return -1;
   }
-  // The index-th row of a launch.
+  // The number, in the view, of the index-th row of a launch.
   __device__ __forceinline__ int64_t row_of_launch(int64_t index) const {
     constexpr int kSwept = swept_dim();
     if constexpr (kSwept < 0) {
@@ -329,41 +330,42 @@ struct Memory {
     return along_kept<kKeptDims>(Place{}, static_cast<RowIndex>(row));
   }
 
-  // What terms relative to a pivot are made with, of the row that lies at `at`.
-  __device__ __forceinline__ typename Op::Terms terms(C pivot, const Place& at) const {
+  // What Op::term takes for terms relative to a pivot, of the row that begins at `begin`.
+  __device__ __forceinline__ typename Op::Terms terms(C pivot, const Place& begin) const {
     const Relative<M> relative(pivot);
     if constexpr (kIsSame<typename Op::Terms, Relative<M>>) {
       return relative;
     } else {
       C given[Op::kRowNumbers];
-      row_numbers(given, at);
+      row_numbers(given, begin);
       return Op::terms(relative, given);
     }
   }
-  // What a row's state amounts to for its elements; it lies at `at`.
-  __device__ __forceinline__ typename Op::Row row(const StateOf<Op>& state, const Place& at) const {
+  // What Op::finish takes, given the state of the whole row that begins at `begin`.
+  __device__ __forceinline__ typename Op::Finished finished(const StateOf<Op>& state, const Place& begin) const {
     if constexpr (Op::kRowNumbers == 0) {
-      return Op::row(state);
+      return Op::finished(state);
     } else {
       C given[Op::kRowNumbers];
-      row_numbers(given, at);
-      return Op::row(state, given);
+      row_numbers(given, begin);
+      return Op::finished(state, given);
     }
   }
-  // The same for terms, relative to a pivot of their own.
-  __device__ __forceinline__ typename Op::Scale term_scale(const StateOf<Op>& state, C pivot, const Place& at) const {
+  // What terms relative to `pivot` are multiplied by to become results.
+  __device__ __forceinline__ typename Op::Scale term_scale(const StateOf<Op>& state, C pivot,
+                                                           const Place& begin) const {
     if constexpr (Op::kRowNumbers == 0) {
       return Op::term_scale(state, pivot);
     } else {
       C given[Op::kRowNumbers];
-      row_numbers(given, at);
+      row_numbers(given, begin);
       return Op::term_scale(state, pivot, given);
     }
   }
-  // What the results of a row, which lies at `begin`, are made of besides its state: the element that is its label's.
-  // It takes two accesses, one after the other, and is best asked for while the row is still on its way.
-  __device__ __forceinline__ OfRow of_row(const Place& begin) const {
-    if constexpr (kReadsLabelled) {
+  // The element that the row's label names. That takes two reads, one after the other, which are best started before
+  // the row has arrived.
+  __device__ __forceinline__ LabelElement label_element(const Place& begin) const {
+    if constexpr (kReadsLabelElement) {
       const int label = label_of(begin);
       const bool has_label = 0 <= label && label < kColumns;
       const Place at = along_reduced<kReducedDims>(begin, static_cast<RowIndex>(has_label ? label : 0));
@@ -377,8 +379,8 @@ struct Memory {
       return {};
     }
   }
-  // The same of the results of its elements. A label that is no column of the row is none of an element whose result is
-  // stored.
+  // What the row's label changes in the results of its elements. A label need not name a column of the row: no element
+  // that is stored has its number then.
   __device__ __forceinline__ Addend addend(const Place& begin) const {
     if constexpr (kAddsAtLabel) {
       C given[Op::kRowNumbers];
@@ -392,11 +394,12 @@ struct Memory {
     }
   }
   // Stores the results that the row has itself, if any.
-  __device__ __forceinline__ void store_row(int64_t row, const StateOf<Op>& state, const OfRow& of_row) const {
+  __device__ __forceinline__ void store_row(int64_t row, const StateOf<Op>& state,
+                                            const LabelElement& label_element) const {
     if constexpr (Op::kRowResults > 0) {
       C results[Op::kRowResults];
-      if constexpr (kReadsLabelled) {
-        Op::row_results(state, of_row.has_label, of_row.value, results);
+      if constexpr (kReadsLabelElement) {
+        Op::row_results(state, label_element.has_label, label_element.value, results);
       } else {
         Op::row_results(state, results);
       }
@@ -407,10 +410,11 @@ struct Memory {
 
   // ---- writing
 
-  // The operator's results of a pack's elements, as they are before an expression: masked ones, which are not `kept`,
-  // and the label's. Whether the row counts: else all are to be 0.
-  static __device__ __forceinline__ bool complete(C (&y)[kWidth], unsigned kept, const Addend& addend, int column) {
-    mask(y, kept);
+  // Sets the results of masked elements, adds to that of the label's, and returns whether the row counts: if not, all
+  // of its results are to be 0. `column` is that of the pack's first element.
+  static __device__ __forceinline__ bool mask_and_add(C (&y)[kWidth], unsigned unmasked, const Addend& addend,
+                                                      int column) {
+    mask(y, unmasked);
     if constexpr (kAddsAtLabel) {
       if (static_cast<unsigned>(addend.column - column) < kWidth) {  // which is rare
 #pragma unroll
@@ -420,19 +424,19 @@ struct Memory {
     }
     return true;
   }
-  // The same where each element is of a row of its own: addend_of(i) and column_of(i) are element i's.
+  // The same for a pack whose elements are of different rows: addend_of(i) and column_of(i) are element i's.
   template <class AddendOf, class ColumnOf>
-  static __device__ __forceinline__ bool complete(C (&y)[kWidth], unsigned kept, AddendOf addend_of,
-                                                  ColumnOf column_of) {
-    mask(y, kept);
+  static __device__ __forceinline__ bool mask_and_add(C (&y)[kWidth], unsigned unmasked, AddendOf addend_of,
+                                                      ColumnOf column_of) {
+    mask(y, unmasked);
     if constexpr (kAddsAtLabel) {
 #pragma unroll
-      for (int i = 0; i < kWidth; ++i) y[i] = labelled(y[i], addend_of(i), column_of(i));
+      for (int i = 0; i < kWidth; ++i) y[i] = add_at_label(y[i], addend_of(i), column_of(i));
     }
     return true;
   }
-  // And of one element of a row.
-  static __device__ __forceinline__ C labelled(C y, const Addend& addend, int column) {
+  // The label's part of this, for a single element.
+  static __device__ __forceinline__ C add_at_label(C y, const Addend& addend, int column) {
     if constexpr (kAddsAtLabel) {
       return !addend.counts ? C(0) : column == addend.column ? y + addend.value : y;
     } else {
@@ -440,12 +444,12 @@ struct Memory {
     }
   }
 
-  // Stores the results of those of a pack's elements that are `inside` the row: the first at `first`, all at the
-  // element's place in their arrays.
+  // Stores the results of a pack's elements, of those that are `inside` the row. `y` is the operator's results,
+  // `element` where the pack begins in the arrays of results, and `first` that place in the first of them.
   template <class Reader>
   __device__ __forceinline__ void store(Out* first, int64_t element, C (&y)[kWidth], bool counts, const Reader& reader,
                                         unsigned inside) const {
-    if constexpr (Store::kNothing) {
+    if constexpr (Store::kIdentity) {
       const auto words = narrow<Out>(y);
       store_pack(first, counts ? words : decltype(words){}, inside);
     } else {
@@ -454,17 +458,17 @@ struct Memory {
 #pragma unroll
         for (int i = 0; i < kWidth; ++i) y[i] = counts ? y[i] : C(0);
       }
-      SideValues<Memory, Reader, Store::kReads> sides;
+      SideValues<Memory, Reader, Store::kSidesRead> sides;
       sides.read(*this, reader, inside);
       store_results<0>(first, element, y, sides, inside);
     }
   }
-  // Stores the results of an element but for the first, which is returned.
+  // Stores all results of a single element but the first, which it returns.
   __device__ __forceinline__ Out store_others(const Place& at, C y) const {
-    if constexpr (Store::kNothing) {
+    if constexpr (Store::kIdentity) {
       return narrow<Out>(y);
     } else {
-      SideValues<Memory, OneElement<Place>, Store::kReads> sides;
+      SideValues<Memory, OneElement<Place>, Store::kSidesRead> sides;
       sides.read(*this, OneElement<Place>{at}, 1);
       const SideOfElement<decltype(sides)> side{sides, 0};
       store_element<1>(at.element, y, side);
@@ -504,23 +508,23 @@ struct Memory {
       store_elements(p, words, inside);
     }
   }
-  static __device__ __forceinline__ void mask(C (&y)[kWidth], unsigned kept) {
+  static __device__ __forceinline__ void mask(C (&y)[kWidth], unsigned unmasked) {
     if constexpr (kMasked) {
 #pragma unroll
-      for (int i = 0; i < kWidth; ++i) y[i] = (kept >> i) & 1 ? y[i] : Op::masked();
+      for (int i = 0; i < kWidth; ++i) y[i] = (unmasked >> i) & 1 ? y[i] : Op::masked();
     }
   }
-  // One result or several, as they are in memory.
+  // One result or several, converted to their dtype.
   template <class T, class R>
   static __device__ __forceinline__ auto narrow(const R& r) {
-    if constexpr (Op::kWithinRange && (kIsSame<T, Int8> || (Store::kNothing && sizeof(T) == 1))) {
+    if constexpr (Op::kWithinRange && (kIsSame<T, Int8> || (Store::kIdentity && sizeof(T) == 1))) {
       return Elements<T>::narrow_within_range(r);
     } else {
       return Elements<T>::narrow(r);
     }
   }
   template <bool kKept, int kEnd, int kBegin, class Index>
-  static __device__ __forceinline__ Place moved(const Place& from, Index index) {
+  static __device__ __forceinline__ Place along_dims(const Place& from, Index index) {
     if constexpr (kBegin == kEnd) {
       return from;
     } else {
@@ -529,7 +533,8 @@ struct Memory {
         return from.along(dim, index);
       } else {
         const Index outer = index / static_cast<Index>(dim.extent);
-        return moved<kKept, kEnd - 1, kBegin>(from.along(dim, index - outer * static_cast<Index>(dim.extent)), outer);
+        return along_dims<kKept, kEnd - 1, kBegin>(from.along(dim, index - outer * static_cast<Index>(dim.extent)),
+                                                   outer);
       }
     }
   }
@@ -547,27 +552,27 @@ struct Memory {
   }
 };
 
-// The maximum over packs that are held: of the words as they are in memory, where that is the maximum of their values.
+// The pivot of cached packs: the maximum of their elements, of packs as they are in memory where these can be compared.
 template <class Mem>
-struct Largest {
+struct MaxOfPacks {
   using C = typename Mem::C;
   Pack raw = Mem::pad_pack(0);
   C value = -Mem::M::kInfinity;
 
   template <class Reader>
-  __device__ __forceinline__ void add(const Mem& mem, const typename Mem::Held& held, const Reader& reader,
+  __device__ __forceinline__ void add(const Mem& mem, const typename Mem::Cached& cached, const Reader& reader,
                                       unsigned bits) {
-    if constexpr (Mem::kOrdered) {
-      raw = Mem::larger(raw, held.raw[0]);
+    if constexpr (Mem::kPlain) {
+      raw = Mem::larger(raw, cached.raw[0]);
     } else {
       typename Mem::Values v;
-      mem.values(v, held, reader, bits);
+      mem.values(v, cached, reader, bits);
 #pragma unroll
       for (int i = 0; i < Mem::kWidth; ++i) value = Mem::M::max(value, Mem::Op::of_pivot(v[i][0]));
     }
   }
   __device__ __forceinline__ C get() const {
-    if constexpr (Mem::kOrdered) {
+    if constexpr (Mem::kPlain) {
       C v[Mem::kWidth];
       Elements<typename Mem::In>::widen(v, raw);
       C m = v[0];

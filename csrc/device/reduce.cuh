@@ -37,7 +37,7 @@ __device__ __forceinline__ StateOf<Op> combine_over_lanes(StateOf<Op> state) {
   using M = typename Op::Policy;
   if constexpr (Op::kHasPivot) {
     const auto pivot = max_over_lanes<kLanes, M>(state.pivot);
-    state.sum = moved(state.sum, Relative<M>(pivot), state.pivot);
+    state.sum = rescaled(state.sum, Relative<M>(pivot), state.pivot);
     state.pivot = pivot;
   }
   state.sum = sum_over_lanes<kLanes>(state.sum);
@@ -82,11 +82,11 @@ __device__ __forceinline__ StateOf<Op> combine_parts(StateOf<Op> state, const St
     for (int i = 0; i < n; ++i) pivot = M::max(pivot, part[i].pivot);
   }
   const Relative<M> relative(pivot);
-  if constexpr (Op::kHasPivot) state.sum = moved(state.sum, relative, state.pivot);
+  if constexpr (Op::kHasPivot) state.sum = rescaled(state.sum, relative, state.pivot);
 #pragma unroll
   for (int i = 0; i < n; ++i) {
     if constexpr (Op::kHasPivot) {
-      state.sum += moved(part[i].sum, relative, part[i].pivot);
+      state.sum += rescaled(part[i].sum, relative, part[i].pivot);
     } else {
       state.sum += part[i].sum;
     }

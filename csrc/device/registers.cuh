@@ -1,5 +1,5 @@
-// The schedule `registers`: a row in the registers of a team of lanes, several packs a lane, all loads first. Packs are
-// kept as they are in memory, or as their terms if the result is made of those.
+// The schedule `registers`: a row in the registers of a team of lanes, several packs a lane. A lane first starts to
+// read all of its packs. Then it keeps them as they are in memory, or their terms if the results are made of those.
 #pragma once
 
 #include "device/reduce.cuh"
@@ -8,116 +8,150 @@
 
 namespace jax_softmax::device {
 
+// One lane's share of a row: the packs rank, rank + kLanes, rank + 2 * kLanes, ..., of which it has the p-th at p.
 template <class Mem, class Plan>
-__device__ __forceinline__ void registers(const typename Mem::Operands& operands) {
+struct RowOfLane {
   using Op = typename Mem::Op;
   using M = typename Mem::M;
   using C = typename Mem::C;
   using In = typename Mem::In;
-  using R = Row<Mem, Plan>;
-  constexpr Registers kPlan = Plan::kPlan;
-  constexpr int kPacks = kPlan.packs, kLanes = kPlan.lanes, kWidth = Mem::kWidth, kInputs = Mem::kInputs;
-  using Members = Team<Op, kLanes, kPlan.threads>;
-  const Mem mem{operands};
+  using Row = RowPacks<Mem, Plan>;
+  static constexpr int kPacks = Plan::kPlan.packs, kLanes = Plan::kPlan.lanes;
+  static constexpr int kWidth = Mem::kWidth, kInputs = Mem::kInputs;
+  static constexpr bool kKeepsTerms = Op::kResultIsScaledTerm;
+  using RowTeam = Team<Op, kLanes, Plan::kPlan.threads>;
+  using Packs = Pack[kPacks][kInputs];
+  using Masks = unsigned[Mem::kMasked ? kPacks : 1];  // of packs, as bits, the unmasked elements
+  using Cached = typename Mem::Cached[kPacks];
+  using Terms = C[kKeepsTerms ? kPacks : 1][kWidth];
 
-  // The last block's idle teams repeat the last row and store nothing.
-  const int64_t team = static_cast<int64_t>(blockIdx.x) * kPlan.rows_of_block() + threadIdx.x / kLanes;
-  const bool active = kLanes == kPlan.threads || team < operands.rows;
-  const int64_t index = mem.row_of_launch(active ? team : operands.rows - 1);
-  const R row(index);
-  const int rank = Members::rank();
-  const auto pack_of = [&](int p) { return rank + p * kLanes; };
-  // Whether a pack is the row's at all: most are for all lanes, which the compiler then knows.
-  const auto exists = [&](int p) { return (p + 1) * kLanes <= R::kPacks || pack_of(p) < R::kPacks; };
+  const Mem& mem;
+  const Row& row;
+  const int rank = RowTeam::rank();
 
-  Pack raw[kPacks][kInputs];
-  const Pointer<R, const In, kLanes> first(mem.in(0), row, rank), last(mem.in(kInputs - 1), row, rank);
+  // Whether the row has such a pack. Where the compiler knows that all lanes have it, there is no check.
+  __device__ __forceinline__ bool exists(int p) const {
+    return (p + 1) * kLanes <= Row::kPacks || rank + p * kLanes < Row::kPacks;
+  }
+  __device__ __forceinline__ typename Row::At at(int p) const { return row.at(rank + p * kLanes); }
+  // As bits, the elements of a pack that count.
+  __device__ __forceinline__ unsigned unmasked(const Masks& mask, int p) const {
+    return Mem::kMasked ? mask[Mem::kMasked ? p : 0] : exists(p) ? at(p).inside() : 0;
+  }
+
+  __device__ __forceinline__ void read(Packs& raw) const {
+    const PackPointers<Row, const In, kLanes> first(mem.in(0), row, rank), last(mem.in(kInputs - 1), row, rank);
 #pragma unroll
-  for (int p = 0; p < kPacks; ++p) {
-    const auto at = row.at(pack_of(p));
+    for (int p = 0; p < kPacks; ++p) {
+      const auto place = at(p);
 #pragma unroll
-    for (int k = 0; k < kInputs; ++k) {
-      if (!R::kExact || (p + 1) * kLanes > R::kPacks) raw[p][k] = Mem::pad_pack(k);
-      if (exists(p) && at.any()) {
-        raw[p][k] = Mem::load((k == 0 ? first : last)(p, at), Mem::kPacks ? Mem::kAll : at.inside());
+      for (int k = 0; k < kInputs; ++k) {
+        if (!Row::kExact || (p + 1) * kLanes > Row::kPacks) raw[p][k] = Mem::pad_pack(k);
+        if (exists(p) && place.any()) {
+          raw[p][k] = Mem::load((k == 0 ? first : last)(p, place), Mem::kPacks ? Mem::kAll : place.inside());
+        }
       }
     }
   }
-  constexpr bool kAhead = kLanes <= 32;  // in a block of one row others would wait for the lane that needs it
-  typename Mem::OfRow of_row{};
-  if constexpr (kAhead) of_row = mem.of_row(row.begin);
+  // Puts pads into the packs, and caches them.
+  __device__ __forceinline__ void cache(Cached& cached, Masks& mask, Packs& raw) const {
+#pragma unroll
+    for (int p = 0; p < kPacks; ++p) {
+      if constexpr (Mem::kMasked) {
+        const auto place = at(p);
+        mask[p] = exists(p) ? mem.unmasked(place, place.inside()) : 0;
+      }
+      if constexpr (!Row::kExact || Mem::kMasked) {
+        if ((Mem::kMasked || !at(p).whole()) && unmasked(mask, p) != Mem::kAll)
+          Mem::put_pads(raw[p], unmasked(mask, p));
+      }
+    }
+#pragma unroll
+    for (int p = 0; p < kPacks; ++p) mem.cache(cached[p], raw[p], at(p), unmasked(mask, p));
+  }
+  // The state of the packs that the lane's warp has of the row.
+  __device__ __forceinline__ StateOf<Op> warp_state(Terms& terms, const Cached& cached, const Masks& mask) const {
+    C pivot = M::constant(0);
+    if constexpr (Op::kHasPivot) {
+      MaxOfPacks<Mem> largest;
+#pragma unroll
+      for (int p = 0; p < kPacks; ++p) largest.add(mem, cached[p], at(p), unmasked(mask, p));
+      pivot = RowTeam::warp_max(largest.get());
+    }
+    const auto terms_of_row = mem.terms(pivot, row.begin);
+    typename Op::Sum sum{};
+    // Where several warps share a row, arithmetic takes longer than memory does: a warp skips its last packs if all of
+    // them lie beyond the row.
+    constexpr bool kMayEnd = !Row::kExact && RowTeam::kBlock;
+    const bool ends = kMayEnd && !__any_sync(kFullWarp, exists(kPacks - 1) && at(kPacks - 1).any());
+#pragma unroll
+    for (int p = 0; p < kPacks; ++p) {
+      if (kMayEnd && p == kPacks - 1 && ends) break;
+      typename Mem::Values values;
+      mem.values(values, cached[p], at(p), unmasked(mask, p));
+      typename Op::Sum part{};
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) {
+        const auto term = Op::term(terms_of_row, values[i]);
+        if constexpr (kKeepsTerms) terms[p][i] = term;
+        part += term;
+      }
+      sum += part;
+    }
+    return {pivot, RowTeam::warp_sum(sum)};
+  }
+};
+
+template <class Mem, class Plan>
+__device__ __forceinline__ void registers(const typename Mem::Operands& operands) {
+  using Op = typename Mem::Op;
+  using Lane = RowOfLane<Mem, Plan>;
+  using Row = typename Lane::Row;
+  constexpr Registers kPlan = Plan::kPlan;
+  constexpr int kWidth = Mem::kWidth;
+  const Mem mem{operands};
+  // The last block's idle teams repeat the last row and store nothing.
+  const int64_t team = static_cast<int64_t>(blockIdx.x) * kPlan.rows_of_block() + threadIdx.x / kPlan.lanes;
+  const bool active = kPlan.lanes == kPlan.threads || team < operands.rows;
+  const int64_t index = mem.row_of_launch(active ? team : operands.rows - 1);
+  const Row row(index);
+  const Lane lane{mem, row};
+
+  typename Lane::Packs raw;
+  lane.read(raw);
+  // Read now, unless a block has one row: all its warps would wait for the lane that needs the element.
+  constexpr bool kLabelFirst = kPlan.lanes <= 32;
+  typename Mem::LabelElement label_element{};
+  if constexpr (kLabelFirst) label_element = mem.label_element(row.begin);
   const auto addend = mem.addend(row.begin);
-  unsigned kept[Mem::kMasked ? kPacks : 1] = {};
-  const auto kept_of = [&](int p) {
-    return Mem::kMasked ? kept[Mem::kMasked ? p : 0] : exists(p) ? row.at(pack_of(p)).inside() : 0;
-  };
-#pragma unroll
-  for (int p = 0; p < kPacks; ++p) {
-    if constexpr (Mem::kMasked) {
-      const auto at = row.at(pack_of(p));
-      kept[p] = exists(p) ? mem.unmasked(at, at.inside()) : 0;
-    }
-    if constexpr (!R::kExact || Mem::kMasked) {
-      if ((Mem::kMasked || !row.at(pack_of(p)).whole()) && kept_of(p) != Mem::kAll) Mem::mend(raw[p], kept_of(p));
-    }
-  }
-  typename Mem::Held held[kPacks];
-#pragma unroll
-  for (int p = 0; p < kPacks; ++p) mem.hold(held[p], raw[p], row.at(pack_of(p)), kept_of(p));
-
-  constexpr bool kTerms = Op::kResultIsScaledTerm;
-  C terms[kTerms ? kPacks : 1][kWidth];
-  C pivot = M::constant(0);
-  if constexpr (Op::kHasPivot) {
-    Largest<Mem> largest;
-#pragma unroll
-    for (int p = 0; p < kPacks; ++p) largest.add(mem, held[p], row.at(pack_of(p)), kept_of(p));
-    pivot = Members::warp_max(largest.get());
-  }
-  const auto terms_of_row = mem.terms(pivot, row.begin);
-  typename Op::Sum sum{};
-  // Teams of several warps wait for arithmetic first: a warp leaves out what is all beyond the row.
-  constexpr bool kMayEnd = !R::kExact && Members::kBlock;
-  const bool ends = kMayEnd && !__any_sync(kFullWarp, exists(kPacks - 1) && row.at(pack_of(kPacks - 1)).any());
-#pragma unroll
-  for (int p = 0; p < kPacks; ++p) {
-    if (kMayEnd && p == kPacks - 1 && ends) break;
-    typename Mem::Values values;
-    mem.values(values, held[p], row.at(pack_of(p)), kept_of(p));
-    typename Op::Sum part{};
-#pragma unroll
-    for (int i = 0; i < kWidth; ++i) {
-      const auto term = Op::term(terms_of_row, values[i]);
-      if constexpr (kTerms) terms[p][i] = term;
-      part += term;
-    }
-    sum += part;
-  }
-  const StateOf<Op> state = Members::combine({pivot, Members::warp_sum(sum)});
+  typename Lane::Masks mask = {};
+  typename Lane::Cached cached;
+  lane.cache(cached, mask, raw);
+  typename Lane::Terms terms;
+  const StateOf<Op> warp = lane.warp_state(terms, cached, mask), state = Lane::RowTeam::combine(warp);
   if (!active) return;
-  if (rank == 0) mem.store_row(index, state, kAhead ? of_row : mem.of_row(row.begin));
+  if (lane.rank == 0) mem.store_row(index, state, kLabelFirst ? label_element : mem.label_element(row.begin));
   if constexpr (!Op::kElementResults) return;
-
-  const typename Op::Row finished = mem.row(state, row.begin);
+  const auto finished = mem.finished(state, row.begin);
   typename Op::Scale scale{};
-  if constexpr (kTerms) scale = mem.term_scale(state, pivot, row.begin);
-  const Pointer<R, typename Mem::Out, kLanes> out(mem.out(), row, rank);
+  if constexpr (Lane::kKeepsTerms) scale = mem.term_scale(state, warp.pivot, row.begin);
+  const PackPointers<Row, typename Mem::Out, kPlan.lanes> out(mem.out(), row, lane.rank);
 #pragma unroll
-  for (int p = 0; p < kPacks; ++p) {
-    if (!exists(p)) continue;
-    const auto at = row.at(pack_of(p));
-    C result[kWidth];
-    if constexpr (kTerms) {
+  for (int p = 0; p < kPlan.packs; ++p) {
+    if (!lane.exists(p)) continue;
+    const auto place = lane.at(p);
+    typename Mem::C result[kWidth];
+    if constexpr (Lane::kKeepsTerms) {
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) result[i] = terms[p][i] * scale;
     } else {
       typename Mem::Values values;
-      mem.values(values, held[p], at, kept_of(p));
+      mem.values(values, cached[p], place, lane.unmasked(mask, p));
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) result[i] = Op::finish(finished, values[i]);
     }
-    const bool counts = Mem::complete(result, kept_of(p), addend, at.column());
-    mem.store(out(p, at), at.place.element, result, counts, at, at.inside());
+    const bool counts = Mem::mask_and_add(result, lane.unmasked(mask, p), addend, place.column());
+    mem.store(out(p, place), place.place.element, result, counts, place, place.inside());
   }
 }
 

@@ -26,16 +26,15 @@ __device__ __forceinline__ void copy_bulk(Pack* shared, const void* global, int 
                "l"(global), "r"(bytes), "r"(shared_address(barrier))
                : "memory");
 }
-#endif
 
-// The place in a block's ring: a stage, and the parity of the rounds.
+// A position in a block's ring as one of its warps goes round it.
 template <int kStages>
-struct Turn {
-  int number = 0;
-  int stage = 0;
-  unsigned parity = 0;
+struct RingPosition {
+  int count = 0;        // chunks that have passed
+  int stage = 0;        // count % kStages
+  unsigned parity = 0;  // count / kStages % 2: of the phases that the stage's barriers are in
   __device__ __forceinline__ void next() {
-    ++number;
+    ++count;
     if (++stage == kStages) {
       stage = 0;
       parity ^= 1;
@@ -43,166 +42,213 @@ struct Turn {
   }
 };
 
+// What the warps of a block do. A job is a chunk of any row: chunk c of row r is job r * kChunks + c. A ticket is for
+// two jobs, and ticket t for jobs 2 t and 2 t + 1.
 template <class Mem, class Plan>
-__device__ __forceinline__ void ring(const typename Mem::Operands& operands) {
-#if __CUDA_ARCH__ >= 900
+struct RingOfBlock {
   using Op = typename Mem::Op;
   using State = StateOf<Op>;
-  using R = Row<Mem, Plan>;
-  using Work = Chunk<Mem, Plan>;
-  constexpr Ring kPlan = Plan::kPlan;
-  constexpr int kWords = kStateWords<State>;
-  constexpr int kTeamWarps = Work::kWarps, kStages = kPlan.stages, kCopies = kPlan.copies;
-  constexpr int kSummers = kPlan.summers, kWriters = kPlan.writers, kWaiters = kPlan.waiters;  // teams, and warps
-  constexpr unsigned kChunks = kPlan.chunks;
-  constexpr int kChunkPacks = packs_of_chunk(kPlan, Plan::kCall);
-  constexpr unsigned kEnd = ~0u;
-  constexpr int kEnds = kSummers > kWriters ? kSummers : kWriters;
-  constexpr int kSumWarps = kPlan.summing_warps(), kTeamsWarps = kPlan.copying_warp();
-  extern __shared__ __align__(128) Pack shared[];
-  __shared__ uint64_t full[kStages], summed[kStages], complete[kStages], empty[kStages];
-  __shared__ unsigned ticket_of[kStages];
-  __shared__ State part[kStages][kTeamWarps];
-  __shared__ State finished[kStages];
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  if (threadIdx.x == 0) {
+  using Row = RowPacks<Mem, Plan>;
+  using Chunk = ChunkOfThread<Mem, Plan>;
+  static constexpr Ring kPlan = Plan::kPlan;
+  static constexpr int kStages = kPlan.stages, kTeamWarps = Chunk::kWarps, kWords = kStateWords<State>;
+  static constexpr unsigned kChunks = kPlan.chunks;
+  static constexpr unsigned kEnd = ~0u;  // stands for a job where there are no more
+  using Position = RingPosition<kStages>;
+
+  struct Shared {
+    uint64_t full[kStages], summed[kStages], complete[kStages], empty[kStages];  // barriers
+    unsigned job[kStages];
+    State warp_states[kStages][kTeamWarps];  // of a chunk's warps
+    State row_states[kStages];               // of the chunk's row
+  };
+
+  const Mem& mem;
+  Shared& shared;
+  Pack* const packs;  // of the stages
+
+  static __device__ __forceinline__ int warp() { return threadIdx.x / 32; }
+  static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
+
+  __device__ __forceinline__ void init_barriers() const {
     for (int s = 0; s < kStages; ++s) {
-      init_barrier(&full[s], 1);
-      init_barrier(&summed[s], Work::kThreads);
-      init_barrier(&complete[s], 2 * 32);  // of two warps, each lane for itself: it has read what the stage holds
-      init_barrier(&empty[s], Work::kThreads);
+      init_barrier(&shared.full[s], 1);
+      init_barrier(&shared.summed[s], Chunk::kThreads);
+      init_barrier(&shared.complete[s], 2 * 32);  // each lane of two warps, when it has read what the stage holds
+      init_barrier(&shared.empty[s], Chunk::kThreads);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
-  __syncthreads();
+  // Calls body(chunk) with the thread's share of the job in that stage.
+  template <class Body>
+  __device__ __forceinline__ void with_chunk(unsigned job, int stage, Body body) const {
+    const unsigned index = job / kChunks;
+    const Row row(index);
+    constexpr int kChunkPacks = packs_of_chunk(kPlan, Plan::kFootprint);
+    body(Chunk{mem, row, static_cast<int>(job - index * kChunks), packs + stage * kChunkPacks});
+  }
+  // Memory for the states of a row's chunks.
+  __device__ __forceinline__ WordsInMemory<State> words_of(unsigned row) const {
+    return {mem.operands.words + static_cast<int64_t>(row) * kChunks * kWords};
+  }
 
-  const Mem mem{operands};
-  const unsigned last_item = static_cast<unsigned>(operands.rows) * kChunks - 1;
-  const auto with_chunk = [&](unsigned item, int stage, auto body) {
-    const unsigned index = item / kChunks;
-    const R row(index);
-    body(Work{mem, row, static_cast<int>(item - index * kChunks), shared + stage * kChunkPacks});
-  };
-  const auto words_of = [&](unsigned row) {
-    return WordsInMemory<State>{operands.words + static_cast<int64_t>(row) * kChunks * kWords};
-  };
-  Turn<kStages> turn;
-
-  if (warp < kSumWarps) {
-    for (;; turn.next()) {
-      if (turn.number % kSummers != warp / kTeamWarps) continue;
-      wait(&full[turn.stage], turn.parity);
-      const unsigned item = ticket_of[turn.stage];
-      if (item == kEnd) return;
-      with_chunk(item, turn.stage, [&](const Work& work) {
-        const State state = work.warp_state();
-        if (lane == 0) part[turn.stage][warp % kTeamWarps] = state;
+  // A team of the warps that sum terms.
+  __device__ __forceinline__ void sum(int team) const {
+    for (Position at;; at.next()) {
+      if (at.count % kPlan.summers != team) continue;
+      wait(&shared.full[at.stage], at.parity);
+      const unsigned job = shared.job[at.stage];
+      if (job == kEnd) return;
+      with_chunk(job, at.stage, [&](const Chunk& chunk) {
+        const State state = chunk.warp_state();
+        if (lane() == 0) shared.warp_states[at.stage][warp() % kTeamWarps] = state;
       });
-      arrive(&summed[turn.stage]);  // each lane for itself: it may have written to the stage
+      arrive(&shared.summed[at.stage]);  // each lane for itself: it may have written to the stage
     }
   }
-  if (warp < kTeamsWarps) {
-    for (;; turn.next()) {
-      if (turn.number % kWriters != (warp - kSumWarps) / kTeamWarps) continue;
-      wait(&complete[turn.stage], turn.parity);
-      const unsigned item = ticket_of[turn.stage];
-      if (item == kEnd) return;
-      with_chunk(item, turn.stage, [&](const Work& work) {
-        if (work.chunk == 0 && work.rank == 0) {
-          mem.store_row(item / kChunks, finished[turn.stage], mem.of_row(work.row.begin));
+  // A team of the warps that write results.
+  __device__ __forceinline__ void write(int team) const {
+    for (Position at;; at.next()) {
+      if (at.count % kPlan.writers != team) continue;
+      wait(&shared.complete[at.stage], at.parity);
+      const unsigned job = shared.job[at.stage];
+      if (job == kEnd) return;
+      with_chunk(job, at.stage, [&](const Chunk& chunk) {
+        if (chunk.number == 0 && chunk.rank == 0) {
+          mem.store_row(job / kChunks, shared.row_states[at.stage], mem.label_element(chunk.row.begin));
         }
-        work.finish(finished[turn.stage], part[turn.stage][warp % kTeamWarps].pivot);
+        chunk.finish(shared.row_states[at.stage], shared.warp_states[at.stage][warp() % kTeamWarps].pivot);
       });
-      // What was read and written here comes before the next copy, which takes another way to shared memory.
+      // Orders these reads and writes of the stage before the next copy to it, which is not made by a thread.
       asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-      arrive(&empty[turn.stage]);
+      arrive(&shared.empty[at.stage]);
     }
   }
-  if (warp == kTeamsWarps) {
-    if (lane != 0) return;
-    // A ticket is asked for ahead of time, since the answer takes its while, but not if all stages could then hold
-    // chunks of the row that a chunk without a stage belongs to: none of them would ever be empty again.
-    unsigned* const counter = reinterpret_cast<unsigned*>(operands.words + operands.rows * kChunks * kWords);
+
+  // The thread that takes tickets and starts copies. It asks for the next ticket ahead of time, since the answer takes
+  // long, unless the jobs taken of the latest row might fill all stages: if another job of that row had no stage then,
+  // no stage would ever be empty again.
+  __device__ __forceinline__ void copy() const {
+    const unsigned last_job = static_cast<unsigned>(mem.operands.rows) * kChunks - 1;
+    unsigned* const counter = reinterpret_cast<unsigned*>(mem.operands.words + mem.operands.rows * kChunks * kWords);
     const auto next_ticket = [&] { return gridDim.x + atomicAdd(counter, 1u); };
     unsigned ticket = blockIdx.x;
     unsigned row = kEnd;
-    int of_row = 0;  // chunks taken of the latest row
-    Turn<kStages>
-        oldest;  // that may still be on its way: more at once would only keep one another and the results waiting
-    while (2 * ticket <= last_item) {
-      const unsigned begin = 2 * ticket, end = min(begin + 1, last_item);
-      for (unsigned item = begin; item <= end; ++item) {
-        if (item / kChunks != row) of_row = 0;
-        row = item / kChunks;
-        ++of_row;
+    int jobs_of_row = 0;  // that have been taken of the latest row
+    Position at;
+    Position oldest;  // copy that may be under way: more than so many at once would only delay each other
+    while (2 * ticket <= last_job) {
+      const unsigned begin = 2 * ticket, end = min(begin + 1, last_job);
+      for (unsigned job = begin; job <= end; ++job) {
+        if (job / kChunks != row) jobs_of_row = 0;
+        row = job / kChunks;
+        ++jobs_of_row;
       }
-      const bool ahead = of_row + 2 <= kStages;
+      const bool ahead = jobs_of_row + 2 <= kStages;
       unsigned next = 0;
-      for (unsigned item = begin; item <= end; ++item) {
-        if (turn.number >= kStages) wait(&empty[turn.stage], turn.parity ^ 1);
-        if (turn.number >= kCopies) {
-          wait(&full[oldest.stage], oldest.parity);
+      for (unsigned job = begin; job <= end; ++job) {
+        wait_until_empty(at);
+        if (at.count >= kPlan.copies) {
+          wait(&shared.full[oldest.stage], oldest.parity);
           oldest.next();
         }
-        ticket_of[turn.stage] = item;
-        with_chunk(item, turn.stage, [&](const Work& work) {
-          int bytes = 0;
-          work.for_runs([&](int, int packs, const typename R::At&) { bytes += packs * kPackBytes * Mem::kInputs; });
-          arrive_and_expect(&full[turn.stage], bytes);
-          work.for_runs([&](int j, int packs, const typename R::At& at) {
-#pragma unroll
-            for (int k = 0; k < Mem::kInputs; ++k) {
-              copy_bulk(work.held(k, j), mem.in(k) + at.place.element, packs * kPackBytes, &full[turn.stage]);
-            }
-          });
-        });
-        turn.next();
-        if (item == begin && ahead) next = next_ticket();
+        start_copy(job, at);
+        at.next();
+        if (job == begin && ahead) next = next_ticket();
       }
       if (!ahead) {
-        for (Turn<kStages> free = turn; free.number < turn.number + 2; free.next()) {
-          if (free.number >= kStages) wait(&empty[free.stage], free.parity ^ 1);
-        }
+        for (Position free = at; free.count < at.count + 2; free.next()) wait_until_empty(free);
         next = next_ticket();
       }
       ticket = next;
     }
-    for (int i = 0; i < kEnds; ++i, turn.next()) {  // one for each team
-      if (turn.number >= kStages) wait(&empty[turn.stage], turn.parity ^ 1);
-      ticket_of[turn.stage] = kEnd;
-      arrive(&full[turn.stage]);
-    }
-    return;
-  }
-  if (warp == kPlan.publishing_warp()) {
-    for (int ends = 0;; turn.next()) {
-      wait(&full[turn.stage], turn.parity);
-      const unsigned item = ticket_of[turn.stage];
-      if (item != kEnd) {
-        wait(&summed[turn.stage], turn.parity);
-        const State state = combine_over_lanes<Op, kTeamWarps>(part[turn.stage][lane % kTeamWarps]);
-        if (lane == 0) words_of(item / kChunks).publish(static_cast<int>(item % kChunks), state);
-      }
-      arrive(&complete[turn.stage]);
-      if (item == kEnd && ++ends == kWriters) return;  // each team of writers has been told
+    constexpr int kEnds = kPlan.summers > kPlan.writers ? kPlan.summers : kPlan.writers;
+    for (int i = 0; i < kEnds; ++i, at.next()) {  // tells each team
+      wait_until_empty(at);
+      shared.job[at.stage] = kEnd;
+      arrive(&shared.full[at.stage]);
     }
   }
-  State state = identity<Op, typename Mem::M>();
-  unsigned row = kEnd;
-  for (int ends = 0;; turn.next()) {
-    if (turn.number % kWaiters != warp - kPlan.first_waiter()) continue;
-    wait(&full[turn.stage], turn.parity);
-    const unsigned item = ticket_of[turn.stage];
-    if (item != kEnd) {
-      wait(&summed[turn.stage], turn.parity);
-      if (item / kChunks != row) {
-        row = item / kChunks;
-        state = await_row<Op, static_cast<int>(kChunks), 2>(words_of(row));
+  __device__ __forceinline__ void wait_until_empty(const Position& at) const {
+    if (at.count >= kStages) wait(&shared.empty[at.stage], at.parity ^ 1);
+  }
+  __device__ __forceinline__ void start_copy(unsigned job, const Position& at) const {
+    shared.job[at.stage] = job;
+    uint64_t* const full = &shared.full[at.stage];
+    with_chunk(job, at.stage, [&](const Chunk& chunk) {
+      int bytes = 0;
+      chunk.for_runs([&](int, int n, const typename Row::At&) { bytes += n * kPackBytes * Mem::kInputs; });
+      arrive_and_expect(full, bytes);
+      chunk.for_runs([&](int j, int n, const typename Row::At& from) {
+#pragma unroll
+        for (int k = 0; k < Mem::kInputs; ++k) {
+          copy_bulk(chunk.held(k, j), mem.in(k) + from.place.element, n * kPackBytes, full);
+        }
+      });
+    });
+  }
+
+  // The warp that publishes the states of chunks.
+  __device__ __forceinline__ void publish() const {
+    int ends = 0;  // teams of writers that have been told that there are no more jobs
+    for (Position at; ends < kPlan.writers; at.next()) {
+      wait(&shared.full[at.stage], at.parity);
+      const unsigned job = shared.job[at.stage];
+      if (job != kEnd) {
+        wait(&shared.summed[at.stage], at.parity);
+        const State state = combine_over_lanes<Op, kTeamWarps>(shared.warp_states[at.stage][lane() % kTeamWarps]);
+        if (lane() == 0) words_of(job / kChunks).publish(static_cast<int>(job % kChunks), state);
       }
-      if (lane == 0) finished[turn.stage] = state;
+      arrive(&shared.complete[at.stage]);
+      if (job == kEnd) ++ends;
     }
-    arrive(&complete[turn.stage]);
-    if (item == kEnd && ++ends == kWriters / kWaiters) return;  // each team of writers has been told
+  }
+  // One of the warps that wait for the states of all chunks of a row.
+  __device__ __forceinline__ void await_rows(int waiter) const {
+    State state = identity<Op, typename Mem::M>();
+    unsigned row = kEnd;
+    int ends = 0;  // as in `publish`, of the teams whose stages this warp has
+    for (Position at; ends < kPlan.writers / kPlan.waiters; at.next()) {
+      if (at.count % kPlan.waiters != waiter) continue;
+      wait(&shared.full[at.stage], at.parity);
+      const unsigned job = shared.job[at.stage];
+      if (job != kEnd) {
+        wait(&shared.summed[at.stage], at.parity);
+        if (job / kChunks != row) {
+          row = job / kChunks;
+          state = await_row<Op, static_cast<int>(kChunks), 2>(words_of(row));
+        }
+        if (lane() == 0) shared.row_states[at.stage] = state;
+      }
+      arrive(&shared.complete[at.stage]);
+      if (job == kEnd) ++ends;
+    }
+  }
+};
+#endif
+
+template <class Mem, class Plan>
+__device__ __forceinline__ void ring(const typename Mem::Operands& operands) {
+#if __CUDA_ARCH__ >= 900
+  using Block = RingOfBlock<Mem, Plan>;
+  constexpr Ring kPlan = Plan::kPlan;
+  extern __shared__ __align__(128) Pack packs[];
+  __shared__ typename Block::Shared shared;
+  const Mem mem{operands};
+  const Block block{mem, shared, packs};
+  if (threadIdx.x == 0) block.init_barriers();
+  __syncthreads();
+  const int warp = Block::warp();
+  if (warp < kPlan.summing_warps()) {
+    block.sum(warp / Block::kTeamWarps);
+  } else if (warp < kPlan.copying_warp()) {
+    block.write((warp - kPlan.summing_warps()) / Block::kTeamWarps);
+  } else if (warp == kPlan.copying_warp()) {
+    if (Block::lane() == 0) block.copy();
+  } else if (warp == kPlan.publishing_warp()) {
+    block.publish();
+  } else {
+    block.await_rows(warp - kPlan.first_waiter());
   }
 #endif
 }

@@ -1,4 +1,4 @@
-// Where the packs of a row lie, which geometry/rows.h cuts it into. A pack's elements beyond its run do not count.
+// Where the packs lie that cover a row (geometry/rows.h). A pack may reach beyond its run: those elements do not count.
 #pragma once
 
 #include "device/memory.cuh"
@@ -8,25 +8,24 @@
 namespace jax_softmax::device {
 
 template <class Mem, class Plan>
-struct Row {
+struct RowPacks {
   using Place = typename Mem::Place;
   static_assert(kIsPlannedFor<Mem, Plan>);
   static constexpr int kWidth = Mem::kWidth;
-  static constexpr typename Mem::Dim kAlong =
-      Mem::reduced_dim(Mem::kReducedDims - 1);  // the dimension that neighbours of a run are along
-  static constexpr Runs kOfRow = runs_of(Mem::View::kView, Plan::kPlan.boundary, Plan::kCall);
-  static constexpr int64_t kRun = kOfRow.elements, kRuns = kOfRow.runs;
-  static constexpr int kBoundary = kOfRow.boundary;
-  static constexpr int64_t kRunPacks = kOfRow.packs_of_run, kPacks = kOfRow.packs;
-  static constexpr bool kExact = kOfRow.exact;
-  using Index = typename Conditional<(kRun < (1LL << 31) - 4096), int, int64_t>::type;
+  static constexpr typename Mem::Dim kInnermost = Mem::reduced_dim(Mem::kReducedDims - 1);  // a run lies along it
+  static constexpr Runs kRunsOfRow = runs_of(Mem::View::kView, Plan::kPlan.boundary, Plan::kFootprint);
+  static constexpr int64_t kRunElements = kRunsOfRow.elements, kRuns = kRunsOfRow.runs;
+  static constexpr int kBoundary = kRunsOfRow.boundary;  // in elements
+  static constexpr int64_t kRunPacks = kRunsOfRow.packs_of_run, kPacks = kRunsOfRow.packs;
+  static constexpr bool kExact = kRunsOfRow.exact;
+  using Index = typename Conditional<(kRunElements < (1LL << 31) - 4096), int, int64_t>::type;
 
   Place begin;
 
-  explicit __device__ __forceinline__ Row(int64_t index) : begin(Mem::begin_of(index)) {}
+  explicit __device__ __forceinline__ RowPacks(int64_t index) : begin(Mem::begin_of(index)) {}
 
-  // How the values of a side operand along a pack are read (see sides.cuh). A pack of one that lies as the operands do
-  // begins with a whole one wherever theirs does.
+  // How the values of a side operand along a pack are read (see sides.cuh). A side operand with the operands' own
+  // strides has whole packs where they have.
   static constexpr Reading reading(int side) {
     const Strides& strides = Mem::strides_of(side);
     const int last = Mem::kReducedDims - 1;
@@ -44,29 +43,30 @@ struct Row {
     return whole || same ? Reading::kPack : Reading::kElements;
   }
 
-  // A pack: where its first element lies, and which element of the run that is, negative or beyond the end where the
-  // pack begins outside of the run.
+  // Where a pack lies: `place` is its first element's, and `first` that element's number in the run: negative, or
+  // beyond the run's end, if the pack begins outside of it.
   struct At {
     Place place;
     Index first;
     int run;
-    static constexpr Reading reading(int side) { return Row::reading(side); }
-    __device__ __forceinline__ Place place_of(int e) const { return place.along(kAlong, e); }
-    // Of its first element, as an int, which counts the columns that a label may name.
-    __device__ __forceinline__ int column() const { return static_cast<int>(run * kRun + first); }
-    // Whether all of its elements are the run's, or any; and which.
-    __device__ __forceinline__ bool whole() const { return kExact || (first >= 0 && first <= kRun - kWidth); }
-    __device__ __forceinline__ bool any() const { return kExact || (first > -kWidth && first < kRun); }
+    static constexpr Reading reading(int side) { return RowPacks::reading(side); }
+    __device__ __forceinline__ Place place_of(int e) const { return place.along(kInnermost, e); }
+    // The column of its first element: an int, as labels are.
+    __device__ __forceinline__ int column() const { return static_cast<int>(run * kRunElements + first); }
+    // Whether all of its elements are in the run; whether any are; which ones are, as bits.
+    __device__ __forceinline__ bool whole() const { return kExact || (first >= 0 && first <= kRunElements - kWidth); }
+    __device__ __forceinline__ bool any() const { return kExact || (first > -kWidth && first < kRunElements); }
     __device__ __forceinline__ unsigned inside() const {
-      return whole() ? Mem::kAll : bits_within<typename Mem::In>(first, static_cast<Index>(kRun));
+      return whole() ? Mem::kAll : bits_within<typename Mem::In>(first, static_cast<Index>(kRunElements));
     }
   };
+  // The row's j-th pack.
   __device__ __forceinline__ At at(int j) const {
     const int run = kRuns == 1 ? 0 : static_cast<unsigned>(j) / static_cast<unsigned>(kRunPacks);
     const Place run_begin =
         kRuns == 1 ? begin : Mem::template along_reduced<Mem::kReducedDims - 1>(begin, static_cast<unsigned>(run));
     const Index first = static_cast<Index>(j - run * static_cast<int>(kRunPacks)) * kWidth - shift_of(run_begin);
-    return {run_begin.along(kAlong, first), first, run};
+    return {run_begin.along(kInnermost, first), first, run};
   }
   // How far a run begins beyond the boundary that its packs are counted from.
   static __device__ __forceinline__ int shift_of(const Place& run_begin) {
@@ -74,21 +74,22 @@ struct Row {
   }
 };
 
-// The same pointer, hidden from the compiler, which would rather compute it anew for each access than keep it.
+// The same pointer. The compiler does not know that, so it keeps the pointer in a register: otherwise it would compute
+// the address anew for each access.
 template <class T>
 __device__ __forceinline__ T* opaque(T* p) {
   asm("" : "+l"(p));
   return p;
 }
 
-// Where a thread's packs lie that are kStep packs apart: addresses that differ by constants, if the row is contiguous.
-template <class R, class T, int kStep>
-struct Pointer {
+// Pointers to a thread's packs, which are kStep packs apart: in a contiguous row they differ by constants.
+template <class Row, class T, int kStep>
+struct PackPointers {
   T* base;
-  __device__ __forceinline__ Pointer(T* operand, const R& row, int first_pack)
-      : base(R::kRuns == 1 ? opaque(operand + row.at(first_pack).place.element) : operand) {}
-  __device__ __forceinline__ T* operator()(int p, const typename R::At& at) const {
-    return R::kRuns == 1 ? base + static_cast<int64_t>(p) * kStep * R::kWidth : base + at.place.element;
+  __device__ __forceinline__ PackPointers(T* operand, const Row& row, int first_pack)
+      : base(Row::kRuns == 1 ? opaque(operand + row.at(first_pack).place.element) : operand) {}
+  __device__ __forceinline__ T* operator()(int p, const typename Row::At& at) const {
+    return Row::kRuns == 1 ? base + static_cast<int64_t>(p) * kStep * Row::kWidth : base + at.place.element;
   }
 };
 

@@ -69,7 +69,7 @@ __device__ __forceinline__ void row_of_pairs(typename Mem::In* slab, int begin, 
 #pragma unroll
   for (int i = 0; i < kPairs; ++i) add(i);
   if (kColumns % 2 != 0) add(kPairs);
-  const auto finished = Op::row(StateOf<Op>{pivot, sum_over_lanes<kLanes>(sum)});
+  const auto finished = Op::finished(StateOf<Op>{pivot, sum_over_lanes<kLanes>(sum)});
   const auto result = [&](int i) {
     if constexpr (Op::kResultIsScaledTerm) {
       return Pair<typename Mem::Out>::narrow(terms[i][0] * finished.scale, terms[i][1] * finished.scale);
@@ -91,33 +91,57 @@ __device__ __forceinline__ void row_of_pairs(typename Mem::In* slab, int begin, 
   }
 }
 
-// kLanes lanes have a row, up to kHeld elements each, or one more of pairs.
-template <class Mem, class Plan>
-__device__ __forceinline__ void staged(const typename Mem::Operands& operands) {
-  using Op = typename Mem::Op;
-  using M = typename Mem::M;
-  using C = typename Mem::C;
-  using In = typename Mem::In;
-  using Out = typename Mem::Out;
-  constexpr typename Mem::Dim kAlong = Mem::reduced_dim(0);
-  constexpr int kWidth = Mem::kWidth, kInputs = Mem::kInputs;
-  constexpr int kColumns = Mem::kColumns, kRows = Plan::kPlan.rows, kThreads = Plan::kPlan.threads;
-  constexpr int kLanes = Plan::kPlan.lanes, kHeld = Plan::kPlan.held;
-  constexpr StagedGeometry kGeometry = geometry_of(Mem::View::kView, Plan::kPlan, Plan::kCall);
-  static_assert(kIsPlannedFor<Mem, Plan>);
-  constexpr int kOperand = kGeometry.elements;
-  extern __shared__ __align__(128) Pack held[];
-  const Mem mem{operands};
-  const int64_t first_row = static_cast<int64_t>(blockIdx.x) * kRows;
-  const int64_t slab = first_row * kColumns;
-  const int rows = static_cast<int>(min(static_cast<int64_t>(kRows), operands.rows - first_row));
-  const int elements = rows * kColumns;
+// Reads a lane's elements of a row from shared memory: `mine` says how many elements the row has from its first one on,
+// at(i) where its i-th one lies.
+template <class Mem, int kLanes, int kOperand, int kHeld, class At>
+__device__ __forceinline__ void read_values(typename Mem::C (&values)[kHeld][Mem::kInputs], const Mem& mem,
+                                            const typename Mem::In* in, int mine, At at) {
+  constexpr int kInputs = Mem::kInputs;
+#pragma unroll
+  for (int i = 0; i < kHeld; ++i) {
+#pragma unroll
+    for (int k = 0; k < kInputs; ++k) values[i][k] = Mem::Op::pad(k);
+    if (i * kLanes < mine) {
+      typename Mem::In raw[kInputs];
+#pragma unroll
+      for (int k = 0; k < kInputs; ++k) raw[k] = in[k * kOperand + i * kLanes];
+      if (mem.is_unmasked(at(i))) mem.value(values[i], raw, at(i));
+    }
+  }
+}
 
+// And writes their results there. If results are made of terms, `values` holds these.
+template <class Mem, int kLanes, int kHeld, class At>
+__device__ __forceinline__ void write_results(typename Mem::Out* out,
+                                              const typename Mem::C (&values)[kHeld][Mem::kInputs], const Mem& mem,
+                                              const typename Mem::Op::Finished& finished,
+                                              const typename Mem::Addend& addend, int lane, int mine, At at) {
+  using Op = typename Mem::Op;
+#pragma unroll
+  for (int i = 0; i < kHeld; ++i) {
+    typename Mem::C result;
+    if constexpr (Op::kResultIsScaledTerm) {
+      result = values[i][0] * finished.scale;
+    } else {
+      result = Op::finish(finished, values[i]);
+    }
+    if (i * kLanes < mine) {
+      result = mem.is_unmasked(at(i)) ? result : Op::masked();
+      out[i * kLanes] = mem.store_others(at(i), Mem::add_at_label(result, addend, lane + i * kLanes));
+    }
+  }
+}
+
+// The slab of so many elements, between device memory, where it begins at `begin`, and shared memory.
+template <class Mem, int kThreads, int kOperand>
+__device__ __forceinline__ void load_slab(const Mem& mem, int64_t begin, int elements, Pack* shared) {
+  using In = typename Mem::In;
+  constexpr int kWidth = Mem::kWidth, kInputs = Mem::kInputs;
   for (int j = threadIdx.x; j * kWidth < elements; j += kThreads) {
 #pragma unroll
     for (int k = 0; k < kInputs; ++k) {
-      const In* const from = mem.in(k) + slab + j * kWidth;
-      Pack* const to = &held[k * (kOperand / kWidth) + j];
+      const In* const from = mem.in(k) + begin + j * kWidth;
+      Pack* const to = &shared[k * (kOperand / kWidth) + j];
       if constexpr (Mem::kPacks) {
         copy_pack(to, from);
       } else {
@@ -127,9 +151,49 @@ __device__ __forceinline__ void staged(const typename Mem::Operands& operands) {
   }
   wait_for_copies();
   __syncthreads();
+}
+template <class Mem, int kThreads>
+__device__ __forceinline__ void store_slab(const Mem& mem, int64_t begin, int elements,
+                                           const typename Mem::Out* results) {
+  using Out = typename Mem::Out;
+  constexpr int kWidth = kPerPack<Out>;
+  __syncthreads();
+  const Pack* const packs = reinterpret_cast<const Pack*>(results);
+  for (int j = threadIdx.x; j * kWidth < elements; j += kThreads) {
+    Out* const to = mem.out() + begin + j * kWidth;
+    const unsigned inside = bits_within<Out>(j * kWidth, elements);
+    if (Mem::kPacks && inside == kAllBits<Out>) {
+      store_words(to, packs[j]);
+    } else {
+      store_elements(to, packs[j], inside);
+    }
+  }
+}
 
-  In* const in = reinterpret_cast<In*>(held);
-  Out* const out = reinterpret_cast<Out*>(held + kGeometry.results_begin / kPackBytes);
+// kLanes lanes have a row, up to kHeld elements each, or one more of pairs.
+template <class Mem, class Plan>
+__device__ __forceinline__ void staged(const typename Mem::Operands& operands) {
+  using Op = typename Mem::Op;
+  using M = typename Mem::M;
+  using C = typename Mem::C;
+  using In = typename Mem::In;
+  constexpr typename Mem::Dim kInnermost = Mem::reduced_dim(0);
+  constexpr int kInputs = Mem::kInputs;
+  constexpr int kColumns = Mem::kColumns, kRows = Plan::kPlan.rows, kThreads = Plan::kPlan.threads;
+  constexpr int kLanes = Plan::kPlan.lanes, kHeld = Plan::kPlan.held;
+  constexpr StagedGeometry kGeometry = geometry_of(Mem::View::kView, Plan::kPlan, Plan::kFootprint);
+  static_assert(kIsPlannedFor<Mem, Plan>);
+  constexpr int kOperand = kGeometry.elements;
+  extern __shared__ __align__(128) Pack held[];
+  const Mem mem{operands};
+  const int64_t first_row = static_cast<int64_t>(blockIdx.x) * kRows;
+  const int64_t slab = first_row * kColumns;
+  const int rows = static_cast<int>(min(static_cast<int64_t>(kRows), operands.rows - first_row));
+  const int elements = rows * kColumns;
+  load_slab<Mem, kThreads, kOperand>(mem, slab, elements, held);
+
+  auto* const in = reinterpret_cast<typename Mem::In*>(held);
+  auto* const out = reinterpret_cast<typename Mem::Out*>(held + kGeometry.results_begin / kPackBytes);
   if constexpr (Plan::kPlan.pairs) {
     constexpr int kTeams = 32 / kLanes, kSpread = Plan::kPlan.spread;  // those of a warp have rows so many apart
     const int team = threadIdx.x % 32 / kLanes;
@@ -145,22 +209,12 @@ __device__ __forceinline__ void staged(const typename Mem::Operands& operands) {
       const bool active = turn + static_cast<int>(threadIdx.x) / kLanes < rows;
       const int begin = row * kColumns + lane;
       const auto place = Mem::begin_of(first_row + row);
-      const auto of_row = mem.of_row(place);
+      const auto label_element = mem.label_element(place);
       const auto addend = mem.addend(place);
       const int mine = active ? kColumns - lane : 0;  // element i of this lane is the row's if i * kLanes < mine
-      const auto at = [&](int i) { return place.along(kAlong, lane + i * kLanes); };
+      const auto at = [&](int i) { return place.along(kInnermost, lane + i * kLanes); };
       C values[kHeld][kInputs];
-#pragma unroll
-      for (int i = 0; i < kHeld; ++i) {
-#pragma unroll
-        for (int k = 0; k < kInputs; ++k) values[i][k] = Op::pad(k);
-        if (i * kLanes < mine) {
-          In raw[kInputs];
-#pragma unroll
-          for (int k = 0; k < kInputs; ++k) raw[k] = in[begin + k * kOperand + i * kLanes];
-          if (mem.is_kept(at(i))) mem.value(values[i], raw, at(i));
-        }
-      }
+      read_values<Mem, kLanes, kOperand>(values, mem, in + begin, mine, at);
       C pivot = M::constant(0);
       if constexpr (Op::kHasPivot) {
         pivot = Op::of_pivot(values[0][0]);
@@ -177,37 +231,14 @@ __device__ __forceinline__ void staged(const typename Mem::Operands& operands) {
         sum += term;
       }
       const StateOf<Op> state{pivot, sum_over_lanes<kLanes>(sum)};
-      if (lane == 0 && active) mem.store_row(first_row + row, state, of_row);
-      const auto finished = mem.row(state, place);
-#pragma unroll
-      for (int i = 0; i < kHeld; ++i) {
-        C result;
-        if constexpr (Op::kResultIsScaledTerm) {
-          result = values[i][0] * finished.scale;
-        } else {
-          result = Op::finish(finished, values[i]);
-        }
-        if (Op::kElementResults && i * kLanes < mine) {
-          result = mem.is_kept(at(i)) ? result : Op::masked();
-          out[begin + i * kLanes] = mem.store_others(at(i), Mem::labelled(result, addend, lane + i * kLanes));
-        }
+      if (lane == 0 && active) mem.store_row(first_row + row, state, label_element);
+      const auto finished = mem.finished(state, place);
+      if constexpr (Op::kElementResults) {
+        write_results<Mem, kLanes>(out + begin, values, mem, finished, addend, lane, mine, at);
       }
     }
   }
-  if constexpr (!Op::kElementResults) return;
-  __syncthreads();
-
-  constexpr int kOutWidth = kPerPack<Out>;
-  const Pack* const packs = reinterpret_cast<const Pack*>(out);
-  for (int j = threadIdx.x; j * kOutWidth < elements; j += kThreads) {
-    Out* const to = mem.out() + slab + j * kOutWidth;
-    const unsigned inside = bits_within<Out>(j * kOutWidth, elements);
-    if (Mem::kPacks && inside == kAllBits<Out>) {
-      store_words(to, packs[j]);
-    } else {
-      store_elements(to, packs[j], inside);
-    }
-  }
+  if constexpr (Mem::Op::kElementResults) store_slab<Mem, kThreads>(mem, slab, elements, out);
 }
 
 }  // namespace jax_softmax::device

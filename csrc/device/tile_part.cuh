@@ -18,15 +18,15 @@ struct TilePart {
   using View = typename Mem::View;
   using RowIndex = typename Mem::RowIndex;
   static constexpr Tile kTile = Plan::kPlan;
-  static constexpr TileGeometry kGeometry = geometry_of(View::kView, kTile, Plan::kCall);
+  static constexpr TileGeometry kGeometry = geometry_of(View::kView, kTile, Plan::kFootprint);
   static_assert(kIsPlannedFor<Mem, Plan>);
   static constexpr int kInputs = Mem::kInputs, kWidth = Mem::kWidth, kThreads = kTile.threads;
   static constexpr int kMatrices = kTile.matrices, kElements = kTile.elements, kFold = kTile.fold, kPacks = kTile.packs;
   static constexpr int kGroups = kTile.lines_at_once, kLinesOfThread = kTile.lines_of_thread;
   static constexpr bool kAligned = kTile.aligned;
   static constexpr int64_t kInner = kGeometry.elements_of_line;
-  static constexpr typename Mem::Dim kAlong = Mem::reduced_dim(Mem::kReducedDims - 1);
-  static constexpr int kExtent = kAlong.extent;
+  static constexpr typename Mem::Dim kInnermost = Mem::reduced_dim(Mem::kReducedDims - 1);
+  static constexpr int kExtent = kInnermost.extent;
   static constexpr int kPeriod = kGeometry.period;
   static constexpr int kSpan = kGeometry.lines_of_span, kSpans = Mem::kColumns / kExtent;
   static constexpr int kLines = kGeometry.lines_of_block;
@@ -34,7 +34,7 @@ struct TilePart {
   static constexpr int kTilesOfLine = kGeometry.tiles_of_line;
   static constexpr int kReach = kGeometry.reach, kRows = kGeometry.rows, kThreadsOfMatrix = kGeometry.threads_of_matrix;
   // Whether pads have to replace elements of packs: masked ones, or those before or after the matrix.
-  static constexpr bool kMends = ((kFold > 1 && !kAligned) || Mem::kMasked) && Mem::kOrdered;
+  static constexpr bool kPutsPads = ((kFold > 1 && !kAligned) || Mem::kMasked) && Mem::kPlain;
 
   const Mem& mem;
   Pack* const shared;
@@ -73,7 +73,7 @@ struct TilePart {
   __device__ __forceinline__ int shift_of(int group) const {
     if constexpr (kAligned) return 0;
     const unsigned begin = static_cast<unsigned>(base.element);  // its last bits count
-    return (kFold > 1 ? begin : begin + group * static_cast<unsigned>(kAlong.stride)) & (kWidth - 1);
+    return (kFold > 1 ? begin : begin + group * static_cast<unsigned>(kInnermost.stride)) & (kWidth - 1);
   }
 
   // ---- the thread's packs
@@ -136,12 +136,12 @@ struct TilePart {
       // need not be whole packs. In this period the thread takes the line that begins as its lines of the first span
       // do, and finds its index by dividing by the innermost stride, modulo the period. Modulo 2, 4 or 8 an odd number
       // is its own inverse; modulo 16 its cube is the inverse.
-      constexpr int kUnit = kWidth / kPeriod, kOdd = static_cast<int>(kAlong.stride / kUnit % kPeriod);
-      constexpr int kInverse = kPeriod == 16 ? kOdd * kOdd * kOdd : static_cast<int>(kAlong.stride / kUnit);
+      constexpr int kUnit = kWidth / kPeriod, kOdd = static_cast<int>(kInnermost.stride / kUnit % kPeriod);
+      constexpr int kInverse = kPeriod == 16 ? kOdd * kOdd * kOdd : static_cast<int>(kInnermost.stride / kUnit);
       const int on = static_cast<int>(begin.element - base.element) / kUnit * kInverse;
       at.index = (at.index & -kPeriod) | ((at.index - on) & (kPeriod - 1));
     }
-    at.line = begin.along(kAlong, at.index);
+    at.line = begin.along(kInnermost, at.index);
     at.element = at.line.element + pack * kWidth - shift;
     at.inside = at.index < kExtent && over < kSpans ? bits_within<In>(pack * kWidth - shift, elements) : 0;
     return at;
@@ -160,7 +160,7 @@ struct TilePart {
       const unsigned index = at.index + e, line = index / static_cast<unsigned>(kInner);
       Place first = in_first_line(outer, index - line * static_cast<unsigned>(kInner));
       first = Mem::template along_reduced<Mem::kReducedDims - 1>(first, static_cast<unsigned>(span));
-      return first.along(kAlong, line);
+      return first.along(kInnermost, line);
     } else {
       Place line = at.line;
       const Place begin = in_first_line(0, first_element);
@@ -190,7 +190,9 @@ struct TilePart {
     __device__ __forceinline__ Place place_of(int e) const { return part.place(at, e); }
   };
   // As bits, the elements of a pack that the tile has and that are not masked.
-  __device__ __forceinline__ unsigned kept(const At& at) const { return mem.unmasked(Reader{*this, at}, at.inside); }
+  __device__ __forceinline__ unsigned unmasked(const At& at) const {
+    return mem.unmasked(Reader{*this, at}, at.inside);
+  }
 
   // ---- their elements
 
@@ -214,16 +216,16 @@ struct TilePart {
   // what it has copied itself.
   __device__ __forceinline__ void finish_copy() const {
     wait_for_copies();
-    if constexpr (kMends) {
+    if constexpr (kPutsPads) {
 #pragma unroll 2
       for (int t = 0; t < kLinesOfThread; ++t) {
         const At at = this->at(t);
-        const unsigned bits = kept(at);
+        const unsigned bits = unmasked(at);
         if (bits == Mem::kAll || !at.inside) continue;
         Pack raw[kInputs];
 #pragma unroll
         for (int k = 0; k < kInputs; ++k) raw[k] = *held(t, k);
-        Mem::mend(raw, bits);
+        Mem::put_pads(raw, bits);
 #pragma unroll
         for (int k = 0; k < kInputs; ++k) *held(t, k) = raw[k];
       }
@@ -239,9 +241,9 @@ struct TilePart {
       raw[k] = Mem::pad_pack(k);
       if (k >= kFirst && at.inside && nth < kLinesOfThread) raw[k] = Mem::load(mem.in(k) + at.element, at.inside);
     }
-    if constexpr (kMends) {
-      const unsigned bits = kept(at);
-      if (bits != Mem::kAll && at.inside) Mem::mend(raw, bits);
+    if constexpr (kPutsPads) {
+      const unsigned bits = unmasked(at);
+      if (bits != Mem::kAll && at.inside) Mem::put_pads(raw, bits);
     }
   }
   // The values of the thread's pack of its nth line, from shared memory.
@@ -253,11 +255,11 @@ struct TilePart {
   }
   // The values of that pack, from registers.
   __device__ __forceinline__ void values_of(typename Mem::Values& v, const Pack (&raw)[kInputs], int nth) const {
-    if constexpr (Mem::kOrdered) {
+    if constexpr (Mem::kPlain) {
       mem.values(v, raw, OneElement<Place>{}, Mem::kAll);
     } else {
       const At at = this->at(nth);
-      mem.values(v, raw, Reader{*this, at}, nth < kLinesOfThread ? kept(at) : 0);
+      mem.values(v, raw, Reader{*this, at}, nth < kLinesOfThread ? unmasked(at) : 0);
     }
   }
 };

@@ -93,7 +93,7 @@ struct TileStates : TilePart<Mem, Plan> {
   }
   // The maximum over the thread's lines, for each element of a pack.
   __device__ __forceinline__ void largest_held(C (&largest)[kWidth]) const {
-    if constexpr (Mem::kOrdered) {
+    if constexpr (Mem::kPlain) {
       Pack raw = Mem::of_pivot(*this->held(0, 0));
 #pragma unroll 8
       for (int t = 1; t < kLinesOfThread; ++t) raw = Mem::larger(raw, *this->held(t, 0));
@@ -113,7 +113,7 @@ struct TileStates : TilePart<Mem, Plan> {
   // The same as sum_held, from global memory, in batches of packs whose loads are in flight together. The states have
   // running maxima: each batch may raise them, and what has been summed before is then rescaled.
   __device__ __forceinline__ void sum_read() {
-    constexpr int kTogether = (Mem::kOrdered ? 8 : 4) / (kInputs - Mem::kFirstSummed);  // as there are registers
+    constexpr int kTogether = (Mem::kPlain ? 8 : 4) / (kInputs - Mem::kFirstSummed);  // as there are registers
     clear();
 #pragma unroll 1
     for (int t = 0; t < kLinesOfThread; t += kTogether) {
@@ -122,7 +122,7 @@ struct TileStates : TilePart<Mem, Plan> {
       for (int u = 0; u < kTogether; ++u) this->template read<Mem::kFirstSummed>(raw[u], t + u);
       if constexpr (Op::kHasPivot) {
         C largest[kWidth];
-        if constexpr (Mem::kOrdered) {
+        if constexpr (Mem::kPlain) {
           Pack packs = Mem::of_pivot(raw[0][0]);
 #pragma unroll
           for (int u = 1; u < kTogether; ++u) packs = Mem::larger(packs, raw[u][0]);
@@ -143,7 +143,7 @@ struct TileStates : TilePart<Mem, Plan> {
           C next = pivot[s];
 #pragma unroll
           for (int e = s; e < kWidth; e += kStates) next = M::max(next, largest[e]);
-          sum[s] = moved(sum[s], Relative<M>(next), pivot[s]);
+          sum[s] = rescaled(sum[s], Relative<M>(next), pivot[s]);
           pivot[s] = next;
         }
       }
@@ -259,7 +259,7 @@ struct TileStates : TilePart<Mem, Plan> {
         const int64_t element = this->first_element + row - of_matrix * kElements;
         const int64_t at = (first_matrix() + of_matrix) * Part::kInner + element;
         if (element < Part::kInner && at < mem_rows()) {
-          this->mem.store_row(at, whole(row), this->mem.of_row(begin_of(row)));
+          this->mem.store_row(at, whole(row), this->mem.label_element(begin_of(row)));
         }
       }
     }
@@ -311,7 +311,7 @@ struct TileStates : TilePart<Mem, Plan> {
 
  private:
   // What a result is made with: from a term, or from an element.
-  using Finished = typename Conditional<kTermsFit, typename Op::Scale, typename Op::Row>::type;
+  using Finished = typename Conditional<kTermsFit, typename Op::Scale, typename Op::Finished>::type;
 
   template <bool kGiven>
   __device__ __forceinline__ void finish_states(Finished (&finished)[kStates]) const {
@@ -319,7 +319,7 @@ struct TileStates : TilePart<Mem, Plan> {
       if constexpr (kTermsFit) {
         finished[s] = this->mem.term_scale(state, pivot[s], begin);
       } else {
-        finished[s] = this->mem.row(state, begin);
+        finished[s] = this->mem.finished(state, begin);
       }
     };
     if constexpr (kGiven) {
@@ -338,8 +338,9 @@ struct TileStates : TilePart<Mem, Plan> {
                                         const typename Mem::Addend (&addend)[kStates]) const {
     const auto at = this->at(nth);
     if (!at.stored) return;
-    const bool counts = Mem::complete(
-        result, this->kept(at), [&](int e) { return addend[e % kStates]; }, [&](int e) { return this->column(at, e); });
+    const bool counts = Mem::mask_and_add(
+        result, this->unmasked(at), [&](int e) { return addend[e % kStates]; },
+        [&](int e) { return this->column(at, e); });
     this->mem.store(this->mem.out() + at.element, at.element, result, counts, typename Part::Reader{*this, at},
                     at.stored);
   }

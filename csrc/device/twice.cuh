@@ -18,12 +18,12 @@ struct Stretch {
   using M = typename Mem::M;
   using C = typename Mem::C;
   using In = typename Mem::In;
-  using R = Row<Mem, Plan>;
+  using Row = RowPacks<Mem, Plan>;
   static constexpr int kInputs = Mem::kInputs, kWidth = Mem::kWidth, kThreads = Plan::kPlan.threads;
   static constexpr int kFinished = Plan::kPlan.finished;
 
   const Mem& mem;
-  const R& row;
+  const Row& row;
   const int64_t begin, end;
 
   // Calls use(packs, places, bits, n) for kTogether of the thread's packs, whose loads are in flight together.
@@ -31,12 +31,12 @@ struct Stretch {
   __device__ __forceinline__ void for_packs(Use use) const {
     for (int64_t turn = begin + threadIdx.x; turn < end; turn += static_cast<int64_t>(kTogether) * kThreads) {
       Pack raw[kTogether][kInputs];
-      typename R::At at[kTogether];
+      typename Row::At at[kTogether];
       unsigned inside[kTogether];
 #pragma unroll
       for (int u = 0; u < kTogether; ++u) {
         const int64_t j = turn + u * kThreads;
-        at[u] = row.at(static_cast<int>(min(j, R::kPacks - 1)));
+        at[u] = row.at(static_cast<int>(min(j, Row::kPacks - 1)));
         inside[u] = j < end ? at[u].inside() : 0;
 #pragma unroll
         for (int k = 0; k < kInputs; ++k) {
@@ -50,30 +50,30 @@ struct Stretch {
 
   // The state of the stretch, known to all threads of the block.
   __device__ __forceinline__ StateOf<Op> state() const {
-    constexpr int kTogether = (Mem::kOrdered ? 8 : 4) / (kInputs - Mem::kFirstSummed);  // as there are registers
+    constexpr int kTogether = (Mem::kPlain ? 8 : 4) / (kInputs - Mem::kFirstSummed);  // as there are registers
     StateOf<Op> state = identity<Op, M>();
     for_packs<Mem::kFirstSummed, kTogether>([&](auto& raw, const auto& at, const auto& inside) {
-      unsigned kept[kTogether];
-      typename Mem::Held held[kTogether];
+      unsigned unmasked[kTogether];
+      typename Mem::Cached cached[kTogether];
 #pragma unroll
       for (int u = 0; u < kTogether; ++u) {
-        kept[u] = mem.unmasked(at[u], inside[u]);
-        if (kept[u] != Mem::kAll && inside[u]) Mem::mend(raw[u], kept[u]);
-        mem.hold(held[u], raw[u], at[u], kept[u]);
+        unmasked[u] = mem.unmasked(at[u], inside[u]);
+        if (unmasked[u] != Mem::kAll && inside[u]) Mem::put_pads(raw[u], unmasked[u]);
+        mem.cache(cached[u], raw[u], at[u], unmasked[u]);
       }
       if constexpr (Op::kHasPivot) {
-        Largest<Mem> largest;
+        MaxOfPacks<Mem> largest;
 #pragma unroll
-        for (int u = 0; u < kTogether; ++u) largest.add(mem, held[u], at[u], kept[u]);
+        for (int u = 0; u < kTogether; ++u) largest.add(mem, cached[u], at[u], unmasked[u]);
         const C pivot = M::max(state.pivot, largest.get());
-        state.sum = moved(state.sum, Relative<M>(pivot), state.pivot);
+        state.sum = rescaled(state.sum, Relative<M>(pivot), state.pivot);
         state.pivot = pivot;
       }
       const auto terms = mem.terms(state.pivot, row.begin);
 #pragma unroll
       for (int u = 0; u < kTogether; ++u) {
         typename Mem::Values values;
-        mem.values(values, held[u], at[u], kept[u]);
+        mem.values(values, cached[u], at[u], unmasked[u]);
         typename Op::Sum part{};
 #pragma unroll
         for (int i = 0; i < kWidth; ++i) part += Op::term(terms, values[i]);
@@ -84,19 +84,19 @@ struct Stretch {
   }
 
   __device__ __forceinline__ void finish(const StateOf<Op>& state) const {
-    const auto finished = mem.row(state, row.begin);
+    const auto finished = mem.finished(state, row.begin);
     const auto addend = mem.addend(row.begin);
     for_packs<0, kFinished>([&](auto& raw, const auto& at, const auto& inside) {
 #pragma unroll
       for (int u = 0; u < kFinished; ++u) {
         if (!inside[u]) continue;
-        const unsigned kept = mem.unmasked(at[u], inside[u]);
+        const unsigned unmasked = mem.unmasked(at[u], inside[u]);
         typename Mem::Values values;
-        mem.values(values, raw[u], at[u], kept);
+        mem.values(values, raw[u], at[u], unmasked);
         C result[kWidth];
 #pragma unroll
         for (int i = 0; i < kWidth; ++i) result[i] = Op::finish(finished, values[i]);
-        const bool counts = Mem::complete(result, kept, addend, at[u].column());
+        const bool counts = Mem::mask_and_add(result, unmasked, addend, at[u].column());
         mem.store(mem.out() + at[u].place.element, at[u].place.element, result, counts, at[u], inside[u]);
       }
     });
@@ -115,23 +115,23 @@ __device__ __forceinline__ void sum_pieces(const typename Mem::Operands& operand
   constexpr Twice kPlan = Plan::kPlan;
   const Mem mem{operands};
   const int64_t index = blockIdx.x / kPlan.pieces, piece = blockIdx.x - index * kPlan.pieces;
-  using R = Row<Mem, Plan>;
-  const R row(index);
+  using Row = RowPacks<Mem, Plan>;
+  const Row row(index);
   const int64_t begin = piece * kPlan.share;
-  const Stretch<Mem, Plan> stretch{mem, row, begin, min(begin + kPlan.share, R::kPacks)};
+  const Stretch<Mem, Plan> stretch{mem, row, begin, min(begin + kPlan.share, Row::kPacks)};
   const auto state = stretch.state();
   if (threadIdx.x == 0) states_of<typename Mem::Op>(operands)[blockIdx.x] = state;
 }
 
 template <class Mem, class Plan>
 __device__ __forceinline__ void finish_pieces(const typename Mem::Operands& operands) {
-  using R = Row<Mem, Plan>;
-  constexpr int64_t kShare = Plan::kPlan.packs_of_block(), kParts = Plan::kPlan.blocks_of_row(R::kOfRow);
+  using Row = RowPacks<Mem, Plan>;
+  constexpr int64_t kShare = Plan::kPlan.packs_of_block(), kParts = Plan::kPlan.blocks_of_row(Row::kRunsOfRow);
   wait_for_previous_kernel();
   const Mem mem{operands};
   const int64_t index = blockIdx.x / kParts, begin = (blockIdx.x - index * kParts) * kShare;
-  const R row(index);
-  const Stretch<Mem, Plan> stretch{mem, row, begin, min(begin + kShare, R::kPacks)};
+  const Row row(index);
+  const Stretch<Mem, Plan> stretch{mem, row, begin, min(begin + kShare, Row::kPacks)};
   stretch.finish(states_of<typename Mem::Op>(operands)[index * Plan::kPlan.pieces]);
 }
 
@@ -204,11 +204,11 @@ __device__ __forceinline__ void whole_tiles(const typename Mem::Operands& operan
 template <class Mem, class Plan>
 __device__ __forceinline__ void combine_pieces(const typename Mem::Operands& operands) {
   using Op = typename Mem::Op;
-  constexpr Combining kCombining = combining_of(Mem::View::kView, Plan::kPlan, Plan::kCall);
+  constexpr Combining kCombining = combining_of(Mem::View::kView, Plan::kPlan, Plan::kFootprint);
   constexpr int kPieces = kCombining.pieces, kRows = kCombining.rows;
   const Mem mem{operands};
   const auto store = [&](int64_t row, const StateOf<Op>& state) {
-    mem.store_row(row, state, mem.of_row(Mem::begin_of(row)));
+    mem.store_row(row, state, mem.label_element(Mem::begin_of(row)));
   };
   // Some rows of a tile are another one's, or none at all.
   const auto store_row = [&](int64_t tile, int row, const StateOf<Op>& state) {

@@ -18,7 +18,7 @@ namespace ffi = xla::ffi;
 namespace {
 
 constexpr size_t kMostParameterWords = 4096 / 8;  // of a kernel's parameters
-constexpr int kMostRead = 31;                     // bits of Load::kReads and Store::kReads
+constexpr int kMostRead = 31;                     // bits of Load::kSidesRead and Store::kSidesRead
 
 std::atomic<int> most_shared_memory{INT_MAX}, most_blocks{INT_MAX};
 

@@ -50,20 +50,20 @@ struct Ring {
 
 // Of each chunk in shared memory, of all operands.
 template <class Plan>
-constexpr int64_t packs_of_chunk(const Plan& plan, const Footprint& call) {
-  return static_cast<int64_t>(plan.share) * call.inputs;
+constexpr int64_t packs_of_chunk(const Plan& plan, const Footprint& footprint) {
+  return static_cast<int64_t>(plan.share) * footprint.inputs;
 }
-constexpr int64_t shared_bytes_of(const Chunks& plan, const Footprint& call) {
-  return plan.teams * packs_of_chunk(plan, call) * kPackBytes;
+constexpr int64_t shared_bytes_of(const Chunks& plan, const Footprint& footprint) {
+  return plan.teams * packs_of_chunk(plan, footprint) * kPackBytes;
 }
-constexpr int64_t shared_bytes_of(const Ring& plan, const Footprint& call) {
-  return plan.stages * packs_of_chunk(plan, call) * kPackBytes;
+constexpr int64_t shared_bytes_of(const Ring& plan, const Footprint& footprint) {
+  return plan.stages * packs_of_chunk(plan, footprint) * kPackBytes;
 }
 
 // Memory for the states of the chunks of so many rows, in words of 8 bytes, as well as the counter behind them.
 template <class Plan>
-constexpr int64_t words_of(const Plan& plan, int64_t rows, const Footprint& call) {
-  return rows * plan.chunks * (call.state_bytes / 8);
+constexpr int64_t words_of(const Plan& plan, int64_t rows, const Footprint& footprint) {
+  return rows * plan.chunks * (footprint.state_bytes / 8);
 }
 
 }  // namespace jax_softmax

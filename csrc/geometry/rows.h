@@ -21,26 +21,26 @@ struct Runs {
 };
 
 // `boundary`: bytes, as plans have it: 0 where runs begin with a pack of their own.
-constexpr Runs runs_of(const View& view, int boundary, const Footprint& call) {
+constexpr Runs runs_of(const View& view, int boundary, const Footprint& footprint) {
   Runs runs{};
   runs.elements = view.reduced.innermost().extent;
   runs.runs = view.columns / runs.elements;
-  runs.boundary = boundary > 0 ? boundary / call.in_bytes : 1;
-  runs.packs_of_run = ceil_div(runs.elements + runs.boundary - 1, call.width());
+  runs.boundary = boundary > 0 ? boundary / footprint.in_bytes : 1;
+  runs.packs_of_run = ceil_div(runs.elements + runs.boundary - 1, footprint.width());
   runs.packs = runs.runs * runs.packs_of_run;
-  runs.exact = runs.boundary == 1 && runs.elements % call.width() == 0;
+  runs.exact = runs.boundary == 1 && runs.elements % footprint.width() == 0;
   return runs;
 }
 
 // The boundary of a plan, which had better be `wanted`: that is heeded by rows that are one run.
-constexpr int boundary_of(const View& view, int wanted, const Footprint& call) {
-  const int width = call.width();
+constexpr int boundary_of(const View& view, int wanted, const Footprint& footprint) {
+  const int width = footprint.width();
   const bool one_run = view.reduced.size == 1;
   bool aligned = true;
   for (int i = 0; i < view.kept.size; ++i) aligned &= view.kept.dim[i].stride % width == 0;
   for (int i = 0; i + 1 < view.reduced.size; ++i) aligned &= view.reduced.dim[i].stride % width == 0;
   if (one_run) aligned &= view.columns % width == 0;  // a single row is cut as one of many
-  if (aligned || !call.packs) return 0;               // or elements are accessed one by one
+  if (aligned || !footprint.packs) return 0;          // or elements are accessed one by one
   return one_run ? wanted : kPackBytes;
 }
 

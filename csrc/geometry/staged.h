@@ -27,13 +27,13 @@ struct StagedGeometry {
   int64_t shared_bytes;
 };
 
-constexpr StagedGeometry geometry_of(const View& view, const Staged& plan, const Footprint& call) {
+constexpr StagedGeometry geometry_of(const View& view, const Staged& plan, const Footprint& footprint) {
   StagedGeometry g{};
   g.elements = plan.rows * view.columns;
-  g.in_place = call.in_bytes == call.out_bytes;
-  const int64_t operands = g.elements * call.in_bytes * call.inputs;
+  g.in_place = footprint.in_bytes == footprint.out_bytes;
+  const int64_t operands = g.elements * footprint.in_bytes * footprint.inputs;
   g.results_begin = g.in_place ? 0 : operands;
-  g.shared_bytes = g.in_place ? operands : operands + g.elements * call.out_bytes;
+  g.shared_bytes = g.in_place ? operands : operands + g.elements * footprint.out_bytes;
   return g;
 }
 

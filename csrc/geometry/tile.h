@@ -79,24 +79,24 @@ constexpr int64_t next_power_of_2(int64_t n) {
 }
 constexpr int64_t common_divisor(int64_t a, int64_t b) { return b == 0 ? a : common_divisor(b, a % b); }
 
-constexpr Lines lines_of(const View& view, const Footprint& call) {
-  const int width = call.width();
+constexpr Lines lines_of(const View& view, const Footprint& footprint) {
+  const int width = footprint.width();
   const Dim& innermost = view.reduced.innermost();
   Lines lines{innermost.stride, innermost.extent, view.columns / innermost.extent, true, 1};
   bool aligned = lines.elements % width == 0;
   for (int i = 0; i < view.reduced.size; ++i) aligned &= view.reduced.dim[i].stride % width == 0;
   for (int i = 0; i < view.outer_kept(); ++i) aligned &= view.kept.dim[i].stride % width == 0;
-  lines.aligned = aligned || !call.packs;  // or elements are accessed one by one
+  lines.aligned = aligned || !footprint.packs;  // or elements are accessed one by one
   if (!lines.aligned) lines.period = static_cast<int>(width / common_divisor(width, lines.elements));
   return lines;
 }
 
 // How many of the tile's lines a span has, rounded up to whole periods.
-constexpr int64_t lines_of_span(const Lines& lines, const Tile& tile, const Footprint& call) {
+constexpr int64_t lines_of_span(const Lines& lines, const Tile& tile, const Footprint& footprint) {
   if (tile.fold == 1) return round_up(lines.neighbours, lines.period);
   const int64_t before =
-      tile.aligned ? 0 : call.width() - 1;  // most elements of its first pack that are another span's
-  return ceil_div(lines.run() + before, static_cast<int64_t>(tile.packs) * call.width());
+      tile.aligned ? 0 : footprint.width() - 1;  // most elements of its first pack that are another span's
+  return ceil_div(lines.run() + before, static_cast<int64_t>(tile.packs) * footprint.width());
 }
 
 // What follows from a tile and a view. A state is the accumulator of a row, or of a part of one.
@@ -139,14 +139,14 @@ struct TileGeometry {
   }
 };
 
-constexpr TileGeometry geometry_of(const View& view, const Tile& tile, const Footprint& call) {
-  const Lines lines = lines_of(view, call);
+constexpr TileGeometry geometry_of(const View& view, const Tile& tile, const Footprint& footprint) {
+  const Lines lines = lines_of(view, footprint);
   const bool folded = tile.fold > 1;
-  const int width = call.width();
+  const int width = footprint.width();
   const auto larger = [](int64_t a, int64_t b) { return a > b ? a : b; };
   TileGeometry g{};
   g.period = folded ? 1 : lines.period;
-  g.lines_of_span = jax_softmax::lines_of_span(lines, tile, call);
+  g.lines_of_span = jax_softmax::lines_of_span(lines, tile, footprint);
   g.lines_of_block = static_cast<int64_t>(tile.lines_at_once) * tile.lines_of_thread;
   g.parts_of_section = ceil_div(folded ? g.lines_of_span : g.lines_of_span * lines.spans, g.lines_of_block);
   g.parts = folded ? g.parts_of_section * lines.spans : g.parts_of_section;
@@ -169,12 +169,12 @@ constexpr TileGeometry geometry_of(const View& view, const Tile& tile, const Foo
     g.lanes_of_row *= 2;
   }
   const bool cluster = tile.in_shared && g.parts > 1;
-  g.alone = tile.in_shared && !cluster && g.states_of_row == 1 && !call.row_operands;
+  g.alone = tile.in_shared && !cluster && g.states_of_row == 1 && !footprint.row_operands;
 
-  g.packs_in_shared = tile.in_shared ? static_cast<int64_t>(tile.lines_of_thread) * tile.threads * call.inputs : 0;
+  g.packs_in_shared = tile.in_shared ? static_cast<int64_t>(tile.lines_of_thread) * tile.threads * footprint.inputs : 0;
   g.states_before_rows = larger(g.sets * tile.matrices * g.states_of_set, cluster ? g.parts * g.rows : 0);
   const int64_t states = g.alone ? 0 : g.states_before_rows + g.rows;
-  g.shared_bytes = g.packs_in_shared * kPackBytes + states * call.state_bytes;
+  g.shared_bytes = g.packs_in_shared * kPackBytes + states * footprint.state_bytes;
 
   g.matrices = tile.matrices;
   g.elements_of_line = lines.elements;

@@ -53,8 +53,8 @@ struct Combining {
   constexpr int rows_of_block() const { return kThreads / lanes_of_row(); }
 };
 constexpr Combining combining_of(const View&, const Twice& plan, const Footprint&) { return {plan.pieces, 1}; }
-constexpr Combining combining_of(const View& view, const TwiceTile& plan, const Footprint& call) {
-  const TileGeometry g = geometry_of(view, plan.tile, call);
+constexpr Combining combining_of(const View& view, const TwiceTile& plan, const Footprint& footprint) {
+  const TileGeometry g = geometry_of(view, plan.tile, footprint);
   return {g.parts, g.rows};
 }
 

@@ -37,9 +37,9 @@ bool Cut::few(const Problem& problem, const Device& device) const {
 
 std::optional<Cut> cut(const Problem& problem, const Device& device) {
   if (!problem.view.minor_reduced) return {};
-  const Footprint call = problem.footprint();
-  const int boundary = boundary_of(problem.view, kCacheLineBytes, call);
-  const Runs runs = runs_of(problem.view, boundary, call);
+  const Footprint footprint = problem.footprint();
+  const int boundary = boundary_of(problem.view, kCacheLineBytes, footprint);
+  const Runs runs = runs_of(problem.view, boundary, footprint);
   const int inputs = problem.cost.inputs;
   const bool clusters = device.largest_cluster > 1;
   bool edges = !runs.aligned() || problem.masked || !problem.plain;

@@ -51,8 +51,8 @@ std::optional<Plan> make_plan(const Problem& problem, const Device& device) {
 
 bool faster_than_xla(const Plan& plan, const Problem& problem) {
   const View& view = problem.view;
-  const Footprint call = problem.footprint();
-  const Runs runs = runs_of(view, boundary_of(view, kPackBytes, call), call);
+  const Footprint footprint = problem.footprint();
+  const Runs runs = runs_of(view, boundary_of(view, kPackBytes, footprint), footprint);
   if (view.minor_reduced && runs.runs > 1 && !runs.aligned() && runs.elements < kShortRun * problem.width()) {
     return false;
   }
@@ -77,15 +77,15 @@ bool faster_than_xla(const Plan& plan, const Problem& problem) {
 
 int64_t scratch_bytes(const Plan& plan, const Problem& problem) {
   const View& view = problem.view;
-  const Footprint call = problem.footprint();
-  const auto exchanged = [&](const auto& p) { return (words_of(p, view.rows, call) + 1) * 8; };  // and a counter
+  const Footprint footprint = problem.footprint();
+  const auto exchanged = [&](const auto& p) { return (words_of(p, view.rows, footprint) + 1) * 8; };  // and a counter
   return std::visit(Overloaded{
                         [&](const Chunks& p) { return p.through_memory ? exchanged(p) : 0; },
                         [&](const Ring& p) { return exchanged(p); },
-                        [&](const Twice& p) { return view.rows * p.pieces * call.state_bytes; },
+                        [&](const Twice& p) { return view.rows * p.pieces * footprint.state_bytes; },
                         [&](const TwiceTile& p) {
-                          const TileGeometry g = geometry_of(view, p.tile, call);
-                          return p.one_block ? 0 : g.tiles(view.rows) * g.rows * g.parts * call.state_bytes;
+                          const TileGeometry g = geometry_of(view, p.tile, footprint);
+                          return p.one_block ? 0 : g.tiles(view.rows) * g.rows * g.parts * footprint.state_bytes;
                         },
                         [&](const auto&) { return int64_t{0}; },
                     },
@@ -95,7 +95,7 @@ int64_t scratch_bytes(const Plan& plan, const Problem& problem) {
 std::vector<Step> steps_of(const Plan& plan, const Problem& problem, const Device& device) {
   const View& view = problem.view;
   const int64_t rows = view.rows;
-  const Footprint call = problem.footprint();
+  const Footprint footprint = problem.footprint();
   const auto cleared = [&](int64_t words, Step step) {
     constexpr int kThreads = 256;
     return std::vector<Step>{{"clear_words", {words / kThreads + 1, kThreads}, words}, step};
@@ -115,35 +115,35 @@ std::vector<Step> steps_of(const Plan& plan, const Problem& problem, const Devic
           },
           [&](const Staged& p) -> std::vector<Step> {
             Launch launch{ceil_div(rows, p.rows), p.threads};
-            launch.shared_bytes = geometry_of(view, p, call).shared_bytes;
+            launch.shared_bytes = geometry_of(view, p, footprint).shared_bytes;
             return {{"staged", launch, rows}};
           },
           [&](const Chunks& p) -> std::vector<Step> {
             const Step step{"chunks", launch_of(p, problem), rows};
-            return p.through_memory ? cleared(words_of(p, rows, call), step) : std::vector<Step>{step};
+            return p.through_memory ? cleared(words_of(p, rows, footprint), step) : std::vector<Step>{step};
           },
           [&](const Ring& p) {
             Launch launch{device.multiprocessors, p.threads()};
-            launch.shared_bytes = shared_bytes_of(p, call);
+            launch.shared_bytes = shared_bytes_of(p, footprint);
             launch.resident = 1;
             launch.cooperative = true;
-            return cleared(words_of(p, rows, call), {"ring", launch, rows});
+            return cleared(words_of(p, rows, footprint), {"ring", launch, rows});
           },
           [&](const Tile& p) -> std::vector<Step> { return {{"tile", launch_of(p, problem, device), rows}}; },
           [&](const Twice& p) -> std::vector<Step> {
-            const int64_t blocks = rows * p.blocks_of_row(runs_of(view, p.boundary, call));
-            return combined(rows, combining_of(view, p, call), {rows * p.pieces, p.threads}, {blocks, p.threads},
+            const int64_t blocks = rows * p.blocks_of_row(runs_of(view, p.boundary, footprint));
+            return combined(rows, combining_of(view, p, footprint), {rows * p.pieces, p.threads}, {blocks, p.threads},
                             "sum_pieces", "finish_pieces");
           },
           [&](const TwiceTile& p) -> std::vector<Step> {
             Launch sum = launch_of(p.tile, problem, device), finish = launch_of(p.smaller(), problem, device);
-            const TileGeometry g = geometry_of(view, p.tile, call);
+            const TileGeometry g = geometry_of(view, p.tile, footprint);
             if (p.one_block) {
               sum.blocks = g.tiles(rows);
               return {{"whole_tiles", sum, rows}};
             }
             finish.resident = 0;
-            return combined(g.tiles(rows) * g.rows, combining_of(view, p, call), sum, finish, "sum_tile_pieces",
+            return combined(g.tiles(rows) * g.rows, combining_of(view, p, footprint), sum, finish, "sum_tile_pieces",
                             "finish_tile_pieces");
           },
       },

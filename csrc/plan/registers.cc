@@ -61,14 +61,14 @@ Registers in_lanes(const Problem& problem, int boundary, const Runs& runs) {
 std::optional<Registers> plan_registers(const Problem& problem, const Device& device) {
   if (!problem.view.minor_reduced) return {};
   const View& view = problem.view;
-  const Footprint call = problem.footprint();
-  const int of_packs = boundary_of(view, kPackBytes, call);
-  const Runs short_runs = runs_of(view, of_packs, call);
+  const Footprint footprint = problem.footprint();
+  const int of_packs = boundary_of(view, kPackBytes, footprint);
+  const Runs short_runs = runs_of(view, of_packs, footprint);
   if (short_runs.packs <= kWarpPacks / registers_of_pack(problem)) return in_lanes(problem, of_packs, short_runs);
 
   // Packs of long rows are counted from the start of a cache line: warps that share none are faster.
-  const int boundary = boundary_of(view, kCacheLineBytes, call);
-  const Runs runs = runs_of(view, boundary, call);
+  const int boundary = boundary_of(view, kCacheLineBytes, footprint);
+  const Runs runs = runs_of(view, boundary, footprint);
   const int bytes = problem.in_bytes, inputs = problem.cost.inputs;
   const bool plain = runs.aligned() && !problem.masked && problem.plain, clusters = device.largest_cluster > 1;
   // 8 packs of 16 bits that may belong to the row or not take many registers: shared memory is better, where there is

@@ -128,8 +128,8 @@ std::string load_of(const Call& call) {
     if (has_word(call.load, "x" + i)) given += "    const C x" + i + " = x[" + i + "];\n";
     if (static_cast<size_t>(k) < lines.size() && !lines[k].empty()) set += "    x[" + i + "] = " + lines[k] + ";\n";
   }
-  return "struct Load {\n  static constexpr bool kNothing = false;\n" +
-         constant("kReads", static_cast<int>(read.bits)) +
+  return "struct Load {\n  static constexpr bool kIdentity = false;\n" +
+         constant("kSidesRead", static_cast<int>(read.bits)) +
          "  template <class C, class Side>\n  static __device__ __forceinline__ void apply(C* x, const Side& side) "
          "{\n" +
          read.values + given + set + "  }\n};\n\n";
@@ -144,8 +144,8 @@ std::string store_of(const Call& call) {
     results += (k ? " else if constexpr (k == " : "    if constexpr (k == ") + std::to_string(k) +
                ") {\n      return static_cast<C>(" + (lines[k].empty() ? "y" : lines[k]) + ");\n    }";
   }
-  return "struct Store {\n  static constexpr bool kNothing = false;\n" +
-         constant("kReads", static_cast<int>(read.bits)) +
+  return "struct Store {\n  static constexpr bool kIdentity = false;\n" +
+         constant("kSidesRead", static_cast<int>(read.bits)) +
          "  template <int k, class C, class Side>\n  static __device__ __forceinline__ C result(C y, const Side& side) "
          "{\n" +
          read.values + results + "\n  }\n};\n\n";
@@ -181,12 +181,12 @@ std::string source_of(const Plan& plan, const Step& step, const Problem& problem
   if (!call.load.empty()) text += load_of(call);
   if (!call.store.empty()) text += store_of(call);
   text += "using Mem = Memory<" + op + "<" + policy + ">, " + type_of(call.in) + ", View, Sides, Results, " +
-          (call.load.empty() ? "LoadedAsItIs" : "Load") + ", " + (call.store.empty() ? "StoredAsItIs" : "Store") +
+          (call.load.empty() ? "IdentityLoad" : "Load") + ", " + (call.store.empty() ? "IdentityStore" : "Store") +
           ", " + (problem.packs ? "true" : "false") + ">;\n\n";
   const Footprint footprint = problem.footprint();
   text += "struct Plan {\n  static constexpr " + std::string(kStructs[plan.index()]) +
           " kPlan = " + std::visit([](const auto& p) { return braced(p); }, plan) +
-          ";\n  static constexpr Footprint kCall = {" + number(footprint.in_bytes) + ", " +
+          ";\n  static constexpr Footprint kFootprint = {" + number(footprint.in_bytes) + ", " +
           number(footprint.out_bytes) + ", " + number(footprint.inputs) + ", " + number(footprint.state_bytes) + ", " +
           text_of(footprint.packs) + ", " + text_of(footprint.row_operands) + "};\n";
   return text + "};\n" + kernel(function + "<Mem, Plan>(operands);");

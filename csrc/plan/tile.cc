@@ -45,29 +45,29 @@ struct TileProblem {
 };
 
 // Shares out the lines to so many blocks; false if there is no room for that.
-bool share_out(Tile* tile, const TileProblem& call, int64_t blocks, int64_t room) {
-  const int64_t lines = call.lines_of_span(*tile) * (tile->fold > 1 ? 1 : call.lines.spans);
+bool share_out(Tile* tile, const TileProblem& problem, int64_t blocks, int64_t room) {
+  const int64_t lines = problem.lines_of_span(*tile) * (tile->fold > 1 ? 1 : problem.lines.spans);
   const int64_t lines_of_thread = ceil_div(ceil_div(lines, blocks), tile->lines_at_once);
   if (lines_of_thread > 1 << 12) return false;
   tile->lines_of_thread = static_cast<int>(lines_of_thread);
-  return call.geometry(*tile).shared_bytes <= room;
+  return problem.geometry(*tile).shared_bytes <= room;
 }
 
 // As few blocks as have room, or false.
-bool in_blocks(Tile* tile, const TileProblem& call, int64_t most_blocks, int64_t room) {
+bool in_blocks(Tile* tile, const TileProblem& problem, int64_t most_blocks, int64_t room) {
   for (int64_t blocks = 1; blocks <= most_blocks; ++blocks) {
-    if (share_out(tile, call, blocks, room)) {
-      const TileGeometry g = call.geometry(*tile);
-      return g.parts * g.rows * call.footprint.state_bytes <= kExchangedBytes || blocks == 1;
+    if (share_out(tile, problem, blocks, room)) {
+      const TileGeometry g = problem.geometry(*tile);
+      return g.parts * g.rows * problem.footprint.state_bytes <= kExchangedBytes || blocks == 1;
     }
   }
   return false;
 }
 
 // All of a matrix, lines being folded to whole packs; nothing if that takes too many threads.
-std::optional<Tile> folded(const TileProblem& call) {
-  const Lines& lines = call.lines;
-  const int width = call.footprint.width(), inputs = call.footprint.inputs;
+std::optional<Tile> folded(const TileProblem& problem) {
+  const Lines& lines = problem.lines;
+  const int width = problem.footprint.width(), inputs = problem.footprint.inputs;
   Tile tile{};
   tile.elements = static_cast<int>(std::min<int64_t>(lines.elements, kThreads * width));
   tile.fold = std::max(2, width / static_cast<int>(common_divisor(width, lines.elements)));
@@ -75,9 +75,9 @@ std::optional<Tile> folded(const TileProblem& call) {
   if (tile.packs > kThreads || lines.run() > kMostNumbers) return {};
   tile.matrices = 1;
   tile.in_shared = true;
-  tile.aligned = lines.run() % width == 0 || !call.footprint.packs;
+  tile.aligned = lines.run() % width == 0 || !problem.footprint.packs;
   // As many lines at once as leave a thread some, and then matrices.
-  const int64_t all = call.lines_of_span(tile);
+  const int64_t all = problem.lines_of_span(tile);
   // As neighbouring threads read neighbouring packs, some of them at least.
   const int64_t fewest = std::min<int64_t>(all, ceil_div(kNeighbours, tile.packs));
   int64_t at_once = std::clamp<int64_t>(ceil_div(all * inputs, kFoldedLinesOfThread), fewest, kThreads / tile.packs);
@@ -91,9 +91,9 @@ std::optional<Tile> folded(const TileProblem& call) {
 
 // A part of each line, of so many packs, for threads that have no more lines of all operands than so many if that can
 // be.
-Tile parts_of_lines(const TileProblem& call, int packs, int64_t lines_of_thread) {
-  const Lines& lines = call.lines;
-  const int width = call.footprint.width(), inputs = call.footprint.inputs;
+Tile parts_of_lines(const TileProblem& problem, int packs, int64_t lines_of_thread) {
+  const Lines& lines = problem.lines;
+  const int width = problem.footprint.width(), inputs = problem.footprint.inputs;
   Tile tile{};
   tile.matrices = tile.fold = 1;
   tile.in_shared = true;
@@ -129,17 +129,17 @@ Tile parts_of_lines(const TileProblem& call, int packs, int64_t lines_of_thread)
 
 std::optional<Tile> plan_tile(const Problem& problem, const Device& device) {
   if (problem.view.minor_reduced || problem.view.columns > kMostNumbers) return {};
-  const TileProblem call(problem);
-  const Lines& lines = call.lines;
+  const TileProblem tile_problem(problem);
+  const Lines& lines = tile_problem.lines;
   const bool narrow = lines.elements < kTilePacks * problem.width();
   const int most_blocks = std::min(kMostBlocks, device.largest_cluster);
   const auto room = [&](int resident) { return device.shared_memory_per_block / resident - kStaticBytes; };
   // Three blocks to a multiprocessor, so that some copy while others compute; or two.
   if ((narrow || !lines.aligned) && lines.spans == 1) {
-    if (std::optional<Tile> tile = folded(call)) {
+    if (std::optional<Tile> tile = folded(tile_problem)) {
       for (const int blocks : {1, most_blocks}) {
         for (const int resident : {3, 2}) {
-          if (in_blocks(&*tile, call, blocks, room(resident))) return tile;
+          if (in_blocks(&*tile, tile_problem, blocks, room(resident))) return tile;
         }
       }
     }
@@ -151,8 +151,8 @@ std::optional<Tile> plan_tile(const Problem& problem, const Device& device) {
     for (const int resident : {3, 2}) {
       const int64_t lines_of_thread =
           std::clamp<int64_t>((room(resident) - kStatesBytes) / (kThreads * kPackBytes), 1, kLinesOfThread);
-      Tile tile = parts_of_lines(call, packs / narrower, lines_of_thread);
-      if (in_blocks(&tile, call, most_blocks, room(resident))) return tile;
+      Tile tile = parts_of_lines(tile_problem, packs / narrower, lines_of_thread);
+      if (in_blocks(&tile, tile_problem, most_blocks, room(resident))) return tile;
     }
   }
   return {};
@@ -160,22 +160,23 @@ std::optional<Tile> plan_tile(const Problem& problem, const Device& device) {
 
 std::optional<TwiceTile> plan_twice_tile(const Problem& problem, bool one_block) {
   if (problem.view.minor_reduced || problem.view.columns > kMostNumbers) return {};
-  const TileProblem call(problem);
-  const Lines& lines = call.lines;
+  const TileProblem tile_problem(problem);
+  const Lines& lines = tile_problem.lines;
   TwiceTile plan{};
   plan.one_block = one_block;
   const bool narrow = lines.elements < kPiecePacks * problem.width();
   // One block adds up the pieces one after the other: so there are about as many as each has lines of a thread. Folded
   // lines would have one for each span at least.
-  const std::optional<Tile> whole = !one_block && (narrow || !lines.aligned) ? folded(call) : std::nullopt;
-  plan.tile = whole ? *whole : parts_of_lines(call, lines.aligned ? kPiecePacks : kRaggedTilePacks, kLinesOfThread);
+  const std::optional<Tile> whole = !one_block && (narrow || !lines.aligned) ? folded(tile_problem) : std::nullopt;
+  plan.tile =
+      whole ? *whole : parts_of_lines(tile_problem, lines.aligned ? kPiecePacks : kRaggedTilePacks, kLinesOfThread);
   plan.tile.matrices = 1;
   plan.tile.threads = static_cast<int>(round_up(plan.tile.lines_at_once * plan.tile.packs, 32));
   plan.tile.in_shared = false;
   // Pieces of some lines: at least so many that states take less than a twentieth of what they are of.
   const int64_t fewest = 20 * problem.state_bytes() / problem.in_bytes / plan.tile.fold;
-  const int64_t all = call.lines_of_span(plan.tile) * lines.spans;
-  const int64_t shared_out = plan.tile.fold > 1 ? call.lines_of_span(plan.tile) : all;  // see TileGeometry
+  const int64_t all = tile_problem.lines_of_span(plan.tile) * lines.spans;
+  const int64_t shared_out = plan.tile.fold > 1 ? tile_problem.lines_of_span(plan.tile) : all;  // see TileGeometry
   const int64_t wanted = std::max({fewest, ceil_div(all, kMostPieces), kPieceLinesOfThread * plan.tile.lines_at_once});
   int64_t pieces = std::max<int64_t>(1, shared_out / wanted);
   if (one_block) pieces = std::min(pieces, static_cast<int64_t>(std::sqrt(all / plan.tile.lines_at_once)) + 1);

@@ -15,10 +15,10 @@ constexpr int kFinished = 2;               // packs that a thread finishes: the 
 
 std::optional<Twice> plan_twice(const Problem& problem, const Device&) {
   if (!problem.view.minor_reduced) return {};
-  const Footprint call = problem.footprint();
+  const Footprint footprint = problem.footprint();
   Twice plan{};
-  plan.boundary = boundary_of(problem.view, kPackBytes, call);
-  const Runs runs = runs_of(problem.view, plan.boundary, call);
+  plan.boundary = boundary_of(problem.view, kPackBytes, footprint);
+  const Runs runs = runs_of(problem.view, plan.boundary, footprint);
   if (runs.packs >= int64_t{1} << 31) return {};
   plan.share = std::max(ceil_div(runs.packs, kMostPieces), kPieceBytes / kPackBytes / problem.cost.inputs);
   plan.pieces = static_cast<int>(ceil_div(runs.packs, plan.share));

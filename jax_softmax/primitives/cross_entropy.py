@@ -1,5 +1,7 @@
 """Cross entropies of integer labels and their gradients: how they differentiate, and batch where x does not."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax.interpreters import ad
@@ -58,28 +60,17 @@ def cross_entropy_batch(axis_data, operands, batch_axes, *, axes, axis_name):
     return (loss, *rows), (0, None, None)
 
 
-def cross_entropy_gradient_batch(axis_data, operands, batch_axes, *, axes, axis_name, dtype):
-    op, params = "cross_entropy_gradient", {"axes": axes, "axis_name": axis_name, "dtype": dtype}
+def gradient_batch(op, axis_data, operands, batch_axes, *, axes, axis_name, dtype):
+    """Of `cross_entropy_gradient` and `tangent_sums_transpose`, whose other operands all belong to rows."""
     (x, *of_rows), where = split(op, operands)
     which = range(1, 1 + len(of_rows))
     if not batching.only_batched(batch_axes, which):
+        params = {"axes": axes, "axis_name": axis_name, "dtype": dtype}
         return batching.batch(op, axis_data, operands, batch_axes, **params)
-    rows = normalizer(x, where, axes, axis_name)
-
-    def function(*of_rows):
-        return reference.gradient_given(rows, x, *of_rows, where, axes, dtype=dtype)
-
-    return (jax.vmap(function, [batch_axes[i] for i in which])(*of_rows), *rows), (0, None, None)
-
-
-def tangent_sums_transpose_batch(axis_data, operands, batch_axes, *, axes, axis_name, dtype):
-    op, params = "tangent_sums_transpose", {"axes": axes, "axis_name": axis_name, "dtype": dtype}
-    (x, *of_rows), where = split(op, operands)
-    which = range(1, 1 + len(of_rows))
-    if not batching.only_batched(batch_axes, which):
-        return batching.batch(op, axis_data, operands, batch_axes, **params)
-
-    def function(*of_rows):
-        return reference.tangent_sums_transpose(x, *of_rows, where, axes, dtype=dtype)
-
-    return jax.vmap(function, [batch_axes[i] for i in which])(*of_rows), 0
+    rows, function = (), functools.partial(reference.tangent_sums_transpose, x)
+    if op == "cross_entropy_gradient":
+        rows = normalizer(x, where, axes, axis_name)
+        function = functools.partial(reference.gradient_given, rows, x)
+    function = functools.partial(function, where=where, axes=axes, dtype=dtype)
+    gradient = jax.vmap(function, [batch_axes[i] for i in which])(*of_rows)
+    return ((gradient, *rows), (0, None, None)) if rows else (gradient, 0)

@@ -21,10 +21,10 @@ _JVPS = {
     "absmax_scale": scaling.absmax_scale_jvp,
 }  # kl_divergence has none: `entropies.divergence` differentiates what binds it
 _TRANSPOSES = {op: functools.partial(softmax.linear_transpose, op) for op in softmax.TRANSPOSED}
+_GRADIENTS = ("cross_entropy_gradient", "tangent_sums_transpose")
 _BATCHES = {op: functools.partial(batch, op) for op in PRIMITIVES} | {
     "cross_entropy": cross_entropy.cross_entropy_batch,
-    "cross_entropy_gradient": cross_entropy.cross_entropy_gradient_batch,
-    "tangent_sums_transpose": cross_entropy.tangent_sums_transpose_batch,
+    **{op: functools.partial(cross_entropy.gradient_batch, op) for op in _GRADIENTS},
 }
 
 
