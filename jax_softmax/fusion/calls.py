@@ -56,6 +56,7 @@ class KernelCall(NamedTuple):
     dtypes: tuple[str, ...]  # of the results for elements
     results: tuple[Result, ...]
     row_shapes: tuple[tuple[int, ...], ...]  # of the program's variables
+    in_place: int | None  # which operand the first result takes the place of
 
     def _described(self):
         return {
@@ -89,7 +90,8 @@ class KernelCall(NamedTuple):
         if scratch:
             types.append(jax.ShapeDtypeStruct((scratch,), jnp.uint8))
         given = attributes(self.op, self.axes, self.mask_shape is not None, self.roles, self.load, self.store)
-        found = jax.ffi.ffi_call(TARGET, types)(*operands, **given)[:n]
+        aliases = {} if self.in_place is None else {self.in_place: 0}
+        found = jax.ffi.ffi_call(TARGET, types, input_output_aliases=aliases)(*operands, **given)[:n]
         elements = [result.arrangement.result(found[result.index], result.shape) for result in self.results]
         of_rows = zip(found[len(self.dtypes) :], self.row_shapes, strict=True)
         return [*elements, *(jnp.reshape(row, shape) for row, shape in of_rows)]
@@ -99,7 +101,7 @@ class NotFolded(Exception):
     """Why a group cannot be a call of a kernel."""
 
 
-def call_of(group: Group, written) -> tuple[KernelCall, list, list]:
+def call_of(group: Group, written, read_outside) -> tuple[KernelCall, list, list]:
     """The call that makes these variables of elements; the variables that it reads, and those that it makes.
 
     Raises:
@@ -175,9 +177,26 @@ def call_of(group: Group, written) -> tuple[KernelCall, list, list]:
             Result(k, how, v.aval.shape) for k, how, v in zip(result_of, places_written, written, strict=True)
         ),
         row_shapes=tuple(v.aval.shape for v in group.row_results),
+        in_place=None,
     )
+    dead = (k for k, (a, _) in enumerate(own) if _ends_here(a, group, read_outside))
+    call = call._replace(in_place=next((k for k in dead if _fits(call, k)), None))
     reads = [*(a for a, _ in own), *(a for a, _ in arrays), *of_rows]
     return call, reads, [*written, *group.row_results]
+
+
+def _ends_here(a, group, read_outside):
+    """Whether an array is in memory for this group alone: a product that nothing else reads."""
+    maker = group.graph.maker.get(a)
+    return maker is not None and maker.name in ("dot_general", "ragged_dot") and not read_outside(a, group)
+
+
+def _fits(call, k):
+    """Whether the first result lies as an operand does, in the same dtype."""
+    if not call.results or call.dtypes[0] != call.dtype:
+        return False
+    orders = [call.operands[k].order, *(result.arrangement.order for result in call.results if result.index == 0)]
+    return all(order == tuple(range(len(order))) for order in orders)
 
 
 def _with_rounded_result(line, dtype):

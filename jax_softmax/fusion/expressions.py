@@ -48,6 +48,14 @@ _ELEMENTWISE = frozenset(
 LONG = frozenset(_FUNCTIONS) - {"one_minus_square"}
 
 
+def instructions(equation) -> int:
+    """About how many a processor takes for an element."""
+    if equation.name in VIEWS or equation.name in _SAME:
+        return 0
+    rounds = equation.outputs[0].aval.dtype.name in ROUNDED and equation.name not in _NOT_ROUNDED
+    return (10 if equation.name in LONG else 1) + 2 * rounds
+
+
 class Side(NamedTuple):
     """What an expression reads beside an element: an array, or, where there is none, the index along a factor."""
 
@@ -176,6 +184,8 @@ class Expressions:
         given = [self._value(a, p, inside, known, statements) for a, p in zip(equation.inputs, inputs, strict=True)]
         if name in VIEWS or name in _SAME:
             return given[0]
+        if name == "mul" and _is_one(equation.inputs[0]):
+            return given[1]
         text = _text(equation, given)
         if text is None:
             return given[0]
@@ -195,6 +205,8 @@ def _text(equation, given):
     name = equation.name
     before = [kind(a.aval.dtype) for a in equation.inputs]
     out = kind(equation.outputs[0].aval.dtype)
+    if name in ("mul", "div") and _is_one(equation.inputs[1]):
+        return None
     if name in _ARITHMETIC:
         operator = _ARITHMETIC[name]
         if out == "int":
@@ -236,6 +248,10 @@ def _text(equation, given):
         product = "static_cast<int>(static_cast<unsigned>({0}) * static_cast<unsigned>({0}))"
         return (f"{given[0]} * {given[0]}") if out == "float" else product.format(given[0])
     return {"abs": "magnitude({})", "sign": "sign_of({})"}[name].format(given[0])
+
+
+def _is_one(a):
+    return isinstance(a, Literal) and np.size(a.val) == 1 and float(a.val) == 1
 
 
 def _converted(equation, given, before, out):

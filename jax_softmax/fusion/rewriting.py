@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from jax_softmax.fusion import expressions, rules
 from jax_softmax.fusion.calls import NotFolded, by_xla_p, call_of, kernel_p
-from jax_softmax.fusion.graph import graph_of, new_equation, variables_of, with_jaxprs
+from jax_softmax.fusion.graph import bytes_of, graph_of, new_equation, variables_of, with_jaxprs
 from jax_softmax.fusion.groups import Groups, is_loop
 from jax_softmax.fusion.traffic import Traffic, traffic_of
 from jax_softmax.primitives.operators import PRIMITIVES
@@ -14,6 +14,10 @@ _REGIONS = (
     *("scan", "while", "cond", "remat2", "checkpoint", "shard_map", "jit", "pjit", "closed_call", "core_call"),
     *("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "fused"),
 )
+
+
+# What puts its result into memory in any case.
+_IN_MEMORY = (*_REGIONS, *PRIMITIVES, "dot_general", "ragged_dot", "conv_general_dilated", "gather", "sort", "top_k")
 
 
 class Line(NamedTuple):
@@ -59,7 +63,7 @@ def _decided(graph, report, where):
             written = group.written(groups.read_outside)
             line = _line(group, groups, where)
             try:
-                call, reads, made = call_of(group, written)
+                call, reads, made = call_of(group, written, groups.read_outside)
                 traffic = traffic_of(group, list(dict.fromkeys(variables_of(reads))), written, groups)
                 line = line._replace(traffic=traffic)
                 if not traffic.kernel_wins or call.scratch_bytes() is None:
@@ -84,8 +88,8 @@ def _line(group, groups, where):
     before = {equation: None for folded in group.before for equation in folded.values()}
     outside: dict = {}
     for a in groups.reads(group):
-        maker = graph_maker = groups.graph.maker.get(a)
-        if maker is not None and not expressions.prints(graph_maker) and not groups.stands(a):
+        maker = groups.graph.maker.get(a)
+        if maker is not None and maker.name not in _IN_MEMORY and bytes_of(a) * 4 > bytes_of(group.x):
             outside[maker.name] = None
     for variable in group.written(groups.read_outside):
         for reader in groups.read_outside(variable, group):

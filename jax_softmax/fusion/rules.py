@@ -10,6 +10,7 @@
 """
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -28,7 +29,7 @@ _LINEAR_MAPS = ("softmax_linear", "log_softmax_vjp", "log_softmax_jvp")
 
 def applied(graph: Graph) -> Graph:
     """The graph after all rules."""
-    for rule in (_gradients_with_rows, _gradients_at_labels, _sums_at_labels, _made_anew):
+    for rule in (_gradients_with_rows, _gradients_at_labels, _sums_at_labels, _scattered, _made_anew):
         replacements: dict[Equation, list[Equation]] = {}
         stands = Groups(graph, left=graph.position).stands
         for equation in graph.equations:
@@ -40,12 +41,15 @@ def applied(graph: Graph) -> Graph:
     return graph
 
 
-class _AtLabel(NamedTuple):
-    """An array that is the same number in each row, but at one element. All of x's shape with extent 1 along the axis."""
+class _Made(NamedTuple):
+    """What a function makes of variables: numbers of rows, of x's shape with extent 1 along an axis.
 
-    label: object  # int32; none of a row's elements where there is no label
-    value: object  # what the label's element has more than the others
-    offset: object  # what the others have
+    Of an array that is one number in each row but at one element: the label, int32, none of the row's elements where
+    there is none; what the label's element has more than the others; and what these have, or None for 0.
+    """
+
+    variables: list
+    function: Callable
 
 
 def _plain(equation, *names) -> bool:
@@ -168,85 +172,111 @@ def _gradients_at_labels(graph, equation, stands):
     forward, axes = graph.maker.get(y), equation.params["axes"]
     if not _plain(forward, "log_softmax") or forward.params["axes"] != axes or not is_variable(t):
         return None
-    found = _at_label(graph, t, axes[0])
-    if found is None:
+    at = _at_label(graph, t, axes[0])
+    if at is None:
         return None
     (x,), dtype = forward.inputs, equation.params["dtype"]
-    extra, at = found
 
-    def gradient(x, label, value, offset):
+    def gradient(x, *variables):
+        label, value, offset = at.function(*variables)
         value = jnp.where(labels.exists(label, x.shape, axes), value, 0)
+        offset = jnp.zeros_like(value) if offset is None else jnp.broadcast_to(offset, value.shape)
         total = value + x.shape[axes[0]] * offset
         coefficients = Coefficients(-total, jnp.zeros_like(total), offset, value)
         return bind("cross_entropy_gradient", x, *coefficients, label, where=None, axes=axes, dtype=dtype)[0]
 
-    made = spliced(gradient, [x, *at], equation.outputs, equation)
-    return {equation: [*extra, *made]}
+    return {equation: spliced(gradient, [x, *at.variables], equation.outputs, equation)}
 
 
 def _sums_at_labels(graph, equation, stands):
     if equation.name != "reduce_sum" or len(equation.params["axes"]) != 1:
         return None
-    (product,), (axis,) = equation.inputs, equation.params["axes"]
+    (product,), axes = equation.inputs, tuple(equation.params["axes"])
     times = graph.maker.get(product) if is_variable(product) else None
     if times is None or times.name != "mul" or len(graph.readers[product]) != 1:
         return None
     for one_hot, values in (times.inputs, times.inputs[::-1]):
         maker = graph.maker.get(values) if is_variable(values) else None
-        if not is_variable(one_hot) or maker is None or not _plain(maker, "log_softmax", "softmax"):
+        if not is_variable(one_hot) or not _plain(maker, "log_softmax", "softmax") or maker.params["axes"] != axes:
             continue
-        found = _at_label(graph, one_hot, axis)
-        if found is None or maker.params["axes"] != (axis,):
+        at = _at_label(graph, one_hot, axes[0])
+        if at is None:
             continue
-        extra, at = found
 
-        with_offset = is_variable(at.offset)
-
-        def total(y, label, value, offset, axes=(axis,)):
-            exists = labels.exists(label, y.shape, axes)
-            result = jnp.where(exists, labels.at_labels(y, axes, label) * value, 0)
-            if not isinstance(offset, _Nothing):
-                result += offset * jnp.sum(y, axes, keepdims=True)
+        def total(y, *variables, at=at):
+            label, value, offset = at.function(*variables)
+            result = jnp.where(labels.exists(label, y.shape, axes), labels.at_labels(y, axes, label) * value, 0)
+            result = result if offset is None else result + offset * jnp.sum(y, axes, keepdims=True)
             return jnp.squeeze(result, axes).astype(y.dtype)
 
-        made = spliced(total, [values, *at], equation.outputs, equation)
-        return {equation: [*extra, *made]}
+        return {equation: spliced(total, [values, *at.variables], equation.outputs, equation)}
     return None
 
 
-def _at_label(graph, a, axis):
-    """The equations that make the label and the value of an array that is 0 but at a label; or None."""
-    maker = graph.maker.get(a)
+def _scattered(graph, equation, stands):
+    """A number of each row scattered to zeros: no array has to be cleared for it, and it folds."""
+    if equation.name not in _SCATTERS or not all(map(is_loop, graph.readers.get(equation.outputs[0], ()))):
+        return None
+    dims = equation.params["dimension_numbers"]
+    axis = tuple(dims.inserted_window_dims)
+    at = _of_scatter(graph, equation, axis[0]) if len(axis) == 1 else None
+    if at is None or equation.outputs[0] in graph.outputs:
+        return None
+    (result,) = equation.outputs
+
+    def compared(*variables):
+        label, value, _ = at.function(*variables)
+        index = jax.lax.broadcasted_iota(jnp.int32, result.aval.shape, axis[0])
+        return jnp.where(index == label, value.astype(result.aval.dtype), 0)
+
+    return {equation: spliced(compared, at.variables, [result], equation)}
+
+
+_SCATTERS = ("scatter-add", "scatter_add")
+
+
+def _at_label(graph, a, axis) -> _Made | None:
+    """The label, and so on, of an array that is one number in each row but at one element."""
+    maker, shape = graph.maker.get(a), a.aval.shape
     if maker is None:
         return None
-    if maker.name in ("scatter-add", "scatter_add"):
+    if maker.name in _SCATTERS:
         return _of_scatter(graph, maker, axis)
-    shape = a.aval.shape
-    if maker.name == "mul":
-        for one_hot, value in (maker.inputs, maker.inputs[::-1]):
-            found = _at_label(graph, one_hot, axis) if is_variable(one_hot) else None
-            row_value = None if found is None else _of_rows(graph, value, shape, axis)
-            if row_value is None:
-                continue
-            extra, at = found
-            product = _rows_like(a, (axis,))
-            made = spliced(lambda p, q: (p * q).astype(jnp.float32), [at.value, row_value[1]], [product], maker)
-            return [*extra, *row_value[0], *made], _AtLabel(at.label, product)
+    if maker.name in ("mul", "add", "add_any"):
+        for array, number in (maker.inputs, maker.inputs[::-1]):
+            at = _at_label(graph, array, axis) if is_variable(array) else None
+            row = None if at is None else _of_rows(graph, number, shape, axis)
+            if row is not None:
+                return _combined(at, row, maker.name)
         return None
-    if maker.name == "convert_element_type" and maker.inputs[0].aval.dtype == bool:
-        maker = graph.maker.get(maker.inputs[0])
-        if maker is None or maker.name != "eq":
-            return None
-        for label, index in (maker.inputs, maker.inputs[::-1]):
-            if not is_variable(label) or not is_variable(index) or not _is_index(graph, index, axis):
-                continue
-            found = _of_rows(graph, label, shape, axis)
-            if found is None or found[1].aval.dtype.name != "int32":
-                continue
-            one = _rows_like(a, (axis,))
-            made = spliced(lambda label: jnp.ones(label.shape, jnp.float32) + 0 * label, [found[1]], [one], maker)
-            return [*found[0], *made], _AtLabel(found[1], one)
+    if maker.name != "convert_element_type" or maker.inputs[0].aval.dtype != bool:
+        inner = maker.inputs[0] if maker.name in ("convert_element_type", "neg") else None
+        at = _at_label(graph, inner, axis) if inner is not None and is_variable(inner) else None
+        return _combined(at, _Made([], lambda: -1.0), "mul") if at is not None and maker.name == "neg" else at
+    compared = graph.maker.get(maker.inputs[0])
+    if compared is None or compared.name != "eq":
+        return None
+    for label, index in (compared.inputs, compared.inputs[::-1]):
+        if not is_variable(label) or not is_variable(index) or not _is_index(graph, index, axis):
+            continue
+        row = _of_rows(graph, label, shape, axis)
+        if row is not None and label.aval.dtype.name == "int32":
+            return _Made(row.variables, lambda *v, row=row: (row.function(*v), 1.0, None))
     return None
+
+
+def _combined(at, row, operation):
+    """An array times, or plus, a number of each row."""
+    n = len(at.variables)
+
+    def function(*variables):
+        label, value, offset = at.function(*variables[:n])
+        number = row.function(*variables[n:])
+        if operation == "mul":
+            return label, value * number, None if offset is None else offset * number
+        return label, value, number if offset is None else offset + number
+
+    return _Made([*at.variables, *row.variables], function)
 
 
 def _is_index(graph, a, axis):
@@ -261,32 +291,27 @@ def _is_index(graph, a, axis):
     return maker is not None and maker.name == "iota" and maker.params["dimension"] == axis
 
 
-def _of_rows(graph, a, shape, axis):
-    """Equations, and the variable that they make: what all elements of a row have, with extent 1 along the axis."""
+def _of_rows(graph, a, shape, axis) -> _Made | None:
+    """What all elements of a row have."""
     rows = tuple(1 if d == axis else n for d, n in enumerate(shape))
     if not is_variable(a):
-        if math.prod(a.aval.shape) != 1:
-            return None
-        return None
-    if a.aval.shape == rows:
-        return [], a
+        return _Made([], lambda: float(a.val)) if a.aval.shape == () else None
+    if a.aval.shape in (rows, ()):
+        return _Made([a], lambda value: value)
     maker = graph.maker.get(a)
     if maker is None or maker.name != "broadcast_in_dim" or len(maker.inputs) != 1:
         return None
     (inner,), dims = maker.inputs, maker.params["broadcast_dimensions"]
-    if not is_variable(inner) or inner.aval.dtype != a.aval.dtype:
-        return None
+    if not is_variable(inner):
+        return _Made([], lambda: float(inner.val)) if inner.aval.shape == () else None
     if any(d == axis and n != 1 for d, n in zip(dims, inner.aval.shape, strict=True)):
         return None
-    like = type(a)(a.aval.update(shape=rows))
-
-    def placed(inner):
-        return jnp.zeros(rows, inner.dtype) + jax.lax.broadcast_in_dim(inner, rows, dims)
-
-    return spliced(placed, [inner], [like], maker), like
+    if any(n != rows[d] for d, n in zip(dims, inner.aval.shape, strict=True)):
+        return None
+    return _Made([inner], lambda value: jax.lax.broadcast_in_dim(value, rows, dims) if value.shape else value)
 
 
-def _of_scatter(graph, scatter, axis):
+def _of_scatter(graph, scatter, axis) -> _Made | None:
     """A row's value added to zeros, at an index of its own."""
     zeros, indices, updates = scatter.inputs
     shape, dims = zeros.aval.shape, scatter.params["dimension_numbers"]
@@ -303,15 +328,13 @@ def _of_scatter(graph, scatter, axis):
         return None
     rows = tuple(1 if d == axis else n for d, n in enumerate(shape))
     clips = "CLIP" in str(scatter.params["mode"])
-    label = type(indices)(indices.aval.update(shape=rows))
-    value = _rows_like(scatter.outputs[0], (axis,))
 
-    def of_rows(indices, updates):
-        found = jnp.reshape(indices, rows)
-        found = jnp.clip(found, 0, shape[axis] - 1) if clips else found
-        return found, jnp.reshape(updates, rows).astype(jnp.float32)
+    def function(indices, updates):
+        label = jnp.reshape(indices, rows)
+        label = jnp.clip(label, 0, shape[axis] - 1) if clips else label
+        return label, jnp.reshape(updates, rows).astype(jnp.float32), None
 
-    return spliced(of_rows, [indices, updates], [label, value], scatter), _AtLabel(label, value)
+    return _Made([indices, updates], function)
 
 
 def _is_zero(graph, a):

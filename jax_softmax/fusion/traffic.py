@@ -4,18 +4,22 @@ The model. A kernel reads each of its arrays once and writes its results. What i
 by XLA before, and what only loops of XLA read after it is read by them. XLA makes no such array, but reads its inputs
 several times: a linear map's twice, for the sums of the rows and for the results; those of the other operators once if
 a row is contiguous and fits in a block, else three times; and those of sums of rows twice. Its kernels for whole rows
-are a little below the memory's speed (measured on an H200, benchmarks/results/).
+are a little below the memory's speed (measured on an H200, benchmarks/results/). What takes longer to compute than to
+move counts as the bytes that could be moved meanwhile.
 """
 
 import math
 from typing import NamedTuple
 
+from jax_softmax.fusion import expressions
 from jax_softmax.fusion.graph import bytes_of
 from jax_softmax.fusion.groups import is_loop
 
 _MOST_COLUMNS = 8192  # of a row that a block of XLA has in registers
 _SPEED = {256: 1.0, 2048: 0.91, _MOST_COLUMNS: 0.81}  # of XLA's kernels for rows up to a length, of the memory's
 _TIE = 0.95
+# Bytes that an H200 moves while it does an instruction, and instructions of an operator for an element.
+_BYTES_OF_INSTRUCTION, _OPERATOR = 0.15, 8
 
 
 class Traffic(NamedTuple):
@@ -44,7 +48,13 @@ def traffic_of(group, reads, written, groups) -> Traffic:
     own = [*group.equation.inputs, *group.equation.outputs]
     around = sum(2 * bytes_of(a) for a in own if not groups.stands(a) and a not in group.row_results)
     before = sum(map(bytes_of, own)) + around
-    return Traffic(before, ours + rows, int((xla + xla_writes + rows) / _speed_of_xla(group)))
+    first = {e for folded in group.before for e in folded.values()}
+    after = {*group.after.values(), *group.sides_after.values()}
+    first, after = (sum(map(expressions.instructions, equations)) for equations in (first, after))
+    of_instructions = _BYTES_OF_INSTRUCTION * group.size
+    ours = max(ours, int(of_instructions * (first + after + _OPERATOR)))
+    xla = max(xla + xla_writes, of_instructions * (_reads_of_xla(group) * first + after + _OPERATOR))
+    return Traffic(before, ours + rows, int((xla + rows) / _speed_of_xla(group)))
 
 
 def _columns(group):
