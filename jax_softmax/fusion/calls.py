@@ -179,9 +179,9 @@ def call_of(group: Group, written, read_outside) -> tuple[KernelCall, list, list
         row_shapes=tuple(v.aval.shape for v in group.row_results),
         in_place=None,
     )
-    dead = (k for k, (a, _) in enumerate(own) if _ends_here(a, group, read_outside))
-    call = call._replace(in_place=next((k for k in dead if _fits(call, k)), None))
     reads = [*(a for a, _ in own), *(a for a, _ in arrays), *of_rows]
+    dead = (k for k, (a, _) in enumerate(own) if reads.count(a) == 1 and _ends_here(a, group, read_outside))
+    call = call._replace(in_place=next((k for k in dead if _fits(call, k)), None))
     return call, reads, [*written, *group.row_results]
 
 
