@@ -1,5 +1,6 @@
 """A small GPT in jax.numpy: its sizes, its parameters, and its logits with a softmax that the caller chooses."""
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -18,6 +19,7 @@ class Size(NamedTuple):
 FULL = Size(6, 768, 12, 8, 1024, 50304)
 
 
+@functools.partial(jax.jit, static_argnames="size")
 def initial_parameters(key: jax.Array, size: Size) -> dict:
     keys = iter(jax.random.split(key, 2 + 4 * size.layers))
 
