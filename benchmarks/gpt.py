@@ -10,33 +10,18 @@ memory is what XLA needs beside these and the gradients.
 import argparse
 import os
 from collections.abc import Callable
-from typing import NamedTuple
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import jax
 import jax.numpy as jnp
 import optax
+from gpt_model import FULL, Size, initial_arguments, logits_of, softmax_with_fill
 from timing import device_times
 
 import jax_softmax
 
-
-class Size(NamedTuple):
-    layers: int
-    width: int
-    heads: int
-    batch: int
-    length: int
-    vocabulary: int
-
-
-FULL = Size(6, 768, 12, 8, 1024, 50304)
 QUICK = Size(2, 64, 4, 2, 128, 1000)
-
-
-def xla_softmax(scores, causal):
-    return jax.nn.softmax(jnp.where(causal, scores, jnp.finfo(scores.dtype).min))
 
 
 def our_softmax(scores, causal):
@@ -48,56 +33,10 @@ def xla_loss(logits, labels):
 
 
 VARIANTS: dict[str, tuple[Callable, Callable]] = {
-    "jax.nn and optax": (xla_softmax, xla_loss),
+    "jax.nn and optax": (softmax_with_fill, xla_loss),
     "softmax, and optax": (our_softmax, xla_loss),
     "softmax and cross_entropy_loss": (our_softmax, jax_softmax.cross_entropy_loss),
 }
-
-
-def initial_parameters(size: Size) -> dict:
-    keys = iter(jax.random.split(jax.random.key(0), 2 + 4 * size.layers))
-
-    def matrix(*shape):
-        return 0.02 * jax.random.normal(next(keys), shape, jnp.bfloat16)
-
-    d = size.width
-    blocks = [
-        {
-            "norm1": jnp.ones(d, jnp.bfloat16),
-            "qkv": matrix(d, 3, size.heads, d // size.heads),
-            "out": matrix(size.heads, d // size.heads, d),
-            "norm2": jnp.ones(d, jnp.bfloat16),
-            "up": matrix(d, 4 * d),
-            "down": matrix(4 * d, d),
-        }
-        for _ in range(size.layers)
-    ]
-    return {
-        "tokens": matrix(size.vocabulary, d),
-        "positions": matrix(size.length, d),
-        "blocks": blocks,
-        "norm": jnp.ones(d, jnp.bfloat16),
-    }
-
-
-def normalized(x, scale):
-    wide = x.astype(jnp.float32)
-    centered = wide - wide.mean(-1, keepdims=True)
-    deviation = jnp.sqrt(jnp.square(centered).mean(-1, keepdims=True) + 1e-5)
-    return (centered / deviation).astype(x.dtype) * scale
-
-
-def logits_of(parameters, tokens, softmax):
-    length = tokens.shape[1]
-    causal = jnp.tri(length, dtype=bool)
-    x = parameters["tokens"][tokens] + parameters["positions"]
-    for block in parameters["blocks"]:
-        q, k, v = jnp.einsum("bld,dihe->ibhle", normalized(x, block["norm1"]), block["qkv"])
-        scores = jnp.einsum("bhqe,bhke->bhqk", q * q.shape[-1] ** -0.5, k)
-        values = jnp.einsum("bhqk,bhke->bhqe", softmax(scores, causal), v)
-        x += jnp.einsum("bhqe,hed->bqd", values, block["out"])
-        x += jax.nn.gelu(normalized(x, block["norm2"]) @ block["up"]) @ block["down"]
-    return normalized(x, parameters["norm"]) @ parameters["tokens"].T
 
 
 def gradient_step(softmax, loss):
@@ -111,8 +50,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a small model")
     size = QUICK if parser.parse_args().quick else FULL
 
-    text = jax.random.randint(jax.random.key(1), (size.batch, size.length + 1), 0, size.vocabulary)
-    arguments = initial_parameters(size), text[:, :-1], text[:, 1:]
+    arguments = initial_arguments(jax.random.key(0), size)
     programs = {name: gradient_step(*parts).lower(*arguments).compile() for name, parts in VARIANTS.items()}
     losses = {name: float(program(*arguments)[0]) for name, program in programs.items()}
     times = device_times({name: (program, arguments) for name, program in programs.items()})
