@@ -113,12 +113,12 @@ def _call(types, made):
         own = [_widened(a) for a in own]
         given = {f"s{k}": a for k, a in enumerate(read)} | {f"x{k}": a for k, a in enumerate(own)}
         loaded = _by_lines(load, [f"x{k}" for k in range(len(own))], given, own)
-        dtype = {"dtype": "float32"} if facts.element_results else {}
+        dtype = {"dtype": types[0].dtype.name if facts.quantizes else "float32"} if facts.element_results else {}
         found = reference.apply(op, *loaded, *rest, axes=tuple(int(d) for d in axes), **dtype)
         found = list(found) if isinstance(found, tuple | list) else [found]
         of_elements = []
         if facts.element_results:
-            y = found.pop(0)
+            y = found.pop(0).astype(jnp.float32)
             count = len(types) - len(found) - (types[-1].dtype == jnp.uint8)
             of_elements = _by_lines(store, ["y"] * count, given | {"y": y}, [y] * count)
         results = [a.astype(type_.dtype) for a, type_ in zip([*of_elements, *found], types, strict=False)]
