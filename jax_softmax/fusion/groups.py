@@ -120,6 +120,8 @@ class Group:
         if not self.facts.element_results:
             return
         self.places_after = {self.result: self.place}
+        if self.facts.quantizes:
+            return  # the dtype that is written says what is computed
         start = self.graph.position[self.equation]
         for equation in self.graph.equations[start + 1 :]:
             if len(self.after) == _MOST_EQUATIONS:

@@ -1,0 +1,194 @@
+"""Kernels with expressions, on the host: a fused function runs as it would on a GPU, but for the operator itself.
+
+While `kernels()` lasts, the CPU has programs that are rewritten as CUDA's are, and the custom call that they make is
+done here: the host's C++ compiler compiles its expressions, and `reference.py` is the operator, in float32.
+"""
+
+import contextlib
+import ctypes
+import functools
+import pathlib
+import shutil
+import subprocess
+import tempfile
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.interpreters import mlir
+
+from jax_softmax.fusion import calls, traffic, transform
+from jax_softmax.primitives import reference
+from jax_softmax.primitives.operators import OPERATORS
+from jax_softmax.runtime.lowering import TARGET
+
+COMPILER = next((path for path in map(shutil.which, ("c++", "g++", "clang++")) if path), None)
+
+# The functions that csrc/device/functions.cuh has for expressions, and what CUDA has of its own.
+_PRELUDE = r"""
+#include <math.h>
+#include <string.h>
+namespace device {
+using C = float;
+inline float __uint_as_float(unsigned bits) { float x; memcpy(&x, &bits, 4); return x; }
+inline unsigned bits_of(float x) { unsigned bits; memcpy(&bits, &x, 4); return bits; }
+struct BFloat16 {
+  static float rounded(float x) {
+    const unsigned bits = bits_of(x);
+    return x != x ? x : __uint_as_float((bits + 0x7fffu + ((bits >> 16) & 1)) & 0xffff0000u);
+  }
+};
+struct Float16 {
+  static float rounded(float x) {
+    if (x == 0 || !isfinite(x)) return x;
+    int exponent;
+    frexpf(x, &exponent);
+    const int shift = 11 - (exponent < -13 ? -13 : exponent);
+    const float result = ldexpf(nearbyintf(ldexpf(x, shift)), -shift);
+    return fabsf(result) > 65504 ? copysignf(INFINITY, x) : result;
+  }
+};
+template <class T> float rounded(float x) { return T::rounded(x); }
+inline float tanh(float x) { return tanhf(x); }
+inline float rsqrtf(float x) { return 1 / sqrtf(x); }
+inline float max_or_nan(float a, float b) { return a != a || b != b ? NAN : a > b ? a : b; }
+inline float min_or_nan(float a, float b) { return a != a || b != b ? NAN : a < b ? a : b; }
+inline int max_or_nan(int a, int b) { return a > b ? a : b; }
+inline int min_or_nan(int a, int b) { return a < b ? a : b; }
+inline float magnitude(float x) { return fabsf(x); }
+inline int magnitude(int x) { return x < 0 ? static_cast<int>(0u - static_cast<unsigned>(x)) : x; }
+inline float sign_of(float x) { return x > 0 ? 1.0f : x < 0 ? -1.0f : x; }
+inline int sign_of(int x) { return (x > 0) - (x < 0); }
+inline float power(float x, int n) {
+  float result = 1;
+  for (unsigned rest = n < 0 ? 0u - static_cast<unsigned>(n) : n; rest != 0; rest >>= 1) {
+    if (rest & 1) result *= x;
+    x *= x;
+  }
+  return n < 0 ? 1 / result : result;
+}
+"""
+_TYPES = {"float32": "float", "int32": "int", "bool": "bool"}
+_folder = tempfile.TemporaryDirectory()
+
+
+@contextlib.contextmanager
+def kernels(always=True):
+    """Yields the custom calls that are made from here on, as their attributes.
+
+    `always`: of each operator that can be one, whoever would be faster.
+    """
+    made = []
+    ffi_call, wins, scratch_bytes = jax.ffi.ffi_call, traffic.Traffic.kernel_wins, calls.KernelCall.scratch_bytes
+
+    def emulated_call(target, types, **options):
+        return _call(types, made) if target == TARGET else ffi_call(target, types, **options)
+
+    jax.ffi.ffi_call = emulated_call
+    if always:
+        traffic.Traffic.kernel_wins = property(lambda self: True)
+        calls.KernelCall.scratch_bytes = lambda self: scratch_bytes(self) or 0
+    mlir.register_lowering(transform.fused_p, transform._lower_for_cuda, platform="cpu")
+    try:
+        with jax.default_device(jax.devices("cpu")[0]):
+            yield made
+    finally:
+        mlir.register_lowering(transform.fused_p, transform._lower, platform="cpu")
+        jax.ffi.ffi_call, traffic.Traffic.kernel_wins = ffi_call, wins
+        calls.KernelCall.scratch_bytes = scratch_bytes
+
+
+def _call(types, made):
+    def call(*operands, op, axes, sides, load, store, version):
+        made.append({"op": op, "load": load, "store": store, "types": types})
+        facts, shape = OPERATORS[op], operands[0].shape
+        own, rest = list(operands[: facts.inputs]), list(operands[facts.inputs :])
+        read = []
+        for role in sides.split():
+            if role.startswith("index:"):
+                along = int(role.removeprefix("index:"))
+                read.append(jax.lax.broadcasted_iota(jnp.int32, shape, along))
+            elif role == "array":
+                read.append(jnp.broadcast_to(_widened(rest.pop(0)), shape))
+        own = [_widened(a) for a in own]
+        given = {f"s{k}": a for k, a in enumerate(read)} | {f"x{k}": a for k, a in enumerate(own)}
+        loaded = _by_lines(load, [f"x{k}" for k in range(len(own))], given, own)
+        dtype = {"dtype": types[0].dtype.name if facts.quantizes else "float32"} if facts.element_results else {}
+        found = reference.apply(op, *loaded, *rest, axes=tuple(int(d) for d in axes), **dtype)
+        found = list(found) if isinstance(found, tuple | list) else [found]
+        of_elements = []
+        if facts.element_results:
+            y = found.pop(0).astype(jnp.float32)
+            count = len(types) - len(found) - (types[-1].dtype == jnp.uint8)
+            of_elements = _by_lines(store, ["y"] * count, given | {"y": y}, [y] * count)
+        results = [a.astype(type_.dtype) for a, type_ in zip([*of_elements, *found], types, strict=False)]
+        return [*results, *(jnp.zeros(t.shape, t.dtype) for t in types[len(results) :])]
+
+    return call
+
+
+def _widened(a):
+    return a if a.dtype in (jnp.int32, jnp.bool) else a.astype(jnp.float32)
+
+
+def _by_lines(text, names, given, unchanged):
+    """What a line each makes of the values; an empty one stands for the value of its name."""
+    lines = (text.split("\n") if text else []) + [""] * len(names)
+    lines = [line or name for line, name in zip(lines, names, strict=False)]
+    if lines == names:
+        return unchanged
+    arrays = list(given.values())
+    function = _Compiled(tuple((name, _TYPES[a.dtype.name]) for name, a in given.items()), tuple(lines))
+    types = [jax.ShapeDtypeStruct(unchanged[0].shape, jnp.float32) for _ in lines]
+
+    def run(*arrays):
+        arrays = [np.ascontiguousarray(a) for a in arrays]
+        results = [np.empty(t.shape, np.float32) for t in types]
+        pointers = [(ctypes.c_void_p * len(of))(*(a.ctypes.data for a in of)) for of in (arrays, results)]
+        function(ctypes.c_long(results[0].size), *pointers)
+        return results
+
+    return list(jax.pure_callback(run, types, *arrays, vmap_method="sequential"))
+
+
+@functools.cache
+class _Compiled:
+    """A function of the number of elements, the arrays of these names and types, and the lines' results.
+
+    Functions are compiled when one of them is called, all that there are by then at once.
+    """
+
+    def __init__(self, values, lines):
+        self.values, self.lines, self.function = values, lines, None
+        _waiting.append(self)
+
+    def __call__(self, *args):
+        if self.function is None:
+            _compile_all()
+        self.function(*args)
+
+    def source(self, name):
+        body = [
+            f"const {type_} {name} = static_cast<const {type_}*>(given[{k}])[i]; (void){name};"
+            for k, (name, type_) in enumerate(self.values)
+        ]
+        body += [f"static_cast<float*>(made[{k}])[i] = static_cast<C>({line});" for k, line in enumerate(self.lines)]
+        loop = "  for (long i = 0; i < n; ++i) {\n    " + "\n    ".join(body) + "\n  }\n"
+        return f'extern "C" void {name}(long n, const void* const* given, void* const* made) {{\n{loop}}}\n'
+
+
+_waiting = []
+
+
+def _compile_all():
+    path = pathlib.Path(_folder.name) / f"{len(list(pathlib.Path(_folder.name).iterdir()))}.cc"
+    sources = [function.source(f"run{k}") for k, function in enumerate(_waiting)]
+    path.write_text(_PRELUDE + "".join(sources) + "}  // namespace device\n")
+    library = path.with_suffix(".so")
+    command = [COMPILER, "-O0", "-ffp-contract=off", "-shared", "-fPIC", str(path), "-o", str(library)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    functions = ctypes.CDLL(str(library))
+    for k, function in enumerate(_waiting):
+        function.function = getattr(functions, f"run{k}")
+    _waiting.clear()
