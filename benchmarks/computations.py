@@ -324,8 +324,8 @@ def jax_window(inputs):
     return jax.nn.dot_product_attention(*inputs, local_window_size=window, implementation="xla")
 
 
-# ---- Layers of packages. An argument is the layer with its parameters, as a function that is a pytree. Their projections
-# have no biases: the gradient of the keys' is 0, so that nothing but roundings would be compared.
+# ---- Layers of packages. An argument is the layer with its parameters, as a function that is a pytree. Their
+# projections have no biases: the gradient of the keys' is 0, so that nothing but roundings would be compared.
 
 
 def apply(inputs, key):

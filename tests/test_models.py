@@ -1,4 +1,4 @@
-"""Code of other people under `fuse`, unchanged: the computations that benchmarks/models.py measures, on small arrays."""
+"""Code of other people under `fuse`, unchanged: what benchmarks/models.py measures, on small arrays."""
 
 import jax
 import pytest
