@@ -482,7 +482,8 @@ def t5_attention(inputs):
     """As T5X has it: a bias by how far apart two positions are, and one of -1e10 for those that come later."""
     q, k, v, embedding = inputs
     length = q.shape[1]
-    bias = embedding.astype(q.dtype)[t5_buckets(length)].transpose(2, 0, 1)[None]
+    buckets = jax.nn.one_hot(t5_buckets(length), len(embedding), dtype=q.dtype)
+    bias = jnp.einsum("qkb,bh->hqk", buckets, embedding.astype(q.dtype))[None]
     bias += jnp.where(jnp.tri(length, dtype=bool), 0, -1e10).astype(q.dtype)
     scores = jnp.einsum("bqhd,bkhd->bhqk", q * q.shape[-1] ** -0.5, k) + bias
     return weighted(jax.nn.softmax(scores).astype(v.dtype), v)

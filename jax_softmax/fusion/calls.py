@@ -187,7 +187,9 @@ def call_of(group: Group, written, read_outside) -> tuple[KernelCall, list, list
 
 def _ends_here(a, group, read_outside):
     """Whether an array is in memory for this group alone: a product that nothing else reads."""
-    maker = group.graph.maker.get(a)
+    graph, maker = group.graph, group.graph.maker.get(a)
+    while maker is not None and maker.name in ("reshape", "squeeze") and graph.readers[maker.inputs[0]] == [maker]:
+        maker = graph.maker.get(maker.inputs[0])
     return maker is not None and maker.name in ("dot_general", "ragged_dot") and not read_outside(a, group)
 
 

@@ -53,6 +53,7 @@ def instructions(equation) -> int:
     if equation.name in VIEWS or equation.name in _SAME:
         return 0
     rounds = equation.outputs[0].aval.dtype.name in ROUNDED and equation.name not in _NOT_ROUNDED
+    rounds = rounds and not _is_exact(equation)
     return (10 if equation.name in LONG else 1) + 2 * rounds
 
 
@@ -184,13 +185,13 @@ class Expressions:
         given = [self._value(a, p, inside, known, statements) for a, p in zip(equation.inputs, inputs, strict=True)]
         if name in VIEWS or name in _SAME:
             return given[0]
-        if name == "mul" and _is_one(equation.inputs[0]):
+        if name == "mul" and given[0] == _ONE:
             return given[1]
-        text = _text(equation, given)
-        if text is None:
+        text = given[0] if name in ("mul", "div") and given[1] == _ONE else _text(equation, given)
+        if text is None or text == given[0]:
             return given[0]
         rounded = ROUNDED.get(dtype.name)
-        if rounded and name not in _NOT_ROUNDED:
+        if rounded and name not in _NOT_ROUNDED and not _is_exact(equation):
             text = f"rounded<{rounded}>({text})"
         return self._put(statements, kind(dtype), text)
 
@@ -205,8 +206,6 @@ def _text(equation, given):
     name = equation.name
     before = [kind(a.aval.dtype) for a in equation.inputs]
     out = kind(equation.outputs[0].aval.dtype)
-    if name in ("mul", "div") and _is_one(equation.inputs[1]):
-        return None
     if name in _ARITHMETIC:
         operator = _ARITHMETIC[name]
         if out == "int":
@@ -248,8 +247,14 @@ def _text(equation, given):
     return {"abs": "magnitude({})", "sign": "sign_of({})"}[name].format(given[0])
 
 
-def _is_one(a):
-    return isinstance(a, Literal) and np.size(a.val) == 1 and float(a.val) == 1
+def _is_exact(equation) -> bool:
+    """Whether it multiplies a bfloat16 with a power of 2."""
+    if equation.name not in ("mul", "div") or equation.outputs[0].aval.dtype.name != "bfloat16":
+        return False
+    numbers = [
+        a.val for a in equation.inputs[equation.name == "div" :] if isinstance(a, Literal) and np.size(a.val) == 1
+    ]
+    return any(math.frexp(abs(float(number)))[0] == 0.5 for number in numbers)
 
 
 def _converted(equation, given, before, out):
@@ -274,3 +279,6 @@ def literal(value, dtype) -> str:
         return f"({number.hex()}f)"
     bits = np.float32(number).view(np.uint32)
     return f"__uint_as_float(0x{int(bits):08x}u)"
+
+
+_ONE = literal(1, np.float32)

@@ -5,7 +5,8 @@
 2. A cotangent of log_softmax that is one number but at a label: the gradient of a cross entropy, by its own kernel.
 3. The sum over a row of its product with such an array: a multiple of the element at the label, and of the row's sum.
    What is scattered to a label of each row: a comparison of indices with it.
-4. What rows of one array have, and their cross entropies, come from the kernel that makes a gradient of it, if that
+4. The sum of softmax's cotangent and log_softmax's of the same array: one cotangent of log_softmax.
+5. What rows of one array have, and their cross entropies, come from the kernel that makes a gradient of it, if that
    needs nothing that depends on them; else they are made once.
 """
 
@@ -29,7 +30,14 @@ _LINEAR_MAPS = ("softmax_linear", "log_softmax_vjp", "log_softmax_jvp")
 
 def applied(graph: Graph) -> Graph:
     """The graph after all rules."""
-    for rule in (_gradients_with_rows, _gradients_at_labels, _sums_at_labels, _scattered, _made_anew):
+    for rule in (
+        _gradients_with_rows,
+        _sums_of_cotangents,
+        _gradients_at_labels,
+        _sums_at_labels,
+        _scattered,
+        _made_anew,
+    ):
         replacements: dict[Equation, list[Equation]] = {}
         stands = Groups(graph, left=graph.position).stands
         for equation in graph.equations:
@@ -345,6 +353,34 @@ def _is_zero(graph, a):
 
 
 # ---- 4
+
+
+def _sums_of_cotangents(graph, equation, stands):
+    """p (t - sum(p t)) + (u - p sum(u)) is v - p sum(v), where v is p t + u."""
+    if equation.name not in ("add", "add_any") or not all(map(is_variable, equation.inputs)):
+        return None
+    for one, other in (equation.inputs, equation.inputs[::-1]):
+        of_p, of_y = graph.maker.get(one), graph.maker.get(other)
+        if not _plain(of_p, "softmax_linear") or not _plain(of_y, "log_softmax_vjp"):
+            continue
+        (p, t), (y, u) = of_p.inputs, of_y.inputs
+        forward, log_forward = graph.maker.get(p), graph.maker.get(y)
+        if not _plain(forward, "softmax") or not _plain(log_forward, "log_softmax"):
+            continue
+        same = forward.inputs[0] is log_forward.inputs[0] and forward.params["axes"] == log_forward.params["axes"]
+        same &= of_p.params["axes"] == of_y.params["axes"] == forward.params["axes"]
+        same &= all(a.aval.dtype == jnp.float32 for a in (p, t, y, u, one, other))
+        if not same or len(graph.readers[one]) + len(graph.readers[other]) > 2:
+            continue
+
+        def cotangent(p, t, y, u, params=of_y.params):
+            return bind("log_softmax_vjp", y, p * t + u, where=None, axes=params["axes"], dtype=params["dtype"])
+
+        return {equation: spliced(cotangent, [p, t, y, u], equation.outputs, equation)}
+    return None
+
+
+# ---- 5
 
 
 def _gradients_with_rows(graph, equation, stands):
