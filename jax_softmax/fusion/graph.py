@@ -9,6 +9,7 @@ import dataclasses
 import math
 from typing import Any
 
+import numpy as np
 from jax.extend.core import Literal, Var
 
 _INLINED = (
@@ -123,14 +124,16 @@ def _constant(value, aval):
 
 
 def _callee(eqn):
-    """The jaxpr of a call that says nothing else: no sharding, no layout."""
+    """The jaxpr of a call that says nothing else: no sharding, no layout, no arrays that are constants."""
     if eqn.primitive.name not in _INLINED or eqn.effects:
         return None
     placed = [*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ())]
     if any(type(sharding).__name__ != "UnspecifiedValue" for sharding in placed):
         return None
     callee = next((eqn.params[k] for k in ("jaxpr", "call_jaxpr", "fun_jaxpr") if k in eqn.params), None)
-    return callee if callee is not None and len(opened(callee)[0].invars) == len(eqn.invars) else None
+    if callee is None or any(map(np.ndim, opened(callee)[1])):
+        return None
+    return callee if len(opened(callee)[0].invars) == len(eqn.invars) else None
 
 
 def _needed(equations, outputs):
