@@ -13,7 +13,7 @@ from jax_softmax.fusion import expressions, places
 from jax_softmax.fusion.expressions import is_variable
 from jax_softmax.fusion.graph import Equation, Graph, bytes_of, size_of, variables_of
 from jax_softmax.fusion.places import key_of
-from jax_softmax.primitives.operators import OPERATORS, PRIMITIVES
+from jax_softmax.primitives.operators import KERNELS, OPERATORS, PRIMITIVES
 
 # What an equation costs that is done for each element in the kernel, in bytes an element that memory could move
 # meanwhile: little, but not nothing, so that what many rows share is made once if it is small.
@@ -296,6 +296,8 @@ class Groups:
 def foldable(equation) -> bool:
     """Whether an operator's call is one that kernels cover, with whole rows and known shapes."""
     x = equation.inputs[0].aval
+    if equation.name in KERNELS:
+        return False  # its lowering makes it of another operator, with other operands
     if equation.params["axis_name"] or len(x.shape) > _kernels.MAX_DIMS or 0 in x.shape:
         return False
     if not all(isinstance(n, int) for n in x.shape):
