@@ -251,6 +251,11 @@ CASES |= {
     "float16 without subnormal numbers": Case(
         softmax_of(lambda x: jax.lax.reduce_precision(x * 3e-5, 5, 10) * 3e4), x_of(), folded=False
     ),
+    "a comparison that others read": Case(
+        lambda x: (lambda y, large: (jnp.where(large, y, 0) * 2, large))(y := jax.nn.log_softmax(x), y > -3),
+        x_of(),
+        folded=False,
+    ),
     "constants of calls": Case(
         lambda x: jax.jit(lambda x: jax.nn.softmax(x + PAIR, where=MASK) * PAIR)(x) * 2, x_of(), folded=False
     ),
