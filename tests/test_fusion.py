@@ -6,16 +6,22 @@ emulated.py).
 
 import contextlib
 import functools
+import inspect
 
 import emulated
 import jax
+import jax.experimental.checkify
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import support
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import jax_softmax
-from jax_softmax import fuse
+from jax_softmax import _kernels, fuse
+from jax_softmax.fusion import traffic
 
 SHAPE = (4, 6, 16)
 F32, BF16 = jnp.float32, jnp.bfloat16
@@ -242,6 +248,17 @@ CASES |= {
         f"of {shape}": Case(lambda x: (jax.nn.softmax(x.astype(F32) * 2 + 1)).astype(BF16), x_of("bfloat16", shape))
         for shape in [(16,), (1, 16), (3, 1), (2, 1, 3, 1, 5), (1, 1), (2, 3, 2, 2, 2, 3, 2, 5)]
     },
+    "float16 without subnormal numbers": Case(
+        softmax_of(lambda x: jax.lax.reduce_precision(x * 3e-5, 5, 10) * 3e4), x_of(), folded=False
+    ),
+    "a comparison that others read": Case(
+        lambda x: (lambda y, large: (jnp.where(large, y, 0) * 2, large))(y := jax.nn.log_softmax(x), y > -3),
+        x_of(),
+        folded=False,
+    ),
+    "constants of calls": Case(
+        lambda x: jax.jit(lambda x: jax.nn.softmax(x + PAIR, where=MASK) * PAIR)(x) * 2, x_of(), folded=False
+    ),
     "a scalar operand": Case(lambda x, t: jax.nn.softmax(x / t), x_of(), np.float32(0.7)),
     "operands of 8 bits": Case(
         lambda x, b, c: jax.nn.softmax(x + b + jnp.where(c == 3, 1.0, c)),
@@ -290,7 +307,15 @@ CASES |= {
         jax.value_and_grad(loss_of(F32, label_smoothing=0.1, z_loss=1e-3)), x_of("bfloat16"), roundings=64
     ),
     "second derivatives of a loss": Case(
-        gradients_of(jax.grad(lambda x: loss_of(F32)(x * 2))), x_of(), calls=2, folded=False, roundings=256
+        gradients_of(jax.grad(lambda x: loss_of(F32)(x * 2))), x_of(), folded=False, roundings=256
+    ),
+    "losses of rows": Case(
+        gradients_of(
+            lambda x: jax_softmax.softmax_cross_entropy_with_integer_labels(x.astype(F32), jnp.asarray(TARGETS))
+        ),
+        x_of("bfloat16"),
+        folded=False,
+        roundings=64,
     ),
     "scaling": Case(lambda x: jax_softmax.absmax_scale(x.astype(F32) * 2), x_of("bfloat16")),
     "scaling to int8": Case(lambda x: jax_softmax.absmax_scale(x.astype(F32) * 2, dtype=jnp.int8), x_of("bfloat16")),
@@ -360,3 +385,396 @@ def lower_all():
 def test_values(name):
     lower_all()
     CASES[name].check()
+
+
+# Steps of chains, of values and a side operand that broadcasts.
+STEPS_OF_CHAINS = [
+    lambda x, b: x * b,
+    lambda x, b: x - b,
+    lambda x, b: x * 0.5 + 0.1,
+    lambda x, b: x / 3,
+    lambda x, b: jnp.tanh(x),
+    lambda x, b: jnp.exp(-jnp.abs(x)),
+    lambda x, b: jnp.log1p(jnp.square(x)),
+    lambda x, b: jnp.sin(x),
+    lambda x, b: jax.nn.relu(x) - 0.1 * x,
+    lambda x, b: jnp.maximum(x, b),
+    lambda x, b: jnp.clip(x, -1, 1),
+    lambda x, b: jnp.where(x > b, x, b),
+    lambda x, b: jnp.where(jnp.arange(x.shape[-1]) % 3 == 0, x, -x),
+    lambda x, b: x.astype(F32),
+    lambda x, b: x.astype(BF16),
+    lambda x, b: x.reshape(-1).reshape(x.shape) + 0.25,
+    lambda x, b: jnp.swapaxes(jnp.swapaxes(x, 0, -1) * 0.5, 0, -1),
+]
+
+
+@st.composite
+def chains(draw):
+    shape = draw(st.sampled_from([(4, 6, 16), (5, 12), (2, 3, 4, 6), (7,)]))
+    axis = draw(st.integers(-len(shape), len(shape) - 1))
+    side = tuple(n if draw(st.booleans()) else 1 for n in shape)[draw(st.integers(0, len(shape) - 1)) :]
+    dtype, name = draw(st.sampled_from(["float32", "bfloat16"])), draw(st.sampled_from(support.NAMES))
+    steps = st.lists(st.sampled_from(STEPS_OF_CHAINS), max_size=4)
+    before, after = draw(steps), draw(steps)
+
+    def f(x, b):
+        for step in before:
+            x = step(x, b)
+        x = getattr(jax.nn, name)(x, axis)
+        for step in after:
+            x = step(x, b)
+        return x
+
+    operands = x_of(dtype, shape, scale=1), x_of(dtype, side, seed=1, scale=1)
+    return Case(gradients_of(f) if draw(st.booleans()) else f, *operands)
+
+
+@compiler_is_needed
+@settings(max_examples=settings.default.max_examples // 8)
+@given(st.lists(chains(), min_size=6, max_size=6))
+def test_chains(cases):
+    """Roundings to 16 bits may fall the other way, and count as much as what they are of."""
+    for case in cases:
+        case.lowered  # noqa: B018
+    for case in cases:
+        found, expected = compiled(case.lowered[0])(*case.args), unfused(case.f, *case.args)
+        assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
+        found, expected = np.asarray(found, np.float64), np.asarray(expected, np.float64)
+        eps = 2.0**-5 if "bf16" in str(jax.make_jaxpr(case.f)(*case.args)) else 2.0**-16
+        assert np.abs(found - expected).max() <= eps * max(1, np.abs(expected).max())
+
+
+# ---- What is not folded
+
+
+def left(f, *args):
+    """Fused for a GPU, a program without custom calls, whose results are f's."""
+    case = Case(f, *args, calls=0)
+    case.check()
+
+
+class TestNotFolded:
+    pytestmark = compiler_is_needed
+
+    def test_numbers_of_64_bits(self):
+        with jax.enable_x64(True):
+            left(lambda x: jax.nn.softmax(x * 2) + 1, x_of().astype(np.float64))
+
+    def test_integers_of_64_bits(self):
+        with jax.enable_x64(True):
+            Case(lambda x, k: jax.nn.softmax(x + k.astype(F32)), x_of(), np.arange(16) << 40, folded=False).check()
+
+    def test_unknown_primitives(self):
+        case = Case(lambda x: jax.nn.softmax(jnp.cumsum(x, -1) * 2), x_of(), folded=False)
+        case.check()
+        (line,) = fuse(case.f).explain(*case.args)
+        assert line.folded_before == ("mul",)
+
+    def test_rows_that_devices_share(self):
+        mesh = support.mesh_of_cpus((1, 8))
+        P = jax.sharding.PartitionSpec
+        f = lambda x: jax_softmax.softmax(x * 2, axis_name="model")  # noqa: E731
+        sharded = jax.shard_map(f, mesh=mesh, in_specs=P(None, "model"), out_specs=P(None, "model"))
+        left(sharded, x_of(shape=(4, 16)))
+
+    def test_what_several_devices_divide(self):
+        mesh = support.mesh_of_cpus((2, 4))
+        x = jax.device_put(x_of(shape=(4, 8, 16)), jax.NamedSharding(mesh, jax.sharding.PartitionSpec("data", "model")))
+        with emulated.kernels() as made:
+            lowered = jax.jit(fuse(lambda x: jax.nn.softmax(x * 2))).lower(x)
+        assert made == []
+        assert_same(compiled(lowered)(x), jax.nn.softmax(x_of(shape=(4, 8, 16)) * 2), 16)
+
+    def test_no_elements(self):
+        left(lambda x: jax.nn.softmax(x * 2, 0) + 1, x_of(shape=(3, 0)))
+
+    def test_no_operator(self):
+        left(lambda x: jnp.tanh(x) * 2, x_of())
+
+    def test_effects_keep_their_order_and_count(self, capfd):
+        def f(x):
+            jax.debug.print("first {}", x[0, 0, 0] * 0 + 1, ordered=True)
+            y = jax.nn.softmax(x * 2)
+            jax.debug.print("second {}", jnp.round(jnp.sum(y)), ordered=True)
+            return y * 2
+
+        case = Case(f, x_of())
+        with emulated.kernels() as made:
+            lowered = jax.jit(fuse(f)).lower(*case.args)
+        capfd.readouterr()
+        compiled(lowered)(*case.args)
+        jax.effects_barrier()
+        assert capfd.readouterr().out.split("\n")[:-1] == ["first 1.0", "second 24.0"]
+        assert len(made) == 1
+
+    def test_symbolic_shapes(self):
+        (n,) = jax.export.symbolic_shape("n")
+        f = fuse(lambda x: jax.nn.softmax(x * 2 + 1))
+        with emulated.kernels() as made:
+            exported = jax.export.export(jax.jit(f), platforms=["cpu"], disabled_checks=jax_softmax.export_checks())(
+                jax.ShapeDtypeStruct((n, 16), F32)
+            )
+        assert made == []
+        x = x_of(shape=(3, 16))
+        assert_same(exported.call(x), jax.nn.softmax(x * 2 + 1), 16)
+
+
+# ---- Which program
+
+
+def attention_row(x):
+    return jax.nn.softmax(x.astype(F32) * 0.125).astype(BF16)
+
+
+LARGE = jax.ShapeDtypeStruct((8192, 4096), BF16)
+
+
+class TestExplain:
+    def test_says_what_is_folded_and_who_wins(self):
+        (line,) = report = fuse(attention_row).explain(LARGE)
+        assert line.folded_before == ("convert_element_type", "mul") and line.folded_after == ("convert_element_type",)
+        assert line.traffic.ours == 4 * 8192 * 4096 and line.traffic.kernel_wins
+        for word in ("softmax of float32[8192, 4096] along (1,)", "mul", "128.0 MiB folded", ": by the kernel"):
+            assert word in str(report)
+
+    def test_one_line_each_and_where_it_stands(self):
+        def f(x):
+            step = lambda x, _: (jnp.sort(jax.nn.softmax(x * 2)), None)  # noqa: E731
+            return jax.lax.scan(step, jax.nn.log_softmax(x), None, 3)[0]
+
+        report = fuse(f).explain(jax.ShapeDtypeStruct((8192, 4096), F32))
+        assert [(line.op, line.where) for line in report] == [("softmax", "/scan"), ("log_softmax", "")]
+        assert len(str(report).split("\n")) == 2
+
+    def test_without_an_operator(self):
+        assert str(fuse(jnp.tanh).explain(x_of())) == "no call of softmax or the like"
+
+    def test_a_tie_is_xlas(self):
+        (line,) = report = fuse(attention_row).explain(jax.ShapeDtypeStruct((1 << 17, 128), BF16))
+        assert line.traffic.ours == line.traffic.xla
+        assert str(report).endswith("by XLA")
+
+    def test_the_model_decides(self, monkeypatch):
+        monkeypatch.setattr(traffic, "_SPEED", {8192: 1.0})
+        assert not fuse(attention_row).explain(LARGE)[0].traffic.kernel_wins
+        monkeypatch.setattr(traffic, "_SPEED", {8192: 0.5})
+        assert fuse(attention_row).explain(LARGE)[0].traffic.kernel_wins
+
+    @compiler_is_needed
+    def test_xlas_are_its_own_operations(self):
+        with emulated.kernels(always=False) as made:
+            lowered = jax.jit(fuse(attention_row)).lower(x_of("bfloat16"))
+        assert made == [] and "custom_call" not in lowered.as_text()
+        assert_same(compiled(lowered)(x_of("bfloat16")), unfused(attention_row, x_of("bfloat16")), 16)
+
+
+NAMES_THAT_COMPILE = (
+    "before: many selects",
+    "before: powers",
+    "before: integers that wrap",
+    "before: bounds",
+    "before: roots",
+    "bfloat16: own roundings",
+    "after: two chains",
+    "soft cap's gradient",
+    "loss and gradient",
+    "where, transposed",
+    "operands of 8 bits",
+    "before: reshaped",
+)
+
+
+@pytest.mark.parametrize("name", NAMES_THAT_COMPILE)
+def test_compiles(jit, name):
+    for call in CASES[name].lowered[1]:
+        for step in call.plan(**support.H200)["steps"]:
+            assert _kernels.jit_binary(step["code"], step["plan"], 90)[:4] == b"\x7fELF"
+
+
+# ---- Transformations: functions that run as they are
+
+
+def pairs(x):
+    return jax.nn.softmax(x[..., 1:] * x[..., :-1] + 1) * jnp.tanh(x[..., 1:])
+
+
+X = x_of(shape=(4, 8))
+SUM = lambda x: jnp.sum(pairs(x) ** 2)  # noqa: E731
+fused_sum = fuse(SUM)
+
+
+@jax.custom_vjp
+def clipped(x):
+    return jax.nn.softmax(x * 2)
+
+
+clipped.defvjp(lambda x: (clipped(x), None), lambda _, g: (jnp.full_like(g, 7),))
+
+
+@jax.custom_jvp
+def odd(x):
+    return jax.nn.softmax(x * 2)
+
+
+odd.defjvp(lambda x, t: (odd(*x), 5 * t[0]))
+P = jax.sharding.PartitionSpec
+
+
+TRANSFORMED = {
+    "call": (lambda f: f, pairs),
+    "jit": (jax.jit, pairs),
+    "grad": (jax.grad, SUM),
+    "value_and_grad": (jax.value_and_grad, SUM),
+    "hessian": (lambda f: lambda x: jax.hessian(f)(x[:2]), SUM),
+    "third derivatives": (lambda f: lambda x: jax.jacfwd(jax.hessian(f))(x[:1, :3]), SUM),
+    "jvp": (lambda f: lambda x: jax.jvp(f, (x,), (x * 0.1,)), pairs),
+    "jacrev": (jax.jacrev, pairs),
+    "linearize": (lambda f: lambda x: jax.linearize(f, x)[1](x), pairs),
+    "vmap": (jax.vmap, pairs),
+    "vmap of a later axis": (lambda f: jax.vmap(f, 1, 1), pairs),
+    "vmap of grad": (lambda f: jax.vmap(jax.grad(f)), SUM),
+    "grad of vmap": (lambda f: jax.grad(lambda x: jnp.sum(jax.vmap(f)(x))), pairs),
+    "scan": (lambda f: lambda x: jax.lax.scan(lambda c, row: (c + 1, f(row * c)), 1.0, x), pairs),
+    "while": (lambda f: lambda x: jax.lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, f(c[1])), (0, x)), odd),
+    "cond": (lambda f: lambda x: jax.lax.cond(x[0, 0] > 0, f, lambda x: x[..., 1:], x), pairs),
+    "checkpoint": (lambda f: jax.grad(jax.checkpoint(f)), SUM),
+    "of checkpoint": (jax.grad, jax.checkpoint(SUM)),
+    "custom_vjp": (lambda f: jax.grad(lambda x: jnp.sum(f(x))), clipped),
+    "custom_jvp": (lambda f: jax.grad(lambda x: jnp.sum(f(x))), odd),
+    "custom_jvp, forwards": (lambda f: lambda x: jax.jvp(f, (x,), (x,)), odd),
+    "custom_vjp within": (lambda f: jax.grad(lambda x: jnp.sum(f(x) * 2)), lambda x: clipped(x * 3)),
+    "fused within": (jax.grad, fuse(SUM)),
+    "vmap of custom_vjp": (lambda f: jax.vmap(jax.grad(lambda x: jnp.sum(f(x)))), clipped),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMED)
+def test_transformed(name):
+    transform, f = TRANSFORMED[name]
+    expected, found = (support.in_haste(transform(g), X) for g in (lambda x: f(x), fuse(f)))
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-5)
+
+
+def test_vmap_over_a_mesh_axis():
+    mesh = support.mesh_of_cpus((2, 4))
+    f = lambda x: jax.lax.with_sharding_constraint(jax.nn.softmax(x * 2), jax.NamedSharding(mesh, P("model")))  # noqa: E731
+    found = jax.jit(jax.vmap(fuse(f), spmd_axis_name="data"))(X)
+    np.testing.assert_allclose(found, jax.nn.softmax(X * 2), rtol=1e-5)
+    assert found.sharding.is_equivalent_to(jax.NamedSharding(mesh, P("data", "model")), 2)
+
+
+def test_axis_names():
+    f = lambda x: jax.nn.softmax(x - jax.lax.pmean(x, "batch"))  # noqa: E731
+    np.testing.assert_allclose(jax.vmap(fuse(f), axis_name="batch")(X), jax.vmap(f, axis_name="batch")(X), rtol=1e-5)
+
+
+@pytest.mark.parametrize("outside", [True, False])
+def test_shard_map(outside):
+    mesh = support.mesh_of_cpus((2, 4))
+    mapped = lambda f: jax.shard_map(f, mesh=mesh, in_specs=P("data"), out_specs=P("data"))  # noqa: E731
+    f = lambda x: jax.nn.softmax(x * 2) * jax.lax.axis_index("data")  # noqa: E731
+    both = fuse(mapped(f)) if outside else mapped(fuse(f))
+    np.testing.assert_allclose(jax.jit(both)(X), jax.jit(mapped(f))(X), rtol=1e-5)
+    gradient, expected = (jax.grad(lambda x, g=g: jnp.sum(g(x) ** 2)) for g in (both, mapped(f)))
+    np.testing.assert_allclose(jax.jit(gradient)(X), jax.jit(expected)(X), rtol=1e-4, atol=1e-5)
+
+
+def test_export():
+    exported = jax.export.export(jax.jit(fuse(pairs)), disabled_checks=jax_softmax.export_checks())(X)
+    again = jax.export.deserialize(exported.serialize())
+    np.testing.assert_allclose(again.call(X), pairs(X), rtol=1e-5)
+
+
+def test_checkify():
+    def f(x):
+        jax.experimental.checkify.check(jnp.all(x > 0), "not positive")
+        return jax.nn.softmax(x * 2)
+
+    for g in (jax.jit, fuse):
+        error, _ = jax.experimental.checkify.checkify(g(f))(X)
+        assert "not positive" in error.get()
+        assert jax.experimental.checkify.checkify(g(f))(np.abs(X) + 1)[0].get() is None
+
+
+class TestArguments:
+    def test_trees_and_keywords(self):
+        def f(tree, *, scale=1.0, kind="softmax", other=None):
+            assert other is None
+            return {"y": getattr(jax.nn, kind)(tree["x"] * scale), "n": len(tree)}
+
+        found = fuse(f)({"x": X, "b": None}, scale=2.0, kind="log_softmax")
+        np.testing.assert_allclose(found["y"], jax.nn.log_softmax(X * 2), rtol=1e-5)
+        assert found["n"] == 2
+        np.testing.assert_allclose(fuse(f)({"x": X})["y"], jax.nn.softmax(X), rtol=1e-5)
+
+    def test_numbers_keep_weak_types(self):
+        assert fuse(lambda x, s: jax.nn.softmax(x * s))(x_of("bfloat16"), 2.0).dtype == BF16
+
+    def test_methods(self):
+        class Model:
+            scale = 2.0
+
+            @fuse
+            def __call__(self, x):
+                return jax.nn.softmax(x * self.scale)
+
+        np.testing.assert_allclose(Model()(X), jax.nn.softmax(X * 2), rtol=1e-5)
+
+    def test_no_arrays(self):
+        assert_same(fuse(lambda: jax.nn.softmax(jnp.arange(4.0)))(), jax.nn.softmax(jnp.arange(4.0)), 4)
+        assert fuse(lambda: ())() == ()
+
+    def test_results_that_are_operands_or_constants(self):
+        a, b, _ = fuse(lambda x: (x, jnp.float32(3), jax.nn.softmax(x)))(X)
+        np.testing.assert_array_equal(a, X)
+        assert b == 3
+
+    def test_integers(self):
+        label = np.array([1, 0, 3, 2])
+        f = lambda x, k: jax_softmax.cross_entropy_loss(x * 2, k)  # noqa: E731
+        np.testing.assert_allclose(jax.grad(fuse(f))(X, label), jax.grad(f)(X, label), rtol=1e-5, atol=1e-7)
+        zero = jax.grad(fuse(f), 1, allow_int=True)(X, label)
+        assert zero.dtype == jax.dtypes.float0
+
+    def test_values_of_an_outer_trace(self):
+        outer = jax.grad(lambda s: jnp.sum(fuse(lambda x: jax.nn.softmax(x * s) * X)(X)))
+        plain = jax.grad(lambda s: jnp.sum(jax.nn.softmax(X * s) * X))
+        np.testing.assert_allclose(jax.jit(outer)(0.5), plain(0.5), rtol=1e-4)
+        np.testing.assert_allclose(outer(0.5), plain(0.5), rtol=1e-4)
+
+    def test_is_traced_once(self):
+        traced = []
+
+        @fuse
+        def f(x, kind):
+            traced.append(kind)
+            return getattr(jax.nn, kind)(x)
+
+        for _ in range(3):
+            f(X, "softmax")
+        f(X, "log_softmax")
+        assert traced == ["softmax", "log_softmax"]
+
+    def test_donation(self):
+        x = jnp.array(X)
+        y = jax.jit(fuse(lambda x: jax.nn.softmax(x * 2)), donate_argnums=0)(x)
+        np.testing.assert_allclose(y, jax.nn.softmax(X * 2), rtol=1e-5)
+        assert x.is_deleted()
+
+    def test_what_is_no_function(self):
+        with pytest.raises(TypeError, match="fuse: f must be a function, got int"):
+            fuse(3)
+
+    def test_jax_nn_is_its_own_again(self):
+        fuse(lambda x: jax.nn.softmax(x))(X)
+        with pytest.raises(ZeroDivisionError):
+            fuse(lambda x: 1 / 0)(X)
+        assert jax.nn.softmax is jax_softmax.primitives.reference.ORIGINALS["softmax"]
+
+    def test_name_and_signature(self):
+        assert fuse(pairs).__name__ == "pairs"
+        assert inspect.signature(fuse(pairs)) == inspect.signature(pairs)

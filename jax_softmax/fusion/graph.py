@@ -9,6 +9,7 @@ import dataclasses
 import math
 from typing import Any
 
+import numpy as np
 from jax.extend.core import Literal, Var
 
 _INLINED = (
@@ -163,8 +164,8 @@ def _constant(value, aval):
 
 
 def _callee(eqn):
-    """The jaxpr of a call that says nothing else: no sharding, no layout."""
-    if eqn.primitive.name == "remat2" or eqn.primitive.name == "checkpoint":
+    """The jaxpr of a call that says nothing else: no sharding, no layout, no arrays that are constants."""
+    if eqn.primitive.name in ("remat2", "checkpoint"):
         if eqn.params["prevent_cse"] is not False:  # XLA would undo it
             return None
     elif eqn.primitive.name not in _INLINED or eqn.effects:
@@ -173,7 +174,9 @@ def _callee(eqn):
     if any(type(sharding).__name__ != "UnspecifiedValue" for sharding in placed):
         return None
     callee = next((eqn.params[k] for k in ("jaxpr", "call_jaxpr", "fun_jaxpr") if k in eqn.params), None)
-    return callee if callee is not None and len(opened(callee)[0].invars) == len(eqn.invars) else None
+    if callee is None or any(map(np.ndim, opened(callee)[1])):
+        return None
+    return callee if len(opened(callee)[0].invars) == len(eqn.invars) else None
 
 
 def _needed(equations, outputs):

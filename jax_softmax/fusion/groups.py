@@ -158,12 +158,24 @@ class Group:
         while changed:
             changed = False
             for variable, equation in reversed(list(self.after.items())):
-                if any(variable in other.inputs for other in self.after.values()):
+                if variable not in self.after:
+                    continue
+                can_be_written = variable.aval.dtype.name in expressions.WRITABLE
+                if can_be_written and any(variable in other.inputs for other in self.after.values()):
                     continue
                 readers = read_outside(variable, self)
                 if readers and not self._worth_writing(variable, equation, readers, read_outside):
-                    del self.after[variable], self.places_after[variable]
+                    self._leave(variable)
                     changed = True
+
+    def _leave(self, variable):
+        """Leaves a variable outside, and all that is made of it."""
+        outside = {variable}
+        for other, equation in self.after.items():
+            if not outside.isdisjoint(variables_of(equation.inputs)):
+                outside.add(other)
+        for other in outside:
+            del self.after[other], self.places_after[other]
 
     def _worth_writing(self, variable, equation, readers, read_outside):
         if variable.aval.dtype.name not in expressions.WRITABLE:

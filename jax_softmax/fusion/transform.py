@@ -4,6 +4,7 @@ Until then the call holds the function's jaxpr as it is, so that derivatives and
 of the function. They are calls of the same primitive: what is lowered has been differentiated.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
@@ -286,3 +287,14 @@ def register() -> None:
     mlir.register_lowering(fused_p, _lower)
     mlir.register_lowering(fused_p, _lower_for_cuda, platform="cuda")
     calls.register()
+    # The table has no public name: see `primitives/interpreters.py`.
+    with contextlib.suppress(ImportError):
+        from jax._src.checkify import error_checks
+
+        def checked(*given, jaxpr):
+            """As a call of a function under `jit` is."""
+            operands = given[len(given) - len(jaxpr.invars) :]
+            (call,) = jax.make_jaxpr(jax.jit(_function(jaxpr)))(*operands).eqns
+            return error_checks[call.primitive](*given, **call.params)
+
+        error_checks[fused_p] = checked
