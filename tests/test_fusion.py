@@ -153,6 +153,7 @@ AFTER = {
     "mask": lambda y: jnp.where(MASK, y, 0).astype(jnp.float16),
     "of rows": lambda y: y * x_of(shape=(4, 1, 16), seed=4),
     "transposed": lambda y: jnp.swapaxes(y, 0, 1).astype(BF16) * 2,
+    "rotated": lambda y: jnp.transpose(y, (1, 2, 0)) * x_of(shape=(6, 16, 4), seed=8),
     "reshaped": lambda y: (y.reshape(-1, 8) * 3).astype(BF16),
     "indices": lambda y: jnp.where(jnp.arange(16) % 2 == 0, y, -y),
     "squared": lambda y: jnp.square(y) / 3 + y,
