@@ -44,8 +44,13 @@ _NOT_ROUNDED = ("select_n", "neg", "abs", "sign", "max", "min", "clamp", "floor"
 _ELEMENTWISE = frozenset(
     (*_SAME, *_COMPARISONS, *_LOGIC, *_ARITHMETIC, *_FUNCTIONS, *_EXACT, *_OF_TWO_KINDS, "not", "div", "select_n")
 ) | {"convert_element_type", "reduce_precision"}
-# Those that take a kernel as long as many additions do.
-LONG = frozenset(_FUNCTIONS) - {"one_minus_square"}
+
+
+def is_long(equation) -> bool:
+    """Whether it takes a kernel as long as many additions do."""
+    if equation.name == "div":
+        return not isinstance(equation.inputs[1], Literal)
+    return equation.name in _FUNCTIONS and equation.name != "one_minus_square"
 
 
 def instructions(equation) -> int:
@@ -54,7 +59,7 @@ def instructions(equation) -> int:
         return 0
     rounds = equation.outputs[0].aval.dtype.name in ROUNDED and equation.name not in _NOT_ROUNDED
     rounds = rounds and not _is_exact(equation)
-    return (10 if equation.name in LONG else 1) + 2 * rounds
+    return (10 if is_long(equation) else 1) + 2 * rounds
 
 
 class Side(NamedTuple):
@@ -187,8 +192,8 @@ class Expressions:
             return given[0]
         if name == "mul" and given[0] == _ONE:
             return given[1]
-        text = given[0] if name in ("mul", "div") and given[1] == _ONE else _text(equation, given)
-        if text is None or text == given[0]:
+        text = None if name in ("mul", "div") and given[1] == _ONE else _text(equation, given)
+        if text is None:
             return given[0]
         rounded = ROUNDED.get(dtype.name)
         if rounded and name not in _NOT_ROUNDED and not _is_exact(equation):

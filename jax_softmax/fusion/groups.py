@@ -97,13 +97,15 @@ class Group:
         if inputs is None:
             return read
         free = expressions.is_view(maker) or maker.name == "iota"
-        own = 0 if free else _LONG if maker.name in expressions.LONG else _SHORT
+        own = 0 if free else _LONG if expressions.is_long(maker) else _SHORT
         made = _Cut({maker: own * self.size}, {})
         for operand, its_place in zip(maker.inputs, inputs, strict=True):
             cut = self._cut(operand, its_place, stands, known)
             made.costs |= cut.costs
             made.equations |= cut.equations
         made.equations[a] = maker
+        if not stands(a):  # XLA, too, reads what it is made of
+            read.costs |= {b: cost for b, cost in made.costs.items() if not isinstance(b, Equation)}
         if made.cost <= read.cost:
             known[key] = made
         return known[key]
