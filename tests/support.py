@@ -499,6 +499,8 @@ def row_case(op, shape, axes, dtype, where=None):
     x, of_rows = normal(shape, dtype), row_numbers(op, shape, axes, dtype)
     if op == "logsumexp":
         return [x], reference_normalizer(x, axes, where)
+    if op == "softmax_and_normalizer":
+        return [x], [reference("softmax", x, axes, where), *reference_normalizer(x, axes, where)]
     if op == "absmax_scale":
         return [x], reference_absmax_scale(x, axes, where)
     if op == "cross_entropy":

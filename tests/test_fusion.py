@@ -774,7 +774,7 @@ class TestArguments:
         fuse(lambda x: jax.nn.softmax(x))(X)
         with pytest.raises(ZeroDivisionError):
             fuse(lambda x: 1 / 0)(X)
-        assert jax.nn.softmax is jax_softmax.primitives.reference.ORIGINALS["softmax"]
+        assert "softmax[" not in str(jax.make_jaxpr(lambda x: jax.nn.softmax(x))(X))
 
     def test_name_and_signature(self):
         assert fuse(pairs).__name__ == "pairs"

@@ -112,7 +112,7 @@ def _made_anew(graph, equation, stands):
     if equation.name == "softmax":
         if Group(graph, equation).cost_of_reading(x, stands) > 0.75 * bytes_of(y):
             return None
-        if not any(_is_summed(graph, r) for r in others):
+        if others and not any(_is_summed(graph, r) for r in others):
             return _softmax_made_anew(equation, maps) if maps else None
     rows = _rows_like(y, axes), _rows_like(y, axes)
 
@@ -162,12 +162,13 @@ def _rows_like(y, axes):
 
 
 def _probabilities(x, largest, total, dtype):
-    return (jnp.exp(reference.widened(x) - largest) * (1 / total)).astype(dtype)
+    rows = reference.Normalizer(largest, total).without_infinity()
+    return (jnp.exp(reference.widened(x) - largest) * (1 / rows.total)).astype(dtype)
 
 
 def _log_probabilities(x, largest, total, dtype):
-    rows = reference.Normalizer(largest, total)
-    return (reference.distances(x, rows) - jnp.log(total)).astype(dtype)
+    rows = reference.Normalizer(largest, total).without_infinity()
+    return (reference.distances(x, rows) - jnp.log(rows.total)).astype(dtype)
 
 
 # ---- 2 and 3
