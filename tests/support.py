@@ -226,11 +226,13 @@ def plan(shape, axes, op="softmax", dtype="float32", mask_shape=None, on=H200):
     return _kernels.plan(list(shape), list(axes), op, dtype, mask_shape, **on)
 
 
-def call_kernel(op, *operands, axes, out_dtype=None, more_results=(), arrays="", load="", store="", scratch_bytes=0):
+def call_kernel(
+    op, *operands, axes, out_dtype=None, more_results=(), arrays="", load="", store="", scratch_bytes=0, in_place=None
+):
     """The custom call itself, on a GPU, wherever the lowering would rather have XLA's own operations.
 
     `arrays`: the roles of what the expressions `load` and `store` read, whose operands come after the operator's own.
-    Its result, or all of them if there are several."""
+    `in_place`: the operand whose place the first result takes. Its result, or all of them if there are several."""
     x = operands[0]
     of_elements, of_rows = KERNELS[op]["element_results"], KERNELS[op]["row_results"]
     rows = [1 if d in axes else n for d, n in enumerate(x.shape)]
@@ -240,7 +242,8 @@ def call_kernel(op, *operands, axes, out_dtype=None, more_results=(), arrays="",
     n = len(results)
     if scratch_bytes:
         results.append(jax.ShapeDtypeStruct((scratch_bytes,), np.uint8))
-    call = jax.ffi.ffi_call("jax_softmax", results)
+    aliases = None if in_place is None else {in_place: 0}
+    call = jax.ffi.ffi_call("jax_softmax", results, input_output_aliases=aliases)
     given = attributes(op, axes, operands[-1].dtype == bool, arrays, load, store)
     found = jax.jit(lambda *operands: call(*operands, **given)[:n])(*operands)
     return found if n > 1 or op in ROW_OPS else found[0]

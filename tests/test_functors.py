@@ -61,7 +61,7 @@ def indices(way, kept):
     return [([n if d == along else 1 for d, n in enumerate(way.shape)], "index") for along in (kept, way.axes[-1])]
 
 
-def call(way, op, *operands, arrays="", load="", store="", written=None, more_results=(), scratch_bytes):
+def call(way, op, *operands, arrays="", load="", store="", written=None, more_results=(), scratch_bytes, in_place=None):
     with support.limited(**way.limits):
         return call_kernel(
             *(op, *operands),
@@ -72,6 +72,7 @@ def call(way, op, *operands, arrays="", load="", store="", written=None, more_re
             load=load,
             store=store,
             scratch_bytes=scratch_bytes,
+            in_place=in_place,
         )
 
 
@@ -163,6 +164,19 @@ def test_load_of_each_operator(op, masked, way):
     largest = 30 if op in ("entropy", "kl_divergence") else 0
     for a, b in zip(found, expected, strict=True):
         assert_close(a, b, a.dtype, largest)
+
+
+@on_gpu
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("op,operand", [("softmax", 0), ("softmax_linear", 0), ("softmax_linear", 1)])
+def test_results_in_the_place_of_an_operand(op, operand, way):
+    """As fuse has them, where nothing else reads it."""
+    x, array = integers(way.shape, "bfloat16"), integers(SHAPES["columns"](way), "bfloat16", 4)
+    first = [integers(way.shape, "bfloat16", 2, seed=1)] if op in TWO_OPERANDS else []
+    scratch_bytes = plan_of(way, op, load=load_of(op))["scratch_bytes"]
+    given = {"load": load_of(op), "written": "bfloat16", "scratch_bytes": scratch_bytes}
+    found = call(way, op, *first, x, array, in_place=operand, **given)
+    np.testing.assert_array_equal(found, call(way, op, *first, x, array, **given))
 
 
 @on_gpu

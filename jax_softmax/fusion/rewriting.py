@@ -35,21 +35,28 @@ class Line(NamedTuple):
     why_not: str  # the kernel stands alone, if anything is said
 
 
-def rewritten(jaxpr, report=None, where=""):
-    """The jaxpr with its groups as calls of kernels. Appends a line for each call of an operator to `report`."""
+def rewritten(jaxpr, report=None, where="", fold=True):
+    """The jaxpr with its groups as calls of kernels. Appends a line for each call of an operator to `report`.
+
+    Without `fold`, as in a program for several devices, operators stay as they are but for those that XLA's fusions
+    make with fewer bytes.
+    """
     report = [] if report is None else report
     graph = graph_of(jaxpr)
     changed = False
     for equation in graph.equations:
         if equation.name in _REGIONS:
             inside = f"{where}/{equation.name}"
-            params = with_jaxprs(equation.params, lambda inner, inside=inside: rewritten(inner, report, inside))
+            params = with_jaxprs(equation.params, lambda inner, inside=inside: rewritten(inner, report, inside, fold))
             changed |= any(params[k] is not equation.params[k] for k in params)
             equation.params = params
     if not any(equation.name in PRIMITIVES for equation in graph.equations) and not changed:
         return jaxpr
-    graph = rules.applied(graph)
-    calls, by_xla = _decided(graph, report, where)
+    if fold:
+        graph = rules.applied(graph)
+        calls, by_xla = _decided(graph, report, where)
+    else:
+        calls, by_xla = {}, _better_by_xla(graph)
     equations, outputs = _in_order(graph, calls, by_xla)
     return jaxpr.replace(eqns=equations, outvars=outputs)
 
@@ -81,6 +88,16 @@ def _decided(graph, report, where):
             break
     report += [lines[equation] for equation in graph.equations if equation in lines]
     return calls, by_xla
+
+
+def _better_by_xla(graph):
+    """The operators that cost more bytes by kernels without folding than by XLA."""
+    groups = Groups(graph)
+    traffic = {
+        group.equation: traffic_of(group, groups.reads(group), group.written(groups.read_outside), groups)
+        for group in groups.groups
+    }
+    return {equation for equation, bytes_of_it in traffic.items() if not bytes_of_it.kernel_alone_wins}
 
 
 def _line(group, groups, where):

@@ -93,7 +93,11 @@ class _Fused:
         return self._jitted(f, others, tree, *arrays)
 
     def __get__(self, instance, owner=None):
-        return self if instance is None else functools.partial(self, instance)
+        if instance is None:
+            return self
+        bound = functools.partial(self, instance)
+        bound.explain = functools.partial(self.explain, instance)
+        return bound
 
     def explain(self, *args: Any, **kwargs: Any) -> FusionReport:
         """What is folded into each call of an operator where f has these arguments, which may be shapes and dtypes."""
@@ -273,8 +277,7 @@ def _lower(ctx, *operands, jaxpr):
 
 
 def _lower_for_cuda(ctx, *operands, jaxpr):
-    if private.devices_of(ctx)[0] == 1:
-        jaxpr = rewritten(jaxpr)
+    jaxpr = rewritten(jaxpr, fold=private.devices_of(ctx)[0] == 1)
     return _lower(ctx, *operands, jaxpr=jaxpr)
 
 
