@@ -6,7 +6,9 @@ emulated.py).
 
 import contextlib
 import functools
+import gc
 import inspect
+import weakref
 
 import emulated
 import jax
@@ -183,6 +185,7 @@ CASES = {
     },
 }
 
+at_labels = jax.vmap(jax.vmap(lambda row, k, value: row.at[k].add(value), (0, 0, None)), (0, 0, None))
 TARGETS = np.array([[3, 1, 0, 15, -1, 2]] * 4)
 
 
@@ -369,6 +372,34 @@ CASES |= {
     "a result that an operand needs": Case(
         lambda x: jax.nn.softmax(x * 2) + jax.nn.softmax(x * 3, axis=0), x_of(), calls=2, folded=False
     ),
+    "a loss that others read": Case(
+        lambda x: (
+            lambda loss: jnp.where(jnp.isnan(loss), 0, loss) + jnp.sum(loss) * jax.nn.logsumexp(x.astype(F32) * 2)
+        )(jax_softmax.softmax_cross_entropy_with_integer_labels(x.astype(F32) * 2, jnp.asarray(TARGETS))),
+        x_of("bfloat16"),
+        calls=2,
+        folded=False,
+        roundings=64,
+    ),
+    "scattered integers": Case(
+        lambda x, k: jax.nn.softmax(x * 2) * (at_labels(jnp.zeros(SHAPE, jnp.int32), k, 2**24 + 1) & 3),
+        x_of(),
+        np.abs(TARGETS),
+        folded=False,
+    ),
+    "one-hot integers": Case(
+        lambda x: jnp.sum(
+            jax.nn.log_softmax(x) * (jax.nn.one_hot(TARGETS, 16, dtype=jnp.int8) * np.int8(100) * np.int8(3)), -1
+        ),
+        x_of(),
+        folded=False,
+    ),
+    "a number among arrays of one element": Case(
+        lambda x, a: jax.lax.select(jnp.squeeze(jax.nn.softmax(x * 2)) > 0.5, a, -a),
+        x_of(shape=(1,)),
+        x_of(shape=(1, 1)),
+        folded=False,
+    ),
     "results of each other": Case(
         lambda x: (lambda p, q: (p * jnp.sum(q), q * jnp.sum(p)))(jax.nn.softmax(x * 2), jax.nn.softmax(x * 3)),
         x_of(),
@@ -484,6 +515,17 @@ class TestNotFolded:
         sharded = jax.shard_map(f, mesh=mesh, in_specs=P(None, "model"), out_specs=P(None, "model"))
         left(sharded, x_of(shape=(4, 16)))
 
+    def test_rows_of_each_device_beside_those_that_devices_share(self):
+        mesh = support.mesh_of_cpus((1, 8))
+        P = jax.sharding.PartitionSpec
+
+        def f(x, k):
+            loss = jax_softmax.softmax_cross_entropy_with_integer_labels(x, k, axis_name="model")
+            return loss, jax_softmax.logsumexp(x, -1)[:, None]
+
+        sharded = jax.shard_map(f, mesh=mesh, in_specs=(P(None, "model"), P()), out_specs=(P(), P(None, "model")))
+        Case(sharded, x_of(shape=(4, 16)), np.arange(4)).check()
+
     def test_what_several_devices_divide(self):
         mesh = support.mesh_of_cpus((2, 4))
         x = jax.device_put(x_of(shape=(4, 8, 16)), jax.NamedSharding(mesh, jax.sharding.PartitionSpec("data", "model")))
@@ -513,6 +555,39 @@ class TestNotFolded:
         jax.effects_barrier()
         assert capfd.readouterr().out.split("\n")[:-1] == ["first 1.0", "second 24.0"]
         assert len(made) == 1
+
+    def test_effects_between_an_operator_and_what_reads_it(self):
+        """A number that a callback returns later may not be a part of the kernel before."""
+        seen = []
+
+        def f(x):
+            y = jax.nn.softmax(x * 2)
+            total = jnp.sum(y) * 0 + y[0, 0, 0]
+            jax.debug.callback(lambda n: seen.append(float(n)), total, ordered=True)
+            shape = jax.ShapeDtypeStruct(SHAPE, F32)
+            z = jax.experimental.io_callback(lambda: np.full(SHAPE, len(seen), np.float32), shape, ordered=True)
+            return y * z, jax.nn.softmax(x * 2 + z)
+
+        lowered = jax.jit(fuse(f)).lower(x_of())
+        found = lowered.compile()(x_of())
+        jax.effects_barrier()
+        assert len(seen) == 1
+        with emulated.kernels() as made:
+            lowered = jax.jit(fuse(f)).lower(x_of())
+        seen.clear()
+        assert_same(compiled(lowered)(x_of()), found, 16)
+        assert len(made) == 2
+
+    def test_long_chains_that_meet_take_no_longer(self):
+        def f(x, b):
+            for _ in range(60):
+                x, b = x + b, b - x
+            y = jax.nn.softmax(x)
+            for _ in range(60):
+                y = y + y * b
+            return y
+
+        assert len(fuse(f).explain(X, X)) == 1
 
     def test_symbolic_shapes(self):
         (n,) = jax.export.symbolic_shape("n")
@@ -665,6 +740,18 @@ def test_transformed(name):
         np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit])
+def test_results_that_do_not_vary(transform):
+    def f(x, b):
+        return jax.nn.softmax(x + b), jax.nn.softmax(b), jax.lax.axis_index("batch"), jnp.float32(2)
+
+    def g(f):
+        return jax.vmap(f, (0, None), (0, None, 0, None), axis_name="batch")
+
+    for found, expected in zip(transform(g(fuse(f)))(X, X[0]), g(f)(X, X[0]), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
 def test_vmap_over_a_mesh_axis():
     mesh = support.mesh_of_cpus((2, 4))
     f = lambda x: jax.lax.with_sharding_constraint(jax.nn.softmax(x * 2), jax.NamedSharding(mesh, P("model")))  # noqa: E731
@@ -704,6 +791,41 @@ def test_checkify():
         error, _ = jax.experimental.checkify.checkify(g(f))(X)
         assert "not positive" in error.get()
         assert jax.experimental.checkify.checkify(g(f))(np.abs(X) + 1)[0].get() is None
+
+
+class TestReferences:
+    """Functions of references run as they are."""
+
+    @staticmethod
+    def both_ways(f):
+        """f's result, and what it leaves in a reference, alone and fused, under `jit` and not."""
+        results = []
+        for transform in (lambda f: f, fuse, lambda f: jax.jit(fuse(f))):
+            ref = jax.new_ref(jnp.asarray(X))
+            results.append((transform(f)(ref, X * 2), ref[...]))
+        for found in results[1:]:
+            assert_same(found, results[0], 16)
+
+    def test_of_arguments(self):
+        def f(ref, x):
+            y = jax.nn.softmax(x + ref[...])
+            ref[...] = y * 3
+            return y * ref[...]
+
+        self.both_ways(f)
+        for line in fuse(f).explain(jax.new_ref(jnp.asarray(X)), X):
+            assert "references" in str(line.why_not)
+
+    def test_of_closures(self):
+        self.both_ways(lambda ref, x: fuse(lambda x: jax.nn.softmax(x * 2) + ref[...])(x))
+
+    def test_of_their_own(self):
+        def f(x):
+            ref = jax.new_ref(jax.nn.softmax(x * 2))
+            ref[0] = 3 * x[0]
+            return jax.nn.log_softmax(ref[...])
+
+        assert_same(fuse(f)(X), f(X), 16)
 
 
 class TestArguments:
@@ -752,6 +874,39 @@ class TestArguments:
         np.testing.assert_allclose(jax.jit(outer)(0.5), plain(0.5), rtol=1e-4)
         np.testing.assert_allclose(outer(0.5), plain(0.5), rtol=1e-4)
 
+    def test_objects_that_change(self):
+        class Model:
+            scale = 2.0
+
+            @fuse
+            def __call__(self, x):
+                return jax.nn.softmax(x * self.scale)
+
+            def __eq__(self, other):
+                return np.zeros(3) == 0  # no truth value
+
+            __hash__ = None
+
+        model = Model()
+        f = fuse(lambda config, x: jax.nn.softmax(x * config["object"].scale))
+        for model.scale in (2.0, 3.0):
+            expected = jax.nn.softmax(X * model.scale)
+            np.testing.assert_allclose(model(X), expected, rtol=1e-5)
+            np.testing.assert_allclose(f({"object": model}, X), expected, rtol=1e-5)
+
+    def test_keeps_nothing_alive(self):
+        array = jnp.asarray(X)
+
+        def function(x, kind):
+            return getattr(jax.nn, kind)(x + array)
+
+        gone = weakref.ref(function)
+        for g in (fuse(function), jax.jit(fuse(function), static_argnums=1)):
+            g(X, "softmax")
+        del function, g
+        gc.collect()
+        assert gone() is None
+
     def test_is_traced_once(self):
         traced = []
 
@@ -784,3 +939,44 @@ class TestArguments:
     def test_name_and_signature(self):
         assert fuse(pairs).__name__ == "pairs"
         assert inspect.signature(fuse(pairs)) == inspect.signature(pairs)
+
+
+class TestModules:
+    """Objects of Flax's nnx as arguments, whose arrays a function may replace."""
+
+    @staticmethod
+    def model():
+        nnx = pytest.importorskip("flax.nnx")
+
+        class Layer(nnx.Module):
+            def __init__(self):
+                self.w, self.calls = nnx.Param(jnp.asarray(X)), nnx.Variable(jnp.zeros(()))
+
+            def __call__(self, x):
+                self.calls[...] += 1
+                return jax.nn.softmax(x * self.w[...])
+
+        return nnx, Layer()
+
+    def both_ways(self, transform, f):
+        """The results, and the module afterwards, of f alone and fused."""
+        results = []
+        for g in (lambda *args: f(*args), fuse(f)):
+            nnx, model = self.model()
+            results.append([(transform(nnx, g)(model, X * n), nnx.state(model)) for n in (1, 2)])
+        assert_same(results[1], results[0], 64)
+
+    @pytest.mark.parametrize("transform", [lambda nnx, f: f, lambda nnx, f: nnx.jit(f)], ids=["call", "jit"])
+    def test_call(self, transform):
+        self.both_ways(transform, lambda model, x: model(x))
+
+    def test_gradient_of_fused(self):
+        transform = lambda nnx, f: nnx.jit(nnx.value_and_grad(f))  # noqa: E731
+        self.both_ways(transform, lambda model, x: jnp.sum(model(x) ** 2))
+
+    def test_fused_gradient(self):
+        def f(model, x):
+            nnx = pytest.importorskip("flax.nnx")
+            return nnx.value_and_grad(lambda model, x: jnp.sum(model(x) ** 2))(model, x)
+
+        self.both_ways(lambda nnx, f: nnx.jit(f), f)

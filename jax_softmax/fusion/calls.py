@@ -212,7 +212,7 @@ def _own_operands(group):
     found = []
     for operand, before in zip(group.operands, group.before, strict=True):
         leaves: dict = {}
-        _whole_leaves(operand, group.place, before, len(places.factors_of(group.place)), leaves)
+        _whole_leaves(operand, group.place, before, len(places.factors_of(group.place)), set(), leaves)
         found.append([leaf for leaf in leaves.values() if leaf[0].aval.dtype.name in expressions.WRITABLE])
     in_order = [k for k in found[0] if _is_in_order(k[1], group)] or found[0]
     if not in_order:
@@ -231,16 +231,18 @@ def _is_in_order(place, group):
     return places.factors_of(place) == places.factors_of(group.place)
 
 
-def _whole_leaves(a, place, before, count, leaves):
-    if not expressions.is_variable(a):
+def _whole_leaves(a, place, before, count, seen, leaves):
+    key = a, places.key_of(place)
+    if not expressions.is_variable(a) or key in seen:
         return
+    seen.add(key)
     equation = before.get(a)
     if equation is None:
         if len(places.factors_of(place)) == count:
-            leaves[a, places.key_of(place)] = (a, place)
+            leaves[key] = (a, place)
         return
     for operand, its_place in zip(equation.inputs, places.inputs_of(equation, place), strict=True):
-        _whole_leaves(operand, its_place, before, count, leaves)
+        _whole_leaves(operand, its_place, before, count, seen, leaves)
 
 
 def _arrangement(a, place, factors):

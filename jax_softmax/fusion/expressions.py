@@ -21,7 +21,7 @@ WRITABLE = ("float32", *ROUNDED)
 
 VIEWS = ("broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose")
 # They change nothing, and none of them is rounded.
-_SAME = ("copy", "copy_p", "pvary", "pcast", "name", "stop_gradient", "optimization_barrier_type")
+_SAME = ("copy", "pvary", "pcast", "name", "stop_gradient")
 _COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 _LOGIC = {"and": "&", "or": "|", "xor": "^"}
 _ARITHMETIC = {"add": "+", "add_any": "+", "sub": "-", "mul": "*"}

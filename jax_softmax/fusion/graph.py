@@ -9,6 +9,7 @@ import dataclasses
 import math
 from typing import Any
 
+import jax
 import numpy as np
 from jax.extend.core import Literal, Var
 
@@ -50,6 +51,18 @@ class Graph:
             for v in dict.fromkeys(variables_of(equation.inputs)):
                 self.readers.setdefault(v, []).append(equation)
         self.position = {equation: k for k, equation in enumerate(self.equations)}
+
+    def made_of(self, variables) -> set[Var]:
+        """These variables, and all that is made of them."""
+        found = set(variables)
+        for equation in self.equations:
+            if not found.isdisjoint(variables_of(equation.inputs)):
+                found.update(equation.outputs)
+        return found
+
+    def has_effects_after(self, maker: Equation, equation: Equation) -> bool:
+        """Whether a maker has effects, and stands after an equation, which it may not change places with."""
+        return bool(maker.eqn.effects) and self.position[maker] > self.position[equation]
 
     def with_replaced(self, replacements, renamed=()) -> "Graph":
         """Equations with others in their places, and variables under other names."""
@@ -97,6 +110,13 @@ def variables_of(atoms):
     return [a for a in atoms if not isinstance(a, Literal)]
 
 
+def has_refs(jaxpr) -> bool:
+    """Whether it reads or writes references, as `jax.new_ref` makes them."""
+    values = (*jaxpr.constvars, *jaxpr.invars)
+    given = any(not isinstance(v.aval, jax.core.ShapedArray) for v in values)
+    return given or any("MutableArray" in type(effect).__name__ for effect in jaxpr.effects)
+
+
 def size_of(atom) -> int:
     return math.prod(atom.aval.shape)
 
@@ -112,6 +132,13 @@ def opened(jaxpr):
 
 def is_jaxpr(value) -> bool:
     return hasattr(value, "eqns")
+
+
+def jaxprs_of(params):
+    """Every jaxpr among an equation's parameters."""
+    found: list = []
+    with_jaxprs(params, lambda inner: found.append(inner) or inner)
+    return found
 
 
 def with_jaxprs(params, function):

@@ -240,16 +240,17 @@ class Groups:
         """The variables that a group reads."""
         read: dict = dict.fromkeys(variables_of(group.of_rows))
         for operand, before in zip(group.operands, group.before, strict=True):
-            self._leaves(operand, before, (), read)
+            self._leaves(operand, before, set(), read)
         for equation in group.after.values():
             for a in variables_of(equation.inputs):
                 if a not in group.places_after:
-                    self._leaves(a, group.sides_after, (), read)
+                    self._leaves(a, group.sides_after, set(), read)
         return list(read)
 
     def _leaves(self, a, inside, seen, read):
-        if not is_variable(a):
+        if not is_variable(a) or a in seen:
             return
+        seen.add(a)
         if a not in inside:
             read[a] = None
             return
@@ -300,7 +301,7 @@ class Groups:
             maker = self.graph.maker.get(a)
             if maker is None:
                 continue
-            if maker in group.inside:
+            if maker in group.inside or self.graph.has_effects_after(maker, group.equation):
                 return True
             other = self.owner.get(maker)
             pending += (

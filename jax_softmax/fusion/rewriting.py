@@ -46,8 +46,8 @@ def rewritten(jaxpr, report=None, where="", fold=True):
     changed = False
     for equation in graph.equations:
         if equation.name in _REGIONS:
-            inside = f"{where}/{equation.name}"
-            params = with_jaxprs(equation.params, lambda inner, inside=inside: rewritten(inner, report, inside, fold))
+            within = report, f"{where}/{equation.name}", fold or _is_of_one_device(equation)
+            params = with_jaxprs(equation.params, lambda inner, within=within: rewritten(inner, *within))
             changed |= any(params[k] is not equation.params[k] for k in params)
             equation.params = params
     if not any(equation.name in PRIMITIVES for equation in graph.equations) and not changed:
@@ -59,6 +59,15 @@ def rewritten(jaxpr, report=None, where="", fold=True):
         calls, by_xla = {}, _better_by_xla(graph)
     equations, outputs = _in_order(graph, calls, by_xla)
     return jaxpr.replace(eqns=equations, outvars=outputs)
+
+
+def _is_of_one_device(equation):
+    """Whether a region is what each device does, whatever XLA divides outside of it."""
+    if equation.name != "shard_map":
+        return False
+    params = equation.params
+    names = params.get("manual_axes", params.get("newly_manual_axes", ()))  # JAX before and after 0.12
+    return all(n == 1 for name, n in params["mesh"].shape.items() if name not in names)
 
 
 def _decided(graph, report, where):

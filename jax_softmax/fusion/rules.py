@@ -244,23 +244,30 @@ def _scattered(graph, equation, stands):
 _SCATTERS = ("scatter-add", "scatter_add")
 
 
-def _at_label(graph, a, axis) -> _Made | None:
+def _at_label(graph, a, axis, known=None) -> _Made | None:
     """The label, and so on, of an array that is one number in each row but at one element."""
+    known = {} if known is None else known
+    if a not in known:
+        known[a] = _found_at_label(graph, a, axis, known)
+    return known[a]
+
+
+def _found_at_label(graph, a, axis, known):
     maker, shape = graph.maker.get(a), a.aval.shape
-    if maker is None:
+    if maker is None or a.aval.dtype.name not in expressions.WRITABLE:
         return None
     if maker.name in _SCATTERS:
         return _of_scatter(graph, maker, axis)
     if maker.name in ("mul", "add", "add_any"):
         for array, number in (maker.inputs, maker.inputs[::-1]):
-            at = _at_label(graph, array, axis) if is_variable(array) else None
+            at = _at_label(graph, array, axis, known) if is_variable(array) else None
             row = None if at is None else _of_rows(graph, number, shape, axis)
             if row is not None:
                 return _combined(at, row, maker.name)
         return None
     if maker.name != "convert_element_type" or maker.inputs[0].aval.dtype != bool:
         inner = maker.inputs[0] if maker.name in ("convert_element_type", "neg") else None
-        at = _at_label(graph, inner, axis) if inner is not None and is_variable(inner) else None
+        at = _at_label(graph, inner, axis, known) if inner is not None and is_variable(inner) else None
         return _combined(at, _Made([], lambda: -1.0), "mul") if at is not None and maker.name == "neg" else at
     compared = graph.maker.get(maker.inputs[0])
     if compared is None or compared.name != "eq":
@@ -323,6 +330,8 @@ def _of_rows(graph, a, shape, axis) -> _Made | None:
 def _of_scatter(graph, scatter, axis) -> _Made | None:
     """A row's value added to zeros, at an index of its own."""
     zeros, indices, updates = scatter.inputs
+    if zeros.aval.dtype.name not in expressions.WRITABLE:
+        return None
     shape, dims = zeros.aval.shape, scatter.params["dimension_numbers"]
     kept = tuple(d for d in range(len(shape)) if d != axis)
     if not _is_zero(graph, zeros) or not is_variable(indices) or not is_variable(updates):
@@ -409,7 +418,9 @@ def _rows_by_another(graph, equation):
         earlier = better == own and graph.position[other] < graph.position[equation]
         if other is equation or not (better < own or earlier) or other.inputs[0] is not equation.inputs[0]:
             continue
-        if other.params["axes"] != equation.params["axes"] or _mask_of(other) is not _mask_of(equation):
+        if any(other.params[name] != equation.params[name] for name in ("axes", "axis_name")):
+            continue
+        if _mask_of(other) is not _mask_of(equation):
             continue
         if other.name == equation.name == "cross_entropy" and other.inputs[1] is not equation.inputs[1]:
             continue
@@ -437,9 +448,10 @@ def _depends(graph, variable, equation):
     while pending:
         a = pending.pop()
         maker = graph.maker.get(a)
-        if maker is equation:
+        if maker is None or maker in seen:
+            continue
+        if maker is equation or graph.has_effects_after(maker, equation):
             return True
-        if maker is not None and maker not in seen:
-            seen.add(maker)
-            pending += variables_of(maker.inputs)
+        seen.add(maker)
+        pending += variables_of(maker.inputs)
     return False

@@ -5,7 +5,9 @@ of the function. They are calls of the same primitive: what is lowered has been 
 """
 
 import contextlib
+import enum
 import functools
+import types
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
@@ -18,7 +20,7 @@ from jax_softmax.devices import private
 from jax_softmax.functions import patching
 from jax_softmax.fusion import calls, modules
 from jax_softmax.fusion.expressions import is_variable
-from jax_softmax.fusion.graph import graph_of, opened, variables_of
+from jax_softmax.fusion.graph import graph_of, has_refs, jaxprs_of, opened
 from jax_softmax.fusion.rewriting import Line, rewritten
 from jax_softmax.fusion.traffic import words
 
@@ -81,16 +83,18 @@ class _Fused:
     def __init__(self, f):
         functools.update_wrapper(self, f)
         self._f = f
-        self._jitted = jax.jit(_traced_and_bound, static_argnums=(0, 1, 2), inline=True)
+        self._jitted = functools.cache(_jitted)
 
     def __call__(self, *args, **kwargs):
         if modules.has_modules((args, kwargs)):
             return modules.call(self._call, self._f, args, kwargs)
         return self._call(self._f, *args, **kwargs)
 
-    def _call(self, f, *args, **kwargs):
+    def _call(self, g, *args, **kwargs):
         arrays, others, tree = _split((args, kwargs))
-        return self._jitted(f, others, tree, *arrays)
+        if all(isinstance(leaf, _CONSTANTS) for leaf in others):
+            return self._jitted(g)(others, tree, *arrays)
+        return _called(g, others, tree, arrays)
 
     def __get__(self, instance, owner=None):
         if instance is None:
@@ -105,8 +109,10 @@ class _Fused:
 
         def look(f, *args, **kwargs):
             arrays, others, tree = _split((args, kwargs))
-            closed, _ = _traced(f, others, tree, arrays)
-            rewritten(opened(closed)[0], report)
+            jaxpr = _traced(f, others, tree, arrays)[0].jaxpr
+            rewritten(jaxpr, report)
+            if has_refs(jaxpr):
+                report[:] = (line._replace(why_not="the function has references") for line in report)
 
         if modules.has_modules((args, kwargs)):
             look(*modules.pure(self._f, args, kwargs))
@@ -115,15 +121,24 @@ class _Fused:
         return FusionReport(report)
 
 
-def _traced_and_bound(f, others, tree, *arrays):
+def _jitted(f):
+    """Has f within, and not as an argument: JAX would keep that when f is gone."""
+    return jax.jit(lambda others, tree, *arrays: _called(f, others, tree, arrays), static_argnums=(0, 1), inline=True)
+
+
+def _called(f, others, tree, arrays):
     closed, out_tree = _traced(f, others, tree, arrays)
-    jaxpr, constants = _without_constants(closed)
-    return jax.tree.unflatten(out_tree, fused_p.bind(*constants, *arrays, jaxpr=jaxpr))
+    if has_refs(closed.jaxpr):  # no primitive of our own may hold them
+        results = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *arrays)
+    else:
+        jaxpr, constants = _without_constants(closed)
+        results = fused_p.bind(*constants, *arrays, jaxpr=jaxpr)
+    return jax.tree.unflatten(out_tree, results)
 
 
 def _traced(f, others, tree, arrays):
     def flat(*arrays):
-        args, kwargs = _joined(arrays, others.leaves, tree)
+        args, kwargs = _joined(arrays, others, tree)
         with patching.while_fusing():
             return f(*args, **kwargs)
 
@@ -131,36 +146,29 @@ def _traced(f, others, tree, arrays):
     return closed, jax.tree.structure(shapes)
 
 
-class _Others:
-    """Leaves of arguments that are no arrays: the same ones make the same program."""
-
-    def __init__(self, leaves):
-        self.leaves = leaves
-
-    def __eq__(self, other):
-        return isinstance(other, _Others) and self.leaves == other.leaves
-
-    def __hash__(self):
-        return hash(tuple(type(leaf) for leaf in self.leaves))
+class _Array:
+    """Stands for an array among the leaves of arguments."""
 
 
-_NOT_HERE = object()
+# Leaves that are no arrays and never change: the same ones make the same program, which is kept.
+_CONSTANTS = (str, bytes, type, np.dtype, enum.Enum, types.FunctionType, types.BuiltinFunctionType, type(jax.jit(len)))
 
 
 def _split(arguments):
     leaves, tree = jax.tree.flatten(arguments)
     arrays = [leaf for leaf in leaves if _is_array(leaf)]
-    return arrays, _Others([_NOT_HERE if _is_array(leaf) else leaf for leaf in leaves]), tree
+    return arrays, tuple(_Array if _is_array(leaf) else leaf for leaf in leaves), tree
 
 
 def _joined(arrays, others, tree):
     arrays = iter(arrays)
-    return jax.tree.unflatten(tree, [next(arrays) if leaf is _NOT_HERE else leaf for leaf in others])
+    return jax.tree.unflatten(tree, [next(arrays) if leaf is _Array else leaf for leaf in others])
 
 
 def _is_array(leaf) -> bool:
     """Whether `jax.jit` would trace it, or it stands for an array."""
-    return isinstance(leaf, np.ndarray | np.generic | bool | int | float | complex | jax.ShapeDtypeStruct | jax.Array)
+    numbers = np.ndarray | np.generic | bool | int | float | complex
+    return isinstance(leaf, numbers | jax.ShapeDtypeStruct | jax.Array | jax.Ref)
 
 
 def _without_constants(closed):
@@ -221,13 +229,14 @@ def _that_follow(jaxpr, primals, moving, moved):
         function = _function(jaxpr)
         return jax.jvp(lambda *a: function(*_with(primals, moving, a)), [primals[k] for k in moving], moved)[1]
 
-    closed = jax.make_jaxpr(tangents_of)(moved)
-    graph = graph_of(opened(closed)[0])
-    follow = set(opened(closed)[0].invars)
-    for equation in graph.equations:
-        if not follow.isdisjoint(variables_of(equation.inputs)):
-            follow.update(equation.outputs)
-    return [k for k, tangent in enumerate(graph.outputs) if is_variable(tangent) and tangent in follow]
+    jaxpr = jax.make_jaxpr(tangents_of)(moved).jaxpr
+    return _made_of(graph_of(jaxpr), jaxpr.invars)
+
+
+def _made_of(graph, variables):
+    """Which results are made of these variables."""
+    made = graph.made_of(variables)
+    return [k for k, result in enumerate(graph.outputs) if is_variable(result) and result in made]
 
 
 def _with(values, where, new):
@@ -261,15 +270,26 @@ def _batch(axis_data, operands, batch_axes, *, jaxpr):
     if all(axis is None for axis in batch_axes):
         results = fused_p.bind(*operands, jaxpr=jaxpr)
         return results, [None] * len(results)
+    graph = graph_of(jaxpr)
+    given = [v for v, axis in zip(jaxpr.invars, batch_axes, strict=True) if axis is not None]
+    given += [v for e in graph.equations if _knows_axes(e) for v in e.outputs]
+    varying = _made_of(graph, given)
+    axes = [0 if k in varying else None for k in range(len(graph.outputs))]
     mapped = jax.vmap(
-        _function(jaxpr),
+        lambda *operands: tuple(_function(jaxpr)(*operands)),
         in_axes=tuple(batch_axes),
+        out_axes=tuple(axes),
         axis_name=axis_data.name,
         axis_size=axis_data.size,
         spmd_axis_name=axis_data.spmd_name,
     )
-    results = _bound(mapped, *operands)
-    return results, [0] * len(results)
+    return _bound(mapped, *operands), axes
+
+
+def _knows_axes(equation):
+    """Whether its results may differ along a mapped axis though its operands do not."""
+    within = (e for inner in jaxprs_of(equation.params) for e in graph_of(inner).equations)
+    return equation.name == "axis_index" or bool(equation.eqn.effects) or any(map(_knows_axes, within))
 
 
 def _lower(ctx, *operands, jaxpr):
