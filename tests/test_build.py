@@ -58,7 +58,7 @@ MAY_IMPORT["fusion"] = {"primitives", "functions", "devices", "runtime"}
 @pytest.mark.parametrize("folder", MAY_IMPORT)
 def test_imports_go_one_way(folder):
     for source in (Path(jax_softmax.__file__).parent / folder).glob("*.py"):
-        text = source.read_text()
+        text = source.read_text(encoding="utf-8")
         imported = set(re.findall(r"^ *from jax_softmax\.(\w+)", text, re.MULTILINE))
         assert imported <= MAY_IMPORT[folder] | {folder}, source
         assert source.name == "doctor.py" or not re.search(r"^ *import jax_softmax", text, re.MULTILINE), source

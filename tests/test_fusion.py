@@ -59,6 +59,18 @@ def unfused(f, *args):
         return compiled(jax.jit(lambda *args: f(*args)).lower(*args))(*args)
 
 
+def causal_attention(x, w):
+    """Through float32."""
+    s = (x @ w).astype(F32) * 0.125
+    p = jax.nn.softmax(jnp.where(jnp.tril(jnp.ones(s.shape[-2:], bool)), s, -1e9))
+    return p.astype(BF16) @ w
+
+
+def loss_at_labels(x):
+    log_p = jax.nn.log_softmax(x.astype(F32))
+    return -jnp.take_along_axis(log_p, jnp.arange(x.shape[-2])[:, None] + jnp.zeros((*x.shape[:-1], 1), int), -1).mean()
+
+
 class Case:
     """A function whose fused results are its own."""
 
@@ -357,6 +369,24 @@ CASES |= {
     "derivative of fused": Case(
         gradients_of(fuse(lambda x: jax.nn.softmax(jnp.tanh(x) * 2))), x_of(), calls=2, roundings=256, folded=False
     ),
+    "derivative of fused attention": Case(
+        gradients_of(fuse(lambda x, w: causal_attention(x, w))),
+        x_of("bfloat16"),
+        x_of("bfloat16", (16, 16), seed=1),
+        calls=2,
+        folded=False,
+        roundings=2**14,
+    ),
+    "derivative of a fused loss": Case(
+        jax.value_and_grad(fuse(lambda x: loss_at_labels(x * 2))), x_of("bfloat16"), calls=2, folded=False, roundings=64
+    ),
+    "second derivative of a fused loss": Case(
+        gradients_of(jax.grad(fuse(lambda x: loss_at_labels(jnp.tanh(x))))),
+        x_of(),
+        calls=2,
+        folded=False,
+        roundings=256,
+    ),
     "vmap of fused": Case(
         jax.vmap(fuse(lambda x, b: jax.nn.softmax(x * 2 + b)), (1, None)), x_of(), x_of(shape=(16,), seed=1)
     ),
@@ -525,6 +555,15 @@ class TestNotFolded:
 
         sharded = jax.shard_map(f, mesh=mesh, in_specs=(P(None, "model"), P()), out_specs=(P(), P(None, "model")))
         Case(sharded, x_of(shape=(4, 16)), np.arange(4)).check()
+
+    @pytest.mark.parametrize("outside", [True, False])
+    def test_folds_in_shard_map(self, outside):
+        mesh = support.mesh_of_cpus((2, 4))
+        P = jax.sharding.PartitionSpec
+        mapped = lambda f: jax.shard_map(f, mesh=mesh, in_specs=P("data"), out_specs=P("data"))  # noqa: E731
+        f = lambda x: jax.value_and_grad(fuse(loss_at_labels))(x)[1]  # noqa: E731
+        g = (lambda x: fuse(mapped(jax.grad(loss_at_labels)))(x)) if outside else mapped(f)
+        Case(g, x_of("bfloat16"), calls=1 if outside else 2, folded=False, roundings=64).check()
 
     def test_what_several_devices_divide(self):
         mesh = support.mesh_of_cpus((2, 4))
@@ -726,6 +765,21 @@ TRANSFORMED = {
     "custom_jvp, forwards": (lambda f: lambda x: jax.jvp(f, (x,), (x,)), odd),
     "custom_vjp within": (lambda f: jax.grad(lambda x: jnp.sum(f(x) * 2)), lambda x: clipped(x * 3)),
     "fused within": (jax.grad, fuse(SUM)),
+    **{
+        f"{name} of a loss": (transform, loss_at_labels)
+        for name, transform in {
+            "grad": jax.grad,
+            "hessian": lambda f: lambda x: jax.hessian(f)(x[:2]),
+            "third derivatives": lambda f: lambda x: jax.jacfwd(jax.hessian(f))(x[:1, :3]),
+            "vmap of grad": lambda f: lambda x: jax.vmap(jax.grad(f), 1)(x.reshape(2, 2, 8)),
+            "grad of grad": lambda f: jax.grad(lambda x: jnp.sum(jax.grad(f)(x) ** 2)),
+            "jvp of grad": lambda f: lambda x: jax.jvp(jax.grad(f), (x,), (x,)),
+            "checkpoint": lambda f: jax.grad(jax.checkpoint(f)),
+            "scan": lambda f: jax.grad(
+                lambda x: jax.lax.scan(lambda c, _: (c - jax.grad(f)(c), f(c)), x, None, 3)[1].sum()
+            ),
+        }.items()
+    },
     "vmap of custom_vjp": (lambda f: jax.vmap(jax.grad(lambda x: jnp.sum(f(x)))), clipped),
 }
 
@@ -791,6 +845,49 @@ def test_checkify():
         error, _ = jax.experimental.checkify.checkify(g(f))(X)
         assert "not positive" in error.get()
         assert jax.experimental.checkify.checkify(g(f))(np.abs(X) + 1)[0].get() is None
+
+
+class TestResiduals:
+    """What a fused function keeps for its derivative."""
+
+    @staticmethod
+    def of(f, *args):
+        """Shapes and dtypes."""
+        kept = jax.eval_shape(lambda *args: jax.vjp(f, *args)[1], *args)
+        return sorted((a.shape, a.dtype.name) for a in jax.tree.leaves(kept) if a.size > 1)
+
+    def test_of_attention_through_float32(self):
+        s, w = x_of("bfloat16"), x_of("bfloat16", (16, 16))
+        rows = [((4, 6, 1), "float32")] * 2
+        logits_and_probabilities = [(SHAPE, "bfloat16")] * 2
+        assert self.of(fuse(causal_attention), s, w) == sorted(
+            [*rows, *logits_and_probabilities, (SHAPE, "bfloat16"), ((16, 16), "bfloat16")]
+        )
+
+    def test_of_a_loss(self):
+        x = x_of("bfloat16")
+        rows = [((4, 6, 1), "float32")] * 2
+        kept = self.of(fuse(loss_at_labels), x)
+        assert [a for a in kept if np.prod(a[0]) >= x.size] == [(SHAPE, "bfloat16")]
+        assert set(rows) < set(kept)
+        assert (SHAPE, "float32") in self.of(loss_at_labels, x)
+
+    def test_of_elementwise_functions(self):
+        x = x_of()
+        assert self.of(fuse(lambda x: jnp.sin(jnp.tanh(x) * 2)), x) == [(SHAPE, "float32")]
+
+    def test_what_is_cheaper_as_it_is(self):
+        """A mask of two arrays."""
+        f = lambda x, b: jnp.where(x > b, 3 * x, b)  # noqa: E731
+        assert self.of(fuse(f), x_of(), PAIR) == [(SHAPE, "bool")]
+
+    def test_long_functions(self):
+        def f(x):
+            for _ in range(600):
+                x = jnp.tanh(x + 0.5 * x)
+            return x
+
+        np.testing.assert_allclose(*(jax.jit(gradients_of(g))(X[:1]) for g in (fuse(f), f)), rtol=1e-3, atol=1e-6)
 
 
 class TestReferences:

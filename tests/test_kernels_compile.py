@@ -46,7 +46,7 @@ def test_every_kernel_function_is_planned():
     folder = pathlib.Path(__file__).parent.parent / "csrc" / "device"
     if not folder.is_dir():
         pytest.skip("needs the sources")
-    text = "".join(path.read_text() for path in folder.glob("*.cuh"))
+    text = "".join(path.read_text(encoding="utf-8") for path in folder.glob("*.cuh"))
     functions = re.findall(r"void (\w+)\(const typename Mem::Operands& operands\)", text)
     planned = {
         name for op in ("softmax", "softmax_linear", "entropy") for way in WAYS for name in kernel_names(way.plan(op))

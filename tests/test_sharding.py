@@ -1324,7 +1324,7 @@ def test_private_names():
     """They are where this JAX has them, and in two modules."""
     assert private.AVAILABLE
     sources = sorted(Path(jax_softmax.__file__).parent.rglob("*.py"))
-    found = [path.name for path in sources if re.search(r"jax\._src|axis_context", path.read_text())]
+    found = [path.name for path in sources if re.search(r"jax\._src|axis_context", path.read_text(encoding="utf-8"))]
     assert sorted(found) == ["interpreters.py", "private.py"]
 
 

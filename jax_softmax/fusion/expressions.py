@@ -21,7 +21,7 @@ WRITABLE = ("float32", *ROUNDED)
 
 VIEWS = ("broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose")
 # They change nothing, and none of them is rounded.
-_SAME = ("copy", "pvary", "pcast", "name", "stop_gradient")
+SAME = ("copy", "pvary", "pcast", "name", "stop_gradient")
 _COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 _LOGIC = {"and": "&", "or": "|", "xor": "^"}
 _ARITHMETIC = {"add": "+", "add_any": "+", "sub": "-", "mul": "*"}
@@ -39,10 +39,10 @@ _FUNCTIONS = {
 _EXACT = {"floor": "floorf({})", "ceil": "ceilf({})", "is_finite": "(fabsf({}) <= 3.40282347e38f)"}
 _OF_TWO_KINDS = ("neg", "abs", "sign", "square", "max", "min", "clamp", "integer_pow")
 # Whose results are of the operands' dtype, or fewer bits, without rounding.
-_NOT_ROUNDED = ("select_n", "neg", "abs", "sign", "max", "min", "clamp", "floor", "ceil", "iota", *_SAME)
+_NOT_ROUNDED = ("select_n", "neg", "abs", "sign", "max", "min", "clamp", "floor", "ceil", "iota", *SAME)
 
 _ELEMENTWISE = frozenset(
-    (*_SAME, *_COMPARISONS, *_LOGIC, *_ARITHMETIC, *_FUNCTIONS, *_EXACT, *_OF_TWO_KINDS, "not", "div", "select_n")
+    (*SAME, *_COMPARISONS, *_LOGIC, *_ARITHMETIC, *_FUNCTIONS, *_EXACT, *_OF_TWO_KINDS, "not", "div", "select_n")
 ) | {"convert_element_type", "reduce_precision"}
 
 
@@ -55,7 +55,7 @@ def is_long(equation) -> bool:
 
 def instructions(equation) -> int:
     """About how many a processor takes for an element."""
-    if equation.name in VIEWS or equation.name in _SAME:
+    if equation.name in VIEWS or equation.name in SAME:
         return 0
     rounds = equation.outputs[0].aval.dtype.name in ROUNDED and equation.name not in _NOT_ROUNDED
     rounds = rounds and not _is_exact(equation)
@@ -105,7 +105,7 @@ def prints(equation) -> bool:
         return dtypes[-1].name in ("int32", "float32")
     if name not in _ELEMENTWISE:
         return False
-    if out == "int" and name not in (*_SAME, "convert_element_type") and dtypes[-1].name != "int32":
+    if out == "int" and name not in (*SAME, "convert_element_type") and dtypes[-1].name != "int32":
         return False  # it would wrap elsewhere
     kinds = {kind(dtype) for dtype in dtypes[:-1]}
     if name == "select_n":
@@ -188,7 +188,7 @@ class Expressions:
             return index if kind(dtype) == "int" else self._put(statements, "float", f"static_cast<float>({index})")
         inputs = places.inputs_of(equation, place)
         given = [self._value(a, p, inside, known, statements) for a, p in zip(equation.inputs, inputs, strict=True)]
-        if name in VIEWS or name in _SAME:
+        if name in VIEWS or name in SAME:
             return given[0]
         if name == "mul" and given[0] == _ONE:
             return given[1]

@@ -13,10 +13,9 @@ import jax
 import numpy as np
 from jax.extend.core import Literal, Var
 
-_INLINED = (
-    *("jit", "pjit", "closed_call", "core_call", "fused"),
-    *("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"),
-)
+_CALLS = ("jit", "pjit", "closed_call", "core_call", "fused")
+_CHECKPOINTS = ("remat2", "checkpoint")
+_ALL_CALLS = (*_CALLS, *_CHECKPOINTS, "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
 
 
 @dataclasses.dataclass(eq=False)
@@ -79,12 +78,20 @@ class Graph:
         return Graph(sorted_by_need(equations), new(self.outputs))
 
 
-def graph_of(jaxpr) -> Graph:
-    """The graph of a jaxpr."""
+def graph_of(jaxpr, differentiated=True) -> Graph:
+    """The graph of a jaxpr; one that will be differentiated keeps calls that JAX treats in their own way then."""
     equations: list[Equation] = []
     variables = {v: v for v in (*jaxpr.constvars, *jaxpr.invars)}
-    outputs = _inline(jaxpr, variables, None, equations)
+    outputs = _inline(jaxpr, variables, None, _ALL_CALLS if differentiated else _CALLS, equations)
     return Graph(equations, outputs)
+
+
+def edited(jaxpr, equations=None, **changes):
+    """The jaxpr with other equations, operands or results."""
+    info = jaxpr.debug_info
+    info = info.with_unknown_names() if hasattr(info, "with_unknown_names") else info
+    eqns = jaxpr.eqns if equations is None else [e.as_jax() for e in equations]
+    return jaxpr.replace(eqns=eqns, debug_info=info, **changes)
 
 
 def sorted_by_need(equations):
@@ -156,7 +163,7 @@ def with_jaxprs(params, function):
     return {name: replaced(value) for name, value in params.items()}
 
 
-def _inline(jaxpr, variables, caller, equations):
+def _inline(jaxpr, variables, caller, calls, equations):
     """Appends the equations of a jaxpr, in terms of these variables, and returns its results."""
 
     def read(atom):
@@ -164,12 +171,12 @@ def _inline(jaxpr, variables, caller, equations):
 
     for eqn in jaxpr.eqns:
         inputs = [read(a) for a in eqn.invars]
-        callee = _callee(eqn)
+        callee = _callee(eqn, calls)
         if callee is not None:
             inner, values = opened(callee)
             known = {v: _constant(value, v.aval) for v, value in zip(inner.constvars, values, strict=True)}
             known |= zip(inner.invars, inputs, strict=True)
-            outputs = _inline(inner, known, _within(eqn, caller), equations)
+            outputs = _inline(inner, known, _within(eqn, caller), calls, equations)
             variables.update(zip(eqn.outvars, outputs, strict=True))
             continue
         outputs = eqn.outvars if caller is None else [type(v)(v.aval) for v in eqn.outvars]
@@ -190,12 +197,11 @@ def _constant(value, aval):
     return Literal(value, aval)
 
 
-def _callee(eqn):
+def _callee(eqn, calls):
     """The jaxpr of a call that says nothing else: no sharding, no layout, no arrays that are constants."""
-    if eqn.primitive.name in ("remat2", "checkpoint"):
-        if eqn.params["prevent_cse"] is not False:  # XLA would undo it
-            return None
-    elif eqn.primitive.name not in _INLINED or eqn.effects:
+    if eqn.primitive.name not in calls or eqn.effects:
+        return None
+    if eqn.primitive.name in _CHECKPOINTS and eqn.params["prevent_cse"] is not False:  # XLA would not undo it
         return None
     placed = [*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ())]
     if any(type(sharding).__name__ != "UnspecifiedValue" for sharding in placed):

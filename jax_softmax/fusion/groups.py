@@ -201,6 +201,11 @@ def is_loop(equation):
     return expressions.prints(equation) or equation.name in _REDUCTIONS
 
 
+def may_fold(equation):
+    """Whether it is an operator, or a loop that may be folded into one."""
+    return is_loop(equation) or equation.name in PRIMITIVES
+
+
 class Groups:
     """The groups of a graph, and what the rest of the program reads."""
 

@@ -21,7 +21,7 @@ from jax.extend.core import Literal
 from jax_softmax.fusion import expressions
 from jax_softmax.fusion.expressions import is_variable
 from jax_softmax.fusion.graph import Equation, Graph, bytes_of, graph_of, opened, size_of, variables_of
-from jax_softmax.fusion.groups import Group, Groups, foldable, is_loop
+from jax_softmax.fusion.groups import Group, Groups, foldable, is_loop, may_fold
 from jax_softmax.primitives import labels, reference
 from jax_softmax.primitives.operators import Coefficients, bind
 
@@ -44,7 +44,7 @@ def applied(graph: Graph) -> Graph:
             replacements |= rule(graph, equation, stands) or {}
         if replacements:
             graph = graph.with_replaced(replacements)
-    while shared := next(filter(None, (_rows_by_another(graph, e) for e in graph.equations)), None):
+    while shared := next(filter(None, (_shared_rows(graph, e) for e in graph.equations)), None):
         graph = graph.with_replaced(*shared)
     return graph
 
@@ -60,7 +60,7 @@ class _Made(NamedTuple):
     function: Callable
 
 
-def _plain(equation, *names) -> bool:
+def is_plain(equation, *names) -> bool:
     """Whether it is one of these operators, of whole rows, without a mask, along one axis."""
     if equation is None or equation.name not in names or len(equation.params["axes"]) != 1:
         return False
@@ -69,7 +69,7 @@ def _plain(equation, *names) -> bool:
 
 def spliced(function, inputs, outputs, like) -> list[Equation]:
     """The equations of a function of these variables, of which the last ones make these outputs."""
-    given = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in inputs]
+    given = [a.aval.update(weak_type=False) for a in inputs]
 
     def of_their_own(*a):
         """No result is an operand, or another result."""
@@ -77,7 +77,8 @@ def spliced(function, inputs, outputs, like) -> list[Equation]:
         before = [*a, *results]
         return [jnp.copy(r) if any(r is b for b in before[: len(a) + k]) else r for k, r in enumerate(results)]
 
-    jaxpr, constants = opened(jax.make_jaxpr(of_their_own)(*given))
+    with like.eqn.ctx.manager:  # the mesh that it stands in, for one
+        jaxpr, constants = opened(jax.make_jaxpr(of_their_own)(*given))
     inner = graph_of(jaxpr)
     renamed = dict(zip(jaxpr.invars, inputs, strict=True))
     renamed |= {v: Literal(c, v.aval) for v, c in zip(jaxpr.constvars, constants, strict=True)}
@@ -98,7 +99,7 @@ def spliced(function, inputs, outputs, like) -> list[Equation]:
 
 
 def _made_anew(graph, equation, stands):
-    if not _plain(equation, "softmax", "log_softmax"):
+    if not is_plain(equation, "softmax", "log_softmax"):
         return None
     (x,), (y,) = equation.inputs, equation.outputs
     readers = graph.readers.get(y, ())
@@ -108,21 +109,34 @@ def _made_anew(graph, equation, stands):
     others = [r for r in readers if r not in maps]
     if not all(is_loop(r) or r.name == "gather" for r in others):
         return None
-    axes = equation.params["axes"]
     if equation.name == "softmax":
         if Group(graph, equation).cost_of_reading(x, stands) > 0.75 * bytes_of(y):
             return None
         if others and not any(_is_summed(graph, r) for r in others):
             return _softmax_made_anew(equation, maps) if maps else None
-    rows = _rows_like(y, axes), _rows_like(y, axes)
+    rows = row_variables(equation)
+    return {equation: [*rows_of(equation, rows), *made_of_rows(equation, rows)]}
 
-    def of_rows(x):
-        return bind("logsumexp", x, where=None, axes=axes)
 
-    anew = _log_probabilities if equation.name == "log_softmax" else _probabilities
-    made = spliced(of_rows, [x], rows, equation)
-    made += spliced(lambda *a: anew(*a, y.aval.dtype), [x, *rows], [y], equation)
-    return {equation: made}
+def row_variables(equation):
+    """For the maxima and sums of the rows of softmax or log_softmax."""
+    (y,), axes = equation.outputs, equation.params["axes"]
+    shape = tuple(1 if d in axes else n for d, n in enumerate(y.aval.shape))
+    aval = y.aval.update(shape=shape, dtype=jnp.dtype("float32"), weak_type=False)
+    return type(y)(aval), type(y)(aval)
+
+
+def rows_of(equation, rows) -> list[Equation]:
+    """What makes them of its operand."""
+    axes = equation.params["axes"]
+    return spliced(lambda x: bind("logsumexp", x, where=None, axes=axes), equation.inputs, rows, equation)
+
+
+def made_of_rows(equation, rows, y=None) -> list[Equation]:
+    """What makes its result, or y in its place, of its operand and these."""
+    y = equation.outputs[0] if y is None else y
+    function = _log_probabilities if equation.name == "log_softmax" else _probabilities
+    return spliced(lambda *a: function(*a, y.aval.dtype), [*equation.inputs, *rows], [y], equation)
 
 
 def _is_summed(graph, reader):
@@ -142,23 +156,16 @@ def _is_summed(graph, reader):
 def _softmax_made_anew(equation, maps):
     """softmax with its rows' maxima and sums, of which the linear maps make it again."""
     (x,), (y,), axes = equation.inputs, equation.outputs, equation.params["axes"]
-    rows = _rows_like(y, axes), _rows_like(y, axes)
-    dtype = y.aval.dtype
+    rows = row_variables(equation)
 
     def with_rows(x):
-        return bind("softmax_and_normalizer", x, where=None, axes=axes, dtype=dtype)
+        return bind("softmax_and_normalizer", x, where=None, axes=axes, dtype=y.aval.dtype)
 
     replaced = {equation: spliced(with_rows, [x], [y, *rows], equation)}
     for reader in maps:
         again = type(y)(y.aval)
-        made = spliced(lambda *a: _probabilities(*a, dtype), [x, *rows], [again], reader)
-        replaced[reader] = [*made, reader.with_inputs([again, *reader.inputs[1:]])]
+        replaced[reader] = [*made_of_rows(equation, rows, again), reader.with_inputs([again, *reader.inputs[1:]])]
     return replaced
-
-
-def _rows_like(y, axes):
-    shape = tuple(1 if d in axes else n for d, n in enumerate(y.aval.shape))
-    return type(y)(y.aval.update(shape=shape, dtype=jnp.dtype("float32"), weak_type=False))
 
 
 def _probabilities(x, largest, total, dtype):
@@ -175,11 +182,11 @@ def _log_probabilities(x, largest, total, dtype):
 
 
 def _gradients_at_labels(graph, equation, stands):
-    if not _plain(equation, "log_softmax_vjp"):
+    if not is_plain(equation, "log_softmax_vjp"):
         return None
     y, t = equation.inputs
     forward, axes = graph.maker.get(y), equation.params["axes"]
-    if not _plain(forward, "log_softmax") or forward.params["axes"] != axes or not is_variable(t):
+    if not is_plain(forward, "log_softmax") or forward.params["axes"] != axes or not is_variable(t):
         return None
     at = _at_label(graph, t, axes[0])
     if at is None:
@@ -206,7 +213,7 @@ def _sums_at_labels(graph, equation, stands):
         return None
     for one_hot, values in (times.inputs, times.inputs[::-1]):
         maker = graph.maker.get(values) if is_variable(values) else None
-        if not is_variable(one_hot) or not _plain(maker, "log_softmax", "softmax") or maker.params["axes"] != axes:
+        if not is_variable(one_hot) or not is_plain(maker, "log_softmax", "softmax") or maker.params["axes"] != axes:
             continue
         at = _at_label(graph, one_hot, axes[0])
         if at is None:
@@ -224,7 +231,7 @@ def _sums_at_labels(graph, equation, stands):
 
 def _scattered(graph, equation, stands):
     """A number of each row scattered to zeros: no array has to be cleared for it, and it folds."""
-    if equation.name not in _SCATTERS or not all(map(is_loop, graph.readers.get(equation.outputs[0], ()))):
+    if equation.name not in _SCATTERS or not all(map(may_fold, graph.readers.get(equation.outputs[0], ()))):
         return None
     dims = equation.params["dimension_numbers"]
     axis = tuple(dims.inserted_window_dims)
@@ -246,10 +253,19 @@ _SCATTERS = ("scatter-add", "scatter_add")
 
 def _at_label(graph, a, axis, known=None) -> _Made | None:
     """The label, and so on, of an array that is one number in each row but at one element."""
-    known = {} if known is None else known
+    known, a = {} if known is None else known, _value(graph, a)
+    if not is_variable(a):
+        return None
     if a not in known:
         known[a] = _found_at_label(graph, a, axis, known)
     return known[a]
+
+
+def _value(graph, a):
+    """What a value is, before it was copied or said to vary along a mesh axis."""
+    while is_variable(a) and a in graph.maker and graph.maker[a].name in expressions.SAME:
+        (a,) = graph.maker[a].inputs
+    return a
 
 
 def _found_at_label(graph, a, axis, known):
@@ -260,14 +276,14 @@ def _found_at_label(graph, a, axis, known):
         return _of_scatter(graph, maker, axis)
     if maker.name in ("mul", "add", "add_any"):
         for array, number in (maker.inputs, maker.inputs[::-1]):
-            at = _at_label(graph, array, axis, known) if is_variable(array) else None
+            at = _at_label(graph, array, axis, known)
             row = None if at is None else _of_rows(graph, number, shape, axis)
             if row is not None:
                 return _combined(at, row, maker.name)
         return None
     if maker.name != "convert_element_type" or maker.inputs[0].aval.dtype != bool:
         inner = maker.inputs[0] if maker.name in ("convert_element_type", "neg") else None
-        at = _at_label(graph, inner, axis, known) if inner is not None and is_variable(inner) else None
+        at = _at_label(graph, inner, axis, known) if inner is not None else None
         return _combined(at, _Made([], lambda: -1.0), "mul") if at is not None and maker.name == "neg" else at
     compared = graph.maker.get(maker.inputs[0])
     if compared is None or compared.name != "eq":
@@ -297,9 +313,9 @@ def _combined(at, row, operation):
 
 def _is_index(graph, a, axis):
     """Whether a value is its index along an axis."""
-    maker = graph.maker.get(a)
+    maker = graph.maker.get(_value(graph, a))
     while maker is not None and maker.name == "broadcast_in_dim" and len(maker.inputs) == 1:
-        (inner,), dims = maker.inputs, maker.params["broadcast_dimensions"]
+        inner, dims = _value(graph, maker.inputs[0]), maker.params["broadcast_dimensions"]
         if not is_variable(inner) or axis not in dims:
             return False
         axis = tuple(dims).index(axis)
@@ -309,7 +325,7 @@ def _is_index(graph, a, axis):
 
 def _of_rows(graph, a, shape, axis) -> _Made | None:
     """What all elements of a row have."""
-    rows = tuple(1 if d == axis else n for d, n in enumerate(shape))
+    rows, a = tuple(1 if d == axis else n for d, n in enumerate(shape)), _value(graph, a)
     if not is_variable(a):
         return _Made([], lambda: float(a.val)) if a.aval.shape == () else None
     if a.aval.shape in (rows, ()):
@@ -317,7 +333,7 @@ def _of_rows(graph, a, shape, axis) -> _Made | None:
     maker = graph.maker.get(a)
     if maker is None or maker.name != "broadcast_in_dim" or len(maker.inputs) != 1:
         return None
-    (inner,), dims = maker.inputs, maker.params["broadcast_dimensions"]
+    inner, dims = _value(graph, maker.inputs[0]), maker.params["broadcast_dimensions"]
     if not is_variable(inner):
         return _Made([], lambda: float(inner.val)) if inner.aval.shape == () else None
     if any(d == axis and n != 1 for d, n in zip(dims, inner.aval.shape, strict=True)):
@@ -356,6 +372,7 @@ def _of_scatter(graph, scatter, axis) -> _Made | None:
 
 
 def _is_zero(graph, a):
+    a = _value(graph, a)
     if not is_variable(a):
         return a.aval.shape == () and float(a.val) == 0
     maker = graph.maker.get(a)
@@ -371,11 +388,11 @@ def _sums_of_cotangents(graph, equation, stands):
         return None
     for one, other in (equation.inputs, equation.inputs[::-1]):
         of_p, of_y = graph.maker.get(one), graph.maker.get(other)
-        if not _plain(of_p, "softmax_linear") or not _plain(of_y, "log_softmax_vjp"):
+        if not is_plain(of_p, "softmax_linear") or not is_plain(of_y, "log_softmax_vjp"):
             continue
         (p, t), (y, u) = of_p.inputs, of_y.inputs
         forward, log_forward = graph.maker.get(p), graph.maker.get(y)
-        if not _plain(forward, "softmax") or not _plain(log_forward, "log_softmax"):
+        if not is_plain(forward, "softmax") or not is_plain(log_forward, "log_softmax"):
             continue
         same = forward.inputs[0] is log_forward.inputs[0] and forward.params["axes"] == log_forward.params["axes"]
         same &= of_p.params["axes"] == of_y.params["axes"] == forward.params["axes"]
@@ -409,9 +426,31 @@ def _gradients_with_rows(graph, equation, stands):
 _FIRST_OF_ROWS = {"cross_entropy_gradient": 1, "softmax_and_normalizer": 1, "cross_entropy": 1, "logsumexp": 0}
 
 
-def _rows_by_another(graph, equation):
+def _shared_rows(graph, equation):
     if equation.name not in ("logsumexp", "cross_entropy") or not foldable(equation):
         return None
+    return _rows_by_another(graph, equation) or _rows_of_softmax(graph, equation)
+
+
+def _rows_of_softmax(graph, equation):
+    """The maxima and sums of softmax's rows, from its own kernel."""
+    if equation.name != "logsumexp":
+        return None
+    for other in graph.readers[equation.inputs[0]]:
+        if other.name != "softmax" or other.params["axes"] != equation.params["axes"] or not foldable(other):
+            continue
+        (y,), where = other.outputs, _mask_of(other)
+        if where is not _mask_of(equation) or y.aval.dtype.name not in expressions.WRITABLE:
+            continue
+
+        def with_rows(x, where=None, params=other.params):
+            return bind("softmax_and_normalizer", x, where=where, axes=params["axes"], dtype=params["dtype"])
+
+        return ({equation: [], other: spliced(with_rows, other.inputs, [y, *equation.outputs], other)},)
+    return None
+
+
+def _rows_by_another(graph, equation):
     for other in graph.equations:
         better = list(_FIRST_OF_ROWS).index(other.name) if other.name in _FIRST_OF_ROWS else len(_FIRST_OF_ROWS)
         own = list(_FIRST_OF_ROWS).index(equation.name)

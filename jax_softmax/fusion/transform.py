@@ -4,7 +4,6 @@ Until then the call holds the function's jaxpr as it is, so that derivatives and
 of the function. They are calls of the same primitive: what is lowered has been differentiated.
 """
 
-import contextlib
 import enum
 import functools
 import types
@@ -18,11 +17,12 @@ from jax.interpreters import ad, batching, mlir, xla
 
 from jax_softmax.devices import private
 from jax_softmax.functions import patching
-from jax_softmax.fusion import calls, modules
+from jax_softmax.fusion import calls, modules, residuals
 from jax_softmax.fusion.expressions import is_variable
-from jax_softmax.fusion.graph import graph_of, has_refs, jaxprs_of, opened
+from jax_softmax.fusion.graph import edited, graph_of, has_refs, jaxprs_of, opened
 from jax_softmax.fusion.rewriting import Line, rewritten
 from jax_softmax.fusion.traffic import words
+from jax_softmax.primitives import interpreters
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -176,10 +176,7 @@ def _without_constants(closed):
     jaxpr, constants = opened(closed)
     if not jaxpr.constvars:
         return jaxpr, []
-    info = jaxpr.debug_info
-    info = info.with_unknown_names() if hasattr(info, "with_unknown_names") else info
-    inputs = [*jaxpr.constvars, *jaxpr.invars]
-    return jaxpr.replace(constvars=[], invars=inputs, debug_info=info), list(constants)
+    return edited(jaxpr, constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars]), list(constants)
 
 
 # ---- The primitive. Its operands are those of the jaxpr, which has no constants.
@@ -201,7 +198,7 @@ def _bound(function, *args):
 
 
 def _jvp(primals, tangents, *, jaxpr):
-    """Two calls: one of the results, with what the derivative needs of them, and one that is linear in the tangents."""
+    """Two calls: one of the results and of what is kept for the derivative, and one that is linear in the tangents."""
     moving = [k for k, tangent in enumerate(tangents) if type(tangent) is not ad.Zero]
     moved = [tangents[k] for k in moving]
     follow = _that_follow(jaxpr, primals, moving, moved)
@@ -214,10 +211,18 @@ def _jvp(primals, tangents, *, jaxpr):
         _, linear, results = jax.linearize(function, *(primals[k] for k in moving), has_aux=True)
         return results, linear
 
-    results, linear = _bound(results_and_linear, *primals)
-    residuals, tree = jax.tree.flatten(linear)
-    n = len(residuals)
-    found = _bound(lambda *flat: jax.tree.unflatten(tree, flat[:n])(*flat[n:]), *residuals, *moved)
+    closed, (shapes, linear) = jax.make_jaxpr(results_and_linear, return_shape=True)(*primals)
+    with_needed, constants = _without_constants(closed)
+    n, operands = len(shapes), [*constants, *primals]
+    chosen = residuals.chosen(with_needed, n)
+    results = fused_p.bind(*operands, jaxpr=chosen.forward)
+    kept = [*(operands[k] for k in chosen.operands), *results[n:]]
+
+    def tangents_of(kept, moved):
+        needed = _function(chosen.again)(*kept)
+        return jax.tree.unflatten(jax.tree.structure(linear), needed)(*moved)
+
+    found, results = _bound(tangents_of, kept, moved), results[:n]
     of_results = [ad.Zero(jax.typeof(result).to_tangent_aval()) for result in results]
     return results, _with(of_results, follow, found)
 
@@ -310,14 +315,11 @@ def register() -> None:
     mlir.register_lowering(fused_p, _lower)
     mlir.register_lowering(fused_p, _lower_for_cuda, platform="cuda")
     calls.register()
-    # The table has no public name: see `primitives/interpreters.py`.
-    with contextlib.suppress(ImportError):
-        from jax._src.checkify import error_checks
+    interpreters.checkify().error_checks[fused_p] = _checked
 
-        def checked(*given, jaxpr):
-            """As a call of a function under `jit` is."""
-            operands = given[len(given) - len(jaxpr.invars) :]
-            (call,) = jax.make_jaxpr(jax.jit(_function(jaxpr)))(*operands).eqns
-            return error_checks[call.primitive](*given, **call.params)
 
-        error_checks[fused_p] = checked
+def _checked(*given, jaxpr):
+    """As a call of a function under `jit` is."""
+    operands = given[len(given) - len(jaxpr.invars) :]
+    (call,) = jax.make_jaxpr(jax.jit(_function(jaxpr)))(*operands).eqns
+    return interpreters.checkify().error_checks[call.primitive](*given, **call.params)

@@ -1,7 +1,7 @@
 """What JAX's interpreters have to know of the primitives: one place that says which rule each has."""
 
-import contextlib
 import functools
+from types import SimpleNamespace
 
 from jax.experimental import jet
 from jax.interpreters import ad, batching, mlir, xla
@@ -40,12 +40,23 @@ def register() -> None:
             ad.primitive_transposes[primitive] = _TRANSPOSES[op]
         jet.jet_rules[primitive] = functools.partial(_jet, op)
     _register_tangent_sums(tangent_sums.tangent_sums_p)
-    # The table has no public name. With a JAX that moved it, checkify sees no NaN that the operators make.
-    with contextlib.suppress(ImportError):
-        from jax._src.checkify import error_checks, nan_error_check
+    checks = checkify()
+    for primitive in PRIMITIVES.values():
+        checks.error_checks[primitive] = functools.partial(checks.nan_error_check, primitive)
 
-        for primitive in PRIMITIVES.values():
-            error_checks[primitive] = functools.partial(nan_error_check, primitive)
+
+def checkify():
+    """JAX's module, whose table of rules has no public name. With a JAX that moved it, checkify sees no NaN that the
+    operators make."""
+    try:
+        from jax._src import checkify
+
+        return checkify if hasattr(checkify, "error_checks") else _NO_CHECKS
+    except ImportError:
+        return _NO_CHECKS
+
+
+_NO_CHECKS = SimpleNamespace(error_checks={}, nan_error_check=None)
 
 
 def _register_tangent_sums(primitive):

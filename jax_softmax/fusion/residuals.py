@@ -1,0 +1,105 @@
+"""What a fused function keeps for its derivative.
+
+JAX keeps each array that the derivative needs: probabilities in float32, casts, masks. Here an array is made again of
+others by the derivative, where these have fewer bytes: by elementwise operations, and of softmax and log_softmax, by
+their operand and their rows' maxima and sums.
+"""
+
+from typing import NamedTuple
+
+from jax_softmax.fusion import expressions, rules
+from jax_softmax.fusion.graph import Equation, Graph, bytes_of, edited, graph_of, sorted_by_need, variables_of
+from jax_softmax.fusion.groups import may_fold
+
+_MOST_STEPS = 64  # from an array to what it is made of
+
+
+class Residuals(NamedTuple):
+    forward: object  # a jaxpr: the function's results, and those that are kept of what it makes
+    operands: list[int]  # the function's operands that are kept
+    again: object  # a jaxpr: of these operands and of what is kept, the arrays that the derivative needs
+
+
+class _Cut(NamedTuple):
+    """A way to have an array."""
+
+    costs: dict  # bytes, by what is kept
+    equations: dict  # which make the array of these
+
+    @property
+    def cost(self):
+        return sum(self.costs.values())
+
+
+def chosen(jaxpr, n: int) -> Residuals:
+    """The residuals of a function whose jaxpr has n results, and then the arrays that its derivative needs."""
+    graph = graph_of(jaxpr, differentiated=False)
+    results, needed = graph.outputs[:n], graph.outputs[n:]
+    chooser = _Chooser(Graph(graph.equations, results), graph)
+    equations = chooser.choose(list(dict.fromkeys(variables_of(needed))))
+    operands = [k for k, v in enumerate(jaxpr.invars) if v in chooser.kept]
+    made = [v for v in chooser.kept if v not in set(jaxpr.invars)]
+    forward = Graph(sorted_by_need([*graph.equations, *chooser.of_rows]), [*results, *made])
+    inputs = [*(jaxpr.invars[k] for k in operands), *made]
+    return Residuals(
+        edited(jaxpr, forward.equations, outvars=forward.outputs),
+        operands,
+        edited(jaxpr, equations, invars=inputs, outvars=needed, effects=frozenset()),
+    )
+
+
+class _Chooser:
+    def __init__(self, of_results: Graph, graph: Graph):
+        self.graph = graph
+        self.of_results = of_results
+        self.kept: dict = {}
+        self._cuts: dict = {}
+        self._rows: dict = {}  # of an operator: its rows' maxima and sums, and what makes its result of these
+        self.of_rows: list[Equation] = []  # which make those maxima and sums that are kept
+
+    def choose(self, needed) -> list[Equation]:
+        """Sets `kept`, and returns the equations that make the rest of what is needed."""
+        self.kept = {v: None for v in needed if not self._can_be_made(v)}
+        cuts = [self._cut(v, 0) for v in needed]
+        self.kept |= dict.fromkeys(v for cut in cuts for v in cut.costs)
+        for equation, (rows, _) in self._rows.items():
+            if not self.kept.keys().isdisjoint(rows):
+                self.of_rows += rules.rows_of(equation, rows)
+        return sorted_by_need(dict.fromkeys(equation for cut in cuts for equation in cut.equations))
+
+    def _can_be_made(self, a):
+        maker = self.graph.maker.get(a)
+        return maker is not None and (expressions.prints(maker) or rules.is_plain(maker, "softmax", "log_softmax"))
+
+    def _cut(self, a, depth) -> _Cut:
+        if not expressions.is_variable(a):
+            return _Cut({}, {})
+        if a in self.kept:
+            return _Cut({a: 0}, {})
+        if a not in self._cuts:
+            cut = _Cut({a: bytes_of(a) * (1 if self._is_in_memory(a) else 2)}, {})
+            if depth < _MOST_STEPS and self._can_be_made(a):
+                cut = min(cut, self._made(a, depth + 1), key=lambda cut: cut.cost)
+            self._cuts[a] = cut
+        return self._cuts[a]
+
+    def _made(self, a, depth):
+        maker, costs, equations = self.graph.maker[a], {}, {}
+        for operand in maker.inputs:
+            cut = self._cut(operand, depth)
+            costs |= cut.costs
+            equations |= cut.equations
+        if expressions.prints(maker):
+            return _Cut(costs, {**equations, maker: None})
+        if maker not in self._rows:
+            rows = rules.row_variables(maker)
+            self._rows[maker] = rows, rules.made_of_rows(maker, rows)
+        rows, own = self._rows[maker]
+        return _Cut(costs | {row: bytes_of(row) for row in rows}, equations | dict.fromkeys(own))
+
+    def _is_in_memory(self, a):
+        """Whether it would be if the derivative did not need it: what makes it or reads it cannot fold."""
+        maker = self.graph.maker.get(a)
+        if maker is None or a in self.of_results.outputs:
+            return True
+        return not all(map(may_fold, (maker, *self.of_results.readers.get(a, ()))))
