@@ -25,6 +25,11 @@ class Computation(NamedTuple):
     small_sizes: tuple
     precision: str = "bfloat16"  # of the arithmetic: results of other dtypes are no more precise
     package: str | None = None  # that must be installed
+    inner: Callable | None = None  # the same, of which a part alone is fused
+
+    @property
+    def fused(self) -> Callable:
+        return self.inner or jax_softmax.fuse(self.function)
 
     def make_args(self, key: jax.Array) -> tuple:
         return self.arguments(key, *self.sizes)
@@ -503,9 +508,15 @@ def loss(name, function, arguments=logits_and_labels, sizes=LOGITS, small_sizes=
 COMPUTATIONS = [
     layer("attention", attention, sizes=ATTENTION),
     layer("attention_float32", attention_float32, sizes=ATTENTION),
+    layer("attention_float32, derivative of fused", attention_float32, sizes=ATTENTION)._replace(
+        inner=forward_and_backward(jax_softmax.fuse(attention_float32))
+    ),
     layer("attention_bias", attention_bias, queries_keys_values_bias, ATTENTION),
     layer("attention_tanh_cap", attention_tanh_cap, sizes=ATTENTION),
     loss("loss_log_softmax", log_softmax_loss),
+    loss("loss_log_softmax, derivative of fused", log_softmax_loss)._replace(
+        inner=jax.value_and_grad(jax_softmax.fuse(log_softmax_loss))
+    ),
     loss("loss_optax", optax_loss, package="optax"),
     loss("loss_one_hot", one_hot_loss, package="optax"),
     loss("loss_smoothed", smoothed_loss, package="optax"),

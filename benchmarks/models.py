@@ -53,12 +53,11 @@ def main() -> int:
 def measured(computation, options) -> str:
     """A row of the table."""
     arguments = computation.make_args(jax.random.key(0))
-    fused = jax_softmax.fuse(computation.function)
     if options.explain:
-        print(computation.name, fused.explain(*arguments), sep="\n", flush=True)
+        print(computation.name, jax_softmax.fuse(computation.function).explain(*arguments), sep="\n", flush=True)
     compiled = {
         name: jax.jit(function).lower(*arguments).compile()
-        for name, function in (("XLA", computation.function), ("fused", fused))
+        for name, function in (("XLA", computation.function), ("fused", computation.fused))
     }
     results = {name: program(*arguments) for name, program in compiled.items()}
     difference = largest_difference(computation, results["fused"], results["XLA"])
