@@ -11,6 +11,7 @@ import pathlib
 import shutil
 import subprocess
 import tempfile
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -167,8 +168,9 @@ class _Compiled:
         _waiting.append(self)
 
     def __call__(self, *args):
-        if self.function is None:
-            _compile_all()
+        with _compiling:  # XLA calls from several threads
+            if self.function is None:
+                _compile_all()
         self.function(*args)
 
     def source(self, name):
@@ -182,6 +184,7 @@ class _Compiled:
 
 
 _waiting = []
+_compiling = threading.Lock()
 
 
 def _compile_all():

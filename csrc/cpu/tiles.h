@@ -99,10 +99,11 @@ class Tiles {
   int64_t tiles() const { return view_.rows / (group_.extent * inner_.extent) * group_ranges() * inner_ranges(); }
   // Vectors of states of a tile's rows, at most.
   int64_t most_states() const { return ceil_div(tile_groups_ * tile_inner_, batch_ > 1 ? 1 : kLanes); }
-  // Elements of a row after which another part of it, which another thread may have, can begin.
+  // Elements of a row after which another part of it, which another thread may have, can begin. Turned rows have the
+  // same as those that lie across, so that a row's bits do not depend on how many others lie beside it.
   int64_t part_length() const {
     if (view_.columns <= block_) return view_.columns;
-    const int64_t unit = way_ == kAlong ? kLeastPart : block_ * batch_;
+    const int64_t unit = way_ == kAlong ? kLeastPartAlong : kLeastPartAcross;
     return ceil_div(ceil_div(view_.columns, kMostParts), unit) * unit;
   }
 
@@ -184,7 +185,7 @@ class Tiles {
   static constexpr int kMembers = kMostRowResults;  // of states
   static constexpr int64_t kBlockAlong = 4096, kBlockAcross = 512;
   static constexpr int64_t kKeptAlong = 64 << 10, kKeptAcross = 2048;  // the longest rows whose terms are kept
-  static constexpr int64_t kLeastPart = 64 << 10, kMostParts = 64;
+  static constexpr int64_t kLeastPartAlong = 64 << 10, kLeastPartAcross = 4096, kMostParts = 64;
   static constexpr int64_t kTileElements = 4096;    // of a tile of short rows
   static constexpr int64_t kHeldBytes = 512 << 10;  // of a tile that is used twice, in the second cache
   static constexpr int64_t kRun = 256 / sizeof(T);  // neighbours that are worth reading without others
