@@ -31,7 +31,7 @@ def register() -> None:
         if op in _GIVEN_LOGSUMEXP:
             from_parts = mlir.lower_fun(functools.partial(_by_logsumexp, op), multiple_results=True)
         on_cpu = _cpu_rule(op, by_reference) if OPERATORS[op].on_cpu else from_parts
-        if op in KERNELS:
+        if op == "tangent_sums_transpose":
             on_cuda = mlir.lower_fun(_by_cross_entropy_gradient, multiple_results=False)
         else:
             on_cuda = _cuda_rule(op, from_parts if op == "cross_entropy" else by_reference)
@@ -108,7 +108,9 @@ def _cuda_rule(op, by_xla):
 
     XLA owns that memory, so that it lives as long as a CUDA graph that the call was captured into.
     """
+    kernel = KERNELS.get(op, op)
     call = jax.ffi.ffi_lowering(TARGET)
+    call_in_place = jax.ffi.ffi_lowering(TARGET, operand_output_aliases={0: 0})
     in_one_dtype = _in_one_dtype_rule(op, _cuda_makes)
 
     def rule(ctx, *operands, axes, **dtype):
@@ -124,7 +126,7 @@ def _cuda_rule(op, by_xla):
                 mask_shape = ctx.avals_in[-1].shape
                 mask_shape = [1] * (len(shape) - len(mask_shape)) + list(mask_shape)
                 mask_shape = [m if isinstance(m, int) else n for m, n in zip(mask_shape, shape, strict=True)]
-            return _kernels.lower_for_cuda(shape, list(axes), op, x.dtype.name, mask_shape, dtype.get("dtype"))
+            return _kernels.lower_for_cuda(shape, list(axes), kernel, x.dtype.name, mask_shape, dtype.get("dtype"))
 
         if all(isinstance(d, int) for d in x.shape):
             n = scratch_bytes(list(x.shape))
@@ -137,7 +139,9 @@ def _cuda_rule(op, by_xla):
         n_results = len(ctx.avals_out)
         if n:
             ctx = ctx.replace(avals_out=[*ctx.avals_out, jax.core.ShapedArray((n,), np.dtype(np.uint8))])
-        return call(ctx, *operands, **attributes(op, axes, masked))[:n_results]
+        in_place = op == "cross_entropy_gradient_in_place" and ctx.avals_out[0].dtype == x.dtype
+        made = (call_in_place if in_place else call)(ctx, *operands, **attributes(kernel, axes, masked))
+        return made[:n_results]
 
     return rule
 
@@ -207,6 +211,7 @@ def _in_one_dtype_rule(op, makes):
 _GIVEN_LOGSUMEXP = {
     "cross_entropy": lambda rows, x, label, where, axes: reference.cross_entropy_given(rows, x, label, axes),
     "cross_entropy_gradient": reference.gradient_given,
+    "cross_entropy_gradient_in_place": reference.gradient_given,
     "kl_divergence": reference.kl_divergence_given,
 }
 
