@@ -6,6 +6,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jax_softmax.primitives.several_devices import several_devices_p
+
 _CHUNK_BYTES = 1 << 29  # that the logits of a chunk may take
 
 
@@ -37,6 +39,17 @@ def split_of(shape, logit_bytes, sum_bytes, chunk=None):
     if count <= 1 or shape[dim] <= 1:
         return None
     return Split(dim, -(-shape[dim] // min(count, shape[dim])))
+
+
+def all_at_once_if_divided(function, split):
+    """function(split), or function(None) in a program that XLA divides among several devices.
+
+    There each device makes a part of the logits alone, and XLA may add up a gradient over devices after each chunk.
+    XLA drops what does not run.
+    """
+    if split is None:
+        return function(None)
+    return jax.lax.cond(several_devices_p.bind(), lambda: function(None), lambda: function(split))
 
 
 def over_chunks(function, split, arrays):

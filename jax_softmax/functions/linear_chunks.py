@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_softmax.functions import arguments
-from jax_softmax.functions.chunks import over_chunks, split_of
+from jax_softmax.functions.chunks import all_at_once_if_divided, over_chunks, split_of
 from jax_softmax.functions.entropies import entropies_of
 from jax_softmax.functions.integer_losses import (
     Labelled,
@@ -99,20 +99,20 @@ def _loss(layer, given, wide):
     return weighted_sum_with_gradient(axes, True, labelled, given.weights, options)
 
 
-def _loss_and_gradients(layer, given, moving):
+def _loss_and_gradients(layer, given, names, wide_dtype):
     """The same, and its gradients by the arrays of these names."""
 
     def loss(changed):
         return _loss(layer, *_with(given, changed))
 
-    value, pullback = jax.vjp(loss, _changeable(layer, given, moving))
+    value, pullback = jax.vjp(loss, _arrays(given, names, wide_dtype))
     return value, pullback(_seed(layer, given, value))[0]
 
 
-def _changeable(layer, given, names):
-    """The arrays of these names, w in the dtype that its gradient is added up in."""
+def _arrays(given, names, wide_dtype):
+    """The arrays of these names, w in the dtype that its gradient is to have."""
     arrays = {name: getattr(given, name) for name in names}
-    return arrays | ({"w": given.w.astype(layer.accumulate_dtype)} if "w" in names else {})
+    return arrays | ({"w": given.w.astype(wide_dtype)} if "w" in names else {})
 
 
 def _with(given, changed):
@@ -124,7 +124,7 @@ def _seed(layer, given, value):
     """The cotangent of a loss that all devices along axis_name have: of each one if JAX knows that it is the same, as
     it does with check_vma, and else of all together."""
     known = arguments.varying_axes(given.x).issuperset(layer.axis_name)
-    return jnp.ones_like(value) / (1 if known else math.prod(map(jax.lax.axis_size, layer.axis_name)))
+    return jnp.full_like(value, 1 if known else 1 / math.prod(map(jax.lax.axis_size, layer.axis_name)))
 
 
 # ---- All tokens: a mean or sum
@@ -144,7 +144,7 @@ def _total(layer, given):
     def function(*of_tokens):
         return {}, _loss(layer, _part(given, of_tokens), given.w)
 
-    return over_chunks(function, _split(layer, given, sums=False), _of_tokens(given))[1]
+    return _in_chunks(layer, given, False, lambda split: over_chunks(function, split, _of_tokens(given))[1])
 
 
 @functools.partial(_total.defjvp, symbolic_zeros=True)
@@ -155,15 +155,10 @@ def _total_jvp(layer, primals, tangents):
         value = _total(layer, given)
         return value, jnp.zeros_like(value)
 
-    def function(*of_tokens):
-        value, gradients = _loss_and_gradients(layer, _part(given, of_tokens), moving)
-        for_tokens = {name: gradients.pop(name) for name in _OF_TOKENS if name in gradients}
-        return for_tokens, (value, gradients)
-
-    split = _split(layer, given, sums="w" in moving)
-    gradients, (value, sums) = over_chunks(function, split, _of_tokens(given))
-    gradients |= sums
-    products = {name: inner_product(gradients[name].astype(dot.dtype), dot) for name, dot in moving.items()}
+    value, gradients = _in_chunks(
+        layer, given, "w" in moving, functools.partial(_total_and_gradients, layer, given, tuple(moving))
+    )
+    products = {name: inner_product(gradients[name], dot) for name, dot in moving.items()}
     tangent = jnp.zeros_like(value)
     of_parts = [products.pop(name) for name in _SPREAD if name in products]
     if of_parts:
@@ -172,14 +167,29 @@ def _total_jvp(layer, primals, tangents):
     return value, functools.reduce(jnp.add, products.values(), tangent).astype(value.dtype)
 
 
+def _total_and_gradients(layer, given, names, split):
+    """The same, and its gradients by the arrays of these names, in their dtypes."""
+    wide_dtype = _wide_dtype(layer, given, split)
+
+    def function(*of_tokens):
+        value, gradients = _loss_and_gradients(layer, _part(given, of_tokens), names, wide_dtype)
+        for_tokens = {name: gradients.pop(name) for name in _OF_TOKENS if name in gradients}
+        return for_tokens, (value, gradients)
+
+    gradients, (value, sums) = over_chunks(function, split, _of_tokens(given))
+    gradients |= sums
+    return value, {name: gradients[name].astype(getattr(given, name).dtype) for name in names}
+
+
 # ---- A loss for each token
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def token_losses(layer, return_entropy, given):
     """The losses times their weights, and the entropies or None."""
-    split = _split(layer, given, sums=False)
-    return _losses_of_chunks(layer, return_entropy, split, given, given.w)
+    return _in_chunks(
+        layer, given, False, lambda split: _losses_of_chunks(layer, return_entropy, split, given, given.w)
+    )
 
 
 @functools.partial(token_losses.defjvp, symbolic_zeros=True)
@@ -189,7 +199,8 @@ def _token_losses_jvp(layer, return_entropy, primals, tangents):
     losses, moving = token_losses(layer, return_entropy, given), _moving(dots)
     if not moving:
         return losses, jax.tree.map(jnp.zeros_like, losses)
-    split, changed = _split(layer, given, sums="w" in moving), _changeable(layer, given, moving)
+    split = _split(layer, given, sums="w" in moving)
+    changed = _arrays(given, moving, _wide_dtype(layer, given, split))
 
     def function(changed):
         return _losses_of_chunks(layer, return_entropy, split, *_with(given, changed))
@@ -230,6 +241,17 @@ def _moving(dots):
     """The tangents that are not known to be 0, by name: of floats alone."""
     named = {name: dot for name, dot in dots._asdict().items() if dot is not None and not is_zero(dot)}
     return {name: dot for name, dot in named.items() if name not in ("label", "found")}
+
+
+def _in_chunks(layer, given, sums, function):
+    """A function of the `Split`."""
+    split = _split(layer, given, sums)
+    return function(split) if layer.chunk else all_at_once_if_divided(function, split)
+
+
+def _wide_dtype(layer, given, split):
+    """That of w's gradient before it is rounded to w's: of a single product, which is rounded once, there is none."""
+    return given.w.dtype if split is None else layer.accumulate_dtype
 
 
 def _split(layer, given, sums):

@@ -10,10 +10,11 @@ import numpy as np
 from jax.interpreters import mlir
 
 from jax_softmax import _kernels
-from jax_softmax.devices import division, partitioning
+from jax_softmax.devices import division, partitioning, private
 from jax_softmax.primitives import reference
 from jax_softmax.primitives.operators import KERNELS, OPERATORS, PRIMITIVES, Coefficients, bind, split
 from jax_softmax.primitives.rows import normalizer
+from jax_softmax.primitives.several_devices import several_devices_p
 from jax_softmax.runtime import cuda
 
 TARGET = "jax_softmax"
@@ -25,6 +26,7 @@ def register() -> None:
     division.register()
     jax.ffi.register_ffi_target(TARGET, _kernels.cpu_handler(), platform="cpu")
     jax.ffi.register_ffi_target(TARGET, _kernels.cuda_handlers(), platform="CUDA")
+    mlir.register_lowering(several_devices_p, _several_devices)
     for op, primitive in PRIMITIVES.items():
         by_reference = mlir.lower_fun(functools.partial(reference.apply, op), primitive.multiple_results)
         from_parts = by_reference
@@ -38,6 +40,11 @@ def register() -> None:
         for platform, rule in {None: by_reference, "cpu": on_cpu, "cuda": on_cuda}.items():
             rule = partitioning.partitioned(primitive, platform, rule, by_reference)
             mlir.register_lowering(primitive, rule, platform=platform)
+
+
+def _several_devices(ctx):
+    devices, partly_manual = private.devices_of(ctx)
+    return [mlir.ir_constant(np.array(devices > 1 and not partly_manual))]
 
 
 def export_checks() -> list[jax.export.DisabledSafetyCheck]:
