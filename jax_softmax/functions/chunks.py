@@ -24,8 +24,11 @@ def split_of(shape, logit_bytes, sum_bytes, chunk=None):
     `logit_bytes`: that one token's logits take. `sum_bytes`: what chunks take besides, to add up a gradient in.
     `chunk`: how many tokens a chunk may have, if the caller says so.
 
-    This is the rule that chooses: all at once, unless chunks take less memory.
+    This is the rule that chooses: all at once, unless chunks take less memory; and where the number of tokens is
+    symbolic.
     """
+    if not all(isinstance(n, int) for n in shape):
+        return None
     tokens = math.prod(shape)
     if chunk is None:
         count = 1

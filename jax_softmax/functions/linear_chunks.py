@@ -22,6 +22,7 @@ from jax_softmax.functions.options import Options
 from jax_softmax.primitives import reference
 from jax_softmax.primitives.product import product
 from jax_softmax.primitives.rows import is_zero
+from jax_softmax.primitives.types import types_tell_shardings
 
 
 class Layer(NamedTuple):
@@ -69,7 +70,7 @@ _SPREAD = ("x", "w", "bias")  # of which devices along axis_name have parts, or 
 
 
 def _logits(layer, given, wide):
-    made = product(given.x, given.w, wide, layer.contracted, layer.logits_dtype)
+    made = product(given.x, given.w, wide, contracted=layer.contracted, dtype=layer.logits_dtype)
     if given.bias is None and not layer.changes_logits:
         return made
     return _changed(layer, made, given.bias)
@@ -256,6 +257,8 @@ def _wide_dtype(layer, given, split):
 
 def _split(layer, given, sums):
     """`sums`: whether the gradient of w is added up over chunks."""
+    if layer.chunk is None and types_tell_shardings([jax.typeof(given.x), jax.typeof(given.w)]):
+        return None  # as where XLA divides the program
     vocabulary = given.w.shape[1 - layer.contracted]
     arrays = 2 if given.bias is not None or layer.changes_logits else 1
     logit_bytes = arrays * vocabulary * jnp.dtype(layer.logits_dtype).itemsize
