@@ -1,131 +1,24 @@
-"""The losses of a linear layer's logits, of all tokens at once or chunk by chunk, and their derivatives."""
+"""The losses of a linear layer, of all tokens at once or chunk by chunk, and their derivatives."""
 
 import functools
-import math
-from collections.abc import Hashable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jax_softmax.functions import arguments
 from jax_softmax.functions.chunks import all_at_once_if_divided, over_chunks, split_of
-from jax_softmax.functions.entropies import entropies_of
-from jax_softmax.functions.integer_losses import (
-    Labelled,
-    inner_product,
-    weighted_losses,
-    weighted_sum,
-    weighted_sum_with_gradient,
+from jax_softmax.functions.integer_losses import inner_product
+from jax_softmax.functions.linear_layer import (
+    loss,
+    loss_and_gradients,
+    losses_of_chunk,
+    named_arrays,
+    with_changed,
 )
-from jax_softmax.functions.options import Options
-from jax_softmax.primitives import reference
-from jax_softmax.primitives.product import product
 from jax_softmax.primitives.rows import is_zero
 from jax_softmax.primitives.types import types_tell_shardings
 
-
-class Layer(NamedTuple):
-    """What is known of a call when the program is traced."""
-
-    contracted: int  # which dimension of w is the features
-    product_dtype: str  # of x and w
-    logits_dtype: str
-    accumulate_dtype: str
-    soft_cap: float | None
-    temperature: float
-    chunk: int | None
-    axis_name: tuple[Hashable, ...]
-
-    @property
-    def changes_logits(self):
-        return self.soft_cap is not None or self.temperature != 1
-
-
-class Given(NamedTuple):
-    """The arrays of a call. What tokens have keeps the dimension of the vocabulary, with extent 1."""
-
-    x: jax.Array
-    w: jax.Array
-    bias: jax.Array | None
-    label: jax.Array
-    found: jax.Array
-    weights: jax.Array
-    label_smoothing: jax.Array | None
-    z_loss: jax.Array | None
-
-
-class TokenLosses(NamedTuple):
-    """Of each token."""
-
-    losses: jax.Array
-    entropies: jax.Array | None
-
-
 _OF_TOKENS = ("x", "label", "found", "weights")
 _SPREAD = ("x", "w", "bias")  # of which devices along axis_name have parts, or of whose gradients
-
-
-# ---- One chunk. `wide` is w in the dtype that its gradient is added up in (see `primitives/product.py`).
-
-
-def _logits(layer, given, wide):
-    made = product(given.x, given.w, wide, contracted=layer.contracted, dtype=layer.logits_dtype)
-    if given.bias is None and not layer.changes_logits:
-        return made
-    return _changed(layer, made, given.bias)
-
-
-# With checkpoint the product is kept for a backward pass, and nothing in the dtype of the arithmetic.
-@functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=(0,))
-def _changed(layer, made, bias):
-    logits = reference.widened(made)
-    if bias is not None:
-        logits += bias
-    if layer.soft_cap is not None:
-        logits = layer.soft_cap * jnp.tanh(logits / layer.soft_cap)
-    return (logits / layer.temperature).astype(made.dtype)
-
-
-def _labelled(layer, given, wide):
-    return Labelled(_logits(layer, given, wide), given.label, given.found, None)
-
-
-def _loss(layer, given, wide):
-    """The weighted sum of losses."""
-    axes, labelled = (given.x.ndim - 1,), _labelled(layer, given, wide)
-    options = Options(given.label_smoothing, given.z_loss)
-    if layer.axis_name:
-        return weighted_sum(axes, layer.axis_name, labelled, given.weights, options)
-    return weighted_sum_with_gradient(axes, True, labelled, given.weights, options)
-
-
-def _loss_and_gradients(layer, given, names, wide_dtype):
-    """The same, and its gradients by the arrays of these names."""
-
-    def loss(changed):
-        return _loss(layer, *_with(given, changed))
-
-    value, pullback = jax.vjp(loss, _arrays(given, names, wide_dtype))
-    return value, pullback(_seed(layer, given, value))[0]
-
-
-def _arrays(given, names, wide_dtype):
-    """The arrays of these names, w in the dtype that its gradient is to have."""
-    arrays = {name: getattr(given, name) for name in names}
-    return arrays | ({"w": given.w.astype(wide_dtype)} if "w" in names else {})
-
-
-def _with(given, changed):
-    """The arrays with changed ones, and what stands for w in derivatives."""
-    return given._replace(**{name: a for name, a in changed.items() if name != "w"}), changed.get("w", given.w)
-
-
-def _seed(layer, given, value):
-    """The cotangent of a loss that all devices along axis_name have: of each one if JAX knows that it is the same, as
-    it does with check_vma, and else of all together."""
-    known = arguments.varying_axes(given.x).issuperset(layer.axis_name)
-    return jnp.full_like(value, 1 if known else 1 / math.prod(map(jax.lax.axis_size, layer.axis_name)))
 
 
 # ---- All tokens: a mean or sum
@@ -143,7 +36,7 @@ def _total(layer, given):
     """With a derivative that is made together with it."""
 
     def function(*of_tokens):
-        return {}, _loss(layer, _part(given, of_tokens), given.w)
+        return {}, loss(layer, _part(given, of_tokens), given.w)
 
     return _in_chunks(layer, given, False, lambda split: over_chunks(function, split, _of_tokens(given))[1])
 
@@ -173,7 +66,7 @@ def _total_and_gradients(layer, given, names, split):
     wide_dtype = _wide_dtype(layer, given, split)
 
     def function(*of_tokens):
-        value, gradients = _loss_and_gradients(layer, _part(given, of_tokens), names, wide_dtype)
+        value, gradients = loss_and_gradients(layer, _part(given, of_tokens), names, wide_dtype)
         for_tokens = {name: gradients.pop(name) for name in _OF_TOKENS if name in gradients}
         return for_tokens, (value, gradients)
 
@@ -201,10 +94,10 @@ def _token_losses_jvp(layer, return_entropy, primals, tangents):
     if not moving:
         return losses, jax.tree.map(jnp.zeros_like, losses)
     split = _split(layer, given, sums="w" in moving)
-    changed = _arrays(given, moving, _wide_dtype(layer, given, split))
+    changed = named_arrays(given, moving, _wide_dtype(layer, given, split))
 
     def function(changed):
-        return _losses_of_chunks(layer, return_entropy, split, *_with(given, changed))
+        return _losses_of_chunks(layer, return_entropy, split, *with_changed(given, changed))
 
     dots = {name: dot.astype(changed[name].dtype) for name, dot in moving.items()}
     return losses, jax.jvp(function, (changed,), (dots,))[1]
@@ -214,20 +107,9 @@ def _losses_of_chunks(layer, return_entropy, split, given, wide):
     others = given._replace(**dict.fromkeys(_OF_TOKENS))
 
     def function(*of_tokens):
-        return _losses_of_chunk(layer, return_entropy, _part(others, of_tokens), wide), {}
+        return losses_of_chunk(layer, return_entropy, _part(others, of_tokens), wide), {}
 
     return over_chunks(function, split, _of_tokens(given))[0]
-
-
-@functools.partial(jax.checkpoint, static_argnums=(0, 1))
-def _losses_of_chunk(layer, return_entropy, given, wide):
-    axes, labelled = (given.x.ndim - 1,), _labelled(layer, given, wide)
-    options = Options(given.label_smoothing, given.z_loss)
-    losses = weighted_losses(axes, layer.axis_name, labelled, given.weights, options, temporary=not return_entropy)
-    entropies = None
-    if return_entropy:
-        entropies = jnp.expand_dims(entropies_of(labelled.x, None, axes, layer.axis_name), axes)
-    return TokenLosses(losses, entropies)
 
 
 def _of_tokens(given):

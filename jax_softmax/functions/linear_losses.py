@@ -11,7 +11,8 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jax_softmax.functions import arguments
 from jax_softmax.functions.arguments import AxisName
-from jax_softmax.functions.linear_chunks import Given, Layer, TokenLosses, token_losses, total_loss
+from jax_softmax.functions.linear_chunks import token_losses, total_loss
+from jax_softmax.functions.linear_layer import Given, Layer, TokenLosses
 from jax_softmax.functions.losses import row_weights
 from jax_softmax.functions.options import checked_options
 from jax_softmax.primitives import reference
