@@ -167,6 +167,13 @@ def test_what_does_not_count_may_be_anything():
         assert np.isfinite(value) and np.all(of_x[:2] == 0) and np.isfinite(of_x).all()
 
 
+def test_without_jit(small_chunks):
+    x, w, labels, _ = operands()
+    expected = expected_loss(x @ w, labels)
+    with jax.disable_jit():
+        np.testing.assert_allclose(linear_cross_entropy(x, w, labels), expected, rtol=1e-5)
+
+
 def test_a_nan_is_seen():
     x, w, labels, _ = operands()
     of_x = jax.grad(linear_cross_entropy)(x.at[4].set(np.nan), w, labels % VOCABULARY, label_smoothing=0.1)
@@ -581,17 +588,26 @@ def test_chunks_under_jit(on_the_cpu):
     assert set(found) == {("all-reduce", W_SIZE)}
 
 
-def test_gradients_inside_shard_map(on_the_cpu):
-    """Of this device's own loss, by value_and_grad inside."""
-    args, (value, (of_x, of_w)) = spread_operands()
+@pytest.mark.parametrize("reduction", ["mean", None])
+def test_gradients_inside_shard_map(on_the_cpu, reduction):
+    """Of this device's own loss, by value_and_grad inside; by all that is real."""
+    (x, w, labels), _ = spread_operands()
+    operands = x, w, jnp.asarray(normal((48,), seed=4)), jnp.linspace(0.5, 2, 64)
 
-    def step(x, w, labels):
-        f = functools.partial(linear_cross_entropy, reduction="sum", chunk=4, axis_name="model")
-        return jax.value_and_grad(f, (0, 1))(x, w, labels)
+    def theirs(x, w, bias, weights):
+        return jnp.sum(expected_loss(x @ w + bias, labels, reduction, weights=weights, z_loss=0.01))
 
-    specs = P(), (P(), P(None, "model"))
-    f = jax.shard_map(step, mesh=support.mesh_of_cpus((4, 2)), in_specs=VOCABULARY_SPREAD, out_specs=specs)
-    support.assert_close(support.in_haste(f, *args), (value, (of_x, of_w)), rtol=1e-5, atol=1e-4)
+    def step(x, w, bias, weights):
+        def ours(x, w, bias, weights):
+            options = {"reduction": reduction, "chunk": 24, "axis_name": "model", "z_loss": 0.01}
+            return jnp.sum(linear_cross_entropy(x, w, labels, bias=bias, weights=weights, **options))
+
+        return jax.value_and_grad(ours, (0, 1, 2, 3))(x, w, bias, weights)
+
+    specs = P(), P(None, "model"), P("model"), P()
+    f = jax.shard_map(step, mesh=support.mesh_of_cpus((4, 2)), in_specs=specs, out_specs=(P(), specs))
+    expected = jax.value_and_grad(theirs, (0, 1, 2, 3))(*operands)
+    support.assert_close(support.in_haste(f, *operands), expected, rtol=1e-5, atol=1e-4)
 
 
 # ---- What is refused

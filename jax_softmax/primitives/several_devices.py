@@ -6,3 +6,4 @@ from jax.extend.core import Primitive
 
 several_devices_p = Primitive("several_devices")
 several_devices_p.def_abstract_eval(lambda: ShapedArray((), np.dtype(bool)))
+several_devices_p.def_impl(lambda: np.array(False))  # with disable_jit

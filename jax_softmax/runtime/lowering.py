@@ -43,8 +43,8 @@ def register() -> None:
 
 
 def _several_devices(ctx):
-    devices, partly_manual = private.devices_of(ctx)
-    return [mlir.ir_constant(np.array(devices > 1 and not partly_manual))]
+    devices, _ = private.devices_of(ctx)
+    return [mlir.ir_constant(np.array(devices > 1))]
 
 
 def export_checks() -> list[jax.export.DisabledSafetyCheck]:
