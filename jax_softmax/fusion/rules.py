@@ -25,6 +25,9 @@ from jax_softmax.fusion.groups import Group, Groups, foldable, is_loop, may_fold
 from jax_softmax.primitives import labels, reference
 from jax_softmax.primitives.operators import Coefficients, bind
 
+# Bytes that memory could move while a kernel makes an element of softmax again; and how many fewer bytes are worth it.
+_BYTES_OF_EXPONENTIAL, _WORTH_IT = 1.8, 0.8
+
 _LINEAR_MAPS = ("softmax_linear", "log_softmax_vjp", "log_softmax_jvp")
 
 
@@ -110,7 +113,8 @@ def _made_anew(graph, equation, stands):
     if not all(is_loop(r) or r.name == "gather" for r in others):
         return None
     if equation.name == "softmax":
-        if Group(graph, equation).cost_of_reading(x, stands) > 0.75 * bytes_of(y):
+        again = Group(graph, equation).cost_of_reading(x, stands) + _BYTES_OF_EXPONENTIAL * size_of(x)
+        if again > _WORTH_IT * 2 * bytes_of(y):  # y is written, and read by the backward pass
             return None
         if others and not any(_is_summed(graph, r) for r in others):
             return _softmax_made_anew(equation, maps) if maps else None
