@@ -52,6 +52,7 @@ struct Float16 {
 template <class T> float rounded(float x) { return T::rounded(x); }
 inline float tanh(float x) { return tanhf(x); }
 inline float rsqrtf(float x) { return 1 / sqrtf(x); }
+inline float __fmul_rn(float a, float b) { return a * b; }
 inline float max_or_nan(float a, float b) { return a != a || b != b ? NAN : a > b ? a : b; }
 inline float min_or_nan(float a, float b) { return a != a || b != b ? NAN : a < b ? a : b; }
 inline int max_or_nan(int a, int b) { return a > b ? a : b; }

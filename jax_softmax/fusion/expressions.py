@@ -25,11 +25,13 @@ SAME = ("copy", "pvary", "pcast", "name", "stop_gradient")
 _COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 _LOGIC = {"and": "&", "or": "|", "xor": "^"}
 _ARITHMETIC = {"add": "+", "add_any": "+", "sub": "-", "mul": "*"}
+# Which is not made one operation with an addition after it: x * w less the largest x * w of a row is 0 at the largest.
+_PRODUCT = "__fmul_rn({}, {})"
 _FUNCTIONS = {
     **{"exp": "expf({})", "exp2": "exp2f({})", "log": "logf({})", "log1p": "log1pf({})", "expm1": "expm1f({})"},
     **{"tanh": "tanh({})", "logistic": "1.0f / (1.0f + expf(-{}))", "sqrt": "sqrtf({})", "rsqrt": "rsqrtf({})"},
     **{
-        "one_minus_square": "1.0f - {0} * {0}",
+        "one_minus_square": "1.0f - __fmul_rn({0}, {0})",
         "erf": "erff({})",
         "sin": "sinf({})",
         "cos": "cosf({})",
@@ -215,6 +217,8 @@ def _text(equation, given):
         operator = _ARITHMETIC[name]
         if out == "int":
             return f"static_cast<int>(static_cast<unsigned>({given[0]}) {operator} static_cast<unsigned>({given[1]}))"
+        if name == "mul":
+            return _PRODUCT.format(*given)
         return f"{given[0]} {operator} {given[1]}"
     if name == "div":
         divisor = equation.inputs[1]
@@ -222,7 +226,7 @@ def _text(equation, given):
             # As XLA has it, which multiplies by the reciprocal of a constant.
             inverse = np.float32(1) / np.float32(divisor.val)
             if np.isfinite(inverse) and inverse != 0:
-                return f"{given[0]} * {literal(inverse, np.float32)}"
+                return _PRODUCT.format(given[0], literal(inverse, np.float32))
         return f"{given[0]} / {given[1]}"
     if name in _COMPARISONS:
         return f"{given[0]} {_COMPARISONS[name]} {given[1]}"
@@ -248,7 +252,7 @@ def _text(equation, given):
         return f"-{given[0]}" if out == "float" else f"static_cast<int>(0u - static_cast<unsigned>({given[0]}))"
     if name == "square":
         product = "static_cast<int>(static_cast<unsigned>({0}) * static_cast<unsigned>({0}))"
-        return (f"{given[0]} * {given[0]}") if out == "float" else product.format(given[0])
+        return _PRODUCT.format(given[0], given[0]) if out == "float" else product.format(given[0])
     return {"abs": "magnitude({})", "sign": "sign_of({})"}[name].format(given[0])
 
 
