@@ -566,14 +566,6 @@ class TestNotFolded:
         g = (lambda x: fuse(mapped(jax.grad(loss_at_labels)))(x)) if outside else mapped(f)
         Case(g, x_of("bfloat16"), calls=1 if outside else 2, folded=False, roundings=64).check()
 
-    def test_what_several_devices_divide(self):
-        mesh = support.mesh_of_cpus((2, 4))
-        x = jax.device_put(x_of(shape=(4, 8, 16)), jax.NamedSharding(mesh, jax.sharding.PartitionSpec("data", "model")))
-        with emulated.kernels() as made:
-            lowered = jax.jit(fuse(lambda x: jax.nn.softmax(x * 2))).lower(x)
-        assert made == []
-        assert_same(compiled(lowered)(x), jax.nn.softmax(x_of(shape=(4, 8, 16)) * 2), 16)
-
     def test_no_elements(self):
         left(lambda x: jax.nn.softmax(x * 2, 0) + 1, x_of(shape=(3, 0)))
 

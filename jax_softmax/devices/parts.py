@@ -4,6 +4,7 @@ Inside `shard_map` these are the devices along `axis_name`. In a program that XL
 which they are.
 """
 
+import functools
 import math
 
 import jax
@@ -42,6 +43,13 @@ def over_mesh_axes(op, *operands, axis_name, **params):
     return reference.apply(op, *operands, across=Across(all_reduce), **params)
 
 
+def first_index(layout, part, d):
+    """Where this device's part begins in dimension d."""
+    place = np.empty(layout.size, np.int32)
+    place[layout] = np.indices(layout.shape)[d]
+    return jnp.asarray(place)[device_number_p.bind()] * part[d]
+
+
 def over_groups(op, params, shape, layout, spread):
     """The operator of a device that holds a part of each row, the reduced dimensions `spread` being divided."""
     part = layouts.part_of(shape, layout)
@@ -59,19 +67,14 @@ def over_groups(op, params, shape, layout, spread):
         return reference.apply(op, *operands, across=Across(all_reduce, label_of_part), **params)
 
     def label_of_part(label):
-        here = labels.label_of_part(label, params["axes"], shape, part, first_index)
+        begins = functools.partial(first_index, layout, part)
+        here = labels.label_of_part(label, params["axes"], shape, part, begins)
         return labels.exists(label, shape, params["axes"]), here
-
-    def first_index(d):
-        """Where this device's part begins in dimension d."""
-        place = np.empty(layout.size, np.int32)
-        place[layout] = np.indices(layout.shape)[d]
-        return jnp.asarray(place)[device_number_p.bind()] * part[d]
 
     def _without_filling(operands, d):
         """The operands with a mask that leaves out what the last parts of dimension d are filled up with."""
         index = jax.lax.broadcasted_iota(jnp.int32, [n if k == d else 1 for k, n in enumerate(part)], d)
-        inside = first_index(d) + index < shape[d]
+        inside = first_index(layout, part, d) + index < shape[d]
         *floats, last = operands
         return (*floats, last & inside) if last.dtype == bool else (*operands, inside)
 
