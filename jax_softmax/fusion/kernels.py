@@ -5,6 +5,7 @@ kernel for its part; an index along a dimension that is divided begins where the
 rows, and where there is no kernel, the same is done in JAX.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -100,9 +101,8 @@ class Kernel(NamedTuple):
         aliases = {} if self.in_place is None else {self.in_place: 0}
         return jax.ffi.ffi_call(TARGET, types, input_output_aliases=aliases)(*operands, **given)[:n]
 
-    def in_jax(self, *operands, operator=None, starts=None):
-        """The same in JAX. `operator` does what the operator does, of values that are loaded and the other operands;
-        `starts` are the indices that the operands begin with."""
+    def in_jax(self, *operands, operator=reference.apply):
+        """The same in JAX. `operator` does what the operator does, of values that are loaded and what rows have."""
         facts = OPERATORS[self.op]
         own, rest = operands[: facts.inputs], list(operands[facts.inputs :])
         given = {f"x{k}": a for k, a in enumerate(own)}
@@ -110,13 +110,11 @@ class Kernel(NamedTuple):
             if side.index_along is None:
                 given[f"s{k}"] = rest.pop(0)
             else:
-                index = jax.lax.broadcasted_iota(jnp.int32, side.shape, side.index_along)
-                given[f"s{k}"] = index + (starts or {}).get(side.index_along, 0)
+                given[f"s{k}"] = jax.lax.broadcasted_iota(jnp.int32, side.shape, side.index_along)
         loaded = [
             jnp.broadcast_to(expression.value(given), own[0].shape).astype(dtype)
             for expression, dtype in zip(self.load, self.loaded_dtypes, strict=True)
         ]
-        operator = reference.apply if operator is None else operator
         dtype = {"dtype": self.result_dtype} if facts.element_results else {}
         found = operator(self.op, *loaded, *rest, axes=self.axes, **dtype)
         found = list(found) if isinstance(found, tuple | list) else [found]
@@ -128,6 +126,11 @@ class Kernel(NamedTuple):
         return [*stored, *found]
 
     # ---- Of one part
+
+    @property
+    def n_arrays(self) -> int:
+        """How many operands come before those that rows have: the operator's own ones, and arrays read beside."""
+        return OPERATORS[self.op].inputs + sum(side.index_along is None for side in self.sides)
 
     @property
     def dims_with_indices(self) -> list[int]:
@@ -216,29 +219,50 @@ class _Parts(division.Parts):
 
     def of_whole_rows(self, layout):
         kernel = self.kernel.of_part(layout)
-        here = [d for d in self.dims_with_indices if layout.shape[d] > 1]
-        n = OPERATORS[kernel.op].inputs + sum(side.index_along is None for side in self.kernel.sides)
 
         def function(*operands):
-            starts = [parts.first_index(layout, kernel.shape, d).reshape([1] * len(kernel.shape)) for d in here]
-            operands = *operands[:n], *starts, *operands[n:]
+            operands = self._with_starts(layout, kernel.shape, operands)
             return kernel.in_jax(*operands) if kernel.scratch_bytes() is None else kernel.call(*operands)
 
         return function
 
     def of_parts_of_rows(self, layout, spread):
-        kernel, shape = self.kernel.of_part(layout), self.kernel.shape
-
-        def operator(op, *operands, axes, **params):
-            return parts.over_groups(op, {"axes": axes, **params}, shape, layout, spread)(*operands)
+        kernel = self.kernel.of_part(layout)
 
         def function(*operands):
-            starts = {d: parts.first_index(layout, kernel.shape, d) for d in self.dims_with_indices}
-            unchanged = kernel._replace(load=self.kernel.load, store=self.kernel.store)
-            unchanged = unchanged._replace(sides=kernel.sides[: len(self.kernel.sides)])
-            return unchanged.in_jax(*operands, operator=operator, starts=starts)
+            operands = self._with_starts(layout, kernel.shape, operands)
+            normalizer = functools.partial(_normalizer, kernel, operands)
+
+            def operator(op, *loaded, axes, **params):
+                params = {"axes": axes, **params}
+                return parts.over_groups(op, params, self.kernel.shape, layout, spread, normalizer)(*loaded)
+
+            return kernel.in_jax(*operands, operator=operator)
 
         return function
+
+    def _with_starts(self, layout, part, operands):
+        """The operands, and after the arrays read beside where this device's indices begin: see `Kernel.of_part`."""
+        n = self.kernel.n_arrays
+        dims = (d for d in self.dims_with_indices if layout.shape[d] > 1)
+        starts = (parts.first_index(layout, part, d).reshape([1] * len(part)) for d in dims)
+        return *operands[:n], *starts, *operands[n:]
+
+
+def _normalizer(kernel, operands, x, where, axes):
+    """The maxima and sums of the parts of rows, x being what is loaded: by a kernel that loads it, if there is one."""
+    of_rows = kernel._replace(
+        op="logsumexp",
+        mask_shape=None if where is None else where.shape,
+        store=(),
+        dtypes=(),
+        result_dtype=None,
+        n_row_results=2,
+        in_place=None,
+    )
+    if OPERATORS[kernel.op].inputs > 1 or of_rows.scratch_bytes() is None:
+        return reference.logsumexp(x, where, axes)
+    return reference.Normalizer(*of_rows.call(*operands[: kernel.n_arrays], *(() if where is None else (where,))))
 
 
 def register() -> None:
