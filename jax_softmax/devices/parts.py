@@ -23,13 +23,13 @@ class Across:
     def __init__(self, all_reduce, label_of_part=None, normalizer=None):
         self._all_reduce = all_reduce
         self.label_of_part = label_of_part  # of labels: whether they exist, and what they are in this device's part
-        self.normalizer = normalizer or _normalizer  # of the parts
+        self.normalizer = normalizer or normalizer_of_parts
 
     def __call__(self, value, kind):
         return self._all_reduce(value, kind)
 
 
-def _normalizer(x, where, axes):
+def normalizer_of_parts(x, where, axes):
     if x.dtype.name in reference.NARROW:  # which no kernel with results for rows reads
         return reference.logsumexp(x, where, axes)
     return normalizer(x, where, axes, ())
