@@ -7,6 +7,7 @@ from jax.extend import source_info_util
 from jax_softmax import _compatibility as _compatibility  # first: says so if jaxlib does not fit
 from jax_softmax._info import build_info
 from jax_softmax.functions.entropies import entropy, kl_divergence
+from jax_softmax.functions.linear_losses import linear_cross_entropy
 from jax_softmax.functions.logsumexp import logsumexp
 from jax_softmax.functions.losses import (
     cross_entropy_loss,
@@ -33,6 +34,7 @@ __all__ = [
     "export_checks",
     "fuse",
     "kl_divergence",
+    "linear_cross_entropy",
     "log_softmax",
     "log_softmax_vjp",
     "logsumexp",

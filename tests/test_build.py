@@ -36,6 +36,7 @@ def test_public_names():
         "export_checks",
         "fuse",
         "kl_divergence",
+        "linear_cross_entropy",
         "log_softmax",
         "log_softmax_vjp",
         "logsumexp",
@@ -187,6 +188,7 @@ PARTS = {
     "cross_entropy": "softmax_cross_entropy_with_integer_labels",
     "tangent_sums_transpose": "softmax_cross_entropy_with_integer_labels",
     "cross_entropy_gradient": "cross_entropy_loss",
+    "cross_entropy_gradient_in_place": "linear_cross_entropy",
     "absmax_scale": "absmax_scale to int8",
 }
 

@@ -3,7 +3,7 @@
 import functools
 import math
 import operator
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -57,18 +57,25 @@ def varying_as_well(x: jax.Array, where: jax.Array | None, axis_name: tuple[Hash
     """x, in its type what the result is: inside `shard_map` varying over the mesh axes of the mask and axis_name, in
     explicit mode cut along those that cut the mask."""
     x = x if where is None else laid_as_well(x, where)
+    return varying_over(x, [*([] if where is None else varying_axes(where)), *axis_name])
 
-    def axes(a):
-        aval = jax.typeof(a)
-        return aval.vma if hasattr(aval, "vma") else aval.manual_axis_type.varying
 
+def varying_axes(a: jax.Array) -> frozenset[Hashable]:
+    """The mesh axes of a surrounding `shard_map` that the array's type says it varies over: none with check_vma off."""
+    aval = jax.typeof(a)
+    return aval.vma if hasattr(aval, "vma") else aval.manual_axis_type.varying
+
+
+def varying_over(x: jax.Array, names: Iterable[Hashable]) -> jax.Array:
+    """x, in its type varying over these as well, if they are mesh axes of a surrounding `shard_map`."""
     manual = jax.sharding.get_abstract_mesh().manual_axes  # the axis_name of a vmap is none of them
-    wanted = axes(x).union([] if where is None else axes(where), (name for name in axis_name if name in manual))
-    missing = tuple(wanted - axes(x))
+    wanted = varying_axes(x).union(name for name in names if name in manual)
+    missing = tuple(wanted - varying_axes(x))
     if not missing:
         return x
     marked = jax.lax.pcast(x, missing, to="varying") if hasattr(jax.lax, "pcast") else jax.lax.pvary(x, missing)
-    return marked if axes(marked) == wanted else x  # with check_vma off JAX 0.8 leaves a trace that adds up cotangents
+    # With check_vma off JAX 0.8 leaves a trace that adds up cotangents.
+    return marked if varying_axes(marked) == wanted else x
 
 
 def promoted(x: jax.Array) -> tuple[jax.Array, Any]:
@@ -243,6 +250,23 @@ def checked_axis_name(op: str, axis_name: Any) -> tuple[Hashable, ...]:
     if len(set(names)) != len(names):
         raise ValueError(f"{op}: axis_name must not name an axis twice, got {axis_name!r}.")
     return names
+
+
+def checked_integer_array(op: str, a: Any, argument: str) -> jax.Array:
+    a = as_array(f"{op}: {argument} must be an array of an integer dtype", a)
+    if not jnp.issubdtype(a.dtype, jnp.integer):
+        raise TypeError(f"{op}: {argument} must be an array of an integer dtype, got one of dtype {a.dtype}.")
+    return a
+
+
+def checked_float_dtype(op: str, dtype: Any, argument: str) -> np.dtype:
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:
+        found = None
+    if found is None or not jnp.issubdtype(found, jnp.floating):
+        raise TypeError(f"{op}: {argument} must be a floating dtype or None, got {dtype!r}.")
+    return jax.dtypes.canonicalize_dtype(found)
 
 
 def checked_real_array(op: str, a: Any, argument: str) -> jax.Array:

@@ -51,6 +51,11 @@ def _entropy(logits, axis, where, axis_name):
     x, where, axes, axis_name, _ = arguments.prepared(
         "entropy", logits, axis, where, axis_name, argument="logits", may_enlarge=False
     )
+    return entropies_of(x, where, axes, axis_name)
+
+
+def entropies_of(x, where, axes, axis_name):
+    """The entropies of logits in a dtype that is computed in."""
     result, *rows = bind("entropy", x, where=where, axes=axes, axis_name=axis_name)
     return _of_rows(result, Normalizer(*rows), x, where, axes, axis_name)
 

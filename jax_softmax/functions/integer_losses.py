@@ -36,8 +36,8 @@ class _RowValues(NamedTuple):
     distances: jax.Array  # the sum of logit - largest over the logits that are not left out
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _row_values(axes, axis_name, labelled, weights):
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
+def _row_values(axes, axis_name, temporary, labelled, weights):
     loss, rows = _loss_and_normalizer(axes, axis_name, labelled)
     return _values_with(loss, rows, _counts(loss, labelled.found, weights), axes, axis_name, labelled)
 
@@ -64,7 +64,7 @@ def _values_with(loss, rows, counts, axes, axis_name, labelled):
 
 
 @functools.partial(_row_values.defjvp, symbolic_zeros=True)
-def _row_values_jvp(axes, axis_name, primals, tangents):
+def _row_values_jvp(axes, axis_name, temporary, primals, tangents):
     labelled, weights = primals
     loss, rows = _loss_and_normalizer(axes, axis_name, labelled)
     counts = _counts(loss, labelled.found, weights)
@@ -77,7 +77,7 @@ def _row_values_jvp(axes, axis_name, primals, tangents):
         t, where = jnp.where(counts, t, 0), counts if where is None else where & counts
         sums = tangent_sums_of_parts(x, rows, t, label, where, axes, axis_name)
     else:
-        sums = tangent_sums(x, rows, t, label, where, axes)
+        sums = tangent_sums(x, rows, t, label, where, axes, temporary)
     of_lse, of_total, of_logit = (jnp.where(counts, of_row, 0) for of_row in sums)
     return values, _RowValues(of_lse - of_logit, of_lse, of_lse, of_total)
 
@@ -93,7 +93,7 @@ def _classes(axes, axis_name, labelled):
 
 def row_losses(axes, axis_name, labelled, options):
     """The loss of each row."""
-    values = _row_values(axes, axis_name, labelled, None)
+    values = _row_values(axes, axis_name, False, labelled, None)
     return _losses(values, _classes(axes, axis_name, labelled), options.as_arrays(values.loss.dtype))
 
 
@@ -112,10 +112,17 @@ def _above_mean(values, classes):
     return (values.log_total - values.loss) - values.distances / classes
 
 
-def weighted_sum(axes, axis_name, labelled, weights, options):
-    """The sum of the losses times their weights."""
-    values = _row_values(axes, axis_name, labelled, weights)
-    return _dot(_losses(values, _classes(axes, axis_name, labelled), options), weights)
+def weighted_losses(axes, axis_name, labelled, weights, options, temporary=False):
+    """The losses times their weights.
+
+    `temporary` says that nothing else reads the logits: on CUDA the gradient may then take their place.
+    """
+    values = _row_values(axes, axis_name, temporary, labelled, weights)
+    return _counted(_losses(values, _classes(axes, axis_name, labelled), options), weights) * weights
+
+
+def weighted_sum(axes, axis_name, labelled, weights, options, temporary=False):
+    return jnp.sum(weighted_losses(axes, axis_name, labelled, weights, options, temporary))
 
 
 def _dot(losses, weights):
@@ -127,24 +134,24 @@ def _counted(losses, weights):
     return jnp.where((weights == 0) & ~jnp.isfinite(losses), 0, losses)
 
 
-# The same of rows that no axis_name spreads, with a derivative that is made together with it.
-weighted_sum_with_gradient = jax.custom_jvp(weighted_sum, nondiff_argnums=(0, 1))
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def weighted_sum_with_gradient(axes, temporary, labelled, weights, options):
+    """The same of rows that no axis_name spreads, with a derivative that is made together with it."""
+    return weighted_sum(axes, (), labelled, weights, options)
 
 
 @functools.partial(weighted_sum_with_gradient.defjvp, symbolic_zeros=True)
-def _weighted_sum_jvp(axes, axis_name, primals, tangents):
+def _weighted_sum_jvp(axes, temporary, primals, tangents):
     labelled, weights, options = primals
     labelled_dot, weights_dot, options_dot = tangents
-    classes = _classes(axes, axis_name, labelled)
+    classes = _classes(axes, (), labelled)
     tangent = jnp.zeros((), weights.dtype)
     if is_zero(labelled_dot.x):
-        values = _row_values(axes, axis_name, labelled, weights)
+        values = _row_values(axes, (), False, labelled, weights)
     else:
-        gradient, rows = _gradient(axes, labelled, weights, classes, options)
-        loss = reference.cross_entropy_given(rows, labelled.x, labelled.label, axes)
-        counts = _counts(loss, labelled.found, weights)
-        values = _values_with(loss, rows, counts, axes, axis_name, labelled)
-        tangent += _inner_product(gradient, labelled_dot.x)
+        made = _gradient_in_place if temporary else _gradient
+        values, gradient = made(axes, labelled, weights, classes, options)
+        tangent += inner_product(gradient, labelled_dot.x)
     losses = _losses(values, classes, options)
     if not is_zero(weights_dot):
         tangent += jnp.sum(_counted(losses, weights) * weights_dot)
@@ -157,12 +164,49 @@ def _weighted_sum_jvp(axes, axis_name, primals, tangents):
 
 # With checkpoint the gradient is kept for a backward pass as it is, and not in the dtype of the arithmetic.
 @functools.partial(jax.checkpoint, prevent_cse=False)
-def _inner_product(a, b):
+def inner_product(a, b):
     return jnp.sum(reference.widened(a) * reference.widened(b))
 
 
+class _ValuesAndGradient(NamedTuple):
+    values: _RowValues
+    gradient: jax.Array  # of the weighted sum of losses, by the logits
+
+
 def _gradient(axes, labelled, weights, classes, options):
-    """The gradient of the weighted sum of losses, and the rows' normalizer."""
+    coefficients = _coefficients(weights, classes, options)
+    operands = labelled.x, *coefficients, labelled.label
+    gradient, *rows = bind("cross_entropy_gradient", *operands, where=labelled.where, axes=axes)
+    rows = Normalizer(*rows)
+    loss = reference.cross_entropy_given(rows, labelled.x, labelled.label, axes)
+    values = _values_with(loss, rows, _counts(loss, labelled.found, weights), axes, (), labelled)
+    return _ValuesAndGradient(values, gradient)
+
+
+def _gradient_in_place(axes, labelled, weights, classes, options):
+    """The same where the gradient takes the logits' place: what else reads them is made before."""
+    x, label, found, where = labelled
+    logit = reference.widened(at_labels(x, axes, label))
+    from_logit, read = None, logit
+    if options.label_smoothing is not None:
+        from_logit = row_sum(reference.kept(reference.widened(x) - logit, where), axes, ())
+        read += from_logit
+    coefficients = _coefficients(weights, classes, options)
+    # The kernel is given something of what was read, so it comes after that. Where this is NaN the gradient is as well.
+    at_label = jnp.where(jnp.isnan(read) & (weights != 0), jnp.nan, coefficients.at_label)
+    operands = x, *coefficients._replace(at_label=at_label), label
+    gradient, *rows = bind("cross_entropy_gradient_in_place", *operands, where=where, axes=axes)
+    rows = Normalizer(*rows)
+    distance = reference.distances(logit, rows)
+    loss = jnp.where(exists(label, x.shape, axes), rows.log_total - distance, 0)
+    distances = jnp.zeros_like(loss) if from_logit is None else from_logit + classes * distance
+    values = loss, rows.lse, rows.log_total, distances
+    counts = _counts(loss, found, weights)
+    return _ValuesAndGradient(_RowValues(*(jnp.where(counts, value, 0) for value in values)), gradient)
+
+
+def _coefficients(weights, classes, options):
+    """Of the gradient of the weighted sum of losses."""
     smoothing, z_loss = (0 if option is None else option for option in options)
     coefficients = Coefficients(
         factor=weights,
@@ -170,7 +214,4 @@ def _gradient(axes, labelled, weights, classes, options):
         offset=-smoothing / classes * weights,
         at_label=(smoothing - 1) * weights,
     )
-    coefficients = (jnp.broadcast_to(of_row, weights.shape) for of_row in coefficients)
-    operands = labelled.x, *coefficients, labelled.label
-    gradient, *rows = bind("cross_entropy_gradient", *operands, where=labelled.where, axes=axes)
-    return gradient, Normalizer(*rows)
+    return Coefficients(*(jnp.broadcast_to(of_row, weights.shape) for of_row in coefficients))

@@ -1,11 +1,9 @@
 """Log-sum-exp: the public function."""
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_softmax.functions import arguments
@@ -46,7 +44,7 @@ def logsumexp(
         axes of a surrounding `shard_map`.
     """
     if dtype is not None:
-        dtype = _float_dtype(dtype)
+        dtype = arguments.checked_float_dtype("logsumexp", dtype, "dtype")
     keepdims = arguments.checked_bool("logsumexp", keepdims, "keepdims")
     return_max = arguments.checked_bool("logsumexp", return_max, "return_max")
     x, axis, where, axis_name = arguments.for_jit("logsumexp", x, axis, where, axis_name)
@@ -65,13 +63,3 @@ def _logsumexp(x, axis, where, keepdims, dtype, return_max, axis_name):
     if not keepdims:
         results = [jax.lax.squeeze(r, axes) for r in results]
     return tuple(results) if return_max else results[0]
-
-
-def _float_dtype(dtype: Any) -> np.dtype:
-    try:
-        found = jnp.dtype(dtype)
-    except TypeError:
-        found = None
-    if found is None or not jnp.issubdtype(found, jnp.floating):
-        raise TypeError(f"logsumexp: dtype must be a floating dtype or None, got {dtype!r}.")
-    return jax.dtypes.canonicalize_dtype(found)

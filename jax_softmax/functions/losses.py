@@ -1,7 +1,6 @@
 """Cross entropies: the public functions, and what they ask of their arguments."""
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -63,7 +62,9 @@ def softmax_cross_entropy_with_integer_labels(
     name = "softmax_cross_entropy_with_integer_labels"
     logits, axis, where, axis_name = arguments.for_jit(name, logits, axis, where, axis_name, argument="logits")
     options = checked_options(name, label_smoothing, z_loss)
-    return _integer_labels(name, logits, _integer_array(name, labels), axis, where, options, axis_name)
+    return _integer_labels(
+        name, logits, arguments.checked_integer_array(name, labels, "labels"), axis, where, options, axis_name
+    )
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3, 6), inline=True)
@@ -169,7 +170,16 @@ def cross_entropy_loss(
     if weights is not None:
         weights = arguments.checked_real_array(name, weights, "weights")
     options = checked_options(name, label_smoothing, z_loss)
-    return _loss(logits, _integer_array(name, labels), axis, where, weights, reduction, options, axis_name)
+    return _loss(
+        logits,
+        arguments.checked_integer_array(name, labels, "labels"),
+        axis,
+        where,
+        weights,
+        reduction,
+        options,
+        axis_name,
+    )
 
 
 @functools.partial(jax.jit, static_argnums=(2, 5, 7), inline=True)
@@ -179,22 +189,23 @@ def _loss(logits, labels, axis, where, weights, reduction, options, axis_name):
         name, logits, axis, where, axis_name, argument="logits", may_enlarge=False
     )
     labelled = _labelled(name, x, labels, axis, where, axes, axis_name)
-    counted = _counted(name, labelled, labels.shape, axes, weights, reduction)
+    wide = reference.wide_dtype(x.dtype)
+    counted = row_weights(name, labelled.found, labels.shape, axes, weights, reduction, wide)
     counted = rows_laid_as(_varying_as_well(labelled).x, counted)
     labelled = _varying_as_well(labelled, counted, *options)
     options = options.as_arrays(counted.dtype)
-    made = weighted_sum if axis_name or x.dtype == jnp.float16 else weighted_sum_with_gradient
-    return made(axes, axis_name, labelled, counted, options)
+    if axis_name or x.dtype == jnp.float16:
+        return weighted_sum(axes, axis_name, labelled, counted, options)
+    return weighted_sum_with_gradient(axes, False, labelled, counted, options)
 
 
-def _counted(name, labelled, shape, axes, weights, reduction):
-    """How much each row's loss counts, given the labels' shape."""
-    wide = reference.wide_dtype(labelled.x.dtype)
-    counted = labelled.found.astype(wide)
+def row_weights(name, found, shape, axes, weights, reduction, dtype):
+    """How much each row's loss counts, given which rows have a label, and the labels' shape."""
+    counted = found.astype(dtype)
     if weights is not None:
         arguments.check_broadcasts(name, "weights", weights.shape, shape)
         weights = jnp.expand_dims(jnp.broadcast_to(weights, shape), axes)
-        counted = jnp.where(counted > 0, weights.astype(wide), 0)
+        counted = jnp.where(counted > 0, weights.astype(dtype), 0)
     if reduction == "mean":
         total = jnp.sum(counted)
         counted = counted / jnp.where(total == 0, 1, total)
@@ -223,10 +234,3 @@ def _varying_as_well(labelled, *others):
     for other in jax.tree.leaves([labelled.label, *others]):
         x = arguments.varying_as_well(x, other, ())
     return labelled._replace(x=x)
-
-
-def _integer_array(name: str, labels: Any) -> jax.Array:
-    labels = arguments.as_array(f"{name}: labels must be an array of an integer dtype", labels)
-    if not jnp.issubdtype(labels.dtype, jnp.integer):
-        raise TypeError(f"{name}: labels must be an array of an integer dtype, got one of dtype {labels.dtype}.")
-    return labels

@@ -61,14 +61,14 @@ def cross_entropy_batch(axis_data, operands, batch_axes, *, axes, axis_name):
 
 
 def gradient_batch(op, axis_data, operands, batch_axes, *, axes, axis_name, dtype):
-    """Of `cross_entropy_gradient` and `tangent_sums_transpose`, whose other operands all belong to rows."""
+    """Of both `cross_entropy_gradient`s and `tangent_sums_transpose`, whose other operands all belong to rows."""
     (x, *of_rows), where = split(op, operands)
     which = range(1, 1 + len(of_rows))
     if not batching.only_batched(batch_axes, which):
         params = {"axes": axes, "axis_name": axis_name, "dtype": dtype}
         return batching.batch(op, axis_data, operands, batch_axes, **params)
     rows, function = (), functools.partial(reference.tangent_sums_transpose, x)
-    if op == "cross_entropy_gradient":
+    if op != "tangent_sums_transpose":
         rows = normalizer(x, where, axes, axis_name)
         function = functools.partial(reference.gradient_given, rows, x)
     function = functools.partial(function, where=where, axes=axes, dtype=dtype)

@@ -6,7 +6,17 @@ from types import SimpleNamespace
 from jax.experimental import jet
 from jax.interpreters import ad, batching, mlir, xla
 
-from jax_softmax.primitives import cross_entropy, entropies, reference, rows, scaling, softmax, tangent_sums, types
+from jax_softmax.primitives import (
+    cross_entropy,
+    entropies,
+    product,
+    reference,
+    rows,
+    scaling,
+    softmax,
+    tangent_sums,
+    types,
+)
 from jax_softmax.primitives.batching import batch
 from jax_softmax.primitives.operators import PRIMITIVES
 
@@ -16,12 +26,13 @@ _JVPS = {
     "logsumexp": rows.logsumexp_jvp,
     "cross_entropy": cross_entropy.cross_entropy_jvp,
     "cross_entropy_gradient": cross_entropy.cross_entropy_gradient_jvp,
+    "cross_entropy_gradient_in_place": cross_entropy.cross_entropy_gradient_jvp,  # x is read again: not in place
     "tangent_sums_transpose": cross_entropy.tangent_sums_transpose_jvp,
     "entropy": entropies.entropy_jvp,
     "absmax_scale": scaling.absmax_scale_jvp,
 }  # kl_divergence has none: `entropies.divergence` differentiates what binds it
 _TRANSPOSES = {op: functools.partial(softmax.linear_transpose, op) for op in softmax.TRANSPOSED}
-_GRADIENTS = ("cross_entropy_gradient", "tangent_sums_transpose")
+_GRADIENTS = ("cross_entropy_gradient", "cross_entropy_gradient_in_place", "tangent_sums_transpose")
 _BATCHES = {op: functools.partial(batch, op) for op in PRIMITIVES} | {
     "cross_entropy": cross_entropy.cross_entropy_batch,
     **{op: functools.partial(cross_entropy.gradient_batch, op) for op in _GRADIENTS},
@@ -40,6 +51,7 @@ def register() -> None:
             ad.primitive_transposes[primitive] = _TRANSPOSES[op]
         jet.jet_rules[primitive] = functools.partial(_jet, op)
     _register_tangent_sums(tangent_sums.tangent_sums_p)
+    _register_product(product.product_p)
     checks = checkify()
     for primitive in PRIMITIVES.values():
         checks.error_checks[primitive] = functools.partial(checks.nan_error_check, primitive)
@@ -66,6 +78,15 @@ def _register_tangent_sums(primitive):
     ad.primitive_jvps[primitive] = tangent_sums.jvp
     ad.primitive_transposes[primitive] = tangent_sums.transpose
     mlir.register_lowering(primitive, mlir.lower_fun(tangent_sums.lowered, multiple_results=True))
+
+
+def _register_product(primitive):
+    primitive.def_impl(functools.partial(xla.apply_primitive, primitive))
+    primitive.def_abstract_eval(product.abstract_eval)
+    batching.primitive_batchers[primitive] = product.batch
+    ad.primitive_jvps[primitive] = product.jvp
+    ad.primitive_transposes[primitive] = product.transpose
+    mlir.register_lowering(primitive, mlir.lower_fun(product.lowered, multiple_results=False))
 
 
 def _jet(op, primals, series, *, axes, axis_name, **dtype):

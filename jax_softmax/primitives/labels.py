@@ -54,6 +54,8 @@ def at_labels(x, axes, label):
     """The label's element of each row, of x's shape with extent 1 along axes; of rows without a label any other."""
     if _are_spread(x, axes):
         return jnp.sum(jnp.where(is_label(x, axes, label), x, 0), axes, keepdims=True, dtype=x.dtype)
+    if 0 in x.shape:  # of which older JAX gathers nothing
+        return jnp.zeros_like(label, x.dtype)
     kept = _kept_dims(x, axes)
     dimensions = jax.lax.GatherDimensionNumbers(
         offset_dims=(),

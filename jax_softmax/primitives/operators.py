@@ -9,6 +9,7 @@ There is one for each operation, of its name, so that programs, profiles and err
     x, y, largest_y, log_total_y, [where]    kl_divergence              divergence, largest, total
     x, label, [where]                        cross_entropy              loss, largest, total
     x, *Coefficients, label, [where]         cross_entropy_gradient     gradient, largest, total
+    x, *Coefficients, label, [where]         cross_entropy_gradient_in_place     the same
     x, largest, total, factor, offset, at_label, label, [where]
                                              tangent_sums_transpose     gradient
     x, [where]                               absmax_scale               scaled, scale
@@ -29,9 +30,10 @@ elements that are not masked: two parts of the log-sum-exp lse (`reference.Norma
 `divergence` that of softmax(x) from softmax(y), of which log_total_y is the logarithm of the sum; of rows that are
 masked altogether both may be any number but NaN. loss is lse less the label's element of x, 0 of a row without a label.
 The gradient is a cross entropy's: softmax(x) (factor + lse_factor lse) + offset, and at_label added at the label; where
-all four are 0, so is the gradient, even if x is NaN. `tangent_sums_transpose` has no lse_factor. `scaled` is x divided
-by its row's `scale`, in a dtype of `reference.SCALED`. `softmax_and_normalizer` has no derivative: it is made by `fuse`
-alone, of programs that have been differentiated.
+all four are 0, so is the gradient, even if x is NaN. `cross_entropy_gradient_in_place` is for an x that nothing else
+reads: on CUDA the gradient takes its place if it has its dtype. `tangent_sums_transpose` has no lse_factor. `scaled` is
+x divided by its row's `scale`, in a dtype of `reference.SCALED`. `softmax_and_normalizer` has no derivative: it is made
+by `fuse` alone, of programs that have been differentiated.
 """
 
 from typing import NamedTuple
@@ -63,8 +65,9 @@ class Operator(NamedTuple):
 
 OPERATORS = {op: Operator(*(facts[name] for name in Operator._fields)) for op, facts in _kernels.OPERATORS.items()}
 # Primitives that run the kernel of another one.
-KERNELS = {"tangent_sums_transpose": "cross_entropy_gradient"}
+KERNELS = {op: "cross_entropy_gradient" for op in ("tangent_sums_transpose", "cross_entropy_gradient_in_place")}
 OPERATORS["tangent_sums_transpose"] = OPERATORS["cross_entropy_gradient"]._replace(row_numbers=5, row_results=0)
+OPERATORS["cross_entropy_gradient_in_place"] = OPERATORS["cross_entropy_gradient"]
 
 PRIMITIVES = {op: Primitive(op) for op in OPERATORS}
 for _op, _primitive in PRIMITIVES.items():

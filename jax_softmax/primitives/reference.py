@@ -265,6 +265,7 @@ _OPERATORS = {
         *(entropy, kl_divergence, absmax_scale, softmax_and_normalizer),
     )
 }
+_OPERATORS["cross_entropy_gradient_in_place"] = cross_entropy_gradient
 
 
 def apply(op, *operands, axes, across=None, **dtype):

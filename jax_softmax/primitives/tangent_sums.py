@@ -5,6 +5,8 @@
 It is linear in t, a tangent of x. With the three in one the transpose, `tangent_sums_transpose`, writes the gradient
 once. logsumexp does not use it: its gradient is mostly added to others of the same x, and what is jax.numpy XLA fuses
 with them.
+
+`temporary` says that nothing else reads x: the gradient may then take its place.
 """
 
 import functools
@@ -17,7 +19,7 @@ from jax.interpreters import ad
 
 from jax_softmax.primitives import labels, reference
 from jax_softmax.primitives.batching import moved_batch_axes, only_batched
-from jax_softmax.primitives.operators import PRIMITIVES
+from jax_softmax.primitives.operators import PRIMITIVES, Coefficients, bind
 from jax_softmax.primitives.rows import row_sum, sum_of_tangents
 
 tangent_sums_p = Primitive("tangent_sums")
@@ -32,10 +34,10 @@ class TangentSums(NamedTuple):
     of_logit: jax.Array  # the label's
 
 
-def tangent_sums(x, rows, t, label, where, axes):
+def tangent_sums(x, rows, t, label, where, axes, temporary=False):
     """The rows' `TangentSums`, given their `reference.Normalizer`."""
     mask = [] if where is None else [where]
-    return TangentSums(*tangent_sums_p.bind(x, *rows, t, label, *mask, axes=axes))
+    return TangentSums(*tangent_sums_p.bind(x, *rows, t, label, *mask, axes=axes, temporary=temporary))
 
 
 # With checkpoint x and what rows have are kept for a backward pass.
@@ -54,7 +56,7 @@ def tangent_sums_of_parts(x, rows, t, label, where, axes, axis_name):
     return TangentSums(*(row_sum(term, axes, axis_name) for term in terms))
 
 
-def lowered(x, largest, total, t, label, *mask, axes):
+def lowered(x, largest, total, t, label, *mask, axes, temporary):
     """What the primitive is in jax.numpy, on all platforms."""
     where = mask[0] if mask else None
     counted = t if where is None else jnp.where(where, t, 0)
@@ -65,28 +67,29 @@ def lowered(x, largest, total, t, label, *mask, axes):
     ]
 
 
-def abstract_eval(x, largest, total, t, label, *mask, axes):
+def abstract_eval(x, largest, total, t, label, *mask, axes, temporary):
     return [largest] * 3
 
 
-def batch(axis_data, operands, batch_axes, *, axes):
+def batch(axis_data, operands, batch_axes, *, axes, temporary):
     if only_batched(batch_axes, (4,)):
         # Of one x and t for all labels the other sums are made once, as those of rows without labels.
         *given, t, label = operands[:5]
-        *sums, _ = tangent_sums_p.bind(*given, t, jnp.full_like(given[-1], -1, jnp.int32), *operands[5:], axes=axes)
+        none = jnp.full_like(given[-1], -1, jnp.int32)
+        *sums, _ = tangent_sums_p.bind(*given, t, none, *operands[5:], axes=axes, temporary=temporary)
         of_labels = jax.vmap(lambda label: reference.widened(labels.at_labels(t, axes, label)), batch_axes[4])(label)
         return [*sums, of_labels], [None, None, 0]
     batched, to, axes, _ = moved_batch_axes(axis_data, operands, batch_axes, 5, axes=axes, axis_name=())
-    return tangent_sums_p.bind(*batched, axes=axes), [to] * 3
+    return tangent_sums_p.bind(*batched, axes=axes, temporary=temporary), [to] * 3
 
 
-def jvp(primals, tangents, *, axes):
+def jvp(primals, tangents, *, axes, temporary):
     x, largest, total, t, label, *mask = primals
-    results = tangent_sums_p.bind(*primals, axes=axes)
+    results = tangent_sums_p.bind(*primals, axes=axes, temporary=False)
     along_t = [ad.Zero(jax.typeof(result)) for result in results]
     along_x = list(along_t)
     if type(tangents[3]) is not ad.Zero:
-        along_t = tangent_sums_p.bind(x, largest, total, tangents[3], label, *mask, axes=axes)
+        along_t = tangent_sums_p.bind(x, largest, total, tangents[3], label, *mask, axes=axes, temporary=False)
     given = (tangents[0], tangents[2])
     if any(type(tangent) is not ad.Zero for tangent in given):
         where = mask[0] if mask else None
@@ -98,13 +101,20 @@ def jvp(primals, tangents, *, axes):
     return results, [ad.add_tangents(*tangents) for tangents in zip(along_t, along_x, strict=True)]
 
 
-def transpose(cotangents, x, largest, total, t, label, *mask, axes):
+def transpose(cotangents, x, largest, total, t, label, *mask, axes, temporary):
     """softmax(x) times the first cotangent, plus the second, plus the third at the label: in t's dtype."""
     assert ad.is_undefined_primal(t)
     gradient = ad.Zero(t.aval)
     if any(type(cotangent) is not ad.Zero for cotangent in cotangents):
         factor, offset, at_label = map(ad.instantiate_zeros, cotangents)
-        operands = x, largest, total, factor, offset, at_label, label, *mask
-        params = {"axes": axes, "axis_name": (), "dtype": t.aval.dtype.name}
-        gradient = PRIMITIVES["tangent_sums_transpose"].bind(*operands, **params)
+        dtype = t.aval.dtype.name
+        if temporary:
+            coefficients = Coefficients(factor, jnp.zeros_like(factor), offset, at_label)
+            where = mask[0] if mask else None
+            operands = x, *coefficients, label
+            gradient = bind("cross_entropy_gradient_in_place", *operands, where=where, axes=axes, dtype=dtype)[0]
+        else:
+            operands = x, largest, total, factor, offset, at_label, label, *mask
+            params = {"axes": axes, "axis_name": (), "dtype": dtype}
+            gradient = PRIMITIVES["tangent_sums_transpose"].bind(*operands, **params)
     return [None, None, None, gradient, None, *[None] * len(mask)]

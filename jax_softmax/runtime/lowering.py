@@ -10,10 +10,11 @@ import numpy as np
 from jax.interpreters import mlir
 
 from jax_softmax import _kernels
-from jax_softmax.devices import division, partitioning
+from jax_softmax.devices import division, partitioning, private
 from jax_softmax.primitives import reference
 from jax_softmax.primitives.operators import KERNELS, OPERATORS, PRIMITIVES, Coefficients, bind, split
 from jax_softmax.primitives.rows import normalizer
+from jax_softmax.primitives.several_devices import several_devices_p
 from jax_softmax.runtime import cuda
 
 TARGET = "jax_softmax"
@@ -25,19 +26,25 @@ def register() -> None:
     division.register()
     jax.ffi.register_ffi_target(TARGET, _kernels.cpu_handler(), platform="cpu")
     jax.ffi.register_ffi_target(TARGET, _kernels.cuda_handlers(), platform="CUDA")
+    mlir.register_lowering(several_devices_p, _several_devices)
     for op, primitive in PRIMITIVES.items():
         by_reference = mlir.lower_fun(functools.partial(reference.apply, op), primitive.multiple_results)
         from_parts = by_reference
         if op in _GIVEN_LOGSUMEXP:
             from_parts = mlir.lower_fun(functools.partial(_by_logsumexp, op), multiple_results=True)
         on_cpu = _cpu_rule(op, by_reference) if OPERATORS[op].on_cpu else from_parts
-        if op in KERNELS:
+        if op == "tangent_sums_transpose":
             on_cuda = mlir.lower_fun(_by_cross_entropy_gradient, multiple_results=False)
         else:
             on_cuda = _cuda_rule(op, from_parts if op == "cross_entropy" else by_reference)
         for platform, rule in {None: by_reference, "cpu": on_cpu, "cuda": on_cuda}.items():
             rule = partitioning.partitioned(primitive, platform, rule, by_reference)
             mlir.register_lowering(primitive, rule, platform=platform)
+
+
+def _several_devices(ctx):
+    devices, partly_manual = private.devices_of(ctx)
+    return [mlir.ir_constant(np.array(devices > 1 and not partly_manual))]
 
 
 def export_checks() -> list[jax.export.DisabledSafetyCheck]:
@@ -108,7 +115,9 @@ def _cuda_rule(op, by_xla):
 
     XLA owns that memory, so that it lives as long as a CUDA graph that the call was captured into.
     """
+    kernel = KERNELS.get(op, op)
     call = jax.ffi.ffi_lowering(TARGET)
+    call_in_place = jax.ffi.ffi_lowering(TARGET, operand_output_aliases={0: 0})
     in_one_dtype = _in_one_dtype_rule(op, _cuda_makes)
 
     def rule(ctx, *operands, axes, **dtype):
@@ -124,7 +133,7 @@ def _cuda_rule(op, by_xla):
                 mask_shape = ctx.avals_in[-1].shape
                 mask_shape = [1] * (len(shape) - len(mask_shape)) + list(mask_shape)
                 mask_shape = [m if isinstance(m, int) else n for m, n in zip(mask_shape, shape, strict=True)]
-            return _kernels.lower_for_cuda(shape, list(axes), op, x.dtype.name, mask_shape, dtype.get("dtype"))
+            return _kernels.lower_for_cuda(shape, list(axes), kernel, x.dtype.name, mask_shape, dtype.get("dtype"))
 
         if all(isinstance(d, int) for d in x.shape):
             n = scratch_bytes(list(x.shape))
@@ -137,7 +146,9 @@ def _cuda_rule(op, by_xla):
         n_results = len(ctx.avals_out)
         if n:
             ctx = ctx.replace(avals_out=[*ctx.avals_out, jax.core.ShapedArray((n,), np.dtype(np.uint8))])
-        return call(ctx, *operands, **attributes(op, axes, masked))[:n_results]
+        in_place = op == "cross_entropy_gradient_in_place" and ctx.avals_out[0].dtype == x.dtype
+        made = (call_in_place if in_place else call)(ctx, *operands, **attributes(kernel, axes, masked))
+        return made[:n_results]
 
     return rule
 
@@ -207,11 +218,14 @@ def _in_one_dtype_rule(op, makes):
 _GIVEN_LOGSUMEXP = {
     "cross_entropy": lambda rows, x, label, where, axes: reference.cross_entropy_given(rows, x, label, axes),
     "cross_entropy_gradient": reference.gradient_given,
+    "cross_entropy_gradient_in_place": reference.gradient_given,
     "kl_divergence": reference.kl_divergence_given,
 }
 
 
 def _by_logsumexp(op, *operands, axes, **dtype):
+    # As the kernel of the normalizer reads it: XLA for CPUs may leave out the rounding of a product to 16 bits.
+    operands = jax.lax.optimization_barrier(operands[0]), *operands[1:]
     operands, where = split(op, operands)
     rows = normalizer(operands[0], where, axes, ())
     return _GIVEN_LOGSUMEXP[op](rows, *operands, where, axes, **dtype), *rows

@@ -1,0 +1,639 @@
+"""linear_cross_entropy: a linear layer's logits and their loss, made for all tokens at once or in chunks of them."""
+
+import functools
+import itertools
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import support
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from support import FIRST, SECOND, normal
+
+import jax_softmax
+from jax_softmax import linear_cross_entropy
+from jax_softmax.functions import chunks
+from jax_softmax.functions.chunks import Split, split_of
+
+TOKENS, FEATURES, VOCABULARY = 11, 5, 9
+
+
+def operands(dtype="float32", tokens=(TOKENS,), features=FEATURES, vocabulary=VOCABULARY):
+    """x, w, labels of which some are ignored, and a bias."""
+    labels = np.random.default_rng(2).integers(-1, vocabulary + 1, tokens)
+    x, w = normal((*tokens, features), dtype, scale=1.0), normal((features, vocabulary), dtype, seed=1, scale=1.0)
+    return jnp.asarray(x), jnp.asarray(w), labels, jnp.asarray(normal((vocabulary,), dtype, seed=3))
+
+
+def expected_losses(logits, labels, weights=1.0, label_smoothing=0.0, z_loss=0.0, soft_cap=None, temperature=1.0):
+    """In jax.numpy, of x·w + bias."""
+    if soft_cap is not None:
+        logits = soft_cap * jnp.tanh(logits / soft_cap)
+    logits = logits / temperature
+    lse, n = jax.nn.logsumexp(logits, -1), logits.shape[-1]
+    found = (labels >= 0) & (labels < n)
+    logit = jnp.take_along_axis(logits, jnp.where(found, labels, 0)[..., None], -1)[..., 0]
+    losses = lse - logit + label_smoothing * (logit - logits.mean(-1)) + z_loss * lse**2
+    weights = jnp.where(found, weights, 0)
+    return jnp.where(found, losses, 0) * weights, weights
+
+
+def expected_loss(logits, labels, reduction="mean", **options):
+    losses, weights = expected_losses(logits, labels, **options)
+    if reduction is None:
+        return losses
+    return losses.sum() / (jnp.where(weights.sum() == 0, 1, weights.sum()) if reduction == "mean" else 1)
+
+
+ALL_OPTIONS = {"temperature": 0.7, "soft_cap": 3.0, "z_loss": 0.01, "label_smoothing": 0.2}
+
+
+# ---- Values and derivatives
+
+
+CASES = [(ALL_OPTIONS, "mean", 4), ({}, "mean", 4), ({}, None, 4), ({}, "sum", None), (ALL_OPTIONS, None, None)]
+
+
+@support.sampled("options,reduction,chunk", CASES, 2, ids=str)
+def test_derivatives(options, reduction, chunk):
+    """By all that is real, in both modes and their combinations."""
+    with jax.enable_x64(True):
+        x, w, labels, bias = operands("float64")
+        weights = np.linspace(0.5, 2, TOKENS)
+
+        def total(loss):
+            return loss if reduction else jnp.sum(loss**2)
+
+        def ours(x, w, bias, weights):
+            given = {"bias": bias, "weights": weights, "reduction": reduction}
+            return total(linear_cross_entropy(x, w, labels, **given, chunk=chunk, **options))
+
+        def theirs(x, w, bias, weights):
+            return total(expected_loss(x @ w + bias, labels, reduction, weights=weights, **options))
+
+        def products(f):
+            """With tangents, of second order."""
+
+            def run(*args):
+                dots, g = [jnp.cos(3 * a) for a in args], jax.grad(f, (0, 1, 2, 3))
+                again = jax.grad(lambda *args: sum(map(jnp.vdot, g(*args), dots)), (0, 1, 2, 3))
+                return g(*args), jax.jvp(f, args, tuple(dots)), jax.jvp(g, args, tuple(dots)), again(*args)
+
+            return run
+
+        orders = (lambda f: f, products)
+        support.same_derivatives(ours, theirs, orders, (x, w, bias, weights), rtol=1e-11, atol=1e-12)
+
+
+@support.sampled("chunk", [4, None], 2)
+def test_hessians(chunk):
+    with jax.enable_x64(True):
+        x, w, labels, _ = operands("float64", features=2, vocabulary=4)
+
+        def ours(w):
+            return linear_cross_entropy(jnp.sin(w[:, 0]) * x, w, labels, chunk=chunk)
+
+        def theirs(w):
+            return expected_loss((jnp.sin(w[:, 0]) * x) @ w, labels)
+
+        support.same_derivatives(ours, theirs, (*FIRST, *SECOND), [w], rtol=1e-11, atol=1e-12)
+
+
+def test_derivatives_by_the_options():
+    with jax.enable_x64(True):
+        x, w, labels, _ = operands("float64")
+        orders, at = [lambda f: jax.grad(f, (0, 1))], (0.1, 0.02)
+        for chunk in (None, 4):
+            support.same_derivatives(
+                lambda s, z, n=chunk: linear_cross_entropy(x, w, labels, label_smoothing=s, z_loss=z, chunk=n),
+                lambda s, z: expected_loss(x @ w, labels, label_smoothing=s, z_loss=z),
+                *(orders, at, 1e-11, 0),
+            )
+
+
+@support.sampled("tokens", [(13,), (12,), (1,), (2, 7, 3), (), (4, 3)], 3, ids=str)
+def test_shapes_and_chunks(tokens):
+    """Any number of tokens, in any number of dimensions, and chunks of any size."""
+    x, w, labels, bias = operands(tokens=tokens)
+
+    def run(loss):
+        def of_tokens(*args):
+            return jnp.sum(jnp.sin(loss(*args, None)))
+
+        return lambda *args: [jax.value_and_grad(f, (0, 1, 2))(*args) for f in (loss, of_tokens)]
+
+    def ours(x, w, bias, reduction="mean", chunk=None):
+        options = {"reduction": reduction, "chunk": chunk, "transpose_w": True}
+        return linear_cross_entropy(x, w.T, labels, bias=bias, **options)
+
+    def theirs(x, w, bias, reduction="mean"):
+        return expected_loss(x @ w + bias, labels, reduction)
+
+    expected = support.in_haste(run(theirs), x, w, bias)
+    for chunk in {None, 5, 12} if math.prod(tokens) > 1 else {1}:
+        found = support.in_haste(run(functools.partial(ours, chunk=chunk)), x, w, bias)
+        support.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_no_tokens():
+    x, w, labels, _ = operands(tokens=(0,))
+    for chunk in (None, 1):
+        value, (of_x, of_w) = jax.value_and_grad(linear_cross_entropy, (0, 1))(x, w, labels, chunk=chunk)
+        assert value == 0 and of_x.shape == x.shape and not np.any(of_w)
+    assert linear_cross_entropy(x, w, labels, reduction=None).shape == (0,)
+    x, w, labels, _ = operands()
+    assert linear_cross_entropy(x, w, np.full_like(labels, -1)) == 0
+    np.testing.assert_allclose(linear_cross_entropy(x[:, :0], w[:0], labels % 9), np.log(9), rtol=1e-6)
+
+
+def test_what_does_not_count_may_be_anything():
+    x, w, labels, _ = operands()
+    labels[:3] = -100, 2, 3
+    weights = np.ones(TOKENS, np.float32)
+    weights[1] = 0
+    x = x.at[:2].set(np.nan)
+    for chunk, reduction in itertools.product((None, 4), ("mean", None)):
+
+        def loss(x, w, chunk=chunk, reduction=reduction):
+            return jnp.sum(linear_cross_entropy(x, w, labels, weights=weights, chunk=chunk, reduction=reduction))
+
+        value, of_x = jax.value_and_grad(loss)(x, w)
+        assert np.isfinite(value) and np.all(of_x[:2] == 0) and np.isfinite(of_x).all()
+
+
+def test_a_nan_is_seen():
+    x, w, labels, _ = operands()
+    of_x = jax.grad(linear_cross_entropy)(x.at[4].set(np.nan), w, labels % VOCABULARY, label_smoothing=0.1)
+    assert np.isnan(of_x[4]).all() and np.isfinite(np.delete(of_x, 4, 0)).all()
+
+
+# ---- Numbers
+
+
+@pytest.mark.parametrize("magnitude", [1, 30, 640])
+@pytest.mark.parametrize("chunk", [None, 16])
+def test_accuracy(magnitude, chunk):
+    """That of float64 losses of the same bfloat16 products, but for the roundings of the gradients to bfloat16."""
+    x, w, labels, _ = operands("bfloat16", (64,), 32, 300)
+    x *= magnitude / np.abs(x @ w).max().astype(np.float32)
+    x, labels = x.astype(jnp.bfloat16), np.abs(labels) % 300
+
+    def loss(x, w, reduction="sum"):
+        return linear_cross_entropy(x, w, labels, reduction=reduction, chunk=chunk)
+
+    logits = np.asarray(jnp.dot(x, w, preferred_element_type=jnp.bfloat16)).astype(np.float64)
+    p = np.exp(logits - logits.max(-1, keepdims=True))
+    p /= p.sum(-1, keepdims=True)
+    at_labels = np.take_along_axis(logits, labels[:, None], -1)[:, 0]
+    exact = np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1)) + logits.max(-1) - at_labels
+    np.testing.assert_allclose(jax.jit(loss, static_argnums=2)(x, w, None), exact, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(jax.jit(loss)(x, w), exact.sum(), rtol=1e-6)
+    of_logits = p - (labels[:, None] == np.arange(300))
+    wide_x, wide_w = (np.asarray(a).astype(np.float64) for a in (x, w))
+    half = float(jnp.finfo(jnp.bfloat16).eps) / 2
+    for reduction in ("sum", None):
+        found = jax.jit(jax.grad(lambda x, w, r=reduction: jnp.sum(loss(x, w, r)), (0, 1)))(x, w)
+        for gradient, a, b in ((found[0], of_logits, wide_w.T), (found[1], wide_x.T, of_logits)):
+            bound = 1.1 * half * (np.abs(a @ b) + np.abs(a) @ np.abs(b)) + 1e-6
+            assert np.all(np.abs(np.asarray(gradient, np.float64) - a @ b) <= bound)
+
+
+def test_the_sum_of_chunks_is_as_exact_as_one_product():
+    """Of w in float32, whose gradient is not rounded, and with a sum that is rounded after each chunk."""
+    x, w, labels, _ = operands("bfloat16", (512,), 8, 40)
+    labels = np.abs(labels) % 40
+
+    def gradient(chunk, dtype=None):
+        def loss(w):
+            options = {"chunk": chunk, "accumulate_dtype": dtype, "reduction": "sum"}
+            return linear_cross_entropy(x, w, labels, **options)
+
+        return np.asarray(jax.jit(jax.grad(loss))(w)).astype(np.float64)
+
+    once, in_chunks, rounded = gradient(None), gradient(8), gradient(8, jnp.bfloat16)
+    eps = float(jnp.finfo(jnp.bfloat16).eps)
+    assert np.abs(in_chunks - once).max() <= eps * np.abs(once).max()
+    assert 2 * np.abs(in_chunks - once).max() < np.abs(rounded - once).max()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_dtypes(dtype):
+    x, w, labels, bias = operands(dtype)
+    expected = expected_loss(*(a.astype(np.float32) for a in (x @ w + bias,)), labels)
+    f = jax.jit(jax.value_and_grad(lambda x, w, b, **o: linear_cross_entropy(x, w, labels, bias=b, **o), (0, 1, 2)))
+    value, gradients = f(x, w, bias)
+    assert value.dtype == np.float32 and all(g.dtype == np.dtype(dtype) for g in gradients)
+    np.testing.assert_allclose(value, expected, rtol=8 * float(jnp.finfo(dtype).eps))
+    losses = linear_cross_entropy(x, w, labels, reduction=None, logits_dtype="float32")
+    assert losses.dtype == np.float32
+    mixed = jax.grad(linear_cross_entropy, (0, 1))(x, w.astype(np.float32), labels)
+    assert mixed[0].dtype == np.dtype(dtype) and mixed[1].dtype == np.float32
+
+
+def test_logits_in_float32():
+    """Which are not rounded: as large ones of 16 bits are, by whole numbers."""
+    x, w, labels, _ = operands("bfloat16", (16,), 64, 50)
+    x, labels = (x * 40).astype(jnp.bfloat16), np.abs(labels) % 50
+    exact = expected_loss(np.asarray(x, np.float32) @ np.asarray(w, np.float32), labels)
+    for chunk in (None, 5):
+        found = linear_cross_entropy(x, w, labels, logits_dtype=jnp.float32, chunk=chunk)
+        np.testing.assert_allclose(found, exact, rtol=1e-5)
+        assert abs(linear_cross_entropy(x, w, labels, chunk=chunk) - exact) > 3e-5 * abs(exact)
+        g = jax.grad(linear_cross_entropy, (0, 1))(x, w, labels, logits_dtype=jnp.float32, chunk=chunk)
+        assert all(a.dtype == jnp.bfloat16 for a in g)
+
+
+@pytest.mark.parametrize("chunk", [None, 100])
+def test_float16_under_loss_scaling(chunk):
+    """The gradient of logits is scaled before it is rounded."""
+    x, w, labels, _ = operands("float16", (2048,), 4, 64)
+    labels = np.abs(labels) % 64
+
+    def gradient(scale, *arrays):
+        def loss(x):
+            return linear_cross_entropy(x, arrays[1], labels, chunk=chunk) * scale
+
+        return jax.grad(loss)(arrays[0])
+
+    exact = gradient(1.0, x.astype(np.float32), w.astype(np.float32))
+    found = np.asarray(gradient(2.0**15, x, w), np.float64) / 2**15
+    np.testing.assert_allclose(found, exact, rtol=0, atol=4e-3 * np.abs(exact).max())
+
+
+# ---- A loss for each token, and entropies
+
+
+@pytest.mark.parametrize("chunk", [None, 4])
+def test_entropies(chunk):
+    with jax.enable_x64(True):
+        x, w, labels, bias = operands("float64")
+
+        def ours(x, w):
+            options = {"reduction": None, "return_entropy": True, "temperature": 0.7, "chunk": chunk}
+            found = linear_cross_entropy(x, w, labels, bias=bias, **options)
+            return found.losses, found.entropies
+
+        def theirs(x, w):
+            log_p = jax.nn.log_softmax((x @ w + bias) / 0.7)
+            return expected_loss(x @ w + bias, labels, None, temperature=0.7), -jnp.sum(jnp.exp(log_p) * log_p, -1)
+
+        def objective(f):
+            """With the derivatives of what PPO makes of them."""
+
+            def loss(x, w):
+                losses, entropies = f(x, w)
+                return jnp.sum(jnp.exp(-losses)) - 0.1 * entropies.sum()
+
+            return lambda x, w: (f(x, w), jax.grad(loss, (0, 1))(x, w), jax.jvp(loss, (x, w), (w.T[:1] + 0 * x, w)))
+
+        support.same_derivatives(ours, theirs, [objective], (x, w), rtol=1e-11, atol=1e-12)
+
+
+# ---- Programs
+
+
+def count(name, f, *args):
+    return len(re.findall(rf"\b{name}\[", str(jax.make_jaxpr(f)(*args))))
+
+
+def test_only_what_is_asked_for_is_computed():
+    x, w, labels, _ = operands()
+    made = {}
+    for name, f in {
+        "value": linear_cross_entropy,
+        "by x": jax.value_and_grad(linear_cross_entropy),
+        "by both": jax.value_and_grad(linear_cross_entropy, (0, 1)),
+    }.items():
+        text = jax.jit(f).lower(x, w, labels).compiler_ir("stablehlo").__str__()
+        made[name] = text.count("stablehlo.dot_general")
+    assert made == {"value": 1, "by x": 2, "by both": 3}
+    assert "cross_entropy_gradient" not in str(jax.make_jaxpr(linear_cross_entropy)(x, w, labels))
+
+
+def for_cuda(f, *args):
+    return jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+LARGE = [
+    jax.ShapeDtypeStruct((1024, 64), jnp.bfloat16),
+    jax.ShapeDtypeStruct((64, 4096), jnp.bfloat16),
+    jax.ShapeDtypeStruct((1024,), np.int32),
+]
+
+
+@pytest.mark.parametrize("chunk,programs", [(None, 1), (256, 2), (300, 2)])
+def test_the_gradient_takes_the_place_of_the_logits(chunk, programs):
+    """One kernel, which the logits' other reader comes before; chunks are one program, and the first one another."""
+    step = jax.value_and_grad(functools.partial(linear_cross_entropy, chunk=chunk), (0, 1))
+    calls = [line for line in for_cuda(step, *LARGE).splitlines() if "@jax_softmax(" in line]
+    assert len(calls) == programs and all("output_operand_alias<output_tuple_indices = [0]" in c for c in calls)
+    assert all('op = "cross_entropy_gradient"' in call for call in calls)
+
+    def each(x, w, labels):
+        return linear_cross_entropy(x, w, labels, chunk=chunk, reduction=None).sum()
+
+    assert for_cuda(jax.grad(each, (0, 1)), *LARGE).count("output_operand_alias<") == programs
+    assert "output_operand_alias<" not in for_cuda(each, *LARGE)
+
+
+def test_fused():
+    """`fuse` leaves it in place, or folds a soft cap."""
+    for options in ({}, {"soft_cap": 30.0}, {"chunk": 256}):
+        f = jax.value_and_grad(functools.partial(linear_cross_entropy, **options), (0, 1))
+        assert "@jax_softmax(" in for_cuda(jax_softmax.fuse(f), *LARGE)
+
+
+def test_memory():
+    """Of a CPU's program, which keeps logits in float32 besides: chunks take a part of what all of them take."""
+    if jax.default_backend() != "cpu":
+        pytest.skip("of CPUs")
+
+    def temporary(f):
+        return jax.jit(f).lower(*LARGE).compile().memory_analysis().temp_size_in_bytes
+
+    def loss(chunk, reduction):
+        return lambda *args: jnp.sum(linear_cross_entropy(*args, chunk=chunk, reduction=reduction))
+
+    assert 2 * temporary(loss(128, "mean")) < temporary(loss(None, "mean"))
+    for reduction in ("mean", None):
+        chunked, whole = (temporary(jax.value_and_grad(loss(chunk, reduction), (0, 1))) for chunk in (128, None))
+        assert 2 * chunked < whole
+
+
+def test_what_is_kept_for_the_backward_pass():
+    """The gradients, or x and w: no logits."""
+    x, w, labels = (jnp.zeros(a.shape, a.dtype) for a in LARGE)
+    for reduction in ("mean", None):
+        for chunk in (None, 256):
+            f = functools.partial(linear_cross_entropy, labels=labels, reduction=reduction, chunk=chunk)
+            _, pullback = jax.vjp(f, x, w)
+            assert support.kept_bytes(pullback) <= x.nbytes + w.nbytes + 16 * 1024 * 4
+
+
+@pytest.mark.parametrize(
+    "shape,sums,expected",
+    [
+        ((8192, 4096, 128256), 4, None),
+        ((8192, 4096, 128256), 0, Split(0, 2048)),
+        ((8192, 2048, 50304), 4, None),
+        ((4096, 4096, 262144), 4, None),
+        ((32768, 2560, 128256), 4, Split(0, 2048)),
+        ((100, 10, 1000), 4, None),
+        ((3, 10, 1 << 30), 0, Split(0, 1)),
+    ],
+)
+def test_the_rule(shape, sums, expected):
+    """All logits at once unless chunks, and the sum of w's gradient in `sums` bytes each, take less memory."""
+    tokens, features, vocabulary = shape
+    assert split_of((tokens,), 2 * vocabulary, sums * features * vocabulary) == expected
+
+
+def test_chunks_that_the_caller_gives():
+    assert split_of((2, 1000), 1, 0, 500) == Split(1, 250)
+    assert split_of((10,), 1, 0, 4) == Split(0, 4)
+    assert split_of((10,), 1, 0, 10) is None and split_of((), 1, 0, 1) is None
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    """So that the rule chooses chunks."""
+    monkeypatch.setattr(chunks, "_CHUNK_BYTES", 256)
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
+def test_the_rule_is_heeded(small_chunks):
+    x, w, labels, _ = operands(tokens=(40,))
+    step = jax.jit(jax.value_and_grad(functools.partial(linear_cross_entropy, accumulate_dtype="float32"), (0, 1)))
+    text = step.lower(x, w, labels).compile().as_text()
+    assert "while(" in text and "conditional(" not in text
+    support.assert_close(
+        step(x, w, labels), jax.value_and_grad(lambda x, w: expected_loss(x @ w, labels), (0, 1))(x, w), 1e-5, 1e-6
+    )
+
+
+# ---- Transformations
+
+
+@pytest.mark.parametrize("reduction,chunk", [("mean", 4), (None, 4), ("mean", None)])
+def test_vmap(chunk, reduction):
+    """Over x and labels, over w, and over all; inside of a gradient and around it."""
+    with jax.enable_x64(True):
+        x, w, labels, _ = operands("float64", (2, TOKENS), features=3, vocabulary=4)
+        ws = jnp.stack([w, 2 * w])
+        cases = ((0, None, 0), (x, w, labels)), ((None, 0, None), (x[0], ws, labels[0])), ((0, 0, 0), (x, ws, labels))
+
+        def gradients(f):
+            def of_case(axes, args):
+                def of_one(x, w, labels):
+                    return jax.grad(lambda x, w: jnp.sum(f(x, w, labels)), (0, 1))(x, w)
+
+                def total(x, w):
+                    return jnp.sum(jax.vmap(f, axes)(x, w, args[2]))
+
+                return jax.vmap(of_one, axes)(*args), jax.grad(total, (0, 1))(*args[:2])
+
+            return [of_case(*case) for case in cases]
+
+        def ours(x, w, labels):
+            return linear_cross_entropy(x, w, labels, chunk=chunk, reduction=reduction)
+
+        def theirs(x, w, labels):
+            return expected_loss(x @ w, labels, reduction)
+
+        found, expected = (support.in_haste(functools.partial(gradients, f)) for f in (ours, theirs))
+        support.assert_close(found, expected, rtol=1e-11, atol=1e-12)
+
+
+def test_scan_and_checkpoint():
+    x, w, labels, _ = operands(tokens=(3, TOKENS))
+
+    def over_batches(f):
+        def loss(w):
+            return jax.lax.scan(lambda total, batch: (total + f(batch[0], w, batch[1]), None), 0.0, (x, labels))[0]
+
+        return jax.value_and_grad(loss)
+
+    expected = support.in_haste(over_batches(lambda x, w, labels: expected_loss(x @ w, labels)), w)
+    f = functools.partial(linear_cross_entropy, chunk=4)
+    for g in (f, jax.checkpoint(f)):
+        support.assert_close(support.in_haste(over_batches(g), w), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_export():
+    pytest.importorskip("flatbuffers", reason="jax.export serializes by it")
+    x, w, labels, _ = operands()
+    labels = labels.astype(np.int32)
+    f = jax.value_and_grad(functools.partial(linear_cross_entropy, chunk=4), (0, 1))
+    (tokens,) = jax.export.symbolic_shape("tokens")
+    symbolic = jax.ShapeDtypeStruct((tokens, FEATURES), np.float32), w, jax.ShapeDtypeStruct((tokens,), labels.dtype)
+    for specs in ((x, w, labels), symbolic):
+        exported = jax.export.export(jax.jit(f), disabled_checks=jax_softmax.export_checks())(*specs)
+        found = jax.export.deserialize(exported.serialize()).call(x, w, labels)
+        support.assert_close(found, f(x, w, labels), rtol=1e-5, atol=1e-6)
+
+
+# ---- Several devices: eight simulated ones, in a mesh of 4 by 2
+
+
+@pytest.fixture
+def on_the_cpu():
+    with support.on_a_cpu():
+        yield
+
+
+def spread_operands():
+    x, w, labels, _ = operands(tokens=(64,), features=64, vocabulary=48)
+    expected = jax.value_and_grad(lambda x, w: expected_loss(x @ w, labels, "sum"), (0, 1))(x, w)
+    return (x, w, labels.astype(np.int32)), expected
+
+
+def collectives(f, args, expected):
+    program = support.compiled_in_haste(f, *args)
+    support.assert_close(program(*args), expected, rtol=1e-5, atol=1e-4)
+    return [(kind, size - size % 64) for kind, size in support.collectives(program) if size > 600]
+
+
+TOKENS_SPREAD, VOCABULARY_SPREAD = (P("data"), P(), P("data")), (P(), P(None, "model"), P())
+BOTH = P("data"), P(None, "model"), P("data")
+X_SIZE, W_SIZE = 64 * 64, 64 * 48  # what else travels is smaller, but for a few numbers that travel with these
+
+
+SPREAD = {
+    "both": (BOTH, [X_SIZE // 4, W_SIZE // 2]),
+    "tokens": (TOKENS_SPREAD, [W_SIZE]),
+    "vocabulary": (VOCABULARY_SPREAD, [X_SIZE]),
+}
+
+
+@support.sampled("reduction,check_vma,spread", itertools.product(["sum", None], [True, False], SPREAD), 2)
+def test_shard_map(on_the_cpu, spread, reduction, check_vma):
+    """One reduction of w's gradient, one of x's; per chunk numbers of tokens alone travel."""
+    specs, sizes = SPREAD[spread]
+    args, expected = spread_operands()
+    of_tokens, of_vocabulary = specs[0] == P("data"), specs[1] != P()
+
+    def loss(x, w, labels):
+        axis_name = "model" if of_vocabulary else None
+        total = jnp.sum(linear_cross_entropy(x, w, labels, reduction=reduction, chunk=4, axis_name=axis_name))
+        return jax.lax.psum(total, "data") if of_tokens else total
+
+    f = jax.shard_map(loss, mesh=support.mesh_of_cpus((4, 2)), in_specs=specs, out_specs=P(), check_vma=check_vma)
+    found = collectives(jax.value_and_grad(f, (0, 1)), args, expected)
+    assert all(kind == "all-reduce" for kind, _ in found)
+    if check_vma:
+        assert sorted(size for _, size in found) == sorted(sizes)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize(
+    "specs,sizes",
+    [
+        (TOKENS_SPREAD, [("all-reduce", W_SIZE)]),
+        (VOCABULARY_SPREAD, [("all-reduce", X_SIZE)]),
+        (BOTH, [("all-reduce", X_SIZE // 4), ("all-reduce", W_SIZE // 2)]),
+        ((P("data"), P("data"), P("data")), [("all-gather", W_SIZE), ("all-reduce", W_SIZE)]),
+    ],
+    ids=["tokens", "vocabulary", "both", "fsdp"],
+)
+def test_jit(on_the_cpu, small_chunks, specs, sizes, kind):
+    """The same: chunks are not the rule's choice here. A weight that is cut along its features is gathered once."""
+    mesh = support.mesh_of_cpus((4, 2), kind)
+    if kind == AxisType.Explicit and specs != TOKENS_SPREAD:
+        pytest.skip("in explicit mode JAX wants to be told how such products lie")
+    args, expected = spread_operands()
+    args = [jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in zip(args, specs, strict=True)]
+    f = jax.value_and_grad(functools.partial(linear_cross_entropy, reduction="sum"), (0, 1))
+
+    def step(*args):
+        value, gradients = f(*args)
+        if kind == AxisType.Auto:
+            laid = [NamedSharding(mesh, spec) for spec in specs[:2]]
+            gradients = tuple(map(jax.lax.with_sharding_constraint, gradients, laid))
+        return value, gradients
+
+    with jax.set_mesh(mesh):
+        found = collectives(step, args, expected)
+    assert sorted(found) == sorted(sizes)
+
+
+def test_chunks_under_jit(on_the_cpu):
+    """Where the caller asks for them each device has a part of every chunk: x does not travel."""
+    args, expected = spread_operands()
+    mesh = support.mesh_of_cpus((4, 2))
+    args = [jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in zip(args, TOKENS_SPREAD, strict=True)]
+    f = jax.value_and_grad(functools.partial(linear_cross_entropy, reduction="sum", chunk=16), (0, 1))
+    found = collectives(f, args, expected)
+    assert set(found) == {("all-reduce", W_SIZE)}
+
+
+def test_gradients_inside_shard_map(on_the_cpu):
+    """Of this device's own loss, by value_and_grad inside."""
+    args, (value, (of_x, of_w)) = spread_operands()
+
+    def step(x, w, labels):
+        f = functools.partial(linear_cross_entropy, reduction="sum", chunk=4, axis_name="model")
+        return jax.value_and_grad(f, (0, 1))(x, w, labels)
+
+    specs = P(), (P(), P(None, "model"))
+    f = jax.shard_map(step, mesh=support.mesh_of_cpus((4, 2)), in_specs=VOCABULARY_SPREAD, out_specs=specs)
+    support.assert_close(support.in_haste(f, *args), (value, (of_x, of_w)), rtol=1e-5, atol=1e-4)
+
+
+# ---- What is refused
+
+
+@pytest.mark.parametrize(
+    "given,error,message",
+    [
+        ({"x": "x"}, TypeError, "x must be an array"),
+        ({"x": 1j * np.ones((TOKENS, FEATURES))}, TypeError, "x must be real"),
+        ({"x": np.float32(1)}, ValueError, r"x must be of shape \(\.\.\., features\), got shape \(\)"),
+        ({"w": np.ones(3)}, ValueError, r"w must be of shape \(features, vocabulary\), got shape \(3,\)"),
+        ({"w": np.ones((4, 9))}, ValueError, r"w must be of shape .*, got shape \(4, 9\) for x of 5 features"),
+        ({"transpose_w": True}, ValueError, r"w must be of shape \(vocabulary, features\), got shape \(5, 9\)"),
+        ({"transpose_w": "yes"}, TypeError, "transpose_w must be True or False, got one of type str"),
+        ({"labels": np.ones(TOKENS)}, TypeError, "labels must be an array of an integer dtype"),
+        (
+            {"labels": np.ones(3, int)},
+            ValueError,
+            r"labels must have x's shape without features, \(11,\) .* got \(3,\)",
+        ),
+        ({"bias": np.ones((9, 1))}, ValueError, r"bias must be of shape \(vocabulary,\), \(9,\) here, got \(9, 1\)"),
+        ({"weights": np.ones((2, 1))}, ValueError, r"weights must broadcast to shape \(11,\), got shape \(2, 1\)"),
+        ({"reduction": "none"}, ValueError, 'reduction must be "mean", "sum" or None, got \'none\''),
+        ({"reduction": 0}, TypeError, "reduction must be .*, got one of type int"),
+        ({"return_entropy": True}, ValueError, "return_entropy must be False unless reduction is None, got 'mean'"),
+        ({"soft_cap": 0}, ValueError, "soft_cap must be a positive number, .*, got 0"),
+        ({"soft_cap": "30"}, TypeError, "soft_cap must be a positive number, .*, got one of type str"),
+        ({"temperature": math.nan}, ValueError, "temperature must be a positive number, .*, got nan"),
+        ({"temperature": jnp.ones(())}, TypeError, "temperature must be a positive number, .*, got one of type"),
+        ({"label_smoothing": 2}, ValueError, "label_smoothing must be a number from 0 to 1, got 2"),
+        ({"z_loss": np.ones(2)}, ValueError, "z_loss must be a scalar"),
+        ({"logits_dtype": "int32"}, TypeError, "logits_dtype must be a floating dtype or None, got 'int32'"),
+        ({"logits_dtype": ml_dtypes.float8_e5m2}, TypeError, "logits_dtype must be one of bfloat16, .*, got float8"),
+        ({"accumulate_dtype": "no"}, TypeError, "accumulate_dtype must be a floating dtype or None, got 'no'"),
+        ({"chunk": 0}, ValueError, "chunk must be a positive int, how many tokens, or None, got 0"),
+        ({"chunk": 2.0}, TypeError, "chunk must be a positive int, .*, got one of type float"),
+        ({"axis_name": "model"}, ValueError, "axis_name must be a mesh axis"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
+)
+def test_what_is_refused(given, error, message):
+    x, w, labels, _ = operands()
+    given = {"x": x, "w": w, "labels": labels} | given
+    for f in (linear_cross_entropy, jax.jit(lambda: linear_cross_entropy(**given))):
+        with pytest.raises(error, match=f"linear_cross_entropy: {message}"):
+            f(**given) if f is linear_cross_entropy else f()
+
+
+def test_no_vocabulary():
+    x, w, labels, _ = operands()
+    with pytest.raises(ValueError, match="linear_cross_entropy: there must be at least one class"):
+        linear_cross_entropy(x, w[:, :0], labels)
