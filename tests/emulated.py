@@ -18,7 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import mlir
 
-from jax_softmax.fusion import calls, traffic, transform
+from jax_softmax.fusion import traffic, transform
+from jax_softmax.fusion.kernels import Kernel, kernel_p, lower
 from jax_softmax.primitives import reference
 from jax_softmax.primitives.operators import OPERATORS
 from jax_softmax.runtime.lowering import TARGET
@@ -52,6 +53,7 @@ struct Float16 {
 template <class T> float rounded(float x) { return T::rounded(x); }
 inline float tanh(float x) { return tanhf(x); }
 inline float rsqrtf(float x) { return 1 / sqrtf(x); }
+inline float __fmul_rn(float a, float b) { return a * b; }
 inline float max_or_nan(float a, float b) { return a != a || b != b ? NAN : a > b ? a : b; }
 inline float min_or_nan(float a, float b) { return a != a || b != b ? NAN : a < b ? a : b; }
 inline int max_or_nan(int a, int b) { return a > b ? a : b; }
@@ -74,34 +76,36 @@ _folder = tempfile.TemporaryDirectory()
 
 
 @contextlib.contextmanager
-def kernels(always=True):
-    """Yields the calls of kernels that are lowered from here on.
+def kernels(always=True, in_jax=False):
+    """Yields the kernels whose calls are lowered from here on.
 
-    `always`: of each operator that can be one, whoever would be faster.
+    `always`: of each operator that can be one, whoever would be faster. `in_jax`: what kernels do is done in JAX, as it
+    has to be in programs that XLA divides, where the host cannot be called.
     """
     made = []
     ffi_call, wins = jax.ffi.ffi_call, traffic.Traffic.kernel_wins
-    call, scratch_bytes = calls.KernelCall.__call__, calls.KernelCall.scratch_bytes
+    call, scratch_bytes = Kernel.call, Kernel.scratch_bytes
 
-    def recorded(self, *arrays):
+    def recorded(self, *operands):
         made.append(self)
-        return call(self, *arrays)
+        return self.in_jax(*operands) if in_jax else call(self, *operands)
 
     def emulated_call(target, types, **options):
         return _call(types) if target == TARGET else ffi_call(target, types, **options)
 
-    jax.ffi.ffi_call, calls.KernelCall.__call__ = emulated_call, recorded
+    jax.ffi.ffi_call, Kernel.call = emulated_call, recorded
     if always:
         traffic.Traffic.kernel_wins = property(lambda self: True)
-        calls.KernelCall.scratch_bytes = lambda self: scratch_bytes(self) or 0
+        Kernel.scratch_bytes = lambda self: scratch_bytes(self) or 0
     mlir.register_lowering(transform.fused_p, transform._lower_for_cuda, platform="cpu")
+    mlir.register_lowering(kernel_p, functools.partial(lower, platform="cpu"), platform="cpu")
     try:
         with jax.default_device(jax.devices("cpu")[0]):
             yield made
     finally:
         mlir.register_lowering(transform.fused_p, transform._lower, platform="cpu")
         jax.ffi.ffi_call, traffic.Traffic.kernel_wins = ffi_call, wins
-        calls.KernelCall.__call__, calls.KernelCall.scratch_bytes = call, scratch_bytes
+        Kernel.call, Kernel.scratch_bytes = call, scratch_bytes
 
 
 def _call(types):

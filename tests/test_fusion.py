@@ -217,8 +217,9 @@ CASES |= {
                 "p twice",
                 lambda x: (jax.nn.softmax(x.astype(F32)), jax.nn.softmax(x.astype(F32)).astype(x.dtype)),
                 SHAPE,
-                2,
+                1,
             ),
+            ("two results", lambda x: (jax.nn.softmax(x * 0.5), jax.nn.log_softmax(x * 0.5) * 2), SHAPE, 1),
             ("of bool", lambda x: jax.nn.log_softmax(jnp.where(x > 0, x, x.dtype.type(-100))), SHAPE, 1),
             ("gradient", gradients_of(lambda x: jax.nn.softmax(x * 0.5) * 2), SHAPE, 2),
             ("gradient through float32", gradients_of(lambda x: jax.nn.log_softmax(x.astype(F32) * 0.5)), SHAPE, 2),
@@ -237,7 +238,8 @@ CASES |= {
             "nan_to_num": lambda x: jnp.nan_to_num(x, nan=1.0, posinf=2.0, neginf=-2.0),
             "ne": lambda x: jnp.where(x != x, 0.0, x),
             "relu": lambda x: jax.nn.relu(x) + 1 / x,
-            "signed zero": lambda x: jnp.where(1 / x < 0, 1.0, x),
+            # 1 / x is no subnormal number, which some threads of a CPU take for 0.
+            "signed zero": lambda x: jnp.where(1 / jnp.clip(x, -1e30, 1e30) < 0, 1.0, x),
         }.items()
     },
     **{
@@ -246,6 +248,9 @@ CASES |= {
         )
         for op in ("maximum", "minimum", "add", "multiply")
     },
+    "two results of special numbers": Case(
+        lambda x: (jax.nn.softmax(x), jax.nn.log_softmax(x)), SPECIAL, folded=False, roundings=64
+    ),
     "a row of fills is uniform": Case(lambda x: jax.nn.softmax(jnp.where(x > 100, x, jnp.finfo(F32).min)), x_of()),
     "a row of fills in 16 bits": Case(
         lambda x: jax.nn.softmax(jnp.where(x > 100, x, -1e9).astype(BF16)), x_of("bfloat16"), folded=False
@@ -287,7 +292,7 @@ CASES |= {
     "int32 operands": Case(
         lambda x, b: jax.nn.softmax(jnp.where(b * b > 20, x, x + b)), x_of(), np.arange(16, dtype=np.int32) * 65537
     ),
-    "two results of rows' operators": Case(lambda x: both(x.astype(F32) * 2), x_of("bfloat16"), calls=2),
+    "two results of rows' operators": Case(lambda x: both(x.astype(F32) * 2), x_of("bfloat16")),
     "bias's gradient": Case(
         gradients_of(lambda b, x: jax.nn.softmax(x.astype(F32) + b)),
         x_of(shape=(6, 16), seed=2),
@@ -565,14 +570,6 @@ class TestNotFolded:
         g = (lambda x: fuse(mapped(jax.grad(loss_at_labels)))(x)) if outside else mapped(f)
         Case(g, x_of("bfloat16"), calls=1 if outside else 2, folded=False, roundings=64).check()
 
-    def test_what_several_devices_divide(self):
-        mesh = support.mesh_of_cpus((2, 4))
-        x = jax.device_put(x_of(shape=(4, 8, 16)), jax.NamedSharding(mesh, jax.sharding.PartitionSpec("data", "model")))
-        with emulated.kernels() as made:
-            lowered = jax.jit(fuse(lambda x: jax.nn.softmax(x * 2))).lower(x)
-        assert made == []
-        assert_same(compiled(lowered)(x), jax.nn.softmax(x_of(shape=(4, 8, 16)) * 2), 16)
-
     def test_no_elements(self):
         left(lambda x: jax.nn.softmax(x * 2, 0) + 1, x_of(shape=(3, 0)))
 
@@ -602,7 +599,7 @@ class TestNotFolded:
         def f(x):
             y = jax.nn.softmax(x * 2)
             total = jnp.sum(y) * 0 + y[0, 0, 0]
-            jax.debug.callback(lambda n: seen.append(float(n)), total, ordered=True)
+            jax.experimental.io_callback(lambda n: seen.append(float(n)), None, total, ordered=True)
             shape = jax.ShapeDtypeStruct(SHAPE, F32)
             z = jax.experimental.io_callback(lambda: np.full(SHAPE, len(seen), np.float32), shape, ordered=True)
             return y * z, jax.nn.softmax(x * 2 + z)

@@ -31,6 +31,11 @@ __device__ __forceinline__ float rounded(float x) {
   Pair<T>::widen(low, high, Pair<T>::narrow(x, x));
   return low;
 }
+// It is the upper half of a float, so that nothing has to be shifted.
+template <>
+__device__ __forceinline__ float rounded<BFloat16>(float x) {
+  return __uint_as_float(Pair<BFloat16>::narrow(0.0f, x));
+}
 
 __device__ __forceinline__ int max_or_nan(int a, int b) { return a > b ? a : b; }
 __device__ __forceinline__ int min_or_nan(int a, int b) { return a < b ? a : b; }

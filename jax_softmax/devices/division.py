@@ -7,6 +7,7 @@ axis is sharded, the operator of `parts.py`.
 import functools
 import json
 import math
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -37,6 +38,47 @@ def register() -> None:
     private.register_plugin_callbacks(tell)
 
 
+class Parts:
+    """What each device does of a primitive with these parameters: PARTS has the class of each."""
+
+    axes: tuple[int, ...]  # that are reduced
+    dims_with_indices: Iterable[int]  # along which it matters where a device's part begins
+
+    def of_whole_rows(self, layout: np.ndarray) -> Callable:
+        """The function of a device that has whole rows: of its parts of the operands."""
+        raise NotImplementedError
+
+    def of_parts_of_rows(self, layout: np.ndarray, spread: list[int]) -> Callable:
+        """The same of one that has parts of rows, whose dimensions `spread` are divided."""
+        raise NotImplementedError
+
+
+class _PartsOfOperator(Parts):
+    dims_with_indices = ()
+
+    def __init__(self, primitive, shape, params):
+        self.axes = params["axes"]
+        self._known = primitive, shape, params
+
+    def of_whole_rows(self, layout):
+        primitive, _, params = self._known
+        return functools.partial(primitive.bind, axis_name=(), **params)
+
+    def of_parts_of_rows(self, layout, spread):
+        primitive, shape, params = self._known
+        return parts.over_groups(primitive.name, params, shape, layout, spread)
+
+
+PARTS: dict[str, Callable] = {}  # of primitives that are no operators, by their names
+
+
+def _parts(name, shape, params):
+    if name in PARTS:
+        return PARTS[name](**params)
+    params = {key: tuple(value) if isinstance(value, list) else value for key, value in params.items()}
+    return _PartsOfOperator(PRIMITIVES[name], shape, params)
+
+
 def _divide(arg_shapes, arg_shardings, result_shape, result_sharding, config):
     """What XLA asks of a call that it divides: a device's program, and the shardings of the operands and the result.
 
@@ -47,22 +89,22 @@ def _divide(arg_shapes, arg_shardings, result_shape, result_sharding, config):
     config = json.loads(config)
     if config.get("version") != _kernels.CALL_VERSION:
         raise ValueError("this program was made by another version of jax_softmax: export it again")
-    params = {name: tuple(value) if isinstance(value, list) else value for name, value in config["params"].items()}
     shape = tuple(arg_shapes[0].dimensions())
+    parts_of = _parts(config["primitive"], shape, config["params"])
     of_results = result_sharding.tuple_elements() if result_shape.is_tuple() else [result_sharding]
     results = [_Laid(*laid, shape) for laid in zip(_parts_of_tuple(result_shape), of_results, strict=True)]
     operands = [_Laid(*laid, shape) for laid in zip(arg_shapes, arg_shardings, strict=True)]
     layout = _common(operands, results, shape)
-    spread, gathered = [d for d in params["axes"] if layout.shape[d] > 1], None
+    gathered = None
     # Else inside a partly manual shard_map, where XLA numbers the devices anew for each group of the manual axes.
     nameable = layout.size == config["devices"]
-    if spread and not nameable:
+    numbered = [d for d in {*parts_of.axes, *parts_of.dims_with_indices} if layout.shape[d] > 1]
+    if numbered and not nameable:
         gathered = (
-            "inside a partly manual shard_map a reduced axis is sharded over a mesh axis that is not manual. Make that "
-            "mesh axis manual too and pass it as axis_name"
+            "inside a partly manual shard_map an axis that is reduced, or whose indices are needed, is sharded over a "
+            "mesh axis that is not manual. Make that mesh axis manual too and pass it as axis_name"
         )
-        layout = layouts.projected(layout, [None if d in spread else d for d in range(len(shape))])
-        spread = []
+        layout = layouts.projected(layout, [None if d in numbered else d for d in range(len(shape))])
     given, moves, left_to_xla = _moves(operands, layout, nameable)
     if left_to_xla and not gathered:
         gathered = (
@@ -71,11 +113,8 @@ def _divide(arg_shapes, arg_shardings, result_shape, result_sharding, config):
         )
     if gathered:
         warn_inside_xla(f"an operand that is sharded over devices may be gathered onto each of them: {gathered}")
-    primitive = PRIMITIVES[config["primitive"]]
-    if spread:
-        function = parts.over_groups(primitive.name, params, shape, layout, spread)
-    else:
-        function = functools.partial(primitive.bind, axis_name=(), **params)
+    spread = [d for d in parts_of.axes if layout.shape[d] > 1]
+    function = parts_of.of_parts_of_rows(layout, spread) if spread else parts_of.of_whole_rows(layout)
 
     def after_moves(*held):
         return function(*(all_to_all_p.bind(a, **move) if move else a for a, move in zip(held, moves, strict=True)))

@@ -38,33 +38,50 @@ def partitioned(primitive, platform, local, by_reference):
     def rule(ctx, *operands, axis_name, **params):
         if axis_name:
             return over_mesh_axes(ctx, *operands, axis_name=axis_name, **params)
-        devices, partly_manual = private.devices_of(ctx)
-        if devices == 1 or platform is None:
+        if platform is None:
             return local(ctx, *operands, **params)
-        shapes, results = ([aval.shape for aval in avals] for avals in (ctx.avals_in, ctx.avals_out))
-        why = _undivided(shapes, partly_manual)
-        if why:
-            warn(f"{primitive.name} runs without its kernel: {why}")
-            return by_reference(ctx, *operands, **params)
-        config = {"primitive": primitive.name, "platform": platform, "devices": devices, "params": params}
-        config["version"] = _kernels.CALL_VERSION  # exported programs hold it
-        x, *others = ctx.avals_in
-        of_rows = x.shape != results[0]  # which may as well lie as the second array of x's shape does
-        leads = [True, *(of_rows and (aval.shape, aval.dtype) == (x.shape, x.dtype) for aval in others)]
-        operands = [a if first else _following(a) for a, first in zip(operands, leads, strict=True)]
-        call = stablehlo.CustomCallOp(
-            [ir.RankedTensorType.get(aval.shape, mlir.dtype_to_ir_type(aval.dtype)) for aval in ctx.avals_out],
+        return divided(
+            ctx,
             operands,
-            call_target_name=ir.StringAttr.get(TARGET),
-            has_side_effect=ir.BoolAttr.get(False),
-            api_version=ir.IntegerAttr.get(ir.IntegerType.get_signless(32), 2),
-            called_computations=ir.ArrayAttr.get([]),
-            backend_config=ir.StringAttr.get(json.dumps(config)),
+            {"primitive": primitive.name, "platform": platform, "params": params},
+            local=lambda: local(ctx, *operands, **params),
+            by_reference=lambda: by_reference(ctx, *operands, **params),
         )
-        call.attributes["sdy.sharding_rule"] = ir.Attribute.parse(sharding_rule(shapes, results))
-        return call.results
 
     return rule
+
+
+def divided(ctx, operands, config, local, by_reference):
+    """The results of a call, where the program is for several devices, by a custom call that XLA divides.
+
+    `config` names the primitive, the platform that a device's program is for, and the primitive's parameters: lists,
+    numbers and text. `local` and `by_reference` are functions that lower the call for one device, and in jax.numpy.
+    """
+    devices, partly_manual = private.devices_of(ctx)
+    if devices == 1:
+        return local()
+    shapes, results = ([aval.shape for aval in avals] for avals in (ctx.avals_in, ctx.avals_out))
+    why = _undivided(shapes, partly_manual)
+    if why:
+        warn(f"{config['primitive']} runs without its kernel: {why}")
+        return by_reference()
+    # Exported programs hold the version.
+    config = {**config, "devices": devices, "version": _kernels.CALL_VERSION}
+    x, *others = ctx.avals_in
+    of_rows = x.shape != results[0]  # which may as well lie as the second array of x's shape does
+    leads = [True, *(of_rows and (aval.shape, aval.dtype) == (x.shape, x.dtype) for aval in others)]
+    operands = [a if first else _following(a) for a, first in zip(operands, leads, strict=True)]
+    call = stablehlo.CustomCallOp(
+        [ir.RankedTensorType.get(aval.shape, mlir.dtype_to_ir_type(aval.dtype)) for aval in ctx.avals_out],
+        operands,
+        call_target_name=ir.StringAttr.get(TARGET),
+        has_side_effect=ir.BoolAttr.get(False),
+        api_version=ir.IntegerAttr.get(ir.IntegerType.get_signless(32), 2),
+        called_computations=ir.ArrayAttr.get([]),
+        backend_config=ir.StringAttr.get(json.dumps(config)),
+    )
+    call.attributes["sdy.sharding_rule"] = ir.Attribute.parse(sharding_rule(shapes, results))
+    return call.results
 
 
 def _undivided(shapes, partly_manual) -> str | None:

@@ -4,6 +4,7 @@ Inside `shard_map` these are the devices along `axis_name`. In a program that XL
 which they are.
 """
 
+import functools
 import math
 
 import jax
@@ -19,18 +20,19 @@ from jax_softmax.primitives.rows import normalizer
 class Across:
     """What a device that has parts of rows knows of them, and how it reduces a value over all that share the rows."""
 
-    def __init__(self, all_reduce, label_of_part=None):
+    def __init__(self, all_reduce, label_of_part=None, normalizer=None):
         self._all_reduce = all_reduce
         self.label_of_part = label_of_part  # of labels: whether they exist, and what they are in this device's part
+        self.normalizer = normalizer or normalizer_of_parts
 
     def __call__(self, value, kind):
         return self._all_reduce(value, kind)
 
-    @staticmethod
-    def normalizer(x, where, axes):
-        if x.dtype.name in reference.NARROW:  # which no kernel with results for rows reads
-            return reference.logsumexp(x, where, axes)
-        return normalizer(x, where, axes, ())
+
+def normalizer_of_parts(x, where, axes):
+    if x.dtype.name in reference.NARROW:  # which no kernel with results for rows reads
+        return reference.logsumexp(x, where, axes)
+    return normalizer(x, where, axes, ())
 
 
 def over_mesh_axes(op, *operands, axis_name, **params):
@@ -42,8 +44,18 @@ def over_mesh_axes(op, *operands, axis_name, **params):
     return reference.apply(op, *operands, across=Across(all_reduce), **params)
 
 
-def over_groups(op, params, shape, layout, spread):
-    """The operator of a device that holds a part of each row, the reduced dimensions `spread` being divided."""
+def first_index(layout, part, d):
+    """Where this device's part begins in dimension d."""
+    place = np.empty(layout.size, np.int32)
+    place[layout] = np.indices(layout.shape)[d]
+    return jnp.asarray(place)[device_number_p.bind()] * part[d]
+
+
+def over_groups(op, params, shape, layout, spread, normalizer=None):
+    """The operator of a device that holds a part of each row, the reduced dimensions `spread` being divided.
+
+    `normalizer` makes the parts' maxima and sums in another way than the operator's kernel does.
+    """
     part = layouts.part_of(shape, layout)
     others = [d for d in range(layout.ndim) if d not in spread]
     sharers = layout.transpose(others + spread).reshape(-1, math.prod(layout.shape[d] for d in spread))
@@ -56,22 +68,17 @@ def over_groups(op, params, shape, layout, spread):
         for d in spread:
             if shape[d] % layout.shape[d]:
                 operands = _without_filling(operands, d)
-        return reference.apply(op, *operands, across=Across(all_reduce, label_of_part), **params)
+        return reference.apply(op, *operands, across=Across(all_reduce, label_of_part, normalizer), **params)
 
     def label_of_part(label):
-        here = labels.label_of_part(label, params["axes"], shape, part, first_index)
+        begins = functools.partial(first_index, layout, part)
+        here = labels.label_of_part(label, params["axes"], shape, part, begins)
         return labels.exists(label, shape, params["axes"]), here
-
-    def first_index(d):
-        """Where this device's part begins in dimension d."""
-        place = np.empty(layout.size, np.int32)
-        place[layout] = np.indices(layout.shape)[d]
-        return jnp.asarray(place)[device_number_p.bind()] * part[d]
 
     def _without_filling(operands, d):
         """The operands with a mask that leaves out what the last parts of dimension d are filled up with."""
         index = jax.lax.broadcasted_iota(jnp.int32, [n if k == d else 1 for k, n in enumerate(part)], d)
-        inside = first_index(d) + index < shape[d]
+        inside = first_index(layout, part, d) + index < shape[d]
         *floats, last = operands
         return (*floats, last & inside) if last.dtype == bool else (*operands, inside)
 

@@ -1,8 +1,7 @@
-"""A group as a call of a kernel: its operands, its expressions, its results; and how it is lowered."""
+"""A group as a call of a kernel: what becomes of the program's arrays before and after it."""
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
@@ -11,8 +10,8 @@ from jax_softmax import _kernels
 from jax_softmax.fusion import expressions, places
 from jax_softmax.fusion.expressions import Expressions
 from jax_softmax.fusion.groups import Group
+from jax_softmax.fusion.kernels import Kernel, ReadBeside, kernel_p
 from jax_softmax.primitives import reference
-from jax_softmax.runtime.lowering import TARGET, attributes
 
 
 class Arrangement(NamedTuple):
@@ -43,57 +42,17 @@ class Result(NamedTuple):
 
 
 class KernelCall(NamedTuple):
-    op: str
-    shape: tuple[int, ...]
-    axes: tuple[int, ...]
-    dtype: str  # of the operator's own operands
-    operands: tuple[Arrangement, ...]  # of these, the arrays, and what rows have
-    sides: tuple[tuple[tuple[int, ...], str], ...]  # of the arrays and indices: shapes, and dtypes or "index"
-    roles: str
-    mask_shape: tuple[int, ...] | None
-    load: str
-    store: str
-    dtypes: tuple[str, ...]  # of the results for elements
+    kernel: Kernel
+    operands: tuple[Arrangement, ...]
     results: tuple[Result, ...]
     row_shapes: tuple[tuple[int, ...], ...]  # of the program's variables
-    in_place: int | None  # which operand the first result takes the place of
-
-    def _described(self):
-        return {
-            "shape": list(self.shape),
-            "axes": list(self.axes),
-            "op": self.op,
-            "dtype": self.dtype,
-            "mask_shape": None if self.mask_shape is None else list(self.mask_shape),
-            "out_dtype": self.dtypes[0] if self.dtypes else None,
-            "more_results": list(self.dtypes[1:]),
-            "load": self.load,
-            "store": self.store,
-            "sides": [(list(shape), dtype) for shape, dtype in self.sides],
-        }
-
-    def scratch_bytes(self) -> int | None:
-        """Memory for blocks to exchange states through; None if XLA itself is as fast."""
-        return _kernels.lower_for_cuda(**self._described())
-
-    def plan(self, **device):
-        """What `_kernels.plan` says of it."""
-        return _kernels.plan(**self._described(), **device)
 
     def __call__(self, *arrays):
-        """The call of the kernel."""
-        operands = [how.operand(a) for how, a in zip(self.operands, arrays, strict=True)]
-        rows = tuple(1 if d in self.axes else n for d, n in enumerate(self.shape))
-        types = [jax.ShapeDtypeStruct(self.shape, dtype) for dtype in self.dtypes]
-        types += [jax.ShapeDtypeStruct(rows, jnp.float32) for _ in self.row_shapes]
-        n, scratch = len(types), self.scratch_bytes()
-        if scratch:
-            types.append(jax.ShapeDtypeStruct((scratch,), jnp.uint8))
-        given = attributes(self.op, self.axes, self.mask_shape is not None, self.roles, self.load, self.store)
-        aliases = {} if self.in_place is None else {self.in_place: 0}
-        found = jax.ffi.ffi_call(TARGET, types, input_output_aliases=aliases)(*operands, **given)[:n]
+        found = kernel_p.bind(
+            *(how.operand(a) for how, a in zip(self.operands, arrays, strict=True)), kernel=self.kernel
+        )
         elements = [result.arrangement.result(found[result.index], result.shape) for result in self.results]
-        of_rows = zip(found[len(self.dtypes) :], self.row_shapes, strict=True)
+        of_rows = zip(found[len(self.kernel.dtypes) :], self.row_shapes, strict=True)
         return [*elements, *(jnp.reshape(row, shape) for row, shape in of_rows)]
 
 
@@ -109,80 +68,75 @@ def call_of(group: Group, written, read_outside) -> tuple[KernelCall, list, list
     """
     own = _own_operands(group)
     names = {(a, places.key_of(place)): f"x{k}" for k, (a, place) in reversed(list(enumerate(own)))}
-    load = Expressions(names)
-    lines = []
-    for k, (operand, before) in enumerate(zip(group.operands, group.before, strict=True)):
-        line = load.line(operand, group.place, before)
-        lines.append("" if line == f"x{k}" else line)
-    made, store_lines, dtypes, result_of = Expressions({}), [], [], []
-    made.sides = load.sides
-    inside = dict(group.after) | group.sides_after
-    if group.facts.element_results:
-        if not written:
-            raise NotFolded("nothing reads its result")
-        y = "y"
-        result_dtype = group.result.aval.dtype.name
-        made.own = {(group.result, places.key_of(group.place)): y}
-        for variable in written:
-            dtype = variable.aval.dtype.name
-            line = made.line(variable, group.places_after[variable], inside, stored_as=dtype)
-            if result_dtype in expressions.ROUNDED and line != y:
-                line = _with_rounded_result(line, result_dtype)
-            pair = (line, dtype)
-            pairs = list(zip(store_lines, dtypes, strict=True))
-            if pair not in pairs:
-                store_lines.append(line)
-                dtypes.append(dtype)
-                pairs.append(pair)
-            result_of.append(pairs.index(pair))
-    sides = load.sides
+    read = Expressions(names)
+    load = [read.of(a, group.place, before) for a, before in zip(group.operands, group.before, strict=True)]
+    stored = _Stored(group, written, read.sides)
     factors = places.factors_of(group.place)
     if len(factors) > _kernels.MAX_DIMS:
         raise NotFolded("its operands have too many dimensions")
-    axes = tuple(k for k, factor in enumerate(factors) if factor.dim in group.axes)
     shape = tuple(factor.extent for factor in factors)
-    arrays = [(side.variable, side.place) for side in sides if side.factor is None]
-    if any(a.aval.dtype.name not in expressions.READABLE for a, _ in arrays):
-        raise NotFolded(f"{next(a for a, _ in arrays if a.aval.dtype.name not in expressions.READABLE).aval.dtype}")
+    arrays = [(side.variable, side.place) for side in read.sides if side.factor is None]
+    for a, _ in arrays:
+        if a.aval.dtype.name not in expressions.READABLE:
+            raise NotFolded(f"{a.aval.dtype}")
     arrangements = [_arrangement(a, place, factors) for a, place in (*own, *arrays)]
-    side_types, roles = [], []
-    for side in sides:
-        if side.factor is None:
-            side_types.append((_arrangement(side.variable, side.place, factors).shape, side.variable.aval.dtype.name))
-            roles.append("array")
-        else:
-            along = next(k for k, factor in enumerate(factors) if factor is side.factor)
-            side_types.append((tuple(n if k == along else 1 for k, n in enumerate(shape)), "index"))
-            roles.append(f"index:{along}")
     mask_shape, of_rows = None, list(group.of_rows)
     for a in of_rows:
         how = _of_rows(a, group, factors)
         arrangements.append(how)
         if a.aval.dtype == bool:
             mask_shape = how.shape
-    places_written = [_arrangement(v, group.places_after[v], factors) for v in written]
-    call = KernelCall(
+    kernel = Kernel(
         op=group.op,
         shape=shape,
-        axes=axes,
+        axes=tuple(k for k, factor in enumerate(factors) if factor.dim in group.axes),
         dtype=own[0][0].aval.dtype.name,
-        operands=tuple(arrangements),
-        sides=tuple(side_types),
-        roles=" ".join(roles),
+        sides=tuple(_read_beside(side, factors) for side in read.sides),
         mask_shape=mask_shape,
-        load="\n".join(lines) if any(lines) else "",
-        store="" if store_lines in ([], ["y"]) else "\n".join("" if line == "y" else line for line in store_lines),
-        dtypes=tuple(dtypes),
-        results=tuple(
-            Result(k, how, v.aval.shape) for k, how, v in zip(result_of, places_written, written, strict=True)
-        ),
-        row_shapes=tuple(v.aval.shape for v in group.row_results),
+        load=tuple(load),
+        store=tuple(expression for expression, _ in stored.pairs),
+        dtypes=tuple(dtype for _, dtype in stored.pairs),
+        loaded_dtypes=tuple(a.aval.dtype.name for a in group.operands),
+        result_dtype=None if group.result is None else group.result.aval.dtype.name,
+        n_row_results=len(group.row_results),
         in_place=None,
     )
+    results = (
+        Result(k, _arrangement(v, group.places_after[v], factors), v.aval.shape)
+        for v, k in zip(written, stored.indices, strict=True)
+    )
+    call = KernelCall(kernel, tuple(arrangements), tuple(results), tuple(v.aval.shape for v in group.row_results))
     reads = [*(a for a, _ in own), *(a for a, _ in arrays), *of_rows]
     dead = (k for k, (a, _) in enumerate(own) if reads.count(a) == 1 and _ends_here(a, group, read_outside))
-    call = call._replace(in_place=next((k for k in dead if _fits(call, k)), None))
-    return call, reads, [*written, *group.row_results]
+    in_place = next((k for k in dead if _fits(call, k)), None)
+    return call._replace(kernel=kernel._replace(in_place=in_place)), reads, [*written, *group.row_results]
+
+
+class _Stored:
+    """What a kernel stores: expressions and dtypes, each once, and which of them is each variable that is written."""
+
+    def __init__(self, group, written, sides):
+        self.pairs, self.indices = [], []
+        if not group.facts.element_results:
+            return
+        if not written:
+            raise NotFolded("nothing reads its result")
+        made = Expressions({(group.result, places.key_of(group.place)): "y"})
+        made.sides = sides
+        inside = group.after | group.sides_after
+        for variable in written:
+            pair = made.of(variable, group.places_after[variable], inside), variable.aval.dtype.name
+            if pair not in self.pairs:
+                self.pairs.append(pair)
+            self.indices.append(self.pairs.index(pair))
+
+
+def _read_beside(side, factors):
+    shape = tuple(factor.extent for factor in factors)
+    if side.factor is None:
+        return ReadBeside(_arrangement(side.variable, side.place, factors).shape, side.variable.aval.dtype.name)
+    along = next(k for k, factor in enumerate(factors) if factor is side.factor)
+    return ReadBeside(tuple(n if k == along else 1 for k, n in enumerate(shape)), "index", along)
 
 
 def _ends_here(a, group, read_outside):
@@ -195,16 +149,10 @@ def _ends_here(a, group, read_outside):
 
 def _fits(call, k):
     """Whether the first result lies as an operand does, in the same dtype."""
-    if not call.results or call.dtypes[0] != call.dtype:
+    if not call.results or call.kernel.dtypes[0] != call.kernel.dtype:
         return False
     orders = [call.operands[k].order, *(result.arrangement.order for result in call.results if result.index == 0)]
     return all(order == tuple(range(len(order))) for order in orders)
-
-
-def _with_rounded_result(line, dtype):
-    """A line that reads the operator's result as its own dtype has it."""
-    name = expressions.ROUNDED[dtype]
-    return f"[&] {{ const float y16 = rounded<{name}>(y); return {expressions.renamed(line, 'y', 'y16')}; }}()"
 
 
 def _own_operands(group):
@@ -264,14 +212,14 @@ def _of_rows(a, group, factors):
 
 # ---- The primitives that rewritten programs hold.
 
-kernel_p = Primitive("softmax_kernel")
-kernel_p.multiple_results = True
+kernel_call_p = Primitive("softmax_kernel_call")
+kernel_call_p.multiple_results = True
 by_xla_p = Primitive("softmax_by_xla")  # an operator that XLA's fusions do with fewer bytes
 by_xla_p.multiple_results = True
 
 
 def register() -> None:
-    mlir.register_lowering(kernel_p, mlir.lower_fun(lambda *a, call: call(*a), multiple_results=True))
+    mlir.register_lowering(kernel_call_p, mlir.lower_fun(lambda *a, call: call(*a), multiple_results=True))
     mlir.register_lowering(by_xla_p, mlir.lower_fun(_by_xla, multiple_results=True))
 
 

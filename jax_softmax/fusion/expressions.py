@@ -1,18 +1,19 @@
-"""Equations as C++: what a kernel does to an element before the operator and after it.
+"""Expressions: what a kernel does to an element before the operator and after it, as a list of JAX's operations.
 
-An expression computes in float32, int32 and bool, and rounds where the program does: a result of 16 bits is rounded
-as it is by JAX's own operations, one by one. Functions that CUDA lacks are in `csrc/device/functions.cuh`.
+`printing.py` makes C++ of them. Where no kernel can do them, because devices share rows, they are done in JAX.
 """
 
 import math
-import re
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
 from jax_softmax.fusion import places
 
+# Dtypes of 16 bits, and their names in C++.
 ROUNDED = {"bfloat16": "BFloat16", "float16": "Float16"}
 _INTEGERS = ("int32", "int16", "int8", "uint8", "uint16")
 # Dtypes of arrays that a kernel reads beside its operands.
@@ -22,44 +23,108 @@ WRITABLE = ("float32", *ROUNDED)
 VIEWS = ("broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose")
 # They change nothing, and none of them is rounded.
 SAME = ("copy", "pvary", "pcast", "name", "stop_gradient")
-_COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
-_LOGIC = {"and": "&", "or": "|", "xor": "^"}
-_ARITHMETIC = {"add": "+", "add_any": "+", "sub": "-", "mul": "*"}
-_FUNCTIONS = {
-    **{"exp": "expf({})", "exp2": "exp2f({})", "log": "logf({})", "log1p": "log1pf({})", "expm1": "expm1f({})"},
-    **{"tanh": "tanh({})", "logistic": "1.0f / (1.0f + expf(-{}))", "sqrt": "sqrtf({})", "rsqrt": "rsqrtf({})"},
-    **{
-        "one_minus_square": "1.0f - {0} * {0}",
-        "erf": "erff({})",
-        "sin": "sinf({})",
-        "cos": "cosf({})",
-        "pow": "powf({}, {})",
-    },
-}
-_EXACT = {"floor": "floorf({})", "ceil": "ceilf({})", "is_finite": "(fabsf({}) <= 3.40282347e38f)"}
+COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
+LOGIC = ("and", "or", "xor")
+ARITHMETIC = ("add", "add_any", "sub", "mul")
+FUNCTIONS = ("exp", "exp2", "log", "log1p", "expm1", "tanh", "logistic", "sqrt", "rsqrt", "one_minus_square", "erf")
+FUNCTIONS += ("sin", "cos", "pow")
+EXACT = ("floor", "ceil", "is_finite")
 _OF_TWO_KINDS = ("neg", "abs", "sign", "square", "max", "min", "clamp", "integer_pow")
 # Whose results are of the operands' dtype, or fewer bits, without rounding.
 _NOT_ROUNDED = ("select_n", "neg", "abs", "sign", "max", "min", "clamp", "floor", "ceil", "iota", *SAME)
 
 _ELEMENTWISE = frozenset(
-    (*SAME, *_COMPARISONS, *_LOGIC, *_ARITHMETIC, *_FUNCTIONS, *_EXACT, *_OF_TWO_KINDS, "not", "div", "select_n")
+    (*SAME, *COMPARISONS, *LOGIC, *ARITHMETIC, *FUNCTIONS, *EXACT, *_OF_TWO_KINDS, "not", "div", "select_n")
 ) | {"convert_element_type", "reduce_precision"}
+
+
+class Number(NamedTuple):
+    value: float | int | bool
+    dtype: str
+
+
+class Operation(NamedTuple):
+    """Operands are numbers or names: x0 of the operator's first operand, s0 of the first array or index that is read
+    beside, y of the operator's result, v0 of the result of an expression's first operation."""
+
+    name: str  # of JAX's primitive
+    operands: tuple[str | Number, ...]
+    dtypes: tuple[str, ...]  # of the operands
+    dtype: str  # of the result
+    params: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def rounds_to(self) -> str | None:
+        """The dtype of 16 bits that its result is rounded to."""
+        if self.dtype not in ROUNDED or self.name in _NOT_ROUNDED or self._is_exact():
+            return None
+        return None if self.name == "convert_element_type" and self.dtypes[0] == self.dtype else self.dtype
+
+    def _is_exact(self):
+        """Whether it multiplies a bfloat16 with a power of 2."""
+        if self.name not in ("mul", "div") or self.dtype != "bfloat16":
+            return False
+        numbers = (a.value for a in self.operands[self.name == "div" :] if isinstance(a, Number))
+        return any(math.frexp(abs(float(number)))[0] == 0.5 for number in numbers)
+
+
+class Expression(NamedTuple):
+    operations: tuple[Operation, ...]
+    result: str | Number  # one of the values
+
+    def with_sums(self, sums: dict[str, str]) -> "Expression":
+        """With int32 values plus others in the places of some that are read."""
+        n = len(sums)
+        if not n:
+            return self
+        new = {f"v{k}": f"v{k + n}" for k in range(len(self.operations))}
+        added = []
+        for k, (name, other) in enumerate(sums.items()):
+            added.append(Operation("add", (name, other), ("int32", "int32"), "int32"))
+            new[name] = f"v{k}"
+        operations = [op._replace(operands=tuple(new.get(a, a) for a in op.operands)) for op in self.operations]
+        return Expression((*added, *operations), new.get(self.result, self.result))
+
+    def value(self, given: dict[str, jax.Array]) -> jax.Array:
+        """In JAX, of these values, which broadcast to one shape."""
+        values: dict[Any, Any] = dict(given)
+
+        def of(a):
+            return jnp.asarray(a.value, a.dtype) if isinstance(a, Number) else values[a]
+
+        for k, operation in enumerate(self.operations):
+            operands = jnp.broadcast_arrays(*map(of, operation.operands))
+            values[f"v{k}"] = _done(operation, operands)
+        return of(self.result)
+
+
+_NAMES_IN_LAX = {"and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor", "not": "bitwise_not", "add_any": "add"}
+
+
+def _done(operation, operands):
+    if operation.name == "convert_element_type":
+        return operands[0].astype(operation.dtype)
+    if operation.name == "one_minus_square":
+        return 1 - operands[0] * operands[0]
+    return getattr(jax.lax, _NAMES_IN_LAX.get(operation.name, operation.name))(*operands, **dict(operation.params))
+
+
+# ---- Equations as operations
 
 
 def is_long(equation) -> bool:
     """Whether it takes a kernel as long as many additions do."""
     if equation.name == "div":
         return not isinstance(equation.inputs[1], Literal)
-    return equation.name in _FUNCTIONS and equation.name != "one_minus_square"
+    return equation.name in FUNCTIONS and equation.name != "one_minus_square"
 
 
 def instructions(equation) -> int:
     """About how many a processor takes for an element."""
     if equation.name in VIEWS or equation.name in SAME:
         return 0
-    rounds = equation.outputs[0].aval.dtype.name in ROUNDED and equation.name not in _NOT_ROUNDED
-    rounds = rounds and not _is_exact(equation)
-    return (10 if is_long(equation) else 1) + 2 * rounds
+    given = [_number(a) if isinstance(a, Literal) else "" for a in equation.inputs]
+    return (10 if is_long(equation) else 1) + 2 * (_operation(equation, given).rounds_to is not None)
 
 
 class Side(NamedTuple):
@@ -74,14 +139,9 @@ def is_variable(atom) -> bool:
     return not isinstance(atom, Literal)
 
 
-def renamed(text, name, new) -> str:
-    """The text with a C++ name replaced by another."""
-    return re.sub(rf"\b{name}\b", new, text)
-
-
 def kind(dtype) -> str | None:
     """The C++ type of values of a dtype, or None of those that expressions do not compute with."""
-    name = dtype.name if hasattr(dtype, "name") else np.dtype(dtype).name
+    name = dtype if isinstance(dtype, str) else np.dtype(dtype).name
     if name in ("float32", *ROUNDED):
         return "float"
     return "int" if name in _INTEGERS else "bool" if name == "bool" else None
@@ -110,16 +170,16 @@ def prints(equation) -> bool:
     kinds = {kind(dtype) for dtype in dtypes[:-1]}
     if name == "select_n":
         return kind(dtypes[0]) == "bool" and len(dtypes) == 4
-    if name in ("div", "pow", "integer_pow", *_FUNCTIONS) or name in _EXACT:
+    if name in ("div", "pow", "integer_pow", *FUNCTIONS) or name in EXACT:
         return kinds == {"float"}
-    if name in _ARITHMETIC:
+    if name in ARITHMETIC:
         return out != "bool"
     if name == "convert_element_type":
         return out != "int" or kinds == {"bool"} or (kinds == {"int"} and dtypes[-1].name == "int32")
     if name == "reduce_precision":
         wide = (equation.params["exponent_bits"], equation.params["mantissa_bits"])
         return wide in ((8, 23), (8, 7))  # XLA's of float16 has no subnormal numbers
-    if name in ("not", *_LOGIC):
+    if name in ("not", *LOGIC):
         return out in ("bool", "int")
     return True
 
@@ -131,40 +191,25 @@ class Expressions:
         self.own = own  # the names of the operator's operands and of its result, by variable and place
         self.sides: list[Side] = []
 
-    def line(self, variable, place, inside, stored_as=None) -> str:
-        """What a variable is at an element: a C++ expression, made of the equations `inside`.
+    def of(self, variable, place, inside) -> Expression:
+        """What a variable is at an element, made of the equations `inside`."""
+        operations: list[Operation] = []
+        result = self._value(variable, place, inside, {}, operations)
+        return Expression(tuple(operations), result)
 
-        Storing it in a dtype rounds it at the end.
-        """
-        statements: list[str] = []
-        result = self._value(variable, place, inside, {}, statements)
-        last = re.fullmatch(
-            rf"const float {result} = rounded<{ROUNDED.get(stored_as)}>\((.*)\);", (statements or [""])[-1]
-        )
-        if last:
-            statements.pop()
-            result = last[1]
-        if not statements:
-            return result
-        return f"[&] {{ {' '.join(statements)} return {result}; }}()"
-
-    def _value(self, a, place, inside, known, statements):
+    def _value(self, a, place, inside, known, operations):
         if isinstance(a, Literal):
-            return literal(a.val, a.aval.dtype)
+            return _number(a)
         key = a, places.key_of(place)
         if key not in known:
             equation = inside.get(a)
             known[key] = (
-                self._read(a, place) if equation is None else self._made(equation, place, inside, known, statements)
+                self._read(a, place) if equation is None else self._made(equation, place, inside, known, operations)
             )
         return known[key]
 
     def _read(self, a, place):
-        name = self.own.get((a, places.key_of(place)))
-        if name is not None:
-            return name
-        name = self._side(Side(a, place))
-        return f"static_cast<int>({name})" if a.aval.dtype.name in ("int8", "uint8") else name
+        return self.own.get((a, places.key_of(place))) or self._side(Side(a, place))
 
     def _side(self, side):
         for k, other in enumerate(self.sides):
@@ -174,116 +219,52 @@ class Expressions:
         self.sides.append(side)
         return f"s{len(self.sides) - 1}"
 
-    def _index(self, factors):
-        text = ""
-        for factor in factors:
-            index = self._side(Side(None, [], factor))
-            text = f"({text} * {factor.extent} + {index})" if text else index
-        return text or "0"
+    def _index(self, factors, operations):
+        """Along a dimension of these factors."""
+        of_two, index = ("int32", "int32"), Number(0, "int32")
+        for k, factor in enumerate(factors):
+            along = self._side(Side(None, [], factor))
+            if k == 0:
+                index = along
+                continue
+            scaled = _put(operations, Operation("mul", (index, Number(factor.extent, "int32")), of_two, "int32"))
+            index = _put(operations, Operation("add", (scaled, along), of_two, "int32"))
+        return index
 
-    def _made(self, equation, place, inside, known, statements):
-        name, dtype = equation.name, equation.outputs[0].aval.dtype
-        if name == "iota":
-            index = self._index(places.factors_of([place[equation.params["dimension"]]]))
-            return index if kind(dtype) == "int" else self._put(statements, "float", f"static_cast<float>({index})")
+    def _made(self, equation, place, inside, known, operations):
+        if equation.name == "iota":
+            index = self._index(places.factors_of([place[equation.params["dimension"]]]), operations)
+            dtype = equation.outputs[0].aval.dtype.name
+            if dtype == "int32":
+                return index
+            return _put(operations, Operation("convert_element_type", (index,), ("int32",), dtype))
         inputs = places.inputs_of(equation, place)
-        given = [self._value(a, p, inside, known, statements) for a, p in zip(equation.inputs, inputs, strict=True)]
-        if name in VIEWS or name in SAME:
+        given = [self._value(a, p, inside, known, operations) for a, p in zip(equation.inputs, inputs, strict=True)]
+        if equation.name in VIEWS or equation.name in SAME:
             return given[0]
-        if name == "mul" and given[0] == _ONE:
+        if equation.name == "mul" and _is_one(given[0]):
             return given[1]
-        text = None if name in ("mul", "div") and given[1] == _ONE else _text(equation, given)
-        if text is None:
+        if equation.name in ("mul", "div") and _is_one(given[1]):
             return given[0]
-        rounded = ROUNDED.get(dtype.name)
-        if rounded and name not in _NOT_ROUNDED and not _is_exact(equation):
-            text = f"rounded<{rounded}>({text})"
-        return self._put(statements, kind(dtype), text)
-
-    def _put(self, statements, type_, text):
-        name = f"v{len(statements)}"
-        statements.append(f"const {type_} {name} = {text};")
-        return name
+        return _put(operations, _operation(equation, given))
 
 
-def _text(equation, given):
-    """The C++ of an elementwise equation, or None if it changes nothing."""
-    name = equation.name
-    before = [kind(a.aval.dtype) for a in equation.inputs]
-    out = kind(equation.outputs[0].aval.dtype)
-    if name in _ARITHMETIC:
-        operator = _ARITHMETIC[name]
-        if out == "int":
-            return f"static_cast<int>(static_cast<unsigned>({given[0]}) {operator} static_cast<unsigned>({given[1]}))"
-        return f"{given[0]} {operator} {given[1]}"
-    if name == "div":
-        divisor = equation.inputs[1]
-        if isinstance(divisor, Literal) and np.size(divisor.val) == 1:
-            # As XLA has it, which multiplies by the reciprocal of a constant.
-            inverse = np.float32(1) / np.float32(divisor.val)
-            if np.isfinite(inverse) and inverse != 0:
-                return f"{given[0]} * {literal(inverse, np.float32)}"
-        return f"{given[0]} / {given[1]}"
-    if name in _COMPARISONS:
-        return f"{given[0]} {_COMPARISONS[name]} {given[1]}"
-    if name in _LOGIC:
-        return f"{given[0]} {_LOGIC[name]} {given[1]}"
-    if name == "not":
-        return f"!{given[0]}" if out == "bool" else f"~{given[0]}"
-    if name in _FUNCTIONS or name in _EXACT:
-        return (_FUNCTIONS | _EXACT)[name].format(*given)
-    if name == "select_n":
-        return f"{given[0]} ? {given[2]} : {given[1]}"
-    if name == "convert_element_type":
-        return _converted(equation, given[0], before[0], out)
-    if name == "reduce_precision":
-        return f"rounded<BFloat16>({given[0]})" if equation.params["mantissa_bits"] == 7 else None
-    if name == "integer_pow":
-        return f"power({given[0]}, {equation.params['y']})"
-    if name == "clamp":
-        return f"min_or_nan(max_or_nan({given[1]}, {given[0]}), {given[2]})"
-    if name in ("max", "min"):
-        return f"{name}_or_nan({given[0]}, {given[1]})"
-    if name == "neg":
-        return f"-{given[0]}" if out == "float" else f"static_cast<int>(0u - static_cast<unsigned>({given[0]}))"
-    if name == "square":
-        product = "static_cast<int>(static_cast<unsigned>({0}) * static_cast<unsigned>({0}))"
-        return (f"{given[0]} * {given[0]}") if out == "float" else product.format(given[0])
-    return {"abs": "magnitude({})", "sign": "sign_of({})"}[name].format(given[0])
+def _put(operations, operation):
+    operations.append(operation)
+    return f"v{len(operations) - 1}"
 
 
-def _is_exact(equation) -> bool:
-    """Whether it multiplies a bfloat16 with a power of 2."""
-    if equation.name not in ("mul", "div") or equation.outputs[0].aval.dtype.name != "bfloat16":
-        return False
-    numbers = [
-        a.val for a in equation.inputs[equation.name == "div" :] if isinstance(a, Literal) and np.size(a.val) == 1
-    ]
-    return any(math.frexp(abs(float(number)))[0] == 0.5 for number in numbers)
+def _operation(equation, given):
+    params = tuple((k, equation.params[k]) for k in ("y", "exponent_bits", "mantissa_bits") if k in equation.params)
+    dtypes = tuple(a.aval.dtype.name for a in equation.inputs)
+    return Operation(equation.name, tuple(given), dtypes, equation.outputs[0].aval.dtype.name, params)
 
 
-def _converted(equation, given, before, out):
-    narrow = equation.inputs[0].aval.dtype.name, equation.outputs[0].aval.dtype.name
-    if before == out:
-        return None if narrow[1] not in ROUNDED or narrow[0] == narrow[1] else given
-    if out == "bool":
-        return f"{given} != 0"
-    return f"static_cast<{out}>({given})"
+def _number(literal):
+    value, dtype = np.asarray(literal.val).reshape(()).astype(literal.aval.dtype), literal.aval.dtype.name
+    of_kind = {"float": lambda v: float(v.astype(np.float32)), "int": int, "bool": bool}
+    return Number(of_kind.get(kind(dtype), float)(value), dtype)
 
 
-def literal(value, dtype) -> str:
-    """A number as C++, exactly."""
-    value = np.asarray(value).reshape(())
-    of = kind(dtype)
-    if of == "bool":
-        return "true" if value else "false"
-    if of == "int":
-        return f"({int(value)})" if int(value) > -(2**31) else "(-2147483647 - 1)"
-    number = float(np.asarray(value).astype(dtype).astype(np.float32))
-    if math.isfinite(number):
-        return f"({number.hex()}f)"
-    bits = np.float32(number).view(np.uint32)
-    return f"__uint_as_float(0x{int(bits):08x}u)"
-
-
-_ONE = literal(1, np.float32)
+def _is_one(a):
+    return isinstance(a, Number) and kind(a.dtype) == "float" and a.value == 1

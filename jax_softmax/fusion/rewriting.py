@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from jax_softmax.fusion import expressions, rules
-from jax_softmax.fusion.calls import NotFolded, by_xla_p, call_of, kernel_p
+from jax_softmax.fusion.calls import NotFolded, by_xla_p, call_of, kernel_call_p
 from jax_softmax.fusion.graph import bytes_of, graph_of, new_equation, variables_of, with_jaxprs
 from jax_softmax.fusion.groups import Groups, is_loop
 from jax_softmax.fusion.traffic import Traffic, traffic_of
@@ -35,39 +35,23 @@ class Line(NamedTuple):
     why_not: str  # the kernel stands alone, if anything is said
 
 
-def rewritten(jaxpr, report=None, where="", fold=True):
-    """The jaxpr with its groups as calls of kernels. Appends a line for each call of an operator to `report`.
-
-    Without `fold`, as in a program for several devices, operators stay as they are but for those that XLA's fusions
-    make with fewer bytes.
-    """
+def rewritten(jaxpr, report=None, where=""):
+    """The jaxpr with its groups as calls of kernels. Appends a line for each call of an operator to `report`."""
     report = [] if report is None else report
     graph = graph_of(jaxpr)
     changed = False
     for equation in graph.equations:
         if equation.name in _REGIONS:
-            within = report, f"{where}/{equation.name}", fold or _is_of_one_device(equation)
+            within = report, f"{where}/{equation.name}"
             params = with_jaxprs(equation.params, lambda inner, within=within: rewritten(inner, *within))
             changed |= any(params[k] is not equation.params[k] for k in params)
             equation.params = params
     if not any(equation.name in PRIMITIVES for equation in graph.equations) and not changed:
         return jaxpr
-    if fold:
-        graph = rules.applied(graph)
-        calls, by_xla = _decided(graph, report, where)
-    else:
-        calls, by_xla = {}, _better_by_xla(graph)
+    graph = rules.applied(graph)
+    calls, by_xla = _decided(graph, report, where)
     equations, outputs = _in_order(graph, calls, by_xla)
     return jaxpr.replace(eqns=equations, outvars=outputs)
-
-
-def _is_of_one_device(equation):
-    """Whether a region is what each device does, whatever XLA divides outside of it."""
-    if equation.name != "shard_map":
-        return False
-    params = equation.params
-    names = params.get("manual_axes", params.get("newly_manual_axes", ()))  # JAX before and after 0.12
-    return all(n == 1 for name, n in params["mesh"].shape.items() if name not in names)
 
 
 def _decided(graph, report, where):
@@ -82,7 +66,7 @@ def _decided(graph, report, where):
                 call, reads, made = call_of(group, written, groups.read_outside)
                 traffic = traffic_of(group, list(dict.fromkeys(variables_of(reads))), written, groups)
                 line = line._replace(traffic=traffic)
-                if not traffic.kernel_wins or call.scratch_bytes() is None:
+                if not traffic.kernel_wins or call.kernel.scratch_bytes() is None:
                     by_xla.add(group.equation)
                     again = True
                 else:
@@ -97,16 +81,6 @@ def _decided(graph, report, where):
             break
     report += [lines[equation] for equation in graph.equations if equation in lines]
     return calls, by_xla
-
-
-def _better_by_xla(graph):
-    """The operators that cost more bytes by kernels without folding than by XLA."""
-    groups = Groups(graph)
-    traffic = {
-        group.equation: traffic_of(group, groups.reads(group), group.written(groups.read_outside), groups)
-        for group in groups.groups
-    }
-    return {equation for equation, bytes_of_it in traffic.items() if not bytes_of_it.kernel_alone_wins}
 
 
 def _line(group, groups, where):
@@ -149,7 +123,7 @@ def _in_order(graph, calls, by_xla):
     def _equation(node):
         if node in calls:
             call, reads, made = calls[node]
-            return new_equation(reads, made, kernel_p, {"call": call}, node.equation.eqn)
+            return new_equation(reads, made, kernel_call_p, {"call": call}, node.equation.eqn)
         if node in by_xla:
             return new_equation(node.inputs, node.outputs, by_xla_p, {"op": node.name, **node.params}, node.eqn)
         return node.as_jax()

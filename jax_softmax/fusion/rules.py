@@ -1,12 +1,15 @@
 """What a program is replaced by before it is cut into groups, so that fewer bytes move.
 
+First, equal operations of the same variables become one. Then:
+
 1. log_softmax(x), and softmax(x) of which a backward pass keeps a copy in more bytes than x has, are made anew of x and
    the rows' maximum and sum wherever they are read.
 2. A cotangent of log_softmax that is one number but at a label: the gradient of a cross entropy, by its own kernel.
 3. The sum over a row of its product with such an array: a multiple of the element at the label, and of the row's sum.
    What is scattered to a label of each row: a comparison of indices with it.
 4. The sum of softmax's cotangent and log_softmax's of the same array: one cotangent of log_softmax.
-5. What rows of one array have, and their cross entropies, come from the kernel that makes a gradient of it, if that
+5. softmax and log_softmax of the same array, if both are still to be written: exp of the latter is a second result.
+6. What rows of one array have, and their cross entropies, come from the kernel that makes a gradient of it, if that
    needs nothing that depends on them; else they are made once.
 """
 
@@ -16,6 +19,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import Literal
 
 from jax_softmax.fusion import expressions
@@ -25,11 +29,15 @@ from jax_softmax.fusion.groups import Group, Groups, foldable, is_loop, may_fold
 from jax_softmax.primitives import labels, reference
 from jax_softmax.primitives.operators import Coefficients, bind
 
+# Bytes that memory could move while a kernel makes an element of softmax again; and how many fewer bytes are worth it.
+_BYTES_OF_EXPONENTIAL, _WORTH_IT = 1.8, 0.8
+
 _LINEAR_MAPS = ("softmax_linear", "log_softmax_vjp", "log_softmax_jvp")
 
 
 def applied(graph: Graph) -> Graph:
     """The graph after all rules."""
+    graph = _without_duplicates(graph)
     for rule in (
         _gradients_with_rows,
         _sums_of_cotangents,
@@ -37,6 +45,7 @@ def applied(graph: Graph) -> Graph:
         _sums_at_labels,
         _scattered,
         _made_anew,
+        _two_results,
     ):
         replacements: dict[Equation, list[Equation]] = {}
         stands = Groups(graph, left=graph.position).stands
@@ -47,6 +56,26 @@ def applied(graph: Graph) -> Graph:
     while shared := next(filter(None, (_shared_rows(graph, e) for e in graph.equations)), None):
         graph = graph.with_replaced(*shared)
     return graph
+
+
+def _without_duplicates(graph):
+    known: dict = {}
+    renamed: dict = {}
+    for equation in graph.equations:
+        if not may_fold(equation) or equation.eqn.effects:
+            continue
+        inputs = tuple(_identity(renamed.get(a, a) if is_variable(a) else a) for a in equation.inputs)
+        params = tuple(sorted((name, str(value)) for name, value in equation.params.items()))
+        key = equation.name, inputs, params, tuple(str(v.aval) for v in equation.outputs)
+        first = known.setdefault(key, equation)
+        if first is not equation:
+            renamed |= zip(equation.outputs, first.outputs, strict=True)
+    duplicates = {equation: [] for equation in graph.equations if equation.outputs and equation.outputs[0] in renamed}
+    return graph.with_replaced(duplicates, renamed) if duplicates else graph
+
+
+def _identity(a):
+    return a if is_variable(a) else (str(a.aval), np.asarray(a.val).tobytes())
 
 
 class _Made(NamedTuple):
@@ -110,7 +139,8 @@ def _made_anew(graph, equation, stands):
     if not all(is_loop(r) or r.name == "gather" for r in others):
         return None
     if equation.name == "softmax":
-        if Group(graph, equation).cost_of_reading(x, stands) > 0.75 * bytes_of(y):
+        again = Group(graph, equation).cost_of_reading(x, stands) + _BYTES_OF_EXPONENTIAL * size_of(x)
+        if again > _WORTH_IT * 2 * bytes_of(y):  # y is written, and read by the backward pass
             return None
         if others and not any(_is_summed(graph, r) for r in others):
             return _softmax_made_anew(equation, maps) if maps else None
@@ -408,6 +438,34 @@ def _sums_of_cotangents(graph, equation, stands):
 
 
 # ---- 5
+
+
+def _two_results(graph, equation, stands):
+    if not is_plain(equation, "softmax"):
+        return None
+    for other in graph.readers[equation.inputs[0]]:
+        if is_plain(other, "log_softmax") and other.params["axes"] == equation.params["axes"]:
+            return _both_of(equation, other)
+    return None
+
+
+def _both_of(softmax, log_softmax):
+    (p,), (y,), axes = softmax.outputs, log_softmax.outputs, softmax.params["axes"]
+    wide = type(y)(y.aval.update(dtype=jnp.dtype("float32"), weak_type=False))
+
+    def logs(x):
+        return bind("log_softmax", x, where=None, axes=axes, dtype="float32")
+
+    return {
+        log_softmax: [
+            *spliced(logs, log_softmax.inputs, [wide], log_softmax),
+            *spliced(lambda wide: wide.astype(y.aval.dtype), [wide], [y], log_softmax),
+        ],
+        softmax: spliced(lambda wide: jnp.exp(wide).astype(p.aval.dtype), [wide], [p], softmax),
+    }
+
+
+# ---- 6
 
 
 def _gradients_with_rows(graph, equation, stands):

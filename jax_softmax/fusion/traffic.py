@@ -33,11 +33,6 @@ class Traffic(NamedTuple):
     def kernel_wins(self) -> bool:
         return self.ours < _TIE * self.xla
 
-    @property
-    def kernel_alone_wins(self) -> bool:
-        """Without folding."""
-        return self.before < _TIE * self.xla
-
 
 def traffic_of(group, reads, written, groups) -> Traffic:
     """Of a group that reads and writes these variables of elements."""

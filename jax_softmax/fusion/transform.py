@@ -15,9 +15,8 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, xla
 
-from jax_softmax.devices import private
 from jax_softmax.functions import patching
-from jax_softmax.fusion import calls, modules, residuals
+from jax_softmax.fusion import calls, kernels, modules, residuals
 from jax_softmax.fusion.expressions import is_variable
 from jax_softmax.fusion.graph import edited, graph_of, has_refs, jaxprs_of, opened
 from jax_softmax.fusion.rewriting import Line, rewritten
@@ -302,8 +301,7 @@ def _lower(ctx, *operands, jaxpr):
 
 
 def _lower_for_cuda(ctx, *operands, jaxpr):
-    jaxpr = rewritten(jaxpr, fold=private.devices_of(ctx)[0] == 1)
-    return _lower(ctx, *operands, jaxpr=jaxpr)
+    return _lower(ctx, *operands, jaxpr=rewritten(jaxpr))
 
 
 def register() -> None:
@@ -315,6 +313,7 @@ def register() -> None:
     mlir.register_lowering(fused_p, _lower)
     mlir.register_lowering(fused_p, _lower_for_cuda, platform="cuda")
     calls.register()
+    kernels.register()
     interpreters.checkify().error_checks[fused_p] = _checked
 
 

@@ -131,7 +131,8 @@ def distances(x, rows):
 
 def softmax_and_normalizer(x, where, axes, across=None, *, dtype):
     """softmax, and each row's `Normalizer`."""
-    return softmax(x, where, axes, across, dtype=dtype), *logsumexp(x, where, axes, across)
+    rows = logsumexp(x, where, axes, across)
+    return probabilities(x, rows.without_infinity(), where).astype(dtype), *rows
 
 
 def entropy(x, where, axes, across=None):

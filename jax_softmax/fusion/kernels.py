@@ -1,0 +1,274 @@
+"""A kernel with expressions before and after its operator, and the primitive that calls it.
+
+In a program for one device that is an FFI call. In a program that XLA divides among several, each of them calls the
+kernel for its part; an index along a dimension that is divided begins where the part does. Where a device has parts of
+rows, and where there is no kernel, the same is done in JAX.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+from jax_softmax import _kernels
+from jax_softmax.devices import division, layouts, partitioning, parts
+from jax_softmax.fusion import printing
+from jax_softmax.fusion.expressions import ROUNDED, Expression, Number, Operation
+from jax_softmax.primitives import reference
+from jax_softmax.primitives.operators import OPERATORS
+from jax_softmax.runtime.lowering import TARGET, attributes
+
+
+class ReadBeside(NamedTuple):
+    """An array that expressions read, or the index along a dimension, which no memory is read for."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    index_along: int | None = None
+
+
+class Kernel(NamedTuple):
+    """Operands: the operator's own ones, of `shape`; the arrays read beside; numbers and labels of rows; the mask."""
+
+    op: str
+    shape: tuple[int, ...]
+    axes: tuple[int, ...]
+    dtype: str  # of the operator's own operands
+    sides: tuple[ReadBeside, ...]
+    mask_shape: tuple[int, ...] | None
+    load: tuple[Expression, ...]  # of each of the operator's own operands
+    store: tuple[Expression, ...]  # of each result for elements
+    dtypes: tuple[str, ...]  # of these
+    loaded_dtypes: tuple[str, ...]  # of what `load` makes, in the program
+    result_dtype: str | None  # of the operator's result there
+    n_row_results: int
+    in_place: int | None  # which operand the first result takes the place of
+
+    def _text_of_load(self):
+        lines = map(printing.text_of, self.load)
+        lines = ["" if line == f"x{k}" else line for k, line in enumerate(lines)]
+        return "\n".join(lines) if any(lines) else ""
+
+    def _text_of_store(self):
+        lines = []
+        for expression, dtype in zip(self.store, self.dtypes, strict=True):
+            line = printing.text_of(expression, stored_as=dtype)
+            if self.result_dtype in ROUNDED and line != "y":
+                line = printing.with_rounded_result(line, self.result_dtype)
+            lines.append("" if line == "y" else line)
+        return "\n".join(lines) if any(lines) or len(lines) > 1 else ""
+
+    def _described(self):
+        return {
+            "shape": list(self.shape),
+            "axes": list(self.axes),
+            "op": self.op,
+            "dtype": self.dtype,
+            "mask_shape": None if self.mask_shape is None else list(self.mask_shape),
+            "out_dtype": self.dtypes[0] if self.dtypes else None,
+            "more_results": list(self.dtypes[1:]),
+            "load": self._text_of_load(),
+            "store": self._text_of_store(),
+            "sides": [(list(side.shape), side.dtype) for side in self.sides],
+        }
+
+    def scratch_bytes(self) -> int | None:
+        """Memory for blocks to exchange states through; None if XLA itself is as fast."""
+        return _kernels.lower_for_cuda(**self._described())
+
+    def plan(self, **device):
+        """What `_kernels.plan` says of it."""
+        return _kernels.plan(**self._described(), **device)
+
+    @property
+    def result_types(self) -> list[jax.ShapeDtypeStruct]:
+        rows = tuple(1 if d in self.axes else n for d, n in enumerate(self.shape))
+        of_elements = [jax.ShapeDtypeStruct(self.shape, dtype) for dtype in self.dtypes]
+        return of_elements + [jax.ShapeDtypeStruct(rows, jnp.float32)] * self.n_row_results
+
+    def call(self, *operands):
+        """The FFI call."""
+        types, scratch = self.result_types, self.scratch_bytes()
+        n = len(types)
+        if scratch:
+            types.append(jax.ShapeDtypeStruct((scratch,), jnp.uint8))
+        roles = ("array" if s.index_along is None else f"index:{s.index_along}" for s in self.sides)
+        texts = self._text_of_load(), self._text_of_store()
+        given = attributes(self.op, self.axes, self.mask_shape is not None, " ".join(roles), *texts)
+        aliases = {} if self.in_place is None else {self.in_place: 0}
+        return jax.ffi.ffi_call(TARGET, types, input_output_aliases=aliases)(*operands, **given)[:n]
+
+    def in_jax(self, *operands, operator=reference.apply):
+        """The same in JAX. `operator` does what the operator does, of values that are loaded and what rows have."""
+        facts = OPERATORS[self.op]
+        own, rest = operands[: facts.inputs], list(operands[facts.inputs :])
+        given = {f"x{k}": a for k, a in enumerate(own)}
+        for k, side in enumerate(self.sides):
+            if side.index_along is None:
+                given[f"s{k}"] = rest.pop(0)
+            else:
+                given[f"s{k}"] = jax.lax.broadcasted_iota(jnp.int32, side.shape, side.index_along)
+        loaded = [
+            jnp.broadcast_to(expression.value(given), own[0].shape).astype(dtype)
+            for expression, dtype in zip(self.load, self.loaded_dtypes, strict=True)
+        ]
+        dtype = {"dtype": self.result_dtype} if facts.element_results else {}
+        found = operator(self.op, *loaded, *rest, axes=self.axes, **dtype)
+        found = list(found) if isinstance(found, tuple | list) else [found]
+        if not facts.element_results:
+            return found
+        given["y"] = found.pop(0)
+        of_elements = zip(self.store, self.dtypes, strict=True)
+        stored = (jnp.broadcast_to(e.value(given), given["y"].shape).astype(dtype) for e, dtype in of_elements)
+        return [*stored, *found]
+
+    # ---- Of one part
+
+    @property
+    def n_arrays(self) -> int:
+        """How many operands come before those that rows have: the operator's own ones, and arrays read beside."""
+        return OPERATORS[self.op].inputs + sum(side.index_along is None for side in self.sides)
+
+    @property
+    def dims_with_indices(self) -> list[int]:
+        return [side.index_along for side in self.sides if side.index_along is not None]
+
+    def of_part(self, layout) -> "Kernel":
+        """The kernel for a device's part; indices that begin elsewhere are sums with scalar arrays, which follow the
+        arrays read beside."""
+        part = tuple(layouts.part_of(self.shape, layout))
+
+        def cut(shape):
+            return tuple(m if n == whole else n for n, m, whole in zip(shape, part, self.shape, strict=True))
+
+        sides = [side._replace(shape=cut(side.shape)) for side in self.sides]
+        sums = {}
+        for k, side in enumerate(self.sides):
+            if side.index_along is not None and layout.shape[side.index_along] > 1:
+                sums[f"s{k}"] = f"s{len(sides)}"
+                sides.append(ReadBeside((1,) * len(part), "int32"))
+        return self._replace(
+            shape=part,
+            sides=tuple(sides),
+            mask_shape=None if self.mask_shape is None else cut(self.mask_shape),
+            load=tuple(_with_sums(expression, sums) for expression in self.load),
+            store=tuple(_with_sums(expression, sums) for expression in self.store),
+        )
+
+
+def _with_sums(expression, sums):
+    read = {a for operation in expression.operations for a in operation.operands} | {expression.result}
+    return expression.with_sums({name: other for name, other in sums.items() if name in read})
+
+
+def _from_json(fields) -> Kernel:
+    def atom(a):
+        return a if isinstance(a, str) else Number(*a)
+
+    def expression(given):
+        operations = (
+            Operation(name, tuple(map(atom, operands)), tuple(dtypes), dtype, tuple(map(tuple, params)))
+            for name, operands, dtypes, dtype, params in given[0]
+        )
+        return Expression(tuple(operations), atom(given[1]))
+
+    def frozen(a):
+        return tuple(map(frozen, a)) if isinstance(a, list) else a
+
+    known: dict[str, Any] = {name: tuple(map(expression, fields[name])) for name in ("load", "store")}
+    known["sides"] = tuple(ReadBeside(*map(frozen, side)) for side in fields["sides"])
+    return Kernel(**{name: frozen(value) for name, value in fields.items()} | known)
+
+
+# ---- The primitive.
+
+kernel_p = Primitive("softmax_kernel")
+kernel_p.multiple_results = True
+
+
+@kernel_p.def_abstract_eval
+def _(*operands, kernel):
+    return [jax.core.ShapedArray(t.shape, t.dtype) for t in kernel.result_types]
+
+
+def lower(ctx, *operands, kernel, platform):
+    """A call, in a program for one device or several."""
+
+    def function(made):
+        return mlir.lower_fun(made, multiple_results=True)(ctx, *operands)
+
+    return partitioning.divided(
+        ctx,
+        operands,
+        {"primitive": kernel_p.name, "platform": platform, "params": {"kernel": kernel}},
+        local=lambda: function(kernel.call),
+        by_reference=lambda: function(kernel.in_jax),
+    )
+
+
+class _Parts(division.Parts):
+    """What each device does of a kernel."""
+
+    def __init__(self, kernel):
+        self.kernel = _from_json(dict(zip(Kernel._fields, kernel, strict=True)))
+        self.axes = self.kernel.axes
+        self.dims_with_indices = self.kernel.dims_with_indices
+
+    def of_whole_rows(self, layout):
+        kernel = self.kernel.of_part(layout)
+
+        def function(*operands):
+            operands = self._with_starts(layout, kernel.shape, operands)
+            return kernel.in_jax(*operands) if kernel.scratch_bytes() is None else kernel.call(*operands)
+
+        return function
+
+    def of_parts_of_rows(self, layout, spread):
+        kernel = self.kernel.of_part(layout)
+
+        def function(*operands):
+            operands = self._with_starts(layout, kernel.shape, operands)
+            normalizer = functools.partial(_normalizer, kernel, operands)
+
+            def operator(op, *loaded, axes, **params):
+                params = {"axes": axes, **params}
+                return parts.over_groups(op, params, self.kernel.shape, layout, spread, normalizer)(*loaded)
+
+            return kernel.in_jax(*operands, operator=operator)
+
+        return function
+
+    def _with_starts(self, layout, part, operands):
+        """The operands, and after the arrays read beside where this device's indices begin: see `Kernel.of_part`."""
+        n = self.kernel.n_arrays
+        dims = (d for d in self.dims_with_indices if layout.shape[d] > 1)
+        starts = (parts.first_index(layout, part, d).reshape([1] * len(part)) for d in dims)
+        return *operands[:n], *starts, *operands[n:]
+
+
+def _normalizer(kernel, operands, x, where, axes):
+    """The maxima and sums of the parts of rows, x being what is loaded: by a kernel that loads it, if there is one."""
+    of_rows = kernel._replace(
+        op="logsumexp",
+        mask_shape=None if where is None else where.shape,
+        store=(),
+        dtypes=(),
+        result_dtype=None,
+        n_row_results=2,
+        in_place=None,
+    )
+    if OPERATORS[kernel.op].inputs > 1 or of_rows.scratch_bytes() is None:
+        return reference.logsumexp(x, where, axes)
+    return reference.Normalizer(*of_rows.call(*operands[: kernel.n_arrays], *(() if where is None else (where,))))
+
+
+def register() -> None:
+    division.PARTS[kernel_p.name] = _Parts
+
+    def rule(ctx, *operands, kernel):
+        return lower(ctx, *operands, kernel=kernel, platform="cuda")
+
+    mlir.register_lowering(kernel_p, rule, platform="cuda")
