@@ -140,11 +140,15 @@ def _read_beside(side, factors):
 
 
 def _ends_here(a, group, read_outside):
-    """Whether an array is in memory for this group alone: a product that nothing else reads."""
+    """Whether an array is in memory for this group alone: a product that nothing else reads, or an operand of an
+    operator that says so."""
+    if a is group.x and group.equation.name.endswith("_in_place"):
+        return True
     graph, maker = group.graph, group.graph.maker.get(a)
     while maker is not None and maker.name in ("reshape", "squeeze") and graph.readers[maker.inputs[0]] == [maker]:
         maker = graph.maker.get(maker.inputs[0])
-    return maker is not None and maker.name in ("dot_general", "ragged_dot") and not read_outside(a, group)
+    products = "dot_general", "ragged_dot", "linear_product"
+    return maker is not None and maker.name in products and not read_outside(a, group)
 
 
 def _fits(call, k):

@@ -17,7 +17,8 @@ _REGIONS = (
 
 
 # What puts its result into memory in any case.
-_IN_MEMORY = (*_REGIONS, *PRIMITIVES, "dot_general", "ragged_dot", "conv_general_dilated", "gather", "sort", "top_k")
+_IN_MEMORY = (*_REGIONS, *PRIMITIVES, "dot_general", "ragged_dot", "linear_product", "conv_general_dilated")
+_IN_MEMORY += ("gather", "sort", "top_k")
 
 
 class Line(NamedTuple):
