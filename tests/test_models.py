@@ -4,10 +4,24 @@ import jax
 import pytest
 from computations import COMPUTATIONS, largest_difference
 
+import jax_softmax
 
+every_computation = pytest.mark.parametrize("computation", COMPUTATIONS, ids=lambda computation: computation.name)
 # Of packages that are older than this JAX.
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("computation", COMPUTATIONS, ids=lambda computation: computation.name)
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+
+@every_computation
+def test_what_is_folded_can_be_said(computation):
+    """On any platform, and of the sizes that are measured."""
+    if computation.package is not None:
+        pytest.importorskip(computation.package)
+    arguments = jax.eval_shape(computation.make_args, jax.random.key(0))
+    report = jax_softmax.fuse(computation.function).explain(*arguments)
+    assert report and all(line.why_not == "" for line in report), str(report)
+
+
+@every_computation
 def test_fused_is_equal_up_to_roundings(computation):
     if computation.package is not None:
         pytest.importorskip(computation.package)

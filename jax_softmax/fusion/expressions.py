@@ -141,7 +141,7 @@ def is_variable(atom) -> bool:
 
 def kind(dtype) -> str | None:
     """The C++ type of values of a dtype, or None of those that expressions do not compute with."""
-    name = dtype if isinstance(dtype, str) else np.dtype(dtype).name
+    name = dtype if isinstance(dtype, str) else dtype.name  # which keys of random numbers have as well
     if name in ("float32", *ROUNDED):
         return "float"
     return "int" if name in _INTEGERS else "bool" if name == "bool" else None
