@@ -24,6 +24,13 @@ from jax_softmax.functions.chunks import Split, split_of
 TOKENS, FEATURES, VOCABULARY = 11, 5, 9
 
 
+@pytest.fixture(autouse=True)
+def products_in_float32():
+    """Also on a GPU, which by default rounds float32 operands of products."""
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
 def operands(dtype="float32", tokens=(TOKENS,), features=FEATURES, vocabulary=VOCABULARY):
     """x, w, labels of which some are ignored, and a bias."""
     labels = np.random.default_rng(2).integers(-1, vocabulary + 1, tokens)

@@ -186,10 +186,12 @@ def _gradient(axes, labelled, weights, classes, options):
 def _gradient_in_place(axes, labelled, weights, classes, options):
     """The same where the gradient takes the logits' place: what else reads them is made before."""
     x, label, found, where = labelled
-    logit = reference.widened(at_labels(x, axes, label))
+    # Without a barrier XLA would read it once more where it is needed after the kernel, and copy the logits for that.
+    logit = jax.lax.optimization_barrier(reference.widened(at_labels(x, axes, label)))
     from_logit, read = None, logit
     if options.label_smoothing is not None:
         from_logit = row_sum(reference.kept(reference.widened(x) - logit, where), axes, ())
+        from_logit = jax.lax.optimization_barrier(from_logit)
         read += from_logit
     coefficients = _coefficients(weights, classes, options)
     # The kernel is given something of what was read, so it comes after that. Where this is NaN the gradient is as well.
