@@ -1,0 +1,68 @@
+"""Times unchanged code on two GPUs as it is and under `jax_softmax.fuse`, of arrays that are sharded in several ways.
+
+python benchmarks/fused_on_two_gpus.py
+
+Prints a table: device time while either GPU is busy, the kernels and collectives of the fused program, and how far its
+results are from one GPU's without `fuse`, in units of what roundings may do.
+"""
+
+import sys
+
+import jax
+import numpy as np
+from computations import COMPUTATIONS, largest_difference
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from timing import device_times
+
+import jax_softmax
+
+# Of attention, the specification of queries, keys, values and the cotangent; of a loss, of logits.
+CASES = [
+    ("attention_float32", "batch", P("x")),
+    ("attention_float32", "heads", P(None, None, "x")),
+    ("attention_float32", "queries and keys", P(None, "x")),
+    ("loss_log_softmax", "rows", P("x")),
+]
+COLLECTIVES = "all-reduce", "all-gather", "all-to-all", "collective-permute"
+
+
+def main() -> int:
+    if jax.default_backend() != "gpu" or jax.device_count() < 2:
+        print("fused_on_two_gpus.py: two GPUs are needed", file=sys.stderr)
+        return 1
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
+    computations = {computation.name: computation for computation in COMPUTATIONS}
+    print(f"{jax.devices()[0].device_kind}, JAX {jax.__version__}, device time.\n")
+    print("| computation | sharded | XLA, µs | fused, µs | XLA / fused | kernels | collectives | difference |")
+    print("|---|---|---|---|---|---|---|---|")
+    for name, what, spec in CASES:
+        print(row(computations[name], what, spec, mesh), flush=True)
+    return 0
+
+
+def row(computation, what, spec, mesh) -> str:
+    arguments = computation.make_args(jax.random.key(0))
+    expected = jax.jit(computation.function)(*arguments)
+
+    def placed(a):  # labels are sharded as the logits' rows are
+        return jax.device_put(a, NamedSharding(mesh, P(*spec[: a.ndim])))
+
+    arguments = jax.tree.map(placed, arguments)
+    programs = {"XLA": jax.jit(computation.function), "fused": jax.jit(computation.fused)}
+    text = programs["fused"].lower(*arguments).compile().as_text()
+    difference = largest_difference(
+        computation, *(jax.tree.map(np.asarray, r) for r in (programs["fused"](*arguments), expected))
+    )
+    times = device_times({which: (program, arguments) for which, program in programs.items()}, 4)
+    kernels = text.count('custom_call_target="jax_softmax"')
+    counts = {kind: text.count(f"{kind}(") + text.count(f"{kind}-start(") for kind in COLLECTIVES}
+    travels = ", ".join(f"{n} {kind}" for kind, n in counts.items() if n) or "none"
+    return (
+        f"| {computation.name} | {what} | {times['XLA'] * 1e6:.0f} | {times['fused'] * 1e6:.0f} | "
+        f"{times['XLA'] / times['fused']:.2f} | {kernels} | {travels} | {difference:.2f} |"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
