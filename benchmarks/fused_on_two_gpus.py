@@ -15,8 +15,6 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from timing import device_times
 
-import jax_softmax
-
 # Of attention, the specification of queries, keys, values and the cotangent; of a loss, of logits.
 CASES = [
     ("attention_float32", "batch", P("x")),
