@@ -38,8 +38,8 @@ def register() -> None:
     private.register_plugin_callbacks(tell)
 
 
-class Parts:
-    """What each device does of a primitive with these parameters: PARTS has the class of each."""
+class DeviceProgram:
+    """What each device does of a primitive with these parameters."""
 
     axes: tuple[int, ...]  # that are reduced
     dims_with_indices: Iterable[int]  # along which it matters where a device's part begins
@@ -53,7 +53,7 @@ class Parts:
         raise NotImplementedError
 
 
-class _PartsOfOperator(Parts):
+class _OperatorProgram(DeviceProgram):
     dims_with_indices = ()
 
     def __init__(self, primitive, shape, params):
@@ -69,14 +69,15 @@ class _PartsOfOperator(Parts):
         return parts.over_groups(primitive.name, params, shape, layout, spread)
 
 
-PARTS: dict[str, Callable] = {}  # of primitives that are no operators, by their names
+# Of primitives that are no operators, by their names: what makes a DeviceProgram of the parameters.
+PROGRAMS: dict[str, Callable[..., DeviceProgram]] = {}
 
 
-def _parts(name, shape, params):
-    if name in PARTS:
-        return PARTS[name](**params)
+def _device_program(name, shape, params):
+    if name in PROGRAMS:
+        return PROGRAMS[name](**params)
     params = {key: tuple(value) if isinstance(value, list) else value for key, value in params.items()}
-    return _PartsOfOperator(PRIMITIVES[name], shape, params)
+    return _OperatorProgram(PRIMITIVES[name], shape, params)
 
 
 def _divide(arg_shapes, arg_shardings, result_shape, result_sharding, config):
@@ -90,7 +91,7 @@ def _divide(arg_shapes, arg_shardings, result_shape, result_sharding, config):
     if config.get("version") != _kernels.CALL_VERSION:
         raise ValueError("this program was made by another version of jax_softmax: export it again")
     shape = tuple(arg_shapes[0].dimensions())
-    parts_of = _parts(config["primitive"], shape, config["params"])
+    of_device = _device_program(config["primitive"], shape, config["params"])
     of_results = result_sharding.tuple_elements() if result_shape.is_tuple() else [result_sharding]
     results = [_Laid(*laid, shape) for laid in zip(_parts_of_tuple(result_shape), of_results, strict=True)]
     operands = [_Laid(*laid, shape) for laid in zip(arg_shapes, arg_shardings, strict=True)]
@@ -98,7 +99,7 @@ def _divide(arg_shapes, arg_shardings, result_shape, result_sharding, config):
     gathered = None
     # Else inside a partly manual shard_map, where XLA numbers the devices anew for each group of the manual axes.
     nameable = layout.size == config["devices"]
-    numbered = [d for d in {*parts_of.axes, *parts_of.dims_with_indices} if layout.shape[d] > 1]
+    numbered = [d for d in {*of_device.axes, *of_device.dims_with_indices} if layout.shape[d] > 1]
     if numbered and not nameable:
         gathered = (
             "inside a partly manual shard_map an axis that is reduced, or whose indices are needed, is sharded over a "
@@ -113,8 +114,8 @@ def _divide(arg_shapes, arg_shardings, result_shape, result_sharding, config):
         )
     if gathered:
         warn_inside_xla(f"an operand that is sharded over devices may be gathered onto each of them: {gathered}")
-    spread = [d for d in parts_of.axes if layout.shape[d] > 1]
-    function = parts_of.of_parts_of_rows(layout, spread) if spread else parts_of.of_whole_rows(layout)
+    spread = [d for d in of_device.axes if layout.shape[d] > 1]
+    function = of_device.of_parts_of_rows(layout, spread) if spread else of_device.of_whole_rows(layout)
 
     def after_moves(*held):
         return function(*(all_to_all_p.bind(a, **move) if move else a for a, move in zip(held, moves, strict=True)))

@@ -209,7 +209,7 @@ def lower(ctx, *operands, kernel, platform):
     )
 
 
-class _Parts(division.Parts):
+class _DeviceProgram(division.DeviceProgram):
     """What each device does of a kernel."""
 
     def __init__(self, kernel):
@@ -266,7 +266,7 @@ def _normalizer(kernel, operands, x, where, axes):
 
 
 def register() -> None:
-    division.PARTS[kernel_p.name] = _Parts
+    division.PROGRAMS[kernel_p.name] = _DeviceProgram
 
     def rule(ctx, *operands, kernel):
         return lower(ctx, *operands, kernel=kernel, platform="cuda")
