@@ -171,6 +171,26 @@ def test_losses(spec, kernels):
     check(jax.value_and_grad(loss), given, [spec], kernels, {"all-reduce"}, most=8)
 
 
+@pytest.mark.skipif(emulated.COMPILER is None, reason="no C++ compiler found")
+def test_printed_indices_begin_where_the_part_does():
+    """The kernel of each of four devices, before the operator and after it."""
+    (x,) = arrays((2, 3, 16, 16))
+
+    def f(x):
+        rows, columns = (jax.lax.broadcasted_iota(jnp.int32, x.shape, d) for d in (2, 3))
+        return jnp.where(rows > 3, jax.nn.softmax(jnp.where(rows >= columns, x, -1e9)), columns * 0.5)
+
+    with emulated.kernels() as made:
+        jax.jit(fuse(f)).lower(x)
+        (kernel,) = made
+        part = kernel.of_part(np.arange(4).reshape(1, 1, 4, 1, 1))
+        start = jnp.zeros((1, 1, 1, 1), jnp.int32)
+        program = jax.jit(part.call).lower(x[:, :, :4], start).compile()
+    for k in range(4):
+        (found,) = program(x[:, :, 4 * k : 4 * k + 4], start + 4 * k)
+        assert_close(found, f(x)[:, :, 4 * k : 4 * k + 4])
+
+
 # ---- Other ways to divide
 
 

@@ -420,8 +420,21 @@ def test_the_rule(shape, sums, expected):
 
 def test_chunks_that_the_caller_gives():
     assert split_of((2, 1000), 1, 0, 500) == Split(1, 250)
-    assert split_of((10,), 1, 0, 4) == Split(0, 4)
+    assert split_of((11,), 1, 0, 4) == Split(0, 4)  # and a rest
     assert split_of((10,), 1, 0, 10) is None and split_of((), 1, 0, 1) is None
+
+
+@pytest.mark.parametrize(
+    "shape,chunk", [((3, 7), 5), ((8, 1024), 100), ((32, 32), 64), ((64, 64, 64), 4096), ((64,), 24)]
+)
+def test_no_chunk_has_more_tokens_than_the_caller_says(shape, chunk):
+    split = split_of(shape, 1, 0, chunk)
+    others = math.prod(shape) // shape[split.dim]
+    assert chunk / 2 <= split.size * others <= chunk or shape[split.dim] // 2 < split.size
+
+
+def test_a_chunk_has_an_index_of_the_longest_dimension():
+    assert split_of((4, 8), 1, 0, 1) == Split(1, 1)
 
 
 @pytest.fixture
@@ -441,6 +454,31 @@ def test_the_rule_is_heeded(small_chunks):
     support.assert_close(
         step(x, w, labels), jax.value_and_grad(lambda x, w: expected_loss(x @ w, labels), (0, 1))(x, w), 1e-5, 1e-6
     )
+
+
+# ---- Products
+
+
+def test_precision_of_products():
+    """It is what holds where the function is traced, of all three products."""
+
+    def loss(x, w):
+        with jax.default_matmul_precision("highest"):
+            return linear_cross_entropy(x, w, labels)
+
+    x, w, labels, _ = operands()
+    with jax.default_matmul_precision("default"):
+        text = jax.jit(jax.grad(loss, (0, 1))).lower(x, w).as_text()
+    products = [line for line in text.split("\n") if "stablehlo.dot_general" in line]
+    assert len(products) == 3 and all(line.count("HIGHEST") == 2 for line in products)
+
+
+def test_products_of_8_bits():
+    """Are those of float32, whatever the other operand is."""
+    x, w, labels, _ = operands("bfloat16")
+    narrow = x.astype(jnp.float8_e4m3fn)
+    found = linear_cross_entropy(narrow, w, labels)
+    np.testing.assert_allclose(found, linear_cross_entropy(narrow.astype(jnp.float32), w, labels), rtol=1e-6)
 
 
 # ---- Transformations
@@ -586,14 +624,89 @@ def test_jit(on_the_cpu, small_chunks, kind, specs, sizes):
     assert sorted(found) == sorted(sizes)
 
 
-def test_chunks_under_jit(on_the_cpu):
+@pytest.mark.parametrize("chunk", [16, 24, 7])
+def test_chunks_under_jit(on_the_cpu, chunk):
     """Where the caller asks for them each device has a part of every chunk: x does not travel."""
     args, expected = spread_operands()
     mesh = support.mesh_of_cpus((4, 2))
     args = [jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in zip(args, TOKENS_SPREAD, strict=True)]
-    f = jax.value_and_grad(functools.partial(linear_cross_entropy, reduction="sum", chunk=16), (0, 1))
+    f = jax.value_and_grad(functools.partial(linear_cross_entropy, reduction="sum", chunk=chunk), (0, 1))
     found = collectives(f, args, expected)
     assert set(found) == {("all-reduce", W_SIZE)}
+
+
+def test_the_rules_chunks_under_jit(on_the_cpu, small_chunks):
+    """There are none, nor in the backward pass of losses for each token: x would travel."""
+    args, expected = spread_operands()
+    mesh = support.mesh_of_cpus((4, 2))
+    x, w, labels = (
+        jax.device_put(a.reshape(16, 4, *a.shape[1:]) if k != 1 else a, NamedSharding(mesh, spec))
+        for k, (a, spec) in enumerate(zip(args, TOKENS_SPREAD, strict=True))
+    )
+    expected = expected[0], (expected[1][0].reshape(16, 4, -1), expected[1][1])
+
+    def f(x, w, labels):
+        return jax.value_and_grad(lambda *xw: jnp.sum(linear_cross_entropy(*xw, labels, reduction=None)), (0, 1))(x, w)
+
+    assert set(collectives(f, (x, w, labels), expected)) == {("all-reduce", W_SIZE)}
+
+
+def test_chunks_in_explicit_mode(on_the_cpu):
+    (x, w, labels), _ = spread_operands()
+    mesh = support.mesh_of_cpus((4, 2), AxisType.Explicit)
+    with jax.set_mesh(mesh):
+        x = jax.device_put(x, NamedSharding(mesh, P("data")))
+        with pytest.raises(ValueError, match=r"linear_cross_entropy: chunk must be None where x's type .* got 16"):
+            linear_cross_entropy(x, w, labels, chunk=16)
+
+
+def test_labels_that_are_cut_more_finely(on_the_cpu):
+    """x follows them, and its gradient has its own type."""
+    (x, w, labels), expected = spread_operands()
+    mesh = support.mesh_of_cpus((4, 2), AxisType.Explicit)
+    with jax.set_mesh(mesh):
+        labels = jax.device_put(labels, NamedSharding(mesh, P("data")))
+        x, w = (jax.device_put(a, NamedSharding(mesh, P())) for a in (x, w))
+
+        def f(x, w):
+            return jnp.sum(linear_cross_entropy(x, w, labels, reduction=None))
+
+        support.assert_close(support.in_haste(jax.value_and_grad(f, (0, 1)), x, w), expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_all_gradients_of_a_vocabulary_that_is_spread(on_the_cpu, check_vma):
+    """By x, w, weights and options, from outside of shard_map."""
+    (x, w, labels), _ = spread_operands()
+    given = x, w, jnp.linspace(0.5, 2, 64), jnp.asarray(0.01), jnp.asarray(0.1)
+
+    def theirs(x, w, weights, z_loss, smoothing):
+        options = {"weights": weights, "z_loss": z_loss, "label_smoothing": smoothing}
+        return expected_loss(x @ w, labels, "sum", **options)
+
+    def ours(x, w, weights, z_loss, smoothing):
+        options = {"weights": weights, "z_loss": z_loss, "label_smoothing": smoothing}
+        return linear_cross_entropy(x, w, labels, reduction="sum", chunk=24, axis_name="model", **options)
+
+    specs = P(), P(None, "model"), P(), P(), P()
+    f = jax.shard_map(ours, mesh=support.mesh_of_cpus((4, 2)), in_specs=specs, out_specs=P(), check_vma=check_vma)
+    which = tuple(range(len(given)))
+    found = support.in_haste(jax.value_and_grad(f, which), *given)
+    support.assert_close(found, jax.value_and_grad(theirs, which)(*given), rtol=1e-5, atol=2e-4)
+
+
+def test_labels_that_were_gathered(on_the_cpu):
+    """They are the same on all devices, but their type says that they may differ."""
+    (x, w, labels), expected = spread_operands()
+
+    def ours(x, w, part):
+        labels = jax.lax.all_gather(part, "model", tiled=True)
+        return jax.lax.pmean(linear_cross_entropy(x, w, labels, reduction="sum", axis_name="model"), "model")
+
+    specs = P(), P(None, "model"), P("model")
+    f = jax.shard_map(ours, mesh=support.mesh_of_cpus((4, 2)), in_specs=specs, out_specs=P())
+    found = support.in_haste(jax.value_and_grad(f, (0, 1)), x, w, labels)
+    support.assert_close(found, expected, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("reduction", ["mean", None])
@@ -644,6 +757,8 @@ def test_gradients_inside_shard_map(on_the_cpu, reduction):
         ({"return_entropy": True}, ValueError, "return_entropy must be False unless reduction is None, got 'mean'"),
         ({"soft_cap": 0}, ValueError, "soft_cap must be a positive number, .*, got 0"),
         ({"soft_cap": "30"}, TypeError, "soft_cap must be a positive number, .*, got one of type str"),
+        ({"temperature": 1e-50}, ValueError, "temperature must be a positive number, .* of float32's range, got 1e-50"),
+        ({"soft_cap": 1e300}, ValueError, r"soft_cap must be a positive number, .*, got 1e\+300"),
         ({"temperature": math.nan}, ValueError, "temperature must be a positive number, .*, got nan"),
         ({"temperature": jnp.ones(())}, TypeError, "temperature must be a positive number, .*, got one of type"),
         ({"label_smoothing": 2}, ValueError, "label_smoothing must be a number from 0 to 1, got 2"),

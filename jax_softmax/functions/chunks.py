@@ -22,7 +22,8 @@ def split_of(shape, logit_bytes, sum_bytes, chunk=None):
     """The `Split` of tokens of this shape, or None for all at once.
 
     `logit_bytes`: that one token's logits take. `sum_bytes`: what chunks take besides, to add up a gradient in.
-    `chunk`: how many tokens a chunk may have, if the caller says so.
+    `chunk`: how many tokens a chunk may have, if the caller says so. A chunk has one index of the longest dimension at
+    least, and all of the others.
 
     This is the rule that chooses: all at once, unless chunks take less memory; and where the number of tokens is
     symbolic.
@@ -30,18 +31,21 @@ def split_of(shape, logit_bytes, sum_bytes, chunk=None):
     if not all(isinstance(n, int) for n in shape):
         return None
     tokens = math.prod(shape)
-    if chunk is None:
-        count = 1
-        while tokens > count and -(-tokens // count) * logit_bytes > _CHUNK_BYTES:
-            count *= 2
-        if tokens * logit_bytes <= -(-tokens // count) * logit_bytes + sum_bytes:
-            return None
-    else:
-        count = -(-tokens // chunk)
     dim = max(range(len(shape)), key=lambda d: shape[d], default=None)
-    if count <= 1 or shape[dim] <= 1:
+    if tokens <= 1:
         return None
-    return Split(dim, -(-shape[dim] // min(count, shape[dim])))
+    others = tokens // shape[dim]
+    most = (_CHUNK_BYTES // logit_bytes if chunk is None else chunk) // others
+    size = _chunk_size(shape[dim], max(1, most))
+    if size >= shape[dim] or (chunk is None and tokens * logit_bytes <= size * others * logit_bytes + sum_bytes):
+        return None
+    return Split(dim, size)
+
+
+def _chunk_size(extent, most):
+    """At most so many, and a divisor of the extent if there is one that is not much less."""
+    fewest = -(-extent // most)
+    return next((extent // count for count in range(fewest, 2 * fewest) if extent % count == 0), most)
 
 
 def all_at_once_if_divided(function, split):

@@ -121,8 +121,8 @@ def weighted_losses(axes, axis_name, labelled, weights, options, temporary=False
     return _counted(_losses(values, _classes(axes, axis_name, labelled), options), weights) * weights
 
 
-def weighted_sum(axes, axis_name, labelled, weights, options, temporary=False):
-    return jnp.sum(weighted_losses(axes, axis_name, labelled, weights, options, temporary))
+def weighted_sum(axes, axis_name, labelled, weights, options):
+    return jnp.sum(weighted_losses(axes, axis_name, labelled, weights, options))
 
 
 def _dot(losses, weights):

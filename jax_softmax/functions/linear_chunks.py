@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax_softmax.functions.chunks import all_at_once_if_divided, over_chunks, split_of
 from jax_softmax.functions.integer_losses import inner_product
 from jax_softmax.functions.linear_layer import (
+    is_known_to_be_one,
     loss,
     loss_and_gradients,
     losses_of_chunk,
@@ -54,7 +55,8 @@ def _total_jvp(layer, primals, tangents):
     )
     products = {name: inner_product(gradients[name], dot) for name, dot in moving.items()}
     tangent = jnp.zeros_like(value)
-    of_parts = [products.pop(name) for name in _SPREAD if name in products]
+    spread = _SPREAD if is_known_to_be_one(layer, given, value) else tuple(products)
+    of_parts = [products.pop(name) for name in spread if name in products]
     if of_parts:
         of_parts = functools.reduce(jnp.add, of_parts).astype(tangent.dtype)
         tangent += jax.lax.psum(of_parts, layer.axis_name) if layer.axis_name else of_parts
@@ -93,14 +95,17 @@ def _token_losses_jvp(layer, return_entropy, primals, tangents):
     losses, moving = token_losses(layer, return_entropy, given), _moving(dots)
     if not moving:
         return losses, jax.tree.map(jnp.zeros_like, losses)
-    split = _split(layer, given, sums="w" in moving)
-    changed = named_arrays(given, moving, _wide_dtype(layer, given, split))
 
-    def function(changed):
-        return _losses_of_chunks(layer, return_entropy, split, *with_changed(given, changed))
+    def tangents(split):
+        changed = named_arrays(given, moving, _wide_dtype(layer, given, split))
 
-    dots = {name: dot.astype(changed[name].dtype) for name, dot in moving.items()}
-    return losses, jax.jvp(function, (changed,), (dots,))[1]
+        def function(changed):
+            return _losses_of_chunks(layer, return_entropy, split, *with_changed(given, changed))
+
+        dots = {name: dot.astype(changed[name].dtype) for name, dot in moving.items()}
+        return jax.jvp(function, (changed,), (dots,))[1]
+
+    return losses, _in_chunks(layer, given, "w" in moving, tangents)
 
 
 def _losses_of_chunks(layer, return_entropy, split, given, wide):

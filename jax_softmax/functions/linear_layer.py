@@ -113,11 +113,21 @@ def with_changed(given, changed):
     return given._replace(**{name: a for name, a in changed.items() if name != "w"}), changed.get("w", given.w)
 
 
+def is_known_to_be_one(layer, given, value):
+    """Whether JAX knows that a loss is the same on all devices along axis_name, each of which has parts of the logits:
+    that is what types say with check_vma, unless something that it is made of, such as gathered labels, may differ.
+
+    JAX then adds up what devices have of a gradient by what is the same on all of them. Otherwise that is to be done
+    here, and each device's loss is 1 / n of the n that there are.
+    """
+    varying = arguments.varying_axes
+    return varying(given.x).issuperset(layer.axis_name) and varying(value).isdisjoint(layer.axis_name)
+
+
 def _seed(layer, given, value):
-    """The cotangent of a loss that all devices along axis_name have: of each one if JAX knows that it is the same, as
-    it does with check_vma, and else of all together."""
-    known = arguments.varying_axes(given.x).issuperset(layer.axis_name)
-    return jnp.full_like(value, 1 if known else 1 / math.prod(map(jax.lax.axis_size, layer.axis_name)))
+    """The cotangent of the loss."""
+    n = 1 if is_known_to_be_one(layer, given, value) else math.prod(map(jax.lax.axis_size, layer.axis_name))
+    return jnp.full_like(value, 1 / n)
 
 
 @functools.partial(jax.checkpoint, static_argnums=(0, 1))

@@ -1,7 +1,6 @@
 """A linear layer and its cross entropy in one: the public function, and what it asks of its arguments."""
 
 import functools
-import math
 from typing import Any
 
 import jax
@@ -17,6 +16,7 @@ from jax_softmax.functions.losses import row_weights
 from jax_softmax.functions.options import checked_options
 from jax_softmax.primitives import reference
 from jax_softmax.primitives.labels import label_of_rows
+from jax_softmax.primitives.types import laid_as_well, rows_laid_as, types_tell_shardings
 
 _NAME = "linear_cross_entropy"
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -74,8 +74,9 @@ def linear_cross_entropy(
       accumulate_dtype: that in which w's gradient is added up over chunks; by default float32 (float64 for float64).
         w's own dtype saves the memory of a sum in another one, which is 4 features vocabulary bytes, and rounds after
         each chunk.
-      chunk: how many tokens' logits may be made at once, on all devices together under `jit`. By default all, unless
-        chunks of at most 512 MiB of logits and the sum of w's gradient take less memory.
+      chunk: how many tokens' logits may be made at once, on all devices together under `jit`, but at least one index
+        of the longest of the tokens' dimensions. By default all, unless chunks of at most 512 MiB of logits and the sum
+        of w's gradient take less memory. Refused in explicit mode where x's tokens are sharded.
       axis_name: a mesh axis of a surrounding `shard_map` along which the vocabulary is spread, or several: w and bias
         are this device's part, as for `softmax`. x, labels and weights are the same on all devices along these axes,
         and so is the loss. Tokens that are spread over other axes are the caller's to add up.
@@ -110,6 +111,7 @@ def linear_cross_entropy(
     labels = arguments.checked_integer_array(_NAME, labels, "labels")
     options = checked_options(_NAME, label_smoothing, z_loss)
     _check_shapes(x, w, labels, bias, layer.contracted)
+    _check_chunk(x, layer.chunk)
     return _linear(x, w, labels, bias, weights, options, layer, reduction, return_entropy)
 
 
@@ -120,15 +122,16 @@ def _linear(x, w, labels, bias, weights, options, layer, reduction, return_entro
     arguments.check_classes(_NAME, shape, axes, layer.axis_name)
     label, found = label_of_rows(labels, shape, axes, None, layer.axis_name)
     weights = row_weights(_NAME, found, labels.shape, axes, weights, reduction, wide)
-    product = jnp.dtype(layer.product_dtype)
+    x, product = laid_as_well(x, label), jnp.dtype(layer.product_dtype)
+    weights = rows_laid_as(x, weights)
     bias = None if bias is None else bias.astype(wide)
     given = Given(x.astype(product), w.astype(product), bias, label, found, weights, *options.as_arrays(wide))
     given = _varying(given, layer.axis_name)
     if reduction is not None:
         return total_loss(layer, given)
-    found = token_losses(layer, return_entropy, given)
-    found = jax.tree.map(lambda rows: jax.lax.squeeze(rows, axes), found)
-    return found if return_entropy else found.losses
+    of_tokens = token_losses(layer, return_entropy, given)
+    of_tokens = jax.tree.map(lambda rows: jax.lax.squeeze(rows, axes), of_tokens)
+    return of_tokens if return_entropy else of_tokens.losses
 
 
 def _varying(given, axis_name):
@@ -175,8 +178,20 @@ def _check_shapes(x, w, labels, bias, contracted):
         raise ValueError(f"{_NAME}: bias must be of shape (vocabulary,), ({vocabulary},) here, got {bias.shape}.")
 
 
+def _check_chunk(x, chunk):
+    """In explicit mode JAX refuses to take chunks of what is sharded."""
+    aval = jax.typeof(x)
+    if chunk is not None and types_tell_shardings([aval]) and any(axis is not None for axis in aval.sharding.spec[:-1]):
+        raise ValueError(
+            f"{_NAME}: chunk must be None where x's type says that tokens are sharded, {aval.sharding.spec} here, got "
+            f"{chunk}. Inside jax.shard_map a device may take chunks of its own tokens."
+        )
+
+
 def _product_dtype(x, w):
-    dtype = jnp.dtype(jnp.result_type(x.dtype, w.dtype))
+    # 8 bits, of which JAX promotes none, as float32.
+    floats = (jnp.float32 if a.dtype.name in reference.NARROW and a.dtype.name[0] == "f" else a.dtype for a in (x, w))
+    dtype = jnp.dtype(jnp.result_type(*floats))
     return dtype if dtype.name in _DTYPES else jnp.dtype(jnp.float32)
 
 
@@ -190,10 +205,10 @@ def _dtype(dtype: Any, argument: str, default: np.dtype) -> np.dtype:
 
 
 def _positive(value: Any, argument: str) -> float:
-    allowed = f"{_NAME}: {argument} must be a positive number, known when the program is traced"
+    allowed = f"{_NAME}: {argument} must be a positive number, known when the program is traced, of float32's range"
     if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
         raise TypeError(f"{allowed}, got one of type {type(value).__name__}.")
-    if not 0 < value < math.inf:
+    if not float(np.finfo(np.float32).tiny) <= float(value) <= float(np.finfo(np.float32).max):
         raise ValueError(f"{allowed}, got {value}.")
     return float(value)
 

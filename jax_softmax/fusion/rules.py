@@ -443,10 +443,10 @@ def _sums_of_cotangents(graph, equation, stands):
 def _two_results(graph, equation, stands):
     if not is_plain(equation, "softmax"):
         return None
-    for other in graph.readers[equation.inputs[0]]:
-        if is_plain(other, "log_softmax") and other.params["axes"] == equation.params["axes"]:
-            return _both_of(equation, other)
-    return None
+    alike = [r for r in graph.readers[equation.inputs[0]] if r.params.get("axes") == equation.params["axes"]]
+    first = next(r for r in alike if is_plain(r, "softmax"))
+    other = next((r for r in alike if is_plain(r, "log_softmax")), None)
+    return _both_of(equation, other) if first is equation and other is not None else None
 
 
 def _both_of(softmax, log_softmax):

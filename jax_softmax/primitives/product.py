@@ -5,6 +5,7 @@
 `wide` is w in that dtype. Where it is given, it stands for w in derivatives, and is not read. `contracted` is the
 dimension of w, 0 or 1, that is multiplied with x's last one; the other one takes its place in the result, which has the
 given dtype. x and w have one dtype; cotangents are rounded to it, for the products of a backward pass to be as fast.
+`precision` is what `jax.default_matmul_precision` was when the product was traced.
 """
 
 import jax
@@ -18,18 +19,22 @@ product_p = Primitive("linear_product")
 
 
 def product(x, w, *wide, contracted, dtype):
-    return product_p.bind(x, w, *wide, contracted=contracted, dtype=jnp.dtype(dtype).name)
+    precision = jax.config.jax_default_matmul_precision
+    return product_p.bind(x, w, *wide, contracted=contracted, dtype=jnp.dtype(dtype).name, precision=precision)
 
 
-def lowered(x, w, *wide, contracted, dtype):
-    return jax.lax.dot_general(x, w, (((x.ndim - 1,), (contracted,)), ((), ())), preferred_element_type=dtype)
+def lowered(x, w, *wide, contracted, dtype, precision):
+    dims = ((x.ndim - 1,), (contracted,)), ((), ())
+    return jax.lax.dot_general(x, w, dims, precision=precision, preferred_element_type=dtype)
 
 
-def abstract_eval(x, w, *wide, contracted, dtype):
+def abstract_eval(x, w, *wide, contracted, dtype, precision):
     sharding = x.sharding
     if types_tell_shardings([x, w]):
         types = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=aval.sharding) for aval in (x, w)]
-        sharding = jax.eval_shape(lambda x, w: lowered(x, w, contracted=contracted, dtype=dtype), *types).sharding
+        sharding = jax.eval_shape(
+            lambda x, w: lowered(x, w, contracted=contracted, dtype=dtype, precision=precision), *types
+        ).sharding
     shape = (*x.shape[:-1], w.shape[1 - contracted])
     return x.update(shape=shape, dtype=jnp.dtype(dtype), weak_type=False, sharding=sharding)
 
@@ -47,18 +52,20 @@ def jvp(primals, tangents, **params):
     return result, tangent
 
 
-def transpose(cotangent, x, w, *wide, contracted, dtype):
+def transpose(cotangent, x, w, *wide, contracted, dtype, precision):
     nothing = [None] * (1 + len(wide))
     if type(cotangent) is ad.Zero:
         return [None, *nothing]
     if ad.is_undefined_primal(x):
-        of_x = product(cotangent.astype(w.dtype), w, contracted=1 - contracted, dtype=x.aval.dtype)
+        params = {"contracted": 1 - contracted, "dtype": x.aval.dtype.name, "precision": precision}
+        of_x = product_p.bind(cotangent.astype(w.dtype), w, **params)
         return [of_x, *nothing]
     cotangent, tokens = cotangent.astype(x.dtype), tuple(range(x.ndim - 1))
     operands = (x, cotangent) if contracted == 0 else (cotangent, x)
     aval = (*wide, w)[0].aval
     laid = {"out_sharding": aval.sharding} if types_tell_shardings(map(jax.typeof, operands)) else {}
-    of_w = jax.lax.dot_general(*operands, ((tokens, tokens), ((), ())), preferred_element_type=aval.dtype, **laid)
+    dims = (tokens, tokens), ((), ())
+    of_w = jax.lax.dot_general(*operands, dims, precision=precision, preferred_element_type=aval.dtype, **laid)
     return [*nothing, of_w]
 
 
