@@ -4,7 +4,7 @@
 //
 //   kHasPivot          whether terms are taken relative to the maximum of the (only) operand over the row
 //   kOfMagnitudes      whether that is the maximum of magnitudes, and of_pivot(x), an element's part in it
-//   Sum                what is summed over the row: a number, or Moments
+//   Sum                what is summed over the row: a number, Moments or Distances
 //   Terms              what terms are made with: Relative, which is made of the pivot, or that and what the row has of
 //                      its own; terms(relative, given) makes it then
 //   term(terms, in)    an element's part of the sum
@@ -15,6 +15,7 @@
 //   kWithinRange       whether none is beyond the largest finite number of the results' type
 //   kRowResults        how many results a row has itself, and row_results(state, to), which sets them
 //   kRowNumbers       how many numbers of its own a row has, which `finished`, `term_scale` and `terms` are then given
+//   kKeepsInfinity     whether the sum of a row that has +inf is +inf, and not NaN
 //   kLabelled          whether a row may have a label, the number of one of its elements. Without results for elements,
 //                      row_results is given that element; with them, the last of the row's own numbers is added to
 //                      that element's result, and the results of a row whose own numbers are all 0 are 0
@@ -54,6 +55,21 @@ struct alignas(8) alignas(C) Moments {
   JAX_SOFTMAX_INLINE Moments& operator+=(const Moments& other) {
     sum += other.sum;
     moment += other.moment;
+    return *this;
+  }
+};
+
+// Three sums: of exp(x - pivot), and of x - pivot and of 1 over the elements that are not minus infinity. What stands
+// in for masked elements, and for those beyond the row's end, is minus infinity.
+template <class C>
+struct Distances {
+  C sum;
+  C distance;
+  C count;
+  JAX_SOFTMAX_INLINE Distances& operator+=(const Distances& other) {
+    sum += other.sum;
+    distance += other.distance;
+    count += other.count;
     return *this;
   }
 };
@@ -118,6 +134,14 @@ JAX_SOFTMAX_INLINE Moments<typename M::Value> rescaled(const Moments<typename M:
 }
 
 template <class M>
+JAX_SOFTMAX_INLINE Distances<typename M::Value> rescaled(const Distances<typename M::Value>& sums,
+                                                         const Relative<M>& relative, typename M::Value from) {
+  using C = typename M::Value;
+  const C nothing = M::constant(0), moved = sums.distance + sums.count * (shielded<M>(from) - relative.pivot);
+  return {rescaled(sums.sum, relative, from), M::select(M::equal(sums.count, nothing), nothing, moved), sums.count};
+}
+
+template <class M>
 struct SoftmaxBase {
   using Policy = M;
   using C = typename M::Value;
@@ -131,6 +155,7 @@ struct SoftmaxBase {
   static constexpr bool kWithinRange = false;
   static constexpr int kRowResults = 0, kRowNumbers = 0;
   static constexpr bool kLabelled = false;
+  static constexpr bool kKeepsInfinity = false;
 
   // Stands in for an element that is masked or lies beyond the row's end.
   static JAX_SOFTMAX_INLINE C pad(int) { return M::constant(-M::kInfinity); }
@@ -207,6 +232,7 @@ struct OfRowsAlone : SoftmaxBase<M> {
 template <class M>
 struct LogSumExp : OfRowsAlone<M> {
   using C = typename M::Value;
+  static constexpr bool kKeepsInfinity = true;
   static constexpr int kRowResults = 2;
 
   static JAX_SOFTMAX_INLINE void row_results(State<C> s, C* to) {
@@ -220,6 +246,7 @@ struct LogSumExp : OfRowsAlone<M> {
 template <class M>
 struct CrossEntropy : OfRowsAlone<M> {
   using C = typename M::Value;
+  static constexpr bool kKeepsInfinity = true;
   static constexpr int kRowResults = 3;
   static constexpr bool kLabelled = true;
 
@@ -239,6 +266,7 @@ template <class M>
 struct CrossEntropyGradient : SoftmaxBase<M> {
   using C = typename M::Value;
   static constexpr bool kResultIsScaledTerm = true;
+  static constexpr bool kKeepsInfinity = true;
   static constexpr int kRowResults = 2, kRowNumbers = 4;
   static constexpr bool kLabelled = true;
 
@@ -264,6 +292,36 @@ struct CrossEntropyGradient : SoftmaxBase<M> {
     return {((given[0] + given[1] * lse) * relative.rescale(term_pivot) + (s.sum - s.sum)) / s.sum, given[2]};
   }
 };
+
+// The operator Of, with two results more of each row: the sum of x - maximum over the elements that are not minus
+// infinity, and their number. The maximum counts as 0 where it is infinite.
+template <class Of>
+struct AndDistances : Of {
+  using M = typename Of::Policy;
+  using C = typename Of::C;
+  using Sum = Distances<C>;
+  static constexpr bool kResultIsScaledTerm = false;
+  static constexpr int kRowResults = Of::kRowResults + 2;
+
+  static JAX_SOFTMAX_INLINE Sum term(const Relative<M>& relative, const C* in) {
+    const C distance = in[0] - relative.pivot, zero = M::constant(0);
+    const auto excluded = M::equal(distance, M::constant(-M::kInfinity));
+    return {Of::term(relative, in), M::select(excluded, zero, distance), M::select(excluded, zero, M::constant(1))};
+  }
+  template <class... Given>
+  static JAX_SOFTMAX_INLINE auto finished(const State<C, Sum>& s, const Given&... given) {
+    return Of::finished(State<C>{s.pivot, s.sum.sum}, given...);
+  }
+  static JAX_SOFTMAX_INLINE void row_results(const State<C, Sum>& s, C* to) {
+    Of::row_results(State<C>{s.pivot, s.sum.sum}, to);
+    to[Of::kRowResults] = s.sum.distance;
+    to[Of::kRowResults + 1] = s.sum.count;
+  }
+};
+template <class M>
+struct LogSumExpAndDistances : AndDistances<LogSumExp<M>> {};
+template <class M>
+struct CrossEntropyGradientAndDistances : AndDistances<CrossEntropyGradient<M>> {};
 
 // The entropy of softmax(x) over a row, the maximum, and the sum of exp(x - maximum). Of log S - T / S both terms are
 // at least 0, so nothing cancels. Where S is 0 the entropy is 0: of a row that is masked altogether, or has nothing but
@@ -362,6 +420,7 @@ struct LinearBase {
   static constexpr bool kWithinRange = false;
   static constexpr int kRowResults = 0, kRowNumbers = 0;
   static constexpr bool kLabelled = false;
+  static constexpr bool kKeepsInfinity = false;
   struct Scale {};
 
   struct Finished {

@@ -394,6 +394,20 @@ def reference_normalizer(x, axes, where=None):
     return Bounded(largest, np.zeros_like(largest), dtype), Bounded(total, bound, dtype)
 
 
+@np.errstate(invalid="ignore")
+def reference_distances(x, axes, where=None):
+    """Of elements that are neither masked nor -inf: the sum of x - maximum, 0 where it is infinite; and the number."""
+    rounding, wide, keep, axes = _masked_rows(x, axes, where)
+    largest, _ = reference_normalizer(x, axes, where)
+    counted = keep & (wide != -np.inf)
+    distance = np.where(counted, wide - np.where(np.isfinite(largest.value), largest.value, 0), 0)
+    error = rounding.compute * 3 + _sum_error(rounding, math.prod(keep.shape[a] for a in axes))
+    total, bound = (np.sum(a, axes, keepdims=True) for a in (distance, error * np.abs(distance)))
+    count = np.sum(counted, axes, keepdims=True).astype(np.float64)
+    exact = np.zeros_like(count)
+    return Bounded(total, np.where(np.isfinite(total), bound, 0), largest.dtype), Bounded(count, exact, largest.dtype)
+
+
 def _is_label(label, axes, shape):
     """Which elements of an array of this shape are their row's label, counted in row-major order."""
     axes = _axes_of(axes, len(shape))
@@ -502,6 +516,11 @@ def row_case(op, shape, axes, dtype, where=None):
     x, of_rows = normal(shape, dtype), row_numbers(op, shape, axes, dtype)
     if op == "logsumexp":
         return [x], reference_normalizer(x, axes, where)
+    if op == "logsumexp_and_distances":
+        return [x], [*reference_normalizer(x, axes, where), *reference_distances(x, axes, where)]
+    if op == "cross_entropy_gradient_and_distances":
+        results = reference_cross_entropy_gradient(x, *of_rows, axes, where)
+        return [x, *of_rows], [*results, *reference_distances(x, axes, where)]
     if op == "softmax_and_normalizer":
         return [x], [reference("softmax", x, axes, where), *reference_normalizer(x, axes, where)]
     if op == "absmax_scale":

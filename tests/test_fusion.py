@@ -71,6 +71,15 @@ def loss_at_labels(x):
     return -jnp.take_along_axis(log_p, jnp.arange(x.shape[-2])[:, None] + jnp.zeros((*x.shape[:-1], 1), int), -1).mean()
 
 
+def smoothed_losses(x):
+    one_hot = jax.nn.one_hot(TARGETS, x.shape[-1])
+    return -jnp.sum((0.9 * one_hot + 0.1 / x.shape[-1]) * jax.nn.log_softmax(x.astype(F32)), -1)
+
+
+def smoothed_loss(x):
+    return smoothed_losses(x).mean()
+
+
 class Case:
     """A function whose fused results are its own."""
 
@@ -328,6 +337,14 @@ CASES |= {
     "loss's gradient": Case(jax.grad(loss_of(F32)), x_of("bfloat16"), roundings=64),
     "loss and gradient": Case(
         jax.value_and_grad(loss_of(F32, label_smoothing=0.1, z_loss=1e-3)), x_of("bfloat16"), roundings=64
+    ),
+    "smoothed labels": Case(smoothed_loss, x_of("bfloat16"), roundings=64),
+    "smoothed labels' gradient": Case(jax.value_and_grad(smoothed_loss), x_of("bfloat16"), roundings=64),
+    "smoothed labels of rows with -inf": Case(
+        lambda x: smoothed_losses(jnp.where(jnp.arange(16) == jnp.arange(6)[:, None], -jnp.inf, x)), x_of("bfloat16")
+    ),
+    "smoothed labels of columns": Case(
+        jax.value_and_grad(lambda x: smoothed_loss(jnp.swapaxes(x, -1, -2))), x_of("bfloat16", (4, 16, 6)), roundings=64
     ),
     "second derivatives of a loss": Case(
         gradients_of(jax.grad(lambda x: loss_of(F32)(x * 2))), x_of(), folded=False, roundings=256

@@ -18,7 +18,9 @@ enum class Op {
   kEntropy,
   kKlDivergence,
   kAbsmaxScale,
-  kSoftmaxAndNormalizer
+  kSoftmaxAndNormalizer,
+  kLogSumExpAndDistances,
+  kCrossEntropyGradientAndDistances
 };
 // The last two are of side operands alone.
 enum class DType { kF16, kBF16, kF32, kF64, kF8E4M3, kF8E5M2, kI8, kU8, kI32, kBool };
@@ -86,9 +88,12 @@ inline constexpr Operator kOperators[] = {
     row_of_table<KlDivergence>("kl_divergence", "KlDivergence", 1, 1, kGpuOnly),
     row_of_table<AbsmaxScale>("absmax_scale", "AbsmaxScale", 0, 0, kOnCpu),
     row_of_table<SoftmaxAndNormalizer>("softmax_and_normalizer", "SoftmaxAndNormalizer", 1, 0, kGpuOnly),
+    row_of_table<LogSumExpAndDistances>("logsumexp_and_distances", "LogSumExpAndDistances", 1, 1, kGpuOnly),
+    row_of_table<CrossEntropyGradientAndDistances>("cross_entropy_gradient_and_distances",
+                                                   "CrossEntropyGradientAndDistances", 2, 1, kGpuOnly),
 };
 inline constexpr int kOps = sizeof(kOperators) / sizeof(kOperators[0]);
-inline constexpr int kMostRowResults = 3;
+inline constexpr int kMostRowResults = 4;
 constexpr const Operator& facts_of(Op op) { return kOperators[static_cast<int>(op)]; }
 constexpr const Cost& cost_of(Op op) { return facts_of(op).cost; }
 

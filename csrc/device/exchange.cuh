@@ -28,6 +28,10 @@ __device__ __forceinline__ void to_words(uint64_t (&words)[2], const State<float
   words[0] = word_of(state.pivot, 0.0f);
   words[1] = word_of(state.sum.sum, state.sum.moment);
 }
+__device__ __forceinline__ void to_words(uint64_t (&words)[2], const State<float, Distances<float>>& state) {
+  words[0] = word_of(state.pivot, state.sum.sum);
+  words[1] = word_of(state.sum.distance, state.sum.count);
+}
 __device__ __forceinline__ void to_words(uint64_t (&words)[2], const State<double>& state) {
   words[0] = word_of(state.pivot);
   words[1] = word_of(state.sum);
@@ -36,6 +40,12 @@ __device__ __forceinline__ void to_words(uint64_t (&words)[3], const State<doubl
   words[0] = word_of(state.pivot);
   words[1] = word_of(state.sum.sum);
   words[2] = word_of(state.sum.moment);
+}
+__device__ __forceinline__ void to_words(uint64_t (&words)[4], const State<double, Distances<double>>& state) {
+  words[0] = word_of(state.pivot);
+  words[1] = word_of(state.sum.sum);
+  words[2] = word_of(state.sum.distance);
+  words[3] = word_of(state.sum.count);
 }
 
 template <class State>
@@ -50,6 +60,11 @@ __device__ __forceinline__ State<float, Moments<float>> from_words<State<float, 
   return {high_of(words[0]), {high_of(words[1]), low_of(words[1])}};
 }
 template <>
+__device__ __forceinline__ State<float, Distances<float>> from_words<State<float, Distances<float>>>(
+    const uint64_t (&words)[2]) {
+  return {high_of(words[0]), {low_of(words[0]), high_of(words[1]), low_of(words[1])}};
+}
+template <>
 __device__ __forceinline__ State<double> from_words<State<double>>(const uint64_t (&words)[2]) {
   return {__longlong_as_double(words[0]), __longlong_as_double(words[1])};
 }
@@ -57,6 +72,12 @@ template <>
 __device__ __forceinline__ State<double, Moments<double>> from_words<State<double, Moments<double>>>(
     const uint64_t (&words)[3]) {
   return {__longlong_as_double(words[0]), {__longlong_as_double(words[1]), __longlong_as_double(words[2])}};
+}
+template <>
+__device__ __forceinline__ State<double, Distances<double>> from_words<State<double, Distances<double>>>(
+    const uint64_t (&words)[4]) {
+  return {__longlong_as_double(words[0]),
+          {__longlong_as_double(words[1]), __longlong_as_double(words[2]), __longlong_as_double(words[3])}};
 }
 
 // The states of a row's parts in device memory.

@@ -214,19 +214,8 @@ struct ScaledTo<Byte<Format>, M> : Scaling<M> {
 // And its policy, for elements of which T is the wider type and results of type Out.
 template <template <class> class Op, class T, class Out>
 struct PolicyOf {
-  using type = typename ArithmeticOf<Op, T>::type;
-};
-template <class T, class Out>
-struct PolicyOf<LogSumExp, T, Out> {
-  using type = OfLogSumExp<typename ArithmeticOf<LogSumExp, T>::type>;
-};
-template <class T, class Out>
-struct PolicyOf<CrossEntropy, T, Out> {
-  using type = OfLogSumExp<typename ArithmeticOf<CrossEntropy, T>::type>;
-};
-template <class T, class Out>
-struct PolicyOf<CrossEntropyGradient, T, Out> {
-  using type = OfLogSumExp<typename ArithmeticOf<CrossEntropyGradient, T>::type>;
+  using Arithmetic = typename ArithmeticOf<Op, T>::type;
+  using type = typename Conditional<Op<Arithmetic>::kKeepsInfinity, OfLogSumExp<Arithmetic>, Arithmetic>::type;
 };
 template <class T, class Out>
 struct PolicyOf<AbsmaxScale, T, Out> {

@@ -23,6 +23,10 @@ template <class C>
 __device__ __forceinline__ Moments<C> shuffled(const Moments<C>& x, int offset) {
   return {shuffled(x.sum, offset), shuffled(x.moment, offset)};
 }
+template <class C>
+__device__ __forceinline__ Distances<C> shuffled(const Distances<C>& x, int offset) {
+  return {shuffled(x.sum, offset), shuffled(x.distance, offset), shuffled(x.count, offset)};
+}
 
 template <int kLanes, class Sum>
 __device__ __forceinline__ Sum sum_over_lanes(Sum x) {

@@ -9,8 +9,8 @@ First, equal operations of the same variables become one. Then:
    What is scattered to a label of each row: a comparison of indices with it.
 4. The sum of softmax's cotangent and log_softmax's of the same array: one cotangent of log_softmax.
 5. softmax and log_softmax of the same array, if both are still to be written: exp of the latter is a second result.
-6. What rows of one array have, and their cross entropies, come from the kernel that makes a gradient of it, if that
-   needs nothing that depends on them; else they are made once.
+6. What rows of one array have, the sums of its elements that smoothed labels take, and the rows' cross entropies come
+   from the kernel that makes a gradient of it, if that needs nothing that depends on them; else they are made once.
 """
 
 import math
@@ -31,6 +31,8 @@ from jax_softmax.primitives.operators import Coefficients, bind
 
 # Bytes that memory could move while a kernel makes an element of softmax again; and how many fewer bytes are worth it.
 _BYTES_OF_EXPONENTIAL, _WORTH_IT = 1.8, 0.8
+
+_MOST_COUNTED = 1 << 24  # of a row's elements, in float32
 
 _LINEAR_MAPS = ("softmax_linear", "log_softmax_vjp", "log_softmax_jvp")
 
@@ -249,14 +251,26 @@ def _sums_at_labels(graph, equation, stands):
         if at is None:
             continue
 
-        def total(y, *variables, at=at):
+        def total(x, y, *variables, at=at, logarithms=maker.name == "log_softmax"):
             label, value, offset = at.function(*variables)
             result = jnp.where(labels.exists(label, y.shape, axes), labels.at_labels(y, axes, label) * value, 0)
-            result = result if offset is None else result + offset * jnp.sum(y, axes, keepdims=True)
+            if offset is not None:
+                of_row = _sum_of_logarithms(x, axes) if logarithms else jnp.sum(y, axes, keepdims=True)
+                result += offset * of_row
             return jnp.squeeze(result, axes).astype(y.dtype)
 
-        return {equation: spliced(total, [values, *at.variables], equation.outputs, equation)}
+        return {equation: spliced(total, [*maker.inputs, values, *at.variables], equation.outputs, equation)}
     return None
+
+
+def _sum_of_logarithms(x, axes):
+    """The sum of log_softmax(x) over each row."""
+    (n,) = (x.shape[axis] for axis in axes)
+    if n > _MOST_COUNTED:
+        return jnp.sum(bind("log_softmax", x, where=None, axes=axes, dtype="float32"), axes, keepdims=True)
+    largest, total, distance, count = bind("logsumexp_and_distances", x, where=None, axes=axes)
+    rows = reference.Normalizer(largest, total).without_infinity()
+    return jnp.where(count < n, -jnp.inf, distance) - n * jnp.log(rows.total)
 
 
 def _scattered(graph, equation, stands):
@@ -481,13 +495,49 @@ def _gradients_with_rows(graph, equation, stands):
     return {equation: spliced(gradient, equation.inputs, equation.outputs, equation)}
 
 
-_FIRST_OF_ROWS = {"cross_entropy_gradient": 1, "softmax_and_normalizer": 1, "cross_entropy": 1, "logsumexp": 0}
+# Which result is a row's maximum. Of two kernels that make it the first one here does.
+_FIRST_OF_ROWS = {
+    "cross_entropy_gradient_and_distances": 1,
+    "cross_entropy_gradient": 1,
+    "softmax_and_normalizer": 1,
+    "cross_entropy": 1,
+    "logsumexp_and_distances": 0,
+    "logsumexp": 0,
+}
 
 
 def _shared_rows(graph, equation):
+    if equation.name == "logsumexp_and_distances" and foldable(equation):
+        return _distances_of_gradient(graph, equation)
     if equation.name not in ("logsumexp", "cross_entropy") or not foldable(equation):
         return None
     return _rows_by_another(graph, equation) or _rows_of_softmax(graph, equation)
+
+
+def _distances_of_gradient(graph, equation):
+    """A row's sums of elements, from the kernel of a gradient."""
+    for other in graph.readers[equation.inputs[0]]:
+        if other.name != "cross_entropy_gradient" or not _are_of_same_rows(graph, other, equation):
+            continue
+        largest, total, *sums = equation.outputs
+
+        params = {name: other.params[name] for name in ("axes", "dtype")}
+
+        def with_sums(x, *of_rows, params=params):  # without a mask, as `equation` is
+            return bind("cross_entropy_gradient_and_distances", x, *of_rows, where=None, **params)
+
+        made = spliced(with_sums, other.inputs, [*other.outputs, *sums], other)
+        return {equation: [], other: made}, dict(zip((largest, total), other.outputs[1:], strict=True))
+    return None
+
+
+def _are_of_same_rows(graph, other, equation):
+    """Whether an operator reads these rows, and needs nothing that depends on what the equation makes of them."""
+    if other.inputs[0] is not equation.inputs[0] or _mask_of(other) is not _mask_of(equation):
+        return False
+    if any(other.params[name] != equation.params[name] for name in ("axes", "axis_name")):
+        return False
+    return not any(_depends(graph, a, equation) for a in variables_of(other.inputs))
 
 
 def _rows_of_softmax(graph, equation):
@@ -513,17 +563,12 @@ def _rows_by_another(graph, equation):
         better = list(_FIRST_OF_ROWS).index(other.name) if other.name in _FIRST_OF_ROWS else len(_FIRST_OF_ROWS)
         own = list(_FIRST_OF_ROWS).index(equation.name)
         earlier = better == own and graph.position[other] < graph.position[equation]
-        if other is equation or not (better < own or earlier) or other.inputs[0] is not equation.inputs[0]:
-            continue
-        if any(other.params[name] != equation.params[name] for name in ("axes", "axis_name")):
-            continue
-        if _mask_of(other) is not _mask_of(equation):
+        if other is equation or not (better < own or earlier) or not _are_of_same_rows(graph, other, equation):
             continue
         if other.name == equation.name == "cross_entropy" and other.inputs[1] is not equation.inputs[1]:
             continue
-        if any(_depends(graph, a, equation) for a in variables_of(other.inputs)):
-            continue
-        largest, total = other.outputs[_FIRST_OF_ROWS[other.name] :]
+        first = _FIRST_OF_ROWS[other.name]
+        largest, total = other.outputs[first : first + 2]
         if equation.name == "logsumexp":
             return {equation: []}, dict(zip(equation.outputs, (largest, total), strict=True))
         axes = equation.params["axes"]

@@ -14,6 +14,9 @@ There is one for each operation, of its name, so that programs, profiles and err
                                              tangent_sums_transpose     gradient
     x, [where]                               absmax_scale               scaled, scale
     x, [where]                               softmax_and_normalizer     y, largest, total
+    x, [where]                               logsumexp_and_distances    largest, total, distance, count
+    x, *Coefficients, label, [where]         cross_entropy_gradient_and_distances
+                                                                        gradient, largest, total, distance, count
 
 x is a float array; softmax and log_softmax also take 8 bits, one of `reference.NARROW`. The second array of a primitive
 has x's shape; y of kl_divergence has its dtype, t may have another than y. `where` is a boolean mask that broadcasts to
@@ -32,8 +35,9 @@ masked altogether both may be any number but NaN. loss is lse less the label's e
 The gradient is a cross entropy's: softmax(x) (factor + lse_factor lse) + offset, and at_label added at the label; where
 all four are 0, so is the gradient, even if x is NaN. `cross_entropy_gradient_in_place` is for an x that nothing else
 reads: on CUDA the gradient takes its place if it has its dtype. `tangent_sums_transpose` has no lse_factor. `scaled` is
-x divided by its row's `scale`, in a dtype of `reference.SCALED`. `softmax_and_normalizer` has no derivative: it is made
-by `fuse` alone, of programs that have been differentiated.
+x divided by its row's `scale`, in a dtype of `reference.SCALED`. `distance` is the sum of x - largest over the elements
+that are neither masked nor -inf, and `count` their number. `softmax_and_normalizer` and both operators with distances
+have no derivative: `fuse` makes them, of programs that have been differentiated.
 """
 
 from typing import NamedTuple

@@ -129,6 +129,18 @@ def distances(x, rows):
     return widened(x) - _finite(rows.largest)
 
 
+def logsumexp_and_distances(x, where, axes, across=None):
+    """Each row's `Normalizer`; and of its elements that are not -inf the sum of x - largest, and the number."""
+    rows = logsumexp(x, where, axes, across)
+    return *rows, *_sums_of_distances(rows, x, where, axes, across)
+
+
+def _sums_of_distances(rows, x, where, axes, across):
+    counted = kept(x != -jnp.inf, where, False)
+    distance = jnp.where(counted, distances(x, rows), 0)
+    return _row_sum(distance, axes, across), _row_sum(counted.astype(distance.dtype), axes, across)
+
+
 def softmax_and_normalizer(x, where, axes, across=None, *, dtype):
     """softmax, and each row's `Normalizer`."""
     rows = logsumexp(x, where, axes, across)
@@ -197,6 +209,13 @@ def cross_entropy_gradient(x, factor, lse_factor, offset, at_label, label, where
     return gradient_given(rows, x, *of_rows, where, axes, across, dtype=dtype), *rows
 
 
+def cross_entropy_gradient_and_distances(x, *operands, **params):
+    """The results of both operators."""
+    *of_rows, where, axes, across = operands
+    gradient, *rows = cross_entropy_gradient(x, *of_rows, where, axes, across, **params)
+    return gradient, *rows, *_sums_of_distances(Normalizer(*rows), x, where, axes, across)
+
+
 def gradient_given(rows, x, factor, lse_factor, offset, at_label, label, where, axes, across=None, *, dtype):
     here = label if across is None else across.label_of_part(label)[1]
     # A row of weight 0 does not count, though it may be NaN.
@@ -263,6 +282,7 @@ _OPERATORS = {
         *(softmax, log_softmax, softmax_linear, log_softmax_jvp, log_softmax_vjp),
         *(logsumexp, cross_entropy, cross_entropy_gradient, tangent_sums_transpose),
         *(entropy, kl_divergence, absmax_scale, softmax_and_normalizer),
+        *(logsumexp_and_distances, cross_entropy_gradient_and_distances),
     )
 }
 _OPERATORS["cross_entropy_gradient_in_place"] = cross_entropy_gradient
