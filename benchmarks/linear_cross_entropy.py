@@ -1,15 +1,17 @@
-"""Times linear_cross_entropy next to its matrix products alone and to optax's loss of float32 logits.
+"""Times linear_cross_entropy next to its matrix products alone, to optax's loss of float32 logits, and to tokamax's.
 
     python benchmarks/linear_cross_entropy.py [--only NAME ...] [--chunks TOKENS ...] [--repeats N] [--output FOLDER]
     python benchmarks/linear_cross_entropy.py --quick    # small arrays on any device, to try the script
 
 bfloat16. "Products" are x·w, g·wᵀ and xᵀ·g, as one program in the same run. Temporary memory is what a program takes
 besides its arguments and results. "Copies" are those of logits in the compiled program: there should be none.
-Differences are of the loss, and in norm of the gradients, from optax's. Writes linear_cross_entropy.md.
+tokamax is timed where it is installed. Differences are of the loss, and in norm of the gradients, from optax's. Writes
+linear_cross_entropy.md.
 """
 
 import argparse
 import functools
+import importlib.util
 import os
 import re
 import sys
@@ -45,6 +47,16 @@ def by_optax(x, w, labels):
     return optax.softmax_cross_entropy_with_integer_labels((x @ w).astype(jnp.float32), labels).mean()
 
 
+def by_tokamax(implementation):
+    def loss(x, w, labels):
+        import tokamax
+
+        function = tokamax.linear_softmax_cross_entropy_loss
+        return function(x, labels, w, reduction="mean", implementation=implementation)
+
+    return loss
+
+
 def gradients(loss):
     return lambda x, w, labels, g: jax.value_and_grad(loss, (0, 1))(x, w, labels)
 
@@ -74,6 +86,11 @@ def programs(shape, chunks):
         Program("products", lambda x, w, labels, g: (x @ w, g @ w.T, x.T @ g), "products"),
         Program("optax", gradients(by_optax), "products"),
     ]
+    if importlib.util.find_spec("tokamax"):
+        made += [
+            Program(f"tokamax, {implementation}", gradients(by_tokamax(implementation)), "products")
+            for implementation in ("xla", "chunked_xla")
+        ]
     for name, options in ours.items():
         made.append(Program(name, gradients(functools.partial(linear_cross_entropy, **options)), "products"))
     if shape not in (SHAPES[0], QUICK[0]):
