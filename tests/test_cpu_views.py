@@ -51,6 +51,12 @@ def instruction_set(request):
 every_set = {"indirect": ["instruction_set"]}
 
 
+def reduced(view):
+    """The axes, counted from the first one."""
+    shape, axis = view
+    return sorted(d % len(shape) for d in np.atleast_1d(axis))
+
+
 @sampled("instruction_set,dtype,view", itertools.product(INSTRUCTION_SETS, DTYPES, VIEWS), 13, **every_set)
 def test_views(instruction_set, dtype, view):
     shape, axis = view
@@ -100,9 +106,10 @@ def test_entropies(instruction_set, dtype, view):
 def test_scaled_rows(instruction_set, dtype, view):
     """To the bit, whatever the instruction set: also of rows of halves up to 127, every other of which is a tie."""
     shape, axis = view
+    if not ON_CPU and _kernels.lower_for_cuda(list(shape), reduced(view), "absmax_scale", dtype) is None:
+        pytest.skip("XLA's, whose division on a GPU is not to the nearest")
     halves = (np.arange(np.prod(shape)).reshape(shape) % 509 - 254) / 2
-    of_row = {d % len(shape) for d in np.atleast_1d(axis)}
-    halves[tuple(0 if d in of_row else slice(None) for d in range(len(shape)))] = 127
+    halves[tuple(0 if d in reduced(view) else slice(None) for d in range(len(shape)))] = 127
     for x, result in itertools.product((support.outliers(shape, dtype), halves.astype(dtype)), (dtype, "int8")):
         for where in (None, support.random_mask(shape)):
             with support.precision(dtype):
