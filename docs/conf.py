@@ -18,11 +18,12 @@ nitpick_ignore += [("py:class", "jax_softmax.runtime.explain.Launch")]
 
 html_theme = "pydata_sphinx_theme"
 html_title = f"{project} {release}"
-html_sidebars = {"index": [], "getting_started": [], "changelog": []}
+html_sidebars = {"*": []}  # of pages that have no others beside them
 html_show_sourcelink = False
 html_theme_options = {
+    "navbar_persistent": ["search-button"],
     "navbar_end": ["version-switcher", "theme-switcher"],
-    "header_links_before_dropdown": 6,
+    "header_links_before_dropdown": 5,
     # build.py writes the list, beside the folders of the versions.
     "switcher": {"json_url": "../versions.json", "version_match": release},
     "check_switcher": False,
