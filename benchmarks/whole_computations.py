@@ -41,7 +41,7 @@ def table(name: str) -> list[dict[str, str]]:
 
 def row(rows: list[dict[str, str]], first: str, second: str = "") -> dict[str, str]:
     """The row whose first cells begin like this."""
-    (found,) = (r for r in rows if [*r.values()][0] == first and [*r.values()][1].startswith(second))
+    (found,) = (r for r in rows if (cells := [*r.values()]) and cells[0] == first and cells[1].startswith(second))
     return found
 
 
@@ -70,7 +70,7 @@ def of_linear_layer(shape: str) -> Bars:
     column, memory = "of the products", "temporary memory, GB"
     tokens, _, vocabulary = shape.strip("()").split(", ")
     label = f"linear_cross_entropy and gradients,\n{tokens} tokens, vocabulary {vocabulary}"
-    return Bars(label, (xla[column], ours[column]), "× its products", (xla[memory], ours[memory]), "GiB")
+    return Bars(label, (xla[column], ours[column]), "times its products", (xla[memory], ours[memory]), "GiB")
 
 
 def all_bars() -> list[Bars]:

@@ -24,8 +24,8 @@ def main() -> int:
     parser.add_argument("--url", default="")
     options = parser.parse_args()
     folder = options.site / jax_softmax.__version__
-    sphinx = [sys.executable, "-m", "sphinx", "--fail-on-warning", "--keep-going", "--nitpicky", "--fresh-env", "--quiet"]
-    status = subprocess.run([*sphinx, Path(__file__).parent, folder]).returncode
+    strict = ["--fail-on-warning", "--keep-going", "--nitpicky", "--fresh-env", "--quiet"]
+    status = subprocess.run([sys.executable, "-m", "sphinx", *strict, Path(__file__).parent, folder]).returncode
     if status:
         return status
     versions = sorted((Version(path.parent.name) for path in options.site.glob("*/objects.inv")), reverse=True)

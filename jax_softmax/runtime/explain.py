@@ -66,8 +66,8 @@ class Explanation:
       dtype: that in which the kernel gets the array.
       mask_shape: the mask's shape, or None.
       device: the name of the GPU.
-      kept: (extent, stride in elements) of each kept dimension, outermost first. Dimensions of extent 1 are dropped, and
-        neighbours that are both kept, or both reduced, are merged.
+      kept: (extent, stride in elements) of each kept dimension, outermost first. Dimensions of extent 1 are dropped,
+        and neighbours that are both kept, or both reduced, are merged.
       reduced: the same of the reduced dimensions.
       rows: the product of the kept extents.
       columns: the product of the reduced extents.
