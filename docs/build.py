@@ -25,7 +25,7 @@ def main() -> int:
     options = parser.parse_args()
     folder = options.site / jax_softmax.__version__
     strict = ["--fail-on-warning", "--keep-going", "--nitpicky", "--fresh-env", "--quiet"]
-    status = subprocess.run([sys.executable, "-m", "sphinx", *strict, Path(__file__).parent, folder]).returncode
+    status = subprocess.run([sys.executable, "-P", "-m", "sphinx", *strict, Path(__file__).parent, folder]).returncode
     if status:
         return status
     versions = sorted((Version(path.parent.name) for path in options.site.glob("*/objects.inv")), reverse=True)
