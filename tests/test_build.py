@@ -1,6 +1,7 @@
 """What a build says of itself, and what it refuses to run with."""
 
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -9,6 +10,7 @@ import warnings
 from pathlib import Path
 
 import jax
+import jaxlib
 import pytest
 from support import sampled
 
@@ -116,11 +118,14 @@ def test_doctor(tmp_path):
     result = run_doctor(tmp_path, "-m", "jax_softmax")
     assert result.returncode == 0, result.stdout + result.stderr
     assert f"jax_softmax {jax_softmax.__version__}" in result.stdout
-    for said in ("CPU kernels: ", "CUDA driver: ", "NVRTC: ", "cpu 0 ("):
+    versions = (f"JAX {jax.__version__}, ", f"jaxlib {jaxlib.__version__}, ", f"Python {platform.python_version()}\n")
+    assert all(version in result.stdout for version in versions), result.stdout
+    for said in (f"platform: {platform.platform()}\n", "CPU: ", "CPU kernels: ", "CUDA driver: ", "NVRTC: ", "cpu 0 ("):
         assert f"\n{said}" in result.stdout, result.stdout
     if "NVRTC: CUDA's" not in result.stdout:  # found
         assert f"\ncache: {tmp_path / 'cache'}: 0 kernels, 0 bytes\n" in result.stdout
     for gpu in (device for device in jax.local_devices() if device.platform == "gpu"):
+        assert f"\nGPU {gpu.id}: {gpu.device_kind}, compute capability " in result.stdout
         assert f"\ngpu {gpu.id} ({gpu.device_kind}): our kernels, " in result.stdout
     assert ": ok" in result.stdout and "WRONG" not in result.stdout
 
@@ -148,7 +153,7 @@ def doctor_here(monkeypatch):
 
 
 class FakeGpu:
-    platform, device_kind, id = "gpu", "Fake", 0
+    platform, device_kind, id, compute_capability = "gpu", "Fake", 0, "9.0"
 
 
 def test_doctor_says_what_is_missing(doctor_here, monkeypatch, capsys):
@@ -160,7 +165,9 @@ def test_doctor_says_what_is_missing(doctor_here, monkeypatch, capsys):
     cpu = jax.devices("cpu")[0]
     monkeypatch.setattr(jax, "local_devices", lambda backend=None: [cpu])
     assert doctor_here() == 0  # a machine without a GPU is well
-    assert "\nNVRTC: NVRTC was not found: install it\n" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "\nNVRTC: NVRTC was not found: install it\n" in said
+    assert f"\ncache: {cuda.cache_folder()}: not used without NVRTC\n" in said
 
 
 def test_doctor_fails_where_a_gpu_cannot_run_the_kernels(doctor_here, monkeypatch, capsys):

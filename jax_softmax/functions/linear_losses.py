@@ -43,7 +43,7 @@ def linear_cross_entropy(
 ) -> jax.Array | TokenLosses:
     """Cross entropy of the logits x·w and integer labels, with little memory for logits.
 
-    The last layer of a language model and its loss: `cross_entropy_loss(logits, labels)` of
+    The last layer of a language model and its loss: `cross_entropy_loss(logits, labels)` of::
 
         logits = soft_cap tanh((x·w + bias) / soft_cap) / temperature
 

@@ -35,8 +35,8 @@ def logsumexp(
       return_max: whether to return the maximum as well.
 
     Returns:
-      An array of x's shape without the reduced axes, or a pair of such, the log-sum-exp and the maximum: of rows that
-      are masked altogether, -inf. A row with +inf gives +inf, one with a NaN gives NaN.
+      An array of x's shape without the reduced axes. With return_max a pair of such arrays, the log-sum-exp and the
+      maximum. Both are -inf for rows that are masked altogether. A row with +inf gives +inf, one with a NaN gives NaN.
 
     Raises:
       TypeError: an argument is of the wrong type or dtype.

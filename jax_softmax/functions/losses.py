@@ -148,18 +148,21 @@ def cross_entropy_loss(
     keep it from underflow; and so it does with axis_name. Differentiable in forward and reverse mode to any order.
 
     Args:
-      logits, labels, axis, where, label_smoothing, z_loss, axis_name: as there. The mean or sum is one of the rows that
-        this device has, or has parts of: rows that are spread over other mesh axes are the caller's to add up.
+      logits, labels, axis, where, label_smoothing, z_loss, axis_name: as for
+        `softmax_cross_entropy_with_integer_labels`.
       weights: real array that broadcasts to the labels' shape: how much each loss counts. None, the default: 1 each.
         Ignored labels count 0. Where the weight is 0, logits that are not finite do not count either.
-      reduction: "mean", the weighted mean of the losses (0 if no label counts), or "sum", their weighted sum.
+      reduction: "mean", the weighted mean of the losses (0 if no label counts), or "sum", their weighted sum. Inside
+        `shard_map` it is one of the rows that this device has, or has parts of: rows that are spread over other mesh
+        axes are the caller's to add up.
 
     Returns:
       A scalar in float32 (float64 for float64).
 
     Raises:
       TypeError: an argument is of the wrong type or dtype.
-      ValueError: as there, or weights does not broadcast to the labels' shape, or reduction is neither.
+      ValueError: as for `softmax_cross_entropy_with_integer_labels`, or weights does not broadcast to the labels'
+        shape, or reduction is neither "mean" nor "sum".
     """
     name = "cross_entropy_loss"
     if not isinstance(reduction, str):

@@ -204,7 +204,7 @@ def use(on: bool = True, *, losses: bool = False, all_threads: bool = False) -> 
 
     So are the references to them within JAX, whose `jax.nn.dot_product_attention` uses one, and within Flax, such as
     `flax.linen.softmax`. It happens at once, for this thread and for good; in a `with` statement until the end of the
-    block:
+    block::
 
         with jax_softmax.use():
             y = model(x)

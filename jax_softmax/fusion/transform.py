@@ -31,7 +31,7 @@ def fuse(f: Callable[_P, _R]) -> Callable[_P, _R]:
     """f with what stands before and after its softmaxes as a part of their kernels.
 
     A transformation as `jax.jit` is one, for functions of arrays, and trees of them, that use `jax.nn.softmax` and the
-    like or this package's functions:
+    like or this package's functions::
 
         step = jax.jit(jax_softmax.fuse(train_step))
 

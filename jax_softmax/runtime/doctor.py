@@ -2,8 +2,11 @@
 
 import concurrent.futures
 import functools
-import sys
+import os
+import platform
+import re
 import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -209,6 +212,7 @@ def describe_cuda() -> None:
         cuda.configure()
     except RuntimeError as error:
         print(f"NVRTC: {error}")
+        print(f"cache: {cuda.cache_folder() or 'none'}: not used without NVRTC")
         return
     facts = _kernels.jit_facts()
     print(f"NVRTC: {facts['nvrtc']} ({facts['nvrtc_path']})")
@@ -223,16 +227,31 @@ def describe_cuda() -> None:
         print("cache: none, for want of a home folder: set JAX_SOFTMAX_CACHE_DIR")
 
 
+def cpu_model() -> str:
+    """The processor's name, or its architecture where Linux has no name for it."""
+    try:
+        facts = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        facts = ""
+    named = re.search(r"^model name\s*: (.+)$", facts, re.MULTILINE)
+    return named[1] if named else platform.machine()
+
+
 def main() -> int:
     info = jax_softmax.build_info()
-    python = sys.version.split()[0]
-    print(f"jax_softmax {info['version']}, JAX {jax.__version__}, jaxlib {jaxlib.__version__}, Python {python}")
+    versions = {"JAX": jax.__version__, "jaxlib": jaxlib.__version__, "NumPy": np.__version__}
+    versions["Python"] = platform.python_version()
+    print(", ".join(f"{name} {version}" for name, version in {"jax_softmax": info["version"], **versions}.items()))
     print(f"built with {info['compiler']}, FFI headers of API {'.'.join(map(str, info['ffi_api']))}")
+    print(f"platform: {platform.platform()}")
+    print(f"CPU: {cpu_model()}, {os.cpu_count()} cores")
     print(f"CPU kernels: {', '.join(info['cpu_variants'])}; {info['cpu_variant']} runs here")
     describe_cuda()
 
     reason = cuda.availability()
     gpus = [device for device in jax.local_devices() if device.platform == "gpu"]
+    for gpu in gpus:
+        print(f"GPU {gpu.id}: {gpu.device_kind}, compute capability {gpu.compute_capability}")
     healthy = [check(jax.local_devices(backend="cpu")[0], True)]
     healthy += [check(gpu, reason is None) for gpu in gpus]
     if gpus and reason is not None:

@@ -60,12 +60,17 @@ class Explanation:
     """What a call runs on a GPU; `str()` of it is a short text.
 
     Attributes:
-      op, shape, axes, dtype: the operator, and the array that the kernel gets, in the dtype that it gets it in.
+      op: the operator.
+      shape: that of the array that the kernel gets.
+      axes: the reduced ones.
+      dtype: that in which the kernel gets the array.
       mask_shape: the mask's shape, or None.
       device: the name of the GPU.
-      kept, reduced: the canonical view, outermost first: (extent, stride in elements) of every dimension that is left
-        after those of extent 1 were dropped and neighbours of one role were merged.
-      rows, columns: the products of the kept and of the reduced extents.
+      kept: (extent, stride in elements) of each kept dimension, outermost first. Dimensions of extent 1 are dropped,
+        and neighbours that are both kept, or both reduced, are merged.
+      reduced: the same of the reduced dimensions.
+      rows: the product of the kept extents.
+      columns: the product of the reduced extents.
       schedule: how a row is held while it is reduced; "jax.numpy" where XLA's own operations run, "nothing" for empty
         arrays.
       plan: the numbers that the schedule's kernels are made for; csrc/plan/plan.h says what each means. Empty where

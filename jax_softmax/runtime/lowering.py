@@ -51,7 +51,7 @@ def export_checks() -> list[jax.export.DisabledSafetyCheck]:
     """The safety checks that `jax.export` must leave out for programs that call these functions.
 
     JAX vouches only for custom calls of its own. Pass the list as `disabled_checks`; where the exported program runs,
-    jax_softmax must be imported:
+    jax_softmax must be imported::
 
         jax.export.export(jax.jit(f), disabled_checks=jax_softmax.export_checks())(x)
     """

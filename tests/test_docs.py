@@ -1,0 +1,59 @@
+"""Python blocks of README.md and docs/ run, links lead somewhere, and the API page has every public name."""
+
+import re
+from pathlib import Path
+
+import pytest
+from markdown_it import MarkdownIt
+
+import jax_softmax
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "benchmarks" / "README.md"])
+FENCES = {page: [t for t in MarkdownIt().parse(page.read_text()) if t.type == "fence"] for page in PAGES}
+IN_PYTHON = {page: blocks for page in PAGES if (blocks := [t for t in FENCES[page] if t.info == "python"])}
+# A page is skipped from the first block on that imports one of these where it is not installed.
+OPTIONAL = {"flax": "flax.nnx", "optax": "optax"}
+
+
+def name_of(page):
+    return str(page.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("page", IN_PYTHON, ids=name_of)
+def test_python_blocks_run(page):
+    """In their order, in one namespace."""
+    names = {"__name__": page.stem}
+    for block in IN_PYTHON[page]:
+        for package, module in OPTIONAL.items():
+            if re.search(rf"^(import|from) {package}\b", block.content, re.MULTILINE):
+                pytest.importorskip(module)
+        lines_before = "\n" * (block.map[0] + 1)  # for the traceback's line to be the page's
+        exec(compile(lines_before + block.content, str(page), "exec"), names)
+
+
+@pytest.mark.skipif(not RESULTS.exists(), reason="a source distribution has no benchmarks/results, to which pages link")
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_somewhere(page):
+    tokens = (t for inline in MarkdownIt().parse(page.read_text()) for t in inline.children or [])
+    targets = [t.attrs.get("href") or t.attrs.get("src") for t in tokens if t.type in ("link_open", "image")]
+    for target in targets:
+        if not re.match(r"https?:|#", target):
+            assert (page.parent / target.partition("#")[0]).exists(), target
+
+
+def test_api_page_has_every_public_name():
+    text = (ROOT / "docs" / "api.md").read_text()
+    assert sorted(re.findall(r"auto(?:function|class):: (\w+)", text)) == sorted(jax_softmax.__all__)
+
+
+@pytest.mark.skipif(not RESULTS.exists(), reason="a source distribution has no benchmarks/results")
+def test_the_picture_finds_its_figures():
+    """Those of the tables, whose rows and columns have the names that it looks for."""
+    pytest.importorskip("matplotlib")
+    from whole_computations import all_bars
+
+    for bars in all_bars():
+        assert all(float(figure) >= 0 for figure in (*bars.times, *bars.memories)), bars
+        assert float(bars.times[0]) > 0 and float(bars.memories[0]) > 0, bars
