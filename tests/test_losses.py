@@ -777,6 +777,34 @@ def test_bools_of_numpy():
     assert logsumexp(x, keepdims=np.False_, return_max=np.False_).shape == (2,)
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_smoothed_labels_with_infinite_logits(masked):
+    """The loss is infinite where a class that is not masked has a logit of -inf, with its gradient and without."""
+    x, labels = normal((4, 10)), np.array([1, 2, 3, 4])
+    x[1, 5] = x[2, 0] = -np.inf
+    where = np.ones(x.shape, bool)
+    where[1, 5], where[3] = False, False
+    where = where if masked else None
+
+    for row in range(4):
+        one = functools.partial(cross_entropy_loss, labels=labels[row : row + 1], label_smoothing=0.2, reduction="sum")
+        mask = None if where is None else where[row : row + 1]
+        value, gradient = jax.value_and_grad(lambda x, mask=mask, one=one: one(x, where=mask))(x[row : row + 1])
+        np.testing.assert_allclose(value, one(x[row : row + 1], where=mask), rtol=1e-6)
+        assert np.isinf(value) == (row == 2 or (row == 1 and not masked)), row
+        assert not np.isnan(gradient).any()
+
+
+def test_smoothed_labels_take_no_other_reading():
+    def f(x):
+        return cross_entropy_loss(x, np.array([0, 1]), label_smoothing=0.1)
+
+    x = normal((2, 3))
+    text = str(jax.make_jaxpr(jax.value_and_grad(f))(x))
+    assert "cross_entropy_gradient_and_distances[" in text
+    assert not re.search(r"reduce_sum\[[^]]*axes=\(1,\)", text)
+
+
 def test_names_in_programs():
     """Profiles and dumps show what it is."""
     text = str(jax.make_jaxpr(jax.grad(lambda x: cross_entropy_loss(x, np.array([0, 1]))))(normal((2, 3))))

@@ -57,9 +57,11 @@ def _loss_and_normalizer(axes, axis_name, labelled):
     return jnp.where(found, rows.log_total - jax.lax.psum(distance, axis_name), 0), rows
 
 
-def _values_with(loss, rows, counts, axes, axis_name, labelled):
-    distances = reference.kept(reference.distances(labelled.x, rows), labelled.where)
-    values = loss, rows.lse, rows.log_total, row_sum(distances, axes, axis_name)
+def _values_with(loss, rows, counts, axes, axis_name, labelled, distances=None):
+    """`distances`: what a kernel made of them, if it did."""
+    if distances is None:
+        distances = row_sum(reference.kept(reference.distances(labelled.x, rows), labelled.where), axes, axis_name)
+    values = loss, rows.lse, rows.log_total, distances
     return _RowValues(*(jnp.where(counts, value, 0) for value in values))
 
 
@@ -84,11 +86,22 @@ def _row_values_jvp(axes, axis_name, temporary, primals, tangents):
 
 def _classes(axes, axis_name, labelled):
     """How many classes each row has, or a number for all."""
+    count = _unmasked(axes, labelled)
+    if labelled.where is None:
+        return count * math.prod(map(jax.lax.axis_size, axis_name))
+    return jnp.maximum(jax.lax.psum(count, axis_name) if axis_name else count, 1)
+
+
+def _unmasked(axes, labelled):
+    """How many logits of each row, or of this device's part of it, are not masked; or a number for all rows."""
     x, where = labelled.x, labelled.where
     if where is None:
-        return math.prod(x.shape[d] for d in axes) * math.prod(map(jax.lax.axis_size, axis_name))
-    count = jnp.sum(jnp.broadcast_to(where, x.shape), axes, keepdims=True).astype(reference.wide_dtype(x.dtype))
-    return jnp.maximum(jax.lax.psum(count, axis_name) if axis_name else count, 1)
+        return _elements(axes, x)
+    return jnp.sum(jnp.broadcast_to(where, x.shape), axes, keepdims=True).astype(reference.wide_dtype(x.dtype))
+
+
+def _elements(axes, x):
+    return math.prod(x.shape[d] for d in axes)
 
 
 def row_losses(axes, axis_name, labelled, options):
@@ -176,10 +189,13 @@ class _ValuesAndGradient(NamedTuple):
 def _gradient(axes, labelled, weights, classes, options):
     coefficients = _coefficients(weights, classes, options)
     operands = labelled.x, *coefficients, labelled.label
-    gradient, *rows = bind("cross_entropy_gradient", *operands, where=labelled.where, axes=axes)
-    rows = Normalizer(*rows)
+    summed = options.label_smoothing is not None and _elements(axes, labelled.x) <= reference.MOST_COUNTED
+    op = "cross_entropy_gradient_and_distances" if summed else "cross_entropy_gradient"
+    gradient, largest, total, *sums = bind(op, *operands, where=labelled.where, axes=axes)
+    rows = Normalizer(largest, total)
     loss = reference.cross_entropy_given(rows, labelled.x, labelled.label, axes)
-    values = _values_with(loss, rows, _counts(loss, labelled.found, weights), axes, (), labelled)
+    distances = reference.distance_of_all(*sums, _unmasked(axes, labelled)) if summed else None
+    values = _values_with(loss, rows, _counts(loss, labelled.found, weights), axes, (), labelled, distances)
     return _ValuesAndGradient(values, gradient)
 
 

@@ -32,8 +32,6 @@ from jax_softmax.primitives.operators import Coefficients, bind
 # Bytes that memory could move while a kernel makes an element of softmax again; and how many fewer bytes are worth it.
 _BYTES_OF_EXPONENTIAL, _WORTH_IT = 1.8, 0.8
 
-_MOST_COUNTED = 1 << 24  # of a row's elements, in float32
-
 _LINEAR_MAPS = ("softmax_linear", "log_softmax_vjp", "log_softmax_jvp")
 
 
@@ -266,11 +264,11 @@ def _sums_at_labels(graph, equation, stands):
 def _sum_of_logarithms(x, axes):
     """The sum of log_softmax(x) over each row."""
     (n,) = (x.shape[axis] for axis in axes)
-    if n > _MOST_COUNTED:
+    if n > reference.MOST_COUNTED:
         return jnp.sum(bind("log_softmax", x, where=None, axes=axes, dtype="float32"), axes, keepdims=True)
     largest, total, distance, count = bind("logsumexp_and_distances", x, where=None, axes=axes)
     rows = reference.Normalizer(largest, total).without_infinity()
-    return jnp.where(count < n, -jnp.inf, distance) - n * jnp.log(rows.total)
+    return reference.distance_of_all(distance, count, n) - n * jnp.log(rows.total)
 
 
 def _scattered(graph, equation, stands):

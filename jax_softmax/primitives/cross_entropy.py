@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.interpreters import ad
 
 from jax_softmax.primitives import batching, labels, reference
-from jax_softmax.primitives.operators import PRIMITIVES, bind, split
+from jax_softmax.primitives.operators import PRIMITIVES, WITH_DISTANCES, bind, split
 from jax_softmax.primitives.rows import normalizer, normalizer_tangents
 from jax_softmax.primitives.tangent_sums import tangent_sums
 
@@ -21,16 +21,21 @@ def cross_entropy_jvp(primals, tangents, *, axes, axis_name):
     return [loss, *rows], [of_loss, *normalizer_tangents(rows, of_lse)]
 
 
-def cross_entropy_gradient_jvp(primals, tangents, *, axes, axis_name, dtype):
+def cross_entropy_gradient_jvp(op, primals, tangents, *, axes, axis_name, dtype):
     """That of the same function of logsumexp."""
-    results = PRIMITIVES["cross_entropy_gradient"].bind(*primals, axes=axes, axis_name=axis_name, dtype=dtype)
-    (*floats, label), where = split("cross_entropy_gradient", primals)
+    results = PRIMITIVES[op].bind(*primals, axes=axes, axis_name=axis_name, dtype=dtype)
+    (*floats, label), where = split(op, primals)
 
     def function(x, *coefficients):
         rows = normalizer(x, where, axes, axis_name)
-        return reference.gradient_given(rows, x, *coefficients, label, where, axes, dtype=dtype), *rows
+        gradient = reference.gradient_given(rows, x, *coefficients, label, where, axes, dtype=dtype)
+        return gradient, *rows, *_sums(op, rows, x, where, axes)
 
     return results, list(jax.jvp(function, tuple(floats), _instantiated(tangents, floats))[1])
+
+
+def _sums(op, rows, x, where, axes):
+    return reference.sums_of_distances(rows, x, where, axes) if op in WITH_DISTANCES else ()
 
 
 def tangent_sums_transpose_jvp(primals, tangents, *, axes, axis_name, dtype):
@@ -61,7 +66,7 @@ def cross_entropy_batch(axis_data, operands, batch_axes, *, axes, axis_name):
 
 
 def gradient_batch(op, axis_data, operands, batch_axes, *, axes, axis_name, dtype):
-    """Of both `cross_entropy_gradient`s and `tangent_sums_transpose`, whose other operands all belong to rows."""
+    """Of all `cross_entropy_gradient`s and `tangent_sums_transpose`, whose other operands all belong to rows."""
     (x, *of_rows), where = split(op, operands)
     which = range(1, 1 + len(of_rows))
     if not batching.only_batched(batch_axes, which):
@@ -69,8 +74,9 @@ def gradient_batch(op, axis_data, operands, batch_axes, *, axes, axis_name, dtyp
         return batching.batch(op, axis_data, operands, batch_axes, **params)
     rows, function = (), functools.partial(reference.tangent_sums_transpose, x)
     if op != "tangent_sums_transpose":
-        rows = normalizer(x, where, axes, axis_name)
-        function = functools.partial(reference.gradient_given, rows, x)
+        normalizer_of_rows = normalizer(x, where, axes, axis_name)
+        function = functools.partial(reference.gradient_given, normalizer_of_rows, x)
+        rows = *normalizer_of_rows, *_sums(op, normalizer_of_rows, x, where, axes)
     function = functools.partial(function, where=where, axes=axes, dtype=dtype)
     gradient = jax.vmap(function, [batch_axes[i] for i in which])(*of_rows)
-    return ((gradient, *rows), (0, None, None)) if rows else (gradient, 0)
+    return ((gradient, *rows), (0, *[None] * len(rows))) if rows else (gradient, 0)

@@ -20,22 +20,25 @@ from jax_softmax.primitives import (
 from jax_softmax.primitives.batching import batch
 from jax_softmax.primitives.operators import PRIMITIVES
 
+_GRADIENTS = (
+    "cross_entropy_gradient",
+    "cross_entropy_gradient_in_place",
+    "cross_entropy_gradient_and_distances",
+)
 _JVPS = {
     **{op: functools.partial(softmax.jvp, op) for op in softmax.JVP},
     **{op: functools.partial(softmax.linear_jvp, op) for op in softmax.TRANSPOSED},
     "logsumexp": rows.logsumexp_jvp,
     "cross_entropy": cross_entropy.cross_entropy_jvp,
-    "cross_entropy_gradient": cross_entropy.cross_entropy_gradient_jvp,
-    "cross_entropy_gradient_in_place": cross_entropy.cross_entropy_gradient_jvp,  # x is read again: not in place
+    **{op: functools.partial(cross_entropy.cross_entropy_gradient_jvp, op) for op in _GRADIENTS},
     "tangent_sums_transpose": cross_entropy.tangent_sums_transpose_jvp,
     "entropy": entropies.entropy_jvp,
     "absmax_scale": scaling.absmax_scale_jvp,
 }  # kl_divergence has none: `entropies.divergence` differentiates what binds it
 _TRANSPOSES = {op: functools.partial(softmax.linear_transpose, op) for op in softmax.TRANSPOSED}
-_GRADIENTS = ("cross_entropy_gradient", "cross_entropy_gradient_in_place", "tangent_sums_transpose")
 _BATCHES = {op: functools.partial(batch, op) for op in PRIMITIVES} | {
     "cross_entropy": cross_entropy.cross_entropy_batch,
-    **{op: functools.partial(cross_entropy.gradient_batch, op) for op in _GRADIENTS},
+    **{op: functools.partial(cross_entropy.gradient_batch, op) for op in (*_GRADIENTS, "tangent_sums_transpose")},
 }
 
 

@@ -36,8 +36,9 @@ The gradient is a cross entropy's: softmax(x) (factor + lse_factor lse) + offset
 all four are 0, so is the gradient, even if x is NaN. `cross_entropy_gradient_in_place` is for an x that nothing else
 reads: on CUDA the gradient takes its place if it has its dtype. `tangent_sums_transpose` has no lse_factor. `scaled` is
 x divided by its row's `scale`, in a dtype of `reference.SCALED`. `distance` is the sum of x - largest over the elements
-that are neither masked nor -inf, and `count` their number. `softmax_and_normalizer` and both operators with distances
-have no derivative: `fuse` makes them, of programs that have been differentiated.
+that are neither masked nor -inf, and `count` their number: of no more than `reference.MOST_COUNTED`.
+`softmax_and_normalizer` and `logsumexp_and_distances` have no derivative: `fuse` alone makes them, of programs that
+have been differentiated.
 """
 
 from typing import NamedTuple
@@ -72,6 +73,8 @@ OPERATORS = {op: Operator(*(facts[name] for name in Operator._fields)) for op, f
 KERNELS = {op: "cross_entropy_gradient" for op in ("tangent_sums_transpose", "cross_entropy_gradient_in_place")}
 OPERATORS["tangent_sums_transpose"] = OPERATORS["cross_entropy_gradient"]._replace(row_numbers=5, row_results=0)
 OPERATORS["cross_entropy_gradient_in_place"] = OPERATORS["cross_entropy_gradient"]
+
+WITH_DISTANCES = ("logsumexp_and_distances", "cross_entropy_gradient_and_distances")
 
 PRIMITIVES = {op: Primitive(op) for op in OPERATORS}
 for _op, _primitive in PRIMITIVES.items():

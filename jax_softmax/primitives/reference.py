@@ -132,13 +132,21 @@ def distances(x, rows):
 def logsumexp_and_distances(x, where, axes, across=None):
     """Each row's `Normalizer`; and of its elements that are not -inf the sum of x - largest, and the number."""
     rows = logsumexp(x, where, axes, across)
-    return *rows, *_sums_of_distances(rows, x, where, axes, across)
+    return *rows, *sums_of_distances(rows, x, where, axes, across)
 
 
-def _sums_of_distances(rows, x, where, axes, across):
+def sums_of_distances(rows, x, where, axes, across=None):
     counted = kept(x != -jnp.inf, where, False)
     distance = jnp.where(counted, distances(x, rows), 0)
     return _row_sum(distance, axes, across), _row_sum(counted.astype(distance.dtype), axes, across)
+
+
+MOST_COUNTED = 1 << 24  # of a row's elements, in float32
+
+
+def distance_of_all(distance, count, elements):
+    """The sum over all elements of a row that are not masked, given that over those that are not -inf."""
+    return jnp.where(count < elements, -jnp.inf, distance)
 
 
 def softmax_and_normalizer(x, where, axes, across=None, *, dtype):
@@ -213,7 +221,7 @@ def cross_entropy_gradient_and_distances(x, *operands, **params):
     """The results of both operators."""
     *of_rows, where, axes, across = operands
     gradient, *rows = cross_entropy_gradient(x, *of_rows, where, axes, across, **params)
-    return gradient, *rows, *_sums_of_distances(Normalizer(*rows), x, where, axes, across)
+    return gradient, *rows, *sums_of_distances(Normalizer(*rows), x, where, axes, across)
 
 
 def gradient_given(rows, x, factor, lse_factor, offset, at_label, label, where, axes, across=None, *, dtype):

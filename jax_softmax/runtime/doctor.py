@@ -82,8 +82,12 @@ _OPERATORS = {
         lambda x, axis: -jnp.sum(_distributions(x) * jax.nn.log_softmax(x, axis), axis),
     ),
     "cross_entropy_loss": (
-        lambda x, axis: jax_softmax.cross_entropy_loss(x, _labels(x), axis=axis, label_smoothing=0.1, z_loss=0.01),
-        functools.partial(_loss, label_smoothing=0.1, z_loss=0.01),
+        lambda x, axis: jax_softmax.cross_entropy_loss(x, _labels(x), axis=axis, z_loss=0.01),
+        functools.partial(_loss, z_loss=0.01),
+    ),
+    "cross_entropy_loss with smoothed labels": (
+        lambda x, axis: jax_softmax.cross_entropy_loss(x, _labels(x), axis=axis, label_smoothing=0.1),
+        functools.partial(_loss, label_smoothing=0.1),
     ),
     "linear_cross_entropy": (
         lambda x, axis: jax_softmax.linear_cross_entropy(x, _head(x), _labels(x), logits_dtype=jnp.float32),
@@ -123,6 +127,7 @@ _CASES = [
     ("softmax_cross_entropy_with_integer_labels", "float32", *_ROWS),
     ("softmax_cross_entropy", "float32", *_ROWS),
     ("cross_entropy_loss", "bfloat16", *_ROWS),
+    ("cross_entropy_loss with smoothed labels", "bfloat16", *_ROWS),
     ("linear_cross_entropy", "bfloat16", *_ROWS),
     ("entropy", "bfloat16", *_ROWS),
     ("kl_divergence", "float32", *_ROWS),

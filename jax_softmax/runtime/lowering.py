@@ -12,7 +12,7 @@ from jax.interpreters import mlir
 from jax_softmax import _kernels
 from jax_softmax.devices import division, partitioning, private
 from jax_softmax.primitives import reference
-from jax_softmax.primitives.operators import KERNELS, OPERATORS, PRIMITIVES, Coefficients, bind, split
+from jax_softmax.primitives.operators import KERNELS, OPERATORS, PRIMITIVES, WITH_DISTANCES, Coefficients, bind, split
 from jax_softmax.primitives.rows import normalizer
 from jax_softmax.primitives.several_devices import several_devices_p
 from jax_softmax.runtime import cuda
@@ -219,6 +219,7 @@ _GIVEN_LOGSUMEXP = {
     "cross_entropy": lambda rows, x, label, where, axes: reference.cross_entropy_given(rows, x, label, axes),
     "cross_entropy_gradient": reference.gradient_given,
     "cross_entropy_gradient_in_place": reference.gradient_given,
+    "cross_entropy_gradient_and_distances": reference.gradient_given,
     "kl_divergence": reference.kl_divergence_given,
 }
 
@@ -228,7 +229,8 @@ def _by_logsumexp(op, *operands, axes, **dtype):
     operands = jax.lax.optimization_barrier(operands[0]), *operands[1:]
     operands, where = split(op, operands)
     rows = normalizer(operands[0], where, axes, ())
-    return _GIVEN_LOGSUMEXP[op](rows, *operands, where, axes, **dtype), *rows
+    sums = reference.sums_of_distances(rows, operands[0], where, axes) if op in WITH_DISTANCES else ()
+    return _GIVEN_LOGSUMEXP[op](rows, *operands, where, axes, **dtype), *rows, *sums
 
 
 def _by_cross_entropy_gradient(*operands, axes, dtype):
