@@ -59,8 +59,8 @@ struct alignas(8) alignas(C) Moments {
   }
 };
 
-// Three sums: of exp(x - pivot), and of x - pivot and of 1 over the elements that are not minus infinity. What stands
-// in for masked elements, and for those beyond the row's end, is minus infinity.
+// Three sums: of exp(x - pivot), and of x - pivot and of 1 over the elements where x - pivot is not minus infinity.
+// What stands in for masked elements, and for those beyond the row's end, is minus infinity.
 template <class C>
 struct Distances {
   C sum;
@@ -293,7 +293,7 @@ struct CrossEntropyGradient : SoftmaxBase<M> {
   }
 };
 
-// The operator Of, with two results more of each row: the sum of x - maximum over the elements that are not minus
+// The operator Of, with two results more of each row: the sum of x - maximum over the elements where that is not minus
 // infinity, and their number. The maximum counts as 0 where it is infinite.
 template <class Of>
 struct AndDistances : Of {

@@ -71,13 +71,18 @@ def loss_at_labels(x):
     return -jnp.take_along_axis(log_p, jnp.arange(x.shape[-2])[:, None] + jnp.zeros((*x.shape[:-1], 1), int), -1).mean()
 
 
-def smoothed_losses(x):
-    one_hot = jax.nn.one_hot(TARGETS, x.shape[-1])
-    return -jnp.sum((0.9 * one_hot + 0.1 / x.shape[-1]) * jax.nn.log_softmax(x.astype(F32)), -1)
+def smoothed_losses(x, smoothing=0.1):
+    targets = (1 - smoothing) * jax.nn.one_hot(TARGETS, x.shape[-1]) + smoothing / x.shape[-1]
+    return -jnp.sum(targets * jax.nn.log_softmax(x.astype(F32)), -1)
 
 
-def smoothed_loss(x):
-    return smoothed_losses(x).mean()
+def smoothed_loss(x, smoothing=0.1):
+    return smoothed_losses(x, smoothing).mean()
+
+
+def padded(x):
+    """With a last class of -inf, which is no label."""
+    return jnp.where(jnp.arange(x.shape[-1]) == x.shape[-1] - 1, -jnp.inf, x)
 
 
 class Case:
@@ -342,6 +347,41 @@ CASES |= {
     "smoothed labels' gradient": Case(jax.value_and_grad(smoothed_loss), x_of("bfloat16"), roundings=64),
     "smoothed labels of rows with -inf": Case(
         lambda x: smoothed_losses(jnp.where(jnp.arange(16) == jnp.arange(6)[:, None], -jnp.inf, x)), x_of("bfloat16")
+    ),
+    "labels that are not smoothed, with -inf": Case(
+        lambda x: jnp.sum(jnp.where(TARGETS == 15, 0, smoothed_losses(padded(x), 0.0))), x_of("bfloat16"), roundings=64
+    ),
+    "two smoothings": Case(lambda x: smoothed_losses(x) + smoothed_losses(x, 0.2), x_of("bfloat16"), roundings=64),
+    "a gradient, and another smoothing": Case(
+        lambda x: (jax.grad(smoothed_loss)(x), smoothed_loss(x, 0.2)), x_of("bfloat16"), roundings=64
+    ),
+    "gradients of two smoothings": Case(
+        lambda x: tuple(jax.value_and_grad(smoothed_loss)(x, smoothing) for smoothing in (0.1, 0.2)),
+        x_of("bfloat16"),
+        calls=2,
+        roundings=64,
+    ),
+    "smoothed labels and others": Case(
+        lambda x: (
+            smoothed_losses(x),
+            jax_softmax.softmax_cross_entropy_with_integer_labels(x.astype(F32), jnp.asarray(TARGETS)),
+        ),
+        x_of("bfloat16"),
+        roundings=64,
+    ),
+    "a gradient weighted with its loss": Case(
+        lambda x: (lambda loss: jax.grad(lambda x: smoothed_loss(x) * loss)(x))(smoothed_loss(x)),
+        x_of("bfloat16"),
+        calls=2,
+        roundings=64,
+    ),
+    "smoothed labels, and what they are multiplied with": Case(
+        lambda x: (lambda y: (y, -jnp.sum((0.9 * jax.nn.one_hot(TARGETS, 16) + 0.1 / 16) * y, -1)))(
+            jax.nn.log_softmax(x * 2)
+        ),
+        x_of(),
+        folded=False,
+        roundings=64,
     ),
     "smoothed labels of columns": Case(
         jax.value_and_grad(lambda x: smoothed_loss(jnp.swapaxes(x, -1, -2))), x_of("bfloat16", (4, 16, 6)), roundings=64

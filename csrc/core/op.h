@@ -93,7 +93,14 @@ inline constexpr Operator kOperators[] = {
                                                    "CrossEntropyGradientAndDistances", 2, 1, kGpuOnly),
 };
 inline constexpr int kOps = sizeof(kOperators) / sizeof(kOperators[0]);
-inline constexpr int kMostRowResults = 4;
+constexpr int most_row_results(bool of_all) {
+  int most = 0;
+  for (const Operator& op : kOperators) {
+    if ((of_all || op.on_cpu) && op.cost.row_results > most) most = op.cost.row_results;
+  }
+  return most;
+}
+inline constexpr int kMostRowResults = most_row_results(true), kMostRowResultsOnCpu = most_row_results(false);
 constexpr const Operator& facts_of(Op op) { return kOperators[static_cast<int>(op)]; }
 constexpr const Cost& cost_of(Op op) { return facts_of(op).cost; }
 

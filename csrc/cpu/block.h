@@ -30,7 +30,7 @@ struct Block {
 // What several rows have, a row to a lane: a state, which is a pivot and one sum or two; or their results.
 template <class T>
 struct States {
-  typename Simd<typename Convert<T>::Compute>::Value member[kMostRowResults];
+  typename Simd<typename Convert<T>::Compute>::Value member[kMostRowResultsOnCpu];
 };
 
 // An operator on blocks.

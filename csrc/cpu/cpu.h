@@ -12,8 +12,8 @@ struct Operands {
   const void* in[2];
   const bool* mask;  // null without a mask
   Strides mask_strides;
-  void* out;                       // null if there are no results for elements
-  void* of_rows[kMostRowResults];  // the results of rows, null from their number on
+  void* out;                            // null if there are no results for elements
+  void* of_rows[kMostRowResultsOnCpu];  // the results of rows, null from their number on
 };
 
 // Work comes in units, numbered from 0, that can run in any order on any thread. If it needs scratch memory, aligned to

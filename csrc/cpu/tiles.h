@@ -182,7 +182,7 @@ class Tiles {
   using F = typename Convert<T>::Compute;
   using C = typename Simd<F>::Value;
   static constexpr int64_t kLanes = Simd<F>::kLanes;
-  static constexpr int kMembers = kMostRowResults;  // of states
+  static constexpr int kMembers = kMostRowResultsOnCpu;  // of states
   static constexpr int64_t kBlockAlong = 4096, kBlockAcross = 512;
   static constexpr int64_t kKeptAlong = 64 << 10, kKeptAcross = 2048;  // the longest rows whose terms are kept
   static constexpr int64_t kLeastPartAlong = 64 << 10, kLeastPartAcross = 4096, kMostParts = 64;

@@ -27,7 +27,7 @@ from jax_softmax.fusion.expressions import is_variable
 from jax_softmax.fusion.graph import Equation, Graph, bytes_of, graph_of, opened, size_of, variables_of
 from jax_softmax.fusion.groups import Group, Groups, foldable, is_loop, may_fold
 from jax_softmax.primitives import labels, reference
-from jax_softmax.primitives.operators import Coefficients, bind
+from jax_softmax.primitives.operators import WITH_DISTANCES, Coefficients, bind
 
 # Bytes that memory could move while a kernel makes an element of softmax again; and how many fewer bytes are worth it.
 _BYTES_OF_EXPONENTIAL, _WORTH_IT = 1.8, 0.8
@@ -249,12 +249,17 @@ def _sums_at_labels(graph, equation, stands):
         if at is None:
             continue
 
-        def total(x, y, *variables, at=at, logarithms=maker.name == "log_softmax"):
+        # Where it is written anyway, its own sum is read from it.
+        from_x = maker.name == "log_softmax" and values not in graph.outputs
+
+        def total(x, y, *variables, at=at, from_x=from_x):
             label, value, offset = at.function(*variables)
-            result = jnp.where(labels.exists(label, y.shape, axes), labels.at_labels(y, axes, label) * value, 0)
+            counts = labels.exists(label, y.shape, axes)
             if offset is not None:
-                of_row = _sum_of_logarithms(x, axes) if logarithms else jnp.sum(y, axes, keepdims=True)
-                result += offset * of_row
+                counts &= value != 0  # the element at the label may be -inf
+            result = jnp.where(counts, labels.at_labels(y, axes, label) * value, 0)
+            if offset is not None:
+                result += offset * (_sum_of_logarithms(x, axes) if from_x else jnp.sum(y, axes, keepdims=True))
             return jnp.squeeze(result, axes).astype(y.dtype)
 
         return {equation: spliced(total, [*maker.inputs, values, *at.variables], equation.outputs, equation)}
@@ -341,6 +346,8 @@ def _found_at_label(graph, a, axis, known):
 
 def _combined(at, row, operation):
     """An array times, or plus, a number of each row."""
+    if operation != "mul" and not row.variables and row.function() == 0:
+        return at
     n = len(at.variables)
 
     def function(*variables):
@@ -493,23 +500,35 @@ def _gradients_with_rows(graph, equation, stands):
     return {equation: spliced(gradient, equation.inputs, equation.outputs, equation)}
 
 
-# Which result is a row's maximum. Of two kernels that make it the first one here does.
+# Operators that make the maxima and sums of rows, and which result the maximum is. An operator takes them from one that
+# stands before it in this list.
 _FIRST_OF_ROWS = {
     "cross_entropy_gradient_and_distances": 1,
     "cross_entropy_gradient": 1,
     "softmax_and_normalizer": 1,
-    "cross_entropy": 1,
     "logsumexp_and_distances": 0,
+    "cross_entropy": 1,
     "logsumexp": 0,
 }
 
 
 def _shared_rows(graph, equation):
     if equation.name == "logsumexp_and_distances" and foldable(equation):
-        return _distances_of_gradient(graph, equation)
+        return _distances_by_another(graph, equation) or _distances_of_gradient(graph, equation)
     if equation.name not in ("logsumexp", "cross_entropy") or not foldable(equation):
         return None
     return _rows_by_another(graph, equation) or _rows_of_softmax(graph, equation)
+
+
+def _distances_by_another(graph, equation):
+    """All that it makes of the rows, from an operator that makes this already."""
+    for other in graph.readers[equation.inputs[0]]:
+        if other.name not in WITH_DISTANCES or not _are_of_same_rows(graph, other, equation):
+            continue
+        if other.name != equation.name or graph.position[other] < graph.position[equation]:
+            n = len(equation.outputs)
+            return {equation: []}, dict(zip(equation.outputs, other.outputs[-n:], strict=True))
+    return None
 
 
 def _distances_of_gradient(graph, equation):
@@ -518,7 +537,6 @@ def _distances_of_gradient(graph, equation):
         if other.name != "cross_entropy_gradient" or not _are_of_same_rows(graph, other, equation):
             continue
         largest, total, *sums = equation.outputs
-
         params = {name: other.params[name] for name in ("axes", "dtype")}
 
         def with_sums(x, *of_rows, params=params):  # without a mask, as `equation` is

@@ -3,7 +3,8 @@
 The model. A kernel reads each of its arrays once and writes its results. What it needs and nobody else does is written
 by XLA before, and what only loops of XLA read after it is read by them. XLA makes no such array, but reads its inputs
 several times: a linear map's twice, for the sums of the rows and for the results; those of the other operators once if
-a row is contiguous and fits in a block, else three times; and those of sums of rows twice. Its kernels for whole rows
+a row is contiguous and fits in a block, and once more if there are sums of its elements beside the softmax, else three
+times; and those of sums of rows twice. Its kernels for whole rows
 are a little below the memory's speed (measured on an H200, benchmarks/results/). What takes longer to compute than to
 move counts as the bytes that could be moved meanwhile.
 """
@@ -14,6 +15,7 @@ from typing import NamedTuple
 from jax_softmax.fusion import expressions
 from jax_softmax.fusion.graph import bytes_of
 from jax_softmax.fusion.groups import is_loop
+from jax_softmax.primitives.operators import WITH_DISTANCES
 
 _MOST_COLUMNS = 8192  # of a row that a block of XLA has in registers
 _SPEED = {256: 1.0, 2048: 0.91, _MOST_COLUMNS: 0.81}  # of XLA's kernels for rows up to a length, of the memory's
@@ -71,7 +73,9 @@ def _one_block_has_a_row(group):
 def _reads_of_xla(group):
     if group.facts.inputs == 2 or not group.facts.element_results:
         return 2
-    return 1 if _one_block_has_a_row(group) else 3
+    if not _one_block_has_a_row(group):
+        return 3
+    return 2 if group.equation.name in WITH_DISTANCES else 1
 
 
 def _speed_of_xla(group):

@@ -35,8 +35,9 @@ masked altogether both may be any number but NaN. loss is lse less the label's e
 The gradient is a cross entropy's: softmax(x) (factor + lse_factor lse) + offset, and at_label added at the label; where
 all four are 0, so is the gradient, even if x is NaN. `cross_entropy_gradient_in_place` is for an x that nothing else
 reads: on CUDA the gradient takes its place if it has its dtype. `tangent_sums_transpose` has no lse_factor. `scaled` is
-x divided by its row's `scale`, in a dtype of `reference.SCALED`. `distance` is the sum of x - largest over the elements
-that are neither masked nor -inf, and `count` their number: of no more than `reference.MOST_COUNTED`.
+x divided by its row's `scale`, in a dtype of `reference.SCALED`. `distance` is the sum of x - largest, relative to 0
+where that is infinite, over the elements that are not masked and whose distance is not -inf, and `count` is their
+number, up to `reference.MOST_COUNTED`.
 `softmax_and_normalizer` and `logsumexp_and_distances` have no derivative: `fuse` alone makes them, of programs that
 have been differentiated.
 """

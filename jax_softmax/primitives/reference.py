@@ -130,12 +130,13 @@ def distances(x, rows):
 
 
 def logsumexp_and_distances(x, where, axes, across=None):
-    """Each row's `Normalizer`; and of its elements that are not -inf the sum of x - largest, and the number."""
+    """Each row's `Normalizer`, and its `distance_and_count`."""
     rows = logsumexp(x, where, axes, across)
-    return *rows, *sums_of_distances(rows, x, where, axes, across)
+    return *rows, *distance_and_count(rows, x, where, axes, across)
 
 
-def sums_of_distances(rows, x, where, axes, across=None):
+def distance_and_count(rows, x, where, axes, across=None):
+    """Over each row's elements that are not masked, and not -inf: the sum of x - largest, and their number."""
     counted = kept(x != -jnp.inf, where, False)
     distance = jnp.where(counted, distances(x, rows), 0)
     return _row_sum(distance, axes, across), _row_sum(counted.astype(distance.dtype), axes, across)
@@ -221,7 +222,7 @@ def cross_entropy_gradient_and_distances(x, *operands, **params):
     """The results of both operators."""
     *of_rows, where, axes, across = operands
     gradient, *rows = cross_entropy_gradient(x, *of_rows, where, axes, across, **params)
-    return gradient, *rows, *sums_of_distances(Normalizer(*rows), x, where, axes, across)
+    return gradient, *rows, *distance_and_count(Normalizer(*rows), x, where, axes, across)
 
 
 def gradient_given(rows, x, factor, lse_factor, offset, at_label, label, where, axes, across=None, *, dtype):

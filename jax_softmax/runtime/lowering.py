@@ -229,7 +229,7 @@ def _by_logsumexp(op, *operands, axes, **dtype):
     operands = jax.lax.optimization_barrier(operands[0]), *operands[1:]
     operands, where = split(op, operands)
     rows = normalizer(operands[0], where, axes, ())
-    sums = reference.sums_of_distances(rows, operands[0], where, axes) if op in WITH_DISTANCES else ()
+    sums = reference.distance_and_count(rows, operands[0], where, axes) if op in WITH_DISTANCES else ()
     return _GIVEN_LOGSUMEXP[op](rows, *operands, where, axes, **dtype), *rows, *sums
 
 
