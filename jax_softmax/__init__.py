@@ -2,10 +2,10 @@
 
 import os
 
-from jax.extend import source_info_util
-
 from jax_softmax import _compatibility as _compatibility  # first: says so if jaxlib does not fit
+from jax_softmax import _private
 from jax_softmax._info import build_info
+from jax_softmax.devices import warned
 from jax_softmax.functions.entropies import entropy, kl_divergence
 from jax_softmax.functions.linear_losses import linear_cross_entropy
 from jax_softmax.functions.logsumexp import logsumexp
@@ -47,7 +47,10 @@ __all__ = [
 __version__ = build_info()["version"]
 
 # What JAX says of where an operation comes from (in profiles, errors, saved residuals) is then the caller's line.
-source_info_util.register_exclusion(os.path.dirname(__file__) + os.sep)
+if _private.FOUND["lines"].available:
+    _private.FOUND["lines"].register_exclusion(os.path.dirname(__file__) + os.sep)
 interpreters.register()
 lowering.register()
 transform.register()
+if _private.what_is_off():
+    warned.warn_anyway(_private.what_is_off())

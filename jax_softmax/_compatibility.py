@@ -23,7 +23,7 @@ from jax_softmax import _kernels
 OLDEST_JAXLIB = (0, 8)
 
 
-def check(jaxlib_version: str, runtime_ffi: tuple[int, int], built_ffi: tuple[int, int]) -> None:
+def check(jaxlib_version: str, runtime_ffi: tuple[int, int] | None, built_ffi: tuple[int, int]) -> None:
     """Raises ImportError unless handlers built against `built_ffi` run on the given jaxlib."""
     version = tuple(int(part) for part in re.findall(r"\d+", jaxlib_version)[:2])
     if version < OLDEST_JAXLIB:
@@ -31,6 +31,8 @@ def check(jaxlib_version: str, runtime_ffi: tuple[int, int], built_ffi: tuple[in
             f"jax_softmax needs jaxlib {'.'.join(map(str, OLDEST_JAXLIB))} or newer, found {jaxlib_version}. "
             "Upgrade with: pip install -U jax jaxlib"
         )
+    if runtime_ffi is None:
+        return
     if runtime_ffi[0] != built_ffi[0] or runtime_ffi[1] < built_ffi[1]:
         raise ImportError(
             f"jax_softmax was built against FFI headers of API {built_ffi[0]}.{built_ffi[1]}, but jaxlib "
@@ -39,9 +41,11 @@ def check(jaxlib_version: str, runtime_ffi: tuple[int, int], built_ffi: tuple[in
         )
 
 
-def runtime_ffi_version() -> tuple[int, int]:
-    """The FFI API version of the jaxlib that is installed, as its headers state it."""
+def runtime_ffi_version() -> tuple[int, int] | None:
+    """The FFI API version of the jaxlib that is installed, as its headers state it, if they are where they were."""
     header = Path(find_spec("jaxlib").submodule_search_locations[0], "include", "xla", "ffi", "api", "c_api.h")
+    if not header.exists():
+        return None
     numbers = dict(re.findall(r"#define XLA_FFI_API_(MAJOR|MINOR) (\d+)", header.read_text()))
     return int(numbers["MAJOR"]), int(numbers["MINOR"])
 

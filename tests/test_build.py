@@ -80,7 +80,9 @@ def test_unsupported_jaxlib_is_refused(jaxlib, runtime, built, match):
         _compatibility.check(jaxlib, runtime, built)
 
 
-@pytest.mark.parametrize("jaxlib,runtime", [("0.8.0", (0, 1)), ("0.12.0.1", (0, 5)), ("0.13.0.dev1", (0, 6))])
+@pytest.mark.parametrize(
+    "jaxlib,runtime", [("0.8.0", (0, 1)), ("0.12.0.1", (0, 5)), ("0.13.0.dev1", (0, 6)), ("9.0", None)]
+)
 def test_supported_jaxlib_is_accepted(jaxlib, runtime):
     _compatibility.check(jaxlib, runtime, (0, 1))
 

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstring>
 #include <limits>
+#include <type_traits>
 
 #include "cpu/block.h"
 
@@ -73,6 +74,16 @@ struct PolicyOf<AbsmaxScale, Arithmetic, Out> {
   using type = ScaledTo<Arithmetic, Out>;
 };
 
+template <class M>
+struct MaximumOf {
+  using C = typename M::Value;
+  JAX_SOFTMAX_INLINE C operator()(C a, C b) const { return M::max(a, b); }
+};
+template <class C>
+struct SumOf {
+  JAX_SOFTMAX_INLINE C operator()(C a, C b) const { return a + b; }
+};
+
 // Of elements of type T, with results of type Out.
 template <template <class> class OpOf, class T, class Out, bool kMasked>
 class Operator {
@@ -108,8 +119,8 @@ class Operator {
   using State = StateOf<Op>;
   static constexpr int kLanes = M::kLanes;
   static constexpr bool kHasSum = !Op::kOfMagnitudes;
-  static constexpr auto kMax = [](C a, C b) { return M::max(a, b); };
-  static constexpr auto kSum = [](C a, C b) { return a + b; };
+  static constexpr MaximumOf<M> kMax{};
+  static constexpr SumOf<C> kSum{};
 
   // Whether elements are held from the maximum to the sum, so that the mask is read once.
   template <bool kKeep>
@@ -138,7 +149,11 @@ class Operator {
     for (int64_t i = 0; i < n; ++i) Op::row_results(state_in(states[i]), results[i].member);
   }
 
-  // ---- Elements of a block: vectors of n neighbours.
+  // ---- Elements of a block: vectors of n neighbours. Whole vectors are compiled apart from those of fewer elements.
+
+  using AllLanes = std::integral_constant<int, kLanes>;
+  template <class N>
+  static constexpr bool kWhole = std::is_same_v<N, AllLanes>;
 
   struct Place {
     int64_t element, mask;
@@ -153,16 +168,21 @@ class Operator {
   }
 
   // Lanes from n on hold the operator's pad, as masked ones do.
-  static JAX_SOFTMAX_INLINE C load(const Block<T>& block, int k, Place at, int n) {
+  template <class N>
+  static JAX_SOFTMAX_INLINE C load(const Block<T>& block, int k, Place at, N n) {
     const T* const p = block.in[k] + at.element;
-    C v = n == kLanes ? Convert<T>::load(p) : M::select(M::first_lanes(n), Convert<T>::load_first(p, n), Op::pad(k));
+    C v;
+    if constexpr (kWhole<N>) {
+      v = Convert<T>::load(p);
+    } else {
+      v = M::select(M::first_lanes(n), Convert<T>::load_first(p, n), Op::pad(k));
+    }
     if constexpr (kMasked) v = M::select(unmasked(block, at, n), v, Op::pad(k));
     return v;
   }
   // `terms` says where the vector's terms will be, and it is until then if it was held.
-  template <bool kHeld>
-  static JAX_SOFTMAX_INLINE Sum term(const Relative<M>& relative, const Block<T>& block, int64_t terms, Place at,
-                                     int n) {
+  template <bool kHeld, class N>
+  static JAX_SOFTMAX_INLINE Sum term(const Relative<M>& relative, const Block<T>& block, int64_t terms, Place at, N n) {
     C in[2];
     if constexpr (kHeld) {
       in[0] = M::load(block.terms + terms);
@@ -171,15 +191,20 @@ class Operator {
     }
     return Op::term(relative, in);
   }
-  static JAX_SOFTMAX_INLINE void store(const Block<T>& block, C result, Place at, int n) {
+  template <class N>
+  static JAX_SOFTMAX_INLINE void store(const Block<T>& block, C result, Place at, N n) {
     if constexpr (kMasked) result = M::select(unmasked(block, at, n), result, Op::masked());
     Out* const p = static_cast<Out*>(block.out) + at.element;
-    n == kLanes ? Convert<Out>::store(p, result) : Convert<Out>::store_first(p, result, n);
+    if constexpr (kWhole<N>) {
+      Convert<Out>::store(p, result);
+    } else {
+      Convert<Out>::store_first(p, result, n);
+    }
   }
   // `terms` says where the vector's terms are, if they were kept.
-  template <bool kKept>
+  template <bool kKept, class N>
   static JAX_SOFTMAX_INLINE C result(const typename Op::Finished& row, const Block<T>& block, int64_t terms, Place at,
-                                     int n) {
+                                     N n) {
     if constexpr (kKept) {
       return M::load(block.terms + terms) * row.scale;
     } else {
@@ -201,10 +226,11 @@ class Operator {
     int64_t i = begin;
     if constexpr (kCount > 1) {
       for (; i + kCount * kLanes <= end; i += kCount * kLanes) {
-        unrolled<kCount>([&](auto chain) __attribute__((always_inline)) { body(i + chain * kLanes, kLanes, chain); });
+        unrolled<kCount>([&](auto chain)
+                             __attribute__((always_inline)) { body(i + chain * kLanes, AllLanes(), chain); });
       }
     }
-    for (; i + kLanes <= end; i += kLanes) body(i, kLanes, 0);
+    for (; i + kLanes <= end; i += kLanes) body(i, AllLanes(), 0);
     if (i < end) body(i, static_cast<int>(end - i), 0);
   }
   template <int kCount, class V, class Function>
@@ -257,7 +283,7 @@ class Operator {
   static JAX_SOFTMAX_INLINE C largest(const Block<T>& block, int64_t row, int64_t terms) {
     C chains[kChains];
     for (C& chain : chains) chain = Op::pad(0);
-    for_vectors<kChains>(0, block.elements, [&](int64_t i, int n, int chain) __attribute__((always_inline)) {
+    for_vectors<kChains>(0, block.elements, [&](int64_t i, auto n, int chain) __attribute__((always_inline)) {
       const C v = load(block, 0, place(block, row, i), n);
       if constexpr (kHold<kKeep>) M::store(block.terms + terms + i, v);
       chains[chain] = M::max(chains[chain], Op::of_pivot(v));
@@ -272,7 +298,7 @@ class Operator {
     for (int64_t begin = 0, end; begin < block.elements; begin = end) {
       end = std::min(block.elements, begin + kSteps * kTermChains * kLanes);
       Sum chains[kTermChains]{};
-      for_vectors<kTermChains>(begin, end, [&](int64_t i, int n, int chain) __attribute__((always_inline)) {
+      for_vectors<kTermChains>(begin, end, [&](int64_t i, auto n, int chain) __attribute__((always_inline)) {
         const Sum v = term<kHold<kKeep>>(relative, block, terms + i, place(block, row, i), n);
         if constexpr (kKeep) M::store(block.terms + terms + i, v);
         chains[chain] += v;
@@ -298,7 +324,7 @@ class Operator {
         Finished row;
         std::memcpy(&row, spread, sizeof(Finished));
         const int64_t terms = (first + r) * terms_step;
-        for_vectors<1>(0, block.elements, [&](int64_t i, int n, int) __attribute__((always_inline)) {
+        for_vectors<1>(0, block.elements, [&](int64_t i, auto n, int) __attribute__((always_inline)) {
           const Place at = place(block, first + r, i);
           store(block, result<kKept>(row, block, terms + i, at, n), at, n);
         });
@@ -316,7 +342,7 @@ class Operator {
   static JAX_SOFTMAX_INLINE void for_elements(const Block<T>& block, int64_t begin, int64_t end, Body body) {
     for (int64_t r = begin; r < end; r += kTogether) {
       const int64_t last = std::min(end, r + kTogether), vectors = block.rows / kLanes;
-      for (int64_t t = 0; t < vectors; ++t) body(t, r, last, kLanes);
+      for (int64_t t = 0; t < vectors; ++t) body(t, r, last, AllLanes());
       if (block.rows % kLanes > 0) body(vectors, r, last, static_cast<int>(block.rows % kLanes));
     }
   }
@@ -337,9 +363,9 @@ class Operator {
     identity(states, vectors);
     if constexpr (Op::kHasPivot) {
       for_elements(block, 0, block.elements,
-                   [&](int64_t t, int64_t r, int64_t end, int n) __attribute__((always_inline)) {
+                   [&](int64_t t, int64_t r, int64_t end, auto n) __attribute__((always_inline)) {
                      C pivot = states[t].member[0];
-                     for_each<true>(r, end, [&](int64_t r) __attribute__((always_inline)) {
+                     for_each<kWhole<decltype(n)>>(r, end, [&](int64_t r) __attribute__((always_inline)) {
                        const C v = load(block, 0, place(block, r, t * kLanes), n);
                        if constexpr (kHold<kKeep>) M::store(block.terms + (r * vectors + t) * kLanes, v);
                        pivot = M::max(pivot, Op::of_pivot(v));
@@ -352,15 +378,16 @@ class Operator {
     for (int64_t begin = 0, end; begin < block.elements; begin = end) {
       end = std::min(block.elements, begin + kSteps * kTogether);
       std::fill_n(sums, vectors, Sum{});
-      for_elements(block, begin, end, [&](int64_t t, int64_t r, int64_t end, int n) __attribute__((always_inline)) {
+      for_elements(block, begin, end, [&](int64_t t, int64_t r, int64_t end, auto n) __attribute__((always_inline)) {
         const Relative<M> relative(states[t].member[0]);
         Sum sum{};
-        for_each<kKeep || !Op::kHasPivot>(r, end, [&](int64_t r) __attribute__((always_inline)) {
-          const int64_t terms = (r * vectors + t) * kLanes;
-          const Sum v = term<kHold<kKeep>>(relative, block, terms, place(block, r, t * kLanes), n);
-          if constexpr (kKeep) M::store(block.terms + terms, v);
-          sum += v;
-        });
+        for_each<(kKeep || !Op::kHasPivot) && kWhole<decltype(n)>>(
+            r, end, [&](int64_t r) __attribute__((always_inline)) {
+              const int64_t terms = (r * vectors + t) * kLanes;
+              const Sum v = term<kHold<kKeep>>(relative, block, terms, place(block, r, t * kLanes), n);
+              if constexpr (kKeep) M::store(block.terms + terms, v);
+              sum += v;
+            });
         sums[t] += sum;
       });
       for (int64_t t = 0; t < vectors; ++t) {
@@ -377,12 +404,12 @@ class Operator {
     typename Op::Finished rows[kMostVectors];
     for (int64_t t = 0; t < vectors; ++t) rows[t] = Op::finished(state_in(states[t]));
     for (int64_t r = 0; r < block.elements; ++r) {
-      const auto finish = [&](int64_t t, int n) __attribute__((always_inline)) {
+      const auto finish = [&](int64_t t, auto n) __attribute__((always_inline)) {
         const int64_t terms = (r * vectors + t) * kLanes;
         const Place at = place(block, r, t * kLanes);
         store(block, result<kKept>(rows[t], block, terms, at, n), at, n);
       };
-      for (int64_t t = 0; t < block.rows / kLanes; ++t) finish(t, kLanes);
+      for (int64_t t = 0; t < block.rows / kLanes; ++t) finish(t, AllLanes());
       if (block.rows % kLanes > 0) finish(vectors - 1, static_cast<int>(block.rows % kLanes));
     }
   }

@@ -1,5 +1,9 @@
 #include "cpu/cpu.h"
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 #include <atomic>
 
 namespace jax_softmax::cpu {
@@ -17,17 +21,33 @@ JAX_SOFTMAX_DECLARE(avx512)
 #endif
 #undef JAX_SOFTMAX_DECLARE
 
+#if defined(__x86_64__)
+namespace {
+
+// The compilers' own question, __builtin_cpu_supports, zig's runtime library answers with no.
+bool has_registers(unsigned states) {  // that the operating system saves
+  unsigned a, b, c, d;
+  if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & bit_OSXSAVE)) return false;
+  asm volatile("xgetbv" : "=a"(a), "=d"(d) : "c"(0));
+  return (a & states) == states;
+}
+bool has_features(unsigned of_leaf_1, unsigned of_leaf_7) {
+  unsigned a, b, c, d;
+  if (!__get_cpuid(1, &a, &b, &c, &d) || (c & of_leaf_1) != of_leaf_1) return false;
+  return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (b & of_leaf_7) == of_leaf_7;
+}
+bool has_avx2() { return has_registers(0x06) && has_features(bit_FMA | bit_F16C, bit_AVX2); }
+bool has_avx512() {
+  return has_avx2() && has_registers(0xe6) && has_features(0, bit_AVX512F | bit_AVX512BW | bit_AVX512DQ | bit_AVX512VL);
+}
+
+}  // namespace
+#endif
+
 const Variant kVariants[] = {
 #if defined(__x86_64__)
-    {"avx512",
-     [] {
-       return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-              __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-     },
-     avx512::work, avx512::run},
-    {"avx2",
-     [] { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"); },
-     avx2::work, avx2::run},
+    {"avx512", has_avx512, avx512::work, avx512::run},
+    {"avx2", has_avx2, avx2::work, avx2::run},
 #endif
     {"plain", [] { return true; }, plain::work, plain::run},
 };
@@ -49,6 +69,11 @@ std::atomic<const Variant*>& chosen() {
 }  // namespace
 
 const Variant& variant() { return *chosen().load(); }
+
+const Variant& variant_for(DType in) {
+  const bool float8 = in == DType::kF8E4M3 || in == DType::kF8E5M2;
+  return float8 ? kVariants[kVariantCount - 1] : variant();
+}
 
 void use(const Variant& variant) { chosen().store(&variant); }
 

@@ -3,9 +3,9 @@
 import jax
 import numpy as np
 from jax.extend.core import Primitive
-from jax.extend.mlir import ir
-from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import mlir
+
+from jax_softmax.devices.private import ir, stablehlo
 
 all_reduce_p = Primitive("jax_softmax_all_reduce")
 all_reduce_p.def_abstract_eval(lambda value, *, kind, groups: value)

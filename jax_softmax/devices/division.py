@@ -12,13 +12,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
-from jax.interpreters import mlir
 
 from jax_softmax import _kernels
 from jax_softmax.devices import layouts, parts, private
 from jax_softmax.devices.collectives import all_to_all_p
 from jax_softmax.devices.partitioning import TARGET
-from jax_softmax.devices.warned import warn_inside_xla
+from jax_softmax.devices.warned import warn_anyway
 from jax_softmax.primitives.operators import PRIMITIVES
 
 
@@ -113,7 +112,7 @@ def _divide(arg_shapes, arg_shardings, result_shape, result_sharding, config):
             "before, by jax.lax.with_sharding_constraint or jax.sharding.reshard"
         )
     if gathered:
-        warn_inside_xla(f"an operand that is sharded over devices may be gathered onto each of them: {gathered}")
+        warn_anyway(f"an operand that is sharded over devices may be gathered onto each of them: {gathered}")
     spread = [d for d in of_device.axes if layout.shape[d] > 1]
     function = of_device.of_parts_of_rows(layout, spread) if spread else of_device.of_whole_rows(layout)
 
@@ -199,7 +198,7 @@ def _lowered_apart(function, specs, platform):
             return program.compiler_ir("stablehlo")
 
     with ThreadPoolExecutor(max_workers=1) as pool:
-        return mlir.module_to_bytecode(pool.submit(lowered).result())
+        return private.module_to_bytecode(pool.submit(lowered).result())
 
 
 # ---- What GSPMD asks besides, which has no sharding rules.

@@ -15,12 +15,11 @@ import functools
 import json
 
 import jax
-from jax.extend.mlir import ir
-from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import mlir
 
 from jax_softmax import _kernels
 from jax_softmax.devices import layouts, parts, private
+from jax_softmax.devices.private import dtype_to_ir_type, ir, stablehlo
 from jax_softmax.devices.warned import warn
 
 TARGET = "jax_softmax_sharded"
@@ -61,7 +60,7 @@ def divided(ctx, operands, config, local, by_reference):
     if devices == 1:
         return local()
     shapes, results = ([aval.shape for aval in avals] for avals in (ctx.avals_in, ctx.avals_out))
-    why = _undivided(shapes, partly_manual)
+    why = _undivided(shapes, devices, partly_manual)
     if why:
         warn(f"{config['primitive']} runs without its kernel: {why}")
         return by_reference()
@@ -72,7 +71,7 @@ def divided(ctx, operands, config, local, by_reference):
     leads = [True, *(of_rows and (aval.shape, aval.dtype) == (x.shape, x.dtype) for aval in others)]
     operands = [a if first else _following(a) for a, first in zip(operands, leads, strict=True)]
     call = stablehlo.CustomCallOp(
-        [ir.RankedTensorType.get(aval.shape, mlir.dtype_to_ir_type(aval.dtype)) for aval in ctx.avals_out],
+        [ir.RankedTensorType.get(aval.shape, dtype_to_ir_type(aval.dtype)) for aval in ctx.avals_out],
         operands,
         call_target_name=ir.StringAttr.get(TARGET),
         has_side_effect=ir.BoolAttr.get(False),
@@ -84,9 +83,9 @@ def divided(ctx, operands, config, local, by_reference):
     return call.results
 
 
-def _undivided(shapes, partly_manual) -> str | None:
+def _undivided(shapes, devices, partly_manual) -> str | None:
     """Why a call of a program for several devices cannot be divided, and what to do instead; or None."""
-    if not private.AVAILABLE:
+    if not private.AVAILABLE or devices is None:
         return f"jax_softmax cannot divide its calls with JAX {jax.__version__}. Use jax.shard_map"
     if not all(isinstance(n, int) for shape in shapes for n in shape):
         return "a shape is symbolic in a program for several devices. Export with known shapes, or use jax.shard_map"

@@ -1,20 +1,18 @@
-"""The names of JAX that are private, but for checkify's, which `primitives/interpreters.py` needs."""
+"""What division among devices takes of JAX's private names: see `_private.py`."""
 
 import math
 
 import jax
 
-try:
-    from jax._src import xla_bridge
-    from jax._src.lib import xla_client
+from jax_softmax import _private
 
-    HloSharding = xla_client.HloSharding
-    REPLICATED = xla_client.OpSharding.Type.REPLICATED
-    register_custom_call_partitioner = xla_client.register_custom_call_partitioner
-    register_plugin_callbacks = xla_bridge.register_plugin_callbacks
-    AVAILABLE = True
-except (ImportError, AttributeError):  # a JAX that moved them
-    AVAILABLE = False
+_division = _private.FOUND["division"]
+AVAILABLE = _division.available
+HloSharding, REPLICATED = _division.HloSharding, _division.REPLICATED
+register_custom_call_partitioner = _division.register_custom_call_partitioner
+register_plugin_callbacks = _division.register_plugin_callbacks
+ir, stablehlo = _division.ir, _division.stablehlo
+module_to_bytecode, dtype_to_ir_type = _division.module_to_bytecode, _division.dtype_to_ir_type
 
 
 def shardy_is_used() -> bool:
@@ -22,9 +20,18 @@ def shardy_is_used() -> bool:
     return getattr(jax.config, "jax_use_shardy_partitioner", True)
 
 
-def devices_of(ctx) -> tuple[int, bool]:
-    """How many devices XLA divides the program among, and whether it does so inside a partly manual shard_map."""
-    context = ctx.module_context.axis_context
+def _axis_context(ctx):
+    return getattr(ctx.module_context, "axis_context", None)
+
+
+def devices_of(ctx) -> tuple[int | None, bool]:
+    """How many devices XLA divides the program among, and whether it does so inside a partly manual shard_map.
+
+    None: several perhaps, and this JAX does not say.
+    """
+    context = _axis_context(ctx)
+    if context is None:
+        return 1 if jax.device_count() == 1 else None, False
     if hasattr(context, "num_devices"):  # ShardingContext, of jit
         return context.num_devices, False
     if hasattr(context, "manual_axes"):  # SPMDAxisContext, of shard_map

@@ -12,7 +12,7 @@ def warn(message: str) -> None:
         _warned.add(message)
 
 
-def warn_inside_xla(message: str) -> None:
+def warn_anyway(message: str) -> None:
     """The same where nothing may be raised: a filter that makes errors of warnings is not heeded."""
     try:
         warn(message)

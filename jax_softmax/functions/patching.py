@@ -9,6 +9,7 @@ import functools
 import inspect
 import math
 import sys
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, ParamSpec, TypeVar
@@ -148,16 +149,26 @@ class _AllThreads:
     def __init__(self, ours: frozenset[str]):
         self._ours = ours
         self._of_this_thread = _context(ours)
-        self._config = _context if hasattr(_context, "set_global") else _context._obj  # the latter in older JAX
+        # Where a JAX has them; the latter is older.
+        known = [c for c in (_context, getattr(_context, "_obj", None)) if hasattr(c, "set_global")]
+        self._config = known[0] if known else None
+        if self._config is None:
+            warnings.warn(
+                f"jax_softmax: use(all_threads=True) switches this thread alone with JAX {jax.__version__}. Call it in "
+                "each thread.",
+                stacklevel=4,
+            )
 
     def __enter__(self) -> None:
-        self._before = self._config.get_global()
-        self._config.set_global(self._ours)
+        if self._config:
+            self._before = self._config.get_global()
+            self._config.set_global(self._ours)
         self._of_this_thread.__enter__()
 
     def __exit__(self, *exception: object) -> None:
         self._of_this_thread.__exit__(None, None, None)
-        self._config.set_global(self._before)
+        if self._config:
+            self._config.set_global(self._before)
 
 
 class _Switch:

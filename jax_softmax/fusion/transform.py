@@ -13,8 +13,9 @@ from typing import Any, ParamSpec, TypeVar
 import jax
 import numpy as np
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir, xla
+from jax.interpreters import ad, batching, mlir
 
+from jax_softmax import _private
 from jax_softmax.functions import patching
 from jax_softmax.fusion import calls, kernels, modules, residuals
 from jax_softmax.fusion.expressions import is_variable
@@ -297,7 +298,10 @@ def _knows_axes(equation):
 
 
 def _lower(ctx, *operands, jaxpr):
-    return mlir.core_call_lowering(ctx, *operands, name="fused", call_jaxpr=jaxpr)
+    lowering = _private.FOUND["effects"].core_call_lowering
+    if lowering:
+        return lowering(ctx, *operands, name="fused", call_jaxpr=jaxpr)
+    return mlir.lower_fun(_function(jaxpr), multiple_results=True)(ctx, *operands)
 
 
 def _lower_for_cuda(ctx, *operands, jaxpr):
@@ -305,7 +309,7 @@ def _lower_for_cuda(ctx, *operands, jaxpr):
 
 
 def register() -> None:
-    fused_p.def_impl(functools.partial(xla.apply_primitive, fused_p))
+    fused_p.def_impl(interpreters.implementation(fused_p))
     fused_p.def_effectful_abstract_eval(lambda *_, jaxpr: ([v.aval for v in jaxpr.outvars], jaxpr.effects))
     ad.primitive_jvps[fused_p] = _jvp
     ad.primitive_transposes[fused_p] = _transpose
@@ -314,11 +318,12 @@ def register() -> None:
     mlir.register_lowering(fused_p, _lower_for_cuda, platform="cuda")
     calls.register()
     kernels.register()
-    interpreters.checkify().error_checks[fused_p] = _checked
+    if interpreters.CHECKIFY.available:
+        interpreters.CHECKIFY.error_checks[fused_p] = _checked
 
 
 def _checked(*given, jaxpr):
     """As a call of a function under `jit` is."""
     operands = given[len(given) - len(jaxpr.invars) :]
     (call,) = jax.make_jaxpr(jax.jit(_function(jaxpr)))(*operands).eqns
-    return interpreters.checkify().error_checks[call.primitive](*given, **call.params)
+    return interpreters.CHECKIFY.error_checks[call.primitive](*given, **call.params)

@@ -1,11 +1,11 @@
 """What JAX's interpreters have to know of the primitives: one place that says which rule each has."""
 
 import functools
-from types import SimpleNamespace
 
-from jax.experimental import jet
-from jax.interpreters import ad, batching, mlir, xla
+import jax
+from jax.interpreters import ad, batching, mlir
 
+from jax_softmax import _private
 from jax_softmax.primitives import (
     cross_entropy,
     entropies,
@@ -45,37 +45,35 @@ _BATCHES = {op: functools.partial(batch, op) for op in PRIMITIVES} | {
 def register() -> None:
     """Tells JAX of all rules but the lowerings."""
     for op, primitive in PRIMITIVES.items():
-        primitive.def_impl(functools.partial(xla.apply_primitive, primitive))
+        primitive.def_impl(implementation(primitive))
         primitive.def_abstract_eval(functools.partial(types.abstract_eval, op))
         batching.fancy_primitive_batchers[primitive] = _BATCHES[op]
         if op in _JVPS:
             ad.primitive_jvps[primitive] = _JVPS[op]
         if op in _TRANSPOSES:
             ad.primitive_transposes[primitive] = _TRANSPOSES[op]
-        jet.jet_rules[primitive] = functools.partial(_jet, op)
+        if JET.available:
+            JET.jet_rules[primitive] = functools.partial(_jet, op)
     _register_tangent_sums(tangent_sums.tangent_sums_p)
     _register_product(product.product_p)
-    checks = checkify()
-    for primitive in PRIMITIVES.values():
-        checks.error_checks[primitive] = functools.partial(checks.nan_error_check, primitive)
+    if CHECKIFY.available:
+        for primitive in PRIMITIVES.values():
+            CHECKIFY.error_checks[primitive] = functools.partial(CHECKIFY.nan_error_check, primitive)
 
 
-def checkify():
-    """JAX's module, whose table of rules has no public name. With a JAX that moved it, checkify sees no NaN that the
-    operators make."""
-    try:
-        from jax._src import checkify
-
-        return checkify if hasattr(checkify, "error_checks") else _NO_CHECKS
-    except ImportError:
-        return _NO_CHECKS
+CHECKIFY, JET = _private.FOUND["checkify"], _private.FOUND["jet"]
 
 
-_NO_CHECKS = SimpleNamespace(error_checks={}, nan_error_check=None)
+def implementation(primitive):
+    """What a call outside of `jit` does."""
+    apply = _private.FOUND["eager"].apply_primitive
+    if apply:
+        return functools.partial(apply, primitive)
+    return lambda *operands, **params: jax.jit(functools.partial(primitive.bind, **params))(*operands)
 
 
 def _register_tangent_sums(primitive):
-    primitive.def_impl(functools.partial(xla.apply_primitive, primitive))
+    primitive.def_impl(implementation(primitive))
     primitive.def_abstract_eval(tangent_sums.abstract_eval)
     batching.fancy_primitive_batchers[primitive] = tangent_sums.batch
     ad.primitive_jvps[primitive] = tangent_sums.jvp
@@ -84,7 +82,7 @@ def _register_tangent_sums(primitive):
 
 
 def _register_product(primitive):
-    primitive.def_impl(functools.partial(xla.apply_primitive, primitive))
+    primitive.def_impl(implementation(primitive))
     primitive.def_abstract_eval(product.abstract_eval)
     batching.primitive_batchers[primitive] = product.batch
     ad.primitive_jvps[primitive] = product.jvp
@@ -98,4 +96,4 @@ def _jet(op, primals, series, *, axes, axis_name, **dtype):
         raise NotImplementedError(f"{op}: jet does not work for rows that are spread over devices, by axis_name.")
     function = functools.partial(reference.apply, op, axes=axes, **dtype)
     # Between rules the terms are Taylor coefficients, without the factorials that they are scaled by outside.
-    return jet.jet(function, primals, series, factorial_scaled=False)
+    return JET.jet(function, primals, series, factorial_scaled=False)

@@ -1,0 +1,111 @@
+"""A JAX that moved names which it does not promise: what needs them is off, one warning says so, and the rest works."""
+
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import jax
+import pytest
+from support import sampled
+
+import jax_softmax
+from jax_softmax import _private
+from jax_softmax.functions import patching
+
+PLACES = {place: part for part, (_, _, names) in _private.PARTS.items() for place in names.values()}
+
+
+def test_this_jax_has_all():
+    assert _private.what_is_off() is None
+
+
+@sampled("place", PLACES, 4)
+@pytest.mark.parametrize("warnings_are", ["always", "error"])
+def test_one_name_is_missing(place, warnings_are):
+    script = f"""
+        import pkgutil, warnings
+        import jax
+        import numpy as np
+
+        resolve = pkgutil.resolve_name
+
+        def without_one(name):
+            if name == {place!r}:
+                raise AttributeError(name)
+            return resolve(name)
+
+        pkgutil.resolve_name = without_one
+        warnings.simplefilter({warnings_are!r})
+        import jax_softmax
+
+        x = np.linspace(-3, 3, 15, dtype=np.float32).reshape(3, 5)
+        t = np.arange(15, dtype=np.float32).reshape(3, 5)
+        for softmax in (jax_softmax.softmax, jax_softmax.fuse(jax_softmax.softmax)):
+            y, pullback = jax.jit(lambda x: jax.vjp(softmax, x))(x)
+            expected, expected_pullback = jax.vjp(jax.nn.softmax, x)
+            np.testing.assert_allclose(y, expected, rtol=1e-5)
+            np.testing.assert_allclose(jax.jit(pullback)(t)[0], expected_pullback(t)[0], rtol=1e-4, atol=1e-5)
+            np.testing.assert_allclose(softmax(x), expected, rtol=1e-5)
+    """
+    command = [sys.executable, "-P", "-c", textwrap.dedent(script)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    (said,) = re.findall("UserWarning: (.*)", result.stderr)
+    part = _private.PARTS[PLACES[place]]
+    for words in (place.replace(":", "."), part.off, part.instead, jax.__version__, "pip install -U jax_softmax"):
+        assert words in said
+
+
+def test_all_threads_without_the_name(monkeypatch):
+    class Context:
+        value = frozenset()
+
+        def __call__(self, ours):
+            return patching._context_of_tests(ours)
+
+    monkeypatch.setattr(patching, "_context_of_tests", patching._context, raising=False)
+    monkeypatch.setattr(patching, "_context", Context())
+    with pytest.warns(UserWarning, match="this thread alone.*Call it in each thread"):
+        switch = jax_softmax.use(all_threads=True)
+    with switch:
+        pass
+
+
+# What JAX's documentation has: its tutorial on primitives, and the pages of jax.extend and jax.export.
+DOCUMENTED = {
+    "jax.core": {"ShapedArray", "Tracer", "eval_jaxpr"},
+    "jax.extend.core": {"Primitive", "Literal", "Var"},
+    "ad": {
+        "Zero",
+        "add_tangents",
+        "instantiate_zeros",
+        "is_undefined_primal",
+        "primitive_jvps",
+        "primitive_transposes",
+    },
+    "batching": {"fancy_primitive_batchers", "primitive_batchers"},
+    "mlir": {"lower_fun", "register_lowering"},
+}
+
+
+def test_all_other_names_are_documented():
+    """A private name that is used elsewhere than in the list has no test: put it there."""
+    for path in sorted(Path(jax_softmax.__file__).parent.rglob("*.py")):
+        if path.name == "_private.py":
+            continue
+        text = path.read_text(encoding="utf-8")
+        assert not re.search(r"jax\._src|(from|import) (jaxlib\.|jax\.experimental)|from jaxlib", text), path
+        assert path.name == "private.py" or "axis_context" not in text, path
+        used = re.findall(r"(?<![\w.])(jax\.core|ad|batching|mlir)\.(\w+)", text)
+        for module, names in re.findall(r"^from (jax\.(?:core|extend|interpreters)[\w.]*) import (.*)$", text, re.M):
+            if module == "jax.interpreters":
+                assert set(names.split(", ")) <= DOCUMENTED.keys(), path
+            else:
+                used += [(module, name) for name in names.split(", ")]
+        for module, name in used:
+            imported = module.startswith("jax.") or re.search(
+                rf"^from jax.interpreters import .*\b{module}\b", text, re.M
+            )
+            assert not imported or name in DOCUMENTED[module], (path, module, name)
