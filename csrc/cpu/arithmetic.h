@@ -74,16 +74,6 @@ struct PolicyOf<AbsmaxScale, Arithmetic, Out> {
   using type = ScaledTo<Arithmetic, Out>;
 };
 
-template <class M>
-struct MaximumOf {
-  using C = typename M::Value;
-  JAX_SOFTMAX_INLINE C operator()(C a, C b) const { return M::max(a, b); }
-};
-template <class C>
-struct SumOf {
-  JAX_SOFTMAX_INLINE C operator()(C a, C b) const { return a + b; }
-};
-
 // Of elements of type T, with results of type Out.
 template <template <class> class OpOf, class T, class Out, bool kMasked>
 class Operator {
@@ -119,8 +109,8 @@ class Operator {
   using State = StateOf<Op>;
   static constexpr int kLanes = M::kLanes;
   static constexpr bool kHasSum = !Op::kOfMagnitudes;
-  static constexpr MaximumOf<M> kMax{};
-  static constexpr SumOf<C> kSum{};
+  static constexpr auto kMax = [](C a, C b) { return M::max(a, b); };
+  static constexpr auto kSum = [](C a, C b) { return a + b; };
 
   // Whether elements are held from the maximum to the sum, so that the mask is read once.
   template <bool kKeep>

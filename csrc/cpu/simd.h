@@ -206,7 +206,7 @@ struct Simd {
   // The lanes of each of kLanes vectors put together with f: those of vector i in lane i, in an order that does not
   // depend on i, and in as many steps as for one.
   template <class Function>
-  static __attribute__((noinline)) Value of_rows(Value (&v)[kLanes], Function f) {
+  static JAX_SOFTMAX_INLINE Value of_rows(Value (&v)[kLanes], Function f) {
     return halve<kLanes / 2>(v, f);
   }
 
