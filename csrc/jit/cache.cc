@@ -57,8 +57,8 @@ std::string why_unsafe(const std::string& path, const struct stat& facts) {
 }
 
 // The folder, if it is there and safe. Whatever stands at its path is opened and then checked, so that it may be a
-// symbolic link, and that it does not matter who may write to the folders above: they can put nothing in its place that
-// belongs to the user and holds what somebody else wrote.
+// symbolic link. Whoever may write to a folder above can only lead the path to another folder of the user's own (what
+// that means is in SECURITY.md).
 Open open_folder(const std::string& path, std::string* unsafe = nullptr) {
   Open folder(::open(path.c_str(), O_PATH | O_DIRECTORY | O_CLOEXEC));  // also what the user may not read
   struct stat facts;
