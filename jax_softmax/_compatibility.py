@@ -42,12 +42,12 @@ def check(jaxlib_version: str, runtime_ffi: tuple[int, int] | None, built_ffi: t
 
 
 def runtime_ffi_version() -> tuple[int, int] | None:
-    """The FFI API version of the jaxlib that is installed, as its headers state it, if they are where they were."""
+    """The FFI API version of the jaxlib that is installed, as its headers state it, if they still do."""
     header = Path(find_spec("jaxlib").submodule_search_locations[0], "include", "xla", "ffi", "api", "c_api.h")
     if not header.exists():
         return None
     numbers = dict(re.findall(r"#define XLA_FFI_API_(MAJOR|MINOR) (\d+)", header.read_text()))
-    return int(numbers["MAJOR"]), int(numbers["MINOR"])
+    return (int(numbers["MAJOR"]), int(numbers["MINOR"])) if len(numbers) == 2 else None
 
 
 check(jaxlib.__version__, runtime_ffi_version(), _kernels.build_info()["ffi_api"])

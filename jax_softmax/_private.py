@@ -1,10 +1,11 @@
 """The names of JAX that it does not promise to keep, and what is off with a JAX that moved them.
 
-All else is documented: jax.numpy, jax.ffi, and of jax.core, jax.extend.core and jax.interpreters what JAX's tutorial on
-primitives is made of. Without that there are no operators.
+All else is public: jax.numpy, jax.ffi, and of jax.core, jax.extend.core and jax.interpreters what primitives are made
+of. Without that there are no operators.
 """
 
 import pkgutil
+import warnings
 from typing import Any, NamedTuple
 
 import jax
@@ -51,9 +52,9 @@ PARTS = {
         "call the functions under jax.jit",
         {"apply_primitive": "jax.interpreters.xla:apply_primitive"},
     ),
-    "effects": Part(
-        "functions with effects, such as jax.debug.print, cannot be fused",
-        "leave jax_softmax.fuse out there",
+    "function": Part(
+        "fused code is no function of its own in the compiled program",
+        "look for its operations there",
         {"core_call_lowering": "jax.interpreters.mlir:core_call_lowering"},
     ),
     "lines": Part(
@@ -71,15 +72,20 @@ class Found:
         self.missing: list[str] = []
         found: dict[str, Any] = dict.fromkeys(PARTS[part].names)
         for name, place in PARTS[part].names.items():
-            try:
-                found[name] = pkgutil.resolve_name(place)
-            except (ImportError, AttributeError):
-                self.missing.append(place)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # it is still there
+                try:
+                    found[name] = pkgutil.resolve_name(place)
+                except (ImportError, AttributeError):
+                    self.missing.append(place)
         self.available = not self.missing
         self._found = found if self.available else dict.fromkeys(found)
 
     def __getattr__(self, name: str) -> Any:
-        return self.__dict__["_found"][name]
+        try:
+            return self.__dict__["_found"][name]
+        except KeyError:
+            raise AttributeError(name) from None
 
 
 FOUND = {part: Found(part) for part in PARTS}

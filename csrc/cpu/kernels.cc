@@ -97,7 +97,7 @@ auto with_tiles(Op op, DType in, DType out, const View& view, const Operands& op
       return with(float());
     case DType::kF64:
       return with(double());
-#if !defined(__AVX2__)
+#ifdef JAX_SOFTMAX_FLOAT8
     case DType::kF8E4M3:
       return with(Byte<E4M3>());
     case DType::kF8E5M2:

@@ -60,6 +60,8 @@ def divided(ctx, operands, config, local, by_reference):
     if devices == 1:
         return local()
     shapes, results = ([aval.shape for aval in avals] for avals in (ctx.avals_in, ctx.avals_out))
+    if not private.AVAILABLE:  # which was said when the package was imported
+        return by_reference()
     why = _undivided(shapes, devices, partly_manual)
     if why:
         warn(f"{config['primitive']} runs without its kernel: {why}")
@@ -85,8 +87,8 @@ def divided(ctx, operands, config, local, by_reference):
 
 def _undivided(shapes, devices, partly_manual) -> str | None:
     """Why a call of a program for several devices cannot be divided, and what to do instead; or None."""
-    if not private.AVAILABLE or devices is None:
-        return f"jax_softmax cannot divide its calls with JAX {jax.__version__}. Use jax.shard_map"
+    if devices is None:
+        return f"JAX {jax.__version__} does not say for how many devices a program is. Upgrade jax_softmax"
     if not all(isinstance(n, int) for shape in shapes for n in shape):
         return "a shape is symbolic in a program for several devices. Export with known shapes, or use jax.shard_map"
     if partly_manual and not private.shardy_is_used():

@@ -156,7 +156,7 @@ class _AllThreads:
             warnings.warn(
                 f"jax_softmax: use(all_threads=True) switches this thread alone with JAX {jax.__version__}. Call it in "
                 "each thread.",
-                stacklevel=4,
+                stacklevel=6,  # of `use`
             )
 
     def __enter__(self) -> None:

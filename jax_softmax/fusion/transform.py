@@ -298,7 +298,7 @@ def _knows_axes(equation):
 
 
 def _lower(ctx, *operands, jaxpr):
-    lowering = _private.FOUND["effects"].core_call_lowering
+    lowering = _private.FOUND["function"].core_call_lowering
     if lowering:
         return lowering(ctx, *operands, name="fused", call_jaxpr=jaxpr)
     return mlir.lower_fun(_function(jaxpr), multiple_results=True)(ctx, *operands)
