@@ -171,6 +171,24 @@ def test_losses(spec, kernels):
     check(jax.value_and_grad(loss), given, [spec], kernels, {"all-reduce"}, most=8)
 
 
+def smoothed_loss(logits):
+    targets = 0.9 * jax.nn.one_hot(LABELS, logits.shape[-1]) + 0.1 / logits.shape[-1]
+    return -jnp.sum(targets * jax.nn.log_softmax(logits.astype(F32)), -1).mean()
+
+
+@pytest.mark.parametrize(
+    "spec,kernels",
+    [
+        (P("data"), {("cross_entropy_gradient_and_distances", (2, 32))}),
+        (P("data", "model"), {("logsumexp", (2, 16))}),
+    ],
+    ids=str,
+)
+def test_smoothed_losses(spec, kernels):
+    given = arrays((8, 32), dtype="bfloat16")
+    check(jax.value_and_grad(smoothed_loss), given, [spec], kernels, {"all-reduce"}, most=8)
+
+
 @pytest.mark.skipif(emulated.COMPILER is None, reason="no C++ compiler found")
 def test_printed_indices_begin_where_the_part_does():
     """The kernel of each of four devices, before the operator and after it."""

@@ -15,6 +15,7 @@ from support import FIRST, SECOND, THIRD, check, normal, outliers, random_mask, 
 import jax_softmax
 from jax_softmax import cross_entropy_loss, logsumexp, softmax_cross_entropy
 from jax_softmax import softmax_cross_entropy_with_integer_labels as integer_labels
+from jax_softmax.primitives import reference
 from jax_softmax.runtime.lowering import attributes
 
 DTYPES = support.DTYPES
@@ -803,6 +804,25 @@ def test_smoothed_labels_take_no_other_reading():
     text = str(jax.make_jaxpr(jax.value_and_grad(f))(x))
     assert "cross_entropy_gradient_and_distances[" in text
     assert not re.search(r"reduce_sum\[[^]]*axes=\(1,\)", text)
+
+
+def test_smoothed_labels_of_rows_too_long_to_count(monkeypatch):
+    """In float32, up to which the kernel's count is exact."""
+    x, labels = normal((3, 40)), np.array([0, 5, 39])
+
+    def traced():
+        jax.clear_caches()
+        return jax.make_jaxpr(jax.value_and_grad(lambda x: cross_entropy_loss(x, labels, label_smoothing=0.1)))(x)
+
+    counted = traced()
+    monkeypatch.setattr(reference, "MOST_COUNTED", 39)
+    found = traced()
+    monkeypatch.undo()
+    jax.clear_caches()
+    assert "_and_distances" in str(counted) and "_and_distances" not in str(found)
+    results = (jax.core.eval_jaxpr(program.jaxpr, program.consts, x) for program in (found, counted))
+    for a, b in zip(*results, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
 
 
 def test_names_in_programs():
