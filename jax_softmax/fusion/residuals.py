@@ -7,7 +7,7 @@ their operand and their rows' maxima and sums.
 
 from typing import NamedTuple
 
-from jax_softmax.fusion import expressions, rules
+from jax_softmax.fusion import expressions, splicing
 from jax_softmax.fusion.graph import Equation, Graph, bytes_of, edited, graph_of, sorted_by_need, variables_of
 from jax_softmax.fusion.groups import may_fold
 
@@ -64,12 +64,12 @@ class _Chooser:
         self.kept |= dict.fromkeys(v for cut in cuts for v in cut.costs)
         for equation, (rows, _) in self._rows.items():
             if not self.kept.keys().isdisjoint(rows):
-                self.of_rows += rules.rows_of(equation, rows)
+                self.of_rows += splicing.rows_of(equation, rows)
         return sorted_by_need(dict.fromkeys(equation for cut in cuts for equation in cut.equations))
 
     def _can_be_made(self, a):
         maker = self.graph.maker.get(a)
-        return maker is not None and (expressions.prints(maker) or rules.is_plain(maker, "softmax", "log_softmax"))
+        return maker is not None and (expressions.prints(maker) or splicing.is_plain(maker, "softmax", "log_softmax"))
 
     def _cut(self, a, depth) -> _Cut:
         if not expressions.is_variable(a):
@@ -92,8 +92,8 @@ class _Chooser:
         if expressions.prints(maker):
             return _Cut(costs, {**equations, maker: None})
         if maker not in self._rows:
-            rows = rules.row_variables(maker)
-            self._rows[maker] = rows, rules.made_of_rows(maker, rows)
+            rows = splicing.row_variables(maker)
+            self._rows[maker] = rows, splicing.made_of_rows(maker, rows)
         rows, own = self._rows[maker]
         return _Cut(costs | {row: bytes_of(row) for row in rows}, equations | dict.fromkeys(own))
 

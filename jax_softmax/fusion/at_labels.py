@@ -1,0 +1,249 @@
+"""Rules for arrays that are one number in each row but at a label, as one-hot arrays and gradients of losses are.
+
+1. A cotangent of log_softmax that is such an array: the gradient of a cross entropy, by its own kernel.
+2. The sum over a row of its product with such an array: a multiple of the element at the label, and of the row's sum.
+3. What is scattered to a label of each row: a comparison of indices with it.
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jax_softmax.fusion import expressions
+from jax_softmax.fusion.expressions import is_variable
+from jax_softmax.fusion.graph import size_of
+from jax_softmax.fusion.groups import may_fold
+from jax_softmax.fusion.splicing import is_plain, spliced
+from jax_softmax.primitives import labels, reference
+from jax_softmax.primitives.operators import Coefficients, bind
+
+
+class _Made(NamedTuple):
+    """What a function makes of variables: numbers of rows, of x's shape with extent 1 along an axis.
+
+    Of an array that is one number in each row but at one element: the label, int32, none of the row's elements where
+    there is none; what the label's element has more than the others; and what these have, or None for 0.
+    """
+
+    variables: list
+    function: Callable
+
+
+def gradients(graph, equation, stands):
+    if not is_plain(equation, "log_softmax_vjp"):
+        return None
+    y, t = equation.inputs
+    forward, axes = graph.maker.get(y), equation.params["axes"]
+    if not is_plain(forward, "log_softmax") or forward.params["axes"] != axes or not is_variable(t):
+        return None
+    at = _at_label(graph, t, axes[0])
+    if at is None:
+        return None
+    (x,), dtype = forward.inputs, equation.params["dtype"]
+
+    def gradient(x, *variables):
+        label, value, offset = at.function(*variables)
+        value = jnp.where(labels.exists(label, x.shape, axes), value, 0)
+        offset = jnp.zeros_like(value) if offset is None else jnp.broadcast_to(offset, value.shape)
+        total = value + x.shape[axes[0]] * offset
+        coefficients = Coefficients(-total, jnp.zeros_like(total), offset, value)
+        return bind("cross_entropy_gradient", x, *coefficients, label, where=None, axes=axes, dtype=dtype)[0]
+
+    return {equation: spliced(gradient, [x, *at.variables], equation.outputs, equation)}
+
+
+def sums(graph, equation, stands):
+    if equation.name != "reduce_sum" or len(equation.params["axes"]) != 1:
+        return None
+    (product,), axes = equation.inputs, tuple(equation.params["axes"])
+    times = graph.maker.get(product) if is_variable(product) else None
+    if times is None or times.name != "mul" or len(graph.readers[product]) != 1:
+        return None
+    for one_hot, values in (times.inputs, times.inputs[::-1]):
+        maker = graph.maker.get(values) if is_variable(values) else None
+        if not is_variable(one_hot) or not is_plain(maker, "log_softmax", "softmax") or maker.params["axes"] != axes:
+            continue
+        at = _at_label(graph, one_hot, axes[0])
+        if at is None:
+            continue
+
+        # Where it is written anyway, its own sum is read from it.
+        from_x = maker.name == "log_softmax" and values not in graph.outputs
+
+        def total(x, y, *variables, at=at, from_x=from_x):
+            label, value, offset = at.function(*variables)
+            counts = labels.exists(label, y.shape, axes)
+            if offset is not None:
+                counts &= value != 0  # the element at the label may be -inf
+            result = jnp.where(counts, labels.at_labels(y, axes, label) * value, 0)
+            if offset is not None:
+                result += offset * (_sum_of_logarithms(x, axes) if from_x else jnp.sum(y, axes, keepdims=True))
+            return jnp.squeeze(result, axes).astype(y.dtype)
+
+        return {equation: spliced(total, [*maker.inputs, values, *at.variables], equation.outputs, equation)}
+    return None
+
+
+def _sum_of_logarithms(x, axes):
+    """The sum of log_softmax(x) over each row."""
+    (n,) = (x.shape[axis] for axis in axes)
+    if n > reference.MOST_COUNTED:
+        return jnp.sum(bind("log_softmax", x, where=None, axes=axes, dtype="float32"), axes, keepdims=True)
+    largest, total, distance, count = bind("logsumexp_and_distances", x, where=None, axes=axes)
+    rows = reference.Normalizer(largest, total).without_infinity()
+    return reference.distance_of_all(distance, count, n) - n * jnp.log(rows.total)
+
+
+def scattered(graph, equation, stands):
+    """A number of each row scattered to zeros: no array has to be cleared for it, and it folds."""
+    if equation.name not in _SCATTERS or not all(map(may_fold, graph.readers.get(equation.outputs[0], ()))):
+        return None
+    dims = equation.params["dimension_numbers"]
+    axis = tuple(dims.inserted_window_dims)
+    at = _of_scatter(graph, equation, axis[0]) if len(axis) == 1 else None
+    if at is None or equation.outputs[0] in graph.outputs:
+        return None
+    (result,) = equation.outputs
+
+    def compared(*variables):
+        label, value, _ = at.function(*variables)
+        index = jax.lax.broadcasted_iota(jnp.int32, result.aval.shape, axis[0])
+        return jnp.where(index == label, value.astype(result.aval.dtype), 0)
+
+    return {equation: spliced(compared, at.variables, [result], equation)}
+
+
+_SCATTERS = ("scatter-add", "scatter_add")
+
+
+def _at_label(graph, a, axis, known=None) -> _Made | None:
+    """The label, and so on, of an array that is one number in each row but at one element."""
+    known, a = {} if known is None else known, _value(graph, a)
+    if not is_variable(a):
+        return None
+    if a not in known:
+        known[a] = _found_at_label(graph, a, axis, known)
+    return known[a]
+
+
+def _value(graph, a):
+    """What a value is, before it was copied or said to vary along a mesh axis."""
+    while is_variable(a) and a in graph.maker and graph.maker[a].name in expressions.SAME:
+        (a,) = graph.maker[a].inputs
+    return a
+
+
+def _found_at_label(graph, a, axis, known):
+    maker, shape = graph.maker.get(a), a.aval.shape
+    if maker is None or a.aval.dtype.name not in expressions.WRITABLE:
+        return None
+    if maker.name in _SCATTERS:
+        return _of_scatter(graph, maker, axis)
+    if maker.name in ("mul", "add", "add_any"):
+        for array, number in (maker.inputs, maker.inputs[::-1]):
+            at = _at_label(graph, array, axis, known)
+            row = None if at is None else _of_rows(graph, number, shape, axis)
+            if row is not None:
+                return _combined(at, row, maker.name)
+        return None
+    if maker.name != "convert_element_type" or maker.inputs[0].aval.dtype != bool:
+        inner = maker.inputs[0] if maker.name in ("convert_element_type", "neg") else None
+        at = _at_label(graph, inner, axis, known) if inner is not None else None
+        return _combined(at, _Made([], lambda: -1.0), "mul") if at is not None and maker.name == "neg" else at
+    compared = graph.maker.get(maker.inputs[0])
+    if compared is None or compared.name != "eq":
+        return None
+    for label, index in (compared.inputs, compared.inputs[::-1]):
+        if not is_variable(label) or not is_variable(index) or not _is_index(graph, index, axis):
+            continue
+        row = _of_rows(graph, label, shape, axis)
+        if row is not None and label.aval.dtype.name == "int32":
+            return _Made(row.variables, lambda *v, row=row: (row.function(*v), 1.0, None))
+    return None
+
+
+def _combined(at, row, operation):
+    """An array times, or plus, a number of each row."""
+    if operation != "mul" and not row.variables and row.function() == 0:
+        return at
+    n = len(at.variables)
+
+    def function(*variables):
+        label, value, offset = at.function(*variables[:n])
+        number = row.function(*variables[n:])
+        if operation == "mul":
+            return label, value * number, None if offset is None else offset * number
+        return label, value, number if offset is None else offset + number
+
+    return _Made([*at.variables, *row.variables], function)
+
+
+def _is_index(graph, a, axis):
+    """Whether a value is its index along an axis."""
+    maker = graph.maker.get(_value(graph, a))
+    while maker is not None and maker.name == "broadcast_in_dim" and len(maker.inputs) == 1:
+        inner, dims = _value(graph, maker.inputs[0]), maker.params["broadcast_dimensions"]
+        if not is_variable(inner) or axis not in dims:
+            return False
+        axis = tuple(dims).index(axis)
+        maker = graph.maker.get(inner)
+    return maker is not None and maker.name == "iota" and maker.params["dimension"] == axis
+
+
+def _of_rows(graph, a, shape, axis) -> _Made | None:
+    """What all elements of a row have."""
+    rows, a = tuple(1 if d == axis else n for d, n in enumerate(shape)), _value(graph, a)
+    if not is_variable(a):
+        return _Made([], lambda: float(a.val)) if a.aval.shape == () else None
+    if a.aval.shape in (rows, ()):
+        return _Made([a], lambda value: value)
+    maker = graph.maker.get(a)
+    if maker is None or maker.name != "broadcast_in_dim" or len(maker.inputs) != 1:
+        return None
+    inner, dims = _value(graph, maker.inputs[0]), maker.params["broadcast_dimensions"]
+    if not is_variable(inner):
+        return _Made([], lambda: float(inner.val)) if inner.aval.shape == () else None
+    if any(d == axis and n != 1 for d, n in zip(dims, inner.aval.shape, strict=True)):
+        return None
+    if any(n != rows[d] for d, n in zip(dims, inner.aval.shape, strict=True)):
+        return None
+    return _Made([inner], lambda value: jax.lax.broadcast_in_dim(value, rows, dims) if value.shape else value)
+
+
+def _of_scatter(graph, scatter, axis) -> _Made | None:
+    """A row's value added to zeros, at an index of its own."""
+    zeros, indices, updates = scatter.inputs
+    if zeros.aval.dtype.name not in expressions.WRITABLE:
+        return None
+    shape, dims = zeros.aval.shape, scatter.params["dimension_numbers"]
+    kept = tuple(d for d in range(len(shape)) if d != axis)
+    if not _is_zero(graph, zeros) or not is_variable(indices) or not is_variable(updates):
+        return None
+    batching = tuple(dims.operand_batching_dims), tuple(dims.scatter_indices_batching_dims)
+    if dims.update_window_dims or tuple(dims.inserted_window_dims) != (axis,) or batching[0] != kept:
+        return None
+    if tuple(dims.scatter_dims_to_operand_dims) != (axis,) or batching[1] != tuple(range(len(kept))):
+        return None
+    count = math.prod(shape[d] for d in kept)
+    if size_of(indices) != count or size_of(updates) != count or indices.aval.dtype.name != "int32":
+        return None
+    rows = tuple(1 if d == axis else n for d, n in enumerate(shape))
+    clips = "CLIP" in str(scatter.params["mode"])
+
+    def function(indices, updates):
+        label = jnp.reshape(indices, rows)
+        label = jnp.clip(label, 0, shape[axis] - 1) if clips else label
+        return label, jnp.reshape(updates, rows).astype(jnp.float32), None
+
+    return _Made([indices, updates], function)
+
+
+def _is_zero(graph, a):
+    a = _value(graph, a)
+    if not is_variable(a):
+        return a.aval.shape == () and float(a.val) == 0
+    maker = graph.maker.get(a)
+    return maker is not None and maker.name == "broadcast_in_dim" and _is_zero(graph, maker.inputs[0])

@@ -1,0 +1,124 @@
+"""Rules for what operators make of each row, its maximum and sum for one, so that it is made once.
+
+An operator's results for rows are taken from another operator that reads the same array, if that one needs nothing that
+depends on them. The other one makes them already, or is replaced by one that makes them as well.
+"""
+
+import jax.numpy as jnp
+
+from jax_softmax.fusion import expressions
+from jax_softmax.fusion.graph import variables_of
+from jax_softmax.fusion.groups import foldable
+from jax_softmax.fusion.splicing import mask_of, spliced
+from jax_softmax.primitives import reference
+from jax_softmax.primitives.operators import WITH_DISTANCES, Coefficients, bind, split
+
+# Operators that make maxima and sums of rows, and which result the maximum is: the sum follows, and in WITH_DISTANCES
+# the distance and the count. An operator takes them from one that stands before it in this list.
+_FIRST_OF_ROWS = {
+    "cross_entropy_gradient_and_distances": 1,
+    "cross_entropy_gradient": 1,
+    "softmax_and_normalizer": 1,
+    "logsumexp_and_distances": 0,
+    "cross_entropy": 1,
+    "logsumexp": 0,
+}
+_ORDER = list(_FIRST_OF_ROWS)
+
+# By operator: another one, and what that is replaced by to make the first one's results for rows as well.
+_BOTH = {
+    "logsumexp": ("softmax", "softmax_and_normalizer"),
+    "logsumexp_and_distances": ("cross_entropy_gradient", "cross_entropy_gradient_and_distances"),
+}
+
+
+def gradients(graph, equation, stands):
+    """The kernel of a gradient makes what its rows have again, faster than XLA makes a gradient of these."""
+    if equation.name != "tangent_sums_transpose" or not foldable(equation):
+        return None
+    params = {name: equation.params[name] for name in ("axes", "dtype")}
+
+    def gradient(x, largest, total, factor, offset, at_label, label, where=None):
+        coefficients = Coefficients(factor, jnp.zeros_like(factor), offset, at_label)
+        return bind("cross_entropy_gradient", x, *coefficients, label, where=where, **params)[0]
+
+    return {equation: spliced(gradient, equation.inputs, equation.outputs, equation)}
+
+
+def shared(graph, equation):
+    """The replacements for an equation whose results for rows another one can make, and what is renamed; or None."""
+    if equation.name not in ("logsumexp_and_distances", "logsumexp", "cross_entropy") or not foldable(equation):
+        return None
+    return _from_another(graph, equation) or _from_both(graph, equation)
+
+
+def _from_another(graph, equation):
+    """From an operator that makes these results already."""
+    for other in graph.readers[equation.inputs[0]]:
+        if other is equation or not _comes_first(graph, other, equation) or not _has_same_rows(graph, other, equation):
+            continue
+        of_rows = other.outputs[_FIRST_OF_ROWS[other.name] :]
+        if equation.name != "cross_entropy":
+            return {equation: []}, dict(zip(equation.outputs, of_rows, strict=False))
+        if other.name == "cross_entropy" and other.inputs[1] is not equation.inputs[1]:
+            continue
+        axes = equation.params["axes"]
+
+        def loss(x, label, largest, total, axes=axes):
+            return reference.cross_entropy_given(reference.Normalizer(largest, total), x, label, axes)
+
+        made = spliced(loss, [*equation.inputs[:2], *of_rows[:2]], equation.outputs[:1], equation)
+        return {equation: made}, dict(zip(equation.outputs[1:], of_rows, strict=False))
+    return None
+
+
+def _comes_first(graph, other, equation):
+    """Whether another operator makes what the equation makes of rows, and stands before it in the order above."""
+    if other.name not in _ORDER or (equation.name in WITH_DISTANCES and other.name not in WITH_DISTANCES):
+        return False
+    ranks = [(_ORDER.index(e.name), graph.position[e]) for e in (other, equation)]
+    return ranks[0] < ranks[1]
+
+
+def _from_both(graph, equation):
+    """From an operator that does not make these results yet: it is replaced by one that does."""
+    name, both = _BOTH.get(equation.name, (None, None))
+    for other in graph.readers[equation.inputs[0]]:
+        if other.name != name or not foldable(other) or not _has_same_rows(graph, other, equation):
+            continue
+        element, *of_rows = other.outputs
+        if element.aval.dtype.name not in expressions.WRITABLE:
+            continue
+        params = {key: other.params[key] for key in ("axes", "dtype")}
+
+        def made(*operands, params=params):
+            operands, where = split(name, operands)
+            return bind(both, *operands, where=where, **params)
+
+        outputs = [element, *of_rows, *equation.outputs[len(of_rows) :]]
+        renamed = dict(zip(equation.outputs, of_rows, strict=False))
+        return {equation: [], other: spliced(made, other.inputs, outputs, other)}, renamed
+    return None
+
+
+def _has_same_rows(graph, other, equation):
+    """Whether another operator reads the same rows, and needs nothing that depends on the equation's results."""
+    if other.inputs[0] is not equation.inputs[0] or mask_of(other) is not mask_of(equation):
+        return False
+    if any(other.params[name] != equation.params[name] for name in ("axes", "axis_name")):
+        return False
+    return not any(_depends(graph, a, equation) for a in variables_of(other.inputs))
+
+
+def _depends(graph, variable, equation):
+    pending, seen = [variable], set()
+    while pending:
+        a = pending.pop()
+        maker = graph.maker.get(a)
+        if maker is None or maker in seen:
+            continue
+        if maker is equation or graph.has_effects_after(maker, equation):
+            return True
+        seen.add(maker)
+        pending += variables_of(maker.inputs)
+    return False

@@ -1,0 +1,81 @@
+"""Calls of this package's operators, as equations of a program: what they are like, and how new ones are written."""
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Literal
+
+from jax_softmax.fusion.expressions import is_variable
+from jax_softmax.fusion.graph import Equation, graph_of, opened, variables_of
+from jax_softmax.fusion.groups import foldable
+from jax_softmax.primitives import reference
+from jax_softmax.primitives.operators import bind
+
+
+def is_plain(equation, *names) -> bool:
+    """Whether it is one of these operators, of whole rows, without a mask, along one axis."""
+    if equation is None or equation.name not in names or len(equation.params["axes"]) != 1:
+        return False
+    return foldable(equation) and all(a.aval.dtype != bool for a in equation.inputs)
+
+
+def spliced(function, inputs, outputs, like) -> list[Equation]:
+    """The equations of a function of these variables, of which the last ones make these outputs."""
+    given = [a.aval.update(weak_type=False) for a in inputs]
+
+    def of_their_own(*a):
+        """No result is an operand, or another result."""
+        results = jax.tree.leaves(function(*a))
+        before = [*a, *results]
+        return [jnp.copy(r) if any(r is b for b in before[: len(a) + k]) else r for k, r in enumerate(results)]
+
+    with like.eqn.ctx.manager:  # the mesh that it stands in, for one
+        jaxpr, constants = opened(jax.make_jaxpr(of_their_own)(*given))
+    inner = graph_of(jaxpr)
+    renamed = dict(zip(jaxpr.invars, inputs, strict=True))
+    renamed |= {v: Literal(c, v.aval) for v, c in zip(jaxpr.constvars, constants, strict=True)}
+    renamed |= zip(inner.outputs, outputs, strict=True)
+
+    def new(a):
+        return a if not is_variable(a) else renamed.setdefault(a, type(a)(a.aval))
+
+    found = []
+    for e in inner.equations:
+        info = like.eqn.source_info
+        eqn = e.eqn.replace(source_info=info)
+        found.append(Equation(eqn, [new(a) for a in e.inputs], [new(v) for v in e.outputs], e.params))
+    return found
+
+
+def mask_of(equation):
+    return next((a for a in variables_of(equation.inputs) if a.aval.dtype == bool), None)
+
+
+def row_variables(equation):
+    """For the maxima and sums of the rows of softmax or log_softmax."""
+    (y,), axes = equation.outputs, equation.params["axes"]
+    shape = tuple(1 if d in axes else n for d, n in enumerate(y.aval.shape))
+    aval = y.aval.update(shape=shape, dtype=jnp.dtype("float32"), weak_type=False)
+    return type(y)(aval), type(y)(aval)
+
+
+def rows_of(equation, rows) -> list[Equation]:
+    """What makes them of its operand."""
+    axes = equation.params["axes"]
+    return spliced(lambda x: bind("logsumexp", x, where=None, axes=axes), equation.inputs, rows, equation)
+
+
+def made_of_rows(equation, rows, y=None) -> list[Equation]:
+    """What makes its result, or y in its place, of its operand and these."""
+    y = equation.outputs[0] if y is None else y
+    function = _log_probabilities if equation.name == "log_softmax" else _probabilities
+    return spliced(lambda *a: function(*a, y.aval.dtype), [*equation.inputs, *rows], [y], equation)
+
+
+def _probabilities(x, largest, total, dtype):
+    rows = reference.Normalizer(largest, total).without_infinity()
+    return (jnp.exp(reference.widened(x) - largest) * (1 / rows.total)).astype(dtype)
+
+
+def _log_probabilities(x, largest, total, dtype):
+    rows = reference.Normalizer(largest, total).without_infinity()
+    return (reference.distances(x, rows) - jnp.log(rows.total)).astype(dtype)
