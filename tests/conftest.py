@@ -6,10 +6,14 @@ import subprocess
 import sys
 import textwrap
 
-_FLAGS = ["--xla_force_host_platform_device_count=8"]
-if platform.machine() == "x86_64":  # with AVX-512's float16 XLA would not round a product before it is added
-    _FLAGS.append("--xla_cpu_max_isa=AVX2")
-os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *_FLAGS])
+os.environ["XLA_FLAGS"] = " ".join(
+    [
+        "--xla_force_host_platform_device_count=8",
+        # AVX-512 has instructions for float16, with which XLA does not round a product before it adds to it.
+        "--xla_cpu_max_isa=AVX2" if platform.machine() == "x86_64" else "",
+        os.environ.get("XLA_FLAGS", ""),
+    ]
+)
 
 import jax
 import pytest

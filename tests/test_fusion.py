@@ -498,6 +498,16 @@ CASES |= {
         calls=2,
         folded=False,
     ),
+    # Numbers that stand in the program itself: only softmax, of two operators, has a kernel.
+    "a mask that is a number": Case(lambda x: (jax_softmax.logsumexp(x, where=False), jax.nn.softmax(x)), x_of()),
+    "an operand that is a number": Case(lambda x: jax.nn.softmax(x) + jax_softmax.logsumexp(2.0, axis=None), x_of()),
+    "two losses": Case(
+        lambda x: (
+            jax_softmax.softmax_cross_entropy_with_integer_labels(x, jnp.zeros(x.shape[:-1], int)),
+            jax_softmax.softmax_cross_entropy_with_integer_labels(x, jnp.ones(x.shape[:-1], int)),
+        ),
+        x_of(),
+    ),
 }
 
 
@@ -514,6 +524,39 @@ def lower_all():
 def test_values(name):
     lower_all()
     CASES[name].check()
+
+
+WITH_CONSTANTS = {
+    "mask": Case(
+        lambda x: (jax.nn.softmax(x * 2, where=MASK), jax_softmax.logsumexp(x)), x_of(), calls=2, folded=False
+    ),
+    "logits": Case(
+        lambda labels: jax_softmax.softmax_cross_entropy_with_integer_labels(PAIR, labels),
+        jnp.ones(SHAPE[:-1], int),
+        folded=False,
+    ),
+    "under jit": Case(lambda x: jax.jit(lambda x: jax.nn.softmax(x + PAIR) * PAIR)(x), x_of(), folded=False),
+    "in a loop": Case(
+        lambda x: jax.lax.scan(lambda x, _: (jax.nn.softmax(x + PAIR), None), x, length=2)[0], x_of(), folded=False
+    ),
+    "gradient": Case(
+        gradients_of(lambda x: jax.nn.log_softmax(x + PAIR, where=MASK)), x_of(), calls=2, folded=False, roundings=64
+    ),
+}
+
+
+@compiler_is_needed
+@pytest.mark.parametrize("name", WITH_CONSTANTS)
+def test_constants_that_stand_in_equations(name):
+    """As JAX writes arrays with this setting, which it says will be the only way."""
+    setting = "jax_use_simplified_jaxpr_constants"
+    if not hasattr(jax.config, setting):
+        pytest.skip(f"this JAX has no {setting}")
+    jax.config.update(setting, True)
+    try:
+        WITH_CONSTANTS[name].check()
+    finally:
+        jax.config.update(setting, False)
 
 
 # Steps of chains, of values and a side operand that broadcasts.

@@ -32,7 +32,7 @@ class _Made(NamedTuple):
     function: Callable
 
 
-def gradients(graph, equation, stands):
+def gradients(graph, equation):
     if not is_plain(equation, "log_softmax_vjp"):
         return None
     y, t = equation.inputs
@@ -55,7 +55,7 @@ def gradients(graph, equation, stands):
     return {equation: spliced(gradient, [x, *at.variables], equation.outputs, equation)}
 
 
-def sums(graph, equation, stands):
+def sums(graph, equation):
     if equation.name != "reduce_sum" or len(equation.params["axes"]) != 1:
         return None
     (product,), axes = equation.inputs, tuple(equation.params["axes"])
@@ -97,7 +97,7 @@ def _sum_of_logarithms(x, axes):
     return reference.distance_of_all(distance, count, n) - n * jnp.log(rows.total)
 
 
-def scattered(graph, equation, stands):
+def scattered(graph, equation):
     """A number of each row scattered to zeros: no array has to be cleared for it, and it folds."""
     if equation.name not in _SCATTERS or not all(map(may_fold, graph.readers.get(equation.outputs[0], ()))):
         return None

@@ -167,14 +167,16 @@ def _inline(jaxpr, variables, caller, calls, equations):
     """Appends the equations of a jaxpr, in terms of these variables, and returns its results."""
 
     def read(atom):
-        return atom if isinstance(atom, Literal) else variables[atom]
+        if not isinstance(atom, Literal):
+            return variables[atom]
+        return _in_memory(atom, equations) if atom.aval.shape else atom
 
     for eqn in jaxpr.eqns:
         inputs = [read(a) for a in eqn.invars]
         callee = _callee(eqn, calls)
         if callee is not None:
             inner, values = opened(callee)
-            known = {v: _constant(value, v.aval) for v, value in zip(inner.constvars, values, strict=True)}
+            known = {v: Literal(value, v.aval) for v, value in zip(inner.constvars, values, strict=True)}
             known |= zip(inner.invars, inputs, strict=True)
             outputs = _inline(inner, known, _within(eqn, caller), calls, equations)
             variables.update(zip(eqn.outvars, outputs, strict=True))
@@ -193,8 +195,12 @@ def _within(eqn, caller):
     return eqn.replace(source_info=own.replace(name_stack=outer.name_stack + own.name_stack))
 
 
-def _constant(value, aval):
-    return Literal(value, aval)
+def _in_memory(literal, equations):
+    """A variable that is an array which stands in the jaxpr, as JAX writes constants with a setting of its own."""
+    variable = Var(literal.aval)
+    eqn = jax.make_jaxpr(jax.lax.optimization_barrier)(literal.aval).eqns[0]
+    equations.append(Equation(eqn, [literal], [variable], dict(eqn.params)))
+    return variable
 
 
 def _callee(eqn, calls):

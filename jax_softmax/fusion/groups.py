@@ -316,10 +316,12 @@ class Groups:
 
 
 def foldable(equation) -> bool:
-    """Whether an operator's call is one that kernels cover, with whole rows and known shapes."""
+    """Whether an operator's call is one that kernels cover, with whole rows, known shapes and no literals."""
     x = equation.inputs[0].aval
+    if not all(map(is_variable, equation.inputs)):
+        return False
     if equation.params["axis_name"] or len(x.shape) > _kernels.MAX_DIMS or 0 in x.shape:
         return False
     if not all(isinstance(n, int) for n in x.shape):
         return False
-    return x.dtype.name in (*expressions.WRITABLE,)
+    return x.dtype.name in expressions.WRITABLE

@@ -1,6 +1,6 @@
 """What a program is replaced by before it is cut into groups, so that fewer bytes move.
 
-First, equal operations of the same variables become one. Then:
+First, equal operations of the same variables become one. Then, in the order that `applied` has:
 
 1. log_softmax(x), and softmax(x) of which a backward pass keeps a copy in more bytes than x has, are made anew of x and
    the rows' maximum and sum wherever they are read.
@@ -20,7 +20,8 @@ from jax_softmax.fusion.groups import Group, Groups, is_loop, may_fold
 from jax_softmax.fusion.splicing import is_plain, made_of_rows, row_variables, rows_of, spliced
 from jax_softmax.primitives.operators import bind
 
-# Bytes that memory could move while a kernel makes an element of softmax again; and how many fewer bytes are worth it.
+# Bytes that memory could move while a kernel makes an element of softmax again; and which part of the bytes that are
+# moved otherwise it must not exceed.
 _BYTES_OF_EXPONENTIAL, _WORTH_IT = 1.8, 0.8
 
 _LINEAR_MAPS = ("softmax_linear", "log_softmax_vjp", "log_softmax_jvp")
@@ -39,9 +40,8 @@ def applied(graph: Graph) -> Graph:
         _two_results,
     ):
         replacements: dict[Equation, list[Equation]] = {}
-        stands = Groups(graph, left=graph.position).stands
         for equation in graph.equations:
-            replacements |= rule(graph, equation, stands) or {}
+            replacements |= rule(graph, equation) or {}
         if replacements:
             graph = graph.with_replaced(replacements)
     while shared := next(filter(None, (shared_rows.shared(graph, e) for e in graph.equations)), None):
@@ -72,7 +72,7 @@ def _identity(a):
 # ---- 1
 
 
-def _made_anew(graph, equation, stands):
+def _made_anew(graph, equation):
     if not is_plain(equation, "softmax", "log_softmax"):
         return None
     (x,), (y,) = equation.inputs, equation.outputs
@@ -84,7 +84,8 @@ def _made_anew(graph, equation, stands):
     if not all(is_loop(r) or r.name == "gather" for r in others):
         return None
     if equation.name == "softmax":
-        again = Group(graph, equation).cost_of_reading(x, stands) + _BYTES_OF_EXPONENTIAL * size_of(x)
+        unfolded = Groups(graph, left=graph.position)
+        again = Group(graph, equation).cost_of_reading(x, unfolded.stands) + _BYTES_OF_EXPONENTIAL * size_of(x)
         if again > _WORTH_IT * 2 * bytes_of(y):  # y is written, and read by the backward pass
             return None
         if others and not any(_is_summed(graph, r) for r in others):
@@ -125,7 +126,7 @@ def _softmax_made_anew(equation, maps):
 # ---- 2
 
 
-def _sums_of_cotangents(graph, equation, stands):
+def _sums_of_cotangents(graph, equation):
     """p (t - sum(p t)) + (u - p sum(u)) is v - p sum(v), where v is p t + u."""
     if equation.name not in ("add", "add_any") or not all(map(is_variable, equation.inputs)):
         return None
@@ -153,7 +154,7 @@ def _sums_of_cotangents(graph, equation, stands):
 # ---- 3
 
 
-def _two_results(graph, equation, stands):
+def _two_results(graph, equation):
     if not is_plain(equation, "softmax"):
         return None
     alike = [r for r in graph.readers[equation.inputs[0]] if r.params.get("axes") == equation.params["axes"]]

@@ -26,14 +26,14 @@ _FIRST_OF_ROWS = {
 _ORDER = list(_FIRST_OF_ROWS)
 
 # By operator: another one, and what that is replaced by to make the first one's results for rows as well.
-_BOTH = {
+_EXTENDED = {
     "logsumexp": ("softmax", "softmax_and_normalizer"),
     "logsumexp_and_distances": ("cross_entropy_gradient", "cross_entropy_gradient_and_distances"),
 }
 
 
-def gradients(graph, equation, stands):
-    """The kernel of a gradient makes what its rows have again, faster than XLA makes a gradient of these."""
+def gradients(graph, equation):
+    """A gradient from rows' known maxima and sums: its kernel makes these again, faster than XLA makes the gradient."""
     if equation.name != "tangent_sums_transpose" or not foldable(equation):
         return None
     params = {name: equation.params[name] for name in ("axes", "dtype")}
@@ -49,30 +49,28 @@ def shared(graph, equation):
     """The replacements for an equation whose results for rows another one can make, and what is renamed; or None."""
     if equation.name not in ("logsumexp_and_distances", "logsumexp", "cross_entropy") or not foldable(equation):
         return None
-    return _from_another(graph, equation) or _from_both(graph, equation)
+    return _from_another(graph, equation) or _from_extended(graph, equation)
 
 
 def _from_another(graph, equation):
     """From an operator that makes these results already."""
     for other in graph.readers[equation.inputs[0]]:
-        if other is equation or not _comes_first(graph, other, equation) or not _has_same_rows(graph, other, equation):
+        if not _gives_before(graph, other, equation) or not _can_give(graph, other, equation):
             continue
         of_rows = other.outputs[_FIRST_OF_ROWS[other.name] :]
         if equation.name != "cross_entropy":
             return {equation: []}, dict(zip(equation.outputs, of_rows, strict=False))
-        if other.name == "cross_entropy" and other.inputs[1] is not equation.inputs[1]:
-            continue
         axes = equation.params["axes"]
 
         def loss(x, label, largest, total, axes=axes):
             return reference.cross_entropy_given(reference.Normalizer(largest, total), x, label, axes)
 
-        made = spliced(loss, [*equation.inputs[:2], *of_rows[:2]], equation.outputs[:1], equation)
-        return {equation: made}, dict(zip(equation.outputs[1:], of_rows, strict=False))
+        losses = spliced(loss, [*equation.inputs[:2], *of_rows[:2]], equation.outputs[:1], equation)
+        return {equation: losses}, dict(zip(equation.outputs[1:], of_rows, strict=False))
     return None
 
 
-def _comes_first(graph, other, equation):
+def _gives_before(graph, other, equation):
     """Whether another operator makes what the equation makes of rows, and stands before it in the order above."""
     if other.name not in _ORDER or (equation.name in WITH_DISTANCES and other.name not in WITH_DISTANCES):
         return False
@@ -80,11 +78,11 @@ def _comes_first(graph, other, equation):
     return ranks[0] < ranks[1]
 
 
-def _from_both(graph, equation):
+def _from_extended(graph, equation):
     """From an operator that does not make these results yet: it is replaced by one that does."""
-    name, both = _BOTH.get(equation.name, (None, None))
+    name, extended = _EXTENDED.get(equation.name, (None, None))
     for other in graph.readers[equation.inputs[0]]:
-        if other.name != name or not foldable(other) or not _has_same_rows(graph, other, equation):
+        if other.name != name or not _can_give(graph, other, equation):
             continue
         element, *of_rows = other.outputs
         if element.aval.dtype.name not in expressions.WRITABLE:
@@ -93,7 +91,7 @@ def _from_both(graph, equation):
 
         def made(*operands, params=params):
             operands, where = split(name, operands)
-            return bind(both, *operands, where=where, **params)
+            return bind(extended, *operands, where=where, **params)
 
         outputs = [element, *of_rows, *equation.outputs[len(of_rows) :]]
         renamed = dict(zip(equation.outputs, of_rows, strict=False))
@@ -101,9 +99,9 @@ def _from_both(graph, equation):
     return None
 
 
-def _has_same_rows(graph, other, equation):
+def _can_give(graph, other, equation):
     """Whether another operator reads the same rows, and needs nothing that depends on the equation's results."""
-    if other.inputs[0] is not equation.inputs[0] or mask_of(other) is not mask_of(equation):
+    if not foldable(other) or other.inputs[0] is not equation.inputs[0] or mask_of(other) is not mask_of(equation):
         return False
     if any(other.params[name] != equation.params[name] for name in ("axes", "axis_name")):
         return False

@@ -5,10 +5,10 @@ import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from jax_softmax.fusion.expressions import is_variable
-from jax_softmax.fusion.graph import Equation, graph_of, opened, variables_of
+from jax_softmax.fusion.graph import Equation, graph_of, opened
 from jax_softmax.fusion.groups import foldable
 from jax_softmax.primitives import reference
-from jax_softmax.primitives.operators import bind
+from jax_softmax.primitives.operators import bind, split
 
 
 def is_plain(equation, *names) -> bool:
@@ -47,7 +47,7 @@ def spliced(function, inputs, outputs, like) -> list[Equation]:
 
 
 def mask_of(equation):
-    return next((a for a in variables_of(equation.inputs) if a.aval.dtype == bool), None)
+    return split(equation.name, equation.inputs)[1]
 
 
 def row_variables(equation):
