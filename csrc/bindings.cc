@@ -21,10 +21,8 @@ namespace {
 
 using Shape = std::optional<std::vector<int64_t>>;
 
-Op op_of(const std::string& name) {
-  for (int i = 0; i < kOps; ++i) {
-    if (name == kOperators[i].name) return static_cast<Op>(i);
-  }
+Op known_op(const std::string& name) {
+  if (const std::optional<Op> op = op_of(name)) return *op;
   throw nb::value_error(("unknown op: " + name).c_str());
 }
 
@@ -43,7 +41,7 @@ Call call_of(const std::vector<int64_t>& shape, const std::vector<int64_t>& axes
              const std::vector<std::string>& more_results, const std::string& load, const std::string& store,
              const Sides& sides) {
   Call call{};
-  call.op = op_of(op);
+  call.op = known_op(op);
   call.in = dtype_of(dtype);
   call.shape = shape;
   call.axes = axes;

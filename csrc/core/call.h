@@ -26,7 +26,8 @@ struct Call {
   std::vector<SideOperand> sides;
   // A line for each of the operator's own operands: what an element counts as, given x0, x1, ..., as they are in
   // memory. An empty line, or none, leaves it as it is.
-  // Where operands and results have 16 bits, a softmax takes values beyond 2^24 for 16-bit numbers too.
+  // Where operands and results have 16 bits, a softmax takes values beyond 2^24 for 16-bit numbers too: see
+  // Relative<Approximate> in device/math.cuh.
   std::string load;
   // A line for each result of elements, given the operator's result y, which an empty line stands for. Without any line
   // there is one result, y.

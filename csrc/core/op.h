@@ -2,6 +2,9 @@
 // the table as `_kernels.OPERATORS`.
 #pragma once
 
+#include <optional>
+#include <string_view>
+
 #include "ops.h"
 
 namespace jax_softmax {
@@ -103,5 +106,12 @@ constexpr int most_row_results(bool of_all) {
 inline constexpr int kMostRowResults = most_row_results(true), kMostRowResultsOnCpu = most_row_results(false);
 constexpr const Operator& facts_of(Op op) { return kOperators[static_cast<int>(op)]; }
 constexpr const Cost& cost_of(Op op) { return facts_of(op).cost; }
+
+inline std::optional<Op> op_of(std::string_view name) {
+  for (int i = 0; i < kOps; ++i) {
+    if (name == kOperators[i].name) return static_cast<Op>(i);
+  }
+  return {};
+}
 
 }  // namespace jax_softmax

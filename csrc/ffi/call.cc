@@ -37,13 +37,6 @@ std::optional<DType> dtype_of(ffi::DataType type) {
   }
 }
 
-std::optional<Op> op_of(std::string_view name) {
-  for (int i = 0; i < kOps; ++i) {
-    if (name == kOperators[i].name) return static_cast<Op>(i);
-  }
-  return {};
-}
-
 std::vector<int64_t> shape_of(ffi::AnyBuffer buffer) {
   return {buffer.dimensions().begin(), buffer.dimensions().end()};
 }

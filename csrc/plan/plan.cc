@@ -8,7 +8,8 @@ namespace jax_softmax {
 
 namespace {
 
-// Memory for states may take so much of the operand, however many rows there are: lest a row's plan depend on that.
+// Memory for states may take one part in so many of the operand's bytes: a ratio, so that a row's plan does not depend
+// on how many rows there are.
 constexpr int kOperandOfScratch = 20;
 constexpr int64_t kMostElements = int64_t{1} << 56;  // far beyond any memory, so that sums of bytes fit 64 bits
 // Runs of fewer packs than this, that do not begin with whole ones, cost more at their edges than XLA does altogether.

@@ -55,6 +55,7 @@ struct Problem {
 };
 
 using Plan = std::variant<Registers, Staged, Chunks, Ring, Tile, Twice, TwiceTile>;
+// In the order of Plan: schedules, and the headers of their kernels in device/.
 inline constexpr const char* kScheduleNames[] = {"registers", "staged", "chunks", "ring", "tile", "twice", "twice"};
 
 // The fastest plan that fits, or none where a view is beyond all of them. Which elements are added up in which order

@@ -7,7 +7,6 @@ namespace {
 constexpr const char* kElementTypes[kDTypes] = {"Float16",    "BFloat16", "float", "double", "Float8E4M3",
                                                 "Float8E5M2", "Int8",     "UInt8", "Int32",  "Bool"};
 constexpr const char* kRoles[] = {"kArray", "kIndex", "kNumber", "kLabel", "kMask"};  // in the order of Role
-constexpr const char* kHeaders[] = {"registers", "staged", "chunks", "ring", "tile", "twice", "twice"};
 constexpr const char* kStructs[] = {"Registers", "Staged", "Chunks", "Ring", "Tile", "Twice", "TwiceTile"};
 
 std::string number(int64_t n) {
@@ -158,8 +157,8 @@ std::string source_of(const Plan& plan, const Step& step, const Problem& problem
   const int threads = step.launch.threads;
   const std::string bounds =
       step.launch.resident > 0 ? number(threads) + ", " + number(step.launch.resident) : number(threads);
-  const std::string head =
-      std::string("#include \"device/") + kHeaders[plan.index()] + ".cuh\"\n\n" + "namespace jax_softmax::device {\n\n";
+  const std::string head = std::string("#include \"device/") + kScheduleNames[plan.index()] + ".cuh\"\n\n" +
+                           "namespace jax_softmax::device {\n\n";
   const auto count = [](size_t n) { return std::to_string(n); };
   const std::string operands = "jax_softmax::Operands<" + count(problem.cost.inputs) + ", " + count(call.sides.size()) +
                                ", " + count(call.out.size()) + ", " + count(problem.cost.row_results) + ">";

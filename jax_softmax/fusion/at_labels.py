@@ -21,14 +21,19 @@ from jax_softmax.primitives import labels, reference
 from jax_softmax.primitives.operators import Coefficients, bind
 
 
-class _Made(NamedTuple):
-    """What a function makes of variables: numbers of rows, of x's shape with extent 1 along an axis.
-
-    Of an array that is one number in each row but at one element: the label, int32, none of the row's elements where
-    there is none; what the label's element has more than the others; and what these have, or None for 0.
-    """
+class _RowNumber(NamedTuple):
+    """A number for each row, of x's shape with extent 1 along the axis, or one for all rows."""
 
     variables: list
+    function: Callable  # of these variables: the number
+
+
+class _AtLabel(NamedTuple):
+    """An array whose elements are alike in each row, but for one of them."""
+
+    variables: list
+    # Of these variables: the label, which is that element's index, int32, and beyond the row where there is none; what
+    # its element has more than the others; and what the others have, or None for 0.
     function: Callable
 
 
@@ -48,8 +53,8 @@ def gradients(graph, equation):
         label, value, offset = at.function(*variables)
         value = jnp.where(labels.exists(label, x.shape, axes), value, 0)
         offset = jnp.zeros_like(value) if offset is None else jnp.broadcast_to(offset, value.shape)
-        total = value + x.shape[axes[0]] * offset
-        coefficients = Coefficients(-total, jnp.zeros_like(total), offset, value)
+        row_sum = value + x.shape[axes[0]] * offset
+        coefficients = Coefficients.without_lse(-row_sum, offset, value)
         return bind("cross_entropy_gradient", x, *coefficients, label, where=None, axes=axes, dtype=dtype)[0]
 
     return {equation: spliced(gradient, [x, *at.variables], equation.outputs, equation)}
@@ -119,7 +124,7 @@ def scattered(graph, equation):
 _SCATTERS = ("scatter-add", "scatter_add")
 
 
-def _at_label(graph, a, axis, known=None) -> _Made | None:
+def _at_label(graph, a, axis, known=None) -> _AtLabel | None:
     """The label, and so on, of an array that is one number in each row but at one element."""
     known, a = {} if known is None else known, _value(graph, a)
     if not is_variable(a):
@@ -152,7 +157,7 @@ def _found_at_label(graph, a, axis, known):
     if maker.name != "convert_element_type" or maker.inputs[0].aval.dtype != bool:
         inner = maker.inputs[0] if maker.name in ("convert_element_type", "neg") else None
         at = _at_label(graph, inner, axis, known) if inner is not None else None
-        return _combined(at, _Made([], lambda: -1.0), "mul") if at is not None and maker.name == "neg" else at
+        return _combined(at, _RowNumber([], lambda: -1.0), "mul") if at is not None and maker.name == "neg" else at
     compared = graph.maker.get(maker.inputs[0])
     if compared is None or compared.name != "eq":
         return None
@@ -161,7 +166,7 @@ def _found_at_label(graph, a, axis, known):
             continue
         row = _of_rows(graph, label, shape, axis)
         if row is not None and label.aval.dtype.name == "int32":
-            return _Made(row.variables, lambda *v, row=row: (row.function(*v), 1.0, None))
+            return _AtLabel(row.variables, lambda *v, row=row: (row.function(*v), 1.0, None))
     return None
 
 
@@ -178,7 +183,7 @@ def _combined(at, row, operation):
             return label, value * number, None if offset is None else offset * number
         return label, value, number if offset is None else offset + number
 
-    return _Made([*at.variables, *row.variables], function)
+    return _AtLabel([*at.variables, *row.variables], function)
 
 
 def _is_index(graph, a, axis):
@@ -193,27 +198,27 @@ def _is_index(graph, a, axis):
     return maker is not None and maker.name == "iota" and maker.params["dimension"] == axis
 
 
-def _of_rows(graph, a, shape, axis) -> _Made | None:
+def _of_rows(graph, a, shape, axis) -> _RowNumber | None:
     """What all elements of a row have."""
     rows, a = tuple(1 if d == axis else n for d, n in enumerate(shape)), _value(graph, a)
     if not is_variable(a):
-        return _Made([], lambda: float(a.val)) if a.aval.shape == () else None
+        return _RowNumber([], lambda: float(a.val)) if a.aval.shape == () else None
     if a.aval.shape in (rows, ()):
-        return _Made([a], lambda value: value)
+        return _RowNumber([a], lambda value: value)
     maker = graph.maker.get(a)
     if maker is None or maker.name != "broadcast_in_dim" or len(maker.inputs) != 1:
         return None
     inner, dims = _value(graph, maker.inputs[0]), maker.params["broadcast_dimensions"]
     if not is_variable(inner):
-        return _Made([], lambda: float(inner.val)) if inner.aval.shape == () else None
+        return _RowNumber([], lambda: float(inner.val)) if inner.aval.shape == () else None
     if any(d == axis and n != 1 for d, n in zip(dims, inner.aval.shape, strict=True)):
         return None
     if any(n != rows[d] for d, n in zip(dims, inner.aval.shape, strict=True)):
         return None
-    return _Made([inner], lambda value: jax.lax.broadcast_in_dim(value, rows, dims) if value.shape else value)
+    return _RowNumber([inner], lambda value: jax.lax.broadcast_in_dim(value, rows, dims) if value.shape else value)
 
 
-def _of_scatter(graph, scatter, axis) -> _Made | None:
+def _of_scatter(graph, scatter, axis) -> _AtLabel | None:
     """A row's value added to zeros, at an index of its own."""
     zeros, indices, updates = scatter.inputs
     if zeros.aval.dtype.name not in expressions.WRITABLE:
@@ -238,7 +243,7 @@ def _of_scatter(graph, scatter, axis) -> _Made | None:
         label = jnp.clip(label, 0, shape[axis] - 1) if clips else label
         return label, jnp.reshape(updates, rows).astype(jnp.float32), None
 
-    return _Made([indices, updates], function)
+    return _AtLabel([indices, updates], function)
 
 
 def _is_zero(graph, a):

@@ -60,7 +60,7 @@ class Graph:
         return found
 
     def has_effects_after(self, maker: Equation, equation: Equation) -> bool:
-        """Whether a maker has effects, and stands after an equation, which it may not change places with."""
+        """Whether a maker has effects and comes after an equation, which may not be moved behind it then."""
         return bool(maker.eqn.effects) and self.position[maker] > self.position[equation]
 
     def with_replaced(self, replacements, renamed=()) -> "Graph":

@@ -1,8 +1,8 @@
 """What a fused function keeps for its derivative.
 
-JAX keeps each array that the derivative needs: probabilities in float32, casts, masks. Here an array is made again of
-others by the derivative, where these have fewer bytes: by elementwise operations, and of softmax and log_softmax, by
-their operand and their rows' maxima and sums.
+JAX keeps each array that the derivative needs: probabilities in float32, casts, masks. Here the derivative makes an
+array again where what it is made of has fewer bytes: the operands of elementwise operations; of softmax and
+log_softmax, their operand and their rows' maxima and sums.
 """
 
 from typing import NamedTuple

@@ -18,7 +18,7 @@ _REGIONS = (
 
 # What puts its result into memory in any case.
 _IN_MEMORY = (*_REGIONS, *PRIMITIVES, "dot_general", "ragged_dot", "linear_product", "conv_general_dilated")
-_IN_MEMORY += ("gather", "sort", "top_k")
+_IN_MEMORY += ("gather", "sort", "top_k", "optimization_barrier")
 
 
 class Line(NamedTuple):

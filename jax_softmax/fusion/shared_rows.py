@@ -4,8 +4,6 @@ An operator's results for rows are taken from another operator that reads the sa
 depends on them. The other one makes them already, or is replaced by one that makes them as well.
 """
 
-import jax.numpy as jnp
-
 from jax_softmax.fusion import expressions
 from jax_softmax.fusion.graph import variables_of
 from jax_softmax.fusion.groups import foldable
@@ -39,7 +37,7 @@ def gradients(graph, equation):
     params = {name: equation.params[name] for name in ("axes", "dtype")}
 
     def gradient(x, largest, total, factor, offset, at_label, label, where=None):
-        coefficients = Coefficients(factor, jnp.zeros_like(factor), offset, at_label)
+        coefficients = Coefficients.without_lse(factor, offset, at_label)
         return bind("cross_entropy_gradient", x, *coefficients, label, where=where, **params)[0]
 
     return {equation: spliced(gradient, equation.inputs, equation.outputs, equation)}

@@ -2,11 +2,15 @@
 
 The model. A kernel reads each of its arrays once and writes its results. What it needs and nobody else does is written
 by XLA before, and what only loops of XLA read after it is read by them. XLA makes no such array, but reads its inputs
-several times: a linear map's twice, for the sums of the rows and for the results; those of the other operators once if
-a row is contiguous and fits in a block, and once more if there are sums of its elements beside the softmax, else three
-times; and those of sums of rows twice. Its kernels for whole rows
-are a little below the memory's speed (measured on an H200, benchmarks/results/). What takes longer to compute than to
-move counts as the bytes that could be moved meanwhile.
+several times:
+
+- those of a linear map twice, for the sums of the rows and for the results;
+- those of sums of rows twice;
+- those of the other operators three times, but once where a row is contiguous and fits in a block, and twice there if
+  elements are summed beside the softmax.
+
+Its kernels for whole rows are a little below the memory's speed (measured on an H200, benchmarks/results/). What takes
+longer to compute than to move counts as the bytes that could be moved meanwhile.
 """
 
 import math

@@ -90,6 +90,10 @@ class Coefficients(NamedTuple):
     offset: jax.Array  # added to all elements
     at_label: jax.Array  # added to the label's
 
+    @classmethod
+    def without_lse(cls, factor, offset, at_label):
+        return cls(factor, jnp.zeros_like(factor), offset, at_label)
+
 
 def bind(op, *operands, where, axes, axis_name=(), dtype=None):
     """The results of the primitive of a name, with a mask or None.

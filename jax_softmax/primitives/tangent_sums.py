@@ -109,7 +109,7 @@ def transpose(cotangents, x, largest, total, t, label, *mask, axes, temporary):
         factor, offset, at_label = map(ad.instantiate_zeros, cotangents)
         dtype = t.aval.dtype.name
         if temporary:
-            coefficients = Coefficients(factor, jnp.zeros_like(factor), offset, at_label)
+            coefficients = Coefficients.without_lse(factor, offset, at_label)
             where = mask[0] if mask else None
             operands = x, *coefficients, label
             gradient = bind("cross_entropy_gradient_in_place", *operands, where=where, axes=axes, dtype=dtype)[0]

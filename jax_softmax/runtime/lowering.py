@@ -236,5 +236,5 @@ def _by_logsumexp(op, *operands, axes, **dtype):
 def _by_cross_entropy_gradient(*operands, axes, dtype):
     """Whose kernel makes the normalizer anew, which on CUDA is faster than XLA with the one that is known."""
     (x, _, _, factor, offset, at_label, label), where = split("tangent_sums_transpose", operands)
-    coefficients = Coefficients(factor, jnp.zeros_like(factor), offset, at_label)
+    coefficients = Coefficients.without_lse(factor, offset, at_label)
     return bind("cross_entropy_gradient", x, *coefficients, label, where=where, axes=axes, dtype=dtype)[0]
