@@ -1046,6 +1046,31 @@ class TestArguments:
 
         np.testing.assert_allclose(Model()(X), jax.nn.softmax(X * 2), rtol=1e-5)
 
+    def test_static_arguments(self):
+        def f(x, axis, train=False, *, repeats=1):
+            y = jax.nn.softmax(x, axis)
+            for _ in range(repeats):
+                y = y * 2
+            return y if train else -y
+
+        for train in (True, False):
+            expected = f(X, 0, train, repeats=3)
+            jitted = jax.jit(fuse(f), static_argnames=("axis", "train", "repeats"))
+            np.testing.assert_allclose(jitted(X, 0, train, repeats=3), expected, rtol=1e-5)
+            inner = fuse(jax.jit(f, static_argnames=("axis", "train", "repeats")))
+            outer = jax.jit(functools.partial(inner, axis=0, train=train, repeats=3))
+            np.testing.assert_allclose(outer(X), expected, rtol=1e-5)
+            np.testing.assert_allclose(fuse(lambda x, train: f(x, 0, train, repeats=3))(X, train), expected, rtol=1e-5)
+            assert len(fuse(f).explain(X, 0, train, repeats=3)) == 1
+
+    def test_keywords_of_any_name(self):
+        def f(x, self, f, g, args):
+            return jax.nn.softmax(x * self) * f + g * args
+
+        given = {"self": 2.0, "f": X, "g": 3.0, "args": X}
+        np.testing.assert_allclose(fuse(f)(X, **given), f(X, **given), rtol=1e-5)
+        assert len(fuse(f).explain(X, **given)) == 1
+
     def test_no_arrays(self):
         assert_same(fuse(lambda: jax.nn.softmax(jnp.arange(4.0)))(), jax.nn.softmax(jnp.arange(4.0)), 4)
         assert fuse(lambda: ())() == ()
@@ -1136,7 +1161,7 @@ class TestArguments:
 
 
 class TestModules:
-    """Objects of Flax's nnx as arguments, whose arrays a function may replace."""
+    """Objects of Flax's nnx as arguments, which a function may change."""
 
     @staticmethod
     def model():
@@ -1174,3 +1199,43 @@ class TestModules:
             return nnx.value_and_grad(lambda model, x: jnp.sum(model(x) ** 2))(model, x)
 
         self.both_ways(lambda nnx, f: nnx.jit(f), f)
+
+    @pytest.mark.parametrize("jitted", [False, True])
+    def test_changes_of_more_than_arrays(self, jitted):
+        """Attributes, submodules that are others, shared or gone, and which object is which."""
+        nnx = pytest.importorskip("flax.nnx")
+
+        class Model(nnx.Module):
+            def __init__(self):
+                self.layer = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+                self.other = nnx.Linear(4, 4, rngs=nnx.Rngs(1))
+                self.first = self.left = nnx.Param(jnp.asarray(X))
+                self.dropout, self.calls = nnx.Dropout(0.5), 0
+
+        def f(model, x):
+            model.calls += 1
+            model.eval()
+            model.other = model.layer
+            model.layer = nnx.LayerNorm(4, rngs=nnx.Rngs(0))
+            del model.left
+            return model, jax.nn.softmax(x * model.first[...])
+
+        model = Model()
+        layer, first, g = model.layer, model.first, nnx.jit(fuse(f)) if jitted else fuse(f)
+        result, y = g(model, X)
+        np.testing.assert_allclose(y, jax.nn.softmax(X * X), rtol=1e-5)
+        assert result is model and model.other is layer and model.first is first
+        assert type(model.layer) is nnx.LayerNorm and not hasattr(model, "left")
+        assert model.calls == 1 and model.dropout.deterministic
+
+    def test_variables(self):
+        nnx = pytest.importorskip("flax.nnx")
+
+        def f(p):
+            p[...] *= 2
+            return jax.nn.softmax(p[...])
+
+        p, g = nnx.Param(jnp.asarray(X)), fuse(f)
+        for n in (2, 4):
+            np.testing.assert_allclose(g(p), jax.nn.softmax(X * n), rtol=1e-5)
+            np.testing.assert_allclose(p[...], X * n)

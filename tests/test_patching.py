@@ -1,5 +1,6 @@
 """The operators in the place of `jax.nn`'s, by `use()` and by hand, under Flax and optax that know nothing of it."""
 
+import functools
 import importlib
 import inspect
 import re
@@ -282,6 +283,7 @@ ARGUMENTS = {
     "vmap": lambda f, x: jax.vmap(f)(x),
     "grad": lambda f, x: jax.grad(lambda x: jnp.sum(f(x) ** 2))(x),
     "jit": lambda f, x: jax.jit(f, static_argnums=1)(x, 0),
+    "the name of a mapped axis": lambda f, x: jax.vmap(lambda row: f(row, axis="i"), axis_name="i")(x),
 }
 
 
@@ -332,6 +334,7 @@ LOGITS = {  # arguments of logsumexp, and whether ours has kernels for them
     "complex": (lambda f, x: f(x.astype("complex64"), axis=1), False),
     "integers": (lambda f, x: f(jnp.arange(5)), False),
     "a number": (lambda f, x: f(2.0), False),
+    "the name of a mapped axis": (lambda f, x: jax.vmap(lambda row: f(row, axis="i"), axis_name="i")(x), False),
 }
 
 
@@ -560,7 +563,14 @@ def test_functions_that_run_after_their_call_are_not_decorated():
     async def number():
         return 1
 
-    for function in (numbers, number):
+    async def later():
+        yield 1
+
+    class Numbers:
+        def __call__(self):
+            yield 1
+
+    for function in (numbers, number, later, functools.partial(numbers), Numbers()):
         with pytest.raises(TypeError, match="use: a decorated function must not be a generator or asynchronous"):
             jax_softmax.use()(function)
         assert_patched(False)

@@ -92,10 +92,10 @@ def promoted(x: jax.Array) -> tuple[jax.Array, Any]:
     return x.astype(jnp.float32), dtype
 
 
-def checked_array(op: str, x: Any, argument: str = "x") -> jax.Array:
-    allowed = (
-        f"{op}: {argument} must be an array or a number, of a floating, integer, boolean or complex dtype that JAX has"
-    )
+def checked_array(
+    op: str, x: Any, argument: str = "x", kinds: str = "floating, integer, boolean or complex"
+) -> jax.Array:
+    allowed = f"{op}: {argument} must be an array or a number, of a {kinds} dtype that JAX has"
     x = as_array(allowed, x)
     if not jnp.issubdtype(x.dtype, jnp.number) and x.dtype != jnp.bool_:
         raise TypeError(f"{allowed}, got one of dtype {x.dtype}.")
@@ -270,7 +270,7 @@ def checked_float_dtype(op: str, dtype: Any, argument: str) -> np.dtype:
 
 
 def checked_real_array(op: str, a: Any, argument: str) -> jax.Array:
-    a = checked_array(op, a, argument)
+    a = checked_array(op, a, argument, "floating, integer or boolean")
     if jnp.issubdtype(a.dtype, jnp.complexfloating):
         raise TypeError(f"{op}: {argument} must be real, got {a.dtype}.")
     return a

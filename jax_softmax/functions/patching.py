@@ -31,23 +31,25 @@ _FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
 def _softmax(x: Any, axis: Any = -1, where: Any = None) -> Any:
-    return softmax.softmax(x, axis, where) if _is_mask(where) else NotImplemented
+    return softmax.softmax(x, axis, where) if _is_axis(axis) and _is_mask(where) else NotImplemented
 
 
 def _log_softmax(x: Any, axis: Any = -1, where: Any = None) -> Any:
-    return softmax.log_softmax(x, axis, where) if _is_mask(where) else NotImplemented
+    return softmax.log_softmax(x, axis, where) if _is_axis(axis) and _is_mask(where) else NotImplemented
 
 
 def _logsumexp(
     a: Any, axis: Any = None, b: Any = None, keepdims: Any = False, return_sign: Any = False, where: Any = None
 ) -> Any:
-    if b is not None or return_sign or not _is_float(a) or not _is_mask(where):
+    if b is not None or return_sign or not _is_float(a) or not _is_axis(axis) or not _is_mask(where):
         return NotImplemented
     return logsumexp(a, axis, where, bool(keepdims))
 
 
 def _soft_loss(logits: Any, labels: Any, axis: Any = -1, where: Any = None) -> Any:
-    if not _is_float(logits) or not hasattr(labels, "dtype") or jnp.iscomplexobj(labels) or not _is_mask(where):
+    if not _is_float(logits) or not hasattr(labels, "dtype") or jnp.iscomplexobj(labels):
+        return NotImplemented
+    if not _is_axis(axis) or not _is_mask(where):
         return NotImplemented
     where = _with_classes(where, logits, axis)
     if not _broadcast(logits.shape, labels, where):
@@ -81,6 +83,12 @@ def _is_float(x: Any) -> bool:
 
 def _is_integer(x: Any) -> bool:
     return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.integer)
+
+
+def _is_axis(axis: Any) -> bool:
+    """Whether it is one or several of an array's: there it may be a set, or the name of a mapped axis."""
+    axes = axis if isinstance(axis, tuple | list) else () if axis is None else (axis,)
+    return all(hasattr(a, "__index__") for a in axes)
 
 
 def _is_mask(where: Any) -> bool:
@@ -196,10 +204,12 @@ class _Switch:
     def __call__(self, function: Callable[_P, _R]) -> Callable[_P, _R]:
         with self:  # what `use` has switched ends here: a decorated function switches when it is called
             pass
-        if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
+        if not callable(function):
+            raise TypeError(f"use: what is decorated must be a function, got {function!r}.")
+        if _runs_later(function) or _runs_later(type(function).__call__):
             raise TypeError(
-                f"use: a decorated function must not be a generator or asynchronous, got {function.__qualname__}: it "
-                "would run after the call has ended. Write `with jax_softmax.use():` inside of it."
+                f"use: a decorated function must not be a generator or asynchronous, got {function!r}: it would run "
+                "after the call has ended. Write `with jax_softmax.use():` inside of it."
             )
 
         @functools.wraps(function)
@@ -208,6 +218,12 @@ class _Switch:
                 return function(*args, **kwargs)
 
         return switched
+
+
+def _runs_later(function: Any) -> bool:
+    """Whether a call returns before the function's body has run."""
+    kinds = inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction
+    return any(is_one(function) for is_one in kinds)
 
 
 def use(on: bool = True, *, losses: bool = False, all_threads: bool = False) -> _Switch:

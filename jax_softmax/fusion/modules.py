@@ -1,10 +1,13 @@
-"""Flax's nnx modules as arguments: objects whose arrays a function may replace."""
+"""Flax's nnx modules and variables as arguments: objects that a function may change."""
 
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
+
+_TAG = "jax_softmax.fuse"
 
 
 def has_modules(arguments: Any) -> bool:
@@ -14,20 +17,25 @@ def has_modules(arguments: Any) -> bool:
 
 def call(function: Callable, f: Callable, args: tuple, kwargs: dict) -> Any:
     """`function(g, state, arrays)` calls g, a pure function that does what f does of args and kwargs. Then the modules
-    among these have the arrays that f left in them."""
-    nnx = sys.modules["flax.nnx"]
-    modules, *_ = _taken_apart((args, kwargs))
-    now, results = nnx.merge(*function(*pure(f, args, kwargs)))
-    for module, left in zip(modules, now, strict=True):
-        nnx.update(module, nnx.state(left))
+    among these are what f made of them: arrays, attributes, submodules."""
+    with context():
+        definition, state = function(*pure(f, args, kwargs))
+        with _nnx().merge_context(_TAG, inner=False) as outside:
+            _, results = outside.merge(definition, state)
     return results
+
+
+def context() -> AbstractContextManager[Any]:
+    """In which `pure` is called, and what it returns: nnx remembers which objects are the same."""
+    return _nnx().update_context(_TAG)
 
 
 def pure(f: Callable, args: tuple, kwargs: dict) -> tuple[Callable, Any, Any]:
     """g, and what it is called with: the state of the modules, and the other leaves."""
-    modules, others, tree = _taken_apart((args, kwargs))
-    definition, state = sys.modules["flax.nnx"].split(tuple(modules))
-    return _Pure(f, definition, tree), state, others
+    leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=_is_module)
+    with _nnx().split_context(_TAG) as outside:
+        definition, state = outside.split(tuple(filter(_is_module, leaves)))
+    return _Pure(f, definition, tree), state, [None if _is_module(leaf) else leaf for leaf in leaves]
 
 
 class _Pure:
@@ -37,12 +45,14 @@ class _Pure:
         self._known = f, definition, tree
 
     def __call__(self, state, others):
-        nnx, (f, definition, tree) = sys.modules["flax.nnx"], self._known
-        modules = nnx.merge(definition, state)
+        f, definition, tree = self._known
+        with _nnx().merge_context(_TAG, inner=True) as inside:
+            modules = inside.merge(definition, state)
         rest = iter(modules)
         args, kwargs = jax.tree.unflatten(tree, [next(rest) if leaf is None else leaf for leaf in others])
         results = f(*args, **kwargs)
-        return nnx.split((modules, results))
+        with _nnx().split_context(_TAG) as inside:
+            return inside.split((modules, results))
 
     def __eq__(self, other):
         return isinstance(other, _Pure) and self._known == other._known
@@ -51,13 +61,9 @@ class _Pure:
         return hash(self._known)
 
 
+def _nnx():
+    return sys.modules["flax.nnx"]
+
+
 def _is_module(leaf):
-    nnx = sys.modules["flax.nnx"]
-    return isinstance(leaf, getattr(nnx, "Pytree", nnx.Object))
-
-
-def _taken_apart(arguments):
-    """The modules, the leaves with None in the places of these, and the tree."""
-    leaves, tree = jax.tree.flatten(arguments, is_leaf=_is_module)
-    modules = [leaf for leaf in leaves if _is_module(leaf)]
-    return modules, [None if _is_module(leaf) else leaf for leaf in leaves], tree
+    return isinstance(leaf, (getattr(_nnx(), "Pytree", _nnx().Object), _nnx().Variable))

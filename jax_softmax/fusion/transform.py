@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
@@ -42,6 +43,9 @@ def fuse(f: Callable[_P, _R]) -> Callable[_P, _R]:
 
     Fuse what is differentiated and its derivative at once, `fuse(train_step)` rather than `grad(fuse(loss))`, which
     works as well.
+
+    Arrays, and numbers outside of `jit`, are traced as `jax.jit` does it. True and False, and within `jit` all of
+    Python's numbers, are constants, as are objects of other types: `jax.jit(fuse(f), static_argnames="train")` works.
 
     The function that is returned has f's signature, and a method `explain`: given f's arguments, it says what was
     folded into each call, and how many bytes are moved.
@@ -85,13 +89,13 @@ class _Fused:
         self._f = f
         self._jitted = functools.cache(_jitted)
 
-    def __call__(self, *args, **kwargs):
+    def __call__(self, /, *args, **kwargs):
         if modules.has_modules((args, kwargs)):
             return modules.call(self._call, self._f, args, kwargs)
         return self._call(self._f, *args, **kwargs)
 
-    def _call(self, g, *args, **kwargs):
-        arrays, others, tree = _split((args, kwargs))
+    def _call(self, g, /, *args, **kwargs):
+        arrays, others, tree = _split((args, kwargs), _is_staged())
         if all(isinstance(leaf, _CONSTANTS) for leaf in others):
             return self._jitted(g)(others, tree, *arrays)
         return _called(g, others, tree, arrays)
@@ -103,19 +107,20 @@ class _Fused:
         bound.explain = functools.partial(self.explain, instance)
         return bound
 
-    def explain(self, *args: Any, **kwargs: Any) -> FusionReport:
+    def explain(self, /, *args: Any, **kwargs: Any) -> FusionReport:
         """What is folded into each call of an operator where f has these arguments, which may be shapes and dtypes."""
         report: list[Line] = []
 
-        def look(f, *args, **kwargs):
-            arrays, others, tree = _split((args, kwargs))
+        def look(f, /, *args, **kwargs):
+            arrays, others, tree = _split((args, kwargs), numbers_are_constants=True)
             jaxpr = _traced(f, others, tree, arrays)[0].jaxpr
             rewritten(jaxpr, report)
             if has_refs(jaxpr):
                 report[:] = (line._replace(why_not="the function has references") for line in report)
 
         if modules.has_modules((args, kwargs)):
-            look(*modules.pure(self._f, args, kwargs))
+            with modules.context():
+                look(*modules.pure(self._f, args, kwargs))
         else:
             look(self._f, *args, **kwargs)
         return FusionReport(report)
@@ -151,24 +156,31 @@ class _Array:
 
 
 # Leaves that are no arrays and never change: the same ones make the same program, which is kept.
-_CONSTANTS = (str, bytes, type, np.dtype, enum.Enum, types.FunctionType, types.BuiltinFunctionType, type(jax.jit(len)))
+_CONSTANTS = (
+    *(bool, str, bytes, type, np.dtype, enum.Enum),
+    *(types.FunctionType, types.BuiltinFunctionType, type(jax.jit(len))),
+)
 
 
-def _split(arguments):
+def _is_staged() -> bool:
+    """Whether a program is being traced: what is a number of Python's there is one in every run of that program."""
+    return isinstance(jnp.zeros(()), jax.core.Tracer)
+
+
+def _split(arguments, numbers_are_constants):
+    arrays_are = np.ndarray | np.generic | jax.ShapeDtypeStruct | jax.Array | jax.Ref
+    if not numbers_are_constants:
+        arrays_are |= int | float | complex
     leaves, tree = jax.tree.flatten(arguments)
-    arrays = [leaf for leaf in leaves if _is_array(leaf)]
-    return arrays, tuple(_Array if _is_array(leaf) else leaf for leaf in leaves), tree
+    is_array = [isinstance(leaf, arrays_are) and not isinstance(leaf, bool) for leaf in leaves]
+    arrays = [leaf for leaf, is_one in zip(leaves, is_array, strict=True) if is_one]
+    others = tuple(_Array if is_one else leaf for leaf, is_one in zip(leaves, is_array, strict=True))
+    return arrays, others, tree
 
 
 def _joined(arrays, others, tree):
     arrays = iter(arrays)
     return jax.tree.unflatten(tree, [next(arrays) if leaf is _Array else leaf for leaf in others])
-
-
-def _is_array(leaf) -> bool:
-    """Whether `jax.jit` would trace it, or it stands for an array."""
-    numbers = np.ndarray | np.generic | bool | int | float | complex
-    return isinstance(leaf, numbers | jax.ShapeDtypeStruct | jax.Array | jax.Ref)
 
 
 def _without_constants(closed):
