@@ -95,7 +95,7 @@ class _Fused:
         return self._call(self._f, *args, **kwargs)
 
     def _call(self, g, /, *args, **kwargs):
-        arrays, others, tree = _split((args, kwargs), _is_staged())
+        arrays, others, tree = _split((args, kwargs))
         if all(isinstance(leaf, _CONSTANTS) for leaf in others):
             return self._jitted(g)(others, tree, *arrays)
         return _called(g, others, tree, arrays)
@@ -112,7 +112,7 @@ class _Fused:
         report: list[Line] = []
 
         def look(f, /, *args, **kwargs):
-            arrays, others, tree = _split((args, kwargs), numbers_are_constants=True)
+            arrays, others, tree = _split((args, kwargs), in_program=True)
             jaxpr = _traced(f, others, tree, arrays)[0].jaxpr
             rewritten(jaxpr, report)
             if has_refs(jaxpr):
@@ -162,20 +162,24 @@ _CONSTANTS = (
 )
 
 
-def _is_staged() -> bool:
-    """Whether a program is being traced: what is a number of Python's there is one in every run of that program."""
-    return isinstance(jnp.zeros(()), jax.core.Tracer)
+_ARRAYS = np.ndarray | np.generic | jax.ShapeDtypeStruct | jax.Array | jax.Ref
 
 
-def _split(arguments, numbers_are_constants):
-    arrays_are = np.ndarray | np.generic | jax.ShapeDtypeStruct | jax.Array | jax.Ref
-    if not numbers_are_constants:
-        arrays_are |= int | float | complex
+def _split(arguments, in_program=False):
+    """`in_program`: they are those of a call in a program, in every run of which a number of Python's is the same."""
     leaves, tree = jax.tree.flatten(arguments)
-    is_array = [isinstance(leaf, arrays_are) and not isinstance(leaf, bool) for leaf in leaves]
+    is_array = [isinstance(leaf, _ARRAYS) for leaf in leaves]
+    is_number = [isinstance(leaf, int | float | complex) and not isinstance(leaf, bool) for leaf in leaves]
+    if any(is_number) and not in_program and not _is_traced():
+        is_array = [a or b for a, b in zip(is_array, is_number, strict=True)]
     arrays = [leaf for leaf, is_one in zip(leaves, is_array, strict=True) if is_one]
     others = tuple(_Array if is_one else leaf for leaf, is_one in zip(leaves, is_array, strict=True))
     return arrays, others, tree
+
+
+def _is_traced() -> bool:
+    """Whether this code runs while a program is traced."""
+    return isinstance(jnp.zeros(()), jax.core.Tracer)
 
 
 def _joined(arrays, others, tree):
