@@ -598,6 +598,10 @@ FSDP = P("data"), P("data"), P("data")
 UNDER_JIT = [
     (AxisType.Auto, BOTH, [("all-reduce", X_SIZE // 4), ("all-reduce", W_SIZE // 2)]),
     (AxisType.Explicit, TOKENS_SPREAD, [("all-reduce", W_SIZE)]),
+    (AxisType.Explicit, BOTH, [("all-reduce", X_SIZE // 4), ("all-reduce", W_SIZE // 2)]),
+    (AxisType.Explicit, VOCABULARY_SPREAD, [("all-reduce", X_SIZE)]),
+    (AxisType.Explicit, FSDP, [("all-gather", W_SIZE), ("all-reduce", W_SIZE)]),
+    (AxisType.Explicit, (P(), P("data"), P()), [("all-gather", W_SIZE)]),
     (AxisType.Auto, FSDP, [("all-gather", W_SIZE), ("all-reduce", W_SIZE)]),
     (AxisType.Auto, TOKENS_SPREAD, [("all-reduce", W_SIZE)]),
     (AxisType.Auto, VOCABULARY_SPREAD, [("all-reduce", X_SIZE)]),
@@ -649,6 +653,79 @@ def test_the_rules_chunks_under_jit(on_the_cpu, small_chunks):
         return jax.value_and_grad(lambda *xw: jnp.sum(linear_cross_entropy(*xw, labels, reduction=None)), (0, 1))(x, w)
 
     assert set(collectives(f, (x, w, labels), expected)) == {("all-reduce", W_SIZE)}
+
+
+IN_EXPLICIT_MODE = {
+    "tokens": (P("data"), P()),
+    "vocabulary": (P(), P(None, "model")),
+    "both": (P("data"), P(None, "model")),
+    "features of w": (P(), P("data")),
+    "tokens and features of w": (P("data"), P("data", "model")),
+    "features of x": (P(None, "model"), P()),
+    "all of x": (P("data", "model"), P()),
+}
+
+
+def laid_explicitly(mesh, layout, x, w, bias):
+    of_x, of_w = IN_EXPLICIT_MODE[layout]
+    specs = of_x, of_w, P(*of_w[1:])
+    return [jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in zip((x, w, bias), specs, strict=True)]
+
+
+@pytest.mark.parametrize("layout", IN_EXPLICIT_MODE)
+@pytest.mark.parametrize("reduction,soft_cap", [("mean", None), (None, None), (None, 2.0)])
+def test_explicit_mode(on_the_cpu, layout, reduction, soft_cap):
+    """Each gradient lies as its operand does."""
+    x, w, labels, bias = operands(tokens=(16,), features=8, vocabulary=24)
+    options = {"reduction": reduction, "soft_cap": soft_cap}
+
+    def step(losses_of, *args):
+        def total(*args):
+            losses = losses_of(*args)
+            return jnp.sum(losses**2), losses
+
+        return jax.value_and_grad(total, (0, 1, 2), has_aux=True)(*args)
+
+    def ours(transpose_w, x, w, bias):
+        w = w.T if transpose_w else w
+        return linear_cross_entropy(x, w, labels, bias=bias, transpose_w=transpose_w, **options)
+
+    expected = step(lambda x, w, bias: expected_loss(x @ w + bias, labels, **options), x, w, bias)
+    mesh = support.mesh_of_cpus((4, 2), AxisType.Explicit)
+    args = laid_explicitly(mesh, layout, x, w, bias)
+    for transpose_w in (False, True):
+        with jax.set_mesh(mesh):
+            found = support.in_haste(functools.partial(step, functools.partial(ours, transpose_w)), *args)
+        support.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        for gradient, a in zip(found[1], args, strict=True):
+            assert gradient.sharding.is_equivalent_to(a.sharding, a.ndim)
+
+
+@support.sampled("layout", IN_EXPLICIT_MODE, 2)
+def test_derivatives_of_gradients_in_explicit_mode(on_the_cpu, layout):
+    """Also mapped."""
+    x, w, labels, bias = operands(tokens=(16,), features=8, vocabulary=24)
+
+    def f(loss_of, *args):
+        def along(scale):
+            return jax.jvp(jax.grad(loss_of, (0, 1, 2)), args, tuple(scale * a for a in args))
+
+        return jax.vmap(along)(jnp.arange(3.0))
+
+    expected = f(lambda x, w, bias: expected_loss(x @ w + bias, labels), x, w, bias)
+    mesh = support.mesh_of_cpus((4, 2), AxisType.Explicit)
+    with jax.set_mesh(mesh):
+        args = laid_explicitly(mesh, layout, x, w, bias)
+        ours = functools.partial(f, lambda x, w, bias: linear_cross_entropy(x, w, labels, bias=bias))
+        support.assert_close(support.in_haste(ours, *args), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_explicit_mode_and_an_array_on_a_single_device(on_the_cpu):
+    """Its type knows no mesh."""
+    (x, w, labels), expected = spread_operands()
+    laid = jax.device_put(w, NamedSharding(support.mesh_of_cpus((4, 2), AxisType.Explicit), P(None, "model")))
+    f = jax.value_and_grad(functools.partial(linear_cross_entropy, reduction="sum"), (0, 1))
+    support.assert_close(support.in_haste(f, x, laid, labels), expected, rtol=1e-5, atol=1e-4)
 
 
 def test_chunks_in_explicit_mode(on_the_cpu):
