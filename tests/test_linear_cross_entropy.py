@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import support
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from support import FIRST, SECOND, normal
 
@@ -726,6 +726,18 @@ def test_explicit_mode_and_an_array_on_a_single_device(on_the_cpu):
     laid = jax.device_put(w, NamedSharding(support.mesh_of_cpus((4, 2), AxisType.Explicit), P(None, "model")))
     f = jax.value_and_grad(functools.partial(linear_cross_entropy, reduction="sum"), (0, 1))
     support.assert_close(support.in_haste(f, x, laid, labels), expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("specs", [TOKENS_SPREAD, BOTH, FSDP], ids=str)
+def test_explicit_mode_of_one_mesh_axis(on_the_cpu, specs):
+    """The other one is automatic."""
+    args, expected = spread_operands()
+    kinds = AxisType.Explicit, AxisType.Auto
+    mesh = Mesh(support.mesh_of_cpus((4, 2)).devices, ("data", "model"), axis_types=kinds)
+    args = [jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in zip(args, specs, strict=True)]
+    f = jax.value_and_grad(functools.partial(linear_cross_entropy, reduction="sum"), (0, 1))
+    with jax.set_mesh(mesh):
+        support.assert_close(support.in_haste(f, *args), expected, rtol=1e-5, atol=1e-4)
 
 
 def test_chunks_in_explicit_mode(on_the_cpu):

@@ -603,6 +603,15 @@ def test_types_of_derivatives(name, specs):
     same(pairs, in_haste(f, *arrays), terms=4 if name == "kl_divergence" else 1)
 
 
+@every_name
+def test_types_on_a_mesh_of_which_one_axis_is_explicit(name):
+    """The other one is automatic."""
+    kinds = AxisType.Explicit, AxisType.Auto
+    with jax.set_mesh(Mesh(mesh().devices, ("data", "model"), axis_types=kinds)):
+        x = jax.device_put(normal(SHAPE), P("data", "model"))
+        assert jax.make_jaxpr(OPERATORS[name])(x).out_avals[0].sharding.spec == P("data", None, None)
+
+
 @pytest.mark.parametrize("name", ["softmax", "losses", "kl_divergence"])
 def test_types_of_derivatives_of_vmap(name):
     """Also if it is the axis of the batch along which only the other operand is sharded."""

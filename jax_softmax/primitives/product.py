@@ -17,7 +17,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad
 from jax.sharding import NamedSharding
 
-from jax_softmax.primitives.types import types_tell_shardings
+from jax_softmax.primitives.types import shardings_of_results, types_tell_shardings
 
 product_p = Primitive("linear_product")
 
@@ -36,9 +36,8 @@ def lowered(x, w, *wide, contracted, dtype, precision, out_sharding):
 def abstract_eval(x, w, *wide, contracted, dtype, precision, out_sharding):
     sharding = out_sharding or x.sharding
     if out_sharding is None and types_tell_shardings([x, w]):
-        types = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=aval.sharding) for aval in (x, w)]
         params = {"contracted": contracted, "dtype": dtype, "precision": precision, "out_sharding": None}
-        sharding = jax.eval_shape(functools.partial(lowered, **params), *types).sharding
+        (sharding,) = shardings_of_results(functools.partial(lowered, **params), [x, w])
     shape = (*x.shape[:-1], w.shape[1 - contracted])
     return x.update(shape=shape, dtype=jnp.dtype(dtype), weak_type=False, sharding=sharding)
 

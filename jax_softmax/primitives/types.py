@@ -33,9 +33,13 @@ def _shardings(op, avals, axes, dtype):
     Raises:
       ShardingTypeError: the operands' types are of shardings that do not go together.
     """
+    return shardings_of_results(functools.partial(reference.apply, op, axes=axes, **dtype), avals)
+
+
+def shardings_of_results(function, avals):
+    """The shardings in the types of a function's results. `jax.eval_shape` tells none on a mesh that is part Auto."""
     types = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=aval.sharding) for aval in avals]
-    results = jax.eval_shape(functools.partial(reference.apply, op, axes=axes, **dtype), *types)
-    return [result.sharding for result in jax.tree.leaves(results)]
+    return [aval.sharding for aval in jax.make_jaxpr(function)(*types).out_avals]
 
 
 def _the_same_along(aval, axis_name):
@@ -62,9 +66,9 @@ def laid_as_well(x, *others):
     avals = [jax.typeof(a) for a in (x, *others)]
     if not types_tell_shardings(avals):
         return x
-    types = [jax.ShapeDtypeStruct(aval.shape, bool, sharding=aval.sharding) for aval in avals]
-    joined = jax.eval_shape(lambda *masks: functools.reduce(jnp.logical_or, masks), *types)
-    return _laid_like(x, joined)
+    masks = [aval.update(dtype=jnp.dtype(bool), weak_type=False) for aval in avals]
+    (joined,) = shardings_of_results(lambda *masks: functools.reduce(jnp.logical_or, masks), masks)
+    return _laid_like(x, avals[0].update(sharding=joined))
 
 
 def rows_laid_as(x, rows):
