@@ -80,6 +80,12 @@ def smoothed_loss(x, smoothing=0.1):
     return smoothed_losses(x, smoothing).mean()
 
 
+def distillation(student, teacher):
+    student, teacher = (logits.astype(F32) / 2 for logits in (student, teacher))
+    difference = jax.nn.log_softmax(teacher) - jax.nn.log_softmax(student)
+    return jnp.sum(jax.nn.softmax(teacher) * difference, -1)
+
+
 def padded(x):
     """With a last class of -inf, which is no label."""
     return jnp.where(jnp.arange(x.shape[-1]) == x.shape[-1] - 1, -jnp.inf, x)
@@ -331,6 +337,31 @@ CASES |= {
     ),
     "logsumexp": Case(lambda x: jax_softmax.logsumexp(x.astype(F32) * 2, -1), x_of("bfloat16")),
     "entropy": Case(lambda x: jax_softmax.entropy(x.astype(F32) * 2), x_of("bfloat16"), roundings=64),
+    "distillation": Case(lambda x: distillation(x, jnp.flip(x)), x_of("bfloat16"), calls=2, folded=False, roundings=64),
+    "distillation's gradient": Case(
+        jax.value_and_grad(lambda x, t: jnp.mean(distillation(x, t))),
+        x_of("bfloat16"),
+        x_of("bfloat16", seed=1),
+        calls=3,
+        folded=False,
+        roundings=64,
+    ),
+    "a divergence of log-probabilities": Case(
+        lambda x, t: jnp.sum((jax.nn.log_softmax(t) - jax.nn.log_softmax(x)) * jnp.exp(jax.nn.log_softmax(t)), -1),
+        x_of(),
+        PAIR,
+        calls=2,
+        folded=False,
+        roundings=64,
+    ),
+    "a divergence by nothing but -inf": Case(
+        lambda x, t: distillation(jnp.where(x > 0, x, -jnp.inf), jnp.where(jnp.arange(6)[:, None] > 2, t, -jnp.inf)),
+        x_of(scale=1000),
+        PAIR,
+        calls=2,
+        folded=False,
+        roundings=64,
+    ),
     "divergence": Case(
         lambda x: jax_softmax.kl_divergence(x.astype(F32) * 2, jnp.flip(x).astype(F32) * 0.5),
         x_of("bfloat16"),

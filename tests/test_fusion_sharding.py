@@ -189,6 +189,26 @@ def test_smoothed_losses(spec, kernels):
     check(jax.value_and_grad(smoothed_loss), given, [spec], kernels, {"all-reduce"}, most=8)
 
 
+def distillation(student, teacher):
+    student, teacher = (logits.astype(F32) / 2 for logits in (student, teacher))
+    difference = jax.nn.log_softmax(teacher) - jax.nn.log_softmax(student)
+    return jnp.sum(jax.nn.softmax(teacher) * difference, -1).mean()
+
+
+@pytest.mark.parametrize(
+    "spec,ops,shape",
+    [
+        (P("data"), ("logsumexp", "kl_divergence", "log_softmax_vjp"), (2, 32)),
+        (P("data", "model"), ("logsumexp",), (2, 16)),
+    ],
+    ids=str,
+)
+def test_divergences(spec, ops, shape):
+    given = arrays((8, 32), (8, 32), dtype="bfloat16")
+    kernels = {(op, shape) for op in ops}
+    check(jax.value_and_grad(distillation), given, [spec, spec], kernels, {"all-reduce"}, most=8)
+
+
 @pytest.mark.skipif(emulated.COMPILER is None, reason="no C++ compiler found")
 def test_printed_indices_begin_where_the_part_does():
     """The kernel of each of four devices, before the operator and after it."""

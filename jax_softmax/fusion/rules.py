@@ -6,8 +6,10 @@ First, equal operations of the same variables become one. Then, in the order tha
    the rows' maximum and sum wherever they are read.
 2. The sum of softmax's cotangent and log_softmax's of the same array: one cotangent of log_softmax.
 3. softmax and log_softmax of the same array, if both are still to be written: exp of the latter is a second result.
-4. Arrays that are one number in each row but at a label, as the gradient of a loss is (`at_labels.py`).
-5. Results for each row that several operators make of the same array (`shared_rows.py`).
+4. The sum over a row of p (log_softmax(x) - log_softmax(y)), where p is softmax(x) or exp(log_softmax(x)): the
+   divergence, by its own kernel.
+5. Arrays that are one number in each row but at a label, as the gradient of a loss is (`at_labels.py`).
+6. Results for each row that several operators make of the same array (`shared_rows.py`).
 """
 
 import jax.numpy as jnp
@@ -19,6 +21,7 @@ from jax_softmax.fusion.graph import Equation, Graph, bytes_of, size_of
 from jax_softmax.fusion.groups import Group, Groups, is_loop, may_fold
 from jax_softmax.fusion.splicing import is_plain, made_of_rows, row_variables, rows_of, spliced
 from jax_softmax.primitives.operators import bind
+from jax_softmax.primitives.reference import Normalizer
 
 # Bytes that memory could move while a kernel makes an element of softmax again; and which part of the bytes that are
 # moved otherwise it must not exceed.
@@ -36,6 +39,7 @@ def applied(graph: Graph) -> Graph:
         at_labels.gradients,
         at_labels.sums,
         at_labels.scattered,
+        _divergences,
         _made_anew,
         _two_results,
     ):
@@ -88,10 +92,16 @@ def _made_anew(graph, equation):
         again = Group(graph, equation).cost_of_reading(x, unfolded.stands) + _BYTES_OF_EXPONENTIAL * size_of(x)
         if again > _WORTH_IT * 2 * bytes_of(y):  # y is written, and read by the backward pass
             return None
-        if others and not any(_is_summed(graph, r) for r in others):
+        if others and not _has_rows(graph, equation) and not any(_is_summed(graph, r) for r in others):
             return _softmax_made_anew(equation, maps) if maps else None
     rows = row_variables(equation)
     return {equation: [*rows_of(equation, rows), *made_of_rows(equation, rows)]}
+
+
+def _has_rows(graph, equation):
+    """Whether a divergence makes the maxima and sums of its operand's rows in any case."""
+    (x,), axes = equation.inputs, equation.params["axes"]
+    return any(is_plain(r, "kl_divergence") and r.inputs[0] is x and r.params["axes"] == axes for r in graph.readers[x])
 
 
 def _is_summed(graph, reader):
@@ -177,3 +187,41 @@ def _both_of(softmax, log_softmax):
         ],
         softmax: spliced(lambda wide: jnp.exp(wide).astype(p.aval.dtype), [wide], [p], softmax),
     }
+
+
+# ---- 4
+
+
+def _divergences(graph, equation):
+    if equation.name != "reduce_sum" or equation.inputs[0].aval.dtype != jnp.float32:
+        return None
+    axes, product = tuple(equation.params["axes"]), _maker(graph, equation.inputs[0])
+    for p, difference in (product.inputs, product.inputs[::-1]) if _is_named(product, "mul") else ():
+        of_p, difference = _maker(graph, p), _maker(graph, difference)
+        if not _is_named(difference, "sub"):
+            continue
+        log_p, log_q = (_maker(graph, log) for log in difference.inputs)
+        if not all(is_plain(e, "log_softmax") and e.params["axes"] == axes for e in (log_p, log_q)):
+            continue
+        (x,), (y,) = log_p.inputs, log_q.inputs
+        is_exp = _is_named(of_p, "exp") and of_p.inputs[0] is log_p.outputs[0]
+        is_softmax = is_plain(of_p, "softmax") and of_p.inputs[0] is x and of_p.params["axes"] == axes
+        if not (is_exp or is_softmax) or any(a.aval.dtype != jnp.float32 for a in (x, y)):
+            continue
+
+        def divergence(x, y):
+            of_y = Normalizer(*bind("logsumexp", y, where=None, axes=axes)).without_infinity()
+            result, largest, _ = bind("kl_divergence", x, y, of_y.largest, of_y.log_total, where=None, axes=axes)
+            result += 0 * jnp.where(largest == -jnp.inf, largest, 0)  # NaN in a row of nothing but -inf
+            return jnp.squeeze(result, axes)
+
+        return {equation: spliced(divergence, [x, y], equation.outputs, equation)}
+    return None
+
+
+def _maker(graph, a):
+    return graph.maker.get(a) if is_variable(a) else None
+
+
+def _is_named(equation, name):
+    return equation is not None and equation.name == name

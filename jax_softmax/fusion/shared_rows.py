@@ -19,6 +19,7 @@ _FIRST_OF_ROWS = {
     "softmax_and_normalizer": 1,
     "logsumexp_and_distances": 0,
     "cross_entropy": 1,
+    "kl_divergence": 1,
     "logsumexp": 0,
 }
 _ORDER = list(_FIRST_OF_ROWS)
