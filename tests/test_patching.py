@@ -574,3 +574,6 @@ def test_functions_that_run_after_their_call_are_not_decorated():
         with pytest.raises(TypeError, match="use: a decorated function must not be a generator or asynchronous"):
             jax_softmax.use()(function)
         assert_patched(False)
+    with pytest.raises(TypeError, match="use: what is decorated must be a function, got 3"):
+        jax_softmax.use()(3)
+    assert_patched(False)

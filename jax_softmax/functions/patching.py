@@ -251,7 +251,7 @@ def use(on: bool = True, *, losses: bool = False, all_threads: bool = False) -> 
         switched by a statement of their own.
 
     Raises:
-      TypeError: an argument is not True or False, or a generator or asynchronous function is decorated.
+      TypeError: an argument is not True or False, or what is decorated is no function, a generator or asynchronous.
     """
     on = arguments.checked_bool("use", on, "on")
     losses = arguments.checked_bool("use", losses, "losses")

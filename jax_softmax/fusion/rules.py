@@ -1,6 +1,6 @@
 """What a program is replaced by before it is cut into groups, so that fewer bytes move.
 
-First, equal operations of the same variables become one. Then, in the order that `applied` has:
+First, equal operations of the same variables become one. These are the rules; `applied` says in which order they go:
 
 1. log_softmax(x), and softmax(x) of which a backward pass keeps a copy in more bytes than x has, are made anew of x and
    the rows' maximum and sum wherever they are read.
@@ -15,13 +15,13 @@ First, equal operations of the same variables become one. Then, in the order tha
 import jax.numpy as jnp
 import numpy as np
 
+from jax_softmax.functions.entropies import kl_divergence
 from jax_softmax.fusion import at_labels, expressions, shared_rows
 from jax_softmax.fusion.expressions import is_variable
 from jax_softmax.fusion.graph import Equation, Graph, bytes_of, size_of
 from jax_softmax.fusion.groups import Group, Groups, is_loop, may_fold
 from jax_softmax.fusion.splicing import is_plain, made_of_rows, row_variables, rows_of, spliced
 from jax_softmax.primitives.operators import bind
-from jax_softmax.primitives.reference import Normalizer
 
 # Bytes that memory could move while a kernel makes an element of softmax again; and which part of the bytes that are
 # moved otherwise it must not exceed.
@@ -208,14 +208,7 @@ def _divergences(graph, equation):
         is_softmax = is_plain(of_p, "softmax") and of_p.inputs[0] is x and of_p.params["axes"] == axes
         if not (is_exp or is_softmax) or any(a.aval.dtype != jnp.float32 for a in (x, y)):
             continue
-
-        def divergence(x, y):
-            of_y = Normalizer(*bind("logsumexp", y, where=None, axes=axes)).without_infinity()
-            result, largest, _ = bind("kl_divergence", x, y, of_y.largest, of_y.log_total, where=None, axes=axes)
-            result += 0 * jnp.where(largest == -jnp.inf, largest, 0)  # NaN in a row of nothing but -inf
-            return jnp.squeeze(result, axes)
-
-        return {equation: spliced(divergence, [x, y], equation.outputs, equation)}
+        return {equation: spliced(lambda x, y: kl_divergence(x, y, axes), [x, y], equation.outputs, equation)}
     return None
 
 
