@@ -53,7 +53,6 @@ struct Float16 {
 template <class T> float rounded(float x) { return T::rounded(x); }
 inline float tanh(float x) { return tanhf(x); }
 inline float rsqrtf(float x) { return 1 / sqrtf(x); }
-inline float __fmul_rn(float a, float b) { return a * b; }
 inline float max_or_nan(float a, float b) { return a != a || b != b ? NAN : a > b ? a : b; }
 inline float min_or_nan(float a, float b) { return a != a || b != b ? NAN : a < b ? a : b; }
 inline int max_or_nan(int a, int b) { return a > b ? a : b; }
@@ -62,14 +61,6 @@ inline float magnitude(float x) { return fabsf(x); }
 inline int magnitude(int x) { return x < 0 ? static_cast<int>(0u - static_cast<unsigned>(x)) : x; }
 inline float sign_of(float x) { return x > 0 ? 1.0f : x < 0 ? -1.0f : x; }
 inline int sign_of(int x) { return (x > 0) - (x < 0); }
-inline float power(float x, int n) {
-  float result = 1;
-  for (unsigned rest = n < 0 ? 0u - static_cast<unsigned>(n) : n; rest != 0; rest >>= 1) {
-    if (rest & 1) result *= x;
-    x *= x;
-  }
-  return n < 0 ? 1 / result : result;
-}
 """
 _TYPES = {"float32": "float", "int32": "int", "bool": "bool"}
 _folder = tempfile.TemporaryDirectory()

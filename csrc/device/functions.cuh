@@ -44,14 +44,4 @@ __device__ __forceinline__ int magnitude(int x) { return x < 0 ? static_cast<int
 __device__ __forceinline__ float sign_of(float x) { return x > 0 ? 1.0f : x < 0 ? -1.0f : x; }
 __device__ __forceinline__ int sign_of(int x) { return (x > 0) - (x < 0); }
 
-// x to the power of a constant, by squaring.
-__device__ __forceinline__ float power(float x, int n) {
-  float result = 1;
-  for (unsigned rest = n < 0 ? 0u - static_cast<unsigned>(n) : n; rest != 0; rest >>= 1) {
-    if (rest & 1) result *= x;
-    x *= x;
-  }
-  return n < 0 ? 1 / result : result;
-}
-
 }  // namespace jax_softmax::device

@@ -33,7 +33,7 @@ class _AtLabel(NamedTuple):
 
     variables: list
     # Of these variables: the label, which is that element's index, int32, and beyond the row where there is none; what
-    # its element has more than the others; and what the others have, or None for 0.
+    # its element has; and what the others have, or None for 0. Both are float32.
     function: Callable
 
 
@@ -50,8 +50,8 @@ def gradients(graph, equation):
     (x,), dtype = forward.inputs, equation.params["dtype"]
 
     def gradient(x, *variables):
-        label, value, offset = at.function(*variables)
-        value = jnp.where(labels.exists(label, x.shape, axes), value, 0)
+        label, element, offset = at.function(*variables)
+        value = jnp.where(labels.exists(label, x.shape, axes), element - (0 if offset is None else offset), 0)
         offset = jnp.zeros_like(value) if offset is None else jnp.broadcast_to(offset, value.shape)
         row_sum = value + x.shape[axes[0]] * offset
         coefficients = Coefficients.without_lse(-row_sum, offset, value)
@@ -82,6 +82,7 @@ def sums(graph, equation):
             label, value, offset = at.function(*variables)
             counts = labels.exists(label, y.shape, axes)
             if offset is not None:
+                value -= offset
                 counts &= value != 0  # the element at the label may be -inf
             result = jnp.where(counts, labels.at_labels(y, axes, label) * value, 0)
             if offset is not None:
@@ -152,12 +153,16 @@ def _found_at_label(graph, a, axis, known):
             at = _at_label(graph, array, axis, known)
             row = None if at is None else _of_rows(graph, number, shape, axis)
             if row is not None:
-                return _combined(at, row, maker.name)
+                return _combined(at, row, maker.name, a.aval.dtype.name)
         return None
-    if maker.name != "convert_element_type" or maker.inputs[0].aval.dtype != bool:
-        inner = maker.inputs[0] if maker.name in ("convert_element_type", "neg") else None
-        at = _at_label(graph, inner, axis, known) if inner is not None else None
-        return _combined(at, _RowNumber([], lambda: -1.0), "mul") if at is not None and maker.name == "neg" else at
+    if maker.name == "neg":
+        at = _at_label(graph, maker.inputs[0], axis, known)
+        return None if at is None else _combined(at, _RowNumber([], lambda: -1.0), "mul", a.aval.dtype.name)
+    if maker.name != "convert_element_type":
+        return None
+    if maker.inputs[0].aval.dtype != bool:
+        at = _at_label(graph, maker.inputs[0], axis, known)
+        return None if at is None else _combined(at, _RowNumber([], lambda: 1.0), "mul", a.aval.dtype.name)
     compared = graph.maker.get(maker.inputs[0])
     if compared is None or compared.name != "eq":
         return None
@@ -170,18 +175,22 @@ def _found_at_label(graph, a, axis, known):
     return None
 
 
-def _combined(at, row, operation):
-    """An array times, or plus, a number of each row."""
-    if operation != "mul" and not row.variables and row.function() == 0:
-        return at
+def _combined(at, row, operation, dtype):
+    """An array times, or plus, a number of each row, rounded to a dtype."""
     n = len(at.variables)
 
     def function(*variables):
-        label, value, offset = at.function(*variables[:n])
+        label, *elements = at.function(*variables[:n])
         number = row.function(*variables[n:])
-        if operation == "mul":
-            return label, value * number, None if offset is None else offset * number
-        return label, value, number if offset is None else offset + number
+
+        def of(element):
+            if element is None and (operation == "mul" or (not row.variables and number == 0)):
+                return None
+            result = element * number if operation == "mul" else number + (0 if element is None else element)
+            result = jnp.asarray(result, jnp.float32)
+            return expressions.rounded(result, dtype) if dtype in expressions.ROUNDED else result
+
+        return label, *map(of, elements)
 
     return _AtLabel([*at.variables, *row.variables], function)
 
@@ -193,7 +202,9 @@ def _is_index(graph, a, axis):
         inner, dims = _value(graph, maker.inputs[0]), maker.params["broadcast_dimensions"]
         if not is_variable(inner) or axis not in dims:
             return False
-        axis = tuple(dims).index(axis)
+        extent, axis = maker.outputs[0].aval.shape[axis], tuple(dims).index(axis)
+        if inner.aval.shape[axis] != extent:
+            return False
         maker = graph.maker.get(inner)
     return maker is not None and maker.name == "iota" and maker.params["dimension"] == axis
 
@@ -236,7 +247,7 @@ def _of_scatter(graph, scatter, axis) -> _AtLabel | None:
     if size_of(indices) != count or size_of(updates) != count or indices.aval.dtype.name != "int32":
         return None
     rows = tuple(1 if d == axis else n for d, n in enumerate(shape))
-    clips = "CLIP" in str(scatter.params["mode"])
+    clips = scatter.params["mode"] == jax.lax.GatherScatterMode.CLIP
 
     def function(indices, updates):
         label = jnp.reshape(indices, rows)

@@ -61,11 +61,33 @@ class Operation(NamedTuple):
         return None if self.name == "convert_element_type" and self.dtypes[0] == self.dtype else self.dtype
 
     def _is_exact(self):
-        """Whether it multiplies a bfloat16 with a power of 2."""
-        if self.name not in ("mul", "div") or self.dtype != "bfloat16":
+        """Whether it multiplies with a power of 2, which is exact but in float16, where small numbers have few bits."""
+        if self.name not in ("mul", "div") or self.dtype == "float16":
             return False
         numbers = (a.value for a in self.operands[self.name == "div" :] if isinstance(a, Number))
         return any(math.frexp(abs(float(number)))[0] == 0.5 for number in numbers)
+
+    def inverse(self) -> np.float32 | None:
+        """The number that it multiplies by instead of dividing by a constant, as XLA does."""
+        divisor = self.operands[1]
+        if self.name != "div" or not isinstance(divisor, Number) or not divisor.value:
+            return None
+        inverse = np.float32(1) / np.float32(divisor.value)
+        return inverse if np.isfinite(inverse) and inverse != 0 else None
+
+    @property
+    def is_function(self) -> bool:
+        """Whether a kernel and XLA may differ in the last places of its result."""
+        if self.name == "div":
+            return self.inverse() is None
+        return self.name in FUNCTIONS and self.name != "one_minus_square"
+
+    @property
+    def is_free(self) -> bool:
+        """Whether XLA's result has the same bits wherever XLA makes it, without `rounded`."""
+        if self.rounds_to or self.is_function or self.name in ("one_minus_square", "reduce_precision"):
+            return False
+        return self.name not in ("mul", "div") or self.dtype == "int32" or self._is_exact()
 
 
 class Expression(NamedTuple):
@@ -86,7 +108,7 @@ class Expression(NamedTuple):
         return Expression((*added, *operations), new.get(self.result, self.result))
 
     def value(self, given: dict[str, jax.Array]) -> jax.Array:
-        """In JAX, of these values, which broadcast to one shape."""
+        """In JAX, of these values, which broadcast to one shape: the same bits as a kernel's, but for functions."""
         values: dict[Any, Any] = dict(given)
 
         def of(a):
@@ -94,19 +116,43 @@ class Expression(NamedTuple):
 
         for k, operation in enumerate(self.operations):
             operands = jnp.broadcast_arrays(*map(of, operation.operands))
-            values[f"v{k}"] = _done(operation, operands)
+            values[f"v{k}"] = done(operation, operands)
         return of(self.result)
 
 
 _NAMES_IN_LAX = {"and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor", "not": "bitwise_not", "add_any": "add"}
 
 
-def _done(operation, operands):
+def done(operation: Operation, operands) -> jax.Array:
+    """An operation in JAX, rounded as a kernel rounds it, whatever XLA may leave out or merge."""
     if operation.name == "convert_element_type":
-        return operands[0].astype(operation.dtype)
+        result = rounded(operands[0].astype(jnp.float32), operation.rounds_to) if operation.rounds_to else operands[0]
+        return result.astype(operation.dtype)
+    if operation.rounds_to or operation.name in ("mul", "div"):
+        operands = [a.astype(jnp.float32) if a.dtype.name in ROUNDED else a for a in operands]
     if operation.name == "one_minus_square":
-        return 1 - operands[0] * operands[0]
-    return getattr(jax.lax, _NAMES_IN_LAX.get(operation.name, operation.name))(*operands, **dict(operation.params))
+        result = 1 - rounded(operands[0] * operands[0], "float32")
+    elif operation.name == "div" and (inverse := operation.inverse()) is not None:
+        result = operands[0] * inverse
+    else:
+        params = dict(operation.params)
+        result = getattr(jax.lax, _NAMES_IN_LAX.get(operation.name, operation.name))(*operands, **params)
+    if operation.rounds_to or (operation.name in ("mul", "div") and result.dtype == jnp.float32):
+        result = rounded(result, operation.rounds_to or "float32")
+    return result.astype(operation.dtype)
+
+
+def rounded(x: jax.Array, dtype: str) -> jax.Array:
+    """float32 numbers as a dtype holds them. XLA may leave out a cast to 16 bits and back, and may make a product and
+    the sum that follows it in one operation, without rounding between them; it does neither across what stands here."""
+    if dtype == "bfloat16":
+        return jax.lax.reduce_precision(x, 8, 7)
+    if dtype == "float16":
+        # reduce_precision takes subnormal numbers for 0. They are multiples of 2^-24, as float32 from 0.5 to 1 are.
+        is_small = jnp.abs(x) < 2.0**-14
+        small = jnp.copysign((jnp.abs(x) + 0.5) - 0.5, x)
+        return jnp.where(is_small, small, jax.lax.reduce_precision(x, 5, 10))
+    return jnp.copysign(jnp.abs(x), x)
 
 
 # ---- Equations as operations
@@ -114,17 +160,20 @@ def _done(operation, operands):
 
 def is_long(equation) -> bool:
     """Whether it takes a kernel as long as many additions do."""
-    if equation.name == "div":
-        return not isinstance(equation.inputs[1], Literal)
-    return equation.name in FUNCTIONS and equation.name != "one_minus_square"
+    return any(op.is_function for op in operations_of(equation))
+
+
+def is_free(equation) -> bool:
+    """Whether its result has the same bits wherever XLA makes it."""
+    return all(op.is_free for op in operations_of(equation))
 
 
 def instructions(equation) -> int:
     """About how many a processor takes for an element."""
-    if equation.name in VIEWS or equation.name in SAME:
-        return 0
-    given = [_number(a) if isinstance(a, Literal) else "" for a in equation.inputs]
-    return (10 if is_long(equation) else 1) + 2 * (_operation(equation, given).rounds_to is not None)
+    if equation.name == "iota":
+        return 1
+    operations = operations_of(equation)
+    return sum((10 if op.is_function else 1) + 2 * (op.rounds_to is not None) for op in operations)
 
 
 class Side(NamedTuple):
@@ -240,13 +289,54 @@ class Expressions:
             return _put(operations, Operation("convert_element_type", (index,), ("int32",), dtype))
         inputs = places.inputs_of(equation, place)
         given = [self._value(a, p, inside, known, operations) for a, p in zip(equation.inputs, inputs, strict=True)]
-        if equation.name in VIEWS or equation.name in SAME:
-            return given[0]
-        if equation.name == "mul" and _is_one(given[0]):
-            return given[1]
-        if equation.name in ("mul", "div") and _is_one(given[1]):
-            return given[0]
-        return _put(operations, _operation(equation, given))
+        return _elementwise(equation, given, operations)
+
+
+def _power(x, equation, operations):
+    """x to an integer power: products by squaring, each rounded, as JAX makes them."""
+    power, dtype = equation.params.get("y", 2), equation.outputs[0].aval.dtype.name
+    result: str | Number = Number(1.0 if kind(dtype) == "float" else 1, dtype)
+    rest = abs(power)
+    while rest:
+        if rest % 2:
+            result = x if _is_one(result) else _put(operations, Operation("mul", (result, x), (dtype, dtype), dtype))
+        rest //= 2
+        if rest:
+            x = _put(operations, Operation("mul", (x, x), (dtype, dtype), dtype))
+    if power < 0:
+        result = _put(operations, Operation("div", (Number(1.0, dtype), result), (dtype, dtype), dtype))
+    return result
+
+
+def of_equation(equation) -> tuple[Expression, list]:
+    """What an elementwise equation is of the variables x0, x1, ... that it reads; and these variables."""
+    operations: list[Operation] = []
+    variables = list(filter(is_variable, equation.inputs))
+    names = (f"x{k}" for k in range(len(variables)))
+    given = [next(names) if is_variable(a) else _number(a) for a in equation.inputs]
+    result = _elementwise(equation, given, operations)
+    return Expression(tuple(operations), result), variables
+
+
+def operations_of(equation) -> list[Operation]:
+    """What an equation does to an element, if anything."""
+    operations: list[Operation] = []
+    if not is_view(equation) and equation.name != "iota":
+        _elementwise(equation, [_number(a) if isinstance(a, Literal) else "" for a in equation.inputs], operations)
+    return operations
+
+
+def _elementwise(equation, given, operations):
+    """The name of an equation's result, after its operations on what is given are put to the others."""
+    if equation.name in VIEWS or equation.name in SAME:
+        return given[0]
+    if equation.name in ("square", "integer_pow"):
+        return _power(given[0], equation, operations)
+    if equation.name == "mul" and _is_one(given[0]):
+        return given[1]
+    if equation.name in ("mul", "div") and _is_one(given[1]):
+        return given[0]
+    return _put(operations, _operation(equation, given))
 
 
 def _put(operations, operation):
@@ -267,4 +357,4 @@ def _number(literal):
 
 
 def _is_one(a):
-    return isinstance(a, Number) and kind(a.dtype) == "float" and a.value == 1
+    return isinstance(a, Number) and a.value == 1

@@ -198,9 +198,15 @@ def _within(eqn, caller):
 def _in_memory(literal, equations):
     """A variable that is an array which stands in the jaxpr, as JAX writes constants with a setting of its own."""
     variable = Var(literal.aval)
-    eqn = jax.make_jaxpr(jax.lax.optimization_barrier)(literal.aval).eqns[0]
+    eqn = barrier([literal], [variable])
     equations.append(Equation(eqn, [literal], [variable], dict(eqn.params)))
     return variable
+
+
+def barrier(inputs, outputs):
+    """An equation behind which these arrays are in memory."""
+    (eqn,) = jax.make_jaxpr(lambda *a: jax.lax.optimization_barrier(a))(*(a.aval for a in inputs)).eqns
+    return eqn.replace(invars=inputs, outvars=outputs)
 
 
 def _callee(eqn, calls):

@@ -6,6 +6,7 @@ what it writes.
 """
 
 import dataclasses
+from collections.abc import Set
 from typing import Any
 
 from jax_softmax import _kernels
@@ -45,6 +46,7 @@ class Group:
         self.place = places.whole(self.x.aval.shape)  # of the operator's operands and results
         self.before: list[dict[Any, Equation]] = []  # of each operand, by the variable made
         self.after: dict[Any, Equation] = {}
+        self._kept: Set = frozenset()
         self.places_after = {}  # of the operator's result, and of those folded after it
         self.sides_after: dict[Any, Equation] = {}  # of which other operands of these are made
 
@@ -75,9 +77,10 @@ class Group:
 
     # ---- before
 
-    def fold_before(self, stands) -> None:
-        """`stands(variable)`: whether it is in memory whatever is folded."""
+    def fold_before(self, stands, kept=frozenset()) -> None:
+        """`stands(variable)`: whether it is in memory whatever is folded. `kept`: those that are read there."""
         self.before = []
+        self._kept = kept
         for operand in self.operands:
             cut = self._cut(operand, self.place, stands, {})
             self.before.append(cut.equations if len(cut.equations) <= _MOST_EQUATIONS else {})
@@ -92,6 +95,8 @@ class Group:
         known[key] = read
         maker = self.graph.maker.get(a)
         if maker is None or maker is self.equation or maker in self.inside or not expressions.prints(maker):
+            return read
+        if a in self._kept:
             return read
         inputs = places.inputs_of(maker, place)
         if inputs is None:
@@ -209,9 +214,10 @@ def may_fold(equation):
 class Groups:
     """The groups of a graph, and what the rest of the program reads."""
 
-    def __init__(self, graph: Graph, left=()):
-        """`left`: operators that are left as they are."""
+    def __init__(self, graph: Graph, left=(), kept=frozenset()):
+        """`left`: operators that are left as they are. `kept`: variables that are in memory, whatever is folded."""
         self.graph = graph
+        self._kept = kept
         self.groups: list[Group] = []
         self.owner: dict[Equation, Group] = {}
         outputs = set(variables_of(graph.outputs))
@@ -222,7 +228,7 @@ class Groups:
                 self.groups.append(group)
                 self.owner[equation] = group
         for group in self.groups:
-            group.fold_before(self.stands)
+            group.fold_before(self.stands, self._kept)
         self._executed = self.executed()
         for group in self.groups:
             group.fold_after(self.stands, self.depends, self.read_outside)
@@ -232,7 +238,7 @@ class Groups:
     def stands(self, variable) -> bool:
         """Whether a variable is in memory, whatever is folded."""
         maker = self.graph.maker.get(variable)
-        if maker is None or variable in self._outputs or not is_loop(maker):
+        if maker is None or variable in self._outputs or variable in self._kept or not is_loop(maker):
             return True
         return any(not self._may_fold(variable, reader) for reader in self.graph.readers.get(variable, ()))
 
@@ -283,6 +289,16 @@ class Groups:
             executed.add(node)
             pending += variables_of(maker.inputs) if group is None else self.reads(group)
         return executed
+
+    @property
+    def executed_outside(self):
+        """The equations and groups that the results need, as they were found last."""
+        return self._executed
+
+    def read_by_xla(self, variable) -> bool:
+        """Whether an equation outside of groups reads a variable."""
+        readers = self.graph.readers.get(variable, ())
+        return any(reader in self._executed and self.owner.get(reader) is None for reader in readers)
 
     def read_outside(self, variable, group):
         """The equations and groups that read a variable, other than this group; None for the program's results."""

@@ -16,7 +16,7 @@ from jax.interpreters import mlir
 from jax_softmax import _kernels
 from jax_softmax.devices import division, layouts, partitioning, parts
 from jax_softmax.fusion import printing
-from jax_softmax.fusion.expressions import ROUNDED, Expression, Number, Operation
+from jax_softmax.fusion.expressions import Expression, Number, Operation
 from jax_softmax.primitives import reference
 from jax_softmax.primitives.operators import OPERATORS
 from jax_softmax.runtime.lowering import TARGET, attributes
@@ -53,12 +53,11 @@ class Kernel(NamedTuple):
         return "\n".join(lines) if any(lines) else ""
 
     def _text_of_store(self):
-        lines = []
-        for expression, dtype in zip(self.store, self.dtypes, strict=True):
-            line = printing.text_of(expression, stored_as=dtype)
-            if self.result_dtype in ROUNDED and line != "y":
-                line = printing.with_rounded_result(line, self.result_dtype)
-            lines.append("" if line == "y" else line)
+        lines = [
+            printing.text_of(expression, stored_as=dtype, result_dtype=self.result_dtype)
+            for expression, dtype in zip(self.store, self.dtypes, strict=True)
+        ]
+        lines = ["" if line == "y" else line for line in lines]
         return "\n".join(lines) if any(lines) or len(lines) > 1 else ""
 
     def _described(self):

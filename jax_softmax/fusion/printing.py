@@ -1,11 +1,11 @@
 """Expressions as C++.
 
 A kernel computes in float32, int32 and bool, and rounds where the program does: a result of 16 bits is rounded as it is
-by JAX's own operations, one by one. Functions that CUDA lacks are in `csrc/device/functions.cuh`.
+by JAX's own operations, one by one. Kernels are compiled so that no product is merged with a sum that follows it: x * w
+less the largest x * w of a row is 0 at the largest. Functions that CUDA lacks are in `csrc/device/functions.cuh`.
 """
 
 import math
-import re
 
 import numpy as np
 
@@ -14,27 +14,37 @@ from jax_softmax.fusion.expressions import ROUNDED, Expression, Number, Operatio
 _COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 _LOGIC = {"and": "&", "or": "|", "xor": "^"}
 _ARITHMETIC = {"add": "+", "add_any": "+", "sub": "-", "mul": "*"}
-# Which is not made one operation with an addition after it: x * w less the largest x * w of a row is 0 at the largest.
-_PRODUCT = "__fmul_rn({}, {})"
 _FUNCTIONS = {
     **{"exp": "expf({})", "exp2": "exp2f({})", "log": "logf({})", "log1p": "log1pf({})", "expm1": "expm1f({})"},
     **{"tanh": "tanh({})", "logistic": "1.0f / (1.0f + expf(-{}))", "sqrt": "sqrtf({})", "rsqrt": "rsqrtf({})"},
-    **{"one_minus_square": "1.0f - __fmul_rn({0}, {0})", "erf": "erff({})", "sin": "sinf({})", "cos": "cosf({})"},
+    **{"one_minus_square": "1.0f - {0} * {0}", "erf": "erff({})", "sin": "sinf({})", "cos": "cosf({})"},
     **{"pow": "powf({}, {})", "floor": "floorf({})", "ceil": "ceilf({})"},
     "is_finite": "(fabsf({}) <= 3.40282347e38f)",
 }
 
 
-def text_of(expression: Expression, stored_as: str | None = None) -> str:
-    """A C++ expression. Storing it in a dtype rounds it at the end."""
-    statements: list[str] = []
-    names: dict = {}
+def text_of(expression: Expression, stored_as: str | None = None, result_dtype: str | None = None) -> str:
+    """A C++ expression. Storing it in a dtype rounds it at the end. `result_dtype` is that of the operator's result y
+    in the program: one of 16 bits is rounded before anything else reads it."""
+    statements: list[tuple[str, str]] = []  # the type of a value, and its text; the k-th one is called vk
+    names: dict[str, str] = {}  # of an operation's result: its text
+
+    def declared(type_, text):
+        statements.append((type_, text))
+        return f"v{len(statements) - 1}"
 
     def name(a, dtype):
         if isinstance(a, Number):
             return _literal(a)
-        return f"static_cast<int>({a})" if dtype in ("int8", "uint8") else names.get(a, a)
+        if a not in names:
+            # An array of 8 bits that is read beside; C++ would compute with its elements as with characters.
+            names[a] = f"static_cast<int>({a})" if dtype in ("int8", "uint8") else a
+        return names[a]
 
+    if result_dtype in ROUNDED and not (expression.result == "y" and stored_as == result_dtype):
+        names["y"] = f"rounded<{ROUNDED[result_dtype]}>(y)"
+        if expression.operations:
+            names["y"] = declared("float", names["y"])
     last = len(expression.operations) - 1
     for k, operation in enumerate(expression.operations):
         given = [name(a, dtype) for a, dtype in zip(operation.operands, operation.dtypes, strict=True)]
@@ -45,20 +55,14 @@ def text_of(expression: Expression, stored_as: str | None = None) -> str:
         text = given[0] if text is None else text
         if rounds_to and not (k == last and expression.result == f"v{k}" and rounds_to == stored_as):
             text = f"rounded<{ROUNDED[rounds_to]}>({text})"
-        names[f"v{k}"] = f"v{len(statements)}"
-        statements.append(f"const {kind(operation.dtype)} v{len(statements)} = {text};")
+        names[f"v{k}"] = declared(kind(operation.dtype), text)
     result = name(expression.result, "")
-    if statements and re.fullmatch(rf"const float {result} = .*;", statements[-1]):
-        result = statements.pop().removeprefix(f"const float {result} = ").removesuffix(";")
+    if statements and result == f"v{len(statements) - 1}" and statements[-1][0] == "float":
+        _, result = statements.pop()
     if not statements:
         return result
-    return f"[&] {{ {' '.join(statements)} return {result}; }}()"
-
-
-def with_rounded_result(text: str, dtype: str) -> str:
-    """A text that reads the operator's result as its own dtype of 16 bits has it."""
-    text = re.sub(r"\by\b", "y16", text)
-    return f"[&] {{ const float y16 = rounded<{ROUNDED[dtype]}>(y); return {text}; }}()"
+    lines = (f"const {type_} v{k} = {text};" for k, (type_, text) in enumerate(statements))
+    return f"[&] {{ {' '.join(lines)} return {result}; }}()"
 
 
 def _text(operation: Operation, given: list[str]) -> str | None:
@@ -68,16 +72,10 @@ def _text(operation: Operation, given: list[str]) -> str | None:
         operator = _ARITHMETIC[name]
         if out == "int":
             return f"static_cast<int>(static_cast<unsigned>({given[0]}) {operator} static_cast<unsigned>({given[1]}))"
-        if name == "mul":
-            return _PRODUCT.format(*given)
         return f"{given[0]} {operator} {given[1]}"
     if name == "div":
-        divisor = operation.operands[1]
-        if isinstance(divisor, Number) and divisor.value:
-            # As XLA has it, which multiplies by the reciprocal of a constant.
-            inverse = np.float32(1) / np.float32(divisor.value)
-            if np.isfinite(inverse) and inverse != 0:
-                return _PRODUCT.format(given[0], _literal(Number(float(inverse), "float32")))
+        if (inverse := operation.inverse()) is not None:
+            return f"{given[0]} * {_literal(Number(float(inverse), 'float32'))}"
         return f"{given[0]} / {given[1]}"
     if name in _COMPARISONS:
         return f"{given[0]} {_COMPARISONS[name]} {given[1]}"
@@ -96,17 +94,12 @@ def _text(operation: Operation, given: list[str]) -> str | None:
         return f"{given[0]} != 0" if out == "bool" else f"static_cast<{out}>({given[0]})"
     if name == "reduce_precision":
         return f"rounded<BFloat16>({given[0]})" if dict(operation.params)["mantissa_bits"] == 7 else None
-    if name == "integer_pow":
-        return f"power({given[0]}, {dict(operation.params)['y']})"
     if name == "clamp":
         return f"min_or_nan(max_or_nan({given[1]}, {given[0]}), {given[2]})"
     if name in ("max", "min"):
         return f"{name}_or_nan({given[0]}, {given[1]})"
     if name == "neg":
         return f"-{given[0]}" if out == "float" else f"static_cast<int>(0u - static_cast<unsigned>({given[0]}))"
-    if name == "square":
-        product = "static_cast<int>(static_cast<unsigned>({0}) * static_cast<unsigned>({0}))"
-        return _PRODUCT.format(given[0], given[0]) if out == "float" else product.format(given[0])
     return {"abs": "magnitude({})", "sign": "sign_of({})"}[name].format(given[0])
 
 

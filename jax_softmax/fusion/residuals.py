@@ -87,6 +87,9 @@ class _Chooser:
         maker, costs, equations = self.graph.maker[a], {}, {}
         for operand in maker.inputs:
             cut = self._cut(operand, depth)
+            # What rows' maxima and sums were made of must have the same bits when it is made again.
+            if not expressions.prints(maker) and not all(map(expressions.is_free, cut.equations)):
+                cut = _Cut({operand: bytes_of(operand)}, {})
             costs |= cut.costs
             equations |= cut.equations
         if expressions.prints(maker):

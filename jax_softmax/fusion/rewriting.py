@@ -2,9 +2,9 @@
 
 from typing import NamedTuple
 
-from jax_softmax.fusion import expressions, rules
+from jax_softmax.fusion import expressions, made_twice, rules
 from jax_softmax.fusion.calls import NotFolded, by_xla_p, call_of, kernel_call_p
-from jax_softmax.fusion.graph import bytes_of, graph_of, new_equation, variables_of, with_jaxprs
+from jax_softmax.fusion.graph import barrier, bytes_of, graph_of, new_equation, variables_of, with_jaxprs
 from jax_softmax.fusion.groups import Groups, is_loop
 from jax_softmax.fusion.traffic import Traffic, traffic_of
 from jax_softmax.primitives.operators import PRIMITIVES
@@ -50,16 +50,16 @@ def rewritten(jaxpr, report=None, where=""):
     if not any(equation.name in PRIMITIVES for equation in graph.equations) and not changed:
         return jaxpr
     graph = rules.applied(graph)
-    calls, by_xla = _decided(graph, report, where)
-    equations, outputs = _in_order(graph, calls, by_xla)
+    groups, calls, by_xla = _decided(graph, report, where)
+    equations, outputs = _in_order(groups, calls, by_xla)
     return jaxpr.replace(eqns=equations, outvars=outputs)
 
 
 def _decided(graph, report, where):
-    """The groups that are calls of kernels, with these; and the equations that XLA's fusions make."""
-    left, by_xla, lines = set(), set(), {}
+    """The groups, those that are calls of kernels, with these, and the operators that XLA's fusions make."""
+    left, kept, by_xla, lines = set(), set(), set(), {}
     while True:
-        groups, calls, again = Groups(graph, left), {}, False
+        groups, calls, again = Groups(graph, left, kept), {}, False
         for group in groups.groups:
             written = group.written(groups.read_outside)
             line = _line(group, groups, where)
@@ -79,9 +79,12 @@ def _decided(graph, report, where):
             if group not in calls:
                 left.add(group.equation)
         if not again:
+            again = not kept.issuperset(made_twice.to_keep(made_twice.equations(groups, calls)))
+            kept |= made_twice.to_keep(made_twice.equations(groups, calls))
+        if not again:
             break
     report += [lines[equation] for equation in graph.equations if equation in lines]
-    return calls, by_xla
+    return groups, calls, by_xla
 
 
 def _line(group, groups, where):
@@ -101,8 +104,10 @@ def _line(group, groups, where):
     return Line(group.op, x.dtype.name, x.shape, group.axes, where, names, after, tuple(outside), None, "")
 
 
-def _in_order(graph, calls, by_xla):
+def _in_order(groups, calls, by_xla):
     """The equations of JAX, each after those that make what it reads."""
+    graph = groups.graph
+    twice, in_memory = made_twice.equations(groups, calls), made_twice.in_memory(groups, calls)
     owner = {variable: group for group, (_, _, made) in calls.items() for variable in made}
     done, equations = set(), []
 
@@ -116,24 +121,39 @@ def _in_order(graph, calls, by_xla):
             reads = calls[node][1] if node in calls else node.inputs
             if ready:
                 done.add(node)
-                equations.append(_equation(node))
+                emit(node)
             else:
                 pending.append((variable, True))
                 pending += [(v, False) for v in reversed(variables_of(reads))]
 
-    def _equation(node):
+    def emit(node):
         if node in calls:
             call, reads, made = calls[node]
-            return new_equation(reads, made, kernel_call_p, {"call": call}, node.equation.eqn)
+            equations.append(new_equation(reads, made, kernel_call_p, {"call": call}, node.equation.eqn))
+            return
         if node in by_xla:
-            return new_equation(node.inputs, node.outputs, by_xla_p, {"op": node.name, **node.params}, node.eqn)
-        return node.as_jax()
+            params = {"op": node.name, **node.params}
+            new = [new_equation(node.inputs, node.outputs, by_xla_p, params, node.eqn)]
+        else:
+            new = [e.as_jax() for e in (made_twice.with_roundings(node) if node in twice else [node])]
+        for eqn in new:
+            equations.extend(_with_barriers(eqn, in_memory))
 
     for equation in graph.equations:
         if equation.eqn.effects:
             make(variables_of(equation.inputs))
             if equation not in done:
                 done.add(equation)
-                equations.append(equation.as_jax())
+                emit(equation)
     make(variables_of(graph.outputs))
     return equations, graph.outputs
+
+
+def _with_barriers(eqn, in_memory):
+    """An equation, and a barrier for those of its results that are to be in memory, where all read them."""
+    makes = [v for v in eqn.outvars if v in in_memory]
+    if not makes:
+        return [eqn]
+    first = {v: type(v)(v.aval) for v in makes}
+    behind = barrier(list(first.values()), makes).replace(source_info=eqn.source_info)
+    return [eqn.replace(outvars=[first.get(v, v) for v in eqn.outvars]), behind]
