@@ -295,10 +295,10 @@ class Groups:
         """The equations and groups that the results need, as they were found last."""
         return self._executed
 
-    def read_by_xla(self, variable) -> bool:
-        """Whether an equation outside of groups reads a variable."""
+    def readers_in_xla(self, variable):
+        """The equations outside of groups that read a variable."""
         readers = self.graph.readers.get(variable, ())
-        return any(reader in self._executed and self.owner.get(reader) is None for reader in readers)
+        return [reader for reader in readers if reader in self._executed and self.owner.get(reader) is None]
 
     def read_outside(self, variable, group):
         """The equations and groups that read a variable, other than this group; None for the program's results."""

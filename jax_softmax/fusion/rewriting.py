@@ -79,8 +79,9 @@ def _decided(graph, report, where):
             if group not in calls:
                 left.add(group.equation)
         if not again:
-            again = not kept.issuperset(made_twice.to_keep(made_twice.equations(groups, calls)))
-            kept |= made_twice.to_keep(made_twice.equations(groups, calls))
+            more = made_twice.to_keep(groups, calls) - kept
+            kept |= more
+            again = bool(more)
         if not again:
             break
     report += [lines[equation] for equation in graph.equations if equation in lines]
