@@ -128,11 +128,9 @@ def check_chunks(fields, steps, scratch, call):
     step = steps[-1]
     assert fields["chunks"] * fields["share"] >= call.packs_of_row(fields["boundary"])
     assert step["blocks"] * fields["teams"] >= call.rows * fields["chunks"]
-    assert fields["through_memory"] or fields["teams"] * fields["cluster"] >= fields["chunks"]
+    assert fields["teams"] * fields["cluster"] >= fields["chunks"]
     assert step["threads"] >= fields["teams"] * fields["team_threads"]
     assert step["shared_bytes"] >= fields["teams"] * fields["share"] * 16 * call.inputs
-    if fields["through_memory"]:
-        check_exchange(fields, steps[0], scratch, call)
 
 
 def check_ring(fields, steps, scratch, call):
@@ -141,13 +139,9 @@ def check_ring(fields, steps, scratch, call):
     assert step["blocks"] * fields["stages"] >= fields["chunks"]  # all rings together hold a row
     assert call.rows * fields["chunks"] < 2**31  # tickets have 32 bits
     assert step["shared_bytes"] >= fields["stages"] * fields["share"] * 16 * call.inputs
-    check_exchange(fields, steps[0], scratch, call)
-
-
-def check_exchange(fields, clear, scratch, call):
-    """States of all chunks and a counter behind them, which are cleared before."""
+    # States of all chunks and a counter behind them, which are cleared before.
     states = call.rows * fields["chunks"] * call.state_bytes
-    assert scratch >= states + 8 and clear["blocks"] * clear["threads"] * 8 >= states + 8
+    assert scratch >= states + 8 and steps[0]["blocks"] * steps[0]["threads"] * 8 >= states + 8
 
 
 def check_twice(fields, steps, scratch, call):
@@ -324,7 +318,7 @@ def test_a_program_has_scratch_memory_for_every_device(op, way):
 
 
 def cut(chosen):
-    """How a row is cut up; blocks of chunks may exchange what they have by other ways."""
+    """How a row is cut up, whatever number of chunks a block or a ring has."""
     fields = chosen["fields"]
     if chosen["schedule"] in ("chunks", "ring"):
         return "chunks", *(fields[name] for name in ("chunks", "share", "team_threads", "boundary"))

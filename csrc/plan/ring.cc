@@ -18,20 +18,21 @@ static_assert(kFewestStages % kSummers == 0 && kFewestStages + 1 >= kSummers + k
 // for all that passes through a stage.
 constexpr int kLongRow = 64;
 
-}  // namespace
-
 int64_t stages_of(const Cut& cut, const Device& device) {
   const int64_t shared = device.shared_memory_per_block - kSharedBytesBeside;
   const int64_t stages = std::min<int64_t>(kMostStages, shared / cut.bytes);
   return cut.chunks > kLongRow ? stages - stages % 2 : stages;
 }
 
+// Whether a ring on the device holds a row.
 bool fits_ring(const Cut& cut, const Problem& problem, const Device& device) {
   const int64_t stages = stages_of(cut, device);
   // Rings that held no more than a row and a third would wait for one another.
   return problem.packs && device.compute_capability >= 90 && stages >= kFewestStages &&
          cut.chunks <= stages * device.multiprocessors * 3 / 4 && problem.view.rows * cut.chunks < (1ll << 31);
 }
+
+}  // namespace
 
 std::optional<Ring> plan_ring(const Problem& problem, const Device& device) {
   const std::optional<Cut> cut = jax_softmax::cut(problem, device);
