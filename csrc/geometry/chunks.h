@@ -31,12 +31,14 @@ struct Ring {
   int summers, writers;  // teams
   int waiters;           // warps
   int copies;            // chunks that are copied at once
+  int ticket;            // chunks that a block takes at once
   int boundary;          // as of Registers
 
   template <class F>
   constexpr void each(F f) const {
     f("chunks", chunks), f("share", share), f("team_threads", team_threads), f("stages", stages);
-    f("summers", summers), f("writers", writers), f("waiters", waiters), f("copies", copies), f("boundary", boundary);
+    f("summers", summers), f("writers", writers), f("waiters", waiters), f("copies", copies), f("ticket", ticket);
+    f("boundary", boundary);
   }
   // Warps, in this order: teams that sum, teams that write, one that copies, one that publishes, and those that wait.
   constexpr int summing_warps() const { return summers * team_threads / 32; }

@@ -117,7 +117,7 @@ std::vector<Step> steps_of(const Plan& plan, const Problem& problem, const Devic
           [&](const Ring& p) -> std::vector<Step> {
             constexpr int kClearing = 256;  // threads
             const int64_t words = words_of(p, rows, footprint);
-            Launch launch{device.multiprocessors, p.threads()};
+            Launch launch{std::min<int64_t>(device.multiprocessors, ceil_div(rows * p.chunks, p.ticket)), p.threads()};
             launch.shared_bytes = shared_bytes_of(p, footprint);
             launch.resident = 1;
             launch.cooperative = true;
