@@ -195,6 +195,15 @@ class _Compiled:
         return f'extern "C" void {name}(long n, const void* const* given, void* const* made) {{\n{loop}}}\n'
 
 
+def shared_library(source, *options):
+    """The path of the library that the host's compiler makes of a file."""
+    library = str(source.with_suffix(".so"))
+    command = [COMPILER, "-std=c++17", "-O0", *options, "-shared", "-fPIC", str(source), "-o", library]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return library
+
+
 _waiting = []
 _compiling = threading.Lock()
 
@@ -203,11 +212,7 @@ def _compile_all():
     path = pathlib.Path(_folder.name) / f"{len(list(pathlib.Path(_folder.name).iterdir()))}.cc"
     sources = [function.source(f"run{k}") for k, function in enumerate(_waiting)]
     path.write_text(_PRELUDE + "".join(sources) + "}  // namespace device\n")
-    library = path.with_suffix(".so")
-    command = [COMPILER, "-O0", "-ffp-contract=off", "-shared", "-fPIC", str(path), "-o", str(library)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    functions = ctypes.CDLL(str(library))
+    functions = ctypes.CDLL(shared_library(path, "-ffp-contract=off"))
     for k, function in enumerate(_waiting):
         function.function = getattr(functions, f"run{k}")
     _waiting.clear()
