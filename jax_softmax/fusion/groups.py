@@ -96,7 +96,7 @@ class Group:
         maker = self.graph.maker.get(a)
         if maker is None or maker is self.equation or maker in self.inside or not expressions.prints(maker):
             return read
-        if a in self._kept:
+        if a in self._kept or self._is_view_of_another(maker):
             return read
         inputs = places.inputs_of(maker, place)
         if inputs is None:
@@ -114,6 +114,11 @@ class Group:
         if made.cost <= read.cost:
             known[key] = made
         return known[key]
+
+    def _is_view_of_another(self, equation):
+        """Whether another operator's kernel can write its result as this view."""
+        source = self.graph.maker.get(equation.inputs[0]) if expressions.is_view(equation) else None
+        return source is not None and source.name in PRIMITIVES and source.outputs[0] is equation.inputs[0]
 
     def cost_of_reading(self, variable, stands) -> float:
         """The bytes of reading what a variable is made of."""
@@ -199,11 +204,16 @@ class Group:
 
 
 _REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min", "argmax", "argmin", "reduce_and", "reduce_or")
+_MOVES = ("slice", "dynamic_slice", "pad", "concatenate", "rev")
 
 
 def is_loop(equation):
     """Whether XLA makes it in a loop over elements, which it merges with those of operands."""
-    return expressions.prints(equation) or equation.name in _REDUCTIONS
+    return expressions.prints(equation) or equation.name in _REDUCTIONS or equation.name in _MOVES
+
+
+def is_reduction(equation):
+    return equation.name in _REDUCTIONS
 
 
 def may_fold(equation):

@@ -1,8 +1,8 @@
 """What a kernel folds and XLA makes as well, because equations outside read it: both must have the same bits.
 
 A kernel may make the maximum and the sum of a row of x, and XLA exp(x - maximum) / sum. If their x differ by a rounding
-of 16 bits, the row does not add up to 1. XLA's x does differ: it leaves out roundings to 16 bits, and has functions of its
-own. So:
+of 16 bits, the row does not add up to 1. XLA's x does differ: it leaves out roundings to 16 bits, and has functions of
+its own. So:
 
 - an operation that is rounded is written in XLA's program with its rounding (`expressions.done`);
 - a function, such as tanh, whose result is rounded to 16 bits is not made twice: XLA makes it, in memory, and the
