@@ -110,7 +110,7 @@ ELEMENTWISE = {
 _MASKS = st.sampled_from(["full", "column", "row", "length"])
 _NUMBERS = st.sampled_from([0.3, 0.125, 1.7, -0.6, 3.0])
 _KINDS = st.sampled_from(["full", "row", "column", "scalar"])
-_SMALL_DTYPES = st.sampled_from(["int8", "int32", "bool", "float32", "bfloat16"])
+_SMALL_DTYPES = st.sampled_from(["int8", "int8", "int32", "bool", "float32", "bfloat16"])
 
 
 def _step(name):
@@ -144,6 +144,11 @@ def _picked(a, log_p, kind):
         targets = a.cast(a.cast(targets * 0.3, "bfloat16"), dtype)
     if kind == "negative":
         return jnp.sum(-targets * log_p, -1)
+    if kind == "index of extent 1":
+        index = jnp.broadcast_to(
+            jax.lax.broadcasted_iota(jnp.int32, (*log_p.shape[:-1], 1), log_p.ndim - 1), log_p.shape
+        )
+        return jnp.sum((index == jnp.zeros_like(labels)[..., None]).astype(dtype) * log_p, -1)
     if kind == "one label":
         index = jax.lax.broadcasted_iota(jnp.int32, log_p.shape, log_p.ndim - 1)
         return jnp.sum((index == jnp.int32(n // 2)).astype(dtype) * log_p, -1)
@@ -170,7 +175,9 @@ HEADS = {
     "both": lambda a, x: jax.nn.softmax(x) + 0.1 * jax.nn.log_softmax(x),
     "weights, values": lambda a, x: jax.nn.softmax(x) @ a.array((x.shape[-1], 5), x),
 }
-_LABELLED = st.sampled_from(["gather", "one-hot", "smoothed", "through bfloat16", "negative", "one label"])
+_LABELLED = st.sampled_from(
+    ["gather", "one-hot", "smoothed", "through bfloat16", "negative", "one label", "index of extent 1"]
+)
 _HEAD = st.one_of(
     st.tuples(st.sampled_from(["softmax", "log_softmax"]), st.sampled_from([-1, -1, 0, (-2, -1)])),
     st.tuples(st.just("masked softmax"), _MASKS),
@@ -180,13 +187,17 @@ _HEAD = st.one_of(
     st.just(("weights, values",)),
 )
 _AFTER = ["times", "cast", "times array", "square", "plus bits", "exp", "swapped twice", "plus one-hot", "abs"]
-TRANSFORMS = ["value", "gradient", "gradient of fused", "jvp", "vmap", "scan", "checkpoint", "second"]
+TRANSFORMS = ["gradient of fused", "jvp", "vmap", "scan", "checkpoint", "second", *3 * ["gradient"], *5 * ["value"]]
 
 
 @st.composite
 def programs(draw):
     shape = draw(st.sampled_from(SHAPES))
-    before = draw(st.lists(st.sampled_from(sorted(ELEMENTWISE)).flatmap(_step), max_size=5))
+    steps = st.sampled_from(sorted(ELEMENTWISE)).flatmap(_step)
+    before = draw(st.lists(steps, max_size=2))
+    if draw(st.booleans()):
+        before.append(("cast", "float32"))
+    before += draw(st.lists(steps, max_size=3))
     if len(shape) > 2 and draw(st.booleans()):
         before.append(("where", draw(st.sampled_from(["causal", "window"])), draw(st.sampled_from(["min", "inf"]))))
     after = draw(st.lists(st.sampled_from(_AFTER).flatmap(_step), max_size=3))

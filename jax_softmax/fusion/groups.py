@@ -117,7 +117,9 @@ class Group:
 
     def _is_view_of_another(self, equation):
         """Whether another operator's kernel can write its result as this view."""
-        source = self.graph.maker.get(equation.inputs[0]) if expressions.is_view(equation) else None
+        if not expressions.is_view(equation) or not is_variable(equation.inputs[0]):
+            return False
+        source = self.graph.maker.get(equation.inputs[0])
         return source is not None and source.name in PRIMITIVES and source.outputs[0] is equation.inputs[0]
 
     def cost_of_reading(self, variable, stands) -> float:
