@@ -1,0 +1,188 @@
+"""What runs without `fuse` runs with it: functions that are objects, modules, pickles, programs of any size."""
+
+import dataclasses
+import functools
+import pickle
+
+import emulated
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import support
+
+import jax_softmax
+from jax_softmax import fuse
+
+X = support.normal((4, 8), "float32", 0, 1.5)
+LABELS = np.array([1, 0, 7, 3], np.int32)
+compiler_is_needed = pytest.mark.skipif(emulated.COMPILER is None, reason="no C++ compiler found")
+
+
+def halves(x):
+    return jax.nn.softmax(x / 2)
+
+
+@fuse
+def decorated(x):
+    return jax.nn.softmax(x * 2)
+
+
+def assert_close(found, expected):
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+# ---- Pickles
+
+
+@pytest.mark.parametrize("f", [fuse(halves), decorated, fuse(functools.partial(halves))])
+def test_pickle(f):
+    assert_close(pickle.loads(pickle.dumps(f))(X), f(X))
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit])
+def test_cloudpickle(transform):
+    cloudpickle = pytest.importorskip("cloudpickle")
+    f = transform(fuse(lambda x: jax.nn.softmax(x * 3)))
+    assert_close(cloudpickle.loads(cloudpickle.dumps(f))(X), f(X))
+
+
+# ---- Objects that are called
+
+
+@dataclasses.dataclass
+class Scaled:
+    """Has no hash."""
+
+    scale: object
+
+    def __call__(self, x):
+        return jax.nn.softmax(x * self.scale)
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["call", "jit"])
+@pytest.mark.parametrize("called", [lambda f: f, lambda f: f.__call__, functools.partial])
+def test_objects_that_are_called(transform, called):
+    """They may change from call to call."""
+    f = Scaled(X)
+    fused = fuse(called(f))
+    for f.scale in (X, 2.0):
+        assert_close(transform(lambda x: fused(x))(X), f(X))
+        assert len(fused.explain(X)) == 1
+
+
+def module_of_equinox():
+    eqx = pytest.importorskip("equinox")
+
+    class Model(eqx.Module):
+        w: jax.Array
+        names: list = eqx.field(static=True)  # which has no hash
+        activation: object = jax.nn.relu
+        scale: float = 0.5
+
+        def __call__(self, x):
+            return jax.nn.softmax(self.activation(x @ self.w) * self.scale)
+
+    return eqx, Model(jnp.ones((8, 8)), ["w"])
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+def test_modules_of_equinox(jitted):
+    eqx, model = module_of_equinox()
+    jit = eqx.filter_jit if jitted else lambda f: f
+
+    def loss(model, x):
+        return jnp.sum(model(x) ** 2)
+
+    expected = eqx.filter_value_and_grad(loss)(model, X)
+    assert_close(jit(fuse(eqx.filter_value_and_grad(loss)))(model, X), expected)
+    assert_close(jit(eqx.filter_value_and_grad(fuse(loss)))(model, X), expected)
+    assert_close(jit(fuse(model))(X), model(X))
+    assert_close(jit(fuse(model.__call__))(X), model(X))
+
+
+class TestModulesOfFlax:
+    @staticmethod
+    def model():
+        nnx = pytest.importorskip("flax.nnx")
+
+        class Layer(nnx.Module):
+            def __init__(self):
+                self.w, self.calls = nnx.Param(jnp.asarray(X)), nnx.Variable(jnp.zeros(()))
+
+            def __call__(self, x, changes=None):
+                if changes == "array":
+                    self.calls[...] += 1
+                if changes == "attribute":
+                    self.was_called = True
+                return jnp.sum(jax.nn.softmax(x * self.w[...]) ** 2)
+
+        return Layer()
+
+    TRANSFORMS = {
+        "grad": jax.grad,
+        "jit": jax.jit,
+        "vmap": jax.vmap,
+        "eval_shape": lambda f: lambda x: jnp.zeros(jax.eval_shape(f, x).shape),
+        "jvp": lambda f: lambda x: jax.jvp(f, (x,), (x,)),
+    }
+
+    @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+    def test_of_an_outer_trace(self, transform):
+        """They may be read there, not written to."""
+        flax, model = pytest.importorskip("flax"), self.model()
+        given = (lambda x: model(x)), (lambda x: fuse(lambda model, x: model(x))(model, x)), lambda x: fuse(model)(x)
+        expected, *found = (transform(f)(X) for f in given)
+        for results in found:
+            assert_close(results, expected)
+        for changes in ("array", "attribute"):
+            with pytest.raises(flax.errors.TraceContextError):
+                transform(lambda x, changes=changes: fuse(lambda model, x: model(x, changes))(model, x))(X)
+            np.testing.assert_array_equal(model.w[...], X)
+            assert model.calls[...] == 0 and not hasattr(model, "was_called")
+
+    def test_as_arguments(self):
+        for changes in (None, "array", "attribute"):
+            f = lambda model, x, changes=changes: model(x, changes)  # noqa: E731
+            for transform in (jax.grad, jax.jit, lambda f: jax.vmap(f, (None, 0))):
+                assert_close(transform(fuse(f))(self.model(), X), transform(f)(self.model(), X))
+
+    def test_that_are_called(self):
+        model = self.model()
+        fused = fuse(model)
+        for n in (1, 2):
+            assert_close(fused(X, "array"), self.model()(X))
+            assert model.calls[...] == n
+        model.w[...] *= 0
+        assert_close(fused(X), model(X))
+
+    def test_errors_change_nothing(self):
+        model = self.model()
+
+        def fails(model, x):
+            model(x, "array")
+            del model.w
+            raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            fuse(fails)(model, X)
+        np.testing.assert_array_equal(model.w[...], X)
+        assert model.calls[...] == 0
+
+
+def test_keeps_no_more_than_some_programs(monkeypatch):
+    """Of functions that are given, and definitions of modules."""
+    monkeypatch.setattr("jax_softmax.fusion.transform._MOST_PROGRAMS", 4)
+    traced = []
+
+    def f(g, x):
+        traced.append(g)
+        return jax.nn.softmax(g(x))
+
+    fused, given = fuse(f), [lambda x, k=k: x * k for k in range(6)]
+    for g in [*given, given[-1]]:
+        fused(g, X)
+    assert traced == given
+    assert fused._jitted.cache_info().currsize == 4
