@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import support
 
-import jax_softmax
 from jax_softmax import fuse
 
 X = support.normal((4, 8), "float32", 0, 1.5)
@@ -103,6 +102,15 @@ def test_modules_of_equinox(jitted):
     assert_close(jit(fuse(model.__call__))(X), model(X))
 
 
+TRANSFORMS = {
+    "grad": jax.grad,
+    "jit": jax.jit,
+    "vmap": jax.vmap,
+    "eval_shape": lambda f: lambda x: jnp.zeros(jax.eval_shape(f, x).shape),
+    "jvp": lambda f: lambda x: jax.jvp(f, (x,), (x,)),
+}
+
+
 class TestModulesOfFlax:
     @staticmethod
     def model():
@@ -120,14 +128,6 @@ class TestModulesOfFlax:
                 return jnp.sum(jax.nn.softmax(x * self.w[...]) ** 2)
 
         return Layer()
-
-    TRANSFORMS = {
-        "grad": jax.grad,
-        "jit": jax.jit,
-        "vmap": jax.vmap,
-        "eval_shape": lambda f: lambda x: jnp.zeros(jax.eval_shape(f, x).shape),
-        "jvp": lambda f: lambda x: jax.jvp(f, (x,), (x,)),
-    }
 
     @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
     def test_of_an_outer_trace(self, transform):
