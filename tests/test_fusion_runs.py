@@ -6,12 +6,18 @@ import pickle
 
 import emulated
 import jax
+import jax.experimental.jet
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import support
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
+import jax_softmax
 from jax_softmax import fuse
+from jax_softmax.fusion import traffic
 
 X = support.normal((4, 8), "float32", 0, 1.5)
 LABELS = np.array([1, 0, 7, 3], np.int32)
@@ -186,3 +192,45 @@ def test_keeps_no_more_than_some_programs(monkeypatch):
         fused(g, X)
     assert traced == given
     assert fused._jitted.cache_info().currsize == 4
+
+
+# ---- Transformations and programs
+
+
+def test_jet():
+    def f(x):
+        return jax.nn.log_softmax(x * 2) * x
+
+    found, expected = (jax.experimental.jet.jet(g, (X,), ((X, X + 1),)) for g in (fuse(f), f))
+    assert_close(found, expected)
+
+
+def test_two_platforms_at_once(monkeypatch):
+    monkeypatch.setattr(traffic.Traffic, "kernel_wins", True)
+
+    def f(x):
+        return jax.nn.softmax(x.astype(jnp.float32) * 0.5).astype(jnp.bfloat16)
+
+    x = jnp.asarray(support.normal((256, 128)), jnp.bfloat16)
+    checks = jax_softmax.export_checks()
+    exported = jax.export.export(jax.jit(fuse(f)), platforms=("cpu", "cuda"), disabled_checks=checks)(x)
+    assert "x0 * (0x1" in str(exported.mlir_module())
+    assert_close(jax.export.deserialize(exported.serialize()).call(x).astype(jnp.float32), f(x).astype(jnp.float32))
+
+
+@pytest.mark.parametrize(
+    ("name", "spec"),
+    [("softmax", P("data", "model")), ("softmax", P(None, "model")), ("log_softmax", P("data", "model"))],
+)
+def test_meshes_of_explicit_mode(name, spec):
+    """Which `jax.make_mesh` makes, where rows are sharded."""
+
+    def loss(x):
+        return jnp.sum(getattr(jax.nn, name)(x * 2) ** 2)
+
+    with support.on_a_cpu(), jax.set_mesh(support.mesh_of_cpus((2, 4), AxisType.Explicit)):
+        x = jax.device_put(X, spec)
+        expected = jax.grad(loss)(X)
+        assert_close(support.in_haste(jax.grad(fuse(loss)), x), expected)
+        with emulated.kernels(in_jax=True):
+            assert_close(support.in_haste(jax.grad(fuse(loss)), x), expected)

@@ -373,6 +373,13 @@ def register() -> None:
     kernels.register()
     if interpreters.CHECKIFY.available:
         interpreters.CHECKIFY.error_checks[fused_p] = _checked
+    if interpreters.JET.available:
+        interpreters.JET.jet_rules[fused_p] = _jet
+
+
+def _jet(primals, series, *, jaxpr):
+    """That of the function. Between rules the terms have no factorials, by which they are scaled outside."""
+    return interpreters.JET.jet(_function(jaxpr), primals, series, factorial_scaled=False)
 
 
 def _checked(*given, jaxpr):
