@@ -234,3 +234,74 @@ def test_meshes_of_explicit_mode(name, spec):
         assert_close(support.in_haste(jax.grad(fuse(loss)), x), expected)
         with emulated.kernels(in_jax=True):
             assert_close(support.in_haste(jax.grad(fuse(loss)), x), expected)
+
+
+def rewritten_and_run(f, *args):
+    """As a GPU would run it, and the kernels."""
+    with emulated.kernels() as made:
+        return support.in_haste(lambda *args: f(*args), *args), made
+
+
+def many_times(f, n=1200):
+    return lambda x: functools.reduce(lambda x, k: f(x, k / n), range(n), x)
+
+
+LONG = {
+    "before": lambda x: jax.nn.softmax(many_times(jnp.add)(x)),
+    "after": lambda x: many_times(lambda x, k: x * (1 + k))(jax.nn.softmax(x)),
+    "of an array at labels": lambda x: jnp.sum(
+        many_times(jnp.multiply)(jax.nn.one_hot(LABELS, x.shape[-1])) * jax.nn.log_softmax(x), -1
+    ),
+    "of a label": lambda x: jnp.sum(
+        jax.nn.one_hot(many_times(lambda k, _: k + 1)(LABELS) % 8, x.shape[-1]) * jax.nn.log_softmax(x), -1
+    ),
+}
+
+
+@compiler_is_needed
+@pytest.mark.parametrize("name", LONG)
+def test_long_chains(name):
+    """Longer than Python's stack is deep."""
+    f = LONG[name]
+    assert_close(rewritten_and_run(fuse(f), X)[0], f(X))
+    gradient = jax.grad(lambda x: jnp.sum(fuse(f)(x) ** 2))
+    assert_close(rewritten_and_run(gradient, X)[0], jax.grad(lambda x: jnp.sum(f(x) ** 2))(X))
+
+
+@compiler_is_needed
+def test_more_arrays_than_a_kernel_reads():
+    def f(x, arrays):
+        return jax.nn.softmax(sum(arrays, start=x))
+
+    arrays = [X * k for k in range(40)]
+    found, made = rewritten_and_run(fuse(f), X, arrays)
+    assert_close(found, f(X, arrays))
+    assert made == []
+    (line,) = fuse(f).explain(X, arrays)
+    assert "expressions read at most 31 arrays" in str(line.why_not)
+
+
+@compiler_is_needed
+def test_more_results_than_a_kernel_writes():
+    def f(x):
+        y = jax.nn.softmax(x * 2)
+        return [(y * k).astype(jnp.bfloat16) for k in range(200)]
+
+    found, _ = rewritten_and_run(fuse(f), X)
+    for a, b in zip(found, f(X), strict=True):
+        np.testing.assert_allclose(a.astype(jnp.float32), b.astype(jnp.float32), rtol=0.01)
+
+
+@compiler_is_needed
+@pytest.mark.parametrize("reduced", [-1, None])
+def test_one_label_for_all_rows(reduced):
+    def f(x, label):
+        index = jax.lax.broadcasted_iota(jnp.int32, x.shape, 1)
+        return jnp.sum((index == label).astype(jnp.float32) * jax.nn.log_softmax(x), reduced)
+
+    def gradient(x, label):
+        return jax.grad(lambda x: jnp.sum(f(x, label) ** 2))(x)
+
+    for g in (f, gradient):
+        for label in (3, 8):
+            assert_close(rewritten_and_run(fuse(g), X, jnp.int32(label))[0], g(X, jnp.int32(label)))

@@ -12,6 +12,8 @@ First, equal operations of the same variables become one. These are the rules; `
 6. Results for each row that several operators make of the same array (`shared_rows.py`).
 """
 
+import functools
+
 import jax.numpy as jnp
 import numpy as np
 
@@ -19,7 +21,7 @@ from jax_softmax.functions.entropies import kl_divergence
 from jax_softmax.fusion import at_labels, expressions, shared_rows
 from jax_softmax.fusion.expressions import is_variable
 from jax_softmax.fusion.graph import Equation, Graph, bytes_of, size_of
-from jax_softmax.fusion.groups import Group, Groups, is_loop, may_fold
+from jax_softmax.fusion.groups import Group, is_loop, may_fold, stands_unfolded
 from jax_softmax.fusion.splicing import is_plain, made_of_rows, row_variables, rows_of, spliced
 from jax_softmax.primitives.operators import bind
 
@@ -81,15 +83,15 @@ def _made_anew(graph, equation):
         return None
     (x,), (y,) = equation.inputs, equation.outputs
     readers = graph.readers.get(y, ())
-    if y in graph.outputs or not readers:
+    if y in graph.results or not readers:
         return None
     maps = [r for r in readers if r.name in _LINEAR_MAPS and r.inputs[0] is y and y not in r.inputs[1:]]
     others = [r for r in readers if r not in maps]
     if not all(is_loop(r) or r.name == "gather" for r in others):
         return None
     if equation.name == "softmax":
-        unfolded = Groups(graph, left=graph.position)
-        again = Group(graph, equation).cost_of_reading(x, unfolded.stands) + _BYTES_OF_EXPONENTIAL * size_of(x)
+        stands = functools.partial(stands_unfolded, graph)
+        again = Group(graph, equation).cost_of_reading(x, stands) + _BYTES_OF_EXPONENTIAL * size_of(x)
         if again > _WORTH_IT * 2 * bytes_of(y):  # y is written, and read by the backward pass
             return None
         if others and not _has_rows(graph, equation) and not any(_is_summed(graph, r) for r in others):
