@@ -305,3 +305,17 @@ def test_one_label_for_all_rows(reduced):
     for g in (f, gradient):
         for label in (3, 8):
             assert_close(rewritten_and_run(fuse(g), X, jnp.int32(label))[0], g(X, jnp.int32(label)))
+
+
+@compiler_is_needed
+def test_losses_that_cannot_both_be_shared():
+    """Each gradient needs the other loss: just one of the losses can come from the kernel of its gradient."""
+
+    def product(x, y):
+        loss_of = jax_softmax.softmax_cross_entropy_with_integer_labels
+        return jnp.sum(loss_of(x, LABELS)) * jnp.sum(loss_of(y, LABELS))
+
+    f = jax.value_and_grad(product, (0, 1))
+    assert_close(rewritten_and_run(fuse(f), X, 2 * X)[0], f(X, 2 * X))
+    operators = sorted(line.op for line in fuse(f).explain(X, 2 * X))
+    assert operators == ["cross_entropy", "cross_entropy_gradient", "cross_entropy_gradient"]

@@ -95,10 +95,19 @@ def edited(jaxpr, equations=None, **changes):
     return jaxpr.replace(eqns=eqns, debug_info=info, **changes)
 
 
+class InCirclesError(ValueError):
+    """Equations need what is made of what they make."""
+
+
 def sorted_by_need(equations):
-    """Each after those that make what it reads; otherwise in their order."""
+    """Each after those that make what it reads; otherwise in their order.
+
+    Raises:
+      InCirclesError: there is no such order.
+    """
     maker = {v: e for e in equations for v in e.outputs}
     done: dict[Equation, None] = {}
+    begun = set()
     for equation in equations:
         pending = [(equation, False)]
         while pending:
@@ -108,6 +117,9 @@ def sorted_by_need(equations):
             if ready:
                 done[e] = None
                 continue
+            if e in begun:
+                raise InCirclesError
+            begun.add(e)
             pending.append((e, True))
             makers = (maker.get(v) for v in variables_of(e.inputs))
             pending += [(m, False) for m in makers if m is not None and m not in done]

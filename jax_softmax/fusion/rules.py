@@ -20,7 +20,7 @@ import numpy as np
 from jax_softmax.functions.entropies import kl_divergence
 from jax_softmax.fusion import at_labels, expressions, shared_rows
 from jax_softmax.fusion.expressions import is_variable
-from jax_softmax.fusion.graph import Equation, Graph, bytes_of, size_of
+from jax_softmax.fusion.graph import Equation, Graph, InCirclesError, bytes_of, size_of
 from jax_softmax.fusion.groups import Group, is_loop, may_fold, stands_unfolded
 from jax_softmax.fusion.splicing import is_plain, made_of_rows, row_variables, rows_of, spliced
 from jax_softmax.primitives.operators import bind
@@ -50,9 +50,28 @@ def applied(graph: Graph) -> Graph:
             replacements |= rule(graph, equation) or {}
         if replacements:
             graph = graph.with_replaced(replacements)
-    while shared := next(filter(None, (shared_rows.shared(graph, e) for e in graph.equations)), None):
-        graph = graph.with_replaced(*shared)
+    while (shared := _with_shared_rows(graph)) is not None:
+        graph = shared
     return graph
+
+
+def _with_shared_rows(graph):
+    """The graph after what can be shared at once is shared; None if nothing is."""
+    found, taken = [], set()
+    for equation in graph.equations:
+        replacements, renamed = shared_rows.shared(graph, equation) or ({}, {})
+        concerned = {*replacements, *(graph.maker[v] for v in renamed.values())}
+        if replacements and taken.isdisjoint(concerned):
+            found.append((replacements, renamed))
+            taken |= concerned
+    if not found:
+        return None
+    try:
+        return graph.with_replaced(
+            *({k: v for part in parts for k, v in part.items()} for parts in zip(*found, strict=True))
+        )
+    except InCirclesError:  # each may be shared, but not all of them
+        return graph.with_replaced(*found[0])
 
 
 def _without_duplicates(graph):

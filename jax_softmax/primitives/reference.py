@@ -97,7 +97,7 @@ class Normalizer(NamedTuple):
     @property
     def log_total(self):
         nothing = self.total == 0  # of which the logarithm has no derivative
-        return jnp.log(jnp.where(nothing, 1, self.total)) + jnp.where(nothing, -jnp.inf, 0)
+        return jnp.log(self.total + nothing.astype(self.total.dtype)) + jnp.where(nothing, -jnp.inf, 0)
 
     @property
     def lse(self):

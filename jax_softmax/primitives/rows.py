@@ -35,7 +35,9 @@ def sum_of_tangents(x, rows, t, where, axes, axis_name):
 # With checkpoint x and what rows have are kept for a backward pass, and no exponentials.
 @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=(4, 5))
 def _sum_of_tangents(x, rows, t, where, axes, axis_name):
-    return row_sum(reference.probabilities(x, rows, where) * reference.widened(t), axes, axis_name)
+    # Selected, so that what is masked has a derivative of 0 also by a cotangent of infinity, as that of lse² is.
+    terms = reference.kept(reference.probabilities(x, rows, where) * reference.widened(t), where)
+    return row_sum(terms, axes, axis_name)
 
 
 def normalizer_tangents(rows, of_lse):
