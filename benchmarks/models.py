@@ -17,18 +17,19 @@ from timing import device_times
 import jax_softmax
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def run(computations, description: str, name: str, title: str) -> int:
+    """Measures computations as the command line says, and writes a table of this name."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", action="append", default=[], help="a part of a computation's name")
     parser.add_argument("--explain", action="store_true", help="print what is folded")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
     if jax.default_backend() != "gpu":
-        print("models.py: a GPU is needed: on other platforms fuse changes nothing", file=sys.stderr)
+        print(f"{name}.py: a GPU is needed: on other platforms fuse changes nothing", file=sys.stderr)
         return 1
     rows, failed = [], []
-    for computation in COMPUTATIONS:
+    for computation in computations:
         if options.only and not any(part in computation.name for part in options.only):
             continue
         if computation.package is not None and importlib.util.find_spec(computation.package) is None:
@@ -45,8 +46,8 @@ def main() -> int:
     options.output.mkdir(parents=True, exist_ok=True)
     head = "| computation | XLA, µs | fused, µs | XLA / fused | temporary memory, MiB: XLA | fused |"
     head += "\n|---|---|---|---|---|---|"
-    text = f"# Whole computations\n\n{jax.devices()[0].device_kind}, JAX {jax.__version__}, device time.\n\n"
-    (options.output / "models.md").write_text(text + "\n".join([head, *rows]) + "\n")
+    text = f"# {title}\n\n{jax.devices()[0].device_kind}, JAX {jax.__version__}, device time.\n\n"
+    (options.output / f"{name}.md").write_text(text + "\n".join([head, *rows]) + "\n")
     return len(failed)
 
 
@@ -75,4 +76,4 @@ def measured(computation, options) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(COMPUTATIONS, __doc__, "models", "Whole computations"))

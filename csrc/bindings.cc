@@ -79,6 +79,7 @@ nb::dict operators() {
     row["labelled"] = op.cost.labelled;
     row["on_cpu"] = op.on_cpu;
     row["quantizes"] = op.quantizes;
+    row["sums"] = op.cost.sums;
     table[op.name] = row;
   }
   return table;
@@ -112,6 +113,8 @@ nb::object plan(const std::vector<int64_t>& shape, const std::vector<int64_t>& a
     entry["threads"] = step.launch.threads;
     entry["cluster"] = step.launch.cluster;
     entry["shared_bytes"] = step.launch.shared_bytes;
+    entry["cooperative"] = step.launch.cooperative;
+    entry["overlap"] = step.launch.overlap;
     steps.append(entry);
   }
   nb::dict result;

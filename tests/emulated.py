@@ -99,6 +99,23 @@ def kernels(always=True, in_jax=False):
         Kernel.call, Kernel.scratch_bytes = call, scratch_bytes
 
 
+@contextlib.contextmanager
+def all_kernels():
+    """On a GPU: whatever a kernel can do is done by one, whoever would be faster. Yields the kernels that are lowered."""
+    made = []
+    call, wins = Kernel.call, traffic.Traffic.kernel_wins
+
+    def recorded(self, *operands):
+        made.append(self)
+        return call(self, *operands)
+
+    Kernel.call, traffic.Traffic.kernel_wins = recorded, property(lambda self: True)
+    try:
+        yield made
+    finally:
+        Kernel.call, traffic.Traffic.kernel_wins = call, wins
+
+
 def _call(types):
     def call(*operands, op, axes, sides, load, store, version):
         facts, shape = OPERATORS[op], operands[0].shape
@@ -178,6 +195,15 @@ class _Compiled:
         return f'extern "C" void {name}(long n, const void* const* given, void* const* made) {{\n{loop}}}\n'
 
 
+def shared_library(source, *options):
+    """The path of the library that the host's compiler makes of a file."""
+    library = str(source.with_suffix(".so"))
+    command = [COMPILER, "-std=c++17", "-O0", *options, "-shared", "-fPIC", str(source), "-o", library]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return library
+
+
 _waiting = []
 _compiling = threading.Lock()
 
@@ -186,11 +212,7 @@ def _compile_all():
     path = pathlib.Path(_folder.name) / f"{len(list(pathlib.Path(_folder.name).iterdir()))}.cc"
     sources = [function.source(f"run{k}") for k, function in enumerate(_waiting)]
     path.write_text(_PRELUDE + "".join(sources) + "}  // namespace device\n")
-    library = path.with_suffix(".so")
-    command = [COMPILER, "-O0", "-ffp-contract=off", "-shared", "-fPIC", str(path), "-o", str(library)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    functions = ctypes.CDLL(str(library))
+    functions = ctypes.CDLL(shared_library(path, "-ffp-contract=off"))
     for k, function in enumerate(_waiting):
         function.function = getattr(functions, f"run{k}")
     _waiting.clear()

@@ -1,7 +1,10 @@
 """A wrong argument is refused with its name, what was given and what is allowed, eagerly and under jit alike."""
 
+import ctypes
+import pathlib
 import re
 
+import emulated
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -257,3 +260,52 @@ def test_calls_of_other_versions():
     refused_call([X], floats(3, 4), "another version of jax_softmax", **given | {"version": np.int64(0)})
     del given["version"]
     refused_call([X], floats(3, 4), "another version of jax_softmax", **given)
+
+
+# A handler as ours are, one of whose ranges throws; it counts those that have ended.
+HANDLER = """
+#include <stdexcept>
+#include <string>
+#include "ffi/call.h"
+#include "ffi/ranges.h"
+namespace ffi = xla::ffi;
+
+ffi::Error run(ffi::ThreadPool pool, ffi::Result<ffi::Buffer<ffi::S32>> result, int64_t bad) {
+  std::atomic<int> ended{0};
+  jax_softmax::for_ranges(pool, pool.num_threads(), 50, 50, [&ended, bad](int64_t begin, int64_t) {
+    if (begin == bad) throw std::runtime_error("range " + std::to_string(begin));
+    ++ended;
+  });
+  *result->typed_data() = ended;
+  return ffi::Error::Success();
+}
+XLA_FFI_DEFINE_HANDLER_SYMBOL(handler, jax_softmax::returning_errors(run),
+                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Ret<ffi::Buffer<ffi::S32>>()
+                                  .Attr<int64_t>("bad"));
+"""
+
+
+@pytest.mark.skipif(emulated.COMPILER is None, reason="no C++ compiler found")
+def test_what_a_handler_throws_is_an_error(tmp_path):
+    sources = pathlib.Path(__file__).parent.parent / "csrc"
+    if not sources.is_dir():
+        pytest.skip("needs the sources")
+    (tmp_path / "handler.cc").write_text(HANDLER)
+    library = emulated.shared_library(tmp_path / "handler.cc", f"-I{sources}", f"-I{jax.ffi.include_dir()}")
+    handler = jax.ffi.pycapsule(ctypes.CDLL(library).handler)
+    jax.ffi.register_ffi_target("jax_softmax_throwing", handler, platform="cpu")
+    with support.on_a_cpu():
+        call = jax.ffi.ffi_call("jax_softmax_throwing", jax.ShapeDtypeStruct((), np.int32))
+        assert call(bad=np.int64(-1)) == 50
+        for bad in (0, 7, 49):
+            with pytest.raises(jax.errors.JaxRuntimeError, match=f"jax_softmax: range {bad} was thrown"):
+                jax.block_until_ready(call(bad=np.int64(bad)))
+
+
+def test_every_handler_returns_what_it_throws():
+    sources = pathlib.Path(__file__).parent.parent / "csrc"
+    if not sources.is_dir():
+        pytest.skip("needs the sources")
+    text = "".join(path.read_text(encoding="utf-8") for path in (sources / "ffi").glob("*.cc"))
+    handlers = re.findall(r"DEFINE_HANDLER\w*\(\w+, (\w+)\(", text)
+    assert handlers == ["returning_errors"] * text.count("DEFINE_HANDLER") and handlers

@@ -7,7 +7,9 @@ import re
 import struct
 import subprocess
 import sys
+import textwrap
 
+import emulated
 import jax
 import pytest
 
@@ -124,6 +126,56 @@ def test_fork_while_kernels_are_made(jit):
     )
     output = process.communicate(timeout=90)[0]
     assert (process.returncode, output) == (0, "")
+
+
+# An NVRTC that promises larger cubins than there is memory for.
+THROWING_NVRTC = """
+#include <cstddef>
+#include <cstdint>
+extern "C" {
+int nvrtcVersion(int* major, int* minor) { return *major = 13, *minor = 0; }
+int nvrtcGetNumSupportedArchs(int* n) { return *n = 1, 0; }
+int nvrtcGetSupportedArchs(int* architectures) { return *architectures = 90, 0; }
+const char* nvrtcGetErrorString(int) { return ""; }
+int nvrtcCreateProgram(void**, const char*, const char*, int, const char* const*, const char* const*) { return 0; }
+int nvrtcDestroyProgram(void**) { return 0; }
+int nvrtcCompileProgram(void*, int, const char* const*) { return 0; }
+int nvrtcGetPTXSize(void*, size_t* size) { return *size = 0, 0; }
+int nvrtcGetPTX(void*, char*) { return 0; }
+int nvrtcGetCUBINSize(void*, size_t* size) { return *size = SIZE_MAX / 4, 0; }
+int nvrtcGetCUBIN(void*, char*) { return 0; }
+int nvrtcGetProgramLogSize(void*, size_t* size) { return *size = 0, 0; }
+int nvrtcGetProgramLog(void*, char*) { return 0; }
+}
+"""
+
+
+@pytest.mark.skipif(emulated.COMPILER is None, reason="no C++ compiler found")
+def test_a_compile_that_throws_ends(tmp_path):
+    """For all threads that wait for it, for those that try again, for a fork and for the end of the process."""
+    (tmp_path / "nvrtc.cc").write_text(THROWING_NVRTC)
+    library = emulated.shared_library(tmp_path / "nvrtc.cc")
+    body = f"""
+        import concurrent.futures, os
+        from jax_softmax import _kernels
+        _kernels.jit_configure({library!r}, "", 0)
+        def thrown(i):
+            try:
+                _kernels.jit_binary(str(i % 2), "a test", 90)
+            except MemoryError:
+                return True
+        _kernels.jit_prepare("0", "a test", 90)
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            assert all(pool.map(thrown, range(64)))
+        child = os.fork()
+        assert thrown(0)
+        if child:
+            assert os.waitpid(child, 0)[1] == 0
+        _kernels.jit_stop()
+    """
+    command = [sys.executable, "-P", "-c", textwrap.dedent(body)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
 
 
 def test_no_nvrtc():

@@ -9,12 +9,13 @@ import pathlib
 import re
 
 import pytest
-from support import DEVICES, LARGEST, NAMES, NARROW, NARROW_WAYS, OPS, ROW_OPS, WAYS, kernel_names
+from support import DEVICES, KERNELS, LARGEST, NAMES, NARROW, NARROW_WAYS, OPS, ROW_OPS, WAYS, kernel_names
 
 from jax_softmax import _kernels
 
 MOST_SPILLED = 128  # bytes
 
+WITH_RESULTS = [op for op, facts in KERNELS.items() if facts["element_results"]]  # for elements
 # Of each architecture one.
 CHIPS = ("T4", "A100", "H200", "B200", "RTX 5090")
 sweep = pytest.mark.sweep
@@ -100,6 +101,34 @@ def test_one_kernel_on_other_architectures(jit, name):
     plans = [WAYS[0].plan(dtype=dtype, on=on) for dtype in ("bfloat16", *NARROW)]
     plans += [WAYS[0].plan("absmax_scale", on=on, out_dtype=result) for result in LARGEST]
     check_compiles(steps_of(plans), on["compute_capability"])
+
+
+def resident_blocks(step, text, on):
+    """How many blocks of a kernel a multiprocessor has room for, by what the assembler says of it."""
+    registers = int(re.search(r"Used (\d+) registers", text)[1])
+    static = re.search(r"(\d+) bytes smem", text)
+    shared = step["shared_bytes"] + (int(static[1]) if static else 0)
+    of_warp = -(-registers * 32 // 256) * 256  # they are given out by 256
+    warps = 65536 // of_warp // 4 * 4  # of four schedulers, each of which has as many
+    reserved = 1024  # bytes of shared memory for each block, which a multiprocessor has beside what a block may have
+    return min(warps // (step["threads"] // 32), (on["shared_memory_per_block"] + reserved) // (shared + reserved))
+
+
+@pytest.mark.parametrize("fused", [{}, {"load": "tanh(x0 * C(0.5))", "store": "tanh(y)"}], ids=["plain", "fused"])
+@pytest.mark.parametrize("name", CHIPS)
+@pytest.mark.parametrize("op", ["softmax", *(pytest.param(op, marks=sweep) for op in WITH_RESULTS if op != "softmax")])
+def test_blocks_that_wait_for_one_another_all_fit(jit, op, name, fused):
+    """Those of a cooperative launch, which the driver would refuse. Clusters wait for their own blocks alone."""
+    on = DEVICES[name]
+    jit.needs(on["compute_capability"])
+    plans = [way.plan(op, dtype, on=on, **fused) for way in WAYS for dtype in ("bfloat16", "float64")]
+    steps = [step for plan in plans for step in plan["steps"] if step["cooperative"]]
+    assert steps or name != "H200"
+    # Each kernel once, with the most blocks that it is launched with.
+    steps = list({step["code"]: step for step in sorted(steps, key=lambda step: step["blocks"])}.values())
+    for step, text in zip(steps, side_by_side(_kernels.jit_resources, steps, on["compute_capability"]), strict=True):
+        room = resident_blocks(step, text, on) * on["multiprocessors"]
+        assert step["blocks"] <= room, f"{step['plan']}: {text}"
 
 
 @sweep

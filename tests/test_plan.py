@@ -85,13 +85,12 @@ class Call:
     """What any plan of a call has to cover and to hold, worked out from the view."""
 
     def __init__(self, chosen, op, dtype):
-        self.inputs, self.element_results, self.row_results = (
-            KERNELS[op][name] for name in ("inputs", "element_results", "row_results")
-        )
+        facts = KERNELS[op]
+        self.inputs = facts["inputs"]
+        self.of_rows = facts["row_results"] + facts["row_numbers"]  # what a row has of its own
         self.bytes = jnp.dtype(dtype).itemsize
         self.out_bytes = 4 if jnp.dtype(dtype).kind in "iu" else self.bytes
-        sums = 2 if op in ("entropy", "kl_divergence") else 1
-        self.state_bytes = ceil_div((1 + sums) * max(4, self.bytes), 8) * 8
+        self.state_bytes = ceil_div((1 + facts["sums"]) * max(4, self.bytes), 8) * 8  # a pivot and sums
         self.width = 16 // self.bytes  # elements of a pack
         self.reduced, self.kept = chosen["reduced"], chosen["kept"]
         self.columns, self.rows = (math.prod(extent for extent, _ in dims) for dims in (self.reduced, self.kept))
@@ -128,26 +127,21 @@ def check_chunks(fields, steps, scratch, call):
     step = steps[-1]
     assert fields["chunks"] * fields["share"] >= call.packs_of_row(fields["boundary"])
     assert step["blocks"] * fields["teams"] >= call.rows * fields["chunks"]
-    assert fields["through_memory"] or fields["teams"] * fields["cluster"] >= fields["chunks"]
+    assert fields["teams"] * fields["cluster"] >= fields["chunks"]
     assert step["threads"] >= fields["teams"] * fields["team_threads"]
     assert step["shared_bytes"] >= fields["teams"] * fields["share"] * 16 * call.inputs
-    if fields["through_memory"]:
-        check_exchange(fields, steps[0], scratch, call)
 
 
 def check_ring(fields, steps, scratch, call):
     step = steps[-1]
     assert fields["chunks"] * fields["share"] >= call.packs_of_row(fields["boundary"])
-    assert step["blocks"] * fields["stages"] >= fields["chunks"]  # all rings together hold a row
+    # The blocks wait for one another, and all rings together hold a row.
+    assert step["cooperative"] and step["blocks"] * fields["stages"] >= fields["chunks"]
     assert call.rows * fields["chunks"] < 2**31  # tickets have 32 bits
     assert step["shared_bytes"] >= fields["stages"] * fields["share"] * 16 * call.inputs
-    check_exchange(fields, steps[0], scratch, call)
-
-
-def check_exchange(fields, clear, scratch, call):
-    """States of all chunks and a counter behind them, which are cleared before."""
+    # States of all chunks and a counter behind them, which are cleared before.
     states = call.rows * fields["chunks"] * call.state_bytes
-    assert scratch >= states + 8 and clear["blocks"] * clear["threads"] * 8 >= states + 8
+    assert scratch >= states + 8 and steps[0]["blocks"] * steps[0]["threads"] * 8 >= states + 8
 
 
 def check_twice(fields, steps, scratch, call):
@@ -192,7 +186,7 @@ def check_tile(fields, steps, scratch, call):
     states = entries * fields["matrices"] * fields["elements"] * (1 if in_pack else fold)
     if fields["in_shared"] and parts > 1:
         states = max(states, parts * rows)
-    if entries > 1 or parts > 1 or not fields["in_shared"] or call.row_results:
+    if entries > 1 or parts > 1 or not fields["in_shared"] or call.of_rows:
         assert step["shared_bytes"] >= held + (states + rows) * call.state_bytes
     assert step["shared_bytes"] >= held
     if twice and not one_block:
@@ -226,6 +220,7 @@ def check_plan(shape, axes, op, dtype, on, mask_shape=None):
         assert 1 <= step["cluster"] <= on["largest_cluster"]
         assert step["blocks"] > 0 and step["blocks"] % step["cluster"] == 0
         assert step["blocks"] < 2**31 or operand > BEYOND_MEMORY
+        assert not step["overlap"] or on["compute_capability"] >= 90  # older kernels cannot wait for the one before
     # And it covers all rows, with room for their elements and states.
     check_room = CHECKS["tile" if "fold" in chosen["fields"] else chosen["schedule"]]
     check_room(chosen["fields"], chosen["steps"], chosen["scratch_bytes"], Call(chosen, op, dtype))
@@ -234,7 +229,7 @@ def check_plan(shape, axes, op, dtype, on, mask_shape=None):
 OPERANDS = [
     *itertools.product(["bfloat16", "float32", "float64"], OPS),
     *[("int8", "softmax"), ("float8_e5m2", "log_softmax")],
-    *[("bfloat16", "entropy"), ("float32", "kl_divergence"), ("float64", "kl_divergence")],
+    *itertools.product(["bfloat16", "float64"], ROW_OPS),
 ]
 LENGTHS = {2**k + d for k in range(25) for d in (-1, 0, 1)} - {0} | {3 * 2**k for k in range(24)}
 # Some packs more than warps of threads have.
@@ -324,7 +319,7 @@ def test_a_program_has_scratch_memory_for_every_device(op, way):
 
 
 def cut(chosen):
-    """How a row is cut up; blocks of chunks may exchange what they have by other ways."""
+    """How a row is cut up, whatever number of chunks a block or a ring has."""
     fields = chosen["fields"]
     if chosen["schedule"] in ("chunks", "ring"):
         return "chunks", *(fields[name] for name in ("chunks", "share", "team_threads", "boundary"))

@@ -1,6 +1,6 @@
 // The schedule `chunks`: a row is cut into chunks of up to 16 or 18 KB of all operands together. Each is held in shared
-// memory by a team of threads. How a row is cut depends neither on how many chunks a block has nor on how blocks
-// exchange states, so neither changes a bit of the results.
+// memory by a team of threads. How a row is cut does not depend on how many chunks a block has, so that does not change
+// a bit of the results.
 #pragma once
 
 #include "device/copies.cuh"
@@ -211,7 +211,7 @@ struct ChunkOfThread {
 };
 
 // A block has kTeams neighbouring chunks of a row, and a team for each. The row's other chunks belong to the other
-// blocks of its cluster or, if states are exchanged through memory, to any other blocks.
+// blocks of its cluster.
 template <class Mem, class Plan>
 __device__ __forceinline__ void chunks(const typename Mem::Operands& operands) {
   using Op = typename Mem::Op;
@@ -221,8 +221,8 @@ __device__ __forceinline__ void chunks(const typename Mem::Operands& operands) {
   constexpr int kChunks = Plan::kPlan.chunks, kTeams = Plan::kPlan.teams, kTeamThreads = Chunk::kThreads,
                 kTeamWarps = Chunk::kWarps;
   constexpr int kChunkPacks = packs_of_chunk(Plan::kPlan, Plan::kFootprint);
-  constexpr int kBlocks = Plan::kPlan.blocks_of_row();
-  constexpr bool kClustered = Plan::kPlan.cluster > 1;
+  constexpr int kBlocks = Plan::kPlan.cluster;
+  constexpr bool kClustered = kBlocks > 1;
   extern __shared__ __align__(128) Pack shared[];
   __shared__ State warp_states[kTeams * kTeamWarps];
   __shared__ uint64_t words[kClustered ? kBlocks * kTeams * kWords : 1];
@@ -247,13 +247,7 @@ __device__ __forceinline__ void chunks(const typename Mem::Operands& operands) {
 #endif
   __syncthreads();
   State state;
-  if constexpr (Plan::kPlan.through_memory) {
-    wait_for_previous_kernel();
-    const WordsInMemory<State> exchange{operands.words + index * kChunks * kWords};
-    state = combine_over_lanes<Op, kTeamWarps>(warp_states[team * kTeamWarps + threadIdx.x % kTeamWarps]);
-    if (chunk.rank == 0 && begin + team < kChunks) exchange.publish(begin + team, state);
-    state = await_row<Op, kChunks>(exchange);
-  } else if constexpr (kClustered) {
+  if constexpr (kClustered) {
     // One warp sends the states of the block's chunks to all blocks of the cluster, this one included.
     const WordsInCluster<State> exchange{words, &received};
     if (threadIdx.x < 32) {

@@ -179,21 +179,8 @@ __device__ __forceinline__ StateOf<Op> await_row(const Words& words) {
   return combine_over_lanes<Op, 32>(state);
 }
 
-__device__ __forceinline__ void wait_for_previous_kernel() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
-__device__ __forceinline__ void let_next_kernel_start() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-
 // Prepares n words for their publishers, and the ticket counter behind them.
 __device__ __forceinline__ void clear_words(uint64_t* words, int64_t n) {
-  let_next_kernel_start();
   const int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   if (i <= n) words[i] = i < n ? kUnpublished : 0;
 }

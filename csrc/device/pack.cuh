@@ -58,8 +58,10 @@ __device__ __forceinline__ void store_16_bytes(uint64_t to, const uint32_t (&wor
 }
 
 // 32 bytes, of which an instruction writes 16. Two neighbouring lanes first write those of the even one and then those
-// of the odd one, so that each instruction writes whole sectors of the last cache: halves take it twice the time. The
-// lanes that are active together here shuffle together: nothing between the two instructions parts them.
+// of the odd one, so that each instruction writes whole sectors of the last cache: halves take it twice the time. Which
+// lanes come here together is nobody's promise. Those that are seen to shuffle together: CUDA promises that lanes that
+// are together at __activemask() are so at instructions that synchronize them. A lane without its neighbour writes
+// halves.
 __device__ __forceinline__ void store_sector(uint64_t to, const uint32_t* word) {
   const unsigned active = __activemask(), pair = 3u << (threadIdx.x % 32 & ~1u);
   const bool odd = threadIdx.x & 1;

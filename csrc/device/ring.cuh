@@ -4,7 +4,7 @@
 // The blocks take the chunks of all rows in their order, by ticket, and each chunk passes through the ring from one
 // group of warps to the next, by barriers that say:
 //
-//   one thread            takes a ticket and has its two chunks copied           full
+//   one thread            takes a ticket and has its chunks copied               full
 //   teams of warps        sum the terms                                          summed
 //   one warp              publishes the chunks' states                           complete
 //   one or two warps      wait for those of the whole row                        complete
@@ -42,8 +42,8 @@ struct RingPosition {
   }
 };
 
-// What the warps of a block do. A job is a chunk of any row: chunk c of row r is job r * kChunks + c. A ticket is for
-// two jobs, and ticket t for jobs 2 t and 2 t + 1.
+// What the warps of a block do. A job is a chunk of any row: chunk c of row r is job r * kChunks + c. Ticket t is for
+// the kTicket jobs from t * kTicket on.
 template <class Mem, class Plan>
 struct RingOfBlock {
   using Op = typename Mem::Op;
@@ -52,7 +52,7 @@ struct RingOfBlock {
   using Chunk = ChunkOfThread<Mem, Plan>;
   static constexpr Ring kPlan = Plan::kPlan;
   static constexpr int kStages = kPlan.stages, kTeamWarps = Chunk::kWarps, kWords = kStateWords<State>;
-  static constexpr unsigned kChunks = kPlan.chunks;
+  static constexpr unsigned kChunks = kPlan.chunks, kTicket = kPlan.ticket;
   static constexpr unsigned kEnd = ~0u;  // stands for a job where there are no more
   using Position = RingPosition<kStages>;
 
@@ -137,14 +137,14 @@ struct RingOfBlock {
     int jobs_of_row = 0;  // that have been taken of the latest row
     Position at;
     Position oldest;  // copy that may be under way: more than so many at once would only delay each other
-    while (2 * ticket <= last_job) {
-      const unsigned begin = 2 * ticket, end = min(begin + 1, last_job);
+    while (ticket * kTicket <= last_job) {
+      const unsigned begin = ticket * kTicket, end = min(begin + kTicket - 1, last_job);
       for (unsigned job = begin; job <= end; ++job) {
         if (job / kChunks != row) jobs_of_row = 0;
         row = job / kChunks;
         ++jobs_of_row;
       }
-      const bool ahead = jobs_of_row + 2 <= kStages;
+      const bool ahead = jobs_of_row + static_cast<int>(kTicket) <= kStages;
       unsigned next = 0;
       for (unsigned job = begin; job <= end; ++job) {
         wait_until_empty(at);
@@ -157,7 +157,7 @@ struct RingOfBlock {
         if (job == begin && ahead) next = next_ticket();
       }
       if (!ahead) {
-        for (Position free = at; free.count < at.count + 2; free.next()) wait_until_empty(free);
+        for (Position free = at; free.count < at.count + static_cast<int>(kTicket); free.next()) wait_until_empty(free);
         next = next_ticket();
       }
       ticket = next;

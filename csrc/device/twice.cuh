@@ -3,13 +3,26 @@
 // memory, are one block's each, piece after piece.
 #pragma once
 
-#include "device/exchange.cuh"
 #include "device/reduce.cuh"
 #include "device/row.cuh"
 #include "device/tile_states.cuh"
 #include "geometry/twice.h"
 
 namespace jax_softmax::device {
+
+// ---- between the launches: a launch that may overlap the one before it (Launch::overlaps) waits for it here
+
+__device__ __forceinline__ void wait_for_previous_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void let_next_kernel_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
 
 // The packs [begin, end) of a row, as a block goes over them.
 template <class Mem, class Plan>

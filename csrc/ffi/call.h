@@ -1,6 +1,7 @@
-// What the handlers of all platforms do first: read the attributes and check the buffers.
+// What the handlers of all platforms do first: read the attributes and check the buffers; and last: catch.
 #pragma once
 
+#include <exception>
 #include <string>
 #include <vector>
 
@@ -31,6 +32,19 @@ xla::ffi::Error read_call(xla::ffi::RemainingArgs args, xla::ffi::RemainingRets 
 
 // "op of an array of shape (...)", for messages.
 std::string describe(const Call& call);
+
+// The body of a handler, which returns as an error what it throws: nothing above a handler catches that, and the
+// process would end.
+template <class... Args>
+auto returning_errors(xla::ffi::Error (*body)(Args...)) {
+  return [body](Args... args) {
+    try {
+      return body(args...);
+    } catch (const std::exception& thrown) {
+      return xla::ffi::Error::Internal(std::string("jax_softmax: ") + thrown.what() + " was thrown");
+    }
+  };
+}
 
 // The handlers, as the addresses that the Python side registers with XLA.
 void* cpu_handler();

@@ -3,15 +3,13 @@
 #endif
 
 #include <algorithm>
-#include <atomic>
-#include <condition_variable>
 #include <memory>
-#include <mutex>
 #include <new>
 
 #include "core/make_view.h"
 #include "cpu/cpu.h"
 #include "ffi/call.h"
+#include "ffi/ranges.h"
 
 namespace jax_softmax {
 
@@ -24,40 +22,6 @@ constexpr int64_t kElementsPerTask = 32 << 10;
 // Ranges a thread takes in turn, so that an uneven start or a slow thread evens out.
 constexpr int64_t kRangesPerThread = 4;
 
-// A loop over [0, units) in ranges. The caller works too and waits only for ranges that somebody has begun, so that it
-// ends even if the pool, all of whose threads may be waiting like this one, never runs the tasks. Those that come late
-// find nothing left and touch nothing but this object, which they own a share of.
-class Loop {
- public:
-  Loop(int64_t units, int64_t ranges) : units_(units), ranges_(ranges), left_(ranges) {}
-
-  template <class Body>
-  void work(const Body& body) {
-    for (;;) {
-      const int64_t range = next_.fetch_add(1);
-      if (range >= ranges_) return;
-      body(units_ * range / ranges_, units_ * (range + 1) / ranges_);
-      if (left_.fetch_sub(1) == 1) {
-        const std::lock_guard<std::mutex> lock(mutex_);
-        done_.notify_one();
-      }
-    }
-  }
-
-  void wait() {
-    std::unique_lock<std::mutex> lock(mutex_);
-    done_.wait(lock, [&] { return left_.load() == 0; });
-  }
-
- private:
-  const int64_t units_;
-  const int64_t ranges_;
-  std::atomic<int64_t> next_{0};
-  std::atomic<int64_t> left_;
-  std::mutex mutex_;
-  std::condition_variable done_;
-};
-
 // Asks for huge pages under a large result. Its memory is most often new, and to be given it 4 KB at a time takes
 // longer than the softmax. Advice only: whether it is taken makes no difference to the contents.
 void advise_huge_pages(void* data, size_t bytes) {
@@ -68,6 +32,11 @@ void advise_huge_pages(void* data, size_t bytes) {
   if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
 #endif
 }
+
+constexpr std::align_val_t kScratchAlignment{cpu::kScratchAlignment};
+struct FreesScratch {
+  void operator()(void* scratch) const { ::operator delete(scratch, kScratchAlignment); }
+};
 
 ffi::Error run(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary attributes) {
   Call call;
@@ -103,29 +72,24 @@ ffi::Error run(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets
   const int64_t threads = std::max<int64_t>(1, pool.num_threads());
   const cpu::Work work = variant.work(call.op, call.in, out, view, operands, threads);
   const int64_t ranges = std::min({work.units, elements / kElementsPerTask, threads * kRangesPerThread});
-  constexpr std::align_val_t kAlignment{cpu::kScratchAlignment};
-  void* const scratch = work.scratch_bytes > 0 ? ::operator new(work.scratch_bytes, kAlignment) : nullptr;
+  const std::unique_ptr<void, FreesScratch> scratch(
+      work.scratch_bytes > 0 ? ::operator new(work.scratch_bytes, kScratchAlignment) : nullptr);
   for (int phase = 0; phase < (scratch ? 2 : 1); ++phase) {
-    const auto body = [&variant, op = call.op, in = call.in, out, view, operands, scratch, phase](int64_t begin,
-                                                                                                  int64_t end) {
+    const auto body = [&variant, op = call.op, in = call.in, out, view, operands, scratch = scratch.get(), phase](
+                          int64_t begin, int64_t end) {
       variant.run(op, in, out, view, operands, scratch, phase == 1, begin, end);
     };
     if (threads == 1 || ranges < 2) {
       body(0, work.units);
-      continue;
+    } else {
+      for_ranges(pool, threads, work.units, ranges, body);
     }
-    const auto loop = std::make_shared<Loop>(work.units, ranges);
-    for (int64_t i = 1; i < std::min(threads, ranges); ++i) {
-      pool.Schedule([loop, body] { loop->work(body); });
-    }
-    loop->work(body);
-    loop->wait();
   }
-  ::operator delete(scratch, kAlignment);
   return ffi::Error::Success();
 }
 
-XLA_FFI_DEFINE_HANDLER(kHandler, run, ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().RemainingArgs().RemainingRets().Attrs());
+XLA_FFI_DEFINE_HANDLER(kHandler, returning_errors(run),
+                       ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().RemainingArgs().RemainingRets().Attrs());
 
 }  // namespace
 

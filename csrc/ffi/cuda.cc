@@ -178,7 +178,7 @@ ffi::Error execute(jit::CUstream stream, int32_t ordinal, ffi::RemainingArgs arg
   return ffi::Error::Success();
 }
 
-XLA_FFI_DEFINE_HANDLER(kInitialize, initialize,
+XLA_FFI_DEFINE_HANDLER(kInitialize, returning_errors(initialize),
                        ffi::Ffi::Bind<ffi::ExecutionStage::kInitialize>()
                            .Ctx<ffi::DeviceOrdinal>()
                            .RemainingArgs()
@@ -186,7 +186,7 @@ XLA_FFI_DEFINE_HANDLER(kInitialize, initialize,
                            .Attrs());
 
 // The same operands always lead to the same launches, so XLA may record them into a CUDA graph.
-XLA_FFI_DEFINE_HANDLER(kExecute, execute,
+XLA_FFI_DEFINE_HANDLER(kExecute, returning_errors(execute),
                        ffi::Ffi::Bind()
                            .Ctx<ffi::PlatformStream<jit::CUstream>>()
                            .Ctx<ffi::DeviceOrdinal>()

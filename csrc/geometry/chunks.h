@@ -7,21 +7,19 @@ namespace jax_softmax {
 
 // A row in the shared memory of blocks, chunk by chunk.
 struct Chunks {
-  int chunks;           // of a row
-  int share;            // packs of each operand in one
-  int team_threads;     // that have one
-  int teams;            // of a block
-  int cluster;          // blocks of a cluster
-  bool through_memory;  // whether blocks exchange states through memory, so that they need not be a cluster
-  int boundary;         // as of Registers
+  int chunks;        // of a row
+  int share;         // packs of each operand in one
+  int team_threads;  // that have one
+  int teams;         // of a block
+  int cluster;       // blocks of a cluster, which has a row
+  int boundary;      // as of Registers
 
   template <class F>
   constexpr void each(F f) const {
     f("chunks", chunks), f("share", share), f("team_threads", team_threads), f("teams", teams), f("cluster", cluster);
-    f("through_memory", through_memory), f("boundary", boundary);
+    f("boundary", boundary);
   }
   constexpr int threads() const { return teams * team_threads; }
-  constexpr int blocks_of_row() const { return static_cast<int>(ceil_div(chunks, teams)); }
 };
 
 // The same chunks, passing through rings in the shared memory of blocks that stay.
@@ -33,12 +31,14 @@ struct Ring {
   int summers, writers;  // teams
   int waiters;           // warps
   int copies;            // chunks that are copied at once
+  int ticket;            // chunks that a block takes at once
   int boundary;          // as of Registers
 
   template <class F>
   constexpr void each(F f) const {
     f("chunks", chunks), f("share", share), f("team_threads", team_threads), f("stages", stages);
-    f("summers", summers), f("writers", writers), f("waiters", waiters), f("copies", copies), f("boundary", boundary);
+    f("summers", summers), f("writers", writers), f("waiters", waiters), f("copies", copies), f("ticket", ticket);
+    f("boundary", boundary);
   }
   // Warps, in this order: teams that sum, teams that write, one that copies, one that publishes, and those that wait.
   constexpr int summing_warps() const { return summers * team_threads / 32; }
@@ -60,9 +60,8 @@ constexpr int64_t shared_bytes_of(const Ring& plan, const Footprint& footprint) 
   return plan.stages * packs_of_chunk(plan, footprint) * kPackBytes;
 }
 
-// Memory for the states of the chunks of so many rows, in words of 8 bytes, as well as the counter behind them.
-template <class Plan>
-constexpr int64_t words_of(const Plan& plan, int64_t rows, const Footprint& footprint) {
+// Memory for the states of the chunks of so many rows, in words of 8 bytes, but for the counter behind them.
+constexpr int64_t words_of(const Ring& plan, int64_t rows, const Footprint& footprint) {
   return rows * plan.chunks * (footprint.state_bytes / 8);
 }
 

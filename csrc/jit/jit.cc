@@ -30,12 +30,13 @@ namespace {
 
 class Gate {
  public:
-  void enter() {
+  // A compile is under way, from the one to the other: as std::shared_lock calls them.
+  void lock_shared() {
     std::unique_lock lock(mutex_);
     changed_.wait(lock, [&] { return forking_ == 0; });
     ++inside_;
   }
-  void leave() {
+  void unlock_shared() {
     const std::lock_guard lock(mutex_);
     --inside_;
     changed_.notify_all();
@@ -78,7 +79,7 @@ struct Entry {
   int compute_capability;
 
   std::mutex mutex;
-  std::condition_variable made;
+  std::condition_variable ended;  // making it
   enum { kNew, kMaking, kMade } state = kNew;
   Result<std::string> binary = std::string();  // once made
 
@@ -120,11 +121,8 @@ void in_forked_child() {
 }
 
 Result<Nvrtc::Compiled> compile(const Nvrtc& nvrtc, const Source& source, const std::vector<std::string>& options) {
-  Gate& g = *gate;
-  g.enter();
-  Result<Nvrtc::Compiled> compiled = nvrtc.compile(source, options);
-  g.leave();
-  return compiled;
+  const std::shared_lock<Gate> under_way(*gate);
+  return nvrtc.compile(source, options);
 }
 
 Result<std::string> read_or_compile(State& s, const Entry& entry) {
@@ -171,18 +169,29 @@ void make(State& s, Entry& entry) {
     if (entry.state != Entry::kNew) return;
     entry.state = Entry::kMaking;
   }
-  Result<std::string> binary = read_or_compile(s, entry);
-  const std::lock_guard lock(entry.mutex);
-  entry.binary = std::move(binary);
-  entry.state = Entry::kMade;
-  entry.made.notify_all();
+  const auto end = [&](auto state) {
+    entry.state = state;
+    entry.ended.notify_all();
+  };
+  try {
+    Result<std::string> binary = read_or_compile(s, entry);
+    const std::lock_guard lock(entry.mutex);
+    entry.binary = std::move(binary);
+    end(Entry::kMade);
+  } catch (...) {  // no memory, say: the next one tries again
+    const std::lock_guard lock(entry.mutex);
+    end(Entry::kNew);
+    throw;
+  }
 }
 
 const Result<std::string>& made(State& s, Entry& entry) {
-  make(s, entry);
-  std::unique_lock lock(entry.mutex);
-  entry.made.wait(lock, [&] { return entry.state == Entry::kMade; });
-  return entry.binary;
+  for (;;) {
+    make(s, entry);
+    std::unique_lock lock(entry.mutex);
+    entry.ended.wait(lock, [&] { return entry.state != Entry::kMaking; });
+    if (entry.state == Entry::kMade) return entry.binary;
+  }
 }
 
 void work(State& s) {
@@ -198,7 +207,11 @@ void work(State& s) {
       entry = s.queue.front();
       s.queue.pop_front();
     }
-    make(s, *entry);
+    try {
+      make(s, *entry);
+    } catch (const std::exception&) {
+      // Whoever needs the kernel makes it, and sees what is thrown.
+    }
   }
 }
 
@@ -407,8 +420,13 @@ Error launch(const Kernel& kernel, const Launch& launch, CUstream stream, const 
   void* arguments[] = {const_cast<void*>(argument)};
   const Driver& d = driver().value;
   // A CUkernel may stand where a CUfunction is asked for: the stream's context then says which.
-  return d.check(d.cuLaunchKernelEx(&config, reinterpret_cast<CUfunction>(kernel.handle), arguments, nullptr),
-                 "cuLaunchKernelEx");
+  Error error = d.check(d.cuLaunchKernelEx(&config, reinterpret_cast<CUfunction>(kernel.handle), arguments, nullptr),
+                        "cuLaunchKernelEx");
+  if (error && launch.cooperative) {
+    error.message += "; " + std::to_string(launch.blocks) +
+                     " blocks that wait for one another must all fit at once into what this process may use of the GPU";
+  }
+  return error;
 }
 
 Result<Facts> facts() {

@@ -110,6 +110,11 @@ Result<Nvrtc::Compiled> Nvrtc::compile(const Source& source, const std::vector<s
       nvrtcCreateProgram(&program, source.code.c_str(), "kernel.cu", kHeaders, kHeaderTexts, kHeaderNames);
   if (status != 0) return Error{std::string("NVRTC: ") + nvrtcGetErrorString(status)};
 
+  struct Destroyed {
+    const Nvrtc& nvrtc;
+    nvrtcProgram program;
+    ~Destroyed() { nvrtc.nvrtcDestroyProgram(&program); }
+  } const destroyed{*this, program};
   std::vector<const char*> words;
   for (const std::string& option : options) words.push_back(option.c_str());
   status = nvrtcCompileProgram(program, static_cast<int>(words.size()), words.data());
@@ -128,7 +133,6 @@ Result<Nvrtc::Compiled> Nvrtc::compile(const Source& source, const std::vector<s
   }
   std::string log = get(nvrtcGetProgramLogSize, nvrtcGetProgramLog);
   if (!log.empty() && log.back() == '\0') log.pop_back();
-  nvrtcDestroyProgram(&program);
   if (!binary.empty()) return Compiled{std::move(binary), std::move(log)};
 
   const std::string file = save(source);

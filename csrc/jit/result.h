@@ -1,4 +1,4 @@
-// Errors as values: nothing here throws, and nothing aborts the process that loaded us.
+// Errors as values: nothing here throws but where there is no memory, and nothing aborts the process that loaded us.
 #pragma once
 
 #include <string>

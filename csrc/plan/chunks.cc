@@ -12,9 +12,6 @@ constexpr int team_threads(int inputs, bool edges) { return edges ? 128 / inputs
 constexpr int thread_packs(int inputs, bool edges) { return edges ? 9 : 8 / inputs; }
 constexpr int room(int inputs, bool edges) { return team_threads(inputs, edges) * thread_packs(inputs, edges); }
 
-// Up to so many chunks for each multiprocessor are spread one to a block. All of these blocks run at once, so that they
-// may wait for one another.
-constexpr int kFewChunks = 8;
 // Fewer chunks than multiprocessors, of a row that a small cluster can hold, leave room for one to a multiprocessor.
 constexpr int kSmallCluster = 8;
 // Chunks of one operand up to which a larger room is worth the edges' cost.
@@ -30,10 +27,6 @@ int registers_of(const Problem& problem, bool edges) {
 }
 
 }  // namespace
-
-bool Cut::few(const Problem& problem, const Device& device) const {
-  return problem.view.rows * chunks <= static_cast<int64_t>(kFewChunks) * device.multiprocessors;
-}
 
 std::optional<Cut> cut(const Problem& problem, const Device& device) {
   if (!problem.view.minor_reduced) return {};
@@ -68,8 +61,7 @@ std::optional<Chunks> plan_chunks(const Problem& problem, const Device& device) 
   const std::optional<Cut> cut = jax_softmax::cut(problem, device);
   if (!cut) return {};
   const int inputs = problem.cost.inputs;
-  const bool clusters = device.largest_cluster > 1, ring = fits_ring(*cut, problem, device);
-  const bool few = cut->few(problem, device);
+  const bool clusters = device.largest_cluster > 1;
   const int64_t shared = device.shared_memory_per_block - kSharedBytesBeside;
   Chunks plan{};
   plan.chunks = static_cast<int>(cut->chunks);
@@ -86,23 +78,13 @@ std::optional<Chunks> plan_chunks(const Problem& problem, const Device& device) 
     plan.cluster = static_cast<int>(blocks);
     return true;
   };
-  const int few_blocks = std::min(kSmallCluster, device.largest_cluster);
-  // However many rows there are, they are cut into the same chunks, or all of them are read twice.
-  const bool chunked = ring || inputs == 2 || cut->chunks <= device.largest_cluster ||
-                       cut->chunks <= std::min<int64_t>(kMostTeams, shared / cut->bytes);
   const bool spread_out = problem.view.rows * cut->chunks <= device.multiprocessors;
-  if (clusters && chunked && spread_out && spread(1, few_blocks)) return plan;
+  if (clusters && spread_out && spread(1, std::min(kSmallCluster, device.largest_cluster))) return plan;
   if (spread(kMostTeams, 1)) return plan;
-  if (clusters && inputs == 1 && !(few && ring) && spread(1, device.largest_cluster)) return plan;
-  if (clusters && inputs == 2 && spread(kMostTeams, few && ring ? few_blocks : device.largest_cluster)) return plan;
+  if (clusters && spread(inputs == 1 ? 1 : kMostTeams, device.largest_cluster)) return plan;
   // Rings copy run by run, which takes them long.
   if (clusters && problem.view.reduced.size > 1 &&
       (spread(kMostTeams / 2, device.largest_cluster) || spread(kMostTeams, device.largest_cluster))) {
-    return plan;
-  }
-  if (few && ring) {
-    plan.teams = plan.cluster = 1;
-    plan.through_memory = true;
     return plan;
   }
   return {};
@@ -110,13 +92,12 @@ std::optional<Chunks> plan_chunks(const Problem& problem, const Device& device) 
 
 Launch launch_of(const Chunks& plan, const Problem& problem) {
   Launch launch{};
-  launch.blocks = problem.view.rows * plan.blocks_of_row();
+  launch.blocks = problem.view.rows * plan.cluster;
   launch.threads = plan.threads();
   launch.cluster = plan.cluster;
   launch.shared_bytes = shared_bytes_of(plan, problem.footprint());
   const bool edges = plan.boundary > 0 || plan.team_threads != team_threads(problem.cost.inputs, false);
   launch.resident = 65536 / (registers_of(problem, edges) * launch.threads);
-  launch.overlaps = plan.through_memory;
   return launch;
 }
 

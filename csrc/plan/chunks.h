@@ -15,17 +15,11 @@ struct Cut {
   int team_threads;  // that have one
   int boundary;
   int64_t bytes;  // of all operands in a chunk
-
-  // Whether few chunks in all are to be spread over the chip, so that a call ends sooner than a ring fills.
-  bool few(const Problem& problem, const Device& device) const;
 };
 
 // Nothing if a row has too many.
 std::optional<Cut> cut(const Problem& problem, const Device& device);
 
-// Whether a ring on the device holds a row.
-bool fits_ring(const Cut& cut, const Problem& problem, const Device& device);
 Launch launch_of(const Chunks& plan, const Problem& problem);
-int64_t stages_of(const Cut& cut, const Device& device);
 
 }  // namespace jax_softmax

@@ -79,10 +79,8 @@ bool faster_than_xla(const Plan& plan, const Problem& problem) {
 int64_t scratch_bytes(const Plan& plan, const Problem& problem) {
   const View& view = problem.view;
   const Footprint footprint = problem.footprint();
-  const auto exchanged = [&](const auto& p) { return (words_of(p, view.rows, footprint) + 1) * 8; };  // and a counter
   return std::visit(Overloaded{
-                        [&](const Chunks& p) { return p.through_memory ? exchanged(p) : 0; },
-                        [&](const Ring& p) { return exchanged(p); },
+                        [&](const Ring& p) { return (words_of(p, view.rows, footprint) + 1) * 8; },  // and a counter
                         [&](const Twice& p) { return view.rows * p.pieces * footprint.state_bytes; },
                         [&](const TwiceTile& p) {
                           const TileGeometry g = geometry_of(view, p.tile, footprint);
@@ -97,14 +95,10 @@ std::vector<Step> steps_of(const Plan& plan, const Problem& problem, const Devic
   const View& view = problem.view;
   const int64_t rows = view.rows;
   const Footprint footprint = problem.footprint();
-  const auto cleared = [&](int64_t words, Step step) {
-    constexpr int kThreads = 256;
-    return std::vector<Step>{{"clear_words", {words / kThreads + 1, kThreads}, words}, step};
-  };
   const auto combined = [&](int64_t states_of, const Combining& combining, Launch sum, Launch finish,
                             const char* summing, const char* finishing) {
     Launch combine{ceil_div(states_of, combining.rows_of_block()), Combining::kThreads};
-    combine.overlaps = finish.overlaps = true;
+    combine.overlaps = finish.overlaps = device.compute_capability >= 90;
     std::vector<Step> steps{{summing, sum, rows}, {"combine_pieces", combine, states_of}};
     if (problem.cost.element_results) steps.push_back({finishing, finish, rows});
     return steps;
@@ -119,16 +113,15 @@ std::vector<Step> steps_of(const Plan& plan, const Problem& problem, const Devic
             launch.shared_bytes = geometry_of(view, p, footprint).shared_bytes;
             return {{"staged", launch, rows}};
           },
-          [&](const Chunks& p) -> std::vector<Step> {
-            const Step step{"chunks", launch_of(p, problem), rows};
-            return p.through_memory ? cleared(words_of(p, rows, footprint), step) : std::vector<Step>{step};
-          },
-          [&](const Ring& p) {
-            Launch launch{device.multiprocessors, p.threads()};
+          [&](const Chunks& p) -> std::vector<Step> { return {{"chunks", launch_of(p, problem), rows}}; },
+          [&](const Ring& p) -> std::vector<Step> {
+            constexpr int kClearing = 256;  // threads
+            const int64_t words = words_of(p, rows, footprint);
+            Launch launch{std::min<int64_t>(device.multiprocessors, ceil_div(rows * p.chunks, p.ticket)), p.threads()};
             launch.shared_bytes = shared_bytes_of(p, footprint);
             launch.resident = 1;
             launch.cooperative = true;
-            return cleared(words_of(p, rows, footprint), {"ring", launch, rows});
+            return {{"clear_words", {words / kClearing + 1, kClearing}, words}, {"ring", launch, rows}};
           },
           [&](const Tile& p) -> std::vector<Step> { return {{"tile", launch_of(p, problem, device), rows}}; },
           [&](const Twice& p) -> std::vector<Step> {

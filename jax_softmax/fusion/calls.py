@@ -9,6 +9,7 @@ from jax.interpreters import mlir
 from jax_softmax import _kernels
 from jax_softmax.fusion import expressions, places
 from jax_softmax.fusion.expressions import Expressions
+from jax_softmax.fusion.graph import bytes_of
 from jax_softmax.fusion.groups import Group
 from jax_softmax.fusion.kernels import Kernel, ReadBeside, kernel_p
 from jax_softmax.primitives import reference
@@ -21,13 +22,18 @@ class Arrangement(NamedTuple):
     order: tuple[int, ...]  # of these factors, as the kernel has them
     shape: tuple[int, ...]  # of the kernel's operand: extents, and 1 where it broadcasts
 
+    @property
+    def is_view(self) -> bool:
+        """Whether nothing is moved in memory."""
+        return self.order == tuple(range(len(self.order)))
+
     def operand(self, a):
-        if self.order != tuple(range(len(self.order))):
+        if not self.is_view:
             a = jnp.transpose(jnp.reshape(a, self.extents), self.order)
         return jnp.reshape(a, self.shape)
 
     def result(self, a, shape):
-        if self.order != tuple(range(len(self.order))):
+        if not self.is_view:
             back = [self.order.index(k) for k in range(len(self.order))]
             a = jnp.transpose(jnp.reshape(a, [self.extents[k] for k in self.order]), back)
         return jnp.reshape(a, shape)
@@ -44,16 +50,18 @@ class Result(NamedTuple):
 class KernelCall(NamedTuple):
     kernel: Kernel
     operands: tuple[Arrangement, ...]
-    results: tuple[Result, ...]
-    row_shapes: tuple[tuple[int, ...], ...]  # of the program's variables
+    results: tuple[Result, ...]  # those for elements, then those for rows
+
+    def moved(self, reads, made) -> list:
+        """Of the variables that it reads and makes, those whose elements XLA has to put into another order."""
+        arrangements = [*self.operands, *(result.arrangement for result in self.results)]
+        return [v for v, how in zip([*reads, *made], arrangements, strict=True) if not how.is_view]
 
     def __call__(self, *arrays):
         found = kernel_p.bind(
             *(how.operand(a) for how, a in zip(self.operands, arrays, strict=True)), kernel=self.kernel
         )
-        elements = [result.arrangement.result(found[result.index], result.shape) for result in self.results]
-        of_rows = zip(found[len(self.kernel.dtypes) :], self.row_shapes, strict=True)
-        return [*elements, *(jnp.reshape(row, shape) for row, shape in of_rows)]
+        return [result.arrangement.result(found[result.index], result.shape) for result in self.results]
 
 
 class NotFolded(Exception):
@@ -71,15 +79,15 @@ def call_of(group: Group, written, read_outside) -> tuple[KernelCall, list, list
     read = Expressions(names)
     load = [read.of(a, group.place, before) for a, before in zip(group.operands, group.before, strict=True)]
     stored = _Stored(group, written, read.sides)
-    factors = places.factors_of(group.place)
+    arrays = [(side.variable, side.place) for side in read.sides if side.factor is None]
+    factors = _in_memory_order(group, [*own, *arrays, *((v, group.places_after[v]) for v in written)])
     if len(factors) > _kernels.MAX_DIMS:
         raise NotFolded("its operands have too many dimensions")
     shape = tuple(factor.extent for factor in factors)
-    arrays = [(side.variable, side.place) for side in read.sides if side.factor is None]
     for a, _ in arrays:
         if a.aval.dtype.name not in expressions.READABLE:
             raise NotFolded(f"{a.aval.dtype}")
-    arrangements = [_arrangement(a, place, factors) for a, place in (*own, *arrays)]
+    arrangements = [_arrangement(place, factors) for _, place in (*own, *arrays)]
     mask_shape, of_rows = None, list(group.of_rows)
     for a in of_rows:
         how = _of_rows(a, group, factors)
@@ -102,11 +110,14 @@ def call_of(group: Group, written, read_outside) -> tuple[KernelCall, list, list
         in_place=None,
     )
     _check_there_is(kernel)
-    results = (
-        Result(k, _arrangement(v, group.places_after[v], factors), v.aval.shape)
+    results = [
+        Result(k, _arrangement(group.places_after[v], factors), v.aval.shape)
         for v, k in zip(written, stored.indices, strict=True)
-    )
-    call = KernelCall(kernel, tuple(arrangements), tuple(results), tuple(v.aval.shape for v in group.row_results))
+    ]
+    of_rows_place = [[] if d in group.axes else dim for d, dim in enumerate(group.place)]
+    for k, v in enumerate(group.row_results, len(kernel.dtypes)):
+        results.append(Result(k, _arrangement(of_rows_place, factors), v.aval.shape))
+    call = KernelCall(kernel, tuple(arrangements), tuple(results))
     reads = [*(a for a, _ in own), *(a for a, _ in arrays), *of_rows]
     dead = (k for k, (a, _) in enumerate(own) if reads.count(a) == 1 and _ends_here(a, group, read_outside))
     in_place = next((k for k in dead if _fits(call, k)), None)
@@ -144,7 +155,7 @@ class _Stored:
 def _read_beside(side, factors):
     shape = tuple(factor.extent for factor in factors)
     if side.factor is None:
-        return ReadBeside(_arrangement(side.variable, side.place, factors).shape, side.variable.aval.dtype.name)
+        return ReadBeside(_arrangement(side.place, factors).shape, side.variable.aval.dtype.name)
     along = next(k for k, factor in enumerate(factors) if factor is side.factor)
     return ReadBeside(tuple(n if k == along else 1 for k, n in enumerate(shape)), "index", along)
 
@@ -165,8 +176,7 @@ def _fits(call, k):
     """Whether the first result lies as an operand does, in the same dtype."""
     if not call.results or call.kernel.dtypes[0] != call.kernel.dtype:
         return False
-    orders = [call.operands[k].order, *(result.arrangement.order for result in call.results if result.index == 0)]
-    return all(order == tuple(range(len(order))) for order in orders)
+    return call.operands[k].is_view and all(r.arrangement.is_view for r in call.results if r.index == 0)
 
 
 def _own_operands(group):
@@ -208,7 +218,7 @@ def _whole_leaves(a, place, before):
     return leaves
 
 
-def _arrangement(a, place, factors):
+def _arrangement(place, factors):
     own = places.factors_of(place)
     position = {id(factor): k for k, factor in enumerate(factors)}
     order = tuple(sorted(range(len(own)), key=lambda k: position[id(own[k])]))
@@ -221,8 +231,19 @@ def _of_rows(a, group, factors):
     """Of numbers and labels of rows, and masks: of x's dimensions, or its last ones, some with extent 1."""
     shape, x = a.aval.shape, group.x.aval.shape
     along = {d for d, n in enumerate(shape, len(x) - len(shape)) if n > 1}
-    kept = tuple(factor.extent if factor.dim in along else 1 for factor in factors)
-    return Arrangement(kept, tuple(range(len(kept))), kept)
+    return _arrangement([dim if d in along else [] for d, dim in enumerate(group.place)], factors)
+
+
+def _in_memory_order(group, arrays):
+    """The factors of the kernel's dimensions, in the order in which most of the bytes lie in memory."""
+    own = places.factors_of(group.place)
+    orders = [(a, places.factors_of(place)) for a, place in arrays]
+    whole = [(a, order) for a, order in orders if len(order) == len(own)]
+
+    def moved(order):
+        return sum(bytes_of(a) for a, other in whole if other != order)
+
+    return min([own, *(order for _, order in whole)], key=moved)
 
 
 # ---- The primitives that rewritten programs hold.

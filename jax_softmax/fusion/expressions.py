@@ -87,9 +87,7 @@ class Operation(NamedTuple):
     @property
     def is_free(self) -> bool:
         """Whether XLA's result has the same bits wherever XLA makes it, without `rounded`."""
-        if self.rounds_to or self.is_function or self.name in ("one_minus_square", "reduce_precision"):
-            return False
-        return self.name not in ("mul", "div") or self.dtype == "int32" or self._is_exact()
+        return self.rounds_to is None and not self.is_function and self.name != "reduce_precision"
 
 
 class Expression(NamedTuple):
@@ -130,31 +128,26 @@ def done(operation: Operation, operands) -> jax.Array:
     if operation.name == "convert_element_type":
         result = rounded(operands[0].astype(jnp.float32), operation.rounds_to) if operation.rounds_to else operands[0]
         return result.astype(operation.dtype)
-    if operation.rounds_to or operation.name in ("mul", "div"):
+    if operation.rounds_to:
         operands = [a.astype(jnp.float32) if a.dtype.name in ROUNDED else a for a in operands]
     if operation.name == "one_minus_square":
-        result = 1 - rounded(operands[0] * operands[0], "float32")
+        result = 1 - operands[0] * operands[0]
     elif operation.name == "div" and (inverse := operation.inverse()) is not None:
         result = operands[0] * inverse
     else:
         params = dict(operation.params)
         result = getattr(jax.lax, _NAMES_IN_LAX.get(operation.name, operation.name))(*operands, **params)
-    if operation.rounds_to or (operation.name in ("mul", "div") and result.dtype == jnp.float32):
-        result = rounded(result, operation.rounds_to or "float32")
+    result = rounded(result, operation.rounds_to) if operation.rounds_to else result
     return result.astype(operation.dtype)
 
 
 def rounded(x: jax.Array, dtype: str) -> jax.Array:
-    """float32 numbers as a dtype holds them. XLA may leave out a cast to 16 bits and back, and may make a product and
-    the sum that follows it in one operation, without rounding between them; it does neither across what stands here."""
+    """float32 numbers as a dtype of 16 bits holds them. XLA may leave out a cast to 16 bits and back, but not this."""
     if dtype == "bfloat16":
         return jax.lax.reduce_precision(x, 8, 7)
-    if dtype == "float16":
-        # reduce_precision takes subnormal numbers for 0. They are multiples of 2^-24, as float32 from 0.5 to 1 are.
-        is_small = jnp.abs(x) < 2.0**-14
-        small = jnp.copysign((jnp.abs(x) + 0.5) - 0.5, x)
-        return jnp.where(is_small, small, jax.lax.reduce_precision(x, 5, 10))
-    return jnp.copysign(jnp.abs(x), x)
+    # reduce_precision takes float16's subnormal numbers for 0: the multiples of 2^-24 below 2^-14.
+    subnormal = jax.lax.round(x * 2.0**24, jax.lax.RoundingMethod.TO_NEAREST_EVEN) * 2.0**-24
+    return jnp.where(jnp.abs(x) < 2.0**-14, subnormal, jax.lax.reduce_precision(x, 5, 10))
 
 
 # ---- Equations as operations

@@ -79,11 +79,13 @@ class Graph:
         return Graph(sorted_by_need(equations), new(self.outputs))
 
 
-def graph_of(jaxpr, differentiated=True) -> Graph:
-    """The graph of a jaxpr; one that will be differentiated keeps calls that JAX treats in their own way then."""
+def graph_of(jaxpr, differentiated=True, platform=None) -> Graph:
+    """The graph of a jaxpr; one that will be differentiated keeps calls that JAX treats in their own way then. Where
+    the platform is known, what depends on it is what it is there."""
     equations: list[Equation] = []
     variables = {v: v for v in (*jaxpr.constvars, *jaxpr.invars)}
-    outputs = _inline(jaxpr, variables, None, _ALL_CALLS if differentiated else _CALLS, equations)
+    calls = _ALL_CALLS if differentiated else _CALLS
+    outputs = _inline(jaxpr, variables, None, lambda eqn: _callee(eqn, calls, platform), equations)
     return Graph(equations, outputs)
 
 
@@ -192,8 +194,11 @@ def with_jaxprs(params, function):
     return {name: replaced(value) for name, value in params.items()}
 
 
-def _inline(jaxpr, variables, caller, calls, equations):
-    """Appends the equations of a jaxpr, in terms of these variables, and returns its results."""
+def _inline(jaxpr, variables, caller, callee_of, equations):
+    """Appends the equations of a jaxpr, in terms of these variables, and returns its results.
+
+    `callee_of(eqn)`: the jaxpr that stands in an equation's place, or None.
+    """
 
     def read(atom):
         if not isinstance(atom, Literal):
@@ -202,12 +207,12 @@ def _inline(jaxpr, variables, caller, calls, equations):
 
     for eqn in jaxpr.eqns:
         inputs = [read(a) for a in eqn.invars]
-        callee = _callee(eqn, calls)
+        callee = callee_of(eqn)
         if callee is not None:
             inner, values = opened(callee)
             known = {v: Literal(value, v.aval) for v, value in zip(inner.constvars, values, strict=True)}
-            known |= zip(inner.invars, inputs, strict=True)
-            outputs = _inline(inner, known, _within(eqn, caller), calls, equations)
+            known |= zip(inner.invars, inputs[len(inputs) - len(inner.invars) :], strict=True)  # a branch has no index
+            outputs = _inline(inner, known, _within(eqn, caller), callee_of, equations)
             variables.update(zip(eqn.outvars, outputs, strict=True))
             continue
         outputs = eqn.outvars if caller is None else [type(v)(v.aval) for v in eqn.outvars]
@@ -238,8 +243,15 @@ def barrier(inputs, outputs):
     return eqn.replace(invars=inputs, outvars=outputs)
 
 
-def _callee(eqn, calls):
-    """The jaxpr of a call that says nothing else: no sharding, no layout, no arrays that are constants."""
+def _callee(eqn, calls, platform):
+    """The jaxpr of a call that says nothing else: no sharding, no layout, no arrays that are constants. Or the branch
+    of `jax.lax.platform_dependent` for the platform."""
+    if platform is not None and eqn.primitive.name == "cond" and eqn.params.get("branches_platforms"):
+        of_branches = eqn.params["branches_platforms"]
+        branch = next((k for k, names in enumerate(of_branches) if names is None or platform in names), None)
+        if branch is None or any(map(np.ndim, opened(eqn.params["branches"][branch])[1])):
+            return None
+        return eqn.params["branches"][branch]
     if eqn.primitive.name not in calls or eqn.effects:
         return None
     if eqn.primitive.name in _CHECKPOINTS and eqn.params["prevent_cse"] is not False:  # XLA would not undo it

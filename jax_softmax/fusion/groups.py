@@ -96,7 +96,7 @@ class Group:
         maker = self.graph.maker.get(a)
         if maker is None or maker is self.equation or maker in self.inside or not expressions.prints(maker):
             return read
-        if a in self._kept:
+        if a in self._kept or self._is_view_of_another(maker):
             return read
         inputs = places.inputs_of(maker, place)
         if inputs is None:
@@ -114,6 +114,11 @@ class Group:
         if made.cost <= read.cost and len(made.equations) <= _MOST_EQUATIONS:
             known[key] = made
         return known[key]
+
+    def _is_view_of_another(self, equation):
+        """Whether another operator's kernel can write its result as this view."""
+        source = self.graph.maker.get(equation.inputs[0]) if expressions.is_view(equation) else None
+        return source is not None and source.name in PRIMITIVES and source.outputs[0] is equation.inputs[0]
 
     def cost_of_reading(self, variable, stands) -> float:
         """The bytes of reading what a variable is made of."""
@@ -206,11 +211,16 @@ class Group:
 
 
 _REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min", "argmax", "argmin", "reduce_and", "reduce_or")
+_MOVES = ("slice", "dynamic_slice", "pad", "concatenate", "rev")
 
 
 def is_loop(equation):
     """Whether XLA makes it in a loop over elements, which it merges with those of operands."""
-    return expressions.prints(equation) or equation.name in _REDUCTIONS
+    return expressions.prints(equation) or equation.name in _REDUCTIONS or equation.name in _MOVES
+
+
+def is_reduction(equation):
+    return equation.name in _REDUCTIONS
 
 
 def may_fold(equation):
@@ -326,10 +336,10 @@ class Groups:
         """The equations and groups that the results need, as they were found last."""
         return self._executed
 
-    def read_by_xla(self, variable) -> bool:
-        """Whether an equation outside of groups reads a variable."""
+    def readers_in_xla(self, variable):
+        """The equations outside of groups that read a variable."""
         readers = self.graph.readers.get(variable, ())
-        return any(reader in self._executed and self.owner.get(reader) is None for reader in readers)
+        return [reader for reader in readers if reader in self._executed and self.owner.get(reader) is None]
 
     def read_outside(self, variable, group):
         """The equations and groups that read a variable, other than this group; None for the program's results."""

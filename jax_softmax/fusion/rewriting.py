@@ -39,7 +39,7 @@ class Line(NamedTuple):
 def rewritten(jaxpr, report=None, where=""):
     """The jaxpr with its groups as calls of kernels. Appends a line for each call of an operator to `report`."""
     report = [] if report is None else report
-    graph = graph_of(jaxpr)
+    graph = graph_of(jaxpr, platform="cuda")
     changed = False
     for equation in graph.equations:
         if equation.name in _REGIONS:
@@ -65,22 +65,26 @@ def _decided(graph, report, where):
             line = _line(group, groups, where)
             try:
                 call, reads, made = call_of(group, written, groups.read_outside)
-                traffic = traffic_of(group, list(dict.fromkeys(variables_of(reads))), written, groups)
-                line = line._replace(traffic=traffic)
-                if not traffic.kernel_wins or call.kernel.scratch_bytes() is None:
-                    by_xla.add(group.equation)
-                    again = True
-                else:
-                    calls[group] = call, reads, made
             except NotFolded as error:
-                line = line._replace(why_not=str(error))
-                again = True
+                call, why_not = None, str(error)
+                traffic = traffic_of(group, groups.reads(group), written, groups, alone=True)
+            else:
+                why_not = ""
+                moved = call.moved(reads, made)
+                traffic = traffic_of(group, list(dict.fromkeys(variables_of(reads))), written, groups, moved)
+            line = line._replace(traffic=traffic, why_not=why_not)
+            if not traffic.kernel_wins or (call is not None and call.kernel.scratch_bytes() is None):
+                by_xla.add(group.equation)
+            elif call is not None:
+                calls[group] = call, reads, made
             lines[group.equation] = line
             if group not in calls:
                 left.add(group.equation)
+                again = True
         if not again:
-            again = not kept.issuperset(made_twice.to_keep(made_twice.equations(groups, calls)))
-            kept |= made_twice.to_keep(made_twice.equations(groups, calls))
+            more = made_twice.to_keep(groups, calls) - kept
+            kept |= more
+            again = bool(more)
         if not again:
             break
     report += [lines[equation] for equation in graph.equations if equation in lines]

@@ -21,9 +21,9 @@ from jax_softmax.functions.entropies import kl_divergence
 from jax_softmax.fusion import at_labels, expressions, shared_rows
 from jax_softmax.fusion.expressions import is_variable
 from jax_softmax.fusion.graph import Equation, Graph, InCirclesError, bytes_of, size_of
-from jax_softmax.fusion.groups import Group, is_loop, may_fold, stands_unfolded
+from jax_softmax.fusion.groups import Group, foldable, is_loop, may_fold, stands_unfolded
 from jax_softmax.fusion.splicing import is_plain, made_of_rows, row_variables, rows_of, spliced
-from jax_softmax.primitives.operators import bind
+from jax_softmax.primitives.operators import PRIMITIVES, bind
 
 # Bytes that memory could move while a kernel makes an element of softmax again; and which part of the bytes that are
 # moved otherwise it must not exceed.
@@ -106,17 +106,29 @@ def _made_anew(graph, equation):
         return None
     maps = [r for r in readers if r.name in _LINEAR_MAPS and r.inputs[0] is y and y not in r.inputs[1:]]
     others = [r for r in readers if r not in maps]
-    if not all(is_loop(r) or r.name == "gather" for r in others):
-        return None
+    written = [r for r in others if not (is_loop(r) or r.name == "gather" or _folds(equation, r))]
     if equation.name == "softmax":
         stands = functools.partial(stands_unfolded, graph)
         again = Group(graph, equation).cost_of_reading(x, stands) + _BYTES_OF_EXPONENTIAL * size_of(x)
+        if written:  # in any case: but what it is made of may be fewer bytes to keep for the backward pass
+            return _softmax_made_anew(equation, maps) if maps and again <= bytes_of(y) else None
         if again > _WORTH_IT * 2 * bytes_of(y):  # y is written, and read by the backward pass
             return None
+    elif written:
+        return None
+    if equation.name == "softmax":
         if others and not _has_rows(graph, equation) and not any(_is_summed(graph, r) for r in others):
             return _softmax_made_anew(equation, maps) if maps else None
     rows = row_variables(equation)
     return {equation: [*rows_of(equation, rows), *made_of_rows(equation, rows)]}
+
+
+def _folds(log_softmax, reader):
+    """Whether a reader is an operator that makes its operand of log_softmax's operand and rows' numbers."""
+    (y,) = log_softmax.outputs
+    return (
+        log_softmax.name == "log_softmax" and reader.name in PRIMITIVES and reader.inputs[0] is y and foldable(reader)
+    )
 
 
 def _has_rows(graph, equation):

@@ -1,13 +1,14 @@
 """Who moves fewer bytes: a kernel with what is folded into it, or XLA's fusions around the same in jax.numpy.
 
 The model. A kernel reads each of its arrays once and writes its results. What it needs and nobody else does is written
-by XLA before, and what only loops of XLA read after it is read by them. XLA makes no such array, but reads its inputs
-several times:
+by XLA before, and what only loops of XLA read after it is read by them; so are numbers of rows that XLA would sum up
+from the same arrays in the same kernel, as layer norm does. What is in another order than the kernel's dimensions is
+read and written once more. XLA makes no such array, but reads its inputs several times:
 
 - those of a linear map twice, for the sums of the rows and for the results;
 - those of sums of rows twice;
-- those of the other operators three times, but once where a row is contiguous and fits in a block, and twice there if
-  elements are summed beside the softmax.
+- those of the other operators three times, but of softmax and log_softmax once where a row is contiguous and fits in a
+  block.
 
 Its kernels for whole rows are a little below the memory's speed (measured on an H200, benchmarks/results/). What takes
 longer to compute than to move counts as the bytes that could be moved meanwhile.
@@ -17,9 +18,8 @@ import math
 from typing import NamedTuple
 
 from jax_softmax.fusion import expressions
-from jax_softmax.fusion.graph import bytes_of
-from jax_softmax.fusion.groups import is_loop
-from jax_softmax.primitives.operators import WITH_DISTANCES
+from jax_softmax.fusion.graph import bytes_of, size_of, variables_of
+from jax_softmax.fusion.groups import is_loop, is_reduction
 
 _MOST_COLUMNS = 8192  # of a row that a block of XLA has in registers
 _SPEED = {256: 1.0, 2048: 0.91, _MOST_COLUMNS: 0.81}  # of XLA's kernels for rows up to a length, of the memory's
@@ -40,16 +40,22 @@ class Traffic(NamedTuple):
         return self.ours < _TIE * self.xla
 
 
-def traffic_of(group, reads, written, groups) -> Traffic:
-    """Of a group that reads and writes these variables of elements."""
-    ours = sum(bytes_of(a) * (1 if groups.stands(a) else 2) for a in reads)
+def traffic_of(group, reads, written, groups, moved=(), alone=False) -> Traffic:
+    """Of a group that reads and writes these variables of elements.
+
+    `moved`: variables that XLA puts into another order. `alone`: nothing can be folded into the kernel.
+    """
+    ours = sum(bytes_of(a) * (1 if groups.stands(a) else 2) for a in reads) + 2 * sum(map(bytes_of, moved))
     xla = _reads_of_xla(group) * sum(map(bytes_of, reads))
     xla_writes = 0
     for variable in written:
         readers = groups.read_outside(variable, group)
         only_loops = all(reader is not None and is_loop(reader) for reader in readers)
         ours += bytes_of(variable) * (2 if only_loops else 1)
-        xla_writes += 0 if only_loops else bytes_of(variable)
+        merged = all(reader is not None and (is_loop(reader) or reader.name == "gather") for reader in readers)
+        xla_writes += 0 if merged else bytes_of(variable)
+    if _one_kernel_of_xla(group):
+        ours += sum(bytes_of(sum_.inputs[0]) for sum_ in _sums_of_the_same(group, reads, groups))
     rows = sum(map(bytes_of, group.row_results))
     own = [*group.equation.inputs, *group.equation.outputs]
     around = sum(2 * bytes_of(a) for a in own if not groups.stands(a) and a not in group.row_results)
@@ -60,7 +66,40 @@ def traffic_of(group, reads, written, groups) -> Traffic:
     of_instructions = _BYTES_OF_INSTRUCTION * group.size
     ours = max(ours, int(of_instructions * (first + after + _OPERATOR)))
     xla = max(xla + xla_writes, of_instructions * (_reads_of_xla(group) * first + after + _OPERATOR))
-    return Traffic(before, ours + rows, int((xla + rows) / _speed_of_xla(group)))
+    return Traffic(before, before if alone else ours + rows, int((xla + rows) / _speed_of_xla(group)))
+
+
+def _sums_of_the_same(group, reads, groups):
+    """The reductions over a group's rows, of arrays that it reads, whose results nothing but the group reads."""
+    graph, whole = groups.graph, {a for a in reads if bytes_of(a) and size_of(a) == group.size}
+    found: dict = {}
+    pending, seen = [a for a in reads if size_of(a) < group.size], set()
+    while pending:
+        a = pending.pop()
+        maker = graph.maker.get(a)
+        if maker is None or maker in seen or not is_loop(maker) or groups.owner.get(maker) is not None:
+            continue
+        seen.add(maker)
+        if is_reduction(maker) and size_of(maker.inputs[0]) == group.size:
+            if not whole.isdisjoint(_loops_read(graph, maker.inputs[0])):
+                found[maker] = None
+        pending += [b for b in variables_of(maker.inputs) if size_of(b) < group.size or not is_reduction(maker)]
+        if is_reduction(maker):
+            pending += _loops_read(graph, maker.inputs[0])
+    return list(found)
+
+
+def _loops_read(graph, a):
+    """All that a variable is made of by loops of its size."""
+    pending, seen = [a], {a}
+    while pending:
+        maker = graph.maker.get(pending.pop())
+        if maker is None or not expressions.prints(maker):
+            continue
+        new = [b for b in variables_of(maker.inputs) if b not in seen]
+        seen.update(new)
+        pending += new
+    return seen
 
 
 def _columns(group):
@@ -77,13 +116,16 @@ def _one_block_has_a_row(group):
 def _reads_of_xla(group):
     if group.facts.inputs == 2 or not group.facts.element_results:
         return 2
-    if not _one_block_has_a_row(group):
-        return 3
-    return 2 if group.equation.name in WITH_DISTANCES else 1
+    return 1 if _one_kernel_of_xla(group) else 3
+
+
+def _one_kernel_of_xla(group):
+    facts = group.facts
+    return facts.inputs == 1 and facts.element_results and not facts.labelled and _one_block_has_a_row(group)
 
 
 def _speed_of_xla(group):
-    if group.facts.inputs == 2 or not group.facts.element_results or not _one_block_has_a_row(group):
+    if not _one_kernel_of_xla(group):
         return 1.0
     return next(speed for columns, speed in _SPEED.items() if _columns(group) <= columns)
 

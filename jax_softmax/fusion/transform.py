@@ -75,10 +75,10 @@ def _sentence(line: Line) -> str:
             text += f"; folded {where}: {', '.join(names)}"
     if line.outside:
         text += f"; outside: {', '.join(line.outside)}"
-    if line.why_not:
-        return text + f"; by the kernel alone: {line.why_not}"
     before, ours, xla = map(words, line.traffic)
     by = "by the kernel" if line.traffic.kernel_wins else "by XLA"
+    if line.why_not:
+        return text + f"; not folded: {line.why_not}; {before} by the kernel, {xla} by XLA: {by}"
     return text + f"; {before} unfused, {ours} folded, {xla} by XLA: {by}"
 
 
