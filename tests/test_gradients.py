@@ -16,6 +16,8 @@ from jax.sharding import Mesh, PartitionSpec
 from jax.test_util import check_grads
 from support import JAX_NN, NAMES, OPERATORS, check, every_name, normal, sampled
 
+import jax_softmax
+
 SHAPE = (3, 4)
 FULL = np.array([[1, 0, 1, 1], [0, 0, 0, 0], [1, 1, 1, 1]], bool)
 VARIANTS = {
@@ -336,3 +338,19 @@ def test_integers_differentiate_as_in_jax_nn(dtype, name):
     np.testing.assert_array_equal(tangent, np.zeros(x.shape))
     grad = jax.grad(lambda scale: jnp.sum(scale * OPERATORS[name](x)))(2.0)
     np.testing.assert_allclose(grad, np.sum(support.reference(name, np.float32(x)).value), rtol=1e-6)
+
+
+@pytest.mark.parametrize("power", [1, 2])
+def test_logsumexp_of_rows_that_are_not_finite(power):
+    """Its derivatives are JAX's, also of a row that is masked altogether."""
+    x = normal((6, 8))
+    x[1, 2], x[2], x[3, 4], x[4, 4] = np.inf, -np.inf, np.nan, -np.inf
+    where = jnp.ones(x.shape, bool).at[0].set(False)
+
+    def derivatives(logsumexp):
+        f = lambda x: jnp.sum(jnp.maximum(logsumexp(x, axis=-1, where=where), -1e30) ** power)  # noqa: E731
+        g = lambda x: logsumexp(x, axis=-1, where=where) ** power  # noqa: E731
+        return jax.grad(f)(x), jax.vjp(g, x)[1](jnp.ones(6))[0], jax.jvp(g, (x,), (jnp.ones_like(x),))[1][1:]
+
+    for found, expected in zip(derivatives(jax_softmax.logsumexp), derivatives(jax.nn.logsumexp), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-5)

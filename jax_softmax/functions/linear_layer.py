@@ -73,7 +73,7 @@ def _logits(layer, given, wide):
 def _changed(layer, made, bias):
     logits = reference.widened(made)
     if bias is not None:
-        logits += bias
+        logits += jnp.broadcast_to(bias, logits.shape)
     if layer.soft_cap is not None:
         logits = layer.soft_cap * jnp.tanh(logits / layer.soft_cap)
     return (logits / layer.temperature).astype(made.dtype)

@@ -34,7 +34,7 @@ def _soft_losses_jvp(axes, axis_name, primals, tangents):
     if not is_zero(tangents[0]):
         # Of the sum and what is made with it XLA for CPUs would make one computation, through copies of all in float32.
         total = jax.lax.optimization_barrier(row_sum(labels, axes, axis_name))
-        tangent += _soft_tangent(x, rows, labels, total, tangents[0], where, axes, axis_name)
+        tangent += _soft_tangent(x, rows.finite(), labels, total, tangents[0], where, axes, axis_name)
     if not is_zero(tangents[1]):
         tangent += _sum_of_terms(x, rows, labels, tangents[1], where, axes, axis_name)
     return losses, tangent

@@ -20,6 +20,8 @@ from jax_softmax.fusion.splicing import is_plain, spliced
 from jax_softmax.primitives import labels, reference
 from jax_softmax.primitives.operators import Coefficients, bind
 
+_MOST_STEPS = 64  # from such an array to what says where its label is
+
 
 class _RowNumber(NamedTuple):
     """A number for each row, of x's shape with extent 1 along the axis, or one for all rows."""
@@ -76,7 +78,7 @@ def sums(graph, equation):
             continue
 
         # Where it is written anyway, its own sum is read from it.
-        from_x = maker.name == "log_softmax" and values not in graph.outputs
+        from_x = maker.name == "log_softmax" and values not in graph.results
 
         def total(x, y, *variables, at=at, from_x=from_x):
             label, value, offset = at.function(*variables)
@@ -110,7 +112,7 @@ def scattered(graph, equation):
     dims = equation.params["dimension_numbers"]
     axis = tuple(dims.inserted_window_dims)
     at = _of_scatter(graph, equation, axis[0]) if len(axis) == 1 else None
-    if at is None or equation.outputs[0] in graph.outputs:
+    if at is None or equation.outputs[0] in graph.results:
         return None
     (result,) = equation.outputs
 
@@ -130,9 +132,10 @@ def _at_label(graph, a, axis, known=None) -> _AtLabel | None:
     known, a = {} if known is None else known, _value(graph, a)
     if not is_variable(a):
         return None
-    if a not in known:
+    if a not in known and len(known) < _MOST_STEPS:
+        known[a] = None
         known[a] = _found_at_label(graph, a, axis, known)
-    return known[a]
+    return known.get(a)
 
 
 def _value(graph, a):
@@ -166,12 +169,13 @@ def _found_at_label(graph, a, axis, known):
     compared = graph.maker.get(maker.inputs[0])
     if compared is None or compared.name != "eq":
         return None
+    rows = tuple(1 if d == axis else n for d, n in enumerate(shape))
     for label, index in (compared.inputs, compared.inputs[::-1]):
         if not is_variable(label) or not is_variable(index) or not _is_index(graph, index, axis):
             continue
         row = _of_rows(graph, label, shape, axis)
         if row is not None and label.aval.dtype.name == "int32":
-            return _AtLabel(row.variables, lambda *v, row=row: (row.function(*v), 1.0, None))
+            return _AtLabel(row.variables, lambda *v, row=row: (jnp.broadcast_to(row.function(*v), rows), 1.0, None))
     return None
 
 
@@ -259,7 +263,6 @@ def _of_scatter(graph, scatter, axis) -> _AtLabel | None:
 
 def _is_zero(graph, a):
     a = _value(graph, a)
-    if not is_variable(a):
-        return a.aval.shape == () and float(a.val) == 0
-    maker = graph.maker.get(a)
-    return maker is not None and maker.name == "broadcast_in_dim" and _is_zero(graph, maker.inputs[0])
+    while is_variable(a) and a in graph.maker and graph.maker[a].name == "broadcast_in_dim":
+        a = _value(graph, graph.maker[a].inputs[0])
+    return not is_variable(a) and a.aval.shape == () and float(a.val) == 0

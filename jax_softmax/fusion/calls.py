@@ -109,6 +109,7 @@ def call_of(group: Group, written, read_outside) -> tuple[KernelCall, list, list
         n_row_results=len(group.row_results),
         in_place=None,
     )
+    _check_there_is(kernel)
     results = [
         Result(k, _arrangement(group.places_after[v], factors), v.aval.shape)
         for v, k in zip(written, stored.indices, strict=True)
@@ -121,6 +122,15 @@ def call_of(group: Group, written, read_outside) -> tuple[KernelCall, list, list
     dead = (k for k, (a, _) in enumerate(own) if reads.count(a) == 1 and _ends_here(a, group, read_outside))
     in_place = next((k for k in dead if _fits(call, k)), None)
     return call._replace(kernel=kernel._replace(in_place=in_place)), reads, [*written, *group.row_results]
+
+
+def _check_there_is(kernel):
+    """Also of a device's part, which reads where its indices begin."""
+    starts = [ReadBeside((1,) * len(kernel.shape), "int32")] * len(kernel.dims_with_indices)
+    try:
+        kernel._replace(sides=(*kernel.sides, *starts)).scratch_bytes()
+    except ValueError as error:
+        raise NotFolded(str(error)) from None
 
 
 class _Stored:
@@ -173,9 +183,8 @@ def _own_operands(group):
     """Of each operand of the operator the array of its shape that the kernel reads for it, and its place."""
     found = []
     for operand, before in zip(group.operands, group.before, strict=True):
-        leaves: dict = {}
-        _whole_leaves(operand, group.place, before, len(places.factors_of(group.place)), set(), leaves)
-        found.append([leaf for leaf in leaves.values() if leaf[0].aval.dtype.name in expressions.WRITABLE])
+        leaves = _whole_leaves(operand, group.place, before)
+        found.append([leaf for leaf in leaves if leaf[0].aval.dtype.name in expressions.WRITABLE])
     in_order = [k for k in found[0] if _is_in_order(k[1], group)] or found[0]
     if not in_order:
         raise NotFolded("no operand of its shape is a float array")
@@ -193,18 +202,20 @@ def _is_in_order(place, group):
     return places.factors_of(place) == places.factors_of(group.place)
 
 
-def _whole_leaves(a, place, before, count, seen, leaves):
-    key = a, places.key_of(place)
-    if not expressions.is_variable(a) or key in seen:
-        return
-    seen.add(key)
-    equation = before.get(a)
-    if equation is None:
-        if len(places.factors_of(place)) == count:
-            leaves[key] = (a, place)
-        return
-    for operand, its_place in zip(equation.inputs, places.inputs_of(equation, place), strict=True):
-        _whole_leaves(operand, its_place, before, count, seen, leaves)
+def _whole_leaves(a, place, before):
+    """What an operand is made of that has an element for each of the operand's, and where that lies."""
+    count, pending, seen, leaves = len(places.factors_of(place)), [(a, place)], set(), []
+    while pending:
+        a, place = pending.pop()
+        if not expressions.is_variable(a) or (a, places.key_of(place)) in seen:
+            continue
+        seen.add((a, places.key_of(place)))
+        if a in before:
+            inputs = zip(before[a].inputs, places.inputs_of(before[a], place), strict=True)
+            pending += reversed(list(inputs))
+        elif len(places.factors_of(place)) == count:
+            leaves.append((a, place))
+    return leaves
 
 
 def _arrangement(place, factors):

@@ -3,6 +3,7 @@
 `printing.py` makes C++ of them. Where no kernel can do them, because devices share rows, they are done in JAX.
 """
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ import numpy as np
 from jax.extend.core import Literal
 
 from jax_softmax.fusion import places
+from jax_softmax.fusion.graph import result_of
 
 # Dtypes of 16 bits, and their names in C++.
 ROUNDED = {"bfloat16": "BFloat16", "float16": "Float16"}
@@ -181,6 +183,7 @@ def is_variable(atom) -> bool:
     return not isinstance(atom, Literal)
 
 
+@functools.cache
 def kind(dtype) -> str | None:
     """The C++ type of values of a dtype, or None of those that expressions do not compute with."""
     name = dtype if isinstance(dtype, str) else dtype.name  # which keys of random numbers have as well
@@ -236,7 +239,7 @@ class Expressions:
     def of(self, variable, place, inside) -> Expression:
         """What a variable is at an element, made of the equations `inside`."""
         operations: list[Operation] = []
-        result = self._value(variable, place, inside, {}, operations)
+        result = result_of(self._value(variable, place, inside, {}, operations))
         return Expression(tuple(operations), result)
 
     def _value(self, a, place, inside, known, operations):
@@ -244,10 +247,10 @@ class Expressions:
             return _number(a)
         key = a, places.key_of(place)
         if key not in known:
-            equation = inside.get(a)
-            known[key] = (
-                self._read(a, place) if equation is None else self._made(equation, place, inside, known, operations)
-            )
+            if a in inside:
+                known[key] = yield self._made(inside[a], place, inside, known, operations)
+            else:
+                known[key] = self._read(a, place)
         return known[key]
 
     def _read(self, a, place):
@@ -281,7 +284,9 @@ class Expressions:
                 return index
             return _put(operations, Operation("convert_element_type", (index,), ("int32",), dtype))
         inputs = places.inputs_of(equation, place)
-        given = [self._value(a, p, inside, known, operations) for a, p in zip(equation.inputs, inputs, strict=True)]
+        given = []
+        for a, its_place in zip(equation.inputs, inputs, strict=True):
+            given.append((yield self._value(a, its_place, inside, known, operations)))
         return _elementwise(equation, given, operations)
 
 

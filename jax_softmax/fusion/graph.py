@@ -43,6 +43,7 @@ class Graph:
 
     def __init__(self, equations, outputs):
         self.outputs = outputs
+        self.results = set(variables_of(outputs))
         self.equations = _needed(equations, outputs)
         self.maker = {v: equation for equation in self.equations for v in equation.outputs}
         self.readers: dict[Var, list[Equation]] = {}
@@ -96,10 +97,19 @@ def edited(jaxpr, equations=None, **changes):
     return jaxpr.replace(eqns=eqns, debug_info=info, **changes)
 
 
+class InCirclesError(ValueError):
+    """Equations need what is made of what they make."""
+
+
 def sorted_by_need(equations):
-    """Each after those that make what it reads; otherwise in their order."""
+    """Each after those that make what it reads; otherwise in their order.
+
+    Raises:
+      InCirclesError: there is no such order.
+    """
     maker = {v: e for e in equations for v in e.outputs}
     done: dict[Equation, None] = {}
+    begun = set()
     for equation in equations:
         pending = [(equation, False)]
         while pending:
@@ -109,10 +119,29 @@ def sorted_by_need(equations):
             if ready:
                 done[e] = None
                 continue
+            if e in begun:
+                raise InCirclesError
+            begun.add(e)
             pending.append((e, True))
             makers = (maker.get(v) for v in variables_of(e.inputs))
             pending += [(m, False) for m in makers if m is not None and m not in done]
     return list(done)
+
+
+def result_of(walk):
+    """What a walk over a program returns, as it would by recursion, of which Python's stack bounds the depth.
+
+    A walk is a generator that yields each walk of which it needs the result.
+    """
+    pending, result = [walk], None
+    while pending:
+        try:
+            pending.append(pending[-1].send(result))
+            result = None
+        except StopIteration as end:
+            pending.pop()
+            result = end.value
+    return result
 
 
 def variables_of(atoms):

@@ -6,13 +6,14 @@ what it writes.
 """
 
 import dataclasses
+import heapq
 from collections.abc import Set
 from typing import Any
 
 from jax_softmax import _kernels
 from jax_softmax.fusion import expressions, places
 from jax_softmax.fusion.expressions import is_variable
-from jax_softmax.fusion.graph import Equation, Graph, bytes_of, size_of, variables_of
+from jax_softmax.fusion.graph import Equation, Graph, bytes_of, result_of, size_of, variables_of
 from jax_softmax.fusion.places import key_of
 from jax_softmax.primitives.operators import OPERATORS, PRIMITIVES
 
@@ -82,8 +83,7 @@ class Group:
         self.before = []
         self._kept = kept
         for operand in self.operands:
-            cut = self._cut(operand, self.place, stands, {})
-            self.before.append(cut.equations if len(cut.equations) <= _MOST_EQUATIONS else {})
+            self.before.append(result_of(self._cut(operand, self.place, stands, {})).equations)
 
     def _cut(self, a, place, stands, known):
         if not is_variable(a):
@@ -105,13 +105,13 @@ class Group:
         own = 0 if free else _LONG if expressions.is_long(maker) else _SHORT
         made = _Cut({maker: own * self.size}, {})
         for operand, its_place in zip(maker.inputs, inputs, strict=True):
-            cut = self._cut(operand, its_place, stands, known)
+            cut = yield self._cut(operand, its_place, stands, known)
             made.costs |= cut.costs
             made.equations |= cut.equations
         made.equations[a] = maker
         if not stands(a):  # XLA, too, reads what it is made of
             read.costs |= {b: cost for b, cost in made.costs.items() if not isinstance(b, Equation)}
-        if made.cost <= read.cost:
+        if made.cost <= read.cost and len(made.equations) <= _MOST_EQUATIONS:
             known[key] = made
         return known[key]
 
@@ -124,47 +124,54 @@ class Group:
 
     def cost_of_reading(self, variable, stands) -> float:
         """The bytes of reading what a variable is made of."""
-        return self._cut(variable, self.place, stands, {}).cost
+        return result_of(self._cut(variable, self.place, stands, {})).cost
 
     # ---- after
 
     def fold_after(self, stands, depends, read_outside) -> None:
-        """`depends(variable, group)`: whether it is made of what the group makes. `read_outside(variable, group)`: the
+        """`depends(variable)`: whether it is made of what the group makes. `read_outside(variable, group)`: the
         equations outside that read it, and None if it is a result of the program."""
         if not self.facts.element_results:
             return
         self.places_after = {self.result: self.place}
         if self.facts.quantizes:
             return  # the dtype that is written says what is computed
-        start = self.graph.position[self.equation]
-        for equation in self.graph.equations[start + 1 :]:
-            if len(self.after) == _MOST_EQUATIONS:
-                break
-            self._try_after(equation, depends)
+        position, readers = self.graph.position, self.graph.readers
+        waiting = {position[reader] for reader in readers.get(self.result, ())}
+        pending = sorted(waiting)  # a heap of what reads what is folded
+        while pending and len(self.after) < _MOST_EQUATIONS:
+            equation = self.graph.equations[heapq.heappop(pending)]
+            if self._try_after(equation, depends):
+                for reader in readers.get(equation.outputs[0], ()):
+                    if position[reader] not in waiting:
+                        waiting.add(position[reader])
+                        heapq.heappush(pending, position[reader])
         self._take_back(read_outside)
         known: dict = {}
         for variable, equation in self.after.items():
             inputs = places.inputs_of(equation, self.places_after[variable])
             for a, place in zip(equation.inputs, inputs, strict=True):
                 if is_variable(a) and a not in self.places_after:
-                    self.sides_after |= self._cut(a, place, stands, known).equations
+                    self.sides_after |= result_of(self._cut(a, place, stands, known)).equations
 
     def _try_after(self, equation, depends):
+        """Folds an equation that reads what is folded, if it can be. Returns whether it is."""
         sources = [k for k, a in enumerate(equation.inputs) if is_variable(a) and a in self.places_after]
-        if not sources or equation.name in PRIMITIVES or not expressions.prints(equation):
-            return
+        if equation.name in PRIMITIVES or not expressions.prints(equation):
+            return False
         (output,) = equation.outputs
         place = places.output_of(equation, self.places_after[equation.inputs[sources[0]]], sources[0])
         if place is None or size_of(output) != self.size:
-            return
+            return False
         inputs = places.inputs_of(equation, place)
         if inputs is None or any(key_of(inputs[k]) != key_of(self.places_after[equation.inputs[k]]) for k in sources):
-            return
+            return False
         others = [a for a in variables_of(equation.inputs) if a not in self.places_after]
-        if any(depends(a, self) for a in others):
-            return
+        if any(map(depends, others)):
+            return False
         self.places_after[output] = place
         self.after[output] = equation
+        return True
 
     def _take_back(self, read_outside):
         """Leaves outside what would make the kernel write more."""
@@ -223,6 +230,18 @@ def may_fold(equation):
     return is_loop(equation) or equation.name in PRIMITIVES
 
 
+def stands_unfolded(graph, variable) -> bool:
+    """Whether a variable is in memory where nothing is folded into operators."""
+    return _stands(graph, variable, lambda _, reader: is_loop(reader))
+
+
+def _stands(graph, variable, may_fold):
+    maker = graph.maker.get(variable)
+    if maker is None or variable in graph.results or not is_loop(maker):
+        return True
+    return any(not may_fold(variable, reader) for reader in graph.readers.get(variable, ()))
+
+
 class Groups:
     """The groups of a graph, and what the rest of the program reads."""
 
@@ -232,27 +251,26 @@ class Groups:
         self._kept = kept
         self.groups: list[Group] = []
         self.owner: dict[Equation, Group] = {}
-        outputs = set(variables_of(graph.outputs))
-        self._outputs = outputs
         for equation in graph.equations:
             if equation.name in PRIMITIVES and equation not in left and foldable(equation):
                 group = Group(graph, equation)
                 self.groups.append(group)
                 self.owner[equation] = group
+        self._reads: dict[Group, list] = {}  # of a group, the variables that it reads
+        self._reading: dict[Any, dict] = {}  # of a variable, the groups that read it
         for group in self.groups:
             group.fold_before(self.stands, self._kept)
+            self._note_reads(group)
         self._executed = self.executed()
         for group in self.groups:
-            group.fold_after(self.stands, self.depends, self.read_outside)
+            group.fold_after(self.stands, _Dependence(self, group), self.read_outside)
             self.owner |= dict.fromkeys(group.after.values(), group)
+            self._note_reads(group)
         self._executed = self.executed()
 
     def stands(self, variable) -> bool:
         """Whether a variable is in memory, whatever is folded."""
-        maker = self.graph.maker.get(variable)
-        if maker is None or variable in self._outputs or variable in self._kept or not is_loop(maker):
-            return True
-        return any(not self._may_fold(variable, reader) for reader in self.graph.readers.get(variable, ()))
+        return variable in self._kept or _stands(self.graph, variable, self._may_fold)
 
     def _may_fold(self, variable, reader) -> bool:
         """Whether a variable need not be in memory for an equation that reads it."""
@@ -261,29 +279,42 @@ class Groups:
 
     def reads(self, group):
         """The variables that a group reads."""
+        return self._reads[group]
+
+    def _note_reads(self, group):
+        """Of a group as it is now."""
+        for variable in self._reads.get(group, ()):
+            del self._reading[variable][group]
+        self._reads[group] = self._found_reads(group)
+        for variable in self._reads[group]:
+            self._reading.setdefault(variable, {})[group] = None
+
+    def _found_reads(self, group):
         read: dict = dict.fromkeys(variables_of(group.of_rows))
         for operand, before in zip(group.operands, group.before, strict=True):
-            self._leaves(operand, before, set(), read)
+            self._leaves(operand, before, read)
         for equation in group.after.values():
             for a in variables_of(equation.inputs):
                 if a not in group.places_after:
-                    self._leaves(a, group.sides_after, set(), read)
+                    self._leaves(a, group.sides_after, read)
         return list(read)
 
-    def _leaves(self, a, inside, seen, read):
-        if not is_variable(a) or a in seen:
-            return
-        seen.add(a)
-        if a not in inside:
-            read[a] = None
-            return
-        for operand in inside[a].inputs:
-            self._leaves(operand, inside, seen, read)
+    def _leaves(self, a, inside, read):
+        pending, seen = [a], set()
+        while pending:
+            a = pending.pop()
+            if not is_variable(a) or a in seen:
+                continue
+            seen.add(a)
+            if a in inside:
+                pending += reversed(inside[a].inputs)
+            else:
+                read[a] = None
 
     def executed(self):
         """The equations outside of groups that the results need, and the groups."""
         done: dict = {}
-        pending = [*self._outputs]
+        pending = [*self.graph.results]
         pending += [a for e in self.graph.equations if e.eqn.effects for a in variables_of(e.inputs)]
         executed = {e for e in self.graph.equations if e.eqn.effects}
         while pending:
@@ -314,32 +345,51 @@ class Groups:
 
     def read_outside(self, variable, group):
         """The equations and groups that read a variable, other than this group; None for the program's results."""
-        readers: list = [None] if variable in self._outputs else []
+        readers: list = [None] if variable in self.graph.results else []
         for reader in self.graph.readers.get(variable, ()):
             if self.owner.get(reader) is None and reader in self._executed and reader not in group.inside:
                 readers.append(reader)
-        for other in self.groups:
-            if other is not group and other in self._executed and variable in self.reads(other):
+        for other in self._reading.get(variable, ()):
+            if other is not group and other in self._executed:
                 readers.append(other.equation)
         return readers
 
-    def depends(self, variable, group) -> bool:
-        """Whether a variable is made of what a group makes, the groups being one equation each."""
-        pending, seen = [variable], set()
+    def latest_read(self, group) -> int:
+        """The last equation that makes something that a group reads, by its position."""
+        makers = (self.graph.maker.get(variable) for variable in self.reads(group))
+        return max((self.graph.position[maker] for maker in makers if maker is not None), default=-1)
+
+
+class _Dependence:
+    """Whether a variable is made of what a group makes, the groups being one equation each."""
+
+    def __init__(self, groups: Groups, group: Group):
+        self._groups, self._group = groups, group
+        self._independent: set = set()  # variables, as is known from earlier questions
+        position = groups.graph.position
+        self._start = position[group.equation]
+        # What stands before a group is not made of it, unless a group before it reads something that comes later.
+        self._in_order = not any(
+            position[other.equation] < self._start <= groups.latest_read(other) for other in groups.groups
+        )
+
+    def __call__(self, variable) -> bool:
+        graph, groups, group = self._groups.graph, self._groups, self._group
+        pending, seen, inside = [variable], set(), group.inside
         while pending:
             a = pending.pop()
-            if a in seen:
+            maker = graph.maker.get(a)
+            if maker is None or a in seen or a in self._independent:
                 continue
             seen.add(a)
-            maker = self.graph.maker.get(a)
-            if maker is None:
+            if self._in_order and graph.position[maker] < self._start:
                 continue
-            if maker in group.inside or self.graph.has_effects_after(maker, group.equation):
+            if maker in inside or graph.has_effects_after(maker, group.equation):
                 return True
-            other = self.owner.get(maker)
-            pending += (
-                variables_of(maker.inputs) if other is None else [*self.reads(other), *variables_of(maker.inputs)]
-            )
+            other = groups.owner.get(maker)
+            pending += variables_of(maker.inputs)
+            pending += () if other is None else groups.reads(other)
+        self._independent |= seen
         return False
 
 

@@ -271,3 +271,6 @@ def register() -> None:
         return lower(ctx, *operands, kernel=kernel, platform="cuda")
 
     mlir.register_lowering(kernel_p, rule, platform="cuda")
+    # In a program that is lowered for several platforms at once, CUDA's part is lowered for the others as well.
+    in_jax = mlir.lower_fun(lambda *operands, kernel: kernel.in_jax(*operands), multiple_results=True)
+    mlir.register_lowering(kernel_p, in_jax)

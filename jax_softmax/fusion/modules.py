@@ -1,4 +1,4 @@
-"""Flax's nnx modules and variables as arguments: objects that a function may change."""
+"""Modules as arguments: Flax's nnx modules and variables, which a function may change, and Equinox's."""
 
 import sys
 from collections.abc import Callable
@@ -15,13 +15,31 @@ def has_modules(arguments: Any) -> bool:
     return "flax.nnx" in sys.modules and any(map(_is_module, jax.tree.leaves(arguments, is_leaf=_is_module)))
 
 
+def outside_of_equinox(arguments: Any) -> list[bool]:
+    """Of each leaf of a tree, whether it is in no module of Equinox, where numbers are constants."""
+    if "equinox" not in sys.modules:
+        return [True] * len(jax.tree.leaves(arguments))
+
+    def is_module(value):
+        return isinstance(value, sys.modules["equinox"].Module)
+
+    parts = jax.tree.leaves(arguments, is_leaf=is_module)
+    return [not is_module(part) for part in parts for _ in jax.tree.leaves(part)]
+
+
 def call(function: Callable, f: Callable, args: tuple, kwargs: dict) -> Any:
     """`function(g, state, arrays)` calls g, a pure function that does what f does of args and kwargs. Then the modules
-    among these are what f made of them: arrays, attributes, submodules."""
+    among these are what f made of them: arrays, attributes, submodules. What f left as it was is not touched: it may
+    belong to a trace outside, in which it must not be written to."""
     with context():
-        definition, state = function(*pure(f, args, kwargs))
+        changed, everything, results = function(*pure(f, args, kwargs))
+        modules = _modules(args, kwargs)
+        if changed is not None:
+            _nnx().update(modules, changed)
+            return results
+        _nnx().update(modules, _nnx().state(modules))  # raises where they must not be written to, before any is
         with _nnx().merge_context(_TAG, inner=False) as outside:
-            _, results = outside.merge(definition, state)
+            _, results = outside.merge(*everything)
     return results
 
 
@@ -34,12 +52,18 @@ def pure(f: Callable, args: tuple, kwargs: dict) -> tuple[Callable, Any, Any]:
     """g, and what it is called with: the state of the modules, and the other leaves."""
     leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=_is_module)
     with _nnx().split_context(_TAG) as outside:
-        definition, state = outside.split(tuple(filter(_is_module, leaves)))
+        definition, state = outside.split(_modules(args, kwargs))
     return _Pure(f, definition, tree), state, [None if _is_module(leaf) else leaf for leaf in leaves]
 
 
+def _modules(args, kwargs):
+    return tuple(filter(_is_module, jax.tree.leaves((args, kwargs), is_leaf=_is_module)))
+
+
 class _Pure:
-    """f as a function of the state of its modules: of what is left of them, and its results."""
+    """f as a function of the state of its modules. It gives the arrays that f changed, nothing, and f's results. Where
+    f changed more than arrays, or returns modules, it gives nothing, and what is left of all modules and the results.
+    """
 
     def __init__(self, f, definition, tree):
         self._known = f, definition, tree
@@ -48,17 +72,54 @@ class _Pure:
         f, definition, tree = self._known
         with _nnx().merge_context(_TAG, inner=True) as inside:
             modules = inside.merge(definition, state)
+        before = _Before(modules)
         rest = iter(modules)
         args, kwargs = jax.tree.unflatten(tree, [next(rest) if leaf is None else leaf for leaf in others])
         results = f(*args, **kwargs)
+        if before.has_same_objects(modules) and not has_modules(results):
+            return before.changed(modules), None, results
         with _nnx().split_context(_TAG) as inside:
-            return inside.split((modules, results))
+            return None, inside.split((modules, results)), None
 
     def __eq__(self, other):
         return isinstance(other, _Pure) and self._known == other._known
 
     def __hash__(self):
         return hash(self._known)
+
+
+class _Before:
+    """What modules are before they are used."""
+
+    def __init__(self, modules):
+        self._definition = _nnx().graphdef(modules)
+        self._objects = self._objects_of(modules)
+        self._arrays = {path: jax.tree.leaves(variable) for path, variable in self._variables_of(modules)}
+
+    @staticmethod
+    def _objects_of(modules):
+        return [(path, value) for path, value in _nnx().iter_graph(modules) if _is_module(value)]
+
+    @staticmethod
+    def _variables_of(modules):
+        return _nnx().to_flat_state(_nnx().state(modules))
+
+    def has_same_objects(self, modules):
+        """Whether they are the same at the same places, with the same attributes other than arrays."""
+        objects = self._objects_of(modules)
+        return (
+            _nnx().graphdef(modules) == self._definition
+            and len(objects) == len(self._objects)
+            and all(a == b and x is y for (a, x), (b, y) in zip(objects, self._objects, strict=True))
+        )
+
+    def changed(self, modules):
+        """The part of their state that has other arrays."""
+
+        def is_same(path, variable):
+            return all(a is b for a, b in zip(jax.tree.leaves(variable), self._arrays[path], strict=True))
+
+        return _nnx().from_flat_state([(p, v) for p, v in self._variables_of(modules) if not is_same(p, v)])
 
 
 def _nnx():

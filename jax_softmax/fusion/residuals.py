@@ -8,7 +8,16 @@ log_softmax, their operand and their rows' maxima and sums.
 from typing import NamedTuple
 
 from jax_softmax.fusion import expressions, splicing
-from jax_softmax.fusion.graph import Equation, Graph, bytes_of, edited, graph_of, sorted_by_need, variables_of
+from jax_softmax.fusion.graph import (
+    Equation,
+    Graph,
+    bytes_of,
+    edited,
+    graph_of,
+    result_of,
+    sorted_by_need,
+    variables_of,
+)
 from jax_softmax.fusion.groups import may_fold
 
 _MOST_STEPS = 64  # from an array to what it is made of
@@ -60,7 +69,7 @@ class _Chooser:
     def choose(self, needed) -> list[Equation]:
         """Sets `kept`, and returns the equations that make the rest of what is needed."""
         self.kept = {v: None for v in needed if not self._can_be_made(v)}
-        cuts = [self._cut(v, 0) for v in needed]
+        cuts = [result_of(self._cut(v, 0)) for v in needed]
         self.kept |= dict.fromkeys(v for cut in cuts for v in cut.costs)
         for equation, (rows, _) in self._rows.items():
             if not self.kept.keys().isdisjoint(rows):
@@ -79,14 +88,14 @@ class _Chooser:
         if a not in self._cuts:
             cut = _Cut({a: bytes_of(a) * (1 if self._is_in_memory(a) else 2)}, {})
             if depth < _MOST_STEPS and self._can_be_made(a):
-                cut = min(cut, self._made(a, depth + 1), key=lambda cut: cut.cost)
+                cut = min(cut, (yield self._made(a, depth + 1)), key=lambda cut: cut.cost)
             self._cuts[a] = cut
         return self._cuts[a]
 
     def _made(self, a, depth):
         maker, costs, equations = self.graph.maker[a], {}, {}
         for operand in maker.inputs:
-            cut = self._cut(operand, depth)
+            cut = yield self._cut(operand, depth)
             # What rows' maxima and sums were made of must have the same bits when it is made again.
             if not expressions.prints(maker) and not all(map(expressions.is_free, cut.equations)):
                 cut = _Cut({operand: bytes_of(operand)}, {})

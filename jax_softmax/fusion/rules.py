@@ -12,14 +12,16 @@ First, equal operations of the same variables become one. These are the rules; `
 6. Results for each row that several operators make of the same array (`shared_rows.py`).
 """
 
+import functools
+
 import jax.numpy as jnp
 import numpy as np
 
 from jax_softmax.functions.entropies import kl_divergence
 from jax_softmax.fusion import at_labels, expressions, shared_rows
 from jax_softmax.fusion.expressions import is_variable
-from jax_softmax.fusion.graph import Equation, Graph, bytes_of, size_of
-from jax_softmax.fusion.groups import Group, Groups, foldable, is_loop, may_fold
+from jax_softmax.fusion.graph import Equation, Graph, InCirclesError, bytes_of, size_of
+from jax_softmax.fusion.groups import Group, foldable, is_loop, may_fold, stands_unfolded
 from jax_softmax.fusion.splicing import is_plain, made_of_rows, row_variables, rows_of, spliced
 from jax_softmax.primitives.operators import PRIMITIVES, bind
 
@@ -48,9 +50,28 @@ def applied(graph: Graph) -> Graph:
             replacements |= rule(graph, equation) or {}
         if replacements:
             graph = graph.with_replaced(replacements)
-    while shared := next(filter(None, (shared_rows.shared(graph, e) for e in graph.equations)), None):
-        graph = graph.with_replaced(*shared)
+    while (shared := _with_shared_rows(graph)) is not None:
+        graph = shared
     return graph
+
+
+def _with_shared_rows(graph):
+    """The graph after what can be shared at once is shared; None if nothing is."""
+    found, taken = [], set()
+    for equation in graph.equations:
+        replacements, renamed = shared_rows.shared(graph, equation) or ({}, {})
+        concerned = {*replacements, *(graph.maker[v] for v in renamed.values())}
+        if replacements and taken.isdisjoint(concerned):
+            found.append((replacements, renamed))
+            taken |= concerned
+    if not found:
+        return None
+    try:
+        return graph.with_replaced(
+            *({k: v for part in parts for k, v in part.items()} for parts in zip(*found, strict=True))
+        )
+    except InCirclesError:  # each may be shared, but not all of them
+        return graph.with_replaced(*found[0])
 
 
 def _without_duplicates(graph):
@@ -81,14 +102,14 @@ def _made_anew(graph, equation):
         return None
     (x,), (y,) = equation.inputs, equation.outputs
     readers = graph.readers.get(y, ())
-    if y in graph.outputs or not readers:
+    if y in graph.results or not readers:
         return None
     maps = [r for r in readers if r.name in _LINEAR_MAPS and r.inputs[0] is y and y not in r.inputs[1:]]
     others = [r for r in readers if r not in maps]
     written = [r for r in others if not (is_loop(r) or r.name == "gather" or _folds(equation, r))]
     if equation.name == "softmax":
-        unfolded = Groups(graph, left=graph.position)
-        again = Group(graph, equation).cost_of_reading(x, unfolded.stands) + _BYTES_OF_EXPONENTIAL * size_of(x)
+        stands = functools.partial(stands_unfolded, graph)
+        again = Group(graph, equation).cost_of_reading(x, stands) + _BYTES_OF_EXPONENTIAL * size_of(x)
         if written:  # in any case: but what it is made of may be fewer bytes to keep for the backward pass
             return _softmax_made_anew(equation, maps) if maps and again <= bytes_of(y) else None
         if again > _WORTH_IT * 2 * bytes_of(y):  # y is written, and read by the backward pass

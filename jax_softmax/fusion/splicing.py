@@ -7,7 +7,7 @@ from jax.extend.core import Literal
 from jax_softmax.fusion.expressions import is_variable
 from jax_softmax.fusion.graph import Equation, graph_of, opened
 from jax_softmax.fusion.groups import foldable
-from jax_softmax.primitives import reference
+from jax_softmax.primitives import reference, types
 from jax_softmax.primitives.operators import bind, split
 
 
@@ -52,10 +52,10 @@ def mask_of(equation):
 
 def row_variables(equation):
     """For the maxima and sums of the rows of softmax or log_softmax."""
-    (y,), axes = equation.outputs, equation.params["axes"]
-    shape = tuple(1 if d in axes else n for d, n in enumerate(y.aval.shape))
-    aval = y.aval.update(shape=shape, dtype=jnp.dtype("float32"), weak_type=False)
-    return type(y)(aval), type(y)(aval)
+    (x,), (y,) = equation.inputs, equation.outputs
+    with equation.eqn.ctx.manager:
+        avals = types.abstract_eval("logsumexp", x.aval, axes=equation.params["axes"], axis_name=())
+    return tuple(map(type(y), avals))
 
 
 def rows_of(equation, rows) -> list[Equation]:

@@ -6,6 +6,7 @@ of the function. They are calls of the same primitive: what is lowered has been 
 
 import enum
 import functools
+import sys
 import types
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
@@ -85,19 +86,27 @@ class _Fused:
     """A fused function."""
 
     def __init__(self, f):
-        functools.update_wrapper(self, f)
+        # An object's attributes stay its own: it may change them.
+        functools.update_wrapper(self, f, updated=["__dict__"] if isinstance(f, types.FunctionType) else [])
         self._f = f
-        self._jitted = functools.cache(_jitted)
+        self._jitted = functools.lru_cache(_MOST_PROGRAMS)(_jitted)
+
+    def __reduce__(self):
+        """A function of a module that is decorated is pickled by its name, as functions are."""
+        module, name = sys.modules.get(getattr(self, "__module__", None)), getattr(self, "__qualname__", "")
+        found = functools.reduce(lambda at, part: getattr(at, part, None), name.split("."), module)
+        return name if found is self else (fuse, (self._f,))
 
     def __call__(self, /, *args, **kwargs):
+        f, args, kwargs = _opened(self._f, args, kwargs)
         if modules.has_modules((args, kwargs)):
-            return modules.call(self._call, self._f, args, kwargs)
-        return self._call(self._f, *args, **kwargs)
+            return modules.call(self._call, f, args, kwargs)
+        return self._call(f, *args, **kwargs)
 
     def _call(self, g, /, *args, **kwargs):
         arrays, others, tree = _split((args, kwargs))
-        if all(isinstance(leaf, _CONSTANTS) for leaf in others):
-            return self._jitted(g)(others, tree, *arrays)
+        if all(isinstance(leaf, _CONSTANTS) for leaf in others) and _is_hashable(tree):
+            return self._jitted(g, others, tree)(*arrays)
         return _called(g, others, tree, arrays)
 
     def __get__(self, instance, owner=None):
@@ -118,17 +127,35 @@ class _Fused:
             if has_refs(jaxpr):
                 report[:] = (line._replace(why_not="the function has references") for line in report)
 
+        f, args, kwargs = _opened(self._f, args, kwargs)
         if modules.has_modules((args, kwargs)):
             with modules.context():
-                look(*modules.pure(self._f, args, kwargs))
+                look(*modules.pure(f, args, kwargs))
         else:
-            look(self._f, *args, **kwargs)
+            look(f, *args, **kwargs)
         return FusionReport(report)
 
 
-def _jitted(f):
-    """Has f within, and not as an argument: JAX would keep that when f is gone."""
-    return jax.jit(lambda others, tree, *arrays: _called(f, others, tree, arrays), static_argnums=(0, 1), inline=True)
+def _opened(f, args, kwargs):
+    """A function, and its arguments: what an object that is called holds is one of them, because it may change."""
+    while isinstance(f, functools.partial | types.MethodType):
+        if isinstance(f, types.MethodType):
+            f, args = f.__func__, (f.__self__, *args)
+        else:
+            f, args, kwargs = f.func, (*f.args, *args), {**f.keywords, **kwargs}
+    return (f, args, kwargs) if isinstance(f, _CONSTANTS) else (_call_object, (f, *args), kwargs)
+
+
+def _call_object(f, /, *args, **kwargs):
+    return f(*args, **kwargs)
+
+
+_MOST_PROGRAMS = 256  # that are kept of a function, for its constants and for modules' definitions
+
+
+def _jitted(f, others, tree):
+    """Has all these within, and not as arguments: JAX would keep them when f is gone."""
+    return jax.jit(lambda *arrays: _called(f, others, tree, arrays), inline=True)
 
 
 def _called(f, others, tree, arrays):
@@ -158,7 +185,7 @@ class _Array:
 # Leaves that are no arrays and never change: the same ones make the same program, which is kept.
 _CONSTANTS = (
     *(bool, str, bytes, type, np.dtype, enum.Enum),
-    *(types.FunctionType, types.BuiltinFunctionType, type(jax.jit(len))),
+    *(types.FunctionType, types.BuiltinFunctionType, type(jax.jit(len)), jax.custom_jvp, jax.custom_vjp),
 )
 
 
@@ -171,7 +198,8 @@ def _split(arguments, in_program=False):
     is_array = [isinstance(leaf, _ARRAYS) for leaf in leaves]
     is_number = [isinstance(leaf, int | float | complex) and not isinstance(leaf, bool) for leaf in leaves]
     if any(is_number) and not in_program and not _is_traced():
-        is_array = [a or b for a, b in zip(is_array, is_number, strict=True)]
+        may_change = modules.outside_of_equinox(arguments)
+        is_array = [a or (b and c) for a, b, c in zip(is_array, is_number, may_change, strict=True)]
     arrays = [leaf for leaf, is_one in zip(leaves, is_array, strict=True) if is_one]
     others = tuple(_Array if is_one else leaf for leaf, is_one in zip(leaves, is_array, strict=True))
     return arrays, others, tree
@@ -180,6 +208,15 @@ def _split(arguments, in_program=False):
 def _is_traced() -> bool:
     """Whether this code runs while a program is traced."""
     return isinstance(jnp.zeros(()), jax.core.Tracer)
+
+
+def _is_hashable(tree) -> bool:
+    """Whether all that objects in a tree know beside its leaves can be a part of a key."""
+    try:
+        hash(tree)
+    except TypeError:
+        return False
+    return True
 
 
 def _joined(arrays, others, tree):
@@ -336,6 +373,13 @@ def register() -> None:
     kernels.register()
     if interpreters.CHECKIFY.available:
         interpreters.CHECKIFY.error_checks[fused_p] = _checked
+    if interpreters.JET.available:
+        interpreters.JET.jet_rules[fused_p] = _jet
+
+
+def _jet(primals, series, *, jaxpr):
+    """That of the function. Between rules the terms have no factorials, by which they are scaled outside."""
+    return interpreters.JET.jet(_function(jaxpr), primals, series, factorial_scaled=False)
 
 
 def _checked(*given, jaxpr):

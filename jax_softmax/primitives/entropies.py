@@ -21,7 +21,7 @@ def entropy_jvp(primals, tangents, *, axes, axis_name):
     (x,), where = split("entropy", primals)
     entropy, *rows = bind("entropy", x, where=where, axes=axes, axis_name=axis_name)
     rows = reference.Normalizer(*rows)
-    of_entropy = _entropy_tangent(x, entropy, rows, tangents[0], where, axes, axis_name)
+    of_entropy = _entropy_tangent(x, entropy, rows.finite(), tangents[0], where, axes, axis_name)
     of_lse = sum_of_tangents(x, rows, tangents[0], where, axes, axis_name)
     return [entropy, *rows], [of_entropy, *normalizer_tangents(rows, of_lse)]
 
@@ -62,7 +62,8 @@ def _divergence_jvp(axes, axis_name, primals, tangents):
             return reference.Normalizer(constant, constant)
         return reference.Normalizer(constant, rows.total * sum_of_tangents(x, rows, t, where, axes, axis_name))
 
-    tangent = _divergence_tangent(x, y, rows, x_dot, y_dot, where, axes, axis_name)
+    finite = Divergence(rows.divergence, rows.of_x.finite(), rows.of_y.finite())
+    tangent = _divergence_tangent(x, y, finite, x_dot, y_dot, where, axes, axis_name)
     return rows, Divergence(tangent, of_normalizer(x, rows.of_x, x_dot), of_normalizer(y, rows.of_y, y_dot))
 
 

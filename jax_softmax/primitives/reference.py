@@ -97,7 +97,7 @@ class Normalizer(NamedTuple):
     @property
     def log_total(self):
         nothing = self.total == 0  # of which the logarithm has no derivative
-        return jnp.log(self.total + nothing) + jnp.where(nothing, -jnp.inf, 0)
+        return jnp.log(self.total + nothing.astype(self.total.dtype)) + jnp.where(nothing, -jnp.inf, 0)
 
     @property
     def lse(self):
@@ -106,6 +106,11 @@ class Normalizer(NamedTuple):
     def without_infinity(self):
         """The same, but that the sum is NaN where the maximum is infinity: so all that is made of such a row is."""
         return Normalizer(self.largest, self.total - jnp.where(self.largest == jnp.inf, jnp.inf, 0))
+
+    def finite(self):
+        """The same with 0 for a maximum that is infinite, as it counts: what derivatives keep is not -inf then in rows
+        that are masked altogether, which `jax_debug_infs` would take for an error."""
+        return Normalizer(_finite(self.largest), self.total)
 
 
 def logsumexp(x, where, axes, across=None):

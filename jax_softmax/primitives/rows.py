@@ -27,16 +27,27 @@ def logsumexp_jvp(primals, tangents, *, axes, axis_name):
     return list(rows), normalizer_tangents(rows, of_lse)
 
 
-# With checkpoint x and what rows have are kept for a backward pass, and no exponentials.
-@functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=(4, 5))
 def sum_of_tangents(x, rows, t, where, axes, axis_name):
     """The tangent of lse: the sum over each row of softmax(x) t."""
-    return row_sum(reference.probabilities(x, rows, where) * reference.widened(t), axes, axis_name)
+    return _sum_of_tangents(x, rows.finite(), t, where, axes, axis_name)
+
+
+# With checkpoint x and what rows have are kept for a backward pass, and no exponentials.
+@functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=(4, 5))
+def _sum_of_tangents(x, rows, t, where, axes, axis_name):
+    # Selected, so that what is masked has a derivative of 0 also by a cotangent of infinity, as that of lse² is.
+    terms = reference.kept(reference.probabilities(x, rows, where) * reference.widened(t), where)
+    return row_sum(terms, axes, axis_name)
 
 
 def normalizer_tangents(rows, of_lse):
-    """The tangents of the two parts of lse, the first of which counts as a constant."""
-    return [ad.Zero(jax.typeof(rows.largest).to_tangent_aval()), rows.total * of_lse]
+    """The tangents of the two parts of lse, the first of which counts as a constant.
+
+    Of a row with +inf, whose sum is +inf, the logarithm's derivative is 0. Times that sum it would be NaN, and then the
+    gradient by all elements of the row, not just by the infinite one.
+    """
+    total = jnp.where(jnp.isinf(rows.total), 1, rows.total)
+    return [ad.Zero(jax.typeof(rows.largest).to_tangent_aval()), total * of_lse]
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(3, 4))

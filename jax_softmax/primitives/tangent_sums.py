@@ -37,7 +37,7 @@ class TangentSums(NamedTuple):
 def tangent_sums(x, rows, t, label, where, axes, temporary=False):
     """The rows' `TangentSums`, given their `reference.Normalizer`."""
     mask = [] if where is None else [where]
-    return TangentSums(*tangent_sums_p.bind(x, *rows, t, label, *mask, axes=axes, temporary=temporary))
+    return TangentSums(*tangent_sums_p.bind(x, *rows.finite(), t, label, *mask, axes=axes, temporary=temporary))
 
 
 # With checkpoint x and what rows have are kept for a backward pass.

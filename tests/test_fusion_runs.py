@@ -1,0 +1,321 @@
+"""What runs without `fuse` runs with it: functions that are objects, modules, pickles, programs of any size."""
+
+import dataclasses
+import functools
+import pickle
+
+import emulated
+import jax
+import jax.experimental.jet
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import support
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import jax_softmax
+from jax_softmax import fuse
+from jax_softmax.fusion import traffic
+
+X = support.normal((4, 8), "float32", 0, 1.5)
+LABELS = np.array([1, 0, 7, 3], np.int32)
+compiler_is_needed = pytest.mark.skipif(emulated.COMPILER is None, reason="no C++ compiler found")
+
+
+def halves(x):
+    return jax.nn.softmax(x / 2)
+
+
+@fuse
+def decorated(x):
+    return jax.nn.softmax(x * 2)
+
+
+def assert_close(found, expected):
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+# ---- Pickles
+
+
+@pytest.mark.parametrize("f", [fuse(halves), decorated, fuse(functools.partial(halves))])
+def test_pickle(f):
+    assert_close(pickle.loads(pickle.dumps(f))(X), f(X))
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit])
+def test_cloudpickle(transform):
+    cloudpickle = pytest.importorskip("cloudpickle")
+    f = transform(fuse(lambda x: jax.nn.softmax(x * 3)))
+    assert_close(cloudpickle.loads(cloudpickle.dumps(f))(X), f(X))
+
+
+# ---- Objects that are called
+
+
+@dataclasses.dataclass
+class Scaled:
+    """Has no hash."""
+
+    scale: object
+
+    def __call__(self, x):
+        return jax.nn.softmax(x * self.scale)
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["call", "jit"])
+@pytest.mark.parametrize("called", [lambda f: f, lambda f: f.__call__, functools.partial])
+def test_objects_that_are_called(transform, called):
+    """They may change from call to call."""
+    f = Scaled(X)
+    fused = fuse(called(f))
+    for f.scale in (X, 2.0):
+        assert_close(transform(lambda x: fused(x))(X), f(X))
+        assert len(fused.explain(X)) == 1
+
+
+def module_of_equinox():
+    eqx = pytest.importorskip("equinox")
+
+    class Model(eqx.Module):
+        w: jax.Array
+        names: list = eqx.field(static=True)  # which has no hash
+        activation: object = jax.nn.relu
+        scale: float = 0.5
+
+        def __call__(self, x):
+            return jax.nn.softmax(self.activation(x @ self.w) * self.scale)
+
+    return eqx, Model(jnp.ones((8, 8)), ["w"])
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+def test_modules_of_equinox(jitted):
+    eqx, model = module_of_equinox()
+    jit = eqx.filter_jit if jitted else lambda f: f
+
+    def loss(model, x):
+        return jnp.sum(model(x) ** 2)
+
+    expected = eqx.filter_value_and_grad(loss)(model, X)
+    assert_close(jit(fuse(eqx.filter_value_and_grad(loss)))(model, X), expected)
+    assert_close(jit(eqx.filter_value_and_grad(fuse(loss)))(model, X), expected)
+    assert_close(jit(fuse(model))(X), model(X))
+    assert_close(jit(fuse(model.__call__))(X), model(X))
+
+
+TRANSFORMS = {
+    "grad": jax.grad,
+    "jit": jax.jit,
+    "vmap": jax.vmap,
+    "eval_shape": lambda f: lambda x: jnp.zeros(jax.eval_shape(f, x).shape),
+    "jvp": lambda f: lambda x: jax.jvp(f, (x,), (x,)),
+}
+
+
+class TestModulesOfFlax:
+    @staticmethod
+    def model():
+        nnx = pytest.importorskip("flax.nnx")
+
+        class Layer(nnx.Module):
+            def __init__(self):
+                self.w, self.calls = nnx.Param(jnp.asarray(X)), nnx.Variable(jnp.zeros(()))
+
+            def __call__(self, x, changes=None):
+                if changes == "array":
+                    self.calls[...] += 1
+                if changes == "attribute":
+                    self.was_called = True
+                return jnp.sum(jax.nn.softmax(x * self.w[...]) ** 2)
+
+        return Layer()
+
+    @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+    def test_of_an_outer_trace(self, transform):
+        """They may be read there, not written to."""
+        flax, model = pytest.importorskip("flax"), self.model()
+        given = (lambda x: model(x)), (lambda x: fuse(lambda model, x: model(x))(model, x)), lambda x: fuse(model)(x)
+        expected, *found = (transform(f)(X) for f in given)
+        for results in found:
+            assert_close(results, expected)
+        for changes in ("array", "attribute"):
+            with pytest.raises(flax.errors.TraceContextError):
+                transform(lambda x, changes=changes: fuse(lambda model, x: model(x, changes))(model, x))(X)
+            np.testing.assert_array_equal(model.w[...], X)
+            assert model.calls[...] == 0 and not hasattr(model, "was_called")
+
+    def test_as_arguments(self):
+        for changes in (None, "array", "attribute"):
+            f = lambda model, x, changes=changes: model(x, changes)  # noqa: E731
+            for transform in (jax.grad, jax.jit, lambda f: jax.vmap(f, (None, 0))):
+                assert_close(transform(fuse(f))(self.model(), X), transform(f)(self.model(), X))
+
+    def test_that_are_called(self):
+        model = self.model()
+        fused = fuse(model)
+        for n in (1, 2):
+            assert_close(fused(X, "array"), self.model()(X))
+            assert model.calls[...] == n
+        model.w[...] *= 0
+        assert_close(fused(X), model(X))
+
+    def test_errors_change_nothing(self):
+        model = self.model()
+
+        def fails(model, x):
+            model(x, "array")
+            del model.w
+            raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            fuse(fails)(model, X)
+        np.testing.assert_array_equal(model.w[...], X)
+        assert model.calls[...] == 0
+
+
+def test_keeps_no_more_than_some_programs(monkeypatch):
+    """Of functions that are given, and definitions of modules."""
+    monkeypatch.setattr("jax_softmax.fusion.transform._MOST_PROGRAMS", 4)
+    traced = []
+
+    def f(g, x):
+        traced.append(g)
+        return jax.nn.softmax(g(x))
+
+    fused, given = fuse(f), [lambda x, k=k: x * k for k in range(6)]
+    for g in [*given, given[-1]]:
+        fused(g, X)
+    assert traced == given
+    assert fused._jitted.cache_info().currsize == 4
+
+
+# ---- Transformations and programs
+
+
+def test_jet():
+    def f(x):
+        return jax.nn.log_softmax(x * 2) * x
+
+    found, expected = (jax.experimental.jet.jet(g, (X,), ((X, X + 1),)) for g in (fuse(f), f))
+    assert_close(found, expected)
+
+
+def test_two_platforms_at_once(monkeypatch):
+    monkeypatch.setattr(traffic.Traffic, "kernel_wins", True)
+
+    def f(x):
+        return jax.nn.softmax(x.astype(jnp.float32) * 0.5).astype(jnp.bfloat16)
+
+    x = jnp.asarray(support.normal((256, 128)), jnp.bfloat16)
+    checks = jax_softmax.export_checks()
+    exported = jax.export.export(jax.jit(fuse(f)), platforms=("cpu", "cuda"), disabled_checks=checks)(x)
+    assert "x0 * (0x1" in str(exported.mlir_module())
+    assert_close(jax.export.deserialize(exported.serialize()).call(x).astype(jnp.float32), f(x).astype(jnp.float32))
+
+
+@pytest.mark.parametrize(
+    ("name", "spec"),
+    [("softmax", P("data", "model")), ("softmax", P(None, "model")), ("log_softmax", P("data", "model"))],
+)
+def test_meshes_of_explicit_mode(name, spec):
+    """Which `jax.make_mesh` makes, where rows are sharded."""
+
+    def loss(x):
+        return jnp.sum(getattr(jax.nn, name)(x * 2) ** 2)
+
+    with support.on_a_cpu(), jax.set_mesh(support.mesh_of_cpus((2, 4), AxisType.Explicit)):
+        x = jax.device_put(X, spec)
+        expected = jax.grad(loss)(X)
+        assert_close(support.in_haste(jax.grad(fuse(loss)), x), expected)
+        with emulated.kernels(in_jax=True):
+            assert_close(support.in_haste(jax.grad(fuse(loss)), x), expected)
+
+
+def rewritten_and_run(f, *args):
+    """As a GPU would run it, and the kernels."""
+    with emulated.kernels() as made:
+        return support.in_haste(lambda *args: f(*args), *args), made
+
+
+def many_times(f, n=1200):
+    return lambda x: functools.reduce(lambda x, k: f(x, k / n), range(n), x)
+
+
+LONG = {
+    "before": lambda x: jax.nn.softmax(many_times(jnp.add)(x)),
+    "after": lambda x: many_times(lambda x, k: x * (1 + k))(jax.nn.softmax(x)),
+    "of an array at labels": lambda x: jnp.sum(
+        many_times(jnp.multiply)(jax.nn.one_hot(LABELS, x.shape[-1])) * jax.nn.log_softmax(x), -1
+    ),
+    "of a label": lambda x: jnp.sum(
+        jax.nn.one_hot(many_times(lambda k, _: k + 1)(LABELS) % 8, x.shape[-1]) * jax.nn.log_softmax(x), -1
+    ),
+}
+
+
+@compiler_is_needed
+@pytest.mark.parametrize("name", LONG)
+def test_long_chains(name):
+    """Longer than Python's stack is deep."""
+    f = LONG[name]
+    assert_close(rewritten_and_run(fuse(f), X)[0], f(X))
+    gradient = jax.grad(lambda x: jnp.sum(fuse(f)(x) ** 2))
+    assert_close(rewritten_and_run(gradient, X)[0], jax.grad(lambda x: jnp.sum(f(x) ** 2))(X))
+
+
+@compiler_is_needed
+def test_more_arrays_than_a_kernel_reads():
+    def f(x, arrays):
+        return jax.nn.softmax(sum(arrays, start=x))
+
+    arrays = [X * k for k in range(40)]
+    found, made = rewritten_and_run(fuse(f), X, arrays)
+    assert_close(found, f(X, arrays))
+    assert made == []
+    (line,) = fuse(f).explain(X, arrays)
+    assert "expressions read at most 31 arrays" in str(line.why_not)
+
+
+@compiler_is_needed
+def test_more_results_than_a_kernel_writes():
+    def f(x):
+        y = jax.nn.softmax(x * 2)
+        return [(y * k).astype(jnp.bfloat16) for k in range(200)]
+
+    found, _ = rewritten_and_run(fuse(f), X)
+    for a, b in zip(found, f(X), strict=True):
+        np.testing.assert_allclose(a.astype(jnp.float32), b.astype(jnp.float32), rtol=0.01)
+
+
+@compiler_is_needed
+@pytest.mark.parametrize("reduced", [-1, None])
+def test_one_label_for_all_rows(reduced):
+    def f(x, label):
+        index = jax.lax.broadcasted_iota(jnp.int32, x.shape, 1)
+        return jnp.sum((index == label).astype(jnp.float32) * jax.nn.log_softmax(x), reduced)
+
+    def gradient(x, label):
+        return jax.grad(lambda x: jnp.sum(f(x, label) ** 2))(x)
+
+    for g in (f, gradient):
+        for label in (3, 8):
+            assert_close(rewritten_and_run(fuse(g), X, jnp.int32(label))[0], g(X, jnp.int32(label)))
+
+
+@compiler_is_needed
+def test_losses_that_cannot_both_be_shared():
+    """Each gradient needs the other loss: just one of the losses can come from the kernel of its gradient."""
+
+    def product(x, y):
+        loss_of = jax_softmax.softmax_cross_entropy_with_integer_labels
+        return jnp.sum(loss_of(x, LABELS)) * jnp.sum(loss_of(y, LABELS))
+
+    f = jax.value_and_grad(product, (0, 1))
+    assert_close(rewritten_and_run(fuse(f), X, 2 * X)[0], f(X, 2 * X))
+    operators = sorted(line.op for line in fuse(f).explain(X, 2 * X))
+    assert operators == ["cross_entropy", "cross_entropy_gradient", "cross_entropy_gradient"]
