@@ -1157,7 +1157,8 @@ class TestArguments:
         gc.collect()
         assert gone() is None
 
-    def test_is_traced_once(self):
+    def test_is_traced_for_the_first_call_alone(self):
+        """With this package's operators, and without."""
         traced = []
 
         @fuse
@@ -1168,7 +1169,7 @@ class TestArguments:
         for _ in range(3):
             f(X, "softmax")
         f(X, "log_softmax")
-        assert traced == ["softmax", "log_softmax"]
+        assert traced == ["softmax"] * 2 + ["log_softmax"] * 2
 
     def test_donation(self):
         x = jnp.array(X)

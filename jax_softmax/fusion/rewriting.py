@@ -4,7 +4,16 @@ from typing import NamedTuple
 
 from jax_softmax.fusion import expressions, made_twice, rules
 from jax_softmax.fusion.calls import NotFolded, by_xla_p, call_of, kernel_call_p
-from jax_softmax.fusion.graph import barrier, bytes_of, graph_of, new_equation, variables_of, with_jaxprs
+from jax_softmax.fusion.graph import (
+    barrier,
+    bytes_of,
+    graph_of,
+    jaxprs_of,
+    new_equation,
+    opened,
+    variables_of,
+    with_jaxprs,
+)
 from jax_softmax.fusion.groups import Groups, is_loop
 from jax_softmax.fusion.traffic import Traffic, traffic_of
 from jax_softmax.primitives.operators import PRIMITIVES
@@ -53,6 +62,17 @@ def rewritten(jaxpr, report=None, where=""):
     groups, calls, by_xla = _decided(graph, report, where)
     equations, outputs = _in_order(groups, calls, by_xla)
     return jaxpr.replace(eqns=equations, outvars=outputs)
+
+
+def has_operators(jaxpr) -> bool:
+    """Whether a program calls an operator of this package, or a kernel."""
+    pending = [jaxpr]
+    while pending:
+        for eqn in opened(pending.pop())[0].eqns:
+            if eqn.primitive.name in PRIMITIVES or eqn.primitive is kernel_call_p:
+                return True
+            pending += jaxprs_of(eqn.params)
+    return False
 
 
 def _decided(graph, report, where):

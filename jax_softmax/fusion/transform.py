@@ -4,6 +4,7 @@ Until then the call holds the function's jaxpr as it is, so that derivatives and
 of the function. They are calls of the same primitive: what is lowered has been differentiated.
 """
 
+import contextlib
 import enum
 import functools
 import sys
@@ -14,7 +15,7 @@ from typing import Any, ParamSpec, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Primitive
+from jax.extend.core import Primitive, Var
 from jax.interpreters import ad, batching, mlir
 
 from jax_softmax import _private
@@ -22,7 +23,7 @@ from jax_softmax.functions import patching
 from jax_softmax.fusion import calls, kernels, modules, residuals
 from jax_softmax.fusion.expressions import is_variable
 from jax_softmax.fusion.graph import edited, graph_of, has_refs, jaxprs_of, opened
-from jax_softmax.fusion.rewriting import Line, rewritten
+from jax_softmax.fusion.rewriting import Line, has_operators, rewritten
 from jax_softmax.fusion.traffic import words
 from jax_softmax.primitives import interpreters
 
@@ -38,9 +39,10 @@ def fuse(f: Callable[_P, _R]) -> Callable[_P, _R]:
 
         step = jax.jit(jax_softmax.fuse(train_step))
 
-    `jax_softmax.use()` holds while f is traced. On a GPU casts, scales, biases, masks and other elementwise operations
-    around an operator are then done by its kernel; on other platforms f runs as it is. A call for which XLA's own
-    fusions move fewer bytes is left to them. Results are f's up to roundings.
+    f is traced twice, with `jax_softmax.use()` and as it is. On a GPU casts, scales, biases, masks and other elementwise
+    operations around an operator are then done by its kernel; on other platforms kernels do the operators alone. A call
+    for which XLA's own fusions move fewer bytes is left to them, and where all are, the program is f as it is. Results
+    are f's up to roundings.
 
     Fuse what is differentiated and its derivative at once, `fuse(train_step)` rather than `grad(fuse(loss))`, which
     works as well.
@@ -162,16 +164,26 @@ def _called(f, others, tree, arrays):
     closed, out_tree = _traced(f, others, tree, arrays)
     if has_refs(closed.jaxpr):  # no primitive of our own may hold them
         results = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *arrays)
-    else:
-        jaxpr, constants = _without_constants(closed)
-        results = fused_p.bind(*constants, *arrays, jaxpr=jaxpr)
-    return jax.tree.unflatten(out_tree, results)
+        return jax.tree.unflatten(out_tree, results)
+    plain = _plain(f, others, tree, arrays, closed.jaxpr) if has_operators(closed.jaxpr) else None
+    return jax.tree.unflatten(out_tree, _called_both([closed] if plain is None else [closed, plain], arrays))
 
 
-def _traced(f, others, tree, arrays):
+def _plain(f, others, tree, arrays, jaxpr):
+    """The program without this package's operators, or None if that has not the same types."""
+    try:
+        closed, _ = _traced(f, others, tree, arrays, contextlib.nullcontext())
+    except Exception:  # jax.nn and optax refuse what this package's functions take
+        return None
+    types = [[(v.aval.shape, v.aval.dtype) for v in program.outvars] for program in (jaxpr, closed.jaxpr)]
+    same = types[0] == types[1] and jaxpr.effects == closed.jaxpr.effects and not has_refs(closed.jaxpr)
+    return closed if same else None
+
+
+def _traced(f, others, tree, arrays, context=None):
     def flat(*arrays):
         args, kwargs = _joined(arrays, others, tree)
-        with patching.while_fusing():
+        with patching.while_fusing() if context is None else context:
             return f(*args, **kwargs)
 
     closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*arrays)
@@ -232,7 +244,8 @@ def _without_constants(closed):
     return edited(jaxpr, constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars]), list(constants)
 
 
-# ---- The primitive. Its operands are those of the jaxpr, which has no constants.
+# ---- The primitive. Its operands are those of the jaxpr, which has no constants. `plain` is None or the jaxpr of the
+# same operands and results without this package's operators: it is the program where no kernel would be faster.
 
 fused_p = Primitive("fused")
 fused_p.multiple_results = True
@@ -245,13 +258,28 @@ def _function(jaxpr):
 def _bound(function, *args):
     """The results of a function, made by a call of the primitive."""
     closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
-    jaxpr, constants = _without_constants(closed)
-    results = fused_p.bind(*constants, *jax.tree.leaves(args), jaxpr=jaxpr)
-    return jax.tree.unflatten(jax.tree.structure(shapes), results)
+    return jax.tree.unflatten(jax.tree.structure(shapes), _called_both([closed], jax.tree.leaves(args)))
 
 
-def _jvp(primals, tangents, *, jaxpr):
-    """Two calls: one of the results and of what is kept for the derivative, and one that is linear in the tangents."""
+def _called_both(programs, operands):
+    """The results of a program's jaxpr, and of the plain one if there is one, which have these operands."""
+    programs = [_without_constants(closed) for closed in programs]
+    constants = [c for _, own in programs for c in own]
+    avals = [v.aval for jaxpr, own in programs for v in jaxpr.invars[: len(own)]]
+    at, jaxprs = 0, []
+    for jaxpr, own in programs:
+        n, variables = len(own), [Var(aval) for aval in avals]
+        variables[at : at + n] = jaxpr.invars[:n]
+        jaxprs.append(edited(jaxpr, invars=[*variables, *jaxpr.invars[n:]]) if constants else jaxpr)
+        at += n
+    return fused_p.bind(*constants, *operands, jaxpr=jaxprs[0], plain=jaxprs[1] if len(jaxprs) > 1 else None)
+
+
+def _jvp(primals, tangents, *, jaxpr, plain):
+    """Two calls: one of the results and of what is kept for the derivative, and one that is linear in the tangents.
+
+    If neither has a kernel that is faster, that of the plain program, as JAX has it.
+    """
     moving = [k for k, tangent in enumerate(tangents) if type(tangent) is not ad.Zero]
     moved = [tangents[k] for k in moving]
     follow = _that_follow(jaxpr, primals, moving, moved)
@@ -268,16 +296,29 @@ def _jvp(primals, tangents, *, jaxpr):
     with_needed, constants = _without_constants(closed)
     n, operands = len(shapes), [*constants, *primals]
     chosen = residuals.chosen(with_needed, n)
-    results = fused_p.bind(*operands, jaxpr=chosen.forward)
-    kept = [*(operands[k] for k in chosen.operands), *results[n:]]
 
     def tangents_of(kept, moved):
         needed = _function(chosen.again)(*kept)
         return jax.tree.unflatten(jax.tree.structure(linear), needed)(*moved)
 
+    if plain is not None and not has_operators(rewritten(chosen.forward)):
+        kept = [v.aval for v in (*(chosen.forward.invars[k] for k in chosen.operands), *chosen.forward.outvars[n:])]
+        of_tangents = jax.make_jaxpr(tangents_of)(kept, [jax.typeof(t) for t in moved]).jaxpr
+        if not has_operators(rewritten(of_tangents)):
+            return _jvp_of_plain(plain, primals, moving, moved)
+    results = fused_p.bind(*operands, jaxpr=chosen.forward, plain=None)
+    kept = [*(operands[k] for k in chosen.operands), *results[n:]]
     found, results = _bound(tangents_of, kept, moved), results[:n]
     of_results = [ad.Zero(jax.typeof(result).to_tangent_aval()) for result in results]
     return results, _with(of_results, follow, found)
+
+
+def _jvp_of_plain(plain, primals, moving, moved):
+    function = jax.jit(_function(plain))
+    results, tangents = jax.jvp(lambda *a: function(*_with(primals, moving, a)), [primals[k] for k in moving], moved)
+    zeros = [ad.Zero(jax.typeof(result).to_tangent_aval()) for result in results]
+    is_zero = [tangent.dtype == jax.dtypes.float0 for tangent in tangents]
+    return results, [zero if a else t for zero, a, t in zip(zeros, is_zero, tangents, strict=True)]
 
 
 def _that_follow(jaxpr, primals, moving, moved):
@@ -305,7 +346,7 @@ def _with(values, where, new):
     return values
 
 
-def _transpose(cotangents, *operands, jaxpr):
+def _transpose(cotangents, *operands, jaxpr, plain):  # what is linear has no plain program
     linear = [k for k, a in enumerate(operands) if ad.is_undefined_primal(a)]
     known = [k for k in range(len(operands)) if k not in linear]
     given = [k for k, cotangent in enumerate(cotangents) if type(cotangent) is not ad.Zero]
@@ -324,24 +365,33 @@ def _transpose(cotangents, *operands, jaxpr):
     return _with([None] * len(operands), linear, found)
 
 
-def _batch(axis_data, operands, batch_axes, *, jaxpr):
+def _batch(axis_data, operands, batch_axes, *, jaxpr, plain):
     if all(axis is None for axis in batch_axes):
-        results = fused_p.bind(*operands, jaxpr=jaxpr)
+        results = fused_p.bind(*operands, jaxpr=jaxpr, plain=plain)
         return results, [None] * len(results)
+    programs = [jaxpr] if plain is None else [jaxpr, plain]
+    varying = {k for program in programs for k in _that_vary(program, batch_axes)}
+    axes = [0 if k in varying else None for k in range(len(jaxpr.outvars))]
+
+    def mapped(program):
+        return jax.vmap(
+            lambda *operands: tuple(_function(program)(*operands)),
+            in_axes=tuple(batch_axes),
+            out_axes=tuple(axes),
+            axis_name=axis_data.name,
+            axis_size=axis_data.size,
+            spmd_axis_name=axis_data.spmd_name,
+        )
+
+    return _called_both([jax.make_jaxpr(mapped(program))(*operands) for program in programs], operands), axes
+
+
+def _that_vary(jaxpr, batch_axes):
+    """Which results differ along a mapped axis."""
     graph = graph_of(jaxpr)
     given = [v for v, axis in zip(jaxpr.invars, batch_axes, strict=True) if axis is not None]
     given += [v for e in graph.equations if _knows_axes(e) for v in e.outputs]
-    varying = _made_of(graph, given)
-    axes = [0 if k in varying else None for k in range(len(graph.outputs))]
-    mapped = jax.vmap(
-        lambda *operands: tuple(_function(jaxpr)(*operands)),
-        in_axes=tuple(batch_axes),
-        out_axes=tuple(axes),
-        axis_name=axis_data.name,
-        axis_size=axis_data.size,
-        spmd_axis_name=axis_data.spmd_name,
-    )
-    return _bound(mapped, *operands), axes
+    return _made_of(graph, given)
 
 
 def _knows_axes(equation):
@@ -350,20 +400,21 @@ def _knows_axes(equation):
     return equation.name == "axis_index" or bool(equation.eqn.effects) or any(map(_knows_axes, within))
 
 
-def _lower(ctx, *operands, jaxpr):
+def _lower(ctx, *operands, jaxpr, plain):
     lowering = _private.FOUND["function"].core_call_lowering
     if lowering:
         return lowering(ctx, *operands, name="fused", call_jaxpr=jaxpr)
     return mlir.lower_fun(_function(jaxpr), multiple_results=True)(ctx, *operands)
 
 
-def _lower_for_cuda(ctx, *operands, jaxpr):
-    return _lower(ctx, *operands, jaxpr=rewritten(jaxpr))
+def _lower_for_cuda(ctx, *operands, jaxpr, plain):
+    new = rewritten(jaxpr)
+    return _lower(ctx, *operands, jaxpr=new if plain is None or has_operators(new) else plain, plain=None)
 
 
 def register() -> None:
     fused_p.def_impl(interpreters.implementation(fused_p))
-    fused_p.def_effectful_abstract_eval(lambda *_, jaxpr: ([v.aval for v in jaxpr.outvars], jaxpr.effects))
+    fused_p.def_effectful_abstract_eval(lambda *_, jaxpr, plain: ([v.aval for v in jaxpr.outvars], jaxpr.effects))
     ad.primitive_jvps[fused_p] = _jvp
     ad.primitive_transposes[fused_p] = _transpose
     batching.fancy_primitive_batchers[fused_p] = _batch
@@ -377,12 +428,12 @@ def register() -> None:
         interpreters.JET.jet_rules[fused_p] = _jet
 
 
-def _jet(primals, series, *, jaxpr):
+def _jet(primals, series, *, jaxpr, plain):
     """That of the function. Between rules the terms have no factorials, by which they are scaled outside."""
     return interpreters.JET.jet(_function(jaxpr), primals, series, factorial_scaled=False)
 
 
-def _checked(*given, jaxpr):
+def _checked(*given, jaxpr, plain):
     """As a call of a function under `jit` is."""
     operands = given[len(given) - len(jaxpr.invars) :]
     (call,) = jax.make_jaxpr(jax.jit(_function(jaxpr)))(*operands).eqns
