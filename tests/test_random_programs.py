@@ -4,7 +4,6 @@ XLA's flags are its defaults, under which it may leave out roundings to 16 bits.
 twice, with and without these roundings, and the larger error counts. On a CPU the kernels are emulated.
 """
 
-
 import emulated
 import jax
 import jax.numpy as jnp
