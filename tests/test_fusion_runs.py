@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import pickle
+import sys
 
 import emulated
 import jax
@@ -319,3 +320,36 @@ def test_losses_that_cannot_both_be_shared():
     assert_close(rewritten_and_run(fuse(f), X, 2 * X)[0], f(X, 2 * X))
     operators = sorted(line.op for line in fuse(f).explain(X, 2 * X))
     assert operators == ["cross_entropy", "cross_entropy_gradient", "cross_entropy_gradient"]
+
+
+def test_time_grows_as_programs_do():
+    """Counted in calls of this package's functions."""
+
+    def layers(n):
+        def f(x, w):
+            mask = jnp.tril(jnp.ones((x.shape[-2], x.shape[-2]), bool))
+            for _ in range(n):
+                p = jax.nn.softmax(jnp.where(mask, (x @ w @ x.T) * 0.5, -1e9))
+                x = x + p @ jax.nn.gelu(x / (1 + jnp.abs(x).mean(-1, keepdims=True)))
+            return jnp.sum(x**2)
+
+        return jax.grad(f, 1)
+
+    def calls(n):
+        count = 0
+
+        def called(frame, event, _):
+            nonlocal count
+            count += event == "call" and "jax_softmax" in frame.f_code.co_filename
+
+        x, w = jax.ShapeDtypeStruct((32, 16), "float32"), jax.ShapeDtypeStruct((16, 16), "float32")
+        sys.setprofile(called)
+        try:
+            fuse(layers(n)).explain(x, w)
+        finally:
+            sys.setprofile(None)
+        return count
+
+    calls(1)
+    few, some, many = map(calls, (2, 6, 14))
+    assert (many - some) < 2.3 * (some - few)

@@ -50,6 +50,7 @@ class Graph:
         for equation in self.equations:
             for v in dict.fromkeys(variables_of(equation.inputs)):
                 self.readers.setdefault(v, []).append(equation)
+        self.standing: dict[Var, bool] = {}  # which are in memory where nothing is folded, as `groups.py` finds
         self.position = {equation: k for k, equation in enumerate(self.equations)}
 
     def made_of(self, variables) -> set[Var]:

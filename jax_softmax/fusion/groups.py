@@ -232,14 +232,15 @@ def may_fold(equation):
 
 def stands_unfolded(graph, variable) -> bool:
     """Whether a variable is in memory where nothing is folded into operators."""
-    return _stands(graph, variable, lambda _, reader: is_loop(reader))
+    return _stands(graph, variable, lambda _, reader: is_loop(reader), graph.standing)
 
 
-def _stands(graph, variable, may_fold):
-    maker = graph.maker.get(variable)
-    if maker is None or variable in graph.results or not is_loop(maker):
-        return True
-    return any(not may_fold(variable, reader) for reader in graph.readers.get(variable, ()))
+def _stands(graph, variable, may_fold, known):
+    if variable not in known:
+        maker, readers = graph.maker.get(variable), graph.readers.get(variable, ())
+        in_any_case = maker is None or variable in graph.results or not is_loop(maker)
+        known[variable] = in_any_case or any(not may_fold(variable, reader) for reader in readers)
+    return known[variable]
 
 
 class Groups:
@@ -256,6 +257,7 @@ class Groups:
                 group = Group(graph, equation)
                 self.groups.append(group)
                 self.owner[equation] = group
+        self._standing: dict[Any, bool] = {}  # whether a variable stands
         self._reads: dict[Group, list] = {}  # of a group, the variables that it reads
         self._reading: dict[Any, dict] = {}  # of a variable, the groups that read it
         for group in self.groups:
@@ -270,7 +272,7 @@ class Groups:
 
     def stands(self, variable) -> bool:
         """Whether a variable is in memory, whatever is folded."""
-        return variable in self._kept or _stands(self.graph, variable, self._may_fold)
+        return variable in self._kept or _stands(self.graph, variable, self._may_fold, self._standing)
 
     def _may_fold(self, variable, reader) -> bool:
         """Whether a variable need not be in memory for an equation that reads it."""

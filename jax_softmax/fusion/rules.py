@@ -82,7 +82,7 @@ def _without_duplicates(graph):
             continue
         inputs = tuple(_identity(renamed.get(a, a) if is_variable(a) else a) for a in equation.inputs)
         params = tuple(sorted((name, str(value)) for name, value in equation.params.items()))
-        key = equation.name, inputs, params, tuple(str(v.aval) for v in equation.outputs)
+        key = equation.name, inputs, params, tuple(v.aval for v in equation.outputs)
         first = known.setdefault(key, equation)
         if first is not equation:
             renamed |= zip(equation.outputs, first.outputs, strict=True)
@@ -91,7 +91,7 @@ def _without_duplicates(graph):
 
 
 def _identity(a):
-    return a if is_variable(a) else (str(a.aval), np.asarray(a.val).tobytes())
+    return a if is_variable(a) else (a.aval, np.asarray(a.val).tobytes())
 
 
 # ---- 1
