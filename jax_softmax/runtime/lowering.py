@@ -225,8 +225,6 @@ _GIVEN_LOGSUMEXP = {
 
 
 def _by_logsumexp(op, *operands, axes, **dtype):
-    # As the kernel of the normalizer reads it: XLA for CPUs may leave out the rounding of a product to 16 bits.
-    operands = jax.lax.optimization_barrier(operands[0]), *operands[1:]
     operands, where = split(op, operands)
     rows = normalizer(operands[0], where, axes, ())
     sums = reference.distance_and_count(rows, operands[0], where, axes) if op in WITH_DISTANCES else ()
