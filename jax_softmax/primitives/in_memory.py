@@ -3,13 +3,12 @@
 A kernel reads its operand from memory, rounded to the operand's dtype. An XLA expression of the same value need not:
 of `x * c - largest` XLA makes one fused multiply-add, and of a bfloat16 product that is widened again it leaves out the
 rounding. The product is then another number than the one whose maximum the kernel found, by up to half a unit in its
-last place, which at 1e9 is 32. `in_memory(x)` is x, from the one array that the kernel reads as well: XLA's
-optimizations do not look through the barrier that it is lowered as.
+last place, which at 1e9 is 32. `in_memory(x)` is x as the kernel reads it: `runtime/lowering.py` puts a barrier around
+the array, through which XLA's optimizations do not look.
 
-The primitive has the name of JAX's own identity, which `fuse` folds into kernels. Its tangent is the operand's.
+The primitive has the name of JAX's own identity, which `fuse` folds into kernels.
 """
 
-import jax
 from jax.extend.core import Primitive
 
 in_memory_p = Primitive("copy")
@@ -19,11 +18,8 @@ def in_memory(x):
     return in_memory_p.bind(x)
 
 
-def lowered(x):
-    return jax.lax.optimization_barrier(x)
-
-
 def jvp(primals, tangents):
+    """The tangent is the operand's: it is no operand of a kernel."""
     return in_memory(*primals), *tangents
 
 

@@ -99,7 +99,6 @@ def _register_in_memory(primitive):
     ad.primitive_jvps[primitive] = in_memory.jvp
     if JET.available:
         JET.jet_rules[primitive] = lambda primals, series: (*primals, *series)
-    mlir.register_lowering(primitive, mlir.lower_fun(in_memory.lowered, multiple_results=False))
 
 
 def _jet(op, primals, series, *, axes, axis_name, **dtype):
