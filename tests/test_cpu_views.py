@@ -12,6 +12,7 @@ from test_entropies import expected_entropy
 
 import jax_softmax
 from jax_softmax import _kernels
+from jax_softmax.primitives.operators import bind
 
 ON_CPU = jax.default_backend() == "cpu"
 FASTEST = _kernels.build_info()["cpu_variant"]
@@ -127,6 +128,40 @@ def test_scaled_rows_that_are_not_finite(instruction_set, result):
         for where in (None, support.random_mask(x.shape)):
             found = jax_softmax.absmax_scale(x, axis, where, dtype=result)
             for array, expected in zip(found, support.reference_absmax_scale(x, axis, where, result), strict=True):
+                check(array, expected, f"{columns} along {axis}")
+
+
+@jax.jit(static_argnums=0)
+def gradients(axes, x, *of_rows, where=None):
+    return bind("cross_entropy_gradient", x, *of_rows, where=where, axes=axes)
+
+
+@sampled("instruction_set,dtype,view", itertools.product(INSTRUCTION_SETS, DTYPES, VIEWS), 13, **every_set)
+def test_gradients_of_losses(instruction_set, dtype, view):
+    shape, axes = view[0], tuple(reduced(view))
+    for where in (None, support.random_mask(shape)):
+        operands, expected = support.row_case("cross_entropy_gradient", shape, axes, dtype, where)
+        with support.precision(dtype):
+            found = gradients(axes, *operands, where=where)
+        for array, value in zip(found, expected, strict=True):
+            check(array, value, f"of {dtype}{shape} along {axes}")
+
+
+@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS, **every_set)
+def test_gradients_of_losses_that_are_not_finite(instruction_set):
+    """Every other three rows do not count: their own numbers are all 0."""
+    for columns, axis in itertools.product((5, 40, 5000, 70_000), (0, 1)):
+        x = support.nonfinite_rows(columns)
+        x = x if axis else np.ascontiguousarray(x.T)
+        *numbers, label = support.row_numbers("cross_entropy_gradient", x.shape, (axis,), x.dtype)
+        counts = np.arange(label.size).reshape(label.shape) % 6 < 3
+        numbers = [np.where(counts, number, 0).astype(np.float32) for number in numbers]
+        for where in (None, support.random_mask(x.shape)):
+            gradient, *rows = support.reference_cross_entropy_gradient(x, *numbers, label, (axis,), where)
+            ignored = ~np.broadcast_to(counts, x.shape)
+            gradient.value[ignored] = gradient.bound[ignored] = 0
+            found = gradients((axis,), x, *numbers, label, where=where)
+            for array, expected in zip(found, (gradient, *rows), strict=True):
                 check(array, expected, f"{columns} along {axis}")
 
 

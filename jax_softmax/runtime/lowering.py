@@ -13,7 +13,7 @@ from jax_softmax import _kernels
 from jax_softmax.devices import division, partitioning, private
 from jax_softmax.primitives import reference
 from jax_softmax.primitives.in_memory import in_memory_p
-from jax_softmax.primitives.operators import KERNELS, OPERATORS, PRIMITIVES, WITH_DISTANCES, Coefficients, bind, split
+from jax_softmax.primitives.operators import KERNELS, OPERATORS, PRIMITIVES, Coefficients, bind, split
 from jax_softmax.primitives.rows import normalizer
 from jax_softmax.primitives.several_devices import several_devices_p
 from jax_softmax.runtime import cuda
@@ -33,12 +33,12 @@ def register() -> None:
     for op, primitive in PRIMITIVES.items():
         by_reference = mlir.lower_fun(functools.partial(reference.apply, op), primitive.multiple_results)
         from_parts = by_reference
-        if op in _GIVEN_LOGSUMEXP:
-            from_parts = mlir.lower_fun(functools.partial(_by_logsumexp, op), multiple_results=True)
-        on_cpu = _cpu_rule(op, by_reference) if OPERATORS[op].on_cpu else from_parts
+        if op in _FROM_PARTS:
+            from_parts = mlir.lower_fun(_FROM_PARTS[op], multiple_results=True)
         if op == "tangent_sums_transpose":
-            on_cuda = mlir.lower_fun(_by_cross_entropy_gradient, multiple_results=False)
+            on_cpu = on_cuda = mlir.lower_fun(_by_cross_entropy_gradient, multiple_results=False)
         else:
+            on_cpu = _cpu_rule(op, by_reference) if OPERATORS[op].on_cpu else from_parts
             on_cuda = _cuda_rule(op, from_parts if op == "cross_entropy" else by_reference)
         for platform, rule in {None: by_reference, "cpu": on_cpu, "cuda": on_cuda}.items():
             rule = partitioning.partitioned(primitive, platform, rule, by_reference)
@@ -111,7 +111,7 @@ def _cpu_rule(op, by_reference):
         if not _makes(op, _cpu_makes, ctx):
             rule = by_reference if OPERATORS[op].quantizes else in_one_dtype
             return rule(ctx, *operands, axes=axes, **dtype)
-        return call(ctx, *operands, **attributes(op, axes, masked))
+        return call(ctx, *operands, **attributes(KERNELS.get(op, op), axes, masked))
 
     return rule
 
@@ -235,24 +235,34 @@ def _in_one_dtype_rule(op, makes):
 
 # ---- Operators that the kernel of another one is a part of.
 
-_GIVEN_LOGSUMEXP = {
-    "cross_entropy": lambda rows, x, label, where, axes: reference.cross_entropy_given(rows, x, label, axes),
-    "cross_entropy_gradient": reference.gradient_given,
-    "cross_entropy_gradient_in_place": reference.gradient_given,
-    "cross_entropy_gradient_and_distances": reference.gradient_given,
-    "kl_divergence": reference.kl_divergence_given,
+
+def _cross_entropy(*operands, axes):
+    (x, label), where = split("cross_entropy", operands)
+    rows = normalizer(x, where, axes, ())
+    return reference.cross_entropy_given(rows, x, label, axes), *rows
+
+
+def _kl_divergence(*operands, axes):
+    (x, *of_y), where = split("kl_divergence", operands)
+    rows = normalizer(x, where, axes, ())
+    return reference.kl_divergence_given(rows, x, *of_y, where, axes), *rows
+
+
+def _cross_entropy_gradient_and_distances(*operands, axes, dtype):
+    (x, *of_rows), where = split("cross_entropy_gradient_and_distances", operands)
+    gradient, *rows = bind("cross_entropy_gradient", x, *of_rows, where=where, axes=axes, dtype=dtype)
+    return gradient, *rows, *reference.distance_and_count(reference.Normalizer(*rows), x, where, axes)
+
+
+_FROM_PARTS = {
+    "cross_entropy": _cross_entropy,
+    "kl_divergence": _kl_divergence,
+    "cross_entropy_gradient_and_distances": _cross_entropy_gradient_and_distances,
 }
 
 
-def _by_logsumexp(op, *operands, axes, **dtype):
-    operands, where = split(op, operands)
-    rows = normalizer(operands[0], where, axes, ())
-    sums = reference.distance_and_count(rows, operands[0], where, axes) if op in WITH_DISTANCES else ()
-    return _GIVEN_LOGSUMEXP[op](rows, *operands, where, axes, **dtype), *rows, *sums
-
-
 def _by_cross_entropy_gradient(*operands, axes, dtype):
-    """Whose kernel makes the normalizer anew, which on CUDA is faster than XLA with the one that is known."""
+    """Whose kernel makes the normalizer anew, which is faster than XLA with the one that is known."""
     (x, _, _, factor, offset, at_label, label), where = split("tangent_sums_transpose", operands)
     coefficients = Coefficients.without_lse(factor, offset, at_label)
     return bind("cross_entropy_gradient", x, *coefficients, label, where=where, axes=axes, dtype=dtype)[0]
