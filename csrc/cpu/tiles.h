@@ -207,7 +207,10 @@ class Tiles {
           in[row.lane] = static_cast<const T*>(operands_.in[0])[at.element];
           counts[row.lane] = !operands_.mask || operands_.mask[at.mask];
         }
-        if (!counts_at_all(of_rows, numbers, row.lane)) clear(row, begin, end);
+        if (!counts_at_all(of_rows, numbers, row.lane)) {
+          clear(row, begin, end);
+          places[i] = -1;
+        }
       }
       op_.finish_labels(of_rows, numbers, in, counts, results);
       for (int64_t i = 0; i < n; ++i) {
