@@ -14,6 +14,7 @@ struct Operands {
   Strides mask_strides;
   void* out;                                  // null if there are no results for elements
   void* of_rows[kMostRowResultsOnCpu];        // the results of rows, null from their number on
+  const void* given[kMostRowResultsOnCpu];    // the results of rows, where they are known; else null
   const void* numbers[kMostRowNumbersOnCpu];  // those that rows have of their own, null from their number on
   const int32_t* labels;                      // of rows; null of operators without
 };

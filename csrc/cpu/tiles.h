@@ -71,7 +71,7 @@ class Tiles {
            : inner_.extent < kLanes || (inner_.extent <= kMostVectors && inner_.extent * view.columns < kFewElements)
                ? kTurned
                : kAcross;
-    const bool keeps = op.keeps_terms && view.columns <= (way_ == kAlong ? kKeptAlong : kKeptAcross);
+    const bool keeps = op.keeps_terms && !states_given() && view.columns <= (way_ == kAlong ? kKeptAlong : kKeptAcross);
     block_ = keeps ? view.columns : way_ == kAlong ? kBlockAlong : kBlockAcross;
     const int64_t elements = std::min(view.columns, block_);
     staged_ = way_ == kTurned || view.reduced.size > 1;
@@ -174,15 +174,22 @@ class Tiles {
     }
   }
 
+  // Whether the results of rows are operands, and their states need not be accumulated.
+  bool states_given() const { return operands_.given[0] != nullptr; }
+  void take_given(States<T>* states) const {
+    for (int64_t i = 0; i < groups_ * rows_; ++i) {
+      for (int k = 0; k < kMembers && operands_.given[k]; ++k) {
+        set(states[i / rows_of_state()].member[k], this->row(i), operands_.given[k]);
+      }
+    }
+  }
+
   // Gives the states of whole rows the numbers that these rows have of their own.
   void take_numbers(States<T>* states) {
     if (!numbers_) numbers_.reset(new Numbers<T>[most_states()]);
     for (int64_t i = 0; i < groups_ * rows_; ++i) {
-      const Row row = this->row(i);
       for (int k = 0; k < kMostRowNumbersOnCpu && operands_.numbers[k]; ++k) {
-        const F number = static_cast<const F*>(operands_.numbers[k])[row.number];
-        C& numbers = numbers_[i / rows_of_state()].number[k];
-        batch_ > 1 ? void(numbers = C{} + number) : void(numbers[row.lane] = number);
+        set(numbers_[i / rows_of_state()].number[k], this->row(i), operands_.numbers[k]);
       }
     }
     op_.take_numbers(states, numbers_.get(), this->states());
@@ -247,6 +254,15 @@ class Tiles {
   Row row(int64_t i) const {
     const int64_t group = way_ == kTurned ? i % groups_ : i / rows_, inner = way_ == kTurned ? i / groups_ : i % rows_;
     return {first_row_ + group * inner_.extent + inner, base_ + group * group_ + inner * inner_, i % rows_of_state()};
+  }
+  // Sets the row's lane, or all lanes of a row that has a vector to itself, to the row's number.
+  void set(C& lanes, const Row& row, const void* numbers) const {
+    const F number = static_cast<const F*>(numbers)[row.number];
+    if (batch_ > 1) {
+      lanes = C{} + number;
+    } else {
+      lanes[row.lane] = number;
+    }
   }
   int64_t rows_of_state() const { return batch_ > 1 ? 1 : kLanes; }
   // A row whose own numbers are all 0 does not count. What its elements are multiplied by is 0 then, or NaN.

@@ -75,7 +75,8 @@ ffi::Error run(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets
   if (ffi::Error error = read_call(args, rets, attributes, &call, &buffers); error.failure()) return error;
   const DType out = call.out.empty() ? call.in : call.out[0];
   const Cost& cost = cost_of(call.op);
-  const size_t of_rows = cost.row_numbers + cost.labelled;  // come first among the sides, if there are no others
+  const int given = call.rows_given ? cost.row_results : 0;
+  const size_t of_rows = given + cost.row_numbers + cost.labelled;  // come first among the sides
   const bool fused = !call.load.empty() || !call.store.empty() || call.sides.size() > of_rows + call.masked();
   if (!facts_of(call.op).on_cpu || fused || !cpu::makes(call.in, out)) {
     return ffi::Error::InvalidArgument("jax_softmax: " + describe(call) + ": there is no CPU kernel");
@@ -92,8 +93,9 @@ ffi::Error run(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets
 
   cpu::Operands operands{};
   std::copy(buffers.in.begin(), buffers.in.end(), operands.in);
-  std::copy_n(buffers.side.begin(), cost.row_numbers, operands.numbers);
-  if (cost.labelled) operands.labels = static_cast<const int32_t*>(buffers.side[cost.row_numbers]);
+  std::copy_n(buffers.side.begin(), given, operands.given);
+  std::copy_n(buffers.side.begin() + given, cost.row_numbers, operands.numbers);
+  if (cost.labelled) operands.labels = static_cast<const int32_t*>(buffers.side[given + cost.row_numbers]);
   if (call.masked()) {
     operands.mask = static_cast<const bool*>(buffers.side[of_rows]);
     operands.mask_strides = strides[0];

@@ -36,7 +36,8 @@ def register() -> None:
         if op in _FROM_PARTS:
             from_parts = mlir.lower_fun(_FROM_PARTS[op], multiple_results=True)
         if op == "tangent_sums_transpose":
-            on_cpu = on_cuda = mlir.lower_fun(_by_cross_entropy_gradient, multiple_results=False)
+            on_cpu = mlir.lower_fun(_gradient_given_rows, multiple_results=False)
+            on_cuda = mlir.lower_fun(_by_cross_entropy_gradient, multiple_results=False)
         else:
             on_cpu = _cpu_rule(op, by_reference) if OPERATORS[op].on_cpu else from_parts
             on_cuda = _cuda_rule(op, from_parts if op == "cross_entropy" else by_reference)
@@ -81,13 +82,15 @@ def export_checks() -> list[jax.export.DisabledSafetyCheck]:
 # ---- Calls of kernels.
 
 
-def attributes(op, axes, masked, arrays="", load="", store=""):
+def attributes(op, axes, masked, arrays="", load="", store="", given=""):
     """What a custom call of a kernel says of itself, besides its buffers: see csrc/ffi/call.h and csrc/core/call.h.
 
-    `arrays`: the roles of the operands that the expressions `load` and `store` read.
+    `arrays`: the roles of the operands that the expressions `load` and `store` read. `given`: the results of rows that
+    are operands instead, before the rows' own numbers.
     """
     operator = OPERATORS[op]
-    sides = [*arrays.split(), *["number"] * operator.row_numbers, *["label"] * operator.labelled, *["mask"] * masked]
+    numbers = ["number"] * (len(given.split()) + operator.row_numbers)
+    sides = [*arrays.split(), *numbers, *["label"] * operator.labelled, *["mask"] * masked]
     return {
         "version": np.int64(_kernels.CALL_VERSION),
         "op": op,
@@ -261,8 +264,20 @@ _FROM_PARTS = {
 }
 
 
+def _gradient_given_rows(x, *operands, axes, dtype):
+    """By the CPU kernel of cross_entropy_gradient, which need not make the normalizer where it is given that."""
+    if len(x.shape) > _kernels.MAX_DIMS or 0 in x.shape:
+        return reference.apply("tangent_sums_transpose", x, *operands, axes=axes, dtype=dtype)
+    made = _common(x.dtype, jnp.dtype(dtype))
+    largest, total, factor, *others = operands
+    of_rows = largest, total, factor, jnp.zeros_like(factor), *others
+    given = attributes("cross_entropy_gradient", axes, operands[-1].dtype == bool, given="largest total")
+    call = jax.ffi.ffi_call(TARGET, jax.ShapeDtypeStruct(x.shape, made))
+    return call(x.astype(made), *of_rows, **given).astype(dtype)
+
+
 def _by_cross_entropy_gradient(*operands, axes, dtype):
-    """Whose kernel makes the normalizer anew, which is faster than XLA with the one that is known."""
+    """Whose kernel makes the normalizer anew, which on CUDA is faster than XLA with the one that is known."""
     (x, _, _, factor, offset, at_label, label), where = split("tangent_sums_transpose", operands)
     coefficients = Coefficients.without_lse(factor, offset, at_label)
     return bind("cross_entropy_gradient", x, *coefficients, label, where=where, axes=axes, dtype=dtype)[0]
