@@ -1,12 +1,12 @@
 """The operators on a CPU next to XLA's best formulation of each: ours over XLA's time, so that less is better.
 
-    python benchmarks/cpu.py                           # ten minutes; prints a table
+    python benchmarks/cpu.py                           # half an hour; prints a table
     python benchmarks/cpu.py --operators entropy ...   # those alone
     python benchmarks/cpu.py --quick                   # small arrays, to try the script
 
-All of a figure take turns in one process, and of each the fastest call counts. A gradient is made with its value, from
-a cotangent that is an argument, as within a larger program. XLA's are `jax.nn`, optax of float32, and for entropies and
-scaled rows what their documentation says in jax.numpy.
+All of a figure take turns in one process, and of each the fastest call counts. A gradient is made with its value, and
+once more alone, from a cotangent that is an argument, as within a larger program. XLA's are `jax.nn`, optax of float32,
+and for entropies and scaled rows what their documentation says in jax.numpy.
 """
 
 import argparse
@@ -30,7 +30,8 @@ from tqdm import tqdm
 import jax_softmax
 from jax_softmax import _kernels
 
-# Arrays and axes: features, a vocabulary, few classes, an odd number of them, attention, images' classes.
+# Arrays and axes: features, a vocabulary, few classes, an odd number of them, attention, images' classes; small batches
+# of training, long rows, and an axis between others.
 CASES = [
     ((8192, 512), 1),
     ((512, 50257), 1),
@@ -38,6 +39,10 @@ CASES = [
     ((16384, 129), 1),
     ((64, 197, 197), 2),
     ((16, 21, 16384), 1),
+    ((8, 128, 128), 2),
+    ((256, 1000), 1),
+    ((12000, 1500), 1),
+    ((60, 1100, 256), 1),
 ]
 DTYPES = ("float32", "bfloat16")
 
@@ -65,6 +70,7 @@ def quantized(x, axis):
 
 
 integer_labels = of_float32(optax.softmax_cross_entropy_with_integer_labels)
+MADE = ("{}", "{} + gradient", "gradient of {}")
 OPERATORS = {
     "softmax": Operator(jax_softmax.softmax, (jax.nn.softmax,)),
     "log_softmax": Operator(jax_softmax.log_softmax, (jax.nn.log_softmax,)),
@@ -74,6 +80,11 @@ OPERATORS = {
     ),
     "cross_entropy_loss": Operator(
         jax_softmax.cross_entropy_loss,
+        (lambda *operands, axis: integer_labels(*operands, axis).mean(),),
+        ("logits", "labels"),
+    ),
+    "fuse of optax's mean loss": Operator(
+        lambda *operands, axis: jax_softmax.fuse(lambda *operands: integer_labels(*operands, axis).mean())(*operands),
         (lambda *operands, axis: integer_labels(*operands, axis).mean(),),
         ("logits", "labels"),
     ),
@@ -99,13 +110,14 @@ def operand(name, shape, axis, dtype):
     return jax.nn.softmax(x.astype(jnp.float32), axis).astype(dtype) if name == "probabilities" else x
 
 
-def with_gradient(f, differentiated):
-    def value_and_gradient(cotangent, *operands):
+def with_gradient(f, differentiated, value):
+    def gradient(cotangent, *operands):
         constant = operands[differentiated:]
         y, pullback = jax.vjp(lambda *operands: f(*operands, *constant), *operands[:differentiated])
-        return y, pullback(cotangent.astype(y.dtype))
+        of_operands = pullback(cotangent.astype(y.dtype))
+        return (y, of_operands) if value else of_operands
 
-    return value_and_gradient
+    return gradient
 
 
 def first_result(f):
@@ -118,14 +130,14 @@ def first_result(f):
     return result
 
 
-def ratio(operator, gradient, shape, axis, dtype, repeats):
-    """Our time over XLA's; nothing of what has no gradient."""
+def ratio(operator, what, shape, axis, dtype, repeats):
+    """Our time over XLA's for one of `MADE`; nothing of what has no gradient."""
     operands = [operand(name, shape, axis, dtype) for name in operator.operands]
     calls = [functools.partial(f, axis=axis) for f in (operator.ours, *operator.theirs)]
-    if gradient:
+    if what != "{}":
         if operator.differentiated is None:
             return ""
-        calls = [with_gradient(first_result(f), operator.differentiated) for f in calls]
+        calls = [with_gradient(first_result(f), operator.differentiated, "+" in what) for f in calls]
         result = jax.eval_shape(first_result(functools.partial(operator.ours, axis=axis)), *operands)
         operands = [jax.random.normal(jax.random.key(1), result.shape, dtype), *operands]
     times = device_times({str(k): (jax.jit(f), tuple(operands)) for k, f in enumerate(calls)}, repeats)
@@ -153,15 +165,14 @@ def main() -> None:
     print(f"Our time over XLA's, of {' and '.join(DTYPES)}; of `+ gradient` with the value.\n")
     print("| | " + " | ".join(f"{smaller(shape)}, {axis}" for shape, axis in CASES) + " |")
     print("|" + " --- |" * (1 + len(CASES)))
-    rows = [(name, gradient) for name in arguments.operators for gradient in (False, True)]
-    for name, gradient in tqdm(rows, disable=None):
+    rows = [(name, what) for name in arguments.operators for what in MADE]
+    for name, what in tqdm(rows, disable=None):
         cells = [
-            [ratio(OPERATORS[name], gradient, smaller(shape), axis, dtype, repeats) for dtype in DTYPES]
+            [ratio(OPERATORS[name], what, smaller(shape), axis, dtype, repeats) for dtype in DTYPES]
             for shape, axis in CASES
         ]
         if any(cells[0]):
-            label = f"{name} + gradient" if gradient else name
-            tqdm.write(f"| {label} | " + " | ".join(", ".join(pair) for pair in cells) + " |")
+            tqdm.write(f"| {what.format(name)} | " + " | ".join(", ".join(pair) for pair in cells) + " |")
 
 
 if __name__ == "__main__":

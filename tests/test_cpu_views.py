@@ -12,6 +12,7 @@ from test_entropies import expected_entropy
 
 import jax_softmax
 from jax_softmax import _kernels
+from jax_softmax.primitives.operators import bind
 
 ON_CPU = jax.default_backend() == "cpu"
 FASTEST = _kernels.build_info()["cpu_variant"]
@@ -128,6 +129,52 @@ def test_scaled_rows_that_are_not_finite(instruction_set, result):
             found = jax_softmax.absmax_scale(x, axis, where, dtype=result)
             for array, expected in zip(found, support.reference_absmax_scale(x, axis, where, result), strict=True):
                 check(array, expected, f"{columns} along {axis}")
+
+
+@jax.jit(static_argnums=0)
+def gradients(axes, x, factor, lse_factor, offset, at_label, label, where=None):
+    """The gradient of a loss, and what rows have; and the gradient without lse_factor, given what rows have."""
+    params = {"where": where, "axes": axes}
+    gradient, *rows = bind("cross_entropy_gradient", x, factor, lse_factor, offset, at_label, label, **params)
+    again = bind("tangent_sums_transpose", x, *rows, factor, offset, at_label, label, **params)
+    return gradient, *rows, again
+
+
+def expected_gradients(x, factor, lse_factor, offset, at_label, label, axes, where):
+    given = support.reference_cross_entropy_gradient(x, factor, lse_factor, offset, at_label, label, axes, where)
+    without = factor, np.zeros_like(factor), offset, at_label, label
+    return *given, support.reference_cross_entropy_gradient(x, *without, axes, where)[0]
+
+
+@sampled("instruction_set,dtype,view", itertools.product(INSTRUCTION_SETS, DTYPES, VIEWS), 13, **every_set)
+def test_gradients_of_losses(instruction_set, dtype, view):
+    shape, axes = view[0], tuple(reduced(view))
+    for where in (None, support.random_mask(shape)):
+        operands = normal(shape, dtype), *support.row_numbers("cross_entropy_gradient", shape, axes, dtype)
+        expected = expected_gradients(*operands, axes, where)
+        with support.precision(dtype):
+            found = gradients(axes, *operands, where=where)
+        for array, value in zip(found, expected, strict=True):
+            check(array, value, f"of {dtype}{shape} along {axes}")
+
+
+@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS, **every_set)
+def test_gradients_of_losses_that_are_not_finite(instruction_set):
+    """Every other three rows do not count: their own numbers are all 0."""
+    for columns, axis in itertools.product((5, 40, 5000, 70_000), (0, 1)):
+        x = support.nonfinite_rows(columns)
+        x = x if axis else np.ascontiguousarray(x.T)
+        *numbers, label = support.row_numbers("cross_entropy_gradient", x.shape, (axis,), x.dtype)
+        counts = np.arange(label.size).reshape(label.shape) % 6 < 3
+        numbers = [np.where(counts, number, 0).astype(np.float32) for number in numbers]
+        for where in (None, support.random_mask(x.shape)):
+            expected = expected_gradients(x, *numbers, label, (axis,), where)
+            ignored = ~np.broadcast_to(counts, x.shape)
+            for gradient in (expected[0], expected[-1]):
+                gradient.value[ignored] = gradient.bound[ignored] = 0
+            found = gradients((axis,), x, *numbers, label, where=where)
+            for array, value in zip(found, expected, strict=True):
+                check(array, value, f"{columns} along {axis}")
 
 
 MASKED = tuple(itertools.product(["bfloat16", "float32", "float64"], VIEWS[::3]))

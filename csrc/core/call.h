@@ -24,6 +24,8 @@ struct Call {
   std::vector<DType> out;  // of each result of elements, if the operator has any
   std::vector<int64_t> shape, axes;
   std::vector<SideOperand> sides;
+  // Whether what the operator gives as results of rows are operands instead: numbers before the row's own. On a CPU.
+  bool rows_given;
   // A line for each of the operator's own operands: what an element counts as, given x0, x1, ..., as they are in
   // memory. An empty line, or none, leaves it as it is.
   // Where operands and results have 16 bits, a softmax takes values beyond 2^24 for 16-bit numbers too: see

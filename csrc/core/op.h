@@ -86,7 +86,7 @@ inline constexpr Operator kOperators[] = {
     row_of_table<LogSoftmaxVjp>("log_softmax_vjp", "LogSoftmaxVjp", 1, 0, kOnCpu),
     row_of_table<LogSumExp>("logsumexp", "LogSumExp", 1, 1, kOnCpu),
     row_of_table<CrossEntropy>("cross_entropy", "CrossEntropy", 1, 1, kGpuOnly),
-    row_of_table<CrossEntropyGradient>("cross_entropy_gradient", "CrossEntropyGradient", 1, 1, kGpuOnly),
+    row_of_table<CrossEntropyGradient>("cross_entropy_gradient", "CrossEntropyGradient", 1, 1, kOnCpu),
     row_of_table<Entropy>("entropy", "Entropy", 1, 1, kOnCpu),
     row_of_table<KlDivergence>("kl_divergence", "KlDivergence", 1, 1, kGpuOnly),
     row_of_table<AbsmaxScale>("absmax_scale", "AbsmaxScale", 0, 0, kOnCpu),
@@ -96,14 +96,16 @@ inline constexpr Operator kOperators[] = {
                                                    "CrossEntropyGradientAndDistances", 2, 1, kGpuOnly),
 };
 inline constexpr int kOps = sizeof(kOperators) / sizeof(kOperators[0]);
-constexpr int most_row_results(bool of_all) {
+constexpr int most(int Cost::* number, bool of_all) {
   int most = 0;
   for (const Operator& op : kOperators) {
-    if ((of_all || op.on_cpu) && op.cost.row_results > most) most = op.cost.row_results;
+    if ((of_all || op.on_cpu) && op.cost.*number > most) most = op.cost.*number;
   }
   return most;
 }
-inline constexpr int kMostRowResults = most_row_results(true), kMostRowResultsOnCpu = most_row_results(false);
+inline constexpr int kMostRowResults = most(&Cost::row_results, true);
+inline constexpr int kMostRowResultsOnCpu = most(&Cost::row_results, false);
+inline constexpr int kMostRowNumbersOnCpu = most(&Cost::row_numbers, false);
 constexpr const Operator& facts_of(Op op) { return kOperators[static_cast<int>(op)]; }
 constexpr const Cost& cost_of(Op op) { return facts_of(op).cost; }
 

@@ -24,6 +24,8 @@ template <class Arithmetic, class Out>
 struct PolicyOf<LogSumExp, Arithmetic, Out> {
   using type = OfLogSumExp<OfAnyExponent<Arithmetic>>;
 };
+template <class Arithmetic, class Out>
+struct PolicyOf<CrossEntropyGradient, Arithmetic, Out> : PolicyOf<LogSumExp, Arithmetic, Out> {};
 // Of rows that are scaled by their maximum of magnitudes, which is NaN if one of them is: magnitudes are ordered as
 // their bits are, as integers, and NaN is above infinity. A scale that would not be a normal number counts as 0, and so
 // do the row's elements.
@@ -87,6 +89,8 @@ class Operator {
                              identity,
                              combine,
                              nullptr,
+                             nullptr,
+                             nullptr,
                              Op::kInputs,
                              sizeof(Out),
                              kKeep};
@@ -97,6 +101,10 @@ class Operator {
       arithmetic.keeping_across.finish = across_finish<kKeep>;
     }
     if constexpr (Op::kRowResults > 0) arithmetic.row_results = row_results;
+    if constexpr (kHasNumbers) {
+      arithmetic.take_numbers = take_numbers;
+      arithmetic.finish_labels = finish_labels;
+    }
     return arithmetic;
   }
 
@@ -109,6 +117,7 @@ class Operator {
   using State = StateOf<Op>;
   static constexpr int kLanes = M::kLanes;
   static constexpr bool kHasSum = !Op::kOfMagnitudes;
+  static constexpr bool kHasNumbers = Op::kRowNumbers > 0;
   static constexpr auto kMax = [](C a, C b) { return M::max(a, b); };
   static constexpr auto kSum = [](C a, C b) { return a + b; };
 
@@ -137,6 +146,30 @@ class Operator {
   }
   static void row_results(const States<T>* states, int64_t n, States<T>* results) {
     for (int64_t i = 0; i < n; ++i) Op::row_results(state_in(states[i]), results[i].member);
+  }
+
+  // What a row amounts to for its elements.
+  static JAX_SOFTMAX_INLINE typename Op::Finished finished_of(const States<T>& states) {
+    if constexpr (kHasNumbers) {
+      typename Op::Finished finished;
+      std::memcpy(&finished, states.member, sizeof(finished));
+      return finished;
+    } else {
+      return Op::finished(state_in(states));
+    }
+  }
+  static void take_numbers(States<T>* states, const Numbers<T>* numbers, int64_t n) {
+    for (int64_t i = 0; i < n; ++i) {
+      const auto finished = Op::finished(state_in(states[i]), numbers[i].number);
+      static_assert(sizeof(finished) <= sizeof(States<T>));
+      std::memcpy(states[i].member, &finished, sizeof(finished));
+    }
+  }
+  static void finish_labels(const States<T>& states, const Numbers<T>& numbers, const T* in, const bool* counts,
+                            void* out) {
+    const C x = Convert<T>::load(in);
+    const C result = M::select(M::true_lanes(counts, kLanes), Op::finish(finished_of(states), &x), Op::masked());
+    Convert<Out>::store(static_cast<Out*>(out), result + numbers.number[Op::kRowNumbers - 1]);
   }
 
   // ---- Elements of a block: vectors of n neighbours. Whole vectors are compiled apart from those of fewer elements.
@@ -305,7 +338,7 @@ class Operator {
     const int64_t terms_step = ceil_div(block.elements, kLanes) * kLanes;
     for (int64_t first = 0; first < block.rows; first += kLanes, ++states) {
       const int rows = static_cast<int>(std::min<int64_t>(kLanes, block.rows - first));
-      const Finished finished = Op::finished(state_in(*states));
+      const Finished finished = finished_of(*states);
       F members[kMembers][kLanes];
       std::memcpy(members, &finished, sizeof(Finished));
       for (int r = 0; r < rows; ++r) {
@@ -392,7 +425,7 @@ class Operator {
   static void across_finish(const Block<T>& block, const States<T>* states) {
     const int64_t vectors = ceil_div(block.rows, kLanes);
     typename Op::Finished rows[kMostVectors];
-    for (int64_t t = 0; t < vectors; ++t) rows[t] = Op::finished(state_in(states[t]));
+    for (int64_t t = 0; t < vectors; ++t) rows[t] = finished_of(states[t]);
     for (int64_t r = 0; r < block.elements; ++r) {
       const auto finish = [&](int64_t t, auto n) __attribute__((always_inline)) {
         const int64_t terms = (r * vectors + t) * kLanes;

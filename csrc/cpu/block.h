@@ -33,13 +33,20 @@ struct States {
   typename Simd<typename Convert<T>::Compute>::Value member[kMostRowResultsOnCpu];
 };
 
+// The numbers that several rows have of their own, a row to a lane.
+template <class T>
+struct Numbers {
+  typename Simd<typename Convert<T>::Compute>::Value number[kMostRowNumbersOnCpu];
+};
+
 // An operator on blocks.
 template <class T>
 struct Arithmetic {
   struct Way {
     // Sets the states to those of the block.
     void (*accumulate)(const Block<T>& block, States<T>* states);
-    // The results, given the states of whole rows; null if there are none for elements.
+    // The results, given the states of whole rows, after `take_numbers` if there is one; null if there are none for
+    // elements.
     void (*finish)(const Block<T>& block, const States<T>* states);
   };
   Way along, across;
@@ -49,6 +56,11 @@ struct Arithmetic {
   void (*combine)(States<T>* states, const States<T>* later, int64_t n);
   // The results of rows themselves, of so many vectors of states; null if there are none.
   void (*row_results)(const States<T>* states, int64_t n, States<T>* results);
+  // Where rows have numbers of their own, makes of so many vectors of states what `finish` takes. Null where they have
+  // none.
+  void (*take_numbers)(States<T>* states, const Numbers<T>* numbers, int64_t n);
+  // The results of the labels' elements, one of each row of a vector. `counts` says which of them are not masked.
+  void (*finish_labels)(const States<T>& states, const Numbers<T>& numbers, const T* in, const bool* counts, void* out);
   int inputs;
   int64_t out_bytes;  // of a result, at most as many as of an element
   bool keeps_terms;   // whether a result is its term times a factor of the row

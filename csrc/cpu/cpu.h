@@ -12,8 +12,11 @@ struct Operands {
   const void* in[2];
   const bool* mask;  // null without a mask
   Strides mask_strides;
-  void* out;                            // null if there are no results for elements
-  void* of_rows[kMostRowResultsOnCpu];  // the results of rows, null from their number on
+  void* out;                                  // null if there are no results for elements
+  void* of_rows[kMostRowResultsOnCpu];        // the results of rows, null from their number on
+  const void* given[kMostRowResultsOnCpu];    // the results of rows, where they are known; else null
+  const void* numbers[kMostRowNumbersOnCpu];  // those that rows have of their own, null from their number on
+  const int32_t* labels;                      // of rows; null of operators without
 };
 
 // Work comes in units, numbered from 0, that can run in any order on any thread. If it needs scratch memory, aligned to

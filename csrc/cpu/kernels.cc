@@ -16,6 +16,7 @@ Arithmetic<T> arithmetic_of(Op op, DType out, bool masked) {
   if (op == Op::kSoftmax) return arithmetic_of<Softmax, T>(masked);
   if (op == Op::kLogSoftmax) return arithmetic_of<LogSoftmax, T>(masked);
   if constexpr (sizeof(T) > 1) {
+    if (op == Op::kCrossEntropyGradient) return arithmetic_of<CrossEntropyGradient, T>(masked);
     if (op == Op::kLogSumExp) return arithmetic_of<LogSumExp, T>(masked);
     if (op == Op::kEntropy) return arithmetic_of<Entropy, T>(masked);
     if constexpr (sizeof(T) < 8) {
@@ -33,6 +34,7 @@ template <class T>
 Work work_of(const Tiles<T>& tiles, const View& view, int64_t threads) {
   constexpr int64_t kFewTiles = 4;  // for each thread
   const int64_t parts = ceil_div(view.columns, tiles.part_length());
+  if (tiles.states_given()) return {tiles.tiles() * parts, 0};
   if (parts == 1 || tiles.tiles() >= kFewTiles * threads) return {tiles.tiles(), 0};
   const int64_t units = tiles.tiles() * parts;
   return {units, units * tiles.most_states() * static_cast<int64_t>(sizeof(States<T>))};
@@ -47,6 +49,20 @@ void run_tiles(Tiles<T>& tiles, const Arithmetic<T>& op, const View& view, void*
   const int64_t length = tiles.part_length(), parts = ceil_div(view.columns, length);
   const auto end_of = [&](int64_t part) { return std::min(view.columns, (part + 1) * length); };
   States<T> states[kMostVectors], of_part[kMostVectors];
+  const auto finish = [&](int64_t begin, int64_t end) {
+    if (op.take_numbers) tiles.take_numbers(states);
+    if (op.along.finish) tiles.finish(begin, end, states);
+    if (op.finish_labels) tiles.finish_labels(begin, end, states);
+  };
+  if (tiles.states_given()) {
+    for (int64_t unit = first_unit; unit < last_unit; ++unit) {
+      const int64_t part = unit % parts;
+      tiles.seek(unit / parts);
+      tiles.take_given(states);
+      finish(part * length, end_of(part));
+    }
+    return;
+  }
   if (!scratch) {
     for (int64_t tile = first_unit; tile < last_unit; ++tile) {
       tiles.seek(tile);
@@ -60,7 +76,7 @@ void run_tiles(Tiles<T>& tiles, const Arithmetic<T>& op, const View& view, void*
         }
       }
       if (op.row_results) tiles.store_rows(states);
-      if (op.along.finish) tiles.finish(0, view.columns, states);
+      finish(0, view.columns);
     }
     return;
   }
@@ -75,7 +91,7 @@ void run_tiles(Tiles<T>& tiles, const Arithmetic<T>& op, const View& view, void*
     op.identity(states, tiles.states());
     for (int64_t i = tile * parts; i < (tile + 1) * parts; ++i) op.combine(states, of_unit(i), tiles.states());
     if (op.row_results && part == 0) tiles.store_rows(states);
-    if (op.along.finish) tiles.finish(part * length, end_of(part), states);
+    finish(part * length, end_of(part));
   }
 }
 

@@ -71,7 +71,7 @@ class Tiles {
            : inner_.extent < kLanes || (inner_.extent <= kMostVectors && inner_.extent * view.columns < kFewElements)
                ? kTurned
                : kAcross;
-    const bool keeps = op.keeps_terms && view.columns <= (way_ == kAlong ? kKeptAlong : kKeptAcross);
+    const bool keeps = op.keeps_terms && !states_given() && view.columns <= (way_ == kAlong ? kKeptAlong : kKeptAcross);
     block_ = keeps ? view.columns : way_ == kAlong ? kBlockAlong : kBlockAcross;
     const int64_t elements = std::min(view.columns, block_);
     staged_ = way_ == kTurned || view.reduced.size > 1;
@@ -98,7 +98,7 @@ class Tiles {
 
   int64_t tiles() const { return view_.rows / (group_.extent * inner_.extent) * group_ranges() * inner_ranges(); }
   // Vectors of states of a tile's rows, at most.
-  int64_t most_states() const { return ceil_div(tile_groups_ * tile_inner_, batch_ > 1 ? 1 : kLanes); }
+  int64_t most_states() const { return ceil_div(tile_groups_ * tile_inner_, rows_of_state()); }
   // Elements of a row after which another part of it, which another thread may have, can begin. Turned rows have the
   // same as those that lie across, so that a row's bits do not depend on how many others lie beside it.
   int64_t part_length() const {
@@ -116,7 +116,7 @@ class Tiles {
     first_row_ = (rest / group_ranges() * group_.extent + group) * inner_.extent + inner;
     loaded_begin_ = loaded_end_ = 0;
   }
-  int64_t states() const { return ceil_div(groups_ * rows_, batch_ > 1 ? 1 : kLanes); }
+  int64_t states() const { return ceil_div(groups_ * rows_, rows_of_state()); }
 
   // Sums up elements [begin, end) of the tile's rows, a part or all parts.
   void accumulate(int64_t begin, int64_t end, States<T>* states) {
@@ -167,13 +167,61 @@ class Tiles {
     States<T> results[kMostVectors];
     op_.row_results(states, this->states(), results);
     for (int64_t i = 0; i < groups_ * rows_; ++i) {
-      // Of turned rows, those of one group lie some apart.
-      const int64_t group = way_ == kTurned ? i % groups_ : i / rows_;
-      const int64_t row = first_row_ + group * inner_.extent + (way_ == kTurned ? i / groups_ : i % rows_);
-      const States<T>& of_row = results[batch_ > 1 ? i : i / kLanes];
-      const int64_t lane = batch_ > 1 ? 0 : i % kLanes;
+      const Row row = this->row(i);
       for (int k = 0; k < kMembers && operands_.of_rows[k]; ++k) {
-        static_cast<F*>(operands_.of_rows[k])[row] = of_row.member[k][lane];
+        static_cast<F*>(operands_.of_rows[k])[row.number] = results[i / rows_of_state()].member[k][row.lane];
+      }
+    }
+  }
+
+  // Whether the results of rows are operands, and their states need not be accumulated.
+  bool states_given() const { return operands_.given[0] != nullptr; }
+  void take_given(States<T>* states) const {
+    for (int64_t i = 0; i < groups_ * rows_; ++i) {
+      for (int k = 0; k < kMembers && operands_.given[k]; ++k) {
+        set(states[i / rows_of_state()].member[k], this->row(i), operands_.given[k]);
+      }
+    }
+  }
+
+  // Gives the states of whole rows the numbers that these rows have of their own.
+  void take_numbers(States<T>* states) {
+    if (!numbers_) numbers_.reset(new Numbers<T>[most_states()]);
+    for (int64_t i = 0; i < groups_ * rows_; ++i) {
+      for (int k = 0; k < kMostRowNumbersOnCpu && operands_.numbers[k]; ++k) {
+        set(numbers_[i / rows_of_state()].number[k], this->row(i), operands_.numbers[k]);
+      }
+    }
+    op_.take_numbers(states, numbers_.get(), this->states());
+  }
+
+  // After `finish`: the results of the labels' elements, and of rows that do not count, in memory.
+  void finish_labels(int64_t begin, int64_t end, const States<T>* states) const {
+    for (int64_t first = 0; first < groups_ * rows_; first += rows_of_state()) {
+      const States<T>& of_rows = states[first / rows_of_state()];
+      const Numbers<T>& numbers = numbers_[first / rows_of_state()];
+      const int64_t n = std::min(rows_of_state(), groups_ * rows_ - first);
+      T in[kLanes] = {}, results[kLanes];
+      bool counts[kLanes] = {};
+      int64_t places[kLanes];
+      for (int64_t i = 0; i < n; ++i) {
+        const Row row = this->row(first + i);
+        const int64_t label = operands_.labels[row.number];
+        places[i] = -1;
+        if (label >= begin && label < end) {
+          const Offset at = row.at + offset_of(reduced_, reduced_.size, label);
+          places[i] = at.element;
+          in[row.lane] = static_cast<const T*>(operands_.in[0])[at.element];
+          counts[row.lane] = !operands_.mask || operands_.mask[at.mask];
+        }
+        if (!counts_at_all(of_rows, numbers, row.lane)) {
+          clear(row, begin, end);
+          places[i] = -1;
+        }
+      }
+      op_.finish_labels(of_rows, numbers, in, counts, results);
+      for (int64_t i = 0; i < n; ++i) {
+        if (places[i] >= 0) static_cast<T*>(operands_.out)[places[i]] = results[i];
       }
     }
   }
@@ -195,6 +243,39 @@ class Tiles {
   const typename Arithmetic<T>::Way& way() const {
     if (keeps_) return way_ == kAlong ? op_.keeping_along : op_.keeping_across;
     return way_ == kAlong ? op_.along : op_.across;
+  }
+
+  struct Row {
+    int64_t number;
+    Offset at;  // its first element's
+    int64_t lane;
+  };
+  // Of the tile's rows, the i-th in the order of lanes. Of turned rows, those of one group lie some apart.
+  Row row(int64_t i) const {
+    const int64_t group = way_ == kTurned ? i % groups_ : i / rows_, inner = way_ == kTurned ? i / groups_ : i % rows_;
+    return {first_row_ + group * inner_.extent + inner, base_ + group * group_ + inner * inner_, i % rows_of_state()};
+  }
+  // Sets the row's lane, or all lanes of a row that has a vector to itself, to the row's number.
+  void set(C& lanes, const Row& row, const void* numbers) const {
+    const F number = static_cast<const F*>(numbers)[row.number];
+    if (batch_ > 1) {
+      lanes = C{} + number;
+    } else {
+      lanes[row.lane] = number;
+    }
+  }
+  int64_t rows_of_state() const { return batch_ > 1 ? 1 : kLanes; }
+  // A row whose own numbers are all 0 does not count. What its elements are multiplied by is 0 then, or NaN.
+  static bool counts_at_all(const States<T>& states, const Numbers<T>& numbers, int64_t lane) {
+    for (const C& number : numbers.number) {
+      if (number[lane] != 0) return true;
+    }
+    return states.member[1][lane] == 0;
+  }
+  void clear(const Row& row, int64_t begin, int64_t end) const {
+    for (int64_t i = begin; i < end; ++i) {
+      static_cast<T*>(operands_.out)[(row.at + offset_of(reduced_, reduced_.size, i)).element] = T{};
+    }
   }
   int64_t group_ranges() const { return ceil_div(group_.extent, tile_groups_); }
   int64_t inner_ranges() const { return ceil_div(inner_.extent, tile_inner_); }
@@ -342,6 +423,7 @@ class Tiles {
   int64_t batch_ = 1;  // blocks that are turned together
   int64_t tile_groups_ = 1, tile_inner_ = 1;
   std::unique_ptr<C[]> terms_;
+  std::unique_ptr<Numbers<T>[]> numbers_;
   int64_t stage_elements_ = 0;  // of each operand
   std::unique_ptr<T[]> stage_;
   std::unique_ptr<bool[]> mask_stage_;

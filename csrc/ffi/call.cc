@@ -108,7 +108,7 @@ std::string read_inputs(ffi::RemainingArgs args, const Cost& cost, Call* call, C
   return {};
 }
 
-std::string read_results(ffi::RemainingRets rets, const Cost& cost, size_t element_results, Call* call,
+std::string read_results(ffi::RemainingRets rets, size_t element_results, size_t row_results, Call* call,
                          CallBuffers* buffers) {
   for (size_t k = 0; k < element_results; ++k) {
     auto out = rets.get<ffi::AnyBuffer>(k);
@@ -119,7 +119,7 @@ std::string read_results(ffi::RemainingRets rets, const Cost& cost, size_t eleme
     buffers->out.push_back((*out)->untyped_data());
   }
   if (std::string message = unsupported_dtypes(*call); !message.empty()) return message;
-  for (int k = 0; k < cost.row_results; ++k) {
+  for (size_t k = 0; k < row_results; ++k) {
     auto result = rets.get<ffi::AnyBuffer>(element_results + k);
     if (!result.has_value() || shape_of(**result) != call->shape_of_rows() ||
         dtype_of((*result)->element_type()) != arithmetic_of(*call)) {
@@ -145,7 +145,8 @@ std::string read_side_buffers(ffi::RemainingArgs args, const Cost& cost, Call* c
     if (const char* mistake = mistake_of(side, *call, arithmetic_of(*call))) return mistake;
     buffers->side.back() = buffer->untyped_data();
   }
-  const bool fits = next == args.size() && count(*call, Role::kNumber) == cost.row_numbers &&
+  const int numbers = cost.row_numbers + (call->rows_given ? cost.row_results : 0);
+  const bool fits = next == args.size() && count(*call, Role::kNumber) == numbers &&
                     count(*call, Role::kLabel) == cost.labelled && count(*call, Role::kMask) <= 1;
   return fits ? "" : "wrong number of operands";
 }
@@ -183,13 +184,14 @@ ffi::Error read_call(ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dict
   call->axes.assign(axes->begin(), axes->end());
   const Cost& cost = cost_of(call->op);
   const size_t element_results = cost.element_results ? std::max<size_t>(1, lines_of(call->store).size()) : 0;
-  const size_t results = element_results + cost.row_results;
+  call->rows_given = cost.row_results > 0 && element_results > 0 && rets.size() == element_results;
+  const size_t row_results = call->rows_given ? 0 : cost.row_results, results = element_results + row_results;
   if (args.size() < static_cast<size_t>(cost.inputs) || rets.size() < results || rets.size() > results + 1) {
     return invalid("wrong number of operands or results");
   }
 
   std::string message = read_inputs(args, cost, call, buffers);
-  if (message.empty()) message = read_results(rets, cost, element_results, call, buffers);
+  if (message.empty()) message = read_results(rets, element_results, row_results, call, buffers);
   if (message.empty()) message = read_sides(*sides, call->shape, &call->sides);
   if (message.empty()) message = read_side_buffers(args, cost, call, buffers);
   if (!message.empty()) return invalid(describe(*call) + ": " + message);

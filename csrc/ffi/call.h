@@ -27,6 +27,7 @@ struct CallBuffers {
 // Arguments: the operator's own operands, of one shape and dtype, then the sides but for indices. Numbers are in the
 // dtype of the arithmetic, labels int32, masks boolean; numbers and labels have extent 1 along the axes. Results: of
 // elements, then of rows, in the dtype of the arithmetic; then possibly a one-dimensional array to work with.
+// Without the results of rows these are arguments, on a CPU: numbers before the others.
 xla::ffi::Error read_call(xla::ffi::RemainingArgs args, xla::ffi::RemainingRets rets, xla::ffi::Dictionary attributes,
                           Call* call, CallBuffers* buffers);
 

@@ -43,14 +43,17 @@ ffi::Error run(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets
   CallBuffers buffers;
   if (ffi::Error error = read_call(args, rets, attributes, &call, &buffers); error.failure()) return error;
   const DType out = call.out.empty() ? call.in : call.out[0];
-  const bool fused = !call.load.empty() || !call.store.empty() || call.sides.size() > call.masked();
+  const Cost& cost = cost_of(call.op);
+  const int given = call.rows_given ? cost.row_results : 0;
+  const size_t of_rows = given + cost.row_numbers + cost.labelled;  // come first among the sides
+  const bool fused = !call.load.empty() || !call.store.empty() || call.sides.size() > of_rows + call.masked();
   if (!facts_of(call.op).on_cpu || fused || !cpu::makes(call.in, out)) {
     return ffi::Error::InvalidArgument("jax_softmax: " + describe(call) + ": there is no CPU kernel");
   }
   View view;
   std::vector<Strides> strides;
   std::vector<std::vector<int64_t>> masks;
-  if (call.masked()) masks.push_back(call.sides[0].shape);
+  if (call.masked()) masks.push_back(call.sides.back().shape);
   if (const std::string message = make_view(call.shape, masks, call.axes, &view, &strides); !message.empty()) {
     return ffi::Error::InvalidArgument("jax_softmax: " + describe(call) + ": " + message);
   }
@@ -59,8 +62,11 @@ ffi::Error run(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets
 
   cpu::Operands operands{};
   std::copy(buffers.in.begin(), buffers.in.end(), operands.in);
+  std::copy_n(buffers.side.begin(), given, operands.given);
+  std::copy_n(buffers.side.begin() + given, cost.row_numbers, operands.numbers);
+  if (cost.labelled) operands.labels = static_cast<const int32_t*>(buffers.side[given + cost.row_numbers]);
   if (call.masked()) {
-    operands.mask = static_cast<const bool*>(buffers.side[0]);
+    operands.mask = static_cast<const bool*>(buffers.side[of_rows]);
     operands.mask_strides = strides[0];
   }
   if (!buffers.out.empty()) {

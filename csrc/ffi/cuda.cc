@@ -229,6 +229,7 @@ std::string problem_of(const Call& call, Problem* problem) {
       !message.empty()) {
     return message;
   }
+  if (call.rows_given) return "there is no CUDA kernel that is given the results of rows";
   problem->cost = cost_of(call.op);
   if (lines_of(call.load).size() > static_cast<size_t>(problem->cost.inputs)) {
     return "`load` has more lines than the operator has operands";

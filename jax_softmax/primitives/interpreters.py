@@ -9,6 +9,7 @@ from jax_softmax import _private
 from jax_softmax.primitives import (
     cross_entropy,
     entropies,
+    in_memory,
     product,
     reference,
     rows,
@@ -56,6 +57,7 @@ def register() -> None:
             JET.jet_rules[primitive] = functools.partial(_jet, op)
     _register_tangent_sums(tangent_sums.tangent_sums_p)
     _register_product(product.product_p)
+    _register_in_memory(in_memory.in_memory_p)
     if CHECKIFY.available:
         for primitive in PRIMITIVES.values():
             CHECKIFY.error_checks[primitive] = functools.partial(CHECKIFY.nan_error_check, primitive)
@@ -88,6 +90,15 @@ def _register_product(primitive):
     ad.primitive_jvps[primitive] = product.jvp
     ad.primitive_transposes[primitive] = product.transpose
     mlir.register_lowering(primitive, mlir.lower_fun(product.lowered, multiple_results=False))
+
+
+def _register_in_memory(primitive):
+    primitive.def_impl(lambda x: x)
+    primitive.def_abstract_eval(lambda x: x)
+    batching.primitive_batchers[primitive] = in_memory.batch
+    ad.primitive_jvps[primitive] = in_memory.jvp
+    if JET.available:
+        JET.jet_rules[primitive] = lambda primals, series: (*primals, *series)
 
 
 def _jet(op, primals, series, *, axes, axis_name, **dtype):

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jax_softmax.primitives.in_memory import in_memory
 from jax_softmax.primitives.labels import at_labels, exists, is_label
 
 # What the operators take as it is: 8 bits that are widened where they are read. Their linear maps do not.
@@ -131,7 +132,7 @@ def _finite(largest):
 
 def distances(x, rows):
     """x less its row's maximum, or less 0 where that is infinite."""
-    return widened(x) - _finite(rows.largest)
+    return widened(in_memory(x)) - _finite(rows.largest)
 
 
 def logsumexp_and_distances(x, where, axes, across=None):
@@ -176,10 +177,8 @@ def kl_divergence(x, y, largest_y, log_total_y, where, axes, across=None):
 
 
 def kl_divergence_given(rows, x, y, largest_y, log_total_y, where, axes, across=None):
-    log_p, log_q = (
-        log_probabilities(x, rows, where),
-        kept(widened(y) - _finite(largest_y) - log_total_y, where, -jnp.inf),
-    )
+    log_p = log_probabilities(x, rows, where)
+    log_q = kept(widened(in_memory(y)) - _finite(largest_y) - log_total_y, where, -jnp.inf)
     p, (log_p, log_q) = weights_and_values(log_p, log_p, log_q)
     return _row_sum(p * (log_p - log_q), axes, across)
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax.interpreters import ad
 
 from jax_softmax.primitives import reference
+from jax_softmax.primitives.in_memory import in_memory
 from jax_softmax.primitives.operators import bind, split
 
 
@@ -65,7 +66,7 @@ def _maximum_jvp(axes, axis_name, primals, tangents):
 
 @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=(4, 5))
 def _mean_of_largest(x, largest, t, where, axes, axis_name):
-    is_largest = reference.widened(x) == largest
+    is_largest = reference.widened(in_memory(x)) == largest
     if where is not None:
         is_largest &= where
     count = row_sum(is_largest.astype(largest.dtype), axes, axis_name)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax.interpreters import ad
 
 from jax_softmax.primitives import reference
+from jax_softmax.primitives.in_memory import in_memory
 from jax_softmax.primitives.operators import bind, split
 from jax_softmax.primitives.rows import row_sum
 
@@ -27,7 +28,7 @@ def _scaled_tangents(x, scale, t, where, dtype, axes, axis_name):
     """The tangents of x / scale, unrounded, and of the scales: of a maximum the mean of those that are it."""
     if where is not None:
         x, t = jnp.where(where, x, 0), jnp.where(where, t, 0)
-    x, t = reference.widened(x), reference.widened(t)
+    x, t = reference.widened(in_memory(x)), reference.widened(t)
     largest = scale
     if dtype in reference.LARGEST:
         largest = jnp.max(jnp.abs(jax.lax.stop_gradient(x)), axes, keepdims=True, initial=0)

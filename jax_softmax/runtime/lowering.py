@@ -12,7 +12,8 @@ from jax.interpreters import mlir
 from jax_softmax import _kernels
 from jax_softmax.devices import division, partitioning, private
 from jax_softmax.primitives import reference
-from jax_softmax.primitives.operators import KERNELS, OPERATORS, PRIMITIVES, WITH_DISTANCES, Coefficients, bind, split
+from jax_softmax.primitives.in_memory import in_memory_p
+from jax_softmax.primitives.operators import KERNELS, OPERATORS, PRIMITIVES, Coefficients, bind, split
 from jax_softmax.primitives.rows import normalizer
 from jax_softmax.primitives.several_devices import several_devices_p
 from jax_softmax.runtime import cuda
@@ -27,15 +28,18 @@ def register() -> None:
     jax.ffi.register_ffi_target(TARGET, _kernels.cpu_handler(), platform="cpu")
     jax.ffi.register_ffi_target(TARGET, _kernels.cuda_handlers(), platform="CUDA")
     mlir.register_lowering(several_devices_p, _several_devices)
+    for platform, rule in {None: _as_it_is, "cpu": _barrier, "cuda": _barrier_where_a_kernel_reads}.items():
+        mlir.register_lowering(in_memory_p, rule, platform=platform, cacheable=False)  # in its place in the program
     for op, primitive in PRIMITIVES.items():
         by_reference = mlir.lower_fun(functools.partial(reference.apply, op), primitive.multiple_results)
         from_parts = by_reference
-        if op in _GIVEN_LOGSUMEXP:
-            from_parts = mlir.lower_fun(functools.partial(_by_logsumexp, op), multiple_results=True)
-        on_cpu = _cpu_rule(op, by_reference) if OPERATORS[op].on_cpu else from_parts
+        if op in _FROM_PARTS:
+            from_parts = mlir.lower_fun(_FROM_PARTS[op], multiple_results=True)
         if op == "tangent_sums_transpose":
+            on_cpu = mlir.lower_fun(_gradient_given_rows, multiple_results=False)
             on_cuda = mlir.lower_fun(_by_cross_entropy_gradient, multiple_results=False)
         else:
+            on_cpu = _cpu_rule(op, by_reference) if OPERATORS[op].on_cpu else from_parts
             on_cuda = _cuda_rule(op, from_parts if op == "cross_entropy" else by_reference)
         for platform, rule in {None: by_reference, "cpu": on_cpu, "cuda": on_cuda}.items():
             rule = partitioning.partitioned(primitive, platform, rule, by_reference)
@@ -45,6 +49,23 @@ def register() -> None:
 def _several_devices(ctx):
     several = private.devices_of(ctx)[0] != 1
     return mlir.lower_fun(lambda: jnp.array(several), multiple_results=False)(ctx)
+
+
+# ---- What a kernel reads from memory, and XLA as well (see `in_memory`).
+
+_barrier = mlir.lower_fun(jax.lax.optimization_barrier, multiple_results=False)
+
+
+def _as_it_is(ctx, x):
+    return [x]
+
+
+def _barrier_where_a_kernel_reads(ctx, x):
+    """A barrier, but where the program makes x and no kernel reads it: under `fuse` kernels read what x is made of."""
+    made_here = hasattr(x.owner, "attributes")  # an operation's result, and no argument of the function
+    calls = (use.owner.attributes for use in x.uses if "call_target_name" in use.owner.attributes)
+    read = any(attributes["call_target_name"].value in (TARGET, partitioning.TARGET) for attributes in calls)
+    return (_as_it_is if made_here and not read else _barrier)(ctx, x)
 
 
 def export_checks() -> list[jax.export.DisabledSafetyCheck]:
@@ -61,13 +82,15 @@ def export_checks() -> list[jax.export.DisabledSafetyCheck]:
 # ---- Calls of kernels.
 
 
-def attributes(op, axes, masked, arrays="", load="", store=""):
+def attributes(op, axes, masked, arrays="", load="", store="", given=""):
     """What a custom call of a kernel says of itself, besides its buffers: see csrc/ffi/call.h and csrc/core/call.h.
 
-    `arrays`: the roles of the operands that the expressions `load` and `store` read.
+    `arrays`: the roles of the operands that the expressions `load` and `store` read. `given`: the results of rows that
+    are operands instead, before the rows' own numbers.
     """
     operator = OPERATORS[op]
-    sides = [*arrays.split(), *["number"] * operator.row_numbers, *["label"] * operator.labelled, *["mask"] * masked]
+    numbers = ["number"] * (len(given.split()) + operator.row_numbers)
+    sides = [*arrays.split(), *numbers, *["label"] * operator.labelled, *["mask"] * masked]
     return {
         "version": np.int64(_kernels.CALL_VERSION),
         "op": op,
@@ -91,7 +114,7 @@ def _cpu_rule(op, by_reference):
         if not _makes(op, _cpu_makes, ctx):
             rule = by_reference if OPERATORS[op].quantizes else in_one_dtype
             return rule(ctx, *operands, axes=axes, **dtype)
-        return call(ctx, *operands, **attributes(op, axes, masked))
+        return call(ctx, *operands, **attributes(KERNELS.get(op, op), axes, masked))
 
     return rule
 
@@ -215,22 +238,42 @@ def _in_one_dtype_rule(op, makes):
 
 # ---- Operators that the kernel of another one is a part of.
 
-_GIVEN_LOGSUMEXP = {
-    "cross_entropy": lambda rows, x, label, where, axes: reference.cross_entropy_given(rows, x, label, axes),
-    "cross_entropy_gradient": reference.gradient_given,
-    "cross_entropy_gradient_in_place": reference.gradient_given,
-    "cross_entropy_gradient_and_distances": reference.gradient_given,
-    "kl_divergence": reference.kl_divergence_given,
+
+def _cross_entropy(*operands, axes):
+    (x, label), where = split("cross_entropy", operands)
+    rows = normalizer(x, where, axes, ())
+    return reference.cross_entropy_given(rows, x, label, axes), *rows
+
+
+def _kl_divergence(*operands, axes):
+    (x, *of_y), where = split("kl_divergence", operands)
+    rows = normalizer(x, where, axes, ())
+    return reference.kl_divergence_given(rows, x, *of_y, where, axes), *rows
+
+
+def _cross_entropy_gradient_and_distances(*operands, axes, dtype):
+    (x, *of_rows), where = split("cross_entropy_gradient_and_distances", operands)
+    gradient, *rows = bind("cross_entropy_gradient", x, *of_rows, where=where, axes=axes, dtype=dtype)
+    return gradient, *rows, *reference.distance_and_count(reference.Normalizer(*rows), x, where, axes)
+
+
+_FROM_PARTS = {
+    "cross_entropy": _cross_entropy,
+    "kl_divergence": _kl_divergence,
+    "cross_entropy_gradient_and_distances": _cross_entropy_gradient_and_distances,
 }
 
 
-def _by_logsumexp(op, *operands, axes, **dtype):
-    # As the kernel of the normalizer reads it: XLA for CPUs may leave out the rounding of a product to 16 bits.
-    operands = jax.lax.optimization_barrier(operands[0]), *operands[1:]
-    operands, where = split(op, operands)
-    rows = normalizer(operands[0], where, axes, ())
-    sums = reference.distance_and_count(rows, operands[0], where, axes) if op in WITH_DISTANCES else ()
-    return _GIVEN_LOGSUMEXP[op](rows, *operands, where, axes, **dtype), *rows, *sums
+def _gradient_given_rows(x, *operands, axes, dtype):
+    """By the CPU kernel of cross_entropy_gradient, which need not make the normalizer where it is given that."""
+    if len(x.shape) > _kernels.MAX_DIMS or 0 in x.shape:
+        return reference.apply("tangent_sums_transpose", x, *operands, axes=axes, dtype=dtype)
+    made = _common(x.dtype, jnp.dtype(dtype))
+    largest, total, factor, *others = operands
+    of_rows = largest, total, factor, jnp.zeros_like(factor), *others
+    given = attributes("cross_entropy_gradient", axes, operands[-1].dtype == bool, given="largest total")
+    call = jax.ffi.ffi_call(TARGET, jax.ShapeDtypeStruct(x.shape, made))
+    return call(x.astype(made), *of_rows, **given).astype(dtype)
 
 
 def _by_cross_entropy_gradient(*operands, axes, dtype):
