@@ -101,7 +101,7 @@ def kernels(always=True, in_jax=False):
 
 @contextlib.contextmanager
 def all_kernels():
-    """On a GPU: whatever a kernel can do is done by one, whoever would be faster. Yields the kernels that are lowered."""
+    """On a GPU: what a kernel can do is done by one, whoever would be faster. Yields the kernels that are lowered."""
     made = []
     call, wins = Kernel.call, traffic.Traffic.kernel_wins
 

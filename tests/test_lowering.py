@@ -165,7 +165,7 @@ def test_other_platforms_use_plain_xla(name):
 
 
 def test_the_gradient_of_losses():
-    """On CUDA by a kernel, which computes the normalizer anew; on a CPU by one that is given what the first one made."""
+    """On CUDA by a kernel, which computes the normalizer anew; on a CPU by one that is given what the first made."""
 
     def gradient(x, labels):
         return jax.grad(lambda x: jax_softmax.softmax_cross_entropy_with_integer_labels(x, labels).sum())(x)

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 from jax_softmax.fusion import expressions, made_twice, rules
 from jax_softmax.fusion.calls import NotFolded, by_xla_p, call_of, kernel_call_p
+from jax_softmax.fusion.expressions import is_variable
 from jax_softmax.fusion.graph import (
     barrier,
     bytes_of,
@@ -16,6 +17,7 @@ from jax_softmax.fusion.graph import (
 )
 from jax_softmax.fusion.groups import Groups, is_loop
 from jax_softmax.fusion.traffic import Traffic, traffic_of
+from jax_softmax.primitives.in_memory import in_memory_p
 from jax_softmax.primitives.operators import PRIMITIVES
 
 # Equations whose jaxprs are rewritten in their place.
@@ -56,12 +58,23 @@ def rewritten(jaxpr, report=None, where=""):
             params = with_jaxprs(equation.params, lambda inner, within=within: rewritten(inner, *within))
             changed |= any(params[k] is not equation.params[k] for k in params)
             equation.params = params
-    if not any(equation.name in PRIMITIVES for equation in graph.equations) and not changed:
+    changed |= any(e.name in PRIMITIVES or e.eqn.primitive is in_memory_p for e in graph.equations)
+    if not changed:
         return jaxpr
-    graph = rules.applied(graph)
+    graph = _without_copies(rules.applied(graph))
     groups, calls, by_xla = _decided(graph, report, where)
     equations, outputs = _in_order(groups, calls, by_xla)
     return jaxpr.replace(eqns=equations, outvars=outputs)
+
+
+def _without_copies(graph):
+    """Without `in_memory`: `made_twice` says what is in memory."""
+    copies = [e for e in graph.equations if e.eqn.primitive is in_memory_p]
+    renamed: dict = {}
+    for equation in copies:
+        (a,) = equation.inputs
+        renamed[equation.outputs[0]] = renamed.get(a, a) if is_variable(a) else a
+    return graph.with_replaced({e: [] for e in copies}, renamed) if copies else graph
 
 
 def has_operators(jaxpr) -> bool:

@@ -39,10 +39,10 @@ def fuse(f: Callable[_P, _R]) -> Callable[_P, _R]:
 
         step = jax.jit(jax_softmax.fuse(train_step))
 
-    f is traced twice, with `jax_softmax.use()` and as it is. On a GPU casts, scales, biases, masks and other elementwise
-    operations around an operator are then done by its kernel; on other platforms kernels do the operators alone. A call
-    for which XLA's own fusions move fewer bytes is left to them, and where all are, the program is f as it is. Results
-    are f's up to roundings.
+    f is traced twice, with `jax_softmax.use()` and as it is. On a GPU casts, scales, biases, masks and other
+    elementwise operations around an operator are then done by its kernel; on other platforms kernels do the operators
+    alone. A call for which XLA's own fusions move fewer bytes is left to them, and where all are, the program is f as
+    it is. Results are f's up to roundings.
 
     Fuse what is differentiated and its derivative at once, `fuse(train_step)` rather than `grad(fuse(loss))`, which
     works as well.

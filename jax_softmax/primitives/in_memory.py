@@ -6,7 +6,8 @@ rounding. The product is then another number than the one whose maximum the kern
 last place, which at 1e9 is 32. `in_memory(x)` is x as the kernel reads it: `runtime/lowering.py` puts a barrier around
 the array, through which XLA's optimizations do not look.
 
-The primitive has the name of JAX's own identity, which `fuse` folds into kernels.
+The primitive has the name of JAX's own identity, which `fuse` folds into kernels. Programs that `fuse` rewrites for
+CUDA have none: `fusion/made_twice.py` says there what is in memory.
 """
 
 from jax.extend.core import Primitive

@@ -28,8 +28,9 @@ def register() -> None:
     jax.ffi.register_ffi_target(TARGET, _kernels.cpu_handler(), platform="cpu")
     jax.ffi.register_ffi_target(TARGET, _kernels.cuda_handlers(), platform="CUDA")
     mlir.register_lowering(several_devices_p, _several_devices)
-    for platform, rule in {None: _as_it_is, "cpu": _barrier, "cuda": _barrier_where_a_kernel_reads}.items():
-        mlir.register_lowering(in_memory_p, rule, platform=platform, cacheable=False)  # in its place in the program
+    barrier = mlir.lower_fun(jax.lax.optimization_barrier, multiple_results=False)
+    for platform, rule in {None: lambda ctx, x: [x], "cpu": barrier, "cuda": barrier}.items():
+        mlir.register_lowering(in_memory_p, rule, platform=platform)
     for op, primitive in PRIMITIVES.items():
         by_reference = mlir.lower_fun(functools.partial(reference.apply, op), primitive.multiple_results)
         from_parts = by_reference
@@ -49,23 +50,6 @@ def register() -> None:
 def _several_devices(ctx):
     several = private.devices_of(ctx)[0] != 1
     return mlir.lower_fun(lambda: jnp.array(several), multiple_results=False)(ctx)
-
-
-# ---- What a kernel reads from memory, and XLA as well (see `in_memory`).
-
-_barrier = mlir.lower_fun(jax.lax.optimization_barrier, multiple_results=False)
-
-
-def _as_it_is(ctx, x):
-    return [x]
-
-
-def _barrier_where_a_kernel_reads(ctx, x):
-    """A barrier, but where the program makes x and no kernel reads it: under `fuse` kernels read what x is made of."""
-    made_here = hasattr(x.owner, "attributes")  # an operation's result, and no argument of the function
-    calls = (use.owner.attributes for use in x.uses if "call_target_name" in use.owner.attributes)
-    read = any(attributes["call_target_name"].value in (TARGET, partitioning.TARGET) for attributes in calls)
-    return (_as_it_is if made_here and not read else _barrier)(ctx, x)
 
 
 def export_checks() -> list[jax.export.DisabledSafetyCheck]:
