@@ -170,8 +170,9 @@ def test_the_gradient_of_losses():
     def gradient(x, labels):
         return jax.grad(lambda x: jax_softmax.softmax_cross_entropy_with_integer_labels(x, labels).sum())(x)
 
-    for platform, calls in (("cuda", 1), ("cpu", 2)):
-        assert_calls(lower(gradient, spec((64, 32000)), spec((64,), "int32"), platforms=[platform]), calls)
+    for platform in ("cuda", "cpu"):
+        text = lower(gradient, spec((64, 32000)), spec((64,), "int32"), platforms=[platform])
+        assert text.count('op = "cross_entropy_gradient"') == 1, text
 
 
 @every_name

@@ -82,8 +82,11 @@ std::optional<Chunks> plan_chunks(const Problem& problem, const Device& device) 
   if (clusters && spread_out && spread(1, std::min(kSmallCluster, device.largest_cluster))) return plan;
   if (spread(kMostTeams, 1)) return plan;
   if (clusters && spread(inputs == 1 ? 1 : kMostTeams, device.largest_cluster)) return plan;
-  // Rings copy run by run, which takes them long.
-  if (clusters && problem.view.reduced.size > 1 &&
+  // Rings copy run by run, which takes them long; and of few chunks in all a cluster is done before a ring is full.
+  // Rows that are many must be cut into the same chunks: by a ring.
+  const bool few = problem.view.rows * cut->chunks <= int64_t{kFewChunks} * device.multiprocessors &&
+                   fits_ring(*cut, problem, device);
+  if (clusters && (few || problem.view.reduced.size > 1) &&
       (spread(kMostTeams / 2, device.largest_cluster) || spread(kMostTeams, device.largest_cluster))) {
     return plan;
   }

@@ -7,6 +7,7 @@ namespace jax_softmax {
 
 inline constexpr int kMostTeams = 4;                // in a block of the chunks schedule
 inline constexpr int kMostBlocks = 16;              // in a cluster
+inline constexpr int kFewChunks = 8;                // for each multiprocessor, in all rows: few
 inline constexpr int kSharedBytesBeside = 3 << 10;  // static shared memory of both schedules, rounded up
 
 struct Cut {
@@ -19,6 +20,8 @@ struct Cut {
 
 // Nothing if a row has too many.
 std::optional<Cut> cut(const Problem& problem, const Device& device);
+// Whether a ring on the device holds a row.
+bool fits_ring(const Cut& cut, const Problem& problem, const Device& device);
 
 Launch launch_of(const Chunks& plan, const Problem& problem);
 

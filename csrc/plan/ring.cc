@@ -17,9 +17,6 @@ static_assert(kFewestStages % kSummers == 0 && kFewestStages + 1 >= kSummers + k
 // Rows of more chunks are waited for by two warps, in turns: of an even number of stages, so that the same one waits
 // for all that passes through a stage.
 constexpr int kLongRow = 64;
-// Two chunks are taken at once, with half the atomics; of so few in all for each multiprocessor one, so that more of
-// them have some.
-constexpr int kFewChunks = 8;
 
 int64_t stages_of(const Cut& cut, const Device& device) {
   const int64_t shared = device.shared_memory_per_block - kSharedBytesBeside;
@@ -27,15 +24,14 @@ int64_t stages_of(const Cut& cut, const Device& device) {
   return cut.chunks > kLongRow ? stages - stages % 2 : stages;
 }
 
-// Whether a ring on the device holds a row.
+}  // namespace
+
 bool fits_ring(const Cut& cut, const Problem& problem, const Device& device) {
   const int64_t stages = stages_of(cut, device);
   // Rings that held no more than a row and a third would wait for one another.
   return problem.packs && device.compute_capability >= 90 && stages >= kFewestStages &&
          cut.chunks <= stages * device.multiprocessors * 3 / 4 && problem.view.rows * cut.chunks < (1ll << 31);
 }
-
-}  // namespace
 
 std::optional<Ring> plan_ring(const Problem& problem, const Device& device) {
   const std::optional<Cut> cut = jax_softmax::cut(problem, device);
@@ -49,6 +45,7 @@ std::optional<Ring> plan_ring(const Problem& problem, const Device& device) {
   plan.writers = kWriters;
   plan.waiters = cut->chunks > kLongRow ? 2 : 1;
   plan.copies = kCopies;
+  // Two chunks are taken at once, with half the atomics; of few in all one, so that more multiprocessors have some.
   plan.ticket = problem.view.rows * cut->chunks <= int64_t{kFewChunks} * device.multiprocessors ? 1 : 2;
   plan.boundary = cut->boundary;
   return plan;

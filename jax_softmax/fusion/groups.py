@@ -277,6 +277,8 @@ class Groups:
     def _may_fold(self, variable, reader) -> bool:
         """Whether a variable need not be in memory for an equation that reads it."""
         group = self.owner.get(reader)
+        if reader.name == "gather" and reader.inputs[1] is not variable:  # XLA makes what it gathers
+            return True
         return is_loop(reader) if group is None or group.equation is not reader else variable in group.operands
 
     def reads(self, group):

@@ -107,6 +107,9 @@ def _made_anew(graph, equation):
     maps = [r for r in readers if r.name in _LINEAR_MAPS and r.inputs[0] is y and y not in r.inputs[1:]]
     others = [r for r in readers if r not in maps]
     written = [r for r in others if not (is_loop(r) or r.name == "gather" or _folds(equation, r))]
+    if any(map(expressions.prints, others)):
+        # With the one-hot array of an argmax XLA makes the rest five times as slowly as it reads (H200, JAX 0.11.2).
+        written += [r for r in others if r.name in ("argmax", "argmin")]
     if equation.name == "softmax":
         stands = functools.partial(stands_unfolded, graph)
         again = Group(graph, equation).cost_of_reading(x, stands) + _BYTES_OF_EXPONENTIAL * size_of(x)
