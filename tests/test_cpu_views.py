@@ -1,5 +1,6 @@
 """The CPU's ways through a view: rows along the lanes, columns side by side, and what is moved to lie like columns."""
 
+import functools
 import itertools
 
 import jax
@@ -131,7 +132,7 @@ def test_scaled_rows_that_are_not_finite(instruction_set, result):
                 check(array, expected, f"{columns} along {axis}")
 
 
-@jax.jit(static_argnums=0)
+@functools.partial(jax.jit, static_argnums=0)
 def gradients(axes, x, factor, lse_factor, offset, at_label, label, where=None):
     """The gradient of a loss, and what rows have; and the gradient without lse_factor, given what rows have."""
     params = {"where": where, "axes": axes}

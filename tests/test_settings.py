@@ -107,7 +107,8 @@ def test_fused_programs_are_rewritten(dtype):
 def test_makes_no_nans_and_infinities(name):
     _, gradient, _ = programs(name)
     with jax.debug_nans(True), jax.debug_infs(True):
-        gradient(x_of("float32"))
+        if jax.__version_info__ >= (0, 9):  # JAX 0.8 looks at each step of an eager derivative, and finds masks' -inf
+            gradient(x_of("float32"))
         jax.jit(gradient)(x_of("float32"))
 
 

@@ -174,7 +174,7 @@ def _ends_here(a, group, read_outside):
 
 def _fits(call, k):
     """Whether the first result lies as an operand does, in the same dtype."""
-    if not call.results or call.kernel.dtypes[0] != call.kernel.dtype:
+    if not call.kernel.dtypes or call.kernel.dtypes[0] != call.kernel.dtype:
         return False
     return call.operands[k].is_view and all(r.arrangement.is_view for r in call.results if r.index == 0)
 

@@ -28,8 +28,8 @@ def register() -> None:
     jax.ffi.register_ffi_target(TARGET, _kernels.cpu_handler(), platform="cpu")
     jax.ffi.register_ffi_target(TARGET, _kernels.cuda_handlers(), platform="CUDA")
     mlir.register_lowering(several_devices_p, _several_devices)
-    barrier = mlir.lower_fun(jax.lax.optimization_barrier, multiple_results=False)
-    for platform, rule in {None: lambda ctx, x: [x], "cpu": barrier, "cuda": barrier}.items():
+    barrier, kept = (mlir.lower_fun(f, multiple_results=False) for f in (jax.lax.optimization_barrier, _kept_as_it_is))
+    for platform, rule in {None: lambda ctx, x: [x], "cpu": kept, "cuda": barrier}.items():
         mlir.register_lowering(in_memory_p, rule, platform=platform)
     for op, primitive in PRIMITIVES.items():
         by_reference = mlir.lower_fun(functools.partial(reference.apply, op), primitive.multiple_results)
@@ -50,6 +50,13 @@ def register() -> None:
 def _several_devices(ctx):
     several = private.devices_of(ctx)[0] != 1
     return mlir.lower_fun(lambda: jnp.array(several), multiple_results=False)(ctx)
+
+
+def _kept_as_it_is(x):
+    """For CPUs, where XLA of JAX 0.8 makes a product and a sum in one operation beyond a barrier, but not beyond a
+    sign."""
+    x = jax.lax.optimization_barrier(x)
+    return jnp.copysign(jnp.abs(x), x) if x.dtype in (jnp.float32, jnp.float64) else x
 
 
 def export_checks() -> list[jax.export.DisabledSafetyCheck]:
