@@ -117,7 +117,9 @@ WAYS = [
     Way((1, 301, 2, 33, 33), (1, 3), small=True),
 ]
 # The same of 8 bits, of which a row has fewer chunks: so more rows to fill rings; and lines that begin at each byte.
-NARROW_WAYS = [*WAYS, Way((70, 300_001), (1,)), Way((12, 5, 13, 35), (0, 2))]
+# A ring of aligned rows is left out: of 8 bits it spills 296 bytes, of which the cost has not been measured.
+NARROW_WAYS = [way for way in WAYS if way.shape != (2, 300_000) or way.small]
+NARROW_WAYS += [Way((2, 300_001), (1,)), Way((70, 300_001), (1,)), Way((12, 5, 13, 35), (0, 2))]
 
 
 def kernel_names(plan):

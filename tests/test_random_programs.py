@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import event, given
+from hypothesis import event, given, settings
 from random_programs import FLOATS, argument, function_of, programs, transformed
 
 import jax_softmax
@@ -66,6 +66,8 @@ def assert_no_worse(found, exact, own, eps):
 
 
 @compiler_is_needed
+@settings(max_examples=min(60, settings.default.max_examples))  # one takes a second or two
 @given(programs())
 def test_a_random_program_has_its_own_numbers(program):
-    check(program)
+    with np.errstate(all="ignore"):  # numbers that overflow in NumPy, too
+        check(program)
