@@ -1,7 +1,8 @@
 """Random programs under `fuse` have the program's numbers: no further from float64's than the program itself is.
 
-XLA's flags are its defaults, under which it may leave out roundings to 16 bits. The program itself is therefore run
-twice, with and without these roundings, and the larger error counts. On a CPU the kernels are emulated.
+By default XLA may leave out roundings to 16 bits. The program itself is therefore run twice, with and without these
+roundings, and the larger error counts. On a CPU the kernels are emulated, and XLA does not optimise its code: there it
+would merge products with sums, by which two float32 programs were off.
 """
 
 import emulated
