@@ -38,8 +38,11 @@ class Computation(NamedTuple):
         return self.arguments(key, *self.small_sizes)
 
 
-# How far results may be apart, relative to the largest of an array: a few roundings, in a float32 loss of many.
-TOLERANCES = {"bfloat16": 0.05, "float32": 1e-4}
+# How far results may be apart, relative to the largest of an array: a few roundings, in a float32 loss of many. GPUs
+# round operands of float32 products to tf32.
+TOLERANCES = {"bfloat16": 0.05, "tf32": 1e-3, "float32": 1e-4}
+# How many of the results that are integers, counts or indices, may differ: by a rounding another element is the one.
+MOST_OTHER_INTEGERS = 0.01
 
 
 def largest_difference(computation: Computation, actual: Any, expected: Any) -> float:
@@ -55,7 +58,7 @@ def _difference(actual, expected, precision):
     if actual.shape != expected.shape or actual.dtype != expected.dtype:
         return jnp.inf
     if not jnp.issubdtype(expected.dtype, jnp.floating):
-        return jnp.where(jnp.all(actual == expected), 0, jnp.inf)
+        return jnp.mean(actual != expected) / MOST_OTHER_INTEGERS
     tolerance = max(TOLERANCES[precision], TOLERANCES[expected.dtype.name])
     actual, expected = actual.astype(jnp.float32), expected.astype(jnp.float32)
     same = (actual == expected) | (jnp.isnan(actual) & jnp.isnan(expected))

@@ -1,5 +1,6 @@
-"""Times programs for which a kernel of their softmax alone may be the wrong choice, as they are and under `fuse`; and
-views of which XLA's kernels are as fast as ours, by jax.nn and by this package.
+"""Times programs for which a kernel of their softmax alone may be the wrong choice, as they are and under `fuse`; views
+of which XLA's kernels are as fast as ours, by jax.nn and by this package; and what operators that are left to XLA are
+there, next to jax.nn and optax.
 
 python benchmarks/never_slower.py [--only NAME ...] [--explain] [--output FOLDER]
 
@@ -22,9 +23,13 @@ from computations import (
     queries_keys_values,
     weighted,
 )
+from jax.extend.core import Literal
 from models import run
 
 import jax_softmax
+from jax_softmax.fusion.graph import graph_of
+from jax_softmax.primitives import reference
+from jax_softmax.primitives.operators import PRIMITIVES
 
 F32 = jnp.float32
 
@@ -217,8 +222,8 @@ def same(*shape):
     return shape
 
 
-def _one(name, function, arguments, sizes, small_sizes, package=None):
-    return Computation(name, function, arguments, sizes, small_sizes, "float32", package)
+def _one(name, function, arguments, sizes, small_sizes, package=None, precision="float32"):
+    return Computation(name, function, arguments, sizes, small_sizes, precision, package)
 
 
 def view(shape, axes, dtype, op="softmax", backward=False):
@@ -236,6 +241,60 @@ def view(shape, axes, dtype, op="softmax", backward=False):
     name = f"{op} of {dtype} {shape} along {axes}{', derivative' * backward}"
     small = tuple(min(n, 5) for n in shape)
     return Computation(name, function(jax.nn), arguments, shape, small, dtype, inner=function(jax_softmax))
+
+
+def left_to_xla(op, theirs, dtype):
+    """An operator's value and gradient: another package's next to this one's, of which no kernel is used."""
+
+    def with_sum(function):
+        return jax.value_and_grad(lambda x, weights, *args: jnp.sum(function(x, *args).astype(F32) * weights))
+
+    def arguments(key, rows, columns):
+        x, weights = normal(key, (rows, columns), (rows, columns if op in ("softmax", "log_softmax") else 1))
+        weights = weights if op in ("softmax", "log_softmax") else weights[:, 0]
+        if op == "softmax_cross_entropy_with_integer_labels":
+            return x.astype(dtype), weights, jax.random.randint(key, (rows,), 0, columns)
+        return (x.astype(dtype), weights, *([x] if op == "softmax_cross_entropy" else []))
+
+    name = f"{op} of {dtype}, left to XLA"
+    theirs = _optax(theirs) if isinstance(theirs, str) else theirs
+    ours = by_formulas(with_sum(getattr(jax_softmax, op)))
+    return Computation(name, with_sum(theirs), arguments, ROWS, FEW, dtype, "optax", ours)
+
+
+def by_formulas(function):
+    """A function with jax.numpy's formulas in the place of this package's operators."""
+
+    def call(*args):
+        closed = jax.make_jaxpr(function)(*args)
+        graph = graph_of(closed.jaxpr)
+        variables = [*closed.jaxpr.constvars, *closed.jaxpr.invars]
+        values = dict(zip(variables, [*closed.consts, *args], strict=True))
+
+        def read(atoms):
+            return [a.val if isinstance(a, Literal) else values[a] for a in atoms]
+
+        for equation in graph.equations:
+            params = dict(equation.params)
+            if equation.name in PRIMITIVES:
+                del params["axis_name"]
+                results = reference.apply(equation.name, *read(equation.inputs), **params)
+            else:
+                results = equation.eqn.primitive.bind(*read(equation.inputs), **params)
+            results = results if isinstance(results, list | tuple) else [results]
+            values.update(zip(equation.outputs, results, strict=True))
+        return tuple(read(graph.outputs))
+
+    return call
+
+
+def _optax(name):
+    def function(*args):
+        import optax
+
+        return getattr(optax, name)(*args)
+
+    return function
 
 
 ROWS, FEW = (16384, 4096), (6, 32)
@@ -313,7 +372,12 @@ COMPUTATIONS = [
     _one("distance of probabilities", with_gradient(distance_of_probabilities), arrays(same, same), ROWS, FEW),
     _one("dice", with_gradient(dice), float32_logits, (16, 256, 256, 8), (2, 4, 4, 3)),
     _one(
-        "linear attention", with_gradient(linear_attention), arrays(same, same, same), (8, 16, 4096, 64), (2, 2, 5, 8)
+        "linear attention",
+        with_gradient(linear_attention),
+        arrays(same, same, same),
+        (8, 16, 4096, 64),
+        (2, 2, 5, 8),
+        precision="tf32",
     ),
     _one(
         "slot attention",
@@ -331,6 +395,18 @@ COMPUTATIONS = [
     view((200, 48, 100, 280), (0, 2), "bfloat16", backward=True),
     view((2000, 20, 300, 20), (1, 3), "bfloat16"),
     view((11184810, 24), (1,), "bfloat16", "log_softmax"),
+    *(
+        left_to_xla(op, theirs, dtype)
+        for dtype in ("float32", "bfloat16")
+        for op, theirs in (
+            ("softmax", jax.nn.softmax),
+            ("log_softmax", jax.nn.log_softmax),
+            ("logsumexp", lambda x: jax.nn.logsumexp(x, -1)),
+            ("softmax_cross_entropy_with_integer_labels", "softmax_cross_entropy_with_integer_labels"),
+            ("softmax_cross_entropy", "softmax_cross_entropy"),
+            ("entropy", entropy),
+        )
+    ),
 ]
 
 if __name__ == "__main__":
