@@ -216,7 +216,9 @@ def test_two_platforms_at_once(monkeypatch):
     checks = jax_softmax.export_checks()
     exported = jax.export.export(jax.jit(fuse(f)), platforms=("cpu", "cuda"), disabled_checks=checks)(x)
     assert "x0 * (0x1" in str(exported.mlir_module())
-    assert_close(jax.export.deserialize(exported.serialize()).call(x).astype(jnp.float32), f(x).astype(jnp.float32))
+    found = jax.export.deserialize(exported.serialize()).call(x).astype(jnp.float32)
+    expected = jax.nn.softmax(x.astype(jnp.float32) * 0.5)
+    np.testing.assert_allclose(found, expected, rtol=0.502 * jnp.finfo(jnp.bfloat16).eps)  # one rounding to bfloat16
 
 
 @pytest.mark.parametrize(
