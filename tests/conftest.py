@@ -1,5 +1,6 @@
 """Says what is tested, and on what."""
 
+import functools
 import os
 import platform
 import subprocess
@@ -49,27 +50,43 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    if not config.getoption("--sweeps"):
-        sweeps = [item for item in items if item.get_closest_marker("sweep")]
-        config.hook.pytest_deselected(items=sweeps)
-        items[:] = [item for item in items if not item.get_closest_marker("sweep")]
+    """Leaves out the sweeps, if they are not asked for, and what cannot run here, which the header says."""
+
+    def is_left_out(item):
+        if item.get_closest_marker("sweep") and not config.getoption("--sweeps"):
+            return True
+        cannot_run = any(mark.args[0] is True for mark in item.iter_markers("skipif"))
+        return cannot_run or ("jit" in item.fixturenames and _why_no_nvrtc() is not None)
+
+    left_out = [item for item in items if is_left_out(item)]
+    config.hook.pytest_deselected(items=left_out)
+    kept = set(items) - set(left_out)
+    items[:] = [item for item in items if item in kept]
+
+
+@functools.cache
+def _why_no_nvrtc():
+    """Why kernels cannot be compiled, or None if they can."""
+    try:
+        cuda.find_nvrtc()
+    except RuntimeError as error:
+        return str(error)
 
 
 def pytest_report_header(config):
+    without = [] if config.getoption("--sweeps") else ["the long sweeps (--sweeps)"]
+    without += [] if _why_no_nvrtc() is None else [f"compiling CUDA kernels ({_why_no_nvrtc()})"]
+    without += [] if jax.default_backend() == "gpu" else ["running them (needs a GPU)"]
     return (
-        f"jax_softmax on JAX {jax.__version__}, {jax.devices()[0].device_kind}: {jax_softmax.build_info()}; "
-        f"{'with' if config.getoption('--sweeps') else 'without'} the long sweeps (--sweeps)"
+        f"jax_softmax on JAX {jax.__version__}, {jax.devices()[0].device_kind}: {jax_softmax.build_info()}"
+        f"{'; left out: ' if without else ''}{', '.join(without)}"
     )
 
 
 @pytest.fixture
 def jit(tmp_path):
     """The run-time compiler with an empty cache folder; after `jit.fresh()` it is as in a new process."""
-    try:
-        path = cuda.find_nvrtc()
-    except RuntimeError as error:
-        pytest.skip(str(error))
-    compiler = Compiler(path, tmp_path / "cache")
+    compiler = Compiler(cuda.find_nvrtc(), tmp_path / "cache")
     compiler.fresh()
     yield compiler
     if cuda.availability() is None:
