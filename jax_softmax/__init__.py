@@ -7,7 +7,7 @@ from jax_softmax import _private
 from jax_softmax._info import build_info
 from jax_softmax.devices import warned
 from jax_softmax.functions.entropies import entropy, kl_divergence
-from jax_softmax.functions.linear_losses import linear_cross_entropy
+from jax_softmax.functions.linear_cross_entropy import linear_cross_entropy
 from jax_softmax.functions.logsumexp import logsumexp
 from jax_softmax.functions.losses import (
     cross_entropy_loss,
