@@ -3,7 +3,7 @@
 import functools
 import math
 import operator
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +12,7 @@ import numpy as np
 
 from jax_softmax.primitives import reference
 from jax_softmax.primitives.labels import LARGEST_LABEL
-from jax_softmax.primitives.types import laid_as_well
+from jax_softmax.primitives.types import laid_as_well, types_tell_shardings
 
 Axis = int | Sequence[int] | np.ndarray | jax.Array | None
 AxisName = Hashable | Sequence[Hashable] | None
@@ -119,6 +119,20 @@ def as_array(allowed: str, a: Any) -> jax.Array:
         except OverflowError as error:
             raise ValueError(f"{allowed}, got {a}, which JAX's integers do not hold.") from error
     raise TypeError(f"{allowed}, got one of type {type(a).__name__}.")
+
+
+def check(op: str, value: Any, types: Any, is_allowed: Callable[[Any], bool], allowed: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, types):
+        raise TypeError(f"{op}: {allowed}, got one of type {type(value).__name__}.")
+    if not is_allowed(value):
+        raise ValueError(f"{op}: {allowed}, got {value!r}.")
+
+
+def checked_positive(op: str, value: Any, argument: str) -> float:
+    allowed = f"{argument} must be a positive number, known when the program is traced, of float32's range"
+    least, most = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
+    check(op, value, int | float | np.integer | np.floating, lambda value: least <= float(value) <= most, allowed)
+    return float(value)
 
 
 def checked_bool(op: str, a: Any, argument: str) -> bool:
@@ -259,14 +273,27 @@ def checked_integer_array(op: str, a: Any, argument: str) -> jax.Array:
     return a
 
 
-def checked_float_dtype(op: str, dtype: Any, argument: str) -> np.dtype:
+def checked_float_dtype(op: str, dtype: Any, argument: str, default: np.dtype | None = None) -> np.dtype:
+    """With a default, which None stands for, one that there are kernels for."""
+    if dtype is None and default is not None:
+        return default
     try:
         found = jnp.dtype(dtype)
     except TypeError:
         found = None
     if found is None or not jnp.issubdtype(found, jnp.floating):
         raise TypeError(f"{op}: {argument} must be a floating dtype or None, got {dtype!r}.")
+    if default is not None and found.name not in _KERNEL_DTYPES:
+        raise TypeError(f"{op}: {argument} must be one of {', '.join(_KERNEL_DTYPES)}, or None, got {found}.")
     return jax.dtypes.canonicalize_dtype(found)
+
+
+def common_float_dtype(*arrays: jax.Array) -> np.dtype:
+    """The dtype that holds all of them, or float32 if there are no kernels for it."""
+    # 8 bits, of which JAX promotes none, as float32.
+    floats = (jnp.float32 if a.dtype.name in reference.NARROW and a.dtype.name[0] == "f" else a.dtype for a in arrays)
+    dtype = jnp.dtype(jnp.result_type(*floats))
+    return dtype if dtype.name in _KERNEL_DTYPES else jnp.dtype(jnp.float32)
 
 
 def checked_real_array(op: str, a: Any, argument: str) -> jax.Array:
@@ -284,6 +311,32 @@ def check_classes(op: str, shape: tuple[int, ...], axes: tuple[int, ...], axis_n
     classes = of_part * math.prod(map(jax.lax.axis_size, axis_name))
     if isinstance(classes, int) and classes > LARGEST_LABEL:
         raise ValueError(f"{op}: there may be at most {LARGEST_LABEL} classes, got {classes}.")
+
+
+def check_linear_layer(
+    op: str, x: jax.Array, w: jax.Array, labels: jax.Array, bias: jax.Array | None, transpose_w: bool, chunk: Any
+) -> None:
+    """Whether a linear layer's arrays go together with its tokens' labels, and with so many tokens at once."""
+    layout = "(vocabulary, features)" if transpose_w else "(features, vocabulary)"
+    if x.ndim == 0:
+        raise ValueError(f"{op}: x must be of shape (..., features), got shape ().")
+    if w.ndim != 2 or w.shape[transpose_w] != x.shape[-1]:
+        raise ValueError(f"{op}: w must be of shape {layout}, got shape {w.shape} for x of {x.shape[-1]} features.")
+    if labels.shape != x.shape[:-1]:
+        wanted = f"{x.shape[:-1]} for x of shape {x.shape}"
+        raise ValueError(f"{op}: labels must have x's shape without features, {wanted}, got {labels.shape}.")
+    vocabulary = w.shape[1 - transpose_w]
+    if bias is not None and bias.shape != (vocabulary,):
+        raise ValueError(f"{op}: bias must be of shape (vocabulary,), ({vocabulary},) here, got {bias.shape}.")
+    if chunk is None:
+        return
+    check(op, chunk, int | np.integer, lambda n: n > 0, "chunk must be a positive int, how many tokens, or None")
+    aval = jax.typeof(x)
+    if types_tell_shardings([aval]) and any(aval.sharding.spec[:-1]):
+        raise ValueError(  # JAX refuses to take chunks of what is sharded
+            f"{op}: chunk must be None where x's type says that tokens are sharded, {aval.sharding.spec} here, got "
+            f"{chunk}. Inside jax.shard_map a device may take chunks of its own tokens."
+        )
 
 
 def check_broadcasts(op: str, argument: str, shape: tuple[int, ...], to: tuple[int, ...]) -> None:

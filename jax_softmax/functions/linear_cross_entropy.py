@@ -1,13 +1,8 @@
-"""A linear layer and its cross entropy in one, from the arguments to a chunk's logits.
-
-The first derivative of a mean or sum makes the gradients of each chunk of tokens right after its logits. That of losses
-of tokens is JAX's, whose transpose makes each chunk's logits again.
-"""
+"""A linear layer and its cross entropy in one, from the arguments to a chunk's logits and chunks of tokens."""
 
 import functools
 import math
-from collections.abc import Hashable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +21,7 @@ from jax_softmax.primitives.several_devices import several_devices_p
 from jax_softmax.primitives.types import laid_as_well, rows_laid_as, types_tell_shardings
 
 _NAME = "linear_cross_entropy"
-_DTYPES = ("bfloat16", "float16", "float32", "float64")
+_REDUCTION = 'reduction must be "mean", "sum" or None'
 _CHUNK_BYTES = 1 << 29  # that the logits of a chunk may take
 
 
@@ -41,33 +36,24 @@ class Layer(NamedTuple):
     """What is known of a call when the program is traced."""
 
     contracted: int  # which dimension of w is the features
+    product_dtype: np.dtype  # of x and w
     logits_dtype: np.dtype
-    accumulate_dtype: np.dtype
+    accumulate_dtype: np.dtype  # of the sum of w's gradients over chunks
     soft_cap: float | None
     temperature: float
+    changes_logits: bool  # whether they are more than the product
     chunk: int | None
-    axis_name: tuple[Hashable, ...]
+    axis_name: tuple
     reduction: str | None
+    has_total: bool  # whether a chunk's losses are added up, and gradients made, right after its logits
     return_entropy: bool
 
 
-class Given(NamedTuple):
-    """The arrays of a call. What tokens have keeps the dimension of the vocabulary, with extent 1."""
-
-    x: jax.Array
-    w: jax.Array
-    wide: jax.Array  # w once more, in the dtype that its gradient has: that is by `wide` (see `product`)
-    bias: jax.Array | None
-    label: jax.Array
-    found: jax.Array
-    weights: jax.Array
-    label_smoothing: jax.Array | None
-    z_loss: jax.Array | None
-
-
+# The names of a call's arrays; what tokens have keeps the dimension of the vocabulary, with extent 1. `wide` is w once
+# more, in the dtype in which its gradient is added up: derivatives are by `wide` (see `product`).
 _OF_TOKENS = ("x", "label", "found", "weights")
-_NOT_DIFFERENTIATED = ("w", "label", "found")
 _OF_PARTS = ("x", "wide", "bias")  # by which devices along axis_name have parts of a gradient, or gradients of parts
+_REAL = (*_OF_PARTS, "weights", "label_smoothing", "z_loss")
 
 
 def linear_cross_entropy(
@@ -95,36 +81,32 @@ def linear_cross_entropy(
 
         logits = soft_cap tanh((x·w + bias) / soft_cap) / temperature
 
-    The logits are made for all tokens at once, or for one chunk of tokens after the other, whichever takes less memory;
-    on CUDA their gradient takes their place. With a reduction, the forward pass of a differentiated loss makes the
-    gradients of x, w and bias, and the backward pass multiplies them by the incoming cotangent, unless that is known to
-    be 1. Without one, and of float16 with one, so that loss scaling can keep it from underflow, the backward pass makes
-    the logits again. Differentiable in forward and reverse mode to any order.
+    The logits are made for all tokens at once, or for one chunk after the other of at most 512 MiB of logits, whichever
+    takes less memory; on CUDA their gradient takes their place. With a reduction, the forward pass of a differentiated
+    loss makes the gradients. Without one, and of float16, the backward pass does, from logits that it makes again.
+    Differentiable in forward and reverse mode to any order.
 
     Args:
       x: real array of shape (..., features).
       w: real array of shape (features, vocabulary), or (vocabulary, features) with transpose_w. The product is one of
         the dtype that holds both: for a fast product x and w are of 16 bits.
-      labels: array of an integer dtype, of x's shape without features. A label that is negative or too large is
-        ignored: its loss and gradient are 0.
+      labels: array of an integer dtype, of x's shape without features. One that is no class is ignored.
       bias: real array of shape (vocabulary,), added to the product in float32 (float64 for float64).
       weights: real array that broadcasts to the labels' shape: how much each loss counts. None, the default: 1 each.
       reduction: "mean", the weighted mean of the losses (0 if no label counts), "sum", their weighted sum, or None, the
         loss of each token times its weight: with weight 1, the label's negative log-probability.
       transpose_w: whether w is laid as an embedding table is, a row for each word of the vocabulary.
-      soft_cap: a positive number, which bounds the logits' magnitude, or None.
-      temperature: a positive number, which divides the logits.
+      soft_cap, temperature: positive numbers, the logits' bound and their divisor. A soft_cap of None: no bound.
       label_smoothing, z_loss: as for `cross_entropy_loss`.
       return_entropy: whether to return the entropy of each token's distribution as well, in nats, also where its label
         is ignored. Only without a reduction.
-      logits_dtype: that of the logits, a floating one; by default the product's. The product is rounded to it once, and
-        once more after a bias, a soft cap or a temperature. float32 takes twice the memory of bfloat16, and more time.
+      logits_dtype: that of the logits, by default the product's. The product is rounded to it once, and once more after
+        a bias, a soft cap or a temperature. float32 takes twice the memory of bfloat16, and more time.
       accumulate_dtype: that in which w's gradient is added up over chunks; by default float32 (float64 for float64).
-        w's own dtype saves the memory of a sum in another one, which is 4 features vocabulary bytes, and rounds after
-        each chunk.
+        w's own dtype saves the memory of that sum, and rounds after each chunk.
       chunk: how many tokens' logits may be made at once, on all devices together under `jit`, but at least one index
-        of the longest of the tokens' dimensions. By default all, unless chunks of at most 512 MiB of logits and the sum
-        of w's gradient take less memory. Refused in explicit mode where x's tokens are sharded.
+        of the longest of the tokens' dimensions. None leaves it to the rule. Refused in explicit mode where x's tokens
+        are sharded.
       axis_name: a mesh axis of a surrounding `shard_map` along which the vocabulary is spread, or several: w and bias
         are this device's part, as for `softmax`. x, labels and weights are the same on all devices along these axes,
         and so is the loss. Tokens that are spread over other axes are the caller's to add up.
@@ -137,203 +119,181 @@ def linear_cross_entropy(
       TypeError: an argument is of the wrong type or dtype.
       ValueError: shapes do not fit, or an argument is not one of the allowed values.
     """
-    x, w, bias, weights = (
-        a if a is None and argument in ("bias", "weights") else arguments.checked_real_array(_NAME, a, argument)
-        for argument, a in {"x": x, "w": w, "bias": bias, "weights": weights}.items()
-    )
+    x, w = (arguments.checked_real_array(_NAME, a, argument) for a, argument in ((x, "x"), (w, "w")))
+    bias = None if bias is None else arguments.checked_real_array(_NAME, bias, "bias")
+    weights = None if weights is None else arguments.checked_real_array(_NAME, weights, "weights")
     labels = arguments.checked_integer_array(_NAME, labels, "labels")
     options = checked_options(_NAME, label_smoothing, z_loss)
-    product_dtype = _product_dtype(x, w)
-    layer = Layer(
-        contracted=int(arguments.checked_bool(_NAME, transpose_w, "transpose_w")),
-        logits_dtype=_dtype(logits_dtype, "logits_dtype", product_dtype),
-        accumulate_dtype=_dtype(accumulate_dtype, "accumulate_dtype", reference.wide_dtype(product_dtype)),
-        soft_cap=None if soft_cap is None else _positive(soft_cap, "soft_cap"),
-        temperature=_positive(temperature, "temperature"),
-        chunk=None if chunk is None else _checked_chunk(chunk, x),
-        axis_name=() if axis_name is None else arguments.checked_axis_name(_NAME, axis_name),
-        reduction=_checked_reduction(reduction),
-        return_entropy=arguments.checked_bool(_NAME, return_entropy, "return_entropy"),
-    )
-    if layer.return_entropy and reduction is not None:
+    transpose_w = arguments.checked_bool(_NAME, transpose_w, "transpose_w")
+    return_entropy = arguments.checked_bool(_NAME, return_entropy, "return_entropy")
+    arguments.check(_NAME, reduction, str | None, ("mean", "sum", None).__contains__, _REDUCTION)
+    if return_entropy and reduction is not None:
         raise ValueError(f"{_NAME}: return_entropy must be False unless reduction is None, got {reduction!r}.")
-    _check_shapes(x, w, labels, bias, layer.contracted)
-    return _linear_cross_entropy(product_dtype, layer, x, w, labels, bias, weights, options)
+    arguments.check_linear_layer(_NAME, x, w, labels, bias, transpose_w, chunk)
+    made = arguments.common_float_dtype(x, w)
+    wide = reference.wide_dtype(made)
+    logits_dtype = arguments.checked_float_dtype(_NAME, logits_dtype, "logits_dtype", made)
+    layer = Layer(
+        contracted=int(transpose_w),
+        product_dtype=made,
+        logits_dtype=logits_dtype,
+        accumulate_dtype=arguments.checked_float_dtype(_NAME, accumulate_dtype, "accumulate_dtype", wide),
+        soft_cap=None if soft_cap is None else arguments.checked_positive(_NAME, soft_cap, "soft_cap"),
+        temperature=arguments.checked_positive(_NAME, temperature, "temperature"),
+        changes_logits=bias is not None or soft_cap is not None or temperature != 1,
+        chunk=None if chunk is None else int(chunk),
+        axis_name=() if axis_name is None else arguments.checked_axis_name(_NAME, axis_name),
+        reduction=reduction,
+        has_total=reduction is not None and "float16" not in (made.name, logits_dtype.name),
+        return_entropy=return_entropy,
+    )
+    return _linear_cross_entropy(layer, x, w, labels, bias, weights, options)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
-def _linear_cross_entropy(product_dtype, layer, x, w, labels, bias, weights, options):
-    shape = (*labels.shape, w.shape[1 - layer.contracted])
+@functools.partial(jax.jit, static_argnums=(0,), inline=True)
+def _linear_cross_entropy(layer, x, w, labels, bias, weights, options):
     axes, dtype = (labels.ndim,), reference.wide_dtype(layer.logits_dtype)
+    shape = (*labels.shape, w.shape[1 - layer.contracted])
     arguments.check_classes(_NAME, shape, axes, layer.axis_name)
     label, found = label_of_rows(labels, shape, axes, None, layer.axis_name)
+    x, w = laid_as_well(x, label).astype(layer.product_dtype), w.astype(layer.product_dtype)
+    bias = None if bias is None else bias.astype(dtype)
     weights = row_weights(_NAME, found, labels.shape, axes, weights, layer.reduction, dtype)
-    x, w = laid_as_well(x, label).astype(product_dtype), w.astype(product_dtype)
-    bias, weights = None if bias is None else bias.astype(dtype), rows_laid_as(x, weights)
-    given = _varying(layer, Given(x, w, w, bias, label, found, weights, *options.as_arrays(dtype)))
-    if layer.reduction is not None and "float16" not in (product_dtype.name, layer.logits_dtype.name):
-        return _total(layer, given)
-    losses = jax.tree.map(lambda rows: jax.lax.squeeze(rows, axes), _token_losses(layer, given))
+    given = {"x": x, "w": w, "wide": w, "bias": bias, "weights": rows_laid_as(x, weights)}
+    given |= {"label": label, "found": found, **options.as_arrays(dtype)._asdict()}
+    of_tokens, total = _losses(layer, _varying(layer, given))
     if layer.reduction is not None:
-        return jnp.sum(losses.losses)
-    return losses if layer.return_entropy else losses.losses
+        return total if layer.has_total else jnp.sum(of_tokens.losses)
+    of_tokens = jax.tree.map(lambda rows: jax.lax.squeeze(rows, axes), of_tokens)
+    return of_tokens if layer.return_entropy else of_tokens.losses
 
 
 def _varying(layer, given):
     """The arrays, in their types varying over the same mesh axes: so what a device has of a gradient is not added to
     others' before the end. What is the same along axis_name stays so: weights and options."""
     names = frozenset().union(*map(arguments.varying_axes, jax.tree.leaves(given))) - set(layer.axis_name)
+    spread = {name: layer.axis_name for name in ("w", "label", *_OF_PARTS)}
 
-    def varying(field, a):
-        parts = layer.axis_name if field in ("w", "label", *_OF_PARTS) else ()
-        return None if a is None else arguments.varying_over(a, [*names, *parts])
+    def varying(name, a):
+        return None if a is None else arguments.varying_over(a, [*names, *spread.get(name, ())])
 
-    return Given(*map(varying, Given._fields, given))
-
-
-# ---- All tokens
+    return {name: varying(name, a) for name, a in given.items()}
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _total(layer, given):
-    """The sum of the losses times their weights, with a derivative that is made together with it."""
-
-    def of_chunk(part):
-        return None, _total_of_chunk(layer, part)
-
-    return _in_chunks(layer, given, (), lambda split, given: _over_chunks(of_chunk, split, given)[1])
-
-
-@functools.partial(_total.defjvp, symbolic_zeros=True)
-def _total_jvp(layer, primals, tangents):
-    (given,), dots = primals, _moving(tangents[0])
-
-    def of_chunk(part):
-        value, pullback = jax.vjp(lambda changed: _total_of_chunk(layer, part._replace(**changed)), _named(part, dots))
-        (gradients,) = pullback(jnp.full_like(value, 1 / _copies(layer, given, value)))
-        of_tokens = {name: gradients.pop(name) for name in _OF_TOKENS if name in gradients}
-        return of_tokens, (value, gradients)
-
-    def function(split, wide):
-        of_tokens, (value, gradients) = _over_chunks(of_chunk, split, wide)
-        gradients |= of_tokens
-        return value, {name: gradients[name].astype(getattr(given, name).dtype) for name in dots}
-
-    value, gradients = _in_chunks(layer, given, dots, function)
-    products = {name: integer_losses.inner_product(gradients[name], dot) for name, dot in dots.items()}
-    of_parts = products if _copies(layer, given, value) > 1 else _OF_PARTS
-    sums = [jnp.zeros_like(value), jnp.zeros_like(value)]
-    for name, number in products.items():
-        sums[name in of_parts] += number.astype(value.dtype)
-    same, of_parts = sums
-    return value, same + (jax.lax.psum(of_parts, layer.axis_name) if layer.axis_name else of_parts)
+# ---- All tokens: (their losses, None), or (None, the total). `names`: by which arrays it is differentiated
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _token_losses(layer, given):
-    """The losses times their weights, and the entropies or None."""
-    return _in_chunks(layer, given, (), functools.partial(_losses_of_chunks, layer))
+def _losses(layer, given):
+    return _of_all(layer, (), given)
 
 
-@functools.partial(_token_losses.defjvp, symbolic_zeros=True)
-def _token_losses_jvp(layer, primals, tangents):
-    (given,), dots = primals, _moving(tangents[0])
-
-    def function(split, wide):
-        changed = _named(wide, dots)
-        moved = {name: dot.astype(changed[name].dtype) for name, dot in dots.items()}
-        return jax.jvp(lambda a: _losses_of_chunks(layer, split, wide._replace(**a)), (changed,), (moved,))[1]
-
-    return _token_losses(layer, given), _in_chunks(layer, given, dots, function)
+def _of_all(layer, names, given):
+    return _in_chunks(layer, names, given, functools.partial(_over_chunks, functools.partial(_of_chunk, layer)))
 
 
-def _losses_of_chunks(layer, split, given):
-    return _over_chunks(lambda part: (_losses_of_chunk(layer, part), None), split, given)[0]
-
-
-def _moving(dots):
-    """The tangents that are not known to be 0, by name."""
-    return {name: t for name, t in dots._asdict().items() if name not in _NOT_DIFFERENTIATED and not is_zero(t)}
-
-
-def _named(given, names):
-    return {name: getattr(given, name) for name in names}
-
-
-def _copies(layer, given, value):
-    """Of how many losses that are the same, one of each device along axis_name, JAX takes the gradient.
-
-    Of one, if types say that x differs among these devices and the loss does not: JAX then adds up what they have of a
-    gradient by what is the same on all. Else, without check_vma or where labels may differ, that is to be done here.
-    """
+@functools.partial(_losses.defjvp, symbolic_zeros=True)
+def _losses_jvp(layer, primals, tangents):
+    (given,), (dots,) = primals, tangents
+    dots = {name: dots[name] for name in _REAL if not is_zero(dots[name])}
+    if not layer.has_total:  # the tangents' transpose makes each chunk's logits again
+        function = functools.partial(_of_all, layer, dots)
+        changed = {name: given[name] for name in dots}
+        return _losses(layer, given), jax.jvp(lambda changed: function(given | changed), (changed,), (dots,))[1]
+    total, gradients = _in_chunks(layer, dots, given, functools.partial(_total_and_gradients, layer, dots))
+    # If types say that x differs along axis_name and the total does not, JAX adds up what devices have of a gradient by
+    # what is the same on all. Else each of them has a total of its own.
     names, varying = set(layer.axis_name), arguments.varying_axes
-    one = names <= varying(given.x) and not names & varying(value)
-    return 1 if one else math.prod(map(jax.lax.axis_size, layer.axis_name))
+    alike = names <= varying(given["x"]) and not names & varying(total)
+    totals = 1 if alike else math.prod(map(jax.lax.axis_size, names))
+
+    def along(name):
+        dot = integer_losses.inner_product(gradients[name], dots[name]).astype(total.dtype)
+        of_parts = names and (not alike or name in _OF_PARTS)
+        return jax.lax.psum(dot, layer.axis_name) / totals if of_parts else dot
+
+    return (None, total), (None, sum(map(along, dots), jnp.zeros_like(total)))
 
 
-# ---- A chunk of them, or all
+def _total_and_gradients(layer, names, split, given):
+    """The total, and its gradients by the arrays of these names."""
+
+    def of_chunk(part):
+        changed = {name: part[name] for name in names}
+        total, pullback = jax.vjp(lambda changed: _of_chunk(layer, part | changed)[1], changed)
+        (gradients,) = pullback(jnp.ones_like(total))
+        of_tokens = {name: gradients.pop(name) for name in _OF_TOKENS if name in gradients}
+        return of_tokens, (total, gradients)
+
+    of_tokens, (total, gradients) = _over_chunks(of_chunk, split, given)
+    like = given | {"wide": given["w"]}
+    return total, {name: a.astype(like[name].dtype) for name, a in {**of_tokens, **gradients}.items()}
 
 
-def _total_of_chunk(layer, given):
-    axes, axis_name, *arrays = _operands(layer, given)
-    if axis_name:
-        return integer_losses.weighted_sum(axes, axis_name, *arrays)
-    return integer_losses.weighted_sum_with_gradient(axes, True, *arrays)
+# ---- A chunk of tokens, or all of them: the same
+
+
+def _of_chunk(layer, given):
+    if not layer.has_total:
+        return _losses_of_chunk(layer, given), None
+    if layer.axis_name:
+        return None, integer_losses.weighted_sum(*_operands(layer, given))
+    axes, _, *arrays = _operands(layer, given)
+    return None, integer_losses.weighted_sum_with_gradient(axes, True, *arrays)
 
 
 # With checkpoint x and w are kept for a backward pass, and no logits.
 @functools.partial(jax.checkpoint, static_argnums=(0,))
 def _losses_of_chunk(layer, given):
     axes, axis_name, labelled, *others = _operands(layer, given)
-    alone = not layer.return_entropy
-    losses = integer_losses.weighted_losses(axes, axis_name, labelled, *others, temporary=alone)
-    return TokenLosses(
-        losses, None if alone else jnp.expand_dims(entropies_of(labelled.x, None, axes, axis_name), axes)
-    )
+    losses = integer_losses.weighted_losses(axes, axis_name, labelled, *others, temporary=not layer.return_entropy)
+    entropies = entropies_of(labelled.x, None, axes, axis_name) if layer.return_entropy else None
+    return TokenLosses(losses, jax.tree.map(lambda a: jnp.expand_dims(a, axes), entropies))
 
 
 def _operands(layer, given):
     """What `integer_losses` asks for."""
-    logits = product(given.x, given.w, given.wide, contracted=layer.contracted, dtype=layer.logits_dtype)
-    if _changes(layer, given):
-        logits = _changed(layer, logits, given.bias)
-    labelled = integer_losses.Labelled(logits, given.label, given.found, None)
-    return (given.x.ndim - 1,), layer.axis_name, labelled, given.weights, Options(given.label_smoothing, given.z_loss)
-
-
-def _changes(layer, given):
-    return given.bias is not None or layer.soft_cap is not None or layer.temperature != 1
+    x, bias = given["x"], given["bias"]
+    logits = product(x, given["w"], given["wide"], contracted=layer.contracted, dtype=layer.logits_dtype)
+    logits = _changed(layer, logits, bias) if layer.changes_logits else logits
+    labelled = integer_losses.Labelled(logits, given["label"], given["found"], None)
+    return (
+        (x.ndim - 1,),
+        layer.axis_name,
+        labelled,
+        given["weights"],
+        Options(given["label_smoothing"], given["z_loss"]),
+    )
 
 
 # With checkpoint the product is kept for a backward pass, and nothing in the dtype of the arithmetic.
 @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=(0,))
 def _changed(layer, made, bias):
     logits = reference.widened(made)
-    if bias is not None:
-        logits += jnp.broadcast_to(bias, logits.shape)
-    if layer.soft_cap is not None:
-        logits = layer.soft_cap * jnp.tanh(logits / layer.soft_cap)
+    logits = logits if bias is None else logits + jnp.broadcast_to(bias, logits.shape)
+    logits = logits if layer.soft_cap is None else layer.soft_cap * jnp.tanh(logits / layer.soft_cap)
     return (logits / layer.temperature).astype(made.dtype)
 
 
-# ---- Chunks of tokens
+# ---- Chunks
 
 
-def _in_chunks(layer, given, names, function):
-    """A function of the split, (dimension, size of a chunk along it), or of None for all tokens at once, and of arrays.
+def _in_chunks(layer, names, given, function):
+    """What a function makes of a split, (dimension, size of a chunk along it), or None for all tokens, and of arrays.
 
-    `names`: by which of them it adds up gradients. Without the caller's `chunk`, a program that XLA divides among
-    several devices makes all at once: there each device has a part of the logits, and XLA may add up a gradient over
-    devices after each chunk.
+    `names`: by which of these it makes gradients. Unless the caller asks for chunks, a program that XLA divides among
+    devices has none: each device has a part of the logits, and XLA may add up a gradient over devices for each chunk.
     """
-    in_wide = "wide" in names and layer.accumulate_dtype != given.w.dtype
-    sum_bytes = given.w.size * layer.accumulate_dtype.itemsize if in_wide else 0
-    vocabulary = given.w.shape[1 - layer.contracted]
-    logit_bytes = (2 if _changes(layer, given) else 1) * vocabulary * layer.logits_dtype.itemsize
-    split = split_of(given.x.shape[:-1], logit_bytes, sum_bytes, layer.chunk)
-    if split is None or (layer.chunk is None and types_tell_shardings([jax.typeof(given.x), jax.typeof(given.w)])):
+    in_wide = "wide" in names and layer.accumulate_dtype != given["w"].dtype
+    sum_bytes = given["w"].size * layer.accumulate_dtype.itemsize if in_wide else 0
+    vocabulary = given["w"].shape[1 - layer.contracted]
+    logit_bytes = (2 if layer.changes_logits else 1) * vocabulary * layer.logits_dtype.itemsize
+    split = split_of(given["x"].shape[:-1], logit_bytes, sum_bytes, layer.chunk)
+    if split is None or (
+        layer.chunk is None and types_tell_shardings([jax.typeof(given["x"]), jax.typeof(given["w"])])
+    ):
         return function(None, given)  # w's gradient, a single product, is rounded once
-    wide = given._replace(wide=given.wide.astype(layer.accumulate_dtype)) if in_wide else given
+    wide = given | {"wide": given["wide"].astype(layer.accumulate_dtype)} if in_wide else given
     if layer.chunk is not None:
         return function(split, wide)
     # Which it is, is known when the program is lowered. XLA drops what does not run.
@@ -341,11 +301,10 @@ def _in_chunks(layer, given, names, function):
 
 
 def split_of(shape, logit_bytes, sum_bytes, chunk=None):
-    """The split of tokens of this shape: all at once, unless chunks take less memory, or `chunk` asks for them.
+    """The split of tokens of this shape: into chunks if they take less memory, or the caller asks for some.
 
     `logit_bytes`: that one token's logits take. `sum_bytes`: what chunks take besides, to add up a gradient in.
-    `chunk`: how many tokens a chunk may have, if the caller says so. A chunk has one index of the longest dimension at
-    least, and all of the others. Where the number of tokens is symbolic, there are none.
+    A chunk has one index of the longest dimension at least, and all of the others. Symbolic shapes have no chunks.
     """
     if not all(isinstance(n, int) for n in shape) or math.prod(shape) <= 1:
         return None
@@ -368,7 +327,7 @@ def _over_chunks(function, split, given):
     if split is None:
         return function(given)
     dim, size = split
-    extent = given.x.shape[dim]
+    extent = given["x"].shape[dim]
     count = -(-extent // size)
 
     def chunks(a):
@@ -382,74 +341,10 @@ def _over_chunks(function, split, given):
         return jax.lax.slice_in_dim(a, 0, extent, axis=dim)
 
     def step(sums, arrays):
-        of_tokens, more = function(given._replace(**arrays))
+        of_tokens, more = function(given | arrays)
         return jax.tree.map(jnp.add, sums, more), of_tokens
 
-    arrays = {name: chunks(a) for name, a in _named(given, _OF_TOKENS).items()}
-    of_first, sums = function(given._replace(**{name: a[0] for name, a in arrays.items()}))
+    arrays = {name: chunks(given[name]) for name in _OF_TOKENS}
+    of_first, sums = function(given | {name: a[0] for name, a in arrays.items()})
     sums, of_others = jax.lax.scan(step, sums, {name: a[1:] for name, a in arrays.items()})
     return jax.tree.map(joined, of_first, of_others), sums
-
-
-# ---- Arguments
-
-
-def _check_shapes(x, w, labels, bias, contracted):
-    layout = "(vocabulary, features)" if contracted else "(features, vocabulary)"
-    if x.ndim == 0:
-        raise ValueError(f"{_NAME}: x must be of shape (..., features), got shape ().")
-    if w.ndim != 2 or w.shape[contracted] != x.shape[-1]:
-        raise ValueError(f"{_NAME}: w must be of shape {layout}, got shape {w.shape} for x of {x.shape[-1]} features.")
-    if labels.shape != x.shape[:-1]:
-        wanted = f"{x.shape[:-1]} for x of shape {x.shape}"
-        raise ValueError(f"{_NAME}: labels must have x's shape without features, {wanted}, got {labels.shape}.")
-    vocabulary = w.shape[1 - contracted]
-    if bias is not None and bias.shape != (vocabulary,):
-        raise ValueError(f"{_NAME}: bias must be of shape (vocabulary,), ({vocabulary},) here, got {bias.shape}.")
-
-
-def _product_dtype(x, w):
-    # 8 bits, of which JAX promotes none, as float32.
-    floats = (jnp.float32 if a.dtype.name in reference.NARROW and a.dtype.name[0] == "f" else a.dtype for a in (x, w))
-    dtype = jnp.dtype(jnp.result_type(*floats))
-    return dtype if dtype.name in _DTYPES else jnp.dtype(jnp.float32)
-
-
-def _dtype(dtype: Any, argument: str, default: np.dtype) -> np.dtype:
-    found = default if dtype is None else arguments.checked_float_dtype(_NAME, dtype, argument)
-    if found.name not in _DTYPES:
-        raise TypeError(f"{_NAME}: {argument} must be one of {', '.join(_DTYPES)}, or None, got {found}.")
-    return found
-
-
-def _checked(value: Any, types: Any, is_allowed, allowed: str) -> Any:
-    if isinstance(value, bool) or not isinstance(value, types):
-        raise TypeError(f"{_NAME}: {allowed}, got one of type {type(value).__name__}.")
-    if not is_allowed(value):
-        raise ValueError(f"{_NAME}: {allowed}, got {value!r}.")
-    return value
-
-
-def _checked_reduction(reduction: Any) -> str | None:
-    reductions = "mean", "sum", None
-    return _checked(reduction, str | None, reductions.__contains__, 'reduction must be "mean", "sum" or None')
-
-
-def _positive(value: Any, argument: str) -> float:
-    least, most = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
-    allowed = f"{argument} must be a positive number, known when the program is traced, of float32's range"
-    types = int | float | np.integer | np.floating
-    return float(_checked(value, types, lambda number: least <= float(number) <= most, allowed))
-
-
-def _checked_chunk(chunk: Any, x: jax.Array) -> int:
-    allowed = "chunk must be a positive int, how many tokens, or None"
-    chunk = int(_checked(chunk, int | np.integer, lambda tokens: tokens >= 1, allowed))
-    aval = jax.typeof(x)
-    if types_tell_shardings([aval]) and any(axis is not None for axis in aval.sharding.spec[:-1]):
-        # JAX refuses to take chunks of what is sharded.
-        raise ValueError(
-            f"{_NAME}: chunk must be None where x's type says that tokens are sharded, {aval.sharding.spec} here, got "
-            f"{chunk}. Inside jax.shard_map a device may take chunks of its own tokens."
-        )
-    return chunk
