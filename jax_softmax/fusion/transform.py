@@ -4,10 +4,12 @@ Until then the call holds the function's jaxpr as it is, so that derivatives and
 of the function. They are calls of the same primitive: what is lowered has been differentiated.
 """
 
+import collections
 import contextlib
 import enum
 import functools
 import sys
+import textwrap
 import types
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
@@ -62,26 +64,29 @@ def fuse(f: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 class FusionReport(tuple[Line, ...]):
-    """What became of each call of an operator; as text, a line for each."""
+    """What became of each call of an operator; as text, equal calls once with their number."""
 
     def __str__(self) -> str:
-        return "\n".join(map(_sentence, self)) if self else "no call of softmax or the like"
+        calls = collections.Counter(self).items()
+        return "\n".join(_text(line, count) for line, count in calls) or "no call of softmax or the like"
 
 
-def _sentence(line: Line) -> str:
-    text = f"{line.op} of {line.dtype}{list(line.shape)} along {line.axes}"
-    if line.where:
-        text += f" in {line.where[1:]}"
-    for where, names in (("before it", line.folded_before), ("after it", line.folded_after)):
-        if names:
-            text += f"; folded {where}: {', '.join(names)}"
-    if line.outside:
-        text += f"; outside: {', '.join(line.outside)}"
-    before, ours, xla = map(words, line.traffic)
-    by = "by the kernel" if line.traffic.kernel_wins else "by XLA"
-    if line.why_not:
-        return text + f"; not folded: {line.why_not}; {before} by the kernel, {xla} by XLA: {by}"
-    return text + f"; {before} unfused, {ours} folded, {xla} by XLA: {by}"
+def _text(line: Line, count: int) -> str:
+    """Who makes the call and why, in a line, and the details, indented."""
+    unfolded, ours, xla = map(words, line.traffic)
+    why = f"the kernel: moves {ours}, XLA {xla}" if line.traffic.kernel_wins else f"XLA: moves {xla}, the kernel {ours}"
+    title = f"{line.op} of {line.dtype}{list(line.shape)}{f', x {count}' if count > 1 else ''}: by {why}"
+    where = f" in {line.where[1:]}" if line.where else ""
+    details = [f"along {line.axes}{where}; {unfolded} with nothing folded"]
+    for what, names in (
+        ("folded before it", line.folded_before),
+        ("folded after it", line.folded_after),
+        ("outside", line.outside),
+    ):
+        details += [f"{what}: {', '.join(names)}"] if names else []
+    details += [f"not folded: {line.why_not}"] if line.why_not else []
+    wrapped = functools.partial(textwrap.fill, width=100, break_long_words=False, subsequent_indent=4 * " ")
+    return "\n".join([wrapped(title), *(wrapped(detail, initial_indent="  ") for detail in details)])
 
 
 class _Fused:
