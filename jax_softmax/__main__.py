@@ -1,10 +1,153 @@
-"""`python -m jax_softmax`: the doctor."""
+"""`python -m jax_softmax`: says what it found, and whether it is right on the devices that are here."""
 
 import argparse
+import functools
+import os
+import platform
+import re
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
-from jax_softmax.runtime import doctor
+import jax
+import jax.numpy as jnp
+import jaxlib
+import numpy as np
+
+import jax_softmax
+from jax_softmax import _kernels
+from jax_softmax.primitives import reference
+from jax_softmax.primitives.operators import OPERATORS, bind
+from jax_softmax.primitives.softmax import JVP
+from jax_softmax.runtime import cuda
+
+# What every operator is run on, and some more: so little that a GPU without a cache has its kernels soon.
+_ROWS = (8, 1000), (1,)
+_MORE = [
+    ("softmax", "bfloat16", (3, 50257), (1,)),
+    ("softmax", "float64", (6, 7, 8), (0, 2)),
+    ("log_softmax", "float16", (64, 33, 40), (1,)),
+    *((op, dtype, *_ROWS) for op in JVP for dtype in reference.NARROW),
+]
+
+
+def _operands(op, dtype, shape, axes):
+    """An operator's operands: arrays like x, numbers and a label of each row."""
+    facts, draw = OPERATORS[op], np.random.default_rng(0)
+    of_rows = [1 if d in axes else n for d, n in enumerate(shape)]
+    arrays = [3 * draw.normal(size=shape) for _ in range(facts.inputs)]
+    arrays = [(abs(a) if dtype == "uint8" else a).astype(dtype) for a in arrays]
+    numbers = [draw.uniform(0.5, 1.5, of_rows).astype("float32") for _ in range(facts.row_numbers)]
+    labels = [draw.integers(-1, 10, of_rows, np.int32)] if facts.labelled else []
+    return [*arrays, *numbers, *labels]
+
+
+def _difference(a, b):
+    """The relative difference of two arrays, in norm, in units of the first one's eps."""
+    eps = 1 / 128 if a.dtype == np.int8 else float(jnp.finfo(a.dtype).eps)
+    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    difference = np.linalg.norm(a - b) / np.linalg.norm(b) / eps
+    return difference if difference == difference else np.inf
+
+
+def largest_differences(device: jax.Device) -> dict[str, float]:
+    """How far each operator's results are from the same by jax.numpy in float32 (float64 of that), in eps at most."""
+
+    def both(*operands, op, axes, dtype):
+        wide = [a if a.dtype.itemsize >= 4 else a.astype(np.float32) for a in operands]
+        of_elements = {"dtype": dtype or wide[0].dtype.name} if OPERATORS[op].element_results else {}
+        ours = bind(op, *operands, where=None, axes=axes, dtype=dtype)
+        return jax.tree.leaves(ours), jax.tree.leaves(reference.apply(op, *wide, axes=axes, **of_elements))
+
+    cases = [(op, dtype, *_ROWS) for op in OPERATORS for dtype in ("float32", "bfloat16")] + _MORE
+    programs, found = [], dict.fromkeys(OPERATORS, 0.0)
+    for op, dtype, shape, axes in cases:
+        with jax.enable_x64(dtype == "float64"):
+            operands = jax.device_put(_operands(op, dtype, shape, axes), device)
+            for result in set(reference.SCALED) - {"float64"} if OPERATORS[op].quantizes else [None]:
+                program = jax.jit(functools.partial(both, op=op, axes=axes, dtype=result))
+                programs.append((op, operands, program.lower(*operands)))
+    with ThreadPoolExecutor() as pool:
+        for (op, operands, _), run in zip(programs, pool.map(lambda p: p[-1].compile(), programs), strict=True):
+            found[op] = max(found[op], *map(_difference, *run(*operands)))
+    return found
+
+
+def check(device: jax.Device, kernels: bool) -> bool:
+    """Runs the operators on the device, says how that went, and returns whether it went well."""
+    before, start = _kernels.jit_facts() if kernels and device.platform == "gpu" else None, time.monotonic()
+    with jax.default_device(device):
+        differences = largest_differences(device)
+    wrong = [name for name, difference in differences.items() if not difference < 16]
+    made = ""
+    if before is not None:
+        compiled, read = (_kernels.jit_facts()[name] - before[name] for name in ("compiled", "read"))
+        made = f", {compiled} compiled and {read} from the cache in {time.monotonic() - start:.1f} s"
+    print(
+        f"{device.platform} {device.id} ({device.device_kind}): {'our kernels' if kernels else 'jax.numpy'}{made}, "
+        f"largest difference from jax.numpy {max(differences.values()):.2g} eps: "
+        f"{'WRONG: ' + ', '.join(wrong) if wrong else 'ok'}"
+    )
+    return not wrong
+
+
+def describe_cuda() -> None:
+    """Says which driver, NVRTC and cache folder there are, or what is missing and what to do about it."""
+    driver = None
+    try:
+        driver = _kernels.driver_version()
+        print(f"CUDA driver: supports CUDA {driver // 1000}.{driver % 1000 // 10}")
+    except RuntimeError as error:
+        print(f"CUDA driver: {error}")
+    try:
+        cuda.configure()
+    except RuntimeError as error:
+        print(f"NVRTC: {error}\ncache: {cuda.cache_folder() or 'none'}: not used without NVRTC")
+        return
+    facts = _kernels.jit_facts()
+    print(f"NVRTC: {facts['nvrtc']} ({facts['nvrtc_path']})")
+    if driver is not None and (reason := cuda.mismatch(driver, facts["nvrtc"], facts["nvrtc_path"])):
+        print(f"NVRTC: {reason}")
+    if not facts["cache_folder"]:
+        print("cache: none, for want of a home folder: set JAX_SOFTMAX_CACHE_DIR")
+        return
+    print(f"cache: {facts['cache_folder']}: {facts['cache_entries']} kernels, {facts['cache_bytes']:,} bytes")
+    if facts["cache_unsafe"]:
+        print(f"cache: not all of it is used: {facts['cache_unsafe']}")
+
+
+def cpu_model() -> str:
+    """The processor's name, or its architecture where Linux has no name for it."""
+    facts = Path("/proc/cpuinfo")
+    named = re.search(r"^model name\s*: (.+)$", facts.read_text("utf-8") if facts.exists() else "", re.MULTILINE)
+    return named[1] if named else platform.machine()
+
+
+def main() -> int:
+    info = jax_softmax.build_info()
+    versions = {"jax_softmax": info["version"], "JAX": jax.__version__, "jaxlib": jaxlib.__version__}
+    versions |= {"NumPy": np.__version__, "Python": platform.python_version()}
+    print(", ".join(f"{name} {version}" for name, version in versions.items()))
+    print(f"built with {info['compiler']}, FFI headers of API {'.'.join(map(str, info['ffi_api']))}")
+    print(f"platform: {platform.platform()}")
+    print(f"CPU: {cpu_model()}, {os.cpu_count()} cores")
+    print(f"CPU kernels: {', '.join(info['cpu_variants'])}; {info['cpu_variant']} runs here")
+    describe_cuda()
+
+    reason = cuda.availability()
+    gpus = [device for device in jax.local_devices() if device.platform == "gpu"]
+    for gpu in gpus:
+        print(f"GPU {gpu.id}: {gpu.device_kind}, compute capability {gpu.compute_capability}")
+    healthy = [check(jax.local_devices(backend="cpu")[0], True), *(check(gpu, reason is None) for gpu in gpus)]
+    if not gpus:
+        print("JAX has no GPU here")
+    elif reason is not None:
+        print(f"the GPU runs jax.numpy: {reason}")
+        healthy.append(False)
+    return 0 if all(healthy) else 1
+
 
 if __name__ == "__main__":
-    argparse.ArgumentParser("python -m jax_softmax", description=doctor.__doc__).parse_args()
-    sys.exit(doctor.main())
+    argparse.ArgumentParser("python -m jax_softmax", description=__doc__).parse_args()
+    sys.exit(main())

@@ -350,7 +350,9 @@ def test_short_rows_fit_shared_memory(dtype, result, name):
 def test_explain():
     found = explain((16384, 4096), dtype="bfloat16", op="absmax_scale_int8", device="H200")
     assert found.bytes == 16384 * 4096 * 3 and found.schedule == "registers"
-    assert found.plan == explain((16384, 4096), dtype="bfloat16", op="absmax_scale_bfloat16", device="H200").plan
+    assert (
+        found.launches == explain((16384, 4096), dtype="bfloat16", op="absmax_scale_bfloat16", device="H200").launches
+    )
 
 
 def test_names_in_programs():

@@ -417,7 +417,7 @@ def test_what_is_refused(call, error, message):
 def test_explained(op):
     text = str(jax_softmax.explain((65536, 4096), dtype="bfloat16", op=op, device="H200"))
     assert f"{op} of bfloat16 (65536, 4096)" in text and "schedule  registers" in text
-    assert ("1 read" if op == "entropy" else "2 reads") in text
+    assert ("1 read" if op == "entropy" else "2 read") in text
 
 
 def test_cpu_kernels_refuse_divergences():

@@ -11,27 +11,25 @@ from support import WAYS
 import jax_softmax
 from jax_softmax import _kernels, explain
 from jax_softmax.runtime import explain as module
-from jax_softmax.runtime import gpus
+from jax_softmax.runtime.explain import GPUS
 
 # Defaults to whatever GPU the tests run on.
 H200 = {"device": "H200"}
 
 
 @pytest.mark.parametrize(
-    "shape,axis,kept,reduced,rows,columns",
+    "shape,axis,rows,columns",
     [
-        ((8192, 50257), -1, ((8192, 50257),), ((50257, 1),), 8192, 50257),
-        ((256, 1024, 512), 1, ((256, 1024 * 512), (512, 1)), ((1024, 512),), 256 * 512, 1024),
-        ((256, 1024, 512), (0, 2), ((1024, 512),), ((256, 1024 * 512), (512, 1)), 1024, 256 * 512),
-        ((256, 1, 512), (0, 2), (), ((256 * 512, 1),), 1, 256 * 512),
-        ((3, 4, 5), None, (), ((60, 1),), 1, 60),
-        ((3, 4, 5), (), ((60, 1),), ((1, 1),), 60, 1),
-        ((), None, (), ((1, 1),), 1, 1),
+        ((8192, 50257), -1, 8192, 50257),
+        ((256, 1024, 512), 1, 256 * 512, 1024),
+        ((256, 1024, 512), (0, 2), 1024, 256 * 512),
+        ((3, 4, 5), None, 1, 60),
+        ((3, 4, 5), (), 60, 1),
+        ((), None, 1, 1),
     ],
 )
-def test_view(shape, axis, kept, reduced, rows, columns):
-    e = explain(shape, axis, **H200)
-    assert (e.kept, e.reduced, e.rows, e.columns) == (kept, reduced, rows, columns)
+def test_rows(shape, axis, rows, columns):
+    assert f"  rows      {rows:,} of {columns:,} columns\n" in str(explain(shape, axis, **H200))
 
 
 @pytest.mark.parametrize("device", ["H200", "T4", "RTX 5090"])
@@ -39,19 +37,18 @@ def test_view(shape, axis, kept, reduced, rows, columns):
 @pytest.mark.parametrize("op", ["softmax", "log_softmax_vjp"])
 def test_says_what_the_plan_says(op, way, device):
     e = explain(way.shape, way.axes, "bfloat16", op=op, device=device)
-    model = gpus.GPUS[device]._asdict()
+    model = GPUS[device]._asdict()
     del model["copy_rate"]
     chosen = _kernels.plan(list(way.shape), list(way.axes), op, "bfloat16", **model)
     if not chosen["faster_than_xla"]:
-        assert (e.schedule, e.plan, e.launches) == ("jax.numpy", {}, ())
+        assert (e.schedule, e.launches) == ("jax.numpy", ())
         return
-    assert (e.schedule, e.plan) == (chosen["schedule"], chosen["fields"])
+    assert e.schedule == chosen["schedule"]
     assert [launch._asdict() for launch in e.launches] == [
         {name: step[name] for name in ("blocks", "threads", "cluster", "shared_bytes")} for step in chosen["steps"]
     ]
-    assert e.description and f"  schedule  {e.schedule}: {e.description}\n" in str(e)
-    for name, value in e.plan.items():
-        assert f"{name} {value:,}" in str(e)
+    assert f"  schedule  {e.schedule}: {module._SCHEDULES[e.schedule]}\n" in str(e)
+    assert str(e).count("\n  kernel ") == len(e.launches)
 
 
 def test_every_schedule_is_described():
@@ -61,19 +58,16 @@ def test_every_schedule_is_described():
 
 def test_text():
     e = explain((8192, 50257), dtype="bfloat16", **H200)
-    lines = str(e).splitlines()
-    assert lines[0] == "softmax of bfloat16 (8192, 50257) along (1,), H200"
-    assert lines[1].split() == "view kept 8,192 (stride 50,257); reduced 50,257 (stride 1)".split()
-    assert lines[2].split() == "rows 8,192 rows of 50,257 columns".split()
-    assert [line.split()[0] for line in lines[3:]] == [
-        "schedule",
-        "plan",
-        *["kernel"] * len(e.launches),
-        "bytes",
-        "floor",
+    (launch,) = e.launches
+    assert str(e).split("\n") == [
+        "softmax of bfloat16 (8192, 50257) along (1,), H200",
+        "  rows      8,192 of 50,257 columns",
+        f"  schedule  chunks: {module._SCHEDULES['chunks']}",
+        f"  kernel    {launch.blocks:,} x {launch.threads:,} threads in clusters of {launch.cluster}, "
+        f"{launch.shared_bytes:,} bytes of dynamic shared memory",
+        "  bytes     1,646,821,376 (1 read, 1 written)",
+        "  floor     383 µs at 4.3 TB/s",
     ]
-    assert lines[-2].split() == "bytes 1,646,821,376 (1 read, 1 write)".split()
-    assert lines[-1].split() == "floor 383 µs at 4.3 TB/s".split()
 
 
 @pytest.mark.parametrize("op,tensors", [("softmax", 2), ("log_softmax", 2), ("softmax_linear", 3)])
@@ -90,7 +84,6 @@ def test_mask(struct):
     mask = jnp.ones((5, 1, 32), bool)
     where = jax.ShapeDtypeStruct(mask.shape, mask.dtype) if struct else mask
     e = explain((4, 5, 6, 32), (2, 3), where=where, **H200)
-    assert e.kept == ((4, 960), (5, 192))  # told apart by the mask
     assert e.bytes == 2 * 3840 * 4 + 160
     assert ", mask (5, 1, 32)" in str(e) and "the mask)" in str(e)
 
@@ -102,15 +95,9 @@ def test_integers_are_written_as_floats():
 
 def test_mask_may_enlarge_the_result():
     e = explain((5, 1), where=np.ones((3, 5, 4), bool), **H200)
-    assert (e.shape, e.axes, e.rows, e.columns) == ((3, 5, 4), (2,), 15, 4)
+    assert (e.shape, e.axes) == ((3, 5, 4), (2,))
     assert explain((5, 6), where=True, **H200).mask_shape == ()
-
-
-def test_masks_as_the_operators_take_them():
-    """One that enlarges a softmax or a log-sum-exp, and one of a loss's rows."""
     assert explain((4, 6), where=jax.ShapeDtypeStruct((2, 4, 6), "bool"), op="logsumexp", **H200).shape == (2, 4, 6)
-    assert explain((4, 6), where=jax.ShapeDtypeStruct((4,), "bool"), op="entropy", **H200).mask_shape == (4, 1)
-    assert explain((4, 6), where=jax.ShapeDtypeStruct((6,), "bool"), op="entropy", **H200).mask_shape == (6,)
 
 
 @pytest.mark.parametrize(
@@ -138,7 +125,7 @@ def test_arrays_and_numbers():
     x = jnp.ones((6, 7), jnp.bfloat16)
     assert explain(x, 0, **H200) == explain((6, 7), 0, "bfloat16", **H200)
     assert explain(2.5, None, **H200).shape == ()
-    assert jax.jit(lambda x: explain(x, **H200).rows * x)(jnp.ones((6, 7)))[0, 0] == 6
+    assert jax.jit(lambda x: explain(x, **H200).shape[0] * x)(jnp.ones((6, 7)))[0, 0] == 6
 
 
 def test_without_a_kernel():
@@ -149,15 +136,15 @@ def test_without_a_kernel():
         explain((1000, 300, 4, 3), (1, 3), **H200),
         explain((2**63 - 1,)),
     ):
-        assert (e.schedule, e.plan, e.launches, e.kept, e.reduced) == ("jax.numpy", {}, (), (), ())
+        assert (e.schedule, e.launches) == ("jax.numpy", ())
         assert "XLA's own" in str(e)
     e = explain((0, 5))
-    assert (e.schedule, e.rows, e.columns, e.bytes, e.floor_us) == ("nothing", 0, 5, 0, 0)
+    assert (e.schedule, e.launches, e.bytes, e.floor_us) == ("nothing", (), 0, 0)
     assert explain((5, 0), where=jnp.ones((5, 1), bool)).bytes == 0
     assert "nothing" in str(e)
 
 
-@pytest.mark.parametrize("device", sorted(gpus.GPUS))
+@pytest.mark.parametrize("device", sorted(GPUS))
 def test_huge_arrays(device):
     e = explain((2**33, 5, 401), 1, dtype="float64", device=device)
     assert e.bytes == 2 * 8 * 2**33 * 5 * 401 and str(e)
@@ -168,7 +155,7 @@ def test_is_frozen():
     assert isinstance(e, jax_softmax.Explanation)
     assert hash(e) == hash(explain((2, 3)))
     with pytest.raises(dataclasses.FrozenInstanceError):
-        e.rows = 1
+        e.bytes = 1
 
 
 @pytest.mark.parametrize(
@@ -189,12 +176,12 @@ def test_is_frozen():
     ],
 )
 def test_device_names(kind, name):
-    assert gpus._known(kind) == name
+    assert module._known(kind) == name
 
 
 def test_default_device():
     default = jax.devices()[0]
-    known = gpus._known(default.device_kind) if default.platform == "gpu" else None
+    known = module._known(default.device_kind) if default.platform == "gpu" else None
     assert explain((2, 3)).device == (known or "H200")
     with jax.default_device(jax.devices("cpu")[0]):
         assert explain((2, 3)).device == "H200"
@@ -215,34 +202,24 @@ def test_default_device():
         ({"device": "Z80"}, ValueError, "device must be one of H200, "),
         ({"device": jax.devices("cpu")[0]}, ValueError, "device must be one of H200, "),
         ({"device": 3}, TypeError, "device must be a name"),
-        ({"x_or_shape": (2, -3)}, ValueError, "negative"),
+        ({"x_or_shape": (2, -3)}, ValueError, "ints from 0 to"),
         ({"x_or_shape": (2, 3.0)}, TypeError, "ints"),
-        ({"x_or_shape": (2**63,)}, ValueError, "entries must be less than 2\\^63"),
+        ({"x_or_shape": (2**63,)}, ValueError, "ints from 0 to 2\\^63 - 1"),
         ({"x_or_shape": (2**40, 2**40)}, ValueError, "arrays of 2\\^63 elements or more"),
         ({"x_or_shape": (2**62, 1), "where": jax.ShapeDtypeStruct((1, 4), "bool")}, ValueError, "2\\^63 elements"),
         ({"x_or_shape": "ab"}, TypeError, "explain: x_or_shape must be an array, .*, got one of type str"),
         ({"x_or_shape": None}, TypeError, "explain: x_or_shape must be an array, .*, got one of type NoneType"),
-        ({"x_or_shape": np.array(["a"])}, TypeError, "explain: x_or_shape must be an array .*, got one of dtype <U1"),
+        ({"x_or_shape": np.array(["a"])}, TypeError, "explain: x_or_shape must be an array, .*, got one of dtype <U1"),
         (
             {"x_or_shape": 128},
             TypeError,
             r"explain: x_or_shape must be an array, .* \(a tuple of ints\), got the int 128",
         ),
-        ({"dtype": "float33"}, TypeError, "explain: dtype must be a .* one that JAX has, or None, got 'float33'"),
-        ({"dtype": "datetime64[D]"}, TypeError, "explain: dtype must be a .* one that JAX has, or None, got"),
-        *(
-            ({"op": op, **wrong}, error, match)
-            for op in ("entropy", "kl_divergence", "cross_entropy", "cross_entropy_gradient")
-            for wrong, error, match in (
-                ({"dtype": "complex64"}, TypeError, "x_or_shape must be real, got complex64"),
-                ({"where": np.ones((4, 2, 3), bool)}, ValueError, r"where must broadcast to shape \(2, 3\)"),
-                ({"where": np.ones(2, bool), "x_or_shape": (2, 2)}, ValueError, r"where\[:, None\] leaves out rows"),
-            )
-        ),
+        ({"dtype": "float33"}, TypeError, "explain: dtype must be one that JAX has, or None, got 'float33'"),
+        ({"dtype": "datetime64[D]"}, TypeError, "explain: dtype must be one that JAX has, or None, got"),
         ({"op": "logsumexp", "dtype": "complex64"}, TypeError, "x_or_shape must be real, got complex64"),
         ({"op": "absmax_scale_int8", "dtype": "complex64"}, TypeError, "x_or_shape must be real, got complex64"),
-        ({"op": "cross_entropy", "x_or_shape": (2, 0)}, ValueError, "there must be at least one class"),
-        ({"op": "cross_entropy", "x_or_shape": (2, 2**31)}, ValueError, "at most 2147483647 classes"),
+        ({"op": "entropy", "dtype": "complex64"}, TypeError, "x_or_shape must be real, got complex64"),
     ],
 )
 def test_errors(arguments, error, match):

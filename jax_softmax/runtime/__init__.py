@@ -1,1 +1,1 @@
-"""From primitives to programs that run, what CUDA takes for it, and what looks at it: `explain` and the doctor."""
+"""From primitives to programs that run, what CUDA takes for it, and `explain`, which looks at it."""

@@ -1,9 +1,10 @@
-"""Which kernel a call runs on a GPU, and what it should cost there: the plan, in words. Needs no GPU."""
+"""Which kernels a call runs on a GPU, and the least time that its bytes take there: a plan in words. Needs no GPU."""
 
 import contextlib
 import dataclasses
 import math
 import operator
+import re
 from typing import Any, NamedTuple
 
 import jax
@@ -15,14 +16,43 @@ from jax_softmax.functions import arguments
 from jax_softmax.primitives import reference
 from jax_softmax.primitives.operators import KERNELS, OPERATORS
 from jax_softmax.primitives.softmax import JVP
-from jax_softmax.runtime import gpus
+
+
+class Gpu(NamedTuple):
+    """What plans and floors depend on."""
+
+    compute_capability: int  # 10 * major + minor
+    multiprocessors: int
+    shared_memory_per_block: int  # bytes, opted in
+    largest_cluster: int
+    copy_rate: float  # bytes per second, read and written together
+
+
+# Copy rates: the H200's as measured, the others 90 % of the data sheet's.
+GPUS = {
+    "H200": Gpu(90, 132, 227 << 10, 16, 4.3e12),
+    "GH200": Gpu(90, 132, 227 << 10, 16, 0.9 * 4.0e12),
+    "H100": Gpu(90, 132, 227 << 10, 16, 0.9 * 3.35e12),
+    "H100 NVL": Gpu(90, 132, 227 << 10, 16, 0.9 * 3.9e12),
+    "H100 PCIe": Gpu(90, 114, 227 << 10, 16, 0.9 * 2.0e12),
+    "B200": Gpu(100, 148, 227 << 10, 16, 0.9 * 7.7e12),
+    "A100": Gpu(80, 108, 163 << 10, 1, 0.9 * 2.039e12),
+    "A100 40GB": Gpu(80, 108, 163 << 10, 1, 0.9 * 1.555e12),
+    "A10": Gpu(86, 72, 99 << 10, 1, 0.9 * 600e9),
+    "L4": Gpu(89, 58, 99 << 10, 1, 0.9 * 300e9),
+    "L40S": Gpu(89, 142, 99 << 10, 1, 0.9 * 864e9),
+    "T4": Gpu(75, 40, 64 << 10, 1, 0.9 * 320e9),
+    "RTX 3090": Gpu(86, 82, 99 << 10, 1, 0.9 * 936e9),
+    "RTX 4090": Gpu(89, 128, 99 << 10, 1, 0.9 * 1008e9),
+    "RTX 5090": Gpu(120, 170, 99 << 10, 8, 0.9 * 1792e9),
+}
+# Words that make a chip another one, or a part of one, than its name says.
+_OTHER_CHIPS = {"LAPTOP", "MIG", "D", "TI"}
 
 # What `absmax_scale` runs has the name of its result's dtype here, on which the plan depends.
 _SCALED = {f"absmax_scale_{dtype}": dtype for dtype in reference.SCALED}
 _KERNELS = {op: KERNELS.get(op, op) for op in OPERATORS if not OPERATORS[op].quantizes}
 _KERNELS |= dict.fromkeys(_SCALED, "absmax_scale")
-_OF_LABELS = tuple(op for op in OPERATORS if OPERATORS[op].labelled)
-_OF_CLASSES = (*_OF_LABELS, "entropy", "kl_divergence")  # whose masks may not enlarge the result
 _ALLOWED = "explain: x_or_shape must be an array, a jax.ShapeDtypeStruct, or a shape (a tuple of ints)"
 _MOST_ELEMENTS = 2**63 - 1  # that 64 bits count
 
@@ -47,14 +77,6 @@ class Launch(NamedTuple):
     shared_bytes: int  # dynamic shared memory of a block
 
 
-def _dims(dims: tuple[tuple[int, int], ...]) -> str:
-    return ", ".join(f"{extent:,} (stride {stride:,})" for extent, stride in dims) or "none"
-
-
-def _count(n: int, noun: str) -> str:
-    return f"{n:,} {noun}{'' if n == 1 else 's'}"
-
-
 @dataclasses.dataclass(frozen=True)
 class Explanation:
     """What a call runs on a GPU; `str()` of it is a short text.
@@ -66,19 +88,11 @@ class Explanation:
       dtype: that in which the kernel gets the array.
       mask_shape: the mask's shape, or None.
       device: the name of the GPU.
-      kept: (extent, stride in elements) of each kept dimension, outermost first. Dimensions of extent 1 are dropped,
-        and neighbours that are both kept, or both reduced, are merged.
-      reduced: the same of the reduced dimensions.
-      rows: the product of the kept extents.
-      columns: the product of the reduced extents.
       schedule: how a row is held while it is reduced; "jax.numpy" where XLA's own operations run, "nothing" for empty
         arrays.
-      plan: the numbers that the schedule's kernels are made for; csrc/plan/plan.h says what each means. Empty where
-        none runs.
       launches: `Launch(blocks, threads, cluster, shared_bytes)` of each kernel that the call runs, in order.
       bytes: what must be read and written, once each.
-      copy_rate: bytes per second that the device copies at.
-      floor_us: microseconds that moving `bytes` takes at that rate; a launch is not counted.
+      floor_us: microseconds that moving `bytes` takes at the rate at which the GPU copies; a launch is not counted.
     """
 
     op: str
@@ -87,43 +101,29 @@ class Explanation:
     dtype: str
     mask_shape: tuple[int, ...] | None
     device: str
-    kept: tuple[tuple[int, int], ...]
-    reduced: tuple[tuple[int, int], ...]
-    rows: int
-    columns: int
     schedule: str
-    plan: dict[str, int] = dataclasses.field(hash=False)
     launches: tuple[Launch, ...]
     bytes: int
-    copy_rate: float
     floor_us: float
-
-    @property
-    def description(self) -> str:
-        """The schedule in a few words."""
-        return _SCHEDULES.get(self.schedule, "")
 
     def __str__(self) -> str:
         mask = "" if self.mask_shape is None else f", mask {self.mask_shape}"
-        lines = [f"{self.op} of {self.dtype} {self.shape} along {self.axes}{mask}, {self.device}"]
-
-        def say(label, text):
-            lines.append(f"  {label:<9} {text}")
-
-        if self.reduced:
-            say("view", f"kept {_dims(self.kept)}; reduced {_dims(self.reduced)}")
-        say("rows", f"{_count(self.rows, 'row')} of {_count(self.columns, 'column')}")
-        say("schedule", f"{self.schedule}: {self.description}" if self.description else self.schedule)
-        if self.plan:
-            say("plan", ", ".join(f"{name} {value:,}" for name, value in self.plan.items()))
-        for launch in self.launches:
-            clusters = f" in clusters of {launch.cluster}" if launch.cluster > 1 else ""
-            shared = f"{launch.shared_bytes:,} bytes of dynamic shared memory"
-            say("kernel", f"{_count(launch.blocks, 'block')} of {launch.threads:,} threads{clusters}, {shared}")
-        what = ", ".join(_count(n, noun) for n, noun in zip(_traffic(self.op), ("read", "write"), strict=True) if n)
-        say("bytes", f"{self.bytes:,} ({what}{', the mask' if mask else ''})")
-        say("floor", f"{self.floor_us:.4g} µs at {self.copy_rate / 1e12:.3g} TB/s")
-        return "\n".join(lines)
+        columns = math.prod(self.shape[d] for d in self.axes)
+        rows = math.prod(n for d, n in enumerate(self.shape) if d not in self.axes)
+        lines = [
+            f"{self.op} of {self.dtype} {self.shape} along {self.axes}{mask}, {self.device}",
+            f"rows      {rows:,} of {columns:,} columns",
+            f"schedule  {self.schedule}: {_SCHEDULES[self.schedule]}",
+        ]
+        for blocks, threads, cluster, shared in self.launches:
+            clusters = f" in clusters of {cluster}" if cluster > 1 else ""
+            lines += [
+                f"kernel    {blocks:,} x {threads:,} threads{clusters}, {shared:,} bytes of dynamic shared memory"
+            ]
+        reads, writes = _traffic(self.op)
+        lines += [f"bytes     {self.bytes:,} ({reads} read, {writes} written{', the mask' if mask else ''})"]
+        lines += [f"floor     {self.floor_us:.4g} µs at {GPUS[self.device].copy_rate / 1e12:.3g} TB/s"]
+        return "\n  ".join(lines)
 
 
 def explain(
@@ -142,7 +142,7 @@ def explain(
       x_or_shape: an array, a `jax.ShapeDtypeStruct`, or a shape (a tuple of ints).
       axis: as for `softmax`.
       dtype: the dtype to explain for; by default that of the array, and float32 for a shape.
-      where: the mask: a boolean array or a `jax.ShapeDtypeStruct` of one, as the function that runs `op` takes it.
+      where: a mask of elements: a boolean array or a `jax.ShapeDtypeStruct` of one.
       op: "softmax" or "log_softmax", or one of their linear maps, of which `x_or_shape` is an operand:
         "softmax_linear" (softmax's derivative in both modes), "log_softmax_jvp", "log_softmax_vjp"; or "logsumexp",
         "cross_entropy", what losses of integer labels run, "cross_entropy_gradient", what a differentiated
@@ -162,103 +162,89 @@ def explain(
     """
     if op not in _KERNELS:
         raise ValueError(f"explain: op must be one of {', '.join(_KERNELS)}, got {op!r}.")
-    device_name = gpus.name_of(device)
-    x = _described(x_or_shape, dtype)
-    shape, axes, mask_shape, kernel_dtype = _checked(op, x, axis, where)
+    device_name = _name_of(device)
+    shape, axes, mask_shape, given = _checked(op, _described(x_or_shape, dtype), axis, where)
     if 0 not in shape and math.prod(shape) > _MOST_ELEMENTS:
         raise ValueError(f"explain: arrays of 2^63 elements or more are not supported, got shape {shape}.")
-    found = _planned(op, shape, axes, mask_shape, kernel_dtype, gpus.GPUS[device_name])
-    if found is None and 0 not in shape and op == "cross_entropy":  # which is then made of another one's result
+    plan = _plan(op, shape, axes, mask_shape, given, GPUS[device_name])
+    if plan is None and 0 not in shape and op == "cross_entropy":  # which is then made of another one's result
         return explain(x_or_shape, axis, dtype, where, "logsumexp", device)
-    n_bytes, copy_rate = _bytes(op, shape, mask_shape, kernel_dtype), gpus.GPUS[device_name].copy_rate
+    reads, writes = _traffic(op)
+    written = np.dtype(_SCALED.get(op, reference.result_dtype(given)))
+    of_mask = 0 if mask_shape is None or 0 in shape else math.prod(mask_shape)
+    n_bytes = math.prod(shape) * (reads * given.itemsize + writes * written.itemsize) + of_mask
     return Explanation(
         op=op,
         shape=shape,
         axes=axes,
-        dtype=kernel_dtype.name,
+        dtype=given.name,
         mask_shape=mask_shape,
         device=device_name,
-        kept=tuple(found["kept"]) if found else (),
-        reduced=tuple(found["reduced"]) if found else (),
-        rows=math.prod(n for d, n in enumerate(shape) if d not in axes),
-        columns=math.prod(n for d, n in enumerate(shape) if d in axes),
-        schedule=found["schedule"] if found else "nothing" if 0 in shape else "jax.numpy",
-        plan=found["fields"] if found else {},
-        launches=tuple(Launch(*(step[name] for name in Launch._fields)) for step in found["steps"]) if found else (),
+        schedule=plan["schedule"] if plan else "nothing" if 0 in shape else "jax.numpy",
+        launches=tuple(Launch(*(step[name] for name in Launch._fields)) for step in plan["steps"]) if plan else (),
         bytes=n_bytes,
-        copy_rate=copy_rate,
-        floor_us=n_bytes / copy_rate * 1e6,
+        floor_us=n_bytes / GPUS[device_name].copy_rate * 1e6,
     )
-
-
-def _planned(op, shape, axes, mask_shape, dtype, gpu):
-    """The plan and its kernels, or None where none runs."""
-    if 0 in shape or jnp.issubdtype(dtype, jnp.complexfloating) or len(shape) > _kernels.MAX_DIMS:
-        return None
-    found = _kernels.plan(
-        list(shape),
-        list(axes),
-        _KERNELS[op],
-        dtype.name,
-        None if mask_shape is None else [*[1] * (len(shape) - len(mask_shape)), *mask_shape],
-        compute_capability=gpu.compute_capability,
-        multiprocessors=gpu.multiprocessors,
-        shared_memory_per_block=gpu.shared_memory_per_block,
-        largest_cluster=gpu.largest_cluster,
-        out_dtype=_SCALED.get(op),
-    )
-    return found if found and found["faster_than_xla"] else None
 
 
 def _traffic(op):
     """How many arrays of x's shape are read and written; what rows have is left out of account."""
-    operator = OPERATORS[_KERNELS[op]]
-    return operator.inputs, operator.element_results
+    return OPERATORS[_KERNELS[op]].inputs, OPERATORS[_KERNELS[op]].element_results
 
 
-def _bytes(op, shape, mask_shape, dtype):
-    reads, writes = _traffic(op)
-    result = np.dtype(_SCALED.get(op, reference.result_dtype(dtype)))
-    n_bytes = math.prod(shape) * (reads * dtype.itemsize + writes * result.itemsize)
-    return n_bytes if mask_shape is None or 0 in shape else n_bytes + math.prod(mask_shape)
+def _plan(op, shape, axes, mask_shape, dtype, gpu):
+    """Of the kernels, or None where none runs."""
+    if 0 in shape or jnp.issubdtype(dtype, jnp.complexfloating) or len(shape) > _kernels.MAX_DIMS:
+        return None
+    mask_shape = None if mask_shape is None else [*[1] * (len(shape) - len(mask_shape)), *mask_shape]
+    facts = {name: value for name, value in gpu._asdict().items() if name != "copy_rate"}
+    plan = _kernels.plan(shape, axes, _KERNELS[op], dtype.name, mask_shape, out_dtype=_SCALED.get(op), **facts)
+    return plan if plan and plan["faster_than_xla"] else None
+
+
+def _name_of(device: Any) -> str:
+    """The key in GPUS, of what `explain` is given as `device`."""
+    if device is None:
+        default = jax.config.jax_default_device
+        default = default if isinstance(default, jax.Device) else jax.devices(default)[0]
+        return _known(default.device_kind) or "H200"
+    if not isinstance(device, str | jax.Device):
+        raise TypeError(f"explain: device must be a name, a jax.Device or None, got {device!r}.")
+    name = _known(device if isinstance(device, str) else device.device_kind)
+    if name is None:
+        raise ValueError(f"explain: device must be one of {', '.join(GPUS)}, got {device!r}.")
+    return name
+
+
+def _known(kind: str) -> str | None:
+    """The entry all of whose words are in a device's name, such as NVIDIA A100-SXM4-40GB; the one of most words."""
+    given = set(re.split(r"[^A-Z0-9]+", kind.upper()))
+    names = [] if given & _OTHER_CHIPS else [name for name in GPUS if given >= set(name.upper().split())]
+    return max(names, key=len, default=None)
 
 
 def _described(x: Any, dtype: Any) -> jax.ShapeDtypeStruct:
     """The shape and dtype that `softmax` would see; arrays are not copied to find out."""
+    if isinstance(x, int):
+        raise TypeError(f"{_ALLOWED}, got the int {x}.")
     if isinstance(x, tuple | list):
         try:
-            shape = tuple(operator.index(n) for n in x)
+            shape = tuple(map(operator.index, x))
         except TypeError as error:
             raise TypeError(f"explain: a shape must be of ints, got {x!r}.") from error
-        if any(n < 0 for n in shape):
-            raise ValueError(f"explain: a shape must not have negative entries, got {x!r}.")
-        if any(n > _MOST_ELEMENTS for n in shape):
-            raise ValueError(f"explain: a shape's entries must be less than 2^63, got {x!r}.")
-        found = np.dtype("float32")
-    elif hasattr(x, "shape") and hasattr(x, "dtype"):
-        shape = tuple(x.shape)
-        # NumPy's 64-bit arrays become 32-bit ones unless JAX has been told otherwise.
-        found = x.dtype
-        if isinstance(x, np.ndarray):
-            found = arguments.checked_array("explain", np.empty((), found), "x_or_shape").dtype
-    elif isinstance(x, int):
-        raise TypeError(f"{_ALLOWED}, got the int {x}.")
-    else:
-        x = arguments.as_array(_ALLOWED, x)
-        shape, found = x.shape, x.dtype
-    return jax.ShapeDtypeStruct(shape, found if dtype is None else _dtype(dtype))
-
-
-def _dtype(dtype: Any) -> np.dtype:
+        if not all(0 <= n <= _MOST_ELEMENTS for n in shape):
+            raise ValueError(f"explain: a shape must be of ints from 0 to 2^63 - 1, got {x!r}.")
+        x = jax.ShapeDtypeStruct(shape, np.float32)
+    elif not isinstance(x, jax.ShapeDtypeStruct | jax.Array):
+        like = np.empty((), x.dtype) if isinstance(x, np.ndarray) else x
+        x = jax.ShapeDtypeStruct(np.shape(x), arguments.as_array(_ALLOWED, like).dtype)
     try:
-        found = jnp.dtype(dtype)
+        found = x.dtype if dtype is None else jnp.dtype(dtype)
     except TypeError:
         found = None
     if found is None or not arguments.is_dtype_of_jax(found):
-        raise TypeError(
-            f"explain: dtype must be a floating, integer, boolean or complex one that JAX has, or None, got {dtype!r}."
-        )
-    return found
+        raise TypeError(f"explain: dtype must be one that JAX has, or None, got {dtype!r}.")
+    return jax.ShapeDtypeStruct(x.shape, found)
 
 
 def _checked(op: str, x: jax.ShapeDtypeStruct, axis: Any, where: Any):
@@ -266,14 +252,9 @@ def _checked(op: str, x: jax.ShapeDtypeStruct, axis: Any, where: Any):
     seen = []
 
     def check(x, *mask):
-        x, mask = arguments.checked_array("explain", x, "x_or_shape"), mask[0] if mask else where
-        if OPERATORS[_KERNELS[op]].row_results:
-            arguments.checked_real_array("explain", x, "x_or_shape")
-        if op in _OF_CLASSES and mask is not None:
-            mask = arguments.of_rows_or_elements("explain", mask, x, axis, "x_or_shape")
+        checked = arguments.checked_real_array if OPERATORS[_KERNELS[op]].row_results else arguments.checked_array
+        x, mask = checked("explain", x, "x_or_shape"), mask[0] if mask else where
         axes, mask, shape = arguments.checked_axes_and_mask("explain", x, axis, mask, "x_or_shape")
-        if op in _OF_LABELS:
-            arguments.check_classes("explain", shape, axes)
         if not jnp.issubdtype(x.dtype, jnp.complexfloating):
             x, _ = arguments.promoted(x)
             x = reference.without_narrow(x) if op not in JVP else x
