@@ -2,10 +2,9 @@
 
 import os
 
-from jax_softmax import _compatibility as _compatibility  # first: says so if jaxlib does not fit
 from jax_softmax import _private
-from jax_softmax._info import build_info
-from jax_softmax.devices import warned
+from jax_softmax._build import build_info  # before what needs the kernels: says so if jaxlib does not fit
+from jax_softmax.devices import partitioning
 from jax_softmax.functions.entropies import entropy, kl_divergence
 from jax_softmax.functions.linear_cross_entropy import linear_cross_entropy
 from jax_softmax.functions.logsumexp import logsumexp
@@ -53,4 +52,4 @@ interpreters.register()
 lowering.register()
 transform.register()
 if _private.what_is_off():
-    warned.warn_anyway(_private.what_is_off())
+    partitioning.warn_anyway(_private.what_is_off())

@@ -16,7 +16,7 @@ from support import sampled
 
 import jax_softmax
 from jax_softmax import __main__ as doctor
-from jax_softmax import _compatibility
+from jax_softmax import _build
 from jax_softmax.primitives.operators import PRIMITIVES
 from jax_softmax.runtime import cuda, lowering
 
@@ -25,7 +25,7 @@ def test_build_info():
     info = jax_softmax.build_info()
     assert info["version"] == jax_softmax.__version__
     assert info["cpu_variants"][-1] == "plain" and info["cpu_variant"] in info["cpu_variants"]
-    assert info["ffi_api"] <= _compatibility.runtime_ffi_version()
+    assert info["ffi_api"] <= _build.runtime_ffi_version()
 
 
 def test_public_names():
@@ -78,14 +78,14 @@ def test_imports_go_one_way(folder):
 )
 def test_unsupported_jaxlib_is_refused(jaxlib, runtime, built, match):
     with pytest.raises(ImportError, match=match):
-        _compatibility.check(jaxlib, runtime, built)
+        _build.check(jaxlib, runtime, built)
 
 
 @pytest.mark.parametrize(
     "jaxlib,runtime", [("0.8.0", (0, 1)), ("0.12.0.1", (0, 5)), ("0.13.0.dev1", (0, 6)), ("9.0", None)]
 )
 def test_supported_jaxlib_is_accepted(jaxlib, runtime):
-    _compatibility.check(jaxlib, runtime, (0, 1))
+    _build.check(jaxlib, runtime, (0, 1))
 
 
 @pytest.mark.parametrize(

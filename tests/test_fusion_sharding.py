@@ -18,14 +18,14 @@ from jax.sharding import PartitionSpec as P
 
 import jax_softmax
 from jax_softmax import fuse
-from jax_softmax.devices import warned
+from jax_softmax.devices import partitioning
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 
 
 @pytest.fixture(autouse=True)
 def on_the_cpu():
-    warned._warned.clear()
+    partitioning._warned.clear()
     with support.on_a_cpu():
         yield
 
@@ -232,18 +232,6 @@ def test_printed_indices_begin_where_the_part_does():
 # ---- Other ways to divide
 
 
-@pytest.fixture
-def gspmd():
-    jax.config.update("jax_use_shardy_partitioner", False)
-    yield
-    jax.config.update("jax_use_shardy_partitioner", True)
-
-
-@pytest.mark.parametrize("spec", KEPT, ids=str)
-def test_gspmd(gspmd, spec):
-    check(causal, arrays(SHAPE), [spec], {("softmax", KEPT[spec])})
-
-
 def test_inside_a_partly_manual_shard_map():
     mapped = jax.shard_map(causal, mesh=mesh(), in_specs=P("data"), out_specs=P("data"), axis_names={"data"})
     check(mapped, arrays(SHAPE), [P("data", "model")], {("softmax", (2, 2, 16, 16))})
@@ -265,7 +253,7 @@ def test_extents_that_do_not_divide():
 
 
 def test_a_jax_that_moved_its_private_names(monkeypatch):
-    monkeypatch.setattr("jax_softmax.devices.private.AVAILABLE", False)
+    monkeypatch.setattr("jax_softmax._private.DIVISION.available", False)
     check(causal, arrays(SHAPE), [P("data", "model")], ())
 
 

@@ -1,5 +1,6 @@
 """A JAX that moved names which it does not promise: what needs them is off, one warning says so, and the rest works."""
 
+import ast
 import os
 import re
 import subprocess
@@ -8,7 +9,11 @@ import textwrap
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
 from support import sampled
 
 import jax_softmax
@@ -97,14 +102,20 @@ PUBLIC = {
 }
 
 
+# And what it documents of programs, equations and types, and of what a lowering rule is given.
+PUBLIC_ATTRIBUTES = {
+    *("eqns", "invars", "outvars", "constvars", "effects", "jaxpr", "consts", "in_avals", "out_avals", "replace"),
+    *("primitive", "params", "aval", "val", "avals_in", "avals_out", "module"),
+    *("shape", "dtype", "ndim", "size", "weak_type", "sharding", "update", "to_tangent_aval", "value"),
+}
+SOURCES = [path for path in sorted(Path(jax_softmax.__file__).parent.rglob("*.py")) if path.name != "_private.py"]
+
+
 def test_all_other_names_are_public():
     """A private name that is used elsewhere than in the list has no test: put it there."""
-    for path in sorted(Path(jax_softmax.__file__).parent.rglob("*.py")):
-        if path.name == "_private.py":
-            continue
+    for path in SOURCES:
         text = path.read_text(encoding="utf-8")
         assert not re.search(r"jax\._src|(from|import) (jaxlib\.|jax\.experimental)|from jaxlib", text), path
-        assert path.name == "private.py" or "axis_context" not in text, path
         used = re.findall(r"(?<![\w.])(jax\.core|ad|batching|mlir)\.(\w+)", text)
         for module, names in re.findall(r"^from (jax\.(?:core|extend|interpreters)[\w.]*) import (.*)$", text, re.M):
             if module == "jax.interpreters":
@@ -116,3 +127,67 @@ def test_all_other_names_are_public():
                 rf"^from jax.interpreters import .*\b{module}\b", text, re.M
             )
             assert not imported or name in PUBLIC[module], (path, module, name)
+
+
+def objects_of_jax():
+    """One of each kind that is met where programs are looked at and lowered."""
+    closed = jax.make_jaxpr(lambda x: jnp.sum(x) + 1)(np.ones(3, np.float32))
+    equation, contexts = closed.jaxpr.eqns[-1], []
+    primitive = Primitive("seen")
+    primitive.def_abstract_eval(lambda x: x)
+    mlir.register_lowering(primitive, lambda ctx, x: contexts.append(ctx) or [x])
+    jax.jit(primitive.bind).lower(np.ones(3, np.float32))
+    of_program = [closed, closed.jaxpr, closed.jaxpr.debug_info, equation, *equation.invars, equation.invars[0].aval]
+    of_equation = [equation.ctx, equation.source_info]
+    (ctx,) = contexts
+    of_lowering = [ctx, ctx.module_context, ctx.module_context.axis_context]
+    context = patching._context
+    return [*of_program, *of_equation, *of_lowering, context, getattr(context, "_obj", context)]
+
+
+def attributes_and_own_names(tree):
+    """The attributes that a module reads, with `getattr` and `hasattr` as well, and the names that it defines."""
+    read, own = set(), set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(attr=name, ctx=ast.Load()):
+                read.add(name)
+            case ast.Call(func=ast.Name(id="getattr" | "hasattr"), args=[_, ast.Constant(value=name), *_]):
+                read.add(name)
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.Attribute(attr=name):
+                own.add(name)
+            case ast.AnnAssign(target=ast.Name(id=name)):
+                own.add(name)
+    return read, own
+
+
+def test_all_other_attributes_are_public():
+    """A private attribute of a JAX object is read in `_private.py` alone, which says what is there without it."""
+    found = {path: attributes_and_own_names(ast.parse(path.read_text(encoding="utf-8"))) for path in SOURCES}
+    own = set().union(*(names for _, names in found.values()))
+    known = set().union(*map(dir, (np.ndarray, np, jnp, jax, jax.lax, str, dict, list, set, _private.Part))) | own
+    private = (
+        {name for a in objects_of_jax() for name in dir(a) if not name.startswith("__")} - PUBLIC_ATTRIBUTES - known
+    )
+    assert {"manager", "name_stack", "debug_info", "axis_context", "module_context", "source_info"} <= private
+    assert {path.name: read & private for path, (read, _) in found.items() if read & private} == {}
+
+
+def test_classes_are_not_told_by_their_names():
+    """Nor enumerations by their text, elsewhere than in `_private.py`."""
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Compare):
+                text = ast.unparse(node)
+                assert "__name__" not in text or path.name == "__main__.py", (path, text)
+                assert not re.search(r"""['"] (not )?in str\(|str\(.*\) [=!]= ['"]""", text), (path, text)
+
+
+def test_attributes_that_a_jax_does_not_have():
+    class Nothing:
+        value = frozenset()
+
+    with _private.context_of(Nothing()):
+        pass
+    assert _private.without_names(jax.make_jaxpr(jnp.sin)(1.0).jaxpr).eqns
+    assert _private.for_all_threads(Nothing(), frozenset()) is None

@@ -36,7 +36,8 @@ from support import (
 )
 
 import jax_softmax
-from jax_softmax.devices import division, parts, private, warned
+from jax_softmax import _private
+from jax_softmax.devices import division, partitioning, parts
 from jax_softmax.primitives import reference as reference_module
 from jax_softmax.primitives.operators import bind
 
@@ -46,7 +47,7 @@ SHAPE = (8, 4, 32)
 @pytest.fixture(autouse=True)
 def on_the_cpu():
     """Also where there is a GPU: what is not sharded is where the devices are that it is compared with."""
-    warned._warned.clear()
+    partitioning._warned.clear()
     with support.on_a_cpu():
         yield
 
@@ -654,24 +655,6 @@ def test_shardings_that_do_not_go_together(name):
         assert jax.typeof(pullback(x)[0]) == jax.typeof(x)
 
 
-# ---- GSPMD, which JAX can still be set to.
-
-
-@pytest.fixture
-def gspmd():
-    jax.config.update("jax_use_shardy_partitioner", False)
-    yield
-    jax.config.update("jax_use_shardy_partitioner", True)
-
-
-@every_name
-def test_gspmd(gspmd, name):
-    x, t = normal(SHAPE), normal(SHAPE, seed=1)
-    run = everything(OPERATORS[name])
-    for spec in (P("data", "model"), P("data", None, "model")):
-        check_sharded(run, (x, t), (spec, spec), {"all-reduce"} if len(spec) == 3 else {})
-
-
 # ---- Results for whole rows, and the losses that are made of them.
 
 
@@ -1233,34 +1216,6 @@ def test_many_dimensions(name):
     check(y, reference(name, x, (4, 9)))
 
 
-def test_gspmd_and_a_mask_that_is_made_in_the_program(gspmd):
-    """It has no sharding yet when XLA asks for that of the result."""
-    x = normal((8, 32, 32))
-
-    def causal(x):
-        return jax_softmax.softmax(x, -1, jnp.arange(32)[:, None] >= jnp.arange(32))
-
-    y, travels = run_compiled(causal, place(x, P("data")))
-    assert travels == []
-    check(y, reference("softmax", x, -1, np.tri(32, dtype=bool)))
-
-
-def test_gspmd_and_operands_in_different_layouts(gspmd):
-    for name in ("logsumexp", "kl_divergence"):
-        for specs in TWO_LAYOUTS:
-            check_sharded(OF_TWO[name], of_two(name), specs, {})
-
-
-def test_gspmd_divides_losses(gspmd):
-    for spec in (P("data", "model"), P("data", None, "model")):
-        one, several = logits_and_labels(spec, -1, AxisType.Auto)
-        for name in ("logsumexp", "loss"):
-            f = functools.partial(OF_ROWS[name], axis=-1)
-            results, travels = run_compiled(f, *several, kernels=1)
-            assert kinds(travels) <= {"all-reduce"}
-            same(results, in_haste(f, *one))
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
 def test_normalizers_of_parts(dtype):
     """By the kernel and by jax.numpy: the maximum of a row, and the sum as it is, however large the maximum."""
@@ -1309,18 +1264,24 @@ def test_a_filter_that_makes_errors_of_warnings():
     same(found, jax_softmax.kl_divergence(x, y))
 
 
-def test_gspmd_inside_a_partly_manual_shard_map(gspmd):
+@pytest.fixture
+def gspmd():
+    jax.config.update("jax_use_shardy_partitioner", False)
+    yield
+    jax.config.update("jax_use_shardy_partitioner", True)
+
+
+def test_gspmd(gspmd):
+    """It takes no rules of sharding: what it divides is jax.numpy."""
     x = normal(SHAPE)
-    sharded = jax.shard_map(
-        jax_softmax.softmax, mesh=mesh(), in_specs=P("data"), out_specs=P("data"), axis_names={"data"}
-    )
     with pytest.warns(UserWarning, match="without its kernel.*jax_use_shardy_partitioner"):
-        y, _ = run_compiled(sharded, place(x, P("data", "model")), kernels=0)  # GSPMD gathers whatever is inside
+        y, travels = run_compiled(lambda x: jax_softmax.softmax(x), place(x, P("data", "model")), kernels=0)
+    assert travels == []
     check(y, reference("softmax", x))
 
 
 def test_a_jax_that_moved_its_private_names(monkeypatch):
-    monkeypatch.setattr(private, "AVAILABLE", False)
+    monkeypatch.setattr(_private.DIVISION, "available", False)
     x = normal(SHAPE)
     y, travels = run_compiled(lambda x: jax_softmax.softmax(x), place(x, P("data", "model")), kernels=0)
     assert travels == []
@@ -1328,7 +1289,7 @@ def test_a_jax_that_moved_its_private_names(monkeypatch):
 
 
 def test_a_jax_that_does_not_say_how_many_devices(monkeypatch):
-    monkeypatch.setattr(private, "_axis_context", lambda ctx: None)
+    monkeypatch.setattr(_private, "_axis_context", lambda ctx: None)
     monkeypatch.setattr(jax, "device_count", lambda: 8)  # also where there is one GPU
     x = normal(SHAPE)
     with pytest.warns(UserWarning, match="without its kernel.*Upgrade jax_softmax"):

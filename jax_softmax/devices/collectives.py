@@ -5,7 +5,9 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from jax_softmax.devices.private import ir, stablehlo
+from jax_softmax import _private
+
+ir, stablehlo = _private.DIVISION.ir, _private.DIVISION.stablehlo
 
 all_reduce_p = Primitive("jax_softmax_all_reduce")
 all_reduce_p.def_abstract_eval(lambda value, *, kind, groups: value)

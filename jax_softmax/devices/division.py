@@ -13,28 +13,26 @@ from concurrent.futures import ThreadPoolExecutor
 import jax
 import numpy as np
 
-from jax_softmax import _kernels
-from jax_softmax.devices import layouts, parts, private
+from jax_softmax import _kernels, _private
+from jax_softmax.devices import layouts, parts
 from jax_softmax.devices.collectives import all_to_all_p
-from jax_softmax.devices.partitioning import TARGET
-from jax_softmax.devices.warned import warn_anyway
+from jax_softmax.devices.partitioning import TARGET, warn_anyway
 from jax_softmax.primitives.operators import PRIMITIVES
 
 
 def register() -> None:
     """Tells XLA who divides the calls, if this JAX lets it be told."""
-    if not private.AVAILABLE:
+    if not _private.DIVISION.available:
         return
-    tell = functools.partial(
-        private.register_custom_call_partitioner,
-        TARGET,
-        _sharding_from_user,
-        _divide,
-        _sharding_from_operands,
-        can_side_effecting_have_replicated_sharding=True,
-    )
+    partitioner = _private.DIVISION.register_custom_call_partitioner
+    tell = functools.partial(partitioner, TARGET, _not_asked, _divide, _not_asked)
     tell()
-    private.register_plugin_callbacks(tell)
+    _private.DIVISION.register_plugin_callbacks(tell)
+
+
+def _not_asked(*args):
+    """What GSPMD wants to know before a call is divided. Shardy knows it by the call's rule."""
+    raise NotImplementedError
 
 
 class DeviceProgram:
@@ -170,7 +168,11 @@ def _parts_of_tuple(shape):
 def _result_sharding(result_shape, layout, results):
     """Of one result or a tuple of several, where x has this layout."""
     shardings = [_sharding(layouts.projected(layout, laid.dims)) for laid in results]
-    return private.HloSharding.tuple_sharding(result_shape, shardings) if result_shape.is_tuple() else shardings[0]
+    return (
+        _private.DIVISION.HloSharding.tuple_sharding(result_shape, shardings)
+        if result_shape.is_tuple()
+        else shardings[0]
+    )
 
 
 def _layout(sharding, ndim):
@@ -182,8 +184,10 @@ def _layout(sharding, ndim):
 
 def _sharding(layout):
     if math.prod(layout.shape[:-1]) == 1:
-        return private.HloSharding.replicate()
-    return private.HloSharding.subgroup_with_device_ordering(np.ascontiguousarray(layout), [private.REPLICATED])
+        return _private.DIVISION.HloSharding.replicate()
+    return _private.DIVISION.HloSharding.subgroup_with_device_ordering(
+        np.ascontiguousarray(layout), [_private.DIVISION.REPLICATED]
+    )
 
 
 def _lowered_apart(function, specs, platform):
@@ -198,21 +202,4 @@ def _lowered_apart(function, specs, platform):
             return program.compiler_ir("stablehlo")
 
     with ThreadPoolExecutor(max_workers=1) as pool:
-        return private.module_to_bytecode(pool.submit(lowered).result())
-
-
-# ---- What GSPMD asks besides, which has no sharding rules.
-
-
-def _sharding_from_user(sharding, shape, config):
-    return sharding
-
-
-def _sharding_from_operands(arg_shapes, arg_shardings, result_shape, config):
-    shape = tuple(arg_shapes[0].dimensions())
-    known = [(arg, sharding) for arg, sharding in zip(arg_shapes, arg_shardings, strict=True) if sharding is not None]
-    if not known:
-        return None
-    layout = _common([_Laid(arg, sharding, shape) for arg, sharding in known], [], shape)
-    results = [_Laid(result, private.HloSharding.replicate(), shape) for result in _parts_of_tuple(result_shape)]
-    return _result_sharding(result_shape, layout, results)
+        return _private.DIVISION.module_to_bytecode(pool.submit(lowered).result())

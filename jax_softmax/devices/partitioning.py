@@ -13,14 +13,15 @@ persistent cache keep working.
 
 import functools
 import json
+import warnings
 
 import jax
 from jax.interpreters import mlir
 
-from jax_softmax import _kernels
-from jax_softmax.devices import layouts, parts, private
-from jax_softmax.devices.private import dtype_to_ir_type, ir, stablehlo
-from jax_softmax.devices.warned import warn
+from jax_softmax import _kernels, _private
+from jax_softmax.devices import layouts, parts
+
+ir, stablehlo = _private.DIVISION.ir, _private.DIVISION.stablehlo
 
 TARGET = "jax_softmax_sharded"
 
@@ -56,13 +57,13 @@ def divided(ctx, operands, config, local, by_reference):
     `config` names the primitive, the platform that a device's program is for, and the primitive's parameters: lists,
     numbers and text. `local` and `by_reference` are functions that lower the call for one device, and in jax.numpy.
     """
-    devices, partly_manual = private.devices_of(ctx)
+    devices = _private.devices_of(ctx)
     if devices == 1:
         return local()
     shapes, results = ([aval.shape for aval in avals] for avals in (ctx.avals_in, ctx.avals_out))
-    if not private.AVAILABLE:  # which was said when the package was imported
+    if not _private.DIVISION.available:  # which was said when the package was imported
         return by_reference()
-    why = _undivided(shapes, devices, partly_manual)
+    why = _undivided(shapes, devices)
     if why:
         warn(f"{config['primitive']} runs without its kernel: {why}")
         return by_reference()
@@ -73,7 +74,7 @@ def divided(ctx, operands, config, local, by_reference):
     leads = [True, *(of_rows and (aval.shape, aval.dtype) == (x.shape, x.dtype) for aval in others)]
     operands = [a if first else _following(a) for a, first in zip(operands, leads, strict=True)]
     call = stablehlo.CustomCallOp(
-        [ir.RankedTensorType.get(aval.shape, dtype_to_ir_type(aval.dtype)) for aval in ctx.avals_out],
+        [ir.RankedTensorType.get(aval.shape, _private.DIVISION.dtype_to_ir_type(aval.dtype)) for aval in ctx.avals_out],
         operands,
         call_target_name=ir.StringAttr.get(TARGET),
         has_side_effect=ir.BoolAttr.get(False),
@@ -85,17 +86,14 @@ def divided(ctx, operands, config, local, by_reference):
     return call.results
 
 
-def _undivided(shapes, devices, partly_manual) -> str | None:
+def _undivided(shapes, devices) -> str | None:
     """Why a call of a program for several devices cannot be divided, and what to do instead; or None."""
     if devices is None:
         return f"JAX {jax.__version__} does not say for how many devices a program is. Upgrade jax_softmax"
     if not all(isinstance(n, int) for shape in shapes for n in shape):
         return "a shape is symbolic in a program for several devices. Export with known shapes, or use jax.shard_map"
-    if partly_manual and not private.shardy_is_used():
-        return (
-            "GSPMD does not divide calls inside a partly manual shard_map. Leave jax_use_shardy_partitioner on, or "
-            "make every mesh axis manual"
-        )
+    if not getattr(jax.config, "jax_use_shardy_partitioner", True):
+        return "GSPMD, which takes no rules of sharding, is on. Leave jax_use_shardy_partitioner on"
     return None
 
 
@@ -133,3 +131,25 @@ def sharding_rule(shapes, results) -> str:
     of_x = [factor(n) for n in shapes[0]]
     operands, results = (", ".join(map(factors_of, group)) for group in (shapes, results))
     return f"#sdy.op_sharding_rule<({operands})->({results}) {{{', '.join(sizes)}}}, custom>"
+
+
+# ---- What is said where a call cannot be divided.
+
+_warned = set()
+
+
+def warn(message: str) -> None:
+    """Warns, once for all calls of which the same is to be said."""
+    if message not in _warned:
+        warnings.warn(f"jax_softmax: {message}.", stacklevel=3)
+        _warned.add(message)
+
+
+def warn_anyway(message: str) -> None:
+    """The same where nothing may be raised: a filter that makes errors of warnings is not heeded."""
+    try:
+        warn(message)
+    except UserWarning:
+        with warnings.catch_warnings():
+            warnings.simplefilter("always")
+            warn(message)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_softmax import _private
 from jax_softmax.primitives import reference
 from jax_softmax.primitives.labels import LARGEST_LABEL
 from jax_softmax.primitives.types import laid_as_well, types_tell_shardings
@@ -62,8 +63,7 @@ def varying_as_well(x: jax.Array, where: jax.Array | None, axis_name: tuple[Hash
 
 def varying_axes(a: jax.Array) -> frozenset[Hashable]:
     """The mesh axes of a surrounding `shard_map` that the array's type says it varies over: none with check_vma off."""
-    aval = jax.typeof(a)
-    return aval.vma if hasattr(aval, "vma") else aval.manual_axis_type.varying
+    return _private.varying_axes(jax.typeof(a))
 
 
 def varying_over(x: jax.Array, names: Iterable[Hashable]) -> jax.Array:

@@ -17,6 +17,7 @@ from typing import Any, ParamSpec, TypeVar
 import jax
 import jax.numpy as jnp
 
+from jax_softmax import _private
 from jax_softmax.functions import arguments, losses, softmax
 from jax_softmax.functions.logsumexp import logsumexp
 from jax_softmax.primitives.reference import ORIGINALS
@@ -155,12 +156,9 @@ class _AllThreads:
     """This thread's context, and those of the threads that have not been switched by themselves."""
 
     def __init__(self, ours: frozenset[str]):
-        self._ours = ours
         self._of_this_thread = _context(ours)
-        # Where a JAX has them; the latter is older.
-        known = [c for c in (_context, getattr(_context, "_obj", None)) if hasattr(c, "set_global")]
-        self._config = known[0] if known else None
-        if self._config is None:
+        self._of_others = _private.for_all_threads(_context, ours)
+        if self._of_others is None:
             warnings.warn(
                 f"jax_softmax: use(all_threads=True) switches this thread alone with JAX {jax.__version__}. Call it in "
                 "each thread.",
@@ -168,15 +166,14 @@ class _AllThreads:
             )
 
     def __enter__(self) -> None:
-        if self._config:
-            self._before = self._config.get_global()
-            self._config.set_global(self._ours)
+        if self._of_others:
+            self._of_others.__enter__()
         self._of_this_thread.__enter__()
 
     def __exit__(self, *exception: object) -> None:
         self._of_this_thread.__exit__(None, None, None)
-        if self._config:
-            self._config.set_global(self._before)
+        if self._of_others:
+            self._of_others.__exit__(None, None, None)
 
 
 class _Switch:

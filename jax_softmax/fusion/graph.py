@@ -13,6 +13,8 @@ import jax
 import numpy as np
 from jax.extend.core import Literal, Var
 
+from jax_softmax import _private
+
 _CALLS = ("jit", "pjit", "closed_call", "core_call", "fused")
 _CHECKPOINTS = ("remat2", "checkpoint")
 _ALL_CALLS = (*_CALLS, *_CHECKPOINTS, "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
@@ -92,10 +94,8 @@ def graph_of(jaxpr, differentiated=True, platform=None) -> Graph:
 
 def edited(jaxpr, equations=None, **changes):
     """The jaxpr with other equations, operands or results."""
-    info = jaxpr.debug_info
-    info = info.with_unknown_names() if hasattr(info, "with_unknown_names") else info
     eqns = jaxpr.eqns if equations is None else [e.as_jax() for e in equations]
-    return jaxpr.replace(eqns=eqns, debug_info=info, **changes)
+    return _private.without_names(jaxpr).replace(eqns=eqns, **changes)
 
 
 class InCirclesError(ValueError):
@@ -153,7 +153,7 @@ def has_refs(jaxpr) -> bool:
     """Whether it reads or writes references, as `jax.new_ref` makes them."""
     values = (*jaxpr.constvars, *jaxpr.invars)
     given = any(not isinstance(v.aval, jax.core.ShapedArray) for v in values)
-    return given or any("MutableArray" in type(effect).__name__ for effect in jaxpr.effects)
+    return given or _private.has_effects_on_references(jaxpr)
 
 
 def size_of(atom) -> int:
@@ -213,21 +213,13 @@ def _inline(jaxpr, variables, caller, callee_of, equations):
             inner, values = opened(callee)
             known = {v: Literal(value, v.aval) for v, value in zip(inner.constvars, values, strict=True)}
             known |= zip(inner.invars, inputs[len(inputs) - len(inner.invars) :], strict=True)  # a branch has no index
-            outputs = _inline(inner, known, _within(eqn, caller), callee_of, equations)
+            outputs = _inline(inner, known, _private.in_the_scope_of(eqn, caller), callee_of, equations)
             variables.update(zip(eqn.outvars, outputs, strict=True))
             continue
         outputs = eqn.outvars if caller is None else [type(v)(v.aval) for v in eqn.outvars]
         variables.update(zip(eqn.outvars, outputs, strict=True))
-        equations.append(Equation(_within(eqn, caller), inputs, list(outputs), dict(eqn.params)))
+        equations.append(Equation(_private.in_the_scope_of(eqn, caller), inputs, list(outputs), dict(eqn.params)))
     return [read(a) for a in jaxpr.outvars]
-
-
-def _within(eqn, caller):
-    """An equation with the name of the caller's scope before its own, as profiles show it."""
-    if caller is None:
-        return eqn
-    outer, own = caller.source_info, eqn.source_info
-    return eqn.replace(source_info=own.replace(name_stack=outer.name_stack + own.name_stack))
 
 
 def _in_memory(literal, equations):
@@ -258,7 +250,7 @@ def _callee(eqn, calls, platform):
     if eqn.primitive.name in _CHECKPOINTS and eqn.params["prevent_cse"] is not False:  # XLA would not undo it
         return None
     placed = [*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ())]
-    if any(type(sharding).__name__ != "UnspecifiedValue" for sharding in placed):
+    if not all(map(_private.is_unspecified, placed)):
         return None
     callee = next((eqn.params[k] for k in ("jaxpr", "call_jaxpr", "fun_jaxpr") if k in eqn.params), None)
     if callee is None or any(map(np.ndim, opened(callee)[1])):

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+from jax_softmax import _private
 from jax_softmax.fusion import expressions, made_twice, rules
 from jax_softmax.fusion.calls import NotFolded, by_xla_p, call_of, kernel_call_p
 from jax_softmax.fusion.expressions import is_variable
@@ -192,5 +193,5 @@ def _with_barriers(eqn, in_memory):
     if not makes:
         return [eqn]
     first = {v: type(v)(v.aval) for v in makes}
-    behind = barrier(list(first.values()), makes).replace(source_info=eqn.source_info)
+    behind = _private.at_the_line_of(barrier(list(first.values()), makes), eqn)
     return [eqn.replace(outvars=[first.get(v, v) for v in eqn.outvars]), behind]

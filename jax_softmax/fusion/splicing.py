@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
+from jax_softmax import _private
 from jax_softmax.fusion.expressions import is_variable
 from jax_softmax.fusion.graph import Equation, graph_of, opened
 from jax_softmax.fusion.groups import foldable
@@ -28,7 +29,7 @@ def spliced(function, inputs, outputs, like) -> list[Equation]:
         before = [*a, *results]
         return [jnp.copy(r) if any(r is b for b in before[: len(a) + k]) else r for k, r in enumerate(results)]
 
-    with like.eqn.ctx.manager:  # the mesh that it stands in, for one
+    with _private.context_of(like.eqn):
         jaxpr, constants = opened(jax.make_jaxpr(of_their_own)(*given))
     inner = graph_of(jaxpr)
     renamed = dict(zip(jaxpr.invars, inputs, strict=True))
@@ -40,8 +41,7 @@ def spliced(function, inputs, outputs, like) -> list[Equation]:
 
     found = []
     for e in inner.equations:
-        info = like.eqn.source_info
-        eqn = e.eqn.replace(source_info=info)
+        eqn = _private.at_the_line_of(e.eqn, like.eqn)
         found.append(Equation(eqn, [new(a) for a in e.inputs], [new(v) for v in e.outputs], e.params))
     return found
 
@@ -53,7 +53,7 @@ def mask_of(equation):
 def row_variables(equation):
     """For the maxima and sums of the rows of softmax or log_softmax."""
     (x,), (y,) = equation.inputs, equation.outputs
-    with equation.eqn.ctx.manager:
+    with _private.context_of(equation.eqn):
         avals = types.abstract_eval("logsumexp", x.aval, axes=equation.params["axes"], axis_name=())
     return tuple(map(type(y), avals))
 

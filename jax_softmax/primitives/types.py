@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jax_softmax import _private
 from jax_softmax.primitives import reference
 from jax_softmax.primitives.operators import OPERATORS
 
@@ -23,7 +24,7 @@ def abstract_eval(op, *avals, axes, axis_name, **dtype):
         for (shape, dtype), sharding in zip(types, shardings, strict=True)
     ]
     for k in range(operator.element_results, len(results)):
-        results[k] = _the_same_along(results[k], axis_name)
+        results[k] = _private.not_varying_over(results[k], axis_name)
     return results if len(results) > 1 else results[0]
 
 
@@ -40,14 +41,6 @@ def shardings_of_results(function, avals):
     """The shardings in the types of a function's results. `jax.eval_shape` tells none on a mesh that is part Auto."""
     types = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=aval.sharding) for aval in avals]
     return [aval.sharding for aval in jax.make_jaxpr(function)(*types).out_avals]
-
-
-def _the_same_along(aval, axis_name):
-    """The type of what the devices along these mesh axes all have."""
-    if hasattr(aval, "vma"):
-        return aval.update(vma=aval.vma - set(axis_name))
-    manual = aval.manual_axis_type
-    return aval.update(manual_axis_type=manual.update(varying=manual.varying - set(axis_name)))
 
 
 def types_tell_shardings(avals):

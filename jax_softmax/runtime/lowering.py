@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import mlir
 
-from jax_softmax import _kernels
-from jax_softmax.devices import division, partitioning, private
+from jax_softmax import _kernels, _private
+from jax_softmax.devices import division, partitioning
 from jax_softmax.primitives import reference
 from jax_softmax.primitives.in_memory import in_memory_p
 from jax_softmax.primitives.operators import KERNELS, OPERATORS, PRIMITIVES, Coefficients, bind, split
@@ -48,7 +48,7 @@ def register() -> None:
 
 
 def _several_devices(ctx):
-    several = private.devices_of(ctx)[0] != 1
+    several = _private.devices_of(ctx) != 1
     return mlir.lower_fun(lambda: jnp.array(several), multiple_results=False)(ctx)
 
 

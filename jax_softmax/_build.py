@@ -1,4 +1,4 @@
-"""Refuses to run without compiled kernels, or with a jaxlib that they cannot be registered with, in words of our own.
+"""What is in this build; and the refusal to run without compiled kernels, or with a jaxlib that does not take them.
 
 XLA would accept the module and fail when its first backend starts, with a message that names neither the package nor
 the versions.
@@ -7,6 +7,7 @@ the versions.
 import re
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import jaxlib
 
@@ -51,3 +52,14 @@ def runtime_ffi_version() -> tuple[int, int] | None:
 
 
 check(jaxlib.__version__, runtime_ffi_version(), _kernels.build_info()["ffi_api"])
+
+
+def build_info() -> dict[str, Any]:
+    """What was compiled into this installation.
+
+    Returns:
+      A dict with `version`; `compiler`; `ffi_api`, the (major, minor) version of the FFI headers; `cpu_variants`, the
+      instruction sets that CPU kernels were compiled for, and `cpu_variant`, the one that this processor runs. CUDA
+      kernels are made at run time, in every build.
+    """
+    return _kernels.build_info()
