@@ -65,7 +65,7 @@ def largest_differences(device: jax.Device) -> dict[str, float]:
     for op, dtype, shape, axes in cases:
         with jax.enable_x64(dtype == "float64"):
             operands = jax.device_put(_operands(op, dtype, shape, axes), device)
-            for result in set(reference.SCALED) - {"float64"} if OPERATORS[op].quantizes else [None]:
+            for result in [None, *reference.LARGEST] if OPERATORS[op].quantizes else [None]:
                 program = jax.jit(functools.partial(both, op=op, axes=axes, dtype=result))
                 programs.append((op, operands, program.lower(*operands)))
     with ThreadPoolExecutor() as pool:
