@@ -19,7 +19,6 @@ import jax_softmax
 from jax_softmax import _kernels
 from jax_softmax.primitives import reference
 from jax_softmax.primitives.operators import OPERATORS, bind
-from jax_softmax.primitives.softmax import JVP
 from jax_softmax.runtime import cuda
 
 # What every operator is run on, and some more: so little that a GPU without a cache has its kernels soon.
@@ -28,7 +27,6 @@ _MORE = [
     ("softmax", "bfloat16", (3, 50257), (1,)),
     ("softmax", "float64", (6, 7, 8), (0, 2)),
     ("log_softmax", "float16", (64, 33, 40), (1,)),
-    *((op, dtype, *_ROWS) for op in JVP for dtype in reference.NARROW),
 ]
 
 
@@ -36,8 +34,7 @@ def _operands(op, dtype, shape, axes):
     """An operator's operands: arrays like x, numbers and a label of each row."""
     facts, draw = OPERATORS[op], np.random.default_rng(0)
     of_rows = [1 if d in axes else n for d, n in enumerate(shape)]
-    arrays = [3 * draw.normal(size=shape) for _ in range(facts.inputs)]
-    arrays = [(abs(a) if dtype == "uint8" else a).astype(dtype) for a in arrays]
+    arrays = [3 * draw.normal(size=shape).astype(dtype) for _ in range(facts.inputs)]
     numbers = [draw.uniform(0.5, 1.5, of_rows).astype("float32") for _ in range(facts.row_numbers)]
     labels = [draw.integers(-1, 10, of_rows, np.int32)] if facts.labelled else []
     return [*arrays, *numbers, *labels]
