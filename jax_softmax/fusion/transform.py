@@ -74,7 +74,11 @@ class FusionReport(tuple[Line, ...]):
 def _text(line: Line, count: int) -> str:
     """Who makes the call and why, in a line, and the details, indented."""
     unfolded, ours, xla = map(words, line.traffic)
-    why = f"the kernel: moves {ours}, XLA {xla}" if line.traffic.kernel_wins else f"XLA: moves {xla}, the kernel {ours}"
+    if line.traffic.kernel_wins:
+        why = f"the kernel: moves {ours}, XLA {xla}"
+    else:
+        tie = ", not 5 % fewer" if line.traffic.ours <= line.traffic.xla else ""
+        why = f"XLA: moves {xla}, the kernel {ours}{tie}"
     title = f"{line.op} of {line.dtype}{list(line.shape)}{f', x {count}' if count > 1 else ''}: by {why}"
     where = f" in {line.where[1:]}" if line.where else ""
     details = [f"along {line.axes}{where}; {unfolded} with nothing folded"]
