@@ -169,7 +169,7 @@ def test_all_other_attributes_are_public():
     private = (
         {name for a in objects_of_jax() for name in dir(a) if not name.startswith("__")} - PUBLIC_ATTRIBUTES - known
     )
-    assert {"manager", "name_stack", "debug_info", "axis_context", "module_context", "source_info"} <= private
+    assert {"ctx", "manager", "source_info", "name_stack", "debug_info", "module_context", "axis_context"} <= private
     assert {path.name: read & private for path, (read, _) in found.items() if read & private} == {}
 
 

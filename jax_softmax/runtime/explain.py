@@ -217,7 +217,7 @@ def _name_of(device: Any) -> str:
 
 
 def _known(kind: str) -> str | None:
-    """The entry all of whose words are in a device's name, such as NVIDIA A100-SXM4-40GB; the one of most words."""
+    """The entry all of whose words are in a device's name, such as NVIDIA A100-SXM4-40GB; the longest one."""
     given = set(re.split(r"[^A-Z0-9]+", kind.upper()))
     names = [] if given & _OTHER_CHIPS else [name for name in GPUS if given >= set(name.upper().split())]
     return max(names, key=len, default=None)
