@@ -134,17 +134,17 @@ def test_scaled_rows_that_are_not_finite(instruction_set, result):
 
 @functools.partial(jax.jit, static_argnums=0)
 def gradients(axes, x, factor, lse_factor, offset, at_label, label, where=None):
-    """The gradient of a loss, and what rows have; and the gradient without lse_factor, given what rows have."""
+    """The gradient of a loss, and what rows have; and the gradient given what rows have."""
     params = {"where": where, "axes": axes}
-    gradient, *rows = bind("cross_entropy_gradient", x, factor, lse_factor, offset, at_label, label, **params)
-    again = bind("tangent_sums_transpose", x, *rows, factor, offset, at_label, label, **params)
+    of_rows = factor, lse_factor, offset, at_label, label
+    gradient, *rows = bind("cross_entropy_gradient", x, *of_rows, **params)
+    again, *_ = bind("cross_entropy_gradient", x, *rows, *of_rows, **params)
     return gradient, *rows, again
 
 
-def expected_gradients(x, factor, lse_factor, offset, at_label, label, axes, where):
-    given = support.reference_cross_entropy_gradient(x, factor, lse_factor, offset, at_label, label, axes, where)
-    without = factor, np.zeros_like(factor), offset, at_label, label
-    return *given, support.reference_cross_entropy_gradient(x, *without, axes, where)[0]
+def expected_gradients(x, *of_rows, axes, where):
+    expected = support.reference_cross_entropy_gradient(x, *of_rows, axes, where)
+    return *expected, expected[0]
 
 
 @sampled("instruction_set,dtype,view", itertools.product(INSTRUCTION_SETS, DTYPES, VIEWS), 13, **every_set)
@@ -152,7 +152,7 @@ def test_gradients_of_losses(instruction_set, dtype, view):
     shape, axes = view[0], tuple(reduced(view))
     for where in (None, support.random_mask(shape)):
         operands = normal(shape, dtype), *support.row_numbers("cross_entropy_gradient", shape, axes, dtype)
-        expected = expected_gradients(*operands, axes, where)
+        expected = expected_gradients(*operands, axes=axes, where=where)
         with support.precision(dtype):
             found = gradients(axes, *operands, where=where)
         for array, value in zip(found, expected, strict=True):
@@ -169,7 +169,7 @@ def test_gradients_of_losses_that_are_not_finite(instruction_set):
         counts = np.arange(label.size).reshape(label.shape) % 6 < 3
         numbers = [np.where(counts, number, 0).astype(np.float32) for number in numbers]
         for where in (None, support.random_mask(x.shape)):
-            expected = expected_gradients(x, *numbers, label, (axis,), where)
+            expected = expected_gradients(x, *numbers, label, axes=(axis,), where=where)
             ignored = ~np.broadcast_to(counts, x.shape)
             for gradient in (expected[0], expected[-1]):
                 gradient.value[ignored] = gradient.bound[ignored] = 0

@@ -1,4 +1,4 @@
-"""Losses of integer labels, each made of four numbers that its row has, and their derivatives.
+"""Losses of integer labels, and their derivatives.
 
 Rows keep the reduced axes, with extent 1.
 """
@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 
 from jax_softmax.primitives import reference
+from jax_softmax.primitives.cross_entropy import tangent
 from jax_softmax.primitives.labels import at_labels, exists
 from jax_softmax.primitives.operators import Coefficients, bind
 from jax_softmax.primitives.reference import Normalizer
 from jax_softmax.primitives.rows import is_zero, normalizer, row_sum
-from jax_softmax.primitives.tangent_sums import tangent_sums, tangent_sums_of_parts
 
 
 class Labelled(NamedTuple):
@@ -27,209 +27,151 @@ class Labelled(NamedTuple):
     where: jax.Array | None
 
 
-class _RowValues(NamedTuple):
-    """What losses are made of, 0 of rows that do not count. A row's maximum, `largest`, counts as a constant."""
+class How(NamedTuple):
+    """How losses and their gradient by the logits are made."""
+
+    axes: tuple
+    axis_name: tuple
+    # Whether the gradient is made with the losses wherever these are differentiated, or by the backward pass. With
+    # axis_name it is always the latter.
+    at_once: bool = False
+    in_place: bool = False  # whether nothing else reads the logits: on CUDA the gradient may then take their place
+
+
+class _Values(NamedTuple):
+    """What the losses are made of, 0 of rows that do not count."""
 
     loss: jax.Array  # lse less the label's logit
     lse: jax.Array
-    log_total: jax.Array  # lse - largest
-    distances: jax.Array  # the sum of logit - largest over the logits that are not left out
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
-def _row_values(axes, axis_name, temporary, labelled, weights):
-    loss, rows = _loss_and_normalizer(axes, axis_name, labelled)
-    return _values_with(loss, rows, _counts(loss, labelled.found, weights), axes, axis_name, labelled)
-
-
-def _counts(loss, found, weights):
-    """Which rows count: those with a label, but for those of weight 0 whose loss is not finite."""
-    return found if weights is None else found & ((weights != 0) | jnp.isfinite(loss))
-
-
-def _loss_and_normalizer(axes, axis_name, labelled):
-    x, label, found, where = labelled
-    if not axis_name:
-        loss, *rows = bind("cross_entropy", x, label, where=where, axes=axes)
-        return loss, Normalizer(*rows)
-    rows = normalizer(x, where, axes, axis_name)
-    distance = jnp.where(exists(label, x.shape, axes), reference.distances(at_labels(x, axes, label), rows), 0)
-    return jnp.where(found, rows.log_total - jax.lax.psum(distance, axis_name), 0), rows
-
-
-def _values_with(loss, rows, counts, axes, axis_name, labelled, distances=None):
-    """`distances`: what a kernel made of them, if it did."""
-    if distances is None:
-        distances = row_sum(reference.kept(reference.distances(labelled.x, rows), labelled.where), axes, axis_name)
-    values = loss, rows.lse, rows.log_total, distances
-    return _RowValues(*(jnp.where(counts, value, 0) for value in values))
-
-
-@functools.partial(_row_values.defjvp, symbolic_zeros=True)
-def _row_values_jvp(axes, axis_name, temporary, primals, tangents):
-    labelled, weights = primals
-    loss, rows = _loss_and_normalizer(axes, axis_name, labelled)
-    counts = _counts(loss, labelled.found, weights)
-    values = _values_with(loss, rows, counts, axes, axis_name, labelled)
-    t = tangents[0].x
-    if is_zero(t):
-        return values, jax.tree.map(jnp.zeros_like, values)
-    x, label, _, where = labelled
-    if axis_name:
-        t, where = jnp.where(counts, t, 0), counts if where is None else where & counts
-        sums = tangent_sums_of_parts(x, rows, t, label, where, axes, axis_name)
-    else:
-        sums = tangent_sums(x, rows, t, label, where, axes, temporary)
-    of_lse, of_total, of_logit = (jnp.where(counts, of_row, 0) for of_row in sums)
-    return values, _RowValues(of_lse - of_logit, of_lse, of_lse, of_total)
-
-
-def _classes(axes, axis_name, labelled):
-    """How many classes each row has, or a number for all."""
-    count = _unmasked(axes, labelled)
-    if labelled.where is None:
-        return count * math.prod(map(jax.lax.axis_size, axis_name))
-    return jnp.maximum(jax.lax.psum(count, axis_name) if axis_name else count, 1)
-
-
-def _unmasked(axes, labelled):
-    """How many logits of each row, or of this device's part of it, are not masked; or a number for all rows."""
-    x, where = labelled.x, labelled.where
-    if where is None:
-        return _elements(axes, x)
-    return jnp.sum(jnp.broadcast_to(where, x.shape), axes, keepdims=True).astype(reference.wide_dtype(x.dtype))
-
-
-def _elements(axes, x):
-    return math.prod(x.shape[d] for d in axes)
+    above_mean: jax.Array | None  # the label's logit less the mean of its row: with label smoothing alone
 
 
 def row_losses(axes, axis_name, labelled, options):
     """The loss of each row."""
-    values = _row_values(axes, axis_name, False, labelled, None)
-    return _losses(values, _classes(axes, axis_name, labelled), options.as_arrays(values.loss.dtype))
+    weights = labelled.found.astype(reference.wide_dtype(labelled.x.dtype))
+    return weighted_losses(How(axes, axis_name), labelled, weights, options.as_arrays(weights.dtype))
 
 
-def _losses(values, classes, options):
-    """The losses of rows of these values."""
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def weighted_losses(how, labelled, weights, options):
+    """The losses times their weights, which are 0 of rows without a label."""
+    values = _values(how, labelled, weights, options, *_loss_and_rows(how, labelled))
+    return _losses(values, options) * weights
+
+
+@functools.partial(weighted_losses.defjvp, symbolic_zeros=True)
+def _weighted_losses_jvp(how, primals, tangents):
+    labelled, weights, options = primals
+    (t, *_), weights_dot, options_dot = tangents
+    gradient = None
+    if how.at_once and not how.axis_name and not is_zero(t):
+        gradient, *made = _with_gradient(how, labelled, weights, options)
+    else:
+        made = _loss_and_rows(how, labelled)
+    values = _values(how, labelled, weights, options, *made)
+    losses = _losses(values, options)
+    of_losses = jnp.zeros_like(losses)
+    if gradient is not None:
+        of_losses += inner_product(gradient, t, how.axes)
+    elif not is_zero(t):
+        x, label, _, where = labelled
+        factor, lse_factor, *others = _coefficients(how, labelled, weights, options)
+        factor += lse_factor * values.lse
+        of_losses += tangent(x, made[1], factor, *others, label, t, where, how.axes, how.axis_name, how.in_place)
+    if not is_zero(weights_dot):
+        of_losses += losses * weights_dot
+    if not is_zero(options_dot.label_smoothing):
+        of_losses += weights * values.above_mean * options_dot.label_smoothing
+    if not is_zero(options_dot.z_loss):
+        of_losses += weights * values.lse**2 * options_dot.z_loss
+    return losses * weights, of_losses
+
+
+def _loss_and_rows(how, labelled):
+    """Of each row lse less the label's logit, and the normalizer."""
+    x, label, _, where = labelled
+    if not how.axis_name:
+        loss, *rows = bind("cross_entropy", x, label, where=where, axes=how.axes)
+        return loss, Normalizer(*rows)
+    rows = normalizer(x, where, how.axes, how.axis_name)
+    distance = reference.distances(at_labels(x, how.axes, label), rows)
+    distance = jnp.where(exists(label, x.shape, how.axes), distance, 0)
+    return rows.log_total - jax.lax.psum(distance, how.axis_name), rows
+
+
+def _with_gradient(how, labelled, weights, options):
+    """The gradient of the sum of weighted losses; and of rows lse less the label's logit, the normalizer, and with
+    label smoothing the sum of logit - largest if the gradient's kernel can count so many."""
+    x, label, _, where = labelled
+    coefficients = _coefficients(how, labelled, weights, options)
+    logit = reference.widened(at_labels(x, how.axes, label))
+    if how.in_place:
+        # Without a barrier XLA would read it once more where it is needed after the kernel, and copy the logits for
+        # that. The kernel is given something of it, so it comes after that. Where it is NaN the gradient is as well.
+        logit = jax.lax.optimization_barrier(logit)
+        at_label = jnp.where(jnp.isnan(logit) & (weights != 0), jnp.nan, coefficients.at_label)
+        coefficients = coefficients._replace(at_label=at_label)
+    counted = options.label_smoothing is not None and _elements(how, x) <= reference.MOST_COUNTED
+    op = "cross_entropy_gradient" + reference.AND_DISTANCES * counted
+    operands = x, *coefficients, label
+    gradient, *rows = bind(op, *operands, where=where, axes=how.axes, in_place=how.in_place)
+    rows, sums = Normalizer(*rows[:2]), rows[2:]
+    distances = reference.distance_of_all(*sums, _classes(how, labelled)) if sums else None
+    return gradient, rows.log_total - reference.distances(logit, rows), rows, distances
+
+
+def _values(how, labelled, weights, options, loss, rows, distances=None):
+    """The values of rows that count: those with a label, but for those of weight 0 whose loss is not finite."""
+    above_mean = None
+    if options.label_smoothing is not None:
+        if distances is None:
+            distances = reference.kept(reference.distances(labelled.x, rows), labelled.where)
+            distances = row_sum(distances, how.axes, how.axis_name)
+        above_mean = (rows.log_total - loss) - distances / _classes(how, labelled)
+    values = _Values(loss, rows.lse, above_mean)
+    counts = labelled.found & ((weights != 0) | jnp.isfinite(_losses(values, options)))
+    return jax.tree.map(lambda value: jnp.where(counts, value, 0), values)
+
+
+def _losses(values, options):
     losses = values.loss
     if options.label_smoothing is not None:
-        losses += options.label_smoothing * _above_mean(values, classes)
+        losses += options.label_smoothing * values.above_mean
     if options.z_loss is not None:
         losses += options.z_loss * values.lse**2
     return losses
 
 
-def _above_mean(values, classes):
-    """By how much the label's logit is above the mean of its row."""
-    return (values.log_total - values.loss) - values.distances / classes
-
-
-def weighted_losses(axes, axis_name, labelled, weights, options, temporary=False):
-    """The losses times their weights.
-
-    `temporary` says that nothing else reads the logits: on CUDA the gradient may then take their place.
-    """
-    values = _row_values(axes, axis_name, temporary, labelled, weights)
-    return _counted(_losses(values, _classes(axes, axis_name, labelled), options), weights) * weights
-
-
-def weighted_sum(axes, axis_name, labelled, weights, options):
-    return jnp.sum(weighted_losses(axes, axis_name, labelled, weights, options))
-
-
-def _dot(losses, weights):
-    return jnp.sum(_counted(losses, weights) * weights)
-
-
-def _counted(losses, weights):
-    """The losses without those that do not count though they are not finite."""
-    return jnp.where((weights == 0) & ~jnp.isfinite(losses), 0, losses)
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def weighted_sum_with_gradient(axes, temporary, labelled, weights, options):
-    """The same of rows that no axis_name spreads, with a derivative that is made together with it."""
-    return weighted_sum(axes, (), labelled, weights, options)
-
-
-@functools.partial(weighted_sum_with_gradient.defjvp, symbolic_zeros=True)
-def _weighted_sum_jvp(axes, temporary, primals, tangents):
-    labelled, weights, options = primals
-    labelled_dot, weights_dot, options_dot = tangents
-    classes = _classes(axes, (), labelled)
-    tangent = jnp.zeros((), weights.dtype)
-    if is_zero(labelled_dot.x):
-        values = _row_values(axes, (), False, labelled, weights)
-    else:
-        made = _gradient_in_place if temporary else _gradient
-        values, gradient = made(axes, labelled, weights, classes, options)
-        tangent += inner_product(gradient, labelled_dot.x)
-    losses = _losses(values, classes, options)
-    if not is_zero(weights_dot):
-        tangent += jnp.sum(_counted(losses, weights) * weights_dot)
-    if not is_zero(options_dot.label_smoothing):
-        tangent += _dot(_above_mean(values, classes), weights) * options_dot.label_smoothing
-    if not is_zero(options_dot.z_loss):
-        tangent += _dot(values.lse**2, weights) * options_dot.z_loss
-    return _dot(losses, weights), tangent
-
-
-# With checkpoint the gradient is kept for a backward pass as it is, and not in the dtype of the arithmetic.
-@functools.partial(jax.checkpoint, prevent_cse=False)
-def inner_product(a, b):
-    return jnp.sum(reference.widened(a) * reference.widened(b))
-
-
-class _ValuesAndGradient(NamedTuple):
-    values: _RowValues
-    gradient: jax.Array  # of the weighted sum of losses, by the logits
-
-
-def _gradient(axes, labelled, weights, classes, options):
-    coefficients = _coefficients(weights, classes, options)
-    operands = labelled.x, *coefficients, labelled.label
-    summed = options.label_smoothing is not None and _elements(axes, labelled.x) <= reference.MOST_COUNTED
-    op = "cross_entropy_gradient_and_distances" if summed else "cross_entropy_gradient"
-    gradient, largest, total, *sums = bind(op, *operands, where=labelled.where, axes=axes)
-    rows = Normalizer(largest, total)
-    loss = reference.cross_entropy_given(rows, labelled.x, labelled.label, axes)
-    distances = reference.distance_of_all(*sums, _unmasked(axes, labelled)) if summed else None
-    values = _values_with(loss, rows, _counts(loss, labelled.found, weights), axes, (), labelled, distances)
-    return _ValuesAndGradient(values, gradient)
-
-
-def _gradient_in_place(axes, labelled, weights, classes, options):
-    """The same where the gradient takes the logits' place: what else reads them is made before."""
-    x, label, found, where = labelled
-    # Without a barrier XLA would read it once more where it is needed after the kernel, and copy the logits for that.
-    logit = jax.lax.optimization_barrier(reference.widened(at_labels(x, axes, label)))
-    from_logit, read = None, logit
-    if options.label_smoothing is not None:
-        from_logit = row_sum(reference.kept(reference.widened(x) - logit, where), axes, ())
-        from_logit = jax.lax.optimization_barrier(from_logit)
-        read += from_logit
-    coefficients = _coefficients(weights, classes, options)
-    # The kernel is given something of what was read, so it comes after that. Where this is NaN the gradient is as well.
-    at_label = jnp.where(jnp.isnan(read) & (weights != 0), jnp.nan, coefficients.at_label)
-    operands = x, *coefficients._replace(at_label=at_label), label
-    gradient, *rows = bind("cross_entropy_gradient_in_place", *operands, where=where, axes=axes)
-    rows = Normalizer(*rows)
-    distance = reference.distances(logit, rows)
-    loss = jnp.where(exists(label, x.shape, axes), rows.log_total - distance, 0)
-    distances = jnp.zeros_like(loss) if from_logit is None else from_logit + classes * distance
-    values = loss, rows.lse, rows.log_total, distances
-    counts = _counts(loss, found, weights)
-    return _ValuesAndGradient(_RowValues(*(jnp.where(counts, value, 0) for value in values)), gradient)
-
-
-def _coefficients(weights, classes, options):
-    """Of the gradient of the weighted sum of losses."""
+def _coefficients(how, labelled, weights, options):
+    """Of the gradient of the sum of weighted losses."""
     smoothing, z_loss = (0 if option is None else option for option in options)
     coefficients = Coefficients(
         factor=weights,
         lse_factor=2 * z_loss * weights,
-        offset=-smoothing / classes * weights,
+        offset=-smoothing / _classes(how, labelled) * weights,
         at_label=(smoothing - 1) * weights,
     )
     return Coefficients(*(jnp.broadcast_to(of_row, weights.shape) for of_row in coefficients))
+
+
+def _classes(how, labelled):
+    """How many classes each row has, or a number for all."""
+    x, where = labelled.x, labelled.where
+    if where is None:
+        return _elements(how, x) * math.prod(map(jax.lax.axis_size, how.axis_name))
+    count = jnp.sum(jnp.broadcast_to(where, x.shape), how.axes, keepdims=True).astype(reference.wide_dtype(x.dtype))
+    return jnp.maximum(jax.lax.psum(count, how.axis_name) if how.axis_name else count, 1)
+
+
+def _elements(how, x):
+    return math.prod(x.shape[d] for d in how.axes)
+
+
+def inner_product(a, b, axes=None):
+    """The sum of a b, or the sums along axes."""
+
+    def function(a, b):
+        return jnp.sum(reference.widened(a) * reference.widened(b), axes, keepdims=axes is not None)
+
+    # With checkpoint both are kept for a backward pass as they are, and not in the dtype of the arithmetic.
+    return jax.checkpoint(function, prevent_cse=False)(a, b)

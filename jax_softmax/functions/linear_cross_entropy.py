@@ -236,34 +236,26 @@ def _total_and_gradients(layer, names, split, given):
 def _of_chunk(layer, given):
     if not layer.has_total:
         return _losses_of_chunk(layer, given), None
-    if layer.axis_name:
-        return None, integer_losses.weighted_sum(*_operands(layer, given))
-    axes, _, *arrays = _operands(layer, given)
-    return None, integer_losses.weighted_sum_with_gradient(axes, True, *arrays)
+    return None, jnp.sum(integer_losses.weighted_losses(*_operands(layer, given, at_once=True, in_place=True)))
 
 
 # With checkpoint x and w are kept for a backward pass, and no logits.
 @functools.partial(jax.checkpoint, static_argnums=(0,))
 def _losses_of_chunk(layer, given):
-    axes, axis_name, labelled, *others = _operands(layer, given)
-    losses = integer_losses.weighted_losses(axes, axis_name, labelled, *others, temporary=not layer.return_entropy)
-    entropies = entropies_of(labelled.x, None, axes, axis_name) if layer.return_entropy else None
-    return TokenLosses(losses, jax.tree.map(lambda a: jnp.expand_dims(a, axes), entropies))
+    how, labelled, *others = _operands(layer, given, in_place=not layer.return_entropy)
+    losses = integer_losses.weighted_losses(how, labelled, *others)
+    entropies = entropies_of(labelled.x, None, how.axes, layer.axis_name) if layer.return_entropy else None
+    return TokenLosses(losses, jax.tree.map(lambda a: jnp.expand_dims(a, how.axes), entropies))
 
 
-def _operands(layer, given):
-    """What `integer_losses` asks for."""
+def _operands(layer, given, **how):
+    """What `integer_losses.weighted_losses` asks for."""
     x, bias = given["x"], given["bias"]
     logits = product(x, given["w"], given["wide"], contracted=layer.contracted, dtype=layer.logits_dtype)
     logits = _changed(layer, logits, bias) if layer.changes_logits else logits
     labelled = integer_losses.Labelled(logits, given["label"], given["found"], None)
-    return (
-        (x.ndim - 1,),
-        layer.axis_name,
-        labelled,
-        given["weights"],
-        Options(given["label_smoothing"], given["z_loss"]),
-    )
+    how = integer_losses.How((x.ndim - 1,), layer.axis_name, **how)
+    return how, labelled, given["weights"], Options(given["label_smoothing"], given["z_loss"])
 
 
 # With checkpoint the product is kept for a backward pass, and nothing in the dtype of the arithmetic.

@@ -8,7 +8,7 @@ from jax.typing import ArrayLike
 
 from jax_softmax.functions import arguments
 from jax_softmax.functions.arguments import Axis, AxisName
-from jax_softmax.functions.integer_losses import Labelled, row_losses, weighted_sum, weighted_sum_with_gradient
+from jax_softmax.functions.integer_losses import How, Labelled, row_losses, weighted_losses
 from jax_softmax.functions.options import checked_options
 from jax_softmax.functions.soft_losses import soft_losses
 from jax_softmax.primitives import reference
@@ -197,9 +197,8 @@ def _loss(logits, labels, axis, where, weights, reduction, options, axis_name):
     counted = rows_laid_as(_varying_as_well(labelled).x, counted)
     labelled = _varying_as_well(labelled, counted, *options)
     options = options.as_arrays(counted.dtype)
-    if axis_name or x.dtype == jnp.float16:
-        return weighted_sum(axes, axis_name, labelled, counted, options)
-    return weighted_sum_with_gradient(axes, False, labelled, counted, options)
+    how = How(axes, axis_name, at_once=x.dtype != jnp.float16)
+    return jnp.sum(weighted_losses(how, labelled, counted, options))
 
 
 def row_weights(name, found, shape, axes, weights, reduction, dtype):

@@ -56,7 +56,7 @@ def gradients(graph, equation):
         value = jnp.where(labels.exists(label, x.shape, axes), element - (0 if offset is None else offset), 0)
         offset = jnp.zeros_like(value) if offset is None else jnp.broadcast_to(offset, value.shape)
         row_sum = value + x.shape[axes[0]] * offset
-        coefficients = Coefficients.without_lse(-row_sum, offset, value)
+        coefficients = Coefficients(-row_sum, jnp.zeros_like(value), offset, value)
         return bind("cross_entropy_gradient", x, *coefficients, label, where=None, axes=axes, dtype=dtype)[0]
 
     return {equation: spliced(gradient, [x, *at.variables], equation.outputs, equation)}

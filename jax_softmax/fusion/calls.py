@@ -163,7 +163,7 @@ def _read_beside(side, factors):
 def _ends_here(a, group, read_outside):
     """Whether an array is in memory for this group alone: a product that nothing else reads, or an operand of an
     operator that says so."""
-    if a is group.x and group.equation.name.endswith("_in_place"):
+    if a is group.x and group.equation.params.get("in_place"):
         return True
     graph, maker = group.graph, group.graph.maker.get(a)
     while maker is not None and maker.name in ("reshape", "squeeze") and graph.readers[maker.inputs[0]] == [maker]:

@@ -40,7 +40,7 @@ class Group:
 
     def __init__(self, graph: Graph, equation: Equation):
         self.graph, self.equation = graph, equation
-        self.op = equation.name.removesuffix("_in_place")  # which a kernel finds out for itself
+        self.op = equation.name
         self.facts = OPERATORS[self.op]
         self.axes = tuple(equation.params["axes"])
         self.x = equation.inputs[0]

@@ -9,10 +9,11 @@ from jax_softmax.fusion.graph import variables_of
 from jax_softmax.fusion.groups import foldable
 from jax_softmax.fusion.splicing import mask_of, spliced
 from jax_softmax.primitives import reference
-from jax_softmax.primitives.operators import WITH_DISTANCES, Coefficients, bind, split
+from jax_softmax.primitives.operators import OPERATORS, bind, split
+from jax_softmax.primitives.reference import AND_DISTANCES
 
-# Operators that make maxima and sums of rows, and which result the maximum is: the sum follows, and in WITH_DISTANCES
-# the distance and the count. An operator takes them from one that stands before it in this list.
+# Operators that make maxima and sums of rows, and which result the maximum is: the sum follows, and with
+# AND_DISTANCES the distance and the count. An operator takes them from one that stands before it in this list.
 _FIRST_OF_ROWS = {
     "cross_entropy_gradient_and_distances": 1,
     "cross_entropy_gradient": 1,
@@ -33,15 +34,17 @@ _EXTENDED = {
 
 def gradients(graph, equation):
     """A gradient from rows' known maxima and sums: its kernel makes these again, faster than XLA makes the gradient."""
-    if equation.name != "tangent_sums_transpose" or not foldable(equation):
+    if equation.name != "cross_entropy_gradient" or not foldable(equation):
         return None
-    params = {name: equation.params[name] for name in ("axes", "dtype")}
+    given = OPERATORS[equation.name].given(equation.inputs, mask_of(equation) is not None)
+    if not given:
+        return None
+    inputs = [equation.inputs[0], *equation.inputs[1 + given :]]
 
-    def gradient(x, largest, total, factor, offset, at_label, label, where=None):
-        coefficients = Coefficients.without_lse(factor, offset, at_label)
-        return bind("cross_entropy_gradient", x, *coefficients, label, where=where, **params)[0]
+    def gradient(*operands):
+        return equation.eqn.primitive.bind(*operands, **equation.params)
 
-    return {equation: spliced(gradient, equation.inputs, equation.outputs, equation)}
+    return {equation: spliced(gradient, inputs, equation.outputs, equation)}
 
 
 def shared(graph, equation):
@@ -71,7 +74,7 @@ def _from_another(graph, equation):
 
 def _gives_before(graph, other, equation):
     """Whether another operator makes what the equation makes of rows, and stands before it in the order above."""
-    if other.name not in _ORDER or (equation.name in WITH_DISTANCES and other.name not in WITH_DISTANCES):
+    if other.name not in _ORDER or (equation.name.endswith(AND_DISTANCES) and not other.name.endswith(AND_DISTANCES)):
         return False
     ranks = [(_ORDER.index(e.name), graph.position[e]) for e in (other, equation)]
     return ranks[0] < ranks[1]
@@ -86,10 +89,9 @@ def _from_extended(graph, equation):
         element, *of_rows = other.outputs
         if element.aval.dtype.name not in expressions.WRITABLE:
             continue
-        params = {key: other.params[key] for key in ("axes", "dtype")}
 
-        def made(*operands, params=params):
-            operands, where = split(name, operands)
+        def made(*operands, params=other.params):
+            operands, where = split(operands)
             return bind(extended, *operands, where=where, **params)
 
         outputs = [element, *of_rows, *equation.outputs[len(of_rows) :]]

@@ -9,7 +9,7 @@ from jax_softmax.fusion.expressions import is_variable
 from jax_softmax.fusion.graph import Equation, graph_of, opened
 from jax_softmax.fusion.groups import foldable
 from jax_softmax.primitives import reference, types
-from jax_softmax.primitives.operators import bind, split
+from jax_softmax.primitives.operators import bind
 
 
 def is_plain(equation, *names) -> bool:
@@ -47,7 +47,8 @@ def spliced(function, inputs, outputs, like) -> list[Equation]:
 
 
 def mask_of(equation):
-    return split(equation.name, equation.inputs)[1]
+    last = equation.inputs[-1]
+    return last if last.aval.dtype == bool else None
 
 
 def row_variables(equation):

@@ -3,17 +3,17 @@
 import jax
 import jax.numpy as jnp
 
-from jax_softmax.primitives.operators import OPERATORS, PRIMITIVES
+from jax_softmax.primitives.operators import OPERATORS, PRIMITIVES, split
 from jax_softmax.primitives.types import laid_as_well
 
 
 def batch(op, axis_data, operands, batch_axes, *, axes, axis_name, **dtype):
     """The batching rule of all primitives."""
     operands, batch_axes, operator = list(operands), list(batch_axes), OPERATORS[op]
-    named, n_broadcast = axis_data.name in axis_name, operator.operands
+    named, n_broadcast = axis_data.name in axis_name, len(split(operands)[0])
     if named:
         # What rows have is the same for all elements of the batch, which are parts of the same rows.
-        for i in range(operator.inputs, operator.operands):
+        for i in range(operator.inputs, n_broadcast):
             if batch_axes[i] is not None:
                 operands[i] = jax.lax.index_in_dim(operands[i], 0, batch_axes[i], keepdims=False)
                 batch_axes[i] = None

@@ -18,7 +18,7 @@ from jax_softmax.primitives.rows import (
 
 
 def entropy_jvp(primals, tangents, *, axes, axis_name):
-    (x,), where = split("entropy", primals)
+    (x,), where = split(primals)
     entropy, *rows = bind("entropy", x, where=where, axes=axes, axis_name=axis_name)
     rows = reference.Normalizer(*rows)
     of_entropy = _entropy_tangent(x, entropy, rows.finite(), tangents[0], where, axes, axis_name)

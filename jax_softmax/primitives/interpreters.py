@@ -15,31 +15,25 @@ from jax_softmax.primitives import (
     rows,
     scaling,
     softmax,
-    tangent_sums,
     types,
 )
 from jax_softmax.primitives.batching import batch
 from jax_softmax.primitives.operators import PRIMITIVES
 
-_GRADIENTS = (
-    "cross_entropy_gradient",
-    "cross_entropy_gradient_in_place",
-    "cross_entropy_gradient_and_distances",
-)
+_GRADIENTS = ("cross_entropy_gradient", "cross_entropy_gradient_and_distances")
 _JVPS = {
     **{op: functools.partial(softmax.jvp, op) for op in softmax.JVP},
     **{op: functools.partial(softmax.linear_jvp, op) for op in softmax.TRANSPOSED},
     "logsumexp": rows.logsumexp_jvp,
     "cross_entropy": cross_entropy.cross_entropy_jvp,
-    **{op: functools.partial(cross_entropy.cross_entropy_gradient_jvp, op) for op in _GRADIENTS},
-    "tangent_sums_transpose": cross_entropy.tangent_sums_transpose_jvp,
+    **{op: functools.partial(cross_entropy.gradient_jvp, op) for op in _GRADIENTS},
     "entropy": entropies.entropy_jvp,
     "absmax_scale": scaling.absmax_scale_jvp,
 }  # kl_divergence has none: `entropies.divergence` differentiates what binds it
 _TRANSPOSES = {op: functools.partial(softmax.linear_transpose, op) for op in softmax.TRANSPOSED}
 _BATCHES = {op: functools.partial(batch, op) for op in PRIMITIVES} | {
     "cross_entropy": cross_entropy.cross_entropy_batch,
-    **{op: functools.partial(cross_entropy.gradient_batch, op) for op in (*_GRADIENTS, "tangent_sums_transpose")},
+    **{op: functools.partial(cross_entropy.gradient_batch, op) for op in _GRADIENTS},
 }
 
 
@@ -55,7 +49,7 @@ def register() -> None:
             ad.primitive_transposes[primitive] = _TRANSPOSES[op]
         if JET.available:
             JET.jet_rules[primitive] = functools.partial(_jet, op)
-    _register_tangent_sums(tangent_sums.tangent_sums_p)
+    _register_cross_entropy_tangent(cross_entropy.tangent_p)
     _register_product(product.product_p)
     _register_in_memory(in_memory.in_memory_p)
     if CHECKIFY.available:
@@ -74,13 +68,13 @@ def implementation(primitive):
     return lambda *operands, **params: jax.jit(functools.partial(primitive.bind, **params))(*operands)
 
 
-def _register_tangent_sums(primitive):
+def _register_cross_entropy_tangent(primitive):
     primitive.def_impl(implementation(primitive))
-    primitive.def_abstract_eval(tangent_sums.abstract_eval)
-    batching.fancy_primitive_batchers[primitive] = tangent_sums.batch
-    ad.primitive_jvps[primitive] = tangent_sums.jvp
-    ad.primitive_transposes[primitive] = tangent_sums.transpose
-    mlir.register_lowering(primitive, mlir.lower_fun(tangent_sums.lowered, multiple_results=True))
+    primitive.def_abstract_eval(cross_entropy.tangent_abstract_eval)
+    batching.fancy_primitive_batchers[primitive] = cross_entropy.tangent_batch
+    ad.primitive_jvps[primitive] = cross_entropy.tangent_jvp
+    ad.primitive_transposes[primitive] = cross_entropy.tangent_transpose
+    mlir.register_lowering(primitive, mlir.lower_fun(cross_entropy.tangent_lowered, multiple_results=False))
 
 
 def _register_product(primitive):

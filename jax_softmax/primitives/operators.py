@@ -8,10 +8,8 @@ There is one for each operation, of its name, so that programs, profiles and err
     x, [where]                               entropy                    entropy, largest, total
     x, y, largest_y, log_total_y, [where]    kl_divergence              divergence, largest, total
     x, label, [where]                        cross_entropy              loss, largest, total
-    x, *Coefficients, label, [where]         cross_entropy_gradient     gradient, largest, total
-    x, *Coefficients, label, [where]         cross_entropy_gradient_in_place     the same
-    x, largest, total, factor, offset, at_label, label, [where]
-                                             tangent_sums_transpose     gradient
+    x, [largest, total], *Coefficients, label, [where]
+                                             cross_entropy_gradient     gradient, largest, total
     x, [where]                               absmax_scale               scaled, scale
     x, [where]                               softmax_and_normalizer     y, largest, total
     x, [where]                               logsumexp_and_distances    largest, total, distance, count
@@ -33,11 +31,11 @@ elements that are not masked: two parts of the log-sum-exp lse (`reference.Norma
 `divergence` that of softmax(x) from softmax(y), of which log_total_y is the logarithm of the sum; of rows that are
 masked altogether both may be any number but NaN. loss is lse less the label's element of x, 0 of a row without a label.
 The gradient is a cross entropy's: softmax(x) (factor + lse_factor lse) + offset, and at_label added at the label; where
-all four are 0, so is the gradient, even if x is NaN. `cross_entropy_gradient_in_place` is for an x that nothing else
-reads: on CUDA the gradient takes its place if it has its dtype. `tangent_sums_transpose` has no lse_factor. `scaled` is
-x divided by its row's `scale`, in a dtype of `reference.SCALED`. `distance` is the sum of x - largest, relative to 0
-where that is infinite, over the elements that are not masked and whose distance is not -inf, and `count` is their
-number, up to `reference.MOST_COUNTED`.
+all four are 0, so is the gradient, even if x is NaN. Where largest and total are known already they may be given.
+`in_place` says of a gradient that nothing else reads x: on CUDA the gradient takes x's place if it has x's dtype.
+`scaled` is x divided by its row's `scale`, in a dtype of `reference.SCALED`. `distance` is the sum of x - largest,
+relative to 0 where that is infinite, over the elements that are not masked and whose distance is not -inf, and `count`
+is their number, up to `reference.MOST_COUNTED`.
 `softmax_and_normalizer` and `logsumexp_and_distances` have no derivative: `fuse` alone makes them, of programs that
 have been differentiated.
 """
@@ -65,18 +63,15 @@ class Operator(NamedTuple):
 
     @property
     def operands(self):
-        """How many come before the mask."""
+        """How many come before the mask, where no results of rows are given."""
         return self.inputs + self.row_numbers + self.labelled
+
+    def given(self, operands, masked):
+        """How many results of rows are among these operands."""
+        return len(operands) - masked - self.operands
 
 
 OPERATORS = {op: Operator(*(facts[name] for name in Operator._fields)) for op, facts in _kernels.OPERATORS.items()}
-# Primitives that run the kernel of another one.
-KERNELS = {op: "cross_entropy_gradient" for op in ("tangent_sums_transpose", "cross_entropy_gradient_in_place")}
-OPERATORS["tangent_sums_transpose"] = OPERATORS["cross_entropy_gradient"]._replace(row_numbers=5, row_results=0)
-OPERATORS["cross_entropy_gradient_in_place"] = OPERATORS["cross_entropy_gradient"]
-
-WITH_DISTANCES = ("logsumexp_and_distances", "cross_entropy_gradient_and_distances")
-
 PRIMITIVES = {op: Primitive(op) for op in OPERATORS}
 for _op, _primitive in PRIMITIVES.items():
     _primitive.multiple_results = OPERATORS[_op].element_results + OPERATORS[_op].row_results > 1
@@ -90,24 +85,20 @@ class Coefficients(NamedTuple):
     offset: jax.Array  # added to all elements
     at_label: jax.Array  # added to the label's
 
-    @classmethod
-    def without_lse(cls, factor, offset, at_label):
-        return cls(factor, jnp.zeros_like(factor), offset, at_label)
 
-
-def bind(op, *operands, where, axes, axis_name=(), dtype=None):
+def bind(op, *operands, where, axes, axis_name=(), dtype=None, in_place=False):
     """The results of the primitive of a name, with a mask or None.
 
     dtype None stands for x's, or float32 for integers.
     """
-    params = {}
+    params = {"in_place": True} if in_place else {}
     if OPERATORS[op].element_results:
         params["dtype"] = jnp.dtype(reference.result_dtype(operands[0].dtype) if dtype is None else dtype).name
     mask = [] if where is None else [where]
     return PRIMITIVES[op].bind(*operands, *mask, axes=axes, axis_name=axis_name, **params)
 
 
-def split(op, operands):
+def split(operands):
     """A primitive's operands: those before the mask, and the mask or None."""
-    n = OPERATORS[op].operands
-    return operands[:n], operands[n] if len(operands) > n else None
+    *others, last = operands
+    return (others, last) if last.dtype == bool else (operands, None)

@@ -6,6 +6,7 @@ each holds a part of it, and `across(value, "max" | "sum")` reduces a value over
 `logsumexp` of this device's part, by a kernel where there is one. These functions then read the operands at most twice.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -20,6 +21,9 @@ _COMPUTED_IN_FLOAT32 = ("float16", "bfloat16", *NARROW)
 # What `absmax_scale` makes, and of types of 8 bits the number that a row's maximum becomes.
 SCALED = ("float16", "bfloat16", "float32", "float64", "int8", "float8_e4m3fn", "float8_e5m2")
 LARGEST = {"int8": 127, "float8_e4m3fn": 448, "float8_e5m2": 57344}
+
+# What ends the names of operators that have `distance_and_count` as results as well.
+AND_DISTANCES = "_and_distances"
 
 # As they are now: `jax.nn.softmax` may come to be this package's (see `patching.py`).
 ORIGINALS = {"softmax": jax.nn.softmax, "log_softmax": jax.nn.log_softmax}
@@ -135,12 +139,6 @@ def distances(x, rows):
     return widened(in_memory(x)) - _finite(rows.largest)
 
 
-def logsumexp_and_distances(x, where, axes, across=None):
-    """Each row's `Normalizer`, and its `distance_and_count`."""
-    rows = logsumexp(x, where, axes, across)
-    return *rows, *distance_and_count(rows, x, where, axes, across)
-
-
 def distance_and_count(rows, x, where, axes, across=None):
     """Over each row's elements that are not masked, and not -inf: the sum of x - largest, and their number."""
     counted = kept(x != -jnp.inf, where, False)
@@ -215,24 +213,15 @@ def cross_entropy_given(rows, x, label, axes, across=None):
     return jnp.where(found, rows.log_total - distance, 0)
 
 
-def cross_entropy_gradient(x, factor, lse_factor, offset, at_label, label, where, axes, across=None, *, dtype):
+def cross_entropy_gradient(x, *of_rows, where, axes, across=None, dtype):
     """softmax(x) (factor + lse_factor lse) + offset, and at_label added at the label; and the rows' `Normalizer`."""
-    rows = logsumexp(x, where, axes, across)
-    of_rows = factor, lse_factor, offset, at_label, label
-    return gradient_given(rows, x, *of_rows, where, axes, across, dtype=dtype), *rows
-
-
-def cross_entropy_gradient_and_distances(x, *operands, **params):
-    """The results of both operators."""
-    *of_rows, where, axes, across = operands
-    gradient, *rows = cross_entropy_gradient(x, *of_rows, where, axes, across, **params)
-    return gradient, *rows, *distance_and_count(Normalizer(*rows), x, where, axes, across)
+    rows = Normalizer(*of_rows[:-5]) if of_rows[:-5] else logsumexp(x, where, axes, across)
+    return gradient_given(rows, x, *of_rows[-5:], where, axes, across, dtype=dtype), *rows
 
 
 def gradient_given(rows, x, factor, lse_factor, offset, at_label, label, where, axes, across=None, *, dtype):
     here = label if across is None else across.label_of_part(label)[1]
-    # A row of weight 0 does not count, though it may be NaN.
-    counts = jnp.isfinite(rows.log_total) | (factor != 0) | (lse_factor != 0) | (offset != 0) | (at_label != 0)
+    counts = row_counts(rows, factor, lse_factor, offset, at_label)
     rows = Normalizer(*(jnp.where(counts, row, 0) for row in rows))
     lse = jnp.where(rows.lse == -jnp.inf, 0, rows.lse)  # of rows that are masked altogether
     p = probabilities(x, rows, counts if where is None else where & counts)
@@ -240,10 +229,9 @@ def gradient_given(rows, x, factor, lse_factor, offset, at_label, label, where, 
     return (gradient + jnp.where(is_label(x, axes, here), at_label, 0)).astype(dtype)
 
 
-def tangent_sums_transpose(x, largest, total, factor, offset, at_label, label, where, axes, across=None, *, dtype):
-    """softmax(x) factor + offset, and at_label added at the label, also where it is masked."""
-    rows, of_rows = Normalizer(largest, total), (factor, jnp.zeros_like(factor), offset, at_label, label)
-    return gradient_given(rows, x, *of_rows, where, axes, across, dtype=dtype)
+def row_counts(rows, *coefficients):
+    """Whether a row counts: one of weight 0 does not where it is NaN."""
+    return functools.reduce(jnp.logical_or, (c != 0 for c in coefficients), jnp.isfinite(rows.log_total))
 
 
 def absmax(x, where, axes, across=None):
@@ -293,16 +281,19 @@ _OPERATORS = {
     f.__name__: f
     for f in (
         *(softmax, log_softmax, softmax_linear, log_softmax_jvp, log_softmax_vjp),
-        *(logsumexp, cross_entropy, cross_entropy_gradient, tangent_sums_transpose),
+        *(logsumexp, cross_entropy, cross_entropy_gradient),
         *(entropy, kl_divergence, absmax_scale, softmax_and_normalizer),
-        *(logsumexp_and_distances, cross_entropy_gradient_and_distances),
     )
 }
-_OPERATORS["cross_entropy_gradient_in_place"] = cross_entropy_gradient
 
 
-def apply(op, *operands, axes, across=None, **dtype):
+def apply(op, *operands, axes, across=None, in_place=False, **dtype):
     """The operator of a name on a primitive's operands, of which a boolean one is the mask."""
     floats = [a for a in operands if a.dtype != bool]
     where = operands[len(floats)] if len(operands) > len(floats) else None
-    return _OPERATORS[op](*floats, where, axes, across, **dtype)
+    without = op.removesuffix(AND_DISTANCES)
+    results = _OPERATORS[without](*floats, where=where, axes=axes, across=across, **dtype)
+    if op == without:
+        return results
+    rows = Normalizer(*results[-2:])
+    return *results, *distance_and_count(rows, floats[0], where, axes, across)

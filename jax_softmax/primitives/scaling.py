@@ -13,7 +13,7 @@ from jax_softmax.primitives.rows import row_sum
 
 
 def absmax_scale_jvp(primals, tangents, *, axes, axis_name, dtype):
-    (x,), where = split("absmax_scale", primals)
+    (x,), where = split(primals)
     y, scale = bind("absmax_scale", x, where=where, axes=axes, axis_name=axis_name, dtype=dtype)
     t = ad.instantiate_zeros(tangents[0])
     y_dot, scale_dot = _scaled_tangents(x, scale, t, where, dtype, axes, axis_name)

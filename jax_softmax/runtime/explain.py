@@ -51,7 +51,7 @@ _OTHER_CHIPS = {"LAPTOP", "MIG", "D", "TI"}
 
 # What `absmax_scale` runs has the name of its result's dtype here, on which the plan depends.
 _SCALED = {f"absmax_scale_{dtype}": dtype for dtype in reference.SCALED}
-_KERNELS = {op: op for op in _kernels.OPERATORS if not OPERATORS[op].quantizes}
+_KERNELS = {op: op for op in OPERATORS if not OPERATORS[op].quantizes}
 _KERNELS |= dict.fromkeys(_SCALED, "absmax_scale")
 _ALLOWED = "explain: x_or_shape must be an array, a jax.ShapeDtypeStruct, or a shape (a tuple of ints)"
 _MOST_ELEMENTS = 2**63 - 1  # that 64 bits count

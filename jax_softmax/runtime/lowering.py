@@ -13,7 +13,7 @@ from jax_softmax import _kernels, _private
 from jax_softmax.devices import division, partitioning
 from jax_softmax.primitives import reference
 from jax_softmax.primitives.in_memory import in_memory_p
-from jax_softmax.primitives.operators import KERNELS, OPERATORS, PRIMITIVES, Coefficients, bind, split
+from jax_softmax.primitives.operators import OPERATORS, PRIMITIVES, bind, split
 from jax_softmax.primitives.rows import normalizer
 from jax_softmax.primitives.several_devices import several_devices_p
 from jax_softmax.runtime import cuda
@@ -36,12 +36,8 @@ def register() -> None:
         from_parts = by_reference
         if op in _FROM_PARTS:
             from_parts = mlir.lower_fun(_FROM_PARTS[op], multiple_results=True)
-        if op == "tangent_sums_transpose":
-            on_cpu = mlir.lower_fun(_gradient_given_rows, multiple_results=False)
-            on_cuda = mlir.lower_fun(_by_cross_entropy_gradient, multiple_results=False)
-        else:
-            on_cpu = _cpu_rule(op, by_reference) if OPERATORS[op].on_cpu else from_parts
-            on_cuda = _cuda_rule(op, from_parts if op == "cross_entropy" else by_reference)
+        on_cpu = _cpu_rule(op, by_reference) if OPERATORS[op].on_cpu else from_parts
+        on_cuda = _cuda_rule(op, from_parts if op == "cross_entropy" else by_reference)
         for platform, rule in {None: by_reference, "cpu": on_cpu, "cuda": on_cuda}.items():
             rule = partitioning.partitioned(primitive, platform, rule, by_reference)
             mlir.register_lowering(primitive, rule, platform=platform)
@@ -73,14 +69,14 @@ def export_checks() -> list[jax.export.DisabledSafetyCheck]:
 # ---- Calls of kernels.
 
 
-def attributes(op, axes, masked, arrays="", load="", store="", given=""):
+def attributes(op, axes, masked, arrays="", load="", store="", given=0):
     """What a custom call of a kernel says of itself, besides its buffers: see csrc/ffi/call.h and csrc/core/call.h.
 
-    `arrays`: the roles of the operands that the expressions `load` and `store` read. `given`: the results of rows that
+    `arrays`: the roles of the operands that the expressions `load` and `store` read. `given`: how many results of rows
     are operands instead, before the rows' own numbers.
     """
     operator = OPERATORS[op]
-    numbers = ["number"] * (len(given.split()) + operator.row_numbers)
+    numbers = ["number"] * (given + operator.row_numbers)
     sides = [*arrays.split(), *numbers, *["label"] * operator.labelled, *["mask"] * masked]
     return {
         "version": np.int64(_kernels.CALL_VERSION),
@@ -96,7 +92,7 @@ def _cpu_rule(op, by_reference):
     call = jax.ffi.ffi_lowering(TARGET)
     in_one_dtype = _in_one_dtype_rule(op, _cpu_makes)
 
-    def rule(ctx, *operands, axes, **dtype):
+    def rule(ctx, *operands, axes, in_place=False, **dtype):
         x, masked = ctx.avals_in[0], ctx.avals_in[-1].dtype == bool
         # XLA reads integers as they are, about as fast as the kernels would; but with a mask it mostly copies them.
         integers = not jnp.issubdtype(x.dtype, jnp.floating)
@@ -105,7 +101,10 @@ def _cpu_rule(op, by_reference):
         if not _makes(op, _cpu_makes, ctx):
             rule = by_reference if OPERATORS[op].quantizes else in_one_dtype
             return rule(ctx, *operands, axes=axes, **dtype)
-        return call(ctx, *operands, **attributes(KERNELS.get(op, op), axes, masked))
+        given = OPERATORS[op].given(operands, masked)  # which the kernel then does not make
+        made = ctx.replace(avals_out=ctx.avals_out[:1]) if given else ctx
+        results = call(made, *operands, **attributes(op, axes, masked, given=given))
+        return [*results, *operands[1 : 1 + given]]
 
     return rule
 
@@ -129,17 +128,19 @@ def _cuda_rule(op, by_xla):
 
     XLA owns that memory, so that it lives as long as a CUDA graph that the call was captured into.
     """
-    kernel = KERNELS.get(op, op)
     call = jax.ffi.ffi_lowering(TARGET)
     call_in_place = jax.ffi.ffi_lowering(TARGET, operand_output_aliases={0: 0})
     in_one_dtype = _in_one_dtype_rule(op, _cuda_makes)
 
-    def rule(ctx, *operands, axes, **dtype):
+    def rule(ctx, *operands, axes, in_place=False, **dtype):
         x, masked = ctx.avals_in[0], ctx.avals_in[-1].dtype == bool
         if len(x.shape) > _kernels.MAX_DIMS or _without_cuda():
             return by_xla(ctx, *operands, axes=axes, **dtype)
+        given = OPERATORS[op].given(operands, masked)  # which the kernel makes anew, faster than XLA makes the gradient
+        ctx = ctx.replace(avals_in=[x, *ctx.avals_in[1 + given :]])
+        operands = operands[0], *operands[1 + given :]
         if not OPERATORS[op].quantizes and not _makes(op, _cuda_makes, ctx):
-            return in_one_dtype(ctx, *operands, axes=axes, **dtype)
+            return in_one_dtype(ctx, *operands, axes=axes, in_place=in_place, **dtype)
 
         def scratch_bytes(shape):
             mask_shape = None
@@ -147,7 +148,7 @@ def _cuda_rule(op, by_xla):
                 mask_shape = ctx.avals_in[-1].shape
                 mask_shape = [1] * (len(shape) - len(mask_shape)) + list(mask_shape)
                 mask_shape = [m if isinstance(m, int) else n for m, n in zip(mask_shape, shape, strict=True)]
-            return _kernels.lower_for_cuda(shape, list(axes), kernel, x.dtype.name, mask_shape, dtype.get("dtype"))
+            return _kernels.lower_for_cuda(shape, list(axes), op, x.dtype.name, mask_shape, dtype.get("dtype"))
 
         if all(isinstance(d, int) for d in x.shape):
             n = scratch_bytes(list(x.shape))
@@ -160,8 +161,8 @@ def _cuda_rule(op, by_xla):
         n_results = len(ctx.avals_out)
         if n:
             ctx = ctx.replace(avals_out=[*ctx.avals_out, jax.core.ShapedArray((n,), np.dtype(np.uint8))])
-        in_place = op == "cross_entropy_gradient_in_place" and ctx.avals_out[0].dtype == x.dtype
-        made = (call_in_place if in_place else call)(ctx, *operands, **attributes(kernel, axes, masked))
+        in_place &= ctx.avals_out[0].dtype == x.dtype
+        made = (call_in_place if in_place else call)(ctx, *operands, **attributes(op, axes, masked))
         return made[:n_results]
 
     return rule
@@ -213,13 +214,13 @@ def _common(*dtypes):
 def _in_one_dtype_rule(op, makes):
     """By a kernel of a dtype that holds all inputs and, if it gives no other result, the result as well."""
 
-    def function(*operands, axes, dtype):
+    def function(*operands, axes, dtype, **params):
         n, result = OPERATORS[op].inputs, jnp.dtype(dtype)
         wide, made = _common(*(a.dtype for a in operands[:n])), result
         if not makes(wide, result):
             wide = made = _common(wide, result)
         inputs = (a.astype(wide) for a in operands[:n])
-        results = PRIMITIVES[op].bind(*inputs, *operands[n:], axes=axes, axis_name=(), dtype=made.name)
+        results = PRIMITIVES[op].bind(*inputs, *operands[n:], axes=axes, axis_name=(), dtype=made.name, **params)
         if not PRIMITIVES[op].multiple_results:
             return results.astype(result)
         return [results[0].astype(result), *results[1:]]
@@ -231,19 +232,19 @@ def _in_one_dtype_rule(op, makes):
 
 
 def _cross_entropy(*operands, axes):
-    (x, label), where = split("cross_entropy", operands)
+    (x, label), where = split(operands)
     rows = normalizer(x, where, axes, ())
     return reference.cross_entropy_given(rows, x, label, axes), *rows
 
 
 def _kl_divergence(*operands, axes):
-    (x, *of_y), where = split("kl_divergence", operands)
+    (x, *of_y), where = split(operands)
     rows = normalizer(x, where, axes, ())
     return reference.kl_divergence_given(rows, x, *of_y, where, axes), *rows
 
 
-def _cross_entropy_gradient_and_distances(*operands, axes, dtype):
-    (x, *of_rows), where = split("cross_entropy_gradient_and_distances", operands)
+def _cross_entropy_gradient_and_distances(*operands, axes, dtype, in_place=False):
+    (x, *of_rows), where = split(operands)
     gradient, *rows = bind("cross_entropy_gradient", x, *of_rows, where=where, axes=axes, dtype=dtype)
     return gradient, *rows, *reference.distance_and_count(reference.Normalizer(*rows), x, where, axes)
 
@@ -253,22 +254,3 @@ _FROM_PARTS = {
     "kl_divergence": _kl_divergence,
     "cross_entropy_gradient_and_distances": _cross_entropy_gradient_and_distances,
 }
-
-
-def _gradient_given_rows(x, *operands, axes, dtype):
-    """By the CPU kernel of cross_entropy_gradient, which need not make the normalizer where it is given that."""
-    if len(x.shape) > _kernels.MAX_DIMS or 0 in x.shape:
-        return reference.apply("tangent_sums_transpose", x, *operands, axes=axes, dtype=dtype)
-    made = _common(x.dtype, jnp.dtype(dtype))
-    largest, total, factor, *others = operands
-    of_rows = largest, total, factor, jnp.zeros_like(factor), *others
-    given = attributes("cross_entropy_gradient", axes, operands[-1].dtype == bool, given="largest total")
-    call = jax.ffi.ffi_call(TARGET, jax.ShapeDtypeStruct(x.shape, made))
-    return call(x.astype(made), *of_rows, **given).astype(dtype)
-
-
-def _by_cross_entropy_gradient(*operands, axes, dtype):
-    """Whose kernel makes the normalizer anew, which on CUDA is faster than XLA with the one that is known."""
-    (x, _, _, factor, offset, at_label, label), where = split("tangent_sums_transpose", operands)
-    coefficients = Coefficients.without_lse(factor, offset, at_label)
-    return bind("cross_entropy_gradient", x, *coefficients, label, where=where, axes=axes, dtype=dtype)[0]
