@@ -48,7 +48,7 @@ Call call_of(const std::vector<int64_t>& shape, const std::vector<int64_t>& axes
   call.load = load;
   call.store = store;
   const Cost& cost = cost_of(call.op);
-  if (cost.element_results) call.out.push_back(out_dtype ? dtype_of(*out_dtype) : result_of(call.in));
+  if (cost.element_results) call.out.push_back(out_dtype ? dtype_of(*out_dtype) : call.in);
   for (const std::string& result : more_results) call.out.push_back(dtype_of(result));
   for (const auto& [side_shape, side_dtype] : sides) {
     const bool index = side_dtype == "index";

@@ -15,12 +15,10 @@ import numpy as np
 from support import (
     DTYPES,
     LARGEST,
-    NAMES,
-    NARROW,
-    NARROW_WAYS,
     OPS,
     ROW_OPS,
     TWO_OPERANDS,
+    WAYS,
     call_kernel,
     kernel_names,
     limited,
@@ -34,18 +32,14 @@ def main() -> None:
     part, parts = map(int, sys.argv[1:] or (0, 1))
     rng = np.random.default_rng(0)
     # Of large views one dtype: the code is the same with others, which smaller views cover.
-    dtypes = (*DTYPES, *NARROW)
-    large = ("bfloat16", "int8")
-    cases = [c for c in itertools.product(NARROW_WAYS, dtypes) if np.prod(c[0].shape) <= 1_000_000 or c[1] in large]
+    cases = [c for c in itertools.product(WAYS, DTYPES) if np.prod(c[0].shape) <= 1_000_000 or c[1] == "bfloat16"]
     for way, dtype in cases[part::parts]:
         x = jax.device_put(rng.normal(size=way.shape).astype(jax.numpy.dtype(dtype)))
         with limited(**way.limits):
-            ops = [(op, None) for op in (NAMES if dtype in NARROW else (*OPS, *ROW_OPS))]
-            ops += [] if dtype in NARROW else [("absmax_scale", result) for result in LARGEST]
+            ops = [*((op, None) for op in (*OPS, *ROW_OPS)), *(("absmax_scale", result) for result in LARGEST)]
             for (op, out), masked in itertools.product(ops, (False, True)):
                 operands = [x, x] if op in TWO_OPERANDS else [x]
                 operands += row_numbers(op, way.shape, way.axes, dtype)
-                out = "float32" if dtype in ("int8", "uint8") else out
                 if masked:
                     operands.append(jax.device_put(rng.random(way.shape) < 0.8))
                 plan = way.plan(op, dtype, list(way.shape) if masked else None, out_dtype=out)

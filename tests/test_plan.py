@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support import DEVICES, KERNELS, NAMES, NARROW, OPS, ROW_OPS, WAYS, plan
+from support import DEVICES, KERNELS, NAMES, OPS, ROW_OPS, WAYS, plan
 
 from jax_softmax import _kernels
 
@@ -228,7 +228,6 @@ def check_plan(shape, axes, op, dtype, on, mask_shape=None):
 
 OPERANDS = [
     *itertools.product(["bfloat16", "float32", "float64"], OPS),
-    *[("int8", "softmax"), ("float8_e5m2", "log_softmax")],
     *itertools.product(["bfloat16", "float64"], ROW_OPS),
 ]
 LENGTHS = {2**k + d for k in range(25) for d in (-1, 0, 1)} - {0} | {3 * 2**k for k in range(24)}
@@ -271,7 +270,7 @@ def test_shapes_huge_and_odd(data):
     axes = sorted(data.draw(st.sets(st.sampled_from(range(len(shape)))))) if shape else []
     masked = data.draw(st.none() | st.lists(st.booleans(), min_size=len(shape), max_size=len(shape)))
     mask_shape = None if masked is None else [n if own else 1 for n, own in zip(shape, masked, strict=True)]
-    dtype, op = data.draw(st.sampled_from([*OPERANDS, *itertools.product(("float16", *NARROW), NAMES)]))
+    dtype, op = data.draw(st.sampled_from([*OPERANDS, *itertools.product(["float16"], NAMES)]))
     check_plan(shape, axes, op, dtype, DEVICES[data.draw(st.sampled_from(list(DEVICES)))], mask_shape)
 
 
@@ -332,7 +331,7 @@ ROWS = (1, 2, 8, 50, 1000, 10**6)
 @every_device
 @pytest.mark.parametrize(
     "op,dtype",
-    [*((op, dtype) for op in (*OPS, *ROW_OPS) for dtype in ("bfloat16", "float32", "float64")), ("softmax", "int8")],
+    [(op, dtype) for op in (*OPS, *ROW_OPS) for dtype in ("bfloat16", "float32", "float64")],
 )
 def test_rows_are_cut_alike_however_many_there_are(name, op, dtype):
     lengths = [3, 64, 1999, 8192, 30_000, 41_325, 50_257, 60_001, 151_936, 1 << 20, 5_000_001, 1 << 24, 1 << 26]

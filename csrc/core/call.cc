@@ -34,13 +34,10 @@ DType arithmetic_of(const Call& call) {
 
 std::string unsupported_dtypes(const Call& call) {
   const Operator& op = facts_of(call.op);
-  // Of 8 bits there are softmaxes alone.
-  const bool narrow = bytes_of(call.in) == 1 && (op.cost.inputs > 1 || op.cost.row_results > 0);
-  if (!is_element(call.in) || narrow) return std::string("unsupported dtype ") + name_of(call.in);
+  if (!is_element(call.in)) return std::string("unsupported dtype ") + name_of(call.in);
   for (const DType out : call.out) {
-    const bool quantized = op.quantizes && out == DType::kI8;
     const bool too_wide = out == DType::kF64 && bytes_of(call.in) < 4;
-    if (!is_element(out) || (is_integer(out) && !quantized) || too_wide) {
+    if (too_wide || !(is_element(out) || (op.quantizes && is_quantized(out)))) {
       return std::string("unsupported dtype of a result, ") + name_of(out);
     }
   }

@@ -25,7 +25,8 @@ enum class Op {
   kLogSumExpAndDistances,
   kCrossEntropyGradientAndDistances
 };
-// The last two are of side operands alone.
+// Operands have one of the first four, and so have results, or of operators that quantize one of 8 bits. Side operands
+// have any.
 enum class DType { kF16, kBF16, kF32, kF64, kF8E4M3, kF8E5M2, kI8, kU8, kI32, kBool };
 
 inline constexpr int kDTypes = 10;
@@ -34,10 +35,8 @@ inline constexpr const char* kDTypeNames[kDTypes] = {"float16",     "bfloat16", 
 inline constexpr int kDTypeBytes[kDTypes] = {2, 2, 4, 8, 1, 1, 1, 1, 4, 1};
 constexpr const char* name_of(DType type) { return kDTypeNames[static_cast<int>(type)]; }
 constexpr int bytes_of(DType type) { return kDTypeBytes[static_cast<int>(type)]; }
-// Integers are operands; the only ones that are results are int8, of operators that quantize.
-constexpr bool is_integer(DType type) { return type == DType::kI8 || type == DType::kU8; }
-constexpr bool is_element(DType type) { return type < DType::kI32; }
-constexpr DType result_of(DType operand) { return is_integer(operand) ? DType::kF32 : operand; }
+constexpr bool is_element(DType type) { return type < DType::kF8E4M3; }
+constexpr bool is_quantized(DType type) { return DType::kF8E4M3 <= type && type <= DType::kI8; }
 
 struct Cost {
   int inputs;            // operands of one shape
@@ -55,7 +54,7 @@ struct Operator {
   const char* type;  // its struct in ops.h, whose constants say what it takes and gives
   Cost cost;
   bool on_cpu;     // whether there is a CPU kernel, in csrc/cpu/kernels.cc
-  bool quantizes;  // whether results may be int8
+  bool quantizes;  // whether results may have 8 bits
 };
 
 // Arithmetic that is enough to ask an operator's struct for its constants.

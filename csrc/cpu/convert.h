@@ -4,7 +4,6 @@
 #include <cstring>
 
 #include "cpu/simd.h"
-#include "float8.h"
 
 namespace jax_softmax::cpu::JAX_SOFTMAX_ISA {
 
@@ -13,10 +12,6 @@ struct Half {
 };
 struct BFloat16 {
   uint16_t bits;
-};
-template <class Format>
-struct Byte {
-  uint8_t bits;
 };
 
 struct Int8 {
@@ -90,33 +85,6 @@ struct Convert16 {
 #else
     return __builtin_convertvector(bits, U16);
 #endif
-  }
-};
-
-// Of 8 bits, which the linear maps do not have.
-template <class Format>
-struct Convert<Byte<Format>> {
-  using Compute = float;
-  static constexpr int kLanes = Simd<float>::kLanes;
-  struct Bits {
-    using V = Vector<float, kLanes>;
-    using U = Vector<uint32_t, kLanes>;
-    static JAX_SOFTMAX_INLINE V value(U bits) { return bits_as<V>(bits); }
-    static JAX_SOFTMAX_INLINE U bits(V value) { return bits_as<U>(value); }
-  };
-  using V = typename Bits::V;
-  using U8 = Vector<uint8_t, kLanes>;
-
-  static JAX_SOFTMAX_INLINE V load(const Byte<Format>* p) { return load_first(p, kLanes); }
-  static JAX_SOFTMAX_INLINE void store(Byte<Format>* p, V v) { store_first(p, v, kLanes); }
-  static JAX_SOFTMAX_INLINE V load_first(const Byte<Format>* p, int n) {
-    U8 bytes{};
-    std::memcpy(&bytes, p, n);
-    return Format::template widen<Bits>(__builtin_convertvector(bytes, typename Bits::U));
-  }
-  static JAX_SOFTMAX_INLINE void store_first(Byte<Format>* p, V v, int n) {
-    const U8 bytes = __builtin_convertvector(Format::template narrow<Bits>(v), U8);
-    std::memcpy(p, &bytes, n);
   }
 };
 

@@ -70,11 +70,6 @@ std::atomic<const Variant*>& chosen() {
 
 const Variant& variant() { return *chosen().load(); }
 
-const Variant& variant_for(DType in) {
-  const bool float8 = in == DType::kF8E4M3 || in == DType::kF8E5M2;
-  return float8 ? kVariants[kVariantCount - 1] : variant();
-}
-
 void use(const Variant& variant) { chosen().store(&variant); }
 
 }  // namespace jax_softmax::cpu

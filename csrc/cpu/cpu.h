@@ -44,8 +44,6 @@ extern const int kVariantCount;
 
 // The variant that runs here: the fastest that is supported, until another one is to be used.
 const Variant& variant();
-// The one that elements of this type are for: float8, which is rare on a CPU, is compiled for the last one alone.
-const Variant& variant_for(DType in);
 void use(const Variant& variant);
 
 }  // namespace jax_softmax::cpu

@@ -15,18 +15,16 @@ template <class T>
 Arithmetic<T> arithmetic_of(Op op, DType out, bool masked) {
   if (op == Op::kSoftmax) return arithmetic_of<Softmax, T>(masked);
   if (op == Op::kLogSoftmax) return arithmetic_of<LogSoftmax, T>(masked);
-  if constexpr (sizeof(T) > 1) {
-    if (op == Op::kCrossEntropyGradient) return arithmetic_of<CrossEntropyGradient, T>(masked);
-    if (op == Op::kLogSumExp) return arithmetic_of<LogSumExp, T>(masked);
-    if (op == Op::kEntropy) return arithmetic_of<Entropy, T>(masked);
-    if constexpr (sizeof(T) < 8) {
-      if (op == Op::kAbsmaxScale && out == DType::kI8) return arithmetic_of<AbsmaxScale, T, Int8>(masked);
-    }
-    if (op == Op::kAbsmaxScale) return arithmetic_of<AbsmaxScale, T>(masked);
-    if (op == Op::kSoftmaxLinear) return arithmetic_of<SoftmaxLinear, T>(masked);
-    if (op == Op::kLogSoftmaxJvp) return arithmetic_of<LogSoftmaxJvp, T>(masked);
-    if (op == Op::kLogSoftmaxVjp) return arithmetic_of<LogSoftmaxVjp, T>(masked);
+  if (op == Op::kCrossEntropyGradient) return arithmetic_of<CrossEntropyGradient, T>(masked);
+  if (op == Op::kLogSumExp) return arithmetic_of<LogSumExp, T>(masked);
+  if (op == Op::kEntropy) return arithmetic_of<Entropy, T>(masked);
+  if constexpr (sizeof(T) < 8) {
+    if (op == Op::kAbsmaxScale && out == DType::kI8) return arithmetic_of<AbsmaxScale, T, Int8>(masked);
   }
+  if (op == Op::kAbsmaxScale) return arithmetic_of<AbsmaxScale, T>(masked);
+  if (op == Op::kSoftmaxLinear) return arithmetic_of<SoftmaxLinear, T>(masked);
+  if (op == Op::kLogSoftmaxJvp) return arithmetic_of<LogSoftmaxJvp, T>(masked);
+  if (op == Op::kLogSoftmaxVjp) return arithmetic_of<LogSoftmaxVjp, T>(masked);
   __builtin_unreachable();
 }
 
@@ -113,13 +111,7 @@ auto with_tiles(Op op, DType in, DType out, const View& view, const Operands& op
       return with(float());
     case DType::kF64:
       return with(double());
-#ifdef JAX_SOFTMAX_FLOAT8
-    case DType::kF8E4M3:
-      return with(Byte<E4M3>());
-    case DType::kF8E5M2:
-      return with(Byte<E5M2>());
-#endif
-    default:  // see cpu.h; of integers, XLA's own operations
+    default:
       __builtin_unreachable();
   }
 }

@@ -128,9 +128,9 @@ struct ChunkOfThread {
   // The state of the packs that the thread's warp has.
   __device__ __forceinline__ StateOf<Op> warp_state() const {
     put_pads();
-    // Packs stay in registers from one pass to the next. Those of float64, whose exponential needs many registers, and
-    // of 8-bit elements, of which a pack has many, are read from shared memory again.
-    constexpr bool kCaches = sizeof(C) == 4 && sizeof(In) > 1 && Op::kHasPivot;
+    // Packs stay in registers from one pass to the next. Those of float64, whose exponential needs many registers, are
+    // read from shared memory again.
+    constexpr bool kCaches = sizeof(C) == 4 && Op::kHasPivot;
     typename Mem::Cached packs[kCaches ? kPacks : 1];
     const auto bits_of = [&](int p) {
       return Mem::kPlain ? Mem::kAll : exists(pack_of(p)) ? unmasked(at(pack_of(p))) : 0;

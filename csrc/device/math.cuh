@@ -1,8 +1,8 @@
 // The policies (see ops.h) for CUDA: the arithmetic that each element type is computed in.
 #pragma once
 
+#include "device/float8.cuh"
 #include "device/types.cuh"
-#include "float8.h"
 #include "ops.h"
 
 namespace jax_softmax::device {
@@ -17,7 +17,7 @@ template <class Format>
 struct Byte {
   uint8_t bits;
 };
-// Of side operands alone.
+// Of side operands alone, as UInt8.
 struct Int32 {
   int bits;
 };

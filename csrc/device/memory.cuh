@@ -88,7 +88,7 @@ struct Memory {
   static constexpr bool kMasked = kMaskSide >= 0;
 
   // Whether packs can be compared, and have pads put into them, as they are in memory: as `plain` in plan/plan.h.
-  static constexpr bool kPlain = Load::kIdentity && sizeof(In) > 1;
+  static constexpr bool kPlain = Load::kIdentity;
   // The first operand that sums are made of: all, where an expression may read any.
   static constexpr int kFirstSummed = Load::kIdentity ? Op::kFirstSummed : 0;
   // Whether terms can take the place of elements in memory, so that a result needs no second exponential.
@@ -182,16 +182,12 @@ struct Memory {
     }
   }
 
-  // A pack of pads of the k-th operand, for a pack that does not exist; zeros where memory cannot hold pads.
+  // A pack of pads of the k-th operand, for a pack that does not exist.
   static __device__ __forceinline__ Pack pad_pack(int k) {
-    if constexpr (sizeof(In) == 1) {
-      return Pack{};
-    } else {
-      C pads[kWidth];
+    C pads[kWidth];
 #pragma unroll
-      for (int i = 0; i < kWidth; ++i) pads[i] = Op::pad(k);
-      return Elements<In>::narrow(pads);
-    }
+    for (int i = 0; i < kWidth; ++i) pads[i] = Op::pad(k);
+    return Elements<In>::narrow(pads);
   }
   // Replaces the elements that do not count by pads, where memory can hold pads.
   static __device__ __forceinline__ void put_pads(Pack (&raw)[kInputs], unsigned bits) {
@@ -450,7 +446,7 @@ struct Memory {
   __device__ __forceinline__ void store(Out* first, int64_t element, C (&y)[kWidth], bool counts, const Reader& reader,
                                         unsigned inside) const {
     if constexpr (Store::kIdentity) {
-      const auto words = narrow<Out>(y);
+      const auto words = Elements<Out>::narrow(y);
       store_pack(first, counts ? words : decltype(words){}, inside);
     } else {
       if (inside == 0) return;
@@ -466,13 +462,13 @@ struct Memory {
   // Stores all results of a single element but the first, which it returns.
   __device__ __forceinline__ Out store_others(const Place& at, C y) const {
     if constexpr (Store::kIdentity) {
-      return narrow<Out>(y);
+      return Elements<Out>::narrow(y);
     } else {
       SideValues<Memory, OneElement<Place>, Store::kSidesRead> sides;
       sides.read(*this, OneElement<Place>{at}, 1);
       const SideOfElement<decltype(sides)> side{sides, 0};
       store_element<1>(at.element, y, side);
-      return narrow<Out>(Store::template result<0>(y, side));
+      return Elements<Out>::narrow(Store::template result<0>(y, side));
     }
   }
 
@@ -488,7 +484,7 @@ struct Memory {
         results[i] = Store::template result<k>(y[i], SideOfElement<AllSides>{sides, i});
       }
       T* const to = k == 0 ? reinterpret_cast<T*>(first) : static_cast<T*>(operands.out[k]) + element;
-      store_pack(to, narrow<T>(results), inside);
+      store_pack(to, Elements<T>::narrow(results), inside);
       store_results<k + 1>(first, element, y, sides, inside);
     }
   }
@@ -496,7 +492,7 @@ struct Memory {
   __device__ __forceinline__ void store_element(int64_t element, C y, const Side& side) const {
     if constexpr (k < kResults) {
       using T = typename Results::template Type<k>;
-      static_cast<T*>(operands.out[k])[element] = narrow<T>(Store::template result<k>(y, side));
+      static_cast<T*>(operands.out[k])[element] = Elements<T>::narrow(Store::template result<k>(y, side));
       store_element<k + 1>(element, y, side);
     }
   }
@@ -512,15 +508,6 @@ struct Memory {
     if constexpr (kMasked) {
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) y[i] = (unmasked >> i) & 1 ? y[i] : Op::masked();
-    }
-  }
-  // One result or several, converted to their dtype.
-  template <class T, class R>
-  static __device__ __forceinline__ auto narrow(const R& r) {
-    if constexpr (Op::kWithinRange && (kIsSame<T, Int8> || (Store::kIdentity && sizeof(T) == 1))) {
-      return Elements<T>::narrow_within_range(r);
-    } else {
-      return Elements<T>::narrow(r);
     }
   }
   template <bool kKept, int kEnd, int kBegin, class Index>

@@ -310,7 +310,8 @@ struct Elements<double> {
   static __device__ __forceinline__ double narrow(double x) { return x; }
 };
 
-// Of 8 bits, which have no pads and are not compared.
+// Of 8 bits: read as side operands, and written as results of operators that quantize, which are within the type's
+// range or NaN, in integers 0. To nearest, ties to even.
 template <class Format>
 struct Elements<Byte<Format>> {
   template <int n>
@@ -318,21 +319,9 @@ struct Elements<Byte<Format>> {
 #pragma unroll
     for (int i = 0; i < n; ++i) v[i] = value(words.word[i / 4] >> (8 * (i % 4)) & 0xffu);
   }
+  static __device__ __forceinline__ float widen(Byte<Format> x) { return value(x.bits); }
   template <class C, int n>
   static __device__ __forceinline__ Words<n> narrow(const C (&v)[n]) {
-    Words<n> words{};
-#pragma unroll
-    for (int i = 0; i < n; ++i) words.word[i / 4] |= Format::template narrow<Bits>(v[i]) << (8 * (i % 4));
-    return words;
-  }
-  static __device__ __forceinline__ float widen(Byte<Format> x) { return value(x.bits); }
-  template <class C>
-  static __device__ __forceinline__ Byte<Format> narrow(C x) {
-    return {static_cast<uint8_t>(Format::template narrow<Bits>(x))};
-  }
-  // Of numbers that are within the type's range, or NaN, which is 0 as an integer: to nearest, ties to even.
-  template <class C, int n>
-  static __device__ __forceinline__ Words<n> narrow_within_range(const C (&v)[n]) {
     Words<n> words;
 #pragma unroll
     for (int i = 0; i < n; i += 4) {
@@ -345,17 +334,11 @@ struct Elements<Byte<Format>> {
     return words;
   }
   template <class C>
-  static __device__ __forceinline__ Byte<Format> narrow_within_range(C x) {
+  static __device__ __forceinline__ Byte<Format> narrow(C x) {
     return {static_cast<uint8_t>(four(x, C(0), C(0), C(0)))};
   }
 
  private:
-  struct Bits {
-    using V = float;
-    using U = uint32_t;
-    static __device__ __forceinline__ float value(uint32_t bits) { return __uint_as_float(bits); }
-    static __device__ __forceinline__ uint32_t bits(float value) { return __float_as_uint(value); }
-  };
   // A word of four elements, the first in its last byte.
   template <class C>
   static __device__ __forceinline__ uint32_t four(C a, C b, C c, C d) {
@@ -366,8 +349,7 @@ struct Elements<Byte<Format>> {
       return two(static_cast<float>(a), static_cast<float>(b)) | two(static_cast<float>(c), static_cast<float>(d))
                                                                      << 16;
 #else
-      const C v[4] = {a, b, c, d};
-      return narrow(v).word[0];
+      return Format::narrow(a) | Format::narrow(b) << 8 | Format::narrow(c) << 16 | Format::narrow(d) << 24;
 #endif
     }
   }
@@ -395,7 +377,7 @@ struct Elements<Byte<Format>> {
     } else if constexpr (kIsSame<Format, uint8_t>) {
       return __uint_as_float(k2To23 | byte) - 8388608.0f;
     } else {
-      return Format::template widen<Bits>(byte);
+      return Format::widen(byte);
     }
   }
 };
@@ -486,13 +468,7 @@ __device__ __forceinline__ Pack magnitudes(const Pack& pack) {
 template <class T>
 __device__ __forceinline__ Pack load_elements(const T* p, unsigned bits) {
   Pack pack{};
-  if constexpr (sizeof(T) == 1) {
-    const auto* byte = reinterpret_cast<const uint8_t*>(p);
-#pragma unroll
-    for (int i = 0; i < 16; ++i) {
-      if ((bits >> i) & 1) pack.word[i / 4] |= static_cast<uint32_t>(byte[i]) << (8 * (i % 4));
-    }
-  } else if constexpr (sizeof(T) == 2) {
+  if constexpr (sizeof(T) == 2) {
     const auto* half = reinterpret_cast<const uint16_t*>(p);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {

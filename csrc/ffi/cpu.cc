@@ -74,7 +74,7 @@ ffi::Error run(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets
     advise_huge_pages(operands.out, elements * bytes_of(out));
   }
   std::copy(buffers.of_rows.begin(), buffers.of_rows.end(), operands.of_rows);
-  const cpu::Variant& variant = cpu::variant_for(call.in);
+  const cpu::Variant& variant = cpu::variant();
   const int64_t threads = std::max<int64_t>(1, pool.num_threads());
   const cpu::Work work = variant.work(call.op, call.in, out, view, operands, threads);
   const int64_t ranges = std::min({work.units, elements / kElementsPerTask, threads * kRangesPerThread});

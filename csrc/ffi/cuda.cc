@@ -247,7 +247,7 @@ std::string problem_of(const Call& call, Problem* problem) {
   problem->wide = arithmetic_of(call) == DType::kF64;
   problem->masked = call.masked();
   problem->fused = !call.load.empty() || !call.store.empty();
-  problem->plain = call.load.empty() && problem->in_bytes > 1;
+  problem->plain = call.load.empty();
   problem->packs = true;
   return {};
 }

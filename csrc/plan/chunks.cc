@@ -21,8 +21,7 @@ constexpr int kMostChunks = 8192;
 // Registers of a thread, so that a multiprocessor has room for three blocks of three teams, or four of two operands.
 int registers_of(const Problem& problem, bool edges) {
   if (problem.view.reduced.size > 1 && edges) return 80;  // places of packs in many runs
-  if (!problem.plain && problem.in_bytes > 1)
-    return 112;  // values of packs, that an expression makes, instead of words
+  if (!problem.plain) return 112;                         // values of packs, that an expression makes, instead of words
   return problem.cost.inputs == 1 ? (problem.value_bytes() == 8 ? 64 : 56) : edges ? 80 : 40;
 }
 
@@ -83,10 +82,8 @@ std::optional<Chunks> plan_chunks(const Problem& problem, const Device& device) 
   if (spread(kMostTeams, 1)) return plan;
   if (clusters && spread(inputs == 1 ? 1 : kMostTeams, device.largest_cluster)) return plan;
   // Rings copy run by run, which takes them long; and of few chunks in all a cluster is done before a ring is full.
-  // Rows that are many must be cut into the same chunks: by a ring. Packs of 8-bit elements take more registers than
-  // such blocks have.
-  const bool few = problem.in_bytes > 1 &&
-                   problem.view.rows * cut->chunks <= int64_t{kFewChunks} * device.multiprocessors &&
+  // Rows that are many must be cut into the same chunks: by a ring.
+  const bool few = problem.view.rows * cut->chunks <= int64_t{kFewChunks} * device.multiprocessors &&
                    fits_ring(*cut, problem, device);
   if (clusters && (few || problem.view.reduced.size > 1) &&
       (spread(kMostTeams / 2, device.largest_cluster) || spread(kMostTeams, device.largest_cluster))) {

@@ -42,7 +42,7 @@ struct Problem {
   bool wide;                // whether the arithmetic is float64's
   bool masked;
   bool fused;  // whether there are expressions
-  bool plain;  // whether memory can hold pads, and be compared as it is: of 16 bits or more, and loaded as it is
+  bool plain;  // whether memory can hold pads, and be compared as it is: loaded as it is
   bool packs;  // whether all operands begin with a whole pack
 
   int width() const { return kPackBytes / in_bytes; }  // elements of a pack

@@ -6,9 +6,6 @@ namespace jax_softmax {
 
 namespace {
 
-// Elements of 8 bits take as many registers as those of 16, and a pack has twice as many.
-int registers_of_pack(const Problem& problem) { return problem.in_bytes == 1 ? 2 : 1; }
-
 struct LanesAndPacks {
   int lanes, packs;
 };
@@ -41,9 +38,9 @@ Registers in_lanes(const Problem& problem, int boundary, const Runs& runs) {
     plan.packs = choice->packs;
   } else {
     plan.lanes = 1;
-    while (plan.lanes < 32 &&
-           ceil_div(runs.packs, plan.lanes) * problem.cost.inputs > kGatheredPacks / registers_of_pack(problem))
+    while (plan.lanes < 32 && ceil_div(runs.packs, plan.lanes) * problem.cost.inputs > kGatheredPacks) {
       plan.lanes *= 2;
+    }
     plan.packs = static_cast<int>(ceil_div(runs.packs, plan.lanes));
   }
   // Rows that are read alone are soon done with: more of them to a warp, so that enough is under way.
@@ -64,7 +61,7 @@ std::optional<Registers> plan_registers(const Problem& problem, const Device& de
   const Footprint footprint = problem.footprint();
   const int of_packs = boundary_of(view, kPackBytes, footprint);
   const Runs short_runs = runs_of(view, of_packs, footprint);
-  if (short_runs.packs <= kWarpPacks / registers_of_pack(problem)) return in_lanes(problem, of_packs, short_runs);
+  if (short_runs.packs <= kWarpPacks) return in_lanes(problem, of_packs, short_runs);
 
   // Packs of long rows are counted from the start of a cache line: warps that share none are faster.
   const int boundary = boundary_of(view, kCacheLineBytes, footprint);

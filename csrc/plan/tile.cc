@@ -9,8 +9,7 @@ namespace {
 
 constexpr int kThreads = 256;    // of a block, or a few fewer
 constexpr int kMostBlocks = 16;  // of a cluster
-// That a multiprocessor has room for in registers; fewer if elements have 8 bits, since packs then have many, or if
-// there are many sums.
+// That a multiprocessor has room for in registers; fewer if there are many sums.
 constexpr int kThreadsAtOnce = 768, kFewerThreadsAtOnce = 512;
 constexpr int kStaticBytes = 1 << 10;      // static shared memory, and what the system keeps of a block's
 constexpr int64_t kMostNumbers = 1 << 30;  // that are counted in 32 bits
@@ -193,7 +192,7 @@ Launch launch_of(const Tile& tile, const Problem& problem, const Device& device)
   launch.threads = tile.threads;
   launch.shared_bytes = g.shared_bytes;
   const int64_t fit = device.shared_memory_per_block / (launch.shared_bytes + kStaticBytes);
-  const bool fewer = problem.in_bytes == 1 || problem.cost.sums * problem.cost.inputs > 2;
+  const bool fewer = problem.cost.sums * problem.cost.inputs > 2;
   const int threads = fewer ? kFewerThreadsAtOnce : kThreadsAtOnce;
   launch.resident = static_cast<int>(std::clamp<int64_t>(std::min<int64_t>(fit, threads / tile.threads), 1, 3));
   return launch;

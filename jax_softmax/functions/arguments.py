@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_softmax import _private
-from jax_softmax.primitives import reference
 from jax_softmax.primitives.labels import LARGEST_LABEL
 from jax_softmax.primitives.types import laid_as_well, types_tell_shardings
 
@@ -84,12 +83,8 @@ def promoted(x: jax.Array) -> tuple[jax.Array, Any]:
     if not jnp.issubdtype(dtype, jnp.floating):
         # Of a 32-bit integer exp takes the default float type, which unsigned and narrow ones get as well.
         dtype = jax.eval_shape(jnp.exp, jax.ShapeDtypeStruct((), dtype)).dtype
-        x = x.astype(jnp.uint8) if x.dtype == jnp.bool_ else x
-        if x.dtype.name not in reference.NARROW or dtype != reference.result_dtype(x.dtype):
-            x = x.astype(dtype)
-    if x.dtype.name in (*_KERNEL_DTYPES, *reference.NARROW):
-        return x, dtype
-    return x.astype(jnp.float32), dtype
+        x = x.astype(dtype)
+    return x if x.dtype.name in _KERNEL_DTYPES else x.astype(jnp.float32), dtype
 
 
 def checked_array(
@@ -178,7 +173,7 @@ def prepared(name, x, axis, where, axis_name, argument="x", may_enlarge=True) ->
     axes, where, shape = checked_axes_and_mask(name, x, axis, where, argument)
     axis_name = checked_axis_name(name, axis_name)
     x, dtype = promoted(x)
-    x = jnp.broadcast_to(reference.without_narrow(x), shape)
+    x = jnp.broadcast_to(x, shape)
     return Prepared(varying_as_well(x, where, axis_name), where, axes, axis_name, dtype)
 
 
@@ -291,7 +286,7 @@ def checked_float_dtype(op: str, dtype: Any, argument: str, default: np.dtype | 
 def common_float_dtype(*arrays: jax.Array) -> np.dtype:
     """The dtype that holds all of them, or float32 if there are no kernels for it."""
     # 8 bits, of which JAX promotes none, as float32.
-    floats = (jnp.float32 if a.dtype.name in reference.NARROW and a.dtype.name[0] == "f" else a.dtype for a in arrays)
+    floats = (jnp.float32 if a.dtype.name.startswith("float8") else a.dtype for a in arrays)
     dtype = jnp.dtype(jnp.result_type(*floats))
     return dtype if dtype.name in _KERNEL_DTYPES else jnp.dtype(jnp.float32)
 

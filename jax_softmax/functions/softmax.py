@@ -96,15 +96,12 @@ def _bound(op: str) -> Callable[..., jax.Array]:
 
 def _with_vjp(op: str) -> Callable[..., jax.Array]:
     def forward_and_residuals(axes, axis_name, x, where):
-        dtype = reference.result_dtype(x.dtype)
-        wide = jnp.float32 if dtype.name in reference.NARROW else dtype
-        y = bind(op, x, where=where, axes=axes, axis_name=axis_name, dtype=wide)
-        return y.astype(dtype), (y, where)
+        y = bind(op, x, where=where, axes=axes, axis_name=axis_name)
+        return y, (y, where)
 
     def backward(axes, axis_name, residuals, cotangent):
         y, where = residuals
-        t = reference.without_narrow(cotangent)
-        return bind(VJP[op], y, t, where=where, axes=axes, axis_name=axis_name).astype(cotangent.dtype), None
+        return bind(VJP[op], y, cotangent, where=where, axes=axes, axis_name=axis_name), None
 
     with_vjp = jax.custom_vjp(_bound(op), nondiff_argnums=(0, 1))
     with_vjp.defvjp(forward_and_residuals, backward)

@@ -16,13 +16,13 @@ There is one for each operation, of its name, so that programs, profiles and err
     x, *Coefficients, label, [where]         cross_entropy_gradient_and_distances
                                                                         gradient, largest, total, distance, count
 
-x is a float array; softmax and log_softmax also take 8 bits, one of `reference.NARROW`. The second array of a primitive
-has x's shape; y of kl_divergence has its dtype, t may have another than y. `where` is a boolean mask that broadcasts to
-that shape; masked elements count for nothing and give the operator's neutral result, in the linear maps 0. `label` is
-as in `labels.py`. `axes` are the reduced axes, sorted. `axis_name` is a tuple of mesh axes, inside `shard_map`, along
-which each device has a part of every row; else it is empty, as it is wherever there is a label: losses have their own
-way with parts of rows. `dtype` names the dtype of the result for elements, where there is one: float64 of float64
-alone, and 8 bits of softmax, log_softmax and absmax_scale alone.
+x is an array of float16, bfloat16, float32 or float64. The second array of a primitive has x's shape; y of
+kl_divergence has its dtype, t may have another than y. `where` is a boolean mask that broadcasts to that shape; masked
+elements count for nothing and give the operator's neutral result, in the linear maps 0. `label` is as in `labels.py`.
+`axes` are the reduced axes, sorted. `axis_name` is a tuple of mesh axes, inside `shard_map`, along which each device
+has a part of every row; else it is empty, as it is wherever there is a label: losses have their own way with parts of
+rows. `dtype` names the dtype of the result for elements, where there is one: float64 of float64 alone, and 8 bits of
+absmax_scale alone.
 
 What rows have, as operands or as results, is of x's shape with extent 1 along `axes`, in float32 (float64 for float64).
 `largest` is a row's maximum, and `total` the sum of exp(x - largest), relative to 0 where that is infinite, both of
@@ -47,7 +47,6 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 
 from jax_softmax import _kernels
-from jax_softmax.primitives import reference
 
 
 class Operator(NamedTuple):
@@ -87,13 +86,10 @@ class Coefficients(NamedTuple):
 
 
 def bind(op, *operands, where, axes, axis_name=(), dtype=None, in_place=False):
-    """The results of the primitive of a name, with a mask or None.
-
-    dtype None stands for x's, or float32 for integers.
-    """
+    """The results of the primitive of a name, with a mask or None. dtype None stands for x's."""
     params = {"in_place": True} if in_place else {}
     if OPERATORS[op].element_results:
-        params["dtype"] = jnp.dtype(reference.result_dtype(operands[0].dtype) if dtype is None else dtype).name
+        params["dtype"] = jnp.dtype(operands[0].dtype if dtype is None else dtype).name
     mask = [] if where is None else [where]
     return PRIMITIVES[op].bind(*operands, *mask, axes=axes, axis_name=axis_name, **params)
 

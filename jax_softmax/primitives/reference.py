@@ -15,9 +15,6 @@ import jax.numpy as jnp
 from jax_softmax.primitives.in_memory import in_memory
 from jax_softmax.primitives.labels import at_labels, exists, is_label
 
-# What the operators take as it is: 8 bits that are widened where they are read. Their linear maps do not.
-NARROW = ("float8_e4m3fn", "float8_e5m2", "int8", "uint8")
-_COMPUTED_IN_FLOAT32 = ("float16", "bfloat16", *NARROW)
 # What `absmax_scale` makes, and of types of 8 bits the number that a row's maximum becomes.
 SCALED = ("float16", "bfloat16", "float32", "float64", "int8", "float8_e4m3fn", "float8_e5m2")
 LARGEST = {"int8": 127, "float8_e4m3fn": 448, "float8_e5m2": 57344}
@@ -30,23 +27,13 @@ ORIGINALS = {"softmax": jax.nn.softmax, "log_softmax": jax.nn.log_softmax}
 
 
 def widened(x):
-    """What has 16 bits or 8 as float32, in which it is computed."""
+    """What has 16 bits as float32, in which it is computed."""
     return x.astype(wide_dtype(x.dtype))
 
 
 def wide_dtype(dtype):
     """The dtype of the arithmetic."""
-    return jnp.dtype(jnp.float32) if dtype.name in _COMPUTED_IN_FLOAT32 else dtype
-
-
-def without_narrow(x):
-    """What has 8 bits as float32."""
-    return x.astype(jnp.float32) if x.dtype.name in NARROW else x
-
-
-def result_dtype(dtype):
-    """The dtype of an operator's result: its operand's, or float32 for integers."""
-    return dtype if jnp.issubdtype(dtype, jnp.inexact) else jnp.dtype(jnp.float32)
+    return jnp.dtype(jnp.float32) if dtype.name in ("float16", "bfloat16") else dtype
 
 
 def softmax(x, where, axes, across=None, *, dtype):

@@ -24,17 +24,12 @@ TRANSPOSED = {
 }
 
 
-def jvp(op, primals, tangents, *, dtype, **axes):
-    """The result y is what the derivative is made of, in its own dtype; or in float32, if that has 8 bits, which the
-    linear maps do not take."""
+def jvp(op, primals, tangents, **params):
+    """The result y is what the derivative is made of."""
+    y = PRIMITIVES[op].bind(*primals, **params)
     if type(tangents[0]) is ad.Zero:
-        y = PRIMITIVES[op].bind(*primals, dtype=dtype, **axes)
         return y, ad.Zero(jax.typeof(y))
-    wide = "float32" if dtype in reference.NARROW else dtype
-    y = PRIMITIVES[op].bind(*primals, dtype=wide, **axes)
-    t = reference.without_narrow(tangents[0])
-    y_dot = PRIMITIVES[JVP[op]].bind(y, t, *primals[1:], dtype=wide, **axes)
-    return y.astype(dtype), y_dot.astype(dtype)
+    return y, PRIMITIVES[JVP[op]].bind(y, tangents[0], *primals[1:], **params)
 
 
 def _linear_in_y(op, y, y_dot, t, where, axes, axis_name, dtype):

@@ -15,7 +15,6 @@ from jax_softmax import _kernels
 from jax_softmax.functions import arguments
 from jax_softmax.primitives import reference
 from jax_softmax.primitives.operators import OPERATORS
-from jax_softmax.primitives.softmax import JVP
 
 
 class Gpu(NamedTuple):
@@ -170,7 +169,7 @@ def explain(
     if plan is None and 0 not in shape and op == "cross_entropy":  # which is then made of another one's result
         return explain(x_or_shape, axis, dtype, where, "logsumexp", device)
     reads, writes = _traffic(op)
-    written = np.dtype(_SCALED.get(op, reference.result_dtype(given)))
+    written = np.dtype(_SCALED.get(op, given))
     of_mask = 0 if mask_shape is None or 0 in shape else math.prod(mask_shape)
     n_bytes = math.prod(shape) * (reads * given.itemsize + writes * written.itemsize) + of_mask
     return Explanation(
@@ -257,7 +256,6 @@ def _checked(op: str, x: jax.ShapeDtypeStruct, axis: Any, where: Any):
         axes, mask, shape = arguments.checked_axes_and_mask("explain", x, axis, mask, "x_or_shape")
         if not jnp.issubdtype(x.dtype, jnp.complexfloating):
             x, _ = arguments.promoted(x)
-            x = reference.without_narrow(x) if op not in JVP else x
         seen.append((shape, axes, None if mask is None else mask.shape, np.dtype(x.dtype)))
 
     # A 64-bit dtype that was asked for is explained even where JAX has 64-bit dtypes switched off.

@@ -94,9 +94,7 @@ def _cpu_rule(op, by_reference):
 
     def rule(ctx, *operands, axes, in_place=False, **dtype):
         x, masked = ctx.avals_in[0], ctx.avals_in[-1].dtype == bool
-        # XLA reads integers as they are, about as fast as the kernels would; but with a mask it mostly copies them.
-        integers = not jnp.issubdtype(x.dtype, jnp.floating)
-        if len(x.shape) > _kernels.MAX_DIMS or 0 in x.shape or (integers and not masked):
+        if len(x.shape) > _kernels.MAX_DIMS or 0 in x.shape:
             return by_reference(ctx, *operands, axes=axes, **dtype)
         if not _makes(op, _cpu_makes, ctx):
             rule = by_reference if OPERATORS[op].quantizes else in_one_dtype
