@@ -13,7 +13,6 @@ FEWER_LENGTHS = [
     *(20000, 32768, 50257, 131072, 151937, 262144, 1 << 20, 1 << 24),
 ]
 QUICK_LENGTHS = [7, 32, 257, 1024, 4096, 16384, 50257, 131072, 1 << 20]
-LONGEST_FLOAT64 = 8192
 
 # (shape, axes): for bfloat16; `halved` for float32, so that a tensor is of about 0.5 GB in both.
 AXES = [

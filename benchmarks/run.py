@@ -164,8 +164,6 @@ def rows(settings: Settings) -> list[dict[str, Any]]:
         plan = [(dtype, "softmax", cases.LENGTHS) for dtype in ("bfloat16", "float32")]
         plan += [(dtype, "log_softmax", cases.FEWER_LENGTHS) for dtype in ("bfloat16", "float32")]
         plan += [("float16", op, cases.FEWER_LENGTHS) for op in ("softmax", "log_softmax")]
-        short = [n for n in cases.FEWER_LENGTHS if n <= cases.LONGEST_FLOAT64]
-        plan += [("float64", op, short) for op in ("softmax", "log_softmax")]
     pairs = []
     for dtype, op, lengths in plan:
         for n in lengths:

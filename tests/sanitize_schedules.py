@@ -13,8 +13,8 @@ import sys
 import jax
 import numpy as np
 from support import (
-    DTYPES,
     LARGEST,
+    ON_CUDA,
     OPS,
     ROW_OPS,
     TWO_OPERANDS,
@@ -25,14 +25,12 @@ from support import (
     row_numbers,
 )
 
-jax.config.update("jax_enable_x64", True)
-
 
 def main() -> None:
     part, parts = map(int, sys.argv[1:] or (0, 1))
     rng = np.random.default_rng(0)
     # Of large views one dtype: the code is the same with others, which smaller views cover.
-    cases = [c for c in itertools.product(WAYS, DTYPES) if np.prod(c[0].shape) <= 1_000_000 or c[1] == "bfloat16"]
+    cases = [c for c in itertools.product(WAYS, ON_CUDA) if np.prod(c[0].shape) <= 1_000_000 or c[1] == "bfloat16"]
     for way, dtype in cases[part::parts]:
         x = jax.device_put(rng.normal(size=way.shape).astype(jax.numpy.dtype(dtype)))
         with limited(**way.limits):

@@ -66,13 +66,13 @@ def test_every_kernel_on_sm_90(jit, op):
 
 
 @sweep
-@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_every_dtype(jit, dtype):
     check_spills(steps_of(way.plan(op, dtype) for way in WAYS for op in ("softmax", "log_softmax_vjp")))
 
 
 @sweep
-@pytest.mark.parametrize("dtype,result", list(itertools.product(["bfloat16", "float32", "float64"], LARGEST)))
+@pytest.mark.parametrize("dtype,result", list(itertools.product(["bfloat16", "float32"], LARGEST)))
 def test_results_of_8_bits(jit, dtype, result):
     plans = [way.plan("absmax_scale", dtype, out_dtype=result) for way in WAYS]
     check_spills(steps_of(plan for plan in plans if plan["faster_than_xla"]))
@@ -115,7 +115,7 @@ def test_blocks_that_wait_for_one_another_all_fit(jit, op, name, fused):
     """Those of a cooperative launch, which the driver would refuse. Clusters wait for their own blocks alone."""
     on = DEVICES[name]
     jit.needs(on["compute_capability"])
-    plans = [way.plan(op, dtype, on=on, **fused) for way in WAYS for dtype in ("bfloat16", "float64")]
+    plans = [way.plan(op, dtype, on=on, **fused) for way in WAYS for dtype in ("bfloat16", "float32")]
     steps = [step for plan in plans for step in plan["steps"] if step["cooperative"]]
     assert steps or name != "H200"
     # Each kernel once, with the most blocks that it is launched with.

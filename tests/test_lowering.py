@@ -73,7 +73,7 @@ def test_masks(platform, name):
 def test_dtypes(platform, dtype, name):
     with jax.enable_x64(dtype == "float64"):
         text = lower(functools.partial(pullback, name, -1), *[spec(SHAPE, dtype)] * 2, platforms=[platform])
-    assert_calls(text, 2)
+    assert_calls(text, 0 if (platform, dtype) == ("cuda", "float64") else 2)
     assert "stablehlo.convert" not in text, text
 
 
@@ -259,7 +259,7 @@ def test_symbolic_shapes_have_calls_that_need_no_memory(mask, shape, axes, calls
 
 
 @pytest.mark.parametrize("op", ["softmax", "softmax_linear", "entropy"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_what_needs_no_memory_for_some_numbers_of_rows_needs_none_for_any(dtype, op):
     """Those that stand for all numbers of rows, against others; on the GPUs of the tests."""
     for columns in (1, 7, 1000, 8192, 20_000, 41_325, 60_001, 100_000, 151_936):

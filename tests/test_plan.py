@@ -227,8 +227,8 @@ def check_plan(shape, axes, op, dtype, on, mask_shape=None):
 
 
 OPERANDS = [
-    *itertools.product(["bfloat16", "float32", "float64"], OPS),
-    *itertools.product(["bfloat16", "float64"], ROW_OPS),
+    *itertools.product(["bfloat16", "float32"], OPS),
+    *itertools.product(["bfloat16", "float32"], ROW_OPS),
 ]
 LENGTHS = {2**k + d for k in range(25) for d in (-1, 0, 1)} - {0} | {3 * 2**k for k in range(24)}
 # Some packs more than warps of threads have.
@@ -331,7 +331,7 @@ ROWS = (1, 2, 8, 50, 1000, 10**6)
 @every_device
 @pytest.mark.parametrize(
     "op,dtype",
-    [(op, dtype) for op in (*OPS, *ROW_OPS) for dtype in ("bfloat16", "float32", "float64")],
+    [(op, dtype) for op in (*OPS, *ROW_OPS) for dtype in ("bfloat16", "float32")],
 )
 def test_rows_are_cut_alike_however_many_there_are(name, op, dtype):
     lengths = [3, 64, 1999, 8192, 30_000, 41_325, 50_257, 60_001, 151_936, 1 << 20, 5_000_001, 1 << 24, 1 << 26]

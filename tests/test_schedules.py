@@ -36,16 +36,14 @@ KERNELS = {
 
 
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("dtype", support.DTYPES)
+@pytest.mark.parametrize("dtype", support.ON_CUDA)
 def test_the_list_reaches_every_kernel(dtype, op):
     plans = [way.plan(op, dtype) for way in WAYS]
     assert {plan["schedule"] for plan in plans} == SCHEDULES
     assert {name for plan in plans for name in support.kernel_names(plan)} == KERNELS
     for schedule in ("chunks", "tile"):
         clusters = {step["cluster"] for plan in plans if plan["schedule"] == schedule for step in plan["steps"]}
-        assert len(clusters) > 1
-        # No block has a row of two operands of float64, unless it is in registers.
-        assert 1 in clusters or ((schedule, dtype) == ("chunks", "float64") and op in support.TWO_OPERANDS)
+        assert len(clusters) > 1 and 1 in clusters
 
 
 def operands(op, way, dtype, where=None):
@@ -60,14 +58,14 @@ def operands(op, way, dtype, where=None):
 @on_gpu
 @pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("masked", [False, True])
 def test_values(masked, dtype, op, way):
     where = support.random_mask(way.shape) if masked else None
     mask = [] if where is None else [where]
     inputs, expected = operands(op, way, dtype, where)
     plan = way.plan(op, dtype, list(way.shape) if masked else None)
-    with support.limited(**way.limits), support.precision(dtype):
+    with support.limited(**way.limits):
         result = call_kernel(op, *inputs, *mask, axes=way.axes, scratch_bytes=plan["scratch_bytes"])
     check(result, expected, f"{op} by {plan['schedule']}")
 
@@ -75,14 +73,14 @@ def test_values(masked, dtype, op, way):
 @on_gpu
 @pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize("op", ROW_OPS)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("masked", [False, True])
 def test_results_of_rows(masked, dtype, op, way):
     where = support.random_mask(way.shape) if masked else None
     mask = [] if where is None else [where]
     inputs, expected = support.row_case(op, way.shape, way.axes, dtype, where)
     plan = way.plan(op, dtype, list(way.shape) if masked else None)
-    with support.limited(**way.limits), support.precision(dtype):
+    with support.limited(**way.limits):
         results = call_kernel(op, *inputs, *mask, axes=way.axes, scratch_bytes=plan["scratch_bytes"])
     for i, (result, bounded) in enumerate(zip(results, expected, strict=True)):
         check(result, bounded, f"result {i} of {op} by {plan['schedule']}")
@@ -144,7 +142,7 @@ def boundaries(dtype, longest):
 @pytest.mark.parametrize(
     "dtype,columns",
     [(d, n) for d in ("bfloat16", "float32") for n in boundaries(d, LONGEST)]
-    + [(d, n) for d in ("float16", "float64") for n in boundaries(d, min(LONGEST, 50_000))],
+    + [("float16", n) for n in boundaries("float16", min(LONGEST, 50_000))],
 )
 def test_boundaries(dtype, columns):
     for n in (columns - 1, columns, columns + 1):

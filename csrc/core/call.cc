@@ -36,8 +36,7 @@ std::string unsupported_dtypes(const Call& call) {
   const Operator& op = facts_of(call.op);
   if (!is_element(call.in)) return std::string("unsupported dtype ") + name_of(call.in);
   for (const DType out : call.out) {
-    const bool too_wide = out == DType::kF64 && bytes_of(call.in) < 4;
-    if (too_wide || !(is_element(out) || (op.quantizes && is_quantized(out)))) {
+    if (!is_element(out) && !(op.quantizes && is_quantized(out))) {
       return std::string("unsupported dtype of a result, ") + name_of(out);
     }
   }

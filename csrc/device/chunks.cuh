@@ -128,10 +128,8 @@ struct ChunkOfThread {
   // The state of the packs that the thread's warp has.
   __device__ __forceinline__ StateOf<Op> warp_state() const {
     put_pads();
-    // Packs stay in registers from one pass to the next. Those of float64, whose exponential needs many registers, are
-    // read from shared memory again.
-    constexpr bool kCaches = sizeof(C) == 4 && Op::kHasPivot;
-    typename Mem::Cached packs[kCaches ? kPacks : 1];
+    // Packs stay in registers from one pass to the next.
+    typename Mem::Cached packs[Op::kHasPivot ? kPacks : 1];
     const auto bits_of = [&](int p) {
       return Mem::kPlain ? Mem::kAll : exists(pack_of(p)) ? unmasked(at(pack_of(p))) : 0;
     };
@@ -142,7 +140,7 @@ struct ChunkOfThread {
         raw[k] = Mem::pad_pack(k);
         if (exists(pack_of(p))) raw[k] = *held(k, pack_of(p));
       }
-      mem.cache(packs[kCaches ? p : 0], raw, at(pack_of(p)), bits_of(p));
+      mem.cache(packs[Op::kHasPivot ? p : 0], raw, at(pack_of(p)), bits_of(p));
     };
     C pivot = M::constant(0);
     if constexpr (Op::kHasPivot) {
@@ -150,7 +148,7 @@ struct ChunkOfThread {
 #pragma unroll
       for (int p = 0; p < kPacks; ++p) {
         read(p);
-        largest.add(mem, packs[kCaches ? p : 0], at(pack_of(p)), bits_of(p));
+        largest.add(mem, packs[Op::kHasPivot ? p : 0], at(pack_of(p)), bits_of(p));
       }
       pivot = max_over_lanes<32, M>(largest.get());
     }
@@ -158,9 +156,9 @@ struct ChunkOfThread {
     typename Op::Sum sum{};
 #pragma unroll
     for (int p = 0; p < kPacks; ++p) {
-      if constexpr (!kCaches) read(p);
+      if constexpr (!Op::kHasPivot) read(p);
       typename Mem::Values values;
-      mem.values(values, packs[kCaches ? p : 0], at(pack_of(p)), bits_of(p));
+      mem.values(values, packs[Op::kHasPivot ? p : 0], at(pack_of(p)), bits_of(p));
       typename Op::Sum terms[kWidth], part{};
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) part += terms[i] = Op::term(terms_of_row, values[i]);

@@ -13,10 +13,9 @@ inline constexpr uint64_t kUnpublished = ~0ull;
 template <class State>
 inline constexpr int kStateWords = static_cast<int>(sizeof(State)) / 8;
 
-__device__ __forceinline__ uint64_t published(uint64_t bits) { return bits == kUnpublished ? bits - 1 : bits; }
-__device__ __forceinline__ uint64_t word_of(double x) { return published(__double_as_longlong(x)); }
 __device__ __forceinline__ uint64_t word_of(float high, float low) {
-  return published(static_cast<uint64_t>(__float_as_uint(high)) << 32 | __float_as_uint(low));
+  const uint64_t bits = static_cast<uint64_t>(__float_as_uint(high)) << 32 | __float_as_uint(low);
+  return bits == kUnpublished ? bits - 1 : bits;
 }
 __device__ __forceinline__ float high_of(uint64_t word) { return __uint_as_float(static_cast<uint32_t>(word >> 32)); }
 __device__ __forceinline__ float low_of(uint64_t word) { return __uint_as_float(static_cast<uint32_t>(word)); }
@@ -32,22 +31,6 @@ __device__ __forceinline__ void to_words(uint64_t (&words)[2], const State<float
   words[0] = word_of(state.pivot, state.sum.sum);
   words[1] = word_of(state.sum.distance, state.sum.count);
 }
-__device__ __forceinline__ void to_words(uint64_t (&words)[2], const State<double>& state) {
-  words[0] = word_of(state.pivot);
-  words[1] = word_of(state.sum);
-}
-__device__ __forceinline__ void to_words(uint64_t (&words)[3], const State<double, Moments<double>>& state) {
-  words[0] = word_of(state.pivot);
-  words[1] = word_of(state.sum.sum);
-  words[2] = word_of(state.sum.moment);
-}
-__device__ __forceinline__ void to_words(uint64_t (&words)[4], const State<double, Distances<double>>& state) {
-  words[0] = word_of(state.pivot);
-  words[1] = word_of(state.sum.sum);
-  words[2] = word_of(state.sum.distance);
-  words[3] = word_of(state.sum.count);
-}
-
 template <class State>
 __device__ __forceinline__ State from_words(const uint64_t (&words)[kStateWords<State>]);
 template <>
@@ -64,22 +47,6 @@ __device__ __forceinline__ State<float, Distances<float>> from_words<State<float
     const uint64_t (&words)[2]) {
   return {high_of(words[0]), {low_of(words[0]), high_of(words[1]), low_of(words[1])}};
 }
-template <>
-__device__ __forceinline__ State<double> from_words<State<double>>(const uint64_t (&words)[2]) {
-  return {__longlong_as_double(words[0]), __longlong_as_double(words[1])};
-}
-template <>
-__device__ __forceinline__ State<double, Moments<double>> from_words<State<double, Moments<double>>>(
-    const uint64_t (&words)[3]) {
-  return {__longlong_as_double(words[0]), {__longlong_as_double(words[1]), __longlong_as_double(words[2])}};
-}
-template <>
-__device__ __forceinline__ State<double, Distances<double>> from_words<State<double, Distances<double>>>(
-    const uint64_t (&words)[4]) {
-  return {__longlong_as_double(words[0]),
-          {__longlong_as_double(words[1]), __longlong_as_double(words[2]), __longlong_as_double(words[3])}};
-}
-
 // The states of a row's parts in device memory.
 template <class State>
 struct WordsInMemory {

@@ -21,7 +21,6 @@ __device__ __forceinline__ float tanh(float x) {
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(denominator));
   return bounded * numerator * inverse;
 }
-__device__ __forceinline__ double tanh(double x) { return ::tanh(x); }
 __device__ __forceinline__ float tanh(int x) { return tanh(static_cast<float>(x)); }
 
 // A float as a number of 16 bits would hold it.

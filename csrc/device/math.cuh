@@ -29,41 +29,34 @@ using Float8E5M2 = Byte<E5M2>;
 using Int8 = Byte<int8_t>;
 using UInt8 = Byte<uint8_t>;
 
-template <class C>
-struct Scalar {
-  using Value = C;
-  static constexpr C kInfinity = static_cast<C>(1.0 / 0.0);  // all versions of NVRTC take this, and no builtin
-  static __device__ __forceinline__ C constant(C c) { return c; }
+// float32, with the library's exponentials.
+struct Precise {
+  using Value = float;
+  static constexpr float kInfinity = static_cast<float>(1.0 / 0.0);  // all versions of NVRTC take this, and no builtin
+  static __device__ __forceinline__ float constant(float c) { return c; }
   // Zero in the place of infinity.
-  static __device__ __forceinline__ C below_infinity(C x) { return x == kInfinity ? C(0) : x; }
-  static __device__ __forceinline__ bool equal(C a, C b) { return a == b; }
-  static __device__ __forceinline__ C select(bool condition, C a, C b) { return condition ? a : b; }
+  static __device__ __forceinline__ float below_infinity(float x) { return x == kInfinity ? 0.0f : x; }
+  static __device__ __forceinline__ bool equal(float a, float b) { return a == b; }
+  static __device__ __forceinline__ float select(bool condition, float a, float b) { return condition ? a : b; }
+  static __device__ __forceinline__ float max(float a, float b) { return fmaxf(a, b); }  // ignores a NaN
+  static __device__ __forceinline__ float exp(float x) { return expf(x); }
+  static __device__ __forceinline__ float log(float x) { return logf(x); }
 };
 
-// float64 and float32, with the library's exponentials.
-template <class C>
-struct Precise : Scalar<C> {
-  static __device__ __forceinline__ C max(C a, C b) { return ::max(a, b); }  // ignores a NaN
-  static __device__ __forceinline__ C exp(C x) { return ::exp(x); }
-  static __device__ __forceinline__ C log(C x) { return ::log(x); }
-};
-
-// float32 with the chip's approximate exp2, for elements and results of 16 bits or 8. The product with log2(e) is off
+// The same with the chip's approximate exp2, for elements and results of 16 bits or 8. The product with log2(e) is off
 // by 2^-24 of itself, so a result that is not 0 by at most 87 * 2^-24 of itself, which is far below that rounding.
-struct Approximate : Scalar<float> {
+struct Approximate : Precise {
   static constexpr float kLog2E = 1.44269502f;
-  static __device__ __forceinline__ float max(float a, float b) { return fmaxf(a, b); }
   static __device__ __forceinline__ float exp2(float x) {
     float power;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x));
     return power;
   }
   static __device__ __forceinline__ float exp(float x) { return exp2(x * kLog2E); }
-  static __device__ __forceinline__ float log(float x) { return logf(x); }
 };
 
 // For softmax of float32, whose terms have a range reduction of their own: see its Relative.
-struct RangeReduced : Precise<float> {};
+struct RangeReduced : Precise {};
 
 // The arithmetic of an operator, by the wider one of the types that it reads and writes.
 template <template <class> class Op, class T>
@@ -72,15 +65,11 @@ struct ArithmeticOf {
 };
 template <template <class> class Op>
 struct ArithmeticOf<Op, float> {
-  using type = Precise<float>;
+  using type = Precise;
 };
 template <>
 struct ArithmeticOf<Softmax, float> {
   using type = RangeReduced;
-};
-template <template <class> class Op>
-struct ArithmeticOf<Op, double> {
-  using type = Precise<double>;
 };
 
 // The larger one, or NaN if either is.
@@ -102,22 +91,10 @@ __device__ __forceinline__ float min_or_nan(float a, float b) {
   return a < b || a != a ? a : b;
 #endif
 }
-__device__ __forceinline__ double max_or_nan(double a, double b) { return a > b || a != a ? a : b; }
-
-// Rounded, whatever it is used for.
-__device__ __forceinline__ float rounded_product(float a, float b) { return __fmul_rn(a, b); }
-__device__ __forceinline__ double rounded_product(double a, double b) { return __dmul_rn(a, b); }
 
 // Division of a row's elements by a positive number that none of them is larger than; by 0 they are 0.
 template <class M>
-struct Divisor {
-  using C = typename M::Value;
-  C value;
-
-  Divisor() = default;
-  explicit __device__ __forceinline__ Divisor(C of_row) : value(of_row == C(0) ? M::kInfinity : of_row) {}
-  __device__ __forceinline__ C divide(C x) const { return x / value; }
-};
+struct Divisor;
 
 // A quotient, from one that is about right.
 __device__ __forceinline__ float corrected(float quotient, float x, float divisor, float inverse) {
@@ -145,7 +122,7 @@ struct Divisor<Approximate> {
 // functions on the IBM RISC System/6000 processor", 1990). Both numbers are multiplied by a power of 2 so that nothing
 // underflows.
 template <>
-struct Divisor<Precise<float>> {
+struct Divisor<Precise> {
   float power, value, inverse;
 
   Divisor() = default;
@@ -166,25 +143,22 @@ struct Divisor<Precise<float>> {
 // would not be a normal number counts as 0, and so do the row's elements.
 template <class M>
 struct Scaling : M {
-  using C = typename M::Value;
-  static __device__ __forceinline__ C max(C a, C b) { return max_or_nan(a, b); }
-  static __device__ __forceinline__ C abs(C x) { return ::fabs(x); }
-  static __device__ __forceinline__ C normal_or_zero(C scale) {
-    constexpr C kSmallest = sizeof(C) == 8 ? 0x1p-1022 : 0x1p-126;
-    return scale < kSmallest ? C(0) : scale;
-  }
+  static __device__ __forceinline__ float max(float a, float b) { return max_or_nan(a, b); }
+  static __device__ __forceinline__ float abs(float x) { return fabsf(x); }
+  static __device__ __forceinline__ float normal_or_zero(float scale) { return scale < 0x1p-126f ? 0.0f : scale; }
 };
 
 // Results of 16 bits and more: the scale is the maximum.
 template <class Out, class M>
 struct ScaledTo : Scaling<M> {
-  using C = typename M::Value;
-  static __device__ __forceinline__ C scale(C absmax) { return Scaling<M>::normal_or_zero(absmax); }
+  static __device__ __forceinline__ float scale(float absmax) { return Scaling<M>::normal_or_zero(absmax); }
   struct Factor {
     Divisor<M> divisor;
     Factor() = default;
-    explicit __device__ __forceinline__ Factor(C absmax) : divisor(scale(absmax)) {}
-    friend __device__ __forceinline__ C operator*(C x, const Factor& factor) { return factor.divisor.divide(x); }
+    explicit __device__ __forceinline__ Factor(float absmax) : divisor(scale(absmax)) {}
+    friend __device__ __forceinline__ float operator*(float x, const Factor& factor) {
+      return factor.divisor.divide(x);
+    }
   };
 };
 
@@ -198,15 +172,17 @@ inline constexpr float kLargest<E5M2> = 57344.0f;
 // Results of 8 bits: the maximum becomes the type's largest number.
 template <class Format, class M>
 struct ScaledTo<Byte<Format>, M> : Scaling<M> {
-  using C = typename M::Value;
-  static constexpr C kFull = kLargest<Format>;
-  static __device__ __forceinline__ C scale(C absmax) { return Scaling<M>::normal_or_zero(absmax * (C(1) / kFull)); }
+  static constexpr float kFull = kLargest<Format>;
+  static __device__ __forceinline__ float scale(float absmax) {
+    return Scaling<M>::normal_or_zero(absmax * (1.0f / kFull));
+  }
   struct Factor {
-    C value;
+    float value;
     Factor() = default;
-    explicit __device__ __forceinline__ Factor(C absmax) : value(scale(absmax) == C(0) ? C(0) : kFull / absmax) {}
-    friend __device__ __forceinline__ C operator*(C x, const Factor& factor) {
-      return rounded_product(x, factor.value);
+    explicit __device__ __forceinline__ Factor(float absmax) : value(scale(absmax) == 0.0f ? 0.0f : kFull / absmax) {}
+    // Rounded, whatever it is used for.
+    friend __device__ __forceinline__ float operator*(float x, const Factor& factor) {
+      return __fmul_rn(x, factor.value);
     }
   };
 };
@@ -229,10 +205,9 @@ namespace jax_softmax {
 // Nothing is summed.
 template <class Out, class M>
 struct Relative<device::ScaledTo<Out, M>> {
-  using C = typename M::Value;
   Relative() = default;
-  explicit __device__ __forceinline__ Relative(C) {}
-  __device__ __forceinline__ C rescale(C) const { return C(1); }
+  explicit __device__ __forceinline__ Relative(float) {}
+  __device__ __forceinline__ float rescale(float) const { return 1.0f; }
 };
 
 // Terms in one fused multiply-add and one power: exp2(x log2(e) - r), where r is pivot log2(e), rounded. What r is

@@ -31,11 +31,7 @@ template <int bytes>
 __device__ __forceinline__ Words<bytes> load_words(const void* p) {
   Words<bytes> words;
   const auto from = __cvta_generic_to_global(p);
-  if constexpr (bytes == 2) {
-    uint16_t half;
-    asm("ld.global.b16 %0, [%1];" : "=h"(half) : "l"(from));
-    words.word[0] = half;
-  } else if constexpr (bytes == 4) {
+  if constexpr (bytes == 4) {
     asm("ld.global.b32 %0, [%1];" : "=r"(words.word[0]) : "l"(from));
   } else if constexpr (bytes == 8) {
     asm("ld.global.v2.b32 {%0, %1}, [%2];" : "=r"(words.word[0]), "=r"(words.word[1]) : "l"(from));
@@ -88,13 +84,10 @@ __device__ __forceinline__ void store_words(void* p, const Words<bytes>& words) 
     asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(to), "r"(words.word[0]), "r"(words.word[1]));
   } else if constexpr (bytes == 4) {
     asm volatile("st.global.b32 [%0], %1;" ::"l"(to), "r"(words.word[0]));
-  } else if constexpr (bytes == 2) {
-    asm volatile("st.global.b16 [%0], %1;" ::"l"(to), "h"(static_cast<uint16_t>(words.word[0])));
   } else if constexpr (bytes == 16) {
     store_16_bytes(to, words.word);
   } else {
-#pragma unroll
-    for (int i = 0; i < bytes / 32; ++i) store_sector(to + 32 * i, words.word + 8 * i);
+    store_sector(to, words.word);
   }
 }
 
@@ -206,13 +199,11 @@ struct Elements {
 #pragma unroll
     for (int w = 0; w < n / 2; ++w) Pair<T>::widen(v[2 * w], v[2 * w + 1], words.word[w]);
   }
-  template <class C, int n>
-  static __device__ __forceinline__ Words<2 * n> narrow(const C (&v)[n]) {
+  template <int n>
+  static __device__ __forceinline__ Words<2 * n> narrow(const float (&v)[n]) {
     Words<2 * n> words;
 #pragma unroll
-    for (int w = 0; w < n / 2; ++w) {
-      words.word[w] = Pair<T>::narrow(static_cast<float>(v[2 * w]), static_cast<float>(v[2 * w + 1]));
-    }
+    for (int w = 0; w < n / 2; ++w) words.word[w] = Pair<T>::narrow(v[2 * w], v[2 * w + 1]);
     return words;
   }
   static __device__ __forceinline__ Pack max(const Pack& a, const Pack& b) {
@@ -232,24 +223,21 @@ struct Elements {
     Pair<T>::widen(low, high, x.bits);
     return low;
   }
-  template <class C>
-  static __device__ __forceinline__ T narrow(C x) {
-    return {static_cast<uint16_t>(Pair<T>::narrow(static_cast<float>(x), 0.0f))};
-  }
+  static __device__ __forceinline__ T narrow(float x) { return {static_cast<uint16_t>(Pair<T>::narrow(x, 0.0f))}; }
 };
 
 template <>
 struct Elements<float> {
-  template <class C, int n>
-  static __device__ __forceinline__ void widen(C (&v)[n], const Words<4 * n>& words) {
+  template <int n>
+  static __device__ __forceinline__ void widen(float (&v)[n], const Words<4 * n>& words) {
 #pragma unroll
     for (int i = 0; i < n; ++i) v[i] = __uint_as_float(words.word[i]);
   }
-  template <class C, int n>
-  static __device__ __forceinline__ Words<4 * n> narrow(const C (&v)[n]) {
+  template <int n>
+  static __device__ __forceinline__ Words<4 * n> narrow(const float (&v)[n]) {
     Words<4 * n> words;
 #pragma unroll
-    for (int i = 0; i < n; ++i) words.word[i] = __float_as_uint(static_cast<float>(v[i]));
+    for (int i = 0; i < n; ++i) words.word[i] = __float_as_uint(v[i]);
     return words;
   }
   static __device__ __forceinline__ Pack max(const Pack& a, const Pack& b) {
@@ -269,45 +257,7 @@ struct Elements<float> {
     return m;
   }
   static __device__ __forceinline__ float widen(float x) { return x; }
-  template <class C>
-  static __device__ __forceinline__ float narrow(C x) {
-    return static_cast<float>(x);
-  }
-};
-
-template <>
-struct Elements<double> {
-  template <int n>
-  static __device__ __forceinline__ void widen(double (&v)[n], const Words<8 * n>& words) {
-#pragma unroll
-    for (int i = 0; i < n; ++i) v[i] = __hiloint2double(words.word[2 * i + 1], words.word[2 * i]);
-  }
-  template <int n>
-  static __device__ __forceinline__ Words<8 * n> narrow(const double (&v)[n]) {
-    Words<8 * n> words;
-#pragma unroll
-    for (int i = 0; i < n; ++i) {
-      words.word[2 * i] = static_cast<uint32_t>(__double2loint(v[i]));
-      words.word[2 * i + 1] = static_cast<uint32_t>(__double2hiint(v[i]));
-    }
-    return words;
-  }
-  static __device__ __forceinline__ Pack max(const Pack& a, const Pack& b) {
-    double va[2], vb[2];
-    widen(va, a);
-    widen(vb, b);
-    const double m[2] = {fmax(va[0], vb[0]), fmax(va[1], vb[1])};
-    return narrow(m);
-  }
-  static __device__ __forceinline__ Pack max_or_nan(const Pack& a, const Pack& b) {
-    double va[2], vb[2];
-    widen(va, a);
-    widen(vb, b);
-    const double m[2] = {device::max_or_nan(va[0], vb[0]), device::max_or_nan(va[1], vb[1])};
-    return narrow(m);
-  }
-  static __device__ __forceinline__ double widen(double x) { return x; }
-  static __device__ __forceinline__ double narrow(double x) { return x; }
+  static __device__ __forceinline__ float narrow(float x) { return x; }
 };
 
 // Of 8 bits: read as side operands, and written as results of operators that quantize, which are within the type's
@@ -320,41 +270,30 @@ struct Elements<Byte<Format>> {
     for (int i = 0; i < n; ++i) v[i] = value(words.word[i / 4] >> (8 * (i % 4)) & 0xffu);
   }
   static __device__ __forceinline__ float widen(Byte<Format> x) { return value(x.bits); }
-  template <class C, int n>
-  static __device__ __forceinline__ Words<n> narrow(const C (&v)[n]) {
+  template <int n>
+  static __device__ __forceinline__ Words<n> narrow(const float (&v)[n]) {
     Words<n> words;
 #pragma unroll
-    for (int i = 0; i < n; i += 4) {
-      if constexpr (n == 2) {
-        words.word[0] = four(v[0], v[1], C(0), C(0));
-      } else {
-        words.word[i / 4] = four(v[i], v[i + 1], v[i + 2], v[i + 3]);
-      }
-    }
+    for (int i = 0; i < n; i += 4) words.word[i / 4] = four(v[i], v[i + 1], v[i + 2], v[i + 3]);
     return words;
   }
-  template <class C>
-  static __device__ __forceinline__ Byte<Format> narrow(C x) {
-    return {static_cast<uint8_t>(four(x, C(0), C(0), C(0)))};
+  static __device__ __forceinline__ Byte<Format> narrow(float x) {
+    return {static_cast<uint8_t>(four(x, 0.0f, 0.0f, 0.0f))};
   }
 
  private:
   // A word of four elements, the first in its last byte.
-  template <class C>
-  static __device__ __forceinline__ uint32_t four(C a, C b, C c, C d) {
+  static __device__ __forceinline__ uint32_t four(float a, float b, float c, float d) {
     if constexpr (kIsSame<Format, int8_t>) {
-      return packed(integer(a), integer(b), packed(integer(c), integer(d), 0));
+      return packed(__float2int_rn(a), __float2int_rn(b), packed(__float2int_rn(c), __float2int_rn(d), 0));
     } else {
 #if __CUDA_ARCH__ >= 890
-      return two(static_cast<float>(a), static_cast<float>(b)) | two(static_cast<float>(c), static_cast<float>(d))
-                                                                     << 16;
+      return two(a, b) | two(c, d) << 16;
 #else
       return Format::narrow(a) | Format::narrow(b) << 8 | Format::narrow(c) << 16 | Format::narrow(d) << 24;
 #endif
     }
   }
-  static __device__ __forceinline__ int integer(float x) { return __float2int_rn(x); }
-  static __device__ __forceinline__ int integer(double x) { return x == x ? __double2int_rn(x) : 0; }
   static __device__ __forceinline__ uint32_t packed(int first, int second, uint32_t rest) {
     uint32_t word;
     asm("cvt.pack.sat.s8.s32.b32 %0, %1, %2, %3;" : "=r"(word) : "r"(second), "r"(first), "r"(rest));
@@ -436,7 +375,7 @@ __device__ __forceinline__ uint32_t word_mask(unsigned bits, int w) {
   if constexpr (sizeof(T) == 2) {
     return ((bits >> (2 * w)) & 1 ? 0xffffu : 0u) | ((bits >> (2 * w + 1)) & 1 ? 0xffff0000u : 0u);
   } else {
-    return (bits >> (sizeof(T) == 4 ? w : w / 2)) & 1 ? ~0u : 0u;
+    return (bits >> w) & 1 ? ~0u : 0u;
   }
 }
 
@@ -458,8 +397,7 @@ __device__ __forceinline__ Pack magnitudes(const Pack& pack) {
   Pack result;
 #pragma unroll
   for (int w = 0; w < 4; ++w) {
-    const uint32_t signs = sizeof(T) == 2 ? 0x80008000u : sizeof(T) == 4 || w % 2 == 1 ? 0x80000000u : 0u;
-    result.word[w] = pack.word[w] & ~signs;
+    result.word[w] = pack.word[w] & (sizeof(T) == 2 ? 0x7fff7fffu : 0x7fffffffu);
   }
   return result;
 }
@@ -500,11 +438,10 @@ __device__ __forceinline__ void store_elements(T* p, const Words<bytes>& words, 
       if ((bits >> i) & 1) half[i] = static_cast<uint16_t>(words.word[i / 2] >> (16 * (i % 2)));
     }
   } else {
-    constexpr int kPer = sizeof(T) / 4;
     auto* word = reinterpret_cast<uint32_t*>(p);
 #pragma unroll
     for (int w = 0; w < bytes / 4; ++w) {
-      if ((bits >> (w / kPer)) & 1) word[w] = words.word[w];
+      if ((bits >> w) & 1) word[w] = words.word[w];
     }
   }
 }

@@ -23,10 +23,6 @@ struct ValueOf {
   using type = float;
 };
 template <>
-struct ValueOf<double> {
-  using type = double;
-};
-template <>
 struct ValueOf<Int32> {
   using type = int;
 };

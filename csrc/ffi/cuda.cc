@@ -108,7 +108,7 @@ ffi::Error find_or_make(const Call& call, int ordinal, bool packs, const Ready**
   if (problem.view.elements() > 0) {
     problem.packs = packs;
     const std::optional<Planned> planned = plan_call(call, problem, device.value);
-    if (!planned) return failed(call, "no schedule covers this shape");
+    if (!planned) return failed(call, "no kernel covers this shape and dtype");
     made.scratch_bytes = planned->scratch_bytes;
     // Side by side: they wait for the slowest alone.
     for (const PlannedStep& step : planned->steps) jit::prepare(step.source, device.value.compute_capability);
@@ -244,7 +244,9 @@ std::string problem_of(const Call& call, Problem* problem) {
   if (parameter_words > kMostParameterWords) return "too many operands";
   problem->in_bytes = problem->out_bytes = bytes_of(call.in);
   if (!call.out.empty()) problem->out_bytes = bytes_of(call.out[0]);
-  problem->wide = arithmetic_of(call) == DType::kF64;
+  problem->float64 = arithmetic_of(call) == DType::kF64 ||
+                     std::any_of(call.sides.begin(), call.sides.end(),
+                                 [](const SideOperand& side) { return side.dtype == DType::kF64; });
   problem->masked = call.masked();
   problem->fused = !call.load.empty() || !call.store.empty();
   problem->plain = call.load.empty();

@@ -22,7 +22,7 @@ constexpr int kMostChunks = 8192;
 int registers_of(const Problem& problem, bool edges) {
   if (problem.view.reduced.size > 1 && edges) return 80;  // places of packs in many runs
   if (!problem.plain) return 112;                         // values of packs, that an expression makes, instead of words
-  return problem.cost.inputs == 1 ? (problem.value_bytes() == 8 ? 64 : 56) : edges ? 80 : 40;
+  return problem.cost.inputs == 1 ? 56 : edges ? 80 : 40;
 }
 
 }  // namespace
@@ -40,7 +40,7 @@ std::optional<Cut> cut(const Problem& problem, const Device& device) {
   // A team has room for a pack more where it looks at edges, which is worth it if that makes fewer chunks: unless
   // blocks of a cluster had all that they have room for, or arithmetic takes as long as memory does.
   const bool full = clusters && chunks <= kMostBlocks && runs.packs % room(inputs, false) == 0;
-  if (with_more < chunks && !full && with_more <= (inputs == 1 && problem.in_bytes < 8 ? kManyChunks : kMostTeams)) {
+  if (with_more < chunks && !full && with_more <= (inputs == 1 ? kManyChunks : kMostTeams)) {
     edges = true;
   }
   // Equal shares of whole cache lines; for clusters of two operands, as many as fill their blocks' teams.

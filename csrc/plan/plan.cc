@@ -34,6 +34,7 @@ bool scratch_is_little(const Plan& plan, const Problem& problem) {
 
 std::optional<Plan> make_plan(const Problem& problem, const Device& device) {
   if (problem.view.elements() == 0 || problem.view.elements() > kMostElements) return {};
+  if (problem.float64) return {};
   const auto of = [&](const auto& plan) -> std::optional<Plan> {
     if (!plan || !scratch_is_little(*plan, problem)) return {};
     return *plan;

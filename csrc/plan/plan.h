@@ -39,16 +39,15 @@ struct Problem {
   std::vector<Strides> sides;  // of the operands that broadcast
   Cost cost;
   int in_bytes, out_bytes;  // of an element, and of its first result
-  bool wide;                // whether the arithmetic is float64's
+  bool float64;             // whether an array has it: there are no kernels, and XLA does it all
   bool masked;
   bool fused;  // whether there are expressions
   bool plain;  // whether memory can hold pads, and be compared as it is: loaded as it is
   bool packs;  // whether all operands begin with a whole pack
 
   int width() const { return kPackBytes / in_bytes; }  // elements of a pack
-  int value_bytes() const { return wide ? 8 : 4; }     // of the arithmetic
-  // Of a pivot and sums, in whole words of 64 bits: see ops.h.
-  int state_bytes() const { return (value_bytes() * (1 + cost.sums) + 7) / 8 * 8; }
+  // Of a pivot and sums in float32, in whole words of 64 bits: see ops.h.
+  int state_bytes() const { return (4 * (1 + cost.sums) + 7) / 8 * 8; }
   Footprint footprint() const {
     return {in_bytes, out_bytes, cost.inputs, state_bytes(), packs, cost.row_results > 0 || cost.row_numbers > 0};
   }

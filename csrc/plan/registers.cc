@@ -15,12 +15,10 @@ constexpr LanesAndPacks kSpread[] = {{1, 1},  {2, 1},  {4, 1},  {4, 2},  {4, 3},
 // Rows that need a look at their edges had better have several packs a lane, to share the cost of it.
 constexpr LanesAndPacks kSharing[] = {{1, 1},  {2, 1},  {4, 1},  {4, 2},  {8, 2},  {8, 3},  {16, 2}, {16, 3},
                                       {32, 2}, {16, 5}, {32, 3}, {32, 4}, {32, 5}, {32, 6}, {32, 8}};
-// The most packs that a warp, and a block, hold in registers without a spill. Of one operand of float64, whose
-// exponential is long, registers let more be under way than shared memory does.
+// The most packs that a warp, and a block, hold in registers without a spill.
 constexpr int kWarpPacks = 8 * 32;
 constexpr int kBlockPacks = 4 * 256;
 constexpr int kLongBlockPacks = 8 * 256;  // where there are no edges and no mask
-constexpr int kFloat64BlockPacks = 8 * 512;
 // Threads of a block whose lanes share rows, and the packs of all operands that several warps of them have.
 constexpr int kLanesThreads = 128;
 constexpr int kLanesBlockPacks = 256;
@@ -66,14 +64,11 @@ std::optional<Registers> plan_registers(const Problem& problem, const Device& de
   // Packs of long rows are counted from the start of a cache line: warps that share none are faster.
   const int boundary = boundary_of(view, kCacheLineBytes, footprint);
   const Runs runs = runs_of(view, boundary, footprint);
-  const int bytes = problem.in_bytes, inputs = problem.cost.inputs;
   const bool plain = runs.aligned() && !problem.masked && problem.plain, clusters = device.largest_cluster > 1;
   // 8 packs of 16 bits that may belong to the row or not take many registers: shared memory is better, where there is
   // much of it.
-  const bool lengthens = plain && (bytes > 2 || runs.packs % (8 * 32) == 0 || !clusters);
-  if (runs.packs > (!lengthens ? kBlockPacks : bytes == 8 && inputs == 1 ? kFloat64BlockPacks : kLongBlockPacks)) {
-    return {};
-  }
+  const bool lengthens = plain && (problem.in_bytes > 2 || runs.packs % (8 * 32) == 0 || !clusters);
+  if (runs.packs > (lengthens ? kLongBlockPacks : kBlockPacks)) return {};
   Registers plan{};
   plan.boundary = boundary;
   plan.packs = runs.packs <= 4 * 256 ? 4 : 8;

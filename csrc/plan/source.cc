@@ -4,6 +4,7 @@ namespace jax_softmax {
 
 namespace {
 
+// In the order of DType; there are no kernels of double.
 constexpr const char* kElementTypes[kDTypes] = {"Float16",    "BFloat16", "float", "double", "Float8E4M3",
                                                 "Float8E5M2", "Int8",     "UInt8", "Int32",  "Bool"};
 constexpr const char* kRoles[] = {"kArray", "kIndex", "kNumber", "kLabel", "kMask"};  // in the order of Role

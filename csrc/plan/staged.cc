@@ -56,16 +56,14 @@ std::optional<Staged> plan_staged(const Problem& problem, const Device&) {
   plan.threads = kThreads;
   plan.pairs = bytes == 2 && problem.out_bytes == 2 && !problem.masked && problem.plain && !problem.fused &&
                columns > kFewColumns && problem.cost.row_results == 0;
-  // Lanes so that each has few elements in registers: fewer of float64, whose arithmetic takes so long that room which
-  // is not used had better be little.
+  // Lanes so that each has few elements in registers.
   const int in_pairs = columns / 2 * 2;  // an element that is left has room of its own
   if (plan.pairs) {
     const int most = in_pairs <= 64 || inputs == 2 ? 16 : 32;
     for (plan.lanes = 4; plan.lanes * most < in_pairs;) plan.lanes *= 2;
     plan.held = static_cast<int>(2 * ceil_div(in_pairs / 2, plan.lanes));
   } else {
-    const int one = bytes == 8 ? 15 : 31;
-    plan.lanes = columns <= one           ? 1
+    plan.lanes = columns <= 31            ? 1
                  : columns <= kFewColumns ? 2
                  : columns <= 64          ? 4
                  : columns <= 128         ? 8
