@@ -197,7 +197,6 @@ void bind_jit(nb::module_& m) {
   m.def(
       "driver_version", [] { return value_or_raise(jit::driver()).version; },
       "The newest CUDA that the driver supports, 12040 for 12.4; raises with the reason if there is no driver.");
-  m.def("device_count", [] { return value_or_raise(jit::device_count()); });
   m.def("jit_stop", &jit::stop, NoGil(), "Waits for compiles under way and drops those not begun: call it at exit.");
   m.def("jit_facts", &jit_facts);
   m.def(
@@ -209,27 +208,15 @@ void bind_jit(nb::module_& m) {
   m.def(
       "jit_binary",
       [](const std::string& code, const std::string& plan, int compute_capability) {
-        jit::Result<std::string> binary = [&] {
+        jit::Result<jit::Nvrtc::Compiled> compiled = [&] {
           const nb::gil_scoped_release released;
-          return jit::binary({code, plan}, compute_capability);
+          return jit::compiled({code, plan}, compute_capability);
         }();
-        const std::string bytes = value_or_raise(std::move(binary));
-        return nb::bytes(bytes.data(), bytes.size());
+        const auto [binary, log] = value_or_raise(std::move(compiled));
+        return nb::make_tuple(nb::bytes(binary.data(), binary.size()), log);
       },
-      nb::arg("code"), nb::arg("plan"), nb::arg("compute_capability"));
-  m.def(
-      "jit_resources",
-      [](const std::string& code, const std::string& plan, int compute_capability) {
-        return value_or_raise(jit::resources({code, plan}, compute_capability));
-      },
-      nb::arg("code"), nb::arg("plan"), nb::arg("compute_capability"), NoGil(),
-      "What the assembler says of a kernel's registers and spills.");
-  m.def(
-      "jit_load",
-      [](const std::string& code, const std::string& plan, int ordinal) {
-        raise_if(jit::get({code, plan}, ordinal).error);
-      },
-      nb::arg("code"), nb::arg("plan"), nb::arg("ordinal"), NoGil());
+      nb::arg("code"), nb::arg("plan"), nb::arg("compute_capability"),
+      "A kernel's binary, and what the assembler says of its registers and spills if it was compiled just now.");
 }
 
 }  // namespace

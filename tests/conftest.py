@@ -106,7 +106,7 @@ class Compiler:
         _kernels.jit_configure(self.nvrtc, str(folder if folder is not None else self.folder), most_bytes)
 
     def binary(self, code, compute_capability=90, plan="a test"):
-        return _kernels.jit_binary(code, plan, compute_capability)
+        return _kernels.jit_binary(code, plan, compute_capability)[0]
 
     def needs(self, compute_capability):
         """Skips the test where NVRTC is too old for this architecture."""
@@ -127,7 +127,7 @@ class Compiler:
             "import os, sys\n"
             "from jax_softmax import _kernels\n"
             f"_kernels.jit_configure({self.nvrtc!r}, {str(self.folder)!r}, {cuda.CACHE_BYTES})\n"
-            "def binary(code): return _kernels.jit_binary(code, 'a test', 90)\n"
+            "def binary(code): return _kernels.jit_binary(code, 'a test', 90)[0]\n"
         )
         command = [sys.executable, "-P", "-c", start + textwrap.dedent(body)]
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options)

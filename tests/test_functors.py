@@ -7,8 +7,6 @@ import pytest
 import support
 from support import KERNELS, OPS, ROW_OPS, TWO_OPERANDS, WAYS, call_kernel, kernel_names, row_numbers
 
-from jax_softmax import _kernels
-
 # Of each kernel one view, by what it launches last.
 VIEWS = {kernel_names(way.plan())[-1]: way for way in reversed(WAYS)}
 EVERY_OP = (*OPS, *ROW_OPS)
@@ -108,7 +106,7 @@ def test_one_view_for_each_schedule():
 def test_compiles(jit, dtypes, way):
     for op, masked in (("softmax", False), ("softmax_linear", True)):
         for step in plan_of(way, op, dtypes, "columns", masked, load_of(op), STORE, more_results=["float32"])["steps"]:
-            assert _kernels.jit_binary(step["code"], step["plan"], 90)[:4] == b"\x7fELF"
+            assert jit.binary(step["code"])[:4] == b"\x7fELF"
 
 
 @on_gpu
@@ -127,7 +125,7 @@ def test_load_of_each_dtype_and_shape(dtypes, shape, way):
 @every_causal_view
 def test_causal_mask_compiles(jit, kept, way):
     for step in way.plan("softmax", sides=indices(way, kept), load=CAUSAL)["steps"]:
-        assert _kernels.jit_binary(step["code"], step["plan"], 90)[:4] == b"\x7fELF"
+        assert jit.binary(step["code"])[:4] == b"\x7fELF"
 
 
 @on_gpu
@@ -225,7 +223,7 @@ def test_results_of_8_bits_compile(jit, store):
     """Also where an expression may leave the range of int8; an empty line stands for the result."""
     more = ["int8"] * store.count("\n")
     for step in WAYS[0].plan("absmax_scale", out_dtype="int8", store=store, more_results=more)["steps"]:
-        assert _kernels.jit_binary(step["code"], step["plan"], 90)[:4] == b"\x7fELF"
+        assert jit.binary(step["code"])[:4] == b"\x7fELF"
 
 
 @pytest.mark.parametrize(

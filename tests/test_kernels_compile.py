@@ -26,19 +26,24 @@ def steps_of(plans):
     return list({step["code"]: step for plan in plans for step in plan["steps"]}.values())
 
 
-def side_by_side(make, steps, compute_capability):
+def compiled(steps, compute_capability):
+    """Each step with its binary and what the assembler said of it."""
+
+    def compile(step):
+        return step, *_kernels.jit_binary(step["code"], step["plan"], compute_capability)
+
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        return list(pool.map(lambda step: make(step["code"], step["plan"], compute_capability), steps))
+        return list(pool.map(compile, steps))
 
 
 def check_spills(steps):
-    for step, text in zip(steps, side_by_side(_kernels.jit_resources, steps, 90), strict=True):
+    for step, _, text in compiled(steps, 90):
         spilled = [int(n) for n in re.findall(r"(\d+) bytes spill stores", text)]
         assert spilled and max(spilled) <= MOST_SPILLED, f"{step['plan']}: {text}"
 
 
 def check_compiles(steps, compute_capability):
-    for step, binary in zip(steps, side_by_side(_kernels.jit_binary, steps, compute_capability), strict=True):
+    for step, binary, _ in compiled(steps, compute_capability):
         assert binary[:4] == b"\x7fELF", step["plan"]
 
 
@@ -120,7 +125,7 @@ def test_blocks_that_wait_for_one_another_all_fit(jit, op, name, fused):
     assert steps or name != "H200"
     # Each kernel once, with the most blocks that it is launched with.
     steps = list({step["code"]: step for step in sorted(steps, key=lambda step: step["blocks"])}.values())
-    for step, text in zip(steps, side_by_side(_kernels.jit_resources, steps, on["compute_capability"]), strict=True):
+    for step, _, text in compiled(steps, on["compute_capability"]):
         room = resident_blocks(step, text, on) * on["multiprocessors"]
         assert step["blocks"] <= room, f"{step['plan']}: {text}"
 

@@ -26,43 +26,8 @@ class Kernel {
 
 namespace {
 
-// ---- Compiles under way. A fork waits for them, because NVRTC's locks would stay taken in the child.
-
-class Gate {
- public:
-  // A compile is under way, from the one to the other: as std::shared_lock calls them.
-  void lock_shared() {
-    std::unique_lock lock(mutex_);
-    changed_.wait(lock, [&] { return forking_ == 0; });
-    ++inside_;
-  }
-  void unlock_shared() {
-    const std::lock_guard lock(mutex_);
-    --inside_;
-    changed_.notify_all();
-  }
-  void wait_until_empty() {
-    std::unique_lock lock(mutex_);
-    changed_.wait(lock, [&] { return inside_ == 0; });
-  }
-  // Nobody enters, and nothing here is locked by another thread, until end_fork.
-  void begin_fork() {
-    std::unique_lock lock(mutex_);
-    ++forking_;
-    changed_.wait(lock, [&] { return inside_ == 0; });
-    lock.release();
-  }
-  void end_fork() {
-    --forking_;
-    changed_.notify_all();
-    mutex_.unlock();
-  }
-
- private:
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  int inside_ = 0, forking_ = 0;
-};
+// Shared by the compiles under way. A fork takes it alone, because NVRTC's locks would stay taken in the child.
+std::atomic<std::shared_mutex*> compiling = new std::shared_mutex;
 
 // ---- A kernel, from its source to its handle
 
@@ -78,10 +43,10 @@ struct Entry {
   Source source;
   int compute_capability;
 
-  std::mutex mutex;
-  std::condition_variable ended;  // making it
-  enum { kNew, kMaking, kMade } state = kNew;
-  Result<std::string> binary = std::string();  // once made
+  std::atomic<bool> begun = false;  // somebody has made it, or will
+  std::mutex mutex;                 // held by whoever makes or loads it
+  bool made = false;
+  Result<Nvrtc::Compiled> compiled = Nvrtc::Compiled();
 
   Kernel kernel;                    // null until loaded
   std::atomic<uint64_t> ready = 0;  // the devices, by ordinal, that may launch it
@@ -110,22 +75,16 @@ struct State {
   std::once_flag pruned;
 };
 
-std::atomic<Gate*> gate = new Gate;
 std::atomic<State*> state = nullptr;
 
 Error not_configured() { return {"the run-time compiler is not configured"}; }
 
 void in_forked_child() {
-  gate = new Gate;
+  compiling = new std::shared_mutex;
   if (const State* s = state) state = new State(s->nvrtc, s->cache);
 }
 
-Result<Nvrtc::Compiled> compile(const Nvrtc& nvrtc, const Source& source, const std::vector<std::string>& options) {
-  const std::shared_lock<Gate> under_way(*gate);
-  return nvrtc.compile(source, options);
-}
-
-Result<std::string> read_or_compile(State& s, const Entry& entry) {
+Result<Nvrtc::Compiled> read_or_compile(State& s, const Entry& entry) {
   const Result<std::vector<std::string>> options = s.nvrtc.options(entry.compute_capability);
   if (!options) return options.error;
   Hash hash = s.hash;
@@ -133,16 +92,19 @@ Result<std::string> read_or_compile(State& s, const Entry& entry) {
   const std::string key = hash.add(entry.source.code).hex();
   if (std::string binary = s.cache.read(key); !binary.empty()) {
     ++s.read;
-    return binary;
+    return Nvrtc::Compiled{binary, ""};
   }
-  const Result<Nvrtc::Compiled> compiled = compile(s.nvrtc, entry.source, options.value);
-  if (!compiled) return compiled.error;
+  Result<Nvrtc::Compiled> compiled = [&] {
+    const std::shared_lock under_way(*compiling.load());
+    return s.nvrtc.compile(entry.source, options.value);
+  }();
+  if (!compiled) return compiled;
   ++s.compiled;
   if (s.cache.write(key, compiled.value.binary)) {
     ++s.written;
     std::call_once(s.pruned, [&] { s.cache.prune(); });
   }
-  return compiled.value.binary;
+  return compiled;
 }
 
 Entry& entry_of(State& s, const Source& source, int compute_capability) {
@@ -162,36 +124,12 @@ Entry& entry_of(State& s, const Source& source, int compute_capability) {
   return *entry;
 }
 
-// Makes the binary, unless somebody has begun to.
-void make(State& s, Entry& entry) {
-  {
-    const std::lock_guard lock(entry.mutex);
-    if (entry.state != Entry::kNew) return;
-    entry.state = Entry::kMaking;
-  }
-  const auto end = [&](auto state) {
-    entry.state = state;
-    entry.ended.notify_all();
-  };
-  try {
-    Result<std::string> binary = read_or_compile(s, entry);
-    const std::lock_guard lock(entry.mutex);
-    entry.binary = std::move(binary);
-    end(Entry::kMade);
-  } catch (...) {  // no memory, say: the next one tries again
-    const std::lock_guard lock(entry.mutex);
-    end(Entry::kNew);
-    throw;
-  }
-}
-
-const Result<std::string>& made(State& s, Entry& entry) {
-  for (;;) {
-    make(s, entry);
-    std::unique_lock lock(entry.mutex);
-    entry.ended.wait(lock, [&] { return entry.state != Entry::kMaking; });
-    if (entry.state == Entry::kMade) return entry.binary;
-  }
+// Makes it, unless it is made. What is thrown (no memory, say) leaves it to the next one.
+const Result<Nvrtc::Compiled>& made(State& s, Entry& entry, const std::unique_lock<std::mutex>&) {
+  entry.begun = true;
+  if (!entry.made) entry.compiled = read_or_compile(s, entry);
+  entry.made = true;
+  return entry.compiled;
 }
 
 void work(State& s) {
@@ -208,7 +146,8 @@ void work(State& s) {
       s.queue.pop_front();
     }
     try {
-      make(s, *entry);
+      const std::unique_lock lock(entry->mutex, std::try_to_lock);
+      if (lock) made(s, *entry, lock);
     } catch (const std::exception&) {
       // Whoever needs the kernel makes it, and sees what is thrown.
     }
@@ -278,7 +217,7 @@ Error configure(const std::string& nvrtc, const std::string& cache_folder, int64
   if (!opened) return opened.error;
   state = new State(opened.value, Cache(cache_folder, cache_bytes));
   static const int registered [[maybe_unused]] =
-      pthread_atfork([] { gate.load()->begin_fork(); }, [] { gate.load()->end_fork(); }, in_forked_child);
+      pthread_atfork([] { compiling.load()->lock(); }, [] { compiling.load()->unlock(); }, in_forked_child);
   return {};
 }
 
@@ -323,10 +262,7 @@ void prepare(const Source& source, int compute_capability) {
   State* s = state;
   if (!s) return;
   Entry& entry = entry_of(*s, source, compute_capability);
-  {
-    const std::lock_guard lock(entry.mutex);
-    if (entry.state != Entry::kNew) return;
-  }
+  if (entry.begun.exchange(true)) return;
   const std::lock_guard lock(s->queue_mutex);
   if (s->stopped) return;
   s->queue.push_back(&entry);
@@ -347,24 +283,14 @@ void stop() {
     s->queue.clear();
     s->worker_ended.wait(lock, [&] { return s->workers == 0; });
   }
-  gate.load()->wait_until_empty();
+  const std::unique_lock none_under_way(*compiling.load());
 }
 
-Result<std::string> binary(const Source& source, int compute_capability) {
+Result<Nvrtc::Compiled> compiled(const Source& source, int compute_capability) {
   State* s = state;
   if (!s) return not_configured();
-  return made(*s, entry_of(*s, source, compute_capability));
-}
-
-Result<std::string> resources(const Source& source, int compute_capability) {
-  const State* s = state;
-  if (!s) return not_configured();
-  Result<std::vector<std::string>> options = s->nvrtc.options(compute_capability);
-  if (!options) return options.error;
-  options.value.push_back("--ptxas-options=-v");
-  const Result<Nvrtc::Compiled> compiled = compile(s->nvrtc, source, options.value);
-  if (!compiled) return compiled.error;
-  return compiled.value.log;
+  Entry& entry = entry_of(*s, source, compute_capability);
+  return made(*s, entry, std::unique_lock(entry.mutex));
 }
 
 Result<const Kernel*> get(const Source& source, int ordinal) {
@@ -376,13 +302,13 @@ Result<const Kernel*> get(const Source& source, int ordinal) {
   const uint64_t bit = ordinal < 64 ? uint64_t{1} << ordinal : 0;
   if (entry.ready & bit) return &entry.kernel;
 
-  const Result<std::string>& binary = made(*s, entry);
-  if (!binary) return binary.error;
+  const std::unique_lock lock(entry.mutex);
+  const Result<Nvrtc::Compiled>& compiled = made(*s, entry, lock);
+  if (!compiled) return compiled.error;
   const Driver& d = driver().value;
   const Relaxed relaxed(d);
-  const std::lock_guard lock(entry.mutex);
   Error error;
-  if (!entry.kernel.handle) error = load(d, binary.value, &entry.kernel);
+  if (!entry.kernel.handle) error = load(d, compiled.value.binary, &entry.kernel);
   if (!error) error = make_ready(d, device.value, entry.kernel.handle);
   if (error) return Error{"a kernel could not be loaded (plan: " + source.plan + "): " + error.message};
   entry.ready |= bit;

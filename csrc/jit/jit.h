@@ -34,10 +34,7 @@ void prepare(const Source& source, int compute_capability);
 void stop();
 
 // The cubin (or PTX: see Nvrtc::options) of a kernel; needs no GPU. Waits for whoever is already making it.
-Result<std::string> binary(const Source& source, int compute_capability);
-
-// What the assembler says of a kernel's registers, spills and shared memory. Compiles it, whatever is remembered.
-Result<std::string> resources(const Source& source, int compute_capability);
+Result<Nvrtc::Compiled> compiled(const Source& source, int compute_capability);
 
 // A kernel that is loaded on a device and may be launched there, also while a stream is captured. Never unloaded.
 class Kernel;

@@ -32,7 +32,7 @@ class Nvrtc {
 
   struct Compiled {
     std::string binary;  // a cubin or PTX, as the options say
-    std::string log;
+    std::string log;     // with the registers, spills and shared memory of a cubin; empty of one that was read
   };
   // Needs no GPU.
   Result<Compiled> compile(const Source& source, const std::vector<std::string>& options) const;
