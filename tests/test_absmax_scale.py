@@ -328,7 +328,7 @@ def test_a_kernel_makes_both_results(result):
     assert text.count("stablehlo.") == text.count("@jax_softmax(") == 1 and "@jax_softmax(%arg0)" in text, text
 
 
-@pytest.mark.parametrize("dtype,result", [(x, y) for x in support.DTYPES for y in LARGEST])
+@pytest.mark.parametrize("dtype,result", [(x, y) for x in support.ON_CUDA for y in LARGEST])
 def test_every_schedule_has_a_plan(dtype, result):
     plans = [way.plan("absmax_scale", dtype, out_dtype=result) for way in WAYS]
     assert {plan["schedule"] for plan in plans} == SCHEDULES
@@ -337,7 +337,7 @@ def test_every_schedule_has_a_plan(dtype, result):
 
 
 @pytest.mark.parametrize("name", DEVICES)
-@pytest.mark.parametrize("dtype,result", [("bfloat16", "int8"), ("float32", "int8"), ("float64", "float8_e4m3fn")])
+@pytest.mark.parametrize("dtype,result", [("bfloat16", "int8"), ("float32", "float8_e4m3fn")])
 def test_short_rows_fit_shared_memory(dtype, result, name):
     """However many of them it takes so that what a block writes is whole sectors."""
     for columns in range(1, 520):
