@@ -41,6 +41,7 @@ import jax_softmax
 from jax_softmax import _kernels
 from jax_softmax.primitives.softmax import VJP
 from jax_softmax.runtime import cuda
+from jax_softmax.runtime.lowering import described
 
 SECTIONS = ("compiling", "few", "chain", "accuracy", "axes", "rows")
 ON_GPU = jax.default_backend() == "gpu"
@@ -266,7 +267,8 @@ def _kernel_seconds(settings: Settings, nvrtc: str, folder: str) -> list[dict[st
     steps = {}
     for case in _compiled_cases(settings):
         op = case.op if case.direction == "forward" else VJP[case.op]
-        plan = _kernels.plan(list(case.shape), list(case.axes), op, case.dtype, compute_capability=compute_capability)
+        call = described(op, case.shape, case.axes, case.dtype)
+        plan = _kernels.plan(**call, compute_capability=compute_capability)
         for step in plan["steps"] if plan and plan["faster_than_xla"] else []:
             steps[step["code"]] = step
     times: dict[str, list[float]] = {"made": [], "read": []}

@@ -2,9 +2,12 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/string_view.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <climits>
+#include <iterator>
 #include <optional>
 #include <stdexcept>
 
@@ -19,46 +22,27 @@ namespace {
 
 // ---- Plans
 
-using Shape = std::optional<std::vector<int64_t>>;
+// Shapes and dtypes.
+using Arrays = std::vector<std::pair<std::vector<int64_t>, std::string>>;
 
-Op known_op(const std::string& name) {
-  if (const std::optional<Op> op = op_of(name)) return *op;
-  throw nb::value_error(("unknown op: " + name).c_str());
+std::vector<Array> arrays_of(const Arrays& given) {
+  std::vector<Array> arrays;
+  for (const auto& [shape, name] : given) {
+    const auto known = std::find(std::begin(kDTypeNames), std::end(kDTypeNames), name);
+    if (known == std::end(kDTypeNames)) throw nb::value_error(("unknown dtype: " + name).c_str());
+    arrays.push_back({static_cast<DType>(known - std::begin(kDTypeNames)), shape});
+  }
+  return arrays;
 }
 
-DType dtype_of(const std::string& name) {
-  for (int i = 0; i < kDTypes; ++i) {
-    if (name == kDTypeNames[i]) return static_cast<DType>(i);
-  }
-  throw nb::value_error(("unknown dtype: " + name).c_str());
-}
-
-// Of the arrays and indices that expressions read: shapes, and dtypes or "index".
-using Sides = std::vector<std::pair<std::vector<int64_t>, std::string>>;
-
-Call call_of(const std::vector<int64_t>& shape, const std::vector<int64_t>& axes, const std::string& op,
-             const std::string& dtype, const Shape& mask_shape, const std::optional<std::string>& out_dtype,
-             const std::vector<std::string>& more_results, const std::string& load, const std::string& store,
-             const Sides& sides) {
-  Call call{};
-  call.op = known_op(op);
-  call.in = dtype_of(dtype);
-  call.shape = shape;
-  call.axes = axes;
-  call.load = load;
-  call.store = store;
-  const Cost& cost = cost_of(call.op);
-  if (cost.element_results) call.out.push_back(out_dtype ? dtype_of(*out_dtype) : call.in);
-  for (const std::string& result : more_results) call.out.push_back(dtype_of(result));
-  for (const auto& [side_shape, side_dtype] : sides) {
-    const bool index = side_dtype == "index";
-    call.sides.push_back({index ? Role::kIndex : Role::kArray, index ? DType::kI32 : dtype_of(side_dtype), side_shape});
-  }
-  for (int k = 0; k < cost.row_numbers; ++k) {
-    call.sides.push_back({Role::kNumber, arithmetic_of(call), call.shape_of_rows()});
-  }
-  if (cost.labelled) call.sides.push_back({Role::kLabel, DType::kI32, call.shape_of_rows()});
-  if (mask_shape) call.sides.push_back({Role::kMask, DType::kBool, *mask_shape});
+// The call, as a custom call would be given it.
+Call call_of(const Arrays& operands, const Arrays& results, const nb::dict& attributes) {
+  const auto text = [&](const char* name) { return nb::cast<std::string_view>(attributes[name]); };
+  const Attributes given{text("op"), nb::cast<std::vector<int64_t>>(attributes["axes"]), text("sides"), text("load"),
+                         text("store")};
+  Call call;
+  const std::string message = read_call(given, arrays_of(operands), arrays_of(results), &call);
+  if (!message.empty()) throw nb::value_error(message.c_str());
   return call;
 }
 
@@ -91,12 +75,9 @@ nb::list extents(const Dims& dims) {
   return list;
 }
 
-nb::object plan(const std::vector<int64_t>& shape, const std::vector<int64_t>& axes, const std::string& op,
-                const std::string& dtype, const Shape& mask_shape, int compute_capability, int multiprocessors,
-                int shared_memory_per_block, int largest_cluster, const std::optional<std::string>& out_dtype,
-                const std::vector<std::string>& more_results, const std::string& load, const std::string& store,
-                const Sides& sides) {
-  const Call call = call_of(shape, axes, op, dtype, mask_shape, out_dtype, more_results, load, store, sides);
+nb::object plan(const Arrays& operands, const Arrays& results, const nb::dict& attributes, int compute_capability,
+                int multiprocessors, int shared_memory_per_block, int largest_cluster) {
+  const Call call = call_of(operands, results, attributes);
   const Problem problem = checked_problem(call);
   const Device device{compute_capability, multiprocessors, shared_memory_per_block, largest_cluster};
   const std::optional<Planned> planned = plan_call(call, problem, device);
@@ -128,11 +109,8 @@ nb::object plan(const std::vector<int64_t>& shape, const std::vector<int64_t>& a
   return result;
 }
 
-std::optional<int64_t> lower(const std::vector<int64_t>& shape, const std::vector<int64_t>& axes, const std::string& op,
-                             const std::string& dtype, const Shape& mask_shape,
-                             const std::optional<std::string>& out_dtype, const std::vector<std::string>& more_results,
-                             const std::string& load, const std::string& store, const Sides& sides) {
-  const Call call = call_of(shape, axes, op, dtype, mask_shape, out_dtype, more_results, load, store, sides);
+std::optional<int64_t> lower(const Arrays& operands, const Arrays& results, const nb::dict& attributes) {
+  const Call call = call_of(operands, results, attributes);
   return lower_for_cuda(call, checked_problem(call));
 }
 
@@ -240,17 +218,11 @@ NB_MODULE(_kernels, m) {
       "limit_devices", &limit_devices, nb::arg("shared_memory_per_block") = INT_MAX,
       nb::arg("largest_cluster") = INT_MAX,
       "Has CUDA plans made as if every device had no more than this; for tests. Without arguments, lifts the limits.");
-  m.def("plan", &plan, nb::arg("shape"), nb::arg("axes"), nb::arg("op"), nb::arg("dtype"),
-        nb::arg("mask_shape").none() = nb::none(), nb::arg("compute_capability") = 90, nb::arg("multiprocessors") = 132,
+  m.def("plan", &plan, nb::arg("operands"), nb::arg("results"), nb::arg("attributes"),
+        nb::arg("compute_capability") = 90, nb::arg("multiprocessors") = 132,
         nb::arg("shared_memory_per_block") = 227 * 1024, nb::arg("largest_cluster") = 16,
-        nb::arg("out_dtype").none() = nb::none(), nb::arg("more_results") = std::vector<std::string>(),
-        nb::arg("load") = "", nb::arg("store") = "", nb::arg("sides") = Sides(),
-        "The plan of a call and the source of its kernels. `sides`: shapes, of the operand's rank, and dtypes of the "
-        "arrays that expressions read; or \"index\", of an index. `more_results`: dtypes of those after the first.");
-  m.def("lower_for_cuda", &lower, nb::arg("shape"), nb::arg("axes"), nb::arg("op"), nb::arg("dtype"),
-        nb::arg("mask_shape").none() = nb::none(), nb::arg("out_dtype").none() = nb::none(),
-        nb::arg("more_results") = std::vector<std::string>(), nb::arg("load") = "", nb::arg("store") = "",
-        nb::arg("sides") = Sides(),
+        "The plan of a call and the source of its kernels. `operands` and `results`: shapes and dtypes.");
+  m.def("lower_for_cuda", &lower, nb::arg("operands"), nb::arg("results"), nb::arg("attributes"),
         "The bytes that a call on CUDA may need to work with, or None if XLA itself is as fast. Begins to make its "
         "kernels.");
   bind_jit(m);

@@ -21,7 +21,7 @@ import pytest
 import jax_softmax
 from jax_softmax import _kernels
 from jax_softmax.runtime import cuda
-from jax_softmax.runtime.lowering import attributes
+from jax_softmax.runtime.lowering import attributes, described
 
 OPERATORS = {"softmax": jax_softmax.softmax, "log_softmax": jax_softmax.log_softmax}
 CUSTOM_VJPS = {"softmax": jax_softmax.softmax_vjp, "log_softmax": jax_softmax.log_softmax_vjp}
@@ -89,8 +89,7 @@ class Way(NamedTuple):
 
     def plan(self, op="softmax", dtype="bfloat16", mask_shape=None, on=H200, **fused):
         on = {**on, **{key: min(on[key], value) for key, value in self.limits.items()}}
-        shape, axes = list(self.shape), list(self.axes)
-        return _kernels.plan(shape, axes, op, dtype, mask_shape, **on, **fused)
+        return plan(self.shape, self.axes, op, dtype, mask_shape, on, **fused)
 
 
 # Together they reach every kernel: test_schedules.py holds them to it.
@@ -221,8 +220,12 @@ def collectives(program):
     return found
 
 
-def plan(shape, axes, op="softmax", dtype="float32", mask_shape=None, on=H200):
-    return _kernels.plan(list(shape), list(axes), op, dtype, mask_shape, **on)
+def plan(shape, axes, op="softmax", dtype="float32", mask_shape=None, on=H200, sides=(), **fused):
+    """`sides`: shapes and dtypes of the arrays that expressions read; or "index", of an index."""
+    roles = [f"index:{np.argmax(shape)}" if dtype == "index" else "array" for shape, dtype in sides]
+    beside = [side for side in sides if side[1] != "index"]
+    call = described(op, shape, axes, dtype, mask_shape, arrays=" ".join(roles), beside=beside, **fused)
+    return _kernels.plan(**call, **on)
 
 
 def call_kernel(

@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import support
 from support import WAYS
 
 import jax_softmax
-from jax_softmax import _kernels, explain
+from jax_softmax import explain
 from jax_softmax.runtime import explain as module
 from jax_softmax.runtime.explain import GPUS
 
@@ -39,7 +40,7 @@ def test_says_what_the_plan_says(op, way, device):
     e = explain(way.shape, way.axes, "bfloat16", op=op, device=device)
     model = GPUS[device]._asdict()
     del model["copy_rate"]
-    chosen = _kernels.plan(list(way.shape), list(way.axes), op, "bfloat16", **model)
+    chosen = support.plan(way.shape, way.axes, op, "bfloat16", on=model)
     if not chosen["faster_than_xla"]:
         assert (e.schedule, e.launches) == ("jax.numpy", ())
         return

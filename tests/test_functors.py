@@ -230,8 +230,8 @@ def test_results_of_8_bits_compile(jit, store):
     "options,message",
     [
         ({"load": "x0\nx1"}, "`load` has more lines"),
-        ({"store": "y\ny"}, "`store` has not as many lines"),
-        ({"more_results": ["float32"]}, "`store` has not as many lines"),
+        ({"store": "y\ny"}, "wrong number of operands or results"),
+        ({"more_results": 2 * ["float32"]}, "wrong number of operands or results"),
         ({"out_dtype": "int8"}, "unsupported dtype of a result, int8"),
         ({"sides": 32 * [([1, 32], "float32")]}, "at most 31 arrays"),
         ({"sides": [([1, 7], "float32")]}, "dimension 1 of an operand that broadcasts must be 1 or 32, got 7"),

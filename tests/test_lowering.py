@@ -214,18 +214,17 @@ OPERANDS_OF = {
 @pytest.mark.parametrize("shape,axes,mask_shape", EXCHANGING)
 def test_cuda_has_memory_to_exchange_states(shape, axes, mask_shape, op):
     """A last result of as many bytes as the plans of this very call may need, or none."""
-    mask = None if mask_shape is None else [1] * (len(shape) - len(mask_shape)) + list(mask_shape)
     inputs, f, result = OPERANDS_OF[op]
-    specs = inputs * [spec(shape)] + ([] if mask is None else [spec(mask_shape, "bool")])
+    specs = inputs * [spec(shape)] + ([] if mask_shape is None else [spec(mask_shape, "bool")])
 
     def call(*operands):
-        where = None if mask is None else operands[-1]
+        where = None if mask_shape is None else operands[-1]
         if op == "softmax_linear":
             return f(axes, *operands[:2], where)
         return f(operands[0], axes, where=where)
 
     text = lower(call, *specs, platforms=["cuda"])
-    expected = _kernels.lower_for_cuda(list(shape), list(axes), op, "float32", mask, result)
+    expected = _kernels.lower_for_cuda(**lowering.described(op, shape, axes, "float32", mask_shape, result))
     assert re.findall(rf"@jax_softmax\(.*op = \"{op}\".*tensor<(\d+)xui8>", text) == [str(expected)] * bool(expected)
 
 
@@ -264,7 +263,8 @@ def test_what_needs_no_memory_for_some_numbers_of_rows_needs_none_for_any(dtype,
     """Those that stand for all numbers of rows, against others; on the GPUs of the tests."""
     for columns in (1, 7, 1000, 8192, 20_000, 41_325, 60_001, 100_000, 151_936):
         known = lowering.known_shapes((jax.export.symbolic_shape("b")[0], columns), (1,))
-        if any(_kernels.lower_for_cuda(shape, [1], op, dtype) != 0 for shape in known):
+        calls = (lowering.described(op, shape, (1,), dtype) for shape in known)
+        if any(_kernels.lower_for_cuda(**call) != 0 for call in calls):
             continue
         for on, rows in itertools.product(DEVICES.values(), (3, 5, 13, 37, 99, 250, 600, 1025, 5000, 3 << 20)):
             assert plan((rows, columns), (1,), op, dtype, on=on)["scratch_bytes"] == 0, (columns, rows)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from support import DEVICES, KERNELS, NAMES, OPS, ROW_OPS, WAYS, plan
 
 from jax_softmax import _kernels
+from jax_softmax.runtime.lowering import described
 
 MOST = 2**63 - 1  # elements
 # Far beyond any GPU's memory.
@@ -305,7 +306,7 @@ def test_planning_ends_for(shape, axes, name):
 @pytest.mark.parametrize("op", ["softmax", "softmax_linear"])
 def test_a_program_has_scratch_memory_for_every_device(op, way):
     """It is lowered before it is known which of them will run it."""
-    lowered = _kernels.lower_for_cuda(list(way.shape), list(way.axes), op, "bfloat16")
+    lowered = _kernels.lower_for_cuda(**described(op, way.shape, way.axes, "bfloat16"))
     plans = [way.plan(op, on=on) for on in DEVICES.values()]
     if lowered is None:  # it is XLA's
         assert not any(plan["faster_than_xla"] for plan in plans)

@@ -1,8 +1,115 @@
 #include "core/call.h"
 
 #include <algorithm>
+#include <optional>
 
 namespace jax_softmax {
+
+namespace {
+
+// What is wrong with the dtypes of the operator's own operands and of its results, or nothing.
+std::string unsupported_dtypes(const Call& call) {
+  const Operator& op = facts_of(call.op);
+  if (!is_element(call.in)) return std::string("unsupported dtype ") + name_of(call.in);
+  for (const DType out : call.out) {
+    if (!is_element(out) && !(op.quantizes && is_quantized(out))) {
+      return std::string("unsupported dtype of a result, ") + name_of(out);
+    }
+  }
+  return {};
+}
+
+// The sides that the attribute names, without their dtypes and shapes; an error message, or nothing.
+std::string read_sides(std::string_view text, const std::vector<int64_t>& shape, std::vector<SideOperand>* sides) {
+  constexpr std::string_view kIndexPrefix = "index:";
+  while (!text.empty()) {
+    const std::string_view word = text.substr(0, text.find(' '));
+    text.remove_prefix(std::min(text.size(), word.size() + 1));
+    SideOperand side{};
+    if (word == "array") {
+      side.role = Role::kArray;
+    } else if (word == "number") {
+      side.role = Role::kNumber;
+    } else if (word == "label") {
+      side.role = Role::kLabel;
+    } else if (word == "mask") {
+      side.role = Role::kMask;
+    } else if (word.substr(0, kIndexPrefix.size()) == kIndexPrefix) {
+      const std::string digits(word.substr(kIndexPrefix.size()));
+      const bool number = !digits.empty() && digits.size() < 4 && digits.find_first_not_of("0123456789") == digits.npos;
+      if (!number || std::stoul(digits) >= shape.size()) return "no such dimension: " + std::string(word);
+      side = {Role::kIndex, DType::kI32, std::vector<int64_t>(shape.size(), 1)};
+      side.shape[std::stoul(digits)] = shape[std::stoul(digits)];
+    } else {
+      return "no such operand: " + std::string(word);
+    }
+    sides->push_back(side);
+  }
+  return {};
+}
+
+int count(const Call& call, Role role) {
+  return static_cast<int>(
+      std::count_if(call.sides.begin(), call.sides.end(), [&](const SideOperand& side) { return side.role == role; }));
+}
+
+// What is wrong with a side operand, or nothing.
+const char* mistake_of(const SideOperand& side, const Call& call) {
+  if (side.role == Role::kArray) return nullptr;
+  const DType dtype = side.role == Role::kMask    ? DType::kBool
+                      : side.role == Role::kLabel ? DType::kI32
+                                                  : arithmetic_of(call);
+  if (side.dtype != dtype) return "numbers of rows must be in the dtype of the arithmetic, labels int32, masks boolean";
+  if (side.role == Role::kMask || side.shape == call.shape_of_rows()) return nullptr;
+  return "what rows have must be of extent 1 along the axes";
+}
+
+// Each of these reads some of the arrays, and says what is wrong with them, or nothing.
+
+std::string read_own(const std::vector<Array>& operands, const Cost& cost, Call* call) {
+  call->shape = operands[0].shape;
+  call->in = operands[0].dtype;
+  for (int i = 1; i < cost.inputs; ++i) {
+    if (operands[i].shape != call->shape) return "the operands differ in shape";
+    if (operands[i].dtype != call->in) return "the operands differ in dtype";
+  }
+  return {};
+}
+
+std::string read_results(const std::vector<Array>& results, size_t element_results, size_t row_results, Call* call) {
+  for (size_t k = 0; k < element_results; ++k) {
+    if (results[k].shape != call->shape) return "a result differs in shape";
+    call->out.push_back(results[k].dtype);
+  }
+  if (std::string message = unsupported_dtypes(*call); !message.empty()) return message;
+  for (size_t k = element_results; k < element_results + row_results; ++k) {
+    if (results[k].shape != call->shape_of_rows() || results[k].dtype != arithmetic_of(*call)) {
+      return "a result of rows is not as it must be";
+    }
+  }
+  return {};
+}
+
+std::string read_side_operands(const std::vector<Array>& operands, const Cost& cost, Call* call) {
+  size_t next = cost.inputs;
+  const size_t rank = call->shape.size();
+  for (SideOperand& side : call->sides) {
+    if (side.role == Role::kIndex) continue;
+    if (next == operands.size()) return "an operand is missing";
+    const Array& operand = operands[next++];
+    if (operand.shape.size() > rank) return "an operand that broadcasts is not as it must be";
+    side.dtype = operand.dtype;
+    side.shape = operand.shape;
+    side.shape.insert(side.shape.begin(), rank - side.shape.size(), 1);
+    if (const char* mistake = mistake_of(side, *call)) return mistake;
+  }
+  const int numbers = cost.row_numbers + (call->rows_given ? cost.row_results : 0);
+  const bool fits = next == operands.size() && count(*call, Role::kNumber) == numbers &&
+                    count(*call, Role::kLabel) == cost.labelled && count(*call, Role::kMask) <= 1;
+  return fits ? "" : "wrong number of operands";
+}
+
+}  // namespace
 
 bool Call::masked() const {
   return std::any_of(sides.begin(), sides.end(), [](const SideOperand& side) { return side.role == Role::kMask; });
@@ -32,15 +139,34 @@ DType arithmetic_of(const Call& call) {
   return wide ? DType::kF64 : DType::kF32;
 }
 
-std::string unsupported_dtypes(const Call& call) {
-  const Operator& op = facts_of(call.op);
-  if (!is_element(call.in)) return std::string("unsupported dtype ") + name_of(call.in);
-  for (const DType out : call.out) {
-    if (!is_element(out) && !(op.quantizes && is_quantized(out))) {
-      return std::string("unsupported dtype of a result, ") + name_of(out);
-    }
+std::string describe(const Call& call) {
+  std::string text = std::string(facts_of(call.op).name) + " of an array of shape (";
+  for (size_t i = 0; i < call.shape.size(); ++i) text += (i ? ", " : "") + std::to_string(call.shape[i]);
+  return text + ")";
+}
+
+std::string read_call(const Attributes& attributes, const std::vector<Array>& operands,
+                      const std::vector<Array>& results, Call* call) {
+  *call = Call{};
+  const std::optional<Op> known = op_of(attributes.op);
+  if (!known) return "unknown operator " + std::string(attributes.op);
+  call->op = *known;
+  call->axes = attributes.axes;
+  call->load = attributes.load;
+  call->store = attributes.store;
+  const Cost& cost = cost_of(call->op);
+  const size_t element_results = cost.element_results ? std::max<size_t>(1, lines_of(call->store).size()) : 0;
+  call->rows_given = cost.row_results > 0 && element_results > 0 && results.size() == element_results;
+  const size_t row_results = call->rows_given ? 0 : cost.row_results, given = results.size();
+  if (operands.size() < static_cast<size_t>(cost.inputs) || given < element_results + row_results ||
+      given > element_results + row_results + 1) {
+    return "wrong number of operands or results";
   }
-  return {};
+  std::string message = read_own(operands, cost, call);
+  if (message.empty()) message = read_results(results, element_results, row_results, call);
+  if (message.empty()) message = read_sides(attributes.sides, call->shape, &call->sides);
+  if (message.empty()) message = read_side_operands(operands, cost, call);
+  return message.empty() ? message : describe(*call) + ": " + message;
 }
 
 }  // namespace jax_softmax

@@ -2,12 +2,27 @@
 #pragma once
 
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "core/op.h"
 #include "geometry/operands.h"
 
 namespace jax_softmax {
+
+// An operand or a result, as it is in memory.
+struct Array {
+  DType dtype;
+  std::vector<int64_t> shape;
+};
+
+// What a call says of itself besides its arrays. Exported programs hold it.
+struct Attributes {
+  std::string_view op;  // a name in kOperators
+  std::vector<int64_t> axes;
+  std::string_view sides;  // the roles of the operands that broadcast: see read_call
+  std::string_view load, store;
+};
 
 // An operand that broadcasts to the shape of the operator's own.
 struct SideOperand {
@@ -40,12 +55,22 @@ struct Call {
   std::vector<int64_t> shape_of_rows() const;
 };
 
+// The call of a program, and what is wrong with it, or nothing: the same for those that run and those that are planned.
+//
+// `sides` names roles, "array", "index:D" (along dimension D of the call), "number", "label" or "mask", with spaces
+// between them. Operands: the operator's own, of one shape and dtype, then the sides but for indices. Numbers are in
+// the dtype of the arithmetic, labels int32, masks boolean; numbers and labels have extent 1 along the axes. Results:
+// of elements, then of rows, in the dtype of the arithmetic; then possibly memory to work with. Without the results of
+// rows these are operands, on a CPU: numbers before the others.
+std::string read_call(const Attributes& attributes, const std::vector<Array>& operands,
+                      const std::vector<Array>& results, Call* call);
+
+// "op of an array of shape (...)", for messages.
+std::string describe(const Call& call);
+
 std::vector<std::string> lines_of(const std::string& text);
 
 // The dtype that a call computes in, and that its rows' results have.
 DType arithmetic_of(const Call& call);
-
-// What is wrong with the dtypes of the operator's own operands and of its results, or nothing.
-std::string unsupported_dtypes(const Call& call);
 
 }  // namespace jax_softmax

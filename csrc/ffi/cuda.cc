@@ -222,7 +222,6 @@ std::vector<Device> devices_here() {
 
 std::string problem_of(const Call& call, Problem* problem) {
   *problem = Problem{};
-  if (std::string message = unsupported_dtypes(call); !message.empty()) return message;
   std::vector<std::vector<int64_t>> shapes;
   for (const SideOperand& side : call.sides) shapes.push_back(side.shape);
   if (std::string message = make_view(call.shape, shapes, call.axes, &problem->view, &problem->sides);
@@ -234,8 +233,6 @@ std::string problem_of(const Call& call, Problem* problem) {
   if (lines_of(call.load).size() > static_cast<size_t>(problem->cost.inputs)) {
     return "`load` has more lines than the operator has operands";
   }
-  const size_t stored = call.store.empty() ? problem->cost.element_results : lines_of(call.store).size();
-  if (stored != call.out.size()) return "`store` has not as many lines as there are results of elements";
   const auto read = std::count_if(call.sides.begin(), call.sides.end(), [](const SideOperand& side) {
     return side.role == Role::kArray || side.role == Role::kIndex;
   });

@@ -19,7 +19,7 @@ from jax_softmax.fusion import printing
 from jax_softmax.fusion.expressions import Expression, Number, Operation
 from jax_softmax.primitives import reference
 from jax_softmax.primitives.operators import OPERATORS
-from jax_softmax.runtime.lowering import TARGET, attributes
+from jax_softmax.runtime.lowering import TARGET, described
 
 
 class ReadBeside(NamedTuple):
@@ -61,18 +61,14 @@ class Kernel(NamedTuple):
         return "\n".join(lines) if any(lines) or len(lines) > 1 else ""
 
     def _described(self):
-        return {
-            "shape": list(self.shape),
-            "axes": list(self.axes),
-            "op": self.op,
-            "dtype": self.dtype,
-            "mask_shape": None if self.mask_shape is None else list(self.mask_shape),
-            "out_dtype": self.dtypes[0] if self.dtypes else None,
-            "more_results": list(self.dtypes[1:]),
-            "load": self._text_of_load(),
-            "store": self._text_of_store(),
-            "sides": [(list(side.shape), side.dtype) for side in self.sides],
-        }
+        return described(
+            *(self.op, self.shape, self.axes, self.dtype, self.mask_shape, *(self.dtypes[:1] or [None])),
+            more_results=self.dtypes[1:],
+            arrays=" ".join("array" if s.index_along is None else f"index:{s.index_along}" for s in self.sides),
+            beside=[(side.shape, side.dtype) for side in self.sides if side.index_along is None],
+            load=self._text_of_load(),
+            store=self._text_of_store(),
+        )
 
     def scratch_bytes(self) -> int | None:
         """Memory for blocks to exchange states through; None if XLA itself is as fast."""
@@ -94,9 +90,7 @@ class Kernel(NamedTuple):
         n = len(types)
         if scratch:
             types.append(jax.ShapeDtypeStruct((scratch,), jnp.uint8))
-        roles = ("array" if s.index_along is None else f"index:{s.index_along}" for s in self.sides)
-        texts = self._text_of_load(), self._text_of_store()
-        given = attributes(self.op, self.axes, self.mask_shape is not None, " ".join(roles), *texts)
+        given = self._described()["attributes"]
         aliases = {} if self.in_place is None else {self.in_place: 0}
         return jax.ffi.ffi_call(TARGET, types, input_output_aliases=aliases)(*operands, **given)[:n]
 

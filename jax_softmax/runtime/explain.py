@@ -15,6 +15,7 @@ from jax_softmax import _kernels
 from jax_softmax.functions import arguments
 from jax_softmax.primitives import reference
 from jax_softmax.primitives.operators import OPERATORS
+from jax_softmax.runtime.lowering import described
 
 
 class Gpu(NamedTuple):
@@ -197,7 +198,7 @@ def _plan(op, shape, axes, mask_shape, dtype, gpu):
         return None
     mask_shape = None if mask_shape is None else [*[1] * (len(shape) - len(mask_shape)), *mask_shape]
     facts = {name: value for name, value in gpu._asdict().items() if name != "copy_rate"}
-    plan = _kernels.plan(shape, axes, _KERNELS[op], dtype.name, mask_shape, out_dtype=_SCALED.get(op), **facts)
+    plan = _kernels.plan(**described(_KERNELS[op], shape, axes, dtype.name, mask_shape, _SCALED.get(op)), **facts)
     return plan if plan and plan["faster_than_xla"] else None
 
 

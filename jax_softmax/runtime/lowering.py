@@ -70,7 +70,7 @@ def export_checks() -> list[jax.export.DisabledSafetyCheck]:
 
 
 def attributes(op, axes, masked, arrays="", load="", store="", given=0):
-    """What a custom call of a kernel says of itself, besides its buffers: see csrc/ffi/call.h and csrc/core/call.h.
+    """What a custom call of a kernel says of itself, besides its buffers: see csrc/core/call.h.
 
     `arrays`: the roles of the operands that the expressions `load` and `store` read. `given`: how many results of rows
     are operands instead, before the rows' own numbers.
@@ -86,6 +86,38 @@ def attributes(op, axes, masked, arrays="", load="", store="", given=0):
         "load": load,
         "store": store,
     }
+
+
+def described(
+    op, shape, axes, dtype, mask_shape=None, out_dtype=None, more_results=(), arrays="", beside=(), load="", store=""
+):
+    """A custom call of a kernel as `_kernels.plan` takes it: shapes and dtypes of operands and results, and attributes.
+
+    `beside`: shapes and dtypes of the arrays that expressions read, among whose roles in `arrays` indices are as well.
+    """
+    operator, shape = OPERATORS[op], list(shape)
+    rows = [1 if d in axes else n for d, n in enumerate(shape)]
+    results = operator.element_results * [(shape, out_dtype or dtype)] + [(shape, dtype) for dtype in more_results]
+    wide = "float64" if "float64" in (dtype, out_dtype) else "float32"
+    operands = operator.inputs * [(shape, dtype)] + [(list(shape), dtype) for shape, dtype in beside]
+    operands += operator.row_numbers * [(rows, wide)] + operator.labelled * [(rows, "int32")]
+    operands += [] if mask_shape is None else [(list(mask_shape), "bool")]
+    return {
+        "operands": operands,
+        "results": results + operator.row_results * [(rows, wide)],
+        "attributes": attributes(op, axes, mask_shape is not None, arrays, load, store),
+    }
+
+
+def _typed(avals, shape):
+    """Shapes and dtypes. Symbolic dimensions have x's extent, `shape`, there."""
+    return [
+        (
+            [n if isinstance(n, int) else m for n, m in zip(a.shape, shape[len(shape) - a.ndim :], strict=True)],
+            a.dtype.name,
+        )
+        for a in avals
+    ]
 
 
 def _cpu_rule(op, by_reference):
@@ -140,16 +172,13 @@ def _cuda_rule(op, by_xla):
         if not OPERATORS[op].quantizes and not _makes(op, _cuda_makes, ctx):
             return in_one_dtype(ctx, *operands, axes=axes, in_place=in_place, **dtype)
 
+        call_attributes = attributes(op, axes, masked)
+
         def scratch_bytes(shape):
-            mask_shape = None
-            if masked:
-                mask_shape = ctx.avals_in[-1].shape
-                mask_shape = [1] * (len(shape) - len(mask_shape)) + list(mask_shape)
-                mask_shape = [m if isinstance(m, int) else n for m, n in zip(mask_shape, shape, strict=True)]
-            return _kernels.lower_for_cuda(shape, list(axes), op, x.dtype.name, mask_shape, dtype.get("dtype"))
+            return _kernels.lower_for_cuda(_typed(ctx.avals_in, shape), _typed(ctx.avals_out, shape), call_attributes)
 
         if all(isinstance(d, int) for d in x.shape):
-            n = scratch_bytes(list(x.shape))
+            n = scratch_bytes(x.shape)
         else:
             # The memory would have no known size: the call is made only if no number of rows needs any.
             shapes = known_shapes(x.shape, axes)
@@ -160,7 +189,7 @@ def _cuda_rule(op, by_xla):
         if n:
             ctx = ctx.replace(avals_out=[*ctx.avals_out, jax.core.ShapedArray((n,), np.dtype(np.uint8))])
         in_place &= ctx.avals_out[0].dtype == x.dtype
-        made = (call_in_place if in_place else call)(ctx, *operands, **attributes(op, axes, masked))
+        made = (call_in_place if in_place else call)(ctx, *operands, **call_attributes)
         return made[:n_results]
 
     return rule
