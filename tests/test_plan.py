@@ -90,8 +90,7 @@ class Call:
         self.inputs = facts["inputs"]
         self.of_rows = facts["row_results"] + facts["row_numbers"]  # what a row has of its own
         self.bytes = jnp.dtype(dtype).itemsize
-        self.out_bytes = 4 if jnp.dtype(dtype).kind in "iu" else self.bytes
-        self.state_bytes = ceil_div((1 + facts["sums"]) * max(4, self.bytes), 8) * 8  # a pivot and sums
+        self.state_bytes = ceil_div((1 + facts["sums"]) * 4, 8) * 8  # a pivot and sums, in float32
         self.width = 16 // self.bytes  # elements of a pack
         self.reduced, self.kept = chosen["reduced"], chosen["kept"]
         self.columns, self.rows = (math.prod(extent for extent, _ in dims) for dims in (self.reduced, self.kept))
@@ -114,7 +113,7 @@ def check_staged(fields, steps, scratch, call):
     # An odd element has a place of its own where lanes have pairs.
     assert fields["lanes"] * fields["held"] >= call.columns - call.columns % (1 + fields["pairs"])
     assert steps[0]["blocks"] * fields["rows"] >= call.rows
-    element = call.bytes * call.inputs + (call.out_bytes if call.out_bytes != call.bytes else 0)
+    element = call.bytes * call.inputs
     assert steps[0]["shared_bytes"] >= fields["rows"] * call.columns * element
 
 
