@@ -135,9 +135,8 @@ struct TilePart {
       // In each span, the place in a pack where line 0 begins is another one, since the strides of the other dimensions
       // need not be whole packs. In this period the thread takes the line that begins as its lines of the first span
       // do, and finds its index by dividing by the innermost stride, modulo the period. Modulo 2, 4 or 8 an odd number
-      // is its own inverse; modulo 16 its cube is the inverse.
-      constexpr int kUnit = kWidth / kPeriod, kOdd = static_cast<int>(kInnermost.stride / kUnit % kPeriod);
-      constexpr int kInverse = kPeriod == 16 ? kOdd * kOdd * kOdd : static_cast<int>(kInnermost.stride / kUnit);
+      // is its own inverse.
+      constexpr int kUnit = kWidth / kPeriod, kInverse = static_cast<int>(kInnermost.stride / kUnit);
       const int on = static_cast<int>(begin.element - base.element) / kUnit * kInverse;
       at.index = (at.index & -kPeriod) | ((at.index - on) & (kPeriod - 1));
     }
