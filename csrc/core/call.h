@@ -7,6 +7,7 @@
 
 #include "core/op.h"
 #include "geometry/operands.h"
+#include "geometry/view.h"
 
 namespace jax_softmax {
 
@@ -67,6 +68,12 @@ std::string read_call(const Attributes& attributes, const std::vector<Array>& op
 
 // "op of an array of shape (...)", for messages.
 std::string describe(const Call& call);
+
+// `shape` and the side operands' shapes have the same rank; a side operand's entries are the shape's or 1. `axes` are
+// distinct numbers in [0, rank). Sets the view and each side operand's strides along it. Returns an error message,
+// empty when all is well.
+std::string make_view(const std::vector<int64_t>& shape, const std::vector<std::vector<int64_t>>& sides,
+                      const std::vector<int64_t>& axes, View* view, std::vector<Strides>* strides);
 
 std::vector<std::string> lines_of(const std::string& text);
 

@@ -6,7 +6,6 @@
 #include <memory>
 #include <new>
 
-#include "core/make_view.h"
 #include "cpu/cpu.h"
 #include "ffi/call.h"
 #include "ffi/ranges.h"

@@ -9,8 +9,6 @@
 #include <shared_mutex>
 #include <string>
 
-#include "core/make_view.h"
-
 namespace jax_softmax {
 
 namespace ffi = xla::ffi;

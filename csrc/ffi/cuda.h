@@ -9,7 +9,6 @@
 #include "ffi/call.h"
 #include "jit/jit.h"
 #include "plan/plan.h"
-#include "plan/source.h"
 
 namespace jax_softmax {
 

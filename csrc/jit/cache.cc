@@ -14,8 +14,6 @@
 #include <utility>
 #include <vector>
 
-#include "jit/hash.h"
-
 namespace jax_softmax::jit {
 
 namespace {

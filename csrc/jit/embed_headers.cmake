@@ -1,4 +1,4 @@
-# embed_headers(TARGET ROOT FILES...) compiles the texts of FILES into TARGET, as declared in csrc/jit/headers.h. Kernels
+# embed_headers(TARGET ROOT FILES...) compiles the texts of FILES into TARGET, as declared in csrc/jit/nvrtc.h. Kernels
 # include a file by its path from ROOT, and those in a folder `std` (stand-ins for the standard library's headers, which
 # NVRTC does not have) by their name alone.
 #
@@ -15,7 +15,7 @@ if(CMAKE_SCRIPT_MODE_FILE)
     string(APPEND texts "    R\"embedded(${text})embedded\",\n")
     math(EXPR count "${count} + 1")
   endforeach()
-  file(WRITE "${OUTPUT}" "#include \"jit/headers.h\"
+  file(WRITE "${OUTPUT}" "#include \"jit/nvrtc.h\"
 
 namespace jax_softmax::jit {
 

@@ -14,9 +14,6 @@
 #include <thread>
 #include <unordered_map>
 
-#include "jit/hash.h"
-#include "jit/headers.h"
-
 namespace jax_softmax::jit {
 
 class Kernel {

@@ -9,7 +9,6 @@
 #include <type_traits>
 
 #include "jit/driver.h"
-#include "jit/headers.h"
 
 namespace jax_softmax::jit {
 

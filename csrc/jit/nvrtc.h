@@ -8,6 +8,12 @@
 
 namespace jax_softmax::jit {
 
+// The device code, as text inside the library, which embed_headers.cmake writes: kernels include file i by the name
+// kHeaderNames[i].
+extern const char* const kHeaderNames[];
+extern const char* const kHeaderTexts[];
+extern const int kHeaders;
+
 // A kernel to be made.
 struct Source {
   std::string code;  // includes embedded headers by name and defines one `extern "C" __global__ void kernel(...)`

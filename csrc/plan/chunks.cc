@@ -1,10 +1,24 @@
-#include "plan/chunks.h"
-
+// How long rows are cut into chunks, the same for the schedules `chunks` and `ring`, and these schedules.
 #include <algorithm>
+
+#include "plan/plan.h"
 
 namespace jax_softmax {
 
 namespace {
+
+constexpr int kMostTeams = 4;                // in a block of the chunks schedule
+constexpr int kMostBlocks = 16;              // in a cluster
+constexpr int kFewChunks = 8;                // for each multiprocessor, in all rows: few
+constexpr int kSharedBytesBeside = 3 << 10;  // static shared memory of both schedules, rounded up
+
+struct Cut {
+  int64_t chunks;    // of a row
+  int64_t share;     // packs of each operand in one
+  int team_threads;  // that have one
+  int boundary;
+  int64_t bytes;  // of all operands in a chunk
+};
 
 // A team has a chunk of a row, of up to 16 KB of all operands. Where it looks at the edges of rows, which need not
 // begin with a whole pack, fewer threads share the cost of that, and each may have a pack more; but they take longer.
@@ -25,8 +39,7 @@ int registers_of(const Problem& problem, bool edges) {
   return problem.cost.inputs == 1 ? 56 : edges ? 80 : 40;
 }
 
-}  // namespace
-
+// Nothing if a row has too many.
 std::optional<Cut> cut(const Problem& problem, const Device& device) {
   if (!problem.view.minor_reduced) return {};
   const Footprint footprint = problem.footprint();
@@ -37,12 +50,10 @@ std::optional<Cut> cut(const Problem& problem, const Device& device) {
   bool edges = !runs.aligned() || problem.masked || !problem.plain;
   const int64_t chunks = ceil_div(runs.packs, room(inputs, false)),
                 with_more = ceil_div(runs.packs, room(inputs, true));
-  // A team has room for a pack more where it looks at edges, which is worth it if that makes fewer chunks: unless
-  // blocks of a cluster had all that they have room for, or arithmetic takes as long as memory does.
+  // A team has room for a pack more where it looks at edges, which is worth it if that makes fewer chunks, and not
+  // many: unless blocks of a cluster had all that they have room for.
   const bool full = clusters && chunks <= kMostBlocks && runs.packs % room(inputs, false) == 0;
-  if (with_more < chunks && !full && with_more <= (inputs == 1 ? kManyChunks : kMostTeams)) {
-    edges = true;
-  }
+  edges = edges || (with_more < chunks && !full && with_more <= (inputs == 1 ? kManyChunks : kMostTeams));
   // Equal shares of whole cache lines; for clusters of two operands, as many as fill their blocks' teams.
   int64_t n = ceil_div(runs.packs, room(inputs, edges));
   if (inputs == 2 && n > kMostTeams) n = round_up(n, kMostTeams);
@@ -55,6 +66,36 @@ std::optional<Cut> cut(const Problem& problem, const Device& device) {
   if (cut.chunks > kMostChunks) return {};
   return cut;
 }
+
+// ---- rings
+
+constexpr int kMostStages = 16;
+constexpr int kSummers = 3;  // teams that sum terms
+constexpr int kWriters = 2;  // teams that write results
+constexpr int kCopies = 4;   // chunks that are copied at once
+// A warp that waits for a stage must know that what was there before has been copied: it has waited for that itself, or
+// for something that was copied no sooner than kCopies later.
+constexpr int kFewestStages = 6;
+static_assert(kFewestStages % kSummers == 0 && kFewestStages + 1 >= kSummers + kCopies);
+// Rows of more chunks are waited for by two warps, in turns: of an even number of stages, so that the same one waits
+// for all that passes through a stage.
+constexpr int kLongRow = 64;
+
+int64_t stages_of(const Cut& cut, const Device& device) {
+  const int64_t shared = device.shared_memory_per_block - kSharedBytesBeside;
+  const int64_t stages = std::min<int64_t>(kMostStages, shared / cut.bytes);
+  return cut.chunks > kLongRow ? stages - stages % 2 : stages;
+}
+
+// Whether a ring on the device holds a row.
+bool fits_ring(const Cut& cut, const Problem& problem, const Device& device) {
+  const int64_t stages = stages_of(cut, device);
+  // Rings that held no more than a row and a third would wait for one another.
+  return problem.packs && device.compute_capability >= 90 && stages >= kFewestStages &&
+         cut.chunks <= stages * device.multiprocessors * 3 / 4 && problem.view.rows * cut.chunks < (1ll << 31);
+}
+
+}  // namespace
 
 std::optional<Chunks> plan_chunks(const Problem& problem, const Device& device) {
   const std::optional<Cut> cut = jax_softmax::cut(problem, device);
@@ -101,6 +142,24 @@ Launch launch_of(const Chunks& plan, const Problem& problem) {
   const bool edges = plan.boundary > 0 || plan.team_threads != team_threads(problem.cost.inputs, false);
   launch.resident = 65536 / (registers_of(problem, edges) * launch.threads);
   return launch;
+}
+
+std::optional<Ring> plan_ring(const Problem& problem, const Device& device) {
+  const std::optional<Cut> cut = jax_softmax::cut(problem, device);
+  if (!cut || !fits_ring(*cut, problem, device)) return {};
+  Ring plan{};
+  plan.chunks = static_cast<int>(cut->chunks);
+  plan.share = static_cast<int>(cut->share);
+  plan.team_threads = cut->team_threads;
+  plan.stages = static_cast<int>(stages_of(*cut, device));
+  plan.summers = kSummers;
+  plan.writers = kWriters;
+  plan.waiters = cut->chunks > kLongRow ? 2 : 1;
+  plan.copies = kCopies;
+  // Two chunks are taken at once, with half the atomics; of few in all one, so that more multiprocessors have some.
+  plan.ticket = problem.view.rows * cut->chunks <= int64_t{kFewChunks} * device.multiprocessors ? 1 : 2;
+  plan.boundary = cut->boundary;
+  return plan;
 }
 
 }  // namespace jax_softmax

@@ -2,8 +2,6 @@
 
 #include <algorithm>
 
-#include "plan/chunks.h"
-
 namespace jax_softmax {
 
 namespace {

@@ -11,7 +11,7 @@
 #include <variant>
 #include <vector>
 
-#include "core/op.h"
+#include "core/call.h"
 #include "geometry/chunks.h"
 #include "geometry/registers.h"
 #include "geometry/rows.h"
@@ -89,6 +89,7 @@ struct Launch {
   bool overlaps = false;     // may start before the previous kernel has ended, which it waits for itself
 };
 
+Launch launch_of(const Chunks& plan, const Problem& problem);
 Launch launch_of(const Tile& plan, const Problem& problem, const Device& device);
 
 // A kernel and its launch; a plan is one or more of them, in order.
@@ -98,6 +99,9 @@ struct Step {
   int64_t rows;  // Operands::rows
 };
 std::vector<Step> steps_of(const Plan& plan, const Problem& problem, const Device& device);
+
+// The text of a step's kernel, which NVRTC compiles: a translation unit that defines `kernel`.
+std::string source_of(const Plan& plan, const Step& step, const Problem& problem, const Call& call);
 
 // "registers lanes=32 packs=4 ..."
 std::string describe(const Plan& plan);

@@ -1,4 +1,4 @@
-#include "plan/source.h"
+#include "plan/plan.h"
 
 namespace jax_softmax {
 

@@ -1,4 +1,4 @@
-#include "core/make_view.h"
+#include "core/call.h"
 
 #include <algorithm>
 
