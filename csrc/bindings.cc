@@ -95,7 +95,7 @@ nb::object plan(const Arrays& operands, const Arrays& results, const nb::dict& a
     entry["cluster"] = step.launch.cluster;
     entry["shared_bytes"] = step.launch.shared_bytes;
     entry["cooperative"] = step.launch.cooperative;
-    entry["overlap"] = step.launch.overlap;
+    entry["overlap"] = step.launch.overlaps;
     steps.append(entry);
   }
   nb::dict result;

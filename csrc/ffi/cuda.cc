@@ -24,7 +24,7 @@ std::atomic<int> most_shared_memory{INT_MAX}, most_blocks{INT_MAX};
 struct Ready {
   struct Step {
     const jit::Kernel* kernel;
-    jit::Launch launch;
+    Launch launch;
     int64_t rows;
   };
   std::vector<Step> steps;
@@ -255,11 +255,7 @@ std::optional<Planned> plan_call(const Call& call, const Problem& problem, const
   Planned planned{*plan, problem, {}, scratch_bytes(*plan, problem)};
   const std::string described = describe(*plan) + ", " + describe(call);
   for (const Step& step : steps_of(*plan, problem, device)) {
-    const Launch& launch = step.launch;
-    planned.steps.push_back({{source_of(*plan, step, problem, call), described},
-                             {launch.blocks, launch.threads, launch.cluster, static_cast<int>(launch.shared_bytes),
-                              launch.cooperative, launch.overlaps},
-                             step.rows});
+    planned.steps.push_back({{source_of(*plan, step, problem, call), described}, step.launch, step.rows});
   }
   return planned;
 }
@@ -291,12 +287,11 @@ std::optional<int64_t> lower_for_cuda(const Call& call, const Problem& problem) 
 }
 
 jit::Result<Device> device_of(int ordinal) {
-  const jit::Result<jit::Device> found = jit::device(ordinal);
-  if (!found) return found.error;
-  const jit::Device& device = found.value;
-  return Device{device.compute_capability, device.multiprocessors,
-                std::min(device.shared_memory_per_block, most_shared_memory.load()),
-                std::min(device.largest_cluster, most_blocks.load())};
+  jit::Result<Device> found = jit::device(ordinal);
+  Device& device = found.value;
+  device.shared_memory_per_block = std::min(device.shared_memory_per_block, most_shared_memory.load());
+  device.largest_cluster = std::min(device.largest_cluster, most_blocks.load());
+  return found;
 }
 
 void limit_devices(int shared_memory_per_block, int largest_cluster) {

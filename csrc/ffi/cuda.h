@@ -15,7 +15,7 @@ namespace jax_softmax {
 // A step of a plan, ready to be made and launched.
 struct PlannedStep {
   jit::Source source;
-  jit::Launch launch;
+  Launch launch;
   int64_t rows;
 };
 

@@ -173,12 +173,12 @@ Error load(const Driver& d, const std::string& binary, Kernel* kernel) {
 }
 
 // Allows all the shared memory and clusters that the device has, and ends the lazy loading, which a capture forbids.
-Error make_ready(const Driver& d, const Device& device, CUkernel kernel) {
+Error make_ready(const Driver& d, const Device& device, int ordinal, CUkernel kernel) {
   CUdevice id;
   CUcontext context;
   int static_bytes = 0;
   CUfunction function;
-  Error error = d.check(d.cuDeviceGet(&id, device.ordinal), "cuDeviceGet");
+  Error error = d.check(d.cuDeviceGet(&id, ordinal), "cuDeviceGet");
   // XLA's own context, which lives as long as the process.
   if (!error) error = d.check(d.cuDevicePrimaryCtxRetain(&context, id), "cuDevicePrimaryCtxRetain");
   if (!error) error = d.check(d.cuCtxPushCurrent(context), "cuCtxPushCurrent");
@@ -242,8 +242,7 @@ Result<Device> device(int ordinal) {
     return value;
   };
   const int major = get(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR);
-  Device device;
-  device.ordinal = ordinal;
+  Device device{};
   device.compute_capability = 10 * major + get(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR);
   device.multiprocessors = get(CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT);
   device.shared_memory_per_block = get(CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN);
@@ -306,7 +305,7 @@ Result<const Kernel*> get(const Source& source, int ordinal) {
   const Relaxed relaxed(d);
   Error error;
   if (!entry.kernel.handle) error = load(d, compiled.value.binary, &entry.kernel);
-  if (!error) error = make_ready(d, device.value, entry.kernel.handle);
+  if (!error) error = make_ready(d, device.value, ordinal, entry.kernel.handle);
   if (error) return Error{"a kernel could not be loaded (plan: " + source.plan + "): " + error.message};
   entry.ready |= bit;
   return &entry.kernel;
@@ -339,7 +338,7 @@ Error launch(const Kernel& kernel, const Launch& launch, CUstream stream, const 
     attribute.value.flag = 1;
   };
   add_flag(launch.cooperative, CU_LAUNCH_ATTRIBUTE_COOPERATIVE);
-  add_flag(launch.overlap, CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION);
+  add_flag(launch.overlaps, CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION);
   void* arguments[] = {const_cast<void*>(argument)};
   const Driver& d = driver().value;
   // A CUkernel may stand where a CUfunction is asked for: the stream's context then says which.

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <string>
 
+#include "core/gpu.h"
 #include "jit/cache.h"
 #include "jit/driver.h"
 #include "jit/nvrtc.h"
@@ -17,13 +18,6 @@ namespace jax_softmax::jit {
 // on disk. A later call forgets every kernel, which is for tests.
 Error configure(const std::string& nvrtc, const std::string& cache_folder, int64_t cache_bytes);
 
-struct Device {
-  int ordinal;
-  int compute_capability;  // 90 is 9.0
-  int multiprocessors;
-  int shared_memory_per_block;  // bytes, the most that a block may ask for
-  int largest_cluster;          // blocks; 1 where there are no clusters
-};
 Result<int> device_count();
 Result<Device> device(int ordinal);
 
@@ -39,15 +33,6 @@ Result<Nvrtc::Compiled> compiled(const Source& source, int compute_capability);
 // A kernel that is loaded on a device and may be launched there, also while a stream is captured. Never unloaded.
 class Kernel;
 Result<const Kernel*> get(const Source& source, int ordinal);
-
-struct Launch {
-  int64_t blocks;
-  int threads;
-  int cluster = 1;           // blocks that share memory
-  int shared_bytes = 0;      // dynamic shared memory of a block
-  bool cooperative = false;  // all blocks at once
-  bool overlap = false;      // may begin before the kernel before it has ended (programmatic stream serialization)
-};
 
 // `argument` points at the kernel's only parameter, a struct passed by value.
 Error launch(const Kernel& kernel, const Launch& launch, CUstream stream, const void* argument);

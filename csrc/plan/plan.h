@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "core/call.h"
+#include "core/gpu.h"
 #include "geometry/chunks.h"
 #include "geometry/registers.h"
 #include "geometry/rows.h"
@@ -24,14 +25,6 @@ namespace jax_softmax {
 
 inline constexpr int kSectorBytes = 32;      // of the last cache: what memory is written by in the end
 inline constexpr int kCacheLineBytes = 128;  // of the last cache
-
-// What a planner needs to know of a GPU.
-struct Device {
-  int compute_capability;  // 10 * major + minor
-  int multiprocessors;
-  int shared_memory_per_block;  // bytes, opted in
-  int largest_cluster;          // blocks; 1 where there are no clusters
-};
 
 // And of a call.
 struct Problem {
@@ -77,17 +70,6 @@ std::optional<Ring> plan_ring(const Problem& problem, const Device& device);
 std::optional<Tile> plan_tile(const Problem& problem, const Device& device);
 std::optional<Twice> plan_twice(const Problem& problem, const Device& device);
 std::optional<TwiceTile> plan_twice_tile(const Problem& problem, bool one_block);
-
-// How a block is launched, and how many of them a multiprocessor is to have room for in registers (0: as it comes).
-struct Launch {
-  int64_t blocks;
-  int threads;
-  int cluster = 1;
-  int64_t shared_bytes = 0;
-  int resident = 0;
-  bool cooperative = false;  // all blocks run at once
-  bool overlaps = false;     // may start before the previous kernel has ended, which it waits for itself
-};
 
 Launch launch_of(const Chunks& plan, const Problem& problem);
 Launch launch_of(const Tile& plan, const Problem& problem, const Device& device);
