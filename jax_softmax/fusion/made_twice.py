@@ -7,6 +7,7 @@ its own. So:
 - an operation that is rounded is written in XLA's program with its rounding (`expressions.done`);
 - a function, such as tanh, whose result is rounded to 16 bits is not made twice: XLA makes it, in memory, and the
   kernel reads it there (`to_keep`), unless XLA reads few elements of it, at labels;
+- nor are comparisons of a function's result with what XLA makes of it, a row's maximum for one: XLA compares;
 - an array in memory that a kernel reads is what XLA reads as well, instead of making it again (`in_memory`).
 
 In float32 the two may differ in the last places of a function's result.
@@ -32,7 +33,7 @@ def to_keep(groups, calls) -> set:
     """The variables that have to be in memory, so that they are made once."""
     twice = equations(groups, calls)
     by_functions: set = set()
-    kept = set()
+    kept = _compared(groups, calls, twice)
     for equation in sorted(twice, key=lambda e: min(group.graph.position[e] for group in twice[e])):
         if not any(group.row_results for group in twice[equation]) or not _is_made_in_full(groups, equation):
             continue
@@ -42,6 +43,45 @@ def to_keep(groups, calls) -> set:
             if any(op.rounds_to for op in operations):
                 kept.update(equation.outputs)
     return kept
+
+
+def _compared(groups, calls, twice):
+    """The results of comparisons in kernels that equal bits decide."""
+    found = set()
+    for group in calls:
+        for folded in (*group.before, group.sides_after):
+            functions = {e for e in folded.values() if e in twice and expressions.is_long(e)}
+            by_functions: set = set()
+            for variable, equation in folded.items() if functions else ():
+                if equation in functions or not by_functions.isdisjoint(variables_of(equation.inputs)):
+                    by_functions.add(variable)
+                if equation.name not in expressions.COMPARISONS:
+                    continue
+                for one, other in (equation.inputs, equation.inputs[::-1]):
+                    if (
+                        expressions.is_variable(one)
+                        and one in by_functions
+                        and _xla_makes_of(groups.graph, other, functions, folded)
+                    ):
+                        found.add(variable)
+    return found
+
+
+def _xla_makes_of(graph, a, functions, folded):
+    """Whether a value in a kernel is made of one that XLA makes of what these functions are."""
+    first = min(graph.position[equation] for equation in functions)
+    pending, seen = [(a, False)], set()
+    while pending:
+        a, by_xla = pending.pop()
+        maker = graph.maker.get(a) if expressions.is_variable(a) else None
+        if maker is None or (a, by_xla) in seen or graph.position[maker] < first:
+            continue
+        seen.add((a, by_xla))
+        by_xla |= a not in folded
+        if by_xla and maker in functions:
+            return True
+        pending += [(b, by_xla) for b in variables_of(maker.inputs)]
+    return False
 
 
 def _is_made_in_full(groups, equation):
