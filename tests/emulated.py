@@ -120,6 +120,7 @@ def _call(types):
     def call(*operands, op, axes, sides, load, store, version):
         facts, shape = OPERATORS[op], operands[0].shape
         own, rest = list(operands[: facts.inputs]), list(operands[facts.inputs :])
+        assert all((a.shape, a.dtype) == (shape, own[0].dtype) for a in own)  # a kernel reads them alike
         read = []
         for role in sides.split():
             if role.startswith("index:"):

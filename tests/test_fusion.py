@@ -862,6 +862,14 @@ def test_compiles(jit, name):
             assert jit.binary(step["code"])[:4] == b"\x7fELF"
 
 
+def test_no_product_is_merged_with_a_sum(jit):
+    """x * w less the largest x * w of a row is 0 at the largest, where kernels are compiled so."""
+    code = 'extern "C" __global__ void kernel(float* x) {{ x[0] = {}; }}'
+    found = jit.binary(code.format("x[0] * x[1] - x[2]"))
+    assert found == jit.binary(code.format("__fsub_rn(__fmul_rn(x[0], x[1]), x[2])"))
+    assert found != jit.binary(code.format("__fmaf_rn(x[0], x[1], -x[2])"))
+
+
 # ---- Transformations: functions that run as they are
 
 

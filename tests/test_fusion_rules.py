@@ -126,6 +126,7 @@ RULES = {
         "policy and entropy": gradient(lambda x: at_labels(log_softmax(x), LABELS) + 0.3 * entropy(x), X),
         "log_softmax first": gradient(lambda x: jnp.sum(log_softmax(x) * softmax(x), -1), X),
         "of two arrays": gradient(lambda x, y: entropy(x, y), X, Y, by=(0, 1)),
+        "of a shifted array": gradient(lambda x: entropy(x, x + Y), X),
         "along two axes": gradient(lambda x: entropy(x, None, 0, 1), X),
         "along two other axes": gradient(lambda x: entropy(x, None, 1, 0, 0), X),
         "cotangents that are read": gradient(lambda x: jax.grad(lambda x: jnp.sum(jnp.tanh(entropy(x))))(x), X),
@@ -172,11 +173,18 @@ RULES = {
         "columns, kept for the derivative": gradient(
             lambda x, w: softmax(wide(x) * 3 - 1, 0) @ w, array(N, N, dtype=BF16), Y, by=(0, 1)
         ),
+        "kept for a product, the cotangent of another one": value(
+            lambda x, y, w: (lambda p: (p @ w, jax.grad(lambda y: jnp.sum(softmax(y) * p))(y)))(softmax(wide(x) * 2)),
+            array(N, N, dtype=BF16),
+            Y,
+            Z,
+        ),
         "both": value(lambda x: (softmax(x * 2), log_softmax(x * 2)), X, ops="log_softmax"),
         "both along two axes": value(lambda x: (softmax(x, 0), log_softmax(x, 1)), X, ops="log_softmax softmax"),
         "both, twice": value(lambda x: (softmax(x, 0), log_softmax(x, 1), softmax(x, 1), log_softmax(x, 0)), X),
         "both of two arrays": value(lambda x: (softmax(x), log_softmax(2 * x)), X),
         "both with a mask": value(lambda x: (softmax(x, where=MASK), log_softmax(x), softmax(x)), X),
+        "both with another mask": value(lambda x: (softmax(x), log_softmax(x, where=MASK)), X),
         "second derivatives": gradient(lambda x: jax.grad(lambda x: jnp.sum(jnp.sin(softmax(x)) * Y))(x), X),
         "second derivatives of logarithms": gradient(
             lambda x: jax.grad(lambda x: jnp.sum(jnp.sin(log_softmax(x)) * Y))(x), X
@@ -195,6 +203,9 @@ RULES = {
         "shifted negated": both(lambda x: loss(x, 0.3 - one_hot()), X),
         "smoothed": both(lambda x: loss(x, 0.9 * one_hot() + 0.1 / N), X, ops="cross_entropy_gradient_and_distances"),
         "smoothed, of columns": both(lambda x: -jnp.sum((0.9 * one_hot(axis=0) + 0.02) * log_softmax(x, 0), 0), X),
+        "smoothed, summed over another axis": both(
+            lambda x: jnp.sum((0.9 * one_hot(axis=0) + 0.02) * log_softmax(x), 0), X
+        ),
         "smoothed probabilities": both(lambda x: jnp.sum((0.9 * one_hot() + 0.1) * softmax(x), -1), X),
         "smoothed, a result": value(
             lambda x: (lambda y: (y, jnp.sum((0.9 * one_hot() + 0.1) * y, -1)))(log_softmax(x)), X
@@ -204,9 +215,7 @@ RULES = {
         "labels outside, smoothed": both(lambda x: loss(x, 0.9 * one_hot(OUTSIDE) + 0.1), X),
         "-inf at the label": value(lambda x: loss(x, one_hot() * 2), np.where(WITHOUT > -9, WITHOUT, -1e30)),
         "infinite at the label": value(lambda x: at_labels(log_softmax(x), LABELS), WITHOUT),
-        "-inf at the label without weight": value(
-            lambda x: jnp.sum(jnp.where(x == -jnp.inf, 0, (one_hot() * 0.0 + 0.5) * log_softmax(x)), -1), SOME_WITHOUT
-        ),
+        "uniform targets, -inf at the label": value(lambda x: loss(x, one_hot() * 0.0 + 0.5), WITHOUT),
         "summed over another axis": both(lambda x: jnp.sum(one_hot() * log_softmax(x), 0), X),
         "summed over all": both(lambda x: jnp.sum(one_hot() * log_softmax(x)), X),
         "kept dimensions": both(lambda x: jnp.sum(one_hot() * log_softmax(x), -1, keepdims=True) * x, X),
