@@ -342,6 +342,13 @@ RULES = {
         "a split vector": value(lambda x: softmax((x + WIDE[0]).reshape(4, 6, 4), 1) * 2, WIDE),
         "dimensions exchanged": value(lambda x: softmax(x.T + Y) + x, X),
         "dimensions exchanged afterwards": value(lambda x: (softmax(x * 2).T * Y, softmax(x * 2) * 3), X),
+        "with itself, exchanged, afterwards": value(lambda x: (lambda y: (y + 2 * y.T, y @ Y))(softmax(x * 3)), X),
+        "with itself, exchanged": value(lambda x: softmax(x - 2 * x.T), X),
+        "a reshape that divides at one of two places": value(
+            lambda x, w: softmax(x + (lambda z: z + 2 * z.T)(jnp.tanh(w).reshape(12, 12)).reshape(4, 3, 3, 4)),
+            array(4, 3, 3, 4),
+            array(4, 36, seed=1),
+        ),
         "rotated": value(
             lambda x: jnp.transpose(softmax(jnp.transpose(x + 1, (2, 0, 1)) * 2, 1), (2, 1, 0)) * array(2, 3, 4),
             array(3, 2, 4),

@@ -8,7 +8,7 @@ from jax.interpreters import mlir
 
 from jax_softmax import _kernels
 from jax_softmax.fusion import expressions, places
-from jax_softmax.fusion.expressions import Expressions
+from jax_softmax.fusion.expressions import Expressions, NotFolded
 from jax_softmax.fusion.graph import bytes_of
 from jax_softmax.fusion.groups import Group
 from jax_softmax.fusion.kernels import Kernel, ReadBeside, kernel_p
@@ -62,10 +62,6 @@ class KernelCall(NamedTuple):
             *(how.operand(a) for how, a in zip(self.operands, arrays, strict=True)), kernel=self.kernel
         )
         return [result.arrangement.result(found[result.index], result.shape) for result in self.results]
-
-
-class NotFolded(Exception):
-    """Why a group cannot be a call of a kernel."""
 
 
 def call_of(group: Group, written, read_outside) -> tuple[KernelCall, list, list]:
@@ -211,7 +207,7 @@ def _whole_leaves(a, place, before):
             continue
         seen.add((a, places.key_of(place)))
         if a in before:
-            inputs = zip(before[a].inputs, places.inputs_of(before[a], place), strict=True)
+            inputs = zip(before[a].inputs, expressions.inputs_of(before[a], place), strict=True)
             pending += reversed(list(inputs))
         elif len(places.factors_of(place)) == count:
             leaves.append((a, place))

@@ -171,6 +171,22 @@ def instructions(equation) -> int:
     return sum((10 if op.is_function else 1) + 2 * (op.rounds_to is not None) for op in operations)
 
 
+class NotFolded(Exception):
+    """Why a group cannot be a call of a kernel."""
+
+
+def inputs_of(equation, place):
+    """The places of the operands of an equation that is folded.
+
+    Raises:
+      NotFolded: it is folded where its result is read at another place, and cannot be at this one.
+    """
+    inputs = places.inputs_of(equation, place)
+    if inputs is None:
+        raise NotFolded(f"{equation.name} cannot be followed wherever its result is read")
+    return inputs
+
+
 class Side(NamedTuple):
     """What an expression reads beside an element: an array, or, where there is none, the index along a factor."""
 
@@ -283,7 +299,7 @@ class Expressions:
             if dtype == "int32":
                 return index
             return _put(operations, Operation("convert_element_type", (index,), ("int32",), dtype))
-        inputs = places.inputs_of(equation, place)
+        inputs = inputs_of(equation, place)
         given = []
         for a, its_place in zip(equation.inputs, inputs, strict=True):
             given.append((yield self._value(a, its_place, inside, known, operations)))
