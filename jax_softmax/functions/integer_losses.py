@@ -75,9 +75,8 @@ def _weighted_losses_jvp(how, primals, tangents):
         of_losses += inner_product(gradient, t, how.axes)
     elif not is_zero(t):
         x, label, _, where = labelled
-        factor, lse_factor, *others = _coefficients(how, labelled, weights, options)
-        factor += lse_factor * values.lse
-        of_losses += tangent(x, made[1], factor, *others, label, t, where, how.axes, how.axis_name, how.in_place)
+        coefficients = _coefficients(how, labelled, weights, options)
+        of_losses += tangent(x, made[1], coefficients, label, t, where, how.axes, how.axis_name, how.in_place)
     if not is_zero(weights_dot):
         of_losses += losses * weights_dot
     if not is_zero(options_dot.label_smoothing):

@@ -3,12 +3,10 @@
 The gradient is a kernel's, `cross_entropy_gradient`. The tangent is a linear primitive that `cross_entropy_gradient` is
 the transpose of:
 
-    x, largest, total, factor, offset, at_label, label, t, [where]
-                                                           cross_entropy_tangent    sum(gradient t) over each row
+    x, largest, total, *Coefficients, label, t, [where]    cross_entropy_tangent    sum(gradient t) over each row
 
-It is linear in t, a tangent of x, and what it gives is jax.numpy on all platforms. There is no lse_factor: where the
-rows are known it is a part of the factor. logsumexp has no such primitive: its gradient is mostly added to others of
-the same x, and what is jax.numpy XLA fuses with them.
+It is linear in t, a tangent of x, and what it gives is jax.numpy on all platforms. logsumexp has no such primitive: its
+gradient is mostly added to others of the same x, and what is jax.numpy XLA fuses with them.
 """
 
 import functools
@@ -20,22 +18,22 @@ from jax.interpreters import ad
 
 from jax_softmax.primitives import batching, reference
 from jax_softmax.primitives.labels import at_labels, exists, is_label
-from jax_softmax.primitives.operators import PRIMITIVES, Coefficients, bind, split
+from jax_softmax.primitives.operators import PRIMITIVES, bind, split
 from jax_softmax.primitives.reference import Normalizer
 from jax_softmax.primitives.rows import normalizer, normalizer_tangents, row_sum, sum_of_tangents
 
 tangent_p = Primitive("cross_entropy_tangent")
 
 
-def tangent(x, rows, factor, offset, at_label, label, t, where, axes, axis_name, in_place):
-    """The tangent of losses, given the rows' `Normalizer`, and of their gradient what makes it and whether it may take
-    x's place: see `operators.py`.
+def tangent(x, rows, coefficients, label, t, where, axes, axis_name, in_place):
+    """The tangent of losses, given the rows' `Normalizer`, and of their gradient the `Coefficients` and whether it may
+    take x's place: see `operators.py`.
 
     Where each device has a part of every row, JAX's transpose adds up in the arithmetic's precision, and is one loop
     for XLA.
     """
     mask = [] if where is None else [where]
-    operands = x, *rows.finite(), factor, offset, at_label, label, t, *mask
+    operands = x, *rows.finite(), *coefficients, label, t, *mask
     if axis_name:
         return jax.lax.psum(_sum_of_products(axes, *operands), axis_name)
     return tangent_p.bind(*operands, axes=axes, in_place=in_place)
@@ -43,10 +41,11 @@ def tangent(x, rows, factor, offset, at_label, label, t, where, axes, axis_name,
 
 # With checkpoint the operands are kept for a backward pass, and nothing that is made of them.
 @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=(0,))
-def _sum_of_products(axes, x, largest, total, factor, offset, at_label, label, t, where=None):
-    rows, of_rows = Normalizer(largest, total), (factor, jnp.zeros_like(factor), offset, at_label, label)
-    gradient = reference.gradient_given(rows, x, *of_rows, where, axes, dtype=reference.wide_dtype(x.dtype))
-    counts = reference.row_counts(rows, factor, offset, at_label)
+def _sum_of_products(axes, x, largest, total, *operands):
+    (*coefficients, label, t), where = split(operands)
+    rows, params = Normalizer(largest, total), {"axes": axes, "dtype": reference.wide_dtype(x.dtype)}
+    gradient = reference.gradient_given(rows, x, *coefficients, label, where, **params)
+    counts = reference.row_counts(rows, *coefficients)
     counts &= True if where is None else where | is_label(x, axes, label)
     return row_sum(reference.kept(gradient * reference.widened(t), counts), axes, ())
 
@@ -60,16 +59,16 @@ def tangent_abstract_eval(x, largest, *operands, axes, in_place):
 
 
 def tangent_batch(axis_data, operands, batch_axes, *, axes, in_place):
-    if batching.only_batched(batch_axes, range(1, 7)):
+    if batching.only_batched(batch_axes, range(1, 8)):
         return jax.vmap(functools.partial(_sum_of_products, axes), batch_axes)(*operands), 0
-    batched, to, axes, _ = batching.moved_batch_axes(axis_data, operands, batch_axes, 8, axes=axes, axis_name=())
+    batched, to, axes, _ = batching.moved_batch_axes(axis_data, operands, batch_axes, 9, axes=axes, axis_name=())
     return tangent_p.bind(*batched, axes=axes, in_place=in_place), to
 
 
 def tangent_jvp(primals, tangents, *, axes, in_place):
-    *floats, label, t = primals[:8]
-    *float_dots, _, t_dot = tangents[:8]
-    mask, result = primals[8:], tangent_p.bind(*primals, axes=axes, in_place=False)
+    *floats, label, t = primals[:9]
+    *float_dots, _, t_dot = tangents[:9]
+    mask, result = primals[9:], tangent_p.bind(*primals, axes=axes, in_place=False)
     along_t = along_floats = ad.Zero(jax.typeof(result).to_tangent_aval())
     if type(t_dot) is not ad.Zero:
         along_t = tangent_p.bind(*floats, label, t_dot, *mask, axes=axes, in_place=False)
@@ -80,15 +79,14 @@ def tangent_jvp(primals, tangents, *, axes, in_place):
 
 
 def tangent_transpose(cotangent, x, largest, total, *operands, axes, in_place):
-    (*coefficients, label, t), mask = operands[:5], operands[5:]
+    (*coefficients, label, t), mask = operands[:6], operands[6:]
     assert ad.is_undefined_primal(t)
     gradient = ad.Zero(t.aval)
     if type(cotangent) is not ad.Zero:
-        factor, offset, at_label = (cotangent * coefficient for coefficient in coefficients)
-        operands = x, largest, total, *Coefficients(factor, jnp.zeros_like(factor), offset, at_label), label
+        operands = x, largest, total, *(cotangent * coefficient for coefficient in coefficients), label
         params = {"where": mask[0] if mask else None, "dtype": t.aval.dtype, "in_place": in_place}
         gradient = bind("cross_entropy_gradient", *operands, axes=axes, **params)[0]
-    return [*[None] * 7, gradient, *[None] * len(mask)]
+    return [*[None] * 8, gradient, *[None] * len(mask)]
 
 
 def cross_entropy_jvp(primals, tangents, *, axes, axis_name):
