@@ -50,8 +50,14 @@ def _sum_of_products(axes, x, largest, total, *operands):
     return row_sum(reference.kept(gradient * reference.widened(t), counts), axes, ())
 
 
-def tangent_lowered(*operands, axes, in_place):
-    return _sum_of_products(axes, *operands)
+def tangent_lowered(x, largest, total, *operands, axes, in_place):
+    """The same but for rounding: on a CPU it takes half the time to look up the label's element of t apart."""
+    (*coefficients, label, t), where = split(operands)
+    counts = reference.row_counts(Normalizer(largest, total), *coefficients) & exists(label, x.shape, axes)
+    of_label = jnp.where(counts, coefficients[-1] * reference.widened(at_labels(t, axes, label)), 0)
+    others = *coefficients[:-1], jnp.zeros_like(of_label), jnp.full_like(label, -1), t
+    mask = [] if where is None else [where]
+    return _sum_of_products(axes, x, largest, total, *others, *mask) + of_label
 
 
 def tangent_abstract_eval(x, largest, *operands, axes, in_place):
