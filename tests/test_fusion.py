@@ -294,6 +294,9 @@ CASES |= {
     "float16 without subnormal numbers": Case(
         softmax_of(lambda x: jax.lax.reduce_precision(x * 3e-5, 5, 10) * 3e4), x_of(), folded=False
     ),
+    "subnormal numbers of float16": Case(
+        lambda x: jax.nn.softmax((x * jnp.float16(2.0**-20)).astype(F32) * 2.0**20), x_of("float16", scale=20)
+    ),
     "a comparison that others read": Case(
         lambda x: (lambda y, large: (jnp.where(large, y, 0) * 2, large))(y := jax.nn.log_softmax(x), y > -3),
         x_of(),

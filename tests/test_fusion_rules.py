@@ -196,6 +196,8 @@ RULES = {
         "loss alone": value(lambda x: loss(x, one_hot()), X, ops="logsumexp"),
         "of columns": both(lambda x: -jnp.sum(one_hot(axis=0) * log_softmax(x, 0), 0), X, ops="cross_entropy_gradient"),
         "probabilities": both(lambda x: jnp.sum(one_hot() * softmax(x), -1), X),
+        "along two axes": both(lambda x: jnp.sum(one_hot(axis=0) * log_softmax(x, (0, 1)), 0), X),
+        "along two axes, of rows": both(lambda x: jnp.sum(one_hot() * log_softmax(x, (0, 1)), 1), X),
         "negated": both(lambda x: jnp.sum(-one_hot() * log_softmax(x), -1), X, ops="cross_entropy_gradient"),
         "negated, scaled": gradient(lambda x: -jnp.sum((-one_hot() * -3) * log_softmax(x), -1), X),
         "scaled, shifted, scaled": both(lambda x: loss(x, (one_hot() * 3 + 0.5) * ROWS), X),
@@ -267,6 +269,7 @@ RULES = {
     },
     "numbers of rows that are shared": {
         "softmax, logsumexp": value(lambda x: (softmax(x), logsumexp(x, -1)), X, ops="softmax_and_normalizer"),
+        "of two results": value(lambda x: (softmax(x), softmax(x).astype(BF16), logsumexp(x, -1)), X),
         "of two masks": value(
             lambda x: (softmax(x, where=MASK), jax_softmax.logsumexp(x, where=MASK2), logsumexp(x, -1)), X
         ),
@@ -357,6 +360,9 @@ RULES = {
             lambda x: jnp.transpose(softmax(jnp.transpose(x, (1, 2, 0)) + array(3, 3, 3), 0), (1, 2, 0)) * x,
             array(3, 3, 3, seed=2),
         ),
+        "sides of other dimensions": value(
+            lambda x, w: softmax(x * 2).reshape(4, 4, 6) * jnp.tanh(w * 2), WIDE, array(4, 4, 6, seed=3)
+        ),
         "halves turned": value(lambda x: softmax(jnp.swapaxes(x.reshape(4, 2, 12), 1, 2).reshape(4, 24) * 2, -1), WIDE),
         "halves turned afterwards": value(
             lambda x: jnp.swapaxes(softmax(x * 2).reshape(4, 2, 12), 1, 2).reshape(4, 24) + WIDE, WIDE
@@ -367,6 +373,8 @@ RULES = {
         "causal": both(lambda x: softmax(jnp.where(index(0) >= index(1), x, -1e9)), X),
         "causal, turned": both(lambda x: softmax(jnp.where(index(0) >= index(1), x, -1e9), 0), X),
         "a window": value(lambda x: softmax(jnp.where(abs(index(0) - index(1)) < 2, x, -1e9)) * index(0), X),
+        "a rotated result": value(lambda x: jnp.transpose(softmax(x * 2, 1), (1, 2, 0)) * 3, array(3, 4, 5)),
+        "a mask of fewer dimensions": value(lambda x: softmax(x.reshape(2, 3, N) * 2, where=MASK[:3]) + 1, X),
         "rows gathered again": value(lambda x: softmax(jnp.repeat(x[:2], 3, 0) * Y), X),
     },
     "operations": {
@@ -381,10 +389,14 @@ RULES = {
             lambda x: softmax(x + ((index(0) * 3 - index(1) * 5) & 7) - (index(0) ^ index(1)) + (index(1) | 2)), X
         ),
         "negative integers": value(lambda x: softmax(x - jnp.sign(index(0) - index(1)) * jnp.abs(index(1) - 4)), X),
+        "turned bits": value(lambda x: softmax(x + 0.1 * ~index(1)), X),
+        "exact constants": value(lambda x: softmax(x + (index(1) * 123456.75 - index(1) * 123456.0)), X),
+        "finite numbers": value(lambda x: softmax(jnp.where(jnp.isfinite(x), x, 1.0)), SOME_WITHOUT),
         "masks": value(lambda x: softmax(jnp.where((x > 0) & ~((x > 1) | (Y < 0)) ^ MASK, x, -2.0)), X),
         "comparisons": value(
             lambda x: softmax(x + (x < Y) * 2.0 + (x >= Z) * 0.5 - (x != Y) * 3 + (index(0) > index(1)) * x), X
         ),
+        "ties": value(lambda x: softmax(x * (index(0) <= index(1)) - 2.0 * (index(0) < index(1))), X),
         "bounds": value(lambda x: softmax(jnp.maximum(x, Y) - jnp.minimum(x, Z) * 2), X),
         "functions": value(
             lambda x: softmax(jnp.log1p(jnp.abs(x)) - jnp.expm1(-x) + jnp.exp2(x) * 0.3 + jax.lax.rsqrt(x * x + 1)), X
@@ -401,6 +413,12 @@ RULES = {
             X,
             np.arange(-3, 3).astype(np.int8),
             (np.arange(6) + 200).astype(np.uint8),
+        ),
+        "numbers of 8 bits that wrap": value(
+            lambda x, a: softmax(x + (a * np.int8(77)) * 0.02), X, np.arange(-3, 3).astype(np.int8)
+        ),
+        "truth": value(
+            lambda x: softmax(jnp.where((index(0) - 2).astype(bool) ^ jnp.floor(x).astype(bool), x * 2, 1.0)), X
         ),
         "afterwards": both(lambda x: (log_softmax(x) - Y) * jnp.where(x > 0, 2.0, -3.0), X),
         "of both operands": gradient(lambda x, y: jnp.tanh(softmax(x * 2) * y) * Z, X, Y, by=(0, 1)),
@@ -465,3 +483,31 @@ def test_operators(rule, name):
     program = RULES[rule][name]
     report = fuse(program.function).explain(*program.args)
     assert " ".join(sorted(line.op for line in report)) == program.ops
+
+
+@pytest.mark.parametrize(
+    "f,shape,before,after",
+    [
+        (lambda x: softmax(x * 2, 0) * 3, (5, 7), ["mul"], ["mul"]),
+        (lambda x: softmax(x * 2).astype(BF16), (5, 7), ["mul"], ["convert_element_type"]),
+        (
+            lambda x: jnp.transpose(softmax(jnp.transpose(x * 2, (1, 2, 0))) + 1, (1, 2, 0)) * 3,
+            (3, 4, 5),
+            ["mul"],
+            None,
+        ),
+        (
+            lambda x: jnp.exp(softmax(jnp.tanh(x.reshape(6, 4)))).reshape(2, 3, 4) * x,
+            (2, 3, 4),
+            ["tanh"],
+            ["exp", "mul"],
+        ),
+        (lambda x: jnp.exp(softmax(x - 1).reshape(4, 3, 8)), (4, 24), ["sub"], ["exp"]),
+        (lambda x: jnp.exp(softmax(x[:, None] - 1)[:, 0]), (5, 7), ["sub"], ["exp"]),
+    ],
+)
+def test_what_is_folded(f, shape, before, after):
+    """Around transposes and reshapes as well; of what is written nothing else is."""
+    (line,) = fuse(f).explain(jax.ShapeDtypeStruct(shape, F32))
+    assert line.folded_before == tuple(before) and line.folded_after == tuple(after or ["add", "mul"])
+    assert line.outside == ()

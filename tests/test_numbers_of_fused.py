@@ -61,6 +61,12 @@ PROGRAMS = {
     ),
     "rows of a scaled array add up to 1": (lambda x: jnp.sum(jnp.exp(log_p(x * 0.3)), -1), X, 1e-5),
     "rows of a capped array add up to 1": (lambda x: jnp.sum(jnp.exp(log_p(cap(x))), -1), X, 1e-5),
+    "rows of a cast array add up to 1": (lambda x: jnp.sum(jnp.exp(log_p((OTHER * x).astype(BF16))), -1), X, 1e-5),
+    "rows of subnormal numbers add up to 1": (
+        lambda x: jnp.sum(jnp.exp(log_p((x.astype(F16) * F16(2.0**-20)).astype(F32) * 2.0**20)), -1),
+        X,
+        1e-5,
+    ),
     "division by a constant": (lambda x: jax.nn.log_softmax(x / 0.7), X, 1.01),  # a rounding of bfloat16, at 186
     "entropy of a scaled array": (lambda x: entropy(x * 0.3), X, 1e-4),
     "its gradient": (jax.grad(lambda x: entropy(x * 0.3).sum()), X, 1e-3),
