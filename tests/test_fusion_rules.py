@@ -511,3 +511,15 @@ def test_what_is_folded(f, shape, before, after):
     (line,) = fuse(f).explain(jax.ShapeDtypeStruct(shape, F32))
     assert line.folded_before == tuple(before) and line.folded_after == tuple(after or ["add", "mul"])
     assert line.outside == ()
+
+
+def test_functions_of_16_bits_are_made_once():
+    """Where rows' maxima and sums are a kernel's, and the elements XLA's."""
+
+    def f(x):
+        return jnp.sum(jnp.exp(log_softmax(wide(jnp.tanh(x * 0.5)) * 2)), -1)
+
+    (line,) = fuse(f).explain(jax.ShapeDtypeStruct((64, 128), BF16))
+    assert line.folded_before == ("convert_element_type", "mul")
+    (line,) = fuse(f).explain(jax.ShapeDtypeStruct((64, 128), F32))
+    assert line.folded_before == ("mul", "tanh", "mul")

@@ -135,6 +135,16 @@ def test_softmax_that_is_made_again():
     check(derivative_of(attention), given, specs, kernels)
 
 
+def test_masks_beside_indices():
+    def masked(x, mask):
+        rows, columns = (jax.lax.broadcasted_iota(jnp.int32, x.shape, d) for d in (2, 3))
+        return jax.nn.softmax(jnp.where(rows >= columns, x, -1e9), where=mask)
+
+    given = [*arrays(SHAPE), jnp.asarray(support.random_mask(SHAPE, 3)).at[..., 0].set(True)]
+    spec = P("data", None, "model")
+    check(masked, given, [spec, spec], {("softmax", KEPT[spec])})
+
+
 # ---- Rows that devices share
 
 
