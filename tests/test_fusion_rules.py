@@ -373,6 +373,7 @@ RULES = {
         "causal": both(lambda x: softmax(jnp.where(index(0) >= index(1), x, -1e9)), X),
         "causal, turned": both(lambda x: softmax(jnp.where(index(0) >= index(1), x, -1e9), 0), X),
         "a window": value(lambda x: softmax(jnp.where(abs(index(0) - index(1)) < 2, x, -1e9)) * index(0), X),
+        "times its own sums": value(lambda x: (lambda p: p * jnp.sum(p * Y, 0))(softmax(x * 2)), X),
         "a rotated result": value(lambda x: jnp.transpose(softmax(x * 2, 1), (1, 2, 0)) * 3, array(3, 4, 5)),
         "a mask of fewer dimensions": value(lambda x: softmax(x.reshape(2, 3, N) * 2, where=MASK[:3]) + 1, X),
         "rows gathered again": value(lambda x: softmax(jnp.repeat(x[:2], 3, 0) * Y), X),
@@ -510,7 +511,7 @@ def test_what_is_folded(f, shape, before, after):
     """Around transposes and reshapes as well; of what is written nothing else is."""
     (line,) = fuse(f).explain(jax.ShapeDtypeStruct(shape, F32))
     assert line.folded_before == tuple(before) and line.folded_after == tuple(after or ["add", "mul"])
-    assert line.outside == ()
+    assert line.outside == () and line.why_not == ""
 
 
 def test_functions_of_16_bits_are_made_once():
