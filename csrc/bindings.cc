@@ -11,6 +11,7 @@
 #include <optional>
 #include <stdexcept>
 
+#include "attention/geometry.h"
 #include "cpu/cpu.h"
 #include "ffi/cuda.h"
 #include "jit/jit.h"
@@ -136,6 +137,28 @@ void use_cpu_variant(const std::string& name) {
   throw nb::value_error(("no CPU kernels were compiled for " + name).c_str());
 }
 
+// ---- Attention
+
+nb::dict attention_tiling(const std::string& kernel, int features, int value_features) {
+  using namespace attention;
+  int which = 0;
+  while (which < kKernels && kernel != kKernelNames[which]) ++which;
+  if (which == kKernels || features > kMostFeatures || value_features > kMostFeatures) {
+    throw nb::value_error("no such kernel of attention");
+  }
+  const Tiling tiling = tiling_of(Kernel(which), features, value_features);
+  nb::dict result;
+  result["warps"] = tiling.warps;
+  result["fragments"] = tiling.fragments;
+  result["step"] = tiling.step;
+  result["parts"] = tiling.parts;
+  result["resident"] = tiling.resident;
+  result["rows"] = tiling.rows();
+  result["threads"] = tiling.threads();
+  result["shared_bytes"] = shared_bytes(Kernel(which), features, value_features);
+  return result;
+}
+
 // ---- The run-time compiler
 
 void raise_if(const jit::Error& error) {
@@ -211,6 +234,14 @@ NB_MODULE(_kernels, m) {
     handlers["execute"] = nb::capsule(cuda_execute_handler());
     return handlers;
   });
+  m.def("attention_handlers", [] {
+    nb::dict handlers;
+    handlers["initialize"] = nb::capsule(attention_initialize_handler());
+    handlers["execute"] = nb::capsule(attention_execute_handler());
+    return handlers;
+  });
+  m.def("attention_tiling", &attention_tiling, nb::arg("kernel"), nb::arg("features"), nb::arg("value_features"),
+        "How a kernel of attention divides queries and keys into tiles: see csrc/attention/geometry.h.");
   m.def("build_info", &build_info);
   m.def("use_cpu_variant", &use_cpu_variant, nb::arg("name"),
         "Has the CPU kernels of this instruction set run from now on; for tests.");

@@ -41,5 +41,7 @@ auto returning_errors(xla::ffi::Error (*body)(Args...)) {
 void* cpu_handler();
 void* cuda_initialize_handler();
 void* cuda_execute_handler();
+void* attention_initialize_handler();
+void* attention_execute_handler();
 
 }  // namespace jax_softmax

@@ -23,9 +23,12 @@ _FUNCTIONS = {
 }
 
 
-def text_of(expression: Expression, stored_as: str | None = None, result_dtype: str | None = None) -> str:
+def text_of(
+    expression: Expression, stored_as: str | None = None, result_dtype: str | None = None, coarse: bool = False
+) -> str:
     """A C++ expression. Storing it in a dtype rounds it at the end. `result_dtype` is that of the operator's result y
-    in the program: one of 16 bits is rounded before anything else reads it."""
+    in the program: one of 16 bits is rounded before anything else reads it. `coarse`: functions that bfloat16 is about
+    to round may be off by 2^-11, a quarter of that, for kernels that are not bound by memory."""
     statements: list[tuple[str, str]] = []  # the type of a value, and its text; the k-th one is called vk
     names: dict[str, str] = {}  # of an operation's result: its text
 
@@ -53,6 +56,8 @@ def text_of(expression: Expression, stored_as: str | None = None, result_dtype: 
             names[f"v{k}"] = given[0]
             continue
         text = given[0] if text is None else text
+        if coarse and operation.name == "tanh" and rounds_to == "bfloat16":
+            text = f"coarse_{text}"
         if rounds_to and not (k == last and expression.result == f"v{k}" and rounds_to == stored_as):
             text = f"rounded<{ROUNDED[rounds_to]}>({text})"
         names[f"v{k}"] = declared(kind(operation.dtype), text)

@@ -1,0 +1,201 @@
+// The gradients of o = softmax(score(q k^T)) v, given its cotangent, the rows' numbers and delta = rowsum(o * do):
+//
+//   p = exp(score(x) - pivot) / sum,  x = q k^T
+//   dv = p^T do
+//   dx = cotangent(p * (do v^T - delta))          the score's own derivative
+//   dk = dx^T q,  dq = dx k
+//
+// in two kernels, each of which makes p and dx anew, so that nothing is added up through memory: the order of sums is
+// always the same.
+#pragma once
+
+#include "attention/tiles.cuh"
+
+namespace jax_softmax::device {
+
+// dk and dv: a block has `rows` keys, and queries of all that share the keys pass. Products are transposed, with keys
+// as rows, so that p^T and dx^T are operands of the next products as they are.
+template <class P>
+__device__ __forceinline__ void attention_keys(const typename P::Operands& operands) {
+  using T = typename P::T;
+  using N = Counts<P>;
+  constexpr int kStep = N::kStep, kFragments = N::kFragments, kParts = N::kTiling.parts;
+  constexpr int kOwnDepth = N::kDepth / kParts, kOwnWidth = N::kWidth / kParts;
+  constexpr int kBlocks = attention::ceil_div(P::kKeys, N::kRows), kSteps = attention::ceil_div(P::kQueries, kStep);
+
+  const int block = blockIdx.x % kBlocks, part = blockIdx.x / kBlocks % kParts;
+  const unsigned n = blockIdx.x / (kBlocks * kParts) * P::kGroups;  // the first that has these keys
+
+  // Queries of each group pass in turn.
+  struct Walk {
+    int group, step, last;
+  };
+  const auto enter = [&](Walk& at) {
+    for (; at.group < P::kGroups; ++at.group) {
+      const Range range = visited<P>(operands, n + at.group, block, kSteps);
+      at.step = range.first;
+      at.last = range.last;
+      if (at.step < at.last) return;
+    }
+  };
+  const auto advance = [&](Walk& at) {
+    if (++at.step < at.last) return;
+    ++at.group;
+    enter(at);
+  };
+
+  const Both<P, N::kRows> own(shared_memory());
+  const auto stage_of = [&](int count) {
+    constexpr int kBytes = Both<P, kStep>::kBytes + kStep * attention::kBytesOfRow;
+    return Both<P, kStep>(own.d.base + own.kBytes + count % kStages * kBytes);
+  };
+  // The rows' numbers follow a stage's rows, and their deltas these.
+  const auto numbers_of = [](Both<P, kStep> stage, int row) { return stage.d.base + stage.kBytes + 8 * row; };
+  const auto delta_of = [&](Both<P, kStep> stage, int row) { return numbers_of(stage, kStep) + 4 * row; };
+  const auto begin_queries = [&](const Walk& at, Both<P, kStep> stage) {
+    if (at.group < P::kGroups) {
+      const unsigned batch = n + at.group;
+      const int first = at.step * kStep, row = threadIdx.x;
+      const T* const q = operand_of<P>(operands, attention::kQ, P::kQ, batch);
+      const T* const o_cotangent = operand_of<P>(operands, attention::kOCotangent, P::kO, batch);
+      begin_copy_of_rows<P, kStep, P::kQueries, P::kFeatures>(stage.d, q, P::kQ.i, first);
+      begin_copy_of_rows<P, kStep, P::kQueries, P::kValueFeatures>(stage.e, o_cotangent, P::kO.i, first);
+      if (row < kStep) {
+        const bool exists = first + row < P::kQueries;
+        const int64_t from = static_cast<int64_t>(batch) * P::kQueries + (exists ? first + row : 0);
+        begin_copy<8>(numbers_of(stage, row), static_cast<const float*>(operands.word[attention::kNumbers]) + 2 * from,
+                      exists);
+        begin_copy<4>(delta_of(stage, row), static_cast<const float*>(operands.word[attention::kDelta]) + from, exists);
+      }
+    }
+    end_group();
+  };
+
+  const int first = block * N::kRows, row_of_warp = first_row_of_warp(N::kRowsOfWarp);
+  begin_copy_of_rows<P, N::kRows, P::kKeys, P::kFeatures>(own.d, operand_of<P>(operands, attention::kK, P::kK, n),
+                                                          P::kK.j, first);
+  begin_copy_of_rows<P, N::kRows, P::kKeys, P::kValueFeatures>(own.e, operand_of<P>(operands, attention::kV, P::kV, n),
+                                                               P::kV.j, first);
+  Walk at{0, 0, 0};
+  enter(at);
+  begin_queries(at, stage_of(0));
+
+  const int own_key = first + row_of_warp + own_row();
+  Accumulators<kFragments, kOwnDepth> dk;
+  Accumulators<kFragments, kOwnWidth> dv;
+  for (int count = 0; at.group < P::kGroups; ++count) {
+    wait_for_all_but_last<0>();
+    barrier();  // this stage is there, and nobody reads the one before any more
+    Walk next = at;
+    advance(next);
+    begin_queries(next, stage_of(count + 1));
+    const Both<P, kStep> stage = stage_of(count);
+    Accumulators<kFragments, kStep> s, t;
+    add_product_of_rows<T>(s, own.d, row_of_warp, stage.d);
+    add_product_of_rows<T>(t, own.e, row_of_warp, stage.e);
+    const Sides<P> sides(operands, n + at.group);
+    const int own_query = at.step * kStep + own_column();
+#pragma unroll
+    for (int c = 0; c < kStep / 8; ++c) {
+      float numbers[4], deltas[2];  // of two queries
+      read_shared(numbers, numbers_of(stage, c * 8 + own_column()));
+      read_shared(deltas, delta_of(stage, c * 8 + own_column()));
+#pragma unroll
+      for (int m = 0; m < kFragments; ++m) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const int i = own_query + c * 8 + e % 2, j = own_key + m * kMma + e / 2 * 8;
+          const RowNumbers row{numbers[2 * (e % 2)], numbers[2 * (e % 2) + 1], deltas[e % 2]};
+          differentiate<P>(s.of[m][c][e], t.of[m][c][e], row, SidesOfOne<P>{sides, i, j});
+          if (P::kQueries % kStep != 0 && i >= P::kQueries) s.of[m][c][e] = t.of[m][c][e] = 0.0f;
+        }
+      }
+    }
+    add_product<T>(dv, s, stage.e, part * kOwnWidth);
+    add_product<T>(dk, t, stage.d, part * kOwnDepth);
+    at = next;
+  }
+  wait_for_all_but_last<0>();
+
+  const auto as_it_is = [](int, int) { return 1.0f; };
+  write(operand_of<P>(operands, P::kFirstResult, P::kK, n), P::kK.j, dk, first + row_of_warp, P::kKeys,
+        part * kOwnDepth, P::kFeatures, as_it_is);
+  write(operand_of<P>(operands, P::kFirstResult + 1, P::kV, n), P::kV.j, dv, first + row_of_warp, P::kKeys,
+        part * kOwnWidth, P::kValueFeatures, as_it_is);
+}
+
+// dq: a block has `rows` queries, and keys pass.
+template <class P>
+__device__ __forceinline__ void attention_queries(const typename P::Operands& operands) {
+  using T = typename P::T;
+  using N = Counts<P>;
+  constexpr int kStep = N::kStep, kFragments = N::kFragments;
+  constexpr int kBlocks = attention::ceil_div(P::kQueries, N::kRows), kSteps = attention::ceil_div(P::kKeys, kStep);
+
+  const int block = kBlocks - 1 - static_cast<int>(blockIdx.x % kBlocks);
+  const unsigned n = blockIdx.x / kBlocks;
+  const Range range = visited<P>(operands, n, block, kSteps);
+  const T* const k = operand_of<P>(operands, attention::kK, P::kK, n);
+  const T* const v = operand_of<P>(operands, attention::kV, P::kV, n);
+
+  const Both<P, N::kRows> own(shared_memory());
+  const auto stage_of = [&](int step) {
+    return Both<P, kStep>(own.d.base + own.kBytes + step % kStages * Both<P, kStep>::kBytes);
+  };
+  const auto begin_keys = [&](int step) {
+    if (step < range.last) {
+      begin_copy_of_rows<P, kStep, P::kKeys, P::kFeatures>(stage_of(step).d, k, P::kK.j, step * kStep);
+      begin_copy_of_rows<P, kStep, P::kKeys, P::kValueFeatures>(stage_of(step).e, v, P::kV.j, step * kStep);
+    }
+    end_group();
+  };
+
+  const int first = block * N::kRows, row_of_warp = first_row_of_warp(N::kRowsOfWarp);
+  begin_copy_of_rows<P, N::kRows, P::kQueries, P::kFeatures>(own.d, operand_of<P>(operands, attention::kQ, P::kQ, n),
+                                                             P::kQ.i, first);
+  begin_copy_of_rows<P, N::kRows, P::kQueries, P::kValueFeatures>(
+      own.e, operand_of<P>(operands, attention::kOCotangent, P::kO, n), P::kO.i, first);
+  begin_keys(range.first);
+
+  const Sides<P> sides(operands, n);
+  const int own_query = first + row_of_warp + own_row();
+  RowNumbers rows[kFragments][2];
+#pragma unroll
+  for (int m = 0; m < kFragments; ++m) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int64_t row = static_cast<int64_t>(n) * P::kQueries + min(own_query + m * kMma + half * 8, P::kQueries - 1);
+      const float* const numbers = static_cast<const float*>(operands.word[attention::kNumbers]) + 2 * row;
+      rows[m][half] = {numbers[0], numbers[1], static_cast<const float*>(operands.word[attention::kDelta])[row]};
+    }
+  }
+  Accumulators<kFragments, N::kDepth> dq;
+  for (int step = range.first; step < range.last; ++step) {
+    wait_for_all_but_last<0>();
+    barrier();  // this stage is there, and nobody reads the one before any more
+    begin_keys(step + 1);
+    const Both<P, kStep> stage = stage_of(step);
+    Accumulators<kFragments, kStep> s, t;
+    add_product_of_rows<T>(s, own.d, row_of_warp, stage.d);
+    add_product_of_rows<T>(t, own.e, row_of_warp, stage.e);
+    const int own_key = step * kStep + own_column();
+#pragma unroll
+    for (int m = 0; m < kFragments; ++m) {
+#pragma unroll
+      for (int c = 0; c < kStep / 8; ++c) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const int i = own_query + m * kMma + e / 2 * 8, j = own_key + c * 8 + e % 2;
+          differentiate<P>(s.of[m][c][e], t.of[m][c][e], rows[m][e / 2], SidesOfOne<P>{sides, i, j});
+          if (P::kKeys % kStep != 0 && j >= P::kKeys) t.of[m][c][e] = 0.0f;
+        }
+      }
+    }
+    add_product<T>(dq, t, stage.d);
+  }
+  wait_for_all_but_last<0>();
+  write(operand_of<P>(operands, P::kFirstResult, P::kQ, n), P::kQ.i, dq, first + row_of_warp, P::kQueries, 0,
+        P::kFeatures, [](int, int) { return 1.0f; });
+}
+
+}  // namespace jax_softmax::device

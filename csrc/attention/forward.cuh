@@ -1,0 +1,152 @@
+// o = softmax(score(q k^T)) v, and of each row its pivot and the logarithm of its sum.
+//
+// A block has `rows` queries. For each `step` keys of its range:
+//
+//   s = score(q k^T)                    rows x step, in registers
+//   m' = max(m, rowmax(s))              what came before counts exp(m - m')
+//   p = exp(s - m')
+//   l = l exp(m - m') + rowsum(p)
+//   o = o exp(m - m') + p v             rows x value features, in registers
+//
+// and in the end o / l. Keys are copied while the weights of the step before are multiplied with values, and values
+// while scores are made.
+#pragma once
+
+#include "attention/tiles.cuh"
+
+namespace jax_softmax::device {
+
+// A row's state. Of its four lanes each has the sum of its own columns, until `whole`.
+struct RowState {
+  float largest = -kInfinity, sum = 0.0f;
+
+  static __device__ __forceinline__ float largest_of_row(float x) {
+    x = fmaxf(x, shuffle_xor(x, 1));
+    return fmaxf(x, shuffle_xor(x, 2));
+  }
+  __device__ __forceinline__ float whole() const {
+    const float pair = sum + shuffle_xor(sum, 1);
+    return pair + shuffle_xor(pair, 2);
+  }
+};
+
+// Replaces scores by terms; what has been summed counts less if there is a larger score now.
+template <int fragments, int step, int features>
+__device__ __forceinline__ void accumulate(Accumulators<fragments, step>& s, Accumulators<fragments, features>& o,
+                                           RowState (&rows)[fragments][2]) {
+#pragma unroll
+  for (int m = 0; m < fragments; ++m) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      RowState& row = rows[m][half];
+      float largest = row.largest;
+#pragma unroll
+      for (int n = 0; n < step / 8; ++n) {
+        largest = fmaxf(largest, fmaxf(s.of[m][n][2 * half], s.of[m][n][2 * half + 1]));
+      }
+      largest = RowState::largest_of_row(largest);
+      const Pivot pivot(largest);
+      const float rescale = row.largest == -kInfinity ? 0.0f : Pivot(row.largest).rescale(pivot);
+      row.largest = largest;
+      row.sum *= rescale;
+#pragma unroll
+      for (int n = 0; n < features / 8; ++n) {
+        o.of[m][n][2 * half] *= rescale;
+        o.of[m][n][2 * half + 1] *= rescale;
+      }
+#pragma unroll
+      for (int n = 0; n < step / 8; ++n) {
+#pragma unroll
+        for (int e = 2 * half; e < 2 * half + 2; ++e) {
+          s.of[m][n][e] = pivot.term(s.of[m][n][e]);
+          row.sum += s.of[m][n][e];
+        }
+      }
+    }
+  }
+}
+
+template <class P>
+__device__ __forceinline__ void attention_forward(const typename P::Operands& operands) {
+  using T = typename P::T;
+  using N = Counts<P>;
+  constexpr int kStep = N::kStep, kFragments = N::kFragments;
+  constexpr int kBlocks = attention::ceil_div(P::kQueries, N::kRows), kSteps = attention::ceil_div(P::kKeys, kStep);
+
+  // The last queries first: with a causal mask these take longest.
+  const int block = kBlocks - 1 - static_cast<int>(blockIdx.x % kBlocks);
+  const unsigned n = blockIdx.x / kBlocks;
+  const Range range = visited<P>(operands, n, block, kSteps);
+  const T* const k = operand_of<P>(operands, attention::kK, P::kK, n);
+  const T* const v = operand_of<P>(operands, attention::kV, P::kV, n);
+
+  const Rows<N::kDepth> q{shared_memory()};
+  const Address stages = q.base + N::kRows * q.kBytes;
+  const auto stage_of = [&](int step) { return Both<P, kStep>(stages + step % kStages * Both<P, kStep>::kBytes); };
+  const auto begin_keys = [&](int step) {
+    if (step < range.last) {
+      begin_copy_of_rows<P, kStep, P::kKeys, P::kFeatures>(stage_of(step).d, k, P::kK.j, step * kStep);
+    }
+    end_group();
+  };
+  const auto begin_values = [&](int step) {
+    if (step < range.last) {
+      begin_copy_of_rows<P, kStep, P::kKeys, P::kValueFeatures>(stage_of(step).e, v, P::kV.j, step * kStep);
+    }
+    end_group();
+  };
+
+  const int first = block * N::kRows, row_of_warp = first_row_of_warp(N::kRowsOfWarp);
+  begin_copy_of_rows<P, N::kRows, P::kQueries, P::kFeatures>(q, operand_of<P>(operands, attention::kQ, P::kQ, n),
+                                                             P::kQ.i, first);
+  begin_keys(range.first);
+  begin_values(range.first);
+
+  const Sides<P> sides(operands, n);
+  const int own_query = first + row_of_warp + own_row();
+  Accumulators<kFragments, N::kWidth> o;
+  RowState rows[kFragments][2];
+  for (int step = range.first; step < range.last; ++step) {
+    wait_for_all_but_last<1>();
+    barrier();  // the keys are there, and nobody reads those of the step before any more
+    begin_keys(step + 1);
+    Accumulators<kFragments, kStep> s;
+    add_product_of_rows<T>(s, q, row_of_warp, stage_of(step).d);
+    const int own_key = step * kStep + own_column();
+    s.each([&](float& x, int row, int column) {
+      const int i = own_query + row, j = own_key + column;
+      x = P::score(x, SidesOfOne<P>{sides, i, j});
+      if (P::kKeys % kStep != 0 && j >= P::kKeys) x = -kInfinity;
+    });
+    accumulate(s, o, rows);
+    wait_for_all_but_last<1>();
+    barrier();  // the values are there, and nobody reads those of the step before any more
+    begin_values(step + 1);
+    // Here stands what is linear in the weights: dropout, say.
+    add_product<T>(o, s, stage_of(step).e);
+  }
+  wait_for_all_but_last<0>();
+
+  float* const numbers = static_cast<float*>(operands.word[P::kFirstResult + 1]) + 2ll * n * P::kQueries;
+  float inverse[kFragments][2];
+#pragma unroll
+  for (int m = 0; m < kFragments; ++m) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const RowState& row = rows[m][half];
+      const float sum = row.whole();
+      const bool zero = P::kEmptyRowsAreZero && row.largest == -kInfinity && sum == 0.0f;
+      inverse[m][half] = zero ? 0.0f : 1.0f / sum;
+      const int i = own_query + m * kMma + half * 8;
+      if (lane() % 4 == 0 && i < P::kQueries) {
+        // With a sum of +inf every weight is 0; with a pivot of -inf it is NaN.
+        numbers[2 * i] = zero ? 0.0f : row.largest;
+        numbers[2 * i + 1] = zero ? kInfinity : Pivot(row.largest).log2_of_sum(sum);
+      }
+    }
+  }
+  write(operand_of<P>(operands, P::kFirstResult, P::kO, n), P::kO.i, o, first + row_of_warp, P::kQueries, 0,
+        P::kValueFeatures, [&](int m, int half) { return inverse[m][half]; });
+}
+
+}  // namespace jax_softmax::device

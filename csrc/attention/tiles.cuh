@@ -1,0 +1,295 @@
+// Tiles in shared memory, their products on tensor cores, and what is made of a product: a score, or a cotangent.
+//
+// The problem that a kernel is compiled for (see fusion/attention/source.py) is a struct P with these constants:
+//
+//   T                                  the type of q, k, v and of the results
+//   kTiling, kQueries, kKeys, kFeatures, kValueFeatures
+//   kBatchDims, kExtents               of q, those of the keys first; kGroups, the product of those that keys lack
+//   kQ, kK, kV, kO, kBounds            Strides; kBounded, whether there are bounds
+//   Operands, kFirstResult             its words; kBoundsWord, where kBounded
+//   kSides, kSideStrides               of what scores read beside
+//   kEmptyRowsAreZero                  the weights of a row whose scores are all -inf: 0, or NaN
+//   score(x0, side), cotangent(g, x0, side)
+#pragma once
+
+#include "attention/warp.cuh"
+
+namespace jax_softmax::device {
+
+using attention::kMma;
+using attention::kNumbersPerPack;
+using attention::kStages;
+using attention::Strides;
+
+// ---- Tiles
+
+// Rows of numbers of 16 bits in shared memory.
+template <int columns>
+struct Rows {
+  static constexpr int kPacks = columns / kNumbersPerPack, kPitch = attention::pitch(columns), kBytes = 16 * kPitch;
+  Address base;
+
+  __device__ __forceinline__ Address pack(int row, int pack) const {
+    if constexpr (kPacks % 8 == 0) pack ^= row % 8;
+    return base + (row * kPitch + pack) * 16;
+  }
+};
+
+// What follows from a problem for all of its kernels.
+template <class P>
+struct Counts {
+  static constexpr attention::Tiling kTiling = P::kTiling;
+  static constexpr int kRows = kTiling.rows(), kStep = kTiling.step, kThreads = kTiling.threads();
+  static constexpr int kFragments = kTiling.fragments, kRowsOfWarp = kFragments * kMma;
+  static constexpr int kDepth = attention::padded(P::kFeatures, kTiling);
+  static constexpr int kWidth = attention::padded(P::kValueFeatures, kTiling);
+};
+
+// Rows of keys and of values, or of queries and of the output's cotangent.
+template <class P, int count>
+struct Both {
+  using N = Counts<P>;
+  static constexpr int kBytes = count * (Rows<N::kDepth>::kBytes + Rows<N::kWidth>::kBytes);
+  Rows<N::kDepth> d;
+  Rows<N::kWidth> e;
+  __device__ __forceinline__ explicit Both(Address base) : d{base}, e{base + count * Rows<N::kDepth>::kBytes} {}
+};
+
+// Begins to copy `count` rows, from `first` on, of an operand that has so many of so many features. Those that do not
+// exist are 0.
+template <class P, int count, int rows, int features, int columns>
+__device__ __forceinline__ void begin_copy_of_rows(Rows<columns> to, const typename P::T* operand, int64_t stride,
+                                                   int first) {
+  constexpr int kPacks = Rows<columns>::kPacks, kPerPack = attention::kNumbersPerPack;
+#pragma unroll
+  for (int p = threadIdx.x; p < count * kPacks; p += Counts<P>::kThreads) {
+    const int row = p / kPacks, pack = p % kPacks;
+    const bool row_exists = rows % count == 0 || first + row < rows;
+    const bool exists = row_exists && (features == columns || pack * kPerPack < features);
+    begin_copy<16>(to.pack(row, pack), exists ? operand + (first + row) * stride + pack * kPerPack : operand, exists);
+  }
+}
+
+// ---- Products
+
+// What a warp has of a product: for each of its fragments of rows and each 8 columns, of lane l the elements (row,
+// column) = (l / 4, 2 (l % 4)), the one after it, and these two of the row 8 further down.
+template <int fragments, int columns>
+struct Accumulators {
+  float of[fragments][columns / 8][4];
+
+  __device__ __forceinline__ Accumulators() {
+    each([](float& x, int, int) { x = 0.0f; });
+  }
+  // f(element, row, column), where row and column are those of lane 0.
+  template <class F>
+  __device__ __forceinline__ void each(const F& f) {
+#pragma unroll
+    for (int m = 0; m < fragments; ++m) {
+#pragma unroll
+      for (int n = 0; n < columns / 8; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) f(of[m][n][e], m * kMma + e / 2 * 8, n * 8 + e % 2);
+      }
+    }
+  }
+};
+__device__ __forceinline__ int own_row() { return lane() / 4; }
+__device__ __forceinline__ int own_column() { return lane() % 4 * 2; }
+
+// c (rows x columns) += a (rows x depth) b^T (depth x columns): a are the rows from `row` on, b has `columns` rows.
+template <class T, int fragments, int columns, int depth>
+__device__ __forceinline__ void add_product_of_rows(Accumulators<fragments, columns>& c, Rows<depth> a, int row,
+                                                    Rows<depth> b) {
+  const int l = lane();
+#pragma unroll
+  for (int k = 0; k < depth / kMma; ++k) {
+    uint32_t own[fragments][4];
+#pragma unroll
+    for (int m = 0; m < fragments; ++m) load_matrices(own[m], a.pack(row + m * kMma + l % 16, 2 * k + l / 16));
+#pragma unroll
+    for (int n = 0; n < columns / kMma; ++n) {
+      uint32_t others[4];
+      load_matrices(others, b.pack(n * kMma + l % 8 + l / 16 * 8, 2 * k + l / 8 % 2));
+#pragma unroll
+      for (int m = 0; m < fragments; ++m) {
+        multiply_add<T>(c.of[m][2 * n], own[m], others[0], others[1]);
+        multiply_add<T>(c.of[m][2 * n + 1], own[m], others[2], others[3]);
+      }
+    }
+  }
+}
+
+// c (rows x columns) += p (rows x depth, rounded) b (depth x columns): b has `depth` rows, of which the columns from
+// `first` on count.
+template <class T, int fragments, int columns, int depth, int width>
+__device__ __forceinline__ void add_product(Accumulators<fragments, columns>& c,
+                                            const Accumulators<fragments, depth>& p, Rows<width> b, int first = 0) {
+  const int l = lane();
+#pragma unroll
+  for (int k = 0; k < depth / kMma; ++k) {
+    uint32_t own[fragments][4];
+#pragma unroll
+    for (int m = 0; m < fragments; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float (&x)[4] = p.of[m][2 * k + half];
+        own[m][2 * half] = narrowed<T>(x[0], x[1]);
+        own[m][2 * half + 1] = narrowed<T>(x[2], x[3]);
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < columns / kMma; ++n) {
+      uint32_t others[4];
+      load_transposed(others, b.pack(k * kMma + l % 16, first / kNumbersPerPack + 2 * n + l / 16));
+#pragma unroll
+      for (int m = 0; m < fragments; ++m) {
+        multiply_add<T>(c.of[m][2 * n], own[m], others[0], others[1]);
+        multiply_add<T>(c.of[m][2 * n + 1], own[m], others[2], others[3]);
+      }
+    }
+  }
+}
+
+// Writes c, times a factor of each row, to rows from `row` on, of which `existing` exist, and columns from `first` on,
+// of so many features.
+template <class T, int fragments, int columns, class Factor>
+__device__ __forceinline__ void write(T* to, int64_t stride, const Accumulators<fragments, columns>& c, int row,
+                                      int existing, int first, int features, const Factor& factor) {
+#pragma unroll
+  for (int m = 0; m < fragments; ++m) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int at = row + m * kMma + half * 8 + own_row();
+      if (at >= existing) continue;
+      const float f = factor(m, half);
+#pragma unroll
+      for (int n = 0; n < columns / 8; ++n) {
+        const int column = first + n * 8 + own_column();
+        if (column >= features) continue;
+        const float* x = c.of[m][n] + 2 * half;
+        *reinterpret_cast<uint32_t*>(to + at * stride + column) = narrowed<T>(x[0] * f, x[1] * f);
+      }
+    }
+  }
+}
+
+// ---- Where a block is
+
+// Where the n-th of the batch begins in an operand.
+template <class P>
+__device__ __forceinline__ int64_t begin_of(const Strides& strides, unsigned n) {
+  int64_t at = 0;
+#pragma unroll
+  for (int d = P::kBatchDims - 1; d >= 0; --d) {
+    const unsigned extent = P::kExtents[d];
+    at += static_cast<int64_t>(d == 0 ? n : n % extent) * strides.batch[d];
+    n /= extent;
+  }
+  return at;
+}
+
+// The n-th of the batch of an operand.
+template <class P>
+__device__ __forceinline__ typename P::T* operand_of(const typename P::Operands& operands, int word,
+                                                     const Strides& strides, unsigned n) {
+  return static_cast<typename P::T*>(operands.word[word]) + begin_of<P>(strides, n);
+}
+__device__ __forceinline__ int first_row_of_warp(int rows) { return static_cast<int>(threadIdx.x / 32) * rows; }
+
+// The steps that a block visits.
+struct Range {
+  int first, last;
+};
+template <class P>
+__device__ __forceinline__ Range visited(const typename P::Operands& operands, unsigned n, int block, int steps) {
+  if constexpr (!P::kBounded) return {0, steps};
+  const int* const ends =
+      static_cast<const int*>(operands.word[P::kBoundsWord]) + begin_of<P>(P::kBounds, n) + 2 * block;
+  const int first = ends[0], last = ends[1];
+  return {first > 0 ? first : 0, last < steps ? last : steps};
+}
+
+// ---- Scores
+
+// Where what a score reads beside its product begins, for the n-th of the batch.
+template <class P>
+struct Sides {
+  const typename P::Operands& operands;
+  int64_t begin[P::kSides > 0 ? P::kSides : 1];
+
+  __device__ __forceinline__ Sides(const typename P::Operands& operands, unsigned n) : operands(operands) {
+#pragma unroll
+    for (int s = 0; s < P::kSides; ++s) begin[s] = begin_of<P>(P::kSideStrides[s], n);
+  }
+};
+
+// The same for one query and key. Those of a tile that do not exist read what their last neighbours read.
+template <class P>
+struct SidesOfOne {
+  const Sides<P>& sides;
+  int i, j;
+
+  template <int k>
+  __device__ __forceinline__ int64_t at() const {
+    constexpr Strides kStrides = P::kSideStrides[k];
+    return sides.begin[k] + min(i, P::kQueries - 1) * kStrides.i + min(j, P::kKeys - 1) * kStrides.j;
+  }
+  template <int k>
+  __device__ __forceinline__ int index() const {
+    return static_cast<int>(at<k>());
+  }
+  template <int k, int word, class T>
+  __device__ __forceinline__ auto array() const {
+    return read_global(static_cast<const T*>(sides.operands.word[word]) + at<k>());
+  }
+};
+
+// ---- Softmax
+
+inline constexpr float kLog2E = 1.44269502f;
+
+// Terms exp(x - pivot) as exp2(x log2(e) - r), where r is pivot log2(e), rounded. What r is rounded by is a factor that
+// all terms share. Beyond kLarge, where it would be large, the pivot itself stands for r and x for x log2(e): scores
+// that differ there at all (fills do not) differ by so much that the smaller one's term is next to nothing. A pivot of
+// -inf, of a row that sees nothing so far, counts as 0.
+struct Pivot {
+  static constexpr float kLarge = 1 << 24;
+  float value, factor, subtrahend;
+
+  __device__ __forceinline__ explicit Pivot(float largest) {
+    value = largest == -kInfinity ? 0.0f : largest;
+    factor = fabsf(value) < kLarge ? kLog2E : 1.0f;
+    subtrahend = value * factor;
+  }
+  __device__ __forceinline__ float term(float x) const { return exp2_of(fmaf(x, factor, -subtrahend)); }
+  // What sums of terms relative to this pivot are multiplied by to be relative to a larger one.
+  __device__ __forceinline__ float rescale(const Pivot& to) const {
+    const bool plain = factor == kLog2E && to.factor == kLog2E;
+    return exp2_of(plain ? subtrahend - to.subtrahend : (value - to.value) * kLog2E);
+  }
+  // log2 of the sum of exp(x - pivot), given the sum of terms.
+  __device__ __forceinline__ float log2_of_sum(float sum) const {
+    return log2_of(sum) - fmaf(value, factor, -subtrahend);
+  }
+};
+
+// A row's numbers, as the backward kernels are given them.
+struct RowNumbers {
+  float pivot, log2_sum, delta;
+
+  __device__ __forceinline__ float weight(float score) const { return exp2_of(fmaf(score - pivot, kLog2E, -log2_sum)); }
+};
+
+// Replaces the product q k^T by the weight, and that of the output's cotangent and v by the cotangent of the product.
+template <class P>
+__device__ __forceinline__ void differentiate(float& product, float& cotangent, const RowNumbers& row,
+                                              const SidesOfOne<P>& side) {
+  const float x0 = product, score = P::score(x0, side);
+  // Such elements are outside of the softmax, whatever the others are.
+  const float weight = P::kEmptyRowsAreZero && score == -kInfinity ? 0.0f : row.weight(score);
+  product = weight;
+  cotangent = P::cotangent(weight * (cotangent - row.delta), x0, side);
+}
+
+}  // namespace jax_softmax::device

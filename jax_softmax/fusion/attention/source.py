@@ -1,0 +1,130 @@
+"""The text of attention's kernels: a struct of constants, which csrc/attention/tiles.cuh describes, and the scores."""
+
+import math
+from typing import NamedTuple
+
+from jax_softmax import _kernels
+
+KERNELS = ("forward", "keys", "queries")  # the output; dk and dv; dq
+MOST_BATCH_DIMS = 6
+_TYPES = {
+    **{"float32": "float", "bfloat16": "BFloat16", "float16": "Float16", "int32": "Int32", "bool": "Bool"},
+    **{"float8_e4m3fn": "Float8E4M3", "float8_e5m2": "Float8E5M2", "int8": "Int8", "uint8": "UInt8"},
+}
+
+
+class Letters(NamedTuple):
+    """Of the dimensions of q, k and v: see `call.py`."""
+
+    q: str
+    k: str
+    v: str
+
+    @property
+    def o(self) -> str:
+        return self.q[:-1] + "e"
+
+    @property
+    def shared(self) -> str:
+        """Of the batch: those that keys have as well."""
+        return "".join(letter for letter in self.q[:-1] if letter in self.k)
+
+    @property
+    def groups(self) -> str:
+        """Of the batch: those that share keys."""
+        return "".join(letter for letter in self.q[:-1] if letter not in self.k and letter != "i")
+
+    @property
+    def batch(self) -> str:
+        """In the order in which blocks count them."""
+        return self.shared + self.groups
+
+    def check(self, sides, bounds) -> None:
+        """Raises a ValueError that says what kernels cannot do."""
+        for letters, own, last in zip(self, ("i", "j", "j"), "dde", strict=True):
+            if len(set(letters)) != len(letters) or own not in letters or letters[-1] != last:
+                raise ValueError(f"{letters} must have {own} and, last, {last}, and no letter twice")
+        if set(self.k) != {*self.shared, *"jd"} or set(self.v) != {*self.shared, *"je"}:
+            raise ValueError("keys and values must have the same batch letters, of those of q")
+        if not set("".join(sides)) <= {*self.batch, *"ij"} or not set(bounds) <= set(self.batch):
+            raise ValueError("what scores read beside, and bounds, must have letters of q and k")
+        if len(self.batch) > MOST_BATCH_DIMS:
+            raise ValueError(f"at most {MOST_BATCH_DIMS} dimensions of the batch")
+
+
+class Plan(NamedTuple):
+    """A kernel's source, a line about it, and its launch."""
+
+    code: str
+    plan: str
+    blocks: int
+    threads: int
+    shared_bytes: int
+
+
+def plan_of(kernel, letters: Letters, extents, dtype, sides, bounds, score, cotangent, empty_rows_are_zero) -> Plan:
+    """`sides`: letters and dtype, or "index", of what scores read. `bounds`: their letters, or None. `score`, and
+    `cotangent`: C++ of x0, s0, s1, ..., and of g as well."""
+    letters.check([of for of, _ in sides], bounds or "")
+    features = extents["d"], extents["e"]
+    if any(n % 8 for n in features) or max(features) > 256 or min(extents.values()) < 1:
+        raise ValueError(f"features must be a multiple of 8, up to 256, and nothing empty: {extents}")
+    if dtype not in ("bfloat16", "float16"):
+        raise ValueError(f"attention of {dtype}")
+    tiling = _kernels.attention_tiling(kernel, *features)
+    blocks = -(-extents["j" if kernel == "keys" else "i"] // tiling["rows"])
+
+    def strides(of, times=1):
+        along = dict.fromkeys((*letters.batch, "i", "j"), 0)
+        along |= {letter: times * math.prod(extents[c] for c in of[k + 1 :]) for k, letter in enumerate(of)}
+        batch = ", ".join(f"{along[letter]}ll" for letter in letters.batch)
+        return f"{{{{{batch}}}, {along['i']}ll, {along['j']}ll}}"
+
+    def constant(name, value, type_="int"):
+        return f"  static constexpr {type_} {name} = {str(value).lower() if isinstance(value, bool) else value};\n"
+
+    first_side = (3 if kernel == "forward" else 6) + (bounds is not None)
+    values, word = "", first_side
+    for k, (_, side_dtype) in enumerate(sides):
+        read = f"index<{k}>" if side_dtype == "index" else f"array<{k}, {word}, {_TYPES[side_dtype]}>"
+        values += f"    [[maybe_unused]] const auto s{k} = side.template {read}();\n"
+        word += side_dtype != "index"
+
+    def function(name, given, text):
+        head = "  template <class Side>\n  static __device__ __forceinline__ float "
+        return f"{head}{name}({given}float x0, const Side& side) {{\n{values}    return {text};\n  }}\n"
+
+    of_type = "attention::Strides"
+    fields = ("warps", "fragments", "step", "parts", "resident")
+    # The outermost extent stays out of it, so that batch sizes share a kernel.
+    inner = ["0", *(str(extents[letter]) for letter in letters.batch[1:])]
+    results = 1 if kernel == "queries" else 2
+    problem = [
+        f"  using T = {_TYPES[dtype]};\n  using Operands = attention::Operands<{word + results}>;\n",
+        constant("kTiling", f"{{{', '.join(str(tiling[field]) for field in fields)}}}", "attention::Tiling"),
+        *(
+            constant(name, extents[c])
+            for name, c in zip(("kQueries", "kKeys", "kFeatures", "kValueFeatures"), "ijde", strict=True)
+        ),
+        constant("kBatchDims", len(letters.batch)) + constant("kExtents[]", f"{{{', '.join(inner)}}}"),
+        constant("kGroups", math.prod(extents[letter] for letter in letters.groups)),
+        *(constant(f"k{name.upper()}", strides(getattr(letters, name)), of_type) for name in "qkvo"),
+        # A block's first and last step are the innermost dimensions of bounds.
+        constant("kBounded", bounds is not None, "bool") + constant("kBoundsWord", first_side - 1),
+        constant("kBounds", strides(bounds or "", 2 * blocks), of_type),
+        constant("kSides", len(sides)),
+        constant("kSideStrides[]", f"{{{', '.join(strides(of) for of, _ in sides) or '{}'}}}", of_type),
+        constant("kFirstResult", word) + constant("kEmptyRowsAreZero", empty_rows_are_zero, "bool"),
+        function("score", "", score),
+        function("cotangent", "float g, ", cotangent) if kernel != "forward" else "",
+    ]
+    code = (
+        f'#include "attention/{"forward" if kernel == "forward" else "backward"}.cuh"\n\n'
+        f"namespace jax_softmax::device {{\n\nstruct Problem {{\n{''.join(problem)}}};\n\n}}  // namespace\n\n"
+        f'extern "C" __global__ void __launch_bounds__({tiling["threads"]}, {tiling["resident"]})\n'
+        "    kernel(const __grid_constant__ jax_softmax::device::Problem::Operands operands) {\n"
+        f"  jax_softmax::device::attention_{kernel}<jax_softmax::device::Problem>(operands);\n}}\n"
+    )
+    batch = math.prod(extents[letter] for letter in (letters.shared if kernel == "keys" else letters.batch))
+    described = f"attention {kernel} of {', '.join(letters)}: {extents}"
+    return Plan(code, described, blocks * batch * tiling["parts"], tiling["threads"], tiling["shared_bytes"])

@@ -1,0 +1,67 @@
+"""Attention's kernels on the host: their whole text, compiled by the host's compiler, with `warp_on_host.cuh` in the
+place of what a GPU's warps do together."""
+
+import contextlib
+import ctypes
+import functools
+import pathlib
+import tempfile
+
+import emulated
+import jax
+import numpy as np
+
+from jax_softmax.fusion.attention import call
+
+_folder = tempfile.TemporaryDirectory()
+_SOURCES = pathlib.Path(__file__).parent.parent / "csrc"
+COMPILER = emulated.COMPILER if _SOURCES.is_dir() else None
+
+
+@contextlib.contextmanager
+def kernels(late=False):
+    """While it lasts, calls of attention's kernels are done here. `late`: copies are made when they are waited for."""
+    kept = call.call
+
+    def emulated_call(plan, types, *operands):
+        def run(*arrays):
+            arrays = [np.ascontiguousarray(a) for a in arrays]
+            results = [np.full(t.shape, np.nan, t.dtype) for t in types]
+            words = [a.ctypes.data for a in (*arrays, *results)]
+            _function(plan.code)(plan.blocks, plan.threads, late, (ctypes.c_uint64 * len(words))(*words))
+            return results
+
+        return jax.pure_callback(run, types, *operands)
+
+    call.call = emulated_call
+    try:
+        yield
+    finally:
+        call.call = kept
+
+
+@functools.cache
+def _headers():
+    folder = pathlib.Path(_folder.name, "headers")
+    (folder / "attention").mkdir(parents=True)
+    prelude = emulated._PRELUDE.replace("namespace device {", "namespace jax_softmax::device {")
+    for name in ("BFloat16", "Float16"):
+        prelude = prelude.replace(f"struct {name} {{", f"struct {name} {{\n  unsigned short bits;")
+    text = pathlib.Path(__file__).with_name("warp_on_host.cuh").read_text()
+    (folder / "attention" / "warp.cuh").write_text(text.replace("@PRELUDE@", prelude))
+    return folder
+
+
+@functools.cache
+def _function(code):
+    run = (
+        "\nstatic const jax_softmax::device::Problem::Operands* given;\n"
+        'extern "C" void run(int blocks, int threads, int late, const void* words) {\n'
+        "  given = static_cast<decltype(given)>(words);\n  emulator::late = late;\n"
+        "  emulator::body = [] { kernel(*given); };\n"
+        "  for (int block = 0; block < blocks; ++block) emulator::run_block(block, threads);\n}\n"
+    )
+    path = pathlib.Path(_folder.name, f"{len(list(pathlib.Path(_folder.name).iterdir()))}.cc")
+    path.write_text(code + run)
+    options = ("-O1", "-w", "-ffp-contract=off", f"-I{_headers()}", f"-I{_SOURCES}")
+    return ctypes.CDLL(emulated.shared_library(path, *options)).run

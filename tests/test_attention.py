@@ -1,0 +1,391 @@
+"""Attention's kernels: that they compile, that tiles fit and cover everything, and what they compute.
+
+Values and gradients are compared with float64, beside the error of the program that has its weights in memory: on the
+host, which runs the kernels' whole text, and the same cases on a GPU, if there is one. A failure names the first
+element that is wrong, and the tile, row and column where it lies; `pytest -s` prints the largest errors of every case.
+"""
+
+import dataclasses
+import itertools
+import re
+from collections.abc import Callable
+
+import attention_on_host
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import support
+
+from jax_softmax import _kernels
+from jax_softmax.fusion.attention.call import bounds_of
+from jax_softmax.fusion.attention.source import KERNELS
+from jax_softmax.fusion.attention.traced import attend, attention_of
+
+MOST_SPILLED = 128  # bytes, as of the other kernels
+MOST_SHARED = 99 << 10  # bytes, of the smallest chips
+SCALE = 0.125
+
+
+def wide(x):
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+# ---- Scores, of the product and of what is read beside
+
+
+def scaled(x):
+    return x * SCALE
+
+
+def causal(x, i, j):
+    return jnp.where(i >= j, x * SCALE, -1e30)
+
+
+def causal_and_smallest(x, i, j):
+    return jnp.where(i >= j, wide(x) * SCALE, float(jnp.finfo(jnp.float32).min))
+
+
+def capped(x, i, j):
+    return jnp.where(i >= j, 20 * jnp.tanh(wide(x) * (SCALE / 20)), -1e30)
+
+
+def capped_in_its_dtype(x, i, j):
+    return jnp.where(i >= j, 20 * jnp.tanh(x * (SCALE / 20)), -3e4)
+
+
+def masked(x, mask):
+    return jnp.where(mask, wide(x) * SCALE, -jnp.inf)
+
+
+def filled(x, mask):
+    return jnp.where(mask, wide(x) * SCALE, -1e9)
+
+
+def biased(x, bias):
+    return wide(x) * SCALE + wide(bias)
+
+
+def alibi_in_a_window(x, h, i, j):
+    slope = jnp.exp2(-wide(h.astype(jnp.float32)) - 1)
+    return jnp.where((i >= j) & (i - j < 50), wide(x) * SCALE - slope * (i - j).astype(jnp.float32), -1e30)
+
+
+def in_windows_of_heads(x, h, i, j):
+    return jnp.where((i >= j) & (i - j < 20 * (h + 1)), wide(x) * SCALE, -jnp.inf)
+
+
+def of_one_segment(x, of_queries, of_keys):
+    return jnp.where(of_queries == of_keys, x * SCALE, -1e30)
+
+
+SCORES: dict[Callable, tuple] = {
+    scaled: (),
+    causal: (("i", "index"), ("j", "index")),
+    causal_and_smallest: (("i", "index"), ("j", "index")),
+    capped: (("i", "index"), ("j", "index")),
+    capped_in_its_dtype: (("i", "index"), ("j", "index")),
+    masked: (("bij", "bool"),),
+    filled: (("bij", "bool"),),
+    biased: (("hij", "bfloat16"),),
+    alibi_in_a_window: (("h", "index"), ("i", "index"), ("j", "index")),
+    in_windows_of_heads: (("h", "index"), ("i", "index"), ("j", "index")),
+    of_one_segment: (("bi", "int32"), ("bj", "int32")),
+}
+VISIBLE = {
+    causal: ("", lambda i, j: i >= j),
+    causal_and_smallest: ("", lambda i, j: i >= j),
+    capped: ("", lambda i, j: i >= j),
+    capped_in_its_dtype: ("", lambda i, j: i >= j),
+    alibi_in_a_window: ("", lambda i, j: (i >= j) & (i - j < 50)),
+    in_windows_of_heads: ("h", lambda h, i, j: (i >= j) & (i - j < 20 * (h + 1))),
+}
+
+USUAL = "bihd,bjhd,bjhe"
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    score: Callable = causal
+    lengths: tuple[int, int] = (130, 130)  # of queries and keys
+    features: tuple[int, int] = (64, 64)
+    letters: str = USUAL
+    dtype: str = "bfloat16"
+    product: str = ""  # the product's dtype, if it is another one
+    skips: bool = False  # tiles that are masked
+    where: bool = False  # the mask is that of the softmax, so that rows without visible elements are 0
+    special: float = 0.0  # what some elements of q and k are
+
+    def __str__(self):
+        words = [self.score.__name__, "x".join(map(str, self.lengths)), "-".join(map(str, self.features)), self.dtype]
+        words += [self.letters] * (self.letters != USUAL) + [self.product] * bool(self.product)
+        words += ["skips"] * self.skips + ["where"] * self.where + [str(self.special)] * bool(self.special)
+        return " ".join(words)
+
+    @property
+    def sides(self):
+        batch = set(self.letters) - {"i", "j", "d", "e", ","}
+        return [("".join(c for c in letters if c in batch | {"i", "j"}), d) for letters, d in SCORES[self.score]]
+
+    @property
+    def extents(self):
+        (i, j), (d, e) = self.lengths, self.features
+        return {"b": 2, "h": 2, "g": 3, "i": i, "j": j, "d": d, "e": e}
+
+    @property
+    def attention(self):
+        sides, dtypes = zip(*self.sides, strict=True) if self.sides else ((), ())
+        product = self.product or self.dtype
+        return attention_of(self.score, self.letters, sides, dtypes, product, self.where)
+
+    def operands(self):
+        """q, k, v, the output's cotangent, and the arrays among the sides."""
+        rng, extents = np.random.default_rng(0), self.extents
+        q, k, v = self.letters.split(",")
+        arrays = [
+            rng.standard_normal([extents[c] for c in of]).astype(jnp.dtype(self.dtype))
+            for of in (q, k, v, q[:-1] + "e")
+        ]
+        if self.special:
+            arrays[0][(0,) * (len(q) - 1)] = self.special
+            arrays[1][(1,) * (len(k) - 1)] = self.special
+        for of, dtype in self.sides:
+            shape = [extents[c] for c in of]
+            if dtype == "bool":
+                mask = rng.random(shape) < 0.7
+                mask[..., min(5, shape[-2] - 1) :: 7, :] = False  # rows that see nothing
+                arrays.append(mask)
+            elif dtype == "int32":
+                arrays.append(np.sort(rng.integers(0, 4, shape), -1).astype(np.int32))
+            elif dtype != "index":
+                arrays.append(rng.standard_normal(shape).astype(jnp.dtype(dtype)))
+        return arrays
+
+    def program(self, q, k, v, *sides):
+        """With the weights in memory."""
+        letters, extents = self.attention.letters, self.extents
+        rows = letters.batch + "i"
+        product = jnp.dtype(q.dtype if q.dtype == jnp.float64 else self.product or self.dtype)
+        x = jnp.einsum(f"{letters.q},{letters.k}->{rows}j", q, k, preferred_element_type=product)
+        given, arrays = [], list(sides)
+        for of, dtype in self.sides:
+            a = jnp.arange(extents[of], dtype=jnp.int32) if dtype == "index" else arrays.pop(0)
+            order = sorted(of, key=(rows + "j").index)
+            a = jnp.transpose(a, [of.index(c) for c in order])
+            given.append(a.reshape([extents[c] if c in of else 1 for c in rows + "j"]))
+        where = jnp.broadcast_to(given[0], x.shape) if self.where else None
+        weights = jax.nn.softmax(self.score(x, *given), -1, where=where)
+        o = jnp.einsum(f"{rows}j,{letters.v}->{letters.o}", weights.astype(v.dtype), v)
+        return o.astype(q.dtype)
+
+
+def values_and_gradients(function, q, k, v, o_cotangent, *sides):
+    o, transposed = jax.vjp(lambda q, k, v: function(q, k, v, *sides), q, k, v)
+    return o, *transposed(o_cotangent)
+
+
+def in_float64(case, operands):
+    operands = [a.astype(np.float64) if jnp.issubdtype(a.dtype, jnp.floating) else a for a in operands]
+    with jax.enable_x64(True), support.on_a_cpu():
+        return [np.asarray(a) for a in jax.jit(values_and_gradients, static_argnums=0)(case.program, *operands)]
+
+
+def attended(case):
+    letters, visible = VISIBLE[case.score] if case.skips else ("", None)
+    return attend(case.attention, visible, letters)
+
+
+@np.errstate(invalid="ignore")  # of infinities
+def check(case, jit=True):
+    """The kernels' values and gradients: finite where the program's are, and about as exact."""
+    operands = case.operands()
+    compiled = jax.jit(values_and_gradients, static_argnums=0) if jit else values_and_gradients
+    expected, unfused = (
+        in_float64(case, operands),
+        jax.jit(values_and_gradients, static_argnums=0)(case.program, *operands),
+    )
+    found = compiled(attended(case), *operands)
+    of = dict(zip(("o", "dq", "dk", "dv"), (case.attention.letters.o, *case.attention.letters), strict=True))
+    # What p (do v^T - delta) may be off by in float32 where its terms cancel, times a row of k or q.
+    q, k, v, o_cotangent = (np.abs(a[np.isfinite(a)].astype(np.float64)).max() for a in operands[:4])
+    cancelled = float(np.finfo(np.float32).eps) * max(q, k) * v * o_cotangent * case.features[1]
+    mistakes = []
+    for (name, letters), right, with_weights, own in zip(of.items(), expected, unfused, found, strict=True):
+        with_weights, own = np.asarray(with_weights, np.float64), np.asarray(own, np.float64)
+        finite = np.isfinite(with_weights) & np.isfinite(right)
+        largest = np.abs(right[finite]).max(initial=0)
+        errors = {"own": np.abs(own - right), "unfused": np.abs(with_weights - right)}
+        worst = {who: error[finite & np.isfinite(own)].max(initial=0) for who, error in errors.items()}
+        bound = (2 if name == "o" else 3) * worst["unfused"] + float(jnp.finfo(case.dtype).eps) * largest + cancelled
+        print(f"{case}: {name}: error {worst['own']:.1e}, unfused {worst['unfused']:.1e}, largest {largest:.1e}")
+        wrong = np.where(finite, ~(errors["own"] <= bound), np.isnan(own) != np.isnan(with_weights))
+        if wrong.any():
+            at = tuple(np.argwhere(wrong)[0])
+            mistakes.append(
+                f"{name}: {wrong.sum()} of {wrong.size} wrong, error {worst['own']:.1e} of {bound:.1e}; "
+                f"{own[at]} for {right[at]} at {where(name, letters, at, case)}; wrong {extent_of(wrong, letters)}"
+            )
+    assert not mistakes, f"{case}:\n" + "\n".join(mistakes)
+
+
+def where(name, letters, at, case):
+    """An element's indices, and the tile, row of it and column where the kernel that made it has it."""
+    indices = dict(zip(letters, (int(n) for n in at), strict=True))
+    kernel = {"o": "forward", "dq": "queries"}.get(name, "keys")
+    rows = _kernels.attention_tiling(kernel, *case.features)["rows"]
+    row = indices["i" if kernel != "keys" else "j"]
+    return f"{indices} (tile {row // rows} of {rows} rows, row {row % rows}, column {at[-1]})"
+
+
+def extent_of(wrong, letters):
+    found = np.argwhere(wrong)
+    return ", ".join(f"{c} {low}..{high}" for c, low, high in zip(letters, found.min(0), found.max(0), strict=True))
+
+
+# ---- Cases: the first ones run on the host as well, the others there with --sweeps alone
+
+LENGTHS = [(1, 17), (17, 1), (63, 65), (64, 64), (65, 63), (197, 197), (197, 1500), (1500, 197)]
+LAYOUTS = ["bhid,bhjd,bhje", "bihd,bhjd,jhbe", "id,jd,je", "bihgd,bjhd,bjhe", "gihd,jhd,jhe", "ihd,jd,je"]
+FIRST = [
+    Case(capped_in_its_dtype, (40, 40), (32, 32)),
+    Case(capped, (65, 197), (40, 64), skips=True),
+    Case(masked, (70, 63), (64, 64), where=True),
+    Case(masked, (70, 63), (64, 64)),
+    Case(filled, (70, 163), (80, 128), "bihgd,bjhd,bjhe", "float16"),
+    Case(biased, (17, 65), (128, 128), "bhid,bhjd,jhbe", product="float32"),
+    Case(causal_and_smallest, (65, 65), (256, 192), skips=True),
+    Case(causal, (197, 1500), (64, 64), "id,jd,je", skips=True),
+]
+OTHERS = [
+    *(Case(causal, lengths) for lengths in LENGTHS),
+    *(Case(causal, lengths, skips=True) for lengths in LENGTHS),
+    *(Case(masked, (130, 200), letters=letters, where=True) for letters in LAYOUTS if "b" in letters),
+    *(Case(capped, (197, 130), letters=letters, skips=True) for letters in LAYOUTS),
+    *(Case(scaled, (150, 130), (d, e)) for d, e in ((32, 32), (40, 40), (80, 80), (96, 96), (128, 128), (192, 128))),
+    *(Case(causal, (150, 130), (d, e)) for d, e in ((64, 128), (128, 64), (256, 256), (248, 40), (160, 160))),
+    *(Case(score, (200, 190)) for score in SCORES if score not in (causal, scaled)),
+    *(Case(score, (200, 190), dtype="float16") for score in SCORES),
+    *(Case(score, (200, 190), product="float32", skips=score in VISIBLE) for score in SCORES),
+    Case(of_one_segment, (256, 256)),
+    Case(alibi_in_a_window, (300, 300), skips=True),
+    *(
+        Case(in_windows_of_heads, (300, 300), letters=letters, skips=True)
+        for letters in ("bihd,bjhd,bjhe", "ihd,jd,je")
+    ),
+    *(Case(causal, (70, 70), special=special) for special in (np.nan, np.inf, -np.inf)),
+    *(Case(masked, (70, 70), where=True, special=special) for special in (np.nan, np.inf)),
+]
+on_gpu = pytest.mark.skipif(support.why_no_cuda() is not None, reason=str(support.why_no_cuda()))
+on_host = pytest.mark.skipif(attention_on_host.COMPILER is None, reason="needs a C++ compiler and the sources")
+
+
+@on_host
+@pytest.mark.parametrize("case", [*FIRST, *(pytest.param(case, marks=pytest.mark.sweep) for case in OTHERS)], ids=str)
+def test_on_the_host(case):
+    for late in (False, True):  # copies are made when they begin, or when they are waited for
+        with attention_on_host.kernels(late), support.on_a_cpu():
+            check(case, jit=False)
+
+
+@on_gpu
+@pytest.mark.parametrize("case", [*FIRST, *OTHERS], ids=str)
+def test_on_a_gpu(case):
+    check(case)
+
+
+@on_gpu
+@pytest.mark.parametrize("skips", [False, True])
+def test_the_same_bits_every_time(skips):
+    case = Case(causal, (1500, 1500), (128, 128), "bihgd,bjhd,bjhe", skips=skips)
+    function = jax.jit(lambda *operands: values_and_gradients(attended(case), *operands))
+    operands = case.operands()
+    first = function(*operands)
+    for _ in range(3):
+        for a, b in zip(first, function(*operands), strict=True):
+            np.testing.assert_array_equal(np.asarray(a).view(np.uint16), np.asarray(b).view(np.uint16))
+
+
+# ---- Compiling
+
+
+def plan_of(kernel, case):
+    dtypes = [dtype for _, dtype in case.sides if dtype != "index"]
+    return case.attention.plan(kernel, case.dtype, case.extents, dtypes, "" if case.skips else None)
+
+
+def mask_cap_and_bias(x, i, j, bias):
+    return jnp.where(i >= j, 20 * jnp.tanh(wide(x) * (SCALE / 20)) + wide(bias), -1e30)
+
+
+SCORES[mask_cap_and_bias] = (("i", "index"), ("j", "index"), ("hij", "bfloat16"))
+# A case for each row of the table, of lengths that are a multiple of every tile or of none.
+COMPILED = [
+    Case(mask_cap_and_bias, (n, n), (features, features), dtype=dtype, skips=True)
+    for features, n, dtype in ((64, 2048, "bfloat16"), (128, 2048, "float16"), (256, 197, "bfloat16"))
+]
+
+
+@pytest.mark.parametrize("compute_capability", [80, 90, 100, 120])
+@pytest.mark.parametrize("case", COMPILED, ids=str)
+def test_compiles(jit, case, compute_capability):
+    jit.needs(compute_capability)
+    for kernel in KERNELS:
+        plan = plan_of(kernel, case)
+        _, text = _kernels.jit_binary(plan.code, plan.plan, compute_capability)
+        spilled = [int(n) for n in re.findall(r"(\d+) bytes spill stores", text)]
+        assert spilled and max(spilled) <= MOST_SPILLED, f"{plan.plan}: {text}"
+
+
+# ---- Geometry
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_tiles_fit_and_cover_everything(kernel):
+    attention = Case(scaled).attention
+    for d, e in itertools.product(range(8, 257, 8), (8, 64, 128, 136, 256)):
+        tiling = _kernels.attention_tiling(kernel, d, e)
+        assert tiling["rows"] % 16 == 0 and tiling["step"] % 16 == 0
+        for n in (1, 15, 16, 197, 2048):
+            extents = {"b": 2, "h": 2, "i": n, "j": n, "d": d, "e": e}
+            plan = attention.plan(kernel, "bfloat16", extents, [])
+            assert plan.shared_bytes <= MOST_SHARED
+            assert plan.blocks == 4 * -(-n // tiling["rows"]) * tiling["parts"]
+            assert plan.threads >= tiling["step"] or kernel != "keys"  # which copy the rows' numbers
+
+
+def test_bounds_visit_what_is_seen():
+    case = Case(causal, (300, 300))
+    for zero in (False, True):
+        attention = case.attention._replace(empty_rows_are_zero=zero)
+        bounds = bounds_of(lambda i, j: (i >= j) & (i > 200), "", attention, case.extents)
+        for kernel, ends in bounds.of.items():
+            tiling = _kernels.attention_tiling(kernel, 64, 64)
+            i, j = np.arange(300)[:, None], np.arange(300)
+            seen = (i >= j) & (i > 200) | ((not zero) & (i <= 200))
+            if kernel == "keys":
+                seen = seen.T
+            for block, (first, end) in enumerate(np.asarray(ends)):
+                found = np.flatnonzero(seen[block * tiling["rows"] :][: tiling["rows"]].any(0))
+                steps = found // tiling["step"]
+                assert (first, end) == (steps.min(), steps.max() + 1) if found.size else first >= end
+
+
+@pytest.mark.parametrize(
+    "letters,message",
+    [
+        ("bihd,bjhd,bjd", "bjd must have j and, last, e"),
+        ("dbih,bjhd,bjhe", "dbih must have i and, last, d"),
+        ("bihd,bjhd,jhe", "the same batch letters"),
+        ("bid,bjhd,bjhe", "of those of q"),
+        ("bihd,bjhd,bjhhe", "twice"),
+    ],
+)
+def test_other_operands_are_refused(letters, message):
+    with pytest.raises(ValueError, match=message):
+        plan_of("forward", Case(scaled, letters=letters))
+
+
+def test_other_features_are_refused():
+    for features in ((36, 64), (64, 264)):
+        with pytest.raises(ValueError, match="multiple of 8"):
+            plan_of("forward", Case(scaled, features=features))
