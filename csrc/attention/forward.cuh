@@ -18,8 +18,10 @@ namespace jax_softmax::device {
 
 // A row's state. Of its four lanes each has the sum of its own columns, until `whole`.
 struct RowState {
-  float largest = -kInfinity, sum = 0.0f;
+  float largest, sum;
 
+  // Not by initializers of the members: of arrays of two dimensions NVRTC 13 runs those for the first row alone.
+  __device__ __forceinline__ RowState() : largest(-kInfinity), sum(0.0f) {}
   static __device__ __forceinline__ float largest_of_row(float x) {
     x = fmaxf(x, shuffle_xor(x, 1));
     return fmaxf(x, shuffle_xor(x, 2));
