@@ -11,6 +11,10 @@ import pytest
 import support
 
 from jax_softmax import fuse
+from jax_softmax.fusion import places
+from jax_softmax.fusion.expressions import Expressions
+from jax_softmax.fusion.graph import graph_of
+from jax_softmax.fusion.printing import text_of
 
 F32, BF16, F16 = jnp.float32, jnp.bfloat16, jnp.float16
 X = jnp.asarray(support.normal((16, 64), seed=1, scale=20)).astype(BF16)
@@ -93,3 +97,30 @@ def test_a_fused_program_has_its_own_numbers(name):
     found, *own = (np.asarray(a, np.float64) for a in (fused.compile(options)(x), *own))
     apart = [np.where(found == a, 0, np.abs(found - np.where(found == a, 0, a))).max() for a in own]
     assert min(apart) <= most, apart
+
+
+# Not functions, of which a kernel's may differ from XLA's in the last places.
+SAME_BITS = {
+    "division by a constant": lambda x: x / 0.7,
+    "division of bfloat16 by a constant": lambda x: (x.astype(BF16) / BF16(0.7)).astype(F32),
+    "a product and a sum": lambda x: x * 0.3 + 0.1,
+    "a power": lambda x: x**5,
+    "a negative power": lambda x: x**-3,
+    "casts": lambda x: x.astype(F16).astype(F32) - x.astype(BF16).astype(F32),
+    "float16": lambda x: (x.astype(F16) * F16(1e-6)).astype(F32),
+    "choices": lambda x: jnp.where(x > 1, jnp.clip(x, -2, 3), -jnp.abs(x)) * jnp.sign(x),
+}
+
+
+@pytest.mark.skipif(emulated.COMPILER is None, reason="no C++ compiler found")
+@pytest.mark.parametrize("name", SAME_BITS)
+def test_text_and_jax_make_the_same_bits(name):
+    """What a kernel and XLA both make of an element is one list of operations: as C++ and as JAX it is the same."""
+    x = jnp.asarray(support.normal((4096,), seed=6, scale=3))
+    jaxpr = jax.make_jaxpr(SAME_BITS[name])(jax.ShapeDtypeStruct((), F32))
+    graph = graph_of(jaxpr)
+    own = {(jaxpr.jaxpr.invars[0], places.key_of([])): "x0"}
+    expression = Expressions(own).of(graph.outputs[0], [], graph.maker)
+    with support.on_a_cpu():
+        (found,) = emulated._by_lines(text_of(expression), ["x0"], {"x0": x}, [x])
+        np.testing.assert_array_equal(found, expression.value({"x0": x}))
