@@ -60,7 +60,8 @@ def check(programs):
 def assert_all_no_worse(program, *results):
     for found, expected, *others in zip(*map(jax.tree.leaves, results), strict=True):
         assert (found.shape, found.dtype) == (others[0].shape, others[0].dtype), program
-        assert_no_worse(found, expected, others, coarsest_eps(program))
+        times = 8 if program.transform == "second" else 4  # of second derivatives the roundings are a matter of chance
+        assert_no_worse(found, expected, others, coarsest_eps(program), times)
 
 
 def coarsest_eps(program):
@@ -69,21 +70,27 @@ def coarsest_eps(program):
     return max(float(jnp.finfo(dtype).eps) for dtype in dtypes.intersection(FLOATS))
 
 
-def assert_no_worse(found, exact, own, eps):
+# Such numbers are sums of fills of masks, which may overflow in another order.
+OF_FILLS = 1e30
+
+
+def assert_no_worse(found, exact, own, eps, times=4):
     found, exact, *own = (np.asarray(a, np.float64) for a in (found, exact, *own))
-    alike = np.isfinite(exact)
+    alike = np.abs(exact) < OF_FILLS
     for a in own:
         alike &= np.isfinite(a)
-    # Where the program itself overflows, or is not sure, anything that one of its ways gives.
+    # Where the program itself overflows, or is not sure, anything that one of its ways gives; and anything where it is
+    # NaN, as a sum of products of a one-hot array with -inf is: `fuse` looks the label's element up.
     same = [np.isnan(found) & np.isnan(a) | (found == a) for a in (exact, *own)]
-    assert np.all(alike | np.any(same, 0) | np.isfinite(found)), "not finite where the program is"
+    unknown = np.all([np.isnan(a) for a in (exact, *own)], 0) | (np.abs(exact) >= OF_FILLS) & ~np.isnan(found)
+    assert np.all(alike | np.any(same, 0) | np.isfinite(found) | unknown), "not finite where the program is"
     assert np.isfinite(found[alike]).all(), "not finite where the program is"
     if not alike.any():
         return
     largest = max(np.abs(exact[alike]).max(), 1 / 16)  # of numbers that nearly cancel out the terms are larger
     error = np.abs(found - exact)[alike].max()
     errors = [np.abs(a - exact)[alike].max() for a in own]
-    bound = 4 * max(errors) + 4 * max(eps, 2.0**-20) * largest
+    bound = times * max(errors) + 4 * max(eps, 2.0**-20) * largest
     assert error <= bound, f"off by {error:.3g}; the program itself by {errors}, numbers up to {largest:.3g}"
 
 

@@ -116,7 +116,8 @@ def _with_gradient(how, labelled, weights, options):
     gradient, *rows = bind(op, *operands, where=where, axes=how.axes, in_place=how.in_place)
     rows, sums = Normalizer(*rows[:2]), rows[2:]
     distances = reference.distance_of_all(*sums, _classes(how, labelled)) if sums else None
-    return gradient, rows.log_total - reference.distances(logit, rows), rows, distances
+    distance = jnp.where(exists(label, x.shape, how.axes), reference.distances(logit, rows), 0)
+    return gradient, rows.log_total - distance, rows, distances
 
 
 def _values(how, labelled, weights, options, loss, rows, distances=None):
@@ -128,7 +129,8 @@ def _values(how, labelled, weights, options, loss, rows, distances=None):
             distances = row_sum(distances, how.axes, how.axis_name)
         above_mean = (rows.log_total - loss) - distances / _classes(how, labelled)
     values = _Values(loss, rows.lse, above_mean)
-    counts = labelled.found & ((weights != 0) | jnp.isfinite(_losses(values, options)))
+    finite = functools.reduce(jnp.logical_and, map(jnp.isfinite, jax.tree.leaves(values)))
+    counts = labelled.found & ((weights != 0) | finite)
     return jax.tree.map(lambda value: jnp.where(counts, value, 0), values)
 
 
