@@ -19,6 +19,7 @@ import numpy as np
 from jax.interpreters import mlir
 
 from jax_softmax.fusion import traffic, transform
+from jax_softmax.fusion.attention import matcher
 from jax_softmax.fusion.kernels import Kernel, kernel_p, lower
 from jax_softmax.primitives import reference
 from jax_softmax.primitives.operators import OPERATORS
@@ -67,14 +68,16 @@ _folder = tempfile.TemporaryDirectory()
 
 
 @contextlib.contextmanager
-def kernels(always=True, in_jax=False):
+def kernels(always=True, in_jax=False, attention=False):
     """Yields the kernels whose calls are lowered from here on.
 
     `always`: of each operator that can be one, whoever would be faster. `in_jax`: what kernels do is done in JAX, as it
-    has to be in programs that XLA divides, where the host cannot be called.
+    has to be in programs that XLA divides, where the host cannot be called. `attention`: what is attention is done by
+    its kernels, which `attention_on_host` has to run.
     """
     made = []
     ffi_call, wins = jax.ffi.ffi_call, traffic.Traffic.kernel_wins
+    attention_wins = matcher.attention_wins
     call, scratch_bytes = Kernel.call, Kernel.scratch_bytes
 
     def recorded(self, *operands):
@@ -85,6 +88,7 @@ def kernels(always=True, in_jax=False):
         return _call(types) if target == TARGET else ffi_call(target, types, **options)
 
     jax.ffi.ffi_call, Kernel.call = emulated_call, recorded
+    matcher.attention_wins = lambda *_: attention
     if always:
         traffic.Traffic.kernel_wins = property(lambda self: True)
         Kernel.scratch_bytes = lambda self: scratch_bytes(self) or 0
@@ -97,23 +101,28 @@ def kernels(always=True, in_jax=False):
         mlir.register_lowering(transform.fused_p, transform._lower, platform="cpu")
         jax.ffi.ffi_call, traffic.Traffic.kernel_wins = ffi_call, wins
         Kernel.call, Kernel.scratch_bytes = call, scratch_bytes
+        matcher.attention_wins = attention_wins
 
 
 @contextlib.contextmanager
-def all_kernels():
-    """On a GPU: what a kernel can do is done by one, whoever would be faster. Yields the kernels that are lowered."""
+def all_kernels(attention=False):
+    """On a GPU: what a kernel can do is done by one, whoever would be faster. Yields the kernels that are lowered.
+
+    `attention`: attention is done by its own.
+    """
     made = []
-    call, wins = Kernel.call, traffic.Traffic.kernel_wins
+    call, wins, attention_wins = Kernel.call, traffic.Traffic.kernel_wins, matcher.attention_wins
 
     def recorded(self, *operands):
         made.append(self)
         return call(self, *operands)
 
     Kernel.call, traffic.Traffic.kernel_wins = recorded, property(lambda self: True)
+    matcher.attention_wins = lambda *_: attention
     try:
         yield made
     finally:
-        Kernel.call, traffic.Traffic.kernel_wins = call, wins
+        Kernel.call, traffic.Traffic.kernel_wins, matcher.attention_wins = call, wins, attention_wins
 
 
 def _call(types):

@@ -11,16 +11,18 @@ import re
 from collections.abc import Callable
 
 import attention_on_host
+import emulated
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import support
 
+import jax_softmax
 from jax_softmax import _kernels
-from jax_softmax.fusion.attention.call import bounds_of
-from jax_softmax.fusion.attention.source import KERNELS
-from jax_softmax.fusion.attention.traced import attend, attention_of
+from jax_softmax.fusion.attention.call import attention_p
+from jax_softmax.fusion.attention.source import KERNELS, Letters
+from jax_softmax.fusion.rewriting import rewritten
 
 MOST_SPILLED = 128  # bytes, as of the other kernels
 MOST_SHARED = 99 << 10  # bytes, of the smallest chips
@@ -92,15 +94,6 @@ SCORES: dict[Callable, tuple] = {
     in_windows_of_heads: (("h", "index"), ("i", "index"), ("j", "index")),
     of_one_segment: (("bi", "int32"), ("bj", "int32")),
 }
-VISIBLE = {
-    causal: ("", lambda i, j: i >= j),
-    causal_and_smallest: ("", lambda i, j: i >= j),
-    capped: ("", lambda i, j: i >= j),
-    capped_in_its_dtype: ("", lambda i, j: i >= j),
-    alibi_in_a_window: ("", lambda i, j: (i >= j) & (i - j < 50)),
-    in_windows_of_heads: ("h", lambda h, i, j: (i >= j) & (i - j < 20 * (h + 1))),
-}
-
 USUAL = "bihd,bjhd,bjhe"
 
 
@@ -112,14 +105,13 @@ class Case:
     letters: str = USUAL
     dtype: str = "bfloat16"
     product: str = ""  # the product's dtype, if it is another one
-    skips: bool = False  # tiles that are masked
     where: bool = False  # the mask is that of the softmax, so that rows without visible elements are 0
     special: float = 0.0  # what some elements of q and k are
 
     def __str__(self):
         words = [self.score.__name__, "x".join(map(str, self.lengths)), "-".join(map(str, self.features)), self.dtype]
         words += [self.letters] * (self.letters != USUAL) + [self.product] * bool(self.product)
-        words += ["skips"] * self.skips + ["where"] * self.where + [str(self.special)] * bool(self.special)
+        words += ["where"] * self.where + [str(self.special)] * bool(self.special)
         return " ".join(words)
 
     @property
@@ -131,12 +123,6 @@ class Case:
     def extents(self):
         (i, j), (d, e) = self.lengths, self.features
         return {"b": 2, "h": 2, "g": 3, "i": i, "j": j, "d": d, "e": e}
-
-    @property
-    def attention(self):
-        sides, dtypes = zip(*self.sides, strict=True) if self.sides else ((), ())
-        product = self.product or self.dtype
-        return attention_of(self.score, self.letters, sides, dtypes, product, self.where)
 
     def operands(self):
         """q, k, v, the output's cotangent, and the arrays among the sides."""
@@ -163,7 +149,7 @@ class Case:
 
     def program(self, q, k, v, *sides):
         """With the weights in memory."""
-        letters, extents = self.attention.letters, self.extents
+        letters, extents = Letters(*self.letters.split(",")), self.extents
         rows = letters.batch + "i"
         product = jnp.dtype(q.dtype if q.dtype == jnp.float64 else self.product or self.dtype)
         x = jnp.einsum(f"{letters.q},{letters.k}->{rows}j", q, k, preferred_element_type=product)
@@ -190,22 +176,20 @@ def in_float64(case, operands):
         return [np.asarray(a) for a in jax.jit(values_and_gradients, static_argnums=0)(case.program, *operands)]
 
 
-def attended(case):
-    letters, visible = VISIBLE[case.score] if case.skips else ("", None)
-    return attend(case.attention, visible, letters)
+def fused(case):
+    return jax_softmax.fuse(lambda *operands: values_and_gradients(case.program, *operands))
 
 
 @np.errstate(invalid="ignore")  # of infinities
-def check(case, jit=True):
-    """The kernels' values and gradients: finite where the program's are, and about as exact."""
+def check(case):
+    """The fused program's values and gradients: finite where the program's are, and about as exact."""
     operands = case.operands()
-    compiled = jax.jit(values_and_gradients, static_argnums=0) if jit else values_and_gradients
-    expected, unfused = (
-        in_float64(case, operands),
-        jax.jit(values_and_gradients, static_argnums=0)(case.program, *operands),
-    )
-    found = compiled(attended(case), *operands)
-    of = dict(zip(("o", "dq", "dk", "dv"), (case.attention.letters.o, *case.attention.letters), strict=True))
+    assert set(attention_in(case)) == set(KERNELS)
+    expected = in_float64(case, operands)
+    unfused = jax.jit(values_and_gradients, static_argnums=0)(case.program, *operands)
+    found = jax.jit(fused(case))(*operands)
+    letters = Letters(*case.letters.split(","))
+    of = dict(zip(("o", "dq", "dk", "dv"), (letters.o, *letters), strict=True))
     # What p (do v^T - delta) may be off by in float32 where its terms cancel, times a row of k or q.
     q, k, v, o_cotangent = (np.abs(a[np.isfinite(a)].astype(np.float64)).max() for a in operands[:4])
     cancelled = float(np.finfo(np.float32).eps) * max(q, k) * v * o_cotangent * case.features[1]
@@ -248,30 +232,26 @@ LENGTHS = [(1, 17), (17, 1), (63, 65), (64, 64), (65, 63), (197, 197), (197, 150
 LAYOUTS = ["bhid,bhjd,bhje", "bihd,bhjd,jhbe", "id,jd,je", "bihgd,bjhd,bjhe", "gihd,jhd,jhe", "ihd,jd,je"]
 FIRST = [
     Case(capped_in_its_dtype, (40, 40), (32, 32)),
-    Case(capped, (65, 197), (40, 64), skips=True),
+    Case(capped, (65, 197), (40, 64)),
     Case(masked, (70, 63), (64, 64), where=True),
     Case(masked, (70, 63), (64, 64)),
     Case(filled, (70, 163), (80, 128), "bihgd,bjhd,bjhe", "float16"),
     Case(biased, (17, 65), (128, 128), "bhid,bhjd,jhbe", product="float32"),
-    Case(causal_and_smallest, (65, 65), (256, 192), skips=True),
-    Case(causal, (197, 1500), (64, 64), "id,jd,je", skips=True),
+    Case(causal_and_smallest, (65, 65), (256, 192)),
+    Case(causal, (197, 1500), (64, 64), "id,jd,je"),
 ]
 OTHERS = [
     *(Case(causal, lengths) for lengths in LENGTHS),
-    *(Case(causal, lengths, skips=True) for lengths in LENGTHS),
     *(Case(masked, (130, 200), letters=letters, where=True) for letters in LAYOUTS if "b" in letters),
-    *(Case(capped, (197, 130), letters=letters, skips=True) for letters in LAYOUTS),
+    *(Case(capped, (197, 130), letters=letters) for letters in LAYOUTS),
     *(Case(scaled, (150, 130), (d, e)) for d, e in ((32, 32), (40, 40), (80, 80), (96, 96), (128, 128), (192, 128))),
     *(Case(causal, (150, 130), (d, e)) for d, e in ((64, 128), (128, 64), (256, 256), (248, 40), (160, 160))),
     *(Case(score, (200, 190)) for score in SCORES if score not in (causal, scaled)),
     *(Case(score, (200, 190), dtype="float16") for score in SCORES),
-    *(Case(score, (200, 190), product="float32", skips=score in VISIBLE) for score in SCORES),
+    *(Case(score, (200, 190), product="float32") for score in SCORES),
     Case(of_one_segment, (256, 256)),
-    Case(alibi_in_a_window, (300, 300), skips=True),
-    *(
-        Case(in_windows_of_heads, (300, 300), letters=letters, skips=True)
-        for letters in ("bihd,bjhd,bjhe", "ihd,jd,je")
-    ),
+    Case(alibi_in_a_window, (300, 300)),
+    *(Case(in_windows_of_heads, (300, 300), letters=letters) for letters in ("bihd,bjhd,bjhe", "ihd,jd,je")),
     *(Case(causal, (70, 70), special=special) for special in (np.nan, np.inf, -np.inf)),
     *(Case(masked, (70, 70), where=True, special=special) for special in (np.nan, np.inf)),
 ]
@@ -283,22 +263,23 @@ on_host = pytest.mark.skipif(attention_on_host.COMPILER is None, reason="needs a
 @pytest.mark.parametrize("case", [*FIRST, *(pytest.param(case, marks=pytest.mark.sweep) for case in OTHERS)], ids=str)
 def test_on_the_host(case):
     for late in (False, True):  # copies are made when they begin, or when they are waited for
-        with attention_on_host.kernels(late), support.on_a_cpu():
-            check(case, jit=False)
+        with emulated.kernels(attention=True), attention_on_host.kernels(late):
+            check(case)
 
 
 @on_gpu
 @pytest.mark.parametrize("case", [*FIRST, *OTHERS], ids=str)
 def test_on_a_gpu(case):
-    check(case)
+    with emulated.all_kernels(attention=True):
+        check(case)
 
 
 @on_gpu
-@pytest.mark.parametrize("skips", [False, True])
-def test_the_same_bits_every_time(skips):
-    case = Case(causal, (1500, 1500), (128, 128), "bihgd,bjhd,bjhe", skips=skips)
-    function = jax.jit(lambda *operands: values_and_gradients(attended(case), *operands))
+def test_the_same_bits_every_time():
+    case = Case(causal, (1500, 1500), (128, 128), "bihgd,bjhd,bjhe")
     operands = case.operands()
+    with emulated.all_kernels(attention=True):
+        function = jax.jit(fused(case)).lower(*operands).compile()
     first = function(*operands)
     for _ in range(3):
         for a, b in zip(first, function(*operands), strict=True):
@@ -308,9 +289,19 @@ def test_the_same_bits_every_time(skips):
 # ---- Compiling
 
 
+def attention_in(case):
+    """The kernels that the fused program calls, by name: an `Attention`, and the extents by its letters."""
+    operands = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in case.operands()]
+    (eqn,) = jax.make_jaxpr(fused(case))(*operands).eqns
+    with emulated.all_kernels(attention=True):
+        calls = [e for e in rewritten(eqn.params["jaxpr"]).eqns if e.primitive is attention_p]
+    found = [(e.params["kernel"], e.params["attention"], [v.aval for v in e.invars[:3]]) for e in calls]
+    return {kernel: (attention, attention.extents(*avals)) for kernel, attention, avals in found}
+
+
 def plan_of(kernel, case):
-    dtypes = [dtype for _, dtype in case.sides if dtype != "index"]
-    return case.attention.plan(kernel, case.dtype, case.extents, dtypes, "" if case.skips else None)
+    attention, extents = attention_in(case)[kernel]
+    return attention.plan(kernel, case.dtype, extents, attention.letters_of_bounds)
 
 
 def mask_cap_and_bias(x, i, j, bias):
@@ -320,7 +311,7 @@ def mask_cap_and_bias(x, i, j, bias):
 SCORES[mask_cap_and_bias] = (("i", "index"), ("j", "index"), ("hij", "bfloat16"))
 # A case for each row of the table, of lengths that are a multiple of every tile or of none.
 COMPILED = [
-    Case(mask_cap_and_bias, (n, n), (features, features), dtype=dtype, skips=True)
+    Case(mask_cap_and_bias, (n, n), (features, features), dtype=dtype)
     for features, n, dtype in ((64, 2048, "bfloat16"), (128, 2048, "float16"), (256, 197, "bfloat16"))
 ]
 
@@ -341,33 +332,42 @@ def test_compiles(jit, case, compute_capability):
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_tiles_fit_and_cover_everything(kernel):
-    attention = Case(scaled).attention
+    attention, _ = attention_in(Case(scaled))[kernel]
     for d, e in itertools.product(range(8, 257, 8), (8, 64, 128, 136, 256)):
         tiling = _kernels.attention_tiling(kernel, d, e)
         assert tiling["rows"] % 16 == 0 and tiling["step"] % 16 == 0
         for n in (1, 15, 16, 197, 2048):
             extents = {"b": 2, "h": 2, "i": n, "j": n, "d": d, "e": e}
-            plan = attention.plan(kernel, "bfloat16", extents, [])
+            plan = attention.plan(kernel, "bfloat16", extents)
             assert plan.shared_bytes <= MOST_SHARED
             assert plan.blocks == 4 * -(-n // tiling["rows"]) * tiling["parts"]
             assert plan.threads >= tiling["step"] or kernel != "keys"  # which copy the rows' numbers
 
 
-def test_bounds_visit_what_is_seen():
-    case = Case(causal, (300, 300))
-    for zero in (False, True):
-        attention = case.attention._replace(empty_rows_are_zero=zero)
-        bounds = bounds_of(lambda i, j: (i >= j) & (i > 200), "", attention, case.extents)
-        for kernel, ends in bounds.of.items():
-            tiling = _kernels.attention_tiling(kernel, 64, 64)
-            i, j = np.arange(300)[:, None], np.arange(300)
-            seen = (i >= j) & (i > 200) | ((not zero) & (i <= 200))
-            if kernel == "keys":
-                seen = seen.T
-            for block, (first, end) in enumerate(np.asarray(ends)):
-                found = np.flatnonzero(seen[block * tiling["rows"] :][: tiling["rows"]].any(0))
-                steps = found // tiling["step"]
-                assert (first, end) == (steps.min(), steps.max() + 1) if found.size else first >= end
+def late_and_causal(x, i, j):
+    return jnp.where((i >= j) & (i > 200), x, -jnp.inf)
+
+
+SCORES[late_and_causal] = (("i", "index"), ("j", "index"))
+
+
+@pytest.mark.parametrize("zero", [False, True])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_bounds_visit_what_is_seen(kernel, zero):
+    attention, extents = attention_in(Case(late_and_causal, (300, 300)))[kernel]
+    attention = attention._replace(empty_rows_are_zero=zero)
+    operands = [jnp.zeros([extents[c] for c in letters], jnp.bfloat16) for letters in attention.letters]
+    tiling = _kernels.attention_tiling(kernel, 64, 64)
+    i, j = np.arange(300)[:, None], np.arange(300)
+    seen = (i >= j) & (i > 200) | ((not zero) & (i <= 200))
+    if kernel == "keys":
+        seen = seen.T
+    ends = attention.with_bounds(kernel, *operands, [])[0]
+    assert len(ends) == -(-300 // tiling["rows"])
+    for block, (first, end) in enumerate(np.asarray(ends)):
+        found = np.flatnonzero(seen[block * tiling["rows"] :][: tiling["rows"]].any(0))
+        steps = found // tiling["step"]
+        assert (first, end) == (steps.min(), steps.max() + 1) if found.size else first >= end
 
 
 @pytest.mark.parametrize(
@@ -380,12 +380,15 @@ def test_bounds_visit_what_is_seen():
         ("bihd,bjhd,bjhhe", "twice"),
     ],
 )
-def test_other_operands_are_refused(letters, message):
+def test_other_letters_are_refused(letters, message):
     with pytest.raises(ValueError, match=message):
-        plan_of("forward", Case(scaled, letters=letters))
+        Letters(*letters.split(",")).check([], "")
 
 
-def test_other_features_are_refused():
-    for features in ((36, 64), (64, 264)):
-        with pytest.raises(ValueError, match="multiple of 8"):
-            plan_of("forward", Case(scaled, features=features))
+@pytest.mark.parametrize(
+    "case",
+    [Case(features=(36, 64)), Case(features=(64, 264)), Case(dtype="float32")],
+    ids=str,
+)
+def test_what_kernels_cannot_do_stays(case):
+    assert not attention_in(case)

@@ -1,8 +1,9 @@
-// The gradients of o = softmax(score(q k^T)) v, given its cotangent, the rows' numbers and delta = rowsum(o * do):
+// The gradients of o = weight(softmax(score(q k^T))) v, given its cotangent, the rows' numbers and
+// delta = rowsum(o * do):
 //
 //   p = exp(score(x) - pivot) / sum,  x = q k^T
-//   dv = p^T do
-//   dx = cotangent(p * (do v^T - delta))          the score's own derivative
+//   dv = weight(p)^T do
+//   dx = score_transposed(p * (weight_transposed(do v^T) - delta))
 //   dk = dx^T q,  dq = dx k
 //
 // in two kernels, each of which makes p and dx anew, so that nothing is added up through memory: the order of sums is

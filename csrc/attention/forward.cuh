@@ -1,4 +1,4 @@
-// o = softmax(score(q k^T)) v, and of each row its pivot and the logarithm of its sum.
+// o = weight(softmax(score(q k^T))) v, where `weight` is linear, and of each row its pivot and the logarithm of its sum.
 //
 // A block has `rows` queries. For each `step` keys of its range:
 //
@@ -6,7 +6,7 @@
 //   m' = max(m, rowmax(s))              what came before counts exp(m - m')
 //   p = exp(s - m')
 //   l = l exp(m - m') + rowsum(p)
-//   o = o exp(m - m') + p v             rows x value features, in registers
+//   o = o exp(m - m') + weight(p) v     rows x value features, in registers
 //
 // and in the end o / l. Keys are copied while the weights of the step before are multiplied with values, and values
 // while scores are made.
@@ -124,7 +124,9 @@ __device__ __forceinline__ void attention_forward(const typename P::Operands& op
     wait_for_all_but_last<1>();
     barrier();  // the values are there, and nobody reads those of the step before any more
     begin_values(step + 1);
-    // Here stands what is linear in the weights: dropout, say.
+    s.each([&](float& y, int row, int column) {
+      y = P::weight(y, SidesOfOne<P>{sides, own_query + row, own_key + column});
+    });
     add_product<T>(o, s, stage_of(step).e);
   }
   wait_for_all_but_last<0>();

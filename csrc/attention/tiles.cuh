@@ -9,7 +9,8 @@
 //   Operands, kFirstResult             its words; kBoundsWord, where kBounded
 //   kSides, kSideStrides               of what scores read beside
 //   kEmptyRowsAreZero                  the weights of a row whose scores are all -inf: 0, or NaN
-//   score(x0, side), cotangent(g, x0, side)
+//   score(x0, side), weight(y, side)   of the product, and of the softmax of the scores
+//   score_transposed(g, x0, side), weight_transposed(t, side)   their linear maps, transposed, in the backward kernels
 #pragma once
 
 #include "attention/warp.cuh"
@@ -281,15 +282,16 @@ struct RowNumbers {
   __device__ __forceinline__ float weight(float score) const { return exp2_of(fmaf(score - pivot, kLog2E, -log2_sum)); }
 };
 
-// Replaces the product q k^T by the weight, and that of the output's cotangent and v by the cotangent of the product.
+// Replaces the product q k^T by what values are multiplied with, and that of the output's cotangent and v by the
+// cotangent of the product q k^T.
 template <class P>
 __device__ __forceinline__ void differentiate(float& product, float& cotangent, const RowNumbers& row,
                                               const SidesOfOne<P>& side) {
   const float x0 = product, score = P::score(x0, side);
   // Such elements are outside of the softmax, whatever the others are.
-  const float weight = P::kEmptyRowsAreZero && score == -kInfinity ? 0.0f : row.weight(score);
-  product = weight;
-  cotangent = P::cotangent(weight * (cotangent - row.delta), x0, side);
+  const float y = P::kEmptyRowsAreZero && score == -kInfinity ? 0.0f : row.weight(score);
+  product = P::weight(y, side);
+  cotangent = P::score_transposed(y * (P::weight_transposed(cotangent, side) - row.delta), x0, side);
 }
 
 }  // namespace jax_softmax::device

@@ -208,6 +208,9 @@ def _inline(jaxpr, variables, caller, callee_of, equations):
 
     for eqn in jaxpr.eqns:
         inputs = [read(a) for a in eqn.invars]
+        if (number := _converted(eqn, inputs)) is not None:
+            variables[eqn.outvars[0]] = number
+            continue
         callee = callee_of(eqn)
         if callee is not None:
             inner, values = opened(callee)
@@ -220,6 +223,16 @@ def _inline(jaxpr, variables, caller, callee_of, equations):
         variables.update(zip(eqn.outvars, outputs, strict=True))
         equations.append(Equation(_private.in_the_scope_of(eqn, caller), inputs, list(outputs), dict(eqn.params)))
     return [read(a) for a in jaxpr.outvars]
+
+
+def _converted(eqn, inputs):
+    """The number that a conversion of a number is, or None."""
+    if eqn.primitive.name != "convert_element_type" or not isinstance(inputs[0], Literal) or eqn.effects:
+        return None
+    aval = eqn.outvars[0].aval
+    if aval.shape or not isinstance(aval.dtype, np.dtype):  # keys have others
+        return None
+    return Literal(np.asarray(inputs[0].val).astype(aval.dtype)[()], aval)
 
 
 def _in_memory(literal, equations):

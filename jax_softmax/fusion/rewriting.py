@@ -4,6 +4,8 @@ from typing import NamedTuple
 
 from jax_softmax import _private
 from jax_softmax.fusion import expressions, made_twice, rules
+from jax_softmax.fusion.attention import matcher
+from jax_softmax.fusion.attention.call import attention_p
 from jax_softmax.fusion.calls import NotFolded, by_xla_p, call_of, kernel_call_p
 from jax_softmax.fusion.expressions import is_variable
 from jax_softmax.fusion.graph import (
@@ -62,7 +64,9 @@ def rewritten(jaxpr, report=None, where=""):
     changed |= any(e.name in PRIMITIVES or e.eqn.primitive is in_memory_p for e in graph.equations)
     if not changed:
         return jaxpr
-    graph = _without_copies(rules.applied(graph))
+    graph, found = matcher.applied(rules.without_duplicates(_without_copies(graph)))
+    report += [_line_of_attention(attention, where) for attention in found]
+    graph = rules.applied(graph)
     groups, calls, by_xla = _decided(graph, report, where)
     equations, outputs = _in_order(groups, calls, by_xla)
     return jaxpr.replace(eqns=equations, outvars=outputs)
@@ -83,7 +87,7 @@ def has_operators(jaxpr) -> bool:
     pending = [jaxpr]
     while pending:
         for eqn in opened(pending.pop())[0].eqns:
-            if eqn.primitive.name in PRIMITIVES or eqn.primitive is kernel_call_p:
+            if eqn.primitive.name in PRIMITIVES or eqn.primitive in (kernel_call_p, attention_p):
                 return True
             pending += jaxprs_of(eqn.params)
     return False
@@ -123,6 +127,12 @@ def _decided(graph, report, where):
             break
     report += [lines[equation] for equation in graph.equations if equation in lines]
     return groups, calls, by_xla
+
+
+def _line_of_attention(found, where):
+    x = found.softmax.inputs[0].aval
+    axes = tuple(found.softmax.params["axes"])
+    return Line("attention", x.dtype.name, x.shape, axes, where, (), (), (), None, "")
 
 
 def _line(group, groups, where):

@@ -1,6 +1,7 @@
 """What a program is replaced by before it is cut into groups, so that fewer bytes move.
 
-First, equal operations of the same variables become one. These are the rules; `applied` says in which order they go:
+Before anything else equal operations of the same variables become one (`without_duplicates`). These are the rules;
+`applied` says in which order they go:
 
 1. log_softmax(x), and softmax(x) of which a backward pass keeps a copy in more bytes than x has, are made anew of x and
    the rows' maximum and sum wherever they are read.
@@ -34,7 +35,6 @@ _LINEAR_MAPS = ("softmax_linear", "log_softmax_vjp", "log_softmax_jvp")
 
 def applied(graph: Graph) -> Graph:
     """The graph after all rules."""
-    graph = _without_duplicates(graph)
     for rule in (
         shared_rows.gradients,
         _sums_of_cotangents,
@@ -74,7 +74,8 @@ def _with_shared_rows(graph):
         return graph.with_replaced(*found[0])
 
 
-def _without_duplicates(graph):
+def without_duplicates(graph: Graph) -> Graph:
+    """The graph in which equal operations of the same variables are one."""
     known: dict = {}
     renamed: dict = {}
     for equation in graph.equations:

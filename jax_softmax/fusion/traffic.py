@@ -17,6 +17,7 @@ longer to compute than to move counts as the bytes that could be moved meanwhile
 import math
 from typing import NamedTuple
 
+from jax_softmax import _kernels
 from jax_softmax.fusion import expressions
 from jax_softmax.fusion.graph import bytes_of, size_of, variables_of
 from jax_softmax.fusion.groups import is_loop, is_reduction
@@ -128,6 +129,29 @@ def _speed_of_xla(group):
     if not _one_kernel_of_xla(group):
         return 1.0
     return next(speed for columns, speed in _SPEED.items() if _columns(group) <= columns)
+
+
+# Picoseconds for a score: of attention's forward kernel, and of both backward ones, with 64 features (measured on an
+# H100, benchmarks/results/attention.md). Bytes that memory moves in a picosecond (between an H100's and an H200's). How
+# many blocks run at once.
+_FORWARD, _BACKWARD, _FEATURES, _BYTES_OF_PICOSECOND, _BLOCKS = 1.2, 3.4, 64, 3.6, 264
+
+
+def attention_wins(attention, extents: dict[str, int], has_gradients: bool, moved: int) -> bool:
+    """Whether attention's kernels take less time than the program that has its weights in memory, which moves so many
+    bytes for each score."""
+    batch = math.prod(extents[c] for c in attention.letters.batch)
+    features = max(0.7, (extents["d"] + extents["e"]) / (2 * _FEATURES))
+    times = {"forward": _FORWARD} | (dict.fromkeys(("keys", "queries"), _BACKWARD / 2) if has_gradients else {})
+    ours = 0.0
+    for kernel, time in times.items():
+        tiling = _kernels.attention_tiling(kernel, extents["d"], extents["e"])
+        stay, pass_by = (extents[c] for c in ("ji" if kernel == "keys" else "ij"))
+        blocks, steps = -(-stay // tiling["rows"]), -(-pass_by // tiling["step"])
+        scores = batch * blocks * tiling["rows"] * steps * tiling["step"]
+        ours += time * features * scores * max(1, _BLOCKS / (batch * blocks))
+    theirs = batch * extents["i"] * extents["j"] * moved / _BYTES_OF_PICOSECOND
+    return ours * attention.visible_part(extents) <= theirs
 
 
 def words(n: float) -> str:

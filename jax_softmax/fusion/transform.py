@@ -8,6 +8,7 @@ import collections
 import contextlib
 import enum
 import functools
+import math
 import sys
 import textwrap
 import types
@@ -74,14 +75,18 @@ class FusionReport(tuple[Line, ...]):
 
 def _text(line: Line, count: int) -> str:
     """Who makes the call and why, in a line, and the details, indented."""
+    title = f"{line.op} of {line.dtype}{list(line.shape)}{f', x {count}' if count > 1 else ''}: by "
+    where = f" in {line.where[1:]}" if line.where else ""
+    if line.traffic is None:
+        size = words(math.prod(line.shape) * np.dtype(line.dtype).itemsize)
+        return f"{title}its kernels: no weights in memory, {size}{where}"
     unfolded, ours, xla = map(words, line.traffic)
     if line.traffic.kernel_wins:
         why = f"the kernel: moves {ours}, XLA {xla}"
     else:
         tie = ", not 5 % fewer" if line.traffic.ours <= line.traffic.xla else ""
         why = f"XLA: moves {xla}, the kernel {ours}{tie}"
-    title = f"{line.op} of {line.dtype}{list(line.shape)}{f', x {count}' if count > 1 else ''}: by {why}"
-    where = f" in {line.where[1:]}" if line.where else ""
+    title += why
     details = [f"along {line.axes}{where}; {unfolded} with nothing folded"]
     for what, names in (
         ("folded before it", line.folded_before),

@@ -62,9 +62,9 @@ class Plan(NamedTuple):
     shared_bytes: int
 
 
-def plan_of(kernel, letters: Letters, extents, dtype, sides, bounds, score, cotangent, empty_rows_are_zero) -> Plan:
-    """`sides`: letters and dtype, or "index", of what scores read. `bounds`: their letters, or None. `score`, and
-    `cotangent`: C++ of x0, s0, s1, ..., and of g as well."""
+def plan_of(kernel, letters: Letters, extents, dtype, sides, bounds, functions, empty_rows_are_zero) -> Plan:
+    """`sides`: letters and dtype, or "index", of what is read beside. `bounds`: their letters, or None. `functions`: by
+    name what they are given, in float32, and C++ of that and s0, s1, ...."""
     letters.check([of for of, _ in sides], bounds or "")
     features = extents["d"], extents["e"]
     if any(n % 8 for n in features) or max(features) > 256 or min(extents.values()) < 1:
@@ -91,8 +91,9 @@ def plan_of(kernel, letters: Letters, extents, dtype, sides, bounds, score, cota
         word += side_dtype != "index"
 
     def function(name, given, text):
+        given = ", ".join(f"float {x}" for x in given)
         head = "  template <class Side>\n  static __device__ __forceinline__ float "
-        return f"{head}{name}({given}float x0, const Side& side) {{\n{values}    return {text};\n  }}\n"
+        return f"{head}{name}({given}, const Side& side) {{\n{values}    return {text};\n  }}\n"
 
     of_type = "attention::Strides"
     fields = ("warps", "fragments", "step", "parts", "resident")
@@ -115,8 +116,7 @@ def plan_of(kernel, letters: Letters, extents, dtype, sides, bounds, score, cota
         constant("kSides", len(sides)),
         constant("kSideStrides[]", f"{{{', '.join(strides(of) for of, _ in sides) or '{}'}}}", of_type),
         constant("kFirstResult", word) + constant("kEmptyRowsAreZero", empty_rows_are_zero, "bool"),
-        function("score", "", score),
-        function("cotangent", "float g, ", cotangent) if kernel != "forward" else "",
+        *(function(name, given, text) for name, (given, text) in functions.items()),
     ]
     code = (
         f'#include "attention/{"forward" if kernel == "forward" else "backward"}.cuh"\n\n'

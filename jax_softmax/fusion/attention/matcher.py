@@ -1,0 +1,578 @@
+"""Where a program has attention: a softmax of a product, a product with what is made of it, and their gradients.
+
+What is looked for follows from what the equations compute, not from how a library writes them. From the softmax
+backwards there is one product of queries and keys, whose elements become scores one by one; from it onwards there are
+products with values, or with the output's cotangent, and the softmax's linear map, with its own product before it and
+its own ones after it. Places (`places.py`) say which dimensions of all these are the same.
+
+The products' results are then made by the kernels. If nothing needs the softmax any more, that was all of it; if
+something does, the program stays as it was.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from jax_softmax.fusion import expressions, places, splicing
+from jax_softmax.fusion.attention.call import Attention, Side
+from jax_softmax.fusion.attention.source import Letters
+from jax_softmax.fusion.expressions import Expression, Expressions, NotFolded, Number, Operation, is_variable
+from jax_softmax.fusion.graph import Equation, Graph, InCirclesError, result_of, size_of
+from jax_softmax.fusion.groups import Cut, Group
+from jax_softmax.fusion.places import Factor, factors_of, key_of
+from jax_softmax.fusion.traffic import attention_wins
+
+_TYPES = ("bfloat16", "float16")
+_MOST_FEATURES = 256
+_VIEWS = ("transpose", "reshape", "squeeze", "expand_dims")  # that a kernel's strides can be
+
+
+class _NoAttention(Exception):
+    """Why an equation is no part of one."""
+
+
+class Found(NamedTuple):
+    """Attention of a program."""
+
+    softmax: Equation
+    attention: Attention
+    extents: dict[str, int]
+    has_gradients: bool
+    moved: int  # bytes for each score that arrays of queries x keys are written and read with
+
+
+def applied(graph: Graph) -> tuple[Graph, list[Found]]:
+    """The graph with attention as calls of kernels where these are faster, and what was found."""
+    found = []
+    for equation in graph.equations:
+        if equation.name != "softmax" or equation not in graph.position:
+            continue
+        try:
+            match = _Match(graph, equation)
+            new = graph.with_replaced(match.replacements())
+        except (_NoAttention, NotFolded, InCirclesError):
+            continue
+        if equation in new.position or not attention_wins(*match.found[1:]):
+            continue
+        graph = new
+        found.append(match.found)
+    return graph, found
+
+
+@dataclasses.dataclass
+class _Operand:
+    """An array whose dimensions are factors, one each."""
+
+    variable: Any
+    place: list
+
+    @property
+    def factors(self):
+        return factors_of(self.place)
+
+    def letters(self, names) -> str:
+        try:
+            return "".join(names[id(factor)] for factor in self.factors)
+        except KeyError:  # it has a dimension that no operand has, or a part of one
+            raise _NoAttention from None
+
+    def array(self, a, names, letters):
+        """An array of the variable, with its dimensions in the order of these letters."""
+        own = self.letters(names)
+        return jnp.transpose(a.reshape([f.extent for f in self.factors]), [own.index(c) for c in letters])
+
+    def result(self, a, names, letters, like):
+        """The other way round."""
+        return jnp.transpose(a, [letters.index(c) for c in self.letters(names)]).astype(like.dtype).reshape(like.shape)
+
+
+class _Product:
+    """A product, seen from an operand or from its result of which the place is known."""
+
+    def __init__(self, equation, place, k=None):
+        """`place`: that of the k-th operand, or of the result."""
+        (contracted, batch) = equation.params["dimension_numbers"]
+        self.equation, self.k = equation, k
+        shapes = [a.aval.shape for a in equation.inputs]
+        free = [
+            [d for d in range(len(shape)) if d not in contracted[n] and d not in batch[n]]
+            for n, shape in enumerate(shapes)
+        ]
+        of: list[list] = [[None] * len(shape) for shape in shapes]
+        if k is None:
+            out = list(place)
+            for n in range(2):
+                for d, at in zip(batch[n], range(len(batch[n])), strict=True):
+                    of[n][d] = out[at]
+            rest = out[len(batch[0]) :]
+            for n in range(2):
+                for d in free[n]:
+                    of[n][d] = rest.pop(0)
+            self.own = _new_place(shapes[0], contracted[0])
+            for n in range(2):
+                for d, dim in zip(contracted[n], self.own, strict=True):
+                    of[n][d] = dim
+        else:
+            of[k] = list(place)
+            for mine, other in zip(contracted[k], contracted[1 - k], strict=True):
+                of[1 - k][other] = place[mine]
+            for mine, other in zip(batch[k], batch[1 - k], strict=True):
+                of[1 - k][other] = place[mine]
+            self.own = _new_place(shapes[1 - k], free[1 - k])
+            for d, dim in zip(free[1 - k], self.own, strict=True):
+                of[1 - k][d] = dim
+        self.places = of
+        self.contracted = {id(f) for d in contracted[0] for f in factors_of([of[0][d]])}
+        self.result = [of[0][d] for d in batch[0]] + [of[n][d] for n in range(2) for d in free[n]]
+
+    @property
+    def features(self) -> Factor:
+        """The one dimension that the known place does not have."""
+        found = factors_of(self.own)
+        if len(found) != 1:
+            raise _NoAttention("a product along several dimensions")
+        return found[0]
+
+    def operand(self, k) -> _Operand:
+        return _Operand(self.equation.inputs[k], self.places[k])
+
+    @property
+    def other(self) -> _Operand:
+        return self.operand(1 - self.k)
+
+
+def _new_place(shape, dims):
+    return [[Factor(shape[d], d)] if shape[d] > 1 else [] for d in dims]
+
+
+class _Match:
+    """What a softmax is the softmax of."""
+
+    def __init__(self, graph, softmax):
+        self.graph, self.softmax = graph, softmax
+        group = self.group = Group(graph, softmax)
+        if len(group.axes) != 1 or not is_variable(group.x) or softmax.params["axis_name"]:
+            raise _NoAttention
+        if not all(isinstance(n, int) and n > 0 for n in group.x.aval.shape):
+            raise _NoAttention
+        self.product, place = self._product_of(group.x, group.place)
+        scores = _Product(self.product, place)
+        self.place_of_product = place
+        self.d = scores.features
+        keys = {id(f) for f in group.place[group.axes[0]]}
+        sides = [scores.operand(k) for k in (0, 1)]
+        has_keys = [any(id(f) in keys for f in of.factors) for of in sides]
+        if has_keys not in ([True, False], [False, True]):
+            raise _NoAttention
+        self.q, self.k = (self._where_it_lies(of, self.d) for of in (sides[::-1] if has_keys[0] else sides))
+        (self.j,) = factors_of([group.place[group.axes[0]]]) if len(keys) == 1 else [None]
+        if self.j is None:
+            raise _NoAttention
+        self.reached = self._reached(group.result, group.place, linear=True)
+        self._weights()
+        self._gradients()
+        self._name()
+        self._express()
+
+    # ---- Walks
+
+    def _product_of(self, a, place):
+        """The product of which a value is made, element by element, and its place."""
+        count = len(factors_of(place))
+        pending, seen, found = [(a, place)], set(), []
+        while pending:
+            a, place = pending.pop()
+            maker = self.graph.maker.get(a) if is_variable(a) else None
+            if maker is None or (a, key_of(place)) in seen or len(factors_of(place)) < count:
+                continue
+            seen.add((a, key_of(place)))
+            if maker.name == "dot_general":
+                found.append((maker, place))
+            elif expressions.prints(maker) and (inputs := places.inputs_of(maker, place)) is not None:
+                pending += zip(maker.inputs, inputs, strict=True)
+        if len(found) != 1:
+            raise _NoAttention
+        return found[0]
+
+    def _before(self, a, place, products):
+        """The equations that a kernel does to make a value of these products and of as few bytes as can be."""
+        known = {key: Cut({}, {}) for key in products}
+        return result_of(self.group.cut(a, place, lambda variable: True, known)).equations
+
+    def _reached(self, variable, place, linear=False):
+        """What is made of a value, element by element: variables and their places."""
+        found, pending = {variable: place}, [variable]
+        size = self.group.size
+        while pending:
+            a = pending.pop()
+            for reader in self.graph.readers.get(a, ()):
+                if not expressions.prints(reader) or reader.outputs[0] in found:
+                    continue
+                k = next(k for k, b in enumerate(reader.inputs) if b is a)
+                out = places.output_of(reader, found[a], k)
+                if out is None or size_of(reader.outputs[0]) != size:
+                    continue
+                found[reader.outputs[0]] = out
+                pending.append(reader.outputs[0])
+        return found
+
+    def _products_with(self, reached):
+        """The products of which an operand is among what was reached."""
+        found = []
+        for a, place in reached.items():
+            for reader in self.graph.readers.get(a, ()):
+                if reader.name == "dot_general":
+                    found += [(_Product(reader, place, k), a) for k in (0, 1) if reader.inputs[k] is a]
+        return found
+
+    def _where_it_lies(self, operand, features) -> _Operand:
+        """The operand, or the array that it is a view of."""
+        found = operand
+        while True:
+            maker = self.graph.maker.get(operand.variable)
+            if maker is None or maker.name not in _VIEWS:
+                break
+            place = places.inputs_of(maker, operand.place)
+            if place is None:
+                break
+            operand = _Operand(maker.inputs[0], place[0])
+            if operand.factors and operand.factors[-1] is features:
+                found = operand
+        if found.variable.aval.dtype.name not in _TYPES:
+            raise _NoAttention
+        return found
+
+    # ---- Parts
+
+    def _weights(self):
+        """The products of weights with values and with the output's cotangent."""
+        self.outputs, self.dv = [], None
+        for product, weights in self._products_with(self.reached):
+            if product.contracted == {id(self.j)}:
+                self.outputs.append((product, weights))
+            elif self.dv is None and id(self.j) not in product.contracted:
+                self.dv = product, weights
+            else:
+                raise _NoAttention
+        self.with_weights = [*self.outputs, *([self.dv] if self.dv else [])]
+
+    def _gradients(self):
+        """The softmax's linear map, the product before it, and those after it."""
+        maps = [
+            (reader, self.reached[a])
+            for a in self.reached
+            if self._is_view_of_result(a)
+            for reader in self.graph.readers.get(a, ())
+            if reader.name == "softmax_linear" and reader.inputs[0] is a
+        ]
+        if len(maps) > 1:
+            raise _NoAttention
+        self.linear = self.dq = self.dk = self.o_cotangent = None
+        if not maps:
+            if self.dv is not None or len(self.outputs) != 1:
+                raise _NoAttention
+            self._set_values(self.outputs[0][0])
+            return
+        self.map, place = maps[0]
+        linear = self.linear = Group(self.graph, self.map)
+        linear.place = place
+        self.product_of_cotangent, self.place_of_cotangent = self._product_of(linear.operands[1], place)
+        before = _Product(self.product_of_cotangent, self.place_of_cotangent)
+        has_keys = [any(f is self.j for f in before.operand(k).factors) for k in (0, 1)]
+        if has_keys not in ([True, False], [False, True]):
+            raise _NoAttention
+        at_v = 0 if has_keys[0] else 1
+        self.e = before.features
+        self.v = self._where_it_lies(before.operand(at_v), self.e)
+        self.o_cotangent = self._where_it_lies(before.operand(1 - at_v), self.e)
+        for product, _ in self.outputs:
+            self._same(product, self.v)
+        if self.dv is not None:
+            self._same(self.dv[0], self.o_cotangent)
+        self.reached_after = self._reached(linear.result, place)
+        for product, cotangent in self._products_with(self.reached_after):
+            if product.contracted == {id(self.j)} and self.dq is None:
+                self._same(product, self.k)
+                self.dq = product, cotangent
+            elif id(self.j) not in product.contracted and self.dk is None:
+                self._same(product, self.q)
+                self.dk = product, cotangent
+            else:
+                raise _NoAttention
+        if self.dq is None and self.dk is None:
+            raise _NoAttention
+
+    def _is_view_of_result(self, a):
+        while a is not self.group.result:
+            maker = self.graph.maker[a]
+            if maker.name not in _VIEWS:
+                return False
+            a = maker.inputs[0]
+        return True
+
+    def _set_values(self, product):
+        self.e = product.features
+        self.v = self._where_it_lies(product.other, self.e)
+
+    def _same(self, product, operand):
+        """Raises unless a product's other operand is this one."""
+        other = self._where_it_lies(product.other, product.features)
+        features = operand.factors[-1] if operand.factors else None
+
+        def order(of, last):
+            return [None if f is last else id(f) for f in of.factors]
+
+        if other.variable is not operand.variable or order(other, product.features) != order(operand, features):
+            raise _NoAttention
+
+    # ---- Names
+
+    def _name(self):
+        """Letters for all dimensions."""
+        j, d, e = self.j, self.d, self.e
+        in_k = {id(f) for f in self.k.factors}
+        batch = [f for f in self.q.factors if f is not d]
+        own = [f for f in batch if id(f) not in in_k]
+        if not own or any(f.extent > 1 and f.parts for f in (j, d, e)):
+            raise _NoAttention
+        i = max(own, key=lambda f: f.extent)
+        self.names = {id(i): "i", id(j): "j", id(d): "d", id(e): "e"}
+        free = iter("bhgacfklmnopqrstuvwxyz")
+        for f in batch:
+            if f is not i:
+                self.names[id(f)] = next(free)
+        try:
+            letters = [operand.letters(self.names) for operand in (self.q, self.k, self.v)]
+        except KeyError:
+            raise _NoAttention from None
+        # Where features are not last, XLA puts them there.
+        self.letters = Letters(*(of.replace(last, "") + last for of, last in zip(letters, "dde", strict=True)))
+        try:
+            self.letters.check([], "")
+        except ValueError:
+            raise _NoAttention from None
+        self.extents = {self.names[id(f)]: f.extent for f in (*batch, j, d, e)}
+        if any(self.extents[c] % 8 or self.extents[c] > _MOST_FEATURES for c in "de"):
+            raise _NoAttention
+        dtypes = {of.variable.aval.dtype.name for of in (self.q, self.k, self.v)}
+        dtypes |= {self.o_cotangent.variable.aval.dtype.name} if self.o_cotangent else set()
+        if len(dtypes) != 1:
+            raise _NoAttention
+        (self.dtype,) = dtypes
+        for product, _ in (*self.with_weights, *(p for p in (self.dq, self.dk) if p)):
+            if not self._is_rounded(product.equation.outputs[0]):
+                raise _NoAttention
+
+    def _is_rounded(self, a):
+        """Whether all that reads a product's result rounds it as a kernel does."""
+        if a.aval.dtype.name == self.dtype:
+            return True
+        readers = self.graph.readers.get(a, ())
+        if a in self.graph.results or not readers:
+            return False
+        return all(
+            self._is_rounded(r.outputs[0])
+            if r.name in _VIEWS
+            else r.name == "convert_element_type" and r.outputs[0].aval.dtype.name == self.dtype
+            for r in readers
+        )
+
+    # ---- Expressions
+
+    def _express(self):
+        group = self.group
+        self.own = {(self.product.outputs[0], key_of(self.place_of_product)): "x0"}
+        shared = self.shared = Expressions(self.own)
+        score = shared.of(group.x, group.place, self._before(group.x, group.place, self.own))
+        for mask in group.of_rows:
+            score = self._masked(score, mask)
+        weights = {self._weight_of(a) for _, a in self.with_weights} or {Expression((), "y")}
+        if len(weights) != 1:
+            raise _NoAttention
+        (weight,) = weights
+        n_forward = len(shared.sides)
+        transposed = None, None
+        if self.linear is not None:
+            transposed = self._transposed(weight)
+        attention = Attention(
+            self.letters,
+            tuple(self._side(side) for side in shared.sides),
+            n_forward,
+            score,
+            weight,
+            *transposed,
+            empty_rows_are_zero=bool(group.of_rows),
+        )
+        self.found = Found(self.softmax, attention, self.extents, self.linear is not None, self._moved())
+
+    def _moved(self) -> int:
+        """The bytes for each score that the program moves without these kernels."""
+
+        def size(a):
+            return a.aval.dtype.itemsize
+
+        moved = 2 * size(self.product.outputs[0]) + sum(2 * size(a) for _, a in self.outputs)
+        if self.linear is not None:
+            moved += 2 * size(self.product_of_cotangent.outputs[0]) + (size(self.dv[1]) if self.dv else 0)
+            cotangents = [product[1] for product in (self.dq, self.dk) if product]
+            moved += size(cotangents[0]) * (1 + len(cotangents))
+        return moved
+
+    def _inside(self, a, place, reached):
+        """The equations that make a value which was reached, and of which other values these are made."""
+        inside, pending = {}, [a]
+        while pending:
+            b = pending.pop()
+            if b in inside or b not in reached or b not in self.graph.maker or reached[b] is None:
+                continue
+            maker = self.graph.maker[b]
+            if not expressions.prints(maker):
+                continue
+            inside[b] = maker
+            for operand, its_place in zip(maker.inputs, expressions.inputs_of(maker, reached[b]), strict=True):
+                if is_variable(operand) and operand not in reached:
+                    inside |= self._before(operand, its_place, self.own)
+                elif is_variable(operand):
+                    pending.append(operand)
+        return inside
+
+    def _weight_of(self, a) -> Expression:
+        return self._made_of("y", self.group.result, self.group.place, a, self.reached)
+
+    def _made_of(self, name, source, source_place, a, reached) -> Expression:
+        inside = self._inside(a, reached[a], {b: p for b, p in reached.items() if b is not source})
+        inside.pop(source, None)
+        named = Expressions(self.own | {(source, key_of(source_place)): name})
+        named.sides = self.shared.sides
+        found = named.of(a, reached[a], inside)
+        if name == "y" and not _is_linear(found, "y"):
+            raise _NoAttention
+        return found
+
+    def _transposed(self, weight):
+        """The linear maps, transposed: of scores and of weights."""
+        linear = self.linear
+        cotangents = [product[1] for product in (self.dq, self.dk) if product]
+        found = {self._made_of("g", linear.result, linear.place, a, self.reached_after) for a in cotangents}
+        if len(found) != 1:
+            raise _NoAttention
+        (of_score,) = found
+        own = {(self.product_of_cotangent.outputs[0], key_of(self.place_of_cotangent)): "t"}
+        named = Expressions(own)
+        named.sides = self.shared.sides
+        before = self._before(linear.operands[1], linear.place, own)
+        of_weight = named.of(linear.operands[1], linear.place, before)
+        if not _is_linear(of_weight, "t") or _factors(weight, "y") != _factors(of_weight, "t"):
+            raise _NoAttention
+        return of_score, of_weight
+
+    def _masked(self, score, mask) -> Expression:
+        """The score, -inf where a mask is not."""
+        shape, x = mask.aval.shape, self.group.x.aval.shape
+        place = [self.group.place[d] if n > 1 else [] for d, n in enumerate(shape, len(x) - len(shape))]
+        of_mask = self.shared.of(mask, place, self._before(mask, place, {}))
+        n = len(score.operations)
+        renamed = {f"v{k}": f"v{k + n}" for k in range(len(of_mask.operations))}
+        operations = [op._replace(operands=tuple(renamed.get(a, a) for a in op.operands)) for op in of_mask.operations]
+        dtype = self.group.x.aval.dtype.name
+        choice = renamed.get(of_mask.result, of_mask.result), Number(-float("inf"), dtype), score.result
+        select = Operation("select_n", choice, ("bool", dtype, dtype), dtype)
+        return Expression((*score.operations, *operations, select), f"v{n + len(operations)}")
+
+    def _side(self, side) -> Side:
+        try:
+            if side.factor is not None:
+                return Side(self.names[id(side.factor)], "index")
+            dtype = side.variable.aval.dtype.name
+            if dtype not in expressions.READABLE:
+                raise _NoAttention
+            return Side(_Operand(side.variable, side.place).letters(self.names), dtype)
+        except KeyError:
+            raise _NoAttention from None
+
+    # ---- Calls
+
+    def replacements(self) -> dict:
+        """The products, as calls of the kernels."""
+        names, letters, attention = self.names, self.letters, self.found.attention
+        arrays = [_Operand(side.variable, side.place) for side in self.shared.sides if side.factor is None]
+        reads = [self.q, self.k, self.v, *arrays] + ([self.o_cotangent] if self.linear is not None else [])
+        wanted = [*letters, *(a.letters(names) for a in arrays), letters.o]
+        made = [(product, letters.o) for product, _ in self.outputs]
+        made += [(p[0], of) for p, of in ((self.dq, letters.q), (self.dk, letters.k), (self.dv, letters.v)) if p]
+        results = [product.equation.outputs[0] for product, _ in made]
+
+        def function(*given):
+            given = [of.array(a, names, c) for of, a, c in zip(reads, given, wanted, strict=False)]
+            q, k, v, *rest = given
+            sides = rest[: len(arrays)]
+            o, rows = attention.forward(q, k, v, *sides)
+            found = [o] * len(self.outputs)
+            if self.linear is not None:
+                dq, dk, dv = attention.backward(q, k, v, o, rows, rest[len(arrays)], *sides)
+                found += [a for a, p in ((dq, self.dq), (dk, self.dk), (dv, self.dv)) if p]
+            return [
+                _Operand(None, p.result).result(a, self._names_of(p), of, p.equation.outputs[0].aval)
+                for (p, of), a in zip(made, found, strict=True)
+            ]
+
+        variables = [of.variable for of in reads]
+        last = max((p.equation for p, _ in made), key=self.graph.position.get)
+        new = splicing.spliced(function, variables, results, self.softmax)
+        return {p.equation: [] for p, _ in made} | {last: new}
+
+    def _names_of(self, product):
+        """Letters of a product's result: what it has of its own are features."""
+        is_of_e = any(product is p for p, _ in self.with_weights)
+        return self.names | {id(product.features): "e" if is_of_e else "d"}
+
+
+def _depends(expression, name) -> set:
+    """The values of an expression that are made of this one."""
+    found = {name}
+    for k, op in enumerate(expression.operations):
+        if not found.isdisjoint(a for a in op.operands if isinstance(a, str)):
+            found.add(f"v{k}")
+    return found
+
+
+def _is_linear(expression, name) -> bool:
+    """Whether an expression is linear in a value, and made of it."""
+    moved = _depends(expression, name)
+    for op in expression.operations:
+        which = [isinstance(a, str) and a in moved for a in op.operands]
+        if not any(which):
+            continue
+        zeros = [isinstance(a, Number) and a.value == 0 for a in op.operands]
+        if op.name == "mul" or op.name in ("convert_element_type", "neg", "reduce_precision"):
+            linear = sum(which) == 1
+        elif op.name == "div":
+            linear = which == [True, False]
+        elif op.name == "select_n":
+            linear = not which[0] and all(a or b for a, b in zip(which[1:], zeros[1:], strict=True))
+        else:
+            linear = op.name in ("add", "add_any", "sub") and all(which)
+        if not linear or op.dtype not in ("float32", *_TYPES):
+            return False
+    return expression.result in moved
+
+
+def _factors(expression, name):
+    """What a value is multiplied by on its way through a linear expression, whatever the order and the roundings."""
+    moved, texts, found = _depends(expression, name), {}, []
+
+    def text(a):
+        return texts.get(a, a) if isinstance(a, str) else ("number", float(a.value))
+
+    for k, op in enumerate(expression.operations):
+        others = tuple(None if a in moved else text(a) for a in op.operands)
+        if f"v{k}" in moved:
+            if op.name not in ("convert_element_type", "reduce_precision"):
+                others = tuple(sorted(others, key=str)) if op.name == "mul" else others
+                found.append((op.name, others))
+        elif op.name == "convert_element_type" and op.dtype in ("float32", *_TYPES):
+            texts[f"v{k}"] = others[0]
+        else:
+            texts[f"v{k}"] = op.name, others
+    return sorted(found, key=str)
