@@ -1,11 +1,11 @@
-"""Attention whose weights are never in memory next to the program that has them there, bfloat16, on one GPU.
+"""Attention as programs write it, under `jit` and under `jit(fuse(...))`, on one GPU.
 
-    python benchmarks/attention.py            # less than a minute; prints a table
+    python benchmarks/attention.py            # two minutes; prints a table
     python benchmarks/attention.py --quick    # small arrays, to try the script
 
-Device time of the jitted function; of it with its gradient by q, k and v; and by k and v alone, which has no kernel of
-dq. Memory besides arguments and results. Errors are the kernels' largest distances from the program, as parts of the
-largest value.
+Device time of the output, and of the output with the gradients of q, k and v. Memory is what is needed besides
+arguments and results. Errors are the fused program's largest distances from the unfused one, as parts of the largest
+value, where that has room.
 """
 
 import argparse
@@ -18,87 +18,157 @@ import jax
 import jax.numpy as jnp
 from timing import device_times
 
-from jax_softmax.fusion.attention.traced import attend, attention_of
+import jax_softmax
 
 
-def plain(x, i, j, scale):
-    return x * scale
+def scores_of(q, k, dtype=None):
+    return jnp.einsum("bihd,bjhd->bhij", q, k, preferred_element_type=dtype) * q.shape[-1] ** -0.5
 
 
-def causal(x, i, j, scale):
-    return jnp.where(i >= j, x * scale, -1e30)
+def weighted(scores, v):
+    return jnp.einsum("bhij,bjhd->bihd", jax.nn.softmax(scores).astype(v.dtype), v)
 
 
-def capped(x, i, j, scale):
-    return jnp.where(i >= j, 50 * jnp.tanh(x * (scale / 50)), -1e30)
+def indices(q):
+    n = jnp.arange(q.shape[1])
+    return n[:, None], n
 
 
-def of(score, batch, length, heads, features):
-    """A name, q, k, v and the output's cotangent, and what is compared: the program, and the kernels."""
-    scale = features**-0.5
-
-    def of_product(x, i, j):
-        return score(x, i, j, scale)
-
-    def program(q, k, v):
-        i, j = jnp.arange(length)[:, None], jnp.arange(length)
-        scores = of_product(jnp.einsum("bihd,bjhd->bhij", q, k), i, j)
-        return jnp.einsum("bhij,bjhd->bihd", jax.nn.softmax(scores), v)
-
-    attention = attention_of(of_product, "bihd,bjhd,bjhe", ["i", "j"], ["index", "index"], "bfloat16")
-    kernels = attend(attention, None if score is plain else lambda i, j: i >= j)
-    keys = jax.random.split(jax.random.key(0), 4)
-    operands = [jax.random.normal(key, (batch, length, heads, features), jnp.bfloat16) for key in keys]
-    return f"B{batch} S{length} H{heads} D{features} {score.__name__}", operands, {"XLA": program, "kernels": kernels}
+def plain(q, k, v):
+    return weighted(scores_of(q, k), v)
 
 
-def with_gradient(function):
-    def both(q, k, v, o_cotangent):
-        o, transposed = jax.vjp(function, q, k, v)
+def causal(q, k, v):
+    i, j = indices(q)
+    return weighted(jnp.where(i >= j, scores_of(q, k), -1e30), v)
+
+
+def causal_float32(q, k, v):
+    i, j = indices(q)
+    return weighted(jnp.where(i >= j, scores_of(q, k).astype(jnp.float32), -1e30), v)
+
+
+def jax_nn(q, k, v):
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True)
+
+
+def capped(q, k, v):
+    i, j = indices(q)
+    return weighted(jnp.where(i >= j, 50 * jnp.tanh(scores_of(q, k) / 50), -1e30), v)
+
+
+def packed(q, k, v, segments):
+    i, j = indices(q)
+    mask = (i >= j) & (segments[:, None, :, None] == segments[:, None, None, :])
+    return weighted(jnp.where(mask, scores_of(q, k), -1e30), v)
+
+
+def alibi_in_a_window(q, k, v):
+    i, j = indices(q)
+    slopes = jnp.exp2(-jnp.arange(1, q.shape[2] + 1, dtype=jnp.float32) * 8 / q.shape[2])[:, None, None]
+    scores = scores_of(q, k).astype(jnp.float32) - slopes * (i - j).astype(jnp.float32)
+    return weighted(jnp.where((i >= j) & (i - j < 512), scores, -1e30), v)
+
+
+def grouped(q, k, v):
+    b, n, h, d = q.shape
+    q = q.reshape(b, n, k.shape[2], h // k.shape[2], d)
+    scores = jnp.einsum("bikgd,bjkd->bkgij", q, k).astype(jnp.float32) * d**-0.5
+    i, j = indices(q)
+    weights = jax.nn.softmax(jnp.where(i >= j, scores, jnp.finfo(jnp.float32).min)).astype(v.dtype)
+    return jnp.einsum("bkgij,bjkd->bikgd", weights, v).reshape(b, n, h, d)
+
+
+def dropped(q, k, v, keep):
+    weights = jax.nn.softmax(scores_of(q, k))
+    return jnp.einsum("bhij,bjhd->bihd", jnp.where(keep, weights / 0.9, 0).astype(v.dtype), v)
+
+
+# A program, batch, length, heads, heads of k and v, features.
+USUAL = 8, 2048, 16, 16, 64
+CASES = [
+    *((program, *USUAL) for program in (causal, causal_float32, jax_nn, plain, capped, packed, alibi_in_a_window)),
+    (dropped, *USUAL),
+    (causal, 4, 4096, 16, 16, 128),
+    (grouped, 4, 2048, 32, 8, 64),
+    (plain, 256, 197, 12, 12, 64),
+    (causal, 8, 512, 16, 16, 64),
+    (causal, 1, 16384, 16, 16, 128),
+]
+MOST_BYTES = 16 << 30  # of an array of scores, beyond which the unfused program is not tried
+
+
+def operands_of(program, batch, length, heads, of_keys, features):
+    keys = jax.random.split(jax.random.key(0), 5)
+    shapes = [(batch, length, n, features) for n in (heads, of_keys, of_keys, heads)]
+    arrays = [jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=False)]
+    if program is packed:
+        arrays.append(jnp.sort(jax.random.randint(keys[4], (batch, length), 0, 4)))
+    if program is dropped:
+        arrays.append(jax.random.bernoulli(keys[4], 0.9, (batch, heads, length, length)))
+    return arrays
+
+
+def with_gradient(program):
+    def both(q, k, v, o_cotangent, *beside):
+        o, transposed = jax.vjp(lambda q, k, v: program(q, k, v, *beside), q, k, v)
         return o, *transposed(o_cotangent)
 
     return both
 
 
-def without_dq(function):
-    def some(*operands):
-        o, _, dk, dv = with_gradient(function)(*operands)
-        return o, dk, dv
+def forward(program):
+    return lambda q, k, v, _, *beside: program(q, k, v, *beside)
 
-    return some
+
+def distances(a, b):
+    found = []
+    for x, y in zip(a, b, strict=True):
+        x, y = x.astype(jnp.float32), y.astype(jnp.float32)
+        found.append(f"{float(jnp.abs(x - y).max() / jnp.abs(x).max()):.0e}")
+    return " ".join(found)
+
+
+def measured(case):
+    program, batch, length, heads, of_keys, features = case
+    operands = operands_of(*case)
+    calls, results = {}, {}
+    transforms = {"XLA": lambda f: f, "fuse": jax_softmax.fuse}
+    if 2 * batch * heads * length**2 > MOST_BYTES:
+        del transforms["XLA"]
+    for who, transform in transforms.items():
+        for part, made in (("forward", forward), ("both", with_gradient)):
+            compiled = jax.jit(transform(made(program)), keep_unused=True).lower(*operands).compile()
+            calls[who, part] = compiled, tuple(operands)
+        results[who] = calls[who, "both"][0](*operands)
+    errors = distances(*results.values()) if len(results) > 1 else "-"
+    memory = {who: calls[who, "both"][0].memory_analysis().temp_size_in_bytes >> 20 for who in transforms}
+    del results
+    times = device_times(calls, repeats=5)
+
+    def time_of(*which):
+        found = times.get(which, "-")
+        return f"{1e6 * found:.0f}" if isinstance(found, float) else str(found)
+
+    shown = [time_of(who, part) for part in ("forward", "both") for who in ("XLA", "fuse")]
+    name = f"{program.__name__} B{batch} S{length} H{heads}{f'/{of_keys}' * (heads != of_keys)} D{features}"
+    return [name, *shown, *(memory.get(who, "-") for who in ("XLA", "fuse")), errors]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="small arrays")
     small = parser.parse_args().quick
-    usual, long = ((1, 256, 2, 64), (1, 256, 2, 128)) if small else ((8, 2048, 16, 64), (4, 4096, 16, 128))
-    cases = [of(score, *usual) for score in (causal, plain, capped)] + [of(causal, *long)]
+    cases = (
+        [(program, 1, min(n, 256), heads // 4, of // 4, d) for program, _, n, heads, of, d in CASES] if small else CASES
+    )
 
     begun = time.perf_counter()
     print(f"{jax.devices()[0].device_kind}, JAX {jax.__version__}, bfloat16, microseconds\n")
-    heads = ["", "forward: XLA", "kernels", "with gradient: XLA", "kernels", "without dq", "MiB: XLA", "kernels"]
-    print(f"| {' | '.join([*heads, 'errors of o, dq, dk, dv'])} |\n|{' --- |' * (len(heads) + 1)}")
-    for name, operands, functions in cases:
-        calls = {}
-        for who, function in functions.items():
-            calls[f"{who}, forward"] = jax.jit(function).lower(*operands[:3]).compile(), tuple(operands[:3])
-            calls[f"{who}, both"] = jax.jit(with_gradient(function)).lower(*operands).compile(), tuple(operands)
-        calls["kernels, without dq"] = (
-            jax.jit(without_dq(functions["kernels"])).lower(*operands).compile(),
-            tuple(operands),
-        )
-        memory = [calls[f"{who}, both"][0].memory_analysis().temp_size_in_bytes >> 20 for who in functions]
-        results = [calls[f"{who}, both"][0](*operands) for who in functions]
-        errors = []
-        for a, b in zip(*results, strict=True):
-            a, b = a.astype(jnp.float32), b.astype(jnp.float32)
-            errors.append(f"{float(jnp.abs(a - b).max() / jnp.abs(a).max()):.0e}")
-        del results
-        order = [f"{who}, {part}" for part in ("forward", "both") for who in functions] + ["kernels, without dq"]
-        times = device_times(calls, repeats=5)
-        shown = [t if isinstance(t, Exception) else f"{1e6 * t:.0f}" for t in map(times.get, order)]
-        print(f"| {name} | {' | '.join(map(str, [*shown, *memory, ' '.join(errors)]))} |", flush=True)
+    heads = ["", "output: XLA", "fuse", "with gradients: XLA", "fuse", "MiB: XLA", "fuse", "errors of o, dq, dk, dv"]
+    print(f"| {' | '.join(heads)} |\n|{' --- |' * len(heads)}")
+    for case in cases:
+        print(f"| {' | '.join(map(str, measured(case)))} |", flush=True)
     print(f"\n{time.perf_counter() - begun:.0f} s")
 
 

@@ -24,7 +24,7 @@ _MOST_EQUATIONS = 100
 
 
 @dataclasses.dataclass
-class Cut:
+class _Cut:
     """The cheapest way to have a value in a kernel."""
 
     costs: dict  # bytes, by what costs them: what is read by several counts once
@@ -83,16 +83,15 @@ class Group:
         self.before = []
         self._kept = kept
         for operand in self.operands:
-            self.before.append(result_of(self.cut(operand, self.place, stands, {})).equations)
+            self.before.append(result_of(self._cut(operand, self.place, stands, {})).equations)
 
-    def cut(self, a, place, stands, known):
-        """A walk to the cheapest way to have a value; `known` has what was found, by variable and place."""
+    def _cut(self, a, place, stands, known):
         if not is_variable(a):
-            return Cut({}, {})
+            return _Cut({}, {})
         key = a, key_of(place)
         if key in known:
             return known[key]
-        read = Cut({a: bytes_of(a) * (1 if stands(a) else 2)}, {})
+        read = _Cut({a: bytes_of(a) * (1 if stands(a) else 2)}, {})
         known[key] = read
         maker = self.graph.maker.get(a)
         if maker is None or maker is self.equation or maker in self.inside or not expressions.prints(maker):
@@ -104,9 +103,9 @@ class Group:
             return read
         free = expressions.is_view(maker) or maker.name == "iota"
         own = 0 if free else _LONG if expressions.is_long(maker) else _SHORT
-        made = Cut({maker: own * self.size}, {})
+        made = _Cut({maker: own * self.size}, {})
         for operand, its_place in zip(maker.inputs, inputs, strict=True):
-            cut = yield self.cut(operand, its_place, stands, known)
+            cut = yield self._cut(operand, its_place, stands, known)
             made.costs |= cut.costs
             made.equations |= cut.equations
         made.equations[a] = maker
@@ -125,7 +124,7 @@ class Group:
 
     def cost_of_reading(self, variable, stands) -> float:
         """The bytes of reading what a variable is made of."""
-        return result_of(self.cut(variable, self.place, stands, {})).cost
+        return result_of(self._cut(variable, self.place, stands, {})).cost
 
     # ---- after
 
@@ -153,7 +152,7 @@ class Group:
             inputs = places.inputs_of(equation, self.places_after[variable])
             for a, place in zip(equation.inputs, inputs, strict=True):
                 if is_variable(a) and a not in self.places_after:
-                    self.sides_after |= result_of(self.cut(a, place, stands, known)).equations
+                    self.sides_after |= result_of(self._cut(a, place, stands, known)).equations
 
     def _try_after(self, equation, depends):
         """Folds an equation that reads what is folded, if it can be. Returns whether it is."""

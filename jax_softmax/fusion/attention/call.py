@@ -123,7 +123,8 @@ class Attention(NamedTuple):
         seen = jnp.pad(seen, [(0, 0)] * len(shape) + [(0, i - extents["i"]), (0, j - extents["j"])])
         seen = seen.reshape(*shape, i, j // cells[1], cells[1]).any(-1)
         if not self.empty_rows_are_zero:
-            exist = (jnp.arange(i) < extents["i"]).reshape(*[1] * len(shape), i, 1)
+            at = (jax.lax.broadcasted_iota(jnp.int32, seen.shape, seen.ndim - n) for n in (2, 1))
+            exist = (next(at) < extents["i"]) & (next(at) * cells[1] < extents["j"])
             seen |= ~seen.any(-1, keepdims=True) & exist
         seen = seen.reshape(*shape, i // cells[0], cells[0], -1).any(-2)
         of_queries, of_keys = sizes[kernel]

@@ -18,8 +18,8 @@ from jax_softmax.fusion import expressions, places, splicing
 from jax_softmax.fusion.attention.call import Attention, Side
 from jax_softmax.fusion.attention.source import Letters
 from jax_softmax.fusion.expressions import Expression, Expressions, NotFolded, Number, Operation, is_variable
-from jax_softmax.fusion.graph import Equation, Graph, InCirclesError, result_of, size_of
-from jax_softmax.fusion.groups import Cut, Group
+from jax_softmax.fusion.graph import Equation, Graph, InCirclesError, bytes_of, result_of, size_of
+from jax_softmax.fusion.groups import Group
 from jax_softmax.fusion.places import Factor, factors_of, key_of
 from jax_softmax.fusion.traffic import attention_wins
 
@@ -195,10 +195,38 @@ class _Match:
             raise _NoAttention
         return found[0]
 
-    def _before(self, a, place, products):
-        """The equations that a kernel does to make a value of these products and of as few bytes as can be."""
-        known = {key: Cut({}, {}) for key in products}
-        return result_of(self.group.cut(a, place, lambda variable: True, known)).equations
+    def _before(self, a, place, products) -> dict:
+        """The equations that a kernel does to make a value of these products, by the variable that each makes.
+
+        They are those that leave fewest bytes to read. A function such as exp is not done for each score where its
+        result is the same for many.
+        """
+        known = {key: (frozenset(), {}) for key in products}
+        return result_of(self._cut(a, place, known))[1]
+
+    def _cut(self, a, place, known):
+        if not is_variable(a):
+            return frozenset(), {}
+        key = a, key_of(place)
+        if key in known:
+            return known[key]
+        known[key] = read = frozenset([a]), {}
+        maker = self.graph.maker.get(a)
+        inputs = None if maker is None or not expressions.prints(maker) else places.inputs_of(maker, place)
+        if inputs is None:
+            return read
+        arrays: frozenset = frozenset()
+        equations: dict = {}
+        for operand, its_place in zip(maker.inputs, inputs, strict=True):
+            more = yield self._cut(operand, its_place, known)
+            arrays, equations = arrays | more[0], equations | more[1]
+        equations[a] = maker
+        is_shared = not {self.i, id(self.j)} <= {id(f) for f in factors_of(place)}
+        if sum(map(bytes_of, arrays)) <= bytes_of(a) and not (
+            is_shared and any(map(expressions.is_long, equations.values()))
+        ):
+            known[key] = arrays, equations
+        return known[key]
 
     def _reached(self, variable, place, linear=False):
         """What is made of a value, element by element: variables and their places."""
@@ -337,6 +365,7 @@ class _Match:
         if not own or any(f.extent > 1 and f.parts for f in (j, d, e)):
             raise _NoAttention
         i = max(own, key=lambda f: f.extent)
+        self.i = id(i)
         self.names = {id(i): "i", id(j): "j", id(d): "d", id(e): "e"}
         free = iter("bhgacfklmnopqrstuvwxyz")
         for f in batch:
