@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.interpreters import mlir
 
-from jax_softmax.fusion.attention import call
+from jax_softmax.fusion.attention import kernels as attention
 
 _folder = tempfile.TemporaryDirectory()
 _SOURCES = pathlib.Path(__file__).parent.parent / "csrc"
@@ -22,14 +22,12 @@ COMPILER = emulated.COMPILER if _SOURCES.is_dir() else None
 @contextlib.contextmanager
 def kernels(late=False):
     """While it lasts, calls of attention's kernels are done here. `late`: copies are made when they are waited for.
-    Yields the calls that are lowered, each an `Attention`, a kernel's name and the operands' types."""
-    made = []
+    Yields the calls that are lowered: the primitive's parameters, and the operands."""
+    made, kept = [], attention.call
 
-    def lowered(*operands, attention, kernel):
-        q, k, v = operands[:3]
-        plan = attention.plan(kernel, q.dtype.name, attention.extents(q, k, v), attention.letters_of_bounds)
-        types = attention.result_types(kernel, q, k, v)
-        made.append((attention, kernel, operands))
+    def emulated_call(*operands, **params):
+        plan, types, operands = attention.prepared(params["attention"], params["kernel"], *operands)
+        made.append((params, operands))
 
         def run(*arrays):
             arrays = [np.ascontiguousarray(a) for a in arrays]
@@ -40,8 +38,13 @@ def kernels(late=False):
 
         return jax.pure_callback(run, types, *operands)
 
-    mlir.register_lowering(call.attention_p, mlir.lower_fun(lowered, multiple_results=True), platform="cpu")
-    yield made
+    attention.call = emulated_call
+    for primitive, rule in ((attention.attention_p, attention.lower), (attention.divided_p, attention.lower_divided)):
+        mlir.register_lowering(primitive, functools.partial(rule, platform="cpu"), platform="cpu")
+    try:
+        yield made
+    finally:
+        attention.call = kept
 
 
 @functools.cache

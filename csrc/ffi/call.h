@@ -11,7 +11,7 @@
 namespace jax_softmax {
 
 // Of what exported programs hold of a call.
-inline constexpr int64_t kCallVersion = 1;
+inline constexpr int64_t kCallVersion = 2;
 
 struct CallBuffers {
   std::vector<const void*> in, side;  // null for an index

@@ -39,6 +39,7 @@ class DeviceProgram:
     """What each device does of a primitive with these parameters."""
 
     axes: tuple[int, ...]  # that are reduced
+    whole: tuple[int, ...] = ()  # that no device can have a part of
     dims_with_indices: Iterable[int]  # along which it matters where a device's part begins
 
     def of_whole_rows(self, layout: np.ndarray) -> Callable:
@@ -87,7 +88,7 @@ def _divide(arg_shapes, arg_shardings, result_shape, result_sharding, config):
     config = json.loads(config)
     if config.get("version") != _kernels.CALL_VERSION:
         raise ValueError("this program was made by another version of jax_softmax: export it again")
-    shape = tuple(arg_shapes[0].dimensions())
+    shape = tuple(config["shape"])
     of_device = _device_program(config["primitive"], shape, config["params"])
     of_results = result_sharding.tuple_elements() if result_shape.is_tuple() else [result_sharding]
     results = [_Laid(*laid, shape) for laid in zip(_parts_of_tuple(result_shape), of_results, strict=True)]
@@ -103,6 +104,9 @@ def _divide(arg_shapes, arg_shardings, result_shape, result_sharding, config):
             "mesh axis that is not manual. Make that mesh axis manual too and pass it as axis_name"
         )
         layout = layouts.projected(layout, [None if d in numbered else d for d in range(len(shape))])
+    if cut := [d for d in of_device.whole if layout.shape[d] > 1]:
+        gathered = "attention runs on whole sequences: divide batch and heads, or run ring attention in jax.shard_map"
+        layout = layouts.projected(layout, [None if d in cut else d for d in range(len(shape))])
     given, moves, left_to_xla = _moves(operands, layout, nameable)
     if left_to_xla and not gathered:
         gathered = (

@@ -51,11 +51,12 @@ def partitioned(primitive, platform, local, by_reference):
     return rule
 
 
-def divided(ctx, operands, config, local, by_reference):
+def divided(ctx, operands, config, local, by_reference, shape=None):
     """The results of a call, where the program is for several devices, by a custom call that XLA divides.
 
     `config` names the primitive, the platform that a device's program is for, and the primitive's parameters: lists,
     numbers and text. `local` and `by_reference` are functions that lower the call for one device, and in jax.numpy.
+    `shape`: that which all operands and results broadcast to, if it is not the first one's.
     """
     devices = _private.devices_of(ctx)
     if devices == 1:
@@ -67,9 +68,10 @@ def divided(ctx, operands, config, local, by_reference):
     if why:
         warn(f"{config['primitive']} runs without its kernel: {why}")
         return by_reference()
-    # Exported programs hold the version.
-    config = {**config, "devices": devices, "version": _kernels.CALL_VERSION}
     x, *others = ctx.avals_in
+    shape = x.shape if shape is None else shape
+    # Exported programs hold the version.
+    config = {**config, "shape": shape, "devices": devices, "version": _kernels.CALL_VERSION}
     of_rows = x.shape != results[0]  # which may as well lie as the second array of x's shape does
     leads = [True, *(of_rows and (aval.shape, aval.dtype) == (x.shape, x.dtype) for aval in others)]
     operands = [a if first else _following(a) for a, first in zip(operands, leads, strict=True)]
@@ -82,7 +84,7 @@ def divided(ctx, operands, config, local, by_reference):
         called_computations=ir.ArrayAttr.get([]),
         backend_config=ir.StringAttr.get(json.dumps(config)),
     )
-    call.attributes["sdy.sharding_rule"] = ir.Attribute.parse(sharding_rule(shapes, results))
+    call.attributes["sdy.sharding_rule"] = ir.Attribute.parse(sharding_rule(shape, shapes, results))
     return call.results
 
 
@@ -111,8 +113,8 @@ def _following(a):
     return stablehlo.reshape(a.type, one)
 
 
-def sharding_rule(shapes, results) -> str:
-    """Shardy's rule of a call, given the shapes of operands and results: all broadcast to the first operand's.
+def sharding_rule(shape, shapes, results) -> str:
+    """Shardy's rule of a call, given the shapes of operands and results, which broadcast to the first one.
 
     A reduced dimension is an ordinary one here: `division.py` sees to it that it may be sharded.
     """
@@ -124,11 +126,11 @@ def sharding_rule(shapes, results) -> str:
         sizes.append(f"{name}={n}")
         return name
 
-    def factors_of(shape):
-        dims = zip(layouts.aligned(shape, shapes[0]), shape, strict=True)
+    def factors_of(own):
+        dims = zip(layouts.aligned(own, shape), own, strict=True)
         return f"[{', '.join(factor(n) if d is None else of_x[d] for d, n in dims)}]"
 
-    of_x = [factor(n) for n in shapes[0]]
+    of_x = [factor(n) for n in shape]
     operands, results = (", ".join(map(factors_of, group)) for group in (shapes, results))
     return f"#sdy.op_sharding_rule<({operands})->({results}) {{{', '.join(sizes)}}}, custom>"
 

@@ -94,6 +94,19 @@ class Expression(NamedTuple):
     operations: tuple[Operation, ...]
     result: str | Number  # one of the values
 
+    @classmethod
+    def from_json(cls, given) -> "Expression":
+        """Of lists, as JSON has tuples."""
+
+        def atom(a):
+            return a if isinstance(a, str) else Number(*a)
+
+        operations = (
+            Operation(name, tuple(map(atom, operands)), tuple(dtypes), dtype, tuple(map(tuple, params)))
+            for name, operands, dtypes, dtype, params in given[0]
+        )
+        return cls(tuple(operations), atom(given[1]))
+
     def with_sums(self, sums: dict[str, str]) -> "Expression":
         """With int32 values plus others in the places of some that are read."""
         n = len(sums)
@@ -106,6 +119,11 @@ class Expression(NamedTuple):
             new[name] = f"v{k}"
         operations = [op._replace(operands=tuple(new.get(a, a) for a in op.operands)) for op in self.operations]
         return Expression((*added, *operations), new.get(self.result, self.result))
+
+    def dtype_of(self, name: str) -> str:
+        """The dtype that a value has where it is read; float32 of one that is not."""
+        read = ((a, dtype) for op in self.operations for a, dtype in zip(op.operands, op.dtypes, strict=True))
+        return next((dtype for a, dtype in read if a == name), "float32")
 
     def value(self, given: dict[str, jax.Array]) -> jax.Array:
         """In JAX, of these values, which broadcast to one shape: the same bits as a kernel's, but for functions."""

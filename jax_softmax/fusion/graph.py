@@ -232,7 +232,8 @@ def _converted(eqn, inputs):
     aval = eqn.outvars[0].aval
     if aval.shape or not isinstance(aval.dtype, np.dtype):  # keys have others
         return None
-    return Literal(np.asarray(inputs[0].val).astype(aval.dtype)[()], aval)
+    with np.errstate(all="ignore"):
+        return Literal(np.asarray(inputs[0].val).astype(aval.dtype)[()], aval)
 
 
 def _in_memory(literal, equations):

@@ -16,7 +16,7 @@ from jax.interpreters import mlir
 from jax_softmax import _kernels
 from jax_softmax.devices import division, layouts, partitioning, parts
 from jax_softmax.fusion import printing
-from jax_softmax.fusion.expressions import Expression, Number, Operation
+from jax_softmax.fusion.expressions import Expression
 from jax_softmax.primitives import reference
 from jax_softmax.primitives.operators import OPERATORS
 from jax_softmax.runtime.lowering import TARGET, described
@@ -158,20 +158,10 @@ def _with_sums(expression, sums):
 
 
 def _from_json(fields) -> Kernel:
-    def atom(a):
-        return a if isinstance(a, str) else Number(*a)
-
-    def expression(given):
-        operations = (
-            Operation(name, tuple(map(atom, operands)), tuple(dtypes), dtype, tuple(map(tuple, params)))
-            for name, operands, dtypes, dtype, params in given[0]
-        )
-        return Expression(tuple(operations), atom(given[1]))
-
     def frozen(a):
         return tuple(map(frozen, a)) if isinstance(a, list) else a
 
-    known: dict[str, Any] = {name: tuple(map(expression, fields[name])) for name in ("load", "store")}
+    known: dict[str, Any] = {name: tuple(map(Expression.from_json, fields[name])) for name in ("load", "store")}
     known["sides"] = tuple(ReadBeside(*map(frozen, side)) for side in fields["sides"])
     return Kernel(**{name: frozen(value) for name, value in fields.items()} | known)
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 from jax_softmax import _private
 from jax_softmax.fusion import expressions, made_twice, rules
 from jax_softmax.fusion.attention import matcher
-from jax_softmax.fusion.attention.call import attention_p
+from jax_softmax.fusion.attention.kernels import attention_p
 from jax_softmax.fusion.calls import NotFolded, by_xla_p, call_of, kernel_call_p
 from jax_softmax.fusion.expressions import is_variable
 from jax_softmax.fusion.graph import (

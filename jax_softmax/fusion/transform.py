@@ -24,7 +24,7 @@ from jax.interpreters import ad, batching, mlir
 from jax_softmax import _private
 from jax_softmax.functions import patching
 from jax_softmax.fusion import calls, kernels, modules, residuals
-from jax_softmax.fusion.attention import call as attention
+from jax_softmax.fusion.attention import kernels as attention
 from jax_softmax.fusion.expressions import is_variable
 from jax_softmax.fusion.graph import edited, graph_of, has_refs, jaxprs_of, opened
 from jax_softmax.fusion.rewriting import Line, has_operators, rewritten

@@ -1,4 +1,4 @@
-"""Calls of attention's kernels, and the skipping of tiles.
+"""What attention of a program computes, and which tiles of it have to be visited.
 
 A letter names each dimension of an operand: i the queries, j the keys, d the features of q and k, e those of v, any
 other one of the batch. `bihd,bjhd,bjhe` is the usual layout; in `bikgd,bjkd,bjke` the heads g share keys and values.
@@ -6,21 +6,16 @@ Features are last. Operands are read where they lie.
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Primitive
-from jax.interpreters import mlir
 
 from jax_softmax import _kernels
 from jax_softmax.fusion import printing
 from jax_softmax.fusion.attention.source import KERNELS, Letters, Plan, plan_of
 from jax_softmax.fusion.expressions import Expression, Number
-from jax_softmax.primitives import interpreters
-
-TARGET = "jax_softmax_attention"
 
 
 class Side(NamedTuple):
@@ -54,41 +49,70 @@ class Attention(NamedTuple):
         dims = (zip(letters, a.shape, strict=True) for letters, a in zip(self.letters, (q, k, v), strict=True))
         return {letter: n for of_operand in dims for letter, n in of_operand}
 
-    def plan(self, kernel: str, dtype: str, extents: dict[str, int], bounds: str | None = None) -> Plan:
-        """`bounds`: the letters of the steps that blocks visit, if these are bounded."""
+    def plan(self, kernel: str, dtype: str, extents: dict[str, int]) -> Plan:
         expressions = {"score": (self.score, ["x0"]), "weight": (self.weight, ["y"])}
         if kernel != "forward":
             expressions["score_transposed"] = self.score_transposed, ["g", "x0"]
             expressions["weight_transposed"] = self.weight_transposed, ["t"]
         functions = {name: (given, printing.text_of(e, coarse=True)) for name, (e, given) in expressions.items()}
-        sides = self.sides_of(kernel)
+        sides, bounds = self.sides_of(kernel), self.letters_of_bounds
         return plan_of(kernel, self.letters, extents, dtype, sides, bounds, functions, self.empty_rows_are_zero)
 
-    # ---- The calls
-
-    def forward(self, q, k, v, *sides):
-        """The output, and what the backward kernels need to know of each row: its pivot, and the logarithm to base 2 of
-        the sum of exp(score - pivot). `sides`: the arrays."""
-        return attention_p.bind(q, k, v, *self.with_bounds("forward", q, k, v, sides), attention=self, kernel="forward")
-
-    def backward(self, q, k, v, o, rows, o_cotangent, *sides):
-        """dq, dk, dv."""
-        letters, of_rows = self.letters.o, self.letters.batch + "i"
-        delta = jnp.einsum(f"{letters},{letters}->{of_rows}", *(a.astype(jnp.float32) for a in (o, o_cotangent)))
-        given = q, k, v, o_cotangent, rows, delta
-
-        def made(kernel):
-            return attention_p.bind(*given, *self.with_bounds(kernel, q, k, v, sides), attention=self, kernel=kernel)
-
-        (dq,), (dk, dv) = made("queries"), made("keys")
-        return dq, dk, dv
+    # ---- In JAX
 
     def result_types(self, kernel: str, q, k, v) -> list[jax.ShapeDtypeStruct]:
         if kernel != "forward":
             return [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in ((q,) if kernel == "queries" else (k, v))]
         extents = self.extents(q, k, v)
-        of_o, of_rows = ([extents[c] for c in letters] for letters in (self.letters.o, self.letters.batch + "i"))
+        of_o, of_rows = ([extents[c] for c in letters] for letters in (self.letters.o, self.letters.rows))
         return [jax.ShapeDtypeStruct(of_o, q.dtype), jax.ShapeDtypeStruct((*of_rows, 2), jnp.float32)]
+
+    def in_jax(self, kernel: str, q, k, v, *rest) -> list[jax.Array]:
+        """What a kernel does. Operands as those of the primitive (`kernels.py`)."""
+        types, letters, extents = self.result_types(kernel, q, k, v), self.letters, self.extents(q, k, v)
+        dims = letters.rows + "j"
+
+        def product(of, *operands):
+            return jnp.einsum(of, *(a.astype(jnp.float32) for a in operands), precision="highest")
+
+        def value(expression, **given):
+            given = {name: a.astype(expression.dtype_of(name)) for name, a in given.items()}
+            return jnp.broadcast_to(expression.value(given | sides).astype(jnp.float32), x.shape)
+
+        sides = self.values_of_sides(dims, extents, rest[0 if kernel == "forward" else 3 :])
+        x = product(f"{letters.q},{letters.k}->{dims}", q, k)
+        s = value(self.score, x0=x)
+        empty = (s == -jnp.inf).all(-1, keepdims=True) & self.empty_rows_are_zero
+        if kernel == "forward":
+            pivot = jnp.where(empty, jnp.float32(0), s.max(-1, keepdims=True))
+            total = jnp.where(empty, jnp.float32(jnp.inf), jnp.exp(s - pivot).sum(-1, keepdims=True))
+            o = product(f"{dims},{letters.v}->{letters.o}", value(self.weight, y=jnp.exp(s - pivot) / total), v)
+            return [o.astype(types[0].dtype), jnp.concatenate([pivot, jnp.log2(total)], -1)]
+        o_cotangent, rows, delta = rest[:3]
+        y = jnp.where(empty, jnp.float32(0), jnp.exp(s - rows[..., :1]) * jnp.exp2(-rows[..., 1:]))
+        t = value(self.weight_transposed, t=product(f"{letters.o},{letters.v}->{dims}", o_cotangent, v))
+        x_cotangent = value(self.score_transposed, g=y * (t - delta[..., None]), x0=x)
+        made = {
+            "queries": [(letters.k, k, letters.q, x_cotangent)],
+            "keys": [
+                (letters.q, q, letters.k, x_cotangent),
+                (letters.o, o_cotangent, letters.v, value(self.weight, y=y)),
+            ],
+        }[kernel]
+        return [product(f"{dims},{of}->{to}", w, a).astype(a.dtype) for of, a, to, w in made]
+
+    def values_of_sides(self, dims: str, extents: dict[str, int], arrays) -> dict[str, jax.Array]:
+        """What expressions read beside, along these dimensions, if it has no other ones. `arrays`: those among them."""
+        rest, found = list(arrays), {}
+        for k, side in enumerate(self.sides):
+            shape = [extents[c] if c in side.letters else 1 for c in dims]
+            a = None if side.dtype == "index" or not rest else rest.pop(0)
+            if side.dtype == "index":
+                found[f"s{k}"] = jnp.arange(extents[side.letters], dtype=jnp.int32).reshape(shape)
+            elif a is not None and set(side.letters) <= set(dims):
+                order = sorted(range(a.ndim), key=lambda at, of=side.letters: dims.index(of[at]))
+                found[f"s{k}"] = jnp.transpose(a, order).reshape(shape)
+        return found
 
     # ---- Tiles that are skipped
 
@@ -101,25 +125,21 @@ class Attention(NamedTuple):
         letters = {c for k, side in enumerate(self.sides) if f"s{k}" in read for c in side.letters}
         return "".join(c for c in self.letters.batch if c in letters)
 
-    def with_bounds(self, kernel, q, k, v, sides):
-        """The operands that follow a kernel's own: the steps that each block visits, an int32 array of its first and
-        its end, (letters, blocks, 2), if there are masks; and the arrays that it reads beside.
+    def bounds(self, kernel: str, extents: dict[str, int], arrays) -> jax.Array:
+        """The steps that each block visits, its first and the end: int32 (letters, blocks, 2). `arrays`: those among the
+        sides.
 
         A query that sees nothing is taken to see everything, because its weights are uniform or NaN; but nothing at all
         where they are 0.
         """
-        extents, letters = self.extents(q, k, v), self.letters_of_bounds
-        of_kernel = self.sides_of(kernel)
-        arrays = list(sides[: sum(side.dtype != "index" for side in of_kernel)])
-        if letters is None:
-            return arrays
+        letters = self.letters_of_bounds
         tilings = {name: _kernels.attention_tiling(name, extents["d"], extents["e"]) for name in KERNELS}
         sizes = {name: _queries_and_keys(name, tiling) for name, tiling in tilings.items()}
-        cells = [math.gcd(*of) for of in zip(*sizes.values(), strict=True)]
-        whole = [math.lcm(*of) for of in zip(*sizes.values(), strict=True)]
+        cells, whole = ([f(*of) for of in zip(*sizes.values(), strict=True)] for f in (math.gcd, math.lcm))
         i, j = (-(-extents[c] // n) * n for c, n in zip("ij", whole, strict=True))
         shape = [extents[c] for c in letters]
-        seen = self.visible(letters, extents, list(sides))
+        seen = self._are_no_fills(self.values_of_sides(letters + "ij", extents, arrays))
+        seen = jnp.broadcast_to(seen, [*shape, extents["i"], extents["j"]])
         seen = jnp.pad(seen, [(0, 0)] * len(shape) + [(0, i - extents["i"]), (0, j - extents["j"])])
         seen = seen.reshape(*shape, i, j // cells[1], cells[1]).any(-1)
         if not self.empty_rows_are_zero:
@@ -130,33 +150,17 @@ class Attention(NamedTuple):
         of_queries, of_keys = sizes[kernel]
         tiles = seen.reshape(*shape, i // of_queries, of_queries // cells[0], j // of_keys, of_keys // cells[1])
         tiles = tiles.any((-3, -1))
-        if kernel == "keys":
-            tiles = tiles.swapaxes(-1, -2)
-        rows = tilings[kernel]["rows"]
-        tiles = tiles[..., : -(-extents["j" if kernel == "keys" else "i"] // rows), :]
+        tiles = tiles.swapaxes(-1, -2) if kernel == "keys" else tiles
+        blocks = -(-extents["j" if kernel == "keys" else "i"] // tilings[kernel]["rows"])
+        tiles = tiles[..., :blocks, :]
         at = jax.lax.broadcasted_iota(jnp.int32, tiles.shape, tiles.ndim - 1)
         first, end = jnp.where(tiles, at, tiles.shape[-1]).min(-1), jnp.where(tiles, at + 1, 0).max(-1)
-        return [jnp.stack([first, end], -1), *arrays]
+        return jnp.stack([first, end], -1)
 
-    def visible(self, letters: str, extents: dict[str, int], sides: list) -> jax.Array:
-        """Which scores are no fills, along these letters, queries and keys. `sides`: the arrays."""
-        dims, arrays, given = letters + "ij", list(sides), {}
-        for k, side in enumerate(self.sides):
-            shape = [extents[c] if c in side.letters else 1 for c in dims]
-            if side.dtype == "index":
-                given[f"s{k}"] = jnp.arange(extents[side.letters], dtype=jnp.int32).reshape(shape)
-            else:
-                order = sorted(range(len(side.letters)), key=lambda at, of=side.letters: dims.find(of[at]))
-                a = arrays.pop(0)
-                if set(side.letters) <= set(dims):
-                    given[f"s{k}"] = jnp.transpose(a, order).reshape(shape)
-        return jnp.broadcast_to(self._is_no_fill(given), [extents[c] for c in dims])
-
-    def _is_no_fill(self, sides: dict[str, Any]) -> jax.Array:
-        """Judged by a product of 0."""
-        read = ((a, dtype) for op in self.score.operations for a, dtype in zip(op.operands, op.dtypes, strict=True))
-        dtype = next((dtype for a, dtype in read if a == "x0"), "float32")
-        return ~(self.score.value({"x0": jnp.zeros((), dtype), **sides}) <= _FILL)
+    def _are_no_fills(self, sides) -> jax.Array:
+        """Which scores are none, judged by a product of 0."""
+        x = jnp.zeros((), self.score.dtype_of("x0"))
+        return ~(self.score.value({"x0": x, **sides}) <= _FILL)
 
     def visible_part(self, extents: dict[str, int]) -> float:
         """About which part of the scores is visible, as far as that does not depend on arrays."""
@@ -164,13 +168,13 @@ class Attention(NamedTuple):
         sides = {f"s{k}": side for k, side in enumerate(self.sides) if f"s{k}" in read}
         if self.letters_of_bounds is None or any(side.dtype != "index" for side in sides.values()):
             return 1.0
-        given = {}
+        given, dims = {}, "".join(dict.fromkeys([*(side.letters for side in sides.values()), "i", "j"]))
         for name, side in sides.items():
             n = extents[side.letters]
             some = np.linspace(0, n - 1, min(n, 64)).astype(np.int32)
-            given[name] = some[:, None] if side.letters == "i" else some if side.letters == "j" else some[:, None, None]
+            given[name] = some.reshape([-1 if c == side.letters else 1 for c in dims])
         with jax.ensure_compile_time_eval(), jax.default_device(jax.devices("cpu")[0]):
-            return float(jnp.mean(self._is_no_fill(given)))
+            return float(jnp.mean(self._are_no_fills(given)))
 
 
 # No score of a program is as small as this, but for fills. Those of float16, which cannot be, do not count as such.
@@ -184,34 +188,3 @@ def _is_fill(a) -> bool:
 def _queries_and_keys(kernel, tiling) -> tuple[int, int]:
     """Of a block and a step."""
     return (tiling["step"], tiling["rows"]) if kernel == "keys" else (tiling["rows"], tiling["step"])
-
-
-# ---- The primitive. Operands: q, k, v; those of the backward kernels; bounds; sides.
-
-attention_p = Primitive("softmax_attention")
-attention_p.multiple_results = True
-
-
-@attention_p.def_abstract_eval
-def _(q, k, v, *others, attention, kernel):
-    return [jax.core.ShapedArray(t.shape, t.dtype) for t in attention.result_types(kernel, q, k, v)]
-
-
-def call(attention: Attention, kernel: str, *operands):
-    """The FFI call, whose kernel begins to be made for the GPUs that are here."""
-    q, k, v = operands[:3]
-    plan = attention.plan(kernel, q.dtype.name, attention.extents(q, k, v), attention.letters_of_bounds)
-    for device in jax.local_devices():
-        if device.platform == "gpu":
-            _kernels.jit_prepare(plan.code, plan.plan, int(device.compute_capability.replace(".", "")))
-    numbers = {"blocks": plan.blocks, "threads": plan.threads, "shared_bytes": plan.shared_bytes}
-    attributes = {name: np.int64(n) for name, n in (numbers | {"version": _kernels.CALL_VERSION}).items()}
-    types = attention.result_types(kernel, q, k, v)
-    return jax.ffi.ffi_call(TARGET, types)(*operands, code=plan.code, plan=plan.plan, **attributes)
-
-
-def register() -> None:
-    jax.ffi.register_ffi_target(TARGET, _kernels.attention_handlers(), platform="CUDA")
-    attention_p.def_impl(interpreters.implementation(attention_p))
-    lower = mlir.lower_fun(lambda *operands, attention, kernel: call(attention, kernel, *operands), True)
-    mlir.register_lowering(attention_p, lower, platform="cuda")

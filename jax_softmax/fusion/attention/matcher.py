@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from jax_softmax.fusion import expressions, places, splicing
+from jax_softmax.fusion.attention import kernels
 from jax_softmax.fusion.attention.call import Attention, Side
 from jax_softmax.fusion.attention.source import Letters
 from jax_softmax.fusion.expressions import Expression, Expressions, NotFolded, Number, Operation, is_variable
@@ -536,10 +537,10 @@ class _Match:
             given = [of.array(a, names, c) for of, a, c in zip(reads, given, wanted, strict=False)]
             q, k, v, *rest = given
             sides = rest[: len(arrays)]
-            o, rows = attention.forward(q, k, v, *sides)
+            o, rows = kernels.forward(attention, q, k, v, *sides)
             found = [o] * len(self.outputs)
             if self.linear is not None:
-                dq, dk, dv = attention.backward(q, k, v, o, rows, rest[len(arrays)], *sides)
+                dq, dk, dv = kernels.backward(attention, q, k, v, o, rows, rest[len(arrays)], *sides)
                 found += [a for a, p in ((dq, self.dq), (dk, self.dk), (dv, self.dv)) if p]
             return [
                 _Operand(None, p.result).result(a, self._names_of(p), of, p.equation.outputs[0].aval)

@@ -39,6 +39,11 @@ class Letters(NamedTuple):
         """In the order in which blocks count them."""
         return self.shared + self.groups
 
+    @property
+    def rows(self) -> str:
+        """Of what a row has."""
+        return self.batch + "i"
+
     def check(self, sides, bounds) -> None:
         """Raises a ValueError that says what kernels cannot do."""
         for letters, own, last in zip(self, ("i", "j", "j"), "dde", strict=True):
