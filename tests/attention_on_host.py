@@ -20,12 +20,16 @@ COMPILER = emulated.COMPILER if _SOURCES.is_dir() else None
 
 
 @contextlib.contextmanager
-def kernels(late=False):
+def kernels(late=False, in_jax=False):
     """While it lasts, calls of attention's kernels are done here. `late`: copies are made when they are waited for.
-    Yields the calls that are lowered: the primitive's parameters, and the operands."""
+    `in_jax`: what kernels do is done in JAX, as it has to be in programs that XLA divides. Yields the calls that are
+    lowered: the primitive's parameters, and the operands."""
     made, kept = [], attention.call
 
     def emulated_call(*operands, **params):
+        if in_jax:
+            made.append((params, operands))
+            return params["attention"].in_jax(params["kernel"], *operands)
         plan, types, operands = attention.prepared(params["attention"], params["kernel"], *operands)
         made.append((params, operands))
 

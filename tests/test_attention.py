@@ -5,8 +5,11 @@ host, which runs the kernels' whole text, and the same cases on a GPU, if there 
 element that is wrong, and the tile, row and column where it lies; `pytest -s` prints the largest errors of every case.
 """
 
+import contextlib
 import dataclasses
+import functools
 import itertools
+import math
 import re
 from collections.abc import Callable
 
@@ -17,6 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import support
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jax_softmax
 from jax_softmax import _kernels
@@ -107,6 +112,7 @@ class Case:
     product: str = ""  # the product's dtype, if it is another one
     where: bool = False  # the mask is that of the softmax, so that rows without visible elements are 0
     special: float = 0.0  # what some elements of q and k are
+    n_batch: tuple[int, int] = (2, 2)  # extents of b and h
 
     def __str__(self):
         words = [self.score.__name__, "x".join(map(str, self.lengths)), "-".join(map(str, self.features)), self.dtype]
@@ -122,7 +128,7 @@ class Case:
     @property
     def extents(self):
         (i, j), (d, e) = self.lengths, self.features
-        return {"b": 2, "h": 2, "g": 3, "i": i, "j": j, "d": d, "e": e}
+        return {**dict(zip("bh", self.n_batch, strict=True)), "g": 3, "i": i, "j": j, "d": d, "e": e}
 
     def operands(self):
         """q, k, v, the output's cotangent, and the arrays among the sides."""
@@ -284,6 +290,75 @@ def test_the_same_bits_every_time():
     for _ in range(3):
         for a, b in zip(first, function(*operands), strict=True):
             np.testing.assert_array_equal(np.asarray(a).view(np.uint16), np.asarray(b).view(np.uint16))
+
+
+# ---- On several devices
+
+
+def alibi_and_mask(x, h, i, j, mask):
+    return jnp.where(
+        mask & (i >= j), wide(x) * SCALE - wide(h.astype(jnp.float32)) * (i - j).astype(jnp.float32), -1e30
+    )
+
+
+SCORES[alibi_and_mask] = (("h", "index"), ("i", "index"), ("j", "index"), ("bij", "bool"))
+
+
+DIVIDED = [("data", None, "model"), (("data", "model"), None, None), (None, None, "data")]
+
+
+@pytest.mark.parametrize(
+    "specs,kind",
+    [(specs, kind) for specs in DIVIDED for kind in (AxisType.Auto, AxisType.Explicit)]
+    + [(("data", "model", None), AxisType.Auto)],
+)
+def test_batch_and_heads_are_divided(specs, kind):
+    """Nothing travels; a divided sequence is gathered, with a warning."""
+    case = dataclasses.replace(Case(alibi_and_mask, (40, 32), (16, 24)), n_batch=(8, 4))
+    mesh = support.mesh_of_cpus((4, 2), kind)
+    *arrays, mask = case.operands()
+    placed = [jax.device_put(a, NamedSharding(mesh, P(*specs))) for a in arrays]
+    placed.append(jax.device_put(mask, NamedSharding(mesh, P(specs[0]))))
+    expected = jax.jit(values_and_gradients, static_argnums=0)(case.program, *arrays, mask)
+    is_whole = specs[1] is None
+    with (
+        emulated.kernels(attention=True),
+        attention_on_host.kernels(in_jax=True) as made,
+        jax.set_mesh(mesh) if kind == AxisType.Explicit else contextlib.nullcontext(),
+        contextlib.nullcontext() if is_whole else pytest.warns(UserWarning, match="whole sequences"),
+    ):
+        program = jax.jit(fused(case)).lower(*placed).compile()
+        found = program(*placed)
+    assert {params["kernel"] for params, _ in made} == set(KERNELS)
+    if is_whole:
+        assert not support.collectives(program)
+        parts = [math.prod(mesh.shape[name] for name in np.atleast_1d(of) if name) for of in specs]
+        assert {operands[0].shape[::2] for _, operands in made} == {(8 // parts[0], 4 // parts[2])}
+    for a, b in zip(found, expected, strict=True):
+        a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
+        np.testing.assert_allclose(a, b, rtol=0, atol=0.02 * np.abs(b).max())
+
+
+@pytest.mark.parametrize("outside", [False, True])
+def test_in_shard_map(outside):
+    mesh, operands = support.mesh_of_cpus((4, 2), AxisType.Auto), Case(scaled, n_batch=(8, 2)).operands()
+
+    def program(*operands):
+        return values_and_gradients(functools.partial(jax.nn.dot_product_attention, is_causal=True), *operands)
+
+    def divided(f):
+        return jax.shard_map(f, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+
+    expected = jax.jit(program)(*operands)
+    with emulated.kernels(attention=True), attention_on_host.kernels(in_jax=True) as made:
+        f = jax_softmax.fuse(divided(program)) if outside else divided(jax_softmax.fuse(program))
+        compiled = jax.jit(f).lower(*operands).compile()
+        found = compiled(*operands)
+    assert not support.collectives(compiled)
+    assert {operands[0].shape[0] for _, operands in made} == {2}
+    for a, b in zip(found, expected, strict=True):
+        a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
+        np.testing.assert_allclose(a, b, rtol=0, atol=0.02 * np.abs(b).max())
 
 
 # ---- Compiling

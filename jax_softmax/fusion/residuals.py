@@ -2,12 +2,14 @@
 
 JAX keeps each array that the derivative needs: probabilities in float32, casts, masks. Here the derivative makes an
 array again where what it is made of has fewer bytes: the operands of elementwise operations; of softmax and
-log_softmax, their operand and their rows' maxima and sums.
+log_softmax, their operand and their rows' maxima and sums. The weights of attention are made again of queries and
+keys.
 """
 
 from typing import NamedTuple
 
 from jax_softmax.fusion import expressions, splicing
+from jax_softmax.fusion.attention import matcher
 from jax_softmax.fusion.graph import (
     Equation,
     Graph,
@@ -62,6 +64,8 @@ class _Chooser:
         self.graph = graph
         self.of_results = of_results
         self.kept: dict = {}
+        _, found = matcher.applied(of_results)
+        self._of_attention = {equation for one in found for equation in (one.softmax, one.product)}
         self._cuts: dict = {}
         self._rows: dict = {}  # of an operator: its rows' maxima and sums, and what makes its result of these
         self.of_rows: list[Equation] = []  # which make those maxima and sums that are kept
@@ -78,7 +82,11 @@ class _Chooser:
 
     def _can_be_made(self, a):
         maker = self.graph.maker.get(a)
-        return maker is not None and (expressions.prints(maker) or splicing.is_plain(maker, "softmax", "log_softmax"))
+        return maker is not None and (self._is_made_whole(maker) or splicing.is_plain(maker, "softmax", "log_softmax"))
+
+    def _is_made_whole(self, maker):
+        """Whether it is done again as it is, not of what its rows have."""
+        return expressions.prints(maker) or maker in self._of_attention
 
     def _cut(self, a, depth) -> _Cut:
         if not expressions.is_variable(a):
@@ -97,11 +105,11 @@ class _Chooser:
         for operand in maker.inputs:
             cut = yield self._cut(operand, depth)
             # What rows' maxima and sums were made of must have the same bits when it is made again.
-            if not expressions.prints(maker) and not all(map(expressions.is_free, cut.equations)):
+            if not self._is_made_whole(maker) and not all(map(expressions.is_free, cut.equations)):
                 cut = _Cut({operand: bytes_of(operand)}, {})
             costs |= cut.costs
             equations |= cut.equations
-        if expressions.prints(maker):
+        if self._is_made_whole(maker):
             return _Cut(costs, {**equations, maker: None})
         if maker not in self._rows:
             rows = splicing.row_variables(maker)

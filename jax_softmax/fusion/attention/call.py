@@ -126,8 +126,9 @@ class Attention(NamedTuple):
         return "".join(c for c in self.letters.batch if c in letters)
 
     def bounds(self, kernel: str, extents: dict[str, int], arrays) -> jax.Array:
-        """The steps that each block visits, its first and the end: int32 (letters, blocks, 2). `arrays`: those among the
-        sides.
+        """The steps that each block visits, its first and the end: int32 (letters, blocks, 2).
+
+        `arrays`: those among the sides.
 
         A query that sees nothing is taken to see everything, because its weights are uniform or NaN; but nothing at all
         where they are 0.

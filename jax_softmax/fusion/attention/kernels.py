@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
+from jax.sharding import PartitionSpec
 
 from jax_softmax import _kernels, _private
 from jax_softmax.devices import division, partitioning
@@ -28,8 +29,9 @@ attention_p.multiple_results = True
 
 
 @attention_p.def_abstract_eval
-def _(q, k, v, *others, attention, kernel):
-    return [jax.core.ShapedArray(t.shape, t.dtype) for t in attention.result_types(kernel, q, k, v)]
+def _(*operands, attention, kernel):
+    space, types = _Space(attention, kernel), attention.result_types(kernel, *operands[:3])
+    return space.laid(operands, space.operands, types, space.results)
 
 
 def forward(attention: Attention, q, k, v, *arrays):
@@ -114,6 +116,20 @@ class _Space:
 
         return [one(a, of) for a, of in zip(arrays, letters, strict=True)]
 
+    def laid(self, avals, letters, types, of_results):
+        """The results' types, in explicit mode cut along each letter as the first operand that is cut there."""
+        names: dict = {}
+        for aval, of in zip(avals, letters, strict=True):
+            for c, name in zip(of, aval.sharding.spec, strict=True):
+                names[c] = names.get(c) or name
+        q = avals[0]  # whose type also says which mesh axes it varies over
+
+        def one(type_, of):
+            sharding = q.sharding.update(spec=PartitionSpec(*(names.get(c) for c in of)))
+            return q.update(shape=type_.shape, dtype=type_.dtype, weak_type=False, sharding=sharding)
+
+        return [one(type_, of) for type_, of in zip(types, of_results, strict=True)]
+
     def call(self, function, *operands):
         """The results of a function of what a call has."""
         found = function(*self.contracted(operands, self.operands), attention=self.attention, kernel=self.kernel)
@@ -145,10 +161,11 @@ def _in_space(*operands, attention, kernel):
 
 @divided_p.def_abstract_eval
 def _(*operands, attention, kernel, shape):
-    space = _Space(attention, kernel)
-    dtypes = operands[0].dtype, jnp.dtype(jnp.float32) if kernel == "forward" else operands[0].dtype
+    space, dtype = _Space(attention, kernel), operands[0].dtype
     shapes = [tuple(n if c in of else 1 for c, n in zip(space.dims, shape, strict=True)) for of in space.results]
-    return [jax.core.ShapedArray(of, dtype) for of, dtype in zip(shapes, dtypes, strict=False)]
+    dtypes = (dtype, jnp.dtype(jnp.float32) if kernel == "forward" else dtype)
+    types = [jax.ShapeDtypeStruct(*type_) for type_ in zip(shapes, dtypes, strict=False)]
+    return space.laid(operands, [space.dims] * len(operands), types, [space.dims] * len(types))
 
 
 class _DeviceProgram(division.DeviceProgram):

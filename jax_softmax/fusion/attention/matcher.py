@@ -37,6 +37,7 @@ class Found(NamedTuple):
     """Attention of a program."""
 
     softmax: Equation
+    product: Equation  # of queries and keys
     attention: Attention
     extents: dict[str, int]
     has_gradients: bool
@@ -54,7 +55,7 @@ def applied(graph: Graph) -> tuple[Graph, list[Found]]:
             new = graph.with_replaced(match.replacements())
         except (_NoAttention, NotFolded, InCirclesError):
             continue
-        if equation in new.position or not attention_wins(*match.found[1:]):
+        if equation in new.position or not attention_wins(*match.found[2:]):
             continue
         graph = new
         found.append(match.found)
@@ -434,7 +435,7 @@ class _Match:
             *transposed,
             empty_rows_are_zero=bool(group.of_rows),
         )
-        self.found = Found(self.softmax, attention, self.extents, self.linear is not None, self._moved())
+        self.found = Found(self.softmax, self.product, attention, self.extents, self.linear is not None, self._moved())
 
     def _moved(self) -> int:
         """The bytes for each score that the program moves without these kernels."""
