@@ -145,6 +145,25 @@ def is_unspecified(sharding: Any) -> bool:
     return type(sharding).__name__ == "UnspecifiedValue"
 
 
+# ---- Of scans.
+
+
+class PartsOfScan(NamedTuple):
+    consts: list
+    init: list
+    xs: list
+    ys: list
+
+
+def parts_of_scan(params: dict[str, Any], inputs: list, outputs: list) -> PartsOfScan:
+    """What an equation's inputs and outputs are for."""
+    if "num_carry" in params:
+        first, n = params["num_consts"], params["num_carry"]
+        return PartsOfScan(inputs[:first], inputs[first : first + n], inputs[first + n :], outputs[n:])
+    of_inputs, (_, ys) = params["ft_in"].update(inputs).unpack(), params["ft_out"].update(outputs).unpack()
+    return PartsOfScan(*map(list, of_inputs), list(ys))
+
+
 # ---- Of types: the mesh axes of a surrounding `shard_map` that an array varies over; none with check_vma off.
 
 

@@ -98,6 +98,11 @@ def edited(jaxpr, equations=None, **changes):
     return _private.without_names(jaxpr).replace(eqns=eqns, **changes)
 
 
+def inlined(jaxpr, variables, equations) -> list:
+    """The results of a jaxpr in terms of these variables for its own; its equations are appended to the others."""
+    return _inline(jaxpr, dict(variables), None, lambda eqn: None, equations)
+
+
 class InCirclesError(ValueError):
     """Equations need what is made of what they make."""
 

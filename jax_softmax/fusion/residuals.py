@@ -29,6 +29,7 @@ class Residuals(NamedTuple):
     forward: object  # a jaxpr: the function's results, and those that are kept of what it makes
     operands: list[int]  # the function's operands that are kept
     again: object  # a jaxpr: of these operands and of what is kept, the arrays that the derivative needs
+    has_attention: bool  # of which the weights are not kept
 
 
 class _Cut(NamedTuple):
@@ -56,6 +57,7 @@ def chosen(jaxpr, n: int) -> Residuals:
         edited(jaxpr, forward.equations, outvars=forward.outputs),
         operands,
         edited(jaxpr, equations, invars=inputs, outvars=needed, effects=frozenset()),
+        bool(chooser.of_attention),
     )
 
 
@@ -65,7 +67,11 @@ class _Chooser:
         self.of_results = of_results
         self.kept: dict = {}
         _, found = matcher.applied(of_results)
-        self._of_attention = {equation for one in found for equation in (one.softmax, one.product)}
+        self.of_attention = {equation for one in found for equation in (one.softmax, one.product)}
+        self._weights = {v for one in found for v in one.softmax.outputs}
+        for equation in graph.equations:
+            if expressions.prints(equation) and not self._weights.isdisjoint(variables_of(equation.inputs)):
+                self._weights.update(equation.outputs)
         self._cuts: dict = {}
         self._rows: dict = {}  # of an operator: its rows' maxima and sums, and what makes its result of these
         self.of_rows: list[Equation] = []  # which make those maxima and sums that are kept
@@ -86,7 +92,7 @@ class _Chooser:
 
     def _is_made_whole(self, maker):
         """Whether it is done again as it is, not of what its rows have."""
-        return expressions.prints(maker) or maker in self._of_attention
+        return expressions.prints(maker) or maker in self.of_attention
 
     def _cut(self, a, depth) -> _Cut:
         if not expressions.is_variable(a):
@@ -122,4 +128,6 @@ class _Chooser:
         maker = self.graph.maker.get(a)
         if maker is None or a in self.of_results.outputs:
             return True
+        if a in self._weights:
+            return False
         return not all(map(may_fold, (maker, *self.of_results.readers.get(a, ()))))

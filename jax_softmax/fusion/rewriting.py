@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from jax_softmax import _private
-from jax_softmax.fusion import expressions, made_twice, rules
+from jax_softmax.fusion import expressions, made_twice, rules, scans
 from jax_softmax.fusion.attention import matcher
 from jax_softmax.fusion.attention.kernels import attention_p
 from jax_softmax.fusion.calls import NotFolded, by_xla_p, call_of, kernel_call_p
@@ -53,7 +53,7 @@ class Line(NamedTuple):
 def rewritten(jaxpr, report=None, where=""):
     """The jaxpr with its groups as calls of kernels. Appends a line for each call of an operator to `report`."""
     report = [] if report is None else report
-    graph = graph_of(jaxpr, platform="cuda")
+    graph = scans.applied(graph_of(jaxpr, platform="cuda"))
     changed = False
     for equation in graph.equations:
         if equation.name in _REGIONS:

@@ -1,0 +1,181 @@
+"""Attention in layers that are scanned.
+
+JAX makes what all layers share, masks for one, before the loop, in full size: where it is made of little, it is made in
+the loop, where kernels fold it.
+
+JAX's derivative of a scan has two: one that stacks what the derivative needs of each layer, attention's weights among
+it, and one that reads it. The second one makes it again of fewer bytes, as `residuals.py` says; then each body has its
+attention whole.
+"""
+
+import jax
+
+from jax_softmax import _private
+from jax_softmax.fusion import expressions, residuals, splicing
+from jax_softmax.fusion.graph import Graph, bytes_of, edited, jaxprs_of, opened, sorted_by_need, variables_of
+
+
+def applied(graph: Graph) -> Graph:
+    """The graph with pairs of scans that stack no weights."""
+    scans = [e for e in graph.equations if e.name == "scan" and has_softmax(e)]
+    if scans:
+        graph = graph.with_replaced({e: new for e in scans if (new := _with_masks_inside(graph, e))})
+    for equation in [e for e in graph.equations if e.name == "scan"]:
+        pair = _pair(graph, equation)
+        if pair is not None:
+            graph = graph.with_replaced(pair)
+    return graph
+
+
+def has_softmax(equation) -> bool:
+    pending = jaxprs_of(equation.params)
+    while pending:
+        for eqn in pending.pop().eqns:
+            if eqn.primitive.name in ("softmax", "softmax_linear"):
+                return True
+            pending += jaxprs_of(eqn.params)
+    return False
+
+
+def _with_masks_inside(graph, scan) -> list | None:
+    """The scan that makes arrays which all layers share of the fewer bytes that they are made of; None if there are
+    none."""
+    parts = _private.parts_of_scan(scan.params, scan.inputs, scan.outputs)
+    body = opened(scan.params["jaxpr"])[0]
+    made = {a: _made_of_little(graph, a) for a in dict.fromkeys(variables_of(parts.consts))}
+    made = {a: equations for a, equations in made.items() if equations}
+    if not made or body.constvars:
+        return None
+    equations = sorted_by_need(dict.fromkeys(e for of_one in made.values() for e in of_one))
+    inside = {v for e in equations for v in e.outputs}
+    leaves = list(dict.fromkeys(a for e in equations for a in variables_of(e.inputs) if a not in inside))
+    again = edited(body, equations, invars=leaves, outvars=list(made), effects=frozenset())
+    rest = [a for a in parts.consts if a not in made]
+    n, n_carry = len(rest), len(parts.init)
+
+    def function(*given):
+        of_leaves, given = given[: len(leaves)], given[len(leaves) :]
+        consts, init, xs = _split(given, n, n_carry)
+
+        def layer(carry, x):
+            values = dict(zip(made, jax.core.eval_jaxpr(again, [], *of_leaves), strict=True))
+            others = iter(consts)
+            all_consts = [values[a] if a in values else next(others) for a in parts.consts]
+            found = jax.core.eval_jaxpr(body, [], *all_consts, *carry, *x)
+            return found[:n_carry], found[n_carry:]
+
+        carry, ys = _scanned(scan, layer, init, xs)
+        return [*carry, *ys]
+
+    return splicing.spliced(function, [*leaves, *rest, *parts.init, *parts.xs], scan.outputs, scan)
+
+
+_LITTLE = 1 / 8  # of an array's bytes
+
+
+def _made_of_little(graph, a) -> list:
+    """The equations that make an array of much fewer bytes, if they do."""
+    pending, found, leaves = [a], {}, {}
+    while pending:
+        b = pending.pop()
+        maker = graph.maker.get(b)
+        if maker in found:
+            continue
+        if maker is None or not expressions.prints(maker):
+            leaves[b] = bytes_of(b)
+        else:
+            found[maker] = None
+            pending += variables_of(maker.inputs)
+    return list(found) if sum(leaves.values()) < _LITTLE * bytes_of(a) else []
+
+
+def _pair(graph, forward) -> dict | None:
+    """A scan, and the one that alone reads some of what it stacks, both anew; None if no attention is in it."""
+    for backward in graph.equations:
+        if backward.name != "scan" or backward is forward:
+            continue
+        scans = [_private.parts_of_scan(e.params, e.inputs, e.outputs) for e in (forward, backward)]
+        early, stacks = set(variables_of(scans[1].consts + scans[1].init)), set(variables_of(scans[1].xs))
+        needed = [
+            k
+            for k, v in enumerate(scans[0].ys)
+            if v in stacks - early - graph.results and graph.readers[v] == [backward]
+        ]
+        if needed:
+            return _without_weights(forward, backward, *scans, needed)
+    return None
+
+
+def _without_weights(forward, backward, parts, parts_of_backward, needed) -> dict | None:
+    """`needed`: which arrays that the forward scan stacks the backward one reads."""
+    body, of_backward = (opened(scan.params["jaxpr"])[0] for scan in (forward, backward))
+    if body.constvars or of_backward.constvars:
+        return None
+    n_consts, n_carry = len(parts.consts), len(parts.init)
+    own = [k for k in range(len(parts.ys)) if k not in needed]
+    outvars = [*body.outvars[:n_carry], *(body.outvars[n_carry + k] for k in (*own, *needed))]
+    chosen = residuals.chosen(edited(body, outvars=outvars), n_carry + len(own))
+    if not chosen.has_attention:
+        return None
+    carried = [k for k in chosen.operands if n_consts <= k < n_consts + n_carry]
+
+    def forward_and_kept(*given):
+        """What the forward scan makes, and the layers' operands and results that are kept."""
+        consts, init, xs = _split(given, n_consts, n_carry)
+
+        def layer(carry, x):
+            operands = [*consts, *carry, *x]
+            found = jax.core.eval_jaxpr(chosen.forward, [], *operands)
+            return found[:n_carry], (found[n_carry:], [operands[k] for k in carried])
+
+        carry, (made, of_carried) = _scanned(forward, layer, init, xs)
+        return [*carry, *made, *of_carried]
+
+    made = chosen.forward.outvars[n_carry + len(own) :]
+    inner = [*made, *(chosen.forward.invars[k] for k in carried)]
+    stacked = [_stacked(v, forward.params["length"]) for v in inner]
+    outputs = [*forward.outputs[:n_carry], *(parts.ys[k] for k in own), *stacked]
+    new_forward = splicing.spliced(forward_and_kept, forward.inputs, outputs, forward)
+
+    of_operand = dict(zip(carried, stacked[len(made) :], strict=True))
+    kept = [*(of_operand.get(k, forward.inputs[k]) for k in chosen.operands), *stacked[: len(made)]]
+    is_const = [k < n_consts for k in chosen.operands] + [False] * len(made)
+    which = {parts.ys[k]: at for at, k in enumerate(needed)}  # of what is needed each array read is
+    rest = [a for a in parts_of_backward.xs if a not in which]
+    n_consts_of_backward, n_carry_of_backward = len(parts_of_backward.consts), len(parts_of_backward.init)
+
+    def again_and_backward(*given):
+        own, kept_now = given[: len(given) - len(kept)], given[len(given) - len(kept) :]
+        consts, init, rest_now = _split(own, n_consts_of_backward, n_carry_of_backward)
+
+        def layer(carry, xs):
+            rest, layers = map(iter, xs)
+            given = [a if is_one else next(layers) for a, is_one in zip(kept_now, is_const, strict=True)]
+            again = jax.core.eval_jaxpr(chosen.again, [], *given)
+            xs = [again[which[a]] if a in which else next(rest) for a in parts_of_backward.xs]
+            found = jax.core.eval_jaxpr(of_backward, [], *consts, *carry, *xs)
+            return found[:n_carry_of_backward], found[n_carry_of_backward:]
+
+        layers = [a for a, is_one in zip(kept_now, is_const, strict=True) if not is_one]
+        carry, ys = _scanned(backward, layer, init, (rest_now, layers))
+        return [*carry, *ys]
+
+    inputs = [*parts_of_backward.consts, *parts_of_backward.init, *rest, *kept]
+    new_backward = splicing.spliced(again_and_backward, inputs, backward.outputs, backward)
+    return {forward: new_forward, backward: new_backward}
+
+
+def _split(given, n_consts, n_carry):
+    first = n_consts + n_carry
+    return list(given[:n_consts]), list(given[n_consts:first]), list(given[first:])
+
+
+def _scanned(like, layer, init, xs):
+    options = {name: like.params[name] for name in ("length", "reverse", "unroll")}
+    return jax.lax.scan(layer, init, xs, **options)
+
+
+def _stacked(variable, length):
+    aval = variable.aval
+    sharding = aval.sharding.update(spec=(None, *aval.sharding.spec))
+    return type(variable)(aval.update(shape=(length, *aval.shape), weak_type=False, sharding=sharding))
