@@ -73,6 +73,14 @@ def biased(x, bias):
     return wide(x) * SCALE + wide(bias)
 
 
+def biased_causal(x, i, j, bias):
+    return jnp.where(i >= j, wide(x) * SCALE + wide(bias), -1e30)
+
+
+def biased_keys(x, bias):
+    return x * SCALE + bias.astype(x.dtype)
+
+
 def alibi_in_a_window(x, h, i, j):
     slope = jnp.exp2(-wide(h.astype(jnp.float32)) - 1)
     return jnp.where((i >= j) & (i - j < 50), wide(x) * SCALE - slope * (i - j).astype(jnp.float32), -1e30)
@@ -95,6 +103,8 @@ SCORES: dict[Callable, tuple] = {
     masked: (("bij", "bool"),),
     filled: (("bij", "bool"),),
     biased: (("hij", "bfloat16"),),
+    biased_causal: (("i", "index"), ("j", "index"), ("hij", "float32")),
+    biased_keys: (("bj", "bfloat16"),),
     alibi_in_a_window: (("h", "index"), ("i", "index"), ("j", "index")),
     in_windows_of_heads: (("h", "index"), ("i", "index"), ("j", "index")),
     of_one_segment: (("bi", "int32"), ("bj", "int32")),
@@ -112,12 +122,13 @@ class Case:
     product: str = ""  # the product's dtype, if it is another one
     where: bool = False  # the mask is that of the softmax, so that rows without visible elements are 0
     special: float = 0.0  # what some elements of q and k are
+    drops: bool = False  # some weights
     n_batch: tuple[int, int] = (2, 2)  # extents of b and h
 
     def __str__(self):
         words = [self.score.__name__, "x".join(map(str, self.lengths)), "-".join(map(str, self.features)), self.dtype]
         words += [self.letters] * (self.letters != USUAL) + [self.product] * bool(self.product)
-        words += ["where"] * self.where + [str(self.special)] * bool(self.special)
+        words += ["drops"] * self.drops + ["where"] * self.where + [str(self.special)] * bool(self.special)
         return " ".join(words)
 
     @property
@@ -151,6 +162,8 @@ class Case:
                 arrays.append(np.sort(rng.integers(0, 4, shape), -1).astype(np.int32))
             elif dtype != "index":
                 arrays.append(rng.standard_normal(shape).astype(jnp.dtype(dtype)))
+        if self.drops:
+            arrays.append(rng.random([extents[c] for c in Letters(q, k, v).rows + "j"]) < 0.8)
         return arrays
 
     def program(self, q, k, v, *sides):
@@ -167,12 +180,21 @@ class Case:
             given.append(a.reshape([extents[c] if c in of else 1 for c in rows + "j"]))
         where = jnp.broadcast_to(given[0], x.shape) if self.where else None
         weights = jax.nn.softmax(self.score(x, *given), -1, where=where)
+        if self.drops:
+            weights = jnp.where(arrays[0], weights / 0.8, 0)
         o = jnp.einsum(f"{rows}j,{letters.v}->{letters.o}", weights.astype(v.dtype), v)
         return o.astype(q.dtype)
 
 
 def values_and_gradients(function, q, k, v, o_cotangent, *sides):
-    o, transposed = jax.vjp(lambda q, k, v: function(q, k, v, *sides), q, k, v)
+    """Of all arrays of floats."""
+    moving = [k for k, a in enumerate(sides) if jnp.issubdtype(a.dtype, jnp.floating)]
+
+    def of_floats(q, k, v, *moved):
+        moved = iter(moved)
+        return function(q, k, v, *(next(moved) if k in moving else a for k, a in enumerate(sides)))
+
+    o, transposed = jax.vjp(of_floats, q, k, v, *(sides[k] for k in moving))
     return o, *transposed(o_cotangent)
 
 
@@ -196,6 +218,7 @@ def check(case):
     found = jax.jit(fused(case))(*operands)
     letters = Letters(*case.letters.split(","))
     of = dict(zip(("o", "dq", "dk", "dv"), (letters.o, *letters), strict=True))
+    of |= {f"d{letters}": letters for letters, dtype in case.sides if dtype in ("bfloat16", "float32")}
     # What p (do v^T - delta) may be off by in float32 where its terms cancel, times a row of k or q.
     q, k, v, o_cotangent = (np.abs(a[np.isfinite(a)].astype(np.float64)).max() for a in operands[:4])
     cancelled = float(np.finfo(np.float32).eps) * max(q, k) * v * o_cotangent * case.features[1]
@@ -221,9 +244,9 @@ def check(case):
 def where(name, letters, at, case):
     """An element's indices, and the tile, row of it and column where the kernel that made it has it."""
     indices = dict(zip(letters, (int(n) for n in at), strict=True))
-    kernel = {"o": "forward", "dq": "queries"}.get(name, "keys")
+    kernel = {"o": "forward", "dk": "keys", "dv": "keys"}.get(name, "queries")
     rows = _kernels.attention_tiling(kernel, *case.features)["rows"]
-    row = indices["i" if kernel != "keys" else "j"]
+    row = indices.get("i" if kernel != "keys" else "j", 0)
     return f"{indices} (tile {row // rows} of {rows} rows, row {row % rows}, column {at[-1]})"
 
 
@@ -242,7 +265,7 @@ FIRST = [
     Case(masked, (70, 63), (64, 64), where=True),
     Case(masked, (70, 63), (64, 64)),
     Case(filled, (70, 163), (80, 128), "bihgd,bjhd,bjhe", "float16"),
-    Case(biased, (17, 65), (128, 128), "bhid,bhjd,jhbe", product="float32"),
+    Case(biased, (17, 65), (128, 128), "bhid,bhjd,jhbe", product="float32", drops=True),
     Case(causal_and_smallest, (65, 65), (256, 192)),
     Case(causal, (197, 1500), (64, 64), "id,jd,je"),
 ]
@@ -256,6 +279,9 @@ OTHERS = [
     *(Case(score, (200, 190), dtype="float16") for score in SCORES),
     *(Case(score, (200, 190), product="float32") for score in SCORES),
     Case(of_one_segment, (256, 256)),
+    *(Case(score, (200, 190), drops=True) for score in (scaled, masked, biased_causal, capped)),
+    *(Case(biased_causal, lengths) for lengths in ((300, 300), (301, 197), (64, 63))),
+    Case(biased_causal, (128, 256), (64, 64), "bihgd,bjhd,bjhe", product="float32"),
     Case(alibi_in_a_window, (300, 300)),
     *(Case(in_windows_of_heads, (300, 300), letters=letters) for letters in ("bihd,bjhd,bjhe", "ihd,jd,je")),
     *(Case(causal, (70, 70), special=special) for special in (np.nan, np.inf, -np.inf)),

@@ -125,6 +125,40 @@ __device__ __forceinline__ void attention_keys(const typename P::Operands& opera
         part * kOwnWidth, P::kValueFeatures, as_it_is);
 }
 
+// What is written of each score of a block's queries, as two neighbours along keys; the rest of the row is 0.
+template <class P>
+struct Cotangents {
+  using W = typename P::Written;
+  W* to;
+  int first;  // query
+
+  __device__ __forceinline__ Cotangents(const typename P::Operands& operands, unsigned n, int first)
+      : to(operand_of<P, W>(operands, P::kFirstResult + 1, P::kWrittenStrides, n)), first(first) {}
+
+  __device__ __forceinline__ void write(int i, int j, float a, float b) const {
+    if (i >= P::kQueries || j >= P::kKeys) return;
+    W* const at = to + i * P::kWrittenStrides.i + j;
+    const bool two = P::kKeys % 2 == 0 || j + 1 < P::kKeys;
+    if constexpr (sizeof(W) == 4) {
+      at[0] = a;
+      if (two) at[1] = b;
+    } else if constexpr (P::kKeys % 2 == 0) {
+      *reinterpret_cast<uint32_t*>(at) = narrowed<W>(a, b);
+    } else {
+      const uint32_t bits = narrowed<W>(a, b);
+      uint16_t* const halves = reinterpret_cast<uint16_t*>(at);
+      halves[0] = static_cast<uint16_t>(bits);
+      if (two) halves[1] = static_cast<uint16_t>(bits >> 16);
+    }
+  }
+  __device__ __forceinline__ void write_zeros(int begin, int end) const {
+    const int pairs = (end - begin) / 2;
+    for (int p = threadIdx.x; p < Counts<P>::kRows * pairs; p += Counts<P>::kThreads) {
+      write(first + p / pairs, begin + p % pairs * 2, 0.0f, 0.0f);
+    }
+  }
+};
+
 // dq: a block has `rows` queries, and keys pass.
 template <class P>
 __device__ __forceinline__ void attention_queries(const typename P::Operands& operands) {
@@ -171,6 +205,7 @@ __device__ __forceinline__ void attention_queries(const typename P::Operands& op
     }
   }
   Accumulators<kFragments, N::kDepth> dq;
+  const Cotangents<P> cotangents(operands, n, first);
   for (int step = range.first; step < range.last; ++step) {
     wait_for_all_but_last<0>();
     barrier();  // this stage is there, and nobody reads the one before any more
@@ -184,17 +219,29 @@ __device__ __forceinline__ void attention_queries(const typename P::Operands& op
     for (int m = 0; m < kFragments; ++m) {
 #pragma unroll
       for (int c = 0; c < kStep / 8; ++c) {
+        float pair[2];
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           const int i = own_query + m * kMma + e / 2 * 8, j = own_key + c * 8 + e % 2;
-          differentiate<P>(s.of[m][c][e], t.of[m][c][e], rows[m][e / 2], SidesOfOne<P>{sides, i, j});
+          const SidesOfOne<P> side{sides, i, j};
+          const float x0 = s.of[m][c][e];
+          const float g = differentiate<P>(s.of[m][c][e], t.of[m][c][e], rows[m][e / 2], side);
           if (P::kKeys % kStep != 0 && j >= P::kKeys) t.of[m][c][e] = 0.0f;
+          if constexpr (P::kWrites) {
+            pair[e % 2] = P::written(g, x0, side);
+            if (e % 2 == 1) cotangents.write(i, j - 1, pair[0], pair[1]);
+          }
         }
       }
     }
     add_product<T>(dq, t, stage.d);
   }
   wait_for_all_but_last<0>();
+  if constexpr (P::kWrites) {
+    const int end = range.first < range.last ? range.first * kStep : kSteps * kStep;
+    cotangents.write_zeros(0, end);
+    if (range.first < range.last) cotangents.write_zeros(range.last * kStep, kSteps * kStep);
+  }
   write(operand_of<P>(operands, P::kFirstResult, P::kQ, n), P::kQ.i, dq, first + row_of_warp, P::kQueries, 0,
         P::kFeatures, [](int, int) { return 1.0f; });
 }

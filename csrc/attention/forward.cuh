@@ -1,4 +1,5 @@
-// o = weight(softmax(score(q k^T))) v, where `weight` is linear, and of each row its pivot and the logarithm of its sum.
+// o = weight(softmax(score(q k^T))) v, where `weight` is linear, and of each row its pivot and the logarithm of its
+// sum.
 //
 // A block has `rows` queries. For each `step` keys of its range:
 //

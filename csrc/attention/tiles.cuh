@@ -11,6 +11,8 @@
 //   kEmptyRowsAreZero                  the weights of a row whose scores are all -inf: 0, or NaN
 //   score(x0, side), weight(y, side)   of the product, and of the softmax of the scores
 //   score_transposed(g, x0, side), weight_transposed(t, side)   their linear maps, transposed, in the backward kernels
+//   kWrites                            whether dq's kernel writes what `written(g, x0, side)` makes of the scores'
+//                                      cotangents, of type Written, to an array with kWrittenStrides
 #pragma once
 
 #include "attention/warp.cuh"
@@ -191,10 +193,10 @@ __device__ __forceinline__ int64_t begin_of(const Strides& strides, unsigned n) 
 }
 
 // The n-th of the batch of an operand.
-template <class P>
-__device__ __forceinline__ typename P::T* operand_of(const typename P::Operands& operands, int word,
-                                                     const Strides& strides, unsigned n) {
-  return static_cast<typename P::T*>(operands.word[word]) + begin_of<P>(strides, n);
+template <class P, class T = typename P::T>
+__device__ __forceinline__ T* operand_of(const typename P::Operands& operands, int word, const Strides& strides,
+                                         unsigned n) {
+  return static_cast<T*>(operands.word[word]) + begin_of<P>(strides, n);
 }
 __device__ __forceinline__ int first_row_of_warp(int rows) { return static_cast<int>(threadIdx.x / 32) * rows; }
 
@@ -283,15 +285,17 @@ struct RowNumbers {
 };
 
 // Replaces the product q k^T by what values are multiplied with, and that of the output's cotangent and v by the
-// cotangent of the product q k^T.
+// cotangent of the product q k^T. Returns the cotangent of the score.
 template <class P>
-__device__ __forceinline__ void differentiate(float& product, float& cotangent, const RowNumbers& row,
-                                              const SidesOfOne<P>& side) {
+__device__ __forceinline__ float differentiate(float& product, float& cotangent, const RowNumbers& row,
+                                               const SidesOfOne<P>& side) {
   const float x0 = product, score = P::score(x0, side);
   // Such elements are outside of the softmax, whatever the others are.
   const float y = P::kEmptyRowsAreZero && score == -kInfinity ? 0.0f : row.weight(score);
   product = P::weight(y, side);
-  cotangent = P::score_transposed(y * (P::weight_transposed(cotangent, side) - row.delta), x0, side);
+  const float g = y * (P::weight_transposed(cotangent, side) - row.delta);
+  cotangent = P::score_transposed(g, x0, side);
+  return g;
 }
 
 }  // namespace jax_softmax::device

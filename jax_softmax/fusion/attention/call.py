@@ -30,7 +30,8 @@ class Attention(NamedTuple):
 
     Expressions have values of float32 and the sides s0, s1, ...: `score` is made of the product, x0, and `weight` of
     the softmax, y. Of their linear maps, transposed, that of the score is made of its cotangent g, and x0; that of the
-    weight of its cotangent t.
+    weight of its cotangent t. `written` is made as the former: an array of queries x keys for what else the program
+    makes of the scores' cotangents, as the gradient of a bias.
     """
 
     letters: Letters
@@ -40,6 +41,8 @@ class Attention(NamedTuple):
     weight: Expression
     score_transposed: Expression | None = None
     weight_transposed: Expression | None = None
+    written: Expression | None = None
+    written_dtype: str | None = None
     empty_rows_are_zero: bool = False  # the weights of a row whose scores are all -inf, which otherwise are NaN
 
     def sides_of(self, kernel: str) -> tuple[Side, ...]:
@@ -54,18 +57,23 @@ class Attention(NamedTuple):
         if kernel != "forward":
             expressions["score_transposed"] = self.score_transposed, ["g", "x0"]
             expressions["weight_transposed"] = self.weight_transposed, ["t"]
+        written_dtype = self.written_dtype if kernel == "queries" else None
+        if written_dtype:
+            expressions["written"] = self.written, ["g", "x0"]
         functions = {name: (given, printing.text_of(e, coarse=True)) for name, (e, given) in expressions.items()}
-        sides, bounds = self.sides_of(kernel), self.letters_of_bounds
-        return plan_of(kernel, self.letters, extents, dtype, sides, bounds, functions, self.empty_rows_are_zero)
+        given = self.letters, extents, dtype, self.sides_of(kernel), self.letters_of_bounds, functions
+        return plan_of(kernel, *given, self.empty_rows_are_zero, written_dtype)
 
     # ---- In JAX
 
     def result_types(self, kernel: str, q, k, v) -> list[jax.ShapeDtypeStruct]:
-        if kernel != "forward":
-            return [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in ((q,) if kernel == "queries" else (k, v))]
-        extents = self.extents(q, k, v)
-        of_o, of_rows = ([extents[c] for c in letters] for letters in (self.letters.o, self.letters.rows))
-        return [jax.ShapeDtypeStruct(of_o, q.dtype), jax.ShapeDtypeStruct((*of_rows, 2), jnp.float32)]
+        extents, letters = self.extents(q, k, v) | {"n": 2}, self.letters
+        results = {
+            "forward": [(letters.o, q.dtype), (letters.rows + "n", jnp.float32)],
+            "keys": [(letters.k, k.dtype), (letters.v, v.dtype)],
+            "queries": [(letters.q, q.dtype)] + [(letters.rows + "j", self.written_dtype)] * bool(self.written_dtype),
+        }[kernel]
+        return [jax.ShapeDtypeStruct([extents[c] for c in of], dtype) for of, dtype in results]
 
     def in_jax(self, kernel: str, q, k, v, *rest) -> list[jax.Array]:
         """What a kernel does. Operands as those of the primitive (`kernels.py`)."""
@@ -91,7 +99,8 @@ class Attention(NamedTuple):
         o_cotangent, rows, delta = rest[:3]
         y = jnp.where(empty, jnp.float32(0), jnp.exp(s - rows[..., :1]) * jnp.exp2(-rows[..., 1:]))
         t = value(self.weight_transposed, t=product(f"{letters.o},{letters.v}->{dims}", o_cotangent, v))
-        x_cotangent = value(self.score_transposed, g=y * (t - delta[..., None]), x0=x)
+        g = y * (t - delta[..., None])
+        x_cotangent = value(self.score_transposed, g=g, x0=x)
         made = {
             "queries": [(letters.k, k, letters.q, x_cotangent)],
             "keys": [

@@ -41,12 +41,14 @@ def forward(attention: Attention, q, k, v, *arrays):
 
 
 def backward(attention: Attention, q, k, v, o, rows, o_cotangent, *arrays):
-    """dq, dk, dv."""
+    """dq, dk, dv, and what is written of the scores' cotangents, if anything is."""
     letters = attention.letters
     delta = jnp.einsum(f"{letters.o},{letters.o}->{letters.rows}", *(a.astype(jnp.float32) for a in (o, o_cotangent)))
     operands = q, k, v, o_cotangent, rows, delta, *arrays
-    (dq,), (dk, dv) = (attention_p.bind(*operands, attention=attention, kernel=name) for name in ("queries", "keys"))
-    return dq, dk, dv
+    (dq, *written), (dk, dv) = (
+        attention_p.bind(*operands, attention=attention, kernel=name) for name in ("queries", "keys")
+    )
+    return dq, dk, dv, *written
 
 
 def _of_kernel(attention, kernel, arrays):
@@ -96,7 +98,7 @@ class _Space:
         self.operands = [*letters, *of_backward, *arrays]
         self.results = {
             "forward": [letters.o, letters.rows + "n"],
-            "queries": [letters.q],
+            "queries": [letters.q] + [letters.rows + "j"] * bool(attention.written_dtype),
             "keys": [letters.k, letters.v],
         }[kernel]
 
@@ -163,8 +165,8 @@ def _in_space(*operands, attention, kernel):
 def _(*operands, attention, kernel, shape):
     space, dtype = _Space(attention, kernel), operands[0].dtype
     shapes = [tuple(n if c in of else 1 for c, n in zip(space.dims, shape, strict=True)) for of in space.results]
-    dtypes = (dtype, jnp.dtype(jnp.float32) if kernel == "forward" else dtype)
-    types = [jax.ShapeDtypeStruct(*type_) for type_ in zip(shapes, dtypes, strict=False)]
+    other = {"forward": "float32", "keys": dtype, "queries": attention.written_dtype}[kernel]
+    types = [jax.ShapeDtypeStruct(*type_) for type_ in zip(shapes, (dtype, other), strict=False)]
     return space.laid(operands, [space.dims] * len(operands), types, [space.dims] * len(types))
 
 
@@ -175,7 +177,7 @@ class _DeviceProgram(division.DeviceProgram):
 
     def __init__(self, attention, kernel):
         known = dict(zip(Attention._fields, attention, strict=True))
-        for name in ("score", "weight", "score_transposed", "weight_transposed"):
+        for name in ("score", "weight", "score_transposed", "weight_transposed", "written"):
             known[name] = known[name] and Expression.from_json(known[name])
         known |= {"letters": Letters(*known["letters"]), "sides": tuple(Side(*side) for side in known["sides"])}
         self.space = _Space(Attention(**known), kernel)

@@ -332,6 +332,19 @@ class _Match:
                 raise _NoAttention
         if self.dq is None and self.dk is None:
             raise _NoAttention
+        self.written = self._read_elsewhere()
+
+    def _read_elsewhere(self):
+        """What is made of the scores' cotangents, element by element, for others than the products; or None."""
+        found = []
+        for a in self.reached_after:
+            readers = self.graph.readers.get(a, ())
+            outside = [r for r in readers if r.name != "dot_general" and r.outputs[0] not in self.reached_after]
+            if outside or a in self.graph.results:
+                found.append(a)
+        if len(found) > 1 or any(a.aval.dtype.name not in expressions.WRITABLE for a in found):
+            raise _NoAttention
+        return found[0] if found else None
 
     def _is_view_of_result(self, a):
         while a is not self.group.result:
@@ -423,9 +436,12 @@ class _Match:
             raise _NoAttention
         (weight,) = weights
         n_forward = len(shared.sides)
-        transposed = None, None
+        transposed, written = (None, None), (None, None)
         if self.linear is not None:
             transposed = self._transposed(weight)
+            if self.written is not None:
+                written = self._made_of("g", self.linear.result, self.linear.place, self.written, self.reached_after)
+                written = written, self.written.aval.dtype.name
         attention = Attention(
             self.letters,
             tuple(self._side(side) for side in shared.sides),
@@ -433,6 +449,7 @@ class _Match:
             score,
             weight,
             *transposed,
+            *written,
             empty_rows_are_zero=bool(group.of_rows),
         )
         self.found = Found(self.softmax, self.product, attention, self.extents, self.linear is not None, self._moved())
@@ -448,6 +465,7 @@ class _Match:
             moved += 2 * size(self.product_of_cotangent.outputs[0]) + (size(self.dv[1]) if self.dv else 0)
             cotangents = [product[1] for product in (self.dq, self.dk) if product]
             moved += size(cotangents[0]) * (1 + len(cotangents))
+            moved -= 0 if self.written is None else size(self.written)  # which the kernels write as well
         return moved
 
     def _inside(self, a, place, reached):
@@ -533,25 +551,35 @@ class _Match:
         made = [(product, letters.o) for product, _ in self.outputs]
         made += [(p[0], of) for p, of in ((self.dq, letters.q), (self.dk, letters.k), (self.dv, letters.v)) if p]
         results = [product.equation.outputs[0] for product, _ in made]
+        makers = [product.equation for product, _ in made]
+        if self.linear is not None and self.written is not None:
+            results.append(self.written)
+            makers.append(self.graph.maker[self.written])
 
         def function(*given):
             given = [of.array(a, names, c) for of, a, c in zip(reads, given, wanted, strict=False)]
             q, k, v, *rest = given
             sides = rest[: len(arrays)]
             o, rows = kernels.forward(attention, q, k, v, *sides)
-            found = [o] * len(self.outputs)
+            found, written = [o] * len(self.outputs), []
             if self.linear is not None:
-                dq, dk, dv = kernels.backward(attention, q, k, v, o, rows, rest[len(arrays)], *sides)
+                dq, dk, dv, *written = kernels.backward(attention, q, k, v, o, rows, rest[len(arrays)], *sides)
                 found += [a for a, p in ((dq, self.dq), (dk, self.dk), (dv, self.dv)) if p]
-            return [
+            found = [
                 _Operand(None, p.result).result(a, self._names_of(p), of, p.equation.outputs[0].aval)
                 for (p, of), a in zip(made, found, strict=True)
             ]
+            of_scores = letters.rows + "j"
+            found += [
+                _Operand(None, self.reached_after[self.written]).result(a, names, of_scores, self.written.aval)
+                for a in written
+            ]
+            return found
 
         variables = [of.variable for of in reads]
-        last = max((p.equation for p, _ in made), key=self.graph.position.get)
+        last = max(makers, key=self.graph.position.get)
         new = splicing.spliced(function, variables, results, self.softmax)
-        return {p.equation: [] for p, _ in made} | {last: new}
+        return {maker: [] for maker in makers} | {last: new}
 
     def _names_of(self, product):
         """Letters of a product's result: what it has of its own are features."""

@@ -67,9 +67,12 @@ class Plan(NamedTuple):
     shared_bytes: int
 
 
-def plan_of(kernel, letters: Letters, extents, dtype, sides, bounds, functions, empty_rows_are_zero) -> Plan:
+def plan_of(
+    kernel, letters: Letters, extents, dtype, sides, bounds, functions, empty_rows_are_zero, written_dtype
+) -> Plan:
     """`sides`: letters and dtype, or "index", of what is read beside. `bounds`: their letters, or None. `functions`: by
-    name what they are given, in float32, and C++ of that and s0, s1, ...."""
+    name what they are given, in float32, and C++ of that and s0, s1, .... `written_dtype`: of what is written for each
+    score, or None."""
     letters.check([of for of, _ in sides], bounds or "")
     features = extents["d"], extents["e"]
     if any(n % 8 for n in features) or max(features) > 256 or min(extents.values()) < 1:
@@ -104,7 +107,7 @@ def plan_of(kernel, letters: Letters, extents, dtype, sides, bounds, functions, 
     fields = ("warps", "fragments", "step", "parts", "resident")
     # The outermost extent stays out of it, so that batch sizes share a kernel.
     inner = ["0", *(str(extents[letter]) for letter in letters.batch[1:])]
-    results = 1 if kernel == "queries" else 2
+    results = 2 if kernel != "queries" or written_dtype else 1
     problem = [
         f"  using T = {_TYPES[dtype]};\n  using Operands = attention::Operands<{word + results}>;\n",
         constant("kTiling", f"{{{', '.join(str(tiling[field]) for field in fields)}}}", "attention::Tiling"),
@@ -121,6 +124,9 @@ def plan_of(kernel, letters: Letters, extents, dtype, sides, bounds, functions, 
         constant("kSides", len(sides)),
         constant("kSideStrides[]", f"{{{', '.join(strides(of) for of, _ in sides) or '{}'}}}", of_type),
         constant("kFirstResult", word) + constant("kEmptyRowsAreZero", empty_rows_are_zero, "bool"),
+        constant("kWrites", written_dtype is not None, "bool")
+        + f"  using Written = {_TYPES[written_dtype or dtype]};\n",
+        constant("kWrittenStrides", strides(letters.rows + "j"), of_type),
         *(function(name, given, text) for name, (given, text) in functions.items()),
     ]
     code = (
