@@ -4,8 +4,7 @@
 // kernel is given the addresses of the arguments and, after them, of the results.
 #include <vector>
 
-#include "ffi/call.h"
-#include "jit/jit.h"
+#include "ffi/cuda.h"
 
 namespace jax_softmax {
 
@@ -66,22 +65,10 @@ ffi::Error execute(jit::CUstream stream, int32_t ordinal, ffi::RemainingArgs arg
   return error ? failed(error.message) : ffi::Error::Success();
 }
 
-XLA_FFI_DEFINE_HANDLER(kInitialize, returning_errors(initialize),
-                       ffi::Ffi::Bind<ffi::ExecutionStage::kInitialize>()
-                           .Ctx<ffi::DeviceOrdinal>()
-                           .RemainingArgs()
-                           .RemainingRets()
-                           .Attrs());
+XLA_FFI_DEFINE_HANDLER(kInitialize, returning_errors(initialize), bound_to_initialize());
 
 // The same operands always lead to the same launch, so XLA may record it into a CUDA graph.
-XLA_FFI_DEFINE_HANDLER(kExecute, returning_errors(execute),
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::PlatformStream<jit::CUstream>>()
-                           .Ctx<ffi::DeviceOrdinal>()
-                           .RemainingArgs()
-                           .RemainingRets()
-                           .Attrs(),
-                       {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(kExecute, returning_errors(execute), bound_to_execute(), {ffi::Traits::kCmdBufferCompatible});
 
 }  // namespace
 

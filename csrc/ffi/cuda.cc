@@ -176,22 +176,10 @@ ffi::Error execute(jit::CUstream stream, int32_t ordinal, ffi::RemainingArgs arg
   return ffi::Error::Success();
 }
 
-XLA_FFI_DEFINE_HANDLER(kInitialize, returning_errors(initialize),
-                       ffi::Ffi::Bind<ffi::ExecutionStage::kInitialize>()
-                           .Ctx<ffi::DeviceOrdinal>()
-                           .RemainingArgs()
-                           .RemainingRets()
-                           .Attrs());
+XLA_FFI_DEFINE_HANDLER(kInitialize, returning_errors(initialize), bound_to_initialize());
 
 // The same operands always lead to the same launches, so XLA may record them into a CUDA graph.
-XLA_FFI_DEFINE_HANDLER(kExecute, returning_errors(execute),
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::PlatformStream<jit::CUstream>>()
-                           .Ctx<ffi::DeviceOrdinal>()
-                           .RemainingArgs()
-                           .RemainingRets()
-                           .Attrs(),
-                       {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(kExecute, returning_errors(execute), bound_to_execute(), {ffi::Traits::kCmdBufferCompatible});
 
 // Chips that differ in what their plans exchange states for: those without clusters and those with; few multiprocessors
 // and many.

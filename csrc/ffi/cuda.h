@@ -12,6 +12,24 @@
 
 namespace jax_softmax {
 
+// How a kernel's handlers are bound to XLA's call: what they are given.
+inline auto bound_to_initialize() {
+  return xla::ffi::Ffi::Bind<xla::ffi::ExecutionStage::kInitialize>()
+      .Ctx<xla::ffi::DeviceOrdinal>()
+      .RemainingArgs()
+      .RemainingRets()
+      .Attrs();
+}
+
+inline auto bound_to_execute() {
+  return xla::ffi::Ffi::Bind()
+      .Ctx<xla::ffi::PlatformStream<jit::CUstream>>()
+      .Ctx<xla::ffi::DeviceOrdinal>()
+      .RemainingArgs()
+      .RemainingRets()
+      .Attrs();
+}
+
 // A step of a plan, ready to be made and launched.
 struct PlannedStep {
   jit::Source source;
