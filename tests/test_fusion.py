@@ -828,6 +828,18 @@ class TestExplain:
         title = "softmax of float32[131072, 128]: by XLA: moves 64.0 MiB, the kernel 64.0 MiB, not 5 % fewer"
         assert str(report).split("\n")[0] == title
 
+    def test_rows_on_which_xla_is_as_fast(self):
+        f = fuse(lambda x: jax.nn.softmax(x * 2, axis=(1, 3)))
+        x = jax.ShapeDtypeStruct((64, 3001, 3, 29), BF16)
+        (line,) = report = f.explain(x)
+        assert line.traffic.kernel_wins and line.xla_is_as_fast
+        title = " ".join(str(report).split("\n  along")[0].split())
+        assert title == (
+            "softmax of bfloat16[64, 3001, 3, 29]: by XLA: as fast on rows that lie as these do, though it moves "
+            "127.5 MiB, the kernel 63.7 MiB"
+        )
+        assert "jax_softmax" not in jax.jit(f).trace(x).lower(lowering_platforms=("cuda",)).as_text()
+
     def test_the_model_decides(self, monkeypatch):
         monkeypatch.setattr(traffic, "_SPEED", {8192: 1.0})
         assert not fuse(attention_row).explain(LARGE)[0].traffic.kernel_wins

@@ -48,6 +48,7 @@ class Line(NamedTuple):
     outside: tuple[str, ...]  # names of the equations where folding stopped
     traffic: Traffic | None
     why_not: str  # the kernel stands alone, if anything is said
+    xla_is_as_fast: bool  # on rows that lie as these do, whatever the traffic is
 
 
 def rewritten(jaxpr, report=None, where=""):
@@ -110,8 +111,9 @@ def _decided(graph, report, where):
                 why_not = ""
                 moved = call.moved(reads, made)
                 traffic = traffic_of(group, list(dict.fromkeys(variables_of(reads))), written, groups, moved)
-            line = line._replace(traffic=traffic, why_not=why_not)
-            if not traffic.kernel_wins or (call is not None and call.kernel.scratch_bytes() is None):
+            as_fast = call is not None and call.kernel.scratch_bytes() is None
+            line = line._replace(traffic=traffic, why_not=why_not, xla_is_as_fast=as_fast)
+            if not traffic.kernel_wins or as_fast:
                 by_xla.add(group.equation)
             elif call is not None:
                 calls[group] = call, reads, made
@@ -149,7 +151,7 @@ def _line(group, groups, where):
                 outside[reader.name] = None
     names = tuple(e.name for e in before if not expressions.is_view(e))
     after = tuple(e.name for e in group.after.values() if not expressions.is_view(e))
-    return Line(group.op, x.dtype.name, x.shape, group.axes, where, names, after, tuple(outside), None, "")
+    return Line(group.op, x.dtype.name, x.shape, group.axes, where, names, after, tuple(outside), None, "", False)
 
 
 def _in_order(groups, calls, by_xla):
