@@ -65,8 +65,11 @@ def assert_all_no_worse(program, *results):
 
 
 def coarsest_eps(program):
-    """Of the dtypes that the program computes with."""
-    dtypes = {program.dtype, *(w for step in (*program.before, program.head, *program.after) for w in step)}
+    """Of the dtypes that the program computes with. Rows of float32 add up to 1 whatever was rounded before."""
+    steps = (program.dtype,), *program.before, program.head, *program.after
+    if program.head == ("sum of p",) and ("cast", "float32") in program.before[-1:]:
+        steps = ("float32",), *program.after
+    dtypes = {word for step in steps for word in step}
     return max(float(jnp.finfo(dtype).eps) for dtype in dtypes.intersection(FLOATS))
 
 
