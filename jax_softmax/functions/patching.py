@@ -20,7 +20,6 @@ import jax.numpy as jnp
 from jax_softmax import _private
 from jax_softmax.functions import arguments, losses, softmax
 from jax_softmax.functions.logsumexp import logsumexp
-from jax_softmax.primitives.reference import ORIGINALS
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -131,21 +130,21 @@ def _dispatcher(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     return dispatcher
 
 
-_originals = {**ORIGINALS, "logsumexp": jax.nn.logsumexp}
-_dispatchers = {name: _dispatcher(name, original) for name, original in _originals.items()}
+originals = {name: getattr(jax.nn, name) for name in ("softmax", "log_softmax", "logsumexp")}
+_dispatchers = {name: _dispatcher(name, original) for name, original in originals.items()}
 
 
 def _put_in_place() -> None:
     """Also in modules that were imported since the last time. There the dispatchers stay."""
     optax = sys.modules.get("optax.losses")
     for name in _LOSSES_OF_OPTAX:
-        if name not in _originals and hasattr(optax, name):
-            _originals[name] = getattr(optax, name)
-            _dispatchers[name] = _dispatcher(name, _originals[name])
+        if name not in originals and hasattr(optax, name):
+            originals[name] = getattr(optax, name)
+            _dispatchers[name] = _dispatcher(name, originals[name])
     modules = [m for name, m in list(sys.modules.items()) if name.partition(".")[0] in ("jax", "flax", "optax") and m]
     for name, dispatcher in _dispatchers.items():
         for module in modules:
-            if vars(module).get(name) is _originals[name]:
+            if vars(module).get(name) is originals[name]:
                 setattr(module, name, dispatcher)
 
 

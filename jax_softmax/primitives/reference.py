@@ -22,9 +22,6 @@ LARGEST = {"int8": 127, "float8_e4m3fn": 448, "float8_e5m2": 57344}
 # What ends the names of operators that have `distance_and_count` as results as well.
 AND_DISTANCES = "_and_distances"
 
-# As they are now: `jax.nn.softmax` may come to be this package's (see `patching.py`).
-ORIGINALS = {"softmax": jax.nn.softmax, "log_softmax": jax.nn.log_softmax}
-
 
 def widened(x):
     """What has 16 bits as float32, in which it is computed."""
@@ -38,16 +35,29 @@ def wide_dtype(dtype):
 
 def softmax(x, where, axes, across=None, *, dtype):
     if across is None:
-        return ORIGINALS["softmax"](widened(x), axes, where).astype(dtype)
+        unnormalized = jnp.exp(_shifted(x, where, axes))
+        return kept(unnormalized / _row_sum(unnormalized, axes, None), where).astype(dtype)
     rows = logsumexp(x, where, axes, across).without_infinity()
     return probabilities(x, rows, where).astype(dtype)
 
 
 def log_softmax(x, where, axes, across=None, *, dtype):
     if across is None:
-        return ORIGINALS["log_softmax"](widened(x), axes, where).astype(dtype)
+        shifted = _shifted(x, where, axes)
+        return kept(shifted - jnp.log(_row_sum(jnp.exp(shifted), axes, None)), where, -jnp.inf).astype(dtype)
     rows = logsumexp(x, where, axes, across).without_infinity()
     return log_probabilities(x, rows, where).astype(dtype)
+
+
+def _shifted(x, where, axes):
+    """x less its row's maximum, -inf of what is masked."""
+    x = kept(x, where, -jnp.inf)
+    return widened(x) - jax.lax.stop_gradient(widened(_largest(x, axes)))
+
+
+def _largest(x, axes):
+    """The rows' maxima, in x's dtype: exact, and of 16 bits in half the memory where XLA makes maxima of parts."""
+    return jnp.max(x, axes, keepdims=True, initial=-jnp.inf)
 
 
 def kept(t, where, masked=0):
@@ -112,9 +122,9 @@ def logsumexp(x, where, axes, across=None):
         largest = across(of_part, "max")
         pivot = jnp.where(of_part == jnp.inf, 0, of_part)
         return Normalizer(largest, across(total * jnp.exp(pivot - _finite(largest)), "sum"))
-    x = kept(widened(x), where, -jnp.inf)
-    largest = jnp.max(x, axes, keepdims=True, initial=-jnp.inf)
-    return Normalizer(largest, _row_sum(jnp.exp(x - _finite(largest)), axes, None))
+    x = kept(x, where, -jnp.inf)
+    largest = widened(_largest(x, axes))
+    return Normalizer(largest, _row_sum(jnp.exp(widened(x) - _finite(largest)), axes, None))
 
 
 def _finite(largest):
