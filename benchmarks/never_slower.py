@@ -28,7 +28,7 @@ from models import run
 
 import jax_softmax
 from jax_softmax.fusion.graph import graph_of
-from jax_softmax.primitives import reference
+from jax_softmax.primitives import records
 from jax_softmax.primitives.operators import PRIMITIVES
 
 F32 = jnp.float32
@@ -278,7 +278,7 @@ def by_formulas(function):
             params = dict(equation.params)
             if equation.name in PRIMITIVES:
                 del params["axis_name"]
-                results = reference.apply(equation.name, *read(equation.inputs), **params)
+                results = records.apply(equation.name, *read(equation.inputs), **params)
             else:
                 results = equation.eqn.primitive.bind(*read(equation.inputs), **params)
             results = results if isinstance(results, list | tuple) else [results]

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 import jax_softmax
 from jax_softmax.primitives.operators import bind
-from jax_softmax.primitives.softmax import VJP
+from jax_softmax.primitives.records import VJP
 
 OURS, XLA, TORCH = "jax_softmax", "XLA", "PyTorch"
 

@@ -39,7 +39,7 @@ from tqdm import tqdm
 
 import jax_softmax
 from jax_softmax import _kernels
-from jax_softmax.primitives.softmax import VJP
+from jax_softmax.primitives.records import VJP
 from jax_softmax.runtime import cuda
 from jax_softmax.runtime.lowering import described
 

@@ -19,6 +19,7 @@ import jax_softmax
 from jax_softmax import _kernels
 from jax_softmax.primitives import reference
 from jax_softmax.primitives.operators import OPERATORS, bind
+from jax_softmax.primitives.records import apply
 from jax_softmax.runtime import cuda
 
 # What every operator is run on, and some more: so little that a GPU without a cache has its kernels soon.
@@ -55,7 +56,7 @@ def largest_differences(device: jax.Device) -> dict[str, float]:
         wide = [a if a.dtype.itemsize >= 4 else a.astype(np.float32) for a in operands]
         of_elements = {"dtype": dtype or wide[0].dtype.name} if OPERATORS[op].element_results else {}
         ours = bind(op, *operands, where=None, axes=axes, dtype=dtype)
-        return jax.tree.leaves(ours), jax.tree.leaves(reference.apply(op, *wide, axes=axes, **of_elements))
+        return jax.tree.leaves(ours), jax.tree.leaves(apply(op, *wide, axes=axes, **of_elements))
 
     cases = [(op, dtype, *_ROWS) for op in OPERATORS for dtype in ("float32", "bfloat16")] + _MORE
     programs, found = [], dict.fromkeys(OPERATORS, 0.0)

@@ -21,8 +21,8 @@ from jax.interpreters import mlir
 from jax_softmax.fusion import traffic, transform
 from jax_softmax.fusion.attention import matcher
 from jax_softmax.fusion.kernels import Kernel, kernel_p, lower
-from jax_softmax.primitives import reference
 from jax_softmax.primitives.operators import OPERATORS
+from jax_softmax.primitives.records import apply
 from jax_softmax.runtime.lowering import TARGET
 
 COMPILER = next((path for path in map(shutil.which, ("c++", "g++", "clang++")) if path), None)
@@ -141,7 +141,7 @@ def _call(types):
         given = {f"s{k}": a for k, a in enumerate(read)} | {f"x{k}": a for k, a in enumerate(own)}
         loaded = _by_lines(load, [f"x{k}" for k in range(len(own))], given, own)
         dtype = {"dtype": types[0].dtype.name if facts.quantizes else "float32"} if facts.element_results else {}
-        found = reference.apply(op, *loaded, *rest, axes=tuple(int(d) for d in axes), **dtype)
+        found = apply(op, *loaded, *rest, axes=tuple(int(d) for d in axes), **dtype)
         found = list(found) if isinstance(found, tuple | list) else [found]
         of_elements = []
         if facts.element_results:

@@ -434,7 +434,7 @@ def reference_cross_entropy(x, label, axes, where=None):
 
 @np.errstate(invalid="ignore", divide="ignore", over="ignore", under="ignore")
 def reference_cross_entropy_gradient(x, factor, lse_factor, offset, at_label, label, axes, where=None):
-    """The gradient, as `operators.py` defines it; then what reference_normalizer gives."""
+    """The gradient, as `records.py` defines it; then what reference_normalizer gives."""
     rounding, wide, keep, axes = _masked_rows(x, axes, where)
     lse = reference_logsumexp(x, axes, where, keepdims=True)[0]
     largest, total = reference_normalizer(x, axes, where)

@@ -13,7 +13,8 @@ import numpy as np
 
 from jax_softmax.devices import layouts
 from jax_softmax.devices.collectives import all_reduce_p, device_number_p
-from jax_softmax.primitives import labels, reference
+from jax_softmax.primitives import labels
+from jax_softmax.primitives.records import apply
 from jax_softmax.primitives.rows import normalizer
 
 
@@ -39,7 +40,7 @@ def over_mesh_axes(op, *operands, axis_name, **params):
     def all_reduce(value, kind):
         return {"max": jax.lax.pmax, "sum": jax.lax.psum}[kind](value, axis_name)
 
-    return reference.apply(op, *operands, across=Across(all_reduce), **params)
+    return apply(op, *operands, across=Across(all_reduce), **params)
 
 
 def first_index(layout, part, d):
@@ -66,7 +67,7 @@ def over_groups(op, params, shape, layout, spread, normalizer=None):
         for d in spread:
             if shape[d] % layout.shape[d]:
                 operands = _without_filling(operands, d)
-        return reference.apply(op, *operands, across=Across(all_reduce, label_of_part, normalizer), **params)
+        return apply(op, *operands, across=Across(all_reduce, label_of_part, normalizer), **params)
 
     def label_of_part(label):
         begins = functools.partial(first_index, layout, part)

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,10 +10,10 @@ from jax.typing import ArrayLike
 
 from jax_softmax.functions import arguments
 from jax_softmax.functions.arguments import Axis, AxisName
-from jax_softmax.primitives.entropies import divergence
+from jax_softmax.primitives import reference
 from jax_softmax.primitives.operators import bind
 from jax_softmax.primitives.reference import Normalizer
-from jax_softmax.primitives.rows import of_rows_with_elements
+from jax_softmax.primitives.rows import is_zero, normalizer, of_rows_with_elements, row_sum, sum_of_tangents
 
 
 def entropy(
@@ -128,3 +129,54 @@ def _of_rows(result, rows, x, where, axes, axis_name):
         return jax.lax.squeeze(jnp.zeros_like(result), axes)
     result, largest = of_rows_with_elements([result, rows.largest], where, axes, axis_name)
     return jax.lax.squeeze(result + 0 * jnp.where(largest == -jnp.inf, largest, 0), axes)
+
+
+# ---- The divergence's derivative.
+
+
+class Divergence(NamedTuple):
+    divergence: jax.Array
+    of_x: Normalizer
+    of_y: Normalizer
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def divergence(axes, axis_name, x, y, where):
+    """The divergence of softmax(y) from softmax(x) over each row, and both normalizers."""
+    of_y = normalizer(y, where, axes, axis_name).without_infinity()
+    of_rows = of_y.largest, of_y.log_total
+    result, *of_x = bind("kl_divergence", x, y, *of_rows, where=where, axes=axes, axis_name=axis_name)
+    return Divergence(result, Normalizer(*of_x), of_y)
+
+
+@functools.partial(divergence.defjvp, symbolic_zeros=True)
+def _divergence_jvp(axes, axis_name, primals, tangents):
+    x, y, where = primals
+    rows = divergence(axes, axis_name, x, y, where)
+    x_dot, y_dot = (None if is_zero(t) else t for t in tangents[:2])
+    constant = jnp.zeros_like(rows.divergence)
+
+    def of_normalizer(x, rows, t):
+        if t is None:
+            return Normalizer(constant, constant)
+        return Normalizer(constant, rows.total * sum_of_tangents(x, rows, t, where, axes, axis_name))
+
+    finite = Divergence(rows.divergence, rows.of_x.finite(), rows.of_y.finite())
+    tangent = _divergence_tangent(x, y, finite, x_dot, y_dot, where, axes, axis_name)
+    return rows, Divergence(tangent, of_normalizer(x, rows.of_x, x_dot), of_normalizer(y, rows.of_y, y_dot))
+
+
+@functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=(6, 7))
+def _divergence_tangent(x, y, rows, x_dot, y_dot, where, axes, axis_name):
+    """The sum of p (log p - log q - divergence) x_dot + (q - p) y_dot over each row."""
+    (divergence,) = of_rows_with_elements([rows.divergence], where, axes, axis_name)
+    log_p = reference.log_probabilities(x, rows.of_x, where)
+    log_q = reference.log_probabilities(y, rows.of_y, where)
+    q = jnp.exp(log_q)
+    p, (log_p, log_q) = reference.weights_and_values(log_p, log_p, log_q)
+    tangent = jnp.zeros_like(p)
+    if x_dot is not None:
+        tangent += p * (log_p - log_q - divergence) * reference.widened(x_dot)
+    if y_dot is not None:
+        tangent += (q - p) * reference.widened(y_dot)
+    return row_sum(tangent, axes, axis_name)

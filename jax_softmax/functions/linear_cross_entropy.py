@@ -15,9 +15,8 @@ from jax_softmax.functions.losses import row_weights
 from jax_softmax.functions.options import Options, checked_options
 from jax_softmax.primitives import reference
 from jax_softmax.primitives.labels import label_of_rows
-from jax_softmax.primitives.product import product
+from jax_softmax.primitives.product import product, several_devices_p
 from jax_softmax.primitives.rows import is_zero
-from jax_softmax.primitives.several_devices import several_devices_p
 from jax_softmax.primitives.types import laid_as_well, rows_laid_as, types_tell_shardings
 
 _NAME = "linear_cross_entropy"

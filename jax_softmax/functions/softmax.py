@@ -15,7 +15,7 @@ from jax_softmax.functions import arguments
 from jax_softmax.functions.arguments import Axis, AxisName
 from jax_softmax.primitives import reference
 from jax_softmax.primitives.operators import bind
-from jax_softmax.primitives.softmax import VJP
+from jax_softmax.primitives.records import VJP
 
 
 def softmax(x: ArrayLike, axis: Axis = -1, where: ArrayLike | None = None, *, axis_name: AxisName = None) -> jax.Array:

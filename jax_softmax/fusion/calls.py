@@ -12,7 +12,7 @@ from jax_softmax.fusion.expressions import Expressions, NotFolded
 from jax_softmax.fusion.graph import bytes_of
 from jax_softmax.fusion.groups import Group
 from jax_softmax.fusion.kernels import Kernel, ReadBeside, kernel_p
-from jax_softmax.primitives import reference
+from jax_softmax.primitives.records import apply
 
 
 class Arrangement(NamedTuple):
@@ -256,5 +256,5 @@ def register() -> None:
 
 
 def _by_xla(*operands, op, axes, axis_name, **dtype):
-    found = reference.apply(op, *operands, axes=axes, **dtype)
+    found = apply(op, *operands, axes=axes, **dtype)
     return list(found) if isinstance(found, tuple | list) else [found]

@@ -19,6 +19,7 @@ from jax_softmax.fusion import printing
 from jax_softmax.fusion.expressions import Expression
 from jax_softmax.primitives import reference
 from jax_softmax.primitives.operators import OPERATORS
+from jax_softmax.primitives.records import apply
 from jax_softmax.runtime.lowering import TARGET, described
 
 
@@ -94,7 +95,7 @@ class Kernel(NamedTuple):
         aliases = {} if self.in_place is None else {self.in_place: 0}
         return jax.ffi.ffi_call(TARGET, types, input_output_aliases=aliases)(*operands, **given)[:n]
 
-    def in_jax(self, *operands, operator=reference.apply):
+    def in_jax(self, *operands, operator=apply):
         """The same in JAX. `operator` does what the operator does, of values that are loaded and what rows have."""
         facts = OPERATORS[self.op]
         own, rest = operands[: facts.inputs], list(operands[facts.inputs :])

@@ -8,7 +8,8 @@ from jax_softmax import _private
 from jax_softmax.fusion.expressions import is_variable
 from jax_softmax.fusion.graph import Equation, graph_of, opened
 from jax_softmax.fusion.groups import foldable
-from jax_softmax.primitives import reference, types
+from jax_softmax.primitives import reference
+from jax_softmax.primitives.interpreters import abstract_eval
 from jax_softmax.primitives.operators import bind
 
 
@@ -55,7 +56,7 @@ def row_variables(equation):
     """For the maxima and sums of the rows of softmax or log_softmax."""
     (x,), (y,) = equation.inputs, equation.outputs
     with _private.context_of(equation.eqn):
-        avals = types.abstract_eval("logsumexp", x.aval, axes=equation.params["axes"], axis_name=())
+        avals = abstract_eval("logsumexp", x.aval, axes=equation.params["axes"], axis_name=())
     return tuple(map(type(y), avals))
 
 

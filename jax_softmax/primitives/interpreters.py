@@ -1,63 +1,44 @@
-"""What JAX's interpreters have to know of the primitives: one place that says which rule each has."""
+"""What JAX's interpreters are told of the primitives, but for the lowerings of operators: those are in `runtime/`."""
 
 import functools
 
 import jax
+import jax.numpy as jnp
 from jax.interpreters import ad, batching, mlir
 
 from jax_softmax import _private
-from jax_softmax.primitives import (
-    cross_entropy,
-    entropies,
-    in_memory,
-    product,
-    reference,
-    rows,
-    scaling,
-    softmax,
-    types,
-)
-from jax_softmax.primitives.batching import batch
-from jax_softmax.primitives.operators import PRIMITIVES
+from jax_softmax.primitives import cross_entropy, in_memory, product
+from jax_softmax.primitives.operators import OPERATORS, PRIMITIVES
+from jax_softmax.primitives.records import RECORDS, apply
+from jax_softmax.primitives.reference import wide_dtype
+from jax_softmax.primitives.types import shardings_of_results, types_tell_shardings
 
-_GRADIENTS = ("cross_entropy_gradient", "cross_entropy_gradient_and_distances")
-_JVPS = {
-    **{op: functools.partial(softmax.jvp, op) for op in softmax.JVP},
-    **{op: functools.partial(softmax.linear_jvp, op) for op in softmax.TRANSPOSED},
-    "logsumexp": rows.logsumexp_jvp,
-    "cross_entropy": cross_entropy.cross_entropy_jvp,
-    **{op: functools.partial(cross_entropy.gradient_jvp, op) for op in _GRADIENTS},
-    "entropy": entropies.entropy_jvp,
-    "absmax_scale": scaling.absmax_scale_jvp,
-}  # kl_divergence has none: `entropies.divergence` differentiates what binds it
-_TRANSPOSES = {op: functools.partial(softmax.linear_transpose, op) for op in softmax.TRANSPOSED}
-_BATCHES = {op: functools.partial(batch, op) for op in PRIMITIVES} | {
-    "cross_entropy": cross_entropy.cross_entropy_batch,
-    **{op: functools.partial(cross_entropy.gradient_batch, op) for op in _GRADIENTS},
-}
+CHECKIFY, JET = _private.FOUND["checkify"], _private.FOUND["jet"]
 
 
 def register() -> None:
-    """Tells JAX of all rules but the lowerings."""
     for op, primitive in PRIMITIVES.items():
+        record = RECORDS[op]
         primitive.def_impl(implementation(primitive))
-        primitive.def_abstract_eval(functools.partial(types.abstract_eval, op))
-        batching.fancy_primitive_batchers[primitive] = _BATCHES[op]
-        if op in _JVPS:
-            ad.primitive_jvps[primitive] = _JVPS[op]
-        if op in _TRANSPOSES:
-            ad.primitive_transposes[primitive] = _TRANSPOSES[op]
+        primitive.def_abstract_eval(functools.partial(abstract_eval, op))
+        batching.fancy_primitive_batchers[primitive] = functools.partial(record.batch, op)
+        if record.jvp:
+            ad.primitive_jvps[primitive] = functools.partial(record.jvp, op)
+        if record.transpose:
+            ad.primitive_transposes[primitive] = functools.partial(record.transpose, op)
         if JET.available:
             JET.jet_rules[primitive] = functools.partial(_jet, op)
-    _register_cross_entropy_tangent(cross_entropy.tangent_p)
-    _register_product(product.product_p)
-    _register_in_memory(in_memory.in_memory_p)
-    if CHECKIFY.available:
-        for primitive in PRIMITIVES.values():
+        if CHECKIFY.available:
             CHECKIFY.error_checks[primitive] = functools.partial(CHECKIFY.nan_error_check, primitive)
-
-
-CHECKIFY, JET = _private.FOUND["checkify"], _private.FOUND["jet"]
+    for primitive, rules in ((cross_entropy.tangent_p, cross_entropy), (product.product_p, product)):
+        primitive.def_impl(implementation(primitive))
+        primitive.def_abstract_eval(rules.abstract_eval)
+        ad.primitive_jvps[primitive] = rules.jvp
+        ad.primitive_transposes[primitive] = rules.transpose
+        mlir.register_lowering(primitive, mlir.lower_fun(rules.lowered, multiple_results=False))
+    batching.fancy_primitive_batchers[cross_entropy.tangent_p] = cross_entropy.batch
+    batching.primitive_batchers[product.product_p] = product.batch
+    _register_in_memory(in_memory.in_memory_p)
 
 
 def implementation(primitive):
@@ -66,24 +47,6 @@ def implementation(primitive):
     if apply:
         return functools.partial(apply, primitive)
     return lambda *operands, **params: jax.jit(functools.partial(primitive.bind, **params))(*operands)
-
-
-def _register_cross_entropy_tangent(primitive):
-    primitive.def_impl(implementation(primitive))
-    primitive.def_abstract_eval(cross_entropy.tangent_abstract_eval)
-    batching.fancy_primitive_batchers[primitive] = cross_entropy.tangent_batch
-    ad.primitive_jvps[primitive] = cross_entropy.tangent_jvp
-    ad.primitive_transposes[primitive] = cross_entropy.tangent_transpose
-    mlir.register_lowering(primitive, mlir.lower_fun(cross_entropy.tangent_lowered, multiple_results=False))
-
-
-def _register_product(primitive):
-    primitive.def_impl(implementation(primitive))
-    primitive.def_abstract_eval(product.abstract_eval)
-    batching.primitive_batchers[primitive] = product.batch
-    ad.primitive_jvps[primitive] = product.jvp
-    ad.primitive_transposes[primitive] = product.transpose
-    mlir.register_lowering(primitive, mlir.lower_fun(product.lowered, multiple_results=False))
 
 
 def _register_in_memory(primitive):
@@ -95,10 +58,33 @@ def _register_in_memory(primitive):
         JET.jet_rules[primitive] = lambda primals, series: (*primals, *series)
 
 
+def abstract_eval(op, *avals, axes, axis_name, **dtype):
+    """The type, or types, of an operator's results: in explicit mode laid out as those of the same in jax.numpy.
+
+    Raises:
+      ShardingTypeError: the operands' types are of shardings that do not go together.
+    """
+    x, operator = avals[0], OPERATORS[op]
+    rows = tuple(1 if d in axes else n for d, n in enumerate(x.shape))
+    types = operator.element_results * [(x.shape, jnp.dtype(dtype.get("dtype", x.dtype)))]
+    types += operator.row_results * [(rows, wide_dtype(x.dtype))]
+    shardings = [x.sharding] * len(types)
+    if types_tell_shardings(avals):
+        shardings = shardings_of_results(functools.partial(apply, op, axes=axes, **dtype), avals)
+    # An update keeps what else the type says of the array: the mesh axes that it varies over.
+    results = [
+        x.update(shape=shape, dtype=dtype, weak_type=False, sharding=sharding)
+        for (shape, dtype), sharding in zip(types, shardings, strict=True)
+    ]
+    for k in range(operator.element_results, len(results)):
+        results[k] = _private.not_varying_over(results[k], axis_name)
+    return results if len(results) > 1 else results[0]
+
+
 def _jet(op, primals, series, *, axes, axis_name, **dtype):
     """The Taylor series of the same function in jax.numpy."""
     if axis_name:
         raise NotImplementedError(f"{op}: jet does not work for rows that are spread over devices, by axis_name.")
-    function = functools.partial(reference.apply, op, axes=axes, **dtype)
+    function = functools.partial(apply, op, axes=axes, **dtype)
     # Between rules the terms are Taylor coefficients, without the factorials that they are scaled by outside.
     return JET.jet(function, primals, series, factorial_scaled=False)

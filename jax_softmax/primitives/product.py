@@ -21,6 +21,11 @@ from jax_softmax.primitives.types import shardings_of_results, types_tell_shardi
 
 product_p = Primitive("linear_product")
 
+# Whether XLA divides the program among several devices: a constant, known when the program is lowered.
+several_devices_p = Primitive("several_devices")
+several_devices_p.def_abstract_eval(lambda: jax.core.ShapedArray((), jnp.dtype(bool)))
+several_devices_p.def_impl(lambda: jnp.array(False))  # with disable_jit
+
 
 def product(x, w, *wide, contracted, dtype):
     precision = jax.config.jax_default_matmul_precision

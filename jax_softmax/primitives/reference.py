@@ -1,6 +1,6 @@
 """The operators in jax.numpy: what runs on platforms without kernels, and for what the kernels do not cover.
 
-Each function has the operands and the meaning of the primitive of its name (see `operators.py`): `where` is None or a
+Each function has the operands and the meaning of the primitive of its name (see `records.py`): `where` is None or a
 boolean mask that broadcasts to x's shape, `dtype` that of the result for elements. Where a row is spread over devices,
 each holds a part of it, and `across(value, "max" | "sum")` reduces a value over them; `across.normalizer` is
 `logsumexp` of this device's part, by a kernel where there is one. These functions then read the operands at most twice.
@@ -272,25 +272,3 @@ def scaled(x, largest, scale, where, dtype):
         # Different for each element, as far as XLA knows: it would multiply by the reciprocal. If not, one is NaN.
         y = x / jnp.where(jnp.abs(x) <= largest, divisor, x + largest)
     return kept(y, where)
-
-
-_OPERATORS = {
-    f.__name__: f
-    for f in (
-        *(softmax, log_softmax, softmax_linear, log_softmax_jvp, log_softmax_vjp),
-        *(logsumexp, cross_entropy, cross_entropy_gradient),
-        *(entropy, kl_divergence, absmax_scale, softmax_and_normalizer),
-    )
-}
-
-
-def apply(op, *operands, axes, across=None, in_place=False, **dtype):
-    """The operator of a name on a primitive's operands, of which a boolean one is the mask."""
-    floats = [a for a in operands if a.dtype != bool]
-    where = operands[len(floats)] if len(operands) > len(floats) else None
-    without = op.removesuffix(AND_DISTANCES)
-    results = _OPERATORS[without](*floats, where=where, axes=axes, across=across, **dtype)
-    if op == without:
-        return results
-    rows = Normalizer(*results[-2:])
-    return *results, *distance_and_count(rows, floats[0], where, axes, across)

@@ -1,4 +1,4 @@
-"""Log-sum-exp, and what the derivatives of several operators share: sums over rows, which `axis_name` may spread."""
+"""What the derivatives of several operators share: sums over rows, which `axis_name` may spread over devices."""
 
 import functools
 
@@ -8,7 +8,7 @@ from jax.interpreters import ad
 
 from jax_softmax.primitives import reference
 from jax_softmax.primitives.in_memory import in_memory
-from jax_softmax.primitives.operators import bind, split
+from jax_softmax.primitives.operators import bind
 
 
 def row_sum(a, axes, axis_name):
@@ -19,13 +19,6 @@ def row_sum(a, axes, axis_name):
 def normalizer(x, where, axes, axis_name):
     """The rows' `reference.Normalizer`, by the primitive."""
     return reference.Normalizer(*bind("logsumexp", x, where=where, axes=axes, axis_name=axis_name))
-
-
-def logsumexp_jvp(primals, tangents, *, axes, axis_name):
-    (x,), where = split(primals)
-    rows = normalizer(x, where, axes, axis_name)
-    of_lse = sum_of_tangents(x, rows, tangents[0], where, axes, axis_name)
-    return list(rows), normalizer_tangents(rows, of_lse)
 
 
 def sum_of_tangents(x, rows, t, where, axes, axis_name):

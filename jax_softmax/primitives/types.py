@@ -1,40 +1,10 @@
-"""The types of the primitives' results: shapes, dtypes, and in explicit mode how they lie on devices."""
+"""How arrays lie on devices, as their types tell it in explicit mode."""
 
 import functools
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
-
-from jax_softmax import _private
-from jax_softmax.primitives import reference
-from jax_softmax.primitives.operators import OPERATORS
-
-
-def abstract_eval(op, *avals, axes, axis_name, **dtype):
-    """The type, or types, of a primitive's results."""
-    x, operator = avals[0], OPERATORS[op]
-    rows = tuple(1 if d in axes else n for d, n in enumerate(x.shape))
-    types = operator.element_results * [(x.shape, jnp.dtype(dtype.get("dtype", x.dtype)))]
-    types += operator.row_results * [(rows, reference.wide_dtype(x.dtype))]
-    shardings = _shardings(op, avals, axes, dtype) if types_tell_shardings(avals) else [x.sharding] * len(types)
-    # An update keeps what else the type says of the array: the mesh axes that it varies over.
-    results = [
-        x.update(shape=shape, dtype=dtype, weak_type=False, sharding=sharding)
-        for (shape, dtype), sharding in zip(types, shardings, strict=True)
-    ]
-    for k in range(operator.element_results, len(results)):
-        results[k] = _private.not_varying_over(results[k], axis_name)
-    return results if len(results) > 1 else results[0]
-
-
-def _shardings(op, avals, axes, dtype):
-    """The results' shardings in their types, which follow all operands as those of the operator in jax.numpy do.
-
-    Raises:
-      ShardingTypeError: the operands' types are of shardings that do not go together.
-    """
-    return shardings_of_results(functools.partial(reference.apply, op, axes=axes, **dtype), avals)
 
 
 def shardings_of_results(function, avals):
@@ -54,7 +24,7 @@ def laid_as_well(x, *others):
     A primitive's result is cut like this, and so are cotangents; this one's transpose brings them back to x's own type.
 
     Raises:
-      ShardingTypeError: as for `_shardings`.
+      ShardingTypeError: the arrays are of shardings that do not go together.
     """
     avals = [jax.typeof(a) for a in (x, *others)]
     if not types_tell_shardings(avals):

@@ -11,11 +11,10 @@ from jax.interpreters import mlir
 
 from jax_softmax import _kernels, _private
 from jax_softmax.devices import division, partitioning
-from jax_softmax.primitives import reference
 from jax_softmax.primitives.in_memory import in_memory_p
-from jax_softmax.primitives.operators import OPERATORS, PRIMITIVES, bind, split
-from jax_softmax.primitives.rows import normalizer
-from jax_softmax.primitives.several_devices import several_devices_p
+from jax_softmax.primitives.operators import OPERATORS, PRIMITIVES
+from jax_softmax.primitives.product import several_devices_p
+from jax_softmax.primitives.records import RECORDS, applied, apply
 from jax_softmax.runtime import cuda
 
 TARGET = "jax_softmax"
@@ -32,12 +31,13 @@ def register() -> None:
     for platform, rule in {None: lambda ctx, x: [x], "cpu": kept, "cuda": barrier}.items():
         mlir.register_lowering(in_memory_p, rule, platform=platform)
     for op, primitive in PRIMITIVES.items():
-        by_reference = mlir.lower_fun(functools.partial(reference.apply, op), primitive.multiple_results)
+        record, several = RECORDS[op], primitive.multiple_results
+        by_reference = mlir.lower_fun(functools.partial(apply, op), several)
         from_parts = by_reference
-        if op in _FROM_PARTS:
-            from_parts = mlir.lower_fun(_FROM_PARTS[op], multiple_results=True)
+        if record.from_parts:
+            from_parts = mlir.lower_fun(functools.partial(applied, record.from_parts), several)
         on_cpu = _cpu_rule(op, by_reference) if OPERATORS[op].on_cpu else from_parts
-        on_cuda = _cuda_rule(op, from_parts if op == "cross_entropy" else by_reference)
+        on_cuda = _cuda_rule(op, from_parts if record.from_parts_on_cuda else by_reference)
         for platform, rule in {None: by_reference, "cpu": on_cpu, "cuda": on_cuda}.items():
             rule = partitioning.partitioned(primitive, platform, rule, by_reference)
             mlir.register_lowering(primitive, rule, platform=platform)
@@ -253,31 +253,3 @@ def _in_one_dtype_rule(op, makes):
         return [results[0].astype(result), *results[1:]]
 
     return mlir.lower_fun(function, PRIMITIVES[op].multiple_results)
-
-
-# ---- Operators that the kernel of another one is a part of.
-
-
-def _cross_entropy(*operands, axes):
-    (x, label), where = split(operands)
-    rows = normalizer(x, where, axes, ())
-    return reference.cross_entropy_given(rows, x, label, axes), *rows
-
-
-def _kl_divergence(*operands, axes):
-    (x, *of_y), where = split(operands)
-    rows = normalizer(x, where, axes, ())
-    return reference.kl_divergence_given(rows, x, *of_y, where, axes), *rows
-
-
-def _cross_entropy_gradient_and_distances(*operands, axes, dtype, in_place=False):
-    (x, *of_rows), where = split(operands)
-    gradient, *rows = bind("cross_entropy_gradient", x, *of_rows, where=where, axes=axes, dtype=dtype)
-    return gradient, *rows, *reference.distance_and_count(reference.Normalizer(*rows), x, where, axes)
-
-
-_FROM_PARTS = {
-    "cross_entropy": _cross_entropy,
-    "kl_divergence": _kl_divergence,
-    "cross_entropy_gradient_and_distances": _cross_entropy_gradient_and_distances,
-}
