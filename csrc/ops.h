@@ -141,25 +141,33 @@ JAX_SOFTMAX_INLINE Distances<typename M::Value> rescaled(const Distances<typenam
   return {rescaled(sums.sum, relative, from), M::select(M::equal(sums.count, nothing), nothing, moved), sums.count};
 }
 
+// What an operator has unless it says otherwise.
 template <class M>
-struct SoftmaxBase {
+struct OperatorBase {
   using Policy = M;
   using C = typename M::Value;
   using Sum = C;
   using Terms = Relative<M>;
-  static constexpr int kInputs = 1;
-  static constexpr int kFirstSummed = 0;
+  struct Scale {};
+  static constexpr int kInputs = 1, kFirstSummed = 0, kRowResults = 0, kRowNumbers = 0;
   static constexpr bool kHasPivot = true;  // the row's maximum
   static constexpr bool kOfMagnitudes = false;
   static constexpr bool kElementResults = true;
+  static constexpr bool kResultIsScaledTerm = false;
   static constexpr bool kWithinRange = false;
-  static constexpr int kRowResults = 0, kRowNumbers = 0;
   static constexpr bool kLabelled = false;
   static constexpr bool kKeepsInfinity = false;
 
   // Stands in for an element that is masked or lies beyond the row's end.
-  static JAX_SOFTMAX_INLINE C pad(int) { return M::constant(-M::kInfinity); }
+  static JAX_SOFTMAX_INLINE C pad(int) { return M::constant(0); }
+  static JAX_SOFTMAX_INLINE C masked() { return M::constant(0); }
   static JAX_SOFTMAX_INLINE C of_pivot(C x) { return x; }
+};
+
+template <class M>
+struct SoftmaxBase : OperatorBase<M> {
+  using C = typename M::Value;
+  static JAX_SOFTMAX_INLINE C pad(int) { return M::constant(-M::kInfinity); }
   static JAX_SOFTMAX_INLINE C term(const Relative<M>& relative, const C* in) { return relative.exp(in[0]); }
 };
 
@@ -174,7 +182,6 @@ struct Softmax : SoftmaxBase<M> {
     Relative<M> relative;
     Scale scale;
   };
-  static JAX_SOFTMAX_INLINE C masked() { return M::constant(0); }
   static JAX_SOFTMAX_INLINE Finished finished(State<C> s) {
     return {Relative<M>(s.pivot), Relative<M>::divide(M::constant(1), s.sum)};
   }
@@ -198,9 +205,6 @@ struct SoftmaxAndNormalizer : Softmax<M> {
 template <class M>
 struct LogSoftmax : SoftmaxBase<M> {
   using C = typename M::Value;
-  static constexpr bool kResultIsScaledTerm = false;
-  struct Scale {};
-
   struct Finished {
     C pivot;
     C log_sum;
@@ -214,12 +218,9 @@ struct LogSoftmax : SoftmaxBase<M> {
 template <class M>
 struct OfRowsAlone : SoftmaxBase<M> {
   using C = typename M::Value;
-  static constexpr bool kResultIsScaledTerm = false;
   static constexpr bool kElementResults = false;
-  struct Scale {};
   struct Finished {};
 
-  static JAX_SOFTMAX_INLINE C masked() { return M::constant(0); }
   template <class... Given>
   static JAX_SOFTMAX_INLINE Finished finished(const Given&...) {
     return {};
@@ -279,7 +280,6 @@ struct CrossEntropyGradient : SoftmaxBase<M> {
     Relative<M> relative;
     Scale scale;
   };
-  static JAX_SOFTMAX_INLINE C masked() { return M::constant(0); }
   static JAX_SOFTMAX_INLINE void row_results(State<C> s, C* to) { LogSumExp<M>::row_results(s, to); }
   static JAX_SOFTMAX_INLINE Finished finished(State<C> s, const C* given) {
     return {Relative<M>(s.pivot), term_scale(s, s.pivot, given)};
@@ -382,23 +382,13 @@ struct KlDivergence : Entropy<M> {
 // the results are to be multiplied by. A policy of its own knows the results' type, and carries NaNs in the pivot, so
 // that nothing is summed.
 template <class M>
-struct AbsmaxScale {
-  using Policy = M;
+struct AbsmaxScale : OperatorBase<M> {
   using C = typename M::Value;
-  using Sum = C;
-  using Terms = Relative<M>;
-  static constexpr int kInputs = 1;
-  static constexpr int kFirstSummed = 0;
-  static constexpr bool kHasPivot = true, kOfMagnitudes = true;
-  static constexpr bool kResultIsScaledTerm = false;
-  static constexpr bool kElementResults = true, kWithinRange = true;
-  static constexpr int kRowResults = 1, kRowNumbers = 0;
-  static constexpr bool kLabelled = false;
-  struct Scale {};
+  static constexpr bool kOfMagnitudes = true;
+  static constexpr bool kWithinRange = true;
+  static constexpr int kRowResults = 1;
   using Finished = typename M::Factor;
 
-  static JAX_SOFTMAX_INLINE C pad(int) { return M::constant(0); }
-  static JAX_SOFTMAX_INLINE C masked() { return M::constant(0); }
   static JAX_SOFTMAX_INLINE C of_pivot(C x) { return M::abs(x); }
   static JAX_SOFTMAX_INLINE C term(const Relative<M>&, const C*) { return M::constant(0); }
   static JAX_SOFTMAX_INLINE Finished finished(State<C> s) { return Finished(s.pivot); }
@@ -407,27 +397,13 @@ struct AbsmaxScale {
 };
 
 template <class M>
-struct LinearBase {
-  using Policy = M;
+struct LinearBase : OperatorBase<M> {
   using C = typename M::Value;
-  using Sum = C;
-  using Terms = Relative<M>;
   static constexpr int kInputs = 2;  // the operator's result y and the (co)tangent t
-  static constexpr int kFirstSummed = 0;
-  static constexpr bool kHasPivot = false, kOfMagnitudes = false;
-  static constexpr bool kResultIsScaledTerm = false;
-  static constexpr bool kElementResults = true;
-  static constexpr bool kWithinRange = false;
-  static constexpr int kRowResults = 0, kRowNumbers = 0;
-  static constexpr bool kLabelled = false;
-  static constexpr bool kKeepsInfinity = false;
-  struct Scale {};
-
+  static constexpr bool kHasPivot = false;
   struct Finished {
     C sum;
   };
-  static JAX_SOFTMAX_INLINE C pad(int) { return M::constant(0); }
-  static JAX_SOFTMAX_INLINE C masked() { return M::constant(0); }
   static JAX_SOFTMAX_INLINE Finished finished(State<C> s) { return {s.sum}; }
 };
 

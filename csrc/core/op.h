@@ -9,22 +9,31 @@
 
 namespace jax_softmax {
 
-enum class Op {
-  kSoftmax,
-  kLogSoftmax,
-  kSoftmaxLinear,
-  kLogSoftmaxJvp,
-  kLogSoftmaxVjp,
-  kLogSumExp,
-  kCrossEntropy,
-  kCrossEntropyGradient,
-  kEntropy,
-  kKlDivergence,
-  kAbsmaxScale,
-  kSoftmaxAndNormalizer,
-  kLogSumExpAndDistances,
-  kCrossEntropyGradientAndDistances
-};
+enum : bool { kGpuOnly = false, kOnCpu = true };
+
+// The table: row(name, its struct in ops.h, exponentials, logarithms, where there are kernels). See Cost and Operator.
+// clang-format off
+#define JAX_SOFTMAX_OPERATORS(row)                                    \
+  row(softmax, Softmax, 1, 0, kOnCpu)                                 \
+  row(log_softmax, LogSoftmax, 1, 1, kOnCpu)                          \
+  row(softmax_linear, SoftmaxLinear, 0, 0, kOnCpu)                    \
+  row(log_softmax_jvp, LogSoftmaxJvp, 1, 0, kOnCpu)                   \
+  row(log_softmax_vjp, LogSoftmaxVjp, 1, 0, kOnCpu)                   \
+  row(logsumexp, LogSumExp, 1, 1, kOnCpu)                             \
+  row(cross_entropy, CrossEntropy, 1, 1, kGpuOnly)                    \
+  row(cross_entropy_gradient, CrossEntropyGradient, 1, 1, kOnCpu)     \
+  row(entropy, Entropy, 1, 1, kOnCpu)                                 \
+  row(kl_divergence, KlDivergence, 1, 1, kGpuOnly)                    \
+  row(absmax_scale, AbsmaxScale, 0, 0, kOnCpu)                        \
+  row(softmax_and_normalizer, SoftmaxAndNormalizer, 1, 0, kGpuOnly)   \
+  row(logsumexp_and_distances, LogSumExpAndDistances, 1, 1, kGpuOnly) \
+  row(cross_entropy_gradient_and_distances, CrossEntropyGradientAndDistances, 2, 1, kGpuOnly)
+// clang-format on
+
+#define JAX_SOFTMAX_NUMBER(name, type, ...) k##type,
+enum class Op { JAX_SOFTMAX_OPERATORS(JAX_SOFTMAX_NUMBER) };
+#undef JAX_SOFTMAX_NUMBER
+
 // Operands have one of the first four, and so have results, or of operators that quantize one of 8 bits. Side operands
 // have any.
 enum class DType { kF16, kBF16, kF32, kF64, kF8E4M3, kF8E5M2, kI8, kU8, kI32, kBool };
@@ -53,7 +62,7 @@ struct Operator {
   const char* name;
   const char* type;  // its struct in ops.h, whose constants say what it takes and gives
   Cost cost;
-  bool on_cpu;     // whether there is a CPU kernel, in csrc/cpu/kernels.cc
+  bool on_cpu;     // whether there is a CPU kernel
   bool quantizes;  // whether results may have 8 bits
 };
 
@@ -62,8 +71,6 @@ struct NoArithmetic {
   using Value = float;
   struct Factor {};
 };
-
-enum : bool { kGpuOnly = false, kOnCpu = true };
 
 template <template <class> class T>
 constexpr Operator row_of_table(const char* name, const char* type, int exponentials, int logarithms, bool on_cpu) {
@@ -76,24 +83,9 @@ constexpr Operator row_of_table(const char* name, const char* type, int exponent
           Op::kWithinRange};
 }
 
-// In the order of Op: exponentials, logarithms, and where there are kernels.
-inline constexpr Operator kOperators[] = {
-    row_of_table<Softmax>("softmax", "Softmax", 1, 0, kOnCpu),
-    row_of_table<LogSoftmax>("log_softmax", "LogSoftmax", 1, 1, kOnCpu),
-    row_of_table<SoftmaxLinear>("softmax_linear", "SoftmaxLinear", 0, 0, kOnCpu),
-    row_of_table<LogSoftmaxJvp>("log_softmax_jvp", "LogSoftmaxJvp", 1, 0, kOnCpu),
-    row_of_table<LogSoftmaxVjp>("log_softmax_vjp", "LogSoftmaxVjp", 1, 0, kOnCpu),
-    row_of_table<LogSumExp>("logsumexp", "LogSumExp", 1, 1, kOnCpu),
-    row_of_table<CrossEntropy>("cross_entropy", "CrossEntropy", 1, 1, kGpuOnly),
-    row_of_table<CrossEntropyGradient>("cross_entropy_gradient", "CrossEntropyGradient", 1, 1, kOnCpu),
-    row_of_table<Entropy>("entropy", "Entropy", 1, 1, kOnCpu),
-    row_of_table<KlDivergence>("kl_divergence", "KlDivergence", 1, 1, kGpuOnly),
-    row_of_table<AbsmaxScale>("absmax_scale", "AbsmaxScale", 0, 0, kOnCpu),
-    row_of_table<SoftmaxAndNormalizer>("softmax_and_normalizer", "SoftmaxAndNormalizer", 1, 0, kGpuOnly),
-    row_of_table<LogSumExpAndDistances>("logsumexp_and_distances", "LogSumExpAndDistances", 1, 1, kGpuOnly),
-    row_of_table<CrossEntropyGradientAndDistances>("cross_entropy_gradient_and_distances",
-                                                   "CrossEntropyGradientAndDistances", 2, 1, kGpuOnly),
-};
+#define JAX_SOFTMAX_ROW(name, type, ...) row_of_table<type>(#name, #type, __VA_ARGS__),
+inline constexpr Operator kOperators[] = {JAX_SOFTMAX_OPERATORS(JAX_SOFTMAX_ROW)};
+#undef JAX_SOFTMAX_ROW
 inline constexpr int kOps = sizeof(kOperators) / sizeof(kOperators[0]);
 constexpr int most(int Cost::* number, bool of_all) {
   int most = 0;

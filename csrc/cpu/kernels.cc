@@ -13,18 +13,15 @@ Arithmetic<T> arithmetic_of(bool masked) {
 
 template <class T>
 Arithmetic<T> arithmetic_of(Op op, DType out, bool masked) {
-  if (op == Op::kSoftmax) return arithmetic_of<Softmax, T>(masked);
-  if (op == Op::kLogSoftmax) return arithmetic_of<LogSoftmax, T>(masked);
-  if (op == Op::kCrossEntropyGradient) return arithmetic_of<CrossEntropyGradient, T>(masked);
-  if (op == Op::kLogSumExp) return arithmetic_of<LogSumExp, T>(masked);
-  if (op == Op::kEntropy) return arithmetic_of<Entropy, T>(masked);
   if constexpr (sizeof(T) < 8) {
     if (op == Op::kAbsmaxScale && out == DType::kI8) return arithmetic_of<AbsmaxScale, T, Int8>(masked);
   }
-  if (op == Op::kAbsmaxScale) return arithmetic_of<AbsmaxScale, T>(masked);
-  if (op == Op::kSoftmaxLinear) return arithmetic_of<SoftmaxLinear, T>(masked);
-  if (op == Op::kLogSoftmaxJvp) return arithmetic_of<LogSoftmaxJvp, T>(masked);
-  if (op == Op::kLogSoftmaxVjp) return arithmetic_of<LogSoftmaxVjp, T>(masked);
+#define JAX_SOFTMAX_CASE(name, type, exponentials, logarithms, on_cpu) \
+  if constexpr (on_cpu) {                                              \
+    if (op == Op::k##type) return arithmetic_of<type, T>(masked);      \
+  }
+  JAX_SOFTMAX_OPERATORS(JAX_SOFTMAX_CASE)
+#undef JAX_SOFTMAX_CASE
   __builtin_unreachable();
 }
 
