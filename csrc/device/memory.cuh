@@ -3,34 +3,10 @@
 #pragma once
 
 #include "device/functions.cuh"
+#include "device/places.cuh"
 #include "device/sides.cuh"
-#include "geometry/operands.h"
 
 namespace jax_softmax::device {
-
-// A dimension of the view: its extent, and how far apart its neighbours lie in the operands and in each side operand.
-template <int kSides>
-struct SidedDim {
-  int64_t extent;
-  int64_t stride;
-  int64_t side[kSides > 0 ? kSides : 1];
-};
-
-// Where an element lies in the operands, and in the side operands.
-template <int kSides>
-struct Offset {
-  int64_t element;
-  int64_t side[kSides > 0 ? kSides : 1];
-
-  // `index` steps along a dimension.
-  __device__ __forceinline__ Offset along(const SidedDim<kSides>& dim, int64_t index) const {
-    Offset moved = *this;
-    moved.element += index * dim.stride;
-#pragma unroll
-    for (int s = 0; s < kSides; ++s) moved.side[s] += index * dim.side[s];
-    return moved;
-  }
-};
 
 // Stands for an expression before the operator where there is none: an element counts as what it is in memory.
 struct IdentityLoad {
@@ -44,48 +20,22 @@ struct IdentityStore {
 };
 
 template <class Op_, class In_, class View_, class Sides, class Results, class Load, class Store, bool kPacks_>
-struct Memory {
+struct Memory : Places<View_, Sides> {
   using Op = Op_;
   using In = In_;
-  using View = View_;
   using M = typename Op::Policy;
   using C = typename M::Value;
   using Out = typename Results::template Type<0>;  // of the first result
-  template <int side>
-  using Side = typename Sides::template Type<side>;
   // Whether operands begin with whole packs, so that memory is accessed by them.
   static constexpr bool kPacks = kPacks_;
   static constexpr int kInputs = Op::kInputs, kSides = Sides::kCount, kResults = Results::kCount;
   static constexpr int kWidth = kPerPack<In>;
-  static constexpr int64_t kColumns = View::kView.columns;
   static constexpr unsigned kAll = kAllBits<In>;
   using Operands = jax_softmax::Operands<kInputs, kSides, kResults, Op::kRowResults>;
-  using Place = Offset<kSides>;
-  using Dim = SidedDim<kSides>;
-  using RowIndex = typename Conditional<View::kWide, uint64_t, uint32_t>::type;
+  using Layout = Places<View_, Sides>;
+  using Place = typename Layout::Place;
+  using Layout::kColumns, Layout::kMasked, Layout::kMaskSide, Layout::side_of;
   using Values = C[kWidth][kInputs];
-
-  // ---- the side operands, by their roles
-
-  // The k-th one of this role, or -1.
-  static constexpr int side_of(Role role, int k = 0) {
-    for (int s = 0; s < kSides; ++s) {
-      if (Sides::kRoles[s] == role && k-- == 0) return s;
-    }
-    return -1;
-  }
-  // The k-th one that expressions read.
-  static constexpr int fused_side(int k) {
-    for (int s = 0; s < kSides; ++s) {
-      if ((Sides::kRoles[s] == Role::kArray || is_index(s)) && k-- == 0) return s;
-    }
-    return -1;
-  }
-  static constexpr bool is_index(int side) { return Sides::kRoles[side] == Role::kIndex; }
-  static constexpr const Strides& strides_of(int side) { return Sides::kStrides[side]; }
-  static constexpr int bytes_of_side(int side) { return Sides::kBytes[side]; }
-  static constexpr int kMaskSide = side_of(Role::kMask);
-  static constexpr bool kMasked = kMaskSide >= 0;
 
   // Whether packs can be compared, and have pads put into them, as they are in memory: as `plain` in plan/plan.h.
   static constexpr bool kPlain = Load::kIdentity;
@@ -125,6 +75,8 @@ struct Memory {
   using Addend = typename Conditional<kAddsAtLabel, LabelAddend, NoAddend>::type;
 
   const Operands& operands;
+
+  explicit __device__ __forceinline__ Memory(const Operands& operands) : operands(operands) {}
 
   __device__ __forceinline__ const In* in(int k) const { return static_cast<const In*>(operands.in[k]); }
   __device__ __forceinline__ Out* out() const { return static_cast<Out*>(operands.out[0]); }
@@ -263,69 +215,6 @@ struct Memory {
 
   // ---- rows
 
-  // The d-th kept or reduced dimension of the view.
-  static constexpr __device__ __forceinline__ Dim kept_dim(int d) {
-    Dim dim{View::kView.kept.dim[d].extent, View::kView.kept.dim[d].stride, {}};
-    for (int s = 0; s < kSides; ++s) dim.side[s] = Sides::kStrides[s].kept[d];
-    return dim;
-  }
-  static constexpr __device__ __forceinline__ Dim reduced_dim(int d) {
-    Dim dim{View::kView.reduced.dim[d].extent, View::kView.reduced.dim[d].stride, {}};
-    for (int s = 0; s < kSides; ++s) dim.side[s] = Sides::kStrides[s].reduced[d];
-    return dim;
-  }
-  static constexpr int kKeptDims = View::kView.kept.size, kReducedDims = View::kView.reduced.size;
-  // `from` moved by the index-th combination of the indices of the kept, or reduced, dimensions [kBegin, kEnd), the
-  // innermost of which varies fastest. Extents are constants, so that no division is one; the outermost one's is not
-  // needed.
-  template <int kEnd, int kBegin = 0, class Index>
-  static __device__ __forceinline__ Place along_kept(const Place& from, Index index) {
-    return along_dims<true, kEnd, kBegin>(from, index);
-  }
-  template <int kEnd, int kBegin = 0, class Index>
-  static __device__ __forceinline__ Place along_reduced(const Place& from, Index index) {
-    return along_dims<false, kEnd, kBegin>(from, index);
-  }
-  // The kept dimension along which neighbouring rows of a launch lie, or -1: the innermost. It is another one if a
-  // large array is broadcast along that: rows that share a part of the array are then read at about the same time,
-  // while the last cache still holds that part.
-  static constexpr int swept_dim() {
-    constexpr int64_t kCachedElements = 8 << 20;  // of the operands, in a sweep over the other dimensions
-    int64_t inner = View::kView.columns;
-    for (int d = kKeptDims - 1; d >= 0; --d) {
-      bool broadcast = false;
-      for (int s = 0; s < kSides; ++s) {
-        const Strides& strides = Sides::kStrides[s];
-        bool by_rows = false, by_columns = false;
-        for (int k = d + 1; k < kKeptDims; ++k) by_rows = by_rows || strides.kept[k] != 0;
-        for (int k = 0; k < kReducedDims; ++k) by_columns = by_columns || strides.reduced[k] != 0;
-        broadcast = broadcast || (!is_index(s) && by_rows && by_columns && strides.kept[d] == 0);
-      }
-      if (broadcast && inner >= kCachedElements) return d;
-      inner *= d > 0 ? View::kView.kept.dim[d].extent : 1;
-    }
-    return -1;
-  }
-  // The number, in the view, of the index-th row of a launch.
-  __device__ __forceinline__ int64_t row_of_launch(int64_t index) const {
-    constexpr int kSwept = swept_dim();
-    if constexpr (kSwept < 0) {
-      return index;
-    } else {
-      RowIndex inner = 1;
-#pragma unroll
-      for (int d = kSwept + 1; d < kKeptDims; ++d) inner *= static_cast<RowIndex>(kept_dim(d).extent);
-      const RowIndex rows = static_cast<RowIndex>(operands.rows);
-      const RowIndex extent = kSwept == 0 ? rows / inner : static_cast<RowIndex>(kept_dim(kSwept).extent);
-      const RowIndex others = static_cast<RowIndex>(index) / extent, swept = static_cast<RowIndex>(index) % extent;
-      return static_cast<int64_t>((others / inner * extent + swept) * inner + others % inner);
-    }
-  }
-  // Where a row's first element lies.
-  static __device__ __forceinline__ Place begin_of(int64_t row) {
-    return along_kept<kKeptDims>(Place{}, static_cast<RowIndex>(row));
-  }
-
   // What Op::term takes for terms relative to a pivot, of the row that begins at `begin`.
   __device__ __forceinline__ typename Op::Terms terms(C pivot, const Place& begin) const {
     const Relative<M> relative(pivot);
@@ -364,7 +253,8 @@ struct Memory {
     if constexpr (kReadsLabelElement) {
       const int label = label_of(begin);
       const bool has_label = 0 <= label && label < kColumns;
-      const Place at = along_reduced<kReducedDims>(begin, static_cast<RowIndex>(has_label ? label : 0));
+      const Place at = Layout::template along_reduced<Layout::kReducedDims>(
+          begin, static_cast<typename Layout::RowIndex>(has_label ? label : 0));
       In raw[kInputs];
       C v[kInputs];
 #pragma unroll
@@ -510,21 +400,6 @@ struct Memory {
       for (int i = 0; i < kWidth; ++i) y[i] = (unmasked >> i) & 1 ? y[i] : Op::masked();
     }
   }
-  template <bool kKept, int kEnd, int kBegin, class Index>
-  static __device__ __forceinline__ Place along_dims(const Place& from, Index index) {
-    if constexpr (kBegin == kEnd) {
-      return from;
-    } else {
-      constexpr Dim dim = kKept ? kept_dim(kEnd - 1) : reduced_dim(kEnd - 1);
-      if constexpr (kBegin == kEnd - 1) {
-        return from.along(dim, index);
-      } else {
-        const Index outer = index / static_cast<Index>(dim.extent);
-        return along_dims<kKept, kEnd - 1, kBegin>(from.along(dim, index - outer * static_cast<Index>(dim.extent)),
-                                                   outer);
-      }
-    }
-  }
   __device__ __forceinline__ int label_of(const Place& begin) const {
     constexpr int kLabel = side_of(Role::kLabel);
     return static_cast<const int*>(operands.side[kLabel])[begin.side[kLabel]];
@@ -539,37 +414,14 @@ struct Memory {
   }
 };
 
-// The pivot of cached packs: the maximum of their elements, of packs as they are in memory where these can be compared.
-template <class Mem>
-struct MaxOfPacks {
-  using C = typename Mem::C;
-  Pack raw = Mem::pad_pack(0);
-  C value = -Mem::M::kInfinity;
-
-  template <class Reader>
-  __device__ __forceinline__ void add(const Mem& mem, const typename Mem::Cached& cached, const Reader& reader,
-                                      unsigned bits) {
-    if constexpr (Mem::kPlain) {
-      raw = Mem::larger(raw, cached.raw[0]);
-    } else {
-      typename Mem::Values v;
-      mem.values(v, cached, reader, bits);
-#pragma unroll
-      for (int i = 0; i < Mem::kWidth; ++i) value = Mem::M::max(value, Mem::Op::of_pivot(v[i][0]));
-    }
-  }
-  __device__ __forceinline__ C get() const {
-    if constexpr (Mem::kPlain) {
-      C v[Mem::kWidth];
-      Elements<typename Mem::In>::widen(v, raw);
-      C m = v[0];
-#pragma unroll
-      for (int i = 1; i < Mem::kWidth; ++i) m = Mem::M::max(m, v[i]);
-      return m;
-    } else {
-      return value;
-    }
-  }
-};
+// Whether a plan has been made for what memory holds, so that geometry means the same to the planner and the kernel.
+template <class Mem, class Plan>
+inline constexpr bool kIsPlannedFor =
+    Plan::kFootprint.in_bytes == static_cast<int>(sizeof(typename Mem::In)) &&
+    Plan::kFootprint.out_bytes == static_cast<int>(sizeof(typename Mem::Out)) &&
+    Plan::kFootprint.inputs == Mem::kInputs &&
+    Plan::kFootprint.state_bytes == static_cast<int>(sizeof(StateOf<typename Mem::Op>)) &&
+    Plan::kFootprint.packs == Mem::kPacks &&
+    Plan::kFootprint.row_operands == (Mem::Op::kRowResults > 0 || Mem::Op::kRowNumbers > 0);
 
 }  // namespace jax_softmax::device

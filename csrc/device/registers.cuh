@@ -113,7 +113,7 @@ __device__ __forceinline__ void registers(const typename Mem::Operands& operands
   // The last block's idle teams repeat the last row and store nothing.
   const int64_t team = static_cast<int64_t>(blockIdx.x) * kPlan.rows_of_block() + threadIdx.x / kPlan.lanes;
   const bool active = kPlan.lanes == kPlan.threads || team < operands.rows;
-  const int64_t index = mem.row_of_launch(active ? team : operands.rows - 1);
+  const int64_t index = Mem::row_of_launch(active ? team : operands.rows - 1, operands.rows);
   const Row row(index);
   const Lane lane{mem, row};
 

@@ -2,7 +2,6 @@
 #pragma once
 
 #include "device/memory.cuh"
-#include "device/planned.cuh"
 #include "geometry/rows.h"
 
 namespace jax_softmax::device {
@@ -90,6 +89,39 @@ struct PackPointers {
       : base(Row::kRuns == 1 ? opaque(operand + row.at(first_pack).place.element) : operand) {}
   __device__ __forceinline__ T* operator()(int p, const typename Row::At& at) const {
     return Row::kRuns == 1 ? base + static_cast<int64_t>(p) * kStep * Row::kWidth : base + at.place.element;
+  }
+};
+
+// The pivot of cached packs: the maximum of their elements, of packs as they are in memory where these can be compared.
+template <class Mem>
+struct MaxOfPacks {
+  using C = typename Mem::C;
+  Pack raw = Mem::pad_pack(0);
+  C value = -Mem::M::kInfinity;
+
+  template <class Reader>
+  __device__ __forceinline__ void add(const Mem& mem, const typename Mem::Cached& cached, const Reader& reader,
+                                      unsigned bits) {
+    if constexpr (Mem::kPlain) {
+      raw = Mem::larger(raw, cached.raw[0]);
+    } else {
+      typename Mem::Values v;
+      mem.values(v, cached, reader, bits);
+#pragma unroll
+      for (int i = 0; i < Mem::kWidth; ++i) value = Mem::M::max(value, Mem::Op::of_pivot(v[i][0]));
+    }
+  }
+  __device__ __forceinline__ C get() const {
+    if constexpr (Mem::kPlain) {
+      C v[Mem::kWidth];
+      Elements<typename Mem::In>::widen(v, raw);
+      C m = v[0];
+#pragma unroll
+      for (int i = 1; i < Mem::kWidth; ++i) m = Mem::M::max(m, v[i]);
+      return m;
+    } else {
+      return value;
+    }
   }
 };
 

@@ -4,7 +4,6 @@
 
 #include "device/copies.cuh"
 #include "device/memory.cuh"
-#include "device/planned.cuh"
 #include "geometry/tile.h"
 
 namespace jax_softmax::device {
