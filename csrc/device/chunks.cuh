@@ -3,7 +3,7 @@
 // a bit of the results.
 #pragma once
 
-#include "device/copies.cuh"
+#include "device/barrier.cuh"
 #include "device/exchange.cuh"
 #include "device/row.cuh"
 #include "geometry/chunks.h"
@@ -208,6 +208,41 @@ struct ChunkOfThread {
   }
 };
 
+// The state of the row, from those of the warps of a block, whose first chunk is `begin`. If the blocks of a cluster
+// have the row, all of them send theirs to each other: to `words`, counted by the barrier `received`.
+template <class Mem, class Plan>
+__device__ __forceinline__ StateOf<typename Mem::Op> state_of_row(const StateOf<typename Mem::Op>* warp_states,
+                                                                  int begin, uint64_t* words, uint64_t* received) {
+  using Op = typename Mem::Op;
+  using State = StateOf<Op>;
+  constexpr int kChunks = Plan::kPlan.chunks, kTeams = Plan::kPlan.teams, kBlocks = Plan::kPlan.cluster,
+                kTeamWarps = Plan::kPlan.team_threads / 32;
+  State state;
+  if constexpr (kBlocks > 1) {
+    // One warp sends the states of the block's chunks to all blocks of the cluster, this one included.
+    const WordsInCluster<State> exchange{words, received};
+    if (threadIdx.x < 32) {
+      for (int t = 0; t < kTeams && begin + t < kChunks; ++t) {
+        state = combine_over_lanes<Op, kTeamWarps>(warp_states[t * kTeamWarps + threadIdx.x % kTeamWarps]);
+        if (static_cast<int>(threadIdx.x) < kBlocks) exchange.publish(begin + t, state, threadIdx.x);
+      }
+      __syncwarp();
+    }
+#if __CUDA_ARCH__ >= 900
+    wait_for_cluster(received, 0);
+#endif
+    state = await_row<Op, kChunks>(exchange);
+  } else {
+    // All chunks are this block's. Their states are added up in the same order as those of exchanged chunks.
+    const int lane = threadIdx.x % 32;
+    state = lane < kTeams * kTeamWarps ? warp_states[lane] : identity<Op, typename Mem::M>();
+    state = combine_over_lanes<Op, kTeamWarps>(state);
+    if (lane % kTeamWarps != 0) state = identity<Op, typename Mem::M>();
+    state = combine_over_lanes<Op, 32>(state);
+  }
+  return state;
+}
+
 // A block has kTeams neighbouring chunks of a row, and a team for each. The row's other chunks belong to the other
 // blocks of its cluster.
 template <class Mem, class Plan>
@@ -216,13 +251,12 @@ __device__ __forceinline__ void chunks(const typename Mem::Operands& operands) {
   using State = StateOf<Op>;
   using Chunk = ChunkOfThread<Mem, Plan>;
   constexpr int kWords = kStateWords<State>;
-  constexpr int kChunks = Plan::kPlan.chunks, kTeams = Plan::kPlan.teams, kTeamThreads = Chunk::kThreads,
-                kTeamWarps = Chunk::kWarps;
+  constexpr int kChunks = Plan::kPlan.chunks, kTeams = Plan::kPlan.teams, kTeamThreads = Chunk::kThreads;
   constexpr int kChunkPacks = packs_of_chunk(Plan::kPlan, Plan::kFootprint);
   constexpr int kBlocks = Plan::kPlan.cluster;
   constexpr bool kClustered = kBlocks > 1;
   extern __shared__ __align__(128) Pack shared[];
-  __shared__ State warp_states[kTeams * kTeamWarps];
+  __shared__ State warp_states[kTeams * Chunk::kWarps];
   __shared__ uint64_t words[kClustered ? kBlocks * kTeams * kWords : 1];
   __shared__ uint64_t received;
   const int team = threadIdx.x / kTeamThreads;
@@ -244,29 +278,7 @@ __device__ __forceinline__ void chunks(const typename Mem::Operands& operands) {
   if constexpr (kClustered) wait_until_all_have_begun();
 #endif
   __syncthreads();
-  State state;
-  if constexpr (kClustered) {
-    // One warp sends the states of the block's chunks to all blocks of the cluster, this one included.
-    const WordsInCluster<State> exchange{words, &received};
-    if (threadIdx.x < 32) {
-      for (int t = 0; t < kTeams && begin + t < kChunks; ++t) {
-        state = combine_over_lanes<Op, kTeamWarps>(warp_states[t * kTeamWarps + threadIdx.x % kTeamWarps]);
-        if (static_cast<int>(threadIdx.x) < kBlocks) exchange.publish(begin + t, state, threadIdx.x);
-      }
-      __syncwarp();
-    }
-#if __CUDA_ARCH__ >= 900
-    wait_for_cluster(&received, 0);
-#endif
-    state = await_row<Op, kChunks>(exchange);
-  } else {
-    // All chunks are this block's. Their states are added up in the same order as those of exchanged chunks.
-    const int lane = threadIdx.x % 32;
-    state = lane < kTeams * kTeamWarps ? warp_states[lane] : identity<Op, typename Mem::M>();
-    state = combine_over_lanes<Op, kTeamWarps>(state);
-    if (lane % kTeamWarps != 0) state = identity<Op, typename Mem::M>();
-    state = combine_over_lanes<Op, 32>(state);
-  }
+  const State state = state_of_row<Mem, Plan>(warp_states, begin, words, &received);
   if (chunk.number == 0 && chunk.rank == 0) mem.store_row(index, state, label_element);
   chunk.finish(state, warp.pivot);
 }

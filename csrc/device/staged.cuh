@@ -2,7 +2,7 @@
 // of memory, which a block reads and writes in whole packs through shared memory, whatever the rows' length.
 #pragma once
 
-#include "device/copies.cuh"
+#include "device/barrier.cuh"
 #include "device/memory.cuh"
 #include "device/reduce.cuh"
 #include "geometry/staged.h"
@@ -169,17 +169,70 @@ __device__ __forceinline__ void store_slab(const Mem& mem, int64_t begin, int el
   }
 }
 
-// kLanes lanes have a row, up to kHeld elements each, or one more of pairs.
-template <class Mem, class Plan>
-__device__ __forceinline__ void staged(const typename Mem::Operands& operands) {
+// The block's rows, a turn for as many as it has teams of lanes, pair by pair.
+template <class Mem, class Plan, int kOperand>
+__device__ __forceinline__ void rows_of_pairs(typename Mem::In* slab, int rows) {
+  constexpr int kColumns = Mem::kColumns, kThreads = Plan::kPlan.threads, kLanes = Plan::kPlan.lanes;
+  constexpr int kTeams = 32 / kLanes, kSpread = Plan::kPlan.spread;  // those of a warp have rows so many apart
+  const int team = threadIdx.x % 32 / kLanes;
+  const int turns = static_cast<int>(ceil_div(rows, kTeams * kSpread)) * kSpread;  // of warps
+  for (int turn = threadIdx.x / 32; turn < turns; turn += kThreads / 32) {
+    const int row = (turn / kSpread * kTeams + team) * kSpread + turn % kSpread;
+    row_of_pairs<Mem, kColumns, kLanes, Plan::kPlan.held / 2, kOperand>(slab, min(row, rows - 1) * kColumns,
+                                                                        row < rows);
+  }
+}
+
+// And element by element.
+template <class Mem, class Plan, int kOperand>
+__device__ __forceinline__ void rows_of_elements(const Mem& mem, const typename Mem::In* in, typename Mem::Out* out,
+                                                 int64_t first_row, int rows) {
   using Op = typename Mem::Op;
   using M = typename Mem::M;
   using C = typename Mem::C;
-  using In = typename Mem::In;
   constexpr typename Mem::Dim kInnermost = Mem::reduced_dim(0);
-  constexpr int kInputs = Mem::kInputs;
-  constexpr int kColumns = Mem::kColumns, kRows = Plan::kPlan.rows, kThreads = Plan::kPlan.threads;
+  constexpr int kColumns = Mem::kColumns, kThreads = Plan::kPlan.threads;
   constexpr int kLanes = Plan::kPlan.lanes, kHeld = Plan::kPlan.held;
+  const int lane = threadIdx.x % kLanes;
+  for (int turn = 0; turn < rows; turn += kThreads / kLanes) {  // by whole warps, which reduce together
+    const int row = min(turn + static_cast<int>(threadIdx.x) / kLanes, rows - 1);
+    const bool active = turn + static_cast<int>(threadIdx.x) / kLanes < rows;
+    const int begin = row * kColumns + lane;
+    const auto place = Mem::begin_of(first_row + row);
+    const auto label_element = mem.label_element(place);
+    const auto addend = mem.addend(place);
+    const int mine = active ? kColumns - lane : 0;  // element i of this lane is the row's if i * kLanes < mine
+    const auto at = [&](int i) { return place.along(kInnermost, lane + i * kLanes); };
+    C values[kHeld][Mem::kInputs];
+    read_values<Mem, kLanes, kOperand>(values, mem, in + begin, mine, at);
+    C pivot = M::constant(0);
+    if constexpr (Op::kHasPivot) {
+      pivot = Op::of_pivot(values[0][0]);
+#pragma unroll
+      for (int i = 1; i < kHeld; ++i) pivot = M::max(pivot, Op::of_pivot(values[i][0]));
+      pivot = max_over_lanes<kLanes, M>(pivot);
+    }
+    const auto terms = mem.terms(pivot, place);
+    typename Op::Sum sum{};
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) {
+      const auto term = Op::term(terms, values[i]);
+      if constexpr (Op::kResultIsScaledTerm) values[i][0] = term;
+      sum += term;
+    }
+    const StateOf<Op> state{pivot, sum_over_lanes<kLanes>(sum)};
+    if (lane == 0 && active) mem.store_row(first_row + row, state, label_element);
+    const auto finished = mem.finished(state, place);
+    if constexpr (Op::kElementResults) {
+      write_results<Mem, kLanes>(out + begin, values, mem, finished, addend, lane, mine, at);
+    }
+  }
+}
+
+// kLanes lanes have a row, up to kHeld elements each, or one more of pairs.
+template <class Mem, class Plan>
+__device__ __forceinline__ void staged(const typename Mem::Operands& operands) {
+  constexpr int kColumns = Mem::kColumns, kRows = Plan::kPlan.rows, kThreads = Plan::kPlan.threads;
   constexpr StagedGeometry kGeometry = geometry_of(Mem::View::kView, Plan::kPlan, Plan::kFootprint);
   static_assert(kIsPlannedFor<Mem, Plan>);
   constexpr int kOperand = kGeometry.elements;
@@ -194,48 +247,9 @@ __device__ __forceinline__ void staged(const typename Mem::Operands& operands) {
   auto* const in = reinterpret_cast<typename Mem::In*>(held);
   auto* const out = reinterpret_cast<typename Mem::Out*>(held + kGeometry.results_begin / kPackBytes);
   if constexpr (Plan::kPlan.pairs) {
-    constexpr int kTeams = 32 / kLanes, kSpread = Plan::kPlan.spread;  // those of a warp have rows so many apart
-    const int team = threadIdx.x % 32 / kLanes;
-    const int turns = static_cast<int>(ceil_div(rows, kTeams * kSpread)) * kSpread;  // of warps
-    for (int turn = threadIdx.x / 32; turn < turns; turn += kThreads / 32) {
-      const int row = (turn / kSpread * kTeams + team) * kSpread + turn % kSpread;
-      row_of_pairs<Mem, kColumns, kLanes, kHeld / 2, kOperand>(in, min(row, rows - 1) * kColumns, row < rows);
-    }
+    rows_of_pairs<Mem, Plan, kOperand>(in, rows);
   } else {
-    const int lane = threadIdx.x % kLanes;
-    for (int turn = 0; turn < rows; turn += kThreads / kLanes) {  // by whole warps, which reduce together
-      const int row = min(turn + static_cast<int>(threadIdx.x) / kLanes, rows - 1);
-      const bool active = turn + static_cast<int>(threadIdx.x) / kLanes < rows;
-      const int begin = row * kColumns + lane;
-      const auto place = Mem::begin_of(first_row + row);
-      const auto label_element = mem.label_element(place);
-      const auto addend = mem.addend(place);
-      const int mine = active ? kColumns - lane : 0;  // element i of this lane is the row's if i * kLanes < mine
-      const auto at = [&](int i) { return place.along(kInnermost, lane + i * kLanes); };
-      C values[kHeld][kInputs];
-      read_values<Mem, kLanes, kOperand>(values, mem, in + begin, mine, at);
-      C pivot = M::constant(0);
-      if constexpr (Op::kHasPivot) {
-        pivot = Op::of_pivot(values[0][0]);
-#pragma unroll
-        for (int i = 1; i < kHeld; ++i) pivot = M::max(pivot, Op::of_pivot(values[i][0]));
-        pivot = max_over_lanes<kLanes, M>(pivot);
-      }
-      const auto terms = mem.terms(pivot, place);
-      typename Op::Sum sum{};
-#pragma unroll
-      for (int i = 0; i < kHeld; ++i) {
-        const auto term = Op::term(terms, values[i]);
-        if constexpr (Op::kResultIsScaledTerm) values[i][0] = term;
-        sum += term;
-      }
-      const StateOf<Op> state{pivot, sum_over_lanes<kLanes>(sum)};
-      if (lane == 0 && active) mem.store_row(first_row + row, state, label_element);
-      const auto finished = mem.finished(state, place);
-      if constexpr (Op::kElementResults) {
-        write_results<Mem, kLanes>(out + begin, values, mem, finished, addend, lane, mine, at);
-      }
-    }
+    rows_of_elements<Mem, Plan, kOperand>(mem, in, out, first_row, rows);
   }
   if constexpr (Mem::Op::kElementResults) store_slab<Mem, kThreads>(mem, slab, elements, out);
 }

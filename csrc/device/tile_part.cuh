@@ -2,7 +2,7 @@
 // shared memory or to registers. geometry/tile.h explains the words.
 #pragma once
 
-#include "device/copies.cuh"
+#include "device/barrier.cuh"
 #include "device/memory.cuh"
 #include "geometry/tile.h"
 
