@@ -240,7 +240,7 @@ std::string problem_of(const Call& call, Problem* problem) {
 std::optional<Planned> plan_call(const Call& call, const Problem& problem, const Device& device) {
   std::optional<Plan> plan = make_plan(problem, device);
   if (!plan) return {};
-  Planned planned{*plan, problem, {}, scratch_bytes(*plan, problem)};
+  Planned planned{*plan, {}, scratch_bytes(*plan, problem)};
   const std::string described = describe(*plan) + ", " + describe(call);
   for (const Step& step : steps_of(*plan, problem, device)) {
     planned.steps.push_back({{source_of(*plan, step, problem, call), described}, step.launch, step.rows});

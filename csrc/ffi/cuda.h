@@ -39,7 +39,6 @@ struct PlannedStep {
 
 struct Planned {
   Plan plan;
-  Problem problem;
   std::vector<PlannedStep> steps;
   int64_t scratch_bytes;
 };

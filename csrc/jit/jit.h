@@ -10,7 +10,6 @@
 #include "jit/cache.h"
 #include "jit/driver.h"
 #include "jit/nvrtc.h"
-#include "jit/result.h"
 
 namespace jax_softmax::jit {
 

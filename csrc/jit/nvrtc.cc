@@ -8,8 +8,6 @@
 #include <fstream>
 #include <type_traits>
 
-#include "jit/driver.h"
-
 namespace jax_softmax::jit {
 
 namespace fs = std::filesystem;

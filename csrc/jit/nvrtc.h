@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "jit/result.h"
+#include "jit/driver.h"
 
 namespace jax_softmax::jit {
 
