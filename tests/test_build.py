@@ -17,7 +17,8 @@ from support import sampled
 import jax_softmax
 from jax_softmax import __main__ as doctor
 from jax_softmax import _build
-from jax_softmax.primitives.operators import PRIMITIVES
+from jax_softmax.primitives.operators import OPERATORS, PRIMITIVES
+from jax_softmax.primitives.records import RECORDS
 from jax_softmax.runtime import cuda, lowering
 
 
@@ -51,6 +52,15 @@ def test_public_names():
     ]
     for name in jax_softmax.__all__:
         assert getattr(jax_softmax, name).__doc__
+
+
+def test_records_and_table_agree():
+    """Each operator has a record, which names as many operands and results as the C++ table counts."""
+    assert RECORDS.keys() == OPERATORS.keys()
+    for op, record in RECORDS.items():
+        always = re.sub(r"\[.*?\]", "", record.takes).split()
+        assert len(always) == OPERATORS[op].operands, op
+        assert len(record.gives.split()) == OPERATORS[op].element_results + OPERATORS[op].row_results, op
 
 
 # What a folder may import besides itself. Nothing in them imports the package's own names.

@@ -4,7 +4,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -152,18 +152,9 @@ def checked_axes_and_mask(op: str, x: jax.Array, axis: Any, where: Any, argument
     return tuple(sorted(checked_axes(op, len(shape), axis))), where, shape
 
 
-class Prepared(NamedTuple):
-    """What primitives with results for rows are given."""
-
-    x: jax.Array  # in a dtype that is computed in
-    where: jax.Array | None
-    axes: tuple[int, ...]  # sorted
-    axis_name: tuple[Hashable, ...]
-    dtype: Any  # of a result like x
-
-
-def prepared(name, x, axis, where, axis_name, argument="x", may_enlarge=True) -> Prepared:
-    """The checked arguments.
+def prepared(name, x, axis, where, axis_name, argument="x", may_enlarge=True):
+    """What primitives with results for rows are given: x in a dtype that is computed in, the mask, the sorted axes and
+    the names of mesh axes; and the dtype of a result like x.
 
     A mask that may not enlarge x may have the results' shape as well: it then leaves out whole rows.
     """
@@ -174,7 +165,7 @@ def prepared(name, x, axis, where, axis_name, argument="x", may_enlarge=True) ->
     axis_name = checked_axis_name(name, axis_name)
     x, dtype = promoted(x)
     x = jnp.broadcast_to(x, shape)
-    return Prepared(varying_as_well(x, where, axis_name), where, axes, axis_name, dtype)
+    return varying_as_well(x, where, axis_name), where, axes, axis_name, dtype
 
 
 def of_rows_or_elements(op: str, where: Any, x: jax.Array, axis: Any, argument: str = "x") -> jax.Array:
@@ -182,7 +173,7 @@ def of_rows_or_elements(op: str, where: Any, x: jax.Array, axis: Any, argument: 
     where = _checked_mask(op, where)
     axes = checked_axes(op, x.ndim, axis)
     rows = tuple(n for d, n in enumerate(x.shape) if d not in axes)
-    if not _broadcasts(where.shape, x.shape) and where.shape != rows:
+    if not broadcasts(where.shape, x.shape) and where.shape != rows:
         raise ValueError(
             f"{op}: where must broadcast to shape {x.shape} of {argument}, or have shape {rows} to leave out whole "
             f"rows, got shape {where.shape}."
@@ -191,7 +182,7 @@ def of_rows_or_elements(op: str, where: Any, x: jax.Array, axis: Any, argument: 
         return where
     of_rows = jnp.expand_dims(where, axes)
     of_elements = (1,) * len(axes) + where.shape
-    if of_rows.shape != of_elements and _broadcasts(where.shape, x.shape):
+    if of_rows.shape != of_elements and broadcasts(where.shape, x.shape):
         new = ["None"] * len(axes)
         as_elements = ", ".join(new + [":"] * len(rows))
         as_rows = ", ".join("None" if d in axes else ":" for d in range(x.ndim))
@@ -335,11 +326,11 @@ def check_linear_layer(
 
 
 def check_broadcasts(op: str, argument: str, shape: tuple[int, ...], to: tuple[int, ...]) -> None:
-    if not _broadcasts(shape, to):
+    if not broadcasts(shape, to):
         raise ValueError(f"{op}: {argument} must broadcast to shape {to}, got shape {shape}.")
 
 
-def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
+def broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
     try:
         return jnp.broadcast_shapes(shape, to) == to
     except ValueError:

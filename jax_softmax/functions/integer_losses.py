@@ -3,19 +3,68 @@
 Rows keep the reduced axes, with extent 1.
 """
 
+import dataclasses
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from jax_softmax.functions import arguments
 from jax_softmax.primitives import reference
 from jax_softmax.primitives.cross_entropy import tangent
 from jax_softmax.primitives.labels import at_labels, exists
 from jax_softmax.primitives.operators import Coefficients, bind
 from jax_softmax.primitives.reference import Normalizer
 from jax_softmax.primitives.rows import is_zero, normalizer, row_sum
+
+# ---- The options of losses, label_smoothing and z_loss: None, a number of the program, or an array.
+
+_LARGEST_NUMBER = np.finfo(np.float64).max  # that an option may be
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Constant:
+    """A number that is part of a program, and no operand of it: there is nothing to transfer to a device."""
+
+    value: float
+
+
+class Options(NamedTuple):
+    """None stands for the number 0, which leaves out what it would take to compute them."""
+
+    label_smoothing: _Constant | jax.Array | None
+    z_loss: _Constant | jax.Array | None
+
+    def as_arrays(self, dtype):
+        def converted(value):
+            return jnp.asarray(value.value if isinstance(value, _Constant) else value, dtype)
+
+        return Options(*(None if value is None else converted(value) for value in self))
+
+
+def checked_options(name: str, label_smoothing: Any, z_loss: Any) -> Options:
+    return Options(
+        _checked_option(name, "label_smoothing", label_smoothing, 0, 1),
+        _checked_option(name, "z_loss", z_loss, -_LARGEST_NUMBER, _LARGEST_NUMBER),
+    )
+
+
+def _checked_option(name: str, argument: str, value: Any, least: float, most: float) -> _Constant | jax.Array | None:
+    if isinstance(value, int | float | np.integer | np.floating):
+        if not least <= value <= most:
+            raise ValueError(f"{name}: {argument} must be a number from {least} to {most}, got {value}.")
+        return _Constant(float(value)) if value else None
+    value = arguments.checked_real_array(name, value, argument)
+    if value.shape:
+        raise ValueError(f"{name}: {argument} must be a scalar, got shape {value.shape}.")
+    return value
+
+
+# ---- The losses
 
 
 class Labelled(NamedTuple):
@@ -44,12 +93,6 @@ class _Values(NamedTuple):
     loss: jax.Array  # lse less the label's logit
     lse: jax.Array
     above_mean: jax.Array | None  # the label's logit less the mean of its row: with label smoothing alone
-
-
-def row_losses(axes, axis_name, labelled, options):
-    """The loss of each row."""
-    weights = labelled.found.astype(reference.wide_dtype(labelled.x.dtype))
-    return weighted_losses(How(axes, axis_name), labelled, weights, options.as_arrays(weights.dtype))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))

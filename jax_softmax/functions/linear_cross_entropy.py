@@ -11,8 +11,8 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jax_softmax.functions import arguments, integer_losses
 from jax_softmax.functions.entropies import entropies_of
+from jax_softmax.functions.integer_losses import Options, checked_options
 from jax_softmax.functions.losses import row_weights
-from jax_softmax.functions.options import Options, checked_options
 from jax_softmax.primitives import reference
 from jax_softmax.primitives.labels import label_of_rows
 from jax_softmax.primitives.product import product, several_devices_p

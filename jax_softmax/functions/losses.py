@@ -8,11 +8,10 @@ from jax.typing import ArrayLike
 
 from jax_softmax.functions import arguments
 from jax_softmax.functions.arguments import Axis, AxisName
-from jax_softmax.functions.integer_losses import How, Labelled, row_losses, weighted_losses
-from jax_softmax.functions.options import checked_options
-from jax_softmax.functions.soft_losses import soft_losses
+from jax_softmax.functions.integer_losses import How, Labelled, checked_options, weighted_losses
 from jax_softmax.primitives import reference
 from jax_softmax.primitives.labels import label_of_rows
+from jax_softmax.primitives.rows import is_zero, normalizer, row_sum
 from jax_softmax.primitives.types import rows_laid_as
 
 
@@ -61,20 +60,9 @@ def softmax_cross_entropy_with_integer_labels(
     """
     name = "softmax_cross_entropy_with_integer_labels"
     logits, axis, where, axis_name = arguments.for_jit(name, logits, axis, where, axis_name, argument="logits")
+    labels = arguments.checked_integer_array(name, labels, "labels")
     options = checked_options(name, label_smoothing, z_loss)
-    return _integer_labels(
-        name, logits, arguments.checked_integer_array(name, labels, "labels"), axis, where, options, axis_name
-    )
-
-
-@functools.partial(jax.jit, static_argnums=(0, 3, 6), inline=True)
-def _integer_labels(name, logits, labels, axis, where, options, axis_name):
-    x, where, axes, axis_name, _ = arguments.prepared(
-        name, logits, axis, where, axis_name, argument="logits", may_enlarge=False
-    )
-    labelled = _labelled(name, x, labels, axis, where, axes, axis_name)
-    labelled = _varying_as_well(labelled, *options)
-    return jax.lax.squeeze(row_losses(axes, axis_name, labelled, options), axes)
+    return _integer_losses(name, logits, labels, axis, where, None, None, options, axis_name)
 
 
 def softmax_cross_entropy(
@@ -172,33 +160,25 @@ def cross_entropy_loss(
     logits, axis, where, axis_name = arguments.for_jit(name, logits, axis, where, axis_name, argument="logits")
     if weights is not None:
         weights = arguments.checked_real_array(name, weights, "weights")
+    labels = arguments.checked_integer_array(name, labels, "labels")
     options = checked_options(name, label_smoothing, z_loss)
-    return _loss(
-        logits,
-        arguments.checked_integer_array(name, labels, "labels"),
-        axis,
-        where,
-        weights,
-        reduction,
-        options,
-        axis_name,
-    )
+    return _integer_losses(name, logits, labels, axis, where, weights, reduction, options, axis_name)
 
 
-@functools.partial(jax.jit, static_argnums=(2, 5, 7), inline=True)
-def _loss(logits, labels, axis, where, weights, reduction, options, axis_name):
-    name = "cross_entropy_loss"
+@functools.partial(jax.jit, static_argnums=(0, 3, 6, 8), inline=True)
+def _integer_losses(name, logits, labels, axis, where, weights, reduction, options, axis_name):
+    """The losses of rows, or their mean or sum: of that the gradient may be made with it."""
     x, where, axes, axis_name, _ = arguments.prepared(
         name, logits, axis, where, axis_name, argument="logits", may_enlarge=False
     )
     labelled = _labelled(name, x, labels, axis, where, axes, axis_name)
     wide = reference.wide_dtype(x.dtype)
-    counted = row_weights(name, labelled.found, labels.shape, axes, weights, reduction, wide)
-    counted = rows_laid_as(_varying_as_well(labelled).x, counted)
-    labelled = _varying_as_well(labelled, counted, *options)
-    options = options.as_arrays(counted.dtype)
-    how = How(axes, axis_name, at_once=x.dtype != jnp.float16)
-    return jnp.sum(weighted_losses(how, labelled, counted, options))
+    weights = row_weights(name, labelled.found, labels.shape, axes, weights, reduction, wide)
+    weights = rows_laid_as(_varying_as_well(labelled).x, weights)
+    labelled = _varying_as_well(labelled, weights, *options)
+    how = How(axes, axis_name, at_once=reduction is not None and x.dtype != jnp.float16)
+    losses = weighted_losses(how, labelled, weights, options.as_arrays(wide))
+    return jax.lax.squeeze(losses, axes) if reduction is None else jnp.sum(losses)
 
 
 def row_weights(name, found, shape, axes, weights, reduction, dtype):
@@ -236,3 +216,44 @@ def _varying_as_well(labelled, *others):
     for other in jax.tree.leaves([labelled.label, *others]):
         x = arguments.varying_as_well(x, other, ())
     return labelled._replace(x=x)
+
+
+# ---- Losses of distributions, and their derivative. Rows keep the reduced axes, with extent 1.
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def soft_losses(axes, axis_name, x, labels, where):
+    """The losses of distributions, of which classes that are left out have none."""
+    return _sum_of_terms(x, normalizer(x, where, axes, axis_name), labels, labels, where, axes, axis_name)
+
+
+def _sum_of_terms(x, rows, labels, weights, where, axes, axis_name):
+    """The sum of weights (lse - x) over each row, without what has probability 0 and is -inf."""
+    adds = (labels != 0) | (x != -jnp.inf)  # 0 log 0 does not
+    if where is not None:
+        adds &= where
+    terms = weights * jnp.where(adds, rows.log_total - reference.kept(reference.distances(x, rows), where), 0)
+    # Selected once more, so that XLA for CPUs writes the terms to memory, and not each of their factors in float32.
+    return row_sum(jnp.where(adds, terms, 0), axes, axis_name)
+
+
+@functools.partial(soft_losses.defjvp, symbolic_zeros=True)
+def _soft_losses_jvp(axes, axis_name, primals, tangents):
+    x, labels, where = primals
+    rows = normalizer(x, where, axes, axis_name)
+    losses = _sum_of_terms(x, rows, labels, labels, where, axes, axis_name)
+    tangent = jnp.zeros_like(losses)
+    if not is_zero(tangents[0]):
+        # Of the sum and what is made with it XLA for CPUs would make one computation, through copies of all in float32.
+        total = jax.lax.optimization_barrier(row_sum(labels, axes, axis_name))
+        tangent += _soft_tangent(x, rows.finite(), labels, total, tangents[0], where, axes, axis_name)
+    if not is_zero(tangents[1]):
+        tangent += _sum_of_terms(x, rows, labels, tangents[1], where, axes, axis_name)
+    return losses, tangent
+
+
+# With checkpoint the logits and labels are kept for a backward pass, and nothing that is made of them.
+@functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=(6, 7))
+def _soft_tangent(x, rows, labels, total, t, where, axes, axis_name):
+    y = reference.probabilities(x, rows, where)
+    return row_sum((y * total - labels) * reference.widened(t), axes, axis_name)

@@ -102,10 +102,7 @@ def _with_classes(where: Any, logits: Any, axis: Any) -> Any:
 
 def _broadcast(shape: tuple[int, ...], *others: Any) -> bool:
     """Whether they broadcast to this shape."""
-    try:
-        return jnp.broadcast_shapes(shape, *[a.shape for a in others if a is not None]) == shape
-    except ValueError:
-        return False
+    return all(a is None or arguments.broadcasts(a.shape, shape) for a in others)
 
 
 # ---- Dispatchers
