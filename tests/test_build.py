@@ -17,9 +17,10 @@ from support import sampled
 import jax_softmax
 from jax_softmax import __main__ as doctor
 from jax_softmax import _build
+from jax_softmax.devices import partitioning
 from jax_softmax.primitives.operators import OPERATORS, PRIMITIVES
 from jax_softmax.primitives.records import RECORDS
-from jax_softmax.runtime import cuda, lowering
+from jax_softmax.runtime import cuda
 
 
 def test_build_info():
@@ -233,7 +234,7 @@ def test_one_warning_where_kernels_cannot_be_made(monkeypatch, platform, reason,
     device.platform = platform
     monkeypatch.setattr(cuda, "availability", lambda: reason)
     monkeypatch.setattr(jax, "local_devices", lambda: [device])
-    monkeypatch.setattr(lowering, "_warned", False)
+    monkeypatch.setattr(partitioning, "_warned", set())
     allowed = [jax.export.DisabledSafetyCheck.custom_call("jax_softmax")]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

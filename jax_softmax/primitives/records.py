@@ -59,12 +59,12 @@ class Record(NamedTuple):
 # reverse mode and every higher order follow.
 
 JVP = {"softmax": "softmax_linear", "log_softmax": "log_softmax_jvp"}
-VJP = {"softmax": "softmax_linear", "log_softmax": "log_softmax_vjp"}
 _TRANSPOSED = {
     "softmax_linear": "softmax_linear",
     "log_softmax_jvp": "log_softmax_vjp",
     "log_softmax_vjp": "log_softmax_jvp",
 }
+VJP = {op: _TRANSPOSED[linear] for op, linear in JVP.items()}
 
 
 def _softmax_jvp(op, primals, tangents, **params):

@@ -1,7 +1,6 @@
 """From the primitives to a program: an FFI custom call where there are kernels, jax.numpy elsewhere."""
 
 import functools
-import warnings
 
 import jax
 import jax.export
@@ -195,21 +194,15 @@ def _cuda_rule(op, by_xla):
     return rule
 
 
-_warned = False
-
-
 def _without_cuda() -> bool:
     """Whether the kernels cannot be made here, of which a program that is to run here warns once.
 
     A program that is lowered on a machine without a GPU is for another one, where they can.
     """
-    global _warned
     reason = cuda.availability()
     if reason is None or "gpu" not in {device.platform for device in jax.local_devices()}:
         return False
-    if not _warned:
-        _warned = True
-        warnings.warn(f"jax_softmax runs as jax.numpy on this GPU: {reason}.", stacklevel=2)
+    partitioning.warn(f"runs as jax.numpy on this GPU: {reason}")
     return True
 
 
