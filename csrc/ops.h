@@ -29,10 +29,8 @@
 
 #ifdef __CUDACC__
 #define JAX_SOFTMAX_INLINE __host__ __device__ __forceinline__
-#define JAX_SOFTMAX_UNROLL _Pragma("unroll")
 #else
 #define JAX_SOFTMAX_INLINE inline __attribute__((always_inline))
-#define JAX_SOFTMAX_UNROLL _Pragma("GCC unroll 16")
 #endif
 
 namespace jax_softmax {
@@ -151,12 +149,9 @@ struct OperatorBase {
   struct Scale {};
   static constexpr int kInputs = 1, kFirstSummed = 0, kRowResults = 0, kRowNumbers = 0;
   static constexpr bool kHasPivot = true;  // the row's maximum
-  static constexpr bool kOfMagnitudes = false;
   static constexpr bool kElementResults = true;
-  static constexpr bool kResultIsScaledTerm = false;
-  static constexpr bool kWithinRange = false;
-  static constexpr bool kLabelled = false;
-  static constexpr bool kKeepsInfinity = false;
+  static constexpr bool kOfMagnitudes = false, kResultIsScaledTerm = false, kWithinRange = false;
+  static constexpr bool kLabelled = false, kKeepsInfinity = false;
 
   // Stands in for an element that is masked or lies beyond the row's end.
   static JAX_SOFTMAX_INLINE C pad(int) { return M::constant(0); }
@@ -189,16 +184,6 @@ struct Softmax : SoftmaxBase<M> {
   // The factor for terms that were taken relative to `term_pivot`.
   static JAX_SOFTMAX_INLINE Scale term_scale(State<C> s, C term_pivot) {
     return Relative<M>::divide(Relative<M>(s.pivot).rescale(term_pivot), s.sum);
-  }
-};
-
-// The same, and the results of LogSumExp.
-template <class M>
-struct SoftmaxAndNormalizer : Softmax<M> {
-  static constexpr int kRowResults = 2;
-  static JAX_SOFTMAX_INLINE void row_results(State<typename M::Value> s, typename M::Value* to) {
-    to[0] = s.pivot;
-    to[1] = Relative<M>(s.pivot).whole(s.sum);
   }
 };
 
@@ -239,6 +224,15 @@ struct LogSumExp : OfRowsAlone<M> {
   static JAX_SOFTMAX_INLINE void row_results(State<C> s, C* to) {
     to[0] = s.pivot;
     to[1] = Relative<M>(s.pivot).whole(s.sum);
+  }
+};
+
+// Softmax, and the results of LogSumExp.
+template <class M>
+struct SoftmaxAndNormalizer : Softmax<M> {
+  static constexpr int kRowResults = 2;
+  static JAX_SOFTMAX_INLINE void row_results(State<typename M::Value> s, typename M::Value* to) {
+    LogSumExp<M>::row_results(s, to);
   }
 };
 
@@ -396,14 +390,17 @@ struct AbsmaxScale : OperatorBase<M> {
   static JAX_SOFTMAX_INLINE void row_results(State<C> s, C* to) { to[0] = M::scale(s.pivot); }
 };
 
+template <class C>
+struct SumOfRow {
+  C sum;
+};
+
 template <class M>
 struct LinearBase : OperatorBase<M> {
   using C = typename M::Value;
   static constexpr int kInputs = 2;  // the operator's result y and the (co)tangent t
   static constexpr bool kHasPivot = false;
-  struct Finished {
-    C sum;
-  };
+  using Finished = SumOfRow<C>;
   static JAX_SOFTMAX_INLINE Finished finished(State<C> s) { return {s.sum}; }
 };
 
@@ -411,27 +408,24 @@ struct LinearBase : OperatorBase<M> {
 template <class M>
 struct SoftmaxLinear : LinearBase<M> {
   using C = typename M::Value;
-  using Finished = typename LinearBase<M>::Finished;
   static JAX_SOFTMAX_INLINE C term(const Relative<M>&, const C* in) { return in[0] * in[1]; }
-  static JAX_SOFTMAX_INLINE C finish(const Finished& row, const C* in) { return in[0] * (in[1] - row.sum); }
+  static JAX_SOFTMAX_INLINE C finish(const SumOfRow<C>& row, const C* in) { return in[0] * (in[1] - row.sum); }
 };
 
 // Log-softmax's Jacobian and its transpose, given y = log_softmax(x).
 template <class M>
 struct LogSoftmaxJvp : LinearBase<M> {
   using C = typename M::Value;
-  using Finished = typename LinearBase<M>::Finished;
   static JAX_SOFTMAX_INLINE C term(const Relative<M>&, const C* in) { return M::exp(in[0]) * in[1]; }
-  static JAX_SOFTMAX_INLINE C finish(const Finished& row, const C* in) { return in[1] - row.sum; }
+  static JAX_SOFTMAX_INLINE C finish(const SumOfRow<C>& row, const C* in) { return in[1] - row.sum; }
 };
 
 template <class M>
 struct LogSoftmaxVjp : LinearBase<M> {
   using C = typename M::Value;
-  using Finished = typename LinearBase<M>::Finished;
   static constexpr int kFirstSummed = 1;
   static JAX_SOFTMAX_INLINE C term(const Relative<M>&, const C* in) { return in[1]; }
-  static JAX_SOFTMAX_INLINE C finish(const Finished& row, const C* in) { return in[1] - M::exp(in[0]) * row.sum; }
+  static JAX_SOFTMAX_INLINE C finish(const SumOfRow<C>& row, const C* in) { return in[1] - M::exp(in[0]) * row.sum; }
 };
 
 template <class Op, class M>

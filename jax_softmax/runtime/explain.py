@@ -15,6 +15,7 @@ from jax_softmax import _kernels
 from jax_softmax.functions import arguments
 from jax_softmax.primitives import reference
 from jax_softmax.primitives.operators import OPERATORS
+from jax_softmax.primitives.records import RECORDS
 from jax_softmax.runtime.lowering import described
 
 
@@ -167,7 +168,7 @@ def explain(
     if 0 not in shape and math.prod(shape) > _MOST_ELEMENTS:
         raise ValueError(f"explain: arrays of 2^63 elements or more are not supported, got shape {shape}.")
     plan = _plan(op, shape, axes, mask_shape, given, GPUS[device_name])
-    if plan is None and 0 not in shape and op == "cross_entropy":  # which is then made of another one's result
+    if plan is None and 0 not in shape and RECORDS[_KERNELS[op]].from_parts_on_cuda:
         return explain(x_or_shape, axis, dtype, where, "logsumexp", device)
     reads, writes = _traffic(op)
     written = np.dtype(_SCALED.get(op, given))
