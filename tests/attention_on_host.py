@@ -6,6 +6,7 @@ import ctypes
 import functools
 import pathlib
 import tempfile
+import threading
 
 import emulated
 import jax
@@ -14,6 +15,7 @@ from jax.interpreters import mlir
 
 from jax_softmax.fusion.attention import kernels as attention
 
+_running = threading.Lock()
 _folder = tempfile.TemporaryDirectory()
 _SOURCES = pathlib.Path(__file__).parent.parent / "csrc"
 COMPILER = emulated.COMPILER if _SOURCES.is_dir() else None
@@ -37,7 +39,8 @@ def kernels(late=False, in_jax=False):
             arrays = [np.ascontiguousarray(a) for a in arrays]
             results = [np.full(t.shape, np.nan, t.dtype) for t in types]
             words = [a.ctypes.data for a in (*arrays, *results)]
-            _function(plan.code)(plan.blocks, plan.threads, late, (ctypes.c_uint64 * len(words))(*words))
+            with _running:  # a kernel's threads have the emulator for themselves
+                _function(plan.code)(plan.blocks, plan.threads, late, (ctypes.c_uint64 * len(words))(*words))
             return results
 
         return jax.pure_callback(run, types, *operands)

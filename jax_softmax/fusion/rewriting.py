@@ -134,7 +134,7 @@ def _decided(graph, report, where):
 def _line_of_attention(found, where):
     x = found.softmax.inputs[0].aval
     axes = tuple(found.softmax.params["axes"])
-    return Line("attention", x.dtype.name, x.shape, axes, where, (), (), (), None, "")
+    return Line("attention", x.dtype.name, x.shape, axes, where, (), (), (), None, "", False)
 
 
 def _line(group, groups, where):

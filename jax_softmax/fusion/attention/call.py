@@ -108,7 +108,10 @@ class Attention(NamedTuple):
                 (letters.o, o_cotangent, letters.v, value(self.weight, y=y)),
             ],
         }[kernel]
-        return [product(f"{dims},{of}->{to}", w, a).astype(a.dtype) for of, a, to, w in made]
+        found = [product(f"{dims},{of}->{to}", w, a).astype(types[0].dtype) for of, a, to, w in made]
+        if kernel == "queries" and self.written_dtype:
+            found.append(value(self.written, g=g, x0=x).astype(self.written_dtype))
+        return found
 
     def values_of_sides(self, dims: str, extents: dict[str, int], arrays) -> dict[str, jax.Array]:
         """What expressions read beside, along these dimensions, if it has no other ones. `arrays`: those among them."""
