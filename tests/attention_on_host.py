@@ -75,7 +75,9 @@ def _function(code):
         "  emulator::body = [] { kernel(*given); };\n"
         "  for (int block = 0; block < blocks; ++block) emulator::run_block(block, threads);\n}\n"
     )
-    path = pathlib.Path(_folder.name, f"{len(list(pathlib.Path(_folder.name).iterdir()))}.cc")
-    path.write_text(code + run)
+    n = len(list(pathlib.Path(_folder.name).iterdir()))
+    path = pathlib.Path(_folder.name, f"{n}.cc")
+    # A name of its own: constants of classes of one name are one in all libraries.
+    path.write_text((code + run).replace("Problem", f"Problem{n}"))
     options = ("-O1", "-w", "-ffp-contract=off", f"-I{_headers()}", f"-I{_SOURCES}")
     return ctypes.CDLL(emulated.shared_library(path, *options)).run
