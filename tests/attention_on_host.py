@@ -1,4 +1,4 @@
-"""Attention's kernels on the host: their whole text, compiled by the host's compiler, with `warp_on_host.cuh` in the
+"""Attention's kernels on the host: their whole text, compiled by the host's compiler, with what is in `on_host/` in the
 place of what a GPU's warps do together."""
 
 import contextlib
@@ -17,8 +17,7 @@ from jax_softmax.fusion.attention import kernels as attention
 
 _running = threading.Lock()
 _folder = tempfile.TemporaryDirectory()
-_SOURCES = pathlib.Path(__file__).parent.parent / "csrc"
-COMPILER = emulated.COMPILER if _SOURCES.is_dir() else None
+COMPILER = emulated.COMPILER
 
 
 @contextlib.contextmanager
@@ -55,18 +54,6 @@ def kernels(late=False, in_jax=False):
 
 
 @functools.cache
-def _headers():
-    folder = pathlib.Path(_folder.name, "headers")
-    (folder / "attention").mkdir(parents=True)
-    prelude = emulated._PRELUDE.replace("namespace device {", "namespace jax_softmax::device {")
-    for name in ("BFloat16", "Float16"):
-        prelude = prelude.replace(f"struct {name} {{", f"struct {name} {{\n  unsigned short bits;")
-    text = pathlib.Path(__file__).with_name("warp_on_host.cuh").read_text()
-    (folder / "attention" / "warp.cuh").write_text(text.replace("@PRELUDE@", prelude))
-    return folder
-
-
-@functools.cache
 def _function(code):
     run = (
         "\nstatic const jax_softmax::device::Problem::Operands* given;\n"
@@ -79,5 +66,4 @@ def _function(code):
     path = pathlib.Path(_folder.name, f"{n}.cc")
     # A name of its own: constants of classes of one name are one in all libraries.
     path.write_text((code + run).replace("Problem", f"Problem{n}"))
-    options = ("-O1", "-w", "-ffp-contract=off", f"-I{_headers()}", f"-I{_SOURCES}")
-    return ctypes.CDLL(emulated.shared_library(path, *options)).run
+    return ctypes.CDLL(emulated.shared_library(path, "-O1", "-w")).run

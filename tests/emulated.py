@@ -25,44 +25,12 @@ from jax_softmax.primitives.operators import OPERATORS
 from jax_softmax.primitives.records import apply
 from jax_softmax.runtime.lowering import TARGET
 
-COMPILER = next((path for path in map(shutil.which, ("c++", "g++", "clang++")) if path), None)
-
-# The functions that csrc/device/functions.cuh has for expressions, and what CUDA has of its own.
-_PRELUDE = r"""
-#include <math.h>
-#include <string.h>
-namespace device {
-using C = float;
-inline float __uint_as_float(unsigned bits) { float x; memcpy(&x, &bits, 4); return x; }
-inline unsigned bits_of(float x) { unsigned bits; memcpy(&bits, &x, 4); return bits; }
-struct BFloat16 {
-  static float rounded(float x) {
-    const unsigned bits = bits_of(x);
-    return x != x ? x : __uint_as_float((bits + 0x7fffu + ((bits >> 16) & 1)) & 0xffff0000u);
-  }
-};
-struct Float16 {
-  static float rounded(float x) {
-    if (x == 0 || !isfinite(x)) return x;
-    int exponent;
-    frexpf(x, &exponent);
-    const int shift = 11 - (exponent < -13 ? -13 : exponent);
-    const float result = ldexpf(nearbyintf(ldexpf(x, shift)), -shift);
-    return fabsf(result) > 65504 ? copysignf(INFINITY, x) : result;
-  }
-};
-template <class T> float rounded(float x) { return T::rounded(x); }
-inline float tanh(float x) { return tanhf(x); }
-inline float rsqrtf(float x) { return 1 / sqrtf(x); }
-inline float max_or_nan(float a, float b) { return a != a || b != b ? NAN : a > b ? a : b; }
-inline float min_or_nan(float a, float b) { return a != a || b != b ? NAN : a < b ? a : b; }
-inline int max_or_nan(int a, int b) { return a > b ? a : b; }
-inline int min_or_nan(int a, int b) { return a < b ? a : b; }
-inline float magnitude(float x) { return fabsf(x); }
-inline int magnitude(int x) { return x < 0 ? static_cast<int>(0u - static_cast<unsigned>(x)) : x; }
-inline float sign_of(float x) { return x > 0 ? 1.0f : x < 0 ? -1.0f : x; }
-inline int sign_of(int x) { return (x > 0) - (x < 0); }
-"""
+# `device/functions.cuh` is the kernels' own; what it includes, and a warp's part of attention, the tests have.
+SOURCES = pathlib.Path(__file__).parent.parent / "csrc"
+ON_HOST = pathlib.Path(__file__).with_name("on_host")
+_COMPILERS = map(shutil.which, ("c++", "g++", "clang++"))
+COMPILER = next((path for path in _COMPILERS if path and SOURCES.is_dir()), None)
+_PRELUDE = '#include "device/functions.cuh"\nnamespace jax_softmax::device {\nusing C = float;\n'
 _TYPES = {"float32": "float", "int32": "int", "bool": "bool"}
 _folder = tempfile.TemporaryDirectory()
 
@@ -208,7 +176,8 @@ class _Compiled:
 def shared_library(source, *options):
     """The path of the library that the host's compiler makes of a file."""
     library = str(source.with_suffix(".so"))
-    command = [COMPILER, "-std=c++17", "-O0", *options, "-shared", "-fPIC", str(source), "-o", library]
+    command = [COMPILER, "-std=c++17", "-O0", *options, f"-I{ON_HOST}", f"-I{SOURCES}"]
+    command += ["-ffp-contract=off", "-shared", "-fPIC", str(source), "-o", library]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return library
@@ -221,8 +190,8 @@ _compiling = threading.Lock()
 def _compile_all():
     path = pathlib.Path(_folder.name) / f"{len(list(pathlib.Path(_folder.name).iterdir()))}.cc"
     sources = [function.source(f"run{k}") for k, function in enumerate(_waiting)]
-    path.write_text(_PRELUDE + "".join(sources) + "}  // namespace device\n")
-    functions = ctypes.CDLL(shared_library(path, "-ffp-contract=off"))
+    path.write_text(_PRELUDE + "".join(sources) + "}  // namespace jax_softmax::device\n")
+    functions = ctypes.CDLL(shared_library(path))
     for k, function in enumerate(_waiting):
         function.function = getattr(functions, f"run{k}")
     _waiting.clear()

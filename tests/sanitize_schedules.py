@@ -12,18 +12,8 @@ import sys
 
 import jax
 import numpy as np
-from support import (
-    LARGEST,
-    ON_CUDA,
-    OPS,
-    ROW_OPS,
-    TWO_OPERANDS,
-    WAYS,
-    call_kernel,
-    kernel_names,
-    limited,
-    row_numbers,
-)
+from oracles import LARGEST
+from support import ON_CUDA, OPS, ROW_OPS, TWO_OPERANDS, WAYS, call_kernel, kernel_names, limited, row_numbers
 
 
 def main() -> None:

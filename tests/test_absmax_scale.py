@@ -11,20 +11,8 @@ import support
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from support import (
-    DEVICES,
-    FIRST,
-    LARGEST,
-    SECOND,
-    THIRD,
-    VIEWS_OF_ROWS,
-    WAYS,
-    check,
-    normal,
-    outliers,
-    random_mask,
-    reference_absmax_scale,
-)
+from oracles import LARGEST, check, reference_absmax_scale
+from support import DEVICES, FIRST, SECOND, THIRD, VIEWS_OF_ROWS, WAYS, normal, outliers, random_mask
 from test_schedules import KERNELS, SCHEDULES
 
 from jax_softmax import absmax_scale, explain

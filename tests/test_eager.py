@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import support
-from support import NAMES, OPERATORS, assert_same_bits, check, every_name, normal, reference, sampled
+from oracles import check, reference
+from support import NAMES, OPERATORS, assert_same_bits, every_name, normal, sampled
 
 X = normal((3, 5))
 WHERE = support.random_mask((3, 5))

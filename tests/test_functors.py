@@ -3,6 +3,7 @@ goes through each of them as it is, for every operator."""
 
 import jax.numpy as jnp
 import numpy as np
+import oracles
 import pytest
 import support
 from support import KERNELS, OPS, ROW_OPS, TWO_OPERANDS, WAYS, call_kernel, kernel_names, row_numbers
@@ -116,10 +117,10 @@ def test_compiles(jit, dtypes, way):
 def test_load_of_each_dtype_and_shape(dtypes, shape, way):
     read, added, written = dtypes
     x, array = integers(way.shape, read), integers(SHAPES[shape](way), added, 4)
-    expected = support.reference("softmax", loaded(way, x, array).astype(jnp.dtype(written)), way.axes)
+    expected = oracles.reference("softmax", loaded(way, x, array).astype(jnp.dtype(written)), way.axes)
     scratch_bytes = plan_of(way, "softmax", dtypes, shape, load=load_of("softmax"))["scratch_bytes"]
     result = call(way, "softmax", x, array, load=load_of("softmax"), written=written, scratch_bytes=scratch_bytes)
-    support.check(result, expected, f"of {read}, written as {written}")
+    oracles.check(result, expected, f"of {read}, written as {written}")
 
 
 @every_causal_view
@@ -134,11 +135,11 @@ def test_causal_mask(kept, way):
     """An index along a kept dimension, which all elements of a row share, beside one along a reduced dimension."""
     x = integers(way.shape, "bfloat16")
     i, j = (np.arange(max(shape)).reshape(shape) for shape, _ in indices(way, kept))
-    expected = support.reference("softmax", np.where(i <= j, x, -1e30).astype(x.dtype), way.axes)
+    expected = oracles.reference("softmax", np.where(i <= j, x, -1e30).astype(x.dtype), way.axes)
     scratch_bytes = way.plan("softmax", sides=indices(way, kept), load=CAUSAL)["scratch_bytes"]
     arrays = f"index:{kept} index:{way.axes[-1]}"
     result = call(way, "softmax", x, arrays=arrays, load=CAUSAL, scratch_bytes=scratch_bytes)
-    support.check(result, expected, f"along {kept}")
+    oracles.check(result, expected, f"along {kept}")
 
 
 @on_gpu

@@ -9,7 +9,8 @@ import pathlib
 import re
 
 import pytest
-from support import DEVICES, KERNELS, LARGEST, OPS, ROW_OPS, WAYS, kernel_names
+from oracles import LARGEST
+from support import DEVICES, KERNELS, OPS, ROW_OPS, WAYS, kernel_names
 
 from jax_softmax import _kernels
 

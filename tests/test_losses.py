@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import support
-from support import FIRST, SECOND, THIRD, check, normal, outliers, random_mask, reference_logsumexp
+from oracles import check, reference_logsumexp
+from support import FIRST, SECOND, THIRD, normal, outliers, random_mask
 
 import jax_softmax
 from jax_softmax import cross_entropy_loss, logsumexp, softmax_cross_entropy

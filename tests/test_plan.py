@@ -204,6 +204,15 @@ CHECKS = {
 
 
 def check_plan(shape, axes, op, dtype, on, mask_shape=None):
+    """As check_one; a failure names the call."""
+    try:
+        check_one(shape, axes, op, dtype, on, mask_shape)
+    except AssertionError as error:
+        error.add_note(f"the plan of {op} of {dtype} {shape} along {axes}, mask {mask_shape}, on {on}")
+        raise
+
+
+def check_one(shape, axes, op, dtype, on, mask_shape):
     """Planning ends soon, and what it chose fits the device, with little memory beside the operands."""
     start = time.perf_counter()
     chosen = plan(shape, axes, op, dtype, mask_shape, on)
@@ -226,41 +235,35 @@ def check_plan(shape, axes, op, dtype, on, mask_shape=None):
     check_room(chosen["fields"], chosen["steps"], chosen["scratch_bytes"], Call(chosen, op, dtype))
 
 
-OPERANDS = [
-    *itertools.product(["bfloat16", "float32"], OPS),
-    *itertools.product(["bfloat16", "float32"], ROW_OPS),
-]
+OPERANDS = list(itertools.product(["bfloat16", "float32"], (*OPS, *ROW_OPS)))
 LENGTHS = {2**k + d for k in range(25) for d in (-1, 0, 1)} - {0} | {3 * 2**k for k in range(24)}
 # Some packs more than warps of threads have.
 LENGTHS = sorted(LENGTHS | {width * (256 * k + 4) for width in (2, 4, 8) for k in range(1, 9)})
 
 
 @every_device
-@pytest.mark.parametrize("dtype,op", OPERANDS)
-def test_rows_of_all_lengths(name, op, dtype):
-    for columns in LENGTHS:
-        for rows in (1, 7, 10**5):
-            check_plan((rows, columns), (1,), op, dtype, DEVICES[name])
+def test_rows_of_all_lengths(name):
+    for (dtype, op), columns, rows in itertools.product(OPERANDS, LENGTHS, (1, 7, 10**5)):
+        check_plan((rows, columns), (1,), op, dtype, DEVICES[name])
 
 
 @every_device
-@pytest.mark.parametrize("dtype,op", OPERANDS)
-def test_other_axes_of_all_lengths(name, op, dtype):
+def test_other_axes_of_all_lengths(name):
     extents = (1, 2, 3, 7, 16, 33, 64, 129, 1000, 4097, 65_536, 1_000_003)
-    for rows, extent, minor in itertools.product((1, 19), extents, extents):
+    for (dtype, op), rows, extent, minor in itertools.product(OPERANDS, (1, 19), extents, extents):
         check_plan((rows, extent, minor), (1,), op, dtype, DEVICES[name])
         check_plan((rows, extent, minor), (0, 2), op, dtype, DEVICES[name])
 
 
 @every_device
 @pytest.mark.parametrize("shape", [(2, 400, 4001), (3, 6, 1000, 35), (8, 64, 20, 30)], ids=str)
-@pytest.mark.parametrize("dtype,op", OPERANDS)
-def test_dimensions_that_masks_tell_apart(name, dtype, op, shape):
+def test_dimensions_that_masks_tell_apart(name, shape):
     dims = range(len(shape))
-    for axes in itertools.chain.from_iterable(itertools.combinations(dims, n) for n in range(1, len(shape))):
-        for masked in itertools.product((False, True), repeat=len(shape)):
-            mask_shape = [n if own else 1 for n, own in zip(shape, masked, strict=True)]
-            check_plan(shape, axes, op, dtype, DEVICES[name], mask_shape)
+    some = itertools.chain.from_iterable(itertools.combinations(dims, n) for n in range(1, len(shape)))
+    masks = itertools.product((False, True), repeat=len(shape))
+    for (dtype, op), axes, masked in itertools.product(OPERANDS, some, masks):
+        mask_shape = [n if own else 1 for n, own in zip(shape, masked, strict=True)]
+        check_plan(shape, axes, op, dtype, DEVICES[name], mask_shape)
 
 
 @given(st.data())
@@ -274,30 +277,28 @@ def test_shapes_huge_and_odd(data):
     check_plan(shape, axes, op, dtype, DEVICES[data.draw(st.sampled_from(list(DEVICES)))], mask_shape)
 
 
+HUGE = [
+    ((2**33, 5, 401), (1,)),
+    ((2**32, 5, 401), (1,)),
+    ((MOST,), (0,)),
+    ((MOST,), ()),
+    ((1, MOST), (0,)),
+    ((3, MOST // 3), (0,)),
+    ((3, MOST // 3), (1,)),
+    ((2**31 - 1, 2**31 + 1), (0,)),
+    ((3, 2**35), (1,)),
+    ((3, 2**33 + 1), (1,)),
+    ((2**26, 300_001), (1,)),
+    ((2, 2**20, 2**20, 2**20), (1, 3)),
+    ((2**5,) * 12, (0, 2, 4, 6, 8, 10)),
+    ((2**5,) * 12, (1, 3, 5, 7, 9, 11)),
+    ((7, 5, 3, 7, 5, 3, 7, 5, 3, 7, 5, 3), (0, 3, 6, 9)),
+]
+
+
 @every_device
-@pytest.mark.parametrize(
-    "shape,axes",
-    [
-        ((2**33, 5, 401), (1,)),
-        ((2**32, 5, 401), (1,)),
-        ((MOST,), (0,)),
-        ((MOST,), ()),
-        ((1, MOST), (0,)),
-        ((3, MOST // 3), (0,)),
-        ((3, MOST // 3), (1,)),
-        ((2**31 - 1, 2**31 + 1), (0,)),
-        ((3, 2**35), (1,)),
-        ((3, 2**33 + 1), (1,)),
-        ((2**26, 300_001), (1,)),
-        ((2, 2**20, 2**20, 2**20), (1, 3)),
-        ((2**5,) * 12, (0, 2, 4, 6, 8, 10)),
-        ((2**5,) * 12, (1, 3, 5, 7, 9, 11)),
-        ((7, 5, 3, 7, 5, 3, 7, 5, 3, 7, 5, 3), (0, 3, 6, 9)),
-    ],
-    ids=str,
-)
-def test_planning_ends_for(shape, axes, name):
-    for dtype, op in OPERANDS:
+def test_planning_ends_for(name):
+    for (shape, axes), (dtype, op) in itertools.product(HUGE, OPERANDS):
         check_plan(shape, axes, op, dtype, DEVICES[name])
 
 
@@ -325,30 +326,25 @@ def cut(chosen):
     return chosen["schedule"], fields
 
 
-ROWS = (1, 2, 8, 50, 1000, 10**6)
+def check_cut_alike(shape, axes, op, dtype, name):
+    """However many rows there are, of a shape that begins with their number."""
+    plans = (plan((rows, *shape[1:]), axes, op, dtype, on=DEVICES[name]) for rows in (1, 2, 8, 50, 1000, 10**6))
+    first, *others = map(cut, plans)
+    assert others == [first] * len(others), (shape, axes, op, dtype, name)
 
 
 @every_device
-@pytest.mark.parametrize(
-    "op,dtype",
-    [(op, dtype) for op in (*OPS, *ROW_OPS) for dtype in ("bfloat16", "float32")],
-)
-def test_rows_are_cut_alike_however_many_there_are(name, op, dtype):
+def test_rows_are_cut_alike_however_many_there_are(name):
     lengths = [3, 64, 1999, 8192, 30_000, 41_325, 50_257, 60_001, 151_936, 1 << 20, 5_000_001, 1 << 24, 1 << 26]
-    for columns in lengths:
-        first, *others = (cut(plan((rows, columns), (1,), op, dtype, on=DEVICES[name])) for rows in ROWS)
-        assert others == [first] * len(others), columns
+    for (dtype, op), columns in itertools.product(OPERANDS, lengths):
+        check_cut_alike((1, columns), (1,), op, dtype, name)
 
 
 @every_device
-@pytest.mark.parametrize("op", ["softmax", "softmax_linear", "log_softmax_vjp", *ROW_OPS])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize(
-    "shape,axes",
-    [(w.shape, w.axes) for w in WAYS if w.axes == (1,) and len(w.shape) == 3]
-    + [((1, 70_000, 33), (1,)), ((1, 1_000_003, 2), (1,)), ((1, 16, 9, 1024), (1, 3)), ((1, 301, 2, 33, 33), (1, 3))],
-    ids=str,
-)
-def test_other_views_are_cut_alike_however_many_there_are(name, op, dtype, shape, axes):
-    first, *others = (cut(plan((n, *shape[1:]), axes, op, dtype, on=DEVICES[name])) for n in ROWS)
-    assert others == [first] * len(others)
+def test_other_views_are_cut_alike_however_many_there_are(name):
+    views = [(w.shape, w.axes) for w in WAYS if w.axes == (1,) and len(w.shape) == 3]
+    views += [((1, 70_000, 33), (1,)), ((1, 1_000_003, 2), (1,)), ((1, 16, 9, 1024), (1, 3))]
+    views += [((1, 301, 2, 33, 33), (1, 3))]
+    ops = ["softmax", "softmax_linear", "log_softmax_vjp", *ROW_OPS]
+    for op, dtype, (shape, axes) in itertools.product(ops, ["bfloat16", "float32"], views):
+        check_cut_alike(shape, axes, op, dtype, name)

@@ -6,23 +6,11 @@ import itertools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracles
 import pytest
 import support
-from support import (
-    NAMES,
-    OPERATORS,
-    OPS,
-    ROW_OPS,
-    WAYS,
-    call_kernel,
-    check,
-    check_all,
-    normal,
-    reference,
-    reference_absmax_scale,
-    reference_linear,
-    reference_vjp,
-)
+from oracles import check, reference, reference_absmax_scale, reference_linear, reference_vjp
+from support import NAMES, OPERATORS, OPS, ROW_OPS, WAYS, call_kernel, check_all, normal
 
 import jax_softmax
 
@@ -88,7 +76,7 @@ def test_results_of_rows(masked, dtype, op, way):
 
 @on_gpu
 @pytest.mark.parametrize("way", WAYS, ids=str)
-@pytest.mark.parametrize("dtypes", [(x, y) for x in ("bfloat16", "float32") for y in support.LARGEST], ids=str)
+@pytest.mark.parametrize("dtypes", [(x, y) for x in ("bfloat16", "float32") for y in oracles.LARGEST], ids=str)
 @pytest.mark.parametrize("masked", [False, True])
 def test_results_of_8_bits(masked, dtypes, way):
     """With NaNs and infinities in some rows, in others only zeros."""

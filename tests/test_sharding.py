@@ -17,23 +17,13 @@ import warnings
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracles
 import pytest
 import support
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from support import (
-    CUSTOM_VJPS,
-    JAX_NN,
-    NAMES,
-    OPERATORS,
-    check,
-    every_name,
-    in_haste,
-    normal,
-    reference,
-    reference_vjp,
-    sampled,
-)
+from oracles import check, reference, reference_vjp
+from support import CUSTOM_VJPS, JAX_NN, NAMES, OPERATORS, every_name, in_haste, normal, sampled
 
 import jax_softmax
 from jax_softmax import _private
@@ -322,7 +312,7 @@ def test_attention_takes_no_more_memory():
 
 def check_states(found, limit, shape, axis):
     """Up to `limit` all-reduces (XLA may send several states as one), of no more than the states of the rows each."""
-    axes = support._axes_of(axis, len(shape))
+    axes = oracles._axes_of(axis, len(shape))
     rows = math.prod(n for d, n in enumerate(shape) if d not in axes)
     assert kinds(found) == {"all-reduce"}
     assert len(found) <= limit
@@ -676,7 +666,7 @@ OF_ROWS = {
 
 
 def logits_and_labels(spec, axis, kind):
-    axes = support._axes_of(axis, len(SHAPE))
+    axes = oracles._axes_of(axis, len(SHAPE))
     rows = [n for d, n in enumerate(SHAPE) if d not in axes]
     labels = np.random.default_rng(2).integers(-1, math.prod(SHAPE) // math.prod(rows), rows)
     of_labels = P(*(s for d, s in enumerate((*spec, *[None] * 3)[:3]) if d not in axes))
@@ -767,7 +757,7 @@ def test_rows_that_are_given_numbers(spec):
 
     results, travels = run_compiled(run, place(x, spec), *of_rows, place(where, spec), kernels=1)
     assert [kind for kind, _ in travels] == ["all-reduce"] * (2 if len(spec) > 1 else 0)
-    expected = support.reference_cross_entropy_gradient(x, *of_rows, (1,), where)
+    expected = oracles.reference_cross_entropy_gradient(x, *of_rows, (1,), where)
     for result, bounded in zip(results, expected, strict=True):
         check(result, bounded)
 
@@ -1049,7 +1039,7 @@ def test_logsumexp_of_rows_that_are_not_finite():
     masks = [np.isfinite(rows), np.zeros(rows.shape, bool), ~np.isnan(rows), support.random_mask(rows.shape)]
     for where in (None, *masks):
         results = jax.jit(run)(rows, *([] if where is None else [where]))
-        for result, bounded in zip(results, support.reference_logsumexp(rows, -1, where), strict=True):
+        for result, bounded in zip(results, oracles.reference_logsumexp(rows, -1, where), strict=True):
             check(result, bounded)
 
 
@@ -1225,7 +1215,7 @@ def test_normalizers_of_parts(dtype):
         with support.precision(dtype):
             for f in (parts.normalizer_of_parts, reference_module.logsumexp):
                 largest, total = (np.asarray(r) for r in f(jnp.asarray(rows), where, (1,)))
-                expected = support.reference_normalizer(rows, (1,), where)
+                expected = oracles.reference_normalizer(rows, (1,), where)
                 check(total, expected[1])
                 check(np.where(np.isnan(total), expected[0].value, largest).astype(total.dtype), expected[0])
 

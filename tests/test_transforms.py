@@ -10,16 +10,18 @@ from concurrent.futures import ThreadPoolExecutor
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracles
 import pytest
 import support
 from jax.sharding import Mesh, PartitionSpec
-from support import NAMES, OPERATORS, assert_same_bits, check, every_name, normal, reference, reference_vjp, sampled
+from oracles import check, reference, reference_vjp
+from support import NAMES, OPERATORS, assert_same_bits, every_name, normal, sampled
 
 import jax_softmax
 
 
 def stacked(bounded, axis=0):
-    return support.Bounded(*(np.stack(part, axis) for part in list(zip(*bounded, strict=True))[:2]), bounded[0].dtype)
+    return oracles.Bounded(*(np.stack(part, axis) for part in list(zip(*bounded, strict=True))[:2]), bounded[0].dtype)
 
 
 def along(array, axis, size):

@@ -7,18 +7,14 @@
 
 #include <ucontext.h>
 
-#include <cstdint>
 #include <cstdlib>
-#include <cstring>
 #include <memory>
 #include <vector>
 
 #include "attention/geometry.h"
-#include "device/types.cuh"
+#include "device/functions.cuh"
 
 #define __global__
-#define __device__
-#define __forceinline__ inline
 #define __launch_bounds__(...)
 #define __grid_constant__
 
@@ -118,7 +114,7 @@ inline void run_block(unsigned block, int threads) {
 
 }  // namespace emulator
 
-@PRELUDE@
+namespace jax_softmax::device {
 
 using emulator::blockIdx;
 using emulator::threadIdx;
@@ -142,7 +138,7 @@ inline void barrier() {
 inline float shuffle_xor(float x, int mask) {
   const int l = lane();
   emulator::Warp& warp = emulator::own_warp();
-  warp.given[l][0] = bits_of(x);
+  warp.given[l][0] = __float_as_uint(x);
   emulator::together([mask](emulator::Warp& w) {
     for (int k = 0; k < 32; ++k) w.made[k][0] = w.given[k ^ mask][0];
   });
@@ -197,33 +193,6 @@ inline void load_matrices(uint32_t (&to)[4], Address row) { load_rows(to, row, f
 inline void load_transposed(uint32_t (&to)[4], Address row) { load_rows(to, row, true); }
 
 template <class T>
-struct Bits;
-template <>
-struct Bits<BFloat16> {
-  static float widen(uint16_t bits) { return __uint_as_float(static_cast<uint32_t>(bits) << 16); }
-  static uint16_t narrow(float x) { return bits_of(BFloat16::rounded(x)) >> 16; }
-};
-template <>
-struct Bits<Float16> {
-  static float widen(uint16_t bits) {
-    const int exponent = bits >> 10 & 31, fraction = bits & 1023;
-    const float size = exponent == 31 ? (fraction ? NAN : INFINITY)
-                                      : ldexpf(exponent ? 1024 + fraction : fraction, (exponent ? exponent : 1) - 25);
-    return bits >> 15 ? -size : size;
-  }
-  static uint16_t narrow(float x) {
-    const float size = fabsf(Float16::rounded(x));
-    const uint16_t sign = signbit(x) ? 0x8000 : 0;
-    if (size != size) return 0x7e00;
-    if (size == INFINITY) return sign | 0x7c00;
-    if (size < 0x1p-14f) return sign | static_cast<int>(size * 0x1p24f);
-    int exponent;
-    const float fraction = frexpf(size, &exponent);  // 0.5 to 1
-    return sign | ((exponent + 14) << 10) | (static_cast<int>(fraction * 2048) & 1023);
-  }
-};
-
-template <class T>
 void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   const int l = lane();
   emulator::Warp& warp = emulator::own_warp();
@@ -251,7 +220,7 @@ void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b
       for (int e = 0; e < 4; ++e) {
         double sum = __uint_as_float(w.given[k][6 + e]);
         for (int d = 0; d < 16; ++d) sum += static_cast<double>(x[k / 4 + e / 2 * 8][d]) * y[d][2 * (k % 4) + e % 2];
-        w.made[k][e] = bits_of(static_cast<float>(sum));
+        w.made[k][e] = __float_as_uint(static_cast<float>(sum));
       }
     }
   });
@@ -260,7 +229,7 @@ void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b
 
 template <class T>
 uint32_t narrowed(float low, float high) {
-  return Bits<T>::narrow(low) | static_cast<uint32_t>(Bits<T>::narrow(high)) << 16;
+  return Pair<T>::narrow(low, high);
 }
 
 struct Int32 {
