@@ -198,10 +198,19 @@ def values_and_gradients(function, q, k, v, o_cotangent, *sides):
     return o, *transposed(o_cotangent)
 
 
+jitted = jax.jit(values_and_gradients, static_argnums=0)
+
+
+@functools.cache
+def references(case):
+    """In float64, and by the program that has its weights in memory."""
+    return in_float64(case, case.operands()), jitted(case.program, *case.operands())
+
+
 def in_float64(case, operands):
     operands = [a.astype(np.float64) if jnp.issubdtype(a.dtype, jnp.floating) else a for a in operands]
     with jax.enable_x64(True), support.on_a_cpu():
-        return [np.asarray(a) for a in jax.jit(values_and_gradients, static_argnums=0)(case.program, *operands)]
+        return [np.asarray(a) for a in jitted(case.program, *operands)]
 
 
 def fused(case):
@@ -213,8 +222,7 @@ def check(case):
     """The fused program's values and gradients: finite where the program's are, and about as exact."""
     operands = case.operands()
     assert set(attention_in(case)) == set(KERNELS)
-    expected = in_float64(case, operands)
-    unfused = jax.jit(values_and_gradients, static_argnums=0)(case.program, *operands)
+    expected, unfused = references(case)
     found = jax.jit(fused(case))(*operands)
     letters = Letters(*case.letters.split(","))
     of = dict(zip(("o", "dq", "dk", "dv"), (letters.o, *letters), strict=True))
@@ -417,8 +425,7 @@ COMPILED = [
 ]
 
 
-@pytest.mark.parametrize("compute_capability", [80, 90, 100, 120])
-@pytest.mark.parametrize("case", COMPILED, ids=str)
+@support.sampled("compute_capability,case", itertools.product([90, 80, 100, 120], COMPILED), 2, ids=str)
 def test_compiles(jit, case, compute_capability):
     jit.needs(compute_capability)
     for kernel in KERNELS:
