@@ -9,6 +9,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 import pytest
+from by_numpy import by_numpy
 from oracles import (
     check,
     reference,
@@ -175,8 +176,9 @@ def assert_close(actual, expected, rtol, atol=0.0):
 
 
 def same_derivatives(ours, theirs, orders, operands, rtol, atol):
-    """Of two functions, each by one program of derivatives of all these orders."""
-    found, expected = (in_haste(lambda *args, f=f: [d(f)(*args) for d in orders], *operands) for f in (ours, theirs))
+    """Of two functions, each by one program of derivatives of all these orders; theirs, in jax.numpy, NumPy runs."""
+    programs = (lambda *args, f=f: [d(f)(*args) for d in orders] for f in (ours, theirs))
+    found, expected = (run(f, *operands) for run, f in zip((in_haste, by_numpy), programs, strict=True))
     assert_close(found, expected, rtol, atol)
 
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import support
+from by_numpy import by_numpy
 from oracles import check, reference_logsumexp
 from support import FIRST, SECOND, THIRD, normal, outliers, random_mask
 
@@ -176,13 +177,14 @@ def test_a_common_offset_costs_nothing(offset, name):
     labels = np.random.default_rng(0).integers(0, 1000, 16)
 
     def derivatives(f, x, t):
-        gradient = jax.grad(lambda x: f(x, labels))
-        return [np.asarray(a, np.float64) for a in jax.jvp(gradient, (x,), (t,))]
+        return jax.jvp(jax.grad(lambda x: f(x, labels)), (x,), (t,))
 
-    ours, theirs = (derivatives(f, x, t) for f in SUMMED[name])
+    ours, theirs = support.in_haste(lambda x, t: [derivatives(f, x, t) for f in SUMMED[name]], x, t)
     with jax.enable_x64(True):
-        expected = derivatives(SUMMED[name][1], x.astype(np.float64), t.astype(np.float64))
+        wide = x.astype(np.float64), t.astype(np.float64)
+        expected = by_numpy(functools.partial(derivatives, SUMMED[name][1]), *wide)
     for mine, other, right in zip(ours, theirs, expected, strict=True):
+        mine, other = np.asarray(mine, np.float64), np.asarray(other, np.float64)
         of_mine, of_other = (np.max(np.abs(a - right)) / np.max(np.abs(right)) for a in (mine, other))
         assert of_mine <= 2 * max(of_other, np.finfo(np.float32).eps)
 
@@ -626,13 +628,17 @@ def test_vmap_of_soft_labels():
 @pytest.mark.parametrize("f", [cross_entropy_loss, lambda x, labels: integer_labels(x, labels).sum()])
 def test_vmap_and_scan(f):
     x, labels = normal((3, 4, 6)), np.arange(12).reshape(3, 4) % 6
-    each = np.stack([f(x[i], labels[i]) for i in range(3)])
-    np.testing.assert_allclose(jax.vmap(f)(x, labels), each, rtol=1e-6)
-    np.testing.assert_allclose(jax.vmap(f, (None, 0))(x[0], labels), [f(x[0], row) for row in labels], rtol=1e-6)
-    gradients = np.stack([jax.grad(f)(x[i], labels[i]) for i in range(3)])
-    np.testing.assert_allclose(jax.vmap(jax.grad(f))(x, labels), gradients, rtol=1e-5, atol=1e-7)
-    np.testing.assert_allclose(jax.lax.map(lambda a: f(*a), (x, labels)), each, rtol=1e-6)
-    np.testing.assert_allclose(jax.grad(jax.checkpoint(lambda x: f(x, labels[0])))(x[0]), gradients[0], rtol=1e-5)
+    one = jax.jit(jax.value_and_grad(f))
+    each, gradients = (np.stack(a) for a in zip(*(one(x[i], labels[i]) for i in range(3)), strict=True))
+
+    def together(x, labels):
+        mapped = jax.vmap(f)(x, labels), jax.lax.map(lambda a: f(*a), (x, labels)), jax.vmap(f, (None, 0))(x[0], labels)
+        of_first = jax.grad(jax.checkpoint(lambda x: f(x, labels[0])))(x[0])
+        return mapped, (jax.vmap(jax.grad(f))(x, labels), of_first)
+
+    values, found = support.in_haste(together, x, labels)
+    support.assert_close(values, (each, each, np.stack([one(x[0], row)[0] for row in labels])), rtol=1e-6)
+    support.assert_close(found, (gradients, gradients[0]), rtol=1e-5, atol=1e-7)
 
 
 @BOTH
@@ -647,9 +653,11 @@ def test_vmap_over_labels_alone(f):
     def gradients(x):
         return jax.vmap(lambda labels: jax.grad(f)(x, labels, where=where))(labels)
 
-    np.testing.assert_allclose(values(x), [f(x, row, where=where) for row in labels], rtol=1e-6)
-    each = np.stack([jax.grad(f)(x, row, where=where) for row in labels])
-    found = support.in_haste(lambda x: (gradients(x), jax.grad(lambda x: values(x).sum())(x)), x)
+    one = jax.jit(lambda x, row: (f(x, row, where=where), jax.grad(f)(x, row, where=where)))
+    losses_of_rows, each = (np.stack(a) for a in zip(*(one(x, row) for row in labels), strict=True))
+    run = lambda x: (values(x), gradients(x), jax.grad(lambda x: values(x).sum())(x))  # noqa: E731
+    value, *found = support.in_haste(run, x)
+    np.testing.assert_allclose(value, losses_of_rows, rtol=1e-6)
     support.assert_close(found, (each, each.sum(0)), rtol=1e-7, atol=1e-6)
     for function in (values, gradients, jax.grad(lambda x: values(x).sum())):
         text = jax.jit(function).trace(x).lower(lowering_platforms=("cuda",)).as_text()
