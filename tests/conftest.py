@@ -25,7 +25,7 @@ import jax_softmax
 from jax_softmax import _kernels
 from jax_softmax.runtime import cuda
 
-pytest.register_assert_rewrite("support", "oracles")
+pytest.register_assert_rewrite("support", "oracles", "by_numpy")
 
 
 def pytest_addoption(parser):
@@ -50,7 +50,7 @@ def pytest_configure(config):
     settings.load_profile("jax_softmax")
     if jax.default_backend() == "cpu":
         keep_programs()
-        jax.config.update("jax_disable_most_optimizations", not config.getoption("--sweeps"))
+        hurry(not config.getoption("--sweeps"))
 
 
 def keep_programs():
@@ -63,13 +63,25 @@ def keep_programs():
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
+def hurry(hasty):
+    """Whether XLA optimises little on a CPU."""
+    jax.config.update("jax_disable_most_optimizations", hasty and jax.default_backend() == "cpu")
+
+
 @pytest.fixture
-def default_flags():
-    """XLA's, for what depends on how it optimises: by default plain `pytest` has it do little."""
-    hasty = jax.config.jax_disable_most_optimizations
-    jax.config.update("jax_disable_most_optimizations", False)
+def default_flags(request):
+    """XLA's, for what depends on how it optimises."""
+    hurry(False)
     yield
-    jax.config.update("jax_disable_most_optimizations", hasty)
+    hurry(not request.config.getoption("--sweeps"))
+
+
+@pytest.fixture
+def in_haste(request):
+    """With --sweeps, too: what XLA's programs compute matters, and not their code."""
+    hurry(True)
+    yield
+    hurry(not request.config.getoption("--sweeps"))
 
 
 def pytest_collection_modifyitems(config, items):

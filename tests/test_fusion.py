@@ -25,6 +25,8 @@ import jax_softmax
 from jax_softmax import fuse
 from jax_softmax.fusion import traffic
 
+pytestmark = pytest.mark.usefixtures("default_flags")
+
 SHAPE = (4, 6, 16)
 F32, BF16 = jnp.float32, jnp.bfloat16
 INF, NAN = np.inf, np.nan

@@ -18,6 +18,8 @@ import support
 import jax_softmax
 from jax_softmax import fuse
 
+pytestmark = pytest.mark.usefixtures("default_flags")
+
 compiler_is_needed = pytest.mark.skipif(emulated.COMPILER is None, reason="no C++ compiler found")
 F32, BF16 = jnp.float32, jnp.bfloat16
 

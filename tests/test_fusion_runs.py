@@ -20,6 +20,8 @@ import jax_softmax
 from jax_softmax import fuse
 from jax_softmax.fusion import traffic
 
+pytestmark = pytest.mark.usefixtures("default_flags")
+
 X = support.normal((4, 8), "float32", 0, 1.5)
 LABELS = np.array([1, 0, 7, 3], np.int32)
 compiler_is_needed = pytest.mark.skipif(emulated.COMPILER is None, reason="no C++ compiler found")

@@ -20,6 +20,8 @@ import jax_softmax
 from jax_softmax import fuse
 from jax_softmax.devices import partitioning
 
+pytestmark = pytest.mark.usefixtures("default_flags")
+
 BF16, F32 = jnp.bfloat16, jnp.float32
 
 

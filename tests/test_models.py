@@ -66,17 +66,10 @@ KERNELS = {
 }
 
 every_model = pytest.mark.parametrize("name", MODELS)
-# Of packages that are older than this JAX.
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
-
-
-@pytest.fixture(autouse=True)
-def in_haste():
-    """What XLA's programs compute matters, and not their code."""
-    if jax.default_backend() == "cpu":
-        jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = [
+    pytest.mark.usefixtures("in_haste"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of packages that are older than this JAX
+]
 
 
 def model_of(name):

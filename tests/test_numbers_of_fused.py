@@ -16,6 +16,8 @@ from jax_softmax.fusion.expressions import Expressions
 from jax_softmax.fusion.graph import graph_of
 from jax_softmax.fusion.printing import text_of
 
+pytestmark = pytest.mark.usefixtures("default_flags")
+
 F32, BF16, F16 = jnp.float32, jnp.bfloat16, jnp.float16
 X = jnp.asarray(support.normal((16, 64), seed=1, scale=20)).astype(BF16)
 WIDE = jnp.asarray(support.normal((16, 17), seed=2, scale=4))

@@ -18,6 +18,8 @@ from random_programs import FLOATS, Program, argument, function_of, programs, tr
 
 import jax_softmax
 
+pytestmark = pytest.mark.usefixtures("default_flags")
+
 compiler_is_needed = pytest.mark.skipif(emulated.COMPILER is None, reason="no C++ compiler found")
 
 
