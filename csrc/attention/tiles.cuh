@@ -244,7 +244,14 @@ struct SidesOfOne {
   }
   template <int k, int word, class T>
   __device__ __forceinline__ auto array() const {
-    return read_global(static_cast<const T*>(sides.operands.word[word]) + at<k>());
+    const T* const from = static_cast<const T*>(sides.operands.word[word]);
+    constexpr Strides kStrides = P::kSideStrides[k];
+    if constexpr (kStrides.j == 1 && kStrides.i % 2 == 0 && P::kKeys % 2 == 0) {  // then rows begin at even places
+      const int which = min(j, P::kKeys - 1) & 1;
+      return read_one_of_two(from + at<k>() - which, which);
+    } else {
+      return read_global(from + at<k>());
+    }
   }
 };
 

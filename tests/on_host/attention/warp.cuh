@@ -245,5 +245,10 @@ float read_global(const T* from) {
 inline float read_global(const float* from) { return *from; }
 inline int read_global(const Int32* from) { return from->bits; }
 inline bool read_global(const Bool* from) { return from->bits != 0; }
+template <class T>
+auto read_one_of_two(const T* from, int which) {
+  if (reinterpret_cast<uintptr_t>(from) % (2 * sizeof(T)) != 0) abort();
+  return read_global(from + which);
+}
 
 }  // namespace jax_softmax::device
