@@ -3,7 +3,7 @@
     python benchmarks/attention.py            # two minutes; prints a table
     python benchmarks/attention.py --quick    # small arrays, to try the script
 
-Device time of the output, and of the output with the gradients of q, k and v. Memory is what is needed besides
+Device time of the output, and of the output with the gradients of q, k and v, and of a bias. Memory is what is needed besides
 arguments and results. Errors are the fused program's largest distances from the unfused one, as parts of the largest
 value, where that has room.
 """
@@ -84,11 +84,15 @@ def dropped(q, k, v, keep):
     return jnp.einsum("bhij,bjhd->bihd", jnp.where(keep, weights / 0.9, 0).astype(v.dtype), v)
 
 
+def biased(q, k, v, bias):
+    return weighted(scores_of(q, k) + bias, v)
+
+
 # A program, batch, length, heads, heads of k and v, features.
 USUAL = 8, 2048, 16, 16, 64
 CASES = [
     *((program, *USUAL) for program in (causal, causal_float32, jax_nn, plain, capped, packed, alibi_in_a_window)),
-    (dropped, *USUAL),
+    *((program, *USUAL) for program in (dropped, biased)),
     (causal, 4, 4096, 16, 16, 128),
     (grouped, 4, 2048, 32, 8, 64),
     (plain, 256, 197, 12, 12, 64),
@@ -104,6 +108,8 @@ def operands_of(program, batch, length, heads, of_keys, features):
     arrays = [jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=False)]
     if program is packed:
         arrays.append(jnp.sort(jax.random.randint(keys[4], (batch, length), 0, 4)))
+    if program is biased:
+        arrays.append(jax.random.normal(keys[4], (1, heads, length, length), jnp.bfloat16))
     if program is dropped:
         arrays.append(jax.random.bernoulli(keys[4], 0.9, (batch, heads, length, length)))
     return arrays
@@ -111,7 +117,10 @@ def operands_of(program, batch, length, heads, of_keys, features):
 
 def with_gradient(program):
     def both(q, k, v, o_cotangent, *beside):
-        o, transposed = jax.vjp(lambda q, k, v: program(q, k, v, *beside), q, k, v)
+        if program is biased:
+            o, transposed = jax.vjp(program, q, k, v, *beside)
+        else:
+            o, transposed = jax.vjp(lambda q, k, v: program(q, k, v, *beside), q, k, v)
         return o, *transposed(o_cotangent)
 
     return both

@@ -455,7 +455,7 @@ def results(rule):
     programs = list(RULES[rule].values())
     kernels = emulated.kernels if jax.default_backend() == "cpu" else emulated.all_kernels
     args = [p.args for p in programs]
-    with kernels():
+    with kernels(), jax.default_matmul_precision("highest"):
         lowered = jax.jit(all_of(programs, fuse)).lower(*args)
     return lowered.compile(compiler_options=HASTE)(*args), in_float64(programs)
 

@@ -173,7 +173,7 @@ class Attention(NamedTuple):
     def _are_no_fills(self, sides) -> jax.Array:
         """Which scores are none, judged by a product of 0."""
         x = jnp.zeros((), self.score.dtype_of("x0"))
-        return ~(self.score.value({"x0": x, **sides}) <= _FILL)
+        return ~(self.score.value({"x0": x, **sides}).astype(jnp.float32) <= _FILL)
 
     def visible_part(self, extents: dict[str, int]) -> float:
         """About which part of the scores is visible, as far as that does not depend on arrays."""

@@ -20,7 +20,7 @@ from jax_softmax.fusion.attention.call import Attention, Side
 from jax_softmax.fusion.attention.source import Letters
 from jax_softmax.fusion.expressions import Expression, Expressions, NotFolded, Number, Operation, is_variable
 from jax_softmax.fusion.graph import Equation, Graph, InCirclesError, bytes_of, result_of, size_of
-from jax_softmax.fusion.groups import Group
+from jax_softmax.fusion.groups import Group, foldable
 from jax_softmax.fusion.places import Factor, factors_of, key_of
 from jax_softmax.fusion.traffic import attention_wins
 
@@ -153,10 +153,10 @@ class _Match:
 
     def __init__(self, graph, softmax):
         self.graph, self.softmax = graph, softmax
-        group = self.group = Group(graph, softmax)
-        if len(group.axes) != 1 or not is_variable(group.x) or softmax.params["axis_name"]:
+        if not foldable(softmax):
             raise _NoAttention
-        if not all(isinstance(n, int) and n > 0 for n in group.x.aval.shape):
+        group = self.group = Group(graph, softmax)
+        if len(group.axes) != 1:
             raise _NoAttention
         self.product, place = self._product_of(group.x, group.place)
         scores = _Product(self.product, place)
