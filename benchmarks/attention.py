@@ -3,7 +3,7 @@
     python benchmarks/attention.py            # two minutes; prints a table
     python benchmarks/attention.py --quick    # small arrays, to try the script
 
-Device time of the output, and of the output with the gradients of q, k and v, and of a bias. Memory is what is needed besides
+Device time of the output, and of the output with the gradients of q, k, v and a bias. Memory is what is needed besides
 arguments and results. Errors are the fused program's largest distances from the unfused one, as parts of the largest
 value, where that has room.
 """
