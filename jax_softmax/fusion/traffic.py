@@ -152,7 +152,7 @@ def attention_wins(attention, extents: dict[str, int], has_gradients: bool, move
         ours += time * features * scores * max(1, _BLOCKS / (batch * blocks))
     theirs = batch * extents["i"] * extents["j"] * moved / _BYTES_OF_PICOSECOND
     theirs *= 2 if extents["j"] % 8 else 1  # rows that no product reads by whole packs
-    return ours * attention.visible_part(extents) <= theirs
+    return ours * attention.visible_part(**extents) <= theirs
 
 
 def words(n: float) -> str:

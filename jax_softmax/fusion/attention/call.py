@@ -5,6 +5,7 @@ other one of the batch. `bihd,bjhd,bjhe` is the usual layout; in `bikgd,bjkd,bjk
 Features are last. Operands are read where they lie.
 """
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -175,7 +176,8 @@ class Attention(NamedTuple):
         x = jnp.zeros((), self.score.dtype_of("x0"))
         return ~(self.score.value({"x0": x, **sides}).astype(jnp.float32) <= _FILL)
 
-    def visible_part(self, extents: dict[str, int]) -> float:
+    @functools.lru_cache(256)  # noqa: B019  (of equal ones, which are few)
+    def visible_part(self, **extents: int) -> float:
         """About which part of the scores is visible, as far as that does not depend on arrays."""
         read = {a for op in self.score.operations for a in op.operands}
         sides = {f"s{k}": side for k, side in enumerate(self.sides) if f"s{k}" in read}

@@ -9,28 +9,23 @@ The products' results are then made by the kernels. If nothing needs the softmax
 something does, the program stays as it was.
 """
 
-import dataclasses
-from typing import Any, NamedTuple
-
-import jax.numpy as jnp
+from typing import NamedTuple
 
 from jax_softmax.fusion import expressions, places, splicing
 from jax_softmax.fusion.attention import kernels
 from jax_softmax.fusion.attention.call import Attention, Side
+from jax_softmax.fusion.attention.linear import factors, is_linear
+from jax_softmax.fusion.attention.products import NoAttention, Operand, Product
 from jax_softmax.fusion.attention.source import Letters
 from jax_softmax.fusion.expressions import Expression, Expressions, NotFolded, Number, Operation, is_variable
 from jax_softmax.fusion.graph import Equation, Graph, InCirclesError, bytes_of, result_of, size_of
 from jax_softmax.fusion.groups import Group, foldable
-from jax_softmax.fusion.places import Factor, factors_of, key_of
+from jax_softmax.fusion.places import factors_of, key_of
 from jax_softmax.fusion.traffic import attention_wins
 
 _TYPES = ("bfloat16", "float16")
 _MOST_FEATURES = 256
 _VIEWS = ("transpose", "reshape", "squeeze", "expand_dims")  # that a kernel's strides can be
-
-
-class _NoAttention(Exception):
-    """Why an equation is no part of one."""
 
 
 class Found(NamedTuple):
@@ -46,106 +41,27 @@ class Found(NamedTuple):
 
 def applied(graph: Graph) -> tuple[Graph, list[Found]]:
     """The graph with attention as calls of kernels where these are faster, and what was found."""
-    found = []
-    for equation in graph.equations:
-        if equation.name != "softmax" or equation not in graph.position:
-            continue
+    matches = [match for equation in graph.equations if (match := _match(graph, equation))]
+    while matches:
         try:
-            match = _Match(graph, equation)
-            new = graph.with_replaced(match.replacements())
-        except (_NoAttention, NotFolded, InCirclesError):
-            continue
-        if equation in new.position or not attention_wins(*match.found[2:]):
-            continue
-        graph = new
-        found.append(match.found)
-    return graph, found
+            new = graph.with_replaced({old: new for match in matches for old, new in match.replacements().items()})
+        except InCirclesError:
+            break
+        complete = [match for match in matches if match.softmax not in new.position]
+        if len(complete) == len(matches):
+            return new, [match.found for match in matches]
+        matches = complete
+    return graph, []
 
 
-@dataclasses.dataclass
-class _Operand:
-    """An array whose dimensions are factors, one each."""
-
-    variable: Any
-    place: list
-
-    @property
-    def factors(self):
-        return factors_of(self.place)
-
-    def letters(self, names) -> str:
-        try:
-            return "".join(names[id(factor)] for factor in self.factors)
-        except KeyError:  # it has a dimension that no operand has, or a part of one
-            raise _NoAttention from None
-
-    def array(self, a, names, letters):
-        """An array of the variable, with its dimensions in the order of these letters."""
-        own = self.letters(names)
-        return jnp.transpose(a.reshape([f.extent for f in self.factors]), [own.index(c) for c in letters])
-
-    def result(self, a, names, letters, like):
-        """The other way round."""
-        return jnp.transpose(a, [letters.index(c) for c in self.letters(names)]).astype(like.dtype).reshape(like.shape)
-
-
-class _Product:
-    """A product, seen from an operand or from its result of which the place is known."""
-
-    def __init__(self, equation, place, k=None):
-        """`place`: that of the k-th operand, or of the result."""
-        (contracted, batch) = equation.params["dimension_numbers"]
-        self.equation, self.k = equation, k
-        shapes = [a.aval.shape for a in equation.inputs]
-        free = [
-            [d for d in range(len(shape)) if d not in contracted[n] and d not in batch[n]]
-            for n, shape in enumerate(shapes)
-        ]
-        of: list[list] = [[None] * len(shape) for shape in shapes]
-        if k is None:
-            out = list(place)
-            for n in range(2):
-                for d, at in zip(batch[n], range(len(batch[n])), strict=True):
-                    of[n][d] = out[at]
-            rest = out[len(batch[0]) :]
-            for n in range(2):
-                for d in free[n]:
-                    of[n][d] = rest.pop(0)
-            self.own = _new_place(shapes[0], contracted[0])
-            for n in range(2):
-                for d, dim in zip(contracted[n], self.own, strict=True):
-                    of[n][d] = dim
-        else:
-            of[k] = list(place)
-            for mine, other in zip(contracted[k], contracted[1 - k], strict=True):
-                of[1 - k][other] = place[mine]
-            for mine, other in zip(batch[k], batch[1 - k], strict=True):
-                of[1 - k][other] = place[mine]
-            self.own = _new_place(shapes[1 - k], free[1 - k])
-            for d, dim in zip(free[1 - k], self.own, strict=True):
-                of[1 - k][d] = dim
-        self.places = of
-        self.contracted = {id(f) for d in contracted[0] for f in factors_of([of[0][d]])}
-        self.result = [of[0][d] for d in batch[0]] + [of[n][d] for n in range(2) for d in free[n]]
-
-    @property
-    def features(self) -> Factor:
-        """The one dimension that the known place does not have."""
-        found = factors_of(self.own)
-        if len(found) != 1:
-            raise _NoAttention("a product along several dimensions")
-        return found[0]
-
-    def operand(self, k) -> _Operand:
-        return _Operand(self.equation.inputs[k], self.places[k])
-
-    @property
-    def other(self) -> _Operand:
-        return self.operand(1 - self.k)
-
-
-def _new_place(shape, dims):
-    return [[Factor(shape[d], d)] if shape[d] > 1 else [] for d in dims]
+def _match(graph, equation):
+    if equation.name != "softmax":
+        return None
+    try:
+        match = _Match(graph, equation)
+    except (NoAttention, NotFolded):
+        return None
+    return match if attention_wins(*match.found[2:]) else None
 
 
 class _Match:
@@ -154,28 +70,29 @@ class _Match:
     def __init__(self, graph, softmax):
         self.graph, self.softmax = graph, softmax
         if not foldable(softmax):
-            raise _NoAttention
+            raise NoAttention
         group = self.group = Group(graph, softmax)
         if len(group.axes) != 1:
-            raise _NoAttention
+            raise NoAttention
         self.product, place = self._product_of(group.x, group.place)
-        scores = _Product(self.product, place)
+        scores = Product(self.product, place)
         self.place_of_product = place
         self.d = scores.features
         keys = {id(f) for f in group.place[group.axes[0]]}
         sides = [scores.operand(k) for k in (0, 1)]
         has_keys = [any(id(f) in keys for f in of.factors) for of in sides]
         if has_keys not in ([True, False], [False, True]):
-            raise _NoAttention
+            raise NoAttention
         self.q, self.k = (self._where_it_lies(of, self.d) for of in (sides[::-1] if has_keys[0] else sides))
         (self.j,) = factors_of([group.place[group.axes[0]]]) if len(keys) == 1 else [None]
         if self.j is None:
-            raise _NoAttention
-        self.reached = self._reached(group.result, group.place, linear=True)
+            raise NoAttention
+        self.reached = self._reached(group.result, group.place)
         self._weights()
         self._gradients()
         self._name()
         self._express()
+        self.made = self._made()
 
     # ---- Walks
 
@@ -194,7 +111,7 @@ class _Match:
             elif expressions.prints(maker) and (inputs := places.inputs_of(maker, place)) is not None:
                 pending += zip(maker.inputs, inputs, strict=True)
         if len(found) != 1:
-            raise _NoAttention
+            raise NoAttention
         return found[0]
 
     def _before(self, a, place, products) -> dict:
@@ -230,7 +147,7 @@ class _Match:
             known[key] = arrays, equations
         return known[key]
 
-    def _reached(self, variable, place, linear=False):
+    def _reached(self, variable, place):
         """What is made of a value, element by element: variables and their places."""
         found, pending = {variable: place}, [variable]
         size = self.group.size
@@ -253,10 +170,10 @@ class _Match:
         for a, place in reached.items():
             for reader in self.graph.readers.get(a, ()):
                 if reader.name == "dot_general":
-                    found += [(_Product(reader, place, k), a) for k in (0, 1) if reader.inputs[k] is a]
+                    found += [(Product(reader, place, k), a) for k in (0, 1) if reader.inputs[k] is a]
         return found
 
-    def _where_it_lies(self, operand, features) -> _Operand:
+    def _where_it_lies(self, operand, features) -> Operand:
         """The operand, or the array that it is a view of."""
         found = operand
         while True:
@@ -266,11 +183,11 @@ class _Match:
             place = places.inputs_of(maker, operand.place)
             if place is None:
                 break
-            operand = _Operand(maker.inputs[0], place[0])
+            operand = Operand(maker.inputs[0], place[0])
             if operand.factors and operand.factors[-1] is features:
                 found = operand
         if found.variable.aval.dtype.name not in _TYPES:
-            raise _NoAttention
+            raise NoAttention
         return found
 
     # ---- Parts
@@ -284,7 +201,7 @@ class _Match:
             elif self.dv is None and id(self.j) not in product.contracted:
                 self.dv = product, weights
             else:
-                raise _NoAttention
+                raise NoAttention
         self.with_weights = [*self.outputs, *([self.dv] if self.dv else [])]
 
     def _gradients(self):
@@ -297,21 +214,21 @@ class _Match:
             if reader.name == "softmax_linear" and reader.inputs[0] is a
         ]
         if len(maps) > 1:
-            raise _NoAttention
+            raise NoAttention
         self.linear = self.dq = self.dk = self.o_cotangent = None
         if not maps:
             if self.dv is not None or len(self.outputs) != 1:
-                raise _NoAttention
+                raise NoAttention
             self._set_values(self.outputs[0][0])
             return
         self.map, place = maps[0]
         linear = self.linear = Group(self.graph, self.map)
         linear.place = place
         self.product_of_cotangent, self.place_of_cotangent = self._product_of(linear.operands[1], place)
-        before = _Product(self.product_of_cotangent, self.place_of_cotangent)
+        before = Product(self.product_of_cotangent, self.place_of_cotangent)
         has_keys = [any(f is self.j for f in before.operand(k).factors) for k in (0, 1)]
         if has_keys not in ([True, False], [False, True]):
-            raise _NoAttention
+            raise NoAttention
         at_v = 0 if has_keys[0] else 1
         self.e = before.features
         self.v = self._where_it_lies(before.operand(at_v), self.e)
@@ -329,9 +246,9 @@ class _Match:
                 self._same(product, self.q)
                 self.dk = product, cotangent
             else:
-                raise _NoAttention
+                raise NoAttention
         if self.dq is None and self.dk is None:
-            raise _NoAttention
+            raise NoAttention
         self.written = self._read_elsewhere()
 
     def _read_elsewhere(self):
@@ -343,7 +260,7 @@ class _Match:
             if outside or a in self.graph.results:
                 found.append(a)
         if len(found) > 1 or any(a.aval.dtype.name not in expressions.WRITABLE for a in found):
-            raise _NoAttention
+            raise NoAttention
         return found[0] if found else None
 
     def _is_view_of_result(self, a):
@@ -367,7 +284,7 @@ class _Match:
             return [None if f is last else id(f) for f in of.factors]
 
         if other.variable is not operand.variable or order(other, product.features) != order(operand, features):
-            raise _NoAttention
+            raise NoAttention
 
     # ---- Names
 
@@ -378,7 +295,7 @@ class _Match:
         batch = [f for f in self.q.factors if f is not d]
         own = [f for f in batch if id(f) not in in_k]
         if not own or any(f.extent > 1 and f.parts for f in (j, d, e)):
-            raise _NoAttention
+            raise NoAttention
         i = max(own, key=lambda f: f.extent)
         self.i = id(i)
         self.names = {id(i): "i", id(j): "j", id(d): "d", id(e): "e"}
@@ -389,24 +306,24 @@ class _Match:
         try:
             letters = [operand.letters(self.names) for operand in (self.q, self.k, self.v)]
         except KeyError:
-            raise _NoAttention from None
+            raise NoAttention from None
         # Where features are not last, XLA puts them there.
         self.letters = Letters(*(of.replace(last, "") + last for of, last in zip(letters, "dde", strict=True)))
         try:
             self.letters.check([], "")
         except ValueError:
-            raise _NoAttention from None
+            raise NoAttention from None
         self.extents = {self.names[id(f)]: f.extent for f in (*batch, j, d, e)}
         if any(self.extents[c] % 8 or self.extents[c] > _MOST_FEATURES for c in "de"):
-            raise _NoAttention
+            raise NoAttention
         dtypes = {of.variable.aval.dtype.name for of in (self.q, self.k, self.v)}
         dtypes |= {self.o_cotangent.variable.aval.dtype.name} if self.o_cotangent else set()
         if len(dtypes) != 1:
-            raise _NoAttention
+            raise NoAttention
         (self.dtype,) = dtypes
         for product, _ in (*self.with_weights, *(p for p in (self.dq, self.dk) if p)):
             if not self._is_rounded(product.equation.outputs[0]):
-                raise _NoAttention
+                raise NoAttention
 
     def _is_rounded(self, a):
         """Whether all that reads a product's result rounds it as a kernel does."""
@@ -433,7 +350,7 @@ class _Match:
             score = self._masked(score, mask)
         weights = {self._weight_of(a) for _, a in self.with_weights} or {Expression((), "y")}
         if len(weights) != 1:
-            raise _NoAttention
+            raise NoAttention
         (weight,) = weights
         n_forward = len(shared.sides)
         transposed, written = (None, None), (None, None)
@@ -495,8 +412,8 @@ class _Match:
         named = Expressions(self.own | {(source, key_of(source_place)): name})
         named.sides = self.shared.sides
         found = named.of(a, reached[a], inside)
-        if name == "y" and not _is_linear(found, "y"):
-            raise _NoAttention
+        if name == "y" and not is_linear(found, "y"):
+            raise NoAttention
         return found
 
     def _transposed(self, weight):
@@ -505,15 +422,15 @@ class _Match:
         cotangents = [product[1] for product in (self.dq, self.dk) if product]
         found = {self._made_of("g", linear.result, linear.place, a, self.reached_after) for a in cotangents}
         if len(found) != 1:
-            raise _NoAttention
+            raise NoAttention
         (of_score,) = found
         own = {(self.product_of_cotangent.outputs[0], key_of(self.place_of_cotangent)): "t"}
         named = Expressions(own)
         named.sides = self.shared.sides
         before = self._before(linear.operands[1], linear.place, own)
         of_weight = named.of(linear.operands[1], linear.place, before)
-        if not _is_linear(of_weight, "t") or _factors(weight, "y") != _factors(of_weight, "t"):
-            raise _NoAttention
+        if not is_linear(of_weight, "t") or factors(weight, "y") != factors(of_weight, "t"):
+            raise NoAttention
         return of_score, of_weight
 
     def _masked(self, score, mask) -> Expression:
@@ -535,21 +452,30 @@ class _Match:
                 return Side(self.names[id(side.factor)], "index")
             dtype = side.variable.aval.dtype.name
             if dtype not in expressions.READABLE:
-                raise _NoAttention
-            return Side(_Operand(side.variable, side.place).letters(self.names), dtype)
+                raise NoAttention
+            return Side(Operand(side.variable, side.place).letters(self.names), dtype)
         except KeyError:
-            raise _NoAttention from None
+            raise NoAttention from None
 
     # ---- Calls
 
-    def replacements(self) -> dict:
-        """The products, as calls of the kernels."""
-        names, letters, attention = self.names, self.letters, self.found.attention
-        arrays = [_Operand(side.variable, side.place) for side in self.shared.sides if side.factor is None]
-        reads = [self.q, self.k, self.v, *arrays] + ([self.o_cotangent] if self.linear is not None else [])
-        wanted = [*letters, *(a.letters(names) for a in arrays), letters.o]
+    def _made(self):
+        """The products whose results kernels make, and the letters of these."""
+        letters = self.letters
         made = [(product, letters.o) for product, _ in self.outputs]
         made += [(p[0], of) for p, of in ((self.dq, letters.q), (self.dk, letters.k), (self.dv, letters.v)) if p]
+        have = [(Operand(None, product.result).letters(self._names_of(product)), of) for product, of in made]
+        have += [] if self.linear is None else [(self.o_cotangent.letters(self.names), letters.o)]
+        if any(sorted(own) != sorted(of) for own, of in have):
+            raise NoAttention
+        return made
+
+    def replacements(self) -> dict:
+        """The products, as calls of the kernels."""
+        names, letters, attention, made = self.names, self.letters, self.found.attention, self.made
+        arrays = [Operand(side.variable, side.place) for side in self.shared.sides if side.factor is None]
+        reads = [self.q, self.k, self.v, *arrays] + ([self.o_cotangent] if self.linear is not None else [])
+        wanted = [*letters, *(a.letters(names) for a in arrays), letters.o]
         results = [product.equation.outputs[0] for product, _ in made]
         makers = [product.equation for product, _ in made]
         if self.linear is not None and self.written is not None:
@@ -565,16 +491,12 @@ class _Match:
             if self.linear is not None:
                 dq, dk, dv, *written = kernels.backward(attention, q, k, v, o, rows, rest[len(arrays)], *sides)
                 found += [a for a, p in ((dq, self.dq), (dk, self.dk), (dv, self.dv)) if p]
-            found = [
-                _Operand(None, p.result).result(a, self._names_of(p), of, p.equation.outputs[0].aval)
-                for (p, of), a in zip(made, found, strict=True)
+            places = [(p.result, self._names_of(p), of) for p, of in made]
+            places += [(self.reached_after[self.written], names, letters.rows + "j") for _ in written]
+            return [
+                Operand(None, place).result(a, own, of, result.aval)
+                for (place, own, of), a, result in zip(places, found + written, results, strict=True)
             ]
-            of_scores = letters.rows + "j"
-            found += [
-                _Operand(None, self.reached_after[self.written]).result(a, names, of_scores, self.written.aval)
-                for a in written
-            ]
-            return found
 
         variables = [of.variable for of in reads]
         last = max(makers, key=self.graph.position.get)
@@ -585,53 +507,3 @@ class _Match:
         """Letters of a product's result: what it has of its own are features."""
         is_of_e = any(product is p for p, _ in self.with_weights)
         return self.names | {id(product.features): "e" if is_of_e else "d"}
-
-
-def _depends(expression, name) -> set:
-    """The values of an expression that are made of this one."""
-    found = {name}
-    for k, op in enumerate(expression.operations):
-        if not found.isdisjoint(a for a in op.operands if isinstance(a, str)):
-            found.add(f"v{k}")
-    return found
-
-
-def _is_linear(expression, name) -> bool:
-    """Whether an expression is linear in a value, and made of it."""
-    moved = _depends(expression, name)
-    for op in expression.operations:
-        which = [isinstance(a, str) and a in moved for a in op.operands]
-        if not any(which):
-            continue
-        zeros = [isinstance(a, Number) and a.value == 0 for a in op.operands]
-        if op.name == "mul" or op.name in ("convert_element_type", "neg", "reduce_precision"):
-            linear = sum(which) == 1
-        elif op.name == "div":
-            linear = which == [True, False]
-        elif op.name == "select_n":
-            linear = not which[0] and all(a or b for a, b in zip(which[1:], zeros[1:], strict=True))
-        else:
-            linear = op.name in ("add", "add_any", "sub") and all(which)
-        if not linear or op.dtype not in ("float32", *_TYPES):
-            return False
-    return expression.result in moved
-
-
-def _factors(expression, name):
-    """What a value is multiplied by on its way through a linear expression, whatever the order and the roundings."""
-    moved, texts, found = _depends(expression, name), {}, []
-
-    def text(a):
-        return texts.get(a, a) if isinstance(a, str) else ("number", float(a.value))
-
-    for k, op in enumerate(expression.operations):
-        others = tuple(None if a in moved else text(a) for a in op.operands)
-        if f"v{k}" in moved:
-            if op.name not in ("convert_element_type", "reduce_precision"):
-                others = tuple(sorted(others, key=str)) if op.name == "mul" else others
-                found.append((op.name, others))
-        elif op.name == "convert_element_type" and op.dtype in ("float32", *_TYPES):
-            texts[f"v{k}"] = others[0]
-        else:
-            texts[f"v{k}"] = op.name, others
-    return sorted(found, key=str)
