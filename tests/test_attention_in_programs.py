@@ -10,6 +10,7 @@ import attention_on_host
 import emulated
 import flax.linen as nn
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -327,6 +328,17 @@ def test_short_sequences_stay_as_they_are(shape, is_found):
     """Who is faster is a matter of tiles, bytes and how many blocks there are."""
     report = fuse(by_hand_of(shape[1])).explain(*[jax.ShapeDtypeStruct(shape, jnp.bfloat16)] * 3)
     assert [line.op == "attention" for line in report] == [is_found]
+
+
+def test_is_exported():
+    operands = [jax.ShapeDtypeStruct((8, 2048, 16, 64), jnp.bfloat16)] * 3
+    options = {"disabled_checks": jax_softmax.export_checks()}
+    for platforms in (["cuda"], ["cpu", "cuda"]):
+        program = jax.jit(fuse(lambda *a: gradients(by_hand_of(2048), *a)))
+        exported = jax.export.export(program, platforms=platforms, disabled_checks=jax_softmax.export_checks())(
+            *operands
+        )
+        assert "jax_softmax_attention" in jax.export.deserialize(exported.serialize()).mlir_module()
 
 
 def test_a_program_without_our_operators_is_not_lowered_instead():

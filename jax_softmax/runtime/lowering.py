@@ -17,6 +17,7 @@ from jax_softmax.primitives.records import RECORDS, applied, apply
 from jax_softmax.runtime import cuda
 
 TARGET = "jax_softmax"
+ATTENTION_TARGET = "jax_softmax_attention"  # that `fusion/attention/` calls
 
 
 def register() -> None:
@@ -62,7 +63,8 @@ def export_checks() -> list[jax.export.DisabledSafetyCheck]:
 
         jax.export.export(jax.jit(f), disabled_checks=jax_softmax.export_checks())(x)
     """
-    return [jax.export.DisabledSafetyCheck.custom_call(target) for target in (TARGET, partitioning.TARGET)]
+    targets = TARGET, ATTENTION_TARGET, partitioning.TARGET
+    return [jax.export.DisabledSafetyCheck.custom_call(target) for target in targets]
 
 
 # ---- Calls of kernels.

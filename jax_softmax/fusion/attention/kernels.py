@@ -19,8 +19,7 @@ from jax_softmax.fusion.attention.call import Attention, Side
 from jax_softmax.fusion.attention.source import Letters
 from jax_softmax.fusion.expressions import Expression
 from jax_softmax.primitives import interpreters
-
-TARGET = "jax_softmax_attention"
+from jax_softmax.runtime.lowering import ATTENTION_TARGET
 
 # Operands: q, k, v; of the backward kernels the output's cotangent, the rows' numbers and delta, the sum of each row of
 # o times its cotangent; the arrays among the sides.
@@ -67,7 +66,7 @@ def call(*operands, attention: Attention, kernel: str):
             _kernels.jit_prepare(plan.code, plan.plan, int(device.compute_capability.replace(".", "")))
     numbers = {"blocks": plan.blocks, "threads": plan.threads, "shared_bytes": plan.shared_bytes}
     attributes = {name: np.int64(n) for name, n in (numbers | {"version": _kernels.CALL_VERSION}).items()}
-    return jax.ffi.ffi_call(TARGET, types)(*operands, code=plan.code, plan=plan.plan, **attributes)
+    return jax.ffi.ffi_call(ATTENTION_TARGET, types)(*operands, code=plan.code, plan=plan.plan, **attributes)
 
 
 def prepared(attention: Attention, kernel: str, q, k, v, *rest):
@@ -205,7 +204,7 @@ def lower_divided(ctx, *operands, attention, kernel, shape, platform):
 
 
 def register() -> None:
-    jax.ffi.register_ffi_target(TARGET, _kernels.attention_handlers(), platform="CUDA")
+    jax.ffi.register_ffi_target(ATTENTION_TARGET, _kernels.attention_handlers(), platform="CUDA")
     attention_p.def_impl(interpreters.implementation(attention_p))
     division.PROGRAMS[divided_p.name] = _DeviceProgram
     for primitive, rule in ((attention_p, lower), (divided_p, lower_divided)):
