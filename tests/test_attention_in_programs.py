@@ -19,6 +19,7 @@ from flax import nnx
 
 import jax_softmax
 from jax_softmax import fuse
+from jax_softmax.runtime import cuda
 
 # Of packages that are older than this JAX.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -335,10 +336,18 @@ def test_is_exported():
     options = {"disabled_checks": jax_softmax.export_checks()}
     for platforms in (["cuda"], ["cpu", "cuda"]):
         program = jax.jit(fuse(lambda *a: gradients(by_hand_of(2048), *a)))
-        exported = jax.export.export(program, platforms=platforms, disabled_checks=jax_softmax.export_checks())(
-            *operands
-        )
+        exported = jax.export.export(program, platforms=platforms, **options)(*operands)
         assert "jax_softmax_attention" in jax.export.deserialize(exported.serialize()).mlir_module()
+
+
+def test_older_chips_run_the_program(monkeypatch):
+    class Turing:
+        platform, compute_capability = "gpu", "7.5"
+
+    monkeypatch.setattr(jax, "local_devices", lambda: [Turing()])
+    monkeypatch.setattr(cuda, "availability", lambda: None)
+    operands = [jax.ShapeDtypeStruct((8, 2048, 16, 64), jnp.bfloat16)] * 3
+    assert "attention" not in {line.op for line in fuse(by_hand_of(2048)).explain(*operands)}
 
 
 def test_a_program_without_our_operators_is_not_lowered_instead():

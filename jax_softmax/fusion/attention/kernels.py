@@ -19,6 +19,7 @@ from jax_softmax.fusion.attention.call import Attention, Side
 from jax_softmax.fusion.attention.source import Letters
 from jax_softmax.fusion.expressions import Expression
 from jax_softmax.primitives import interpreters
+from jax_softmax.runtime import cuda
 from jax_softmax.runtime.lowering import ATTENTION_TARGET
 
 # Operands: q, k, v; of the backward kernels the output's cotangent, the rows' numbers and delta, the sum of each row of
@@ -53,6 +54,12 @@ def backward(attention: Attention, q, k, v, o, rows, o_cotangent, *arrays):
 def _of_kernel(attention, kernel, arrays):
     """The arrays among the sides that a kernel reads."""
     return arrays[: sum(side.dtype != "index" for side in attention.sides_of(kernel))]
+
+
+def can_run() -> bool:
+    """Whether the GPUs that are here have the instructions. A program that is lowered elsewhere is for others."""
+    gpus = [device for device in jax.local_devices() if device.platform == "gpu"]
+    return not gpus or (cuda.availability() is None and all(float(gpu.compute_capability) >= 8 for gpu in gpus))
 
 
 # ---- Lowering

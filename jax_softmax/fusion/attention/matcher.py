@@ -41,7 +41,8 @@ class Found(NamedTuple):
 
 def applied(graph: Graph) -> tuple[Graph, list[Found]]:
     """The graph with attention as calls of kernels where these are faster, and what was found."""
-    matches = [match for equation in graph.equations if (match := _match(graph, equation))]
+    softmaxes = [e for e in graph.equations if e.name == "softmax"]
+    matches = [match for e in softmaxes if (match := _match(graph, e))] if softmaxes and kernels.can_run() else []
     while matches:
         try:
             new = graph.with_replaced({old: new for match in matches for old, new in match.replacements().items()})
@@ -55,8 +56,6 @@ def applied(graph: Graph) -> tuple[Graph, list[Found]]:
 
 
 def _match(graph, equation):
-    if equation.name != "softmax":
-        return None
     try:
         match = _Match(graph, equation)
     except (NoAttention, NotFolded):
