@@ -96,6 +96,14 @@ def dropped(q, k, v, broadcast=False):
     return nn.dot_product_attention(q, k, v, **options)
 
 
+def with_sink(q, k, v, sink):
+    scores = jnp.einsum("bihd,bjhd->bhij", q, k) / 4
+    scores = jnp.where(jnp.tri(S, dtype=bool), scores, jnp.finfo(scores.dtype).min)
+    column = jnp.broadcast_to(sink[None, :, None, None], (*scores.shape[:-1], 1))
+    weights = jax.nn.softmax(jnp.concatenate([scores, column], -1))[..., :-1]
+    return jnp.einsum("bhij,bjhd->bihd", weights, v)
+
+
 def nnx_layer(x):
     layer = nnx.MultiHeadAttention(H, H * D, decode=False, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     return layer(x, mask=nnx.make_causal_mask(x[..., 0]))
@@ -108,7 +116,7 @@ def linen_layer(x, dtype=jnp.bfloat16):
 
 jax_nn = jax.nn.dot_product_attention
 BIAS = normal(1, H, S, S, seed=3)
-X = normal(B, S, H * D)
+X, SINK = normal(B, S, H * D), normal(H, seed=5)
 LAYERS = normal(3, 3, H * D, H, D, seed=4) / 8
 # The program, its operands, which kernels it calls.
 PROGRAMS = {
@@ -137,6 +145,13 @@ PROGRAMS = {
     "one sequence": (lambda *a: gradients(one_sequence, *a), qkv(), WHOLE),
     "dropout": (lambda *a: gradients(dropped, *a), qkv(), WHOLE),
     "dropout that heads share": (lambda *a: gradients(lambda *a: dropped(*a, True), *a), qkv(), WHOLE),
+    "sink": (lambda *a: gradients(with_sink, *a), (*qkv(), SINK), WHOLE),
+    "sink, constant": (
+        lambda sink, *a: gradients(lambda q, k, v: with_sink(q, k, v, sink), *a),
+        (SINK, *qkv()),
+        WHOLE,
+    ),
+    "sink, output alone": (with_sink, (*qkv(), SINK), "forward"),
     "nnx": (lambda *a: gradients(nnx_layer, *a), (X,), WHOLE),
     "linen": (lambda *a: gradients(linen_layer, *a), (X,), WHOLE),
     "checkpoint": (lambda *a: gradients(jax.checkpoint(jax_nn), *a), qkv(), AGAIN),

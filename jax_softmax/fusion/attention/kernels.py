@@ -40,15 +40,32 @@ def forward(attention: Attention, q, k, v, *arrays):
     return attention_p.bind(q, k, v, *_of_kernel(attention, "forward", arrays), attention=attention, kernel="forward")
 
 
-def backward(attention: Attention, q, k, v, o, rows, o_cotangent, *arrays):
-    """dq, dk, dv, and what is written of the scores' cotangents, if anything is."""
+def delta(attention: Attention, o, o_cotangent):
+    """The sum of each row of o times its cotangent."""
     letters = attention.letters
-    delta = jnp.einsum(f"{letters.o},{letters.o}->{letters.rows}", *(a.astype(jnp.float32) for a in (o, o_cotangent)))
+    return jnp.einsum(f"{letters.o},{letters.o}->{letters.rows}", *(a.astype(jnp.float32) for a in (o, o_cotangent)))
+
+
+def backward(attention: Attention, q, k, v, o_cotangent, rows, delta, *arrays):
+    """dq, dk, dv, and what is written of the scores' cotangents, if anything is."""
     operands = q, k, v, o_cotangent, rows, delta, *arrays
     (dq, *written), (dk, dv) = (
         attention_p.bind(*operands, attention=attention, kernel=name) for name in ("queries", "keys")
     )
     return dq, dk, dv, *written
+
+
+def with_sink(attention: Attention, o, rows, column):
+    """The output and the rows' numbers where a column stands beside the scores that has no value, and its weights.
+
+    softmax([s, c])[:-1] = softmax(s) sigmoid(logsumexp(s) - c)
+    """
+    letters, log_2 = attention.letters, float(np.log(2))
+    distance = rows[..., 0] + rows[..., 1] * log_2 - column.astype(jnp.float32)
+    factor = jnp.transpose(jax.nn.sigmoid(distance), [letters.rows.index(c) for c in letters.o[:-1]])
+    o = (o.astype(jnp.float32) * factor[..., None]).astype(o.dtype)
+    rows = jnp.stack([rows[..., 0], rows[..., 1] - jax.nn.log_sigmoid(distance) / log_2], -1)
+    return o, rows, jax.nn.sigmoid(-distance)
 
 
 def _of_kernel(attention, kernel, arrays):

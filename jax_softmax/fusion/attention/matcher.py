@@ -16,10 +16,11 @@ from jax_softmax.fusion.attention import kernels
 from jax_softmax.fusion.attention.call import Attention, Side
 from jax_softmax.fusion.attention.linear import factors, is_linear
 from jax_softmax.fusion.attention.products import NoAttention, Operand, Product
+from jax_softmax.fusion.attention.rows import Rows
 from jax_softmax.fusion.attention.source import Letters
 from jax_softmax.fusion.expressions import Expression, Expressions, NotFolded, Number, Operation, is_variable
 from jax_softmax.fusion.graph import Equation, Graph, InCirclesError, bytes_of, result_of, size_of
-from jax_softmax.fusion.groups import Group, foldable
+from jax_softmax.fusion.groups import foldable
 from jax_softmax.fusion.places import factors_of, key_of
 from jax_softmax.fusion.traffic import attention_wins
 
@@ -70,23 +71,27 @@ class _Match:
         self.graph, self.softmax = graph, softmax
         if not foldable(softmax):
             raise NoAttention
-        group = self.group = Group(graph, softmax)
-        if len(group.axes) != 1:
+        if len(softmax.params["axes"]) != 1:
             raise NoAttention
-        self.product, place = self._product_of(group.x, group.place)
+        (axis,) = softmax.params["axes"]
+        self.rows = Rows(graph, softmax, axis)
+        self.masks = softmax.inputs[1:]
+        if self.masks and self.rows.column is not None:
+            raise NoAttention
+        self.product, place = self._product_of(self.rows.scores, self.rows.place)
         scores = Product(self.product, place)
         self.place_of_product = place
         self.d = scores.features
-        keys = {id(f) for f in group.place[group.axes[0]]}
+        keys = {id(f) for f in self.rows.place[axis]}
         sides = [scores.operand(k) for k in (0, 1)]
         has_keys = [any(id(f) in keys for f in of.factors) for of in sides]
         if has_keys not in ([True, False], [False, True]):
             raise NoAttention
         self.q, self.k = (self._where_it_lies(of, self.d) for of in (sides[::-1] if has_keys[0] else sides))
-        (self.j,) = factors_of([group.place[group.axes[0]]]) if len(keys) == 1 else [None]
+        (self.j,) = factors_of([self.rows.place[axis]]) if len(keys) == 1 else [None]
         if self.j is None:
             raise NoAttention
-        self.reached = self._reached(group.result, group.place)
+        self.reached = self._reached(self.rows.weights, self.rows.place)
         self._weights()
         self._gradients()
         self._name()
@@ -146,10 +151,10 @@ class _Match:
             known[key] = arrays, equations
         return known[key]
 
-    def _reached(self, variable, place):
-        """What is made of a value, element by element: variables and their places."""
-        found, pending = {variable: place}, [variable]
-        size = self.group.size
+    def _reached(self, variables, place):
+        """What is made of values, element by element: variables and their places."""
+        found, pending = dict.fromkeys(variables, place), list(variables)
+        size = size_of(self.rows.scores)
         while pending:
             a = pending.pop()
             for reader in self.graph.readers.get(a, ()):
@@ -205,13 +210,8 @@ class _Match:
 
     def _gradients(self):
         """The softmax's linear map, the product before it, and those after it."""
-        maps = [
-            (reader, self.reached[a])
-            for a in self.reached
-            if self._is_view_of_result(a)
-            for reader in self.graph.readers.get(a, ())
-            if reader.name == "softmax_linear" and reader.inputs[0] is a
-        ]
+        readers = self.graph.readers.get(self.softmax.outputs[0], ())
+        maps = [e for e in readers if e.name == "softmax_linear" and e.inputs[0] is self.softmax.outputs[0]]
         if len(maps) > 1:
             raise NoAttention
         self.linear = self.dq = self.dk = self.o_cotangent = None
@@ -220,10 +220,11 @@ class _Match:
                 raise NoAttention
             self._set_values(self.outputs[0][0])
             return
-        self.map, place = maps[0]
-        linear = self.linear = Group(self.graph, self.map)
-        linear.place = place
-        self.product_of_cotangent, self.place_of_cotangent = self._product_of(linear.operands[1], place)
+        self.linear, place = maps[0], self.rows.place
+        self.cotangent = self.rows.padded(self.linear.inputs[1])
+        if self.cotangent is None:
+            raise NoAttention
+        self.product_of_cotangent, self.place_of_cotangent = self._product_of(self.cotangent, place)
         before = Product(self.product_of_cotangent, self.place_of_cotangent)
         has_keys = [any(f is self.j for f in before.operand(k).factors) for k in (0, 1)]
         if has_keys not in ([True, False], [False, True]):
@@ -236,7 +237,8 @@ class _Match:
             self._same(product, self.v)
         if self.dv is not None:
             self._same(self.dv[0], self.o_cotangent)
-        self.reached_after = self._reached(linear.result, place)
+        self.of_scores = self.rows.of_scores(self.linear.outputs[0])
+        self.reached_after = self._reached(self.of_scores, place)
         for product, cotangent in self._products_with(self.reached_after):
             if product.contracted == {id(self.j)} and self.dq is None:
                 self._same(product, self.k)
@@ -261,14 +263,6 @@ class _Match:
         if len(found) > 1 or any(a.aval.dtype.name not in expressions.WRITABLE for a in found):
             raise NoAttention
         return found[0] if found else None
-
-    def _is_view_of_result(self, a):
-        while a is not self.group.result:
-            maker = self.graph.maker[a]
-            if maker.name not in _VIEWS:
-                return False
-            a = maker.inputs[0]
-        return True
 
     def _set_values(self, product):
         self.e = product.features
@@ -341,11 +335,11 @@ class _Match:
     # ---- Expressions
 
     def _express(self):
-        group = self.group
+        rows = self.rows
         self.own = {(self.product.outputs[0], key_of(self.place_of_product)): "x0"}
         shared = self.shared = Expressions(self.own)
-        score = shared.of(group.x, group.place, self._before(group.x, group.place, self.own))
-        for mask in group.of_rows:
+        score = shared.of(rows.scores, rows.place, self._before(rows.scores, rows.place, self.own))
+        for mask in self.masks:
             score = self._masked(score, mask)
         weights = {self._weight_of(a) for _, a in self.with_weights} or {Expression((), "y")}
         if len(weights) != 1:
@@ -356,7 +350,7 @@ class _Match:
         if self.linear is not None:
             transposed = self._transposed(weight)
             if self.written is not None:
-                written = self._made_of("g", self.linear.result, self.linear.place, self.written, self.reached_after)
+                written = self._made_of("g", self.of_scores, self.written, self.reached_after)
                 written = written, self.written.aval.dtype.name
         attention = Attention(
             self.letters,
@@ -366,7 +360,7 @@ class _Match:
             weight,
             *transposed,
             *written,
-            empty_rows_are_zero=bool(group.of_rows),
+            empty_rows_are_zero=bool(self.masks) or rows.column is not None,
         )
         self.found = Found(self.softmax, self.product, attention, self.extents, self.linear is not None, self._moved())
 
@@ -384,7 +378,7 @@ class _Match:
             moved -= 0 if self.written is None else size(self.written)  # which the kernels write as well
         return moved
 
-    def _inside(self, a, place, reached):
+    def _inside(self, a, reached):
         """The equations that make a value which was reached, and of which other values these are made."""
         inside, pending = {}, [a]
         while pending:
@@ -403,12 +397,11 @@ class _Match:
         return inside
 
     def _weight_of(self, a) -> Expression:
-        return self._made_of("y", self.group.result, self.group.place, a, self.reached)
+        return self._made_of("y", self.rows.weights, a, self.reached)
 
-    def _made_of(self, name, source, source_place, a, reached) -> Expression:
-        inside = self._inside(a, reached[a], {b: p for b, p in reached.items() if b is not source})
-        inside.pop(source, None)
-        named = Expressions(self.own | {(source, key_of(source_place)): name})
+    def _made_of(self, name, sources, a, reached) -> Expression:
+        inside = self._inside(a, {b: p for b, p in reached.items() if b not in sources})
+        named = Expressions(self.own | {(source, key_of(self.rows.place)): name for source in sources})
         named.sides = self.shared.sides
         found = named.of(a, reached[a], inside)
         if name == "y" and not is_linear(found, "y"):
@@ -417,30 +410,29 @@ class _Match:
 
     def _transposed(self, weight):
         """The linear maps, transposed: of scores and of weights."""
-        linear = self.linear
         cotangents = [product[1] for product in (self.dq, self.dk) if product]
-        found = {self._made_of("g", linear.result, linear.place, a, self.reached_after) for a in cotangents}
+        found = {self._made_of("g", self.of_scores, a, self.reached_after) for a in cotangents}
         if len(found) != 1:
             raise NoAttention
         (of_score,) = found
         own = {(self.product_of_cotangent.outputs[0], key_of(self.place_of_cotangent)): "t"}
         named = Expressions(own)
         named.sides = self.shared.sides
-        before = self._before(linear.operands[1], linear.place, own)
-        of_weight = named.of(linear.operands[1], linear.place, before)
+        before = self._before(self.cotangent, self.rows.place, own)
+        of_weight = named.of(self.cotangent, self.rows.place, before)
         if not is_linear(of_weight, "t") or factors(weight, "y") != factors(of_weight, "t"):
             raise NoAttention
         return of_score, of_weight
 
     def _masked(self, score, mask) -> Expression:
         """The score, -inf where a mask is not."""
-        shape, x = mask.aval.shape, self.group.x.aval.shape
-        place = [self.group.place[d] if n > 1 else [] for d, n in enumerate(shape, len(x) - len(shape))]
+        shape, x = mask.aval.shape, self.rows.scores.aval.shape
+        place = [self.rows.place[d] if n > 1 else [] for d, n in enumerate(shape, len(x) - len(shape))]
         of_mask = self.shared.of(mask, place, self._before(mask, place, {}))
         n = len(score.operations)
         renamed = {f"v{k}": f"v{k + n}" for k in range(len(of_mask.operations))}
         operations = [op._replace(operands=tuple(renamed.get(a, a) for a in op.operands)) for op in of_mask.operations]
-        dtype = self.group.x.aval.dtype.name
+        dtype = self.rows.scores.aval.dtype.name
         choice = renamed.get(of_mask.result, of_mask.result), Number(-float("inf"), dtype), score.result
         select = Operation("select_n", choice, ("bool", dtype, dtype), dtype)
         return Expression((*score.operations, *operations, select), f"v{n + len(operations)}")
@@ -473,33 +465,42 @@ class _Match:
         """The products, as calls of the kernels."""
         names, letters, attention, made = self.names, self.letters, self.found.attention, self.made
         arrays = [Operand(side.variable, side.place) for side in self.shared.sides if side.factor is None]
-        reads = [self.q, self.k, self.v, *arrays] + ([self.o_cotangent] if self.linear is not None else [])
-        wanted = [*letters, *(a.letters(names) for a in arrays), letters.o]
-        results = [product.equation.outputs[0] for product, _ in made]
-        makers = [product.equation for product, _ in made]
-        if self.linear is not None and self.written is not None:
-            results.append(self.written)
-            makers.append(self.graph.maker[self.written])
+        reads = [(self.q, letters.q), (self.k, letters.k), (self.v, letters.v)]
+        reads += [(a, a.letters(names)) for a in arrays]
+        reads += [] if self.linear is None else [(self.o_cotangent, letters.o)]
+        of_column = [[] if d == self.rows.axis else dim for d, dim in enumerate(self.rows.place)]
+        reads += [] if self.rows.column is None else [(Operand(self.rows.column, of_column), letters.rows)]
+        results = [(p.equation.outputs[0], p.result, self._names_of(p), of) for p, of in made]
+        if self.linear is not None:
+            place = self.reached_after.get(self.written)
+            results += [] if self.written is None else [(self.written, place, names, letters.rows + "j")]
+            columns = self.rows.of_column(self.linear.outputs[0])
+            results += [(v, of_column, names, letters.rows) for v in columns]
 
         def function(*given):
-            given = [of.array(a, names, c) for of, a, c in zip(reads, given, wanted, strict=False)]
+            given = [of.array(a, names, c) for (of, c), a in zip(reads, given, strict=True)]
             q, k, v, *rest = given
             sides = rest[: len(arrays)]
             o, rows = kernels.forward(attention, q, k, v, *sides)
-            found, written = [o] * len(self.outputs), []
+            column_factor = None
+            if self.rows.column is not None:
+                o, rows, column_factor = kernels.with_sink(attention, o, rows, rest[-1])
+            found = [o] * len(self.outputs)
             if self.linear is not None:
-                dq, dk, dv, *written = kernels.backward(attention, q, k, v, o, rows, rest[len(arrays)], *sides)
-                found += [a for a, p in ((dq, self.dq), (dk, self.dk), (dv, self.dv)) if p]
-            places = [(p.result, self._names_of(p), of) for p, of in made]
-            places += [(self.reached_after[self.written], names, letters.rows + "j") for _ in written]
+                o_cotangent = rest[len(arrays)]
+                delta = kernels.delta(attention, o, o_cotangent)
+                dq, dk, dv, *written = kernels.backward(attention, q, k, v, o_cotangent, rows, delta, *sides)
+                found += [a for a, p in ((dq, self.dq), (dk, self.dk), (dv, self.dv)) if p] + written
+                found += [-column_factor * delta for _ in columns]
             return [
                 Operand(None, place).result(a, own, of, result.aval)
-                for (place, own, of), a, result in zip(places, found + written, results, strict=True)
+                for (result, place, own, of), a in zip(results, found, strict=True)
             ]
 
-        variables = [of.variable for of in reads]
+        variables = [of.variable for of, _ in reads]
+        makers = list(dict.fromkeys(self.graph.maker[result] for result, *_ in results))
         last = max(makers, key=self.graph.position.get)
-        new = splicing.spliced(function, variables, results, self.softmax)
+        new = splicing.spliced(function, variables, [result for result, *_ in results], self.softmax)
         return {maker: [] for maker in makers} | {last: new}
 
     def _names_of(self, product):
