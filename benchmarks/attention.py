@@ -3,9 +3,9 @@
     python benchmarks/attention.py            # two minutes; prints a table
     python benchmarks/attention.py --quick    # small arrays, to try the script
 
-Device time of the output, and of the output with the gradients of q, k, v and a bias. Memory is what is needed besides
-arguments and results. Errors are the fused program's largest distances from the unfused one, as parts of the largest
-value, where that has room.
+Device time of the output, and of the output with the gradients of q, k, v, a bias and a sink. Memory is what is needed
+besides arguments and results. Errors are the fused program's largest distances from the unfused one, as parts of the
+largest value, where that has room.
 """
 
 import argparse
@@ -88,17 +88,26 @@ def biased(q, k, v, bias):
     return weighted(scores_of(q, k) + bias, v)
 
 
+def with_sink(q, k, v, sink):
+    i, j = indices(q)
+    scores = jnp.where(i >= j, scores_of(q, k), jnp.finfo(q.dtype).min)
+    column = jnp.broadcast_to(sink[None, :, None, None], (*scores.shape[:-1], 1))
+    weights = jax.nn.softmax(jnp.concatenate([scores, column], -1))[..., :-1]
+    return jnp.einsum("bhij,bjhd->bihd", weights, v)
+
+
 # A program, batch, length, heads, heads of k and v, features.
 USUAL = 8, 2048, 16, 16, 64
 CASES = [
     *((program, *USUAL) for program in (causal, causal_float32, jax_nn, plain, capped, packed, alibi_in_a_window)),
-    *((program, *USUAL) for program in (dropped, biased)),
+    *((program, *USUAL) for program in (dropped, biased, with_sink)),
     (causal, 4, 4096, 16, 16, 128),
     (grouped, 4, 2048, 32, 8, 64),
     (plain, 256, 197, 12, 12, 64),
     (causal, 8, 512, 16, 16, 64),
     (causal, 1, 16384, 16, 16, 128),
 ]
+DIFFERENTIATED_BESIDE = biased, with_sink
 MOST_BYTES = 16 << 30  # of an array of scores, beyond which the unfused program is not tried
 
 
@@ -108,8 +117,9 @@ def operands_of(program, batch, length, heads, of_keys, features):
     arrays = [jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=False)]
     if program is packed:
         arrays.append(jnp.sort(jax.random.randint(keys[4], (batch, length), 0, 4)))
-    if program is biased:
-        arrays.append(jax.random.normal(keys[4], (1, heads, length, length), jnp.bfloat16))
+    if program in DIFFERENTIATED_BESIDE:
+        shape = (heads,) if program is with_sink else (1, heads, length, length)
+        arrays.append(jax.random.normal(keys[4], shape, jnp.bfloat16))
     if program is dropped:
         arrays.append(jax.random.bernoulli(keys[4], 0.9, (batch, heads, length, length)))
     return arrays
@@ -117,7 +127,7 @@ def operands_of(program, batch, length, heads, of_keys, features):
 
 def with_gradient(program):
     def both(q, k, v, o_cotangent, *beside):
-        if program is biased:
+        if program in DIFFERENTIATED_BESIDE:
             o, transposed = jax.vjp(program, q, k, v, *beside)
         else:
             o, transposed = jax.vjp(lambda q, k, v: program(q, k, v, *beside), q, k, v)
