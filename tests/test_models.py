@@ -13,6 +13,8 @@ import pytest
 import support
 
 import jax_softmax
+from jax_softmax.fusion import graph, rewriting
+from jax_softmax.primitives.in_memory import in_memory_p
 
 MODELS = {c.name: c for c in computations.COMPUTATIONS}
 MODELS |= {c.name: c for c in never_slower.COMPUTATIONS if c.inner is None}  # the others are views
@@ -85,6 +87,12 @@ def test_what_is_folded_can_be_said(name):
     arguments = jax.eval_shape(model.make_args, jax.random.key(0))
     report = jax_softmax.fuse(model.function).explain(*arguments)
     assert report and all(line.why_not == "" for line in report), str(report)
+    rewritten = rewriting.rewritten(jax.make_jaxpr(jax_softmax.fuse(model.function))(*arguments).jaxpr)
+    pending = [rewritten]
+    while pending:  # `made_twice.py` says what is in memory, not the operators' own formulas
+        for eqn in pending.pop().eqns:
+            assert eqn.primitive is not in_memory_p, str(eqn)
+            pending += graph.jaxprs_of(eqn.params)
 
 
 def in_float64(model, arguments):

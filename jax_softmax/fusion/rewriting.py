@@ -65,9 +65,9 @@ def rewritten(jaxpr, report=None, where=""):
     changed |= any(e.name in PRIMITIVES or e.eqn.primitive is in_memory_p for e in graph.equations)
     if not changed:
         return jaxpr
-    graph, found = matcher.applied(rules.without_duplicates(_without_copies(graph)))
+    graph, found = matcher.applied(rules.without_duplicates(graph))
     report += [_line_of_attention(attention, where) for attention in found]
-    graph = rules.applied(graph)
+    graph = _without_copies(rules.applied(graph))
     groups, calls, by_xla = _decided(graph, report, where)
     equations, outputs = _in_order(groups, calls, by_xla)
     return jaxpr.replace(eqns=equations, outvars=outputs)
