@@ -10,9 +10,11 @@ import threading
 
 import emulated
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import mlir
 
+from jax_softmax import _kernels
 from jax_softmax.fusion.attention import kernels as attention
 
 _running = threading.Lock()
@@ -30,7 +32,7 @@ def kernels(late=False, in_jax=False):
     def emulated_call(*operands, **params):
         if in_jax:
             made.append((params, operands))
-            return params["attention"].in_jax(params["kernel"], *operands)
+            return in_jax_by_tiles(*operands, **params)
         plan, types, operands = attention.prepared(params["attention"], params["kernel"], *operands)
         made.append((params, operands))
 
@@ -51,6 +53,22 @@ def kernels(late=False, in_jax=False):
         yield made
     finally:
         attention.call = kept
+
+
+def in_jax_by_tiles(*operands, attention, kernel):
+    """What kernels do, in JAX, without the tiles that they skip."""
+    visited, extents, n = True, attention.extents(*operands[:3]), 3 if kernel == "forward" else 6
+    if attention.letters_of_bounds is not None:
+        ends = attention.bounds(kernel, extents, operands[n:])
+        tiling = _kernels.attention_tiling(kernel, extents["d"], extents["e"])
+        stay, pass_by = "ji" if kernel == "keys" else "ij"
+        block, step = jnp.arange(extents[stay]) // tiling["rows"], jnp.arange(extents[pass_by]) // tiling["step"]
+        first, end = (ends[..., k][..., block, None] for k in (0, 1))
+        visited = (step >= first) & (step < end)
+        visited = visited.swapaxes(-1, -2) if kernel == "keys" else visited
+        of_batch = [extents[c] if c in attention.letters_of_bounds else 1 for c in attention.letters.batch]
+        visited = visited.reshape(*of_batch, extents["i"], extents["j"])
+    return attention.in_jax(kernel, *operands, visited=visited)
 
 
 @functools.cache

@@ -4,6 +4,8 @@ What kernels do is done in JAX (`attention_on_host.py`): `test_attention.py` is 
 """
 
 import collections
+import contextlib
+import functools
 import random
 
 import attention_on_host
@@ -14,9 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import support
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import jax_softmax
 from jax_softmax import fuse
+from jax_softmax.fusion.attention import call
 from jax_softmax.runtime import cuda
 
 # Of packages that are older than this JAX.
@@ -378,3 +383,159 @@ def test_a_program_without_our_operators_is_not_lowered_instead():
     lowered = jax.jit(fuse(jax_nn)).trace(*operands).lower(lowering_platforms=("cuda",))
     assert "jax_softmax_attention" in lowered.as_text()
     assert jax_softmax.fuse(jax_nn)(*operands).shape == operands[0].shape  # here, too
+
+
+# ---- Programs whose tiles must not be skipped, or which are no attention at all. Of more than a tile.
+
+N = 300
+
+
+def scores(q, k):
+    return jnp.einsum("bihd,bjhd->bhij", q, k).astype(jnp.float32) / 4
+
+
+def attended(scores, v, **options):
+    return jnp.einsum("bhij,bjhd->bihd", jax.nn.softmax(scores, **options).astype(v.dtype), v)
+
+
+def seen(scores):
+    i, j = (jax.lax.broadcasted_iota(jnp.int32, scores.shape, d) for d in (2, 3))
+    return i, j
+
+
+def causal(s):
+    i, j = seen(s)
+    return jnp.where(i >= j, s, -1e30)
+
+
+def updated_bias(q, k, v, bias):
+    def loss(q, k, v, bias):
+        return attended(causal(scores(q, k) + bias), v).astype(jnp.float32).sum()
+
+    *gradients, of_bias = jax.grad(loss, (0, 1, 2, 3))(q, k, v, bias)
+    return *gradients, bias - 0.1 * of_bias
+
+
+def loss_of_scores(q, k, v):
+    s = scores(q, k)
+    return attended(causal(s), v).astype(jnp.float32) * jnp.cos(jnp.arange(D)) + 0.01 * s.sum()
+
+
+def two_masks(q, k, v):
+    s = scores(q, k)
+    i, j = seen(s)
+    return attended(causal(s), v) + attended(jnp.where(abs(i - j) < 30, s, -1e30), v * 2)
+
+
+def mask_by_scores(q, k, v):
+    s = scores(q, k) * 4
+    i, j = seen(s)
+    s = s - abs(i - j).astype(jnp.float32) / 16
+    return attended(jnp.where(s > -1, s, -1e30), v)
+
+
+def logarithms(q, k, v):
+    s = scores(q, k)
+    i, j = seen(s)
+    return attended(jnp.log(jnp.maximum(s, 0)), v, where=i >= j - 40)
+
+
+def left_padding(q, k, v):
+    s = scores(q, k)
+    i, j = seen(s)
+    return attended(jnp.where(i >= j, s, -1e9), v, where=j >= 200)
+
+
+def sink_of_fills(q, k, v):
+    s = scores(q, k)
+    i, j = seen(s)
+    s = jnp.where((i >= j) & (i > 150), s, -1e30)
+    weights = jax.nn.softmax(jnp.concatenate([s, jnp.full((*s.shape[:-1], 1), -1e30)], -1))[..., :-1]
+    return jnp.einsum("bhij,bjhd->bihd", weights.astype(v.dtype), v)
+
+
+def largest_alone(q, k, v):
+    s = jnp.einsum("bihd,bjhd->bhij", q, k)
+    return attended(jnp.where(s >= s.max(-1, keepdims=True), s, -jnp.inf), v)
+
+
+def scores_as_well(q, k, v):
+    s = scores(q, k)
+    return attended(causal(s), v).astype(jnp.float32) + s.max()
+
+
+LONG = [normal(1, N, 2, D, seed=seed) for seed in range(3)]
+PITFALLS = {
+    "updated bias": (updated_bias, [*LONG, jnp.float32(normal(1, 2, N, N, seed=3))]),
+    **{
+        f.__name__: (functools.partial(gradients, f), LONG)
+        for f in (loss_of_scores, two_masks, mask_by_scores, logarithms, left_padding, sink_of_fills, scores_as_well)
+    },
+    "largest alone": (largest_alone, LONG),
+}
+
+
+@pytest.mark.parametrize("name", PITFALLS)
+def test_pitfalls(name):
+    program, operands = PITFALLS[name]
+    with emulated.kernels(attention=True), attention_on_host.kernels(in_jax=True):
+        found = jax.jit(fuse(program))(*operands)
+    assert_as_exact(found, program, operands)
+
+
+def lowered(f, *operands):
+    return jax.jit(fuse(f)).trace(*operands).lower(lowering_platforms=("cuda",))
+
+
+@pytest.mark.parametrize("around", ["map of the gradient", "gradient of the map"])
+def test_scans_in_shard_map(around):
+    mesh = support.mesh_of_cpus((4, 2), AxisType.Auto)
+
+    def mapped(f, out_specs):
+        return jax.shard_map(f, mesh=mesh, in_specs=(P("data"), P()), out_specs=out_specs)
+
+    x = normal(8, S, H * D)
+
+    def loss(x, w):
+        return scanned(layer, x, w).astype(jnp.float32).sum()
+
+    if around == "map of the gradient":
+        f = mapped(jax.grad(loss), P("data"))
+    else:
+        f = jax.grad(lambda x, w: mapped(lambda x, w: scanned(layer, x, w), P("data"))(x, w).astype(jnp.float32).sum())
+    lowered(f, x, LAYERS)
+
+
+def test_scans_with_literals_and_in_chains():
+    def masked(w, xs, scale, mask):
+        mask = jnp.broadcast_to(mask, (64, 64))
+        return jax.lax.scan(lambda c, x: (c + x, jax.nn.softmax(jnp.where(mask, (c @ w) * scale, -1e9))), xs[0], xs)
+
+    operands = jnp.ones((64, 64)), jnp.ones((3, 64, 64)), jnp.ones((64,), bool)
+    lowered(lambda w, xs, mask: jax.jit(masked)(w, xs, 0.5, mask), *operands)
+
+    def chain(x, c):
+        for _ in range(3):
+            c, x = jax.lax.scan(lambda c, x: (y := layer((c + x)[None], LAYERS[0])[0][0], y), c, x)
+        return c
+
+    lowered(lambda x, c: gradients(chain, x, c), normal(3, S, H * D), normal(S, H * D))
+
+
+@pytest.mark.parametrize("setting", ["transfers", "infinities", "no CPU"])
+def test_settings_do_not_matter(setting, monkeypatch):
+    operands = [jax.ShapeDtypeStruct((8, 2048, 16, 64), jnp.bfloat16)] * 3
+    contexts = {"transfers": lambda: jax.transfer_guard("disallow"), "infinities": lambda: jax.debug_infs(True)}
+    if setting == "no CPU":
+        devices = jax.local_devices
+
+        def without_cpu(backend=None):
+            if backend == "cpu":
+                raise RuntimeError("Unknown backend cpu")
+            return devices()
+
+        monkeypatch.setattr(jax, "local_devices", without_cpu)
+    with contexts.get(setting, contextlib.nullcontext)():
+        call.Attention.visible_part.cache_clear()
+        assert "attention" in lowered(by_hand_of(2048), *operands).as_text()
+    call.Attention.visible_part.cache_clear()

@@ -12,26 +12,32 @@ import jax
 
 from jax_softmax import _private
 from jax_softmax.fusion import expressions, residuals, splicing
-from jax_softmax.fusion.graph import Graph, bytes_of, edited, jaxprs_of, opened, sorted_by_need, variables_of
+from jax_softmax.fusion.expressions import is_variable
+from jax_softmax.fusion.graph import Graph, bytes_of, edited, graph_of, jaxprs_of, opened, sorted_by_need, variables_of
 
 
 def applied(graph: Graph) -> Graph:
     """The graph with pairs of scans that stack no weights."""
-    scans = [e for e in graph.equations if e.name == "scan" and has_softmax(e)]
+    scans = [e for e in graph.equations if e.name == "scan" and has_softmax(e) and not _names_axes(e)]
     if scans:
         graph = graph.with_replaced({e: new for e in scans if (new := _with_masks_inside(graph, e))})
-    for equation in [e for e in graph.equations if e.name == "scan"]:
-        pair = _pair(graph, equation)
+    for equation in [e for e in graph.equations if e.name == "scan" and has_softmax(e) and not _names_axes(e)]:
+        pair = _pair(graph, equation) if equation in graph.position else None
         if pair is not None:
             graph = graph.with_replaced(pair)
     return graph
+
+
+def _names_axes(equation) -> bool:
+    """Whether it varies over the axes of a mesh, whose names are not known where a body is traced again."""
+    return any(_private.varying_axes(v.aval) for v in (*variables_of(equation.inputs), *equation.outputs))
 
 
 def has_softmax(equation) -> bool:
     pending = jaxprs_of(equation.params)
     while pending:
         for eqn in pending.pop().eqns:
-            if eqn.primitive.name in ("softmax", "softmax_linear"):
+            if eqn.primitive.name in _SOFTMAX:
                 return True
             pending += jaxprs_of(eqn.params)
     return False
@@ -42,7 +48,9 @@ def _with_masks_inside(graph, scan) -> list | None:
     none."""
     parts = _private.parts_of_scan(scan.params, scan.inputs, scan.outputs)
     body = opened(scan.params["jaxpr"])[0]
-    made = {a: _made_of_little(graph, a) for a in dict.fromkeys(variables_of(parts.consts))}
+    of_scores = _made_into_scores(body)
+    consts = [a for a, v in zip(parts.consts, body.invars, strict=False) if is_variable(a) and v in of_scores]
+    made = {a: _made_of_little(graph, a) for a in dict.fromkeys(consts)}
     made = {a: equations for a, equations in made.items() if equations}
     if not made or body.constvars:
         return None
@@ -50,7 +58,7 @@ def _with_masks_inside(graph, scan) -> list | None:
     inside = {v for e in equations for v in e.outputs}
     leaves = list(dict.fromkeys(a for e in equations for a in variables_of(e.inputs) if a not in inside))
     again = edited(body, equations, invars=leaves, outvars=list(made), effects=frozenset())
-    rest = [a for a in parts.consts if a not in made]
+    rest = [a for a in parts.consts if not (is_variable(a) and a in made)]
     n, n_carry = len(rest), len(parts.init)
 
     def function(*given):
@@ -60,7 +68,7 @@ def _with_masks_inside(graph, scan) -> list | None:
         def layer(carry, x):
             values = dict(zip(made, jax.core.eval_jaxpr(again, [], *of_leaves), strict=True))
             others = iter(consts)
-            all_consts = [values[a] if a in values else next(others) for a in parts.consts]
+            all_consts = [values[a] if is_variable(a) and a in values else next(others) for a in parts.consts]
             found = jax.core.eval_jaxpr(body, [], *all_consts, *carry, *x)
             return found[:n_carry], found[n_carry:]
 
@@ -70,6 +78,22 @@ def _with_masks_inside(graph, scan) -> list | None:
     return splicing.spliced(function, [*leaves, *rest, *parts.init, *parts.xs], scan.outputs, scan)
 
 
+def _made_into_scores(body) -> set:
+    """The variables of which the operands of softmaxes are made, element by element."""
+    graph = graph_of(body)
+    pending = [a for e in graph.equations if e.name in _SOFTMAX or has_softmax(e) for a in variables_of(e.inputs)]
+    found: set = set()
+    while pending:
+        a = pending.pop()
+        if a in found:
+            continue
+        found.add(a)
+        maker = graph.maker.get(a)
+        pending += variables_of(maker.inputs) if maker is not None and expressions.prints(maker) else []
+    return found
+
+
+_SOFTMAX = ("softmax", "softmax_linear")
 _LITTLE = 1 / 8  # of an array's bytes
 
 
@@ -93,6 +117,8 @@ def _pair(graph, forward) -> dict | None:
     """A scan, and the one that alone reads some of what it stacks, both anew; None if no attention is in it."""
     for backward in graph.equations:
         if backward.name != "scan" or backward is forward:
+            continue
+        if _names_axes(backward):
             continue
         scans = [_private.parts_of_scan(e.params, e.inputs, e.outputs) for e in (forward, backward)]
         early, stacks = set(variables_of(scans[1].consts + scans[1].init)), set(variables_of(scans[1].xs))
@@ -141,7 +167,7 @@ def _without_weights(forward, backward, parts, parts_of_backward, needed) -> dic
     kept = [*(of_operand.get(k, forward.inputs[k]) for k in chosen.operands), *stacked[: len(made)]]
     is_const = [k < n_consts for k in chosen.operands] + [False] * len(made)
     which = {parts.ys[k]: at for at, k in enumerate(needed)}  # of what is needed each array read is
-    rest = [a for a in parts_of_backward.xs if a not in which]
+    rest = [a for a in parts_of_backward.xs if not (is_variable(a) and a in which)]
     n_consts_of_backward, n_carry_of_backward = len(parts_of_backward.consts), len(parts_of_backward.init)
 
     def again_and_backward(*given):
@@ -152,7 +178,7 @@ def _without_weights(forward, backward, parts, parts_of_backward, needed) -> dic
             rest, layers = map(iter, xs)
             given = [a if is_one else next(layers) for a, is_one in zip(kept_now, is_const, strict=True)]
             again = jax.core.eval_jaxpr(chosen.again, [], *given)
-            xs = [again[which[a]] if a in which else next(rest) for a in parts_of_backward.xs]
+            xs = [again[which[a]] if is_variable(a) and a in which else next(rest) for a in parts_of_backward.xs]
             found = jax.core.eval_jaxpr(of_backward, [], *consts, *carry, *xs)
             return found[:n_carry_of_backward], found[n_carry_of_backward:]
 

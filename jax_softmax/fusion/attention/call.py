@@ -15,8 +15,9 @@ import numpy as np
 
 from jax_softmax import _kernels
 from jax_softmax.fusion import printing
+from jax_softmax.fusion.attention.linear import depending_on
 from jax_softmax.fusion.attention.source import KERNELS, Letters, Plan, plan_of
-from jax_softmax.fusion.expressions import Expression, Number
+from jax_softmax.fusion.expressions import ARITHMETIC, SAME, Expression, Number
 
 
 class Side(NamedTuple):
@@ -76,8 +77,9 @@ class Attention(NamedTuple):
         }[kernel]
         return [jax.ShapeDtypeStruct([extents[c] for c in of], dtype) for of, dtype in results]
 
-    def in_jax(self, kernel: str, q, k, v, *rest) -> list[jax.Array]:
-        """What a kernel does. Operands as those of the primitive (`kernels.py`)."""
+    def in_jax(self, kernel: str, q, k, v, *rest, visited=True) -> list[jax.Array]:
+        """What a kernel does. Operands as those of the primitive (`kernels.py`). `visited`: of which scores the tiles
+        are."""
         types, letters, extents = self.result_types(kernel, q, k, v), self.letters, self.extents(q, k, v)
         dims = letters.rows + "j"
 
@@ -90,28 +92,29 @@ class Attention(NamedTuple):
 
         sides = self.values_of_sides(dims, extents, rest[0 if kernel == "forward" else 3 :])
         x = product(f"{letters.q},{letters.k}->{dims}", q, k)
-        s = value(self.score, x0=x)
+        s = jnp.where(visited, value(self.score, x0=x), -jnp.inf)
         empty = (s == -jnp.inf).all(-1, keepdims=True) & self.empty_rows_are_zero
         if kernel == "forward":
             pivot = jnp.where(empty, jnp.float32(0), s.max(-1, keepdims=True))
             total = jnp.where(empty, jnp.float32(jnp.inf), jnp.exp(s - pivot).sum(-1, keepdims=True))
-            o = product(f"{dims},{letters.v}->{letters.o}", value(self.weight, y=jnp.exp(s - pivot) / total), v)
+            weights = jnp.where(visited, value(self.weight, y=jnp.exp(s - pivot) / total), 0)
+            o = product(f"{dims},{letters.v}->{letters.o}", weights, v)
             return [o.astype(types[0].dtype), jnp.concatenate([pivot, jnp.log2(total)], -1)]
         o_cotangent, rows, delta = rest[:3]
         y = jnp.where(empty, jnp.float32(0), jnp.exp(s - rows[..., :1]) * jnp.exp2(-rows[..., 1:]))
         t = value(self.weight_transposed, t=product(f"{letters.o},{letters.v}->{dims}", o_cotangent, v))
         g = y * (t - delta[..., None])
-        x_cotangent = value(self.score_transposed, g=g, x0=x)
+        x_cotangent = jnp.where(visited, value(self.score_transposed, g=g, x0=x), 0)
         made = {
             "queries": [(letters.k, k, letters.q, x_cotangent)],
             "keys": [
                 (letters.q, q, letters.k, x_cotangent),
-                (letters.o, o_cotangent, letters.v, value(self.weight, y=y)),
+                (letters.o, o_cotangent, letters.v, jnp.where(visited, value(self.weight, y=y), 0)),
             ],
         }[kernel]
         found = [product(f"{dims},{of}->{to}", w, a).astype(types[0].dtype) for of, a, to, w in made]
         if kernel == "queries" and self.written_dtype:
-            found.append(value(self.written, g=g, x0=x).astype(self.written_dtype))
+            found.append(jnp.where(visited, value(self.written, g=g, x0=x), 0).astype(self.written_dtype))
         return found
 
     def values_of_sides(self, dims: str, extents: dict[str, int], arrays) -> dict[str, jax.Array]:
@@ -131,10 +134,17 @@ class Attention(NamedTuple):
 
     @property
     def letters_of_bounds(self) -> str | None:
-        """The batch letters along which masks differ; None if there are no masks."""
+        """The batch letters along which masks differ; None if there are no masks, or if they depend on the product."""
         read = [a for op in self.score.operations for a in op.operands]
         if not self.empty_rows_are_zero and not any(map(_is_fill, read)):
             return None
+        made_of_product = depending_on(self.score, "x0")
+        for op in self.score.operations:
+            which = [a in made_of_product for a in op.operands]
+            if any(which) and (
+                op.name not in _KEEP_SIZE or (op.name in ("div", "select_n") and which[op.name == "div"])
+            ):
+                return None
         letters = {c for k, side in enumerate(self.sides) if f"s{k}" in read for c in side.letters}
         return "".join(c for c in self.letters.batch if c in letters)
 
@@ -143,7 +153,7 @@ class Attention(NamedTuple):
 
         `arrays`: those among the sides.
 
-        A query that sees nothing is taken to see everything, because its weights are uniform or NaN; but nothing at all
+        A query that sees nothing but fills is taken to see them, because its weights are uniform or NaN; nothing at all
         where they are 0.
         """
         letters = self.letters_of_bounds
@@ -152,11 +162,19 @@ class Attention(NamedTuple):
         cells, whole = ([f(*of) for of in zip(*sizes.values(), strict=True)] for f in (math.gcd, math.lcm))
         i, j = (-(-extents[c] // n) * n for c, n in zip("ij", whole, strict=True))
         shape = [extents[c] for c in letters]
-        seen = self._are_no_fills(self.values_of_sides(letters + "ij", extents, arrays))
-        seen = jnp.broadcast_to(seen, [*shape, extents["i"], extents["j"]])
-        seen = jnp.pad(seen, [(0, 0)] * len(shape) + [(0, i - extents["i"]), (0, j - extents["j"])])
-        seen = seen.reshape(*shape, i, j // cells[1], cells[1]).any(-1)
-        if not self.empty_rows_are_zero:
+        scores = self._without_product(self.values_of_sides(letters + "ij", extents, arrays))
+
+        def cells_with(elements):
+            elements = jnp.broadcast_to(elements, [*shape, extents["i"], extents["j"]])
+            elements = jnp.pad(elements, [(0, 0)] * len(shape) + [(0, i - extents["i"]), (0, j - extents["j"])])
+            return elements.reshape(*shape, i, j // cells[1], cells[1]).any(-1)
+
+        seen = cells_with(~(scores <= _FILL))
+        if self.empty_rows_are_zero:
+            if any(_is_fill(a) and math.isfinite(a.value) for op in self.score.operations for a in op.operands):
+                filled = cells_with(scores > -jnp.inf)
+                seen |= ~seen.any(-1, keepdims=True) & filled
+        else:
             at = (jax.lax.broadcasted_iota(jnp.int32, seen.shape, seen.ndim - n) for n in (2, 1))
             exist = (next(at) < extents["i"]) & (next(at) * cells[1] < extents["j"])
             seen |= ~seen.any(-1, keepdims=True) & exist
@@ -171,10 +189,10 @@ class Attention(NamedTuple):
         first, end = jnp.where(tiles, at, tiles.shape[-1]).min(-1), jnp.where(tiles, at + 1, 0).max(-1)
         return jnp.stack([first, end], -1)
 
-    def _are_no_fills(self, sides) -> jax.Array:
-        """Which scores are none, judged by a product of 0."""
+    def _without_product(self, sides) -> jax.Array:
+        """The scores of products of 0: fills are what they are."""
         x = jnp.zeros((), self.score.dtype_of("x0"))
-        return ~(self.score.value({"x0": x, **sides}).astype(jnp.float32) <= _FILL)
+        return self.score.value({"x0": x, **sides}).astype(jnp.float32)
 
     @functools.lru_cache(256)  # noqa: B019  (of equal ones, which are few)
     def visible_part(self, **extents: int) -> float:
@@ -183,17 +201,30 @@ class Attention(NamedTuple):
         sides = {f"s{k}": side for k, side in enumerate(self.sides) if f"s{k}" in read}
         if self.letters_of_bounds is None or any(side.dtype != "index" for side in sides.values()):
             return 1.0
+        try:
+            cpu = jax.local_devices(backend="cpu")[0]
+        except RuntimeError:  # JAX was told to do without
+            return 1.0
         given, dims = {}, "".join(dict.fromkeys([*(side.letters for side in sides.values()), "i", "j"]))
         for name, side in sides.items():
             n = extents[side.letters]
             some = np.linspace(0, n - 1, min(n, 64)).astype(np.int32)
             given[name] = some.reshape([-1 if c == side.letters else 1 for c in dims])
-        with jax.ensure_compile_time_eval(), jax.default_device(jax.devices("cpu")[0]):
-            return float(jnp.mean(self._are_no_fills(given)))
+        with (
+            jax.ensure_compile_time_eval(),
+            jax.default_device(cpu),
+            jax.transfer_guard("allow"),
+            jax.debug_infs(False),
+        ):
+            return float(jnp.mean(~(self._without_product(given) <= _FILL)))
 
 
 # No score of a program is as small as this, but for fills. Those of float16, which cannot be, do not count as such.
 _FILL = -1e8
+
+
+# Operations of a product after which a score that is no fill at 0 is none elsewhere, and the other way round.
+_KEEP_SIZE = (*SAME, *ARITHMETIC, "neg", "div", "tanh", "select_n", "convert_element_type", "reduce_precision")
 
 
 def _is_fill(a) -> bool:

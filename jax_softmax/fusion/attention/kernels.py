@@ -61,7 +61,7 @@ def with_sink(attention: Attention, o, rows, column):
     softmax([s, c])[:-1] = softmax(s) sigmoid(logsumexp(s) - c)
     """
     letters, log_2 = attention.letters, float(np.log(2))
-    distance = rows[..., 0] + rows[..., 1] * log_2 - column.astype(jnp.float32)
+    distance = (rows[..., 0] - column.astype(jnp.float32)) + rows[..., 1] * log_2  # both may be as large as fills
     factor = jnp.transpose(jax.nn.sigmoid(distance), [letters.rows.index(c) for c in letters.o[:-1]])
     o = (o.astype(jnp.float32) * factor[..., None]).astype(o.dtype)
     rows = jnp.stack([rows[..., 0], rows[..., 1] - jax.nn.log_sigmoid(distance) / log_2], -1)

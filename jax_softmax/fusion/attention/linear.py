@@ -3,7 +3,7 @@
 from jax_softmax.fusion.expressions import ROUNDED, Number
 
 
-def _depends(expression, name) -> set:
+def depending_on(expression, name) -> set:
     """The values of an expression that are made of this one."""
     found = {name}
     for k, op in enumerate(expression.operations):
@@ -14,7 +14,7 @@ def _depends(expression, name) -> set:
 
 def is_linear(expression, name) -> bool:
     """Whether an expression is linear in a value, and made of it."""
-    moved = _depends(expression, name)
+    moved = depending_on(expression, name)
     for op in expression.operations:
         which = [isinstance(a, str) and a in moved for a in op.operands]
         if not any(which):
@@ -35,7 +35,7 @@ def is_linear(expression, name) -> bool:
 
 def factors(expression, name):
     """What a value is multiplied by on its way through a linear expression, whatever the order and the roundings."""
-    moved, texts, found = _depends(expression, name), {}, []
+    moved, texts, found = depending_on(expression, name), {}, []
 
     def text(a):
         return texts.get(a, a) if isinstance(a, str) else ("number", float(a.value))

@@ -5,8 +5,8 @@ backwards there is one product of queries and keys, whose elements become scores
 products with values, or with the output's cotangent, and the softmax's linear map, with its own product before it and
 its own ones after it. Places (`places.py`) say which dimensions of all these are the same.
 
-The products' results are then made by the kernels. If nothing needs the softmax any more, that was all of it; if
-something does, the program stays as it was.
+The products' results are then made by the kernels. If nothing needs the softmax and the scores' product any more, that
+was all of it; if something does, the program stays as it was.
 """
 
 from typing import NamedTuple
@@ -40,6 +40,14 @@ class Found(NamedTuple):
     moved: int  # bytes for each score that arrays of queries x keys are written and read with
 
 
+class _Cut(NamedTuple):
+    """A way to have a value: the arrays that are read, and the equations that make it of them and of products."""
+
+    arrays: frozenset
+    equations: dict
+    of_product: bool
+
+
 def applied(graph: Graph) -> tuple[Graph, list[Found]]:
     """The graph with attention as calls of kernels where these are faster, and what was found."""
     softmaxes = [e for e in graph.equations if e.name == "softmax"]
@@ -49,7 +57,7 @@ def applied(graph: Graph) -> tuple[Graph, list[Found]]:
             new = graph.with_replaced({old: new for match in matches for old, new in match.replacements().items()})
         except InCirclesError:
             break
-        complete = [match for match in matches if match.softmax not in new.position]
+        complete = [m for m in matches if m.softmax not in new.position and m.product not in new.position]
         if len(complete) == len(matches):
             return new, [match.found for match in matches]
         matches = complete
@@ -122,33 +130,34 @@ class _Match:
         """The equations that a kernel does to make a value of these products, by the variable that each makes.
 
         They are those that leave fewest bytes to read. A function such as exp is not done for each score where its
-        result is the same for many.
+        result is the same for many. What is made of a product is never read.
         """
-        known = {key: (frozenset(), {}) for key in products}
-        return result_of(self._cut(a, place, known))[1]
+        known = {key: _Cut(frozenset(), {}, True) for key in products}
+        return result_of(self._cut(a, place, known)).equations
 
     def _cut(self, a, place, known):
         if not is_variable(a):
-            return frozenset(), {}
+            return _Cut(frozenset(), {}, False)
         key = a, key_of(place)
         if key in known:
             return known[key]
-        known[key] = read = frozenset([a]), {}
+        known[key] = read = _Cut(frozenset([a]), {}, False)
         maker = self.graph.maker.get(a)
         inputs = None if maker is None or not expressions.prints(maker) else places.inputs_of(maker, place)
         if inputs is None:
             return read
         arrays: frozenset = frozenset()
         equations: dict = {}
+        of_product = False
         for operand, its_place in zip(maker.inputs, inputs, strict=True):
             more = yield self._cut(operand, its_place, known)
-            arrays, equations = arrays | more[0], equations | more[1]
+            arrays, equations = arrays | more.arrays, equations | more.equations
+            of_product |= more.of_product
         equations[a] = maker
-        is_shared = not {self.i, id(self.j)} <= {id(f) for f in factors_of(place)}
-        if sum(map(bytes_of, arrays)) <= bytes_of(a) and not (
-            is_shared and any(map(expressions.is_long, equations.values()))
-        ):
-            known[key] = arrays, equations
+        of_each = {self.i, id(self.j)} <= {id(f) for f in factors_of(place)}
+        is_short = of_each or not any(map(expressions.is_long, equations.values()))
+        if of_product or (sum(map(bytes_of, arrays)) <= bytes_of(a) and is_short):
+            known[key] = _Cut(arrays, equations, of_product)
         return known[key]
 
     def _reached(self, variables, place):
@@ -404,7 +413,7 @@ class _Match:
         named = Expressions(self.own | {(source, key_of(self.rows.place)): name for source in sources})
         named.sides = self.shared.sides
         found = named.of(a, reached[a], inside)
-        if name == "y" and not is_linear(found, "y"):
+        if not is_linear(found, name):  # tiles of which all scores are masked would leave out the rest
             raise NoAttention
         return found
 
