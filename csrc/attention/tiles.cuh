@@ -259,12 +259,12 @@ struct SidesOfOne {
 
 inline constexpr float kLog2E = 1.44269502f;
 
-// Terms exp(x - pivot) as exp2(x log2(e) - r), where r is pivot log2(e), rounded. What r is rounded by is a factor that
-// all terms share. Beyond kLarge, where it would be large, the pivot itself stands for r and x for x log2(e): scores
-// that differ there at all (fills do not) differ by so much that the smaller one's term is next to nothing. A pivot of
-// -inf, of a row that sees nothing so far, counts as 0.
+// Terms exp(x - pivot) as exp2(x log2(e) - r), where r is pivot log2(e), rounded. What r is rounded by, at most 4, is a
+// factor that all terms share. Beyond kLarge the pivot itself stands for r and x for x log2(e): scores that differ
+// there at all differ by 8, so that the smaller one's term is next to nothing. A pivot of -inf, of a row that sees
+// nothing so far, counts as 0.
 struct Pivot {
-  static constexpr float kLarge = 1 << 24;
+  static constexpr float kLarge = 1 << 26;
   float value, factor, subtrahend;
 
   __device__ __forceinline__ explicit Pivot(float largest) {
