@@ -17,15 +17,13 @@ from jax_softmax.fusion.attention.call import Attention, Side
 from jax_softmax.fusion.attention.linear import factors, is_linear
 from jax_softmax.fusion.attention.products import NoAttention, Operand, Product
 from jax_softmax.fusion.attention.rows import Rows
-from jax_softmax.fusion.attention.source import Letters
+from jax_softmax.fusion.attention.source import Letters, has_kernels
 from jax_softmax.fusion.expressions import Expression, Expressions, NotFolded, Number, Operation, is_variable
 from jax_softmax.fusion.graph import Equation, Graph, InCirclesError, bytes_of, result_of, size_of
 from jax_softmax.fusion.groups import foldable
 from jax_softmax.fusion.places import factors_of, key_of
 from jax_softmax.fusion.traffic import attention_wins
 
-_TYPES = ("bfloat16", "float16")
-_MOST_FEATURES = 256
 _VIEWS = ("transpose", "reshape", "squeeze", "expand_dims")  # that a kernel's strides can be
 
 
@@ -199,8 +197,6 @@ class _Match:
             operand = Operand(maker.inputs[0], place[0])
             if operand.factors and operand.factors[-1] is features:
                 found = operand
-        if found.variable.aval.dtype.name not in _TYPES:
-            raise NoAttention
         return found
 
     # ---- Parts
@@ -316,13 +312,13 @@ class _Match:
         except ValueError:
             raise NoAttention from None
         self.extents = {self.names[id(f)]: f.extent for f in (*batch, j, d, e)}
-        if any(self.extents[c] % 8 or self.extents[c] > _MOST_FEATURES for c in "de"):
-            raise NoAttention
         dtypes = {of.variable.aval.dtype.name for of in (self.q, self.k, self.v)}
         dtypes |= {self.o_cotangent.variable.aval.dtype.name} if self.o_cotangent else set()
         if len(dtypes) != 1:
             raise NoAttention
         (self.dtype,) = dtypes
+        if not has_kernels(self.extents, self.dtype):
+            raise NoAttention
         for product, _ in (*self.with_weights, *(p for p in (self.dq, self.dk) if p)):
             if not self._is_rounded(product.equation.outputs[0]):
                 raise NoAttention

@@ -4,6 +4,7 @@ import math
 from typing import NamedTuple
 
 from jax_softmax import _kernels
+from jax_softmax.fusion.expressions import ROUNDED
 
 KERNELS = ("forward", "keys", "queries")  # the output; dk and dv; dq
 MOST_BATCH_DIMS = 6
@@ -57,6 +58,12 @@ class Letters(NamedTuple):
             raise ValueError(f"at most {MOST_BATCH_DIMS} dimensions of the batch")
 
 
+def has_kernels(extents: dict[str, int], dtype: str) -> bool:
+    """Whether there are kernels for these extents, by letters, and a dtype of q, k and v."""
+    features = extents["d"], extents["e"]
+    return dtype in ROUNDED and all(n % 8 == 0 and n <= 256 for n in features) and min(extents.values()) > 0
+
+
 class Plan(NamedTuple):
     """A kernel's source, a line about it, and its launch."""
 
@@ -74,12 +81,9 @@ def plan_of(
     name what they are given, in float32, and C++ of that and s0, s1, .... `written_dtype`: of what is written for each
     score, or None."""
     letters.check([of for of, _ in sides], bounds or "")
-    features = extents["d"], extents["e"]
-    if any(n % 8 for n in features) or max(features) > 256 or min(extents.values()) < 1:
-        raise ValueError(f"features must be a multiple of 8, up to 256, and nothing empty: {extents}")
-    if dtype not in ("bfloat16", "float16"):
-        raise ValueError(f"attention of {dtype}")
-    tiling = _kernels.attention_tiling(kernel, *features)
+    if not has_kernels(extents, dtype):
+        raise ValueError(f"attention of {dtype}, {extents}")
+    tiling = _kernels.attention_tiling(kernel, extents["d"], extents["e"])
     blocks = -(-extents["j" if kernel == "keys" else "i"] // tiling["rows"])
 
     def strides(of, times=1):
