@@ -156,6 +156,10 @@ nb::dict attention_tiling(const std::string& kernel, int features, int value_fea
   result["rows"] = tiling.rows();
   result["threads"] = tiling.threads();
   result["shared_bytes"] = shared_bytes(Kernel(which), features, value_features);
+  result["free_bytes"] = kMostSharedBytes - shared_bytes(Kernel(which), features, value_features);
+  nb::dict sides;
+  for (const int bytes : {1, 2, 4}) sides[nb::int_(bytes)] = kStages * bytes_of_side(Kernel(which), tiling, bytes);
+  result["bytes_of_sides"] = sides;  // by the bytes of an element
   return result;
 }
 

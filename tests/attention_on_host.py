@@ -77,6 +77,7 @@ def _function(code):
         "\nstatic const jax_softmax::device::Problem::Operands* given;\n"
         'extern "C" void run(int blocks, int threads, int late, const void* words) {\n'
         "  given = static_cast<decltype(given)>(words);\n  emulator::late = late;\n"
+        "  emulator::gridDim.x = blocks;\n"
         "  emulator::body = [] { kernel(*given); };\n"
         "  for (int block = 0; block < blocks; ++block) emulator::run_block(block, threads);\n}\n"
     )

@@ -281,6 +281,7 @@ FIRST = [
     Case(biased, (17, 65), (128, 128), "bhid,bhjd,jhbe", product="float32", drops=True),
     Case(causal_and_smallest, (65, 65), (256, 192)),
     Case(causal, (197, 1500), (64, 64), "id,jd,je"),
+    Case(biased_causal, (256, 144), (64, 64), drops=True),
 ]
 OTHERS = [
     *(Case(causal, lengths) for lengths in LENGTHS),
@@ -458,7 +459,7 @@ def test_tiles_fit_and_cover_everything(kernel):
 
 
 def late_and_causal(x, i, j):
-    return jnp.where((i >= j) & (i > 200), x, -jnp.inf)
+    return jnp.where((i >= j) & (i > 100), x, -jnp.inf)
 
 
 SCORES[late_and_causal] = (("i", "index"), ("j", "index"))
@@ -471,15 +472,22 @@ def test_bounds_visit_what_is_seen(kernel, zero):
     attention = attention._replace(empty_rows_are_zero=zero)
     tiling = _kernels.attention_tiling(kernel, 64, 64)
     i, j = np.arange(300)[:, None], np.arange(300)
-    seen = (i >= j) & (i > 200) | ((not zero) & (i <= 200))
+    shown = (i >= j) & (i > 100)
+    seen = shown | ((not zero) & (i <= 100))
     if kernel == "keys":
-        seen = seen.T
+        shown, seen = shown.T, seen.T
     ends = attention.bounds(kernel, extents, [])
     assert len(ends) == -(-300 // tiling["rows"])
-    for block, (first, end) in enumerate(np.asarray(ends)):
-        found = np.flatnonzero(seen[block * tiling["rows"] :][: tiling["rows"]].any(0))
-        steps = found // tiling["step"]
-        assert (first, end) == (steps.min(), steps.max() + 1) if found.size else first >= end
+    rows, step = tiling["rows"], tiling["step"]
+    n_whole = 0
+    for block, (first, end, first_whole, end_whole) in enumerate(np.asarray(ends)):
+        steps = np.flatnonzero(seen[block * rows :][:rows].any(0)) // step
+        assert (first, end) == (steps.min(), steps.max() + 1) if steps.size else first >= end
+        tiles = [shown[block * rows :, k * step :][:rows, :step] for k in range(-(-300 // step))]
+        whole = [k for k, tile in enumerate(tiles) if tile.shape == (rows, step) and tile.all()]
+        assert list(range(first_whole, end_whole)) == whole
+        n_whole += len(whole)
+    assert n_whole
 
 
 @pytest.mark.parametrize(

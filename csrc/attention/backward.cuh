@@ -22,48 +22,56 @@ __device__ __forceinline__ void attention_keys(const typename P::Operands& opera
   using N = Counts<P>;
   constexpr int kStep = N::kStep, kFragments = N::kFragments, kParts = N::kTiling.parts;
   constexpr int kOwnDepth = N::kDepth / kParts, kOwnWidth = N::kWidth / kParts;
-  constexpr int kBlocks = attention::ceil_div(P::kKeys, N::kRows), kSteps = attention::ceil_div(P::kQueries, kStep);
+  constexpr int kBlocks = attention::ceil_div(P::kKeys, N::kRows);
+  using TileOfStep = Tile<P, kStep, N::kRows>;
+  using Stage = Both<P, kStep>;
 
-  const int block = blockIdx.x % kBlocks, part = blockIdx.x / kBlocks % kParts;
-  const unsigned n = blockIdx.x / (kBlocks * kParts) * P::kGroups;  // the first that has these keys
+  const Block own_rows = own_block<P>(kBlocks * kParts, P::kGroups);
+  const int block = own_rows.rows % kBlocks, part = own_rows.rows / kBlocks;
+  const unsigned n = own_rows.n;  // the first that has these keys
 
   // Queries of each group pass in turn.
   struct Walk {
-    int group, step, last;
+    int group, step;
+    Range range;
   };
   const auto enter = [&](Walk& at) {
     for (; at.group < P::kGroups; ++at.group) {
-      const Range range = visited<P>(operands, n + at.group, block, kSteps);
-      at.step = range.first;
-      at.last = range.last;
-      if (at.step < at.last) return;
+      at.range = visited<P>(operands, n + at.group, block, P::kKeys, P::kQueries);
+      at.step = at.range.first;
+      if (at.step < at.range.last) return;
     }
   };
   const auto advance = [&](Walk& at) {
-    if (++at.step < at.last) return;
+    if (++at.step < at.range.last) return;
     ++at.group;
     enter(at);
   };
 
   const Both<P, N::kRows> own(shared_memory());
+  // The rows' numbers follow a stage's rows, their deltas these, and the sides that pass come last.
+  constexpr int kOfRows = Stage::kBytes + kStep * attention::kBytesOfRow;
   const auto stage_of = [&](int count) {
-    constexpr int kBytes = Both<P, kStep>::kBytes + kStep * attention::kBytesOfRow;
-    return Both<P, kStep>(own.d.base + own.kBytes + count % kStages * kBytes);
+    return Stage(own.d.base + own.kBytes + count % kStages * (kOfRows + TileOfStep::kStagedBytes));
   };
-  // The rows' numbers follow a stage's rows, and their deltas these.
-  const auto numbers_of = [](Both<P, kStep> stage, int row) { return stage.d.base + stage.kBytes + 8 * row; };
-  const auto delta_of = [&](Both<P, kStep> stage, int row) { return numbers_of(stage, kStep) + 4 * row; };
-  const auto begin_queries = [&](const Walk& at, Both<P, kStep> stage) {
+  const auto numbers_of = [](Stage stage, int row) { return stage.d.base + stage.kBytes + 8 * row; };
+  const auto delta_of = [&](Stage stage, int row) { return numbers_of(stage, kStep) + 4 * row; };
+  const int first = block * N::kRows, row_of_warp = first_row_of_warp(N::kRowsOfWarp);
+  const auto tile_of = [&](const Walk& at, Stage stage, const Sides<P>& sides) {
+    return TileOfStep{sides, stage.d.base + kOfRows, at.step * kStep, first};
+  };
+  const auto begin_queries = [&](const Walk& at, Stage stage) {
     if (at.group < P::kGroups) {
       const unsigned batch = n + at.group;
-      const int first = at.step * kStep, row = threadIdx.x;
+      const int first_query = at.step * kStep, row = threadIdx.x;
+      tile_of(at, stage, Sides<P>(operands, batch)).begin_copies();
       const T* const q = operand_of<P>(operands, attention::kQ, P::kQ, batch);
       const T* const o_cotangent = operand_of<P>(operands, attention::kOCotangent, P::kO, batch);
-      begin_copy_of_rows<P, kStep, P::kQueries, P::kFeatures>(stage.d, q, P::kQ.i, first);
-      begin_copy_of_rows<P, kStep, P::kQueries, P::kValueFeatures>(stage.e, o_cotangent, P::kO.i, first);
+      begin_copy_of_rows<P, kStep, P::kQueries, P::kFeatures>(stage.d, q, P::kQ.i, first_query);
+      begin_copy_of_rows<P, kStep, P::kQueries, P::kValueFeatures>(stage.e, o_cotangent, P::kO.i, first_query);
       if (row < kStep) {
-        const bool exists = first + row < P::kQueries;
-        const int64_t from = static_cast<int64_t>(batch) * P::kQueries + (exists ? first + row : 0);
+        const bool exists = first_query + row < P::kQueries;
+        const int64_t from = static_cast<int64_t>(batch) * P::kQueries + (exists ? first_query + row : 0);
         begin_copy<8>(numbers_of(stage, row), static_cast<const float*>(operands.word[attention::kNumbers]) + 2 * from,
                       exists);
         begin_copy<4>(delta_of(stage, row), static_cast<const float*>(operands.word[attention::kDelta]) + from, exists);
@@ -72,16 +80,14 @@ __device__ __forceinline__ void attention_keys(const typename P::Operands& opera
     end_group();
   };
 
-  const int first = block * N::kRows, row_of_warp = first_row_of_warp(N::kRowsOfWarp);
   begin_copy_of_rows<P, N::kRows, P::kKeys, P::kFeatures>(own.d, operand_of<P>(operands, attention::kK, P::kK, n),
                                                           P::kK.j, first);
   begin_copy_of_rows<P, N::kRows, P::kKeys, P::kValueFeatures>(own.e, operand_of<P>(operands, attention::kV, P::kV, n),
                                                                P::kV.j, first);
-  Walk at{0, 0, 0};
+  Walk at{0, 0, {}};
   enter(at);
   begin_queries(at, stage_of(0));
 
-  const int own_key = first + row_of_warp + own_row();
   Accumulators<kFragments, kOwnDepth> dk;
   Accumulators<kFragments, kOwnWidth> dv;
   for (int count = 0; at.group < P::kGroups; ++count) {
@@ -90,28 +96,33 @@ __device__ __forceinline__ void attention_keys(const typename P::Operands& opera
     Walk next = at;
     advance(next);
     begin_queries(next, stage_of(count + 1));
-    const Both<P, kStep> stage = stage_of(count);
+    const Stage stage = stage_of(count);
     Accumulators<kFragments, kStep> s, t;
     add_product_of_rows<T>(s, own.d, row_of_warp, stage.d);
     add_product_of_rows<T>(t, own.e, row_of_warp, stage.e);
     const Sides<P> sides(operands, n + at.group);
-    const int own_query = at.step * kStep + own_column();
+    const TileOfStep tile = tile_of(at, stage, sides);
+    for_tile<P>(at.range.is_whole(at.step), [&](auto is_whole) {
 #pragma unroll
-    for (int c = 0; c < kStep / 8; ++c) {
-      float numbers[4], deltas[2];  // of two queries
-      read_shared(numbers, numbers_of(stage, c * 8 + own_column()));
-      read_shared(deltas, delta_of(stage, c * 8 + own_column()));
+      for (int c = 0; c < kStep / 8; ++c) {
+        float numbers[4], deltas[2];  // of two queries
+        read_shared(numbers, numbers_of(stage, c * 8 + own_column()));
+        read_shared(deltas, delta_of(stage, c * 8 + own_column()));
 #pragma unroll
-      for (int m = 0; m < kFragments; ++m) {
+        for (int m = 0; m < kFragments; ++m) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          const int i = own_query + c * 8 + e % 2, j = own_key + m * kMma + e / 2 * 8;
-          const RowNumbers row{numbers[2 * (e % 2)], numbers[2 * (e % 2) + 1], deltas[e % 2]};
-          differentiate<P>(s.of[m][c][e], t.of[m][c][e], row, SidesOfOne<P>{sides, i, j});
-          if (P::kQueries % kStep != 0 && i >= P::kQueries) s.of[m][c][e] = t.of[m][c][e] = 0.0f;
+          for (int e = 0; e < 4; ++e) {
+            const int i = c * 8 + own_column() + e % 2, j = row_of_warp + m * kMma + own_row() + e / 2 * 8;
+            const RowNumbers row{numbers[2 * (e % 2)], numbers[2 * (e % 2) + 1], deltas[e % 2]};
+            const Side<P, TileOfStep, decltype(is_whole)::kValue> side{tile, i, j};
+            differentiate<P>(s.of[m][c][e], t.of[m][c][e], row, side);
+            if (!decltype(is_whole)::kValue && P::kQueries % kStep != 0 && tile.i + i >= P::kQueries) {
+              s.of[m][c][e] = t.of[m][c][e] = 0.0f;
+            }
+          }
         }
       }
-    }
+    });
     add_product<T>(dv, s, stage.e, part * kOwnWidth);
     add_product<T>(dk, t, stage.d, part * kOwnDepth);
     at = next;
@@ -166,34 +177,41 @@ __device__ __forceinline__ void attention_queries(const typename P::Operands& op
   using N = Counts<P>;
   constexpr int kStep = N::kStep, kFragments = N::kFragments;
   constexpr int kBlocks = attention::ceil_div(P::kQueries, N::kRows), kSteps = attention::ceil_div(P::kKeys, kStep);
+  using TileOfStep = Tile<P, N::kRows, kStep>;
+  using Stage = Both<P, kStep>;
 
-  const int block = kBlocks - 1 - static_cast<int>(blockIdx.x % kBlocks);
-  const unsigned n = blockIdx.x / kBlocks;
-  const Range range = visited<P>(operands, n, block, kSteps);
+  const Block own_rows = own_block<P>(kBlocks);
+  const int block = kBlocks - 1 - own_rows.rows;
+  const unsigned n = own_rows.n;
+  const Range range = visited<P>(operands, n, block, P::kQueries, P::kKeys);
   const T* const k = operand_of<P>(operands, attention::kK, P::kK, n);
   const T* const v = operand_of<P>(operands, attention::kV, P::kV, n);
 
   const Both<P, N::kRows> own(shared_memory());
   const auto stage_of = [&](int step) {
-    return Both<P, kStep>(own.d.base + own.kBytes + step % kStages * Both<P, kStep>::kBytes);
+    return Stage(own.d.base + own.kBytes + step % kStages * (Stage::kBytes + TileOfStep::kStagedBytes));
+  };
+  const int first = block * N::kRows, row_of_warp = first_row_of_warp(N::kRowsOfWarp);
+  const Sides<P> sides(operands, n);
+  const auto tile_of = [&](int step) {
+    return TileOfStep{sides, stage_of(step).d.base + Stage::kBytes, first, step * kStep};
   };
   const auto begin_keys = [&](int step) {
     if (step < range.last) {
+      tile_of(step).begin_copies();
       begin_copy_of_rows<P, kStep, P::kKeys, P::kFeatures>(stage_of(step).d, k, P::kK.j, step * kStep);
       begin_copy_of_rows<P, kStep, P::kKeys, P::kValueFeatures>(stage_of(step).e, v, P::kV.j, step * kStep);
     }
     end_group();
   };
 
-  const int first = block * N::kRows, row_of_warp = first_row_of_warp(N::kRowsOfWarp);
   begin_copy_of_rows<P, N::kRows, P::kQueries, P::kFeatures>(own.d, operand_of<P>(operands, attention::kQ, P::kQ, n),
                                                              P::kQ.i, first);
   begin_copy_of_rows<P, N::kRows, P::kQueries, P::kValueFeatures>(
       own.e, operand_of<P>(operands, attention::kOCotangent, P::kO, n), P::kO.i, first);
   begin_keys(range.first);
 
-  const Sides<P> sides(operands, n);
-  const int own_query = first + row_of_warp + own_row();
+  const int own_row_of_tile = row_of_warp + own_row(), own_query = first + own_row_of_tile;
   RowNumbers rows[kFragments][2];
 #pragma unroll
   for (int m = 0; m < kFragments; ++m) {
@@ -210,30 +228,32 @@ __device__ __forceinline__ void attention_queries(const typename P::Operands& op
     wait_for_all_but_last<0>();
     barrier();  // this stage is there, and nobody reads the one before any more
     begin_keys(step + 1);
-    const Both<P, kStep> stage = stage_of(step);
+    const Stage stage = stage_of(step);
     Accumulators<kFragments, kStep> s, t;
     add_product_of_rows<T>(s, own.d, row_of_warp, stage.d);
     add_product_of_rows<T>(t, own.e, row_of_warp, stage.e);
-    const int own_key = step * kStep + own_column();
+    const TileOfStep tile = tile_of(step);
+    for_tile<P>(range.is_whole(step), [&](auto is_whole) {
 #pragma unroll
-    for (int m = 0; m < kFragments; ++m) {
+      for (int m = 0; m < kFragments; ++m) {
 #pragma unroll
-      for (int c = 0; c < kStep / 8; ++c) {
-        float pair[2];
+        for (int c = 0; c < kStep / 8; ++c) {
+          float pair[2];
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          const int i = own_query + m * kMma + e / 2 * 8, j = own_key + c * 8 + e % 2;
-          const SidesOfOne<P> side{sides, i, j};
-          const float x0 = s.of[m][c][e];
-          const float g = differentiate<P>(s.of[m][c][e], t.of[m][c][e], rows[m][e / 2], side);
-          if (P::kKeys % kStep != 0 && j >= P::kKeys) t.of[m][c][e] = 0.0f;
-          if constexpr (P::kWrites) {
-            pair[e % 2] = P::written(g, x0, side);
-            if (e % 2 == 1) cotangents.write(i, j - 1, pair[0], pair[1]);
+          for (int e = 0; e < 4; ++e) {
+            const int i = own_row_of_tile + m * kMma + e / 2 * 8, j = c * 8 + own_column() + e % 2;
+            const Side<P, TileOfStep, decltype(is_whole)::kValue> side{tile, i, j};
+            const float x0 = s.of[m][c][e];
+            const float g = differentiate<P>(s.of[m][c][e], t.of[m][c][e], rows[m][e / 2], side);
+            if (!decltype(is_whole)::kValue && P::kKeys % kStep != 0 && tile.j + j >= P::kKeys) t.of[m][c][e] = 0.0f;
+            if constexpr (P::kWrites) {
+              pair[e % 2] = P::written(g, x0, side);
+              if (e % 2 == 1) cotangents.write(first + i, tile.j + j - 1, pair[0], pair[1]);
+            }
           }
         }
       }
-    }
+    });
     add_product<T>(dq, t, stage.d);
   }
   wait_for_all_but_last<0>();

@@ -74,20 +74,30 @@ __device__ __forceinline__ void attention_forward(const typename P::Operands& op
   using T = typename P::T;
   using N = Counts<P>;
   constexpr int kStep = N::kStep, kFragments = N::kFragments;
-  constexpr int kBlocks = attention::ceil_div(P::kQueries, N::kRows), kSteps = attention::ceil_div(P::kKeys, kStep);
+  constexpr int kBlocks = attention::ceil_div(P::kQueries, N::kRows);
+  using TileOfStep = Tile<P, N::kRows, kStep>;
+  using Stage = Both<P, kStep>;
 
   // The last queries first: with a causal mask these take longest.
-  const int block = kBlocks - 1 - static_cast<int>(blockIdx.x % kBlocks);
-  const unsigned n = blockIdx.x / kBlocks;
-  const Range range = visited<P>(operands, n, block, kSteps);
+  const Block own = own_block<P>(kBlocks);
+  const int block = kBlocks - 1 - own.rows;
+  const unsigned n = own.n;
+  const Range range = visited<P>(operands, n, block, P::kQueries, P::kKeys);
   const T* const k = operand_of<P>(operands, attention::kK, P::kK, n);
   const T* const v = operand_of<P>(operands, attention::kV, P::kV, n);
 
   const Rows<N::kDepth> q{shared_memory()};
   const Address stages = q.base + N::kRows * q.kBytes;
-  const auto stage_of = [&](int step) { return Both<P, kStep>(stages + step % kStages * Both<P, kStep>::kBytes); };
+  constexpr int kStageBytes = Stage::kBytes + TileOfStep::kStagedBytes;
+  const auto stage_of = [&](int step) { return Stage(stages + step % kStages * kStageBytes); };
+  const int first = block * N::kRows, row_of_warp = first_row_of_warp(N::kRowsOfWarp);
+  const Sides<P> sides(operands, n);
+  const auto tile_of = [&](int step) {
+    return TileOfStep{sides, stage_of(step).d.base + Stage::kBytes, first, step * kStep};
+  };
   const auto begin_keys = [&](int step) {
     if (step < range.last) {
+      tile_of(step).begin_copies();
       begin_copy_of_rows<P, kStep, P::kKeys, P::kFeatures>(stage_of(step).d, k, P::kK.j, step * kStep);
     }
     end_group();
@@ -99,14 +109,12 @@ __device__ __forceinline__ void attention_forward(const typename P::Operands& op
     end_group();
   };
 
-  const int first = block * N::kRows, row_of_warp = first_row_of_warp(N::kRowsOfWarp);
   begin_copy_of_rows<P, N::kRows, P::kQueries, P::kFeatures>(q, operand_of<P>(operands, attention::kQ, P::kQ, n),
                                                              P::kQ.i, first);
   begin_keys(range.first);
   begin_values(range.first);
 
-  const Sides<P> sides(operands, n);
-  const int own_query = first + row_of_warp + own_row();
+  const int own_row_of_tile = row_of_warp + own_row(), own_query = first + own_row_of_tile;
   Accumulators<kFragments, N::kWidth> o;
   RowState rows[kFragments][2];
   for (int step = range.first; step < range.last; ++step) {
@@ -115,18 +123,24 @@ __device__ __forceinline__ void attention_forward(const typename P::Operands& op
     begin_keys(step + 1);
     Accumulators<kFragments, kStep> s;
     add_product_of_rows<T>(s, q, row_of_warp, stage_of(step).d);
-    const int own_key = step * kStep + own_column();
-    s.each([&](float& x, int row, int column) {
-      const int i = own_query + row, j = own_key + column;
-      x = P::score(x, SidesOfOne<P>{sides, i, j});
-      if (P::kKeys % kStep != 0 && j >= P::kKeys) x = -kInfinity;
+    const TileOfStep tile = tile_of(step);
+    for_tile<P>(range.is_whole(step), [&](auto is_whole) {
+      using Own = Side<P, TileOfStep, decltype(is_whole)::kValue>;
+      s.each([&](float& x, int row, int column) {
+        column += own_column();
+        x = P::score(x, Own{tile, own_row_of_tile + row, column});
+        if (!decltype(is_whole)::kValue && P::kKeys % kStep != 0 && tile.j + column >= P::kKeys) x = -kInfinity;
+      });
     });
     accumulate(s, o, rows);
     wait_for_all_but_last<1>();
     barrier();  // the values are there, and nobody reads those of the step before any more
     begin_values(step + 1);
-    s.each([&](float& y, int row, int column) {
-      y = P::weight(y, SidesOfOne<P>{sides, own_query + row, own_key + column});
+    for_tile<P>(range.is_whole(step), [&](auto is_whole) {
+      using Own = Side<P, TileOfStep, decltype(is_whole)::kValue>;
+      s.each([&](float& y, int row, int column) {
+        y = P::weight(y, Own{tile, own_row_of_tile + row, own_column() + column});
+      });
     });
     add_product<T>(o, s, stage_of(step).e);
   }

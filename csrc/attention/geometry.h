@@ -7,9 +7,10 @@ namespace jax_softmax::attention {
 
 inline constexpr int kMostBatchDims = 6;
 inline constexpr int kMostFeatures = 256;
-inline constexpr int kMma = 16;            // rows of a fragment, and the depth of a product of fragments
-inline constexpr int kNumbersPerPack = 8;  // numbers of 16 bits in 16 bytes, which rows are copied by
-inline constexpr int kStages = 2;          // of what passes: one is read while the other is copied
+inline constexpr int kMma = 16;                    // rows of a fragment, and the depth of a product of fragments
+inline constexpr int kNumbersPerPack = 8;          // numbers of 16 bits in 16 bytes, which rows are copied by
+inline constexpr int kStages = 2;                  // of what passes: one is read while the other is copied
+inline constexpr int kMostSharedBytes = 99 << 10;  // of a block, on the smallest chips
 
 // Rows stay with a block while others pass it, in steps.
 enum class Kernel {
@@ -32,7 +33,7 @@ struct Tiling {
 };
 
 // By the larger one of the numbers of features, in the order of Kernel. Two fragments for each warp halve how often
-// shared memory is read, and take twice the accumulators. Every block fits into the 99 KiB of the smallest chips.
+// shared memory is read, and take twice the accumulators. Every block fits into kMostSharedBytes.
 struct OfFeatures {
   int most;
   Tiling of[kKernels];
@@ -75,6 +76,15 @@ constexpr int shared_bytes(Kernel kernel, int features, int value_features) {
   const int staying = kernel == Kernel::kForward ? 16 * pitch(padded(features, tiling)) : both;
   const int passing = both + (kernel == Kernel::kKeys ? kBytesOfRow : 0);
   return tiling.rows() * staying + kStages * tiling.step * passing;
+}
+
+// What an array of queries x keys that scores read takes of a stage, if it passes with the rows that pass. The 16 bytes
+// between its rows see to it that neighbouring rows lie in different banks.
+constexpr int pitch_of_side(int keys, int bytes_of_element) { return keys * bytes_of_element + 16; }
+constexpr int bytes_of_side(Kernel kernel, const Tiling& tiling, int bytes_of_element) {
+  const bool keys_stay = kernel == Kernel::kKeys;
+  const int queries = keys_stay ? tiling.step : tiling.rows(), keys = keys_stay ? tiling.rows() : tiling.step;
+  return queries * pitch_of_side(keys, bytes_of_element);
 }
 
 // How far apart neighbours along each dimension lie in an operand, in elements; 0 along those that it lacks.

@@ -6,11 +6,15 @@
 //   kTiling, kQueries, kKeys, kFeatures, kValueFeatures
 //   kBatchDims, kExtents               of q, those of the keys first; kGroups, the product of those that keys lack
 //   kQ, kK, kV, kO, kBounds            Strides; kBounded, whether there are bounds
+//   kOutermostFirst                    whether blocks that follow one another differ in the outermost dimension of the
+//                                      batch, because they then read the same of an array that lacks it
 //   Operands, kFirstResult             its words; kBoundsWord, where kBounded
-//   kSides, kSideStrides               of what scores read beside
+//   kSides, kSideStrides, kSideWords   of what scores read beside; words of the arrays
+//   kStagedBytes                       of each side, the bytes of an element if it passes through shared memory, or 0
 //   kEmptyRowsAreZero                  the weights of a row whose scores are all -inf: 0, or NaN
 //   score(x0, side), weight(y, side)   of the product, and of the softmax of the scores
 //   score_transposed(g, x0, side), weight_transposed(t, side)   their linear maps, transposed, in the backward kernels
+//                                      which ask side.known for the value of a mask
 //   kWrites                            whether dq's kernel writes what `written(g, x0, side)` makes of the scores'
 //                                      cotangents, of type Written, to an array with kWrittenStrides
 #pragma once
@@ -192,6 +196,25 @@ __device__ __forceinline__ int64_t begin_of(const Strides& strides, unsigned n) 
   return at;
 }
 
+// Which of the rows that stay a block has, and of which of the batch.
+struct Block {
+  int rows;
+  unsigned n;
+};
+// `blocks`: of each of the batch; `alike`: how many of the batch share a block.
+template <class P>
+__device__ __forceinline__ Block own_block(unsigned blocks, unsigned alike = 1) {
+  unsigned at = blockIdx.x, outermost = 0, others = 1;
+  if constexpr (P::kOutermostFirst) {
+#pragma unroll
+    for (int d = 1; d < P::kBatchDims; ++d) others *= P::kExtents[d];
+    const unsigned extent = gridDim.x / (others / alike * blocks);
+    outermost = at % extent;
+    at /= extent;
+  }
+  return {static_cast<int>(at % blocks), outermost * others + at / blocks * alike};
+}
+
 // The n-th of the batch of an operand.
 template <class P, class T = typename P::T>
 __device__ __forceinline__ T* operand_of(const typename P::Operands& operands, int word, const Strides& strides,
@@ -200,17 +223,38 @@ __device__ __forceinline__ T* operand_of(const typename P::Operands& operands, i
 }
 __device__ __forceinline__ int first_row_of_warp(int rows) { return static_cast<int>(threadIdx.x / 32) * rows; }
 
-// The steps that a block visits.
+// The steps that a block visits, and those of them whose tiles are whole: all of their scores exist, and no mask hides
+// any.
 struct Range {
-  int first, last;
+  int first, last, first_whole, last_whole;
+
+  __device__ __forceinline__ bool is_whole(int step) const { return first_whole <= step && step < last_whole; }
 };
+// Of `stay` rows a block has those from `row` on; of `pass` rows `step` pass at a time.
 template <class P>
-__device__ __forceinline__ Range visited(const typename P::Operands& operands, unsigned n, int block, int steps) {
-  if constexpr (!P::kBounded) return {0, steps};
+__device__ __forceinline__ Range visited(const typename P::Operands& operands, unsigned n, int block, int stay,
+                                         int pass) {
+  constexpr int kRows = Counts<P>::kRows, kStep = Counts<P>::kStep;
+  const int steps = static_cast<int>(attention::ceil_div(pass, kStep));
+  if constexpr (!P::kBounded) return {0, steps, 0, (block + 1) * kRows <= stay ? pass / kStep : 0};
   const int* const ends =
-      static_cast<const int*>(operands.word[P::kBoundsWord]) + begin_of<P>(P::kBounds, n) + 2 * block;
-  const int first = ends[0], last = ends[1];
-  return {first > 0 ? first : 0, last < steps ? last : steps};
+      static_cast<const int*>(operands.word[P::kBoundsWord]) + begin_of<P>(P::kBounds, n) + 4 * block;
+  return {max(ends[0], 0), min(ends[1], steps), ends[2], ends[3]};
+}
+
+// Calls f with whether a tile is whole, as a constant: there is text for either, unless all are.
+template <bool value>
+struct Constant {
+  static constexpr bool kValue = value;
+};
+template <class P, class F>
+__device__ __forceinline__ void for_tile(bool is_whole, const F& f) {
+  constexpr int kRows = Counts<P>::kRows;
+  if (is_whole || (!P::kBounded && P::kQueries % kRows == 0 && P::kKeys % kRows == 0)) {
+    f(Constant<true>{});
+  } else {
+    f(Constant<false>{});
+  }
 }
 
 // ---- Scores
@@ -227,31 +271,82 @@ struct Sides {
   }
 };
 
-// The same for one query and key. Those of a tile that do not exist read what their last neighbours read.
-template <class P>
-struct SidesOfOne {
+// A tile of scores: its first query and key, and where in shared memory the sides are that pass with it.
+template <class P, int queries, int keys>
+struct Tile {
   const Sides<P>& sides;
+  Address staged;
   int i, j;
+
+  static constexpr int offset_of(int side) {
+    int offset = 0;
+    for (int k = 0; k < side; ++k) {
+      if (P::kStagedBytes[k] > 0) offset += queries * attention::pitch_of_side(keys, P::kStagedBytes[k]);
+    }
+    return offset;
+  }
+  static constexpr int kStagedBytes = offset_of(P::kSides);
+
+  template <int k>
+  __device__ __forceinline__ Address at(int row, int column) const {
+    constexpr int kElement = P::kStagedBytes[k], kOffset = offset_of(k);
+    return staged + kOffset + row * attention::pitch_of_side(keys, kElement) + column * kElement;
+  }
+  // Begins to copy what passes, of this side and those after it.
+  template <int k = 0>
+  __device__ __forceinline__ void begin_copies() const {
+    if constexpr (k < P::kSides) {
+      constexpr int kElement = P::kStagedBytes[k];
+      if constexpr (kElement > 0) {
+        constexpr int kPerPack = 16 / kElement, kPacks = keys / kPerPack;
+        constexpr Strides kStrides = P::kSideStrides[k];
+        const char* const from = static_cast<const char*>(sides.operands.word[P::kSideWords[k]]);
+#pragma unroll
+        for (int p = threadIdx.x; p < queries * kPacks; p += Counts<P>::kThreads) {
+          const int row = p / kPacks, column = p % kPacks * kPerPack;
+          const bool exists =
+              (P::kQueries % queries == 0 || i + row < P::kQueries) && (P::kKeys % keys == 0 || j + column < P::kKeys);
+          const int64_t element = sides.begin[k] + (i + row) * kStrides.i + j + column;
+          begin_copy<16>(at<k>(row, column), exists ? from + element * kElement : from, exists);
+        }
+      }
+      begin_copies<k + 1>();
+    }
+  }
+};
+
+// What the score at a place of a tile reads. Scores that do not exist read what their last neighbours read.
+template <class P, class Tile, bool is_whole>
+struct Side {
+  const Tile& tile;
+  int row, column;
 
   template <int k>
   __device__ __forceinline__ int64_t at() const {
     constexpr Strides kStrides = P::kSideStrides[k];
-    return sides.begin[k] + min(i, P::kQueries - 1) * kStrides.i + min(j, P::kKeys - 1) * kStrides.j;
+    int i = tile.i + row, j = tile.j + column;
+    if constexpr (!is_whole) {
+      i = min(i, P::kQueries - 1);
+      j = min(j, P::kKeys - 1);
+    }
+    return tile.sides.begin[k] + i * kStrides.i + j * kStrides.j;
   }
   template <int k>
   __device__ __forceinline__ int index() const {
     return static_cast<int>(at<k>());
   }
-  template <int k, int word, class T>
+  template <int k, class T>
   __device__ __forceinline__ auto array() const {
-    const T* const from = static_cast<const T*>(sides.operands.word[word]);
-    constexpr Strides kStrides = P::kSideStrides[k];
-    if constexpr (kStrides.j == 1 && kStrides.i % 2 == 0 && P::kKeys % 2 == 0) {  // then rows begin at even places
-      const int which = min(j, P::kKeys - 1) & 1;
-      return read_one_of_two(from + at<k>() - which, which);
+    if constexpr (P::kStagedBytes[k] > 0) {
+      return read_shared_as<T>(tile.template at<k>(row, column));
     } else {
-      return read_global(from + at<k>());
+      return read_global(static_cast<const T*>(tile.sides.operands.word[P::kSideWords[k]]) + at<k>());
     }
+  }
+  // A mask, which has this value in all of a tile that is whole.
+  template <bool value>
+  __device__ __forceinline__ bool known(bool mask) const {
+    return is_whole ? value : mask;
   }
 };
 
@@ -293,9 +388,9 @@ struct RowNumbers {
 
 // Replaces the product q k^T by what values are multiplied with, and that of the output's cotangent and v by the
 // cotangent of the product q k^T. Returns the cotangent of the score.
-template <class P>
+template <class P, class Side>
 __device__ __forceinline__ float differentiate(float& product, float& cotangent, const RowNumbers& row,
-                                               const SidesOfOne<P>& side) {
+                                               const Side& side) {
   const float x0 = product, score = P::score(x0, side);
   // Such elements are outside of the softmax, whatever the others are.
   const float y = P::kEmptyRowsAreZero && score == -kInfinity ? 0.0f : row.weight(score);

@@ -111,20 +111,10 @@ __device__ __forceinline__ auto read_global(const T* from) {
   }
 }
 
-// The same of two neighbours, the first of which lies at an even place: both are read by one instruction.
+// The same from shared memory.
 template <class T>
-__device__ __forceinline__ auto read_one_of_two(const T* from, int which) {
-  if constexpr (sizeof(T) == 1) {
-    const unsigned bits = __ldg(reinterpret_cast<const unsigned short*>(from));
-    const uint8_t own = static_cast<uint8_t>(which ? bits >> 8 : bits);
-    return Elements<T>::widen(reinterpret_cast<const T&>(own));
-  } else if constexpr (sizeof(T) == 2) {
-    const unsigned bits = __ldg(reinterpret_cast<const unsigned*>(from));
-    const uint16_t own = static_cast<uint16_t>(which ? bits >> 16 : bits);
-    return Elements<T>::widen(reinterpret_cast<const T&>(own));
-  } else {
-    return read_global(from + which);
-  }
+__device__ __forceinline__ auto read_shared_as(Address from) {
+  return Elements<T>::widen(*static_cast<const T*>(__cvta_shared_to_generic(from)));
 }
 
 }  // namespace jax_softmax::device

@@ -6,6 +6,7 @@ less the largest x * w of a row is 0 at the largest. Functions that CUDA lacks a
 """
 
 import math
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -24,11 +25,16 @@ _FUNCTIONS = {
 
 
 def text_of(
-    expression: Expression, stored_as: str | None = None, result_dtype: str | None = None, coarse: bool = False
+    expression: Expression,
+    stored_as: str | None = None,
+    result_dtype: str | None = None,
+    coarse: bool = False,
+    masks: Mapping[str, bool] = {},
 ) -> str:
     """A C++ expression. Storing it in a dtype rounds it at the end. `result_dtype` is that of the operator's result y
     in the program: one of 16 bits is rounded before anything else reads it. `coarse`: functions that bfloat16 is about
-    to round may be off by 2^-11, a quarter of that, for kernels that are not bound by memory."""
+    to round may be off by 2^-11, a quarter of that, for kernels that are not bound by memory. `masks`: results of
+    operations that have this value in all of a tile that is whole (`csrc/attention/tiles.cuh`)."""
     statements: list[tuple[str, str]] = []  # the type of a value, and its text; the k-th one is called vk
     names: dict[str, str] = {}  # of an operation's result: its text
 
@@ -60,6 +66,8 @@ def text_of(
             text = f"coarse_{text}"
         if rounds_to and not (k == last and expression.result == f"v{k}" and rounds_to == stored_as):
             text = f"rounded<{ROUNDED[rounds_to]}>({text})"
+        if f"v{k}" in masks:
+            text = of_mask(text, masks[f"v{k}"])
         names[f"v{k}"] = declared(kind(operation.dtype), text)
     result = name(expression.result, "")
     if statements and result == f"v{len(statements) - 1}" and statements[-1][0] == "float":
@@ -68,6 +76,10 @@ def text_of(
         return result
     lines = (f"const {type_} v{k} = {text};" for k, (type_, text) in enumerate(statements))
     return f"[&] {{ {' '.join(lines)} return {result}; }}()"
+
+
+def of_mask(text: str, value: bool) -> str:
+    return f"side.template known<{str(value).lower()}>({text})"
 
 
 def _text(operation: Operation, given: list[str]) -> str | None:

@@ -62,8 +62,17 @@ class Attention(NamedTuple):
         written_dtype = self.written_dtype if kernel == "queries" else None
         if written_dtype:
             expressions["written"] = self.written, ["g", "x0"]
-        functions = {name: (given, printing.text_of(e, coarse=True)) for name, (e, given) in expressions.items()}
-        given = self.letters, extents, dtype, self.sides_of(kernel), self.letters_of_bounds, functions
+        numbers: dict = {}
+        numbered = _numbered(self.score, numbers)
+        masks = {numbered.get(name, name): value for name, value in self._masks}
+
+        def text(expression):
+            own = _numbered(expression, numbers)
+            values = {name: masks[n] for name, n in own.items() if n in masks}
+            return printing.text_of(expression, coarse=True, masks=values)
+
+        functions = {name: (given, text(e)) for name, (e, given) in expressions.items()}
+        given = self.letters, extents, dtype, self.sides_of(kernel), self.letters_of_bounds, masks, functions
         return plan_of(kernel, *given, self.empty_rows_are_zero, written_dtype)
 
     # ---- In JAX
@@ -130,7 +139,7 @@ class Attention(NamedTuple):
                 found[f"s{k}"] = jnp.transpose(a, order).reshape(shape)
         return found
 
-    # ---- Tiles that are skipped
+    # ---- Tiles that are skipped, and those that are whole
 
     @property
     def letters_of_bounds(self) -> str | None:
@@ -148,8 +157,19 @@ class Attention(NamedTuple):
         letters = {c for k, side in enumerate(self.sides) if f"s{k}" in read for c in side.letters}
         return "".join(c for c in self.letters.batch if c in letters)
 
+    @property
+    def _masks(self) -> list[tuple[str, bool]]:
+        """The values of the score that choose between fills and others, and what they are where others are chosen."""
+        if self.letters_of_bounds is None:
+            return []
+        chosen = [op for op in self.score.operations if op.name == "select_n" and op.dtypes[0] == "bool"]
+        fills = [tuple(map(_is_fill, op.operands[1:])) for op in chosen]
+        found = [(op.operands[0], of == (True, False)) for op, of in zip(chosen, fills, strict=True) if sum(of) == 1]
+        return [(name, value) for name, value in found if isinstance(name, str)]
+
     def bounds(self, kernel: str, extents: dict[str, int], arrays) -> jax.Array:
-        """The steps that each block visits, its first and the end: int32 (letters, blocks, 2).
+        """The steps that each block visits, its first and the end; and the first and the end of those among them whose
+        tiles are whole, where all scores exist and no mask hides any: int32 (letters, blocks, 4).
 
         `arrays`: those among the sides.
 
@@ -162,14 +182,24 @@ class Attention(NamedTuple):
         cells, whole = ([f(*of) for of in zip(*sizes.values(), strict=True)] for f in (math.gcd, math.lcm))
         i, j = (-(-extents[c] // n) * n for c, n in zip("ij", whole, strict=True))
         shape = [extents[c] for c in letters]
-        scores = self._without_product(self.values_of_sides(letters + "ij", extents, arrays))
+        sides = self.values_of_sides(letters + "ij", extents, arrays)
+        scores = self._without_product(sides)
 
-        def cells_with(elements):
+        def cells_with(elements, beyond=False):
             elements = jnp.broadcast_to(elements, [*shape, extents["i"], extents["j"]])
-            elements = jnp.pad(elements, [(0, 0)] * len(shape) + [(0, i - extents["i"]), (0, j - extents["j"])])
+            pad = [(0, 0)] * len(shape) + [(0, i - extents["i"]), (0, j - extents["j"])]
+            elements = jnp.pad(elements, pad, constant_values=beyond)
             return elements.reshape(*shape, i, j // cells[1], cells[1]).any(-1)
 
-        seen = cells_with(~(scores <= _FILL))
+        def tiles_with(cells_of_rows):
+            found = cells_of_rows.reshape(*shape, i // cells[0], cells[0], -1).any(-2)
+            of_queries, of_keys = sizes[kernel]
+            found = found.reshape(*shape, i // of_queries, of_queries // cells[0], j // of_keys, of_keys // cells[1])
+            found = found.any((-3, -1))
+            found = found.swapaxes(-1, -2) if kernel == "keys" else found
+            return found[..., : -(-extents["j" if kernel == "keys" else "i"] // tilings[kernel]["rows"]), :]
+
+        seen = cells_with(~(scores.astype(jnp.float32) <= _FILL))
         if self.empty_rows_are_zero:
             if any(_is_fill(a) and math.isfinite(a.value) for op in self.score.operations for a in op.operands):
                 filled = cells_with(scores > -jnp.inf)
@@ -178,21 +208,20 @@ class Attention(NamedTuple):
             at = (jax.lax.broadcasted_iota(jnp.int32, seen.shape, seen.ndim - n) for n in (2, 1))
             exist = (next(at) < extents["i"]) & (next(at) * cells[1] < extents["j"])
             seen |= ~seen.any(-1, keepdims=True) & exist
-        seen = seen.reshape(*shape, i // cells[0], cells[0], -1).any(-2)
-        of_queries, of_keys = sizes[kernel]
-        tiles = seen.reshape(*shape, i // of_queries, of_queries // cells[0], j // of_keys, of_keys // cells[1])
-        tiles = tiles.any((-3, -1))
-        tiles = tiles.swapaxes(-1, -2) if kernel == "keys" else tiles
-        blocks = -(-extents["j" if kernel == "keys" else "i"] // tilings[kernel]["rows"])
-        tiles = tiles[..., :blocks, :]
-        at = jax.lax.broadcasted_iota(jnp.int32, tiles.shape, tiles.ndim - 1)
-        first, end = jnp.where(tiles, at, tiles.shape[-1]).min(-1), jnp.where(tiles, at + 1, 0).max(-1)
-        return jnp.stack([first, end], -1)
+        hidden = jnp.zeros((), bool)
+        for name, value in self._masks:
+            hidden |= self._without_product(sides, name) != value
+        tiles, whole = tiles_with(seen), ~tiles_with(cells_with(hidden, beyond=True))
+        at, n = jax.lax.broadcasted_iota(jnp.int32, tiles.shape, tiles.ndim - 1), tiles.shape[-1]
+        first, end = jnp.where(tiles, at, n).min(-1), jnp.where(tiles, at + 1, 0).max(-1)
+        first_whole = jnp.where(whole, at, n).min(-1)
+        end_whole = jnp.where(whole | (at < first_whole[..., None]), n, at).min(-1)
+        return jnp.stack([first, end, first_whole, end_whole], -1)
 
-    def _without_product(self, sides) -> jax.Array:
-        """The scores of products of 0: fills are what they are."""
-        x = jnp.zeros((), self.score.dtype_of("x0"))
-        return self.score.value({"x0": x, **sides}).astype(jnp.float32)
+    def _without_product(self, sides, name: str | None = None) -> jax.Array:
+        """The scores of products of 0, where fills are what they are; or what they are made of by this name."""
+        given = {"x0": jnp.zeros((), self.score.dtype_of("x0")), **sides}
+        return self.score._replace(result=name or self.score.result).value(given)
 
     @functools.lru_cache(256)  # noqa: B019  (of equal ones, which are few)
     def visible_part(self, **extents: int) -> float:
@@ -216,7 +245,7 @@ class Attention(NamedTuple):
             jax.transfer_guard("allow"),
             jax.debug_infs(False),
         ):
-            return float(jnp.mean(~(self._without_product(given) <= _FILL)))
+            return float(jnp.mean(~(self._without_product(given).astype(jnp.float32) <= _FILL)))
 
 
 # No score of a program is as small as this, but for fills. Those of float16, which cannot be, do not count as such.
@@ -229,6 +258,15 @@ _KEEP_SIZE = (*SAME, *ARITHMETIC, "neg", "div", "tanh", "select_n", "convert_ele
 
 def _is_fill(a) -> bool:
     return isinstance(a, Number) and not isinstance(a.value, bool) and a.value <= _FILL
+
+
+def _numbered(expression: Expression, numbers: dict):
+    """The values of an expression, each with a number that equal ones share: of all that is numbered by one dict."""
+    found: dict = {}
+    for k, op in enumerate(expression.operations):
+        key = op._replace(operands=tuple(found.get(a, a) for a in op.operands))
+        found[f"v{k}"] = numbers.setdefault(key, len(numbers))
+    return found
 
 
 def _queries_and_keys(kernel, tiling) -> tuple[int, int]:

@@ -3,8 +3,11 @@
 import math
 from typing import NamedTuple
 
+import numpy as np
+
 from jax_softmax import _kernels
 from jax_softmax.fusion.expressions import ROUNDED
+from jax_softmax.fusion.printing import of_mask
 
 KERNELS = ("forward", "keys", "queries")  # the output; dk and dv; dq
 MOST_BATCH_DIMS = 6
@@ -75,11 +78,11 @@ class Plan(NamedTuple):
 
 
 def plan_of(
-    kernel, letters: Letters, extents, dtype, sides, bounds, functions, empty_rows_are_zero, written_dtype
+    kernel, letters: Letters, extents, dtype, sides, bounds, masks, functions, empty_rows_are_zero, written_dtype
 ) -> Plan:
-    """`sides`: letters and dtype, or "index", of what is read beside. `bounds`: their letters, or None. `functions`: by
-    name what they are given, in float32, and C++ of that and s0, s1, .... `written_dtype`: of what is written for each
-    score, or None."""
+    """`sides`: letters and dtype, or "index", of what is read beside. `bounds`: their letters, or None. `masks`: sides
+    that are masks, by name, with their value in all of a tile that is whole. `functions`: by name what they are given,
+    in float32, and C++ of that and s0, s1, .... `written_dtype`: of what is written for each score, or None."""
     letters.check([of for of, _ in sides], bounds or "")
     if not has_kernels(extents, dtype):
         raise ValueError(f"attention of {dtype}, {extents}")
@@ -96,11 +99,21 @@ def plan_of(
         return f"  static constexpr {type_} {name} = {str(value).lower() if isinstance(value, bool) else value};\n"
 
     first_side = (3 if kernel == "forward" else 6) + (bounds is not None)
-    values, word = "", first_side
-    for k, (_, side_dtype) in enumerate(sides):
-        read = f"index<{k}>" if side_dtype == "index" else f"array<{k}, {word}, {_TYPES[side_dtype]}>"
-        values += f"    [[maybe_unused]] const auto s{k} = side.template {read}();\n"
+    values, word, words, staged, free = "", first_side, [], [], tiling["free_bytes"]
+    for k, (of, side_dtype) in enumerate(sides):
+        read = f"index<{k}>" if side_dtype == "index" else f"array<{k}, {_TYPES[side_dtype]}>"
+        read = f"side.template {read}()"
+        read = of_mask(read, masks[f"s{k}"]) if f"s{k}" in masks else read
+        values += f"    [[maybe_unused]] const auto s{k} = {read};\n"
+        words.append(word)
         word += side_dtype != "index"
+        # Arrays of queries x keys whose rows begin at multiples of 16 bytes, as long as there is room.
+        size = 0 if side_dtype == "index" or not {"i", "j"} <= {*of} or of[-1] != "j" else np.dtype(side_dtype).itemsize
+        fits = size and extents["j"] * size % 16 == 0 and tiling["bytes_of_sides"][size] <= free
+        free -= tiling["bytes_of_sides"][size] if fits else 0
+        staged.append(size if fits else 0)
+    outermost_first = any(staged[k] and letters.batch[0] not in of for k, (of, _) in enumerate(sides))
+    outermost_first &= bool(letters.shared)  # otherwise blocks of keys have all of the outermost dimension
 
     def function(name, given, text):
         given = ", ".join(f"float {x}" for x in given)
@@ -122,11 +135,14 @@ def plan_of(
         constant("kBatchDims", len(letters.batch)) + constant("kExtents[]", f"{{{', '.join(inner)}}}"),
         constant("kGroups", math.prod(extents[letter] for letter in letters.groups)),
         *(constant(f"k{name.upper()}", strides(getattr(letters, name)), of_type) for name in "qkvo"),
-        # A block's first and last step are the innermost dimensions of bounds.
+        # A block's four bounds are their innermost dimension.
         constant("kBounded", bounds is not None, "bool") + constant("kBoundsWord", first_side - 1),
-        constant("kBounds", strides(bounds or "", 2 * blocks), of_type),
+        constant("kBounds", strides(bounds or "", 4 * blocks), of_type),
+        constant("kOutermostFirst", outermost_first, "bool"),
         constant("kSides", len(sides)),
         constant("kSideStrides[]", f"{{{', '.join(strides(of) for of, _ in sides) or '{}'}}}", of_type),
+        constant("kSideWords[]", f"{{{', '.join(map(str, words)) or 0}}}"),
+        constant("kStagedBytes[]", f"{{{', '.join(map(str, staged)) or 0}}}"),
         constant("kFirstResult", word) + constant("kEmptyRowsAreZero", empty_rows_are_zero, "bool"),
         constant("kWrites", written_dtype is not None, "bool")
         + f"  using Written = {_TYPES[written_dtype or dtype]};\n",
@@ -142,4 +158,5 @@ def plan_of(
     )
     batch = math.prod(extents[letter] for letter in (letters.shared if kernel == "keys" else letters.batch))
     described = f"attention {kernel} of {', '.join(letters)}: {extents}"
-    return Plan(code, described, blocks * batch * tiling["parts"], tiling["threads"], tiling["shared_bytes"])
+    shared_bytes = tiling["shared_bytes"] + tiling["free_bytes"] - free
+    return Plan(code, described, blocks * batch * tiling["parts"], tiling["threads"], shared_bytes)

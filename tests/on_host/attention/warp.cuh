@@ -1,8 +1,8 @@
 // csrc/attention/warp.cuh for the host: what warps and blocks do together, as PTX defines it, one thread after another.
 //
-// A thread is a fiber, which runs until it needs others. A warp runs as far as it can before another one does, and takes
-// turns in which is first, so that a missing barrier shows. Copies are made when they begin or, if `late`, when they are
-// waited for, so that a missing wait shows.
+// A thread is a fiber, which runs until it needs others. A warp runs as far as it can before another one does, and
+// takes turns in which is first, so that a missing barrier shows. Copies are made when they begin or, if `late`, when
+// they are waited for, so that a missing wait shows.
 #pragma once
 
 #include <ucontext.h>
@@ -23,9 +23,9 @@ namespace emulator {
 struct Index {
   unsigned x;
 };
-inline Index threadIdx, blockIdx;
+inline Index threadIdx, blockIdx, gridDim;
 inline bool late;
-inline char shared[101376];  // what the smallest chips have
+inline char shared[jax_softmax::attention::kMostSharedBytes];
 
 struct Copy {
   char* to;
@@ -117,12 +117,14 @@ inline void run_block(unsigned block, int threads) {
 namespace jax_softmax::device {
 
 using emulator::blockIdx;
+using emulator::gridDim;
 using emulator::threadIdx;
 using Address = uint32_t;
 
 inline constexpr float kInfinity = INFINITY;
 
 inline int min(int a, int b) { return a < b ? a : b; }
+inline int max(int a, int b) { return a > b ? a : b; }
 inline Address shared_memory() { return 0; }
 inline int lane() { return threadIdx.x % 32; }
 inline void barrier() {
@@ -246,9 +248,9 @@ inline float read_global(const float* from) { return *from; }
 inline int read_global(const Int32* from) { return from->bits; }
 inline bool read_global(const Bool* from) { return from->bits != 0; }
 template <class T>
-auto read_one_of_two(const T* from, int which) {
-  if (reinterpret_cast<uintptr_t>(from) % (2 * sizeof(T)) != 0) abort();
-  return read_global(from + which);
+auto read_shared_as(Address from) {
+  if (from % sizeof(T) != 0 || from + sizeof(T) > sizeof emulator::shared) abort();
+  return read_global(reinterpret_cast<const T*>(emulator::shared + from));
 }
 
 }  // namespace jax_softmax::device
