@@ -49,6 +49,8 @@ constexpr Tiling tiling_of(Kernel kernel, int features, int value_features) {
   return kTilings[row].of[static_cast<int>(kernel)];
 }
 
+inline constexpr int kBlocksOfChunk = 512;  // about two for each place on the largest chips: see `own_block`
+
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Features in shared memory, where those past the last one are 0.

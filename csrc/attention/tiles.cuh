@@ -6,9 +6,6 @@
 //   kTiling, kQueries, kKeys, kFeatures, kValueFeatures
 //   kBatchDims, kExtents               of q, those of the keys first; kGroups, the product of those that keys lack
 //   kQ, kK, kV, kO, kBounds            Strides; kBounded, whether there are bounds
-//   kOutermostFirst                    whether blocks that follow one another differ in the outermost dimension of the
-//                                      batch, because they then read the same of an array that lacks it
-//   Operands, kFirstResult             its words; kBoundsWord, where kBounded
 //   kSides, kSideStrides, kSideWords   of what scores read beside; words of the arrays
 //   kStagedBytes                       of each side, the bytes of an element if it passes through shared memory, or 0
 //   kEmptyRowsAreZero                  the weights of a row whose scores are all -inf: 0, or NaN
@@ -201,18 +198,21 @@ struct Block {
   int rows;
   unsigned n;
 };
-// `blocks`: of each of the batch; `alike`: how many of the batch share a block.
+// `blocks`: of each of the batch; `alike`: how many of the batch, one after another, share a block's rows.
+//
+// Blocks come in chunks of a few of the batch: in each first those that stay longest, of all of the chunk. So few
+// multiprocessors wait at the end, and what passes is read from the last cache by those that run at a time. Neighbours
+// differ in the outermost dimension of the batch, which an array that scores read may lack.
 template <class P>
 __device__ __forceinline__ Block own_block(unsigned blocks, unsigned alike = 1) {
-  unsigned at = blockIdx.x, outermost = 0, others = 1;
-  if constexpr (P::kOutermostFirst) {
+  const unsigned count = gridDim.x / blocks, most = attention::ceil_div(attention::kBlocksOfChunk, blocks);
+  const unsigned chunk = blockIdx.x / (most * blocks), in_chunk = blockIdx.x % (most * blocks);
+  const unsigned own = min(most, count - chunk * most);
+  unsigned others = 1;
 #pragma unroll
-    for (int d = 1; d < P::kBatchDims; ++d) others *= P::kExtents[d];
-    const unsigned extent = gridDim.x / (others / alike * blocks);
-    outermost = at % extent;
-    at /= extent;
-  }
-  return {static_cast<int>(at % blocks), outermost * others + at / blocks * alike};
+  for (int d = 1; d < P::kBatchDims; ++d) others *= P::kExtents[d];
+  const unsigned n = chunk * most + in_chunk % own, outermost = count * alike / others;
+  return {static_cast<int>(in_chunk / own), n % outermost * others + n / outermost * alike};
 }
 
 // The n-th of the batch of an operand.
@@ -286,6 +286,7 @@ struct Tile {
     return offset;
   }
   static constexpr int kStagedBytes = offset_of(P::kSides);
+  static constexpr bool kKeysPass = keys == Counts<P>::kStep;  // then a thread has neighbours along keys
 
   template <int k>
   __device__ __forceinline__ Address at(int row, int column) const {
@@ -338,6 +339,7 @@ struct Side {
   template <int k, class T>
   __device__ __forceinline__ auto array() const {
     if constexpr (P::kStagedBytes[k] > 0) {
+      if constexpr (Tile::kKeysPass) return read_one_of_two<T>(tile.template at<k>(row, column & ~1), column & 1);
       return read_shared_as<T>(tile.template at<k>(row, column));
     } else {
       return read_global(static_cast<const T*>(tile.sides.operands.word[P::kSideWords[k]]) + at<k>());

@@ -112,8 +112,6 @@ def plan_of(
         fits = size and extents["j"] * size % 16 == 0 and tiling["bytes_of_sides"][size] <= free
         free -= tiling["bytes_of_sides"][size] if fits else 0
         staged.append(size if fits else 0)
-    outermost_first = any(staged[k] and letters.batch[0] not in of for k, (of, _) in enumerate(sides))
-    outermost_first &= bool(letters.shared)  # otherwise blocks of keys have all of the outermost dimension
 
     def function(name, given, text):
         given = ", ".join(f"float {x}" for x in given)
@@ -138,7 +136,6 @@ def plan_of(
         # A block's four bounds are their innermost dimension.
         constant("kBounded", bounds is not None, "bool") + constant("kBoundsWord", first_side - 1),
         constant("kBounds", strides(bounds or "", 4 * blocks), of_type),
-        constant("kOutermostFirst", outermost_first, "bool"),
         constant("kSides", len(sides)),
         constant("kSideStrides[]", f"{{{', '.join(strides(of) for of, _ in sides) or '{}'}}}", of_type),
         constant("kSideWords[]", f"{{{', '.join(map(str, words)) or 0}}}"),

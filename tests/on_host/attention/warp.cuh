@@ -124,6 +124,7 @@ using Address = uint32_t;
 inline constexpr float kInfinity = INFINITY;
 
 inline int min(int a, int b) { return a < b ? a : b; }
+inline unsigned min(unsigned a, unsigned b) { return a < b ? a : b; }
 inline int max(int a, int b) { return a > b ? a : b; }
 inline Address shared_memory() { return 0; }
 inline int lane() { return threadIdx.x % 32; }
@@ -251,6 +252,12 @@ template <class T>
 auto read_shared_as(Address from) {
   if (from % sizeof(T) != 0 || from + sizeof(T) > sizeof emulator::shared) abort();
   return read_global(reinterpret_cast<const T*>(emulator::shared + from));
+}
+
+template <class T>
+auto read_one_of_two(Address from, int which) {
+  if (from % (2 * sizeof(T)) != 0) abort();
+  return read_shared_as<T>(from + which * sizeof(T));
 }
 
 }  // namespace jax_softmax::device
