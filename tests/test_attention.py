@@ -490,6 +490,14 @@ def test_bounds_visit_what_is_seen(kernel, zero):
     assert n_whole
 
 
+def test_bounds_read_what_may_hold_fills():
+    def letters_of_bounds(score):
+        return attention_in(Case(score, (300, 300)))["forward"][0].letters_of_bounds
+
+    assert letters_of_bounds(alibi_in_a_window) == ""
+    assert letters_of_bounds(biased_causal) == "h"
+
+
 @pytest.mark.parametrize(
     "letters,message",
     [

@@ -443,6 +443,16 @@ def logarithms(q, k, v):
     return attended(jnp.log(jnp.maximum(s, 0)), v, where=i >= j - 40)
 
 
+def filled_logarithms(q, k, v):
+    s = scores(q, k)
+    i, j = seen(s)
+    return attended(jnp.where(i >= j - 3, jnp.log(jnp.maximum(s, 0)), -1e30), v)
+
+
+def rows_of_infinities(q, k, v, bias):
+    return gradients(lambda q, k, v: attended(causal(scores(q, k) + bias), v), q, k, v)
+
+
 def left_padding(q, k, v):
     s = scores(q, k)
     i, j = seen(s)
@@ -474,6 +484,12 @@ PITFALLS = {
         f.__name__: (functools.partial(gradients, f), LONG)
         for f in (loss_of_scores, two_masks, mask_by_scores, logarithms, left_padding, sink_of_fills, scores_as_well)
     },
+    "filled logarithms": (filled_logarithms, LONG),
+    # Rows of which all that is visible is -inf, so that they see fills.
+    "rows of infinities": (
+        rows_of_infinities,
+        [*LONG, jnp.where(jnp.arange(N)[:, None] % 7 == 3, -jnp.inf, jnp.zeros((N, N), jnp.float32))],
+    ),
     "largest alone": (largest_alone, LONG),
 }
 

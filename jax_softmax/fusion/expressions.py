@@ -125,6 +125,15 @@ class Expression(NamedTuple):
         read = ((a, dtype) for op in self.operations for a, dtype in zip(op.operands, op.dtypes, strict=True))
         return next((dtype for a, dtype in read if a == name), "float32")
 
+    def made_of(self) -> dict[int, Operation]:
+        """The operations that the result is made of, by their numbers."""
+        read, found = {self.result}, {}
+        for k in reversed(range(len(self.operations))):
+            if f"v{k}" in read:
+                found[k] = self.operations[k]
+                read.update(a for a in found[k].operands if isinstance(a, str))
+        return dict(reversed(found.items()))
+
     def value(self, given: dict[str, jax.Array]) -> jax.Array:
         """In JAX, of these values, which broadcast to one shape: the same bits as a kernel's, but for functions."""
         values: dict[Any, Any] = dict(given)
@@ -132,7 +141,7 @@ class Expression(NamedTuple):
         def of(a):
             return jnp.asarray(a.value, a.dtype) if isinstance(a, Number) else values[a]
 
-        for k, operation in enumerate(self.operations):
+        for k, operation in self.made_of().items():
             operands = jnp.broadcast_arrays(*map(of, operation.operands))
             values[f"v{k}"] = done(operation, operands)
         return of(self.result)

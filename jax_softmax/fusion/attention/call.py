@@ -17,7 +17,7 @@ from jax_softmax import _kernels
 from jax_softmax.fusion import printing
 from jax_softmax.fusion.attention.linear import depending_on
 from jax_softmax.fusion.attention.source import KERNELS, Letters, Plan, plan_of
-from jax_softmax.fusion.expressions import ARITHMETIC, SAME, Expression, Number
+from jax_softmax.fusion.expressions import ARITHMETIC, SAME, WRITABLE, Expression, Number
 
 
 class Side(NamedTuple):
@@ -144,7 +144,7 @@ class Attention(NamedTuple):
     @property
     def letters_of_bounds(self) -> str | None:
         """The batch letters along which masks differ; None if there are no masks, or if they depend on the product."""
-        read = [a for op in self.score.operations for a in op.operands]
+        read = [a for op in self._fills.made_of().values() for a in op.operands]
         if not self.empty_rows_are_zero and not any(map(_is_fill, read)):
             return None
         made_of_product = depending_on(self.score, "x0")
@@ -158,11 +158,32 @@ class Attention(NamedTuple):
         return "".join(c for c in self.letters.batch if c in letters)
 
     @property
+    def _fills(self) -> Expression:
+        """The score, without what is chosen where a fill is not, unless fills may be in that as well."""
+        made_of_fills = {
+            f"s{k}"
+            for k, (letters, dtype) in enumerate(self.sides)
+            if dtype in WRITABLE and not {"i", "j"}.isdisjoint(letters)
+        }
+        operations = []
+        for k, op in enumerate(self.score.operations):
+            is_fill = [_is_fill(a) or a in made_of_fills for a in op.operands]
+            if op.name == "select_n" and op.dtypes[0] == "bool" and any(is_fill[1:]):
+                zero = Number(0.0, op.dtype)
+                others = (a if fill else zero for a, fill in zip(op.operands[1:], is_fill[1:], strict=True))
+                op = op._replace(operands=(op.operands[0], *others))
+            if any(is_fill):
+                made_of_fills.add(f"v{k}")
+            operations.append(op)
+        return Expression(tuple(operations), self.score.result)
+
+    @property
     def _masks(self) -> list[tuple[str, bool]]:
         """The values of the score that choose between fills and others, and what they are where others are chosen."""
         if self.letters_of_bounds is None:
             return []
-        chosen = [op for op in self.score.operations if op.name == "select_n" and op.dtypes[0] == "bool"]
+        operations = self._fills.made_of().values()
+        chosen = [op for op in operations if op.name == "select_n" and op.dtypes[0] == "bool"]
         fills = [tuple(map(_is_fill, op.operands[1:])) for op in chosen]
         found = [(op.operands[0], of == (True, False)) for op, of in zip(chosen, fills, strict=True) if sum(of) == 1]
         return [(name, value) for name, value in found if isinstance(name, str)]
@@ -201,7 +222,8 @@ class Attention(NamedTuple):
 
         seen = cells_with(~(scores.astype(jnp.float32) <= _FILL))
         if self.empty_rows_are_zero:
-            if any(_is_fill(a) and math.isfinite(a.value) for op in self.score.operations for a in op.operands):
+            operations = self._fills.made_of().values()
+            if any(_is_fill(a) and math.isfinite(a.value) for op in operations for a in op.operands):
                 filled = cells_with(scores > -jnp.inf)
                 seen |= ~seen.any(-1, keepdims=True) & filled
         else:
@@ -221,12 +243,12 @@ class Attention(NamedTuple):
     def _without_product(self, sides, name: str | None = None) -> jax.Array:
         """The scores of products of 0, where fills are what they are; or what they are made of by this name."""
         given = {"x0": jnp.zeros((), self.score.dtype_of("x0")), **sides}
-        return self.score._replace(result=name or self.score.result).value(given)
+        return self._fills._replace(result=name or self.score.result).value(given)
 
     @functools.lru_cache(256)  # noqa: B019  (of equal ones, which are few)
     def visible_part(self, **extents: int) -> float:
         """About which part of the scores is visible, as far as that does not depend on arrays."""
-        read = {a for op in self.score.operations for a in op.operands}
+        read = {a for op in self._fills.made_of().values() for a in op.operands}
         sides = {f"s{k}": side for k, side in enumerate(self.sides) if f"s{k}" in read}
         if self.letters_of_bounds is None or any(side.dtype != "index" for side in sides.values()):
             return 1.0
