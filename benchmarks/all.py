@@ -10,8 +10,8 @@ out.
 """
 
 import argparse
-import datetime
 import hashlib
+import re
 import shutil
 import subprocess
 import sys
@@ -87,16 +87,15 @@ def rows(text: str) -> list[str]:
     return [line for line in lines[heads[0] + 1 :] if line.startswith("|")] if heads else []
 
 
-def joined(texts: list[str]) -> str:
-    """The first text and the rows of the others."""
-    return "\n".join([texts[0].rstrip(), *(row for text in texts[1:] for row in rows(text))])
+def plain(name: str) -> str:
+    return re.sub(r"\W+", "_", name)
 
 
 def make_all(parts: Sequence[Part], out: Path, minutes: float, version: str) -> int:
     """Makes what is missing until the minutes are over; returns how many parts are then missing."""
     deadline = time.monotonic() + 60 * minutes
-    work = out / "parts" / version
-    files = {part: work / part.page / f"{'_'.join(part.command).replace('/', '_')}.made" for part in parts}
+    work = out / "parts" / plain(version)
+    files = {part: work / part.page / f"{plain(' '.join(part.command))}.made" for part in parts}
     failed = {part: path.with_suffix(".failed") for part, path in files.items()}
     missing = [part for part in parts if not files[part].exists()]
     for i, part in enumerate(sorted(missing, key=lambda part: failed[part].exists())):
@@ -120,8 +119,9 @@ def make_all(parts: Sequence[Part], out: Path, minutes: float, version: str) -> 
         of_page = [files[part] for part in parts if part.page == page]
         if all(path.exists() for path in of_page):
             whole = [work / page / f"{page}.md"] if page == "results" else of_page  # run.py keeps its earlier sections
-            text = joined([path.read_text() for path in whole])
-            (out / f"{page}.md").write_text(f"{text}\n\nSources {version}, {datetime.date.today()}.\n")
+            first, *others = [path.read_text().rstrip() for path in whole]
+            text = "\n".join([first, *(row for other in others for row in rows(other))])
+            (out / f"{page}.md").write_text(f"{text}\n\nSources {version}.\n")
             for picture in of_page[0].parent.glob("*.png"):
                 shutil.copy(picture, out)
     return sum(not path.exists() for path in files.values())
