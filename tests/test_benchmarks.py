@@ -54,10 +54,10 @@ def test_what_is_made_is_not_made_again(folder):
 
 def test_a_part_that_is_cut_is_the_next_first_and_then_the_last(folder):
     parts = [part("page", "a"), part("page", "long", 60), part("other", "b")]
-    assert every.make_all(parts, folder / "out", 2 / 60, "version") == 2
+    assert every.make_all(parts, folder / "out", 4 / 60, "version") == 2
     assert begun(folder) == ["a", "long"] and not (folder / "out" / "page.md").exists()
     assert every.make_all(parts, folder / "out", 1 / 60, "version") == 2 and begun(folder) == ["long"]
-    assert every.make_all(parts, folder / "out", 2 / 60, "version") == 1 and begun(folder) == ["b", "long"]
+    assert every.make_all(parts, folder / "out", 4 / 60, "version") == 1 and begun(folder) == ["b", "long"]
     assert (folder / "out" / "other.md").exists()
 
 
