@@ -10,7 +10,6 @@ largest value, where that has room.
 
 import argparse
 import os
-import time
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
@@ -182,13 +181,11 @@ def main() -> None:
         [(program, 1, min(n, 256), heads // 4, of // 4, d) for program, _, n, heads, of, d in CASES] if small else CASES
     )
 
-    begun = time.perf_counter()
-    print(f"{jax.devices()[0].device_kind}, JAX {jax.__version__}, bfloat16, microseconds\n")
+    print(f"# Attention\n\n{jax.devices()[0].device_kind}, JAX {jax.__version__}, bfloat16, microseconds\n")
     heads = ["", "output: XLA", "fuse", "with gradients: XLA", "fuse", "MiB: XLA", "fuse", "errors of o, dq, dk, dv"]
     print(f"| {' | '.join(heads)} |\n|{' --- |' * len(heads)}")
     for case in cases:
         print(f"| {' | '.join(map(str, measured(case)))} |", flush=True)
-    print(f"\n{time.perf_counter() - begun:.0f} s")
 
 
 if __name__ == "__main__":

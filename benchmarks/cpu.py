@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import losses
 import optax
+from models import part_of
 from timing import device_times
 from tqdm import tqdm
 
@@ -155,6 +156,9 @@ def processor():
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--operators", nargs="+", choices=OPERATORS, default=list(OPERATORS), metavar="NAME")
+    parser.add_argument(
+        "--part", type=int, nargs=2, default=(0, 1), metavar=("K", "N"), help="the K-th of N, from 0 on"
+    )
     parser.add_argument("--quick", action="store_true", help="small arrays")
     arguments = parser.parse_args()
     smaller = (lambda shape: tuple(min(n, 300) for n in shape)) if arguments.quick else lambda shape: shape
@@ -166,7 +170,7 @@ def main() -> None:
     print("| | " + " | ".join(f"{smaller(shape)}, {axis}" for shape, axis in CASES) + " |")
     print("|" + " --- |" * (1 + len(CASES)))
     rows = [(name, what) for name in arguments.operators for what in MADE]
-    for name, what in tqdm(rows, disable=None):
+    for name, what in tqdm(part_of(rows, *arguments.part), disable=None):
         cells = [
             [ratio(OPERATORS[name], what, smaller(shape), axis, dtype, repeats) for dtype in DTYPES]
             for shape, axis in CASES

@@ -83,7 +83,7 @@ def relative_to_copy(shape):
 
 
 def main() -> None:
-    print(f"{jax.devices()[0].device_kind}, JAX {jax.__version__}\n")
+    print(f"{jax.devices()[0].device_kind}, JAX {jax.__version__}, bfloat16 unless a row says otherwise\n")
     columns = [f"({matrices * rows}, {n})" for matrices, rows, n in SHAPES]
     array = jnp.ones(1 << 28, jnp.float32)
     copy_time = device_times({"copy": (jax.jit(jnp.negative), (array,))})["copy"]

@@ -31,6 +31,7 @@ def main() -> int:
         return 1
     mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
     computations = {computation.name: computation for computation in COMPUTATIONS}
+    print("# Whole computations on two GPUs\n")
     print(f"{jax.devices()[0].device_kind}, JAX {jax.__version__}, device time.\n")
     print("| computation | sharded | XLA, µs | fused, µs | XLA / fused | kernels | collectives | difference |")
     print("|---|---|---|---|---|---|---|---|")

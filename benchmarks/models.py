@@ -21,6 +21,9 @@ def run(computations, description: str, name: str, title: str) -> int:
     """Measures computations as the command line says, and writes a table of this name."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", action="append", default=[], help="a part of a computation's name")
+    parser.add_argument(
+        "--part", type=int, nargs=2, default=(0, 1), metavar=("K", "N"), help="the K-th of N, from 0 on"
+    )
     parser.add_argument("--explain", action="store_true", help="print what is folded")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
@@ -29,7 +32,7 @@ def run(computations, description: str, name: str, title: str) -> int:
         print(f"{name}.py: a GPU is needed: on other platforms fuse changes nothing", file=sys.stderr)
         return 1
     rows, failed = [], []
-    for computation in computations:
+    for computation in part_of(computations, *options.part):
         if options.only and not any(part in computation.name for part in options.only):
             continue
         if computation.package is not None and importlib.util.find_spec(computation.package) is None:
@@ -49,6 +52,10 @@ def run(computations, description: str, name: str, title: str) -> int:
     text = f"# {title}\n\n{jax.devices()[0].device_kind}, JAX {jax.__version__}, device time.\n\n"
     (options.output / f"{name}.md").write_text(text + "\n".join([head, *rows]) + "\n")
     return len(failed)
+
+
+def part_of(sequence, k: int, n: int):
+    return sequence[len(sequence) * k // n : len(sequence) * (k + 1) // n]
 
 
 def measured(computation, options) -> str:
