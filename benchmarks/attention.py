@@ -3,7 +3,8 @@
     python benchmarks/attention.py            # two minutes; prints a table
     python benchmarks/attention.py --quick    # small arrays, to try the script
 
-Device time of the output, and of the output with the gradients of q, k, v, a bias and a sink. Memory is what is needed
+Device time of the output, and of the output with the gradients of q, k, v, a bias and a sink. `triangle` is the
+attention of structures' pairs: a row has a bias that all rows share, and a mask. Memory is what is needed
 besides arguments and results. Errors are the fused program's largest distances from the unfused one, as parts of the
 largest value, where that has room.
 """
@@ -87,6 +88,10 @@ def biased(q, k, v, bias):
     return weighted(scores_of(q, k) + bias, v)
 
 
+def triangle(q, k, v, bias, mask):
+    return weighted(jnp.where(mask, scores_of(q, k) + bias, -1e9), v)
+
+
 def with_sink(q, k, v, sink):
     i, j = indices(q)
     scores = jnp.where(i >= j, scores_of(q, k), jnp.finfo(q.dtype).min)
@@ -103,10 +108,11 @@ CASES = [
     (causal, 4, 4096, 16, 16, 128),
     (grouped, 4, 2048, 32, 8, 64),
     (plain, 256, 197, 12, 12, 64),
+    (triangle, 384, 384, 4, 4, 32),
     (causal, 8, 512, 16, 16, 64),
     (causal, 1, 16384, 16, 16, 128),
 ]
-DIFFERENTIATED_BESIDE = biased, with_sink
+DIFFERENTIATED_BESIDE = biased, triangle, with_sink
 MOST_BYTES = 16 << 30  # of an array of scores, beyond which the unfused program is not tried
 
 
@@ -119,6 +125,8 @@ def operands_of(program, batch, length, heads, of_keys, features):
     if program in DIFFERENTIATED_BESIDE:
         shape = (heads,) if program is with_sink else (1, heads, length, length)
         arrays.append(jax.random.normal(keys[4], shape, jnp.bfloat16))
+    if program is triangle:
+        arrays.append(jnp.arange(length) < jax.random.randint(keys[4], (batch, 1, 1, 1), length // 2, length + 1))
     if program is dropped:
         arrays.append(jax.random.bernoulli(keys[4], 0.9, (batch, heads, length, length)))
     return arrays
@@ -127,7 +135,8 @@ def operands_of(program, batch, length, heads, of_keys, features):
 def with_gradient(program):
     def both(q, k, v, o_cotangent, *beside):
         if program in DIFFERENTIATED_BESIDE:
-            o, transposed = jax.vjp(program, q, k, v, *beside)
+            bias, *others = beside
+            o, transposed = jax.vjp(lambda q, k, v, bias: program(q, k, v, bias, *others), q, k, v, bias)
         else:
             o, transposed = jax.vjp(lambda q, k, v: program(q, k, v, *beside), q, k, v)
         return o, *transposed(o_cotangent)
