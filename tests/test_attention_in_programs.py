@@ -361,6 +361,30 @@ def test_short_sequences_stay_as_they_are(shape, is_found):
     assert [line.op == "attention" for line in report] == [is_found]
 
 
+def with_positions(q, k, v):
+    s = jnp.einsum("bihd,bjhd->bhij", q, k) + jnp.einsum("bihd,bjhd->bhij", q, v)
+    return jnp.einsum("bhij,bjhd->bihd", jax.nn.softmax(s), v)
+
+
+def with_largest(q, k, v):
+    weights = jax.nn.softmax(jnp.einsum("bihd,bjhd->bhij", q, k))
+    return jnp.einsum("bhij,bjhd->bihd", weights, v), weights.max()
+
+
+@pytest.mark.parametrize(
+    "program,length,dtype,reason",
+    [
+        (with_positions, 2048, "bfloat16", "the scores are made of 2 products"),
+        (with_largest, 2048, "bfloat16", "something else reads the scores or the weights"),
+        (jax_nn, 2048, "float32", "there are no kernels of float32 with 64 and 64 features"),
+        (jax_nn, 32, "bfloat16", "its kernels would take longer"),
+    ],
+)
+def test_explain_says_why_not(program, length, dtype, reason):
+    operand = jax.ShapeDtypeStruct((8, length, 16, 64), dtype)
+    assert f"not attention: {reason}" in str(fuse(program).explain(operand, operand, operand))
+
+
 def test_is_exported():
     operands = [jax.ShapeDtypeStruct((8, 2048, 16, 64), jnp.bfloat16)] * 3
     options = {"disabled_checks": jax_softmax.export_checks()}

@@ -49,6 +49,7 @@ class Line(NamedTuple):
     traffic: Traffic | None
     why_not: str  # the kernel stands alone, if anything is said
     xla_is_as_fast: bool  # on rows that lie as these do, whatever the traffic is
+    no_attention: str = ""  # why a softmax whose weights are multiplied stays one
 
 
 def rewritten(jaxpr, report=None, where=""):
@@ -65,10 +66,12 @@ def rewritten(jaxpr, report=None, where=""):
     changed |= any(e.name in PRIMITIVES or e.eqn.primitive is in_memory_p for e in graph.equations)
     if not changed:
         return jaxpr
-    graph, found = matcher.applied(rules.without_duplicates(graph))
+    graph, found, refused = matcher.applied(rules.without_duplicates(graph))
     report += [_line_of_attention(attention, where) for attention in found]
     graph = _without_copies(rules.applied(graph))
-    groups, calls, by_xla = _decided(graph, report, where)
+    groups, calls, by_xla, lines = _decided(graph, where)
+    for equation, line in lines.items():
+        report.append(line._replace(no_attention=refused.get(equation.outputs[0], "")))
     equations, outputs = _in_order(groups, calls, by_xla)
     return jaxpr.replace(eqns=equations, outvars=outputs)
 
@@ -94,8 +97,9 @@ def has_operators(jaxpr) -> bool:
     return False
 
 
-def _decided(graph, report, where):
-    """The groups, those that are calls of kernels, with these, and the operators that XLA's fusions make."""
+def _decided(graph, where):
+    """The groups, those that are calls of kernels, with these, the operators that XLA's fusions make, and a line for
+    each operator."""
     left, kept, by_xla, lines = set(), set(), set(), {}
     while True:
         groups, calls, again = Groups(graph, left, kept), {}, False
@@ -127,8 +131,7 @@ def _decided(graph, report, where):
             again = bool(more)
         if not again:
             break
-    report += [lines[equation] for equation in graph.equations if equation in lines]
-    return groups, calls, by_xla
+    return groups, calls, by_xla, {e: lines[e] for e in graph.equations if e in lines}
 
 
 def _line_of_attention(found, where):

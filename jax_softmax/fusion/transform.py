@@ -97,6 +97,7 @@ def _text(line: Line, count: int) -> str:
     ):
         details += [f"{what}: {', '.join(names)}"] if names else []
     details += [f"not folded: {line.why_not}"] if line.why_not else []
+    details += [f"not attention: {line.no_attention}"] if line.no_attention else []
     wrapped = functools.partial(textwrap.fill, width=100, break_long_words=False, subsequent_indent=4 * " ")
     return "\n".join([wrapped(title), *(wrapped(detail, initial_indent="  ") for detail in details)])
 

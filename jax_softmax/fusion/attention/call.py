@@ -247,27 +247,34 @@ class Attention(NamedTuple):
 
     @functools.lru_cache(256)  # noqa: B019  (of equal ones, which are few)
     def visible_part(self, **extents: int) -> float:
-        """About which part of the scores is visible, as far as that does not depend on arrays."""
+        """About which part of the scores is visible, if arrays hide nothing."""
         read = {a for op in self._fills.made_of().values() for a in op.operands}
         sides = {f"s{k}": side for k, side in enumerate(self.sides) if f"s{k}" in read}
-        if self.letters_of_bounds is None or any(side.dtype != "index" for side in sides.values()):
+        if self.letters_of_bounds is None:
             return 1.0
         try:
             cpu = jax.local_devices(backend="cpu")[0]
         except RuntimeError:  # JAX was told to do without
             return 1.0
-        given, dims = {}, "".join(dict.fromkeys([*(side.letters for side in sides.values()), "i", "j"]))
-        for name, side in sides.items():
-            n = extents[side.letters]
+        indices = {name: side.letters for name, side in sides.items() if side.dtype == "index"}
+        given, dims = {}, "".join(dict.fromkeys([*indices.values(), "i", "j"]))
+        for name, letter in indices.items():
+            n = extents[letter]
             some = np.linspace(0, n - 1, min(n, 64)).astype(np.int32)
-            given[name] = some.reshape([-1 if c == side.letters else 1 for c in dims])
+            given[name] = some.reshape([-1 if c == letter else 1 for c in dims])
         with (
             jax.ensure_compile_time_eval(),
             jax.default_device(cpu),
             jax.transfer_guard("allow"),
             jax.debug_infs(False),
         ):
-            return float(jnp.mean(~(self._without_product(given).astype(jnp.float32) <= _FILL)))
+            # Masks are all true or all false, and numbers that are compared are equal.
+            found = 0.0
+            for n in (0, 1):
+                arrays = {name: jnp.asarray(n, side.dtype) for name, side in sides.items() if name not in indices}
+                scores = self._without_product(given | arrays).astype(jnp.float32)
+                found = max(found, float(jnp.mean(~(scores <= _FILL))))
+            return found or 1.0
 
 
 # No score of a program is as small as this, but for fills. Those of float16, which cannot be, do not count as such.

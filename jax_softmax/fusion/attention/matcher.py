@@ -11,20 +11,19 @@ was all of it; if something does, the program stays as it was.
 
 from typing import NamedTuple
 
-from jax_softmax.fusion import expressions, places, splicing
+from jax_softmax.fusion import expressions, splicing
 from jax_softmax.fusion.attention import kernels
 from jax_softmax.fusion.attention.call import Attention, Side
 from jax_softmax.fusion.attention.linear import factors, is_linear
 from jax_softmax.fusion.attention.products import NoAttention, Operand, Product
 from jax_softmax.fusion.attention.rows import Rows
 from jax_softmax.fusion.attention.source import Letters, has_kernels
+from jax_softmax.fusion.attention.walks import VIEWS, Walks
 from jax_softmax.fusion.expressions import Expression, Expressions, NotFolded, Number, Operation, is_variable
-from jax_softmax.fusion.graph import Equation, Graph, InCirclesError, bytes_of, result_of, size_of
+from jax_softmax.fusion.graph import Equation, Graph, InCirclesError
 from jax_softmax.fusion.groups import foldable
 from jax_softmax.fusion.places import factors_of, key_of
 from jax_softmax.fusion.traffic import attention_wins
-
-_VIEWS = ("transpose", "reshape", "squeeze", "expand_dims")  # that a kernel's strides can be
 
 
 class Found(NamedTuple):
@@ -38,18 +37,20 @@ class Found(NamedTuple):
     moved: int  # bytes for each score that arrays of queries x keys are written and read with
 
 
-class _Cut(NamedTuple):
-    """A way to have a value: the arrays that are read, and the equations that make it of them and of products."""
-
-    arrays: frozenset
-    equations: dict
-    of_product: bool
-
-
-def applied(graph: Graph) -> tuple[Graph, list[Found]]:
-    """The graph with attention as calls of kernels where these are faster, and what was found."""
+def applied(graph: Graph) -> tuple[Graph, list[Found], dict]:
+    """The graph with attention as calls of kernels where these are faster; what was found; and why other softmaxes that
+    products read are left, by their results."""
     softmaxes = [e for e in graph.equations if e.name == "softmax"]
-    matches = [match for e in softmaxes if (match := _match(graph, e))] if softmaxes and kernels.can_run() else []
+    matches, refused = [], {}
+    for equation in softmaxes if kernels.can_run() else ():
+        match = _Match(graph, equation)
+        try:
+            match.find()
+        except (NoAttention, NotFolded) as error:
+            if match.weights_are_multiplied:
+                refused[equation.outputs[0]] = str(error)
+        else:
+            matches.append(match)
     while matches:
         try:
             new = graph.with_replaced({old: new for match in matches for old, new in match.replacements().items()})
@@ -57,34 +58,35 @@ def applied(graph: Graph) -> tuple[Graph, list[Found]]:
             break
         complete = [m for m in matches if m.softmax not in new.position and m.product not in new.position]
         if len(complete) == len(matches):
-            return new, [match.found for match in matches]
+            return new, [match.found for match in matches], refused
+        left = (match.softmax.outputs[0] for match in matches if match not in complete)
+        refused |= dict.fromkeys(left, "something else reads the scores or the weights")
         matches = complete
-    return graph, []
-
-
-def _match(graph, equation):
-    try:
-        match = _Match(graph, equation)
-    except (NoAttention, NotFolded):
-        return None
-    return match if attention_wins(*match.found[2:]) else None
+    return graph, [], refused
 
 
 class _Match:
     """What a softmax is the softmax of."""
 
     def __init__(self, graph, softmax):
-        self.graph, self.softmax = graph, softmax
+        self.graph, self.softmax, self.walks = graph, softmax, Walks(graph)
+        self.weights_are_multiplied = False
+
+    def find(self) -> None:
+        """Raises NoAttention, with the reason, or NotFolded."""
+        softmax = self.softmax
         if not foldable(softmax):
-            raise NoAttention
+            raise NoAttention("its rows are cut, or too long")
         if len(softmax.params["axes"]) != 1:
-            raise NoAttention
+            raise NoAttention("rows along several axes")
         (axis,) = softmax.params["axes"]
-        self.rows = Rows(graph, softmax, axis)
+        self.rows = Rows(self.graph, softmax, axis)
+        self.reached = self.walks.reached(self.rows.weights, self.rows.place)
+        self.weights_are_multiplied = bool(self.walks.products_with(self.reached))
         self.masks = softmax.inputs[1:]
         if self.masks and self.rows.column is not None:
-            raise NoAttention
-        self.product, place = self._product_of(self.rows.scores, self.rows.place)
+            raise NoAttention("where= beside a column of its own")
+        self.product, place = self.walks.product_of(self.rows.scores, self.rows.place)
         scores = Product(self.product, place)
         self.place_of_product = place
         self.d = scores.features
@@ -92,125 +94,31 @@ class _Match:
         sides = [scores.operand(k) for k in (0, 1)]
         has_keys = [any(id(f) in keys for f in of.factors) for of in sides]
         if has_keys not in ([True, False], [False, True]):
-            raise NoAttention
-        self.q, self.k = (self._where_it_lies(of, self.d) for of in (sides[::-1] if has_keys[0] else sides))
+            raise NoAttention("not one operand of the scores' product has the keys")
+        self.q, self.k = (self.walks.where_it_lies(of, self.d) for of in (sides[::-1] if has_keys[0] else sides))
         (self.j,) = factors_of([self.rows.place[axis]]) if len(keys) == 1 else [None]
         if self.j is None:
-            raise NoAttention
-        self.reached = self._reached(self.rows.weights, self.rows.place)
+            raise NoAttention("the keys are several dimensions")
         self._weights()
         self._gradients()
         self._name()
         self._express()
         self.made = self._made()
-
-    # ---- Walks
-
-    def _product_of(self, a, place):
-        """The product of which a value is made, element by element, and its place."""
-        count = len(factors_of(place))
-        pending, seen, found = [(a, place)], set(), []
-        while pending:
-            a, place = pending.pop()
-            maker = self.graph.maker.get(a) if is_variable(a) else None
-            if maker is None or (a, key_of(place)) in seen or len(factors_of(place)) < count:
-                continue
-            seen.add((a, key_of(place)))
-            if maker.name == "dot_general":
-                found.append((maker, place))
-            elif expressions.prints(maker) and (inputs := places.inputs_of(maker, place)) is not None:
-                pending += zip(maker.inputs, inputs, strict=True)
-        if len(found) != 1:
-            raise NoAttention
-        return found[0]
-
-    def _before(self, a, place, products) -> dict:
-        """The equations that a kernel does to make a value of these products, by the variable that each makes.
-
-        They are those that leave fewest bytes to read. A function such as exp is not done for each score where its
-        result is the same for many. What is made of a product is never read.
-        """
-        known = {key: _Cut(frozenset(), {}, True) for key in products}
-        return result_of(self._cut(a, place, known)).equations
-
-    def _cut(self, a, place, known):
-        if not is_variable(a):
-            return _Cut(frozenset(), {}, False)
-        key = a, key_of(place)
-        if key in known:
-            return known[key]
-        known[key] = read = _Cut(frozenset([a]), {}, False)
-        maker = self.graph.maker.get(a)
-        inputs = None if maker is None or not expressions.prints(maker) else places.inputs_of(maker, place)
-        if inputs is None:
-            return read
-        arrays: frozenset = frozenset()
-        equations: dict = {}
-        of_product = False
-        for operand, its_place in zip(maker.inputs, inputs, strict=True):
-            more = yield self._cut(operand, its_place, known)
-            arrays, equations = arrays | more.arrays, equations | more.equations
-            of_product |= more.of_product
-        equations[a] = maker
-        of_each = {self.i, id(self.j)} <= {id(f) for f in factors_of(place)}
-        is_short = of_each or not any(map(expressions.is_long, equations.values()))
-        if of_product or (sum(map(bytes_of, arrays)) <= bytes_of(a) and is_short):
-            known[key] = _Cut(arrays, equations, of_product)
-        return known[key]
-
-    def _reached(self, variables, place):
-        """What is made of values, element by element: variables and their places."""
-        found, pending = dict.fromkeys(variables, place), list(variables)
-        size = size_of(self.rows.scores)
-        while pending:
-            a = pending.pop()
-            for reader in self.graph.readers.get(a, ()):
-                if not expressions.prints(reader) or reader.outputs[0] in found:
-                    continue
-                k = next(k for k, b in enumerate(reader.inputs) if b is a)
-                out = places.output_of(reader, found[a], k)
-                if out is None or size_of(reader.outputs[0]) != size:
-                    continue
-                found[reader.outputs[0]] = out
-                pending.append(reader.outputs[0])
-        return found
-
-    def _products_with(self, reached):
-        """The products of which an operand is among what was reached."""
-        found = []
-        for a, place in reached.items():
-            for reader in self.graph.readers.get(a, ()):
-                if reader.name == "dot_general":
-                    found += [(Product(reader, place, k), a) for k in (0, 1) if reader.inputs[k] is a]
-        return found
-
-    def _where_it_lies(self, operand, features) -> Operand:
-        """The operand, or the array that it is a view of."""
-        found = operand
-        while True:
-            maker = self.graph.maker.get(operand.variable)
-            if maker is None or maker.name not in _VIEWS:
-                break
-            place = places.inputs_of(maker, operand.place)
-            if place is None:
-                break
-            operand = Operand(maker.inputs[0], place[0])
-            if operand.factors and operand.factors[-1] is features:
-                found = operand
-        return found
+        if not attention_wins(*self.found[2:]):
+            raise NoAttention("its kernels would take longer")
 
     # ---- Parts
 
     def _weights(self):
         """The products of weights with values and with the output's cotangent."""
         self.outputs, self.dv = [], None
-        for product, weights in self._products_with(self.reached):
+        for product, weights in self.walks.products_with(self.reached):
             if product.contracted == {id(self.j)}:
                 self.outputs.append((product, weights))
             elif self.dv is None and id(self.j) not in product.contracted:
                 self.dv = product, weights
             else:
-                raise NoAttention
+                raise NoAttention("products read the weights in other ways")
         self.with_weights = [*self.outputs, *([self.dv] if self.dv else [])]
 
     def _gradients(self):
@@ -218,33 +126,33 @@ class _Match:
         readers = self.graph.readers.get(self.softmax.outputs[0], ())
         maps = [e for e in readers if e.name == "softmax_linear" and e.inputs[0] is self.softmax.outputs[0]]
         if len(maps) > 1:
-            raise NoAttention
+            raise NoAttention("it has several gradients")
         self.linear = self.dq = self.dk = self.o_cotangent = None
         if not maps:
             if self.dv is not None or len(self.outputs) != 1:
-                raise NoAttention
+                raise NoAttention("several products read the weights")
             self._set_values(self.outputs[0][0])
             return
         self.linear, place = maps[0], self.rows.place
         self.cotangent = self.rows.padded(self.linear.inputs[1])
         if self.cotangent is None:
-            raise NoAttention
-        self.product_of_cotangent, self.place_of_cotangent = self._product_of(self.cotangent, place)
+            raise NoAttention("something else reads the column beside the scores")
+        self.product_of_cotangent, self.place_of_cotangent = self.walks.product_of(self.cotangent, place)
         before = Product(self.product_of_cotangent, self.place_of_cotangent)
         has_keys = [any(f is self.j for f in before.operand(k).factors) for k in (0, 1)]
         if has_keys not in ([True, False], [False, True]):
-            raise NoAttention
+            raise NoAttention("not one operand of the weights' gradient has the keys")
         at_v = 0 if has_keys[0] else 1
         self.e = before.features
-        self.v = self._where_it_lies(before.operand(at_v), self.e)
-        self.o_cotangent = self._where_it_lies(before.operand(1 - at_v), self.e)
+        self.v = self.walks.where_it_lies(before.operand(at_v), self.e)
+        self.o_cotangent = self.walks.where_it_lies(before.operand(1 - at_v), self.e)
         for product, _ in self.outputs:
             self._same(product, self.v)
         if self.dv is not None:
             self._same(self.dv[0], self.o_cotangent)
         self.of_scores = self.rows.of_scores(self.linear.outputs[0])
-        self.reached_after = self._reached(self.of_scores, place)
-        for product, cotangent in self._products_with(self.reached_after):
+        self.reached_after = self.walks.reached(self.of_scores, place)
+        for product, cotangent in self.walks.products_with(self.reached_after):
             if product.contracted == {id(self.j)} and self.dq is None:
                 self._same(product, self.k)
                 self.dq = product, cotangent
@@ -252,9 +160,9 @@ class _Match:
                 self._same(product, self.q)
                 self.dk = product, cotangent
             else:
-                raise NoAttention
+                raise NoAttention("products read the scores' gradient in other ways")
         if self.dq is None and self.dk is None:
-            raise NoAttention
+            raise NoAttention("no product reads the scores' gradient")
         self.written = self._read_elsewhere()
 
     def _read_elsewhere(self):
@@ -266,23 +174,23 @@ class _Match:
             if outside or a in self.graph.results:
                 found.append(a)
         if len(found) > 1 or any(a.aval.dtype.name not in expressions.WRITABLE for a in found):
-            raise NoAttention
+            raise NoAttention("several results are made of the scores' gradient")
         return found[0] if found else None
 
     def _set_values(self, product):
         self.e = product.features
-        self.v = self._where_it_lies(product.other, self.e)
+        self.v = self.walks.where_it_lies(product.other, self.e)
 
     def _same(self, product, operand):
         """Raises unless a product's other operand is this one."""
-        other = self._where_it_lies(product.other, product.features)
+        other = self.walks.where_it_lies(product.other, product.features)
         features = operand.factors[-1] if operand.factors else None
 
         def order(of, last):
             return [None if f is last else id(f) for f in of.factors]
 
         if other.variable is not operand.variable or order(other, product.features) != order(operand, features):
-            raise NoAttention
+            raise NoAttention("its products are of different arrays")
 
     # ---- Names
 
@@ -293,7 +201,7 @@ class _Match:
         batch = [f for f in self.q.factors if f is not d]
         own = [f for f in batch if id(f) not in in_k]
         if not own or any(f.extent > 1 and f.parts for f in (j, d, e)):
-            raise NoAttention
+            raise NoAttention("keys have all dimensions of the queries, or part of a dimension")
         i = max(own, key=lambda f: f.extent)
         self.i = id(i)
         self.names = {id(i): "i", id(j): "j", id(d): "d", id(e): "e"}
@@ -304,24 +212,25 @@ class _Match:
         try:
             letters = [operand.letters(self.names) for operand in (self.q, self.k, self.v)]
         except KeyError:
-            raise NoAttention from None
+            raise NoAttention("keys or values have a dimension of their own") from None
         # Where features are not last, XLA puts them there.
         self.letters = Letters(*(of.replace(last, "") + last for of, last in zip(letters, "dde", strict=True)))
         try:
             self.letters.check([], "")
-        except ValueError:
-            raise NoAttention from None
+        except ValueError as error:
+            raise NoAttention(str(error)) from None
         self.extents = {self.names[id(f)]: f.extent for f in (*batch, j, d, e)}
         dtypes = {of.variable.aval.dtype.name for of in (self.q, self.k, self.v)}
         dtypes |= {self.o_cotangent.variable.aval.dtype.name} if self.o_cotangent else set()
         if len(dtypes) != 1:
-            raise NoAttention
+            raise NoAttention(f"queries, keys and values are of {' and '.join(sorted(dtypes))}")
         (self.dtype,) = dtypes
         if not has_kernels(self.extents, self.dtype):
-            raise NoAttention
+            features = f"{self.extents['d']} and {self.extents['e']}"
+            raise NoAttention(f"there are no kernels of {self.dtype} with {features} features")
         for product, _ in (*self.with_weights, *(p for p in (self.dq, self.dk) if p)):
             if not self._is_rounded(product.equation.outputs[0]):
-                raise NoAttention
+                raise NoAttention(f"a product's result is not rounded to {self.dtype}")
 
     def _is_rounded(self, a):
         """Whether all that reads a product's result rounds it as a kernel does."""
@@ -332,7 +241,7 @@ class _Match:
             return False
         return all(
             self._is_rounded(r.outputs[0])
-            if r.name in _VIEWS
+            if r.name in VIEWS
             else r.name == "convert_element_type" and r.outputs[0].aval.dtype.name == self.dtype
             for r in readers
         )
@@ -348,7 +257,7 @@ class _Match:
             score = self._masked(score, mask)
         weights = {self._weight_of(a) for _, a in self.with_weights} or {Expression((), "y")}
         if len(weights) != 1:
-            raise NoAttention
+            raise NoAttention("products read different weights")
         (weight,) = weights
         n_forward = len(shared.sides)
         transposed, written = (None, None), (None, None)
@@ -383,6 +292,9 @@ class _Match:
             moved -= 0 if self.written is None else size(self.written)  # which the kernels write as well
         return moved
 
+    def _before(self, a, place, products) -> dict:
+        return self.walks.before(a, place, products, {self.i, id(self.j)})
+
     def _inside(self, a, reached):
         """The equations that make a value which was reached, and of which other values these are made."""
         inside, pending = {}, [a]
@@ -410,7 +322,7 @@ class _Match:
         named.sides = self.shared.sides
         found = named.of(a, reached[a], inside)
         if not is_linear(found, name):  # tiles of which all scores are masked would leave out the rest
-            raise NoAttention
+            raise NoAttention("weights or gradients go through what is not linear")
         return found
 
     def _transposed(self, weight):
@@ -418,7 +330,7 @@ class _Match:
         cotangents = [product[1] for product in (self.dq, self.dk) if product]
         found = {self._made_of("g", self.of_scores, a, self.reached_after) for a in cotangents}
         if len(found) != 1:
-            raise NoAttention
+            raise NoAttention("products read different gradients of the scores")
         (of_score,) = found
         own = {(self.product_of_cotangent.outputs[0], key_of(self.place_of_cotangent)): "t"}
         named = Expressions(own)
@@ -426,7 +338,7 @@ class _Match:
         before = self._before(self.cotangent, self.rows.place, own)
         of_weight = named.of(self.cotangent, self.rows.place, before)
         if not is_linear(of_weight, "t") or factors(weight, "y") != factors(of_weight, "t"):
-            raise NoAttention
+            raise NoAttention("the weights' gradient is not that of the weights")
         return of_score, of_weight
 
     def _masked(self, score, mask) -> Expression:
@@ -448,10 +360,10 @@ class _Match:
                 return Side(self.names[id(side.factor)], "index")
             dtype = side.variable.aval.dtype.name
             if dtype not in expressions.READABLE:
-                raise NoAttention
+                raise NoAttention(f"scores read an array of {dtype}")
             return Side(Operand(side.variable, side.place).letters(self.names), dtype)
         except KeyError:
-            raise NoAttention from None
+            raise NoAttention("scores read an array with a dimension of its own") from None
 
     # ---- Calls
 
@@ -463,7 +375,7 @@ class _Match:
         have = [(Operand(None, product.result).letters(self._names_of(product)), of) for product, of in made]
         have += [] if self.linear is None else [(self.o_cotangent.letters(self.names), letters.o)]
         if any(sorted(own) != sorted(of) for own, of in have):
-            raise NoAttention
+            raise NoAttention("a product's result has other dimensions")
         return made
 
     def replacements(self) -> dict:

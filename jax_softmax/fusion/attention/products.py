@@ -9,7 +9,7 @@ from jax_softmax.fusion.places import Factor, factors_of
 
 
 class NoAttention(Exception):
-    """An equation is no part of one."""
+    """Why a softmax is none."""
 
 
 @dataclasses.dataclass
@@ -27,7 +27,7 @@ class Operand:
         try:
             return "".join(names[id(factor)] for factor in self.factors)
         except KeyError:  # it has a dimension that no operand has, or a part of one
-            raise NoAttention from None
+            raise NoAttention("a product has a dimension that no operand has") from None
 
     def array(self, a, names, letters):
         """An array of the variable, with its dimensions in the order of these letters."""
@@ -83,7 +83,7 @@ class Product:
         """The one dimension that the known place does not have."""
         found = factors_of(self.own)
         if len(found) != 1:
-            raise NoAttention
+            raise NoAttention("features are not one dimension")
         return found[0]
 
     def operand(self, k) -> Operand:
