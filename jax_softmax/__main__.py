@@ -17,6 +17,10 @@ import numpy as np
 
 import jax_softmax
 from jax_softmax import _kernels
+from jax_softmax.fusion.attention import kernels as attention_kernels
+from jax_softmax.fusion.attention.call import Attention
+from jax_softmax.fusion.attention.source import Letters
+from jax_softmax.fusion.expressions import Expression, Number, Operation
 from jax_softmax.primitives import reference
 from jax_softmax.primitives.operators import OPERATORS, bind
 from jax_softmax.primitives.records import apply
@@ -49,8 +53,30 @@ def _difference(a, b):
     return difference if difference == difference else np.inf
 
 
+def _attention(q, k, v, o_cotangent):
+    """Attention and its gradients by their kernels, and by jax.numpy in float32."""
+
+    def times(name):
+        return Expression((Operation("mul", (name, Number(0.125, "float32")), ("float32",) * 2, "float32"),), "v0")
+
+    maps = times("x0"), Expression((), "y"), times("g"), Expression((), "t")
+    attention = Attention(Letters("ihd", "jhd", "jhe"), (), 0, *maps)
+    o, rows = attention_kernels.forward(attention, q, k, v)
+    delta = attention_kernels.delta(attention, o, o_cotangent)
+
+    def in_numpy(q, k, v):
+        weights = jax.nn.softmax(0.125 * jnp.einsum("ihd,jhd->hij", q, k, precision="highest"))
+        return jnp.einsum("hij,jhe->ihe", weights, v, precision="highest")
+
+    *wide, wide_cotangent = (a.astype(jnp.float32) for a in (q, k, v, o_cotangent))
+    expected, transposed = jax.vjp(in_numpy, *wide)
+    ours = [o, *attention_kernels.backward(attention, q, k, v, o_cotangent, rows, delta)]
+    return ours, [expected, *transposed(wide_cotangent)]
+
+
 def largest_differences(device: jax.Device) -> dict[str, float]:
-    """How far each operator's results are from the same by jax.numpy in float32 (float64 of that), in eps at most."""
+    """How far the results of each operator, and of attention, are from the same by jax.numpy in float32 (float64 of
+    that), in eps at most."""
 
     def both(*operands, op, axes, dtype):
         wide = [a if a.dtype.itemsize >= 4 else a.astype(np.float32) for a in operands]
@@ -60,6 +86,12 @@ def largest_differences(device: jax.Device) -> dict[str, float]:
 
     cases = [(op, dtype, *_ROWS) for op in OPERATORS for dtype in ("float32", "bfloat16")] + _MORE
     programs, found = [], dict.fromkeys(OPERATORS, 0.0)
+    if attention_kernels.can_run():
+        draw, found["attention"] = np.random.default_rng(0), 0.0
+        for dtype in ("bfloat16", "float16"):
+            operands = [draw.normal(size=(n, 2, 64)).astype(dtype) for n in (200, 150, 150, 200)]
+            operands = jax.device_put(operands, device)
+            programs.append(("attention", operands, jax.jit(_attention).lower(*operands)))
     for op, dtype, shape, axes in cases:
         with jax.enable_x64(dtype == "float64"):
             operands = jax.device_put(_operands(op, dtype, shape, axes), device)

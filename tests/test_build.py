@@ -18,6 +18,7 @@ import jax_softmax
 from jax_softmax import __main__ as doctor
 from jax_softmax import _build
 from jax_softmax.devices import partitioning
+from jax_softmax.fusion.attention.kernels import attention_p
 from jax_softmax.primitives.operators import OPERATORS, PRIMITIVES
 from jax_softmax.primitives.records import RECORDS
 from jax_softmax.runtime import cuda
@@ -200,14 +201,18 @@ def test_doctor_fails_on_wrong_results(doctor_here, monkeypatch, capsys):
         assert "WRONG: entropy\n" in capsys.readouterr().out
 
 
-@sampled("op", PRIMITIVES, 3)
+CHECKED = {**PRIMITIVES, "attention": attention_p}
+
+
+@sampled("op", CHECKED, 3)
 def test_doctor_fails_on_a_wrong_operator(op, monkeypatch, capsys):
     """Of which a row is not written. The doctor looks at this alone, for the test to be quick."""
     cpu = jax.devices("cpu")[0]
     monkeypatch.setattr(jax, "local_devices", lambda backend=None: [cpu])
-    monkeypatch.setattr(doctor, "OPERATORS", {op: doctor.OPERATORS[op]})
+    monkeypatch.setattr(doctor, "OPERATORS", {name: doctor.OPERATORS[name] for name in PRIMITIVES if name == op})
+    monkeypatch.setattr(doctor.attention_kernels, "can_run", lambda: op == "attention")
     monkeypatch.setattr(doctor, "_MORE", [])
-    primitive = PRIMITIVES[op]
+    primitive = CHECKED[op]
     bind = primitive.bind
 
     def wrong(*operands, **params):
