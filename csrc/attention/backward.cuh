@@ -136,21 +136,6 @@ __device__ __forceinline__ void attention_keys(const typename P::Operands& opera
         part * kOwnWidth, P::kValueFeatures, as_it_is);
 }
 
-// Of four words that each of four neighbouring lanes has: lane l gets the l-th one of each.
-__device__ __forceinline__ void transpose_in_four_lanes(uint32_t (&words)[4]) {
-#pragma unroll
-  for (int bit = 1; bit <= 2; bit *= 2) {
-    const bool upper = lane() & bit;
-#pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      if (k & bit) continue;
-      uint32_t &low = words[k], &high = words[k | bit];
-      const uint32_t others = __float_as_uint(shuffle_xor(__uint_as_float(upper ? low : high), bit));
-      (upper ? low : high) = others;
-    }
-  }
-}
-
 // What is written of each score of a block's queries, as two neighbours along keys; the rest of the row is 0.
 template <class P>
 struct Cotangents {
@@ -175,30 +160,6 @@ struct Cotangents {
       uint16_t* const halves = reinterpret_cast<uint16_t*>(at);
       halves[0] = static_cast<uint16_t>(bits);
       if (two) halves[1] = static_cast<uint16_t>(bits >> 16);
-    }
-  }
-  // Of two rows, 8 apart, what four lanes have of `step` neighbours along keys: of each 8 the own two.
-  template <int groups>
-  __device__ __forceinline__ void write_rows(int i, int j, const float (&x)[2][groups][2]) const {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-#pragma unroll
-      for (int c = 0; c < groups; c += 4) {
-        const int row = first + i + 8 * half;
-        if constexpr (sizeof(W) == 2 && P::kKeys % 8 == 0 && groups % 4 == 0) {  // 16 bytes at a time
-          uint32_t words[4];
-#pragma unroll
-          for (int k = 0; k < 4; ++k) words[k] = narrowed<W>(x[half][c + k][0], x[half][c + k][1]);
-          transpose_in_four_lanes(words);
-          const int column = j + (c + lane() % 4) * 8;
-          if (row < P::kQueries && column < P::kKeys) write_global(to + row * P::kWrittenStrides.i + column, words);
-        } else {
-#pragma unroll
-          for (int k = c; k < groups && k < c + 4; ++k) {
-            write(row, j + k * 8 + own_column(), x[half][k][0], x[half][k][1]);
-          }
-        }
-      }
     }
   }
   __device__ __forceinline__ void write_zeros(int begin, int end) const {
@@ -275,9 +236,9 @@ __device__ __forceinline__ void attention_queries(const typename P::Operands& op
     for_tile<P>(range.is_whole(step), [&](auto is_whole) {
 #pragma unroll
       for (int m = 0; m < kFragments; ++m) {
-        [[maybe_unused]] float written[2][kStep / 8][2];  // of both rows
 #pragma unroll
         for (int c = 0; c < kStep / 8; ++c) {
+          float pair[2];
 #pragma unroll
           for (int e = 0; e < 4; ++e) {
             const int i = own_row_of_tile + m * kMma + e / 2 * 8, j = c * 8 + own_column() + e % 2;
@@ -285,10 +246,12 @@ __device__ __forceinline__ void attention_queries(const typename P::Operands& op
             const float x0 = s.of[m][c][e];
             const float g = differentiate<P>(s.of[m][c][e], t.of[m][c][e], rows[m][e / 2], side);
             if (!decltype(is_whole)::kValue && P::kKeys % kStep != 0 && tile.j + j >= P::kKeys) t.of[m][c][e] = 0.0f;
-            if constexpr (P::kWrites) written[e / 2][c][e % 2] = P::written(g, x0, side);
+            if constexpr (P::kWrites) {
+              pair[e % 2] = P::written(g, x0, side);
+              if (e % 2 == 1) cotangents.write(first + i, tile.j + j - 1, pair[0], pair[1]);
+            }
           }
         }
-        if constexpr (P::kWrites) cotangents.write_rows(own_row_of_tile + m * kMma, tile.j, written);
       }
     });
     add_product<T>(dq, t, stage.d);

@@ -133,8 +133,4 @@ __device__ __forceinline__ auto read_one_of_two(Address from, int which) {
   }
 }
 
-__device__ __forceinline__ void write_global(void* to, const uint32_t (&words)[4]) {
-  *static_cast<uint4*>(to) = make_uint4(words[0], words[1], words[2], words[3]);
-}
-
 }  // namespace jax_softmax::device

@@ -260,9 +260,4 @@ auto read_one_of_two(Address from, int which) {
   return read_shared_as<T>(from + which * sizeof(T));
 }
 
-inline void write_global(void* to, const uint32_t (&words)[4]) {
-  if (reinterpret_cast<uintptr_t>(to) % 16 != 0) abort();
-  memcpy(to, words, 16);
-}
-
 }  // namespace jax_softmax::device
