@@ -59,19 +59,35 @@ struct Both {
   __device__ __forceinline__ explicit Both(Address base) : d{base}, e{base + count * Rows<N::kDepth>::kBytes} {}
 };
 
+// Calls f(row, pack) for what this thread copies of so many rows of so many packs. Threads have packs one after
+// another; where a whole number of rows falls to all of them at a time, a thread's rows are a constant apart.
+template <int threads, int rows, int packs, class F>
+__device__ __forceinline__ void for_own_packs(const F& f) {
+  constexpr int kTurns = attention::ceil_div(rows * packs, threads);
+  const int first = threadIdx.x;
+#pragma unroll
+  for (int turn = 0; turn < kTurns; ++turn) {
+    const int p = first + turn * threads;
+    if (rows * packs % threads != 0 && p >= rows * packs) return;
+    if constexpr (threads % packs == 0) {
+      f(first / packs + turn * (threads / packs), first % packs);
+    } else {
+      f(p / packs, p % packs);
+    }
+  }
+}
+
 // Begins to copy `count` rows, from `first` on, of an operand that has so many of so many features. Those that do not
 // exist are 0.
 template <class P, int count, int rows, int features, int columns>
 __device__ __forceinline__ void begin_copy_of_rows(Rows<columns> to, const typename P::T* operand, int64_t stride,
                                                    int first) {
-  constexpr int kPacks = Rows<columns>::kPacks, kPerPack = attention::kNumbersPerPack;
-#pragma unroll
-  for (int p = threadIdx.x; p < count * kPacks; p += Counts<P>::kThreads) {
-    const int row = p / kPacks, pack = p % kPacks;
+  constexpr int kPerPack = attention::kNumbersPerPack;
+  for_own_packs<Counts<P>::kThreads, count, Rows<columns>::kPacks>([&](int row, int pack) {
     const bool row_exists = rows % count == 0 || first + row < rows;
     const bool exists = row_exists && (features == columns || pack * kPerPack < features);
     begin_copy<16>(to.pack(row, pack), exists ? operand + (first + row) * stride + pack * kPerPack : operand, exists);
-  }
+  });
 }
 
 // ---- Products
@@ -302,14 +318,13 @@ struct Tile {
         constexpr int kPerPack = 16 / kElement, kPacks = keys / kPerPack;
         constexpr Strides kStrides = P::kSideStrides[k];
         const char* const from = static_cast<const char*>(sides.operands.word[P::kSideWords[k]]);
-#pragma unroll
-        for (int p = threadIdx.x; p < queries * kPacks; p += Counts<P>::kThreads) {
-          const int row = p / kPacks, column = p % kPacks * kPerPack;
+        for_own_packs<Counts<P>::kThreads, queries, kPacks>([&](int row, int pack) {
+          const int column = pack * kPerPack;
           const bool exists =
               (P::kQueries % queries == 0 || i + row < P::kQueries) && (P::kKeys % keys == 0 || j + column < P::kKeys);
           const int64_t element = sides.begin[k] + (i + row) * kStrides.i + j + column;
           begin_copy<16>(at<k>(row, column), exists ? from + element * kElement : from, exists);
-        }
+        });
       }
       begin_copies<k + 1>();
     }
