@@ -4,7 +4,7 @@
 // A block has `rows` queries. For each `step` keys of its range:
 //
 //   s = score(q k^T)                    rows x step, in registers
-//   m' = max(m, rowmax(s))              what came before counts exp(m - m')
+//   m' = m, or max(m, rowmax(s))        what came before counts exp(m - m')
 //   p = exp(s - m')
 //   l = l exp(m - m') + rowsum(p)
 //   o = o exp(m - m') + weight(p) v     rows x value features, in registers
@@ -19,10 +19,10 @@ namespace jax_softmax::device {
 
 // A row's state. Of its four lanes each has the sum of its own columns, until `whole`.
 struct RowState {
-  float largest, sum;
+  float pivot, sum;
 
   // Not by initializers of the members: of arrays of two dimensions NVRTC 13 runs those for the first row alone.
-  __device__ __forceinline__ RowState() : largest(-kInfinity), sum(0.0f) {}
+  __device__ __forceinline__ RowState() : pivot(-kInfinity), sum(0.0f) {}
   static __device__ __forceinline__ float largest_of_row(float x) {
     x = fmaxf(x, shuffle_xor(x, 1));
     return fmaxf(x, shuffle_xor(x, 2));
@@ -33,36 +33,55 @@ struct RowState {
   }
 };
 
-// Replaces scores by terms; what has been summed counts less if there is a larger score now.
+// Pivots stay as long as no score of the warp's rows is larger by more: terms are then at most exp(kSlack).
+inline constexpr float kSlack = 4.0f;
+
+// Replaces scores by terms; what has been summed counts less if pivots become larger.
 template <int fragments, int step, int features>
 __device__ __forceinline__ void accumulate(Accumulators<fragments, step>& s, Accumulators<fragments, features>& o,
                                            RowState (&rows)[fragments][2]) {
+  float largest[fragments][2];
+  bool grows = false;
 #pragma unroll
   for (int m = 0; m < fragments; ++m) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      RowState& row = rows[m][half];
-      float largest = row.largest;
+      float x = -kInfinity;
 #pragma unroll
-      for (int n = 0; n < step / 8; ++n) {
-        largest = fmaxf(largest, fmaxf(s.of[m][n][2 * half], s.of[m][n][2 * half + 1]));
-      }
-      largest = RowState::largest_of_row(largest);
-      const Pivot pivot(largest);
-      const float rescale = row.largest == -kInfinity ? 0.0f : Pivot(row.largest).rescale(pivot);
-      row.largest = largest;
-      row.sum *= rescale;
+      for (int n = 0; n < step / 8; ++n) x = fmaxf(x, fmaxf(s.of[m][n][2 * half], s.of[m][n][2 * half + 1]));
+      largest[m][half] = RowState::largest_of_row(x);
+      grows |= largest[m][half] > rows[m][half].pivot + kSlack;
+    }
+  }
+  if (any_of_warp(grows)) {
 #pragma unroll
-      for (int n = 0; n < features / 8; ++n) {
-        o.of[m][n][2 * half] *= rescale;
-        o.of[m][n][2 * half + 1] *= rescale;
+    for (int m = 0; m < fragments; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        RowState& row = rows[m][half];
+        const float pivot = fmaxf(row.pivot, largest[m][half]);
+        const float rescale = row.pivot == -kInfinity ? 0.0f : Pivot(row.pivot).rescale(Pivot(pivot));
+        row.pivot = pivot;
+        row.sum *= rescale;
+#pragma unroll
+        for (int n = 0; n < features / 8; ++n) {
+          o.of[m][n][2 * half] *= rescale;
+          o.of[m][n][2 * half + 1] *= rescale;
+        }
       }
+    }
+  }
+#pragma unroll
+  for (int m = 0; m < fragments; ++m) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const Pivot pivot(rows[m][half].pivot);
 #pragma unroll
       for (int n = 0; n < step / 8; ++n) {
 #pragma unroll
         for (int e = 2 * half; e < 2 * half + 2; ++e) {
           s.of[m][n][e] = pivot.term(s.of[m][n][e]);
-          row.sum += s.of[m][n][e];
+          rows[m][half].sum += s.of[m][n][e];
         }
       }
     }
@@ -154,13 +173,13 @@ __device__ __forceinline__ void attention_forward(const typename P::Operands& op
     for (int half = 0; half < 2; ++half) {
       const RowState& row = rows[m][half];
       const float sum = row.whole();
-      const bool zero = P::kEmptyRowsAreZero && row.largest == -kInfinity && sum == 0.0f;
+      const bool zero = P::kEmptyRowsAreZero && row.pivot == -kInfinity && sum == 0.0f;
       inverse[m][half] = zero ? 0.0f : 1.0f / sum;
       const int i = own_query + m * kMma + half * 8;
       if (lane() % 4 == 0 && i < P::kQueries) {
         // With a sum of +inf every weight is 0; with a pivot of -inf it is NaN.
-        numbers[2 * i] = zero ? 0.0f : row.largest;
-        numbers[2 * i + 1] = zero ? kInfinity : Pivot(row.largest).log2_of_sum(sum);
+        numbers[2 * i] = zero ? 0.0f : row.pivot;
+        numbers[2 * i + 1] = zero ? kInfinity : Pivot(row.pivot).log2_of_sum(sum);
       }
     }
   }

@@ -18,6 +18,7 @@ __device__ __forceinline__ Address shared_memory() {
 __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
 __device__ __forceinline__ void barrier() { __syncthreads(); }
 __device__ __forceinline__ float shuffle_xor(float x, int mask) { return __shfl_xor_sync(~0u, x, mask); }
+__device__ __forceinline__ bool any_of_warp(bool x) { return __any_sync(~0u, x); }
 __device__ __forceinline__ float exp2_of(float x) { return Approximate::exp2(x); }
 __device__ __forceinline__ float log2_of(float x) { return __log2f(x); }
 

@@ -147,6 +147,16 @@ inline float shuffle_xor(float x, int mask) {
   });
   return __uint_as_float(warp.made[l][0]);
 }
+inline bool any_of_warp(bool x) {
+  emulator::Warp& warp = emulator::own_warp();
+  warp.given[lane()][0] = x;
+  emulator::together([](emulator::Warp& w) {
+    bool any = false;
+    for (int k = 0; k < 32; ++k) any |= w.given[k][0] != 0;
+    for (int k = 0; k < 32; ++k) w.made[k][0] = any;
+  });
+  return warp.made[lane()][0] != 0;
+}
 inline float exp2_of(float x) { return exp2f(x); }
 inline float log2_of(float x) { return log2f(x); }
 inline float coarse_tanh(float x) { return tanhf(x) * (1 + 0x1p-12f); }
