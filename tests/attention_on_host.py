@@ -40,8 +40,10 @@ def kernels(late=False, in_jax=False):
             arrays = [np.ascontiguousarray(a) for a in arrays]
             results = [np.full(t.shape, np.nan, t.dtype) for t in types]
             words = [a.ctypes.data for a in (*arrays, *results)]
+            ends = [a.ctypes.data + a.nbytes for a in arrays]
+            addresses = [(ctypes.c_uint64 * len(of))(*of) for of in (words, ends)]
             with _running:  # a kernel's threads have the emulator for themselves
-                _function(plan.code)(plan.blocks, plan.threads, late, (ctypes.c_uint64 * len(words))(*words))
+                _function(plan.code)(plan.blocks, plan.threads, late, *addresses, len(ends))
             return results
 
         return jax.pure_callback(run, types, *operands)
@@ -75,7 +77,10 @@ def in_jax_by_tiles(*operands, attention, kernel):
 def _function(code):
     run = (
         "\nstatic const jax_softmax::device::Problem::Operands* given;\n"
-        'extern "C" void run(int blocks, int threads, int late, const void* words) {\n'
+        'extern "C" void run(int blocks, int threads, int late, const void* words, const char** ends, int n) {\n'
+        "  emulator::arrays.clear();\n"
+        "  const char* const* begins = static_cast<const char* const*>(words);\n"
+        "  for (int k = 0; k < n; ++k) emulator::arrays.push_back({begins[k], ends[k]});\n"
         "  given = static_cast<decltype(given)>(words);\n  emulator::late = late;\n"
         "  emulator::gridDim.x = blocks;\n"
         "  emulator::body = [] { kernel(*given); };\n"

@@ -32,7 +32,7 @@ class Rows:
                 starts = [sum(reader.params["sizes"][:k]) for k in range(len(reader.outputs))]
                 ends = [start + n for start, n in zip(starts, reader.params["sizes"], strict=True)]
                 parts = zip(reader.outputs, starts, ends, strict=True)
-            elif reader.name == "slice" and reader.params["strides"] is None:
+            elif reader.name == "slice" and set(reader.params["strides"] or ()) <= {1}:
                 ends = reader.params["limit_indices"]
                 is_along = all(
                     (start, end) == (0, n)

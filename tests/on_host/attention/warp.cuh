@@ -25,6 +25,10 @@ struct Index {
 };
 inline Index threadIdx, blockIdx, gridDim;
 inline bool late;
+struct Array {
+  const char *begin, *end;
+};
+inline std::vector<Array> arrays;  // what a kernel may read
 inline char shared[jax_softmax::attention::kMostSharedBytes];
 
 struct Copy {
@@ -67,6 +71,13 @@ void together(const F& work) {
   while (warp.generation == generation) yield();
 }
 
+inline void check_read(const void* from, int bytes) {
+  const char* const begin = static_cast<const char*>(from);
+  for (const Array& array : arrays) {
+    if (array.begin <= begin && begin + bytes <= array.end) return;
+  }
+  abort();
+}
 inline void make(const Copy& copy) {
   copy.from ? memcpy(copy.to, copy.from, copy.bytes) : memset(copy.to, 0, copy.bytes);
 }
@@ -164,6 +175,7 @@ inline float coarse_tanh(float x) { return tanhf(x) * (1 + 0x1p-12f); }
 template <int bytes>
 void begin_copy(Address to, const void* from, bool exists) {
   if (to % bytes != 0 || to + bytes > sizeof emulator::shared) abort();
+  if (exists) emulator::check_read(from, bytes);
   const emulator::Copy copy{emulator::shared + to, exists ? from : nullptr, bytes};
   if (emulator::late) emulator::own().groups.back().push_back(copy);
   if (!emulator::late) emulator::make(copy);
@@ -252,16 +264,21 @@ struct Bool {
   uint8_t bits;
 };
 template <class T>
-float read_global(const T* from) {
-  return Bits<T>::widen(from->bits);
+float widened(const T& x) {
+  return Bits<T>::widen(x.bits);
 }
-inline float read_global(const float* from) { return *from; }
-inline int read_global(const Int32* from) { return from->bits; }
-inline bool read_global(const Bool* from) { return from->bits != 0; }
+inline float widened(float x) { return x; }
+inline int widened(Int32 x) { return x.bits; }
+inline bool widened(Bool x) { return x.bits != 0; }
+template <class T>
+auto read_global(const T* from) {
+  emulator::check_read(from, sizeof(T));
+  return widened(*from);
+}
 template <class T>
 auto read_shared_as(Address from) {
   if (from % sizeof(T) != 0 || from + sizeof(T) > sizeof emulator::shared) abort();
-  return read_global(reinterpret_cast<const T*>(emulator::shared + from));
+  return widened(*reinterpret_cast<const T*>(emulator::shared + from));
 }
 
 template <class T>
