@@ -15,7 +15,7 @@ from oracles import check, reference_logsumexp
 from support import FIRST, SECOND, THIRD, normal, outliers, random_mask
 
 import jax_softmax
-from jax_softmax import cross_entropy_loss, logsumexp, softmax_cross_entropy
+from jax_softmax import cross_entropy_loss, linear_cross_entropy, logsumexp, softmax_cross_entropy
 from jax_softmax import softmax_cross_entropy_with_integer_labels as integer_labels
 from jax_softmax.primitives import reference
 from jax_softmax.runtime.lowering import attributes
@@ -402,6 +402,33 @@ def test_loss_and_its_derivatives(reduction, weighted, smoothing, z):
         assert np.all(np.asarray(jax.grad(ours)(x))[2:4] == 0)
 
 
+CLASS_WEIGHTS = np.array([0.5, 2, 1, 0, 3], np.float32)
+
+
+@pytest.mark.parametrize("linear", [False, True])
+def test_class_weights(linear):
+    """As weights of rows that are looked up, with gradients; the mean is divided by their sum."""
+    x, labels, weights = normal((4, 5)), np.array([1, 4, -100, 3]), np.array([1, 2, 3, 4], np.float32)
+    f = (lambda x, *a, **k: linear_cross_entropy(x.T, np.eye(5), *a, axis=0, **k)) if linear else cross_entropy_loss
+    of_labels = CLASS_WEIGHTS[np.clip(labels, 0, 4)]
+    for reduction in ("mean", "sum", None):
+        options = {"reduction": reduction, "label_smoothing": 0.1}
+        found = f(x, labels, class_weights=CLASS_WEIGHTS, weights=weights, **options)
+        np.testing.assert_allclose(found, f(x, labels, weights=of_labels * weights, **options), rtol=1e-6)
+    losses = f(x, labels, reduction=None)
+    np.testing.assert_allclose(
+        f(x, labels, class_weights=CLASS_WEIGHTS), np.sum(losses * of_labels) / (2 + 3 + 0), rtol=1e-5
+    )
+    gradient = jax.grad(lambda c: f(x, labels, class_weights=c, reduction="sum"))(CLASS_WEIGHTS)
+    np.testing.assert_allclose(gradient, [0, losses[0], 0, losses[3], losses[1]], rtol=1e-6)
+
+
+def test_without_a_reduction_it_is_the_losses_of_rows():
+    x, labels, keep = normal((3, 5, 2)), np.zeros((3, 2), int), random_mask((3, 5, 2))
+    found = cross_entropy_loss(x, labels, 1, keep, reduction=None)
+    assert np.array_equal(found, integer_labels(x, labels, 1, keep))
+
+
 def sum_of_losses(x, labels, weights, smoothing, z):
     return jnp.sum(integer_labels(x, labels, label_smoothing=smoothing, z_loss=z) * weights)
 
@@ -722,8 +749,19 @@ def test_logits_that_all_devices_have(f, varies):
         (lambda x, n: softmax_cross_entropy(x, x[:, :2]), ValueError, "labels must broadcast to shape"),
         (lambda x, n: integer_labels(x, n, axis=()), ValueError, "there must be at least one class"),
         (lambda x, n: cross_entropy_loss(x[:, :0], n), ValueError, "there must be at least one class"),
-        (lambda x, n: cross_entropy_loss(x, n, reduction="none"), ValueError, 'reduction must be "mean" or "sum"'),
-        (lambda x, n: cross_entropy_loss(x, n, reduction=x), TypeError, 'reduction must be "mean" or "sum", got one'),
+        (lambda x, n: cross_entropy_loss(x, n, reduction="none"), ValueError, "got 'none'. Write reduction=None for"),
+        (lambda x, n: cross_entropy_loss(x, n, reduction="avg"), ValueError, 'must be "mean", "sum" or None, got'),
+        (lambda x, n: cross_entropy_loss(x, n, reduction=x), TypeError, 'reduction must be "mean", "sum" or None, got'),
+        (lambda x, n: cross_entropy_loss(x, n, class_weights=n), ValueError, r"class_weights must be of shape \(3,\)"),
+        *(
+            (functools.partial(f, labels), error, "go to jax_softmax.softmax_cross_entropy")
+            for f in (
+                lambda labels, x, n: cross_entropy_loss(x, labels),
+                lambda labels, x, n: integer_labels(x, labels),
+                lambda labels, x, n: linear_cross_entropy(x, np.eye(3), labels),
+            )
+            for labels, error in ((np.ones((2, 3), np.float32), TypeError), (np.ones((2, 3), int), ValueError))
+        ),
         (lambda x, n: cross_entropy_loss(x, 2**40), ValueError, "labels must be an array .*, got 1099511627776"),
         (
             lambda x, n: cross_entropy_loss(x, n, weights=2**40),
