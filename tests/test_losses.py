@@ -71,6 +71,35 @@ def test_logsumexp_of_what_is_not_finite(dtype, columns):
     assert np.array_equal(logsumexp(x[:3], where=False), np.full(3, -np.inf, dtype))
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_logsumexp_of_weighted_exponentials(masked):
+    """As jax.scipy's, with derivatives; where all factors are 0 the derivative is 0, and not NaN."""
+    x, b = normal((3, 7)) + 200, normal((3, 7), seed=1)
+    b[0, :3] = 0
+    where = random_mask((3, 7)) if masked else None
+
+    def both(f, **axis):
+        def of(x, b):
+            return f(x, b=b, return_sign=True, where=where, keepdims=True, **axis)
+
+        return *of(x, b), *jax.grad(lambda *a: jnp.sum(jnp.sin(of(*a)[0])), (0, 1))(x, b)
+
+    for found, expected in zip(both(logsumexp), both(jax.scipy.special.logsumexp, axis=-1), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+    signs = logsumexp(x, b=b, return_sign=True)[1]
+    assert np.array_equal(np.isnan(logsumexp(x, b=b)), signs < 0)
+    assert np.array_equal(jax.grad(lambda x: logsumexp(x, None, b=0.0))(x), np.zeros_like(x))
+
+
+def test_logsumexp_with_its_sign():
+    x = np.array([[1, 2], [-np.inf, -np.inf], [np.inf, 0], [np.nan, 0]], "bfloat16")
+    for b in (None, 1, np.ones((4, 2), "bfloat16")):
+        value, sign = logsumexp(x, b=b, return_sign=True)
+        assert np.array_equal(value, logsumexp(x), equal_nan=True) and value.dtype == x.dtype
+        assert np.array_equal(np.asarray(sign, np.float32), [1, 0, 1, np.nan], equal_nan=True) and sign.dtype == x.dtype
+    assert logsumexp(x, b=np.float32(2)).dtype == np.float32
+
+
 def test_logsumexp_of_other_dtypes():
     assert logsumexp(np.arange(3)).dtype == np.float32
     np.testing.assert_allclose(logsumexp(np.arange(3, dtype=np.uint8)), np.log(np.exp(np.arange(3.0)).sum()), rtol=1e-6)
@@ -775,6 +804,10 @@ def test_logits_that_all_devices_have(f, varies):
             TypeError,
             "return_max must be True or False, got one of type str",
         ),
+        (lambda x, n: logsumexp(x, b=n), ValueError, r"b must broadcast to shape \(2, 3\), got shape \(2,\)"),
+        (lambda x, n: logsumexp(x, b=1j), TypeError, "b must be real"),
+        (lambda x, n: logsumexp(x, b=1, return_max=True), ValueError, "return_max must be False where b is given"),
+        (lambda x, n: logsumexp(x, return_sign=1), TypeError, "return_sign must be True or False"),
         (lambda x, n: logsumexp(x, keepdims=n), TypeError, "keepdims must be True or False, got one of type ndarray"),
         (
             lambda x, n: jax.jit(lambda k: logsumexp(x, keepdims=k))(True),

@@ -329,7 +329,7 @@ LOGITS = {  # arguments of logsumexp, and whether ours has kernels for them
     "nothing": (lambda f, x: f(x, axis=1, where=jnp.zeros((4, 5), bool)), True),
     "infinities": (lambda f, x: f(jnp.where(x > 1, jnp.inf, jnp.where(x < 0, -jnp.inf, x)), axis=1), True),
     "b": (lambda f, x: f(x, axis=1, b=jnp.arange(5.0, dtype=x.dtype)), False),
-    "return_sign": (lambda f, x: f(x, axis=1, return_sign=True)[1], False),
+    "return_sign": (lambda f, x: f(x, axis=1, return_sign=True)[1], True),
     "complex": (lambda f, x: f(x.astype("complex64"), axis=1), False),
     "integers": (lambda f, x: f(jnp.arange(5)), False),
     "a number": (lambda f, x: f(2.0), False),

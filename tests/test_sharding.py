@@ -629,6 +629,18 @@ def test_weights_of_a_loss_that_are_cut_more_finely():
     same(results, jax.jit(run)(x, weights))
 
 
+def test_sums_of_weighted_exponentials_of_parts():
+    x, b = normal(SHAPE), normal(SHAPE, seed=1)
+    b[0, 0] = 0
+
+    def run(x, b, **axis_name):
+        return jax_softmax.logsumexp(x, b=b, return_sign=True, **axis_name)
+
+    of_parts = functools.partial(run, axis_name="model")
+    f = jax.shard_map(of_parts, mesh=mesh(), in_specs=P(None, None, "model"), out_specs=P())
+    same(f(x, b), run(x, b))
+
+
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_class_weights(kind):
     """Looked up by labels that are spread; and inside shard_map by labels that count the classes of all parts."""
