@@ -46,8 +46,8 @@ def logsumexp(
     Returns:
       An array of x's shape without the reduced axes. With return_max or return_sign a pair of such arrays, the
       log-sum-exp and the maximum or the sign. Log-sum-exp and maximum are -inf for rows that are masked altogether. A
-      row with +inf gives +inf, one with a NaN gives NaN. Gradients of such rows are JAX's: 0 where all is masked, and NaN by
-      each +inf and by all of a row with a NaN or nothing but -inf.
+      row with +inf gives +inf, one with a NaN gives NaN. Gradients of such rows are JAX's: 0 where all is masked, and
+      NaN by each +inf and by all of a row with a NaN or nothing but -inf.
 
     Raises:
       TypeError: an argument is of the wrong type or dtype.

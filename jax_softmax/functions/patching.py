@@ -203,8 +203,9 @@ class _Switch:
     def __call__(self, function: Callable[_P, _R]) -> Callable[_P, _R]:
         with self:  # what `use` has switched ends here: a decorated function switches when it is called
             pass
-        if not callable(function):
-            raise TypeError(f"use: what is decorated must be a function, got {function!r}.")
+        if not callable(function) or isinstance(function, type):
+            hint = " Decorate its methods with @jax_softmax.use()." if isinstance(function, type) else ""
+            raise TypeError(f"use: what is decorated must be a function, got {function!r}.{hint}")
         if _runs_later(function) or _runs_later(type(function).__call__):
             raise TypeError(
                 f"use: a decorated function must not be a generator or asynchronous, got {function!r}: it would run "
@@ -250,8 +251,12 @@ def use(on: bool = True, *, losses: bool = False, all_threads: bool = False) -> 
         switched by a statement of their own.
 
     Raises:
-      TypeError: an argument is not True or False, or what is decorated is no function, a generator or asynchronous.
+      TypeError: an argument is not True or False, or what is decorated is no function, a class, a generator or
+        asynchronous.
     """
+    if callable(on):
+        what = "a class's methods" if isinstance(on, type) else "a function"
+        raise TypeError(f"use: {what} must be decorated with @jax_softmax.use(), in parentheses, got {on!r}.")
     on = arguments.checked_bool("use", on, "on")
     losses = arguments.checked_bool("use", losses, "losses")
     all_threads = arguments.checked_bool("use", all_threads, "all_threads")
