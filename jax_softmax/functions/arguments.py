@@ -280,14 +280,13 @@ def check_shape_of_labels(op: str, labels: jax.Array, rows: tuple[int, ...], sha
         raise ValueError(f"{op}: labels must have {what}, {rows} here, got {labels.shape}.{hint}")
 
 
-def checked_reduction(op: str, reduction: Any) -> str | None:
+def check_reduction(op: str, reduction: Any) -> None:
     allowed = f'{op}: reduction must be "mean", "sum" or None'
     if not isinstance(reduction, str | None):
         raise TypeError(f"{allowed}, got one of type {type(reduction).__name__}.")
     if reduction not in ("mean", "sum", None):
         hint = " Write reduction=None for each row's loss." if reduction == "none" else ""
         raise ValueError(f"{allowed}, got {reduction!r}.{hint}")
-    return reduction
 
 
 def checked_float_dtype(op: str, dtype: Any, argument: str, default: np.dtype | None = None) -> np.dtype:

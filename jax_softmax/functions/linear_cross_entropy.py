@@ -2,7 +2,7 @@
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -55,6 +55,46 @@ _OF_PARTS = ("x", "wide", "bias")  # by which devices along axis_name have parts
 _REAL = (*_OF_PARTS, "weights", "label_smoothing", "z_loss")
 
 
+class _Options(TypedDict, total=False):
+    axis: int
+    bias: ArrayLike | None
+    weights: ArrayLike | None
+    class_weights: ArrayLike | None
+    transpose_w: bool
+    soft_cap: float | None
+    temperature: float
+    label_smoothing: ArrayLike
+    z_loss: ArrayLike
+    logits_dtype: DTypeLike | None
+    accumulate_dtype: DTypeLike | None
+    chunk: int | None
+    axis_name: AxisName
+
+
+@overload
+def linear_cross_entropy(
+    x: ArrayLike,
+    w: ArrayLike,
+    labels: ArrayLike,
+    *,
+    reduction: Reduction = ...,
+    return_entropy: Literal[False] = ...,
+    **options: Unpack[_Options],
+) -> jax.Array: ...
+@overload
+def linear_cross_entropy(
+    x: ArrayLike,
+    w: ArrayLike,
+    labels: ArrayLike,
+    *,
+    reduction: None,
+    return_entropy: Literal[True],
+    **options: Unpack[_Options],
+) -> TokenLosses: ...
+@overload
+def linear_cross_entropy(
+    x: ArrayLike, w: ArrayLike, labels: ArrayLike, *, reduction: None, return_entropy: bool, **options: Unpack[_Options]
+) -> jax.Array | TokenLosses: ...
 def linear_cross_entropy(
     x: ArrayLike,
     w: ArrayLike,
@@ -132,7 +172,7 @@ def linear_cross_entropy(
     options = checked_options(_NAME, label_smoothing, z_loss)
     transpose_w = arguments.checked_bool(_NAME, transpose_w, "transpose_w")
     return_entropy = arguments.checked_bool(_NAME, return_entropy, "return_entropy")
-    reduction = arguments.checked_reduction(_NAME, reduction)
+    arguments.check_reduction(_NAME, reduction)
     if return_entropy and reduction is not None:
         raise ValueError(f"{_NAME}: return_entropy must be False unless reduction is None, got {reduction!r}.")
     if axis != -1:

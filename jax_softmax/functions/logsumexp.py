@@ -1,6 +1,7 @@
 """Log-sum-exp: the public function."""
 
 import functools
+from typing import Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,56 @@ from jax_softmax.primitives.reference import Normalizer
 from jax_softmax.primitives.rows import maximum, normalizer, row_sum
 
 
+class _Options(TypedDict, total=False):
+    b: ArrayLike | None
+    dtype: DTypeLike | None
+    axis_name: AxisName
+
+
+@overload
+def logsumexp(
+    x: ArrayLike,
+    axis: Axis = ...,
+    where: ArrayLike | None = ...,
+    keepdims: bool = ...,
+    *,
+    return_max: Literal[False] = ...,
+    return_sign: Literal[False] = ...,
+    **options: Unpack[_Options],
+) -> jax.Array: ...
+@overload
+def logsumexp(
+    x: ArrayLike,
+    axis: Axis = ...,
+    where: ArrayLike | None = ...,
+    keepdims: bool = ...,
+    *,
+    return_max: Literal[True],
+    return_sign: Literal[False] = ...,
+    **options: Unpack[_Options],
+) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def logsumexp(
+    x: ArrayLike,
+    axis: Axis = ...,
+    where: ArrayLike | None = ...,
+    keepdims: bool = ...,
+    *,
+    return_max: Literal[False] = ...,
+    return_sign: Literal[True],
+    **options: Unpack[_Options],
+) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def logsumexp(
+    x: ArrayLike,
+    axis: Axis = ...,
+    where: ArrayLike | None = ...,
+    keepdims: bool = ...,
+    *,
+    return_max: bool = ...,
+    return_sign: bool = ...,
+    **options: Unpack[_Options],
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 def logsumexp(
     x: ArrayLike,
     axis: Axis = -1,

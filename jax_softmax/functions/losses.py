@@ -160,7 +160,7 @@ def cross_entropy_loss(
         shape, class_weights has not one weight for each class, or reduction is not one of these.
     """
     name = "cross_entropy_loss"
-    reduction = arguments.checked_reduction(name, reduction)
+    arguments.check_reduction(name, reduction)
     logits, axis, where, axis_name = arguments.for_jit(name, logits, axis, where, axis_name, argument="logits")
     weights = None if weights is None else arguments.checked_real_array(name, weights, "weights")
     class_weights = (

@@ -133,7 +133,7 @@ def explain(
     dtype: Any = None,
     where: Any = None,
     op: str = "softmax",
-    device: str | jax.Device | None = None,
+    device: Any = None,
 ) -> Explanation:
     """Explains which CUDA kernel a call runs, and the least time that its memory traffic takes.
 
