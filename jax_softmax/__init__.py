@@ -1,6 +1,8 @@
 """Softmax for JAX with its own CPU and CUDA kernels, called through XLA's typed FFI."""
 
+import inspect
 import os
+from types import FunctionType
 
 from jax_softmax import _private
 from jax_softmax._build import build_info  # before what needs the kernels: says so if jaxlib does not fit
@@ -47,6 +49,19 @@ __all__ = [
     "use",
 ]
 __version__ = build_info()["version"]
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]
+
+
+# What `help` shows: names and defaults. The docstrings have the types in words.
+for _f in filter(lambda f: isinstance(f, FunctionType), map(globals().get, __all__)):
+    _signature = inspect.signature(_f)
+    _f.__signature__ = _signature.replace(
+        parameters=[p.replace(annotation=p.empty) for p in _signature.parameters.values()],
+        return_annotation=inspect.Signature.empty,
+    )
 
 # What JAX says of where an operation comes from (in profiles, errors, saved residuals) is then the caller's line.
 if _private.FOUND["lines"].available:

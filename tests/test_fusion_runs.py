@@ -78,7 +78,7 @@ def test_what_fuse_returns():
     assert (fused.__name__, fused.__doc__) == ("softmax_of", "What it does.")
     assert str(inspect.signature(fused)) == "(x, scale=2)" and repr(fused) == f"fuse({softmax_of!r})"
     assert_close(fused.lower(X).compile()(X), softmax_of(X))
-    assert [e.primitive.name for e in fused.trace(X, scale=3).jaxpr.eqns] == ["fused"]
+    assert "fused" in str(fused.trace(X, scale=3).jaxpr)
 
 
 def test_methods_are_bound():
