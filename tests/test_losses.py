@@ -17,6 +17,7 @@ from support import FIRST, SECOND, THIRD, normal, outliers, random_mask
 import jax_softmax
 from jax_softmax import cross_entropy_loss, linear_cross_entropy, logsumexp, softmax_cross_entropy
 from jax_softmax import softmax_cross_entropy_with_integer_labels as integer_labels
+from jax_softmax.fusion.graph import jaxprs_of
 from jax_softmax.primitives import reference
 from jax_softmax.runtime.lowering import attributes
 
@@ -753,6 +754,20 @@ def test_logits_that_all_devices_have(f, varies):
         expected, of_x = jax.value_and_grad(lambda x: sum(f(x, n, z_loss=z) for n, z in each))(x)
     np.testing.assert_allclose(value, expected, rtol=1e-6)
     np.testing.assert_allclose(g, of_x, rtol=1e-5, atol=1e-7)
+
+
+def equations_of(jaxpr):
+    """How many, also within equations."""
+    inner = [inner for e in jaxpr.eqns for inner in jaxprs_of(e.params)]
+    return len(jaxpr.eqns) + sum(map(equations_of, inner))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_programs_are_short(reduction):
+    """What users read when they print one, and JAX and XLA go through."""
+    x, labels = np.ones((4, 8), np.float32), np.arange(4, dtype=np.int32)
+    gradient = jax.grad(lambda x: cross_entropy_loss(x, labels, reduction=reduction))
+    assert equations_of(jax.make_jaxpr(gradient)(x).jaxpr) <= 40
 
 
 # ---- what is refused

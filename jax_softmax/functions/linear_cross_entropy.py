@@ -287,7 +287,7 @@ def _total_and_gradients(layer, names, split, given):
 def _of_chunk(layer, given):
     if not layer.has_total:
         return _losses_of_chunk(layer, given), None
-    return None, jnp.sum(integer_losses.weighted_losses(*_operands(layer, given, at_once=True, in_place=True)))
+    return None, integer_losses.weighted_losses(*_operands(layer, given, at_once=True, in_place=True))
 
 
 # With checkpoint x and w are kept for a backward pass, and no logits.

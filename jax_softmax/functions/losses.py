@@ -187,7 +187,9 @@ def _integer_losses(name, logits, labels, axis, where, weights, class_weights, r
     labelled = _varying_as_well(labelled, weights, *options)
     how = How(axes, axis_name, at_once=reduction is not None and x.dtype != jnp.float16)
     losses = weighted_losses(how, labelled, weights, options.as_arrays(wide))
-    return jax.lax.squeeze(losses, axes) if reduction is None else jnp.sum(losses)
+    if reduction is None:
+        return jax.lax.squeeze(losses, axes)
+    return losses if how.at_once else jnp.sum(losses)
 
 
 def weights_of_classes(name, class_weights, labels, classes, weights, dtype):
@@ -208,10 +210,10 @@ def row_weights(name, found, shape, axes, weights, reduction, dtype):
     if weights is not None:
         arguments.check_broadcasts(name, "weights", weights.shape, shape)
         weights = jnp.expand_dims(jnp.broadcast_to(weights, shape), axes)
-        counted = jnp.where(counted > 0, weights.astype(dtype), 0)
+        counted = jnp.where(found, weights.astype(dtype), 0)
     if reduction == "mean":
         total = jnp.sum(counted)
-        counted = counted / jnp.where(total == 0, 1, total)
+        counted = counted / reference.selected(total == 0, 1, total)
     return counted
 
 
