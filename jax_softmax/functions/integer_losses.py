@@ -19,6 +19,7 @@ from jax_softmax.primitives.labels import at_labels, exists
 from jax_softmax.primitives.operators import Coefficients, bind
 from jax_softmax.primitives.reference import Normalizer
 from jax_softmax.primitives.rows import is_zero, normalizer, row_sum
+from jax_softmax.primitives.types import rows_laid_as
 
 # ---- The options of losses, label_smoothing and z_loss: None, a number of the program, or an array.
 
@@ -165,7 +166,8 @@ def _with_gradient(how, labelled, weights, options):
     gradient, *rows = bind(op, *operands, where=where, axes=how.axes, in_place=how.in_place)
     rows, sums = Normalizer(*rows[:2]), rows[2:]
     distances = reference.distance_of_all(*sums, _classes(how, labelled)) if sums else None
-    return gradient, rows.log_total - reference.distances(logit, rows), rows, distances
+    distance = reference.selected(rows_laid_as(x, labelled.found), reference.distances(logit, rows), 0)
+    return gradient, rows.log_total - distance, rows, distances
 
 
 def _values(how, labelled, weights, options, loss, rows, distances=None):

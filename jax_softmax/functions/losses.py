@@ -211,10 +211,10 @@ def row_weights(name, found, shape, axes, weights, reduction, dtype):
         arguments.check_broadcasts(name, "weights", weights.shape, shape)
         weights = jnp.expand_dims(jnp.broadcast_to(weights, shape), axes)
         counted = jnp.where(found, weights.astype(dtype), 0)
-    if reduction == "mean":
-        total = jnp.sum(counted)
-        counted = counted / reference.selected(total == 0, 1, total)
-    return counted
+    if reduction != "mean":
+        return counted
+    total = jnp.sum(counted)
+    return counted / (jnp.maximum(total, 1) if weights is None else reference.selected(total == 0, 1, total))
 
 
 # ---- Arguments

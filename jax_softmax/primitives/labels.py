@@ -22,7 +22,8 @@ def label_of_rows(labels, shape, axes, where, axis_name):
     labels = labels.astype(jnp.int32) if labels.dtype.itemsize < 4 else labels  # which can count the classes
     labels = jnp.expand_dims(labels, axes)
     columns = math.prod(shape[d] for d in axes)
-    found = (labels >= 0) & (labels < columns * math.prod(map(jax.lax.axis_size, axis_name)))
+    # A negative one is a large unsigned number.
+    found = labels.astype(f"uint{8 * labels.dtype.itemsize}") < columns * math.prod(map(jax.lax.axis_size, axis_name))
     if where is not None:
         kept = jnp.any(jnp.broadcast_to(where, shape), axes, keepdims=True)
         found &= jax.lax.pmax(kept.astype(jnp.float32), axis_name) > 0 if axis_name else kept
