@@ -453,6 +453,13 @@ def test_class_weights(linear):
     np.testing.assert_allclose(gradient, [0, losses[0], 0, losses[3], losses[1]], rtol=1e-6)
 
 
+def test_class_weights_by_labels_of_8_bits():
+    """Which cannot count the classes."""
+    x, labels, class_weights = normal((3, 300)), np.array([1, 127, -1], np.int8), np.arange(300.0)
+    expected = cross_entropy_loss(x, labels.astype(np.int32), class_weights=class_weights)
+    assert cross_entropy_loss(x, labels, class_weights=class_weights) == expected
+
+
 def test_without_a_reduction_it_is_the_losses_of_rows():
     x, labels, keep = normal((3, 5, 2)), np.zeros((3, 2), int), random_mask((3, 5, 2))
     found = cross_entropy_loss(x, labels, 1, keep, reduction=None)

@@ -11,7 +11,7 @@ from jax_softmax.functions import arguments
 from jax_softmax.functions.arguments import Axis, AxisName, Reduction
 from jax_softmax.functions.integer_losses import How, Labelled, checked_options, weighted_losses
 from jax_softmax.primitives import reference
-from jax_softmax.primitives.labels import label_of_rows
+from jax_softmax.primitives.labels import label_of_rows, that_count_classes
 from jax_softmax.primitives.rows import is_zero, normalizer, row_sum
 from jax_softmax.primitives.types import rows_laid_as, types_tell_shardings
 
@@ -197,7 +197,7 @@ def weights_of_classes(name, class_weights, labels, classes, weights, dtype):
     if class_weights.shape != (classes,):
         raise ValueError(f"{name}: class_weights must be of shape ({classes},), got shape {class_weights.shape}.")
     sharding = jax.typeof(labels).sharding if types_tell_shardings([jax.typeof(labels)]) else None
-    of_labels = class_weights.astype(dtype).at[labels].get(mode="clip", out_sharding=sharding)
+    of_labels = class_weights.astype(dtype).at[that_count_classes(labels)].get(mode="clip", out_sharding=sharding)
     if weights is None:
         return of_labels
     arguments.check_broadcasts(name, "weights", weights.shape, labels.shape)

@@ -12,6 +12,11 @@ import jax.numpy as jnp
 LARGEST_LABEL = 2**31 - 1
 
 
+def that_count_classes(labels):
+    """The labels in a dtype that has the number of classes."""
+    return labels.astype(jnp.int32) if labels.dtype.itemsize < 4 else labels
+
+
 def label_of_rows(labels, shape, axes, where, axis_name):
     """`label` of an array of this shape from labels as users give them, and whether a row has one.
 
@@ -19,8 +24,7 @@ def label_of_rows(labels, shape, axes, where, axis_name):
     are left out altogether have none. Where the array is a part along the mesh axes `axis_name`, labels of
     users count the elements of all parts, one part after the other, and `label` is -1 if it lies in another part.
     """
-    labels = labels.astype(jnp.int32) if labels.dtype.itemsize < 4 else labels  # which can count the classes
-    labels = jnp.expand_dims(labels, axes)
+    labels = jnp.expand_dims(that_count_classes(labels), axes)
     columns = math.prod(shape[d] for d in axes)
     # A negative one is a large unsigned number.
     found = labels.astype(f"uint{8 * labels.dtype.itemsize}") < columns * math.prod(map(jax.lax.axis_size, axis_name))
