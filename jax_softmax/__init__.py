@@ -1,12 +1,14 @@
 """Softmax for JAX with its own CPU and CUDA kernels, called through XLA's typed FFI."""
 
+import inspect
 import os
+from types import FunctionType
 
 from jax_softmax import _private
 from jax_softmax._build import build_info  # before what needs the kernels: says so if jaxlib does not fit
 from jax_softmax.devices import partitioning
 from jax_softmax.functions.entropies import entropy, kl_divergence
-from jax_softmax.functions.linear_cross_entropy import linear_cross_entropy
+from jax_softmax.functions.linear_cross_entropy import TokenLosses, linear_cross_entropy
 from jax_softmax.functions.logsumexp import logsumexp
 from jax_softmax.functions.losses import (
     cross_entropy_loss,
@@ -17,7 +19,7 @@ from jax_softmax.functions.patching import use
 from jax_softmax.functions.scaling import absmax_scale
 from jax_softmax.functions.softmax import log_softmax, log_softmax_vjp, softmax, softmax_vjp
 from jax_softmax.fusion import transform
-from jax_softmax.fusion.transform import fuse
+from jax_softmax.fusion.transform import Fused, FusionReport, fuse
 from jax_softmax.primitives import interpreters
 from jax_softmax.runtime import lowering
 from jax_softmax.runtime.explain import Explanation, explain
@@ -25,6 +27,9 @@ from jax_softmax.runtime.lowering import export_checks
 
 __all__ = [
     "Explanation",
+    "Fused",
+    "FusionReport",
+    "TokenLosses",
     "absmax_scale",
     "build_info",
     "cross_entropy_loss",
@@ -44,6 +49,19 @@ __all__ = [
     "use",
 ]
 __version__ = build_info()["version"]
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]
+
+
+# What `help` shows: names and defaults. The docstrings have the types in words.
+for _f in filter(lambda f: isinstance(f, FunctionType), map(globals().get, __all__)):
+    _signature = inspect.signature(_f)
+    _f.__signature__ = _signature.replace(
+        parameters=[p.replace(annotation=p.empty) for p in _signature.parameters.values()],
+        return_annotation=inspect.Signature.empty,
+    )
 
 # What JAX says of where an operation comes from (in profiles, errors, saved residuals) is then the caller's line.
 if _private.FOUND["lines"].available:

@@ -114,6 +114,12 @@ def with_sink(q, k, v, sink):
     return jnp.einsum("bhij,bjhd->bihd", weights, v)
 
 
+def sink_of_softmax(q, k, v, sink):
+    scores = jnp.einsum("bihd,bjhd->bhij", q, k) / 4
+    weights = jax_softmax.softmax(scores, where=jnp.tri(S, dtype=bool), sink=sink[:, None, None])
+    return jnp.einsum("bhij,bjhd->bihd", weights, v)
+
+
 def nnx_layer(x):
     layer = nnx.MultiHeadAttention(H, H * D, decode=False, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     return layer(x, mask=nnx.make_causal_mask(x[..., 0]))
@@ -156,6 +162,7 @@ PROGRAMS = {
     "dropout": (lambda *a: gradients(dropped, *a), qkv(), WHOLE),
     "dropout that heads share": (lambda *a: gradients(lambda *a: dropped(*a, True), *a), qkv(), WHOLE),
     "sink": (lambda *a: gradients(with_sink, *a), (*qkv(), SINK), WHOLE),
+    "sink of softmax": (lambda *a: gradients(sink_of_softmax, *a), (*qkv(), SINK), WHOLE),
     "sink, constant": (
         lambda sink, *a: gradients(lambda q, k, v: with_sink(q, k, v, sink), *a),
         (SINK, *qkv()),

@@ -2,12 +2,14 @@
 
 import os
 import platform
+import pydoc
 import re
 import shutil
 import subprocess
 import sys
 import warnings
 from pathlib import Path
+from typing import get_type_hints
 
 import jax
 import jaxlib
@@ -34,6 +36,9 @@ def test_build_info():
 def test_public_names():
     assert sorted(jax_softmax.__all__) == [
         "Explanation",
+        "Fused",
+        "FusionReport",
+        "TokenLosses",
         "absmax_scale",
         "build_info",
         "cross_entropy_loss",
@@ -54,6 +59,11 @@ def test_public_names():
     ]
     for name in jax_softmax.__all__:
         assert getattr(jax_softmax, name).__doc__
+    assert sorted([*jax_softmax.__all__, "__version__"]) == dir(jax_softmax)
+    assert "softmax(x, axis=-1, where=None, *, sink=None, axis_name=None)\n" in pydoc.plain(
+        pydoc.render_doc(jax_softmax.softmax)
+    )
+    assert get_type_hints(jax_softmax.softmax)["return"] is jax.Array
 
 
 def test_records_and_table_agree():

@@ -1,6 +1,7 @@
 """A wrong argument is refused with its name, what was given and what is allowed, eagerly and under jit alike."""
 
 import ctypes
+import functools
 import pathlib
 import re
 
@@ -13,6 +14,7 @@ import support
 from jax.experimental import sparse
 from support import OPERATORS
 
+import jax_softmax
 from jax_softmax.runtime.lowering import attributes
 
 X = np.zeros((3, 4), np.float32)
@@ -164,6 +166,106 @@ def test_the_fault_is_named_from_within_vmap(f):
 @every_function
 def test_unknown_arguments(f):
     assert_refused(TypeError, ("initial",), f, X, initial=0.0)
+
+
+# ---- Within `fuse`: as `jit` has it, of the user's function, file, line and argument
+
+
+def branch(params, x):
+    return jax.nn.softmax(x) if params["w"].sum() > 0 else x
+
+
+def number(params, x):
+    return jnp.zeros(int(x[0, 0]))
+
+
+def numpy_of(params, x):
+    return np.asarray(jax.nn.softmax(x))
+
+
+def shape_of(params, *, x):
+    return jnp.zeros(x[0, 0])
+
+
+def shapes(params, x):
+    return jax.nn.softmax(x) @ params["w"]
+
+
+def no_array(params, x):
+    return {"a": jax.nn.softmax(x), "b": "text"}
+
+
+def of_text(params, x, text):
+    return x
+
+
+class Model:
+    def __call__(self, params, x):
+        return branch(params, x)
+
+    def method(self, params, x):
+        return branch(params, x)
+
+
+IN_FUSED = {
+    **{f.__name__: f for f in (branch, number, numpy_of, shapes, no_array)},
+    "keyword": lambda params, x: shape_of(params, x=x),
+    "partial": functools.partial(branch),
+    "method": Model().method,
+    "within jit": jax.jit(branch),
+}
+
+
+def error_of(f, *args, **kwargs):
+    with pytest.raises(Exception) as caught:
+        f(*args, **kwargs)
+    return caught.value
+
+
+@pytest.mark.parametrize("name", IN_FUSED)
+def test_errors_within_fused_functions_are_those_of_jit(name):
+    f, args = IN_FUSED[name], ({"w": X}, X)
+    expected = error_of(jax.jit(f), *args)
+    fused = jax_softmax.fuse(f)
+    for g in (fused, jax.jit(fused), fused.lower, fused.explain):
+        error = error_of(g, *args)
+        assert (type(error), str(error)) == (type(expected), str(expected))
+
+
+def test_errors_name_the_fused_function_of_an_object():
+    message = str(error_of(jax_softmax.fuse(Model()), {"w": X}, X))
+    assert re.search(r"__call__ at .*test_errors.py.* argument params\['w'\]", message), message
+
+
+def test_errors_name_what_is_no_argument_of_jit():
+    """An array that JAX has not the dtype of, by its path; and the fused function where jit is around it."""
+    args = {"w": X}, X, np.array(["a"])
+    message = str(error_of(jax.jit(of_text), *args))
+    found = str(error_of(jax_softmax.fuse(of_text), *args))
+    assert "path text" in message and re.sub("0x[0-9a-f]+", "", found) == re.sub("0x[0-9a-f]+", "", message)
+    assert "fuse(<function of_text" in str(error_of(jax.jit(jax_softmax.fuse(of_text)), {"w": X}, "a"))
+
+
+def test_a_leaked_tracer_is_one_of_the_fused_function():
+    kept = []
+
+    def leaks(x):
+        kept.append(x)
+        return jax.nn.softmax(x)
+
+    jax_softmax.fuse(leaks)(X)
+    assert f"leaks at {__file__}" in str(error_of(lambda: kept[0] + 1))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_errors_of_modules_name_arguments():
+    nnx = pytest.importorskip("flax.nnx")
+
+    def step(model, batch):
+        return model(batch["x"]) if batch["x"][0, 0] > 0 else 0
+
+    message = str(error_of(jax_softmax.fuse(step), nnx.Linear(4, 2, rngs=nnx.Rngs(0)), {"x": X}))
+    assert f"step at {__file__}" in message and "argument batch['x']" in message, message
 
 
 # ---- What the lowering never hands to a kernel, which would read or write beyond its buffers

@@ -145,6 +145,22 @@ def test_huge_arrays(device):
     assert e.bytes == 2 * 8 * 2**33 * 5 * 401 and str(e)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8", "float8_e5m2"])
+def test_public_names(dtype):
+    """Of all functions of logits; what is no kernel's name is explained as the kernel that it runs."""
+    same = {
+        "softmax_vjp": "softmax",
+        "softmax_cross_entropy": "logsumexp",
+        "cross_entropy_loss": "cross_entropy_gradient",
+        "linear_cross_entropy": "cross_entropy_gradient",
+        "absmax_scale": f"absmax_scale_{'bfloat16' if dtype == 'bfloat16' else 'float32'}",
+    }
+    others = {"Explanation", "Fused", "FusionReport", "TokenLosses", "build_info", "explain", "export_checks"}
+    for name in set(jax_softmax.__all__) - others - {"fuse", "use"}:
+        found = explain((64, 1024), dtype=dtype, op=name, **H200)
+        assert found == explain((64, 1024), dtype=dtype, op=same.get(name, found.op), **H200)
+
+
 def test_is_frozen():
     e = explain((2, 3))
     assert isinstance(e, jax_softmax.Explanation)

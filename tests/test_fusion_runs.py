@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 import pickle
 import sys
 
@@ -55,6 +56,41 @@ def test_cloudpickle(transform):
     cloudpickle = pytest.importorskip("cloudpickle")
     f = transform(fuse(lambda x: jax.nn.softmax(x * 3)))
     assert_close(cloudpickle.loads(cloudpickle.dumps(f))(X), f(X))
+
+
+# ---- What `fuse` returns
+
+
+def softmax_of(x, scale=2):
+    """What it does."""
+    return jax.nn.softmax(x * scale)
+
+
+class OfMethods:
+    @fuse
+    def method(self, x, scale=2):
+        return softmax_of(x, scale)
+
+
+def test_what_fuse_returns():
+    fused = fuse(softmax_of)
+    assert isinstance(fused, jax_softmax.Fused) and fused.__wrapped__ is softmax_of
+    assert (fused.__name__, fused.__doc__) == ("softmax_of", "What it does.")
+    assert str(inspect.signature(fused)) == "(x, scale=2)" and repr(fused) == f"fuse({softmax_of!r})"
+    assert_close(fused.lower(X).compile()(X), softmax_of(X))
+    assert "fused" in str(fused.trace(X, scale=3).jaxpr)
+
+
+def test_methods_are_bound():
+    """And share what has been traced."""
+    method = OfMethods().method
+    assert isinstance(OfMethods.method, jax_softmax.Fused) and isinstance(method, jax_softmax.Fused)
+    assert str(inspect.signature(method)) == "(x, scale=2)" and "OfMethods object" in repr(method)
+    assert method._jitted is OfMethods.method._jitted
+    for f in (method, jax.jit(method), lambda x: method.lower(x).compile()(x)):
+        assert_close(f(X), softmax_of(X))
+    assert len(method.explain(X)) == 1
+    assert_close(OfMethods.method(OfMethods(), X, scale=3), softmax_of(X, 3))
 
 
 # ---- Objects that are called

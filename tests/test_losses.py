@@ -15,8 +15,9 @@ from oracles import check, reference_logsumexp
 from support import FIRST, SECOND, THIRD, normal, outliers, random_mask
 
 import jax_softmax
-from jax_softmax import cross_entropy_loss, logsumexp, softmax_cross_entropy
+from jax_softmax import cross_entropy_loss, linear_cross_entropy, logsumexp, softmax_cross_entropy
 from jax_softmax import softmax_cross_entropy_with_integer_labels as integer_labels
+from jax_softmax.fusion.graph import jaxprs_of
 from jax_softmax.primitives import reference
 from jax_softmax.runtime.lowering import attributes
 
@@ -69,6 +70,35 @@ def test_logsumexp_of_what_is_not_finite(dtype, columns):
     for array in (x, both):
         check(logsumexp(array, dtype="float32"), reference_logsumexp(array)[0])
     assert np.array_equal(logsumexp(x[:3], where=False), np.full(3, -np.inf, dtype))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_logsumexp_of_weighted_exponentials(masked):
+    """As jax.scipy's, with derivatives; where all factors are 0 the derivative is 0, and not NaN."""
+    x, b = normal((3, 7)) + 200, normal((3, 7), seed=1)
+    b[0, :3] = 0
+    where = random_mask((3, 7)) if masked else None
+
+    def both(f, **axis):
+        def of(x, b):
+            return f(x, b=b, return_sign=True, where=where, keepdims=True, **axis)
+
+        return *of(x, b), *jax.grad(lambda *a: jnp.sum(jnp.sin(of(*a)[0])), (0, 1))(x, b)
+
+    for found, expected in zip(both(logsumexp), both(jax.scipy.special.logsumexp, axis=-1), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+    signs = logsumexp(x, b=b, return_sign=True)[1]
+    assert np.array_equal(np.isnan(logsumexp(x, b=b)), signs < 0)
+    assert np.array_equal(jax.grad(lambda x: logsumexp(x, None, b=0.0))(x), np.zeros_like(x))
+
+
+def test_logsumexp_with_its_sign():
+    x = np.array([[1, 2], [-np.inf, -np.inf], [np.inf, 0], [np.nan, 0]], "bfloat16")
+    for b in (None, 1, np.ones((4, 2), "bfloat16")):
+        value, sign = logsumexp(x, b=b, return_sign=True)
+        assert np.array_equal(value, logsumexp(x), equal_nan=True) and value.dtype == x.dtype
+        assert np.array_equal(np.asarray(sign, np.float32), [1, 0, 1, np.nan], equal_nan=True) and sign.dtype == x.dtype
+    assert logsumexp(x, b=np.float32(2)).dtype == np.float32
 
 
 def test_logsumexp_of_other_dtypes():
@@ -402,6 +432,40 @@ def test_loss_and_its_derivatives(reduction, weighted, smoothing, z):
         assert np.all(np.asarray(jax.grad(ours)(x))[2:4] == 0)
 
 
+CLASS_WEIGHTS = np.array([0.5, 2, 1, 0, 3], np.float32)
+
+
+@pytest.mark.parametrize("linear", [False, True])
+def test_class_weights(linear):
+    """As weights of rows that are looked up, with gradients; the mean is divided by their sum."""
+    x, labels, weights = normal((4, 5)), np.array([1, 4, -100, 3]), np.array([1, 2, 3, 4], np.float32)
+    f = (lambda x, *a, **k: linear_cross_entropy(x.T, np.eye(5), *a, axis=0, **k)) if linear else cross_entropy_loss
+    of_labels = CLASS_WEIGHTS[np.clip(labels, 0, 4)]
+    for reduction in ("mean", "sum", None):
+        options = {"reduction": reduction, "label_smoothing": 0.1}
+        found = f(x, labels, class_weights=CLASS_WEIGHTS, weights=weights, **options)
+        np.testing.assert_allclose(found, f(x, labels, weights=of_labels * weights, **options), rtol=1e-6)
+    losses = f(x, labels, reduction=None)
+    np.testing.assert_allclose(
+        f(x, labels, class_weights=CLASS_WEIGHTS), np.sum(losses * of_labels) / (2 + 3 + 0), rtol=1e-5
+    )
+    gradient = jax.grad(lambda c: f(x, labels, class_weights=c, reduction="sum"))(CLASS_WEIGHTS)
+    np.testing.assert_allclose(gradient, [0, losses[0], 0, losses[3], losses[1]], rtol=1e-6)
+
+
+def test_class_weights_by_labels_of_8_bits():
+    """Which cannot count the classes."""
+    x, labels, class_weights = normal((3, 300)), np.array([1, 127, -1], np.int8), np.arange(300.0)
+    expected = cross_entropy_loss(x, labels.astype(np.int32), class_weights=class_weights)
+    assert cross_entropy_loss(x, labels, class_weights=class_weights) == expected
+
+
+def test_without_a_reduction_it_is_the_losses_of_rows():
+    x, labels, keep = normal((3, 5, 2)), np.zeros((3, 2), int), random_mask((3, 5, 2))
+    found = cross_entropy_loss(x, labels, 1, keep, reduction=None)
+    assert np.array_equal(found, integer_labels(x, labels, 1, keep))
+
+
 def sum_of_losses(x, labels, weights, smoothing, z):
     return jnp.sum(integer_labels(x, labels, label_smoothing=smoothing, z_loss=z) * weights)
 
@@ -699,6 +763,20 @@ def test_logits_that_all_devices_have(f, varies):
     np.testing.assert_allclose(g, of_x, rtol=1e-5, atol=1e-7)
 
 
+def equations_of(jaxpr):
+    """How many, also within equations."""
+    inner = [inner for e in jaxpr.eqns for inner in jaxprs_of(e.params)]
+    return len(jaxpr.eqns) + sum(map(equations_of, inner))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_programs_are_short(reduction):
+    """What users read when they print one, and JAX and XLA go through."""
+    x, labels = np.ones((4, 8), np.float32), np.arange(4, dtype=np.int32)
+    gradient = jax.grad(lambda x: cross_entropy_loss(x, labels, reduction=reduction))
+    assert equations_of(jax.make_jaxpr(gradient)(x).jaxpr) <= 40
+
+
 # ---- what is refused
 
 
@@ -722,8 +800,19 @@ def test_logits_that_all_devices_have(f, varies):
         (lambda x, n: softmax_cross_entropy(x, x[:, :2]), ValueError, "labels must broadcast to shape"),
         (lambda x, n: integer_labels(x, n, axis=()), ValueError, "there must be at least one class"),
         (lambda x, n: cross_entropy_loss(x[:, :0], n), ValueError, "there must be at least one class"),
-        (lambda x, n: cross_entropy_loss(x, n, reduction="none"), ValueError, 'reduction must be "mean" or "sum"'),
-        (lambda x, n: cross_entropy_loss(x, n, reduction=x), TypeError, 'reduction must be "mean" or "sum", got one'),
+        (lambda x, n: cross_entropy_loss(x, n, reduction="none"), ValueError, "got 'none'. Write reduction=None for"),
+        (lambda x, n: cross_entropy_loss(x, n, reduction="avg"), ValueError, 'must be "mean", "sum" or None, got'),
+        (lambda x, n: cross_entropy_loss(x, n, reduction=x), TypeError, 'reduction must be "mean", "sum" or None, got'),
+        (lambda x, n: cross_entropy_loss(x, n, class_weights=n), ValueError, r"class_weights must be of shape \(3,\)"),
+        *(
+            (functools.partial(f, labels), error, "go to jax_softmax.softmax_cross_entropy")
+            for f in (
+                lambda labels, x, n: cross_entropy_loss(x, labels),
+                lambda labels, x, n: integer_labels(x, labels),
+                lambda labels, x, n: linear_cross_entropy(x, np.eye(3), labels),
+            )
+            for labels, error in ((np.ones((2, 3), np.float32), TypeError), (np.ones((2, 3), int), ValueError))
+        ),
         (lambda x, n: cross_entropy_loss(x, 2**40), ValueError, "labels must be an array .*, got 1099511627776"),
         (
             lambda x, n: cross_entropy_loss(x, n, weights=2**40),
@@ -737,6 +826,10 @@ def test_logits_that_all_devices_have(f, varies):
             TypeError,
             "return_max must be True or False, got one of type str",
         ),
+        (lambda x, n: logsumexp(x, b=n), ValueError, r"b must broadcast to shape \(2, 3\), got shape \(2,\)"),
+        (lambda x, n: logsumexp(x, b=1j), TypeError, "b must be real"),
+        (lambda x, n: logsumexp(x, b=1, return_max=True), ValueError, "return_max must be False where b is given"),
+        (lambda x, n: logsumexp(x, return_sign=1), TypeError, "return_sign must be True or False"),
         (lambda x, n: logsumexp(x, keepdims=n), TypeError, "keepdims must be True or False, got one of type ndarray"),
         (
             lambda x, n: jax.jit(lambda k: logsumexp(x, keepdims=k))(True),

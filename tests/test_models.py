@@ -35,7 +35,7 @@ KERNELS = {
     "loss_log_softmax, derivative of fused": GRADIENT_OF_LOGARITHMS,
     "loss_one_hot": LOSS,
     "loss_smoothed": "cross_entropy_gradient_and_distances",
-    "cross_entropy_loss_cast": f"{LOSS}+",
+    "cross_entropy_loss_cast": LOSS,
     "scaled_softmax": "softmax+",
     "sampling": "logsumexp+",
     "gpt": f"{LOSS} {ATTENTION}",

@@ -130,7 +130,7 @@ PUBLIC = {
 PUBLIC_ATTRIBUTES = {
     *("eqns", "invars", "outvars", "constvars", "effects", "jaxpr", "consts", "in_avals", "out_avals", "replace"),
     *("primitive", "params", "aval", "val", "avals_in", "avals_out", "module"),
-    *("shape", "dtype", "ndim", "size", "weak_type", "sharding", "update", "to_tangent_aval", "value"),
+    *("at", "shape", "dtype", "ndim", "size", "weak_type", "sharding", "update", "to_tangent_aval", "value"),
 }
 SOURCES = [path for path in sorted(Path(jax_softmax.__file__).parent.rglob("*.py")) if path.name != "_private.py"]
 

@@ -629,6 +629,39 @@ def test_weights_of_a_loss_that_are_cut_more_finely():
     same(results, jax.jit(run)(x, weights))
 
 
+def test_sums_of_weighted_exponentials_of_parts():
+    x, b = normal(SHAPE), normal(SHAPE, seed=1)
+    b[0, 0] = 0
+
+    def run(x, b, **axis_name):
+        return jax_softmax.logsumexp(x, b=b, return_sign=True, **axis_name)
+
+    of_parts = functools.partial(run, axis_name="model")
+    f = jax.shard_map(of_parts, mesh=mesh(), in_specs=P(None, None, "model"), out_specs=P())
+    same(f(x, b), run(x, b))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_class_weights(kind):
+    """Looked up by labels that are spread; and inside shard_map by labels that count the classes of all parts."""
+    x, class_weights = normal(SHAPE), np.abs(normal(SHAPE[-1:], seed=1))
+
+    def run(x, labels, class_weights, **options):
+        f = functools.partial(jax_softmax.cross_entropy_loss, **options)
+        return jax.value_and_grad(lambda *a: f(a[0], labels, class_weights=a[1]), (0, 1))(x, class_weights)
+
+    expected = jax.jit(run)(x, labels_of(x), class_weights)
+    with in_mode(kind):
+        arrays = place(x, P("data"), kind), place(labels_of(x), P("data"), kind), place(class_weights, P(), kind)
+        same(jax.jit(run)(*arrays), expected)
+    specs = P(None, None, "model"), P(), P()
+    of_parts = functools.partial(jax_softmax.cross_entropy_loss, axis_name="model")
+    f = jax.shard_map(
+        lambda x, labels, w: of_parts(x, labels, class_weights=w), mesh=mesh(), in_specs=specs, out_specs=P()
+    )
+    same(f(x, labels_of(x), class_weights), expected[0])
+
+
 @every_name
 def test_shardings_that_do_not_go_together(name):
     with jax.set_mesh(mesh(AxisType.Explicit)):

@@ -4,7 +4,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from jax_softmax.primitives.types import laid_as_well, types_tell_shardings
 
 Axis = int | Sequence[int] | np.ndarray | jax.Array | None
 AxisName = Hashable | Sequence[Hashable] | None
+Reduction = Literal["mean", "sum"] | None
 
 _KERNEL_DTYPES = ("float16", "bfloat16", "float32", "float64")
 _NUMBERS = frozenset({bool, int, float, complex})
@@ -233,6 +234,14 @@ def checked_axes(op: str, ndim: int, axis: Any) -> tuple[int, ...]:
     return axes
 
 
+def checked_axis(op: str, ndim: int, axis: Any) -> int:
+    """A single axis, from 0 on."""
+    axes = checked_axes(op, ndim, axis)
+    if len(axes) != 1:
+        raise ValueError(f"{op}: axis must be a single one, got {axis!r} for an array of {ndim} dimensions.")
+    return axes[0]
+
+
 def _names(op: str, axis_name: Any) -> tuple[Hashable, ...]:
     names = () if axis_name is None else tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
     if not all(isinstance(name, Hashable) for name in names):
@@ -252,11 +261,32 @@ def checked_axis_name(op: str, axis_name: Any) -> tuple[Hashable, ...]:
     return names
 
 
-def checked_integer_array(op: str, a: Any, argument: str) -> jax.Array:
-    a = as_array(f"{op}: {argument} must be an array of an integer dtype", a)
-    if not jnp.issubdtype(a.dtype, jnp.integer):
-        raise TypeError(f"{op}: {argument} must be an array of an integer dtype, got one of dtype {a.dtype}.")
-    return a
+_OF_DISTRIBUTIONS = " One-hot labels and other distributions go to jax_softmax.softmax_cross_entropy(logits, labels)."
+
+
+def checked_labels(op: str, labels: Any) -> jax.Array:
+    allowed = f"{op}: labels must be an array of an integer dtype"
+    labels = as_array(allowed, labels)
+    if not jnp.issubdtype(labels.dtype, jnp.integer):
+        hint = _OF_DISTRIBUTIONS if jnp.issubdtype(labels.dtype, jnp.floating) else ""
+        raise TypeError(f"{allowed}, got one of dtype {labels.dtype}.{hint}")
+    return labels
+
+
+def check_shape_of_labels(op: str, labels: jax.Array, rows: tuple[int, ...], shape: tuple[int, ...], what: str) -> None:
+    """`rows`: that of the labels, of logits of this shape."""
+    if labels.shape != rows:
+        hint = _OF_DISTRIBUTIONS if labels.shape == shape else ""
+        raise ValueError(f"{op}: labels must have {what}, {rows} here, got {labels.shape}.{hint}")
+
+
+def check_reduction(op: str, reduction: Any) -> None:
+    allowed = f'{op}: reduction must be "mean", "sum" or None'
+    if not isinstance(reduction, str | None):
+        raise TypeError(f"{allowed}, got one of type {type(reduction).__name__}.")
+    if reduction not in ("mean", "sum", None):
+        hint = " Write reduction=None for each row's loss." if reduction == "none" else ""
+        raise ValueError(f"{allowed}, got {reduction!r}.{hint}")
 
 
 def checked_float_dtype(op: str, dtype: Any, argument: str, default: np.dtype | None = None) -> np.dtype:
@@ -308,10 +338,9 @@ def check_linear_layer(
         raise ValueError(f"{op}: x must be of shape (..., features), got shape ().")
     if w.ndim != 2 or w.shape[transpose_w] != x.shape[-1]:
         raise ValueError(f"{op}: w must be of shape {layout}, got shape {w.shape} for x of {x.shape[-1]} features.")
-    if labels.shape != x.shape[:-1]:
-        wanted = f"{x.shape[:-1]} for x of shape {x.shape}"
-        raise ValueError(f"{op}: labels must have x's shape without features, {wanted}, got {labels.shape}.")
     vocabulary = w.shape[1 - transpose_w]
+    logits = *x.shape[:-1], vocabulary
+    check_shape_of_labels(op, labels, x.shape[:-1], logits, "x's shape without features")
     if bias is not None and bias.shape != (vocabulary,):
         raise ValueError(f"{op}: bias must be of shape (vocabulary,), ({vocabulary},) here, got {bias.shape}.")
     if chunk is None:

@@ -19,6 +19,7 @@ from jax_softmax.primitives.labels import at_labels, exists
 from jax_softmax.primitives.operators import Coefficients, bind
 from jax_softmax.primitives.reference import Normalizer
 from jax_softmax.primitives.rows import is_zero, normalizer, row_sum
+from jax_softmax.primitives.types import rows_laid_as
 
 # ---- The options of losses, label_smoothing and z_loss: None, a number of the program, or an array.
 
@@ -81,8 +82,8 @@ class How(NamedTuple):
 
     axes: tuple
     axis_name: tuple
-    # Whether the gradient is made with the losses wherever these are differentiated, or by the backward pass. With
-    # axis_name it is always the latter.
+    # Whether the losses are added up, and the gradient is made with them wherever they are differentiated, not by the
+    # backward pass. With axis_name it is always the latter.
     at_once: bool = False
     in_place: bool = False  # whether nothing else reads the logits: on CUDA the gradient may then take their place
 
@@ -91,15 +92,19 @@ class _Values(NamedTuple):
     """What the losses are made of, 0 of rows that do not count."""
 
     loss: jax.Array  # lse less the label's logit
-    lse: jax.Array
+    lse: jax.Array | None  # with z-loss alone
     above_mean: jax.Array | None  # the label's logit less the mean of its row: with label smoothing alone
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def weighted_losses(how, labelled, weights, options):
-    """The losses times their weights, which are 0 of rows without a label."""
+    """The losses times their weights, which are 0 of rows without a label; or the sum of all, with `at_once`."""
     values = _values(how, labelled, weights, options, *_loss_and_rows(how, labelled))
-    return _losses(values, options) * weights
+    return _summed(how, _losses(values, options) * weights)
+
+
+def _summed(how, losses):
+    return jnp.sum(losses) if how.at_once else losses
 
 
 @functools.partial(weighted_losses.defjvp, symbolic_zeros=True)
@@ -112,21 +117,23 @@ def _weighted_losses_jvp(how, primals, tangents):
     else:
         made = _loss_and_rows(how, labelled)
     values = _values(how, labelled, weights, options, *made)
-    losses = _losses(values, options)
-    of_losses = jnp.zeros_like(losses)
+    losses, dots = _losses(values, options), []
     if gradient is not None:
-        of_losses += inner_product(gradient, t, how.axes)
+        dots.append(inner_product(gradient, t))
     elif not is_zero(t):
         x, label, _, where = labelled
         coefficients = _coefficients(how, labelled, weights, options)
-        of_losses += tangent(x, made[1], coefficients, label, t, where, how.axes, how.axis_name, how.in_place)
+        of_rows = tangent(x, made[1], coefficients, label, t, where, how.axes, how.axis_name, how.in_place)
+        dots.append(_summed(how, of_rows))
     if not is_zero(weights_dot):
-        of_losses += losses * weights_dot
+        dots.append(_summed(how, losses * weights_dot))
     if not is_zero(options_dot.label_smoothing):
-        of_losses += weights * values.above_mean * options_dot.label_smoothing
+        dots.append(_summed(how, weights * values.above_mean * options_dot.label_smoothing))
     if not is_zero(options_dot.z_loss):
-        of_losses += weights * values.lse**2 * options_dot.z_loss
-    return losses * weights, of_losses
+        dots.append(_summed(how, weights * values.lse**2 * options_dot.z_loss))
+    result = _summed(how, losses * weights)
+    dot = functools.reduce(jnp.add, dots) if dots else jnp.zeros_like(result)
+    return result, arguments.varying_over(dot, arguments.varying_axes(result))
 
 
 def _loss_and_rows(how, labelled):
@@ -159,7 +166,7 @@ def _with_gradient(how, labelled, weights, options):
     gradient, *rows = bind(op, *operands, where=where, axes=how.axes, in_place=how.in_place)
     rows, sums = Normalizer(*rows[:2]), rows[2:]
     distances = reference.distance_of_all(*sums, _classes(how, labelled)) if sums else None
-    distance = jnp.where(exists(label, x.shape, how.axes), reference.distances(logit, rows), 0)
+    distance = reference.selected(rows_laid_as(x, labelled.found), reference.distances(logit, rows), 0)
     return gradient, rows.log_total - distance, rows, distances
 
 
@@ -171,10 +178,10 @@ def _values(how, labelled, weights, options, loss, rows, distances=None):
             distances = reference.kept(reference.distances(labelled.x, rows), labelled.where)
             distances = row_sum(distances, how.axes, how.axis_name)
         above_mean = (rows.log_total - loss) - distances / _classes(how, labelled)
-    values = _Values(loss, rows.lse, above_mean)
+    values = _Values(loss, rows.lse if options.z_loss is not None else None, above_mean)
     finite = functools.reduce(jnp.logical_and, map(jnp.isfinite, jax.tree.leaves(values)))
     counts = labelled.found & ((weights != 0) | finite)
-    return jax.tree.map(lambda value: jnp.where(counts, value, 0), values)
+    return jax.tree.map(lambda value: reference.selected(counts, value, 0), values)
 
 
 def _losses(values, options):
@@ -188,12 +195,13 @@ def _losses(values, options):
 
 def _coefficients(how, labelled, weights, options):
     """Of the gradient of the sum of weighted losses."""
-    smoothing, z_loss = (0 if option is None else option for option in options)
+    smoothing, z_loss = options
+    zeros = jnp.zeros_like(weights)
     coefficients = Coefficients(
         factor=weights,
-        lse_factor=2 * z_loss * weights,
-        offset=-smoothing / _classes(how, labelled) * weights,
-        at_label=(smoothing - 1) * weights,
+        lse_factor=zeros if z_loss is None else 2 * z_loss * weights,
+        offset=zeros if smoothing is None else -smoothing / _classes(how, labelled) * weights,
+        at_label=-weights if smoothing is None else (smoothing - 1) * weights,
     )
     return Coefficients(*(jnp.broadcast_to(of_row, weights.shape) for of_row in coefficients))
 
@@ -211,11 +219,11 @@ def _elements(how, x):
     return math.prod(x.shape[d] for d in how.axes)
 
 
-def inner_product(a, b, axes=None):
-    """The sum of a b, or the sums along axes."""
+def inner_product(a, b):
+    """The sum of a b."""
 
     def function(a, b):
-        return jnp.sum(reference.widened(a) * reference.widened(b), axes, keepdims=axes is not None)
+        return jnp.sum(reference.widened(a) * reference.widened(b))
 
     # With checkpoint both are kept for a backward pass as they are, and not in the dtype of the arithmetic.
     return jax.checkpoint(function, prevent_cse=False)(a, b)

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +10,10 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_softmax.functions import arguments, integer_losses
+from jax_softmax.functions.arguments import AxisName, Reduction
 from jax_softmax.functions.entropies import entropies_of
 from jax_softmax.functions.integer_losses import Options, checked_options
-from jax_softmax.functions.losses import row_weights
+from jax_softmax.functions.losses import row_weights, weights_of_classes
 from jax_softmax.primitives import reference
 from jax_softmax.primitives.labels import label_of_rows
 from jax_softmax.primitives.product import product, several_devices_p
@@ -20,7 +21,6 @@ from jax_softmax.primitives.rows import is_zero
 from jax_softmax.primitives.types import laid_as_well, rows_laid_as, types_tell_shardings
 
 _NAME = "linear_cross_entropy"
-_REDUCTION = 'reduction must be "mean", "sum" or None'
 _CHUNK_BYTES = 1 << 29  # that the logits of a chunk may take
 
 
@@ -55,14 +55,56 @@ _OF_PARTS = ("x", "wide", "bias")  # by which devices along axis_name have parts
 _REAL = (*_OF_PARTS, "weights", "label_smoothing", "z_loss")
 
 
+class _Options(TypedDict, total=False):
+    axis: int
+    bias: ArrayLike | None
+    weights: ArrayLike | None
+    class_weights: ArrayLike | None
+    transpose_w: bool
+    soft_cap: float | None
+    temperature: float
+    label_smoothing: ArrayLike
+    z_loss: ArrayLike
+    logits_dtype: DTypeLike | None
+    accumulate_dtype: DTypeLike | None
+    chunk: int | None
+    axis_name: AxisName
+
+
+@overload
 def linear_cross_entropy(
     x: ArrayLike,
     w: ArrayLike,
     labels: ArrayLike,
     *,
+    reduction: Reduction = ...,
+    return_entropy: Literal[False] = ...,
+    **options: Unpack[_Options],
+) -> jax.Array: ...
+@overload
+def linear_cross_entropy(
+    x: ArrayLike,
+    w: ArrayLike,
+    labels: ArrayLike,
+    *,
+    reduction: None,
+    return_entropy: Literal[True],
+    **options: Unpack[_Options],
+) -> TokenLosses: ...
+@overload
+def linear_cross_entropy(
+    x: ArrayLike, w: ArrayLike, labels: ArrayLike, *, reduction: None, return_entropy: bool, **options: Unpack[_Options]
+) -> jax.Array | TokenLosses: ...
+def linear_cross_entropy(
+    x: ArrayLike,
+    w: ArrayLike,
+    labels: ArrayLike,
+    *,
+    axis: int = -1,
     bias: ArrayLike | None = None,
     weights: ArrayLike | None = None,
-    reduction: str | None = "mean",
+    class_weights: ArrayLike | None = None,
+    reduction: Reduction = "mean",
     transpose_w: bool = False,
     soft_cap: float | None = None,
     temperature: float = 1.0,
@@ -72,7 +114,7 @@ def linear_cross_entropy(
     logits_dtype: DTypeLike | None = None,
     accumulate_dtype: DTypeLike | None = None,
     chunk: int | None = None,
-    axis_name: arguments.AxisName = None,
+    axis_name: AxisName = None,
 ) -> jax.Array | TokenLosses:
     """Cross entropy of the logits x·w and integer labels, with little memory for logits.
 
@@ -86,12 +128,15 @@ def linear_cross_entropy(
     Differentiable in forward and reverse mode to any order.
 
     Args:
-      x: real array of shape (..., features).
+      x: real array of shape (..., features), or with the features along another axis.
       w: real array of shape (features, vocabulary), or (vocabulary, features) with transpose_w. The product is one of
         the dtype that holds both: for a fast product x and w are of 16 bits.
-      labels: array of an integer dtype, of x's shape without features. One that is no class is ignored.
+      labels: array of an integer dtype, of x's shape without features. One that is no class is ignored. Distributions
+        are as large as the logits that this function does not keep: they go to `softmax_cross_entropy(x @ w, labels)`.
+      axis: the axis of x's features.
       bias: real array of shape (vocabulary,), added to the product in float32 (float64 for float64).
       weights: real array that broadcasts to the labels' shape: how much each loss counts. None, the default: 1 each.
+      class_weights: real array of shape (vocabulary,), as for `cross_entropy_loss`.
       reduction: "mean", the weighted mean of the losses (0 if no label counts), "sum", their weighted sum, or None, the
         loss of each token times its weight: with weight 1, the label's negative log-probability.
       transpose_w: whether w is laid as an embedding table is, a row for each word of the vocabulary.
@@ -121,13 +166,17 @@ def linear_cross_entropy(
     x, w = (arguments.checked_real_array(_NAME, a, argument) for a, argument in ((x, "x"), (w, "w")))
     bias = None if bias is None else arguments.checked_real_array(_NAME, bias, "bias")
     weights = None if weights is None else arguments.checked_real_array(_NAME, weights, "weights")
-    labels = arguments.checked_integer_array(_NAME, labels, "labels")
+    if class_weights is not None:
+        class_weights = arguments.checked_real_array(_NAME, class_weights, "class_weights")
+    labels = arguments.checked_labels(_NAME, labels)
     options = checked_options(_NAME, label_smoothing, z_loss)
     transpose_w = arguments.checked_bool(_NAME, transpose_w, "transpose_w")
     return_entropy = arguments.checked_bool(_NAME, return_entropy, "return_entropy")
-    arguments.check(_NAME, reduction, str | None, ("mean", "sum", None).__contains__, _REDUCTION)
+    arguments.check_reduction(_NAME, reduction)
     if return_entropy and reduction is not None:
         raise ValueError(f"{_NAME}: return_entropy must be False unless reduction is None, got {reduction!r}.")
+    if axis != -1:
+        x = jnp.moveaxis(x, arguments.checked_axis(_NAME, x.ndim, axis), -1)
     arguments.check_linear_layer(_NAME, x, w, labels, bias, transpose_w, chunk)
     made = arguments.common_float_dtype(x, w)
     wide = reference.wide_dtype(made)
@@ -146,17 +195,20 @@ def linear_cross_entropy(
         has_total=reduction is not None and "float16" not in (made.name, logits_dtype.name),
         return_entropy=return_entropy,
     )
-    return _linear_cross_entropy(layer, x, w, labels, bias, weights, options)
+    return _linear_cross_entropy(layer, x, w, labels, bias, weights, class_weights, options)
 
 
 @functools.partial(jax.jit, static_argnums=(0,), inline=True)
-def _linear_cross_entropy(layer, x, w, labels, bias, weights, options):
+def _linear_cross_entropy(layer, x, w, labels, bias, weights, class_weights, options):
     axes, dtype = (labels.ndim,), reference.wide_dtype(layer.logits_dtype)
     shape = (*labels.shape, w.shape[1 - layer.contracted])
     arguments.check_classes(_NAME, shape, axes, layer.axis_name)
     label, found = label_of_rows(labels, shape, axes, None, layer.axis_name)
     x, w = laid_as_well(x, label).astype(layer.product_dtype), w.astype(layer.product_dtype)
     bias = None if bias is None else bias.astype(dtype)
+    if class_weights is not None:
+        classes = shape[-1] * math.prod(map(jax.lax.axis_size, layer.axis_name))
+        weights = weights_of_classes(_NAME, class_weights, labels, classes, weights, dtype)
     weights = row_weights(_NAME, found, labels.shape, axes, weights, layer.reduction, dtype)
     given = {"x": x, "w": w, "wide": w, "bias": bias, "weights": rows_laid_as(x, weights)}
     given |= {"label": label, "found": found, **options.as_arrays(dtype)._asdict()}
@@ -235,7 +287,7 @@ def _total_and_gradients(layer, names, split, given):
 def _of_chunk(layer, given):
     if not layer.has_total:
         return _losses_of_chunk(layer, given), None
-    return None, jnp.sum(integer_losses.weighted_losses(*_operands(layer, given, at_once=True, in_place=True)))
+    return None, integer_losses.weighted_losses(*_operands(layer, given, at_once=True, in_place=True))
 
 
 # With checkpoint x and w are kept for a backward pass, and no logits.

@@ -1,6 +1,7 @@
 """Log-sum-exp: the public function."""
 
 import functools
+from typing import Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -8,60 +9,144 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jax_softmax.functions import arguments
 from jax_softmax.functions.arguments import Axis, AxisName
-from jax_softmax.primitives.rows import maximum, normalizer
+from jax_softmax.primitives import reference
+from jax_softmax.primitives.reference import Normalizer
+from jax_softmax.primitives.rows import maximum, normalizer, row_sum
 
 
+class _Options(TypedDict, total=False):
+    b: ArrayLike | None
+    dtype: DTypeLike | None
+    axis_name: AxisName
+
+
+@overload
+def logsumexp(
+    x: ArrayLike,
+    axis: Axis = ...,
+    where: ArrayLike | None = ...,
+    keepdims: bool = ...,
+    *,
+    return_max: Literal[False] = ...,
+    return_sign: Literal[False] = ...,
+    **options: Unpack[_Options],
+) -> jax.Array: ...
+@overload
+def logsumexp(
+    x: ArrayLike,
+    axis: Axis = ...,
+    where: ArrayLike | None = ...,
+    keepdims: bool = ...,
+    *,
+    return_max: Literal[True],
+    return_sign: Literal[False] = ...,
+    **options: Unpack[_Options],
+) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def logsumexp(
+    x: ArrayLike,
+    axis: Axis = ...,
+    where: ArrayLike | None = ...,
+    keepdims: bool = ...,
+    *,
+    return_max: Literal[False] = ...,
+    return_sign: Literal[True],
+    **options: Unpack[_Options],
+) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def logsumexp(
+    x: ArrayLike,
+    axis: Axis = ...,
+    where: ArrayLike | None = ...,
+    keepdims: bool = ...,
+    *,
+    return_max: bool = ...,
+    return_sign: bool = ...,
+    **options: Unpack[_Options],
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 def logsumexp(
     x: ArrayLike,
     axis: Axis = -1,
     where: ArrayLike | None = None,
     keepdims: bool = False,
     *,
+    b: ArrayLike | None = None,
     dtype: DTypeLike | None = None,
     return_max: bool = False,
+    return_sign: bool = False,
     axis_name: AxisName = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Logarithm of the sum of exp(x) along axis, computed relative to the maximum.
+    """Logarithm of the sum of exp(x), or of b exp(x), along axis, computed relative to the maximum.
 
-    As `jax.nn.logsumexp`, but for the default axis. x is read once, and nothing of its size is written. The backward
-    pass needs x and the result. Differentiable in forward and reverse mode to any order.
+    As `jax.nn.logsumexp` and `jax.scipy.special.logsumexp`, but for the default axis and the order of arguments. x is
+    read once, and nothing of its size is written. The backward pass needs x and the result. Differentiable in forward
+    and reverse mode to any order.
 
     Args:
       x: array of a floating, integer or boolean dtype, computed in float32 (float64 for float64).
       axis, where, axis_name: as for `softmax`; where leaves elements out of the sum.
       keepdims: whether reduced axes stay, with extent 1.
+      b: real array that broadcasts to the shape of x, and where if given: factors of the exponentials, of any sign.
+        With it XLA does all, in two readings of x. The result is NaN where the sum is negative, unless return_sign is
+        True.
       dtype: that of the result, a floating one; by default x's, or for integers that of their exponentials. float32 for
         an x of 16 bits keeps the precision that the sum has.
-      return_max: whether to return the maximum as well.
+      return_max: whether to return the maximum as well. Not with b or return_sign.
+      return_sign: whether to return the sum's sign as well, -1, 0 or 1; the logarithm is then that of its magnitude.
 
     Returns:
-      An array of x's shape without the reduced axes. With return_max a pair of such arrays, the log-sum-exp and the
-      maximum. Both are -inf for rows that are masked altogether. A row with +inf gives +inf, one with a NaN gives NaN.
-      Gradients of such rows are JAX's: 0 where all is masked, and NaN by each +inf and by all of a row with a NaN or
-      nothing but -inf.
+      An array of x's shape without the reduced axes. With return_max or return_sign a pair of such arrays, the
+      log-sum-exp and the maximum or the sign. Log-sum-exp and maximum are -inf for rows that are masked altogether. A
+      row with +inf gives +inf, one with a NaN gives NaN. Gradients of such rows are JAX's: 0 where all is masked, and
+      NaN by each +inf and by all of a row with a NaN or nothing but -inf.
 
     Raises:
       TypeError: an argument is of the wrong type or dtype.
-      ValueError: axis is out of range or repeated, where does not broadcast with x, or axis_name is not one of the
-        axes of a surrounding `shard_map`.
+      ValueError: axis is out of range or repeated, where or b does not broadcast with x, return_max is given with b or
+        return_sign, or axis_name is not one of the axes of a surrounding `shard_map`.
     """
     if dtype is not None:
         dtype = arguments.checked_float_dtype("logsumexp", dtype, "dtype")
     keepdims = arguments.checked_bool("logsumexp", keepdims, "keepdims")
     return_max = arguments.checked_bool("logsumexp", return_max, "return_max")
+    return_sign = arguments.checked_bool("logsumexp", return_sign, "return_sign")
+    if return_max and (return_sign or b is not None):
+        raise ValueError("logsumexp: return_max must be False where b is given or return_sign is True.")
     x, axis, where, axis_name = arguments.for_jit("logsumexp", x, axis, where, axis_name)
-    return _logsumexp(x, axis, where, keepdims, dtype, return_max, axis_name)
+    b = None if b is None else arguments.checked_real_array("logsumexp", b, "b")
+    return _logsumexp(x, axis, where, b, keepdims, dtype, return_max, return_sign, axis_name)
 
 
-@functools.partial(jax.jit, static_argnums=(1, 3, 4, 5, 6), inline=True)
-def _logsumexp(x, axis, where, keepdims, dtype, return_max, axis_name):
+@functools.partial(jax.jit, static_argnums=(1, 4, 5, 6, 7, 8), inline=True)
+def _logsumexp(x, axis, where, b, keepdims, dtype, return_max, return_sign, axis_name):
     x, where, axes, axis_name, of_x = arguments.prepared("logsumexp", x, axis, where, axis_name)
-    rows = normalizer(x, where, axes, axis_name)
-    results = [rows.lse]
+    if b is None:
+        rows = normalizer(x, where, axes, axis_name)
+        lse, sign = rows.lse, jnp.sign(rows.total)
+    else:
+        arguments.check_broadcasts("logsumexp", "b", b.shape, x.shape)
+        of_x = arguments.common_float_dtype(jnp.zeros((), of_x), b)
+        b = b.astype(reference.wide_dtype(of_x))
+        lse, sign = _of_weighted_sum(arguments.varying_as_well(x, b, ()), b, where, axes, axis_name)
+        lse = lse if return_sign else jnp.where(sign < 0, jnp.nan, lse)
+    results = [lse]
+    if return_sign:
+        results.append(sign)
     if return_max:
-        largest = jnp.where(jnp.isnan(rows.lse), rows.lse, rows.largest)  # the kernels' maximum leaves NaNs out
+        largest = jnp.where(jnp.isnan(lse), lse, rows.largest)  # the kernels' maximum leaves NaNs out
         results.append(maximum(x, largest, where, axes, axis_name))
     results = [r.astype(of_x if dtype is None else dtype) for r in results]
     if not keepdims:
         results = [jax.lax.squeeze(r, axes) for r in results]
-    return tuple(results) if return_max else results[0]
+    return tuple(results) if len(results) > 1 else results[0]
+
+
+def _of_weighted_sum(x, b, where, axes, axis_name):
+    """The logarithm of the magnitude of sum(b exp(x)) over each row, and the sum's sign."""
+    counted = b != 0 if where is None else where & (b != 0)
+    x = reference.widened(x)
+    largest = jnp.max(jax.lax.stop_gradient(x), axes, keepdims=True, initial=-jnp.inf, where=counted)
+    rows = Normalizer(jax.lax.pmax(largest, axis_name) if axis_name else largest, jnp.ones_like(largest))
+    distances = reference.distances(reference.kept(x, counted), rows)
+    total = row_sum(reference.kept(b * jnp.exp(reference.kept(distances, counted)), counted), axes, axis_name)
+    return rows._replace(total=jnp.abs(total)).lse, jnp.sign(total)

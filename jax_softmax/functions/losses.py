@@ -1,18 +1,19 @@
 """Cross entropies: the public functions, and what they ask of their arguments."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jax_softmax.functions import arguments
-from jax_softmax.functions.arguments import Axis, AxisName
+from jax_softmax.functions.arguments import Axis, AxisName, Reduction
 from jax_softmax.functions.integer_losses import How, Labelled, checked_options, weighted_losses
 from jax_softmax.primitives import reference
-from jax_softmax.primitives.labels import label_of_rows
+from jax_softmax.primitives.labels import label_of_rows, that_count_classes
 from jax_softmax.primitives.rows import is_zero, normalizer, row_sum
-from jax_softmax.primitives.types import rows_laid_as
+from jax_softmax.primitives.types import rows_laid_as, types_tell_shardings
 
 
 def softmax_cross_entropy_with_integer_labels(
@@ -60,9 +61,9 @@ def softmax_cross_entropy_with_integer_labels(
     """
     name = "softmax_cross_entropy_with_integer_labels"
     logits, axis, where, axis_name = arguments.for_jit(name, logits, axis, where, axis_name, argument="logits")
-    labels = arguments.checked_integer_array(name, labels, "labels")
+    labels = arguments.checked_labels(name, labels)
     options = checked_options(name, label_smoothing, z_loss)
-    return _integer_losses(name, logits, labels, axis, where, None, None, options, axis_name)
+    return _integer_losses(name, logits, labels, axis, where, None, None, None, options, axis_name)
 
 
 def softmax_cross_entropy(
@@ -119,11 +120,12 @@ def _soft_labels(logits, labels, axis, where, axis_name):
 def cross_entropy_loss(
     logits: ArrayLike,
     labels: ArrayLike,
-    *,
     axis: Axis = -1,
     where: ArrayLike | None = None,
+    *,
     weights: ArrayLike | None = None,
-    reduction: str = "mean",
+    class_weights: ArrayLike | None = None,
+    reduction: Reduction = "mean",
     label_smoothing: ArrayLike = 0.0,
     z_loss: ArrayLike = 0.0,
     axis_name: AxisName = None,
@@ -140,45 +142,66 @@ def cross_entropy_loss(
         `softmax_cross_entropy_with_integer_labels`.
       weights: real array that broadcasts to the labels' shape: how much each loss counts. None, the default: 1 each.
         Ignored labels count 0. Where the weight is 0, logits that are not finite do not count either.
-      reduction: "mean", the weighted mean of the losses (0 if no label counts), or "sum", their weighted sum. Inside
-        `shard_map` it is one of the rows that this device has, or has parts of: rows that are spread over other mesh
-        axes are the caller's to add up.
+      class_weights: real array of shape (classes,), the same on all devices, for all classes: each loss counts as much
+        as its label's class, times its weight. Without label smoothing this is `weight` of PyTorch's
+        cross_entropy, whose mean is divided by the sum of the weights as well. Smoothing shares a label's probability
+        among all classes: PyTorch weighs each share by its own class, this function the whole loss by the label's.
+      reduction: "mean", the weighted mean of the losses, sum(w loss) / sum(w) (0 if no label counts), "sum", their
+        weighted sum, or None, each row's loss times its weight, which elsewhere is called "none". Inside `shard_map` a
+        mean or sum is one of the rows that this device has, or has parts of: rows that are spread over other mesh axes
+        are the caller's to add up.
 
     Returns:
-      A scalar in float32 (float64 for float64).
+      A scalar, or without a reduction an array of the labels' shape, in float32 (float64 for float64).
 
     Raises:
       TypeError: an argument is of the wrong type or dtype.
       ValueError: as for `softmax_cross_entropy_with_integer_labels`, or weights does not broadcast to the labels'
-        shape, or reduction is neither "mean" nor "sum".
+        shape, class_weights has not one weight for each class, or reduction is not one of these.
     """
     name = "cross_entropy_loss"
-    if not isinstance(reduction, str):
-        raise TypeError(f'{name}: reduction must be "mean" or "sum", got one of type {type(reduction).__name__}.')
-    if reduction not in ("mean", "sum"):
-        raise ValueError(f'{name}: reduction must be "mean" or "sum", got {reduction!r}.')
+    arguments.check_reduction(name, reduction)
     logits, axis, where, axis_name = arguments.for_jit(name, logits, axis, where, axis_name, argument="logits")
-    if weights is not None:
-        weights = arguments.checked_real_array(name, weights, "weights")
-    labels = arguments.checked_integer_array(name, labels, "labels")
+    weights = None if weights is None else arguments.checked_real_array(name, weights, "weights")
+    class_weights = (
+        None if class_weights is None else arguments.checked_real_array(name, class_weights, "class_weights")
+    )
+    labels = arguments.checked_labels(name, labels)
     options = checked_options(name, label_smoothing, z_loss)
-    return _integer_losses(name, logits, labels, axis, where, weights, reduction, options, axis_name)
+    return _integer_losses(name, logits, labels, axis, where, weights, class_weights, reduction, options, axis_name)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 3, 6, 8), inline=True)
-def _integer_losses(name, logits, labels, axis, where, weights, reduction, options, axis_name):
+@functools.partial(jax.jit, static_argnums=(0, 3, 7, 9), inline=True)
+def _integer_losses(name, logits, labels, axis, where, weights, class_weights, reduction, options, axis_name):
     """The losses of rows, or their mean or sum: of that the gradient may be made with it."""
     x, where, axes, axis_name, _ = arguments.prepared(
         name, logits, axis, where, axis_name, argument="logits", may_enlarge=False
     )
     labelled = _labelled(name, x, labels, axis, where, axes, axis_name)
     wide = reference.wide_dtype(x.dtype)
+    if class_weights is not None:
+        classes = math.prod(x.shape[d] for d in axes) * math.prod(map(jax.lax.axis_size, axis_name))
+        weights = weights_of_classes(name, class_weights, labels, classes, weights, wide)
     weights = row_weights(name, labelled.found, labels.shape, axes, weights, reduction, wide)
     weights = rows_laid_as(_varying_as_well(labelled).x, weights)
     labelled = _varying_as_well(labelled, weights, *options)
     how = How(axes, axis_name, at_once=reduction is not None and x.dtype != jnp.float16)
     losses = weighted_losses(how, labelled, weights, options.as_arrays(wide))
-    return jax.lax.squeeze(losses, axes) if reduction is None else jnp.sum(losses)
+    if reduction is None:
+        return jax.lax.squeeze(losses, axes)
+    return losses if how.at_once else jnp.sum(losses)
+
+
+def weights_of_classes(name, class_weights, labels, classes, weights, dtype):
+    """How much a loss counts by its label's class and its own weight; of a label that is no class anything."""
+    if class_weights.shape != (classes,):
+        raise ValueError(f"{name}: class_weights must be of shape ({classes},), got shape {class_weights.shape}.")
+    sharding = jax.typeof(labels).sharding if types_tell_shardings([jax.typeof(labels)]) else None
+    of_labels = class_weights.astype(dtype).at[that_count_classes(labels)].get(mode="clip", out_sharding=sharding)
+    if weights is None:
+        return of_labels
+    arguments.check_broadcasts(name, "weights", weights.shape, labels.shape)
+    return of_labels * weights.astype(dtype)
 
 
 def row_weights(name, found, shape, axes, weights, reduction, dtype):
@@ -187,11 +210,11 @@ def row_weights(name, found, shape, axes, weights, reduction, dtype):
     if weights is not None:
         arguments.check_broadcasts(name, "weights", weights.shape, shape)
         weights = jnp.expand_dims(jnp.broadcast_to(weights, shape), axes)
-        counted = jnp.where(counted > 0, weights.astype(dtype), 0)
-    if reduction == "mean":
-        total = jnp.sum(counted)
-        counted = counted / jnp.where(total == 0, 1, total)
-    return counted
+        counted = jnp.where(found, weights.astype(dtype), 0)
+    if reduction != "mean":
+        return counted
+    total = jnp.sum(counted)
+    return counted / (jnp.maximum(total, 1) if weights is None else reference.selected(total == 0, 1, total))
 
 
 # ---- Arguments
@@ -200,12 +223,8 @@ def row_weights(name, found, shape, axes, weights, reduction, dtype):
 def _labelled(name, x, labels, axis, where, axes, axis_name):
     """The logits with their labels, which count along `axis` as it is given."""
     arguments.check_classes(name, x.shape, axes, axis_name)
-    expected = tuple(n for d, n in enumerate(x.shape) if d not in axes)
-    if labels.shape != expected:
-        raise ValueError(
-            f"{name}: labels must have the shape of logits without axis, {expected} for logits of shape {x.shape}, got "
-            f"{labels.shape}."
-        )
+    rows = tuple(n for d, n in enumerate(x.shape) if d not in axes)
+    arguments.check_shape_of_labels(name, labels, rows, x.shape, "the shape of logits without axis")
     in_order = arguments.checked_axes(name, x.ndim, axis)
     return Labelled(x, *label_of_rows(labels, x.shape, in_order, where, axis_name), where)
 

@@ -41,9 +41,15 @@ def _log_softmax(x: Any, axis: Any = -1, where: Any = None) -> Any:
 def _logsumexp(
     a: Any, axis: Any = None, b: Any = None, keepdims: Any = False, return_sign: Any = False, where: Any = None
 ) -> Any:
-    if b is not None or return_sign or not _is_float(a) or not _is_axis(axis) or not _is_mask(where):
+    if (
+        b is not None
+        or not isinstance(return_sign, bool)
+        or not _is_float(a)
+        or not _is_axis(axis)
+        or not _is_mask(where)
+    ):
         return NotImplemented
-    return logsumexp(a, axis, where, bool(keepdims))
+    return logsumexp(a, axis, where, bool(keepdims), return_sign=return_sign)
 
 
 def _soft_loss(logits: Any, labels: Any, axis: Any = -1, where: Any = None) -> Any:
@@ -197,8 +203,9 @@ class _Switch:
     def __call__(self, function: Callable[_P, _R]) -> Callable[_P, _R]:
         with self:  # what `use` has switched ends here: a decorated function switches when it is called
             pass
-        if not callable(function):
-            raise TypeError(f"use: what is decorated must be a function, got {function!r}.")
+        if not callable(function) or isinstance(function, type):
+            hint = " Decorate its methods with @jax_softmax.use()." if isinstance(function, type) else ""
+            raise TypeError(f"use: what is decorated must be a function, got {function!r}.{hint}")
         if _runs_later(function) or _runs_later(type(function).__call__):
             raise TypeError(
                 f"use: a decorated function must not be a generator or asynchronous, got {function!r}: it would run "
@@ -239,13 +246,17 @@ def use(on: bool = True, *, losses: bool = False, all_threads: bool = False) -> 
       losses: whether `jax.nn.logsumexp` (and so `jax.scipy.special.logsumexp`) and, if it has been imported, optax's
         `softmax_cross_entropy` and `softmax_cross_entropy_with_integer_labels` are so as well, of floating arrays and
         with dtypes as there. Results are the same up to rounding, but for a class of probability 0 whose logit is
-        -inf: it adds 0 and not NaN. Arguments that only theirs take (`b`, `return_sign`) go to theirs.
+        -inf: it adds 0 and not NaN. Calls of `logsumexp` with factors, `b`, are left to JAX.
       all_threads: whether to switch, beside this thread, all that are not within such a block and have not been
         switched by a statement of their own.
 
     Raises:
-      TypeError: an argument is not True or False, or what is decorated is no function, a generator or asynchronous.
+      TypeError: an argument is not True or False, or what is decorated is no function, a class, a generator or
+        asynchronous.
     """
+    if callable(on):
+        what = "a class's methods" if isinstance(on, type) else "a function"
+        raise TypeError(f"use: {what} must be decorated with @jax_softmax.use(), in parentheses, got {on!r}.")
     on = arguments.checked_bool("use", on, "on")
     losses = arguments.checked_bool("use", losses, "losses")
     all_threads = arguments.checked_bool("use", all_threads, "all_threads")

@@ -4,6 +4,7 @@ An eager call is one call of a jitted function, as it is in `jax.nn`. What that 
 our own is checked before, without looking at shapes; the rest inside, while it is traced.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,14 @@ from jax_softmax.primitives.operators import bind
 from jax_softmax.primitives.records import VJP
 
 
-def softmax(x: ArrayLike, axis: Axis = -1, where: ArrayLike | None = None, *, axis_name: AxisName = None) -> jax.Array:
+def softmax(
+    x: ArrayLike,
+    axis: Axis = -1,
+    where: ArrayLike | None = None,
+    *,
+    sink: ArrayLike | None = None,
+    axis_name: AxisName = None,
+) -> jax.Array:
     """Softmax of x along axis: exp(x) / sum(exp(x)), computed relative to the maximum.
 
     A drop-in for `jax.nn.softmax`, with kernels of its own on CPU and CUDA. Differentiable in forward and reverse mode
@@ -31,6 +39,9 @@ def softmax(x: ArrayLike, axis: Axis = -1, where: ArrayLike | None = None, *, ax
         axes.
       where: boolean mask that broadcasts with x; False leaves an element out, and its result is 0. The shape of the
         result is that of x and where broadcast together.
+      sink: real array that broadcasts to x's shape with extent 1 along `axis`, a single one: a further logit of each
+        row, which counts in its sum, and whose own result is dropped. In attention with a sink for each head,
+        sink[:, None, None] for scores of shape (..., heads, queries, keys). A row that is masked altogether is 0.
       axis_name: inside `jax.shard_map`, the mesh axis, or a tuple of mesh axes, that `axis` is sharded over: x is this
         device's part, and the results of all the parts together sum to 1. The maxima and the sums of the rows are
         reduced over the devices; nothing else travels. None, the default, for whole rows. (Under `jax.jit` arrays
@@ -42,10 +53,33 @@ def softmax(x: ArrayLike, axis: Axis = -1, where: ArrayLike | None = None, *, ax
 
     Raises:
       TypeError: x, axis or where is of the wrong type or dtype.
-      ValueError: axis is out of range or repeated, where does not broadcast with x, or axis_name is not one of the
-        axes of a surrounding `shard_map`.
+      ValueError: axis is out of range or repeated, where does not broadcast with x, sink does not fit, or axis_name is
+        not one of the axes of a surrounding `shard_map`.
     """
-    return _call(_softmax, x, axis, where, axis_name)
+    if sink is None:
+        return _call(_softmax, x, axis, where, axis_name)
+    if axis_name is not None:
+        raise ValueError(
+            "softmax: sink must be None where axis_name is given. Write softmax(x, axis, where, axis_name=axis_name) * "
+            "jax.nn.sigmoid(logsumexp(x, axis, where, keepdims=True, axis_name=axis_name) - sink)."
+        )
+    x, axis, where, _ = arguments.for_jit("softmax", x, axis, where, None)
+    return _softmax_with_sink(x, axis, where, arguments.checked_real_array("softmax", sink, "sink"))
+
+
+@functools.partial(jax.jit, static_argnums=(1,), inline=True)
+def _softmax_with_sink(x, axis, where, sink):
+    """By a column beside x, which is where `fuse` looks for a sink in attention."""
+    x = arguments.checked_real_array("softmax", x, "x")
+    _, where, shape = arguments.checked_axes_and_mask("softmax", x, axis, where)
+    axis = arguments.checked_axis("softmax", len(shape), axis)
+    x, dtype = arguments.promoted(x)
+    wide = jnp.promote_types(x.dtype, arguments.promoted(sink)[0].dtype)
+    x = jnp.broadcast_to(reference.kept(x, where, -jnp.inf), shape).astype(wide)
+    of_rows = tuple(1 if d == axis else n for d, n in enumerate(shape))
+    arguments.check_broadcasts("softmax", "sink", sink.shape, of_rows)
+    columns = jnp.concatenate([x, jnp.broadcast_to(sink, of_rows).astype(wide)], axis)
+    return jax.lax.slice(softmax(columns, axis), [0] * len(shape), shape).astype(dtype)
 
 
 def log_softmax(
@@ -53,8 +87,8 @@ def log_softmax(
 ) -> jax.Array:
     """Logarithm of softmax along axis: x - log(sum(exp(x))), computed relative to the maximum.
 
-    A drop-in for `jax.nn.log_softmax`; arguments, dtypes and errors are those of `softmax`. Masked elements, and rows
-    that are masked altogether, are -inf.
+    A drop-in for `jax.nn.log_softmax`; arguments, dtypes and errors are those of `softmax`, but for sink. Masked
+    elements, and rows that are masked altogether, are -inf.
     """
     return _call(_log_softmax, x, axis, where, axis_name)
 

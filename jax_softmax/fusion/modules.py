@@ -1,5 +1,7 @@
 """Modules as arguments: Flax's nnx modules and variables, which a function may change, and Equinox's."""
 
+import functools
+import inspect
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -28,11 +30,12 @@ def outside_of_equinox(arguments: Any) -> list[bool]:
 
 
 def call(function: Callable, f: Callable, args: tuple, kwargs: dict) -> Any:
-    """`function(g, state, arrays)` calls g, a pure function that does what f does of args and kwargs. Then the modules
-    among these are what f made of them: arrays, attributes, submodules. What f left as it was is not touched: it may
-    belong to a trace outside, in which it must not be written to."""
+    """`function(g, state, *args, **kwargs)` calls g, a pure function that does what f does of args and kwargs. Then the
+    modules among these are what f made of them: arrays, attributes, submodules. What f left as it was is not touched:
+    it may belong to a trace outside, in which it must not be written to."""
     with context():
-        changed, everything, results = function(*pure(f, args, kwargs))
+        g, given, options = pure(f, args, kwargs)
+        changed, everything, results = function(g, *given, **options)
         modules = _modules(args, kwargs)
         if changed is not None:
             _nnx().update(modules, changed)
@@ -48,12 +51,15 @@ def context() -> AbstractContextManager[Any]:
     return _nnx().update_context(_TAG)
 
 
-def pure(f: Callable, args: tuple, kwargs: dict) -> tuple[Callable, Any, Any]:
-    """g, and what it is called with: the state of the modules, and the other leaves."""
+def pure(f: Callable, args: tuple, kwargs: dict) -> tuple[Callable, tuple, dict]:
+    """g, and what it is called with: the state of the modules, and args and kwargs with None for each of them."""
     leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=_is_module)
     with _nnx().split_context(_TAG) as outside:
         definition, state = outside.split(_modules(args, kwargs))
-    return _Pure(f, definition, tree), state, [None if _is_module(leaf) else leaf for leaf in leaves]
+    places = tuple(map(_is_module, leaves))
+    rest = [None if is_one else leaf for leaf, is_one in zip(leaves, places, strict=True)]
+    args, kwargs = jax.tree.unflatten(tree, rest)
+    return _Pure(f, definition, tree, places), (state, *args), kwargs
 
 
 def _modules(args, kwargs):
@@ -61,20 +67,25 @@ def _modules(args, kwargs):
 
 
 class _Pure:
-    """f as a function of the state of its modules. It gives the arrays that f changed, nothing, and f's results. Where
-    f changed more than arrays, or returns modules, it gives nothing, and what is left of all modules and the results.
+    """f as a function of the state of its modules and its other arguments. It gives the arrays that f changed, nothing,
+    and f's results. Where f changed more than arrays, or returns modules, it gives nothing, and what is left of all
+    modules and the results.
     """
 
-    def __init__(self, f, definition, tree):
-        self._known = f, definition, tree
+    def __init__(self, f, definition, tree, places):
+        self._known = f, definition, tree, places
+        functools.update_wrapper(self, f, updated=())
+        signature = inspect.signature(f)
+        modules = inspect.Parameter("modules", inspect.Parameter.POSITIONAL_ONLY)
+        self.__signature__ = signature.replace(parameters=[modules, *signature.parameters.values()])
 
-    def __call__(self, state, others):
-        f, definition, tree = self._known
+    def __call__(self, state, /, *args, **kwargs):
+        f, definition, tree, places = self._known
         with _nnx().merge_context(_TAG, inner=True) as inside:
             modules = inside.merge(definition, state)
         before = _Before(modules)
-        rest = iter(modules)
-        args, kwargs = jax.tree.unflatten(tree, [next(rest) if leaf is None else leaf for leaf in others])
+        own, rest = iter(modules), iter(jax.tree.leaves((args, kwargs)))
+        args, kwargs = jax.tree.unflatten(tree, [next(own if is_one else rest) for is_one in places])
         results = f(*args, **kwargs)
         if before.has_same_objects(modules) and not has_modules(results):
             return before.changed(modules), None, results

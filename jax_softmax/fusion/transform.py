@@ -8,12 +8,13 @@ import collections
 import contextlib
 import enum
 import functools
+import inspect
 import math
 import sys
 import textwrap
 import types
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -32,10 +33,11 @@ from jax_softmax.fusion.traffic import words
 from jax_softmax.primitives import interpreters
 
 _P = ParamSpec("_P")
+_Q = ParamSpec("_Q")
 _R = TypeVar("_R")
 
 
-def fuse(f: Callable[_P, _R]) -> Callable[_P, _R]:
+def fuse(f: Callable[_P, _R]) -> "Fused[_P, _R]":
     """f with what stands before and after its softmaxes as a part of their kernels.
 
     A transformation as `jax.jit` is one, for functions of arrays, and trees of them, that use `jax.nn.softmax` and the
@@ -54,15 +56,16 @@ def fuse(f: Callable[_P, _R]) -> Callable[_P, _R]:
     Arrays, and numbers outside of `jit`, are traced as `jax.jit` does it. True and False, and within `jit` all of
     Python's numbers, are constants, as are objects of other types: `jax.jit(fuse(f), static_argnames="train")` works.
 
-    The function that is returned has f's signature, and a method `explain`: given f's arguments, it says what was
-    folded into each call, and how many bytes are moved.
+    Returns:
+      A `Fused`: a function with f's signature, and with methods that say what became of it. Errors name f, its file,
+      line and arguments, as those of `jax.jit` do.
 
     Raises:
       TypeError: f is not callable.
     """
     if not callable(f):
         raise TypeError(f"fuse: f must be a function, got {type(f).__name__}.")
-    return _Fused(f)
+    return Fused(f)
 
 
 class FusionReport(tuple[Line, ...]):
@@ -102,55 +105,75 @@ def _text(line: Line, count: int) -> str:
     return "\n".join([wrapped(title), *(wrapped(detail, initial_indent="  ") for detail in details)])
 
 
-class _Fused:
-    """A fused function."""
+class Fused(Generic[_P, _R]):
+    """What `fuse` returns: a function of the same arguments and results.
 
-    def __init__(self, f):
+    `__wrapped__` is the function that was fused. As a method of a class it is bound as functions are.
+    """
+
+    __wrapped__: Callable[_P, _R]
+
+    def __init__(self, f: Callable[_P, _R]) -> None:
         # An object's attributes stay its own: it may change them.
         functools.update_wrapper(self, f, updated=["__dict__"] if isinstance(f, types.FunctionType) else [])
-        self._f = f
         self._jitted = functools.lru_cache(_MOST_PROGRAMS)(_jitted)
+
+    def __repr__(self) -> str:
+        return f"fuse({self.__wrapped__!r})"
 
     def __reduce__(self):
         """A function of a module that is decorated is pickled by its name, as functions are."""
         module, name = sys.modules.get(getattr(self, "__module__", None)), getattr(self, "__qualname__", "")
         found = functools.reduce(lambda at, part: getattr(at, part, None), name.split("."), module)
-        return name if found is self else (fuse, (self._f,))
+        return name if found is self else (fuse, (self.__wrapped__,))
 
-    def __call__(self, /, *args, **kwargs):
-        f, args, kwargs = _opened(self._f, args, kwargs)
+    def __call__(self, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        f, args, kwargs = _opened(self.__wrapped__, args, kwargs)
         if modules.has_modules((args, kwargs)):
             return modules.call(self._call, f, args, kwargs)
         return self._call(f, *args, **kwargs)
 
     def _call(self, g, /, *args, **kwargs):
-        arrays, others, tree = _split((args, kwargs))
+        (args, kwargs), others, tree = _split((args, kwargs))
         if all(isinstance(leaf, _CONSTANTS) for leaf in others) and _is_hashable(tree):
-            return self._jitted(g, others, tree)(*arrays)
-        return _called(g, others, tree, arrays)
+            return self._jitted(g, others, tree)(*args, **kwargs)
+        return _called(g, others, tree, args, kwargs)
 
-    def __get__(self, instance, owner=None):
+    @overload
+    def __get__(self, instance: None, owner: Any = None) -> "Fused[_P, _R]": ...
+    @overload
+    def __get__(self: "Fused[Concatenate[Any, _Q], _R]", instance: object, owner: Any = None) -> "Fused[_Q, _R]": ...
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
         if instance is None:
             return self
-        bound = functools.partial(self, instance)
-        bound.explain = functools.partial(self.explain, instance)
+        bound = Fused(types.MethodType(self.__wrapped__, instance))
+        bound._jitted = self._jitted
         return bound
+
+    def trace(self, /, *args: _P.args, **kwargs: _P.kwargs) -> jax.stages.Traced:
+        """`jax.jit(self).trace`: the program as it is before it is lowered."""
+        return jax.jit(self).trace(*args, **kwargs)
+
+    def lower(self, /, *args: _P.args, **kwargs: _P.kwargs) -> jax.stages.Lowered:
+        """`jax.jit(self).lower`: the program for this platform, to be looked at or compiled ahead of time."""
+        return jax.jit(self).lower(*args, **kwargs)
 
     def explain(self, /, *args: Any, **kwargs: Any) -> FusionReport:
         """What is folded into each call of an operator where f has these arguments, which may be shapes and dtypes."""
         report: list[Line] = []
 
         def look(f, /, *args, **kwargs):
-            arrays, others, tree = _split((args, kwargs), in_program=True)
-            jaxpr = _traced(f, others, tree, arrays)[0].jaxpr
+            (args, kwargs), others, tree = _split((args, kwargs), in_program=True)
+            jaxpr = _traced(f, others, tree, args, kwargs)[0].jaxpr
             rewritten(jaxpr, report)
             if has_refs(jaxpr):
                 report[:] = (line._replace(why_not="the function has references") for line in report)
 
-        f, args, kwargs = _opened(self._f, args, kwargs)
+        f, args, kwargs = _opened(self.__wrapped__, args, kwargs)
         if modules.has_modules((args, kwargs)):
             with modules.context():
-                look(*modules.pure(f, args, kwargs))
+                f, args, kwargs = modules.pure(f, args, kwargs)
+                look(f, *args, **kwargs)
         else:
             look(f, *args, **kwargs)
         return FusionReport(report)
@@ -163,7 +186,10 @@ def _opened(f, args, kwargs):
             f, args = f.__func__, (f.__self__, *args)
         else:
             f, args, kwargs = f.func, (*f.args, *args), {**f.keywords, **kwargs}
-    return (f, args, kwargs) if isinstance(f, _CONSTANTS) else (_call_object, (f, *args), kwargs)
+    if isinstance(f, _CONSTANTS):
+        return f, args, kwargs
+    call = inspect.getattr_static(type(f), "__call__")
+    return call if isinstance(call, types.FunctionType) else _call_object, (f, *args), kwargs
 
 
 def _call_object(f, /, *args, **kwargs):
@@ -175,22 +201,33 @@ _MOST_PROGRAMS = 256  # that are kept of a function, for its constants and for m
 
 def _jitted(f, others, tree):
     """Has all these within, and not as arguments: JAX would keep them when f is gone."""
-    return jax.jit(lambda *arrays: _called(f, others, tree, arrays), inline=True)
+
+    @_named_as(f)
+    def jitted(*args, **kwargs):
+        return _called(f, others, tree, args, kwargs)
+
+    return jax.jit(jitted, inline=True)
 
 
-def _called(f, others, tree, arrays):
-    closed, out_tree = _traced(f, others, tree, arrays)
+def _named_as(f):
+    """Of a function of f's arguments: what JAX says of it, and of them, in errors."""
+    return functools.partial(functools.update_wrapper, wrapped=f, updated=())
+
+
+def _called(f, others, tree, args, kwargs):
+    arrays = jax.tree.leaves((args, kwargs))
+    closed, out_tree = _traced(f, others, tree, args, kwargs)
     if has_refs(closed.jaxpr):  # no primitive of our own may hold them
         results = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *arrays)
         return jax.tree.unflatten(out_tree, results)
-    plain = _plain(f, others, tree, arrays, closed.jaxpr) if has_operators(closed.jaxpr) else None
+    plain = _plain(f, others, tree, args, kwargs, closed.jaxpr) if has_operators(closed.jaxpr) else None
     return jax.tree.unflatten(out_tree, _called_both([closed] if plain is None else [closed, plain], arrays))
 
 
-def _plain(f, others, tree, arrays, jaxpr):
+def _plain(f, others, tree, args, kwargs, jaxpr):
     """The program without this package's operators, or None if that has not the same types."""
     try:
-        closed, _ = _traced(f, others, tree, arrays, contextlib.nullcontext())
+        closed, _ = _traced(f, others, tree, args, kwargs, contextlib.nullcontext())
     except Exception:  # jax.nn and optax refuse what this package's functions take
         return None
     types = [[(v.aval.shape, v.aval.dtype) for v in program.outvars] for program in (jaxpr, closed.jaxpr)]
@@ -198,13 +235,14 @@ def _plain(f, others, tree, arrays, jaxpr):
     return closed if same else None
 
 
-def _traced(f, others, tree, arrays, context=None):
-    def flat(*arrays):
-        args, kwargs = _joined(arrays, others, tree)
+def _traced(f, others, tree, args, kwargs, context=None):
+    @_named_as(f)
+    def traced(*args, **kwargs):
+        args, kwargs = _joined(jax.tree.leaves((args, kwargs)), others, tree)
         with patching.while_fusing() if context is None else context:
             return f(*args, **kwargs)
 
-    closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*arrays)
+    closed, shapes = jax.make_jaxpr(traced, return_shape=True)(*args, **kwargs)
     return closed, jax.tree.structure(shapes)
 
 
@@ -223,16 +261,18 @@ _ARRAYS = np.ndarray | np.generic | jax.ShapeDtypeStruct | jax.Array | jax.Ref
 
 
 def _split(arguments, in_program=False):
-    """`in_program`: they are those of a call in a program, in every run of which a number of Python's is the same."""
+    """The arguments with None for what is no array, which JAX takes; those others; and the tree of both.
+
+    `in_program`: they are those of a call in a program, in every run of which a number of Python's is the same."""
     leaves, tree = jax.tree.flatten(arguments)
     is_array = [isinstance(leaf, _ARRAYS) for leaf in leaves]
     is_number = [isinstance(leaf, int | float | complex) and not isinstance(leaf, bool) for leaf in leaves]
     if any(is_number) and not in_program and not _is_traced():
         may_change = modules.outside_of_equinox(arguments)
         is_array = [a or (b and c) for a, b, c in zip(is_array, is_number, may_change, strict=True)]
-    arrays = [leaf for leaf, is_one in zip(leaves, is_array, strict=True) if is_one]
+    given = [leaf if is_one else None for leaf, is_one in zip(leaves, is_array, strict=True)]
     others = tuple(_Array if is_one else leaf for leaf, is_one in zip(leaves, is_array, strict=True))
-    return arrays, others, tree
+    return jax.tree.unflatten(tree, given), others, tree
 
 
 def _is_traced() -> bool:

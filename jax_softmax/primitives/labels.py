@@ -12,6 +12,11 @@ import jax.numpy as jnp
 LARGEST_LABEL = 2**31 - 1
 
 
+def that_count_classes(labels):
+    """The labels in a dtype that has the number of classes."""
+    return labels.astype(jnp.int32) if labels.dtype.itemsize < 4 else labels
+
+
 def label_of_rows(labels, shape, axes, where, axis_name):
     """`label` of an array of this shape from labels as users give them, and whether a row has one.
 
@@ -19,11 +24,12 @@ def label_of_rows(labels, shape, axes, where, axis_name):
     are left out altogether have none. Where the array is a part along the mesh axes `axis_name`, labels of
     users count the elements of all parts, one part after the other, and `label` is -1 if it lies in another part.
     """
-    labels = labels.astype(jnp.int32) if labels.dtype.itemsize < 4 else labels  # which can count the classes
+    labels = jnp.expand_dims(that_count_classes(labels), axes)
     columns = math.prod(shape[d] for d in axes)
-    found = (labels >= 0) & (labels < columns * math.prod(map(jax.lax.axis_size, axis_name)))
+    # A negative one is a large unsigned number.
+    found = labels.astype(f"uint{8 * labels.dtype.itemsize}") < columns * math.prod(map(jax.lax.axis_size, axis_name))
     if where is not None:
-        kept = jnp.any(jnp.broadcast_to(where, shape), axes)
+        kept = jnp.any(jnp.broadcast_to(where, shape), axes, keepdims=True)
         found &= jax.lax.pmax(kept.astype(jnp.float32), axis_name) > 0 if axis_name else kept
     here = found
     if axis_name:
@@ -33,7 +39,7 @@ def label_of_rows(labels, shape, axes, where, axis_name):
         labels = jnp.where(here, labels, -1).astype(jnp.int32)
     if list(axes) != sorted(axes):
         labels = _of_sorted_axes(labels, shape, axes)
-    return jnp.expand_dims(labels, axes), jnp.expand_dims(found, axes)
+    return labels, found
 
 
 def _of_sorted_axes(label, shape, axes):
@@ -58,14 +64,13 @@ def at_labels(x, axes, label):
         return jnp.zeros_like(label, x.dtype)
     kept = _kept_dims(x, axes)
     dimensions = jax.lax.GatherDimensionNumbers(
-        offset_dims=(),
-        collapsed_slice_dims=axes,
+        offset_dims=axes,
+        collapsed_slice_dims=(),
         start_index_map=axes,
         operand_batching_dims=kept,
         start_indices_batching_dims=tuple(range(len(kept))),
     )
-    found = jax.lax.gather(x, _index(x, axes, label), dimensions, (1,) * x.ndim, mode="clip")
-    return jnp.expand_dims(found, axes)
+    return jax.lax.gather(x, _index(x, axes, label), dimensions, (1,) * x.ndim, mode="clip")
 
 
 def is_label(x, axes, label):
@@ -96,13 +101,15 @@ def _are_spread(x, axes):
 
 
 def _along(shape, axes, label):
-    """The label's index along each of the axes, -1 of none."""
+    """The label's index along each of the axes; of none an index that is no element's."""
+    if len(axes) == 1:
+        return [label]
     found = exists(label, shape, axes)
-    indices = [label]
-    if len(axes) > 1:
-        indices = jnp.unravel_index(jnp.where(found, label, 0), [shape[d] for d in axes])
+    indices = jnp.unravel_index(jnp.where(found, label, 0), [shape[d] for d in axes])
     return [jnp.where(found, index, -1) for index in indices]
 
 
 def _index(x, axes, label):
+    if len(axes) == 1:
+        return jnp.moveaxis(label, axes[0], -1)
     return jnp.stack([jax.lax.squeeze(index, axes) for index in _along(x.shape, axes, label)], -1)

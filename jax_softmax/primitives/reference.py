@@ -64,6 +64,12 @@ def kept(t, where, masked=0):
     return t if where is None else jnp.where(where, t, jnp.array(masked, t.dtype))
 
 
+def selected(condition, a, b):
+    """`jnp.where` of arrays of the condition's shape, one of which may be a number, in fewer equations."""
+    a = a if isinstance(a, jax.Array) else jnp.full_like(b, a)
+    return jax.lax.select(condition, a, b if isinstance(b, jax.Array) else jnp.full_like(a, b))
+
+
 def _row_sum(t, axes, across):
     total = jnp.sum(t, axes, keepdims=True)
     return total if across is None else across(total, "sum")
@@ -99,7 +105,8 @@ class Normalizer(NamedTuple):
     @property
     def log_total(self):
         nothing = self.total == 0  # of which the logarithm has no derivative
-        return jnp.log(self.total + nothing.astype(self.total.dtype)) + jnp.where(nothing, -jnp.inf, 0)
+        zeros = jnp.zeros_like(self.total)
+        return jnp.log(self.total + nothing.astype(zeros.dtype)) + selected(nothing, -jnp.inf, zeros)
 
     @property
     def lse(self):
@@ -128,7 +135,7 @@ def logsumexp(x, where, axes, across=None):
 
 
 def _finite(largest):
-    return jnp.where(jnp.isfinite(largest), largest, 0)
+    return selected(jnp.isfinite(largest), largest, 0)
 
 
 def distances(x, rows):

@@ -54,6 +54,14 @@ _OTHER_CHIPS = {"LAPTOP", "MIG", "D", "TI"}
 _SCALED = {f"absmax_scale_{dtype}": dtype for dtype in reference.SCALED}
 _KERNELS = {op: op for op in OPERATORS if not OPERATORS[op].quantizes}
 _KERNELS |= dict.fromkeys(_SCALED, "absmax_scale")
+# What a call of another public function runs for its logits.
+_FUNCTIONS = {
+    "softmax_vjp": "softmax",
+    "softmax_cross_entropy": "logsumexp",
+    "softmax_cross_entropy_with_integer_labels": "cross_entropy",
+    "cross_entropy_loss": "cross_entropy_gradient",
+    "linear_cross_entropy": "cross_entropy_gradient",
+}
 _ALLOWED = "explain: x_or_shape must be an array, a jax.ShapeDtypeStruct, or a shape (a tuple of ints)"
 _MOST_ELEMENTS = 2**63 - 1  # that 64 bits count
 
@@ -133,7 +141,7 @@ def explain(
     dtype: Any = None,
     where: Any = None,
     op: str = "softmax",
-    device: str | jax.Device | None = None,
+    device: Any = None,
 ) -> Explanation:
     """Explains which CUDA kernel a call runs, and the least time that its memory traffic takes.
 
@@ -144,11 +152,12 @@ def explain(
       axis: as for `softmax`.
       dtype: the dtype to explain for; by default that of the array, and float32 for a shape.
       where: a mask of elements: a boolean array or a `jax.ShapeDtypeStruct` of one.
-      op: "softmax" or "log_softmax", or one of their linear maps, of which `x_or_shape` is an operand:
-        "softmax_linear" (softmax's derivative in both modes), "log_softmax_jvp", "log_softmax_vjp"; or "logsumexp",
-        "cross_entropy", what losses of integer labels run, "cross_entropy_gradient", what a differentiated
-        `cross_entropy_loss` runs, "entropy", or "kl_divergence", what the function of that name runs after "logsumexp"
-        of its second operand; or "absmax_scale_int8" and the like, `absmax_scale` to that dtype.
+      op: a public function by its name: of a loss the kernel that `x_or_shape`, its logits, go through, which for
+        `cross_entropy_loss` and `linear_cross_entropy` is that of the differentiated function, and for `kl_divergence`
+        the one after "logsumexp" of its second operand; `absmax_scale` to x's own dtype. Or a kernel:
+        "softmax_linear" (softmax's derivative in both modes, of which `x_or_shape` is an operand), "log_softmax_jvp"
+        and "log_softmax_vjp" (log_softmax's), "cross_entropy", "cross_entropy_gradient", "absmax_scale_int8" and the
+        like, `absmax_scale` to that dtype.
       device: a GPU by name ("H200", "A100", "T4", "RTX 5090", ...) or a `jax.Device`; by default JAX's default device
         if that is a GPU known here, and an H200 otherwise. Copy rates are 90 % of the data sheet's, but for the H200's,
         which was measured.
@@ -161,15 +170,21 @@ def explain(
       ValueError: axis is out of range or repeated, where does not broadcast, op or device is not known, or the array
         has 2^63 elements or more.
     """
+    x = _described(x_or_shape, dtype)
+    if op == "absmax_scale":
+        *_, given = _checked("absmax_scale_float32", x, axis, where)
+        op = f"absmax_scale_{given.name}"
+    op = _FUNCTIONS.get(op, op)
     if op not in _KERNELS:
-        raise ValueError(f"explain: op must be one of {', '.join(_KERNELS)}, got {op!r}.")
+        allowed = ", ".join([*_KERNELS, "absmax_scale", *_FUNCTIONS])
+        raise ValueError(f"explain: op must be one of {allowed}, got {op!r}.")
     device_name = _name_of(device)
-    shape, axes, mask_shape, given = _checked(op, _described(x_or_shape, dtype), axis, where)
+    shape, axes, mask_shape, given = _checked(op, x, axis, where)
     if 0 not in shape and math.prod(shape) > _MOST_ELEMENTS:
         raise ValueError(f"explain: arrays of 2^63 elements or more are not supported, got shape {shape}.")
     plan = _plan(op, shape, axes, mask_shape, given, GPUS[device_name])
     if plan is None and 0 not in shape and RECORDS[_KERNELS[op]].from_parts_on_cuda:
-        return explain(x_or_shape, axis, dtype, where, "logsumexp", device)
+        return explain(x, axis, where=where, op="logsumexp", device=device)
     reads, writes = _traffic(op)
     written = np.dtype(_SCALED.get(op, given))
     of_mask = 0 if mask_shape is None or 0 in shape else math.prod(mask_shape)
