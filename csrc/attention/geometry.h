@@ -40,7 +40,7 @@ struct OfFeatures {
 };
 inline constexpr OfFeatures kTilings[] = {
     {64, {{4, 2, 64, 1, 2}, {4, 2, 32, 1, 2}, {4, 2, 32, 1, 2}}},
-    {128, {{4, 2, 32, 1, 2}, {4, 1, 64, 1, 2}, {4, 2, 32, 1, 2}}},
+    {128, {{4, 2, 64, 1, 2}, {4, 1, 64, 1, 2}, {4, 2, 32, 1, 2}}},
     {256, {{4, 1, 32, 1, 1}, {4, 1, 16, 2, 1}, {4, 1, 16, 1, 1}}},
 };
 constexpr Tiling tiling_of(Kernel kernel, int features, int value_features) {

@@ -160,11 +160,12 @@ class Attention(NamedTuple):
     @property
     def _fills(self) -> Expression:
         """The score, without what is chosen where a fill is not, unless fills may be in that as well."""
-        made_of_fills = {
-            f"s{k}"
-            for k, (letters, dtype) in enumerate(self.sides)
-            if dtype in WRITABLE and not {"i", "j"}.isdisjoint(letters)
-        }
+
+        def may_hold_fills(letters, dtype):
+            is_learned = self.written is not None and {"i", "j"} <= set(letters)  # a bias, which has a gradient
+            return dtype in WRITABLE and not {"i", "j"}.isdisjoint(letters) and not is_learned
+
+        made_of_fills = {f"s{k}" for k, side in enumerate(self.sides) if may_hold_fills(*side)}
         operations = []
         for k, op in enumerate(self.score.operations):
             is_fill = [_is_fill(a) or a in made_of_fills for a in op.operands]
