@@ -46,7 +46,7 @@ def gradients(graph, equation):
     forward, axes = graph.maker.get(y), equation.params["axes"]
     if not is_plain(forward, "log_softmax") or forward.params["axes"] != axes or not is_variable(t):
         return None
-    at = _at_label(graph, t, axes[0])
+    at = at_label(graph, t, axes[0])
     if at is None:
         return None
     (x,), dtype = forward.inputs, equation.params["dtype"]
@@ -73,7 +73,7 @@ def sums(graph, equation):
         maker = graph.maker.get(values) if is_variable(values) else None
         if not is_variable(one_hot) or not is_plain(maker, "log_softmax", "softmax") or maker.params["axes"] != axes:
             continue
-        at = _at_label(graph, one_hot, axes[0])
+        at = at_label(graph, one_hot, axes[0])
         if at is None:
             continue
 
@@ -127,7 +127,7 @@ def scattered(graph, equation):
 _SCATTERS = ("scatter-add", "scatter_add")
 
 
-def _at_label(graph, a, axis, known=None) -> _AtLabel | None:
+def at_label(graph, a, axis, known=None) -> _AtLabel | None:
     """The label, and so on, of an array that is one number in each row but at one element."""
     known, a = {} if known is None else known, _value(graph, a)
     if not is_variable(a):
@@ -153,18 +153,18 @@ def _found_at_label(graph, a, axis, known):
         return _of_scatter(graph, maker, axis)
     if maker.name in ("mul", "add", "add_any"):
         for array, number in (maker.inputs, maker.inputs[::-1]):
-            at = _at_label(graph, array, axis, known)
+            at = at_label(graph, array, axis, known)
             row = None if at is None else _of_rows(graph, number, shape, axis)
             if row is not None:
                 return _combined(at, row, maker.name, a.aval.dtype.name)
         return None
     if maker.name == "neg":
-        at = _at_label(graph, maker.inputs[0], axis, known)
+        at = at_label(graph, maker.inputs[0], axis, known)
         return None if at is None else _combined(at, _RowNumber([], lambda: -1.0), "mul", a.aval.dtype.name)
     if maker.name != "convert_element_type":
         return None
     if maker.inputs[0].aval.dtype != bool:
-        at = _at_label(graph, maker.inputs[0], axis, known)
+        at = at_label(graph, maker.inputs[0], axis, known)
         return None if at is None else _combined(at, _RowNumber([], lambda: 1.0), "mul", a.aval.dtype.name)
     compared = graph.maker.get(maker.inputs[0])
     if compared is None or compared.name != "eq":

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from jax_softmax import _private
-from jax_softmax.fusion import expressions, made_twice, rules, scans
+from jax_softmax.fusion import expressions, made_twice, rules, scans, written_out
 from jax_softmax.fusion.attention import matcher
 from jax_softmax.fusion.attention.kernels import attention_p
 from jax_softmax.fusion.calls import NotFolded, by_xla_p, call_of, kernel_call_p
@@ -62,13 +62,22 @@ def rewritten(jaxpr, report=None, where=""):
             params = with_jaxprs(equation.params, lambda inner, within=within: rewritten(inner, *within))
             changed |= any(params[k] is not equation.params[k] for k in params)
             equation.params = params
-    changed |= any(e.name in PRIMITIVES or e.eqn.primitive is in_memory_p for e in graph.equations)
-    if not changed:
-        return jaxpr
-    graph, found = matcher.applied(rules.without_duplicates(graph))
+    own, left = rules.without_duplicates(graph), set()
+    while True:
+        graph, written = written_out.applied(own, left)
+        if not (
+            changed or written or any(e.name in PRIMITIVES or e.eqn.primitive is in_memory_p for e in own.equations)
+        ):
+            return jaxpr
+        graph, found = matcher.applied(rules.without_duplicates(graph))
+        graph = _without_copies(rules.applied(graph))
+        groups, calls, by_xla, lines = _decided(graph, where)
+        again = {e.inputs[0] for e in by_xla}.intersection(written)  # what XLA is to make is the program's own
+        report += [line for e, line in lines.items() if not again or e.inputs[0] in again]
+        if not again:
+            break
+        left |= again
     report += [_line_of_attention(attention, where) for attention in found]
-    graph = _without_copies(rules.applied(graph))
-    groups, calls, by_xla = _decided(graph, report, where)
     equations, outputs = _in_order(groups, calls, by_xla)
     return jaxpr.replace(eqns=equations, outvars=outputs)
 
@@ -94,8 +103,8 @@ def has_operators(jaxpr) -> bool:
     return False
 
 
-def _decided(graph, report, where):
-    """The groups, those that are calls of kernels, with these, and the operators that XLA's fusions make."""
+def _decided(graph, where):
+    """The groups, those that are calls of kernels, with these, the operators that XLA's fusions make, and the lines."""
     left, kept, by_xla, lines = set(), set(), set(), {}
     while True:
         groups, calls, again = Groups(graph, left, kept), {}, False
@@ -127,8 +136,7 @@ def _decided(graph, report, where):
             again = bool(more)
         if not again:
             break
-    report += [lines[equation] for equation in graph.equations if equation in lines]
-    return groups, calls, by_xla
+    return groups, calls, by_xla, {equation: lines[equation] for equation in graph.equations if equation in lines}
 
 
 def _line_of_attention(found, where):
