@@ -89,6 +89,13 @@ def one_hot(labels=LABELS, axis=-1):
     return jax.nn.one_hot(labels, N, axis=axis)
 
 
+def chosen(on, off, axis=-1):
+    """Of one-hot labels, as Flax makes them."""
+    labels, shape = jnp.expand_dims(jnp.asarray(LABELS), axis), (N, 1) if axis == 0 else (1, N)
+    at = labels == jnp.arange(N).reshape(shape)
+    return jax.lax.select(at, jnp.broadcast_to(on, at.shape), jnp.broadcast_to(off, at.shape))
+
+
 def loss(x, targets):
     return -jnp.sum(targets * log_softmax(x), -1)
 
@@ -357,6 +364,26 @@ RULES = {
             lambda x: jnp.sum((0.9 * one_hot(axis=0) + 0.02) * log_softmax(x), 0), X
         ),
         "smoothed probabilities": both(lambda x: jnp.sum((0.9 * one_hot() + 0.1) * softmax(x), -1), X),
+        "chosen": both(lambda x: loss(x, chosen(1.0, 0.0)), X, ops="cross_entropy_gradient"),
+        "chosen, smoothed": both(lambda x: loss(x, chosen(0.9, 0.02)), X, ops="cross_entropy_gradient_and_distances"),
+        "chosen, of columns": both(
+            lambda x: -jnp.sum(chosen(0.9, 0.0, 0) * log_softmax(x, 0), 0), X, ops="cross_entropy_gradient"
+        ),
+        "chosen of another dimension": both(lambda x: loss(x, chosen(0.9, 0.02, 0)), X),
+        "chosen of numbers of rows": both(
+            lambda x: loss(x, chosen(ROWS, 0.1 * X[:, :1])), Y, ops="cross_entropy_gradient_and_distances"
+        ),
+        "chosen of numbers of columns": both(lambda x: loss(x, chosen(ROWS, 0.1 * X[:1])), Y),
+        "chosen of two arrays": both(lambda x: loss(x, chosen(X, Z)), Y),
+        "chosen the other way round": both(lambda x: loss(x, chosen(0.0, 1.0)), X),
+        "after a bias": gradient(
+            lambda w, b, x: loss(x @ w + b, chosen(0.9, 0.02)),
+            X,
+            Y[0],
+            Z,
+            by=(0, 1),
+            ops="cross_entropy_gradient_and_distances",
+        ),
         "smoothed, a result": value(
             lambda x: (lambda y: (y, jnp.sum((0.9 * one_hot() + 0.1) * y, -1)))(log_softmax(x)), X
         ),
@@ -381,6 +408,15 @@ RULES = {
         "of both": both(lambda x: jnp.sum((index(1) == index(0)) * log_softmax(x), -1), X),
         "not equal": both(lambda x: jnp.sum((index(1) != LABELS[:, None]) * log_softmax(x), -1), X),
         "at most": both(lambda x: jnp.sum((index(1) <= LABELS[:, None]) * log_softmax(x), -1), X),
+        "reshaped": both(
+            lambda x: jnp.sum((jnp.arange(N).reshape(1, 2, 3).reshape(1, N) == LABELS[:, None]) * x, -1), X
+        ),
+        "by halves": both(
+            lambda x: jnp.sum(
+                (jnp.arange(2).reshape(1, 2, 1) == LABELS[:, None, None]) * log_softmax(x).reshape(N, 2, 3)
+            ),
+            X,
+        ),
         "turned about": both(lambda x: jnp.sum((index(1).T == LABELS[:, None]) * log_softmax(x), -1), X),
         "reversed": both(lambda x: jnp.sum((N - 1 - index(1) == LABELS[:, None]) * log_softmax(x), -1), X),
         "of one number": both(lambda x: jnp.sum((index(1) == 2) * log_softmax(x), -1), X),
