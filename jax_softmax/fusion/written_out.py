@@ -17,7 +17,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_softmax.fusion import at_labels, expressions, places, splicing
+from jax_softmax.fusion import at_labels, divided_later, expressions, places, splicing
 from jax_softmax.fusion.expressions import is_variable
 from jax_softmax.fusion.graph import Graph, InCirclesError, result_of
 from jax_softmax.fusion.groups import has_kernels
@@ -87,6 +87,12 @@ def _to_the(a, power):
     return _times(a, a) if power == 2 else None
 
 
+def _is_widened(maker):
+    """Whether it gives a number more bits."""
+    (a, *_), v = maker.inputs, maker.outputs[0]
+    return maker.name == "convert_element_type" and _is_float(a) and a.aval.dtype.itemsize <= v.aval.dtype.itemsize
+
+
 def _is_float(a):
     return jnp.issubdtype(a.aval.dtype, jnp.floating)
 
@@ -127,14 +133,15 @@ class _Rows:
         self.made: set = set(equation.outputs)  # the maxima, and what is made of them
         self.forms: dict = {}  # by variable and place
         self.operators: dict = {}  # the variables that are softmax or log_softmax, by which it is
+        self.named: set = set()  # what is not made of others any more: these, and results of softmax's linear map
+        self.products: dict = {}  # and the sums, of `divided_later.Quotients`
+        self.sums: dict = {}
         self.numbers = {factor: k for k, factor in enumerate((X, M, E, S, LOG_S))}  # of factors, in their order
 
     def _root(self, a):
         """What a value is, before it was copied or had more bits."""
         while is_variable(a) and (maker := self.graph.maker.get(a)) is not None:
-            if maker.name != "convert_element_type" and maker.name not in expressions.SAME:
-                break
-            if not _is_float(maker.inputs[0]) or maker.inputs[0].aval.dtype.itemsize > a.aval.dtype.itemsize:
+            if not _is_widened(maker) and maker.name not in expressions.SAME:
                 break
             (a,) = maker.inputs
         return a
@@ -167,9 +174,14 @@ class _Rows:
             return _of(X)
         if a in self.equation.outputs and factors_of(place) == self._factors_of_rows():
             return _of((M, S)[self.equation.outputs.index(a)])
-        if a in self.operators or maker is None or maker.name not in _FOLLOWED:
+        if a in self.products and key_of(place) == key_of(self.products[a][1]):
+            return _times(_of(S, -1), _of(self._array(self.products[a][0], place)))
+        if a in self.sums and key_of(place) == key_of(self.sums[a][0]):
+            _, form, (product, its_place) = self.sums[a]
+            return _times(form, self._summed(_times(_of(E), _of(self._array(product, its_place)))))
+        if a in self.named or maker is None or maker.name not in _FOLLOWED:
             return None
-        if a not in self.made and self._is_along(place) and maker.name not in _ALIKE:
+        if a not in self.made and self._is_along(place) and not (maker.name in _ALIKE or _is_widened(maker)):
             return None
         if maker.name == "reduce_sum":
             return (yield self._sum(maker, place))
@@ -243,6 +255,8 @@ class _Rows:
         found: dict = {}
         for product, c in form.items():
             of_rows, of_elements = self._split(product)
+            if len(of_elements) == 1 and self._adds_up_to_0(*of_elements):
+                continue
             if of_elements == frozenset([(E, 1)]):
                 of_rows = _product(of_rows, [(S, 1)])
             elif of_elements:
@@ -252,6 +266,11 @@ class _Rows:
                 c *= self.shape[self.axes[0]]
             found = _plus(found, {of_rows: c})
         return found
+
+    def _adds_up_to_0(self, pair):
+        factor, power = pair
+        is_named = isinstance(factor, Array) and factor.variable in self.named
+        return is_named and power == 1 and factor.variable not in self.operators
 
     def _split(self, product):
         """The factors that all elements of a row share, and the others."""
@@ -279,7 +298,9 @@ class _Rows:
             new = None
             if v.aval.shape == self.shape and v.aval.dtype.name in expressions.WRITABLE:
                 form = result_of(self._form(v, self.place))
-                exponentials += [equation] if form == _of(E) and equation.name == "exp" else []
+                if form == _of(E) and equation.name == "exp" and not self.has_operator:
+                    exponentials.append(equation)
+                    replacements |= self._divided_later(equation)
                 op = next((op for op, its_form in _OPERATORS.items() if form == its_form), None)
                 op = None if self.has_operator and op == "softmax" else op  # logsumexp's own derivative has one
                 new = self._operator(op, equation) if op is not None else self._gradient(form, equation)
@@ -297,8 +318,31 @@ class _Rows:
             new = graph.with_replaced(replacements) if replacements else None
         except InCirclesError:
             return None
-        needs_more = not self.has_operator and new is not None and any(e in new.position for e in exponentials)
-        return None if needs_more else new
+        return None if new is None or any(e in new.position for e in exponentials) else new
+
+    def _divided_later(self, equation):
+        (e,) = equation.outputs
+        softmax = type(e)(e.aval)
+
+        def form(a, place):
+            return result_of(self._form(a, place))
+
+        def power_of_total(a, place):
+            return next((n for n in (1, -1) if form(a, place) == _of(S, n)), 0)
+
+        quotients = divided_later.found(
+            self.graph, e, softmax, self.place, self.place[self.axes[0]], form, power_of_total
+        )
+        replacements, self.products, self.sums = quotients
+        if replacements:
+            first = next(iter(replacements))
+            made = self._made(
+                lambda given: self._bound("softmax", given, e.aval.dtype), [], equation, outputs=[softmax]
+            )
+            replacements[first] = [*made, *replacements[first]]
+            self.operators[softmax] = "softmax"
+            self.named.add(softmax)
+        return replacements
 
     def _is_total(self, v):
         rows = [dim for d, dim in enumerate(self.place) if d not in self.axes]
@@ -329,15 +373,19 @@ class _Rows:
     def _operator(self, op, equation):
         (v,) = equation.outputs
         self.operators[v] = op
-        self.forms[v, key_of(self.place)] = _of(self._array(v, self.place))
+        self._name(v)
         return self._made(lambda given: self._bound(op, given, v.aval.dtype), [], equation)
+
+    def _name(self, v):
+        self.named.add(v)
+        self.forms[v, key_of(self.place)] = _of(self._array(v, self.place))
 
     def _bound(self, op, given, dtype):
         """softmax or log_softmax, which the program may have."""
         v = next((v for v, its_op in self.operators.items() if its_op == op and v in given), None)
         return bind(op, given[X], where=None, axes=self.axes, dtype=dtype) if v is None else given[v]
 
-    def _made(self, function, forms, equation, others=()):
+    def _made(self, function, forms, equation, others=(), outputs=None):
         """The equations of a function, whose argument has arrays by factors, and others by variables."""
         arrays, pending = {}, [product for form in forms for product in form]
         while pending:
@@ -357,10 +405,10 @@ class _Rows:
             for array, variable in arrays.items():
                 shape = [n if d in array.dims else 1 for d, n in enumerate(self.shape)]
                 given[array] = jnp.reshape(given[array], shape if variable.aval.shape != self.shape else self.shape)
-            result = function(given)
-            return result.astype(equation.outputs[0].aval.dtype)
+            return function(given).astype(outputs[0].aval.dtype)
 
-        return splicing.spliced(made, [self.x, *self.rows, *arrays.values(), *others], equation.outputs, equation)
+        outputs = equation.outputs if outputs is None else outputs
+        return splicing.spliced(made, [self.x, *self.rows, *arrays.values(), *others], outputs, equation)
 
     def _value(self, form, given):
         """What a form is of these arrays."""
@@ -391,6 +439,10 @@ class _Rows:
 
     def _gradient(self, form, equation):
         """What makes an array of the linear maps and of softmax, or None where these do not."""
+        if equation.name in ("add", "add_any") and len(form) == 1 and all(map(self._adds_up_to_0, next(iter(form)))):
+            return self._made(
+                lambda given: self._value(form, given), [form], equation
+            )  # without the maximum's derivative
         has_exp = any((E, 1) in product for product in form)
         form = form if has_exp else self._by_exponentials(form)
         powers = [dict(product).get(E, 0) for product in form]
@@ -400,9 +452,9 @@ class _Rows:
         for product, c in form.items():
             of_rows, of_elements = self._split(product)
             others = of_elements - {(E, 1)}
-            if not others and of_elements:
+            if (of_elements and not others) or not (summed := self._summed({of_elements: c})):
                 continue
-            ((of_sum, n),) = self._summed({of_elements: c}).items()
+            ((of_sum, n),) = summed.items()
             less = _product(of_rows, of_sum, [(S, -1), (E, 1)])
             if abs(rest.get(less, 0.0) + n) > 1e-5 * abs(n):
                 continue
@@ -419,6 +471,8 @@ class _Rows:
             return loss
         if (self.has_operator or not has_exp) and not of_softmax and not of_logarithms:
             return None
+        if not of_logarithms and not rest:
+            self._name(equation.outputs[0])
         axes, dtype = self.axes, equation.outputs[0].aval.dtype
         by_rows = not any(self._split(product)[1] for product in times) and not plus
 
