@@ -8,31 +8,31 @@ from typing import NamedTuple
 
 from jax_softmax.fusion import expressions, places, splicing
 from jax_softmax.fusion.attention.products import Product
-from jax_softmax.fusion.expressions import is_variable
 from jax_softmax.fusion.graph import Equation
 from jax_softmax.fusion.places import factors_of, key_of
 
 
 class Quotients(NamedTuple):
     replacements: dict  # by equation, those in its place
+    new: list[Equation]  # which these need
     products: dict  # by variable that is w / S: w, and its place
     sums: (
         dict  # by variable that is a sum over features: its place, the numbers of rows that it is multiplied by, and w
     )
 
 
-def found(graph, e, softmax, place, along, of_form, is_total) -> Quotients:
-    """Of exponentials at a place, of which `along` are a row's own factors; `softmax` is a new variable.
-
-    `of_form(a, place)`: the form of a value. `is_total(a, place)`: 1 if it is S, -1 if it is 1 / S.
-    """
-    walk = _Walk(graph, e, softmax, place, along, of_form, is_total)
-    for a, its_place in walk.weights.items():
-        for equation, k in _products_of(graph, a):
-            product = Product(equation, its_place, k)
-            if product.contracted == {id(f) for f in factors_of([along])}:
+def found(rows, e, softmax) -> Quotients:
+    """Of exponentials of `written_out.Rows`; `softmax` is a new variable."""
+    walk = _Walk(rows, e, softmax)
+    for a, place in walk.weights.items():
+        for equation, k in _products_of(rows.graph, a):
+            product = Product(equation, place, k)
+            if product.contracted == {id(f) for f in factors_of([rows.along])}:
                 walk.forward(equation, k, product)
     return walk.quotients
+
+
+_ALONG = ("mul", "div", "neg")
 
 
 def _products_of(graph, a):
@@ -45,13 +45,11 @@ def _is_same(equation):
 
 
 class _Walk:
-    def __init__(self, graph, e, softmax, place, along, of_form, is_total):
-        self.graph, self.place, self.along = graph, place, along
-        self.of_form, self.is_total = of_form, is_total
-        self.weights = self._reached(e, place)
+    def __init__(self, rows, e, softmax):
+        self.rows, self.graph = rows, rows.graph
+        self.weights = self._reached(e, rows.place)
         self.of_weights = {e: softmax}
-        self.new: list[Equation] = []
-        self.quotients = Quotients({}, {}, {})
+        self.quotients = Quotients({}, [], {}, {})
 
     def _reached(self, a, place, names=()):
         """The variables that are made of one, element by element, and their places."""
@@ -73,48 +71,55 @@ class _Walk:
             maker = self.graph.maker[a]
             source = self._copied(maker.inputs[0], known)
             known[a] = type(a)(a.aval)
-            self.new.append(Equation(maker.eqn, [source], [known[a]], maker.params))
+            self.quotients.new.append(Equation(maker.eqn, [source], [known[a]], maker.params))
         return known[a]
 
     def _product(self, equation, operands):
         (v,) = equation.outputs
         made = type(v)(v.aval)
-        self.new.append(Equation(equation.eqn, operands, [made], equation.params))
+        self.quotients.new.append(Equation(equation.eqn, operands, [made], equation.params))
         return made
 
     def _replace(self, equation, made):
-        same = splicing.spliced(lambda a: a, [made], equation.outputs, equation)
-        self.quotients.replacements[equation] = [*self.new, *same]
-        self.new = []
+        self.quotients.replacements[equation] = splicing.spliced(lambda a: a, [made], equation.outputs, equation)
 
     def forward(self, equation, k, product):
         (v,) = equation.outputs
-        reached, known = self._reached(v, product.result), {}
-        for d, place in reached.items():
+        known: dict = {}
+        for d, place in self._reached(v, product.result).items():
             for reader in self.graph.readers.get(d, ()):
-                total = self._total(reader, reader.inputs.index(d), place)
-                if total is None:
+                if not self._is_quotient(reader, reader.inputs.index(d), place):
                     continue
                 if not known:
                     operands = list(equation.inputs)
                     operands[k] = self._copied(operands[k], self.of_weights)
                     known[v] = self._product(equation, operands)
                 self._replace(reader, self._copied(d, known))
-                for other in self.graph.readers[total]:
-                    alike = other.name == reader.name and other.outputs[0].aval == reader.outputs[0].aval
-                    if alike and other is not reader and self._total(other, 1 - other.inputs.index(total), place):
-                        t = other.inputs[1 - other.inputs.index(total)]
-                        self._backward(other.outputs[0], t, place, product, v)
+        for d, place in self._reached(v, product.result).items():
+            for equation, k in self._quotients_like(d):
+                if equation not in self.quotients.replacements and self._is_quotient(equation, k, place):
+                    self._backward(equation.outputs[0], equation.inputs[k], place, product, v)
 
-    def _total(self, equation, k, place):
-        """The sums, or their inverse, if a value is divided by them."""
+    def _quotients_like(self, d):
+        """The equations that may divide an array of this shape by the sums, and which operand that is."""
+        sums = [r for a in self.weights for r in self.graph.readers.get(a, ()) if r.name == "reduce_sum"]
+        totals, found = [v for equation in sums for v in equation.outputs], {}
+        for v in totals:
+            for reader in self.graph.readers.get(v, ()):
+                if reader.outputs[0].aval.shape == d.aval.shape and reader.name in ("mul", "div"):
+                    found |= {reader: 1 - reader.inputs.index(v)}
+                elif _is_same(reader) or reader.name == "div":
+                    totals += [w for w in reader.outputs if w not in totals]
+        return found.items()
+
+    def _is_quotient(self, equation, k, place):
+        """Whether the k-th operand is divided by the sums."""
         if equation.name not in ("mul", "div") or equation.outputs[0].aval.shape != equation.inputs[k].aval.shape:
-            return None
-        if (equation.name == "div" and k == 1) or not is_variable(equation.inputs[1 - k]):
-            return None
-        its_place = places.inputs_of(equation, place)[1 - k]
-        power = 1 if equation.name == "div" else -1
-        return equation.inputs[1 - k] if self.is_total(equation.inputs[1 - k], its_place) == power else None
+            return False
+        if equation.name == "div" and k == 1:
+            return False
+        place = places.inputs_of(equation, place)[1 - k]
+        return self.rows.power_of_sums(equation.inputs[1 - k], place) == (1 if equation.name == "div" else -1)
 
     def _backward(self, c, t, place, product, v):
         known, (features,) = {c: t}, [frozenset(id(f) for f in factors_of(product.own))]
@@ -132,13 +137,13 @@ class _Walk:
                         operands[k] = self._copied(a, known)
                         made = self._product(equation, operands), at
                         self.quotients.products[equation.outputs[0]] = made
-        self._sums(v, t, product, features, made)
+        self._sums(v, (t, place), product, features, made)
 
     def _shares_rows(self, equation, k, place):
         """Whether an operand lies among the other one's rows, to each of which a sum belongs."""
         weights = self.weights[equation.inputs[1 - k]]
         expected = Product(equation, weights, 1 - k).other.place
-        rows = {id(f) for f in factors_of(self.place)} - {id(f) for f in factors_of([self.along])}
+        rows = {id(f) for f in factors_of(self.rows.place)} - {id(f) for f in factors_of([self.rows.along])}
         both = ([[id(f) for f in factors_of([dim]) if id(f) in rows] for dim in p] for p in (expected, place))
         return next(both) == next(both) and rows <= {id(f) for f in factors_of(place)}
 
@@ -146,23 +151,21 @@ class _Walk:
         """Of a product with the values, if it has a dimension of theirs where the rows have their own."""
         fresh = {id(f) for f in factors_of(before.own)}
         for mine, theirs in zip(before.other.place, product.other.place, strict=True):
-            is_along = key_of([theirs]) == key_of([self.along])
+            is_along = key_of([theirs]) == key_of([self.rows.along])
             if key_of([mine]) != key_of([theirs]) and not (is_along and {id(f) for f in factors_of([mine])} <= fresh):
                 return None
-        return [self.along if dim and {id(f) for f in factors_of([dim])} <= fresh else dim for dim in before.result]
+        return [
+            self.rows.along if dim and {id(f) for f in factors_of([dim])} <= fresh else dim for dim in before.result
+        ]
 
     def _sums(self, v, t, product, features, made):
         """The sums over features of the product times its cotangent."""
-        for a, place in self._reached(v, product.result, ("mul", "div", "neg")).items():
+        for a, place in self._reached(v, product.result, _ALONG).items():
             for equation in self.graph.readers.get(a, ()) if made else ():
                 if equation.name != "reduce_sum":
                     continue
                 over = {id(f) for d in equation.params["axes"] for f in factors_of([place[d]])}
-                form = self.of_form(a, place)
-                if over != features or len(form) != 1:
-                    continue
-                ((factors, c),) = form.items()
-                of = {getattr(factor, "variable", None): (factor, power) for factor, power in factors}
-                if of.get(v, (None, 0))[1] == of.get(t, (None, 0))[1] == 1:
-                    rest = [dim for d, dim in enumerate(place) if d not in equation.params["axes"]]
-                    self.quotients.sums[equation.outputs[0]] = rest, {factors - {of[v], of[t]}: c}, made
+                rest = self.rows.ratio((a, place), ((v, product.result), t))
+                if over == features and rest is not None:
+                    its_place = [dim for d, dim in enumerate(place) if d not in equation.params["axes"]]
+                    self.quotients.sums[equation.outputs[0]] = its_place, rest, made

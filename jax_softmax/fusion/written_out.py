@@ -113,20 +113,21 @@ def applied(graph: Graph, without=()) -> tuple[Graph, list]:
         x, axes = equation.inputs[0], tuple(equation.params["axes"])
         if equation not in graph.position or x in without or len(axes) != 1 or not is_variable(x) or not has_kernels(x):
             continue
-        new = _Rows(graph, equation, axes).replaced() if x.aval.shape[axes[0]] > 1 else None
+        new = Rows(graph, equation, axes).replaced() if x.aval.shape[axes[0]] > 1 else None
         if new is not None:
             graph = new
             found.append(x)
     return graph, found
 
 
-class _Rows:
+class Rows:
     """The rows of an array, and what a program makes of their maxima."""
 
     def __init__(self, graph, equation, axes):
         self.graph, self.equation, self.axes = graph, equation, axes
         self.x, self.shape = equation.inputs[0], equation.inputs[0].aval.shape
         self.place = places.whole(self.shape)
+        self.along = self.place[axes[0]]
         self.root = self._root(self.x)
         self.has_operator = equation.name == "logsumexp"
         self.rows = equation.outputs if self.has_operator else splicing.row_variables(equation)
@@ -135,7 +136,7 @@ class _Rows:
         self.operators: dict = {}  # the variables that are softmax or log_softmax, by which it is
         self.named: set = set()  # what is not made of others any more: these, and results of softmax's linear map
         self.products: dict = {}  # and the sums, of `divided_later.Quotients`
-        self.sums: dict = {}
+        self.sums_of_products: dict = {}
         self.numbers = {factor: k for k, factor in enumerate((X, M, E, S, LOG_S))}  # of factors, in their order
 
     def _root(self, a):
@@ -176,8 +177,8 @@ class _Rows:
             return _of((M, S)[self.equation.outputs.index(a)])
         if a in self.products and key_of(place) == key_of(self.products[a][1]):
             return _times(_of(S, -1), _of(self._array(self.products[a][0], place)))
-        if a in self.sums and key_of(place) == key_of(self.sums[a][0]):
-            _, form, (product, its_place) = self.sums[a]
+        if a in self.sums_of_products and key_of(place) == key_of(self.sums_of_products[a][0]):
+            _, form, (product, its_place) = self.sums_of_products[a]
             return _times(form, self._summed(_times(_of(E), _of(self._array(product, its_place)))))
         if a in self.named or maker is None or maker.name not in _FOLLOWED:
             return None
@@ -198,7 +199,7 @@ class _Rows:
 
     def _is_along(self, place):
         """Whether a value at a place is not the same in all columns."""
-        return not set(factors_of([self.place[self.axes[0]]])).isdisjoint(factors_of(place))
+        return not set(factors_of([self.along])).isdisjoint(factors_of(place))
 
     def _factors_of_rows(self):
         return factors_of([dim for d, dim in enumerate(self.place) if d not in self.axes])
@@ -241,13 +242,15 @@ class _Rows:
         """Of a sum over a row; axes of extent 1 may be summed as well."""
         (a,), (axis,) = maker.inputs, self.axes
         over = [d for d in maker.params["axes"] if a.aval.shape[d] > 1]
-        along, rest = self.place[axis], iter(place)
+        rest = iter(place)
         if len(over) > 1 or any(a.aval.shape[d] != self.shape[axis] for d in over):
             return None
         if over and self._is_along(place):
             return None
         summed = maker.params["axes"]
-        its_place = [next(rest) if d not in summed else along if d in over else [] for d in range(len(a.aval.shape))]
+        its_place = [
+            next(rest) if d not in summed else self.along if d in over else [] for d in range(len(a.aval.shape))
+        ]
         form = yield self._form(a, its_place)
         return self._summed(form) if over else form
 
@@ -324,25 +327,26 @@ class _Rows:
         (e,) = equation.outputs
         softmax = type(e)(e.aval)
 
-        def form(a, place):
-            return result_of(self._form(a, place))
-
-        def power_of_total(a, place):
-            return next((n for n in (1, -1) if form(a, place) == _of(S, n)), 0)
-
-        quotients = divided_later.found(
-            self.graph, e, softmax, self.place, self.place[self.axes[0]], form, power_of_total
-        )
-        replacements, self.products, self.sums = quotients
-        if replacements:
-            first = next(iter(replacements))
+        replacements, new, self.products, self.sums_of_products = divided_later.found(self, e, softmax)
+        if new:
             made = self._made(
                 lambda given: self._bound("softmax", given, e.aval.dtype), [], equation, outputs=[softmax]
             )
-            replacements[first] = [*made, *replacements[first]]
+            replacements[equation] = [equation, *made, *new]
             self.operators[softmax] = "softmax"
             self.named.add(softmax)
         return replacements
+
+    def power_of_sums(self, a, place):
+        """1 of S, -1 of 1 / S."""
+        form = result_of(self._form(a, place))
+        return next((n for n in (1, -1) if form == _of(S, n)), None)
+
+    def ratio(self, a, others):
+        """The number of rows that a value is a multiple of others' product by, or None. Each has a place with it."""
+        form, *forms = (result_of(self._form(*one)) for one in (a, *others))
+        form = functools.reduce(lambda a, b: a and b and _times(a, b), (_to_the(other, -1) for other in forms), form)
+        return form if form and not any(self._split(product)[1] for product in form) else None
 
     def _is_total(self, v):
         rows = [dim for d, dim in enumerate(self.place) if d not in self.axes]
