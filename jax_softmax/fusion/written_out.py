@@ -161,9 +161,9 @@ class Rows:
         return self.forms[key]
 
     def _array(self, a, place):
-        own = [factors_of([dim]) for dim in self.place]
-        dims = [own.index(f) if f in own else -1 for f in (factors_of([dim]) for dim in place) if f]
-        is_in_order = dims == sorted(set(dims)) and -1 not in dims
+        factors = factors_of(place)
+        dims = [d for d, dim in enumerate(self.place) if not set(factors_of([dim])).isdisjoint(factors)]
+        is_in_order = factors == factors_of([self.place[d] for d in dims])
         found = Array(a, tuple(dims) if is_in_order else None, key_of(place))
         self.numbers.setdefault(found, len(self.numbers))
         return found
