@@ -62,12 +62,13 @@ def rewritten(jaxpr, report=None, where=""):
             params = with_jaxprs(equation.params, lambda inner, within=within: rewritten(inner, *within))
             changed |= any(params[k] is not equation.params[k] for k in params)
             equation.params = params
+    changed |= any(e.name in PRIMITIVES or e.eqn.primitive is in_memory_p for e in graph.equations)
+    if not changed and not any(e.name == "reduce_max" for e in graph.equations):
+        return jaxpr
     own, left = rules.without_duplicates(graph), set()
     while True:
         graph, written = written_out.applied(own, left)
-        if not (
-            changed or written or any(e.name in PRIMITIVES or e.eqn.primitive is in_memory_p for e in own.equations)
-        ):
+        if not changed and not written:
             return jaxpr
         graph, found = matcher.applied(rules.without_duplicates(graph))
         graph = _without_copies(rules.applied(graph))
