@@ -256,6 +256,9 @@ RULES = {
         "less logsumexp, squared": both(
             lambda x: (x - jax.nn.logsumexp(x, -1, keepdims=True)) * Y + jax.nn.logsumexp(x, 0) ** 2, X
         ),
+        "the derivative of what is fused": value(
+            lambda x: jax.grad(lambda x: jnp.sum(fuse(written_logsumexp)(x * 2 + Y) * Z[0]))(x), X
+        ),
         "the maximum as well": both(lambda x: written_softmax(x) * jnp.max(x, -1, keepdims=True), X),
         "the sum as well": both(lambda x: written_softmax(x) + jnp.log(exponentials(x)[3]), X),
     },
@@ -725,6 +728,8 @@ OTHERS = {
     "what is masked": lambda x: (lambda e: e / jnp.sum(e, -1, keepdims=True))(
         jnp.where(MASK, jnp.exp(x - jnp.max(x, -1, keepdims=True)), 0)
     ),
+    "maxima that are returned": lambda x: (written_softmax(x), jnp.max(x, -1)),
+    "maxima that are compared": lambda x: written_softmax(x) * (x == jnp.max(x, -1, keepdims=True)),
     "exponentials that are returned": lambda x: exponentials(x)[2:],
     "exponentials that are multiplied": lambda x: exponentials(x)[2] @ Y,
     "a product divided by sums of columns": lambda x: exponentials(x)[2] @ Y / exponentials(x)[3].T,

@@ -6,7 +6,7 @@ features of t (E v) is that over the row of E w. From the latter two `written_ou
 
 from typing import NamedTuple
 
-from jax_softmax.fusion import expressions, places, splicing
+from jax_softmax.fusion import places, splicing
 from jax_softmax.fusion.attention.products import Product
 from jax_softmax.fusion.graph import Equation
 from jax_softmax.fusion.places import factors_of, key_of
@@ -16,9 +16,7 @@ class Quotients(NamedTuple):
     replacements: dict  # by equation, those in its place
     new: list[Equation]  # which these need
     products: dict  # by variable that is w / S: w, and its place
-    sums: (
-        dict  # by variable that is a sum over features: its place, the numbers of rows that it is multiplied by, and w
-    )
+    sums: dict  # by variable that is a sum over features: its place, the form of what it is multiplied by, and w
 
 
 def found(rows, e, softmax) -> Quotients:
@@ -39,11 +37,6 @@ def _products_of(graph, a):
     return [(r, r.inputs.index(a)) for r in graph.readers.get(a, ()) if r.name == "dot_general"]
 
 
-def _is_same(equation):
-    """Whether its result's elements are its operand's, up to a rounding."""
-    return expressions.is_view(equation) or equation.name in (*expressions.SAME, "convert_element_type")
-
-
 class _Walk:
     def __init__(self, rows, e, softmax):
         self.rows, self.graph = rows, rows.graph
@@ -57,7 +50,7 @@ class _Walk:
         while pending:
             a = pending.pop()
             for reader in self.graph.readers.get(a, ()):
-                if not _is_same(reader) and reader.name not in names:
+                if not splicing.is_alike(reader) and reader.name not in names:
                     continue
                 (v,), out = reader.outputs, places.output_of(reader, reached[a], reader.inputs.index(a))
                 if out is not None and v not in reached:
@@ -108,7 +101,7 @@ class _Walk:
             for reader in self.graph.readers.get(v, ()):
                 if reader.outputs[0].aval.shape == d.aval.shape and reader.name in ("mul", "div"):
                     found |= {reader: 1 - reader.inputs.index(v)}
-                elif _is_same(reader) or reader.name == "div":
+                elif splicing.is_alike(reader) or reader.name == "div":
                     totals += [w for w in reader.outputs if w not in totals]
         return found.items()
 

@@ -206,7 +206,9 @@ class Forms:
         if name in ("square", "integer_pow"):
             return power_of(of[0], maker.params.get("y", 2))
         if name == "convert_element_type" and is_float(maker.inputs[0]) and is_float(maker.outputs[0]):
-            return of[0]
+            # The operator's own numbers are rounded once, in its results; others as the program rounds them.
+            is_own = all(any(not isinstance(factor, Array) for factor, _ in product) for product in of[0])
+            return of[0] if is_own or is_widened(maker) else None
         if name == "exp" and of[0] == _SHIFTED:
             return form_of(E)
         return form_of(LOG_S) if name == "log" and of[0] == form_of(S) else None

@@ -91,7 +91,20 @@ class _Rows:
             new = self.graph.with_replaced(self.replacements) if self.replacements else None
         except InCirclesError:
             return None
-        return None if new is None or any(e in new.position for e in self.exponentials) else new
+        if new is None or any(e in new.position for e in self.exponentials) or self._compares_maxima(new):
+            return None
+        return new
+
+    def _compares_maxima(self, graph):
+        """Whether elements are compared with the maxima: a kernel's may have other bits than what XLA compares."""
+        pending = [] if self.has_operator else list(self.equation.outputs)
+        for v in pending:
+            for reader in graph.readers.get(v, ()):
+                if reader.name in expressions.COMPARISONS:
+                    return True
+                if splicing.is_alike(reader):
+                    pending += [w for w in reader.outputs if w not in pending]
+        return not graph.results.isdisjoint(pending)
 
     def _replace(self, v, equation):
         """What an equation is replaced by, if it is one that matters."""
