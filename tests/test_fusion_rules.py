@@ -278,7 +278,7 @@ RULES = {
         "of two products": both(lambda x: (divided_later(x, Y), divided_later(x, Z)), X),
         "of a product twice": both(lambda x: divided_later(divided_later(x, Y), Z), X),
         "and softmax": both(lambda x: divided_later(x, Y) + written_softmax(x), X),
-        "squared": both(lambda x: divided_later(x, Y) ** 2, X, ops="softmax softmax_linear"),
+        "squared": both(lambda x, v: divided_later(x, v) ** 2, X, Y, ops="softmax softmax_linear"),
         "of heads": gradient(heads, *(array(2, 5, 3, 4, seed=k) for k in range(3)), by=(0, 1, 2)),
         "of heads, as many features": gradient(heads, *(array(2, 5, 3, 5, seed=k) for k in range(3)), by=(0, 1, 2)),
         "tangents": value(lambda x, t: jax.jvp(lambda x: divided_later(x, Y), (x,), (t,)), X, Z),
