@@ -193,6 +193,55 @@ def gemma_loss(logits, labels):
     return optax_loss(30 * jnp.tanh(logits / 30), labels)
 
 
+def exponentials(x):
+    """Of a softmax that is written out: the rows' maxima, x less these, and the sums."""
+    largest = x.max(-1, keepdims=True)
+    e = jnp.exp(x - largest)
+    return largest, e, e.sum(-1, keepdims=True)
+
+
+@jax.custom_vjp
+def soft_loss_with_z(logits, targets, z):
+    lse = jax.scipy.special.logsumexp(logits, -1, keepdims=True)
+    return z * lse[..., 0] ** 2 - jnp.sum(targets * (logits - lse), -1)
+
+
+def _soft_loss_with_z_forward(logits, targets, z):
+    largest, e, total = exponentials(logits)
+    lse = (jnp.log(total) + largest)[..., 0]
+    loss = z * lse**2 - jnp.sum(targets * (logits - largest - jnp.log(total)), -1)
+    return loss, (targets, z, e, total, lse)
+
+
+def _soft_loss_with_z_backward(kept, cotangent):
+    targets, z, e, total, lse = kept
+    return cotangent[..., None] * ((1 + 2 * z * lse)[..., None] * e / total - targets), None, None
+
+
+soft_loss_with_z.defvjp(_soft_loss_with_z_forward, _soft_loss_with_z_backward)
+
+
+def t5x_loss(logits, labels):
+    """As T5X and MaxText write it out, with its derivative."""
+    targets = jax.nn.one_hot(labels, logits.shape[-1])
+    return soft_loss_with_z(logits.astype(jnp.float32), targets, 1e-4).mean()
+
+
+def head_arguments(key, rows, classes, features):
+    x, matrix, bias = normal(key, (rows, features), (features, classes), (classes,))
+    return (matrix * features**-0.5, bias, x), jax.random.randint(jax.random.fold_in(key, 1), (rows,), 0, classes)
+
+
+def head_loss(parameters, labels):
+    """Of a layer with a bias, and of smoothed labels, as Flax's translation has them."""
+    matrix, bias, x = parameters
+    logits = (x @ matrix + bias).astype(jnp.float32)
+    is_label = labels[:, None] == jnp.arange(logits.shape[-1]).reshape(1, -1)
+    low = 0.1 / (logits.shape[-1] - 1)
+    targets = jax.lax.select(is_label, jnp.full(is_label.shape, 0.9), jnp.full(is_label.shape, low))
+    return -jnp.sum(targets * jax.nn.log_softmax(logits), -1).mean()
+
+
 def ppo_arguments(key, rows, classes):
     logits, actions = logits_and_labels(key, rows, classes)
     noise, advantages = jax.random.normal(jax.random.fold_in(key, 2), (2, rows))
@@ -268,6 +317,16 @@ def distillation_loss(student, teacher):
     student, teacher = (logits.astype(jnp.float32) / temperature for logits in (student, teacher))
     difference = jax.nn.log_softmax(teacher) - jax.nn.log_softmax(student)
     return temperature**2 * jnp.sum(jax.nn.softmax(teacher) * difference, axis=-1).mean()
+
+
+def arrays_and_cotangents(key, rows, columns):
+    (x, cotangent) = normal(key, (rows, columns), (rows, columns), scale=3.0)
+    return x.astype(jnp.float32), cotangent.astype(jnp.float32)
+
+
+def softmax_written_out(x):
+    _, e, total = exponentials(x)
+    return e / total
 
 
 # ---- Without a gradient
@@ -525,6 +584,16 @@ COMPUTATIONS = [
     loss("loss_smoothed", smoothed_loss, package="optax"),
     loss("cross_entropy_loss", our_loss),
     loss("cross_entropy_loss_cast", our_loss_cast),
+    loss("loss_t5x", t5x_loss, sizes=(8192, 50304)),
+    loss("head_with_bias", head_loss, head_arguments, (4096, 32000, 512), (6, 31, 8))._replace(precision="bfloat16"),
+    Computation(
+        "softmax_written_out",
+        forward_and_backward(softmax_written_out),
+        arrays_and_cotangents,
+        (16384, 4096),
+        (6, 31),
+        "float32",
+    ),
     Computation("scaled_softmax", scaled_softmax, scaled_arguments, (16384, 4096), (6, 31)),
     Computation("sampling", sampling, sampling_arguments, (64, 151936), (6, 31), "float32"),
     Computation("mixture_gate", mixture_gate, gate_arguments, (131072, 64), (31, 8), "float32"),

@@ -17,6 +17,7 @@ from computations import (
     ATTENTION,
     Computation,
     apply,
+    exponentials,
     jax_causal,
     layer,
     linen_arguments,
@@ -51,6 +52,18 @@ def straight_through_gumbel(logits, noise, values):
     soft = jax.nn.softmax(logits + noise)
     hard = jax.nn.one_hot(jnp.argmax(soft, -1), soft.shape[-1])
     return (soft + jax.lax.stop_gradient(hard - soft)) * values
+
+
+def softmax_of_squares(x, values):
+    """Written out, of short rows."""
+    _, e, total = exponentials(x * x)
+    return e / total * values
+
+
+def attention_written_out(q, k, v):
+    """The product is divided, not the weights."""
+    _, e, total = exponentials(q @ k.mT * q.shape[-1] ** -0.5)
+    return e @ v / total
 
 
 def pixels(key, batch, classes, side):
@@ -393,6 +406,15 @@ COMPUTATIONS = [
         arrays(lambda b, s, t, d: (b, s, t), lambda b, s, t, d: (b, t, d)),
         (64, 8, 16384, 64),
         (2, 3, 5, 4),
+        precision="tf32",
+    ),
+    _one("softmax written out", with_gradient(softmax_of_squares), arrays(same, same), (524288, 48), FEW),
+    _one(
+        "attention written out",
+        with_gradient(attention_written_out),
+        arrays(same, same, same),
+        (64, 1024, 64),
+        (2, 5, 4),
         precision="tf32",
     ),
     _one("nucleus", nucleus, arrays(same), (256, 32000), FEW),

@@ -162,7 +162,31 @@ def _divergence(a, x, c):
     return jnp.sum(jnp.exp(log_p) * (log_p - log_q), -1)
 
 
+def _written(a, x, kind, axis):
+    """Softmaxes as people write them out, and what is made of them."""
+    largest = jnp.max(x, axis, keepdims=True)
+    shifted = x - (jax.lax.stop_gradient(largest) if kind.startswith("constant") else largest)
+    e = jnp.exp(shifted)
+    total = jnp.sum(e, axis, keepdims=True)
+    log_p = shifted - jnp.log(total)
+    return {
+        "softmax": lambda: e / total,
+        "constant softmax": lambda: e * (1 / total),
+        "log_softmax": lambda: log_p,
+        "constant log_softmax": lambda: log_p,
+        "both": lambda: e / total + 0.1 * log_p,
+        "logsumexp": lambda: jnp.log(total) + largest,
+        # Of a row of fills a difference of such numbers loses what log_softmax has.
+        "less logsumexp": lambda: (y := jnp.maximum(x, -1e4)) - jax.nn.logsumexp(y, axis, keepdims=True),
+        "and exponentials": lambda: e / total + 0.1 * e,
+        "loss": lambda: -_picked(a, log_p, "one-hot"),
+        "z loss": lambda: jnp.sum(0.1 * (jnp.log(total) + largest) ** 2) - _picked(a, log_p, "gather"),
+        "divided later": lambda: e @ a.array((x.shape[-1], 5), x) / (total if axis == -1 else 3),
+    }[kind]()
+
+
 HEADS = {
+    "written": _written,
     "softmax": lambda a, x, axis: jax.nn.softmax(x, axis),
     "log_softmax": lambda a, x, axis: jax.nn.log_softmax(x, axis),
     "logsumexp": lambda a, x: jax.nn.logsumexp(x, -1),
@@ -187,6 +211,9 @@ _HEAD = st.one_of(
     *(st.just((name,)) for name in ("logsumexp", "masked log_softmax", "z loss", "entropy", "sum of p", "both")),
     st.just(("weights, values",)),
 )
+_WRITTEN = ["softmax", "constant softmax", "log_softmax", "constant log_softmax", "both", "logsumexp", "less logsumexp"]
+_WRITTEN += ["and exponentials", "loss", "z loss", "divided later"]
+_HEAD = st.one_of(_HEAD, st.tuples(st.just("written"), st.sampled_from(_WRITTEN), st.sampled_from([-1, -1, 0])))
 _AFTER = ["times", "cast", "times array", "square", "plus bits", "exp", "swapped twice", "plus one-hot", "abs"]
 TRANSFORMS = ["gradient of fused", "jvp", "vmap", "scan", "checkpoint", "second", *3 * ["gradient"], *5 * ["value"]]
 

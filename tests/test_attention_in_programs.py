@@ -68,6 +68,24 @@ def by_hand(q, k, v):
     return jnp.einsum("bhij,bjhd->bihd", jax.nn.softmax(scores).astype(v.dtype), v)
 
 
+def divided_later(q, k, v, stop=False):
+    """As MaxText has it: exponentials relative to rows' maxima, and the product is divided by their sums."""
+    grouped = q.reshape(B, S, k.shape[2], -1, D)
+    scores = jnp.einsum("bikgd,bjkd->bkgij", grouped, k) / 4
+    scores = (scores + jnp.where(jnp.tri(S, dtype=bool), 0, -1e30).astype(scores.dtype)).reshape(B, H, S, S)
+    largest = jnp.max(jax.lax.stop_gradient(scores) if stop else scores, -1, keepdims=True)
+    e = jnp.exp(scores - largest)
+    total = jnp.swapaxes(jnp.sum(e, -1, keepdims=True), 1, 2)
+    o = jnp.einsum("bkgij,bjkd->bikgd", e.reshape(B, k.shape[2], -1, S, S), v)
+    return o.reshape(q.shape) / total
+
+
+def written_out(q, k, v):
+    scores = jnp.einsum("bihd,bjhd->bhij", q, k).astype(jnp.float32) / 4
+    e = jnp.exp(scores - jnp.max(scores, -1, keepdims=True))
+    return jnp.einsum("bhij,bjhd->bihd", (e / jnp.sum(e, -1, keepdims=True)).astype(v.dtype), v)
+
+
 def added_mask(q, k, v):
     mask = jnp.where(jnp.tri(S, dtype=bool), 0, -1e9).astype(jnp.float32)
     scores = jnp.einsum("bihd,bjhd->bhij", q, k).astype(jnp.float32) / 4 + mask
@@ -155,6 +173,16 @@ PROGRAMS = {
     ),
     "keys alone": (lambda q, *a: gradients(lambda k, v: jax_nn(q, k, v), *a), qkv(), "forward keys"),
     "by hand": (lambda *a: gradients(by_hand, *a), qkv(), WHOLE),
+    "written out": (lambda *a: gradients(written_out, *a), qkv(), WHOLE),
+    "divided later": (lambda *a: gradients(divided_later, *a), qkv(), WHOLE),
+    "divided later, grouped": (lambda *a: gradients(divided_later, *a), qkv(2), WHOLE),
+    "divided later, output alone": (divided_later, qkv(2), "forward"),
+    "divided later, by a constant maximum": (
+        lambda *a: gradients(lambda *a: divided_later(*a, True), *a),
+        qkv(),
+        WHOLE,
+    ),
+    "divided later, checkpoint": (lambda *a: gradients(jax.checkpoint(divided_later), *a), qkv(), AGAIN),
     "added mask": (lambda *a: gradients(added_mask, *a), qkv(), WHOLE),
     "softmax with a mask": (lambda *a: gradients(masked_softmax, *a), qkv(), WHOLE),
     "heads first": (lambda *a: gradients(heads_first, *a), qkv(), WHOLE),

@@ -17,6 +17,7 @@ import support
 
 import jax_softmax
 from jax_softmax import fuse
+from jax_softmax.fusion import rewriting
 
 pytestmark = pytest.mark.usefixtures("default_flags")
 
@@ -88,6 +89,13 @@ def one_hot(labels=LABELS, axis=-1):
     return jax.nn.one_hot(labels, N, axis=axis)
 
 
+def chosen(on, off, axis=-1):
+    """Of one-hot labels, as Flax makes them."""
+    labels, shape = jnp.expand_dims(jnp.asarray(LABELS), axis), (N, 1) if axis == 0 else (1, N)
+    at = labels == jnp.arange(N).reshape(shape)
+    return jax.lax.select(at, jnp.broadcast_to(on, at.shape), jnp.broadcast_to(off, at.shape))
+
+
 def loss(x, targets):
     return -jnp.sum(targets * log_softmax(x), -1)
 
@@ -119,7 +127,78 @@ def added(base, labels=LABELS, **options):
     return f
 
 
+# Softmaxes as people write them out.
+
+
+def exponentials(x, axis=-1, stop=False, shift=None):
+    """What is relative to rows' maxima, and its exponentials and their sums."""
+    largest = jnp.max(x if shift is None else shift, axis, keepdims=True)
+    largest = jax.lax.stop_gradient(largest) if stop else largest
+    shifted = x - largest
+    e = jnp.exp(shifted)
+    return largest, shifted, e, jnp.sum(e, axis, keepdims=True)
+
+
+def written_softmax(x, axis=-1, **options):
+    _, _, e, total = exponentials(x, axis, **options)
+    return e / total
+
+
+def written_log_softmax(x, axis=-1, **options):
+    _, shifted, _, total = exponentials(x, axis, **options)
+    return shifted - jnp.log(total)
+
+
+def written_logsumexp(x, axis=-1, **options):
+    largest, _, _, total = exponentials(x, axis, **options)
+    return jnp.squeeze(jnp.log(total) + largest, axis)
+
+
+def divided_later(x, v, **options):
+    _, _, e, total = exponentials(x, **options)
+    return e @ v / total
+
+
+def heads(q, k, v):
+    """As MaxText has attention."""
+    _, _, e, total = exponentials(jnp.einsum("btnd,bsnd->bnts", q, k))
+    return jnp.einsum("bnts,bsnd->btnd", e, v) / jnp.swapaxes(total, 1, 2)
+
+
+def by_vectors(x):
+    e = jnp.exp(x - jnp.max(x, -1)[:, None])
+    return e * (1 / jnp.sum(e, -1))[:, None]
+
+
+@jax.custom_vjp
+def loss_with_z(x, targets, z):
+    """And its part, as T5X has them."""
+    lse = jax.scipy.special.logsumexp(x, -1, keepdims=True)
+    part = z * jnp.squeeze(lse, -1) ** 2
+    return part - jnp.sum(targets * (x - lse), -1), part
+
+
+def _loss_with_z_forward(x, targets, z):
+    largest, shifted, e, total = exponentials(x)
+    lse = jnp.squeeze(jnp.log(total) + largest, -1)
+    part = z * jax.lax.square(lse)
+    return (part - jnp.sum(targets * (shifted - jnp.log(total)), -1), part), (targets, z, e, total, lse)
+
+
+def _loss_with_z_backward(kept, cotangents):
+    targets, z, e, total, lse = kept
+    return cotangents[0][..., None] * ((1 + 2 * z * lse)[..., None] * e / total - targets), None, None
+
+
+loss_with_z.defvjp(_loss_with_z_forward, _loss_with_z_backward)
+
+
+def z_loss(x, targets=None, z=0.3):
+    return loss_with_z(wide(x), one_hot() if targets is None else targets, z)[0]
+
+
 ENTROPY_GRADIENT = "log_softmax_vjp softmax_and_normalizer"
+MADE_ANEW = "softmax_and_normalizer softmax_linear"
 RULES = {
     "cotangents of softmax and log_softmax": {
         "entropy": gradient(entropy, X, ops=ENTROPY_GRADIENT),
@@ -135,6 +214,116 @@ RULES = {
         "a sum of results": gradient(lambda x: softmax(x) * Y + log_softmax(x) * Z, X),
         "a difference of results": gradient(lambda x: log_softmax(x) * Z - softmax(x) * Y, X),
         "masked": gradient(lambda x: jnp.where(MASK, softmax(x, where=MASK) * log_softmax(x), 0), X),
+    },
+    "written out": {
+        "softmax": value(written_softmax, X, ops="softmax"),
+        "its gradient": both(written_softmax, X, ops="softmax softmax_linear"),
+        "its gradient, the maximum is a constant": both(
+            lambda x: written_softmax(x, stop=True), X, ops="softmax softmax_linear"
+        ),
+        "by vectors": both(by_vectors, X, ops="softmax softmax_linear"),
+        "of columns": both(lambda x: written_softmax(x, 0), X, ops="softmax softmax_linear"),
+        "along two axes": both(lambda x: written_softmax(written_softmax(x, 0) * 5, 1), X),
+        "of the same array, along two axes": both(lambda x: written_softmax(x, 0) * written_softmax(x, 1), X),
+        "in the middle": both(lambda x: written_softmax(x, 1), array(3, 6, 4), ops="softmax softmax_linear"),
+        "twice": both(lambda x: written_softmax(3 * written_softmax(x)), X),
+        "squared": both(lambda x: written_softmax(x) ** 2, X, ops=MADE_ANEW),
+        "and its exponentials' logarithms": both(lambda x: written_softmax(x) * written_log_softmax(x), X),
+        "with the library's": both(lambda x: written_softmax(x) * softmax(x) + log_softmax(x), X),
+        "scaled, masked": both(lambda x: written_softmax(jnp.where(MASK, x * 3, -1e30)), X),
+        "computed in float32": both(lambda x: written_softmax(wide(x)).astype(BF16), array(N, N, dtype=BF16)),
+        "maximum before the cast": both(lambda x: written_softmax(wide(x), shift=x), array(N, N, dtype=BF16)),
+        "with -inf": both(written_softmax, SOME_WITHOUT),
+        "tangents": value(lambda x, t: jax.jvp(written_softmax, (x,), (t,)), X, Y),
+        "second derivatives": gradient(lambda x: jax.grad(lambda x: jnp.sum(jnp.sin(written_softmax(x)) * Y))(x), X),
+        "mapped": both(jax.vmap(lambda x: written_softmax(x)), X),
+        "a gradient alone": gradient(written_softmax, X),
+        "log_softmax": both(written_log_softmax, X, ops="log_softmax log_softmax_vjp"),
+        "log_softmax, the maximum is a constant": both(
+            lambda x: written_log_softmax(x, stop=True), X, ops="log_softmax log_softmax_vjp"
+        ),
+        "log_softmax of columns": both(lambda x: written_log_softmax(x, 0), X, ops="log_softmax log_softmax_vjp"),
+        "exp of log_softmax": both(lambda x: jnp.exp(written_log_softmax(x)) * Y, X),
+        "entropy": both(lambda x: -jnp.sum(jnp.exp(written_log_softmax(x)) * written_log_softmax(x), -1), X),
+        "logsumexp": value(written_logsumexp, X, ops="logsumexp"),
+        "logsumexp, with -inf": value(written_logsumexp, SOME_WITHOUT, ops="logsumexp"),
+        "logsumexp and its gradient": both(written_logsumexp, X, ops="logsumexp"),
+        "logsumexp of columns": both(lambda x: written_logsumexp(x, 0, stop=True), X, ops="logsumexp"),
+        "less logsumexp": both(
+            lambda x: x - jax.nn.logsumexp(x, -1, keepdims=True), X, ops="log_softmax log_softmax_vjp"
+        ),
+        "less logsumexp written out": both(lambda x: x - written_logsumexp(x, 0), X, ops="log_softmax log_softmax_vjp"),
+        "less logsumexp, squared": both(
+            lambda x: (x - jax.nn.logsumexp(x, -1, keepdims=True)) * Y + jax.nn.logsumexp(x, 0) ** 2, X
+        ),
+        "the derivative of what is fused": value(
+            lambda x: jax.grad(lambda x: jnp.sum(fuse(written_logsumexp)(x * 2 + Y) * Z[0]))(x), X
+        ),
+        "the maximum as well": both(lambda x: written_softmax(x) * jnp.max(x, -1, keepdims=True), X),
+        "the sum as well": both(lambda x: written_softmax(x) + jnp.log(exponentials(x)[3]), X),
+    },
+    "divided after a product": {
+        "of rows": both(divided_later, X, Y, ops="softmax softmax_linear"),
+        "both gradients": gradient(divided_later, X, Y, by=(0, 1), ops="softmax softmax_linear"),
+        "times the inverse": gradient(
+            lambda x, v: exponentials(x)[2] @ v * (1 / exponentials(x)[3]),
+            X,
+            Y,
+            by=(0, 1),
+            ops="softmax softmax_linear",
+        ),
+        "the maximum is a constant": gradient(
+            lambda x, v: divided_later(x, v, stop=True), X, Y, by=(0, 1), ops="softmax softmax_linear"
+        ),
+        "of two products": both(lambda x: (divided_later(x, Y), divided_later(x, Z)), X),
+        "of a product twice": both(lambda x: divided_later(divided_later(x, Y), Z), X),
+        "and softmax": both(lambda x: divided_later(x, Y) + written_softmax(x), X),
+        "squared": both(lambda x, v: divided_later(x, v) ** 2, X, Y, ops="softmax softmax_linear"),
+        "of heads": gradient(heads, *(array(2, 5, 3, 4, seed=k) for k in range(3)), by=(0, 1, 2)),
+        "of heads, as many features": gradient(heads, *(array(2, 5, 3, 5, seed=k) for k in range(3)), by=(0, 1, 2)),
+        "tangents": value(lambda x, t: jax.jvp(lambda x: divided_later(x, Y), (x,), (t,)), X, Z),
+        "second derivatives": gradient(lambda x: jax.grad(lambda x: jnp.sum(jnp.sin(divided_later(x, Y))))(x), X),
+    },
+    "losses written out": {
+        "at labels": both(lambda x: at_labels(written_log_softmax(x), LABELS), X, ops="cross_entropy_gradient"),
+        "of one-hot labels": both(lambda x: -jnp.sum(one_hot() * written_log_softmax(x), -1), X),
+        "less logsumexp": both(
+            lambda x: -jnp.sum(one_hot() * (x - jax.nn.logsumexp(x, -1, keepdims=True)), -1),
+            X,
+            ops="cross_entropy_gradient",
+        ),
+        "logsumexp less the label's": both(lambda x: written_logsumexp(x) - at_labels(x, LABELS), X),
+        "by logarithms of softmax": both(lambda x: -jnp.log(at_labels(written_softmax(x), LABELS)), X),
+        "with z": value(z_loss, X, ops="logsumexp"),
+        "with z, and its gradient": both(z_loss, X, ops="cross_entropy_gradient"),
+        "with z of 0": both(lambda x: z_loss(x, z=0.0), X, ops="cross_entropy_gradient"),
+        "with z of bfloat16": both(z_loss, array(N, N, dtype=BF16), ops="cross_entropy_gradient"),
+        "with z, weighted": both(lambda x: z_loss(x * 2) * ROWS[:, 0], X, ops="cross_entropy_gradient"),
+        "with z, smoothed": both(
+            lambda x: z_loss(x, 0.9 * one_hot() + 0.1 / N), X, ops="cross_entropy_gradient_and_distances"
+        ),
+        "with z, labels outside": both(lambda x: z_loss(x, one_hot(OUTSIDE)), X, ops="cross_entropy_gradient"),
+        "with z, of probabilities": both(lambda x: z_loss(x, softmax(Y)), X),
+        "with z by logarithms": both(
+            lambda x: 0.1 * written_logsumexp(x) ** 2 - at_labels(written_log_softmax(x), LABELS), X
+        ),
+        "with z by logsumexp": both(
+            lambda x: (lambda lse: 0.1 * lse[:, 0] ** 2 - at_labels(x - lse, LABELS))(
+                jax.nn.logsumexp(x, -1, keepdims=True)
+            ),
+            X,
+        ),
+        "with z, of three dimensions": both(
+            lambda x: z_loss(x, jax.nn.one_hot(LABELS.reshape(2, 3), 8)), array(2, 3, 8), ops="cross_entropy_gradient"
+        ),
+        "of probabilities": both(lambda x: -jnp.sum(softmax(Y) * written_log_softmax(x), -1), X),
+        "their gradients": value(lambda x: (written_softmax(x) - one_hot()) * ROWS, X, ops="cross_entropy_gradient"),
+        "softmax's linear map": value(
+            lambda x: (lambda p: p * (Y - jnp.sum(p * Y, -1, keepdims=True)))(written_softmax(x)),
+            X,
+            ops="logsumexp softmax_linear",
+        ),
+        "softmax less something": value(lambda x: (written_softmax(x) - Y) * ROWS, X, ops="softmax"),
     },
     "divergences": {
         "of softmax": value(lambda x, y: divergence(softmax(x), log_softmax(x), log_softmax(y)), X, Y),
@@ -211,6 +400,26 @@ RULES = {
             lambda x: jnp.sum((0.9 * one_hot(axis=0) + 0.02) * log_softmax(x), 0), X
         ),
         "smoothed probabilities": both(lambda x: jnp.sum((0.9 * one_hot() + 0.1) * softmax(x), -1), X),
+        "chosen": both(lambda x: loss(x, chosen(1.0, 0.0)), X, ops="cross_entropy_gradient"),
+        "chosen, smoothed": both(lambda x: loss(x, chosen(0.9, 0.02)), X, ops="cross_entropy_gradient_and_distances"),
+        "chosen, of columns": both(
+            lambda x: -jnp.sum(chosen(0.9, 0.0, 0) * log_softmax(x, 0), 0), X, ops="cross_entropy_gradient"
+        ),
+        "chosen of another dimension": both(lambda x: loss(x, chosen(0.9, 0.02, 0)), X),
+        "chosen of numbers of rows": both(
+            lambda x: loss(x, chosen(ROWS, 0.1 * X[:, :1])), Y, ops="cross_entropy_gradient_and_distances"
+        ),
+        "chosen of numbers of columns": both(lambda x: loss(x, chosen(ROWS, 0.1 * X[:1])), Y),
+        "chosen of two arrays": both(lambda x: loss(x, chosen(X, Z)), Y),
+        "chosen the other way round": both(lambda x: loss(x, chosen(0.0, 1.0)), X),
+        "after a bias": gradient(
+            lambda w, b, x: loss(x @ w + b, chosen(0.9, 0.02)),
+            X,
+            Y[0],
+            Z,
+            by=(0, 1),
+            ops="cross_entropy_gradient",
+        ),
         "smoothed, a result": value(
             lambda x: (lambda y: (y, jnp.sum((0.9 * one_hot() + 0.1) * y, -1)))(log_softmax(x)), X
         ),
@@ -235,6 +444,15 @@ RULES = {
         "of both": both(lambda x: jnp.sum((index(1) == index(0)) * log_softmax(x), -1), X),
         "not equal": both(lambda x: jnp.sum((index(1) != LABELS[:, None]) * log_softmax(x), -1), X),
         "at most": both(lambda x: jnp.sum((index(1) <= LABELS[:, None]) * log_softmax(x), -1), X),
+        "reshaped": both(
+            lambda x: jnp.sum((jnp.arange(N).reshape(1, 2, 3).reshape(1, N) == LABELS[:, None]) * x, -1), X
+        ),
+        "by halves": both(
+            lambda x: jnp.sum(
+                (jnp.arange(2).reshape(1, 2, 1) == LABELS[:, None, None]) * log_softmax(x).reshape(N, 2, 3)
+            ),
+            X,
+        ),
         "turned about": both(lambda x: jnp.sum((index(1).T == LABELS[:, None]) * log_softmax(x), -1), X),
         "reversed": both(lambda x: jnp.sum((N - 1 - index(1) == LABELS[:, None]) * log_softmax(x), -1), X),
         "of one number": both(lambda x: jnp.sum((index(1) == 2) * log_softmax(x), -1), X),
@@ -477,6 +695,73 @@ def test_numbers(rule):
     assert not wrong, "\n".join(f"{name}: {error}" for name, error in wrong.items())
 
 
+def shifted_exponentials(x, shift):
+    return (lambda e: e / jnp.sum(e, -1, keepdims=True))(jnp.exp(x - shift(x)))
+
+
+def normalized(x, total):
+    return (lambda e: e / total(e))(jnp.exp(x - jnp.max(x, -1, keepdims=True)))
+
+
+OTHERS = {
+    "no shift": lambda x: shifted_exponentials(x, lambda x: 0.0),
+    "a shift by more": lambda x: shifted_exponentials(x, lambda x: jnp.max(x, -1, keepdims=True) + 1),
+    "maxima of columns": lambda x: shifted_exponentials(x, lambda x: jnp.max(x, 0, keepdims=True)),
+    "maxima of columns, turned": lambda x: shifted_exponentials(x, lambda x: jnp.max(x, 0)[:, None]),
+    "maxima of rows, turned": lambda x: shifted_exponentials(x, lambda x: jnp.max(x, 1)[None]),
+    "a maximum of all": lambda x: shifted_exponentials(x, jnp.max),
+    "maxima of some": lambda x: shifted_exponentials(x, lambda x: jnp.max(x[:, :3], -1, keepdims=True)),
+    "maxima of another array": lambda x: shifted_exponentials(x, lambda x: jnp.max(x * Y, -1, keepdims=True)),
+    "rounded maxima": lambda x: shifted_exponentials(x, lambda x: jnp.max(x.astype(BF16), -1, keepdims=True)),
+    "minima": lambda x: shifted_exponentials(x, lambda x: jnp.min(x, -1, keepdims=True)),
+    "powers of 2": lambda x: (lambda e: e / jnp.sum(e, -1, keepdims=True))(jnp.exp2(x - jnp.max(x, -1, keepdims=True))),
+    "sums of columns": lambda x: normalized(x, lambda e: jnp.sum(e, 0, keepdims=True)),
+    "sums of columns, turned": lambda x: normalized(x, lambda e: jnp.sum(e, 0)[:, None]),
+    "sums of rows, turned": lambda x: normalized(x, lambda e: jnp.sum(e, 1)[None]),
+    "a sum of all": lambda x: normalized(x, jnp.sum),
+    "sums of some": lambda x: normalized(x, lambda e: jnp.sum(e[:, 1:], -1, keepdims=True)),
+    "sums of what is masked": lambda x: normalized(x, lambda e: jnp.sum(jnp.where(MASK, e, 0), -1, keepdims=True)),
+    "sums of squares": lambda x: normalized(x, lambda e: jnp.sum(e * e, -1, keepdims=True)),
+    "sums and a little": lambda x: normalized(x, lambda e: jnp.sum(e, -1, keepdims=True) + 1e-3),
+    "roots of sums": lambda x: normalized(x, lambda e: jnp.sqrt(jnp.sum(e, -1, keepdims=True))),
+    "maxima": lambda x: normalized(x, lambda e: jnp.max(e, -1, keepdims=True)),
+    "what is masked": lambda x: (lambda e: e / jnp.sum(e, -1, keepdims=True))(
+        jnp.where(MASK, jnp.exp(x - jnp.max(x, -1, keepdims=True)), 0)
+    ),
+    "maxima that are returned": lambda x: (written_softmax(x), jnp.max(x, -1)),
+    "maxima that are compared": lambda x: written_softmax(x) * (x == jnp.max(x, -1, keepdims=True)),
+    "exponentials that are returned": lambda x: exponentials(x)[2:],
+    "exponentials that are multiplied": lambda x: exponentials(x)[2] @ Y,
+    "a product divided by sums of columns": lambda x: exponentials(x)[2] @ Y / exponentials(x)[3].T,
+    "a turned product divided": lambda x: Y @ exponentials(x)[2] / exponentials(x)[3],
+    "a product divided and not": lambda x: (lambda o: (o, o / exponentials(x)[3]))(exponentials(x)[2] @ Y),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_is_no_softmax_stays(name):
+    """Of its value, and of its gradient."""
+    for f in (OTHERS[name], gradient(OTHERS[name], X).function):
+        jaxpr = jax.make_jaxpr(f)(X).jaxpr
+        with emulated.kernels():  # whoever would be faster
+            assert rewriting.rewritten(jaxpr) is jaxpr
+
+
+@compiler_is_needed
+@pytest.mark.parametrize("f", [written_softmax, written_log_softmax, written_logsumexp])
+def test_rows_that_are_not_finite(f):
+    """They are NaN in what is written out, where the library has infinities."""
+    x = np.array(X)
+    x[1, 2], x[2, 3], x[3], x[4, 1:] = np.inf, np.nan, -np.inf, -np.inf
+    kernels = emulated.kernels if jax.default_backend() == "cpu" else emulated.all_kernels
+    with kernels():
+        found = jax.jit(fuse(both(f, x).function))(x)
+    expected = jax.jit(both(f, x).function)(x)
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(np.isnan(a), np.isnan(b))
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
 NAMED = [(rule, name) for rule, programs in RULES.items() for name, program in programs.items() if program.ops]
 
 
@@ -484,7 +769,8 @@ NAMED = [(rule, name) for rule, programs in RULES.items() for name, program in p
 def test_operators(rule, name):
     """The rule holds."""
     program = RULES[rule][name]
-    report = fuse(program.function).explain(*program.args)
+    with emulated.kernels():  # whoever would be faster
+        report = fuse(program.function).explain(*program.args)
     assert " ".join(sorted(line.op for line in report)) == program.ops
 
 

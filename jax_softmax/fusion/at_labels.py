@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_softmax.fusion import expressions
+from jax_softmax.fusion import expressions, places
 from jax_softmax.fusion.expressions import is_variable
 from jax_softmax.fusion.graph import size_of
 from jax_softmax.fusion.groups import may_fold
@@ -46,7 +46,7 @@ def gradients(graph, equation):
     forward, axes = graph.maker.get(y), equation.params["axes"]
     if not is_plain(forward, "log_softmax") or forward.params["axes"] != axes or not is_variable(t):
         return None
-    at = _at_label(graph, t, axes[0])
+    at = at_label(graph, t, axes[0])
     if at is None:
         return None
     (x,), dtype = forward.inputs, equation.params["dtype"]
@@ -73,7 +73,7 @@ def sums(graph, equation):
         maker = graph.maker.get(values) if is_variable(values) else None
         if not is_variable(one_hot) or not is_plain(maker, "log_softmax", "softmax") or maker.params["axes"] != axes:
             continue
-        at = _at_label(graph, one_hot, axes[0])
+        at = at_label(graph, one_hot, axes[0])
         if at is None:
             continue
 
@@ -127,7 +127,7 @@ def scattered(graph, equation):
 _SCATTERS = ("scatter-add", "scatter_add")
 
 
-def _at_label(graph, a, axis, known=None) -> _AtLabel | None:
+def at_label(graph, a, axis, known=None) -> _AtLabel | None:
     """The label, and so on, of an array that is one number in each row but at one element."""
     known, a = {} if known is None else known, _value(graph, a)
     if not is_variable(a):
@@ -153,20 +153,34 @@ def _found_at_label(graph, a, axis, known):
         return _of_scatter(graph, maker, axis)
     if maker.name in ("mul", "add", "add_any"):
         for array, number in (maker.inputs, maker.inputs[::-1]):
-            at = _at_label(graph, array, axis, known)
+            at = at_label(graph, array, axis, known)
             row = None if at is None else _of_rows(graph, number, shape, axis)
             if row is not None:
                 return _combined(at, row, maker.name, a.aval.dtype.name)
         return None
     if maker.name == "neg":
-        at = _at_label(graph, maker.inputs[0], axis, known)
-        return None if at is None else _combined(at, _RowNumber([], lambda: -1.0), "mul", a.aval.dtype.name)
+        at = at_label(graph, maker.inputs[0], axis, known)
+        return None if at is None else _combined(at, _number(-1.0), "mul", a.aval.dtype.name)
+    if maker.name == "select_n" and len(maker.inputs) == 3:
+        offset, element = (_of_rows(graph, number, shape, axis) for number in maker.inputs[1:])
+        return (
+            None if offset is None or element is None else _chosen(graph, maker.inputs[0], shape, axis, offset, element)
+        )
     if maker.name != "convert_element_type":
         return None
     if maker.inputs[0].aval.dtype != bool:
-        at = _at_label(graph, maker.inputs[0], axis, known)
-        return None if at is None else _combined(at, _RowNumber([], lambda: 1.0), "mul", a.aval.dtype.name)
-    compared = graph.maker.get(maker.inputs[0])
+        at = at_label(graph, maker.inputs[0], axis, known)
+        return None if at is None else _combined(at, _number(1.0), "mul", a.aval.dtype.name)
+    return _chosen(graph, maker.inputs[0], shape, axis, _number(0.0), _number(1.0))
+
+
+def _number(value):
+    return _RowNumber([], lambda: value)
+
+
+def _chosen(graph, condition, shape, axis, offset, element):
+    """One number of each row where the index is equal to a label, another one elsewhere."""
+    compared = graph.maker.get(condition)
     if compared is None or compared.name != "eq":
         return None
     rows = tuple(1 if d == axis else n for d, n in enumerate(shape))
@@ -174,8 +188,16 @@ def _found_at_label(graph, a, axis, known):
         if not is_variable(label) or not is_variable(index) or not _is_index(graph, index, axis):
             continue
         row = _of_rows(graph, label, shape, axis)
-        if row is not None and label.aval.dtype.name == "int32":
-            return _AtLabel(row.variables, lambda *v, row=row: (jnp.broadcast_to(row.function(*v), rows), 1.0, None))
+        if row is None or label.aval.dtype.name != "int32":
+            continue
+        parts = (row, element, offset)
+
+        def function(*variables, parts=parts):
+            given = iter(variables)
+            label, element, offset = (part.function(*(next(given) for _ in part.variables)) for part in parts)
+            return jnp.broadcast_to(label, rows), element, offset if parts[2].variables or offset != 0 else None
+
+        return _AtLabel([v for part in parts for v in part.variables], function)
     return None
 
 
@@ -201,16 +223,17 @@ def _combined(at, row, operation, dtype):
 
 def _is_index(graph, a, axis):
     """Whether a value is its index along an axis."""
+    place = places.whole(a.aval.shape)
+    along = places.factors_of([place[axis]])
     maker = graph.maker.get(_value(graph, a))
-    while maker is not None and maker.name == "broadcast_in_dim" and len(maker.inputs) == 1:
-        inner, dims = _value(graph, maker.inputs[0]), maker.params["broadcast_dimensions"]
-        if not is_variable(inner) or axis not in dims:
+    while maker is not None and expressions.is_view(maker):
+        found = places.inputs_of(maker, place)
+        if found is None or not is_variable(maker.inputs[0]):
             return False
-        extent, axis = maker.outputs[0].aval.shape[axis], tuple(dims).index(axis)
-        if inner.aval.shape[axis] != extent:
-            return False
-        maker = graph.maker.get(inner)
-    return maker is not None and maker.name == "iota" and maker.params["dimension"] == axis
+        (place,) = found
+        maker = graph.maker.get(_value(graph, maker.inputs[0]))
+    is_one = maker is not None and maker.name == "iota" and bool(along)
+    return is_one and places.factors_of([place[maker.params["dimension"]]]) == along
 
 
 def _of_rows(graph, a, shape, axis) -> _RowNumber | None:

@@ -398,12 +398,15 @@ class _Dependence:
 
 
 def foldable(equation) -> bool:
-    """Whether an operator's call is one that kernels cover, with whole rows, known shapes and no literals."""
-    x = equation.inputs[0].aval
-    if not all(map(is_variable, equation.inputs)):
+    """Whether an operator's call is one that kernels cover, with whole rows and no literals."""
+    return (
+        all(map(is_variable, equation.inputs)) and not equation.params["axis_name"] and has_kernels(equation.inputs[0])
+    )
+
+
+def has_kernels(x) -> bool:
+    """Whether there are kernels for an array of this dtype and shape, which is known."""
+    shape = x.aval.shape
+    if len(shape) > _kernels.MAX_DIMS or 0 in shape or not all(isinstance(n, int) for n in shape):
         return False
-    if equation.params["axis_name"] or len(x.shape) > _kernels.MAX_DIMS or 0 in x.shape:
-        return False
-    if not all(isinstance(n, int) for n in x.shape):
-        return False
-    return x.dtype.name in expressions.WRITABLE
+    return x.aval.dtype.name in expressions.WRITABLE

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from jax_softmax import _private
-from jax_softmax.fusion import expressions, made_twice, rules, scans
+from jax_softmax.fusion import expressions, made_twice, rules, scans, written_out
 from jax_softmax.fusion.attention import matcher
 from jax_softmax.fusion.attention.kernels import attention_p
 from jax_softmax.fusion.calls import NotFolded, by_xla_p, call_of, kernel_call_p
@@ -64,14 +64,24 @@ def rewritten(jaxpr, report=None, where=""):
             changed |= any(params[k] is not equation.params[k] for k in params)
             equation.params = params
     changed |= any(e.name in PRIMITIVES or e.eqn.primitive is in_memory_p for e in graph.equations)
-    if not changed:
+    if not changed and not any(e.name == "reduce_max" for e in graph.equations):
         return jaxpr
-    graph, found, refused = matcher.applied(rules.without_duplicates(graph))
+    own, left = rules.without_duplicates(graph), set()
+    while True:
+        graph, written = written_out.applied(own, left)
+        if not changed and not written:
+            return jaxpr
+        graph, found, refused = matcher.applied(rules.without_duplicates(graph))
+        graph = _without_copies(rules.applied(graph))
+        groups, calls, by_xla, lines = _decided(graph, where)
+        again = {e.inputs[0] for e in by_xla}.intersection(written)  # what XLA is to make is the program's own
+        for equation, line in lines.items():
+            if not again or equation.inputs[0] in again:
+                report.append(line._replace(no_attention=refused.get(equation.outputs[0], "")))
+        if not again:
+            break
+        left |= again
     report += [_line_of_attention(attention, where) for attention in found]
-    graph = _without_copies(rules.applied(graph))
-    groups, calls, by_xla, lines = _decided(graph, where)
-    for equation, line in lines.items():
-        report.append(line._replace(no_attention=refused.get(equation.outputs[0], "")))
     equations, outputs = _in_order(groups, calls, by_xla)
     return jaxpr.replace(eqns=equations, outvars=outputs)
 

@@ -1,6 +1,7 @@
 """What a program is replaced by before it is cut into groups, so that fewer bytes move.
 
-Before anything else equal operations of the same variables become one (`without_duplicates`). These are the rules;
+Before anything else equal operations of the same variables become one (`without_duplicates`), and what is written out
+becomes operators (`written_out.py`). These are the rules;
 `applied` says in which order they go:
 
 1. log_softmax(x), and softmax(x) of which a backward pass keeps a copy in more bytes than x has, are made anew of x and

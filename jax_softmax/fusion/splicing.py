@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from jax_softmax import _private
+from jax_softmax.fusion import expressions
 from jax_softmax.fusion.expressions import is_variable
 from jax_softmax.fusion.graph import Equation, graph_of, opened
 from jax_softmax.fusion.groups import foldable
@@ -18,6 +19,11 @@ def is_plain(equation, *names) -> bool:
     if equation is None or equation.name not in names or len(equation.params["axes"]) != 1:
         return False
     return foldable(equation) and all(a.aval.dtype != bool for a in equation.inputs)
+
+
+def is_alike(equation) -> bool:
+    """Whether its result's elements are its operand's, up to a rounding."""
+    return expressions.is_view(equation) or equation.name in (*expressions.SAME, "convert_element_type")
 
 
 def spliced(function, inputs, outputs, like) -> list[Equation]:

@@ -1,0 +1,164 @@
+"""Products of exponentials that are divided by their sums, as (E v) / S: products of softmax(x) = E / S.
+
+With c = t / S, the cotangent of a product, and w = t vᵀ: Eᵀ c is softmax(x)ᵀ t, c vᵀ is w / S, and the sum over
+features of t (E v) is that over the row of E w. From the latter two `written_out.py` has the cotangent of x.
+"""
+
+from typing import NamedTuple
+
+from jax_softmax.fusion import places, splicing
+from jax_softmax.fusion.attention.products import Product
+from jax_softmax.fusion.graph import Equation
+from jax_softmax.fusion.places import factors_of, key_of
+
+
+class Quotients(NamedTuple):
+    replacements: dict  # by equation, those in its place
+    new: list[Equation]  # which these need
+    products: dict  # by variable that is w / S: w, and its place
+    sums: dict  # by variable that is a sum over features: its place, the form of what it is multiplied by, and w
+
+
+def found(rows, e, softmax) -> Quotients:
+    """Of exponentials of `written_out.Rows`; `softmax` is a new variable."""
+    walk = _Walk(rows, e, softmax)
+    for a, place in walk.weights.items():
+        for equation, k in _products_of(rows.graph, a):
+            product = Product(equation, place, k)
+            if product.contracted == {id(f) for f in factors_of([rows.along])}:
+                walk.forward(equation, k, product)
+    return walk.quotients
+
+
+_ALONG = ("mul", "div", "neg")
+
+
+def _products_of(graph, a):
+    return [(r, r.inputs.index(a)) for r in graph.readers.get(a, ()) if r.name == "dot_general"]
+
+
+class _Walk:
+    def __init__(self, rows, e, softmax):
+        self.rows, self.graph = rows, rows.graph
+        self.weights = self._reached(e, rows.place)
+        self.of_weights = {e: softmax}
+        self.quotients = Quotients({}, [], {}, {})
+
+    def _reached(self, a, place, names=()):
+        """The variables that are made of one, element by element, and their places."""
+        reached, pending = {a: place}, [a]
+        while pending:
+            a = pending.pop()
+            for reader in self.graph.readers.get(a, ()):
+                if not splicing.is_alike(reader) and reader.name not in names:
+                    continue
+                (v,), out = reader.outputs, places.output_of(reader, reached[a], reader.inputs.index(a))
+                if out is not None and v not in reached:
+                    reached[v] = out
+                    pending.append(v)
+        return reached
+
+    def _copied(self, a, known):
+        """What a value is, made of others than it was: what these are is known."""
+        if a not in known:
+            maker = self.graph.maker[a]
+            source = self._copied(maker.inputs[0], known)
+            known[a] = type(a)(a.aval)
+            self.quotients.new.append(Equation(maker.eqn, [source], [known[a]], maker.params))
+        return known[a]
+
+    def _product(self, equation, operands):
+        (v,) = equation.outputs
+        made = type(v)(v.aval)
+        self.quotients.new.append(Equation(equation.eqn, operands, [made], equation.params))
+        return made
+
+    def _replace(self, equation, made):
+        self.quotients.replacements[equation] = splicing.spliced(lambda a: a, [made], equation.outputs, equation)
+
+    def forward(self, equation, k, product):
+        (v,) = equation.outputs
+        known: dict = {}
+        for d, place in self._reached(v, product.result).items():
+            for reader in self.graph.readers.get(d, ()):
+                if not self._is_quotient(reader, reader.inputs.index(d), place):
+                    continue
+                if not known:
+                    operands = list(equation.inputs)
+                    operands[k] = self._copied(operands[k], self.of_weights)
+                    known[v] = self._product(equation, operands)
+                self._replace(reader, self._copied(d, known))
+        for d, place in self._reached(v, product.result).items():
+            for equation, k in self._quotients_like(d):
+                if equation not in self.quotients.replacements and self._is_quotient(equation, k, place):
+                    self._backward(equation.outputs[0], equation.inputs[k], place, product, v)
+
+    def _quotients_like(self, d):
+        """The equations that may divide an array of this shape by the sums, and which operand that is."""
+        sums = [r for a in self.weights for r in self.graph.readers.get(a, ()) if r.name == "reduce_sum"]
+        totals, found = [v for equation in sums for v in equation.outputs], {}
+        for v in totals:
+            for reader in self.graph.readers.get(v, ()):
+                if reader.outputs[0].aval.shape == d.aval.shape and reader.name in ("mul", "div"):
+                    found |= {reader: 1 - reader.inputs.index(v)}
+                elif splicing.is_alike(reader) or reader.name == "div":
+                    totals += [w for w in reader.outputs if w not in totals]
+        return found.items()
+
+    def _is_quotient(self, equation, k, place):
+        """Whether the k-th operand is divided by the sums."""
+        if equation.name not in ("mul", "div") or equation.outputs[0].aval.shape != equation.inputs[k].aval.shape:
+            return False
+        if equation.name == "div" and k == 1:
+            return False
+        place = places.inputs_of(equation, place)[1 - k]
+        return self.rows.power_of_sums(equation.inputs[1 - k], place) == (1 if equation.name == "div" else -1)
+
+    def _backward(self, c, t, place, product, v):
+        known, (features,) = {c: t}, [frozenset(id(f) for f in factors_of(product.own))]
+        made = None
+        for a, its_place in self._reached(c, place).items():
+            for equation, k in _products_of(self.graph, a):
+                other, operands = equation.inputs[1 - k], list(equation.inputs)
+                if other in self.weights and self._shares_rows(equation, k, its_place):
+                    operands[k], operands[1 - k] = self._copied(a, known), self._copied(other, self.of_weights)
+                    self._replace(equation, self._product(equation, operands))
+                elif other is product.other.variable and made is None:
+                    before = Product(equation, its_place, k)
+                    at = self._place_of_elements(before, product)
+                    if before.contracted == features and at is not None:
+                        operands[k] = self._copied(a, known)
+                        made = self._product(equation, operands), at
+                        self.quotients.products[equation.outputs[0]] = made
+        self._sums(v, (t, place), product, features, made)
+
+    def _shares_rows(self, equation, k, place):
+        """Whether an operand lies among the other one's rows, to each of which a sum belongs."""
+        weights = self.weights[equation.inputs[1 - k]]
+        expected = Product(equation, weights, 1 - k).other.place
+        rows = {id(f) for f in factors_of(self.rows.place)} - {id(f) for f in factors_of([self.rows.along])}
+        both = ([[id(f) for f in factors_of([dim]) if id(f) in rows] for dim in p] for p in (expected, place))
+        return next(both) == next(both) and rows <= {id(f) for f in factors_of(place)}
+
+    def _place_of_elements(self, before, product):
+        """Of a product with the values, if it has a dimension of theirs where the rows have their own."""
+        fresh = {id(f) for f in factors_of(before.own)}
+        for mine, theirs in zip(before.other.place, product.other.place, strict=True):
+            is_along = key_of([theirs]) == key_of([self.rows.along])
+            if key_of([mine]) != key_of([theirs]) and not (is_along and {id(f) for f in factors_of([mine])} <= fresh):
+                return None
+        return [
+            self.rows.along if dim and {id(f) for f in factors_of([dim])} <= fresh else dim for dim in before.result
+        ]
+
+    def _sums(self, v, t, product, features, made):
+        """The sums over features of the product times its cotangent."""
+        for a, place in self._reached(v, product.result, _ALONG).items():
+            for equation in self.graph.readers.get(a, ()) if made else ():
+                if equation.name != "reduce_sum":
+                    continue
+                over = {id(f) for d in equation.params["axes"] for f in factors_of([place[d]])}
+                rest = self.rows.ratio((a, place), ((v, product.result), t))
+                if over == features and rest is not None:
+                    its_place = [dim for d, dim in enumerate(place) if d not in equation.params["axes"]]
+                    self.quotients.sums[equation.outputs[0]] = its_place, rest, made

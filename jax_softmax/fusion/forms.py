@@ -1,0 +1,312 @@
+"""What arrays are in terms of a softmax that a program writes out: polynomials, their forms.
+
+The factors are x, its rows' maximum M, E = exp(x - M), its rows' sum S, log S, and other arrays. A sum over a row is
+one more factor, without what all of its elements share; that of E is S. So two ways to compute the same have one form.
+"""
+
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_softmax.fusion import expressions, places
+from jax_softmax.fusion.expressions import is_variable
+from jax_softmax.fusion.graph import result_of
+from jax_softmax.fusion.places import factors_of, key_of
+from jax_softmax.primitives import reference
+
+X, M, E, S, LOG_S = "x", "M", "E", "S", "log S"
+_FOLLOWED = ("add", "add_any", "sub", "mul", "div", "neg", "square", "integer_pow", "exp", "log", "reduce_sum")
+_FOLLOWED += ("convert_element_type", "select_n", "eq", "abs", "is_finite", *expressions.VIEWS, *expressions.SAME)
+_ALIKE = ("neg", *expressions.VIEWS, *expressions.SAME)  # arrays of other values are followed as far as these
+_MOST_TERMS = 24
+
+
+class Array(NamedTuple):
+    """A variable that has no other form."""
+
+    variable: object
+    dims: tuple | None  # of x, which its own ones are; None if they are not x's in order
+    place: tuple
+
+
+class Sum(NamedTuple):
+    """The sum over a row of a product."""
+
+    product: frozenset
+
+
+# A form is a dictionary: by products, which are sets of factors with their powers, their coefficients.
+ONE: frozenset = frozenset()
+
+
+def form_of(factor, power=1):
+    return {frozenset([(factor, power)]): 1.0}
+
+
+def added(a, b, times=1.0):
+    found = dict(a)
+    for product, c in b.items():
+        total = found.pop(product, 0.0) + times * c
+        if not abs(total) <= 1e-6 * abs(c):
+            found[product] = total
+    return found
+
+
+def joined(*products):
+    powers: dict = {}
+    for factor, power in (pair for product in products for pair in product):
+        powers[factor] = powers.get(factor, 0) + power
+    return frozenset((factor, power) for factor, power in powers.items() if power)
+
+
+def multiplied(a, b):
+    if len(a) * len(b) > _MOST_TERMS:
+        return None
+    found: dict = {}
+    for p, c in a.items():
+        for q, d in b.items():
+            found = added(found, {joined(p, q): c * d})
+    return found
+
+
+def power_of(a, power):
+    if len(a) == 1 and abs(power) <= 4:
+        ((product, c),) = a.items()
+        return {joined([(factor, n * power) for factor, n in product]): c**power} if c else None
+    return multiplied(a, a) if power == 2 else None
+
+
+def is_followed(equation):
+    """Whether a form may be that of an equation's operands."""
+    return equation.name in _FOLLOWED and len(equation.outputs) == 1
+
+
+def is_widened(maker):
+    """Whether it gives a number more bits."""
+    (a, *_), v = maker.inputs, maker.outputs[0]
+    return maker.name == "convert_element_type" and is_float(a) and a.aval.dtype.itemsize <= v.aval.dtype.itemsize
+
+
+def is_float(a):
+    return jnp.issubdtype(a.aval.dtype, jnp.floating)
+
+
+_SHIFTED = added(form_of(X), form_of(M), -1.0)
+SOFTMAX = multiplied(form_of(E), form_of(S, -1))
+LOG_SOFTMAX = added(_SHIFTED, form_of(LOG_S), -1.0)
+
+
+class Forms:
+    """The forms of what a program makes of an array's rows, whose maxima, or operator, are an equation's."""
+
+    def __init__(self, graph, equation):
+        self.graph, self.equation, self.axes = graph, equation, tuple(equation.params["axes"])
+        self.x, self.shape = equation.inputs[0], equation.inputs[0].aval.shape
+        self.shape_of_rows = tuple(1 if d in self.axes else n for d, n in enumerate(self.shape))
+        self.place = places.whole(self.shape)
+        self.place_of_rows = [dim for d, dim in enumerate(self.place) if d not in self.axes]
+        self.along = self.place[self.axes[0]]
+        self.root = self._root(self.x)
+        self.has_operator = equation.name == "logsumexp"
+        self.made: set = set(equation.outputs)  # the maxima, and what is made of them
+        self.known: dict = {}  # by variable and place
+        self.operators: dict = {}  # the variables that are softmax or log_softmax, by which it is
+        self.maps: set = set()  # those that are results of softmax's linear map, which add up to 0 in each row
+        self.products: dict = {}  # and the sums, of `divided_later.Quotients`
+        self.sums: dict = {}
+        self.numbers = {factor: k for k, factor in enumerate((X, M, E, S, LOG_S))}  # of factors, in their order
+
+    def of(self, a, place) -> dict:
+        """The form of a value at a place."""
+        return result_of(self._form(a, place))
+
+    def name(self, v):
+        """Makes a variable a factor of others' forms."""
+        self.known[v, key_of(self.place)] = form_of(self._array(v, self.place))
+
+    def _root(self, a):
+        """What a value is, before it was copied or had more bits."""
+        while is_variable(a) and (maker := self.graph.maker.get(a)) is not None:
+            if not is_widened(maker) and maker.name not in expressions.SAME:
+                break
+            (a,) = maker.inputs
+        return a
+
+    # ---- Forms
+
+    def _form(self, a, place):
+        if not is_variable(a):
+            return {ONE: math.nan if np.iscomplexobj(a.val) else float(a.val)} if a.val else {}
+        key = a, key_of(place)
+        if key not in self.known:
+            form = yield self._found(a, place)
+            if form is None or len(form) > _MOST_TERMS or not all(map(math.isfinite, form.values())):
+                form = form_of(self._array(a, place))
+            self.known[key] = form
+        return self.known[key]
+
+    def _array(self, a, place):
+        factors = factors_of(place)
+        dims = [d for d, dim in enumerate(self.place) if not set(factors_of([dim])).isdisjoint(factors)]
+        is_in_order = factors == factors_of([self.place[d] for d in dims])
+        found = Array(a, tuple(dims) if is_in_order else None, key_of(place))
+        self.numbers.setdefault(found, len(self.numbers))
+        return found
+
+    def _found(self, a, place):
+        """The form of a variable, or None where it has no other than its name."""
+        maker = self.graph.maker.get(a)
+        if self._root(a) is self.root and key_of(place) == key_of(self.place):
+            return form_of(X)
+        if a in self.equation.outputs and factors_of(place) == factors_of(self.place_of_rows):
+            return form_of((M, S)[self.equation.outputs.index(a)])
+        if a in self.products and key_of(place) == key_of(self.products[a][1]):
+            return multiplied(form_of(S, -1), form_of(self._array(self.products[a][0], place)))
+        if a in self.sums and key_of(place) == key_of(self.sums[a][0]):
+            _, form, (product, its_place) = self.sums[a]
+            return multiplied(form, self.summed(multiplied(form_of(E), form_of(self._array(product, its_place)))))
+        if a in self.operators or a in self.maps or maker is None or not is_followed(maker):
+            return None
+        if a not in self.made and self._is_along(place) and not (maker.name in _ALIKE or is_widened(maker)):
+            return None
+        if maker.name == "reduce_sum":
+            return (yield self._sum(maker, place))
+        inputs = places.inputs_of(maker, place)
+        if inputs is None:
+            return None
+        of = []
+        for operand, its_place in zip(maker.inputs, inputs, strict=True):
+            of.append((yield self._form(operand, its_place)))
+        if maker.name in expressions.VIEWS or maker.name in expressions.SAME:
+            return of[0]
+        found = self._of_operation(maker, of)
+        return self._in_most_rows(maker, of) if found is None and self.has_operator else found
+
+    def _is_along(self, place):
+        """Whether a value at a place is not the same in all columns."""
+        return not set(factors_of([self.along])).isdisjoint(factors_of(place))
+
+    def _of_operation(self, maker, of):
+        name = maker.name
+        if name in ("add", "add_any"):
+            return added(*of)
+        if name == "sub":
+            return added(*of, -1.0)
+        if name == "neg":
+            return added({}, of[0], -1.0)
+        if name == "mul":
+            return multiplied(*of)
+        if name == "div":
+            inverse = power_of(of[1], -1)
+            return None if inverse is None else multiplied(of[0], inverse)
+        if name in ("square", "integer_pow"):
+            return power_of(of[0], maker.params.get("y", 2))
+        if name == "convert_element_type" and is_float(maker.inputs[0]) and is_float(maker.outputs[0]):
+            # The operator's own numbers are rounded once, in its results; others as the program rounds them.
+            is_own = all(any(not isinstance(factor, Array) for factor, _ in product) for product in of[0])
+            return of[0] if is_own or is_widened(maker) else None
+        if name == "exp" and of[0] == _SHIFTED:
+            return form_of(E)
+        return form_of(LOG_S) if name == "log" and of[0] == form_of(S) else None
+
+    def _in_most_rows(self, maker, of):
+        """What the logarithm of the operator's sum, and its derivative, are in rows whose maximum is finite."""
+        number = {frozenset(): 0.0} | of[-1] if maker.name == "eq" else {}
+        if maker.name == "eq" and of[0] == form_of(S) and set(number) == {ONE} and number[ONE] in (0, math.inf):
+            return {}
+        if maker.name == "is_finite" and of[0] == form_of(M):
+            return {ONE: 1.0}
+        if maker.name == "select_n" and len(of) == 3 and of[0] in ({}, {ONE: 1.0}):
+            return of[1 + len(of[0])]
+        is_kept = maker.name == "abs" and of[0] == form_of(S)
+        is_kept |= maker.name == "convert_element_type" and not of[0]  # False
+        return of[0] if is_kept else None
+
+    def _sum(self, maker, place):
+        """Of a sum over a row; axes of extent 1 may be summed as well."""
+        (a,), (axis,) = maker.inputs, self.axes
+        over = [d for d in maker.params["axes"] if a.aval.shape[d] > 1]
+        rest = iter(place)
+        if len(over) > 1 or any(a.aval.shape[d] != self.shape[axis] for d in over):
+            return None
+        if over and self._is_along(place):
+            return None
+        summed = maker.params["axes"]
+        its_place = [
+            next(rest) if d not in summed else self.along if d in over else [] for d in range(len(a.aval.shape))
+        ]
+        form = yield self._form(a, its_place)
+        return self.summed(form) if over else form
+
+    def summed(self, form):
+        found: dict = {}
+        for product, c in form.items():
+            of_rows, of_elements = self.split(product)
+            if len(of_elements) == 1 and self.adds_up_to_0(*of_elements):
+                continue
+            if of_elements == frozenset([(E, 1)]):
+                of_rows = joined(of_rows, [(S, 1)])
+            elif of_elements:
+                self.numbers.setdefault(Sum(of_elements), len(self.numbers))
+                of_rows = joined(of_rows, [(Sum(of_elements), 1)])
+            else:
+                c *= self.shape[self.axes[0]]
+            found = added(found, {of_rows: c})
+        return found
+
+    def adds_up_to_0(self, pair):
+        factor, power = pair
+        return isinstance(factor, Array) and factor.variable in self.maps and power == 1
+
+    def split(self, product):
+        """The factors that all elements of a row share, and the others."""
+        of_rows = frozenset(pair for pair in product if self._is_of_rows(pair[0]))
+        return of_rows, product - of_rows
+
+    def _is_of_rows(self, factor):
+        if isinstance(factor, Array):
+            return factor.dims is not None and self.axes[0] not in factor.dims
+        return factor not in (X, E)
+
+    def power_of_sums(self, a, place):
+        """1 of S, -1 of 1 / S."""
+        form = result_of(self._form(a, place))
+        return next((n for n in (1, -1) if form == form_of(S, n)), None)
+
+    def ratio(self, a, others):
+        """The number of rows that a value is a multiple of others' product by, or None. Each has a place with it."""
+        form, *forms = (result_of(self._form(*one)) for one in (a, *others))
+        form = functools.reduce(
+            lambda a, b: a and b and multiplied(a, b), (power_of(other, -1) for other in forms), form
+        )
+        return form if form and not any(self.split(product)[1] for product in form) else None
+
+    # ---- Values
+
+    def value(self, form, given):
+        """What a form is of these arrays."""
+        result = None
+        for product, c in form.items():
+            of_rows, of_elements = self.split(product)
+            term = None if c == 1 and product else jnp.float32(c)
+            for pairs, shape in ((of_rows, self.shape_of_rows), (of_elements, self.shape)):
+                for factor, power in sorted(pairs, key=lambda pair: self.numbers[pair[0]]):
+                    value = self._value_of(factor, given)
+                    value = value if power == 1 else jax.lax.integer_pow(reference.widened(value), power)
+                    term = value if term is None else reference.widened(term) * reference.widened(value)
+                term = term if term is None or not pairs else jnp.broadcast_to(term, shape)
+            result = term if result is None else reference.widened(result) + reference.widened(term)
+        return jnp.zeros(self.shape_of_rows, jnp.float32) if result is None else result
+
+    def _value_of(self, factor, given):
+        if factor == E:
+            return jnp.exp(reference.widened(given[X]) - given[M])
+        if factor == LOG_S:
+            return jnp.log(given[S])
+        if isinstance(factor, Sum):
+            return jnp.sum(reference.widened(self.value({factor.product: 1.0}, given)), self.axes, keepdims=True)
+        return given[factor]
