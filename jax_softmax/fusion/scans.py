@@ -48,7 +48,9 @@ def _with_masks_inside(graph, scan) -> list | None:
     none."""
     parts = _private.parts_of_scan(scan.params, scan.inputs, scan.outputs)
     body = opened(scan.params["jaxpr"])[0]
-    of_scores = _made_into_scores(body)
+    inner = graph_of(body)
+    softmaxes = (e for e in inner.equations if e.name in _SOFTMAX or has_softmax(e))
+    of_scores = expressions.made_of(inner, [a for e in softmaxes for a in variables_of(e.inputs)])
     consts = [a for a, v in zip(parts.consts, body.invars, strict=False) if is_variable(a) and v in of_scores]
     made = {a: _made_of_little(graph, a) for a in dict.fromkeys(consts)}
     made = {a: equations for a, equations in made.items() if equations}
@@ -76,13 +78,6 @@ def _with_masks_inside(graph, scan) -> list | None:
         return [*carry, *ys]
 
     return splicing.spliced(function, [*leaves, *rest, *parts.init, *parts.xs], scan.outputs, scan)
-
-
-def _made_into_scores(body) -> dict:
-    """The variables of which the operands of softmaxes are made, element by element."""
-    graph = graph_of(body)
-    read = [a for e in graph.equations if e.name in _SOFTMAX or has_softmax(e) for a in variables_of(e.inputs)]
-    return expressions.made_of(graph, read)
 
 
 _SOFTMAX = ("softmax", "softmax_linear")

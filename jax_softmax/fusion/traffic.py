@@ -22,14 +22,12 @@ def traffic_of(group, reads, written, groups, moved=(), alone=False) -> judge.Tr
         writes_of_xla += 0 if merged else bytes_of(variable)
     if judge.xla_makes_whole_rows(group.op, x.shape, group.axes):
         ours += sum(bytes_of(sum_.inputs[0]) for sum_ in _sums_of_the_same(group, reads, groups))
-    rows = sum(map(bytes_of, group.row_results))
     own = [*group.equation.inputs, *group.equation.outputs]
-    around = sum(2 * bytes_of(a) for a in own if not groups.stands(a) and a not in group.row_results)
-    unfolded = sum(map(bytes_of, own)) + around
+    around = [a for a in own if not groups.stands(a) and a not in group.row_results]
+    unfolded, read, rows = (sum(map(bytes_of, a)) for a in (own + 2 * around, reads, group.row_results))
     first = {e for folded in group.before for e in folded.values()}
     after = {*group.after.values(), *group.sides_after.values()}
     instructions = [sum(map(expressions.instructions, equations)) for equations in (first, after)]
-    read = sum(map(bytes_of, reads))
     traffic = judge.traffic_of(group.op, x.shape, group.axes, unfolded, ours, read, writes_of_xla, rows, instructions)
     return traffic._replace(ours=unfolded) if alone else traffic
 

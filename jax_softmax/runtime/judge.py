@@ -125,10 +125,7 @@ def plan_of(call, device, sources=True):
 def scratch_bytes(call) -> int | None:
     """The bytes that blocks may need to exchange states through, on whatever device, or None for a call that is XLA's.
 
-    Begins to make the kernels for the devices that are here.
-
-    Raises:
-      ValueError: there is no such call.
+    Begins to make the kernels for the devices that are here. Raises a ValueError if there is no such call.
     """
     here = _kernels.devices_here()
     plans = [plan_of(call, device, sources=False) for device in (*_ALL_KINDS, *here)]
@@ -221,9 +218,8 @@ def traffic_of(op, shape, axes, unfolded, ours, reads, writes_of_xla, of_rows, i
     of_instruction = _BYTES_OF_INSTRUCTION * math.prod(shape)
     ours = max(ours, int(of_instruction * (before + after + _OPERATOR)))
     xla = max(reads_of_xla * reads + writes_of_xla, of_instruction * (reads_of_xla * before + after + _OPERATOR))
-    columns, speed = math.prod(shape[d] for d in axes), 1.0
-    if whole_rows:
-        speed = next(speed for most, speed in _SPEED.items() if columns <= most)
+    columns = math.prod(shape[d] for d in axes)
+    speed = next(speed for most, speed in _SPEED.items() if columns <= most) if whole_rows else 1.0
     return Traffic(unfolded, ours + of_rows, int((xla + of_rows) / speed))
 
 
