@@ -1,8 +1,8 @@
 #include <nanobind/nanobind.h>
-#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
@@ -65,6 +65,7 @@ nb::dict operators() {
     row["on_cpu"] = op.on_cpu;
     row["quantizes"] = op.quantizes;
     row["sums"] = op.cost.sums;
+    row["logarithms"] = op.cost.logarithms;
     table[op.name] = row;
   }
   return table;
@@ -77,17 +78,25 @@ nb::list extents(const Dims& dims) {
 }
 
 nb::object plan(const Arrays& operands, const Arrays& results, const nb::dict& attributes, int compute_capability,
-                int multiprocessors, int shared_memory_per_block, int largest_cluster) {
+                int multiprocessors, int shared_memory_per_block, int largest_cluster, bool sources) {
   const Call call = call_of(operands, results, attributes);
   const Problem problem = checked_problem(call);
   const Device device{compute_capability, multiprocessors, shared_memory_per_block, largest_cluster};
-  const std::optional<Planned> planned = plan_call(call, problem, device);
-  if (!planned) return nb::none();
-  nb::dict fields;
-  std::visit([&](const auto& p) { p.each([&](const char* name, auto value) { fields[name] = value; }); },
-             planned->plan);
+  const std::optional<Plan> plan = make_plan(problem, device);
+  if (!plan) return nb::none();
+  const View& view = problem.view;
+  nb::dict result, fields;
+  std::visit([&](const auto& p) { p.each([&](const char* name, auto value) { fields[name] = value; }); }, *plan);
+  result["schedule"] = kScheduleNames[plan->index()];
+  result["fields"] = fields;
+  result["scratch_bytes"] = scratch_bytes(*plan, problem);
+  result["kept"] = extents(view.kept);
+  result["reduced"] = extents(view.reduced);
+  result["aligned"] = boundary_of(view, kPackBytes, problem.footprint()) == 0;
+  if (!sources) return result;
+  const Planned planned = *plan_call(call, problem, device);
   nb::list steps;
-  for (const PlannedStep& step : planned->steps) {
+  for (const PlannedStep& step : planned.steps) {
     nb::dict entry;
     entry["code"] = step.source.code;
     entry["plan"] = step.source.plan;
@@ -99,20 +108,8 @@ nb::object plan(const Arrays& operands, const Arrays& results, const nb::dict& a
     entry["overlap"] = step.launch.overlaps;
     steps.append(entry);
   }
-  nb::dict result;
-  result["schedule"] = kScheduleNames[planned->plan.index()];
-  result["fields"] = fields;
   result["steps"] = steps;
-  result["scratch_bytes"] = planned->scratch_bytes;
-  result["faster_than_xla"] = faster_than_xla(planned->plan, problem);
-  result["kept"] = extents(problem.view.kept);
-  result["reduced"] = extents(problem.view.reduced);
   return result;
-}
-
-std::optional<int64_t> lower(const Arrays& operands, const Arrays& results, const nb::dict& attributes) {
-  const Call call = call_of(operands, results, attributes);
-  return lower_for_cuda(call, checked_problem(call));
 }
 
 nb::dict build_info() {
@@ -253,12 +250,11 @@ NB_MODULE(_kernels, m) {
       "limit_devices", &limit_devices, nb::arg("shared_memory_per_block") = INT_MAX,
       nb::arg("largest_cluster") = INT_MAX,
       "Has CUDA plans made as if every device had no more than this; for tests. Without arguments, lifts the limits.");
-  m.def("plan", &plan, nb::arg("operands"), nb::arg("results"), nb::arg("attributes"),
-        nb::arg("compute_capability") = 90, nb::arg("multiprocessors") = 132,
-        nb::arg("shared_memory_per_block") = 227 * 1024, nb::arg("largest_cluster") = 16,
-        "The plan of a call and the source of its kernels. `operands` and `results`: shapes and dtypes.");
-  m.def("lower_for_cuda", &lower, nb::arg("operands"), nb::arg("results"), nb::arg("attributes"),
-        "The bytes that a call on CUDA may need to work with, or None if XLA itself is as fast. Begins to make its "
-        "kernels.");
+  m.def(
+      "plan", &plan, nb::arg("operands"), nb::arg("results"), nb::arg("attributes"), nb::arg("compute_capability") = 90,
+      nb::arg("multiprocessors") = 132, nb::arg("shared_memory_per_block") = 227 * 1024,
+      nb::arg("largest_cluster") = 16, nb::arg("sources") = true,
+      "The plan of a call, how its rows lie in memory, and its kernels. `operands` and `results`: shapes and dtypes.");
+  m.def("devices_here", &devices_here, "The GPUs: of each the four numbers that `plan` takes.");
   bind_jit(m);
 }

@@ -18,11 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import mlir
 
-from jax_softmax.fusion import traffic, transform
-from jax_softmax.fusion.attention import matcher
+from jax_softmax.fusion import transform
 from jax_softmax.fusion.kernels import Kernel, kernel_p, lower
 from jax_softmax.primitives.operators import OPERATORS
 from jax_softmax.primitives.records import apply
+from jax_softmax.runtime import judge
 from jax_softmax.runtime.lowering import TARGET
 
 # `device/functions.cuh` is the kernels' own; what it includes, and a warp's part of attention, the tests have.
@@ -44,8 +44,8 @@ def kernels(always=True, in_jax=False, attention=False):
     its kernels, which `attention_on_host` has to run.
     """
     made = []
-    ffi_call, wins = jax.ffi.ffi_call, traffic.Traffic.kernel_wins
-    attention_wins = matcher.attention_wins
+    ffi_call, wins = jax.ffi.ffi_call, judge.Traffic.kernel_wins
+    attention_wins = judge.attention_wins
     call, scratch_bytes = Kernel.call, Kernel.scratch_bytes
 
     def recorded(self, *operands):
@@ -56,9 +56,9 @@ def kernels(always=True, in_jax=False, attention=False):
         return _call(types) if target == TARGET else ffi_call(target, types, **options)
 
     jax.ffi.ffi_call, Kernel.call = emulated_call, recorded
-    matcher.attention_wins = lambda *_: attention
+    judge.attention_wins = lambda *_: attention
     if always:
-        traffic.Traffic.kernel_wins = property(lambda self: True)
+        judge.Traffic.kernel_wins = property(lambda self: True)
         Kernel.scratch_bytes = lambda self: scratch_bytes(self) or 0
     mlir.register_lowering(transform.fused_p, transform._lower_for_cuda, platform="cpu")
     mlir.register_lowering(kernel_p, functools.partial(lower, platform="cpu"), platform="cpu")
@@ -67,9 +67,9 @@ def kernels(always=True, in_jax=False, attention=False):
             yield made
     finally:
         mlir.register_lowering(transform.fused_p, transform._lower, platform="cpu")
-        jax.ffi.ffi_call, traffic.Traffic.kernel_wins = ffi_call, wins
+        jax.ffi.ffi_call, judge.Traffic.kernel_wins = ffi_call, wins
         Kernel.call, Kernel.scratch_bytes = call, scratch_bytes
-        matcher.attention_wins = attention_wins
+        judge.attention_wins = attention_wins
 
 
 @contextlib.contextmanager
@@ -79,18 +79,18 @@ def all_kernels(attention=False):
     `attention`: attention is done by its own.
     """
     made = []
-    call, wins, attention_wins = Kernel.call, traffic.Traffic.kernel_wins, matcher.attention_wins
+    call, wins, attention_wins = Kernel.call, judge.Traffic.kernel_wins, judge.attention_wins
 
     def recorded(self, *operands):
         made.append(self)
         return call(self, *operands)
 
-    Kernel.call, traffic.Traffic.kernel_wins = recorded, property(lambda self: True)
-    matcher.attention_wins = lambda *_: attention
+    Kernel.call, judge.Traffic.kernel_wins = recorded, property(lambda self: True)
+    judge.attention_wins = lambda *_: attention
     try:
         yield made
     finally:
-        Kernel.call, traffic.Traffic.kernel_wins, matcher.attention_wins = call, wins, attention_wins
+        Kernel.call, judge.Traffic.kernel_wins, judge.attention_wins = call, wins, attention_wins
 
 
 def _call(types):

@@ -24,7 +24,7 @@ from oracles import (
 
 import jax_softmax
 from jax_softmax import _kernels
-from jax_softmax.runtime import cuda
+from jax_softmax.runtime import cuda, judge
 from jax_softmax.runtime.lowering import attributes, described
 
 OPERATORS = {"softmax": jax_softmax.softmax, "log_softmax": jax_softmax.log_softmax}
@@ -225,7 +225,8 @@ def plan(shape, axes, op="softmax", dtype="float32", mask_shape=None, on=H200, s
     roles = [f"index:{np.argmax(shape)}" if dtype == "index" else "array" for shape, dtype in sides]
     beside = [side for side in sides if side[1] != "index"]
     call = described(op, shape, axes, dtype, mask_shape, arrays=" ".join(roles), beside=beside, **fused)
-    return _kernels.plan(**call, **on)
+    made = _kernels.plan(**call, **on)
+    return made and made | {"why_xla": judge.why_xla(call, made)}
 
 
 def call_kernel(

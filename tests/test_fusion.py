@@ -23,8 +23,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jax_softmax
-from jax_softmax import fuse
-from jax_softmax.fusion import traffic
+from jax_softmax import _kernels, fuse
+from jax_softmax.runtime import judge
 
 pytestmark = pytest.mark.usefixtures("default_flags")
 
@@ -844,9 +844,9 @@ class TestExplain:
         assert "jax_softmax" not in jax.jit(f).trace(x).lower(lowering_platforms=("cuda",)).as_text()
 
     def test_the_model_decides(self, monkeypatch):
-        monkeypatch.setattr(traffic, "_SPEED", {8192: 1.0})
+        monkeypatch.setattr(judge, "_SPEED", {8192: 1.0})
         assert not fuse(attention_row).explain(LARGE)[0].traffic.kernel_wins
-        monkeypatch.setattr(traffic, "_SPEED", {8192: 0.5})
+        monkeypatch.setattr(judge, "_SPEED", {8192: 0.5})
         assert fuse(attention_row).explain(LARGE)[0].traffic.kernel_wins
 
     @compiler_is_needed
@@ -876,7 +876,7 @@ NAMES_THAT_COMPILE = (
 @pytest.mark.parametrize("name", NAMES_THAT_COMPILE)
 def test_compiles(jit, name):
     for call in CASES[name].lowered[1]:
-        for step in call.plan(**support.H200)["steps"]:
+        for step in _kernels.plan(**call._described(), **support.H200)["steps"]:
             assert jit.binary(step["code"])[:4] == b"\x7fELF"
 
 

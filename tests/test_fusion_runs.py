@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_softmax
 from jax_softmax import fuse
-from jax_softmax.fusion import traffic
+from jax_softmax.runtime import judge
 
 pytestmark = pytest.mark.usefixtures("default_flags")
 
@@ -245,7 +245,7 @@ def test_jet():
 
 
 def test_two_platforms_at_once(monkeypatch):
-    monkeypatch.setattr(traffic.Traffic, "kernel_wins", True)
+    monkeypatch.setattr(judge.Traffic, "kernel_wins", True)
 
     def f(x):
         return jax.nn.softmax(x.astype(jnp.float32) * 0.5).astype(jnp.bfloat16)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from support import DEVICES, KERNELS, NAMES, OPS, ROW_OPS, WAYS, plan
 
 from jax_softmax import _kernels
+from jax_softmax.runtime import judge
 from jax_softmax.runtime.lowering import described
 
 MOST = 2**63 - 1  # elements
@@ -306,13 +307,25 @@ def test_planning_ends_for(name):
 @pytest.mark.parametrize("op", ["softmax", "softmax_linear"])
 def test_a_program_has_scratch_memory_for_every_device(op, way):
     """It is lowered before it is known which of them will run it."""
-    lowered = _kernels.lower_for_cuda(**described(op, way.shape, way.axes, "bfloat16"))
+    lowered = judge.scratch_bytes(described(op, way.shape, way.axes, "bfloat16"))
     plans = [way.plan(op, on=on) for on in DEVICES.values()]
     if lowered is None:  # it is XLA's
-        assert not any(plan["faster_than_xla"] for plan in plans)
+        assert all(plan["why_xla"] for plan in plans)
         return
     assert all(plan["scratch_bytes"] <= lowered for plan in plans)
     assert lowered <= max(math.prod(way.shape) * 2 // 20, 64 << 10)
+
+
+def test_a_program_is_judged_for_the_gpus_that_are_here(monkeypatch):
+    """Where there are none, for all kinds. The kernels that it calls begin to be made."""
+    call = described("softmax_linear", (2, 300_000), (1,), "bfloat16")
+    for names, wins in ([], True), (["H200"], True), (["T4"], False), (["T4", "H200"], True):
+        begun = set()
+        here = [tuple(DEVICES[name].values()) for name in names]
+        monkeypatch.setattr(_kernels, "devices_here", lambda here=here: here)
+        monkeypatch.setattr(_kernels, "jit_prepare", lambda code, plan, capability, begun=begun: begun.add(capability))
+        assert (judge.scratch_bytes(call) is not None) == wins
+        assert begun == {device[0] for device in here if wins}
 
 
 # ---- What is added up does not depend on the number of rows: which threads have which elements of a row

@@ -181,29 +181,6 @@ XLA_FFI_DEFINE_HANDLER(kInitialize, returning_errors(initialize), bound_to_initi
 // The same operands always lead to the same launches, so XLA may record them into a CUDA graph.
 XLA_FFI_DEFINE_HANDLER(kExecute, returning_errors(execute), bound_to_execute(), {ffi::Traits::kCmdBufferCompatible});
 
-// Chips that differ in what their plans exchange states for: those without clusters and those with; few multiprocessors
-// and many.
-std::vector<Device> all_kinds_of_devices() {
-  std::vector<Device> devices;
-  for (const int multiprocessors : {16, 132, 1024}) {
-    devices.push_back({75, multiprocessors, 64 << 10, 1});
-    devices.push_back({86, multiprocessors, 99 << 10, 1});
-    devices.push_back({80, multiprocessors, 163 << 10, 1});
-    devices.push_back({90, multiprocessors, 227 << 10, 16});
-    devices.push_back({120, multiprocessors, 99 << 10, 8});
-  }
-  return devices;
-}
-
-std::vector<Device> devices_here() {
-  std::vector<Device> devices;
-  const jit::Result<int> count = jit::device_count();
-  for (int ordinal = 0; count && ordinal < count.value; ++ordinal) {
-    if (const jit::Result<Device> device = device_of(ordinal)) devices.push_back(device.value);
-  }
-  return devices;
-}
-
 }  // namespace
 
 std::string problem_of(const Call& call, Problem* problem) {
@@ -240,38 +217,12 @@ std::string problem_of(const Call& call, Problem* problem) {
 std::optional<Planned> plan_call(const Call& call, const Problem& problem, const Device& device) {
   std::optional<Plan> plan = make_plan(problem, device);
   if (!plan) return {};
-  Planned planned{*plan, {}, scratch_bytes(*plan, problem)};
+  Planned planned{{}, scratch_bytes(*plan, problem)};
   const std::string described = describe(*plan) + ", " + describe(call);
   for (const Step& step : steps_of(*plan, problem, device)) {
     planned.steps.push_back({{source_of(*plan, step, problem, call), described}, step.launch, step.rows});
   }
   return planned;
-}
-
-std::optional<int64_t> lower_for_cuda(const Call& call, const Problem& problem) {
-  if (problem.view.elements() == 0 && problem.cost.row_results == 0) return 0;
-  const std::vector<Device> here = devices_here(), all = all_kinds_of_devices();
-  int64_t bytes = 0;
-  for (const std::vector<Device>* devices : {&all, &here}) {
-    for (const Device& device : *devices) {
-      const std::optional<Plan> plan = make_plan(problem, device);
-      if (!plan) return std::nullopt;
-      bytes = std::max(bytes, scratch_bytes(*plan, problem));
-    }
-  }
-  // A program that is lowered where there is no GPU is for another machine.
-  const auto faster = [&](const Device& device) {
-    const std::optional<Plan> plan = make_plan(problem, device);
-    return plan && faster_than_xla(*plan, problem);
-  };
-  const std::vector<Device>& candidates = here.empty() ? all : here;
-  if (std::none_of(candidates.begin(), candidates.end(), faster)) return std::nullopt;
-  for (const Device& device : here) {
-    if (const std::optional<Planned> planned = plan_call(call, problem, device)) {
-      for (const PlannedStep& step : planned->steps) jit::prepare(step.source, device.compute_capability);
-    }
-  }
-  return bytes;
 }
 
 jit::Result<Device> device_of(int ordinal) {
@@ -280,6 +231,17 @@ jit::Result<Device> device_of(int ordinal) {
   device.shared_memory_per_block = std::min(device.shared_memory_per_block, most_shared_memory.load());
   device.largest_cluster = std::min(device.largest_cluster, most_blocks.load());
   return found;
+}
+
+std::vector<std::tuple<int, int, int, int>> devices_here() {
+  std::vector<std::tuple<int, int, int, int>> devices;
+  const jit::Result<int> count = jit::device_count();
+  for (int ordinal = 0; count && ordinal < count.value; ++ordinal) {
+    const jit::Result<Device> found = device_of(ordinal);
+    const auto [capability, multiprocessors, shared_memory, cluster] = found.value;
+    if (found) devices.emplace_back(capability, multiprocessors, shared_memory, cluster);
+  }
+  return devices;
 }
 
 void limit_devices(int shared_memory_per_block, int largest_cluster) {

@@ -4,6 +4,7 @@
 
 #include <optional>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "ffi/call.h"
@@ -38,7 +39,6 @@ struct PlannedStep {
 };
 
 struct Planned {
-  Plan plan;
   std::vector<PlannedStep> steps;
   int64_t scratch_bytes;
 };
@@ -50,12 +50,9 @@ std::string problem_of(const Call& call, Problem* problem);
 // Nothing where no schedule covers the view.
 std::optional<Planned> plan_call(const Call& call, const Problem& problem, const Device& device);
 
-// How a call is lowered: nothing where no schedule covers the view or XLA itself is as fast, or else the bytes that
-// blocks may need to exchange states through, on whatever device. Begins to make the kernels for those that are here.
-std::optional<int64_t> lower_for_cuda(const Call& call, const Problem& problem);
-
 // The device, as plans are made for it: no more than what limit_devices has said.
 jit::Result<Device> device_of(int ordinal);
+std::vector<std::tuple<int, int, int, int>> devices_here();  // the numbers of each Device
 
 // From now on plans are made as if every device had no more than this, so that the schedules of other chips can be
 // tried.

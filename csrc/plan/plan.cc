@@ -10,12 +10,6 @@ namespace {
 // on how many rows there are.
 constexpr int kOperandOfScratch = 20;
 constexpr int64_t kMostElements = int64_t{1} << 56;  // far beyond any memory, so that sums of bytes fit 64 bits
-// Runs of fewer packs than this, that do not begin with whole ones, cost more at their edges than XLA does altogether.
-constexpr int kShortRun = 8;
-// Aligned rows of so many packs leave one in four lanes idle: with a logarithm for each, XLA is as fast.
-constexpr int kIdlingPacks = 3;
-// Runs of two operands, in rows of several, that are shorter pass through rings more slowly than XLA reads them twice.
-constexpr int kShortRunBytes = 2048;
 
 template <class... F>
 struct Overloaded : F... {
@@ -47,32 +41,6 @@ std::optional<Plan> make_plan(const Problem& problem, const Device& device) {
   if (auto plan = of(plan_twice(problem, device))) return plan;
   if (auto plan = of(plan_twice_tile(problem, false))) return plan;
   return of(plan_twice_tile(problem, true));
-}
-
-bool faster_than_xla(const Plan& plan, const Problem& problem) {
-  const View& view = problem.view;
-  const Footprint footprint = problem.footprint();
-  const Runs runs = runs_of(view, boundary_of(view, kPackBytes, footprint), footprint);
-  if (view.minor_reduced && runs.runs > 1 && !runs.aligned() && runs.elements < kShortRun * problem.width()) {
-    return false;
-  }
-  // Labels' elements are then in lines far apart, and XLA has more of them under way at once.
-  if (problem.cost.labelled && !problem.cost.element_results && !view.minor_reduced) return false;
-  const bool logarithm = problem.cost.logarithms > 0 && problem.cost.element_results && problem.cost.row_results == 0;
-  if (logarithm && problem.plain && view.contiguous_rows() && runs.aligned() && runs.packs == kIdlingPacks)
-    return false;
-  const bool two = problem.cost.inputs == 2 && problem.cost.element_results;
-  if (two && std::holds_alternative<Ring>(plan) && runs.runs > 1 && runs.elements * problem.in_bytes < kShortRunBytes) {
-    return false;
-  }
-  // A sector of each line, of two operands: other blocks read the rest of the cache lines, at other times.
-  if (const auto* tile = std::get_if<Tile>(&plan)) {
-    return !(two && tile->fold == 1 && tile->elements < view.line() && tile->packs * kPackBytes <= kSectorBytes);
-  }
-  // Two operands read twice, from whole packs: so does XLA, as fast.
-  if (const auto* twice = std::get_if<Twice>(&plan)) return !(two && twice->boundary == 0);
-  if (const auto* twice = std::get_if<TwiceTile>(&plan)) return !twice->one_block && !(two && twice->tile.aligned);
-  return true;
 }
 
 int64_t scratch_bytes(const Plan& plan, const Problem& problem) {

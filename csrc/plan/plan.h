@@ -54,10 +54,6 @@ inline constexpr const char* kScheduleNames[] = {"registers", "staged", "chunks"
 // depends on the row alone, never on how many rows there are.
 std::optional<Plan> make_plan(const Problem& problem, const Device& device);
 
-// Whether the plan is worth a custom call, which XLA does not fuse with what is around it: at least 5 % faster than
-// XLA's own reductions.
-bool faster_than_xla(const Plan& plan, const Problem& problem);
-
 // Bytes of memory that the plan needs for blocks to exchange states through.
 int64_t scratch_bytes(const Plan& plan, const Problem& problem);
 

@@ -198,6 +198,18 @@ def instructions(equation) -> int:
     return sum((10 if op.is_function else 1) + 2 * (op.rounds_to is not None) for op in operations)
 
 
+def made_of(graph, variables) -> dict:
+    """The variables and all that they are made of element by element, with the equations that do so, or None."""
+    pending, found = list(variables), {}
+    while pending:
+        a = pending.pop()
+        if a not in found:
+            maker = graph.maker.get(a)
+            found[a] = maker if maker is not None and prints(maker) else None
+            pending += filter(is_variable, maker.inputs) if found[a] is not None else []
+    return found
+
+
 class NotFolded(Exception):
     """Why a group cannot be a call of a kernel."""
 

@@ -13,13 +13,13 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from jax_softmax import _kernels
 from jax_softmax.devices import division, layouts, partitioning, parts
 from jax_softmax.fusion import printing
 from jax_softmax.fusion.expressions import Expression
 from jax_softmax.primitives import reference
 from jax_softmax.primitives.operators import OPERATORS
 from jax_softmax.primitives.records import apply
+from jax_softmax.runtime import judge
 from jax_softmax.runtime.lowering import TARGET, described
 
 
@@ -73,11 +73,7 @@ class Kernel(NamedTuple):
 
     def scratch_bytes(self) -> int | None:
         """Memory for blocks to exchange states through; None if XLA itself is as fast."""
-        return _kernels.lower_for_cuda(**self._described())
-
-    def plan(self, **device):
-        """What `_kernels.plan` says of it."""
-        return _kernels.plan(**self._described(), **device)
+        return judge.scratch_bytes(self._described())
 
     @property
     def result_types(self) -> list[jax.ShapeDtypeStruct]:

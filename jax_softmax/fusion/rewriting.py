@@ -19,9 +19,10 @@ from jax_softmax.fusion.graph import (
     with_jaxprs,
 )
 from jax_softmax.fusion.groups import Groups, is_loop
-from jax_softmax.fusion.traffic import Traffic, traffic_of
+from jax_softmax.fusion.traffic import traffic_of
 from jax_softmax.primitives.in_memory import in_memory_p
 from jax_softmax.primitives.operators import PRIMITIVES
+from jax_softmax.runtime.judge import Traffic
 
 # Equations whose jaxprs are rewritten in their place.
 _REGIONS = (

@@ -48,7 +48,9 @@ def _with_masks_inside(graph, scan) -> list | None:
     none."""
     parts = _private.parts_of_scan(scan.params, scan.inputs, scan.outputs)
     body = opened(scan.params["jaxpr"])[0]
-    of_scores = _made_into_scores(body)
+    inner = graph_of(body)
+    softmaxes = (e for e in inner.equations if e.name in _SOFTMAX or has_softmax(e))
+    of_scores = expressions.made_of(inner, [a for e in softmaxes for a in variables_of(e.inputs)])
     consts = [a for a, v in zip(parts.consts, body.invars, strict=False) if is_variable(a) and v in of_scores]
     made = {a: _made_of_little(graph, a) for a in dict.fromkeys(consts)}
     made = {a: equations for a, equations in made.items() if equations}
@@ -78,39 +80,15 @@ def _with_masks_inside(graph, scan) -> list | None:
     return splicing.spliced(function, [*leaves, *rest, *parts.init, *parts.xs], scan.outputs, scan)
 
 
-def _made_into_scores(body) -> set:
-    """The variables of which the operands of softmaxes are made, element by element."""
-    graph = graph_of(body)
-    pending = [a for e in graph.equations if e.name in _SOFTMAX or has_softmax(e) for a in variables_of(e.inputs)]
-    found: set = set()
-    while pending:
-        a = pending.pop()
-        if a in found:
-            continue
-        found.add(a)
-        maker = graph.maker.get(a)
-        pending += variables_of(maker.inputs) if maker is not None and expressions.prints(maker) else []
-    return found
-
-
 _SOFTMAX = ("softmax", "softmax_linear")
 _LITTLE = 1 / 8  # of an array's bytes
 
 
 def _made_of_little(graph, a) -> list:
     """The equations that make an array of much fewer bytes, if they do."""
-    pending, found, leaves = [a], {}, {}
-    while pending:
-        b = pending.pop()
-        maker = graph.maker.get(b)
-        if maker in found:
-            continue
-        if maker is None or not expressions.prints(maker):
-            leaves[b] = bytes_of(b)
-        else:
-            found[maker] = None
-            pending += variables_of(maker.inputs)
-    return list(found) if sum(leaves.values()) < _LITTLE * bytes_of(a) else []
+    made = expressions.made_of(graph, [a])
+    leaves = sum(bytes_of(b) for b, maker in made.items() if maker is None)
+    return [maker for maker in made.values() if maker is not None] if leaves < _LITTLE * bytes_of(a) else []
 
 
 def _pair(graph, forward) -> dict | None:

@@ -29,8 +29,8 @@ from jax_softmax.fusion.attention import kernels as attention
 from jax_softmax.fusion.expressions import is_variable
 from jax_softmax.fusion.graph import edited, graph_of, has_refs, jaxprs_of, opened
 from jax_softmax.fusion.rewriting import Line, has_operators, rewritten
-from jax_softmax.fusion.traffic import words
 from jax_softmax.primitives import interpreters
+from jax_softmax.runtime.judge import told, words
 
 _P = ParamSpec("_P")
 _Q = ParamSpec("_Q")
@@ -83,16 +83,8 @@ def _text(line: Line, count: int) -> str:
     if line.traffic is None:
         size = words(math.prod(line.shape) * np.dtype(line.dtype).itemsize)
         return f"{title}its kernels: no weights in memory, {size}{where}"
-    unfolded, ours, xla = map(words, line.traffic)
-    if line.traffic.kernel_wins and line.xla_is_as_fast:
-        why = f"XLA: as fast on rows that lie as these do, though it moves {xla}, the kernel {ours}"
-    elif line.traffic.kernel_wins:
-        why = f"the kernel: moves {ours}, XLA {xla}"
-    else:
-        tie = ", not 5 % fewer" if line.traffic.ours <= line.traffic.xla else ""
-        why = f"XLA: moves {xla}, the kernel {ours}{tie}"
-    title += why
-    details = [f"along {line.axes}{where}; {unfolded} with nothing folded"]
+    title += told(line.traffic, line.xla_is_as_fast)
+    details = [f"along {line.axes}{where}; {words(line.traffic.before)} with nothing folded"]
     for what, names in (
         ("folded before it", line.folded_before),
         ("folded after it", line.folded_after),

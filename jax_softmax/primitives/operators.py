@@ -22,6 +22,7 @@ class Operator(NamedTuple):
     labelled: bool  # whether there is an operand with a label for each row
     on_cpu: bool  # whether there is a CPU kernel
     quantizes: bool  # whether the dtype of the result changes what is computed
+    logarithms: int  # of a row, or powers
 
     @property
     def operands(self):

@@ -49,9 +49,8 @@ class Record(NamedTuple):
     jvp: Callable[..., Any] | None = None
     transpose: Callable[..., Any] | None = None
     batch: Callable[..., Any] = batching.batch
-    # The same by another operator's kernel and XLA, with the operands of `reference`: on a CPU, where it has no kernel.
+    # The same by another operator's kernel and XLA, with the operands of `reference`: see `runtime/judge.py`.
     from_parts: Callable[..., Any] | None = None
-    from_parts_on_cuda: bool = False  # whether that is also what is left to XLA there
 
 
 # ---- Softmax and log-softmax: the operators, and their Jacobians applied to a tangent or, transposed, to a cotangent.
@@ -272,7 +271,6 @@ RECORDS = {
         _cross_entropy_jvp,
         batch=_cross_entropy_batch,
         from_parts=_cross_entropy_from_parts,
-        from_parts_on_cuda=True,
     ),
     "cross_entropy_gradient": Record(
         **_GRADIENT, gives="gradient largest total", reference=reference.cross_entropy_gradient

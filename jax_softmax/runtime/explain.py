@@ -15,7 +15,7 @@ from jax_softmax import _kernels
 from jax_softmax.functions import arguments
 from jax_softmax.primitives import reference
 from jax_softmax.primitives.operators import OPERATORS
-from jax_softmax.primitives.records import RECORDS
+from jax_softmax.runtime import judge
 from jax_softmax.runtime.lowering import described
 
 
@@ -72,7 +72,7 @@ _SCHEDULES = {
     "ring": "chunks of all rows pass through rings in shared memory; blocks exchange only maxima and sums",
     "tile": "rows that are not one run of memory: neighbouring ones side by side in the shared memory of blocks",
     "twice": "a row too long to hold: read in pieces, twice if there are results for its elements",
-    "jax.numpy": "XLA's own operations: no kernel covers this, or none is faster",
+    "jax.numpy": "XLA's own operations",
     "nothing": "the array is empty",
 }
 
@@ -101,6 +101,7 @@ class Explanation:
         arrays.
       launches: `Launch(blocks, threads, cluster, shared_bytes)` of each kernel that the call runs, in order.
       bytes: what must be read and written, once each.
+      why_xla: why XLA's own operations run, or nothing: `runtime/judge.py`.
       floor_us: microseconds that moving `bytes` takes at the rate at which the GPU copies; a launch is not counted.
     """
 
@@ -113,6 +114,7 @@ class Explanation:
     schedule: str
     launches: tuple[Launch, ...]
     bytes: int
+    why_xla: str
     floor_us: float
 
     def __str__(self) -> str:
@@ -122,7 +124,7 @@ class Explanation:
         lines = [
             f"{self.op} of {self.dtype} {self.shape} along {self.axes}{mask}, {self.device}",
             f"rows      {rows:,} of {columns:,} columns",
-            f"schedule  {self.schedule}: {_SCHEDULES[self.schedule]}",
+            f"schedule  {self.schedule}: {_SCHEDULES[self.schedule]}{self.why_xla and f': {self.why_xla}'}",
         ]
         for blocks, threads, cluster, shared in self.launches:
             clusters = f" in clusters of {cluster}" if cluster > 1 else ""
@@ -182,8 +184,8 @@ def explain(
     shape, axes, mask_shape, given = _checked(op, x, axis, where)
     if 0 not in shape and math.prod(shape) > _MOST_ELEMENTS:
         raise ValueError(f"explain: arrays of 2^63 elements or more are not supported, got shape {shape}.")
-    plan = _plan(op, shape, axes, mask_shape, given, GPUS[device_name])
-    if plan is None and 0 not in shape and RECORDS[_KERNELS[op]].from_parts_on_cuda:
+    plan, why_xla = _plan(op, shape, axes, mask_shape, given, GPUS[device_name])
+    if plan is None and 0 not in shape and judge.left_on_cuda(_KERNELS[op]) is judge.Maker.PARTS:
         return explain(x, axis, where=where, op="logsumexp", device=device)
     reads, writes = _traffic(op)
     written = np.dtype(_SCALED.get(op, given))
@@ -199,6 +201,7 @@ def explain(
         schedule=plan["schedule"] if plan else "nothing" if 0 in shape else "jax.numpy",
         launches=tuple(Launch(*(step[name] for name in Launch._fields)) for step in plan["steps"]) if plan else (),
         bytes=n_bytes,
+        why_xla=why_xla,
         floor_us=n_bytes / GPUS[device_name].copy_rate * 1e6,
     )
 
@@ -209,13 +212,14 @@ def _traffic(op):
 
 
 def _plan(op, shape, axes, mask_shape, dtype, gpu):
-    """Of the kernels, or None where none runs."""
+    """Of the kernels, or None where none runs, and why XLA's own operations do."""
     if 0 in shape or jnp.issubdtype(dtype, jnp.complexfloating) or len(shape) > _kernels.MAX_DIMS:
-        return None
+        return None, "" if 0 in shape else judge.NO_KERNEL
     mask_shape = None if mask_shape is None else [*[1] * (len(shape) - len(mask_shape)), *mask_shape]
-    facts = {name: value for name, value in gpu._asdict().items() if name != "copy_rate"}
-    plan = _kernels.plan(**described(_KERNELS[op], shape, axes, dtype.name, mask_shape, _SCALED.get(op)), **facts)
-    return plan if plan and plan["faster_than_xla"] else None
+    call = described(_KERNELS[op], shape, axes, dtype.name, mask_shape, _SCALED.get(op))
+    plan = judge.plan_of(call, gpu[:-1])  # without its copy rate
+    why_xla = judge.why_xla(call, plan)
+    return None if why_xla else plan, why_xla
 
 
 def _name_of(device: Any) -> str:

@@ -14,7 +14,8 @@ from jax_softmax.primitives.in_memory import in_memory_p
 from jax_softmax.primitives.operators import OPERATORS, PRIMITIVES
 from jax_softmax.primitives.product import several_devices_p
 from jax_softmax.primitives.records import RECORDS, applied, apply
-from jax_softmax.runtime import cuda
+from jax_softmax.runtime import cuda, judge
+from jax_softmax.runtime.judge import Maker
 
 TARGET = "jax_softmax"
 ATTENTION_TARGET = "jax_softmax_attention"  # that `fusion/attention/` calls
@@ -33,11 +34,9 @@ def register() -> None:
     for op, primitive in PRIMITIVES.items():
         record, several = RECORDS[op], primitive.multiple_results
         by_reference = mlir.lower_fun(functools.partial(apply, op), several)
-        from_parts = by_reference
-        if record.from_parts:
-            from_parts = mlir.lower_fun(functools.partial(applied, record.from_parts), several)
-        on_cpu = _cpu_rule(op, by_reference) if OPERATORS[op].on_cpu else from_parts
-        on_cuda = _cuda_rule(op, from_parts if record.from_parts_on_cuda else by_reference)
+        from_parts = mlir.lower_fun(functools.partial(applied, record.from_parts or record.reference), several)
+        ways = {Maker.PARTS: from_parts, Maker.XLA: by_reference}
+        on_cpu, on_cuda = _cpu_rule(op, ways), _cuda_rule(op, ways[judge.left_on_cuda(op)])
         for platform, rule in {None: by_reference, "cpu": on_cpu, "cuda": on_cuda}.items():
             rule = partitioning.partitioned(primitive, platform, rule, by_reference)
             mlir.register_lowering(primitive, rule, platform=platform)
@@ -110,48 +109,22 @@ def described(
     }
 
 
-def _typed(avals, shape):
-    """Shapes and dtypes. Symbolic dimensions have x's extent, `shape`, there."""
-    return [
-        (
-            [n if isinstance(n, int) else m for n, m in zip(a.shape, shape[len(shape) - a.ndim :], strict=True)],
-            a.dtype.name,
-        )
-        for a in avals
-    ]
+def _cpu_rule(op, ways):
+    call, in_one_dtype = jax.ffi.ffi_lowering(TARGET), _in_one_dtype_rule(op, judge.cpu_makes)
 
-
-def _cpu_rule(op, by_reference):
-    call = jax.ffi.ffi_lowering(TARGET)
-    in_one_dtype = _in_one_dtype_rule(op, _cpu_makes)
-
-    def rule(ctx, *operands, axes, in_place=False, **dtype):
-        x, masked = ctx.avals_in[0], ctx.avals_in[-1].dtype == bool
-        if len(x.shape) > _kernels.MAX_DIMS or 0 in x.shape:
-            return by_reference(ctx, *operands, axes=axes, **dtype)
-        if not _makes(op, _cpu_makes, ctx):
-            rule = by_reference if OPERATORS[op].quantizes else in_one_dtype
-            return rule(ctx, *operands, axes=axes, **dtype)
+    def kernel(ctx, *operands, axes, in_place=False, **dtype):
+        masked = ctx.avals_in[-1].dtype == bool
         given = OPERATORS[op].given(operands, masked)  # which the kernel then does not make
         made = ctx.replace(avals_out=ctx.avals_out[:1]) if given else ctx
         results = call(made, *operands, **attributes(op, axes, masked, given=given))
         return [*results, *operands[1 : 1 + given]]
 
+    ways = {Maker.KERNEL: kernel, Maker.WIDER_KERNEL: in_one_dtype, **ways}
+
+    def rule(ctx, *operands, **params):
+        return ways[judge.on_cpu(op, ctx.avals_in, ctx.avals_out)](ctx, *operands, **params)
+
     return rule
-
-
-def known_shapes(shape, axes):
-    """Known shapes that stand for all that a shape with symbolic dimensions may be, or none if no few shapes do.
-
-    A symbolic dimension outside of the reduced ones only says how many rows there are. Plans differ by that: up to so
-    many rows for each multiprocessor they spread rows over the chip. Powers of 2 meet every such range. One that is
-    reduced, or lies inside of a reduced one, changes the rows themselves.
-    """
-    symbolic = [d for d, n in enumerate(shape) if not isinstance(n, int)]
-    if symbolic[-1] >= min(axes, default=len(shape)):
-        return []
-    known = [n if isinstance(n, int) else 1 for n in shape]
-    return [[rows if d == symbolic[0] else n for d, n in enumerate(known)] for rows in (1 << k for k in range(21))]
 
 
 def _cuda_rule(op, by_xla):
@@ -161,30 +134,20 @@ def _cuda_rule(op, by_xla):
     """
     call = jax.ffi.ffi_lowering(TARGET)
     call_in_place = jax.ffi.ffi_lowering(TARGET, operand_output_aliases={0: 0})
-    in_one_dtype = _in_one_dtype_rule(op, _cuda_makes)
+    in_one_dtype = _in_one_dtype_rule(op, judge.cuda_makes)
 
     def rule(ctx, *operands, axes, in_place=False, **dtype):
         x, masked = ctx.avals_in[0], ctx.avals_in[-1].dtype == bool
-        if len(x.shape) > _kernels.MAX_DIMS or _without_cuda():
+        if not judge.has_cuda_kernels(x.shape):
             return by_xla(ctx, *operands, axes=axes, **dtype)
         given = OPERATORS[op].given(operands, masked)  # which the kernel makes anew, faster than XLA makes the gradient
         ctx = ctx.replace(avals_in=[x, *ctx.avals_in[1 + given :]])
         operands = operands[0], *operands[1 + given :]
-        if not OPERATORS[op].quantizes and not _makes(op, _cuda_makes, ctx):
-            return in_one_dtype(ctx, *operands, axes=axes, in_place=in_place, **dtype)
-
         call_attributes = attributes(op, axes, masked)
-
-        def scratch_bytes(shape):
-            return _kernels.lower_for_cuda(_typed(ctx.avals_in, shape), _typed(ctx.avals_out, shape), call_attributes)
-
-        if all(isinstance(d, int) for d in x.shape):
-            n = scratch_bytes(x.shape)
-        else:
-            # The memory would have no known size: the call is made only if no number of rows needs any.
-            shapes = known_shapes(x.shape, axes)
-            n = 0 if shapes and all(scratch_bytes(shape) == 0 for shape in shapes) else None
-        if n is None:
+        maker, n = judge.on_cuda(op, ctx.avals_in, ctx.avals_out, axes, call_attributes)
+        if maker is Maker.WIDER_KERNEL:
+            return in_one_dtype(ctx, *operands, axes=axes, in_place=in_place, **dtype)
+        if maker is not Maker.KERNEL:
             return by_xla(ctx, *operands, axes=axes, **dtype)
         n_results = len(ctx.avals_out)
         if n:
@@ -196,36 +159,7 @@ def _cuda_rule(op, by_xla):
     return rule
 
 
-def _without_cuda() -> bool:
-    """Whether the kernels cannot be made here, of which a program that is to run here warns once.
-
-    A program that is lowered on a machine without a GPU is for another one, where they can.
-    """
-    reason = cuda.availability()
-    if reason is None or "gpu" not in {device.platform for device in jax.local_devices()}:
-        return False
-    partitioning.warn(f"runs as jax.numpy on this GPU: {reason}")
-    return True
-
-
 # ---- Dtypes. A kernel's inputs have one.
-
-
-def _makes(op, makes, ctx):
-    """Whether the kernel of a platform takes these operands and gives these results."""
-    inputs = {aval.dtype for aval in ctx.avals_in[: OPERATORS[op].inputs]}
-    if not OPERATORS[op].element_results:
-        return len(inputs) == 1
-    return len(inputs) == 1 and makes(*inputs, ctx.avals_out[0].dtype)
-
-
-def _cpu_makes(given, result):
-    return result == given or (result == jnp.int8 and given != jnp.float64)
-
-
-def _cuda_makes(given, result):
-    """What quantizes makes all."""
-    return result == given or (result.name in ("float16", "bfloat16", "float32") and given != jnp.float64)
 
 
 def _common(*dtypes):

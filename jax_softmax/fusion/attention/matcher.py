@@ -23,7 +23,7 @@ from jax_softmax.fusion.expressions import Expression, Expressions, NotFolded, N
 from jax_softmax.fusion.graph import Equation, Graph, InCirclesError
 from jax_softmax.fusion.groups import foldable
 from jax_softmax.fusion.places import factors_of, key_of
-from jax_softmax.fusion.traffic import attention_wins
+from jax_softmax.runtime import judge
 
 
 class Found(NamedTuple):
@@ -104,7 +104,7 @@ class _Match:
         self._name()
         self._express()
         self.made = self._made()
-        if not attention_wins(*self.found[2:]):
+        if not judge.attention_wins(*self.found[2:]):
             raise NoAttention("its kernels would take longer")
 
     # ---- Parts
