@@ -252,10 +252,10 @@ def words(n: float) -> str:
     return f"{n:.2f} GiB"
 
 
-# Picoseconds for a score: of attention's forward kernel, and of both backward ones, with 64 features; on an H100,
-# 2026-11-25: attention.md. Bytes that memory moves in a picosecond, between an H100's and an H200's. How many blocks
+# Picoseconds for a score: of attention's forward kernel, and of both backward ones, with 64 features; on an H200,
+# 2026-11-26: attention.md. Bytes that memory moves in a picosecond, between an H100's and an H200's. How many blocks
 # run at once.
-_FORWARD, _BACKWARD, _FEATURES, _BYTES_OF_PICOSECOND, _BLOCKS = 1.2, 3.4, 64, 3.6, 264
+_FORWARD, _BACKWARD, _FEATURES, _BYTES_OF_PICOSECOND, _BLOCKS = 0.95, 2.7, 64, 3.6, 264
 
 
 def attention_wins(attention, extents: dict[str, int], has_gradients: bool, moved: int) -> bool:
