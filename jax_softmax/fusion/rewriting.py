@@ -1,7 +1,5 @@
 """A program's jaxpr with groups as calls of kernels."""
 
-from typing import NamedTuple
-
 from jax_softmax import _private
 from jax_softmax.fusion import expressions, made_twice, rules, scans, written_out
 from jax_softmax.fusion.attention import matcher
@@ -19,10 +17,10 @@ from jax_softmax.fusion.graph import (
     with_jaxprs,
 )
 from jax_softmax.fusion.groups import Groups, is_loop
+from jax_softmax.fusion.report import Line
 from jax_softmax.fusion.traffic import traffic_of
 from jax_softmax.primitives.in_memory import in_memory_p
 from jax_softmax.primitives.operators import PRIMITIVES
-from jax_softmax.runtime.judge import Traffic
 
 # Equations whose jaxprs are rewritten in their place.
 _REGIONS = (
@@ -34,23 +32,6 @@ _REGIONS = (
 # What puts its result into memory in any case.
 _IN_MEMORY = (*_REGIONS, *PRIMITIVES, "dot_general", "ragged_dot", "linear_product", "conv_general_dilated")
 _IN_MEMORY += ("gather", "sort", "top_k", "optimization_barrier")
-
-
-class Line(NamedTuple):
-    """What became of a call of an operator."""
-
-    op: str
-    dtype: str
-    shape: tuple[int, ...]
-    axes: tuple[int, ...]
-    where: str  # the equations that it stands in
-    folded_before: tuple[str, ...]  # names of equations
-    folded_after: tuple[str, ...]
-    outside: tuple[str, ...]  # names of the equations where folding stopped
-    traffic: Traffic | None
-    why_not: str  # the kernel stands alone, if anything is said
-    xla_is_as_fast: bool  # on rows that lie as these do, whatever the traffic is
-    no_attention: str = ""  # why a softmax whose weights are multiplied stays one
 
 
 def rewritten(jaxpr, report=None, where=""):

@@ -4,14 +4,11 @@ Until then the call holds the function's jaxpr as it is, so that derivatives and
 of the function. They are calls of the same primitive: what is lowered has been differentiated.
 """
 
-import collections
 import contextlib
 import enum
 import functools
 import inspect
-import math
 import sys
-import textwrap
 import types
 from collections.abc import Callable
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
@@ -28,9 +25,9 @@ from jax_softmax.fusion import calls, kernels, modules, residuals
 from jax_softmax.fusion.attention import kernels as attention
 from jax_softmax.fusion.expressions import is_variable
 from jax_softmax.fusion.graph import edited, graph_of, has_refs, jaxprs_of, opened
-from jax_softmax.fusion.rewriting import Line, has_operators, rewritten
+from jax_softmax.fusion.report import FusionReport, Line
+from jax_softmax.fusion.rewriting import has_operators, rewritten
 from jax_softmax.primitives import interpreters
-from jax_softmax.runtime.judge import told, words
 
 _P = ParamSpec("_P")
 _Q = ParamSpec("_Q")
@@ -66,35 +63,6 @@ def fuse(f: Callable[_P, _R]) -> "Fused[_P, _R]":
     if not callable(f):
         raise TypeError(f"fuse: f must be a function, got {type(f).__name__}.")
     return Fused(f)
-
-
-class FusionReport(tuple[Line, ...]):
-    """What became of each call of an operator; as text, equal calls once with their number."""
-
-    def __str__(self) -> str:
-        calls = collections.Counter(self).items()
-        return "\n".join(_text(line, count) for line, count in calls) or "no call of softmax or the like"
-
-
-def _text(line: Line, count: int) -> str:
-    """Who makes the call and why, in a line, and the details, indented."""
-    title = f"{line.op} of {line.dtype}{list(line.shape)}{f', x {count}' if count > 1 else ''}: by "
-    where = f" in {line.where[1:]}" if line.where else ""
-    if line.traffic is None:
-        size = words(math.prod(line.shape) * np.dtype(line.dtype).itemsize)
-        return f"{title}its kernels: no weights in memory, {size}{where}"
-    title += told(line.traffic, line.xla_is_as_fast)
-    details = [f"along {line.axes}{where}; {words(line.traffic.before)} with nothing folded"]
-    for what, names in (
-        ("folded before it", line.folded_before),
-        ("folded after it", line.folded_after),
-        ("outside", line.outside),
-    ):
-        details += [f"{what}: {', '.join(names)}"] if names else []
-    details += [f"not folded: {line.why_not}"] if line.why_not else []
-    details += [f"not attention: {line.no_attention}"] if line.no_attention else []
-    wrapped = functools.partial(textwrap.fill, width=100, break_long_words=False, subsequent_indent=4 * " ")
-    return "\n".join([wrapped(title), *(wrapped(detail, initial_indent="  ") for detail in details)])
 
 
 class Fused(Generic[_P, _R]):

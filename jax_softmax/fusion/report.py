@@ -1,0 +1,57 @@
+"""What became of a program's calls of operators, for people."""
+
+import collections
+import functools
+import math
+import textwrap
+from typing import NamedTuple
+
+import numpy as np
+
+from jax_softmax.runtime.judge import Traffic, told, words
+
+
+class Line(NamedTuple):
+    """What became of a call of an operator."""
+
+    op: str
+    dtype: str
+    shape: tuple[int, ...]
+    axes: tuple[int, ...]
+    where: str  # the equations that it stands in
+    folded_before: tuple[str, ...]  # names of equations
+    folded_after: tuple[str, ...]
+    outside: tuple[str, ...]  # names of the equations where folding stopped
+    traffic: Traffic | None
+    why_not: str  # the kernel stands alone, if anything is said
+    xla_is_as_fast: bool  # on rows that lie as these do, whatever the traffic is
+    no_attention: str = ""  # why a softmax whose weights are multiplied stays one
+
+
+class FusionReport(tuple[Line, ...]):
+    """What became of each call of an operator; as text, equal calls once with their number."""
+
+    def __str__(self) -> str:
+        calls = collections.Counter(self).items()
+        return "\n".join(_text(line, count) for line, count in calls) or "no call of softmax or the like"
+
+
+def _text(line: Line, count: int) -> str:
+    """Who makes the call and why, in a line, and the details, indented."""
+    title = f"{line.op} of {line.dtype}{list(line.shape)}{f', x {count}' if count > 1 else ''}: by "
+    where = f" in {line.where[1:]}" if line.where else ""
+    if line.traffic is None:
+        size = words(math.prod(line.shape) * np.dtype(line.dtype).itemsize)
+        return f"{title}its kernels: no weights in memory, {size}{where}"
+    title += told(line.traffic, line.xla_is_as_fast)
+    details = [f"along {line.axes}{where}; {words(line.traffic.before)} with nothing folded"]
+    for what, names in (
+        ("folded before it", line.folded_before),
+        ("folded after it", line.folded_after),
+        ("outside", line.outside),
+    ):
+        details += [f"{what}: {', '.join(names)}"] if names else []
+    details += [f"not folded: {line.why_not}"] if line.why_not else []
+    details += [f"not attention: {line.no_attention}"] if line.no_attention else []
+    wrapped = functools.partial(textwrap.fill, width=100, break_long_words=False, subsequent_indent=4 * " ")
+    return "\n".join([wrapped(title), *(wrapped(detail, initial_indent="  ") for detail in details)])
