@@ -223,6 +223,8 @@ def _combined(at, row, operation, dtype):
 
 def _is_index(graph, a, axis):
     """Whether a value is its index along an axis."""
+    if axis >= a.aval.ndim:  # it is one number
+        return False
     place = places.whole(a.aval.shape)
     along = places.factors_of([place[axis]])
     maker = graph.maker.get(_value(graph, a))
