@@ -139,6 +139,11 @@ def exponentials(x, axis=-1, stop=False, shift=None):
     return largest, shifted, e, jnp.sum(e, axis, keepdims=True)
 
 
+def of_vectors(p, t):
+    """softmax's linear map."""
+    return p * (t - jnp.sum(p * t, -1, keepdims=True))
+
+
 def written_softmax(x, axis=-1, **options):
     _, _, e, total = exponentials(x, axis, **options)
     return e / total
@@ -283,6 +288,32 @@ RULES = {
         "of heads, as many features": gradient(heads, *(array(2, 5, 3, 5, seed=k) for k in range(3)), by=(0, 1, 2)),
         "tangents": value(lambda x, t: jax.jvp(lambda x: divided_later(x, Y), (x,), (t,)), X, Z),
         "second derivatives": gradient(lambda x: jax.grad(lambda x: jnp.sum(jnp.sin(divided_later(x, Y))))(x), X),
+    },
+    "written out, beside what is transposed": {
+        "labels": value(lambda x: written_softmax(x) - one_hot().T, X),
+        "loss of labels": both(lambda x: -jnp.sum(one_hot() * written_log_softmax(x).T, -1), X),
+        "labels of three dimensions": value(
+            lambda x: jnp.transpose(written_softmax(x, 2), (1, 0, 2)) - jax.nn.one_hot(LABELS[:4].reshape(2, 2), 5),
+            array(2, 2, 5),
+        ),
+        "a map's other sum": value(lambda x: (lambda g: g + g.sum(0)[:, None])(of_vectors(written_softmax(x), Y)), X),
+        "a map's sum, transposed": value(
+            lambda x: (lambda g: g + g.T.sum(-1, keepdims=True))(of_vectors(written_softmax(x), Y)), X
+        ),
+        "probabilities": value(lambda x: of_vectors(written_softmax(x).T, Y), X),
+        "probabilities, once": value(
+            lambda x: (lambda p: p * Y - p.T * jnp.sum(p * Y, -1, keepdims=True))(written_softmax(x)), X
+        ),
+        "probabilities of labels": value(lambda x: written_softmax(x).T - one_hot(), X),
+        "a sum by rows": gradient(lambda x: x + written_softmax(x), X),
+        "a row of zeros": both(lambda x: jnp.where(jnp.arange(N)[:, None] == 2, 0, written_softmax(x)), X),
+        "numbers of rows": both(lambda x: written_softmax(x) * jnp.arange(float(N))[:, None], X),
+        "rounded to 8 bits": value(
+            lambda x: x - jax.nn.logsumexp(x, -1, keepdims=True).astype(jnp.float8_e4m3fn).astype(jnp.float32), X
+        ),
+        "rounded to 16 bits": value(
+            lambda x: x - jax.nn.logsumexp(x, -1, keepdims=True).astype(jnp.bfloat16).astype(jnp.float32), X
+        ),
     },
     "losses written out": {
         "at labels": both(lambda x: at_labels(written_log_softmax(x), LABELS), X, ops="cross_entropy_gradient"),
@@ -730,6 +761,12 @@ OTHERS = {
     ),
     "maxima that are returned": lambda x: (written_softmax(x), jnp.max(x, -1)),
     "maxima that are compared": lambda x: written_softmax(x) * (x == jnp.max(x, -1, keepdims=True)),
+    "differences from maxima that are compared": lambda x: (
+        written_softmax(x) * (x - jnp.max(x, -1, keepdims=True) == 0)
+    ),
+    "signs of differences from maxima": lambda x: (
+        written_softmax(x) * (1 + jnp.sign(x - jnp.max(x, -1, keepdims=True)))
+    ),
     "exponentials that are returned": lambda x: exponentials(x)[2:],
     "exponentials that are multiplied": lambda x: exponentials(x)[2] @ Y,
     "a product divided by sums of columns": lambda x: exponentials(x)[2] @ Y / exponentials(x)[3].T,

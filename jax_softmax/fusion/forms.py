@@ -86,9 +86,11 @@ def is_followed(equation):
 
 
 def is_widened(maker):
-    """Whether it gives a number more bits."""
-    (a, *_), v = maker.inputs, maker.outputs[0]
-    return maker.name == "convert_element_type" and is_float(a) and a.aval.dtype.itemsize <= v.aval.dtype.itemsize
+    """Whether it gives a number more bits, of those that kernels compute with."""
+    if maker.name != "convert_element_type" or maker.outputs[0].aval.dtype.name not in expressions.WRITABLE:
+        return False
+    (a,), (v,) = maker.inputs, maker.outputs
+    return is_float(a) and a.aval.dtype.itemsize <= v.aval.dtype.itemsize
 
 
 def is_float(a):
@@ -205,9 +207,12 @@ class Forms:
             return None if inverse is None else multiplied(of[0], inverse)
         if name in ("square", "integer_pow"):
             return power_of(of[0], maker.params.get("y", 2))
-        if name == "convert_element_type" and is_float(maker.inputs[0]) and is_float(maker.outputs[0]):
-            # The operator's own numbers are rounded once, in its results; others as the program rounds them.
+        if name == "convert_element_type" and is_float(maker.inputs[0]):
+            # The operator's own numbers are rounded once, in its results; others as the program rounds them, and all
+            # that it rounds to fewer bits than x has.
+            dtype, of_x = maker.outputs[0].aval.dtype, self.root.aval.dtype
             is_own = all(any(not isinstance(factor, Array) for factor, _ in product) for product in of[0])
+            is_own &= dtype.name in expressions.WRITABLE and dtype.itemsize >= of_x.itemsize
             return of[0] if is_own or is_widened(maker) else None
         if name == "exp" and of[0] == _SHIFTED:
             return form_of(E)
@@ -260,7 +265,11 @@ class Forms:
 
     def adds_up_to_0(self, pair):
         factor, power = pair
-        return isinstance(factor, Array) and factor.variable in self.maps and power == 1
+        return self.is_in_place(factor) and factor.variable in self.maps and power == 1
+
+    def is_in_place(self, factor):
+        """Whether it is an array whose elements are where x's are: not one that was transposed."""
+        return isinstance(factor, Array) and factor.place == key_of(self.place)
 
     def split(self, product):
         """The factors that all elements of a row share, and the others."""

@@ -38,6 +38,9 @@ from jax_softmax.fusion.groups import has_kernels
 from jax_softmax.primitives import labels, reference
 from jax_softmax.primitives.operators import Coefficients, bind
 
+_COMPARE = (*expressions.COMPARISONS, "sign", "floor", "ceil", "round", "max", "min", "clamp")
+_MOST_FOLLOWED = 100  # equations, so that a program's time grows as the program does
+
 
 def applied(graph: Graph, without=()) -> tuple[Graph, list]:
     """The graph with operators, and the variables that these are of: none of those that it is to be `without`."""
@@ -75,7 +78,7 @@ class _Rows:
         seen = set(pending)
         while pending:
             equation = self.graph.equations[heapq.heappop(pending)]
-            if not is_followed(equation):
+            if not is_followed(equation) or len(self.forms.made) > _MOST_FOLLOWED:
                 continue
             (v,) = equation.outputs
             self.forms.made.add(v)
@@ -98,12 +101,21 @@ class _Rows:
     def _compares_maxima(self, graph):
         """Whether elements are compared with the maxima: a kernel's may have other bits than what XLA compares."""
         pending = [] if self.has_operator else list(self.equation.outputs)
+        differences: list = []  # of elements and maxima
         for v in pending:
             for reader in graph.readers.get(v, ()):
-                if reader.name in expressions.COMPARISONS:
+                if reader.name in _COMPARE:
                     return True
                 if splicing.is_alike(reader):
                     pending += [w for w in reader.outputs if w not in pending]
+                elif reader.name == "sub" and reader.outputs[0].aval.shape == self.shape:
+                    differences += reader.outputs
+        for v in differences:
+            for reader in graph.readers.get(v, ()):
+                if reader.name in _COMPARE:
+                    return True
+                if splicing.is_alike(reader):
+                    differences += [w for w in reader.outputs if w not in differences]
         return not graph.results.isdisjoint(pending)
 
     def _replace(self, v, equation):
@@ -118,7 +130,7 @@ class _Rows:
                 new = self._operator("log_softmax" if form == LOG_SOFTMAX else "softmax", v, equation)
             else:
                 new = self._gradient(form, equation)
-        elif equation.name == "reduce_sum" and not self.has_operator:
+        elif equation.name == "reduce_sum" and not self.has_operator and v.aval.dtype.name in expressions.WRITABLE:
             place = self.forms.place_of_rows
             if len(v.aval.shape) == len(place) and self.forms.of(v, place) == form_of(S):
                 self.sums.append(equation)
@@ -194,11 +206,9 @@ class _Rows:
 
     def _gradient(self, form, equation):
         """What makes an array of the linear maps and of softmax, or None where these do not."""
-        if (
-            equation.name in ("add", "add_any")
-            and len(form) == 1
-            and all(map(self.forms.adds_up_to_0, next(iter(form))))
-        ):
+        (product, *others) = form or [ONE]
+        is_sum = equation.name in ("add", "add_any")
+        if is_sum and product and not others and all(map(self.forms.adds_up_to_0, product)):
             # Itself, without the maximum's derivative.
             return self._made(lambda given: self.forms.value(form, given), [form], equation, equation.outputs)
         has_exp = any((E, 1) in product for product in form)
@@ -253,7 +263,7 @@ class _Rows:
             new: dict | None = {ONE: c}
             for factor, power in product:
                 factors: dict | None = form_of(factor, power)
-                if isinstance(factor, Array) and self.forms.operators.get(factor.variable) == "softmax":
+                if self.forms.is_in_place(factor) and self.forms.operators.get(factor.variable) == "softmax":
                     factors = power_of(SOFTMAX, power)
                 elif isinstance(factor, Sum) and power == 1:
                     inner = self._by_exponentials({factor.product: 1.0})
@@ -325,6 +335,6 @@ class _Rows:
 
     def _at_label(self, of_elements):
         ((factor, power), *others) = of_elements
-        if others or power != 1 or not isinstance(factor, Array) or factor.variable.aval.shape != self.shape:
+        if others or power != 1 or not self.forms.is_in_place(factor) or factor.variable.aval.shape != self.shape:
             return None
         return at_labels.at_label(self.graph, factor.variable, self.axes[0])
