@@ -213,8 +213,8 @@ def _inline(jaxpr, variables, caller, callee_of, equations):
 
     for eqn in jaxpr.eqns:
         inputs = [read(a) for a in eqn.invars]
-        if (number := _converted(eqn, inputs)) is not None:
-            variables[eqn.outvars[0]] = number
+        if (known := _known(eqn, inputs)) is not None:
+            variables[eqn.outvars[0]] = known
             continue
         callee = callee_of(eqn)
         if callee is not None:
@@ -230,8 +230,10 @@ def _inline(jaxpr, variables, caller, callee_of, equations):
     return [read(a) for a in jaxpr.outvars]
 
 
-def _converted(eqn, inputs):
-    """The number that a conversion of a number is, or None."""
+def _known(eqn, inputs):
+    """The number that a conversion of a number is, or the operand that a slice is all of, or None."""
+    if eqn.primitive.name == "slice" and not isinstance(inputs[0], Literal) and inputs[0].aval == eqn.outvars[0].aval:
+        return inputs[0]
     if eqn.primitive.name != "convert_element_type" or not isinstance(inputs[0], Literal) or eqn.effects:
         return None
     aval = eqn.outvars[0].aval
