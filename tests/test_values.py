@@ -418,6 +418,14 @@ def test_axis_of_other_types(axis, same, name):
 # ---- Sinks
 
 
+def test_a_number_as_a_sink_keeps_the_dtype():
+    x = jnp.ones((2, 3), jnp.bfloat16)
+    with jax.numpy_dtype_promotion("strict"):
+        found = jax_softmax.softmax(x, sink=1.0)
+    assert found.dtype == x.dtype
+    np.testing.assert_allclose(np.asarray(found, np.float32), 0.25, rtol=1e-2)
+
+
 @pytest.mark.parametrize("masked", [False, True])
 def test_sink(masked):
     """A factor of each row; and of a row that has nothing else all is the sink's."""

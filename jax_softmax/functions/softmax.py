@@ -74,7 +74,7 @@ def _softmax_with_sink(x, axis, where, sink):
     _, where, shape = arguments.checked_axes_and_mask("softmax", x, axis, where)
     axis = arguments.checked_axis("softmax", len(shape), axis)
     x, dtype = arguments.promoted(x)
-    wide = jnp.promote_types(x.dtype, arguments.promoted(sink)[0].dtype)
+    wide = jnp.result_type(x, arguments.promoted(sink)[0])  # a Python number does not widen x
     x = jnp.broadcast_to(reference.kept(x, where, -jnp.inf), shape).astype(wide)
     of_rows = tuple(1 if d == axis else n for d, n in enumerate(shape))
     arguments.check_broadcasts("softmax", "sink", sink.shape, of_rows)
