@@ -81,6 +81,10 @@ def far_below(x):
     return wide(x) * 8 - 6e7
 
 
+def growing(x, j):  # so that sums begin anew
+    return wide(x) * SCALE + 2 * j.astype(jnp.float32)
+
+
 def biased_keys(x, bias):
     return x * SCALE + bias.astype(x.dtype)
 
@@ -101,6 +105,7 @@ def of_one_segment(x, of_queries, of_keys):
 SCORES: dict[Callable, tuple] = {
     scaled: (),
     far_below: (),
+    growing: (("j", "index"),),
     causal: (("i", "index"), ("j", "index")),
     causal_and_smallest: (("i", "index"), ("j", "index")),
     capped: (("i", "index"), ("j", "index")),
@@ -282,6 +287,7 @@ FIRST = [
     Case(causal_and_smallest, (65, 65), (256, 192)),
     Case(causal, (197, 1500), (64, 64), "id,jd,je"),
     Case(biased_causal, (256, 144), (64, 64), drops=True),
+    Case(growing, (17, 200), (32, 32)),
 ]
 OTHERS = [
     *(Case(causal, lengths) for lengths in LENGTHS),
