@@ -13,10 +13,9 @@ import jax
 import jax.numpy as jnp
 
 from jax_softmax.fusion import expressions, places
-from jax_softmax.fusion.expressions import is_variable
-from jax_softmax.fusion.graph import size_of
+from jax_softmax.fusion.graph import is_variable, size_of
 from jax_softmax.fusion.groups import may_fold
-from jax_softmax.fusion.splicing import is_plain, spliced
+from jax_softmax.fusion.splicing import is_unmasked, spliced
 from jax_softmax.primitives import labels, reference
 from jax_softmax.primitives.operators import Coefficients, bind
 
@@ -40,11 +39,11 @@ class _AtLabel(NamedTuple):
 
 
 def gradients(graph, equation):
-    if not is_plain(equation, "log_softmax_vjp"):
+    if not is_unmasked(equation, "log_softmax_vjp"):
         return None
     y, t = equation.inputs
     forward, axes = graph.maker.get(y), equation.params["axes"]
-    if not is_plain(forward, "log_softmax") or forward.params["axes"] != axes or not is_variable(t):
+    if not is_unmasked(forward, "log_softmax") or forward.params["axes"] != axes or not is_variable(t):
         return None
     at = at_label(graph, t, axes[0])
     if at is None:
@@ -71,7 +70,7 @@ def sums(graph, equation):
         return None
     for one_hot, values in (times.inputs, times.inputs[::-1]):
         maker = graph.maker.get(values) if is_variable(values) else None
-        if not is_variable(one_hot) or not is_plain(maker, "log_softmax", "softmax") or maker.params["axes"] != axes:
+        if not is_variable(one_hot) or not is_unmasked(maker, "log_softmax", "softmax") or maker.params["axes"] != axes:
             continue
         at = at_label(graph, one_hot, axes[0])
         if at is None:
@@ -225,11 +224,11 @@ def _is_index(graph, a, axis):
     """Whether a value is its index along an axis."""
     if axis >= a.aval.ndim:  # it is one number
         return False
-    place = places.whole(a.aval.shape)
+    place = places.new_place(a.aval.shape)
     along = places.factors_of([place[axis]])
     maker = graph.maker.get(_value(graph, a))
     while maker is not None and expressions.is_view(maker):
-        found = places.inputs_of(maker, place)
+        found = places.input_places(maker, place)
         if found is None or not is_variable(maker.inputs[0]):
             return False
         (place,) = found

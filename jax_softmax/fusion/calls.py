@@ -9,9 +9,9 @@ from jax.interpreters import mlir
 from jax_softmax import _kernels
 from jax_softmax.fusion import expressions, places
 from jax_softmax.fusion.expressions import Expressions, NotFolded
-from jax_softmax.fusion.graph import bytes_of
+from jax_softmax.fusion.graph import bytes_of, is_variable
 from jax_softmax.fusion.groups import Group
-from jax_softmax.fusion.kernels import Kernel, ReadBeside, kernel_p
+from jax_softmax.fusion.kernels import FusedKernel, SideOperand, kernel_p
 from jax_softmax.primitives.records import apply
 
 
@@ -48,7 +48,7 @@ class Result(NamedTuple):
 
 
 class KernelCall(NamedTuple):
-    kernel: Kernel
+    kernel: FusedKernel
     operands: tuple[Arrangement, ...]
     results: tuple[Result, ...]  # those for elements, then those for rows
 
@@ -64,14 +64,14 @@ class KernelCall(NamedTuple):
         return [result.arrangement.result(found[result.index], result.shape) for result in self.results]
 
 
-def call_of(group: Group, written, read_outside) -> tuple[KernelCall, list, list]:
+def kernel_call_of(group: Group, written, read_outside) -> tuple[KernelCall, list, list]:
     """The call that makes these variables of elements; the variables that it reads, and those that it makes.
 
     Raises:
       NotFolded: it cannot be one.
     """
     own = _own_operands(group)
-    names = {(a, places.key_of(place)): f"x{k}" for k, (a, place) in reversed(list(enumerate(own)))}
+    names = {(a, places.place_key(place)): f"x{k}" for k, (a, place) in reversed(list(enumerate(own)))}
     read = Expressions(names)
     load = [read.of(a, group.place, before) for a, before in zip(group.operands, group.before, strict=True)]
     stored = _Stored(group, written, read.sides)
@@ -84,13 +84,13 @@ def call_of(group: Group, written, read_outside) -> tuple[KernelCall, list, list
         if a.aval.dtype.name not in expressions.READABLE:
             raise NotFolded(f"{a.aval.dtype}")
     arrangements = [_arrangement(place, factors) for _, place in (*own, *arrays)]
-    mask_shape, of_rows = None, list(group.of_rows)
+    mask_shape, of_rows = None, list(group.row_operands)
     for a in of_rows:
         how = _of_rows(a, group, factors)
         arrangements.append(how)
         if a.aval.dtype == bool:
             mask_shape = how.shape
-    kernel = Kernel(
+    kernel = FusedKernel(
         op=group.op,
         shape=shape,
         axes=tuple(k for k, factor in enumerate(factors) if factor.dim in group.axes),
@@ -122,7 +122,7 @@ def call_of(group: Group, written, read_outside) -> tuple[KernelCall, list, list
 
 def _check_there_is(kernel):
     """Also of a device's part, which reads where its indices begin."""
-    starts = [ReadBeside((1,) * len(kernel.shape), "int32")] * len(kernel.dims_with_indices)
+    starts = [SideOperand((1,) * len(kernel.shape), "int32")] * len(kernel.dims_with_indices)
     try:
         kernel._replace(sides=(*kernel.sides, *starts)).scratch_bytes()
     except ValueError as error:
@@ -138,7 +138,7 @@ class _Stored:
             return
         if not written:
             raise NotFolded("nothing reads its result")
-        made = Expressions({(group.result, places.key_of(group.place)): "y"})
+        made = Expressions({(group.result, places.place_key(group.place)): "y"})
         made.sides = sides
         inside = group.after | group.sides_after
         for variable in written:
@@ -151,9 +151,9 @@ class _Stored:
 def _read_beside(side, factors):
     shape = tuple(factor.extent for factor in factors)
     if side.factor is None:
-        return ReadBeside(_arrangement(side.place, factors).shape, side.variable.aval.dtype.name)
+        return SideOperand(_arrangement(side.place, factors).shape, side.variable.aval.dtype.name)
     along = next(k for k, factor in enumerate(factors) if factor is side.factor)
-    return ReadBeside(tuple(n if k == along else 1 for k, n in enumerate(shape)), "index", along)
+    return SideOperand(tuple(n if k == along else 1 for k, n in enumerate(shape)), "index", along)
 
 
 def _ends_here(a, group, read_outside):
@@ -203,11 +203,11 @@ def _whole_leaves(a, place, before):
     count, pending, seen, leaves = len(places.factors_of(place)), [(a, place)], set(), []
     while pending:
         a, place = pending.pop()
-        if not expressions.is_variable(a) or (a, places.key_of(place)) in seen:
+        if not is_variable(a) or (a, places.place_key(place)) in seen:
             continue
-        seen.add((a, places.key_of(place)))
+        seen.add((a, places.place_key(place)))
         if a in before:
-            inputs = zip(before[a].inputs, expressions.inputs_of(before[a], place), strict=True)
+            inputs = zip(before[a].inputs, expressions.required_input_places(before[a], place), strict=True)
             pending += reversed(list(inputs))
         elif len(places.factors_of(place)) == count:
             leaves.append((a, place))

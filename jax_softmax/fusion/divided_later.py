@@ -9,7 +9,7 @@ from typing import NamedTuple
 from jax_softmax.fusion import places, splicing
 from jax_softmax.fusion.attention.products import Product
 from jax_softmax.fusion.graph import Equation
-from jax_softmax.fusion.places import factors_of, key_of
+from jax_softmax.fusion.places import factors_of, place_key
 
 
 class Quotients(NamedTuple):
@@ -52,7 +52,7 @@ class _Walk:
             for reader in self.graph.readers.get(a, ()):
                 if not splicing.is_alike(reader) and reader.name not in names:
                     continue
-                (v,), out = reader.outputs, places.output_of(reader, reached[a], reader.inputs.index(a))
+                (v,), out = reader.outputs, places.output_place(reader, reached[a], reader.inputs.index(a))
                 if out is not None and v not in reached:
                     reached[v] = out
                     pending.append(v)
@@ -111,7 +111,7 @@ class _Walk:
             return False
         if equation.name == "div" and k == 1:
             return False
-        place = places.inputs_of(equation, place)[1 - k]
+        place = places.input_places(equation, place)[1 - k]
         return self.rows.power_of_sums(equation.inputs[1 - k], place) == (1 if equation.name == "div" else -1)
 
     def _backward(self, c, t, place, product, v):
@@ -144,8 +144,10 @@ class _Walk:
         """Of a product with the values, if it has a dimension of theirs where the rows have their own."""
         fresh = {id(f) for f in factors_of(before.own)}
         for mine, theirs in zip(before.other.place, product.other.place, strict=True):
-            is_along = key_of([theirs]) == key_of([self.rows.along])
-            if key_of([mine]) != key_of([theirs]) and not (is_along and {id(f) for f in factors_of([mine])} <= fresh):
+            is_along = place_key([theirs]) == place_key([self.rows.along])
+            if place_key([mine]) != place_key([theirs]) and not (
+                is_along and {id(f) for f in factors_of([mine])} <= fresh
+            ):
                 return None
         return [
             self.rows.along if dim and {id(f) for f in factors_of([dim])} <= fresh else dim for dim in before.result

@@ -13,9 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_softmax.fusion import expressions, places
-from jax_softmax.fusion.expressions import is_variable
-from jax_softmax.fusion.graph import result_of
-from jax_softmax.fusion.places import factors_of, key_of
+from jax_softmax.fusion.graph import is_variable, trampolined
+from jax_softmax.fusion.places import factors_of, place_key
 from jax_softmax.primitives import reference
 
 X, M, E, S, LOG_S = "x", "M", "E", "S", "log S"
@@ -109,7 +108,7 @@ class Forms:
         self.graph, self.equation, self.axes = graph, equation, tuple(equation.params["axes"])
         self.x, self.shape = equation.inputs[0], equation.inputs[0].aval.shape
         self.shape_of_rows = tuple(1 if d in self.axes else n for d, n in enumerate(self.shape))
-        self.place = places.whole(self.shape)
+        self.place = places.new_place(self.shape)
         self.place_of_rows = [dim for d, dim in enumerate(self.place) if d not in self.axes]
         self.along = self.place[self.axes[0]]
         self.root = self._root(self.x)
@@ -124,11 +123,11 @@ class Forms:
 
     def of(self, a, place) -> dict:
         """The form of a value at a place."""
-        return result_of(self._form(a, place))
+        return trampolined(self._form(a, place))
 
     def name(self, v):
         """Makes a variable a factor of others' forms."""
-        self.known[v, key_of(self.place)] = form_of(self._array(v, self.place))
+        self.known[v, place_key(self.place)] = form_of(self._array(v, self.place))
 
     def _root(self, a):
         """What a value is, before it was copied or had more bits."""
@@ -143,7 +142,7 @@ class Forms:
     def _form(self, a, place):
         if not is_variable(a):
             return {ONE: math.nan if np.iscomplexobj(a.val) else float(a.val)} if a.val else {}
-        key = a, key_of(place)
+        key = a, place_key(place)
         if key not in self.known:
             form = yield self._found(a, place)
             if form is None or len(form) > _MOST_TERMS or not all(map(math.isfinite, form.values())):
@@ -155,20 +154,20 @@ class Forms:
         factors = factors_of(place)
         dims = [d for d, dim in enumerate(self.place) if not set(factors_of([dim])).isdisjoint(factors)]
         is_in_order = factors == factors_of([self.place[d] for d in dims])
-        found = Array(a, tuple(dims) if is_in_order else None, key_of(place))
+        found = Array(a, tuple(dims) if is_in_order else None, place_key(place))
         self.numbers.setdefault(found, len(self.numbers))
         return found
 
     def _found(self, a, place):
         """The form of a variable, or None where it has no other than its name."""
         maker = self.graph.maker.get(a)
-        if self._root(a) is self.root and key_of(place) == key_of(self.place):
+        if self._root(a) is self.root and place_key(place) == place_key(self.place):
             return form_of(X)
         if a in self.equation.outputs and factors_of(place) == factors_of(self.place_of_rows):
             return form_of((M, S)[self.equation.outputs.index(a)])
-        if a in self.products and key_of(place) == key_of(self.products[a][1]):
+        if a in self.products and place_key(place) == place_key(self.products[a][1]):
             return multiplied(form_of(S, -1), form_of(self._array(self.products[a][0], place)))
-        if a in self.sums and key_of(place) == key_of(self.sums[a][0]):
+        if a in self.sums and place_key(place) == place_key(self.sums[a][0]):
             _, form, (product, its_place) = self.sums[a]
             return multiplied(form, self.summed(multiplied(form_of(E), form_of(self._array(product, its_place)))))
         if a in self.operators or a in self.maps or maker is None or not is_followed(maker):
@@ -177,7 +176,7 @@ class Forms:
             return None
         if maker.name == "reduce_sum":
             return (yield self._sum(maker, place))
-        inputs = places.inputs_of(maker, place)
+        inputs = places.input_places(maker, place)
         if inputs is None:
             return None
         of = []
@@ -269,7 +268,7 @@ class Forms:
 
     def is_in_place(self, factor):
         """Whether it is an array whose elements are where x's are: not one that was transposed."""
-        return isinstance(factor, Array) and factor.place == key_of(self.place)
+        return isinstance(factor, Array) and factor.place == place_key(self.place)
 
     def split(self, product):
         """The factors that all elements of a row share, and the others."""
@@ -283,12 +282,12 @@ class Forms:
 
     def power_of_sums(self, a, place):
         """1 of S, -1 of 1 / S."""
-        form = result_of(self._form(a, place))
+        form = trampolined(self._form(a, place))
         return next((n for n in (1, -1) if form == form_of(S, n)), None)
 
     def ratio(self, a, others):
         """The number of rows that a value is a multiple of others' product by, or None. Each has a place with it."""
-        form, *forms = (result_of(self._form(*one)) for one in (a, *others))
+        form, *forms = (trampolined(self._form(*one)) for one in (a, *others))
         form = functools.reduce(
             lambda a, b: a and b and multiplied(a, b), (power_of(other, -1) for other in forms), form
         )

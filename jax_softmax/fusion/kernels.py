@@ -23,7 +23,7 @@ from jax_softmax.runtime import judge
 from jax_softmax.runtime.lowering import TARGET, described
 
 
-class ReadBeside(NamedTuple):
+class SideOperand(NamedTuple):
     """An array that expressions read, or the index along a dimension, which no memory is read for."""
 
     shape: tuple[int, ...]
@@ -31,14 +31,14 @@ class ReadBeside(NamedTuple):
     index_along: int | None = None
 
 
-class Kernel(NamedTuple):
+class FusedKernel(NamedTuple):
     """Operands: the operator's own ones, of `shape`; the arrays read beside; numbers and labels of rows; the mask."""
 
     op: str
     shape: tuple[int, ...]
     axes: tuple[int, ...]
     dtype: str  # of the operator's own operands
-    sides: tuple[ReadBeside, ...]
+    sides: tuple[SideOperand, ...]
     mask_shape: tuple[int, ...] | None
     load: tuple[Expression, ...]  # of each of the operator's own operands
     store: tuple[Expression, ...]  # of each result for elements
@@ -102,7 +102,7 @@ class Kernel(NamedTuple):
             else:
                 given[f"s{k}"] = jax.lax.broadcasted_iota(jnp.int32, side.shape, side.index_along)
         loaded = [
-            jnp.broadcast_to(expression.value(given), own[0].shape).astype(dtype)
+            jnp.broadcast_to(expression.in_jax(given), own[0].shape).astype(dtype)
             for expression, dtype in zip(self.load, self.loaded_dtypes, strict=True)
         ]
         dtype = {"dtype": self.result_dtype} if facts.element_results else {}
@@ -112,7 +112,7 @@ class Kernel(NamedTuple):
             return found
         given["y"] = found.pop(0)
         of_elements = zip(self.store, self.dtypes, strict=True)
-        stored = (jnp.broadcast_to(e.value(given), given["y"].shape).astype(dtype) for e, dtype in of_elements)
+        stored = (jnp.broadcast_to(e.in_jax(given), given["y"].shape).astype(dtype) for e, dtype in of_elements)
         return [*stored, *found]
 
     # ---- Of one part
@@ -126,7 +126,7 @@ class Kernel(NamedTuple):
     def dims_with_indices(self) -> list[int]:
         return [side.index_along for side in self.sides if side.index_along is not None]
 
-    def of_part(self, layout) -> "Kernel":
+    def of_part(self, layout) -> "FusedKernel":
         """The kernel for a device's part; indices that begin elsewhere are sums with scalar arrays, which follow the
         arrays read beside."""
         part = tuple(layouts.part_of(self.shape, layout))
@@ -139,28 +139,23 @@ class Kernel(NamedTuple):
         for k, side in enumerate(self.sides):
             if side.index_along is not None and layout.shape[side.index_along] > 1:
                 sums[f"s{k}"] = f"s{len(sides)}"
-                sides.append(ReadBeside((1,) * len(part), "int32"))
+                sides.append(SideOperand((1,) * len(part), "int32"))
         return self._replace(
             shape=part,
             sides=tuple(sides),
             mask_shape=None if self.mask_shape is None else cut(self.mask_shape),
-            load=tuple(_with_sums(expression, sums) for expression in self.load),
-            store=tuple(_with_sums(expression, sums) for expression in self.store),
+            load=tuple(expression.with_sums(sums) for expression in self.load),
+            store=tuple(expression.with_sums(sums) for expression in self.store),
         )
 
 
-def _with_sums(expression, sums):
-    read = {a for operation in expression.operations for a in operation.operands} | {expression.result}
-    return expression.with_sums({name: other for name, other in sums.items() if name in read})
-
-
-def _from_json(fields) -> Kernel:
+def _from_json(fields) -> FusedKernel:
     def frozen(a):
         return tuple(map(frozen, a)) if isinstance(a, list) else a
 
     known: dict[str, Any] = {name: tuple(map(Expression.from_json, fields[name])) for name in ("load", "store")}
-    known["sides"] = tuple(ReadBeside(*map(frozen, side)) for side in fields["sides"])
-    return Kernel(**{name: frozen(value) for name, value in fields.items()} | known)
+    known["sides"] = tuple(SideOperand(*map(frozen, side)) for side in fields["sides"])
+    return FusedKernel(**{name: frozen(value) for name, value in fields.items()} | known)
 
 
 # ---- The primitive.
@@ -193,7 +188,7 @@ class _DeviceProgram(division.DeviceProgram):
     """What each device does of a kernel."""
 
     def __init__(self, kernel):
-        self.kernel = _from_json(dict(zip(Kernel._fields, kernel, strict=True)))
+        self.kernel = _from_json(dict(zip(FusedKernel._fields, kernel, strict=True)))
         self.axes = self.kernel.axes
         self.dims_with_indices = self.kernel.dims_with_indices
 
@@ -222,7 +217,7 @@ class _DeviceProgram(division.DeviceProgram):
         return function
 
     def _with_starts(self, layout, part, operands):
-        """The operands, and after the arrays read beside where this device's indices begin: see `Kernel.of_part`."""
+        """The operands, with the first indices of this device's part after the side arrays (`FusedKernel.of_part`)."""
         n = self.kernel.n_arrays
         dims = (d for d in self.dims_with_indices if layout.shape[d] > 1)
         starts = (parts.first_index(layout, part, d).reshape([1] * len(part)) for d in dims)

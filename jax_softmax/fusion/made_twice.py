@@ -4,7 +4,7 @@ A kernel may make the maximum and the sum of a row of x, and XLA exp(x - maximum
 of 16 bits, the row does not add up to 1. XLA's x does differ: it leaves out roundings to 16 bits, and has functions of
 its own. So:
 
-- an operation that is rounded is written in XLA's program with its rounding (`expressions.done`);
+- an operation that is rounded is written in XLA's program with its rounding (`Expression.in_jax`);
 - a function, such as tanh, whose result is rounded to 16 bits is not made twice: XLA makes it, in memory, and the
   kernel reads it there (`to_keep`), unless XLA reads few elements of it, at labels;
 - nor are comparisons of a function's result with what XLA makes of it, a row's maximum for one: XLA compares;
@@ -14,7 +14,7 @@ In float32 the two may differ in the last places of a function's result.
 """
 
 from jax_softmax.fusion import expressions
-from jax_softmax.fusion.graph import variables_of
+from jax_softmax.fusion.graph import is_variable, variables_of
 from jax_softmax.fusion.splicing import spliced
 
 
@@ -24,7 +24,7 @@ def equations(groups, calls) -> dict:
     for group in calls:
         for folded in group.before:
             for equation in folded.values():
-                if equation in groups.executed_outside and not expressions.is_view(equation):
+                if equation in groups.executed and not expressions.is_view(equation):
                     found.setdefault(equation, set()).add(group)
     return found
 
@@ -59,7 +59,7 @@ def _compared(groups, calls, twice):
                     continue
                 for one, other in (equation.inputs, equation.inputs[::-1]):
                     if (
-                        expressions.is_variable(one)
+                        is_variable(one)
                         and one in by_functions
                         and _xla_makes_of(groups.graph, other, functions, folded)
                     ):
@@ -73,7 +73,7 @@ def _xla_makes_of(graph, a, functions, folded):
     pending, seen = [(a, False)], set()
     while pending:
         a, by_xla = pending.pop()
-        maker = graph.maker.get(a) if expressions.is_variable(a) else None
+        maker = graph.maker.get(a) if is_variable(a) else None
         if maker is None or (a, by_xla) in seen or graph.position[maker] < first:
             continue
         seen.add((a, by_xla))
@@ -112,11 +112,11 @@ def in_memory(groups, calls) -> set:
 
 def with_roundings(equation) -> list:
     """The equations that make the same with each rounding written out."""
-    if expressions.is_free(equation):
+    if expressions.is_reproducible(equation):
         return [equation]
-    expression, variables = expressions.of_equation(equation)
+    expression, variables = expressions.expression_of(equation)
 
     def function(*arrays):
-        return expression.value({f"x{k}": a for k, a in enumerate(arrays)})
+        return expression.in_jax({f"x{k}": a for k, a in enumerate(arrays)})
 
     return spliced(function, variables, equation.outputs, equation)

@@ -21,7 +21,7 @@ class Factor:
             yield from part
 
 
-def whole(shape):
+def new_place(shape):
     """The place of the operand itself."""
     return [[Factor(n, d)] if n > 1 else [] for d, n in enumerate(shape)]
 
@@ -30,7 +30,7 @@ def factors_of(place):
     return [factor for dim in place for part in dim for factor in part]
 
 
-def key_of(place):
+def place_key(place):
     return tuple(tuple(map(id, factors_of([dim]))) for dim in place)
 
 
@@ -55,7 +55,7 @@ def regrouped(factors, shape):
     return None if rest else place
 
 
-def inputs_of(equation, place):
+def input_places(equation, place):
     """The places of an equation's operands, given its result's; None if they cannot be said."""
     name, shapes = equation.name, [a.aval.shape for a in equation.inputs]
     shape = equation.outputs[0].aval.shape
@@ -86,7 +86,7 @@ def _before_reshape(before, after, place):
     return None if found is None else [found]
 
 
-def output_of(equation, place, k):
+def output_place(equation, place, k):
     """The place of an equation's result, given that of its k-th operand, which has as many elements; or None."""
     name, shape = equation.name, equation.outputs[0].aval.shape
     if math.prod(shape) != math.prod(equation.inputs[k].aval.shape):

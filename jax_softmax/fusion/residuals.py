@@ -16,11 +16,12 @@ from jax_softmax.fusion.graph import (
     bytes_of,
     edited,
     graph_of,
-    result_of,
-    sorted_by_need,
+    is_variable,
+    topologically_sorted,
+    trampolined,
     variables_of,
 )
-from jax_softmax.fusion.groups import may_fold
+from jax_softmax.fusion.groups import Cut, may_fold
 
 _MOST_STEPS = 64  # from an array to what it is made of
 
@@ -32,17 +33,6 @@ class Residuals(NamedTuple):
     has_attention: bool  # of which the weights are not kept
 
 
-class _Cut(NamedTuple):
-    """A way to have an array."""
-
-    costs: dict  # bytes, by what is kept
-    equations: dict  # which make the array of these
-
-    @property
-    def cost(self):
-        return sum(self.costs.values())
-
-
 def chosen(jaxpr, n: int) -> Residuals:
     """The residuals of a function whose jaxpr has n results, and then the arrays that its derivative needs."""
     graph = graph_of(jaxpr, differentiated=False)
@@ -51,7 +41,7 @@ def chosen(jaxpr, n: int) -> Residuals:
     equations = chooser.choose(list(dict.fromkeys(variables_of(needed))))
     operands = [k for k, v in enumerate(jaxpr.invars) if v in chooser.kept]
     made = [v for v in chooser.kept if v not in set(jaxpr.invars)]
-    forward = Graph(sorted_by_need([*graph.equations, *chooser.of_rows]), [*results, *made])
+    forward = Graph(topologically_sorted([*graph.equations, *chooser.of_rows]), [*results, *made])
     inputs = [*(jaxpr.invars[k] for k in operands), *made]
     return Residuals(
         edited(jaxpr, forward.equations, outvars=forward.outputs),
@@ -79,28 +69,30 @@ class _Chooser:
     def choose(self, needed) -> list[Equation]:
         """Sets `kept`, and returns the equations that make the rest of what is needed."""
         self.kept = {v: None for v in needed if not self._can_be_made(v)}
-        cuts = [result_of(self._cut(v, 0)) for v in needed]
+        cuts = [trampolined(self._cut(v, 0)) for v in needed]
         self.kept |= dict.fromkeys(v for cut in cuts for v in cut.costs)
         for equation, (rows, _) in self._rows.items():
             if not self.kept.keys().isdisjoint(rows):
                 self.of_rows += splicing.rows_of(equation, rows)
-        return sorted_by_need(dict.fromkeys(equation for cut in cuts for equation in cut.equations))
+        return topologically_sorted(dict.fromkeys(equation for cut in cuts for equation in cut.equations))
 
     def _can_be_made(self, a):
         maker = self.graph.maker.get(a)
-        return maker is not None and (self._is_made_whole(maker) or splicing.is_plain(maker, "softmax", "log_softmax"))
+        return maker is not None and (
+            self._is_made_whole(maker) or splicing.is_unmasked(maker, "softmax", "log_softmax")
+        )
 
     def _is_made_whole(self, maker):
         """Whether it is done again as it is, not of what its rows have."""
         return expressions.prints(maker) or maker in self.of_attention
 
-    def _cut(self, a, depth) -> _Cut:
-        if not expressions.is_variable(a):
-            return _Cut({}, {})
+    def _cut(self, a, depth) -> Cut:
+        if not is_variable(a):
+            return Cut({}, {})
         if a in self.kept:
-            return _Cut({a: 0}, {})
+            return Cut({a: 0}, {})
         if a not in self._cuts:
-            cut = _Cut({a: bytes_of(a) * (1 if self._is_in_memory(a) else 2)}, {})
+            cut = Cut({a: bytes_of(a) * (1 if self._is_in_memory(a) else 2)}, {})
             if depth < _MOST_STEPS and self._can_be_made(a):
                 cut = min(cut, (yield self._made(a, depth + 1)), key=lambda cut: cut.cost)
             self._cuts[a] = cut
@@ -111,17 +103,17 @@ class _Chooser:
         for operand in maker.inputs:
             cut = yield self._cut(operand, depth)
             # What rows' maxima and sums were made of must have the same bits when it is made again.
-            if not self._is_made_whole(maker) and not all(map(expressions.is_free, cut.equations)):
-                cut = _Cut({operand: bytes_of(operand)}, {})
+            if not self._is_made_whole(maker) and not all(map(expressions.is_reproducible, cut.equations)):
+                cut = Cut({operand: bytes_of(operand)}, {})
             costs |= cut.costs
             equations |= cut.equations
         if self._is_made_whole(maker):
-            return _Cut(costs, {**equations, maker: None})
+            return Cut(costs, {**equations, maker: None})
         if maker not in self._rows:
             rows = splicing.row_variables(maker)
             self._rows[maker] = rows, splicing.made_of_rows(maker, rows)
         rows, own = self._rows[maker]
-        return _Cut(costs | {row: bytes_of(row) for row in rows}, equations | dict.fromkeys(own))
+        return Cut(costs | {row: bytes_of(row) for row in rows}, equations | dict.fromkeys(own))
 
     def _is_in_memory(self, a):
         """Whether it would be if the derivative did not need it: what makes it or reads it cannot fold."""

@@ -4,12 +4,12 @@ from jax_softmax import _private
 from jax_softmax.fusion import expressions, made_twice, rules, scans, written_out
 from jax_softmax.fusion.attention import matcher
 from jax_softmax.fusion.attention.kernels import attention_p
-from jax_softmax.fusion.calls import NotFolded, by_xla_p, call_of, kernel_call_p
-from jax_softmax.fusion.expressions import is_variable
+from jax_softmax.fusion.calls import NotFolded, by_xla_p, kernel_call_of, kernel_call_p
 from jax_softmax.fusion.graph import (
     barrier,
     bytes_of,
     graph_of,
+    is_variable,
     jaxprs_of,
     new_equation,
     opened,
@@ -18,7 +18,7 @@ from jax_softmax.fusion.graph import (
 )
 from jax_softmax.fusion.groups import Groups, is_loop
 from jax_softmax.fusion.report import Line
-from jax_softmax.fusion.traffic import traffic_of
+from jax_softmax.fusion.traffic import group_traffic
 from jax_softmax.primitives.in_memory import in_memory_p
 from jax_softmax.primitives.operators import PRIMITIVES
 
@@ -99,14 +99,14 @@ def _decided(graph, where):
             written = group.written(groups.read_outside)
             line = _line(group, groups, where)
             try:
-                call, reads, made = call_of(group, written, groups.read_outside)
+                call, reads, made = kernel_call_of(group, written, groups.read_outside)
             except NotFolded as error:
                 call, why_not = None, str(error)
-                traffic = traffic_of(group, groups.reads(group), written, groups, alone=True)
+                traffic = group_traffic(group, groups.reads[group], written, groups, alone=True)
             else:
                 why_not = ""
                 moved = call.moved(reads, made)
-                traffic = traffic_of(group, list(dict.fromkeys(variables_of(reads))), written, groups, moved)
+                traffic = group_traffic(group, list(dict.fromkeys(variables_of(reads))), written, groups, moved)
             as_fast = call is not None and call.kernel.scratch_bytes() is None
             line = line._replace(traffic=traffic, why_not=why_not, xla_is_as_fast=as_fast)
             if not traffic.kernel_wins or as_fast:
@@ -136,7 +136,7 @@ def _line(group, groups, where):
     x = group.x.aval
     before = {equation: None for folded in group.before for equation in folded.values()}
     outside: dict = {}
-    for a in groups.reads(group):
+    for a in groups.reads[group]:
         maker = groups.graph.maker.get(a)
         if maker is not None and maker.name not in _IN_MEMORY and bytes_of(a) * 4 > bytes_of(group.x):
             outside[maker.name] = None

@@ -21,10 +21,9 @@ import numpy as np
 
 from jax_softmax.functions.entropies import kl_divergence
 from jax_softmax.fusion import at_labels, expressions, shared_rows
-from jax_softmax.fusion.expressions import is_variable
-from jax_softmax.fusion.graph import Equation, Graph, InCirclesError, bytes_of, size_of
-from jax_softmax.fusion.groups import Group, foldable, is_loop, may_fold, stands_unfolded
-from jax_softmax.fusion.splicing import is_plain, made_of_rows, row_variables, rows_of, spliced
+from jax_softmax.fusion.graph import CycleError, Equation, Graph, bytes_of, is_variable, size_of
+from jax_softmax.fusion.groups import Group, foldable, is_loop, is_materialized_unfolded, may_fold
+from jax_softmax.fusion.splicing import is_unmasked, made_of_rows, row_variables, rows_of, spliced
 from jax_softmax.primitives.operators import PRIMITIVES, bind
 
 # Bytes that memory could move while a kernel makes an element of softmax again; and which part of the bytes that are
@@ -71,7 +70,7 @@ def _with_shared_rows(graph):
         return graph.with_replaced(
             *({k: v for part in parts for k, v in part.items()} for parts in zip(*found, strict=True))
         )
-    except InCirclesError:  # each may be shared, but not all of them
+    except CycleError:  # each may be shared, but not all of them
         return graph.with_replaced(*found[0])
 
 
@@ -100,7 +99,7 @@ def _identity(a):
 
 
 def _made_anew(graph, equation):
-    if not is_plain(equation, "softmax", "log_softmax"):
+    if not is_unmasked(equation, "softmax", "log_softmax"):
         return None
     (x,), (y,) = equation.inputs, equation.outputs
     readers = graph.readers.get(y, ())
@@ -113,8 +112,8 @@ def _made_anew(graph, equation):
         # With the one-hot array of an argmax XLA makes the rest five times as slowly as it reads (H200, JAX 0.11.2).
         written += [r for r in others if r.name in ("argmax", "argmin")]
     if equation.name == "softmax":
-        stands = functools.partial(stands_unfolded, graph)
-        again = Group(graph, equation).cost_of_reading(x, stands) + _BYTES_OF_EXPONENTIAL * size_of(x)
+        is_materialized = functools.partial(is_materialized_unfolded, graph)
+        again = Group(graph, equation).cost_of_reading(x, is_materialized) + _BYTES_OF_EXPONENTIAL * size_of(x)
         if written:  # in any case: but what it is made of may be fewer bytes to keep for the backward pass
             return _softmax_made_anew(equation, maps) if maps and again <= bytes_of(y) else None
         if again > _WORTH_IT * 2 * bytes_of(y):  # y is written, and read by the backward pass
@@ -139,7 +138,9 @@ def _folds(log_softmax, reader):
 def _has_rows(graph, equation):
     """Whether a divergence makes the maxima and sums of its operand's rows in any case."""
     (x,), axes = equation.inputs, equation.params["axes"]
-    return any(is_plain(r, "kl_divergence") and r.inputs[0] is x and r.params["axes"] == axes for r in graph.readers[x])
+    return any(
+        is_unmasked(r, "kl_divergence") and r.inputs[0] is x and r.params["axes"] == axes for r in graph.readers[x]
+    )
 
 
 def _is_summed(graph, reader):
@@ -180,11 +181,11 @@ def _sums_of_cotangents(graph, equation):
         return None
     for one, other in (equation.inputs, equation.inputs[::-1]):
         of_p, of_y = graph.maker.get(one), graph.maker.get(other)
-        if not is_plain(of_p, "softmax_linear") or not is_plain(of_y, "log_softmax_vjp"):
+        if not is_unmasked(of_p, "softmax_linear") or not is_unmasked(of_y, "log_softmax_vjp"):
             continue
         (p, t), (y, u) = of_p.inputs, of_y.inputs
         forward, log_forward = graph.maker.get(p), graph.maker.get(y)
-        if not is_plain(forward, "softmax") or not is_plain(log_forward, "log_softmax"):
+        if not is_unmasked(forward, "softmax") or not is_unmasked(log_forward, "log_softmax"):
             continue
         same = forward.inputs[0] is log_forward.inputs[0] and forward.params["axes"] == log_forward.params["axes"]
         same &= of_p.params["axes"] == of_y.params["axes"] == forward.params["axes"]
@@ -203,11 +204,11 @@ def _sums_of_cotangents(graph, equation):
 
 
 def _two_results(graph, equation):
-    if not is_plain(equation, "softmax"):
+    if not is_unmasked(equation, "softmax"):
         return None
     alike = [r for r in graph.readers[equation.inputs[0]] if r.params.get("axes") == equation.params["axes"]]
-    first = next(r for r in alike if is_plain(r, "softmax"))
-    other = next((r for r in alike if is_plain(r, "log_softmax")), None)
+    first = next(r for r in alike if is_unmasked(r, "softmax"))
+    other = next((r for r in alike if is_unmasked(r, "log_softmax")), None)
     return _both_of(equation, other) if first is equation and other is not None else None
 
 
@@ -239,11 +240,11 @@ def _divergences(graph, equation):
         if not _is_named(difference, "sub"):
             continue
         log_p, log_q = (_maker(graph, log) for log in difference.inputs)
-        if not all(is_plain(e, "log_softmax") and e.params["axes"] == axes for e in (log_p, log_q)):
+        if not all(is_unmasked(e, "log_softmax") and e.params["axes"] == axes for e in (log_p, log_q)):
             continue
         (x,), (y,) = log_p.inputs, log_q.inputs
         is_exp = _is_named(of_p, "exp") and of_p.inputs[0] is log_p.outputs[0]
-        is_softmax = is_plain(of_p, "softmax") and of_p.inputs[0] is x and of_p.params["axes"] == axes
+        is_softmax = is_unmasked(of_p, "softmax") and of_p.inputs[0] is x and of_p.params["axes"] == axes
         if not (is_exp or is_softmax) or any(a.aval.dtype != jnp.float32 for a in (x, y)):
             continue
         return {equation: spliced(lambda x, y: kl_divergence(x, y, axes), [x, y], equation.outputs, equation)}

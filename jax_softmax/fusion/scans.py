@@ -12,8 +12,17 @@ import jax
 
 from jax_softmax import _private
 from jax_softmax.fusion import expressions, residuals, splicing
-from jax_softmax.fusion.expressions import is_variable
-from jax_softmax.fusion.graph import Graph, bytes_of, edited, graph_of, jaxprs_of, opened, sorted_by_need, variables_of
+from jax_softmax.fusion.graph import (
+    Graph,
+    bytes_of,
+    edited,
+    graph_of,
+    is_variable,
+    jaxprs_of,
+    opened,
+    topologically_sorted,
+    variables_of,
+)
 
 
 def applied(graph: Graph) -> Graph:
@@ -50,13 +59,13 @@ def _with_masks_inside(graph, scan) -> list | None:
     body = opened(scan.params["jaxpr"])[0]
     inner = graph_of(body)
     softmaxes = (e for e in inner.equations if e.name in _SOFTMAX or has_softmax(e))
-    of_scores = expressions.made_of(inner, [a for e in softmaxes for a in variables_of(e.inputs)])
+    of_scores = expressions.elementwise_ancestors(inner, [a for e in softmaxes for a in variables_of(e.inputs)])
     consts = [a for a, v in zip(parts.consts, body.invars, strict=False) if is_variable(a) and v in of_scores]
     made = {a: _made_of_little(graph, a) for a in dict.fromkeys(consts)}
     made = {a: equations for a, equations in made.items() if equations}
     if not made or body.constvars:
         return None
-    equations = sorted_by_need(dict.fromkeys(e for of_one in made.values() for e in of_one))
+    equations = topologically_sorted(dict.fromkeys(e for of_one in made.values() for e in of_one))
     inside = {v for e in equations for v in e.outputs}
     leaves = list(dict.fromkeys(a for e in equations for a in variables_of(e.inputs) if a not in inside))
     again = edited(body, equations, invars=leaves, outvars=list(made), effects=frozenset())
@@ -86,7 +95,7 @@ _LITTLE = 1 / 8  # of an array's bytes
 
 def _made_of_little(graph, a) -> list:
     """The equations that make an array of much fewer bytes, if they do."""
-    made = expressions.made_of(graph, [a])
+    made = expressions.elementwise_ancestors(graph, [a])
     leaves = sum(bytes_of(b) for b, maker in made.items() if maker is None)
     return [maker for maker in made.values() if maker is not None] if leaves < _LITTLE * bytes_of(a) else []
 

@@ -6,15 +6,14 @@ from jax.extend.core import Literal
 
 from jax_softmax import _private
 from jax_softmax.fusion import expressions
-from jax_softmax.fusion.expressions import is_variable
-from jax_softmax.fusion.graph import Equation, graph_of, opened
+from jax_softmax.fusion.graph import Equation, graph_of, is_variable, opened
 from jax_softmax.fusion.groups import foldable
 from jax_softmax.primitives import reference
 from jax_softmax.primitives.interpreters import abstract_eval
 from jax_softmax.primitives.operators import bind
 
 
-def is_plain(equation, *names) -> bool:
+def is_unmasked(equation, *names) -> bool:
     """Whether it is one of these operators, of whole rows, without a mask, along one axis."""
     if equation is None or equation.name not in names or len(equation.params["axes"]) != 1:
         return False

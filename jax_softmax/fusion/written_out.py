@@ -13,7 +13,6 @@ import heapq
 import jax.numpy as jnp
 
 from jax_softmax.fusion import at_labels, divided_later, expressions, splicing
-from jax_softmax.fusion.expressions import is_variable
 from jax_softmax.fusion.forms import (
     LOG_S,
     LOG_SOFTMAX,
@@ -33,7 +32,7 @@ from jax_softmax.fusion.forms import (
     multiplied,
     power_of,
 )
-from jax_softmax.fusion.graph import Graph, InCirclesError
+from jax_softmax.fusion.graph import CycleError, Graph, is_variable
 from jax_softmax.fusion.groups import has_kernels
 from jax_softmax.primitives import labels, reference
 from jax_softmax.primitives.operators import Coefficients, bind
@@ -46,7 +45,7 @@ def applied(graph: Graph, without=()) -> tuple[Graph, list]:
     """The graph with operators, and the variables that these are of: none of those that it is to be `without`."""
     found = []
     for equation in graph.equations:
-        if equation.name != "reduce_max" and not splicing.is_plain(equation, "logsumexp"):
+        if equation.name != "reduce_max" and not splicing.is_unmasked(equation, "logsumexp"):
             continue
         x, axes = equation.inputs[0], equation.params["axes"]
         if equation not in graph.position or x in without or len(axes) != 1 or not is_variable(x) or not has_kernels(x):
@@ -92,7 +91,7 @@ class _Rows:
             self._replace_rows()
         try:
             new = self.graph.with_replaced(self.replacements) if self.replacements else None
-        except InCirclesError:
+        except CycleError:
             return None
         if new is None or any(e in new.position for e in self.exponentials) or self._compares_maxima(new):
             return None

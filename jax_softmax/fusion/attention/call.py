@@ -97,7 +97,7 @@ class Attention(NamedTuple):
 
         def value(expression, **given):
             given = {name: a.astype(expression.dtype_of(name)) for name, a in given.items()}
-            return jnp.broadcast_to(expression.value(given | sides).astype(jnp.float32), x.shape)
+            return jnp.broadcast_to(expression.in_jax(given | sides).astype(jnp.float32), x.shape)
 
         sides = self.values_of_sides(dims, extents, rest[0 if kernel == "forward" else 3 :])
         x = product(f"{letters.q},{letters.k}->{dims}", q, k)
@@ -144,7 +144,7 @@ class Attention(NamedTuple):
     @property
     def letters_of_bounds(self) -> str | None:
         """The batch letters along which masks differ; None if there are no masks, or if they depend on the product."""
-        read = [a for op in self._fills.made_of().values() for a in op.operands]
+        read = [a for op in self._fills.needed().values() for a in op.operands]
         if not self.empty_rows_are_zero and not any(map(_is_fill, read)):
             return None
         made_of_product = depending_on(self.score, "x0")
@@ -183,7 +183,7 @@ class Attention(NamedTuple):
         """The values of the score that choose between fills and others, and what they are where others are chosen."""
         if self.letters_of_bounds is None:
             return []
-        operations = self._fills.made_of().values()
+        operations = self._fills.needed().values()
         chosen = [op for op in operations if op.name == "select_n" and op.dtypes[0] == "bool"]
         fills = [tuple(map(_is_fill, op.operands[1:])) for op in chosen]
         found = [(op.operands[0], of == (True, False)) for op, of in zip(chosen, fills, strict=True) if sum(of) == 1]
@@ -223,7 +223,7 @@ class Attention(NamedTuple):
 
         seen = cells_with(~(scores.astype(jnp.float32) <= _FILL))
         if self.empty_rows_are_zero:
-            operations = self._fills.made_of().values()
+            operations = self._fills.needed().values()
             if any(_is_fill(a) and math.isfinite(a.value) for op in operations for a in op.operands):
                 filled = cells_with(scores > -jnp.inf)
                 seen |= ~seen.any(-1, keepdims=True) & filled
@@ -244,12 +244,12 @@ class Attention(NamedTuple):
     def _without_product(self, sides, name: str | None = None) -> jax.Array:
         """The scores of products of 0, where fills are what they are; or what they are made of by this name."""
         given = {"x0": jnp.zeros((), self.score.dtype_of("x0")), **sides}
-        return self._fills._replace(result=name or self.score.result).value(given)
+        return self._fills._replace(result=name or self.score.result).in_jax(given)
 
     @functools.lru_cache(256)  # noqa: B019  (of equal ones, which are few)
     def visible_part(self, **extents: int) -> float:
         """About which part of the scores is visible, if arrays hide nothing."""
-        read = {a for op in self._fills.made_of().values() for a in op.operands}
+        read = {a for op in self._fills.needed().values() for a in op.operands}
         sides = {f"s{k}": side for k, side in enumerate(self.sides) if f"s{k}" in read}
         if self.letters_of_bounds is None:
             return 1.0

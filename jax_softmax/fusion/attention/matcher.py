@@ -19,10 +19,10 @@ from jax_softmax.fusion.attention.products import NoAttention, Operand, Product
 from jax_softmax.fusion.attention.rows import Rows
 from jax_softmax.fusion.attention.source import Letters, has_kernels
 from jax_softmax.fusion.attention.walks import VIEWS, Walks
-from jax_softmax.fusion.expressions import Expression, Expressions, NotFolded, Number, Operation, is_variable
-from jax_softmax.fusion.graph import Equation, Graph, InCirclesError
+from jax_softmax.fusion.expressions import Expression, Expressions, NotFolded, Number, Operation
+from jax_softmax.fusion.graph import CycleError, Equation, Graph, is_variable
 from jax_softmax.fusion.groups import foldable
-from jax_softmax.fusion.places import factors_of, key_of
+from jax_softmax.fusion.places import factors_of, place_key
 from jax_softmax.runtime import judge
 
 
@@ -54,7 +54,7 @@ def applied(graph: Graph) -> tuple[Graph, list[Found], dict]:
     while matches:
         try:
             new = graph.with_replaced({old: new for match in matches for old, new in match.replacements().items()})
-        except InCirclesError:
+        except CycleError:
             break
         complete = [m for m in matches if m.softmax not in new.position and m.product not in new.position]
         if len(complete) == len(matches):
@@ -250,7 +250,7 @@ class _Match:
 
     def _express(self):
         rows = self.rows
-        self.own = {(self.product.outputs[0], key_of(self.place_of_product)): "x0"}
+        self.own = {(self.product.outputs[0], place_key(self.place_of_product)): "x0"}
         shared = self.shared = Expressions(self.own)
         score = shared.of(rows.scores, rows.place, self._before(rows.scores, rows.place, self.own))
         for mask in self.masks:
@@ -306,7 +306,9 @@ class _Match:
             if not expressions.prints(maker):
                 continue
             inside[b] = maker
-            for operand, its_place in zip(maker.inputs, expressions.inputs_of(maker, reached[b]), strict=True):
+            for operand, its_place in zip(
+                maker.inputs, expressions.required_input_places(maker, reached[b]), strict=True
+            ):
                 if is_variable(operand) and operand not in reached:
                     inside |= self._before(operand, its_place, self.own)
                 elif is_variable(operand):
@@ -318,7 +320,7 @@ class _Match:
 
     def _made_of(self, name, sources, a, reached) -> Expression:
         inside = self._inside(a, {b: p for b, p in reached.items() if b not in sources})
-        named = Expressions(self.own | {(source, key_of(self.rows.place)): name for source in sources})
+        named = Expressions(self.own | {(source, place_key(self.rows.place)): name for source in sources})
         named.sides = self.shared.sides
         found = named.of(a, reached[a], inside)
         if not is_linear(found, name):  # tiles of which all scores are masked would leave out the rest
@@ -332,7 +334,7 @@ class _Match:
         if len(found) != 1:
             raise NoAttention("products read different gradients of the scores")
         (of_score,) = found
-        own = {(self.product_of_cotangent.outputs[0], key_of(self.place_of_cotangent)): "t"}
+        own = {(self.product_of_cotangent.outputs[0], place_key(self.place_of_cotangent)): "t"}
         named = Expressions(own)
         named.sides = self.shared.sides
         before = self._before(self.cotangent, self.rows.place, own)

@@ -4,8 +4,8 @@ With a column c, softmax([s, c])[:-1] is softmax(s) times a factor of the row, s
 do not know of it.
 """
 
-from jax_softmax.fusion.expressions import is_variable
-from jax_softmax.fusion.places import whole
+from jax_softmax.fusion.graph import is_variable
+from jax_softmax.fusion.places import new_place
 
 
 class Rows:
@@ -16,7 +16,7 @@ class Rows:
         x, y = equation.inputs[0], equation.outputs[0]
         self.scores, self.column = _parts(graph.maker.get(x), axis) or (x, None)
         self.n = self.scores.aval.shape[axis]
-        self.place = whole(self.scores.aval.shape)
+        self.place = new_place(self.scores.aval.shape)
         self.weights = self.of_scores(y)
 
     def of_scores(self, a) -> list:

@@ -5,9 +5,8 @@ from typing import NamedTuple
 
 from jax_softmax.fusion import expressions, places
 from jax_softmax.fusion.attention.products import NoAttention, Operand, Product
-from jax_softmax.fusion.expressions import is_variable
-from jax_softmax.fusion.graph import bytes_of, result_of, size_of
-from jax_softmax.fusion.places import factors_of, key_of
+from jax_softmax.fusion.graph import bytes_of, is_variable, size_of, trampolined
+from jax_softmax.fusion.places import factors_of, place_key
 
 VIEWS = ("transpose", "reshape", "squeeze", "expand_dims")  # that a kernel's strides can be
 
@@ -31,12 +30,12 @@ class Walks:
         while pending:
             a, place = pending.pop()
             maker = self.graph.maker.get(a) if is_variable(a) else None
-            if maker is None or (a, key_of(place)) in seen or len(factors_of(place)) < count:
+            if maker is None or (a, place_key(place)) in seen or len(factors_of(place)) < count:
                 continue
-            seen.add((a, key_of(place)))
+            seen.add((a, place_key(place)))
             if maker.name == "dot_general":
                 found.append((maker, place))
-            elif expressions.prints(maker) and (inputs := places.inputs_of(maker, place)) is not None:
+            elif expressions.prints(maker) and (inputs := places.input_places(maker, place)) is not None:
                 pending += zip(maker.inputs, inputs, strict=True)
         if len(found) != 1:
             raise NoAttention(f"the scores are made of {len(found) or 'no'} product{'s' * (len(found) != 1)}")
@@ -49,17 +48,17 @@ class Walks:
         result is the same for many. What is made of a product is never read.
         """
         known = {key: _Cut(frozenset(), {}, True) for key in products}
-        return result_of(self._cut(a, place, known, of_scores)).equations
+        return trampolined(self._cut(a, place, known, of_scores)).equations
 
     def _cut(self, a, place, known, of_scores):
         if not is_variable(a):
             return _Cut(frozenset(), {}, False)
-        key = a, key_of(place)
+        key = a, place_key(place)
         if key in known:
             return known[key]
         known[key] = read = _Cut(frozenset([a]), {}, False)
         maker = self.graph.maker.get(a)
-        inputs = None if maker is None or not expressions.prints(maker) else places.inputs_of(maker, place)
+        inputs = None if maker is None or not expressions.prints(maker) else places.input_places(maker, place)
         if inputs is None:
             return read
         arrays: frozenset = frozenset()
@@ -86,7 +85,7 @@ class Walks:
                 if not expressions.prints(reader) or reader.outputs[0] in found:
                     continue
                 k = next(k for k, b in enumerate(reader.inputs) if b is a)
-                out = places.output_of(reader, found[a], k)
+                out = places.output_place(reader, found[a], k)
                 if out is None or size_of(reader.outputs[0]) != size:
                     continue
                 found[reader.outputs[0]] = out
@@ -109,7 +108,7 @@ class Walks:
             maker = self.graph.maker.get(operand.variable)
             if maker is None or maker.name not in VIEWS:
                 break
-            place = places.inputs_of(maker, operand.place)
+            place = places.input_places(maker, operand.place)
             if place is None:
                 break
             operand = Operand(maker.inputs[0], place[0])
