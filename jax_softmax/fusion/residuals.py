@@ -56,7 +56,7 @@ class _Chooser:
         self.graph = graph
         self.of_results = of_results
         self.kept: dict = {}
-        _, found, _ = matcher.applied(of_results)
+        _, found, _ = matcher.with_attention(of_results)
         self.of_attention = {equation for one in found for equation in (one.softmax, one.product)}
         self._weights = {v for one in found for v in one.softmax.outputs}
         for equation in graph.equations:

@@ -50,10 +50,10 @@ def rewritten(jaxpr, report=None, where=""):
         return jaxpr
     own, left = rules.without_duplicates(graph), set()
     while True:
-        graph, written = written_out.applied(own, left)
+        graph, written = written_out.with_operators(own, left)
         if not changed and not written:
             return jaxpr
-        graph, found, refused = matcher.applied(rules.without_duplicates(graph))
+        graph, found, refused = matcher.with_attention(rules.without_duplicates(graph))
         graph = _without_copies(rules.applied(graph))
         groups, calls, by_xla, lines = _decided(graph, where)
         again = {e.inputs[0] for e in by_xla}.intersection(written)  # what XLA is to make is the program's own

@@ -55,13 +55,10 @@ def backward(attention: Attention, q, k, v, o_cotangent, rows, delta, *arrays):
     return dq, dk, dv, *written
 
 
-def with_sink(attention: Attention, o, rows, column):
-    """The output and the rows' numbers where a column stands beside the scores that has no value, and its weights.
-
-    softmax([s, c])[:-1] = softmax(s) sigmoid(logsumexp(s) - c)
-    """
+def with_sink(attention: Attention, o, rows, sink):
+    """The output and the rows' numbers where a sink is beside the scores (`rows.py`), and the sink's weights."""
     letters, log_2 = attention.letters, float(np.log(2))
-    distance = (rows[..., 0] - column.astype(jnp.float32)) + rows[..., 1] * log_2  # both may be as large as fills
+    distance = (rows[..., 0] - sink.astype(jnp.float32)) + rows[..., 1] * log_2  # both may be as large as fills
     factor = jnp.transpose(jax.nn.sigmoid(distance), [letters.rows.index(c) for c in letters.o[:-1]])
     o = (o.astype(jnp.float32) * factor[..., None]).astype(o.dtype)
     rows = jnp.stack([rows[..., 0], rows[..., 1] - jax.nn.log_sigmoid(distance) / log_2], -1)
