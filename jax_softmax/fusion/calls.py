@@ -52,8 +52,8 @@ class KernelCall(NamedTuple):
     operands: tuple[Arrangement, ...]
     results: tuple[Result, ...]  # those for elements, then those for rows
 
-    def moved(self, reads, made) -> list:
-        """Of the variables that it reads and makes, those whose elements XLA has to put into another order."""
+    def transposed(self, reads, made) -> list:
+        """Those of the variables that it reads and makes which XLA has to transpose."""
         arrangements = [*self.operands, *(result.arrangement for result in self.results)]
         return [v for v, how in zip([*reads, *made], arrangements, strict=True) if not how.is_view]
 

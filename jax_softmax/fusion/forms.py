@@ -104,8 +104,8 @@ LOG_SOFTMAX = added(_SHIFTED, form_of(LOG_S), -1.0)
 
 
 class Forms:
-    """The forms of what a program makes of an array x and of one equation's numbers of its rows: reduce_max makes M, the
-    operator logsumexp makes M and S."""
+    """The forms of what a program makes of an array x and of the result of one equation: M by reduce_max, or M and S by
+    the operator logsumexp."""
 
     def __init__(self, graph, equation):
         self.graph, self.equation, self.axes = graph, equation, tuple(equation.params["axes"])

@@ -303,6 +303,6 @@ def _needed(equations, outputs):
     return found[::-1]
 
 
-def new_equation(inputs, outputs, primitive, params, like):
+def new_eqn(inputs, outputs, primitive, params, like):
     """An equation of JAX with one of this package's primitives, at the line of the program's equation `like`."""
     return like.replace(invars=inputs, outvars=outputs, primitive=primitive, params=params, effects=frozenset())

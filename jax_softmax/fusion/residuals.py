@@ -1,9 +1,8 @@
-"""What a fused function keeps for its derivative.
+"""Residuals: what a fused function keeps for its derivative.
 
 JAX keeps each array that the derivative needs: probabilities in float32, casts, masks. Here the derivative makes an
-array again where what it is made of has fewer bytes: the operands of elementwise operations; of softmax and
-log_softmax, their operand and their rows' maxima and sums. The weights of attention are made again of queries and
-keys.
+array again if that keeps fewer bytes: the operands of elementwise operations; of softmax and log_softmax, their operand
+and their rows' maxima and sums; of attention, queries and keys instead of weights.
 """
 
 from typing import NamedTuple
@@ -29,8 +28,8 @@ _MOST_STEPS = 64  # from an array to what it is made of
 class Residuals(NamedTuple):
     forward: object  # a jaxpr: the function's results, and those that are kept of what it makes
     operands: list[int]  # the function's operands that are kept
-    again: object  # a jaxpr: of these operands and of what is kept, the arrays that the derivative needs
-    has_attention: bool  # of which the weights are not kept
+    again: object  # a jaxpr: of these operands, and of what is kept, it makes the arrays that the derivative needs
+    has_attention: bool  # whose weights are not kept
 
 
 def chosen(jaxpr, n: int) -> Residuals:
@@ -63,7 +62,7 @@ class _Chooser:
             if expressions.prints(equation) and not self._weights.isdisjoint(variables_of(equation.inputs)):
                 self._weights.update(equation.outputs)
         self._cuts: dict = {}
-        self._rows: dict = {}  # of an operator: its rows' maxima and sums, and what makes its result of these
+        self._rows: dict = {}  # by operator: its rows' maxima and sums, and the equations that make its result of these
         self.of_rows: list[Equation] = []  # which make those maxima and sums that are kept
 
     def choose(self, needed) -> list[Equation]:
@@ -83,10 +82,11 @@ class _Chooser:
         )
 
     def _is_made_whole(self, maker):
-        """Whether it is done again as it is, not of what its rows have."""
+        """Whether the equation itself is made again, without rows' maxima and sums."""
         return expressions.prints(maker) or maker in self.of_attention
 
     def _cut(self, a, depth) -> Cut:
+        """The cheapest way to have an array in the derivative."""
         if not is_variable(a):
             return Cut({}, {})
         if a in self.kept:
@@ -94,15 +94,16 @@ class _Chooser:
         if a not in self._cuts:
             cut = Cut({a: bytes_of(a) * (1 if self._is_in_memory(a) else 2)}, {})
             if depth < _MOST_STEPS and self._can_be_made(a):
-                cut = min(cut, (yield self._made(a, depth + 1)), key=lambda cut: cut.cost)
+                cut = min(cut, (yield self._cut_through(a, depth + 1)), key=lambda cut: cut.cost)
             self._cuts[a] = cut
         return self._cuts[a]
 
-    def _made(self, a, depth):
+    def _cut_through(self, a, depth):
+        """That makes it of its maker's operands."""
         maker, costs, equations = self.graph.maker[a], {}, {}
         for operand in maker.inputs:
             cut = yield self._cut(operand, depth)
-            # What rows' maxima and sums were made of must have the same bits when it is made again.
+            # Rows' maxima and sums must be those of the very bits of which the result is made again.
             if not self._is_made_whole(maker) and not all(map(expressions.is_reproducible, cut.equations)):
                 cut = Cut({operand: bytes_of(operand)}, {})
             costs |= cut.costs
@@ -116,7 +117,7 @@ class _Chooser:
         return Cut(costs | {row: bytes_of(row) for row in rows}, equations | dict.fromkeys(own))
 
     def _is_in_memory(self, a):
-        """Whether it would be if the derivative did not need it: what makes it or reads it cannot fold."""
+        """Whether an array is in memory even if the derivative does not need it: it cannot be folded on its way."""
         maker = self.graph.maker.get(a)
         if maker is None or a in self.of_results.outputs:
             return True

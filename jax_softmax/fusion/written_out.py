@@ -288,8 +288,8 @@ class _WrittenOut:
         return of_softmax, of_logarithms, rest
 
     def _gradient_of_loss(self, times, plus, of_logarithms, equation):
-        """The equations of a gradient: `times` softmax, `plus` another form, and log_softmax's linear map of a third one.
-        It is a cross entropy's if all their arrays are one that is at labels; else None is returned."""
+        """The equations of `times` softmax, `plus` another form, and log_softmax's linear map of a third one, if these are
+        a cross entropy's gradient: if all their arrays are one that is at labels. None if not."""
         terms = [(monomial, c, form is of_logarithms) for form in (plus, of_logarithms) for monomial, c in form.items()]
         arrays = {of_elements for monomial, _, _ in terms if (of_elements := self.forms.split(monomial)[1])}
         at = self._at_label(*arrays) if len(arrays) == 1 else None
