@@ -284,10 +284,11 @@ def prints(equation) -> bool:
 class Expressions:
     """Makes expressions of one kernel, which share its side operands, numbered in the order of use."""
 
-    def __init__(self, names):
-        """`names`: those of the operator's operands and of its result, by variable and place."""
+    def __init__(self, names, sides=None):
+        """`names`: those of the operator's operands and of its result, by variable and place. `sides`: a list of side
+        operands, to which others are added."""
         self.names = names
-        self.sides: list[SideVariable] = []
+        self.sides: list[SideVariable] = [] if sides is None else sides
 
     def of(self, variable, place, inside) -> Expression:
         """The expression that the equations `inside` are for a variable's element at a place."""

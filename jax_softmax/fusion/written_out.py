@@ -288,8 +288,8 @@ class _WrittenOut:
         return of_softmax, of_logarithms, rest
 
     def _gradient_of_loss(self, times, plus, of_logarithms, equation):
-        """The equations of `times` softmax, `plus` another form, and log_softmax's linear map of a third one, if these are
-        a cross entropy's gradient: if all their arrays are one that is at labels. None if not."""
+        """The equations of `times` softmax, `plus` another form, and log_softmax's linear map of a third, if all arrays
+        in these are one that is at labels: a cross entropy's gradient. None if not."""
         terms = [(monomial, c, form is of_logarithms) for form in (plus, of_logarithms) for monomial, c in form.items()]
         arrays = {of_elements for monomial, _, _ in terms if (of_elements := self.forms.split(monomial)[1])}
         at = self._at_label(*arrays) if len(arrays) == 1 else None

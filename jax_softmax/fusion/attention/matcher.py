@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 from jax_softmax.fusion import expressions, splicing
 from jax_softmax.fusion.attention import kernels
-from jax_softmax.fusion.attention.call import Attention, Side
+from jax_softmax.fusion.attention.call import Attention, LetteredSide
 from jax_softmax.fusion.attention.linear import is_linear, multipliers
 from jax_softmax.fusion.attention.products import NoAttention, Operand, Product
 from jax_softmax.fusion.attention.rows import SoftmaxRows
-from jax_softmax.fusion.attention.source import Letters, has_kernels
+from jax_softmax.fusion.attention.source import Letters, has_attention_kernels
 from jax_softmax.fusion.attention.walks import STRIDED_VIEWS, Walks
 from jax_softmax.fusion.expressions import Expression, Expressions, NotFolded, Number, Operation
 from jax_softmax.fusion.graph import CycleError, Equation, Graph, is_variable
@@ -222,7 +222,7 @@ class _Match:
         if len(dtypes) != 1:
             raise NoAttention(f"queries, keys and values are of {' and '.join(sorted(dtypes))}")
         (self.dtype,) = dtypes
-        if not has_kernels(self.extents, self.dtype):
+        if not has_attention_kernels(self.extents, self.dtype):
             features = f"{self.extents['d']} and {self.extents['e']}"
             raise NoAttention(f"there are no kernels of {self.dtype} with {features} features")
         for product, _ in (*self.with_weights, *(p for p in (self.dq, self.dk) if p)):
@@ -319,9 +319,8 @@ class _Match:
 
     def _linear_expression(self, name, sources, a, reached) -> Expression:
         inside = self._inside(a, {b: p for b, p in reached.items() if b not in sources})
-        named = Expressions(self.own | {(source, place_key(self.rows.place)): name for source in sources})
-        named.sides = self.shared.sides
-        found = named.of(a, reached[a], inside)
+        names = self.own | {(source, place_key(self.rows.place)): name for source in sources}
+        found = Expressions(names, self.shared.sides).of(a, reached[a], inside)
         if not is_linear(found, name):  # skipped tiles would leave out what is added to weights of 0
             raise NoAttention("weights or gradients go through what is not linear")
         return found
@@ -335,10 +334,8 @@ class _Match:
             raise NoAttention("products read different gradients of the scores")
         (of_score,) = found
         own = {(self.product_of_cotangent.outputs[0], place_key(self.place_of_cotangent)): "t"}
-        named = Expressions(own)
-        named.sides = self.shared.sides
         before = self._equations_before(self.cotangent, self.rows.place, own)
-        of_weight = named.of(self.cotangent, self.rows.place, before)
+        of_weight = Expressions(own, self.shared.sides).of(self.cotangent, self.rows.place, before)
         if not is_linear(of_weight, "t") or multipliers(weight, "y") != multipliers(of_weight, "t"):
             raise NoAttention("the weights' gradient is not that of the weights")
         return of_score, of_weight
@@ -356,14 +353,14 @@ class _Match:
         select = Operation("select_n", choice, ("bool", dtype, dtype), dtype)
         return Expression((*score.operations, *operations, select), f"v{n + len(operations)}")
 
-    def _side(self, side) -> Side:
+    def _side(self, side) -> LetteredSide:
         try:
             if side.factor is not None:
-                return Side(self.names[id(side.factor)], "index")
+                return LetteredSide(self.names[id(side.factor)], "index")
             dtype = side.variable.aval.dtype.name
             if dtype not in expressions.READABLE:
                 raise NoAttention(f"scores read an array of {dtype}")
-            return Side(Operand(side.variable, side.place).letters(self.names), dtype)
+            return LetteredSide(Operand(side.variable, side.place).letters(self.names), dtype)
         except KeyError:
             raise NoAttention("scores read an array with a dimension of its own") from None
 
