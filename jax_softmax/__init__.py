@@ -18,7 +18,7 @@ from jax_softmax.functions.losses import (
 from jax_softmax.functions.patching import use
 from jax_softmax.functions.scaling import absmax_scale
 from jax_softmax.functions.softmax import log_softmax, log_softmax_vjp, softmax, softmax_vjp
-from jax_softmax.fusion import transform
+from jax_softmax.fusion import primitive
 from jax_softmax.fusion.transform import Fused, FusionReport, fuse
 from jax_softmax.primitives import interpreters
 from jax_softmax.runtime import lowering
@@ -68,6 +68,6 @@ if _private.FOUND["lines"].available:
     _private.FOUND["lines"].register_exclusion(os.path.dirname(__file__) + os.sep)
 interpreters.register()
 lowering.register()
-transform.register()
+primitive.register()
 if _private.what_is_off():
     partitioning.warn_anyway(_private.what_is_off())

@@ -33,7 +33,7 @@ def kernels(late=False, in_jax=False):
         if in_jax:
             made.append((params, operands))
             return in_jax_by_tiles(*operands, **params)
-        plan, types, operands = attention.prepared(params["attention"], params["kernel"], *operands)
+        plan, types, operands = attention.plan_and_operands(params["attention"], params["kernel"], *operands)
         made.append((params, operands))
 
         def run(*arrays):

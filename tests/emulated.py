@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import mlir
 
-from jax_softmax.fusion import transform
-from jax_softmax.fusion.kernels import Kernel, kernel_p, lower
+from jax_softmax.fusion import primitive
+from jax_softmax.fusion.kernels import FusedKernel, kernel_p, lower
 from jax_softmax.primitives.operators import OPERATORS
 from jax_softmax.primitives.records import apply
 from jax_softmax.runtime import judge
@@ -46,7 +46,7 @@ def kernels(always=True, in_jax=False, attention=False):
     made = []
     ffi_call, wins = jax.ffi.ffi_call, judge.Traffic.kernel_wins
     attention_wins = judge.attention_wins
-    call, scratch_bytes = Kernel.call, Kernel.scratch_bytes
+    call, scratch_bytes = FusedKernel.call, FusedKernel.scratch_bytes
 
     def recorded(self, *operands):
         made.append(self)
@@ -55,20 +55,20 @@ def kernels(always=True, in_jax=False, attention=False):
     def emulated_call(target, types, **options):
         return _call(types) if target == TARGET else ffi_call(target, types, **options)
 
-    jax.ffi.ffi_call, Kernel.call = emulated_call, recorded
+    jax.ffi.ffi_call, FusedKernel.call = emulated_call, recorded
     judge.attention_wins = lambda *_: attention
     if always:
         judge.Traffic.kernel_wins = property(lambda self: True)
-        Kernel.scratch_bytes = lambda self: scratch_bytes(self) or 0
-    mlir.register_lowering(transform.fused_p, transform._lower_for_cuda, platform="cpu")
+        FusedKernel.scratch_bytes = lambda self: scratch_bytes(self) or 0
+    mlir.register_lowering(primitive.fused_p, primitive._lower_for_cuda, platform="cpu")
     mlir.register_lowering(kernel_p, functools.partial(lower, platform="cpu"), platform="cpu")
     try:
         with jax.default_device(jax.devices("cpu")[0]):
             yield made
     finally:
-        mlir.register_lowering(transform.fused_p, transform._lower, platform="cpu")
+        mlir.register_lowering(primitive.fused_p, primitive._lower, platform="cpu")
         jax.ffi.ffi_call, judge.Traffic.kernel_wins = ffi_call, wins
-        Kernel.call, Kernel.scratch_bytes = call, scratch_bytes
+        FusedKernel.call, FusedKernel.scratch_bytes = call, scratch_bytes
         judge.attention_wins = attention_wins
 
 
@@ -79,18 +79,18 @@ def all_kernels(attention=False):
     `attention`: attention is done by its own.
     """
     made = []
-    call, wins, attention_wins = Kernel.call, judge.Traffic.kernel_wins, judge.attention_wins
+    call, wins, attention_wins = FusedKernel.call, judge.Traffic.kernel_wins, judge.attention_wins
 
     def recorded(self, *operands):
         made.append(self)
         return call(self, *operands)
 
-    Kernel.call, judge.Traffic.kernel_wins = recorded, property(lambda self: True)
+    FusedKernel.call, judge.Traffic.kernel_wins = recorded, property(lambda self: True)
     judge.attention_wins = lambda *_: attention
     try:
         yield made
     finally:
-        Kernel.call, judge.Traffic.kernel_wins, judge.attention_wins = call, wins, attention_wins
+        FusedKernel.call, judge.Traffic.kernel_wins, judge.attention_wins = call, wins, attention_wins
 
 
 def _call(types):

@@ -1,6 +1,6 @@
 """Expressions: what a kernel does to an element before the operator and after it, as a list of JAX's operations.
 
-`printing.py` makes C++ of them. Where no kernel can do them, because devices share rows, they are done in JAX.
+`printing.py` makes C++ of them. `Expression.in_jax` does the same where there is no kernel: where devices share rows.
 """
 
 import functools
@@ -13,7 +13,7 @@ import numpy as np
 from jax.extend.core import Literal
 
 from jax_softmax.fusion import places
-from jax_softmax.fusion.graph import result_of
+from jax_softmax.fusion.graph import is_variable, trampolined
 
 # Dtypes of 16 bits, and their names in C++.
 ROUNDED = {"bfloat16": "BFloat16", "float16": "Float16"}
@@ -23,7 +23,7 @@ READABLE = ("float32", *ROUNDED, "float8_e4m3fn", "float8_e5m2", "int8", "uint8"
 WRITABLE = ("float32", *ROUNDED)
 
 VIEWS = ("broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose")
-# They change nothing, and none of them is rounded.
+# Results are operands, unchanged.
 SAME = ("copy", "pvary", "pcast", "name", "stop_gradient")
 COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 LOGIC = ("and", "or", "xor")
@@ -31,12 +31,12 @@ ARITHMETIC = ("add", "add_any", "sub", "mul")
 FUNCTIONS = ("exp", "exp2", "log", "log1p", "expm1", "tanh", "logistic", "sqrt", "rsqrt", "one_minus_square", "erf")
 FUNCTIONS += ("sin", "cos", "pow")
 EXACT = ("floor", "ceil", "is_finite")
-_OF_TWO_KINDS = ("neg", "abs", "sign", "square", "max", "min", "clamp", "integer_pow")
-# Whose results are of the operands' dtype, or fewer bits, without rounding.
+_OTHERS = ("neg", "abs", "sign", "square", "max", "min", "clamp", "integer_pow")
+# Operations of 16 bits whose results need no rounding.
 _NOT_ROUNDED = ("select_n", "neg", "abs", "sign", "max", "min", "clamp", "floor", "ceil", "iota", *SAME)
 
 _ELEMENTWISE = frozenset(
-    (*SAME, *COMPARISONS, *LOGIC, *ARITHMETIC, *FUNCTIONS, *EXACT, *_OF_TWO_KINDS, "not", "div", "select_n")
+    (*SAME, *COMPARISONS, *LOGIC, *ARITHMETIC, *FUNCTIONS, *EXACT, *_OTHERS, "not", "div", "select_n")
 ) | {"convert_element_type", "reduce_precision"}
 
 
@@ -46,8 +46,8 @@ class Number(NamedTuple):
 
 
 class Operation(NamedTuple):
-    """Operands are numbers or names: x0 of the operator's first operand, s0 of the first array or index that is read
-    beside, y of the operator's result, v0 of the result of an expression's first operation."""
+    """Operands are numbers or names: x0 is the operator's first operand, s0 the first side operand, y the operator's
+    result, v0 the result of the expression's first operation."""
 
     name: str  # of JAX's primitive
     operands: tuple[str | Number, ...]
@@ -57,20 +57,20 @@ class Operation(NamedTuple):
 
     @property
     def rounds_to(self) -> str | None:
-        """The dtype of 16 bits that its result is rounded to."""
+        """The dtype of 16 bits that its result is rounded to, if it is."""
         if self.dtype not in ROUNDED or self.name in _NOT_ROUNDED or self._is_exact():
             return None
         return None if self.name == "convert_element_type" and self.dtypes[0] == self.dtype else self.dtype
 
     def _is_exact(self):
-        """Whether it multiplies with a power of 2, which is exact but in float16, where small numbers have few bits."""
+        """Whether it multiplies by a power of 2. In float16 that is not exact: small numbers have fewer bits."""
         if self.name not in ("mul", "div") or self.dtype == "float16":
             return False
         numbers = (a.value for a in self.operands[self.name == "div" :] if isinstance(a, Number))
         return any(math.frexp(abs(float(number)))[0] == 0.5 for number in numbers)
 
     def inverse(self) -> np.float32 | None:
-        """The number that it multiplies by instead of dividing by a constant, as XLA does."""
+        """1 / c of a division by a constant c: as XLA does, a kernel multiplies by it."""
         divisor = self.operands[1]
         if self.name != "div" or not isinstance(divisor, Number) or not divisor.value:
             return None
@@ -85,18 +85,18 @@ class Operation(NamedTuple):
         return self.name in FUNCTIONS and self.name != "one_minus_square"
 
     @property
-    def is_free(self) -> bool:
-        """Whether XLA's result has the same bits wherever XLA makes it, without `rounded`."""
+    def is_reproducible(self) -> bool:
+        """Whether its result has the same bits wherever XLA makes it, and in a kernel, without `rounded`."""
         return self.rounds_to is None and not self.is_function and self.name != "reduce_precision"
 
 
 class Expression(NamedTuple):
     operations: tuple[Operation, ...]
-    result: str | Number  # one of the values
+    result: str | Number  # a name, as operands have them
 
     @classmethod
     def from_json(cls, given) -> "Expression":
-        """Of lists, as JSON has tuples."""
+        """JSON has lists instead of tuples."""
 
         def atom(a):
             return a if isinstance(a, str) else Number(*a)
@@ -108,10 +108,10 @@ class Expression(NamedTuple):
         return cls(tuple(operations), atom(given[1]))
 
     def with_sums(self, sums: dict[str, str]) -> "Expression":
-        """With int32 values plus others in the places of some that are read."""
+        """With s0 + s3 instead of s0 for each pair s0, s3 whose first name is read: sums of int32."""
+        read = {a for op in self.operations for a in op.operands} | {self.result}
+        sums = {name: other for name, other in sums.items() if name in read}
         n = len(sums)
-        if not n:
-            return self
         new = {f"v{k}": f"v{k + n}" for k in range(len(self.operations))}
         added = []
         for k, (name, other) in enumerate(sums.items()):
@@ -121,12 +121,12 @@ class Expression(NamedTuple):
         return Expression((*added, *operations), new.get(self.result, self.result))
 
     def dtype_of(self, name: str) -> str:
-        """The dtype that a value has where it is read; float32 of one that is not."""
+        """The dtype of a name where it is read; float32 if it is not."""
         read = ((a, dtype) for op in self.operations for a, dtype in zip(op.operands, op.dtypes, strict=True))
         return next((dtype for a, dtype in read if a == name), "float32")
 
-    def made_of(self) -> dict[int, Operation]:
-        """The operations that the result is made of, by their numbers."""
+    def needed(self) -> dict[int, Operation]:
+        """The operations that the result needs, by their numbers."""
         read, found = {self.result}, {}
         for k in reversed(range(len(self.operations))):
             if f"v{k}" in read:
@@ -134,24 +134,24 @@ class Expression(NamedTuple):
                 read.update(a for a in found[k].operands if isinstance(a, str))
         return dict(reversed(found.items()))
 
-    def value(self, given: dict[str, jax.Array]) -> jax.Array:
-        """In JAX, of these values, which broadcast to one shape: the same bits as a kernel's, but for functions."""
+    def in_jax(self, given: dict[str, jax.Array]) -> jax.Array:
+        """The result of arrays by name, which broadcast to one shape. But for functions, it has a kernel's bits."""
         values: dict[Any, Any] = dict(given)
 
         def of(a):
             return jnp.asarray(a.value, a.dtype) if isinstance(a, Number) else values[a]
 
-        for k, operation in self.made_of().items():
+        for k, operation in self.needed().items():
             operands = jnp.broadcast_arrays(*map(of, operation.operands))
-            values[f"v{k}"] = done(operation, operands)
+            values[f"v{k}"] = _apply(operation, operands)
         return of(self.result)
 
 
 _NAMES_IN_LAX = {"and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor", "not": "bitwise_not", "add_any": "add"}
 
 
-def done(operation: Operation, operands) -> jax.Array:
-    """An operation in JAX, rounded as a kernel rounds it, whatever XLA may leave out or merge."""
+def _apply(operation: Operation, operands) -> jax.Array:
+    """An operation in JAX, rounded as a kernel rounds it, even where XLA leaves out roundings."""
     if operation.name == "convert_element_type":
         result = rounded(operands[0].astype(jnp.float32), operation.rounds_to) if operation.rounds_to else operands[0]
         return result.astype(operation.dtype)
@@ -169,7 +169,7 @@ def done(operation: Operation, operands) -> jax.Array:
 
 
 def rounded(x: jax.Array, dtype: str) -> jax.Array:
-    """float32 numbers as a dtype of 16 bits holds them. XLA may leave out a cast to 16 bits and back, but not this."""
+    """float32 numbers rounded to a dtype of 16 bits. XLA may leave out a cast to 16 bits and back, but not this."""
     if dtype == "bfloat16":
         return jax.lax.reduce_precision(x, 8, 7)
     # reduce_precision takes float16's subnormal numbers for 0: the multiples of 2^-24 below 2^-14.
@@ -181,25 +181,26 @@ def rounded(x: jax.Array, dtype: str) -> jax.Array:
 
 
 def is_long(equation) -> bool:
-    """Whether it takes a kernel as long as many additions do."""
+    """Whether it takes a kernel as long as many additions: a division, exp and the like."""
     return any(op.is_function for op in operations_of(equation))
 
 
-def is_free(equation) -> bool:
+def is_reproducible(equation) -> bool:
     """Whether its result has the same bits wherever XLA makes it."""
-    return all(op.is_free for op in operations_of(equation))
+    return all(op.is_reproducible for op in operations_of(equation))
 
 
 def instructions(equation) -> int:
-    """About how many a processor takes for an element."""
+    """About how many instructions a processor takes for an element."""
     if equation.name == "iota":
         return 1
     operations = operations_of(equation)
     return sum((10 if op.is_function else 1) + 2 * (op.rounds_to is not None) for op in operations)
 
 
-def made_of(graph, variables) -> dict:
-    """The variables and all that they are made of element by element, with the equations that do so, or None."""
+def elementwise_ancestors(graph, variables) -> dict:
+    """The variables, and all that they are made of by equations which can be parts of expressions: each with the
+    equation that makes it, or None where there is no such equation."""
     pending, found = list(variables), {}
     while pending:
         a = pending.pop()
@@ -214,34 +215,30 @@ class NotFolded(Exception):
     """Why a group cannot be a call of a kernel."""
 
 
-def inputs_of(equation, place):
+def required_input_places(equation, place):
     """The places of the operands of an equation that is folded.
 
     Raises:
-      NotFolded: it is folded where its result is read at another place, and cannot be at this one.
+      NotFolded: there are none. The equation was folded for a reader at another place.
     """
-    inputs = places.inputs_of(equation, place)
+    inputs = places.input_places(equation, place)
     if inputs is None:
         raise NotFolded(f"{equation.name} cannot be followed wherever its result is read")
     return inputs
 
 
-class Side(NamedTuple):
-    """What an expression reads beside an element: an array, or, where there is none, the index along a factor."""
+class SideVariable(NamedTuple):
+    """A side operand of expressions: a variable at a place, or, without a variable, the index along a factor."""
 
     variable: object
     place: list
     factor: object = None
 
 
-def is_variable(atom) -> bool:
-    return not isinstance(atom, Literal)
-
-
 @functools.cache
 def kind(dtype) -> str | None:
-    """The C++ type of values of a dtype, or None of those that expressions do not compute with."""
-    name = dtype if isinstance(dtype, str) else dtype.name  # which keys of random numbers have as well
+    """The C++ type that a kernel computes in for a dtype; None if expressions do not compute with it."""
+    name = dtype if isinstance(dtype, str) else dtype.name  # keys of random numbers have one, too
     if name in ("float32", *ROUNDED):
         return "float"
     return "int" if name in _INTEGERS else "bool" if name == "bool" else None
@@ -266,7 +263,7 @@ def prints(equation) -> bool:
     if name not in _ELEMENTWISE:
         return False
     if out == "int" and name not in (*SAME, "convert_element_type") and dtypes[-1].name != "int32":
-        return False  # it would wrap elsewhere
+        return False  # it would overflow at another number than the kernel's int
     kinds = {kind(dtype) for dtype in dtypes[:-1]}
     if name == "select_n":
         return kind(dtypes[0]) == "bool" and len(dtypes) == 4
@@ -277,53 +274,56 @@ def prints(equation) -> bool:
     if name == "convert_element_type":
         return out != "int" or kinds == {"bool"} or (kinds == {"int"} and dtypes[-1].name == "int32")
     if name == "reduce_precision":
-        wide = (equation.params["exponent_bits"], equation.params["mantissa_bits"])
-        return wide in ((8, 23), (8, 7))  # XLA's of float16 has no subnormal numbers
+        bits = (equation.params["exponent_bits"], equation.params["mantissa_bits"])
+        return bits in ((8, 23), (8, 7))  # float32 and bfloat16; XLA's float16 has no subnormal numbers
     if name in ("not", *LOGIC):
         return out in ("bool", "int")
     return True
 
 
 class Expressions:
-    """The expressions of a call. They share what they read, numbered in the order of use."""
+    """Makes expressions of one kernel, which share its side operands, numbered in the order of use."""
 
-    def __init__(self, own):
-        self.own = own  # the names of the operator's operands and of its result, by variable and place
-        self.sides: list[Side] = []
+    def __init__(self, names, sides=None):
+        """`names`: those of the operator's operands and of its result, by variable and place. `sides`: a list of side
+        operands, to which others are added."""
+        self.names = names
+        self.sides: list[SideVariable] = [] if sides is None else sides
 
     def of(self, variable, place, inside) -> Expression:
-        """What a variable is at an element, made of the equations `inside`."""
+        """The expression that the equations `inside` are for a variable's element at a place."""
         operations: list[Operation] = []
-        result = result_of(self._value(variable, place, inside, {}, operations))
+        result = trampolined(self._value(variable, place, inside, {}, operations))
         return Expression(tuple(operations), result)
 
     def _value(self, a, place, inside, known, operations):
         if isinstance(a, Literal):
-            return _number(a)
-        key = a, places.key_of(place)
+            return _number_of(a)
+        key = a, places.place_key(place)
         if key not in known:
             if a in inside:
-                known[key] = yield self._made(inside[a], place, inside, known, operations)
+                known[key] = yield self._computed(inside[a], place, inside, known, operations)
             else:
                 known[key] = self._read(a, place)
         return known[key]
 
     def _read(self, a, place):
-        return self.own.get((a, places.key_of(place))) or self._side(Side(a, place))
+        return self.names.get((a, places.place_key(place))) or self._side(SideVariable(a, place))
 
     def _side(self, side):
+        """The name of a side operand."""
         for k, other in enumerate(self.sides):
-            same_place = places.key_of(side.place) == places.key_of(other.place)
+            same_place = places.place_key(side.place) == places.place_key(other.place)
             if other.variable is side.variable and other.factor is side.factor and same_place:
                 return f"s{k}"
         self.sides.append(side)
         return f"s{len(self.sides) - 1}"
 
     def _index(self, factors, operations):
-        """Along a dimension of these factors."""
+        """The index along a dimension that is made of these factors."""
         of_two, index = ("int32", "int32"), Number(0, "int32")
         for k, factor in enumerate(factors):
-            along = self._side(Side(None, [], factor))
+            along = self._side(SideVariable(None, [], factor))
             if k == 0:
                 index = along
                 continue
@@ -331,14 +331,14 @@ class Expressions:
             index = _put(operations, Operation("add", (scaled, along), of_two, "int32"))
         return index
 
-    def _made(self, equation, place, inside, known, operations):
+    def _computed(self, equation, place, inside, known, operations):
         if equation.name == "iota":
             index = self._index(places.factors_of([place[equation.params["dimension"]]]), operations)
             dtype = equation.outputs[0].aval.dtype.name
             if dtype == "int32":
                 return index
             return _put(operations, Operation("convert_element_type", (index,), ("int32",), dtype))
-        inputs = inputs_of(equation, place)
+        inputs = required_input_places(equation, place)
         given = []
         for a, its_place in zip(equation.inputs, inputs, strict=True):
             given.append((yield self._value(a, its_place, inside, known, operations)))
@@ -346,7 +346,7 @@ class Expressions:
 
 
 def _power(x, equation, operations):
-    """x to an integer power: products by squaring, each rounded, as JAX makes them."""
+    """x to an integer power by repeated squaring, each product rounded, as in JAX."""
     power, dtype = equation.params.get("y", 2), equation.outputs[0].aval.dtype.name
     result: str | Number = Number(1.0 if kind(dtype) == "float" else 1, dtype)
     rest = abs(power)
@@ -361,26 +361,26 @@ def _power(x, equation, operations):
     return result
 
 
-def of_equation(equation) -> tuple[Expression, list]:
-    """What an elementwise equation is of the variables x0, x1, ... that it reads; and these variables."""
+def expression_of(equation) -> tuple[Expression, list]:
+    """An elementwise equation as an expression of x0, x1, ...: the variables that it reads, which are returned too."""
     operations: list[Operation] = []
     variables = list(filter(is_variable, equation.inputs))
     names = (f"x{k}" for k in range(len(variables)))
-    given = [next(names) if is_variable(a) else _number(a) for a in equation.inputs]
+    given = [next(names) if is_variable(a) else _number_of(a) for a in equation.inputs]
     result = _elementwise(equation, given, operations)
     return Expression(tuple(operations), result), variables
 
 
 def operations_of(equation) -> list[Operation]:
-    """What an equation does to an element, if anything."""
+    """What an equation does to an element: nothing, if it is a view or an index."""
     operations: list[Operation] = []
     if not is_view(equation) and equation.name != "iota":
-        _elementwise(equation, [_number(a) if isinstance(a, Literal) else "" for a in equation.inputs], operations)
+        _elementwise(equation, [_number_of(a) if isinstance(a, Literal) else "" for a in equation.inputs], operations)
     return operations
 
 
 def _elementwise(equation, given, operations):
-    """The name of an equation's result, after its operations on what is given are put to the others."""
+    """Appends an equation's operations on the values `given` to the others. Returns its result's name or number."""
     if equation.name in VIEWS or equation.name in SAME:
         return given[0]
     if equation.name in ("square", "integer_pow"):
@@ -403,7 +403,7 @@ def _operation(equation, given):
     return Operation(equation.name, tuple(given), dtypes, equation.outputs[0].aval.dtype.name, params)
 
 
-def _number(literal):
+def _number_of(literal):
     value, dtype = np.asarray(literal.val).reshape(()).astype(literal.aval.dtype), literal.aval.dtype.name
     of_kind = {"float": lambda v: float(v.astype(np.float32)), "int": int, "bool": bool}
     return Number(of_kind.get(kind(dtype), float)(value), dtype)

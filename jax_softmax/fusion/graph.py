@@ -1,8 +1,8 @@
-"""A jaxpr as a graph: its equations with calls inlined, who makes each variable, and who reads it.
+"""A jaxpr as a graph: its equations with calls inlined, which equation makes each variable, and which ones read it.
 
-Functions under `jit`, and those with derivatives of their own, are inlined: a program is looked at after it has been
-differentiated. Loops, branches, `checkpoint` and `shard_map` stay equations, whose jaxprs are rewritten one by one.
-Jaxprs are edited, not traced again, which would lose the names of mesh axes.
+Functions under `jit`, and functions with derivatives of their own, are inlined: programs are rewritten after JAX has
+differentiated them. Loops, branches, `checkpoint` and `shard_map` stay equations, each with its jaxpr, which is
+rewritten by itself. Jaxprs are edited. To trace them again would lose the names of mesh axes.
 """
 
 import dataclasses
@@ -22,9 +22,9 @@ _ALL_CALLS = (*_CALLS, *_CHECKPOINTS, "custom_jvp_call", "custom_vjp_call", "cus
 
 @dataclasses.dataclass(eq=False)
 class Equation:
-    """One of a graph: it can be told apart from an equal one."""
+    """An equation of a graph. Two of them are equal only if they are the same object."""
 
-    eqn: Any  # of JAX
+    eqn: Any  # JAX's
     inputs: list
     outputs: list
     params: dict
@@ -41,7 +41,7 @@ class Equation:
 
 
 class Graph:
-    """The equations that the results of a jaxpr need, each after those that make what it reads."""
+    """The equations that a jaxpr's results need, each after those that make what it reads."""
 
     def __init__(self, equations, outputs):
         self.outputs = outputs
@@ -52,10 +52,14 @@ class Graph:
         for equation in self.equations:
             for v in dict.fromkeys(variables_of(equation.inputs)):
                 self.readers.setdefault(v, []).append(equation)
-        self.standing: dict[Var, bool] = {}  # which are in memory where nothing is folded, as `groups.py` finds
+        self.materialized: dict[Var, bool] = {}  # a cache of `groups.is_materialized_unfolded`
         self.position = {equation: k for k, equation in enumerate(self.equations)}
 
-    def made_of(self, variables) -> set[Var]:
+    def maker_of(self, atom) -> Equation | None:
+        """The equation that makes a variable; None for an operand of the program, and for a literal."""
+        return self.maker.get(atom) if is_variable(atom) else None
+
+    def descendants(self, variables) -> set[Var]:
         """These variables, and all that is made of them."""
         found = set(variables)
         for equation in self.equations:
@@ -64,11 +68,11 @@ class Graph:
         return found
 
     def has_effects_after(self, maker: Equation, equation: Equation) -> bool:
-        """Whether a maker has effects and comes after an equation, which may not be moved behind it then."""
+        """Whether a maker has effects and comes after an equation: the equation may not be moved behind it."""
         return bool(maker.eqn.effects) and self.position[maker] > self.position[equation]
 
     def with_replaced(self, replacements, renamed=()) -> "Graph":
-        """Equations with others in their places, and variables under other names."""
+        """The graph with lists of equations instead of some equations, and variables instead of others."""
         names = dict(renamed)
 
         def new(atoms):
@@ -79,12 +83,12 @@ class Graph:
             equations = [
                 e.with_inputs(new(e.inputs)) if names.keys() & set(variables_of(e.inputs)) else e for e in equations
             ]
-        return Graph(sorted_by_need(equations), new(self.outputs))
+        return Graph(topologically_sorted(equations), new(self.outputs))
 
 
 def graph_of(jaxpr, differentiated=True, platform=None) -> Graph:
-    """The graph of a jaxpr; one that will be differentiated keeps calls that JAX treats in their own way then. Where
-    the platform is known, what depends on it is what it is there."""
+    """The graph of a jaxpr. `differentiated`: whether JAX has differentiated it already; if not, `checkpoint` and
+    functions with their own derivatives stay calls. `platform`: whose branch of `platform_dependent` is inlined."""
     equations: list[Equation] = []
     variables = {v: v for v in (*jaxpr.constvars, *jaxpr.invars)}
     calls = _ALL_CALLS if differentiated else _CALLS
@@ -98,20 +102,15 @@ def edited(jaxpr, equations=None, **changes):
     return _private.without_names(jaxpr).replace(eqns=eqns, **changes)
 
 
-def inlined(jaxpr, variables, equations) -> list:
-    """The results of a jaxpr in terms of these variables for its own; its equations are appended to the others."""
-    return _inline(jaxpr, dict(variables), None, lambda eqn: None, equations)
+class CycleError(ValueError):
+    """Equations need each other's results."""
 
 
-class InCirclesError(ValueError):
-    """Equations need what is made of what they make."""
-
-
-def sorted_by_need(equations):
-    """Each after those that make what it reads; otherwise in their order.
+def topologically_sorted(equations):
+    """Each equation after those that make what it reads; otherwise in the order given.
 
     Raises:
-      InCirclesError: there is no such order.
+      CycleError: there is no such order.
     """
     maker = {v: e for e in equations for v in e.outputs}
     done: dict[Equation, None] = {}
@@ -126,7 +125,7 @@ def sorted_by_need(equations):
                 done[e] = None
                 continue
             if e in begun:
-                raise InCirclesError
+                raise CycleError
             begun.add(e)
             pending.append((e, True))
             makers = (maker.get(v) for v in variables_of(e.inputs))
@@ -134,10 +133,10 @@ def sorted_by_need(equations):
     return list(done)
 
 
-def result_of(walk):
-    """What a walk over a program returns, as it would by recursion, of which Python's stack bounds the depth.
+def trampolined(walk):
+    """The result of a recursive walk over a program, whose depth Python's stack would bound.
 
-    A walk is a generator that yields each walk of which it needs the result.
+    A walk is a generator: instead of a recursive call it yields the inner walk, and is sent that one's result.
     """
     pending, result = [walk], None
     while pending:
@@ -150,15 +149,19 @@ def result_of(walk):
     return result
 
 
+def is_variable(atom) -> bool:
+    return not isinstance(atom, Literal)
+
+
 def variables_of(atoms):
-    return [a for a in atoms if not isinstance(a, Literal)]
+    return list(filter(is_variable, atoms))
 
 
 def has_refs(jaxpr) -> bool:
     """Whether it reads or writes references, as `jax.new_ref` makes them."""
-    values = (*jaxpr.constvars, *jaxpr.invars)
-    given = any(not isinstance(v.aval, jax.core.ShapedArray) for v in values)
-    return given or _private.has_effects_on_references(jaxpr)
+    operands = (*jaxpr.constvars, *jaxpr.invars)
+    is_given_some = any(not isinstance(v.aval, jax.core.ShapedArray) for v in operands)
+    return is_given_some or _private.has_effects_on_references(jaxpr)
 
 
 def size_of(atom) -> int:
@@ -170,7 +173,7 @@ def bytes_of(atom) -> int:
 
 
 def opened(jaxpr):
-    """A jaxpr, and the values of its constants, of a closed one or one that is not."""
+    """A jaxpr, closed or not, without its constants; and the values of these."""
     return (jaxpr.jaxpr, jaxpr.consts) if hasattr(jaxpr, "jaxpr") else (jaxpr, getattr(jaxpr, "consts", ()))
 
 
@@ -185,8 +188,17 @@ def jaxprs_of(params):
     return found
 
 
-def with_jaxprs(params, function):
-    """An equation's parameters, with every jaxpr among them replaced by what the function makes of it."""
+def eqns_within(jaxprs):
+    """JAX's equations of these jaxprs, and of all jaxprs in their parameters."""
+    pending = list(jaxprs)
+    while pending:
+        for eqn in opened(pending.pop())[0].eqns:
+            yield eqn
+            pending += jaxprs_of(eqn.params)
+
+
+def with_jaxprs(params, rewrite):
+    """An equation's parameters, with `rewrite(jaxpr)` instead of every jaxpr among them."""
 
     def replaced(value):
         if isinstance(value, tuple | list) and any(map(is_jaxpr, value)):
@@ -194,7 +206,7 @@ def with_jaxprs(params, function):
         if not is_jaxpr(value):
             return value
         inner = opened(value)[0]
-        new = function(inner)
+        new = rewrite(inner)
         return value if new is inner else value.replace(jaxpr=new) if hasattr(value, "jaxpr") else new
 
     return {name: replaced(value) for name, value in params.items()}
@@ -209,19 +221,20 @@ def _inline(jaxpr, variables, caller, callee_of, equations):
     def read(atom):
         if not isinstance(atom, Literal):
             return variables[atom]
-        return _in_memory(atom, equations) if atom.aval.shape else atom
+        return _behind_barrier(atom, equations) if atom.aval.shape else atom
 
     for eqn in jaxpr.eqns:
         inputs = [read(a) for a in eqn.invars]
-        if (known := _known(eqn, inputs)) is not None:
-            variables[eqn.outvars[0]] = known
+        if (same := _simplified(eqn, inputs)) is not None:
+            variables[eqn.outvars[0]] = same
             continue
         callee = callee_of(eqn)
         if callee is not None:
             inner, values = opened(callee)
-            known = {v: Literal(value, v.aval) for v, value in zip(inner.constvars, values, strict=True)}
-            known |= zip(inner.invars, inputs[len(inputs) - len(inner.invars) :], strict=True)  # a branch has no index
-            outputs = _inline(inner, known, _private.in_the_scope_of(eqn, caller), callee_of, equations)
+            own = {v: Literal(value, v.aval) for v, value in zip(inner.constvars, values, strict=True)}
+            # The first operand of `cond` is the number of the branch, which a branch is not given.
+            own |= zip(inner.invars, inputs[len(inputs) - len(inner.invars) :], strict=True)
+            outputs = _inline(inner, own, _private.in_the_scope_of(eqn, caller), callee_of, equations)
             variables.update(zip(eqn.outvars, outputs, strict=True))
             continue
         outputs = eqn.outvars if caller is None else [type(v)(v.aval) for v in eqn.outvars]
@@ -230,21 +243,21 @@ def _inline(jaxpr, variables, caller, callee_of, equations):
     return [read(a) for a in jaxpr.outvars]
 
 
-def _known(eqn, inputs):
-    """The number that a conversion of a number is, or the operand that a slice is all of, or None."""
+def _simplified(eqn, inputs):
+    """The result of converting a literal number, as a literal; the operand of a slice that is all of it; else None."""
     if eqn.primitive.name == "slice" and not isinstance(inputs[0], Literal) and inputs[0].aval == eqn.outvars[0].aval:
         return inputs[0]
     if eqn.primitive.name != "convert_element_type" or not isinstance(inputs[0], Literal) or eqn.effects:
         return None
     aval = eqn.outvars[0].aval
-    if aval.shape or not isinstance(aval.dtype, np.dtype):  # keys have others
+    if aval.shape or not isinstance(aval.dtype, np.dtype):  # keys of random numbers have other dtypes
         return None
     with np.errstate(all="ignore"):
         return Literal(np.asarray(inputs[0].val).astype(aval.dtype)[()], aval)
 
 
-def _in_memory(literal, equations):
-    """A variable that is an array which stands in the jaxpr, as JAX writes constants with a setting of its own."""
+def _behind_barrier(literal, equations):
+    """A variable for a literal that is an array: with `jax_use_simplified_jaxpr_constants`, constants are literals."""
     variable = Var(literal.aval)
     eqn = barrier([literal], [variable])
     equations.append(Equation(eqn, [literal], [variable], dict(eqn.params)))
@@ -252,14 +265,14 @@ def _in_memory(literal, equations):
 
 
 def barrier(inputs, outputs):
-    """An equation behind which these arrays are in memory."""
+    """An `optimization_barrier`: its results are arrays in memory."""
     (eqn,) = jax.make_jaxpr(lambda *a: jax.lax.optimization_barrier(a))(*(a.aval for a in inputs)).eqns
     return eqn.replace(invars=inputs, outvars=outputs)
 
 
 def _callee(eqn, calls, platform):
-    """The jaxpr of a call that says nothing else: no sharding, no layout, no arrays that are constants. Or the branch
-    of `jax.lax.platform_dependent` for the platform."""
+    """The jaxpr of a call, or the branch of `jax.lax.platform_dependent` for the platform, if it can be inlined. A call
+    that says more, a sharding or constants that are arrays, cannot be."""
     if platform is not None and eqn.primitive.name == "cond" and eqn.params.get("branches_platforms"):
         of_branches = eqn.params["branches_platforms"]
         branch = next((k for k, names in enumerate(of_branches) if names is None or platform in names), None)
@@ -268,7 +281,9 @@ def _callee(eqn, calls, platform):
         return eqn.params["branches"][branch]
     if eqn.primitive.name not in calls or eqn.effects:
         return None
-    if eqn.primitive.name in _CHECKPOINTS and eqn.params["prevent_cse"] is not False:  # XLA would not undo it
+    if (
+        eqn.primitive.name in _CHECKPOINTS and eqn.params["prevent_cse"] is not False
+    ):  # it must not be merged with the first
         return None
     placed = [*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ())]
     if not all(map(_private.is_unspecified, placed)):
@@ -280,14 +295,14 @@ def _callee(eqn, calls, platform):
 
 
 def _needed(equations, outputs):
-    needed, kept = set(variables_of(outputs)), []
+    needed, found = set(variables_of(outputs)), []
     for equation in reversed(equations):
         if equation.eqn.effects or not needed.isdisjoint(equation.outputs):
-            kept.append(equation)
+            found.append(equation)
             needed.update(variables_of(equation.inputs))
-    return kept[::-1]
+    return found[::-1]
 
 
-def new_equation(inputs, outputs, primitive, params, like):
-    """An equation of this package's, which stands for one of the program."""
+def new_eqn(inputs, outputs, primitive, params, like):
+    """An equation of JAX with one of this package's primitives, at the line of the program's equation `like`."""
     return like.replace(invars=inputs, outvars=outputs, primitive=primitive, params=params, effects=frozenset())

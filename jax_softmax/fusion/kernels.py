@@ -1,8 +1,7 @@
 """A kernel with expressions before and after its operator, and the primitive that calls it.
 
 In a program for one device that is an FFI call. In a program that XLA divides among several, each of them calls the
-kernel for its part; an index along a dimension that is divided begins where the part does. Where a device has parts of
-rows, and where there is no kernel, the same is done in JAX.
+kernel for its part. Where devices have parts of rows, and where there is no kernel, the same is done in JAX.
 """
 
 import functools
@@ -23,30 +22,31 @@ from jax_softmax.runtime import judge
 from jax_softmax.runtime.lowering import TARGET, described
 
 
-class ReadBeside(NamedTuple):
-    """An array that expressions read, or the index along a dimension, which no memory is read for."""
+class SideOperand(NamedTuple):
+    """An array that expressions read, or the index along a dimension, for which no memory is read."""
 
     shape: tuple[int, ...]
     dtype: str
     index_along: int | None = None
 
 
-class Kernel(NamedTuple):
-    """Operands: the operator's own ones, of `shape`; the arrays read beside; numbers and labels of rows; the mask."""
+class FusedKernel(NamedTuple):
+    """Its operands are the operator's own ones, of `shape`, the arrays among `sides`, numbers and labels of rows, and
+    the mask. Its results are those of elements, as `store` makes them, and those of rows."""
 
     op: str
     shape: tuple[int, ...]
     axes: tuple[int, ...]
     dtype: str  # of the operator's own operands
-    sides: tuple[ReadBeside, ...]
+    sides: tuple[SideOperand, ...]
     mask_shape: tuple[int, ...] | None
     load: tuple[Expression, ...]  # of each of the operator's own operands
-    store: tuple[Expression, ...]  # of each result for elements
+    store: tuple[Expression, ...]  # of each result of elements
     dtypes: tuple[str, ...]  # of these
-    loaded_dtypes: tuple[str, ...]  # of what `load` makes, in the program
-    result_dtype: str | None  # of the operator's result there
+    loaded_dtypes: tuple[str, ...]  # of the operator's operands in the program, which `load` makes
+    result_dtype: str | None  # of the operator's result in the program
     n_row_results: int
-    in_place: int | None  # which operand the first result takes the place of
+    in_place: int | None  # the operand in whose memory the first result is written
 
     def _text_of_load(self):
         lines = map(printing.text_of, self.load)
@@ -72,7 +72,7 @@ class Kernel(NamedTuple):
         )
 
     def scratch_bytes(self) -> int | None:
-        """Memory for blocks to exchange states through; None if XLA itself is as fast."""
+        """The bytes that blocks need to exchange states; None if XLA is as fast as a kernel on such rows."""
         return judge.scratch_bytes(self._described())
 
     @property
@@ -87,22 +87,22 @@ class Kernel(NamedTuple):
         n = len(types)
         if scratch:
             types.append(jax.ShapeDtypeStruct((scratch,), jnp.uint8))
-        given = self._described()["attributes"]
+        attributes = self._described()["attributes"]
         aliases = {} if self.in_place is None else {self.in_place: 0}
-        return jax.ffi.ffi_call(TARGET, types, input_output_aliases=aliases)(*operands, **given)[:n]
+        return jax.ffi.ffi_call(TARGET, types, input_output_aliases=aliases)(*operands, **attributes)[:n]
 
     def in_jax(self, *operands, operator=apply):
-        """The same in JAX. `operator` does what the operator does, of values that are loaded and what rows have."""
+        """The same in JAX. `operator` is called with what is loaded, instead of the operator."""
         facts = OPERATORS[self.op]
         own, rest = operands[: facts.inputs], list(operands[facts.inputs :])
-        given = {f"x{k}": a for k, a in enumerate(own)}
+        values = {f"x{k}": a for k, a in enumerate(own)}
         for k, side in enumerate(self.sides):
             if side.index_along is None:
-                given[f"s{k}"] = rest.pop(0)
+                values[f"s{k}"] = rest.pop(0)
             else:
-                given[f"s{k}"] = jax.lax.broadcasted_iota(jnp.int32, side.shape, side.index_along)
+                values[f"s{k}"] = jax.lax.broadcasted_iota(jnp.int32, side.shape, side.index_along)
         loaded = [
-            jnp.broadcast_to(expression.value(given), own[0].shape).astype(dtype)
+            jnp.broadcast_to(expression.in_jax(values), own[0].shape).astype(dtype)
             for expression, dtype in zip(self.load, self.loaded_dtypes, strict=True)
         ]
         dtype = {"dtype": self.result_dtype} if facts.element_results else {}
@@ -110,25 +110,25 @@ class Kernel(NamedTuple):
         found = list(found) if isinstance(found, tuple | list) else [found]
         if not facts.element_results:
             return found
-        given["y"] = found.pop(0)
+        values["y"] = found.pop(0)
         of_elements = zip(self.store, self.dtypes, strict=True)
-        stored = (jnp.broadcast_to(e.value(given), given["y"].shape).astype(dtype) for e, dtype in of_elements)
+        stored = (jnp.broadcast_to(e.in_jax(values), values["y"].shape).astype(dtype) for e, dtype in of_elements)
         return [*stored, *found]
 
-    # ---- Of one part
+    # ---- A device's part
 
     @property
     def n_arrays(self) -> int:
-        """How many operands come before those that rows have: the operator's own ones, and arrays read beside."""
+        """The number of operands before those of rows: the operator's own ones, and the arrays among `sides`."""
         return OPERATORS[self.op].inputs + sum(side.index_along is None for side in self.sides)
 
     @property
     def dims_with_indices(self) -> list[int]:
         return [side.index_along for side in self.sides if side.index_along is not None]
 
-    def of_part(self, layout) -> "Kernel":
-        """The kernel for a device's part; indices that begin elsewhere are sums with scalar arrays, which follow the
-        arrays read beside."""
+    def of_part(self, layout) -> "FusedKernel":
+        """The kernel for a device's part. To an index along a divided dimension it adds the part's first one: a scalar
+        array after the other arrays."""
         part = tuple(layouts.part_of(self.shape, layout))
 
         def cut(shape):
@@ -139,28 +139,23 @@ class Kernel(NamedTuple):
         for k, side in enumerate(self.sides):
             if side.index_along is not None and layout.shape[side.index_along] > 1:
                 sums[f"s{k}"] = f"s{len(sides)}"
-                sides.append(ReadBeside((1,) * len(part), "int32"))
+                sides.append(SideOperand((1,) * len(part), "int32"))
         return self._replace(
             shape=part,
             sides=tuple(sides),
             mask_shape=None if self.mask_shape is None else cut(self.mask_shape),
-            load=tuple(_with_sums(expression, sums) for expression in self.load),
-            store=tuple(_with_sums(expression, sums) for expression in self.store),
+            load=tuple(expression.with_sums(sums) for expression in self.load),
+            store=tuple(expression.with_sums(sums) for expression in self.store),
         )
 
 
-def _with_sums(expression, sums):
-    read = {a for operation in expression.operations for a in operation.operands} | {expression.result}
-    return expression.with_sums({name: other for name, other in sums.items() if name in read})
-
-
-def _from_json(fields) -> Kernel:
+def _from_json(fields) -> FusedKernel:
     def frozen(a):
         return tuple(map(frozen, a)) if isinstance(a, list) else a
 
     known: dict[str, Any] = {name: tuple(map(Expression.from_json, fields[name])) for name in ("load", "store")}
-    known["sides"] = tuple(ReadBeside(*map(frozen, side)) for side in fields["sides"])
-    return Kernel(**{name: frozen(value) for name, value in fields.items()} | known)
+    known["sides"] = tuple(SideOperand(*map(frozen, side)) for side in fields["sides"])
+    return FusedKernel(**{name: frozen(value) for name, value in fields.items()} | known)
 
 
 # ---- The primitive.
@@ -177,15 +172,15 @@ def _(*operands, kernel):
 def lower(ctx, *operands, kernel, platform):
     """A call, in a program for one device or several."""
 
-    def function(made):
-        return mlir.lower_fun(made, multiple_results=True)(ctx, *operands)
+    def lowered(f):
+        return mlir.lower_fun(f, multiple_results=True)(ctx, *operands)
 
     return partitioning.divided(
         ctx,
         operands,
         {"primitive": kernel_p.name, "platform": platform, "params": {"kernel": kernel}},
-        local=lambda: function(kernel.call),
-        by_reference=lambda: function(kernel.in_jax),
+        local=lambda: lowered(kernel.call),
+        by_reference=lambda: lowered(kernel.in_jax),
     )
 
 
@@ -193,23 +188,23 @@ class _DeviceProgram(division.DeviceProgram):
     """What each device does of a kernel."""
 
     def __init__(self, kernel):
-        self.kernel = _from_json(dict(zip(Kernel._fields, kernel, strict=True)))
+        self.kernel = _from_json(dict(zip(FusedKernel._fields, kernel, strict=True)))
         self.axes = self.kernel.axes
         self.dims_with_indices = self.kernel.dims_with_indices
 
     def of_whole_rows(self, layout):
         kernel = self.kernel.of_part(layout)
 
-        def function(*operands):
+        def on_device(*operands):
             operands = self._with_starts(layout, kernel.shape, operands)
             return kernel.in_jax(*operands) if kernel.scratch_bytes() is None else kernel.call(*operands)
 
-        return function
+        return on_device
 
     def of_parts_of_rows(self, layout, spread):
         kernel = self.kernel.of_part(layout)
 
-        def function(*operands):
+        def on_device(*operands):
             operands = self._with_starts(layout, kernel.shape, operands)
             normalizer = functools.partial(_normalizer, kernel, operands)
 
@@ -219,10 +214,10 @@ class _DeviceProgram(division.DeviceProgram):
 
             return kernel.in_jax(*operands, operator=operator)
 
-        return function
+        return on_device
 
     def _with_starts(self, layout, part, operands):
-        """The operands, and after the arrays read beside where this device's indices begin: see `Kernel.of_part`."""
+        """The operands, with the first indices of this device's part after the side arrays (`FusedKernel.of_part`)."""
         n = self.kernel.n_arrays
         dims = (d for d in self.dims_with_indices if layout.shape[d] > 1)
         starts = (parts.first_index(layout, part, d).reshape([1] * len(part)) for d in dims)
@@ -230,7 +225,7 @@ class _DeviceProgram(division.DeviceProgram):
 
 
 def _normalizer(kernel, operands, x, where, axes):
-    """The maxima and sums of the parts of rows, x being what is loaded: by a kernel that loads it, if there is one."""
+    """The maxima and sums of parts of rows of x, which `load` makes: by a kernel that makes x, if there is one."""
     of_rows = kernel._replace(
         op="logsumexp",
         mask_shape=None if where is None else where.shape,

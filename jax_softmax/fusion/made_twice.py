@@ -1,20 +1,20 @@
-"""What a kernel folds and XLA makes as well, because equations outside read it: both must have the same bits.
+"""Equations that a kernel folds and XLA makes as well, because others read their results: both must make the same bits.
 
 A kernel may make the maximum and the sum of a row of x, and XLA exp(x - maximum) / sum. If their x differ by a rounding
 of 16 bits, the row does not add up to 1. XLA's x does differ: it leaves out roundings to 16 bits, and has functions of
 its own. So:
 
-- an operation that is rounded is written in XLA's program with its rounding (`expressions.done`);
+- an operation that is rounded is written in XLA's program with its rounding (`Expression.in_jax`);
 - a function, such as tanh, whose result is rounded to 16 bits is not made twice: XLA makes it, in memory, and the
-  kernel reads it there (`to_keep`), unless XLA reads few elements of it, at labels;
+  kernel reads it there (`to_keep`), unless XLA needs only elements at labels of it;
 - nor are comparisons of a function's result with what XLA makes of it, a row's maximum for one: XLA compares;
-- an array in memory that a kernel reads is what XLA reads as well, instead of making it again (`in_memory`).
+- an array that both read, XLA reads from memory, too, instead of making it again (`read_twice`).
 
 In float32 the two may differ in the last places of a function's result.
 """
 
 from jax_softmax.fusion import expressions
-from jax_softmax.fusion.graph import variables_of
+from jax_softmax.fusion.graph import is_variable, variables_of
 from jax_softmax.fusion.splicing import spliced
 
 
@@ -24,7 +24,7 @@ def equations(groups, calls) -> dict:
     for group in calls:
         for folded in group.before:
             for equation in folded.values():
-                if equation in groups.executed_outside and not expressions.is_view(equation):
+                if equation in groups.executed and not expressions.is_view(equation):
                     found.setdefault(equation, set()).add(group)
     return found
 
@@ -33,7 +33,7 @@ def to_keep(groups, calls) -> set:
     """The variables that have to be in memory, so that they are made once."""
     twice = equations(groups, calls)
     by_functions: set = set()
-    kept = _compared(groups, calls, twice)
+    found = _compared(groups, calls, twice)
     for equation in sorted(twice, key=lambda e: min(group.graph.position[e] for group in twice[e])):
         if not any(group.row_results for group in twice[equation]) or not _is_made_in_full(groups, equation):
             continue
@@ -41,12 +41,12 @@ def to_keep(groups, calls) -> set:
         if any(op.is_function for op in operations) or not by_functions.isdisjoint(variables_of(equation.inputs)):
             by_functions.update(equation.outputs)
             if any(op.rounds_to for op in operations):
-                kept.update(equation.outputs)
-    return kept
+                found.update(equation.outputs)
+    return found
 
 
 def _compared(groups, calls, twice):
-    """The results of comparisons in kernels that equal bits decide."""
+    """The results of comparisons in kernels that depend on equal bits: of functions with what XLA makes of them."""
     found = set()
     for group in calls:
         for folded in (*group.before, group.sides_after):
@@ -59,7 +59,7 @@ def _compared(groups, calls, twice):
                     continue
                 for one, other in (equation.inputs, equation.inputs[::-1]):
                     if (
-                        expressions.is_variable(one)
+                        is_variable(one)
                         and one in by_functions
                         and _xla_makes_of(groups.graph, other, functions, folded)
                     ):
@@ -73,7 +73,7 @@ def _xla_makes_of(graph, a, functions, folded):
     pending, seen = [(a, False)], set()
     while pending:
         a, by_xla = pending.pop()
-        maker = graph.maker.get(a) if expressions.is_variable(a) else None
+        maker = graph.maker_of(a)
         if maker is None or (a, by_xla) in seen or graph.position[maker] < first:
             continue
         seen.add((a, by_xla))
@@ -85,7 +85,7 @@ def _xla_makes_of(graph, a, functions, folded):
 
 
 def _is_made_in_full(groups, equation):
-    """Whether XLA makes all elements of an equation's result, and not only those that are gathered."""
+    """Whether XLA makes all elements of an equation's result, not just those that are gathered."""
     pending, seen = [equation], set()
     while pending:
         maker = pending.pop()
@@ -101,8 +101,8 @@ def _is_made_in_full(groups, equation):
     return False
 
 
-def in_memory(groups, calls) -> set:
-    """The arrays that kernels read which make numbers of rows, and that XLA makes and reads."""
+def read_twice(groups, calls) -> set:
+    """The arrays that XLA makes, and both XLA and kernels with row results read."""
     found = set()
     for group, (_, reads, _) in calls.items():
         if group.row_results:
@@ -111,12 +111,12 @@ def in_memory(groups, calls) -> set:
 
 
 def with_roundings(equation) -> list:
-    """The equations that make the same with each rounding written out."""
-    if expressions.is_free(equation):
+    """An equation as JAX's operations, with each rounding written out."""
+    if expressions.is_reproducible(equation):
         return [equation]
-    expression, variables = expressions.of_equation(equation)
+    expression, variables = expressions.expression_of(equation)
 
-    def function(*arrays):
-        return expression.value({f"x{k}": a for k, a in enumerate(arrays)})
+    def in_jax(*arrays):
+        return expression.in_jax({f"x{k}": a for k, a in enumerate(arrays)})
 
-    return spliced(function, variables, equation.outputs, equation)
+    return spliced(in_jax, variables, equation.outputs, equation)

@@ -25,17 +25,18 @@ def outside_of_equinox(arguments: Any) -> list[bool]:
     def is_module(value):
         return isinstance(value, sys.modules["equinox"].Module)
 
-    parts = jax.tree.leaves(arguments, is_leaf=is_module)
-    return [not is_module(part) for part in parts for _ in jax.tree.leaves(part)]
+    subtrees = jax.tree.leaves(arguments, is_leaf=is_module)
+    return [not is_module(subtree) for subtree in subtrees for _ in jax.tree.leaves(subtree)]
 
 
-def call(function: Callable, f: Callable, args: tuple, kwargs: dict) -> Any:
-    """`function(g, state, *args, **kwargs)` calls g, a pure function that does what f does of args and kwargs. Then the
-    modules among these are what f made of them: arrays, attributes, submodules. What f left as it was is not touched:
-    it may belong to a trace outside, in which it must not be written to."""
+def call(call_pure: Callable, f: Callable, args: tuple, kwargs: dict) -> Any:
+    """f's results, and f's changes in the modules among args and kwargs: of arrays, attributes and submodules.
+
+    `call_pure(g, state, *args, **kwargs)` calls g, a pure function, instead. What f does not change is not written to:
+    it may belong to a trace outside, in which it must not be."""
     with context():
-        g, given, options = pure(f, args, kwargs)
-        changed, everything, results = function(g, *given, **options)
+        g, args_of_g, kwargs_of_g = pure(f, args, kwargs)
+        changed, everything, results = call_pure(g, *args_of_g, **kwargs_of_g)
         modules = _modules(args, kwargs)
         if changed is not None:
             _nnx().update(modules, changed)
@@ -47,7 +48,7 @@ def call(function: Callable, f: Callable, args: tuple, kwargs: dict) -> Any:
 
 
 def context() -> AbstractContextManager[Any]:
-    """In which `pure` is called, and what it returns: nnx remembers which objects are the same."""
+    """A context for `pure` and for calls of what it returns: in it nnx remembers which objects are the same."""
     return _nnx().update_context(_TAG)
 
 
@@ -56,10 +57,10 @@ def pure(f: Callable, args: tuple, kwargs: dict) -> tuple[Callable, tuple, dict]
     leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=_is_module)
     with _nnx().split_context(_TAG) as outside:
         definition, state = outside.split(_modules(args, kwargs))
-    places = tuple(map(_is_module, leaves))
-    rest = [None if is_one else leaf for leaf, is_one in zip(leaves, places, strict=True)]
+    is_module = tuple(map(_is_module, leaves))
+    rest = [None if is_one else leaf for leaf, is_one in zip(leaves, is_module, strict=True)]
     args, kwargs = jax.tree.unflatten(tree, rest)
-    return _Pure(f, definition, tree, places), (state, *args), kwargs
+    return _Pure(f, definition, tree, is_module), (state, *args), kwargs
 
 
 def _modules(args, kwargs):
@@ -67,25 +68,24 @@ def _modules(args, kwargs):
 
 
 class _Pure:
-    """f as a function of the state of its modules and its other arguments. It gives the arrays that f changed, nothing,
-    and f's results. Where f changed more than arrays, or returns modules, it gives nothing, and what is left of all
-    modules and the results.
+    """f as a function of its modules' state and its other arguments. It returns (changed arrays, None, f's results). If f
+    changes more than arrays, or returns modules, it returns (None, modules and results as nnx splits them, None).
     """
 
-    def __init__(self, f, definition, tree, places):
-        self._known = f, definition, tree, places
+    def __init__(self, f, definition, tree, is_module):
+        self._key = f, definition, tree, is_module
         functools.update_wrapper(self, f, updated=())
         signature = inspect.signature(f)
         modules = inspect.Parameter("modules", inspect.Parameter.POSITIONAL_ONLY)
         self.__signature__ = signature.replace(parameters=[modules, *signature.parameters.values()])
 
     def __call__(self, state, /, *args, **kwargs):
-        f, definition, tree, places = self._known
+        f, definition, tree, is_module = self._key
         with _nnx().merge_context(_TAG, inner=True) as inside:
             modules = inside.merge(definition, state)
         before = _Before(modules)
         own, rest = iter(modules), iter(jax.tree.leaves((args, kwargs)))
-        args, kwargs = jax.tree.unflatten(tree, [next(own if is_one else rest) for is_one in places])
+        args, kwargs = jax.tree.unflatten(tree, [next(own if is_one else rest) for is_one in is_module])
         results = f(*args, **kwargs)
         if before.has_same_objects(modules) and not has_modules(results):
             return before.changed(modules), None, results
@@ -93,10 +93,10 @@ class _Pure:
             return None, inside.split((modules, results)), None
 
     def __eq__(self, other):
-        return isinstance(other, _Pure) and self._known == other._known
+        return isinstance(other, _Pure) and self._key == other._key
 
     def __hash__(self):
-        return hash(self._known)
+        return hash(self._key)
 
 
 class _Before:

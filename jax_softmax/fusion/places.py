@@ -1,41 +1,46 @@
-"""Where the elements of a value lie among those of an operator's operand.
+"""Places: where the elements of a value lie among those of an array, an operator's operand for one.
 
-The dimensions of that operand are made of factors: a reshape in the program may split or join dimensions, and then a
-factor is split. A value's place is, for each of its dimensions, the factors that its index is made of, the last one
-varying fastest; none for an extent of 1.
+Each dimension of that array is a factor. A reshape in the program may split a dimension: then its factor is split. The
+place of a value is a list of factors for each of its dimensions, of whose indices the dimension's index is made; the
+last one varies fastest. A dimension of extent 1, or along which all elements are one, has none.
 """
 
 import math
 
 
 class Factor:
+    """A dimension of an array, or a factor of its extent."""
+
     def __init__(self, extent: int, dim: int):
         self.extent, self.dim = extent, dim
-        self.parts: list[Factor] = []  # two, of one that was split
+        self.halves: list[Factor] = []  # two, of one that was split
 
     def __iter__(self):
         """What it was split into, or itself."""
-        if not self.parts:
+        if not self.halves:
             yield self
-        for part in self.parts:
-            yield from part
+        for half in self.halves:
+            yield from half
 
 
-def whole(shape):
-    """The place of the operand itself."""
-    return [[Factor(n, d)] if n > 1 else [] for d, n in enumerate(shape)]
+def new_place(shape, dims=None):
+    """The place of an array of this shape, or of these dimensions of it, in new factors."""
+    dims = range(len(shape)) if dims is None else dims
+    return [[Factor(shape[d], d)] if shape[d] > 1 else [] for d in dims]
 
 
 def factors_of(place):
-    return [factor for dim in place for part in dim for factor in part]
+    """Those of all dimensions, in order."""
+    return [unsplit for dim in place for factor in dim for unsplit in factor]
 
 
-def key_of(place):
+def place_key(place):
+    """A place as a key of a dictionary."""
     return tuple(tuple(map(id, factors_of([dim]))) for dim in place)
 
 
 def regrouped(factors, shape):
-    """The place of a value of this shape whose elements, in order, have these factors; None if they do not divide."""
+    """The place of a value of this shape that has these factors in this order; None if extents do not divide."""
     rest, place = list(factors), []
     for n in shape:
         dim = []
@@ -46,17 +51,17 @@ def regrouped(factors, shape):
             if n % factor.extent:
                 if factor.extent % n:
                     return None
-                factor.parts = [Factor(n, factor.dim), Factor(factor.extent // n, factor.dim)]
-                rest.insert(0, factor.parts[1])
-                factor = factor.parts[0]
+                factor.halves = [Factor(n, factor.dim), Factor(factor.extent // n, factor.dim)]
+                rest.insert(0, factor.halves[1])
+                factor = factor.halves[0]
             dim.append(factor)
             n //= factor.extent
         place.append(dim)
     return None if rest else place
 
 
-def inputs_of(equation, place):
-    """The places of an equation's operands, given its result's; None if they cannot be said."""
+def input_places(equation, place):
+    """The places of an equation's operands, given its result's; None if they are not known."""
     name, shapes = equation.name, [a.aval.shape for a in equation.inputs]
     shape = equation.outputs[0].aval.shape
     if name == "iota":
@@ -77,7 +82,7 @@ def inputs_of(equation, place):
 
 def _before_reshape(before, after, place):
     if any(n > 1 and not dim for n, dim in zip(after, place, strict=True)):
-        # Along some dimension all elements are one, and others stay: the dimensions must be the same ones.
+        # All elements along a dimension are one: the reshape must leave dimensions as they are, but for those of 1.
         if [n for n in before if n > 1] != [n for n in after if n > 1]:
             return None
         dims = iter([dim for n, dim in zip(after, place, strict=True) if n > 1])
@@ -86,7 +91,7 @@ def _before_reshape(before, after, place):
     return None if found is None else [found]
 
 
-def output_of(equation, place, k):
+def output_place(equation, place, k):
     """The place of an equation's result, given that of its k-th operand, which has as many elements; or None."""
     name, shape = equation.name, equation.outputs[0].aval.shape
     if math.prod(shape) != math.prod(equation.inputs[k].aval.shape):
@@ -101,3 +106,19 @@ def output_of(equation, place, k):
     if name in ("reshape", "squeeze", "expand_dims"):
         return regrouped(factors_of(place), shape)
     return place if len(place) == len(shape) else None
+
+
+def reached(graph, variables, place, follows):
+    """What is made of variables at a place, each element of one, by equations of which `follows(equation)` is true:
+    variables and their places."""
+    found, pending = dict.fromkeys(variables, place), list(variables)
+    while pending:
+        a = pending.pop()
+        for reader in graph.readers.get(a, ()):
+            if not follows(reader) or reader.outputs[0] in found:
+                continue
+            out = output_place(reader, found[a], next(k for k, b in enumerate(reader.inputs) if b is a))
+            if out is not None:
+                found[reader.outputs[0]] = out
+                pending.append(reader.outputs[0])
+    return found

@@ -1,8 +1,8 @@
 """Expressions as C++.
 
-A kernel computes in float32, int32 and bool, and rounds where the program does: a result of 16 bits is rounded as it is
-by JAX's own operations, one by one. Kernels are compiled so that no product is merged with a sum that follows it: x * w
-less the largest x * w of a row is 0 at the largest. Functions that CUDA lacks are in `csrc/device/functions.cuh`.
+A kernel computes in float32, int32 and bool, and rounds where the program does: a result of 16 bits is rounded at once,
+as in JAX. Kernels are compiled so that no product is merged with a sum that follows it: x * w less the largest x * w of
+a row is 0 at the largest. Functions that CUDA lacks are in `csrc/device/functions.cuh`.
 """
 
 import math
@@ -31,12 +31,14 @@ def text_of(
     coarse: bool = False,
     masks: Mapping[str, bool] = {},
 ) -> str:
-    """A C++ expression. Storing it in a dtype rounds it at the end. `result_dtype` is that of the operator's result y
-    in the program: one of 16 bits is rounded before anything else reads it. `coarse`: functions that bfloat16 is about
-    to round may be off by 2^-11, a quarter of that, for kernels that are not bound by memory. `masks`: results of
-    operations that have this value in all of a tile that is whole (`csrc/attention/tiles.cuh`)."""
-    statements: list[tuple[str, str]] = []  # the type of a value, and its text; the k-th one is called vk
-    names: dict[str, str] = {}  # of an operation's result: its text
+    """An expression as a C++ expression.
+
+    `stored_as`: the dtype in which it is stored, which rounds it. `result_dtype`: of the operator's result y in the
+    program; if it has 16 bits, y is rounded first. `coarse`: tanh that is rounded to bfloat16 may be off by 2^-11, a
+    quarter of that rounding, for kernels that are not bound by memory. `masks`: by name, values that operations have in
+    all of a tile that is whole (`csrc/attention/tiles.cuh`)."""
+    statements: list[tuple[str, str]] = []  # a type and a text: the k-th one declares vk
+    names: dict[str, str] = {}  # in C++, of the expression's names
 
     def declared(type_, text):
         statements.append((type_, text))
@@ -46,7 +48,7 @@ def text_of(
         if isinstance(a, Number):
             return _literal(a)
         if a not in names:
-            # An array of 8 bits that is read beside; C++ would compute with its elements as with characters.
+            # A side operand of 8 bits, whose elements C++ would take for characters.
             names[a] = f"static_cast<int>({a})" if dtype in ("int8", "uint8") else a
         return names[a]
 
@@ -56,12 +58,12 @@ def text_of(
             names["y"] = declared("float", names["y"])
     last = len(expression.operations) - 1
     for k, operation in enumerate(expression.operations):
-        given = [name(a, dtype) for a, dtype in zip(operation.operands, operation.dtypes, strict=True)]
-        text, rounds_to = _text(operation, given), operation.rounds_to
+        operands = [name(a, dtype) for a, dtype in zip(operation.operands, operation.dtypes, strict=True)]
+        text, rounds_to = _cpp(operation, operands), operation.rounds_to
         if text is None and rounds_to is None:
-            names[f"v{k}"] = given[0]
+            names[f"v{k}"] = operands[0]
             continue
-        text = given[0] if text is None else text
+        text = operands[0] if text is None else text
         if coarse and operation.name == "tanh" and rounds_to == "bfloat16":
             text = f"coarse_{text}"
         if rounds_to and not (k == last and expression.result == f"v{k}" and rounds_to == stored_as):
@@ -82,8 +84,8 @@ def of_mask(text: str, value: bool) -> str:
     return f"side.template known<{str(value).lower()}>({text})"
 
 
-def _text(operation: Operation, given: list[str]) -> str | None:
-    """The C++ of an operation without its rounding, or None if it changes nothing else."""
+def _cpp(operation: Operation, given: list[str]) -> str | None:
+    """An operation without its rounding; None if nothing is left of it."""
     name, out = operation.name, kind(operation.dtype)
     if name in _ARITHMETIC:
         operator = _ARITHMETIC[name]

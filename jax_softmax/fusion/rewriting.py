@@ -4,40 +4,39 @@ from jax_softmax import _private
 from jax_softmax.fusion import expressions, made_twice, rules, scans, written_out
 from jax_softmax.fusion.attention import matcher
 from jax_softmax.fusion.attention.kernels import attention_p
-from jax_softmax.fusion.calls import NotFolded, by_xla_p, call_of, kernel_call_p
-from jax_softmax.fusion.expressions import is_variable
+from jax_softmax.fusion.calls import NotFolded, by_xla_p, kernel_call_of, kernel_call_p
 from jax_softmax.fusion.graph import (
     barrier,
     bytes_of,
+    eqns_within,
     graph_of,
-    jaxprs_of,
-    new_equation,
-    opened,
+    is_variable,
+    new_eqn,
     variables_of,
     with_jaxprs,
 )
 from jax_softmax.fusion.groups import Groups, is_loop
 from jax_softmax.fusion.report import Line
-from jax_softmax.fusion.traffic import traffic_of
+from jax_softmax.fusion.traffic import group_traffic
 from jax_softmax.primitives.in_memory import in_memory_p
 from jax_softmax.primitives.operators import PRIMITIVES
 
-# Equations whose jaxprs are rewritten in their place.
+# Equations whose jaxprs are rewritten.
 _REGIONS = (
     *("scan", "while", "cond", "remat2", "checkpoint", "shard_map", "jit", "pjit", "closed_call", "core_call"),
     *("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "fused"),
 )
 
-
-# What puts its result into memory in any case.
-_IN_MEMORY = (*_REGIONS, *PRIMITIVES, "dot_general", "ragged_dot", "linear_product", "conv_general_dilated")
-_IN_MEMORY += ("gather", "sort", "top_k", "optimization_barrier")
+# Equations whose results are in memory in any case.
+_MATERIALIZING = (*_REGIONS, *PRIMITIVES, "dot_general", "ragged_dot", "linear_product", "conv_general_dilated")
+_MATERIALIZING += ("gather", "sort", "top_k", "optimization_barrier")
 
 
 def rewritten(jaxpr, report=None, where=""):
-    """The jaxpr with its groups as calls of kernels. Appends a line for each call of an operator to `report`."""
+    """The jaxpr with its groups as calls of kernels, or itself if nothing changes. A line for each call of an operator
+    is appended to `report`; `where` are the names of the equations around it."""
     report = [] if report is None else report
-    graph = scans.applied(graph_of(jaxpr, platform="cuda"))
+    graph = scans.with_attention_in_scans(graph_of(jaxpr, platform="cuda"))
     changed = False
     for equation in graph.equations:
         if equation.name in _REGIONS:
@@ -48,15 +47,15 @@ def rewritten(jaxpr, report=None, where=""):
     changed |= any(e.name in PRIMITIVES or e.eqn.primitive is in_memory_p for e in graph.equations)
     if not changed and not any(e.name == "reduce_max" for e in graph.equations):
         return jaxpr
-    own, left = rules.without_duplicates(graph), set()
+    program, left = rules.without_duplicates(graph), set()
     while True:
-        graph, written = written_out.applied(own, left)
+        graph, written = written_out.with_operators(program, left)
         if not changed and not written:
             return jaxpr
-        graph, found, refused = matcher.applied(rules.without_duplicates(graph))
-        graph = _without_copies(rules.applied(graph))
-        groups, calls, by_xla, lines = _decided(graph, where)
-        again = {e.inputs[0] for e in by_xla}.intersection(written)  # what XLA is to make is the program's own
+        graph, found, refused = matcher.with_attention(rules.without_duplicates(graph))
+        graph = _without_in_memory(rules.after_rules(graph))
+        groups, calls, by_xla, lines = _decide(graph, where)
+        again = {e.inputs[0] for e in by_xla}.intersection(written)  # XLA makes these as the program writes them out
         for equation, line in lines.items():
             if not again or equation.inputs[0] in again:
                 report.append(line._replace(no_attention=refused.get(equation.outputs[0], "")))
@@ -64,12 +63,11 @@ def rewritten(jaxpr, report=None, where=""):
             break
         left |= again
     report += [_line_of_attention(attention, where) for attention in found]
-    equations, outputs = _in_order(groups, calls, by_xla)
-    return jaxpr.replace(eqns=equations, outvars=outputs)
+    return jaxpr.replace(eqns=_in_order(groups, calls, by_xla), outvars=groups.graph.outputs)
 
 
-def _without_copies(graph):
-    """Without `in_memory`: `made_twice` says what is in memory."""
+def _without_in_memory(graph):
+    """The graph without `in_memory_p`: `made_twice.py` says what is in memory."""
     copies = [e for e in graph.equations if e.eqn.primitive is in_memory_p]
     renamed: dict = {}
     for equation in copies:
@@ -80,50 +78,40 @@ def _without_copies(graph):
 
 def has_operators(jaxpr) -> bool:
     """Whether a program calls an operator of this package, or a kernel."""
-    pending = [jaxpr]
-    while pending:
-        for eqn in opened(pending.pop())[0].eqns:
-            if eqn.primitive.name in PRIMITIVES or eqn.primitive in (kernel_call_p, attention_p):
-                return True
-            pending += jaxprs_of(eqn.params)
-    return False
+    own = (kernel_call_p, attention_p)
+    return any(e.primitive.name in PRIMITIVES or e.primitive in own for e in eqns_within([jaxpr]))
 
 
-def _decided(graph, where):
-    """The groups, those that are calls of kernels, with these, the operators that XLA's fusions make, and a line for
-    each operator."""
-    left, kept, by_xla, lines = set(), set(), set(), {}
+def _decide(graph, where):
+    """The groups; the calls of kernels that some of them are, with what these read and make; the operators left to XLA;
+    and a line for each operator."""
+    left, read, by_xla, lines = set(), set(), set(), {}
     while True:
-        groups, calls, again = Groups(graph, left, kept), {}, False
+        groups, calls, n_left = Groups(graph, left, read), {}, len(left)
         for group in groups.groups:
-            written = group.written(groups.read_outside)
-            line = _line(group, groups, where)
+            written, call, why_not = group.written(groups.read_outside), None, ""
             try:
-                call, reads, made = call_of(group, written, groups.read_outside)
+                call, reads, made = kernel_call_of(group, written, groups.read_outside)
             except NotFolded as error:
-                call, why_not = None, str(error)
-                traffic = traffic_of(group, groups.reads(group), written, groups, alone=True)
+                why_not = str(error)
+                traffic = group_traffic(group, groups.reads[group], written, groups, alone=True)
             else:
-                why_not = ""
-                moved = call.moved(reads, made)
-                traffic = traffic_of(group, list(dict.fromkeys(variables_of(reads))), written, groups, moved)
+                transposed = call.transposed(reads, made)
+                traffic = group_traffic(group, list(dict.fromkeys(variables_of(reads))), written, groups, transposed)
             as_fast = call is not None and call.kernel.scratch_bytes() is None
-            line = line._replace(traffic=traffic, why_not=why_not, xla_is_as_fast=as_fast)
+            lines[group.equation] = _line(group, groups, where, traffic, why_not, as_fast)
             if not traffic.kernel_wins or as_fast:
                 by_xla.add(group.equation)
             elif call is not None:
                 calls[group] = call, reads, made
-            lines[group.equation] = line
             if group not in calls:
                 left.add(group.equation)
-                again = True
-        if not again:
-            more = made_twice.to_keep(groups, calls) - kept
-            kept |= more
-            again = bool(more)
-        if not again:
-            break
-    return groups, calls, by_xla, {e: lines[e] for e in graph.equations if e in lines}
+        if len(left) > n_left:
+            continue
+        more = made_twice.to_keep(groups, calls) - read
+        if not more:
+            return groups, calls, by_xla, {e: lines[e] for e in graph.equations if e in lines}
+        read |= more
 
 
 def _line_of_attention(found, where):
@@ -132,13 +120,13 @@ def _line_of_attention(found, where):
     return Line("attention", x.dtype.name, x.shape, axes, where, (), (), (), None, "", False)
 
 
-def _line(group, groups, where):
+def _line(group, groups, where, traffic, why_not, as_fast):
     x = group.x.aval
     before = {equation: None for folded in group.before for equation in folded.values()}
     outside: dict = {}
-    for a in groups.reads(group):
+    for a in groups.reads[group]:
         maker = groups.graph.maker.get(a)
-        if maker is not None and maker.name not in _IN_MEMORY and bytes_of(a) * 4 > bytes_of(group.x):
+        if maker is not None and maker.name not in _MATERIALIZING and bytes_of(a) * 4 > bytes_of(group.x):
             outside[maker.name] = None
     for variable in group.written(groups.read_outside):
         for reader in groups.read_outside(variable, group):
@@ -146,13 +134,15 @@ def _line(group, groups, where):
                 outside[reader.name] = None
     names = tuple(e.name for e in before if not expressions.is_view(e))
     after = tuple(e.name for e in group.after.values() if not expressions.is_view(e))
-    return Line(group.op, x.dtype.name, x.shape, group.axes, where, names, after, tuple(outside), None, "", False)
+    return Line(
+        group.op, x.dtype.name, x.shape, group.axes, where, names, after, tuple(outside), traffic, why_not, as_fast
+    )
 
 
 def _in_order(groups, calls, by_xla):
-    """The equations of JAX, each after those that make what it reads."""
+    """JAX's equations of the rewritten program, each after those that make what it reads."""
     graph = groups.graph
-    twice, in_memory = made_twice.equations(groups, calls), made_twice.in_memory(groups, calls)
+    twice, read_twice = made_twice.equations(groups, calls), made_twice.read_twice(groups, calls)
     owner = {variable: group for group, (_, _, made) in calls.items() for variable in made}
     done, equations = set(), []
 
@@ -174,15 +164,15 @@ def _in_order(groups, calls, by_xla):
     def emit(node):
         if node in calls:
             call, reads, made = calls[node]
-            equations.append(new_equation(reads, made, kernel_call_p, {"call": call}, node.equation.eqn))
+            equations.append(new_eqn(reads, made, kernel_call_p, {"call": call}, node.equation.eqn))
             return
         if node in by_xla:
             params = {"op": node.name, **node.params}
-            new = [new_equation(node.inputs, node.outputs, by_xla_p, params, node.eqn)]
+            new = [new_eqn(node.inputs, node.outputs, by_xla_p, params, node.eqn)]
         else:
             new = [e.as_jax() for e in (made_twice.with_roundings(node) if node in twice else [node])]
         for eqn in new:
-            equations.extend(_with_barriers(eqn, in_memory))
+            equations.extend(_with_barrier(eqn, read_twice))
 
     for equation in graph.equations:
         if equation.eqn.effects:
@@ -191,14 +181,14 @@ def _in_order(groups, calls, by_xla):
                 done.add(equation)
                 emit(equation)
     make(variables_of(graph.outputs))
-    return equations, graph.outputs
+    return equations
 
 
-def _with_barriers(eqn, in_memory):
-    """An equation, and a barrier for those of its results that are to be in memory, where all read them."""
-    makes = [v for v in eqn.outvars if v in in_memory]
+def _with_barrier(eqn, read_twice):
+    """An equation, and a barrier behind which those of its results are that kernels and XLA read."""
+    makes = [v for v in eqn.outvars if v in read_twice]
     if not makes:
         return [eqn]
-    first = {v: type(v)(v.aval) for v in makes}
-    behind = _private.at_the_line_of(barrier(list(first.values()), makes), eqn)
-    return [eqn.replace(outvars=[first.get(v, v) for v in eqn.outvars]), behind]
+    before = {v: type(v)(v.aval) for v in makes}
+    behind = _private.at_the_line_of(barrier(list(before.values()), makes), eqn)
+    return [eqn.replace(outvars=[before.get(v, v) for v in eqn.outvars]), behind]

@@ -1,11 +1,10 @@
-"""What a program is replaced by before it is cut into groups, so that fewer bytes move.
+"""Rules by which a program's equations are replaced before it is cut into groups, so that fewer bytes move.
 
-Before anything else equal operations of the same variables become one (`without_duplicates`), and what is written out
-becomes operators (`written_out.py`). These are the rules;
-`applied` says in which order they go:
+Before all rules equal operations of the same variables become one (`without_duplicates`), and what is written out
+becomes operators (`written_out.py`). `after_rules` says in which order the rules go:
 
-1. log_softmax(x), and softmax(x) of which a backward pass keeps a copy in more bytes than x has, are made anew of x and
-   the rows' maximum and sum wherever they are read.
+1. log_softmax(x) is made again of x and the rows' maxima and sums wherever it is read. So is softmax(x), if fewer bytes
+   have to be kept for the backward pass then.
 2. The sum of softmax's cotangent and log_softmax's of the same array: one cotangent of log_softmax.
 3. softmax and log_softmax of the same array, if both are still to be written: exp of the latter is a second result.
 4. The sum over a row of p (log_softmax(x) - log_softmax(y)), where p is softmax(x) or exp(log_softmax(x)): the
@@ -21,29 +20,28 @@ import numpy as np
 
 from jax_softmax.functions.entropies import kl_divergence
 from jax_softmax.fusion import at_labels, expressions, shared_rows
-from jax_softmax.fusion.expressions import is_variable
-from jax_softmax.fusion.graph import Equation, Graph, InCirclesError, bytes_of, size_of
-from jax_softmax.fusion.groups import Group, foldable, is_loop, may_fold, stands_unfolded
-from jax_softmax.fusion.splicing import is_plain, made_of_rows, row_variables, rows_of, spliced
+from jax_softmax.fusion.graph import CycleError, Equation, Graph, bytes_of, is_variable, size_of
+from jax_softmax.fusion.groups import Group, foldable, is_loop, is_materialized_unfolded, may_fold
+from jax_softmax.fusion.splicing import is_unmasked, made_of_rows, row_variables, rows_of, spliced
 from jax_softmax.primitives.operators import PRIMITIVES, bind
 
-# Bytes that memory could move while a kernel makes an element of softmax again; and which part of the bytes that are
-# moved otherwise it must not exceed.
+# Making softmax again takes a kernel as long as moving so many bytes of each element. They must not exceed such a part
+# of the bytes that are moved otherwise.
 _BYTES_OF_EXPONENTIAL, _WORTH_IT = 1.8, 0.8
 
 _LINEAR_MAPS = ("softmax_linear", "log_softmax_vjp", "log_softmax_jvp")
 
 
-def applied(graph: Graph) -> Graph:
+def after_rules(graph: Graph) -> Graph:
     """The graph after all rules."""
     for rule in (
-        shared_rows.gradients,
+        shared_rows.gradients_of_own_rows,
         _sums_of_cotangents,
-        at_labels.gradients,
-        at_labels.sums,
+        at_labels.loss_gradients,
+        at_labels.sums_at_labels,
         at_labels.scattered,
         _divergences,
-        _made_anew,
+        _recomputed,
         _two_results,
     ):
         replacements: dict[Equation, list[Equation]] = {}
@@ -57,7 +55,7 @@ def applied(graph: Graph) -> Graph:
 
 
 def _with_shared_rows(graph):
-    """The graph after what can be shared at once is shared; None if nothing is."""
+    """The graph with as many row results shared as can be at once; None if there are none to share."""
     found, taken = [], set()
     for equation in graph.equations:
         replacements, renamed = shared_rows.shared(graph, equation) or ({}, {})
@@ -69,9 +67,9 @@ def _with_shared_rows(graph):
         return None
     try:
         return graph.with_replaced(
-            *({k: v for part in parts for k, v in part.items()} for parts in zip(*found, strict=True))
+            *({k: v for one in dictionaries for k, v in one.items()} for dictionaries in zip(*found, strict=True))
         )
-    except InCirclesError:  # each may be shared, but not all of them
+    except CycleError:  # each may be shared, but not all of them
         return graph.with_replaced(*found[0])
 
 
@@ -82,7 +80,7 @@ def without_duplicates(graph: Graph) -> Graph:
     for equation in graph.equations:
         if not may_fold(equation) or equation.eqn.effects:
             continue
-        inputs = tuple(_identity(renamed.get(a, a) if is_variable(a) else a) for a in equation.inputs)
+        inputs = tuple(_atom_key(renamed.get(a, a) if is_variable(a) else a) for a in equation.inputs)
         params = tuple(sorted((name, str(value)) for name, value in equation.params.items()))
         key = equation.name, inputs, params, tuple(v.aval for v in equation.outputs)
         first = known.setdefault(key, equation)
@@ -92,15 +90,16 @@ def without_duplicates(graph: Graph) -> Graph:
     return graph.with_replaced(duplicates, renamed) if duplicates else graph
 
 
-def _identity(a):
+def _atom_key(a):
     return a if is_variable(a) else (a.aval, np.asarray(a.val).tobytes())
 
 
 # ---- 1
 
 
-def _made_anew(graph, equation):
-    if not is_plain(equation, "softmax", "log_softmax"):
+def _recomputed(graph, equation):
+    """softmax or log_softmax made again where it is read."""
+    if not is_unmasked(equation, "softmax", "log_softmax"):
         return None
     (x,), (y,) = equation.inputs, equation.outputs
     readers = graph.readers.get(y, ())
@@ -110,40 +109,39 @@ def _made_anew(graph, equation):
     others = [r for r in readers if r not in maps]
     written = [r for r in others if not (is_loop(r) or r.name == "gather" or _folds(equation, r))]
     if any(map(expressions.prints, others)):
-        # With the one-hot array of an argmax XLA makes the rest five times as slowly as it reads (H200, JAX 0.11.2).
+        # With the one-hot array of an argmax XLA takes five times as long as it reads softmax (H200, JAX 0.11.2).
         written += [r for r in others if r.name in ("argmax", "argmin")]
     if equation.name == "softmax":
-        stands = functools.partial(stands_unfolded, graph)
-        again = Group(graph, equation).cost_of_reading(x, stands) + _BYTES_OF_EXPONENTIAL * size_of(x)
-        if written:  # in any case: but what it is made of may be fewer bytes to keep for the backward pass
-            return _softmax_made_anew(equation, maps) if maps and again <= bytes_of(y) else None
+        is_materialized = functools.partial(is_materialized_unfolded, graph)
+        again = Group(graph, equation).cost_of_reading(x, is_materialized) + _BYTES_OF_EXPONENTIAL * size_of(x)
+        if written:  # in any case; but less may have to be kept for the backward pass
+            return _softmax_for_maps(equation, maps) if maps and again <= bytes_of(y) else None
         if again > _WORTH_IT * 2 * bytes_of(y):  # y is written, and read by the backward pass
             return None
+        if others and not _has_rows(graph, equation) and not any(_is_summed(graph, r) for r in others):
+            return _softmax_for_maps(equation, maps) if maps else None
     elif written:
         return None
-    if equation.name == "softmax":
-        if others and not _has_rows(graph, equation) and not any(_is_summed(graph, r) for r in others):
-            return _softmax_made_anew(equation, maps) if maps else None
     rows = row_variables(equation)
     return {equation: [*rows_of(equation, rows), *made_of_rows(equation, rows)]}
 
 
 def _folds(log_softmax, reader):
-    """Whether a reader is an operator that makes its operand of log_softmax's operand and rows' numbers."""
-    (y,) = log_softmax.outputs
-    return (
-        log_softmax.name == "log_softmax" and reader.name in PRIMITIVES and reader.inputs[0] is y and foldable(reader)
-    )
+    """Whether a reader is an operator of log_softmax's result, which it can make of x and the rows' numbers."""
+    is_operator = reader.name in PRIMITIVES and reader.inputs[0] is log_softmax.outputs[0] and foldable(reader)
+    return log_softmax.name == "log_softmax" and is_operator
 
 
 def _has_rows(graph, equation):
-    """Whether a divergence makes the maxima and sums of its operand's rows in any case."""
+    """Whether a divergence of the same array makes its rows' maxima and sums in any case."""
     (x,), axes = equation.inputs, equation.params["axes"]
-    return any(is_plain(r, "kl_divergence") and r.inputs[0] is x and r.params["axes"] == axes for r in graph.readers[x])
+    return any(
+        is_unmasked(r, "kl_divergence") and r.inputs[0] is x and r.params["axes"] == axes for r in graph.readers[x]
+    )
 
 
 def _is_summed(graph, reader):
-    """Whether a loop, or one that reads what it makes, is a sum or the like."""
+    """Whether a reader, or a loop that reads what it makes, reduces it."""
     pending, seen = [reader], set()
     while pending:
         equation = pending.pop()
@@ -156,8 +154,8 @@ def _is_summed(graph, reader):
     return False
 
 
-def _softmax_made_anew(equation, maps):
-    """softmax with its rows' maxima and sums, of which the linear maps make it again."""
+def _softmax_for_maps(equation, maps):
+    """softmax with its rows' maxima and sums, of which its linear maps make it again."""
     (x,), (y,), axes = equation.inputs, equation.outputs, equation.params["axes"]
     rows = row_variables(equation)
 
@@ -180,11 +178,11 @@ def _sums_of_cotangents(graph, equation):
         return None
     for one, other in (equation.inputs, equation.inputs[::-1]):
         of_p, of_y = graph.maker.get(one), graph.maker.get(other)
-        if not is_plain(of_p, "softmax_linear") or not is_plain(of_y, "log_softmax_vjp"):
+        if not is_unmasked(of_p, "softmax_linear") or not is_unmasked(of_y, "log_softmax_vjp"):
             continue
         (p, t), (y, u) = of_p.inputs, of_y.inputs
         forward, log_forward = graph.maker.get(p), graph.maker.get(y)
-        if not is_plain(forward, "softmax") or not is_plain(log_forward, "log_softmax"):
+        if not is_unmasked(forward, "softmax") or not is_unmasked(log_forward, "log_softmax"):
             continue
         same = forward.inputs[0] is log_forward.inputs[0] and forward.params["axes"] == log_forward.params["axes"]
         same &= of_p.params["axes"] == of_y.params["axes"] == forward.params["axes"]
@@ -203,15 +201,15 @@ def _sums_of_cotangents(graph, equation):
 
 
 def _two_results(graph, equation):
-    if not is_plain(equation, "softmax"):
+    if not is_unmasked(equation, "softmax"):
         return None
     alike = [r for r in graph.readers[equation.inputs[0]] if r.params.get("axes") == equation.params["axes"]]
-    first = next(r for r in alike if is_plain(r, "softmax"))
-    other = next((r for r in alike if is_plain(r, "log_softmax")), None)
-    return _both_of(equation, other) if first is equation and other is not None else None
+    first = next(r for r in alike if is_unmasked(r, "softmax"))
+    other = next((r for r in alike if is_unmasked(r, "log_softmax")), None)
+    return _softmax_of_logarithms(equation, other) if first is equation and other is not None else None
 
 
-def _both_of(softmax, log_softmax):
+def _softmax_of_logarithms(softmax, log_softmax):
     (p,), (y,), axes = softmax.outputs, log_softmax.outputs, softmax.params["axes"]
     wide = type(y)(y.aval.update(dtype=jnp.dtype("float32"), weak_type=False))
 
@@ -233,25 +231,21 @@ def _both_of(softmax, log_softmax):
 def _divergences(graph, equation):
     if equation.name != "reduce_sum" or equation.inputs[0].aval.dtype != jnp.float32:
         return None
-    axes, product = tuple(equation.params["axes"]), _maker(graph, equation.inputs[0])
+    axes, product = tuple(equation.params["axes"]), graph.maker_of(equation.inputs[0])
     for p, difference in (product.inputs, product.inputs[::-1]) if _is_named(product, "mul") else ():
-        of_p, difference = _maker(graph, p), _maker(graph, difference)
+        of_p, difference = graph.maker_of(p), graph.maker_of(difference)
         if not _is_named(difference, "sub"):
             continue
-        log_p, log_q = (_maker(graph, log) for log in difference.inputs)
-        if not all(is_plain(e, "log_softmax") and e.params["axes"] == axes for e in (log_p, log_q)):
+        log_p, log_q = map(graph.maker_of, difference.inputs)
+        if not all(is_unmasked(e, "log_softmax") and e.params["axes"] == axes for e in (log_p, log_q)):
             continue
         (x,), (y,) = log_p.inputs, log_q.inputs
         is_exp = _is_named(of_p, "exp") and of_p.inputs[0] is log_p.outputs[0]
-        is_softmax = is_plain(of_p, "softmax") and of_p.inputs[0] is x and of_p.params["axes"] == axes
+        is_softmax = is_unmasked(of_p, "softmax") and of_p.inputs[0] is x and of_p.params["axes"] == axes
         if not (is_exp or is_softmax) or any(a.aval.dtype != jnp.float32 for a in (x, y)):
             continue
         return {equation: spliced(lambda x, y: kl_divergence(x, y, axes), [x, y], equation.outputs, equation)}
     return None
-
-
-def _maker(graph, a):
-    return graph.maker.get(a) if is_variable(a) else None
 
 
 def _is_named(equation, name):

@@ -1,71 +1,77 @@
 """Attention in layers that are scanned.
 
-JAX makes what all layers share, masks for one, before the loop, in full size: where it is made of little, it is made in
-the loop, where kernels fold it.
+JAX makes what all layers share, masks for one, before the loop and in full size. If it is made of few bytes, it is made
+in the loop instead, where kernels fold it.
 
-JAX's derivative of a scan has two: one that stacks what the derivative needs of each layer, attention's weights among
-it, and one that reads it. The second one makes it again of fewer bytes, as `residuals.py` says; then each body has its
-attention whole.
+JAX's derivative of a scan is two scans: a forward one that stacks what the derivative needs of each layer, attention's
+weights among it, and a backward one that reads that. Here the backward one makes it again of fewer bytes, as
+`residuals.py` says. Then the body of each scan has all of its attention.
 """
 
 import jax
 
 from jax_softmax import _private
 from jax_softmax.fusion import expressions, residuals, splicing
-from jax_softmax.fusion.expressions import is_variable
-from jax_softmax.fusion.graph import Graph, bytes_of, edited, graph_of, jaxprs_of, opened, sorted_by_need, variables_of
+from jax_softmax.fusion.graph import (
+    Graph,
+    bytes_of,
+    edited,
+    eqns_within,
+    graph_of,
+    is_variable,
+    jaxprs_of,
+    opened,
+    topologically_sorted,
+    variables_of,
+)
 
 
-def applied(graph: Graph) -> Graph:
-    """The graph with pairs of scans that stack no weights."""
-    scans = [e for e in graph.equations if e.name == "scan" and has_softmax(e) and not _names_axes(e)]
-    if scans:
-        graph = graph.with_replaced({e: new for e in scans if (new := _with_masks_inside(graph, e))})
-    for equation in [e for e in graph.equations if e.name == "scan" and has_softmax(e) and not _names_axes(e)]:
+def with_attention_in_scans(graph: Graph) -> Graph:
+    """The graph with masks made in loops, and with pairs of scans that stack no weights."""
+    replacements = {e: new for e in _scans(graph) if (new := _with_masks_inside(graph, e))}
+    graph = graph.with_replaced(replacements) if replacements else graph
+    for equation in _scans(graph):
         pair = _pair(graph, equation) if equation in graph.position else None
         if pair is not None:
             graph = graph.with_replaced(pair)
     return graph
 
 
+def _scans(graph):
+    return [e for e in graph.equations if e.name == "scan" and has_softmax(e) and not _names_axes(e)]
+
+
 def _names_axes(equation) -> bool:
-    """Whether it varies over the axes of a mesh, whose names are not known where a body is traced again."""
+    """Whether an array varies over axes of a mesh: their names are not known where the scan's body is traced again."""
     return any(_private.varying_axes(v.aval) for v in (*variables_of(equation.inputs), *equation.outputs))
 
 
 def has_softmax(equation) -> bool:
-    pending = jaxprs_of(equation.params)
-    while pending:
-        for eqn in pending.pop().eqns:
-            if eqn.primitive.name in _SOFTMAX:
-                return True
-            pending += jaxprs_of(eqn.params)
-    return False
+    return any(eqn.primitive.name in _SOFTMAX for eqn in eqns_within(jaxprs_of(equation.params)))
 
 
 def _with_masks_inside(graph, scan) -> list | None:
-    """The scan that makes arrays which all layers share of the fewer bytes that they are made of; None if there are
-    none."""
+    """The scan that makes arrays which all layers share in the loop; None if there are none that are made of little."""
     parts = _private.parts_of_scan(scan.params, scan.inputs, scan.outputs)
     body = opened(scan.params["jaxpr"])[0]
     inner = graph_of(body)
     softmaxes = (e for e in inner.equations if e.name in _SOFTMAX or has_softmax(e))
-    of_scores = expressions.made_of(inner, [a for e in softmaxes for a in variables_of(e.inputs)])
+    of_scores = expressions.elementwise_ancestors(inner, [a for e in softmaxes for a in variables_of(e.inputs)])
     consts = [a for a, v in zip(parts.consts, body.invars, strict=False) if is_variable(a) and v in of_scores]
     made = {a: _made_of_little(graph, a) for a in dict.fromkeys(consts)}
     made = {a: equations for a, equations in made.items() if equations}
     if not made or body.constvars:
         return None
-    equations = sorted_by_need(dict.fromkeys(e for of_one in made.values() for e in of_one))
+    equations = topologically_sorted(dict.fromkeys(e for of_one in made.values() for e in of_one))
     inside = {v for e in equations for v in e.outputs}
     leaves = list(dict.fromkeys(a for e in equations for a in variables_of(e.inputs) if a not in inside))
     again = edited(body, equations, invars=leaves, outvars=list(made), effects=frozenset())
     rest = [a for a in parts.consts if not (is_variable(a) and a in made)]
     n, n_carry = len(rest), len(parts.init)
 
-    def function(*given):
-        of_leaves, given = given[: len(leaves)], given[len(leaves) :]
-        consts, init, xs = _split(given, n, n_carry)
+    def with_masks_inside(*operands):
+        of_leaves, operands = operands[: len(leaves)], operands[len(leaves) :]
+        consts, init, xs = _consts_init_xs(operands, n, n_carry)
 
         def layer(carry, x):
             values = dict(zip(made, jax.core.eval_jaxpr(again, [], *of_leaves), strict=True))
@@ -77,7 +83,7 @@ def _with_masks_inside(graph, scan) -> list | None:
         carry, ys = _scanned(scan, layer, init, xs)
         return [*carry, *ys]
 
-    return splicing.spliced(function, [*leaves, *rest, *parts.init, *parts.xs], scan.outputs, scan)
+    return splicing.spliced(with_masks_inside, [*leaves, *rest, *parts.init, *parts.xs], scan.outputs, scan)
 
 
 _SOFTMAX = ("softmax", "softmax_linear")
@@ -85,18 +91,16 @@ _LITTLE = 1 / 8  # of an array's bytes
 
 
 def _made_of_little(graph, a) -> list:
-    """The equations that make an array of much fewer bytes, if they do."""
-    made = expressions.made_of(graph, [a])
+    """The equations that make an array of much fewer bytes; none if there are none."""
+    made = expressions.elementwise_ancestors(graph, [a])
     leaves = sum(bytes_of(b) for b, maker in made.items() if maker is None)
     return [maker for maker in made.values() if maker is not None] if leaves < _LITTLE * bytes_of(a) else []
 
 
 def _pair(graph, forward) -> dict | None:
-    """A scan, and the one that alone reads some of what it stacks, both anew; None if no attention is in it."""
+    """The replacements of a scan and of the only one that reads some of what it stacks; None without attention."""
     for backward in graph.equations:
-        if backward.name != "scan" or backward is forward:
-            continue
-        if _names_axes(backward):
+        if backward.name != "scan" or backward is forward or _names_axes(backward):
             continue
         scans = [_private.parts_of_scan(e.params, e.inputs, e.outputs) for e in (forward, backward)]
         early, stacks = set(variables_of(scans[1].consts + scans[1].init)), set(variables_of(scans[1].xs))
@@ -111,7 +115,7 @@ def _pair(graph, forward) -> dict | None:
 
 
 def _without_weights(forward, backward, parts, parts_of_backward, needed) -> dict | None:
-    """`needed`: which arrays that the forward scan stacks the backward one reads."""
+    """`needed`: the numbers of those stacked arrays that the backward scan reads."""
     body, of_backward = (opened(scan.params["jaxpr"])[0] for scan in (forward, backward))
     if body.constvars or of_backward.constvars:
         return None
@@ -123,9 +127,9 @@ def _without_weights(forward, backward, parts, parts_of_backward, needed) -> dic
         return None
     carried = [k for k in chosen.operands if n_consts <= k < n_consts + n_carry]
 
-    def forward_and_kept(*given):
+    def forward_and_kept(*operands):
         """What the forward scan makes, and the layers' operands and results that are kept."""
-        consts, init, xs = _split(given, n_consts, n_carry)
+        consts, init, xs = _consts_init_xs(operands, n_consts, n_carry)
 
         def layer(carry, x):
             operands = [*consts, *carry, *x]
@@ -144,18 +148,19 @@ def _without_weights(forward, backward, parts, parts_of_backward, needed) -> dic
     of_operand = dict(zip(carried, stacked[len(made) :], strict=True))
     kept = [*(of_operand.get(k, forward.inputs[k]) for k in chosen.operands), *stacked[: len(made)]]
     is_const = [k < n_consts for k in chosen.operands] + [False] * len(made)
-    which = {parts.ys[k]: at for at, k in enumerate(needed)}  # of what is needed each array read is
+    which = {parts.ys[k]: n for n, k in enumerate(needed)}  # by stacked array: its number among those needed
     rest = [a for a in parts_of_backward.xs if not (is_variable(a) and a in which)]
     n_consts_of_backward, n_carry_of_backward = len(parts_of_backward.consts), len(parts_of_backward.init)
 
-    def again_and_backward(*given):
-        own, kept_now = given[: len(given) - len(kept)], given[len(given) - len(kept) :]
-        consts, init, rest_now = _split(own, n_consts_of_backward, n_carry_of_backward)
+    def again_and_backward(*operands):
+        n_own = len(operands) - len(kept)
+        own, kept_now = operands[:n_own], operands[n_own:]
+        consts, init, rest_now = _consts_init_xs(own, n_consts_of_backward, n_carry_of_backward)
 
         def layer(carry, xs):
             rest, layers = map(iter, xs)
-            given = [a if is_one else next(layers) for a, is_one in zip(kept_now, is_const, strict=True)]
-            again = jax.core.eval_jaxpr(chosen.again, [], *given)
+            kept_of_layer = [a if is_one else next(layers) for a, is_one in zip(kept_now, is_const, strict=True)]
+            again = jax.core.eval_jaxpr(chosen.again, [], *kept_of_layer)
             xs = [again[which[a]] if is_variable(a) and a in which else next(rest) for a in parts_of_backward.xs]
             found = jax.core.eval_jaxpr(of_backward, [], *consts, *carry, *xs)
             return found[:n_carry_of_backward], found[n_carry_of_backward:]
@@ -169,9 +174,9 @@ def _without_weights(forward, backward, parts, parts_of_backward, needed) -> dic
     return {forward: new_forward, backward: new_backward}
 
 
-def _split(given, n_consts, n_carry):
+def _consts_init_xs(operands, n_consts, n_carry):
     first = n_consts + n_carry
-    return list(given[:n_consts]), list(given[n_consts:first]), list(given[first:])
+    return list(operands[:n_consts]), list(operands[n_consts:first]), list(operands[first:])
 
 
 def _scanned(like, layer, init, xs):
@@ -180,6 +185,7 @@ def _scanned(like, layer, init, xs):
 
 
 def _stacked(variable, length):
+    """A variable for the arrays of all layers."""
     aval = variable.aval
     sharding = aval.sharding.update(spec=(None, *aval.sharding.spec))
     return type(variable)(aval.update(shape=(length, *aval.shape), weak_type=False, sharding=sharding))

@@ -1,6 +1,6 @@
-"""Rules for what operators make of each row, its maximum and sum for one, so that it is made once.
+"""Rules for results for each row, as maxima and sums are: of several operators of an array only one makes them.
 
-An operator's results for rows are taken from another operator that reads the same array, if that one needs nothing that
+An operator's row results are taken from another operator that reads the same array, if that one needs nothing that
 depends on them. The other one makes them already, or is replaced by one that makes them as well.
 """
 
@@ -12,8 +12,8 @@ from jax_softmax.primitives import reference
 from jax_softmax.primitives.operators import OPERATORS, bind, split
 from jax_softmax.primitives.reference import AND_DISTANCES
 
-# Operators that make maxima and sums of rows, and which result the maximum is: the sum follows, and with
-# AND_DISTANCES the distance and the count. An operator takes them from one that stands before it in this list.
+# Operators that make maxima and sums of rows: the number of the result that is the maximum. The sum follows, and with
+# AND_DISTANCES the distance and the count. An operator takes them from another one that is earlier in this list.
 _FIRST_OF_ROWS = {
     "cross_entropy_gradient_and_distances": 1,
     "cross_entropy_gradient": 1,
@@ -25,21 +25,21 @@ _FIRST_OF_ROWS = {
 }
 _ORDER = list(_FIRST_OF_ROWS)
 
-# By operator: another one, and what that is replaced by to make the first one's results for rows as well.
+# By operator: another one, and the one that replaces that to make the first one's results as well.
 _EXTENDED = {
     "logsumexp": ("softmax", "softmax_and_normalizer"),
     "logsumexp_and_distances": ("cross_entropy_gradient", "cross_entropy_gradient_and_distances"),
 }
 
 
-def gradients(graph, equation):
-    """A gradient from rows' known maxima and sums: its kernel makes these again, faster than XLA makes the gradient."""
+def gradients_of_own_rows(graph, equation):
+    """A loss's gradient is not given its rows' maxima and sums: a kernel that makes these, too, is faster than XLA."""
     if equation.name != "cross_entropy_gradient" or not foldable(equation):
         return None
-    given = OPERATORS[equation.name].given(equation.inputs, mask_of(equation) is not None)
-    if not given:
+    n_given = OPERATORS[equation.name].given(equation.inputs, mask_of(equation) is not None)
+    if not n_given:
         return None
-    inputs = [equation.inputs[0], *equation.inputs[1 + given :]]
+    inputs = [equation.inputs[0], *equation.inputs[1 + n_given :]]
 
     def gradient(*operands):
         return equation.eqn.primitive.bind(*operands, **equation.params)
@@ -48,14 +48,14 @@ def gradients(graph, equation):
 
 
 def shared(graph, equation):
-    """The replacements for an equation whose results for rows another one can make, and what is renamed; or None."""
+    """Replacements for an operator whose row results another one can make, and what is renamed; None if none can."""
     if equation.name not in ("logsumexp_and_distances", "logsumexp", "cross_entropy") or not foldable(equation):
         return None
     return _from_another(graph, equation) or _from_extended(graph, equation)
 
 
 def _from_another(graph, equation):
-    """From an operator that makes these results already."""
+    """By an operator that makes these results already."""
     for other in graph.readers[equation.inputs[0]]:
         if not _gives_before(graph, other, equation) or not _can_give(graph, other, equation):
             continue
@@ -73,7 +73,7 @@ def _from_another(graph, equation):
 
 
 def _gives_before(graph, other, equation):
-    """Whether another operator makes what the equation makes of rows, and stands before it in the order above."""
+    """Whether another operator makes these row results, and is earlier in the list above, or in the program."""
     if other.name not in _ORDER or (equation.name.endswith(AND_DISTANCES) and not other.name.endswith(AND_DISTANCES)):
         return False
     ranks = [(_ORDER.index(e.name), graph.position[e]) for e in (other, equation)]
@@ -81,7 +81,7 @@ def _gives_before(graph, other, equation):
 
 
 def _from_extended(graph, equation):
-    """From an operator that does not make these results yet: it is replaced by one that does."""
+    """By an operator that does not make these results yet: it is replaced by one that does."""
     name, extended = _EXTENDED.get(equation.name, (None, None))
     for other in graph.readers[equation.inputs[0]]:
         if other.name != name or not _can_give(graph, other, equation):
@@ -90,18 +90,18 @@ def _from_extended(graph, equation):
         if element.aval.dtype.name not in expressions.WRITABLE:
             continue
 
-        def made(*operands, params=other.params):
+        def extended_results(*operands, params=other.params):
             operands, where = split(operands)
             return bind(extended, *operands, where=where, **params)
 
         outputs = [element, *of_rows, *equation.outputs[len(of_rows) :]]
         renamed = dict(zip(equation.outputs, of_rows, strict=False))
-        return {equation: [], other: spliced(made, other.inputs, outputs, other)}, renamed
+        return {equation: [], other: spliced(extended_results, other.inputs, outputs, other)}, renamed
     return None
 
 
 def _can_give(graph, other, equation):
-    """Whether another operator reads the same rows, and needs nothing that depends on the equation's results."""
+    """Whether another operator reads the same rows, and nothing that depends on the equation's results."""
     if not foldable(other) or other.inputs[0] is not equation.inputs[0] or mask_of(other) is not mask_of(equation):
         return False
     if any(other.params[name] != equation.params[name] for name in ("axes", "axis_name")):

@@ -1,4 +1,4 @@
-"""Calls of this package's operators, as equations of a program: what they are like, and how new ones are written."""
+"""Calls of this package's operators as equations of a graph: tests of them, and new ones."""
 
 import jax
 import jax.numpy as jnp
@@ -6,15 +6,14 @@ from jax.extend.core import Literal
 
 from jax_softmax import _private
 from jax_softmax.fusion import expressions
-from jax_softmax.fusion.expressions import is_variable
-from jax_softmax.fusion.graph import Equation, graph_of, opened
+from jax_softmax.fusion.graph import Equation, graph_of, is_variable, opened
 from jax_softmax.fusion.groups import foldable
 from jax_softmax.primitives import reference
 from jax_softmax.primitives.interpreters import abstract_eval
 from jax_softmax.primitives.operators import bind
 
 
-def is_plain(equation, *names) -> bool:
+def is_unmasked(equation, *names) -> bool:
     """Whether it is one of these operators, of whole rows, without a mask, along one axis."""
     if equation is None or equation.name not in names or len(equation.params["axes"]) != 1:
         return False
@@ -27,17 +26,17 @@ def is_alike(equation) -> bool:
 
 
 def spliced(function, inputs, outputs, like) -> list[Equation]:
-    """The equations of a function of these variables, of which the last ones make these outputs."""
-    given = [a.aval.update(weak_type=False) for a in inputs]
+    """The equations of a function of these inputs, whose results are these outputs, at the line of `like`."""
+    avals = [a.aval.update(weak_type=False) for a in inputs]
 
     def of_their_own(*a):
-        """No result is an operand, or another result."""
+        """The results, with copies of those that are operands, or each other."""
         results = jax.tree.leaves(function(*a))
         before = [*a, *results]
         return [jnp.copy(r) if any(r is b for b in before[: len(a) + k]) else r for k, r in enumerate(results)]
 
     with _private.context_of(like.eqn):
-        jaxpr, constants = opened(jax.make_jaxpr(of_their_own)(*given))
+        jaxpr, constants = opened(jax.make_jaxpr(of_their_own)(*avals))
     inner = graph_of(jaxpr)
     renamed = dict(zip(jaxpr.invars, inputs, strict=True))
     renamed |= {v: Literal(c, v.aval) for v, c in zip(jaxpr.constvars, constants, strict=True)}
@@ -59,7 +58,7 @@ def mask_of(equation):
 
 
 def row_variables(equation):
-    """For the maxima and sums of the rows of softmax or log_softmax."""
+    """New variables for the maxima and sums of the rows of softmax, log_softmax or reduce_max."""
     (x,), (y,) = equation.inputs, equation.outputs
     with _private.context_of(equation.eqn):
         avals = abstract_eval("logsumexp", x.aval, axes=equation.params["axes"], axis_name=())
@@ -67,13 +66,13 @@ def row_variables(equation):
 
 
 def rows_of(equation, rows) -> list[Equation]:
-    """What makes them of its operand."""
+    """The equation that makes these variables."""
     axes = equation.params["axes"]
     return spliced(lambda x: bind("logsumexp", x, where=None, axes=axes), equation.inputs, rows, equation)
 
 
 def made_of_rows(equation, rows, y=None) -> list[Equation]:
-    """What makes its result, or y in its place, of its operand and these."""
+    """The equations that make the result of softmax or log_softmax, or y instead of it, of its operand and rows."""
     y = equation.outputs[0] if y is None else y
     function = _log_probabilities if equation.name == "log_softmax" else _probabilities
     return spliced(lambda *a: function(*a, y.aval.dtype), [*equation.inputs, *rows], [y], equation)

@@ -1,8 +1,8 @@
 """Softmaxes that a program writes out, as exp(x - max(x)) / sum, become operators: before and after differentiation.
 
-Whatever the order of the program's equations is, E / S is softmax, and x - M - log S log_softmax, in the words of
-`forms.py`. E t / S - E sum(E t) / S² and t - E sum(t) / S are their linear maps. The derivative of the maximum cancels
-out. What remains is softmax times numbers of rows plus other arrays: the gradient of a loss, where these are at labels.
+In the words of `forms.py`, E / S is softmax and x - M - log S log_softmax, in whatever order the program computes them.
+Their linear maps are E t / S - E sum(E t) / S² and t - E sum(t) / S; the maximum's derivative cancels out. What remains
+of a gradient is softmax times numbers of rows, plus other arrays: the gradient of a loss, if these are at labels.
 
 M and S are then the operator's. If something else needs E, the program stays as it was.
 """
@@ -13,7 +13,6 @@ import heapq
 import jax.numpy as jnp
 
 from jax_softmax.fusion import at_labels, divided_later, expressions, splicing
-from jax_softmax.fusion.expressions import is_variable
 from jax_softmax.fusion.forms import (
     LOG_S,
     LOG_SOFTMAX,
@@ -29,37 +28,37 @@ from jax_softmax.fusion.forms import (
     added,
     form_of,
     is_followed,
-    joined,
+    monomial_product,
     multiplied,
     power_of,
 )
-from jax_softmax.fusion.graph import Graph, InCirclesError
+from jax_softmax.fusion.graph import CycleError, Graph, is_variable
 from jax_softmax.fusion.groups import has_kernels
 from jax_softmax.primitives import labels, reference
 from jax_softmax.primitives.operators import Coefficients, bind
 
 _COMPARE = (*expressions.COMPARISONS, "sign", "floor", "ceil", "round", "max", "min", "clamp")
-_MOST_FOLLOWED = 100  # equations, so that a program's time grows as the program does
+_MOST_FOLLOWED = 100  # equations of one softmax, so that the time for a program grows linearly with it
 
 
-def applied(graph: Graph, without=()) -> tuple[Graph, list]:
-    """The graph with operators, and the variables that these are of: none of those that it is to be `without`."""
+def with_operators(graph: Graph, without=()) -> tuple[Graph, list]:
+    """The graph with operators, and the arrays of whose rows they are; arrays `without` operators stay so."""
     found = []
     for equation in graph.equations:
-        if equation.name != "reduce_max" and not splicing.is_plain(equation, "logsumexp"):
+        if equation.name != "reduce_max" and not splicing.is_unmasked(equation, "logsumexp"):
             continue
         x, axes = equation.inputs[0], equation.params["axes"]
         if equation not in graph.position or x in without or len(axes) != 1 or not is_variable(x) or not has_kernels(x):
             continue
-        new = _Rows(graph, equation).replaced() if x.aval.shape[axes[0]] > 1 else None
+        new = _WrittenOut(graph, equation).replaced() if x.aval.shape[axes[0]] > 1 else None
         if new is not None:
             graph = new
             found.append(x)
     return graph, found
 
 
-class _Rows:
-    """The operators of an array's rows, in the place of what a program writes out."""
+class _WrittenOut:
+    """What a program makes of an array x and its rows' maxima, and the operators instead of it."""
 
     def __init__(self, graph, equation):
         self.graph, self.equation = graph, equation
@@ -82,7 +81,7 @@ class _Rows:
                 continue
             (v,) = equation.outputs
             self.forms.made.add(v)
-            self._replace(v, equation)
+            self._follow(v, equation)
             if self.forms.operators.get(v) == "log_softmax":
                 continue
             for k in {position[r] for r in readers.get(v, ())} - seen:
@@ -92,41 +91,37 @@ class _Rows:
             self._replace_rows()
         try:
             new = self.graph.with_replaced(self.replacements) if self.replacements else None
-        except InCirclesError:
+        except CycleError:
             return None
         if new is None or any(e in new.position for e in self.exponentials) or self._compares_maxima(new):
             return None
         return new
 
     def _compares_maxima(self, graph):
-        """Whether elements are compared with the maxima: a kernel's may have other bits than what XLA compares."""
-        pending = [] if self.has_operator else list(self.equation.outputs)
-        differences: list = []  # of elements and maxima
-        for v in pending:
+        """Whether the maxima, or elements less maxima, are compared with anything, or the maxima are results of the
+        program: a kernel's maxima may have other bits than those that XLA compares with."""
+        pending = [] if self.has_operator else [(v, True) for v in self.equation.outputs]
+        for v, is_maximum in pending:  # or else the difference of an element and the maximum
+            if is_maximum and v in graph.results:
+                return True
             for reader in graph.readers.get(v, ()):
                 if reader.name in _COMPARE:
                     return True
-                if splicing.is_alike(reader):
-                    pending += [w for w in reader.outputs if w not in pending]
-                elif reader.name == "sub" and reader.outputs[0].aval.shape == self.shape:
-                    differences += reader.outputs
-        for v in differences:
-            for reader in graph.readers.get(v, ()):
-                if reader.name in _COMPARE:
-                    return True
-                if splicing.is_alike(reader):
-                    differences += [w for w in reader.outputs if w not in differences]
-        return not graph.results.isdisjoint(pending)
+                is_difference = is_maximum and reader.name == "sub" and reader.outputs[0].aval.shape == self.shape
+                if is_difference or splicing.is_alike(reader):
+                    made = reader.outputs[0], is_maximum and not is_difference
+                    pending += [made] if made not in pending else []
+        return False
 
-    def _replace(self, v, equation):
-        """What an equation is replaced by, if it is one that matters."""
+    def _follow(self, v, equation):
+        """Notes what replaces the equation that makes v, if anything does."""
         new = None
         if v.aval.shape == self.shape and v.aval.dtype.name in expressions.WRITABLE:
             form = self.forms.of(v, self.forms.place)
             if form == form_of(E) and equation.name == "exp" and not self.has_operator:
                 self.exponentials.append(equation)
                 self._replace_products(v, equation)
-            elif form == LOG_SOFTMAX or (form == SOFTMAX and not self.has_operator):  # whose own derivative has one
+            elif form == LOG_SOFTMAX or (form == SOFTMAX and not self.has_operator):  # logsumexp's derivative has it
                 new = self._operator("log_softmax" if form == LOG_SOFTMAX else "softmax", v, equation)
             else:
                 new = self._gradient(form, equation)
@@ -138,58 +133,58 @@ class _Rows:
             self.replacements[equation] = new
 
     def _replace_rows(self):
-        """The maxima and the sums, where the program has them, are the operator's. They are NaN where it has NaN."""
+        """The program's maxima and sums are made of the operator's. They are NaN where the program's are."""
 
-        def largest(largest, total):
+        def program_maximum(largest, total):
             return jnp.where(jnp.isnan(total), total, largest)
 
-        def total(largest, total):
+        def program_sum(largest, total):
             return jnp.where(jnp.isinf(largest), jnp.nan, total)
 
         self.replacements[self.equation] = splicing.rows_of(self.equation, self.rows)
-        for equation, function in ((self.equation, largest), *((equation, total) for equation in self.sums)):
+        for equation, of in ((self.equation, program_maximum), *((equation, program_sum) for equation in self.sums)):
             (v,) = equation.outputs
 
-            def made(*rows, v=v, function=function):
-                return jnp.reshape(function(*rows), v.aval.shape).astype(v.aval.dtype)
+            def reshaped(*rows, v=v, of=of):
+                return jnp.reshape(of(*rows), v.aval.shape).astype(v.aval.dtype)
 
-            new = splicing.spliced(made, self.rows, [v], equation)
+            new = splicing.spliced(reshaped, self.rows, [v], equation)
             self.replacements[equation] = [*self.replacements.get(equation, []), *new]
 
     def _replace_products(self, e, equation):
         """Products of E that are divided by S."""
         softmax = type(e)(e.aval)
-        replacements, new, self.forms.products, self.forms.sums = divided_later.found(self.forms, e, softmax)
+        replacements, new, self.forms.products, self.forms.sums = divided_later.quotients_of(self.forms, e, softmax)
         if new:
             self.replacements |= replacements
             self.replacements[equation] = [equation, *self._operator("softmax", softmax, equation), *new]
 
     def _operator(self, op, v, equation):
-        new = self._made(lambda given: self._bound(op, given, v.aval.dtype), [], equation, [v])
+        new = self._spliced(lambda given: self._operator_value(op, given, v.aval.dtype), [], equation, [v])
         self.forms.operators[v] = op
-        self.forms.name(v)
+        self.forms.add_symbol(v)
         return new
 
-    def _bound(self, op, given, dtype):
-        """softmax or log_softmax, which the program may have."""
+    def _operator_value(self, op, given, dtype):
+        """softmax or log_softmax of x: the program's own, if it is given."""
         v = next((v for v, its_op in self.forms.operators.items() if its_op == op and v in given), None)
         return bind(op, given[X], where=None, axes=self.axes, dtype=dtype) if v is None else given[v]
 
-    def _made(self, function, forms, equation, outputs, others=()):
-        """The equations of a function, whose argument has arrays by factors, and others by variables."""
-        arrays, pending = set(), [product for form in forms for product in form]
+    def _spliced(self, f, forms, equation, outputs, others=()):
+        """The equations of a function of a dictionary: the arrays of the forms' symbols, and `others` by variable."""
+        arrays, pending = set(), [monomial for form in forms for monomial in form]
         while pending:
-            for factor, _ in pending.pop():
-                if isinstance(factor, Array):
-                    arrays.add(factor)
-                elif isinstance(factor, Sum):
-                    pending.append(factor.product)
+            for symbol, _ in pending.pop():
+                if isinstance(symbol, Array):
+                    arrays.add(symbol)
+                elif isinstance(symbol, Sum):
+                    pending.append(symbol.monomial)
         if any(array.dims is None for array in arrays):
             return None
         in_order = sorted(arrays, key=self.forms.numbers.get)
         names = [X, M, S, *in_order, *others]
 
-        def made(*given):
+        def from_arrays(*given):
             given = dict(zip(names, given, strict=True))
             if not self.has_operator:
                 given[S] = jnp.where(jnp.isinf(given[M]), jnp.nan, given[S])
@@ -197,31 +192,31 @@ class _Rows:
                 if array.variable.aval.shape != self.shape:
                     shape = [n if d in array.dims else 1 for d, n in enumerate(self.shape)]
                     given[array] = jnp.reshape(given[array], shape)
-            return function(given).astype(outputs[0].aval.dtype)
+            return f(given).astype(outputs[0].aval.dtype)
 
         inputs = [self.x, *self.rows, *(array.variable for array in in_order), *others]
-        return splicing.spliced(made, inputs, outputs, equation)
+        return splicing.spliced(from_arrays, inputs, outputs, equation)
 
     # ---- Cotangents of x
 
     def _gradient(self, form, equation):
-        """What makes an array of the linear maps and of softmax, or None where these do not."""
-        (product, *others) = form or [ONE]
+        """The equations that make an array of this form by linear maps and softmax; None if they do not."""
+        (monomial, *others) = form or [ONE]
         is_sum = equation.name in ("add", "add_any")
-        if is_sum and product and not others and all(map(self.forms.adds_up_to_0, product)):
-            # Itself, without the maximum's derivative.
-            return self._made(lambda given: self.forms.value(form, given), [form], equation, equation.outputs)
-        has_exp = any((E, 1) in product for product in form)
+        if is_sum and monomial and not others and all(map(self.forms.adds_up_to_0, monomial)):
+            # What is left out is the maximum's derivative: linear maps' results add up to 0 in each row.
+            return self._spliced(lambda given: self.forms.value(form, given), [form], equation, equation.outputs)
+        has_exp = any((E, 1) in monomial for monomial in form)
         form = form if has_exp else self._by_exponentials(form) or {}
-        powers = [dict(product).get(E, 0) for product in form]
+        powers = [dict(monomial).get(E, 0) for monomial in form]
         if 1 not in powers or not {0, 1}.issuperset(powers):
             return None
         of_softmax, of_logarithms, rest = self._maps(form)
-        times = {joined(product, [(E, -1), (S, 1)]): c for product, c in rest.items() if (E, 1) in product}
-        plus = {product: c for product, c in rest.items() if (E, 1) not in product}
-        if any(factor == S for product in times for factor, _ in product):
+        times = {monomial_product(monomial, [(E, -1), (S, 1)]): c for monomial, c in rest.items() if (E, 1) in monomial}
+        plus = {monomial: c for monomial, c in rest.items() if (E, 1) not in monomial}
+        if any(symbol == S for monomial in times for symbol, _ in monomial):
             return None
-        by_rows = not any(self.forms.split(product)[1] for product in times)
+        by_rows = not any(self.forms.split(monomial)[1] for monomial in times)
         if not of_softmax and by_rows:
             loss = self._gradient_of_loss(times, plus, of_logarithms, equation)
             if loss is not None:
@@ -230,7 +225,7 @@ class _Rows:
             return None
         if not of_logarithms and not rest:
             self.forms.maps.add(equation.outputs[0])
-            self.forms.name(equation.outputs[0])
+            self.forms.add_symbol(equation.outputs[0])
         dtype = equation.outputs[0].aval.dtype
 
         def mapped(linear, y, t, given):
@@ -240,33 +235,33 @@ class _Rows:
         def gradient(given):
             terms = []
             if of_softmax:
-                terms.append(mapped("softmax_linear", self._bound("softmax", given, dtype), of_softmax, given))
+                terms.append(mapped("softmax_linear", self._operator_value("softmax", given, dtype), of_softmax, given))
             if of_logarithms:
-                y = self._bound("log_softmax", given, "float32")
+                y = self._operator_value("log_softmax", given, "float32")
                 terms.append(mapped("log_softmax_vjp", y, of_logarithms, given))
             if times and by_rows and not plus:
                 terms.append(self.forms.value(multiplied(SOFTMAX, times), given))
             elif times:
-                p = reference.widened(self._bound("softmax", given, dtype))
+                p = reference.widened(self._operator_value("softmax", given, dtype))
                 terms.append(p * self.forms.value(times, given))
             if plus:
                 terms.append(self.forms.value(plus, given))
             return functools.reduce(jnp.add, terms)
 
         forms = [of_softmax, of_logarithms, times, plus]
-        return self._made(gradient, forms, equation, equation.outputs, list(self.forms.operators))
+        return self._spliced(gradient, forms, equation, equation.outputs, list(self.forms.operators))
 
     def _by_exponentials(self, form):
-        """A form in which E / S stands for the program's softmax; None if it is too long."""
+        """A form with E / S instead of variables that are softmax; None if it is too long."""
         found: dict = {}
-        for product, c in form.items():
+        for monomial, c in form.items():
             new: dict | None = {ONE: c}
-            for factor, power in product:
-                factors: dict | None = form_of(factor, power)
-                if self.forms.is_in_place(factor) and self.forms.operators.get(factor.variable) == "softmax":
+            for symbol, power in monomial:
+                factors: dict | None = form_of(symbol, power)
+                if self.forms.is_in_place(symbol) and self.forms.operators.get(symbol.variable) == "softmax":
                     factors = power_of(SOFTMAX, power)
-                elif isinstance(factor, Sum) and power == 1:
-                    inner = self._by_exponentials({factor.product: 1.0})
+                elif isinstance(symbol, Sum) and power == 1:
+                    inner = self._by_exponentials({symbol.monomial: 1.0})
                     factors = None if inner is None else self.forms.summed(inner)
                 new = None if new is None or factors is None else multiplied(new, factors)
             if new is None:
@@ -275,36 +270,37 @@ class _Rows:
         return found
 
     def _maps(self, form):
-        """The forms of which softmax's and log_softmax's linear maps are, and what is left of a form besides."""
+        """A form as softmax's linear map of a form, log_softmax's of another one, and the rest: these three."""
         of_softmax, of_logarithms, rest = {}, {}, dict(form)
-        for product, c in form.items():
-            of_rows, of_elements = self.forms.split(product)
+        for monomial, c in form.items():
+            of_rows, of_elements = self.forms.split(monomial)
             others = of_elements - {(E, 1)}
             summed = self.forms.summed({of_elements: c}) if others or not of_elements else {}
             for of_sum, n in summed.items():
-                less = joined(of_rows, of_sum, [(S, -1), (E, 1)])
+                less = monomial_product(of_rows, of_sum, [(S, -1), (E, 1)])
                 if abs(rest.get(less, 0.0) + n) > 1e-5 * abs(n):
                     continue
-                del rest[product], rest[less]
-                if (E, 1) in product:
-                    of_softmax = added(of_softmax, {joined(of_rows, others, [(S, 1)]): c})
+                del rest[monomial], rest[less]
+                if (E, 1) in monomial:
+                    of_softmax = added(of_softmax, {monomial_product(of_rows, others, [(S, 1)]): c})
                 else:
-                    of_logarithms = added(of_logarithms, {product: c})
+                    of_logarithms = added(of_logarithms, {monomial: c})
         return of_softmax, of_logarithms, rest
 
     def _gradient_of_loss(self, times, plus, of_logarithms, equation):
-        """The gradient of a cross entropy of labels: softmax times numbers of rows, and an array that is at labels."""
-        terms = [(product, c, form is of_logarithms) for form in (plus, of_logarithms) for product, c in form.items()]
-        arrays = {of_elements for product, _, _ in terms if (of_elements := self.forms.split(product)[1])}
+        """The equations of `times` softmax, `plus` another form, and log_softmax's linear map of a third, if all arrays
+        in these are one that is at labels: a cross entropy's gradient. None if not."""
+        terms = [(monomial, c, form is of_logarithms) for form in (plus, of_logarithms) for monomial, c in form.items()]
+        arrays = {of_elements for monomial, _, _ in terms if (of_elements := self.forms.split(monomial)[1])}
         at = self._at_label(*arrays) if len(arrays) == 1 else None
         if at is None:
             return None
         of_lse, rest = {}, dict(times)
-        for product, c in times.items():
-            others = joined(product, [(LOG_S, -1)])
-            if (LOG_S, 1) in product and rest.get(joined(others, [(M, 1)])) == c:
+        for monomial, c in times.items():
+            others = monomial_product(monomial, [(LOG_S, -1)])
+            if (LOG_S, 1) in monomial and rest.get(monomial_product(others, [(M, 1)])) == c:
                 of_lse[others] = c
-                del rest[product], rest[joined(others, [(M, 1)])]
+                del rest[monomial], rest[monomial_product(others, [(M, 1)])]
         n, rows = self.shape[self.axes[0]], self.forms.shape_of_rows
 
         def value(form, given):
@@ -316,8 +312,8 @@ class _Rows:
             exists = labels.exists(label, self.shape, self.axes)
             at_label = to_all = jnp.zeros(rows, jnp.float32)
             factor = value(rest, given)
-            for product, c, is_map in terms:
-                of_rows, has_array = self.forms.split(product)
+            for monomial, c, is_map in terms:
+                of_rows, has_array = self.forms.split(monomial)
                 by = value({of_rows: c}, given)
                 here = jnp.where(exists, by * (element - offset), 0) if has_array else jnp.zeros_like(by)
                 everywhere = by * offset if has_array else by
@@ -330,11 +326,11 @@ class _Rows:
             )
             return made[0]
 
-        forms = [rest, of_lse, *({self.forms.split(product)[0]: c} for product, c, _ in terms)]
-        return self._made(gradient, forms, equation, equation.outputs, at.variables)
+        forms = [rest, of_lse, *({self.forms.split(monomial)[0]: c} for monomial, c, _ in terms)]
+        return self._spliced(gradient, forms, equation, equation.outputs, at.variables)
 
     def _at_label(self, of_elements):
-        ((factor, power), *others) = of_elements
-        if others or power != 1 or not self.forms.is_in_place(factor) or factor.variable.aval.shape != self.shape:
+        ((symbol, power), *others) = of_elements
+        if others or power != 1 or not self.forms.is_in_place(symbol) or symbol.variable.aval.shape != self.shape:
             return None
-        return at_labels.at_label(self.graph, factor.variable, self.axes[0])
+        return at_labels.at_label(self.graph, symbol.variable, self.axes[0])

@@ -1,4 +1,4 @@
-"""What attention of a program computes, and which tiles of it have to be visited.
+"""What a program's attention computes, in terms of letters, and which tiles of its scores have to be visited.
 
 A letter names each dimension of an operand: i the queries, j the keys, d the features of q and k, e those of v, any
 other one of the batch. `bihd,bjhd,bjhe` is the usual layout; in `bikgd,bjkd,bjke` the heads g share keys and values.
@@ -16,12 +16,12 @@ import numpy as np
 from jax_softmax import _kernels
 from jax_softmax.fusion import printing
 from jax_softmax.fusion.attention.linear import depending_on
-from jax_softmax.fusion.attention.source import KERNELS, Letters, Plan, plan_of
+from jax_softmax.fusion.attention.source import KERNELS, Letters, Plan, attention_plan
 from jax_softmax.fusion.expressions import ARITHMETIC, SAME, WRITABLE, Expression, Number
 
 
-class Side(NamedTuple):
-    """What expressions read beside the products: an array, or the index along a letter."""
+class LetteredSide(NamedTuple):
+    """A side operand of the expressions: an array, or the index along a letter."""
 
     letters: str
     dtype: str  # or "index"
@@ -30,24 +30,24 @@ class Side(NamedTuple):
 class Attention(NamedTuple):
     """weight(softmax(score(q kᵀ))) v, where `weight` is linear.
 
-    Expressions have values of float32 and the sides s0, s1, ...: `score` is made of the product, x0, and `weight` of
-    the softmax, y. Of their linear maps, transposed, that of the score is made of its cotangent g, and x0; that of the
-    weight of its cotangent t. `written` is made as the former: an array of queries x keys for what else the program
-    makes of the scores' cotangents, as the gradient of a bias.
+    Expressions are of float32 numbers and the sides s0, s1, .... `score` is one of the product x0, `weight` one of the
+    softmax y. `score_transposed`, of the score's cotangent g and x0, is x0's cotangent, and `weight_transposed`, of the
+    weight's cotangent t, is y's. `written`, of g and x0, is an array of queries x keys that the program makes of the
+    scores' cotangents, as the gradient of a bias.
     """
 
     letters: Letters
-    sides: tuple[Side, ...]
-    n_forward: int  # so many of the sides are all that `score` and `weight` read
+    sides: tuple[LetteredSide, ...]
+    n_forward: int  # `score` and `weight` read the first so many sides
     score: Expression
     weight: Expression
     score_transposed: Expression | None = None
     weight_transposed: Expression | None = None
     written: Expression | None = None
     written_dtype: str | None = None
-    empty_rows_are_zero: bool = False  # the weights of a row whose scores are all -inf, which otherwise are NaN
+    empty_rows_are_zero: bool = False  # weights of rows whose scores are all -inf; otherwise these are NaN
 
-    def sides_of(self, kernel: str) -> tuple[Side, ...]:
+    def sides_of(self, kernel: str) -> tuple[LetteredSide, ...]:
         return self.sides[: self.n_forward] if kernel == "forward" else self.sides
 
     def extents(self, q, k, v) -> dict[str, int]:
@@ -64,31 +64,38 @@ class Attention(NamedTuple):
             expressions["written"] = self.written, ["g", "x0"]
         numbers: dict = {}
         numbered = _numbered(self.score, numbers)
-        masks = {numbered.get(name, name): value for name, value in self._masks}
+        masks = {numbered.get(name, name): value for name, value in self._masks}  # by number, or by a side's name
 
         def text(expression):
             own = _numbered(expression, numbers)
             values = {name: masks[n] for name, n in own.items() if n in masks}
             return printing.text_of(expression, coarse=True, masks=values)
 
-        functions = {name: (given, text(e)) for name, (e, given) in expressions.items()}
-        given = self.letters, extents, dtype, self.sides_of(kernel), self.letters_of_bounds, masks, functions
-        return plan_of(kernel, *given, self.empty_rows_are_zero, written_dtype)
+        functions = {name: (arguments, text(e)) for name, (e, arguments) in expressions.items()}
+        described = self.letters, extents, dtype, self.sides_of(kernel), self.letters_of_bounds, masks, functions
+        return attention_plan(kernel, *described, self.empty_rows_are_zero, written_dtype)
 
     # ---- In JAX
 
-    def result_types(self, kernel: str, q, k, v) -> list[jax.ShapeDtypeStruct]:
-        extents, letters = self.extents(q, k, v) | {"n": 2}, self.letters
-        results = {
-            "forward": [(letters.o, q.dtype), (letters.rows + "n", jnp.float32)],
-            "keys": [(letters.k, k.dtype), (letters.v, v.dtype)],
-            "queries": [(letters.q, q.dtype)] + [(letters.rows + "j", self.written_dtype)] * bool(self.written_dtype),
+    def result_letters(self, kernel: str) -> list[str]:
+        letters = self.letters
+        return {
+            "forward": [letters.o, letters.rows + "n"],
+            "keys": [letters.k, letters.v],
+            "queries": [letters.q] + [letters.rows + "j"] * bool(self.written_dtype),
         }[kernel]
+
+    def result_dtypes(self, kernel: str, dtype: str) -> list:
+        """For operands of a dtype."""
+        return [dtype, {"forward": "float32", "keys": dtype, "queries": self.written_dtype}[kernel]]
+
+    def result_types(self, kernel: str, q, k, v) -> list[jax.ShapeDtypeStruct]:
+        extents = self.extents(q, k, v) | {"n": 2}  # the numbers of a row, its pivot and its sum's logarithm
+        results = zip(self.result_letters(kernel), self.result_dtypes(kernel, q.dtype), strict=False)
         return [jax.ShapeDtypeStruct([extents[c] for c in of], dtype) for of, dtype in results]
 
     def in_jax(self, kernel: str, q, k, v, *rest, visited=True) -> list[jax.Array]:
-        """What a kernel does. Operands as those of the primitive (`kernels.py`). `visited`: of which scores the tiles
-        are."""
+        """What a kernel does, of the primitive's operands (`kernels.py`). `visited`: the scores in tiles that are."""
         types, letters, extents = self.result_types(kernel, q, k, v), self.letters, self.extents(q, k, v)
         dims = letters.rows + "j"
 
@@ -97,7 +104,7 @@ class Attention(NamedTuple):
 
         def value(expression, **given):
             given = {name: a.astype(expression.dtype_of(name)) for name, a in given.items()}
-            return jnp.broadcast_to(expression.value(given | sides).astype(jnp.float32), x.shape)
+            return jnp.broadcast_to(expression.in_jax(given | sides).astype(jnp.float32), x.shape)
 
         sides = self.values_of_sides(dims, extents, rest[0 if kernel == "forward" else 3 :])
         x = product(f"{letters.q},{letters.k}->{dims}", q, k)
@@ -127,7 +134,7 @@ class Attention(NamedTuple):
         return found
 
     def values_of_sides(self, dims: str, extents: dict[str, int], arrays) -> dict[str, jax.Array]:
-        """What expressions read beside, along these dimensions, if it has no other ones. `arrays`: those among them."""
+        """The sides as arrays of these dimensions, but those that have others. `arrays`: the arrays among the sides."""
         rest, found = list(arrays), {}
         for k, side in enumerate(self.sides):
             shape = [extents[c] if c in side.letters else 1 for c in dims]
@@ -135,7 +142,7 @@ class Attention(NamedTuple):
             if side.dtype == "index":
                 found[f"s{k}"] = jnp.arange(extents[side.letters], dtype=jnp.int32).reshape(shape)
             elif a is not None and set(side.letters) <= set(dims):
-                order = sorted(range(a.ndim), key=lambda at, of=side.letters: dims.index(of[at]))
+                order = sorted(range(a.ndim), key=lambda d, of=side.letters: dims.index(of[d]))
                 found[f"s{k}"] = jnp.transpose(a, order).reshape(shape)
         return found
 
@@ -144,7 +151,7 @@ class Attention(NamedTuple):
     @property
     def letters_of_bounds(self) -> str | None:
         """The batch letters along which masks differ; None if there are no masks, or if they depend on the product."""
-        read = [a for op in self._fills.made_of().values() for a in op.operands]
+        read = [a for op in self._fills.needed().values() for a in op.operands]
         if not self.empty_rows_are_zero and not any(map(_is_fill, read)):
             return None
         made_of_product = depending_on(self.score, "x0")
@@ -159,7 +166,8 @@ class Attention(NamedTuple):
 
     @property
     def _fills(self) -> Expression:
-        """The score, without what is chosen where a fill is not, unless fills may be in that as well."""
+        """The score with 0 instead of what a `select_n` chooses where it does not choose a fill (`_FILL`), unless that
+        may have fills as well."""
 
         def may_hold_fills(letters, dtype):
             is_learned = self.written is not None and {"i", "j"} <= set(letters)  # a bias, which has a gradient
@@ -180,40 +188,40 @@ class Attention(NamedTuple):
 
     @property
     def _masks(self) -> list[tuple[str, bool]]:
-        """The values of the score that choose between fills and others, and what they are where others are chosen."""
+        """The conditions by which the score chooses fills, and their values where it chooses something else."""
         if self.letters_of_bounds is None:
             return []
-        operations = self._fills.made_of().values()
+        operations = self._fills.needed().values()
         chosen = [op for op in operations if op.name == "select_n" and op.dtypes[0] == "bool"]
         fills = [tuple(map(_is_fill, op.operands[1:])) for op in chosen]
         found = [(op.operands[0], of == (True, False)) for op, of in zip(chosen, fills, strict=True) if sum(of) == 1]
         return [(name, value) for name, value in found if isinstance(name, str)]
 
     def bounds(self, kernel: str, extents: dict[str, int], arrays) -> jax.Array:
-        """The steps that each block visits, its first and the end; and the first and the end of those among them whose
-        tiles are whole, where all scores exist and no mask hides any: int32 (letters, blocks, 4).
+        """The first step that each block visits and the one after its last; and the same of those among them whose
+        tiles are whole: all scores exist, and no mask hides any. int32 (letters, blocks, 4).
 
-        `arrays`: those among the sides.
-
-        A query that sees nothing but fills is taken to see them, because its weights are uniform or NaN; nothing at all
-        where they are 0.
+        `arrays`: those among the sides. A query whose keys are all hidden visits all: its weights are uniform or NaN. If
+        they are 0, it visits none.
         """
         letters = self.letters_of_bounds
         tilings = {name: _kernels.attention_tiling(name, extents["d"], extents["e"]) for name in KERNELS}
         sizes = {name: _queries_and_keys(name, tiling) for name, tiling in tilings.items()}
-        cells, whole = ([f(*of) for of in zip(*sizes.values(), strict=True)] for f in (math.gcd, math.lcm))
-        i, j = (-(-extents[c] // n) * n for c, n in zip("ij", whole, strict=True))
+        cells, multiples = ([f(*of) for of in zip(*sizes.values(), strict=True)] for f in (math.gcd, math.lcm))
+        i, j = (-(-extents[c] // n) * n for c, n in zip("ij", multiples, strict=True))
         shape = [extents[c] for c in letters]
         sides = self.values_of_sides(letters + "ij", extents, arrays)
         scores = self._without_product(sides)
 
         def cells_with(elements, beyond=False):
+            """Whether any score of a query and a cell's keys is one of these elements."""
             elements = jnp.broadcast_to(elements, [*shape, extents["i"], extents["j"]])
             pad = [(0, 0)] * len(shape) + [(0, i - extents["i"]), (0, j - extents["j"])]
             elements = jnp.pad(elements, pad, constant_values=beyond)
             return elements.reshape(*shape, i, j // cells[1], cells[1]).any(-1)
 
         def tiles_with(cells_of_rows):
+            """Whether any score of a block's step is in one of these cells."""
             found = cells_of_rows.reshape(*shape, i // cells[0], cells[0], -1).any(-2)
             of_queries, of_keys = sizes[kernel]
             found = found.reshape(*shape, i // of_queries, of_queries // cells[0], j // of_keys, of_keys // cells[1])
@@ -223,33 +231,33 @@ class Attention(NamedTuple):
 
         seen = cells_with(~(scores.astype(jnp.float32) <= _FILL))
         if self.empty_rows_are_zero:
-            operations = self._fills.made_of().values()
+            operations = self._fills.needed().values()
             if any(_is_fill(a) and math.isfinite(a.value) for op in operations for a in op.operands):
                 filled = cells_with(scores > -jnp.inf)
                 seen |= ~seen.any(-1, keepdims=True) & filled
         else:
-            at = (jax.lax.broadcasted_iota(jnp.int32, seen.shape, seen.ndim - n) for n in (2, 1))
-            exist = (next(at) < extents["i"]) & (next(at) * cells[1] < extents["j"])
+            index = functools.partial(jax.lax.broadcasted_iota, jnp.int32, seen.shape)
+            exist = (index(seen.ndim - 2) < extents["i"]) & (index(seen.ndim - 1) * cells[1] < extents["j"])
             seen |= ~seen.any(-1, keepdims=True) & exist
         hidden = jnp.zeros((), bool)
         for name, value in self._masks:
             hidden |= self._without_product(sides, name) != value
         tiles, whole = tiles_with(seen), ~tiles_with(cells_with(hidden, beyond=True))
-        at, n = jax.lax.broadcasted_iota(jnp.int32, tiles.shape, tiles.ndim - 1), tiles.shape[-1]
-        first, end = jnp.where(tiles, at, n).min(-1), jnp.where(tiles, at + 1, 0).max(-1)
-        first_whole = jnp.where(whole, at, n).min(-1)
-        end_whole = jnp.where(whole | (at < first_whole[..., None]), n, at).min(-1)
+        step, n = jax.lax.broadcasted_iota(jnp.int32, tiles.shape, tiles.ndim - 1), tiles.shape[-1]
+        first, end = jnp.where(tiles, step, n).min(-1), jnp.where(tiles, step + 1, 0).max(-1)
+        first_whole = jnp.where(whole, step, n).min(-1)
+        end_whole = jnp.where(whole | (step < first_whole[..., None]), n, step).min(-1)
         return jnp.stack([first, end, first_whole, end_whole], -1)
 
     def _without_product(self, sides, name: str | None = None) -> jax.Array:
-        """The scores of products of 0, where fills are what they are; or what they are made of by this name."""
-        given = {"x0": jnp.zeros((), self.score.dtype_of("x0")), **sides}
-        return self._fills._replace(result=name or self.score.result).value(given)
+        """The scores that products of 0 have, in which fills are as they are; or one of their operations, by name."""
+        values = {"x0": jnp.zeros((), self.score.dtype_of("x0")), **sides}
+        return self._fills._replace(result=name or self.score.result).in_jax(values)
 
-    @functools.lru_cache(256)  # noqa: B019  (of equal ones, which are few)
+    @functools.lru_cache(256)  # noqa: B019  (instances that are equal share it)
     def visible_part(self, **extents: int) -> float:
-        """About which part of the scores is visible, if arrays hide nothing."""
-        read = {a for op in self._fills.made_of().values() for a in op.operands}
+        """About which part of the scores is visible, if masks that are arrays hide nothing."""
+        read = {a for op in self._fills.needed().values() for a in op.operands}
         sides = {f"s{k}": side for k, side in enumerate(self.sides) if f"s{k}" in read}
         if self.letters_of_bounds is None:
             return 1.0
@@ -269,7 +277,7 @@ class Attention(NamedTuple):
             jax.transfer_guard("allow"),
             jax.debug_infs(False),
         ):
-            # Masks are all true or all false, and numbers that are compared are equal.
+            # Arrays of masks are all true or all false, and arrays that are compared are equal.
             found = 0.0
             for n in (0, 1):
                 arrays = {name: jnp.asarray(n, side.dtype) for name, side in sides.items() if name not in indices}
@@ -278,11 +286,11 @@ class Attention(NamedTuple):
             return found or 1.0
 
 
-# No score of a program is as small as this, but for fills. Those of float16, which cannot be, do not count as such.
+# Scores that are not fills are larger than this. Fills of float16 cannot be as small: they are not taken for such.
 _FILL = -1e8
 
 
-# Operations of a product after which a score that is no fill at 0 is none elsewhere, and the other way round.
+# Operations after which a score is a fill of every product, or of none.
 _KEEP_SIZE = (*SAME, *ARITHMETIC, "neg", "div", "tanh", "select_n", "convert_element_type", "reduce_precision")
 
 
@@ -291,7 +299,7 @@ def _is_fill(a) -> bool:
 
 
 def _numbered(expression: Expression, numbers: dict):
-    """The values of an expression, each with a number that equal ones share: of all that is numbered by one dict."""
+    """A number for the result of each operation of an expression. Equal ones that one dictionary numbers share it."""
     found: dict = {}
     for k, op in enumerate(expression.operations):
         key = op._replace(operands=tuple(found.get(a, a) for a in op.operands))
@@ -300,5 +308,5 @@ def _numbered(expression: Expression, numbers: dict):
 
 
 def _queries_and_keys(kernel, tiling) -> tuple[int, int]:
-    """Of a block and a step."""
+    """How many queries and keys a block has in a step."""
     return (tiling["step"], tiling["rows"]) if kernel == "keys" else (tiling["rows"], tiling["step"])

@@ -15,15 +15,15 @@ from jax.sharding import PartitionSpec
 
 from jax_softmax import _kernels, _private
 from jax_softmax.devices import division, partitioning
-from jax_softmax.fusion.attention.call import Attention, Side
+from jax_softmax.fusion.attention.call import Attention, LetteredSide
 from jax_softmax.fusion.attention.source import Letters
 from jax_softmax.fusion.expressions import Expression
 from jax_softmax.primitives import interpreters
 from jax_softmax.runtime import cuda
 from jax_softmax.runtime.lowering import ATTENTION_TARGET
 
-# Operands: q, k, v; of the backward kernels the output's cotangent, the rows' numbers and delta, the sum of each row of
-# o times its cotangent; the arrays among the sides.
+# Operands: q, k, v; of the backward kernels also the output's cotangent, the rows' numbers as `forward` makes them, and
+# delta; then the arrays among the sides.
 attention_p = Primitive("softmax_attention")
 attention_p.multiple_results = True
 
@@ -31,17 +31,17 @@ attention_p.multiple_results = True
 @attention_p.def_abstract_eval
 def _(*operands, attention, kernel):
     space, types = _Space(attention, kernel), attention.result_types(kernel, *operands[:3])
-    return space.laid(operands, space.operands, types, space.results)
+    return space.sharded(operands, space.operands, types, space.results)
 
 
 def forward(attention: Attention, q, k, v, *arrays):
-    """The output, and what the backward kernels need to know of each row: its pivot, and the logarithm to base 2 of the
+    """The output, and two numbers of each row for the backward kernels: its pivot, and the logarithm to base 2 of the
     sum of exp(score - pivot). `arrays`: those among the sides."""
     return attention_p.bind(q, k, v, *_of_kernel(attention, "forward", arrays), attention=attention, kernel="forward")
 
 
 def delta(attention: Attention, o, o_cotangent):
-    """The sum of each row of o times its cotangent."""
+    """The sum of o times its cotangent over features."""
     letters = attention.letters
     return jnp.einsum(f"{letters.o},{letters.o}->{letters.rows}", *(a.astype(jnp.float32) for a in (o, o_cotangent)))
 
@@ -55,13 +55,10 @@ def backward(attention: Attention, q, k, v, o_cotangent, rows, delta, *arrays):
     return dq, dk, dv, *written
 
 
-def with_sink(attention: Attention, o, rows, column):
-    """The output and the rows' numbers where a column stands beside the scores that has no value, and its weights.
-
-    softmax([s, c])[:-1] = softmax(s) sigmoid(logsumexp(s) - c)
-    """
+def with_sink(attention: Attention, o, rows, sink):
+    """The output and the rows' numbers where a sink is beside the scores (`rows.py`), and the sink's weights."""
     letters, log_2 = attention.letters, float(np.log(2))
-    distance = (rows[..., 0] - column.astype(jnp.float32)) + rows[..., 1] * log_2  # both may be as large as fills
+    distance = (rows[..., 0] - sink.astype(jnp.float32)) + rows[..., 1] * log_2  # both may be as large as fills
     factor = jnp.transpose(jax.nn.sigmoid(distance), [letters.rows.index(c) for c in letters.o[:-1]])
     o = (o.astype(jnp.float32) * factor[..., None]).astype(o.dtype)
     rows = jnp.stack([rows[..., 0], rows[..., 1] - jax.nn.log_sigmoid(distance) / log_2], -1)
@@ -74,7 +71,7 @@ def _of_kernel(attention, kernel, arrays):
 
 
 def can_run() -> bool:
-    """Whether the GPUs that are here have the instructions. A program that is lowered elsewhere is for others."""
+    """Whether the GPUs that are here have the instructions; True where there are none, as the program is for others."""
     gpus = [device for device in jax.local_devices() if device.platform == "gpu"]
     return not gpus or (cuda.availability() is None and all(float(gpu.compute_capability) >= 8 for gpu in gpus))
 
@@ -84,7 +81,7 @@ def can_run() -> bool:
 
 def call(*operands, attention: Attention, kernel: str):
     """The FFI call, whose kernel begins to be made for the GPUs that are here."""
-    plan, types, operands = prepared(attention, kernel, *operands)
+    plan, types, operands = plan_and_operands(attention, kernel, *operands)
     for device in jax.local_devices():
         if device.platform == "gpu":
             _kernels.jit_prepare(plan.code, plan.plan, int(device.compute_capability.replace(".", "")))
@@ -93,24 +90,24 @@ def call(*operands, attention: Attention, kernel: str):
     return jax.ffi.ffi_call(ATTENTION_TARGET, types)(*operands, code=plan.code, plan=plan.plan, **attributes)
 
 
-def prepared(attention: Attention, kernel: str, q, k, v, *rest):
-    """A kernel's plan, the types of its results, and its operands: these, with the steps that blocks visit before the
-    arrays, if there are masks."""
+def plan_and_operands(attention: Attention, kernel: str, q, k, v, *rest):
+    """A kernel's plan, the types of its results, and its operands: the primitive's ones and, if there are masks, the
+    bounds of the steps that blocks visit, before the arrays."""
     extents, n = attention.extents(q, k, v), 0 if kernel == "forward" else 3
-    ends = [] if attention.letters_of_bounds is None else [attention.bounds(kernel, extents, rest[n:])]
+    bounds = [] if attention.letters_of_bounds is None else [attention.bounds(kernel, extents, rest[n:])]
     plan = attention.plan(kernel, q.dtype.name, extents)
-    return plan, attention.result_types(kernel, q, k, v), [q, k, v, *rest[:n], *ends, *rest[n:]]
+    return plan, attention.result_types(kernel, q, k, v), [q, k, v, *rest[:n], *bounds, *rest[n:]]
 
 
-# ---- On several devices. There a call's operands and results all have the dimensions of one space, with an extent of 1
-# along those that they lack, so that XLA sees which dimensions are the same.
+# ---- On several devices. There all operands and results of a call have all letters as dimensions, with an extent of 1
+# for those that they lack: so XLA sees which dimensions are the same.
 
 divided_p = Primitive("softmax_attention_divided")
 divided_p.multiple_results = True
 
 
 class _Space:
-    """The letters of a call's dimensions, of its operands and of its results; n are the two numbers of a row."""
+    """The letters of a call, and those of its operands and results; n are the two numbers of a row."""
 
     def __init__(self, attention: Attention, kernel: str):
         letters = attention.letters
@@ -119,13 +116,11 @@ class _Space:
         of_backward = [] if kernel == "forward" else [letters.o, letters.rows + "n", letters.rows]
         arrays = [side.letters for side in attention.sides_of(kernel) if side.dtype != "index"]
         self.operands = [*letters, *of_backward, *arrays]
-        self.results = {
-            "forward": [letters.o, letters.rows + "n"],
-            "queries": [letters.q] + [letters.rows + "j"] * bool(attention.written_dtype),
-            "keys": [letters.k, letters.v],
-        }[kernel]
+        self.results = attention.result_letters(kernel)
 
     def expanded(self, arrays, letters):
+        """Arrays with dimensions for all letters."""
+
         def one(a, of):
             extents = dict(zip(of, a.shape, strict=True))
             order = sorted(range(a.ndim), key=lambda k: self.dims.index(of[k]))
@@ -134,6 +129,8 @@ class _Space:
         return [one(a, of) for a, of in zip(arrays, letters, strict=True)]
 
     def contracted(self, arrays, letters):
+        """The inverse."""
+
         def one(a, of):
             own = [c for c in self.dims if c in of]
             a = a.reshape([a.shape[self.dims.index(c)] for c in own])
@@ -141,8 +138,8 @@ class _Space:
 
         return [one(a, of) for a, of in zip(arrays, letters, strict=True)]
 
-    def laid(self, avals, letters, types, of_results):
-        """The results' types, in explicit mode cut along each letter as the first operand that is cut there."""
+    def sharded(self, avals, letters, types, of_results):
+        """The results' types. In explicit mode each letter is sharded as in the first operand in which it is."""
         names: dict = {}
         for aval, of in zip(avals, letters, strict=True):
             for c, name in zip(of, aval.sharding.spec, strict=True):
@@ -156,7 +153,7 @@ class _Space:
         return [one(type_, of) for type_, of in zip(types, of_results, strict=True)]
 
     def call(self, function, *operands):
-        """The results of a function of what a call has."""
+        """The expanded results of a function of the contracted operands."""
         found = function(*self.contracted(operands, self.operands), attention=self.attention, kernel=self.kernel)
         return self.expanded(found, self.results)
 
@@ -166,12 +163,12 @@ def _in_jax(*operands, attention, kernel):
 
 
 def _in_space(*operands, attention, kernel):
-    """A call by `divided_p`. Indices along the batch are arrays there, of which each device has its part."""
+    """A call by `divided_p`. Indices along the batch are arrays there: each device has its part of them."""
     extents, rest, sides = attention.extents(*operands[:3]), list(operands), []
     given = [rest.pop(0) for _ in range(3 if kernel == "forward" else 6)]
     for side in attention.sides_of(kernel):
         of_batch = side.dtype == "index" and side.letters in attention.letters.batch
-        sides.append(Side(side.letters, "int32") if of_batch else side)
+        sides.append(LetteredSide(side.letters, "int32") if of_batch else side)
         if of_batch:
             given.append(jnp.arange(extents[side.letters], dtype=jnp.int32))
         elif side.dtype != "index":
@@ -188,9 +185,8 @@ def _in_space(*operands, attention, kernel):
 def _(*operands, attention, kernel, shape):
     space, dtype = _Space(attention, kernel), operands[0].dtype
     shapes = [tuple(n if c in of else 1 for c, n in zip(space.dims, shape, strict=True)) for of in space.results]
-    other = {"forward": "float32", "keys": dtype, "queries": attention.written_dtype}[kernel]
-    types = [jax.ShapeDtypeStruct(*type_) for type_ in zip(shapes, (dtype, other), strict=False)]
-    return space.laid(operands, [space.dims] * len(operands), types, [space.dims] * len(types))
+    types = map(jax.ShapeDtypeStruct, shapes, attention.result_dtypes(kernel, dtype))
+    return space.sharded(operands, [space.dims] * len(operands), list(types), [space.dims] * len(shapes))
 
 
 class _DeviceProgram(division.DeviceProgram):
@@ -202,7 +198,7 @@ class _DeviceProgram(division.DeviceProgram):
         known = dict(zip(Attention._fields, attention, strict=True))
         for name in ("score", "weight", "score_transposed", "weight_transposed", "written"):
             known[name] = known[name] and Expression.from_json(known[name])
-        known |= {"letters": Letters(*known["letters"]), "sides": tuple(Side(*side) for side in known["sides"])}
+        known |= {"letters": Letters(*known["letters"]), "sides": tuple(LetteredSide(*side) for side in known["sides"])}
         self.space = _Space(Attention(**known), kernel)
         self.whole = tuple(self.space.dims.index(c) for c in "ijden")
 

@@ -1,10 +1,10 @@
-"""Expressions that are linear in a value: what is done to weights after the softmax."""
+"""Expressions that are linear in a name, as those of weights after the softmax have to be."""
 
 from jax_softmax.fusion.expressions import ROUNDED, Number
 
 
 def depending_on(expression, name) -> set:
-    """The values of an expression that are made of this one."""
+    """A name, and those of an expression's operations that are made of it."""
     found = {name}
     for k, op in enumerate(expression.operations):
         if not found.isdisjoint(a for a in op.operands if isinstance(a, str)):
@@ -13,10 +13,10 @@ def depending_on(expression, name) -> set:
 
 
 def is_linear(expression, name) -> bool:
-    """Whether an expression is linear in a value, and made of it."""
-    moved = depending_on(expression, name)
+    """Whether an expression is linear in a name, and depends on it."""
+    dependent = depending_on(expression, name)
     for op in expression.operations:
-        which = [isinstance(a, str) and a in moved for a in op.operands]
+        which = [isinstance(a, str) and a in dependent for a in op.operands]
         if not any(which):
             continue
         zeros = [isinstance(a, Number) and a.value == 0 for a in op.operands]
@@ -30,19 +30,20 @@ def is_linear(expression, name) -> bool:
             linear = op.name in ("add", "add_any", "sub") and all(which)
         if not linear or op.dtype not in ("float32", *ROUNDED):
             return False
-    return expression.result in moved
+    return expression.result in dependent
 
 
-def factors(expression, name):
-    """What a value is multiplied by on its way through a linear expression, whatever the order and the roundings."""
-    moved, texts, found = depending_on(expression, name), {}, []
+def multipliers(expression, name):
+    """The operations that a linear expression does to a name, sorted and without roundings: a linear map and its
+    transpose have the same."""
+    dependent, texts, found = depending_on(expression, name), {}, []
 
     def text(a):
         return texts.get(a, a) if isinstance(a, str) else ("number", float(a.value))
 
     for k, op in enumerate(expression.operations):
-        others = tuple(None if a in moved else text(a) for a in op.operands)
-        if f"v{k}" in moved:
+        others = tuple(None if a in dependent else text(a) for a in op.operands)
+        if f"v{k}" in dependent:
             if op.name not in ("convert_element_type", "reduce_precision"):
                 others = tuple(sorted(others, key=str)) if op.name == "mul" else others
                 found.append((op.name, others))

@@ -1,9 +1,9 @@
-"""Where a program has attention: a softmax of a product, a product with what is made of it, and their gradients.
+"""Where a program has attention: a softmax of a product, a product with the weights that are made of it, and gradients.
 
 What is looked for follows from what the equations compute, not from how a library writes them. From the softmax
-backwards there is one product of queries and keys, whose elements become scores one by one; from it onwards there are
-products with values, or with the output's cotangent, and the softmax's linear map, with its own product before it and
-its own ones after it. Places (`places.py`) say which dimensions of all these are the same.
+backwards there is one product of queries and keys, whose elements become scores one by one. From the softmax onwards
+there are products with values, or with the output's cotangent, and the softmax's linear map, with one product before it
+and those with queries and keys after it. Places (`places.py`) say which dimensions of all these are the same.
 
 The products' results are then made by the kernels. If nothing needs the softmax and the scores' product any more, that
 was all of it; if something does, the program stays as it was.
@@ -13,33 +13,33 @@ from typing import NamedTuple
 
 from jax_softmax.fusion import expressions, splicing
 from jax_softmax.fusion.attention import kernels
-from jax_softmax.fusion.attention.call import Attention, Side
-from jax_softmax.fusion.attention.linear import factors, is_linear
+from jax_softmax.fusion.attention.call import Attention, LetteredSide
+from jax_softmax.fusion.attention.linear import is_linear, multipliers
 from jax_softmax.fusion.attention.products import NoAttention, Operand, Product
-from jax_softmax.fusion.attention.rows import Rows
-from jax_softmax.fusion.attention.source import Letters, has_kernels
-from jax_softmax.fusion.attention.walks import VIEWS, Walks
-from jax_softmax.fusion.expressions import Expression, Expressions, NotFolded, Number, Operation, is_variable
-from jax_softmax.fusion.graph import Equation, Graph, InCirclesError
+from jax_softmax.fusion.attention.rows import SoftmaxRows
+from jax_softmax.fusion.attention.source import Letters, has_attention_kernels
+from jax_softmax.fusion.attention.walks import STRIDED_VIEWS, Walks
+from jax_softmax.fusion.expressions import Expression, Expressions, NotFolded, Number, Operation
+from jax_softmax.fusion.graph import CycleError, Equation, Graph, is_variable
 from jax_softmax.fusion.groups import foldable
-from jax_softmax.fusion.places import factors_of, key_of
+from jax_softmax.fusion.places import factors_of, place_key
 from jax_softmax.runtime import judge
 
 
-class Found(NamedTuple):
-    """Attention of a program."""
+class FoundAttention(NamedTuple):
+    """The attention of a softmax. `judge.attention_wins` takes the last four."""
 
     softmax: Equation
     product: Equation  # of queries and keys
     attention: Attention
     extents: dict[str, int]
     has_gradients: bool
-    moved: int  # bytes for each score that arrays of queries x keys are written and read with
+    bytes_per_score: int  # which the program moves to write and read arrays of queries x keys
 
 
-def applied(graph: Graph) -> tuple[Graph, list[Found], dict]:
-    """The graph with attention as calls of kernels where these are faster; what was found; and why other softmaxes that
-    products read are left, by their results."""
+def with_attention(graph: Graph) -> tuple[Graph, list[FoundAttention], dict]:
+    """The graph with attention as calls of kernels where these are faster; what was found; and, by their results, why
+    other softmaxes are left whose weights are multiplied."""
     softmaxes = [e for e in graph.equations if e.name == "softmax"]
     matches, refused = [], {}
     for equation in softmaxes if kernels.can_run() else ():
@@ -54,7 +54,7 @@ def applied(graph: Graph) -> tuple[Graph, list[Found], dict]:
     while matches:
         try:
             new = graph.with_replaced({old: new for match in matches for old, new in match.replacements().items()})
-        except InCirclesError:
+        except CycleError:
             break
         complete = [m for m in matches if m.softmax not in new.position and m.product not in new.position]
         if len(complete) == len(matches):
@@ -66,7 +66,7 @@ def applied(graph: Graph) -> tuple[Graph, list[Found], dict]:
 
 
 class _Match:
-    """What a softmax is the softmax of."""
+    """A softmax, with all that is attention around it."""
 
     def __init__(self, graph, softmax):
         self.graph, self.softmax, self.walks = graph, softmax, Walks(graph)
@@ -80,11 +80,11 @@ class _Match:
         if len(softmax.params["axes"]) != 1:
             raise NoAttention("rows along several axes")
         (axis,) = softmax.params["axes"]
-        self.rows = Rows(self.graph, softmax, axis)
+        self.rows = SoftmaxRows(self.graph, softmax, axis)
         self.reached = self.walks.reached(self.rows.weights, self.rows.place)
         self.weights_are_multiplied = bool(self.walks.products_with(self.reached))
         self.masks = softmax.inputs[1:]
-        if self.masks and self.rows.column is not None:
+        if self.masks and self.rows.sink is not None:
             raise NoAttention("where= beside a column of its own")
         self.product, place = self.walks.product_of(self.rows.scores, self.rows.place)
         scores = Product(self.product, place)
@@ -95,21 +95,21 @@ class _Match:
         has_keys = [any(id(f) in keys for f in of.factors) for of in sides]
         if has_keys not in ([True, False], [False, True]):
             raise NoAttention("not one operand of the scores' product has the keys")
-        self.q, self.k = (self.walks.where_it_lies(of, self.d) for of in (sides[::-1] if has_keys[0] else sides))
+        self.q, self.k = (self.walks.stored(of, self.d) for of in (sides[::-1] if has_keys[0] else sides))
         (self.j,) = factors_of([self.rows.place[axis]]) if len(keys) == 1 else [None]
         if self.j is None:
             raise NoAttention("the keys are several dimensions")
-        self._weights()
-        self._gradients()
-        self._name()
-        self._express()
-        self.made = self._made()
+        self._find_products_of_weights()
+        self._find_gradients()
+        self._choose_letters()
+        self._make_expressions()
+        self.results = self._results()
         if not judge.attention_wins(*self.found[2:]):
             raise NoAttention("its kernels would take longer")
 
-    # ---- Parts
+    # ---- Products
 
-    def _weights(self):
+    def _find_products_of_weights(self):
         """The products of weights with values and with the output's cotangent."""
         self.outputs, self.dv = [], None
         for product, weights in self.walks.products_with(self.reached):
@@ -121,7 +121,7 @@ class _Match:
                 raise NoAttention("products read the weights in other ways")
         self.with_weights = [*self.outputs, *([self.dv] if self.dv else [])]
 
-    def _gradients(self):
+    def _find_gradients(self):
         """The softmax's linear map, the product before it, and those after it."""
         readers = self.graph.readers.get(self.softmax.outputs[0], ())
         maps = [e for e in readers if e.name == "softmax_linear" and e.inputs[0] is self.softmax.outputs[0]]
@@ -134,7 +134,7 @@ class _Match:
             self._set_values(self.outputs[0][0])
             return
         self.linear, place = maps[0], self.rows.place
-        self.cotangent = self.rows.padded(self.linear.inputs[1])
+        self.cotangent = self.rows.without_sink(self.linear.inputs[1])
         if self.cotangent is None:
             raise NoAttention("something else reads the column beside the scores")
         self.product_of_cotangent, self.place_of_cotangent = self.walks.product_of(self.cotangent, place)
@@ -144,29 +144,29 @@ class _Match:
             raise NoAttention("not one operand of the weights' gradient has the keys")
         at_v = 0 if has_keys[0] else 1
         self.e = before.features
-        self.v = self.walks.where_it_lies(before.operand(at_v), self.e)
-        self.o_cotangent = self.walks.where_it_lies(before.operand(1 - at_v), self.e)
+        self.v = self.walks.stored(before.operand(at_v), self.e)
+        self.o_cotangent = self.walks.stored(before.operand(1 - at_v), self.e)
         for product, _ in self.outputs:
-            self._same(product, self.v)
+            self._check_same(product, self.v)
         if self.dv is not None:
-            self._same(self.dv[0], self.o_cotangent)
-        self.of_scores = self.rows.of_scores(self.linear.outputs[0])
+            self._check_same(self.dv[0], self.o_cotangent)
+        self.of_scores = self.rows.scores_of(self.linear.outputs[0])
         self.reached_after = self.walks.reached(self.of_scores, place)
         for product, cotangent in self.walks.products_with(self.reached_after):
             if product.contracted == {id(self.j)} and self.dq is None:
-                self._same(product, self.k)
+                self._check_same(product, self.k)
                 self.dq = product, cotangent
             elif id(self.j) not in product.contracted and self.dk is None:
-                self._same(product, self.q)
+                self._check_same(product, self.q)
                 self.dk = product, cotangent
             else:
                 raise NoAttention("products read the scores' gradient in other ways")
         if self.dq is None and self.dk is None:
             raise NoAttention("no product reads the scores' gradient")
-        self.written = self._read_elsewhere()
+        self.written = self._found_written()
 
-    def _read_elsewhere(self):
-        """What is made of the scores' cotangents, element by element, for others than the products; or None."""
+    def _found_written(self):
+        """What the program reads of the scores' cotangents other than by products: one array made of them, or None."""
         found = []
         for a in self.reached_after:
             readers = self.graph.readers.get(a, ())
@@ -179,11 +179,11 @@ class _Match:
 
     def _set_values(self, product):
         self.e = product.features
-        self.v = self.walks.where_it_lies(product.other, self.e)
+        self.v = self.walks.stored(product.other, self.e)
 
-    def _same(self, product, operand):
-        """Raises unless a product's other operand is this one."""
-        other = self.walks.where_it_lies(product.other, product.features)
+    def _check_same(self, product, operand):
+        """Raises NoAttention unless a product's other operand is this one."""
+        other = self.walks.stored(product.other, product.features)
         features = operand.factors[-1] if operand.factors else None
 
         def order(of, last):
@@ -192,15 +192,15 @@ class _Match:
         if other.variable is not operand.variable or order(other, product.features) != order(operand, features):
             raise NoAttention("its products are of different arrays")
 
-    # ---- Names
+    # ---- Letters
 
-    def _name(self):
-        """Letters for all dimensions."""
+    def _choose_letters(self):
+        """A letter for each factor, as `call.py` has them."""
         j, d, e = self.j, self.d, self.e
         in_k = {id(f) for f in self.k.factors}
         batch = [f for f in self.q.factors if f is not d]
         own = [f for f in batch if id(f) not in in_k]
-        if not own or any(f.extent > 1 and f.parts for f in (j, d, e)):
+        if not own or any(f.extent > 1 and f.halves for f in (j, d, e)):
             raise NoAttention("keys have all dimensions of the queries, or part of a dimension")
         i = max(own, key=lambda f: f.extent)
         self.i = id(i)
@@ -209,11 +209,8 @@ class _Match:
         for f in batch:
             if f is not i:
                 self.names[id(f)] = next(free)
-        try:
-            letters = [operand.letters(self.names) for operand in (self.q, self.k, self.v)]
-        except KeyError:
-            raise NoAttention("keys or values have a dimension of their own") from None
-        # Where features are not last, XLA puts them there.
+        letters = [operand.letters(self.names) for operand in (self.q, self.k, self.v)]
+        # Where features are not last, XLA transposes the array.
         self.letters = Letters(*(of.replace(last, "") + last for of, last in zip(letters, "dde", strict=True)))
         try:
             self.letters.check([], "")
@@ -225,7 +222,7 @@ class _Match:
         if len(dtypes) != 1:
             raise NoAttention(f"queries, keys and values are of {' and '.join(sorted(dtypes))}")
         (self.dtype,) = dtypes
-        if not has_kernels(self.extents, self.dtype):
+        if not has_attention_kernels(self.extents, self.dtype):
             features = f"{self.extents['d']} and {self.extents['e']}"
             raise NoAttention(f"there are no kernels of {self.dtype} with {features} features")
         for product, _ in (*self.with_weights, *(p for p in (self.dq, self.dk) if p)):
@@ -233,7 +230,7 @@ class _Match:
                 raise NoAttention(f"a product's result is not rounded to {self.dtype}")
 
     def _is_rounded(self, a):
-        """Whether all that reads a product's result rounds it as a kernel does."""
+        """Whether all that reads a product's result rounds it to the dtype in which a kernel writes it."""
         if a.aval.dtype.name == self.dtype:
             return True
         readers = self.graph.readers.get(a, ())
@@ -241,18 +238,18 @@ class _Match:
             return False
         return all(
             self._is_rounded(r.outputs[0])
-            if r.name in VIEWS
+            if r.name in STRIDED_VIEWS
             else r.name == "convert_element_type" and r.outputs[0].aval.dtype.name == self.dtype
             for r in readers
         )
 
     # ---- Expressions
 
-    def _express(self):
+    def _make_expressions(self):
         rows = self.rows
-        self.own = {(self.product.outputs[0], key_of(self.place_of_product)): "x0"}
+        self.own = {(self.product.outputs[0], place_key(self.place_of_product)): "x0"}
         shared = self.shared = Expressions(self.own)
-        score = shared.of(rows.scores, rows.place, self._before(rows.scores, rows.place, self.own))
+        score = shared.of(rows.scores, rows.place, self._equations_before(rows.scores, rows.place, self.own))
         for mask in self.masks:
             score = self._masked(score, mask)
         weights = {self._weight_of(a) for _, a in self.with_weights} or {Expression((), "y")}
@@ -264,7 +261,7 @@ class _Match:
         if self.linear is not None:
             transposed = self._transposed(weight)
             if self.written is not None:
-                written = self._made_of("g", self.of_scores, self.written, self.reached_after)
+                written = self._linear_expression("g", self.of_scores, self.written, self.reached_after)
                 written = written, self.written.aval.dtype.name
         attention = Attention(
             self.letters,
@@ -274,29 +271,31 @@ class _Match:
             weight,
             *transposed,
             *written,
-            empty_rows_are_zero=bool(self.masks) or rows.column is not None,
+            empty_rows_are_zero=bool(self.masks) or rows.sink is not None,
         )
-        self.found = Found(self.softmax, self.product, attention, self.extents, self.linear is not None, self._moved())
+        self.found = FoundAttention(
+            self.softmax, self.product, attention, self.extents, self.linear is not None, self._bytes_per_score()
+        )
 
-    def _moved(self) -> int:
-        """The bytes for each score that the program moves without these kernels."""
+    def _bytes_per_score(self) -> int:
+        """Those that the program moves without these kernels."""
 
         def size(a):
             return a.aval.dtype.itemsize
 
-        moved = 2 * size(self.product.outputs[0]) + sum(2 * size(a) for _, a in self.outputs)
+        n = 2 * size(self.product.outputs[0]) + sum(2 * size(a) for _, a in self.outputs)
         if self.linear is not None:
-            moved += 2 * size(self.product_of_cotangent.outputs[0]) + (size(self.dv[1]) if self.dv else 0)
+            n += 2 * size(self.product_of_cotangent.outputs[0]) + (size(self.dv[1]) if self.dv else 0)
             cotangents = [product[1] for product in (self.dq, self.dk) if product]
-            moved += size(cotangents[0]) * (1 + len(cotangents))
-            moved -= 0 if self.written is None else size(self.written)  # which the kernels write as well
-        return moved
+            n += size(cotangents[0]) * (1 + len(cotangents))
+            n -= 0 if self.written is None else size(self.written)  # which the kernels write as well
+        return n
 
-    def _before(self, a, place, products) -> dict:
-        return self.walks.before(a, place, products, {self.i, id(self.j)})
+    def _equations_before(self, a, place, products) -> dict:
+        return self.walks.equations_before(a, place, products, {self.i, id(self.j)})
 
     def _inside(self, a, reached):
-        """The equations that make a value which was reached, and of which other values these are made."""
+        """The equations that make a value which was reached, and those that make other operands of these."""
         inside, pending = {}, [a]
         while pending:
             b = pending.pop()
@@ -306,46 +305,46 @@ class _Match:
             if not expressions.prints(maker):
                 continue
             inside[b] = maker
-            for operand, its_place in zip(maker.inputs, expressions.inputs_of(maker, reached[b]), strict=True):
+            for operand, its_place in zip(
+                maker.inputs, expressions.required_input_places(maker, reached[b]), strict=True
+            ):
                 if is_variable(operand) and operand not in reached:
-                    inside |= self._before(operand, its_place, self.own)
+                    inside |= self._equations_before(operand, its_place, self.own)
                 elif is_variable(operand):
                     pending.append(operand)
         return inside
 
     def _weight_of(self, a) -> Expression:
-        return self._made_of("y", self.rows.weights, a, self.reached)
+        return self._linear_expression("y", self.rows.weights, a, self.reached)
 
-    def _made_of(self, name, sources, a, reached) -> Expression:
+    def _linear_expression(self, name, sources, a, reached) -> Expression:
         inside = self._inside(a, {b: p for b, p in reached.items() if b not in sources})
-        named = Expressions(self.own | {(source, key_of(self.rows.place)): name for source in sources})
-        named.sides = self.shared.sides
-        found = named.of(a, reached[a], inside)
-        if not is_linear(found, name):  # tiles of which all scores are masked would leave out the rest
+        names = self.own | {(source, place_key(self.rows.place)): name for source in sources}
+        found = Expressions(names, self.shared.sides).of(a, reached[a], inside)
+        if not is_linear(found, name):  # skipped tiles would leave out what is added to weights of 0
             raise NoAttention("weights or gradients go through what is not linear")
         return found
 
     def _transposed(self, weight):
-        """The linear maps, transposed: of scores and of weights."""
+        """Two transposed maps: of the scores' cotangent g to the product's, and of the product t of values with the
+        output's cotangent to the weights' cotangent."""
         cotangents = [product[1] for product in (self.dq, self.dk) if product]
-        found = {self._made_of("g", self.of_scores, a, self.reached_after) for a in cotangents}
+        found = {self._linear_expression("g", self.of_scores, a, self.reached_after) for a in cotangents}
         if len(found) != 1:
             raise NoAttention("products read different gradients of the scores")
         (of_score,) = found
-        own = {(self.product_of_cotangent.outputs[0], key_of(self.place_of_cotangent)): "t"}
-        named = Expressions(own)
-        named.sides = self.shared.sides
-        before = self._before(self.cotangent, self.rows.place, own)
-        of_weight = named.of(self.cotangent, self.rows.place, before)
-        if not is_linear(of_weight, "t") or factors(weight, "y") != factors(of_weight, "t"):
+        own = {(self.product_of_cotangent.outputs[0], place_key(self.place_of_cotangent)): "t"}
+        before = self._equations_before(self.cotangent, self.rows.place, own)
+        of_weight = Expressions(own, self.shared.sides).of(self.cotangent, self.rows.place, before)
+        if not is_linear(of_weight, "t") or multipliers(weight, "y") != multipliers(of_weight, "t"):
             raise NoAttention("the weights' gradient is not that of the weights")
         return of_score, of_weight
 
     def _masked(self, score, mask) -> Expression:
-        """The score, -inf where a mask is not."""
+        """The score where a mask is true, and -inf elsewhere."""
         shape, x = mask.aval.shape, self.rows.scores.aval.shape
         place = [self.rows.place[d] if n > 1 else [] for d, n in enumerate(shape, len(x) - len(shape))]
-        of_mask = self.shared.of(mask, place, self._before(mask, place, {}))
+        of_mask = self.shared.of(mask, place, self._equations_before(mask, place, {}))
         n = len(score.operations)
         renamed = {f"v{k}": f"v{k + n}" for k in range(len(of_mask.operations))}
         operations = [op._replace(operands=tuple(renamed.get(a, a) for a in op.operands)) for op in of_mask.operations]
@@ -354,21 +353,21 @@ class _Match:
         select = Operation("select_n", choice, ("bool", dtype, dtype), dtype)
         return Expression((*score.operations, *operations, select), f"v{n + len(operations)}")
 
-    def _side(self, side) -> Side:
+    def _side(self, side) -> LetteredSide:
         try:
             if side.factor is not None:
-                return Side(self.names[id(side.factor)], "index")
+                return LetteredSide(self.names[id(side.factor)], "index")
             dtype = side.variable.aval.dtype.name
             if dtype not in expressions.READABLE:
                 raise NoAttention(f"scores read an array of {dtype}")
-            return Side(Operand(side.variable, side.place).letters(self.names), dtype)
+            return LetteredSide(Operand(side.variable, side.place).letters(self.names), dtype)
         except KeyError:
             raise NoAttention("scores read an array with a dimension of its own") from None
 
     # ---- Calls
 
-    def _made(self):
-        """The products whose results kernels make, and the letters of these."""
+    def _results(self):
+        """The products whose results kernels make, and the letters in which they do."""
         letters = self.letters
         made = [(product, letters.o) for product, _ in self.outputs]
         made += [(p[0], of) for p, of in ((self.dq, letters.q), (self.dk, letters.k), (self.dv, letters.v)) if p]
@@ -380,47 +379,47 @@ class _Match:
 
     def replacements(self) -> dict:
         """The products, as calls of the kernels."""
-        names, letters, attention, made = self.names, self.letters, self.found.attention, self.made
+        names, letters, attention = self.names, self.letters, self.found.attention
         arrays = [Operand(side.variable, side.place) for side in self.shared.sides if side.factor is None]
         reads = [(self.q, letters.q), (self.k, letters.k), (self.v, letters.v)]
         reads += [(a, a.letters(names)) for a in arrays]
         reads += [] if self.linear is None else [(self.o_cotangent, letters.o)]
-        of_column = [[] if d == self.rows.axis else dim for d, dim in enumerate(self.rows.place)]
-        reads += [] if self.rows.column is None else [(Operand(self.rows.column, of_column), letters.rows)]
-        results = [(p.equation.outputs[0], p.result, self._names_of(p), of) for p, of in made]
+        place_of_sink = [[] if d == self.rows.axis else dim for d, dim in enumerate(self.rows.place)]
+        reads += [] if self.rows.sink is None else [(Operand(self.rows.sink, place_of_sink), letters.rows)]
+        results = [(p.equation.outputs[0], p.result, self._names_of(p), of) for p, of in self.results]
         if self.linear is not None:
             place = self.reached_after.get(self.written)
             results += [] if self.written is None else [(self.written, place, names, letters.rows + "j")]
-            columns = self.rows.of_column(self.linear.outputs[0])
-            results += [(v, of_column, names, letters.rows) for v in columns]
+            sinks = self.rows.sinks_of(self.linear.outputs[0])
+            results += [(v, place_of_sink, names, letters.rows) for v in sinks]
 
-        def function(*given):
-            given = [of.array(a, names, c) for (of, c), a in zip(reads, given, strict=True)]
-            q, k, v, *rest = given
+        def by_kernels(*operands):
+            operands = [of.to_letters(a, names, c) for (of, c), a in zip(reads, operands, strict=True)]
+            q, k, v, *rest = operands
             sides = rest[: len(arrays)]
             o, rows = kernels.forward(attention, q, k, v, *sides)
-            column_factor = None
-            if self.rows.column is not None:
-                o, rows, column_factor = kernels.with_sink(attention, o, rows, rest[-1])
+            weight_of_sink = None
+            if self.rows.sink is not None:
+                o, rows, weight_of_sink = kernels.with_sink(attention, o, rows, rest[-1])
             found = [o] * len(self.outputs)
             if self.linear is not None:
                 o_cotangent = rest[len(arrays)]
                 delta = kernels.delta(attention, o, o_cotangent)
                 dq, dk, dv, *written = kernels.backward(attention, q, k, v, o_cotangent, rows, delta, *sides)
                 found += [a for a, p in ((dq, self.dq), (dk, self.dk), (dv, self.dv)) if p] + written
-                found += [-column_factor * delta for _ in columns]
+                found += [-weight_of_sink * delta for _ in sinks]
             return [
-                Operand(None, place).result(a, own, of, result.aval)
+                Operand(None, place).from_letters(a, own, of, result.aval)
                 for (result, place, own, of), a in zip(results, found, strict=True)
             ]
 
         variables = [of.variable for of, _ in reads]
         makers = list(dict.fromkeys(self.graph.maker[result] for result, *_ in results))
         last = max(makers, key=self.graph.position.get)
-        new = splicing.spliced(function, variables, [result for result, *_ in results], self.softmax)
+        new = splicing.spliced(by_kernels, variables, [result for result, *_ in results], self.softmax)
         return {maker: [] for maker in makers} | {last: new}
 
     def _names_of(self, product):
-        """Letters of a product's result: what it has of its own are features."""
+        """Letters, with one for a product's own features: e if it reads weights, d otherwise."""
         is_of_e = any(product is p for p, _ in self.with_weights)
         return self.names | {id(product.features): "e" if is_of_e else "d"}

@@ -1,20 +1,20 @@
-"""Products of a program, and the dimensions of their operands as factors (`fusion/places.py`)."""
+"""Products of a program (`dot_general`), and the dimensions of their operands and results as factors (`places.py`)."""
 
 import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
 
-from jax_softmax.fusion.places import Factor, factors_of
+from jax_softmax.fusion.places import Factor, factors_of, new_place
 
 
 class NoAttention(Exception):
-    """Why a softmax is none."""
+    """Why a softmax is not attention."""
 
 
 @dataclasses.dataclass
 class Operand:
-    """An array whose dimensions are factors, one each."""
+    """A variable at a place."""
 
     variable: Any
     place: list
@@ -24,64 +24,51 @@ class Operand:
         return factors_of(self.place)
 
     def letters(self, names) -> str:
+        """The names of its factors: a letter each."""
         try:
             return "".join(names[id(factor)] for factor in self.factors)
-        except KeyError:  # it has a dimension that no operand has, or a part of one
+        except KeyError:  # or it has a part of a dimension
             raise NoAttention("a product has a dimension that no operand has") from None
 
-    def array(self, a, names, letters):
-        """An array of the variable, with its dimensions in the order of these letters."""
+    def to_letters(self, a, names, letters):
+        """The variable's array, with a dimension for each of these letters, in their order."""
         own = self.letters(names)
         return jnp.transpose(a.reshape([f.extent for f in self.factors]), [own.index(c) for c in letters])
 
-    def result(self, a, names, letters, like):
-        """The other way round."""
+    def from_letters(self, a, names, letters, like):
+        """The inverse: an array of the type `like`."""
         return jnp.transpose(a, [letters.index(c) for c in self.letters(names)]).astype(like.dtype).reshape(like.shape)
 
 
 class Product:
-    """A product, seen from an operand or from its result of which the place is known."""
+    """A product of which one operand's place is known, or the result's."""
 
     def __init__(self, equation, place, k=None):
         """`place`: that of the k-th operand, or of the result."""
-        (contracted, batch) = equation.params["dimension_numbers"]
+        contracted, batch = equation.params["dimension_numbers"]
         self.equation, self.k = equation, k
         shapes = [a.aval.shape for a in equation.inputs]
-        free = [
-            [d for d in range(len(shape)) if d not in contracted[n] and d not in batch[n]]
-            for n, shape in enumerate(shapes)
-        ]
-        of: list[list] = [[None] * len(shape) for shape in shapes]
+        free = [[d for d in range(len(shapes[n])) if d not in (*contracted[n], *batch[n])] for n in range(2)]
+        dims: list[dict] = [{}, {}]  # of each operand: by dimension, its factors
         if k is None:
-            out = list(place)
+            rest, self.new_dims = iter(place[len(batch[0]) :]), new_place(shapes[0], contracted[0])
             for n in range(2):
-                for d, at in zip(batch[n], range(len(batch[n])), strict=True):
-                    of[n][d] = out[at]
-            rest = out[len(batch[0]) :]
-            for n in range(2):
-                for d in free[n]:
-                    of[n][d] = rest.pop(0)
-            self.own = _new_place(shapes[0], contracted[0])
-            for n in range(2):
-                for d, dim in zip(contracted[n], self.own, strict=True):
-                    of[n][d] = dim
+                dims[n] |= zip((*batch[n], *contracted[n]), (*place[: len(batch[n])], *self.new_dims), strict=True)
+                dims[n] |= {d: next(rest) for d in free[n]}
         else:
-            of[k] = list(place)
-            for mine, other in zip(contracted[k], contracted[1 - k], strict=True):
-                of[1 - k][other] = place[mine]
-            for mine, other in zip(batch[k], batch[1 - k], strict=True):
-                of[1 - k][other] = place[mine]
-            self.own = _new_place(shapes[1 - k], free[1 - k])
-            for d, dim in zip(free[1 - k], self.own, strict=True):
-                of[1 - k][d] = dim
-        self.places = of
-        self.contracted = {id(f) for d in contracted[0] for f in factors_of([of[0][d]])}
-        self.result = [of[0][d] for d in batch[0]] + [of[n][d] for n in range(2) for d in free[n]]
+            self.new_dims = new_place(shapes[1 - k], free[1 - k])
+            dims[k] |= enumerate(place)
+            dims[1 - k] |= zip(free[1 - k], self.new_dims, strict=True)
+            shared = zip((*contracted[k], *batch[k]), (*contracted[1 - k], *batch[1 - k]), strict=True)
+            dims[1 - k] |= {other: place[mine] for mine, other in shared}
+        self.places = [[dims[n][d] for d in range(len(shapes[n]))] for n in range(2)]
+        self.contracted = {id(f) for d in contracted[0] for f in factors_of([dims[0][d]])}
+        self.result = [dims[0][d] for d in batch[0]] + [dims[n][d] for n in range(2) for d in free[n]]
 
     @property
     def features(self) -> Factor:
-        """The one dimension that the known place does not have."""
-        found = factors_of(self.own)
+        """The one factor that the known place does not have."""
+        found = factors_of(self.new_dims)
         if len(found) != 1:
             raise NoAttention("features are not one dimension")
         return found[0]
@@ -91,8 +78,5 @@ class Product:
 
     @property
     def other(self) -> Operand:
+        """The operand that is not the k-th one."""
         return self.operand(1 - self.k)
-
-
-def _new_place(shape, dims):
-    return [[Factor(shape[d], d)] if shape[d] > 1 else [] for d in dims]
