@@ -283,6 +283,43 @@ def rewritten_and_run(f, *args):
         return support.in_haste(lambda *args: f(*args), *args), made
 
 
+def written_softmax(x):
+    e = jnp.exp(x - jnp.max(x, -1, keepdims=True))
+    return e / jnp.sum(e, -1, keepdims=True)
+
+
+def written_loss(x):
+    largest = jnp.max(x, -1, keepdims=True)
+    lse = jnp.log(jnp.sum(jnp.exp(x - largest), -1)) + largest[:, 0]
+    return jnp.mean(lse - jnp.take_along_axis(x, LABELS[:, None], -1)[:, 0])
+
+
+def layers_of(f):
+    return lambda x: jax.lax.scan(lambda x, _: (f(2 * x) + x, None), x, None, length=3)[0]
+
+
+WRITTEN = {
+    "softmax": written_softmax,
+    "loss": written_loss,
+    "in layers": layers_of(written_softmax),
+    "in layers that are made again": layers_of(jax.checkpoint(written_softmax)),
+    "in a branch": lambda x: jax.lax.cond(x[0, 0] < 1e6, written_softmax, jnp.tanh, x),
+}
+
+
+@compiler_is_needed
+@pytest.mark.parametrize("name", WRITTEN)
+def test_what_is_written_out_is_found_before_it_is_differentiated(name):
+    def results(f):
+        gradient = jax.grad(lambda x: jnp.sum(f(x) ** 2))
+        return lambda x: (f(x), gradient(x), jax.jvp(gradient, (x,), (jnp.cos(x),))[1])
+
+    found, made = rewritten_and_run(results(fuse(WRITTEN[name])), X)
+    assert_close(found, support.in_haste(results(WRITTEN[name]), X))
+    linear = {kernel.op for kernel in made} & {"softmax_linear", "cross_entropy_gradient"}
+    assert linear or name == "loss"  # whose gradient is softmax, made of rows' maxima and sums
+
+
 def many_times(f, n=1200):
     return lambda x: functools.reduce(lambda x, k: f(x, k / n), range(n), x)
 
