@@ -214,7 +214,7 @@ def test_doctor_fails_on_wrong_results(doctor_here, monkeypatch, capsys):
 CHECKED = {**PRIMITIVES, "attention": attention_p}
 
 
-@sampled("op", CHECKED, 3)
+@sampled("op", CHECKED, 5)
 def test_doctor_fails_on_a_wrong_operator(op, monkeypatch, capsys):
     """Of which a row is not written. The doctor looks at this alone, for the test to be quick."""
     cpu = jax.devices("cpu")[0]

@@ -63,7 +63,7 @@ def reduced(view):
     return sorted(d % len(shape) for d in np.atleast_1d(axis))
 
 
-@sampled("instruction_set,dtype,view", itertools.product(INSTRUCTION_SETS, DTYPES, VIEWS), 13, **every_set)
+@sampled("instruction_set,dtype,view", itertools.product(INSTRUCTION_SETS, DTYPES, VIEWS), 19, **every_set)
 def test_views(instruction_set, dtype, view):
     shape, axis = view
     check_all(normal(shape, dtype), axis)
@@ -87,7 +87,7 @@ def test_16_bits_are_rounded_to_nearest(instruction_set, dtype):
         np.testing.assert_array_equal(np.asarray(found)[normal], expected[normal])
 
 
-@sampled("instruction_set,dtype,view", itertools.product(INSTRUCTION_SETS, DTYPES, VIEWS), 31, **every_set)
+@sampled("instruction_set,dtype,view", itertools.product(INSTRUCTION_SETS, DTYPES, VIEWS), 47, **every_set)
 def test_results_of_rows(instruction_set, dtype, view):
     shape, axis = view
     x, wide = normal(shape, dtype), "float64" if dtype == "float64" else "float32"
@@ -98,7 +98,7 @@ def test_results_of_rows(instruction_set, dtype, view):
             check(result, expected, f"of {dtype}{shape} along {axis}")
 
 
-@sampled("instruction_set,dtype,view", itertools.product(INSTRUCTION_SETS, DTYPES, VIEWS), 31, **every_set)
+@sampled("instruction_set,dtype,view", itertools.product(INSTRUCTION_SETS, DTYPES, VIEWS), 47, **every_set)
 def test_entropies(instruction_set, dtype, view):
     shape, axis = view
     x = normal(shape, dtype)
@@ -108,7 +108,7 @@ def test_entropies(instruction_set, dtype, view):
         check(found, expected_entropy(x, axis, where), f"of {dtype}{shape} along {axis}")
 
 
-@sampled("instruction_set,dtype,view", itertools.product(INSTRUCTION_SETS, DTYPES, VIEWS), 31, **every_set)
+@sampled("instruction_set,dtype,view", itertools.product(INSTRUCTION_SETS, DTYPES, VIEWS), 47, **every_set)
 def test_scaled_rows(instruction_set, dtype, view):
     """To the bit, whatever the instruction set: also of rows of halves up to 127, every other of which is a tie."""
     shape, axis = view
@@ -151,7 +151,7 @@ def expected_gradients(x, *of_rows, axes, where):
     return *expected, expected[0]
 
 
-@sampled("instruction_set,dtype,view", itertools.product(INSTRUCTION_SETS, DTYPES, VIEWS), 13, **every_set)
+@sampled("instruction_set,dtype,view", itertools.product(INSTRUCTION_SETS, DTYPES, VIEWS), 19, **every_set)
 def test_gradients_of_losses(instruction_set, dtype, view):
     shape, axes = view[0], tuple(reduced(view))
     for where in (None, support.random_mask(shape)):
@@ -185,7 +185,7 @@ def test_gradients_of_losses_that_are_not_finite(instruction_set):
 MASKED = tuple(itertools.product(["bfloat16", "float32", "float64"], VIEWS[::3]))
 
 
-@sampled("instruction_set,case", itertools.product(INSTRUCTION_SETS, MASKED), 11, **every_set)
+@sampled("instruction_set,case", itertools.product(INSTRUCTION_SETS, MASKED), 17, **every_set)
 def test_masked_views(instruction_set, case):
     dtype, (shape, axis) = case
     for mask_shape in (shape, shape[-1:], (*shape[:-1], 1)):

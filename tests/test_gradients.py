@@ -186,7 +186,7 @@ EAGER_CONTEXTS = ("vmap", "checkpoint", "scan", "cond", "shard_map")
 EAGER_MODES = ("jvp", "vjp", "linearize", "reverse_over_forward")
 
 
-@sampled("context,mode,name", itertools.product(EAGER_CONTEXTS, EAGER_MODES, NAMES), 5)
+@sampled("context,mode,name", itertools.product(EAGER_CONTEXTS, EAGER_MODES, NAMES), 9)
 def test_modes_in_context_eagerly(x64, context, mode, name):
     f = CONTEXTS[context](bound_to(OPERATORS, name, "last"))
     assert_trees_close(MODES[mode](f, *operands()), expected_modes(context, "last", name)[mode])

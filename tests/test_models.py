@@ -71,7 +71,11 @@ KERNELS = {
     "linen, dropout": ATTENTION,
 }
 
-every_model = pytest.mark.parametrize("name", MODELS)
+# Plain `pytest` runs the first model of each set of kernels.
+FIRST = {KERNELS.get(name): name for name in reversed(MODELS)}.values()
+every_model = pytest.mark.parametrize(
+    "name", [name if name in FIRST else pytest.param(name, marks=pytest.mark.sweep) for name in MODELS]
+)
 pytestmark = [
     pytest.mark.usefixtures("in_haste"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of packages that are older than this JAX

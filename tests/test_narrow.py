@@ -55,7 +55,7 @@ VIEWS = [
 ]
 
 
-@sampled("view,dtype,name", itertools.product(VIEWS, NARROW, NAMES), 5)
+@sampled("view,dtype,name", itertools.product(VIEWS, NARROW, NAMES), 9)
 def test_values(name, dtype, view):
     shape, axis = view
     x = numbers(shape, dtype)
@@ -96,7 +96,7 @@ def test_all_numbers_of_float8(dtype, name):
         np.testing.assert_allclose(actual, rounded, rtol=float(info.eps), atol=float(info.smallest_subnormal))
 
 
-@sampled("dtype,name", itertools.product(FLOAT8, NAMES), 3)
+@sampled("dtype,name", itertools.product(FLOAT8, NAMES), 4)
 def test_float8_is_float32_rounded_once(dtype, name):
     """To the bit, as JAX converts: ties, subnormals, and what is beyond the largest number."""
     views = [(numbers(shape, dtype) * jnp.asarray(20, dtype), axis) for shape, axis in VIEWS]
@@ -111,7 +111,7 @@ def test_float8_is_float32_rounded_once(dtype, name):
 # ---- Derivatives
 
 
-@support.sampled("dtype,name", itertools.product(FLOAT8, NAMES), 3)
+@support.sampled("dtype,name", itertools.product(FLOAT8, NAMES), 4)
 def test_gradients_of_float8_go_through_float32(dtype, name):
     x, t = numbers((5, 33), dtype), numbers((5, 33), dtype, 1)
     where = support.random_mask(x.shape)

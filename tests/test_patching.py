@@ -337,7 +337,7 @@ LOGITS = {  # arguments of logsumexp, and whether ours has kernels for them
 }
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@sampled("dtype", ["bfloat16", "float32"], 2)
 @sampled("case", list(LOGITS), 4)
 def test_logsumexp_of_jax(case, dtype):
     f, has_kernel = LOGITS[case]
@@ -404,7 +404,7 @@ OF_OPTAX = {  # and by which of our operators the first ones are
 }
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@sampled("dtype", ["bfloat16", "float32"], 2)
 @sampled("name, case", [(name, case) for name, (ours, theirs, _) in OF_OPTAX.items() for case in ours | theirs], 4)
 def test_cross_entropies_of_optax(name, case, dtype):
     """Their values, shapes, dtypes and gradients."""

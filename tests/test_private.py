@@ -77,7 +77,7 @@ SCRIPT = """
 
 
 def test_one_name_is_missing(request):
-    places = list(PLACES)[:: 1 if request.config.getoption("--sweeps") else 4]
+    places = list(PLACES)[:: 1 if request.config.getoption("--sweeps") else 8]
     cases = list(itertools.product(places, ["always", "error"]))
     command = [sys.executable, "-P", "-c", f"CASES = {cases!r}\n{textwrap.dedent(SCRIPT)}"]
     here = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}

@@ -4,10 +4,11 @@ A kernel reads the product from memory, and XLA could make it anew for what it c
 fused multiply-add without the rounding. So every program is compared with the same one on a product made before.
 """
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 import support
 from jax.sharding import NamedSharding, PartitionSpec
 from support import normal
@@ -53,27 +54,35 @@ def reverse(f, x):
     return pullback(jax.tree.unflatten(jax.tree.structure(y), cotangents))
 
 
-@pytest.mark.parametrize("dtype,masked", [("float32", False), ("float32", True), ("bfloat16", False)])
-@pytest.mark.parametrize("divided", [False, True])
-@pytest.mark.parametrize("mode", [values, forward, reverse])
-def test_products(mode, divided, dtype, masked):
-    where = None
+OPERANDS = [("float32", False), ("float32", True), ("bfloat16", False)]
+
+
+@support.sampled("mode,divided,operand", itertools.product([values, forward, reverse], [False, True], OPERANDS), 4)
+def test_products(mode, divided, operand):
+    (dtype, masked), where = operand, None
     if masked:
         where = support.random_mask(SHAPE) | np.eye(SHAPE[1], dtype=bool)[LABELS]
     x = jnp.asarray(normal(SHAPE), dtype)
     if divided:
         mesh = support.mesh_of_cpus((1, 8))
         x = jax.device_put(x, NamedSharding(mesh, PartitionSpec(None, "model")))
+    functions = dict(FUNCTIONS)
+    if divided and dtype == "bfloat16":
+        del functions["absmax_scale"]  # all of which XLA makes then, of a product that it does not round
+
+    @jax.jit
+    def of_array(x, c):
+        return {name: mode(lambda x, f=f: f(x, c, where), x) for name, f in functions.items()}
+
+    of_product = {
+        name: jax.jit(lambda x, c, f=f: mode(lambda x: f(x, c, where), x * c)) for name, f in functions.items()
+    }
     wrong = []
-    for name, f in FUNCTIONS.items():
-        if divided and dtype == "bfloat16" and name == "absmax_scale":
-            continue  # all of which XLA makes then, of a product that it does not round
-        of_array = jax.jit(lambda x, c, f=f: mode(lambda x: f(x, c, where), x))
-        of_product = jax.jit(lambda x, c, f=f: mode(lambda x: f(x, c, where), x * c))
-        for scale in (40.0, 3e3, 1e6, 1e9):
-            c = jnp.asarray(scale, dtype)
-            results = of_product(x, c), of_array(jax.jit(jnp.multiply)(x, c), c)
-            for found, expected in zip(*map(jax.tree.leaves, results), strict=True):
+    for scale in (40.0, 3e3, 1e6, 1e9):
+        c = jnp.asarray(scale, dtype)
+        expected_of = of_array(jax.jit(jnp.multiply)(x, c), c)
+        for name, f in of_product.items():
+            for found, expected in zip(*map(jax.tree.leaves, (f(x, c), expected_of[name])), strict=True):
                 found, expected = np.asarray(found, np.float64), np.asarray(expected, np.float64)
                 largest = np.max(np.abs(expected), where=np.isfinite(expected), initial=0)
                 if not np.allclose(found, expected, rtol=1e-5, atol=1e-6 * largest):

@@ -17,7 +17,7 @@ DTYPES = [("bfloat16", "float32"), ("float16", "float32"), ("float32", "bfloat16
 SHAPE = (6, 40)
 
 every_op = pytest.mark.parametrize("op", OPS)
-every_dtype = pytest.mark.parametrize("given,result", DTYPES)
+every_dtype = support.sampled("given,result", DTYPES, 3)
 
 
 def operands_of(op, given):

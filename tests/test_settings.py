@@ -82,23 +82,22 @@ def programs(name):
 
 @contextlib.contextmanager
 def strict():
-    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"), jax.checking_leaks():
         yield
 
 
-@pytest.mark.parametrize("setting", [strict, jax.checking_leaks])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@support.sampled("dtype", ["bfloat16", "float32"], 2)
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_is_traced_and_lowered(name, dtype, setting):
+def test_is_traced_and_lowered(name, dtype):
     for f in programs(name):
-        with setting():
+        with strict():
             jax.jit(f).lower(x_of(dtype))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@support.sampled("dtype", ["bfloat16", "float32"], 2)
 def test_fused_programs_are_rewritten(dtype):
     for f in (*programs("fuse"), fused_gradients):
-        with strict(), jax.checking_leaks(), emulated.kernels() as made:
+        with strict(), emulated.kernels() as made:
             jax.jit(lambda x, f=f: f(x)).lower(x_of(dtype))
         assert made
 

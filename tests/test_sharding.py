@@ -349,7 +349,7 @@ def test_divided_rows(name, kind, spec, axis):
 AXIS_NAMES = (("model", True), (("model",), False), (("data", "model"), True))
 
 
-@sampled("name,axis_name", itertools.product(NAMES, AXIS_NAMES), 2)
+@sampled("name,axis_name", itertools.product(NAMES, AXIS_NAMES), 4)
 def test_axis_name(axis_name, name):
     """Inside shard_map, all mesh axes or only those of the rows being manual."""
     names, check_vma = axis_name
@@ -582,7 +582,7 @@ FINER = P("data", None, "model")
         ["softmax", "log_softmax", "softmax_vjp", "losses", "kl_divergence"],
         [(P("data"), FINER), (P(), FINER), (FINER, P("data"))],
     ),
-    2,
+    5,
 )
 def test_types_of_derivatives(name, specs):
     """Those of what they belong to, also where another operand is sharded over more mesh axes."""
@@ -603,7 +603,7 @@ def test_types_on_a_mesh_of_which_one_axis_is_explicit(name):
         assert jax.make_jaxpr(OPERATORS[name])(x).out_avals[0].sharding.spec == P("data", None, None)
 
 
-@pytest.mark.parametrize("name", ["softmax", "losses", "kl_divergence"])
+@sampled("name", ["softmax", "losses", "kl_divergence"], 2)
 def test_types_of_derivatives_of_vmap(name):
     """Also if it is the axis of the batch along which only the other operand is sharded."""
     x, other = of_two(name)
@@ -847,7 +847,7 @@ def operands_of_losses():
     return {"labels": labels, "soft": soft, "where": where, "weights": normal(SHAPE[:2], seed=5)}
 
 
-@sampled("names,name", itertools.product(["model", ("data", "model"), ("model", "data")], LOSSES), 5)
+@sampled("names,name", itertools.product(["model", ("data", "model"), ("model", "data")], LOSSES), 9)
 def test_axis_name_of_losses(name, names):
     """Inside shard_map, derivatives too: the rows' numbers travel, as one maximum and one sum, and nothing backward."""
     f, sorts = LOSSES[name]
@@ -991,7 +991,7 @@ def test_axis_name_of_labels_along_several_axes(axis, spec):
     same(jax.jit(jax.shard_map(f, mesh=mesh(), in_specs=spec, out_specs=(P(), spec)))(place(x, spec)), run(x))
 
 
-@sampled("names,dtype", itertools.product(["model", ("data", "model")], ["float32", "int8", "float8_e4m3fn"]), 2)
+@sampled("names,dtype", itertools.product(["model", ("data", "model")], ["float32", "int8", "float8_e4m3fn"]), 4)
 def test_axis_name_of_absmax_scale(names, dtype):
     x, where, t, s = normal(SHAPE), support.random_mask(SHAPE), normal(SHAPE, seed=1), normal((8, 4, 1), seed=2)
     x[0, 0, [1, 31]], where[0, 0, [1, 31]] = 9, True  # which tie

@@ -132,7 +132,7 @@ VIEWS = [
 ]
 
 
-@sampled("dtype,view", itertools.product(support.DTYPES, VIEWS), 23)
+@sampled("dtype,view", itertools.product(support.DTYPES, VIEWS), 31)
 def test_views(dtype, view):
     shape, axes = view
     check_all(normal(shape, dtype), axes)
@@ -150,7 +150,7 @@ def test_masked_views(dtype, view):
 ANYWHERE = (51, 59, 61, 63, 101, 115, 123, 129, 141, 169, 211, 243, 251, 377, 1002)
 
 
-@sampled("dtype,extent,minor", itertools.product(["bfloat16", "float32", "float64"], [9, 300, 1100], ANYWHERE), 17)
+@sampled("dtype,extent,minor", itertools.product(["bfloat16", "float32", "float64"], [9, 300, 1100], ANYWHERE), 29)
 def test_parts_of_lines_that_begin_anywhere(dtype, extent, minor):
     """Tiles that read some neighbours of their own, so that they store whole packs: the edges of all of them."""
     check_all(normal((3, extent, minor), dtype), 1)
@@ -229,7 +229,7 @@ def test_columns_whose_maximum_moves(dtype):
             check(jax.jit(OPERATORS[name], static_argnums=1)(x, 0), reference(name, x, 0))
 
 
-@sampled("view", VIEWS, 12)
+@sampled("view", VIEWS, 18)
 def test_nonfinite_views(view):
     """What a row shares a pack, a tile or a cluster with does not touch it."""
     shape, axes = view
