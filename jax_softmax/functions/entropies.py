@@ -13,7 +13,7 @@ from jax_softmax.functions.arguments import Axis, AxisName
 from jax_softmax.primitives import reference
 from jax_softmax.primitives.operators import bind
 from jax_softmax.primitives.reference import Normalizer
-from jax_softmax.primitives.rows import is_zero, normalizer, of_rows_with_elements, row_sum, sum_of_tangents
+from jax_softmax.primitives.rows import fill_empty_rows, is_zero, lse_tangent, row_normalizer, row_sum
 
 
 def entropy(
@@ -127,7 +127,7 @@ def _of_rows(result, rows, x, where, axes, axis_name):
     """The result without the reduced axes, 0 of rows without classes, NaN of those that have nothing but -inf."""
     if math.prod(x.shape[d] for d in axes) == 0 and not axis_name:
         return jax.lax.squeeze(jnp.zeros_like(result), axes)
-    result, largest = of_rows_with_elements([result, rows.largest], where, axes, axis_name)
+    result, largest = fill_empty_rows([result, rows.largest], where, axes, axis_name)
     return jax.lax.squeeze(result + 0 * jnp.where(largest == -jnp.inf, largest, 0), axes)
 
 
@@ -143,8 +143,8 @@ class Divergence(NamedTuple):
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def divergence(axes, axis_name, x, y, where):
     """The divergence of softmax(y) from softmax(x) over each row, and both normalizers."""
-    of_y = normalizer(y, where, axes, axis_name).without_infinity()
-    of_rows = of_y.largest, of_y.log_total
+    of_y = row_normalizer(y, where, axes, axis_name).without_infinity()
+    of_rows = of_y.largest, of_y.log_sum
     result, *of_x = bind("kl_divergence", x, y, *of_rows, where=where, axes=axes, axis_name=axis_name)
     return Divergence(result, Normalizer(*of_x), of_y)
 
@@ -159,7 +159,7 @@ def _divergence_jvp(axes, axis_name, primals, tangents):
     def of_normalizer(x, rows, t):
         if t is None:
             return Normalizer(constant, constant)
-        return Normalizer(constant, rows.total * sum_of_tangents(x, rows, t, where, axes, axis_name))
+        return Normalizer(constant, rows.sum_exp * lse_tangent(x, rows, t, where, axes, axis_name))
 
     finite = Divergence(rows.divergence, rows.of_x.finite(), rows.of_y.finite())
     tangent = _divergence_tangent(x, y, finite, x_dot, y_dot, where, axes, axis_name)
@@ -169,7 +169,7 @@ def _divergence_jvp(axes, axis_name, primals, tangents):
 @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=(6, 7))
 def _divergence_tangent(x, y, rows, x_dot, y_dot, where, axes, axis_name):
     """The sum of p (log p - log q - divergence) x_dot + (q - p) y_dot over each row."""
-    (divergence,) = of_rows_with_elements([rows.divergence], where, axes, axis_name)
+    (divergence,) = fill_empty_rows([rows.divergence], where, axes, axis_name)
     log_p = reference.log_probabilities(x, rows.of_x, where)
     log_q = reference.log_probabilities(y, rows.of_y, where)
     q = jnp.exp(log_q)

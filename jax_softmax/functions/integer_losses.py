@@ -15,10 +15,10 @@ import numpy as np
 from jax_softmax.functions import arguments
 from jax_softmax.primitives import reference
 from jax_softmax.primitives.cross_entropy import tangent
-from jax_softmax.primitives.labels import at_labels, exists
+from jax_softmax.primitives.labels import has_label, label_elements
 from jax_softmax.primitives.operators import Coefficients, bind
 from jax_softmax.primitives.reference import Normalizer
-from jax_softmax.primitives.rows import is_zero, normalizer, row_sum
+from jax_softmax.primitives.rows import is_zero, row_normalizer, row_sum
 from jax_softmax.primitives.types import rows_laid_as
 
 # ---- The options of losses, label_smoothing and z_loss: None, a number of the program, or an array.
@@ -142,10 +142,10 @@ def _loss_and_rows(how, labelled):
     if not how.axis_name:
         loss, *rows = bind("cross_entropy", x, label, where=where, axes=how.axes)
         return loss, Normalizer(*rows)
-    rows = normalizer(x, where, how.axes, how.axis_name)
-    distance = reference.distances(at_labels(x, how.axes, label), rows)
-    distance = jnp.where(exists(label, x.shape, how.axes), distance, 0)
-    return rows.log_total - jax.lax.psum(distance, how.axis_name), rows
+    rows = row_normalizer(x, where, how.axes, how.axis_name)
+    distance = reference.distances(label_elements(x, how.axes, label), rows)
+    distance = jnp.where(has_label(label, x.shape, how.axes), distance, 0)
+    return rows.log_sum - jax.lax.psum(distance, how.axis_name), rows
 
 
 def _with_gradient(how, labelled, weights, options):
@@ -153,7 +153,7 @@ def _with_gradient(how, labelled, weights, options):
     label smoothing the sum of logit - largest if the gradient's kernel can count so many."""
     x, label, _, where = labelled
     coefficients = _coefficients(how, labelled, weights, options)
-    logit = reference.widened(at_labels(x, how.axes, label))
+    logit = reference.widened(label_elements(x, how.axes, label))
     if how.in_place:
         # Without a barrier XLA would read it once more where it is needed after the kernel, and copy the logits for
         # that. The kernel is given something of it, so it comes after that. Where it is NaN the gradient is as well.
@@ -165,9 +165,9 @@ def _with_gradient(how, labelled, weights, options):
     operands = x, *coefficients, label
     gradient, *rows = bind(op, *operands, where=where, axes=how.axes, in_place=how.in_place)
     rows, sums = Normalizer(*rows[:2]), rows[2:]
-    distances = reference.distance_of_all(*sums, _classes(how, labelled)) if sums else None
-    distance = reference.selected(rows_laid_as(x, labelled.found), reference.distances(logit, rows), 0)
-    return gradient, rows.log_total - distance, rows, distances
+    distances = reference.distance_sum_of_all(*sums, _classes(how, labelled)) if sums else None
+    distance = reference.select(rows_laid_as(x, labelled.found), reference.distances(logit, rows), 0)
+    return gradient, rows.log_sum - distance, rows, distances
 
 
 def _values(how, labelled, weights, options, loss, rows, distances=None):
@@ -175,13 +175,13 @@ def _values(how, labelled, weights, options, loss, rows, distances=None):
     above_mean = None
     if options.label_smoothing is not None:
         if distances is None:
-            distances = reference.kept(reference.distances(labelled.x, rows), labelled.where)
+            distances = reference.fill_masked(reference.distances(labelled.x, rows), labelled.where)
             distances = row_sum(distances, how.axes, how.axis_name)
-        above_mean = (rows.log_total - loss) - distances / _classes(how, labelled)
+        above_mean = (rows.log_sum - loss) - distances / _classes(how, labelled)
     values = _Values(loss, rows.lse if options.z_loss is not None else None, above_mean)
     finite = functools.reduce(jnp.logical_and, map(jnp.isfinite, jax.tree.leaves(values)))
     counts = labelled.found & ((weights != 0) | finite)
-    return jax.tree.map(lambda value: reference.selected(counts, value, 0), values)
+    return jax.tree.map(lambda value: reference.select(counts, value, 0), values)
 
 
 def _losses(values, options):

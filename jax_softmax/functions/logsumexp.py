@@ -11,7 +11,7 @@ from jax_softmax.functions import arguments
 from jax_softmax.functions.arguments import Axis, AxisName
 from jax_softmax.primitives import reference
 from jax_softmax.primitives.reference import Normalizer
-from jax_softmax.primitives.rows import maximum, normalizer, row_sum
+from jax_softmax.primitives.rows import maximum, row_normalizer, row_sum
 
 
 class _Options(TypedDict, total=False):
@@ -121,8 +121,8 @@ def logsumexp(
 def _logsumexp(x, axis, where, b, keepdims, dtype, return_max, return_sign, axis_name):
     x, where, axes, axis_name, of_x = arguments.prepared("logsumexp", x, axis, where, axis_name)
     if b is None:
-        rows = normalizer(x, where, axes, axis_name)
-        lse, sign = rows.lse, jnp.sign(rows.total)
+        rows = row_normalizer(x, where, axes, axis_name)
+        lse, sign = rows.lse, jnp.sign(rows.sum_exp)
     else:
         arguments.check_broadcasts("logsumexp", "b", b.shape, x.shape)
         of_x = arguments.common_float_dtype(jnp.zeros((), of_x), b)
@@ -147,6 +147,8 @@ def _of_weighted_sum(x, b, where, axes, axis_name):
     x = reference.widened(x)
     largest = jnp.max(jax.lax.stop_gradient(x), axes, keepdims=True, initial=-jnp.inf, where=counted)
     rows = Normalizer(jax.lax.pmax(largest, axis_name) if axis_name else largest, jnp.ones_like(largest))
-    distances = reference.distances(reference.kept(x, counted), rows)
-    total = row_sum(reference.kept(b * jnp.exp(reference.kept(distances, counted)), counted), axes, axis_name)
-    return rows._replace(total=jnp.abs(total)).lse, jnp.sign(total)
+    distances = reference.distances(reference.fill_masked(x, counted), rows)
+    total = row_sum(
+        reference.fill_masked(b * jnp.exp(reference.fill_masked(distances, counted)), counted), axes, axis_name
+    )
+    return rows._replace(sum_exp=jnp.abs(total)).lse, jnp.sign(total)

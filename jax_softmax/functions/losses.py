@@ -11,8 +11,8 @@ from jax_softmax.functions import arguments
 from jax_softmax.functions.arguments import Axis, AxisName, Reduction
 from jax_softmax.functions.integer_losses import How, Labelled, checked_options, weighted_losses
 from jax_softmax.primitives import reference
-from jax_softmax.primitives.labels import label_of_rows, that_count_classes
-from jax_softmax.primitives.rows import is_zero, normalizer, row_sum
+from jax_softmax.primitives.labels import label_of_rows, widened_labels
+from jax_softmax.primitives.rows import is_zero, row_normalizer, row_sum
 from jax_softmax.primitives.types import rows_laid_as, types_tell_shardings
 
 
@@ -197,7 +197,7 @@ def weights_of_classes(name, class_weights, labels, classes, weights, dtype):
     if class_weights.shape != (classes,):
         raise ValueError(f"{name}: class_weights must be of shape ({classes},), got shape {class_weights.shape}.")
     sharding = jax.typeof(labels).sharding if types_tell_shardings([jax.typeof(labels)]) else None
-    of_labels = class_weights.astype(dtype).at[that_count_classes(labels)].get(mode="clip", out_sharding=sharding)
+    of_labels = class_weights.astype(dtype).at[widened_labels(labels)].get(mode="clip", out_sharding=sharding)
     if weights is None:
         return of_labels
     arguments.check_broadcasts(name, "weights", weights.shape, labels.shape)
@@ -214,7 +214,7 @@ def row_weights(name, found, shape, axes, weights, reduction, dtype):
     if reduction != "mean":
         return counted
     total = jnp.sum(counted)
-    return counted / (jnp.maximum(total, 1) if weights is None else reference.selected(total == 0, 1, total))
+    return counted / (jnp.maximum(total, 1) if weights is None else reference.select(total == 0, 1, total))
 
 
 # ---- Arguments
@@ -243,7 +243,7 @@ def _varying_as_well(labelled, *others):
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def soft_losses(axes, axis_name, x, labels, where):
     """The losses of distributions, of which classes that are left out have none."""
-    return _sum_of_terms(x, normalizer(x, where, axes, axis_name), labels, labels, where, axes, axis_name)
+    return _sum_of_terms(x, row_normalizer(x, where, axes, axis_name), labels, labels, where, axes, axis_name)
 
 
 def _sum_of_terms(x, rows, labels, weights, where, axes, axis_name):
@@ -251,7 +251,7 @@ def _sum_of_terms(x, rows, labels, weights, where, axes, axis_name):
     adds = (labels != 0) | (x != -jnp.inf)  # 0 log 0 does not
     if where is not None:
         adds &= where
-    terms = weights * jnp.where(adds, rows.log_total - reference.kept(reference.distances(x, rows), where), 0)
+    terms = weights * jnp.where(adds, rows.log_sum - reference.fill_masked(reference.distances(x, rows), where), 0)
     # Selected once more, so that XLA for CPUs writes the terms to memory, and not each of their factors in float32.
     return row_sum(jnp.where(adds, terms, 0), axes, axis_name)
 
@@ -259,7 +259,7 @@ def _sum_of_terms(x, rows, labels, weights, where, axes, axis_name):
 @functools.partial(soft_losses.defjvp, symbolic_zeros=True)
 def _soft_losses_jvp(axes, axis_name, primals, tangents):
     x, labels, where = primals
-    rows = normalizer(x, where, axes, axis_name)
+    rows = row_normalizer(x, where, axes, axis_name)
     losses = _sum_of_terms(x, rows, labels, labels, where, axes, axis_name)
     tangent = jnp.zeros_like(losses)
     if not is_zero(tangents[0]):

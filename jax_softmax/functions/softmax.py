@@ -75,7 +75,7 @@ def _softmax_with_sink(x, axis, where, sink):
     axis = arguments.checked_axis("softmax", len(shape), axis)
     x, dtype = arguments.promoted(x)
     wide = jnp.result_type(x, arguments.promoted(sink)[0])  # a Python number does not widen x
-    x = jnp.broadcast_to(reference.kept(x, where, -jnp.inf), shape).astype(wide)
+    x = jnp.broadcast_to(reference.fill_masked(x, where, -jnp.inf), shape).astype(wide)
     of_rows = tuple(1 if d == axis else n for d, n in enumerate(shape))
     arguments.check_broadcasts("softmax", "sink", sink.shape, of_rows)
     columns = jnp.concatenate([x, jnp.broadcast_to(sink, of_rows).astype(wide)], axis)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from jax_softmax.devices import division, layouts, partitioning, parts
+from jax_softmax.devices import division, layouts, partitioning, row_shards
 from jax_softmax.fusion import printing
 from jax_softmax.fusion.expressions import Expression
 from jax_softmax.primitives import reference
@@ -129,7 +129,7 @@ class Kernel(NamedTuple):
     def of_part(self, layout) -> "Kernel":
         """The kernel for a device's part; indices that begin elsewhere are sums with scalar arrays, which follow the
         arrays read beside."""
-        part = tuple(layouts.part_of(self.shape, layout))
+        part = tuple(layouts.shard_shape(self.shape, layout))
 
         def cut(shape):
             return tuple(m if n == whole else n for n, m, whole in zip(shape, part, self.shape, strict=True))
@@ -197,7 +197,7 @@ class _DeviceProgram(division.DeviceProgram):
         self.axes = self.kernel.axes
         self.dims_with_indices = self.kernel.dims_with_indices
 
-    def of_whole_rows(self, layout):
+    def on_whole_rows(self, layout):
         kernel = self.kernel.of_part(layout)
 
         def function(*operands):
@@ -206,7 +206,7 @@ class _DeviceProgram(division.DeviceProgram):
 
         return function
 
-    def of_parts_of_rows(self, layout, spread):
+    def on_row_shards(self, layout, sharded_dims):
         kernel = self.kernel.of_part(layout)
 
         def function(*operands):
@@ -215,7 +215,9 @@ class _DeviceProgram(division.DeviceProgram):
 
             def operator(op, *loaded, axes, **params):
                 params = {"axes": axes, **params}
-                return parts.over_groups(op, params, self.kernel.shape, layout, spread, normalizer)(*loaded)
+                return row_shards.in_divided_program(op, params, self.kernel.shape, layout, sharded_dims, normalizer)(
+                    *loaded
+                )
 
             return kernel.in_jax(*operands, operator=operator)
 
@@ -225,7 +227,7 @@ class _DeviceProgram(division.DeviceProgram):
         """The operands, and after the arrays read beside where this device's indices begin: see `Kernel.of_part`."""
         n = self.kernel.n_arrays
         dims = (d for d in self.dims_with_indices if layout.shape[d] > 1)
-        starts = (parts.first_index(layout, part, d).reshape([1] * len(part)) for d in dims)
+        starts = (row_shards.first_index(layout, part, d).reshape([1] * len(part)) for d in dims)
         return *operands[:n], *starts, *operands[n:]
 
 

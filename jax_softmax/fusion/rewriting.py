@@ -19,7 +19,7 @@ from jax_softmax.fusion.graph import (
 from jax_softmax.fusion.groups import Groups, is_loop
 from jax_softmax.fusion.report import Line
 from jax_softmax.fusion.traffic import traffic_of
-from jax_softmax.primitives.in_memory import in_memory_p
+from jax_softmax.primitives.as_stored import as_stored_p
 from jax_softmax.primitives.operators import PRIMITIVES
 
 # Equations whose jaxprs are rewritten in their place.
@@ -45,7 +45,7 @@ def rewritten(jaxpr, report=None, where=""):
             params = with_jaxprs(equation.params, lambda inner, within=within: rewritten(inner, *within))
             changed |= any(params[k] is not equation.params[k] for k in params)
             equation.params = params
-    changed |= any(e.name in PRIMITIVES or e.eqn.primitive is in_memory_p for e in graph.equations)
+    changed |= any(e.name in PRIMITIVES or e.eqn.primitive is as_stored_p for e in graph.equations)
     if not changed and not any(e.name == "reduce_max" for e in graph.equations):
         return jaxpr
     own, left = rules.without_duplicates(graph), set()
@@ -69,8 +69,8 @@ def rewritten(jaxpr, report=None, where=""):
 
 
 def _without_copies(graph):
-    """Without `in_memory`: `made_twice` says what is in memory."""
-    copies = [e for e in graph.equations if e.eqn.primitive is in_memory_p]
+    """Without `as_stored`: `made_twice` says what is in memory."""
+    copies = [e for e in graph.equations if e.eqn.primitive is as_stored_p]
     renamed: dict = {}
     for equation in copies:
         (a,) = equation.inputs

@@ -36,7 +36,7 @@ def gradients(graph, equation):
     """A gradient from rows' known maxima and sums: its kernel makes these again, faster than XLA makes the gradient."""
     if equation.name != "cross_entropy_gradient" or not foldable(equation):
         return None
-    given = OPERATORS[equation.name].given(equation.inputs, mask_of(equation) is not None)
+    given = OPERATORS[equation.name].known_results(equation.inputs, mask_of(equation) is not None)
     if not given:
         return None
     inputs = [equation.inputs[0], *equation.inputs[1 + given :]]
@@ -65,7 +65,7 @@ def _from_another(graph, equation):
         axes = equation.params["axes"]
 
         def loss(x, label, largest, total, axes=axes):
-            return reference.cross_entropy_given(reference.Normalizer(largest, total), x, label, axes)
+            return reference.cross_entropy_given_normalizer(reference.Normalizer(largest, total), x, label, axes)
 
         losses = spliced(loss, [*equation.inputs[:2], *of_rows[:2]], equation.outputs[:1], equation)
         return {equation: losses}, dict(zip(equation.outputs[1:], of_rows, strict=False))

@@ -313,7 +313,7 @@ class _Rows:
         def gradient(given):
             label, element, offset = at.function(*(given[v] for v in at.variables))
             offset = 0.0 if offset is None else offset
-            exists = labels.exists(label, self.shape, self.axes)
+            exists = labels.has_label(label, self.shape, self.axes)
             at_label = to_all = jnp.zeros(rows, jnp.float32)
             factor = value(rest, given)
             for product, c, is_map in terms:

@@ -185,7 +185,7 @@ def explain(
     if 0 not in shape and math.prod(shape) > _MOST_ELEMENTS:
         raise ValueError(f"explain: arrays of 2^63 elements or more are not supported, got shape {shape}.")
     plan, why_xla = _plan(op, shape, axes, mask_shape, given, GPUS[device_name])
-    if plan is None and 0 not in shape and judge.left_on_cuda(_KERNELS[op]) is judge.Maker.PARTS:
+    if plan is None and 0 not in shape and judge.left_on_cuda(_KERNELS[op]) is judge.Maker.COMPOSED:
         return explain(x, axis, where=where, op="logsumexp", device=device)
     reads, writes = _traffic(op)
     written = np.dtype(_SCALED.get(op, given))

@@ -21,8 +21,8 @@ from jax_softmax.primitives.operators import OPERATORS
 from jax_softmax.runtime import cuda
 
 # By a kernel; by a kernel of a dtype that holds all inputs; by XLA and another operator's kernel, where its record has
-# `from_parts`; by XLA.
-Maker = enum.Enum("Maker", "KERNEL WIDER_KERNEL PARTS XLA")
+# `composed`; by XLA.
+Maker = enum.Enum("Maker", "KERNEL WIDER_KERNEL COMPOSED XLA")
 
 
 # ---- Calls on a CPU, where the kernels are faster on all that they make (cpu.md).
@@ -31,7 +31,7 @@ Maker = enum.Enum("Maker", "KERNEL WIDER_KERNEL PARTS XLA")
 def on_cpu(op, avals_in, avals_out) -> Maker:
     shape = avals_in[0].shape
     if not OPERATORS[op].on_cpu:
-        return Maker.PARTS
+        return Maker.COMPOSED
     if len(shape) > _kernels.MAX_DIMS or 0 in shape:
         return Maker.XLA
     if _makes(op, cpu_makes, avals_in, avals_out):
@@ -78,7 +78,7 @@ def has_cuda_kernels(shape) -> bool:
 
 def left_on_cuda(op) -> Maker:
     """What becomes of a call that its kernel does not make. XLA reads elements of labels, and the rest is logsumexp."""
-    return Maker.PARTS if op == "cross_entropy" else Maker.XLA
+    return Maker.COMPOSED if op == "cross_entropy" else Maker.XLA
 
 
 def on_cuda(op, avals_in, avals_out, axes, attributes) -> tuple[Maker, int]:

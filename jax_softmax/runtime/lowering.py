@@ -10,10 +10,10 @@ from jax.interpreters import mlir
 
 from jax_softmax import _kernels, _private
 from jax_softmax.devices import division, partitioning
-from jax_softmax.primitives.in_memory import in_memory_p
+from jax_softmax.primitives.as_stored import as_stored_p
 from jax_softmax.primitives.operators import OPERATORS, PRIMITIVES
 from jax_softmax.primitives.product import several_devices_p
-from jax_softmax.primitives.records import RECORDS, applied, apply
+from jax_softmax.primitives.records import RECORDS, apply, call_on_operands
 from jax_softmax.runtime import cuda, judge
 from jax_softmax.runtime.judge import Maker
 
@@ -30,12 +30,12 @@ def register() -> None:
     mlir.register_lowering(several_devices_p, _several_devices)
     barrier, kept = (mlir.lower_fun(f, multiple_results=False) for f in (jax.lax.optimization_barrier, _kept_as_it_is))
     for platform, rule in {None: lambda ctx, x: [x], "cpu": kept, "cuda": barrier}.items():
-        mlir.register_lowering(in_memory_p, rule, platform=platform)
+        mlir.register_lowering(as_stored_p, rule, platform=platform)
     for op, primitive in PRIMITIVES.items():
         record, several = RECORDS[op], primitive.multiple_results
         by_reference = mlir.lower_fun(functools.partial(apply, op), several)
-        from_parts = mlir.lower_fun(functools.partial(applied, record.from_parts or record.reference), several)
-        ways = {Maker.PARTS: from_parts, Maker.XLA: by_reference}
+        composed = mlir.lower_fun(functools.partial(call_on_operands, record.composed or record.reference), several)
+        ways = {Maker.COMPOSED: composed, Maker.XLA: by_reference}
         on_cpu, on_cuda = _cpu_rule(op, ways), _cuda_rule(op, ways[judge.left_on_cuda(op)])
         for platform, rule in {None: by_reference, "cpu": on_cpu, "cuda": on_cuda}.items():
             rule = partitioning.partitioned(primitive, platform, rule, by_reference)
@@ -114,7 +114,7 @@ def _cpu_rule(op, ways):
 
     def kernel(ctx, *operands, axes, in_place=False, **dtype):
         masked = ctx.avals_in[-1].dtype == bool
-        given = OPERATORS[op].given(operands, masked)  # which the kernel then does not make
+        given = OPERATORS[op].known_results(operands, masked)  # which the kernel then does not make
         made = ctx.replace(avals_out=ctx.avals_out[:1]) if given else ctx
         results = call(made, *operands, **attributes(op, axes, masked, given=given))
         return [*results, *operands[1 : 1 + given]]
@@ -140,7 +140,9 @@ def _cuda_rule(op, by_xla):
         x, masked = ctx.avals_in[0], ctx.avals_in[-1].dtype == bool
         if not judge.has_cuda_kernels(x.shape):
             return by_xla(ctx, *operands, axes=axes, **dtype)
-        given = OPERATORS[op].given(operands, masked)  # which the kernel makes anew, faster than XLA makes the gradient
+        given = OPERATORS[op].known_results(
+            operands, masked
+        )  # which the kernel makes anew, faster than XLA makes the gradient
         ctx = ctx.replace(avals_in=[x, *ctx.avals_in[1 + given :]])
         operands = operands[0], *operands[1 + given :]
         call_attributes = attributes(op, axes, masked)
