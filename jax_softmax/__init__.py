@@ -5,7 +5,7 @@ import os
 from types import FunctionType
 
 from jax_softmax import _private
-from jax_softmax._build import build_info  # before what needs the kernels: says so if jaxlib does not fit
+from jax_softmax._build import build_info  # first: its errors say what is wrong with the installation
 from jax_softmax.devices import partitioning
 from jax_softmax.functions.entropies import entropy, kl_divergence
 from jax_softmax.functions.linear_cross_entropy import TokenLosses, linear_cross_entropy
@@ -55,7 +55,7 @@ def __dir__() -> list[str]:
     return [*__all__, "__version__"]
 
 
-# What `help` shows: names and defaults. The docstrings have the types in words.
+# Signatures without types, for `help`: the docstrings have the types in words.
 for _f in filter(lambda f: isinstance(f, FunctionType), map(globals().get, __all__)):
     _signature = inspect.signature(_f)
     _f.__signature__ = _signature.replace(
@@ -63,7 +63,7 @@ for _f in filter(lambda f: isinstance(f, FunctionType), map(globals().get, __all
         return_annotation=inspect.Signature.empty,
     )
 
-# What JAX says of where an operation comes from (in profiles, errors, saved residuals) is then the caller's line.
+# The source line of an operation, in JAX's profiles, errors and lists of residuals, is then the caller's.
 if _private.FOUND["lines"].available:
     _private.FOUND["lines"].register_exclusion(os.path.dirname(__file__) + os.sep)
 interpreters.register()

@@ -1,4 +1,5 @@
-"""`python -m jax_softmax`: says what it found, and whether it is right on the devices that are here."""
+"""`python -m jax_softmax`: prints what is installed, and whether the results are right on the devices of this
+machine."""
 
 import argparse
 import functools
@@ -26,7 +27,7 @@ from jax_softmax.primitives.operators import OPERATORS, bind
 from jax_softmax.primitives.records import apply
 from jax_softmax.runtime import cuda
 
-# What every operator is run on, and some more: so little that a GPU without a cache has its kernels soon.
+# The shape and axes that every operator is run on, and a few other cases: few kernels, which are compiled soon.
 _ROWS = (8, 1000), (1,)
 _MORE = [
     ("softmax", "bfloat16", (3, 50257), (1,)),
@@ -35,18 +36,18 @@ _MORE = [
 ]
 
 
-def _operands(op, dtype, shape, axes):
-    """An operator's operands: arrays like x, numbers and a label of each row."""
+def _random_operands(op, dtype, shape, axes):
+    """An operator's operands: arrays like x, and numbers and a label for each row."""
     facts, draw = OPERATORS[op], np.random.default_rng(0)
-    of_rows = [1 if d in axes else n for d, n in enumerate(shape)]
+    rows = [1 if d in axes else n for d, n in enumerate(shape)]
     arrays = [3 * draw.normal(size=shape).astype(dtype) for _ in range(facts.inputs)]
-    numbers = [draw.uniform(0.5, 1.5, of_rows).astype("float32") for _ in range(facts.row_numbers)]
-    labels = [draw.integers(-1, 10, of_rows, np.int32)] if facts.labelled else []
+    numbers = [draw.uniform(0.5, 1.5, rows).astype("float32") for _ in range(facts.row_numbers)]
+    labels = [draw.integers(-1, 10, rows, np.int32)] if facts.labelled else []
     return [*arrays, *numbers, *labels]
 
 
 def _difference(a, b):
-    """The relative difference of two arrays, in norm, in units of the first one's eps."""
+    """norm(a - b) / norm(b), in units of eps of a's dtype."""
     eps = 1 / 128 if a.dtype == np.int8 else float(jnp.finfo(a.dtype).eps)
     a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
     difference = np.linalg.norm(a - b) / np.linalg.norm(b) / eps
@@ -56,10 +57,10 @@ def _difference(a, b):
 def _attention(q, k, v, o_cotangent):
     """Attention and its gradients by their kernels, and by jax.numpy in float32."""
 
-    def times(name):
+    def scaled(name):
         return Expression((Operation("mul", (name, Number(0.125, "float32")), ("float32",) * 2, "float32"),), "v0")
 
-    maps = times("x0"), Expression((), "y"), times("g"), Expression((), "t")
+    maps = scaled("x0"), Expression((), "y"), scaled("g"), Expression((), "t")
     attention = Attention(Letters("ihd", "jhd", "jhe"), (), 0, *maps)
     o, rows = attention_kernels.forward(attention, q, k, v)
     delta = attention_kernels.delta(attention, o, o_cotangent)
@@ -75,14 +76,14 @@ def _attention(q, k, v, o_cotangent):
 
 
 def largest_differences(device: jax.Device) -> dict[str, float]:
-    """How far the results of each operator, and of attention, are from the same by jax.numpy in float32 (float64 of
-    that), in eps at most."""
+    """For each operator and for attention, the largest difference of a result from jax.numpy's in float32 (float64 for
+    float64), in units of eps."""
 
-    def both(*operands, op, axes, dtype):
+    def ours_and_expected(*operands, op, axes, dtype):
         wide = [a if a.dtype.itemsize >= 4 else a.astype(np.float32) for a in operands]
-        of_elements = {"dtype": dtype or wide[0].dtype.name} if OPERATORS[op].element_results else {}
+        wide_dtype = {"dtype": dtype or wide[0].dtype.name} if OPERATORS[op].element_results else {}
         ours = bind(op, *operands, where=None, axes=axes, dtype=dtype)
-        return jax.tree.leaves(ours), jax.tree.leaves(apply(op, *wide, axes=axes, **of_elements))
+        return jax.tree.leaves(ours), jax.tree.leaves(apply(op, *wide, axes=axes, **wide_dtype))
 
     cases = [(op, dtype, *_ROWS) for op in OPERATORS for dtype in ("float32", "bfloat16")] + _MORE
     programs, found = [], dict.fromkeys(OPERATORS, 0.0)
@@ -94,9 +95,9 @@ def largest_differences(device: jax.Device) -> dict[str, float]:
             programs.append(("attention", operands, jax.jit(_attention).lower(*operands)))
     for op, dtype, shape, axes in cases:
         with jax.enable_x64(dtype == "float64"):
-            operands = jax.device_put(_operands(op, dtype, shape, axes), device)
-            for result in [None, *reference.LARGEST] if OPERATORS[op].quantizes else [None]:
-                program = jax.jit(functools.partial(both, op=op, axes=axes, dtype=result))
+            operands = jax.device_put(_random_operands(op, dtype, shape, axes), device)
+            for result_dtype in [None, *reference.LARGEST] if OPERATORS[op].quantizes else [None]:
+                program = jax.jit(functools.partial(ours_and_expected, op=op, axes=axes, dtype=result_dtype))
                 programs.append((op, operands, program.lower(*operands)))
     with ThreadPoolExecutor() as pool:
         for (op, operands, _), run in zip(programs, pool.map(lambda p: p[-1].compile(), programs), strict=True):
@@ -104,18 +105,18 @@ def largest_differences(device: jax.Device) -> dict[str, float]:
     return found
 
 
-def check(device: jax.Device, kernels: bool) -> bool:
-    """Runs the operators on the device, says how that went, and returns whether it went well."""
+def check_device(device: jax.Device, kernels: bool) -> bool:
+    """Runs the operators on the device, prints how far the results are off, and returns whether they are right."""
     before, start = _kernels.jit_facts() if kernels and device.platform == "gpu" else None, time.monotonic()
     with jax.default_device(device):
         differences = largest_differences(device)
     wrong = [name for name, difference in differences.items() if not difference < 16]
-    made = ""
+    jit = ""
     if before is not None:
         compiled, read = (_kernels.jit_facts()[name] - before[name] for name in ("compiled", "read"))
-        made = f", {compiled} compiled and {read} from the cache in {time.monotonic() - start:.1f} s"
+        jit = f", {compiled} compiled and {read} from the cache in {time.monotonic() - start:.1f} s"
     print(
-        f"{device.platform} {device.id} ({device.device_kind}): {'our kernels' if kernels else 'jax.numpy'}{made}, "
+        f"{device.platform} {device.id} ({device.device_kind}): {'our kernels' if kernels else 'jax.numpy'}{jit}, "
         f"largest difference from jax.numpy {max(differences.values()):.2g} eps: "
         f"{'WRONG: ' + ', '.join(wrong) if wrong else 'ok'}"
     )
@@ -123,7 +124,7 @@ def check(device: jax.Device, kernels: bool) -> bool:
 
 
 def describe_cuda() -> None:
-    """Says which driver, NVRTC and cache folder there are, or what is missing and what to do about it."""
+    """Prints which driver, NVRTC and cache folder there are, or what is missing and what to do about it."""
     driver = None
     try:
         driver = _kernels.driver_version()
@@ -169,7 +170,10 @@ def main() -> int:
     gpus = [device for device in jax.local_devices() if device.platform == "gpu"]
     for gpu in gpus:
         print(f"GPU {gpu.id}: {gpu.device_kind}, compute capability {gpu.compute_capability}")
-    healthy = [check(jax.local_devices(backend="cpu")[0], True), *(check(gpu, reason is None) for gpu in gpus)]
+    healthy = [
+        check_device(jax.local_devices(backend="cpu")[0], True),
+        *(check_device(gpu, reason is None) for gpu in gpus),
+    ]
     if not gpus:
         print("JAX has no GPU here")
     elif reason is not None:

@@ -1,7 +1,7 @@
-"""What is in this build; and the refusal to run without compiled kernels, or with a jaxlib that does not take them.
+"""What is in this build; and errors if there are no compiled kernels, or if the installed jaxlib cannot run them.
 
-XLA would accept the module and fail when its first backend starts, with a message that names neither the package nor
-the versions.
+Without these errors XLA would fail when its first backend starts, with a message that names neither the package nor the
+versions.
 """
 
 import re
@@ -11,7 +11,7 @@ from typing import Any
 
 import jaxlib
 
-# Before any of the package's own imports, so that what is found missing is the kernels alone.
+# This stands before the package's own imports, so that it is certain that just the kernels are missing.
 if find_spec("jax_softmax._kernels") is None:
     raise ImportError(
         f"{Path(__file__).parent} has no compiled kernels: it is jax_softmax's source, found before an installed "
@@ -24,8 +24,8 @@ from jax_softmax import _kernels
 OLDEST_JAXLIB = (0, 8)
 
 
-def check(jaxlib_version: str, runtime_ffi: tuple[int, int] | None, built_ffi: tuple[int, int]) -> None:
-    """Raises ImportError unless handlers built against `built_ffi` run on the given jaxlib."""
+def check_jaxlib(jaxlib_version: str, runtime_ffi: tuple[int, int] | None, built_ffi: tuple[int, int]) -> None:
+    """Raises an ImportError unless kernels built against FFI version `built_ffi` run on this jaxlib."""
     version = tuple(int(part) for part in re.findall(r"\d+", jaxlib_version)[:2])
     if version < OLDEST_JAXLIB:
         raise ImportError(
@@ -43,7 +43,7 @@ def check(jaxlib_version: str, runtime_ffi: tuple[int, int] | None, built_ffi: t
 
 
 def runtime_ffi_version() -> tuple[int, int] | None:
-    """The FFI API version of the jaxlib that is installed, as its headers state it, if they still do."""
+    """The FFI API version (major, minor) in the installed jaxlib's headers; None if it is not found there."""
     header = Path(find_spec("jaxlib").submodule_search_locations[0], "include", "xla", "ffi", "api", "c_api.h")
     if not header.exists():
         return None
@@ -51,7 +51,7 @@ def runtime_ffi_version() -> tuple[int, int] | None:
     return (int(numbers["MAJOR"]), int(numbers["MINOR"])) if len(numbers) == 2 else None
 
 
-check(jaxlib.__version__, runtime_ffi_version(), _kernels.build_info()["ffi_api"])
+check_jaxlib(jaxlib.__version__, runtime_ffi_version(), _kernels.build_info()["ffi_api"])
 
 
 def build_info() -> dict[str, Any]:
@@ -59,7 +59,7 @@ def build_info() -> dict[str, Any]:
 
     Returns:
       A dict with `version`; `compiler`; `ffi_api`, the (major, minor) version of the FFI headers; `cpu_variants`, the
-      instruction sets that CPU kernels were compiled for, and `cpu_variant`, the one that this processor runs. CUDA
-      kernels are made at run time, in every build.
+      instruction sets that CPU kernels were compiled for; and `cpu_variant`, the one that this processor runs. CUDA
+      kernels are not part of a build: they are compiled at run time.
     """
     return _kernels.build_info()

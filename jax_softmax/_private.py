@@ -1,7 +1,7 @@
-"""What this package uses of JAX that JAX does not promise to keep, and what is off with a JAX that moved it.
+"""What this package uses of JAX that JAX does not promise to keep, and what does not work with a JAX that lacks it.
 
-All else is public: jax.numpy, jax.ffi, and of jax.core, jax.extend.core and jax.interpreters what primitives are made
-of. Without that there are no operators. Names are in PARTS; attributes of JAX's objects are in the functions below.
+All else that is used is public: jax.numpy, jax.ffi, and in jax.core, jax.extend.core and jax.interpreters what
+primitives are made of. Private names are in FEATURES, attributes of JAX's objects in the functions below.
 """
 
 import contextlib
@@ -15,16 +15,16 @@ from typing import Any, NamedTuple
 import jax
 
 
-class Part(NamedTuple):
-    """What needs some of the names."""
+class Feature(NamedTuple):
+    """A feature of this package that needs private names of JAX."""
 
     off: str  # what does not work without them
     instead: str  # what to do then
-    names: dict[str, str]  # what they are called here, and where JAX has them
+    names: dict[str, str]  # from names used here to places in JAX
 
 
-PARTS = {
-    "division": Part(
+FEATURES = {
+    "division": Feature(
         "programs for several devices run without kernels",
         "use jax.shard_map with axis_name there",
         {
@@ -38,7 +38,7 @@ PARTS = {
             "dtype_to_ir_type": "jax.interpreters.mlir:dtype_to_ir_type",
         },
     ),
-    "checkify": Part(
+    "checkify": Feature(
         "checkify does not look for NaNs in results of jax_softmax",
         "use jax_debug_nans",
         {
@@ -46,22 +46,22 @@ PARTS = {
             "nan_error_check": "jax._src.checkify:nan_error_check",
         },
     ),
-    "jet": Part(
+    "jet": Feature(
         "jax.experimental.jet does not know the operators",
         "nest jax.jvp",
         {"jet": "jax.experimental.jet:jet", "jet_rules": "jax.experimental.jet:jet_rules"},
     ),
-    "eager": Part(
+    "eager": Feature(
         "calls outside of jax.jit are compiled each time",
         "call the functions under jax.jit",
         {"apply_primitive": "jax.interpreters.xla:apply_primitive"},
     ),
-    "function": Part(
+    "function": Feature(
         "fused code is no function of its own in the compiled program",
         "look for its operations there",
         {"core_call_lowering": "jax.interpreters.mlir:core_call_lowering"},
     ),
-    "lines": Part(
+    "lines": Feature(
         "profiles and errors name lines of jax_softmax and not those that call it",
         "look at the calling lines of a traceback",
         {"register_exclusion": "jax.extend.source_info_util:register_exclusion"},
@@ -70,14 +70,14 @@ PARTS = {
 
 
 class Found:
-    """A part's names as attributes, if this JAX has all of them, and otherwise None for each."""
+    """A feature's names as attributes: if this JAX lacks one of them, all are None."""
 
-    def __init__(self, part: str):
+    def __init__(self, feature: str):
         self.missing: list[str] = []
-        found: dict[str, Any] = dict.fromkeys(PARTS[part].names)
-        for name, place in PARTS[part].names.items():
+        found: dict[str, Any] = dict.fromkeys(FEATURES[feature].names)
+        for name, place in FEATURES[feature].names.items():
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", DeprecationWarning)  # it is still there
+                warnings.simplefilter("ignore", DeprecationWarning)
                 try:
                     found[name] = pkgutil.resolve_name(place)
                 except (ImportError, AttributeError):
@@ -92,19 +92,19 @@ class Found:
             raise AttributeError(name) from None
 
 
-FOUND = {part: Found(part) for part in PARTS}
+FOUND = {feature: Found(feature) for feature in FEATURES}
 DIVISION = FOUND["division"]
 
 
 def what_is_off() -> str | None:
-    """A sentence for all parts whose names are missing."""
-    lost = {part: found.missing for part, found in FOUND.items() if found.missing}
+    """What does not work with this JAX, for want of which names, and what to do; None if all works."""
+    lost = {feature: found.missing for feature, found in FOUND.items() if found.missing}
     if not lost:
         return None
     names = ", ".join(name.replace(":", ".") for names in lost.values() for name in names)
-    parts = "; ".join(f"{PARTS[part].off} ({PARTS[part].instead})" for part in lost)
+    features = "; ".join(f"{FEATURES[feature].off} ({FEATURES[feature].instead})" for feature in lost)
     return (
-        f"JAX {jax.__version__} does not have {names}, so {parts}. A newer jax_softmax may know where they are: "
+        f"JAX {jax.__version__} does not have {names}, so {features}. A newer jax_softmax may know where they are: "
         "pip install -U jax_softmax"
     )
 
@@ -113,17 +113,17 @@ def what_is_off() -> str | None:
 
 
 def context_of(eqn: Any) -> AbstractContextManager[Any]:
-    """In which an equation was traced: the mesh that it stands in, for one."""
+    """The context in which an equation was traced: the mesh, for example."""
     return getattr(getattr(eqn, "ctx", None), "manager", contextlib.nullcontext())
 
 
 def at_the_line_of(eqn: Any, like: Any) -> Any:
-    """An equation that profiles and errors show where another one stands."""
+    """The equation with the source line of another one, for profiles and errors."""
     return eqn.replace(source_info=like.source_info)
 
 
 def in_the_scope_of(eqn: Any, caller: Any) -> Any:
-    """An equation with the name of its caller's scope, if there is a caller, before its own, as profiles show it."""
+    """The equation with the scope name of its caller, if there is one, before its own, as in profiles."""
     if caller is None:
         return eqn
     stack = caller.source_info.name_stack + eqn.source_info.name_stack
@@ -131,7 +131,7 @@ def in_the_scope_of(eqn: Any, caller: Any) -> Any:
 
 
 def without_names(jaxpr: Any) -> Any:
-    """A jaxpr that no longer knows its operands' and results' names, so that these may be replaced."""
+    """The jaxpr without the names of its operands and results, so that their number may change."""
     info = jaxpr.debug_info
     return jaxpr.replace(debug_info=info.with_unknown_names()) if hasattr(info, "with_unknown_names") else jaxpr
 
@@ -141,30 +141,30 @@ def has_effects_on_references(jaxpr: Any) -> bool:
 
 
 def is_unspecified(sharding: Any) -> bool:
-    """Whether a parameter of `jit` leaves it to JAX how an array lies."""
+    """Whether a sharding among the parameters of `jit` is left to JAX."""
     return type(sharding).__name__ == "UnspecifiedValue"
 
 
-# ---- Of scans.
+# ---- Parameters of scans.
 
 
-class PartsOfScan(NamedTuple):
+class ScanOperands(NamedTuple):
     consts: list
     init: list
     xs: list
     ys: list
 
 
-def parts_of_scan(params: dict[str, Any], inputs: list, outputs: list) -> PartsOfScan:
-    """What an equation's inputs and outputs are for."""
+def scan_operands(params: dict[str, Any], inputs: list, outputs: list) -> ScanOperands:
+    """The inputs and outputs of a scan's equation, by what they are for."""
     if "num_carry" in params:
         first, n = params["num_consts"], params["num_carry"]
-        return PartsOfScan(inputs[:first], inputs[first : first + n], inputs[first + n :], outputs[n:])
-    of_inputs, (_, ys) = params["ft_in"].update(inputs).unpack(), params["ft_out"].update(outputs).unpack()
-    return PartsOfScan(*map(list, of_inputs), list(ys))
+        return ScanOperands(inputs[:first], inputs[first : first + n], inputs[first + n :], outputs[n:])
+    consts_init_xs, (_, ys) = params["ft_in"].update(inputs).unpack(), params["ft_out"].update(outputs).unpack()
+    return ScanOperands(*map(list, consts_init_xs), list(ys))
 
 
-# ---- Of types: the mesh axes of a surrounding `shard_map` that an array varies over; none with check_vma off.
+# ---- Types: the mesh axes of a surrounding `shard_map` that an array varies over; none with check_vma off.
 
 
 def varying_axes(aval: Any) -> frozenset[Hashable]:
@@ -178,7 +178,7 @@ def not_varying_over(aval: Any, names: Iterable[Hashable]) -> Any:
     return aval.update(manual_axis_type=manual.update(varying=manual.varying - set(names)))
 
 
-# ---- Of what a program is lowered with.
+# ---- Lowering contexts.
 
 
 def _axis_context(ctx: Any) -> Any:
@@ -186,7 +186,7 @@ def _axis_context(ctx: Any) -> Any:
 
 
 def devices_of(ctx: Any) -> int | None:
-    """How many devices XLA divides the program among. None: several perhaps, and this JAX does not say."""
+    """How many devices XLA divides the program among. None: this JAX does not say, and there may be several."""
     context = _axis_context(ctx)
     if context is None:
         return 1 if jax.device_count() == 1 else None
@@ -198,13 +198,14 @@ def devices_of(ctx: Any) -> int | None:
     return 1  # ReplicaAxisContext, of pmap
 
 
-# ---- Of contexts, as `jax.make_user_context` makes them.
+# ---- Contexts, as `jax.make_user_context` makes them.
 
 
 def for_all_threads(context: Any, value: Any) -> AbstractContextManager[None] | None:
-    """In which the context has a value for the threads that have not set it themselves; None if JAX has no way to."""
-    known = (context, getattr(context, "_obj", None))  # the latter is older
-    setting = next((c for c in known if hasattr(c, "set_global")), None)
+    """A context manager that sets the value for all threads that have not set one themselves; None if JAX has no
+    way."""
+    candidates = context, getattr(context, "_obj", None)  # of newer and of older JAX
+    setting = next((c for c in candidates if hasattr(c, "set_global")), None)
 
     @contextlib.contextmanager
     def switched():

@@ -100,14 +100,14 @@ def test_imports_go_one_way(folder):
 )
 def test_unsupported_jaxlib_is_refused(jaxlib, runtime, built, match):
     with pytest.raises(ImportError, match=match):
-        _build.check(jaxlib, runtime, built)
+        _build.check_jaxlib(jaxlib, runtime, built)
 
 
 @pytest.mark.parametrize(
     "jaxlib,runtime", [("0.8.0", (0, 1)), ("0.12.0.1", (0, 5)), ("0.13.0.dev1", (0, 6)), ("9.0", None)]
 )
 def test_supported_jaxlib_is_accepted(jaxlib, runtime):
-    _build.check(jaxlib, runtime, (0, 1))
+    _build.check_jaxlib(jaxlib, runtime, (0, 1))
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ def test_doctor_says_what_is_missing(doctor_here, monkeypatch, capsys):
 
 def test_doctor_fails_where_a_gpu_cannot_run_the_kernels(doctor_here, monkeypatch, capsys):
     cpu = jax.devices("cpu")[0]
-    monkeypatch.setattr(doctor, "check", lambda device, kernels: True)
+    monkeypatch.setattr(doctor, "check_device", lambda device, kernels: True)
     monkeypatch.setattr(cuda, "availability", lambda: "the driver is too old")
     monkeypatch.setattr(jax, "local_devices", lambda backend=None: [cpu if backend else FakeGpu()])
     assert doctor_here() == 1

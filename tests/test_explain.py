@@ -187,12 +187,12 @@ def test_is_frozen():
     ],
 )
 def test_device_names(kind, name):
-    assert module._known(kind) == name
+    assert module._matching_gpu(kind) == name
 
 
 def test_default_device():
     default = jax.devices()[0]
-    known = module._known(default.device_kind) if default.platform == "gpu" else None
+    known = module._matching_gpu(default.device_kind) if default.platform == "gpu" else None
     assert explain((2, 3)).device == (known or "H200")
     with jax.default_device(jax.devices("cpu")[0]):
         assert explain((2, 3)).device == "H200"

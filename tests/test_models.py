@@ -15,7 +15,7 @@ from by_numpy import by_numpy
 
 import jax_softmax
 from jax_softmax.fusion import graph, rewriting
-from jax_softmax.primitives.in_memory import in_memory_p
+from jax_softmax.primitives.as_stored import as_stored_p
 
 MODELS = {c.name: c for c in computations.COMPUTATIONS}
 MODELS |= {c.name: c for c in never_slower.COMPUTATIONS if c.inner is None}  # the others are views
@@ -99,7 +99,7 @@ def test_what_is_folded_can_be_said(name):
     pending = [rewritten]
     while pending:  # `made_twice.py` says what is in memory, not the operators' own formulas
         for eqn in pending.pop().eqns:
-            assert eqn.primitive is not in_memory_p, str(eqn)
+            assert eqn.primitive is not as_stored_p, str(eqn)
             pending += graph.jaxprs_of(eqn.params)
 
 

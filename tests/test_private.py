@@ -20,7 +20,7 @@ import jax_softmax
 from jax_softmax import _private
 from jax_softmax.functions import patching
 
-PLACES = {place: part for part, (_, _, names) in _private.PARTS.items() for place in names.values()}
+PLACES = {place: part for part, (_, _, names) in _private.FEATURES.items() for place in names.values()}
 
 
 def test_this_jax_has_all():
@@ -88,7 +88,7 @@ def test_one_name_is_missing(request):
     for (place, warnings_are), output in zip(cases, outputs, strict=True):
         assert output.startswith(f"{place} {warnings_are}\n") and output.endswith("---- status 0\n"), output
         (said,) = re.findall("UserWarning: (.*)", output)
-        part = _private.PARTS[PLACES[place]]
+        part = _private.FEATURES[PLACES[place]]
         for words in (place.replace(":", "."), part.off, part.instead, jax.__version__, "pip install -U jax_softmax"):
             assert words in said, output
 
@@ -189,7 +189,7 @@ def test_all_other_attributes_are_public():
     """A private attribute of a JAX object is read in `_private.py` alone, which says what is there without it."""
     found = {path: attributes_and_own_names(ast.parse(path.read_text(encoding="utf-8"))) for path in SOURCES}
     own = set().union(*(names for _, names in found.values()))
-    known = set().union(*map(dir, (np.ndarray, np, jnp, jax, jax.lax, str, dict, list, set, _private.Part))) | own
+    known = set().union(*map(dir, (np.ndarray, np, jnp, jax, jax.lax, str, dict, list, set, _private.Feature))) | own
     private = (
         {name for a in objects_of_jax() for name in dir(a) if not name.startswith("__")} - PUBLIC_ATTRIBUTES - known
     )

@@ -27,7 +27,7 @@ from support import CUSTOM_VJPS, JAX_NN, NAMES, OPERATORS, every_name, in_haste,
 
 import jax_softmax
 from jax_softmax import _private
-from jax_softmax.devices import division, partitioning, parts
+from jax_softmax.devices import division, partitioning, row_shards
 from jax_softmax.primitives import reference as reference_module
 from jax_softmax.primitives.operators import bind
 
@@ -1240,13 +1240,13 @@ def test_many_dimensions(name):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
-def test_normalizers_of_parts(dtype):
+def test_normalizers_of_shards(dtype):
     """By the kernel and by jax.numpy: the maximum of a row, and the sum as it is, however large the maximum."""
     rows = np.concatenate([support.nonfinite_rows(100), normal((4, 100)) + 1e4, normal((1, 100)) * 1e30])
     rows = rows.astype(jnp.dtype(dtype))
     for where in (None, support.random_mask(rows.shape), np.isfinite(rows.astype("float64"))):
         with support.precision(dtype):
-            for f in (parts.normalizer_of_parts, reference_module.logsumexp):
+            for f in (row_shards.shard_normalizer, reference_module.logsumexp):
                 largest, total = (np.asarray(r) for r in f(jnp.asarray(rows), where, (1,)))
                 expected = oracles.reference_normalizer(rows, (1,), where)
                 check(total, expected[1])

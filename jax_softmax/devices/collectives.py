@@ -1,4 +1,4 @@
-"""Collectives of a device's program, which has no mesh: devices are numbered as XLA numbers them."""
+"""Collectives of a device's program. It has no mesh: devices have the numbers that XLA gives them."""
 
 import jax
 import numpy as np
@@ -35,18 +35,18 @@ all_to_all_p = Primitive("jax_softmax_all_to_all")
 
 
 @all_to_all_p.def_abstract_eval
-def _(a, *, groups, cut, joined):
+def _(a, *, groups, split, concatenated):
     shape = list(a.shape)
-    shape[cut] //= len(groups[0])
-    shape[joined] *= len(groups[0])
+    shape[split] //= len(groups[0])
+    shape[concatenated] *= len(groups[0])
     return a.update(shape=tuple(shape))
 
 
-def _all_to_all(ctx, a, *, groups, cut, joined):
+def _all_to_all(ctx, a, *, groups, split, concatenated):
     return stablehlo.AllToAllOp(
         [a],
-        split_dimension=ir.IntegerAttr.get(ir.IntegerType.get_signless(64), cut),
-        concat_dimension=ir.IntegerAttr.get(ir.IntegerType.get_signless(64), joined),
+        split_dimension=ir.IntegerAttr.get(ir.IntegerType.get_signless(64), split),
+        concat_dimension=ir.IntegerAttr.get(ir.IntegerType.get_signless(64), concatenated),
         split_count=ir.IntegerAttr.get(ir.IntegerType.get_signless(64), len(groups[0])),
         replica_groups=ir.DenseIntElementsAttr.get(np.array(groups, np.int64)),
         channel_handle=stablehlo.ChannelHandle.get(1, 1),

@@ -1,7 +1,7 @@
-"""What XLA asks when it divides a program among devices: how a call's operands lie, and what each device does.
+"""What XLA asks for when it divides a program among devices: the layouts of a call's operands, and a device's program.
 
-That is the primitive on the device's part, lowered as on a single device whatever its lowering is; or, where a reduced
-axis is sharded, the operator of `parts.py`.
+Each device runs the primitive on its shards, lowered as for a single device; where a reduced dimension is divided, it
+runs the operator of `row_shards.py`.
 """
 
 import functools
@@ -14,40 +14,42 @@ import jax
 import numpy as np
 
 from jax_softmax import _kernels, _private
-from jax_softmax.devices import layouts, parts
+from jax_softmax.devices import layouts, row_shards
 from jax_softmax.devices.collectives import all_to_all_p
 from jax_softmax.devices.partitioning import TARGET, warn_anyway
 from jax_softmax.primitives.operators import PRIMITIVES
 
 
 def register() -> None:
-    """Tells XLA who divides the calls, if this JAX lets it be told."""
+    """Registers `_divide` with XLA for calls of `TARGET`, where this JAX has the means to."""
     if not _private.DIVISION.available:
         return
     partitioner = _private.DIVISION.register_custom_call_partitioner
-    tell = functools.partial(partitioner, TARGET, _not_asked, _divide, _not_asked)
-    tell()
-    _private.DIVISION.register_plugin_callbacks(tell)
+    register_callbacks = functools.partial(partitioner, TARGET, _unused_callback, _divide, _unused_callback)
+    register_callbacks()
+    _private.DIVISION.register_plugin_callbacks(register_callbacks)
 
 
-def _not_asked(*args):
-    """What GSPMD wants to know before a call is divided. Shardy knows it by the call's rule."""
+def _unused_callback(*args):
+    """GSPMD's question how to propagate shardings, which Shardy does not ask: it has the call's rule."""
     raise NotImplementedError
 
 
 class DeviceProgram:
-    """What each device does of a primitive with these parameters."""
+    """What each device does for a call of a primitive with certain parameters."""
 
-    axes: tuple[int, ...]  # that are reduced
-    whole: tuple[int, ...] = ()  # that no device can have a part of
-    dims_with_indices: Iterable[int]  # along which it matters where a device's part begins
+    axes: tuple[int, ...]  # the reduced dimensions
+    undivided: tuple[int, ...] = ()  # dimensions of which each device needs all
+    dims_with_indices: Iterable[
+        int
+    ]  # dimensions whose indices are read, so that it matters where a device's shard begins
 
-    def of_whole_rows(self, layout: np.ndarray) -> Callable:
-        """The function of a device that has whole rows: of its parts of the operands."""
+    def on_whole_rows(self, layout: np.ndarray) -> Callable:
+        """The results as a function of a device's shards of the operands, if these have whole rows."""
         raise NotImplementedError
 
-    def of_parts_of_rows(self, layout: np.ndarray, spread: list[int]) -> Callable:
-        """The same of one that has parts of rows, whose dimensions `spread` are divided."""
+    def on_row_shards(self, layout: np.ndarray, sharded_dims: list[int]) -> Callable:
+        """The same if the layout divides rows, along these dimensions."""
         raise NotImplementedError
 
 
@@ -55,19 +57,16 @@ class _OperatorProgram(DeviceProgram):
     dims_with_indices = ()
 
     def __init__(self, primitive, shape, params):
-        self.axes = params["axes"]
-        self._known = primitive, shape, params
+        self.axes, self._primitive, self._shape, self._params = params["axes"], primitive, shape, params
 
-    def of_whole_rows(self, layout):
-        primitive, _, params = self._known
-        return functools.partial(primitive.bind, axis_name=(), **params)
+    def on_whole_rows(self, layout):
+        return functools.partial(self._primitive.bind, axis_name=(), **self._params)
 
-    def of_parts_of_rows(self, layout, spread):
-        primitive, shape, params = self._known
-        return parts.over_groups(primitive.name, params, shape, layout, spread)
+    def on_row_shards(self, layout, sharded_dims):
+        return row_shards.in_divided_program(self._primitive.name, self._params, self._shape, layout, sharded_dims)
 
 
-# Of primitives that are no operators, by their names: what makes a DeviceProgram of the parameters.
+# For primitives that are no operators, by name: from the parameters to the DeviceProgram.
 PROGRAMS: dict[str, Callable[..., DeviceProgram]] = {}
 
 
@@ -79,35 +78,37 @@ def _device_program(name, shape, params):
 
 
 def _divide(arg_shapes, arg_shardings, result_shape, result_sharding, config):
-    """What XLA asks of a call that it divides: a device's program, and the shardings of the operands and the result.
+    """XLA's callback for a call that it divides: the device's program, and the shardings of operands and results.
 
-    All operands and results have one layout, `_common`. What has another one is brought to it: by XLA, which cuts what
-    is whole for nothing, or by the program itself, if a mesh axis goes to another dimension. (XLA can do that as well,
-    but JAX 0.12's gathers, its HloShardingV3 being of another kind than the shardings of a callback.)
+    All operands and results get one layout, `_common_layout`. Operands that come in another one are brought to it: by
+    XLA if that only takes slices of what each device has, by the device's program if it takes an all-to-all. (XLA can
+    do the latter too, but JAX 0.12's gathers the operand, because a callback's shardings are not HloShardingV3.)
     """
     config = json.loads(config)
     if config.get("version") != _kernels.CALL_VERSION:
         raise ValueError("this program was made by another version of jax_softmax: export it again")
     shape = tuple(config["shape"])
-    of_device = _device_program(config["primitive"], shape, config["params"])
-    of_results = result_sharding.tuple_elements() if result_shape.is_tuple() else [result_sharding]
-    results = [_Laid(*laid, shape) for laid in zip(_parts_of_tuple(result_shape), of_results, strict=True)]
-    operands = [_Laid(*laid, shape) for laid in zip(arg_shapes, arg_shardings, strict=True)]
-    layout = _common(operands, results, shape)
+    program = _device_program(config["primitive"], shape, config["params"])
+    result_shapes = result_shape.tuple_shapes() if result_shape.is_tuple() else [result_shape]
+    result_shardings = result_sharding.tuple_elements() if result_shape.is_tuple() else [result_sharding]
+    results = [_Array(*array, shape) for array in zip(result_shapes, result_shardings, strict=True)]
+    operands = [_Array(*array, shape) for array in zip(arg_shapes, arg_shardings, strict=True)]
+    layout = _common_layout(operands, results, shape)
     gathered = None
-    # Else inside a partly manual shard_map, where XLA numbers the devices anew for each group of the manual axes.
-    nameable = layout.size == config["devices"]
-    numbered = [d for d in {*of_device.axes, *of_device.dims_with_indices} if layout.shape[d] > 1]
-    if numbered and not nameable:
+    # In a partly manual shard_map XLA numbers devices within each group that the manual axes form: a device's program
+    # cannot tell then which number it has.
+    knows_devices = layout.size == config["devices"]
+    numbered = [d for d in {*program.axes, *program.dims_with_indices} if layout.shape[d] > 1]
+    if numbered and not knows_devices:
         gathered = (
             "inside a partly manual shard_map an axis that is reduced, or whose indices are needed, is sharded over a "
             "mesh axis that is not manual. Make that mesh axis manual too and pass it as axis_name"
         )
         layout = layouts.projected(layout, [None if d in numbered else d for d in range(len(shape))])
-    if cut := [d for d in of_device.whole if layout.shape[d] > 1]:
+    if divided := [d for d in program.undivided if layout.shape[d] > 1]:
         gathered = "attention runs on whole sequences: divide batch and heads, or run ring attention in jax.shard_map"
-        layout = layouts.projected(layout, [None if d in cut else d for d in range(len(shape))])
-    given, moves, left_to_xla = _moves(operands, layout, nameable)
+        layout = layouts.projected(layout, [None if d in divided else d for d in range(len(shape))])
+    operand_layouts, moves, left_to_xla = _moves(operands, layout, knows_devices)
     if left_to_xla and not gathered:
         gathered = (
             "its layout does not go together with that of the result, or of another operand. Bring it to that one "
@@ -115,73 +116,65 @@ def _divide(arg_shapes, arg_shardings, result_shape, result_sharding, config):
         )
     if gathered:
         warn_anyway(f"an operand that is sharded over devices may be gathered onto each of them: {gathered}")
-    spread = [d for d in of_device.axes if layout.shape[d] > 1]
-    function = of_device.of_parts_of_rows(layout, spread) if spread else of_device.of_whole_rows(layout)
+    sharded_dims = [d for d in program.axes if layout.shape[d] > 1]
+    call = program.on_row_shards(layout, sharded_dims) if sharded_dims else program.on_whole_rows(layout)
 
-    def after_moves(*held):
-        return function(*(all_to_all_p.bind(a, **move) if move else a for a, move in zip(held, moves, strict=True)))
+    def call_after_moves(*shards):
+        return call(*(all_to_all_p.bind(a, **move) if move else a for a, move in zip(shards, moves, strict=True)))
 
     specs = [
-        jax.ShapeDtypeStruct(layouts.part_of(arg.dimensions(), lies), arg.numpy_dtype())
-        for arg, lies in zip(arg_shapes, given, strict=True)
+        jax.ShapeDtypeStruct(layouts.shard_shape(arg.dimensions(), operand_layout), arg.numpy_dtype())
+        for arg, operand_layout in zip(arg_shapes, operand_layouts, strict=True)
     ]
-    program = _lowered_apart(after_moves, specs, config["platform"])
-    return program, [_sharding(lies) for lies in given], _result_sharding(result_shape, layout, results)
+    shardings = [_sharding(layouts.projected(layout, array.dims)) for array in results]
+    return (
+        _bytecode(call_after_moves, specs, config["platform"]),
+        [_sharding(operand_layout) for operand_layout in operand_layouts],
+        _private.DIVISION.HloSharding.tuple_sharding(result_shape, shardings)
+        if result_shape.is_tuple()
+        else shardings[0],
+    )
 
 
-def _moves(operands, layout, nameable):
-    """Of each operand the layout that XLA gives it in, and the all-to-all or None that brings it to the common one; and
-    whether XLA has to move more than what it cuts for nothing."""
-    given, moves, left_to_xla = [], [], False
-    for laid in operands:
-        wanted = layouts.projected(layout, laid.dims)
-        lies = layouts.refined(laid.layout, wanted)  # but for what is cut for nothing
-        move = layouts.all_to_all(lies, wanted, laid.shape) if nameable else None
+def _moves(operands, layout, knows_devices):
+    """For each operand the layout in which XLA hands it over, and the all-to-all, or None, from there to the common
+    layout; and whether XLA has to do more for one of them than to slice what each device has."""
+    operand_layouts, moves, left_to_xla = [], [], False
+    for operand in operands:
+        target = layouts.projected(layout, operand.dims)
+        sliced = layouts.refined(operand.layout, target)
+        move = layouts.all_to_all(sliced, target, operand.shape) if knows_devices else None
         moves.append(move)
-        given.append(lies if move else wanted)
-        left_to_xla |= not move and not layouts.same(lies, wanted)
-    return given, moves, left_to_xla
+        operand_layouts.append(sliced if move else target)
+        left_to_xla |= not move and not layouts.are_same(sliced, target)
+    return operand_layouts, moves, left_to_xla
 
 
-class _Laid:
+class _Array:
     """An operand or a result of a call on x: which of x's dimensions it has, and its layout."""
 
     def __init__(self, array, sharding, shape):
         self.shape = tuple(array.dimensions())
-        self.dims = layouts.aligned(self.shape, shape)
-        self.is_whole = self.shape == shape
+        self.dims = layouts.matching_dims(self.shape, shape)
         self.layout = _layout(sharding, len(self.dims))
 
 
-def _common(operands, results, shape):
-    """The layout of x: each dimension is cut as where it has most parts.
+def _common_layout(operands, results, shape):
+    """The layout of x that divides each dimension into as many shards as any operand or result has.
 
-    Of dimensions that cannot both be, because the same devices divide them, that comes first which is cut in a result
-    of x's shape, then in the first operand that has it so: what is whole can be cut for nothing.
+    If the same devices divide two dimensions, that one is divided which is so in a result of x's shape, or else in the
+    first operand: an operand in which it is whole can be sliced without communication.
     """
-    layout = layouts.whole(len(shape))
-    for laid in [*(r for r in results if r.is_whole), *operands, *(r for r in results if not r.is_whole)]:
-        layout = layouts.refined(layout, laid.layout, laid.dims)
+    layout = layouts.undivided(len(shape))
+    like_x = [r for r in results if r.shape == shape]
+    for array in [*like_x, *operands, *(r for r in results if r.shape != shape)]:
+        layout = layouts.refined(layout, array.layout, array.dims)
     return layout
-
-
-def _parts_of_tuple(shape):
-    return shape.tuple_shapes() if shape.is_tuple() else [shape]
-
-
-def _result_sharding(result_shape, layout, results):
-    """Of one result or a tuple of several, where x has this layout."""
-    shardings = [_sharding(layouts.projected(layout, laid.dims)) for laid in results]
-    return (
-        _private.DIVISION.HloSharding.tuple_sharding(result_shape, shardings)
-        if result_shape.is_tuple()
-        else shardings[0]
-    )
 
 
 def _layout(sharding, ndim):
     if not sharding.is_tiled():
-        return layouts.whole(ndim)
+        return layouts.undivided(ndim)
     tiles = sharding.tile_assignment_dimensions()
     return np.reshape(sharding.tile_assignment_devices(), [*tiles[:ndim], -1])
 
@@ -194,16 +187,14 @@ def _sharding(layout):
     )
 
 
-def _lowered_apart(function, specs, platform):
-    """The function as StableHLO for one device, in a thread of its own: what is set in this one must not matter.
+def _bytecode(function, specs, platform):
+    """The function as StableHLO for one device. It is lowered in a thread of its own, because this thread's settings
+    must not matter: a mesh, or disable_jit. 64-bit dtypes are on, because the operands have their dtypes already."""
 
-    (That is a mesh, or disable_jit. 64-bit dtypes are on because the operands' dtypes are settled.)
-    """
-
-    def lowered():
+    def stablehlo():
         with jax.enable_x64(True):
             program = jax.jit(function, keep_unused=True).trace(*specs).lower(lowering_platforms=(platform,))
             return program.compiler_ir("stablehlo")
 
     with ThreadPoolExecutor(max_workers=1) as pool:
-        return _private.DIVISION.module_to_bytecode(pool.submit(lowered).result())
+        return _private.DIVISION.module_to_bytecode(pool.submit(stablehlo).result())

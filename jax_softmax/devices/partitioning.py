@@ -1,14 +1,12 @@
 """How a call is lowered in a program for several devices: as a custom call that XLA divides among them.
 
-XLA would gather the operands of a custom call that it cannot divide. So a call that is lowered for several devices
-becomes a custom call of a target of its own, `TARGET`, that no kernel has and that never runs: with a Shardy rule that
-says which dimensions of the operands are one, XLA propagates shardings through it, and when it divides the program
-among the devices it asks `division.py` what each of them shall do.
+XLA would gather the operands of a custom call that it cannot divide. So here a call becomes a custom call of another
+target, `TARGET`, for which there is no kernel and which never runs. It has a Shardy rule that says which dimensions of
+operands and results are the same, by which XLA propagates shardings through it. When XLA divides the program, it asks
+`division.py` for the program of each device.
 
-An operand or a result has x's dimensions, but for those along which its extent is 1 and x's is larger.
-
-The call carries the primitive's name and parameters as text and no pointer, so that exported programs and JAX's
-persistent cache keep working.
+Operands and results have x's dimensions, some of them with extent 1. The call holds the primitive's name and parameters
+as text, and no pointer: so exported programs and JAX's persistent cache keep working.
 """
 
 import functools
@@ -19,62 +17,61 @@ import jax
 from jax.interpreters import mlir
 
 from jax_softmax import _kernels, _private
-from jax_softmax.devices import layouts, parts
+from jax_softmax.devices import layouts, row_shards
 
 ir, stablehlo = _private.DIVISION.ir, _private.DIVISION.stablehlo
 
 TARGET = "jax_softmax_sharded"
 
 
-def partitioned(primitive, platform, local, by_reference):
-    """The rule `local`, which lowers a call on one device, made one for programs of several and for an `axis_name`.
+def partitioned(primitive, platform, lower_local, lower_reference):
+    """A lowering rule for any number of devices and any axis_name, from two rules for one device without axis_name.
 
-    What cannot be divided here is lowered by the rule `by_reference`: its jax.numpy is divided by XLA itself. A
-    platform of None is one without kernels, where both are the same.
+    `lower_local` is used for one device and by `division.py`. `lower_reference` lowers to jax.numpy, which XLA divides
+    by itself, and is used where the call cannot be divided here. A platform of None is any without kernels.
     """
-    several = primitive.multiple_results
-    over_mesh_axes = mlir.lower_fun(functools.partial(parts.over_mesh_axes, primitive.name), multiple_results=several)
+    lower_in_shard_map = mlir.lower_fun(
+        functools.partial(row_shards.in_shard_map, primitive.name), multiple_results=primitive.multiple_results
+    )
 
     def rule(ctx, *operands, axis_name, **params):
         if axis_name:
-            return over_mesh_axes(ctx, *operands, axis_name=axis_name, **params)
+            return lower_in_shard_map(ctx, *operands, axis_name=axis_name, **params)
         if platform is None:
-            return local(ctx, *operands, **params)
+            return lower_local(ctx, *operands, **params)
         return divided(
             ctx,
             operands,
             {"primitive": primitive.name, "platform": platform, "params": params},
-            local=lambda: local(ctx, *operands, **params),
-            by_reference=lambda: by_reference(ctx, *operands, **params),
+            local=lambda: lower_local(ctx, *operands, **params),
+            by_reference=lambda: lower_reference(ctx, *operands, **params),
         )
 
     return rule
 
 
 def divided(ctx, operands, config, local, by_reference, shape=None):
-    """The results of a call, where the program is for several devices, by a custom call that XLA divides.
+    """The results of a call: in a program for several devices, of a custom call that XLA divides.
 
-    `config` names the primitive, the platform that a device's program is for, and the primitive's parameters: lists,
-    numbers and text. `local` and `by_reference` are functions that lower the call for one device, and in jax.numpy.
-    `shape`: that which all operands and results broadcast to, if it is not the first one's.
+    `config` has the name of the primitive, the platform that a device's program is for, and the primitive's parameters:
+    lists, numbers and text. `local()` and `by_reference()` lower the call for one device, and to jax.numpy. `shape` is
+    the shape that all operands and results broadcast to, by default the first operand's.
     """
     devices = _private.devices_of(ctx)
     if devices == 1:
         return local()
     shapes, results = ([aval.shape for aval in avals] for avals in (ctx.avals_in, ctx.avals_out))
-    if not _private.DIVISION.available:  # which was said when the package was imported
+    if not _private.DIVISION.available:  # there was a warning when the package was imported
         return by_reference()
-    why = _undivided(shapes, devices)
-    if why:
+    if why := _why_undivided(shapes, devices):
         warn(f"{config['primitive']} runs without its kernel: {why}")
         return by_reference()
     x, *others = ctx.avals_in
     shape = x.shape if shape is None else shape
-    # Exported programs hold the version.
     config = {**config, "shape": shape, "devices": devices, "version": _kernels.CALL_VERSION}
-    of_rows = x.shape != results[0]  # which may as well lie as the second array of x's shape does
-    leads = [True, *(of_rows and (aval.shape, aval.dtype) == (x.shape, x.dtype) for aval in others)]
-    operands = [a if first else _following(a) for a, first in zip(operands, leads, strict=True)]
+    # Results of rows may take their layout from the second array of x's shape as well as from the first.
+    leads = [True, *(x.shape != results[0] and (a.shape, a.dtype) == (x.shape, x.dtype) for a in others)]
+    operands = [a if lead else _with_weaker_sharding(a) for a, lead in zip(operands, leads, strict=True)]
     call = stablehlo.CustomCallOp(
         [ir.RankedTensorType.get(aval.shape, _private.DIVISION.dtype_to_ir_type(aval.dtype)) for aval in ctx.avals_out],
         operands,
@@ -88,8 +85,8 @@ def divided(ctx, operands, config, local, by_reference, shape=None):
     return call.results
 
 
-def _undivided(shapes, devices) -> str | None:
-    """Why a call of a program for several devices cannot be divided, and what to do instead; or None."""
+def _why_undivided(shapes, devices) -> str | None:
+    """Why a call cannot be divided, and what to do instead; or None if it can."""
     if devices is None:
         return f"JAX {jax.__version__} does not say for how many devices a program is. Upgrade jax_softmax"
     if not all(isinstance(n, int) for shape in shapes for n in shape):
@@ -99,12 +96,12 @@ def _undivided(shapes, devices) -> str | None:
     return None
 
 
-def _following(a):
-    """The operand, by operations through which Shardy propagates its layout to the call after that of the others.
+def _with_weaker_sharding(a):
+    """The operand behind operations through which Shardy propagates its sharding after those of other operands.
 
-    A dimension of the result that two operands cut by different mesh axes Shardy leaves whole, and XLA gathers it. Like
-    this the result lies as the operand that comes first, and this one is brought to that layout. Shardy propagates
-    forward through a broadcast last; XLA removes it again.
+    Where two operands divide the same dimension of the result by different mesh axes, Shardy leaves it whole, and XLA
+    gathers both. This way the result is laid out as the first operand, and this operand is brought to that layout.
+    Shardy propagates forward through broadcasts last; XLA removes the broadcast again.
     """
     shape, n = a.type.shape, len(a.type.shape)
     twice = ir.RankedTensorType.get([2, *shape], a.type.element_type)
@@ -114,9 +111,9 @@ def _following(a):
 
 
 def sharding_rule(shape, shapes, results) -> str:
-    """Shardy's rule of a call, given the shapes of operands and results, which broadcast to the first one.
+    """Shardy's rule for operands and results of these shapes, which all broadcast to `shape`.
 
-    A reduced dimension is an ordinary one here: `division.py` sees to it that it may be sharded.
+    The rule treats reduced dimensions as any others: `division.py` sees to it that they may be sharded.
     """
     sizes = []
 
@@ -127,28 +124,28 @@ def sharding_rule(shape, shapes, results) -> str:
         return name
 
     def factors_of(own):
-        dims = zip(layouts.aligned(own, shape), own, strict=True)
-        return f"[{', '.join(factor(n) if d is None else of_x[d] for d, n in dims)}]"
+        dims = zip(layouts.matching_dims(own, shape), own, strict=True)
+        return f"[{', '.join(factor(n) if d is None else factors[d] for d, n in dims)}]"
 
-    of_x = [factor(n) for n in shape]
+    factors = [factor(n) for n in shape]
     operands, results = (", ".join(map(factors_of, group)) for group in (shapes, results))
     return f"#sdy.op_sharding_rule<({operands})->({results}) {{{', '.join(sizes)}}}, custom>"
 
 
-# ---- What is said where a call cannot be divided.
+# ---- Warnings.
 
 _warned = set()
 
 
 def warn(message: str) -> None:
-    """Warns, once for all calls of which the same is to be said."""
+    """Warns, once in this process for each message."""
     if message not in _warned:
         warnings.warn(f"jax_softmax: {message}.", stacklevel=3)
         _warned.add(message)
 
 
 def warn_anyway(message: str) -> None:
-    """The same where nothing may be raised: a filter that makes errors of warnings is not heeded."""
+    """The same where nothing may be raised: a filter that turns warnings into errors does not count."""
     try:
         warn(message)
     except UserWarning:

@@ -1,4 +1,4 @@
-"""What the public functions ask of their arguments, and how they say so."""
+"""Checks of the public functions' arguments, and the errors that they raise."""
 
 import functools
 import math
@@ -24,20 +24,20 @@ _ALLOWED_NAMES = "axis_name must be a mesh axis of a surrounding shard_map, a tu
 
 
 def for_jit(op: str, x: Any, axis: Any, where: Any, axis_name: Any, argument: str = "x") -> tuple[Any, Any, Any, Any]:
-    """The arguments as `jax.jit` takes them, axis and axis_name being static: looks at no shape."""
+    """The arguments in a form that `jax.jit` accepts; axis and axis_name are static ones. Shapes are not looked at."""
     if axis is not None and type(axis) is not int:
-        axis = _ints(op, axis)
-    if not _is_argument(x):
+        axis = _as_ints(op, axis)
+    if not _is_jit_argument(x):
         x = checked_array(op, x, argument)
-    if where is not None and not _is_argument(where):
+    if where is not None and not _is_jit_argument(where):
         where = _checked_mask(op, where)
     if axis_name is not None:
         axis_name = _names(op, axis_name)
     return x, axis, where, axis_name
 
 
-def _is_argument(a: Any) -> bool:
-    """Whether `jax.jit` takes it as one array."""
+def _is_jit_argument(a: Any) -> bool:
+    """Whether `jax.jit` accepts it as an array."""
     if type(a) in _NUMBERS:
         return type(a) is not int or abs(a) < 2**31
     if isinstance(a, jax.Array):
@@ -55,34 +55,34 @@ def is_dtype_of_jax(dtype: np.dtype) -> bool:
 
 
 def varying_as_well(x: jax.Array, where: jax.Array | None, axis_name: tuple[Hashable, ...]) -> jax.Array:
-    """x, in its type what the result is: inside `shard_map` varying over the mesh axes of the mask and axis_name, in
-    explicit mode cut along those that cut the mask."""
+    """x with the result's type. Inside `shard_map` that varies over the mesh axes of the mask and axis_name as well; in
+    explicit mode it is sharded over the mask's mesh axes as well."""
     x = x if where is None else laid_as_well(x, where)
     return varying_over(x, [*([] if where is None else varying_axes(where)), *axis_name])
 
 
 def varying_axes(a: jax.Array) -> frozenset[Hashable]:
-    """The mesh axes of a surrounding `shard_map` that the array's type says it varies over: none with check_vma off."""
+    """The mesh axes of a surrounding `shard_map` that the array varies over, by its type; none with check_vma off."""
     return _private.varying_axes(jax.typeof(a))
 
 
 def varying_over(x: jax.Array, names: Iterable[Hashable]) -> jax.Array:
-    """x, in its type varying over these as well, if they are mesh axes of a surrounding `shard_map`."""
-    manual = jax.sharding.get_abstract_mesh().manual_axes  # the axis_name of a vmap is none of them
+    """x with a type that varies over those of these names that are mesh axes of a surrounding `shard_map`."""
+    manual = jax.sharding.get_abstract_mesh().manual_axes  # a vmap's axis_name is not among these
     wanted = varying_axes(x).union(name for name in names if name in manual)
     missing = tuple(wanted - varying_axes(x))
     if not missing:
         return x
     marked = jax.lax.pcast(x, missing, to="varying") if hasattr(jax.lax, "pcast") else jax.lax.pvary(x, missing)
-    # With check_vma off JAX 0.8 leaves a trace that adds up cotangents.
+    # With check_vma off JAX 0.8 would still add up cotangents for it.
     return marked if varying_axes(marked) == wanted else x
 
 
 def promoted(x: jax.Array) -> tuple[jax.Array, Any]:
-    """x in a dtype that there are kernels for, and the dtype of the result."""
+    """x in a dtype that has kernels, and the dtype of the result."""
     dtype = x.dtype
     if not jnp.issubdtype(dtype, jnp.floating):
-        # Of a 32-bit integer exp takes the default float type, which unsigned and narrow ones get as well.
+        # exp of integers and booleans has the default float dtype.
         dtype = jax.eval_shape(jnp.exp, jax.ShapeDtypeStruct((), dtype)).dtype
         x = x.astype(dtype)
     return x if x.dtype.name in _KERNEL_DTYPES else x.astype(jnp.float32), dtype
@@ -117,7 +117,7 @@ def as_array(allowed: str, a: Any) -> jax.Array:
     raise TypeError(f"{allowed}, got one of type {type(a).__name__}.")
 
 
-def check(op: str, value: Any, types: Any, is_allowed: Callable[[Any], bool], allowed: str) -> None:
+def check_value(op: str, value: Any, types: Any, is_allowed: Callable[[Any], bool], allowed: str) -> None:
     if isinstance(value, bool) or not isinstance(value, types):
         raise TypeError(f"{op}: {allowed}, got one of type {type(value).__name__}.")
     if not is_allowed(value):
@@ -127,7 +127,7 @@ def check(op: str, value: Any, types: Any, is_allowed: Callable[[Any], bool], al
 def checked_positive(op: str, value: Any, argument: str) -> float:
     allowed = f"{argument} must be a positive number, known when the program is traced, of float32's range"
     least, most = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
-    check(op, value, int | float | np.integer | np.floating, lambda value: least <= float(value) <= most, allowed)
+    check_value(op, value, int | float | np.integer | np.floating, lambda value: least <= float(value) <= most, allowed)
     return float(value)
 
 
@@ -154,14 +154,15 @@ def checked_axes_and_mask(op: str, x: jax.Array, axis: Any, where: Any, argument
 
 
 def prepared(name, x, axis, where, axis_name, argument="x", may_enlarge=True):
-    """What primitives with results for rows are given: x in a dtype that is computed in, the mask, the sorted axes and
-    the names of mesh axes; and the dtype of a result like x.
+    """For operators with results of rows: x in a dtype that has kernels, the mask, the sorted axes and the names of
+    mesh axes, all as primitives take them; and the dtype that a result of x's shape would have.
 
-    A mask that may not enlarge x may have the results' shape as well: it then leaves out whole rows.
+    With may_enlarge, x is broadcast to the mask's shape. Without, the mask broadcasts to x's shape, or has the results'
+    shape and leaves out whole rows.
     """
     x = checked_real_array(name, x, argument)
     if where is not None and not may_enlarge:
-        where = of_rows_or_elements(name, where, x, axis, argument)
+        where = _element_mask(name, where, x, axis, argument)
     axes, where, shape = checked_axes_and_mask(name, x, axis, where, argument)
     axis_name = checked_axis_name(name, axis_name)
     x, dtype = promoted(x)
@@ -169,8 +170,8 @@ def prepared(name, x, axis, where, axis_name, argument="x", may_enlarge=True):
     return varying_as_well(x, where, axis_name), where, axes, axis_name, dtype
 
 
-def of_rows_or_elements(op: str, where: Any, x: jax.Array, axis: Any, argument: str = "x") -> jax.Array:
-    """A mask that broadcasts to x's shape, from such a one, of elements, or one of the results' shape, of rows."""
+def _element_mask(op: str, where: Any, x: jax.Array, axis: Any, argument: str = "x") -> jax.Array:
+    """A mask that broadcasts to x's shape, given that or a mask of rows, which has the shape of x without the axes."""
     where = _checked_mask(op, where)
     axes = checked_axes(op, x.ndim, axis)
     rows = tuple(n for d, n in enumerate(x.shape) if d not in axes)
@@ -181,29 +182,27 @@ def of_rows_or_elements(op: str, where: Any, x: jax.Array, axis: Any, argument: 
         )
     if where.shape != rows:
         return where
-    of_rows = jnp.expand_dims(where, axes)
-    of_elements = (1,) * len(axes) + where.shape
-    if of_rows.shape != of_elements and broadcasts(where.shape, x.shape):
-        new = ["None"] * len(axes)
-        as_elements = ", ".join(new + [":"] * len(rows))
+    row_mask = jnp.expand_dims(where, axes)
+    if row_mask.shape != (1,) * len(axes) + where.shape and broadcasts(where.shape, x.shape):
+        as_elements = ", ".join(["None"] * len(axes) + [":"] * len(rows))
         as_rows = ", ".join("None" if d in axes else ":" for d in range(x.ndim))
         raise ValueError(
             f"{op}: where of shape {rows} may mean rows or elements of {argument} of shape {x.shape}: "
             f"where[{as_rows}] leaves out rows, where[{as_elements}] elements of each row."
         )
-    return of_rows
+    return row_mask
 
 
-def _ints(op: str, axis: Any) -> int | tuple[int, ...] | None:
+def _as_ints(op: str, axis: Any) -> int | tuple[int, ...] | None:
     """The axis or axes as Python's own ints."""
     if axis is None:
         return None
     try:
-        # Of an array of JAX only the whole is there while a program is traced; its elements would be operations.
-        given = np.asarray(axis) if isinstance(axis, jax.Array) else axis
-        if isinstance(given, tuple | list | range) or np.ndim(given):
-            return tuple(operator.index(a) for a in given)
-        return operator.index(given)
+        # While a program is traced, an element of a JAX array would be a traced operation.
+        axis_or_axes = np.asarray(axis) if isinstance(axis, jax.Array) else axis
+        if isinstance(axis_or_axes, tuple | list | range) or np.ndim(axis_or_axes):
+            return tuple(operator.index(a) for a in axis_or_axes)
+        return operator.index(axis_or_axes)
     except TypeError as error:
         hint = ""
         if isinstance(axis, str):
@@ -216,26 +215,26 @@ def _ints(op: str, axis: Any) -> int | tuple[int, ...] | None:
 
 
 def checked_axes(op: str, ndim: int, axis: Any) -> tuple[int, ...]:
-    """The axes from 0 on, in the order in which they are given."""
-    given = _ints(op, axis)
-    if given is None:
+    """The axes, counted from 0, in the user's order."""
+    axes = _as_ints(op, axis)
+    if axes is None:
         return tuple(range(ndim))
-    given = (given,) if isinstance(given, int) else given
-    if ndim == 0 and given:
+    axes = (axes,) if isinstance(axes, int) else axes
+    if ndim == 0 and axes:
         raise ValueError(f"{op}: axis must be None or () for an array of 0 dimensions, got {axis!r}.")
-    if not all(-ndim <= a < ndim for a in given):
+    if not all(-ndim <= a < ndim for a in axes):
         raise ValueError(
             f"{op}: axis must be an int from {-ndim} to {ndim - 1}, a sequence of such, or None, for an array of "
             f"{ndim} dimensions, got {axis!r}."
         )
-    axes = tuple(a % ndim for a in given)
+    axes = tuple(a % ndim for a in axes)
     if len(set(axes)) != len(axes):
         raise ValueError(f"{op}: axis must not name an axis twice, got {axis!r} for an array of {ndim} dimensions.")
     return axes
 
 
 def checked_axis(op: str, ndim: int, axis: Any) -> int:
-    """A single axis, from 0 on."""
+    """A single axis, counted from 0."""
     axes = checked_axes(op, ndim, axis)
     if len(axes) != 1:
         raise ValueError(f"{op}: axis must be a single one, got {axis!r} for an array of {ndim} dimensions.")
@@ -261,22 +260,22 @@ def checked_axis_name(op: str, axis_name: Any) -> tuple[Hashable, ...]:
     return names
 
 
-_OF_DISTRIBUTIONS = " One-hot labels and other distributions go to jax_softmax.softmax_cross_entropy(logits, labels)."
+_DISTRIBUTIONS_HINT = " One-hot labels and other distributions go to jax_softmax.softmax_cross_entropy(logits, labels)."
 
 
 def checked_labels(op: str, labels: Any) -> jax.Array:
     allowed = f"{op}: labels must be an array of an integer dtype"
     labels = as_array(allowed, labels)
     if not jnp.issubdtype(labels.dtype, jnp.integer):
-        hint = _OF_DISTRIBUTIONS if jnp.issubdtype(labels.dtype, jnp.floating) else ""
+        hint = _DISTRIBUTIONS_HINT if jnp.issubdtype(labels.dtype, jnp.floating) else ""
         raise TypeError(f"{allowed}, got one of dtype {labels.dtype}.{hint}")
     return labels
 
 
 def check_shape_of_labels(op: str, labels: jax.Array, rows: tuple[int, ...], shape: tuple[int, ...], what: str) -> None:
-    """`rows`: that of the labels, of logits of this shape."""
+    """The labels must have shape `rows`; `shape` is the logits', which distributions would have."""
     if labels.shape != rows:
-        hint = _OF_DISTRIBUTIONS if labels.shape == shape else ""
+        hint = _DISTRIBUTIONS_HINT if labels.shape == shape else ""
         raise ValueError(f"{op}: labels must have {what}, {rows} here, got {labels.shape}.{hint}")
 
 
@@ -290,7 +289,7 @@ def check_reduction(op: str, reduction: Any) -> None:
 
 
 def checked_float_dtype(op: str, dtype: Any, argument: str, default: np.dtype | None = None) -> np.dtype:
-    """With a default, which None stands for, one that there are kernels for."""
+    """A floating dtype. If there is a default, it stands for None, and only dtypes with kernels are allowed."""
     if dtype is None and default is not None:
         return default
     try:
@@ -305,8 +304,8 @@ def checked_float_dtype(op: str, dtype: Any, argument: str, default: np.dtype | 
 
 
 def common_float_dtype(*arrays: jax.Array) -> np.dtype:
-    """The dtype that holds all of them, or float32 if there are no kernels for it."""
-    # float8, which JAX does not promote, as float32.
+    """The dtype that holds all of them, or float32 if it has no kernels."""
+    # float8 counts as float32, because JAX does not promote it.
     floats = (jnp.float32 if a.dtype.name.startswith("float8") else a.dtype for a in arrays)
     dtype = jnp.dtype(jnp.result_type(*floats))
     return dtype if dtype.name in _KERNEL_DTYPES else jnp.dtype(jnp.float32)
@@ -319,25 +318,30 @@ def checked_real_array(op: str, a: Any, argument: str) -> jax.Array:
     return a
 
 
-def check_classes(op: str, shape: tuple[int, ...], axes: tuple[int, ...], axis_name: tuple[Hashable, ...] = ()) -> None:
-    """Whether labels can count the classes along these axes, of all parts along axis_name."""
-    of_part = math.prod(shape[d] for d in axes)
-    if not axes or of_part == 0:
+def checked_optional_array(op: str, a: Any, argument: str) -> jax.Array | None:
+    return None if a is None else checked_real_array(op, a, argument)
+
+
+def checked_classes(op: str, shape: tuple[int, ...], axes: tuple[int, ...], axis_name: tuple[Hashable, ...]) -> int:
+    """The number of classes along these axes, of all shards along axis_name."""
+    classes = math.prod(shape[d] for d in axes)
+    if not axes or classes == 0:
         raise ValueError(f"{op}: there must be at least one class, got logits of shape {shape} and axes {axes}.")
-    classes = of_part * math.prod(map(jax.lax.axis_size, axis_name))
+    classes *= math.prod(map(jax.lax.axis_size, axis_name))
     if isinstance(classes, int) and classes > LARGEST_LABEL:
         raise ValueError(f"{op}: there may be at most {LARGEST_LABEL} classes, got {classes}.")
+    return classes
 
 
 def check_linear_layer(
     op: str, x: jax.Array, w: jax.Array, labels: jax.Array, bias: jax.Array | None, transpose_w: bool, chunk: Any
 ) -> None:
-    """Whether a linear layer's arrays go together with its tokens' labels, and with so many tokens at once."""
-    layout = "(vocabulary, features)" if transpose_w else "(features, vocabulary)"
+    """The shapes of a linear layer's arrays and its tokens' labels, and the number of tokens in a chunk."""
+    shape = "(vocabulary, features)" if transpose_w else "(features, vocabulary)"
     if x.ndim == 0:
         raise ValueError(f"{op}: x must be of shape (..., features), got shape ().")
     if w.ndim != 2 or w.shape[transpose_w] != x.shape[-1]:
-        raise ValueError(f"{op}: w must be of shape {layout}, got shape {w.shape} for x of {x.shape[-1]} features.")
+        raise ValueError(f"{op}: w must be of shape {shape}, got shape {w.shape} for x of {x.shape[-1]} features.")
     vocabulary = w.shape[1 - transpose_w]
     logits = *x.shape[:-1], vocabulary
     check_shape_of_labels(op, labels, x.shape[:-1], logits, "x's shape without features")
@@ -345,10 +349,10 @@ def check_linear_layer(
         raise ValueError(f"{op}: bias must be of shape (vocabulary,), ({vocabulary},) here, got {bias.shape}.")
     if chunk is None:
         return
-    check(op, chunk, int | np.integer, lambda n: n > 0, "chunk must be a positive int, how many tokens, or None")
+    check_value(op, chunk, int | np.integer, lambda n: n > 0, "chunk must be a positive int, how many tokens, or None")
     aval = jax.typeof(x)
     if types_tell_shardings([aval]) and any(aval.sharding.spec[:-1]):
-        raise ValueError(  # JAX refuses to take chunks of what is sharded
+        raise ValueError(  # JAX refuses to slice sharded dimensions
             f"{op}: chunk must be None where x's type says that tokens are sharded, {aval.sharding.spec} here, got "
             f"{chunk}. Inside jax.shard_map a device may take chunks of its own tokens."
         )

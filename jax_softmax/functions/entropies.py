@@ -1,4 +1,4 @@
-"""Entropies of distributions that are given by logits: the public functions."""
+"""Entropy and Kullback-Leibler divergence of distributions given by their logits: the public functions."""
 
 import functools
 import math
@@ -13,7 +13,7 @@ from jax_softmax.functions.arguments import Axis, AxisName
 from jax_softmax.primitives import reference
 from jax_softmax.primitives.operators import bind
 from jax_softmax.primitives.reference import Normalizer
-from jax_softmax.primitives.rows import is_zero, normalizer, of_rows_with_elements, row_sum, sum_of_tangents
+from jax_softmax.primitives.rows import fill_empty_rows, is_zero, lse_tangent, row_normalizer, row_sum
 
 
 def entropy(
@@ -21,27 +21,27 @@ def entropy(
 ) -> jax.Array:
     """Entropy of softmax(logits) along axis, in nats: -sum(p log p).
 
-    On CUDA the logits are read once, and nothing of their size is written. The backward pass needs them and what rows
-    have. Differentiable in forward and reverse mode to any order.
+    On CUDA the logits are read once, and nothing of their size is written. The backward pass reads the logits again and
+    a few numbers of each row. Differentiable in forward and reverse mode to any order.
 
     Args:
       logits: array of unnormalised log probabilities, of a floating, integer or boolean dtype, computed in float32
         (float64 for float64).
       axis: the axis of the classes, or axes; None for all.
-      where: boolean mask that broadcasts to the logits' shape; False leaves a class out, whose probability is 0. Or one
-        of the result's shape, which leaves out whole rows; if that broadcasts to the logits' shape as well, with
-        another meaning, it is refused, and where[..., None] says rows (of the last axis).
+      where: boolean mask. One that broadcasts to the logits' shape leaves out classes: where it is False, the class's
+        probability is 0. One of the result's shape leaves out whole rows. A mask whose shape could mean both is
+        refused: write where[..., None] for rows along the last axis.
       axis_name: as for `softmax`.
 
     Returns:
-      Entropies, of the logits' shape without axis, in float32 (float64 for float64), also of logits of 16 bits. A class
-      of probability 0 adds 0. Rows that are left out, or have no classes, are 0, with a gradient of 0. Rows with a NaN
-      or +inf, or nothing but -inf, are NaN.
+      Entropies, of the logits' shape without axis, in float32 (float64 for float64), for logits of 16 bits as well. A
+      class of probability 0 adds 0. Rows that are left out, or have no classes, are 0, with a gradient of 0. Rows with
+      a NaN or +inf, or nothing but -inf, are NaN.
 
     Raises:
       TypeError: an argument is of the wrong type or dtype.
-      ValueError: axis is out of range or repeated, where does not fit or could mean rows as well as classes, or
-        axis_name is not one of the axes of a surrounding `shard_map`.
+      ValueError: axis is out of range or repeated, where has another shape or could mean rows as well as classes, or
+        axis_name is not a mesh axis of a surrounding `shard_map`.
     """
     logits, axis, where, axis_name = arguments.for_jit("entropy", logits, axis, where, axis_name, argument="logits")
     return _entropy(logits, axis, where, axis_name)
@@ -52,13 +52,13 @@ def _entropy(logits, axis, where, axis_name):
     x, where, axes, axis_name, _ = arguments.prepared(
         "entropy", logits, axis, where, axis_name, argument="logits", may_enlarge=False
     )
-    return entropies_of(x, where, axes, axis_name)
+    return row_entropies(x, where, axes, axis_name)
 
 
-def entropies_of(x, where, axes, axis_name):
-    """The entropies of logits in a dtype that is computed in."""
-    result, *rows = bind("entropy", x, where=where, axes=axes, axis_name=axis_name)
-    return _of_rows(result, Normalizer(*rows), x, where, axes, axis_name)
+def row_entropies(x, where, axes, axis_name):
+    """The entropies of logits of a dtype that has kernels."""
+    entropies, *rows = bind("entropy", x, where=where, axes=axes, axis_name=axis_name)
+    return _finish_rows(entropies, Normalizer(*rows), x, where, axes, axis_name)
 
 
 def kl_divergence(
@@ -72,8 +72,8 @@ def kl_divergence(
     """Kullback-Leibler divergence along axis, in nats, of p = softmax(logits_p) from q = softmax(logits_q):
     sum(p (log p - log q)).
 
-    On CUDA logits_p is read once and logits_q twice, and nothing of their size is written. The backward pass needs
-    them and what rows have. Differentiable by both in forward and reverse mode to any order.
+    On CUDA logits_p is read once and logits_q twice, and nothing of their size is written. The backward pass reads both
+    again and a few numbers of each row. Differentiable by both in forward and reverse mode to any order.
 
     Args:
       logits_p, logits_q: arrays of unnormalised log probabilities that broadcast together, of a floating, integer or
@@ -100,34 +100,34 @@ def kl_divergence(
 @functools.partial(jax.jit, static_argnums=(2, 4), inline=True)
 def _kl_divergence(logits_p, logits_q, axis, where, axis_name):
     name = "kl_divergence"
-    given = {
-        argument: arguments.checked_real_array(name, logits, argument)
+    both = [
+        (argument, arguments.checked_real_array(name, logits, argument))
         for argument, logits in (("logits_p", logits_p), ("logits_q", logits_q))
-    }
-    shapes = [logits.shape for logits in given.values()]
+    ]
+    shapes = [logits.shape for _, logits in both]
     try:
         shape = jnp.broadcast_shapes(*shapes)
     except ValueError as error:
         raise ValueError(
             f"{name}: logits_p and logits_q must broadcast together, got shapes {shapes[0]} and {shapes[1]}."
         ) from error
-    dtype = jnp.result_type(*(arguments.promoted(logits)[0].dtype for logits in given.values()))
+    dtype = jnp.result_type(*(arguments.promoted(logits)[0].dtype for _, logits in both))
     operands = []
-    for argument, logits in given.items():
+    for argument, logits in both:
         logits = jnp.broadcast_to(logits, shape).astype(dtype)
         x, mask, axes, names, _ = arguments.prepared(name, logits, axis, where, axis_name, argument, may_enlarge=False)
         operands.append(x)
     p, q = operands
     p, q = arguments.varying_as_well(p, q, ()), arguments.varying_as_well(q, p, ())
-    result, of_p, _ = divergence(axes, names, p, q, mask)
-    return _of_rows(result, of_p, p, mask, axes, names)
+    result, normalizer, _ = divergence(axes, names, p, q, mask)
+    return _finish_rows(result, normalizer, p, mask, axes, names)
 
 
-def _of_rows(result, rows, x, where, axes, axis_name):
-    """The result without the reduced axes, 0 of rows without classes, NaN of those that have nothing but -inf."""
+def _finish_rows(result, normalizer, x, where, axes, axis_name):
+    """The result without the reduced axes: 0 in rows without classes, NaN in rows of nothing but -inf."""
     if math.prod(x.shape[d] for d in axes) == 0 and not axis_name:
         return jax.lax.squeeze(jnp.zeros_like(result), axes)
-    result, largest = of_rows_with_elements([result, rows.largest], where, axes, axis_name)
+    result, largest = fill_empty_rows([result, normalizer.largest], where, axes, axis_name)
     return jax.lax.squeeze(result + 0 * jnp.where(largest == -jnp.inf, largest, 0), axes)
 
 
@@ -136,42 +136,43 @@ def _of_rows(result, rows, x, where, axes, axis_name):
 
 class Divergence(NamedTuple):
     divergence: jax.Array
-    of_x: Normalizer
-    of_y: Normalizer
+    normalizer_x: Normalizer
+    normalizer_y: Normalizer
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def divergence(axes, axis_name, x, y, where):
-    """The divergence of softmax(y) from softmax(x) over each row, and both normalizers."""
-    of_y = normalizer(y, where, axes, axis_name).without_infinity()
-    of_rows = of_y.largest, of_y.log_total
-    result, *of_x = bind("kl_divergence", x, y, *of_rows, where=where, axes=axes, axis_name=axis_name)
-    return Divergence(result, Normalizer(*of_x), of_y)
+    """sum(p (log p - log q)) over each row, of p = softmax(x) and q = softmax(y), and both normalizers."""
+    normalizer_y = row_normalizer(y, where, axes, axis_name).without_infinity()
+    operands = x, y, normalizer_y.largest, normalizer_y.log_sum
+    result, *normalizer_x = bind("kl_divergence", *operands, where=where, axes=axes, axis_name=axis_name)
+    return Divergence(result, Normalizer(*normalizer_x), normalizer_y)
 
 
 @functools.partial(divergence.defjvp, symbolic_zeros=True)
 def _divergence_jvp(axes, axis_name, primals, tangents):
     x, y, where = primals
-    rows = divergence(axes, axis_name, x, y, where)
+    result = divergence(axes, axis_name, x, y, where)
     x_dot, y_dot = (None if is_zero(t) else t for t in tangents[:2])
-    constant = jnp.zeros_like(rows.divergence)
+    zeros = jnp.zeros_like(result.divergence)
 
-    def of_normalizer(x, rows, t):
+    def normalizer_dot(x, normalizer, t):
         if t is None:
-            return Normalizer(constant, constant)
-        return Normalizer(constant, rows.total * sum_of_tangents(x, rows, t, where, axes, axis_name))
+            return Normalizer(zeros, zeros)
+        return Normalizer(zeros, normalizer.sum_exp * lse_tangent(x, normalizer, t, where, axes, axis_name))
 
-    finite = Divergence(rows.divergence, rows.of_x.finite(), rows.of_y.finite())
+    finite = Divergence(result.divergence, result.normalizer_x.finite(), result.normalizer_y.finite())
     tangent = _divergence_tangent(x, y, finite, x_dot, y_dot, where, axes, axis_name)
-    return rows, Divergence(tangent, of_normalizer(x, rows.of_x, x_dot), of_normalizer(y, rows.of_y, y_dot))
+    normalizer_dots = normalizer_dot(x, result.normalizer_x, x_dot), normalizer_dot(y, result.normalizer_y, y_dot)
+    return result, Divergence(tangent, *normalizer_dots)
 
 
 @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=(6, 7))
-def _divergence_tangent(x, y, rows, x_dot, y_dot, where, axes, axis_name):
-    """The sum of p (log p - log q - divergence) x_dot + (q - p) y_dot over each row."""
-    (divergence,) = of_rows_with_elements([rows.divergence], where, axes, axis_name)
-    log_p = reference.log_probabilities(x, rows.of_x, where)
-    log_q = reference.log_probabilities(y, rows.of_y, where)
+def _divergence_tangent(x, y, result, x_dot, y_dot, where, axes, axis_name):
+    """sum(p (log p - log q - divergence) x_dot + (q - p) y_dot) over each row."""
+    (divergence,) = fill_empty_rows([result.divergence], where, axes, axis_name)
+    log_p = reference.log_probabilities(x, result.normalizer_x, where)
+    log_q = reference.log_probabilities(y, result.normalizer_y, where)
     q = jnp.exp(log_q)
     p, (log_p, log_q) = reference.weights_and_values(log_p, log_p, log_q)
     tangent = jnp.zeros_like(p)

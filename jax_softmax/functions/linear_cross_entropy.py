@@ -1,4 +1,4 @@
-"""A linear layer and its cross entropy in one, from the arguments to a chunk's logits and chunks of tokens."""
+"""A linear layer and its cross entropy in one, for one chunk of tokens after the other."""
 
 import functools
 import math
@@ -9,11 +9,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from jax_softmax.functions import arguments, integer_losses
+from jax_softmax.functions import arguments
 from jax_softmax.functions.arguments import AxisName, Reduction
-from jax_softmax.functions.entropies import entropies_of
-from jax_softmax.functions.integer_losses import Options, checked_options
-from jax_softmax.functions.losses import row_weights, weights_of_classes
+from jax_softmax.functions.entropies import row_entropies
+from jax_softmax.functions.integer_losses import (
+    Labelled,
+    Mode,
+    Regularization,
+    checked_regularization,
+    inner_product,
+    weighted_losses,
+)
+from jax_softmax.functions.losses import row_weights
 from jax_softmax.primitives import reference
 from jax_softmax.primitives.labels import label_of_rows
 from jax_softmax.primitives.product import product, several_devices_p
@@ -21,11 +28,11 @@ from jax_softmax.primitives.rows import is_zero
 from jax_softmax.primitives.types import laid_as_well, rows_laid_as, types_tell_shardings
 
 _NAME = "linear_cross_entropy"
-_CHUNK_BYTES = 1 << 29  # that the logits of a chunk may take
+_CHUNK_BYTES = 1 << 29  # at most, of the logits of a chunk
 
 
 class TokenLosses(NamedTuple):
-    """Of each token."""
+    """The losses of tokens, and the entropies of their distributions."""
 
     losses: jax.Array
     entropies: jax.Array | None
@@ -40,19 +47,19 @@ class Layer(NamedTuple):
     accumulate_dtype: np.dtype  # of the sum of w's gradients over chunks
     soft_cap: float | None
     temperature: float
-    changes_logits: bool  # whether they are more than the product
+    changes_logits: bool  # whether logits are more than the product x·w
     chunk: int | None
     axis_name: tuple
     reduction: str | None
-    has_total: bool  # whether a chunk's losses are added up, and gradients made, right after its logits
+    summed: bool  # whether a chunk's losses are added up, and gradients computed, right after its logits
     return_entropy: bool
 
 
-# The names of a call's arrays; what tokens have keeps the dimension of the vocabulary, with extent 1. `wide` is w once
-# more, in the dtype in which its gradient is added up: derivatives are by `wide` (see `product`).
+# The arrays of a call, by name: those with values of tokens have the vocabulary's dimension with extent 1. `wide` is w
+# in the dtype in which its gradient is added up: derivatives are by `wide` (see `product`).
 _OF_TOKENS = ("x", "label", "found", "weights")
-_OF_PARTS = ("x", "wide", "bias")  # by which devices along axis_name have parts of a gradient, or gradients of parts
-_REAL = (*_OF_PARTS, "weights", "label_smoothing", "z_loss")
+_SHARDED_GRADIENTS = ("x", "wide", "bias")  # gradients are sharded along axis_name, or have a term from each device
+_REAL = (*_SHARDED_GRADIENTS, "weights", "label_smoothing", "z_loss")
 
 
 class _Options(TypedDict, total=False):
@@ -93,7 +100,13 @@ def linear_cross_entropy(
 ) -> TokenLosses: ...
 @overload
 def linear_cross_entropy(
-    x: ArrayLike, w: ArrayLike, labels: ArrayLike, *, reduction: None, return_entropy: bool, **options: Unpack[_Options]
+    x: ArrayLike,
+    w: ArrayLike,
+    labels: ArrayLike,
+    *,
+    reduction: None,
+    return_entropy: bool,
+    **options: Unpack[_Options],
 ) -> jax.Array | TokenLosses: ...
 def linear_cross_entropy(
     x: ArrayLike,
@@ -122,38 +135,35 @@ def linear_cross_entropy(
 
         logits = soft_cap tanh((x·w + bias) / soft_cap) / temperature
 
-    The logits are made for all tokens at once, or for one chunk after the other of at most 512 MiB of logits, whichever
-    takes less memory; on CUDA their gradient takes their place. With a reduction, the forward pass of a differentiated
-    loss makes the gradients. Without one, and of float16, the backward pass does, from logits that it makes again.
-    Differentiable in forward and reverse mode to any order.
+    The logits are computed for all tokens at once, or for one chunk of tokens after the other, with at most 512 MiB of
+    logits: whichever takes less memory. On CUDA their gradient overwrites them. With a reduction, the forward pass of a
+    differentiated loss computes the gradients. Without one, and in float16, the backward pass does, and computes the
+    logits again. Differentiable in forward and reverse mode to any order.
 
     Args:
       x: real array of shape (..., features), or with the features along another axis.
       w: real array of shape (features, vocabulary), or (vocabulary, features) with transpose_w. The product is one of
-        the dtype that holds both: for a fast product x and w are of 16 bits.
-      labels: array of an integer dtype, of x's shape without features. One that is no class is ignored. Distributions
-        are as large as the logits that this function does not keep: they go to `softmax_cross_entropy(x @ w, labels)`.
+        the dtype that holds both: it is fast if x and w are of 16 bits.
+      labels: array of an integer dtype, of x's shape without features. A label that is no class is ignored. For labels
+        that are distributions, as large as the logits, use `softmax_cross_entropy(x @ w, labels)`.
       axis: the axis of x's features.
       bias: real array of shape (vocabulary,), added to the product in float32 (float64 for float64).
-      weights: real array that broadcasts to the labels' shape: how much each loss counts. None, the default: 1 each.
-      class_weights: real array of shape (vocabulary,), as for `cross_entropy_loss`.
+      weights, class_weights, label_smoothing, z_loss: as for `cross_entropy_loss`.
       reduction: "mean", the weighted mean of the losses (0 if no label counts), "sum", their weighted sum, or None, the
         loss of each token times its weight: with weight 1, the label's negative log-probability.
-      transpose_w: whether w is laid as an embedding table is, a row for each word of the vocabulary.
-      soft_cap, temperature: positive numbers, the logits' bound and their divisor. A soft_cap of None: no bound.
-      label_smoothing, z_loss: as for `cross_entropy_loss`.
+      transpose_w: whether w is laid out as an embedding table is, with a row for each word of the vocabulary.
+      soft_cap, temperature: positive numbers: the logits' bound, or None for no bound, and their divisor.
       return_entropy: whether to return the entropy of each token's distribution as well, in nats, also where its label
         is ignored. Only without a reduction.
-      logits_dtype: that of the logits, by default the product's. The product is rounded to it once, and once more after
-        a bias, a soft cap or a temperature. float32 takes twice the memory of bfloat16, and more time.
-      accumulate_dtype: that in which w's gradient is added up over chunks; by default float32 (float64 for float64).
-        w's own dtype saves the memory of that sum, and rounds after each chunk.
-      chunk: how many tokens' logits may be made at once, on all devices together under `jit`, but at least one index
-        of the longest of the tokens' dimensions. None leaves it to the rule. Refused in explicit mode where x's tokens
-        are sharded.
-      axis_name: a mesh axis of a surrounding `shard_map` along which the vocabulary is spread, or several: w and bias
-        are this device's part, as for `softmax`. x, labels and weights are the same on all devices along these axes,
-        and so is the loss. Tokens that are spread over other axes are the caller's to add up.
+      logits_dtype: the logits' dtype, by default the product's. The product is rounded to it, and again after a bias, a
+        soft cap or a temperature. float32 takes twice the memory of bfloat16, and more time.
+      accumulate_dtype: the dtype in which w's gradient is added up over chunks, by default float32 (float64 for
+        float64). w's own dtype takes no memory besides the gradient's, but rounds after each chunk.
+      chunk: for how many tokens logits may be computed at once, on all devices together under `jit`, but at least one
+        index of the longest of the tokens' dimensions. Refused in explicit mode where x's tokens are sharded.
+      axis_name: a mesh axis of a surrounding `shard_map`, or several, along which the vocabulary is sharded: w and bias
+        are this device's shards. x, labels and weights are the same on all devices along these axes, and so is the
+        loss. The losses of tokens that are sharded over other axes are not added up.
 
     Returns:
       A scalar in float32 (float64 for float64). Without a reduction, losses of the labels' shape, or with
@@ -164,12 +174,11 @@ def linear_cross_entropy(
       ValueError: shapes do not fit, or an argument is not one of the allowed values.
     """
     x, w = (arguments.checked_real_array(_NAME, a, argument) for a, argument in ((x, "x"), (w, "w")))
-    bias = None if bias is None else arguments.checked_real_array(_NAME, bias, "bias")
-    weights = None if weights is None else arguments.checked_real_array(_NAME, weights, "weights")
-    if class_weights is not None:
-        class_weights = arguments.checked_real_array(_NAME, class_weights, "class_weights")
+    bias = arguments.checked_optional_array(_NAME, bias, "bias")
+    weights = arguments.checked_optional_array(_NAME, weights, "weights")
+    class_weights = arguments.checked_optional_array(_NAME, class_weights, "class_weights")
     labels = arguments.checked_labels(_NAME, labels)
-    options = checked_options(_NAME, label_smoothing, z_loss)
+    regularization = checked_regularization(_NAME, label_smoothing, z_loss)
     transpose_w = arguments.checked_bool(_NAME, transpose_w, "transpose_w")
     return_entropy = arguments.checked_bool(_NAME, return_entropy, "return_entropy")
     arguments.check_reduction(_NAME, reduction)
@@ -178,176 +187,165 @@ def linear_cross_entropy(
     if axis != -1:
         x = jnp.moveaxis(x, arguments.checked_axis(_NAME, x.ndim, axis), -1)
     arguments.check_linear_layer(_NAME, x, w, labels, bias, transpose_w, chunk)
-    made = arguments.common_float_dtype(x, w)
-    wide = reference.wide_dtype(made)
-    logits_dtype = arguments.checked_float_dtype(_NAME, logits_dtype, "logits_dtype", made)
+    dtype = arguments.common_float_dtype(x, w)
+    logits_dtype = arguments.checked_float_dtype(_NAME, logits_dtype, "logits_dtype", dtype)
     layer = Layer(
         contracted=int(transpose_w),
-        product_dtype=made,
+        product_dtype=dtype,
         logits_dtype=logits_dtype,
-        accumulate_dtype=arguments.checked_float_dtype(_NAME, accumulate_dtype, "accumulate_dtype", wide),
+        accumulate_dtype=arguments.checked_float_dtype(
+            _NAME, accumulate_dtype, "accumulate_dtype", reference.wide_dtype(dtype)
+        ),
         soft_cap=None if soft_cap is None else arguments.checked_positive(_NAME, soft_cap, "soft_cap"),
         temperature=arguments.checked_positive(_NAME, temperature, "temperature"),
         changes_logits=bias is not None or soft_cap is not None or temperature != 1,
         chunk=None if chunk is None else int(chunk),
         axis_name=() if axis_name is None else arguments.checked_axis_name(_NAME, axis_name),
         reduction=reduction,
-        has_total=reduction is not None and "float16" not in (made.name, logits_dtype.name),
+        summed=reduction is not None and "float16" not in (dtype.name, logits_dtype.name),
         return_entropy=return_entropy,
     )
-    return _linear_cross_entropy(layer, x, w, labels, bias, weights, class_weights, options)
+    return _linear_cross_entropy(layer, x, w, labels, bias, weights, class_weights, regularization)
 
 
 @functools.partial(jax.jit, static_argnums=(0,), inline=True)
-def _linear_cross_entropy(layer, x, w, labels, bias, weights, class_weights, options):
+def _linear_cross_entropy(layer, x, w, labels, bias, weights, class_weights, regularization):
     axes, dtype = (labels.ndim,), reference.wide_dtype(layer.logits_dtype)
     shape = (*labels.shape, w.shape[1 - layer.contracted])
-    arguments.check_classes(_NAME, shape, axes, layer.axis_name)
+    classes = arguments.checked_classes(_NAME, shape, axes, layer.axis_name)
     label, found = label_of_rows(labels, shape, axes, None, layer.axis_name)
     x, w = laid_as_well(x, label).astype(layer.product_dtype), w.astype(layer.product_dtype)
     bias = None if bias is None else bias.astype(dtype)
-    if class_weights is not None:
-        classes = shape[-1] * math.prod(map(jax.lax.axis_size, layer.axis_name))
-        weights = weights_of_classes(_NAME, class_weights, labels, classes, weights, dtype)
-    weights = row_weights(_NAME, found, labels.shape, axes, weights, layer.reduction, dtype)
-    given = {"x": x, "w": w, "wide": w, "bias": bias, "weights": rows_laid_as(x, weights)}
-    given |= {"label": label, "found": found, **options.as_arrays(dtype)._asdict()}
-    of_tokens, total = _losses(layer, _varying(layer, given))
-    if layer.reduction is not None:
-        return total if layer.has_total else jnp.sum(of_tokens.losses)
-    of_tokens = jax.tree.map(lambda rows: jax.lax.squeeze(rows, axes), of_tokens)
-    return of_tokens if layer.return_entropy else of_tokens.losses
+    weights = row_weights(_NAME, labels, found, classes, axes, weights, class_weights, layer.reduction, dtype)
+    arrays = {"x": x, "w": w, "wide": w, "bias": bias, "weights": rows_laid_as(x, weights)}
+    arrays |= {"label": label, "found": found, **regularization.as_arrays(dtype)._asdict()}
+    token_losses, sums = _layer_losses(layer, _varying(layer, arrays))
+    if layer.summed:
+        return sums["loss"]
+    losses = token_losses.losses
+    losses = jax.lax.squeeze(losses, axes) if layer.reduction is None else jnp.sum(losses)
+    return TokenLosses(losses, token_losses.entropies) if layer.return_entropy else losses
 
 
-def _varying(layer, given):
-    """The arrays, in their types varying over the same mesh axes: so what a device has of a gradient is not added to
-    others' before the end. What is the same along axis_name stays so: weights and options."""
-    names = frozenset().union(*map(arguments.varying_axes, jax.tree.leaves(given))) - set(layer.axis_name)
-    spread = {name: layer.axis_name for name in ("w", "label", *_OF_PARTS)}
-
-    def varying(name, a):
-        return None if a is None else arguments.varying_over(a, [*names, *spread.get(name, ())])
-
-    return {name: varying(name, a) for name, a in given.items()}
+def _varying(layer, arrays):
+    """The arrays, in their types varying over the same mesh axes, so that a device's terms of a gradient are added to
+    those of others at the end. Only what belongs to a shard of the vocabulary varies along axis_name."""
+    names = frozenset().union(*map(arguments.varying_axes, jax.tree.leaves(arrays))) - set(layer.axis_name)
+    along = dict.fromkeys(("w", "label", *_SHARDED_GRADIENTS), layer.axis_name)
+    all_names = {name: [*names, *along.get(name, ())] for name in arrays}
+    return {name: None if a is None else arguments.varying_over(a, all_names[name]) for name, a in arrays.items()}
 
 
-# ---- All tokens: (their losses, None), or (None, the total). `names`: by which arrays it is differentiated
+# ---- All tokens. Results are values of tokens, and a dict of sums over tokens.
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _losses(layer, given):
-    return _of_all(layer, (), given)
+def _layer_losses(layer, arrays):
+    return _over_chunks(layer, (), functools.partial(_chunk_losses, layer), arrays)
 
 
-def _of_all(layer, names, given):
-    return _in_chunks(layer, names, given, functools.partial(_over_chunks, functools.partial(_of_chunk, layer)))
-
-
-@functools.partial(_losses.defjvp, symbolic_zeros=True)
-def _losses_jvp(layer, primals, tangents):
-    (given,), (dots,) = primals, tangents
+@functools.partial(_layer_losses.defjvp, symbolic_zeros=True)
+def _layer_losses_jvp(layer, primals, tangents):
+    (arrays,), (dots,) = primals, tangents
     dots = {name: dots[name] for name in _REAL if not is_zero(dots[name])}
-    if not layer.has_total:  # the tangents' transpose makes each chunk's logits again
-        function = functools.partial(_of_all, layer, dots)
-        changed = {name: given[name] for name in dots}
-        return _losses(layer, given), jax.jvp(lambda changed: function(given | changed), (changed,), (dots,))[1]
-    total, gradients = _in_chunks(layer, dots, given, functools.partial(_total_and_gradients, layer, dots))
-    # If types say that x differs along axis_name and the total does not, JAX adds up what devices have of a gradient by
-    # what is the same on all. Else each of them has a total of its own.
+    if not layer.summed:  # the transpose of this computes each chunk's logits again
+        over_chunks = functools.partial(_over_chunks, layer, dots, functools.partial(_chunk_losses, layer))
+        changed = {name: arrays[name] for name in dots}
+        return _layer_losses(layer, arrays), jax.jvp(lambda c: over_chunks(arrays | c), (changed,), (dots,))[1]
+    of_chunk = functools.partial(_chunk_loss_and_gradients, layer, dots)
+    token_gradients, sums = _over_chunks(layer, dots, of_chunk, arrays)
+    gradients, loss = token_gradients | sums, sums["loss"]
+    # If types say that x differs along axis_name and the loss does not, JAX adds up the devices' terms of a gradient by
+    # an array that is the same on all of them. Else each device has a loss of its own.
     names, varying = set(layer.axis_name), arguments.varying_axes
-    alike = names <= varying(given["x"]) and not names & varying(total)
-    totals = 1 if alike else math.prod(map(jax.lax.axis_size, names))
+    is_shared = names <= varying(arrays["x"]) and not names & varying(loss)
+    losses = 1 if is_shared else math.prod(map(jax.lax.axis_size, names))
 
     def along(name):
-        dot = integer_losses.inner_product(gradients[name], dots[name]).astype(total.dtype)
-        of_parts = names and (not alike or name in _OF_PARTS)
-        return jax.lax.psum(dot, layer.axis_name) / totals if of_parts else dot
+        dot = inner_product(gradients[name], dots[name]).astype(loss.dtype)
+        has_terms = names and (not is_shared or name in _SHARDED_GRADIENTS)
+        return jax.lax.psum(dot, layer.axis_name) / losses if has_terms else dot
 
-    return (None, total), (None, sum(map(along, dots), jnp.zeros_like(total)))
-
-
-def _total_and_gradients(layer, names, split, given):
-    """The total, and its gradients by the arrays of these names."""
-
-    def of_chunk(part):
-        changed = {name: part[name] for name in names}
-        total, pullback = jax.vjp(lambda changed: _of_chunk(layer, part | changed)[1], changed)
-        (gradients,) = pullback(jnp.ones_like(total))
-        of_tokens = {name: gradients.pop(name) for name in _OF_TOKENS if name in gradients}
-        return of_tokens, (total, gradients)
-
-    of_tokens, (total, gradients) = _over_chunks(of_chunk, split, given)
-    like = given | {"wide": given["w"]}
-    return total, {name: a.astype(like[name].dtype) for name, a in {**of_tokens, **gradients}.items()}
+    return (({}, {"loss": loss}), ({}, {"loss": sum(map(along, dots), jnp.zeros_like(loss))}))
 
 
-# ---- A chunk of tokens, or all of them: the same
+# ---- A chunk of tokens
 
 
-def _of_chunk(layer, given):
-    if not layer.has_total:
-        return _losses_of_chunk(layer, given), None
-    return None, integer_losses.weighted_losses(*_operands(layer, given, at_once=True, in_place=True))
+def _chunk_losses(layer, arrays):
+    if not layer.summed:
+        return _token_losses(layer, arrays), {}
+    return {}, {"loss": weighted_losses(*_loss_operands(layer, arrays, summed=True, in_place=True))}
 
 
-# With checkpoint x and w are kept for a backward pass, and no logits.
+def _chunk_loss_and_gradients(layer, names, arrays):
+    """The loss, and its gradients by the arrays of these names."""
+    changed = {name: arrays[name] for name in names}
+    loss, pullback = jax.vjp(lambda changed: _chunk_losses(layer, arrays | changed)[1]["loss"], changed)
+    (gradients,) = pullback(jnp.ones_like(loss))
+    return {name: gradients.pop(name) for name in _OF_TOKENS if name in gradients}, {"loss": loss, **gradients}
+
+
+# With checkpoint a backward pass gets x and w, and no logits.
 @functools.partial(jax.checkpoint, static_argnums=(0,))
-def _losses_of_chunk(layer, given):
-    how, labelled, *others = _operands(layer, given, in_place=not layer.return_entropy)
-    losses = integer_losses.weighted_losses(how, labelled, *others)
-    entropies = entropies_of(labelled.x, None, how.axes, layer.axis_name) if layer.return_entropy else None
-    return TokenLosses(losses, jax.tree.map(lambda a: jnp.expand_dims(a, how.axes), entropies))
+def _token_losses(layer, arrays):
+    mode, labelled, *others = _loss_operands(layer, arrays, in_place=not layer.return_entropy)
+    losses = weighted_losses(mode, labelled, *others)
+    return TokenLosses(
+        losses, row_entropies(labelled.x, None, mode.axes, layer.axis_name) if layer.return_entropy else None
+    )
 
 
-def _operands(layer, given, **how):
-    """What `integer_losses.weighted_losses` asks for."""
-    x, bias = given["x"], given["bias"]
-    logits = product(x, given["w"], given["wide"], contracted=layer.contracted, dtype=layer.logits_dtype)
+def _loss_operands(layer, arrays, **mode):
+    """The arguments of `integer_losses.weighted_losses`."""
+    x, bias = arrays["x"], arrays["bias"]
+    logits = product(x, arrays["w"], arrays["wide"], contracted=layer.contracted, dtype=layer.logits_dtype)
     logits = _changed(layer, logits, bias) if layer.changes_logits else logits
-    labelled = integer_losses.Labelled(logits, given["label"], given["found"], None)
-    how = integer_losses.How((x.ndim - 1,), layer.axis_name, **how)
-    return how, labelled, given["weights"], Options(given["label_smoothing"], given["z_loss"])
+    labelled = Labelled(logits, arrays["label"], arrays["found"], None)
+    regularization = Regularization(arrays["label_smoothing"], arrays["z_loss"])
+    return Mode((x.ndim - 1,), layer.axis_name, **mode), labelled, arrays["weights"], regularization
 
 
-# With checkpoint the product is kept for a backward pass, and nothing in the dtype of the arithmetic.
+# With checkpoint a backward pass gets the product, and nothing in the dtype of the arithmetic.
 @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=(0,))
-def _changed(layer, made, bias):
-    logits = reference.widened(made)
+def _changed(layer, product, bias):
+    """soft_cap tanh((product + bias) / soft_cap) / temperature"""
+    logits = reference.widened(product)
     logits = logits if bias is None else logits + jnp.broadcast_to(bias, logits.shape)
     logits = logits if layer.soft_cap is None else layer.soft_cap * jnp.tanh(logits / layer.soft_cap)
-    return (logits / layer.temperature).astype(made.dtype)
+    return (logits / layer.temperature).astype(product.dtype)
 
 
 # ---- Chunks
 
 
-def _in_chunks(layer, names, given, function):
-    """What a function makes of a split, (dimension, size of a chunk along it), or None for all tokens, and of arrays.
+def _over_chunks(layer, names, of_chunk, arrays):
+    """`of_chunk(arrays)` for all tokens: for one chunk after the other, or for all at once.
 
-    `names`: by which of these it makes gradients. Unless the caller asks for chunks, a program that XLA divides among
-    devices has none: each device has a part of the logits, and XLA may add up a gradient over devices for each chunk.
+    `names` are the arrays whose gradients are computed. Unless the caller asks for chunks, a program that XLA divides
+    among devices has none: each device has a part of the logits, and with chunks XLA might add up a gradient over
+    devices once for each chunk.
     """
-    in_wide = "wide" in names and layer.accumulate_dtype != given["w"].dtype
-    sum_bytes = given["w"].size * layer.accumulate_dtype.itemsize if in_wide else 0
-    vocabulary = given["w"].shape[1 - layer.contracted]
-    logit_bytes = (2 if layer.changes_logits else 1) * vocabulary * layer.logits_dtype.itemsize
-    split = split_of(given["x"].shape[:-1], logit_bytes, sum_bytes, layer.chunk)
-    if split is None or (
-        layer.chunk is None and types_tell_shardings([jax.typeof(given["x"]), jax.typeof(given["w"])])
-    ):
-        return function(None, given)  # w's gradient, a single product, is rounded once
-    wide = given | {"wide": given["wide"].astype(layer.accumulate_dtype)} if in_wide else given
+    x, w = arrays["x"], arrays["w"]
+    widens = "wide" in names and layer.accumulate_dtype != w.dtype
+    sum_bytes = w.size * layer.accumulate_dtype.itemsize if widens else 0
+    logit_bytes = (2 if layer.changes_logits else 1) * w.shape[1 - layer.contracted] * layer.logits_dtype.itemsize
+    split = split_of(x.shape[:-1], logit_bytes, sum_bytes, layer.chunk)
+    if split is None or (layer.chunk is None and types_tell_shardings([jax.typeof(x), jax.typeof(w)])):
+        return of_chunk(arrays)  # w's gradient, a single product, is rounded once
+    wide = {"wide": arrays["wide"].astype(layer.accumulate_dtype)} if widens else {}
+    one_by_one = functools.partial(_one_by_one, of_chunk, *split, arrays | wide)
     if layer.chunk is not None:
-        return function(split, wide)
-    # Which it is, is known when the program is lowered. XLA drops what does not run.
-    return jax.lax.cond(several_devices_p.bind(), lambda: function(None, given), lambda: function(split, wide))
+        return one_by_one()
+    # The condition is known when the program is lowered, and XLA drops the other branch.
+    return jax.lax.cond(several_devices_p.bind(), lambda: of_chunk(arrays), one_by_one)
 
 
 def split_of(shape, logit_bytes, sum_bytes, chunk=None):
-    """The split of tokens of this shape: into chunks if they take less memory, or the caller asks for some.
+    """The dimension of tokens of this shape that is split, and a chunk's extent along it; None if there are no chunks.
 
-    `logit_bytes`: that one token's logits take. `sum_bytes`: what chunks take besides, to add up a gradient in.
-    A chunk has one index of the longest dimension at least, and all of the others. Symbolic shapes have no chunks.
+    Chunks are taken if they save memory, or if the caller asks for them. `logit_bytes` are those of one token's logits,
+    `sum_bytes` those that chunks take besides, to add up a gradient. Symbolic shapes are not split.
     """
     if not all(isinstance(n, int) for n in shape) or math.prod(shape) <= 1:
         return None
@@ -360,17 +358,14 @@ def split_of(shape, logit_bytes, sum_bytes, chunk=None):
     return (dim, size) if size < extent and (saves or chunk is not None) else None
 
 
-def _over_chunks(function, split, given):
-    """What a function of tokens makes of all: results of each token, and sums over tokens.
+def _one_by_one(of_chunk, dim, size, arrays):
+    """`of_chunk` of one chunk after the other, `size` tokens each along dimension `dim`.
 
-    Chunks do not lie side by side: chunk i has every n-th token, from the i-th on. So of tokens that are spread over
-    devices each device has a part of every chunk. Tokens of 0 and weight 0 make the last chunk as large as others. The
-    first chunk's sums are not added to zeros.
+    Chunk i of n has the tokens i, i + n, i + 2 n, ...: if tokens are sharded, each device has a part of every chunk.
+    The last chunk is padded with tokens of 0 and weight 0. The first chunk is not part of the loop, so that its sums
+    need not be added to zeros.
     """
-    if split is None:
-        return function(given)
-    dim, size = split
-    extent = given["x"].shape[dim]
+    extent, w = arrays["x"].shape[dim], arrays["w"]
     count = -(-extent // size)
 
     def chunks(a):
@@ -383,11 +378,13 @@ def _over_chunks(function, split, given):
         a = a.reshape(*a.shape[:dim], size * count, *a.shape[dim + 2 :])
         return jax.lax.slice_in_dim(a, 0, extent, axis=dim)
 
-    def step(sums, arrays):
-        of_tokens, more = function(given | arrays)
-        return jax.tree.map(jnp.add, sums, more), of_tokens
+    def step(sums, chunk):
+        of_tokens, terms = of_chunk(arrays | chunk)
+        return jax.tree.map(jnp.add, sums, terms), of_tokens
 
-    arrays = {name: chunks(given[name]) for name in _OF_TOKENS}
-    of_first, sums = function(given | {name: a[0] for name, a in arrays.items()})
-    sums, of_others = jax.lax.scan(step, sums, {name: a[1:] for name, a in arrays.items()})
-    return jax.tree.map(joined, of_first, of_others), sums
+    all_chunks = {name: chunks(arrays[name]) for name in _OF_TOKENS}
+    first, sums = of_chunk(arrays | {name: a[0] for name, a in all_chunks.items()})
+    sums, others = jax.lax.scan(step, sums, {name: a[1:] for name, a in all_chunks.items()})
+    if "wide" in sums:
+        sums["wide"] = sums["wide"].astype(w.dtype)
+    return jax.tree.map(joined, first, others), sums

@@ -11,10 +11,10 @@ from jax_softmax.functions import arguments
 from jax_softmax.functions.arguments import Axis, AxisName
 from jax_softmax.primitives import reference
 from jax_softmax.primitives.reference import Normalizer
-from jax_softmax.primitives.rows import maximum, normalizer, row_sum
+from jax_softmax.primitives.rows import maximum, row_normalizer, row_sum
 
 
-class _Options(TypedDict, total=False):
+class _LogsumexpOptions(TypedDict, total=False):
     b: ArrayLike | None
     dtype: DTypeLike | None
     axis_name: AxisName
@@ -29,7 +29,7 @@ def logsumexp(
     *,
     return_max: Literal[False] = ...,
     return_sign: Literal[False] = ...,
-    **options: Unpack[_Options],
+    **options: Unpack[_LogsumexpOptions],
 ) -> jax.Array: ...
 @overload
 def logsumexp(
@@ -40,7 +40,7 @@ def logsumexp(
     *,
     return_max: Literal[True],
     return_sign: Literal[False] = ...,
-    **options: Unpack[_Options],
+    **options: Unpack[_LogsumexpOptions],
 ) -> tuple[jax.Array, jax.Array]: ...
 @overload
 def logsumexp(
@@ -51,7 +51,7 @@ def logsumexp(
     *,
     return_max: Literal[False] = ...,
     return_sign: Literal[True],
-    **options: Unpack[_Options],
+    **options: Unpack[_LogsumexpOptions],
 ) -> tuple[jax.Array, jax.Array]: ...
 @overload
 def logsumexp(
@@ -62,7 +62,7 @@ def logsumexp(
     *,
     return_max: bool = ...,
     return_sign: bool = ...,
-    **options: Unpack[_Options],
+    **options: Unpack[_LogsumexpOptions],
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 def logsumexp(
     x: ArrayLike,
@@ -78,32 +78,33 @@ def logsumexp(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Logarithm of the sum of exp(x), or of b exp(x), along axis, computed relative to the maximum.
 
-    As `jax.nn.logsumexp` and `jax.scipy.special.logsumexp`, but for the default axis and the order of arguments. x is
-    read once, and nothing of its size is written. The backward pass needs x and the result. Differentiable in forward
-    and reverse mode to any order.
+    The same as `jax.nn.logsumexp` and `jax.scipy.special.logsumexp`, but with another default axis and another order of
+    arguments. x is read once, and nothing of its size is written. The backward pass reads x again. Differentiable in
+    forward and reverse mode to any order.
 
     Args:
       x: array of a floating, integer or boolean dtype, computed in float32 (float64 for float64).
       axis, where, axis_name: as for `softmax`; where leaves elements out of the sum.
       keepdims: whether reduced axes stay, with extent 1.
-      b: real array that broadcasts to the shape of x, and where if given: factors of the exponentials, of any sign.
-        With it XLA does all, in two readings of x. The result is NaN where the sum is negative, unless return_sign is
-        True.
-      dtype: that of the result, a floating one; by default x's, or for integers that of their exponentials. float32 for
-        an x of 16 bits keeps the precision that the sum has.
+      b: real array that broadcasts to the shape of x and where: factors of the exponentials, of any sign. With it no
+        kernel runs, but XLA's own operations, which read x twice. The result is NaN where the sum is negative, unless
+        return_sign is True.
+      dtype: the result's dtype, a floating one. By default it is x's, or for integers that of their exponentials. With
+        float32 the result for an x of 16 bits has all digits of the sum.
       return_max: whether to return the maximum as well. Not with b or return_sign.
-      return_sign: whether to return the sum's sign as well, -1, 0 or 1; the logarithm is then that of its magnitude.
+      return_sign: whether to return the sum's sign as well, -1, 0 or 1. The result is then the logarithm of the sum's
+        magnitude.
 
     Returns:
-      An array of x's shape without the reduced axes. With return_max or return_sign a pair of such arrays, the
-      log-sum-exp and the maximum or the sign. Log-sum-exp and maximum are -inf for rows that are masked altogether. A
-      row with +inf gives +inf, one with a NaN gives NaN. Gradients of such rows are JAX's: 0 where all is masked, and
-      NaN by each +inf and by all of a row with a NaN or nothing but -inf.
+      An array of x's shape without the reduced axes. With return_max or return_sign a pair of such arrays: the
+      log-sum-exp, and the maximum or the sign. Rows that are masked altogether have a log-sum-exp and a maximum of
+      -inf. A row with +inf gives +inf, one with a NaN gives NaN. Gradients of such rows are as JAX's: 0 where all is
+      masked, NaN at each +inf, and NaN everywhere in a row with a NaN or of nothing but -inf.
 
     Raises:
       TypeError: an argument is of the wrong type or dtype.
       ValueError: axis is out of range or repeated, where or b does not broadcast with x, return_max is given with b or
-        return_sign, or axis_name is not one of the axes of a surrounding `shard_map`.
+        return_sign, or axis_name is not a mesh axis of a surrounding `shard_map`.
     """
     if dtype is not None:
         dtype = arguments.checked_float_dtype("logsumexp", dtype, "dtype")
@@ -113,40 +114,41 @@ def logsumexp(
     if return_max and (return_sign or b is not None):
         raise ValueError("logsumexp: return_max must be False where b is given or return_sign is True.")
     x, axis, where, axis_name = arguments.for_jit("logsumexp", x, axis, where, axis_name)
-    b = None if b is None else arguments.checked_real_array("logsumexp", b, "b")
+    b = arguments.checked_optional_array("logsumexp", b, "b")
     return _logsumexp(x, axis, where, b, keepdims, dtype, return_max, return_sign, axis_name)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 4, 5, 6, 7, 8), inline=True)
 def _logsumexp(x, axis, where, b, keepdims, dtype, return_max, return_sign, axis_name):
-    x, where, axes, axis_name, of_x = arguments.prepared("logsumexp", x, axis, where, axis_name)
+    x, where, axes, axis_name, default_dtype = arguments.prepared("logsumexp", x, axis, where, axis_name)
     if b is None:
-        rows = normalizer(x, where, axes, axis_name)
-        lse, sign = rows.lse, jnp.sign(rows.total)
+        normalizer = row_normalizer(x, where, axes, axis_name)
+        lse, sign = normalizer.lse, jnp.sign(normalizer.sum_exp)
     else:
         arguments.check_broadcasts("logsumexp", "b", b.shape, x.shape)
-        of_x = arguments.common_float_dtype(jnp.zeros((), of_x), b)
-        b = b.astype(reference.wide_dtype(of_x))
-        lse, sign = _of_weighted_sum(arguments.varying_as_well(x, b, ()), b, where, axes, axis_name)
+        default_dtype = arguments.common_float_dtype(jnp.zeros((), default_dtype), b)
+        b = b.astype(reference.wide_dtype(default_dtype))
+        lse, sign = _log_of_weighted_sum(arguments.varying_as_well(x, b, ()), b, where, axes, axis_name)
         lse = lse if return_sign else jnp.where(sign < 0, jnp.nan, lse)
     results = [lse]
     if return_sign:
         results.append(sign)
     if return_max:
-        largest = jnp.where(jnp.isnan(lse), lse, rows.largest)  # the kernels' maximum leaves NaNs out
+        largest = jnp.where(jnp.isnan(lse), lse, normalizer.largest)  # a kernel's maximum ignores NaNs
         results.append(maximum(x, largest, where, axes, axis_name))
-    results = [r.astype(of_x if dtype is None else dtype) for r in results]
+    results = [r.astype(default_dtype if dtype is None else dtype) for r in results]
     if not keepdims:
         results = [jax.lax.squeeze(r, axes) for r in results]
     return tuple(results) if len(results) > 1 else results[0]
 
 
-def _of_weighted_sum(x, b, where, axes, axis_name):
-    """The logarithm of the magnitude of sum(b exp(x)) over each row, and the sum's sign."""
+def _log_of_weighted_sum(x, b, where, axes, axis_name):
+    """log(abs(sum(b exp(x)))) over each row, and the sum's sign."""
     counted = b != 0 if where is None else where & (b != 0)
     x = reference.widened(x)
     largest = jnp.max(jax.lax.stop_gradient(x), axes, keepdims=True, initial=-jnp.inf, where=counted)
-    rows = Normalizer(jax.lax.pmax(largest, axis_name) if axis_name else largest, jnp.ones_like(largest))
-    distances = reference.distances(reference.kept(x, counted), rows)
-    total = row_sum(reference.kept(b * jnp.exp(reference.kept(distances, counted)), counted), axes, axis_name)
-    return rows._replace(total=jnp.abs(total)).lse, jnp.sign(total)
+    normalizer = Normalizer(jax.lax.pmax(largest, axis_name) if axis_name else largest, jnp.ones_like(largest))
+    distances = reference.distances(reference.fill_masked(x, counted), normalizer)
+    terms = b * jnp.exp(reference.fill_masked(distances, counted))
+    sum_exp = row_sum(reference.fill_masked(terms, counted), axes, axis_name)
+    return normalizer._replace(sum_exp=jnp.abs(sum_exp)).lse, jnp.sign(sum_exp)

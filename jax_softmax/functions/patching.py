@@ -1,8 +1,8 @@
-"""Puts the operators in the place of those of `jax.nn` and of optax, for code that one does not own.
+"""Puts this package's functions in the place of those of `jax.nn` and of optax, for code that one cannot change.
 
-What takes their place are dispatchers. A dispatcher asks, each time it is called, a context of JAX whether its function
-is ours. The context is the thread's, and part of the key by which `jax.jit` finds what it has traced: a function that
-was traced without ours is traced anew where they are on, and the other way round.
+The originals are replaced by dispatchers. Whenever a dispatcher is called, it looks its name up in a context of JAX,
+and calls this package's function or the original. The context belongs to the thread, and to the key under which
+`jax.jit` caches what it has traced: a function that was traced with one setting is traced again for the other.
 """
 
 import functools
@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax_softmax import _private
 from jax_softmax.functions import arguments, losses, softmax
 from jax_softmax.functions.logsumexp import logsumexp
+from jax_softmax.primitives.labels import widened_labels
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -27,18 +28,19 @@ _R = TypeVar("_R")
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
-# ---- Ours, by the signatures of JAX and optax. NotImplemented: that call has another meaning there.
+# ---- This package's functions with the signatures of JAX and optax. They return NotImplemented for calls that mean
+# something else there.
 
 
-def _softmax(x: Any, axis: Any = -1, where: Any = None) -> Any:
+def _softmax_for_jax(x: Any, axis: Any = -1, where: Any = None) -> Any:
     return softmax.softmax(x, axis, where) if _is_axis(axis) and _is_mask(where) else NotImplemented
 
 
-def _log_softmax(x: Any, axis: Any = -1, where: Any = None) -> Any:
+def _log_softmax_for_jax(x: Any, axis: Any = -1, where: Any = None) -> Any:
     return softmax.log_softmax(x, axis, where) if _is_axis(axis) and _is_mask(where) else NotImplemented
 
 
-def _logsumexp(
+def _logsumexp_for_jax(
     a: Any, axis: Any = None, b: Any = None, keepdims: Any = False, return_sign: Any = False, where: Any = None
 ) -> Any:
     if (
@@ -52,29 +54,30 @@ def _logsumexp(
     return logsumexp(a, axis, where, bool(keepdims), return_sign=return_sign)
 
 
-def _soft_loss(logits: Any, labels: Any, axis: Any = -1, where: Any = None) -> Any:
+def _soft_loss_for_optax(logits: Any, labels: Any, axis: Any = -1, where: Any = None) -> Any:
     if not _is_float(logits) or not hasattr(labels, "dtype") or jnp.iscomplexobj(labels):
         return NotImplemented
     if not _is_axis(axis) or not _is_mask(where):
         return NotImplemented
-    where = _with_classes(where, logits, axis)
+    where = _with_class_axis(where, logits, axis)
     if not _broadcast(logits.shape, labels, where):
         return NotImplemented
     return losses.softmax_cross_entropy(logits, labels, axis, where).astype(jnp.result_type(logits, labels))
 
 
-def _integer_loss(logits: Any, labels: Any, axis: Any = -1, where: Any = None) -> Any:
+def _integer_loss_for_optax(logits: Any, labels: Any, axis: Any = -1, where: Any = None) -> Any:
     if not _is_float(logits) or not _is_integer(labels) or not _is_mask(where) or not isinstance(axis, int | tuple):
         return NotImplemented
     logits, labels = jnp.asarray(logits), jnp.asarray(labels)
     axes = arguments.checked_axes("softmax_cross_entropy_with_integer_labels", logits.ndim, axis)
     classes = math.prod(logits.shape[d] for d in axes)
-    where = _with_classes(where, logits, axis)
+    where = _with_class_axis(where, logits, axis)
     rows = tuple(n for d, n in enumerate(logits.shape) if d not in axes)
     if labels.shape != rows or not axes or classes == 0 or not _broadcast(logits.shape, where):
         return NotImplemented
-    # Ours ignores labels that are no class. There, negative ones count from the last class, and others make NaNs.
-    labels = labels.astype(jnp.int32) if labels.dtype.itemsize < 4 else labels  # which can count the classes
+    # Our function ignores labels that are no class. In optax negative ones count from the last class, and others give
+    # NaN.
+    labels = widened_labels(labels)
     labels = jnp.where(labels < 0, labels + classes, labels)
     loss = losses.softmax_cross_entropy_with_integer_labels(logits, labels, axis, where)
     counted = (labels >= 0) & (labels < classes)
@@ -92,7 +95,7 @@ def _is_integer(x: Any) -> bool:
 
 
 def _is_axis(axis: Any) -> bool:
-    """Whether it is one or several of an array's: there it may be a set, or the name of a mapped axis."""
+    """Whether it is an axis or axes of an array: JAX also takes a set, or the name of a mapped axis."""
     axes = axis if isinstance(axis, tuple | list) else () if axis is None else (axis,)
     return all(hasattr(a, "__index__") for a in axes)
 
@@ -101,8 +104,8 @@ def _is_mask(where: Any) -> bool:
     return where is None or getattr(where, "dtype", None) == jnp.bool_
 
 
-def _with_classes(where: Any, logits: Any, axis: Any) -> Any:
-    """A mask of as many dimensions as the logits; optax takes one of fewer as one of rows."""
+def _with_class_axis(where: Any, logits: Any, axis: Any) -> Any:
+    """The mask with as many dimensions as the logits: optax takes a mask with fewer for one of rows."""
     return where if where is None or where.ndim == logits.ndim else jnp.expand_dims(where, axis)
 
 
@@ -113,14 +116,14 @@ def _broadcast(shape: tuple[int, ...], *others: Any) -> bool:
 
 # ---- Dispatchers
 
-_OPERATORS = {"softmax": _softmax, "log_softmax": _log_softmax}
-_LOSSES_OF_OPTAX = {
-    "softmax_cross_entropy": _soft_loss,
-    "softmax_cross_entropy_with_integer_labels": _integer_loss,
+_SOFTMAXES = {"softmax": _softmax_for_jax, "log_softmax": _log_softmax_for_jax}
+_OPTAX_LOSSES = {
+    "softmax_cross_entropy": _soft_loss_for_optax,
+    "softmax_cross_entropy_with_integer_labels": _integer_loss_for_optax,
 }
-_OURS = {**_OPERATORS, "logsumexp": _logsumexp, **_LOSSES_OF_OPTAX}
+_OURS = {**_SOFTMAXES, "logsumexp": _logsumexp_for_jax, **_OPTAX_LOSSES}
 
-# The names of the functions that are ours.
+# Its value is the set of names of the functions that are replaced by ours.
 _context: Any = jax.make_user_context(frozenset())
 
 
@@ -137,10 +140,10 @@ originals = {name: getattr(jax.nn, name) for name in ("softmax", "log_softmax", 
 _dispatchers = {name: _dispatcher(name, original) for name, original in originals.items()}
 
 
-def _put_in_place() -> None:
-    """Also in modules that were imported since the last time. There the dispatchers stay."""
+def _install_dispatchers() -> None:
+    """Replaces the originals in all modules imported so far. The dispatchers stay there for good."""
     optax = sys.modules.get("optax.losses")
-    for name in _LOSSES_OF_OPTAX:
+    for name in _OPTAX_LOSSES:
         if name not in originals and hasattr(optax, name):
             originals[name] = getattr(optax, name)
             _dispatchers[name] = _dispatcher(name, originals[name])
@@ -155,37 +158,37 @@ def _put_in_place() -> None:
 
 
 class _AllThreads:
-    """This thread's context, and those of the threads that have not been switched by themselves."""
+    """A context manager that sets the context in this thread, and in all threads that have not set it themselves."""
 
     def __init__(self, ours: frozenset[str]):
-        self._of_this_thread = _context(ours)
-        self._of_others = _private.for_all_threads(_context, ours)
-        if self._of_others is None:
+        self._this_thread = _context(ours)
+        self._others = _private.for_all_threads(_context, ours)
+        if self._others is None:
             warnings.warn(
                 f"jax_softmax: use(all_threads=True) switches this thread alone with JAX {jax.__version__}. Call it in "
                 "each thread.",
-                stacklevel=6,  # of `use`
+                stacklevel=6,  # the caller of `use`
             )
 
     def __enter__(self) -> None:
-        if self._of_others:
-            self._of_others.__enter__()
-        self._of_this_thread.__enter__()
+        if self._others:
+            self._others.__enter__()
+        self._this_thread.__enter__()
 
     def __exit__(self, *exception: object) -> None:
-        self._of_this_thread.__exit__(None, None, None)
-        if self._of_others:
-            self._of_others.__exit__(None, None, None)
+        self._this_thread.__exit__(None, None, None)
+        if self._others:
+            self._others.__exit__(None, None, None)
 
 
 class _Switch:
-    """What `use` returns, after it has switched: a context manager, and a decorator."""
+    """What `use` returns, after it has set the context: a context manager and a decorator."""
 
     def __init__(self, context: Callable[[], AbstractContextManager[None]]):
         self._context = context
         self._entered: list[AbstractContextManager[None]] = []
         self._enter()
-        self._ahead = True  # of the first block, if there is one
+        self._is_fresh = True  # until the first `with`, which must not enter once more
 
     def _enter(self) -> None:
         context = self._context()
@@ -193,15 +196,15 @@ class _Switch:
         self._entered.append(context)
 
     def __enter__(self) -> None:
-        if not self._ahead:
+        if not self._is_fresh:
             self._enter()
-        self._ahead = False
+        self._is_fresh = False
 
     def __exit__(self, *exception: object) -> None:
         self._entered.pop().__exit__(None, None, None)
 
     def __call__(self, function: Callable[_P, _R]) -> Callable[_P, _R]:
-        with self:  # what `use` has switched ends here: a decorated function switches when it is called
+        with self:  # undoes what `use` did: a decorated function sets the context while it is called
             pass
         if not callable(function) or isinstance(function, type):
             hint = " Decorate its methods with @jax_softmax.use()." if isinstance(function, type) else ""
@@ -229,26 +232,27 @@ def _runs_later(function: Any) -> bool:
 def use(on: bool = True, *, losses: bool = False, all_threads: bool = False) -> _Switch:
     """Makes `jax.nn.softmax` and `jax.nn.log_softmax` this package's, or with `use(False)` JAX's own again.
 
-    So are the references to them within JAX, whose `jax.nn.dot_product_attention` uses one, and within Flax, such as
-    `flax.linen.softmax`. It happens at once, for this thread and for good; in a `with` statement until the end of the
-    block::
+    This includes JAX's own uses of them, such as in `jax.nn.dot_product_attention`, and those within Flax, such as
+    `flax.linen.softmax`. It takes effect at once, for this thread and for good; in a `with` statement until the end of
+    the block::
 
         with jax_softmax.use():
             y = model(x)
 
-    and of a function that is decorated, `@jax_softmax.use()`, during each call, and not before.
+    and for a decorated function, `@jax_softmax.use()`, only during its calls.
 
-    It counts when a program is traced, and `jax.jit` traces a function anew where it was traced without. What was
-    compiled ahead of time stays as it is, as do references that other code took before (`from jax.nn import softmax`).
+    What counts is the setting when a program is traced; `jax.jit` traces a function again if the setting has changed.
+    Programs that were compiled ahead of time stay as they are, as do references that other code took before
+    (`from jax.nn import softmax`).
 
     Args:
       on: whether they are this package's.
-      losses: whether `jax.nn.logsumexp` (and so `jax.scipy.special.logsumexp`) and, if it has been imported, optax's
-        `softmax_cross_entropy` and `softmax_cross_entropy_with_integer_labels` are so as well, of floating arrays and
-        with dtypes as there. Results are the same up to rounding, but for a class of probability 0 whose logit is
-        -inf: it adds 0 and not NaN. Calls of `logsumexp` with factors, `b`, are left to JAX.
-      all_threads: whether to switch, beside this thread, all that are not within such a block and have not been
-        switched by a statement of their own.
+      losses: whether to replace also `jax.nn.logsumexp` (and so `jax.scipy.special.logsumexp`) and, if optax has been
+        imported, its `softmax_cross_entropy` and `softmax_cross_entropy_with_integer_labels`, for floating arrays.
+        Results have the same dtypes, and are the same up to rounding; but a class of probability 0 whose logit is -inf
+        adds 0 and not NaN. Calls of `logsumexp` with factors, `b`, are left to JAX.
+      all_threads: whether to do so also in all other threads, but for those that have called `use` themselves or are
+        within such a block.
 
     Raises:
       TypeError: an argument is not True or False, or what is decorated is no function, a class, a generator or
@@ -260,18 +264,16 @@ def use(on: bool = True, *, losses: bool = False, all_threads: bool = False) -> 
     on = arguments.checked_bool("use", on, "on")
     losses = arguments.checked_bool("use", losses, "losses")
     all_threads = arguments.checked_bool("use", all_threads, "all_threads")
-    ours = () if not on else _OURS if losses else _OPERATORS
+    ours = () if not on else _OURS if losses else _SOFTMAXES
     return _Switch(functools.partial(_switched, frozenset(ours), all_threads))
 
 
 def while_fusing() -> AbstractContextManager[None]:
-    """A context manager: within it all these functions are this package's.
-
-    But for optax's loss of probabilities, which is made of `log_softmax`: `fuse` finds one-hot labels in it.
-    """
+    """A context manager within which all these functions are this package's, but for optax's `softmax_cross_entropy`:
+    it calls `log_softmax`, and `fuse` recognises one-hot labels there."""
     return _switched(frozenset(_OURS) - {"softmax_cross_entropy"})
 
 
 def _switched(ours: frozenset[str], all_threads: bool = False) -> AbstractContextManager[None]:
-    _put_in_place()
+    _install_dispatchers()
     return _AllThreads(ours) if all_threads else _context(ours)

@@ -1,4 +1,4 @@
-"""Scaling of rows by their absolute maxima, and quantisation: the public function."""
+"""Scaling of rows by their largest magnitudes, and quantisation: the public function."""
 
 import functools
 from typing import Any
@@ -21,37 +21,37 @@ def absmax_scale(
     dtype: DTypeLike | None = None,
     axis_name: AxisName = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """x divided by its maximum of magnitudes along axis, and the scale: so that y * scale is x.
+    """x divided by its largest magnitude along axis, and the scale, so that y * scale is x.
 
-    Of a dtype of 8 bits y is x quantised symmetrically, row by row: with L, the type's largest number (int8: 127,
+    In a dtype of 8 bits y is x quantised symmetrically, row by row: with L, the dtype's largest number (int8: 127,
     float8_e4m3fn: 448, float8_e5m2: 57344), y is x * (L / max(abs(x))) rounded to nearest, ties to even, and the scale
-    is max(abs(x)) * (1 / L). Then the largest element of a row is L or -L, and y * scale is x but for the rounding.
-    Otherwise y is x / max(abs(x)), in which the largest element is 1 or -1, and the scale is max(abs(x)).
+    is max(abs(x)) * (1 / L). The largest element of a row becomes L or -L, and y * scale is x but for the rounding. In
+    other dtypes y is x / max(abs(x)), whose largest element is 1 or -1, and the scale is max(abs(x)).
 
     Differentiable in forward and reverse mode to any order. Elements that tie for the maximum share its cotangent
-    equally, as for `jnp.max`. To float8 the derivative is that of the formula before it is rounded, as for `astype`; y
-    in int8 has none, but its scale has.
+    equally, as for `jnp.max`. The derivative of y in float8 is that of the formula before the rounding, as for
+    `astype`; y in int8 has no derivative, but its scale has one.
 
     Args:
       x: array of a floating, integer or boolean dtype, computed in float32 (float64 for float64).
       axis: the axis, or axes, of a row: an int, a sequence or array of ints, or None for all axes.
       where: boolean mask that broadcasts with x; False leaves an element out, and its y is 0. The shape of y is that of
         x and where broadcast together.
-      dtype: that of y: int8, float8_e4m3fn, float8_e5m2, float16, bfloat16, float32 or float64. None, the default: x's,
-        or of integers and float8 the dtype that they are computed in.
+      dtype: y's dtype: int8, float8_e4m3fn, float8_e5m2, float16, bfloat16, float32 or float64. None, the default, is
+        x's dtype, or for integers and float8 the one that they are computed in.
       axis_name: as for `softmax`: y is this device's part, and the scales are the same on all devices along these mesh
         axes.
 
     Returns:
-      A pair (y, scale). scale is in float32 (float64 for float64), and of y's shape but for the reduced axes, which
-      stay with extent 1. Where the scale would be less than the smallest normal number, both are 0: so they are for a
-      row of zeros, or of none but masked elements. A row with a NaN has a scale and a y of NaN, one with an infinity a
-      scale of inf, a y of 0, and of NaN where the infinity is. In int8, 0 stands for NaN.
+      A pair (y, scale). scale is in float32 (float64 for float64), of y's shape with extent 1 along the reduced axes.
+      Where the scale would be less than the smallest normal number, both are 0, as for a row of zeros and for one that
+      is masked altogether. A row with a NaN has a scale of NaN, and y is NaN. A row with an infinity has a scale of
+      inf, and y is NaN at the infinity and 0 elsewhere. In int8, 0 stands for NaN.
 
     Raises:
       TypeError: x, axis, where or dtype is of the wrong type or dtype.
-      ValueError: axis is out of range or repeated, where does not broadcast with x, or axis_name is not one of the
-        axes of a surrounding `shard_map`.
+      ValueError: axis is out of range or repeated, where does not broadcast with x, or axis_name is not a mesh axis
+        of a surrounding `shard_map`.
     """
     if dtype is not None:
         dtype = _checked_dtype(dtype)
@@ -64,8 +64,8 @@ def _absmax_scale(x, axis, where, dtype, axis_name):
     x, where, axes, axis_name, _ = arguments.prepared("absmax_scale", x, axis, where, axis_name)
     dtype = x.dtype.name if dtype is None else dtype
     wide = reference.wide_dtype(x.dtype).name
-    rounded = wide if dtype == "float64" else dtype  # of no more bits than the arithmetic has
-    y, scale = bind("absmax_scale", x, where=where, axes=axes, axis_name=axis_name, dtype=rounded)
+    kernel_dtype = wide if dtype == "float64" else dtype  # no wider than the arithmetic
+    y, scale = bind("absmax_scale", x, where=where, axes=axes, axis_name=axis_name, dtype=kernel_dtype)
     return y.astype(dtype), scale
 
 

@@ -1,7 +1,7 @@
 """Softmax and log-softmax: the public functions, which check their arguments and bind the primitives.
 
-An eager call is one call of a jitted function, as it is in `jax.nn`. What that function would not refuse in words of
-our own is checked before, without looking at shapes; the rest inside, while it is traced.
+An eager call is one call of a jitted function, as in `jax.nn`. Arguments that `jax.jit` would refuse with errors of its
+own are checked before it, without looking at shapes; all others inside, while the function is traced.
 """
 
 import functools
@@ -29,32 +29,32 @@ def softmax(
 ) -> jax.Array:
     """Softmax of x along axis: exp(x) / sum(exp(x)), computed relative to the maximum.
 
-    A drop-in for `jax.nn.softmax`, with kernels of its own on CPU and CUDA. Differentiable in forward and reverse mode
-    to any order.
+    A drop-in for `jax.nn.softmax` with its own kernels on CPU and CUDA. Differentiable in forward and reverse mode to
+    any order.
 
     Args:
       x: array of any shape and of a floating, integer, boolean or complex dtype. Integers and booleans are converted to
         the default float type. float16, bfloat16 and float8 are computed in float32.
-      axis: the axis, or axes, that the results sum to 1 along: an int, a sequence or array of ints, or None for all
+      axis: the axis, or axes, along which the results sum to 1: an int, a sequence or array of ints, or None for all
         axes.
       where: boolean mask that broadcasts with x; False leaves an element out, and its result is 0. The shape of the
         result is that of x and where broadcast together.
       sink: real array that broadcasts to x's shape with extent 1 along `axis`, a single one: a further logit of each
-        row, which counts in its sum, and whose own result is dropped. In attention with a sink for each head,
-        sink[:, None, None] for scores of shape (..., heads, queries, keys). A row that is masked altogether is 0.
+        row, which counts in its sum, and whose own result is dropped. For attention with a sink for each head this is
+        sink[:, None, None], for scores of shape (..., heads, queries, keys). A row that is masked altogether is 0.
       axis_name: inside `jax.shard_map`, the mesh axis, or a tuple of mesh axes, that `axis` is sharded over: x is this
-        device's part, and the results of all the parts together sum to 1. The maxima and the sums of the rows are
-        reduced over the devices; nothing else travels. None, the default, for whole rows. (Under `jax.jit` arrays
-        whose `axis` is sharded need no such argument.) The `axis_name` of a `jax.vmap` is one as well.
+        device's shard, and the results of all shards together sum to 1. Devices exchange only the maxima and sums of
+        rows. None, the default, is for whole rows. (Under `jax.jit` arrays whose `axis` is sharded need no such
+        argument.) The `axis_name` of a `jax.vmap` is allowed as well.
 
     Returns:
-      An array of x's dtype (of a float dtype for integers). Rows that hold a NaN, or +inf, or nothing but -inf among
-      the elements that are not masked, are NaN; rows that are masked altogether are 0.
+      An array of x's dtype (of a float dtype for integers). A row is NaN if its elements that are not masked include a
+      NaN or +inf, or are all -inf. A row that is masked altogether is 0.
 
     Raises:
       TypeError: x, axis or where is of the wrong type or dtype.
-      ValueError: axis is out of range or repeated, where does not broadcast with x, sink does not fit, or axis_name is
-        not one of the axes of a surrounding `shard_map`.
+      ValueError: axis is out of range or repeated, where does not broadcast with x, sink has another shape or is given
+        with axis_name, or axis_name is not a mesh axis of a surrounding `shard_map`.
     """
     if sink is None:
         return _call(_softmax, x, axis, where, axis_name)
@@ -69,17 +69,17 @@ def softmax(
 
 @functools.partial(jax.jit, static_argnums=(1,), inline=True)
 def _softmax_with_sink(x, axis, where, sink):
-    """By a column beside x, which is where `fuse` looks for a sink in attention."""
+    """Softmax of x with the sink concatenated to each row: the form in which `fuse` recognises a sink in attention."""
     x = arguments.checked_real_array("softmax", x, "x")
     _, where, shape = arguments.checked_axes_and_mask("softmax", x, axis, where)
     axis = arguments.checked_axis("softmax", len(shape), axis)
     x, dtype = arguments.promoted(x)
     wide = jnp.result_type(x, arguments.promoted(sink)[0])  # a Python number does not widen x
-    x = jnp.broadcast_to(reference.kept(x, where, -jnp.inf), shape).astype(wide)
-    of_rows = tuple(1 if d == axis else n for d, n in enumerate(shape))
-    arguments.check_broadcasts("softmax", "sink", sink.shape, of_rows)
-    columns = jnp.concatenate([x, jnp.broadcast_to(sink, of_rows).astype(wide)], axis)
-    return jax.lax.slice(softmax(columns, axis), [0] * len(shape), shape).astype(dtype)
+    x = jnp.broadcast_to(reference.fill_masked(x, where, -jnp.inf), shape).astype(wide)
+    sink_shape = tuple(1 if d == axis else n for d, n in enumerate(shape))
+    arguments.check_broadcasts("softmax", "sink", sink.shape, sink_shape)
+    logits = jnp.concatenate([x, jnp.broadcast_to(sink, sink_shape).astype(wide)], axis)
+    return jax.lax.slice(softmax(logits, axis), [0] * len(shape), shape).astype(dtype)
 
 
 def log_softmax(
@@ -87,7 +87,7 @@ def log_softmax(
 ) -> jax.Array:
     """Logarithm of softmax along axis: x - log(sum(exp(x))), computed relative to the maximum.
 
-    A drop-in for `jax.nn.log_softmax`; arguments, dtypes and errors are those of `softmax`, but for sink. Masked
+    A drop-in for `jax.nn.log_softmax`. Arguments, dtypes and errors are those of `softmax`; there is no sink. Masked
     elements, and rows that are masked altogether, are -inf.
     """
     return _call(_log_softmax, x, axis, where, axis_name)
@@ -98,7 +98,7 @@ def _call(jitted: Callable[..., jax.Array], x: Any, axis: Any, where: Any, axis_
 
 
 def _jitted(name: str, op: str, forward: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """The operator under `jax.jit` and by its name, inlined into the programs that call it."""
+    """A public function's part under `jax.jit`, with its name; it is inlined into programs that call it."""
 
     def call(x, axis, where, axis_name):
         x = arguments.checked_array(name, x)
@@ -117,15 +117,15 @@ def _jitted(name: str, op: str, forward: Callable[..., jax.Array]) -> Callable[.
     return jax.jit(call, static_argnums=(1, 3), inline=True)
 
 
-def _bound(op: str) -> Callable[..., jax.Array]:
-    def function(axes, axis_name, x, where):
+def _forward(op: str) -> Callable[..., jax.Array]:
+    def forward(axes, axis_name, x, where):
         return bind(op, x, where=where, axes=axes, axis_name=axis_name)
 
-    function.__name__ = function.__qualname__ = op
-    return function
+    forward.__name__ = forward.__qualname__ = op
+    return forward
 
 
-# ---- The same forward and backward behind jax.custom_vjp, for code that asks for it: reverse mode only.
+# ---- The same by jax.custom_vjp: reverse mode only.
 
 
 def _with_vjp(op: str) -> Callable[..., jax.Array]:
@@ -137,7 +137,7 @@ def _with_vjp(op: str) -> Callable[..., jax.Array]:
         y, where = residuals
         return bind(VJP[op], y, cotangent, where=where, axes=axes, axis_name=axis_name), None
 
-    with_vjp = jax.custom_vjp(_bound(op), nondiff_argnums=(0, 1))
+    with_vjp = jax.custom_vjp(_forward(op), nondiff_argnums=(0, 1))
     with_vjp.defvjp(forward_and_residuals, backward)
     return with_vjp
 
@@ -159,7 +159,7 @@ def log_softmax_vjp(
     return _call(_log_softmax_vjp, x, axis, where, axis_name)
 
 
-_softmax = _jitted("softmax", "softmax", _bound("softmax"))
-_log_softmax = _jitted("log_softmax", "log_softmax", _bound("log_softmax"))
+_softmax = _jitted("softmax", "softmax", _forward("softmax"))
+_log_softmax = _jitted("log_softmax", "log_softmax", _forward("log_softmax"))
 _softmax_vjp = _jitted("softmax_vjp", "softmax", _with_vjp("softmax"))
 _log_softmax_vjp = _jitted("log_softmax_vjp", "log_softmax", _with_vjp("log_softmax"))

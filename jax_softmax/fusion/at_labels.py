@@ -53,7 +53,7 @@ def loss_gradients(graph, equation):
 
     def gradient(x, *variables):
         label, element, offset = at.function(*variables)
-        value = jnp.where(labels.exists(label, x.shape, axes), element - (0 if offset is None else offset), 0)
+        value = jnp.where(labels.has_label(label, x.shape, axes), element - (0 if offset is None else offset), 0)
         offset = jnp.zeros_like(value) if offset is None else jnp.broadcast_to(offset, value.shape)
         row_sum = value + x.shape[axes[0]] * offset
         coefficients = Coefficients(-row_sum, jnp.zeros_like(value), offset, value)
@@ -83,11 +83,11 @@ def sums_at_labels(graph, equation):
 
         def weighted_sum(x, y, *variables, at=at, from_x=from_x):
             label, value, offset = at.function(*variables)
-            counts = labels.exists(label, y.shape, axes)
+            counts = labels.has_label(label, y.shape, axes)
             if offset is not None:
                 value -= offset
                 counts &= value != 0  # the element at the label may be -inf
-            result = jnp.where(counts, labels.at_labels(y, axes, label) * value, 0)
+            result = jnp.where(counts, labels.label_elements(y, axes, label) * value, 0)
             if offset is not None:
                 result += offset * (_sum_of_logarithms(x, axes) if from_x else jnp.sum(y, axes, keepdims=True))
             return jnp.squeeze(result, axes).astype(y.dtype)
@@ -103,7 +103,7 @@ def _sum_of_logarithms(x, axes):
         return jnp.sum(bind("log_softmax", x, where=None, axes=axes, dtype="float32"), axes, keepdims=True)
     largest, total, distance, count = bind("logsumexp_and_distances", x, where=None, axes=axes)
     rows = reference.Normalizer(largest, total).without_infinity()
-    return reference.distance_of_all(distance, count, n) - n * jnp.log(rows.total)
+    return reference.distance_sum_of_all(distance, count, n) - n * jnp.log(rows.sum_exp)
 
 
 def scattered(graph, equation):

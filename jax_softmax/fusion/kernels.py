@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from jax_softmax.devices import division, layouts, partitioning, parts
+from jax_softmax.devices import division, layouts, partitioning, row_shards
 from jax_softmax.fusion import printing
 from jax_softmax.fusion.expressions import Expression
 from jax_softmax.primitives import reference
@@ -129,7 +129,7 @@ class FusedKernel(NamedTuple):
     def of_part(self, layout) -> "FusedKernel":
         """The kernel for a device's part. To an index along a divided dimension it adds the part's first one: a scalar
         array after the other arrays."""
-        part = tuple(layouts.part_of(self.shape, layout))
+        part = tuple(layouts.shard_shape(self.shape, layout))
 
         def cut(shape):
             return tuple(m if n == whole else n for n, m, whole in zip(shape, part, self.shape, strict=True))
@@ -192,7 +192,7 @@ class _DeviceProgram(division.DeviceProgram):
         self.axes = self.kernel.axes
         self.dims_with_indices = self.kernel.dims_with_indices
 
-    def of_whole_rows(self, layout):
+    def on_whole_rows(self, layout):
         kernel = self.kernel.of_part(layout)
 
         def on_device(*operands):
@@ -201,7 +201,7 @@ class _DeviceProgram(division.DeviceProgram):
 
         return on_device
 
-    def of_parts_of_rows(self, layout, spread):
+    def on_row_shards(self, layout, sharded_dims):
         kernel = self.kernel.of_part(layout)
 
         def on_device(*operands):
@@ -210,7 +210,9 @@ class _DeviceProgram(division.DeviceProgram):
 
             def operator(op, *loaded, axes, **params):
                 params = {"axes": axes, **params}
-                return parts.over_groups(op, params, self.kernel.shape, layout, spread, normalizer)(*loaded)
+                return row_shards.in_divided_program(op, params, self.kernel.shape, layout, sharded_dims, normalizer)(
+                    *loaded
+                )
 
             return kernel.in_jax(*operands, operator=operator)
 
@@ -220,7 +222,7 @@ class _DeviceProgram(division.DeviceProgram):
         """The operands, with the first indices of this device's part after the side arrays (`FusedKernel.of_part`)."""
         n = self.kernel.n_arrays
         dims = (d for d in self.dims_with_indices if layout.shape[d] > 1)
-        starts = (parts.first_index(layout, part, d).reshape([1] * len(part)) for d in dims)
+        starts = (row_shards.first_index(layout, part, d).reshape([1] * len(part)) for d in dims)
         return *operands[:n], *starts, *operands[n:]
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jax_softmax.runtime.judge import Traffic, told, words
+from jax_softmax.runtime.judge import Traffic, byte_text, verdict
 
 
 class Line(NamedTuple):
@@ -41,10 +41,10 @@ def _described(line: Line, count: int) -> str:
     title = f"{line.op} of {line.dtype}{list(line.shape)}{f', x {count}' if count > 1 else ''}: by "
     where = f" in {line.where[1:]}" if line.where else ""
     if line.traffic is None:
-        size = words(math.prod(line.shape) * np.dtype(line.dtype).itemsize)
+        size = byte_text(math.prod(line.shape) * np.dtype(line.dtype).itemsize)
         return f"{title}its kernels: no weights in memory, {size}{where}"
-    title += told(line.traffic, line.xla_is_as_fast)
-    details = [f"along {line.axes}{where}; {words(line.traffic.before)} with nothing folded"]
+    title += verdict(line.traffic, line.xla_is_as_fast)
+    details = [f"along {line.axes}{where}; {byte_text(line.traffic.before)} with nothing folded"]
     for what, names in (
         ("folded before it", line.folded_before),
         ("folded after it", line.folded_after),

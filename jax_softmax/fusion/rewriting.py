@@ -18,7 +18,7 @@ from jax_softmax.fusion.graph import (
 from jax_softmax.fusion.groups import Groups, is_loop
 from jax_softmax.fusion.report import Line
 from jax_softmax.fusion.traffic import group_traffic
-from jax_softmax.primitives.in_memory import in_memory_p
+from jax_softmax.primitives.as_stored import as_stored_p
 from jax_softmax.primitives.operators import PRIMITIVES
 
 # Equations whose jaxprs are rewritten.
@@ -44,7 +44,7 @@ def rewritten(jaxpr, report=None, where=""):
             params = with_jaxprs(equation.params, lambda inner, within=within: rewritten(inner, *within))
             changed |= any(params[k] is not equation.params[k] for k in params)
             equation.params = params
-    changed |= any(e.name in PRIMITIVES or e.eqn.primitive is in_memory_p for e in graph.equations)
+    changed |= any(e.name in PRIMITIVES or e.eqn.primitive is as_stored_p for e in graph.equations)
     if not changed and not any(e.name == "reduce_max" for e in graph.equations):
         return jaxpr
     program, left = rules.without_duplicates(graph), set()
@@ -53,7 +53,7 @@ def rewritten(jaxpr, report=None, where=""):
         if not changed and not written:
             return jaxpr
         graph, found, refused = matcher.with_attention(rules.without_duplicates(graph))
-        graph = _without_in_memory(rules.after_rules(graph))
+        graph = _without_as_stored(rules.after_rules(graph))
         groups, calls, by_xla, lines = _decide(graph, where)
         again = {e.inputs[0] for e in by_xla}.intersection(written)  # XLA makes these as the program writes them out
         for equation, line in lines.items():
@@ -66,9 +66,9 @@ def rewritten(jaxpr, report=None, where=""):
     return jaxpr.replace(eqns=_in_order(groups, calls, by_xla), outvars=groups.graph.outputs)
 
 
-def _without_in_memory(graph):
-    """The graph without `in_memory_p`: `made_twice.py` says what is in memory."""
-    copies = [e for e in graph.equations if e.eqn.primitive is in_memory_p]
+def _without_as_stored(graph):
+    """The graph without `as_stored_p`: `made_twice.py` says what is in memory."""
+    copies = [e for e in graph.equations if e.eqn.primitive is as_stored_p]
     renamed: dict = {}
     for equation in copies:
         (a,) = equation.inputs

@@ -52,7 +52,7 @@ def has_softmax(equation) -> bool:
 
 def _with_masks_inside(graph, scan) -> list | None:
     """The scan that makes arrays which all layers share in the loop; None if there are none that are made of little."""
-    parts = _private.parts_of_scan(scan.params, scan.inputs, scan.outputs)
+    parts = _private.scan_operands(scan.params, scan.inputs, scan.outputs)
     body = opened(scan.params["jaxpr"])[0]
     inner = graph_of(body)
     softmaxes = (e for e in inner.equations if e.name in _SOFTMAX or has_softmax(e))
@@ -102,7 +102,7 @@ def _pair(graph, forward) -> dict | None:
     for backward in graph.equations:
         if backward.name != "scan" or backward is forward or _names_axes(backward):
             continue
-        scans = [_private.parts_of_scan(e.params, e.inputs, e.outputs) for e in (forward, backward)]
+        scans = [_private.scan_operands(e.params, e.inputs, e.outputs) for e in (forward, backward)]
         early, stacks = set(variables_of(scans[1].consts + scans[1].init)), set(variables_of(scans[1].xs))
         needed = [
             k

@@ -65,7 +65,7 @@ def _from_another(graph, equation):
         axes = equation.params["axes"]
 
         def loss(x, label, largest, total, axes=axes):
-            return reference.cross_entropy_given(reference.Normalizer(largest, total), x, label, axes)
+            return reference.cross_entropy_given_normalizer(reference.Normalizer(largest, total), x, label, axes)
 
         losses = spliced(loss, [*equation.inputs[:2], *of_rows[:2]], equation.outputs[:1], equation)
         return {equation: losses}, dict(zip(equation.outputs[1:], of_rows, strict=False))

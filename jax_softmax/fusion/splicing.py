@@ -80,9 +80,9 @@ def made_of_rows(equation, rows, y=None) -> list[Equation]:
 
 def _probabilities(x, largest, total, dtype):
     rows = reference.Normalizer(largest, total).without_infinity()
-    return (jnp.exp(reference.widened(x) - largest) * (1 / rows.total)).astype(dtype)
+    return (jnp.exp(reference.widened(x) - largest) * (1 / rows.sum_exp)).astype(dtype)
 
 
 def _log_probabilities(x, largest, total, dtype):
     rows = reference.Normalizer(largest, total).without_infinity()
-    return (reference.distances(x, rows) - jnp.log(rows.total)).astype(dtype)
+    return (reference.distances(x, rows) - jnp.log(rows.sum_exp)).astype(dtype)

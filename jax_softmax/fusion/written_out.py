@@ -309,7 +309,7 @@ class _WrittenOut:
         def gradient(given):
             label, element, offset = at.function(*(given[v] for v in at.variables))
             offset = 0.0 if offset is None else offset
-            exists = labels.exists(label, self.shape, self.axes)
+            exists = labels.has_label(label, self.shape, self.axes)
             at_label = to_all = jnp.zeros(rows, jnp.float32)
             factor = value(rest, given)
             for monomial, c, is_map in terms:

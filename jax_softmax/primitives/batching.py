@@ -1,4 +1,4 @@
-"""How the primitives batch: as one call on arrays of one more dimension."""
+"""The batching rule of the operators: one call on arrays of one more dimension."""
 
 import jax
 import jax.numpy as jnp
@@ -7,41 +7,39 @@ from jax_softmax.primitives.operators import OPERATORS, PRIMITIVES, split
 from jax_softmax.primitives.types import laid_as_well
 
 
-def batch(op, axis_data, operands, batch_axes, *, axes, axis_name, **dtype):
-    """The batching rule of all primitives."""
+def batching_rule(op, axis_data, operands, batch_axes, *, axes, axis_name, **dtype):
     operands, batch_axes, operator = list(operands), list(batch_axes), OPERATORS[op]
     named, n_broadcast = axis_data.name in axis_name, len(split(operands)[0])
-    if named:
-        # What rows have is the same for all elements of the batch, which are parts of the same rows.
+    if named:  # each element of the batch has a shard of every row
+        # Numbers and labels of rows are the same for all elements of the batch: the first one's are taken.
         for i in range(operator.inputs, n_broadcast):
             if batch_axes[i] is not None:
                 operands[i] = jax.lax.index_in_dim(operands[i], 0, batch_axes[i], keepdims=False)
                 batch_axes[i] = None
         n_broadcast = operator.inputs
-    batched, to, axes, axis_name = moved_batch_axes(
+    batched, to, axes, axis_name = with_one_batch_axis(
         axis_data, operands, batch_axes, n_broadcast, axes=axes, axis_name=axis_name
     )
     results = PRIMITIVES[op].bind(*batched, axes=axes, axis_name=axis_name, **dtype)
     if not PRIMITIVES[op].multiple_results:
         return results, to
-    of_elements = operator.element_results
+    n = operator.element_results
     if named:
-        results[of_elements:] = [jax.lax.squeeze(result, [to]) for result in results[of_elements:]]
-    return results, [to] * of_elements + [None if named else to] * operator.row_results
+        results[n:] = [jax.lax.squeeze(result, [to]) for result in results[n:]]
+    return results, [to] * n + [None if named else to] * operator.row_results
 
 
 def only_batched(batch_axes, which):
-    """Whether of all operands only some of these are batched."""
+    """Whether the batched operands are some of those with these numbers, at least one."""
     batched = {k for k, b in enumerate(batch_axes) if b is not None}
     return bool(batched) and batched <= set(which)
 
 
-def moved_batch_axes(axis_data, operands, batch_axes, n_broadcast, *, axes, axis_name):
-    """Operands that are batched along one axis, that axis, and the parameters that go with them.
+def with_one_batch_axis(axis_data, operands, batch_axes, n_broadcast, *, axes, axis_name):
+    """The operands with their batch axes moved to one place, that place, and `axes` and `axis_name` for them.
 
-    Only the axes change: operands batched along another axis than the first one's are moved to it. One of the first
-    `n_broadcast` that has no batch axis is broadcast; for the others an extent of 1 will do. A batch axis that
-    `axis_name` names, as `vmap`'s argument of that name may, is one of the axes.
+    The place is the last that one of them has. Of the first `n_broadcast` operands those that are not batched are
+    broadcast; the others get an extent of 1. If `axis_name` has the name of the batch axis, the axis is reduced too.
     """
     operands, batch_axes = list(operands), list(batch_axes)
     named = axis_data.name in axis_name
@@ -51,7 +49,7 @@ def moved_batch_axes(axis_data, operands, batch_axes, n_broadcast, *, axes, axis
         operands[0], batch_axes[0] = jnp.broadcast_to(operands[0], (axis_data.size, *operands[0].shape)), 0
     ndim = next(x.ndim - (b is not None) for x, b in zip(operands, batch_axes, strict=True))
     size = next(x.shape[b] for x, b in zip(operands, batch_axes, strict=True) if b is not None)
-    # The batch axis of each operand, and the new axis, counted from the end: a mask may have fewer axes than x.
+    # Axes are counted from the end, because a mask may have fewer than x.
     ends = [None if b is None else b - x.ndim for x, b in zip(operands, batch_axes, strict=True)]
     to = max(next(end for end in ends if end is not None), -ndim - 1)
     batched = []
@@ -62,7 +60,7 @@ def moved_batch_axes(axis_data, operands, batch_axes, n_broadcast, *, axes, axis
             x = jnp.expand_dims(x, to)
             x = jnp.broadcast_to(x, (*x.shape[:to], size, *x.shape[x.ndim + to + 1 :]))
         else:
-            if x.ndim < -to:  # a mask whose first axis lies behind the new one
+            if x.ndim < -to:  # a mask without an axis in that place
                 x = jnp.expand_dims(jnp.moveaxis(x, end, 0), tuple(range(1, -to - x.ndim + 1)))
                 end = -x.ndim
             x = jnp.moveaxis(x, end, to)

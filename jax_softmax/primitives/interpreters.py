@@ -1,4 +1,4 @@
-"""What JAX's interpreters are told of the primitives, but for the lowerings of operators: those are in `runtime/`."""
+"""The primitives' rules for JAX's interpreters; the lowering rules of operators are in `runtime/`."""
 
 import functools
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.interpreters import ad, batching, mlir
 
 from jax_softmax import _private
-from jax_softmax.primitives import cross_entropy, in_memory, product
+from jax_softmax.primitives import as_stored, cross_entropy, product
 from jax_softmax.primitives.operators import OPERATORS, PRIMITIVES
 from jax_softmax.primitives.records import RECORDS, apply
 from jax_softmax.primitives.reference import wide_dtype
@@ -35,34 +35,31 @@ def register() -> None:
         primitive.def_abstract_eval(rules.abstract_eval)
         ad.primitive_jvps[primitive] = rules.jvp
         ad.primitive_transposes[primitive] = rules.transpose
-        mlir.register_lowering(primitive, mlir.lower_fun(rules.lowered, multiple_results=False))
-    batching.fancy_primitive_batchers[cross_entropy.tangent_p] = cross_entropy.batch
-    batching.primitive_batchers[product.product_p] = product.batch
-    _register_in_memory(in_memory.in_memory_p)
+        mlir.register_lowering(primitive, mlir.lower_fun(rules.compute, multiple_results=False))
+    batching.fancy_primitive_batchers[cross_entropy.tangent_p] = cross_entropy.batching_rule
+    batching.primitive_batchers[product.product_p] = product.batching_rule
+    primitive = as_stored.as_stored_p
+    primitive.def_impl(lambda x: x)
+    primitive.def_abstract_eval(lambda x: x)
+    batching.primitive_batchers[primitive] = as_stored.batching_rule
+    ad.primitive_jvps[primitive] = as_stored.jvp
+    if JET.available:
+        JET.jet_rules[primitive] = lambda primals, series: (*primals, *series)
 
 
 def implementation(primitive):
-    """What a call outside of `jit` does."""
+    """The rule for a call outside of `jit`."""
     apply = _private.FOUND["eager"].apply_primitive
     if apply:
         return functools.partial(apply, primitive)
     return lambda *operands, **params: jax.jit(functools.partial(primitive.bind, **params))(*operands)
 
 
-def _register_in_memory(primitive):
-    primitive.def_impl(lambda x: x)
-    primitive.def_abstract_eval(lambda x: x)
-    batching.primitive_batchers[primitive] = in_memory.batch
-    ad.primitive_jvps[primitive] = in_memory.jvp
-    if JET.available:
-        JET.jet_rules[primitive] = lambda primals, series: (*primals, *series)
-
-
 def abstract_eval(op, *avals, axes, axis_name, **dtype):
-    """The type, or types, of an operator's results: in explicit mode laid out as those of the same in jax.numpy.
+    """The type, or types, of an operator's results: in explicit mode with the shardings of `reference.py`'s results.
 
     Raises:
-      ShardingTypeError: the operands' types are of shardings that do not go together.
+      ShardingTypeError: the operands' shardings are incompatible.
     """
     x, operator = avals[0], OPERATORS[op]
     rows = tuple(1 if d in axes else n for d, n in enumerate(x.shape))
@@ -71,7 +68,7 @@ def abstract_eval(op, *avals, axes, axis_name, **dtype):
     shardings = [x.sharding] * len(types)
     if types_tell_shardings(avals):
         shardings = shardings_of_results(functools.partial(apply, op, axes=axes, **dtype), avals)
-    # An update keeps what else the type says of the array: the mesh axes that it varies over.
+    # An update keeps the mesh axes that x varies over.
     results = [
         x.update(shape=shape, dtype=dtype, weak_type=False, sharding=sharding)
         for (shape, dtype), sharding in zip(types, shardings, strict=True)
@@ -82,9 +79,9 @@ def abstract_eval(op, *avals, axes, axis_name, **dtype):
 
 
 def _jet(op, primals, series, *, axes, axis_name, **dtype):
-    """The Taylor series of the same function in jax.numpy."""
+    """The Taylor series of the operator in jax.numpy."""
     if axis_name:
         raise NotImplementedError(f"{op}: jet does not work for rows that are spread over devices, by axis_name.")
-    function = functools.partial(apply, op, axes=axes, **dtype)
-    # Between rules the terms are Taylor coefficients, without the factorials that they are scaled by outside.
-    return JET.jet(function, primals, series, factorial_scaled=False)
+    in_jax_numpy = functools.partial(apply, op, axes=axes, **dtype)
+    # The terms that rules get and give are Taylor coefficients; only those of the user are multiplied by factorials.
+    return JET.jet(in_jax_numpy, primals, series, factorial_scaled=False)

@@ -1,6 +1,6 @@
-"""The primitives by name, and what the C++ table says of them. What they take, give and mean: `records.py`.
+"""The primitives, and what the C++ table says of them. `records.py` says what they mean.
 
-There is one for each operator, of its name, so that programs, profiles and errors show which it is.
+Each operator has a primitive of its own, of its name, which programs, profiles and errors show.
 """
 
 from typing import NamedTuple
@@ -18,19 +18,19 @@ class Operator(NamedTuple):
     inputs: int  # operands of x's shape
     element_results: int  # results of x's shape
     row_results: int
-    row_numbers: int  # operands with a number for each row
-    labelled: bool  # whether there is an operand with a label for each row
+    row_numbers: int  # operands that are a number for each row
+    labelled: bool  # whether there is an operand that is a label for each row
     on_cpu: bool  # whether there is a CPU kernel
     quantizes: bool  # whether the dtype of the result changes what is computed
-    logarithms: int  # of a row, or powers
+    logarithms: int  # how many logarithms or powers are computed for a row
 
     @property
     def operands(self):
-        """How many come before the mask, where no results of rows are given."""
+        """How many there are, without the mask and known results of rows."""
         return self.inputs + self.row_numbers + self.labelled
 
-    def given(self, operands, masked):
-        """How many results of rows are among these operands."""
+    def known_results(self, operands, masked):
+        """How many of these operands are results of rows that are known already."""
         return len(operands) - masked - self.operands
 
 
@@ -41,16 +41,17 @@ for _op, _primitive in PRIMITIVES.items():
 
 
 class Coefficients(NamedTuple):
-    """What each row has that makes a cross entropy's gradient."""
+    """Of each row of a cross entropy's gradient, which is softmax(x) (factor + lse_factor lse) + offset, and at_label
+    added at the label."""
 
-    factor: jax.Array  # of softmax(x)
-    lse_factor: jax.Array  # of softmax(x) lse
-    offset: jax.Array  # added to all elements
-    at_label: jax.Array  # added to the label's
+    factor: jax.Array
+    lse_factor: jax.Array
+    offset: jax.Array
+    at_label: jax.Array
 
 
 def bind(op, *operands, where, axes, axis_name=(), dtype=None, in_place=False):
-    """The results of the primitive of a name, with a mask or None. dtype None stands for x's."""
+    """The results of an operator's primitive. `where` is a mask or None; a `dtype` of None is x's."""
     params = {"in_place": True} if in_place else {}
     if OPERATORS[op].element_results:
         params["dtype"] = jnp.dtype(operands[0].dtype if dtype is None else dtype).name
@@ -59,6 +60,6 @@ def bind(op, *operands, where, axes, axis_name=(), dtype=None, in_place=False):
 
 
 def split(operands):
-    """A primitive's operands: those before the mask, and the mask or None."""
+    """A primitive's operands without the mask, and the mask or None."""
     *others, last = operands
     return (others, last) if last.dtype == bool else (operands, None)

@@ -1,20 +1,21 @@
-"""The operators: what each takes and gives, its derivatives, and its ways without a kernel. One record for each.
+"""The operators: what each takes and gives, its derivatives, and what it is without its kernel. One record for each.
 
-x is an array of float16, bfloat16, float32 or float64. The second array of an operator has x's shape; y of
-kl_divergence has its dtype, t may have another than y. After what a record names comes `where`, or nothing: a boolean
-mask that broadcasts to x's shape. Masked elements count for nothing and give the operator's neutral result, in the
-linear maps 0. `label` is as in `labels.py`. `axes` are the reduced axes, sorted. `axis_name` is a tuple of mesh axes,
-inside `shard_map`, along which each device has a part of every row; else it is empty, as it is wherever there is a
-label: losses have their own way with parts of rows. `dtype` names the dtype of the result for elements, where there is
-one: float64 of float64 alone, and 8 bits of absmax_scale alone.
+Operands: x is of float16, bfloat16, float32 or float64. The second array of an operator has x's shape; y of
+kl_divergence has x's dtype too, t any of these. `label` is as in `labels.py`. After the operands that a record names
+there may be a last one, `where`: a boolean mask that broadcasts to x's shape. Masked elements do not count, and their
+result is the operator's neutral one, 0 in the linear maps.
 
-What rows have, as operands or as results, is of x's shape with extent 1 along `axes`, in float32 (float64 for float64).
-`largest` is a row's maximum, and `total` the sum of exp(x - largest), relative to 0 where that is infinite, both of
-elements that are not masked: two parts of the log-sum-exp lse (`reference.Normalizer`). No derivative depends on
-`largest`, which counts as a constant: with another one `total` is another.
+Parameters: `axes` are the reduced axes, sorted. `axis_name` is a tuple of mesh axes, inside `shard_map`, along which
+each device has a shard of every row, and otherwise empty; operators with a label only take an empty one. `dtype` names
+the dtype of the result of x's shape, where there is one: float64 is for an x of float64 alone, 8 bits are for
+absmax_scale alone.
 
-Batching, several devices, types and Taylor series follow from a record and the C++ table. So does the check of
-`python -m jax_softmax`: each operator's kernel beside the same in jax.numpy.
+Values of rows, as operands or results, have x's shape with extent 1 along `axes`, in float32 (float64 for float64).
+`largest` and `sum_exp` are the fields of `reference.Normalizer`, of the elements that are not masked; lse is their
+log-sum-exp. `largest` counts as a constant in derivatives: any other pivot, with its own `sum_exp`, gives the same lse.
+
+Rules for batching, several devices, types and Taylor series follow from a record and the C++ table; so does the check
+of `python -m jax_softmax`, which compares each operator's kernel with `reference.py`.
 """
 
 import functools
@@ -26,36 +27,37 @@ import jax.numpy as jnp
 from jax.interpreters import ad
 
 from jax_softmax.primitives import batching, reference
-from jax_softmax.primitives.in_memory import in_memory
-from jax_softmax.primitives.labels import at_labels, exists
+from jax_softmax.primitives.as_stored import as_stored
+from jax_softmax.primitives.labels import has_label, label_elements
 from jax_softmax.primitives.operators import PRIMITIVES, bind, split
-from jax_softmax.primitives.reference import Normalizer
+from jax_softmax.primitives.reference import Normalizer, RowShards
 from jax_softmax.primitives.rows import (
-    normalizer,
+    fill_empty_rows,
+    lse_tangent,
     normalizer_tangents,
-    of_rows_with_elements,
+    row_normalizer,
     row_sum,
-    sum_of_tangents,
 )
 
 
 class Record(NamedTuple):
-    """What JAX and a reader have to know of an operator, besides what the C++ table says."""
+    """What is to be known of an operator, besides what the C++ table says."""
 
-    takes: str  # operands before the mask; what stands in brackets may be left out
+    takes: str  # operands before the mask; those in brackets may be left out
     gives: str
-    reference: Callable[..., Any]  # the same in jax.numpy: see `reference.py`
-    # JAX's rules, with the operator's name before what JAX gives them.
+    reference: Callable[..., Any]  # in jax.numpy: see `reference.py`
+    # JAX's rules, with the operator's name as a further first argument.
     jvp: Callable[..., Any] | None = None
     transpose: Callable[..., Any] | None = None
-    batch: Callable[..., Any] = batching.batch
-    # The same by another operator's kernel and XLA, with the operands of `reference`: see `runtime/judge.py`.
-    from_parts: Callable[..., Any] | None = None
+    batch: Callable[..., Any] = batching.batching_rule
+    # By another operator's kernel and XLA, with the operands of `reference`: see `runtime/judge.py`.
+    composed: Callable[..., Any] | None = None
 
 
-# ---- Softmax and log-softmax: the operators, and their Jacobians applied to a tangent or, transposed, to a cotangent.
-# These are linear in that operand, so that with a JVP rule on all and a transpose rule on the linear ones forward mode,
-# reverse mode and every higher order follow.
+# ---- Softmax and log-softmax, and the linear maps by their Jacobians.
+#
+# With a JVP rule for each, and a transpose rule for the linear maps, JAX has forward mode, reverse mode and all higher
+# orders.
 
 JVP = {"softmax": "softmax_linear", "log_softmax": "log_softmax_jvp"}
 _TRANSPOSED = {
@@ -67,7 +69,7 @@ VJP = {op: _TRANSPOSED[linear] for op, linear in JVP.items()}
 
 
 def _softmax_jvp(op, primals, tangents, **params):
-    """The result y is what the derivative is made of."""
+    """The Jacobian is a function of the result y alone."""
     y = PRIMITIVES[op].bind(*primals, **params)
     if type(tangents[0]) is ad.Zero:
         return y, ad.Zero(jax.typeof(y))
@@ -82,15 +84,15 @@ def _linear_jvp(op, primals, tangents, *, axis_name, **params):
     if type(t_dot) is not ad.Zero:
         tangent = PRIMITIVES[op].bind(y, t_dot, *mask, axis_name=axis_name, **params)
     if type(y_dot) is not ad.Zero:
-        across = (lambda total, kind: jax.lax.psum(total, axis_name)) if axis_name else None
-        y_dot = reference.kept(y_dot, mask[0]) if mask else y_dot
-        _, of_y = jax.jvp(lambda y: apply(op, y, t, *mask, across=across, **params), (y,), (y_dot,))
-        tangent = ad.add_tangents(tangent, of_y)
+        shards = RowShards(lambda value, kind: jax.lax.psum(value, axis_name)) if axis_name else None
+        y_dot = reference.fill_masked(y_dot, mask[0]) if mask else y_dot
+        _, along_y = jax.jvp(lambda y: apply(op, y, t, *mask, shards=shards, **params), (y,), (y_dot,))
+        tangent = ad.add_tangents(tangent, along_y)
     return out, tangent
 
 
 def _linear_transpose(op, cotangent, y, t, *mask, dtype, **axes):
-    """The transposed map, whose result has t's dtype."""
+    """The transposed map of the cotangent, in t's dtype."""
     assert ad.is_undefined_primal(t) and not ad.is_undefined_primal(y)
     nothing = [None] * len(mask)
     if type(cotangent) is ad.Zero:
@@ -98,45 +100,45 @@ def _linear_transpose(op, cotangent, y, t, *mask, dtype, **axes):
     return [None, PRIMITIVES[_TRANSPOSED[op]].bind(y, cotangent, *mask, dtype=t.aval.dtype.name, **axes), *nothing]
 
 
-# ---- Numbers of rows: log-sum-exp, entropy, divergence.
+# ---- Log-sum-exp, entropy, divergence: values of rows.
 
 
 def _logsumexp_jvp(op, primals, tangents, *, axes, axis_name):
     (x,), where = split(primals)
-    rows = normalizer(x, where, axes, axis_name)
-    of_lse = sum_of_tangents(x, rows, tangents[0], where, axes, axis_name)
-    return list(rows), normalizer_tangents(rows, of_lse)
+    normalizer = row_normalizer(x, where, axes, axis_name)
+    lse_dot = lse_tangent(x, normalizer, tangents[0], where, axes, axis_name)
+    return list(normalizer), normalizer_tangents(normalizer, lse_dot)
 
 
 def _entropy_jvp(op, primals, tangents, *, axes, axis_name):
     (x,), where = split(primals)
     entropy, *rows = bind(op, x, where=where, axes=axes, axis_name=axis_name)
-    rows = Normalizer(*rows)
-    of_entropy = _entropy_tangent(x, entropy, rows.finite(), tangents[0], where, axes, axis_name)
-    of_lse = sum_of_tangents(x, rows, tangents[0], where, axes, axis_name)
-    return [entropy, *rows], [of_entropy, *normalizer_tangents(rows, of_lse)]
+    normalizer, t = Normalizer(*rows), tangents[0]
+    entropy_dot = _entropy_tangent(x, entropy, normalizer.finite(), t, where, axes, axis_name)
+    lse_dot = lse_tangent(x, normalizer, t, where, axes, axis_name)
+    return [entropy, *normalizer], [entropy_dot, *normalizer_tangents(normalizer, lse_dot)]
 
 
 @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=(5, 6))
-def _entropy_tangent(x, entropy, rows, t, where, axes, axis_name):
+def _entropy_tangent(x, entropy, normalizer, t, where, axes, axis_name):
     """-(sum of p (log p + entropy) t) over each row."""
-    (entropy,) = of_rows_with_elements([entropy], where, axes, axis_name)
-    log_p = reference.log_probabilities(x, rows, where)
+    (entropy,) = fill_empty_rows([entropy], where, axes, axis_name)
+    log_p = reference.log_probabilities(x, normalizer, where)
     p, (log_p,) = reference.weights_and_values(log_p, log_p)
     return -row_sum(p * (log_p + entropy) * reference.widened(t), axes, axis_name)
 
 
-def _kl_divergence_from_parts(x, *of_y, where, axes):
-    rows = normalizer(x, where, axes, ())
-    return reference.kl_divergence_given(rows, x, *of_y, where, axes), *rows
+def _kl_divergence_composed(x, *y_and_normalizer, where, axes):
+    normalizer = row_normalizer(x, where, axes, ())
+    return reference.kl_divergence_given_normalizer(normalizer, x, *y_and_normalizer, where, axes), *normalizer
 
 
-def _and_distances(function):
-    """The function of an operator, and as further results `reference.distance_and_count`."""
+def _and_distances(operator):
+    """The operator with `reference.distance_sum_and_count` as further results."""
 
-    def with_distances(x, *of_rows, where, axes, across=None, **dtype):
-        results = function(x, *of_rows, where=where, axes=axes, across=across, **dtype)
-        return *results, *reference.distance_and_count(Normalizer(*results[-2:]), x, where, axes, across)
+    def with_distances(x, *others, where, axes, shards=None, **dtype):
+        results = operator(x, *others, where=where, axes=axes, shards=shards, **dtype)
+        return *results, *reference.distance_sum_and_count(Normalizer(*results[-2:]), x, where, axes, shards)
 
     return with_distances
 
@@ -147,55 +149,59 @@ def _and_distances(function):
 def _cross_entropy_jvp(op, primals, tangents, *, axes, axis_name):
     (x, label), where = split(primals)
     loss, *rows = bind(op, x, label, where=where, axes=axes, axis_name=axis_name)
-    rows, t = Normalizer(*rows), tangents[0]
-    of_lse = sum_of_tangents(x, rows, t, where, axes, axis_name)
-    of_logit = reference.widened(at_labels(t, axes, label))
-    of_loss = jnp.where(exists(label, x.shape, axes), of_lse - of_logit, 0)
-    return [loss, *rows], [of_loss, *normalizer_tangents(rows, of_lse)]
+    normalizer, t = Normalizer(*rows), tangents[0]
+    lse_dot = lse_tangent(x, normalizer, t, where, axes, axis_name)
+    logit_dot = reference.widened(label_elements(t, axes, label))
+    loss_dot = jnp.where(has_label(label, x.shape, axes), lse_dot - logit_dot, 0)
+    return [loss, *normalizer], [loss_dot, *normalizer_tangents(normalizer, lse_dot)]
 
 
-def _cross_entropy_from_parts(x, label, where, axes):
-    rows = normalizer(x, where, axes, ())
-    return reference.cross_entropy_given(rows, x, label, axes), *rows
+def _cross_entropy_composed(x, label, where, axes):
+    normalizer = row_normalizer(x, where, axes, ())
+    return reference.cross_entropy_given_normalizer(normalizer, x, label, axes), *normalizer
 
 
 def _gradient_jvp(op, primals, tangents, *, in_place=False, **params):
     results = PRIMITIVES[op].bind(*primals, **params)
     (*floats, label), where = split(primals)
     dots = tuple(map(ad.instantiate_zeros, tangents[: len(floats)]))
-    function = functools.partial(_gradient, op, where, params)
-    return results, list(jax.jvp(lambda *floats: function(*floats, label), tuple(floats), dots)[1])
+    gradient = functools.partial(_gradient_in_jnp, op, where, params)
+    return results, list(jax.jvp(lambda *floats: gradient(*floats, label), tuple(floats), dots)[1])
 
 
-def _gradient(op, where, params, x, *of_rows):
-    """What a gradient's primitive gives, in jax.numpy but for the normalizer."""
-    axes, rows, of_rows = params["axes"], of_rows[:-5], of_rows[-5:]
-    rows = rows or normalizer(x, where, axes, params["axis_name"])
-    return RECORDS[op].reference(x, *rows, *of_rows, where=where, axes=axes, dtype=params["dtype"])
+def _gradient_in_jnp(op, where, params, x, *operands):
+    """The results of a gradient's primitive, in jax.numpy but for the normalizer."""
+    axes = params["axes"]
+    if len(operands) == 5:  # the coefficients and the label
+        operands = *row_normalizer(x, where, axes, params["axis_name"]), *operands
+    return RECORDS[op].reference(x, *operands, where=where, axes=axes, dtype=params["dtype"])
 
 
-def _gradient_from_parts(*operands, where, axes, across=None, dtype):
+def _gradient_composed(*operands, where, axes, shards=None, dtype):
     return bind("cross_entropy_gradient", *operands, where=where, axes=axes, dtype=dtype)
 
 
-# Where all elements of a batch have the same x, XLA reads it as it is; a kernel would need a copy of it for each.
+# Where x is the same for all elements of a batch, XLA reads it once. A kernel would need a copy of it for each.
 
 
 def _cross_entropy_batch(op, axis_data, operands, batch_axes, *, axes, axis_name):
     if not batching.only_batched(batch_axes, (1,)):
-        return batching.batch(op, axis_data, operands, batch_axes, axes=axes, axis_name=axis_name)
+        return batching.batching_rule(op, axis_data, operands, batch_axes, axes=axes, axis_name=axis_name)
     (x, label), where = split(operands)
-    rows = normalizer(x, where, axes, axis_name)
-    loss = jax.vmap(lambda label: reference.cross_entropy_given(rows, x, label, axes), batch_axes[1])(label)
-    return (loss, *rows), (0, None, None)
+    normalizer = row_normalizer(x, where, axes, axis_name)
+
+    def losses(label):
+        return reference.cross_entropy_given_normalizer(normalizer, x, label, axes)
+
+    return (jax.vmap(losses, batch_axes[1])(label), *normalizer), (0, None, None)
 
 
 def _gradient_batch(op, axis_data, operands, batch_axes, **params):
-    (x, *of_rows), where = split(operands)
-    if not batching.only_batched(batch_axes, range(1, 1 + len(of_rows))):
-        return batching.batch(op, axis_data, operands, batch_axes, **params)
-    function = functools.partial(_gradient, op, where, params, x)
-    results = jax.vmap(function, batch_axes[1 : 1 + len(of_rows)])(*of_rows)
+    (x, *others), where = split(operands)
+    if not batching.only_batched(batch_axes, range(1, 1 + len(others))):
+        return batching.batching_rule(op, axis_data, operands, batch_axes, **params)
+    gradient = functools.partial(_gradient_in_jnp, op, where, params, x)
+    results = jax.vmap(gradient, batch_axes[1 : 1 + len(others)])(*others)
     return results, [0] * len(results)
 
 
@@ -206,29 +212,31 @@ def _absmax_scale_jvp(op, primals, tangents, *, axes, axis_name, dtype):
     (x,), where = split(primals)
     y, scale = bind(op, x, where=where, axes=axes, axis_name=axis_name, dtype=dtype)
     t = ad.instantiate_zeros(tangents[0])
-    y_dot, scale_dot = _scaled_tangents(x, scale, t, where, dtype, axes, axis_name)
+    y_dot, scale_dot = _absmax_scale_tangents(x, scale, t, where, dtype, axes, axis_name)
     if jnp.issubdtype(y.dtype, jnp.integer):
         return [y, scale], [ad.Zero(jax.typeof(y).to_tangent_aval()), scale_dot]
     return [y, scale], [y_dot.astype(y.dtype), scale_dot]
 
 
-# With checkpoint x and the scales are kept for a backward pass.
+# With checkpoint a backward pass gets x and the scales.
 @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=(4, 5, 6))
-def _scaled_tangents(x, scale, t, where, dtype, axes, axis_name):
-    """The tangents of x / scale, unrounded, and of the scales: of a maximum the mean of those that are it."""
+def _absmax_scale_tangents(x, scale, t, where, dtype, axes, axis_name):
+    """The tangents of x / scale before it is rounded, and of the scales. Elements that tie for the largest magnitude
+    share its tangent equally."""
     if where is not None:
         x, t = jnp.where(where, x, 0), jnp.where(where, t, 0)
-    x, t = reference.widened(in_memory(x)), reference.widened(t)
+    x, t = reference.widened(as_stored(x)), reference.widened(t)
     largest = scale
     if dtype in reference.LARGEST:
         largest = jnp.max(jnp.abs(jax.lax.stop_gradient(x)), axes, keepdims=True, initial=0)
         largest = jax.lax.pmax(largest, axis_name) if axis_name else largest
-        largest = jnp.where(jnp.isnan(scale), scale, largest)  # which a maximum may leave out
-    # In operations that XLA for CPUs does within a sum (JAX 0.12): what it does not is first written to memory.
+        largest = jnp.where(jnp.isnan(scale), scale, largest)  # XLA's maximum may leave a NaN out
+    # The terms of this sum are made of operations that XLA for CPUs fuses into it (JAX 0.12). Others are written to
+    # memory first.
     count = row_sum(jnp.where(jnp.abs(x) == largest, 1, jnp.zeros_like(x)), axes, axis_name)
     share = jnp.where(jnp.isnan(scale), scale, jnp.where(scale == 0, 0, 1 / jnp.maximum(count, 1)))
-    of_largest = jnp.where(x == largest, t, jnp.where(x == -largest, -t, 0))
-    scale_dot = row_sum(of_largest, axes, axis_name) * share / reference.LARGEST.get(dtype, 1)
+    largest_dot = jnp.where(x == largest, t, jnp.where(x == -largest, -t, 0))
+    scale_dot = row_sum(largest_dot, axes, axis_name) * share / reference.LARGEST.get(dtype, 1)
     inverse = 1 / jnp.where(scale == 0, jnp.inf, scale)
     y_dot = t * inverse + x * -inverse * (scale_dot * inverse)
     return y_dot if where is None else jnp.where(where, y_dot, 0), scale_dot
@@ -237,11 +245,11 @@ def _scaled_tangents(x, scale, t, where, dtype, axes, axis_name):
 # ---- The records, by the names of the operators in csrc/core/op.h.
 
 _LINEAR = {"takes": "y t", "gives": "Jt", "jvp": _linear_jvp, "transpose": _linear_transpose}
-# softmax(x) (factor + lse_factor lse) + offset, and at_label added at the label; where all four are 0, so is the
-# gradient, even if x is NaN. `largest` and `total` may be given where they are known. The parameter `in_place` says
-# that nothing else reads x: on CUDA the gradient takes x's place if it has x's dtype.
+# softmax(x) (factor + lse_factor lse) + offset, and at_label added at the label. In a row where these four are 0 the
+# gradient is 0, even if x is NaN. `largest` and `sum_exp` are x's, for callers that know them. The parameter `in_place`
+# says that nothing else reads x: on CUDA the gradient is written over x if it has x's dtype.
 _GRADIENT = {
-    "takes": "x [largest total] factor lse_factor offset at_label label",
+    "takes": "x [largest sum_exp] factor lse_factor offset at_label label",
     "jvp": _gradient_jvp,
     "batch": _gradient_batch,
 }
@@ -252,51 +260,51 @@ RECORDS = {
     "softmax_linear": Record(**_LINEAR, reference=reference.softmax_linear),
     "log_softmax_jvp": Record(**_LINEAR, reference=reference.log_softmax_jvp),
     "log_softmax_vjp": Record(**_LINEAR, reference=reference.log_softmax_vjp),
-    "logsumexp": Record("x", "largest total", reference.logsumexp, _logsumexp_jvp),
-    # Of softmax(x). Of rows that are masked altogether, here and in a divergence, any number but NaN.
-    "entropy": Record("x", "entropy largest total", reference.entropy, _entropy_jvp),
-    # Of softmax(x) from softmax(y), of which log_total_y is the logarithm of the sum. Without derivative: `divergence`
-    # in functions/entropies.py differentiates what binds it.
+    "logsumexp": Record("x", "largest sum_exp", reference.logsumexp, _logsumexp_jvp),
+    # The entropy of softmax(x). For a row that is masked altogether it is any number but NaN; so is a divergence.
+    "entropy": Record("x", "entropy largest sum_exp", reference.entropy, _entropy_jvp),
+    # Of softmax(x) from softmax(y), where lse(y) = largest_y + log_sum_y. The primitive has no derivative, but
+    # `divergence` in functions/entropies.py, which binds it, has.
     "kl_divergence": Record(
-        "x y largest_y log_total_y",
-        "divergence largest total",
+        "x y largest_y log_sum_y",
+        "divergence largest sum_exp",
         reference.kl_divergence,
-        from_parts=_kl_divergence_from_parts,
+        composed=_kl_divergence_composed,
     ),
-    # lse less the label's element of x, 0 of a row without a label.
+    # lse - x[label], 0 for a row without a label.
     "cross_entropy": Record(
         "x label",
-        "loss largest total",
+        "loss largest sum_exp",
         reference.cross_entropy,
         _cross_entropy_jvp,
         batch=_cross_entropy_batch,
-        from_parts=_cross_entropy_from_parts,
+        composed=_cross_entropy_composed,
     ),
     "cross_entropy_gradient": Record(
-        **_GRADIENT, gives="gradient largest total", reference=reference.cross_entropy_gradient
+        **_GRADIENT, gives="gradient largest sum_exp", reference=reference.cross_entropy_gradient
     ),
-    # `distance` is the sum of x - largest, relative to 0 where that is infinite, over the elements that are not masked
-    # and whose distance is not -inf, and `count` is their number, up to `reference.MOST_COUNTED`.
+    # `distance_sum` is the sum of x - largest (of x where that is infinite) over the elements that are neither masked
+    # nor -inf; `count` is their number, right up to `reference.MOST_COUNTED`.
     "cross_entropy_gradient_and_distances": Record(
         **_GRADIENT,
-        gives="gradient largest total distance count",
+        gives="gradient largest sum_exp distance_sum count",
         reference=_and_distances(reference.cross_entropy_gradient),
-        from_parts=_and_distances(_gradient_from_parts),
+        composed=_and_distances(_gradient_composed),
     ),
     # x divided by its row's scale, in a dtype of `reference.SCALED`.
     "absmax_scale": Record("x", "scaled scale", reference.absmax_scale, _absmax_scale_jvp),
-    # `fuse` alone makes these two, of programs that have been differentiated.
-    "softmax_and_normalizer": Record("x", "y largest total", reference.softmax_and_normalizer),
-    "logsumexp_and_distances": Record("x", "largest total distance count", _and_distances(reference.logsumexp)),
+    # These two are only bound by `fuse`, in programs that have been differentiated, so that they need no derivatives.
+    "softmax_and_normalizer": Record("x", "y largest sum_exp", reference.softmax_and_normalizer),
+    "logsumexp_and_distances": Record("x", "largest sum_exp distance_sum count", _and_distances(reference.logsumexp)),
 }
 
 
 def apply(op, *operands, **params):
-    """The operator in jax.numpy, on a primitive's operands; `across`, if given, as in `reference.py`."""
-    return applied(RECORDS[op].reference, *operands, **params)
+    """The operator in jax.numpy, on its primitive's operands and parameters, and `shards` as in `reference.py`."""
+    return call_on_operands(RECORDS[op].reference, *operands, **params)
 
 
-def applied(function, *operands, in_place=False, **params):
-    """A record's function, on a primitive's operands and parameters."""
+def call_on_operands(function, *operands, in_place=False, **params):
+    """A record's `reference` or `composed` on a primitive's operands and parameters."""
     operands, where = split(operands)
     return function(*operands, where=where, **params)

@@ -1,281 +1,298 @@
-"""The operators in jax.numpy: what runs on platforms without kernels, and for what the kernels do not cover.
+"""The operators in jax.numpy: for platforms without kernels, and for calls that no kernel covers.
 
-Each function has the operands and the meaning of the primitive of its name (see `records.py`): `where` is None or a
-boolean mask that broadcasts to x's shape, `dtype` that of the result for elements. Where a row is spread over devices,
-each holds a part of it, and `across(value, "max" | "sum")` reduces a value over them; `across.normalizer` is
-`logsumexp` of this device's part, by a kernel where there is one. These functions then read the operands at most twice.
+Each function has the operands and the meaning of the primitive of its name (see `records.py`): `where` is a boolean
+mask that broadcasts to x's shape, or None; `dtype` is that of the result of x's shape. Where each device has a shard
+of every row, `shards` is a `RowShards`; x is read at most twice then.
 """
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jax_softmax.primitives.in_memory import in_memory
-from jax_softmax.primitives.labels import at_labels, exists, is_label
+from jax_softmax.primitives.as_stored import as_stored
+from jax_softmax.primitives.labels import has_label, label_elements, label_mask
 
-# What `absmax_scale` makes, and of types of 8 bits the number that a row's maximum becomes.
+# The dtypes of `absmax_scale`'s result; and for those of 8 bits the number that a row's largest magnitude becomes.
 SCALED = ("float16", "bfloat16", "float32", "float64", "int8", "float8_e4m3fn", "float8_e5m2")
 LARGEST = {"int8": 127, "float8_e4m3fn": 448, "float8_e5m2": 57344}
 
-# What ends the names of operators that have `distance_and_count` as results as well.
+# The names of operators whose last two results are those of `distance_sum_and_count` end like this.
 AND_DISTANCES = "_and_distances"
 
 
 def widened(x):
-    """What has 16 bits as float32, in which it is computed."""
+    """x in the dtype that it is computed in."""
     return x.astype(wide_dtype(x.dtype))
 
 
 def wide_dtype(dtype):
-    """The dtype of the arithmetic."""
+    """The dtype that arrays of this dtype are computed in: float32 for those of 16 bits."""
     return jnp.dtype(jnp.float32) if dtype.name in ("float16", "bfloat16") else dtype
 
 
-def softmax(x, where, axes, across=None, *, dtype):
-    if across is None:
+def softmax(x, where, axes, shards=None, *, dtype):
+    if shards is None:
         unnormalized = jnp.exp(_shifted(x, where, axes))
-        return kept(unnormalized / _row_sum(unnormalized, axes, None), where).astype(dtype)
-    rows = logsumexp(x, where, axes, across).without_infinity()
-    return probabilities(x, rows, where).astype(dtype)
+        return fill_masked(unnormalized / _row_sum(unnormalized, axes), where).astype(dtype)
+    normalizer = logsumexp(x, where, axes, shards).without_infinity()
+    return probabilities(x, normalizer, where).astype(dtype)
 
 
-def log_softmax(x, where, axes, across=None, *, dtype):
-    if across is None:
+def log_softmax(x, where, axes, shards=None, *, dtype):
+    if shards is None:
         shifted = _shifted(x, where, axes)
-        return kept(shifted - jnp.log(_row_sum(jnp.exp(shifted), axes, None)), where, -jnp.inf).astype(dtype)
-    rows = logsumexp(x, where, axes, across).without_infinity()
-    return log_probabilities(x, rows, where).astype(dtype)
+        return fill_masked(shifted - jnp.log(_row_sum(jnp.exp(shifted), axes)), where, -jnp.inf).astype(dtype)
+    normalizer = logsumexp(x, where, axes, shards).without_infinity()
+    return log_probabilities(x, normalizer, where).astype(dtype)
 
 
 def _shifted(x, where, axes):
-    """x less its row's maximum, -inf of what is masked."""
-    x = kept(x, where, -jnp.inf)
+    """x - max(x) of each row; -inf where x is masked."""
+    x = fill_masked(x, where, -jnp.inf)
     return widened(x) - jax.lax.stop_gradient(widened(_largest(x, axes)))
 
 
 def _largest(x, axes):
-    """The rows' maxima, in x's dtype: exact, and of 16 bits in half the memory where XLA makes maxima of parts."""
+    """The rows' maxima, in x's dtype: they are exact, and take half the memory where XLA writes maxima of pieces."""
     return jnp.max(x, axes, keepdims=True, initial=-jnp.inf)
 
 
-def kept(t, where, masked=0):
-    return t if where is None else jnp.where(where, t, jnp.array(masked, t.dtype))
+def fill_masked(a, where, value=0):
+    """The array with this value where the mask is False."""
+    return a if where is None else jnp.where(where, a, jnp.array(value, a.dtype))
 
 
-def selected(condition, a, b):
+def select(condition, a, b):
     """`jnp.where` of arrays of the condition's shape, one of which may be a number, in fewer equations."""
     a = a if isinstance(a, jax.Array) else jnp.full_like(b, a)
     return jax.lax.select(condition, a, b if isinstance(b, jax.Array) else jnp.full_like(a, b))
 
 
-def _row_sum(t, axes, across):
-    total = jnp.sum(t, axes, keepdims=True)
-    return total if across is None else across(total, "sum")
+def _row_sum(a, axes, shards=None):
+    sums = jnp.sum(a, axes, keepdims=True)
+    return sums if shards is None else shards.all_reduce(sums, "sum")
 
 
-def softmax_linear(y, t, where, axes, across=None, *, dtype):
+def softmax_linear(y, t, where, axes, shards=None, *, dtype):
     """J t = y (t - sum(y t)), softmax's Jacobian, which is symmetric."""
-    p, t32 = widened(y), kept(widened(t), where)
-    return kept(p * (t32 - _row_sum(p * t32, axes, across)), where).astype(dtype)
+    p, t32 = widened(y), fill_masked(widened(t), where)
+    return fill_masked(p * (t32 - _row_sum(p * t32, axes, shards)), where).astype(dtype)
 
 
-def log_softmax_jvp(y, t, where, axes, across=None, *, dtype):
+def log_softmax_jvp(y, t, where, axes, shards=None, *, dtype):
     """J t = t - sum(exp(y) t), log-softmax's Jacobian."""
-    p, t32 = jnp.exp(widened(y)), kept(widened(t), where)
-    return kept(t32 - _row_sum(p * t32, axes, across), where).astype(dtype)
+    p, t32 = jnp.exp(widened(y)), fill_masked(widened(t), where)
+    return fill_masked(t32 - _row_sum(p * t32, axes, shards), where).astype(dtype)
 
 
-def log_softmax_vjp(y, t, where, axes, across=None, *, dtype):
+def log_softmax_vjp(y, t, where, axes, shards=None, *, dtype):
     """Jᵀ t = t - exp(y) sum(t), the transpose of log-softmax's Jacobian."""
-    p, t32 = jnp.exp(widened(y)), kept(widened(t), where)
-    return kept(t32 - p * _row_sum(t32, axes, across), where).astype(dtype)
+    p, t32 = jnp.exp(widened(y)), fill_masked(widened(t), where)
+    return fill_masked(t32 - p * _row_sum(t32, axes, shards), where).astype(dtype)
 
 
 class Normalizer(NamedTuple):
-    """The two parts of each row's log-sum-exp: its maximum, and the sum of exp(x - largest).
+    """Each row's maximum, and sum of exp(x - largest), or of exp(x) where the maximum is infinite.
 
-    Apart, they have digits that the log-sum-exp loses. Where the maximum is infinite, the sum is relative to 0.
+    Their log-sum-exp is largest + log(sum_exp). As two numbers they have digits that it would lose.
     """
 
     largest: jax.Array
-    total: jax.Array
+    sum_exp: jax.Array
 
     @property
-    def log_total(self):
-        nothing = self.total == 0  # of which the logarithm has no derivative
-        zeros = jnp.zeros_like(self.total)
-        return jnp.log(self.total + nothing.astype(zeros.dtype)) + selected(nothing, -jnp.inf, zeros)
+    def log_sum(self):
+        is_zero = self.sum_exp == 0  # where the logarithm has no derivative
+        zeros = jnp.zeros_like(self.sum_exp)
+        return jnp.log(self.sum_exp + is_zero.astype(zeros.dtype)) + select(is_zero, -jnp.inf, zeros)
 
     @property
     def lse(self):
-        return self.log_total + _finite(self.largest)
+        return self.log_sum + _finite(self.largest)
 
     def without_infinity(self):
-        """The same, but that the sum is NaN where the maximum is infinity: so all that is made of such a row is."""
-        return Normalizer(self.largest, self.total - jnp.where(self.largest == jnp.inf, jnp.inf, 0))
+        """The same with a sum of NaN where the maximum is inf: all results of such a row are NaN then."""
+        return Normalizer(self.largest, self.sum_exp - jnp.where(self.largest == jnp.inf, jnp.inf, 0))
 
     def finite(self):
-        """The same with 0 for a maximum that is infinite, as it counts: what derivatives keep is not -inf then in rows
-        that are masked altogether, which `jax_debug_infs` would take for an error."""
-        return Normalizer(_finite(self.largest), self.total)
+        """The same with a maximum of 0 where it is infinite, which means the same. A derivative saves it, and
+        `jax_debug_infs` would take the -inf of a row that is masked altogether for an error."""
+        return Normalizer(_finite(self.largest), self.sum_exp)
 
 
-def logsumexp(x, where, axes, across=None):
+class RowShards(NamedTuple):
+    """How a device that has a shard of every row works together with those that have the other shards."""
+
+    all_reduce: Callable  # (value, "max" or "sum"): that of the value over these devices
+    normalizer: Callable | None = None  # (x, where, axes): the `Normalizer` of this device's shard
+    local_label: Callable | None = None  # (label): whether each row has a label, and its place in this device's shard
+
+
+def logsumexp(x, where, axes, shards=None):
     """Each row's `Normalizer`."""
-    if across is not None:
-        of_part, total = across.normalizer(x, where, axes)
-        largest = across(of_part, "max")
-        pivot = jnp.where(of_part == jnp.inf, 0, of_part)
-        return Normalizer(largest, across(total * jnp.exp(pivot - _finite(largest)), "sum"))
-    x = kept(x, where, -jnp.inf)
+    if shards is not None:
+        local_largest, sum_exp = shards.normalizer(x, where, axes)
+        largest = shards.all_reduce(local_largest, "max")
+        pivot = jnp.where(local_largest == jnp.inf, 0, local_largest)
+        return Normalizer(largest, shards.all_reduce(sum_exp * jnp.exp(pivot - _finite(largest)), "sum"))
+    x = fill_masked(x, where, -jnp.inf)
     largest = widened(_largest(x, axes))
-    return Normalizer(largest, _row_sum(jnp.exp(widened(x) - _finite(largest)), axes, None))
+    return Normalizer(largest, _row_sum(jnp.exp(widened(x) - _finite(largest)), axes))
 
 
 def _finite(largest):
-    return selected(jnp.isfinite(largest), largest, 0)
+    return select(jnp.isfinite(largest), largest, 0)
 
 
-def distances(x, rows):
-    """x less its row's maximum, or less 0 where that is infinite."""
-    return widened(in_memory(x)) - _finite(rows.largest)
+def distances(x, normalizer):
+    """x - largest, or x where the row's maximum is infinite."""
+    return widened(as_stored(x)) - _finite(normalizer.largest)
 
 
-def distance_and_count(rows, x, where, axes, across=None):
-    """Over each row's elements that are not masked, and not -inf: the sum of x - largest, and their number."""
-    counted = kept(x != -jnp.inf, where, False)
-    distance = jnp.where(counted, distances(x, rows), 0)
-    return _row_sum(distance, axes, across), _row_sum(counted.astype(distance.dtype), axes, across)
+def distance_sum_and_count(normalizer, x, where, axes, shards=None):
+    """The sum of x - largest over those elements of each row that are neither masked nor -inf, and their number."""
+    counted = fill_masked(x != -jnp.inf, where, False)
+    distance = jnp.where(counted, distances(x, normalizer), 0)
+    return _row_sum(distance, axes, shards), _row_sum(counted.astype(distance.dtype), axes, shards)
 
 
-MOST_COUNTED = 1 << 24  # of a row's elements, in float32
+MOST_COUNTED = 1 << 24  # elements of a row: float32 has all integers up to this one
 
 
-def distance_of_all(distance, count, elements):
-    """The sum over all elements of a row that are not masked, given that over those that are not -inf."""
-    return jnp.where(count < elements, -jnp.inf, distance)
+def distance_sum_of_all(distance_sum, count, elements):
+    """The sum of x - largest over all of a row's elements that are not masked, from `distance_sum_and_count`."""
+    return jnp.where(count < elements, -jnp.inf, distance_sum)
 
 
-def softmax_and_normalizer(x, where, axes, across=None, *, dtype):
-    """softmax, and each row's `Normalizer`."""
-    rows = logsumexp(x, where, axes, across)
-    return probabilities(x, rows.without_infinity(), where).astype(dtype), *rows
+def softmax_and_normalizer(x, where, axes, shards=None, *, dtype):
+    """softmax(x), and each row's `Normalizer`."""
+    normalizer = logsumexp(x, where, axes, shards)
+    return probabilities(x, normalizer.without_infinity(), where).astype(dtype), *normalizer
 
 
-def entropy(x, where, axes, across=None):
+def entropy(x, where, axes, shards=None):
     """The entropy of softmax(x) over each row, and its `Normalizer`."""
-    rows = logsumexp(x, where, axes, across)
-    log_p = log_probabilities(x, rows, where)
+    normalizer = logsumexp(x, where, axes, shards)
+    log_p = log_probabilities(x, normalizer, where)
     p, (log_p,) = weights_and_values(log_p, log_p)
-    return -_row_sum(p * log_p, axes, across), *rows
+    return -_row_sum(p * log_p, axes, shards), *normalizer
 
 
-def kl_divergence(x, y, largest_y, log_total_y, where, axes, across=None):
-    """The divergence of softmax(y) from softmax(x), given the two parts of y's log-sum-exp; and x's `Normalizer`."""
-    rows = logsumexp(x, where, axes, across)
-    return kl_divergence_given(rows, x, y, largest_y, log_total_y, where, axes, across), *rows
+def kl_divergence(x, y, largest_y, log_sum_y, where, axes, shards=None):
+    """sum(p (log p - log q)) of p = softmax(x), q = softmax(y), lse(y) = largest_y + log_sum_y; x's `Normalizer`."""
+    normalizer = logsumexp(x, where, axes, shards)
+    return kl_divergence_given_normalizer(normalizer, x, y, largest_y, log_sum_y, where, axes, shards), *normalizer
 
 
-def kl_divergence_given(rows, x, y, largest_y, log_total_y, where, axes, across=None):
-    log_p = log_probabilities(x, rows, where)
-    log_q = kept(widened(in_memory(y)) - _finite(largest_y) - log_total_y, where, -jnp.inf)
+def kl_divergence_given_normalizer(normalizer, x, y, largest_y, log_sum_y, where, axes, shards=None):
+    log_p = log_probabilities(x, normalizer, where)
+    log_q = fill_masked(widened(as_stored(y)) - _finite(largest_y) - log_sum_y, where, -jnp.inf)
     p, (log_p, log_q) = weights_and_values(log_p, log_p, log_q)
-    return _row_sum(p * (log_p - log_q), axes, across)
+    return _row_sum(p * (log_p - log_q), axes, shards)
 
 
-def log_probabilities(x, rows, where):
-    """log softmax(x), given the rows' `Normalizer`, and -inf of what is masked."""
-    return kept(kept(distances(x, rows), where) - rows.log_total, where, -jnp.inf)
+def log_probabilities(x, normalizer, where):
+    """log softmax(x), given the rows' `Normalizer`; -inf where x is masked."""
+    return fill_masked(fill_masked(distances(x, normalizer), where) - normalizer.log_sum, where, -jnp.inf)
 
 
-def probabilities(x, rows, where):
-    """softmax(x), given the rows' `Normalizer`, and 0 of what is masked, in derivatives of all orders as well."""
-    nothing = rows.total == 0
-    distance = kept(distances(x, rows), where) + jnp.where(nothing, jnp.inf, 0)  # NaN in a row of nothing but -inf
-    return kept(jnp.exp(kept(distance, where, -jnp.inf)) / jnp.where(nothing, 1, rows.total), where)
+def probabilities(x, normalizer, where):
+    """softmax(x), given the rows' `Normalizer`; where x is masked, this and its derivatives of all orders are 0."""
+    is_zero = normalizer.sum_exp == 0
+    distance = fill_masked(distances(x, normalizer), where) + jnp.where(
+        is_zero, jnp.inf, 0
+    )  # NaN where all of a row is -inf
+    return fill_masked(
+        jnp.exp(fill_masked(distance, where, -jnp.inf)) / jnp.where(is_zero, 1, normalizer.sum_exp), where
+    )
 
 
 def weights_and_values(log_p, *values):
-    """p, and values that are to be weighted with it: those of p = 0 are 0, whatever they were."""
+    """p, and values to be multiplied by p: 0 where p is 0, so that 0 * inf does not make a NaN."""
     p = jnp.exp(log_p)
     return p, [jnp.where(p == 0, 0, value) for value in values]
 
 
-def cross_entropy(x, label, where, axes, across=None):
-    """lse less the label's element of each row, 0 of one without a label; and its `Normalizer`."""
-    rows = logsumexp(x, where, axes, across)
-    return cross_entropy_given(rows, x, label, axes, across), *rows
+def cross_entropy(x, label, where, axes, shards=None):
+    """lse - x[label] of each row, 0 where it has no label; and its `Normalizer`."""
+    normalizer = logsumexp(x, where, axes, shards)
+    return cross_entropy_given_normalizer(normalizer, x, label, axes, shards), *normalizer
 
 
-def cross_entropy_given(rows, x, label, axes, across=None):
-    found, here = (exists(label, x.shape, axes), label) if across is None else across.label_of_part(label)
-    distance = jnp.where(found, distances(at_labels(x, axes, here), rows), 0)
-    if across is not None:
-        distance = across(jnp.where(exists(here, x.shape, axes), distance, 0), "sum")
-    return jnp.where(found, rows.log_total - distance, 0)
+def cross_entropy_given_normalizer(normalizer, x, label, axes, shards=None):
+    is_labelled, local = (has_label(label, x.shape, axes), label) if shards is None else shards.local_label(label)
+    distance = jnp.where(is_labelled, distances(label_elements(x, axes, local), normalizer), 0)
+    if shards is not None:
+        distance = shards.all_reduce(jnp.where(has_label(local, x.shape, axes), distance, 0), "sum")
+    return jnp.where(is_labelled, normalizer.log_sum - distance, 0)
 
 
-def cross_entropy_gradient(x, *of_rows, where, axes, across=None, dtype):
+def cross_entropy_gradient(x, *operands, where, axes, shards=None, dtype):
     """softmax(x) (factor + lse_factor lse) + offset, and at_label added at the label; and the rows' `Normalizer`."""
-    rows = Normalizer(*of_rows[:-5]) if of_rows[:-5] else logsumexp(x, where, axes, across)
-    return gradient_given(rows, x, *of_rows[-5:], where, axes, across, dtype=dtype), *rows
+    *known, factor, lse_factor, offset, at_label, label = operands
+    normalizer = Normalizer(*known) if known else logsumexp(x, where, axes, shards)
+    coefficients = factor, lse_factor, offset, at_label
+    return gradient_given_normalizer(normalizer, x, *coefficients, label, where, axes, shards, dtype=dtype), *normalizer
 
 
-def gradient_given(rows, x, factor, lse_factor, offset, at_label, label, where, axes, across=None, *, dtype):
-    here = label if across is None else across.label_of_part(label)[1]
-    counts = row_counts(rows, factor, lse_factor, offset, at_label)
-    rows = Normalizer(*(jnp.where(counts, row, 0) for row in rows))
-    lse = jnp.where(rows.lse == -jnp.inf, 0, rows.lse)  # of rows that are masked altogether
-    p = probabilities(x, rows, counts if where is None else where & counts)
-    gradient = kept(p * (factor + lse_factor * lse) + offset, where)
-    return (gradient + jnp.where(is_label(x, axes, here), at_label, 0)).astype(dtype)
+def gradient_given_normalizer(
+    normalizer, x, factor, lse_factor, offset, at_label, label, where, axes, shards=None, *, dtype
+):
+    local = label if shards is None else shards.local_label(label)[1]
+    counts = row_counts(normalizer, factor, lse_factor, offset, at_label)
+    normalizer = Normalizer(*(jnp.where(counts, value, 0) for value in normalizer))
+    lse = jnp.where(normalizer.lse == -jnp.inf, 0, normalizer.lse)  # of rows that are masked altogether
+    p = probabilities(x, normalizer, counts if where is None else where & counts)
+    gradient = fill_masked(p * (factor + lse_factor * lse) + offset, where)
+    return (gradient + jnp.where(label_mask(x, axes, local), at_label, 0)).astype(dtype)
 
 
-def row_counts(rows, *coefficients):
-    """Whether a row counts: one of weight 0 does not where it is NaN."""
-    return functools.reduce(jnp.logical_or, (c != 0 for c in coefficients), jnp.isfinite(rows.log_total))
+def row_counts(normalizer, *coefficients):
+    """Which rows count: not one whose coefficients are all 0 and whose logarithm of the sum is infinite or NaN."""
+    return functools.reduce(jnp.logical_or, (c != 0 for c in coefficients), jnp.isfinite(normalizer.log_sum))
 
 
-def absmax(x, where, axes, across=None):
-    """The maximum of magnitudes of each row, 0 of a row that is masked altogether; NaN if there is one.
+def absmax_scale(x, where, axes, shards=None, *, dtype):
+    """x / scale, and the scales: the rows' largest magnitudes, for 8 bits as multiples of the dtype's largest number.
 
-    A sum of squares is NaN for no other reason. On a CPU XLA's maximum ignores NaNs (JAX 0.12).
+    Scales that would not be normal numbers are 0.
     """
-    x = kept(widened(x), where)
-    largest = jnp.max(jnp.abs(x), axes, keepdims=True, initial=0)
-    largest = largest if across is None else across(largest, "max")
-    squares = _row_sum(x * x, axes, across)
-    return jnp.where(jnp.isnan(squares), squares, largest)
-
-
-def absmax_scale(x, where, axes, across=None, *, dtype):
-    """x divided by its rows' maxima of magnitudes, or of 8 bits by the scales; and the scales."""
-    largest = absmax(x, where, axes, across)
-    scale = scale_of(largest, dtype)
+    largest = absmax(x, where, axes, shards)
+    scale = largest * (1 / jnp.array(LARGEST[dtype], largest.dtype)) if dtype in LARGEST else largest
+    scale = jnp.where(scale < jnp.finfo(scale.dtype).tiny, 0, scale)
     return scaled(x, largest, scale, where, dtype).astype(dtype), scale
 
 
-def scale_of(largest, dtype):
-    """The rows' scales: 0 where they would not be normal numbers."""
-    scale = largest * (1 / jnp.array(LARGEST[dtype], largest.dtype)) if dtype in LARGEST else largest
-    return jnp.where(scale < jnp.finfo(scale.dtype).tiny, 0, scale)
+def absmax(x, where, axes, shards=None):
+    """The largest magnitude of each row: 0 where all is masked, NaN where one is NaN.
+
+    On a CPU XLA's maximum ignores NaNs (JAX 0.12). The sum of squares is NaN in just the rows that have one.
+    """
+    x = fill_masked(widened(x), where)
+    largest = jnp.max(jnp.abs(x), axes, keepdims=True, initial=0)
+    largest = largest if shards is None else shards.all_reduce(largest, "max")
+    squares = _row_sum(x * x, axes, shards)
+    return jnp.where(jnp.isnan(squares), squares, largest)
 
 
 def scaled(x, largest, scale, where, dtype):
-    """What is rounded to dtype in the end; as an integer 0 stands for NaN."""
-    given, x = x.dtype.name, kept(widened(x), where)
+    """x / scale, before it is rounded to dtype; for int8 rounded to an integer, and 0 instead of NaN."""
+    x_dtype, x = x.dtype.name, fill_masked(widened(x), where)
     divisor = jnp.where(scale == 0, jnp.inf, scale)
     if dtype in LARGEST:
         y = x * jnp.where(scale == 0, 0, LARGEST[dtype] / largest)
         y = y.astype(jnp.float32) if dtype != "int8" else jnp.where(jnp.isnan(y), 0, jnp.round(y))
-    elif dtype in ("float16", "bfloat16") and given in (dtype, "bfloat16"):
-        # By the reciprocal, which is faster and, rounded to so few bits, the same: a quotient lies halfway between two
-        # results only if the divisor is a power of 2. The reciprocals of the largest numbers would underflow.
+    elif dtype in ("float16", "bfloat16") and x_dtype in (dtype, "bfloat16"):
+        # The product with the reciprocal is faster than a quotient, and rounds to the same 16 bits: a quotient lies
+        # halfway between two of these only if the divisor is a power of 2. The factor `power` keeps the reciprocals of
+        # the largest numbers from underflowing.
         power = jnp.where(largest > 2.0**100, 1 / 16, 1).astype(x.dtype)
         y = x * power * (1 / (divisor * power))
     else:
-        # Different for each element, as far as XLA knows: it would multiply by the reciprocal. If not, one is NaN.
+        # XLA would turn a division by one number for the whole row into a product with its reciprocal. The `where`
+        # hides from it that the divisors of a row are equal. Where it selects x + largest, one of the two is NaN.
         y = x / jnp.where(jnp.abs(x) <= largest, divisor, x + largest)
-    return kept(y, where)
+    return fill_masked(y, where)

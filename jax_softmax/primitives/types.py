@@ -1,4 +1,4 @@
-"""How arrays lie on devices, as their types tell it in explicit mode."""
+"""The shardings in the types of arrays, which these have in JAX's explicit sharding mode."""
 
 import functools
 
@@ -8,23 +8,23 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 
 def shardings_of_results(function, avals):
-    """The shardings in the types of a function's results. `jax.eval_shape` tells none on a mesh that is part Auto."""
+    """The shardings in the types of a function's results. (`jax.eval_shape` has none if a mesh is partly Auto.)"""
     types = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=aval.sharding) for aval in avals]
     return [aval.sharding for aval in jax.make_jaxpr(function)(*types).out_avals]
 
 
 def types_tell_shardings(avals):
-    """Whether one is sharded over mesh axes of explicit mode."""
+    """Whether the type of any of these says that a dimension is sharded."""
     return any(aval.sharding.spec != PartitionSpec(*[None] * aval.ndim) for aval in avals)
 
 
 def laid_as_well(x, *others):
-    """x, in explicit mode cut along the mesh axes that cut the others, which broadcast to its shape.
+    """x, in explicit mode resharded over the mesh axes of the others as well, which broadcast to its shape.
 
-    A primitive's result is cut like this, and so are cotangents; this one's transpose brings them back to x's own type.
+    A primitive's result is sharded so, and so is its cotangent; this function's transpose reshards that to x's type.
 
     Raises:
-      ShardingTypeError: the arrays are of shardings that do not go together.
+      ShardingTypeError: the arrays' shardings are incompatible.
     """
     avals = [jax.typeof(a) for a in (x, *others)]
     if not types_tell_shardings(avals):
@@ -35,14 +35,15 @@ def laid_as_well(x, *others):
 
 
 def rows_laid_as(x, rows):
-    """Numbers of x's rows, of its rank, in explicit mode cut as x is: else x's gradient would be cut as they are."""
+    """Values of x's rows, in explicit mode resharded as x is: else x's gradient would be sharded as these are."""
     avals = [jax.typeof(a) for a in (rows, x)]
     return _laid_like(rows, avals[1]) if types_tell_shardings(avals) else rows
 
 
 def _laid_like(a, aval):
-    """An array cut as one that it broadcasts to."""
+    """The array resharded as this type, whose shape it broadcasts to."""
     dims = zip(a.shape, aval.shape, aval.sharding.spec, strict=True)
-    spec = PartitionSpec(*(names if n == whole else None for n, whole, names in dims))
-    same = spec == jax.typeof(a).sharding.spec
-    return a if same else jax.sharding.reshard(a, NamedSharding(aval.sharding.mesh, spec))
+    spec = PartitionSpec(*(names if n == like else None for n, like, names in dims))
+    if spec == jax.typeof(a).sharding.spec:
+        return a
+    return jax.sharding.reshard(a, NamedSharding(aval.sharding.mesh, spec))

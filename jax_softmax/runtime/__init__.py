@@ -1,1 +1,1 @@
-"""From primitives to programs that run, what CUDA takes for it, and `explain`, which looks at it."""
+"""How primitives become programs, what running CUDA kernels takes, and `explain`, which describes both."""

@@ -1,4 +1,4 @@
-"""What running the CUDA kernels takes: a driver, NVRTC that makes them, and a folder that keeps what it made."""
+"""What running the CUDA kernels takes: a driver, NVRTC, which compiles them, and a folder for compiled kernels."""
 
 import atexit
 import functools
@@ -11,7 +11,7 @@ CACHE_BYTES = 256 << 20
 
 
 def cache_folder() -> str:
-    """Where compiled kernels are kept: JAX_SOFTMAX_CACHE_DIR or the user's cache folder; empty without a home."""
+    """The folder of compiled kernels: JAX_SOFTMAX_CACHE_DIR or the user's cache folder; "" if there is no home."""
     folder = os.environ.get("JAX_SOFTMAX_CACHE_DIR")
     if folder:
         return os.path.abspath(folder)
@@ -21,11 +21,11 @@ def cache_folder() -> str:
         folder = platformdirs.user_cache_dir("jax_softmax", appauthor=False)
     except RuntimeError:
         return ""
-    return folder if os.path.isabs(folder) else ""  # older versions leave the ~
+    return folder if os.path.isabs(folder) else ""  # older versions of platformdirs return it with a ~
 
 
 def find_nvrtc() -> str:
-    """The path of libnvrtc: the one that is loaded, of a wheel, of conda, or of the system.
+    """The path of libnvrtc: the loaded one, or that of a wheel, of conda, or of the system.
 
     Raises:
       RuntimeError: there is none.
@@ -42,7 +42,7 @@ def find_nvrtc() -> str:
 
 
 def configure() -> None:
-    """Hands NVRTC and the cache folder to the compiled part, which forgets the kernels that it knew.
+    """Hands NVRTC and the cache folder to the C++ code, which then forgets the kernels that it has loaded.
 
     Raises:
       RuntimeError: NVRTC is missing or too old.
@@ -53,7 +53,7 @@ def configure() -> None:
 
 
 def mismatch(driver: int, nvrtc: str, path: str) -> str | None:
-    """Why a driver of CUDA `driver` (12040 for 12.4) cannot run what this NVRTC makes, or None if it can."""
+    """Why a driver of CUDA `driver` (12040 for 12.4) cannot run what this NVRTC compiles; None if it can."""
     if int(nvrtc.split(".")[0]) <= driver // 1000:
         return None
     return (
@@ -66,8 +66,9 @@ def mismatch(driver: int, nvrtc: str, path: str) -> str | None:
 def availability() -> str | None:
     """Why the CUDA kernels cannot run in this process, with what to do about it; None if they can.
 
-    The first call gets everything ready, without touching a GPU, and warns if kernels on disk are not to be trusted.
-    `import jax_softmax` makes it, because a program that was lowered elsewhere may be all that this process runs.
+    The first call does all preparations, but uses no GPU. It warns if there are kernels on disk that must not be
+    trusted. `import jax_softmax` makes this call, because this process may only run programs that were lowered in
+    another one.
     """
     try:
         driver = _kernels.driver_version()

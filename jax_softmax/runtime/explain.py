@@ -1,4 +1,4 @@
-"""Which kernels a call runs on a GPU, and the least time that its bytes take there: a plan in words. Needs no GPU."""
+"""`explain`: which kernels a call runs on a GPU, in words, and the least time that its bytes take. Needs no GPU."""
 
 import contextlib
 import dataclasses
@@ -20,11 +20,11 @@ from jax_softmax.runtime.lowering import described
 
 
 class Gpu(NamedTuple):
-    """What plans and floors depend on."""
+    """The properties of a GPU that plans and least times depend on."""
 
     compute_capability: int  # 10 * major + minor
     multiprocessors: int
-    shared_memory_per_block: int  # bytes, opted in
+    shared_memory_per_block: int  # bytes, at most
     largest_cluster: int
     copy_rate: float  # bytes per second, read and written together
 
@@ -47,14 +47,14 @@ GPUS = {
     "RTX 4090": Gpu(89, 128, 99 << 10, 1, 0.9 * 1008e9),
     "RTX 5090": Gpu(120, 170, 99 << 10, 8, 0.9 * 1792e9),
 }
-# Words that make a chip another one, or a part of one, than its name says.
+# Words in a device's name that make it another chip than the rest of the name says, or a part of that.
 _OTHER_CHIPS = {"LAPTOP", "MIG", "D", "TI"}
 
-# What `absmax_scale` runs has the name of its result's dtype here, on which the plan depends.
+# The plan of `absmax_scale` depends on the result's dtype, which is part of these names.
 _SCALED = {f"absmax_scale_{dtype}": dtype for dtype in reference.SCALED}
 _KERNELS = {op: op for op in OPERATORS if not OPERATORS[op].quantizes}
 _KERNELS |= dict.fromkeys(_SCALED, "absmax_scale")
-# What a call of another public function runs for its logits.
+# The kernels that other public functions run on their logits.
 _FUNCTIONS = {
     "softmax_vjp": "softmax",
     "softmax_cross_entropy": "logsumexp",
@@ -63,7 +63,7 @@ _FUNCTIONS = {
     "linear_cross_entropy": "cross_entropy_gradient",
 }
 _ALLOWED = "explain: x_or_shape must be an array, a jax.ShapeDtypeStruct, or a shape (a tuple of ints)"
-_MOST_ELEMENTS = 2**63 - 1  # that 64 bits count
+_MOST_ELEMENTS = 2**63 - 1
 
 _SCHEDULES = {
     "registers": "a row in the registers of the lanes that share it",
@@ -88,21 +88,21 @@ class Launch(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """What a call runs on a GPU; `str()` of it is a short text.
+    """The kernels that a call runs on a GPU; `str()` of it is a short text.
 
     Attributes:
       op: the operator.
-      shape: that of the array that the kernel gets.
-      axes: the reduced ones.
-      dtype: that in which the kernel gets the array.
+      shape: the shape of the kernel's array.
+      axes: the reduced axes.
+      dtype: the dtype of the kernel's array.
       mask_shape: the mask's shape, or None.
       device: the name of the GPU.
       schedule: how a row is held while it is reduced; "jax.numpy" where XLA's own operations run, "nothing" for empty
         arrays.
       launches: `Launch(blocks, threads, cluster, shared_bytes)` of each kernel that the call runs, in order.
-      bytes: what must be read and written, once each.
-      why_xla: why XLA's own operations run, or nothing: `runtime/judge.py`.
-      floor_us: microseconds that moving `bytes` takes at the rate at which the GPU copies; a launch is not counted.
+      bytes: how many bytes must be read and written, each once.
+      why_xla: why XLA's own operations run; "" if kernels do.
+      floor_us: the microseconds in which the GPU copies so many bytes, without the time of a launch.
     """
 
     op: str
@@ -154,12 +154,12 @@ def explain(
       axis: as for `softmax`.
       dtype: the dtype to explain for; by default that of the array, and float32 for a shape.
       where: a mask of elements: a boolean array or a `jax.ShapeDtypeStruct` of one.
-      op: a public function by its name: of a loss the kernel that `x_or_shape`, its logits, go through, which for
-        `cross_entropy_loss` and `linear_cross_entropy` is that of the differentiated function, and for `kl_divergence`
-        the one after "logsumexp" of its second operand; `absmax_scale` to x's own dtype. Or a kernel:
-        "softmax_linear" (softmax's derivative in both modes, of which `x_or_shape` is an operand), "log_softmax_jvp"
-        and "log_softmax_vjp" (log_softmax's), "cross_entropy", "cross_entropy_gradient", "absmax_scale_int8" and the
-        like, `absmax_scale` to that dtype.
+      op: the name of a public function or of a kernel. For a loss, `x_or_shape` is its logits. For `cross_entropy_loss`
+        and `linear_cross_entropy` the kernel is that of the differentiated function. For `kl_divergence` it is the
+        second one, which runs after "logsumexp" of logits_q. `absmax_scale` is to x's own dtype. The names of kernels
+        are: "softmax_linear" (softmax's derivative in both modes, of which `x_or_shape` is an operand),
+        "log_softmax_jvp" and "log_softmax_vjp" (log_softmax's), "cross_entropy", "cross_entropy_gradient", and
+        "absmax_scale_int8" and the like, for `absmax_scale` to that dtype.
       device: a GPU by name ("H200", "A100", "T4", "RTX 5090", ...) or a `jax.Device`; by default JAX's default device
         if that is a GPU known here, and an H200 otherwise. Copy rates are 90 % of the data sheet's, but for the H200's,
         which was measured.
@@ -172,30 +172,30 @@ def explain(
       ValueError: axis is out of range or repeated, where does not broadcast, op or device is not known, or the array
         has 2^63 elements or more.
     """
-    x = _described(x_or_shape, dtype)
+    x = _shape_and_dtype(x_or_shape, dtype)
     if op == "absmax_scale":
-        *_, given = _checked("absmax_scale_float32", x, axis, where)
-        op = f"absmax_scale_{given.name}"
+        *_, dtype = _kernel_arguments("absmax_scale_float32", x, axis, where)
+        op = f"absmax_scale_{dtype.name}"
     op = _FUNCTIONS.get(op, op)
     if op not in _KERNELS:
         allowed = ", ".join([*_KERNELS, "absmax_scale", *_FUNCTIONS])
         raise ValueError(f"explain: op must be one of {allowed}, got {op!r}.")
-    device_name = _name_of(device)
-    shape, axes, mask_shape, given = _checked(op, x, axis, where)
+    device_name = _gpu_name(device)
+    shape, axes, mask_shape, dtype = _kernel_arguments(op, x, axis, where)
     if 0 not in shape and math.prod(shape) > _MOST_ELEMENTS:
         raise ValueError(f"explain: arrays of 2^63 elements or more are not supported, got shape {shape}.")
-    plan, why_xla = _plan(op, shape, axes, mask_shape, given, GPUS[device_name])
-    if plan is None and 0 not in shape and judge.left_on_cuda(_KERNELS[op]) is judge.Maker.PARTS:
+    plan, why_xla = _plan(op, shape, axes, mask_shape, dtype, GPUS[device_name])
+    if plan is None and 0 not in shape and judge.without_cuda_kernel(_KERNELS[op]) is judge.Maker.COMPOSED:
         return explain(x, axis, where=where, op="logsumexp", device=device)
     reads, writes = _traffic(op)
-    written = np.dtype(_SCALED.get(op, given))
-    of_mask = 0 if mask_shape is None or 0 in shape else math.prod(mask_shape)
-    n_bytes = math.prod(shape) * (reads * given.itemsize + writes * written.itemsize) + of_mask
+    result_dtype = np.dtype(_SCALED.get(op, dtype))
+    mask_bytes = 0 if mask_shape is None or 0 in shape else math.prod(mask_shape)
+    n_bytes = math.prod(shape) * (reads * dtype.itemsize + writes * result_dtype.itemsize) + mask_bytes
     return Explanation(
         op=op,
         shape=shape,
         axes=axes,
-        dtype=given.name,
+        dtype=dtype.name,
         mask_shape=mask_shape,
         device=device_name,
         schedule=plan["schedule"] if plan else "nothing" if 0 in shape else "jax.numpy",
@@ -207,12 +207,12 @@ def explain(
 
 
 def _traffic(op):
-    """How many arrays of x's shape are read and written; what rows have is left out of account."""
+    """How many arrays of x's shape are read and written. Values of rows are not counted."""
     return OPERATORS[_KERNELS[op]].inputs, OPERATORS[_KERNELS[op]].element_results
 
 
 def _plan(op, shape, axes, mask_shape, dtype, gpu):
-    """Of the kernels, or None where none runs, and why XLA's own operations do."""
+    """The kernels' plan, or None where no kernel runs; and why XLA's own operations do."""
     if 0 in shape or jnp.issubdtype(dtype, jnp.complexfloating) or len(shape) > _kernels.MAX_DIMS:
         return None, "" if 0 in shape else judge.NO_KERNEL
     mask_shape = None if mask_shape is None else [*[1] * (len(shape) - len(mask_shape)), *mask_shape]
@@ -222,29 +222,29 @@ def _plan(op, shape, axes, mask_shape, dtype, gpu):
     return None if why_xla else plan, why_xla
 
 
-def _name_of(device: Any) -> str:
-    """The key in GPUS, of what `explain` is given as `device`."""
+def _gpu_name(device: Any) -> str:
+    """The key in GPUS for `explain`'s argument `device`."""
     if device is None:
         default = jax.config.jax_default_device
         default = default if isinstance(default, jax.Device) else jax.devices(default)[0]
-        return _known(default.device_kind) or "H200"
+        return _matching_gpu(default.device_kind) or "H200"
     if not isinstance(device, str | jax.Device):
         raise TypeError(f"explain: device must be a name, a jax.Device or None, got {device!r}.")
-    name = _known(device if isinstance(device, str) else device.device_kind)
+    name = _matching_gpu(device if isinstance(device, str) else device.device_kind)
     if name is None:
         raise ValueError(f"explain: device must be one of {', '.join(GPUS)}, got {device!r}.")
     return name
 
 
-def _known(kind: str) -> str | None:
-    """The entry all of whose words are in a device's name, such as NVIDIA A100-SXM4-40GB; the longest one."""
-    given = set(re.split(r"[^A-Z0-9]+", kind.upper()))
-    names = [] if given & _OTHER_CHIPS else [name for name in GPUS if given >= set(name.upper().split())]
+def _matching_gpu(kind: str) -> str | None:
+    """The longest key in GPUS all of whose words are in a device's name, such as NVIDIA A100-SXM4-40GB."""
+    words = set(re.split(r"[^A-Z0-9]+", kind.upper()))
+    names = [] if words & _OTHER_CHIPS else [name for name in GPUS if words >= set(name.upper().split())]
     return max(names, key=len, default=None)
 
 
-def _described(x: Any, dtype: Any) -> jax.ShapeDtypeStruct:
-    """The shape and dtype that `softmax` would see; arrays are not copied to find out."""
+def _shape_and_dtype(x: Any, dtype: Any) -> jax.ShapeDtypeStruct:
+    """The shape and dtype of `explain`'s argument. Arrays are not copied to a device for that."""
     if isinstance(x, int):
         raise TypeError(f"{_ALLOWED}, got the int {x}.")
     if isinstance(x, tuple | list):
@@ -267,20 +267,21 @@ def _described(x: Any, dtype: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, found)
 
 
-def _checked(op: str, x: jax.ShapeDtypeStruct, axis: Any, where: Any):
-    """The result's shape, the axes, the mask's shape, and the dtype that the kernel gets, with softmax's own checks."""
-    seen = []
+def _kernel_arguments(op: str, x: jax.ShapeDtypeStruct, axis: Any, where: Any):
+    """The result's shape, the axes, the mask's shape, and the dtype of the kernel's array, with softmax's own
+    checks."""
+    found = []
 
-    def check(x, *mask):
+    def check_arguments(x, *mask):
         checked = arguments.checked_real_array if OPERATORS[_KERNELS[op]].row_results else arguments.checked_array
         x, mask = checked("explain", x, "x_or_shape"), mask[0] if mask else where
         axes, mask, shape = arguments.checked_axes_and_mask("explain", x, axis, mask, "x_or_shape")
         if not jnp.issubdtype(x.dtype, jnp.complexfloating):
             x, _ = arguments.promoted(x)
-        seen.append((shape, axes, None if mask is None else mask.shape, np.dtype(x.dtype)))
+        found.append((shape, axes, None if mask is None else mask.shape, np.dtype(x.dtype)))
 
-    # A 64-bit dtype that was asked for is explained even where JAX has 64-bit dtypes switched off.
+    # 64-bit dtypes are explained even where JAX has them switched off.
     wide = x.dtype in ("float64", "complex128", "int64", "uint64")
     with jax.enable_x64(True) if wide else contextlib.nullcontext():
-        jax.eval_shape(check, x, *([where] if isinstance(where, jax.ShapeDtypeStruct) else []))
-    return seen[0]
+        jax.eval_shape(check_arguments, x, *([where] if isinstance(where, jax.ShapeDtypeStruct) else []))
+    return found[0]

@@ -1,11 +1,12 @@
-"""Who makes a call of an operator: its kernel, or XLA. Nothing else decides that.
+"""Who computes a call of an operator: its kernel, or XLA. This is decided here alone.
 
-- `on_cpu` and `on_cuda`: of a call that is lowered. `why_xla` has the views on which XLA is as fast.
-- `traffic_of`: of a call under `fuse`, by what the kernel and XLA's fusions around it move. `told` says it in words.
-- `attention_wins`: of attention under `fuse`.
+- `on_cpu` and `on_cuda`: for a call that is lowered. `why_xla` has the views on which XLA is as fast.
+- `traffic_of`: for a call under `fuse`, by the bytes that the kernel and XLA's fusions would move. `verdict` says it in
+  words.
+- `attention_wins`: for attention under `fuse`.
 
-Where there are GPUs, a program is judged for them; elsewhere it is for another machine, and judged for all kinds of
-GPUs. Constants were measured: beside them stand the GPU and the file of benchmarks/results/.
+If this machine has GPUs, the decision is for them; otherwise the program is for another machine, and the decision is
+for all kinds of GPUs. Constants were measured; the GPU and the file of benchmarks/results/ stand beside them.
 """
 
 import enum
@@ -20,18 +21,18 @@ from jax_softmax.devices import partitioning
 from jax_softmax.primitives.operators import OPERATORS
 from jax_softmax.runtime import cuda
 
-# By a kernel; by a kernel of a dtype that holds all inputs; by XLA and another operator's kernel, where its record has
-# `from_parts`; by XLA.
-Maker = enum.Enum("Maker", "KERNEL WIDER_KERNEL PARTS XLA")
+# KERNEL: the operator's kernel. WIDER_KERNEL: its kernel in a dtype that holds all inputs. COMPOSED: another operator's
+# kernel and XLA, by `composed` of the record, if there is one. XLA: XLA alone.
+Maker = enum.Enum("Maker", "KERNEL WIDER_KERNEL COMPOSED XLA")
 
 
-# ---- Calls on a CPU, where the kernels are faster on all that they make (cpu.md).
+# ---- Calls on a CPU. Where there is a kernel, it is faster than XLA (cpu.md).
 
 
 def on_cpu(op, avals_in, avals_out) -> Maker:
     shape = avals_in[0].shape
     if not OPERATORS[op].on_cpu:
-        return Maker.PARTS
+        return Maker.COMPOSED
     if len(shape) > _kernels.MAX_DIMS or 0 in shape:
         return Maker.XLA
     if _makes(op, cpu_makes, avals_in, avals_out):
@@ -39,33 +40,36 @@ def on_cpu(op, avals_in, avals_out) -> Maker:
     return Maker.XLA if OPERATORS[op].quantizes else Maker.WIDER_KERNEL
 
 
-def cpu_makes(given, result):
-    return result == given or (result == jnp.int8 and given != jnp.float64)
+def cpu_makes(input_dtype, result_dtype):
+    return result_dtype == input_dtype or (result_dtype == jnp.int8 and input_dtype != jnp.float64)
 
 
-def cuda_makes(given, result):
-    """What quantizes makes all."""
-    return result == given or (result.name in ("float16", "bfloat16", "float32") and given != jnp.float64)
+def cuda_makes(input_dtype, result_dtype):
+    """For operators that do not quantize; those that do have kernels for all dtypes."""
+    if result_dtype == input_dtype:
+        return True
+    return result_dtype.name in ("float16", "bfloat16", "float32") and input_dtype != jnp.float64
 
 
 def _makes(op, makes, avals_in, avals_out):
-    """Whether the kernel of a platform takes these operands and gives these results."""
+    """Whether a kernel of the platform, whose `makes` is given, has these inputs and this result."""
     inputs = {aval.dtype for aval in avals_in[: OPERATORS[op].inputs]}
     return len(inputs) == 1 and (not OPERATORS[op].element_results or makes(*inputs, avals_out[0].dtype))
 
 
 # ---- Calls on CUDA.
 
-# Compute capability, multiprocessors, shared memory of a block, largest cluster: chips that differ in what their plans
-# exchange states for, those without clusters and those with; few multiprocessors and many.
+# Compute capability, shared memory of a block, largest cluster, and numbers of multiprocessors: chips whose plans
+# differ in when blocks exchange states.
 _CHIPS = ((75, 64 << 10, 1), (86, 99 << 10, 1), (80, 163 << 10, 1), (90, 227 << 10, 16), (120, 99 << 10, 8))
 _ALL_KINDS = [(capability, n, *rest) for n in (16, 132, 1024) for capability, *rest in _CHIPS]
 
 
 def has_cuda_kernels(shape) -> bool:
-    """Whether there may be kernels for a shape, and they can be made here; a program that is to run here warns once.
+    """Whether there are kernels for arrays of this rank that can be compiled where the program runs.
 
-    A program that is lowered on a machine without a GPU is for another one, where they can.
+    This is assumed of another machine, for which a program is lowered if this one has no GPU. For a GPU of this machine
+    on which they cannot, there is one warning.
     """
     if len(shape) > _kernels.MAX_DIMS:
         return False
@@ -76,31 +80,32 @@ def has_cuda_kernels(shape) -> bool:
     return False
 
 
-def left_on_cuda(op) -> Maker:
-    """What becomes of a call that its kernel does not make. XLA reads elements of labels, and the rest is logsumexp."""
-    return Maker.PARTS if op == "cross_entropy" else Maker.XLA
+def without_cuda_kernel(op) -> Maker:
+    """Who computes a call if its own kernel does not. XLA gathers elements at labels; the rest is logsumexp."""
+    return Maker.COMPOSED if op == "cross_entropy" else Maker.XLA
 
 
 def on_cuda(op, avals_in, avals_out, axes, attributes) -> tuple[Maker, int]:
-    """And the bytes that the kernel may need to work with."""
+    """Who computes a call, and how many bytes of scratch memory the kernel may need."""
     if not OPERATORS[op].quantizes and not _makes(op, cuda_makes, avals_in, avals_out):
         return Maker.WIDER_KERNEL, 0
     shape, n = avals_in[0].shape, None
     for known in known_shapes(shape, axes):
         operands, results = ([_typed(a, known) for a in avals] for avals in (avals_in, avals_out))
         n = scratch_bytes({"operands": operands, "results": results, "attributes": attributes})
-        if n != 0 and known is not shape:  # memory that differs with the number of rows has no known size
+        if n != 0 and known is not shape:  # its size may depend on the number of rows, which is not known
             n = None
             break
-    return (left_on_cuda(op), 0) if n is None else (Maker.KERNEL, n)
+    return (without_cuda_kernel(op), 0) if n is None else (Maker.KERNEL, n)
 
 
 def known_shapes(shape, axes):
-    """The shape, or known shapes that stand for all that it may be with symbolic dimensions; none if no few shapes do.
+    """The shape; if it has symbolic dimensions, known shapes that stand for all its values, or none if that is
+    impossible.
 
-    A symbolic dimension outside of the reduced ones only says how many rows there are. Plans differ by that: up to so
-    many rows for each multiprocessor they spread rows over the chip. Powers of 2 meet every such range. One that is
-    reduced, or lies inside of a reduced one, changes the rows themselves.
+    A symbolic dimension outside of all reduced ones only changes the number of rows. Plans depend on that in ranges:
+    with few rows for each multiprocessor, they spread a row over several. Powers of 2 lie in all these ranges. A
+    symbolic dimension that is reduced, or inside of a reduced one, changes the rows themselves.
     """
     symbolic = [d for d, n in enumerate(shape) if not isinstance(n, int)]
     if not symbolic:
@@ -112,20 +117,21 @@ def known_shapes(shape, axes):
 
 
 def _typed(aval, shape):
-    """Shape and dtype. Symbolic dimensions have x's extent, `shape`, there."""
+    """Shape and dtype, with the extents of `shape`, x's, for symbolic dimensions."""
     known = zip(aval.shape, shape[len(shape) - aval.ndim :], strict=True)
     return [n if isinstance(n, int) else m for n, m in known], aval.dtype.name
 
 
 def plan_of(call, device, sources=True):
-    """`_kernels.plan` of a call that `lowering.described` gives, for a device: four numbers, as of `_CHIPS`."""
+    """`_kernels.plan` of a call that `lowering.described` describes, for a device given by the first fields of
+    `Gpu`."""
     return _kernels.plan(call["operands"], call["results"], call["attributes"], *device, sources)
 
 
 def scratch_bytes(call) -> int | None:
-    """The bytes that blocks may need to exchange states through, on whatever device, or None for a call that is XLA's.
+    """The bytes of scratch memory, for blocks to exchange states, that suffice on all devices; None if XLA is as fast.
 
-    Begins to make the kernels for the devices that are here. Raises a ValueError if there is no such call.
+    Starts to compile the kernels for this machine's devices. Raises a ValueError if there is no such call.
     """
     here = _kernels.devices_here()
     plans = [plan_of(call, device, sources=False) for device in (*_ALL_KINDS, *here)]
@@ -141,21 +147,22 @@ def scratch_bytes(call) -> int | None:
 
 NO_KERNEL = "no kernel covers it"
 _PACK, _SECTOR = 16, 32  # bytes
-# On an H200, 2026-11-23: results.md, "Other axes" and "Rows, by length"; again on an H100, views in never_slower.md.
+# Measured on an H200, 2026-11-23: results.md, "Other axes" and "Rows, by length"; again on an H100, views in
+# never_slower.md.
 _SHORT_RUN = 8  # packs
 _SHORT_RUN_IN_RING = 2048  # bytes
-_IDLING = 3  # packs of a row
+_IDLING = 3  # packs of a row that leave lanes idle
 
 
 def why_xla(call, plan) -> str:
-    """Why XLA is as fast as a plan, or faster, within 5 %; "" where it is not.
+    """Why XLA is as fast as a plan, within 5 %, or faster; "" where it is not.
 
-    A custom call has to be worth it: XLA does not fuse it with what is around it.
+    Where they are equal XLA is better: it fuses its own operations with those around them, but no custom call.
     """
     if plan is None:
         return NO_KERNEL
     facts, fields, schedule = OPERATORS[call["attributes"]["op"]], plan["fields"], plan["schedule"]
-    run, line = plan["reduced"][-1]  # elements: of neighbours in a row, and from one of them to the next
+    run, line = plan["reduced"][-1]  # how many elements of a row lie at one distance, and this distance, in elements
     run_bytes, runs = run * jnp.dtype(call["operands"][0][1]).itemsize, len(plan["reduced"])
     two = facts.inputs == 2 and facts.element_results
     tiles = "fold" in fields
@@ -181,28 +188,30 @@ def why_xla(call, plan) -> str:
 
 # ---- Calls under `fuse`.
 #
-# A kernel reads each of its arrays once and writes its results. What nobody else needs of its arrays is written by XLA
-# before; what only XLA's loops need of its results, and sums of its rows that XLA would make on the way, as layer norm
-# does, are read by XLA. What has another order than the kernel's dimensions is read and written once more. XLA makes no
-# such array, but reads its inputs several times: those of linear maps and of sums of rows twice, those of the other
-# operators three times, but of softmax and log_softmax once where a row is contiguous and fits in a block. Its kernels
-# for such rows are a little below the memory's speed. What takes longer to compute than to move counts as the bytes
-# that could be moved meanwhile.
+# Bytes are counted. The kernel reads each of its arrays once and writes its results. Added to that are: arrays that
+# only the kernel reads, which XLA has to write for it; results that only XLA's loops read; sums over rows of results,
+# which XLA would otherwise compute on the way, as in layer norm; and arrays in another order than the kernel's
+# dimensions, which are read and written once more. XLA would not write such arrays, but would read its inputs several
+# times: twice for linear maps and for sums over rows, three times for other operators, but once for softmax and
+# log_softmax if a row is contiguous and fits into a block. Its kernels for such rows reach a little less than the
+# memory's speed. A kernel that takes longer to compute than to move its bytes counts as moving as many bytes as it
+# could in that time.
 
-_MOST_COLUMNS = 8192  # of a row that a block of XLA has in registers
-# Of XLA's kernels for rows up to a length, of the memory's. On an H200, 2026-11-23: results.md, "Rows, by length".
+_MOST_COLUMNS = 8192  # elements of a row that a block of XLA holds in registers
+# From a row's length at most to the speed of XLA's kernels, as a fraction of the memory's. On an H200, 2026-11-23:
+# results.md, "Rows, by length".
 _SPEED = {256: 1.0, 2048: 0.91, _MOST_COLUMNS: 0.81}
 _TIE = 0.95
-# Bytes that an H200 moves while it does an instruction, and instructions of an operator for an element: fused.md.
+# Bytes that an H200 moves in the time of one instruction, and an operator's instructions for an element: fused.md.
 _BYTES_OF_INSTRUCTION, _OPERATOR = 0.15, 8
 
 
 class Traffic(NamedTuple):
-    """Bytes."""
+    """Bytes that are moved."""
 
-    before: int  # by the kernel without what is folded
-    ours: int
-    xla: int
+    before: int  # by the kernel without the equations that are folded into it
+    ours: int  # by the kernel with them
+    xla: int  # by XLA alone
 
     @property
     def kernel_wins(self) -> bool:
@@ -210,8 +219,9 @@ class Traffic(NamedTuple):
 
 
 def traffic_of(op, shape, axes, unfolded, ours, reads, writes_of_xla, of_rows, instructions) -> Traffic:
-    """Of bytes that the kernel moves without what is folded, and with it; of the arrays that both read, of those that
-    XLA writes, and of results of rows; and of instructions for an element before the operator and after it."""
+    """The traffic, given `unfolded` and `ours`, the bytes that the kernel moves without and with what is folded into
+    it; the bytes that both read (`reads`), that XLA writes, and of results of rows; and how many instructions an
+    element takes before the operator and after it."""
     facts, whole_rows = OPERATORS[op], xla_makes_whole_rows(op, shape, axes)
     reads_of_xla = 2 if facts.inputs == 2 or not facts.element_results else 1 if whole_rows else 3
     before, after = instructions
@@ -224,7 +234,7 @@ def traffic_of(op, shape, axes, unfolded, ours, reads, writes_of_xla, of_rows, i
 
 
 def xla_makes_whole_rows(op, shape, axes) -> bool:
-    """Whether a kernel of XLA does all of the operator, a block having a whole row."""
+    """Whether XLA computes the operator by one kernel, of which a block has a whole row."""
     facts = OPERATORS[op]
     last = max((d for d, n in enumerate(shape) if n > 1), default=len(shape) - 1)
     inner = sorted(d for d in axes if shape[d] > 1)
@@ -233,9 +243,9 @@ def xla_makes_whole_rows(op, shape, axes) -> bool:
     return of_x_alone and one_run and math.prod(shape[d] for d in axes) <= _MOST_COLUMNS
 
 
-def told(traffic: Traffic, xla_is_as_fast: bool) -> str:
-    """Who makes a call and why. `xla_is_as_fast`: on rows that lie as these do."""
-    _, ours, xla = map(words, traffic)
+def verdict(traffic: Traffic, xla_is_as_fast: bool) -> str:
+    """Who computes a call and why, in words. `xla_is_as_fast`: by `why_xla`, on rows of this view."""
+    _, ours, xla = map(byte_text, traffic)
     if not traffic.kernel_wins:
         return f"XLA: moves {xla}, the kernel {ours}{', not 5 % fewer' if traffic.ours <= traffic.xla else ''}"
     if xla_is_as_fast:
@@ -243,8 +253,8 @@ def told(traffic: Traffic, xla_is_as_fast: bool) -> str:
     return f"the kernel: moves {ours}, XLA {xla}"
 
 
-def words(n: float) -> str:
-    """Bytes for people."""
+def byte_text(n: float) -> str:
+    """A number of bytes with a unit."""
     for unit in ("B", "KiB", "MiB"):
         if n < 1024:
             return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
@@ -252,14 +262,14 @@ def words(n: float) -> str:
     return f"{n:.2f} GiB"
 
 
-# Picoseconds for a score: of attention's forward kernel, and of both backward ones, with 64 features; on an H200,
+# Picoseconds that attention's forward kernel, and both backward ones, take for a score with 64 features: on an H200,
 # 2026-11-26: attention.md. Bytes that memory moves in a picosecond, between an H100's and an H200's. How many blocks
 # run at once.
 _FORWARD, _BACKWARD, _FEATURES, _BYTES_OF_PICOSECOND, _BLOCKS = 0.95, 2.7, 64, 3.6, 264
 
 
 def attention_wins(attention, extents: dict[str, int], has_gradients: bool, moved: int) -> bool:
-    """Whether attention's kernels take less time than the program that has its weights in memory, which moves so many
+    """Whether attention's kernels take less time than the program that has its weights in memory, and moves `moved`
     bytes for each score."""
     batch = math.prod(extents[c] for c in attention.letters.batch)
     features = max(0.7, (extents["d"] + extents["e"]) / (2 * _FEATURES))

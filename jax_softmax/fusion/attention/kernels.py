@@ -200,9 +200,9 @@ class _DeviceProgram(division.DeviceProgram):
             known[name] = known[name] and Expression.from_json(known[name])
         known |= {"letters": Letters(*known["letters"]), "sides": tuple(LetteredSide(*side) for side in known["sides"])}
         self.space = _Space(Attention(**known), kernel)
-        self.whole = tuple(self.space.dims.index(c) for c in "ijden")
+        self.undivided = tuple(self.space.dims.index(c) for c in "ijden")
 
-    def of_whole_rows(self, layout):
+    def on_whole_rows(self, layout):
         return lambda *operands: self.space.call(attention_p.bind, *operands)
 
 
