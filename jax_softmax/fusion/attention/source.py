@@ -124,7 +124,7 @@ def plan_of(
     inner = ["0", *(str(extents[letter]) for letter in letters.batch[1:])]
     results = 2 if kernel != "queries" or written_dtype else 1
     problem = [
-        f"  using T = {_TYPES[dtype]};\n  using Operands = attention::Operands<{word + results}>;\n",
+        f"  using T = {_TYPES[dtype]};\n  using Addresses = attention::Addresses<{word + results}>;\n",
         constant("kTiling", f"{{{', '.join(str(tiling[field]) for field in fields)}}}", "attention::Tiling"),
         *(
             constant(name, extents[c])
@@ -134,11 +134,11 @@ def plan_of(
         constant("kGroups", math.prod(extents[letter] for letter in letters.groups)),
         *(constant(f"k{name.upper()}", strides(getattr(letters, name)), of_type) for name in "qkvo"),
         # A block's four bounds are their innermost dimension.
-        constant("kBounded", bounds is not None, "bool") + constant("kBoundsWord", first_side - 1),
+        constant("kBounded", bounds is not None, "bool") + constant("kBoundsAddress", first_side - 1),
         constant("kBounds", strides(bounds or "", 4 * blocks), of_type),
         constant("kSides", len(sides)),
         constant("kSideStrides[]", f"{{{', '.join(strides(of) for of, _ in sides) or '{}'}}}", of_type),
-        constant("kSideWords[]", f"{{{', '.join(map(str, words)) or 0}}}"),
+        constant("kSideAddresses[]", f"{{{', '.join(map(str, words)) or 0}}}"),
         constant("kStagedBytes[]", f"{{{', '.join(map(str, staged)) or 0}}}"),
         constant("kFirstResult", word) + constant("kEmptyRowsAreZero", empty_rows_are_zero, "bool"),
         constant("kWrites", written_dtype is not None, "bool")
@@ -150,7 +150,7 @@ def plan_of(
         f'#include "attention/{"forward" if kernel == "forward" else "backward"}.cuh"\n\n'
         f"namespace jax_softmax::device {{\n\nstruct Problem {{\n{''.join(problem)}}};\n\n}}  // namespace\n\n"
         f'extern "C" __global__ void __launch_bounds__({tiling["threads"]}, {tiling["resident"]})\n'
-        "    kernel(const __grid_constant__ jax_softmax::device::Problem::Operands operands) {\n"
+        "    kernel(const __grid_constant__ jax_softmax::device::Problem::Addresses operands) {\n"
         f"  jax_softmax::device::attention_{kernel}<jax_softmax::device::Problem>(operands);\n}}\n"
     )
     batch = math.prod(extents[letter] for letter in (letters.shared if kernel == "keys" else letters.batch))
