@@ -55,7 +55,7 @@ Problem checked_problem(const Call& call) {
 
 nb::dict operators() {
   nb::dict table;
-  for (const Operator& op : kOperators) {
+  for (const OperatorFacts& op : kOperators) {
     nb::dict row;
     row["inputs"] = op.cost.inputs;
     row["element_results"] = static_cast<int>(op.cost.element_results);
@@ -90,7 +90,7 @@ nb::object plan(const Arrays& operands, const Arrays& results, const nb::dict& a
   result["schedule"] = kScheduleNames[plan->index()];
   result["fields"] = fields;
   result["scratch_bytes"] = scratch_bytes(*plan, problem);
-  result["kept"] = extents(view.kept);
+  result["batch"] = extents(view.batch);
   result["reduced"] = extents(view.reduced);
   result["aligned"] = boundary_of(view, kPackBytes, problem.footprint()) == 0;
   if (!sources) return result;
@@ -129,7 +129,7 @@ void use_cpu_variant(const std::string& name) {
     const cpu::Variant& variant = cpu::kVariants[i];
     if (name != variant.name) continue;
     if (!variant.supported()) throw nb::value_error(("this processor does not support " + name).c_str());
-    return cpu::use(variant);
+    return cpu::select(variant);
   }
   throw nb::value_error(("no CPU kernels were compiled for " + name).c_str());
 }
@@ -143,7 +143,7 @@ nb::dict attention_tiling(const std::string& kernel, int features, int value_fea
   if (which == kKernels || features > kMostFeatures || value_features > kMostFeatures) {
     throw nb::value_error("no such kernel of attention");
   }
-  const Tiling tiling = tiling_of(Kernel(which), features, value_features);
+  const Tiling tiling = tiling_of(KernelKind(which), features, value_features);
   nb::dict result;
   result["warps"] = tiling.warps;
   result["fragments"] = tiling.fragments;
@@ -152,10 +152,10 @@ nb::dict attention_tiling(const std::string& kernel, int features, int value_fea
   result["resident"] = tiling.resident;
   result["rows"] = tiling.rows();
   result["threads"] = tiling.threads();
-  result["shared_bytes"] = shared_bytes(Kernel(which), features, value_features);
-  result["free_bytes"] = kMostSharedBytes - shared_bytes(Kernel(which), features, value_features);
+  result["shared_bytes"] = shared_bytes(KernelKind(which), features, value_features);
+  result["free_bytes"] = kMostSharedBytes - shared_bytes(KernelKind(which), features, value_features);
   nb::dict sides;
-  for (const int bytes : {1, 2, 4}) sides[nb::int_(bytes)] = kStages * bytes_of_side(Kernel(which), tiling, bytes);
+  for (const int bytes : {1, 2, 4}) sides[nb::int_(bytes)] = kStages * bytes_of_side(KernelKind(which), tiling, bytes);
   result["bytes_of_sides"] = sides;  // by the bytes of an element
   return result;
 }

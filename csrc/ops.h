@@ -1,27 +1,27 @@
 // The operators: what a row accumulates and what an element becomes, and nothing about where a row lives.
 //
-// Every operator is described by the same few pieces, so that every schedule can run every operator:
+// Each operator is a struct with the same members, so that every schedule can run every operator. `in` points at one
+// element of each operand.
 //
-//   kHasPivot          whether terms are taken relative to the maximum of the (only) operand over the row
-//   kOfMagnitudes      whether that is the maximum of magnitudes, and of_pivot(x), an element's part in it
-//   Sum                what is summed over the row: a number, Moments or Distances
-//   Terms              what terms are made with: Relative, which is made of the pivot, or that and what the row has of
-//                      its own; terms(relative, given) makes it then
-//   term(terms, in)    an element's part of the sum
-//   kFirstSummed       terms are made of the operands from this one on, and a sum needs no others
-//   finished(state)    what the (pivot, sum) of a whole row amounts to for its elements
-//   finish(row, in)    an element of the result, given that
-//   kElementResults    whether there is a result for each element at all
-//   kWithinRange       whether none is beyond the largest finite number of the results' type
-//   kRowResults        how many results a row has itself, and row_results(state, to), which sets them
-//   kRowNumbers       how many numbers of its own a row has, which `finished`, `term_scale` and `terms` are then given
+//   kInputs            how many operands of one shape there are
+//   kHasPivot          whether terms are relative to a pivot: the row's maximum of the only operand
+//   kMagnitudePivot    whether the pivot is the maximum of |x|; pivot_candidate(x) is x or |x|
+//   Sum                the type of a row's sum: a number, Moments or Distances
+//   Terms              what terms are computed with: Relative, made of the pivot, or terms(relative, numbers)
+//   term(terms, in)    what an element adds to the sum
+//   kFirstSummed       terms read no operand before this one
+//   finished(state)    what `finish` takes, made of the (pivot, sum) of a whole row
+//   finish(row, in)    the result of an element
+//   kElementResults    whether elements have results
+//   kWithinRange       whether no result is beyond the largest finite number of the results' type
+//   kRowResults        how many results a row has; row_results(state, to) sets them
+//   kRowNumbers        how many numbers of each row the operator takes: `finished`, `term_scale` and `terms` read them
 //   kKeepsInfinity     whether the sum of a row that has +inf is +inf, and not NaN
-//   kLabelled          whether a row may have a label, the number of one of its elements. Without results for elements,
-//                      row_results is given that element; with them, the last of the row's own numbers is added to
-//                      that element's result, and the results of a row whose own numbers are all 0 are 0
+//   kLabelled          whether a row may have a label, the number of one of its elements. Without results of elements,
+//                      row_results takes that element. With them, the last of the row's numbers is added to that
+//                      element's result, and a row whose numbers are all 0 has results of 0
 //
-// `in` points at one element of each of the kInputs operands. All of it is written over a policy M with a value type
-// M::Value: a scalar in CUDA, a SIMD vector on the CPU.
+// A policy M is the arithmetic: M::Value is a scalar in CUDA and a SIMD vector on the CPU.
 //
 // Sources: the online combination of (max, sum) pairs is Milakov & Gimelshein, "Online normalizer calculation for
 // softmax" (2018); the linear maps are J t = y (t - sum(y t)) for softmax, J t = t - sum(exp(y) t) for log-softmax.
@@ -35,7 +35,7 @@
 
 namespace jax_softmax {
 
-// The accumulated state of a row, or of a part of one. Operators without a pivot leave it at zero.
+// The state of a row, or of a part of one. The pivot of an operator without one is 0.
 template <class C, class Sum = C>
 struct State {
   C pivot;
@@ -44,7 +44,7 @@ struct State {
 template <class Op>
 using StateOf = State<typename Op::C, typename Op::Sum>;
 
-// Two sums: of e = exp(x - pivot), and of e (x - pivot - y), where y is 0 or another operand. A term whose e is 0 adds
+// sum e and sum e (x - pivot - y), where e = exp(x - pivot) and y is 0 or another operand. An element whose e is 0 adds
 // 0 to both, whatever x and y are. A state with them is whole 64-bit words.
 template <class C>
 struct alignas(8) alignas(C) Moments {
@@ -57,8 +57,8 @@ struct alignas(8) alignas(C) Moments {
   }
 };
 
-// Three sums: of exp(x - pivot), and of x - pivot and of 1 over the elements where x - pivot is not minus infinity.
-// What stands in for masked elements, and for those beyond the row's end, is minus infinity.
+// sum exp(x - pivot); and sum (x - pivot) and the count of the elements other than -inf, which masked elements and
+// those beyond the row's end are.
 template <class C>
 struct Distances {
   C sum;
@@ -72,16 +72,15 @@ struct Distances {
   }
 };
 
-// Terms relative to a pivot of minus infinity (nothing seen yet, or a row of minus infinities) are taken relative to
-// zero instead: they are then 0, not NaN, and a row of nothing else ends with a sum of 0, which `finished` turns into
-// NaN.
+// A pivot of -inf (no element so far, or none but -inf) counts as 0: terms are then 0 and not NaN, and a row of -inf
+// has a sum of 0, of which `finished` makes NaN.
 template <class M>
 JAX_SOFTMAX_INLINE typename M::Value shielded(typename M::Value pivot) {
   return M::select(M::equal(pivot, M::constant(-M::kInfinity)), M::constant(0), pivot);
 }
 
-// How terms exp(x - pivot) are computed, as the difference says; a policy may have a specialization of its own, whose
-// terms need only be right up to a factor that all terms of one pivot share.
+// Computes terms exp(x - pivot). A policy may specialize it; terms may then have a factor that all terms of one pivot
+// share.
 template <class M>
 struct Relative {
   using C = typename M::Value;
@@ -89,34 +88,32 @@ struct Relative {
 
   Relative() = default;
   explicit JAX_SOFTMAX_INLINE Relative(C unshielded) : pivot(shielded<M>(unshielded)) {}
-  JAX_SOFTMAX_INLINE C exp(C x) const { return M::exp(x - pivot); }
-  // The logarithm of a sum of exp(x - pivot), given the sum of terms.
+  JAX_SOFTMAX_INLINE C exp(C x) const { return M::exp_from_pivot(x - pivot); }
+  // log(sum exp(x - pivot)), given the sum of terms.
   JAX_SOFTMAX_INLINE C log(C sum) const { return M::log(sum); }
-  // That sum itself, given the sum of terms.
+  // sum exp(x - pivot), given the sum of terms.
   JAX_SOFTMAX_INLINE C whole(C sum) const { return sum; }
-  // What a sum of terms relative to the pivot `from`, which is not larger, is multiplied by to be relative to this one.
-  JAX_SOFTMAX_INLINE C rescale(C from) const { return M::exp(from - pivot); }
-  // x / sum, or something that a term times it is the term times that.
+  // The factor that makes terms relative to a pivot `from` <= pivot relative to this one.
+  JAX_SOFTMAX_INLINE C rescale(C from) const { return M::exp_from_pivot(from - pivot); }
+  // x / sum, as a number or as a type that a term can be multiplied by.
   static JAX_SOFTMAX_INLINE C divide(C x, C sum) { return x / sum; }
 };
 
-// Other arithmetic, in which terms relative to a pivot of +inf are taken relative to zero too: the sum of a row that
-// has +inf is +inf then, and not NaN.
+// The policy M, but a pivot of +inf counts as 0 too: the sum of a row that has +inf is +inf, and not NaN.
 template <class M>
-struct OfLogSumExp : M {};
+struct KeepingInfinity : M {};
 
 template <class M>
-struct Relative<OfLogSumExp<M>> : Relative<M> {
+struct Relative<KeepingInfinity<M>> : Relative<M> {
   using C = typename M::Value;
   Relative() = default;
   explicit JAX_SOFTMAX_INLINE Relative(C pivot) : Relative<M>(M::below_infinity(pivot)) {}
-  // What is added to the logarithm of the sum.
+  // What the logarithm of the sum is added to.
   static JAX_SOFTMAX_INLINE C pivot_of(C pivot) { return shielded<M>(M::below_infinity(pivot)); }
   JAX_SOFTMAX_INLINE C rescale(C from) const { return Relative<M>::rescale(M::below_infinity(from)); }
 };
 
-// What a sum of terms relative to the pivot `from`, which is not larger than `relative`'s, is relative to that: the one
-// place that says so.
+// A sum of terms relative to a pivot `from`, which is not larger than `relative`'s, made relative to that.
 template <class M>
 JAX_SOFTMAX_INLINE typename M::Value rescaled(typename M::Value sum, const Relative<M>& relative,
                                               typename M::Value from) {
@@ -139,7 +136,7 @@ JAX_SOFTMAX_INLINE Distances<typename M::Value> rescaled(const Distances<typenam
   return {rescaled(sums.sum, relative, from), M::select(M::equal(sums.count, nothing), nothing, moved), sums.count};
 }
 
-// What an operator has unless it says otherwise.
+// The defaults of an operator's members.
 template <class M>
 struct OperatorBase {
   using Policy = M;
@@ -150,13 +147,13 @@ struct OperatorBase {
   static constexpr int kInputs = 1, kFirstSummed = 0, kRowResults = 0, kRowNumbers = 0;
   static constexpr bool kHasPivot = true;  // the row's maximum
   static constexpr bool kElementResults = true;
-  static constexpr bool kOfMagnitudes = false, kResultIsScaledTerm = false, kWithinRange = false;
+  static constexpr bool kMagnitudePivot = false, kResultIsScaledTerm = false, kWithinRange = false;
   static constexpr bool kLabelled = false, kKeepsInfinity = false;
 
   // Stands in for an element that is masked or lies beyond the row's end.
   static JAX_SOFTMAX_INLINE C pad(int) { return M::constant(0); }
   static JAX_SOFTMAX_INLINE C masked() { return M::constant(0); }
-  static JAX_SOFTMAX_INLINE C of_pivot(C x) { return x; }
+  static JAX_SOFTMAX_INLINE C pivot_candidate(C x) { return x; }
 };
 
 template <class M>
@@ -169,7 +166,7 @@ struct SoftmaxBase : OperatorBase<M> {
 template <class M>
 struct Softmax : SoftmaxBase<M> {
   using C = typename M::Value;
-  // An element of the result is its term times a factor of the row, so a schedule may keep the terms.
+  // An element's result is its term times a factor of the row, so a schedule may keep the terms.
   static constexpr bool kResultIsScaledTerm = true;
 
   using Scale = decltype(Relative<M>::divide(C(), C()));
@@ -199,9 +196,9 @@ struct LogSoftmax : SoftmaxBase<M> {
   static JAX_SOFTMAX_INLINE C finish(const Finished& row, const C* in) { return (in[0] - row.pivot) - row.log_sum; }
 };
 
-// Operators that have results for rows alone.
+// Operators that have results of rows alone.
 template <class M>
-struct OfRowsAlone : SoftmaxBase<M> {
+struct RowResultsOnly : SoftmaxBase<M> {
   using C = typename M::Value;
   static constexpr bool kElementResults = false;
   struct Finished {};
@@ -213,10 +210,10 @@ struct OfRowsAlone : SoftmaxBase<M> {
   static JAX_SOFTMAX_INLINE C finish(const Finished&, const C*) { return M::constant(0); }
 };
 
-// The two parts of the log-sum-exp of a row, or of the part of one that a device has: its maximum, and the sum of
-// exp(x - maximum), relative to 0 where the maximum is infinite.
+// The two numbers of a row's log-sum-exp: its maximum, and the sum of exp(x - maximum), or of exp(x) where the maximum
+// is infinite.
 template <class M>
-struct LogSumExp : OfRowsAlone<M> {
+struct LogSumExp : RowResultsOnly<M> {
   using C = typename M::Value;
   static constexpr bool kKeepsInfinity = true;
   static constexpr int kRowResults = 2;
@@ -237,9 +234,9 @@ struct SoftmaxAndNormalizer : Softmax<M> {
 };
 
 // The cross entropy of a row and its label, log(sum) - (x[label] - maximum), or 0 of a row without one; and the results
-// of LogSumExp. Apart, they have digits that the log-sum-exp would lose where the maximum is large.
+// of LogSumExp: as two numbers they keep digits that their log-sum-exp would lose where the maximum is large.
 template <class M>
-struct CrossEntropy : OfRowsAlone<M> {
+struct CrossEntropy : RowResultsOnly<M> {
   using C = typename M::Value;
   static constexpr bool kKeepsInfinity = true;
   static constexpr int kRowResults = 3;
@@ -254,9 +251,9 @@ struct CrossEntropy : OfRowsAlone<M> {
   }
 };
 
-// An element's part of the gradient of a cross entropy: softmax(x) (a + b lse) + c, where lse is the row's log-sum-exp
-// and a row is given a, b, c and d, which is added to the label's element; and the results of LogSumExp. A row whose a,
-// b, c and d are all 0 does not count: its gradient is 0 even where x is NaN.
+// The gradient of a cross entropy: softmax(x) (a + b lse) + c, and d more at the label. a, b, c and d are the row's
+// numbers, and lse is its log-sum-exp. Where all four are 0, the row does not count: its gradient is 0 even where x is
+// NaN. The results of rows are those of LogSumExp.
 template <class M>
 struct CrossEntropyGradient : SoftmaxBase<M> {
   using C = typename M::Value;
@@ -275,41 +272,41 @@ struct CrossEntropyGradient : SoftmaxBase<M> {
     Scale scale;
   };
   static JAX_SOFTMAX_INLINE void row_results(State<C> s, C* to) { LogSumExp<M>::row_results(s, to); }
-  static JAX_SOFTMAX_INLINE Finished finished(State<C> s, const C* given) {
-    return {Relative<M>(s.pivot), term_scale(s, s.pivot, given)};
+  static JAX_SOFTMAX_INLINE Finished finished(State<C> s, const C* numbers) {
+    return {Relative<M>(s.pivot), term_scale(s, s.pivot, numbers)};
   }
   static JAX_SOFTMAX_INLINE C finish(const Finished& row, const C* in) { return row.relative.exp(in[0]) * row.scale; }
-  static JAX_SOFTMAX_INLINE Scale term_scale(State<C> s, C term_pivot, const C* given) {
+  static JAX_SOFTMAX_INLINE Scale term_scale(State<C> s, C term_pivot, const C* numbers) {
     const Relative<M> relative(s.pivot);
     const C lse = relative.pivot_of(s.pivot) + relative.log(s.sum);
     // NaN if the sum is infinity.
-    return {((given[0] + given[1] * lse) * relative.rescale(term_pivot) + (s.sum - s.sum)) / s.sum, given[2]};
+    return {((numbers[0] + numbers[1] * lse) * relative.rescale(term_pivot) + (s.sum - s.sum)) / s.sum, numbers[2]};
   }
 };
 
-// The operator Of, with two results more of each row: the sum of x - maximum over the elements where that is not minus
-// infinity, and their number. The maximum counts as 0 where it is infinite.
-template <class Of>
-struct AndDistances : Of {
-  using M = typename Of::Policy;
-  using C = typename Of::C;
+// The operator Base, with two results more of each row: the sum of x - maximum over the elements where that is not
+// minus infinity, and their number. An infinite maximum counts as 0.
+template <class Base>
+struct AndDistances : Base {
+  using M = typename Base::Policy;
+  using C = typename Base::C;
   using Sum = Distances<C>;
   static constexpr bool kResultIsScaledTerm = false;
-  static constexpr int kRowResults = Of::kRowResults + 2;
+  static constexpr int kRowResults = Base::kRowResults + 2;
 
   static JAX_SOFTMAX_INLINE Sum term(const Relative<M>& relative, const C* in) {
     const C distance = in[0] - relative.pivot, zero = M::constant(0);
     const auto excluded = M::equal(distance, M::constant(-M::kInfinity));
-    return {Of::term(relative, in), M::select(excluded, zero, distance), M::select(excluded, zero, M::constant(1))};
+    return {Base::term(relative, in), M::select(excluded, zero, distance), M::select(excluded, zero, M::constant(1))};
   }
   template <class... Given>
   static JAX_SOFTMAX_INLINE auto finished(const State<C, Sum>& s, const Given&... given) {
-    return Of::finished(State<C>{s.pivot, s.sum.sum}, given...);
+    return Base::finished(State<C>{s.pivot, s.sum.sum}, given...);
   }
   static JAX_SOFTMAX_INLINE void row_results(const State<C, Sum>& s, C* to) {
-    Of::row_results(State<C>{s.pivot, s.sum.sum}, to);
-    to[Of::kRowResults] = s.sum.distance;
-    to[Of::kRowResults + 1] = s.sum.count;
+    Base::row_results(State<C>{s.pivot, s.sum.sum}, to);
+    to[Base::kRowResults] = s.sum.distance;
+    to[Base::kRowResults + 1] = s.sum.count;
   }
 };
 template <class M>
@@ -321,7 +318,7 @@ struct CrossEntropyGradientAndDistances : AndDistances<CrossEntropyGradient<M>> 
 // at least 0, so nothing cancels. Where S is 0 the entropy is 0: of a row that is masked altogether, or has nothing but
 // -inf.
 template <class M>
-struct Entropy : OfRowsAlone<M> {
+struct Entropy : RowResultsOnly<M> {
   using C = typename M::Value;
   using Sum = Moments<C>;
   static constexpr int kRowResults = 3;
@@ -344,8 +341,8 @@ struct Entropy : OfRowsAlone<M> {
   }
 };
 
-// Of x and y the Kullback-Leibler divergence of softmax(y) from softmax(x) over a row, which is given y's maximum and
-// the logarithm of y's sum; and the maximum and the sum of x.
+// KL(softmax(x) || softmax(y)) of a row, and the maximum and the sum of x. The row's numbers are y's maximum and the
+// logarithm of y's sum.
 template <class M>
 struct KlDivergence : Entropy<M> {
   using C = typename M::Value;
@@ -358,8 +355,8 @@ struct KlDivergence : Entropy<M> {
   };
 
   static JAX_SOFTMAX_INLINE C pad(int k) { return M::constant(k == 0 ? -M::kInfinity : 0); }
-  static JAX_SOFTMAX_INLINE Terms terms(const Relative<M>& relative, const C* given) {
-    return {relative, given[0], given[1]};
+  static JAX_SOFTMAX_INLINE Terms terms(const Relative<M>& relative, const C* numbers) {
+    return {relative, numbers[0], numbers[1]};
   }
   static JAX_SOFTMAX_INLINE Sum term(const Terms& terms, const C* in) {
     const Relative<M>& relative = terms.relative;
@@ -372,18 +369,18 @@ struct KlDivergence : Entropy<M> {
   }
 };
 
-// x divided by the row's maximum of magnitudes, or scaled so that the row fills the range of a type of 8 bits; and what
-// the results are to be multiplied by. A policy of its own knows the results' type, and carries NaNs in the pivot, so
-// that nothing is summed.
+// x / absmax, where absmax is the row's maximum of |x|; for results of 8 bits, x scaled so that absmax becomes their
+// type's largest number. A row's result is the scale that takes results back to x. Its policy, ScaledTo, knows the
+// results' type; NaNs are carried by the pivot, and nothing is summed.
 template <class M>
 struct AbsmaxScale : OperatorBase<M> {
   using C = typename M::Value;
-  static constexpr bool kOfMagnitudes = true;
+  static constexpr bool kMagnitudePivot = true;
   static constexpr bool kWithinRange = true;
   static constexpr int kRowResults = 1;
-  using Finished = typename M::Factor;
+  using Finished = typename M::Scaler;
 
-  static JAX_SOFTMAX_INLINE C of_pivot(C x) { return M::abs(x); }
+  static JAX_SOFTMAX_INLINE C pivot_candidate(C x) { return M::abs(x); }
   static JAX_SOFTMAX_INLINE C term(const Relative<M>&, const C*) { return M::constant(0); }
   static JAX_SOFTMAX_INLINE Finished finished(State<C> s) { return Finished(s.pivot); }
   static JAX_SOFTMAX_INLINE C finish(const Finished& row, const C* in) { return in[0] * row; }

@@ -78,7 +78,7 @@ def in_jax_by_tiles(*operands, attention, kernel):
 @functools.cache
 def _function(code):
     run = (
-        "\nstatic const jax_softmax::device::Problem::Operands* given;\n"
+        "\nstatic const jax_softmax::device::Problem::Addresses* given;\n"
         'extern "C" void run(int blocks, int threads, int late, const void* words, const char** ends, int n) {\n'
         "  emulator::arrays.clear();\n"
         "  const char* const* begins = static_cast<const char* const*>(words);\n"

@@ -26,8 +26,8 @@ every_device = pytest.mark.parametrize("name", DEVICES)
 
 
 def visited(view):
-    """The offsets of the elements in the order of the view: kept dimensions outside, reduced ones inside."""
-    dims = [*view["kept"], *view["reduced"]]
+    """The offsets of the elements in the order of the view: batch dimensions outside, reduced ones inside."""
+    dims = [*view["batch"], *view["reduced"]]
     ranges = [[i * stride for i in range(extent)] for extent, stride in dims]
     return [sum(index) for index in itertools.product(*ranges)]
 
@@ -41,18 +41,18 @@ def test_view_visits_the_documented_order():
 def test_view_is_the_reference_permutation(data):
     shape = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=8))
     axes = data.draw(st.sets(st.integers(0, len(shape) - 1)))
-    kept = [d for d in range(len(shape)) if d not in axes]
-    expected = np.arange(np.prod(shape)).reshape(shape).transpose(*kept, *sorted(axes)).ravel()
+    batch = [d for d in range(len(shape)) if d not in axes]
+    expected = np.arange(np.prod(shape)).reshape(shape).transpose(*batch, *sorted(axes)).ravel()
     view = plan(shape, sorted(axes))
     assert visited(view) == expected.tolist()
     # Neighbours of one role are merged, so that the roles alternate.
-    assert abs(len(view["kept"]) - len([d for d in view["reduced"] if d[0] > 1])) <= 1
+    assert abs(len(view["batch"]) - len([d for d in view["reduced"] if d[0] > 1])) <= 1
 
 
 def test_view_keeps_dimensions_apart_that_the_mask_tells_apart():
-    assert plan((4, 5, 6, 7), (2, 3))["kept"] == [(20, 42)]
-    assert plan((4, 5, 6, 7), (2, 3), mask_shape=[1, 5, 1, 7])["kept"] == [(4, 210), (5, 42)]
-    assert plan((4, 5, 6, 7), (2, 3), mask_shape=[4, 5, 6, 7])["kept"] == [(20, 42)]
+    assert plan((4, 5, 6, 7), (2, 3))["batch"] == [(20, 42)]
+    assert plan((4, 5, 6, 7), (2, 3), mask_shape=[1, 5, 1, 7])["batch"] == [(4, 210), (5, 42)]
+    assert plan((4, 5, 6, 7), (2, 3), mask_shape=[4, 5, 6, 7])["batch"] == [(20, 42)]
 
 
 @pytest.mark.parametrize(
@@ -93,14 +93,14 @@ class Call:
         self.bytes = jnp.dtype(dtype).itemsize
         self.state_bytes = ceil_div((1 + facts["sums"]) * 4, 8) * 8  # a pivot and sums, in float32
         self.width = 16 // self.bytes  # elements of a pack
-        self.reduced, self.kept = chosen["reduced"], chosen["kept"]
-        self.columns, self.rows = (math.prod(extent for extent, _ in dims) for dims in (self.reduced, self.kept))
+        self.reduced, self.batch = chosen["reduced"], chosen["batch"]
+        self.columns, self.rows = (math.prod(extent for extent, _ in dims) for dims in (self.reduced, self.batch))
         self.extent, self.inner = self.reduced[-1]  # of the innermost reduced dimension, and of a line
 
     def packs_of_row(self, boundary):
         """Of runs that begin with a whole pack, or up to one element before the next boundary."""
         if not boundary:
-            strides = [stride for _, stride in (*self.kept, *self.reduced[:-1])]
+            strides = [stride for _, stride in (*self.batch, *self.reduced[:-1])]
             assert all(stride % self.width == 0 for stride in strides)
         before = boundary // self.bytes - 1 if boundary else 0
         return self.columns // self.extent * ceil_div(self.extent + before, self.width)
@@ -165,7 +165,7 @@ def check_tile(fields, steps, scratch, call):
     assert step["threads"] >= fields["matrices"] * lines_at_once * packs
     assert packs * call.width >= fold * fields["elements"] + (reached if fold == 1 else 0)
     if fields["aligned"]:
-        outer = [stride for _, stride in (*call.kept, *call.reduced) if stride > call.inner]
+        outer = [stride for _, stride in (*call.batch, *call.reduced) if stride > call.inner]
         assert call.extent * call.inner % call.width == 0 and all(stride % call.width == 0 for stride in outer)
         assert fold > 1 or call.inner % call.width == 0
     # Lines of the tile: each of a block's threads has some.

@@ -17,38 +17,38 @@ namespace jax_softmax::device {
 // dk and dv: a block has `rows` keys, and queries of all that share the keys pass. Products are transposed, with keys
 // as rows, so that p^T and dx^T are operands of the next products as they are.
 template <class P>
-__device__ __forceinline__ void attention_keys(const typename P::Operands& operands) {
+__device__ __forceinline__ void attention_keys(const typename P::Addresses& operands) {
   using T = typename P::T;
   using N = Counts<P>;
   constexpr int kStep = N::kStep, kFragments = N::kFragments, kParts = N::kTiling.parts;
   constexpr int kOwnDepth = N::kDepth / kParts, kOwnWidth = N::kWidth / kParts;
-  constexpr int kBlocks = attention::ceil_div(P::kKeys, N::kRows);
-  using TileOfStep = Tile<P, kStep, N::kRows>;
-  using Stage = Both<P, kStep>;
+  constexpr int kBlocks = ceil_div(P::kKeys, N::kRows);
+  using TileOfStep = ScoreTile<P, kStep, N::kRows>;
+  using Stage = SharedRowPair<P, kStep>;
 
-  const Block own_rows = own_block<P>(kBlocks * kParts, P::kGroups);
-  const int block = own_rows.rows % kBlocks, part = own_rows.rows / kBlocks;
-  const unsigned n = own_rows.n;  // the first that has these keys
+  const BlockIndex own_index = own_block<P>(kBlocks * kParts, P::kGroups);
+  const int block = own_index.row_block % kBlocks, part = own_index.row_block / kBlocks;
+  const unsigned n = own_index.n;  // the first that has these keys
 
   // Queries of each group pass in turn.
   struct Walk {
     int group, step;
     Range range;
   };
-  const auto enter = [&](Walk& at) {
-    for (; at.group < P::kGroups; ++at.group) {
-      at.range = visited<P>(operands, n + at.group, block, P::kKeys, P::kQueries);
-      at.step = at.range.first;
-      if (at.step < at.range.last) return;
+  const auto enter = [&](Walk& walk) {
+    for (; walk.group < P::kGroups; ++walk.group) {
+      walk.range = visited<P>(operands, n + walk.group, block, P::kKeys, P::kQueries);
+      walk.step = walk.range.first;
+      if (walk.step < walk.range.last) return;
     }
   };
-  const auto advance = [&](Walk& at) {
-    if (++at.step < at.range.last) return;
-    ++at.group;
-    enter(at);
+  const auto advance = [&](Walk& walk) {
+    if (++walk.step < walk.range.last) return;
+    ++walk.group;
+    enter(walk);
   };
 
-  const Both<P, N::kRows> own(shared_memory());
+  const SharedRowPair<P, N::kRows> own(shared_memory());
   // The rows' numbers follow a stage's rows, their deltas these, and the sides that pass come last.
   constexpr int kOfRows = Stage::kBytes + kStep * attention::kBytesOfRow;
   const auto stage_of = [&](int count) {
@@ -57,14 +57,14 @@ __device__ __forceinline__ void attention_keys(const typename P::Operands& opera
   const auto numbers_of = [](Stage stage, int row) { return stage.d.base + stage.kBytes + 8 * row; };
   const auto delta_of = [&](Stage stage, int row) { return numbers_of(stage, kStep) + 4 * row; };
   const int first = block * N::kRows, row_of_warp = first_row_of_warp(N::kRowsOfWarp);
-  const auto tile_of = [&](const Walk& at, Stage stage, const Sides<P>& sides) {
-    return TileOfStep{sides, stage.d.base + kOfRows, at.step * kStep, first};
+  const auto tile_of = [&](const Walk& walk, Stage stage, const SideOffsets<P>& sides) {
+    return TileOfStep{sides, stage.d.base + kOfRows, walk.step * kStep, first};
   };
-  const auto begin_queries = [&](const Walk& at, Stage stage) {
-    if (at.group < P::kGroups) {
-      const unsigned batch = n + at.group;
-      const int first_query = at.step * kStep, row = threadIdx.x;
-      tile_of(at, stage, Sides<P>(operands, batch)).begin_copies();
+  const auto begin_queries = [&](const Walk& walk, Stage stage) {
+    if (walk.group < P::kGroups) {
+      const unsigned batch = n + walk.group;
+      const int first_query = walk.step * kStep, row = threadIdx.x;
+      tile_of(walk, stage, SideOffsets<P>(operands, batch)).begin_copies();
       const T* const q = operand_of<P>(operands, attention::kQ, P::kQ, batch);
       const T* const o_cotangent = operand_of<P>(operands, attention::kOCotangent, P::kO, batch);
       begin_copy_of_rows<P, kStep, P::kQueries, P::kFeatures>(stage.d, q, P::kQ.i, first_query);
@@ -72,37 +72,38 @@ __device__ __forceinline__ void attention_keys(const typename P::Operands& opera
       if (row < kStep) {
         const bool exists = first_query + row < P::kQueries;
         const int64_t from = static_cast<int64_t>(batch) * P::kQueries + (exists ? first_query + row : 0);
-        begin_copy<8>(numbers_of(stage, row), static_cast<const float*>(operands.word[attention::kNumbers]) + 2 * from,
+        begin_copy<8>(numbers_of(stage, row),
+                      static_cast<const float*>(operands.address[attention::kNumbers]) + 2 * from, exists);
+        begin_copy<4>(delta_of(stage, row), static_cast<const float*>(operands.address[attention::kDelta]) + from,
                       exists);
-        begin_copy<4>(delta_of(stage, row), static_cast<const float*>(operands.word[attention::kDelta]) + from, exists);
       }
     }
-    end_group();
+    commit_copies();
   };
 
   begin_copy_of_rows<P, N::kRows, P::kKeys, P::kFeatures>(own.d, operand_of<P>(operands, attention::kK, P::kK, n),
                                                           P::kK.j, first);
   begin_copy_of_rows<P, N::kRows, P::kKeys, P::kValueFeatures>(own.e, operand_of<P>(operands, attention::kV, P::kV, n),
                                                                P::kV.j, first);
-  Walk at{0, 0, {}};
-  enter(at);
-  begin_queries(at, stage_of(0));
+  Walk walk{0, 0, {}};
+  enter(walk);
+  begin_queries(walk, stage_of(0));
 
   Accumulators<kFragments, kOwnDepth> dk;
   Accumulators<kFragments, kOwnWidth> dv;
-  for (int count = 0; at.group < P::kGroups; ++count) {
+  for (int count = 0; walk.group < P::kGroups; ++count) {
     wait_for_all_but_last<0>();
     barrier();  // this stage is there, and nobody reads the one before any more
-    Walk next = at;
+    Walk next = walk;
     advance(next);
     begin_queries(next, stage_of(count + 1));
     const Stage stage = stage_of(count);
     Accumulators<kFragments, kStep> s, t;
     add_product_of_rows<T>(s, own.d, row_of_warp, stage.d);
     add_product_of_rows<T>(t, own.e, row_of_warp, stage.e);
-    const Sides<P> sides(operands, n + at.group);
-    const TileOfStep tile = tile_of(at, stage, sides);
-    for_tile<P>(at.range.is_whole(at.step), [&](auto is_whole) {
+    const SideOffsets<P> sides(operands, n + walk.group);
+    const TileOfStep tile = tile_of(walk, stage, sides);
+    for_tile<P>(walk.range.is_whole(walk.step), [&](auto is_whole) {
 #pragma unroll
       for (int c = 0; c < kStep / 8; ++c) {
         float numbers[4], deltas[2];  // of two queries
@@ -114,10 +115,10 @@ __device__ __forceinline__ void attention_keys(const typename P::Operands& opera
           for (int e = 0; e < 4; ++e) {
             const int i = c * 8 + own_column() + e % 2, j = row_of_warp + m * kMma + own_row() + e / 2 * 8;
             const RowNumbers row{numbers[2 * (e % 2)], numbers[2 * (e % 2) + 1], deltas[e % 2]};
-            const Side<P, TileOfStep, decltype(is_whole)::kValue> side{tile, i, j};
-            differentiate<P>(s.of[m][c][e], t.of[m][c][e], row, side);
+            const ScoreSides<P, TileOfStep, decltype(is_whole)::kValue> side{tile, i, j};
+            differentiate<P>(s.values[m][c][e], t.values[m][c][e], row, side);
             if (!decltype(is_whole)::kValue && P::kQueries % kStep != 0 && tile.i + i >= P::kQueries) {
-              s.of[m][c][e] = t.of[m][c][e] = 0.0f;
+              s.values[m][c][e] = t.values[m][c][e] = 0.0f;
             }
           }
         }
@@ -125,7 +126,7 @@ __device__ __forceinline__ void attention_keys(const typename P::Operands& opera
     });
     add_product<T>(dv, s, stage.e, part * kOwnWidth);
     add_product<T>(dk, t, stage.d, part * kOwnDepth);
-    at = next;
+    walk = next;
   }
   wait_for_all_but_last<0>();
 
@@ -143,7 +144,7 @@ struct Cotangents {
   W* to;
   int first;  // query
 
-  __device__ __forceinline__ Cotangents(const typename P::Operands& operands, unsigned n, int first)
+  __device__ __forceinline__ Cotangents(const typename P::Addresses& operands, unsigned n, int first)
       : to(operand_of<P, W>(operands, P::kFirstResult + 1, P::kWrittenStrides, n)), first(first) {}
 
   __device__ __forceinline__ void write(int i, int j, float a, float b) const {
@@ -172,27 +173,27 @@ struct Cotangents {
 
 // dq: a block has `rows` queries, and keys pass.
 template <class P>
-__device__ __forceinline__ void attention_queries(const typename P::Operands& operands) {
+__device__ __forceinline__ void attention_queries(const typename P::Addresses& operands) {
   using T = typename P::T;
   using N = Counts<P>;
   constexpr int kStep = N::kStep, kFragments = N::kFragments;
-  constexpr int kBlocks = attention::ceil_div(P::kQueries, N::kRows), kSteps = attention::ceil_div(P::kKeys, kStep);
-  using TileOfStep = Tile<P, N::kRows, kStep>;
-  using Stage = Both<P, kStep>;
+  constexpr int kBlocks = ceil_div(P::kQueries, N::kRows), kSteps = ceil_div(P::kKeys, kStep);
+  using TileOfStep = ScoreTile<P, N::kRows, kStep>;
+  using Stage = SharedRowPair<P, kStep>;
 
-  const Block own_rows = own_block<P>(kBlocks);
-  const int block = kBlocks - 1 - own_rows.rows;
-  const unsigned n = own_rows.n;
+  const BlockIndex own_index = own_block<P>(kBlocks);
+  const int block = kBlocks - 1 - own_index.row_block;
+  const unsigned n = own_index.n;
   const Range range = visited<P>(operands, n, block, P::kQueries, P::kKeys);
   const T* const k = operand_of<P>(operands, attention::kK, P::kK, n);
   const T* const v = operand_of<P>(operands, attention::kV, P::kV, n);
 
-  const Both<P, N::kRows> own(shared_memory());
+  const SharedRowPair<P, N::kRows> own(shared_memory());
   const auto stage_of = [&](int step) {
     return Stage(own.d.base + own.kBytes + step % kStages * (Stage::kBytes + TileOfStep::kStagedBytes));
   };
   const int first = block * N::kRows, row_of_warp = first_row_of_warp(N::kRowsOfWarp);
-  const Sides<P> sides(operands, n);
+  const SideOffsets<P> sides(operands, n);
   const auto tile_of = [&](int step) {
     return TileOfStep{sides, stage_of(step).d.base + Stage::kBytes, first, step * kStep};
   };
@@ -202,7 +203,7 @@ __device__ __forceinline__ void attention_queries(const typename P::Operands& op
       begin_copy_of_rows<P, kStep, P::kKeys, P::kFeatures>(stage_of(step).d, k, P::kK.j, step * kStep);
       begin_copy_of_rows<P, kStep, P::kKeys, P::kValueFeatures>(stage_of(step).e, v, P::kV.j, step * kStep);
     }
-    end_group();
+    commit_copies();
   };
 
   begin_copy_of_rows<P, N::kRows, P::kQueries, P::kFeatures>(own.d, operand_of<P>(operands, attention::kQ, P::kQ, n),
@@ -218,8 +219,8 @@ __device__ __forceinline__ void attention_queries(const typename P::Operands& op
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int64_t row = static_cast<int64_t>(n) * P::kQueries + min(own_query + m * kMma + half * 8, P::kQueries - 1);
-      const float* const numbers = static_cast<const float*>(operands.word[attention::kNumbers]) + 2 * row;
-      rows[m][half] = {numbers[0], numbers[1], static_cast<const float*>(operands.word[attention::kDelta])[row]};
+      const float* const numbers = static_cast<const float*>(operands.address[attention::kNumbers]) + 2 * row;
+      rows[m][half] = {numbers[0], numbers[1], static_cast<const float*>(operands.address[attention::kDelta])[row]};
     }
   }
   Accumulators<kFragments, N::kDepth> dq;
@@ -242,10 +243,11 @@ __device__ __forceinline__ void attention_queries(const typename P::Operands& op
 #pragma unroll
           for (int e = 0; e < 4; ++e) {
             const int i = own_row_of_tile + m * kMma + e / 2 * 8, j = c * 8 + own_column() + e % 2;
-            const Side<P, TileOfStep, decltype(is_whole)::kValue> side{tile, i, j};
-            const float x0 = s.of[m][c][e];
-            const float g = differentiate<P>(s.of[m][c][e], t.of[m][c][e], rows[m][e / 2], side);
-            if (!decltype(is_whole)::kValue && P::kKeys % kStep != 0 && tile.j + j >= P::kKeys) t.of[m][c][e] = 0.0f;
+            const ScoreSides<P, TileOfStep, decltype(is_whole)::kValue> side{tile, i, j};
+            const float x0 = s.values[m][c][e];
+            const float g = differentiate<P>(s.values[m][c][e], t.values[m][c][e], rows[m][e / 2], side);
+            if (!decltype(is_whole)::kValue && P::kKeys % kStep != 0 && tile.j + j >= P::kKeys)
+              t.values[m][c][e] = 0.0f;
             if constexpr (P::kWrites) {
               pair[e % 2] = P::written(g, x0, side);
               if (e % 2 == 1) cotangents.write(first + i, tile.j + j - 1, pair[0], pair[1]);

@@ -48,7 +48,7 @@ __device__ __forceinline__ void accumulate(Accumulators<fragments, step>& s, Acc
     for (int half = 0; half < 2; ++half) {
       float x = -kInfinity;
 #pragma unroll
-      for (int n = 0; n < step / 8; ++n) x = fmaxf(x, fmaxf(s.of[m][n][2 * half], s.of[m][n][2 * half + 1]));
+      for (int n = 0; n < step / 8; ++n) x = fmaxf(x, fmaxf(s.values[m][n][2 * half], s.values[m][n][2 * half + 1]));
       largest[m][half] = RowState::largest_of_row(x);
       grows |= largest[m][half] > rows[m][half].pivot + kSlack;
     }
@@ -65,8 +65,8 @@ __device__ __forceinline__ void accumulate(Accumulators<fragments, step>& s, Acc
         row.sum *= rescale;
 #pragma unroll
         for (int n = 0; n < features / 8; ++n) {
-          o.of[m][n][2 * half] *= rescale;
-          o.of[m][n][2 * half + 1] *= rescale;
+          o.values[m][n][2 * half] *= rescale;
+          o.values[m][n][2 * half + 1] *= rescale;
         }
       }
     }
@@ -80,8 +80,8 @@ __device__ __forceinline__ void accumulate(Accumulators<fragments, step>& s, Acc
       for (int n = 0; n < step / 8; ++n) {
 #pragma unroll
         for (int e = 2 * half; e < 2 * half + 2; ++e) {
-          s.of[m][n][e] = pivot.term(s.of[m][n][e]);
-          rows[m][half].sum += s.of[m][n][e];
+          s.values[m][n][e] = pivot.term(s.values[m][n][e]);
+          rows[m][half].sum += s.values[m][n][e];
         }
       }
     }
@@ -89,28 +89,28 @@ __device__ __forceinline__ void accumulate(Accumulators<fragments, step>& s, Acc
 }
 
 template <class P>
-__device__ __forceinline__ void attention_forward(const typename P::Operands& operands) {
+__device__ __forceinline__ void attention_forward(const typename P::Addresses& operands) {
   using T = typename P::T;
   using N = Counts<P>;
   constexpr int kStep = N::kStep, kFragments = N::kFragments;
-  constexpr int kBlocks = attention::ceil_div(P::kQueries, N::kRows);
-  using TileOfStep = Tile<P, N::kRows, kStep>;
-  using Stage = Both<P, kStep>;
+  constexpr int kBlocks = ceil_div(P::kQueries, N::kRows);
+  using TileOfStep = ScoreTile<P, N::kRows, kStep>;
+  using Stage = SharedRowPair<P, kStep>;
 
   // The last queries first: with a causal mask these take longest.
-  const Block own = own_block<P>(kBlocks);
-  const int block = kBlocks - 1 - own.rows;
+  const BlockIndex own = own_block<P>(kBlocks);
+  const int block = kBlocks - 1 - own.row_block;
   const unsigned n = own.n;
   const Range range = visited<P>(operands, n, block, P::kQueries, P::kKeys);
   const T* const k = operand_of<P>(operands, attention::kK, P::kK, n);
   const T* const v = operand_of<P>(operands, attention::kV, P::kV, n);
 
-  const Rows<N::kDepth> q{shared_memory()};
+  const SharedRows<N::kDepth> q{shared_memory()};
   const Address stages = q.base + N::kRows * q.kBytes;
   constexpr int kStageBytes = Stage::kBytes + TileOfStep::kStagedBytes;
   const auto stage_of = [&](int step) { return Stage(stages + step % kStages * kStageBytes); };
   const int first = block * N::kRows, row_of_warp = first_row_of_warp(N::kRowsOfWarp);
-  const Sides<P> sides(operands, n);
+  const SideOffsets<P> sides(operands, n);
   const auto tile_of = [&](int step) {
     return TileOfStep{sides, stage_of(step).d.base + Stage::kBytes, first, step * kStep};
   };
@@ -119,13 +119,13 @@ __device__ __forceinline__ void attention_forward(const typename P::Operands& op
       tile_of(step).begin_copies();
       begin_copy_of_rows<P, kStep, P::kKeys, P::kFeatures>(stage_of(step).d, k, P::kK.j, step * kStep);
     }
-    end_group();
+    commit_copies();
   };
   const auto begin_values = [&](int step) {
     if (step < range.last) {
       begin_copy_of_rows<P, kStep, P::kKeys, P::kValueFeatures>(stage_of(step).e, v, P::kV.j, step * kStep);
     }
-    end_group();
+    commit_copies();
   };
 
   begin_copy_of_rows<P, N::kRows, P::kQueries, P::kFeatures>(q, operand_of<P>(operands, attention::kQ, P::kQ, n),
@@ -144,7 +144,7 @@ __device__ __forceinline__ void attention_forward(const typename P::Operands& op
     add_product_of_rows<T>(s, q, row_of_warp, stage_of(step).d);
     const TileOfStep tile = tile_of(step);
     for_tile<P>(range.is_whole(step), [&](auto is_whole) {
-      using Own = Side<P, TileOfStep, decltype(is_whole)::kValue>;
+      using Own = ScoreSides<P, TileOfStep, decltype(is_whole)::kValue>;
       s.each([&](float& x, int row, int column) {
         column += own_column();
         x = P::score(x, Own{tile, own_row_of_tile + row, column});
@@ -156,7 +156,7 @@ __device__ __forceinline__ void attention_forward(const typename P::Operands& op
     barrier();  // the values are there, and nobody reads those of the step before any more
     begin_values(step + 1);
     for_tile<P>(range.is_whole(step), [&](auto is_whole) {
-      using Own = Side<P, TileOfStep, decltype(is_whole)::kValue>;
+      using Own = ScoreSides<P, TileOfStep, decltype(is_whole)::kValue>;
       s.each([&](float& y, int row, int column) {
         y = P::weight(y, Own{tile, own_row_of_tile + row, own_column() + column});
       });
@@ -165,7 +165,7 @@ __device__ __forceinline__ void attention_forward(const typename P::Operands& op
   }
   wait_for_all_but_last<0>();
 
-  float* const numbers = static_cast<float*>(operands.word[P::kFirstResult + 1]) + 2ll * n * P::kQueries;
+  float* const numbers = static_cast<float*>(operands.address[P::kFirstResult + 1]) + 2ll * n * P::kQueries;
   float inverse[kFragments][2];
 #pragma unroll
   for (int m = 0; m < kFragments; ++m) {

@@ -6,7 +6,7 @@
 //   kTiling, kQueries, kKeys, kFeatures, kValueFeatures
 //   kBatchDims, kExtents               of q, those of the keys first; kGroups, the product of those that keys lack
 //   kQ, kK, kV, kO, kBounds            Strides; kBounded, whether there are bounds
-//   kSides, kSideStrides, kSideWords   of what scores read beside; words of the arrays
+//   kSides, kSideStrides, kSideAddresses   of what scores read beside; addresses of the arrays
 //   kStagedBytes                       of each side, the bytes of an element if it passes through shared memory, or 0
 //   kEmptyRowsAreZero                  the weights of a row whose scores are all -inf: 0, or NaN
 //   score(x0, side), weight(y, side)   of the product, and of the softmax of the scores
@@ -29,7 +29,7 @@ using attention::Strides;
 
 // Rows of numbers of 16 bits in shared memory.
 template <int columns>
-struct Rows {
+struct SharedRows {
   static constexpr int kPacks = columns / kNumbersPerPack, kPitch = attention::pitch(columns), kBytes = 16 * kPitch;
   Address base;
 
@@ -51,19 +51,20 @@ struct Counts {
 
 // Rows of keys and of values, or of queries and of the output's cotangent.
 template <class P, int count>
-struct Both {
+struct SharedRowPair {
   using N = Counts<P>;
-  static constexpr int kBytes = count * (Rows<N::kDepth>::kBytes + Rows<N::kWidth>::kBytes);
-  Rows<N::kDepth> d;
-  Rows<N::kWidth> e;
-  __device__ __forceinline__ explicit Both(Address base) : d{base}, e{base + count * Rows<N::kDepth>::kBytes} {}
+  static constexpr int kBytes = count * (SharedRows<N::kDepth>::kBytes + SharedRows<N::kWidth>::kBytes);
+  SharedRows<N::kDepth> d;
+  SharedRows<N::kWidth> e;
+  __device__ __forceinline__ explicit SharedRowPair(Address base)
+      : d{base}, e{base + count * SharedRows<N::kDepth>::kBytes} {}
 };
 
 // Calls f(row, pack) for what this thread copies of so many rows of so many packs. Threads have packs one after
 // another; where a whole number of rows falls to all of them at a time, a thread's rows are a constant apart.
 template <int threads, int rows, int packs, class F>
 __device__ __forceinline__ void for_own_packs(const F& f) {
-  constexpr int kTurns = attention::ceil_div(rows * packs, threads);
+  constexpr int kTurns = ceil_div(rows * packs, threads);
   const int first = threadIdx.x;
 #pragma unroll
   for (int turn = 0; turn < kTurns; ++turn) {
@@ -80,10 +81,10 @@ __device__ __forceinline__ void for_own_packs(const F& f) {
 // Begins to copy `count` rows, from `first` on, of an operand that has so many of so many features. Those that do not
 // exist are 0.
 template <class P, int count, int rows, int features, int columns>
-__device__ __forceinline__ void begin_copy_of_rows(Rows<columns> to, const typename P::T* operand, int64_t stride,
+__device__ __forceinline__ void begin_copy_of_rows(SharedRows<columns> to, const typename P::T* operand, int64_t stride,
                                                    int first) {
   constexpr int kPerPack = attention::kNumbersPerPack;
-  for_own_packs<Counts<P>::kThreads, count, Rows<columns>::kPacks>([&](int row, int pack) {
+  for_own_packs<Counts<P>::kThreads, count, SharedRows<columns>::kPacks>([&](int row, int pack) {
     const bool row_exists = rows % count == 0 || first + row < rows;
     const bool exists = row_exists && (features == columns || pack * kPerPack < features);
     begin_copy<16>(to.pack(row, pack), exists ? operand + (first + row) * stride + pack * kPerPack : operand, exists);
@@ -96,7 +97,7 @@ __device__ __forceinline__ void begin_copy_of_rows(Rows<columns> to, const typen
 // column) = (l / 4, 2 (l % 4)), the one after it, and these two of the row 8 further down.
 template <int fragments, int columns>
 struct Accumulators {
-  float of[fragments][columns / 8][4];
+  float values[fragments][columns / 8][4];
 
   __device__ __forceinline__ Accumulators() {
     each([](float& x, int, int) { x = 0.0f; });
@@ -109,7 +110,7 @@ struct Accumulators {
 #pragma unroll
       for (int n = 0; n < columns / 8; ++n) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) f(of[m][n][e], m * kMma + e / 2 * 8, n * 8 + e % 2);
+        for (int e = 0; e < 4; ++e) f(values[m][n][e], m * kMma + e / 2 * 8, n * 8 + e % 2);
       }
     }
   }
@@ -119,8 +120,8 @@ __device__ __forceinline__ int own_column() { return lane() % 4 * 2; }
 
 // c (rows x columns) += a (rows x depth) b^T (depth x columns): a are the rows from `row` on, b has `columns` rows.
 template <class T, int fragments, int columns, int depth>
-__device__ __forceinline__ void add_product_of_rows(Accumulators<fragments, columns>& c, Rows<depth> a, int row,
-                                                    Rows<depth> b) {
+__device__ __forceinline__ void add_product_of_rows(Accumulators<fragments, columns>& c, SharedRows<depth> a, int row,
+                                                    SharedRows<depth> b) {
   const int l = lane();
 #pragma unroll
   for (int k = 0; k < depth / kMma; ++k) {
@@ -133,8 +134,8 @@ __device__ __forceinline__ void add_product_of_rows(Accumulators<fragments, colu
       load_matrices(others, b.pack(n * kMma + l % 8 + l / 16 * 8, 2 * k + l / 8 % 2));
 #pragma unroll
       for (int m = 0; m < fragments; ++m) {
-        multiply_add<T>(c.of[m][2 * n], own[m], others[0], others[1]);
-        multiply_add<T>(c.of[m][2 * n + 1], own[m], others[2], others[3]);
+        multiply_add<T>(c.values[m][2 * n], own[m], others[0], others[1]);
+        multiply_add<T>(c.values[m][2 * n + 1], own[m], others[2], others[3]);
       }
     }
   }
@@ -144,7 +145,8 @@ __device__ __forceinline__ void add_product_of_rows(Accumulators<fragments, colu
 // `first` on count.
 template <class T, int fragments, int columns, int depth, int width>
 __device__ __forceinline__ void add_product(Accumulators<fragments, columns>& c,
-                                            const Accumulators<fragments, depth>& p, Rows<width> b, int first = 0) {
+                                            const Accumulators<fragments, depth>& p, SharedRows<width> b,
+                                            int first = 0) {
   const int l = lane();
 #pragma unroll
   for (int k = 0; k < depth / kMma; ++k) {
@@ -153,7 +155,7 @@ __device__ __forceinline__ void add_product(Accumulators<fragments, columns>& c,
     for (int m = 0; m < fragments; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const float (&x)[4] = p.of[m][2 * k + half];
+        const float (&x)[4] = p.values[m][2 * k + half];
         own[m][2 * half] = narrowed<T>(x[0], x[1]);
         own[m][2 * half + 1] = narrowed<T>(x[2], x[3]);
       }
@@ -164,8 +166,8 @@ __device__ __forceinline__ void add_product(Accumulators<fragments, columns>& c,
       load_transposed(others, b.pack(k * kMma + l % 16, first / kNumbersPerPack + 2 * n + l / 16));
 #pragma unroll
       for (int m = 0; m < fragments; ++m) {
-        multiply_add<T>(c.of[m][2 * n], own[m], others[0], others[1]);
-        multiply_add<T>(c.of[m][2 * n + 1], own[m], others[2], others[3]);
+        multiply_add<T>(c.values[m][2 * n], own[m], others[0], others[1]);
+        multiply_add<T>(c.values[m][2 * n + 1], own[m], others[2], others[3]);
       }
     }
   }
@@ -180,15 +182,15 @@ __device__ __forceinline__ void write(T* to, int64_t stride, const Accumulators<
   for (int m = 0; m < fragments; ++m) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int at = row + m * kMma + half * 8 + own_row();
-      if (at >= existing) continue;
+      const int to_row = row + m * kMma + half * 8 + own_row();
+      if (to_row >= existing) continue;
       const float f = factor(m, half);
 #pragma unroll
       for (int n = 0; n < columns / 8; ++n) {
         const int column = first + n * 8 + own_column();
         if (column >= features) continue;
-        const float* x = c.of[m][n] + 2 * half;
-        *reinterpret_cast<uint32_t*>(to + at * stride + column) = narrowed<T>(x[0] * f, x[1] * f);
+        const float* x = c.values[m][n] + 2 * half;
+        *reinterpret_cast<uint32_t*>(to + to_row * stride + column) = narrowed<T>(x[0] * f, x[1] * f);
       }
     }
   }
@@ -199,43 +201,43 @@ __device__ __forceinline__ void write(T* to, int64_t stride, const Accumulators<
 // Where the n-th of the batch begins in an operand.
 template <class P>
 __device__ __forceinline__ int64_t begin_of(const Strides& strides, unsigned n) {
-  int64_t at = 0;
+  int64_t offset = 0;
 #pragma unroll
   for (int d = P::kBatchDims - 1; d >= 0; --d) {
     const unsigned extent = P::kExtents[d];
-    at += static_cast<int64_t>(d == 0 ? n : n % extent) * strides.batch[d];
+    offset += static_cast<int64_t>(d == 0 ? n : n % extent) * strides.batch[d];
     n /= extent;
   }
-  return at;
+  return offset;
 }
 
 // Which of the rows that stay a block has, and of which of the batch.
-struct Block {
-  int rows;
+struct BlockIndex {
+  int row_block;
   unsigned n;
 };
 // `blocks`: of each of the batch; `alike`: how many of the batch, one after another, share a block's rows.
 //
-// Blocks come in chunks of a few of the batch: in each first those that stay longest, of all of the chunk. So few
+// Blocks come in chunks of a few of the batch: in each first those that stay longest, of all of the wave. So few
 // multiprocessors wait at the end, and what passes is read from the last cache by those that run at a time. Neighbours
 // differ in the outermost dimension of the batch, which an array that scores read may lack.
 template <class P>
-__device__ __forceinline__ Block own_block(unsigned blocks, unsigned alike = 1) {
-  const unsigned count = gridDim.x / blocks, most = attention::ceil_div(attention::kBlocksOfChunk, blocks);
-  const unsigned chunk = blockIdx.x / (most * blocks), in_chunk = blockIdx.x % (most * blocks);
-  const unsigned own = min(most, count - chunk * most);
+__device__ __forceinline__ BlockIndex own_block(unsigned blocks, unsigned alike = 1) {
+  const unsigned count = gridDim.x / blocks, most = ceil_div(attention::kBlocksOfWave, blocks);
+  const unsigned wave = blockIdx.x / (most * blocks), in_wave = blockIdx.x % (most * blocks);
+  const unsigned own = min(most, count - wave * most);
   unsigned others = 1;
 #pragma unroll
   for (int d = 1; d < P::kBatchDims; ++d) others *= P::kExtents[d];
-  const unsigned n = chunk * most + in_chunk % own, outermost = count * alike / others;
-  return {static_cast<int>(in_chunk / own), n % outermost * others + n / outermost * alike};
+  const unsigned n = wave * most + in_wave % own, outermost = count * alike / others;
+  return {static_cast<int>(in_wave / own), n % outermost * others + n / outermost * alike};
 }
 
 // The n-th of the batch of an operand.
 template <class P, class T = typename P::T>
-__device__ __forceinline__ T* operand_of(const typename P::Operands& operands, int word, const Strides& strides,
+__device__ __forceinline__ T* operand_of(const typename P::Addresses& operands, int index, const Strides& strides,
                                          unsigned n) {
-  return static_cast<T*>(operands.word[word]) + begin_of<P>(strides, n);
+  return static_cast<T*>(operands.address[index]) + begin_of<P>(strides, n);
 }
 __device__ __forceinline__ int first_row_of_warp(int rows) { return static_cast<int>(threadIdx.x / 32) * rows; }
 
@@ -248,13 +250,13 @@ struct Range {
 };
 // Of `stay` rows a block has those from `row` on; of `pass` rows `step` pass at a time.
 template <class P>
-__device__ __forceinline__ Range visited(const typename P::Operands& operands, unsigned n, int block, int stay,
+__device__ __forceinline__ Range visited(const typename P::Addresses& operands, unsigned n, int block, int stay,
                                          int pass) {
   constexpr int kRows = Counts<P>::kRows, kStep = Counts<P>::kStep;
-  const int steps = static_cast<int>(attention::ceil_div(pass, kStep));
+  const int steps = static_cast<int>(ceil_div(pass, kStep));
   if constexpr (!P::kBounded) return {0, steps, 0, (block + 1) * kRows <= stay ? pass / kStep : 0};
   const int* const ends =
-      static_cast<const int*>(operands.word[P::kBoundsWord]) + begin_of<P>(P::kBounds, n) + 4 * block;
+      static_cast<const int*>(operands.address[P::kBoundsAddress]) + begin_of<P>(P::kBounds, n) + 4 * block;
   return {max(ends[0], 0), min(ends[1], steps), ends[2], ends[3]};
 }
 
@@ -277,11 +279,11 @@ __device__ __forceinline__ void for_tile(bool is_whole, const F& f) {
 
 // Where what a score reads beside its product begins, for the n-th of the batch.
 template <class P>
-struct Sides {
-  const typename P::Operands& operands;
+struct SideOffsets {
+  const typename P::Addresses& operands;
   int64_t begin[P::kSides > 0 ? P::kSides : 1];
 
-  __device__ __forceinline__ Sides(const typename P::Operands& operands, unsigned n) : operands(operands) {
+  __device__ __forceinline__ SideOffsets(const typename P::Addresses& operands, unsigned n) : operands(operands) {
 #pragma unroll
     for (int s = 0; s < P::kSides; ++s) begin[s] = begin_of<P>(P::kSideStrides[s], n);
   }
@@ -289,8 +291,8 @@ struct Sides {
 
 // A tile of scores: its first query and key, and where in shared memory the sides are that pass with it.
 template <class P, int queries, int keys>
-struct Tile {
-  const Sides<P>& sides;
+struct ScoreTile {
+  const SideOffsets<P>& sides;
   Address staged;
   int i, j;
 
@@ -305,7 +307,7 @@ struct Tile {
   static constexpr bool kKeysPass = keys == Counts<P>::kStep;  // then a thread has neighbours along keys
 
   template <int k>
-  __device__ __forceinline__ Address at(int row, int column) const {
+  __device__ __forceinline__ Address address_of(int row, int column) const {
     constexpr int kElement = P::kStagedBytes[k], kOffset = offset_of(k);
     return staged + kOffset + row * attention::pitch_of_side(keys, kElement) + column * kElement;
   }
@@ -317,13 +319,13 @@ struct Tile {
       if constexpr (kElement > 0) {
         constexpr int kPerPack = 16 / kElement, kPacks = keys / kPerPack;
         constexpr Strides kStrides = P::kSideStrides[k];
-        const char* const from = static_cast<const char*>(sides.operands.word[P::kSideWords[k]]);
+        const char* const from = static_cast<const char*>(sides.operands.address[P::kSideAddresses[k]]);
         for_own_packs<Counts<P>::kThreads, queries, kPacks>([&](int row, int pack) {
           const int column = pack * kPerPack;
           const bool exists =
               (P::kQueries % queries == 0 || i + row < P::kQueries) && (P::kKeys % keys == 0 || j + column < P::kKeys);
           const int64_t element = sides.begin[k] + (i + row) * kStrides.i + j + column;
-          begin_copy<16>(at<k>(row, column), exists ? from + element * kElement : from, exists);
+          begin_copy<16>(address_of<k>(row, column), exists ? from + element * kElement : from, exists);
         });
       }
       begin_copies<k + 1>();
@@ -333,12 +335,12 @@ struct Tile {
 
 // What the score at a place of a tile reads. Scores that do not exist read what their last neighbours read.
 template <class P, class Tile, bool is_whole>
-struct Side {
+struct ScoreSides {
   const Tile& tile;
   int row, column;
 
   template <int k>
-  __device__ __forceinline__ int64_t at() const {
+  __device__ __forceinline__ int64_t element() const {
     constexpr Strides kStrides = P::kSideStrides[k];
     int i = tile.i + row, j = tile.j + column;
     if constexpr (!is_whole) {
@@ -349,15 +351,16 @@ struct Side {
   }
   template <int k>
   __device__ __forceinline__ int index() const {
-    return static_cast<int>(at<k>());
+    return static_cast<int>(element<k>());
   }
   template <int k, class T>
   __device__ __forceinline__ auto array() const {
     if constexpr (P::kStagedBytes[k] > 0) {
-      if constexpr (Tile::kKeysPass) return read_one_of_two<T>(tile.template at<k>(row, column & ~1), column & 1);
-      return read_shared_as<T>(tile.template at<k>(row, column));
+      if constexpr (Tile::kKeysPass)
+        return read_one_of_two<T>(tile.template address_of<k>(row, column & ~1), column & 1);
+      return read_shared_as<T>(tile.template address_of<k>(row, column));
     } else {
-      return read_global(static_cast<const T*>(tile.sides.operands.word[P::kSideWords[k]]) + at<k>());
+      return read_global(static_cast<const T*>(tile.sides.operands.address[P::kSideAddresses[k]]) + element<k>());
     }
   }
   // A mask, which has this value in all of a tile that is whole.
@@ -387,8 +390,8 @@ struct Pivot {
   __device__ __forceinline__ float term(float x) const { return exp2_of(fmaf(x, factor, -subtrahend)); }
   // What sums of terms relative to this pivot are multiplied by to be relative to a larger one.
   __device__ __forceinline__ float rescale(const Pivot& to) const {
-    const bool plain = factor == kLog2E && to.factor == kLog2E;
-    return exp2_of(plain ? subtrahend - to.subtrahend : (value - to.value) * kLog2E);
+    const bool both_small = factor == kLog2E && to.factor == kLog2E;
+    return exp2_of(both_small ? subtrahend - to.subtrahend : (value - to.value) * kLog2E);
   }
   // log2 of the sum of exp(x - pivot), given the sum of terms.
   __device__ __forceinline__ float log2_of_sum(float sum) const {

@@ -40,7 +40,7 @@ __device__ __forceinline__ void begin_copy(Address to, const void* from, bool ex
   }
 }
 // Those begun since the last time are one group.
-__device__ __forceinline__ void end_group() { asm volatile("cp.async.commit_group;"); }
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;"); }
 template <int n>
 __device__ __forceinline__ void wait_for_all_but_last() {
   asm volatile("cp.async.wait_group %0;" ::"n"(n) : "memory");

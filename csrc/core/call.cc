@@ -9,7 +9,7 @@ namespace {
 
 // What is wrong with the dtypes of the operator's own operands and of its results, or nothing.
 std::string unsupported_dtypes(const Call& call) {
-  const Operator& op = facts_of(call.op);
+  const OperatorFacts& op = facts_of(call.op);
   if (!is_element(call.in)) return std::string("unsupported dtype ") + name_of(call.in);
   for (const DType out : call.out) {
     if (!is_element(out) && !(op.quantizes && is_quantized(out))) {
@@ -19,7 +19,7 @@ std::string unsupported_dtypes(const Call& call) {
   return {};
 }
 
-// The sides that the attribute names, without their dtypes and shapes; an error message, or nothing.
+// Sets the sides that the attribute names, without their dtypes and shapes; returns what is wrong with it, or nothing.
 std::string read_sides(std::string_view text, const std::vector<int64_t>& shape, std::vector<SideOperand>* sides) {
   constexpr std::string_view kIndexPrefix = "index:";
   while (!text.empty()) {
@@ -64,7 +64,7 @@ const char* mistake_of(const SideOperand& side, const Call& call) {
   return "what rows have must be of extent 1 along the axes";
 }
 
-// Each of these reads some of the arrays, and says what is wrong with them, or nothing.
+// Each of these sets a part of the call from some of the arrays, and returns what is wrong with them, or nothing.
 
 std::string read_own(const std::vector<Array>& operands, const Cost& cost, Call* call) {
   call->shape = operands[0].shape;
@@ -103,7 +103,7 @@ std::string read_side_operands(const std::vector<Array>& operands, const Cost& c
     side.shape.insert(side.shape.begin(), rank - side.shape.size(), 1);
     if (const char* mistake = mistake_of(side, *call)) return mistake;
   }
-  const int numbers = cost.row_numbers + (call->rows_given ? cost.row_results : 0);
+  const int numbers = cost.row_numbers + (call->row_results_known ? cost.row_results : 0);
   const bool fits = next == operands.size() && count(*call, Role::kNumber) == numbers &&
                     count(*call, Role::kLabel) == cost.labelled && count(*call, Role::kMask) <= 1;
   return fits ? "" : "wrong number of operands";
@@ -123,7 +123,7 @@ std::vector<int64_t> Call::shape_of_rows() const {
   return of_rows;
 }
 
-std::vector<std::string> lines_of(const std::string& text) {
+std::vector<std::string> split_lines(const std::string& text) {
   std::vector<std::string> lines;
   for (size_t begin = 0; !text.empty();) {
     const size_t end = text.find('\n', begin);
@@ -155,9 +155,9 @@ std::string read_call(const Attributes& attributes, const std::vector<Array>& op
   call->load = attributes.load;
   call->store = attributes.store;
   const Cost& cost = cost_of(call->op);
-  const size_t element_results = cost.element_results ? std::max<size_t>(1, lines_of(call->store).size()) : 0;
-  call->rows_given = cost.row_results > 0 && element_results > 0 && results.size() == element_results;
-  const size_t row_results = call->rows_given ? 0 : cost.row_results, given = results.size();
+  const size_t element_results = cost.element_results ? std::max<size_t>(1, split_lines(call->store).size()) : 0;
+  call->row_results_known = cost.row_results > 0 && element_results > 0 && results.size() == element_results;
+  const size_t row_results = call->row_results_known ? 0 : cost.row_results, given = results.size();
   if (operands.size() < static_cast<size_t>(cost.inputs) || given < element_results + row_results ||
       given > element_results + row_results + 1) {
     return "wrong number of operands or results";

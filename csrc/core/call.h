@@ -1,4 +1,4 @@
-// What a call is, but for where its operands lie.
+// A call of an operator: its operands' shapes and dtypes and its attributes, without addresses.
 #pragma once
 
 #include <string>
@@ -17,7 +17,7 @@ struct Array {
   std::vector<int64_t> shape;
 };
 
-// What a call says of itself besides its arrays. Exported programs hold it.
+// The attributes of a custom call. Exported programs hold them.
 struct Attributes {
   std::string_view op;  // a name in kOperators
   std::vector<int64_t> axes;
@@ -32,37 +32,35 @@ struct SideOperand {
   std::vector<int64_t> shape;  // of the call's rank: its extents, or 1
 };
 
-// Expressions are C++ over `C`, the type of the arithmetic. They read the arrays and indices among the sides as s0, s1,
-// ..., in their order.
+// `load` and `store` are expressions: C++ over `C`, the type of the arithmetic. s0, s1, ... are the arrays and indices
+// among the sides, in their order.
 struct Call {
   Op op;
   DType in;
   std::vector<DType> out;  // of each result of elements, if the operator has any
   std::vector<int64_t> shape, axes;
   std::vector<SideOperand> sides;
-  // Whether what the operator gives as results of rows are operands instead: numbers before the row's own. On a CPU.
-  bool rows_given;
-  // A line for each of the operator's own operands: what an element counts as, given x0, x1, ..., as they are in
-  // memory. An empty line, or none, leaves it as it is.
-  // Where operands and results have 16 bits, a softmax takes values beyond 2^24 for 16-bit numbers too: see
-  // Relative<Approximate> in device/math.cuh.
+  // Whether the operator's results of rows are operands, before the row's numbers, and not results. On a CPU alone.
+  bool row_results_known;
+  // A line for each of the operator's own operands: the element that the operator takes, given the elements x0, x1, ...
+  // in memory. An empty line, or none, leaves the element as it is. Where operands and results have 16 bits, a softmax
+  // takes values beyond 2^24 for 16-bit numbers too: see Relative<Approximate> in device/math.cuh.
   std::string load;
-  // A line for each result of elements, given the operator's result y, which an empty line stands for. Without any line
-  // there is one result, y.
+  // A line for each result of elements, given the operator's result y. An empty line is y. Without any line there is
+  // one result, y.
   std::string store;
 
   bool masked() const;
-  // The shape of what rows have, of the rank of the operands: with extent 1 along the axes.
+  // The shape of numbers, labels and results of rows: the call's, with extent 1 along the axes.
   std::vector<int64_t> shape_of_rows() const;
 };
 
-// The call of a program, and what is wrong with it, or nothing: the same for those that run and those that are planned.
+// Sets the call that attributes, operands and results describe; returns what is wrong with them, or nothing.
 //
-// `sides` names roles, "array", "index:D" (along dimension D of the call), "number", "label" or "mask", with spaces
-// between them. Operands: the operator's own, of one shape and dtype, then the sides but for indices. Numbers are in
+// `sides` names roles, with spaces between them: "array", "index:D" (along dimension D of the call), "number", "label"
+// or "mask". Operands: the operator's own, of one shape and dtype, then the sides other than indices. Numbers are in
 // the dtype of the arithmetic, labels int32, masks boolean; numbers and labels have extent 1 along the axes. Results:
-// of elements, then of rows, in the dtype of the arithmetic; then possibly memory to work with. Without the results of
-// rows these are operands, on a CPU: numbers before the others.
+// of elements, then of rows, in the dtype of the arithmetic, then possibly scratch memory.
 std::string read_call(const Attributes& attributes, const std::vector<Array>& operands,
                       const std::vector<Array>& results, Call* call);
 
@@ -73,9 +71,9 @@ std::string describe(const Call& call);
 // distinct numbers in [0, rank). Sets the view and each side operand's strides along it. Returns an error message,
 // empty when all is well.
 std::string make_view(const std::vector<int64_t>& shape, const std::vector<std::vector<int64_t>>& sides,
-                      const std::vector<int64_t>& axes, View* view, std::vector<Strides>* strides);
+                      const std::vector<int64_t>& axes, View* view, std::vector<SideStrides>* strides);
 
-std::vector<std::string> lines_of(const std::string& text);
+std::vector<std::string> split_lines(const std::string& text);
 
 // The dtype that a call computes in, and that its rows' results have.
 DType arithmetic_of(const Call& call);

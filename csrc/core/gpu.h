@@ -13,13 +13,12 @@ struct Device {
   int largest_cluster;          // blocks; 1 where there are no clusters
 };
 
-// `resident`: how many blocks a multiprocessor is to have room for in registers; 0: as it comes.
 struct Launch {
   int64_t blocks;
   int threads;               // of a block
   int cluster = 1;           // blocks that share memory
   int64_t shared_bytes = 0;  // dynamic shared memory of a block
-  int resident = 0;
+  int resident = 0;          // blocks that a multiprocessor must have registers for; 0: the compiler decides
   bool cooperative = false;  // all blocks run at once
   bool overlaps = false;     // may start before the previous kernel has ended, which it waits for itself
 };

@@ -11,7 +11,7 @@ namespace jax_softmax {
 
 enum : bool { kGpuOnly = false, kOnCpu = true };
 
-// The table: row(name, its struct in ops.h, exponentials, logarithms, where there are kernels). See Cost and Operator.
+// row(name, struct in ops.h, exponentials, logarithms, where there are kernels): see Cost and OperatorFacts.
 // clang-format off
 #define JAX_SOFTMAX_OPERATORS(row)                                    \
   row(softmax, Softmax, 1, 0, kOnCpu)                                 \
@@ -34,8 +34,8 @@ enum : bool { kGpuOnly = false, kOnCpu = true };
 enum class Op { JAX_SOFTMAX_OPERATORS(JAX_SOFTMAX_NUMBER) };
 #undef JAX_SOFTMAX_NUMBER
 
-// Operands have one of the first four, and so have results, or of operators that quantize one of 8 bits. Side operands
-// have any.
+// Operands and results have one of the first four; results of operators that quantize may also have an 8-bit type other
+// than uint8. Side operands have any.
 enum class DType { kF16, kBF16, kF32, kF64, kF8E4M3, kF8E5M2, kI8, kU8, kI32, kBool };
 
 inline constexpr int kDTypes = 10;
@@ -58,7 +58,7 @@ struct Cost {
   int logarithms;        // of a row, or powers
 };
 
-struct Operator {
+struct OperatorFacts {
   const char* name;
   const char* type;  // its struct in ops.h, whose constants say what it takes and gives
   Cost cost;
@@ -66,14 +66,15 @@ struct Operator {
   bool quantizes;  // whether results may have 8 bits
 };
 
-// Arithmetic that is enough to ask an operator's struct for its constants.
+// A policy without arithmetic, for reading the constants of an operator's struct.
 struct NoArithmetic {
   using Value = float;
-  struct Factor {};
+  struct Scaler {};
 };
 
 template <template <class> class T>
-constexpr Operator row_of_table(const char* name, const char* type, int exponentials, int logarithms, bool on_cpu) {
+constexpr OperatorFacts row_of_table(const char* name, const char* type, int exponentials, int logarithms,
+                                     bool on_cpu) {
   using Op = T<NoArithmetic>;
   return {name,
           type,
@@ -84,12 +85,12 @@ constexpr Operator row_of_table(const char* name, const char* type, int exponent
 }
 
 #define JAX_SOFTMAX_ROW(name, type, ...) row_of_table<type>(#name, #type, __VA_ARGS__),
-inline constexpr Operator kOperators[] = {JAX_SOFTMAX_OPERATORS(JAX_SOFTMAX_ROW)};
+inline constexpr OperatorFacts kOperators[] = {JAX_SOFTMAX_OPERATORS(JAX_SOFTMAX_ROW)};
 #undef JAX_SOFTMAX_ROW
 inline constexpr int kOps = sizeof(kOperators) / sizeof(kOperators[0]);
 constexpr int most(int Cost::* number, bool of_all) {
   int most = 0;
-  for (const Operator& op : kOperators) {
+  for (const OperatorFacts& op : kOperators) {
     if ((of_all || op.on_cpu) && op.cost.*number > most) most = op.cost.*number;
   }
   return most;
@@ -97,7 +98,7 @@ constexpr int most(int Cost::* number, bool of_all) {
 inline constexpr int kMostRowResults = most(&Cost::row_results, true);
 inline constexpr int kMostRowResultsOnCpu = most(&Cost::row_results, false);
 inline constexpr int kMostRowNumbersOnCpu = most(&Cost::row_numbers, false);
-constexpr const Operator& facts_of(Op op) { return kOperators[static_cast<int>(op)]; }
+constexpr const OperatorFacts& facts_of(Op op) { return kOperators[static_cast<int>(op)]; }
 constexpr const Cost& cost_of(Op op) { return facts_of(op).cost; }
 
 inline std::optional<Op> op_of(std::string_view name) {

@@ -43,14 +43,14 @@ std::string mistake_in(const std::vector<int64_t>& shape, const std::vector<std:
   return {};
 }
 
-// A dimension, and how far apart its neighbours lie in each side operand.
-struct SidedDim {
+// A dimension, and its stride in each side operand.
+struct CanonicalDim {
   Dim dim;
   bool reduced;
   std::vector<int64_t> side_strides;
 
-  // Whether this one, just outside of `inner`, and that are one dimension.
-  bool merges_with(const SidedDim& inner) const {
+  // Whether this dimension and `inner`, the next one inside, can be one.
+  bool merges_with(const CanonicalDim& inner) const {
     if (reduced != inner.reduced) return false;
     for (size_t s = 0; s < side_strides.size(); ++s) {
       if (side_strides[s] != inner.side_strides[s] * inner.dim.extent) return false;
@@ -60,13 +60,14 @@ struct SidedDim {
 };
 
 // The canonical dimensions, from the innermost outwards.
-std::vector<SidedDim> canonical_dims(const std::vector<int64_t>& shape, const std::vector<std::vector<int64_t>>& sides,
-                                     const std::vector<int64_t>& axes) {
-  std::vector<SidedDim> dims;
+std::vector<CanonicalDim> canonical_dims(const std::vector<int64_t>& shape,
+                                         const std::vector<std::vector<int64_t>>& sides,
+                                         const std::vector<int64_t>& axes) {
+  std::vector<CanonicalDim> dims;
   int64_t stride = 1;
   std::vector<int64_t> next(sides.size(), 1);  // each side operand's stride along the next dimension that it has
   for (int i = static_cast<int>(shape.size()) - 1; i >= 0; --i) {
-    SidedDim outer{{shape[i], stride}, std::count(axes.begin(), axes.end(), i) > 0, {}};
+    CanonicalDim outer{{shape[i], stride}, std::count(axes.begin(), axes.end(), i) > 0, {}};
     stride *= shape[i];
     for (size_t s = 0; s < sides.size(); ++s) {
       outer.side_strides.push_back(sides[s][i] == 1 ? 0 : next[s]);
@@ -85,19 +86,19 @@ std::vector<SidedDim> canonical_dims(const std::vector<int64_t>& shape, const st
 }  // namespace
 
 std::string make_view(const std::vector<int64_t>& shape, const std::vector<std::vector<int64_t>>& sides,
-                      const std::vector<int64_t>& axes, View* view, std::vector<Strides>* strides) {
+                      const std::vector<int64_t>& axes, View* view, std::vector<SideStrides>* strides) {
   if (std::string message = mistake_in(shape, sides, axes); !message.empty()) return message;
   *view = View{};
-  strides->assign(sides.size(), Strides{});
+  strides->assign(sides.size(), SideStrides{});
   view->minor_reduced = true;
   const bool empty = std::count(shape.begin(), shape.end(), 0) > 0;
-  std::vector<SidedDim> dims;
+  std::vector<CanonicalDim> dims;
   if (!empty) dims = canonical_dims(shape, sides, axes);
   for (auto dim = dims.rbegin(); dim != dims.rend(); ++dim) {
-    Dims& role = dim->reduced ? view->reduced : view->kept;
+    Dims& role = dim->reduced ? view->reduced : view->batch;
     for (size_t s = 0; s < sides.size(); ++s) {
-      Strides& to = (*strides)[s];
-      (dim->reduced ? to.reduced : to.kept)[role.size] = dim->side_strides[s];
+      SideStrides& to = (*strides)[s];
+      (dim->reduced ? to.reduced : to.batch)[role.size] = dim->side_strides[s];
     }
     role.dim[role.size++] = dim->dim;
     view->minor_reduced = dim->reduced;
@@ -106,7 +107,7 @@ std::string make_view(const std::vector<int64_t>& shape, const std::vector<std::
     view->reduced.dim[view->reduced.size++] = Dim{1, 1};
     view->minor_reduced = true;
   }
-  view->rows = empty ? 0 : view->kept.elements();
+  view->rows = empty ? 0 : view->batch.elements();
   view->columns = empty ? 0 : view->reduced.elements();
   return {};
 }

@@ -17,12 +17,16 @@ template <template <class> class OpOf, class Arithmetic, class Out>
 struct PolicyOf {
   using type = Arithmetic;
 };
-// Whose Relative is the general one: terms relative to 0, where the maximum is +inf, may have positive exponents.
+// Where the maximum is +inf, terms are taken relative to 0: their exponents may be positive.
 template <class Arithmetic>
-struct OfAnyExponent : Arithmetic {};
+struct AnyExponent : Arithmetic {
+  static JAX_SOFTMAX_INLINE typename Arithmetic::Value exp_from_pivot(typename Arithmetic::Value x) {
+    return Arithmetic::exp(x);
+  }
+};
 template <class Arithmetic, class Out>
 struct PolicyOf<LogSumExp, Arithmetic, Out> {
-  using type = OfLogSumExp<OfAnyExponent<Arithmetic>>;
+  using type = KeepingInfinity<AnyExponent<Arithmetic>>;
 };
 template <class Arithmetic, class Out>
 struct PolicyOf<CrossEntropyGradient, Arithmetic, Out> : PolicyOf<LogSumExp, Arithmetic, Out> {};
@@ -49,13 +53,13 @@ template <class Arithmetic, class Out>
 struct ScaledTo : Scaling<Arithmetic> {
   using C = typename Arithmetic::Value;
   static JAX_SOFTMAX_INLINE C scale(C absmax) { return Scaling<Arithmetic>::normal_or_zero(absmax); }
-  struct Factor {
+  struct Scaler {
     C divisor;
-    Factor() = default;
-    explicit JAX_SOFTMAX_INLINE Factor(C absmax) : divisor(scale(absmax)) {
+    Scaler() = default;
+    explicit JAX_SOFTMAX_INLINE Scaler(C absmax) : divisor(scale(absmax)) {
       divisor = divisor == 0 ? Arithmetic::constant(Arithmetic::kInfinity) : divisor;
     }
-    friend JAX_SOFTMAX_INLINE C operator*(C x, const Factor& factor) { return x / factor.divisor; }
+    friend JAX_SOFTMAX_INLINE C operator*(C x, const Scaler& scaler) { return x / scaler.divisor; }
   };
 };
 template <class Arithmetic>
@@ -63,12 +67,12 @@ struct ScaledTo<Arithmetic, Int8> : Scaling<Arithmetic> {
   using C = typename Arithmetic::Value;
   static constexpr float kLargest = 127;
   static JAX_SOFTMAX_INLINE C scale(C absmax) { return Scaling<Arithmetic>::normal_or_zero(absmax * (1 / kLargest)); }
-  struct Factor {
+  struct Scaler {
     C value;
-    Factor() = default;
-    explicit JAX_SOFTMAX_INLINE Factor(C absmax)
+    Scaler() = default;
+    explicit JAX_SOFTMAX_INLINE Scaler(C absmax)
         : value(scale(absmax) == 0 ? Arithmetic::constant(0) : kLargest / absmax) {}
-    friend JAX_SOFTMAX_INLINE C operator*(C x, const Factor& factor) { return x * factor.value; }
+    friend JAX_SOFTMAX_INLINE C operator*(C x, const Scaler& scaler) { return x * scaler.value; }
   };
 };
 template <class Arithmetic, class Out>
@@ -78,34 +82,34 @@ struct PolicyOf<AbsmaxScale, Arithmetic, Out> {
 
 // Of elements of type T, with results of type Out.
 template <template <class> class OpOf, class T, class Out, bool kMasked>
-class Operator {
+class OperatorOnBlocks {
  public:
-  static constexpr Arithmetic<T> arithmetic() {
+  static constexpr BlockFunctions<T> functions() {
     constexpr bool kKeep = Op::kResultIsScaledTerm;
-    Arithmetic<T> arithmetic{{along_accumulate<false>, nullptr},
-                             {across_accumulate<false>, nullptr},
-                             {along_accumulate<kKeep>, nullptr},
-                             {across_accumulate<kKeep>, nullptr},
-                             identity,
-                             combine,
-                             nullptr,
-                             nullptr,
-                             nullptr,
-                             Op::kInputs,
-                             sizeof(Out),
-                             kKeep};
+    BlockFunctions<T> functions{{along_accumulate<false>, nullptr},
+                                {across_accumulate<false>, nullptr},
+                                {along_accumulate<kKeep>, nullptr},
+                                {across_accumulate<kKeep>, nullptr},
+                                identity,
+                                combine,
+                                nullptr,
+                                nullptr,
+                                nullptr,
+                                Op::kInputs,
+                                sizeof(Out),
+                                kKeep};
     if constexpr (Op::kElementResults) {
-      arithmetic.along.finish = along_finish<false>;
-      arithmetic.across.finish = across_finish<false>;
-      arithmetic.keeping_along.finish = along_finish<kKeep>;
-      arithmetic.keeping_across.finish = across_finish<kKeep>;
+      functions.along.finish = along_finish<false>;
+      functions.across.finish = across_finish<false>;
+      functions.keeping_along.finish = along_finish<kKeep>;
+      functions.keeping_across.finish = across_finish<kKeep>;
     }
-    if constexpr (Op::kRowResults > 0) arithmetic.row_results = row_results;
+    if constexpr (Op::kRowResults > 0) functions.row_results = row_results;
     if constexpr (kHasNumbers) {
-      arithmetic.take_numbers = take_numbers;
-      arithmetic.finish_labels = finish_labels;
+      functions.take_numbers = take_numbers;
+      functions.finish_labels = finish_labels;
     }
-    return arithmetic;
+    return functions;
   }
 
  private:
@@ -116,7 +120,7 @@ class Operator {
   using Sum = typename Op::Sum;
   using State = StateOf<Op>;
   static constexpr int kLanes = M::kLanes;
-  static constexpr bool kHasSum = !Op::kOfMagnitudes;
+  static constexpr bool kHasSum = !Op::kMagnitudePivot;
   static constexpr bool kHasNumbers = Op::kRowNumbers > 0;
   static constexpr auto kMax = [](C a, C b) { return M::max(a, b); };
   static constexpr auto kSum = [](C a, C b) { return a + b; };
@@ -178,46 +182,45 @@ class Operator {
   template <class N>
   static constexpr bool kWhole = std::is_same_v<N, AllLanes>;
 
-  struct Place {
-    int64_t element, mask;
-  };
-  static JAX_SOFTMAX_INLINE Place place(const Block<T>& block, int64_t line, int64_t i) {
-    return {line * block.step + i, line * block.mask_step + i * block.mask_inner};
+  static JAX_SOFTMAX_INLINE Offsets offsets_of(const Block<T>& block, int64_t line, int64_t i) {
+    return {line * block.stride + i, line * block.mask_stride + i * block.mask_inner_stride};
   }
 
-  static JAX_SOFTMAX_INLINE typename M::IntValue unmasked(const Block<T>& block, Place at, int n) {
-    if (block.mask_inner == 0) return typename M::IntValue{} - static_cast<typename M::Int>(block.mask[at.mask]);
-    return M::true_lanes(block.mask + at.mask, n);
+  static JAX_SOFTMAX_INLINE typename M::IntValue unmasked(const Block<T>& block, Offsets offsets, int n) {
+    if (block.mask_inner_stride == 0)
+      return typename M::IntValue{} - static_cast<typename M::Int>(block.mask[offsets.mask]);
+    return M::true_lanes(block.mask + offsets.mask, n);
   }
 
   // Lanes from n on hold the operator's pad, as masked ones do.
   template <class N>
-  static JAX_SOFTMAX_INLINE C load(const Block<T>& block, int k, Place at, N n) {
-    const T* const p = block.in[k] + at.element;
+  static JAX_SOFTMAX_INLINE C load(const Block<T>& block, int k, Offsets offsets, N n) {
+    const T* const p = block.in[k] + offsets.element;
     C v;
     if constexpr (kWhole<N>) {
       v = Convert<T>::load(p);
     } else {
       v = M::select(M::first_lanes(n), Convert<T>::load_first(p, n), Op::pad(k));
     }
-    if constexpr (kMasked) v = M::select(unmasked(block, at, n), v, Op::pad(k));
+    if constexpr (kMasked) v = M::select(unmasked(block, offsets, n), v, Op::pad(k));
     return v;
   }
   // `terms` says where the vector's terms will be, and it is until then if it was held.
   template <bool kHeld, class N>
-  static JAX_SOFTMAX_INLINE Sum term(const Relative<M>& relative, const Block<T>& block, int64_t terms, Place at, N n) {
+  static JAX_SOFTMAX_INLINE Sum term(const Relative<M>& relative, const Block<T>& block, int64_t terms, Offsets offsets,
+                                     N n) {
     C in[2];
     if constexpr (kHeld) {
       in[0] = M::load(block.terms + terms);
     } else {
-      for (int k = Op::kFirstSummed; k < Op::kInputs; ++k) in[k] = load(block, k, at, n);
+      for (int k = Op::kFirstSummed; k < Op::kInputs; ++k) in[k] = load(block, k, offsets, n);
     }
     return Op::term(relative, in);
   }
   template <class N>
-  static JAX_SOFTMAX_INLINE void store(const Block<T>& block, C result, Place at, N n) {
-    if constexpr (kMasked) result = M::select(unmasked(block, at, n), result, Op::masked());
-    Out* const p = static_cast<Out*>(block.out) + at.element;
+  static JAX_SOFTMAX_INLINE void store(const Block<T>& block, C result, Offsets offsets, N n) {
+    if constexpr (kMasked) result = M::select(unmasked(block, offsets, n), result, Op::masked());
+    Out* const p = static_cast<Out*>(block.out) + offsets.element;
     if constexpr (kWhole<N>) {
       Convert<Out>::store(p, result);
     } else {
@@ -226,13 +229,13 @@ class Operator {
   }
   // `terms` says where the vector's terms are, if they were kept.
   template <bool kKept, class N>
-  static JAX_SOFTMAX_INLINE C result(const typename Op::Finished& row, const Block<T>& block, int64_t terms, Place at,
-                                     N n) {
+  static JAX_SOFTMAX_INLINE C result(const typename Op::Finished& row, const Block<T>& block, int64_t terms,
+                                     Offsets offsets, N n) {
     if constexpr (kKept) {
       return M::load(block.terms + terms) * row.scale;
     } else {
       C in[2];
-      for (int k = 0; k < Op::kInputs; ++k) in[k] = load(block, k, at, n);
+      for (int k = 0; k < Op::kInputs; ++k) in[k] = load(block, k, offsets, n);
       return Op::finish(row, in);
     }
   }
@@ -256,8 +259,8 @@ class Operator {
     for (; i + kLanes <= end; i += kLanes) body(i, AllLanes(), 0);
     if (i < end) body(i, static_cast<int>(end - i), 0);
   }
-  template <int kCount, class V, class Function>
-  static JAX_SOFTMAX_INLINE V of_chains(const V (&chains)[kCount], Function f) {
+  template <int kCount, class V, class Combine>
+  static JAX_SOFTMAX_INLINE V reduce_chains(const V (&chains)[kCount], Combine f) {
     if constexpr (kCount == 1) {
       return chains[0];
     } else {
@@ -267,39 +270,39 @@ class Operator {
 
   template <bool kKeep>
   static void along_accumulate(const Block<T>& block, States<T>* states) {
-    const int64_t terms_step = ceil_div(block.elements, kLanes) * kLanes;
+    const int64_t terms_stride = ceil_div(block.elements, kLanes) * kLanes;
     for (int64_t first = 0; first < block.rows; first += kLanes, ++states) {
       const int rows = static_cast<int>(std::min<int64_t>(kLanes, block.rows - first));
       State state{};
       if constexpr (Op::kHasPivot) {
-        C of_row[kLanes];
-        for (int r = rows; r < kLanes; ++r) of_row[r] = M::constant(0);
-        for (int r = 0; r < rows; ++r) of_row[r] = largest<kKeep>(block, first + r, (first + r) * terms_step);
-        state.pivot = M::of_rows(of_row, kMax);
+        C maxima[kLanes];
+        for (int r = rows; r < kLanes; ++r) maxima[r] = M::constant(0);
+        for (int r = 0; r < rows; ++r) maxima[r] = largest<kKeep>(block, first + r, (first + r) * terms_stride);
+        state.pivot = M::reduce_rows(maxima, kMax);
       }
       if constexpr (kHasSum) {
         F pivots[kLanes];
         M::store(pivots, state.pivot);
-        Sum of_row[kLanes];
-        for (int r = rows; r < kLanes; ++r) of_row[r] = Sum{};
+        Sum sums[kLanes];
+        for (int r = rows; r < kLanes; ++r) sums[r] = Sum{};
         for (int r = 0; r < rows; ++r) {
           const Relative<M> relative(M::constant(pivots[r]));
-          of_row[r] = sum_of_terms<kKeep>(relative, block, first + r, (first + r) * terms_step);
+          sums[r] = sum_of_terms<kKeep>(relative, block, first + r, (first + r) * terms_stride);
         }
-        state.sum = sums_of(of_row);
+        state.sum = sums_of(sums);
       }
       set(states, state);
     }
   }
 
-  static JAX_SOFTMAX_INLINE C sums_of(C (&rows)[kLanes]) { return M::of_rows(rows, kSum); }
+  static JAX_SOFTMAX_INLINE C sums_of(C (&rows)[kLanes]) { return M::reduce_rows(rows, kSum); }
   static JAX_SOFTMAX_INLINE Moments<C> sums_of(const Moments<C> (&rows)[kLanes]) {
     C sum[kLanes], moment[kLanes];
     for (int r = 0; r < kLanes; ++r) {
       sum[r] = rows[r].sum;
       moment[r] = rows[r].moment;
     }
-    return {M::of_rows(sum, kSum), M::of_rows(moment, kSum)};
+    return {M::reduce_rows(sum, kSum), M::reduce_rows(moment, kSum)};
   }
 
   template <bool kKeep>
@@ -307,11 +310,11 @@ class Operator {
     C chains[kChains];
     for (C& chain : chains) chain = Op::pad(0);
     for_vectors<kChains>(0, block.elements, [&](int64_t i, auto n, int chain) __attribute__((always_inline)) {
-      const C v = load(block, 0, place(block, row, i), n);
+      const C v = load(block, 0, offsets_of(block, row, i), n);
       if constexpr (kHold<kKeep>) M::store(block.terms + terms + i, v);
-      chains[chain] = M::max(chains[chain], Op::of_pivot(v));
+      chains[chain] = M::max(chains[chain], Op::pivot_candidate(v));
     });
-    return of_chains(chains, kMax);
+    return reduce_chains(chains, kMax);
   }
 
   template <bool kKeep>
@@ -322,11 +325,11 @@ class Operator {
       end = std::min(block.elements, begin + kSteps * kTermChains * kLanes);
       Sum chains[kTermChains]{};
       for_vectors<kTermChains>(begin, end, [&](int64_t i, auto n, int chain) __attribute__((always_inline)) {
-        const Sum v = term<kHold<kKeep>>(relative, block, terms + i, place(block, row, i), n);
+        const Sum v = term<kHold<kKeep>>(relative, block, terms + i, offsets_of(block, row, i), n);
         if constexpr (kKeep) M::store(block.terms + terms + i, v);
         chains[chain] += v;
       });
-      sum += of_chains(chains, kSum);
+      sum += reduce_chains(chains, kSum);
     }
     return sum;
   }
@@ -335,7 +338,7 @@ class Operator {
   static void along_finish(const Block<T>& block, const States<T>* states) {
     using Finished = typename Op::Finished;
     constexpr int kMembers = sizeof(Finished) / sizeof(C);
-    const int64_t terms_step = ceil_div(block.elements, kLanes) * kLanes;
+    const int64_t terms_stride = ceil_div(block.elements, kLanes) * kLanes;
     for (int64_t first = 0; first < block.rows; first += kLanes, ++states) {
       const int rows = static_cast<int>(std::min<int64_t>(kLanes, block.rows - first));
       const Finished finished = finished_of(*states);
@@ -346,10 +349,10 @@ class Operator {
         for (int k = 0; k < kMembers; ++k) spread[k] = M::constant(members[k][r]);
         Finished row;
         std::memcpy(&row, spread, sizeof(Finished));
-        const int64_t terms = (first + r) * terms_step;
+        const int64_t terms = (first + r) * terms_stride;
         for_vectors<1>(0, block.elements, [&](int64_t i, auto n, int) __attribute__((always_inline)) {
-          const Place at = place(block, first + r, i);
-          store(block, result<kKept>(row, block, terms + i, at, n), at, n);
+          const Offsets offsets = offsets_of(block, first + r, i);
+          store(block, result<kKept>(row, block, terms + i, offsets, n), offsets, n);
         });
       }
     }
@@ -389,9 +392,9 @@ class Operator {
                    [&](int64_t t, int64_t r, int64_t end, auto n) __attribute__((always_inline)) {
                      C pivot = states[t].member[0];
                      for_each<kWhole<decltype(n)>>(r, end, [&](int64_t r) __attribute__((always_inline)) {
-                       const C v = load(block, 0, place(block, r, t * kLanes), n);
+                       const C v = load(block, 0, offsets_of(block, r, t * kLanes), n);
                        if constexpr (kHold<kKeep>) M::store(block.terms + (r * vectors + t) * kLanes, v);
-                       pivot = M::max(pivot, Op::of_pivot(v));
+                       pivot = M::max(pivot, Op::pivot_candidate(v));
                      });
                      states[t].member[0] = pivot;
                    });
@@ -407,7 +410,7 @@ class Operator {
         for_each<(kKeep || !Op::kHasPivot) && kWhole<decltype(n)>>(
             r, end, [&](int64_t r) __attribute__((always_inline)) {
               const int64_t terms = (r * vectors + t) * kLanes;
-              const Sum v = term<kHold<kKeep>>(relative, block, terms, place(block, r, t * kLanes), n);
+              const Sum v = term<kHold<kKeep>>(relative, block, terms, offsets_of(block, r, t * kLanes), n);
               if constexpr (kKeep) M::store(block.terms + terms, v);
               sum += v;
             });
@@ -429,8 +432,8 @@ class Operator {
     for (int64_t r = 0; r < block.elements; ++r) {
       const auto finish = [&](int64_t t, auto n) __attribute__((always_inline)) {
         const int64_t terms = (r * vectors + t) * kLanes;
-        const Place at = place(block, r, t * kLanes);
-        store(block, result<kKept>(rows[t], block, terms, at, n), at, n);
+        const Offsets offsets = offsets_of(block, r, t * kLanes);
+        store(block, result<kKept>(rows[t], block, terms, offsets, n), offsets, n);
       };
       for (int64_t t = 0; t < block.rows / kLanes; ++t) finish(t, AllLanes());
       if (block.rows % kLanes > 0) finish(vectors - 1, static_cast<int>(block.rows % kLanes));

@@ -13,6 +13,11 @@ namespace {
 
 constexpr int kMostVectors = 64;  // of rows, in a block whose lanes lie across rows
 
+// Where an element lies in the operands, and in the mask.
+struct Offsets {
+  int64_t element, mask;
+};
+
 // Elements of several rows. Either a row's elements are neighbours, and each row lies `step` from the one before
 // ("along" rows); or rows are neighbours, and their elements lie `step` from the ones before ("across").
 template <class T>
@@ -22,9 +27,9 @@ struct Block {
   const bool* mask;  // null without a mask
   int64_t rows;
   int64_t elements;  // of each row
-  int64_t step;
-  int64_t mask_step, mask_inner;        // of the mask: the same, and from a neighbour to the next, which is 0 or 1
-  typename Convert<T>::Compute* terms;  // room for whole vectors of those of each row or element, if they are kept
+  int64_t stride;
+  int64_t mask_stride, mask_inner_stride;  // of the mask: the same, and from a neighbour to the next, which is 0 or 1
+  typename Convert<T>::Compute* terms;     // room for whole vectors of those of each row or element, if they are kept
 };
 
 // What several rows have, a row to a lane: a state, which is a pivot and one sum or two; or their results.
@@ -41,16 +46,16 @@ struct Numbers {
 
 // An operator on blocks.
 template <class T>
-struct Arithmetic {
-  struct Way {
+struct BlockFunctions {
+  struct Passes {
     // Sets the states to those of the block.
     void (*accumulate)(const Block<T>& block, States<T>* states);
     // The results, given the states of whole rows, after `take_numbers` if there is one; null if there are none for
     // elements.
     void (*finish)(const Block<T>& block, const States<T>* states);
   };
-  Way along, across;
-  Way keeping_along, keeping_across;  // the same, with terms that are kept in between, if there can be
+  Passes along, across;
+  Passes keeping_along, keeping_across;  // the same, with terms that are kept in between, if there can be
   void (*identity)(States<T>* states, int64_t n);
   // Adds the states of later blocks to those of earlier ones.
   void (*combine)(States<T>* states, const States<T>* later, int64_t n);

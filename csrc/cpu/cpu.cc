@@ -8,11 +8,11 @@
 
 namespace jax_softmax::cpu {
 
-#define JAX_SOFTMAX_DECLARE(isa)                                                                                     \
-  namespace isa {                                                                                                    \
-  Work work(Op op, DType in, DType out, const View& view, const Operands& operands, int64_t threads);                \
-  void run(Op op, DType in, DType out, const View& view, const Operands& operands, void* scratch, bool second_phase, \
-           int64_t first_unit, int64_t last_unit);                                                                   \
+#define JAX_SOFTMAX_DECLARE(isa)                                                                                   \
+  namespace isa {                                                                                                  \
+  Work work(Op op, DType in, DType out, const View& view, const Buffers& buffers, int64_t threads);                \
+  void run(Op op, DType in, DType out, const View& view, const Buffers& buffers, void* scratch, bool second_phase, \
+           int64_t first_unit, int64_t last_unit);                                                                 \
   }
 JAX_SOFTMAX_DECLARE(plain)
 #if defined(__x86_64__)
@@ -70,6 +70,6 @@ std::atomic<const Variant*>& chosen() {
 
 const Variant& variant() { return *chosen().load(); }
 
-void use(const Variant& variant) { chosen().store(&variant); }
+void select(const Variant& variant) { chosen().store(&variant); }
 
 }  // namespace jax_softmax::cpu

@@ -8,15 +8,15 @@
 
 namespace jax_softmax::cpu {
 
-struct Operands {
+struct Buffers {
   const void* in[2];
   const bool* mask;  // null without a mask
-  Strides mask_strides;
-  void* out;                                  // null if there are no results for elements
-  void* of_rows[kMostRowResultsOnCpu];        // the results of rows, null from their number on
-  const void* given[kMostRowResultsOnCpu];    // the results of rows, where they are known; else null
-  const void* numbers[kMostRowNumbersOnCpu];  // those that rows have of their own, null from their number on
-  const int32_t* labels;                      // of rows; null of operators without
+  SideStrides mask_strides;
+  void* out;                                            // null if there are no results for elements
+  void* row_results[kMostRowResultsOnCpu];              // the results of rows, null from their number on
+  const void* known_row_results[kMostRowResultsOnCpu];  // the results of rows, where they are known; else null
+  const void* numbers[kMostRowNumbersOnCpu];            // those that rows have of their own, null from their number on
+  const int32_t* labels;                                // of rows; null of operators without
 };
 
 // Work comes in units, numbered from 0, that can run in any order on any thread. If it needs scratch memory, aligned to
@@ -33,8 +33,8 @@ constexpr bool makes(DType in, DType out) { return in == out || (out == DType::k
 struct Variant {
   const char* name;
   bool (*supported)();  // by the processor this runs on
-  Work (*work)(Op op, DType in, DType out, const View& view, const Operands& operands, int64_t threads);
-  void (*run)(Op op, DType in, DType out, const View& view, const Operands& operands, void* scratch, bool second_phase,
+  Work (*work)(Op op, DType in, DType out, const View& view, const Buffers& buffers, int64_t threads);
+  void (*run)(Op op, DType in, DType out, const View& view, const Buffers& buffers, void* scratch, bool second_phase,
               int64_t first_unit, int64_t last_unit);
 };
 
@@ -44,6 +44,6 @@ extern const int kVariantCount;
 
 // The variant that runs here: the fastest that is supported, until another one is to be used.
 const Variant& variant();
-void use(const Variant& variant);
+void select(const Variant& variant);
 
 }  // namespace jax_softmax::cpu

@@ -7,18 +7,19 @@ namespace jax_softmax::cpu::JAX_SOFTMAX_ISA {
 namespace {
 
 template <template <class> class OpOf, class T, class Out = T>
-Arithmetic<T> arithmetic_of(bool masked) {
-  return masked ? Operator<OpOf, T, Out, true>::arithmetic() : Operator<OpOf, T, Out, false>::arithmetic();
+BlockFunctions<T> functions_of(bool masked) {
+  return masked ? OperatorOnBlocks<OpOf, T, Out, true>::functions()
+                : OperatorOnBlocks<OpOf, T, Out, false>::functions();
 }
 
 template <class T>
-Arithmetic<T> arithmetic_of(Op op, DType out, bool masked) {
+BlockFunctions<T> functions_of(Op op, DType out, bool masked) {
   if constexpr (sizeof(T) < 8) {
-    if (op == Op::kAbsmaxScale && out == DType::kI8) return arithmetic_of<AbsmaxScale, T, Int8>(masked);
+    if (op == Op::kAbsmaxScale && out == DType::kI8) return functions_of<AbsmaxScale, T, Int8>(masked);
   }
 #define JAX_SOFTMAX_CASE(name, type, exponentials, logarithms, on_cpu) \
   if constexpr (on_cpu) {                                              \
-    if (op == Op::k##type) return arithmetic_of<type, T>(masked);      \
+    if (op == Op::k##type) return functions_of<type, T>(masked);       \
   }
   JAX_SOFTMAX_OPERATORS(JAX_SOFTMAX_CASE)
 #undef JAX_SOFTMAX_CASE
@@ -26,10 +27,10 @@ Arithmetic<T> arithmetic_of(Op op, DType out, bool masked) {
 }
 
 template <class T>
-Work work_of(const Tiles<T>& tiles, const View& view, int64_t threads) {
+Work work_of(const TiledView<T>& tiles, const View& view, int64_t threads) {
   constexpr int64_t kFewTiles = 4;  // for each thread
   const int64_t parts = ceil_div(view.columns, tiles.part_length());
-  if (tiles.states_given()) return {tiles.tiles() * parts, 0};
+  if (tiles.row_results_known()) return {tiles.tiles() * parts, 0};
   if (parts == 1 || tiles.tiles() >= kFewTiles * threads) return {tiles.tiles(), 0};
   const int64_t units = tiles.tiles() * parts;
   return {units, units * tiles.most_states() * static_cast<int64_t>(sizeof(States<T>))};
@@ -39,21 +40,21 @@ Work work_of(const Tiles<T>& tiles, const View& view, int64_t threads) {
 // in the scratch memory, then put them together. Where there are many, a thread does the same with all parts of a tile.
 // So how a row is summed up depends on its length alone.
 template <class T>
-void run_tiles(Tiles<T>& tiles, const Arithmetic<T>& op, const View& view, void* scratch, bool second_phase,
+void run_tiles(TiledView<T>& tiles, const BlockFunctions<T>& op, const View& view, void* scratch, bool second_phase,
                int64_t first_unit, int64_t last_unit) {
   const int64_t length = tiles.part_length(), parts = ceil_div(view.columns, length);
   const auto end_of = [&](int64_t part) { return std::min(view.columns, (part + 1) * length); };
-  States<T> states[kMostVectors], of_part[kMostVectors];
+  States<T> states[kMostVectors], part_states[kMostVectors];
   const auto finish = [&](int64_t begin, int64_t end) {
     if (op.take_numbers) tiles.take_numbers(states);
     if (op.along.finish) tiles.finish(begin, end, states);
     if (op.finish_labels) tiles.finish_labels(begin, end, states);
   };
-  if (tiles.states_given()) {
+  if (tiles.row_results_known()) {
     for (int64_t unit = first_unit; unit < last_unit; ++unit) {
       const int64_t part = unit % parts;
       tiles.seek(unit / parts);
-      tiles.take_given(states);
+      tiles.take_row_results(states);
       finish(part * length, end_of(part));
     }
     return;
@@ -66,8 +67,8 @@ void run_tiles(Tiles<T>& tiles, const Arithmetic<T>& op, const View& view, void*
       } else {
         op.identity(states, tiles.states());
         for (int64_t part = 0; part < parts; ++part) {
-          tiles.accumulate(part * length, end_of(part), of_part);
-          op.combine(states, of_part, tiles.states());
+          tiles.accumulate(part * length, end_of(part), part_states);
+          op.combine(states, part_states, tiles.states());
         }
       }
       if (op.row_results) tiles.store_rows(states);
@@ -75,29 +76,29 @@ void run_tiles(Tiles<T>& tiles, const Arithmetic<T>& op, const View& view, void*
     }
     return;
   }
-  const auto of_unit = [&](int64_t unit) { return static_cast<States<T>*>(scratch) + unit * tiles.most_states(); };
+  const auto unit_states = [&](int64_t unit) { return static_cast<States<T>*>(scratch) + unit * tiles.most_states(); };
   for (int64_t unit = first_unit; unit < last_unit; ++unit) {
     const int64_t tile = unit / parts, part = unit % parts;
     tiles.seek(tile);
     if (!second_phase) {
-      tiles.accumulate(part * length, end_of(part), of_unit(unit));
+      tiles.accumulate(part * length, end_of(part), unit_states(unit));
       continue;
     }
     op.identity(states, tiles.states());
-    for (int64_t i = tile * parts; i < (tile + 1) * parts; ++i) op.combine(states, of_unit(i), tiles.states());
+    for (int64_t i = tile * parts; i < (tile + 1) * parts; ++i) op.combine(states, unit_states(i), tiles.states());
     if (op.row_results && part == 0) tiles.store_rows(states);
     finish(part * length, end_of(part));
   }
 }
 
-// Calls body(tiles, arithmetic) for the storage types.
+// Calls body(tiles, functions) for the storage types.
 template <class Body>
-auto with_tiles(Op op, DType in, DType out, const View& view, const Operands& operands, Body body) {
+auto with_tiles(Op op, DType in, DType out, const View& view, const Buffers& buffers, Body body) {
   const auto with = [&](auto zero) {
     using T = decltype(zero);
-    const Arithmetic<T> arithmetic = arithmetic_of<T>(op, out, operands.mask);
-    Tiles<T> tiles(view, operands, arithmetic);
-    return body(tiles, arithmetic);
+    const BlockFunctions<T> functions = functions_of<T>(op, out, buffers.mask);
+    TiledView<T> tiles(view, buffers, functions);
+    return body(tiles, functions);
   };
   switch (in) {
     case DType::kF16:
@@ -115,14 +116,14 @@ auto with_tiles(Op op, DType in, DType out, const View& view, const Operands& op
 
 }  // namespace
 
-Work work(Op op, DType in, DType out, const View& view, const Operands& operands, int64_t threads) {
-  return with_tiles(op, in, out, view, operands, [&](auto& tiles, auto&) { return work_of(tiles, view, threads); });
+Work work(Op op, DType in, DType out, const View& view, const Buffers& buffers, int64_t threads) {
+  return with_tiles(op, in, out, view, buffers, [&](auto& tiles, auto&) { return work_of(tiles, view, threads); });
 }
 
-void run(Op op, DType in, DType out, const View& view, const Operands& operands, void* scratch, bool second_phase,
+void run(Op op, DType in, DType out, const View& view, const Buffers& buffers, void* scratch, bool second_phase,
          int64_t first_unit, int64_t last_unit) {
-  with_tiles(op, in, out, view, operands, [&](auto& tiles, auto& arithmetic) {
-    run_tiles(tiles, arithmetic, view, scratch, second_phase, first_unit, last_unit);
+  with_tiles(op, in, out, view, buffers, [&](auto& tiles, auto& functions) {
+    run_tiles(tiles, functions, view, scratch, second_phase, first_unit, last_unit);
   });
 }
 

@@ -104,8 +104,8 @@ struct Simd {
     return scale_by_power_of_two(p, shifted - K::kRound, shifted);
   }
 
-  // Of x <= 0 or NaN, for less: what would be subnormal is 0.
-  static JAX_SOFTMAX_INLINE Value exp_of_negative(Value x) {
+  // exp of an element less its row's maximum: x <= 0, or NaN. It costs less than exp, and subnormal results are 0.
+  static JAX_SOFTMAX_INLINE Value exp_from_pivot(Value x) {
     using K = ExpConstants<F>;
     Value shifted;
     const Value p = exp_of_fraction(x, &shifted);
@@ -205,15 +205,15 @@ struct Simd {
 
   // The lanes of each of kLanes vectors put together with f: those of vector i in lane i, in an order that does not
   // depend on i, and in as many steps as for one.
-  template <class Function>
-  static JAX_SOFTMAX_INLINE Value of_rows(Value (&v)[kLanes], Function f) {
+  template <class Combine>
+  static JAX_SOFTMAX_INLINE Value reduce_rows(Value (&v)[kLanes], Combine f) {
     return halve<kLanes / 2>(v, f);
   }
 
  private:
   // Of vectors in which so many neighbouring lanes belong together: 2 * half before, half after.
-  template <int half, class Function>
-  static JAX_SOFTMAX_INLINE Value halve(Value* v, Function f) {
+  template <int half, class Combine>
+  static JAX_SOFTMAX_INLINE Value halve(Value* v, Combine f) {
     using Lanes = std::make_integer_sequence<int, kLanes>;
     unrolled<half>([&](auto i) __attribute__((always_inline)) {
       v[i] = f(halves<half, false>(v[i], v[i + half], Lanes()), halves<half, true>(v[i], v[i + half], Lanes()));
@@ -285,23 +285,3 @@ struct Simd {
 };
 
 }  // namespace jax_softmax::cpu::JAX_SOFTMAX_ISA
-
-namespace jax_softmax {
-
-// No term's exponent is positive: the pivot is the maximum.
-template <class F>
-struct Relative<cpu::JAX_SOFTMAX_ISA::Simd<F>> {
-  using M = cpu::JAX_SOFTMAX_ISA::Simd<F>;
-  using C = typename M::Value;
-  C pivot;
-
-  Relative() = default;
-  explicit JAX_SOFTMAX_INLINE Relative(C unshielded) : pivot(shielded<M>(unshielded)) {}
-  JAX_SOFTMAX_INLINE C exp(C x) const { return M::exp_of_negative(x - pivot); }
-  JAX_SOFTMAX_INLINE C log(C sum) const { return M::log(sum); }
-  JAX_SOFTMAX_INLINE C whole(C sum) const { return sum; }
-  JAX_SOFTMAX_INLINE C rescale(C from) const { return M::exp_of_negative(from - pivot); }
-  static JAX_SOFTMAX_INLINE C divide(C x, C sum) { return x / sum; }
-};
-
-}  // namespace jax_softmax

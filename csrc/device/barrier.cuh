@@ -1,14 +1,13 @@
-// Copies from device memory to shared memory that go on while threads do something else; barriers in shared memory
-// that count arrivals and bytes, and what is sent to them.
+// Asynchronous copies from device memory to shared memory; barriers in shared memory that count arrivals and bytes; and
+// words that are sent to the blocks of a cluster.
 #pragma once
 
 #include "device/pack.cuh"
 
 namespace jax_softmax::device {
 
-// Copies 16 bytes to shared memory without passing through registers, where the chip can. Completed by
-// wait_for_copies. The last cache reads the whole cache line: of tiles, the rest is what blocks nearby are about to ask
-// for.
+// Begins to copy 16 bytes to shared memory, past the registers where the chip can; wait_for_copies ends it. The L2
+// cache reads the whole cache line: of tiles, blocks nearby are about to ask for the rest.
 __device__ __forceinline__ void copy_pack(Pack* shared, const void* global) {
 #if __CUDA_ARCH__ >= 800
   const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(shared));
@@ -38,7 +37,7 @@ __device__ __forceinline__ void arrive_and_expect(uint64_t* barrier, int bytes) 
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
                : "memory");
 }
-// Until the barrier's phase of that parity is complete, and what its arrivals have written here is there to be read.
+// Waits until the barrier's phase of that parity is complete; what was written before its arrivals can then be read.
 __device__ __forceinline__ void wait(uint64_t* barrier, unsigned parity) {
   asm volatile(
       "{\n.reg .pred done;\n"
@@ -47,7 +46,7 @@ __device__ __forceinline__ void wait(uint64_t* barrier, unsigned parity) {
       "r"(parity)
       : "memory");
 }
-// The same where other blocks of the cluster write.
+// The same, of what other blocks of the cluster have written.
 __device__ __forceinline__ void wait_for_cluster(uint64_t* barrier, unsigned parity) {
   asm volatile(
       "{\n.reg .pred done;\n"
@@ -57,9 +56,9 @@ __device__ __forceinline__ void wait_for_cluster(uint64_t* barrier, unsigned par
       : "memory");
 }
 
-// What the blocks of a cluster write to each other's shared memory is counted by a barrier in that which they write to,
-// so that nobody waits for more than that. All threads begin an exchange, in which a block is sent so many bytes, once;
-// before a thread sends any, it waits until all blocks have begun, since only then is there a memory to write to.
+// An exchange: the blocks of a cluster write to each other's shared memory, in which a barrier counts the bytes that
+// arrive: `bytes` in each block. All threads begin the exchange once, and wait until all blocks have begun before they
+// send: only then does the other blocks' memory exist.
 __device__ __forceinline__ void begin_exchange(uint64_t* barrier, int bytes) {
   if (threadIdx.x == 0) {
     init_barrier(barrier, 1);
@@ -71,7 +70,7 @@ __device__ __forceinline__ void begin_exchange(uint64_t* barrier, int bytes) {
 __device__ __forceinline__ void wait_until_all_have_begun() {
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
-// Writes a word at the same place as here, and counts it at the barrier's.
+// Writes a word to `place` in another block's shared memory, and counts it at `barrier` there.
 __device__ __forceinline__ void send_word(const void* place, uint64_t word, int block, const uint64_t* barrier) {
   unsigned there, barrier_there;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(place)), "r"(block));

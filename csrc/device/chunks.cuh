@@ -1,6 +1,5 @@
-// The schedule `chunks`: a row is cut into chunks of up to 16 or 18 KB of all operands together. Each is held in shared
-// memory by a team of threads. How a row is cut does not depend on how many chunks a block has, so that does not change
-// a bit of the results.
+// The schedule `chunks`: a row is cut into chunks of up to 16 or 18 KB of all operands, each held in shared memory by a
+// team. How a row is cut, and so every bit of the results, does not depend on how many chunks a block has.
 #pragma once
 
 #include "device/barrier.cuh"
@@ -18,7 +17,7 @@ struct ChunkOfThread {
   using C = typename Mem::C;
   using In = typename Mem::In;
   using Row = RowPacks<Mem, Plan>;
-  using At = typename Row::At;
+  using PackLocation = typename Row::PackLocation;
   static constexpr int kInputs = Mem::kInputs, kWidth = Mem::kWidth;
   static constexpr int kThreads = Plan::kPlan.team_threads;
   static constexpr int kWarps = kThreads / 32;
@@ -32,15 +31,17 @@ struct ChunkOfThread {
   Pack* const shared;
   const int rank = threadIdx.x % kThreads;
 
-  // The place in shared memory of the chunk's j-th pack of operand k.
+  // The address in shared memory of the chunk's j-th pack of operand k.
   __device__ __forceinline__ Pack* held(int k, int j) const { return shared + k * kShare + j; }
   __device__ __forceinline__ int pack_of(int p) const { return rank + p * kThreads; }
   // Whether the chunk has a j-th pack. Where the compiler knows that all chunks have it, there is no check.
   __device__ __forceinline__ bool exists(int j) const {
     return j < kShare && number < kChunks && (kChunks * kShare <= Row::kPacks || number * kShare + j < Row::kPacks);
   }
-  __device__ __forceinline__ At at(int j) const { return row.at(number * kShare + j); }
-  __device__ __forceinline__ unsigned unmasked(const At& at) const { return mem.unmasked(at, at.inside()); }
+  __device__ __forceinline__ PackLocation locate(int j) const { return row.locate(number * kShare + j); }
+  __device__ __forceinline__ unsigned unmasked(const PackLocation& location) const {
+    return mem.unmasked(location, location.inside());
+  }
 
   // Copies the thread's packs to shared memory, where it alone reads them.
   __device__ __forceinline__ void copy() const {
@@ -50,39 +51,39 @@ struct ChunkOfThread {
 #pragma unroll
       for (int p = 0; p < kPacks; ++p) {
         const int j = pack_of(p);
-        const auto place = at(j);
-        if (!exists(j) || !place.any()) continue;
+        const auto location = locate(j);
+        if (!exists(j) || !location.any()) continue;
         if constexpr (Mem::kPacks) {
-          copy_pack(held(k, j), in(p, place));
+          copy_pack(held(k, j), in(p, location));
         } else {
-          *held(k, j) = Mem::load(in(p, place), place.inside());
+          *held(k, j) = Mem::load(in(p, location), location.inside());
         }
       }
     }
   }
 
-  // Calls body(j, packs, at) for each run of which the chunk has a part: from the chunk's j-th pack, which lies at
-  // `at`, so many packs are neighbours in memory. Packs with no element of the run are left out.
+  // Calls body(j, packs, location) for each run of which the chunk has a part: `packs` contiguous packs, from the
+  // chunk's j-th pack on, whose location is given. Packs without an element of the run are left out.
   template <class Body>
   __device__ __forceinline__ void for_runs(Body body) const {
     const int begin = number * kShare, end = min(begin + kShare, static_cast<int>(Row::kPacks));
     for (int run = begin / static_cast<int>(Row::kRunPacks), run_begin = run * static_cast<int>(Row::kRunPacks);
          run_begin < end; ++run, run_begin += Row::kRunPacks) {
-      const int shift = -static_cast<int>(row.at(run_begin).first);
+      const int shift = -static_cast<int>(row.locate(run_begin).first);
       const int from = max(begin, run_begin + shift / kWidth);
       const int to = min(end, run_begin + static_cast<int>((shift + Row::kRunElements + kWidth - 1) / kWidth));
-      if (from < to) body(from - begin, to - from, row.at(from));
+      if (from < to) body(from - begin, to - from, row.locate(from));
     }
   }
 
-  // Calls body(j, at) for the thread's packs with elements beyond their run. They have a loop of their own, since the
-  // branches for them would slow down the unrolled loops. A contiguous row has such packs at its beginning and end
-  // alone.
+  // Calls body(j, location) for the edges among the thread's packs: those with elements outside of their run. They have
+  // a loop of their own, since branches for them would slow down the unrolled loops. A contiguous row has edges at its
+  // beginning and end alone.
   template <class Body>
   __device__ __forceinline__ void for_edges(Body body) const {
     const auto visit = [&](int j) {
-      const At place = at(j);
-      if (!place.whole()) body(j, place);
+      const PackLocation location = locate(j);
+      if (!location.whole()) body(j, location);
     };
     if constexpr (Row::kExact) {
       return;
@@ -102,26 +103,26 @@ struct ChunkOfThread {
 
   // Replaces the elements that do not count by pads, in shared memory, where memory can hold pads.
   __device__ __forceinline__ void put_pads() const {
-    const auto pad = [&](int j, const At& place, unsigned bits) {
+    const auto pad = [&](int j, const PackLocation& location, unsigned bits) {
       Pack raw[kInputs];
-      const bool any = place.any();
+      const bool any = location.any();
 #pragma unroll
       for (int k = 0; k < kInputs; ++k) raw[k] = any ? *held(k, j) : Mem::pad_pack(k);
       Mem::put_pads(raw, bits);
 #pragma unroll
       for (int k = 0; k < kInputs; ++k) *held(k, j) = raw[k];
     };
-    if constexpr (Mem::kPlain && Mem::kMasked) {
+    if constexpr (Mem::kIdentityLoad && Mem::kMasked) {
 #pragma unroll
       for (int p = 0; p < kPacks; ++p) {
         const int j = pack_of(p);
         if (!exists(j)) continue;
-        const At place = at(j);
-        const unsigned bits = unmasked(place);
-        if (bits != Mem::kAll) pad(j, place, bits);
+        const PackLocation location = locate(j);
+        const unsigned bits = unmasked(location);
+        if (bits != Mem::kAll) pad(j, location, bits);
       }
-    } else if constexpr (Mem::kPlain) {
-      for_edges([&](int j, const At& place) { pad(j, place, place.inside()); });
+    } else if constexpr (Mem::kIdentityLoad) {
+      for_edges([&](int j, const PackLocation& location) { pad(j, location, location.inside()); });
     }
   }
 
@@ -131,7 +132,7 @@ struct ChunkOfThread {
     // Packs stay in registers from one pass to the next.
     typename Mem::Cached packs[Op::kHasPivot ? kPacks : 1];
     const auto bits_of = [&](int p) {
-      return Mem::kPlain ? Mem::kAll : exists(pack_of(p)) ? unmasked(at(pack_of(p))) : 0;
+      return Mem::kIdentityLoad ? Mem::kAll : exists(pack_of(p)) ? unmasked(locate(pack_of(p))) : 0;
     };
     const auto read = [&](int p) {
       Pack raw[kInputs];
@@ -140,7 +141,7 @@ struct ChunkOfThread {
         raw[k] = Mem::pad_pack(k);
         if (exists(pack_of(p))) raw[k] = *held(k, pack_of(p));
       }
-      mem.cache(packs[Op::kHasPivot ? p : 0], raw, at(pack_of(p)), bits_of(p));
+      mem.cache(packs[Op::kHasPivot ? p : 0], raw, locate(pack_of(p)), bits_of(p));
     };
     C pivot = M::constant(0);
     if constexpr (Op::kHasPivot) {
@@ -148,7 +149,7 @@ struct ChunkOfThread {
 #pragma unroll
       for (int p = 0; p < kPacks; ++p) {
         read(p);
-        largest.add(mem, packs[Op::kHasPivot ? p : 0], at(pack_of(p)), bits_of(p));
+        largest.add(mem, packs[Op::kHasPivot ? p : 0], locate(pack_of(p)), bits_of(p));
       }
       pivot = max_over_lanes<32, M>(largest.get());
     }
@@ -158,7 +159,7 @@ struct ChunkOfThread {
     for (int p = 0; p < kPacks; ++p) {
       if constexpr (!Op::kHasPivot) read(p);
       typename Mem::Values values;
-      mem.values(values, packs[Op::kHasPivot ? p : 0], at(pack_of(p)), bits_of(p));
+      mem.values(values, packs[Op::kHasPivot ? p : 0], locate(pack_of(p)), bits_of(p));
       typename Op::Sum terms[kWidth], part{};
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) part += terms[i] = Op::term(terms_of_row, values[i]);
@@ -170,14 +171,14 @@ struct ChunkOfThread {
     return {pivot, sum_over_lanes<32>(sum)};
   }
 
-  // Stores the results of the thread's packs, given the state of the row and the pivot of the thread's warp.
+  // Stores the results of the thread's packs, given the row's state and the pivot of the thread's warp.
   __device__ __forceinline__ void finish(const StateOf<Op>& state, C pivot) const {
     const auto finished = mem.finished(state, row.begin);
     typename Op::Scale scale{};
     if constexpr (Mem::kTermsFit) scale = mem.term_scale(state, pivot, row.begin);
     const auto addend = mem.addend(row.begin);
     const PackPointers<Row, typename Mem::Out, kThreads> out(mem.out(), row, number * kShare + rank);
-    const auto store = [&](typename Mem::Out* to, int j, const At& place, unsigned bits, unsigned inside) {
+    const auto store = [&](typename Mem::Out* to, int j, const PackLocation& location, unsigned bits, unsigned inside) {
       Pack raw[kInputs];
 #pragma unroll
       for (int k = 0; k < kInputs; ++k) raw[k] = *held(k, j);
@@ -188,28 +189,29 @@ struct ChunkOfThread {
         for (int i = 0; i < kWidth; ++i) result[i] = result[i] * scale;
       } else {
         typename Mem::Values values;
-        mem.values(values, raw, place, bits);
+        mem.values(values, raw, location, bits);
 #pragma unroll
         for (int i = 0; i < kWidth; ++i) result[i] = Op::finish(finished, values[i]);
       }
-      const bool counts = Mem::mask_and_add(result, bits, addend, place.column());
-      mem.store(to, place.place.element, result, counts, place, inside);
+      const bool counts = Mem::mask_and_add(result, bits, addend, location.column());
+      mem.store(to, location.offsets.element, result, counts, location, inside);
     };
 #pragma unroll
     for (int p = 0; p < kPacks; ++p) {
       const int j = pack_of(p);
-      const auto place = at(j);
-      if (!exists(j) || !place.whole()) continue;
-      store(out(p, place), j, place, Mem::kMasked ? unmasked(place) : Mem::kAll, Mem::kAll);
+      const auto location = locate(j);
+      if (!exists(j) || !location.whole()) continue;
+      store(out(p, location), j, location, Mem::kMasked ? unmasked(location) : Mem::kAll, Mem::kAll);
     }
-    for_edges([&](int j, const At& place) {
-      if (place.any()) store(mem.out() + place.place.element, j, place, unmasked(place), place.inside());
+    for_edges([&](int j, const PackLocation& location) {
+      if (location.any())
+        store(mem.out() + location.offsets.element, j, location, unmasked(location), location.inside());
     });
   }
 };
 
-// The state of the row, from those of the warps of a block, whose first chunk is `begin`. If the blocks of a cluster
-// have the row, all of them send theirs to each other: to `words`, counted by the barrier `received`.
+// The row's state, from those of the warps of a block whose first chunk is `begin`. The blocks of a cluster send theirs
+// to each other's `words`, counted by the barrier `received`.
 template <class Mem, class Plan>
 __device__ __forceinline__ StateOf<typename Mem::Op> state_of_row(const StateOf<typename Mem::Op>* warp_states,
                                                                   int begin, uint64_t* words, uint64_t* received) {
@@ -233,7 +235,7 @@ __device__ __forceinline__ StateOf<typename Mem::Op> state_of_row(const StateOf<
 #endif
     state = await_row<Op, kChunks>(exchange);
   } else {
-    // All chunks are this block's. Their states are added up in the same order as those of exchanged chunks.
+    // The block has all chunks. Their states are combined in the same order as those of a cluster.
     const int lane = threadIdx.x % 32;
     state = lane < kTeams * kTeamWarps ? warp_states[lane] : identity<Op, typename Mem::M>();
     state = combine_over_lanes<Op, kTeamWarps>(state);

@@ -1,5 +1,5 @@
-// How blocks that share rows tell each other the states of their parts of them: through 64-bit words, each written and
-// read whole, so that no flag needs to guard it. A word that has not been written has all bits set.
+// How blocks exchange the states of their parts of a row: in 64-bit words, which are written and read whole, so that no
+// flag has to guard them. A word that has not been written has all bits set.
 #pragma once
 
 #include "device/barrier.cuh"
@@ -68,8 +68,8 @@ struct WordsInMemory {
   }
 };
 
-// And in the shared memory of each block of a cluster, at the same place in all of them; a barrier there says that all
-// have arrived.
+// The same in the shared memory of each block of a cluster, at the same address in all. A barrier there counts
+// arrivals.
 template <class State>
 struct WordsInCluster {
   static constexpr int kWords = kStateWords<State>;
@@ -93,29 +93,29 @@ struct WordsInCluster {
   }
 };
 
-// Reads the states of kGroups groups of 32 n parts, n of a group a lane, until they are all published, and adds them
-// to the lane's. All lanes go the same way: those without a part read the last one's.
-template <class Op, int n, int kGroups, class Words>
+// Reads the states of 32 n kTogether parts at once, until all are published, and combines them with the lane's state, n
+// at a time. All lanes take part: those without a part read the last one's.
+template <class Op, int n, int kTogether, class Words>
 __device__ __forceinline__ StateOf<Op> await_parts(StateOf<Op> state, const Words& words, int begin, int parts) {
   constexpr int kWords = Words::kWords;
   const int first = begin + static_cast<int>(threadIdx.x % 32);
-  uint64_t bits[kGroups * n][kWords];
+  uint64_t bits[kTogether * n][kWords];
   bool missing;
   do {
     missing = false;
 #pragma unroll
-    for (int i = 0; i < kGroups * n; ++i) {
+    for (int i = 0; i < kTogether * n; ++i) {
 #pragma unroll
       for (int w = 0; w < kWords; ++w) bits[i][w] = words.read(min(first + i * 32, parts - 1) * kWords + w);
     }
 #pragma unroll
-    for (int i = 0; i < kGroups * n; ++i) {
+    for (int i = 0; i < kTogether * n; ++i) {
 #pragma unroll
       for (int w = 0; w < kWords; ++w) missing |= bits[i][w] == kUnpublished;
     }
   } while (__any_sync(kFullWarp, missing));
 #pragma unroll
-  for (int g = 0; g < kGroups; ++g) {
+  for (int g = 0; g < kTogether; ++g) {
     StateOf<Op> part[n];
 #pragma unroll
     for (int i = 0; i < n; ++i) {
@@ -127,9 +127,9 @@ __device__ __forceinline__ StateOf<Op> await_parts(StateOf<Op> state, const Word
   return state;
 }
 
-// The state of a row, once those of its parts are all published: the same, bit for bit, whichever warp asks, wherever
-// the words are, and however many groups of them are read together.
-template <class Op, int kParts, int kGroups = 1, class Words>
+// The state of a row, once those of its parts are all published: the same bits in every warp, for words in any memory,
+// and for every kTogether.
+template <class Op, int kParts, int kTogether = 1, class Words>
 __device__ __forceinline__ StateOf<Op> await_row(const Words& words) {
   StateOf<Op> state = identity<Op, typename Op::Policy>();
   if constexpr (kParts <= 32) {
@@ -139,14 +139,14 @@ __device__ __forceinline__ StateOf<Op> await_row(const Words& words) {
   } else if constexpr (kParts <= 256) {
     for (int begin = 0; begin < kParts; begin += 32 * 4) state = await_parts<Op, 4, 1>(state, words, begin, kParts);
   } else {
-    for (int begin = 0; begin < kParts; begin += 32 * 4 * kGroups) {
-      state = await_parts<Op, 4, kGroups>(state, words, begin, kParts);
+    for (int begin = 0; begin < kParts; begin += 32 * 4 * kTogether) {
+      state = await_parts<Op, 4, kTogether>(state, words, begin, kParts);
     }
   }
   return combine_over_lanes<Op, 32>(state);
 }
 
-// Prepares n words for their publishers, and the ticket counter behind them.
+// Marks n words as not yet written, and sets the ticket counter after them to 0.
 __device__ __forceinline__ void clear_words(uint64_t* words, int64_t n) {
   const int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   if (i <= n) words[i] = i < n ? kUnpublished : 0;

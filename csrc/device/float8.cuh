@@ -1,19 +1,18 @@
-// float8 to and from float32 by integers: chips older than Ada have no instruction for it, and none has one for a
-// single element.
+// float8 to and from float32 by integer instructions: chips older than Ada have none for conversions.
 #pragma once
 
 #include <cstdint>
 
 namespace jax_softmax::device {
 
-// A float of 8 bits, so many of them the mantissa's. kInfinite is what follows the largest finite number: infinity,
-// or the NaN if there is none.
+// A float of 8 bits with kMantissa bits of mantissa. kInfinite is the byte after the largest finite number's: infinity,
+// or NaN if the type has no infinity.
 template <int kMantissa, uint32_t kInfinite>
 struct Float8 {
   static constexpr int kShift = 23 - kMantissa;
-  static constexpr uint32_t kBias = 128 - (1u << (6 - kMantissa));  // so much smaller than float32's
+  static constexpr uint32_t kBias = 128 - (1u << (6 - kMantissa));  // float32's bias less this type's
   static constexpr uint32_t kSmallestNormal = (kBias + 1) << 23;
-  // A float32 whose last bit is as much as the smallest subnormal.
+  // A float32 whose unit in the last place is the smallest subnormal.
   static constexpr uint32_t kSubnormals = (kBias + 24 - kMantissa) << 23;
 
   static __device__ __forceinline__ float widen(uint32_t byte) {

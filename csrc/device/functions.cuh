@@ -1,12 +1,12 @@
-// Functions for expressions: those that CUDA lacks, or whose versions would take longer than memory does.
+// Functions for expressions: those that CUDA lacks, or whose CUDA versions take longer than memory does.
 #pragma once
 
 #include "device/pack.cuh"
 
 namespace jax_softmax::device {
 
-// x P(x^2) / Q(x^2), of least relative error up to kLargest, beyond which tanh is 1 up to rounding. Off by no more than
-// 5 units in the last place. One of the functions that take long, a reciprocal, where one with exponentials takes two.
+// x P(x^2) / Q(x^2), of least relative error up to kLargest, beyond which tanh is 1 up to rounding. Off by at most 5
+// units in the last place. It takes one slow instruction, a reciprocal; tanh by exponentials takes two.
 __device__ __forceinline__ float tanh(float x) {
   constexpr float kLargest = 7.9f;
   const float bounded = min_or_nan(max_or_nan(x, -kLargest), kLargest), square = bounded * bounded;
@@ -23,14 +23,14 @@ __device__ __forceinline__ float tanh(float x) {
 }
 __device__ __forceinline__ float tanh(int x) { return tanh(static_cast<float>(x)); }
 
-// A float as a number of 16 bits would hold it.
+// A float rounded to a 16-bit type.
 template <class T>
 __device__ __forceinline__ float rounded(float x) {
   float low, high;
   Pair<T>::widen(low, high, Pair<T>::narrow(x, x));
   return low;
 }
-// It is the upper half of a float, so that nothing has to be shifted.
+// bfloat16 is the upper half of a float: no shift is needed.
 template <>
 __device__ __forceinline__ float rounded<BFloat16>(float x) {
   return __uint_as_float(Pair<BFloat16>::narrow(0.0f, x));

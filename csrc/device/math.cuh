@@ -32,7 +32,7 @@ using UInt8 = Byte<uint8_t>;
 // float32, with the library's exponentials.
 struct Precise {
   using Value = float;
-  static constexpr float kInfinity = static_cast<float>(1.0 / 0.0);  // all versions of NVRTC take this, and no builtin
+  static constexpr float kInfinity = static_cast<float>(1.0 / 0.0);  // NVRTC has no builtin for it in all versions
   static __device__ __forceinline__ float constant(float c) { return c; }
   // Zero in the place of infinity.
   static __device__ __forceinline__ float below_infinity(float x) { return x == kInfinity ? 0.0f : x; }
@@ -40,11 +40,13 @@ struct Precise {
   static __device__ __forceinline__ float select(bool condition, float a, float b) { return condition ? a : b; }
   static __device__ __forceinline__ float max(float a, float b) { return fmaxf(a, b); }  // ignores a NaN
   static __device__ __forceinline__ float exp(float x) { return expf(x); }
+  static __device__ __forceinline__ float exp_from_pivot(float x) { return expf(x); }
   static __device__ __forceinline__ float log(float x) { return logf(x); }
 };
 
-// The same with the chip's approximate exp2, for elements and results of 16 bits or 8. The product with log2(e) is off
-// by 2^-24 of itself, so a result that is not 0 by at most 87 * 2^-24 of itself, which is far below that rounding.
+// The same with the chip's approximate exp2, for elements and results of 16 bits or 8. The rounded product x log2(e)
+// has a relative error of 2^-24, so exp has one of at most 87 * 2^-24 where it is not 0: far less than rounding to 16
+// bits.
 struct Approximate : Precise {
   static constexpr float kLog2E = 1.44269502f;
   static __device__ __forceinline__ float exp2(float x) {
@@ -55,10 +57,10 @@ struct Approximate : Precise {
   static __device__ __forceinline__ float exp(float x) { return exp2(x * kLog2E); }
 };
 
-// For softmax of float32, whose terms have a range reduction of their own: see its Relative.
+// For softmax of float32: see its Relative.
 struct RangeReduced : Precise {};
 
-// The arithmetic of an operator, by the wider one of the types that it reads and writes.
+// The arithmetic of an operator, by the widest type that it reads and writes.
 template <template <class> class Op, class T>
 struct ArithmeticOf {
   using type = Approximate;
@@ -92,18 +94,18 @@ __device__ __forceinline__ float min_or_nan(float a, float b) {
 #endif
 }
 
-// Division of a row's elements by a positive number that none of them is larger than; by 0 they are 0.
+// Divides a row's elements by its absmax, which no element is larger than; by 0 the quotients are 0.
 template <class M>
 struct Divisor;
 
-// A quotient, from one that is about right.
+// A quotient, from an approximate one.
 __device__ __forceinline__ float corrected(float quotient, float x, float divisor, float inverse) {
   return fmaf(-fmaf(quotient, divisor, -x), inverse, quotient);
 }
 
-// Off by no more than a unit in the last place, and exact where float32 has the quotient. So it rounds to 16 bits as
-// the quotient itself does: one of 16-bit numbers that is not halfway between two others is at least two such units
-// away from there.
+// Off by at most a unit in the last place, and exact where the quotient is a float32. So it rounds to 16 bits as the
+// exact quotient does: a quotient of 16-bit numbers that is not halfway between two such numbers is at least two units
+// of float32 away from there.
 template <>
 struct Divisor<Approximate> {
   float value, inverse;
@@ -117,10 +119,10 @@ struct Divisor<Approximate> {
   __device__ __forceinline__ float divide(float x) const { return corrected(x * inverse, x, value, inverse); }
 };
 
-// To the nearest, if the quotient is 2^-100 or more: of a quotient that is off by less than a unit in the last place
-// and an inverse to the nearest, the correction makes one to the nearest (Markstein, "Computation of elementary
-// functions on the IBM RISC System/6000 processor", 1990). Both numbers are multiplied by a power of 2 so that nothing
-// underflows.
+// Rounded to nearest, if the quotient is 2^-100 or more: the correction of a quotient that is off by less than a unit
+// in the last place, by an inverse that is rounded to nearest, is rounded to nearest (Markstein, "Computation of
+// elementary functions on the IBM RISC System/6000 processor", 1990). Both numbers are multiplied by a power of 2 so
+// that nothing underflows.
 template <>
 struct Divisor<Precise> {
   float power, value, inverse;
@@ -139,8 +141,8 @@ struct Divisor<Precise> {
   }
 };
 
-// The arithmetic of rows that are scaled by their maximum of magnitudes, which is NaN if one of them is. A scale that
-// would not be a normal number counts as 0, and so do the row's elements.
+// The arithmetic of AbsmaxScale. The maximum is NaN if an element is. A scale that would be subnormal is 0, and so are
+// the row's results.
 template <class M>
 struct Scaling : M {
   static __device__ __forceinline__ float max(float a, float b) { return max_or_nan(a, b); }
@@ -148,16 +150,16 @@ struct Scaling : M {
   static __device__ __forceinline__ float normal_or_zero(float scale) { return scale < 0x1p-126f ? 0.0f : scale; }
 };
 
-// Results of 16 bits and more: the scale is the maximum.
+// Results of 16 bits and more: the scale is the row's absmax.
 template <class Out, class M>
 struct ScaledTo : Scaling<M> {
   static __device__ __forceinline__ float scale(float absmax) { return Scaling<M>::normal_or_zero(absmax); }
-  struct Factor {
+  struct Scaler {
     Divisor<M> divisor;
-    Factor() = default;
-    explicit __device__ __forceinline__ Factor(float absmax) : divisor(scale(absmax)) {}
-    friend __device__ __forceinline__ float operator*(float x, const Factor& factor) {
-      return factor.divisor.divide(x);
+    Scaler() = default;
+    explicit __device__ __forceinline__ Scaler(float absmax) : divisor(scale(absmax)) {}
+    friend __device__ __forceinline__ float operator*(float x, const Scaler& scaler) {
+      return scaler.divisor.divide(x);
     }
   };
 };
@@ -169,29 +171,29 @@ inline constexpr float kLargest<E4M3> = 448.0f;
 template <>
 inline constexpr float kLargest<E5M2> = 57344.0f;
 
-// Results of 8 bits: the maximum becomes the type's largest number.
+// Results of 8 bits: absmax becomes the type's largest number.
 template <class Format, class M>
 struct ScaledTo<Byte<Format>, M> : Scaling<M> {
   static constexpr float kFull = kLargest<Format>;
   static __device__ __forceinline__ float scale(float absmax) {
     return Scaling<M>::normal_or_zero(absmax * (1.0f / kFull));
   }
-  struct Factor {
+  struct Scaler {
     float value;
-    Factor() = default;
-    explicit __device__ __forceinline__ Factor(float absmax) : value(scale(absmax) == 0.0f ? 0.0f : kFull / absmax) {}
+    Scaler() = default;
+    explicit __device__ __forceinline__ Scaler(float absmax) : value(scale(absmax) == 0.0f ? 0.0f : kFull / absmax) {}
     // Rounded, whatever it is used for.
-    friend __device__ __forceinline__ float operator*(float x, const Factor& factor) {
-      return __fmul_rn(x, factor.value);
+    friend __device__ __forceinline__ float operator*(float x, const Scaler& scaler) {
+      return __fmul_rn(x, scaler.value);
     }
   };
 };
 
-// And its policy, for elements of which T is the wider type and results of type Out.
+// The policy of an operator. T is the widest type that it reads and writes, Out that of the first result.
 template <template <class> class Op, class T, class Out>
 struct PolicyOf {
   using Arithmetic = typename ArithmeticOf<Op, T>::type;
-  using type = typename Conditional<Op<Arithmetic>::kKeepsInfinity, OfLogSumExp<Arithmetic>, Arithmetic>::type;
+  using type = typename Conditional<Op<Arithmetic>::kKeepsInfinity, KeepingInfinity<Arithmetic>, Arithmetic>::type;
 };
 template <class T, class Out>
 struct PolicyOf<AbsmaxScale, T, Out> {
@@ -210,10 +212,10 @@ struct Relative<device::ScaledTo<Out, M>> {
   __device__ __forceinline__ float rescale(float) const { return 1.0f; }
 };
 
-// Terms in one fused multiply-add and one power: exp2(x log2(e) - r), where r is pivot log2(e), rounded. What r is
-// rounded by is a factor that all terms share, and `rescale`, `log` and `whole` take it into account. It would overflow
-// beyond 2^30, so from 2^24 on the pivot itself stands for r and x for x log2(e): 16-bit numbers that differ from such
-// a pivot at all do so by 2^13 or more, and their terms are 0 either way.
+// A term is one fused multiply-add and one power: exp2(x log2(e) - r), where r is pivot log2(e), rounded. That rounding
+// is a factor that all terms share; `rescale`, `log` and `whole` take it into account. It would overflow for pivots
+// beyond 2^30. So from 2^24 on r is the pivot, and x stands for x log2(e): 16-bit numbers other than such a pivot
+// differ from it by 2^13 or more, and their terms are 0 either way.
 template <>
 struct Relative<device::Approximate> {
   using M = device::Approximate;
@@ -244,16 +246,15 @@ struct Relative<device::Approximate> {
   }
 };
 
-// Terms in powers of 2, of the element itself and not of its rounded distance from the pivot: 2^(x log2(e) - n), where
-// n is pivot log2(e), rounded to an integer. What is below one half of the exponent is reduced as in Cody and Waite,
-// "Software Manual for the Elementary Functions" (1980), with log2(e) in two parts, so that an element far below the
-// pivot has no larger an error than any; and terms relative to one pivot become those relative to another exactly.
-// So that n fits, x and the pivot are taken relative to an origin: the pivot rounded toward zero to a multiple of 2^20.
-// Elements near the pivot lie on a grid on which their distance from the origin is exact.
+// A term is 2^(x log2(e) - n), where n is pivot log2(e), rounded to an integer: a power of the element itself and not
+// of its rounded distance from the pivot. The exponent is reduced as in Cody and Waite, "Software Manual for the
+// Elementary Functions" (1980), with log2(e) in two parts, so that terms far below the pivot have no larger errors than
+// others; and rescaling to another pivot is exact. So that n fits, x and the pivot are taken relative to an origin: the
+// pivot rounded toward zero to a multiple of 2^20. The distance of an element near the pivot from the origin is exact.
 template <>
 struct Relative<device::RangeReduced> {
   static constexpr float kLog2E = 1.44269502f, kLog2ERest = 1.92596303e-8f;
-  // 1.5 * 2^23: a sum with it is an integer, in its last bits; and the bias of the exponent.
+  // 1.5 * 2^23: adding it rounds to an integer, in the sum's last bits; and the bias of the exponent.
   static constexpr float kToInteger = 12582912.0f, kBias = 127.0f;
   static constexpr float kLargest = 3.40282347e38f;
   float origin;
@@ -282,8 +283,8 @@ struct Relative<device::RangeReduced> {
     const float its_origin = origin_of(finite);
     return exp_times_power(its_origin - origin, to_integer + power_of(finite - its_origin));
   }
-  // A quotient to twice the precision, so that its product with a term is rounded once: of an element that is all of
-  // its row's sum to 1.
+  // A quotient of twice the precision, so that its product with a term is rounded once: if that term is the whole sum,
+  // the product is 1.
   struct Quotient {
     float rounded, rest;
     friend __device__ __forceinline__ float operator*(float x, const Quotient& quotient) {

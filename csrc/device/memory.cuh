@@ -1,26 +1,26 @@
-// What the bytes of operands and results mean. A schedule moves packs and asks `Memory` for their values and to store
-// results: casts, masks, and expressions before the operator and after it are handled here, and by no schedule.
+// What the bytes of operands and results mean: casts, masks, and expressions before the operator and after it.
+// Schedules move packs, and leave these to `Memory`.
 #pragma once
 
 #include "device/functions.cuh"
-#include "device/places.cuh"
+#include "device/layout.cuh"
 #include "device/sides.cuh"
 
 namespace jax_softmax::device {
 
-// Stands for an expression before the operator where there is none: an element counts as what it is in memory.
+// Stands for `load` where it is empty: the operator takes the elements in memory.
 struct IdentityLoad {
   static constexpr bool kIdentity = true;
   static constexpr unsigned kSidesRead = 0;
 };
-// The same for expressions after it: there is one result of elements, the operator's.
+// Stands for `store` where it is empty: the operator's result is the only one of elements.
 struct IdentityStore {
   static constexpr bool kIdentity = true;
   static constexpr unsigned kSidesRead = 0;
 };
 
 template <class Op_, class In_, class View_, class Sides, class Results, class Load, class Store, bool kPacks_>
-struct Memory : Places<View_, Sides> {
+struct Memory : ViewLayout<View_, Sides> {
   using Op = Op_;
   using In = In_;
   using M = typename Op::Policy;
@@ -32,20 +32,20 @@ struct Memory : Places<View_, Sides> {
   static constexpr int kWidth = kPerPack<In>;
   static constexpr unsigned kAll = kAllBits<In>;
   using Operands = jax_softmax::Operands<kInputs, kSides, kResults, Op::kRowResults>;
-  using Layout = Places<View_, Sides>;
-  using Place = typename Layout::Place;
+  using Layout = ViewLayout<View_, Sides>;
+  using Offsets = typename Layout::Offsets;
   using Layout::kColumns, Layout::kMasked, Layout::kMaskSide, Layout::side_of;
   using Values = C[kWidth][kInputs];
 
-  // Whether packs can be compared, and have pads put into them, as they are in memory: as `plain` in plan/plan.h.
-  static constexpr bool kPlain = Load::kIdentity;
-  // The first operand that sums are made of: all, where an expression may read any.
+  // Whether packs can be compared, and pads put into them, as they are in memory: Problem::identity_load.
+  static constexpr bool kIdentityLoad = Load::kIdentity;
+  // Op::kFirstSummed, or 0 where expressions may read any operand.
   static constexpr int kFirstSummed = Load::kIdentity ? Op::kFirstSummed : 0;
   // Whether terms can take the place of elements in memory, so that a result needs no second exponential.
   static constexpr bool kTermsFit = Op::kResultIsScaledTerm && sizeof(In) == sizeof(C);
 
-  // A pack that a thread caches from one pass over a row to the next: as it is in memory or, where an expression makes
-  // the values, as these, so that the expression is evaluated once.
+  // A pack that a thread keeps from one pass over a row to the next: as it is in memory or, of an expression, its
+  // values, so that the expression is evaluated once.
   struct CachedWords {
     Pack raw[kInputs];
   };
@@ -54,7 +54,7 @@ struct Memory : Places<View_, Sides> {
   };
   using Cached = typename Conditional<Load::kIdentity, CachedWords, CachedValues>::type;
 
-  // The value of the element that a row's label names, for operators whose results of rows need it.
+  // The element at a row's label, for operators whose results of rows need it.
   struct ElementAtLabel {
     bool has_label;
     C value;
@@ -63,8 +63,8 @@ struct Memory : Places<View_, Sides> {
   static constexpr bool kReadsLabelElement = Op::kLabelled && !Op::kElementResults;
   using LabelElement = typename Conditional<kReadsLabelElement, ElementAtLabel, NoElement>::type;
 
-  // For operators with labels and results of elements: `value` is added to the result in the label's column. The
-  // results of a row that does not count are 0.
+  // For operators with labels and results of elements: `value` is added to the result of the element with the number
+  // `column`. The results of a row that does not count are 0.
   struct LabelAddend {
     int column;
     C value;
@@ -81,10 +81,10 @@ struct Memory : Places<View_, Sides> {
   __device__ __forceinline__ const In* in(int k) const { return static_cast<const In*>(operands.in[k]); }
   __device__ __forceinline__ Out* out() const { return static_cast<Out*>(operands.out[0]); }
 
-  // ---- reading: `bits` has a bit for each element of a pack, set if the element counts; `reader` says where they lie
+  // ---- reading: `bits` has a bit for each element of a pack, set if the element counts; `reader` is as in sides.cuh
 
-  // Reads a pack of which some elements count. Where memory is accessed by packs, all of it is read: memory is never
-  // allocated in smaller units.
+  // Reads a pack of which some elements count. Where memory is accessed by packs, all are read, also beyond an array's
+  // end: memory is not allocated in smaller units.
   static __device__ __forceinline__ Pack load(const In* p, unsigned bits) {
     if constexpr (kPacks) {
       return load_pack(p);
@@ -93,24 +93,24 @@ struct Memory : Places<View_, Sides> {
     }
   }
 
-  // A pack as the pivot takes it: the pack itself, or its magnitudes.
-  static __device__ __forceinline__ Pack of_pivot(const Pack& pack) {
-    if constexpr (Op::kOfMagnitudes) {
+  // Op::pivot_candidate of a pack's elements.
+  static __device__ __forceinline__ Pack pivot_candidate(const Pack& pack) {
+    if constexpr (Op::kMagnitudePivot) {
       return magnitudes<In>(pack);
     } else {
       return pack;
     }
   }
-  // The elementwise maximum of what the pivot has been so far and of a pack.
+  // The elementwise maximum of `largest` and the pivot candidates of a pack.
   static __device__ __forceinline__ Pack larger(const Pack& largest, const Pack& pack) {
-    if constexpr (Op::kOfMagnitudes) {
+    if constexpr (Op::kMagnitudePivot) {
       return Elements<In>::max_or_nan(largest, magnitudes<In>(pack));
     } else {
       return Elements<In>::max(largest, pack);
     }
   }
 
-  // The bits of those among `inside` that are not masked.
+  // The bits of the elements in `inside` that are not masked.
   template <class Reader>
   __device__ __forceinline__ unsigned unmasked(const Reader& reader, unsigned inside) const {
     if constexpr (!kMasked) {
@@ -120,21 +120,21 @@ struct Memory : Places<View_, Sides> {
       if (inside == 0) return 0;
       const auto* const mask = static_cast<const Bool*>(operands.side[kMaskSide]);
       if constexpr (kReading == Reading::kOne) {
-        return (mask[reader.place_of(0).side[kMaskSide]].bits & 1) ? inside : 0;
+        return (mask[reader.offsets_of(0).side[kMaskSide]].bits & 1) ? inside : 0;
       } else if constexpr (kReading == Reading::kPack) {
-        return inside & bits_of_bytes(load_words<kWidth>(mask + reader.place_of(0).side[kMaskSide]));
+        return inside & bits_of_bytes(load_words<kWidth>(mask + reader.offsets_of(0).side[kMaskSide]));
       } else {
         unsigned bits = 0;
 #pragma unroll
         for (int e = 0; e < kWidth; ++e) {
-          if ((inside >> e) & 1) bits |= (mask[reader.place_of(e).side[kMaskSide]].bits & 1u) << e;
+          if ((inside >> e) & 1) bits |= (mask[reader.offsets_of(e).side[kMaskSide]].bits & 1u) << e;
         }
         return bits;
       }
     }
   }
 
-  // A pack of pads of the k-th operand, for a pack that does not exist.
+  // A pack of pads of operand k.
   static __device__ __forceinline__ Pack pad_pack(int k) {
     C pads[kWidth];
 #pragma unroll
@@ -143,7 +143,7 @@ struct Memory : Places<View_, Sides> {
   }
   // Replaces the elements that do not count by pads, where memory can hold pads.
   static __device__ __forceinline__ void put_pads(Pack (&raw)[kInputs], unsigned bits) {
-    if constexpr (kPlain) {
+    if constexpr (kIdentityLoad) {
 #pragma unroll
       for (int k = 0; k < kInputs; ++k) raw[k] = select_elements<In>(bits, raw[k], pad_pack(k));
     }
@@ -168,7 +168,7 @@ struct Memory : Places<View_, Sides> {
         for (int i = 0; i < kWidth; ++i) Load::apply(v[i], SideOfElement<decltype(sides)>{sides, i});
       }
     }
-    if constexpr (!kPlain) {
+    if constexpr (!kIdentityLoad) {
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) {
 #pragma unroll
@@ -202,84 +202,85 @@ struct Memory : Places<View_, Sides> {
   }
 
   // The value of a single element.
-  __device__ __forceinline__ void value(C (&v)[kInputs], const In (&raw)[kInputs], const Place& at) const {
+  __device__ __forceinline__ void value(C (&v)[kInputs], const In (&raw)[kInputs], const Offsets& offsets) const {
 #pragma unroll
     for (int k = 0; k < kInputs; ++k) v[k] = Elements<In>::widen(raw[k]);
     if constexpr (!Load::kIdentity) {
-      SideValues<Memory, OneElement<Place>, Load::kSidesRead> sides;
-      sides.read(*this, OneElement<Place>{at}, 1);
+      SideValues<Memory, OneElement<Offsets>, Load::kSidesRead> sides;
+      sides.read(*this, OneElement<Offsets>{offsets}, 1);
       Load::apply(v, SideOfElement<decltype(sides)>{sides, 0});
     }
   }
-  __device__ __forceinline__ bool is_unmasked(const Place& at) const { return unmasked(OneElement<Place>{at}, 1); }
+  __device__ __forceinline__ bool is_unmasked(const Offsets& offsets) const {
+    return unmasked(OneElement<Offsets>{offsets}, 1);
+  }
 
   // ---- rows
 
-  // What Op::term takes for terms relative to a pivot, of the row that begins at `begin`.
-  __device__ __forceinline__ typename Op::Terms terms(C pivot, const Place& begin) const {
+  // What Op::term takes for terms relative to `pivot`. `begin`: the offsets of the row's first element, here and below.
+  __device__ __forceinline__ typename Op::Terms terms(C pivot, const Offsets& begin) const {
     const Relative<M> relative(pivot);
     if constexpr (kIsSame<typename Op::Terms, Relative<M>>) {
       return relative;
     } else {
-      C given[Op::kRowNumbers];
-      row_numbers(given, begin);
-      return Op::terms(relative, given);
+      C numbers[Op::kRowNumbers];
+      row_numbers(numbers, begin);
+      return Op::terms(relative, numbers);
     }
   }
-  // What Op::finish takes, given the state of the whole row that begins at `begin`.
-  __device__ __forceinline__ typename Op::Finished finished(const StateOf<Op>& state, const Place& begin) const {
+  // What Op::finish takes, given the state of the whole row.
+  __device__ __forceinline__ typename Op::Finished finished(const StateOf<Op>& state, const Offsets& begin) const {
     if constexpr (Op::kRowNumbers == 0) {
       return Op::finished(state);
     } else {
-      C given[Op::kRowNumbers];
-      row_numbers(given, begin);
-      return Op::finished(state, given);
+      C numbers[Op::kRowNumbers];
+      row_numbers(numbers, begin);
+      return Op::finished(state, numbers);
     }
   }
-  // What terms relative to `pivot` are multiplied by to become results.
+  // The factor that makes results of terms relative to `pivot`.
   __device__ __forceinline__ typename Op::Scale term_scale(const StateOf<Op>& state, C pivot,
-                                                           const Place& begin) const {
+                                                           const Offsets& begin) const {
     if constexpr (Op::kRowNumbers == 0) {
       return Op::term_scale(state, pivot);
     } else {
-      C given[Op::kRowNumbers];
-      row_numbers(given, begin);
-      return Op::term_scale(state, pivot, given);
+      C numbers[Op::kRowNumbers];
+      row_numbers(numbers, begin);
+      return Op::term_scale(state, pivot, numbers);
     }
   }
-  // The element that the row's label names. That takes two reads, one after the other, which are best started before
-  // the row has arrived.
-  __device__ __forceinline__ LabelElement label_element(const Place& begin) const {
+  // The element at the row's label. It takes two reads, one after the other, best begun before the row has been read.
+  __device__ __forceinline__ LabelElement label_element(const Offsets& begin) const {
     if constexpr (kReadsLabelElement) {
       const int label = label_of(begin);
       const bool has_label = 0 <= label && label < kColumns;
-      const Place at = Layout::template along_reduced<Layout::kReducedDims>(
+      const Offsets offsets = Layout::template along_reduced<Layout::kReducedDims>(
           begin, static_cast<typename Layout::RowIndex>(has_label ? label : 0));
       In raw[kInputs];
       C v[kInputs];
 #pragma unroll
-      for (int k = 0; k < kInputs; ++k) raw[k] = in(k)[at.element];
-      value(v, raw, at);
+      for (int k = 0; k < kInputs; ++k) raw[k] = in(k)[offsets.element];
+      value(v, raw, offsets);
       return {has_label, v[0]};
     } else {
       return {};
     }
   }
-  // What the row's label changes in the results of its elements. A label need not name a column of the row: no element
-  // that is stored has its number then.
-  __device__ __forceinline__ Addend addend(const Place& begin) const {
+  // What the row's label changes in the results of its elements. A label may be no element's number: it then changes
+  // nothing.
+  __device__ __forceinline__ Addend addend(const Offsets& begin) const {
     if constexpr (kAddsAtLabel) {
-      C given[Op::kRowNumbers];
-      row_numbers(given, begin);
+      C numbers[Op::kRowNumbers];
+      row_numbers(numbers, begin);
       bool counts = false;
 #pragma unroll
-      for (int k = 0; k < Op::kRowNumbers; ++k) counts |= given[k] != C(0);
-      return {label_of(begin), given[Op::kRowNumbers - 1], counts};
+      for (int k = 0; k < Op::kRowNumbers; ++k) counts |= numbers[k] != C(0);
+      return {label_of(begin), numbers[Op::kRowNumbers - 1], counts};
     } else {
       return {};
     }
   }
-  // Stores the results that the row has itself, if any.
+  // Stores the results of rows, if the operator has any.
   __device__ __forceinline__ void store_row(int64_t row, const StateOf<Op>& state,
                                             const LabelElement& label_element) const {
     if constexpr (Op::kRowResults > 0) {
@@ -290,14 +291,14 @@ struct Memory : Places<View_, Sides> {
         Op::row_results(state, results);
       }
 #pragma unroll
-      for (int k = 0; k < Op::kRowResults; ++k) static_cast<C*>(operands.of_rows[k])[row] = results[k];
+      for (int k = 0; k < Op::kRowResults; ++k) static_cast<C*>(operands.row_results[k])[row] = results[k];
     }
   }
 
   // ---- writing
 
-  // Sets the results of masked elements, adds to that of the label's, and returns whether the row counts: if not, all
-  // of its results are to be 0. `column` is that of the pack's first element.
+  // Sets the results of masked elements, and adds to the result at the label. Returns whether the row counts: if not,
+  // all of its results must be 0. `column`: the number of the pack's first element in the row.
   static __device__ __forceinline__ bool mask_and_add(C (&y)[kWidth], unsigned unmasked, const Addend& addend,
                                                       int column) {
     mask(y, unmasked);
@@ -310,7 +311,7 @@ struct Memory : Places<View_, Sides> {
     }
     return true;
   }
-  // The same for a pack whose elements are of different rows: addend_of(i) and column_of(i) are element i's.
+  // The same for a pack whose elements are of different rows: addend_of(i) and column_of(i) are those of element i.
   template <class AddendOf, class ColumnOf>
   static __device__ __forceinline__ bool mask_and_add(C (&y)[kWidth], unsigned unmasked, AddendOf addend_of,
                                                       ColumnOf column_of) {
@@ -321,7 +322,7 @@ struct Memory : Places<View_, Sides> {
     }
     return true;
   }
-  // The label's part of this, for a single element.
+  // The result of a single element, with what its row's label changes.
   static __device__ __forceinline__ C add_at_label(C y, const Addend& addend, int column) {
     if constexpr (kAddsAtLabel) {
       return !addend.counts ? C(0) : column == addend.column ? y + addend.value : y;
@@ -330,8 +331,8 @@ struct Memory : Places<View_, Sides> {
     }
   }
 
-  // Stores the results of a pack's elements, of those that are `inside` the row. `y` is the operator's results,
-  // `element` where the pack begins in the arrays of results, and `first` that place in the first of them.
+  // Stores the results of the elements of a pack that are `inside` the row. `y`: the operator's results; `element`: the
+  // offset of the pack in the arrays of results; `first`: its address in the first array.
   template <class Reader>
   __device__ __forceinline__ void store(Out* first, int64_t element, C (&y)[kWidth], bool counts, const Reader& reader,
                                         unsigned inside) const {
@@ -350,14 +351,14 @@ struct Memory : Places<View_, Sides> {
     }
   }
   // Stores all results of a single element but the first, which it returns.
-  __device__ __forceinline__ Out store_others(const Place& at, C y) const {
+  __device__ __forceinline__ Out store_others(const Offsets& offsets, C y) const {
     if constexpr (Store::kIdentity) {
       return Elements<Out>::narrow(y);
     } else {
-      SideValues<Memory, OneElement<Place>, Store::kSidesRead> sides;
-      sides.read(*this, OneElement<Place>{at}, 1);
+      SideValues<Memory, OneElement<Offsets>, Store::kSidesRead> sides;
+      sides.read(*this, OneElement<Offsets>{offsets}, 1);
       const SideOfElement<decltype(sides)> side{sides, 0};
-      store_element<1>(at.element, y, side);
+      store_element<1>(offsets.element, y, side);
       return Elements<Out>::narrow(Store::template result<0>(y, side));
     }
   }
@@ -400,21 +401,21 @@ struct Memory : Places<View_, Sides> {
       for (int i = 0; i < kWidth; ++i) y[i] = (unmasked >> i) & 1 ? y[i] : Op::masked();
     }
   }
-  __device__ __forceinline__ int label_of(const Place& begin) const {
+  __device__ __forceinline__ int label_of(const Offsets& begin) const {
     constexpr int kLabel = side_of(Role::kLabel);
     return static_cast<const int*>(operands.side[kLabel])[begin.side[kLabel]];
   }
   template <int k = 0>
-  __device__ __forceinline__ void row_numbers(C* given, const Place& at) const {
+  __device__ __forceinline__ void row_numbers(C* numbers, const Offsets& offsets) const {
     if constexpr (k < Op::kRowNumbers) {
       constexpr int kNumber = side_of(Role::kNumber, k);
-      given[k] = static_cast<const C*>(operands.side[kNumber])[at.side[kNumber]];
-      row_numbers<k + 1>(given, at);
+      numbers[k] = static_cast<const C*>(operands.side[kNumber])[offsets.side[kNumber]];
+      row_numbers<k + 1>(numbers, offsets);
     }
   }
 };
 
-// Whether a plan has been made for what memory holds, so that geometry means the same to the planner and the kernel.
+// Whether the plan's footprint is that of Mem, so that the planner and the kernel count the same.
 template <class Mem, class Plan>
 inline constexpr bool kIsPlannedFor =
     Plan::kFootprint.in_bytes == static_cast<int>(sizeof(typename Mem::In)) &&

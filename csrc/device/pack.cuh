@@ -1,5 +1,5 @@
-// 16 bytes of neighbouring elements, the unit in which memory is read, and the conversions to and from the type of the
-// arithmetic. A pack is four words throughout: single 16-bit elements of it would cost a register each.
+// Packs: 16 bytes of neighbouring elements, the unit in which memory is read; and their conversions to and from float.
+// A pack is four words everywhere: its 16-bit elements one by one would take a register each.
 #pragma once
 
 #include "device/math.cuh"
@@ -26,7 +26,7 @@ __device__ __forceinline__ Pack load_pack(const void* p) {
   return pack;
 }
 
-// The same of fewer bytes, or more.
+// The same of another number of bytes.
 template <int bytes>
 __device__ __forceinline__ Words<bytes> load_words(const void* p) {
   Words<bytes> words;
@@ -53,11 +53,10 @@ __device__ __forceinline__ void store_16_bytes(uint64_t to, const uint32_t (&wor
                "r"(word[3]));
 }
 
-// 32 bytes, of which an instruction writes 16. Two neighbouring lanes first write those of the even one and then those
-// of the odd one, so that each instruction writes whole sectors of the last cache: halves take it twice the time. Which
-// lanes come here together is nobody's promise. Those that are seen to shuffle together: CUDA promises that lanes that
-// are together at __activemask() are so at instructions that synchronize them. A lane without its neighbour writes
-// halves.
+// 32 bytes to global memory, of which an instruction writes 16. Two neighbouring lanes first write the bytes of the
+// even lane and then those of the odd one, so that each instruction writes whole sectors of the L2 cache: half sectors
+// take twice the time. Lanes need not arrive together: those of __activemask() do so at the shuffles too, and a lane
+// without its neighbour writes half sectors.
 __device__ __forceinline__ void store_sector(uint64_t to, const uint32_t* word) {
   const unsigned active = __activemask(), pair = 3u << (threadIdx.x % 32 & ~1u);
   const bool odd = threadIdx.x & 1;
@@ -75,8 +74,8 @@ __device__ __forceinline__ void store_sector(uint64_t to, const uint32_t* word) 
   store_16_bytes(both && !odd ? others : to + 16, second);
 }
 
-// To global memory, which no kernel reads again: loads may pass these stores. In unrolled loops the compiler has been
-// seen to make four stores of an ordinary one.
+// To global memory. Loads may pass these stores, since no kernel reads its results. Assembly, because the compiler made
+// four stores of an ordinary one in unrolled loops.
 template <int bytes>
 __device__ __forceinline__ void store_words(void* p, const Words<bytes>& words) {
   const auto to = __cvta_generic_to_global(p);
@@ -189,8 +188,7 @@ struct Pair<Float16> {
   }
 };
 
-// ---- widen, narrow: between n elements and the words that they are in memory. max: element by element, a NaN being
-// ignored; or not. Of 16 bits:
+// ---- widen, narrow: between n elements and their words in memory. max ignores NaNs, max_or_nan does not. Of 16 bits:
 
 template <class T>
 struct Elements {
@@ -260,8 +258,8 @@ struct Elements<float> {
   static __device__ __forceinline__ float narrow(float x) { return x; }
 };
 
-// Of 8 bits: read as side operands, and written as results of operators that quantize, which are within the type's
-// range or NaN, in integers 0. To nearest, ties to even.
+// Of 8 bits: read from side operands, and written as results of operators that quantize. These are within the type's
+// range or NaN (0 as an integer), and are rounded to nearest, ties to even.
 template <class Format>
 struct Elements<Byte<Format>> {
   template <int n>
@@ -308,7 +306,7 @@ struct Elements<Byte<Format>> {
     }
     return pair;
   }
-  // Integers as the last bits of 2^23: a conversion takes longer.
+  // An integer becomes the last bits of the float 2^23: a conversion takes longer.
   static __device__ __forceinline__ float value(uint32_t byte) {
     constexpr uint32_t k2To23 = 0x4b000000u;
     if constexpr (kIsSame<Format, int8_t>) {
@@ -321,7 +319,7 @@ struct Elements<Byte<Format>> {
   }
 };
 
-// Of side operands alone, which are only read.
+// Of side operands alone.
 template <>
 struct Elements<Int32> {
   template <int n>
@@ -348,7 +346,7 @@ __device__ __forceinline__ unsigned bits_of_bytes(const Words<bytes>& words) {
   unsigned bits = 0;
 #pragma unroll
   for (int w = 0; w < (bytes + 3) / 4; ++w) {
-    // The products of byte i that matter lie at bit 24 + i; all others lie elsewhere, one to a bit.
+    // The multiplication moves the bit of byte i to bit 24 + i; its other products are at other bits, one each.
     bits |= ((words.word[w] & 0x01010101u) * 0x01020408u >> 24 & 0xfu) << (4 * w);
   }
   return bits;
@@ -359,7 +357,7 @@ __device__ __forceinline__ unsigned bits_of_bytes(const Words<bytes>& words) {
 template <class T>
 inline constexpr unsigned kAllBits = (1u << kPerPack<T>)-1;
 
-// The bits of a pack's elements that lie in [0, size), the first of them at `first`.
+// The elements of a pack that are in [0, size), where its elements are numbered from `first` on.
 template <class T, class Index>
 __device__ __forceinline__ unsigned bits_within(Index first, Index size) {
   constexpr int kWidth = kPerPack<T>;

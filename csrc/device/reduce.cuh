@@ -14,7 +14,7 @@ __device__ __forceinline__ typename M::Value max_over_lanes(typename M::Value x)
   return x;
 }
 
-// What the lane so far away has.
+// The value of the lane whose number differs in the bit `offset`.
 template <class C>
 __device__ __forceinline__ C shuffled(C x, int offset) {
   return __shfl_xor_sync(kFullWarp, x, offset);
@@ -35,7 +35,7 @@ __device__ __forceinline__ Sum sum_over_lanes(Sum x) {
   return x;
 }
 
-// The state of kLanes lanes' parts of a row, each relative to a pivot of its own.
+// Combines the states of kLanes lanes, each relative to a pivot of its own.
 template <class Op, int kLanes>
 __device__ __forceinline__ StateOf<Op> combine_over_lanes(StateOf<Op> state) {
   using M = typename Op::Policy;
@@ -48,8 +48,8 @@ __device__ __forceinline__ StateOf<Op> combine_over_lanes(StateOf<Op> state) {
   return state;
 }
 
-// kLanes neighbouring threads share a row: up to a warp, or all of a block. Terms are taken relative to the maximum of
-// those of them that are in one warp. An object allows one call of `combine`.
+// kLanes neighbouring threads that share a row: up to a warp, or a whole block. Terms are relative to the maximum of a
+// warp's elements. `combine` may be called once in a kernel.
 template <class Op_, int kLanes, int kThreads>
 struct Team {
   using Op = Op_;
@@ -61,7 +61,7 @@ struct Team {
   static __device__ __forceinline__ int rank() { return threadIdx.x % kLanes; }
   static __device__ __forceinline__ C warp_max(C x) { return max_over_lanes<kShuffled, M>(x); }
   static __device__ __forceinline__ Sum warp_sum(const Sum& x) { return sum_over_lanes<kShuffled>(x); }
-  // The row's state, from the state of each warp's share of it.
+  // The row's state, from the state of each warp.
   static __device__ __forceinline__ StateOf<Op> combine(const StateOf<Op>& warp) {
     if constexpr (kBlock) {
       constexpr int kWarps = kThreads / 32;
@@ -76,7 +76,7 @@ struct Team {
   }
 };
 
-// The state of n parts.
+// Combines a state with those of n parts.
 template <class Op, int n>
 __device__ __forceinline__ StateOf<Op> combine_parts(StateOf<Op> state, const StateOf<Op> (&part)[n]) {
   using M = typename Op::Policy;
@@ -98,7 +98,7 @@ __device__ __forceinline__ StateOf<Op> combine_parts(StateOf<Op> state, const St
   return {pivot, state.sum};
 }
 
-// The state of the parts begin, begin + step, ... below end, some of which are read together.
+// Combines the states of the parts begin, begin + step, ... below end, of which kTogether are read at once.
 template <class Op, class Part>
 __device__ __forceinline__ StateOf<Op> combine_all(int begin, int end, int step, Part part) {
   using M = typename Op::Policy;

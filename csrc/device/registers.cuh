@@ -1,5 +1,5 @@
-// The schedule `registers`: a row in the registers of a team of lanes, several packs a lane. A lane first starts to
-// read all of its packs. Then it keeps them as they are in memory, or their terms if the results are made of those.
+// The schedule `registers`: a row in the registers of a team of lanes. A lane first reads all of its packs, and keeps
+// them as they are in memory, or their terms if results are scaled terms.
 #pragma once
 
 #include "device/reduce.cuh"
@@ -8,7 +8,7 @@
 
 namespace jax_softmax::device {
 
-// One lane's share of a row: the packs rank, rank + kLanes, rank + 2 * kLanes, ..., of which it has the p-th at p.
+// One lane's packs of a row: pack p of the lane is pack rank + p * kLanes of the row.
 template <class Mem, class Plan>
 struct RowOfLane {
   using Op = typename Mem::Op;
@@ -21,7 +21,7 @@ struct RowOfLane {
   static constexpr bool kKeepsTerms = Op::kResultIsScaledTerm;
   using RowTeam = Team<Op, kLanes, Plan::kPlan.threads>;
   using Packs = Pack[kPacks][kInputs];
-  using Masks = unsigned[Mem::kMasked ? kPacks : 1];  // of packs, as bits, the unmasked elements
+  using Masks = unsigned[Mem::kMasked ? kPacks : 1];  // of each pack the unmasked elements, as bits
   using Cached = typename Mem::Cached[kPacks];
   using Terms = C[kKeepsTerms ? kPacks : 1][kWidth];
 
@@ -29,26 +29,26 @@ struct RowOfLane {
   const Row& row;
   const int rank = RowTeam::rank();
 
-  // Whether the row has such a pack. Where the compiler knows that all lanes have it, there is no check.
+  // Whether the row has the lane's pack p. Where the compiler knows that all lanes have it, there is no check.
   __device__ __forceinline__ bool exists(int p) const {
     return (p + 1) * kLanes <= Row::kPacks || rank + p * kLanes < Row::kPacks;
   }
-  __device__ __forceinline__ typename Row::At at(int p) const { return row.at(rank + p * kLanes); }
+  __device__ __forceinline__ typename Row::PackLocation locate(int p) const { return row.locate(rank + p * kLanes); }
   // As bits, the elements of a pack that count.
   __device__ __forceinline__ unsigned unmasked(const Masks& mask, int p) const {
-    return Mem::kMasked ? mask[Mem::kMasked ? p : 0] : exists(p) ? at(p).inside() : 0;
+    return Mem::kMasked ? mask[Mem::kMasked ? p : 0] : exists(p) ? locate(p).inside() : 0;
   }
 
   __device__ __forceinline__ void read(Packs& raw) const {
     const PackPointers<Row, const In, kLanes> first(mem.in(0), row, rank), last(mem.in(kInputs - 1), row, rank);
 #pragma unroll
     for (int p = 0; p < kPacks; ++p) {
-      const auto place = at(p);
+      const auto location = locate(p);
 #pragma unroll
       for (int k = 0; k < kInputs; ++k) {
         if (!Row::kExact || (p + 1) * kLanes > Row::kPacks) raw[p][k] = Mem::pad_pack(k);
-        if (exists(p) && place.any()) {
-          raw[p][k] = Mem::load((k == 0 ? first : last)(p, place), Mem::kPacks ? Mem::kAll : place.inside());
+        if (exists(p) && location.any()) {
+          raw[p][k] = Mem::load((k == 0 ? first : last)(p, location), Mem::kPacks ? Mem::kAll : location.inside());
         }
       }
     }
@@ -58,37 +58,37 @@ struct RowOfLane {
 #pragma unroll
     for (int p = 0; p < kPacks; ++p) {
       if constexpr (Mem::kMasked) {
-        const auto place = at(p);
-        mask[p] = exists(p) ? mem.unmasked(place, place.inside()) : 0;
+        const auto location = locate(p);
+        mask[p] = exists(p) ? mem.unmasked(location, location.inside()) : 0;
       }
       if constexpr (!Row::kExact || Mem::kMasked) {
-        if ((Mem::kMasked || !at(p).whole()) && unmasked(mask, p) != Mem::kAll)
+        if ((Mem::kMasked || !locate(p).whole()) && unmasked(mask, p) != Mem::kAll)
           Mem::put_pads(raw[p], unmasked(mask, p));
       }
     }
 #pragma unroll
-    for (int p = 0; p < kPacks; ++p) mem.cache(cached[p], raw[p], at(p), unmasked(mask, p));
+    for (int p = 0; p < kPacks; ++p) mem.cache(cached[p], raw[p], locate(p), unmasked(mask, p));
   }
-  // The state of the packs that the lane's warp has of the row.
+  // The state of the warp's packs of the row.
   __device__ __forceinline__ StateOf<Op> warp_state(Terms& terms, const Cached& cached, const Masks& mask) const {
     C pivot = M::constant(0);
     if constexpr (Op::kHasPivot) {
       MaxOfPacks<Mem> largest;
 #pragma unroll
-      for (int p = 0; p < kPacks; ++p) largest.add(mem, cached[p], at(p), unmasked(mask, p));
+      for (int p = 0; p < kPacks; ++p) largest.add(mem, cached[p], locate(p), unmasked(mask, p));
       pivot = RowTeam::warp_max(largest.get());
     }
     const auto terms_of_row = mem.terms(pivot, row.begin);
     typename Op::Sum sum{};
-    // Where several warps share a row, arithmetic takes longer than memory does: a warp skips its last packs if all of
-    // them lie beyond the row.
+    // Where several warps share a row, arithmetic takes longer than memory: a warp skips its last packs if all are
+    // beyond the row's end.
     constexpr bool kMayEnd = !Row::kExact && RowTeam::kBlock;
-    const bool ends = kMayEnd && !__any_sync(kFullWarp, exists(kPacks - 1) && at(kPacks - 1).any());
+    const bool ends = kMayEnd && !__any_sync(kFullWarp, exists(kPacks - 1) && locate(kPacks - 1).any());
 #pragma unroll
     for (int p = 0; p < kPacks; ++p) {
       if (kMayEnd && p == kPacks - 1 && ends) break;
       typename Mem::Values values;
-      mem.values(values, cached[p], at(p), unmasked(mask, p));
+      mem.values(values, cached[p], locate(p), unmasked(mask, p));
       typename Op::Sum part{};
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) {
@@ -119,7 +119,7 @@ __device__ __forceinline__ void registers(const typename Mem::Operands& operands
 
   typename Lane::Packs raw;
   lane.read(raw);
-  // Read now, unless a block has one row: all its warps would wait for the lane that needs the element.
+  // Read early, unless a block has one row: all of its warps would wait for the lane that needs the element.
   constexpr bool kLabelFirst = kPlan.lanes <= 32;
   typename Mem::LabelElement label_element{};
   if constexpr (kLabelFirst) label_element = mem.label_element(row.begin);
@@ -139,19 +139,19 @@ __device__ __forceinline__ void registers(const typename Mem::Operands& operands
 #pragma unroll
   for (int p = 0; p < kPlan.packs; ++p) {
     if (!lane.exists(p)) continue;
-    const auto place = lane.at(p);
+    const auto location = lane.locate(p);
     typename Mem::C result[kWidth];
     if constexpr (Lane::kKeepsTerms) {
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) result[i] = terms[p][i] * scale;
     } else {
       typename Mem::Values values;
-      mem.values(values, cached[p], place, lane.unmasked(mask, p));
+      mem.values(values, cached[p], location, lane.unmasked(mask, p));
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) result[i] = Op::finish(finished, values[i]);
     }
-    const bool counts = Mem::mask_and_add(result, lane.unmasked(mask, p), addend, place.column());
-    mem.store(out(p, place), place.place.element, result, counts, place, place.inside());
+    const bool counts = Mem::mask_and_add(result, lane.unmasked(mask, p), addend, location.column());
+    mem.store(out(p, location), location.offsets.element, result, counts, location, location.inside());
   }
 }
 

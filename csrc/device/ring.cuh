@@ -1,18 +1,19 @@
 // The schedule `ring`, for rows of many chunks, and many of them: a block to a multiprocessor, each with a ring of
 // stages in shared memory that chunks pass through.
 //
-// The blocks take the chunks of all rows in their order, by ticket, and each chunk passes through the ring from one
-// group of warps to the next, by barriers that say:
+// The blocks take the chunks of all rows in their order, by ticket. In a block these work on each chunk, one after the
+// other; each arrives at a barrier of the chunk's stage when it is done:
 //
-//   one thread            takes a ticket and has its chunks copied               full
-//   teams of warps        sum the terms                                          summed
-//   one warp              publishes the chunks' states                           complete
-//   one or two warps      wait for those of the whole row                        complete
-//   teams of warps        write the results                                      empty
+//   works                                                    barrier
+//   one thread: takes a ticket and begins the copies         full
+//   a team of summers: sums the terms                        summed
+//   one warp: publishes the chunk's state                    complete
+//   one or two warps: wait for the states of the whole row   complete
+//   a team of writers: writes the results                    empty
 //
-// So copies are under way all the time, an exchange that takes its while keeps nobody from working, and a
-// multiprocessor that is slower than others takes fewer chunks. A chunk with a stage is published without waiting for
-// anybody; so all progress as long as all rings together hold a row, and the blocks all run (a cooperative launch).
+// So copies are always in flight, no warp but one waits for other blocks, and a slow multiprocessor takes fewer chunks.
+// A chunk that has a stage is published without waiting for other blocks. So there is no deadlock as long as all rings
+// together hold a row, and all blocks run (a cooperative launch).
 #pragma once
 
 #include "device/chunks.cuh"
@@ -27,12 +28,12 @@ __device__ __forceinline__ void copy_bulk(Pack* shared, const void* global, int 
                : "memory");
 }
 
-// A position in a block's ring as one of its warps goes round it.
+// Where a warp is in its block's ring.
 template <int kStages>
 struct RingPosition {
-  int count = 0;        // chunks that have passed
+  int count = 0;        // chunks that the warp has passed
   int stage = 0;        // count % kStages
-  unsigned parity = 0;  // count / kStages % 2: of the phases that the stage's barriers are in
+  unsigned parity = 0;  // count / kStages % 2: the parity of the phase to wait for at the stage's barriers
   __device__ __forceinline__ void next() {
     ++count;
     if (++stage == kStages) {
@@ -42,8 +43,8 @@ struct RingPosition {
   }
 };
 
-// What the warps of a block do. A job is a chunk of any row: chunk c of row r is job r * kChunks + c. Ticket t is for
-// the kTicket jobs from t * kTicket on.
+// What the warps of a block do. Job r * kChunks + c is chunk c of row r. Ticket t is for the kTicket jobs from t *
+// kTicket on.
 template <class Mem, class Plan>
 struct RingOfBlock {
   using Op = typename Mem::Op;
@@ -79,7 +80,7 @@ struct RingOfBlock {
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
-  // Calls body(chunk) with the thread's share of the job in that stage.
+  // Calls body(chunk), where the chunk is that of `job`, in that stage.
   template <class Body>
   __device__ __forceinline__ void with_chunk(unsigned job, int stage, Body body) const {
     const unsigned index = job / kChunks;
@@ -89,54 +90,54 @@ struct RingOfBlock {
   }
   // Memory for the states of a row's chunks.
   __device__ __forceinline__ WordsInMemory<State> words_of(unsigned row) const {
-    return {mem.operands.words + static_cast<int64_t>(row) * kChunks * kWords};
+    return {mem.operands.scratch + static_cast<int64_t>(row) * kChunks * kWords};
   }
 
   // A team of the warps that sum terms.
   __device__ __forceinline__ void sum(int team) const {
-    for (Position at;; at.next()) {
-      if (at.count % kPlan.summers != team) continue;
-      wait(&shared.full[at.stage], at.parity);
-      const unsigned job = shared.job[at.stage];
+    for (Position position;; position.next()) {
+      if (position.count % kPlan.summers != team) continue;
+      wait(&shared.full[position.stage], position.parity);
+      const unsigned job = shared.job[position.stage];
       if (job == kEnd) return;
-      with_chunk(job, at.stage, [&](const Chunk& chunk) {
+      with_chunk(job, position.stage, [&](const Chunk& chunk) {
         const State state = chunk.warp_state();
-        if (lane() == 0) shared.warp_states[at.stage][warp() % kTeamWarps] = state;
+        if (lane() == 0) shared.warp_states[position.stage][warp() % kTeamWarps] = state;
       });
-      arrive(&shared.summed[at.stage]);  // each lane for itself: it may have written to the stage
+      arrive(&shared.summed[position.stage]);  // each lane, since each may have written to the stage
     }
   }
   // A team of the warps that write results.
   __device__ __forceinline__ void write(int team) const {
-    for (Position at;; at.next()) {
-      if (at.count % kPlan.writers != team) continue;
-      wait(&shared.complete[at.stage], at.parity);
-      const unsigned job = shared.job[at.stage];
+    for (Position position;; position.next()) {
+      if (position.count % kPlan.writers != team) continue;
+      wait(&shared.complete[position.stage], position.parity);
+      const unsigned job = shared.job[position.stage];
       if (job == kEnd) return;
-      with_chunk(job, at.stage, [&](const Chunk& chunk) {
+      with_chunk(job, position.stage, [&](const Chunk& chunk) {
         if (chunk.number == 0 && chunk.rank == 0) {
-          mem.store_row(job / kChunks, shared.row_states[at.stage], mem.label_element(chunk.row.begin));
+          mem.store_row(job / kChunks, shared.row_states[position.stage], mem.label_element(chunk.row.begin));
         }
-        chunk.finish(shared.row_states[at.stage], shared.warp_states[at.stage][warp() % kTeamWarps].pivot);
+        chunk.finish(shared.row_states[position.stage], shared.warp_states[position.stage][warp() % kTeamWarps].pivot);
       });
       // Orders these reads and writes of the stage before the next copy to it, which is not made by a thread.
       asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-      arrive(&shared.empty[at.stage]);
+      arrive(&shared.empty[position.stage]);
     }
   }
 
-  // The thread that takes tickets and starts copies. It asks for the next ticket ahead of time, since the answer takes
-  // long, unless the jobs taken of the latest row might fill all stages: if another job of that row had no stage then,
-  // no stage would ever be empty again.
+  // The thread that takes tickets and begins copies. It takes the next ticket early, since that takes long; but not if
+  // the jobs of the latest row, the ticket's included, may be more than the stages: a job of that row without a stage
+  // would be waited for by all stages, and none would become empty.
   __device__ __forceinline__ void copy() const {
     const unsigned last_job = static_cast<unsigned>(mem.operands.rows) * kChunks - 1;
-    unsigned* const counter = reinterpret_cast<unsigned*>(mem.operands.words + mem.operands.rows * kChunks * kWords);
+    unsigned* const counter = reinterpret_cast<unsigned*>(mem.operands.scratch + mem.operands.rows * kChunks * kWords);
     const auto next_ticket = [&] { return gridDim.x + atomicAdd(counter, 1u); };
     unsigned ticket = blockIdx.x;
     unsigned row = kEnd;
-    int jobs_of_row = 0;  // that have been taken of the latest row
-    Position at;
-    Position oldest;  // copy that may be under way: more than so many at once would only delay each other
+    int jobs_of_row = 0;  // that this block has taken of the latest row
+    Position position;
+    Position oldest;  // of the copies in flight: more than kPlan.copies would only delay each other
     while (ticket * kTicket <= last_job) {
       const unsigned begin = ticket * kTicket, end = min(begin + kTicket - 1, last_job);
       for (unsigned job = begin; job <= end; ++job) {
@@ -147,42 +148,43 @@ struct RingOfBlock {
       const bool ahead = jobs_of_row + static_cast<int>(kTicket) <= kStages;
       unsigned next = 0;
       for (unsigned job = begin; job <= end; ++job) {
-        wait_until_empty(at);
-        if (at.count >= kPlan.copies) {
+        wait_until_empty(position);
+        if (position.count >= kPlan.copies) {
           wait(&shared.full[oldest.stage], oldest.parity);
           oldest.next();
         }
-        start_copy(job, at);
-        at.next();
+        start_copy(job, position);
+        position.next();
         if (job == begin && ahead) next = next_ticket();
       }
       if (!ahead) {
-        for (Position free = at; free.count < at.count + static_cast<int>(kTicket); free.next()) wait_until_empty(free);
+        for (Position free = position; free.count < position.count + static_cast<int>(kTicket); free.next())
+          wait_until_empty(free);
         next = next_ticket();
       }
       ticket = next;
     }
     constexpr int kEnds = kPlan.summers > kPlan.writers ? kPlan.summers : kPlan.writers;
-    for (int i = 0; i < kEnds; ++i, at.next()) {  // tells each team
-      wait_until_empty(at);
-      shared.job[at.stage] = kEnd;
-      arrive(&shared.full[at.stage]);
+    for (int i = 0; i < kEnds; ++i, position.next()) {  // tells each team
+      wait_until_empty(position);
+      shared.job[position.stage] = kEnd;
+      arrive(&shared.full[position.stage]);
     }
   }
-  __device__ __forceinline__ void wait_until_empty(const Position& at) const {
-    if (at.count >= kStages) wait(&shared.empty[at.stage], at.parity ^ 1);
+  __device__ __forceinline__ void wait_until_empty(const Position& position) const {
+    if (position.count >= kStages) wait(&shared.empty[position.stage], position.parity ^ 1);
   }
-  __device__ __forceinline__ void start_copy(unsigned job, const Position& at) const {
-    shared.job[at.stage] = job;
-    uint64_t* const full = &shared.full[at.stage];
-    with_chunk(job, at.stage, [&](const Chunk& chunk) {
+  __device__ __forceinline__ void start_copy(unsigned job, const Position& position) const {
+    shared.job[position.stage] = job;
+    uint64_t* const full = &shared.full[position.stage];
+    with_chunk(job, position.stage, [&](const Chunk& chunk) {
       int bytes = 0;
-      chunk.for_runs([&](int, int n, const typename Row::At&) { bytes += n * kPackBytes * Mem::kInputs; });
+      chunk.for_runs([&](int, int n, const typename Row::PackLocation&) { bytes += n * kPackBytes * Mem::kInputs; });
       arrive_and_expect(full, bytes);
-      chunk.for_runs([&](int j, int n, const typename Row::At& from) {
+      chunk.for_runs([&](int j, int n, const typename Row::PackLocation& from) {
 #pragma unroll
         for (int k = 0; k < Mem::kInputs; ++k) {
-          copy_bulk(chunk.held(k, j), mem.in(k) + from.place.element, n * kPackBytes, full);
+          copy_bulk(chunk.held(k, j), mem.in(k) + from.offsets.element, n * kPackBytes, full);
         }
       });
     });
@@ -190,16 +192,16 @@ struct RingOfBlock {
 
   // The warp that publishes the states of chunks.
   __device__ __forceinline__ void publish() const {
-    int ends = 0;  // teams of writers that have been told that there are no more jobs
-    for (Position at; ends < kPlan.writers; at.next()) {
-      wait(&shared.full[at.stage], at.parity);
-      const unsigned job = shared.job[at.stage];
+    int ends = 0;  // how many kEnd this warp has passed on: one for each team of writers
+    for (Position position; ends < kPlan.writers; position.next()) {
+      wait(&shared.full[position.stage], position.parity);
+      const unsigned job = shared.job[position.stage];
       if (job != kEnd) {
-        wait(&shared.summed[at.stage], at.parity);
-        const State state = combine_over_lanes<Op, kTeamWarps>(shared.warp_states[at.stage][lane() % kTeamWarps]);
+        wait(&shared.summed[position.stage], position.parity);
+        const State state = combine_over_lanes<Op, kTeamWarps>(shared.warp_states[position.stage][lane() % kTeamWarps]);
         if (lane() == 0) words_of(job / kChunks).publish(static_cast<int>(job % kChunks), state);
       }
-      arrive(&shared.complete[at.stage]);
+      arrive(&shared.complete[position.stage]);
       if (job == kEnd) ++ends;
     }
   }
@@ -207,20 +209,20 @@ struct RingOfBlock {
   __device__ __forceinline__ void await_rows(int waiter) const {
     State state = identity<Op, typename Mem::M>();
     unsigned row = kEnd;
-    int ends = 0;  // as in `publish`, of the teams whose stages this warp has
-    for (Position at; ends < kPlan.writers / kPlan.waiters; at.next()) {
-      if (at.count % kPlan.waiters != waiter) continue;
-      wait(&shared.full[at.stage], at.parity);
-      const unsigned job = shared.job[at.stage];
+    int ends = 0;  // as in `publish`, of this warp's stages
+    for (Position position; ends < kPlan.writers / kPlan.waiters; position.next()) {
+      if (position.count % kPlan.waiters != waiter) continue;
+      wait(&shared.full[position.stage], position.parity);
+      const unsigned job = shared.job[position.stage];
       if (job != kEnd) {
-        wait(&shared.summed[at.stage], at.parity);
+        wait(&shared.summed[position.stage], position.parity);
         if (job / kChunks != row) {
           row = job / kChunks;
           state = await_row<Op, static_cast<int>(kChunks), 2>(words_of(row));
         }
-        if (lane() == 0) shared.row_states[at.stage] = state;
+        if (lane() == 0) shared.row_states[position.stage] = state;
       }
-      arrive(&shared.complete[at.stage]);
+      arrive(&shared.complete[position.stage]);
       if (job == kEnd) ++ends;
     }
   }

@@ -1,4 +1,4 @@
-// Where the packs lie that cover a row (geometry/rows.h). A pack may reach beyond its run: those elements do not count.
+// Where the packs that cover a row lie (geometry/rows.h). A pack's elements outside of its run do not count.
 #pragma once
 
 #include "device/memory.cuh"
@@ -8,7 +8,7 @@ namespace jax_softmax::device {
 
 template <class Mem, class Plan>
 struct RowPacks {
-  using Place = typename Mem::Place;
+  using Offsets = typename Mem::Offsets;
   static_assert(kIsPlannedFor<Mem, Plan>);
   static constexpr int kWidth = Mem::kWidth;
   static constexpr typename Mem::Dim kInnermost = Mem::reduced_dim(Mem::kReducedDims - 1);  // a run lies along it
@@ -19,21 +19,20 @@ struct RowPacks {
   static constexpr bool kExact = kRunsOfRow.exact;
   using Index = typename Conditional<(kRunElements < (1LL << 31) - 4096), int, int64_t>::type;
 
-  Place begin;
+  Offsets begin;
 
   explicit __device__ __forceinline__ RowPacks(int64_t index) : begin(Mem::begin_of(index)) {}
 
-  // How the values of a side operand along a pack are read (see sides.cuh). A side operand with the operands' own
-  // strides has whole packs where they have.
+  // See sides.cuh. A side operand with the strides of the operands is aligned where they are.
   static constexpr Reading reading(int side) {
-    const Strides& strides = Mem::strides_of(side);
+    const SideStrides& strides = Mem::strides_of(side);
     const int last = Mem::kReducedDims - 1;
     if (strides.reduced[last] == 0) return Reading::kOne;
     if (!Mem::kPacks || strides.reduced[last] != 1 || Mem::is_index(side)) return Reading::kElements;
     bool whole = kExact, same = Mem::bytes_of_side(side) <= static_cast<int>(sizeof(typename Mem::In));
-    for (int d = 0; d < Mem::kKeptDims; ++d) {
-      whole = whole && strides.kept[d] % kWidth == 0;
-      same = same && strides.kept[d] == Mem::kept_dim(d).stride;
+    for (int d = 0; d < Mem::kBatchDims; ++d) {
+      whole = whole && strides.batch[d] % kWidth == 0;
+      same = same && strides.batch[d] == Mem::batch_dim(d).stride;
     }
     for (int d = 0; d < last; ++d) {
       whole = whole && strides.reduced[d] % kWidth == 0;
@@ -42,15 +41,15 @@ struct RowPacks {
     return whole || same ? Reading::kPack : Reading::kElements;
   }
 
-  // Where a pack lies: `place` is its first element's, and `first` that element's number in the run: negative, or
-  // beyond the run's end, if the pack begins outside of it.
-  struct At {
-    Place place;
+  // `offsets` are those of the pack's first element, `first` is that element's number in the run: negative, or beyond
+  // the run's end, if the pack begins outside of it.
+  struct PackLocation {
+    Offsets offsets;
     Index first;
     int run;
     static constexpr Reading reading(int side) { return RowPacks::reading(side); }
-    __device__ __forceinline__ Place place_of(int e) const { return place.along(kInnermost, e); }
-    // The column of its first element: an int, as labels are.
+    __device__ __forceinline__ Offsets offsets_of(int e) const { return offsets.along(kInnermost, e); }
+    // The number of its first element in the row: an int, as labels are.
     __device__ __forceinline__ int column() const { return static_cast<int>(run * kRunElements + first); }
     // Whether all of its elements are in the run; whether any are; which ones are, as bits.
     __device__ __forceinline__ bool whole() const { return kExact || (first >= 0 && first <= kRunElements - kWidth); }
@@ -60,21 +59,21 @@ struct RowPacks {
     }
   };
   // The row's j-th pack.
-  __device__ __forceinline__ At at(int j) const {
+  __device__ __forceinline__ PackLocation locate(int j) const {
     const int run = kRuns == 1 ? 0 : static_cast<unsigned>(j) / static_cast<unsigned>(kRunPacks);
-    const Place run_begin =
+    const Offsets run_begin =
         kRuns == 1 ? begin : Mem::template along_reduced<Mem::kReducedDims - 1>(begin, static_cast<unsigned>(run));
     const Index first = static_cast<Index>(j - run * static_cast<int>(kRunPacks)) * kWidth - shift_of(run_begin);
     return {run_begin.along(kInnermost, first), first, run};
   }
-  // How far a run begins beyond the boundary that its packs are counted from.
-  static __device__ __forceinline__ int shift_of(const Place& run_begin) {
+  // How many elements a run begins after the boundary at which its first pack begins.
+  static __device__ __forceinline__ int shift_of(const Offsets& run_begin) {
     return static_cast<int>(run_begin.element) & (kBoundary - 1);
   }
 };
 
-// The same pointer. The compiler does not know that, so it keeps the pointer in a register: otherwise it would compute
-// the address anew for each access.
+// The same pointer, which the compiler does not know: it keeps the pointer in a register, and does not compute the
+// address for each access.
 template <class T>
 __device__ __forceinline__ T* opaque(T* p) {
   asm("" : "+l"(p));
@@ -86,9 +85,9 @@ template <class Row, class T, int kStep>
 struct PackPointers {
   T* base;
   __device__ __forceinline__ PackPointers(T* operand, const Row& row, int first_pack)
-      : base(Row::kRuns == 1 ? opaque(operand + row.at(first_pack).place.element) : operand) {}
-  __device__ __forceinline__ T* operator()(int p, const typename Row::At& at) const {
-    return Row::kRuns == 1 ? base + static_cast<int64_t>(p) * kStep * Row::kWidth : base + at.place.element;
+      : base(Row::kRuns == 1 ? opaque(operand + row.locate(first_pack).offsets.element) : operand) {}
+  __device__ __forceinline__ T* operator()(int p, const typename Row::PackLocation& location) const {
+    return Row::kRuns == 1 ? base + static_cast<int64_t>(p) * kStep * Row::kWidth : base + location.offsets.element;
   }
 };
 
@@ -102,17 +101,17 @@ struct MaxOfPacks {
   template <class Reader>
   __device__ __forceinline__ void add(const Mem& mem, const typename Mem::Cached& cached, const Reader& reader,
                                       unsigned bits) {
-    if constexpr (Mem::kPlain) {
+    if constexpr (Mem::kIdentityLoad) {
       raw = Mem::larger(raw, cached.raw[0]);
     } else {
       typename Mem::Values v;
       mem.values(v, cached, reader, bits);
 #pragma unroll
-      for (int i = 0; i < Mem::kWidth; ++i) value = Mem::M::max(value, Mem::Op::of_pivot(v[i][0]));
+      for (int i = 0; i < Mem::kWidth; ++i) value = Mem::M::max(value, Mem::Op::pivot_candidate(v[i][0]));
     }
   }
   __device__ __forceinline__ C get() const {
-    if constexpr (Mem::kPlain) {
+    if constexpr (Mem::kIdentityLoad) {
       C v[Mem::kWidth];
       Elements<typename Mem::In>::widen(v, raw);
       C m = v[0];

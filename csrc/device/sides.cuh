@@ -1,10 +1,9 @@
-// What expressions read beside an element: the values of arrays that broadcast, and indices.
+// The values of side operands that expressions read: of arrays that broadcast, and indices.
 //
-// Whoever moves packs gives a Reader, which says where the elements of a pack lie and how much of that is known when
-// the kernel is compiled:
+// A schedule's Reader says where the elements of a pack lie:
 //
-//   static constexpr Reading reading(int side)   how the values of a side operand are read
-//   Place place_of(int e)                        where the pack's e-th element lies
+//   static constexpr Reading reading(int side)   how a pack's values in a side operand are read
+//   Offsets offsets_of(int e)                        the offsets of the pack's element e
 #pragma once
 
 #include "device/pack.cuh"
@@ -12,8 +11,8 @@
 namespace jax_softmax::device {
 
 enum class Reading {
-  kOne,       // a pack's elements share one value
-  kPack,      // their values lie side by side, at a multiple of as many
+  kOne,       // one value, which the pack's elements share
+  kPack,      // contiguous values, aligned to their size
   kElements,  // one by one
 };
 
@@ -32,14 +31,14 @@ struct ValueOf<Bool> {
 };
 
 // The Reader of a single element.
-template <class Place>
+template <class Offsets>
 struct OneElement {
-  Place place;
+  Offsets offsets;
   static constexpr Reading reading(int) { return Reading::kOne; }
-  __device__ __forceinline__ const Place& place_of(int) const { return place; }
+  __device__ __forceinline__ const Offsets& offsets_of(int) const { return offsets; }
 };
 
-// The values of a pack's elements in those of the arrays and indices, from the k-th on, whose bits are set in kSet.
+// The values of a pack's elements in the arrays and indices from the k-th on whose bits are set in kSet.
 template <class Mem, class Reader, unsigned kSet, int k = 0, bool kNone = (kSet >> k) == 0>
 struct SideValues {
   __device__ __forceinline__ void read(const Mem&, const Reader&, unsigned) {}
@@ -56,24 +55,24 @@ struct SideValues<Mem, Reader, kSet, k, false> {
   Value own[kReading == Reading::kOne ? 1 : kWidth];
   SideValues<Mem, Reader, kSet, k + 1> others;
 
-  // Those of the elements in `bits`, of which there are some.
+  // Reads the values of the elements in `bits`, which has at least one.
   __device__ __forceinline__ void read(const Mem& mem, const Reader& reader, unsigned bits) {
     if constexpr (kRead && Mem::is_index(kSide)) {
 #pragma unroll
       for (int e = 0; e < (kReading == Reading::kOne ? 1 : kWidth); ++e) {
-        own[e] = static_cast<int>(reader.place_of(e).side[kSide]);
+        own[e] = static_cast<int>(reader.offsets_of(e).side[kSide]);
       }
     } else if constexpr (kRead) {
       const T* const operand = static_cast<const T*>(mem.operands.side[kSide]);
       if constexpr (kReading == Reading::kPack) {
         Elements<T>::widen(own,
-                           load_words<kWidth* static_cast<int>(sizeof(T))>(operand + reader.place_of(0).side[kSide]));
+                           load_words<kWidth* static_cast<int>(sizeof(T))>(operand + reader.offsets_of(0).side[kSide]));
       } else {
 #pragma unroll
         for (int e = 0; e < (kReading == Reading::kOne ? 1 : kWidth); ++e) {
           own[e] = Value();
           if (kReading == Reading::kOne || (bits >> e) & 1) {
-            own[e] = Elements<T>::widen(operand[reader.place_of(e).side[kSide]]);
+            own[e] = Elements<T>::widen(operand[reader.offsets_of(e).side[kSide]]);
           }
         }
       }
@@ -91,7 +90,7 @@ struct SideValues<Mem, Reader, kSet, k, false> {
   }
 };
 
-// The same of one of the elements, as expressions are given it.
+// The values of element e, as expressions take them.
 template <class Values>
 struct SideOfElement {
   const Values& values;

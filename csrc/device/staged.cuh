@@ -1,5 +1,5 @@
-// The schedule `staged`, for short rows that do not begin with whole packs: neighbouring rows are one contiguous slab
-// of memory, which a block reads and writes in whole packs through shared memory, whatever the rows' length.
+// The schedule `staged`, for short rows that are not whole packs. A block's rows are a slab, contiguous in memory,
+// which the block reads and writes in whole packs, through shared memory.
 #pragma once
 
 #include "device/barrier.cuh"
@@ -9,10 +9,9 @@
 
 namespace jax_softmax::device {
 
-// A row of 16-bit elements in the registers of kLanes lanes, in half as many turns as there are elements for each: a
-// lane has whole words, neighbouring words in neighbouring lanes. A first and a last element that share theirs with
-// another row are the first lane's. `held` is the row's first element in shared memory, of the first operand; others
-// are kOperand elements further on.
+// A row of 16-bit elements, in whole words: neighbouring lanes have neighbouring words, each two elements. A first or
+// last element that shares its word with another row is the first lane's. `begin`: the row's first element in the slab,
+// whose operands are kOperand elements apart.
 template <class Mem, int kColumns, int kLanes, int kPairs, int kOperand>
 __device__ __forceinline__ void row_of_pairs(typename Mem::In* slab, int begin, bool exists) {
   using Op = typename Mem::Op;
@@ -90,11 +89,11 @@ __device__ __forceinline__ void row_of_pairs(typename Mem::In* slab, int begin, 
   }
 }
 
-// Reads a lane's elements of a row from shared memory: `mine` says how many elements the row has from its first one on,
-// at(i) where its i-th one lies.
-template <class Mem, int kLanes, int kOperand, int kHeld, class At>
+// Reads a lane's elements of a row from shared memory: element i of the lane is i * kLanes elements after its first
+// one, and exists if that is below `mine`.
+template <class Mem, int kLanes, int kOperand, int kHeld, class OffsetsOf>
 __device__ __forceinline__ void read_values(typename Mem::C (&values)[kHeld][Mem::kInputs], const Mem& mem,
-                                            const typename Mem::In* in, int mine, At at) {
+                                            const typename Mem::In* in, int mine, OffsetsOf offsets_of) {
   constexpr int kInputs = Mem::kInputs;
 #pragma unroll
   for (int i = 0; i < kHeld; ++i) {
@@ -104,17 +103,18 @@ __device__ __forceinline__ void read_values(typename Mem::C (&values)[kHeld][Mem
       typename Mem::In raw[kInputs];
 #pragma unroll
       for (int k = 0; k < kInputs; ++k) raw[k] = in[k * kOperand + i * kLanes];
-      if (mem.is_unmasked(at(i))) mem.value(values[i], raw, at(i));
+      if (mem.is_unmasked(offsets_of(i))) mem.value(values[i], raw, offsets_of(i));
     }
   }
 }
 
-// And writes their results there. If results are made of terms, `values` holds these.
-template <class Mem, int kLanes, int kHeld, class At>
+// Writes their results there. If results are scaled terms, `values` holds the terms.
+template <class Mem, int kLanes, int kHeld, class OffsetsOf>
 __device__ __forceinline__ void write_results(typename Mem::Out* out,
                                               const typename Mem::C (&values)[kHeld][Mem::kInputs], const Mem& mem,
                                               const typename Mem::Op::Finished& finished,
-                                              const typename Mem::Addend& addend, int lane, int mine, At at) {
+                                              const typename Mem::Addend& addend, int lane, int mine,
+                                              OffsetsOf offsets_of) {
   using Op = typename Mem::Op;
 #pragma unroll
   for (int i = 0; i < kHeld; ++i) {
@@ -125,13 +125,13 @@ __device__ __forceinline__ void write_results(typename Mem::Out* out,
       result = Op::finish(finished, values[i]);
     }
     if (i * kLanes < mine) {
-      result = mem.is_unmasked(at(i)) ? result : Op::masked();
-      out[i * kLanes] = mem.store_others(at(i), Mem::add_at_label(result, addend, lane + i * kLanes));
+      result = mem.is_unmasked(offsets_of(i)) ? result : Op::masked();
+      out[i * kLanes] = mem.store_others(offsets_of(i), Mem::add_at_label(result, addend, lane + i * kLanes));
     }
   }
 }
 
-// The slab of so many elements, between device memory, where it begins at `begin`, and shared memory.
+// Copy a slab between device memory, from offset `begin` on, and shared memory.
 template <class Mem, int kThreads, int kOperand>
 __device__ __forceinline__ void load_slab(const Mem& mem, int64_t begin, int elements, Pack* shared) {
   using In = typename Mem::In;
@@ -169,11 +169,12 @@ __device__ __forceinline__ void store_slab(const Mem& mem, int64_t begin, int el
   }
 }
 
-// The block's rows, a turn for as many as it has teams of lanes, pair by pair.
+// Computes the block's rows by pairs of elements.
 template <class Mem, class Plan, int kOperand>
 __device__ __forceinline__ void rows_of_pairs(typename Mem::In* slab, int rows) {
   constexpr int kColumns = Mem::kColumns, kThreads = Plan::kPlan.threads, kLanes = Plan::kPlan.lanes;
-  constexpr int kTeams = 32 / kLanes, kSpread = Plan::kPlan.spread;  // those of a warp have rows so many apart
+  constexpr int kTeams = 32 / kLanes,
+                kSpread = Plan::kPlan.spread;  // teams of a warp, and how far apart their rows are
   const int team = threadIdx.x % 32 / kLanes;
   const int turns = static_cast<int>(ceil_div(rows, kTeams * kSpread)) * kSpread;  // of warps
   for (int turn = threadIdx.x / 32; turn < turns; turn += kThreads / 32) {
@@ -183,7 +184,7 @@ __device__ __forceinline__ void rows_of_pairs(typename Mem::In* slab, int rows) 
   }
 }
 
-// And element by element.
+// Computes the block's rows element by element.
 template <class Mem, class Plan, int kOperand>
 __device__ __forceinline__ void rows_of_elements(const Mem& mem, const typename Mem::In* in, typename Mem::Out* out,
                                                  int64_t first_row, int rows) {
@@ -198,21 +199,21 @@ __device__ __forceinline__ void rows_of_elements(const Mem& mem, const typename 
     const int row = min(turn + static_cast<int>(threadIdx.x) / kLanes, rows - 1);
     const bool active = turn + static_cast<int>(threadIdx.x) / kLanes < rows;
     const int begin = row * kColumns + lane;
-    const auto place = Mem::begin_of(first_row + row);
-    const auto label_element = mem.label_element(place);
-    const auto addend = mem.addend(place);
-    const int mine = active ? kColumns - lane : 0;  // element i of this lane is the row's if i * kLanes < mine
-    const auto at = [&](int i) { return place.along(kInnermost, lane + i * kLanes); };
+    const auto first = Mem::begin_of(first_row + row);
+    const auto label_element = mem.label_element(first);
+    const auto addend = mem.addend(first);
+    const int mine = active ? kColumns - lane : 0;
+    const auto offsets_of = [&](int i) { return first.along(kInnermost, lane + i * kLanes); };
     C values[kHeld][Mem::kInputs];
-    read_values<Mem, kLanes, kOperand>(values, mem, in + begin, mine, at);
+    read_values<Mem, kLanes, kOperand>(values, mem, in + begin, mine, offsets_of);
     C pivot = M::constant(0);
     if constexpr (Op::kHasPivot) {
-      pivot = Op::of_pivot(values[0][0]);
+      pivot = Op::pivot_candidate(values[0][0]);
 #pragma unroll
-      for (int i = 1; i < kHeld; ++i) pivot = M::max(pivot, Op::of_pivot(values[i][0]));
+      for (int i = 1; i < kHeld; ++i) pivot = M::max(pivot, Op::pivot_candidate(values[i][0]));
       pivot = max_over_lanes<kLanes, M>(pivot);
     }
-    const auto terms = mem.terms(pivot, place);
+    const auto terms = mem.terms(pivot, first);
     typename Op::Sum sum{};
 #pragma unroll
     for (int i = 0; i < kHeld; ++i) {
@@ -222,14 +223,13 @@ __device__ __forceinline__ void rows_of_elements(const Mem& mem, const typename 
     }
     const StateOf<Op> state{pivot, sum_over_lanes<kLanes>(sum)};
     if (lane == 0 && active) mem.store_row(first_row + row, state, label_element);
-    const auto finished = mem.finished(state, place);
+    const auto finished = mem.finished(state, first);
     if constexpr (Op::kElementResults) {
-      write_results<Mem, kLanes>(out + begin, values, mem, finished, addend, lane, mine, at);
+      write_results<Mem, kLanes>(out + begin, values, mem, finished, addend, lane, mine, offsets_of);
     }
   }
 }
 
-// kLanes lanes have a row, up to kHeld elements each, or one more of pairs.
 template <class Mem, class Plan>
 __device__ __forceinline__ void staged(const typename Mem::Operands& operands) {
   constexpr int kColumns = Mem::kColumns, kRows = Plan::kPlan.rows, kThreads = Plan::kPlan.threads;

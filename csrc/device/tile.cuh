@@ -1,8 +1,5 @@
-// The schedule `tile`, for rows that are not runs of memory: a block, or the blocks of a cluster, hold neighbouring
-// rows in shared memory. Each element is read once and written once. geometry/tile.h has a drawing of a tile.
-//
-// `TilePart` (tile_part.cuh) knows which packs of the tile a thread has and where they lie; `TileStates`
-// (tile_states.cuh) adds the states of the tile's rows. The schedule `twice` has both as well.
+// The schedule `tile`, for rows that are not contiguous: a block, or the blocks of a cluster, hold neighbouring rows in
+// shared memory. geometry/tile.h has a drawing. The schedule `twice` uses TileStates too.
 #pragma once
 
 #include "device/exchange.cuh"
@@ -32,7 +29,7 @@ __device__ __forceinline__ void tile(const typename Mem::Operands& operands) {
   }
 #if __CUDA_ARCH__ >= 900
   if constexpr (kCluster > 1) {
-    // Every block writes its states into the shared memory of all blocks, over the sets, which have been combined.
+    // Every block writes its states into the shared memory of all blocks, over the sets, which are no longer needed.
     __shared__ uint64_t received;
     const WordsInCluster<State> exchange{reinterpret_cast<uint64_t*>(part.states), &received};
     begin_exchange(&received, kCluster * kRows * static_cast<int>(sizeof(State)));

@@ -1,6 +1,6 @@
-// The states of a tile's rows, and the results that are made with them. A thread sums its packs with `sum_held`, from
-// shared memory, or `sum_read`, from global memory; `combine` combines the states of threads that have parts of the
-// same row; `finish` writes the results. geometry/tile.h explains the words.
+// The states of a tile's rows, and their results. `sum_held` and `sum_read` sum a thread's packs, in shared memory and
+// in device memory; `combine` combines the states of threads with parts of the same row; `finish` writes the results.
+// geometry/tile.h explains the words.
 #pragma once
 
 #include "device/reduce.cuh"
@@ -21,11 +21,11 @@ struct TileStates : TilePart<Mem, Plan> {
   using State = StateOf<Op>;
   static constexpr TileGeometry kGeometry = Part::kGeometry;
   static constexpr bool kHeld = Plan::kPlan.in_shared;
-  static constexpr bool kTermsFit = Mem::kTermsFit && kHeld;  // in shared memory, over the elements
+  static constexpr bool kTermsFit = Mem::kTermsFit && kHeld;  // terms replace elements in shared memory
   static constexpr int kInputs = Mem::kInputs, kWidth = Mem::kWidth, kThreads = Part::kThreads;
   static constexpr int kMatrices = Part::kMatrices, kElements = Part::kElements, kFold = Part::kFold,
                        kRows = Part::kRows;
-  static constexpr int kPacks = Part::kPacks, kGroups = Part::kGroups, kLinesOfThread = Part::kLinesOfThread,
+  static constexpr int kPacks = Part::kPacks, kTeams = Part::kTeams, kLinesOfThread = Part::kLinesOfThread,
                        kParts = Part::kParts;
   static constexpr bool kInPack = kGeometry.line_in_pack;
   static constexpr int kStates = kGeometry.states_of_thread, kStatesOfLine = kGeometry.states_of_line;
@@ -52,8 +52,8 @@ struct TileStates : TilePart<Mem, Plan> {
       sum[s] = Sum{};
     }
   }
-  // Sums the thread's packs from shared memory, and combines its states with those of the lanes of its warp that have
-  // the same pack of other lines.
+  // Sums the thread's packs in shared memory, and combines its states with those of the lanes of its warp that have the
+  // same pack of other lines.
   __device__ __forceinline__ void sum_held() {
     clear();
     if constexpr (Op::kHasPivot) {
@@ -93,8 +93,8 @@ struct TileStates : TilePart<Mem, Plan> {
   }
   // The maximum over the thread's lines, for each element of a pack.
   __device__ __forceinline__ void largest_held(C (&largest)[kWidth]) const {
-    if constexpr (Mem::kPlain) {
-      Pack raw = Mem::of_pivot(*this->held(0, 0));
+    if constexpr (Mem::kIdentityLoad) {
+      Pack raw = Mem::pivot_candidate(*this->held(0, 0));
 #pragma unroll 8
       for (int t = 1; t < kLinesOfThread; ++t) raw = Mem::larger(raw, *this->held(t, 0));
       Elements<In>::widen(largest, raw);
@@ -105,15 +105,15 @@ struct TileStates : TilePart<Mem, Plan> {
         Values v;
         this->values(v, t);
 #pragma unroll
-        for (int e = 0; e < kWidth; ++e) largest[e] = M::max(largest[e], Op::of_pivot(v[e][0]));
+        for (int e = 0; e < kWidth; ++e) largest[e] = M::max(largest[e], Op::pivot_candidate(v[e][0]));
       }
     }
   }
 
-  // The same as sum_held, from global memory, in batches of packs whose loads are in flight together. The states have
-  // running maxima: each batch may raise them, and what has been summed before is then rescaled.
+  // The same as sum_held, from device memory, with the loads of kTogether packs in flight at a time. Pivots are running
+  // maxima: where one grows, the sum is rescaled.
   __device__ __forceinline__ void sum_read() {
-    constexpr int kTogether = (Mem::kPlain ? 8 : 4) / (kInputs - Mem::kFirstSummed);  // as there are registers
+    constexpr int kTogether = (Mem::kIdentityLoad ? 8 : 4) / (kInputs - Mem::kFirstSummed);  // that registers hold
     clear();
 #pragma unroll 1
     for (int t = 0; t < kLinesOfThread; t += kTogether) {
@@ -122,8 +122,8 @@ struct TileStates : TilePart<Mem, Plan> {
       for (int u = 0; u < kTogether; ++u) this->template read<Mem::kFirstSummed>(raw[u], t + u);
       if constexpr (Op::kHasPivot) {
         C largest[kWidth];
-        if constexpr (Mem::kPlain) {
-          Pack packs = Mem::of_pivot(raw[0][0]);
+        if constexpr (Mem::kIdentityLoad) {
+          Pack packs = Mem::pivot_candidate(raw[0][0]);
 #pragma unroll
           for (int u = 1; u < kTogether; ++u) packs = Mem::larger(packs, raw[u][0]);
           Elements<In>::widen(largest, packs);
@@ -135,7 +135,7 @@ struct TileStates : TilePart<Mem, Plan> {
             Values v;
             this->values_of(v, raw[u], t + u);
 #pragma unroll
-            for (int e = 0; e < kWidth; ++e) largest[e] = M::max(largest[e], Op::of_pivot(v[e][0]));
+            for (int e = 0; e < kWidth; ++e) largest[e] = M::max(largest[e], Op::pivot_candidate(v[e][0]));
           }
         }
 #pragma unroll
@@ -159,7 +159,7 @@ struct TileStates : TilePart<Mem, Plan> {
     }
     combine_lanes();
   }
-  // Combines the states of those lanes, whose running maxima differ.
+  // Combines the thread's states with those lanes', whose running maxima differ.
   __device__ __forceinline__ void combine_lanes() {
     over_lanes([&](int offset) {
 #pragma unroll
@@ -180,21 +180,21 @@ struct TileStates : TilePart<Mem, Plan> {
 
   // ---- of the tile's rows
 
-  // Calls use(s, row) for each of the thread's states, with the number of its row in the tile.
-  template <class Use>
-  __device__ __forceinline__ void for_rows_of_thread(Use use) const {
+  // Calls body(s, row) for each of the thread's states, with the number of its row in the tile.
+  template <class Body>
+  __device__ __forceinline__ void for_rows_of_thread(Body body) const {
 #pragma unroll
     for (int s = 0; s < kStates; ++s) {
       if constexpr (kFold > 1) {
-        use(s, min(this->matrix, kMatrices - 1) * kElements +
-                   (this->pack * kWidth + s + kPacks * kWidth - this->shift) % kElements);
+        body(s, min(this->matrix, kMatrices - 1) * kElements +
+                    (this->pack * kWidth + s + kPacks * kWidth - this->shift) % kElements);
       } else {
-        use(s, min(this->matrix, kMatrices - 1) * kElements +
-                   min(max(this->pack * kWidth - this->shift + s, 0), kElements + Part::kReach - 1));
+        body(s, min(this->matrix, kMatrices - 1) * kElements +
+                    min(max(this->pack * kWidth - this->shift + s, 0), kElements + Part::kReach - 1));
       }
     }
   }
-  // The state that a set has for a row; of_line: which one, if a folded line has several for it.
+  // A set's state of a row; of_line: which one, if a folded line has several for the row.
   __device__ __forceinline__ const State& state_of_set(int row, int set, int of_line) const {
     const int of_matrix = kMatrices == 1 ? 0 : row / kElements, in_matrix = row - of_matrix * kElements;
     int at = in_matrix + of_line * kElements;
@@ -203,7 +203,7 @@ struct TileStates : TilePart<Mem, Plan> {
         at += kFold > 1 ? this->shift : this->shift_of(set);
       } else if constexpr (!Part::kAligned) {
         // The row's matrix is so many runs away from this thread's. Without outer kept dimensions there is one matrix.
-        const int64_t matrices = Mem::View::kView.outer_kept() == 0 ? 0 : of_matrix - this->matrix;
+        const int64_t matrices = Mem::View::kView.outer_batch() == 0 ? 0 : of_matrix - this->matrix;
         const int64_t begin = this->base.element + matrices * Part::kExtent * Part::kInner;
         at += static_cast<int>(begin) & (kWidth - 1);
       }
@@ -215,12 +215,12 @@ struct TileStates : TilePart<Mem, Plan> {
 
   static constexpr int kStatesOfRow = kGeometry.states_of_row, kLanes = kGeometry.lanes_of_row;
 
-  // Calls publish(row, state) for each row, with the state of all lines that the block has.
+  // Calls publish(row, state) for each row, with the state of all lines of the block.
   template <class Publish>
   __device__ __forceinline__ void combine(Publish publish) const {
-    if (this->matrix < kMatrices && this->group % kLinesSummed == 0) {
-      // Neighbouring threads write to neighbouring places.
-      State* const to = states + (this->matrix * kSets + this->group / kLinesSummed) * kStatesOfSet + this->pack;
+    if (this->matrix < kMatrices && this->team % kLinesSummed == 0) {
+      // Neighbouring threads write to neighbouring addresses.
+      State* const to = states + (this->matrix * kSets + this->team / kLinesSummed) * kStatesOfSet + this->pack;
 #pragma unroll
       for (int s = 0; s < kStates; ++s) to[s * kPacks] = {pivot[s], sum[s]};
     }
@@ -234,8 +234,8 @@ struct TileStates : TilePart<Mem, Plan> {
       if (exists && lane == 0) publish(row, state);
     });
   }
-  // Calls body(row, lane, exists) for each row, in each of the kLanes lanes that work on it. The lanes of a warp stay
-  // together, so that they may shuffle: those without a row get the last one, and exists is false.
+  // Calls body(row, lane, exists) for each row, in each of its kLanes lanes. All lanes of a warp call body together,
+  // since they shuffle: those without a row get the last one, with exists = false.
   template <class Body>
   static __device__ __forceinline__ void for_rows(Body body) {
     for (int at = threadIdx.x; at / 32 * 32 < kRows * kLanes; at += kThreads) {
@@ -244,14 +244,14 @@ struct TileStates : TilePart<Mem, Plan> {
     }
   }
 
-  // Where a row's first element lies, for the operands that rows have of their own: elsewhere it is not computed.
-  __device__ __forceinline__ typename Mem::Place begin_of(int row) const {
+  // The offsets of a row's first element, for numbers and labels; not computed for operators without them.
+  __device__ __forceinline__ typename Mem::Offsets begin_of(int row) const {
     if constexpr (Op::kRowNumbers == 0 && !Op::kLabelled) return {};
     const int of_matrix = kMatrices == 1 ? 0 : row / kElements;
     const int64_t last = mem_rows() / Part::kInner - 1, element = this->first_element + row - of_matrix * kElements;
     return this->in_first_line(min(first_matrix() + of_matrix, last), min(element, Part::kInner - 1));
   }
-  // Stores the results that rows have themselves, given the states of whole rows.
+  // Stores the results of rows, given the states of whole rows.
   __device__ __forceinline__ void store_rows() const {
     if constexpr (Op::kRowResults > 0) {
       for (int row = threadIdx.x; row < kMatrices * kElements; row += kThreads) {
@@ -269,13 +269,13 @@ struct TileStates : TilePart<Mem, Plan> {
 
   // ---- results
 
-  // Writes the results. kGiven: by the states of whole rows in shared memory, or else by those of the thread, which is
-  // then alone with its rows.
-  template <bool kGiven>
+  // Writes the results. kFromShared: by the states of whole rows in shared memory, or else by those of the thread,
+  // which is then alone with its rows.
+  template <bool kFromShared>
   __device__ __forceinline__ void finish() const {
     Finished finished[kStates];
     typename Mem::Addend addend[kStates] = {};
-    finish_states<kGiven>(finished);
+    finish_states<kFromShared>(finished);
     if constexpr (Mem::kAddsAtLabel) {
       for_rows_of_thread([&](int s, int row) { addend[s] = this->mem.addend(begin_of(row)); });
     }
@@ -310,19 +310,19 @@ struct TileStates : TilePart<Mem, Plan> {
   }
 
  private:
-  // What a result is made with: from a term, or from an element.
+  // What makes a result of a term or, where terms do not fit, of an element.
   using Finished = typename Conditional<kTermsFit, typename Op::Scale, typename Op::Finished>::type;
 
-  template <bool kGiven>
+  template <bool kFromShared>
   __device__ __forceinline__ void finish_states(Finished (&finished)[kStates]) const {
-    const auto prepare = [&](int s, const State& state, const typename Mem::Place& begin) {
+    const auto prepare = [&](int s, const State& state, const typename Mem::Offsets& begin) {
       if constexpr (kTermsFit) {
         finished[s] = this->mem.term_scale(state, pivot[s], begin);
       } else {
         finished[s] = this->mem.finished(state, begin);
       }
     };
-    if constexpr (kGiven) {
+    if constexpr (kFromShared) {
       for_rows_of_thread([&](int s, int row) { prepare(s, whole(row), begin_of(row)); });
     } else {
 #pragma unroll
@@ -336,13 +336,13 @@ struct TileStates : TilePart<Mem, Plan> {
   }
   __device__ __forceinline__ void store(int nth, C (&result)[kWidth],
                                         const typename Mem::Addend (&addend)[kStates]) const {
-    const auto at = this->at(nth);
-    if (!at.stored) return;
+    const auto location = this->locate(nth);
+    if (!location.stored) return;
     const bool counts = Mem::mask_and_add(
-        result, this->unmasked(at), [&](int e) { return addend[e % kStates]; },
-        [&](int e) { return this->column(at, e); });
-    this->mem.store(this->mem.out() + at.element, at.element, result, counts, typename Part::Reader{*this, at},
-                    at.stored);
+        result, this->unmasked(location), [&](int e) { return addend[e % kStates]; },
+        [&](int e) { return this->column(location, e); });
+    this->mem.store(this->mem.out() + location.element, location.element, result, counts,
+                    typename Part::Reader{*this, location}, location.stored);
   }
 };
 

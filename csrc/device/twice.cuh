@@ -1,6 +1,5 @@
-// The schedule `twice`, for rows too long to hold: they are read twice, in pieces. A launch sums the pieces, another
-// puts their states together, and a third finishes the rows. Tiles of few lines, of which the states would take much
-// memory, are one block's each, piece after piece.
+// The schedule `twice`, for rows that are too long to hold: they are read twice, in pieces (geometry/twice.h). Of tiles
+// of few lines, whose states would take much memory, one block has all pieces.
 #pragma once
 
 #include "device/reduce.cuh"
@@ -10,7 +9,7 @@
 
 namespace jax_softmax::device {
 
-// ---- between the launches: a launch that may overlap the one before it (Launch::overlaps) waits for it here
+// ---- launches that overlap (Launch::overlaps)
 
 __device__ __forceinline__ void wait_for_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
@@ -24,9 +23,9 @@ __device__ __forceinline__ void let_next_kernel_start() {
 #endif
 }
 
-// The packs [begin, end) of a row, as a block goes over them.
+// The packs [begin, end) of a row, which a block reads.
 template <class Mem, class Plan>
-struct Stretch {
+struct PacksOfBlock {
   using Op = typename Mem::Op;
   using M = typename Mem::M;
   using C = typename Mem::C;
@@ -39,45 +38,46 @@ struct Stretch {
   const Row& row;
   const int64_t begin, end;
 
-  // Calls use(packs, places, bits, n) for kTogether of the thread's packs, whose loads are in flight together.
-  template <int kFirst, int kTogether, class Use>
-  __device__ __forceinline__ void for_packs(Use use) const {
+  // Calls body(packs, locations, bits) for kTogether of the thread's packs at a time, whose loads are in flight
+  // together.
+  template <int kFirst, int kTogether, class Body>
+  __device__ __forceinline__ void for_packs(Body body) const {
     for (int64_t turn = begin + threadIdx.x; turn < end; turn += static_cast<int64_t>(kTogether) * kThreads) {
       Pack raw[kTogether][kInputs];
-      typename Row::At at[kTogether];
+      typename Row::PackLocation location[kTogether];
       unsigned inside[kTogether];
 #pragma unroll
       for (int u = 0; u < kTogether; ++u) {
         const int64_t j = turn + u * kThreads;
-        at[u] = row.at(static_cast<int>(min(j, Row::kPacks - 1)));
-        inside[u] = j < end ? at[u].inside() : 0;
+        location[u] = row.locate(static_cast<int>(min(j, Row::kPacks - 1)));
+        inside[u] = j < end ? location[u].inside() : 0;
 #pragma unroll
         for (int k = 0; k < kInputs; ++k) {
           raw[u][k] = Mem::pad_pack(k);
-          if (k >= kFirst && inside[u]) raw[u][k] = Mem::load(mem.in(k) + at[u].place.element, inside[u]);
+          if (k >= kFirst && inside[u]) raw[u][k] = Mem::load(mem.in(k) + location[u].offsets.element, inside[u]);
         }
       }
-      use(raw, at, inside);
+      body(raw, location, inside);
     }
   }
 
-  // The state of the stretch, known to all threads of the block.
+  // The state of these packs, in all threads of the block.
   __device__ __forceinline__ StateOf<Op> state() const {
-    constexpr int kTogether = (Mem::kPlain ? 8 : 4) / (kInputs - Mem::kFirstSummed);  // as there are registers
+    constexpr int kTogether = (Mem::kIdentityLoad ? 8 : 4) / (kInputs - Mem::kFirstSummed);  // that registers hold
     StateOf<Op> state = identity<Op, M>();
-    for_packs<Mem::kFirstSummed, kTogether>([&](auto& raw, const auto& at, const auto& inside) {
+    for_packs<Mem::kFirstSummed, kTogether>([&](auto& raw, const auto& location, const auto& inside) {
       unsigned unmasked[kTogether];
       typename Mem::Cached cached[kTogether];
 #pragma unroll
       for (int u = 0; u < kTogether; ++u) {
-        unmasked[u] = mem.unmasked(at[u], inside[u]);
+        unmasked[u] = mem.unmasked(location[u], inside[u]);
         if (unmasked[u] != Mem::kAll && inside[u]) Mem::put_pads(raw[u], unmasked[u]);
-        mem.cache(cached[u], raw[u], at[u], unmasked[u]);
+        mem.cache(cached[u], raw[u], location[u], unmasked[u]);
       }
       if constexpr (Op::kHasPivot) {
         MaxOfPacks<Mem> largest;
 #pragma unroll
-        for (int u = 0; u < kTogether; ++u) largest.add(mem, cached[u], at[u], unmasked[u]);
+        for (int u = 0; u < kTogether; ++u) largest.add(mem, cached[u], location[u], unmasked[u]);
         const C pivot = M::max(state.pivot, largest.get());
         state.sum = rescaled(state.sum, Relative<M>(pivot), state.pivot);
         state.pivot = pivot;
@@ -86,7 +86,7 @@ struct Stretch {
 #pragma unroll
       for (int u = 0; u < kTogether; ++u) {
         typename Mem::Values values;
-        mem.values(values, cached[u], at[u], unmasked[u]);
+        mem.values(values, cached[u], location[u], unmasked[u]);
         typename Op::Sum part{};
 #pragma unroll
         for (int i = 0; i < kWidth; ++i) part += Op::term(terms, values[i]);
@@ -99,18 +99,19 @@ struct Stretch {
   __device__ __forceinline__ void finish(const StateOf<Op>& state) const {
     const auto finished = mem.finished(state, row.begin);
     const auto addend = mem.addend(row.begin);
-    for_packs<0, kFinished>([&](auto& raw, const auto& at, const auto& inside) {
+    for_packs<0, kFinished>([&](auto& raw, const auto& location, const auto& inside) {
 #pragma unroll
       for (int u = 0; u < kFinished; ++u) {
         if (!inside[u]) continue;
-        const unsigned unmasked = mem.unmasked(at[u], inside[u]);
+        const unsigned unmasked = mem.unmasked(location[u], inside[u]);
         typename Mem::Values values;
-        mem.values(values, raw[u], at[u], unmasked);
+        mem.values(values, raw[u], location[u], unmasked);
         C result[kWidth];
 #pragma unroll
         for (int i = 0; i < kWidth; ++i) result[i] = Op::finish(finished, values[i]);
-        const bool counts = Mem::mask_and_add(result, unmasked, addend, at[u].column());
-        mem.store(mem.out() + at[u].place.element, at[u].place.element, result, counts, at[u], inside[u]);
+        const bool counts = Mem::mask_and_add(result, unmasked, addend, location[u].column());
+        mem.store(mem.out() + location[u].offsets.element, location[u].offsets.element, result, counts, location[u],
+                  inside[u]);
       }
     });
   }
@@ -118,10 +119,10 @@ struct Stretch {
 
 template <class Op, class OperandsOfKernel>
 __device__ __forceinline__ StateOf<Op>* states_of(const OperandsOfKernel& operands) {
-  return reinterpret_cast<StateOf<Op>*>(operands.words);
+  return reinterpret_cast<StateOf<Op>*>(operands.scratch);
 }
 
-// ---- the launches, of rows
+// ---- the first and the last launch, of rows
 
 template <class Mem, class Plan>
 __device__ __forceinline__ void sum_pieces(const typename Mem::Operands& operands) {
@@ -131,8 +132,8 @@ __device__ __forceinline__ void sum_pieces(const typename Mem::Operands& operand
   using Row = RowPacks<Mem, Plan>;
   const Row row(index);
   const int64_t begin = piece * kPlan.share;
-  const Stretch<Mem, Plan> stretch{mem, row, begin, min(begin + kPlan.share, Row::kPacks)};
-  const auto state = stretch.state();
+  const PacksOfBlock<Mem, Plan> packs{mem, row, begin, min(begin + kPlan.share, Row::kPacks)};
+  const auto state = packs.state();
   if (threadIdx.x == 0) states_of<typename Mem::Op>(operands)[blockIdx.x] = state;
 }
 
@@ -144,13 +145,13 @@ __device__ __forceinline__ void finish_pieces(const typename Mem::Operands& oper
   const Mem mem{operands};
   const int64_t index = blockIdx.x / kParts, begin = (blockIdx.x - index * kParts) * kShare;
   const Row row(index);
-  const Stretch<Mem, Plan> stretch{mem, row, begin, min(begin + kShare, Row::kPacks)};
-  stretch.finish(states_of<typename Mem::Op>(operands)[index * Plan::kPlan.pieces]);
+  const PacksOfBlock<Mem, Plan> packs{mem, row, begin, min(begin + kShare, Row::kPacks)};
+  packs.finish(states_of<typename Mem::Op>(operands)[index * Plan::kPlan.pieces]);
 }
 
-// ---- the launches, of tiles
+// ---- of tiles
 
-// A plan of a tile: of the pieces that are summed, and of the smaller ones that are finished.
+// Tile plans: of the pieces that are summed, and of the smaller ones that results are computed by.
 template <class Plan_>
 struct Summed : Plan_ {
   static constexpr Tile kPlan = Plan_::kPlan.tile;
@@ -188,7 +189,7 @@ __device__ __forceinline__ void finish_tile_pieces(const typename Mem::Operands&
   part.template finish<true>();
 }
 
-// All by one block, piece after piece.
+// One block sums all pieces of a tile, and writes its results.
 template <class Mem, class Plan>
 __device__ __forceinline__ void whole_tiles(const typename Mem::Operands& operands) {
   using Part = TilePart<Mem, Summed<Plan>>;
@@ -212,7 +213,7 @@ __device__ __forceinline__ void whole_tiles(const typename Mem::Operands& operan
   }
 }
 
-// ---- between them: the states of each row's pieces are put together, in the place of the first piece's
+// ---- the launch between them: combines the states of each row's pieces into the state of the first piece
 
 template <class Mem, class Plan>
 __device__ __forceinline__ void combine_pieces(const typename Mem::Operands& operands) {
@@ -223,7 +224,7 @@ __device__ __forceinline__ void combine_pieces(const typename Mem::Operands& ope
   const auto store = [&](int64_t row, const StateOf<Op>& state) {
     mem.store_row(row, state, mem.label_element(Mem::begin_of(row)));
   };
-  // Some rows of a tile are another one's, or none at all.
+  // Some rows of a tile are another tile's, or beyond the line's end.
   const auto store_row = [&](int64_t tile, int row, const StateOf<Op>& state) {
     if constexpr (Op::kRowResults > 0 && kRows > 1) {
       using Part = TilePart<Mem, Summed<Plan>>;
@@ -236,7 +237,7 @@ __device__ __forceinline__ void combine_pieces(const typename Mem::Operands& ope
   };
   let_next_kernel_start();
   wait_for_previous_kernel();
-  // A warp to a row or, of several, a thread in each of a block's warps.
+  // A row is combined by a warp or, of tiles, by one lane of each warp of the block.
   constexpr int kWarps = Combining::kWarps, kLanes = kCombining.lanes_of_row();
   __shared__ StateOf<Op> part[kRows == 1 ? 1 : kWarps][32];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;

@@ -59,9 +59,10 @@ ffi::Error read_call(ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dict
   auto next = in.begin() + cost.inputs;
   buffers->in.assign(in.begin(), next);
   for (const SideOperand& side : call->sides) buffers->side.push_back(side.role == Role::kIndex ? nullptr : *next++);
-  const auto of_rows = out.begin() + call->out.size(), scratch = of_rows + (call->rows_given ? 0 : cost.row_results);
+  const auto of_rows = out.begin() + call->out.size(),
+             scratch = of_rows + (call->row_results_known ? 0 : cost.row_results);
   buffers->out.assign(out.begin(), of_rows);
-  buffers->of_rows.assign(of_rows, scratch);
+  buffers->row_results.assign(of_rows, scratch);
   if (scratch != out.end()) {
     buffers->scratch = *scratch;
     buffers->scratch_bytes = static_cast<int64_t>((*rets.get<ffi::AnyBuffer>(rets.size() - 1))->size_bytes());

@@ -15,7 +15,7 @@ inline constexpr int64_t kCallVersion = 2;
 
 struct CallBuffers {
   std::vector<const void*> in, side;  // null for an index
-  std::vector<void*> out, of_rows;
+  std::vector<void*> out, row_results;
   void* scratch = nullptr;  // null if there is none
   int64_t scratch_bytes = 0;
 };

@@ -43,14 +43,14 @@ ffi::Error run(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets
   if (ffi::Error error = read_call(args, rets, attributes, &call, &buffers); error.failure()) return error;
   const DType out = call.out.empty() ? call.in : call.out[0];
   const Cost& cost = cost_of(call.op);
-  const int given = call.rows_given ? cost.row_results : 0;
-  const size_t of_rows = given + cost.row_numbers + cost.labelled;  // come first among the sides
-  const bool fused = !call.load.empty() || !call.store.empty() || call.sides.size() > of_rows + call.masked();
+  const int known = call.row_results_known ? cost.row_results : 0;
+  const size_t row_operands = known + cost.row_numbers + cost.labelled;  // come first among the sides
+  const bool fused = !call.load.empty() || !call.store.empty() || call.sides.size() > row_operands + call.masked();
   if (!facts_of(call.op).on_cpu || fused || !cpu::makes(call.in, out)) {
     return ffi::Error::InvalidArgument("jax_softmax: " + describe(call) + ": there is no CPU kernel");
   }
   View view;
-  std::vector<Strides> strides;
+  std::vector<SideStrides> strides;
   std::vector<std::vector<int64_t>> masks;
   if (call.masked()) masks.push_back(call.sides.back().shape);
   if (const std::string message = make_view(call.shape, masks, call.axes, &view, &strides); !message.empty()) {
@@ -59,30 +59,30 @@ ffi::Error run(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets
   const int64_t elements = view.elements();
   if (elements == 0) return ffi::Error::Success();
 
-  cpu::Operands operands{};
-  std::copy(buffers.in.begin(), buffers.in.end(), operands.in);
-  std::copy_n(buffers.side.begin(), given, operands.given);
-  std::copy_n(buffers.side.begin() + given, cost.row_numbers, operands.numbers);
-  if (cost.labelled) operands.labels = static_cast<const int32_t*>(buffers.side[given + cost.row_numbers]);
+  cpu::Buffers pointers{};
+  std::copy(buffers.in.begin(), buffers.in.end(), pointers.in);
+  std::copy_n(buffers.side.begin(), known, pointers.known_row_results);
+  std::copy_n(buffers.side.begin() + known, cost.row_numbers, pointers.numbers);
+  if (cost.labelled) pointers.labels = static_cast<const int32_t*>(buffers.side[known + cost.row_numbers]);
   if (call.masked()) {
-    operands.mask = static_cast<const bool*>(buffers.side[of_rows]);
-    operands.mask_strides = strides[0];
+    pointers.mask = static_cast<const bool*>(buffers.side[row_operands]);
+    pointers.mask_strides = strides[0];
   }
   if (!buffers.out.empty()) {
-    operands.out = buffers.out[0];
-    advise_huge_pages(operands.out, elements * bytes_of(out));
+    pointers.out = buffers.out[0];
+    advise_huge_pages(pointers.out, elements * bytes_of(out));
   }
-  std::copy(buffers.of_rows.begin(), buffers.of_rows.end(), operands.of_rows);
+  std::copy(buffers.row_results.begin(), buffers.row_results.end(), pointers.row_results);
   const cpu::Variant& variant = cpu::variant();
   const int64_t threads = std::max<int64_t>(1, pool.num_threads());
-  const cpu::Work work = variant.work(call.op, call.in, out, view, operands, threads);
+  const cpu::Work work = variant.work(call.op, call.in, out, view, pointers, threads);
   const int64_t ranges = std::min({work.units, elements / kElementsPerTask, threads * kRangesPerThread});
   const std::unique_ptr<void, FreesScratch> scratch(
       work.scratch_bytes > 0 ? ::operator new(work.scratch_bytes, kScratchAlignment) : nullptr);
   for (int phase = 0; phase < (scratch ? 2 : 1); ++phase) {
-    const auto body = [&variant, op = call.op, in = call.in, out, view, operands, scratch = scratch.get(), phase](
+    const auto body = [&variant, op = call.op, in = call.in, out, view, pointers, scratch = scratch.get(), phase](
                           int64_t begin, int64_t end) {
-      variant.run(op, in, out, view, operands, scratch, phase == 1, begin, end);
+      variant.run(op, in, out, view, pointers, scratch, phase == 1, begin, end);
     };
     if (threads == 1 || ranges < 2) {
       body(0, work.units);

@@ -23,7 +23,7 @@ std::atomic<int> most_shared_memory{INT_MAX}, most_blocks{INT_MAX};
 // A call as it will be launched: known by everything that its plan is made of.
 struct Ready {
   struct Step {
-    const jit::Kernel* kernel;
+    const jit::LoadedKernel* kernel;
     Launch launch;
     int64_t rows;
   };
@@ -111,7 +111,7 @@ ffi::Error find_or_make(const Call& call, int ordinal, bool packs, const Ready**
     // Side by side: they wait for the slowest alone.
     for (const PlannedStep& step : planned->steps) jit::prepare(step.source, device.value.compute_capability);
     for (const PlannedStep& step : planned->steps) {
-      const jit::Result<const jit::Kernel*> kernel = jit::get(step.source, ordinal);
+      const jit::Result<const jit::LoadedKernel*> kernel = jit::get(step.source, ordinal);
       if (!kernel) return failed(call, kernel.error.message);
       made.steps.push_back({kernel.value, step.launch, step.rows});
     }
@@ -149,7 +149,7 @@ std::vector<uint64_t> operand_words(const CallBuffers& buffers, const void* scra
   add(buffers.in);
   add(buffers.side);
   add(buffers.out);
-  add(buffers.of_rows);
+  add(buffers.row_results);
   words.push_back(reinterpret_cast<uintptr_t>(scratch));
   words.push_back(static_cast<uint64_t>(rows));
   return words;
@@ -191,9 +191,9 @@ std::string problem_of(const Call& call, Problem* problem) {
       !message.empty()) {
     return message;
   }
-  if (call.rows_given) return "there is no CUDA kernel that is given the results of rows";
+  if (call.row_results_known) return "there is no CUDA kernel that is given the results of rows";
   problem->cost = cost_of(call.op);
-  if (lines_of(call.load).size() > static_cast<size_t>(problem->cost.inputs)) {
+  if (split_lines(call.load).size() > static_cast<size_t>(problem->cost.inputs)) {
     return "`load` has more lines than the operator has operands";
   }
   const auto read = std::count_if(call.sides.begin(), call.sides.end(), [](const SideOperand& side) {
@@ -209,7 +209,7 @@ std::string problem_of(const Call& call, Problem* problem) {
                                  [](const SideOperand& side) { return side.dtype == DType::kF64; });
   problem->masked = call.masked();
   problem->fused = !call.load.empty() || !call.store.empty();
-  problem->plain = call.load.empty();
+  problem->identity_load = call.load.empty();
   problem->packs = true;
   return {};
 }

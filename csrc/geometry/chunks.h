@@ -8,10 +8,10 @@ namespace jax_softmax {
 // A row in the shared memory of blocks, chunk by chunk.
 struct Chunks {
   int chunks;        // of a row
-  int share;         // packs of each operand in one
-  int team_threads;  // that have one
+  int share;         // packs of each operand in a chunk
+  int team_threads;  // threads that hold a chunk
   int teams;         // of a block
-  int cluster;       // blocks of a cluster, which has a row
+  int cluster;       // blocks of the cluster that holds a row
   int boundary;      // as of Registers
 
   template <class F>
@@ -24,14 +24,14 @@ struct Chunks {
 
 // The same chunks, passing through rings in the shared memory of blocks that stay.
 struct Ring {
-  int chunks;        // of a row
-  int share;         // packs of each operand in one
-  int team_threads;  // that have one
-  int stages;
-  int summers, writers;  // teams
-  int waiters;           // warps
-  int copies;            // chunks that are copied at once
-  int ticket;            // chunks that a block takes at once
+  int chunks;            // of a row
+  int share;             // packs of each operand in a chunk
+  int team_threads;      // threads that sum or write a chunk
+  int stages;            // of a block's ring: buffers for one chunk each
+  int summers, writers;  // teams that sum terms, and that write results
+  int waiters;           // warps that wait for the states of whole rows
+  int copies;            // chunks whose copies are in flight together
+  int ticket;            // chunks that a block takes at a time
   int boundary;          // as of Registers
 
   template <class F>
@@ -48,7 +48,7 @@ struct Ring {
   constexpr int threads() const { return 32 * (first_waiter() + waiters); }
 };
 
-// Of each chunk in shared memory, of all operands.
+// Packs of a chunk in shared memory, of all operands.
 template <class Plan>
 constexpr int64_t packs_of_chunk(const Plan& plan, const Footprint& footprint) {
   return static_cast<int64_t>(plan.share) * footprint.inputs;
@@ -60,7 +60,7 @@ constexpr int64_t shared_bytes_of(const Ring& plan, const Footprint& footprint) 
   return plan.stages * packs_of_chunk(plan, footprint) * kPackBytes;
 }
 
-// Memory for the states of the chunks of so many rows, in words of 8 bytes, but for the counter behind them.
+// Words of 8 bytes for the states of all chunks of `rows` rows; the ticket counter is the word after them.
 constexpr int64_t words_of(const Ring& plan, int64_t rows, const Footprint& footprint) {
   return rows * plan.chunks * (footprint.state_bytes / 8);
 }

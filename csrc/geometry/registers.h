@@ -9,7 +9,7 @@ struct Registers {
   int lanes;     // that share a row
   int packs;     // of each operand that a lane holds
   int threads;   // of a block
-  int boundary;  // bytes: a run's packs are counted from the multiple of so many that it begins at or after; 0: its own
+  int boundary;  // bytes: a run's first pack begins at the last multiple of this at or before the run; 0: with the run
 
   template <class F>
   constexpr void each(F f) const {

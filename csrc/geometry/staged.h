@@ -1,5 +1,5 @@
-// The schedule `staged`: short rows side by side in shared memory, where the rows of a block are one run of whole packs
-// for each operand.
+// The schedule `staged`: short rows side by side in shared memory. The rows of a block are contiguous: whole packs of
+// each operand.
 #pragma once
 
 #include "geometry/view.h"
@@ -9,10 +9,10 @@ namespace jax_softmax {
 struct Staged {
   int rows;     // of a block
   int lanes;    // that share a row
-  int held;     // elements that a lane has room for
+  int held;     // elements that a lane has registers for
   int threads;  // of a block
-  bool pairs;   // whether lanes have two elements at once
-  int spread;   // a power of 2: how many rows apart those lie that a warp has pairs of
+  bool pairs;   // whether a lane has two neighbouring 16-bit elements at a time
+  int spread;   // a power of 2: the rows that the teams of a warp read at a time are this many apart
 
   template <class F>
   constexpr void each(F f) const {
@@ -22,7 +22,7 @@ struct Staged {
 
 struct StagedGeometry {
   int64_t elements;       // of an operand in a block
-  bool in_place;          // whether results take the first operand's place
+  bool in_place;          // whether results overwrite the first operand
   int64_t results_begin;  // bytes, in shared memory
   int64_t shared_bytes;
 };

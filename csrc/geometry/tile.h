@@ -1,20 +1,21 @@
-// The geometry of a tile: neighbouring rows whose elements are not neighbours in memory.
+// The geometry of a tile: neighbouring rows whose elements are not contiguous.
 //
-// Memory is seen as lines. A line has the elements of one index of the reduced dimensions, each of another row; the
-// lines under one another that have the same rows are a matrix. A tile is the same part of each line of a matrix.
+// A line is the elements of one index of the reduced dimensions that are contiguous, each of another row. A matrix is
+// all lines of the same rows: the lines of one index of the outer batch dimensions. A tile is the same part of each
+// line of a matrix.
 //
-// An example: a view with kept, reduced and kept dimensions of extents 2, 8 and 40, packs of 4 elements, and tiles of
-// 16 elements of each line. So there are 2 matrices of 8 lines, and 3 tiles to a matrix. The first tile:
+// An example: a view with a batch, a reduced and a batch dimension of extents 2, 8 and 40, packs of 4 elements, and
+// tiles of 16 elements of each line. So there are 2 matrices of 8 lines, and 3 tiles to a matrix. The first tile:
 //
 // clang-format off
 //
 //             tile 0: 16 elements    tile 1                 tile 2: the rest
 //           +----+----+----+----+----------------------+-----------+
-//   line 0  | a0 | a1 | a2 | a3 |                      |           |   a0 ... a3: the packs of group a, a thread each
-//   line 1  | b0 | b1 | b2 | b3 |                      |           |   b0 ... b3: the packs of group b
+//   line 0  | a0 | a1 | a2 | a3 |                      |           |   a0 ... a3: the packs of team a, a thread each
+//   line 1  | b0 | b1 | b2 | b3 |                      |           |   b0 ... b3: the packs of team b
 //   line 2  | a0 | a1 | a2 | a3 |                      |           |
 //   line 3  | b0 | b1 | b2 | b3 |                      |           |   packs = 4
-//   line 4  | a0 | a1 | a2 | a3 |                      |           |   lines_at_once = 2, one for each group
+//   line 4  | a0 | a1 | a2 | a3 |                      |           |   lines_at_once = 2, one for each team
 //   line 5  | b0 | b1 | b2 | b3 |                      |           |   lines_of_thread = 4
 //   line 6  | a0 | a1 | a2 | a3 |                      |           |   threads of a matrix = 2 * 4
 //   line 7  | b0 | b1 | b2 | b3 |                      |           |
@@ -22,19 +23,19 @@
 //
 // clang-format on
 //
-// A row is a column of the drawing. Thread a1 has the second pack of lines 0, 2, 4 and 6, and a state (a running
+// A row goes from top to bottom. Thread a1 has the second pack of lines 0, 2, 4 and 6, and a state (a running
 // maximum and a sum) for each of the pack's 4 elements. The states of a1 and b1 are of the same rows, and are combined.
 //
-// Parts: if a tile has more lines than a block has room for, the blocks of a cluster have some of the lines each. A
-// tile that is read twice is cut in the same way, into pieces.
+// Parts: if a tile has more lines than a block has room for, each block of a cluster holds a part of the lines. A tile
+// that is read twice is cut in the same way: its parts are the pieces.
 //
-// Ragged lines: a line may begin in the middle of a pack. Lines that are `period` apart begin alike, and a thread has
-// only lines that do. The last packs of a tile reach into the next tile, so both tiles have states of those rows.
+// Ragged lines: a line may begin inside a pack. Lines `period` apart begin at the same offset in a pack, and all lines
+// of a thread do. The last packs of a tile reach into the next tile, so both tiles have states of those rows.
 //
-// Folded lines: if lines are short, `fold` lines of the view are one line of the tile, which is whole packs. A matrix
-// is then one run of memory, a tile is one matrix or several, and a row has several elements of a folded line.
+// Folded lines: `fold` short lines of the view are one line of the tile, of whole packs. A matrix is then contiguous, a
+// tile is one matrix or several, and a folded line has `fold` elements of each row.
 //
-// Spans: with several reduced dimensions, a matrix has one span of neighbouring lines for each index of the outer ones.
+// Spans: with several reduced dimensions, a matrix has a span of contiguous lines for each index of the outer ones.
 #pragma once
 
 #include "geometry/view.h"
@@ -43,13 +44,13 @@ namespace jax_softmax {
 
 struct Tile {
   int threads;          // of a block
-  int matrices;         // of a tile; if more than one, it has all of their rows
-  int elements;         // that a tile has of a line of the view
-  int fold;             // lines of the view to a line of the tile
+  int matrices;         // of a tile; if several, the tile has all of their rows
+  int elements;         // of a line of the view, in a tile
+  int fold;             // lines of the view in a line of the tile
   int packs;            // of a line of the tile
-  int lines_at_once;    // groups of threads that a matrix has, each with a line of its own
-  int lines_of_thread;  // lines that a thread has, one after the other
-  bool aligned;         // whether all lines, or folded runs of them, begin with whole packs
+  int lines_at_once;    // teams of a matrix, each with a line of its own
+  int lines_of_thread;  // lines of a team, one after the other
+  bool aligned;         // whether all lines or, folded, all spans begin with whole packs
   bool in_shared;       // whether shared memory holds the lines; if not, threads read them from global memory
 
   template <class F>
@@ -60,13 +61,13 @@ struct Tile {
   }
 };
 
-// How a view's memory looks as lines.
+// A view as lines.
 struct Lines {
   int64_t elements;    // of a line
-  int64_t neighbours;  // lines that are neighbours in memory: the innermost reduced extent
+  int64_t neighbours;  // contiguous lines: the innermost reduced extent
   int64_t spans;       // of a matrix: the product of the other reduced extents
   bool aligned;        // whether all lines begin with whole packs
-  int period;          // distance, in lines, of lines that begin at the same place of a pack
+  int period;          // in lines: the distance of lines that begin at the same offset in a pack
 
   constexpr int64_t run() const { return neighbours * elements; }  // elements of a span
 };
@@ -85,7 +86,7 @@ constexpr Lines lines_of(const View& view, const Footprint& footprint) {
   Lines lines{innermost.stride, innermost.extent, view.columns / innermost.extent, true, 1};
   bool aligned = lines.elements % width == 0;
   for (int i = 0; i < view.reduced.size; ++i) aligned &= view.reduced.dim[i].stride % width == 0;
-  for (int i = 0; i < view.outer_kept(); ++i) aligned &= view.kept.dim[i].stride % width == 0;
+  for (int i = 0; i < view.outer_batch(); ++i) aligned &= view.batch.dim[i].stride % width == 0;
   lines.aligned = aligned || !footprint.packs;  // or elements are accessed one by one
   if (!lines.aligned) lines.period = static_cast<int>(width / common_divisor(width, lines.elements));
   return lines;
@@ -94,44 +95,43 @@ constexpr Lines lines_of(const View& view, const Footprint& footprint) {
 // How many of the tile's lines a span has, rounded up to whole periods.
 constexpr int64_t lines_of_span(const Lines& lines, const Tile& tile, const Footprint& footprint) {
   if (tile.fold == 1) return round_up(lines.neighbours, lines.period);
-  const int64_t before =
-      tile.aligned ? 0 : footprint.width() - 1;  // most elements of its first pack that are another span's
+  // The most elements of the first pack that another span has.
+  const int64_t before = tile.aligned ? 0 : footprint.width() - 1;
   return ceil_div(lines.run() + before, static_cast<int64_t>(tile.packs) * footprint.width());
 }
 
-// What follows from a tile and a view. A state is the accumulator of a row, or of a part of one.
+// What follows from a tile and a view.
 struct TileGeometry {
   // Lines.
-  int64_t period;          // as of Lines, or 1 if folded
-  int64_t lines_of_span;   // rounded up to whole periods
-  int64_t lines_of_block;  // that a block has of its section
-  // A section is what is cut into blocks' parts: the lines of all spans or, if folded, those of one span.
+  int64_t period;         // as of Lines, or 1 if folded
+  int64_t lines_of_span;  // rounded up to whole periods
+  int64_t lines_of_block;
+  // A section is the lines that are cut into parts: those of all spans or, folded, of one span.
   int64_t parts_of_section;
   int64_t parts;          // of a tile: the blocks of a cluster, or the pieces of a tile that is read twice
-  int64_t tiles_of_line;  // tiles that have parts of the same line
-  int64_t reach;          // most elements of the next tile in the last packs of a line
-  int64_t rows;           // that a tile has states of, with those it reaches into
+  int64_t tiles_of_line;  // tiles that a line is cut into
+  int64_t reach;          // the most elements of the next tile in the last packs of a line
+  int64_t rows;           // that a tile has states of, those of `reach` included
   int64_t threads_of_matrix;
 
-  // States of threads. First the lanes of a warp combine theirs by shuffles, for `lines_summed` groups at a time. What
-  // they find is a set: a state for each element of a line of the tile. The sets are combined in shared memory.
-  bool line_in_pack;         // whether a pack is a folded line: its elements of one row then have one state
-  int64_t states_of_thread;  // one for each element of a pack, or for each row of the line in it
-  int64_t states_of_line;    // that a folded line has for a row
-  int64_t lines_summed;      // groups whose states shuffles combine
+  // States. First shuffles combine those of `lines_summed` teams in a warp, into a set: a state for each element of a
+  // line of the tile. Then the sets are combined in shared memory.
+  bool line_in_pack;         // whether a folded line is one pack: its elements of one row then share a state
+  int64_t states_of_thread;  // one for each element of a pack, or for each of its rows if line_in_pack
+  int64_t states_of_line;    // for one row, of a line of the tile
+  int64_t lines_summed;      // teams whose states shuffles combine
   int64_t sets;              // of a matrix
   int64_t states_of_set;
   int64_t states_of_row;  // in all sets of its matrix
   int64_t lanes_of_row;   // lanes that combine those
-  bool alone;             // whether a thread's states are those of whole rows, and only this thread needs them
+  bool alone;             // whether each thread has the states of whole rows, and no other thread needs them
 
-  // Shared memory, in this order: packs of lines; the sets, or later the states of all blocks of a cluster; the states
-  // of whole rows.
+  // Shared memory has, in this order: packs of lines; the sets, later overwritten by the states of all blocks of a
+  // cluster; the states of whole rows.
   int64_t packs_in_shared;
   int64_t states_before_rows;
   int64_t shared_bytes;
 
-  // Of a view with so many rows.
   int64_t matrices;          // of a tile
   int64_t elements_of_line;  // of the view
   constexpr int64_t tiles(int64_t view_rows) const {

@@ -8,7 +8,7 @@ namespace jax_softmax {
 inline constexpr int kMaxDims = 12;
 inline constexpr int kPackBytes = 16;  // what memory is read and written by
 
-// A canonical dimension: its extent, and how many elements apart its neighbours lie.
+// A canonical dimension. The stride is in elements.
 struct Dim {
   int64_t extent;
   int64_t stride;
@@ -27,29 +27,29 @@ struct Dims {
   constexpr const Dim& innermost() const { return dim[size - 1]; }
 };
 
-// Dimensions of extent 1 dropped, neighbours of the same role merged where all side operands allow it, kept and reduced
-// dimensions each listed from the outermost to the innermost. For a kernel the outermost kept extent and the rows are
-// 0, so that all batch sizes share it.
+// A shape and its reduced axes, in canonical form: dimensions of extent 1 dropped, neighbours of the same role merged
+// where all side operands allow it, batch and reduced dimensions each listed from the outermost to the innermost. For a
+// kernel the outermost batch extent and the rows are 0, so that all batch sizes share it.
 struct View {
-  Dims kept;
+  Dims batch;
   Dims reduced;
-  bool minor_reduced;  // whether the innermost dimension of all is a reduced one
-  int64_t rows;        // product of the kept extents
+  bool minor_reduced;  // whether the innermost dimension of the array is a reduced one
+  int64_t rows;        // product of the batch extents
   int64_t columns;     // product of the reduced extents: the length of a row
 
   constexpr int64_t elements() const { return rows * columns; }
   constexpr bool contiguous_rows() const { return minor_reduced && reduced.size == 1; }
-  // For one index of the reduced dimensions, the elements inside of all of them: neighbours, each of another row.
+  // The elements of a line (geometry/tile.h): those inside of all reduced dimensions.
   constexpr int64_t line() const { return reduced.innermost().stride; }
-  // Of the kept dimensions, those that are not inside of all reduced ones.
-  constexpr int outer_kept() const {
+  // How many batch dimensions are not inside of all reduced ones.
+  constexpr int outer_batch() const {
     int outer = 0;
-    while (outer < kept.size && (minor_reduced || kept.dim[outer].stride > line())) ++outer;
+    while (outer < batch.size && (minor_reduced || batch.dim[outer].stride > line())) ++outer;
     return outer;
   }
 };
 
-// What geometry knows of a call besides its view.
+// What counts depend on besides a call's view and its plan.
 struct Footprint {
   int in_bytes, out_bytes;  // of an element
   int inputs;               // operands of one shape
@@ -60,9 +60,9 @@ struct Footprint {
   constexpr int width() const { return kPackBytes / in_bytes; }  // elements of a pack
 };
 
-// How many elements apart a side operand's neighbours lie along the dimensions of a view: 0 where it is broadcast.
-struct Strides {
-  int64_t kept[kMaxDims];
+// A side operand's strides along the dimensions of a view, in elements: 0 where it is broadcast.
+struct SideStrides {
+  int64_t batch[kMaxDims];
   int64_t reduced[kMaxDims];
 };
 

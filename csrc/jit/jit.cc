@@ -16,7 +16,7 @@
 
 namespace jax_softmax::jit {
 
-class Kernel {
+class LoadedKernel {
  public:
   CUkernel handle = nullptr;
 };
@@ -45,14 +45,14 @@ struct Entry {
   bool made = false;
   Result<Nvrtc::Compiled> compiled = Nvrtc::Compiled();
 
-  Kernel kernel;                    // null until loaded
+  LoadedKernel kernel;              // null until loaded
   std::atomic<uint64_t> ready = 0;  // the devices, by ordinal, that may launch it
 };
 
 // Everything that is remembered. It is replaced whole, in a forked child because locks may be taken there by threads
 // that are no more and the parent's kernels are of no use, and is never destroyed, because threads may outlive main.
-struct State {
-  State(const Nvrtc& nvrtc, Cache cache) : nvrtc(nvrtc), hash(hash_of(nvrtc)), cache(std::move(cache)) {}
+struct Compiler {
+  Compiler(const Nvrtc& nvrtc, Cache cache) : nvrtc(nvrtc), hash(hash_of(nvrtc)), cache(std::move(cache)) {}
 
   const Nvrtc nvrtc;
   const Hash hash;
@@ -72,47 +72,47 @@ struct State {
   std::once_flag pruned;
 };
 
-std::atomic<State*> state = nullptr;
+std::atomic<Compiler*> current = nullptr;
 
 Error not_configured() { return {"the run-time compiler is not configured"}; }
 
 void in_forked_child() {
   compiling = new std::shared_mutex;
-  if (const State* s = state) state = new State(s->nvrtc, s->cache);
+  if (const Compiler* compiler = current) current = new Compiler(compiler->nvrtc, compiler->cache);
 }
 
-Result<Nvrtc::Compiled> read_or_compile(State& s, const Entry& entry) {
-  const Result<std::vector<std::string>> options = s.nvrtc.options(entry.compute_capability);
+Result<Nvrtc::Compiled> read_or_compile(Compiler& compiler, const Entry& entry) {
+  const Result<std::vector<std::string>> options = compiler.nvrtc.options(entry.compute_capability);
   if (!options) return options.error;
-  Hash hash = s.hash;
+  Hash hash = compiler.hash;
   for (const std::string& option : options.value) hash.add(option);
   const std::string key = hash.add(entry.source.code).hex();
-  if (std::string binary = s.cache.read(key); !binary.empty()) {
-    ++s.read;
+  if (std::string binary = compiler.cache.read(key); !binary.empty()) {
+    ++compiler.read;
     return Nvrtc::Compiled{binary, ""};
   }
   Result<Nvrtc::Compiled> compiled = [&] {
     const std::shared_lock under_way(*compiling.load());
-    return s.nvrtc.compile(entry.source, options.value);
+    return compiler.nvrtc.compile(entry.source, options.value);
   }();
   if (!compiled) return compiled;
-  ++s.compiled;
-  if (s.cache.write(key, compiled.value.binary)) {
-    ++s.written;
-    std::call_once(s.pruned, [&] { s.cache.prune(); });
+  ++compiler.compiled;
+  if (compiler.cache.write(key, compiled.value.binary)) {
+    ++compiler.written;
+    std::call_once(compiler.pruned, [&] { compiler.cache.prune(); });
   }
   return compiled;
 }
 
-Entry& entry_of(State& s, const Source& source, int compute_capability) {
+Entry& entry_of(Compiler& compiler, const Source& source, int compute_capability) {
   {
-    const std::shared_lock lock(s.mutex);
-    if (const auto map = s.entries.find(compute_capability); map != s.entries.end()) {
+    const std::shared_lock lock(compiler.mutex);
+    if (const auto map = compiler.entries.find(compute_capability); map != compiler.entries.end()) {
       if (const auto entry = map->second.find(source.code); entry != map->second.end()) return *entry->second;
     }
   }
-  const std::lock_guard lock(s.mutex);
-  std::unique_ptr<Entry>& entry = s.entries[compute_capability][source.code];
+  const std::lock_guard lock(compiler.mutex);
+  std::unique_ptr<Entry>& entry = compiler.entries[compute_capability][source.code];
   if (!entry) {
     entry = std::make_unique<Entry>();
     entry->source = source;
@@ -122,29 +122,29 @@ Entry& entry_of(State& s, const Source& source, int compute_capability) {
 }
 
 // Makes it, unless it is made. What is thrown (no memory, say) leaves it to the next one.
-const Result<Nvrtc::Compiled>& made(State& s, Entry& entry, const std::unique_lock<std::mutex>&) {
+const Result<Nvrtc::Compiled>& binary_of(Compiler& compiler, Entry& entry, const std::unique_lock<std::mutex>&) {
   entry.begun = true;
-  if (!entry.made) entry.compiled = read_or_compile(s, entry);
+  if (!entry.made) entry.compiled = read_or_compile(compiler, entry);
   entry.made = true;
   return entry.compiled;
 }
 
-void work(State& s) {
+void work(Compiler& compiler) {
   for (;;) {
     Entry* entry;
     {
-      const std::lock_guard lock(s.queue_mutex);
-      if (s.queue.empty()) {
-        --s.workers;
-        s.worker_ended.notify_all();
+      const std::lock_guard lock(compiler.queue_mutex);
+      if (compiler.queue.empty()) {
+        --compiler.workers;
+        compiler.worker_ended.notify_all();
         return;
       }
-      entry = s.queue.front();
-      s.queue.pop_front();
+      entry = compiler.queue.front();
+      compiler.queue.pop_front();
     }
     try {
       const std::unique_lock lock(entry->mutex, std::try_to_lock);
-      if (lock) made(s, *entry, lock);
+      if (lock) binary_of(compiler, *entry, lock);
     } catch (const std::exception&) {
       // Whoever needs the kernel makes it, and sees what is thrown.
     }
@@ -164,7 +164,7 @@ class Relaxed {
   int mode_ = CU_STREAM_CAPTURE_MODE_RELAXED;
 };
 
-Error load(const Driver& d, const std::string& binary, Kernel* kernel) {
+Error load(const Driver& d, const std::string& binary, LoadedKernel* kernel) {
   CUlibrary library;
   Error error = d.check(d.cuLibraryLoadData(&library, binary.data(), nullptr, nullptr, 0, nullptr, nullptr, 0),
                         "cuLibraryLoadData");
@@ -212,7 +212,7 @@ Error initialise() {
 Error configure(const std::string& nvrtc, const std::string& cache_folder, int64_t cache_bytes) {
   Result<Nvrtc> opened = Nvrtc::open(nvrtc);
   if (!opened) return opened.error;
-  state = new State(opened.value, Cache(cache_folder, cache_bytes));
+  current = new Compiler(opened.value, Cache(cache_folder, cache_bytes));
   static const int registered [[maybe_unused]] =
       pthread_atfork([] { compiling.load()->lock(); }, [] { compiling.load()->unlock(); }, in_forked_child);
   return {};
@@ -226,11 +226,11 @@ Result<int> device_count() {
 }
 
 Result<Device> device(int ordinal) {
-  State* s = state;
-  if (!s) return not_configured();
+  Compiler* compiler = current;
+  if (!compiler) return not_configured();
   {
-    const std::shared_lock lock(s->mutex);
-    if (const auto known = s->devices.find(ordinal); known != s->devices.end()) return known->second;
+    const std::shared_lock lock(compiler->mutex);
+    if (const auto known = compiler->devices.find(ordinal); known != compiler->devices.end()) return known->second;
   }
   if (Error error = initialise()) return error;
   const Driver& d = driver().value;
@@ -249,23 +249,23 @@ Result<Device> device(int ordinal) {
   // 8 blocks are what every chip with clusters can do, 16 what these can.
   device.largest_cluster = major < 9 ? 1 : major == 9 || device.compute_capability == 100 ? 16 : 8;
   if (error) return error;
-  const std::lock_guard lock(s->mutex);
-  s->devices[ordinal] = device;
+  const std::lock_guard lock(compiler->mutex);
+  compiler->devices[ordinal] = device;
   return device;
 }
 
 void prepare(const Source& source, int compute_capability) {
-  State* s = state;
-  if (!s) return;
-  Entry& entry = entry_of(*s, source, compute_capability);
+  Compiler* compiler = current;
+  if (!compiler) return;
+  Entry& entry = entry_of(*compiler, source, compute_capability);
   if (entry.begun.exchange(true)) return;
-  const std::lock_guard lock(s->queue_mutex);
-  if (s->stopped) return;
-  s->queue.push_back(&entry);
-  if (s->workers < std::max(1u, std::thread::hardware_concurrency())) {
+  const std::lock_guard lock(compiler->queue_mutex);
+  if (compiler->stopped) return;
+  compiler->queue.push_back(&entry);
+  if (compiler->workers < std::max(1u, std::thread::hardware_concurrency())) {
     try {
-      std::thread(work, std::ref(*s)).detach();
-      ++s->workers;
+      std::thread(work, std::ref(*compiler)).detach();
+      ++compiler->workers;
     } catch (const std::system_error&) {
       // No more threads: whoever needs the kernel makes it.
     }
@@ -273,33 +273,33 @@ void prepare(const Source& source, int compute_capability) {
 }
 
 void stop() {
-  if (State* s = state) {
-    std::unique_lock lock(s->queue_mutex);
-    s->stopped = true;
-    s->queue.clear();
-    s->worker_ended.wait(lock, [&] { return s->workers == 0; });
+  if (Compiler* compiler = current) {
+    std::unique_lock lock(compiler->queue_mutex);
+    compiler->stopped = true;
+    compiler->queue.clear();
+    compiler->worker_ended.wait(lock, [&] { return compiler->workers == 0; });
   }
   const std::unique_lock none_under_way(*compiling.load());
 }
 
 Result<Nvrtc::Compiled> compiled(const Source& source, int compute_capability) {
-  State* s = state;
-  if (!s) return not_configured();
-  Entry& entry = entry_of(*s, source, compute_capability);
-  return made(*s, entry, std::unique_lock(entry.mutex));
+  Compiler* compiler = current;
+  if (!compiler) return not_configured();
+  Entry& entry = entry_of(*compiler, source, compute_capability);
+  return binary_of(*compiler, entry, std::unique_lock(entry.mutex));
 }
 
-Result<const Kernel*> get(const Source& source, int ordinal) {
-  State* s = state;
-  if (!s) return not_configured();
+Result<const LoadedKernel*> get(const Source& source, int ordinal) {
+  Compiler* compiler = current;
+  if (!compiler) return not_configured();
   const Result<Device> device = jit::device(ordinal);
   if (!device) return device.error;
-  Entry& entry = entry_of(*s, source, device.value.compute_capability);
+  Entry& entry = entry_of(*compiler, source, device.value.compute_capability);
   const uint64_t bit = ordinal < 64 ? uint64_t{1} << ordinal : 0;
   if (entry.ready & bit) return &entry.kernel;
 
   const std::unique_lock lock(entry.mutex);
-  const Result<Nvrtc::Compiled>& compiled = made(*s, entry, lock);
+  const Result<Nvrtc::Compiled>& compiled = binary_of(*compiler, entry, lock);
   if (!compiled) return compiled.error;
   const Driver& d = driver().value;
   const Relaxed relaxed(d);
@@ -311,7 +311,7 @@ Result<const Kernel*> get(const Source& source, int ordinal) {
   return &entry.kernel;
 }
 
-Error launch(const Kernel& kernel, const Launch& launch, CUstream stream, const void* argument) {
+Error launch(const LoadedKernel& kernel, const Launch& launch, CUstream stream, const void* argument) {
   if (launch.blocks < 1 || launch.blocks > INT32_MAX) {
     return Error{"a launch of " + std::to_string(launch.blocks) + " blocks: from 1 to 2^31 - 1 are allowed"};
   }
@@ -352,16 +352,16 @@ Error launch(const Kernel& kernel, const Launch& launch, CUstream stream, const 
 }
 
 Result<Facts> facts() {
-  const State* s = state;
-  if (!s) return not_configured();
+  const Compiler* compiler = current;
+  if (!compiler) return not_configured();
   Facts facts;
-  facts.nvrtc_path = s->nvrtc.path();
-  facts.nvrtc_version = s->nvrtc.version();
-  facts.compiled = s->compiled;
-  facts.read = s->read;
-  facts.written = s->written;
-  facts.cache_folder = s->cache.folder();
-  facts.cache = s->cache.contents();
+  facts.nvrtc_path = compiler->nvrtc.path();
+  facts.nvrtc_version = compiler->nvrtc.version();
+  facts.compiled = compiler->compiled;
+  facts.read = compiler->read;
+  facts.written = compiler->written;
+  facts.cache_folder = compiler->cache.folder();
+  facts.cache = compiler->cache.contents();
   return facts;
 }
 

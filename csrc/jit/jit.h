@@ -30,11 +30,11 @@ void stop();
 Result<Nvrtc::Compiled> compiled(const Source& source, int compute_capability);
 
 // A kernel that is loaded on a device and may be launched there, also while a stream is captured. Never unloaded.
-class Kernel;
-Result<const Kernel*> get(const Source& source, int ordinal);
+class LoadedKernel;
+Result<const LoadedKernel*> get(const Source& source, int ordinal);
 
 // `argument` points at the kernel's only parameter, a struct passed by value.
-Error launch(const Kernel& kernel, const Launch& launch, CUstream stream, const void* argument);
+Error launch(const LoadedKernel& kernel, const Launch& launch, CUstream stream, const void* argument);
 
 // What happened since `configure`, and where.
 struct Facts {

@@ -1,4 +1,4 @@
-// How long rows are cut into chunks, the same for the schedules `chunks` and `ring`, and these schedules.
+// The schedules `chunks` and `ring`, and how both cut long rows into chunks.
 #include <algorithm>
 
 #include "plan/plan.h"
@@ -9,33 +9,33 @@ namespace {
 
 constexpr int kMostTeams = 4;                // in a block of the chunks schedule
 constexpr int kMostBlocks = 16;              // in a cluster
-constexpr int kFewChunks = 8;                // for each multiprocessor, in all rows: few
+constexpr int kFewChunks = 8;                // of all rows, for each multiprocessor: few
 constexpr int kSharedBytesBeside = 3 << 10;  // static shared memory of both schedules, rounded up
 
 struct Cut {
   int64_t chunks;    // of a row
-  int64_t share;     // packs of each operand in one
-  int team_threads;  // that have one
-  int boundary;
-  int64_t bytes;  // of all operands in a chunk
+  int64_t share;     // packs of each operand in a chunk
+  int team_threads;  // threads that have a chunk
+  int boundary;      // as of Registers
+  int64_t bytes;     // of all operands in a chunk
 };
 
-// A team has a chunk of a row, of up to 16 KB of all operands. Where it looks at the edges of rows, which need not
-// begin with a whole pack, fewer threads share the cost of that, and each may have a pack more; but they take longer.
+// A team has a chunk of up to 16 KB of all operands. Where rows have edges (packs with elements of other rows, or
+// masked ones), fewer threads share the cost of a look at them, and each may have a pack more; but they take longer.
 constexpr int team_threads(int inputs, bool edges) { return edges ? 128 / inputs : 128; }
 constexpr int thread_packs(int inputs, bool edges) { return edges ? 9 : 8 / inputs; }
 constexpr int room(int inputs, bool edges) { return team_threads(inputs, edges) * thread_packs(inputs, edges); }
 
-// Fewer chunks than multiprocessors, of a row that a small cluster can hold, leave room for one to a multiprocessor.
+// Where there are fewer chunks than multiprocessors, a block has one chunk, if a cluster of this size holds the row.
 constexpr int kSmallCluster = 8;
-// Chunks of one operand up to which a larger room is worth the edges' cost.
+// Chunks of a row of one operand up to which larger chunks are worth the cost of edges.
 constexpr int kManyChunks = 64;
-// The most chunks of a row that are exchanged.
+// Of a row.
 constexpr int kMostChunks = 8192;
 // Registers of a thread, so that a multiprocessor has room for three blocks of three teams, or four of two operands.
 int registers_of(const Problem& problem, bool edges) {
-  if (problem.view.reduced.size > 1 && edges) return 80;  // places of packs in many runs
-  if (!problem.plain) return 112;                         // values of packs, that an expression makes, instead of words
+  if (problem.view.reduced.size > 1 && edges) return 80;  // locations of packs in many runs
+  if (!problem.identity_load) return 112;                 // values of packs, that an expression makes, instead of words
   return problem.cost.inputs == 1 ? 56 : edges ? 80 : 40;
 }
 
@@ -47,14 +47,14 @@ std::optional<Cut> cut(const Problem& problem, const Device& device) {
   const Runs runs = runs_of(problem.view, boundary, footprint);
   const int inputs = problem.cost.inputs;
   const bool clusters = device.largest_cluster > 1;
-  bool edges = !runs.aligned() || problem.masked || !problem.plain;
+  bool edges = !runs.aligned() || problem.masked || !problem.identity_load;
   const int64_t chunks = ceil_div(runs.packs, room(inputs, false)),
                 with_more = ceil_div(runs.packs, room(inputs, true));
-  // A team has room for a pack more where it looks at edges, which is worth it if that makes fewer chunks, and not
-  // many: unless blocks of a cluster had all that they have room for.
+  // Larger chunks, at the cost of edges, are worth it if they are fewer, and not many; but not if full chunks without
+  // edges fit a cluster.
   const bool full = clusters && chunks <= kMostBlocks && runs.packs % room(inputs, false) == 0;
   edges = edges || (with_more < chunks && !full && with_more <= (inputs == 1 ? kManyChunks : kMostTeams));
-  // Equal shares of whole cache lines; for clusters of two operands, as many as fill their blocks' teams.
+  // Equal chunks of whole cache lines; of two operands in a cluster, as many as its blocks have teams.
   int64_t n = ceil_div(runs.packs, room(inputs, edges));
   if (inputs == 2 && n > kMostTeams) n = round_up(n, kMostTeams);
   Cut cut{};
@@ -72,13 +72,13 @@ std::optional<Cut> cut(const Problem& problem, const Device& device) {
 constexpr int kMostStages = 16;
 constexpr int kSummers = 3;  // teams that sum terms
 constexpr int kWriters = 2;  // teams that write results
-constexpr int kCopies = 4;   // chunks that are copied at once
-// A warp that waits for a stage must know that what was there before has been copied: it has waited for that itself, or
-// for something that was copied no sooner than kCopies later.
+constexpr int kCopies = 4;   // chunks whose copies are in flight together
+// A warp that waits for a stage's copy must know that the stage's previous copy has ended: the warp has waited for that
+// copy itself, or for one that began at least kCopies later.
 constexpr int kFewestStages = 6;
 static_assert(kFewestStages % kSummers == 0 && kFewestStages + 1 >= kSummers + kCopies);
-// Rows of more chunks are waited for by two warps, in turns: of an even number of stages, so that the same one waits
-// for all that passes through a stage.
+// Rows of more chunks than this are awaited by two warps in turns. The number of stages is then even, so that each
+// stage is one warp's.
 constexpr int kLongRow = 64;
 
 int64_t stages_of(const Cut& cut, const Device& device) {
@@ -87,10 +87,10 @@ int64_t stages_of(const Cut& cut, const Device& device) {
   return cut.chunks > kLongRow ? stages - stages % 2 : stages;
 }
 
-// Whether a ring on the device holds a row.
+// Whether the rings of all blocks together hold a row.
 bool fits_ring(const Cut& cut, const Problem& problem, const Device& device) {
   const int64_t stages = stages_of(cut, device);
-  // Rings that held no more than a row and a third would wait for one another.
+  // Rings that hold less than a row and a third wait for one another.
   return problem.packs && device.compute_capability >= 90 && stages >= kFewestStages &&
          cut.chunks <= stages * device.multiprocessors * 3 / 4 && problem.view.rows * cut.chunks < (1ll << 31);
 }
@@ -108,7 +108,7 @@ std::optional<Chunks> plan_chunks(const Problem& problem, const Device& device) 
   plan.share = static_cast<int>(cut->share);
   plan.team_threads = cut->team_threads;
   plan.boundary = cut->boundary;
-  // As many teams as chunks to a block, and blocks to a cluster; true if that holds a row.
+  // Gives each block up to `teams` chunks, and the row to one cluster of up to `most_blocks`; false if that is too few.
   const auto spread = [&](int64_t teams, int64_t most_blocks) {
     teams = std::min({teams, shared / cut->bytes, cut->chunks});
     if (teams == 0) return false;
@@ -122,8 +122,9 @@ std::optional<Chunks> plan_chunks(const Problem& problem, const Device& device) 
   if (clusters && spread_out && spread(1, std::min(kSmallCluster, device.largest_cluster))) return plan;
   if (spread(kMostTeams, 1)) return plan;
   if (clusters && spread(inputs == 1 ? 1 : kMostTeams, device.largest_cluster)) return plan;
-  // Rings copy run by run, which takes them long; and of few chunks in all a cluster is done before a ring is full.
-  // Rows that are many must be cut into the same chunks: by a ring.
+  // Rings are slow with rows of several runs, which they copy run by run; and of few chunks in all, a cluster is done
+  // before a ring is full. Then only rows that a ring can hold too: more rows, which a ring takes, have the same
+  // chunks.
   const bool few = problem.view.rows * cut->chunks <= int64_t{kFewChunks} * device.multiprocessors &&
                    fits_ring(*cut, problem, device);
   if (clusters && (few || problem.view.reduced.size > 1) &&
@@ -156,7 +157,7 @@ std::optional<Ring> plan_ring(const Problem& problem, const Device& device) {
   plan.writers = kWriters;
   plan.waiters = cut->chunks > kLongRow ? 2 : 1;
   plan.copies = kCopies;
-  // Two chunks are taken at once, with half the atomics; of few in all one, so that more multiprocessors have some.
+  // Two chunks a ticket halve the atomics; of few chunks in all one, so that more multiprocessors have some.
   plan.ticket = problem.view.rows * cut->chunks <= int64_t{kFewChunks} * device.multiprocessors ? 1 : 2;
   plan.boundary = cut->boundary;
   return plan;

@@ -6,8 +6,8 @@ namespace jax_softmax {
 
 namespace {
 
-// Memory for states may take one part in so many of the operand's bytes: a ratio, so that a row's plan does not depend
-// on how many rows there are.
+// Scratch memory may have at most 1/20 of the operand's bytes: a ratio, so that a row's plan does not depend on how
+// many rows there are.
 constexpr int kOperandOfScratch = 20;
 constexpr int64_t kMostElements = int64_t{1} << 56;  // far beyond any memory, so that sums of bytes fit 64 bits
 
@@ -33,7 +33,7 @@ std::optional<Plan> make_plan(const Problem& problem, const Device& device) {
   };
   if (auto plan = of(plan_staged(problem, device))) return plan;
   if (auto plan = of(plan_registers(problem, device))) return plan;
-  if (problem.cost.element_results) {  // or else there is no need to hold what has been read
+  if (problem.cost.element_results) {  // without them, nothing that has been read is needed again
     if (auto plan = of(plan_chunks(problem, device))) return plan;
     if (auto plan = of(plan_ring(problem, device))) return plan;
   }

@@ -1,8 +1,8 @@
-// Which kernel runs a view on a GPU: a plan is a small struct of its schedule. Plain C++: no device, no XLA.
+// Which kernels compute a call on a GPU. A plan is a struct of its schedule. Nothing here needs a device or XLA.
 //
-// Each schedule has a file here, with its thresholds, one in geometry/, with its struct and all that follows from it,
-// and one in device/, with its kernel, which has the struct as a constant. `each` names a struct's fields, in their
-// order, the same way for the generated source, for `explain` and for tests.
+// Each schedule has a file here, with its thresholds; one in geometry/, with its struct and the counts that follow from
+// it; and one in device/, with its kernel, which has the struct as a constant. A struct's `each` lists its fields for
+// the generated source, for `explain` and for tests.
 #pragma once
 
 #include <cstdint>
@@ -26,20 +26,21 @@ namespace jax_softmax {
 inline constexpr int kSectorBytes = 32;      // of the last cache: what memory is written by in the end
 inline constexpr int kCacheLineBytes = 128;  // of the last cache
 
-// And of a call.
+// What plans are made for, with a Device: a call.
 struct Problem {
   View view;
-  std::vector<Strides> sides;  // of the operands that broadcast
+  std::vector<SideStrides> sides;  // of the operands that broadcast
   Cost cost;
-  int in_bytes, out_bytes;  // of an element, and of its first result
-  bool float64;             // whether an array has it: there are no kernels, and XLA does it all
+  int in_bytes, out_bytes;  // of an element, and of its result in the first array of results
+  bool float64;             // whether an array has that dtype, which no kernel has
   bool masked;
-  bool fused;  // whether there are expressions
-  bool plain;  // whether memory can hold pads, and be compared as it is: loaded as it is
-  bool packs;  // whether all operands begin with a whole pack
+  bool fused;          // whether there are expressions
+  bool identity_load;  // whether `load` is empty: elements can be compared, and pads put among them, as they are in
+                       // memory
+  bool packs;          // whether all operands begin with a whole pack
 
   int width() const { return kPackBytes / in_bytes; }  // elements of a pack
-  // Of a pivot and sums in float32, in whole words of 64 bits: see ops.h.
+  // A pivot and sums in float32, in whole words of 64 bits.
   int state_bytes() const { return (4 * (1 + cost.sums) + 7) / 8 * 8; }
   Footprint footprint() const {
     return {in_bytes, out_bytes, cost.inputs, state_bytes(), packs, cost.row_results > 0 || cost.row_numbers > 0};
@@ -50,14 +51,14 @@ using Plan = std::variant<Registers, Staged, Chunks, Ring, Tile, Twice, TwiceTil
 // In the order of Plan: schedules, and the headers of their kernels in device/.
 inline constexpr const char* kScheduleNames[] = {"registers", "staged", "chunks", "ring", "tile", "twice", "twice"};
 
-// The fastest plan that fits, or none where a view is beyond all of them. Which elements are added up in which order
-// depends on the row alone, never on how many rows there are.
+// The fastest plan that fits, or none. The order in which a row's elements are added up does not depend on how many
+// rows there are.
 std::optional<Plan> make_plan(const Problem& problem, const Device& device);
 
-// Bytes of memory that the plan needs for blocks to exchange states through.
+// Bytes of device memory in which the plan's blocks exchange states.
 int64_t scratch_bytes(const Plan& plan, const Problem& problem);
 
-// ---- each schedule's own: the plan, if it fits
+// ---- for each schedule: the plan, if it fits
 
 std::optional<Registers> plan_registers(const Problem& problem, const Device& device);
 std::optional<Staged> plan_staged(const Problem& problem, const Device& device);
@@ -70,9 +71,9 @@ std::optional<TwiceTile> plan_twice_tile(const Problem& problem, bool one_block)
 Launch launch_of(const Chunks& plan, const Problem& problem);
 Launch launch_of(const Tile& plan, const Problem& problem, const Device& device);
 
-// A kernel and its launch; a plan is one or more of them, in order.
+// A kernel and its launch. A plan has one step or more, in order.
 struct Step {
-  const char* function;  // of device/
+  const char* function;  // in device/
   Launch launch;
   int64_t rows;  // Operands::rows
 };

@@ -9,20 +9,21 @@ namespace {
 struct LanesAndPacks {
   int lanes, packs;
 };
-// Several packs a lane, so that enough is under way where not all lanes have one.
+// Where rows need no look at their edges. Several packs a lane keep enough loads in flight where some lanes have none.
 constexpr LanesAndPacks kSpread[] = {{1, 1},  {2, 1},  {4, 1},  {4, 2},  {4, 3},  {8, 2},  {8, 3}, {16, 2},
                                      {16, 3}, {32, 2}, {32, 3}, {32, 4}, {32, 5}, {32, 6}, {32, 8}};
-// Rows that need a look at their edges had better have several packs a lane, to share the cost of it.
+// Where they do. Several packs a lane share the cost of the look.
 constexpr LanesAndPacks kSharing[] = {{1, 1},  {2, 1},  {4, 1},  {4, 2},  {8, 2},  {8, 3},  {16, 2}, {16, 3},
                                       {32, 2}, {16, 5}, {32, 3}, {32, 4}, {32, 5}, {32, 6}, {32, 8}};
 // The most packs that a warp, and a block, hold in registers without a spill.
 constexpr int kWarpPacks = 8 * 32;
 constexpr int kBlockPacks = 4 * 256;
 constexpr int kLongBlockPacks = 8 * 256;  // where there are no edges and no mask
-// Threads of a block whose lanes share rows, and the packs of all operands that several warps of them have.
+// Of a block of several rows: its threads and, of more than one warp, the packs of all operands.
 constexpr int kLanesThreads = 128;
 constexpr int kLanesBlockPacks = 256;
-// Of a row of several runs, so that neighbouring rows, which lie side by side, are in the same warp.
+// Packs of a lane, of a row of several runs: few lanes a row, so that a warp has neighbouring rows, whose runs are side
+// by side.
 constexpr int kGatheredPacks = 8;
 
 Registers in_lanes(const Problem& problem, int boundary, const Runs& runs) {
@@ -41,7 +42,7 @@ Registers in_lanes(const Problem& problem, int boundary, const Runs& runs) {
     }
     plan.packs = static_cast<int>(ceil_div(runs.packs, plan.lanes));
   }
-  // Rows that are read alone are soon done with: more of them to a warp, so that enough is under way.
+  // Rows without results of elements take little time: more rows a warp keep enough loads in flight.
   if (!problem.cost.element_results && problem.cost.inputs == 1 && plan.packs <= 2 && plan.lanes > 2) {
     plan.lanes /= 2;
     plan.packs *= 2;
@@ -61,13 +62,14 @@ std::optional<Registers> plan_registers(const Problem& problem, const Device& de
   const Runs short_runs = runs_of(view, of_packs, footprint);
   if (short_runs.packs <= kWarpPacks) return in_lanes(problem, of_packs, short_runs);
 
-  // Packs of long rows are counted from the start of a cache line: warps that share none are faster.
+  // The packs of long rows begin with a cache line: warps that share no cache line are faster.
   const int boundary = boundary_of(view, kCacheLineBytes, footprint);
   const Runs runs = runs_of(view, boundary, footprint);
-  const bool plain = runs.aligned() && !problem.masked && problem.plain, clusters = device.largest_cluster > 1;
-  // 8 packs of 16 bits that may belong to the row or not take many registers: shared memory is better, where there is
-  // much of it.
-  const bool lengthens = plain && (problem.in_bytes > 2 || runs.packs % (8 * 32) == 0 || !clusters);
+  const bool no_edges = runs.aligned() && !problem.masked && problem.identity_load,
+             clusters = device.largest_cluster > 1;
+  // 8 packs of 16-bit elements, with a check of whether the row has each of them, take many registers: shared memory is
+  // better where there is much of it.
+  const bool lengthens = no_edges && (problem.in_bytes > 2 || runs.packs % (8 * 32) == 0 || !clusters);
   if (runs.packs > (lengthens ? kLongBlockPacks : kBlockPacks)) return {};
   Registers plan{};
   plan.boundary = boundary;

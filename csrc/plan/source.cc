@@ -48,13 +48,12 @@ std::string braced(const Dims& dims) {
   return text + "}}";
 }
 
-// The view and the side operands' strides along it. The outermost kept extent stays out of it, so that batch sizes
-// share a kernel.
+// The view, without its outermost batch extent and its rows, so that calls that differ in these share a kernel.
 std::string view_of(const Problem& problem) {
   View view = problem.view;
   const bool wide = view.elements() >= 1ll << 31;
-  if (view.kept.size > 0) view.kept.dim[0].extent = 0;
-  return "struct View {\n  static constexpr jax_softmax::View kView = {" + braced(view.kept) + ", " +
+  if (view.batch.size > 0) view.batch.dim[0].extent = 0;
+  return "struct View {\n  static constexpr jax_softmax::View kView = {" + braced(view.batch) + ", " +
          braced(view.reduced) + ", " + (view.minor_reduced ? "true" : "false") + ", 0, " + number(view.columns) +
          "};\n" + constant("kWide", wide) + "};\n\n";
 }
@@ -79,13 +78,13 @@ std::string sides_of(const Problem& problem, const Call& call) {
     dtypes.push_back(call.sides[s].dtype);
     roles += (s ? ", Role::" : "Role::") + std::string(kRoles[static_cast<int>(call.sides[s].role)]);
     bytes += (s ? ", " : "") + number(bytes_of(call.sides[s].dtype));
-    strides += (s ? ", {" : "{") + braced(problem.sides[s].kept, problem.view.kept.size) + ", " +
+    strides += (s ? ", {" : "{") + braced(problem.sides[s].batch, problem.view.batch.size) + ", " +
                braced(problem.sides[s].reduced, problem.view.reduced.size) + "}";
   }
   if (dtypes.empty()) roles = "Role::kArray", strides = "{}", bytes = "0";  // there are no empty arrays
   return "struct Sides {\n" + constant("kCount", static_cast<int>(dtypes.size())) +
-         "  static constexpr Role kRoles[] = {" + roles + "};\n  static constexpr Strides kStrides[] = {" + strides +
-         "};\n  static constexpr int kBytes[] = {" + bytes + "};\n" + types(dtypes) + "};\n\n";
+         "  static constexpr Role kRoles[] = {" + roles + "};\n  static constexpr SideStrides kStrides[] = {" +
+         strides + "};\n  static constexpr int kBytes[] = {" + bytes + "};\n" + types(dtypes) + "};\n\n";
 }
 
 // Whether the text has the word, not as a part of another one.
@@ -98,7 +97,7 @@ bool has_word(const std::string& text, const std::string& word) {
   return false;
 }
 
-// Which of the arrays and indices the expressions read, as bits, and declarations of those values.
+// The arrays and indices that expressions read, as bits, and the declarations of their values.
 struct SidesRead {
   unsigned bits = 0;
   std::string values;
@@ -118,10 +117,10 @@ SidesRead sides_read(const Call& call, const std::string& expressions) {
   return read;
 }
 
-// What is done to an element's values before the operator.
+// The struct of the expressions before the operator.
 std::string load_of(const Call& call) {
   const SidesRead read = sides_read(call, call.load);
-  const std::vector<std::string> lines = lines_of(call.load);
+  const std::vector<std::string> lines = split_lines(call.load);
   std::string given, set;
   for (int k = 0; k < cost_of(call.op).inputs; ++k) {
     const std::string i = std::to_string(k);
@@ -135,10 +134,10 @@ std::string load_of(const Call& call) {
          read.values + given + set + "  }\n};\n\n";
 }
 
-// And to its result after it.
+// And of those after it.
 std::string store_of(const Call& call) {
   const SidesRead read = sides_read(call, call.store);
-  const std::vector<std::string> lines = lines_of(call.store);
+  const std::vector<std::string> lines = split_lines(call.store);
   std::string results;
   for (size_t k = 0; k < lines.size(); ++k) {
     results += (k ? " else if constexpr (k == " : "    if constexpr (k == ") + std::to_string(k) +
@@ -168,7 +167,7 @@ std::string source_of(const Plan& plan, const Step& step, const Problem& problem
            ")\n    kernel(const __grid_constant__ " + operands +
            " operands) {\n  using namespace jax_softmax::device;\n  " + body + "\n}\n";
   };
-  if (function == "clear_words") return head + kernel("clear_words(operands.words, operands.rows);");
+  if (function == "clear_words") return head + kernel("clear_words(operands.scratch, operands.rows);");
 
   const DType out = call.out.empty() ? call.in : call.out[0];
   DType widest = call.in;

@@ -9,16 +9,16 @@ namespace {
 
 constexpr int kColumns = 512;               // of the longest row
 constexpr int kThreads = 128;               // of a block
-constexpr int kSlabBytes = 17 << 9;         // of one operand: 8 KB, or a little more
+constexpr int kSlabBytes = 17 << 9;         // of a block's rows of one operand: 8 KB, or a little more
 constexpr int kSlabBytesAtMost = 12 << 10;  // where fewer threads help
-// Of all operands, where lanes have pairs of elements, in two turns or more; twice that if it takes logarithms.
+// Of a block's rows of all operands, where lanes have pairs of elements; twice that if results take logarithms.
 constexpr int kPairsSlabBytes = 25 << 9;
-// Of a block's shared memory: whole sectors of results that have fewer bytes than operands would take more.
+// Of a block's shared memory. Results of fewer bytes than the operands' would take more, for whole sectors of them.
 constexpr int64_t kMostSharedBytes = 48 << 10;
-constexpr int kFewColumns = 34;  // that one or two lanes have
+constexpr int kFewColumns = 34;  // of a row of one lane or two
 
-// How many turns shared memory takes to serve a warp that reads a pair of 16-bit elements in each of the lanes that
-// share a row, of rows so many apart.
+// In how many turns shared memory serves a warp in which each lane reads a pair of 16-bit elements: `lanes` lanes share
+// a row, and the warp's rows are `apart` apart.
 int bank_turns(int64_t columns, int lanes, int apart) {
   constexpr int kBanks = 32;
   int64_t word[kBanks][32];
@@ -32,7 +32,7 @@ int bank_turns(int64_t columns, int lanes, int apart) {
   return turns;
 }
 
-// A power of 2: how many rows apart those are to be of whose pairs a warp reads, for the fewest turns.
+// The Staged::spread of the fewest turns.
 int spread_of(int64_t columns, int lanes, int rows) {
   const int teams = 32 / lanes;
   int best = 1, least = bank_turns(columns, lanes, 1);
@@ -54,10 +54,10 @@ std::optional<Staged> plan_staged(const Problem& problem, const Device&) {
 
   Staged plan{};
   plan.threads = kThreads;
-  plan.pairs = bytes == 2 && problem.out_bytes == 2 && !problem.masked && problem.plain && !problem.fused &&
+  plan.pairs = bytes == 2 && problem.out_bytes == 2 && !problem.masked && problem.identity_load && !problem.fused &&
                columns > kFewColumns && problem.cost.row_results == 0;
-  // Lanes so that each has few elements in registers.
-  const int in_pairs = columns / 2 * 2;  // an element that is left has room of its own
+  // As many lanes as leave each few elements in registers.
+  const int in_pairs = columns / 2 * 2;  // an odd last element has a register of its own
   if (plan.pairs) {
     const int most = in_pairs <= 64 || inputs == 2 ? 16 : 32;
     for (plan.lanes = 4; plan.lanes * most < in_pairs;) plan.lanes *= 2;
@@ -72,8 +72,8 @@ std::optional<Staged> plan_staged(const Problem& problem, const Device&) {
     plan.held = static_cast<int>(ceil_div(columns, plan.lanes));
   }
   const int64_t row_bytes = static_cast<int64_t>(columns) * std::max(bytes, problem.out_bytes);
-  // Whole turns of the block, two at the least if several lanes have a row, and whole sectors: halves of one, written
-  // by two blocks, are written twice.
+  // Whole turns of the block's lanes, at least two if several lanes have a row; and whole sectors, since a sector that
+  // two blocks write halves of is written twice.
   const int whole = std::max(kPackBytes / bytes, kSectorBytes / problem.out_bytes), turns = plan.lanes > 2 ? 2 : 1;
   const auto unit = [&] { return std::max(whole, plan.threads / plan.lanes); };
   const auto units = [&] { return unit() < turns * plan.threads / plan.lanes ? 2 : 1; };

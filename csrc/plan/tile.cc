@@ -9,29 +9,28 @@ namespace {
 
 constexpr int kThreads = 256;    // of a block, or a few fewer
 constexpr int kMostBlocks = 16;  // of a cluster
-// That a multiprocessor has room for in registers; fewer if there are many sums.
+// Threads that a multiprocessor must have registers for; fewer if a row has many sums.
 constexpr int kThreadsAtOnce = 768, kFewerThreadsAtOnce = 512;
-constexpr int kStaticBytes = 1 << 10;      // static shared memory, and what the system keeps of a block's
-constexpr int64_t kMostNumbers = 1 << 30;  // that are counted in 32 bits
-// Of a line, where lines begin with whole packs: a cache line. Where they begin anywhere, twice that, since the blocks
-// of neighbouring tiles both read the packs at their border.
+constexpr int kStaticBytes = 1 << 10;      // of a block: its static shared memory and what the system reserves
+constexpr int64_t kMostNumbers = 1 << 30;  // elements that are counted in 32 bits
+// Packs of a line of a tile: a cache line. Where lines are ragged, two, since the blocks of neighbouring tiles both
+// read the packs at their border.
 constexpr int kTilePacks = 8, kRaggedTilePacks = 16;
-// Lines of a thread, of all operands, up to which it has all there are, or about that many if they are folded: to
-// combine the states of threads takes as long as some lines.
+// Lines of a thread, of all operands: combining the states of several threads takes as long as some lines. Up to the
+// first number a thread has all lines; folded lines are shared out so that a thread has about the second number.
 constexpr int64_t kLinesOfThread = 16, kFoldedLinesOfThread = 8;
-constexpr int kStatesBytes = 8 << 10;  // of shared memory that is left for them
-// Folded lines are shared out to several threads only if these have so many packs that are neighbours.
+constexpr int kStatesBytes = 8 << 10;  // of shared memory that lines leave for states
+// Teams have at least so many neighbouring packs together, if a matrix has them.
 constexpr int kNeighbours = 4;
-// That the blocks of a cluster may write into the shared memory of each to exchange states.
+// The most bytes of states that the blocks of a cluster write into the shared memory of each.
 constexpr int64_t kExchangedBytes = 24 << 10;
-// The pieces of a tile that is read twice: packs of a line, lines of a thread of all operands, and the most pieces
-// whose states are combined.
+// Of the pieces of a tile that is read twice: packs of a line, lines of a thread of all operands, pieces of a tile.
 constexpr int kPiecePacks = 32;
 constexpr int64_t kPieceLinesOfThread = 32;
 constexpr int64_t kMostPieces = 512;
-constexpr int kFinished = 4;  // lines of a thread that finishes, of all operands
+constexpr int kFinished = 4;  // lines of a thread that computes results, of all operands
 
-// A problem, with what its memory looks like as lines.
+// A problem, with its view as lines.
 struct TileProblem {
   explicit TileProblem(const Problem& problem)
       : problem(problem), footprint(problem.footprint()), lines(lines_of(problem.view, footprint)) {}
@@ -43,7 +42,7 @@ struct TileProblem {
   TileGeometry geometry(const Tile& tile) const { return geometry_of(problem.view, tile, footprint); }
 };
 
-// Shares out the lines to so many blocks; false if there is no room for that.
+// Shares out the lines to so many blocks; false if they do not fit into `room` bytes of shared memory.
 bool share_out(Tile* tile, const TileProblem& problem, int64_t blocks, int64_t room) {
   const int64_t lines = problem.lines_of_span(*tile) * (tile->fold > 1 ? 1 : problem.lines.spans);
   const int64_t lines_of_thread = ceil_div(ceil_div(lines, blocks), tile->lines_at_once);
@@ -52,7 +51,7 @@ bool share_out(Tile* tile, const TileProblem& problem, int64_t blocks, int64_t r
   return problem.geometry(*tile).shared_bytes <= room;
 }
 
-// As few blocks as have room, or false.
+// Shares out the lines to as few blocks as have room; false if that takes too many.
 bool in_blocks(Tile* tile, const TileProblem& problem, int64_t most_blocks, int64_t room) {
   for (int64_t blocks = 1; blocks <= most_blocks; ++blocks) {
     if (share_out(tile, problem, blocks, room)) {
@@ -63,7 +62,7 @@ bool in_blocks(Tile* tile, const TileProblem& problem, int64_t most_blocks, int6
   return false;
 }
 
-// All of a matrix, lines being folded to whole packs; nothing if that takes too many threads.
+// A tile of folded lines: a matrix or several; nothing if a folded line has more packs than a block has threads.
 std::optional<Tile> folded(const TileProblem& problem) {
   const Lines& lines = problem.lines;
   const int width = problem.footprint.width(), inputs = problem.footprint.inputs;
@@ -75,9 +74,8 @@ std::optional<Tile> folded(const TileProblem& problem) {
   tile.matrices = 1;
   tile.in_shared = true;
   tile.aligned = lines.run() % width == 0 || !problem.footprint.packs;
-  // As many lines at once as leave a thread some, and then matrices.
+  // As many teams as leave each some lines, and then as many matrices as there are threads for.
   const int64_t all = problem.lines_of_span(tile);
-  // As neighbouring threads read neighbouring packs, some of them at least.
   const int64_t fewest = std::min<int64_t>(all, ceil_div(kNeighbours, tile.packs));
   int64_t at_once = std::clamp<int64_t>(ceil_div(all * inputs, kFoldedLinesOfThread), fewest, kThreads / tile.packs);
   if (power_of_2(tile.packs)) at_once = std::min<int64_t>(next_power_of_2(at_once), kThreads / tile.packs);
@@ -88,8 +86,8 @@ std::optional<Tile> folded(const TileProblem& problem) {
   return tile;
 }
 
-// A part of each line, of so many packs, for threads that have no more lines of all operands than so many if that can
-// be.
+// A tile of `packs` packs of each line, and of more if lines are few. Threads have at most `lines_of_thread` lines of
+// all operands, if possible.
 Tile parts_of_lines(const TileProblem& problem, int packs, int64_t lines_of_thread) {
   const Lines& lines = problem.lines;
   const int width = problem.footprint.width(), inputs = problem.footprint.inputs;
@@ -97,9 +95,9 @@ Tile parts_of_lines(const TileProblem& problem, int packs, int64_t lines_of_thre
   tile.matrices = tile.fold = 1;
   tile.in_shared = true;
   tile.aligned = lines.aligned;
-  // Packs that a line takes more if it begins anywhere, and the tile has what its last packs reach into.
+  // Packs more that a ragged line takes, at its beginning and for the elements that its last pack reaches into.
   const int beyond = lines.aligned ? 0 : 2;
-  // Of few lines, wider parts, so that all threads have some.
+  // Of few lines more packs each, so that all threads have some.
   const int64_t all = lines.spans * round_up(lines.neighbours, lines.period);
   const int64_t fewest = round_up(ceil_div(all * inputs, lines_of_thread), lines.period);
   int64_t at_once = std::min(std::max<int64_t>(kThreads / packs / lines.period, 1) * lines.period, fewest);
@@ -108,7 +106,7 @@ Tile parts_of_lines(const TileProblem& problem, int packs, int64_t lines_of_thre
     at_once = 1;
     packs = static_cast<int>(std::min<int64_t>(kThreads, kThreads * lines_of_thread / (all * inputs)));
   }
-  // Equal parts.
+  // Tiles of equal size.
   const int64_t most = static_cast<int64_t>(packs - beyond) * width;
   tile.elements = static_cast<int>(lines.elements <= most
                                        ? lines.elements
@@ -133,7 +131,7 @@ std::optional<Tile> plan_tile(const Problem& problem, const Device& device) {
   const bool narrow = lines.elements < kTilePacks * problem.width();
   const int most_blocks = std::min(kMostBlocks, device.largest_cluster);
   const auto room = [&](int resident) { return device.shared_memory_per_block / resident - kStaticBytes; };
-  // Three blocks to a multiprocessor, so that some copy while others compute; or two.
+  // Three blocks a multiprocessor, so that some copy while others compute; or two.
   if ((narrow || !lines.aligned) && lines.spans == 1) {
     if (std::optional<Tile> tile = folded(tile_problem)) {
       for (const int blocks : {1, most_blocks}) {
@@ -143,10 +141,10 @@ std::optional<Tile> plan_tile(const Problem& problem, const Device& device) {
       }
     }
   }
-  // Then narrower parts.
+  // Then narrower tiles.
   const int packs = lines.aligned ? kTilePacks : kRaggedTilePacks;
   for (const int narrower : {1, 2, 4}) {
-    if (narrower > 1 && !lines.aligned) break;  // most of what they read would be read by two
+    if (narrower > 1 && !lines.aligned) break;  // two tiles would read most packs
     for (const int resident : {3, 2}) {
       const int64_t lines_of_thread =
           std::clamp<int64_t>((room(resident) - kStatesBytes) / (kThreads * kPackBytes), 1, kLinesOfThread);
@@ -164,20 +162,20 @@ std::optional<TwiceTile> plan_twice_tile(const Problem& problem, bool one_block)
   TwiceTile plan{};
   plan.one_block = one_block;
   const bool narrow = lines.elements < kPiecePacks * problem.width();
-  // One block adds up the pieces one after the other: so there are about as many as each has lines of a thread. Folded
-  // lines would have one for each span at least.
+  // Folded lines have at least one piece for each span: too many for one block.
   const std::optional<Tile> whole = !one_block && (narrow || !lines.aligned) ? folded(tile_problem) : std::nullopt;
   plan.tile =
       whole ? *whole : parts_of_lines(tile_problem, lines.aligned ? kPiecePacks : kRaggedTilePacks, kLinesOfThread);
   plan.tile.matrices = 1;
   plan.tile.threads = static_cast<int>(round_up(plan.tile.lines_at_once * plan.tile.packs, 32));
   plan.tile.in_shared = false;
-  // Pieces of some lines: at least so many that states take less than a twentieth of what they are of.
+  // At least so many lines a piece that its states have less than 1/20 of its elements' bytes.
   const int64_t fewest = 20 * problem.state_bytes() / problem.in_bytes / plan.tile.fold;
   const int64_t all = tile_problem.lines_of_span(plan.tile) * lines.spans;
   const int64_t shared_out = plan.tile.fold > 1 ? tile_problem.lines_of_span(plan.tile) : all;  // see TileGeometry
   const int64_t wanted = std::max({fewest, ceil_div(all, kMostPieces), kPieceLinesOfThread * plan.tile.lines_at_once});
   int64_t pieces = std::max<int64_t>(1, shared_out / wanted);
+  // One block adds up pieces one after the other: about as many as a thread has lines of each.
   if (one_block) pieces = std::min(pieces, static_cast<int64_t>(std::sqrt(all / plan.tile.lines_at_once)) + 1);
   plan.tile.lines_of_thread = static_cast<int>(ceil_div(ceil_div(shared_out, pieces), plan.tile.lines_at_once));
   plan.finished = kFinished / problem.cost.inputs;

@@ -9,7 +9,7 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int64_t kPieceBytes = 64 << 10;  // of all operands
 constexpr int kMostPieces = 512;           // of a row
-constexpr int kFinished = 2;               // packs that a thread finishes: the nearer together, the faster
+constexpr int kFinished = 2;               // packs that a thread computes results of
 
 }  // namespace
 

@@ -102,18 +102,18 @@ def attention_plan(
     # The outermost extent stays out of it, so that batch sizes share a kernel.
     inner = ["0", *(str(extents[letter]) for letter in letters.batch[1:])]
     problem = [
-        f"  using T = {_TYPES[dtype]};\n  using Operands = attention::Operands<{first_result + n_results}>;\n",
+        f"  using T = {_TYPES[dtype]};\n  using Addresses = attention::Addresses<{first_result + n_results}>;\n",
         _constant("kTiling", _listed(tiling[field] for field in fields), "attention::Tiling"),
         *map(_constant, ("kQueries", "kKeys", "kFeatures", "kValueFeatures"), (extents[c] for c in "ijde")),
         _constant("kBatchDims", len(letters.batch)) + _constant("kExtents[]", _listed(inner)),
         _constant("kGroups", math.prod(extents[letter] for letter in letters.groups)),
         *(_constant(f"k{name.upper()}", strides(getattr(letters, name)), of_type) for name in "qkvo"),
         # A block's four bounds are their innermost dimension.
-        _constant("kBounded", bounds is not None, "bool") + _constant("kBoundsWord", first_side - 1),
+        _constant("kBounded", bounds is not None, "bool") + _constant("kBoundsAddress", first_side - 1),
         _constant("kBounds", strides(bounds or "", 4 * blocks), of_type),
         _constant("kSides", len(sides)),
         _constant("kSideStrides[]", _listed([strides(of) for of, _ in sides] or ["{}"]), of_type),
-        _constant("kSideWords[]", _listed([first_side + sum(is_array[:k]) for k in range(len(sides))] or [0])),
+        _constant("kSideAddresses[]", _listed([first_side + sum(is_array[:k]) for k in range(len(sides))] or [0])),
         _constant("kStagedBytes[]", _listed(staged or [0])),
         _constant("kFirstResult", first_result) + _constant("kEmptyRowsAreZero", empty_rows_are_zero, "bool"),
         _constant("kWrites", written_dtype is not None, "bool")
@@ -175,6 +175,6 @@ def _code(kernel, tiling, problem):
         f'#include "attention/{"forward" if kernel == "forward" else "backward"}.cuh"\n\n'
         f"namespace jax_softmax::device {{\n\nstruct Problem {{\n{problem}}};\n\n}}  // namespace\n\n"
         f'extern "C" __global__ void __launch_bounds__({tiling["threads"]}, {tiling["resident"]})\n'
-        "    kernel(const __grid_constant__ jax_softmax::device::Problem::Operands operands) {\n"
+        "    kernel(const __grid_constant__ jax_softmax::device::Problem::Addresses operands) {\n"
         f"  jax_softmax::device::attention_{kernel}<jax_softmax::device::Problem>(operands);\n}}\n"
     )

@@ -180,7 +180,7 @@ void begin_copy(Address to, const void* from, bool exists) {
   if (emulator::late) emulator::own().groups.back().push_back(copy);
   if (!emulator::late) emulator::make(copy);
 }
-inline void end_group() { emulator::own().groups.emplace_back(); }
+inline void commit_copies() { emulator::own().groups.emplace_back(); }
 template <int n>
 void wait_for_all_but_last() {
   auto& groups = emulator::own().groups;
