@@ -68,7 +68,7 @@ def _modules(args, kwargs):
 
 
 class _Pure:
-    """f as a function of its modules' state and its other arguments. It returns (changed arrays, None, results of f). If
+    """f as a function of its modules' state and its other arguments. It returns (changed arrays, None, its results). If
     f changes more than arrays, or returns modules, it returns (None, modules and results as nnx splits them, None).
     """
 
