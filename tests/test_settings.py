@@ -54,6 +54,8 @@ FUNCTIONS = {
     "softmax_vjp": lambda x: jax_softmax.softmax_vjp(x, where=MASK),
     "log_softmax_vjp": jax_softmax.log_softmax_vjp,
     "logsumexp": lambda x: jax_softmax.logsumexp(x, where=MASK.at[0].set(True), return_max=True),
+    "logsumexp of weighted exponentials": lambda x: jax_softmax.logsumexp(x, b=2, return_sign=True),
+    "softmax with a sink": lambda x: jax_softmax.softmax(x, sink=0.5),
     "entropy": lambda x: jax_softmax.entropy(x, where=MASK),
     "kl_divergence": lambda x: jax_softmax.kl_divergence(x, x * 2, where=MASK),
     "absmax_scale": lambda x: jax_softmax.absmax_scale(x, where=MASK),

@@ -306,7 +306,7 @@ def checked_float_dtype(op: str, dtype: Any, argument: str, default: np.dtype | 
 def common_float_dtype(*arrays: jax.Array) -> np.dtype:
     """The dtype that holds all of them, or float32 if it has no kernels."""
     # float8 counts as float32, because JAX does not promote it.
-    floats = (jnp.float32 if a.dtype.name.startswith("float8") else a.dtype for a in arrays)
+    floats = (jnp.float32 if a.dtype.name.startswith("float8") else a for a in arrays)
     dtype = jnp.dtype(jnp.result_type(*floats))
     return dtype if dtype.name in _KERNEL_DTYPES else jnp.dtype(jnp.float32)
 
