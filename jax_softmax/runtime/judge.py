@@ -127,7 +127,7 @@ def plan_of(call, device, sources=True):
 
 
 def scratch_bytes(call) -> int | None:
-    """The bytes of scratch memory, for blocks to exchange states, that suffice on all devices; None if XLA is as fast.
+    """The bytes of scratch memory, for blocks to exchange states, that suffice on all devices; None for a call of XLA.
 
     Starts to compile the kernels for this machine's devices. Raises a ValueError if there is no such call.
     """
