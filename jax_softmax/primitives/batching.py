@@ -38,7 +38,7 @@ def only_batched(batch_axes, which):
 def with_one_batch_axis(axis_data, operands, batch_axes, n_broadcast, *, axes, axis_name):
     """The operands with their batch axes moved to one place, that place, and `axes` and `axis_name` for them.
 
-    The place is the last that one of them has. Of the first `n_broadcast` operands those that are not batched are
+    The place is that of the first batched operand. Of the first `n_broadcast` operands those that are not batched are
     broadcast; the others get an extent of 1. If `axis_name` has the name of the batch axis, the axis is reduced too.
     """
     operands, batch_axes = list(operands), list(batch_axes)
