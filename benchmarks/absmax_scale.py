@@ -13,7 +13,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import jax
 import jax.numpy as jnp
-from timing import device_time, device_times
+from timing import copy_rate, device_times
 
 import jax_softmax
 
@@ -46,9 +46,7 @@ def main() -> None:
     arguments = parser.parse_args()
     smaller = (lambda shape: tuple(min(n, 300) for n in shape)) if arguments.quick else lambda shape: shape
 
-    x = jnp.ones(1 << (20 if arguments.quick else 28), jnp.float32)
-    rate = 2 * x.nbytes / device_time(jax.jit(jnp.negative), [(x,)])
-    del x
+    rate = copy_rate(1 << (20 if arguments.quick else 28))
     print(f"{jax.devices()[0].device_kind}, JAX {jax.__version__}, copies {rate / 1e12:.2f} TB/s\n")
     print("| array, axis | dtypes | absmax_scale | XLA |\n" + "|" + " --- |" * 4)
     for shape, axis, dtype, result in CASES:

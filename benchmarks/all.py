@@ -1,12 +1,12 @@
-"""Makes the tables of results/ that this machine can make, in parts, each by a process of its own.
+"""Makes the tables of results/ that this machine can make, part by part, each in a process of its own.
 
     python benchmarks/all.py --minutes 8 --out FOLDER [--flax PATH]    # again, until it says that all are made
 
-FOLDER gets the pages and pictures, and a folder `parts` of what later calls need. A part that is made by the sources as
-they are, on such a GPU with such a driver, is not made again. A part that the end of the minutes cut is the next call's
-first. One that failed, or was cut though it had all the minutes, is later calls' last. Machines without a GPU make the
-table of CPUs, those with two GPUs the tables of two as well. PATH is a checkout of Flax, without which real.py is left
-out.
+FOLDER gets the pages and pictures, and a folder `parts` with what later calls need. A part is made again only if the
+sources, the GPU or the driver have changed. If the minutes end while a part runs, the next call begins with it. A part
+that failed, or that took longer than all the minutes, is the last one of later calls. Machines without a GPU make the
+table of CPUs; those with two GPUs also make the tables of two. PATH is a checkout of Flax; without it real.py is not
+run.
 """
 
 import argparse
@@ -21,16 +21,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 HERE = Path(__file__).parent
-LONGEST = 480.0  # seconds of a part
-LIMITS_MISSED = 2  # the exit status of two_gpus.py, whose table is there all the same
+LONGEST = 480.0  # seconds that a part may take
+LIMITS_MISSED = 2  # two_gpus.py's exit status if it printed its table, but missed a limit
 
 
 class Part(NamedTuple):
-    """A call of a program that makes a page, or some rows of one."""
+    """A page, or some rows of one, and the program that makes it."""
 
     page: str
     command: tuple[str, ...]
-    writes: bool = False  # the page, into the folder that --output names; others print it
+    writes: bool = False  # whether the program writes the page into the folder named by --output, or prints it
     n_gpus: int = 1
 
 
@@ -61,13 +61,13 @@ def gpus() -> list[str]:
 
 
 def sources() -> str:
-    """A short hash of the kernels' sources, and of the package's, which choose among the kernels."""
+    """A short hash of the sources of csrc/ and of the package."""
     paths = sorted([*HERE.parent.glob("csrc/**/*.*"), *HERE.parent.glob("jax_softmax/**/*.py")])
     return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()[:12]
 
 
-def made(part: Part, work: Path, seconds: float) -> str:
-    """What the program wrote or printed, or "" if there is no table in it."""
+def run_part(part: Part, work: Path, seconds: float) -> str:
+    """The text that the program wrote or printed, or "" if there is no table in it."""
     page = work / f"{part.page}.md"
     page.unlink(missing_ok=True)
     command = [sys.executable, HERE / part.command[0], *part.command[1:]]
@@ -77,25 +77,25 @@ def made(part: Part, work: Path, seconds: float) -> str:
     else:
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=seconds)
         text = done.stdout if done.returncode in (0, LIMITS_MISSED) else ""
-    return text if rows(text) else ""
+    return text if table_rows(text) else ""
 
 
-def rows(text: str) -> list[str]:
-    """Those of the tables, under their heads."""
+def table_rows(text: str) -> list[str]:
+    """The rows of the text's tables, without their heads."""
     lines = text.splitlines()
     heads = [i for i, line in enumerate(lines) if line.startswith("|") and not set(line) - set("|- ")]
     return [line for line in lines[heads[0] + 1 :] if line.startswith("|")] if heads else []
 
 
-def plain(name: str) -> str:
+def file_name(name: str) -> str:
     return re.sub(r"\W+", "_", name)
 
 
 def make_all(parts: Sequence[Part], out: Path, minutes: float, version: str) -> int:
-    """Makes what is missing until the minutes are over; returns how many parts are then missing."""
+    """Makes missing parts until the minutes are over, and returns how many are still missing."""
     deadline = time.monotonic() + 60 * minutes
-    work = out / "parts" / plain(version)
-    files = {part: work / part.page / f"{plain(' '.join(part.command))}.made" for part in parts}
+    work = out / "parts" / file_name(version)
+    files = {part: work / part.page / f"{file_name(' '.join(part.command))}.made" for part in parts}
     failed = {part: path.with_suffix(".failed") for part, path in files.items()}
     missing = [part for part in parts if not files[part].exists()]
     for i, part in enumerate(sorted(missing, key=lambda part: failed[part].exists())):
@@ -106,7 +106,7 @@ def make_all(parts: Sequence[Part], out: Path, minutes: float, version: str) -> 
         print(f"{' '.join(part.command)} ...", flush=True)
         files[part].parent.mkdir(parents=True, exist_ok=True)
         try:
-            text = made(part, files[part].parent, seconds)
+            text = run_part(part, files[part].parent, seconds)
         except subprocess.TimeoutExpired:
             if i == 0 or seconds == LONGEST:
                 failed[part].touch()
@@ -116,13 +116,13 @@ def make_all(parts: Sequence[Part], out: Path, minutes: float, version: str) -> 
         print(f"... {'made' if text else 'FAILED'} in {time.monotonic() - begun:.0f} s", flush=True)
 
     for page in dict.fromkeys(part.page for part in parts):
-        of_page = [files[part] for part in parts if part.page == page]
-        if all(path.exists() for path in of_page):
-            whole = [work / page / f"{page}.md"] if page == "results" else of_page  # run.py keeps its earlier sections
+        page_files = [files[part] for part in parts if part.page == page]
+        if all(path.exists() for path in page_files):
+            whole = [work / page / f"{page}.md"] if page == "results" else page_files  # run.py adds to one page
             first, *others = [path.read_text().rstrip() for path in whole]
-            text = "\n".join([first, *(row for other in others for row in rows(other))])
+            text = "\n".join([first, *(row for other in others for row in table_rows(other))])
             (out / f"{page}.md").write_text(f"{text}\n\nSources {version}.\n")
-            for picture in of_page[0].parent.glob("*.png"):
+            for picture in page_files[0].parent.glob("*.png"):
                 shutil.copy(picture, out)
     return sum(not path.exists() for path in files.values())
 

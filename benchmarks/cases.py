@@ -7,14 +7,14 @@ LENGTHS = [
     *(4096, 4097, 6144, 8192, 8200, 12000, 16384, 16385, 20000, 32768, 50257, 65536, 100000, 131072),
     *(151936, 151937, 262144, 524288, 1 << 20, 1_500_001, 1_500_008, 1 << 21, 1 << 24),
 ]
-# For what is there to show that a dtype or an operator makes no difference.
+# For the other dtypes and operators, which hardly differ.
 FEWER_LENGTHS = [
     *(1, 7, 31, 32, 65, 128, 257, 300, 1000, 1024, 1999, 4096, 8192, 8200, 16384),
     *(20000, 32768, 50257, 131072, 151937, 262144, 1 << 20, 1 << 24),
 ]
 QUICK_LENGTHS = [7, 32, 257, 1024, 4096, 16384, 50257, 131072, 1 << 20]
 
-# (shape, axes): for bfloat16; `halved` for float32, so that a tensor is of about 0.5 GB in both.
+# (shape, axes) for bfloat16. float32 has `halved` shapes, so that an array takes about 0.5 GB in both.
 AXES = [
     ((256, 1024, 1024), (1,)),
     ((64, 4096, 1024), (1,)),
@@ -56,7 +56,7 @@ MAGNITUDES = [0.01, 1.0, 30.0, 1000.0, 10000.0]
 
 
 def halved(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape with half the first extent that is not a small one."""
+    """The shape with the first extent above 16 halved."""
     i = next(i for i, n in enumerate(shape) if n > 16)
     return (*shape[:i], shape[i] // 2, *shape[i + 1 :])
 

@@ -16,7 +16,7 @@ OPERATORS = ("softmax", "log_softmax")
 
 
 def calls(f):
-    """What is called, by name, with one of the operators."""
+    """Calls of an operator, by name."""
     host = np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32)
     x, where = jnp.asarray(host), jnp.asarray(host > 0)
     _, pullback = jax.vjp(f, x)
@@ -52,7 +52,7 @@ def main():
             both = ours[label], theirs[label]
             for call in both:
                 call()  # compiles
-            # 20 ms a round. They take turns, so that a slow moment is everybody's.
+            # 20 ms a round. They take turns, so that a slow moment is the same for both.
             repeats = [max(1, int(2e4 / microseconds(call, 3))) for call in both]
             turns = [[microseconds(call, n) for call, n in zip(both, repeats, strict=True)] for _ in range(rounds)]
             here, there = (min(times) for times in zip(*turns, strict=True))

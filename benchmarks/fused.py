@@ -11,7 +11,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 import jax
 import jax.numpy as jnp
 import numpy as np
-from timing import device_times
+from timing import copy_rate, device_times
 
 import jax_softmax  # noqa: F401
 from jax_softmax.runtime.lowering import attributes
@@ -23,13 +23,13 @@ SHAPES = [(16, 4096, 4096), (128, 2048, 2048), (64, 1024, 1024), (4096, 256, 256
 def call(op, dtypes, arrays="", load="", store="", masked=False):
     """The custom call with results of these dtypes, along the last axis."""
 
-    def function(*operands):
+    def kernel(*operands):
         x = operands[0]
         results = [jax.ShapeDtypeStruct(x.shape, dtype) for dtype in dtypes]
-        given = attributes(op, (x.ndim - 1,), masked, arrays, load, store)
-        return jax.ffi.ffi_call("jax_softmax", results)(*operands, **given)
+        call_attributes = attributes(op, (x.ndim - 1,), masked, arrays, load, store)
+        return jax.ffi.ffi_call("jax_softmax", results)(*operands, **call_attributes)
 
-    return jax.jit(function)
+    return jax.jit(kernel)
 
 
 def relative_to_plain(shape):
@@ -85,10 +85,7 @@ def relative_to_copy(shape):
 def main() -> None:
     print(f"{jax.devices()[0].device_kind}, JAX {jax.__version__}, bfloat16 unless a row says otherwise\n")
     columns = [f"({matrices * rows}, {n})" for matrices, rows, n in SHAPES]
-    array = jnp.ones(1 << 28, jnp.float32)
-    copy_time = device_times({"copy": (jax.jit(jnp.negative), (array,))})["copy"]
-    rate = 2 * array.nbytes / copy_time
-    del array
+    rate = copy_rate()
     print(f"copy rate {rate / 1e12:.2f} TB/s\n")
     relative, rates = {}, {}
     for shape in SHAPES:

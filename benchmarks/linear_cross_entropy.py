@@ -66,56 +66,56 @@ def forward(loss):
 
 
 def of_tokens(**options):
-    """A loss for each token, and the gradients of what they are multiplied with in a policy gradient."""
+    """The mean loss by the losses of tokens, and its gradients, as in a policy gradient that weighs these losses."""
 
-    def function(x, w, labels, g):
+    def mean_and_gradients(x, w, labels, g):
         losses, pullback = jax.vjp(lambda x, w: linear_cross_entropy(x, w, labels, reduction=None, **options), x, w)
         return losses.mean(), pullback(jnp.full_like(losses, 1 / losses.size))
 
-    return function
+    return mean_and_gradients
 
 
 def programs(shape, chunks):
-    """Those of a shape: `chunks` are further sizes of chunks to try, in tokens."""
+    """The programs that are measured for a shape. `chunks`: further numbers of tokens in a chunk."""
     tokens = shape[0]
     sizes = [2048 if tokens > 2048 else tokens // 4, *chunks]
     ours = {"as the rule has it": {}, "all logits": {"chunk": tokens}, "bfloat16 sum": {"accumulate_dtype": "bfloat16"}}
     ours |= {f"chunks of {n}, float32 sum": {"chunk": n} for n in sizes}
     ours |= {f"chunks of {n}, bfloat16 sum": {"chunk": n, "accumulate_dtype": "bfloat16"} for n in chunks}
-    made = [
+    found = [
         Program("products", lambda x, w, labels, g: (x @ w, g @ w.T, x.T @ g), "products"),
         Program("optax", gradients(by_optax), "products"),
     ]
     if importlib.util.find_spec("tokamax"):
-        made += [
+        found += [
             Program(f"tokamax, {implementation}", gradients(by_tokamax(implementation)), "products")
             for implementation in ("xla", "chunked_xla")
         ]
     for name, options in ours.items():
-        made.append(Program(name, gradients(functools.partial(linear_cross_entropy, **options)), "products"))
+        found.append(Program(name, gradients(functools.partial(linear_cross_entropy, **options)), "products"))
     if shape not in (SHAPES[0], QUICK[0]):
-        return made
-    made += [
+        return found
+    found += [
         Program("x·w", lambda x, w, labels, g: x @ w, "x·w"),
         Program("forward, optax", forward(by_optax), "x·w"),
         Program("forward", forward(linear_cross_entropy), "x·w"),
         Program("per token, as the rule has it", of_tokens(), "products and x·w"),
         Program("per token, chunks", of_tokens(chunk=sizes[0]), "products and x·w"),
     ]
-    return made
+    return found
 
 
 def compiled_programs(wanted, arguments):
-    """By name, or the error."""
-    made = {}
+    """From names to compiled programs, or to the errors that they raised."""
+    compiled = {}
     for program in wanted:
         start = time.monotonic()
         try:
-            made[program.name] = jax.jit(program.function).lower(*arguments).compile()
+            compiled[program.name] = jax.jit(program.function).lower(*arguments).compile()
         except Exception as error:  # the others are measured all the same
-            made[program.name] = error
+            compiled[program.name] = error
         print(f"{program.name}: compiled in {time.monotonic() - start:.1f} s", flush=True)
-    return made
+    return compiled
 
 
 @jax.jit
@@ -127,26 +127,26 @@ def _differences(found, expected):
     return jax.tree.map(relative, found, expected)
 
 
-def differences(made, arguments):
-    """Of each program that has gradients from optax's, as text."""
+def differences(compiled, arguments):
+    """For each program with gradients the relative differences of its loss and gradients from optax's, as text."""
     try:
-        expected = made["optax"](*arguments)
+        expected = compiled["optax"](*arguments)
     except Exception:
         return {}
     texts = {}
-    for name, program in made.items():
+    for name, program in compiled.items():
         if name in ("products", "x·w", "optax") or name.startswith("forward") or isinstance(program, Exception):
             continue
         try:
-            loss, (of_x, of_w) = _differences(program(*arguments), expected)
-            texts[name] = f"{loss:.0e}, {of_x:.0e}, {of_w:.0e}"
+            loss, (x_gradient, w_gradient) = _differences(program(*arguments), expected)
+            texts[name] = f"{loss:.0e}, {x_gradient:.0e}, {w_gradient:.0e}"
         except Exception as error:
             texts[name] = type(error).__name__
     return texts
 
 
 def measured(shape, options) -> list[str]:
-    """The rows of a shape."""
+    """The table's rows for a shape."""
     tokens, features, vocabulary = shape
     wanted = programs(shape, options.chunks)
     wanted = [p for p in wanted if chosen(p, options) or p.name in ("products", "x·w")]
@@ -156,25 +156,25 @@ def measured(shape, options) -> list[str]:
     labels = jax.random.randint(keys[2], (tokens,), 0, vocabulary)
     g = jax.random.normal(keys[3], (tokens, vocabulary), jnp.bfloat16)
     arguments = x, w, labels, g
-    made = compiled_programs(wanted, arguments)
-    good = {name: program for name, program in made.items() if not isinstance(program, Exception)}
-    times = made | device_times({name: (program, arguments) for name, program in good.items()}, options.repeats)
-    different = differences(made, arguments) if "optax" in good else {}
+    compiled = compiled_programs(wanted, arguments)
+    good = {name: program for name, program in compiled.items() if not isinstance(program, Exception)}
+    times = compiled | device_times({name: (program, arguments) for name, program in good.items()}, options.repeats)
+    different = differences(compiled, arguments) if "optax" in good else {}
     both = [times[name] for name in ("products", "x·w") if name in times]
     times["products and x·w"] = next((t for t in both if isinstance(t, Exception)), None) or sum(both)
-    return [row(shape, program, made, times, different) for program in wanted]
+    return [row(shape, program, compiled, times, different) for program in wanted]
 
 
-def row(shape, program, made, times, different) -> str:
+def row(shape, program, compiled, times, different) -> str:
     found, base = times[program.name], times[program.base]
     start = f"| {shape} | {program.name} |"
     if isinstance(found, Exception):
         return f"{start} {type(found).__name__}: {' '.join(str(found).split())[:80]} | | | | |".replace("\n", " ")
-    of_base = "" if isinstance(base, Exception) else f"{found / base:.3f}"
-    text = made[program.name].as_text()
+    ratio = "" if isinstance(base, Exception) else f"{found / base:.3f}"
+    text = compiled[program.name].as_text()
     copies = len(re.findall(rf"= \w+\[\d+,{shape[2]}\]\S* copy\(", text))
-    memory = made[program.name].memory_analysis().temp_size_in_bytes / 2**30
-    return f"{start} {found * 1e3:.2f} | {of_base} | {memory:.2f} | {copies} | {different.get(program.name, '')} |"
+    memory = compiled[program.name].memory_analysis().temp_size_in_bytes / 2**30
+    return f"{start} {found * 1e3:.2f} | {ratio} | {memory:.2f} | {copies} | {different.get(program.name, '')} |"
 
 
 def chosen(program, options):

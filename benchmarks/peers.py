@@ -38,7 +38,7 @@ class Case(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """What must be read and written: x, y; or y, its cotangent and x's."""
+        """The bytes that must be read and written: x and y; or y, its cotangent and x's."""
         return self.elements * jnp.dtype(self.dtype).itemsize * (2 if self.direction == "forward" else 3)
 
 
@@ -47,11 +47,11 @@ def precision(dtype: str):
     return jax.enable_x64(True) if dtype == "float64" else contextlib.nullcontext()
 
 
-def function(peer: str, case: Case) -> Callable:
-    """The function of x, or backward of y and its cotangent, not yet jitted."""
+def forward_or_backward(peer: str, case: Case) -> Callable:
+    """The operator as a function of x, or its backward pass as one of y and its cotangent, not yet jitted."""
     if case.vmapped:
-        inner = function(peer, case._replace(axes=(0,), vmapped=False))
-        # The outer one takes the first dimension that is kept, the inner one the second, which is then the last.
+        inner = forward_or_backward(peer, case._replace(axes=(0,), vmapped=False))
+        # The outer vmap is over the first of the two dimensions that are not reduced, the inner one over the second.
         outer = 1 if case.axes == (0,) else 0
         last = 0 if case.axes == (2,) else 1
         return jax.vmap(jax.vmap(inner, in_axes=last, out_axes=last), in_axes=outer, out_axes=outer)
@@ -69,7 +69,7 @@ def function(peer: str, case: Case) -> Callable:
 def compiled(peer: str, case: Case, n_arguments: int) -> Callable:
     with precision(case.dtype):  # a thread has its own
         x = jax.ShapeDtypeStruct(case.shape, case.dtype)
-        return jax.jit(function(peer, case)).lower(*[x] * n_arguments).compile()
+        return jax.jit(forward_or_backward(peer, case)).lower(*[x] * n_arguments).compile()
 
 
 def torch_covers(case: Case) -> bool:
@@ -77,7 +77,8 @@ def torch_covers(case: Case) -> bool:
 
 
 def torch_time(case: Case, arguments: tuple[jax.Array, ...], repeats: int) -> float:
-    """Seconds a call: CUDA events around a CUDA graph of calls, which leaves out what launches cost the host."""
+    """Seconds a call, by CUDA events around a CUDA graph of calls, so that the host's time for launches does not
+    count."""
     operands = [torch.from_dlpack(a) for a in arguments]
     (dim,) = case.axes
 

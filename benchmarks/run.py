@@ -33,7 +33,7 @@ import jax.numpy as jnp
 import jaxlib
 import numpy as np
 import report
-from peers import HAS_TORCH, OURS, TORCH, XLA, Case, compiled, function, precision, torch_covers, torch_time
+from peers import HAS_TORCH, OURS, TORCH, XLA, Case, compiled, forward_or_backward, precision, torch_covers, torch_time
 from timing import device_time, device_times, kernel_times
 from tqdm import tqdm
 
@@ -200,7 +200,7 @@ def chain(settings: Settings) -> list[dict[str, Any]]:
     records = []
     progress = tqdm([(apart, peer) for apart in (False, True) for peer in (OURS, XLA)], desc="chain")
     for apart, peer in progress:
-        step = function(peer, Case(shape, (1,), "bfloat16"))
+        step = forward_or_backward(peer, Case(shape, (1,), "bfloat16"))
 
         def run(x, step=step, apart=apart):
             for _ in range(cases.CHAIN_LENGTH):
@@ -309,7 +309,7 @@ def accuracy(settings: Settings) -> list[dict[str, Any]]:
     magnitudes = cases.MAGNITUDES[1:4] if settings.quick else cases.MAGNITUDES
     dtypes = ("bfloat16", "float32") if settings.quick else ("bfloat16", "float16", "float32")
     records = []
-    jitted = functools.cache(lambda peer, case: jax.jit(function(peer, case)))
+    jitted = functools.cache(lambda peer, case: jax.jit(forward_or_backward(peer, case)))
     grid = [(d, o, s, m) for d in dtypes for o in ("softmax", "log_softmax") for s in shapes for m in magnitudes]
     for dtype, op, shape, magnitude in tqdm(grid, desc="accuracy"):
         x, t = np.random.default_rng(0).normal(size=(2, *shape))

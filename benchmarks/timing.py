@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 
@@ -49,11 +50,17 @@ def device_time(function: Callable, argument_sets: list[tuple], repeats: int = 1
     return _median_call(kernel_times(run), repeats)
 
 
+def copy_rate(elements: int = 1 << 28) -> float:
+    """Bytes read and written per second by the negation of a float32 array of so many elements."""
+    x = jnp.ones(elements, jnp.float32)
+    return 2 * x.nbytes / device_time(jax.jit(jnp.negative), [(x,)])
+
+
 def device_times(calls: Mapping[str, tuple[Callable, tuple]], repeats: int = 10) -> dict[str, float | Exception]:
     """`device_time` of several functions, each with its arguments; or the error that one raised.
 
     On a GPU they share one trace, since starting and reading a trace takes far longer than the calls. On a CPU they
-    take turns, so that a slow moment of the machine is everybody's.
+    take turns, so that a slow moment of the machine is the same for all.
     """
     times: dict[str, float | Exception] = {}
     ready = {}
@@ -61,7 +68,7 @@ def device_times(calls: Mapping[str, tuple[Callable, tuple]], repeats: int = 10)
         try:
             jax.block_until_ready(function(*arguments))
             ready[name] = function, arguments
-        except Exception as error:  # out of memory, or a peer that cannot: the others are measured all the same
+        except Exception as error:  # out of memory, or not supported: the others are measured all the same
             times[name] = error
     if jax.default_backend() != "gpu":
         rounds = [{name: _wall_time(f, [a], 1) for name, (f, a) in ready.items()} for _ in range(repeats)]
@@ -69,21 +76,20 @@ def device_times(calls: Mapping[str, tuple[Callable, tuple]], repeats: int = 10)
 
     def run():
         for function, arguments in ready.values():
-            jax.block_until_ready(
-                jax.device_put(np.zeros(1, np.float32))
-            )  # parts one function's kernels from another's
+            # A copy to the device, which separates one function's kernels from another's in the trace.
+            jax.block_until_ready(jax.device_put(np.zeros(1, np.float32)))
             for _ in range(repeats):
                 jax.block_until_ready(function(*arguments))
 
-    parts: list[list] = []
+    traces: list[list] = []
     for event in kernel_times(run) if ready else []:
         if "h2d" in event[0].lower():
-            parts.append([])
-        elif parts:
-            parts[-1].append(event)
-    if len(parts) != len(ready):
-        parts = [[] for _ in ready]
-    for (name, (function, arguments)), events in zip(ready.items(), parts, strict=True):
+            traces.append([])
+        elif traces:
+            traces[-1].append(event)
+    if len(traces) != len(ready):
+        traces = [[] for _ in ready]
+    for (name, (function, arguments)), events in zip(ready.items(), traces, strict=True):
         try:
             times[name] = _median_call(events, repeats)
         except RuntimeError:
@@ -105,15 +111,15 @@ def _median_call(events: list[tuple[str, float, float]], repeats: int) -> float:
 
 def _busy(events: list[tuple[str, float, float]]) -> float:
     """Seconds in which at least one of the kernels, given in order of their start, ran."""
-    total, end = 0.0, -math.inf
+    busy, end = 0.0, -math.inf
     for _, start, duration in events:
-        total += max(0.0, start + duration - max(start, end))
+        busy += max(0.0, start + duration - max(start, end))
         end = max(end, start + duration)
-    return total
+    return busy
 
 
 def _wall_time(function: Callable, argument_sets: list[tuple], repeats: int) -> float:
-    """On a CPU the fastest call counts: whatever makes one slower comes from outside."""
+    """Seconds of the fastest call: what makes another one slower is not the computation."""
     times = []
     for i in range(repeats):
         start = time.perf_counter()

@@ -10,6 +10,7 @@ import pkgutil
 import warnings
 from collections.abc import Hashable, Iterable
 from contextlib import AbstractContextManager
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
@@ -69,30 +70,21 @@ FEATURES = {
 }
 
 
-class Found:
-    """A feature's names as attributes: if this JAX lacks one of them, all are None."""
-
-    def __init__(self, feature: str):
-        self.missing: list[str] = []
-        found: dict[str, Any] = dict.fromkeys(FEATURES[feature].names)
-        for name, place in FEATURES[feature].names.items():
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", DeprecationWarning)
-                try:
-                    found[name] = pkgutil.resolve_name(place)
-                except (ImportError, AttributeError):
-                    self.missing.append(place)
-        self.available = not self.missing
-        self._found = found if self.available else dict.fromkeys(found)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return self.__dict__["_found"][name]
-        except KeyError:
-            raise AttributeError(name) from None
+def _found(feature: str) -> SimpleNamespace:
+    """A feature's names as attributes, all None if this JAX lacks one; and `missing`, the places that it lacks."""
+    found: dict[str, Any] = dict.fromkeys(FEATURES[feature].names)
+    missing: list[str] = []
+    for name, place in FEATURES[feature].names.items():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            try:
+                found[name] = pkgutil.resolve_name(place)
+            except (ImportError, AttributeError):
+                missing.append(place)
+    return SimpleNamespace(**(dict.fromkeys(found) if missing else found), available=not missing, missing=missing)
 
 
-FOUND = {feature: Found(feature) for feature in FEATURES}
+FOUND = {feature: _found(feature) for feature in FEATURES}
 DIVISION = FOUND["division"]
 
 
@@ -202,8 +194,7 @@ def devices_of(ctx: Any) -> int | None:
 
 
 def for_all_threads(context: Any, value: Any) -> AbstractContextManager[None] | None:
-    """A context manager that sets the value for all threads that have not set one themselves; None if JAX has no
-    way."""
+    """A context manager that sets the value for all threads that have not set one themselves; None if JAX cannot."""
     candidates = context, getattr(context, "_obj", None)  # of newer and of older JAX
     setting = next((c for c in candidates if hasattr(c, "set_global")), None)
 

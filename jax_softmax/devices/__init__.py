@@ -1,1 +1,1 @@
-"""Arrays that are spread over several devices: what each of them does."""
+"""Arrays that are sharded over several devices: what each device does."""

@@ -39,7 +39,7 @@ def are_same(a, b):
 def refined(layout, other, dims=None):
     """The layout with dimension dims[k] (or k) divided as dimension k of another layout, where that has more shards.
 
-    A dimension stays as it is if devices would then have unequal numbers of shards: the devices that would divide it
+    A dimension stays as it is if shards would then be on unequal numbers of devices: the devices that would divide it
     divide another dimension already.
     """
     if other.size == 1:  # undivided

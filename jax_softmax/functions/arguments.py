@@ -12,7 +12,7 @@ import numpy as np
 
 from jax_softmax import _private
 from jax_softmax.primitives.labels import LARGEST_LABEL
-from jax_softmax.primitives.types import laid_as_well, types_tell_shardings
+from jax_softmax.primitives.types import sharded_as_well, types_tell_shardings
 
 Axis = int | Sequence[int] | np.ndarray | jax.Array | None
 AxisName = Hashable | Sequence[Hashable] | None
@@ -57,7 +57,7 @@ def is_dtype_of_jax(dtype: np.dtype) -> bool:
 def varying_as_well(x: jax.Array, where: jax.Array | None, axis_name: tuple[Hashable, ...]) -> jax.Array:
     """x with the result's type. Inside `shard_map` that varies over the mesh axes of the mask and axis_name as well; in
     explicit mode it is sharded over the mask's mesh axes as well."""
-    x = x if where is None else laid_as_well(x, where)
+    x = x if where is None else sharded_as_well(x, where)
     return varying_over(x, [*([] if where is None else varying_axes(where)), *axis_name])
 
 

@@ -16,7 +16,7 @@ from jax_softmax.primitives.labels import has_label, label_elements
 from jax_softmax.primitives.operators import Coefficients, bind
 from jax_softmax.primitives.reference import Normalizer
 from jax_softmax.primitives.rows import is_zero, row_normalizer, row_sum
-from jax_softmax.primitives.types import rows_laid_as
+from jax_softmax.primitives.types import rows_sharded_as
 
 # ---- The arguments label_smoothing and z_loss.
 
@@ -79,8 +79,8 @@ class Mode(NamedTuple):
 
     axes: tuple
     axis_name: tuple
-    # Whether the result is the sum of the losses. If it is differentiated, its gradient by the logits is computed with
-    # it; or by the backward pass, as that of single losses is, if there is an axis_name.
+    # Whether the result is the sum of the losses. If so, and without an axis_name, differentiation computes the
+    # gradient by the logits together with the losses. In all other cases the backward pass computes it.
     summed: bool = False
     in_place: bool = False  # whether nothing else reads the logits: on CUDA the gradient may be written over them
 
@@ -164,7 +164,7 @@ def _gradient_and_loss(mode, labelled, weights, regularization):
     gradient, *rows = bind(op, *operands, where=where, axes=mode.axes, in_place=mode.in_place)
     normalizer, sum_and_count = Normalizer(*rows[:2]), rows[2:]
     distance_sum = reference.distance_sum_of_all(*sum_and_count, _classes(mode, labelled)) if sum_and_count else None
-    distance = reference.select(rows_laid_as(x, labelled.found), reference.distances(logit, normalizer), 0)
+    distance = reference.select(rows_sharded_as(x, labelled.found), reference.distances(logit, normalizer), 0)
     return gradient, normalizer.log_sum - distance, normalizer, distance_sum
 
 

@@ -25,7 +25,7 @@ from jax_softmax.primitives import reference
 from jax_softmax.primitives.labels import label_of_rows
 from jax_softmax.primitives.product import product, several_devices_p
 from jax_softmax.primitives.rows import is_zero
-from jax_softmax.primitives.types import laid_as_well, rows_laid_as, types_tell_shardings
+from jax_softmax.primitives.types import rows_sharded_as, sharded_as_well, types_tell_shardings
 
 _NAME = "linear_cross_entropy"
 _CHUNK_BYTES = 1 << 29  # at most, of the logits of a chunk
@@ -214,10 +214,10 @@ def _linear_cross_entropy(layer, x, w, labels, bias, weights, class_weights, reg
     shape = (*labels.shape, w.shape[1 - layer.contracted])
     classes = arguments.checked_classes(_NAME, shape, axes, layer.axis_name)
     label, found = label_of_rows(labels, shape, axes, None, layer.axis_name)
-    x, w = laid_as_well(x, label).astype(layer.product_dtype), w.astype(layer.product_dtype)
+    x, w = sharded_as_well(x, label).astype(layer.product_dtype), w.astype(layer.product_dtype)
     bias = None if bias is None else bias.astype(dtype)
     weights = row_weights(_NAME, labels, found, classes, axes, weights, class_weights, layer.reduction, dtype)
-    arrays = {"x": x, "w": w, "wide": w, "bias": bias, "weights": rows_laid_as(x, weights)}
+    arrays = {"x": x, "w": w, "wide": w, "bias": bias, "weights": rows_sharded_as(x, weights)}
     arrays |= {"label": label, "found": found, **regularization.as_arrays(dtype)._asdict()}
     token_losses, sums = _layer_losses(layer, _varying(layer, arrays))
     if layer.summed:

@@ -12,7 +12,7 @@ from jax_softmax.functions.integer_losses import Labelled, Mode, checked_regular
 from jax_softmax.primitives import reference
 from jax_softmax.primitives.labels import label_of_rows, widened_labels
 from jax_softmax.primitives.rows import is_zero, row_normalizer, row_sum
-from jax_softmax.primitives.types import rows_laid_as, types_tell_shardings
+from jax_softmax.primitives.types import rows_sharded_as, types_tell_shardings
 
 
 def softmax_cross_entropy_with_integer_labels(
@@ -183,7 +183,7 @@ def _integer_losses(name, logits, labels, axis, where, weights, class_weights, r
     labelled = Labelled(x, *label_of_rows(labels, x.shape, label_axes, where, axis_name), where)
     wide = reference.wide_dtype(x.dtype)
     weights = row_weights(name, labels, labelled.found, classes, axes, weights, class_weights, reduction, wide)
-    weights = rows_laid_as(_varying_as_well(labelled).x, weights)
+    weights = rows_sharded_as(_varying_as_well(labelled).x, weights)
     labelled = _varying_as_well(labelled, weights, *regularization)
     mode = Mode(axes, axis_name, summed=reduction is not None and x.dtype != jnp.float16)
     losses = weighted_losses(mode, labelled, weights, regularization.as_arrays(wide))

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_softmax.primitives.operators import OPERATORS, PRIMITIVES, split
-from jax_softmax.primitives.types import laid_as_well
+from jax_softmax.primitives.types import sharded_as_well
 
 
 def batching_rule(op, axis_data, operands, batch_axes, *, axes, axis_name, **dtype):
@@ -38,7 +38,7 @@ def only_batched(batch_axes, which):
 def with_one_batch_axis(axis_data, operands, batch_axes, n_broadcast, *, axes, axis_name):
     """The operands with their batch axes moved to one place, that place, and `axes` and `axis_name` for them.
 
-    The place is the last that one of them has. Of the first `n_broadcast` operands those that are not batched are
+    The place is that of the first batched operand. Of the first `n_broadcast` operands those that are not batched are
     broadcast; the others get an extent of 1. If `axis_name` has the name of the batch axis, the axis is reduced too.
     """
     operands, batch_axes = list(operands), list(batch_axes)
@@ -65,7 +65,7 @@ def with_one_batch_axis(axis_data, operands, batch_axes, n_broadcast, *, axes, a
                 end = -x.ndim
             x = jnp.moveaxis(x, end, to)
         batched.append(x)
-    batched[:n_broadcast] = [laid_as_well(x, *batched) for x in batched[:n_broadcast]]
+    batched[:n_broadcast] = [sharded_as_well(x, *batched) for x in batched[:n_broadcast]]
     to += ndim + 1
     axes = tuple(a + (a >= to) for a in axes)
     if named:

@@ -128,7 +128,7 @@ class RowShards(NamedTuple):
 
     all_reduce: Callable  # (value, "max" or "sum"): that of the value over these devices
     normalizer: Callable | None = None  # (x, where, axes): the `Normalizer` of this device's shard
-    local_label: Callable | None = None  # (label): whether each row has a label, and its place in this device's shard
+    local_label: Callable | None = None  # (label): whether each row has one, and the label in this shard, or -1
 
 
 def logsumexp(x, where, axes, shards=None):

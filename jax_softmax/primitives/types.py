@@ -18,7 +18,7 @@ def types_tell_shardings(avals):
     return any(aval.sharding.spec != PartitionSpec(*[None] * aval.ndim) for aval in avals)
 
 
-def laid_as_well(x, *others):
+def sharded_as_well(x, *others):
     """x, in explicit mode resharded over the mesh axes of the others as well, which broadcast to its shape.
 
     A primitive's result is sharded so, and so is its cotangent; this function's transpose reshards that to x's type.
@@ -31,16 +31,16 @@ def laid_as_well(x, *others):
         return x
     masks = [aval.update(dtype=jnp.dtype(bool), weak_type=False) for aval in avals]
     (joined,) = shardings_of_results(lambda *masks: functools.reduce(jnp.logical_or, masks), masks)
-    return _laid_like(x, avals[0].update(sharding=joined))
+    return _sharded_like(x, avals[0].update(sharding=joined))
 
 
-def rows_laid_as(x, rows):
+def rows_sharded_as(x, rows):
     """Values of x's rows, in explicit mode resharded as x is: else x's gradient would be sharded as these are."""
     avals = [jax.typeof(a) for a in (rows, x)]
-    return _laid_like(rows, avals[1]) if types_tell_shardings(avals) else rows
+    return _sharded_like(rows, avals[1]) if types_tell_shardings(avals) else rows
 
 
-def _laid_like(a, aval):
+def _sharded_like(a, aval):
     """The array resharded as this type, whose shape it broadcasts to."""
     dims = zip(a.shape, aval.shape, aval.sharding.spec, strict=True)
     spec = PartitionSpec(*(names if n == like else None for n, like, names in dims))

@@ -268,8 +268,7 @@ def _shape_and_dtype(x: Any, dtype: Any) -> jax.ShapeDtypeStruct:
 
 
 def _kernel_arguments(op: str, x: jax.ShapeDtypeStruct, axis: Any, where: Any):
-    """The result's shape, the axes, the mask's shape, and the dtype of the kernel's array, with softmax's own
-    checks."""
+    """The result's shape, the axes, the mask's shape, and the dtype of the kernel's array, checked as for softmax."""
     found = []
 
     def check_arguments(x, *mask):

@@ -46,9 +46,8 @@ def cpu_makes(input_dtype, result_dtype):
 
 def cuda_makes(input_dtype, result_dtype):
     """For operators that do not quantize; those that do have kernels for all dtypes."""
-    if result_dtype == input_dtype:
-        return True
-    return result_dtype.name in ("float16", "bfloat16", "float32") and input_dtype != jnp.float64
+    is_narrow = result_dtype.name in ("float16", "bfloat16", "float32")
+    return result_dtype == input_dtype or (is_narrow and input_dtype != jnp.float64)
 
 
 def _makes(op, makes, avals_in, avals_out):
@@ -66,10 +65,10 @@ _ALL_KINDS = [(capability, n, *rest) for n in (16, 132, 1024) for capability, *r
 
 
 def has_cuda_kernels(shape) -> bool:
-    """Whether there are kernels for arrays of this rank that can be compiled where the program runs.
+    """Whether there are kernels for arrays of this rank, which can be compiled where the program will run.
 
-    This is assumed of another machine, for which a program is lowered if this one has no GPU. For a GPU of this machine
-    on which they cannot, there is one warning.
+    If this machine has no GPU, the program is for another one, where they can. If it has one, but they cannot be
+    compiled for it, there is a warning, once.
     """
     if len(shape) > _kernels.MAX_DIMS:
         return False
@@ -100,8 +99,8 @@ def on_cuda(op, avals_in, avals_out, axes, attributes) -> tuple[Maker, int]:
 
 
 def known_shapes(shape, axes):
-    """The shape; if it has symbolic dimensions, known shapes that stand for all its values, or none if that is
-    impossible.
+    """The shape; or, if it has symbolic dimensions, known shapes that stand for all it may be. No shape can if rows
+    differ.
 
     A symbolic dimension outside of all reduced ones only changes the number of rows. Plans depend on that in ranges:
     with few rows for each multiprocessor, they spread a row over several. Powers of 2 lie in all these ranges. A
@@ -123,13 +122,12 @@ def _typed(aval, shape):
 
 
 def plan_of(call, device, sources=True):
-    """`_kernels.plan` of a call that `lowering.described` describes, for a device given by the first fields of
-    `Gpu`."""
+    """`_kernels.plan` of a call as `lowering.described` returns it. `device`: all of a `Gpu` but its copy rate."""
     return _kernels.plan(call["operands"], call["results"], call["attributes"], *device, sources)
 
 
 def scratch_bytes(call) -> int | None:
-    """The bytes of scratch memory, for blocks to exchange states, that suffice on all devices; None if XLA is as fast.
+    """The bytes of scratch memory, for blocks to exchange states, that suffice on all devices; None for a call of XLA.
 
     Starts to compile the kernels for this machine's devices. Raises a ValueError if there is no such call.
     """
@@ -197,10 +195,10 @@ def why_xla(call, plan) -> str:
 # memory's speed. A kernel that takes longer to compute than to move its bytes counts as moving as many bytes as it
 # could in that time.
 
-_MOST_COLUMNS = 8192  # elements of a row that a block of XLA holds in registers
+_LONGEST_BLOCK_ROW = 8192  # elements of a row that a block of XLA holds in registers
 # From a row's length at most to the speed of XLA's kernels, as a fraction of the memory's. On an H200, 2026-11-23:
 # results.md, "Rows, by length".
-_SPEED = {256: 1.0, 2048: 0.91, _MOST_COLUMNS: 0.81}
+_SPEED = {256: 1.0, 2048: 0.91, _LONGEST_BLOCK_ROW: 0.81}
 _TIE = 0.95
 # Bytes that an H200 moves in the time of one instruction, and an operator's instructions for an element: fused.md.
 _BYTES_OF_INSTRUCTION, _OPERATOR = 0.15, 8
@@ -218,19 +216,21 @@ class Traffic(NamedTuple):
         return self.ours < _TIE * self.xla
 
 
-def traffic_of(op, shape, axes, unfolded, ours, reads, writes_of_xla, of_rows, instructions) -> Traffic:
-    """The traffic, given `unfolded` and `ours`, the bytes that the kernel moves without and with what is folded into
-    it; the bytes that both read (`reads`), that XLA writes, and of results of rows; and how many instructions an
-    element takes before the operator and after it."""
+def traffic_of(op, shape, axes, unfolded, ours, reads, writes_of_xla, row_bytes, instructions) -> Traffic:
+    """The traffic of a kernel that moves `ours` bytes, and would move `unfolded` if nothing were folded into it.
+
+    Both read `reads` bytes and write `row_bytes` of results of rows; XLA writes `writes_of_xla` besides.
+    `instructions`: how many an element takes before the operator and after it.
+    """
     facts, whole_rows = OPERATORS[op], xla_makes_whole_rows(op, shape, axes)
     reads_of_xla = 2 if facts.inputs == 2 or not facts.element_results else 1 if whole_rows else 3
     before, after = instructions
-    of_instruction = _BYTES_OF_INSTRUCTION * math.prod(shape)
-    ours = max(ours, int(of_instruction * (before + after + _OPERATOR)))
-    xla = max(reads_of_xla * reads + writes_of_xla, of_instruction * (reads_of_xla * before + after + _OPERATOR))
-    columns = math.prod(shape[d] for d in axes)
-    speed = next(speed for most, speed in _SPEED.items() if columns <= most) if whole_rows else 1.0
-    return Traffic(unfolded, ours + of_rows, int((xla + of_rows) / speed))
+    instruction_bytes = _BYTES_OF_INSTRUCTION * math.prod(shape)
+    ours = max(ours, int(instruction_bytes * (before + after + _OPERATOR)))
+    xla = max(reads_of_xla * reads + writes_of_xla, instruction_bytes * (reads_of_xla * before + after + _OPERATOR))
+    length = math.prod(shape[d] for d in axes)
+    speed = next(speed for most, speed in _SPEED.items() if length <= most) if whole_rows else 1.0
+    return Traffic(unfolded, ours + row_bytes, int((xla + row_bytes) / speed))
 
 
 def xla_makes_whole_rows(op, shape, axes) -> bool:
@@ -239,8 +239,8 @@ def xla_makes_whole_rows(op, shape, axes) -> bool:
     last = max((d for d, n in enumerate(shape) if n > 1), default=len(shape) - 1)
     inner = sorted(d for d in axes if shape[d] > 1)
     one_run = inner == list(range(last + 1 - len(inner), last + 1))
-    of_x_alone = facts.inputs == 1 and facts.element_results and not facts.labelled
-    return of_x_alone and one_run and math.prod(shape[d] for d in axes) <= _MOST_COLUMNS
+    is_unary = facts.inputs == 1 and facts.element_results and not facts.labelled
+    return is_unary and one_run and math.prod(shape[d] for d in axes) <= _LONGEST_BLOCK_ROW
 
 
 def verdict(traffic: Traffic, xla_is_as_fast: bool) -> str:
@@ -268,9 +268,9 @@ def byte_text(n: float) -> str:
 _FORWARD, _BACKWARD, _FEATURES, _BYTES_OF_PICOSECOND, _BLOCKS = 0.95, 2.7, 64, 3.6, 264
 
 
-def attention_wins(attention, extents: dict[str, int], has_gradients: bool, moved: int) -> bool:
-    """Whether attention's kernels take less time than the program that has its weights in memory, and moves `moved`
-    bytes for each score."""
+def attention_wins(attention, extents: dict[str, int], has_gradients: bool, score_bytes: int) -> bool:
+    """Whether attention's kernels take less time than the program that has its weights in memory, which moves
+    `score_bytes` for each score."""
     batch = math.prod(extents[c] for c in attention.letters.batch)
     features = max(0.7, (extents["d"] + extents["e"]) / (2 * _FEATURES))
     times = {"forward": _FORWARD} | (dict.fromkeys(("keys", "queries"), _BACKWARD / 2) if has_gradients else {})
@@ -281,6 +281,6 @@ def attention_wins(attention, extents: dict[str, int], has_gradients: bool, move
         blocks, steps = -(-stay // tiling["rows"]), -(-pass_by // tiling["step"])
         scores = batch * blocks * tiling["rows"] * steps * tiling["step"]
         ours += time * features * scores * max(1, _BLOCKS / (batch * blocks))
-    theirs = batch * extents["i"] * extents["j"] * moved / _BYTES_OF_PICOSECOND
+    theirs = batch * extents["i"] * extents["j"] * score_bytes / _BYTES_OF_PICOSECOND
     theirs *= 2 if extents["j"] % 8 else 1  # rows that no product reads by whole packs
     return ours * attention.visible_part(**extents) <= theirs

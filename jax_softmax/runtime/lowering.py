@@ -48,8 +48,7 @@ def _several_devices(ctx):
 
 
 def _cpu_barrier(x):
-    """XLA of JAX 0.8 combines a product and a sum on CPUs even if a barrier is between them, but not if a copysign
-    is."""
+    """On CPUs XLA of JAX 0.8 combines a product and a sum even through a barrier, but not through a copysign."""
     x = jax.lax.optimization_barrier(x)
     return jnp.copysign(jnp.abs(x), x) if x.dtype in (jnp.float32, jnp.float64) else x
 
