@@ -343,7 +343,7 @@ def test_debug_nans(name):
             OPERATORS[name](np.full((2, 3), -np.inf, np.float32))
 
 
-@sampled("dtype,name", itertools.product(["float16", "bfloat16", "float32", "int32"], NAMES), 3)
+@sampled("dtype,name", itertools.product(["float16", "bfloat16", "float32", "int32"], NAMES), 7)
 def test_strict_promotion(dtype, name):
     """Nothing inside relies on two dtypes meeting."""
     x = normal((3, 5)).astype(dtype)
