@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import gc
 import math
 import re
 from typing import NamedTuple
@@ -136,6 +137,17 @@ def limited(**limits):
     finally:
         _kernels.limit_devices()
         jax.clear_caches()
+
+
+@contextlib.contextmanager
+def checking_leaks():
+    """JAX's, which collects garbage after every trace: for this to be quick, of what is made from here on alone."""
+    gc.freeze()
+    try:
+        with jax.checking_leaks():
+            yield
+    finally:
+        gc.unfreeze()
 
 
 def why_no_cuda():

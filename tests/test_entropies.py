@@ -48,7 +48,7 @@ def squeezed(bounded, shape, axis, where):
 # ---- values
 
 
-@support.sampled("masked,dtype,view", CASES, 4)
+@support.sampled("masked,dtype,view", CASES, 7)
 def test_entropy(masked, dtype, view):
     shape, axis = view
     where = random_mask(shape) if masked else None
@@ -57,7 +57,7 @@ def test_entropy(masked, dtype, view):
             check(entropy(x, axis, where), expected_entropy(x, axis, where), f"of {dtype}{shape} along {axis}")
 
 
-@support.sampled("masked,dtype,view", CASES, 4)
+@support.sampled("masked,dtype,view", CASES, 7)
 def test_divergence(masked, dtype, view):
     shape, axis = view
     where = random_mask(shape) if masked else None

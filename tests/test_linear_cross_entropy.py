@@ -684,7 +684,8 @@ OPTIONS = [("mean", None), (None, None), (None, 2.0)]
 def test_explicit_mode(on_the_cpu, layout, options):
     """Each gradient lies as its operand does."""
     x, w, labels, bias = operands(tokens=(16,), features=8, vocabulary=24)
-    options = dict(zip(("reduction", "soft_cap"), options, strict=True))
+    reduction, soft_cap = options
+    options = {"reduction": reduction, "soft_cap": soft_cap}
 
     def step(losses_of, *args):
         def total(*args):

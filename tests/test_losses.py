@@ -200,7 +200,7 @@ SUMMED = {
 }
 
 
-@support.sampled("name,offset", itertools.product(SUMMED, [0, 30000, 30, 300, 3000, -30000]), 3)
+@support.sampled("name,offset", itertools.product(SUMMED, [0, 30000, 30, 300, 3000, -30000]), 7)
 def test_a_common_offset_costs_nothing(offset, name):
     """Derivatives of both orders are off by twice what optax's are, or what float32 has, at most."""
     x, t = normal((16, 1000)) + np.float32(offset), normal((16, 1000), seed=1, scale=1.0)
@@ -564,7 +564,7 @@ GRADIENTS_OF = [((7, 32), -1), ((4, 50257), 1), ((33, 6, 8), 1), ((130, 5), 0), 
 
 
 @support.sampled(
-    "f,dtype,view", itertools.product([cross_entropy_loss, mean_of_losses], ["bfloat16", "float32"], GRADIENTS_OF), 3
+    "f,dtype,view", itertools.product([cross_entropy_loss, mean_of_losses], ["bfloat16", "float32"], GRADIENTS_OF), 7
 )
 def test_gradient(f, dtype, view):
     """Of 16 bits rounded once, at the label too, where it may cancel."""
@@ -881,7 +881,7 @@ def test_bools_of_numpy():
     assert logsumexp(x, keepdims=np.False_, return_max=np.False_).shape == (2,)
 
 
-@pytest.mark.parametrize("masked", [False, True])
+@support.sampled("masked", [True, False], 2)
 def test_smoothed_labels_with_infinite_logits(masked):
     """The loss is infinite where a class that is not masked has a logit of -inf, with its gradient and without."""
     x, labels = normal((4, 10)), np.array([1, 2, 3, 4])
@@ -963,7 +963,7 @@ WEIGHTLESS = {
 OPTIONS = [{}, {"z_loss": 0.1}, {"label_smoothing": 0.1}, {"z_loss": jnp.float32(0.1)}]
 
 
-@support.sampled("options,case,dtype", itertools.product(OPTIONS, WEIGHTLESS, DTYPES), 5)
+@support.sampled("options,case,dtype", itertools.product(OPTIONS, WEIGHTLESS, DTYPES), 7)
 def test_logits_of_rows_that_do_not_count(dtype, options, case):
     """They may be anything, for the value and the gradients."""
     labels, weights = WEIGHTLESS[case]

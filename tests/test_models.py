@@ -71,8 +71,8 @@ KERNELS = {
     "linen, dropout": ATTENTION,
 }
 
-# Plain `pytest` runs the first model of each set of kernels.
-FIRST = {KERNELS.get(name): name for name in reversed(MODELS)}.values()
+# Plain `pytest` runs the first model that calls each of the kernels.
+FIRST = {kernel: name for name, kernels in reversed(KERNELS.items()) for kernel in kernels.split()}.values()
 every_model = pytest.mark.parametrize(
     "name", [name if name in FIRST else pytest.param(name, marks=pytest.mark.sweep) for name in MODELS]
 )

@@ -84,7 +84,7 @@ def programs(name):
 
 @contextlib.contextmanager
 def strict():
-    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"), jax.checking_leaks():
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"), support.checking_leaks():
         yield
 
 

@@ -169,7 +169,7 @@ def jax_divides(spec, kept):
 MODES = ("automatic", "explicit", "shard_map", "partly manual", "partly manual, explicit")
 
 
-@sampled("mode,layout,name", itertools.product(MODES, KEPT, NAMES), 7)
+@sampled("mode,layout,name", itertools.product(MODES, KEPT, NAMES), 11)
 def test_kept_axes(mode, layout, name):
     spec, axis = layout
     kind = AxisType.Explicit if mode.endswith("explicit") else AxisType.Auto
@@ -707,7 +707,7 @@ def logits_and_labels(spec, axis, kind):
     return (x, labels), (place(x, spec, kind), jax.device_put(labels, NamedSharding(mesh(kind), of_labels)))
 
 
-@sampled("mode,layout,name", itertools.product(MODES[:3], KEPT, OF_ROWS), 9)
+@sampled("mode,layout,name", itertools.product(MODES[:3], KEPT, OF_ROWS), 13)
 def test_kept_axes_of_losses(mode, layout, name):
     """Nothing of the rows travels, and each device runs the kernel: of a loss, scalars are added up."""
     spec, axis = layout
@@ -741,7 +741,7 @@ def test_kept_axes_of_losses(mode, layout, name):
         assert results[1].sharding.is_equivalent_to(several[0].sharding, 3)
 
 
-@sampled("kind,layout,name", itertools.product([AxisType.Auto, AxisType.Explicit], DIVIDED, OF_ROWS), 9)
+@sampled("kind,layout,name", itertools.product([AxisType.Auto, AxisType.Explicit], DIVIDED, OF_ROWS), 13)
 def test_divided_rows_of_losses(kind, layout, name):
     """Numbers of rows travel: maxima, sums, labels' logits and sums of logits. XLA may send several of them
     together."""
@@ -924,7 +924,7 @@ OF_OFFSETS = {
 
 
 @pytest.mark.parametrize("names", [None, "model"], ids=["jit", "shard_map"])
-@pytest.mark.parametrize("name", OF_OFFSETS)
+@sampled("name", OF_OFFSETS, 2)
 def test_an_offset_of_divided_rows_costs_nothing(name, names):
     """A common offset costs logits digits when they are rounded; a loss and its gradient are as exact as optax's."""
     spec, of_rows = P("data", "model"), P("data")

@@ -219,7 +219,7 @@ def test_fully_masked_row():
 ENLARGED = (((3, 1), (3, 5)), ((1, 5), (3, 5)), ((1, 1), (3, 5)), ((2, 1, 5), (4, 1)), ((2, 1, 5, 1), (1, 3, 1, 6)))
 
 
-@sampled("dtype,axis,shapes", itertools.product(["float32", "bfloat16"], [-1, 0, None], ENLARGED), 4)
+@sampled("dtype,axis,shapes", itertools.product(["float32", "bfloat16"], [-1, 0, None], ENLARGED), 7)
 def test_mask_that_enlarges(dtype, axis, shapes):
     shape, mask_shape = shapes
     where = support.random_mask(mask_shape)

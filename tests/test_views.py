@@ -132,7 +132,7 @@ VIEWS = [
 ]
 
 
-@sampled("dtype,view", itertools.product(support.DTYPES, VIEWS), 31)
+@sampled("dtype,view", itertools.product(support.DTYPES, VIEWS), 35)
 def test_views(dtype, view):
     shape, axes = view
     check_all(normal(shape, dtype), axes)
@@ -150,7 +150,7 @@ def test_masked_views(dtype, view):
 ANYWHERE = (51, 59, 61, 63, 101, 115, 123, 129, 141, 169, 211, 243, 251, 377, 1002)
 
 
-@sampled("dtype,extent,minor", itertools.product(["bfloat16", "float32", "float64"], [9, 300, 1100], ANYWHERE), 29)
+@sampled("dtype,extent,minor", itertools.product(["bfloat16", "float32", "float64"], [9, 300, 1100], ANYWHERE), 31)
 def test_parts_of_lines_that_begin_anywhere(dtype, extent, minor):
     """Tiles that read some neighbours of their own, so that they store whole packs: the edges of all of them."""
     check_all(normal((3, extent, minor), dtype), 1)
