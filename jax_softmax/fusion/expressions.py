@@ -206,7 +206,7 @@ def elementwise_ancestors(graph, variables) -> dict:
         a = pending.pop()
         if a not in found:
             maker = graph.maker.get(a)
-            found[a] = maker if maker is not None and prints(maker) else None
+            found[a] = maker if maker is not None and is_expressible(maker) else None
             pending += filter(is_variable, maker.inputs) if found[a] is not None else []
     return found
 
@@ -248,7 +248,7 @@ def is_view(equation) -> bool:
     return equation.name in VIEWS
 
 
-def prints(equation) -> bool:
+def is_expressible(equation) -> bool:
     """Whether an equation can be a part of an expression."""
     if len(equation.outputs) != 1:
         return False
@@ -304,11 +304,8 @@ class Expressions:
             if a in inside:
                 known[key] = yield self._computed(inside[a], place, inside, known, operations)
             else:
-                known[key] = self._read(a, place)
+                known[key] = self.names.get(key) or self._side(SideVariable(a, place))
         return known[key]
-
-    def _read(self, a, place):
-        return self.names.get((a, places.place_key(place))) or self._side(SideVariable(a, place))
 
     def _side(self, side):
         """The name of a side operand."""

@@ -68,8 +68,8 @@ def _modules(args, kwargs):
 
 
 class _Pure:
-    """f as a function of its modules' state and its other arguments. It returns (changed arrays, None, f's results). If f
-    changes more than arrays, or returns modules, it returns (None, modules and results as nnx splits them, None).
+    """f as a function of its modules' state and its other arguments. It returns (changed arrays, None, f's results). If
+    f changes more than arrays, or returns modules, it is (None, modules and results as nnx splits them, None).
     """
 
     def __init__(self, f, definition, tree, is_module):

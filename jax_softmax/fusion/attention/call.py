@@ -201,8 +201,8 @@ class Attention(NamedTuple):
         """The first step that each block visits and the one after its last; and the same of those among them whose
         tiles are whole: all scores exist, and no mask hides any. int32 (letters, blocks, 4).
 
-        `arrays`: those among the sides. A query whose keys are all hidden visits all: its weights are uniform or NaN. If
-        they are 0, it visits none.
+        `arrays`: those among the sides. A query whose keys are all hidden visits all, for its weights are uniform or
+        NaN. If they are 0, it visits none.
         """
         letters = self.letters_of_bounds
         tilings = {name: _kernels.attention_tiling(name, extents["d"], extents["e"]) for name in KERNELS}

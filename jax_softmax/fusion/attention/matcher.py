@@ -22,7 +22,7 @@ from jax_softmax.fusion.attention.walks import STRIDED_VIEWS, Walks
 from jax_softmax.fusion.expressions import Expression, Expressions, NotFolded, Number, Operation
 from jax_softmax.fusion.graph import CycleError, Equation, Graph, is_variable
 from jax_softmax.fusion.groups import foldable
-from jax_softmax.fusion.places import factors_of, place_key
+from jax_softmax.fusion.places import place_key
 from jax_softmax.runtime import judge
 
 
@@ -90,15 +90,9 @@ class _Match:
         scores = Product(self.product, place)
         self.place_of_product = place
         self.d = scores.features
-        keys = {id(f) for f in self.rows.place[axis]}
-        sides = [scores.operand(k) for k in (0, 1)]
-        has_keys = [any(id(f) in keys for f in of.factors) for of in sides]
-        if has_keys not in ([True, False], [False, True]):
-            raise NoAttention("not one operand of the scores' product has the keys")
-        self.q, self.k = (self.walks.stored(of, self.d) for of in (sides[::-1] if has_keys[0] else sides))
-        (self.j,) = factors_of([self.rows.place[axis]]) if len(keys) == 1 else [None]
-        if self.j is None:
-            raise NoAttention("the keys are several dimensions")
+        (self.j,) = self.rows.place[axis] or [None]
+        at_k = self._operand_with_keys(scores, "the scores' product")
+        self.q, self.k = (self.walks.stored(scores.operand(k), self.d) for k in (1 - at_k, at_k))
         self._find_products_of_weights()
         self._find_gradients()
         self._choose_letters()
@@ -108,6 +102,12 @@ class _Match:
             raise NoAttention("its kernels would take longer")
 
     # ---- Products
+
+    def _operand_with_keys(self, product, name) -> int:
+        has_keys = [any(f is self.j for f in product.operand(k).factors) for k in (0, 1)]
+        if sum(has_keys) != 1:
+            raise NoAttention(f"not one operand of {name} has the keys")
+        return has_keys.index(True)
 
     def _find_products_of_weights(self):
         """The products of weights with values and with the output's cotangent."""
@@ -139,10 +139,7 @@ class _Match:
             raise NoAttention("something else reads the column beside the scores")
         self.product_of_cotangent, self.place_of_cotangent = self.walks.product_of(self.cotangent, place)
         before = Product(self.product_of_cotangent, self.place_of_cotangent)
-        has_keys = [any(f is self.j for f in before.operand(k).factors) for k in (0, 1)]
-        if has_keys not in ([True, False], [False, True]):
-            raise NoAttention("not one operand of the weights' gradient has the keys")
-        at_v = 0 if has_keys[0] else 1
+        at_v = self._operand_with_keys(before, "the weights' gradient")
         self.e = before.features
         self.v = self.walks.stored(before.operand(at_v), self.e)
         self.o_cotangent = self.walks.stored(before.operand(1 - at_v), self.e)
@@ -302,7 +299,7 @@ class _Match:
             if b in inside or b not in reached or b not in self.graph.maker or reached[b] is None:
                 continue
             maker = self.graph.maker[b]
-            if not expressions.prints(maker):
+            if not expressions.is_expressible(maker):
                 continue
             inside[b] = maker
             for operand, its_place in zip(
