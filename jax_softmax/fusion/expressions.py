@@ -138,13 +138,13 @@ class Expression(NamedTuple):
         """The result of arrays by name, which broadcast to one shape. But for functions, it has a kernel's bits."""
         values: dict[Any, Any] = dict(given)
 
-        def of(a):
+        def value_of(a):
             return jnp.asarray(a.value, a.dtype) if isinstance(a, Number) else values[a]
 
         for k, operation in self.needed().items():
-            operands = jnp.broadcast_arrays(*map(of, operation.operands))
+            operands = jnp.broadcast_arrays(*map(value_of, operation.operands))
             values[f"v{k}"] = _apply(operation, operands)
-        return of(self.result)
+        return value_of(self.result)
 
 
 _NAMES_IN_LAX = {"and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor", "not": "bitwise_not", "add_any": "add"}
@@ -290,7 +290,7 @@ class Expressions:
         self.names = names
         self.sides: list[SideVariable] = [] if sides is None else sides
 
-    def of(self, variable, place, inside) -> Expression:
+    def make(self, variable, place, inside) -> Expression:
         """The expression that the equations `inside` are for a variable's element at a place."""
         operations: list[Operation] = []
         result = trampolined(self._value(variable, place, inside, {}, operations))

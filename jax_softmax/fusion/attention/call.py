@@ -102,9 +102,9 @@ class Attention(NamedTuple):
         def product(of, *operands):
             return jnp.einsum(of, *(a.astype(jnp.float32) for a in operands), precision="highest")
 
-        def value(expression, **given):
-            given = {name: a.astype(expression.dtype_of(name)) for name, a in given.items()}
-            return jnp.broadcast_to(expression.in_jax(given | sides).astype(jnp.float32), x.shape)
+        def value(expression, **values):
+            values = {name: a.astype(expression.dtype_of(name)) for name, a in values.items()}
+            return jnp.broadcast_to(expression.in_jax(values | sides).astype(jnp.float32), x.shape)
 
         sides = self.values_of_sides(dims, extents, rest[0 if kernel == "forward" else 3 :])
         x = product(f"{letters.q},{letters.k}->{dims}", q, k)

@@ -246,7 +246,7 @@ class _Match:
         rows = self.rows
         self.own = {(self.product.outputs[0], place_key(self.place_of_product)): "x0"}
         shared = self.shared = Expressions(self.own)
-        score = shared.of(rows.scores, rows.place, self._equations_before(rows.scores, rows.place, self.own))
+        score = shared.make(rows.scores, rows.place, self._equations_before(rows.scores, rows.place, self.own))
         for mask in self.masks:
             score = self._masked(score, mask)
         weights = {self._weight_of(a) for _, a in self.with_weights} or {Expression((), "y")}
@@ -317,7 +317,7 @@ class _Match:
     def _linear_expression(self, name, sources, a, reached) -> Expression:
         inside = self._inside(a, {b: p for b, p in reached.items() if b not in sources})
         names = self.own | {(source, place_key(self.rows.place)): name for source in sources}
-        found = Expressions(names, self.shared.sides).of(a, reached[a], inside)
+        found = Expressions(names, self.shared.sides).make(a, reached[a], inside)
         if not is_linear(found, name):  # skipped tiles would leave out what is added to weights of 0
             raise NoAttention("weights or gradients go through what is not linear")
         return found
@@ -332,7 +332,7 @@ class _Match:
         (of_score,) = found
         own = {(self.product_of_cotangent.outputs[0], place_key(self.place_of_cotangent)): "t"}
         before = self._equations_before(self.cotangent, self.rows.place, own)
-        of_weight = Expressions(own, self.shared.sides).of(self.cotangent, self.rows.place, before)
+        of_weight = Expressions(own, self.shared.sides).make(self.cotangent, self.rows.place, before)
         if not is_linear(of_weight, "t") or multipliers(weight, "y") != multipliers(of_weight, "t"):
             raise NoAttention("the weights' gradient is not that of the weights")
         return of_score, of_weight
@@ -341,7 +341,7 @@ class _Match:
         """The score where a mask is true, and -inf elsewhere."""
         shape, x = mask.aval.shape, self.rows.scores.aval.shape
         place = [self.rows.place[d] if n > 1 else [] for d, n in enumerate(shape, len(x) - len(shape))]
-        of_mask = self.shared.of(mask, place, self._equations_before(mask, place, {}))
+        of_mask = self.shared.make(mask, place, self._equations_before(mask, place, {}))
         n = len(score.operations)
         renamed = {f"v{k}": f"v{k + n}" for k in range(len(of_mask.operations))}
         operations = [op._replace(operands=tuple(renamed.get(a, a) for a in op.operands)) for op in of_mask.operations]
