@@ -104,6 +104,7 @@ class _Match:
     # ---- Products
 
     def _operand_with_keys(self, product, name) -> int:
+        """Its number. Raises NoAttention if there is none, or two."""
         has_keys = [any(f is self.j for f in product.operand(k).factors) for k in (0, 1)]
         if sum(has_keys) != 1:
             raise NoAttention(f"not one operand of {name} has the keys")
@@ -167,8 +168,8 @@ class _Match:
         found = []
         for a in self.reached_after:
             readers = self.graph.readers.get(a, ())
-            outside = [r for r in readers if r.name != "dot_general" and r.outputs[0] not in self.reached_after]
-            if outside or a in self.graph.results:
+            inside = (r.name == "dot_general" or any(v in self.reached_after for v in r.outputs) for r in readers)
+            if not all(inside) or a in self.graph.results:
                 found.append(a)
         if len(found) > 1 or any(a.aval.dtype.name not in expressions.WRITABLE for a in found):
             raise NoAttention("several results are made of the scores' gradient")
@@ -275,7 +276,7 @@ class _Match:
         )
 
     def _bytes_per_score(self) -> int:
-        """Those that the program moves without these kernels."""
+        """How many the program moves without these kernels."""
 
         def size(a):
             return a.aval.dtype.itemsize
@@ -302,9 +303,8 @@ class _Match:
             if not expressions.is_expressible(maker):
                 continue
             inside[b] = maker
-            for operand, its_place in zip(
-                maker.inputs, expressions.required_input_places(maker, reached[b]), strict=True
-            ):
+            input_places = expressions.required_input_places(maker, reached[b])
+            for operand, its_place in zip(maker.inputs, input_places, strict=True):
                 if is_variable(operand) and operand not in reached:
                     inside |= self._equations_before(operand, its_place, self.own)
                 elif is_variable(operand):
@@ -315,6 +315,7 @@ class _Match:
         return self._linear_expression("y", self.rows.weights, a, self.reached)
 
     def _linear_expression(self, name, sources, a, reached) -> Expression:
+        """What was reached from the sources, as an expression of these, which have a name."""
         inside = self._inside(a, {b: p for b, p in reached.items() if b not in sources})
         names = self.own | {(source, place_key(self.rows.place)): name for source in sources}
         found = Expressions(names, self.shared.sides).make(a, reached[a], inside)
