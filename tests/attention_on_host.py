@@ -27,7 +27,7 @@ def kernels(late=False, in_jax=False):
     """While it lasts, calls of attention's kernels are done here. `late`: copies are made when they are waited for.
     `in_jax`: what kernels do is done in JAX, as it has to be in programs that XLA divides. Yields the calls that are
     lowered: the primitive's parameters, and the operands."""
-    made, kept = [], attention.call
+    made, kept = [], attention.ffi_call
 
     def emulated_call(*operands, **params):
         if in_jax:
@@ -48,13 +48,13 @@ def kernels(late=False, in_jax=False):
 
         return jax.pure_callback(run, types, *operands)
 
-    attention.call = emulated_call
+    attention.ffi_call = emulated_call
     for primitive, rule in ((attention.attention_p, attention.lower), (attention.divided_p, attention.lower_divided)):
         mlir.register_lowering(primitive, functools.partial(rule, platform="cpu"), platform="cpu")
     try:
         yield made
     finally:
-        attention.call = kept
+        attention.ffi_call = kept
         by_jax = mlir.lower_fun(attention._in_jax, multiple_results=True)
         mlir.register_lowering(attention.attention_p, by_jax, platform="cpu")
 

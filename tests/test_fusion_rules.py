@@ -783,6 +783,17 @@ def test_what_is_no_softmax_stays(name):
             assert rewriting.rewritten(jaxpr) is jaxpr
 
 
+def test_callbacks_read_what_is_replaced():
+    """Equations without results."""
+
+    def f(x, v):
+        _, _, e, total = exponentials(x)
+        jax.debug.callback(lambda total: None, total)
+        return e @ v / total
+
+    assert [line.op for line in fuse(f).explain(X, X.T)] == ["softmax_and_normalizer"]
+
+
 @compiler_is_needed
 @pytest.mark.parametrize("f", [written_softmax, written_log_softmax, written_logsumexp])
 def test_rows_that_are_not_finite(f):

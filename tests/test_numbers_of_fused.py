@@ -122,7 +122,7 @@ def test_text_and_jax_make_the_same_bits(name):
     jaxpr = jax.make_jaxpr(SAME_BITS[name])(jax.ShapeDtypeStruct((), F32))
     graph = graph_of(jaxpr)
     own = {(jaxpr.jaxpr.invars[0], places.place_key([])): "x0"}
-    expression = Expressions(own).of(graph.outputs[0], [], graph.maker)
+    expression = Expressions(own).make(graph.outputs[0], [], graph.maker)
     with support.on_a_cpu():
         (found,) = emulated._by_lines(text_of(expression), ["x0"], {"x0": x}, [x])
         np.testing.assert_array_equal(found, expression.in_jax({"x0": x}))

@@ -26,7 +26,7 @@ class _RowNumber(NamedTuple):
     """A number of each row: an array of x's shape with extent 1 along the axis, or one number for all rows."""
 
     variables: list
-    function: Callable  # of these variables: the number
+    make: Callable  # of these variables: the number
 
 
 class _AtLabel(NamedTuple):
@@ -35,7 +35,7 @@ class _AtLabel(NamedTuple):
     variables: list
     # Of these variables: the label, int32, the index of that element in each row, or beyond the row if there is none;
     # that element, and the others. These are float32, or None for 0.
-    function: Callable
+    make: Callable
 
 
 def loss_gradients(graph, equation):
@@ -52,7 +52,7 @@ def loss_gradients(graph, equation):
     (x,), dtype = forward.inputs, equation.params["dtype"]
 
     def gradient(x, *variables):
-        label, element, offset = at.function(*variables)
+        label, element, offset = at.make(*variables)
         value = jnp.where(labels.has_label(label, x.shape, axes), element - (0 if offset is None else offset), 0)
         offset = jnp.zeros_like(value) if offset is None else jnp.broadcast_to(offset, value.shape)
         row_sum = value + x.shape[axes[0]] * offset
@@ -82,7 +82,7 @@ def sums_at_labels(graph, equation):
         from_x = maker.name == "log_softmax" and values not in graph.results
 
         def weighted_sum(x, y, *variables, at=at, from_x=from_x):
-            label, value, offset = at.function(*variables)
+            label, value, offset = at.make(*variables)
             counts = labels.has_label(label, y.shape, axes)
             if offset is not None:
                 value -= offset
@@ -118,7 +118,7 @@ def scattered(graph, equation):
     (result,) = equation.outputs
 
     def compared(*variables):
-        label, value, _ = at.function(*variables)
+        label, value, _ = at.make(*variables)
         index = jax.lax.broadcasted_iota(jnp.int32, result.aval.shape, axis[0])
         return jnp.where(index == label, value.astype(result.aval.dtype), 0)
 
@@ -192,7 +192,7 @@ def _chosen(graph, condition, shape, axis, offset, element):
 
         def by_comparison(*arrays, numbers=numbers):
             arrays = iter(arrays)
-            label, element, offset = (one.function(*(next(arrays) for _ in one.variables)) for one in numbers)
+            label, element, offset = (one.make(*(next(arrays) for _ in one.variables)) for one in numbers)
             return jnp.broadcast_to(label, rows), element, offset if numbers[2].variables or offset != 0 else None
 
         return _AtLabel([v for one in numbers for v in one.variables], by_comparison)
@@ -204,17 +204,17 @@ def _combined(at, row, operation, dtype):
     n = len(at.variables)
 
     def combined(*arrays):
-        label, *elements = at.function(*arrays[:n])
-        number = row.function(*arrays[n:])
+        label, *elements = at.make(*arrays[:n])
+        number = row.make(*arrays[n:])
 
-        def of(element):
+        def combine(element):
             if element is None and (operation == "mul" or (not row.variables and number == 0)):
                 return None
             result = element * number if operation == "mul" else number + (0 if element is None else element)
             result = jnp.asarray(result, jnp.float32)
             return expressions.rounded(result, dtype) if dtype in expressions.ROUNDED else result
 
-        return label, *map(of, elements)
+        return label, *map(combine, elements)
 
     return _AtLabel([*at.variables, *row.variables], combined)
 

@@ -71,7 +71,7 @@ def kernel_call_of(group: Group, written, read_outside) -> tuple[KernelCall, lis
     """
     own = _own_operands(group)
     read = Expressions({(a, places.place_key(place)): f"x{k}" for k, (a, place) in reversed([*enumerate(own)])})
-    load = [read.of(a, group.place, before) for a, before in zip(group.operands, group.before, strict=True)]
+    load = [read.make(a, group.place, before) for a, before in zip(group.operands, group.before, strict=True)]
     stored = _stored(group, written, read.sides)
     pairs = list(dict.fromkeys(stored))  # what several variables are is written once
     arrays = [(side.variable, side.place) for side in read.sides if side.factor is None]
@@ -129,7 +129,7 @@ def _stored(group, written, sides):
         raise NotFolded("nothing reads its result")
     made = Expressions({(group.result, places.place_key(group.place)): "y"}, sides)
     inside = group.after | group.sides_after
-    return [(made.of(v, group.places_after[v], inside), v.aval.dtype.name) for v in written]
+    return [(made.make(v, group.places_after[v], inside), v.aval.dtype.name) for v in written]
 
 
 def _side_operand(side, factors):

@@ -45,11 +45,11 @@ class _Walk:
         self.quotients = Quotients({}, [], {}, {})
 
     def _reached(self, a, place, names=()):
-        """Copies of a variable, and what equations of these names make of them, with their places."""
+        """Copies of a variable, and what equations of these names make of it or them; with their places."""
         return places.reached(self.graph, [a], place, lambda e: splicing.is_alike(e) or e.name in names)
 
     def _copied(self, a, known):
-        """The copy of a variable, as its makers copy it, of one for which `known` has another variable."""
+        """A new variable for a copy of a variable that `known` replaces: the same copy of the replacement."""
         if a not in known:
             maker = self.graph.maker[a]
             source = self._copied(maker.inputs[0], known)
@@ -58,12 +58,14 @@ class _Walk:
         return known[a]
 
     def _product(self, equation, operands):
+        """A new variable for the same product of other operands."""
         (v,) = equation.outputs
         made = type(v)(v.aval)
         self.quotients.new.append(Equation(equation.eqn, operands, [made], equation.params))
         return made
 
     def _note_replacement(self, equation, made):
+        """An equation's result becomes a copy of a new variable."""
         self.quotients.replacements[equation] = splicing.spliced(lambda a: a, [made], equation.outputs, equation)
 
     def replace_products(self, equation, k, product):
@@ -90,7 +92,7 @@ class _Walk:
         sums, found = [v for r in readers if r.name == "reduce_sum" for v in r.outputs], {}
         for v in sums:
             for reader in self.graph.readers.get(v, ()):
-                if reader.outputs[0].aval.shape == d.aval.shape and reader.name in ("mul", "div"):
+                if reader.name in ("mul", "div") and reader.outputs[0].aval.shape == d.aval.shape:
                     found |= {reader: 1 - reader.inputs.index(v)}
                 elif splicing.is_alike(reader) or reader.name == "div":
                     sums += [w for w in reader.outputs if w not in sums]
@@ -137,9 +139,8 @@ class _Walk:
         fresh = {id(f) for f in factors_of(before.new_dims)}
         for mine, theirs in zip(before.other.place, product.other.place, strict=True):
             is_along = place_key([theirs]) == place_key([self.forms.along])
-            if place_key([mine]) != place_key([theirs]) and not (
-                is_along and {id(f) for f in factors_of([mine])} <= fresh
-            ):
+            has_new_keys = is_along and {id(f) for f in factors_of([mine])} <= fresh
+            if place_key([mine]) != place_key([theirs]) and not has_new_keys:
                 return None
         return [
             self.forms.along if dim and {id(f) for f in factors_of([dim])} <= fresh else dim for dim in before.result

@@ -138,13 +138,13 @@ class Expression(NamedTuple):
         """The result of arrays by name, which broadcast to one shape. But for functions, it has a kernel's bits."""
         values: dict[Any, Any] = dict(given)
 
-        def of(a):
+        def value_of(a):
             return jnp.asarray(a.value, a.dtype) if isinstance(a, Number) else values[a]
 
         for k, operation in self.needed().items():
-            operands = jnp.broadcast_arrays(*map(of, operation.operands))
+            operands = jnp.broadcast_arrays(*map(value_of, operation.operands))
             values[f"v{k}"] = _apply(operation, operands)
-        return of(self.result)
+        return value_of(self.result)
 
 
 _NAMES_IN_LAX = {"and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor", "not": "bitwise_not", "add_any": "add"}
@@ -206,7 +206,7 @@ def elementwise_ancestors(graph, variables) -> dict:
         a = pending.pop()
         if a not in found:
             maker = graph.maker.get(a)
-            found[a] = maker if maker is not None and prints(maker) else None
+            found[a] = maker if maker is not None and is_expressible(maker) else None
             pending += filter(is_variable, maker.inputs) if found[a] is not None else []
     return found
 
@@ -248,7 +248,7 @@ def is_view(equation) -> bool:
     return equation.name in VIEWS
 
 
-def prints(equation) -> bool:
+def is_expressible(equation) -> bool:
     """Whether an equation can be a part of an expression."""
     if len(equation.outputs) != 1:
         return False
@@ -290,7 +290,7 @@ class Expressions:
         self.names = names
         self.sides: list[SideVariable] = [] if sides is None else sides
 
-    def of(self, variable, place, inside) -> Expression:
+    def make(self, variable, place, inside) -> Expression:
         """The expression that the equations `inside` are for a variable's element at a place."""
         operations: list[Operation] = []
         result = trampolined(self._value(variable, place, inside, {}, operations))
@@ -304,11 +304,8 @@ class Expressions:
             if a in inside:
                 known[key] = yield self._computed(inside[a], place, inside, known, operations)
             else:
-                known[key] = self._read(a, place)
+                known[key] = self.names.get(key) or self._side(SideVariable(a, place))
         return known[key]
-
-    def _read(self, a, place):
-        return self.names.get((a, places.place_key(place))) or self._side(SideVariable(a, place))
 
     def _side(self, side):
         """The name of a side operand."""

@@ -124,7 +124,7 @@ class Forms:
         self.sums: dict = {}
         self.numbers = {symbol: k for k, symbol in enumerate((X, M, E, S, LOG_S))}  # all symbols, in order
 
-    def of(self, a, place) -> dict:
+    def form(self, a, place) -> dict:
         """The form of a value at a place."""
         return trampolined(self._form(a, place))
 

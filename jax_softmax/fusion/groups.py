@@ -38,9 +38,13 @@ class Group:
     def __init__(self, graph: Graph, equation: Equation):
         self.graph, self.equation = graph, equation
         self.op = equation.name
-        self.facts = OPERATORS[self.op]
+        self.facts = facts = OPERATORS[self.op]
         self.axes = tuple(equation.params["axes"])
-        self.x = equation.inputs[0]
+        self.x, self.size = equation.inputs[0], size_of(equation.inputs[0])
+        # Nothing is folded into the operands of rows: numbers and labels of rows, and the mask.
+        self.operands, self.row_operands = equation.inputs[: facts.inputs], equation.inputs[facts.inputs :]
+        self.result = equation.outputs[0] if facts.element_results else None
+        self.row_results = equation.outputs[int(facts.element_results) :]
         self.place = places.new_place(self.x.aval.shape)  # of the operator's operands and results
         # Folded equations, each by the variable that it makes: those before each operand, those that elements of the
         # result go through, and those that make other operands of these.
@@ -49,27 +53,6 @@ class Group:
         self.sides_after: dict[Any, Equation] = {}
         self.places_after = {}  # of the result, and of the variables that `after` makes
         self._read: Set = frozenset()
-
-    @property
-    def operands(self):
-        return self.equation.inputs[: self.facts.inputs]
-
-    @property
-    def row_operands(self):
-        """Numbers and labels of rows, and the mask, into which nothing is folded."""
-        return self.equation.inputs[self.facts.inputs :]
-
-    @property
-    def result(self):
-        return self.equation.outputs[0] if self.facts.element_results else None
-
-    @property
-    def row_results(self):
-        return self.equation.outputs[int(self.facts.element_results) :]
-
-    @property
-    def size(self):
-        return size_of(self.x)
 
     @property
     def inside(self):
@@ -94,7 +77,7 @@ class Group:
         read = Cut({a: bytes_of(a) * (1 if is_materialized(a) else 2)}, {})
         known[key] = read
         maker = self.graph.maker.get(a)
-        if maker is None or maker is self.equation or maker in self.inside or not expressions.prints(maker):
+        if maker is None or maker is self.equation or maker in self.inside or not expressions.is_expressible(maker):
             return read
         if a in self._read or self._is_view_of_another(maker):
             return read
@@ -155,7 +138,7 @@ class Group:
     def _is_folded(self, equation, depends):
         """Folds an equation that reads what is folded, and returns True; False if it cannot be."""
         sources = [k for k, a in enumerate(equation.inputs) if is_variable(a) and a in self.places_after]
-        if equation.name in PRIMITIVES or not expressions.prints(equation):
+        if equation.name in PRIMITIVES or not expressions.is_expressible(equation):
             return False
         (output,) = equation.outputs
         place = places.output_place(equation, self.places_after[equation.inputs[sources[0]]], sources[0])
@@ -217,7 +200,7 @@ _MOVES = ("slice", "dynamic_slice", "pad", "concatenate", "rev")
 
 def is_loop(equation):
     """Whether XLA makes it in a loop over elements, which it merges with the loops that make its operands."""
-    return expressions.prints(equation) or equation.name in REDUCTIONS or equation.name in _MOVES
+    return expressions.is_expressible(equation) or equation.name in REDUCTIONS or equation.name in _MOVES
 
 
 def may_fold(equation):

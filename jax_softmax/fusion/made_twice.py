@@ -92,7 +92,7 @@ def _is_made_in_full(groups, equation):
         if maker in seen:
             continue
         seen.add(maker)
-        if not expressions.prints(maker):
+        if not expressions.is_expressible(maker):
             return True
         for variable in maker.outputs:
             if variable in groups.graph.outputs:

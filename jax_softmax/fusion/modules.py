@@ -29,7 +29,7 @@ def outside_of_equinox(arguments: Any) -> list[bool]:
     return [not is_module(subtree) for subtree in subtrees for _ in jax.tree.leaves(subtree)]
 
 
-def call(call_pure: Callable, f: Callable, args: tuple, kwargs: dict) -> Any:
+def call_with_modules(call_pure: Callable, f: Callable, args: tuple, kwargs: dict) -> Any:
     """f's results, and f's changes in the modules among args and kwargs: of arrays, attributes and submodules.
 
     `call_pure(g, state, *args, **kwargs)` calls g, a pure function, instead. What f does not change is not written to:
@@ -68,8 +68,8 @@ def _modules(args, kwargs):
 
 
 class _Pure:
-    """f as a function of its modules' state and its other arguments. It returns (changed arrays, None, its results). If
-    f changes more than arrays, or returns modules, it returns (None, modules and results as nnx splits them, None).
+    """f as a function of its modules' state and its other arguments. It returns (changed arrays, None, f's results). If
+    f changes more than arrays, or returns modules, it is (None, modules and results as nnx splits them, None).
     """
 
     def __init__(self, f, definition, tree, is_module):

@@ -22,7 +22,7 @@ fused_p = Primitive("fused")
 fused_p.multiple_results = True
 
 
-def bind(programs, operands):
+def bind_programs(programs, operands):
     """The results of a call: of a program's closed jaxpr and, if there is a second one, its unfused one."""
     programs = [_without_constants(closed) for closed in programs]
     constants = [c for _, own in programs for c in own]
@@ -39,7 +39,7 @@ def bind(programs, operands):
 def _traced_and_bound(f, *args):
     """The results of a function, made by a call of the primitive."""
     closed, shapes = jax.make_jaxpr(f, return_shape=True)(*args)
-    return jax.tree.unflatten(jax.tree.structure(shapes), bind([closed], jax.tree.leaves(args)))
+    return jax.tree.unflatten(jax.tree.structure(shapes), bind_programs([closed], jax.tree.leaves(args)))
 
 
 def _without_constants(closed):
@@ -159,7 +159,7 @@ def _transpose(cotangents, *operands, jaxpr, unfused):  # a linear call has no u
     if not nonzero:
         return [ad.Zero(a.aval) if ad.is_undefined_primal(a) else None for a in operands]
 
-    def transposed(values_of_others, nonzero_cotangents):
+    def cotangents_of_linear(values_of_others, nonzero_cotangents):
         def nonzero_results(*values):
             results = _of_some(_as_function(jaxpr), _with(operands, others, values_of_others), linear)(*values)
             return [results[k] for k in nonzero]
@@ -167,7 +167,7 @@ def _transpose(cotangents, *operands, jaxpr, unfused):  # a linear call has no u
         zeros = [ad.instantiate_zeros(ad.Zero(operands[k].aval)) for k in linear]
         return jax.linear_transpose(nonzero_results, *zeros)(nonzero_cotangents)
 
-    found = _traced_and_bound(transposed, [operands[k] for k in others], [cotangents[k] for k in nonzero])
+    found = _traced_and_bound(cotangents_of_linear, [operands[k] for k in others], [cotangents[k] for k in nonzero])
     return _with([None] * len(operands), linear, found)
 
 
@@ -192,7 +192,7 @@ def _batch(axis_data, operands, batch_axes, *, jaxpr, unfused):
             spmd_axis_name=axis_data.spmd_name,
         )
 
-    return bind([jax.make_jaxpr(mapped(program))(*operands) for program in programs], operands), axes
+    return bind_programs([jax.make_jaxpr(mapped(program))(*operands) for program in programs], operands), axes
 
 
 def _batched_results(jaxpr, batch_axes):

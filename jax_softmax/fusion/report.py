@@ -33,10 +33,10 @@ class FusionReport(tuple[Line, ...]):
 
     def __str__(self) -> str:
         calls = collections.Counter(self).items()
-        return "\n".join(_described(line, count) for line, count in calls) or "no call of softmax or the like"
+        return "\n".join(_paragraph(line, count) for line, count in calls) or "no call of softmax or the like"
 
 
-def _described(line: Line, count: int) -> str:
+def _paragraph(line: Line, count: int) -> str:
     """A line that says who makes the call and why, and the details, indented."""
     title = f"{line.op} of {line.dtype}{list(line.shape)}{f', x {count}' if count > 1 else ''}: by "
     where = f" in {line.where[1:]}" if line.where else ""

@@ -59,7 +59,7 @@ class _Chooser:
         self.of_attention = {equation for one in found for equation in (one.softmax, one.product)}
         self._weights = {v for one in found for v in one.softmax.outputs}
         for equation in graph.equations:
-            if expressions.prints(equation) and not self._weights.isdisjoint(variables_of(equation.inputs)):
+            if expressions.is_expressible(equation) and not self._weights.isdisjoint(variables_of(equation.inputs)):
                 self._weights.update(equation.outputs)
         self._cuts: dict = {}
         self._rows: dict = {}  # by operator: its rows' maxima and sums, and the equations that make its result of these
@@ -83,7 +83,7 @@ class _Chooser:
 
     def _is_made_whole(self, maker):
         """Whether the equation itself is made again, without rows' maxima and sums."""
-        return expressions.prints(maker) or maker in self.of_attention
+        return expressions.is_expressible(maker) or maker in self.of_attention
 
     def _cut(self, a, depth) -> Cut:
         """The cheapest way to have an array in the derivative."""

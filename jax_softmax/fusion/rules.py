@@ -108,7 +108,7 @@ def _recomputed(graph, equation):
     maps = [r for r in readers if r.name in _LINEAR_MAPS and r.inputs[0] is y and y not in r.inputs[1:]]
     others = [r for r in readers if r not in maps]
     written = [r for r in others if not (is_loop(r) or r.name == "gather" or _folds(equation, r))]
-    if any(map(expressions.prints, others)):
+    if any(map(expressions.is_expressible, others)):
         # With the one-hot array of an argmax XLA takes five times as long as it reads softmax (H200, JAX 0.11.2).
         written += [r for r in others if r.name in ("argmax", "argmin")]
     if equation.name == "softmax":
@@ -148,7 +148,7 @@ def _is_summed(graph, reader):
         if equation in seen or not is_loop(equation):
             continue
         seen.add(equation)
-        if not expressions.prints(equation):
+        if not expressions.is_expressible(equation):
             return True
         pending += [r for v in equation.outputs for r in graph.readers.get(v, ())]
     return False

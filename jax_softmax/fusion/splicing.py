@@ -25,13 +25,13 @@ def is_alike(equation) -> bool:
     return expressions.is_view(equation) or equation.name in (*expressions.SAME, "convert_element_type")
 
 
-def spliced(function, inputs, outputs, like) -> list[Equation]:
+def spliced(f, inputs, outputs, like) -> list[Equation]:
     """The equations of a function of these inputs, whose results are these outputs, at the line of `like`."""
     avals = [a.aval.update(weak_type=False) for a in inputs]
 
     def of_their_own(*a):
         """The results, with copies of those that are operands, or each other."""
-        results = jax.tree.leaves(function(*a))
+        results = jax.tree.leaves(f(*a))
         before = [*a, *results]
         return [jnp.copy(r) if any(r is b for b in before[: len(a) + k]) else r for k, r in enumerate(results)]
 
@@ -74,8 +74,8 @@ def rows_of(equation, rows) -> list[Equation]:
 def made_of_rows(equation, rows, y=None) -> list[Equation]:
     """The equations that make the result of softmax or log_softmax, or y instead of it, of its operand and rows."""
     y = equation.outputs[0] if y is None else y
-    function = _log_probabilities if equation.name == "log_softmax" else _probabilities
-    return spliced(lambda *a: function(*a, y.aval.dtype), [*equation.inputs, *rows], [y], equation)
+    f = _log_probabilities if equation.name == "log_softmax" else _probabilities
+    return spliced(lambda *a: f(*a, y.aval.dtype), [*equation.inputs, *rows], [y], equation)
 
 
 def _probabilities(x, largest, total, dtype):

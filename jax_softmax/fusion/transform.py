@@ -80,7 +80,7 @@ class Fused(Generic[_P, _R]):
     def __call__(self, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         f, args, kwargs = _unbound(self.__wrapped__, args, kwargs)
         if modules.has_modules((args, kwargs)):
-            return modules.call(self._call, f, args, kwargs)
+            return modules.call_with_modules(self._call, f, args, kwargs)
         return self._call(f, *args, **kwargs)
 
     def _call(self, g, /, *args, **kwargs):
@@ -172,7 +172,7 @@ def _call_traced(f, others, tree, args, kwargs):
         results = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *arrays)
     else:
         unfused = _unfused(f, others, tree, args, kwargs, closed.jaxpr) if has_operators(closed.jaxpr) else None
-        results = primitive.bind([closed] if unfused is None else [closed, unfused], arrays)
+        results = primitive.bind_programs([closed] if unfused is None else [closed, unfused], arrays)
     return jax.tree.unflatten(out_tree, results)
 
 

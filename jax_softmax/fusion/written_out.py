@@ -50,7 +50,7 @@ def with_operators(graph: Graph, without=()) -> tuple[Graph, list]:
         x, axes = equation.inputs[0], equation.params["axes"]
         if equation not in graph.position or x in without or len(axes) != 1 or not is_variable(x) or not has_kernels(x):
             continue
-        new = _WrittenOut(graph, equation).replaced() if x.aval.shape[axes[0]] > 1 else None
+        new = _WrittenOut(graph, equation).graph_with_operators() if x.aval.shape[axes[0]] > 1 else None
         if new is not None:
             graph = new
             found.append(x)
@@ -70,7 +70,7 @@ class _WrittenOut:
         self.exponentials: list = []  # the equations that make E
         self.sums: list = []  # and S
 
-    def replaced(self) -> Graph | None:
+    def graph_with_operators(self) -> Graph | None:
         """The graph with operators; None if they would not make all that is needed."""
         position, readers = self.graph.position, self.graph.readers
         pending = sorted({position[r] for v in self.equation.outputs for r in readers.get(v, ())})
@@ -117,7 +117,7 @@ class _WrittenOut:
         """Notes what replaces the equation that makes v, if anything does."""
         new = None
         if v.aval.shape == self.shape and v.aval.dtype.name in expressions.WRITABLE:
-            form = self.forms.of(v, self.forms.place)
+            form = self.forms.form(v, self.forms.place)
             if form == form_of(E) and equation.name == "exp" and not self.has_operator:
                 self.exponentials.append(equation)
                 self._replace_products(v, equation)
@@ -127,7 +127,7 @@ class _WrittenOut:
                 new = self._gradient(form, equation)
         elif equation.name == "reduce_sum" and not self.has_operator and v.aval.dtype.name in expressions.WRITABLE:
             place = self.forms.place_of_rows
-            if len(v.aval.shape) == len(place) and self.forms.of(v, place) == form_of(S):
+            if len(v.aval.shape) == len(place) and self.forms.form(v, place) == form_of(S):
                 self.sums.append(equation)
         if new is not None:
             self.replacements[equation] = new
@@ -307,7 +307,7 @@ class _WrittenOut:
             return jnp.broadcast_to(reference.widened(self.forms.value(form, given)), rows)
 
         def gradient(given):
-            label, element, offset = at.function(*(given[v] for v in at.variables))
+            label, element, offset = at.make(*(given[v] for v in at.variables))
             offset = 0.0 if offset is None else offset
             exists = labels.has_label(label, self.shape, self.axes)
             at_label = to_all = jnp.zeros(rows, jnp.float32)

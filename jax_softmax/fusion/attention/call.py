@@ -102,9 +102,9 @@ class Attention(NamedTuple):
         def product(of, *operands):
             return jnp.einsum(of, *(a.astype(jnp.float32) for a in operands), precision="highest")
 
-        def value(expression, **given):
-            given = {name: a.astype(expression.dtype_of(name)) for name, a in given.items()}
-            return jnp.broadcast_to(expression.in_jax(given | sides).astype(jnp.float32), x.shape)
+        def value(expression, **values):
+            values = {name: a.astype(expression.dtype_of(name)) for name, a in values.items()}
+            return jnp.broadcast_to(expression.in_jax(values | sides).astype(jnp.float32), x.shape)
 
         sides = self.values_of_sides(dims, extents, rest[0 if kernel == "forward" else 3 :])
         x = product(f"{letters.q},{letters.k}->{dims}", q, k)
@@ -201,8 +201,8 @@ class Attention(NamedTuple):
         """The first step that each block visits and the one after its last; and the same of those among them whose
         tiles are whole: all scores exist, and no mask hides any. int32 (letters, blocks, 4).
 
-        `arrays`: those among the sides. A query whose keys are all hidden visits all: its weights are uniform, or NaN.
-        If they are 0, it visits none.
+        `arrays`: those among the sides. A query whose keys are all hidden visits all, for its weights are uniform or
+        NaN. If they are 0, it visits none.
         """
         letters = self.letters_of_bounds
         tilings = {name: _kernels.attention_tiling(name, extents["d"], extents["e"]) for name in KERNELS}

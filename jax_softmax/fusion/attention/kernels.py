@@ -79,7 +79,7 @@ def can_run() -> bool:
 # ---- Lowering
 
 
-def call(*operands, attention: Attention, kernel: str):
+def ffi_call(*operands, attention: Attention, kernel: str):
     """The FFI call, whose kernel begins to be made for the GPUs that are here."""
     plan, types, operands = plan_and_operands(attention, kernel, *operands)
     for device in jax.local_devices():
@@ -121,22 +121,22 @@ class _Space:
     def expanded(self, arrays, letters):
         """Arrays with dimensions for all letters."""
 
-        def one(a, of):
+        def expand(a, of):
             extents = dict(zip(of, a.shape, strict=True))
             order = sorted(range(a.ndim), key=lambda k: self.dims.index(of[k]))
             return jnp.transpose(a, order).reshape([extents.get(c, 1) for c in self.dims])
 
-        return [one(a, of) for a, of in zip(arrays, letters, strict=True)]
+        return [expand(a, of) for a, of in zip(arrays, letters, strict=True)]
 
     def contracted(self, arrays, letters):
         """The inverse."""
 
-        def one(a, of):
+        def contract(a, of):
             own = [c for c in self.dims if c in of]
             a = a.reshape([a.shape[self.dims.index(c)] for c in own])
             return jnp.transpose(a, [own.index(c) for c in of])
 
-        return [one(a, of) for a, of in zip(arrays, letters, strict=True)]
+        return [contract(a, of) for a, of in zip(arrays, letters, strict=True)]
 
     def sharded(self, avals, letters, types, of_results):
         """The results' types. In explicit mode each letter is sharded as in the first operand in which it is."""
@@ -146,15 +146,15 @@ class _Space:
                 names[c] = names.get(c) or name
         q = avals[0]  # whose type also says which mesh axes it varies over
 
-        def one(type_, of):
+        def sharded_type(type_, of):
             sharding = q.sharding.update(spec=PartitionSpec(*(names.get(c) for c in of)))
             return q.update(shape=type_.shape, dtype=type_.dtype, weak_type=False, sharding=sharding)
 
-        return [one(type_, of) for type_, of in zip(types, of_results, strict=True)]
+        return [sharded_type(type_, of) for type_, of in zip(types, of_results, strict=True)]
 
-    def call(self, function, *operands):
+    def apply(self, f, *operands):
         """The expanded results of a function of the contracted operands."""
-        found = function(*self.contracted(operands, self.operands), attention=self.attention, kernel=self.kernel)
+        found = f(*self.contracted(operands, self.operands), attention=self.attention, kernel=self.kernel)
         return self.expanded(found, self.results)
 
 
@@ -203,20 +203,20 @@ class _DeviceProgram(division.DeviceProgram):
         self.undivided = tuple(self.space.dims.index(c) for c in "ijden")
 
     def on_whole_rows(self, layout):
-        return lambda *operands: self.space.call(attention_p.bind, *operands)
+        return lambda *operands: self.space.apply(attention_p.bind, *operands)
 
 
 def lower(ctx, *operands, attention, kernel, platform):
     """A call, in a program for one device or several."""
     params = {"attention": attention, "kernel": kernel}
-    function = call if _private.devices_of(ctx) == 1 else _in_space
-    return mlir.lower_fun(lambda *a: function(*a, **params), multiple_results=True)(ctx, *operands)
+    f = ffi_call if _private.devices_of(ctx) == 1 else _in_space
+    return mlir.lower_fun(lambda *a: f(*a, **params), multiple_results=True)(ctx, *operands)
 
 
 def lower_divided(ctx, *operands, attention, kernel, shape, platform):
-    def by(function):
+    def by(f):
         space = _Space(attention, kernel)
-        made = mlir.lower_fun(lambda *a: space.call(function, *a), multiple_results=True)
+        made = mlir.lower_fun(lambda *a: space.apply(f, *a), multiple_results=True)
         return lambda: made(ctx, *operands)
 
     config = {"primitive": divided_p.name, "platform": platform, "params": {"attention": attention, "kernel": kernel}}

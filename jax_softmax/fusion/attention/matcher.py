@@ -22,7 +22,7 @@ from jax_softmax.fusion.attention.walks import STRIDED_VIEWS, Walks
 from jax_softmax.fusion.expressions import Expression, Expressions, NotFolded, Number, Operation
 from jax_softmax.fusion.graph import CycleError, Equation, Graph, is_variable
 from jax_softmax.fusion.groups import foldable
-from jax_softmax.fusion.places import factors_of, place_key
+from jax_softmax.fusion.places import place_key
 from jax_softmax.runtime import judge
 
 
@@ -90,15 +90,9 @@ class _Match:
         scores = Product(self.product, place)
         self.place_of_product = place
         self.d = scores.features
-        keys = {id(f) for f in self.rows.place[axis]}
-        sides = [scores.operand(k) for k in (0, 1)]
-        has_keys = [any(id(f) in keys for f in of.factors) for of in sides]
-        if has_keys not in ([True, False], [False, True]):
-            raise NoAttention("not one operand of the scores' product has the keys")
-        self.q, self.k = (self.walks.stored(of, self.d) for of in (sides[::-1] if has_keys[0] else sides))
-        (self.j,) = factors_of([self.rows.place[axis]]) if len(keys) == 1 else [None]
-        if self.j is None:
-            raise NoAttention("the keys are several dimensions")
+        (self.j,) = self.rows.place[axis] or [None]
+        at_k = self._operand_with_keys(scores, "the scores' product")
+        self.q, self.k = (self.walks.stored(scores.operand(k), self.d) for k in (1 - at_k, at_k))
         self._find_products_of_weights()
         self._find_gradients()
         self._choose_letters()
@@ -108,6 +102,13 @@ class _Match:
             raise NoAttention("its kernels would take longer")
 
     # ---- Products
+
+    def _operand_with_keys(self, product, name) -> int:
+        """Its number. Raises NoAttention if there is none, or two."""
+        has_keys = [any(f is self.j for f in product.operand(k).factors) for k in (0, 1)]
+        if sum(has_keys) != 1:
+            raise NoAttention(f"not one operand of {name} has the keys")
+        return has_keys.index(True)
 
     def _find_products_of_weights(self):
         """The products of weights with values and with the output's cotangent."""
@@ -139,10 +140,7 @@ class _Match:
             raise NoAttention("something else reads the column beside the scores")
         self.product_of_cotangent, self.place_of_cotangent = self.walks.product_of(self.cotangent, place)
         before = Product(self.product_of_cotangent, self.place_of_cotangent)
-        has_keys = [any(f is self.j for f in before.operand(k).factors) for k in (0, 1)]
-        if has_keys not in ([True, False], [False, True]):
-            raise NoAttention("not one operand of the weights' gradient has the keys")
-        at_v = 0 if has_keys[0] else 1
+        at_v = self._operand_with_keys(before, "the weights' gradient")
         self.e = before.features
         self.v = self.walks.stored(before.operand(at_v), self.e)
         self.o_cotangent = self.walks.stored(before.operand(1 - at_v), self.e)
@@ -170,8 +168,8 @@ class _Match:
         found = []
         for a in self.reached_after:
             readers = self.graph.readers.get(a, ())
-            outside = [r for r in readers if r.name != "dot_general" and r.outputs[0] not in self.reached_after]
-            if outside or a in self.graph.results:
+            inside = (r.name == "dot_general" or any(v in self.reached_after for v in r.outputs) for r in readers)
+            if not all(inside) or a in self.graph.results:
                 found.append(a)
         if len(found) > 1 or any(a.aval.dtype.name not in expressions.WRITABLE for a in found):
             raise NoAttention("several results are made of the scores' gradient")
@@ -249,7 +247,7 @@ class _Match:
         rows = self.rows
         self.own = {(self.product.outputs[0], place_key(self.place_of_product)): "x0"}
         shared = self.shared = Expressions(self.own)
-        score = shared.of(rows.scores, rows.place, self._equations_before(rows.scores, rows.place, self.own))
+        score = shared.make(rows.scores, rows.place, self._equations_before(rows.scores, rows.place, self.own))
         for mask in self.masks:
             score = self._masked(score, mask)
         weights = {self._weight_of(a) for _, a in self.with_weights} or {Expression((), "y")}
@@ -278,7 +276,7 @@ class _Match:
         )
 
     def _bytes_per_score(self) -> int:
-        """Those that the program moves without these kernels."""
+        """How many the program moves without these kernels."""
 
         def size(a):
             return a.aval.dtype.itemsize
@@ -302,12 +300,11 @@ class _Match:
             if b in inside or b not in reached or b not in self.graph.maker or reached[b] is None:
                 continue
             maker = self.graph.maker[b]
-            if not expressions.prints(maker):
+            if not expressions.is_expressible(maker):
                 continue
             inside[b] = maker
-            for operand, its_place in zip(
-                maker.inputs, expressions.required_input_places(maker, reached[b]), strict=True
-            ):
+            input_places = expressions.required_input_places(maker, reached[b])
+            for operand, its_place in zip(maker.inputs, input_places, strict=True):
                 if is_variable(operand) and operand not in reached:
                     inside |= self._equations_before(operand, its_place, self.own)
                 elif is_variable(operand):
@@ -318,9 +315,10 @@ class _Match:
         return self._linear_expression("y", self.rows.weights, a, self.reached)
 
     def _linear_expression(self, name, sources, a, reached) -> Expression:
+        """What was reached from the sources, as an expression of these, which have a name."""
         inside = self._inside(a, {b: p for b, p in reached.items() if b not in sources})
         names = self.own | {(source, place_key(self.rows.place)): name for source in sources}
-        found = Expressions(names, self.shared.sides).of(a, reached[a], inside)
+        found = Expressions(names, self.shared.sides).make(a, reached[a], inside)
         if not is_linear(found, name):  # skipped tiles would leave out what is added to weights of 0
             raise NoAttention("weights or gradients go through what is not linear")
         return found
@@ -335,7 +333,7 @@ class _Match:
         (of_score,) = found
         own = {(self.product_of_cotangent.outputs[0], place_key(self.place_of_cotangent)): "t"}
         before = self._equations_before(self.cotangent, self.rows.place, own)
-        of_weight = Expressions(own, self.shared.sides).of(self.cotangent, self.rows.place, before)
+        of_weight = Expressions(own, self.shared.sides).make(self.cotangent, self.rows.place, before)
         if not is_linear(of_weight, "t") or multipliers(weight, "y") != multipliers(of_weight, "t"):
             raise NoAttention("the weights' gradient is not that of the weights")
         return of_score, of_weight
@@ -344,7 +342,7 @@ class _Match:
         """The score where a mask is true, and -inf elsewhere."""
         shape, x = mask.aval.shape, self.rows.scores.aval.shape
         place = [self.rows.place[d] if n > 1 else [] for d, n in enumerate(shape, len(x) - len(shape))]
-        of_mask = self.shared.of(mask, place, self._equations_before(mask, place, {}))
+        of_mask = self.shared.make(mask, place, self._equations_before(mask, place, {}))
         n = len(score.operations)
         renamed = {f"v{k}": f"v{k + n}" for k in range(len(of_mask.operations))}
         operations = [op._replace(operands=tuple(renamed.get(a, a) for a in op.operands)) for op in of_mask.operations]

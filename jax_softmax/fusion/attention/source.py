@@ -103,22 +103,22 @@ def attention_plan(
     inner = ["0", *(str(extents[letter]) for letter in letters.batch[1:])]
     problem = [
         f"  using T = {_TYPES[dtype]};\n  using Addresses = attention::Addresses<{first_result + n_results}>;\n",
-        _constant("kTiling", _listed(tiling[field] for field in fields), "attention::Tiling"),
-        *map(_constant, ("kQueries", "kKeys", "kFeatures", "kValueFeatures"), (extents[c] for c in "ijde")),
-        _constant("kBatchDims", len(letters.batch)) + _constant("kExtents[]", _listed(inner)),
-        _constant("kGroups", math.prod(extents[letter] for letter in letters.groups)),
-        *(_constant(f"k{name.upper()}", strides(getattr(letters, name)), of_type) for name in "qkvo"),
+        _constexpr("kTiling", _listed(tiling[field] for field in fields), "attention::Tiling"),
+        *map(_constexpr, ("kQueries", "kKeys", "kFeatures", "kValueFeatures"), (extents[c] for c in "ijde")),
+        _constexpr("kBatchDims", len(letters.batch)) + _constexpr("kExtents[]", _listed(inner)),
+        _constexpr("kGroups", math.prod(extents[letter] for letter in letters.groups)),
+        *(_constexpr(f"k{name.upper()}", strides(getattr(letters, name)), of_type) for name in "qkvo"),
         # A block's four bounds are their innermost dimension.
-        _constant("kBounded", bounds is not None, "bool") + _constant("kBoundsAddress", first_side - 1),
-        _constant("kBounds", strides(bounds or "", 4 * blocks), of_type),
-        _constant("kSides", len(sides)),
-        _constant("kSideStrides[]", _listed([strides(of) for of, _ in sides] or ["{}"]), of_type),
-        _constant("kSideAddresses[]", _listed([first_side + sum(is_array[:k]) for k in range(len(sides))] or [0])),
-        _constant("kStagedBytes[]", _listed(staged or [0])),
-        _constant("kFirstResult", first_result) + _constant("kEmptyRowsAreZero", empty_rows_are_zero, "bool"),
-        _constant("kWrites", written_dtype is not None, "bool")
+        _constexpr("kBounded", bounds is not None, "bool") + _constexpr("kBoundsAddress", first_side - 1),
+        _constexpr("kBounds", strides(bounds or "", 4 * blocks), of_type),
+        _constexpr("kSides", len(sides)),
+        _constexpr("kSideStrides[]", _listed([strides(of) for of, _ in sides] or ["{}"]), of_type),
+        _constexpr("kSideAddresses[]", _listed([first_side + sum(is_array[:k]) for k in range(len(sides))] or [0])),
+        _constexpr("kStagedBytes[]", _listed(staged or [0])),
+        _constexpr("kFirstResult", first_result) + _constexpr("kEmptyRowsAreZero", empty_rows_are_zero, "bool"),
+        _constexpr("kWrites", written_dtype is not None, "bool")
         + f"  using Written = {_TYPES[written_dtype or dtype]};\n",
-        _constant("kWrittenStrides", strides(letters.rows + "j"), of_type),
+        _constexpr("kWrittenStrides", strides(letters.rows + "j"), of_type),
         *(_member(name, arguments, text, sides, masks) for name, (arguments, text) in functions.items()),
     ]
     batch = math.prod(extents[letter] for letter in (letters.shared if kernel == "keys" else letters.batch))
@@ -145,7 +145,7 @@ def _listed(items):
     return f"{{{', '.join(map(str, items))}}}"
 
 
-def _constant(name, value, type_="int"):
+def _constexpr(name, value, type_="int"):
     return f"  static constexpr {type_} {name} = {str(value).lower() if isinstance(value, bool) else value};\n"
 
 

@@ -34,7 +34,7 @@ class Walks:
             seen.add((a, place_key(place)))
             if maker.name == "dot_general":
                 found.append((maker, place))
-            elif expressions.prints(maker) and (inputs := places.input_places(maker, place)) is not None:
+            elif expressions.is_expressible(maker) and (inputs := places.input_places(maker, place)) is not None:
                 pending += zip(maker.inputs, inputs, strict=True)
         if len(found) != 1:
             raise NoAttention(f"the scores are made of {len(found) or 'no'} product{'s' * (len(found) != 1)}")
@@ -57,7 +57,7 @@ class Walks:
             return known[key]
         known[key] = read = _Cut(frozenset([a]), {}, False)
         maker = self.graph.maker.get(a)
-        inputs = None if maker is None or not expressions.prints(maker) else places.input_places(maker, place)
+        inputs = None if maker is None or not expressions.is_expressible(maker) else places.input_places(maker, place)
         if inputs is None:
             return read
         arrays: frozenset = frozenset()
@@ -75,7 +75,7 @@ class Walks:
         return known[key]
 
     def reached(self, variables, place):
-        return places.reached(self.graph, variables, place, expressions.prints)
+        return places.reached(self.graph, variables, place, expressions.is_expressible)
 
     def products_with(self, reached):
         """The products that read what was reached: each with the variable."""
