@@ -36,7 +36,7 @@ def gradients_of_own_rows(graph, equation):
     """A loss's gradient is not given its rows' maxima and sums: a kernel that makes these, too, is faster than XLA."""
     if equation.name != "cross_entropy_gradient" or not foldable(equation):
         return None
-    n_given = OPERATORS[equation.name].given(equation.inputs, mask_of(equation) is not None)
+    n_given = OPERATORS[equation.name].known_results(equation.inputs, mask_of(equation) is not None)
     if not n_given:
         return None
     inputs = [equation.inputs[0], *equation.inputs[1 + n_given :]]
