@@ -1,1 +1,1 @@
-"""`fuse`: what stands before and after an operator in a program becomes a part of its kernel."""
+"""`fuse`: a program's equations before and after an operator become a part of its kernel."""

@@ -149,6 +149,17 @@ def trampolined(walk):
     return result
 
 
+def each_once(start, following):
+    """These nodes of a graph, and all that follow them by `following(node)`, each once."""
+    pending, seen = list(start), set()
+    while pending:
+        node = pending.pop()
+        if node not in seen:
+            seen.add(node)
+            yield node
+            pending += following(node)
+
+
 def is_variable(atom) -> bool:
     return not isinstance(atom, Literal)
 

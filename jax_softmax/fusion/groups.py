@@ -11,7 +11,16 @@ from typing import Any, NamedTuple
 
 from jax_softmax import _kernels
 from jax_softmax.fusion import expressions, places
-from jax_softmax.fusion.graph import Equation, Graph, bytes_of, is_variable, size_of, trampolined, variables_of
+from jax_softmax.fusion.graph import (
+    Equation,
+    Graph,
+    bytes_of,
+    each_once,
+    is_variable,
+    size_of,
+    trampolined,
+    variables_of,
+)
 from jax_softmax.fusion.places import place_key
 from jax_softmax.primitives.operators import OPERATORS, PRIMITIVES
 
@@ -60,7 +69,7 @@ class Group:
 
     # ---- before
 
-    def fold_before(self, is_materialized, read=frozenset()) -> None:
+    def fold_before(self, is_materialized, read) -> None:
         """`is_materialized(variable)`: whether it is in memory, whatever is folded. `read`: those variables among them
         that are read there, even if it is cheaper to make them."""
         self._read = read
@@ -269,47 +278,27 @@ class Groups:
 
     def _found_reads(self, group):
         read: dict = dict.fromkeys(variables_of(group.row_operands))
-        for operand, before in zip(group.operands, group.before, strict=True):
-            self._note_leaves(operand, before, read)
+        folded = list(zip(group.operands, group.before, strict=True))
         for equation in group.after.values():
-            for a in variables_of(equation.inputs):
-                if a not in group.places_after:
-                    self._note_leaves(a, group.sides_after, read)
-        return list(read)
+            folded += [(a, group.sides_after) for a in variables_of(equation.inputs) if a not in group.places_after]
+        for start, inside in folded:  # the variables that the equations inside make it of
 
-    def _note_leaves(self, a, inside, read):
-        """Adds to `read` the variables that the equations `inside` make a value of."""
-        pending, seen = [a], set()
-        while pending:
-            a = pending.pop()
-            if not is_variable(a) or a in seen:
-                continue
-            seen.add(a)
-            if a in inside:
-                pending += reversed(inside[a].inputs)
-            else:
-                read[a] = None
+            def following(a, inside=inside):
+                return reversed(variables_of(inside[a].inputs)) if a in inside else ()
+
+            read |= dict.fromkeys(a for a in each_once(variables_of([start]), following) if a not in inside)
+        return list(read)
 
     def _found_executed(self):
         """The groups, and the equations outside of them, that the results need."""
-        done: dict = {}
-        pending = [*self.graph.results]
-        pending += [a for e in self.graph.equations if e.eqn.effects for a in variables_of(e.inputs)]
-        executed = {e for e in self.graph.equations if e.eqn.effects}
+        executed: set = {e for e in self.graph.equations if e.eqn.effects}
+        pending = [*self.graph.results, *(a for e in executed for a in variables_of(e.inputs))]
         while pending:
-            variable = pending.pop()
-            if variable in done:
-                continue
-            done[variable] = None
-            maker = self.graph.maker.get(variable)
-            if maker is None:
-                continue
-            group = self.owner.get(maker)
-            node = maker if group is None else group
-            if node in executed:
-                continue
-            executed.add(node)
-            pending += variables_of(maker.inputs) if group is None else self.reads[group]
+            maker = self.graph.maker.get(pending.pop())
+            node = self.owner.get(maker, maker)
+            if maker is not None and node not in executed:
+                executed.add(node)
+                pending += variables_of(maker.inputs) if node is maker else self.reads[node]
         return executed
 
     def readers_in_xla(self, variable):
@@ -320,13 +309,9 @@ class Groups:
     def read_outside(self, variable, group):
         """The equations and groups that read a variable, other than this group; None for the program's results."""
         readers: list = [None] if variable in self.graph.results else []
-        for reader in self.graph.readers.get(variable, ()):
-            if self.owner.get(reader) is None and reader in self.executed and reader not in group.inside:
-                readers.append(reader)
-        for other in self._reading.get(variable, ()):
-            if other is not group and other in self.executed:
-                readers.append(other.equation)
-        return readers
+        readers += [reader for reader in self.readers_in_xla(variable) if reader not in group.inside]
+        others = (other for other in self._reading.get(variable, ()) if other is not group and other in self.executed)
+        return readers + [other.equation for other in others]
 
 
 def _dependence(groups: Groups, group: Group):

@@ -14,7 +14,7 @@ In float32 the two may differ in the last places of a function's result.
 """
 
 from jax_softmax.fusion import expressions
-from jax_softmax.fusion.graph import is_variable, variables_of
+from jax_softmax.fusion.graph import each_once, is_variable, variables_of
 from jax_softmax.fusion.splicing import spliced
 
 
@@ -86,19 +86,14 @@ def _xla_makes_of(graph, a, functions, folded):
 
 def _is_made_in_full(groups, equation):
     """Whether XLA makes all elements of an equation's result, not just those that are gathered."""
-    pending, seen = [equation], set()
-    while pending:
-        maker = pending.pop()
-        if maker in seen:
-            continue
-        seen.add(maker)
-        if not expressions.is_expressible(maker):
-            return True
-        for variable in maker.outputs:
-            if variable in groups.graph.outputs:
-                return True
-            pending += [r for r in groups.readers_in_xla(variable) if r.name != "gather"]
-    return False
+
+    def following(maker):
+        return [r for v in maker.outputs for r in groups.readers_in_xla(v) if r.name != "gather"]
+
+    return any(
+        not expressions.is_expressible(maker) or not groups.graph.results.isdisjoint(maker.outputs)
+        for maker in each_once([equation], following)
+    )
 
 
 def read_twice(groups, calls) -> set:

@@ -18,14 +18,14 @@ class Line(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     axes: tuple[int, ...]
-    where: str  # the equations that it stands in
+    where: str  # names of the equations around it, as /scan/cond
     folded_before: tuple[str, ...]  # names of equations
     folded_after: tuple[str, ...]
     outside: tuple[str, ...]  # names of the equations where folding stopped
-    traffic: Traffic | None
-    why_not: str  # the kernel stands alone, if anything is said
-    xla_is_as_fast: bool  # on rows that lie as these do, whatever the traffic is
-    no_attention: str = ""  # why a softmax whose weights are multiplied stays one
+    traffic: Traffic | None  # None of attention
+    why_not: str  # why nothing can be folded, or ""
+    xla_is_as_fast: bool  # on such rows, whatever the traffic is
+    no_attention: str = ""  # why a softmax whose weights are multiplied is not attention
 
 
 class FusionReport(tuple[Line, ...]):

@@ -20,7 +20,7 @@ import numpy as np
 
 from jax_softmax.functions.entropies import kl_divergence
 from jax_softmax.fusion import at_labels, expressions, shared_rows
-from jax_softmax.fusion.graph import CycleError, Equation, Graph, bytes_of, is_variable, size_of
+from jax_softmax.fusion.graph import CycleError, Equation, Graph, bytes_of, each_once, is_variable, size_of
 from jax_softmax.fusion.groups import Group, foldable, is_loop, is_materialized_unfolded, may_fold
 from jax_softmax.fusion.splicing import is_unmasked, made_of_rows, row_variables, rows_of, spliced
 from jax_softmax.primitives.operators import PRIMITIVES, bind
@@ -142,16 +142,11 @@ def _has_rows(graph, equation):
 
 def _is_summed(graph, reader):
     """Whether a reader, or a loop that reads what it makes, reduces it."""
-    pending, seen = [reader], set()
-    while pending:
-        equation = pending.pop()
-        if equation in seen or not is_loop(equation):
-            continue
-        seen.add(equation)
-        if not expressions.is_expressible(equation):
-            return True
-        pending += [r for v in equation.outputs for r in graph.readers.get(v, ())]
-    return False
+
+    def following(equation):
+        return [r for v in equation.outputs for r in graph.readers.get(v, ()) if is_loop(r)]
+
+    return is_loop(reader) and not all(map(expressions.is_expressible, each_once([reader], following)))
 
 
 def _softmax_for_maps(equation, maps):

@@ -5,7 +5,7 @@ depends on them. The other one makes them already, or is replaced by one that ma
 """
 
 from jax_softmax.fusion import expressions
-from jax_softmax.fusion.graph import variables_of
+from jax_softmax.fusion.graph import each_once
 from jax_softmax.fusion.groups import foldable
 from jax_softmax.fusion.splicing import mask_of, spliced
 from jax_softmax.primitives import reference
@@ -106,18 +106,9 @@ def _can_give(graph, other, equation):
         return False
     if any(other.params[name] != equation.params[name] for name in ("axes", "axis_name")):
         return False
-    return not any(_depends(graph, a, equation) for a in variables_of(other.inputs))
 
+    def makers(atoms):
+        return [e for e in map(graph.maker_of, atoms) if e is not None]
 
-def _depends(graph, variable, equation):
-    pending, seen = [variable], set()
-    while pending:
-        a = pending.pop()
-        maker = graph.maker.get(a)
-        if maker is None or maker in seen:
-            continue
-        if maker is equation or graph.has_effects_after(maker, equation):
-            return True
-        seen.add(maker)
-        pending += variables_of(maker.inputs)
-    return False
+    ancestors = each_once(makers(other.inputs), lambda e: makers(e.inputs))
+    return not any(e is equation or graph.has_effects_after(e, equation) for e in ancestors)

@@ -104,7 +104,7 @@ class _Match:
     # ---- Products
 
     def _operand_with_keys(self, product, name) -> int:
-        """Its number. Raises NoAttention if there is none, or two."""
+        """The number of the operand. Raises NoAttention if there is none, or two."""
         has_keys = [any(f is self.j for f in product.operand(k).factors) for k in (0, 1)]
         if sum(has_keys) != 1:
             raise NoAttention(f"not one operand of {name} has the keys")
