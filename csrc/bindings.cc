@@ -26,9 +26,9 @@ namespace {
 // Shapes and dtypes.
 using Arrays = std::vector<std::pair<std::vector<int64_t>, std::string>>;
 
-std::vector<Array> arrays_of(const Arrays& given) {
+std::vector<Array> arrays_of(const Arrays& shapes_and_dtypes) {
   std::vector<Array> arrays;
-  for (const auto& [shape, name] : given) {
+  for (const auto& [shape, name] : shapes_and_dtypes) {
     const auto known = std::find(std::begin(kDTypeNames), std::end(kDTypeNames), name);
     if (known == std::end(kDTypeNames)) throw nb::value_error(("unknown dtype: " + name).c_str());
     arrays.push_back({static_cast<DType>(known - std::begin(kDTypeNames)), shape});
@@ -36,13 +36,13 @@ std::vector<Array> arrays_of(const Arrays& given) {
   return arrays;
 }
 
-// The call, as a custom call would be given it.
+// The call that a custom call with these operands, results and attributes makes.
 Call call_of(const Arrays& operands, const Arrays& results, const nb::dict& attributes) {
   const auto text = [&](const char* name) { return nb::cast<std::string_view>(attributes[name]); };
-  const Attributes given{text("op"), nb::cast<std::vector<int64_t>>(attributes["axes"]), text("sides"), text("load"),
-                         text("store")};
+  const Attributes values{text("op"), nb::cast<std::vector<int64_t>>(attributes["axes"]), text("sides"), text("load"),
+                          text("store")};
   Call call;
-  const std::string message = read_call(given, arrays_of(operands), arrays_of(results), &call);
+  const std::string message = read_call(values, arrays_of(operands), arrays_of(results), &call);
   if (!message.empty()) throw nb::value_error(message.c_str());
   return call;
 }
@@ -92,7 +92,7 @@ nb::object plan(const Arrays& operands, const Arrays& results, const nb::dict& a
   result["scratch_bytes"] = scratch_bytes(*plan, problem);
   result["batch"] = extents(view.batch);
   result["reduced"] = extents(view.reduced);
-  result["aligned"] = boundary_of(view, kPackBytes, problem.footprint()) == 0;
+  result["aligned"] = boundary_of(view, kPackBytes, problem.footprint) == 0;
   if (!sources) return result;
   const Planned planned = *plan_call(call, problem, device);
   nb::list steps;
@@ -212,7 +212,7 @@ void bind_jit(nb::module_& m) {
       [](const std::string& code, const std::string& plan, int compute_capability) {
         jit::Result<jit::Nvrtc::Compiled> compiled = [&] {
           const nb::gil_scoped_release released;
-          return jit::compiled({code, plan}, compute_capability);
+          return jit::get_binary({code, plan}, compute_capability);
         }();
         const auto [binary, log] = value_or_raise(std::move(compiled));
         return nb::make_tuple(nb::bytes(binary.data(), binary.size()), log);

@@ -6,16 +6,15 @@
 //   dx = score_transposed(p * (weight_transposed(do v^T) - delta))
 //   dk = dx^T q,  dq = dx k
 //
-// in two kernels, each of which makes p and dx anew, so that nothing is added up through memory: the order of sums is
-// always the same.
+// in two kernels, which both compute p and dx: so no sums are added up in memory, and their order is always the same.
 #pragma once
 
 #include "attention/tiles.cuh"
 
 namespace jax_softmax::device {
 
-// dk and dv: a block has `rows` keys, and queries of all that share the keys pass. Products are transposed, with keys
-// as rows, so that p^T and dx^T are operands of the next products as they are.
+// dk and dv: a block has Tiling::rows() keys, and the queries of all batch indices that share the keys pass. Products
+// have keys as rows, so that p^T and dx^T are operands of the next products without a transposition.
 template <class P>
 __device__ __forceinline__ void attention_keys(const typename P::Addresses& operands) {
   using T = typename P::T;
@@ -30,7 +29,7 @@ __device__ __forceinline__ void attention_keys(const typename P::Addresses& oper
   const int block = own_index.row_block % kBlocks, part = own_index.row_block / kBlocks;
   const unsigned n = own_index.n;  // the first that has these keys
 
-  // Queries of each group pass in turn.
+  // The queries of each batch index of the group pass in turn.
   struct Walk {
     int group, step;
     Range range;
@@ -49,7 +48,7 @@ __device__ __forceinline__ void attention_keys(const typename P::Addresses& oper
   };
 
   const SharedRowPair<P, N::kRows> own(shared_memory());
-  // The rows' numbers follow a stage's rows, their deltas these, and the sides that pass come last.
+  // A stage has its rows, their numbers, their deltas, and then the side operands that pass.
   constexpr int kOfRows = Stage::kBytes + kStep * attention::kBytesOfRow;
   const auto stage_of = [&](int count) {
     return Stage(own.d.base + own.kBytes + count % kStages * (kOfRows + TileOfStep::kStagedBytes));
@@ -137,7 +136,8 @@ __device__ __forceinline__ void attention_keys(const typename P::Addresses& oper
         part * kOwnWidth, P::kValueFeatures, as_it_is);
 }
 
-// What is written of each score of a block's queries, as two neighbours along keys; the rest of the row is 0.
+// Writes what `written` makes of the scores' cotangents, for a block's queries: two neighbours along keys at a time,
+// and 0 in steps that the block does not visit.
 template <class P>
 struct Cotangents {
   using W = typename P::Written;
@@ -171,7 +171,7 @@ struct Cotangents {
   }
 };
 
-// dq: a block has `rows` queries, and keys pass.
+// dq: a block has Tiling::rows() queries, and keys pass.
 template <class P>
 __device__ __forceinline__ void attention_queries(const typename P::Addresses& operands) {
   using T = typename P::T;

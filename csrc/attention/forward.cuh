@@ -1,27 +1,26 @@
-// o = weight(softmax(score(q k^T))) v, where `weight` is linear, and of each row its pivot and the logarithm of its
-// sum.
+// o = weight(softmax(score(q k^T))) v, where `weight` is linear; and each row's pivot and the logarithm of its sum.
 //
-// A block has `rows` queries. For each `step` keys of its range:
+// A block has Tiling::rows() queries. For each Tiling::step keys of its range:
 //
 //   s = score(q k^T)                    rows x step, in registers
-//   m' = m, or max(m, rowmax(s))        what came before counts exp(m - m')
+//   m' = m, or max(m, rowmax(s))        the running maximum: see kSlack
 //   p = exp(s - m')
 //   l = l exp(m - m') + rowsum(p)
 //   o = o exp(m - m') + weight(p) v     rows x value features, in registers
 //
-// and in the end o / l. Keys are copied while the weights of the step before are multiplied with values, and values
-// while scores are made.
+// and in the end o / l. Keys are copied while the previous step's weights are multiplied with values, and values while
+// scores are computed.
 #pragma once
 
 #include "attention/tiles.cuh"
 
 namespace jax_softmax::device {
 
-// A row's state. Of its four lanes each has the sum of its own columns, until `whole`.
+// A row's state. Each of its four lanes has the sum of its own columns; `whole` adds them up.
 struct RowState {
   float pivot, sum;
 
-  // Not by initializers of the members: of arrays of two dimensions NVRTC 13 runs those for the first row alone.
+  // Not by member initializers: of two-dimensional arrays NVRTC 13 runs them for the first row alone.
   __device__ __forceinline__ RowState() : pivot(-kInfinity), sum(0.0f) {}
   static __device__ __forceinline__ float largest_of_row(float x) {
     x = fmaxf(x, shuffle_xor(x, 1));
@@ -33,10 +32,10 @@ struct RowState {
   }
 };
 
-// Pivots stay as long as no score of the warp's rows is larger by more: terms are then at most exp(kSlack).
+// The pivots of a warp's rows change only if a score is larger by more than this: terms are at most exp(kSlack).
 inline constexpr float kSlack = 4.0f;
 
-// Replaces scores by terms; what has been summed counts less if pivots become larger.
+// Replaces scores by terms, and adds them to the rows' sums. Where pivots grow, sums and o are rescaled.
 template <int fragments, int step, int features>
 __device__ __forceinline__ void accumulate(Accumulators<fragments, step>& s, Accumulators<fragments, features>& o,
                                            RowState (&rows)[fragments][2]) {
@@ -97,7 +96,7 @@ __device__ __forceinline__ void attention_forward(const typename P::Addresses& o
   using TileOfStep = ScoreTile<P, N::kRows, kStep>;
   using Stage = SharedRowPair<P, kStep>;
 
-  // The last queries first: with a causal mask these take longest.
+  // The last queries first: with a causal mask they take longest.
   const BlockIndex own = own_block<P>(kBlocks);
   const int block = kBlocks - 1 - own.row_block;
   const unsigned n = own.n;

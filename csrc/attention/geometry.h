@@ -1,4 +1,4 @@
-// What the planner and the kernels of attention both count: tiles, shared memory, strides.
+// Attention's tiles, shared memory and strides, which the planner and the kernels both count.
 #pragma once
 
 #include "geometry/view.h"
@@ -8,11 +8,11 @@ namespace jax_softmax::attention {
 inline constexpr int kMostBatchDims = 6;
 inline constexpr int kMostFeatures = 256;
 inline constexpr int kMma = 16;                    // rows of a fragment, and the depth of a product of fragments
-inline constexpr int kNumbersPerPack = 8;          // numbers of 16 bits in 16 bytes, which rows are copied by
-inline constexpr int kStages = 2;                  // of what passes: one is read while the other is copied
+inline constexpr int kNumbersPerPack = 8;          // 16-bit numbers of a pack of 16 bytes, the unit of copies
+inline constexpr int kStages = 2;                  // buffers for the rows that pass: one is read, the other is copied
 inline constexpr int kMostSharedBytes = 99 << 10;  // of a block, on the smallest chips
 
-// Rows stay with a block while others pass it, in steps.
+// A block has some rows that stay in shared memory, while others pass through it, step by step.
 enum class KernelKind {
   kForward,  // queries stay, keys and values pass: the output and the rows' numbers
   kKeys,     // keys and values stay, queries and cotangents pass: dk, dv
@@ -24,16 +24,16 @@ inline constexpr const char* kKernelNames[kKernels] = {"forward", "keys", "queri
 struct Tiling {
   int warps;      // of a block
   int fragments;  // of rows that stay, for each warp
-  int step;       // how many rows pass at a time
-  int parts;      // how many blocks share the features of dk and dv, each of which makes the weights anew
+  int step;       // rows that pass at a time
+  int parts;      // blocks that share the features of dk and dv; each computes the weights
   int resident;   // blocks that a multiprocessor has registers for
 
   constexpr int rows() const { return warps * fragments * kMma; }
   constexpr int threads() const { return warps * 32; }
 };
 
-// By the larger one of the numbers of features, in the order of KernelKind. Two fragments for each warp halve how often
-// shared memory is read, and take twice the accumulators. Every block fits into kMostSharedBytes.
+// Tilings by the larger number of features, of q and k or of v, and by KernelKind. Two fragments a warp halve the reads
+// of shared memory, and take twice the accumulators. Every block fits into kMostSharedBytes.
 struct TilingsOfFeatures {
   int most_features;
   Tiling by_kernel[kKernels];
@@ -49,23 +49,22 @@ constexpr Tiling tiling_of(KernelKind kernel, int features, int value_features) 
   return kTilings[row].by_kernel[static_cast<int>(kernel)];
 }
 
-inline constexpr int kBlocksOfWave = 512;  // about two for each place on the largest chips: see `own_block`
+inline constexpr int kBlocksOfWave = 512;  // about twice as many as the largest chips run at a time: see `own_block`
 
-// Features in shared memory, where those past the last one are 0.
+// Features of a row in shared memory: those past the last one are 0.
 constexpr int padded(int features, const Tiling& tiling) {
   const int unit = kMma * tiling.parts;
   return static_cast<int>(ceil_div(features, unit)) * unit;
 }
 
-// From one row in shared memory to the next, in packs. `ldmatrix` reads eight rows at once, which must lie in different
-// banks: an odd number of packs sees to that, or, where the packs are a multiple of eight, their order
-// (SharedRows::pack).
+// Packs from a row in shared memory to the next. `ldmatrix` reads eight rows at once, from different banks if the
+// number is odd. Of a multiple of eight packs, their order in a row does it (SharedRows::pack).
 constexpr int pitch(int padded_features) {
   const int packs = padded_features / kNumbersPerPack;
   return packs % 8 == 0 ? packs : packs | 1;
 }
 
-// The numbers that the softmax of a row needs again: its pivot and the logarithm of its sum, and rowsum(o * do).
+// What the backward kernels read of a row: its pivot, the logarithm of its sum, and rowsum(o * do).
 inline constexpr int kBytesOfRow = 3 * 4;
 
 constexpr int bytes_of_one(int features, int value_features, const Tiling& tiling) {
@@ -79,8 +78,8 @@ constexpr int shared_bytes(KernelKind kernel, int features, int value_features) 
   return tiling.rows() * staying + kStages * tiling.step * passing;
 }
 
-// What an array of queries x keys that scores read takes of a stage, if it passes with the rows that pass. The 16 bytes
-// between its rows see to it that neighbouring rows lie in different banks.
+// The part of a stage for a side operand of queries x keys that passes with the rows. 16 bytes between its rows put
+// neighbouring rows into different banks.
 constexpr int pitch_of_side(int keys, int bytes_of_element) { return keys * bytes_of_element + 16; }
 constexpr int bytes_of_side(KernelKind kernel, const Tiling& tiling, int bytes_of_element) {
   const bool keys_stay = kernel == KernelKind::kKeys;
@@ -88,14 +87,14 @@ constexpr int bytes_of_side(KernelKind kernel, const Tiling& tiling, int bytes_o
   return queries * pitch_of_side(keys, bytes_of_element);
 }
 
-// How far apart neighbours along each dimension lie in an operand, in elements; 0 along those that it lacks.
+// An operand's strides in elements; 0 along dimensions that it lacks.
 struct Strides {
   int64_t batch[kMostBatchDims];
   int64_t i, j;  // along queries and along keys
 };
 
-// A kernel's only parameter: the addresses of its operands, in this order. After these come the steps that blocks
-// visit, if they are bounded, the arrays that scores read, and the results: o and rows' numbers; dk and dv; dq.
+// A kernel's only parameter: the addresses of its operands in the order of AddressIndex, then of the bounds of the
+// steps that blocks visit (if kBounded), of side arrays, and of the results: o and the rows' numbers; dk and dv; or dq.
 template <int n>
 struct Addresses {
   void* address[n];

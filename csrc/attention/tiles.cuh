@@ -1,4 +1,4 @@
-// Tiles in shared memory, their products on tensor cores, and what is made of a product: a score, or a cotangent.
+// Rows in shared memory, their products on tensor cores, and scores and cotangents, which are made of the products.
 //
 // The problem that a kernel is compiled for (see fusion/attention/source.py) is a struct P with these constants:
 //
@@ -7,9 +7,9 @@
 //   kBatchDims, kExtents               of q, those of the keys first; kGroups, the product of those that keys lack
 //   kQ, kK, kV, kO, kBounds            Strides; kBounded, whether there are bounds
 //   kSides, kSideStrides, kSideAddresses   of what scores read beside; addresses of the arrays
-//   kStagedBytes                       of each side, the bytes of an element if it passes through shared memory, or 0
+//   kStagedBytes                       of each side the bytes of an element, if it passes through shared memory, or 0
 //   kEmptyRowsAreZero                  the weights of a row whose scores are all -inf: 0, or NaN
-//   score(x0, side), weight(y, side)   of the product, and of the softmax of the scores
+//   score(x0, side), weight(y, side)   of the product x0 = q k^T, and of the softmax y of the scores
 //   score_transposed(g, x0, side), weight_transposed(t, side)   their linear maps, transposed, in the backward kernels
 //                                      which ask side.known for the value of a mask
 //   kWrites                            whether dq's kernel writes what `written(g, x0, side)` makes of the scores'
@@ -39,7 +39,7 @@ struct SharedRows {
   }
 };
 
-// What follows from a problem for all of its kernels.
+// Constants that follow from a problem.
 template <class P>
 struct Counts {
   static constexpr attention::Tiling kTiling = P::kTiling;
@@ -60,8 +60,8 @@ struct SharedRowPair {
       : d{base}, e{base + count * SharedRows<N::kDepth>::kBytes} {}
 };
 
-// Calls f(row, pack) for what this thread copies of so many rows of so many packs. Threads have packs one after
-// another; where a whole number of rows falls to all of them at a time, a thread's rows are a constant apart.
+// Calls f(row, pack) for the thread's share of rows x packs. Neighbouring threads have neighbouring packs; if a row's
+// packs divide the threads, the row of a turn is a constant more than that of the turn before.
 template <int threads, int rows, int packs, class F>
 __device__ __forceinline__ void for_own_packs(const F& f) {
   constexpr int kTurns = ceil_div(rows * packs, threads);
@@ -78,8 +78,7 @@ __device__ __forceinline__ void for_own_packs(const F& f) {
   }
 }
 
-// Begins to copy `count` rows, from `first` on, of an operand that has so many of so many features. Those that do not
-// exist are 0.
+// Begins to copy `count` rows, from `first` on, of an operand of rows x features. What does not exist is 0.
 template <class P, int count, int rows, int features, int columns>
 __device__ __forceinline__ void begin_copy_of_rows(SharedRows<columns> to, const typename P::T* operand, int64_t stride,
                                                    int first) {
@@ -93,8 +92,8 @@ __device__ __forceinline__ void begin_copy_of_rows(SharedRows<columns> to, const
 
 // ---- Products
 
-// What a warp has of a product: for each of its fragments of rows and each 8 columns, of lane l the elements (row,
-// column) = (l / 4, 2 (l % 4)), the one after it, and these two of the row 8 further down.
+// A warp's part of a product. Of each fragment of rows and each 8 columns, lane l has two neighbours, from row l / 4
+// and column 2 (l % 4) on, and the two of 8 rows further down.
 template <int fragments, int columns>
 struct Accumulators {
   float values[fragments][columns / 8][4];
@@ -173,8 +172,8 @@ __device__ __forceinline__ void add_product(Accumulators<fragments, columns>& c,
   }
 }
 
-// Writes c, times a factor of each row, to rows from `row` on, of which `existing` exist, and columns from `first` on,
-// of so many features.
+// Writes c, times a factor of each row, to rows from `row` on and columns from `first` on, below `existing` and
+// `features`.
 template <class T, int fragments, int columns, class Factor>
 __device__ __forceinline__ void write(T* to, int64_t stride, const Accumulators<fragments, columns>& c, int row,
                                       int existing, int first, int features, const Factor& factor) {
@@ -198,7 +197,7 @@ __device__ __forceinline__ void write(T* to, int64_t stride, const Accumulators<
 
 // ---- Where a block is
 
-// Where the n-th of the batch begins in an operand.
+// The offset of batch index n in an operand.
 template <class P>
 __device__ __forceinline__ int64_t begin_of(const Strides& strides, unsigned n) {
   int64_t offset = 0;
@@ -211,16 +210,16 @@ __device__ __forceinline__ int64_t begin_of(const Strides& strides, unsigned n) 
   return offset;
 }
 
-// Which of the rows that stay a block has, and of which of the batch.
+// A block's rows, those from row_block * kRows on, and its batch index.
 struct BlockIndex {
   int row_block;
   unsigned n;
 };
-// `blocks`: of each of the batch; `alike`: how many of the batch, one after another, share a block's rows.
+// `blocks`: of a batch index; `alike`: how many consecutive batch indices share a block's rows.
 //
-// Blocks come in chunks of a few of the batch: in each first those that stay longest, of all of the wave. So few
-// multiprocessors wait at the end, and what passes is read from the last cache by those that run at a time. Neighbours
-// differ in the outermost dimension of the batch, which an array that scores read may lack.
+// Blocks run in waves of some batch indices. In a wave row block 0 of all its batch indices comes first, which kernels
+// make the longest: so few multiprocessors wait at the end, and the rows that pass are in the L2 cache. Neighbouring
+// blocks differ in the outermost batch dimension, along which a side operand may be broadcast.
 template <class P>
 __device__ __forceinline__ BlockIndex own_block(unsigned blocks, unsigned alike = 1) {
   const unsigned count = gridDim.x / blocks, most = ceil_div(attention::kBlocksOfWave, blocks);
@@ -233,7 +232,7 @@ __device__ __forceinline__ BlockIndex own_block(unsigned blocks, unsigned alike 
   return {static_cast<int>(in_wave / own), n % outermost * others + n / outermost * alike};
 }
 
-// The n-th of the batch of an operand.
+// An operand from batch index n on.
 template <class P, class T = typename P::T>
 __device__ __forceinline__ T* operand_of(const typename P::Addresses& operands, int index, const Strides& strides,
                                          unsigned n) {
@@ -241,14 +240,14 @@ __device__ __forceinline__ T* operand_of(const typename P::Addresses& operands, 
 }
 __device__ __forceinline__ int first_row_of_warp(int rows) { return static_cast<int>(threadIdx.x / 32) * rows; }
 
-// The steps that a block visits, and those of them whose tiles are whole: all of their scores exist, and no mask hides
-// any.
+// The steps that a block visits, [first, last), and those of them whose tiles are whole: no score is masked or beyond
+// the last row.
 struct Range {
   int first, last, first_whole, last_whole;
 
   __device__ __forceinline__ bool is_whole(int step) const { return first_whole <= step && step < last_whole; }
 };
-// Of `stay` rows a block has those from `row` on; of `pass` rows `step` pass at a time.
+// `stay` and `pass`: how many rows of an operand stay and pass.
 template <class P>
 __device__ __forceinline__ Range visited(const typename P::Addresses& operands, unsigned n, int block, int stay,
                                          int pass) {
@@ -260,7 +259,7 @@ __device__ __forceinline__ Range visited(const typename P::Addresses& operands, 
   return {max(ends[0], 0), min(ends[1], steps), ends[2], ends[3]};
 }
 
-// Calls f with whether a tile is whole, as a constant: there is text for either, unless all are.
+// Calls f with whether a tile is whole, as a constant. f is compiled for both, unless all tiles are whole.
 template <bool value>
 struct Constant {
   static constexpr bool kValue = value;
@@ -277,7 +276,7 @@ __device__ __forceinline__ void for_tile(bool is_whole, const F& f) {
 
 // ---- Scores
 
-// Where what a score reads beside its product begins, for the n-th of the batch.
+// The offsets of batch index n in the side operands.
 template <class P>
 struct SideOffsets {
   const typename P::Addresses& operands;
@@ -289,7 +288,7 @@ struct SideOffsets {
   }
 };
 
-// A tile of scores: its first query and key, and where in shared memory the sides are that pass with it.
+// A tile of scores: its first query i and key j, and the address of the side operands that pass with it.
 template <class P, int queries, int keys>
 struct ScoreTile {
   const SideOffsets<P>& sides;
@@ -304,14 +303,14 @@ struct ScoreTile {
     return offset;
   }
   static constexpr int kStagedBytes = offset_of(P::kSides);
-  static constexpr bool kKeysPass = keys == Counts<P>::kStep;  // then a thread has neighbours along keys
+  static constexpr bool kKeysPass = keys == Counts<P>::kStep;  // a thread then has neighbours along keys
 
   template <int k>
   __device__ __forceinline__ Address address_of(int row, int column) const {
     constexpr int kElement = P::kStagedBytes[k], kOffset = offset_of(k);
     return staged + kOffset + row * attention::pitch_of_side(keys, kElement) + column * kElement;
   }
-  // Begins to copy what passes, of this side and those after it.
+  // Begins to copy the side operands that pass, from the k-th on.
   template <int k = 0>
   __device__ __forceinline__ void begin_copies() const {
     if constexpr (k < P::kSides) {
@@ -333,7 +332,7 @@ struct ScoreTile {
   }
 };
 
-// What the score at a place of a tile reads. Scores that do not exist read what their last neighbours read.
+// The values of side operands at a score of a tile. A score beyond the last row reads those of the last one.
 template <class P, class Tile, bool is_whole>
 struct ScoreSides {
   const Tile& tile;
@@ -363,7 +362,7 @@ struct ScoreSides {
       return read_global(static_cast<const T*>(tile.sides.operands.address[P::kSideAddresses[k]]) + element<k>());
     }
   }
-  // A mask, which has this value in all of a tile that is whole.
+  // A mask, which is `value` in all whole tiles.
   template <bool value>
   __device__ __forceinline__ bool known(bool mask) const {
     return is_whole ? value : mask;
@@ -374,10 +373,10 @@ struct ScoreSides {
 
 inline constexpr float kLog2E = 1.44269502f;
 
-// Terms exp(x - pivot) as exp2(x log2(e) - r), where r is pivot log2(e), rounded. What r is rounded by, at most 4, is a
-// factor that all terms share. Beyond kLarge the pivot itself stands for r and x for x log2(e): scores that differ
-// there at all differ by 8, so that the smaller one's term is next to nothing. A pivot of -inf, of a row that sees
-// nothing so far, counts as 0.
+// Terms exp(x - pivot) as exp2(x log2(e) - r), where r is pivot log2(e), rounded. That rounding, by at most 4, is a
+// factor that all terms share. Beyond kLarge r is the pivot, and x stands for x log2(e): scores that differ there
+// differ by at least 8, so that smaller terms hardly count. A pivot of -inf, of a row without a finite score so far,
+// counts as 0.
 struct Pivot {
   static constexpr float kLarge = 1 << 26;
   float value, factor, subtrahend;
@@ -388,7 +387,7 @@ struct Pivot {
     subtrahend = value * factor;
   }
   __device__ __forceinline__ float term(float x) const { return exp2_of(fmaf(x, factor, -subtrahend)); }
-  // What sums of terms relative to this pivot are multiplied by to be relative to a larger one.
+  // The factor that makes sums of terms relative to this pivot relative to a larger one.
   __device__ __forceinline__ float rescale(const Pivot& to) const {
     const bool both_small = factor == kLog2E && to.factor == kLog2E;
     return exp2_of(both_small ? subtrahend - to.subtrahend : (value - to.value) * kLog2E);
@@ -399,20 +398,20 @@ struct Pivot {
   }
 };
 
-// A row's numbers, as the backward kernels are given them.
+// What the backward kernels read of a row.
 struct RowNumbers {
   float pivot, log2_sum, delta;
 
   __device__ __forceinline__ float weight(float score) const { return exp2_of(fmaf(score - pivot, kLog2E, -log2_sum)); }
 };
 
-// Replaces the product q k^T by what values are multiplied with, and that of the output's cotangent and v by the
-// cotangent of the product q k^T. Returns the cotangent of the score.
+// `product` is q k^T and becomes the weight of the value; `cotangent` is do v^T and becomes the cotangent of q k^T.
+// Returns the cotangent of the score.
 template <class P, class Side>
 __device__ __forceinline__ float differentiate(float& product, float& cotangent, const RowNumbers& row,
                                                const Side& side) {
   const float x0 = product, score = P::score(x0, side);
-  // Such elements are outside of the softmax, whatever the others are.
+  // Such scores have weight 0, whatever the row's others are.
   const float y = P::kEmptyRowsAreZero && score == -kInfinity ? 0.0f : row.weight(score);
   product = P::weight(y, side);
   const float g = y * (P::weight_transposed(cotangent, side) - row.delta);

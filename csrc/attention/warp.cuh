@@ -1,5 +1,5 @@
-// What warps and blocks do together: instructions of sm_80 and newer. The host's emulator (tests/) has its own of
-// these, and all other text of attention in common with the GPU.
+// Instructions of warps and blocks, of sm_80 and newer. The tests' emulator on the host has its own of these, and
+// shares all other files of attention with the GPU.
 #pragma once
 
 #include "attention/geometry.h"
@@ -29,7 +29,7 @@ __device__ __forceinline__ float coarse_tanh(float x) {
   return y;
 }
 
-// Begins a copy, of zeros where there is nothing to read.
+// Begins a copy to shared memory: of zeros, unless the source exists.
 template <int bytes>
 __device__ __forceinline__ void begin_copy(Address to, const void* from, bool exists) {
   const int read = exists ? bytes : 0;
@@ -39,7 +39,7 @@ __device__ __forceinline__ void begin_copy(Address to, const void* from, bool ex
     asm volatile("cp.async.ca.shared.global [%0], [%1], %3, %2;" ::"r"(to), "l"(from), "r"(read), "n"(bytes));
   }
 }
-// Those begun since the last time are one group.
+// Ends a group: the copies begun since the last one.
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;"); }
 template <int n>
 __device__ __forceinline__ void wait_for_all_but_last() {
@@ -91,13 +91,13 @@ __device__ __forceinline__ void multiply_add<Float16>(float (&c)[4], const uint3
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Two neighbours, as they are in memory.
+// Two neighbours in a word.
 template <class T>
 __device__ __forceinline__ uint32_t narrowed(float low, float high) {
   return Pair<T>::narrow(low, high);
 }
 
-// A value that no kernel writes.
+// A value in device memory, which no kernel writes meanwhile.
 template <class T>
 __device__ __forceinline__ auto read_global(const T* from) {
   if constexpr (sizeof(T) == 1) {
@@ -118,7 +118,7 @@ __device__ __forceinline__ auto read_shared_as(Address from) {
   return Elements<T>::widen(*static_cast<const T*>(__cvta_shared_to_generic(from)));
 }
 
-// The same of two neighbours that begin at an even place: both are read by one instruction.
+// One of two neighbours, aligned to both: one instruction reads them.
 template <class T>
 __device__ __forceinline__ auto read_one_of_two(Address from, int which) {
   if constexpr (sizeof(T) == 4) {

@@ -157,9 +157,9 @@ std::string read_call(const Attributes& attributes, const std::vector<Array>& op
   const Cost& cost = cost_of(call->op);
   const size_t element_results = cost.element_results ? std::max<size_t>(1, split_lines(call->store).size()) : 0;
   call->row_results_known = cost.row_results > 0 && element_results > 0 && results.size() == element_results;
-  const size_t row_results = call->row_results_known ? 0 : cost.row_results, given = results.size();
-  if (operands.size() < static_cast<size_t>(cost.inputs) || given < element_results + row_results ||
-      given > element_results + row_results + 1) {
+  const size_t row_results = call->row_results_known ? 0 : cost.row_results;
+  if (operands.size() < static_cast<size_t>(cost.inputs) || results.size() < element_results + row_results ||
+      results.size() > element_results + row_results + 1) {
     return "wrong number of operands or results";
   }
   std::string message = read_own(operands, cost, call);

@@ -1,4 +1,4 @@
-// The operators on blocks, by vectors whose lanes lie along rows or across them.
+// The operators on blocks, by SIMD vectors: their lanes are elements of one row (along) or of different rows (across).
 #pragma once
 
 #include <algorithm>
@@ -11,7 +11,7 @@
 namespace jax_softmax::cpu::JAX_SOFTMAX_ISA {
 namespace {
 
-constexpr int64_t kSteps = 64;  // of a sum, one after the other, lest a long one swallow small terms
+constexpr int64_t kSteps = 64;  // additions to one sum: longer sums would lose small terms
 
 template <template <class> class OpOf, class Arithmetic, class Out>
 struct PolicyOf {
@@ -30,9 +30,8 @@ struct PolicyOf<LogSumExp, Arithmetic, Out> {
 };
 template <class Arithmetic, class Out>
 struct PolicyOf<CrossEntropyGradient, Arithmetic, Out> : PolicyOf<LogSumExp, Arithmetic, Out> {};
-// Of rows that are scaled by their maximum of magnitudes, which is NaN if one of them is: magnitudes are ordered as
-// their bits are, as integers, and NaN is above infinity. A scale that would not be a normal number counts as 0, and so
-// do the row's elements.
+// The arithmetic of AbsmaxScale. The maximum is NaN if an element is: magnitudes are compared by their bits, as
+// integers, among which NaN is above infinity. A scale that would be subnormal is 0, and so are the row's results.
 template <class Arithmetic>
 struct Scaling : Arithmetic {
   using C = typename Arithmetic::Value;
@@ -80,7 +79,7 @@ struct PolicyOf<AbsmaxScale, Arithmetic, Out> {
   using type = ScaledTo<Arithmetic, Out>;
 };
 
-// Of elements of type T, with results of type Out.
+// An operator on elements of type T, with results of type Out.
 template <template <class> class OpOf, class T, class Out, bool kMasked>
 class OperatorOnBlocks {
  public:
@@ -125,11 +124,11 @@ class OperatorOnBlocks {
   static constexpr auto kMax = [](C a, C b) { return M::max(a, b); };
   static constexpr auto kSum = [](C a, C b) { return a + b; };
 
-  // Whether elements are held from the maximum to the sum, so that the mask is read once.
+  // Whether the pass of the maximum stores elements where terms will be, so that the mask is read once.
   template <bool kKeep>
   static constexpr bool kHold = kKeep && kMasked;
 
-  // The first members are the operator's own state.
+  // A state is in the first members.
   static JAX_SOFTMAX_INLINE State state_in(const States<T>& states) {
     State state;
     std::memcpy(&state, states.member, sizeof(state));
@@ -152,7 +151,7 @@ class OperatorOnBlocks {
     for (int64_t i = 0; i < n; ++i) Op::row_results(state_in(states[i]), results[i].member);
   }
 
-  // What a row amounts to for its elements.
+  // What `finish` takes of a vector of rows.
   static JAX_SOFTMAX_INLINE typename Op::Finished finished_of(const States<T>& states) {
     if constexpr (kHasNumbers) {
       typename Op::Finished finished;
@@ -176,7 +175,7 @@ class OperatorOnBlocks {
     Convert<Out>::store(static_cast<Out*>(out), result + numbers.number[Op::kRowNumbers - 1]);
   }
 
-  // ---- Elements of a block: vectors of n neighbours. Whole vectors are compiled apart from those of fewer elements.
+  // ---- Vectors of n neighbouring elements of a block. n = AllLanes is compiled apart from fewer elements.
 
   using AllLanes = std::integral_constant<int, kLanes>;
   template <class N>
@@ -192,7 +191,7 @@ class OperatorOnBlocks {
     return M::true_lanes(block.mask + offsets.mask, n);
   }
 
-  // Lanes from n on hold the operator's pad, as masked ones do.
+  // Lanes from n on, and masked ones, have the operator's pad.
   template <class N>
   static JAX_SOFTMAX_INLINE C load(const Block<T>& block, int k, Offsets offsets, N n) {
     const T* const p = block.in[k] + offsets.element;
@@ -205,7 +204,7 @@ class OperatorOnBlocks {
     if constexpr (kMasked) v = M::select(unmasked(block, offsets, n), v, Op::pad(k));
     return v;
   }
-  // `terms` says where the vector's terms will be, and it is until then if it was held.
+  // `terms`: the offset of the vector's terms, or, if held, of its elements, which terms will overwrite.
   template <bool kHeld, class N>
   static JAX_SOFTMAX_INLINE Sum term(const Relative<M>& relative, const Block<T>& block, int64_t terms, Offsets offsets,
                                      N n) {
@@ -227,7 +226,7 @@ class OperatorOnBlocks {
       Convert<Out>::store_first(p, result, n);
     }
   }
-  // `terms` says where the vector's terms are, if they were kept.
+  // `terms`: the offset of the vector's terms, if they were kept.
   template <bool kKept, class N>
   static JAX_SOFTMAX_INLINE C result(const typename Op::Finished& row, const Block<T>& block, int64_t terms,
                                      Offsets offsets, N n) {
@@ -240,13 +239,13 @@ class OperatorOnBlocks {
     }
   }
 
-  // ---- Lanes along rows. What a row's lanes amount to is put together for as many rows as there are lanes.
+  // ---- Lanes along rows. As many rows as there are lanes are reduced together.
 
-  // Operations that need not wait for one another, where one alone is quickly done.
+  // Independent accumulators of quick operations, which would wait for one another in a single one.
   static constexpr int kChains = 4;
   static constexpr int kTermChains = Op::kHasPivot ? 1 : kChains;
 
-  // Calls body(i, n, chain) for vectors of the n elements from the i-th on, so many chains side by side.
+  // Calls body(i, n, chain) for vectors of n elements from element i on, in turns for each of kCount chains.
   template <int kCount, class Body>
   static JAX_SOFTMAX_INLINE void for_vectors(int64_t begin, int64_t end, Body body) {
     int64_t i = begin;
@@ -358,12 +357,12 @@ class OperatorOnBlocks {
     }
   }
 
-  // ---- Lanes across rows, each a row of its own. Memory is read as it lies, some elements of each vector of rows at
-  // once, so that states are not loaded for each.
+  // ---- Lanes across rows. kTogether elements of each vector of rows are read in turn, so that its state is loaded
+  // once for all of them.
 
   static constexpr int kTogether = 8;
 
-  // Calls body(t, r, end, n) for the elements [r, end) of each vector t of n rows.
+  // Calls body(t, r, end, n) for each vector t of n rows, with its elements [r, end), which are kTogether or fewer.
   template <class Body>
   static JAX_SOFTMAX_INLINE void for_elements(const Block<T>& block, int64_t begin, int64_t end, Body body) {
     for (int64_t r = begin; r < end; r += kTogether) {
@@ -373,7 +372,7 @@ class OperatorOnBlocks {
     }
   }
 
-  // Calls body(r) for the elements [r, end), all of which make one piece of code if there are as many as usual.
+  // Calls body(r) for the elements [r, end), unrolled if there are kTogether of them.
   template <bool kUnroll, class Body>
   static JAX_SOFTMAX_INLINE void for_each(int64_t r, int64_t end, Body body) {
     if (kUnroll && end - r == kTogether) {

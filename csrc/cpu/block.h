@@ -1,5 +1,5 @@
-// What the schedules hand to the arithmetic, and what they get back: plain functions over blocks, so
-// that no schedule is compiled for an operator, and no operator for a schedule.
+// Between TiledView (tiles.h) and operators (arithmetic.h): operators are functions over blocks, so that neither is
+// compiled for the other.
 #pragma once
 
 #include <cstdint>
@@ -11,9 +11,9 @@
 namespace jax_softmax::cpu::JAX_SOFTMAX_ISA {
 namespace {
 
-constexpr int kMostVectors = 64;  // of rows, in a block whose lanes lie across rows
+constexpr int kMostVectors = 64;  // vectors of rows of a block whose lanes lie across rows
 
-// Where an element lies in the operands, and in the mask.
+// An element's offsets in the operands and in the mask.
 struct Offsets {
   int64_t element, mask;
 };
@@ -32,43 +32,42 @@ struct Block {
   typename Convert<T>::Compute* terms;     // room for whole vectors of those of each row or element, if they are kept
 };
 
-// What several rows have, a row to a lane: a state, which is a pivot and one sum or two; or their results.
+// Of a row in each lane: its state, a pivot and one sum or two; what `finish` takes; or its results.
 template <class T>
 struct States {
   typename Simd<typename Convert<T>::Compute>::Value member[kMostRowResultsOnCpu];
 };
 
-// The numbers that several rows have of their own, a row to a lane.
+// Of a row in each lane: its numbers.
 template <class T>
 struct Numbers {
   typename Simd<typename Convert<T>::Compute>::Value number[kMostRowNumbersOnCpu];
 };
 
-// An operator on blocks.
+// An operator, as functions over blocks. Arrays of states are vectors of rows, n of them.
 template <class T>
 struct BlockFunctions {
   struct Passes {
     // Sets the states to those of the block.
     void (*accumulate)(const Block<T>& block, States<T>* states);
-    // The results, given the states of whole rows, after `take_numbers` if there is one; null if there are none for
-    // elements.
+    // Writes the results of elements, given the states of whole rows, after `take_numbers` if there is one. Null
+    // without results of elements.
     void (*finish)(const Block<T>& block, const States<T>* states);
   };
   Passes along, across;
-  Passes keeping_along, keeping_across;  // the same, with terms that are kept in between, if there can be
+  Passes keeping_along, keeping_across;  // the same, with terms that are kept in between if keeps_terms
   void (*identity)(States<T>* states, int64_t n);
-  // Adds the states of later blocks to those of earlier ones.
+  // Combines the states of earlier blocks with those of later ones.
   void (*combine)(States<T>* states, const States<T>* later, int64_t n);
-  // The results of rows themselves, of so many vectors of states; null if there are none.
+  // Sets the results of rows; null without them.
   void (*row_results)(const States<T>* states, int64_t n, States<T>* results);
-  // Where rows have numbers of their own, makes of so many vectors of states what `finish` takes. Null where they have
-  // none.
+  // Makes what `finish` takes of states and the rows' numbers; null without numbers.
   void (*take_numbers)(States<T>* states, const Numbers<T>* numbers, int64_t n);
-  // The results of the labels' elements, one of each row of a vector. `counts` says which of them are not masked.
+  // Sets the results of the elements at the labels of a vector of rows. `counts`: which of them are not masked.
   void (*finish_labels)(const States<T>& states, const Numbers<T>& numbers, const T* in, const bool* counts, void* out);
   int inputs;
-  int64_t out_bytes;  // of a result, at most as many as of an element
-  bool keeps_terms;   // whether a result is its term times a factor of the row
+  int64_t out_bytes;  // of a result: at most as many as of an element
+  bool keeps_terms;   // whether results are scaled terms, which `accumulate` may keep for `finish`
 };
 
 }  // namespace

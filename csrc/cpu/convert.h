@@ -1,4 +1,4 @@
-// Storage types: memory holds T, arithmetic is done in Convert<T>::Compute.
+// Types in memory: elements of type T are computed as Convert<T>::Compute.
 #pragma once
 
 #include <cstring>
@@ -18,7 +18,7 @@ struct Int8 {
   uint8_t bits;  // of two's complement
 };
 
-// Vectors of as many elements as the arithmetic's have: load(p), store(p, v), and the same of the first n alone.
+// load(p) and store(p, v) of vectors with Compute's number of lanes; load_first and store_first of the first n lanes.
 template <class T>
 struct Convert;
 
@@ -31,8 +31,7 @@ struct Convert<double> : Simd<double> {
   using Compute = double;
 };
 
-// A derived class widens vectors of 16 bits and narrows to them. Where there are intrinsics, compilers take several
-// instructions for what one or two do.
+// `Derived` has widen and narrow. Intrinsics stand where compilers make several instructions of what one or two do.
 template <class Derived, class T>
 struct Convert16 {
   using Compute = float;
@@ -88,7 +87,7 @@ struct Convert16 {
   }
 };
 
-// Results alone: of magnitudes below 128, rounded to nearest, ties to even, and 0 for NaN.
+// Of results alone: magnitudes below 128, rounded to nearest, ties to even; NaN becomes 0.
 template <>
 struct Convert<Int8> {
   static constexpr int kLanes = Simd<float>::kLanes;
@@ -102,7 +101,7 @@ struct Convert<Int8> {
   }
 
  private:
-  // Of which the last 8 bits count. They are 0 where the processor has no integer, and says so with the first bit.
+  // Integers, of which the last 8 bits count. They are 0 of NaN: the processor's invalid integer is 0x80000000.
   static JAX_SOFTMAX_INLINE I32 rounded(V v) {
 #if defined(__AVX512F__)
     return (I32)_mm512_cvtps_epi32((__m512)v);
@@ -136,8 +135,8 @@ struct Convert<Half> : Convert16<Convert<Half>, Half> {
 #else
   static JAX_SOFTMAX_INLINE V widen(U16 bits) {
     const U32 h = zero_extended(bits);
-    // The exponent's field moved into place and its bias mended; subnormals by a subtraction that is exact, of numbers
-    // that are normal, since XLA has the processor take others for zero.
+    // The exponent is shifted to float's position and its bias corrected. Subnormals are an exact difference of normal
+    // numbers, since XLA has the processor treat subnormals as 0.
     const U32 moved = (h & 0x7fffu) << 13;
     const V subnormal = bits_as<V>(moved + (113u << 23)) - bits_as<float>(uint32_t{113u << 23});
     const U32 magnitude = moved < (1u << 23) ? bits_as<U32>(subnormal) : moved + (112u << 23);

@@ -13,21 +13,21 @@ struct Buffers {
   const bool* mask;  // null without a mask
   SideStrides mask_strides;
   void* out;                                            // null if there are no results for elements
-  void* row_results[kMostRowResultsOnCpu];              // the results of rows, null from their number on
-  const void* known_row_results[kMostRowResultsOnCpu];  // the results of rows, where they are known; else null
-  const void* numbers[kMostRowNumbersOnCpu];            // those that rows have of their own, null from their number on
-  const int32_t* labels;                                // of rows; null of operators without
+  void* row_results[kMostRowResultsOnCpu];              // the results of rows; null beyond their number
+  const void* known_row_results[kMostRowResultsOnCpu];  // the results of rows, where they are operands; else null
+  const void* numbers[kMostRowNumbersOnCpu];            // the rows' numbers; null beyond their number
+  const int32_t* labels;                                // of rows; null for operators without labels
 };
 
-// Work comes in units, numbered from 0, that can run in any order on any thread. If it needs scratch memory, aligned to
-// kScratchAlignment, it comes in two phases: the second one of the same units begins when all of the first are done.
+// Units 0 to units - 1 can run in any order on any thread. If they need scratch memory, aligned to kScratchAlignment,
+// they run twice: the second phase begins when all units have ended the first.
 struct Work {
   int64_t units;
   int64_t scratch_bytes;
 };
 inline constexpr int kScratchAlignment = 64;
 
-// Whether there are results of type `out`, of operators that have them for elements at all.
+// Whether there are kernels with results of type `out`.
 constexpr bool makes(DType in, DType out) { return in == out || (out == DType::kI8 && in != DType::kF64); }
 
 struct Variant {
@@ -42,7 +42,7 @@ struct Variant {
 extern const Variant kVariants[];
 extern const int kVariantCount;
 
-// The variant that runs here: the fastest that is supported, until another one is to be used.
+// The variant in use: the fastest that is supported, until another one is selected.
 const Variant& variant();
 void select(const Variant& variant);
 

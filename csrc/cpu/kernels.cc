@@ -1,5 +1,4 @@
-// The CPU kernels, compiled once for each instruction set. Nothing here may be visible outside the namespace that is
-// named after it but `work` and `run`.
+// The CPU kernels, compiled once for each instruction set: `work` and `run` in a namespace of its name.
 #include "cpu/arithmetic.h"
 #include "cpu/tiles.h"
 
@@ -28,7 +27,7 @@ BlockFunctions<T> functions_of(Op op, DType out, bool masked) {
 
 template <class T>
 Work work_of(const TiledView<T>& tiles, const View& view, int64_t threads) {
-  constexpr int64_t kFewTiles = 4;  // for each thread
+  constexpr int64_t kFewTiles = 4;  // for each thread: with as many, rows need not be cut
   const int64_t parts = ceil_div(view.columns, tiles.part_length());
   if (tiles.row_results_known()) return {tiles.tiles() * parts, 0};
   if (parts == 1 || tiles.tiles() >= kFewTiles * threads) return {tiles.tiles(), 0};
@@ -36,9 +35,9 @@ Work work_of(const TiledView<T>& tiles, const View& view, int64_t threads) {
   return {units, units * tiles.most_states() * static_cast<int64_t>(sizeof(States<T>))};
 }
 
-// Where there are few tiles, their rows are cut into parts that different threads take: they first leave their states
-// in the scratch memory, then put them together. Where there are many, a thread does the same with all parts of a tile.
-// So how a row is summed up depends on its length alone.
+// Long rows are cut into parts. If there are few tiles, a unit is one part: its first phase writes the part's states to
+// scratch memory, its second combines those of all parts. Else a unit is a tile with all parts. Either way the order of
+// a row's sums depends on its length alone.
 template <class T>
 void run_tiles(TiledView<T>& tiles, const BlockFunctions<T>& op, const View& view, void* scratch, bool second_phase,
                int64_t first_unit, int64_t last_unit) {

@@ -1,5 +1,5 @@
-// SIMD vectors over the compilers' vector extensions, for the instruction set that the including file is compiled for.
-// Everything stands in a namespace named after it, so that the linker never mixes two of them up.
+// SIMD vectors by the compilers' vector extensions, for the instruction set that the including file is compiled for.
+// All is in a namespace named after it, so that the linker keeps the instruction sets apart.
 #pragma once
 
 #include <cstdint>
@@ -30,7 +30,7 @@ struct VectorOf {
 template <class T, int n>
 using Vector = typename VectorOf<T, n>::type;
 
-// Calls body(i) for i from 0 to n - 1, each a constant: a loop that only asks to be unrolled sometimes is not.
+// Calls body(i) for i from 0 to n - 1, each a constant: compilers do not always unroll a loop that asks for it.
 template <class Body, int... i>
 JAX_SOFTMAX_INLINE void unrolled(std::integer_sequence<int, i...>, Body body) {
   (body(std::integral_constant<int, i>()), ...);
@@ -90,7 +90,7 @@ struct Simd {
   static JAX_SOFTMAX_INLINE Value constant(F c) { return Value{} + c; }
   static JAX_SOFTMAX_INLINE IntValue equal(Value a, Value b) { return a == b; }
   static JAX_SOFTMAX_INLINE Value select(IntValue condition, Value a, Value b) { return condition ? a : b; }
-  // Zero in the place of infinity.
+  // x, or 0 if x is infinity.
   static JAX_SOFTMAX_INLINE Value below_infinity(Value x) { return x == kInfinity ? constant(0) : x; }
   // Ignores a NaN in b.
   static JAX_SOFTMAX_INLINE Value max(Value a, Value b) { return b > a ? b : a; }
@@ -203,15 +203,14 @@ struct Simd {
 #endif
   }
 
-  // The lanes of each of kLanes vectors put together with f: those of vector i in lane i, in an order that does not
-  // depend on i, and in as many steps as for one.
+  // Reduces the lanes of each of kLanes vectors with f: vector i's to lane i, in an order that does not depend on i.
   template <class Combine>
   static JAX_SOFTMAX_INLINE Value reduce_rows(Value (&v)[kLanes], Combine f) {
     return halve<kLanes / 2>(v, f);
   }
 
  private:
-  // Of vectors in which so many neighbouring lanes belong together: 2 * half before, half after.
+  // A step of it: 2 * half neighbouring lanes are of one vector before, `half` after.
   template <int half, class Combine>
   static JAX_SOFTMAX_INLINE Value halve(Value* v, Combine f) {
     using Lanes = std::make_integer_sequence<int, kLanes>;

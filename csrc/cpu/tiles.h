@@ -1,4 +1,4 @@
-// How a view is cut into tiles, which are what threads take turns at, and how a tile's elements come to lie in blocks.
+// How a view is cut into tiles, which threads take, and how a tile's elements become blocks.
 #pragma once
 
 #include <algorithm>
@@ -27,7 +27,7 @@ struct MaskedDims {
 Offsets operator+(Offsets a, Offsets b) { return {a.element + b.element, a.mask + b.mask}; }
 Offsets operator*(int64_t n, const MaskedDim& dim) { return {n * dim.stride, n * dim.mask_stride}; }
 
-// Where the index-th combination of the first `size` dimensions' indices lies, the innermost varying fastest.
+// The offsets of the index-th combination of the first `size` dimensions' indices, the innermost varying fastest.
 Offsets offsets_of(const MaskedDims& dims, int size, int64_t index) {
   Offsets offsets{0, 0};
   for (int i = size - 1; i >= 0; --i) {
@@ -37,18 +37,21 @@ Offsets offsets_of(const MaskedDims& dims, int size, int64_t index) {
   return offsets;
 }
 
-// Rows that are neighbours in memory, those of the innermost kept dimension, make a band, if the minor dimension is a
-// kept one; else each row is a band. A tile is some of a band's rows, or some bands that lie one step of a dimension
-// from one another. It is made into blocks in one of three ways:
+// A view, cut into tiles; and the tile at hand (`seek`).
 //
-//   along    lanes along rows: the minor dimension is reduced
-//   across   lanes across the rows of one band
-//   turned   lanes across rows as well, after a transposition: bands of few elements, and short rows
+// If the minor dimension is a batch dimension, its rows, which are neighbours in memory, make a band; else each row is
+// a band. A tile is some of a band's rows, or some bands along one more batch dimension. Its blocks are made in one of
+// three ways:
 //
-// Blocks are memory itself or, for turned rows and those that several reduced dimensions make up, a copy: a stage.
+//   kAlong        lanes along rows: the minor dimension is reduced
+//   kAcross       lanes across the rows of one band
+//   kTransposed   lanes across rows, after a transposition: bands of few elements, and short rows
+//
+// Blocks are memory itself or, of transposed rows and rows of several reduced dimensions, a copy: the stage.
 //
 // How many elements of a row a block has depends on the row's length alone, and so do the bits of its sum. A row of
-// more than one block is read twice. Where turned bands have such rows, their blocks take the place of bands.
+// more than one block is read twice. Of transposed bands with such rows, several blocks of one band are transposed
+// together, in the place of several bands.
 template <class T>
 class TiledView {
  public:
@@ -96,10 +99,10 @@ class TiledView {
   }
 
   int64_t tiles() const { return view_.rows / (band_dim_.extent * row_dim_.extent) * band_ranges() * row_ranges(); }
-  // Vectors of states of a tile's rows, at most.
+  // The most vectors of states of a tile's rows.
   int64_t most_states() const { return ceil_div(tile_bands_ * tile_rows_, rows_of_state()); }
-  // Elements of a row after which another part of it, which another thread may have, can begin. Turned rows have the
-  // same as those that lie across, so that a row's bits do not depend on how many others lie beside it.
+  // Elements of a part of a row: another thread may take the next part. Transposed rows have the same as kAcross, so
+  // that a row's bits do not depend on how many rows lie beside it.
   int64_t part_length() const {
     if (view_.columns <= block_length_) return view_.columns;
     const int64_t unit = lanes_ == kAlong ? kLeastPartAlong : kLeastPartAcross;
@@ -117,7 +120,7 @@ class TiledView {
   }
   int64_t states() const { return ceil_div(bands_ * rows_, rows_of_state()); }
 
-  // Sums up elements [begin, end) of the tile's rows, a part or all parts.
+  // Sums elements [begin, end) of the tile's rows, one part or all.
   void accumulate(int64_t begin, int64_t end, States<T>* states) {
     if (view_.columns <= block_length_) {
       load(begin, end);
@@ -142,7 +145,7 @@ class TiledView {
     }
   }
 
-  // Of batches, the states of each row stand in all lanes of a vector.
+  // Where blocks are transposed together, each row's state is in all lanes of a vector of its own.
   void finish(int64_t begin, int64_t end, const States<T>* states) {
     States<T> lane_states[kMostVectors];
     for (int64_t next; begin < end; begin = next) {
@@ -161,7 +164,7 @@ class TiledView {
     }
   }
 
-  // Stores what rows themselves have as results, given the states of whole rows.
+  // Stores the results of rows, given the states of whole rows.
   void store_rows(const States<T>* states) const {
     States<T> results[kMostVectors];
     op_.row_results(states, this->states(), results);
@@ -173,7 +176,7 @@ class TiledView {
     }
   }
 
-  // Whether the results of rows are operands, and their states need not be accumulated.
+  // Whether the results of rows are operands: states are then these, and are not accumulated.
   bool row_results_known() const { return buffers_.known_row_results[0] != nullptr; }
   void take_row_results(States<T>* states) const {
     for (int64_t i = 0; i < bands_ * rows_; ++i) {
@@ -183,7 +186,7 @@ class TiledView {
     }
   }
 
-  // Gives the states of whole rows the numbers that these rows have of their own.
+  // BlockFunctions::take_numbers of the tile's rows.
   void take_numbers(States<T>* states) {
     if (!numbers_) numbers_.reset(new Numbers<T>[most_states()]);
     for (int64_t i = 0; i < bands_ * rows_; ++i) {
@@ -194,10 +197,10 @@ class TiledView {
     op_.take_numbers(states, numbers_.get(), this->states());
   }
 
-  // After `finish`: the results of the labels' elements, and of rows that do not count, in memory.
+  // After `finish`: writes the results at labels, and those of rows that do not count.
   void finish_labels(int64_t begin, int64_t end, const States<T>* states) const {
     for (int64_t first = 0; first < bands_ * rows_; first += rows_of_state()) {
-      const States<T>& of_rows = states[first / rows_of_state()];
+      const States<T>& row_states = states[first / rows_of_state()];
       const Numbers<T>& numbers = numbers_[first / rows_of_state()];
       const int64_t n = std::min(rows_of_state(), bands_ * rows_ - first);
       T in[kLanes] = {}, results[kLanes];
@@ -213,12 +216,12 @@ class TiledView {
           in[row.lane] = static_cast<const T*>(buffers_.in[0])[offsets.element];
           counts[row.lane] = !buffers_.mask || buffers_.mask[offsets.mask];
         }
-        if (!row_counts(of_rows, numbers, row.lane)) {
+        if (must_clear(row_states, numbers, row.lane)) {
           clear(row, begin, end);
           elements[i] = -1;
         }
       }
-      op_.finish_labels(of_rows, numbers, in, counts, results);
+      op_.finish_labels(row_states, numbers, in, counts, results);
       for (int64_t i = 0; i < n; ++i) {
         if (elements[i] >= 0) static_cast<T*>(buffers_.out)[elements[i]] = results[i];
       }
@@ -234,9 +237,9 @@ class TiledView {
   static constexpr int64_t kKeptAlong = 64 << 10, kKeptAcross = 2048;  // the longest rows whose terms are kept
   static constexpr int64_t kLeastPartAlong = 64 << 10, kLeastPartAcross = 4096, kMostParts = 64;
   static constexpr int64_t kTileElements = 4096;    // of a tile of short rows
-  static constexpr int64_t kHeldBytes = 512 << 10;  // of a tile that is used twice, in the second cache
-  static constexpr int64_t kRun = 256 / sizeof(T);  // neighbours that are worth reading without others
-  static constexpr int64_t kFewElements = 512;      // of a band, which are not worth a tile
+  static constexpr int64_t kHeldBytes = 512 << 10;  // of a tile that is read twice, in the L2 cache
+  static constexpr int64_t kRun = 256 / sizeof(T);  // contiguous elements that are worth reading alone
+  static constexpr int64_t kFewElements = 512;      // of a band: too few for a tile
   enum Lanes { kAlong, kAcross, kTransposed };
 
   const typename BlockFunctions<T>::Passes& passes() const {
@@ -249,14 +252,14 @@ class TiledView {
     Offsets offsets;  // its first element's
     int64_t lane;
   };
-  // Of the tile's rows, the i-th in the order of lanes. Of turned rows, those of one band lie some apart.
+  // The tile's i-th row in the order of lanes: of transposed rows neighbours are of different bands.
   Row row(int64_t i) const {
     const int64_t band = lanes_ == kTransposed ? i % bands_ : i / rows_,
                   inner = lanes_ == kTransposed ? i / bands_ : i % rows_;
     return {first_row_ + band * row_dim_.extent + inner, base_ + band * band_dim_ + inner * row_dim_,
             i % rows_of_state()};
   }
-  // Sets the row's lane, or all lanes of a row that has a vector to itself, to the row's number.
+  // Sets the row's lane to the row's number or, where each row has a vector of its own, all lanes.
   void set(C& lanes, const Row& row, const void* numbers) const {
     const F number = static_cast<const F*>(numbers)[row.number];
     if (together_ > 1) {
@@ -266,12 +269,12 @@ class TiledView {
     }
   }
   int64_t rows_of_state() const { return together_ > 1 ? 1 : kLanes; }
-  // A row whose own numbers are all 0 does not count. What its elements are multiplied by is 0 then, or NaN.
-  static bool row_counts(const States<T>& states, const Numbers<T>& numbers, int64_t lane) {
+  // Whether a row does not count, since its numbers are all 0, and yet has results other than 0: its factor is NaN.
+  static bool must_clear(const States<T>& states, const Numbers<T>& numbers, int64_t lane) {
     for (const C& number : numbers.number) {
-      if (number[lane] != 0) return true;
+      if (number[lane] != 0) return false;
     }
-    return states.member[1][lane] == 0;
+    return states.member[1][lane] != 0;
   }
   void clear(const Row& row, int64_t begin, int64_t end) const {
     for (int64_t i = begin; i < end; ++i) {
@@ -280,12 +283,13 @@ class TiledView {
   }
   int64_t band_ranges() const { return ceil_div(band_dim_.extent, tile_bands_); }
   int64_t row_ranges() const { return ceil_div(row_dim_.extent, tile_rows_); }
-  // Of elements that are in a block, or turned, at once: whole blocks, or what is left that is none.
+  // The end of the elements that are loaded at once: whole blocks, or what is left after the last whole one.
   int64_t load_end(int64_t begin, int64_t end) const {
     const int64_t whole = std::min((end - begin) / block_length_, together_);
     return whole > 0 ? begin + whole * block_length_ : end;
   }
 
+  // Makes a block of elements [begin, end) of the tile's rows.
   void load(int64_t begin, int64_t end) {
     loaded_begin_ = begin;
     loaded_end_ = end;
@@ -343,7 +347,7 @@ class TiledView {
 
   template <class Out>
   void store(int64_t begin, int64_t end) {
-    loaded_begin_ = loaded_end_ = 0;  // the results have taken the elements' place
+    loaded_begin_ = loaded_end_ = 0;  // the results have overwritten the elements
     const Out* const stage = reinterpret_cast<const Out*>(stage_.get());
     Out* const memory = static_cast<Out*>(buffers_.out);
     for_strided_runs(begin, end, [&](Offsets offsets, int64_t staged, StridedRuns runs) {
@@ -357,14 +361,14 @@ class TiledView {
   }
 
   struct StridedRuns {
-    int64_t count, length, stride;  // runs of memory, elements of each, and from one to the next
+    int64_t count, length, stride;  // `count` runs of `length` contiguous elements, `stride` elements apart
   };
 
-  // Calls body(offsets, staged, piece) for the runs of memory that the tile's elements [begin, end) are made of, and
-  // where the first of each piece is in the stage.
+  // Calls body(offsets, staged, runs) for all runs of memory that elements [begin, end) of the tile's rows are in: the
+  // offsets of the first run, in memory and in the stage.
   template <class Body>
   void for_strided_runs(int64_t begin, int64_t end, Body body) const {
-    if (together_ > 1) {  // blocks are neighbours in memory, since only one dimension is reduced
+    if (together_ > 1) {  // blocks are contiguous, since only one dimension is reduced
       const int64_t blocks = ceil_div(end - begin, block_length_), n = (end - begin) / blocks;
       if (column_dim_.stride == rows_)
         return body(base_ + begin * column_dim_, 0, StridedRuns{blocks, n * rows_, n * column_dim_.stride});
@@ -383,7 +387,7 @@ class TiledView {
         body(offsets, staged, StridedRuns{n, rows_, column_dim_.stride});
       } else if (column_dim_.stride == rows_) {
         body(offsets, staged, StridedRuns{bands_, n * rows_, band_dim_.stride});
-      } else {  // a mask keeps neighbouring dimensions apart
+      } else {  // the mask's strides keep dimensions apart
         for (int64_t j = 0; j < n; ++j)
           body(offsets + j * column_dim_, staged + j * row_step, StridedRuns{bands_, rows_, band_dim_.stride});
       }
@@ -420,13 +424,13 @@ class TiledView {
   const Buffers buffers_;
   const BlockFunctions<T> op_;
   MaskedDim column_dim_;         // the innermost reduced dimension,
-  MaskedDim row_dim_{1, 1, 0};   // that of a band's rows,
-  MaskedDim band_dim_{1, 0, 0};  // and that of a tile's bands
-  int outer_dims_;               // the other kept dimensions
+  MaskedDim row_dim_{1, 1, 0};   // the one along a band's rows,
+  MaskedDim band_dim_{1, 0, 0};  // and the one along a tile's bands
+  int outer_dims_;               // the other batch dimensions
   Lanes lanes_;
   bool staged_, keeps_;
-  int64_t block_length_;  // elements of a row that are summed up together
-  int64_t together_ = 1;  // blocks that are turned together
+  int64_t block_length_;  // elements of a row in a block
+  int64_t together_ = 1;  // blocks of a row that are transposed together
   int64_t tile_bands_ = 1, tile_rows_ = 1;
   std::unique_ptr<C[]> terms_;
   std::unique_ptr<Numbers<T>[]> numbers_;
@@ -434,7 +438,7 @@ class TiledView {
   std::unique_ptr<T[]> stage_;
   std::unique_ptr<bool[]> mask_stage_;
 
-  Offsets base_{0, 0};  // of the tile at hand, its bands, and rows of each
+  Offsets base_{0, 0};  // of the tile at hand; its bands, and the rows of each
   int64_t bands_ = 0, rows_ = 0, first_row_ = 0;
   int64_t loaded_begin_ = 0, loaded_end_ = 0;
   Block<T> loaded_{};

@@ -35,8 +35,7 @@ JAX_SOFTMAX_INLINE void transpose_square(const T* from, int64_t from_stride, T* 
   unrolled<n>([&](auto i) __attribute__((always_inline)) { std::memcpy(to + i * to_stride, &v[i], sizeof(V)); });
 }
 
-// The same for any numbers of rows and columns, by squares as long as there is room for one. The last ones overlap
-// those before.
+// The same for any numbers of rows and columns, by squares where they fit. The last squares overlap those before.
 template <int n, class T>
 void transpose(const T* from, int64_t from_stride, T* to, int64_t to_stride, int64_t rows, int64_t columns) {
   if constexpr (n == 1 || n * sizeof(T) < 8) {

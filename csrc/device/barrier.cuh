@@ -13,7 +13,7 @@ __device__ __forceinline__ void copy_pack(Pack* shared, const void* global) {
   const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(shared));
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(address), "l"(global) : "memory");
 #else
-  *shared = load_pack(global);
+  *shared = load_words<kPackBytes>(global);
 #endif
 }
 

@@ -132,16 +132,9 @@ __device__ __forceinline__ StateOf<Op> await_parts(StateOf<Op> state, const Word
 template <class Op, int kParts, int kTogether = 1, class Words>
 __device__ __forceinline__ StateOf<Op> await_row(const Words& words) {
   StateOf<Op> state = identity<Op, typename Op::Policy>();
-  if constexpr (kParts <= 32) {
-    state = await_parts<Op, 1, 1>(state, words, 0, kParts);
-  } else if constexpr (kParts <= 64) {
-    state = await_parts<Op, 2, 1>(state, words, 0, kParts);
-  } else if constexpr (kParts <= 256) {
-    for (int begin = 0; begin < kParts; begin += 32 * 4) state = await_parts<Op, 4, 1>(state, words, begin, kParts);
-  } else {
-    for (int begin = 0; begin < kParts; begin += 32 * 4 * kTogether) {
-      state = await_parts<Op, 4, kTogether>(state, words, begin, kParts);
-    }
+  constexpr int n = kParts <= 32 ? 1 : kParts <= 64 ? 2 : 4, kBatches = kParts <= 256 ? 1 : kTogether;
+  for (int begin = 0; begin < kParts; begin += 32 * n * kBatches) {
+    state = await_parts<Op, n, kBatches>(state, words, begin, kParts);
   }
   return combine_over_lanes<Op, 32>(state);
 }

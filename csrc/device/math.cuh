@@ -34,7 +34,7 @@ struct Precise {
   using Value = float;
   static constexpr float kInfinity = static_cast<float>(1.0 / 0.0);  // NVRTC has no builtin for it in all versions
   static __device__ __forceinline__ float constant(float c) { return c; }
-  // Zero in the place of infinity.
+  // x, or 0 if x is infinity.
   static __device__ __forceinline__ float below_infinity(float x) { return x == kInfinity ? 0.0f : x; }
   static __device__ __forceinline__ bool equal(float a, float b) { return a == b; }
   static __device__ __forceinline__ float select(bool condition, float a, float b) { return condition ? a : b; }

@@ -8,13 +8,8 @@
 
 namespace jax_softmax::device {
 
-// Stands for `load` where it is empty: the operator takes the elements in memory.
-struct IdentityLoad {
-  static constexpr bool kIdentity = true;
-  static constexpr unsigned kSidesRead = 0;
-};
-// Stands for `store` where it is empty: the operator's result is the only one of elements.
-struct IdentityStore {
+// Stands for an empty `load` or `store`: the operator takes the elements in memory, and has one result of elements.
+struct Identity {
   static constexpr bool kIdentity = true;
   static constexpr unsigned kSidesRead = 0;
 };
@@ -54,14 +49,15 @@ struct Memory : ViewLayout<View_, Sides> {
   };
   using Cached = typename Conditional<Load::kIdentity, CachedWords, CachedValues>::type;
 
+  struct Nothing {};
+
   // The element at a row's label, for operators whose results of rows need it.
   struct ElementAtLabel {
     bool has_label;
     C value;
   };
-  struct NoElement {};
   static constexpr bool kReadsLabelElement = Op::kLabelled && !Op::kElementResults;
-  using LabelElement = typename Conditional<kReadsLabelElement, ElementAtLabel, NoElement>::type;
+  using LabelElement = typename Conditional<kReadsLabelElement, ElementAtLabel, Nothing>::type;
 
   // For operators with labels and results of elements: `value` is added to the result of the element with the number
   // `column`. The results of a row that does not count are 0.
@@ -70,9 +66,8 @@ struct Memory : ViewLayout<View_, Sides> {
     C value;
     bool counts;
   };
-  struct NoAddend {};
   static constexpr bool kAddsAtLabel = Op::kLabelled && Op::kElementResults;
-  using Addend = typename Conditional<kAddsAtLabel, LabelAddend, NoAddend>::type;
+  using Addend = typename Conditional<kAddsAtLabel, LabelAddend, Nothing>::type;
 
   const Operands& operands;
 
@@ -87,7 +82,7 @@ struct Memory : ViewLayout<View_, Sides> {
   // end: memory is not allocated in smaller units.
   static __device__ __forceinline__ Pack load(const In* p, unsigned bits) {
     if constexpr (kPacks) {
-      return load_pack(p);
+      return load_words<kPackBytes>(p);
     } else {
       return load_elements(p, bits);
     }
@@ -104,9 +99,9 @@ struct Memory : ViewLayout<View_, Sides> {
   // The elementwise maximum of `largest` and the pivot candidates of a pack.
   static __device__ __forceinline__ Pack larger(const Pack& largest, const Pack& pack) {
     if constexpr (Op::kMagnitudePivot) {
-      return Elements<In>::max_or_nan(largest, magnitudes<In>(pack));
+      return max_of_packs<In, true>(largest, magnitudes<In>(pack));
     } else {
-      return Elements<In>::max(largest, pack);
+      return max_of_packs<In, false>(largest, pack);
     }
   }
 

@@ -18,15 +18,6 @@ struct alignas(alignment_of_words(bytes)) Words {
 using Pack = Words<kPackBytes>;
 
 // From global memory.
-__device__ __forceinline__ Pack load_pack(const void* p) {
-  Pack pack;
-  asm("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];"
-      : "=r"(pack.word[0]), "=r"(pack.word[1]), "=r"(pack.word[2]), "=r"(pack.word[3])
-      : "l"(__cvta_generic_to_global(p)));
-  return pack;
-}
-
-// The same of another number of bytes.
 template <int bytes>
 __device__ __forceinline__ Words<bytes> load_words(const void* p) {
   Words<bytes> words;
@@ -90,7 +81,25 @@ __device__ __forceinline__ void store_words(void* p, const Words<bytes>& words) 
   }
 }
 
-// ---- elements of 16 bits, two to a word
+// ---- the elements of a word: two of 16 bits, or a float. max ignores NaNs, max_or_nan does not.
+
+// A function max or max_or_nan of pairs: an instruction, or f of each element.
+#if __CUDA_ARCH__ >= 800
+#define JAX_SOFTMAX_OF_PAIRS(name, f, instruction)                          \
+  static __device__ __forceinline__ uint32_t name(uint32_t a, uint32_t b) { \
+    uint32_t word;                                                          \
+    asm(instruction " %0, %1, %2;" : "=r"(word) : "r"(a), "r"(b));          \
+    return word;                                                            \
+  }
+#else
+#define JAX_SOFTMAX_OF_PAIRS(name, f, instruction)                          \
+  static __device__ __forceinline__ uint32_t name(uint32_t a, uint32_t b) { \
+    float al, ah, bl, bh;                                                   \
+    widen(al, ah, a);                                                       \
+    widen(bl, bh, b);                                                       \
+    return narrow(f(al, bl), f(ah, bh));                                    \
+  }
+#endif
 
 template <class T>
 struct Pair;
@@ -110,31 +119,8 @@ struct Pair<BFloat16> {
     return rounded(low) | rounded(high) << 16;
 #endif
   }
-  static __device__ __forceinline__ uint32_t max(uint32_t a, uint32_t b) {
-#if __CUDA_ARCH__ >= 800
-    uint32_t word;
-    asm("max.bf16x2 %0, %1, %2;" : "=r"(word) : "r"(a), "r"(b));
-    return word;
-#else
-    float al, ah, bl, bh;
-    widen(al, ah, a);
-    widen(bl, bh, b);
-    return __float_as_uint(fmaxf(al, bl)) >> 16 | (__float_as_uint(fmaxf(ah, bh)) & 0xffff0000u);
-#endif
-  }
-  static __device__ __forceinline__ uint32_t max_or_nan(uint32_t a, uint32_t b) {
-#if __CUDA_ARCH__ >= 800
-    uint32_t word;
-    asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(word) : "r"(a), "r"(b));
-    return word;
-#else
-    float al, ah, bl, bh;
-    widen(al, ah, a);
-    widen(bl, bh, b);
-    return __float_as_uint(device::max_or_nan(al, bl)) >> 16 |
-           (__float_as_uint(device::max_or_nan(ah, bh)) & 0xffff0000u);
-#endif
-  }
+  JAX_SOFTMAX_OF_PAIRS(max, fmaxf, "max.bf16x2")
+  JAX_SOFTMAX_OF_PAIRS(max_or_nan, device::max_or_nan, "max.NaN.bf16x2")
 
  private:
   // To nearest even, where the chip has no instruction for it.
@@ -162,33 +148,24 @@ struct Pair<Float16> {
 #endif
     return word;
   }
+  JAX_SOFTMAX_OF_PAIRS(max, fmaxf, "max.f16x2")
+  JAX_SOFTMAX_OF_PAIRS(max_or_nan, device::max_or_nan, "max.NaN.f16x2")
+};
+#undef JAX_SOFTMAX_OF_PAIRS
+
+template <class T>
+struct InWord : Pair<T> {};
+template <>
+struct InWord<float> {
   static __device__ __forceinline__ uint32_t max(uint32_t a, uint32_t b) {
-#if __CUDA_ARCH__ >= 800
-    uint32_t word;
-    asm("max.f16x2 %0, %1, %2;" : "=r"(word) : "r"(a), "r"(b));
-    return word;
-#else
-    float al, ah, bl, bh;
-    widen(al, ah, a);
-    widen(bl, bh, b);
-    return narrow(fmaxf(al, bl), fmaxf(ah, bh));
-#endif
+    return __float_as_uint(fmaxf(__uint_as_float(a), __uint_as_float(b)));
   }
   static __device__ __forceinline__ uint32_t max_or_nan(uint32_t a, uint32_t b) {
-#if __CUDA_ARCH__ >= 800
-    uint32_t word;
-    asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(word) : "r"(a), "r"(b));
-    return word;
-#else
-    float al, ah, bl, bh;
-    widen(al, ah, a);
-    widen(bl, bh, b);
-    return narrow(device::max_or_nan(al, bl), device::max_or_nan(ah, bh));
-#endif
+    return __float_as_uint(device::max_or_nan(__uint_as_float(a), __uint_as_float(b)));
   }
 };
 
-// ---- widen, narrow: between n elements and their words in memory. max ignores NaNs, max_or_nan does not. Of 16 bits:
+// ---- widen, narrow: between n elements and their words in memory. Of 16 bits:
 
 template <class T>
 struct Elements {
@@ -203,18 +180,6 @@ struct Elements {
 #pragma unroll
     for (int w = 0; w < n / 2; ++w) words.word[w] = Pair<T>::narrow(v[2 * w], v[2 * w + 1]);
     return words;
-  }
-  static __device__ __forceinline__ Pack max(const Pack& a, const Pack& b) {
-    Pack m;
-#pragma unroll
-    for (int w = 0; w < 4; ++w) m.word[w] = Pair<T>::max(a.word[w], b.word[w]);
-    return m;
-  }
-  static __device__ __forceinline__ Pack max_or_nan(const Pack& a, const Pack& b) {
-    Pack m;
-#pragma unroll
-    for (int w = 0; w < 4; ++w) m.word[w] = Pair<T>::max_or_nan(a.word[w], b.word[w]);
-    return m;
   }
   static __device__ __forceinline__ float widen(T x) {
     float low, high;
@@ -237,22 +202,6 @@ struct Elements<float> {
 #pragma unroll
     for (int i = 0; i < n; ++i) words.word[i] = __float_as_uint(v[i]);
     return words;
-  }
-  static __device__ __forceinline__ Pack max(const Pack& a, const Pack& b) {
-    Pack m;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      m.word[i] = __float_as_uint(fmaxf(__uint_as_float(a.word[i]), __uint_as_float(b.word[i])));
-    }
-    return m;
-  }
-  static __device__ __forceinline__ Pack max_or_nan(const Pack& a, const Pack& b) {
-    Pack m;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      m.word[i] = __float_as_uint(device::max_or_nan(__uint_as_float(a.word[i]), __uint_as_float(b.word[i])));
-    }
-    return m;
   }
   static __device__ __forceinline__ float widen(float x) { return x; }
   static __device__ __forceinline__ float narrow(float x) { return x; }
@@ -389,6 +338,17 @@ __device__ __forceinline__ Pack select_elements(unsigned bits, const Pack& pack,
   return result;
 }
 
+// The elementwise maximum. NaNs are ignored, or not.
+template <class T, bool kOrNan>
+__device__ __forceinline__ Pack max_of_packs(const Pack& a, const Pack& b) {
+  Pack m;
+#pragma unroll
+  for (int w = 0; w < 4; ++w) {
+    m.word[w] = kOrNan ? InWord<T>::max_or_nan(a.word[w], b.word[w]) : InWord<T>::max(a.word[w], b.word[w]);
+  }
+  return m;
+}
+
 // A pack without the signs of its elements.
 template <class T>
 __device__ __forceinline__ Pack magnitudes(const Pack& pack) {
@@ -400,22 +360,20 @@ __device__ __forceinline__ Pack magnitudes(const Pack& pack) {
   return result;
 }
 
+// An unsigned integer of as many bytes as T.
+template <class T>
+using BitsOf =
+    typename Conditional<sizeof(T) == 1, uint8_t, typename Conditional<sizeof(T) == 2, uint16_t, uint32_t>::type>::type;
+
 // Reads elements one by one.
 template <class T>
 __device__ __forceinline__ Pack load_elements(const T* p, unsigned bits) {
+  constexpr int kOfWord = 4 / static_cast<int>(sizeof(T));
+  const auto* from = reinterpret_cast<const BitsOf<T>*>(p);
   Pack pack{};
-  if constexpr (sizeof(T) == 2) {
-    const auto* half = reinterpret_cast<const uint16_t*>(p);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      if ((bits >> i) & 1) pack.word[i / 2] |= static_cast<uint32_t>(half[i]) << (16 * (i % 2));
-    }
-  } else {
-    const auto* word = reinterpret_cast<const uint32_t*>(p);
-#pragma unroll
-    for (int w = 0; w < 4; ++w) {
-      if (word_mask<T>(bits, w)) pack.word[w] = word[w];
-    }
+  for (int i = 0; i < kPerPack<T>; ++i) {
+    if ((bits >> i) & 1) pack.word[i / kOfWord] |= static_cast<uint32_t>(from[i]) << (32 / kOfWord * (i % kOfWord));
   }
   return pack;
 }
@@ -423,24 +381,11 @@ __device__ __forceinline__ Pack load_elements(const T* p, unsigned bits) {
 // Writes elements one by one.
 template <class T, int bytes>
 __device__ __forceinline__ void store_elements(T* p, const Words<bytes>& words, unsigned bits) {
-  if constexpr (sizeof(T) == 1) {
-    auto* byte = reinterpret_cast<uint8_t*>(p);
+  constexpr int kOfWord = 4 / static_cast<int>(sizeof(T));
+  auto* to = reinterpret_cast<BitsOf<T>*>(p);
 #pragma unroll
-    for (int i = 0; i < bytes; ++i) {
-      if ((bits >> i) & 1) byte[i] = static_cast<uint8_t>(words.word[i / 4] >> (8 * (i % 4)));
-    }
-  } else if constexpr (sizeof(T) == 2) {
-    auto* half = reinterpret_cast<uint16_t*>(p);
-#pragma unroll
-    for (int i = 0; i < bytes / 2; ++i) {
-      if ((bits >> i) & 1) half[i] = static_cast<uint16_t>(words.word[i / 2] >> (16 * (i % 2)));
-    }
-  } else {
-    auto* word = reinterpret_cast<uint32_t*>(p);
-#pragma unroll
-    for (int w = 0; w < bytes / 4; ++w) {
-      if ((bits >> w) & 1) word[w] = words.word[w];
-    }
+  for (int i = 0; i < bytes / static_cast<int>(sizeof(T)); ++i) {
+    if ((bits >> i) & 1) to[i] = static_cast<BitsOf<T>>(words.word[i / kOfWord] >> (32 / kOfWord * (i % kOfWord)));
   }
 }
 

@@ -19,14 +19,11 @@ struct TileStates : TilePart<Mem, Plan> {
   using Sum = typename Op::Sum;
   using Terms = typename Op::Terms;
   using State = StateOf<Op>;
-  static constexpr TileGeometry kGeometry = Part::kGeometry;
+  using Part::kGeometry, Part::kInputs, Part::kWidth, Part::kThreads, Part::kMatrices, Part::kElements, Part::kFold;
+  using Part::kRows, Part::kPacks, Part::kTeams, Part::kLinesOfThread, Part::kReach, Part::kInner;
+  using Part::mem, Part::matrix, Part::team, Part::pack, Part::shift, Part::outer, Part::first_element;
   static constexpr bool kHeld = Plan::kPlan.in_shared;
   static constexpr bool kTermsFit = Mem::kTermsFit && kHeld;  // terms replace elements in shared memory
-  static constexpr int kInputs = Mem::kInputs, kWidth = Mem::kWidth, kThreads = Part::kThreads;
-  static constexpr int kMatrices = Part::kMatrices, kElements = Part::kElements, kFold = Part::kFold,
-                       kRows = Part::kRows;
-  static constexpr int kPacks = Part::kPacks, kTeams = Part::kTeams, kLinesOfThread = Part::kLinesOfThread,
-                       kParts = Part::kParts;
   static constexpr bool kInPack = kGeometry.line_in_pack;
   static constexpr int kStates = kGeometry.states_of_thread, kStatesOfLine = kGeometry.states_of_line;
   static constexpr int kLinesSummed = kGeometry.lines_summed;
@@ -88,7 +85,7 @@ struct TileStates : TilePart<Mem, Plan> {
 #pragma unroll
       for (int s = 0; s < kStates; ++s) terms[s] = Relative<M>(pivot[s]);
     } else {
-      for_rows_of_thread([&](int s, int row) { terms[s] = this->mem.terms(pivot[s], begin_of(row)); });
+      for_rows_of_thread([&](int s, int row) { terms[s] = mem.terms(pivot[s], begin_of(row)); });
     }
   }
   // The maximum over the thread's lines, for each element of a pack.
@@ -186,11 +183,10 @@ struct TileStates : TilePart<Mem, Plan> {
 #pragma unroll
     for (int s = 0; s < kStates; ++s) {
       if constexpr (kFold > 1) {
-        body(s, min(this->matrix, kMatrices - 1) * kElements +
-                    (this->pack * kWidth + s + kPacks * kWidth - this->shift) % kElements);
+        body(s, min(matrix, kMatrices - 1) * kElements + (pack * kWidth + s + kPacks * kWidth - shift) % kElements);
       } else {
-        body(s, min(this->matrix, kMatrices - 1) * kElements +
-                    min(max(this->pack * kWidth - this->shift + s, 0), kElements + Part::kReach - 1));
+        body(s,
+             min(matrix, kMatrices - 1) * kElements + min(max(pack * kWidth - shift + s, 0), kElements + kReach - 1));
       }
     }
   }
@@ -200,11 +196,11 @@ struct TileStates : TilePart<Mem, Plan> {
     int at = in_matrix + of_line * kElements;
     if constexpr (!kInPack) {
       if constexpr (kMatrices == 1) {
-        at += kFold > 1 ? this->shift : this->shift_of(set);
+        at += kFold > 1 ? shift : this->shift_of(set);
       } else if constexpr (!Part::kAligned) {
-        // The row's matrix is so many runs away from this thread's. Without outer kept dimensions there is one matrix.
-        const int64_t matrices = Mem::View::kView.outer_batch() == 0 ? 0 : of_matrix - this->matrix;
-        const int64_t begin = this->base.element + matrices * Part::kExtent * Part::kInner;
+        // The shift of the row's matrix. Without outer batch dimensions there is one matrix.
+        const int64_t matrices = Mem::View::kView.outer_batch() == 0 ? 0 : of_matrix - matrix;
+        const int64_t begin = this->base.element + matrices * Part::kExtent * kInner;
         at += static_cast<int>(begin) & (kWidth - 1);
       }
       if (kFold > 1 && at >= kStatesOfSet) at -= kStatesOfSet;
@@ -218,9 +214,9 @@ struct TileStates : TilePart<Mem, Plan> {
   // Calls publish(row, state) for each row, with the state of all lines of the block.
   template <class Publish>
   __device__ __forceinline__ void combine(Publish publish) const {
-    if (this->matrix < kMatrices && this->team % kLinesSummed == 0) {
+    if (matrix < kMatrices && team % kLinesSummed == 0) {
       // Neighbouring threads write to neighbouring addresses.
-      State* const to = states + (this->matrix * kSets + this->team / kLinesSummed) * kStatesOfSet + this->pack;
+      State* const to = states + (matrix * kSets + team / kLinesSummed) * kStatesOfSet + pack;
 #pragma unroll
       for (int s = 0; s < kStates; ++s) to[s * kPacks] = {pivot[s], sum[s]};
     }
@@ -248,36 +244,35 @@ struct TileStates : TilePart<Mem, Plan> {
   __device__ __forceinline__ typename Mem::Offsets begin_of(int row) const {
     if constexpr (Op::kRowNumbers == 0 && !Op::kLabelled) return {};
     const int of_matrix = kMatrices == 1 ? 0 : row / kElements;
-    const int64_t last = mem_rows() / Part::kInner - 1, element = this->first_element + row - of_matrix * kElements;
-    return this->in_first_line(min(first_matrix() + of_matrix, last), min(element, Part::kInner - 1));
+    const int64_t last = mem.operands.rows / kInner - 1, element = first_element + row - of_matrix * kElements;
+    return this->in_first_line(min(first_matrix() + of_matrix, last), min(element, kInner - 1));
   }
   // Stores the results of rows, given the states of whole rows.
   __device__ __forceinline__ void store_rows() const {
     if constexpr (Op::kRowResults > 0) {
       for (int row = threadIdx.x; row < kMatrices * kElements; row += kThreads) {
         const int of_matrix = kMatrices == 1 ? 0 : row / kElements;
-        const int64_t element = this->first_element + row - of_matrix * kElements;
-        const int64_t at = (first_matrix() + of_matrix) * Part::kInner + element;
-        if (element < Part::kInner && at < mem_rows()) {
-          this->mem.store_row(at, whole(row), this->mem.label_element(begin_of(row)));
+        const int64_t element = first_element + row - of_matrix * kElements;
+        const int64_t at = (first_matrix() + of_matrix) * kInner + element;
+        if (element < kInner && at < mem.operands.rows) {
+          mem.store_row(at, whole(row), mem.label_element(begin_of(row)));
         }
       }
     }
   }
-  __device__ __forceinline__ int64_t mem_rows() const { return this->mem.operands.rows; }
-  __device__ __forceinline__ int64_t first_matrix() const { return this->outer - (kMatrices > 1 ? this->matrix : 0); }
+  __device__ __forceinline__ int64_t first_matrix() const { return outer - (kMatrices > 1 ? matrix : 0); }
 
   // ---- results
 
-  // Writes the results. kFromShared: by the states of whole rows in shared memory, or else by those of the thread,
-  // which is then alone with its rows.
+  // Writes the results. kFromShared: with the states of whole rows in shared memory; else with the thread's own
+  // (kAlone).
   template <bool kFromShared>
   __device__ __forceinline__ void finish() const {
     Finished finished[kStates];
     typename Mem::Addend addend[kStates] = {};
     finish_states<kFromShared>(finished);
     if constexpr (Mem::kAddsAtLabel) {
-      for_rows_of_thread([&](int s, int row) { addend[s] = this->mem.addend(begin_of(row)); });
+      for_rows_of_thread([&](int s, int row) { addend[s] = mem.addend(begin_of(row)); });
     }
     if constexpr (kHeld) {
 #pragma unroll 4
@@ -317,9 +312,9 @@ struct TileStates : TilePart<Mem, Plan> {
   __device__ __forceinline__ void finish_states(Finished (&finished)[kStates]) const {
     const auto prepare = [&](int s, const State& state, const typename Mem::Offsets& begin) {
       if constexpr (kTermsFit) {
-        finished[s] = this->mem.term_scale(state, pivot[s], begin);
+        finished[s] = mem.term_scale(state, pivot[s], begin);
       } else {
-        finished[s] = this->mem.finished(state, begin);
+        finished[s] = mem.finished(state, begin);
       }
     };
     if constexpr (kFromShared) {
@@ -341,8 +336,8 @@ struct TileStates : TilePart<Mem, Plan> {
     const bool counts = Mem::mask_and_add(
         result, this->unmasked(location), [&](int e) { return addend[e % kStates]; },
         [&](int e) { return this->column(location, e); });
-    this->mem.store(this->mem.out() + location.element, location.element, result, counts,
-                    typename Part::Reader{*this, location}, location.stored);
+    mem.store(mem.out() + location.element, location.element, result, counts, typename Part::Reader{*this, location},
+              location.stored);
   }
 };
 

@@ -16,7 +16,7 @@ constexpr uintptr_t kAlignment = 16;  // rows are copied by whole packs
 
 ffi::Error failed(const std::string& message) { return ffi::Error::Internal("jax_softmax: attention: " + message); }
 
-// The attributes as what they mean; an error message, or nothing.
+// Sets the source and the launch that attributes describe; returns an error message, or nothing.
 std::string read(ffi::Dictionary attributes, jit::Source* source, Launch* launch) {
   const auto version = attributes.get<int64_t>("version");
   if (!version.has_value() || *version != kCallVersion) {

@@ -51,8 +51,8 @@ ffi::Error read_call(ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dict
     auto buffer = rets.get<ffi::AnyBuffer>(i);
     if (!buffer.has_value() || !add(**buffer, &results, &out)) return invalid("unsupported dtype of a result");
   }
-  const Attributes given{*op, {axes->begin(), axes->end()}, *sides, *load, *store};
-  if (const std::string message = read_call(given, operands, results, call); !message.empty()) return invalid(message);
+  const Attributes values{*op, {axes->begin(), axes->end()}, *sides, *load, *store};
+  if (const std::string message = read_call(values, operands, results, call); !message.empty()) return invalid(message);
 
   *buffers = CallBuffers{};
   const Cost& cost = cost_of(call->op);

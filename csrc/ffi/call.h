@@ -1,4 +1,4 @@
-// What the handlers of all platforms do first: read the attributes and check the buffers; and last: catch.
+// What all handlers do first, read the attributes and check the buffers; and last, catch exceptions.
 #pragma once
 
 #include <exception>
@@ -10,7 +10,7 @@
 
 namespace jax_softmax {
 
-// Of what exported programs hold of a call.
+// The version of the attributes, which exported programs hold.
 inline constexpr int64_t kCallVersion = 2;
 
 struct CallBuffers {
@@ -24,8 +24,8 @@ struct CallBuffers {
 xla::ffi::Error read_call(xla::ffi::RemainingArgs args, xla::ffi::RemainingRets rets, xla::ffi::Dictionary attributes,
                           Call* call, CallBuffers* buffers);
 
-// The body of a handler, which returns as an error what it throws: nothing above a handler catches that, and the
-// process would end.
+// A handler's body whose exceptions become errors: nothing above a handler catches exceptions, and the process would
+// end.
 template <class... Args>
 auto returning_errors(xla::ffi::Error (*body)(Args...)) {
   return [body](Args... args) {

@@ -16,13 +16,13 @@ namespace ffi = xla::ffi;
 
 namespace {
 
-// Fewer elements than this are not worth another thread.
+// Fewer elements are not worth another thread.
 constexpr int64_t kElementsPerTask = 32 << 10;
-// Ranges a thread takes in turn, so that an uneven start or a slow thread evens out.
+// Several ranges a thread even out threads that start late or are slow.
 constexpr int64_t kRangesPerThread = 4;
 
-// Asks for huge pages under a large result. Its memory is most often new, and to be given it 4 KB at a time takes
-// longer than the softmax. Advice only: whether it is taken makes no difference to the contents.
+// Asks for huge pages under a large result. Its memory is most often new, and page faults of 4 KB take longer than the
+// softmax. The system may ignore it.
 void advise_huge_pages(void* data, size_t bytes) {
 #if defined(__linux__)
   constexpr uintptr_t kHugePage = 2 << 20;

@@ -16,11 +16,11 @@ namespace ffi = xla::ffi;
 namespace {
 
 constexpr size_t kMostParameterWords = 4096 / 8;  // of a kernel's parameters
-constexpr int kMostRead = 31;                     // bits of Load::kSidesRead and Store::kSidesRead
+constexpr int kMostRead = 31;                     // bits of kSidesRead (plan/source.cc)
 
 std::atomic<int> most_shared_memory{INT_MAX}, most_blocks{INT_MAX};
 
-// A call as it will be launched: known by everything that its plan is made of.
+// A call's kernels, loaded and ready to be launched. The key of a call is all that its plan depends on.
 struct Ready {
   struct Step {
     const jit::LoadedKernel* kernel;
@@ -58,7 +58,7 @@ Key key_of(const Call& call, const Device& device, int ordinal, bool packs) {
   return key;
 }
 
-// What has been made ready is never forgotten: a captured graph may launch it for ever.
+// Kernels are never unloaded: a captured graph may launch them at any time.
 class ReadyCalls {
  public:
   const Ready* find(const Key& key) const {
@@ -87,7 +87,7 @@ ffi::Error failed(const Call& call, const std::string& message) {
   return ffi::Error::Internal("jax_softmax: " + describe(call) + ": " + message);
 }
 
-// The call's kernels: found again, or planned, made and loaded.
+// Sets the call's kernels: found again, or planned, compiled and loaded.
 ffi::Error find_or_make(const Call& call, int ordinal, bool packs, const Ready** ready) {
   const jit::Result<Device> device = device_of(ordinal);
   if (!device) return failed(call, device.error.message);
@@ -102,25 +102,25 @@ ffi::Error find_or_make(const Call& call, int ordinal, bool packs, const Ready**
   if (problem.view.elements() == 0 && problem.cost.row_results > 0 && problem.view.rows > 0) {
     return failed(call, "the rows have no elements");
   }
-  Ready made{};
+  Ready loaded{};
   if (problem.view.elements() > 0) {
-    problem.packs = packs;
+    problem.footprint.packs = packs;
     const std::optional<Planned> planned = plan_call(call, problem, device.value);
     if (!planned) return failed(call, "no kernel covers this shape and dtype");
-    made.scratch_bytes = planned->scratch_bytes;
+    loaded.scratch_bytes = planned->scratch_bytes;
     // Side by side: they wait for the slowest alone.
     for (const PlannedStep& step : planned->steps) jit::prepare(step.source, device.value.compute_capability);
     for (const PlannedStep& step : planned->steps) {
       const jit::Result<const jit::LoadedKernel*> kernel = jit::get(step.source, ordinal);
       if (!kernel) return failed(call, kernel.error.message);
-      made.steps.push_back({kernel.value, step.launch, step.rows});
+      loaded.steps.push_back({kernel.value, step.launch, step.rows});
     }
   }
-  *ready = ready_calls().insert(key, std::move(made));
+  *ready = ready_calls().insert(key, std::move(loaded));
   return ffi::Error::Success();
 }
 
-// The same, and whether the call is given as much memory to exchange states through as the kernels need.
+// find_or_make, and a check that the call has the scratch memory that the kernels need.
 ffi::Error make_ready(const Call& call, int ordinal, bool packs, int64_t scratch_bytes, const Ready** ready) {
   if (ffi::Error error = find_or_make(call, ordinal, packs, ready); error.failure()) return error;
   const int64_t needed = (*ready)->scratch_bytes;
@@ -129,8 +129,8 @@ ffi::Error make_ready(const Call& call, int ordinal, bool packs, int64_t scratch
                           "program has " + std::to_string(scratch_bytes) + ": lower or export it anew");
 }
 
-// Before anything is captured into a CUDA graph: makes and loads what `execute` launches. Buffers may have no addresses
-// yet; XLA's begin with whole packs.
+// Makes and loads what `execute` launches, before anything is captured into a CUDA graph. Buffers may have no addresses
+// yet; XLA aligns them to packs.
 ffi::Error initialize(int32_t ordinal, ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary attributes) {
   Call call;
   CallBuffers buffers;
@@ -139,7 +139,7 @@ ffi::Error initialize(int32_t ordinal, ffi::RemainingArgs args, ffi::RemainingRe
   return make_ready(call, ordinal, true, buffers.scratch_bytes, &ready);
 }
 
-// What a kernel is given, in the order of `Operands`.
+// A kernel's parameter: the words of `Operands`, in their order.
 std::vector<uint64_t> operand_words(const CallBuffers& buffers, const void* scratch, int64_t rows) {
   std::vector<uint64_t> words;
   const auto add = [&](const auto& pointers) {
@@ -202,15 +202,19 @@ std::string problem_of(const Call& call, Problem* problem) {
   if (read > kMostRead) return "expressions read at most " + std::to_string(kMostRead) + " arrays and indices";
   const size_t parameter_words = call.sides.size() + call.out.size() + problem->cost.inputs + kMostRowResults + 2;
   if (parameter_words > kMostParameterWords) return "too many operands";
-  problem->in_bytes = problem->out_bytes = bytes_of(call.in);
-  if (!call.out.empty()) problem->out_bytes = bytes_of(call.out[0]);
+  const Cost& cost = problem->cost;
+  problem->footprint.in_bytes = bytes_of(call.in);
+  problem->footprint.out_bytes = bytes_of(call.out.empty() ? call.in : call.out[0]);
+  problem->footprint.inputs = cost.inputs;
+  problem->footprint.state_bytes = (4 * (1 + cost.sums) + 7) / 8 * 8;  // a pivot and sums in float32, as 64-bit words
+  problem->footprint.packs = true;
+  problem->footprint.row_operands = cost.row_results > 0 || cost.row_numbers > 0;
   problem->float64 = arithmetic_of(call) == DType::kF64 ||
                      std::any_of(call.sides.begin(), call.sides.end(),
                                  [](const SideOperand& side) { return side.dtype == DType::kF64; });
   problem->masked = call.masked();
   problem->fused = !call.load.empty() || !call.store.empty();
   problem->identity_load = call.load.empty();
-  problem->packs = true;
   return {};
 }
 

@@ -1,5 +1,4 @@
-// The CUDA kernels of a call, made where they are not there yet. For the handlers, and for Python, which has them made
-// while JAX lowers a program.
+// The CUDA kernels of a call: for the handlers, and for Python, which has them compiled while JAX lowers a program.
 #pragma once
 
 #include <optional>
@@ -13,7 +12,7 @@
 
 namespace jax_softmax {
 
-// How a kernel's handlers are bound to XLA's call: what they are given.
+// What XLA hands to the handlers of CUDA kernels.
 inline auto bound_to_initialize() {
   return xla::ffi::Ffi::Bind<xla::ffi::ExecutionStage::kInitialize>()
       .Ctx<xla::ffi::DeviceOrdinal>()
@@ -31,7 +30,7 @@ inline auto bound_to_execute() {
       .Attrs();
 }
 
-// A step of a plan, ready to be made and launched.
+// A step of a plan with its source.
 struct PlannedStep {
   jit::Source source;
   Launch launch;
@@ -43,19 +42,17 @@ struct Planned {
   int64_t scratch_bytes;
 };
 
-// The view of the call as a problem to plan for, with all the memory that a plan may want and aligned operands, or an
-// error message.
+// Sets the problem of a call whose operands are aligned to packs; returns an error message, or nothing.
 std::string problem_of(const Call& call, Problem* problem);
 
 // Nothing where no schedule covers the view.
 std::optional<Planned> plan_call(const Call& call, const Problem& problem, const Device& device);
 
-// The device, as plans are made for it: no more than what limit_devices has said.
+// The device, within the limits of limit_devices.
 jit::Result<Device> device_of(int ordinal);
 std::vector<std::tuple<int, int, int, int>> devices_here();  // the numbers of each Device
 
-// From now on plans are made as if every device had no more than this, so that the schedules of other chips can be
-// tried.
+// From now on every device has no more than this for plans, so that tests reach the schedules of other chips.
 void limit_devices(int shared_memory_per_block, int largest_cluster);
 
 }  // namespace jax_softmax

@@ -14,9 +14,9 @@
 
 namespace jax_softmax {
 
-// A loop over [0, units) in ranges. The caller works too and waits only for ranges that somebody has begun, so that it
-// ends even if the pool, all of whose threads may be waiting like this one, never runs the tasks. Those that come late
-// find nothing left and touch nothing but this object, which they own a share of.
+// A loop over [0, units) in ranges. The caller works too, and waits only for ranges that have begun: so it ends even if
+// the pool, whose threads may all be waiting like the caller, never runs the tasks. A task that comes late finds no
+// range left, and touches this object alone, which it shares.
 class Ranges {
  public:
   Ranges(int64_t units, int64_t ranges) : units_(units), ranges_(ranges), left_(ranges) {}

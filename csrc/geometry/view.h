@@ -51,7 +51,7 @@ struct View {
 
 // What counts depend on besides a call's view and its plan.
 struct Footprint {
-  int in_bytes, out_bytes;  // of an element
+  int in_bytes, out_bytes;  // of an element, and of its first result
   int inputs;               // operands of one shape
   int state_bytes;          // of the state of a row, or of a part of one
   bool packs;               // whether all operands begin with a whole pack, so that memory is accessed by them

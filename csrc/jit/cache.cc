@@ -54,9 +54,9 @@ std::string why_unsafe(const std::string& path, const struct stat& facts) {
   return "";
 }
 
-// The folder, if it is there and safe. Whatever stands at its path is opened and then checked, so that it may be a
-// symbolic link. Whoever may write to a folder above can only lead the path to another folder of the user's own (what
-// that means is in SECURITY.md).
+// The folder, if it exists and is safe. It is opened and then checked, so that its path may be a symbolic link. Whoever
+// may write to a folder above can only lead the path to another folder of the user's own (what that means is in
+// SECURITY.md).
 Open open_folder(const std::string& path, std::string* unsafe = nullptr) {
   Open folder(::open(path.c_str(), O_PATH | O_DIRECTORY | O_CLOEXEC));  // also what the user may not read
   struct stat facts;
@@ -95,7 +95,7 @@ struct File {
   struct stat facts;
 };
 
-// The folder's files whose names end like this; whatever else lies there is not ours.
+// The folder's files whose names end like this; other files are not the cache's.
 std::vector<File> files(const Open& folder, std::string_view ending) {
   std::vector<File> found;
   DIR* const listing = fdopendir(::openat(folder.get(), ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC));

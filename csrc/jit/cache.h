@@ -1,11 +1,11 @@
 // Compiled kernels in a folder, shared by all processes that can reach it.
 //
-// An entry is one file with a line of text that says whose and how long it is, and the kernel. Writers write a file of
-// another name and rename it, so that readers and other writers never see half of one. Whatever goes wrong (no folder,
-// read-only, full, a lost race) makes a miss or an entry that is not kept, never an error.
+// An entry is a file: a line with its key, length and hash, and the kernel. Writers write a file of another name and
+// rename it, so that nobody reads half an entry. Failures (no folder, read-only, full, a lost race) are misses, or
+// entries that are not kept, and never errors.
 //
-// Entries are code that will run, so only those count that nobody else can have written: of a folder that the user owns
-// and neither group nor others may write to, and files that are like this as well.
+// Entries are code that will run. So only those count that no other user can have written: the folder and the file
+// belong to the user, and neither group nor others may write to them.
 #pragma once
 
 #include <cstdint>
@@ -50,8 +50,7 @@ class Cache {
   // Keeps an entry, and says whether that was possible.
   bool write(const std::string& key, const std::string& binary) const;
 
-  // Removes the entries that were longest not read until they are no more than `most_bytes`, and what writers that
-  // ended early left.
+  // Removes the least recently read entries beyond `most_bytes`, and unfinished files of writers that have ended.
   void prune() const;
 
   struct Contents {

@@ -1,5 +1,5 @@
-// The part of CUDA's driver API that we use, declared here so that a build needs no CUDA toolkit, and found in libcuda
-// when it is first asked for. Names, numbers and layouts are those of cuda.h.
+// CUDA's driver API, as far as it is used: declared here so that a build needs no CUDA toolkit, and loaded from libcuda
+// when first used. Names, numbers and layouts are those of cuda.h.
 #pragma once
 
 #include <string>
@@ -7,9 +7,9 @@
 
 namespace jax_softmax::jit {
 
-// Errors are values: nothing here throws but where there is no memory, and nothing aborts the process that loaded us.
+// Errors are values: nothing here throws, other than std::bad_alloc.
 
-// What went wrong, in words for the user; empty when nothing did.
+// What went wrong, in words for the user; empty if nothing did.
 struct [[nodiscard]] Error {
   std::string message;
   explicit operator bool() const { return !message.empty(); }

@@ -23,12 +23,12 @@ class LoadedKernel {
 
 namespace {
 
-// Shared by the compiles under way. A fork takes it alone, because NVRTC's locks would stay taken in the child.
+// Held shared by compiles, and exclusively by a fork: NVRTC's locks, if taken, would stay so in the child.
 std::atomic<std::shared_mutex*> compiling = new std::shared_mutex;
 
 // ---- A kernel, from its source to its handle
 
-// What shapes every kernel alike.
+// Of what all kernels depend on.
 Hash hash_of(const Nvrtc& nvrtc) {
   Hash hash;
   hash.add(JAX_SOFTMAX_VERSION).add(std::to_string(nvrtc.version()));
@@ -36,21 +36,21 @@ Hash hash_of(const Nvrtc& nvrtc) {
   return hash;
 }
 
-struct Entry {
+struct KernelEntry {
   Source source;
   int compute_capability;
 
-  std::atomic<bool> begun = false;  // somebody has made it, or will
-  std::mutex mutex;                 // held by whoever makes or loads it
-  bool made = false;
+  std::atomic<bool> begun = false;  // a thread compiles it, or will
+  std::mutex mutex;                 // held while it is compiled or loaded
+  bool has_binary = false;
   Result<Nvrtc::Compiled> compiled = Nvrtc::Compiled();
 
   LoadedKernel kernel;              // null until loaded
   std::atomic<uint64_t> ready = 0;  // the devices, by ordinal, that may launch it
 };
 
-// Everything that is remembered. It is replaced whole, in a forked child because locks may be taken there by threads
-// that are no more and the parent's kernels are of no use, and is never destroyed, because threads may outlive main.
+// All state. `configure` and a forked child replace it whole: in the child, threads that do not exist may hold its
+// locks, and the parent's kernels are of no use. It is never destroyed, because threads may outlive main.
 struct Compiler {
   Compiler(const Nvrtc& nvrtc, Cache cache) : nvrtc(nvrtc), hash(hash_of(nvrtc)), cache(std::move(cache)) {}
 
@@ -58,12 +58,12 @@ struct Compiler {
   const Hash hash;
   const Cache cache;
 
-  std::shared_mutex mutex;  // of the two maps, not of what they point at
-  std::map<int, std::unordered_map<std::string, std::unique_ptr<Entry>>> entries;  // by capability and code
+  std::shared_mutex mutex;  // of the two maps, not of the entries
+  std::map<int, std::unordered_map<std::string, std::unique_ptr<KernelEntry>>> entries;  // by capability and code
   std::map<int, Device> devices;
 
   std::mutex queue_mutex;
-  std::deque<Entry*> queue;  // prepared, but not begun
+  std::deque<KernelEntry*> queue;  // of `prepare`, not begun
   unsigned workers = 0;
   bool stopped = false;
   std::condition_variable worker_ended;
@@ -81,7 +81,7 @@ void in_forked_child() {
   if (const Compiler* compiler = current) current = new Compiler(compiler->nvrtc, compiler->cache);
 }
 
-Result<Nvrtc::Compiled> read_or_compile(Compiler& compiler, const Entry& entry) {
+Result<Nvrtc::Compiled> read_or_compile(Compiler& compiler, const KernelEntry& entry) {
   const Result<std::vector<std::string>> options = compiler.nvrtc.options(entry.compute_capability);
   if (!options) return options.error;
   Hash hash = compiler.hash;
@@ -104,7 +104,7 @@ Result<Nvrtc::Compiled> read_or_compile(Compiler& compiler, const Entry& entry) 
   return compiled;
 }
 
-Entry& entry_of(Compiler& compiler, const Source& source, int compute_capability) {
+KernelEntry& entry_of(Compiler& compiler, const Source& source, int compute_capability) {
   {
     const std::shared_lock lock(compiler.mutex);
     if (const auto map = compiler.entries.find(compute_capability); map != compiler.entries.end()) {
@@ -112,26 +112,26 @@ Entry& entry_of(Compiler& compiler, const Source& source, int compute_capability
     }
   }
   const std::lock_guard lock(compiler.mutex);
-  std::unique_ptr<Entry>& entry = compiler.entries[compute_capability][source.code];
+  std::unique_ptr<KernelEntry>& entry = compiler.entries[compute_capability][source.code];
   if (!entry) {
-    entry = std::make_unique<Entry>();
+    entry = std::make_unique<KernelEntry>();
     entry->source = source;
     entry->compute_capability = compute_capability;
   }
   return *entry;
 }
 
-// Makes it, unless it is made. What is thrown (no memory, say) leaves it to the next one.
-const Result<Nvrtc::Compiled>& binary_of(Compiler& compiler, Entry& entry, const std::unique_lock<std::mutex>&) {
+// Reads or compiles the entry's binary, once. If that throws (no memory, say), the next call tries again.
+const Result<Nvrtc::Compiled>& binary_of(Compiler& compiler, KernelEntry& entry, const std::unique_lock<std::mutex>&) {
   entry.begun = true;
-  if (!entry.made) entry.compiled = read_or_compile(compiler, entry);
-  entry.made = true;
+  if (!entry.has_binary) entry.compiled = read_or_compile(compiler, entry);
+  entry.has_binary = true;
   return entry.compiled;
 }
 
-void work(Compiler& compiler) {
+void run_worker(Compiler& compiler) {
   for (;;) {
-    Entry* entry;
+    KernelEntry* entry;
     {
       const std::lock_guard lock(compiler.queue_mutex);
       if (compiler.queue.empty()) {
@@ -146,14 +146,14 @@ void work(Compiler& compiler) {
       const std::unique_lock lock(entry->mutex, std::try_to_lock);
       if (lock) binary_of(compiler, *entry, lock);
     } catch (const std::exception&) {
-      // Whoever needs the kernel makes it, and sees what is thrown.
+      // The thread that needs the kernel compiles it, and gets the exception.
     }
   }
 }
 
 // ---- Loading
 
-// While a stream is captured, the driver refuses much of what loading takes, unless the thread says that it means it.
+// Lets the thread load kernels while a stream is captured, which the driver refuses otherwise.
 class Relaxed {
  public:
   explicit Relaxed(const Driver& driver) : driver_(driver) { driver_.cuThreadExchangeStreamCaptureMode(&mode_); }
@@ -172,8 +172,8 @@ Error load(const Driver& d, const std::string& binary, LoadedKernel* kernel) {
   return error;
 }
 
-// Allows all the shared memory and clusters that the device has, and ends the lazy loading, which a capture forbids.
-Error make_ready(const Driver& d, const Device& device, int ordinal, CUkernel kernel) {
+// Allows all shared memory and clusters of the device, and loads the code, which a capture forbids to do lazily.
+Error load_on_device(const Driver& d, const Device& device, int ordinal, CUkernel kernel) {
   CUdevice id;
   CUcontext context;
   int static_bytes = 0;
@@ -257,17 +257,17 @@ Result<Device> device(int ordinal) {
 void prepare(const Source& source, int compute_capability) {
   Compiler* compiler = current;
   if (!compiler) return;
-  Entry& entry = entry_of(*compiler, source, compute_capability);
+  KernelEntry& entry = entry_of(*compiler, source, compute_capability);
   if (entry.begun.exchange(true)) return;
   const std::lock_guard lock(compiler->queue_mutex);
   if (compiler->stopped) return;
   compiler->queue.push_back(&entry);
   if (compiler->workers < std::max(1u, std::thread::hardware_concurrency())) {
     try {
-      std::thread(work, std::ref(*compiler)).detach();
+      std::thread(run_worker, std::ref(*compiler)).detach();
       ++compiler->workers;
     } catch (const std::system_error&) {
-      // No more threads: whoever needs the kernel makes it.
+      // No more threads: the thread that needs the kernel compiles it.
     }
   }
 }
@@ -282,10 +282,10 @@ void stop() {
   const std::unique_lock none_under_way(*compiling.load());
 }
 
-Result<Nvrtc::Compiled> compiled(const Source& source, int compute_capability) {
+Result<Nvrtc::Compiled> get_binary(const Source& source, int compute_capability) {
   Compiler* compiler = current;
   if (!compiler) return not_configured();
-  Entry& entry = entry_of(*compiler, source, compute_capability);
+  KernelEntry& entry = entry_of(*compiler, source, compute_capability);
   return binary_of(*compiler, entry, std::unique_lock(entry.mutex));
 }
 
@@ -294,7 +294,7 @@ Result<const LoadedKernel*> get(const Source& source, int ordinal) {
   if (!compiler) return not_configured();
   const Result<Device> device = jit::device(ordinal);
   if (!device) return device.error;
-  Entry& entry = entry_of(*compiler, source, device.value.compute_capability);
+  KernelEntry& entry = entry_of(*compiler, source, device.value.compute_capability);
   const uint64_t bit = ordinal < 64 ? uint64_t{1} << ordinal : 0;
   if (entry.ready & bit) return &entry.kernel;
 
@@ -305,7 +305,7 @@ Result<const LoadedKernel*> get(const Source& source, int ordinal) {
   const Relaxed relaxed(d);
   Error error;
   if (!entry.kernel.handle) error = load(d, compiled.value.binary, &entry.kernel);
-  if (!error) error = make_ready(d, device.value, ordinal, entry.kernel.handle);
+  if (!error) error = load_on_device(d, device.value, ordinal, entry.kernel.handle);
   if (error) return Error{"a kernel could not be loaded (plan: " + source.plan + "): " + error.message};
   entry.ready |= bit;
   return &entry.kernel;

@@ -1,6 +1,5 @@
-// Kernels made for a call: from memory, then from disk, then by NVRTC.
-//
-// Everything here may be called from any thread. No GPU is touched before `device` or `get`.
+// Compiled kernels: from memory, else from disk, else by NVRTC. All functions may be called from any thread. None
+// touches a GPU but device_count, device, get and launch.
 #pragma once
 
 #include <cstdint>
@@ -13,21 +12,21 @@
 
 namespace jax_softmax::jit {
 
-// Must have been called before anything else here. `nvrtc` is the library's path; an empty `cache_folder` keeps nothing
-// on disk. A later call forgets every kernel, which is for tests.
+// To be called before all others. `nvrtc` is the library's path; with an empty `cache_folder` nothing is kept on disk.
+// A later call forgets all kernels, for tests.
 Error configure(const std::string& nvrtc, const std::string& cache_folder, int64_t cache_bytes);
 
 Result<int> device_count();
 Result<Device> device(int ordinal);
 
-// Begins to make a kernel in another thread, unless it is made or being made; as many at once as there are processors.
+// Begins to compile a kernel in another thread, unless that has begun; as many at once as there are processors.
 void prepare(const Source& source, int compute_capability);
 
-// Ends what `prepare` began. To be called before the process ends, which tears NVRTC down below its compiles.
+// Waits for compiles under way and drops those not begun: the process must not end, and unload NVRTC, during a compile.
 void stop();
 
-// The cubin (or PTX: see Nvrtc::options) of a kernel; needs no GPU. Waits for whoever is already making it.
-Result<Nvrtc::Compiled> compiled(const Source& source, int compute_capability);
+// The cubin (or PTX: see Nvrtc::options) of a kernel; needs no GPU.
+Result<Nvrtc::Compiled> get_binary(const Source& source, int compute_capability);
 
 // A kernel that is loaded on a device and may be launched there, also while a stream is captured. Never unloaded.
 class LoadedKernel;

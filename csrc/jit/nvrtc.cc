@@ -17,7 +17,7 @@ namespace {
 constexpr int kOldestVersion = 12010;  // the first that compiles every kernel
 constexpr const char kPtxOption[] = "--gpu-architecture=compute_";
 
-// Writes what a compile was given where a developer can repeat it, and says where; empty if that cannot be.
+// Writes a kernel and its headers to a temporary folder, for a report of a failure; the kernel's path, or empty.
 std::string save(const Source& source) {
   std::error_code failed;
   std::string folder = (fs::temp_directory_path(failed) / "jax_softmax-XXXXXX").string();

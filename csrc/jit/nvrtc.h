@@ -14,13 +14,13 @@ extern const char* const kHeaderNames[];
 extern const char* const kHeaderTexts[];
 extern const int kHeaders;
 
-// A kernel to be made.
+// A kernel's source.
 struct Source {
   std::string code;  // includes embedded headers by name and defines one `extern "C" __global__ void kernel(...)`
   std::string plan;  // one line that describes it, for messages
 };
 
-// What NVRTC functions we use; declared here so that a build needs no CUDA toolkit.
+// NVRTC's types, declared here so that a build needs no CUDA toolkit.
 using nvrtcProgram = struct _nvrtcProgram*;
 using nvrtcResult = int;
 
@@ -32,8 +32,8 @@ class Nvrtc {
   const std::string& path() const { return path_; }
   int version() const { return version_; }  // 13050 is 13.5
 
-  // The options for a GPU of this compute capability (90 is 9.0): of a cubin for exactly it or, where NVRTC does not
-  // know it, of PTX for the newest that it does know, which the driver then compiles.
+  // The options for a GPU of this compute capability (90 is 9.0): they make a cubin for it or, if NVRTC does not know
+  // it, PTX for the newest older one, which the driver then compiles.
   Result<std::vector<std::string>> options(int compute_capability) const;
 
   struct Compiled {

@@ -42,7 +42,7 @@ int registers_of(const Problem& problem, bool edges) {
 // Nothing if a row has too many.
 std::optional<Cut> cut(const Problem& problem, const Device& device) {
   if (!problem.view.minor_reduced) return {};
-  const Footprint footprint = problem.footprint();
+  const Footprint& footprint = problem.footprint;
   const int boundary = boundary_of(problem.view, kCacheLineBytes, footprint);
   const Runs runs = runs_of(problem.view, boundary, footprint);
   const int inputs = problem.cost.inputs;
@@ -91,7 +91,7 @@ int64_t stages_of(const Cut& cut, const Device& device) {
 bool fits_ring(const Cut& cut, const Problem& problem, const Device& device) {
   const int64_t stages = stages_of(cut, device);
   // Rings that hold less than a row and a third wait for one another.
-  return problem.packs && device.compute_capability >= 90 && stages >= kFewestStages &&
+  return problem.footprint.packs && device.compute_capability >= 90 && stages >= kFewestStages &&
          cut.chunks <= stages * device.multiprocessors * 3 / 4 && problem.view.rows * cut.chunks < (1ll << 31);
 }
 
@@ -139,7 +139,7 @@ Launch launch_of(const Chunks& plan, const Problem& problem) {
   launch.blocks = problem.view.rows * plan.cluster;
   launch.threads = plan.threads();
   launch.cluster = plan.cluster;
-  launch.shared_bytes = shared_bytes_of(plan, problem.footprint());
+  launch.shared_bytes = shared_bytes_of(plan, problem.footprint);
   const bool edges = plan.boundary > 0 || plan.team_threads != team_threads(problem.cost.inputs, false);
   launch.resident = 65536 / (registers_of(problem, edges) * launch.threads);
   return launch;

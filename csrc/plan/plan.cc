@@ -19,7 +19,7 @@ template <class... F>
 Overloaded(F...) -> Overloaded<F...>;
 
 bool scratch_is_little(const Plan& plan, const Problem& problem) {
-  return scratch_bytes(plan, problem) <= problem.view.elements() * problem.in_bytes / kOperandOfScratch;
+  return scratch_bytes(plan, problem) <= problem.view.elements() * problem.footprint.in_bytes / kOperandOfScratch;
 }
 
 }  // namespace
@@ -45,7 +45,7 @@ std::optional<Plan> make_plan(const Problem& problem, const Device& device) {
 
 int64_t scratch_bytes(const Plan& plan, const Problem& problem) {
   const View& view = problem.view;
-  const Footprint footprint = problem.footprint();
+  const Footprint& footprint = problem.footprint;
   return std::visit(Overloaded{
                         [&](const Ring& p) { return (words_of(p, view.rows, footprint) + 1) * 8; },  // and a counter
                         [&](const Twice& p) { return view.rows * p.pieces * footprint.state_bytes; },
@@ -61,7 +61,7 @@ int64_t scratch_bytes(const Plan& plan, const Problem& problem) {
 std::vector<Step> steps_of(const Plan& plan, const Problem& problem, const Device& device) {
   const View& view = problem.view;
   const int64_t rows = view.rows;
-  const Footprint footprint = problem.footprint();
+  const Footprint& footprint = problem.footprint;
   const auto combined = [&](int64_t states_of, const Combining& combining, Launch sum, Launch finish,
                             const char* summing, const char* finishing) {
     Launch combine{ceil_div(states_of, combining.rows_of_block()), Combining::kThreads};

@@ -31,20 +31,12 @@ struct Problem {
   View view;
   std::vector<SideStrides> sides;  // of the operands that broadcast
   Cost cost;
-  int in_bytes, out_bytes;  // of an element, and of its result in the first array of results
-  bool float64;             // whether an array has that dtype, which no kernel has
+  Footprint footprint;
+  bool float64;  // whether an array has that dtype, which no kernel has
   bool masked;
   bool fused;          // whether there are expressions
   bool identity_load;  // whether `load` is empty: elements can be compared, and pads put among them, as they are in
                        // memory
-  bool packs;          // whether all operands begin with a whole pack
-
-  int width() const { return kPackBytes / in_bytes; }  // elements of a pack
-  // A pivot and sums in float32, in whole words of 64 bits.
-  int state_bytes() const { return (4 * (1 + cost.sums) + 7) / 8 * 8; }
-  Footprint footprint() const {
-    return {in_bytes, out_bytes, cost.inputs, state_bytes(), packs, cost.row_results > 0 || cost.row_numbers > 0};
-  }
 };
 
 using Plan = std::variant<Registers, Staged, Chunks, Ring, Tile, Twice, TwiceTile>;

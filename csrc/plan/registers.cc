@@ -57,7 +57,7 @@ Registers in_lanes(const Problem& problem, int boundary, const Runs& runs) {
 std::optional<Registers> plan_registers(const Problem& problem, const Device& device) {
   if (!problem.view.minor_reduced) return {};
   const View& view = problem.view;
-  const Footprint footprint = problem.footprint();
+  const Footprint& footprint = problem.footprint;
   const int of_packs = boundary_of(view, kPackBytes, footprint);
   const Runs short_runs = runs_of(view, of_packs, footprint);
   if (short_runs.packs <= kWarpPacks) return in_lanes(problem, of_packs, short_runs);
@@ -69,7 +69,7 @@ std::optional<Registers> plan_registers(const Problem& problem, const Device& de
              clusters = device.largest_cluster > 1;
   // 8 packs of 16-bit elements, with a check of whether the row has each of them, take many registers: shared memory is
   // better where there is much of it.
-  const bool lengthens = no_edges && (problem.in_bytes > 2 || runs.packs % (8 * 32) == 0 || !clusters);
+  const bool lengthens = no_edges && (problem.footprint.in_bytes > 2 || runs.packs % (8 * 32) == 0 || !clusters);
   if (runs.packs > (lengthens ? kLongBlockPacks : kBlockPacks)) return {};
   Registers plan{};
   plan.boundary = boundary;

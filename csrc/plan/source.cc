@@ -121,17 +121,17 @@ SidesRead sides_read(const Call& call, const std::string& expressions) {
 std::string load_of(const Call& call) {
   const SidesRead read = sides_read(call, call.load);
   const std::vector<std::string> lines = split_lines(call.load);
-  std::string given, set;
+  std::string elements, set;
   for (int k = 0; k < cost_of(call.op).inputs; ++k) {
     const std::string i = std::to_string(k);
-    if (has_word(call.load, "x" + i)) given += "    const C x" + i + " = x[" + i + "];\n";
+    if (has_word(call.load, "x" + i)) elements += "    const C x" + i + " = x[" + i + "];\n";
     if (static_cast<size_t>(k) < lines.size() && !lines[k].empty()) set += "    x[" + i + "] = " + lines[k] + ";\n";
   }
   return "struct Load {\n  static constexpr bool kIdentity = false;\n" +
          constant("kSidesRead", static_cast<int>(read.bits)) +
          "  template <class C, class Side>\n  static __device__ __forceinline__ void apply(C* x, const Side& side) "
          "{\n" +
-         read.values + given + set + "  }\n};\n\n";
+         read.values + elements + set + "  }\n};\n\n";
 }
 
 // And of those after it.
@@ -180,9 +180,9 @@ std::string source_of(const Plan& plan, const Step& step, const Problem& problem
   if (!call.load.empty()) text += load_of(call);
   if (!call.store.empty()) text += store_of(call);
   text += "using Mem = Memory<" + op + "<" + policy + ">, " + type_of(call.in) + ", View, Sides, Results, " +
-          (call.load.empty() ? "IdentityLoad" : "Load") + ", " + (call.store.empty() ? "IdentityStore" : "Store") +
-          ", " + (problem.packs ? "true" : "false") + ">;\n\n";
-  const Footprint footprint = problem.footprint();
+          (call.load.empty() ? "Identity" : "Load") + ", " + (call.store.empty() ? "Identity" : "Store") + ", " +
+          (problem.footprint.packs ? "true" : "false") + ">;\n\n";
+  const Footprint& footprint = problem.footprint;
   text += "struct Plan {\n  static constexpr " + std::string(kStructs[plan.index()]) +
           " kPlan = " + std::visit([](const auto& p) { return braced(p); }, plan) +
           ";\n  static constexpr Footprint kFootprint = {" + number(footprint.in_bytes) + ", " +

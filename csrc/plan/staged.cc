@@ -47,15 +47,16 @@ int spread_of(int64_t columns, int lanes, int rows) {
 
 std::optional<Staged> plan_staged(const Problem& problem, const Device&) {
   const View& view = problem.view;
-  const int bytes = problem.in_bytes, inputs = problem.cost.inputs;
+  const int bytes = problem.footprint.in_bytes, inputs = problem.cost.inputs;
   if (!view.contiguous_rows() || view.columns > kColumns) return {};
   const int columns = static_cast<int>(view.columns);
-  if (columns % problem.width() == 0 && problem.packs) return {};  // rows of whole packs need no staging
+  if (columns % problem.footprint.width() == 0 && problem.footprint.packs)
+    return {};  // rows of whole packs need no staging
 
   Staged plan{};
   plan.threads = kThreads;
-  plan.pairs = bytes == 2 && problem.out_bytes == 2 && !problem.masked && problem.identity_load && !problem.fused &&
-               columns > kFewColumns && problem.cost.row_results == 0;
+  plan.pairs = bytes == 2 && problem.footprint.out_bytes == 2 && !problem.masked && problem.identity_load &&
+               !problem.fused && columns > kFewColumns && problem.cost.row_results == 0;
   // As many lanes as leave each few elements in registers.
   const int in_pairs = columns / 2 * 2;  // an odd last element has a register of its own
   if (plan.pairs) {
@@ -71,10 +72,11 @@ std::optional<Staged> plan_staged(const Problem& problem, const Device&) {
                                           : 32;
     plan.held = static_cast<int>(ceil_div(columns, plan.lanes));
   }
-  const int64_t row_bytes = static_cast<int64_t>(columns) * std::max(bytes, problem.out_bytes);
+  const int64_t row_bytes = static_cast<int64_t>(columns) * std::max(bytes, problem.footprint.out_bytes);
   // Whole turns of the block's lanes, at least two if several lanes have a row; and whole sectors, since a sector that
   // two blocks write halves of is written twice.
-  const int whole = std::max(kPackBytes / bytes, kSectorBytes / problem.out_bytes), turns = plan.lanes > 2 ? 2 : 1;
+  const int whole = std::max(kPackBytes / bytes, kSectorBytes / problem.footprint.out_bytes),
+            turns = plan.lanes > 2 ? 2 : 1;
   const auto unit = [&] { return std::max(whole, plan.threads / plan.lanes); };
   const auto units = [&] { return unit() < turns * plan.threads / plan.lanes ? 2 : 1; };
   int64_t slab_bytes = kSlabBytes;
@@ -86,7 +88,7 @@ std::optional<Staged> plan_staged(const Problem& problem, const Device&) {
     }
   }
   plan.rows = static_cast<int>(unit() * std::max<int64_t>(units(), slab_bytes / (unit() * row_bytes)));
-  if (geometry_of(view, plan, problem.footprint()).shared_bytes > kMostSharedBytes) return {};
+  if (geometry_of(view, plan, problem.footprint).shared_bytes > kMostSharedBytes) return {};
   plan.spread = plan.pairs ? spread_of(columns, plan.lanes, plan.rows) : 1;
   return plan;
 }

@@ -33,9 +33,9 @@ constexpr int kFinished = 4;  // lines of a thread that computes results, of all
 // A problem, with its view as lines.
 struct TileProblem {
   explicit TileProblem(const Problem& problem)
-      : problem(problem), footprint(problem.footprint()), lines(lines_of(problem.view, footprint)) {}
+      : problem(problem), footprint(problem.footprint), lines(lines_of(problem.view, footprint)) {}
   const Problem& problem;
-  const Footprint footprint;
+  const Footprint& footprint;
   const Lines lines;
 
   int64_t lines_of_span(const Tile& tile) const { return jax_softmax::lines_of_span(lines, tile, footprint); }
@@ -128,7 +128,7 @@ std::optional<Tile> plan_tile(const Problem& problem, const Device& device) {
   if (problem.view.minor_reduced || problem.view.columns > kMostNumbers) return {};
   const TileProblem tile_problem(problem);
   const Lines& lines = tile_problem.lines;
-  const bool narrow = lines.elements < kTilePacks * problem.width();
+  const bool narrow = lines.elements < kTilePacks * problem.footprint.width();
   const int most_blocks = std::min(kMostBlocks, device.largest_cluster);
   const auto room = [&](int resident) { return device.shared_memory_per_block / resident - kStaticBytes; };
   // Three blocks a multiprocessor, so that some copy while others compute; or two.
@@ -161,7 +161,7 @@ std::optional<TwiceTile> plan_twice_tile(const Problem& problem, bool one_block)
   const Lines& lines = tile_problem.lines;
   TwiceTile plan{};
   plan.one_block = one_block;
-  const bool narrow = lines.elements < kPiecePacks * problem.width();
+  const bool narrow = lines.elements < kPiecePacks * problem.footprint.width();
   // Folded lines have at least one piece for each span: too many for one block.
   const std::optional<Tile> whole = !one_block && (narrow || !lines.aligned) ? folded(tile_problem) : std::nullopt;
   plan.tile =
@@ -170,7 +170,7 @@ std::optional<TwiceTile> plan_twice_tile(const Problem& problem, bool one_block)
   plan.tile.threads = static_cast<int>(round_up(plan.tile.lines_at_once * plan.tile.packs, 32));
   plan.tile.in_shared = false;
   // At least so many lines a piece that its states have less than 1/20 of its elements' bytes.
-  const int64_t fewest = 20 * problem.state_bytes() / problem.in_bytes / plan.tile.fold;
+  const int64_t fewest = 20 * problem.footprint.state_bytes / problem.footprint.in_bytes / plan.tile.fold;
   const int64_t all = tile_problem.lines_of_span(plan.tile) * lines.spans;
   const int64_t shared_out = plan.tile.fold > 1 ? tile_problem.lines_of_span(plan.tile) : all;  // see TileGeometry
   const int64_t wanted = std::max({fewest, ceil_div(all, kMostPieces), kPieceLinesOfThread * plan.tile.lines_at_once});
@@ -183,7 +183,7 @@ std::optional<TwiceTile> plan_twice_tile(const Problem& problem, bool one_block)
 }
 
 Launch launch_of(const Tile& tile, const Problem& problem, const Device& device) {
-  const TileGeometry g = geometry_of(problem.view, tile, problem.footprint());
+  const TileGeometry g = geometry_of(problem.view, tile, problem.footprint);
   Launch launch{};
   launch.cluster = tile.in_shared ? static_cast<int>(g.parts) : 1;
   launch.blocks = g.tiles(problem.view.rows) * g.parts;

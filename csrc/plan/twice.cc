@@ -15,7 +15,7 @@ constexpr int kFinished = 2;               // packs that a thread computes resul
 
 std::optional<Twice> plan_twice(const Problem& problem, const Device&) {
   if (!problem.view.minor_reduced) return {};
-  const Footprint footprint = problem.footprint();
+  const Footprint& footprint = problem.footprint;
   Twice plan{};
   plan.boundary = boundary_of(problem.view, kPackBytes, footprint);
   const Runs runs = runs_of(problem.view, plan.boundary, footprint);
