@@ -4,22 +4,26 @@
 // element of each operand.
 //
 //   kInputs            how many operands of one shape there are
-//   kHasPivot          whether terms are relative to a pivot: the row's maximum of the only operand
+//   kHasPivot          whether terms are relative to a pivot: the row's maximum of the first operand
 //   kMagnitudePivot    whether the pivot is the maximum of |x|; pivot_candidate(x) is x or |x|
 //   Sum                the type of a row's sum: a number, Moments or Distances
 //   Terms              what terms are computed with: Relative, made of the pivot, or terms(relative, numbers)
 //   term(terms, in)    what an element adds to the sum
 //   kFirstSummed       terms read no operand before this one
+//   pad(k)             the value of operand k beyond the row's end, and of masked elements: it changes no sum or pivot
+//   masked()           the result of a masked element
 //   finished(state)    what `finish` takes, made of the (pivot, sum) of a whole row
 //   finish(row, in)    the result of an element
+//   kResultIsScaledTerm  whether that is the element's term times term_scale(state, pivot of the term), so that terms
+//                      can be kept instead of elements
 //   kElementResults    whether elements have results
 //   kWithinRange       whether no result is beyond the largest finite number of the results' type
 //   kRowResults        how many results a row has; row_results(state, to) sets them
 //   kRowNumbers        how many numbers of each row the operator takes: `finished`, `term_scale` and `terms` read them
 //   kKeepsInfinity     whether the sum of a row that has +inf is +inf, and not NaN
 //   kLabelled          whether a row may have a label, the number of one of its elements. Without results of elements,
-//                      row_results takes that element. With them, the last of the row's numbers is added to that
-//                      element's result, and a row whose numbers are all 0 has results of 0
+//                      row_results takes that element. With results of elements, the last of the row's numbers is added
+//                      to that element's result, and a row whose numbers are all 0 has results of 0
 //
 // A policy M is the arithmetic: M::Value is a scalar in CUDA and a SIMD vector on the CPU.
 //

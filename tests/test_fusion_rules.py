@@ -130,9 +130,9 @@ def added(base, labels=LABELS, **options):
 # Softmaxes as people write them out.
 
 
-def exponentials(x, axis=-1, stop=False, shift=None):
+def exponentials(x, axis=-1, stop=False, shift=None, **maximum):
     """What is relative to rows' maxima, and its exponentials and their sums."""
-    largest = jnp.max(x if shift is None else shift, axis, keepdims=True)
+    largest = jnp.max(x if shift is None else shift, axis, keepdims=True, **maximum)
     largest = jax.lax.stop_gradient(largest) if stop else largest
     shifted = x - largest
     e = jnp.exp(shifted)
@@ -228,6 +228,7 @@ RULES = {
         ),
         "by vectors": both(by_vectors, X, ops="softmax softmax_linear"),
         "of columns": both(lambda x: written_softmax(x, 0), X, ops="softmax softmax_linear"),
+        "as jax.nn has it": both(lambda x: written_softmax(x, initial=-jnp.inf), X, ops="softmax softmax_linear"),
         "along two axes": both(lambda x: written_softmax(written_softmax(x, 0) * 5, 1), X),
         "of the same array, along two axes": both(lambda x: written_softmax(x, 0) * written_softmax(x, 1), X),
         "in the middle": both(lambda x: written_softmax(x, 1), array(3, 6, 4), ops="softmax softmax_linear"),
@@ -676,11 +677,6 @@ RULES = {
         "of both operands": gradient(lambda x, y: jnp.tanh(softmax(x * 2) * y) * Z, X, Y, by=(0, 1)),
     },
 }
-
-
-def run(function, args, compiler_options):
-    lowered = jax.jit(lambda args: function(*args)).lower(args)
-    return jax.device_get(lowered.compile(compiler_options=compiler_options)(args))
 
 
 def in_float64(programs):

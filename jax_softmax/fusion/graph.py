@@ -255,10 +255,14 @@ def _inline(jaxpr, variables, caller, callee_of, equations):
 
 
 def _simplified(eqn, inputs):
-    """The result of converting a literal number, as a literal; the operand of a slice that is all of it; else None."""
-    if eqn.primitive.name == "slice" and not isinstance(inputs[0], Literal) and inputs[0].aval == eqn.outvars[0].aval:
-        return inputs[0]
-    if eqn.primitive.name != "convert_element_type" or not isinstance(inputs[0], Literal) or eqn.effects:
+    """The result of converting a literal number, as a literal; the operand of a slice that is all of it, or of a maximum
+    with -inf, which `jnp.max(x, initial=-jnp.inf)` is; else None."""
+    name = eqn.primitive.name
+    if name in ("slice", "max"):
+        same = [a for a in inputs if not isinstance(a, Literal) and a.aval == eqn.outvars[0].aval]
+        numbers = [a.val for a in inputs if isinstance(a, Literal)]
+        return same[0] if same and (name == "slice" or numbers == [-np.inf]) else None
+    if name != "convert_element_type" or not isinstance(inputs[0], Literal) or eqn.effects:
         return None
     aval = eqn.outvars[0].aval
     if aval.shape or not isinstance(aval.dtype, np.dtype):  # keys of random numbers have other dtypes

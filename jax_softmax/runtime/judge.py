@@ -1,4 +1,4 @@
-"""Who computes a call of an operator: its kernel, or XLA. This is decided here alone.
+"""Who computes a call that a kernel can compute: the kernel, or XLA. This is decided here alone.
 
 - `on_cpu` and `on_cuda`: for a call that is lowered. `why_xla` has the views on which XLA is as fast.
 - `traffic_of`: for a call under `fuse`, by the bytes that the kernel and XLA's fusions would move. `verdict` says it in
