@@ -255,8 +255,8 @@ def _inline(jaxpr, variables, caller, callee_of, equations):
 
 
 def _simplified(eqn, inputs):
-    """The result of converting a literal number, as a literal; the operand of a slice that is all of it, or of a maximum
-    with -inf, which `jnp.max(x, initial=-jnp.inf)` is; else None."""
+    """The result of converting a literal number, as a literal; the operand of a slice that is all of it, or of its
+    maximum with -inf, which `jnp.max(x, initial=-jnp.inf)` takes; else None."""
     name = eqn.primitive.name
     if name in ("slice", "max"):
         same = [a for a in inputs if not isinstance(a, Literal) and a.aval == eqn.outvars[0].aval]
