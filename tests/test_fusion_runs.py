@@ -322,6 +322,17 @@ def test_what_is_written_out_is_found_before_it_is_differentiated(name):
     assert linear or name == "loss"  # whose gradient is softmax, made of rows' maxima and sums
 
 
+@compiler_is_needed
+def test_a_gpu_for_which_nothing_can_be_compiled(monkeypatch):
+    """The program is as it is without `fuse`."""
+    monkeypatch.setattr(judge, "has_cuda_kernels", lambda shape: False)
+    gradient = jax.grad(lambda x: jnp.sum(jax.nn.softmax(2 * x) ** 2))
+    for f in (fuse(gradient), jax.grad(fuse(lambda x: jnp.sum(jax.nn.softmax(2 * x) ** 2)))):
+        found, made = rewritten_and_run(f, X)
+        assert made == []
+        assert_close(found, gradient(X))
+
+
 def many_times(f, n=1200):
     return lambda x: functools.reduce(lambda x, k: f(x, k / n), range(n), x)
 

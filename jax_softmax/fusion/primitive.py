@@ -17,6 +17,7 @@ from jax_softmax.fusion.attention import kernels as attention
 from jax_softmax.fusion.graph import edited, graph_of, is_variable, jaxprs_of, opened, with_jaxprs
 from jax_softmax.fusion.rewriting import has_operators, rewritten
 from jax_softmax.primitives import interpreters
+from jax_softmax.runtime import judge
 
 fused_p = Primitive("fused")
 fused_p.multiple_results = True
@@ -220,8 +221,10 @@ def _lower(ctx, *operands, jaxpr, unfused):
 
 
 def _lower_for_cuda(ctx, *operands, jaxpr, unfused):
-    new = rewritten(jaxpr)
-    return _lower(ctx, *operands, jaxpr=new if unfused is None or has_operators(new) else unfused, unfused=None)
+    compiles = judge.has_cuda_kernels(())
+    new = rewritten(jaxpr) if compiles else jaxpr
+    is_fused = unfused is None or (compiles and has_operators(new))
+    return _lower(ctx, *operands, jaxpr=new if is_fused else unfused, unfused=None)
 
 
 def register() -> None:
