@@ -10,6 +10,7 @@ import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal, Var
 
@@ -93,7 +94,22 @@ def graph_of(jaxpr, differentiated=True, platform=None) -> Graph:
     variables = {v: v for v in (*jaxpr.constvars, *jaxpr.invars)}
     calls = _ALL_CALLS if differentiated else _CALLS
     outputs = _inline(jaxpr, variables, None, lambda eqn: _callee(eqn, calls, platform), equations)
-    return Graph(equations, outputs)
+    graph = Graph(equations, outputs)
+    return _without_neutral_maxima(graph) if differentiated else graph
+
+
+def _without_neutral_maxima(graph):
+    """The graph without max(-inf, x), which `jnp.max(x, initial=-jnp.inf)` makes. It is x, but not for a derivative: at
+    -inf that is one half."""
+    renamed: dict = {}
+    for equation in graph.equations:
+        if equation.name == "max" and jnp.issubdtype(equation.outputs[0].aval.dtype, jnp.floating):
+            numbers = [a.val for a in equation.inputs if isinstance(a, Literal)]
+            (x, *others) = variables_of(equation.inputs) or [None]
+            if numbers == [-math.inf] and not others and x.aval == equation.outputs[0].aval:
+                renamed[equation.outputs[0]] = renamed.get(x, x)
+    neutral = [e for e in graph.equations if not renamed.keys().isdisjoint(e.outputs)]
+    return graph.with_replaced({e: [] for e in neutral}, renamed) if neutral else graph
 
 
 def edited(jaxpr, equations=None, **changes):
@@ -255,14 +271,10 @@ def _inline(jaxpr, variables, caller, callee_of, equations):
 
 
 def _simplified(eqn, inputs):
-    """The result of converting a literal number, as a literal; the operand of a slice that is all of it, or of its
-    maximum with -inf, which `jnp.max(x, initial=-jnp.inf)` takes; else None."""
-    name = eqn.primitive.name
-    if name in ("slice", "max"):
-        same = [a for a in inputs if not isinstance(a, Literal) and a.aval == eqn.outvars[0].aval]
-        numbers = [a.val for a in inputs if isinstance(a, Literal)]
-        return same[0] if same and (name == "slice" or numbers == [-np.inf]) else None
-    if name != "convert_element_type" or not isinstance(inputs[0], Literal) or eqn.effects:
+    """The result of converting a literal number, as a literal; the operand of a slice that is all of it; else None."""
+    if eqn.primitive.name == "slice" and not isinstance(inputs[0], Literal) and inputs[0].aval == eqn.outvars[0].aval:
+        return inputs[0]
+    if eqn.primitive.name != "convert_element_type" or not isinstance(inputs[0], Literal) or eqn.effects:
         return None
     aval = eqn.outvars[0].aval
     if aval.shape or not isinstance(aval.dtype, np.dtype):  # keys of random numbers have other dtypes

@@ -12,9 +12,9 @@ from jax.extend.core import Primitive, Var
 from jax.interpreters import ad, batching, mlir
 
 from jax_softmax import _private
-from jax_softmax.fusion import calls, kernels, residuals, written_out
+from jax_softmax.fusion import calls, kernels, residuals
 from jax_softmax.fusion.attention import kernels as attention
-from jax_softmax.fusion.graph import edited, graph_of, is_variable, jaxprs_of, opened, with_jaxprs
+from jax_softmax.fusion.graph import edited, graph_of, is_variable, jaxprs_of, opened
 from jax_softmax.fusion.rewriting import has_operators, rewritten
 from jax_softmax.primitives import interpreters
 from jax_softmax.runtime import judge
@@ -70,18 +70,12 @@ def _with(values, indices, new):
 
 # ---- Derivatives
 
-_DIFFERENTIATED_WITHIN = ("scan", "while", "cond", "checkpoint", "remat2")  # JAX differentiates their jaxprs
-
 
 def _jvp(primals, tangents, *, jaxpr, unfused):
     """Two calls: one of the results and residuals, and one of the results' tangents, linear in the operands' ones.
 
     If neither has a kernel that is faster, the derivative is the unfused program's.
     """
-    with_operators = _with_written_out(jaxpr)
-    if with_operators is not jaxpr and unfused is None:
-        unfused = jaxpr
-    jaxpr = with_operators
     varied = [k for k, tangent in enumerate(tangents) if type(tangent) is not ad.Zero]
     tangents = [tangents[k] for k in varied]
     dependent = _results_with_tangents(jaxpr, primals, varied, tangents)
@@ -112,18 +106,6 @@ def _jvp(primals, tangents, *, jaxpr, unfused):
     kept = [*(operands[k] for k in chosen.operands), *results[n:]]
     found, results = _traced_and_bound(tangents_of, kept, tangents), results[:n]
     return results, _with(_zero_tangents(results), dependent, found)
-
-
-def _with_written_out(jaxpr):
-    """The jaxpr with operators for the softmaxes that it writes out: they have derivatives of their own."""
-    graph, found = written_out.with_operators(graph_of(jaxpr, differentiated=False))
-    changed = bool(found)
-    for equation in graph.equations:
-        if equation.name in _DIFFERENTIATED_WITHIN:
-            params = with_jaxprs(equation.params, _with_written_out)
-            changed |= any(params[k] is not equation.params[k] for k in params)
-            equation.params = params
-    return edited(jaxpr, graph.equations, outvars=graph.outputs) if changed else jaxpr
 
 
 def _jvp_of_unfused(unfused, primals, varied, tangents):
@@ -221,10 +203,12 @@ def _lower(ctx, *operands, jaxpr, unfused):
 
 
 def _lower_for_cuda(ctx, *operands, jaxpr, unfused):
-    compiles = judge.has_cuda_kernels(())
-    new = rewritten(jaxpr) if compiles else jaxpr
-    is_fused = unfused is None or (compiles and has_operators(new))
-    return _lower(ctx, *operands, jaxpr=new if is_fused else unfused, unfused=None)
+    new = rewritten(jaxpr)
+    if not has_operators(new):
+        new = new if unfused is None else unfused
+    elif not judge.has_cuda_kernels(()):
+        new = jaxpr if unfused is None else unfused
+    return _lower(ctx, *operands, jaxpr=new, unfused=None)
 
 
 def register() -> None:
