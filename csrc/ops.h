@@ -14,8 +14,7 @@
 //   masked()           the result of a masked element
 //   finished(state)    what `finish` takes, made of the (pivot, sum) of a whole row
 //   finish(row, in)    the result of an element
-//   kResultIsScaledTerm  whether that is the element's term times term_scale(state, pivot of the term), so that terms
-//                      can be kept instead of elements
+//   kResultIsScaledTerm  whether that is the element's term times term_scale(state, pivot), for which terms are kept
 //   kElementResults    whether elements have results
 //   kWithinRange       whether no result is beyond the largest finite number of the results' type
 //   kRowResults        how many results a row has; row_results(state, to) sets them
