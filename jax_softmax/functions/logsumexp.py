@@ -96,8 +96,8 @@ def logsumexp(
         magnitude.
 
     Returns:
-      An array of x's shape without the reduced axes. With return_max or return_sign a pair of such arrays: the
-      log-sum-exp, and the maximum or the sign. Rows that are masked altogether have a log-sum-exp and a maximum of
+      An array of x's shape without the reduced axes. With return_max or return_sign a pair of such arrays, the
+      log-sum-exp and the maximum or the sign. Rows that are masked altogether have a log-sum-exp and a maximum of
       -inf. A row with +inf gives +inf, one with a NaN gives NaN. Gradients of such rows are as JAX's: 0 where all is
       masked, NaN at each +inf, and NaN everywhere in a row with a NaN or of nothing but -inf.
 
