@@ -39,14 +39,16 @@ def operands(dtype="float32", tokens=(TOKENS,), features=FEATURES, vocabulary=VO
 
 
 def expected_losses(logits, labels, weights=1.0, label_smoothing=0.0, z_loss=0.0, soft_cap=None, temperature=1.0):
-    """In jax.numpy, of x·w + bias."""
+    """In jax.numpy, of x·w + bias, and labels that are classes or probabilities."""
     if soft_cap is not None:
         logits = soft_cap * jnp.tanh(logits / soft_cap)
     logits = logits / temperature
-    lse, n = jax.nn.logsumexp(logits, -1), logits.shape[-1]
-    found = (labels >= 0) & (labels < n)
-    logit = jnp.take_along_axis(logits, jnp.where(found, labels, 0)[..., None], -1)[..., 0]
-    losses = lse - logit + label_smoothing * (logit - logits.mean(-1)) + z_loss * lse**2
+    lse, n, found = jax.nn.logsumexp(logits, -1), logits.shape[-1], jnp.full(logits.shape[:-1], True)
+    if jnp.issubdtype(labels.dtype, jnp.integer):
+        found = (labels >= 0) & (labels < n)
+        labels = jax.nn.one_hot(labels, n, dtype=logits.dtype)
+    labels = (1 - label_smoothing) * labels + label_smoothing / n
+    losses = jnp.sum(labels * (lse[..., None] - logits), -1) + z_loss * lse**2
     weights = jnp.where(found, weights, 0)
     return jnp.where(found, losses, 0) * weights, weights
 
@@ -308,6 +310,58 @@ def test_entropies(chunk):
             return lambda x, w: (f(x, w), jax.grad(loss, (0, 1))(x, w), jax.jvp(loss, (x, w), (w.T[:1] + 0 * x, w)))
 
         support.same_derivatives(ours, theirs, [objective], (x, w), rtol=1e-11, atol=1e-12)
+
+
+# ---- Labels that are probabilities
+
+
+def probabilities(dtype="float32", tokens=(TOKENS,), vocabulary=VOCABULARY):
+    """Of classes along the last axis; some are 0, and so are all of the first token."""
+    p = jax.nn.softmax(normal((*tokens, vocabulary), "float64", seed=5, scale=2.0).astype(dtype))
+    return jnp.where(p < 0.05, 0, p).at[(0,) * len(tokens)].set(0)
+
+
+@support.sampled("options,reduction,chunk", CASES, 3, ids=str)
+def test_derivatives_with_probabilities(options, reduction, chunk):
+    """By them as well, and where weights are 0."""
+    with jax.enable_x64(True):
+        x, w, _, bias = operands("float64")
+        args = x, w, bias, jnp.linspace(0, 2, TOKENS), probabilities("float64")
+
+        def ours(x, w, bias, weights, labels):
+            given = {"bias": bias, "weights": weights, "reduction": reduction, "chunk": chunk}
+            return jnp.sum(jnp.sin(linear_cross_entropy(x, w, labels, **given, **options)))
+
+        def theirs(x, w, bias, weights, labels):
+            return jnp.sum(jnp.sin(expected_loss(x @ w + bias, labels, reduction, weights=weights, **options)))
+
+        def orders(f):
+            """The second one as well."""
+            g = jax.grad(f, range(5))
+            return lambda *args: (f(*args), g(*args), jax.jvp(g, args, tuple(map(jnp.cos, args))))
+
+        support.same_derivatives(ours, theirs, [orders], args, rtol=1e-11, atol=1e-12)
+
+
+def test_probabilities_lie_as_logits_do():
+    """Along the axis of x's features; also mapped, and in float16."""
+    x, w, _, _ = operands(tokens=(3, TOKENS))
+    labels = probabilities(tokens=(3, TOKENS))
+    expected = expected_losses(x @ w, labels)[0]
+
+    def ours(x, labels, dtype=np.float32):
+        def each(axis):
+            moved = [jnp.moveaxis(a, -1, axis).astype(dtype) for a in (x, labels)]
+            return linear_cross_entropy(moved[0], w.astype(dtype), moved[1], axis=axis, reduction=None, chunk=5)
+
+        return [each(axis) for axis in range(-1, x.ndim)]
+
+    whole, mapped, halves = support.in_haste(
+        lambda *args: (ours(*args), jax.vmap(ours)(*args), ours(*args, np.float16)), x, labels
+    )
+    support.assert_close(whole, [expected] * 4, rtol=1e-5, atol=1e-5)
+    support.assert_close(mapped, [expected] * 3, rtol=1e-5, atol=1e-5)
+    support.assert_close(halves, [expected] * 4, rtol=1e-2, atol=1e-2)
 
 
 # ---- Programs
@@ -798,6 +852,35 @@ def test_all_gradients_of_a_vocabulary_that_is_spread(on_the_cpu, check_vma):
     support.assert_close(found, by_numpy(jax.value_and_grad(theirs, which), *given), rtol=1e-5, atol=2e-4)
 
 
+@support.sampled("chunk,check_vma", itertools.product([None, 4], [True, False]), 2)
+def test_probabilities_that_are_spread(on_the_cpu, chunk, check_vma):
+    """As the logits are: inside of shard_map, and by their types."""
+    (x, w, _), _ = spread_operands()
+    args, specs = (x, w, probabilities(tokens=(64,), vocabulary=48)), (P("data"), P(None, "model"), P("data", "model"))
+
+    def theirs(x, w, labels):
+        return expected_loss(x @ w, labels, "sum", label_smoothing=0.1, z_loss=0.01)
+
+    def ours(x, w, labels, **options):
+        options |= {"reduction": "sum", "label_smoothing": 0.1, "z_loss": 0.01}
+        return linear_cross_entropy(x, w, labels, **options)
+
+    def shards(*args):
+        return jax.lax.psum(ours(*args, axis_name="model", chunk=chunk), "data")
+
+    f = jax.shard_map(shards, mesh=support.mesh_of_cpus((4, 2)), in_specs=specs, out_specs=P(), check_vma=check_vma)
+    expected = by_numpy(jax.value_and_grad(theirs, (0, 1, 2)), *args)
+    support.assert_close(support.in_haste(jax.value_and_grad(f, (0, 1, 2)), *args), expected, rtol=1e-5, atol=2e-4)
+    mesh = support.mesh_of_cpus((4, 2), AxisType.Explicit)
+    with jax.set_mesh(mesh):
+        for of_labels in (specs[2], P("data"), P()):
+            laid = zip(args, (*specs[:2], of_labels), strict=True)
+            laid = [jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in laid]
+            found = support.in_haste(jax.value_and_grad(ours, (0, 1, 2)), *laid)
+            support.assert_close(found, expected, rtol=1e-5, atol=2e-4)
+            assert all(g.sharding.is_equivalent_to(a.sharding, 2) for g, a in zip(found[1], laid, strict=True))
+
+
 def test_labels_that_were_gathered(on_the_cpu):
     """They are the same on all devices, but their type says that they may differ."""
     (x, w, labels), expected = spread_operands()
@@ -847,7 +930,14 @@ def test_gradients_inside_shard_map(on_the_cpu, reduction):
         ({"w": np.ones((4, 9))}, ValueError, r"w must be of shape .*, got shape \(4, 9\) for x of 5 features"),
         ({"transpose_w": True}, ValueError, r"w must be of shape \(vocabulary, features\), got shape \(5, 9\)"),
         ({"transpose_w": "yes"}, TypeError, "transpose_w must be True or False, got one of type str"),
-        ({"labels": np.ones(TOKENS)}, TypeError, "labels must be an array of an integer dtype"),
+        ({"labels": np.ones(TOKENS, bool)}, TypeError, "labels must be an array of an integer dtype, or of prob"),
+        (
+            {"labels": np.ones(TOKENS)},
+            ValueError,
+            r"labels must have the logits' shape, .*\(11, 9\) .* Classes must be",
+        ),
+        ({"labels": np.ones((TOKENS, 9), int)}, ValueError, "labels must have x's shape .* Probabilities must be of a"),
+        ({"labels": np.ones((TOKENS, 9)), "class_weights": np.ones(9)}, ValueError, "class_weights must be None where"),
         (
             {"labels": np.ones(3, int)},
             ValueError,

@@ -260,23 +260,26 @@ def checked_axis_name(op: str, axis_name: Any) -> tuple[Hashable, ...]:
     return names
 
 
-_DISTRIBUTIONS_HINT = " One-hot labels and other distributions go to jax_softmax.softmax_cross_entropy(logits, labels)."
+_TO_SOFT_LABELS = " One-hot labels and other distributions go to jax_softmax.softmax_cross_entropy(logits, labels)."
 
 
-def checked_labels(op: str, labels: Any) -> jax.Array:
+def checked_labels(op: str, labels: Any, or_probabilities: bool = False) -> jax.Array:
     allowed = f"{op}: labels must be an array of an integer dtype"
+    allowed += ", or of probabilities in a floating dtype" if or_probabilities else ""
     labels = as_array(allowed, labels)
-    if not jnp.issubdtype(labels.dtype, jnp.integer):
-        hint = _DISTRIBUTIONS_HINT if jnp.issubdtype(labels.dtype, jnp.floating) else ""
-        raise TypeError(f"{allowed}, got one of dtype {labels.dtype}.{hint}")
+    floating = jnp.issubdtype(labels.dtype, jnp.floating)
+    if not jnp.issubdtype(labels.dtype, jnp.integer) and not (floating and or_probabilities):
+        raise TypeError(f"{allowed}, got one of dtype {labels.dtype}.{_TO_SOFT_LABELS if floating else ''}")
     return labels
 
 
-def check_shape_of_labels(op: str, labels: jax.Array, rows: tuple[int, ...], shape: tuple[int, ...], what: str) -> None:
-    """The labels must have shape `rows`; `shape` is the logits', which distributions would have."""
-    if labels.shape != rows:
-        hint = _DISTRIBUTIONS_HINT if labels.shape == shape else ""
-        raise ValueError(f"{op}: labels must have {what}, {rows} here, got {labels.shape}.{hint}")
+def check_shape_of_labels(
+    op: str, labels: jax.Array, shape: tuple[int, ...], what: str, other: tuple[int, ...], hint: str = _TO_SOFT_LABELS
+) -> None:
+    """Labels must have this shape, which is `what`. The hint is for those who give them in the other one."""
+    if labels.shape != shape:
+        hint = hint if labels.shape == other else ""
+        raise ValueError(f"{op}: labels must have {what}, {shape} here, got {labels.shape}.{hint}")
 
 
 def check_reduction(op: str, reduction: Any) -> None:
@@ -334,7 +337,14 @@ def checked_classes(op: str, shape: tuple[int, ...], axes: tuple[int, ...], axis
 
 
 def check_linear_layer(
-    op: str, x: jax.Array, w: jax.Array, labels: jax.Array, bias: jax.Array | None, transpose_w: bool, chunk: Any
+    op: str,
+    x: jax.Array,
+    w: jax.Array,
+    labels: jax.Array,
+    bias: jax.Array | None,
+    class_weights: jax.Array | None,
+    transpose_w: bool,
+    chunk: Any,
 ) -> None:
     """The shapes of a linear layer's arrays and its tokens' labels, and the number of tokens in a chunk."""
     shape = "(vocabulary, features)" if transpose_w else "(features, vocabulary)"
@@ -344,7 +354,16 @@ def check_linear_layer(
         raise ValueError(f"{op}: w must be of shape {shape}, got shape {w.shape} for x of {x.shape[-1]} features.")
     vocabulary = w.shape[1 - transpose_w]
     logits = *x.shape[:-1], vocabulary
-    check_shape_of_labels(op, labels, x.shape[:-1], logits, "x's shape without features")
+    if jnp.issubdtype(labels.dtype, jnp.floating):
+        what, hint = "the logits' shape, as they are floating", " Classes must be of an integer dtype."
+        check_shape_of_labels(op, labels, logits, what, x.shape[:-1], hint)
+        if class_weights is not None:
+            raise ValueError(
+                f"{op}: class_weights must be None where labels are probabilities: multiply these by them."
+            )
+    else:
+        what, hint = "x's shape without features", " Probabilities must be of a floating dtype."
+        check_shape_of_labels(op, labels, x.shape[:-1], what, logits, hint)
     if bias is not None and bias.shape != (vocabulary,):
         raise ValueError(f"{op}: bias must be of shape (vocabulary,), ({vocabulary},) here, got {bias.shape}.")
     if chunk is None:

@@ -20,11 +20,11 @@ from jax_softmax.functions.integer_losses import (
     inner_product,
     weighted_losses,
 )
-from jax_softmax.functions.losses import row_weights
+from jax_softmax.functions.losses import row_weights, soft_losses
 from jax_softmax.primitives import reference
 from jax_softmax.primitives.labels import label_of_rows
 from jax_softmax.primitives.product import product, several_devices_p
-from jax_softmax.primitives.rows import is_zero
+from jax_softmax.primitives.rows import is_zero, row_normalizer
 from jax_softmax.primitives.types import rows_sharded_as, sharded_as_well, types_tell_shardings
 
 _NAME = "linear_cross_entropy"
@@ -55,10 +55,12 @@ class Layer(NamedTuple):
     return_entropy: bool
 
 
-# The arrays of a call, by name: those with values of tokens have the vocabulary's dimension with extent 1. `wide` is w
-# in the dtype in which its gradient is added up: derivatives are by `wide` (see `product`).
+# The arrays of a call, by name: those with values of tokens have the vocabulary's dimension with extent 1, but for a
+# `label` of a floating dtype, which has a probability for each word. `wide` is w in the dtype in which its gradient is
+# added up: derivatives are by `wide` (see `product`).
 _OF_TOKENS = ("x", "label", "found", "weights")
-_SHARDED_GRADIENTS = ("x", "wide", "bias")  # gradients are sharded along axis_name, or have a term from each device
+# Gradients are sharded along axis_name, or have a term from each device. Labels of integers have none.
+_SHARDED_GRADIENTS = ("x", "wide", "bias", "label")
 _REAL = (*_SHARDED_GRADIENTS, "weights", "label_smoothing", "z_loss")
 
 
@@ -129,7 +131,7 @@ def linear_cross_entropy(
     chunk: int | None = None,
     axis_name: AxisName = None,
 ) -> jax.Array | TokenLosses:
-    """Cross entropy of the logits x·w and integer labels, with little memory for logits.
+    """Cross entropy of the logits x·w and labels, with little memory for logits.
 
     The last layer of a language model and its loss: `cross_entropy_loss(logits, labels)` of::
 
@@ -144,13 +146,16 @@ def linear_cross_entropy(
       x: real array of shape (..., features), or with the features along another axis.
       w: real array of shape (features, vocabulary), or (vocabulary, features) with transpose_w. The product is one of
         the dtype that holds both: it is fast if x and w are of 16 bits.
-      labels: array of an integer dtype, of x's shape without features. A label that is no class is ignored. For labels
-        that are distributions, as large as the logits, use `softmax_cross_entropy(x @ w, labels)`.
+      labels: array of an integer dtype, of x's shape without features: a label that is no class is ignored. Or of a
+        floating dtype, of x's shape with the vocabulary in place of the features: probabilities of the classes, as
+        `softmax_cross_entropy` takes them.
       axis: the axis of x's features.
       bias: real array of shape (vocabulary,), added to the product in float32 (float64 for float64).
-      weights, class_weights, label_smoothing, z_loss: as for `cross_entropy_loss`.
+      weights, class_weights, label_smoothing, z_loss: as for `cross_entropy_loss`. With probabilities, smoothing a
+        makes (1 - a) labels + a / vocabulary of them; logits of tokens of weight 0 must be finite; and class_weights
+        are refused: multiply the labels by them.
       reduction: "mean", the weighted mean of the losses (0 if no label counts), "sum", their weighted sum, or None, the
-        loss of each token times its weight: with weight 1, the label's negative log-probability.
+        loss of each token times its weight: with weight 1, an integer label's negative log-probability.
       transpose_w: whether w is laid out as an embedding table is, with a row for each word of the vocabulary.
       soft_cap, temperature: positive numbers: the logits' bound, or None for no bound, and their divisor.
       return_entropy: whether to return the entropy of each token's distribution as well, in nats, also where its label
@@ -161,12 +166,12 @@ def linear_cross_entropy(
         float64). w's own dtype takes no memory besides the gradient's, but rounds after each chunk.
       chunk: for how many tokens logits may be computed at once, on all devices together under `jit`, but at least one
         index of the longest of the tokens' dimensions. Refused in explicit mode where x's tokens are sharded.
-      axis_name: a mesh axis of a surrounding `shard_map`, or several, along which the vocabulary is sharded: w and bias
-        are this device's shards. x, labels and weights are the same on all devices along these axes, and so is the
-        loss. The losses of tokens that are sharded over other axes are not added up.
+      axis_name: a mesh axis of a surrounding `shard_map`, or several, along which the vocabulary is sharded: w, bias
+        and probabilities are this device's shards. x, integer labels and weights are the same on all devices along
+        these axes, and so is the loss. The losses of tokens that are sharded over other axes are not added up.
 
     Returns:
-      A scalar in float32 (float64 for float64). Without a reduction, losses of the labels' shape, or with
+      A scalar in float32 (float64 for float64). Without a reduction, losses of x's shape without features, or with
       return_entropy a named tuple of losses and entropies.
 
     Raises:
@@ -177,7 +182,7 @@ def linear_cross_entropy(
     bias = arguments.checked_optional_array(_NAME, bias, "bias")
     weights = arguments.checked_optional_array(_NAME, weights, "weights")
     class_weights = arguments.checked_optional_array(_NAME, class_weights, "class_weights")
-    labels = arguments.checked_labels(_NAME, labels)
+    labels = arguments.checked_labels(_NAME, labels, or_probabilities=True)
     regularization = checked_regularization(_NAME, label_smoothing, z_loss)
     transpose_w = arguments.checked_bool(_NAME, transpose_w, "transpose_w")
     return_entropy = arguments.checked_bool(_NAME, return_entropy, "return_entropy")
@@ -185,8 +190,10 @@ def linear_cross_entropy(
     if return_entropy and reduction is not None:
         raise ValueError(f"{_NAME}: return_entropy must be False unless reduction is None, got {reduction!r}.")
     if axis != -1:
-        x = jnp.moveaxis(x, arguments.checked_axis(_NAME, x.ndim, axis), -1)
-    arguments.check_linear_layer(_NAME, x, w, labels, bias, transpose_w, chunk)
+        axis = arguments.checked_axis(_NAME, x.ndim, axis)
+        labels = jnp.moveaxis(labels, axis, -1) if labels.ndim == x.ndim else labels
+        x = jnp.moveaxis(x, axis, -1)
+    arguments.check_linear_layer(_NAME, x, w, labels, bias, class_weights, transpose_w, chunk)
     dtype = arguments.common_float_dtype(x, w)
     logits_dtype = arguments.checked_float_dtype(_NAME, logits_dtype, "logits_dtype", dtype)
     layer = Layer(
@@ -210,11 +217,14 @@ def linear_cross_entropy(
 
 @functools.partial(jax.jit, static_argnums=(0,), inline=True)
 def _linear_cross_entropy(layer, x, w, labels, bias, weights, class_weights, regularization):
-    axes, dtype = (labels.ndim,), reference.wide_dtype(layer.logits_dtype)
-    shape = (*labels.shape, w.shape[1 - layer.contracted])
+    axes, dtype = (x.ndim - 1,), reference.wide_dtype(layer.logits_dtype)
+    shape = (*x.shape[:-1], w.shape[1 - layer.contracted])
     classes = arguments.checked_classes(_NAME, shape, axes, layer.axis_name)
-    label, found = label_of_rows(labels, shape, axes, None, layer.axis_name)
-    x, w = sharded_as_well(x, label).astype(layer.product_dtype), w.astype(layer.product_dtype)
+    if _are_probabilities(labels):
+        label, found = labels, rows_sharded_as(labels, jnp.ones((*x.shape[:-1], 1), bool))
+    else:
+        label, found = label_of_rows(labels, shape, axes, None, layer.axis_name)
+    x, w = sharded_as_well(x, found).astype(layer.product_dtype), w.astype(layer.product_dtype)
     bias = None if bias is None else bias.astype(dtype)
     weights = row_weights(_NAME, labels, found, classes, axes, weights, class_weights, layer.reduction, dtype)
     arrays = {"x": x, "w": w, "wide": w, "bias": bias, "weights": rows_sharded_as(x, weights)}
@@ -227,11 +237,15 @@ def _linear_cross_entropy(layer, x, w, labels, bias, weights, class_weights, reg
     return TokenLosses(losses, token_losses.entropies) if layer.return_entropy else losses
 
 
+def _are_probabilities(labels):
+    return jnp.issubdtype(labels.dtype, jnp.floating)
+
+
 def _varying(layer, arrays):
     """The arrays, in their types varying over the same mesh axes, so that a device's terms of a gradient are added to
     those of others at the end. Only what belongs to a shard of the vocabulary varies along axis_name."""
     names = frozenset().union(*map(arguments.varying_axes, jax.tree.leaves(arrays))) - set(layer.axis_name)
-    along = dict.fromkeys(("w", "label", *_SHARDED_GRADIENTS), layer.axis_name)
+    along = dict.fromkeys(("w", *_SHARDED_GRADIENTS), layer.axis_name)
     all_names = {name: [*names, *along.get(name, ())] for name in arrays}
     return {name: None if a is None else arguments.varying_over(a, all_names[name]) for name, a in arrays.items()}
 
@@ -275,7 +289,7 @@ def _layer_losses_jvp(layer, primals, tangents):
 def _chunk_losses(layer, arrays):
     if not layer.summed:
         return _token_losses(layer, arrays), {}
-    return {}, {"loss": weighted_losses(*_loss_operands(layer, arrays, summed=True, in_place=True))}
+    return {}, {"loss": _losses(layer, arrays, _logits(layer, arrays), summed=True, in_place=True)}
 
 
 def _chunk_loss_and_gradients(layer, names, arrays):
@@ -289,21 +303,32 @@ def _chunk_loss_and_gradients(layer, names, arrays):
 # With checkpoint a backward pass gets x and w, and no logits.
 @functools.partial(jax.checkpoint, static_argnums=(0,))
 def _token_losses(layer, arrays):
-    mode, labelled, *others = _loss_operands(layer, arrays, in_place=not layer.return_entropy)
-    losses = weighted_losses(mode, labelled, *others)
-    return TokenLosses(
-        losses, row_entropies(labelled.x, None, mode.axes, layer.axis_name) if layer.return_entropy else None
-    )
+    logits = _logits(layer, arrays)
+    losses = _losses(layer, arrays, logits, in_place=not layer.return_entropy)
+    axes = (logits.ndim - 1,)
+    return TokenLosses(losses, row_entropies(logits, None, axes, layer.axis_name) if layer.return_entropy else None)
 
 
-def _loss_operands(layer, arrays, **mode):
-    """The arguments of `integer_losses.weighted_losses`."""
-    x, bias = arrays["x"], arrays["bias"]
-    logits = product(x, arrays["w"], arrays["wide"], contracted=layer.contracted, dtype=layer.logits_dtype)
-    logits = _changed(layer, logits, bias) if layer.changes_logits else logits
-    labelled = Labelled(logits, arrays["label"], arrays["found"], None)
+def _losses(layer, arrays, logits, **options):
+    """The tokens' losses times their weights, or the sum of these. The options are those of `Mode`."""
+    mode = Mode((logits.ndim - 1,), layer.axis_name, **options)
+    label, weights = arrays["label"], arrays["weights"]
     regularization = Regularization(arrays["label_smoothing"], arrays["z_loss"])
-    return Mode((x.ndim - 1,), layer.axis_name, **mode), labelled, arrays["weights"], regularization
+    if not _are_probabilities(label):
+        return weighted_losses(mode, Labelled(logits, label, arrays["found"], None), weights, regularization)
+    labels = rows_sharded_as(logits, label).astype(reference.wide_dtype(logits.dtype))
+    if regularization.label_smoothing is not None:
+        classes = logits.shape[-1] * math.prod(map(jax.lax.axis_size, layer.axis_name))
+        labels = labels + regularization.label_smoothing * (1 / classes - labels)
+    losses = soft_losses(mode.axes, layer.axis_name, logits, labels, None)
+    if regularization.z_loss is not None:
+        losses += regularization.z_loss * row_normalizer(logits, None, mode.axes, layer.axis_name).lse ** 2
+    return jnp.sum(losses * weights) if mode.summed else losses * weights
+
+
+def _logits(layer, arrays):
+    logits = product(arrays["x"], arrays["w"], arrays["wide"], contracted=layer.contracted, dtype=layer.logits_dtype)
+    return _changed(layer, logits, arrays["bias"]) if layer.changes_logits else logits
 
 
 # With checkpoint a backward pass gets the product, and nothing in the dtype of the arithmetic.

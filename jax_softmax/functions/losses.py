@@ -178,7 +178,7 @@ def _integer_losses(name, logits, labels, axis, where, weights, class_weights, r
     )
     classes = arguments.checked_classes(name, x.shape, axes, axis_name)
     rows = tuple(n for d, n in enumerate(x.shape) if d not in axes)
-    arguments.check_shape_of_labels(name, labels, rows, x.shape, "the shape of logits without axis")
+    arguments.check_shape_of_labels(name, labels, rows, "the shape of logits without axis", x.shape)
     label_axes = arguments.checked_axes(name, x.ndim, axis)  # in the user's order
     labelled = Labelled(x, *label_of_rows(labels, x.shape, label_axes, where, axis_name), where)
     wide = reference.wide_dtype(x.dtype)
@@ -196,8 +196,9 @@ def row_weights(name, labels, found, classes, axes, weights, class_weights, redu
     """The factors of the rows' losses in the result. `found` says which rows have a label."""
     if class_weights is not None and class_weights.shape != (classes,):
         raise ValueError(f"{name}: class_weights must be of shape ({classes},), got shape {class_weights.shape}.")
+    rows = tuple(n for d, n in enumerate(found.shape) if d not in axes)
     if weights is not None:
-        arguments.check_broadcasts(name, "weights", weights.shape, labels.shape)
+        arguments.check_broadcasts(name, "weights", weights.shape, rows)
         weights = weights.astype(dtype)
     if class_weights is not None:
         sharding = jax.typeof(labels).sharding if types_tell_shardings([jax.typeof(labels)]) else None
@@ -205,7 +206,7 @@ def row_weights(name, labels, found, classes, axes, weights, class_weights, redu
         weights = at_labels if weights is None else at_labels * weights
     factors = found.astype(dtype)
     if weights is not None:
-        factors = jnp.where(found, jnp.expand_dims(jnp.broadcast_to(weights, labels.shape), axes), 0)
+        factors = jnp.where(found, jnp.expand_dims(jnp.broadcast_to(weights, rows), axes), 0)
     if reduction != "mean":
         return factors
     sum_of_weights = jnp.sum(factors)
