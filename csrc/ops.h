@@ -268,7 +268,9 @@ struct CrossEntropyGradient : SoftmaxBase<M> {
   struct Scale {
     C factor;
     C addend;
-    friend JAX_SOFTMAX_INLINE C operator*(C term, const Scale& scale) { return term * scale.factor + scale.addend; }
+    friend JAX_SOFTMAX_INLINE C operator*(C term, const Scale& scale) {
+      return M::multiply_add(term, scale.factor, scale.addend);
+    }
   };
   struct Finished {
     Relative<M> relative;

@@ -150,6 +150,34 @@ def test_long_rows(dtype, shape, masked):
     check_all(x, where=where, names=NAMES[:1] if masked else NAMES)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    "shape,axes",
+    [((40, 50_257), (1,)), ((40, 128_256), (1,)), ((20, 130, 2, 801), (1, 3)), ((40, 9_000), (1,))],
+    ids=str,
+)
+def test_labels_near_the_ends_of_rows(shape, axes, dtype):
+    """A gradient differs from the probabilities by 1 there, and nowhere else; also where a label is none."""
+    n = int(np.prod([shape[d] for d in axes]))
+    labels = np.r_[-1:18, n - 18 : n + 3].reshape([m for d, m in enumerate(shape) if d not in axes])
+    x = normal(shape, dtype)
+
+    def total(x):
+        return jax_softmax.cross_entropy_loss(x, labels, axis=axes, reduction="sum")
+
+    found = np.asarray(jax.jit(jax.grad(total))(x), np.float64)
+    rows = np.moveaxis(np.asarray(x, np.float64), axes, range(-len(axes), 0)).reshape(labels.size, n)
+    found = np.moveaxis(found, axes, range(-len(axes), 0)).reshape(labels.size, n)
+    expected = np.exp(rows - rows.max(-1, keepdims=True))
+    expected /= expected.sum(-1, keepdims=True)
+    for row, label in enumerate(labels.ravel()):
+        if 0 <= label < n:
+            expected[row, label] -= 1
+        else:
+            expected[row] = 0
+    np.testing.assert_allclose(found, expected, rtol=2.0**-8 if dtype == "bfloat16" else 1e-5, atol=1e-7)
+
+
 @pytest.mark.parametrize(
     "shape",
     [(9, 35_001), *(pytest.param(n, marks=pytest.mark.sweep) for n in [(170, 70_000), (6, 7_000_000)])],

@@ -94,6 +94,7 @@ struct Simd {
   static JAX_SOFTMAX_INLINE Value below_infinity(Value x) { return x == kInfinity ? constant(0) : x; }
   // Ignores a NaN in b.
   static JAX_SOFTMAX_INLINE Value max(Value a, Value b) { return b > a ? b : a; }
+  static JAX_SOFTMAX_INLINE Value multiply_add(Value a, Value b, Value c) { return a * b + c; }
 
   static JAX_SOFTMAX_INLINE Value exp(Value x) {
     using K = ExpConstants<F>;

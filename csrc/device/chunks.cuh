@@ -177,8 +177,10 @@ struct ChunkOfThread {
     typename Op::Scale scale{};
     if constexpr (Mem::kTermsFit) scale = mem.term_scale(state, pivot, row.begin);
     const auto addend = mem.addend(row.begin);
+    const auto no_label = Mem::without_label(addend);
     const PackPointers<Row, typename Mem::Out, kThreads> out(mem.out(), row, number * kShare + rank);
-    const auto store = [&](typename Mem::Out* to, int j, const PackLocation& location, unsigned bits, unsigned inside) {
+    const auto store = [&](typename Mem::Out* to, int j, const PackLocation& location, unsigned bits, unsigned inside,
+                           const auto& addend) {
       Pack raw[kInputs];
 #pragma unroll
       for (int k = 0; k < kInputs; ++k) raw[k] = *held(k, j);
@@ -201,12 +203,21 @@ struct ChunkOfThread {
       const int j = pack_of(p);
       const auto location = locate(j);
       if (!exists(j) || !location.whole()) continue;
-      store(out(p, location), j, location, Mem::kMasked ? unmasked(location) : Mem::kAll, Mem::kAll);
+      store(out(p, location), j, location, Mem::kMasked ? unmasked(location) : Mem::kAll, Mem::kAll, no_label);
     }
     for_edges([&](int j, const PackLocation& location) {
       if (location.any())
-        store(mem.out() + location.offsets.element, j, location, unmasked(location), location.inside());
+        store(mem.out() + location.offsets.element, j, location, unmasked(location), location.inside(), addend);
     });
+    // The label's pack is stored a second time, by the same thread: the unrolled loop has no branch for it.
+    if constexpr (Mem::kAddsAtLabel) {
+      if (addend.column < 0 || addend.column >= Mem::kColumns) return;
+      const int j = row.pack_of(addend.column) - number * kShare;
+      if (j < 0 || !exists(j) || j % kThreads != rank) return;
+      const PackLocation location = locate(j);
+      if (location.whole())
+        store(mem.out() + location.offsets.element, j, location, unmasked(location), Mem::kAll, addend);
+    }
   }
 };
 

@@ -39,6 +39,7 @@ struct Precise {
   static __device__ __forceinline__ bool equal(float a, float b) { return a == b; }
   static __device__ __forceinline__ float select(bool condition, float a, float b) { return condition ? a : b; }
   static __device__ __forceinline__ float max(float a, float b) { return fmaxf(a, b); }  // ignores a NaN
+  static __device__ __forceinline__ float multiply_add(float a, float b, float c) { return fmaf(a, b, c); }
   static __device__ __forceinline__ float exp(float x) { return expf(x); }
   static __device__ __forceinline__ float exp_from_pivot(float x) { return expf(x); }
   static __device__ __forceinline__ float log(float x) { return logf(x); }

@@ -66,6 +66,10 @@ struct Memory : ViewLayout<View_, Sides> {
     C value;
     bool counts;
   };
+  // Of a pack that does not have the label.
+  struct NoAddend {
+    bool counts;
+  };
   static constexpr bool kAddsAtLabel = Op::kLabelled && Op::kElementResults;
   using Addend = typename Conditional<kAddsAtLabel, LabelAddend, Nothing>::type;
 
@@ -275,6 +279,13 @@ struct Memory : ViewLayout<View_, Sides> {
       return {};
     }
   }
+  static __device__ __forceinline__ auto without_label(const Addend& addend) {
+    if constexpr (kAddsAtLabel) {
+      return NoAddend{addend.counts};
+    } else {
+      return addend;
+    }
+  }
   // Stores the results of rows, if the operator has any.
   __device__ __forceinline__ void store_row(int64_t row, const StateOf<Op>& state,
                                             const LabelElement& label_element) const {
@@ -305,6 +316,10 @@ struct Memory : ViewLayout<View_, Sides> {
       return addend.counts;
     }
     return true;
+  }
+  static __device__ __forceinline__ bool mask_and_add(C (&y)[kWidth], unsigned unmasked, const NoAddend& row, int) {
+    mask(y, unmasked);
+    return row.counts;
   }
   // The same for a pack whose elements are of different rows: addend_of(i) and column_of(i) are those of element i.
   template <class AddendOf, class ColumnOf>

@@ -66,6 +66,13 @@ struct RowPacks {
     const Index first = static_cast<Index>(j - run * static_cast<int>(kRunPacks)) * kWidth - shift_of(run_begin);
     return {run_begin.along(kInnermost, first), first, run};
   }
+  // Which pack has the row's element of this number.
+  __device__ __forceinline__ int pack_of(int column) const {
+    const int run = kRuns == 1 ? 0 : column / static_cast<int>(kRunElements), first = column - run * kRunElements;
+    const Offsets run_begin =
+        kRuns == 1 ? begin : Mem::template along_reduced<Mem::kReducedDims - 1>(begin, static_cast<unsigned>(run));
+    return run * static_cast<int>(kRunPacks) + (first + shift_of(run_begin)) / kWidth;
+  }
   // How many elements a run begins after the boundary at which its first pack begins.
   static __device__ __forceinline__ int shift_of(const Offsets& run_begin) {
     return static_cast<int>(run_begin.element) & (kBoundary - 1);
