@@ -164,7 +164,10 @@ def _divergence(a, x, c):
 
 def _written(a, x, kind, axis):
     """Softmaxes as people write them out, and what is made of them."""
+    x = jnp.minimum(x, 1e4) if kind == "finite loss" else x  # it is -inf, and ours NaN, in a row with inf
     largest = jnp.max(x, axis, keepdims=True)
+    if kind.startswith("finite"):  # as jax.nn.logsumexp has it
+        largest = jax.lax.stop_gradient(jnp.where(jnp.isfinite(largest), largest, 0))
     shifted = x - (jax.lax.stop_gradient(largest) if kind.startswith("constant") else largest)
     e = jnp.exp(shifted)
     total = jnp.sum(e, axis, keepdims=True)
@@ -176,6 +179,9 @@ def _written(a, x, kind, axis):
         "constant log_softmax": lambda: log_p,
         "both": lambda: e / total + 0.1 * log_p,
         "logsumexp": lambda: jnp.log(total) + largest,
+        "finite logsumexp": lambda: jnp.log(jnp.abs(total)) + largest,
+        "finite softmax": lambda: e / total,
+        "finite loss": lambda: -_picked(a, log_p, "gather"),
         # Of a row of fills a difference of such numbers loses what log_softmax has.
         "less logsumexp": lambda: (y := jnp.maximum(x, -1e4)) - jax.nn.logsumexp(y, axis, keepdims=True),
         "and exponentials": lambda: e / total + 0.1 * e,
@@ -213,6 +219,7 @@ _HEAD = st.one_of(
 )
 _WRITTEN = ["softmax", "constant softmax", "log_softmax", "constant log_softmax", "both", "logsumexp", "less logsumexp"]
 _WRITTEN += ["and exponentials", "loss", "z loss", "divided later"]
+_WRITTEN += ["finite logsumexp", "finite softmax", "finite loss"]
 _HEAD = st.one_of(_HEAD, st.tuples(st.just("written"), st.sampled_from(_WRITTEN), st.sampled_from([-1, -1, 0])))
 _AFTER = ["times", "cast", "times array", "square", "plus bits", "exp", "swapped twice", "plus one-hot", "abs"]
 TRANSFORMS = ["gradient of fused", "jvp", "vmap", "scan", "checkpoint", "second", *3 * ["gradient"], *5 * ["value"]]

@@ -159,6 +159,23 @@ def written_logsumexp(x, axis=-1, **options):
     return jnp.squeeze(jnp.log(total) + largest, axis)
 
 
+def guarded_maximum(x, axis=-1, keepdims=True):
+    m = jnp.max(x, axis, keepdims=keepdims, initial=-jnp.inf)
+    return jax.lax.stop_gradient(jnp.where(jnp.isfinite(m), m, 0))
+
+
+def guarded_logsumexp(x, axis=-1, keepdims=False):
+    """As `jax.nn.logsumexp` is written: a module that imported it by name has it under `fuse`, too."""
+    m = guarded_maximum(x, axis, keepdims)
+    total = jnp.sum(jnp.exp(x - (m if keepdims else jnp.expand_dims(m, axis))), axis, keepdims=keepdims)
+    return jnp.log(jnp.abs(total)) + m
+
+
+# Of which rows are NaN, infinite, masked in part and altogether, and large.
+SPECIAL = np.where(np.arange(N)[:, None] == 5, 3e4 * X, SOME_WITHOUT).astype(np.float32)
+SPECIAL[0, 3], SPECIAL[1, 2], SPECIAL[2] = np.inf, np.nan, -np.inf
+
+
 def divided_later(x, v, **options):
     _, _, e, total = exponentials(x, **options)
     return e @ v / total
@@ -267,6 +284,25 @@ RULES = {
         ),
         "the maximum as well": both(lambda x: written_softmax(x) * jnp.max(x, -1, keepdims=True), X),
         "the sum as well": both(lambda x: written_softmax(x) + jnp.log(exponentials(x)[3]), X),
+    },
+    "logsumexp written out with a maximum that is finite": {
+        "and its gradient": both(guarded_logsumexp, X, ops="logsumexp"),
+        "of special rows": both(guarded_logsumexp, SPECIAL, ops="logsumexp"),
+        "of columns": both(lambda x: guarded_logsumexp(x, 0), SPECIAL, ops="logsumexp"),
+        "of bfloat16": both(lambda x: guarded_logsumexp(x * 2), SPECIAL.astype(BF16), ops="logsumexp"),
+        "scaled": both(lambda x: guarded_logsumexp(x * 3 + Y), X, ops="logsumexp"),
+        "subtracted": both(lambda x: x - guarded_logsumexp(x, keepdims=True), X, ops="log_softmax log_softmax_vjp"),
+        "a loss": both(lambda x: guarded_logsumexp(x) - at_labels(x, LABELS), X, ops="cross_entropy_gradient"),
+        "second derivatives": gradient(lambda x: jax.grad(lambda x: jnp.sum(guarded_logsumexp(x) ** 2))(x), X),
+        "tangents": value(lambda x, t: jax.jvp(guarded_logsumexp, (x,), (t,)), X, Y),
+        "and softmax": both(lambda x: guarded_logsumexp(x)[:, None] * softmax(x), X),
+        "and the maximum": both(lambda x: guarded_logsumexp(x) * jnp.max(x, -1), X),
+        "the maximum of something else": both(
+            lambda x: jnp.log(jnp.sum(jnp.exp(x - guarded_maximum(Y)), -1)) + guarded_maximum(x)[:, 0], X
+        ),
+        "the maximum that was guarded": value(
+            lambda x: (lambda m: (m, jnp.log(jnp.sum(jnp.exp(x - m), -1))))(guarded_maximum(x)), SPECIAL
+        ),
     },
     "divided after a product": {
         "of rows": both(divided_later, X, Y, ops="softmax softmax_linear"),

@@ -22,7 +22,7 @@ from jax_softmax.primitives import reference
 
 X, M, E, S, LOG_S = "x", "M", "E", "S", "log S"
 _FOLLOWED = ("add", "add_any", "sub", "mul", "div", "neg", "square", "integer_pow", "exp", "log", "reduce_sum")
-_FOLLOWED += ("convert_element_type", "select_n", "eq", "abs", "is_finite", *expressions.VIEWS, *expressions.SAME)
+_FOLLOWED += ("convert_element_type", "select_n", "eq", "ge", "abs", "is_finite", *expressions.VIEWS, *expressions.SAME)
 _ALIKE = ("neg", *expressions.VIEWS, *expressions.SAME)  # of arrays that are not made of the maxima, only these
 _MOST_TERMS = 24
 
@@ -116,6 +116,7 @@ class Forms:
         self.along = self.place[self.axes[0]]
         self.root = self._root(self.x)
         self.has_operator = equation.name == "logsumexp"
+        self.in_most_rows = self.has_operator  # whether forms need hold only in rows whose maximum is finite
         self.made: set = set(equation.outputs)  # the maxima, and what is made of them
         self.known: dict = {}  # by variable and place
         self.operators: dict = {}  # the variables that are softmax or log_softmax, by which it is
@@ -188,7 +189,7 @@ class Forms:
         if maker.name in expressions.VIEWS or maker.name in expressions.SAME:
             return of[0]
         found = self._of_operation(maker, of)
-        return self._in_most_rows(maker, of) if found is None and self.has_operator else found
+        return self._in_most_rows(maker, of) if found is None and self.in_most_rows else found
 
     def _is_along(self, place):
         """Whether a value at a place has the dimension of a row's elements."""
@@ -225,6 +226,8 @@ class Forms:
         number = {frozenset(): 0.0} | of[-1] if maker.name == "eq" else {}
         if maker.name == "eq" and of[0] == form_of(S) and set(number) == {ONE} and number[ONE] in (0, math.inf):
             return {}
+        if of[0] == form_of(S) and (maker.name, of[-1]) in (("eq", of[0]), ("ge", {})):
+            return {ONE: 1.0}
         if maker.name == "is_finite" and of[0] == form_of(M):
             return {ONE: 1.0}
         if maker.name == "select_n" and len(of) == 3 and of[0] in ({}, {ONE: 1.0}):

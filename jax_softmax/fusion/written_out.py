@@ -32,7 +32,7 @@ from jax_softmax.fusion.forms import (
     multiplied,
     power_of,
 )
-from jax_softmax.fusion.graph import CycleError, Graph, is_variable
+from jax_softmax.fusion.graph import CycleError, Graph, each_once, is_variable
 from jax_softmax.fusion.groups import has_kernels
 from jax_softmax.primitives import labels, reference
 from jax_softmax.primitives.operators import Coefficients, bind
@@ -50,11 +50,64 @@ def with_operators(graph: Graph, without=()) -> tuple[Graph, list]:
         x, axes = equation.inputs[0], equation.params["axes"]
         if equation not in graph.position or x in without or len(axes) != 1 or not is_variable(x) or not has_kernels(x):
             continue
-        new = _WrittenOut(graph, equation).graph_with_operators() if x.aval.shape[axes[0]] > 1 else None
+        if x.aval.shape[axes[0]] <= 1:
+            continue
+        graph, operator = _with_operator_of_rows(graph, equation)
+        if operator is not None:
+            equation = operator
+            found.append(x)
+        new = _WrittenOut(graph, equation).graph_with_operators()
         if new is not None:
             graph = new
             found.append(x)
     return graph, found
+
+
+def _with_operator_of_rows(graph, equation):
+    """The graph with the operator logsumexp for M and S, and its equation, if M is the result of `equation` and is read
+    as where(isfinite(M), M, 0) alone, and S adds up exponentials relative to that, for its logarithm: so do
+    `jax.nn.logsumexp` and the operator. If not, the same graph and None."""
+    forms, guards = Forms(graph, equation), ("is_finite", "select_n")
+    forms.in_most_rows = True
+
+    def readers(e):
+        return [r for v in e.outputs for r in graph.readers.get(v, ())]
+
+    def views(e):
+        return [r for r in readers(e) if splicing.is_alike(r)]
+
+    maxima = list(each_once([equation], views))
+    direct = [r for e in maxima for r in readers(e) if r not in maxima]
+    if {r.name for r in direct} != set(guards) or not graph.results.isdisjoint(v for e in maxima for v in e.outputs):
+        return graph, None
+    steps = (*guards, "sub", "exp", "reduce_sum")
+
+    def following(e):
+        return [r for r in readers(e) if e.name != "reduce_sum" and (r.name in steps or splicing.is_alike(r))]
+
+    made = list(each_once([equation], following))
+    forms.made.update(v for e in made for v in e.outputs)
+    place = forms.place_of_rows
+    sums = [e for e in made if e.name == "reduce_sum" and len(e.outputs[0].aval.shape) == len(place)]
+    sums = [e for e in sums if forms.form(e.outputs[0], place) == form_of(S)]
+    copies = each_once(sums, lambda e: [r for r in readers(e) if splicing.is_alike(r) or r.name == "abs"])
+    of_sums = [r for e in copies for r in readers(e)]
+    is_softmax = any(r.name == "div" and r.outputs[0].aval.shape == forms.shape for r in of_sums)
+    if is_softmax or not any(r.name == "log" for r in of_sums):
+        return graph, None
+    rows = splicing.row_variables(equation)
+    replacements = {e: splicing.spliced(_as_program_has(e, lambda _, total: total), rows, e.outputs, e) for e in sums}
+    maximum = _as_program_has(equation, lambda largest, total: jnp.where(total == total, largest, total))
+    new = splicing.spliced(maximum, rows, equation.outputs, equation)
+    replacements[equation] = [*splicing.rows_of(equation, rows), *new]
+    graph = graph.with_replaced(replacements)
+    return graph, graph.maker[rows[0]]
+
+
+def _as_program_has(equation, of):
+    """A function of the operator's M and S, with the shape and dtype of the equation's result."""
+    (v,) = equation.outputs
+    return lambda *rows: jnp.reshape(of(*rows), v.aval.shape).astype(v.aval.dtype)
 
 
 class _WrittenOut:
@@ -143,12 +196,7 @@ class _WrittenOut:
 
         self.replacements[self.equation] = splicing.rows_of(self.equation, self.rows)
         for equation, of in ((self.equation, program_maximum), *((equation, program_sum) for equation in self.sums)):
-            (v,) = equation.outputs
-
-            def reshaped(*rows, v=v, of=of):
-                return jnp.reshape(of(*rows), v.aval.shape).astype(v.aval.dtype)
-
-            new = splicing.spliced(reshaped, self.rows, [v], equation)
+            new = splicing.spliced(_as_program_has(equation, of), self.rows, equation.outputs, equation)
             self.replacements[equation] = [*self.replacements.get(equation, []), *new]
 
     def _replace_products(self, e, equation):
