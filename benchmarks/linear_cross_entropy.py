@@ -61,6 +61,15 @@ def gradients(loss):
     return lambda x, w, labels, g: jax.value_and_grad(loss, (0, 1))(x, w, labels)
 
 
+def with_probabilities(loss):
+    """The same with labels that are probabilities: any array of their shape takes as long."""
+    return lambda x, w, labels, g: jax.value_and_grad(loss, (0, 1))(x, w, g)
+
+
+def by_optax_with_probabilities(x, w, labels):
+    return optax.softmax_cross_entropy((x @ w).astype(jnp.float32), labels).mean()
+
+
 def forward(loss):
     return lambda x, w, labels, g: loss(x, w, labels)
 
@@ -99,6 +108,8 @@ def programs(shape, chunks):
         Program("x·w", lambda x, w, labels, g: x @ w, "x·w"),
         Program("forward, optax", forward(by_optax), "x·w"),
         Program("forward", forward(linear_cross_entropy), "x·w"),
+        Program("probabilities, optax", with_probabilities(by_optax_with_probabilities), "products"),
+        Program("probabilities", with_probabilities(linear_cross_entropy), "products"),
         Program("per token, as the rule has it", of_tokens(), "products and x·w"),
         Program("per token, chunks", of_tokens(chunk=sizes[0]), "products and x·w"),
     ]
@@ -135,7 +146,8 @@ def differences(compiled, arguments):
         return {}
     texts = {}
     for name, program in compiled.items():
-        if name in ("products", "x·w", "optax") or name.startswith("forward") or isinstance(program, Exception):
+        others = name in ("products", "x·w", "optax") or name.startswith(("forward", "probabilities"))
+        if others or isinstance(program, Exception):
             continue
         try:
             loss, (x_gradient, w_gradient) = _differences(program(*arguments), expected)
