@@ -268,9 +268,7 @@ struct CrossEntropyGradient : SoftmaxBase<M> {
   struct Scale {
     C factor;
     C addend;
-    friend JAX_SOFTMAX_INLINE C operator*(C term, const Scale& scale) {
-      return M::multiply_add(term, scale.factor, scale.addend);
-    }
+    friend JAX_SOFTMAX_INLINE C operator*(C term, const Scale& s) { return M::multiply_add(term, s.factor, s.addend); }
   };
   struct Finished {
     Relative<M> relative;
