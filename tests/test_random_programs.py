@@ -26,6 +26,11 @@ compiler_is_needed = pytest.mark.skipif(emulated.COMPILER is None, reason="no C+
 HASTE = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else {}
 # Seldom drawn: an index that is the same in all columns.
 ONE_INDEX = Program((3, 5, 16), "float32", 4.0, False, (), ("loss", "index of extent 1"), (), "gradient", 5)
+# The derivative is given the maximum, and makes an x of its own.
+MAXIMUM_KEPT = Program(
+    *((3, 5, 16), "float16", 4.0, False, (("abs",), ("divided", 0.7), ("cast", "float32"), ("where", "causal", "inf"))),
+    *(("written", "finite logsumexp", -1), (("times array", "column"),), "gradient of fused", 99),
+)
 AT_ONCE = 8  # programs that XLA and the host's compiler have together
 
 
@@ -103,7 +108,7 @@ def assert_no_worse(found, exact, own, eps, times=4):
 
 @compiler_is_needed
 @settings(max_examples=16 if settings.default.max_examples < 100 else 48)  # a minute, or three
-@example([ONE_INDEX])
+@example([ONE_INDEX, MAXIMUM_KEPT])
 @given(st.lists(programs(), min_size=AT_ONCE, max_size=AT_ONCE))
 def test_random_programs_have_their_own_numbers(programs):
     with np.errstate(all="ignore"):  # numbers that overflow in NumPy, too

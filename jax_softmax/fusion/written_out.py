@@ -78,7 +78,7 @@ def _with_operator_of_rows(graph, equation):
 
     maxima = list(each_once([equation], views))
     direct = [r for e in maxima for r in readers(e) if r not in maxima]
-    if {r.name for r in direct} != set(guards) or not graph.results.isdisjoint(v for e in maxima for v in e.outputs):
+    if {r.name for r in direct} != set(guards):
         return graph, None
     steps = (*guards, "sub", "exp", "reduce_sum")
 
@@ -93,7 +93,9 @@ def _with_operator_of_rows(graph, equation):
     copies = each_once(sums, lambda e: [r for r in readers(e) if splicing.is_alike(r) or r.name == "abs"])
     of_sums = [r for e in copies for r in readers(e)]
     is_softmax = any(r.name == "div" and r.outputs[0].aval.shape == forms.shape for r in of_sums)
-    if is_softmax or not any(r.name == "log" for r in of_sums):
+    # A derivative that is given the maxima, as a program's results, makes exponentials of an x with other roundings.
+    results = {v for e in made if e.name != "reduce_sum" for v in e.outputs} & graph.results
+    if results or is_softmax or not any(r.name == "log" for r in of_sums):
         return graph, None
     rows = splicing.row_variables(equation)
     replacements = {e: splicing.spliced(_as_program_has(e, lambda _, total: total), rows, e.outputs, e) for e in sums}
