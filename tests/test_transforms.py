@@ -13,11 +13,14 @@ import numpy as np
 import oracles
 import pytest
 import support
+from jax.extend.core import Primitive
+from jax.interpreters.batching import fancy_primitive_batchers
 from jax.sharding import Mesh, PartitionSpec
 from oracles import check, reference, reference_vjp
 from support import NAMES, OPERATORS, assert_same_bits, every_name, normal, sampled
 
 import jax_softmax
+from jax_softmax.primitives import batching, operators
 
 
 def stacked(bounded, axis=0):
@@ -126,6 +129,39 @@ def test_vmap_with_a_collective(name):
     x = normal((3, 4))
     f = jax.vmap(lambda x: jax.lax.psum(OPERATORS[name](x), "batch"), axis_name="batch")
     np.testing.assert_allclose(f(x)[0], reference(name, x).value.sum(0), rtol=1e-5)
+
+
+@pytest.mark.parametrize("batch", [0, 1, None])
+@pytest.mark.parametrize("elements,rows", [(1, 0), (0, 1), (0, 2), (1, 1), (1, 2)])
+def test_batching_rule_for_every_number_of_results(monkeypatch, elements, rows, batch):
+    """Rows along a mapped axis have one value for the whole batch, which is not batched."""
+
+    def results(x, *, axes, axis_name):
+        assert axis_name == ()
+        total = jnp.sum(x, axes, keepdims=True)
+        found = [x / total] * elements + [total, total + 1][:rows]
+        return found if len(found) > 1 else found[0]
+
+    made_up = Primitive("made_up")
+    made_up.multiple_results = elements + rows > 1
+    made_up.def_impl(results)
+    like = operators.OPERATORS["softmax"]._replace(element_results=elements, row_results=rows)
+    monkeypatch.setitem(operators.OPERATORS, "made_up", like)
+    monkeypatch.setitem(operators.PRIMITIVES, "made_up", made_up)
+    monkeypatch.setitem(fancy_primitive_batchers, made_up, functools.partial(batching.batching_rule, "made_up"))
+    x, size = 1 + jnp.arange(12.0).reshape(3, 4), 3 if batch is None else (3, 4)[batch]
+    whole = jnp.broadcast_to(x, (size, 3, 4)) if batch is None else jnp.moveaxis(x, batch, 0)
+
+    def row(x):
+        return made_up.bind(x, axes=(x.ndim - 1,), axis_name=("i",))
+
+    out = [0] * elements + [None] * rows
+    out = out if made_up.multiple_results else out[0]
+    found = jax.vmap(row, in_axes=batch, out_axes=out, axis_name="i", axis_size=size)(x)
+    total = jnp.sum(whole, (0, whole.ndim - 1), keepdims=True)
+    expected = [whole / total] * elements + [total[0], total[0] + 1][:rows]
+    for a, b in zip(jax.tree.leaves(found), expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6)
 
 
 @every_name

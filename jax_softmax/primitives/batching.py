@@ -21,12 +21,12 @@ def batching_rule(op, axis_data, operands, batch_axes, *, axes, axis_name, **dty
         axis_data, operands, batch_axes, n_broadcast, axes=axes, axis_name=axis_name
     )
     results = PRIMITIVES[op].bind(*batched, axes=axes, axis_name=axis_name, **dtype)
-    if not PRIMITIVES[op].multiple_results:
-        return results, to
-    n = operator.element_results
+    several, n = PRIMITIVES[op].multiple_results, operator.element_results
+    results = list(results) if several else [results]
     if named:
         results[n:] = [jax.lax.squeeze(result, [to]) for result in results[n:]]
-    return results, [to] * n + [None if named else to] * operator.row_results
+    batched_results = [to] * n + [None if named else to] * operator.row_results
+    return (results, batched_results) if several else (results[0], batched_results[0])
 
 
 def only_batched(batch_axes, which):
