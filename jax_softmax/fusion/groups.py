@@ -346,9 +346,16 @@ def _dependence(groups: Groups, group: Group):
 
 
 def foldable(equation) -> bool:
-    """Whether kernels cover an operator's call: rows are not divided among devices, and no operand is a literal."""
-    are_variables = all(map(is_variable, equation.inputs))
-    return are_variables and not equation.params["axis_name"] and has_kernels(equation.inputs[0])
+    """Whether something may be folded into an operator's call."""
+    return not why_not_foldable(equation)
+
+
+def why_not_foldable(equation) -> str:
+    if equation.params["axis_name"]:
+        return "devices share its rows"
+    if not all(map(is_variable, equation.inputs)):
+        return "an operand is a constant"
+    return "" if has_kernels(equation.inputs[0]) else "its dtype or shape"
 
 
 def has_kernels(x) -> bool:

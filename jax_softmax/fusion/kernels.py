@@ -75,6 +75,10 @@ class FusedKernel(NamedTuple):
         """The bytes that blocks need to exchange states; None if XLA is as fast as a kernel on such rows."""
         return judge.scratch_bytes(self._described())
 
+    def why_xla(self) -> str:
+        """Why XLA is as fast on such rows; "" if it is not."""
+        return "" if self.scratch_bytes() is not None else judge.why_xla_makes(self._described())
+
     @property
     def result_types(self) -> list[jax.ShapeDtypeStruct]:
         rows = tuple(1 if d in self.axes else n for d, n in enumerate(self.shape))

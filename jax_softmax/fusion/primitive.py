@@ -204,10 +204,8 @@ def _lower(ctx, *operands, jaxpr, unfused):
 
 def _lower_for_cuda(ctx, *operands, jaxpr, unfused):
     new = rewritten(jaxpr)
-    if not has_operators(new):
-        new = new if unfused is None else unfused
-    elif not judge.has_cuda_kernels(()):
-        new = jaxpr if unfused is None else unfused
+    if unfused is not None and not (has_operators(new) and judge.has_cuda_kernels(())):
+        new = unfused
     return _lower(ctx, *operands, jaxpr=new, unfused=None)
 
 

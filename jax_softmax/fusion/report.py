@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jax_softmax.runtime.judge import Traffic, byte_text, verdict
+from jax_softmax.runtime.judge import Traffic, byte_text
 
 
 class Line(NamedTuple):
@@ -22,9 +22,9 @@ class Line(NamedTuple):
     folded_before: tuple[str, ...]  # names of equations
     folded_after: tuple[str, ...]
     outside: tuple[str, ...]  # names of the equations where folding stopped
-    traffic: Traffic | None  # None of attention
+    traffic: Traffic | None  # None of attention, and of calls for which nothing is counted
     why_not: str  # why nothing can be folded, or ""
-    xla_is_as_fast: bool  # on such rows, whatever the traffic is
+    why_xla: str  # why XLA makes it, or "" if its kernel does
     no_attention: str = ""  # why a softmax whose weights are multiplied is not attention
 
 
@@ -40,11 +40,15 @@ def _paragraph(line: Line, count: int) -> str:
     """A line that says who makes the call and why, and the details, indented."""
     title = f"{line.op} of {line.dtype}{list(line.shape)}{f', x {count}' if count > 1 else ''}: by "
     where = f" in {line.where[1:]}" if line.where else ""
-    if line.traffic is None:
+    if line.op == "attention":
         size = byte_text(math.prod(line.shape) * np.dtype(line.dtype).itemsize)
         return f"{title}its kernels: no weights in memory, {size}{where}"
-    title += verdict(line.traffic, line.xla_is_as_fast)
-    details = [f"along {line.axes}{where}; {byte_text(line.traffic.before)} with nothing folded"]
+    details = [f"along {line.axes}{where}"]
+    title += f"XLA: {line.why_xla}" if line.why_xla else "the kernel"
+    if line.traffic is not None:
+        before, ours, xla = map(byte_text, line.traffic)
+        title += "" if line.why_xla else f": moves {ours}, XLA {xla}"
+        details[0] += f"; {before} with nothing folded"
     for what, names in (
         ("folded before it", line.folded_before),
         ("folded after it", line.folded_after),

@@ -6,6 +6,7 @@ from jax_softmax.fusion.attention import matcher
 from jax_softmax.fusion.attention.kernels import attention_p
 from jax_softmax.fusion.calls import NotFolded, by_xla_p, kernel_call_of, kernel_call_p
 from jax_softmax.fusion.graph import (
+    Equation,
     barrier,
     bytes_of,
     eqns_within,
@@ -15,11 +16,13 @@ from jax_softmax.fusion.graph import (
     variables_of,
     with_jaxprs,
 )
-from jax_softmax.fusion.groups import Groups, is_loop
+from jax_softmax.fusion.groups import Groups, foldable, is_loop, why_not_foldable
 from jax_softmax.fusion.report import Line
 from jax_softmax.fusion.traffic import group_traffic
 from jax_softmax.primitives.as_stored import as_stored_p
 from jax_softmax.primitives.operators import PRIMITIVES
+from jax_softmax.runtime import judge
+from jax_softmax.runtime.lowering import why_no_custom_call
 
 # Equations whose jaxprs are rewritten.
 _REGIONS = (
@@ -44,26 +47,47 @@ def rewritten(jaxpr, report=None, where=""):
             params = with_jaxprs(equation.params, lambda inner, within=within: rewritten(inner, *within))
             changed |= any(params[k] is not equation.params[k] for k in params)
             equation.params = params
-    changed |= any(e.name in PRIMITIVES or e.eqn.primitive is as_stored_p for e in graph.equations)
+    changed |= has_operators(jaxpr) or any(e.eqn.primitive is as_stored_p for e in graph.equations)
     if not changed and not any(e.name == "reduce_max" for e in graph.equations):
         return jaxpr
-    program, left = rules.without_duplicates(graph), set()
+    program, left, of_left = rules.without_duplicates(graph), set(), {}
     while True:
         graph, written = written_out.with_operators(program, left)
         if not changed and not written:
+            report += _lines_of_left(of_left, {})
             return jaxpr
         graph, found, refused = matcher.with_attention(rules.without_duplicates(graph))
         graph = _without_as_stored(rules.after_rules(graph))
         groups, calls, by_xla, lines = _decide(graph, where)
-        again = {e.inputs[0] for e in by_xla}.intersection(written)  # XLA makes these as the program writes them out
-        for equation, line in lines.items():
-            if not again or equation.inputs[0] in again:
-                report.append(line._replace(no_attention=refused.get(equation.outputs[0], "")))
+        lines = {e: line._replace(no_attention=refused.get(e.outputs[0], "")) for e, line in lines.items()}
+        again = set(map(_array_of, by_xla)).intersection(written)  # XLA makes these as the program writes them out
         if not again:
             break
         left |= again
+        of_left |= {e: line for e, line in lines.items() if _array_of(e) in again}
+    report += [*_lines_of_left(of_left, lines), *lines.values()]
     report += [_line_of_attention(attention, where) for attention in found]
     return jaxpr.replace(eqns=_in_order(groups, calls, by_xla), outvars=groups.graph.outputs)
+
+
+def _array_of(equation):
+    """The array of whose rows an operator is; None for a constant."""
+    (x, *_) = variables_of(equation.inputs[:1]) or [None]
+    return x
+
+
+def _lines_of_left(of_left, lines):
+    """The lines of what a program writes out of an array, where XLA makes all operators of it because it makes one.
+    What the program calls as an operator has its line among `lines`."""
+    called = {(e.name, _array_of(e), line.axes) for e, line in lines.items()}
+    left = [line for e, line in of_left.items() if (e.name, _array_of(e), line.axes) not in called]
+    return [line if line.why_xla else line._replace(why_xla=judge.WITH_ANOTHER) for line in left]
+
+
+def unfused_lines(jaxpr, why_not):
+    """A line for each operator in a program into which nothing is folded."""
+    equations = (Equation(eqn, eqn.invars, eqn.outvars, eqn.params) for eqn in eqns_within([jaxpr]))
+    return [_line_alone(e, "", why_not) for e in equations if e.name in PRIMITIVES and not e.params["axis_name"]]
 
 
 def _without_as_stored(graph):
@@ -98,9 +122,10 @@ def _decide(graph, where):
             else:
                 transposed = call.transposed(reads, made)
                 traffic = group_traffic(group, list(dict.fromkeys(variables_of(reads))), written, groups, transposed)
-            as_fast = call is not None and call.kernel.scratch_bytes() is None
-            lines[group.equation] = _line(group, groups, where, traffic, why_not, as_fast)
-            if not traffic.kernel_wins or as_fast:
+            why_xla = _why_alone(group.equation) if call is None else call.kernel.why_xla()
+            why_xla = judge.why_xla_under_fuse(traffic, why_xla)
+            lines[group.equation] = _line(group, groups, where, traffic, why_not, why_xla)
+            if why_xla:
                 by_xla.add(group.equation)
             elif call is not None:
                 calls[group] = call, reads, made
@@ -110,17 +135,35 @@ def _decide(graph, where):
             continue
         more = made_twice.to_keep(groups, calls) - read
         if not more:
-            return groups, calls, by_xla, {e: lines[e] for e in graph.equations if e in lines}
+            break
         read |= more
+    for equation in graph.equations:
+        if equation.name in PRIMITIVES and not equation.params["axis_name"] and not foldable(equation):
+            lines[equation] = _line_alone(equation, where, why_not_foldable(equation))
+            if lines[equation].why_xla:
+                by_xla.add(equation)
+    return groups, calls, by_xla, {e: lines[e] for e in graph.equations if e in lines}
+
+
+def _why_alone(equation) -> str:
+    """Why XLA makes an operator into which nothing is folded; "" if its kernel does."""
+    avals_in, avals_out = ([a.aval for a in atoms] for atoms in (equation.inputs, equation.outputs))
+    return why_no_custom_call(equation.name, avals_in, avals_out, equation.params["axes"])
+
+
+def _line_alone(equation, where, why_not):
+    x, axes = equation.inputs[0].aval, tuple(equation.params["axes"])
+    why_xla = _why_alone(equation)
+    return Line(equation.name, x.dtype.name, x.shape, axes, where, (), (), (), None, why_not, why_xla)
 
 
 def _line_of_attention(found, where):
     x = found.softmax.inputs[0].aval
     axes = tuple(found.softmax.params["axes"])
-    return Line("attention", x.dtype.name, x.shape, axes, where, (), (), (), None, "", False)
+    return Line("attention", x.dtype.name, x.shape, axes, where, (), (), (), None, "", "")
 
 
-def _line(group, groups, where, traffic, why_not, as_fast):
+def _line(group, groups, where, traffic, why_not, why_xla):
     x = group.x.aval
     before = {equation: None for folded in group.before for equation in folded.values()}
     outside: dict = {}
@@ -135,7 +178,7 @@ def _line(group, groups, where, traffic, why_not, as_fast):
     names = tuple(e.name for e in before if not expressions.is_view(e))
     after = tuple(e.name for e in group.after.values() if not expressions.is_view(e))
     return Line(
-        group.op, x.dtype.name, x.shape, group.axes, where, names, after, tuple(outside), traffic, why_not, as_fast
+        group.op, x.dtype.name, x.shape, group.axes, where, names, after, tuple(outside), traffic, why_not, why_xla
     )
 
 

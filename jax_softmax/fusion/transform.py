@@ -17,7 +17,7 @@ from jax_softmax.functions import patching
 from jax_softmax.fusion import modules, primitive
 from jax_softmax.fusion.graph import has_refs
 from jax_softmax.fusion.report import FusionReport, Line
-from jax_softmax.fusion.rewriting import has_operators, rewritten
+from jax_softmax.fusion.rewriting import has_operators, rewritten, unfused_lines
 
 _P = ParamSpec("_P")
 _Q = ParamSpec("_Q")
@@ -115,9 +115,10 @@ class Fused(Generic[_P, _R]):
         def look(f, /, *args, **kwargs):
             (args, kwargs), others, tree = _arrays_and_others((args, kwargs), in_program=True)
             jaxpr = _traced(f, others, tree, args, kwargs)[0].jaxpr
-            rewritten(jaxpr, report)
             if has_refs(jaxpr):
-                report[:] = (line._replace(why_not="the function has references") for line in report)
+                report.extend(unfused_lines(jaxpr, "the function has references"))
+            else:
+                rewritten(jaxpr, report)
 
         f, args, kwargs = _unbound(self.__wrapped__, args, kwargs)
         if modules.has_modules((args, kwargs)):
@@ -177,14 +178,14 @@ def _call_traced(f, others, tree, args, kwargs):
 
 
 def _unfused(f, others, tree, args, kwargs, jaxpr):
-    """The program without this package's operators; None if its results have other types."""
+    """The program without this package's operators; None if it has some, or if its results have other types."""
     try:
         closed, _ = _traced(f, others, tree, args, kwargs, contextlib.nullcontext())
     except Exception:  # jax.nn and optax refuse what this package's functions take
         return None
     types = [[(v.aval.shape, v.aval.dtype) for v in program.outvars] for program in (jaxpr, closed.jaxpr)]
     same = types[0] == types[1] and jaxpr.effects == closed.jaxpr.effects and not has_refs(closed.jaxpr)
-    return closed if same else None
+    return closed if same and not has_operators(closed.jaxpr) else None
 
 
 def _traced(f, others, tree, args, kwargs, context=None):

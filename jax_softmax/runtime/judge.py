@@ -1,8 +1,8 @@
 """Who computes a call that a kernel can compute: the kernel, or XLA. This is decided here alone.
 
 - `on_cpu` and `on_cuda`: for a call that is lowered. `why_xla` has the views on which XLA is as fast.
-- `traffic_of`: for a call under `fuse`, by the bytes that the kernel and XLA's fusions would move. `verdict` says it in
-  words.
+- `traffic_of`: for a call under `fuse`, by the bytes that the kernel and XLA's fusions would move. `why_xla_under_fuse`
+  says it in words.
 - `attention_wins`: for attention under `fuse`.
 
 If this machine has GPUs, the decision is for them; otherwise the program is for another machine, and the decision is
@@ -33,7 +33,7 @@ def on_cpu(op, avals_in, avals_out) -> Maker:
     shape = avals_in[0].shape
     if not OPERATORS[op].on_cpu:
         return Maker.COMPOSED
-    if len(shape) > _kernels.MAX_DIMS or 0 in shape:
+    if not has_rank(shape) or 0 in shape:
         return Maker.XLA
     if _makes(op, cpu_makes, avals_in, avals_out):
         return Maker.KERNEL
@@ -70,7 +70,7 @@ def has_cuda_kernels(shape) -> bool:
     If this machine has no GPU, the program is for another one, where they can. If it has one, but they cannot be
     compiled for it, there is a warning, once.
     """
-    if len(shape) > _kernels.MAX_DIMS:
+    if not has_rank(shape):
         return False
     reason = cuda.availability()
     if reason is None or "gpu" not in {device.platform for device in jax.local_devices()}:
@@ -79,23 +79,32 @@ def has_cuda_kernels(shape) -> bool:
     return False
 
 
+def has_rank(shape) -> bool:
+    return len(shape) <= _kernels.MAX_DIMS
+
+
 def without_cuda_kernel(op) -> Maker:
     """Who computes a call if its own kernel does not. XLA gathers elements at labels; the rest is logsumexp."""
     return Maker.COMPOSED if op == "cross_entropy" else Maker.XLA
 
 
-def on_cuda(op, avals_in, avals_out, axes, attributes) -> tuple[Maker, int]:
-    """Who computes a call, and how many bytes of scratch memory the kernel may need."""
+def on_cuda(op, avals_in, avals_out, axes, attributes) -> tuple[Maker, int, str]:
+    """Who computes a call, how many bytes of scratch memory the kernel may need, and why XLA computes it."""
+    if not has_cuda_kernels(avals_in[0].shape):
+        return without_cuda_kernel(op), 0, NOT_COMPILED if has_rank(avals_in[0].shape) else NO_KERNEL
     if not OPERATORS[op].quantizes and not _makes(op, cuda_makes, avals_in, avals_out):
-        return Maker.WIDER_KERNEL, 0
-    shape, n = avals_in[0].shape, None
+        return Maker.WIDER_KERNEL, 0, ""
+    shape, n, why = avals_in[0].shape, None, SYMBOLIC
     for known in known_shapes(shape, axes):
         operands, results = ([_typed(a, known) for a in avals] for avals in (avals_in, avals_out))
-        n = scratch_bytes({"operands": operands, "results": results, "attributes": attributes})
-        if n != 0 and known is not shape:  # its size may depend on the number of rows, which is not known
-            n = None
+        call = {"operands": operands, "results": results, "attributes": attributes}
+        n = scratch_bytes(call)
+        why = why_xla_makes(call) if n is None else ""
+        if n and known is not shape:  # its size may depend on the number of rows, which is not known
+            n, why = None, SYMBOLIC
+        if n is None:
             break
-    return (without_cuda_kernel(op), 0) if n is None else (Maker.KERNEL, n)
+    return (without_cuda_kernel(op), 0, why) if n is None else (Maker.KERNEL, n, "")
 
 
 def known_shapes(shape, axes):
@@ -131,19 +140,36 @@ def scratch_bytes(call) -> int | None:
 
     Starts to compile the kernels for this machine's devices. Raises a ValueError if there is no such call.
     """
-    here = _kernels.devices_here()
-    plans = [plan_of(call, device, sources=False) for device in (*_ALL_KINDS, *here)]
-    if 0 in call["operands"][0][0] and not OPERATORS[call["attributes"]["op"]].row_results:
-        return 0
-    if None in plans or all(why_xla(call, plan) for plan in plans[len(_ALL_KINDS) :] or plans):
+    plans, why = _plans_and_why_xla(call)
+    if why:
         return None
-    for device in here:
+    for device in _kernels.devices_here() if plans else ():
         for step in plan_of(call, device)["steps"]:
             _kernels.jit_prepare(step["code"], step["plan"], device[0])
-    return max(plan["scratch_bytes"] for plan in plans)
+    return max((plan["scratch_bytes"] for plan in plans), default=0)
 
 
+def why_xla_makes(call) -> str:
+    """Why XLA is to compute a call on the GPUs that it is for; "" if the kernel is."""
+    return _plans_and_why_xla(call)[1]
+
+
+def _plans_and_why_xla(call):
+    plans = [plan_of(call, device, sources=False) for device in (*_ALL_KINDS, *_kernels.devices_here())]
+    if 0 in call["operands"][0][0] and not OPERATORS[call["attributes"]["op"]].row_results:
+        return [], ""
+    if None in plans:
+        return plans, NO_KERNEL
+    reasons = [why_xla(call, plan) for plan in plans[len(_ALL_KINDS) :] or plans]
+    return plans, reasons[0] if all(reasons) else ""
+
+
+# What `explain` says. The reasons of `why_xla` stand there; docs/fusion.md has all of them.
+NOT_COMPILED = "no kernel can be compiled for this GPU"
 NO_KERNEL = "no kernel covers it"
+SYMBOLIC = "its plan depends on an extent that is a symbol"
+NOT_FEWER = ", not 5 % fewer"
+WITH_ANOTHER = "the program writes it out, and another operator of the same array is left to XLA"
 _PACK, _SECTOR = 16, 32  # bytes
 # Measured on an H200, 2026-11-23: results.md, "Other axes" and "Rows, by length"; again on an H100, views in
 # never_slower.md.
@@ -243,14 +269,14 @@ def xla_makes_whole_rows(op, shape, axes) -> bool:
     return is_unary and one_run and math.prod(shape[d] for d in axes) <= _LONGEST_BLOCK_ROW
 
 
-def verdict(traffic: Traffic, xla_is_as_fast: bool) -> str:
-    """Who computes a call and why, in words. `xla_is_as_fast`: by `why_xla`, on rows of this view."""
-    _, ours, xla = map(byte_text, traffic)
+def why_xla_under_fuse(traffic: Traffic, why: str) -> str:
+    """Why XLA computes a call; "" if its kernel does. `why`: whatever the traffic is."""
+    if not has_cuda_kernels(()):
+        return NOT_COMPILED
+    moves = f"moves {byte_text(traffic.xla)}, the kernel {byte_text(traffic.ours)}"
     if not traffic.kernel_wins:
-        return f"XLA: moves {xla}, the kernel {ours}{', not 5 % fewer' if traffic.ours <= traffic.xla else ''}"
-    if xla_is_as_fast:
-        return f"XLA: as fast on rows that lie as these do, though it moves {xla}, the kernel {ours}"
-    return f"the kernel: moves {ours}, XLA {xla}"
+        return f"{moves}{NOT_FEWER if traffic.ours <= traffic.xla else ''}"
+    return why and f"{why}, though it {moves}"
 
 
 def byte_text(n: float) -> str:

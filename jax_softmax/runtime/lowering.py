@@ -127,6 +127,29 @@ def _cpu_rule(op, other_rules):
     return rule
 
 
+def _on_cuda(op, avals_in, avals_out, axes):
+    """`judge.on_cuda` of a call without known results."""
+    return judge.on_cuda(op, avals_in, avals_out, axes, attributes(op, axes, avals_in[-1].dtype == bool))
+
+
+def why_no_custom_call(op, avals_in, avals_out, axes) -> str:
+    """Why a call is not lowered to the operator's kernel on CUDA; "" if it is."""
+    n_inputs, avals_in, result = OPERATORS[op].inputs, _without_known_results(op, avals_in, avals_in), avals_out[0]
+    maker, _, why = _on_cuda(op, avals_in, avals_out, axes)
+    if maker is Maker.WIDER_KERNEL:
+        dtype, result_dtype = _dtypes_of_wider_kernel(avals_in[:n_inputs], result.dtype, judge.cuda_makes)
+        wider = [a.update(dtype=dtype) for a in avals_in[:n_inputs]]
+        results = [result.update(dtype=result_dtype), *avals_out[1:]]
+        _, _, why = _on_cuda(op, [*wider, *avals_in[n_inputs:]], results, axes)
+    return why
+
+
+def _without_known_results(op, operands, avals_in):
+    """A kernel computes them again, still faster than XLA would compute the gradient from them."""
+    n_known = OPERATORS[op].known_results(operands, avals_in[-1].dtype == bool)
+    return [operands[0], *operands[1 + n_known :]]
+
+
 def _cuda_rule(op, by_xla):
     """An FFI call unless XLA itself is as fast. Its last result is scratch memory, for blocks to exchange states.
 
@@ -137,24 +160,19 @@ def _cuda_rule(op, by_xla):
     in_one_dtype = _in_one_dtype_rule(op, judge.cuda_makes)
 
     def rule(ctx, *operands, axes, in_place=False, **dtype):
-        x, masked = ctx.avals_in[0], ctx.avals_in[-1].dtype == bool
-        if not judge.has_cuda_kernels(x.shape):
+        avals_in = _without_known_results(op, ctx.avals_in, ctx.avals_in)
+        maker, scratch_bytes, _ = _on_cuda(op, avals_in, ctx.avals_out, axes)
+        if maker not in (Maker.KERNEL, Maker.WIDER_KERNEL):
             return by_xla(ctx, *operands, axes=axes, **dtype)
-        n_known = OPERATORS[op].known_results(operands, masked)
-        # The kernel computes them again, still faster than XLA would compute the gradient from them.
-        ctx = ctx.replace(avals_in=[x, *ctx.avals_in[1 + n_known :]])
-        operands = operands[0], *operands[1 + n_known :]
-        call_attributes = attributes(op, axes, masked)
-        maker, scratch_bytes = judge.on_cuda(op, ctx.avals_in, ctx.avals_out, axes, call_attributes)
+        operands, ctx = _without_known_results(op, operands, ctx.avals_in), ctx.replace(avals_in=avals_in)
         if maker is Maker.WIDER_KERNEL:
             return in_one_dtype(ctx, *operands, axes=axes, in_place=in_place, **dtype)
-        if maker is not Maker.KERNEL:
-            return by_xla(ctx, *operands, axes=axes, **dtype)
         n_results = len(ctx.avals_out)
         if scratch_bytes:
             ctx = ctx.replace(avals_out=[*ctx.avals_out, jax.core.ShapedArray((scratch_bytes,), np.dtype(np.uint8))])
-        in_place &= ctx.avals_out[0].dtype == x.dtype
-        return (call_in_place if in_place else call)(ctx, *operands, **call_attributes)[:n_results]
+        in_place &= ctx.avals_out[0].dtype == avals_in[0].dtype
+        its_attributes = attributes(op, axes, avals_in[-1].dtype == bool)
+        return (call_in_place if in_place else call)(ctx, *operands, **its_attributes)[:n_results]
 
     return rule
 
@@ -166,14 +184,20 @@ def _common_dtype(*dtypes):
     return dtypes[0] if len(set(dtypes)) == 1 else jnp.dtype("float64" if jnp.float64 in dtypes else "float32")
 
 
+def _dtypes_of_wider_kernel(inputs, result_dtype, makes):
+    """The dtype of the inputs, and that of the result, of a kernel for these inputs and this result."""
+    input_dtype = _common_dtype(*(a.dtype for a in inputs))
+    if makes(input_dtype, result_dtype):
+        return input_dtype, result_dtype
+    return (_common_dtype(input_dtype, result_dtype),) * 2
+
+
 def _in_one_dtype_rule(op, makes):
     """By a kernel whose dtype holds all inputs, and the result too if the kernel cannot give that dtype (`makes`)."""
 
     def by_wider_kernel(*operands, axes, dtype, **params):
         n, result_dtype = OPERATORS[op].inputs, jnp.dtype(dtype)
-        input_dtype, kernel_result = _common_dtype(*(a.dtype for a in operands[:n])), result_dtype
-        if not makes(input_dtype, result_dtype):
-            input_dtype = kernel_result = _common_dtype(input_dtype, result_dtype)
+        input_dtype, kernel_result = _dtypes_of_wider_kernel(operands[:n], result_dtype, makes)
         inputs = (a.astype(input_dtype) for a in operands[:n])
         params |= {"axes": axes, "axis_name": (), "dtype": kernel_result.name}
         results = PRIMITIVES[op].bind(*inputs, *operands[n:], **params)

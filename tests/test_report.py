@@ -1,0 +1,107 @@
+"""What `fuse(f).explain` says is what the program holds: the calls that are by the kernel are its custom calls.
+
+Programs are lowered for CUDA. That needs no GPU.
+"""
+
+import collections
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import random_programs
+import test_fusion
+import test_fusion_rules
+from hypothesis import given, settings
+
+import jax_softmax
+from jax_softmax import fuse
+from jax_softmax.runtime import judge
+
+F32, BF16 = jnp.float32, jnp.bfloat16
+
+
+def shaped(*shape, dtype=F32):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def written_out(x, axis):
+    e = jnp.exp(x - jnp.max(x, axis, keepdims=True))
+    return e / jnp.sum(e, axis, keepdims=True)
+
+
+def of_many_arrays(x, *arrays):
+    """More than expressions read, before a softmax along axes 1 and 3."""
+    for k, a in enumerate(arrays):
+        x = x * a + k
+    return jax.nn.softmax(x, (1, 3))
+
+
+def with_reference(ref, x):
+    ref[...] = jax.nn.softmax(x * 2)
+    return jax.nn.softmax(x + ref[...])
+
+
+SLOW_VIEW = shaped(64, 3001, 3, 29, dtype=BF16)
+PROGRAMS = {
+    "not folded": (of_many_arrays, shaped(8, 8, 64, 512), *[shaped(8, 8, 64, 512)] * 40),
+    "not folded, and XLA is as fast": (of_many_arrays, SLOW_VIEW, *[SLOW_VIEW] * 40),
+    "folded, and XLA is as fast": (of_many_arrays, SLOW_VIEW),
+    "written out, of which XLA makes one": (lambda x: (written_out(x, -1), written_out(x, 0)), shaped(8192, 128)),
+    "one is called": (lambda x: (written_out(x, -1), jax.nn.softmax(x, 0)), shaped(8192, 128)),
+    "the other is called": (lambda x: (jax.nn.softmax(x, -1), written_out(x, 0)), shaped(8192, 128)),
+    "none is written out": (lambda x: (jax.nn.softmax(x, -1), jax.nn.softmax(x, 0)), shaped(8192, 128)),
+    "nothing is needed": (lambda x: (jax.nn.softmax(x), x * 2)[1], shaped(5, 7)),
+    "a constant": (lambda x: x + jax_softmax.logsumexp(2.0, axis=None), shaped(4, 5)),
+    "no elements": (lambda x: jax.nn.softmax(x * 2), shaped(0, 512)),
+    "no kernel of this rank": (lambda x: jax.nn.softmax(x * 2), shaped(*[2] * 14)),
+    "a reference": (with_reference, jax.new_ref(jnp.ones((4, 5))), shaped(4, 5)),
+    "own functions that XLA makes": (lambda x: jax_softmax.softmax(x), shaped(1 << 17, 128)),
+    "a function of two dtypes": (
+        lambda x, y, *arrays: jax_softmax.kl_divergence(of_many_arrays(x, *arrays), y, axis=(1, 3)),
+        *(SLOW_VIEW, shaped(*SLOW_VIEW.shape), *[SLOW_VIEW] * 40),
+    ),
+}
+PROGRAMS |= {name: (case.f, *case.args) for name, case in (test_fusion.CASES | test_fusion.WITH_CONSTANTS).items()}
+PROGRAMS |= {
+    f"{rule}: {name}": (program.function, *program.args)
+    for rule, programs in test_fusion_rules.RULES.items()
+    for name, program in programs.items()
+}
+PROGRAMS |= {f"transformed: {name}": (t(f), test_fusion.X) for name, (t, f) in test_fusion.TRANSFORMED.items()}
+
+
+def check(f, *args):
+    report = fuse(f).explain(*args)
+    lowered = jax.jit(fuse(f)).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    called = collections.Counter(re.findall(r'custom_call @jax_softmax\(.*?op = "(\w+)"', lowered))
+    assert called == collections.Counter(line.op for line in report if not line.why_xla and line.op != "attention")
+    for line in set(report):
+        title = " ".join(str(type(report)([line])).split("\n  along")[0].split())
+        assert (": by XLA: " in title) == bool(line.why_xla), title
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_program_holds_what_the_report_says(name):
+    check(*PROGRAMS[name])
+
+
+@settings(max_examples=30)
+@given(random_programs.programs())
+def test_random_programs(program):
+    f = random_programs.transformed(random_programs.function_of(program), program)
+    with np.errstate(all="ignore"):
+        check(f, random_programs.argument(program))
+
+
+def test_float64():
+    with jax.enable_x64(True):
+        check(lambda x: jax.nn.softmax(x * 2), shaped(128, 512, dtype=jnp.float64))
+
+
+def test_a_gpu_for_which_nothing_can_be_compiled(monkeypatch):
+    monkeypatch.setattr(judge, "has_cuda_kernels", lambda shape: False)
+    for name in ("not folded", "folded, and XLA is as fast", "one is called", "a constant"):
+        check(*PROGRAMS[name])
+        assert {line.why_xla for line in fuse(PROGRAMS[name][0]).explain(*PROGRAMS[name][1:])} == {judge.NOT_COMPILED}
