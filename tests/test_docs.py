@@ -1,5 +1,7 @@
 """Python blocks of README.md and docs/ run, links lead somewhere, and the API page has every public name."""
 
+import ast
+import inspect
 import re
 from pathlib import Path
 
@@ -7,6 +9,7 @@ import pytest
 from markdown_it import MarkdownIt
 
 import jax_softmax
+from jax_softmax.runtime import judge
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -41,6 +44,17 @@ def test_links_lead_somewhere(page):
     for target in targets:
         if not re.match(r"https?:|#", target):
             assert (page.parent / target.partition("#")[0]).exists(), target
+
+
+def test_every_reason_to_leave_a_call_to_xla_is_explained():
+    """In the order in which `judge.py` asks for them."""
+    nodes = ast.walk(ast.parse(inspect.getsource(judge.why_xla)))
+    returned = sorted((n for n in nodes if isinstance(n, ast.Return)), key=lambda n: n.lineno)
+    of_views = [n.value.value for n in returned if isinstance(n.value, ast.Constant) and n.value.value]
+    page = (ROOT / "docs" / "fusion.md").read_text()
+    table = re.findall(r"^\| ([^|]*) \|", page.partition("| `explain` says |")[2], re.MULTILINE)
+    first, last = (judge.NOT_COMPILED, judge.NO_KERNEL, judge.SYMBOLIC), judge.WITH_ANOTHER
+    assert table == [*first, f"moves 8.0 MiB, the kernel 8.0 MiB{judge.NOT_FEWER}", *of_views, last]
 
 
 def test_api_page_has_every_public_name():

@@ -33,7 +33,7 @@ def on_cpu(op, avals_in, avals_out) -> Maker:
     shape = avals_in[0].shape
     if not OPERATORS[op].on_cpu:
         return Maker.COMPOSED
-    if not has_rank(shape) or 0 in shape:
+    if len(shape) > _kernels.MAX_DIMS or 0 in shape:
         return Maker.XLA
     if _makes(op, cpu_makes, avals_in, avals_out):
         return Maker.KERNEL
@@ -70,17 +70,13 @@ def has_cuda_kernels(shape) -> bool:
     If this machine has no GPU, the program is for another one, where they can. If it has one, but they cannot be
     compiled for it, there is a warning, once.
     """
-    if not has_rank(shape):
+    if len(shape) > _kernels.MAX_DIMS:
         return False
     reason = cuda.availability()
     if reason is None or "gpu" not in {device.platform for device in jax.local_devices()}:
         return True
     partitioning.warn(f"runs as jax.numpy on this GPU: {reason}")
     return False
-
-
-def has_rank(shape) -> bool:
-    return len(shape) <= _kernels.MAX_DIMS
 
 
 def without_cuda_kernel(op) -> Maker:
@@ -91,7 +87,7 @@ def without_cuda_kernel(op) -> Maker:
 def on_cuda(op, avals_in, avals_out, axes, attributes) -> tuple[Maker, int, str]:
     """Who computes a call, how many bytes of scratch memory the kernel may need, and why XLA computes it."""
     if not has_cuda_kernels(avals_in[0].shape):
-        return without_cuda_kernel(op), 0, NOT_COMPILED if has_rank(avals_in[0].shape) else NO_KERNEL
+        return without_cuda_kernel(op), 0, NO_KERNEL if has_cuda_kernels(()) else NOT_COMPILED
     if not OPERATORS[op].quantizes and not _makes(op, cuda_makes, avals_in, avals_out):
         return Maker.WIDER_KERNEL, 0, ""
     shape, n, why = avals_in[0].shape, None, SYMBOLIC
@@ -164,7 +160,7 @@ def _plans_and_why_xla(call):
     return plans, reasons[0] if all(reasons) else ""
 
 
-# What `explain` says. The reasons of `why_xla` stand there; docs/fusion.md has all of them.
+# What `explain` says, besides the reasons of `why_xla`. docs/fusion.md says what they mean.
 NOT_COMPILED = "no kernel can be compiled for this GPU"
 NO_KERNEL = "no kernel covers it"
 SYMBOLIC = "its plan depends on an extent that is a symbol"
