@@ -60,6 +60,10 @@ class Graph:
         """The equation that makes a variable; None for an operand of the program, and for a literal."""
         return self.maker.get(atom) if is_variable(atom) else None
 
+    def readers_of(self, maker: Equation) -> list[Equation]:
+        """The equations that read what one makes, each once."""
+        return list(dict.fromkeys(r for v in maker.outputs for r in self.readers.get(v, ())))
+
     def descendants(self, variables) -> set[Var]:
         """These variables, and all that is made of them."""
         found = set(variables)

@@ -64,38 +64,27 @@ def with_operators(graph: Graph, without=()) -> tuple[Graph, list]:
 
 
 def _with_operator_of_rows(graph, equation):
-    """The graph with the operator logsumexp for M and S, and its equation, if M is the result of `equation` and is read
-    as where(isfinite(M), M, 0) alone, and S adds up exponentials relative to that, for its logarithm: so do
-    `jax.nn.logsumexp` and the operator. If not, the same graph and None."""
-    forms, guards = Forms(graph, equation), ("is_finite", "select_n")
+    """The graph with the operator logsumexp for M and S, and its equation, where a program has `jax.nn.logsumexp`'s own
+    operations: M, the result of `equation`, is read as m = where(isfinite(M), M, 0) alone, and S = sum(exp(x - m)) for
+    its logarithm and derivatives, as the operator means it. If not, the same graph and None: what else a program makes
+    of them may be for the rows whose maximum is infinite."""
+    forms = Forms(graph, equation)
     forms.in_most_rows = True
-
-    def readers(e):
-        return [r for v in e.outputs for r in graph.readers.get(v, ())]
-
-    def views(e):
-        return [r for r in readers(e) if splicing.is_alike(r)]
-
-    maxima = list(each_once([equation], views))
-    direct = [r for e in maxima for r in readers(e) if r not in maxima]
-    if {r.name for r in direct} != set(guards):
+    guard = _guard_of(graph, equation, forms)
+    if guard is None or _compares_maxima(graph, guard.outputs, forms.shape):
         return graph, None
-    steps = (*guards, "sub", "exp", "reduce_sum")
 
     def following(e):
-        return [r for r in readers(e) if e.name != "reduce_sum" and (r.name in steps or splicing.is_alike(r))]
+        return [r for r in graph.readers_of(e) if r.name in ("sub", "exp", "reduce_sum") or splicing.is_alike(r)]
 
-    made = list(each_once([equation], following))
+    made = list(each_once([guard], lambda e: following(e) if e.name != "reduce_sum" else []))
     forms.made.update(v for e in made for v in e.outputs)
     place = forms.place_of_rows
     sums = [e for e in made if e.name == "reduce_sum" and len(e.outputs[0].aval.shape) == len(place)]
     sums = [e for e in sums if forms.form(e.outputs[0], place) == form_of(S)]
-    copies = each_once(sums, lambda e: [r for r in readers(e) if splicing.is_alike(r) or r.name == "abs"])
-    of_sums = [r for e in copies for r in readers(e)]
-    is_softmax = any(r.name == "div" and r.outputs[0].aval.shape == forms.shape for r in of_sums)
-    # A derivative that is given the maxima, as a program's results, makes exponentials of an x with other roundings.
-    results = {v for e in made if e.name != "reduce_sum" for v in e.outputs} & graph.results
-    if results or is_softmax or not any(r.name == "log" for r in of_sums):
+    copies = list(each_once(sums, lambda e: [r for r in graph.readers_of(e) if _is_copy_of_sum(r)]))
+    of_sums = [r for e in copies for r in graph.readers_of(e) if not _is_copy_of_sum(r)]
+    if "log" not in {r.name for r in of_sums} or not all(_is_of_logarithm(graph, r, forms.shape) for r in of_sums):
         return graph, None
     rows = splicing.row_variables(equation)
     replacements = {e: splicing.spliced(_as_program_has(e, lambda _, total: total), rows, e.outputs, e) for e in sums}
@@ -104,6 +93,52 @@ def _with_operator_of_rows(graph, equation):
     replacements[equation] = [*splicing.rows_of(equation, rows), *new]
     graph = graph.with_replaced(replacements)
     return graph, graph.maker[rows[0]]
+
+
+def _guard_of(graph, equation, forms):
+    """The equation where(isfinite(M), M, 0) if nothing else reads M, the result of an equation."""
+    maxima = list(each_once([equation], lambda e: [r for r in graph.readers_of(e) if splicing.is_alike(r)]))
+    forms.made.update(v for e in maxima for v in e.outputs)
+    readers = dict.fromkeys(r for e in maxima for r in graph.readers_of(e) if r not in maxima)
+    (test, guard) = sorted(readers, key=lambda e: e.name) if len(readers) == 2 else (None, None)
+    if test is None or (test.name, guard.name) != ("is_finite", "select_n"):
+        return None
+    if graph.readers_of(test) != [guard] or guard.inputs[0] is not test.outputs[0] or len(guard.inputs) != 3:
+        return None
+    is_zero = forms.form(guard.inputs[1], forms.place_of_rows[: len(guard.outputs[0].aval.shape)]) == {}
+    is_result = any(v in graph.results for e in (*maxima, test) for v in e.outputs)
+    return guard if is_zero and not is_result else None
+
+
+def _is_copy_of_sum(equation):
+    return splicing.is_alike(equation) or equation.name == "abs"
+
+
+def _is_of_logarithm(graph, equation, shape):
+    """Whether what reads S is its logarithm, a division of rows' numbers by it, or the test in abs's derivative, which
+    chooses one number twice: where(S >= 0, t, 0) and where(S >= 0, 0, t)."""
+    if equation.name != "ge":
+        return equation.name == "log" or (equation.name == "div" and equation.outputs[0].aval.shape != shape)
+    chosen = [e.inputs[1:] for e in graph.readers_of(equation)]
+    is_pair = {e.name for e in graph.readers_of(equation)} == {"select_n"} and len(chosen) == 2
+    return is_pair and chosen[0] == chosen[1][::-1] and graph.results.isdisjoint(equation.outputs)
+
+
+def _compares_maxima(graph, maxima, shape):
+    """Whether the maxima, or elements of an array of this shape less maxima, are compared with anything, or the maxima
+    are results of the program: a kernel's maxima may have other bits than those that XLA compares with."""
+    pending = [(v, True) for v in maxima]
+    for v, is_maximum in pending:  # or else the difference of an element and the maximum
+        if is_maximum and v in graph.results:
+            return True
+        for reader in graph.readers.get(v, ()):
+            if reader.name in _COMPARE:
+                return True
+            is_difference = is_maximum and reader.name == "sub" and reader.outputs[0].aval.shape == shape
+            if is_difference or splicing.is_alike(reader):
+                made = reader.outputs[0], is_maximum and not is_difference
+                pending += [made] if made not in pending else []
+    return False
 
 
 def _as_program_has(equation, of):
@@ -148,25 +183,9 @@ class _WrittenOut:
             new = self.graph.with_replaced(self.replacements) if self.replacements else None
         except CycleError:
             return None
-        if new is None or any(e in new.position for e in self.exponentials) or self._compares_maxima(new):
+        if new is None or any(e in new.position for e in self.exponentials):
             return None
-        return new
-
-    def _compares_maxima(self, graph):
-        """Whether the maxima, or elements less maxima, are compared with anything, or the maxima are results of the
-        program: a kernel's maxima may have other bits than those that XLA compares with."""
-        pending = [] if self.has_operator else [(v, True) for v in self.equation.outputs]
-        for v, is_maximum in pending:  # or else the difference of an element and the maximum
-            if is_maximum and v in graph.results:
-                return True
-            for reader in graph.readers.get(v, ()):
-                if reader.name in _COMPARE:
-                    return True
-                is_difference = is_maximum and reader.name == "sub" and reader.outputs[0].aval.shape == self.shape
-                if is_difference or splicing.is_alike(reader):
-                    made = reader.outputs[0], is_maximum and not is_difference
-                    pending += [made] if made not in pending else []
-        return False
+        return None if not self.has_operator and _compares_maxima(new, self.equation.outputs, self.shape) else new
 
     def _follow(self, v, equation):
         """Notes what replaces the equation that makes v, if anything does."""
