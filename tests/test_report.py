@@ -17,7 +17,9 @@ from hypothesis import given, settings
 
 import jax_softmax
 from jax_softmax import fuse
+from jax_softmax.primitives import operators
 from jax_softmax.runtime import judge
+from jax_softmax.runtime.lowering import why_no_custom_call
 
 F32, BF16 = jnp.float32, jnp.bfloat16
 
@@ -58,10 +60,6 @@ PROGRAMS = {
     "no kernel of this rank": (lambda x: jax.nn.softmax(x * 2), shaped(*[2] * 14)),
     "a reference": (with_reference, jax.new_ref(jnp.ones((4, 5))), shaped(4, 5)),
     "own functions that XLA makes": (lambda x: jax_softmax.softmax(x), shaped(1 << 17, 128)),
-    "a function of two dtypes": (
-        lambda x, y, *arrays: jax_softmax.kl_divergence(of_many_arrays(x, *arrays), y, axis=(1, 3)),
-        *(SLOW_VIEW, shaped(*SLOW_VIEW.shape), *[SLOW_VIEW] * 40),
-    ),
 }
 PROGRAMS |= {name: (case.f, *case.args) for name, case in (test_fusion.CASES | test_fusion.WITH_CONSTANTS).items()}
 PROGRAMS |= {
@@ -93,6 +91,19 @@ def test_random_programs(program):
     f = random_programs.transformed(random_programs.function_of(program), program)
     with np.errstate(all="ignore"):
         check(f, random_programs.argument(program))
+
+
+@pytest.mark.parametrize("dtypes", [(BF16, BF16), (BF16, F32), (F32, BF16), (F32, jnp.float64)])
+@pytest.mark.parametrize("shape,axes", [((64, 512), (1,)), (SLOW_VIEW.shape, (1, 3)), ((4, 3 << 20), (1,))])
+def test_operators_alone(shape, axes, dtypes):
+    """With operands of several dtypes, which a kernel of a wider dtype takes."""
+    with jax.enable_x64(True):
+        f = jax.jit(lambda *a: operators.bind("softmax_linear", *a, where=None, axes=axes, dtype=F32))
+        traced = f.trace(*(shaped(*shape, dtype=dtype) for dtype in dtypes))
+        (equation,) = traced.jaxpr.eqns
+        avals = [[v.aval for v in of] for of in (equation.invars, equation.outvars)]
+        has_call = "custom_call @jax_softmax(" in traced.lower(lowering_platforms=("cuda",)).as_text()
+        assert has_call == (not why_no_custom_call("softmax_linear", *avals, axes))
 
 
 def test_float64():

@@ -17,7 +17,6 @@ from jax_softmax.fusion.attention import kernels as attention
 from jax_softmax.fusion.graph import edited, graph_of, is_variable, jaxprs_of, opened
 from jax_softmax.fusion.rewriting import has_operators, rewritten
 from jax_softmax.primitives import interpreters
-from jax_softmax.runtime import judge
 
 fused_p = Primitive("fused")
 fused_p.multiple_results = True
@@ -204,7 +203,7 @@ def _lower(ctx, *operands, jaxpr, unfused):
 
 def _lower_for_cuda(ctx, *operands, jaxpr, unfused):
     new = rewritten(jaxpr)
-    if unfused is not None and not (has_operators(new) and judge.has_cuda_kernels(())):
+    if unfused is not None and not has_operators(new):
         new = unfused
     return _lower(ctx, *operands, jaxpr=new, unfused=None)
 
