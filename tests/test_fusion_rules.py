@@ -171,6 +171,22 @@ def guarded_logsumexp(x, axis=-1, keepdims=False):
     return jnp.log(jnp.abs(total)) + m
 
 
+def cases_of_its_own(x):
+    """A softmax that is 0 in rows of nothing but -inf."""
+    m = jnp.max(x, -1, keepdims=True)
+    is_finite = jnp.isfinite(m)
+    m = jnp.where(is_finite, m, 0)
+    lse = jnp.where(is_finite, jnp.log(jnp.sum(jnp.exp(x - m), -1, keepdims=True)) + m, 0)
+    return jnp.exp(jnp.where(is_finite, x, -jnp.inf) - lse)
+
+
+def by_sum(x, case):
+    """With a case of its own for some rows."""
+    m = guarded_maximum(x)
+    total = jnp.sum(jnp.exp(x - m), -1, keepdims=True)
+    return jnp.where(case(total), jnp.log(total) + m, 0)
+
+
 # Of which rows are NaN, infinite, masked in part and altogether, and large.
 SPECIAL = np.where(np.arange(N)[:, None] == 5, 3e4 * X, SOME_WITHOUT).astype(np.float32)
 SPECIAL[0, 3], SPECIAL[1, 2], SPECIAL[2] = np.inf, np.nan, -np.inf
@@ -299,6 +315,32 @@ RULES = {
         "and the maximum": both(lambda x: guarded_logsumexp(x) * jnp.max(x, -1), X),
         "the maximum of something else": both(
             lambda x: jnp.log(jnp.sum(jnp.exp(x - guarded_maximum(Y)), -1)) + guarded_maximum(x)[:, 0], X
+        ),
+        "cases of its own": both(cases_of_its_own, SPECIAL, ops=""),
+        "another case in the sum": value(
+            lambda x: (lambda m, s: jnp.log(s) + m)(
+                m := guarded_maximum(x),
+                jnp.sum(jnp.where(jnp.isfinite(jnp.max(x, -1, keepdims=True)), jnp.exp(x - m), 0), -1, keepdims=True),
+            ),
+            SPECIAL,
+        ),
+        "a case by the sum": both(lambda x: by_sum(x, lambda s: s >= 0), SPECIAL, ops=""),
+        "a case of NaN": both(lambda x: by_sum(x, lambda s: s == s), SPECIAL, ops=""),
+        **{
+            f"a guard of {name}": value(
+                lambda x, of=of: (lambda m: jnp.log(jnp.sum(jnp.exp(x - m), -1, keepdims=True)) + m)(
+                    (lambda m: jnp.where(jnp.isfinite(m), m, of(x)))(jnp.max(x, -1, keepdims=True))
+                ),
+                SPECIAL,
+                ops="",
+            )
+            for name, of in {"NaN": lambda x: jnp.nan, "-inf": lambda x: -jnp.inf, "x": lambda x: x[:, :1]}.items()
+        },
+        "compared with the maximum": value(
+            lambda x: (lambda y: jnp.sum(y == guarded_maximum(y), -1) + guarded_logsumexp(y))(jnp.exp(x) * 1.7), X
+        ),
+        "exponentials as well": both(
+            lambda x: jnp.exp(x - guarded_maximum(x)) * guarded_logsumexp(x, keepdims=True), X
         ),
         "the maximum that was guarded": value(
             lambda x: (lambda m: (m, jnp.log(jnp.sum(jnp.exp(x - m), -1))))(guarded_maximum(x)), SPECIAL
