@@ -177,14 +177,14 @@ def cases_of_its_own(x):
     is_finite = jnp.isfinite(m)
     m = jnp.where(is_finite, m, 0)
     lse = jnp.where(is_finite, jnp.log(jnp.sum(jnp.exp(x - m), -1, keepdims=True)) + m, 0)
-    return jnp.exp(jnp.where(is_finite, x, -jnp.inf) - lse)
+    return jnp.exp(x - lse)
 
 
 def by_sum(x, case):
     """With a case of its own for some rows."""
     m = guarded_maximum(x)
     total = jnp.sum(jnp.exp(x - m), -1, keepdims=True)
-    return jnp.where(case(total), jnp.log(total) + m, 0)
+    return jnp.where(case(total), x - (jnp.log(total) + m), 0)
 
 
 # Of which rows are NaN, infinite, masked in part and altogether, and large.
