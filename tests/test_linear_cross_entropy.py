@@ -364,6 +364,22 @@ def test_probabilities_lie_as_logits_do():
     support.assert_close(halves, [expected] * 4, rtol=1e-2, atol=1e-2)
 
 
+def test_tokens_that_fill_up_a_chunk_count_for_nothing():
+    """Also where their logits are not finite, as a bias has it."""
+    x, w, _, _ = operands()
+    bias, labels = jnp.zeros(VOCABULARY).at[3].set(-jnp.inf), probabilities().at[:, 3].set(0)
+    mask = np.arange(VOCABULARY) != 3
+
+    def total(x, smoothing):
+        options = {"bias": bias, "label_smoothing": smoothing, "reduction": "sum", "chunk": 4}
+        return linear_cross_entropy(x, w, labels, **options)
+
+    assert total(x, 0.2) == jnp.inf
+    value, gradients = jax.value_and_grad(total, (0, 1))(x, jnp.zeros(()))
+    expected = by_numpy(jax.value_and_grad(lambda x: expected_loss(x @ w[:, mask], labels[:, mask], "sum")), x)
+    support.assert_close((value, gradients[0]), expected, rtol=1e-5, atol=1e-5)
+
+
 # ---- Programs
 
 
@@ -434,8 +450,10 @@ def test_memory():
     if jax.default_backend() != "cpu":
         pytest.skip("of CPUs")
 
+    labels = LARGE[2]
+
     def temporary(f):
-        return jax.jit(f).lower(*LARGE).compile().memory_analysis().temp_size_in_bytes
+        return jax.jit(f).lower(*LARGE[:2], labels).compile().memory_analysis().temp_size_in_bytes
 
     def loss(chunk, reduction):
         return lambda *args: jnp.sum(linear_cross_entropy(*args, chunk=chunk, reduction=reduction))
@@ -444,6 +462,9 @@ def test_memory():
     for reduction in ("mean", None):
         chunked, whole = (temporary(jax.value_and_grad(loss(chunk, reduction), (0, 1))) for chunk in (128, None))
         assert 2 * chunked < whole
+    labels = jax.ShapeDtypeStruct((1024, 4096), jnp.float32)  # of which there is no copy
+    for reduction in ("mean", None):
+        assert temporary(jax.value_and_grad(loss(128, reduction), (0, 1))) < labels.size * labels.dtype.itemsize / 2
 
 
 def test_what_is_kept_for_the_backward_pass():
@@ -591,10 +612,12 @@ def test_export():
     pytest.importorskip("flatbuffers", reason="jax.export serializes by it")
     x, w, labels, _ = operands()
     labels = labels.astype(np.int32)
-    f = jax.value_and_grad(functools.partial(linear_cross_entropy, chunk=4), (0, 1))
+    f = jax.value_and_grad(functools.partial(linear_cross_entropy, chunk=4, label_smoothing=0.1), (0, 1))
     (tokens,) = jax.export.symbolic_shape("tokens")
     symbolic = jax.ShapeDtypeStruct((tokens, FEATURES), np.float32), w, jax.ShapeDtypeStruct((tokens,), labels.dtype)
-    for specs in ((x, w, labels), symbolic):
+    (vocabulary,) = jax.export.symbolic_shape("vocabulary")
+    of_words = x, jax.ShapeDtypeStruct((FEATURES, vocabulary), np.float32), labels
+    for specs in ((x, w, labels), symbolic, of_words):
         exported = jax.export.export(jax.jit(f), disabled_checks=jax_softmax.export_checks())(*specs)
         found = jax.export.deserialize(exported.serialize()).call(x, w, labels)
         support.assert_close(found, f(x, w, labels), rtol=1e-5, atol=1e-6)

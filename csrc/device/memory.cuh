@@ -66,7 +66,7 @@ struct Memory : ViewLayout<View_, Sides> {
     C value;
     bool counts;
   };
-  // Of a pack that does not have the label.
+  // The same where nothing is added: the pack does not have the label, or is stored again with it.
   struct NoAddend {
     bool counts;
   };

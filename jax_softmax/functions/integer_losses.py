@@ -158,7 +158,9 @@ def _gradient_and_loss(mode, labelled, weights, regularization):
         logit = jax.lax.optimization_barrier(logit)
         at_label = jnp.where(jnp.isnan(logit) & (weights != 0), jnp.nan, coefficients.at_label)
         coefficients = coefficients._replace(at_label=at_label)
-    with_distances = regularization.label_smoothing is not None and _elements(mode, x) <= reference.MOST_COUNTED
+    n = _elements(mode, x)  # a symbol, maybe
+    is_countable = isinstance(n, int) and n <= reference.MOST_COUNTED
+    with_distances = regularization.label_smoothing is not None and is_countable
     op = "cross_entropy_gradient" + reference.AND_DISTANCES * with_distances
     operands = x, *coefficients, label
     gradient, *rows = bind(op, *operands, where=where, axes=mode.axes, in_place=mode.in_place)

@@ -138,9 +138,9 @@ def linear_cross_entropy(
         logits = soft_cap tanh((x·w + bias) / soft_cap) / temperature
 
     The logits are computed for all tokens at once, or for one chunk of tokens after the other, with at most 512 MiB of
-    logits: whichever takes less memory. On CUDA their gradient overwrites them. With a reduction, the forward pass of a
-    differentiated loss computes the gradients. Without one, and in float16, the backward pass does, and computes the
-    logits again. Differentiable in forward and reverse mode to any order.
+    logits: whichever takes less memory. On CUDA, where labels are integers, their gradient overwrites them. With a
+    reduction, the forward pass of a differentiated loss computes the gradients. Without one, and in float16, the
+    backward pass does, and computes the logits again. Differentiable in forward and reverse mode to any order.
 
     Args:
       x: real array of shape (..., features), or with the features along another axis.
@@ -319,7 +319,8 @@ def _losses(layer, arrays, logits, **options):
     labels = rows_sharded_as(logits, label).astype(reference.wide_dtype(logits.dtype))
     if regularization.label_smoothing is not None:
         classes = logits.shape[-1] * math.prod(map(jax.lax.axis_size, layer.axis_name))
-        labels = labels + regularization.label_smoothing * (1 / classes - labels)
+        smoothed = regularization.label_smoothing * (1 / classes - labels)
+        labels = labels + jnp.where(arrays["found"], smoothed, 0)  # of tokens that fill up a chunk they stay 0
     losses = soft_losses(mode.axes, layer.axis_name, logits, labels, None)
     if regularization.z_loss is not None:
         losses += regularization.z_loss * row_normalizer(logits, None, mode.axes, layer.axis_name).lse ** 2
@@ -359,7 +360,7 @@ def _over_chunks(layer, names, of_chunk, arrays):
     if split is None or (layer.chunk is None and types_tell_shardings([jax.typeof(x), jax.typeof(w)])):
         return of_chunk(arrays)  # w's gradient, a single product, is rounded once
     wide = {"wide": arrays["wide"].astype(layer.accumulate_dtype)} if widens else {}
-    one_by_one = functools.partial(_one_by_one, of_chunk, *split, arrays | wide)
+    one_by_one = functools.partial(_one_by_one, of_chunk, *split, names, arrays | wide)
     if layer.chunk is not None:
         return one_by_one()
     # The condition is known when the program is lowered, and XLA drops the other branch.
@@ -372,7 +373,7 @@ def split_of(shape, logit_bytes, sum_bytes, chunk=None):
     Chunks are taken if they save memory, or if the caller asks for them. `logit_bytes` are those of one token's logits,
     `sum_bytes` those that chunks take besides, to add up a gradient. Symbolic shapes are not split.
     """
-    if not all(isinstance(n, int) for n in shape) or math.prod(shape) <= 1:
+    if not all(isinstance(n, int) for n in (*shape, logit_bytes)) or math.prod(shape) <= 1:
         return None
     dim = max(range(len(shape)), key=lambda d: shape[d])
     extent, others = shape[dim], math.prod(shape) // shape[dim]
@@ -383,33 +384,41 @@ def split_of(shape, logit_bytes, sum_bytes, chunk=None):
     return (dim, size) if size < extent and (saves or chunk is not None) else None
 
 
-def _one_by_one(of_chunk, dim, size, arrays):
+def _one_by_one(of_chunk, dim, size, names, arrays):
     """`of_chunk` of one chunk after the other, `size` tokens each along dimension `dim`.
 
     Chunk i of n has the tokens i, i + n, i + 2 n, ...: if tokens are sharded, each device has a part of every chunk.
     The last chunk is padded with tokens of 0 and weight 0. The first chunk is not part of the loop, so that its sums
-    need not be added to zeros.
+    need not be added to zeros. Arrays by which there are no gradients (`names` has the others) are not copied.
     """
     extent, w = arrays["x"].shape[dim], arrays["w"]
     count = -(-extent // size)
 
-    def chunks(a):
+    def divided(a):
         missing = [(0, count * size - extent if d == dim else 0) for d in range(a.ndim)]
         a = jnp.pad(a, missing) if extent % size else a
-        return jnp.moveaxis(a.reshape(*a.shape[:dim], size, count, *a.shape[dim + 1 :]), dim + 1, 0)
+        return a.reshape(*a.shape[:dim], size, count, *a.shape[dim + 1 :])
 
     def joined(first, others):
         a = jnp.moveaxis(jnp.concatenate([first[None], others]), 0, dim + 1)
         a = a.reshape(*a.shape[:dim], size * count, *a.shape[dim + 2 :])
         return jax.lax.slice_in_dim(a, 0, extent, axis=dim)
 
-    def step(sums, chunk):
-        of_tokens, terms = of_chunk(arrays | chunk)
+    @jax.checkpoint  # or else a backward pass would be given copies of all chunks
+    def of_kth(k, chunks):
+        others = {name: jax.lax.dynamic_index_in_dim(all_chunks[name], k, dim + 1, False) for name in in_place}
+        return of_chunk(arrays | others | chunks)
+
+    def step(sums, kth):
+        of_tokens, terms = of_kth(*kth)
         return jax.tree.map(jnp.add, sums, terms), of_tokens
 
-    all_chunks = {name: chunks(arrays[name]) for name in _OF_TOKENS}
-    first, sums = of_chunk(arrays | {name: a[0] for name, a in all_chunks.items()})
-    sums, others = jax.lax.scan(step, sums, {name: a[1:] for name, a in all_chunks.items()})
+    all_chunks = {name: divided(arrays[name]) for name in _OF_TOKENS}
+    in_place = set(_OF_TOKENS).difference(names)
+    moved = {name: jnp.moveaxis(a, dim + 1, 0) for name, a in all_chunks.items() if name not in in_place}
+    first, sums = of_kth(0, {name: a[0] for name, a in moved.items()})
+    rest = jnp.arange(1, count), {name: a[1:] for name, a in moved.items()}
+    sums, others = jax.lax.scan(step, sums, rest)
     if "wide" in sums:
         sums["wide"] = sums["wide"].astype(w.dtype)
     return jax.tree.map(joined, first, others), sums
