@@ -218,6 +218,9 @@ def sampled(names, cases, every, ids=name_of, **options):
     return pytest.mark.parametrize(names, params, ids=ids, **options)
 
 
+one_name = sampled("name", NAMES, 2)  # where both run the same lines
+
+
 _COLLECTIVE = re.compile(
     r"= (\S+|\(.*?\)) (all-gather|all-reduce|all-to-all|collective-[a-z]+|reduce-scatter)(?:-start)?\("
 )
