@@ -270,8 +270,7 @@ def test_derivative_of_a_scale_that_is_nan(columns, result):
 def test_what_is_kept_for_the_backward_pass():
     """x, and the scales."""
     x = jnp.ones((64, 4096), jnp.bfloat16)
-    _, pullback = jax.vjp(lambda x: absmax_scale(x)[0], x)
-    assert support.kept_bytes(pullback) <= x.nbytes + 4 * 64
+    assert support.kept_bytes(lambda x: absmax_scale(x)[0], x) <= x.nbytes + 4 * 64
 
 
 # ---- Programs
