@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import support
+from by_numpy import by_numpy
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -219,8 +220,8 @@ def references(case):
 
 def in_float64(case, operands):
     operands = [a.astype(np.float64) if jnp.issubdtype(a.dtype, jnp.floating) else a for a in operands]
-    with jax.enable_x64(True), support.on_a_cpu():
-        return [np.asarray(a) for a in jitted(case.program, *operands)]
+    with jax.enable_x64(True):
+        return by_numpy(functools.partial(values_and_gradients, case.program), *operands)
 
 
 def fused(case):
@@ -386,7 +387,7 @@ def test_batch_and_heads_are_divided(specs, kind):
         np.testing.assert_allclose(a, b, rtol=0, atol=0.02 * np.abs(b).max())
 
 
-@pytest.mark.parametrize("outside", [False, True])
+@support.sampled("outside", [True, False], 2)
 def test_in_shard_map(outside):
     mesh, operands = support.mesh_of_cpus((4, 2), AxisType.Auto), Case(scaled, n_batch=(8, 2)).operands()
 

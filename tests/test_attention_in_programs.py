@@ -246,23 +246,26 @@ def assert_as_exact(found, program, operands):
 
 # Others say nearly the same: they run with --sweeps alone.
 ALIKE = {
-    "jax.nn",
-    "repeated keys",
+    "added mask",
     "bias",
     "bias, constant",
     "by hand",
+    "causal",
+    "checkpoint",
     "divided later",
+    "divided later, by a constant maximum",
     "divided later, checkpoint",
     "divided later, output alone",
-    "divided later, by a constant maximum",
-    "heads first",
     "dropout that heads share",
+    "heads first",
+    "jax.nn",
+    "linen",
+    "repeated keys",
+    "scan of checkpoint",
     "sink of softmax",
     "sink, constant",
     "sink, output alone",
-    "linen",
     "softmax with a mask",
-    "scan of checkpoint",
 }
 
 
@@ -365,7 +368,7 @@ class Drawn:
         return steps[rng.choice(list(steps))](y).astype(dtype)
 
 
-@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.sweep) for seed in range(4, 200))])
+@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.sweep) for seed in range(3, 200))])
 def test_drawn_programs(seed):
     drawn = Drawn(100 * seed)
     operands = [*drawn.operands, *drawn.arrays]
@@ -576,7 +579,7 @@ PITFALLS = {
 }
 
 
-@support.sampled("name", PITFALLS, 2)
+@support.sampled("name", PITFALLS, 3)
 def test_pitfalls(name):
     program, operands = PITFALLS[name]
     with emulated.kernels(attention=True), attention_on_host.kernels(in_jax=True):
