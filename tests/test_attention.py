@@ -274,7 +274,7 @@ def extent_of(wrong, letters):
     return ", ".join(f"{c} {low}..{high}" for c, low, high in zip(letters, found.min(0), found.max(0), strict=True))
 
 
-# ---- Cases: the first ones run on the host as well, the others there with --sweeps alone
+# ---- Cases: the first ones run on the host as well, in one of the ways to copy; the others there with --sweeps alone
 
 LENGTHS = [(63, 65), (64, 64), (65, 63), (197, 197), (197, 1500), (1500, 197)]
 LAYOUTS = ["bhid,bhjd,bhje", "bihd,bhjd,jhbe", "id,jd,je", "bihgd,bjhd,bjhe", "gihd,jhd,jhe", "ihd,jd,je"]
@@ -312,12 +312,18 @@ on_gpu = pytest.mark.skipif(support.why_no_cuda() is not None, reason=str(suppor
 on_host = pytest.mark.skipif(attention_on_host.COMPILER is None, reason="needs a C++ compiler and the sources")
 
 
+# Copies are made when they begin, or late: when they are waited for.
+COPIES = list(itertools.product([*FIRST, *OTHERS], [False, True]))
+FIRST_COPIES = [(case, k % 2 == 1) for k, case in enumerate(FIRST)]
+
+
 @on_host
-@pytest.mark.parametrize("case", [*FIRST, *(pytest.param(case, marks=pytest.mark.sweep) for case in OTHERS)], ids=str)
-def test_on_the_host(case):
-    for late in (False, True):  # copies are made when they begin, or when they are waited for
-        with emulated.kernels(attention=True), attention_on_host.kernels(late):
-            check(case)
+@pytest.mark.parametrize(
+    "case,late", [pytest.param(*c, marks=[pytest.mark.sweep] * (c not in FIRST_COPIES)) for c in COPIES], ids=str
+)
+def test_on_the_host(case, late):
+    with emulated.kernels(attention=True), attention_on_host.kernels(late):
+        check(case)
 
 
 @on_gpu

@@ -342,7 +342,7 @@ LONG = {
 
 
 @compiler_is_needed
-@support.sampled("name", LONG, 2)
+@support.sampled("name", LONG, 3)
 def test_long_chains(name):
     """Longer than Python's stack is deep."""
 
