@@ -37,7 +37,8 @@ def _results(equation, operands):
         return _run(inner.jaxpr, inner.consts, operands)
     if name not in OPERATIONS:
         made = equation.primitive.bind(*operands, **params)
-        return map(np.asarray, made if equation.primitive.multiple_results else [made])
+        made = made if equation.primitive.multiple_results else [made]
+        return [a if jnp.issubdtype(a.dtype, jax.dtypes.prng_key) else np.asarray(a) for a in made]
     made = OPERATIONS[name](*operands, **params)
     made = made if equation.primitive.multiple_results else [made]
     return [np.asarray(a).astype(var.aval.dtype) for a, var in zip(made, equation.outvars, strict=True)]
@@ -69,6 +70,7 @@ def _dot(a, b, dimension_numbers, **params):
         letters_b[j] = i
     both = {*of_a, *batch_a}
     kept = [*batch_a, *(n for n in (*letters_a, *letters_b) if n not in both)]
+    a, b = (x.astype(np.float32) if x.dtype == jnp.bfloat16 else x for x in (a, b))  # einsum knows no bfloat16
     return np.einsum(a, letters_a, b, letters_b, kept)
 
 

@@ -44,7 +44,7 @@ def pytest_configure(config):
         deadline=None,
         derandomize=True,
         database=None,
-        max_examples=300 if config.getoption("--sweeps") else 25,
+        max_examples=300 if config.getoption("--sweeps") else 16,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
     )
     settings.load_profile("jax_softmax")

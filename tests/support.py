@@ -200,9 +200,10 @@ SECOND = (jax.hessian, lambda f: jax.jacrev(jax.jacrev(f)))
 THIRD = (lambda f: jax.jacfwd(jax.hessian(f)),)
 
 
-def kept_bytes(pullback):
-    """Of what a backward pass keeps of the forward one."""
-    return sum(a.nbytes for a in jax.tree.leaves(pullback) if hasattr(a, "nbytes"))
+def kept_bytes(f, *operands):
+    """Of what f's backward pass keeps of the forward one."""
+    _, pullback = jax.eval_shape(functools.partial(jax.vjp, f), *operands)
+    return sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(pullback))
 
 
 def name_of(value):
@@ -216,6 +217,9 @@ def sampled(names, cases, every, ids=name_of, **options):
         values = case if "," in names else (case,)
         params.append(pytest.param(*values, marks=[pytest.mark.sweep] if i % every else []))
     return pytest.mark.parametrize(names, params, ids=ids, **options)
+
+
+one_name = sampled("name", NAMES, 2)  # where both run the same lines
 
 
 _COLLECTIVE = re.compile(

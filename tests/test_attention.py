@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import support
+from by_numpy import by_numpy
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -219,8 +220,8 @@ def references(case):
 
 def in_float64(case, operands):
     operands = [a.astype(np.float64) if jnp.issubdtype(a.dtype, jnp.floating) else a for a in operands]
-    with jax.enable_x64(True), support.on_a_cpu():
-        return [np.asarray(a) for a in jitted(case.program, *operands)]
+    with jax.enable_x64(True):
+        return by_numpy(functools.partial(values_and_gradients, case.program), *operands)
 
 
 def fused(case):
@@ -273,7 +274,7 @@ def extent_of(wrong, letters):
     return ", ".join(f"{c} {low}..{high}" for c, low, high in zip(letters, found.min(0), found.max(0), strict=True))
 
 
-# ---- Cases: the first ones run on the host as well, the others there with --sweeps alone
+# ---- Cases: the first ones run on the host as well, in one of the ways to copy; the others there with --sweeps alone
 
 LENGTHS = [(63, 65), (64, 64), (65, 63), (197, 197), (197, 1500), (1500, 197)]
 LAYOUTS = ["bhid,bhjd,bhje", "bihd,bhjd,jhbe", "id,jd,je", "bihgd,bjhd,bjhe", "gihd,jhd,jhe", "ihd,jd,je"]
@@ -311,12 +312,18 @@ on_gpu = pytest.mark.skipif(support.why_no_cuda() is not None, reason=str(suppor
 on_host = pytest.mark.skipif(attention_on_host.COMPILER is None, reason="needs a C++ compiler and the sources")
 
 
+# Copies are made when they begin, or late: when they are waited for.
+COPIES = list(itertools.product([*FIRST, *OTHERS], [False, True]))
+FIRST_COPIES = [(case, k % 2 == 1) for k, case in enumerate(FIRST)]
+
+
 @on_host
-@pytest.mark.parametrize("case", [*FIRST, *(pytest.param(case, marks=pytest.mark.sweep) for case in OTHERS)], ids=str)
-def test_on_the_host(case):
-    for late in (False, True):  # copies are made when they begin, or when they are waited for
-        with emulated.kernels(attention=True), attention_on_host.kernels(late):
-            check(case)
+@pytest.mark.parametrize(
+    "case,late", [pytest.param(*c, marks=[pytest.mark.sweep] * (c not in FIRST_COPIES)) for c in COPIES], ids=str
+)
+def test_on_the_host(case, late):
+    with emulated.kernels(attention=True), attention_on_host.kernels(late):
+        check(case)
 
 
 @on_gpu
@@ -386,7 +393,7 @@ def test_batch_and_heads_are_divided(specs, kind):
         np.testing.assert_allclose(a, b, rtol=0, atol=0.02 * np.abs(b).max())
 
 
-@pytest.mark.parametrize("outside", [False, True])
+@support.sampled("outside", [True, False], 2)
 def test_in_shard_map(outside):
     mesh, operands = support.mesh_of_cpus((4, 2), AxisType.Auto), Case(scaled, n_batch=(8, 2)).operands()
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import support
+from by_numpy import by_numpy
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -231,7 +232,7 @@ def check(program, operands, kernels):
 def assert_as_exact(found, program, operands):
     """As the unfused program, measured by the same in float32, and by bfloat16's steps."""
     wide = [a.astype(jnp.float32) if a.dtype == jnp.bfloat16 else a for a in operands]
-    unfused, exact = jax.jit(program)(*operands), jax.jit(program)(*wide)
+    unfused, exact = jax.jit(program)(*operands), by_numpy(program, *wide)
     for own, other, right in zip(*map(jax.tree.leaves, (found, unfused, exact)), strict=True):
         assert (own.shape, own.dtype) == (other.shape, other.dtype)
         own, other, right = (np.asarray(a, np.float64) for a in (own, other, right))
@@ -245,19 +246,26 @@ def assert_as_exact(found, program, operands):
 
 # Others say nearly the same: they run with --sweeps alone.
 ALIKE = {
-    "jax.nn",
-    "repeated keys",
+    "added mask",
     "bias",
+    "bias, constant",
+    "by hand",
+    "causal",
+    "checkpoint",
     "divided later",
-    "divided later, output alone",
     "divided later, by a constant maximum",
-    "heads first",
+    "divided later, checkpoint",
+    "divided later, output alone",
     "dropout that heads share",
+    "heads first",
+    "jax.nn",
+    "linen",
+    "repeated keys",
+    "scan of checkpoint",
     "sink of softmax",
     "sink, constant",
     "sink, output alone",
-    "linen",
-    "scan of checkpoint",
+    "softmax with a mask",
 }
 
 
@@ -360,7 +368,7 @@ class Drawn:
         return steps[rng.choice(list(steps))](y).astype(dtype)
 
 
-@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.sweep) for seed in range(4, 200))])
+@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.sweep) for seed in range(3, 200))])
 def test_drawn_programs(seed):
     drawn = Drawn(100 * seed)
     operands = [*drawn.operands, *drawn.arrays]
@@ -571,7 +579,7 @@ PITFALLS = {
 }
 
 
-@support.sampled("name", PITFALLS, 2)
+@support.sampled("name", PITFALLS, 3)
 def test_pitfalls(name):
     program, operands = PITFALLS[name]
     with emulated.kernels(attention=True), attention_on_host.kernels(in_jax=True):

@@ -12,7 +12,7 @@ import support
 from jax.ad_checkpoint import print_saved_residuals
 from jax.experimental import checkify, pallas
 from jax.experimental.jet import jet
-from support import CUSTOM_VJPS, JAX_NN, NAMES, OPERATORS, every_name, sampled
+from support import CUSTOM_VJPS, JAX_NN, NAMES, OPERATORS, every_name, one_name, sampled
 
 import jax_softmax
 
@@ -56,7 +56,7 @@ def test_checkify(checks, context, name):
     oracles.check(y, oracles.reference(name, FINE))
 
 
-@every_name
+@one_name
 def test_checkify_of_derivatives(name):
     def pullback(g):
         return jax.vjp(OPERATORS[name], FINE)[1](g)[0]
@@ -138,7 +138,7 @@ def test_debug_nans_is_silent_where_results_are_numbers(masked, name):
             jax.grad(numbers)(x)
 
 
-@every_name
+@one_name
 def test_compile_logs_name_the_operator(name, caplog):
     x = jnp.asarray(support.normal((3, 19)))
 
@@ -232,7 +232,7 @@ def test_jet(what, masked, name):
         support.assert_close(series, expected, rtol=1e-11, atol=1e-12)
 
 
-@every_name
+@one_name
 def test_jet_refuses_rows_that_are_spread(name):
     x = support.normal((3, 4))
     f = jax.vmap(lambda x: jet(lambda x: OPERATORS[name](x, axis_name="i"), (x,), ([x],)), axis_name="i")
@@ -240,7 +240,7 @@ def test_jet_refuses_rows_that_are_spread(name):
         f(x)
 
 
-@every_name
+@one_name
 def test_costs(name):
     """Of a custom call XLA knows none, and Pallas the bytes alone; where there is no kernel all are known."""
     x = jax.ShapeDtypeStruct((8, 16), "float32")

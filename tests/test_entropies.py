@@ -48,7 +48,7 @@ def squeezed(bounded, shape, axis, where):
 # ---- values
 
 
-@support.sampled("masked,dtype,view", CASES, 7)
+@support.sampled("masked,dtype,view", CASES, 9)
 def test_entropy(masked, dtype, view):
     shape, axis = view
     where = random_mask(shape) if masked else None
@@ -57,7 +57,7 @@ def test_entropy(masked, dtype, view):
             check(entropy(x, axis, where), expected_entropy(x, axis, where), f"of {dtype}{shape} along {axis}")
 
 
-@support.sampled("masked,dtype,view", CASES, 7)
+@support.sampled("masked,dtype,view", CASES, 9)
 def test_divergence(masked, dtype, view):
     shape, axis = view
     where = random_mask(shape) if masked else None
@@ -68,7 +68,7 @@ def test_divergence(masked, dtype, view):
         check(found, expected_divergence(x, y, axis, where), f"of {dtype}{shape} along {axis}")
 
 
-@support.sampled("offset,columns", itertools.product([1000, -1000, 1e6], [5, 32, 1000, 8191, 70_000]), 2)
+@support.sampled("offset,columns", itertools.product([1000, -1000, 1e6], [5, 32, 1000, 8191, 70_000]), 4)
 def test_a_common_offset_costs_nothing(offset, columns):
     """The offset numbers are the operands; float32 leaves them their distances from one another, and so the results."""
     x = (normal((4, columns)) + np.float32(offset)).astype(np.float32)
@@ -96,7 +96,7 @@ def test_uniform_rows(n):
     np.testing.assert_allclose(kl_divergence(x, 2 * x), 0, atol=1e-6)
 
 
-@support.sampled("dtype,columns", itertools.product(["bfloat16", "float32"], [5, 33, 1000, 8191, 20_001]), 2)
+@support.sampled("dtype,columns", itertools.product(["bfloat16", "float32"], [5, 33, 1000, 8191, 20_001]), 4)
 def test_what_is_not_finite(dtype, columns):
     """A row with a NaN or +inf, or nothing but -inf, is NaN; a -inf among others is a class of probability 0."""
     x = support.nonfinite_rows(columns, dtype)
@@ -223,7 +223,7 @@ def divergence_in_numpy(x, y, where=None):
 ORDERS = (*FIRST, *SECOND, lambda f: jax.jacfwd(jax.jacfwd(f)), *THIRD)
 
 
-@support.sampled("of,masked", itertools.product(["entropy", "p", "q", "both"], [False, True]), 3)
+@support.sampled("of,masked", itertools.product(["entropy", "p", "q", "both"], [False, True]), 7)
 def test_derivatives(of, masked):
     """Of every order and in both modes, against jax.numpy in float64."""
     with jax.enable_x64(True):
@@ -242,7 +242,7 @@ def test_derivatives(of, masked):
         support.same_derivatives(ours, theirs, ORDERS, [at], rtol=1e-11, atol=1e-12)
 
 
-@support.sampled("dtype,view", itertools.product(["float16", "bfloat16", "float32"], SHAPES[:6]), 3)
+@support.sampled("dtype,view", itertools.product(["float16", "bfloat16", "float32"], SHAPES[:6]), 5)
 def test_gradients(dtype, view):
     """-p (log p + entropy); p (log p - log q - divergence) and q - p: rounded once, to the logits' dtype."""
     shape, axis = view
@@ -292,8 +292,7 @@ def test_what_is_kept_for_the_backward_pass():
     """The logits and what rows have, but no exponentials."""
     x, y = jnp.ones((64, 4096), jnp.bfloat16), jnp.zeros((64, 4096), jnp.bfloat16)
     for f, logits in ((entropy, (x,)), (kl_divergence, (x, y))):
-        _, pullback = jax.vjp(f, *logits)
-        assert support.kept_bytes(pullback) <= sum(a.nbytes for a in logits) + 8 * 64 * 4
+        assert support.kept_bytes(f, *logits) <= sum(a.nbytes for a in logits) + 8 * 64 * 4
 
 
 def test_only_what_is_asked_for_is_differentiated():

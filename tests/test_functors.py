@@ -1,6 +1,8 @@
 """Schedules do not know what memory holds: what is done to an element before the operator, and to its result after it,
 goes through each of them as it is, for every operator."""
 
+import itertools
+
 import jax.numpy as jnp
 import numpy as np
 import oracles
@@ -30,15 +32,12 @@ DTYPES = [("bfloat16", "float32", "float32"), ("float32", "bfloat16", "bfloat16"
 
 every_view = pytest.mark.parametrize("way", VIEWS.values(), ids=VIEWS.keys())
 # The same views with each of their kept dimensions.
-every_causal_view = pytest.mark.parametrize(
-    "kept,way",
-    [
-        pytest.param(d, way, id=f"{name}-{d}")
-        for name, way in VIEWS.items()
-        for d, n in enumerate(way.shape)
-        if d not in way.axes and n > 1
-    ],
-)
+CAUSAL_VIEWS = {
+    f"{name}-{d}": (d, way)
+    for name, way in VIEWS.items()
+    for d, n in enumerate(way.shape)
+    if d not in way.axes and n > 1
+}
 on_gpu = pytest.mark.skipif(support.why_no_cuda() is not None, reason=str(support.why_no_cuda()))
 
 
@@ -100,14 +99,11 @@ def test_one_view_for_each_schedule():
     }
 
 
-@every_view
-@pytest.mark.parametrize(
-    "dtypes", [DTYPES[0], *(pytest.param(d, marks=pytest.mark.sweep) for d in DTYPES[1:])], ids=str
-)
-def test_compiles(jit, dtypes, way):
-    for op, masked in (("softmax", False), ("softmax_linear", True)):
-        for step in plan_of(way, op, dtypes, "columns", masked, load_of(op), STORE, more_results=["float32"])["steps"]:
-            assert jit.binary(step["code"])[:4] == b"\x7fELF"
+@support.sampled("view,op,dtypes", itertools.product(VIEWS, ["softmax", "softmax_linear"], DTYPES), 5, ids=str)
+def test_compiles(jit, view, op, dtypes):
+    masked, way = op == "softmax_linear", VIEWS[view]
+    for step in plan_of(way, op, dtypes, "columns", masked, load_of(op), STORE, more_results=["float32"])["steps"]:
+        assert jit.binary(step["code"])[:4] == b"\x7fELF"
 
 
 @on_gpu
@@ -123,14 +119,14 @@ def test_load_of_each_dtype_and_shape(dtypes, shape, way):
     oracles.check(result, expected, f"of {read}, written as {written}")
 
 
-@every_causal_view
+@support.sampled("kept,way", CAUSAL_VIEWS.values(), 2, ids=list(CAUSAL_VIEWS))
 def test_causal_mask_compiles(jit, kept, way):
     for step in way.plan("softmax", sides=indices(way, kept), load=CAUSAL)["steps"]:
         assert jit.binary(step["code"])[:4] == b"\x7fELF"
 
 
 @on_gpu
-@every_causal_view
+@pytest.mark.parametrize("kept,way", CAUSAL_VIEWS.values(), ids=CAUSAL_VIEWS)
 def test_causal_mask(kept, way):
     """An index along a kept dimension, which all elements of a row share, beside one along a reduced dimension."""
     x = integers(way.shape, "bfloat16")

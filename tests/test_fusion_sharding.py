@@ -4,6 +4,7 @@ Eight simulated CPU devices. A device's kernel is done in JAX, as it is where de
 """
 
 import contextlib
+import itertools
 import re
 
 import emulated
@@ -98,9 +99,7 @@ def derivative_of(f):
 KEPT = {P("data"): (2, 4, 16, 16), P("data", "model"): (2, 2, 16, 16), P("data", None, "model"): (2, 4, 8, 16)}
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
-@pytest.mark.parametrize("spec", KEPT, ids=str)
-@pytest.mark.parametrize("f", [scaled, causal])
+@support.sampled("spec,f,kind", itertools.product(KEPT, [scaled, causal], [AxisType.Auto, AxisType.Explicit]), 3)
 def test_kept_axes(f, spec, kind):
     check(f, arrays(SHAPE), [spec], {("softmax", KEPT[spec])}, kind=kind)
 

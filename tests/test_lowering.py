@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import DEVICES, OPERATORS, every_name, plan, sampled
+from support import DEVICES, OPERATORS, every_name, one_name, plan, sampled
 
 import jax_softmax
 from jax_softmax.runtime import cuda, judge, lowering
@@ -76,7 +76,7 @@ def test_dtypes(platform, dtype, name):
     assert "stablehlo.convert" not in text, text
 
 
-@every_name
+@one_name
 @pytest.mark.parametrize("batch", [0, 1, 2, 3])
 @pytest.mark.parametrize("axis", [-1, 0, 1, (0, 2), None], ids=str)
 def test_vmap(platform, axis, batch, name):
@@ -84,7 +84,7 @@ def test_vmap(platform, axis, batch, name):
     assert_calls(lower(f, spec(SHAPE), platforms=[platform]), 1)
 
 
-@every_name
+@one_name
 @pytest.mark.parametrize("x_batch,g_batch", [(b, c) for b in (0, 1, 3) for c in (b, None)] + [(None, 0), (None, 2)])
 def test_vmap_of_the_gradient(platform, x_batch, g_batch, name):
     out = g_batch if x_batch is None else x_batch
@@ -94,7 +94,7 @@ def test_vmap_of_the_gradient(platform, x_batch, g_batch, name):
         assert_calls(lower(f, *specs, platforms=[platform]), 2)
 
 
-@every_name
+@one_name
 @pytest.mark.parametrize("x_batch,mask_batch", [(b, c) for b in (0, 1, 3) for c in (b, None)] + [(None, 0), (None, 2)])
 def test_vmap_with_a_mask(platform, x_batch, mask_batch, name):
     out = mask_batch if x_batch is None else x_batch
@@ -105,7 +105,7 @@ def test_vmap_with_a_mask(platform, x_batch, mask_batch, name):
         assert_calls(text, 1)
 
 
-@every_name
+@one_name
 @sampled("inner,outer", itertools.product((0, 1, 2), (0, 1, 3)), 2)
 def test_vmap_of_vmap(platform, inner, outer, name):
     for axis in (0, -1, (0, 1)):
@@ -125,7 +125,7 @@ def test_vmap_over_different_axes_moves_one_operand_at_most(platform, name):
     assert text.count("stablehlo.transpose") <= 1, text
 
 
-@every_name
+@one_name
 def test_hessian(platform, name):
     """The linear map is a kernel in every order, beside the elementwise terms of its own derivative."""
     text = lower(jax.hessian(lambda x: jnp.sum(OPERATORS[name](x) ** 2)), spec((6,)), platforms=[platform])
@@ -133,7 +133,7 @@ def test_hessian(platform, name):
     assert "exponential" not in text or name == "log_softmax", text
 
 
-@every_name
+@one_name
 def test_jit_inside_jit_and_scan(platform, name):
     def f(x):
         return jax.lax.scan(lambda c, a: (OPERATORS[name](c + a), None), x[0], x)[0]

@@ -88,7 +88,7 @@ def model_of(name):
     return MODELS[name]
 
 
-@pytest.mark.parametrize("name", [c.name for c in computations.COMPUTATIONS])
+@support.sampled("name", [c.name for c in computations.COMPUTATIONS], 2)
 def test_what_is_folded_can_be_said(name):
     """On any platform, and of the sizes that are measured."""
     model = model_of(name)

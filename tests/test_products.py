@@ -57,7 +57,7 @@ def reverse(f, x):
 OPERANDS = [("float32", False), ("float32", True), ("bfloat16", False)]
 
 
-@support.sampled("mode,divided,operand", itertools.product([values, forward, reverse], [False, True], OPERANDS), 4)
+@support.sampled("mode,divided,operand", itertools.product([values, forward, reverse], [False, True], OPERANDS), 8)
 def test_products(mode, divided, operand):
     (dtype, masked), where = operand, None
     if masked:

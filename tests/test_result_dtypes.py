@@ -1,6 +1,7 @@
 """Primitives whose results have another dtype than their operands: as in float32, but for what is stored."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,6 @@ OPS = [op for op, operator in OPERATORS.items() if operator.element_results and 
 DTYPES = [("bfloat16", "float32"), ("float16", "float32"), ("float32", "bfloat16"), ("float32", "float16")]
 SHAPE = (6, 40)
 
-every_op = pytest.mark.parametrize("op", OPS)
 every_dtype = support.sampled("given,result", DTYPES, 3)
 
 
@@ -52,10 +52,9 @@ def same(actual, expected, dtype, *rounded_to):
     np.testing.assert_allclose(np.asarray(actual, np.float64), expected, rtol=4 * eps, atol=4 * eps * largest)
 
 
-@every_op
-@every_dtype
-@pytest.mark.parametrize("masked", [False, True])
-def test_values(op, given, result, masked):
+@support.sampled("masked,dtypes,op", itertools.product([False, True], DTYPES, OPS), 5, ids=str)
+def test_values(masked, dtypes, op):
+    given, result = dtypes
     floats, labels = operands_of(op, given)
     where = support.random_mask(SHAPE) if masked else None
     expected = function(op, labels, where)(*wide(floats))
@@ -64,26 +63,33 @@ def test_values(op, given, result, masked):
     same(jax.jit(f)(*floats), expected, result)
 
 
-@pytest.mark.parametrize("op", [op for op in OPS if PRIMITIVES[op] in ad.primitive_jvps])
-@every_dtype
-def test_derivatives(op, given, result):
+@support.sampled(
+    "dtypes,op", itertools.product(DTYPES, [op for op in OPS if PRIMITIVES[op] in ad.primitive_jvps]), 3, ids=str
+)
+def test_derivatives(dtypes, op):
+    given, result = dtypes
     floats, labels = operands_of(op, given)
     f, in_float32 = function(op, labels, None, result), function(op, labels, None)
     tangents = [normal(a.shape, a.dtype, seed=5 + i, scale=1.0) for i, a in enumerate(floats)]
-    y, y_dot = jax.jit(lambda *floats: jax.jvp(f, floats, tuple(tangents)))(*floats)
-    _, expected = jax.jvp(in_float32, tuple(wide(floats)), tuple(wide(tangents)))
+    cotangent = normal(SHAPE, result, seed=9, scale=1.0)
+
+    def derivatives(f):
+        def run(floats, tangents, cotangent):
+            return *jax.jvp(f, tuple(floats), tuple(tangents)), jax.vjp(f, *floats)[1](cotangent)
+
+        return run
+
+    y, y_dot, found = support.in_haste(derivatives(f), floats, tangents, cotangent)
+    _, expected, gradients = support.in_haste(derivatives(in_float32), wide(floats), wide(tangents), *wide([cotangent]))
     assert y.dtype == result
     same(y_dot, expected, result, given, result)
-    cotangent = normal(SHAPE, result, seed=9, scale=1.0)
-    found = jax.jit(lambda *floats: jax.vjp(f, *floats)[1](cotangent))(*floats)
-    expected = jax.vjp(in_float32, *wide(floats))[1](*wide([cotangent]))
-    for a, actual, gradient in zip(floats, found, expected, strict=True):
+    for a, actual, gradient in zip(floats, found, gradients, strict=True):
         same(actual, gradient, a.dtype, result)
 
 
-@every_op
-@every_dtype
-def test_vmap(op, given, result):
+@support.sampled("dtypes,op", itertools.product(DTYPES, OPS), 3, ids=str)
+def test_vmap(dtypes, op):
+    given, result = dtypes
     floats, labels = operands_of(op, given)
     f = function(op, labels, None, result)
     batches = [np.stack([a, np.flip(a, 0)], 1) for a in map(np.asarray, floats)]

@@ -23,7 +23,7 @@ import support
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from oracles import check, reference, reference_vjp
-from support import CUSTOM_VJPS, JAX_NN, NAMES, OPERATORS, every_name, in_haste, normal, sampled
+from support import CUSTOM_VJPS, JAX_NN, NAMES, OPERATORS, every_name, in_haste, normal, one_name, sampled
 
 import jax_softmax
 from jax_softmax import _private
@@ -213,7 +213,7 @@ def test_masks_that_broadcast(shape, where_spec, name):
     check(y, reference(name, x, -1, where))
 
 
-@every_name
+@one_name
 def test_eager(name):
     x = place(normal(SHAPE), P("data", "model"))
     y, pullback = jax.vjp(OPERATORS[name], x)
@@ -241,7 +241,7 @@ def test_dtypes(dtype, name):
             assert y.dtype == whole.dtype
 
 
-@sampled("axis,name", itertools.product([-1, (1, 2)], NAMES), 3)
+@sampled("axis,name", itertools.product([-1, (1, 2)], NAMES), 4)
 def test_uneven_layouts(axis, name):
     """Arrays inside a program may be divided unevenly; XLA fills the last parts up."""
     x = normal((7, 5, 33))
@@ -258,7 +258,7 @@ def test_uneven_layouts(axis, name):
         check(jax.jit(run)(x, where), reference(name, x, axis, where))
 
 
-@every_name
+@one_name
 def test_vmap_with_spmd_axis_name(name):
     x, t, where = normal(SHAPE), normal(SHAPE, seed=1), support.random_mask(SHAPE)
     run = everything(masked(OPERATORS[name], -1))
@@ -374,7 +374,7 @@ def test_axis_name(axis_name, name):
     check_states(run_compiled(pullback, args[1])[1], 1, SHAPE, -1)
 
 
-@every_name
+@one_name
 def test_a_mask_that_varies_where_x_does_not(name):
     """All devices' gradients are added up."""
     x, where = normal((4, 32)), support.random_mask((4, 4, 32))
@@ -389,7 +389,7 @@ def test_a_mask_that_varies_where_x_does_not(name):
     same(jax.jit(jax.value_and_grad(f))(x, where), jax.value_and_grad(lambda x: sum(total(x, m) for m in where))(x))
 
 
-@every_name
+@one_name
 def test_axis_name_of_what_does_not_vary(name):
     """Where each device has the same part of the rows, they are repetitions of it."""
     x = normal((3, 5))
@@ -399,9 +399,8 @@ def test_axis_name_of_what_does_not_vary(name):
     check(jax.jit(f)(x), reference(name, np.tile(x, (1, 2))))
 
 
-@every_name
-@pytest.mark.parametrize("in_axes", [0, 1, None])
-def test_axis_name_of_vmap(in_axes, name):
+@sampled("name,in_axes", itertools.product(NAMES, [0, 1, None]), 2)
+def test_axis_name_of_vmap(name, in_axes):
     x, t = normal((3, 4, 5)), normal((3, 4, 5), seed=1)
     run = everything(functools.partial(OPERATORS[name], axis_name="parts"))
     mapped = jax.vmap(run, in_axes=in_axes, axis_name="parts", axis_size=None if in_axes is not None else 2)
@@ -413,7 +412,7 @@ def test_axis_name_of_vmap(in_axes, name):
         same(mapped(x, t), [np.moveaxis(a, in_axes, 0) for a in whole])
 
 
-@every_name
+@one_name
 def test_axis_name_of_vmap_inside_shard_map(name):
     """Rows that both divide."""
     x, spec = normal((2, 4, 6)), P(None, None, "model")
@@ -428,8 +427,7 @@ def test_axis_name_of_vmap_inside_shard_map(name):
     same(jax.jit(f)(x), (y, pullback(y)[0]))
 
 
-@pytest.mark.parametrize("in_axes", [(0, 0), (1, 1), (0, None)])
-@pytest.mark.parametrize("name", ["logsumexp", "entropy", "kl_divergence"])
+@sampled("name,in_axes", itertools.product(["logsumexp", "entropy", "kl_divergence"], [(0, 0), (1, 1), (0, None)]), 4)
 def test_axis_name_of_vmap_and_results_of_rows(name, in_axes):
     """As jax.numpy with collectives, where a batch element is a part of each row."""
     x, y = normal((3, 3, 5)), normal((3, 3, 5), seed=1)
@@ -482,7 +480,7 @@ def test_axis_name_that_is_none():
         f(np.ones(3, np.complex64))
 
 
-@every_name
+@one_name
 def test_rows_that_are_not_finite(name):
     """NaN, infinities and masks mean in a row of several devices what they mean in one of a single device."""
     rows = support.nonfinite_rows(32)
@@ -498,7 +496,7 @@ def test_rows_that_are_not_finite(name):
         check(x_bar, reference_vjp(name, rows, t, -1, where))
 
 
-@every_name
+@one_name
 def test_large_numbers_far_apart(name):
     """Sums of terms of one device that are nothing beside those of another neither overflow nor count."""
     lowest = np.finfo(np.float32).min
@@ -550,7 +548,7 @@ TYPED = {
 }
 
 
-@sampled("case,name", itertools.product(TYPED, NAMES), 3)
+@sampled("case,name", itertools.product(TYPED, NAMES), 5)
 def test_types_follow_all_operands(case, name):
     with jax.set_mesh(mesh(AxisType.Explicit)):
         ours, theirs = (TYPED[case](f[name], jax.device_put) for f in (OPERATORS, JAX_NN))
@@ -594,7 +592,7 @@ def test_types_of_derivatives(name, specs):
     same(pairs, in_haste(f, *arrays), terms=4 if name == "kl_divergence" else 1)
 
 
-@every_name
+@one_name
 def test_types_on_a_mesh_of_which_one_axis_is_explicit(name):
     """The other one is automatic."""
     kinds = AxisType.Explicit, AxisType.Auto
@@ -641,7 +639,7 @@ def test_sums_of_weighted_exponentials_of_parts():
     same(f(x, b), run(x, b))
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@sampled("kind", [AxisType.Explicit, AxisType.Auto], 2)
 def test_class_weights(kind):
     """Looked up by labels that are spread; and inside shard_map by labels that count the classes of all parts."""
     x, class_weights = normal(SHAPE), np.abs(normal(SHAPE[-1:], seed=1))
@@ -662,7 +660,7 @@ def test_class_weights(kind):
     same(f(x, labels_of(x), class_weights), expected[0])
 
 
-@every_name
+@one_name
 def test_shardings_that_do_not_go_together(name):
     with jax.set_mesh(mesh(AxisType.Explicit)):
         x = jax.device_put(normal(SHAPE), P("data"))
@@ -896,7 +894,7 @@ def test_axis_name_of_losses(name, names):
         assert kinds(travels) == {"all-reduce"} and len(travels) <= (3 if name.startswith("soft") else 2)
         rows = given["labels"].size // (1 if spec[0] is None else 4)
         assert sum(size for _, size in travels) == sorts * rows
-        _, pullback = jax.vjp(lambda x, forward=forward: forward(x, placed[2]), placed[0])
+        _, pullback = jax.jit(functools.partial(jax.vjp, lambda x, forward=forward: forward(x, placed[2])))(placed[0])
         (x_bar,), travels = run_compiled(lambda pullback, y: pullback(y), pullback, y / (1 + abs(y)))
         assert travels == [] or not check_vma  # without it JAX does not know that devices have the same
         same(x_bar, expected[2])
@@ -923,8 +921,7 @@ OF_OFFSETS = {
 }
 
 
-@pytest.mark.parametrize("names", [None, "model"], ids=["jit", "shard_map"])
-@sampled("name", OF_OFFSETS, 2)
+@sampled("name,names", itertools.product(OF_OFFSETS, [None, "model"]), 3)
 def test_an_offset_of_divided_rows_costs_nothing(name, names):
     """A common offset costs logits digits when they are rounded; a loss and its gradient are as exact as optax's."""
     spec, of_rows = P("data", "model"), P("data")
@@ -1083,7 +1080,7 @@ def test_operands_in_different_layouts(name, specs):
     check_sharded(f, arrays, specs, {"all-reduce"} if name in SUMS else {}, most=2)
 
 
-@pytest.mark.parametrize("name", OF_ROWS_OF_TWO)
+@sampled("name", OF_ROWS_OF_TWO, 2)
 def test_operands_that_divide_rows_differently(name):
     """Numbers of rows travel."""
     specs = P("data"), P(None, None, "model")
@@ -1230,7 +1227,7 @@ def test_a_mesh_axis_that_moves_inside_a_partly_manual_shard_map():
     check(np.reshape(y, parts), reference("softmax", x.reshape(parts), 1))
 
 
-@every_name
+@one_name
 def test_many_dimensions(name):
     """Also more of them, of all operands together, than there are letters to name them."""
     x, where = normal([2] * 10), np.ones([1] * 10, bool)
@@ -1239,7 +1236,7 @@ def test_many_dimensions(name):
     check(y, reference(name, x, (4, 9)))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+@sampled("dtype", ["float32", "bfloat16", "float64"], 2)
 def test_normalizers_of_shards(dtype):
     """By the kernel and by jax.numpy: the maximum of a row, and the sum as it is, however large the maximum."""
     rows = np.concatenate([support.nonfinite_rows(100), normal((4, 100)) + 1e4, normal((1, 100)) * 1e30])
@@ -1333,9 +1330,8 @@ def round_trip(program):
     return jax.export.deserialize(program.serialize(vjp_order=0))
 
 
-@every_name
-@pytest.mark.parametrize("spec", [None, P("data", "model"), P("data", None, "model")], ids=str)
-def test_export(spec, name):
+@sampled("name,spec", itertools.product(NAMES, [None, P("data", "model"), P("data", None, "model")]), 2, ids=str)
+def test_export(name, spec):
     x, t = normal(SHAPE), normal(SHAPE, seed=1)
     args = (x, t) if spec is None else (place(x, spec), place(t, spec))
     run = everything(OPERATORS[name])
@@ -1346,7 +1342,7 @@ def test_export(spec, name):
     same(results, jax.jit(run)(x, t))
 
 
-@every_name
+@one_name
 def test_export_with_a_symbolic_batch(name):
     (batch,) = jax.export.symbolic_shape("4*quarter")
     program = round_trip(exported(OPERATORS[name], jax.ShapeDtypeStruct((batch, 32), "float32")))

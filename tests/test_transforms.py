@@ -17,7 +17,7 @@ from jax.extend.core import Primitive
 from jax.interpreters.batching import fancy_primitive_batchers
 from jax.sharding import Mesh, PartitionSpec
 from oracles import check, reference, reference_vjp
-from support import NAMES, OPERATORS, assert_same_bits, every_name, normal, sampled
+from support import NAMES, OPERATORS, assert_same_bits, every_name, normal, one_name, sampled
 
 import jax_softmax
 from jax_softmax.primitives import batching, operators
@@ -43,9 +43,7 @@ def test_jit_is_eager(dtype, name):
         assert_same_bits(jax.jit(f, static_argnums=1)(x, axis, where), f(x, axis, where))
 
 
-@every_name
-@pytest.mark.parametrize("batch", [0, 1, 2, -1])
-@pytest.mark.parametrize("axis", [0, 1, -1, (0, 1), None], ids=str)
+@sampled("axis,batch,name", itertools.product([0, 1, -1, (0, 1), None], [0, 1, 2, -1], NAMES), 3)
 def test_vmap(axis, batch, name):
     x = normal((3, 4, 5))
     for out in (0, 1, 2):
@@ -57,7 +55,7 @@ def test_vmap(axis, batch, name):
 BATCHES = (0, 1, 2, None)
 
 
-@sampled("mask_batch,x_batch,name", list(itertools.product(BATCHES, BATCHES, NAMES))[:-2], 3)
+@sampled("mask_batch,x_batch,name", list(itertools.product(BATCHES, BATCHES, NAMES))[:-2], 5)
 def test_vmap_with_a_mask(mask_batch, x_batch, name):
     size = 3
     x = normal(np.insert((4, 5), x_batch or 0, size) if x_batch is not None else (4, 5))
@@ -118,12 +116,12 @@ def test_vmap_of_vmap(outer, inner, name):
     check(jax.jit(f)(x), reference(name, x, rest[0]))
 
 
-@every_name
+@one_name
 def test_vmap_of_nothing(name):
     assert jax.vmap(OPERATORS[name])(jnp.zeros((0, 4))).shape == (0, 4)
 
 
-@every_name
+@one_name
 def test_vmap_with_a_collective(name):
     """A named axis is for collectives only: the operator reduces over positions."""
     x = normal((3, 4))
@@ -164,7 +162,7 @@ def test_batching_rule_for_every_number_of_results(monkeypatch, elements, rows, 
         np.testing.assert_allclose(a, b, rtol=1e-6)
 
 
-@every_name
+@one_name
 def test_scan(name):
     x = normal((6, 4, 5))
     where = support.random_mask((6, 5))
@@ -183,7 +181,7 @@ def test_scan(name):
     np.testing.assert_allclose(total, np.sum(plain, axis=0), rtol=1e-5)
 
 
-@every_name
+@one_name
 def test_while_loop(name):
     """An executable that calls the kernel many times, on its own output."""
     x = normal((4, 16))
@@ -194,7 +192,7 @@ def test_while_loop(name):
     np.testing.assert_allclose(actual, expected, rtol=1e-5)
 
 
-@every_name
+@one_name
 def test_cond_and_switch(name):
     x = normal((4, 5))
     branches = [lambda x, a=a: OPERATORS[name](x, a) for a in (0, 1, None)]
@@ -208,7 +206,7 @@ def test_cond_and_switch(name):
     assert_same_bits(picked[1], x[1])
 
 
-@every_name
+@one_name
 def test_checkpoint(name):
     x, g = normal((4, 50)), normal((4, 50), seed=1)
     f = functools.partial(OPERATORS[name], axis=0)
@@ -237,7 +235,7 @@ def test_shard_map(name):
     check(jax.jit(jax.vmap(sharded(OPERATORS[name], in_specs=spec), 1, 1))(x), reference(name, x, 0))
 
 
-@every_name
+@one_name
 @pytest.mark.parametrize("shared", ["x", "where"])
 def test_shard_map_knows_that_the_result_varies(shared, name):
     """Whichever operand differs between devices; else a gradient would lack its sum over them, silently."""
@@ -277,7 +275,7 @@ def test_export_round_trip(dtype, name):
         check(pass_on(backward).call(x, g), reference_vjp(name, x, g))
 
 
-@every_name
+@one_name
 def test_export_with_its_gradient(name):
     x, g = normal((4, 37)), normal((4, 37), seed=1)
     exported = round_trip(export(OPERATORS[name], x), vjp_order=1)
@@ -297,7 +295,7 @@ def test_export_with_a_symbolic_batch(axis, name):
         check(exported.call(x), reference(name, x, axis))
 
 
-@every_name
+@one_name
 def test_export_of_the_gradient_with_a_symbolic_batch(name):
     (batch,) = jax.export.symbolic_shape("batch")
     spec = jax.ShapeDtypeStruct((batch, 8), "float32")
@@ -319,7 +317,7 @@ def test_donation(name):
     assert donated.is_deleted()
 
 
-@every_name
+@one_name
 def test_input_is_left_alone(name):
     """Nor does a value that is used again afterwards change, in a program that is free to reuse buffers."""
     x = normal((8, 1024))
@@ -351,7 +349,7 @@ def test_shapes_without_values(name):
         assert out.shape == (3, 5) and out.dtype == dtype
 
 
-@every_name
+@one_name
 def test_without_jit(name):
     """As one debugs."""
     x, g = normal((4, 6)), normal((4, 6), seed=1)
@@ -390,11 +388,11 @@ def test_strict_promotion(dtype, name):
             check(y, reference(name, x.astype(y.dtype), -1, mask))
             if dtype != "int32":
                 f = functools.partial(OPERATORS[name], axis=-1, where=mask)
-                assert jax.jacfwd(jax.jacrev(f))(jnp.asarray(x)).dtype == dtype
-                assert jax.jacrev(jax.jacfwd(f))(jnp.asarray(x)).dtype == dtype
+                assert jax.eval_shape(jax.jacfwd(jax.jacrev(f)), x).dtype == dtype
+                assert jax.eval_shape(jax.jacrev(jax.jacfwd(f)), x).dtype == dtype
 
 
-@every_name
+@one_name
 def test_no_tracer_leaks(name):
     x = normal((3, 5))
     with support.checking_leaks():

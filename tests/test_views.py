@@ -132,13 +132,13 @@ VIEWS = [
 ]
 
 
-@sampled("dtype,view", itertools.product(support.DTYPES, VIEWS), 35)
+@sampled("dtype,view", itertools.product(support.DTYPES, VIEWS), 53)
 def test_views(dtype, view):
     shape, axes = view
     check_all(normal(shape, dtype), axes)
 
 
-@sampled("dtype,view", itertools.product(["bfloat16", "float32"], VIEWS), 17)
+@sampled("dtype,view", itertools.product(["bfloat16", "float32"], VIEWS), 29)
 def test_masked_views(dtype, view):
     shape, axes = view
     check_all(normal(shape, dtype), axes, support.random_mask(shape))
