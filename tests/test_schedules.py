@@ -153,29 +153,39 @@ def test_long_rows(dtype, shape, masked):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(
     "shape,axes",
-    [((40, 50_257), (1,)), ((40, 128_256), (1,)), ((20, 130, 2, 801), (1, 3)), ((40, 9_000), (1,))],
+    [((60, 50_257), (1,)), ((60, 128_256), (1,)), ((30, 130, 2, 801), (1, 3)), ((60, 9_000), (1,))],
     ids=str,
 )
-def test_labels_near_the_ends_of_rows(shape, axes, dtype):
-    """A gradient differs from the probabilities by 1 there, and nowhere else; also where a label is none."""
+def test_labels_anywhere_in_rows(shape, axes, dtype):
+    """A gradient differs from the probabilities by 1 there, and nowhere else; near the ends of rows and between them,
+    with masks, with what `fuse` folds, and where a label is none."""
     n = int(np.prod([shape[d] for d in axes]))
-    labels = np.r_[-1:18, n - 18 : n + 3].reshape([m for d, m in enumerate(shape) if d not in axes])
+    between = np.linspace(n // 21, n - n // 21, 21).astype(int) // 8 * 8 + np.arange(21) % 3 - 1
+    labels = np.r_[-1:18, between, n - 18 : n + 2].reshape([m for d, m in enumerate(shape) if d not in axes])
     x = normal(shape, dtype)
-
-    def total(x):
-        return jax_softmax.cross_entropy_loss(x, labels, axis=axes, reduction="sum")
-
-    found = np.asarray(jax.jit(jax.grad(total))(x), np.float64)
     rows = np.moveaxis(np.asarray(x, np.float64), axes, range(-len(axes), 0)).reshape(labels.size, n)
-    found = np.moveaxis(found, axes, range(-len(axes), 0)).reshape(labels.size, n)
-    expected = np.exp(rows - rows.max(-1, keepdims=True))
-    expected /= expected.sum(-1, keepdims=True)
-    for row, label in enumerate(labels.ravel()):
-        if 0 <= label < n:
-            expected[row, label] -= 1
-        else:
-            expected[row] = 0
-    np.testing.assert_allclose(found, expected, rtol=2.0**-8 if dtype == "bfloat16" else 1e-5, atol=1e-7)
+    where = support.random_mask(rows.shape)
+    has_label = (labels.ravel() >= 0) & (labels.ravel() < n)
+    where[has_label.nonzero()[0], labels.ravel()[has_label]] = True
+    mask = np.moveaxis(where.reshape(labels.shape + tuple(shape[d] for d in axes)), range(-len(axes), 0), axes)
+
+    def gradient(x, where=None, scale=1.0):
+        def total(x):
+            return jax_softmax.cross_entropy_loss(x * scale, labels, axis=axes, where=where, reduction="sum")
+
+        g = jax.grad(total)(x)
+        return g, 2 * g.astype(np.float32)
+
+    found = jax.jit(lambda x: (gradient(x), gradient(x, mask), jax_softmax.fuse(gradient)(x, scale=0.5)))(x)
+    for (g, twice), left, scale in zip(found, (True, where, True), (1, 1, 0.5), strict=True):
+        expected = np.where(left, np.exp(scale * (rows - rows.max(-1, keepdims=True))), 0)
+        expected /= expected.sum(-1, keepdims=True)
+        expected[has_label.nonzero()[0], labels.ravel()[has_label]] -= 1
+        expected = np.where(has_label[:, None], scale * expected, 0)
+        for a, times in ((g, 1), (twice, 2)):
+            a = np.moveaxis(np.asarray(a, np.float64), axes, range(-len(axes), 0)).reshape(expected.shape)
+            eps = 2.0**-7 if dtype == "bfloat16" else 2e-5
+            np.testing.assert_allclose(a, times * expected, rtol=eps, atol=1e-6)
 
 
 @pytest.mark.parametrize(
