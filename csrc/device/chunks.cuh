@@ -177,10 +177,9 @@ struct ChunkOfThread {
     typename Op::Scale scale{};
     if constexpr (Mem::kTermsFit) scale = mem.term_scale(state, pivot, row.begin);
     const auto addend = mem.addend(row.begin);
-    const auto no_label = Mem::without_label(addend);
     const PackPointers<Row, typename Mem::Out, kThreads> out(mem.out(), row, number * kShare + rank);
     const auto store = [&](typename Mem::Out* to, int j, const PackLocation& location, unsigned bits, unsigned inside,
-                           const auto& addend) {
+                           bool adds_at_label) {
       Pack raw[kInputs];
 #pragma unroll
       for (int k = 0; k < kInputs; ++k) raw[k] = *held(k, j);
@@ -195,7 +194,7 @@ struct ChunkOfThread {
 #pragma unroll
         for (int i = 0; i < kWidth; ++i) result[i] = Op::finish(finished, values[i]);
       }
-      const bool counts = Mem::mask_and_add(result, bits, addend, location.column());
+      const bool counts = Mem::mask_and_add(result, bits, addend, location.column(), adds_at_label);
       mem.store(to, location.offsets.element, result, counts, location, inside);
     };
 #pragma unroll
@@ -203,11 +202,11 @@ struct ChunkOfThread {
       const int j = pack_of(p);
       const auto location = locate(j);
       if (!exists(j) || !location.whole()) continue;
-      store(out(p, location), j, location, Mem::kMasked ? unmasked(location) : Mem::kAll, Mem::kAll, no_label);
+      store(out(p, location), j, location, Mem::kMasked ? unmasked(location) : Mem::kAll, Mem::kAll, false);
     }
     for_edges([&](int j, const PackLocation& location) {
       if (location.any())
-        store(mem.out() + location.offsets.element, j, location, unmasked(location), location.inside(), addend);
+        store(mem.out() + location.offsets.element, j, location, unmasked(location), location.inside(), true);
     });
     // The label's pack is stored a second time, by the same thread: the unrolled loop has no branch for it.
     if constexpr (Mem::kAddsAtLabel) {
@@ -216,7 +215,7 @@ struct ChunkOfThread {
       if (j < 0 || !exists(j) || j % kThreads != rank) return;
       const PackLocation location = locate(j);
       if (location.whole())
-        store(mem.out() + location.offsets.element, j, location, unmasked(location), Mem::kAll, addend);
+        store(mem.out() + location.offsets.element, j, location, unmasked(location), Mem::kAll, true);
     }
   }
 };

@@ -66,10 +66,6 @@ struct Memory : ViewLayout<View_, Sides> {
     C value;
     bool counts;
   };
-  // The same where nothing is added: the pack does not have the label, or is stored again with it.
-  struct NoAddend {
-    bool counts;
-  };
   static constexpr bool kAddsAtLabel = Op::kLabelled && Op::kElementResults;
   using Addend = typename Conditional<kAddsAtLabel, LabelAddend, Nothing>::type;
 
@@ -279,13 +275,6 @@ struct Memory : ViewLayout<View_, Sides> {
       return {};
     }
   }
-  static __device__ __forceinline__ auto without_label(const Addend& addend) {
-    if constexpr (kAddsAtLabel) {
-      return NoAddend{addend.counts};
-    } else {
-      return addend;
-    }
-  }
   // Stores the results of rows, if the operator has any.
   __device__ __forceinline__ void store_row(int64_t row, const StateOf<Op>& state,
                                             const LabelElement& label_element) const {
@@ -304,22 +293,19 @@ struct Memory : ViewLayout<View_, Sides> {
   // ---- writing
 
   // Sets the results of masked elements, and adds to the result at the label. Returns whether the row counts: if not,
-  // all of its results must be 0. `column`: the number of the pack's first element in the row.
+  // all of its results must be 0. `column`: the number of the pack's first element in the row; `adds`: whether anything
+  // is added.
   static __device__ __forceinline__ bool mask_and_add(C (&y)[kWidth], unsigned unmasked, const Addend& addend,
-                                                      int column) {
+                                                      int column, bool adds = true) {
     mask(y, unmasked);
     if constexpr (kAddsAtLabel) {
-      if (static_cast<unsigned>(addend.column - column) < kWidth) {  // which is rare
+      if (adds && static_cast<unsigned>(addend.column - column) < kWidth) {  // which is rare
 #pragma unroll
         for (int i = 0; i < kWidth; ++i) y[i] += column + i == addend.column ? addend.value : C(0);
       }
       return addend.counts;
     }
     return true;
-  }
-  static __device__ __forceinline__ bool mask_and_add(C (&y)[kWidth], unsigned unmasked, const NoAddend& row, int) {
-    mask(y, unmasked);
-    return row.counts;
   }
   // The same for a pack whose elements are of different rows: addend_of(i) and column_of(i) are those of element i.
   template <class AddendOf, class ColumnOf>

@@ -355,7 +355,8 @@ def _over_chunks(layer, names, of_chunk, arrays):
     x, w = arrays["x"], arrays["w"]
     widens = "wide" in names and layer.accumulate_dtype != w.dtype
     sum_bytes = w.size * layer.accumulate_dtype.itemsize if widens else 0
-    logit_bytes = (2 if layer.changes_logits else 1) * w.shape[1 - layer.contracted] * layer.logits_dtype.itemsize
+    arrays_of_logits = 2 if layer.changes_logits or _are_probabilities(arrays["label"]) else 1
+    logit_bytes = arrays_of_logits * w.shape[1 - layer.contracted] * layer.logits_dtype.itemsize
     split = split_of(x.shape[:-1], logit_bytes, sum_bytes, layer.chunk)
     if split is None or (layer.chunk is None and types_tell_shardings([jax.typeof(x), jax.typeof(w)])):
         return of_chunk(arrays)  # w's gradient, a single product, is rounded once
