@@ -334,7 +334,12 @@ RULES = {
                 SPECIAL,
                 ops="",
             )
-            for name, of in {"NaN": lambda x: jnp.nan, "-inf": lambda x: -jnp.inf, "x": lambda x: x[:, :1]}.items()
+            for name, of in {
+                "NaN": lambda x: jnp.nan,
+                "-inf": lambda x: -jnp.inf,
+                "x": lambda x: x[:, :1],
+                "x, reshaped": lambda x: x[0].reshape(N, 1),
+            }.items()
         },
         "compared with the maximum": value(
             lambda x: (lambda y: jnp.sum(y == guarded_maximum(y), -1) + guarded_logsumexp(y))(jnp.exp(x) * 1.7), X

@@ -70,7 +70,8 @@ def _with_operator_of_rows(graph, equation):
     of them may be for the rows whose maximum is infinite."""
     forms = Forms(graph, equation)
     forms.in_most_rows = True
-    guard = _guard_of(graph, equation, forms)
+    maxima = list(each_once([equation], lambda e: [r for r in graph.readers_of(e) if splicing.is_alike(r)]))
+    guard = _guard_of(graph, maxima)
     if guard is None or _compares_maxima(graph, guard.outputs, forms.shape):
         return graph, None
 
@@ -78,7 +79,7 @@ def _with_operator_of_rows(graph, equation):
         return [r for r in graph.readers_of(e) if r.name in ("sub", "exp", "reduce_sum") or splicing.is_alike(r)]
 
     made = list(each_once([guard], lambda e: following(e) if e.name != "reduce_sum" else []))
-    forms.made.update(v for e in made for v in e.outputs)
+    forms.made.update(v for e in (*maxima, *made) for v in e.outputs)
     place = forms.place_of_rows
     sums = [e for e in made if e.name == "reduce_sum" and len(e.outputs[0].aval.shape) == len(place)]
     sums = [e for e in sums if forms.form(e.outputs[0], place) == form_of(S)]
@@ -95,19 +96,23 @@ def _with_operator_of_rows(graph, equation):
     return graph, graph.maker[rows[0]]
 
 
-def _guard_of(graph, equation, forms):
-    """The equation where(isfinite(M), M, 0) if nothing else reads M, the result of an equation."""
-    maxima = list(each_once([equation], lambda e: [r for r in graph.readers_of(e) if splicing.is_alike(r)]))
-    forms.made.update(v for e in maxima for v in e.outputs)
+def _guard_of(graph, maxima):
+    """The equation where(isfinite(M), M, 0) if nothing else reads M, which these equations make and copy."""
     readers = dict.fromkeys(r for e in maxima for r in graph.readers_of(e) if r not in maxima)
     (test, guard) = sorted(readers, key=lambda e: e.name) if len(readers) == 2 else (None, None)
     if test is None or (test.name, guard.name) != ("is_finite", "select_n"):
         return None
     if graph.readers_of(test) != [guard] or guard.inputs[0] is not test.outputs[0] or len(guard.inputs) != 3:
         return None
-    is_zero = forms.form(guard.inputs[1], forms.place_of_rows[: len(guard.outputs[0].aval.shape)]) == {}
     is_result = any(v in graph.results for e in (*maxima, test) for v in e.outputs)
-    return guard if is_zero and not is_result else None
+    return guard if _is_zero(graph, guard.inputs[1]) and not is_result else None
+
+
+def _is_zero(graph, a):
+    """Whether a value is the number 0, or is broadcast of it."""
+    while (maker := graph.maker_of(a)) is not None and splicing.is_alike(maker):
+        a = maker.inputs[0]
+    return not is_variable(a) and a.val == 0
 
 
 def _is_copy_of_sum(equation):
