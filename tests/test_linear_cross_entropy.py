@@ -3,7 +3,10 @@
 import functools
 import itertools
 import math
+import os
 import re
+import subprocess
+import sys
 
 import emulated
 import jax
@@ -446,6 +449,25 @@ def test_fused(options):
         fused = jax.jit(jax_softmax.fuse(step)).lower(x, w).compile()
     assert made
     support.assert_close(fused(x, w), step(x, w), rtol=1e-5, atol=1e-5)
+
+
+IN_A_PROCESS = """
+import jax, jax_softmax
+operands = [jax.ShapeDtypeStruct(*a) for a in (((12, 8), "float32"), ((8, 16), "float32"), ((12,), "int32"))]
+step = jax.value_and_grad(lambda *operands: jax_softmax.linear_cross_entropy(*operands, chunk=4), (0, 1))
+for f in (step, jax_softmax.fuse(step)):
+    print(jax.jit(f).trace(*operands).lower(lowering_platforms=("cuda",)).as_text())
+"""
+
+
+def test_the_program_is_the_same_in_every_process():
+    """Or else JAX's cache of compiled programs would not have it. Python's sets have another order in each."""
+    texts = set()
+    for seed in "12":
+        environment = os.environ | {"PYTHONHASHSEED": seed, "JAX_PLATFORMS": "cpu"}
+        done = subprocess.run([sys.executable, "-c", IN_A_PROCESS], env=environment, capture_output=True, check=True)
+        texts.add(done.stdout)
+    assert len(texts) == 1
 
 
 def test_memory():

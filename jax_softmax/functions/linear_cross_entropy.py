@@ -407,16 +407,16 @@ def _one_by_one(of_chunk, dim, size, names, arrays):
 
     @jax.checkpoint  # or else a backward pass would be given copies of all chunks
     def of_kth(k, chunks):
-        others = {name: jax.lax.dynamic_index_in_dim(all_chunks[name], k, dim + 1, False) for name in in_place}
-        return of_chunk(arrays | others | chunks)
+        here = {name: jax.lax.dynamic_index_in_dim(all_chunks[name], k, dim + 1, False) for name in not_copied}
+        return of_chunk(arrays | here | chunks)
 
     def step(sums, kth):
         of_tokens, terms = of_kth(*kth)
         return jax.tree.map(jnp.add, sums, terms), of_tokens
 
     all_chunks = {name: divided(arrays[name]) for name in _OF_TOKENS}
-    in_place = set(_OF_TOKENS).difference(names)
-    moved = {name: jnp.moveaxis(a, dim + 1, 0) for name, a in all_chunks.items() if name not in in_place}
+    not_copied = [name for name in _OF_TOKENS if name not in names]
+    moved = {name: jnp.moveaxis(all_chunks[name], dim + 1, 0) for name in _OF_TOKENS if name in names}
     first, sums = of_kth(0, {name: a[0] for name, a in moved.items()})
     rest = jnp.arange(1, count), {name: a[1:] for name, a in moved.items()}
     sums, others = jax.lax.scan(step, sums, rest)
