@@ -465,7 +465,9 @@ def test_the_program_is_the_same_in_every_process():
     texts = set()
     for seed in "12":
         environment = os.environ | {"PYTHONHASHSEED": seed, "JAX_PLATFORMS": "cpu"}
-        done = subprocess.run([sys.executable, "-c", IN_A_PROCESS], env=environment, capture_output=True, check=True)
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", IN_A_PROCESS], env=environment, capture_output=True, check=True
+        )
         texts.add(done.stdout)
     assert len(texts) == 1
 
