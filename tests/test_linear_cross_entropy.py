@@ -1022,6 +1022,16 @@ def test_what_is_refused(given, error, message):
             f(**given) if f is linear_cross_entropy else f()
 
 
+@pytest.mark.parametrize(
+    "labels,message",
+    [(np.ones((5, 7), int), r"\(7, 5\) here, got \(5, 7\)"), (np.ones((7, 5)), r"\(7, 9, 5\) here, got \(7, 5\)")],
+    ids=["integers", "probabilities"],
+)
+def test_labels_are_refused_in_the_shapes_that_were_given(labels, message):
+    with pytest.raises(ValueError, match=f"labels must have .*, {message}"):
+        linear_cross_entropy(np.ones((7, 4, 5)), np.ones((4, 9)), labels, axis=1)
+
+
 def test_no_vocabulary():
     x, w, labels, _ = operands()
     with pytest.raises(ValueError, match="linear_cross_entropy: there must be at least one class"):

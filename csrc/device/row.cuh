@@ -61,17 +61,18 @@ struct RowPacks {
   // The row's j-th pack.
   __device__ __forceinline__ PackLocation locate(int j) const {
     const int run = kRuns == 1 ? 0 : static_cast<unsigned>(j) / static_cast<unsigned>(kRunPacks);
-    const Offsets run_begin =
-        kRuns == 1 ? begin : Mem::template along_reduced<Mem::kReducedDims - 1>(begin, static_cast<unsigned>(run));
+    const Offsets run_begin = begin_of_run(run);
     const Index first = static_cast<Index>(j - run * static_cast<int>(kRunPacks)) * kWidth - shift_of(run_begin);
     return {run_begin.along(kInnermost, first), first, run};
   }
   // Which pack has the row's element of this number.
   __device__ __forceinline__ int pack_of(int column) const {
     const int run = kRuns == 1 ? 0 : column / static_cast<int>(kRunElements), first = column - run * kRunElements;
-    const Offsets run_begin =
-        kRuns == 1 ? begin : Mem::template along_reduced<Mem::kReducedDims - 1>(begin, static_cast<unsigned>(run));
+    const Offsets run_begin = begin_of_run(run);
     return run * static_cast<int>(kRunPacks) + (first + shift_of(run_begin)) / kWidth;
+  }
+  __device__ __forceinline__ Offsets begin_of_run(int run) const {
+    return kRuns == 1 ? begin : Mem::template along_reduced<Mem::kReducedDims - 1>(begin, static_cast<unsigned>(run));
   }
   // How many elements a run begins after the boundary at which its first pack begins.
   static __device__ __forceinline__ int shift_of(const Offsets& run_begin) {

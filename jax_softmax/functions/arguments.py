@@ -339,6 +339,7 @@ def checked_classes(op: str, shape: tuple[int, ...], axes: tuple[int, ...], axis
 def check_linear_layer(
     op: str,
     x: jax.Array,
+    axis: int,
     w: jax.Array,
     labels: jax.Array,
     bias: jax.Array | None,
@@ -346,31 +347,31 @@ def check_linear_layer(
     transpose_w: bool,
     chunk: Any,
 ) -> None:
-    """The shapes of a linear layer's arrays and its tokens' labels, and the number of tokens in a chunk."""
-    shape = "(vocabulary, features)" if transpose_w else "(features, vocabulary)"
-    if x.ndim == 0:
-        raise ValueError(f"{op}: x must be of shape (..., features), got shape ().")
-    if w.ndim != 2 or w.shape[transpose_w] != x.shape[-1]:
-        raise ValueError(f"{op}: w must be of shape {shape}, got shape {w.shape} for x of {x.shape[-1]} features.")
+    """The shapes of a linear layer's arrays and its tokens' labels, and the number of tokens in a chunk. The features
+    lie along x's axis, counted from 0."""
+    shape, features = "(vocabulary, features)" if transpose_w else "(features, vocabulary)", x.shape[axis]
+    if w.ndim != 2 or w.shape[transpose_w] != features:
+        raise ValueError(f"{op}: w must be of shape {shape}, got shape {w.shape} for x of {features} features.")
     vocabulary = w.shape[1 - transpose_w]
-    logits = *x.shape[:-1], vocabulary
+    tokens = x.shape[:axis] + x.shape[axis + 1 :]
+    logits = *x.shape[:axis], vocabulary, *x.shape[axis + 1 :]
     if jnp.issubdtype(labels.dtype, jnp.floating):
         what, hint = "the logits' shape, as they are floating", " Classes must be of an integer dtype."
-        check_shape_of_labels(op, labels, logits, what, x.shape[:-1], hint)
+        check_shape_of_labels(op, labels, logits, what, tokens, hint)
         if class_weights is not None:
             raise ValueError(
                 f"{op}: class_weights must be None where labels are probabilities: multiply these by them."
             )
     else:
         what, hint = "x's shape without features", " Probabilities must be of a floating dtype."
-        check_shape_of_labels(op, labels, x.shape[:-1], what, logits, hint)
+        check_shape_of_labels(op, labels, tokens, what, logits, hint)
     if bias is not None and bias.shape != (vocabulary,):
         raise ValueError(f"{op}: bias must be of shape (vocabulary,), ({vocabulary},) here, got {bias.shape}.")
     if chunk is None:
         return
     check_value(op, chunk, int | np.integer, lambda n: n > 0, "chunk must be a positive int, how many tokens, or None")
     aval = jax.typeof(x)
-    if types_tell_shardings([aval]) and any(aval.sharding.spec[:-1]):
+    if types_tell_shardings([aval]) and any(name for d, name in enumerate(aval.sharding.spec) if d != axis):
         raise ValueError(  # JAX refuses to slice sharded dimensions
             f"{op}: chunk must be None where x's type says that tokens are sharded, {aval.sharding.spec} here, got "
             f"{chunk}. Inside jax.shard_map a device may take chunks of its own tokens."

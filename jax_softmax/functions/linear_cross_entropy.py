@@ -189,11 +189,13 @@ def linear_cross_entropy(
     arguments.check_reduction(_NAME, reduction)
     if return_entropy and reduction is not None:
         raise ValueError(f"{_NAME}: return_entropy must be False unless reduction is None, got {reduction!r}.")
-    if axis != -1:
-        axis = arguments.checked_axis(_NAME, x.ndim, axis)
-        labels = jnp.moveaxis(labels, axis, -1) if labels.ndim == x.ndim else labels
+    if x.ndim == 0:
+        raise ValueError(f"{_NAME}: x must be of shape (..., features), got shape ().")
+    axis = arguments.checked_axis(_NAME, x.ndim, axis)
+    arguments.check_linear_layer(_NAME, x, axis, w, labels, bias, class_weights, transpose_w, chunk)
+    if axis != x.ndim - 1:
+        labels = jnp.moveaxis(labels, axis, -1) if _are_probabilities(labels) else labels
         x = jnp.moveaxis(x, axis, -1)
-    arguments.check_linear_layer(_NAME, x, w, labels, bias, class_weights, transpose_w, chunk)
     dtype = arguments.common_float_dtype(x, w)
     logits_dtype = arguments.checked_float_dtype(_NAME, logits_dtype, "logits_dtype", dtype)
     layer = Layer(
