@@ -116,7 +116,7 @@ def _check_there_is(kernel):
     """Raises NotFolded if there is no such kernel, or none for a device's part: that reads where its indices begin."""
     starts = [SideOperand((1,) * len(kernel.shape), "int32")] * len(kernel.dims_with_indices)
     try:
-        kernel._replace(sides=(*kernel.sides, *starts)).scratch_bytes()
+        kernel._replace(sides=(*kernel.sides, *starts)).why_xla()
     except ValueError as error:
         raise NotFolded(str(error)) from None
 

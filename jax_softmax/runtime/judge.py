@@ -90,17 +90,22 @@ def on_cuda(op, avals_in, avals_out, axes, attributes) -> tuple[Maker, int, str]
         return without_cuda_kernel(op), 0, NO_KERNEL if has_cuda_kernels(()) else NOT_COMPILED
     if not OPERATORS[op].quantizes and not _makes(op, cuda_makes, avals_in, avals_out):
         return Maker.WIDER_KERNEL, 0, ""
-    shape, n, why = avals_in[0].shape, None, SYMBOLIC
+    shape, scratch, why = avals_in[0].shape, 0, SYMBOLIC
     for known in known_shapes(shape, axes):
-        operands, results = ([_typed(a, known) for a in avals] for avals in (avals_in, avals_out))
-        call = {"operands": operands, "results": results, "attributes": attributes}
-        n = scratch_bytes(call)
-        why = why_xla_makes(call) if n is None else ""
-        if n and known is not shape:  # its size may depend on the number of rows, which is not known
-            n, why = None, SYMBOLIC
-        if n is None:
+        call = call_of(avals_in, avals_out, attributes, known)
+        why = why_xla_makes(call)
+        scratch = 0 if why else scratch_bytes(call)
+        if scratch and known is not shape:  # its size may depend on the number of rows, which is not known
+            why = SYMBOLIC
+        if why:
             break
-    return (without_cuda_kernel(op), 0, why) if n is None else (Maker.KERNEL, n, "")
+    return (without_cuda_kernel(op), 0, why) if why else (Maker.KERNEL, scratch, "")
+
+
+def call_of(avals_in, avals_out, attributes, shape):
+    """A call as `lowering.described` returns it. `shape`: x's, with an extent for each symbolic dimension."""
+    operands, results = ([_typed(a, shape) for a in avals] for avals in (avals_in, avals_out))
+    return {"operands": operands, "results": results, "attributes": attributes}
 
 
 def known_shapes(shape, axes):
@@ -131,33 +136,34 @@ def plan_of(call, device, sources=True):
     return _kernels.plan(call["operands"], call["results"], call["attributes"], *device, sources)
 
 
-def scratch_bytes(call) -> int | None:
-    """The bytes of scratch memory, for blocks to exchange states, that suffice on all devices; None for a call of XLA.
+def why_xla_makes(call) -> str:
+    """Why XLA is to compute a call on the GPUs that it is for; "" if the kernel is.
 
-    Starts to compile the kernels for this machine's devices. Raises a ValueError if there is no such call.
+    Raises a ValueError if there is no such call.
     """
-    plans, why = _plans_and_why_xla(call)
-    if why:
-        return None
-    for device in _kernels.devices_here() if plans else ():
+    plans = _plans(call)
+    if None in plans:
+        return NO_KERNEL
+    reasons = [why_xla(call, plan) for plan in plans[len(_ALL_KINDS) :] or plans]
+    return reasons[0] if reasons and all(reasons) else ""
+
+
+def scratch_bytes(call) -> int:
+    """The bytes of scratch memory, for blocks to exchange states, that suffice for the kernel on all devices."""
+    return max((plan["scratch_bytes"] for plan in _plans(call)), default=0)
+
+
+def start_compiling(call) -> None:
+    """Starts to compile a call's kernels for this machine's devices."""
+    for device in _kernels.devices_here() if _plans(call) else ():
         for step in plan_of(call, device)["steps"]:
             _kernels.jit_prepare(step["code"], step["plan"], device[0])
-    return max((plan["scratch_bytes"] for plan in plans), default=0)
 
 
-def why_xla_makes(call) -> str:
-    """Why XLA is to compute a call on the GPUs that it is for; "" if the kernel is."""
-    return _plans_and_why_xla(call)[1]
-
-
-def _plans_and_why_xla(call):
+def _plans(call):
+    """The plans for all kinds of GPUs and then for this machine's; none for an array without elements."""
     plans = [plan_of(call, device, sources=False) for device in (*_ALL_KINDS, *_kernels.devices_here())]
-    if 0 in call["operands"][0][0] and not OPERATORS[call["attributes"]["op"]].row_results:
-        return [], ""
-    if None in plans:
-        return plans, NO_KERNEL
-    reasons = [why_xla(call, plan) for plan in plans[len(_ALL_KINDS) :] or plans]
-    return plans, reasons[0] if all(reasons) else ""
+    return [] if 0 in call["operands"][0][0] and not OPERATORS[call["attributes"]["op"]].row_results else plans
 
 
 # What `explain` says, besides the reasons of `why_xla`. docs/fusion.md says what they mean.
