@@ -77,11 +77,13 @@ def kernel_call_of(group: Group, written, read_outside) -> tuple[KernelCall, lis
     arrays = [(side.variable, side.place) for side in read.sides if side.factor is None]
     factors = _factors_in_memory_order(group, [*own, *arrays, *((v, group.places_after[v]) for v in written)])
     if len(factors) > _kernels.MAX_DIMS:
-        raise NotFolded("its operands have too many dimensions")
+        raise NotFolded(
+            f"together its operands have {len(factors)} dimensions, and kernels at most {_kernels.MAX_DIMS}"
+        )
     shape = tuple(factor.extent for factor in factors)
     for a, _ in arrays:
         if a.aval.dtype.name not in expressions.READABLE:
-            raise NotFolded(f"{a.aval.dtype}")
+            raise NotFolded(f"it reads {a.aval.dtype}, and kernels read {', '.join(expressions.READABLE)}")
     arrangements = [_arrangement(place, factors) for _, place in (*own, *arrays)]
     arrangements += [_row_arrangement(a, group, factors) for a in group.row_operands]
     has_mask = any(a.aval.dtype == bool for a in group.row_operands)
@@ -167,7 +169,7 @@ def _own_operands(group):
         found.append([leaf for leaf in leaves if leaf[0].aval.dtype.name in expressions.WRITABLE])
     in_order = [k for k in found[0] if _is_in_order(k[1], group)] or found[0]
     if not in_order:
-        raise NotFolded("no operand of its shape is a float array")
+        raise NotFolded(f"it is made of no array of as many elements and of {', '.join(expressions.WRITABLE)}")
     if len(found) == 1:
         return [in_order[0]]
     for first in in_order:
