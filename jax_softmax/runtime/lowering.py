@@ -34,8 +34,9 @@ def register() -> None:
     for op, primitive in PRIMITIVES.items():
         record, several = RECORDS[op], primitive.multiple_results
         by_reference = mlir.lower_fun(functools.partial(apply, op), several)
-        composed = mlir.lower_fun(functools.partial(call_on_operands, record.composed or record.reference), several)
-        rules = {Maker.COMPOSED: composed, Maker.XLA: by_reference}
+        rules = {Maker.XLA: by_reference}
+        if record.composed:
+            rules[Maker.COMPOSED] = mlir.lower_fun(functools.partial(call_on_operands, record.composed), several)
         on_cpu, on_cuda = _cpu_rule(op, rules), _cuda_rule(op, rules[judge.without_cuda_kernel(op)])
         for platform, rule in {None: by_reference, "cpu": on_cpu, "cuda": on_cuda}.items():
             rule = partitioning.partitioned(primitive, platform, rule, by_reference)
