@@ -822,7 +822,7 @@ class TestExplain:
             return jax.lax.scan(step, jax.nn.log_softmax(x), None, 3)[0]
 
         report = fuse(f).explain(jax.ShapeDtypeStruct((8192, 4096), F32))
-        assert [(line.op, line.where) for line in report] == [("softmax", "/scan"), ("log_softmax", "")]
+        assert [(line.op, line.path) for line in report] == [("softmax", "/scan"), ("log_softmax", "")]
         assert "\n  along (1,) in scan; " in str(report) and "\nlog_softmax of " in str(report)
 
     def test_without_an_operator(self):

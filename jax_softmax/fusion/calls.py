@@ -52,8 +52,8 @@ class KernelCall(NamedTuple):
     operands: tuple[Arrangement, ...]
     results: tuple[KernelResult, ...]  # of elements, then of rows
 
-    def transposed(self, reads, made) -> list:
-        """Those of the variables that it reads and makes which XLA has to transpose."""
+    def moved(self, reads, made) -> list:
+        """Those of the variables that it reads and makes whose elements XLA has to move, by a transpose."""
         arrangements = [*self.operands, *(result.arrangement for result in self.results)]
         return [v for v, how in zip([*reads, *made], arrangements, strict=True) if not how.is_view]
 
@@ -223,10 +223,10 @@ def _factors_in_memory_order(group, arrays):
     orders = [(a, places.factors_of(place)) for a, place in arrays]
     whole = [(a, order) for a, order in orders if len(order) == len(own)]
 
-    def transposed_bytes(order):
+    def moved_bytes(order):
         return sum(bytes_of(a) for a, other in whole if other != order)
 
-    return min([own, *(order for _, order in whole)], key=transposed_bytes)
+    return min([own, *(order for _, order in whole)], key=moved_bytes)
 
 
 # ---- The primitives that rewritten programs hold.

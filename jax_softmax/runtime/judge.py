@@ -240,8 +240,8 @@ _INSTRUCTIONS_OF_OPERATOR, _BYTES_OF_INSTRUCTION = 8, 0.15
 class Traffic(NamedTuple):
     """Bytes that are moved."""
 
-    before: int  # by the kernel without the equations that are folded into it
-    ours: int  # by the kernel with them
+    unfolded: int  # by the kernel if nothing were folded into it
+    ours: int  # by the kernel with what is folded into it
     xla: int  # by XLA alone
 
     @property
