@@ -169,7 +169,7 @@ def _own_operands(group):
         found.append([leaf for leaf in leaves if leaf[0].aval.dtype.name in expressions.WRITABLE])
     in_order = [k for k in found[0] if _is_in_order(k[1], group)] or found[0]
     if not in_order:
-        raise NotFolded(f"it is made of no array of as many elements and of {', '.join(expressions.WRITABLE)}")
+        raise NotFolded(f"it is made of no array of its shape in {', '.join(expressions.WRITABLE)}")
     if len(found) == 1:
         return [in_order[0]]
     for first in in_order:

@@ -25,8 +25,8 @@ from jax_softmax.fusion.places import place_key
 from jax_softmax.primitives.operators import OPERATORS, PRIMITIVES
 
 # What an equation costs a kernel for each element, in bytes that memory could move meanwhile. A long one: "tanh cap" in
-# fused.md, 0.02 to 0.06 of the time in which softmax moves 4 bytes. A short one: chosen, little but not nothing, so that
-# a small array that many rows share is made once.
+# fused.md, 0.02 to 0.06 of the time in which softmax moves 4 bytes. A short one: chosen, little but not nothing. So a
+# small array that many rows share is made once.
 _SHORT, _LONG = 0.002, 0.2
 _MOST_EQUATIONS = 100  # chosen: a limit to how long the source of a kernel can become
 

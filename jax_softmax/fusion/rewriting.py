@@ -78,6 +78,8 @@ def _decided(program, path, changed, stay=frozenset()) -> tuple[_Decision | None
     before_rules, attentions, refused = matcher.with_attention(rules.without_duplicates(graph))
     decision = _decide(_without_as_stored(rules.after_rules(before_rules)), path)
     lines = {e: line._replace(no_attention=refused.get(e.outputs[0], "")) for e, line in decision.lines.items()}
+    of_rows = _made_of_rows(before_rules, decision.groups)
+    lines |= {e: _line(e.name, e, path, why_xla=judge.MADE_OF_ROWS) for e in of_rows}
     to_stay = {_array_of(e) for e in decision.by_xla}.intersection(arrays)
     if not to_stay:
         return decision, [*lines.values(), *(_line("attention", found.softmax, path) for found in attentions)]
@@ -86,6 +88,16 @@ def _decided(program, path, changed, stay=frozenset()) -> tuple[_Decision | None
     staying = (line for e, line in lines.items() if _array_of(e) in to_stay and _call_of(e) not in called)
     staying = (line if line.why_xla else line._replace(why_xla=judge.WITH_ANOTHER) for line in staying)
     return decision, [*staying, *lines_of_second]
+
+
+def _made_of_rows(before_rules, groups):
+    """The softmaxes that rules replaced, and that XLA makes of rows' maxima and sums: of all elements, as a gather does
+    not read them."""
+    graph = groups.graph
+    names = ("softmax", "log_softmax")
+    replaced = [e for e in before_rules.equations if e.name in names and e not in graph.position]
+    replaced = [e for e in replaced if is_loop(graph.maker.get(e.outputs[0], e))]
+    return [e for e in replaced if any(r.name != "gather" for r in groups.readers_in_xla(e.outputs[0]))]
 
 
 def _array_of(equation):

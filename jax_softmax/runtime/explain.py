@@ -145,9 +145,10 @@ def explain(
     op: str = "softmax",
     device: Any = None,
 ) -> Explanation:
-    """Explains which CUDA kernel a call runs, and the least time that its memory traffic takes.
+    """Explains which CUDA kernel a call runs on one GPU, and the least time that its memory traffic takes.
 
-    Nothing is computed and no GPU is needed: `print(jax_softmax.explain((8192, 50257), dtype="bfloat16"))`.
+    A program on a machine with several kinds of GPUs, or for another machine, is left to XLA only where that is as fast
+    on all of them. Nothing is computed and no GPU is needed: `print(jax_softmax.explain((8192, 50257), dtype="bfloat16"))`.
 
     Args:
       x_or_shape: an array, a `jax.ShapeDtypeStruct`, or a shape (a tuple of ints).

@@ -178,6 +178,7 @@ NO_KERNEL = "no kernel covers it"
 SYMBOLIC = "its plan depends on an extent that is a symbol"
 _TIE = 0.95  # of XLA's bytes: where the kernel moves more, XLA is as fast
 NOT_FEWER = f", not {100 * (1 - _TIE):.0f} % fewer"
+MADE_OF_ROWS = "it is made where it is read, of what another operator's kernel gives"
 WITH_ANOTHER = "the program writes it out, and another operator of the same array is left to XLA"
 _PACK, _SECTOR = 16, 32  # bytes
 # Thresholds between views on which a kernel was faster and those on which XLA was: results.md, "Other axes" and "Rows,
