@@ -161,7 +161,7 @@ def _from_json(fields) -> FusedKernel:
 
 # ---- The primitive.
 
-kernel_p = Primitive("softmax_kernel")
+kernel_p = Primitive("fused_kernel")
 kernel_p.multiple_results = True
 
 

@@ -1,9 +1,12 @@
-"""Who computes a call that a kernel can compute: the kernel, or XLA. This is decided here alone.
+"""Who computes a call that a kernel can compute: the kernel, or XLA.
 
 - `on_cpu` and `on_cuda`: for a call that is lowered. `why_xla` has the views on which XLA is as fast.
 - `traffic_of`: for a call under `fuse`, by the bytes that the kernel and XLA's fusions would move. `why_xla_under_fuse`
   says it in words.
 - `attention_wins`: for attention under `fuse`.
+
+Elsewhere stands what is about more than one call: `fusion/rewriting.py` leaves all that is written out of an array,
+`fusion/primitive.py` a whole program, and `devices/partitioning.py` what it cannot divide.
 
 If this machine has GPUs, the decision is for them; otherwise the program is for another machine, and the decision is
 for all kinds of GPUs. Constants were measured; the GPU and the file of benchmarks/results/ stand beside them.
