@@ -142,7 +142,7 @@ def of_two(name):
     return normal(SHAPE), normal(SHAPE, seed=1) if of_floats else support.random_mask(SHAPE)
 
 
-# ---- Kept axes: nothing travels, and the results stay where the operands are.
+# ---- Batch dimensions: nothing travels, and the results stay where the operands are.
 
 
 def manual(spec, names):

@@ -181,7 +181,7 @@ NO_KERNEL = "no kernel covers it"
 SYMBOLIC = "its plan depends on an extent that is a symbol"
 _TIE = 0.95  # of XLA's bytes: where the kernel moves more, XLA is as fast
 NOT_FEWER = f", not {100 * (1 - _TIE):.0f} % fewer"
-MADE_OF_ROWS = "it is made where it is read, of what another operator's kernel gives"
+MADE_OF_ROWS = "it is made where it is read, of another operator's results"
 WITH_ANOTHER = "the program writes it out, and another operator of the same array is left to XLA"
 _PACK, _SECTOR = 16, 32  # bytes
 # Thresholds between views on which a kernel was faster and those on which XLA was: results.md, "Other axes" and "Rows,
@@ -311,8 +311,8 @@ def byte_text(n: float) -> str:
 # Attention's kernels on an H200, by attention.md, "plain B8 S2048 H16 D64": picoseconds for a score, of B H S² ones, of
 # the forward kernel (501 µs) and of both backward ones (1972 - 501 µs).
 _FORWARD, _BACKWARD = 0.95, 2.7
-_FEATURES = 64  # of a query or value in that row. A kernel's time is as the number of features is, but for few:
-_LEAST_OF_FEATURES = 0.7  # chosen; not measured apart
+_FEATURES = 64  # of a query and of a value in that row; times are proportional to them
+_LEAST_OF_FEATURES = 0.7  # part of these times that a kernel takes with few features: chosen
 _BYTES_OF_PICOSECOND = 3.6  # that memory moves: chosen between an H100's 3.0 and an H200's 4.3
 _BLOCKS = 264  # that run at once: two on each of 132 multiprocessors
 
