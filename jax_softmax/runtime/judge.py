@@ -179,7 +179,7 @@ def _plans(call):
 NOT_COMPILED = "no kernel can be compiled for this GPU"
 NO_KERNEL = "no kernel covers it"
 SYMBOLIC = "its plan depends on an extent that is a symbol"
-_TIE = 0.95  # of XLA's bytes: where the kernel moves more, XLA is as fast
+_TIE = 0.95  # of XLA's bytes: where the kernel moves more, XLA counts as equally fast. Chosen
 NOT_FEWER = f", not {100 * (1 - _TIE):.0f} % fewer"
 MADE_OF_ROWS = "it is made where it is read, of another operator's results"
 WITH_ANOTHER = "the program writes it out, and another operator of the same array is left to XLA"
