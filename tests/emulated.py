@@ -46,7 +46,7 @@ def kernels(always=True, in_jax=False, attention=False):
     made = []
     ffi_call, wins = jax.ffi.ffi_call, judge.Traffic.kernel_wins
     attention_wins = judge.attention_wins
-    call, scratch_bytes = FusedKernel.call, FusedKernel.scratch_bytes
+    call, why_xla = FusedKernel.call, FusedKernel.why_xla
 
     def recorded(self, *operands):
         made.append(self)
@@ -59,7 +59,7 @@ def kernels(always=True, in_jax=False, attention=False):
     judge.attention_wins = lambda *_: attention
     if always:
         judge.Traffic.kernel_wins = property(lambda self: True)
-        FusedKernel.scratch_bytes = lambda self: scratch_bytes(self) or 0
+        FusedKernel.why_xla = lambda self: why_xla(self) and ""
     mlir.register_lowering(primitive.fused_p, primitive._lower_for_cuda, platform="cpu")
     mlir.register_lowering(kernel_p, functools.partial(lower, platform="cpu"), platform="cpu")
     try:
@@ -68,7 +68,7 @@ def kernels(always=True, in_jax=False, attention=False):
     finally:
         mlir.register_lowering(primitive.fused_p, primitive._lower, platform="cpu")
         jax.ffi.ffi_call, judge.Traffic.kernel_wins = ffi_call, wins
-        FusedKernel.call, FusedKernel.scratch_bytes = call, scratch_bytes
+        FusedKernel.call, FusedKernel.why_xla = call, why_xla
         judge.attention_wins = attention_wins
 
 

@@ -14,12 +14,6 @@ from by_numpy import by_numpy
 from oracles import (
     check,
     reference,
-    reference_absmax_scale,
-    reference_cross_entropy,
-    reference_cross_entropy_gradient,
-    reference_distances,
-    reference_entropy,
-    reference_normalizer,
     reference_vjp,
 )
 
@@ -286,31 +280,6 @@ def row_numbers(op, shape, axes, dtype, seed=3):
 def precision(dtype):
     """The context in which arrays of `dtype` exist."""
     return jax.enable_x64(True) if np.dtype(dtype).itemsize == 8 else contextlib.nullcontext()
-
-
-def row_case(op, shape, axes, dtype, where=None):
-    """Operands for an operator of ROW_OPS, but for the mask, and its results in float64."""
-    x, of_rows = normal(shape, dtype), row_numbers(op, shape, axes, dtype)
-    if op == "logsumexp":
-        return [x], reference_normalizer(x, axes, where)
-    if op == "logsumexp_and_distances":
-        return [x], [*reference_normalizer(x, axes, where), *reference_distances(x, axes, where)]
-    if op == "cross_entropy_gradient_and_distances":
-        results = reference_cross_entropy_gradient(x, *of_rows, axes, where)
-        return [x, *of_rows], [*results, *reference_distances(x, axes, where)]
-    if op == "softmax_and_normalizer":
-        return [x], [reference("softmax", x, axes, where), *reference_normalizer(x, axes, where)]
-    if op == "absmax_scale":
-        return [x], reference_absmax_scale(x, axes, where)
-    if op == "cross_entropy":
-        return [x, *of_rows], reference_cross_entropy(x, *of_rows, axes, where)
-    if op == "cross_entropy_gradient":
-        return [x, *of_rows], reference_cross_entropy_gradient(x, *of_rows, axes, where)
-    if op == "kl_divergence":
-        y = normal(shape, dtype, seed=1)
-        return [x, y, *of_rows], reference_entropy(x, axes, where, y, *of_rows)
-    assert op == "entropy", f"{op} has no operands here"
-    return [x], reference_entropy(x, axes, where)
 
 
 @functools.partial(jax.jit, static_argnames=("axis", "names"))

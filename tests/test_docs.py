@@ -9,6 +9,7 @@ import pytest
 from markdown_it import MarkdownIt
 
 import jax_softmax
+from jax_softmax import _kernels
 from jax_softmax.runtime import judge
 
 ROOT = Path(__file__).parent.parent
@@ -53,8 +54,14 @@ def test_every_reason_to_leave_a_call_to_xla_is_explained():
     of_views = [n.value.value for n in returned if isinstance(n.value, ast.Constant) and n.value.value]
     page = (ROOT / "docs" / "fusion.md").read_text()
     table = re.findall(r"^\| ([^|]*) \|", page.partition("| `explain` says |")[2], re.MULTILINE)
-    first, last = (judge.NOT_COMPILED, judge.NO_KERNEL, judge.SYMBOLIC), judge.WITH_ANOTHER
-    assert table == [*first, f"moves 8.0 MiB, the kernel 8.0 MiB{judge.NOT_FEWER}", *of_views, last]
+    bytes_moved = "moves 8.0 MiB, the kernel 8.0 MiB"
+    first = [judge.NOT_COMPILED, bytes_moved + judge.NOT_FEWER, judge.NO_KERNEL, judge.SYMBOLIC]
+    assert table == [*first, *of_views, judge.MADE_OF_ROWS, judge.WITH_ANOTHER]
+    traffic = judge.Traffic(1 << 25, 8 << 20, 16 << 20)
+    assert f"`{judge.why_xla_under_fuse(traffic, of_views[-1])}`" in " ".join(page.split())
+    sizes = [f"{packs * judge._PACK} bytes" for packs in (judge._SHORT_RUN, judge._IDLING)]
+    sizes += [f"{judge._SHORT_RUN_IN_RING >> 10} KiB", f"more than {_kernels.MAX_DIMS} dimensions"]
+    assert all(size in page for size in sizes)
 
 
 def test_api_page_has_every_public_name():

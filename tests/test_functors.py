@@ -17,7 +17,7 @@ EVERY_OP = (*OPS, *ROW_OPS)
 # An array that broadcasts, and an index along the last of the reduced axes.
 LOAD = "s1 % 3 != 1 ? x{0} * -2.5f + s0 : C(-30)"
 STORE = "y * 2.0f + s0\ny"
-# Indices along a kept dimension and along the last of the reduced ones.
+# Indices along a batch dimension and along the last of the reduced ones.
 CAUSAL = "s0 <= s1 ? x0 : C(-1e30)"
 
 # The shapes of an array that broadcasts.
@@ -31,7 +31,7 @@ SHAPES = {
 DTYPES = [("bfloat16", "float32", "float32"), ("float32", "bfloat16", "bfloat16"), ("float16", "float16", "bfloat16")]
 
 every_view = pytest.mark.parametrize("way", VIEWS.values(), ids=VIEWS.keys())
-# The same views with each of their kept dimensions.
+# The same views with each of their batch dimensions.
 CAUSAL_VIEWS = {
     f"{name}-{d}": (d, way)
     for name, way in VIEWS.items()
@@ -55,7 +55,7 @@ def plan_of(way, op, dtypes=("bfloat16",) * 3, shape="columns", masked=False, lo
 
 
 def indices(way, kept):
-    """Along a kept dimension and along the last of the reduced ones."""
+    """Along a batch dimension and along the last of the reduced ones."""
     return [([n if d == along else 1 for d, n in enumerate(way.shape)], "index") for along in (kept, way.axes[-1])]
 
 
@@ -128,7 +128,7 @@ def test_causal_mask_compiles(jit, kept, way):
 @on_gpu
 @pytest.mark.parametrize("kept,way", CAUSAL_VIEWS.values(), ids=CAUSAL_VIEWS)
 def test_causal_mask(kept, way):
-    """An index along a kept dimension, which all elements of a row share, beside one along a reduced dimension."""
+    """An index along a batch dimension, which all elements of a row share, beside one along a reduced dimension."""
     x = integers(way.shape, "bfloat16")
     i, j = (np.arange(max(shape)).reshape(shape) for shape, _ in indices(way, kept))
     expected = oracles.reference("softmax", np.where(i <= j, x, -1e30).astype(x.dtype), way.axes)

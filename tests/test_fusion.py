@@ -822,7 +822,7 @@ class TestExplain:
             return jax.lax.scan(step, jax.nn.log_softmax(x), None, 3)[0]
 
         report = fuse(f).explain(jax.ShapeDtypeStruct((8192, 4096), F32))
-        assert [(line.op, line.where) for line in report] == [("softmax", "/scan"), ("log_softmax", "")]
+        assert [(line.op, line.path) for line in report] == [("softmax", "/scan"), ("log_softmax", "")]
         assert "\n  along (1,) in scan; " in str(report) and "\nlog_softmax of " in str(report)
 
     def test_without_an_operator(self):
@@ -831,7 +831,7 @@ class TestExplain:
     def test_a_tie_is_xlas(self):
         (line,) = report = fuse(attention_row).explain(jax.ShapeDtypeStruct((1 << 17, 128), BF16))
         assert line.traffic.ours == line.traffic.xla
-        title = "softmax of float32[131072, 128]: by XLA: moves 64.0 MiB, the kernel 64.0 MiB, not 5 % fewer"
+        title = "softmax of float32[131072, 128]: by XLA: moves 64.0 MiB, the kernel 64.0 MiB" + judge.NOT_FEWER
         assert str(report).split("\n")[0] == title
 
     def test_rows_on_which_xla_is_as_fast(self):

@@ -897,7 +897,7 @@ def test_operators(rule, name):
     program = RULES[rule][name]
     with emulated.kernels():  # whoever would be faster
         report = fuse(program.function).explain(*program.args)
-    assert " ".join(sorted(line.op for line in report)) == program.ops
+    assert " ".join(sorted(line.op for line in report if not line.why_xla)) == program.ops
 
 
 @pytest.mark.parametrize(
@@ -934,7 +934,7 @@ def test_functions_of_16_bits_are_made_once():
     def f(x):
         return jnp.sum(jnp.exp(log_softmax(wide(jnp.tanh(x * 0.5)) * 2)), -1)
 
-    (line,) = fuse(f).explain(jax.ShapeDtypeStruct((64, 128), BF16))
+    line, _ = fuse(f).explain(jax.ShapeDtypeStruct((64, 128), BF16))
     assert line.folded_before == ("convert_element_type", "mul")
-    (line,) = fuse(f).explain(jax.ShapeDtypeStruct((64, 128), F32))
+    line, _ = fuse(f).explain(jax.ShapeDtypeStruct((64, 128), F32))
     assert line.folded_before == ("mul", "tanh", "mul")

@@ -278,6 +278,6 @@ def test_export():
         )(jax.ShapeDtypeStruct(SHAPE, F32, sharding=sharding))
         kept = jax.export.deserialize(exported.serialize(vjp_order=0))
         found = jax.jit(kept.call)(jax.device_put(x, sharding))
-    assert re.search("softmax_kernel", exported.mlir_module())
+    assert re.search("fused_kernel", exported.mlir_module())
     assert [kernel.shape for kernel in made] == [(2, 4, 8, 16)]
     assert_close(found, causal(x))

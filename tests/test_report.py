@@ -106,6 +106,13 @@ def test_operators_alone(shape, axes, dtypes):
         assert has_call == (not why_no_custom_call("softmax_linear", *avals, axes))
 
 
+@pytest.mark.parametrize("name", ["softmax", "log_softmax"])
+def test_elements_that_xla_makes_of_rows(name):
+    """The kernel is another operator's, and the program's has its line."""
+    report = fuse(lambda x: jnp.sum(getattr(jax.nn, name)(x) * 2, 1)).explain(shaped(8192, 4096))
+    assert [(line.op, line.why_xla) for line in report] == [("logsumexp", ""), (name, judge.MADE_OF_ROWS)]
+
+
 def test_float64():
     with jax.enable_x64(True):
         check(lambda x: jax.nn.softmax(x * 2), shaped(128, 512, dtype=jnp.float64))

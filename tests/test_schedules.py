@@ -9,8 +9,19 @@ import numpy as np
 import oracles
 import pytest
 import support
-from oracles import check, reference, reference_absmax_scale, reference_linear, reference_vjp
-from support import NAMES, OPERATORS, OPS, ROW_OPS, WAYS, call_kernel, check_all, normal
+from oracles import (
+    check,
+    reference,
+    reference_absmax_scale,
+    reference_cross_entropy,
+    reference_cross_entropy_gradient,
+    reference_distances,
+    reference_entropy,
+    reference_linear,
+    reference_normalizer,
+    reference_vjp,
+)
+from support import NAMES, OPERATORS, OPS, WAYS, call_kernel, check_all, normal
 
 import jax_softmax
 
@@ -34,43 +45,50 @@ def test_the_list_reaches_every_kernel(dtype, op):
         assert len(clusters) > 1 and 1 in clusters
 
 
-def operands(op, way, dtype, where=None):
-    """What an operator takes, and its result in float64."""
-    x, t = normal(way.shape, dtype), normal(way.shape, dtype, seed=1, scale=1.0)
+def case(op, shape, axes, dtype, where=None):
+    """What an operator takes, but for the mask, and its results in float64."""
+    x, of_rows = normal(shape, dtype), support.row_numbers(op, shape, axes, dtype)
     if op in NAMES:
-        return (x,), reference(op, x, way.axes, where)
-    y = reference("softmax" if op == "softmax_linear" else "log_softmax", x, way.axes, where).value.astype(x.dtype)
-    return (y, t), reference_linear(op, y, t, way.axes, dtype, where)
+        return [x], [reference(op, x, axes, where)]
+    if op in OPS:
+        of, t = "softmax" if op == "softmax_linear" else "log_softmax", normal(shape, dtype, seed=1, scale=1.0)
+        y = reference(of, x, axes, where).value.astype(dtype)
+        return [y, t], [reference_linear(op, y, t, axes, dtype, where)]
+    if op == "logsumexp":
+        return [x], reference_normalizer(x, axes, where)
+    if op == "logsumexp_and_distances":
+        return [x], [*reference_normalizer(x, axes, where), *reference_distances(x, axes, where)]
+    if op == "cross_entropy_gradient_and_distances":
+        results = reference_cross_entropy_gradient(x, *of_rows, axes, where)
+        return [x, *of_rows], [*results, *reference_distances(x, axes, where)]
+    if op == "softmax_and_normalizer":
+        return [x], [reference("softmax", x, axes, where), *reference_normalizer(x, axes, where)]
+    if op == "absmax_scale":
+        return [x], reference_absmax_scale(x, axes, where)
+    if op == "cross_entropy":
+        return [x, *of_rows], reference_cross_entropy(x, *of_rows, axes, where)
+    if op == "cross_entropy_gradient":
+        return [x, *of_rows], reference_cross_entropy_gradient(x, *of_rows, axes, where)
+    if op == "kl_divergence":
+        y = normal(shape, dtype, seed=1)
+        return [x, y, *of_rows], reference_entropy(x, axes, where, y, *of_rows)
+    assert op == "entropy", f"{op} has no operands here"
+    return [x], reference_entropy(x, axes, where)
 
 
 @on_gpu
 @pytest.mark.parametrize("way", WAYS, ids=str)
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", support.KERNELS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("masked", [False, True])
 def test_values(masked, dtype, op, way):
     where = support.random_mask(way.shape) if masked else None
     mask = [] if where is None else [where]
-    inputs, expected = operands(op, way, dtype, where)
-    plan = way.plan(op, dtype, list(way.shape) if masked else None)
-    with support.limited(**way.limits):
-        result = call_kernel(op, *inputs, *mask, axes=way.axes, scratch_bytes=plan["scratch_bytes"])
-    check(result, expected, f"{op} by {plan['schedule']}")
-
-
-@on_gpu
-@pytest.mark.parametrize("way", WAYS, ids=str)
-@pytest.mark.parametrize("op", ROW_OPS)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("masked", [False, True])
-def test_results_of_rows(masked, dtype, op, way):
-    where = support.random_mask(way.shape) if masked else None
-    mask = [] if where is None else [where]
-    inputs, expected = support.row_case(op, way.shape, way.axes, dtype, where)
+    inputs, expected = case(op, way.shape, way.axes, dtype, where)
     plan = way.plan(op, dtype, list(way.shape) if masked else None)
     with support.limited(**way.limits):
         results = call_kernel(op, *inputs, *mask, axes=way.axes, scratch_bytes=plan["scratch_bytes"])
-    for i, (result, bounded) in enumerate(zip(results, expected, strict=True)):
+    for i, (result, bounded) in enumerate(zip(jax.tree.leaves(results), expected, strict=True)):
         check(result, bounded, f"result {i} of {op} by {plan['schedule']}")
 
 

@@ -69,9 +69,11 @@ def divided(ctx, operands, config, local, by_reference, shape=None):
     x, *others = ctx.avals_in
     shape = x.shape if shape is None else shape
     config = {**config, "shape": shape, "devices": devices, "version": _kernels.CALL_VERSION}
-    # Results of rows may take their layout from the second array of x's shape as well as from the first.
-    leads = [True, *(x.shape != results[0] and (a.shape, a.dtype) == (x.shape, x.dtype) for a in others)]
-    operands = [a if lead else _with_weaker_sharding(a) for a, lead in zip(operands, leads, strict=True)]
+    # The results are laid out as x, and no other operand may change that; but where the results are of rows alone, an
+    # array of x's shape and dtype may, as the second one of kl_divergence.
+    of_rows = x.shape != results[0]
+    may_lay_out = [True, *(of_rows and (a.shape, a.dtype) == (x.shape, x.dtype) for a in others)]
+    operands = [a if may else _with_weaker_sharding(a) for a, may in zip(operands, may_lay_out, strict=True)]
     call = stablehlo.CustomCallOp(
         [ir.RankedTensorType.get(aval.shape, _private.DIVISION.dtype_to_ir_type(aval.dtype)) for aval in ctx.avals_out],
         operands,

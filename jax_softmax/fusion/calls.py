@@ -52,8 +52,8 @@ class KernelCall(NamedTuple):
     operands: tuple[Arrangement, ...]
     results: tuple[KernelResult, ...]  # of elements, then of rows
 
-    def transposed(self, reads, made) -> list:
-        """Those of the variables that it reads and makes which XLA has to transpose."""
+    def moved(self, reads, made) -> list:
+        """Those of the variables that it reads and makes whose elements XLA has to move, by a transpose."""
         arrangements = [*self.operands, *(result.arrangement for result in self.results)]
         return [v for v, how in zip([*reads, *made], arrangements, strict=True) if not how.is_view]
 
@@ -77,11 +77,13 @@ def kernel_call_of(group: Group, written, read_outside) -> tuple[KernelCall, lis
     arrays = [(side.variable, side.place) for side in read.sides if side.factor is None]
     factors = _factors_in_memory_order(group, [*own, *arrays, *((v, group.places_after[v]) for v in written)])
     if len(factors) > _kernels.MAX_DIMS:
-        raise NotFolded("its operands have too many dimensions")
+        raise NotFolded(
+            f"together its operands have {len(factors)} dimensions, and kernels at most {_kernels.MAX_DIMS}"
+        )
     shape = tuple(factor.extent for factor in factors)
     for a, _ in arrays:
         if a.aval.dtype.name not in expressions.READABLE:
-            raise NotFolded(f"{a.aval.dtype}")
+            raise NotFolded(f"it reads {a.aval.dtype}, and kernels read {', '.join(expressions.READABLE)}")
     arrangements = [_arrangement(place, factors) for _, place in (*own, *arrays)]
     arrangements += [_row_arrangement(a, group, factors) for a in group.row_operands]
     has_mask = any(a.aval.dtype == bool for a in group.row_operands)
@@ -116,7 +118,7 @@ def _check_there_is(kernel):
     """Raises NotFolded if there is no such kernel, or none for a device's part: that reads where its indices begin."""
     starts = [SideOperand((1,) * len(kernel.shape), "int32")] * len(kernel.dims_with_indices)
     try:
-        kernel._replace(sides=(*kernel.sides, *starts)).scratch_bytes()
+        kernel._replace(sides=(*kernel.sides, *starts)).why_xla()
     except ValueError as error:
         raise NotFolded(str(error)) from None
 
@@ -167,7 +169,7 @@ def _own_operands(group):
         found.append([leaf for leaf in leaves if leaf[0].aval.dtype.name in expressions.WRITABLE])
     in_order = [k for k in found[0] if _is_in_order(k[1], group)] or found[0]
     if not in_order:
-        raise NotFolded("no operand of its shape is a float array")
+        raise NotFolded(f"it is made of no array of its shape in {', '.join(expressions.WRITABLE)}")
     if len(found) == 1:
         return [in_order[0]]
     for first in in_order:
@@ -221,17 +223,17 @@ def _factors_in_memory_order(group, arrays):
     orders = [(a, places.factors_of(place)) for a, place in arrays]
     whole = [(a, order) for a, order in orders if len(order) == len(own)]
 
-    def transposed_bytes(order):
+    def moved_bytes(order):
         return sum(bytes_of(a) for a, other in whole if other != order)
 
-    return min([own, *(order for _, order in whole)], key=transposed_bytes)
+    return min([own, *(order for _, order in whole)], key=moved_bytes)
 
 
 # ---- The primitives that rewritten programs hold.
 
-kernel_call_p = Primitive("softmax_kernel_call")
+kernel_call_p = Primitive("fused_kernel_call")
 kernel_call_p.multiple_results = True
-by_xla_p = Primitive("softmax_by_xla")  # an operator in jax.numpy, where XLA's fusions move fewer bytes
+by_xla_p = Primitive("operator_by_xla")  # an operator in jax.numpy, where XLA's fusions move fewer bytes
 by_xla_p.multiple_results = True
 
 

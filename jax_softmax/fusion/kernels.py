@@ -71,13 +71,9 @@ class FusedKernel(NamedTuple):
             store=self._text_of_store(),
         )
 
-    def scratch_bytes(self) -> int | None:
-        """The bytes that blocks need to exchange states; None if XLA is as fast as a kernel on such rows."""
-        return judge.scratch_bytes(self._described())
-
     def why_xla(self) -> str:
-        """Why XLA is as fast on such rows; "" if it is not."""
-        return "" if self.scratch_bytes() is not None else judge.why_xla_makes(self._described())
+        """Why XLA is as fast on such rows; "" if it is not. Raises a ValueError if there is no such kernel."""
+        return judge.why_xla_makes(self._described())
 
     @property
     def result_types(self) -> list[jax.ShapeDtypeStruct]:
@@ -87,13 +83,14 @@ class FusedKernel(NamedTuple):
 
     def call(self, *operands):
         """The FFI call."""
-        types, scratch = self.result_types, self.scratch_bytes()
+        described_call, types = self._described(), self.result_types
+        judge.start_compiling(described_call)
         n = len(types)
-        if scratch:
+        if scratch := judge.scratch_bytes(described_call):
             types.append(jax.ShapeDtypeStruct((scratch,), jnp.uint8))
-        attributes = self._described()["attributes"]
         aliases = {} if self.in_place is None else {self.in_place: 0}
-        return jax.ffi.ffi_call(TARGET, types, input_output_aliases=aliases)(*operands, **attributes)[:n]
+        ffi_call = jax.ffi.ffi_call(TARGET, types, input_output_aliases=aliases)
+        return ffi_call(*operands, **described_call["attributes"])[:n]
 
     def in_jax(self, *operands, operator=apply):
         """The same in JAX. `operator` is called with what is loaded, instead of the operator."""
@@ -164,7 +161,7 @@ def _from_json(fields) -> FusedKernel:
 
 # ---- The primitive.
 
-kernel_p = Primitive("softmax_kernel")
+kernel_p = Primitive("fused_kernel")
 kernel_p.multiple_results = True
 
 
@@ -201,7 +198,7 @@ class _DeviceProgram(division.DeviceProgram):
 
         def on_device(*operands):
             operands = self._with_starts(layout, kernel.shape, operands)
-            return kernel.in_jax(*operands) if kernel.scratch_bytes() is None else kernel.call(*operands)
+            return kernel.in_jax(*operands) if kernel.why_xla() else kernel.call(*operands)
 
         return on_device
 
@@ -241,7 +238,7 @@ def _normalizer(kernel, operands, x, where, axes):
         n_row_results=2,
         in_place=None,
     )
-    if OPERATORS[kernel.op].inputs > 1 or of_rows.scratch_bytes() is None:
+    if OPERATORS[kernel.op].inputs > 1 or of_rows.why_xla():
         return reference.logsumexp(x, where, axes)
     return reference.Normalizer(*of_rows.call(*operands[: kernel.n_arrays], *(() if where is None else (where,))))
 

@@ -18,7 +18,7 @@ class Line(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     axes: tuple[int, ...]
-    where: str  # names of the equations around it, as /scan/cond
+    path: str  # names of the equations around it, as /scan/cond
     folded_before: tuple[str, ...]  # names of equations
     folded_after: tuple[str, ...]
     outside: tuple[str, ...]  # names of the equations where folding stopped
@@ -39,16 +39,16 @@ class FusionReport(tuple[Line, ...]):
 def _paragraph(line: Line, count: int) -> str:
     """A line that says who makes the call and why, and the details, indented."""
     title = f"{line.op} of {line.dtype}{list(line.shape)}{f', x {count}' if count > 1 else ''}: by "
-    where = f" in {line.where[1:]}" if line.where else ""
+    inside = f" in {line.path[1:]}" if line.path else ""
     if line.op == "attention":
         size = byte_text(math.prod(line.shape) * np.dtype(line.dtype).itemsize)
-        return f"{title}its kernels: no weights in memory, {size}{where}"
-    details = [f"along {line.axes}{where}"]
+        return f"{title}its kernels: no weights in memory, {size}{inside}"
+    details = [f"along {line.axes}{inside}"]
     title += f"XLA: {line.why_xla}" if line.why_xla else "the kernel"
     if line.traffic is not None:
-        before, ours, xla = map(byte_text, line.traffic)
+        unfolded, ours, xla = map(byte_text, line.traffic)
         title += "" if line.why_xla else f": moves {ours}, XLA {xla}"
-        details[0] += f"; {before} with nothing folded"
+        details[0] += f"; {unfolded} with nothing folded"
     for what, names in (
         ("folded before it", line.folded_before),
         ("folded after it", line.folded_after),

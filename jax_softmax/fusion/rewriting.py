@@ -1,5 +1,7 @@
 """A program's jaxpr with groups as calls of kernels."""
 
+from typing import NamedTuple
+
 from jax_softmax import _private
 from jax_softmax.fusion import expressions, made_twice, rules, scans, written_out
 from jax_softmax.fusion.attention import matcher
@@ -35,39 +37,67 @@ _MATERIALIZING = (*_REGIONS, *PRIMITIVES, "dot_general", "ragged_dot", "linear_p
 _MATERIALIZING += ("gather", "sort", "top_k", "optimization_barrier")
 
 
-def rewritten(jaxpr, report=None, where=""):
+class _Decision(NamedTuple):
+    groups: Groups
+    calls: dict  # of kernels, by the groups that are one; each with what it reads and makes
+    by_xla: set  # operators
+    lines: dict  # of the report, by the operators
+
+
+def rewritten(jaxpr, report=None, path=""):
     """The jaxpr with its groups as calls of kernels, or itself if nothing changes. A line for each call of an operator
-    is appended to `report`; `where` are the names of the equations around it."""
+    is appended to `report`; `path` are the names of the equations around it."""
     report = [] if report is None else report
     graph = scans.with_attention_in_scans(graph_of(jaxpr, platform="cuda"))
     changed = False
     for equation in graph.equations:
         if equation.name in _REGIONS:
-            within = report, f"{where}/{equation.name}"
+            within = report, f"{path}/{equation.name}"
             params = with_jaxprs(equation.params, lambda inner, within=within: rewritten(inner, *within))
             changed |= any(params[k] is not equation.params[k] for k in params)
             equation.params = params
     changed |= has_operators(jaxpr) or any(e.eqn.primitive is as_stored_p for e in graph.equations)
     if not changed and not any(e.name == "reduce_max" for e in graph.equations):
         return jaxpr
-    program, left, of_left = rules.without_duplicates(graph), set(), {}
-    while True:
-        graph, written = written_out.with_operators(program, left)
-        if not changed and not written:
-            report += _lines_of_left(of_left, {})
-            return jaxpr
-        graph, found, refused = matcher.with_attention(rules.without_duplicates(graph))
-        graph = _without_as_stored(rules.after_rules(graph))
-        groups, calls, by_xla, lines = _decide(graph, where)
-        lines = {e: line._replace(no_attention=refused.get(e.outputs[0], "")) for e, line in lines.items()}
-        again = set(map(_array_of, by_xla)).intersection(written)  # XLA makes these as the program writes them out
-        if not again:
-            break
-        left |= again
-        of_left |= {e: line for e, line in lines.items() if _array_of(e) in again}
-    report += [*_lines_of_left(of_left, lines), *lines.values()]
-    report += [_line_of_attention(attention, where) for attention in found]
-    return jaxpr.replace(eqns=_in_order(groups, calls, by_xla), outvars=groups.graph.outputs)
+    decision, lines = _decided(rules.without_duplicates(graph), path, changed)
+    report += lines
+    if decision is None:
+        return jaxpr
+    return jaxpr.replace(eqns=_in_order(decision), outvars=decision.groups.graph.outputs)
+
+
+def _decided(program, path, changed, stay=frozenset()) -> tuple[_Decision | None, list[Line]]:
+    """The decision for a program, and its lines; None if nothing of it was `changed` or is written out.
+
+    What is written out of an array becomes operators, but not of the arrays that `stay`. If XLA would make one of an
+    array's operators, all that is written out of it is better as it was: it stays in a second decision.
+    """
+    graph, arrays = written_out.with_operators(program, stay)
+    if not changed and not arrays:
+        return None, []
+    before_rules, attentions, refused = matcher.with_attention(rules.without_duplicates(graph))
+    decision = _decide(_without_as_stored(rules.after_rules(before_rules)), path)
+    lines = {e: line._replace(no_attention=refused.get(e.outputs[0], "")) for e, line in decision.lines.items()}
+    of_rows = _made_of_rows(before_rules, decision.groups)
+    lines |= {e: _line(e.name, e, path, why_xla=judge.MADE_OF_ROWS) for e in of_rows}
+    to_stay = {_array_of(e) for e in decision.by_xla}.intersection(arrays)
+    if not to_stay:
+        return decision, [*lines.values(), *(_line("attention", found.softmax, path) for found in attentions)]
+    decision, lines_of_second = _decided(program, path, changed, stay | to_stay)
+    called = set() if decision is None else {_call_of(e) for e in decision.lines}
+    staying = (line for e, line in lines.items() if _array_of(e) in to_stay and _call_of(e) not in called)
+    staying = (line if line.why_xla else line._replace(why_xla=judge.WITH_ANOTHER) for line in staying)
+    return decision, [*staying, *lines_of_second]
+
+
+def _made_of_rows(before_rules, groups):
+    """The softmaxes that rules replaced, and that XLA makes of rows' maxima and sums: of all elements, as a gather does
+    not read them."""
+    graph = groups.graph
+    names = ("softmax", "log_softmax")
+    replaced = [e for e in before_rules.equations if e.name in names and e not in graph.position]
+    replaced = [e for e in replaced if is_loop(graph.maker.get(e.outputs[0], e))]
+    return [e for e in replaced if any(r.name != "gather" for r in groups.readers_in_xla(e.outputs[0]))]
 
 
 def _array_of(equation):
@@ -76,18 +106,15 @@ def _array_of(equation):
     return x
 
 
-def _lines_of_left(of_left, lines):
-    """The lines of what a program writes out of an array, where XLA makes all operators of it because it makes one.
-    What the program calls as an operator has its line among `lines`."""
-    called = {(e.name, _array_of(e), line.axes) for e, line in lines.items()}
-    left = [line for e, line in of_left.items() if (e.name, _array_of(e), line.axes) not in called]
-    return [line if line.why_xla else line._replace(why_xla=judge.WITH_ANOTHER) for line in left]
+def _call_of(equation):
+    return equation.name, _array_of(equation), tuple(equation.params["axes"])
 
 
 def unfused_lines(jaxpr, why_not):
     """A line for each operator in a program into which nothing is folded."""
     equations = (Equation(eqn, eqn.invars, eqn.outvars, eqn.params) for eqn in eqns_within([jaxpr]))
-    return [_line_alone(e, "", why_not) for e in equations if e.name in PRIMITIVES and not e.params["axis_name"]]
+    operators = (e for e in equations if e.name in PRIMITIVES and not e.params["axis_name"])
+    return [_line(e.name, e, "", why_not, _why_xla_unfolded(e)) for e in operators]
 
 
 def _without_as_stored(graph):
@@ -106,9 +133,7 @@ def has_operators(jaxpr) -> bool:
     return any(e.primitive.name in PRIMITIVES or e.primitive in own for e in eqns_within([jaxpr]))
 
 
-def _decide(graph, where):
-    """The groups; the calls of kernels that some of them are, with what these read and make; the operators left to XLA;
-    and a line for each operator."""
+def _decide(graph, path) -> _Decision:
     left, read, by_xla, lines = set(), set(), set(), {}
     while True:
         groups, calls, n_left = Groups(graph, left, read), {}, len(left)
@@ -118,13 +143,14 @@ def _decide(graph, where):
                 call, reads, made = kernel_call_of(group, written, groups.read_outside)
             except NotFolded as error:
                 why_not = str(error)
-                traffic = group_traffic(group, groups.reads[group], written, groups, alone=True)
+                traffic = group_traffic(group, groups.reads[group], written, groups)
+                traffic = traffic._replace(ours=traffic.unfolded)
             else:
-                transposed = call.transposed(reads, made)
-                traffic = group_traffic(group, list(dict.fromkeys(variables_of(reads))), written, groups, transposed)
-            why_xla = _why_alone(group.equation) if call is None else call.kernel.why_xla()
+                moved = call.moved(reads, made)
+                traffic = group_traffic(group, list(dict.fromkeys(variables_of(reads))), written, groups, moved)
+            why_xla = _why_xla_unfolded(group.equation) if call is None else call.kernel.why_xla()
             why_xla = judge.why_xla_under_fuse(traffic, why_xla)
-            lines[group.equation] = _line(group, groups, where, traffic, why_not, why_xla)
+            lines[group.equation] = _line_of_group(group, groups, path, traffic, why_not, why_xla)
             if why_xla:
                 by_xla.add(group.equation)
             elif call is not None:
@@ -139,31 +165,26 @@ def _decide(graph, where):
         read |= more
     for equation in graph.equations:
         if equation.name in PRIMITIVES and not equation.params["axis_name"] and not foldable(equation):
-            lines[equation] = _line_alone(equation, where, why_not_foldable(equation))
-            if lines[equation].why_xla:
+            why_xla = _why_xla_unfolded(equation)
+            lines[equation] = _line(equation.name, equation, path, why_not_foldable(equation), why_xla)
+            if why_xla:
                 by_xla.add(equation)
-    return groups, calls, by_xla, {e: lines[e] for e in graph.equations if e in lines}
+    return _Decision(groups, calls, by_xla, {e: lines[e] for e in graph.equations if e in lines})
 
 
-def _why_alone(equation) -> str:
+def _why_xla_unfolded(equation) -> str:
     """Why XLA makes an operator into which nothing is folded; "" if its kernel does."""
     avals_in, avals_out = ([a.aval for a in atoms] for atoms in (equation.inputs, equation.outputs))
     return why_no_custom_call(equation.name, avals_in, avals_out, equation.params["axes"])
 
 
-def _line_alone(equation, where, why_not):
+def _line(op, equation, path, why_not="", why_xla="") -> Line:
+    """That of an operator into which nothing is folded, or of attention, of which `equation` is the softmax."""
     x, axes = equation.inputs[0].aval, tuple(equation.params["axes"])
-    why_xla = _why_alone(equation)
-    return Line(equation.name, x.dtype.name, x.shape, axes, where, (), (), (), None, why_not, why_xla)
+    return Line(op, x.dtype.name, x.shape, axes, path, (), (), (), None, why_not, why_xla)
 
 
-def _line_of_attention(found, where):
-    x = found.softmax.inputs[0].aval
-    axes = tuple(found.softmax.params["axes"])
-    return Line("attention", x.dtype.name, x.shape, axes, where, (), (), (), None, "", "")
-
-
-def _line(group, groups, where, traffic, why_not, why_xla):
+def _line_of_group(group, groups, path, traffic, why_not, why_xla) -> Line:
     x = group.x.aval
     before = {equation: None for folded in group.before for equation in folded.values()}
     outside: dict = {}
@@ -178,12 +199,13 @@ def _line(group, groups, where, traffic, why_not, why_xla):
     names = tuple(e.name for e in before if not expressions.is_view(e))
     after = tuple(e.name for e in group.after.values() if not expressions.is_view(e))
     return Line(
-        group.op, x.dtype.name, x.shape, group.axes, where, names, after, tuple(outside), traffic, why_not, why_xla
+        group.op, x.dtype.name, x.shape, group.axes, path, names, after, tuple(outside), traffic, why_not, why_xla
     )
 
 
-def _in_order(groups, calls, by_xla):
+def _in_order(decision):
     """JAX's equations of the rewritten program, each after those that make what it reads."""
+    groups, calls, by_xla, _ = decision
     graph = groups.graph
     twice, read_twice = made_twice.equations(groups, calls), made_twice.read_twice(groups, calls)
     owner = {variable: group for group, (_, _, made) in calls.items() for variable in made}

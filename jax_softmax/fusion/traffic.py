@@ -6,14 +6,12 @@ from jax_softmax.fusion.groups import REDUCTIONS, is_loop
 from jax_softmax.runtime import judge
 
 
-def group_traffic(group, reads, written, groups, transposed=(), alone=False) -> judge.Traffic:
-    """Of a group that reads `reads`, and writes `written` and its row results.
-
-    `transposed`: those among them that XLA transposes for the kernel. `alone`: nothing can be folded into the kernel.
-    """
+def group_traffic(group, reads, written, groups, moved=()) -> judge.Traffic:
+    """Of a group that reads `reads`, and writes `written` and its row results. `moved`: those among them that have
+    another order of elements in the kernel, so that XLA transposes them."""
     x = group.x.aval
     ours = sum(bytes_of(a) * (1 if groups.is_materialized(a) else 2) for a in reads)
-    ours += 2 * sum(map(bytes_of, transposed))
+    ours += 2 * sum(map(bytes_of, moved))
     writes_of_xla = 0
     for variable in written:
         readers = groups.read_outside(variable, group)
@@ -29,8 +27,7 @@ def group_traffic(group, reads, written, groups, transposed=(), alone=False) -> 
     before = {e for folded in group.before for e in folded.values()}
     after = {*group.after.values(), *group.sides_after.values()}
     instructions = [sum(map(expressions.instructions, equations)) for equations in (before, after)]
-    traffic = judge.traffic_of(group.op, x.shape, group.axes, unfolded, ours, read, writes_of_xla, rows, instructions)
-    return traffic._replace(ours=unfolded) if alone else traffic
+    return judge.traffic_of(group.op, x.shape, group.axes, unfolded, ours, read, writes_of_xla, rows, instructions)
 
 
 def _reductions_for(group, reads, groups):

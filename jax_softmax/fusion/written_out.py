@@ -33,7 +33,7 @@ from jax_softmax.fusion.forms import (
     power_of,
 )
 from jax_softmax.fusion.graph import CycleError, Graph, each_once, is_variable
-from jax_softmax.fusion.groups import has_kernels
+from jax_softmax.fusion.groups import why_no_kernels
 from jax_softmax.primitives import labels, reference
 from jax_softmax.primitives.operators import Coefficients, bind
 
@@ -48,9 +48,9 @@ def with_operators(graph: Graph, without=()) -> tuple[Graph, list]:
         if equation.name != "reduce_max" and not splicing.is_unmasked(equation, "logsumexp"):
             continue
         x, axes = equation.inputs[0], equation.params["axes"]
-        if equation not in graph.position or x in without or len(axes) != 1 or not is_variable(x) or not has_kernels(x):
+        if equation not in graph.position or x in without or len(axes) != 1 or not is_variable(x):
             continue
-        if x.aval.shape[axes[0]] <= 1:
+        if why_no_kernels(x) or x.aval.shape[axes[0]] <= 1:
             continue
         graph, operator = _with_operator_of_rows(graph, equation)
         if operator is not None:

@@ -49,9 +49,9 @@ def register() -> None:
 
 def implementation(primitive):
     """The rule for a call outside of `jit`."""
-    apply = _private.FOUND["eager"].apply_primitive
-    if apply:
-        return functools.partial(apply, primitive)
+    apply_primitive = _private.FOUND["eager"].apply_primitive
+    if apply_primitive:
+        return functools.partial(apply_primitive, primitive)
     return lambda *operands, **params: jax.jit(functools.partial(primitive.bind, **params))(*operands)
 
 

@@ -50,7 +50,8 @@ class Record(NamedTuple):
     jvp: Callable[..., Any] | None = None
     transpose: Callable[..., Any] | None = None
     batch: Callable[..., Any] = batching.batching_rule
-    # By another operator's kernel and XLA, with the operands of `reference`: see `runtime/judge.py`.
+    # By another operator's kernel and XLA, with the operands of `reference`. On a CPU, if the operator has no kernel
+    # there; on CUDA, if it is a loss of labels that is left to XLA.
     composed: Callable[..., Any] | None = None
 
 

@@ -53,17 +53,19 @@ def maximum(x, largest, where, axes, axis_name):
 @maximum.defjvp
 def _maximum_jvp(axes, axis_name, primals, tangents):
     x, largest, where = primals
-    return largest, _mean_of_largest(x, largest, tangents[0], where, axes, axis_name)
+    return largest, mean_where_equal(x, largest, tangents[0], where, axes, axis_name)
 
 
 @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=(4, 5))
-def _mean_of_largest(x, largest, t, where, axes, axis_name):
-    is_largest = reference.widened(as_stored(x)) == largest
+def mean_where_equal(x, value, t, where, axes, axis_name):
+    """The mean of t over those elements of each row that equal the row's `value`, one of them: the value's tangent,
+    which ties share. NaN where the value is."""
+    is_equal = reference.widened(as_stored(x)) == value
     if where is not None:
-        is_largest &= where
-    count = row_sum(is_largest.astype(largest.dtype), axes, axis_name)
-    mean = row_sum(jnp.where(is_largest, reference.widened(t), 0), axes, axis_name) / jnp.maximum(count, 1)
-    return jnp.where(jnp.isnan(largest), largest, mean)
+        is_equal &= where
+    count = row_sum(is_equal.astype(value.dtype), axes, axis_name)
+    mean = row_sum(jnp.where(is_equal, reference.widened(t), 0), axes, axis_name) / jnp.maximum(count, 1)
+    return jnp.where(jnp.isnan(value), value, mean)
 
 
 def fill_empty_rows(arrays, where, axes, axis_name):

@@ -145,9 +145,11 @@ def explain(
     op: str = "softmax",
     device: Any = None,
 ) -> Explanation:
-    """Explains which CUDA kernel a call runs, and the least time that its memory traffic takes.
+    """Explains which CUDA kernel a call runs on one GPU, and the least time that its memory traffic takes.
 
-    Nothing is computed and no GPU is needed: `print(jax_softmax.explain((8192, 50257), dtype="bfloat16"))`.
+    Nothing is computed and no GPU is needed: `print(jax_softmax.explain((8192, 50257), dtype="bfloat16"))`. It is
+    judged for this GPU alone. A program is judged for all GPUs of its machine, and left to XLA if that is as fast on
+    each of them.
 
     Args:
       x_or_shape: an array, a `jax.ShapeDtypeStruct`, or a shape (a tuple of ints).
@@ -158,8 +160,9 @@ def explain(
         and `linear_cross_entropy` the kernel is that of the differentiated function. For `kl_divergence` it is the
         second one, which runs after "logsumexp" of logits_q. `absmax_scale` is to x's own dtype. The names of kernels
         are: "softmax_linear" (softmax's derivative in both modes, of which `x_or_shape` is an operand),
-        "log_softmax_jvp" and "log_softmax_vjp" (log_softmax's), "cross_entropy", "cross_entropy_gradient", and
-        "absmax_scale_int8" and the like, for `absmax_scale` to that dtype.
+        "log_softmax_jvp" and "log_softmax_vjp" (log_softmax's; the function `log_softmax_vjp` runs "log_softmax"),
+        "cross_entropy", "cross_entropy_gradient", and "absmax_scale_int8" and the like, for `absmax_scale` to that
+        dtype.
       device: a GPU by name ("H200", "A100", "T4", "RTX 5090", ...) or a `jax.Device`; by default JAX's default device
         if that is a GPU known here, and an H200 otherwise. Copy rates are 90 % of the data sheet's, but for the H200's,
         which was measured.

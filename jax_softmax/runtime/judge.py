@@ -1,9 +1,12 @@
-"""Who computes a call that a kernel can compute: the kernel, or XLA. This is decided here alone.
+"""Who computes a call that a kernel can compute: the kernel, or XLA.
 
 - `on_cpu` and `on_cuda`: for a call that is lowered. `why_xla` has the views on which XLA is as fast.
 - `traffic_of`: for a call under `fuse`, by the bytes that the kernel and XLA's fusions would move. `why_xla_under_fuse`
   says it in words.
 - `attention_wins`: for attention under `fuse`.
+
+Elsewhere stands what is about more than one call: `fusion/rewriting.py` leaves all that is written out of an array,
+`fusion/primitive.py` a whole program, and `devices/partitioning.py` what it cannot divide.
 
 If this machine has GPUs, the decision is for them; otherwise the program is for another machine, and the decision is
 for all kinds of GPUs. Constants were measured; the GPU and the file of benchmarks/results/ stand beside them.
@@ -19,10 +22,11 @@ import jax.numpy as jnp
 from jax_softmax import _kernels
 from jax_softmax.devices import partitioning
 from jax_softmax.primitives.operators import OPERATORS
+from jax_softmax.primitives.records import RECORDS
 from jax_softmax.runtime import cuda
 
 # KERNEL: the operator's kernel. WIDER_KERNEL: its kernel in a dtype that holds all inputs. COMPOSED: another operator's
-# kernel and XLA, by `composed` of the record, if there is one. XLA: XLA alone.
+# kernel and XLA, by `composed` of the record. XLA: XLA alone.
 Maker = enum.Enum("Maker", "KERNEL WIDER_KERNEL COMPOSED XLA")
 
 
@@ -32,7 +36,7 @@ Maker = enum.Enum("Maker", "KERNEL WIDER_KERNEL COMPOSED XLA")
 def on_cpu(op, avals_in, avals_out) -> Maker:
     shape = avals_in[0].shape
     if not OPERATORS[op].on_cpu:
-        return Maker.COMPOSED
+        return Maker.COMPOSED if RECORDS[op].composed else Maker.XLA
     if len(shape) > _kernels.MAX_DIMS or 0 in shape:
         return Maker.XLA
     if _makes(op, cpu_makes, avals_in, avals_out):
@@ -80,8 +84,13 @@ def has_cuda_kernels(shape) -> bool:
 
 
 def without_cuda_kernel(op) -> Maker:
-    """Who computes a call if its own kernel does not. XLA gathers elements at labels; the rest is logsumexp."""
-    return Maker.COMPOSED if op == "cross_entropy" else Maker.XLA
+    """Who computes a call if its own kernel does not. For a loss of labels the kernel of logsumexp takes longest, and
+    XLA only gathers elements at labels."""
+    return Maker.COMPOSED if _is_loss_of_labels(op) else Maker.XLA
+
+
+def _is_loss_of_labels(op):
+    return OPERATORS[op].labelled and not OPERATORS[op].element_results
 
 
 def on_cuda(op, avals_in, avals_out, axes, attributes) -> tuple[Maker, int, str]:
@@ -90,17 +99,22 @@ def on_cuda(op, avals_in, avals_out, axes, attributes) -> tuple[Maker, int, str]
         return without_cuda_kernel(op), 0, NO_KERNEL if has_cuda_kernels(()) else NOT_COMPILED
     if not OPERATORS[op].quantizes and not _makes(op, cuda_makes, avals_in, avals_out):
         return Maker.WIDER_KERNEL, 0, ""
-    shape, n, why = avals_in[0].shape, None, SYMBOLIC
+    shape, scratch, why = avals_in[0].shape, 0, SYMBOLIC
     for known in known_shapes(shape, axes):
-        operands, results = ([_typed(a, known) for a in avals] for avals in (avals_in, avals_out))
-        call = {"operands": operands, "results": results, "attributes": attributes}
-        n = scratch_bytes(call)
-        why = why_xla_makes(call) if n is None else ""
-        if n and known is not shape:  # its size may depend on the number of rows, which is not known
-            n, why = None, SYMBOLIC
-        if n is None:
+        call = call_of(avals_in, avals_out, attributes, known)
+        why = why_xla_makes(call)
+        scratch = 0 if why else scratch_bytes(call)
+        if scratch and known is not shape:  # its size may depend on the number of rows, which is not known
+            why = SYMBOLIC
+        if why:
             break
-    return (without_cuda_kernel(op), 0, why) if n is None else (Maker.KERNEL, n, "")
+    return (without_cuda_kernel(op), 0, why) if why else (Maker.KERNEL, scratch, "")
+
+
+def call_of(avals_in, avals_out, attributes, shape):
+    """A call as `lowering.described` returns it. `shape`: x's, with an extent for each symbolic dimension."""
+    operands, results = ([_typed(a, shape) for a in avals] for avals in (avals_in, avals_out))
+    return {"operands": operands, "results": results, "attributes": attributes}
 
 
 def known_shapes(shape, axes):
@@ -131,51 +145,54 @@ def plan_of(call, device, sources=True):
     return _kernels.plan(call["operands"], call["results"], call["attributes"], *device, sources)
 
 
-def scratch_bytes(call) -> int | None:
-    """The bytes of scratch memory, for blocks to exchange states, that suffice on all devices; None for a call of XLA.
+def why_xla_makes(call) -> str:
+    """Why XLA is to compute a call on the GPUs that it is for; "" if the kernel is.
 
-    Starts to compile the kernels for this machine's devices. Raises a ValueError if there is no such call.
+    Raises a ValueError if there is no such call.
     """
-    plans, why = _plans_and_why_xla(call)
-    if why:
-        return None
-    for device in _kernels.devices_here() if plans else ():
+    plans = _plans(call)
+    if None in plans:
+        return NO_KERNEL
+    reasons = [why_xla(call, plan) for plan in plans[len(_ALL_KINDS) :] or plans]
+    return reasons[0] if reasons and all(reasons) else ""
+
+
+def scratch_bytes(call) -> int:
+    """The bytes of scratch memory, for blocks to exchange states, that suffice for the kernel on all devices."""
+    return max((plan["scratch_bytes"] for plan in _plans(call)), default=0)
+
+
+def start_compiling(call) -> None:
+    """Starts to compile a call's kernels for this machine's devices."""
+    for device in _kernels.devices_here() if _plans(call) else ():
         for step in plan_of(call, device)["steps"]:
             _kernels.jit_prepare(step["code"], step["plan"], device[0])
-    return max((plan["scratch_bytes"] for plan in plans), default=0)
 
 
-def why_xla_makes(call) -> str:
-    """Why XLA is to compute a call on the GPUs that it is for; "" if the kernel is."""
-    return _plans_and_why_xla(call)[1]
-
-
-def _plans_and_why_xla(call):
+def _plans(call):
+    """The plans for all kinds of GPUs and then for this machine's; none for an array without elements."""
     plans = [plan_of(call, device, sources=False) for device in (*_ALL_KINDS, *_kernels.devices_here())]
-    if 0 in call["operands"][0][0] and not OPERATORS[call["attributes"]["op"]].row_results:
-        return [], ""
-    if None in plans:
-        return plans, NO_KERNEL
-    reasons = [why_xla(call, plan) for plan in plans[len(_ALL_KINDS) :] or plans]
-    return plans, reasons[0] if all(reasons) else ""
+    return [] if 0 in call["operands"][0][0] and not OPERATORS[call["attributes"]["op"]].row_results else plans
 
 
 # What `explain` says, besides the reasons of `why_xla`. docs/fusion.md says what they mean.
 NOT_COMPILED = "no kernel can be compiled for this GPU"
 NO_KERNEL = "no kernel covers it"
 SYMBOLIC = "its plan depends on an extent that is a symbol"
-NOT_FEWER = ", not 5 % fewer"
+_TIE = 0.95  # of XLA's bytes: where the kernel moves more, XLA counts as equally fast. Chosen
+NOT_FEWER = f", not {100 * (1 - _TIE):.0f} % fewer"
+MADE_OF_ROWS = "it is made where it is read, of another operator's results"
 WITH_ANOTHER = "the program writes it out, and another operator of the same array is left to XLA"
 _PACK, _SECTOR = 16, 32  # bytes
-# Measured on an H200, 2026-11-23: results.md, "Other axes" and "Rows, by length"; again on an H100, views in
-# never_slower.md.
+# Thresholds between views on which a kernel was faster and those on which XLA was: results.md, "Other axes" and "Rows,
+# by length". never_slower.md has views that they leave to XLA, by kernels: its rows with shapes.
 _SHORT_RUN = 8  # packs
 _SHORT_RUN_IN_RING = 2048  # bytes
 _IDLING = 3  # packs of a row that leave lanes idle
 
 
 def why_xla(call, plan) -> str:
-    """Why XLA is as fast as a plan, within 5 %, or faster; "" where it is not.
+    """Why XLA is about as fast as a plan, or faster; "" where it is not.
 
     Where they are equal XLA is better: it fuses its own operations with those around them, but no custom call.
     """
@@ -188,12 +205,12 @@ def why_xla(call, plan) -> str:
     tiles = "fold" in fields
     if line == 1 and runs > 1 and not plan["aligned"] and run_bytes < _SHORT_RUN * _PACK:
         return "rows of short runs that do not begin with whole packs cost more at their edges"
-    if facts.labelled and not facts.element_results and line > 1:
+    if _is_loss_of_labels(call["attributes"]["op"]) and line > 1:
         return "labels' elements are in lines far apart, and XLA has more of them under way at once"
     logarithm = facts.logarithms and facts.element_results and not facts.row_results
     idling = line == runs == 1 and plan["aligned"] and run_bytes == _IDLING * _PACK
     if logarithm and idling and not call["attributes"]["load"]:
-        return "rows of 3 packs leave one in four lanes idle, with a logarithm for each"
+        return "one in four lanes is idle, and each row takes a logarithm"
     if two and schedule == "ring" and runs > 1 and run_bytes < _SHORT_RUN_IN_RING:
         return "short runs of two operands pass through rings more slowly than XLA reads them twice"
     narrow = schedule == "tile" and fields["fold"] == 1 and fields["packs"] * _PACK <= _SECTOR
@@ -212,25 +229,23 @@ def why_xla(call, plan) -> str:
 # only the kernel reads, which XLA has to write for it; results that only XLA's loops read; sums over rows of results,
 # which XLA would otherwise compute on the way, as in layer norm; and arrays in another order than the kernel's
 # dimensions, which are read and written once more. XLA would not write such arrays, but would read its inputs several
-# times: twice for linear maps and for sums over rows, three times for other operators, but once for softmax and
-# log_softmax if a row is contiguous and fits into a block. Its kernels for such rows reach a little less than the
-# memory's speed. A kernel that takes longer to compute than to move its bytes counts as moving as many bytes as it
-# could in that time.
+# times (`_reads_of_xla`). A kernel that takes longer to compute than to move its bytes counts as moving as many bytes
+# as it could in that time.
 
-_LONGEST_BLOCK_ROW = 8192  # elements of a row that a block of XLA holds in registers
-# From a row's length at most to the speed of XLA's kernels, as a fraction of the memory's. On an H200, 2026-11-23:
-# results.md, "Rows, by length".
-_SPEED = {256: 1.0, 2048: 0.91, _LONGEST_BLOCK_ROW: 0.81}
-_TIE = 0.95
-# Bytes that an H200 moves in the time of one instruction, and an operator's instructions for an element: fused.md.
-_BYTES_OF_INSTRUCTION, _OPERATOR = 0.15, 8
+# The speed of XLA's kernels in which a block holds a row in registers, as a fraction of the memory's, by the most
+# elements of a row. results.md, "softmax, bfloat16", column "forward: XLA": 0.91 at 1024 columns, 0.79 to 0.82 from
+# 1999 to 8192. Longer float32 rows, and log_softmax, reach 0.89 to 0.95: kernels are then chosen a little too often.
+_SPEED = {256: 1.0, 2048: 0.91, 8192: 0.81}
+# Instructions of an operator for an element, one number for all operators: chosen. Bytes that an H200 moves in the time
+# of one: 4.3 TB/s over 132 multiprocessors of 128 lanes at 1.7 GHz.
+_INSTRUCTIONS_OF_OPERATOR, _BYTES_OF_INSTRUCTION = 8, 0.15
 
 
 class Traffic(NamedTuple):
     """Bytes that are moved."""
 
-    before: int  # by the kernel without the equations that are folded into it
-    ours: int  # by the kernel with them
+    unfolded: int  # by the kernel if nothing were folded into it
+    ours: int  # by the kernel with what is folded into it
     xla: int  # by XLA alone
 
     @property
@@ -244,15 +259,24 @@ def traffic_of(op, shape, axes, unfolded, ours, reads, writes_of_xla, row_bytes,
     Both read `reads` bytes and write `row_bytes` of results of rows; XLA writes `writes_of_xla` besides.
     `instructions`: how many an element takes before the operator and after it.
     """
-    facts, whole_rows = OPERATORS[op], xla_makes_whole_rows(op, shape, axes)
-    reads_of_xla = 2 if facts.inputs == 2 or not facts.element_results else 1 if whole_rows else 3
     before, after = instructions
-    instruction_bytes = _BYTES_OF_INSTRUCTION * math.prod(shape)
-    ours = max(ours, int(instruction_bytes * (before + after + _OPERATOR)))
-    xla = max(reads_of_xla * reads + writes_of_xla, instruction_bytes * (reads_of_xla * before + after + _OPERATOR))
-    length = math.prod(shape[d] for d in axes)
-    speed = next(speed for most, speed in _SPEED.items() if length <= most) if whole_rows else 1.0
+    after += _INSTRUCTIONS_OF_OPERATOR
+    instruction_bytes, reads_of_xla = _BYTES_OF_INSTRUCTION * math.prod(shape), _reads_of_xla(op, shape, axes)
+    ours = max(ours, int(instruction_bytes * (before + after)))
+    xla = max(reads_of_xla * reads + writes_of_xla, instruction_bytes * (reads_of_xla * before + after))
+    length, speed = math.prod(shape[d] for d in axes), 1.0
+    if xla_makes_whole_rows(op, shape, axes):
+        speed = next(_SPEED[most] for most in sorted(_SPEED) if length <= most)
     return Traffic(unfolded, ours + row_bytes, int((xla + row_bytes) / speed))
+
+
+def _reads_of_xla(op, shape, axes):
+    """How often XLA reads an operator's inputs."""
+    if xla_makes_whole_rows(op, shape, axes):
+        return 1
+    if OPERATORS[op].inputs == 2:
+        return 2  # for the sum, and for the result
+    return 3 if OPERATORS[op].element_results else 2  # for the maximum, for the sum, and for the result
 
 
 def xla_makes_whole_rows(op, shape, axes) -> bool:
@@ -262,7 +286,7 @@ def xla_makes_whole_rows(op, shape, axes) -> bool:
     inner = sorted(d for d in axes if shape[d] > 1)
     one_run = inner == list(range(last + 1 - len(inner), last + 1))
     is_unary = facts.inputs == 1 and facts.element_results and not facts.labelled
-    return is_unary and one_run and math.prod(shape[d] for d in axes) <= _LONGEST_BLOCK_ROW
+    return is_unary and one_run and math.prod(shape[d] for d in axes) <= max(_SPEED)
 
 
 def why_xla_under_fuse(traffic: Traffic, why: str) -> str:
@@ -284,17 +308,20 @@ def byte_text(n: float) -> str:
     return f"{n:.2f} GiB"
 
 
-# Picoseconds that attention's forward kernel, and both backward ones, take for a score with 64 features: on an H200,
-# 2026-11-26: attention.md. Bytes that memory moves in a picosecond, between an H100's and an H200's. How many blocks
-# run at once.
-_FORWARD, _BACKWARD, _FEATURES, _BYTES_OF_PICOSECOND, _BLOCKS = 0.95, 2.7, 64, 3.6, 264
+# Attention's kernels on an H200, by attention.md, "plain B8 S2048 H16 D64": picoseconds for a score, of B H S² ones, of
+# the forward kernel (501 µs) and of both backward ones (1972 - 501 µs).
+_FORWARD, _BACKWARD = 0.95, 2.7
+_FEATURES = 64  # of a query and of a value in that row; times are proportional to them
+_LEAST_OF_FEATURES = 0.7  # part of these times that a kernel takes with few features: chosen
+_BYTES_OF_PICOSECOND = 3.6  # that memory moves: chosen between an H100's 3.0 and an H200's 4.3
+_BLOCKS = 264  # that run at once: two on each of 132 multiprocessors
 
 
 def attention_wins(attention, extents: dict[str, int], has_gradients: bool, score_bytes: int) -> bool:
     """Whether attention's kernels take less time than the program that has its weights in memory, which moves
     `score_bytes` for each score."""
     batch = math.prod(extents[c] for c in attention.letters.batch)
-    features = max(0.7, (extents["d"] + extents["e"]) / (2 * _FEATURES))
+    features = max(_LEAST_OF_FEATURES, (extents["d"] + extents["e"]) / (2 * _FEATURES))
     times = {"forward": _FORWARD} | (dict.fromkeys(("keys", "queries"), _BACKWARD / 2) if has_gradients else {})
     ours = 0.0
     for kernel, time in times.items():

@@ -34,8 +34,9 @@ def register() -> None:
     for op, primitive in PRIMITIVES.items():
         record, several = RECORDS[op], primitive.multiple_results
         by_reference = mlir.lower_fun(functools.partial(apply, op), several)
-        composed = mlir.lower_fun(functools.partial(call_on_operands, record.composed or record.reference), several)
-        rules = {Maker.COMPOSED: composed, Maker.XLA: by_reference}
+        rules = {Maker.XLA: by_reference}
+        if record.composed:
+            rules[Maker.COMPOSED] = mlir.lower_fun(functools.partial(call_on_operands, record.composed), several)
         on_cpu, on_cuda = _cpu_rule(op, rules), _cuda_rule(op, rules[judge.without_cuda_kernel(op)])
         for platform, rule in {None: by_reference, "cpu": on_cpu, "cuda": on_cuda}.items():
             rule = partitioning.partitioned(primitive, platform, rule, by_reference)
@@ -167,11 +168,12 @@ def _cuda_rule(op, by_xla):
         operands, ctx = _without_known_results(op, operands, ctx.avals_in), ctx.replace(avals_in=avals_in)
         if maker is Maker.WIDER_KERNEL:
             return in_one_dtype(ctx, *operands, axes=axes, in_place=in_place, **dtype)
-        n_results = len(ctx.avals_out)
+        n_results, its_attributes = len(ctx.avals_out), attributes(op, axes, avals_in[-1].dtype == bool)
+        if all(isinstance(n, int) for n in avals_in[0].shape):
+            judge.start_compiling(judge.call_of(avals_in, ctx.avals_out, its_attributes, avals_in[0].shape))
         if scratch_bytes:
             ctx = ctx.replace(avals_out=[*ctx.avals_out, jax.core.ShapedArray((scratch_bytes,), np.dtype(np.uint8))])
         in_place &= ctx.avals_out[0].dtype == avals_in[0].dtype
-        its_attributes = attributes(op, axes, avals_in[-1].dtype == bool)
         return (call_in_place if in_place else call)(ctx, *operands, **its_attributes)[:n_results]
 
     return rule

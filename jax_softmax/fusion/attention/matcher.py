@@ -40,7 +40,7 @@ class FoundAttention(NamedTuple):
 def with_attention(graph: Graph) -> tuple[Graph, list[FoundAttention], dict]:
     """The graph with attention as calls of kernels where these are faster; what was found; and, by their results, why
     other softmaxes are left whose weights are multiplied."""
-    softmaxes = [e for e in graph.equations if e.name == "softmax"]
+    softmaxes = [e for e in graph.equations if e.name == "softmax" and foldable(e) and len(e.params["axes"]) == 1]
     matches, refused = [], {}
     for equation in softmaxes if kernels.can_run() else ():
         match = _Match(graph, equation)
@@ -75,10 +75,6 @@ class _Match:
     def find(self) -> None:
         """Raises NoAttention, with the reason, or NotFolded."""
         softmax = self.softmax
-        if not foldable(softmax):
-            raise NoAttention("its rows are cut, or too long")
-        if len(softmax.params["axes"]) != 1:
-            raise NoAttention("rows along several axes")
         (axis,) = softmax.params["axes"]
         self.rows = SoftmaxRows(self.graph, softmax, axis)
         self.reached = self.walks.reached(self.rows.weights, self.rows.place)
