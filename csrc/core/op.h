@@ -11,23 +11,23 @@ namespace jax_softmax {
 
 enum : bool { kGpuOnly = false, kOnCpu = true };
 
-// row(name, struct in ops.h, exponentials, logarithms, where there are kernels): see Cost and OperatorFacts.
+// row(name, struct in ops.h, logarithms, where there are kernels): see Cost and OperatorFacts.
 // clang-format off
-#define JAX_SOFTMAX_OPERATORS(row)                                    \
-  row(softmax, Softmax, 1, 0, kOnCpu)                                 \
-  row(log_softmax, LogSoftmax, 1, 1, kOnCpu)                          \
-  row(softmax_linear, SoftmaxLinear, 0, 0, kOnCpu)                    \
-  row(log_softmax_jvp, LogSoftmaxJvp, 1, 0, kOnCpu)                   \
-  row(log_softmax_vjp, LogSoftmaxVjp, 1, 0, kOnCpu)                   \
-  row(logsumexp, LogSumExp, 1, 1, kOnCpu)                             \
-  row(cross_entropy, CrossEntropy, 1, 1, kGpuOnly)                    \
-  row(cross_entropy_gradient, CrossEntropyGradient, 1, 1, kOnCpu)     \
-  row(entropy, Entropy, 1, 1, kOnCpu)                                 \
-  row(kl_divergence, KlDivergence, 1, 1, kGpuOnly)                    \
-  row(absmax_scale, AbsmaxScale, 0, 0, kOnCpu)                        \
-  row(softmax_and_normalizer, SoftmaxAndNormalizer, 1, 0, kGpuOnly)   \
-  row(logsumexp_and_distances, LogSumExpAndDistances, 1, 1, kGpuOnly) \
-  row(cross_entropy_gradient_and_distances, CrossEntropyGradientAndDistances, 2, 1, kGpuOnly)
+#define JAX_SOFTMAX_OPERATORS(row)                                 \
+  row(softmax, Softmax, 0, kOnCpu)                                 \
+  row(log_softmax, LogSoftmax, 1, kOnCpu)                          \
+  row(softmax_linear, SoftmaxLinear, 0, kOnCpu)                    \
+  row(log_softmax_jvp, LogSoftmaxJvp, 0, kOnCpu)                   \
+  row(log_softmax_vjp, LogSoftmaxVjp, 0, kOnCpu)                   \
+  row(logsumexp, LogSumExp, 1, kOnCpu)                             \
+  row(cross_entropy, CrossEntropy, 1, kGpuOnly)                    \
+  row(cross_entropy_gradient, CrossEntropyGradient, 1, kOnCpu)     \
+  row(entropy, Entropy, 1, kOnCpu)                                 \
+  row(kl_divergence, KlDivergence, 1, kGpuOnly)                    \
+  row(absmax_scale, AbsmaxScale, 0, kOnCpu)                        \
+  row(softmax_and_normalizer, SoftmaxAndNormalizer, 0, kGpuOnly)   \
+  row(logsumexp_and_distances, LogSumExpAndDistances, 1, kGpuOnly) \
+  row(cross_entropy_gradient_and_distances, CrossEntropyGradientAndDistances, 1, kGpuOnly)
 // clang-format on
 
 #define JAX_SOFTMAX_NUMBER(name, type, ...) k##type,
@@ -54,7 +54,6 @@ struct Cost {
   int row_numbers;       // operands that have one number for each row
   bool labelled;         // whether there is an operand that has a label for each row
   int sums;              // of a row
-  int exponentials;      // of an element, in the sum and in the result
   int logarithms;        // of a row, or powers
 };
 
@@ -73,13 +72,12 @@ struct NoArithmetic {
 };
 
 template <template <class> class T>
-constexpr OperatorFacts row_of_table(const char* name, const char* type, int exponentials, int logarithms,
-                                     bool on_cpu) {
+constexpr OperatorFacts row_of_table(const char* name, const char* type, int logarithms, bool on_cpu) {
   using Op = T<NoArithmetic>;
   return {name,
           type,
           {Op::kInputs, Op::kElementResults, Op::kRowResults, Op::kRowNumbers, Op::kLabelled,
-           static_cast<int>(sizeof(typename Op::Sum) / sizeof(typename Op::C)), exponentials, logarithms},
+           static_cast<int>(sizeof(typename Op::Sum) / sizeof(typename Op::C)), logarithms},
           on_cpu,
           Op::kWithinRange};
 }
