@@ -50,7 +50,7 @@ using StateOf = State<typename Op::C, typename Op::Sum>;
 // sum e and sum e (x - pivot - y), where e = exp(x - pivot) and y is 0 or another operand. An element whose e is 0 adds
 // 0 to both, whatever x and y are. A state with them is whole 64-bit words.
 template <class C>
-struct alignas(8) alignas(C) Moments {
+struct alignas(sizeof(C) < 8 ? 8 : alignof(C)) Moments {
   C sum;
   C moment;
   JAX_SOFTMAX_INLINE Moments& operator+=(const Moments& other) {

@@ -2,6 +2,7 @@
 // the table as `_kernels.OPERATORS`.
 #pragma once
 
+#include <algorithm>
 #include <optional>
 #include <string_view>
 
@@ -53,7 +54,9 @@ struct Cost {
   int row_results;       // results that a row has itself
   int row_numbers;       // operands that have one number for each row
   bool labelled;         // whether there is an operand that has a label for each row
-  int sums;              // of a row
+  int sums;              // numbers that a row's sum has
+  int state_bytes;       // of a row's state in float32
+  int members;           // numbers that a CPU keeps of a row: of its state, of what `finish` takes, or its results
   int logarithms;        // of a row, or powers
 };
 
@@ -74,10 +77,14 @@ struct NoArithmetic {
 template <template <class> class T>
 constexpr OperatorFacts row_of_table(const char* name, const char* type, int logarithms, bool on_cpu) {
   using Op = T<NoArithmetic>;
+  using C = typename Op::C;
+  constexpr int kSums = sizeof(typename Op::Sum) / sizeof(C), kFinished = sizeof(typename Op::Finished) / sizeof(C),
+                kStateBytes = sizeof(StateOf<Op>);
+  static_assert(kStateBytes % 8 == 0, "GPUs exchange states as words of 8 bytes: align Sum as Moments is");
   return {name,
           type,
-          {Op::kInputs, Op::kElementResults, Op::kRowResults, Op::kRowNumbers, Op::kLabelled,
-           static_cast<int>(sizeof(typename Op::Sum) / sizeof(typename Op::C)), logarithms},
+          {Op::kInputs, Op::kElementResults, Op::kRowResults, Op::kRowNumbers, Op::kLabelled, kSums, kStateBytes,
+           std::max({1 + kSums, kFinished, Op::kRowResults}), logarithms},
           on_cpu,
           Op::kWithinRange};
 }
@@ -96,6 +103,7 @@ constexpr int most(int Cost::* number, bool of_all) {
 inline constexpr int kMostRowResults = most(&Cost::row_results, true);
 inline constexpr int kMostRowResultsOnCpu = most(&Cost::row_results, false);
 inline constexpr int kMostRowNumbersOnCpu = most(&Cost::row_numbers, false);
+inline constexpr int kMostMembersOnCpu = most(&Cost::members, false);
 constexpr const OperatorFacts& facts_of(Op op) { return kOperators[static_cast<int>(op)]; }
 constexpr const Cost& cost_of(Op op) { return facts_of(op).cost; }
 

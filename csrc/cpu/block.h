@@ -32,10 +32,10 @@ struct Block {
   typename Convert<T>::Compute* terms;     // room for whole vectors of those of each row or element, if they are kept
 };
 
-// Of a row in each lane: its state, a pivot and one sum or two; what `finish` takes; or its results.
+// Of a row in each lane: its state, (pivot, sum); what `finish` takes; or its results.
 template <class T>
 struct States {
-  typename Simd<typename Convert<T>::Compute>::Value member[kMostRowResultsOnCpu];
+  typename Simd<typename Convert<T>::Compute>::Value member[kMostMembersOnCpu];
 };
 
 // Of a row in each lane: its numbers.

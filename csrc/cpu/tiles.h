@@ -139,7 +139,7 @@ class TiledView {
       const int64_t blocks = ceil_div(next - begin, block_length_);
       for (int64_t i = 0; i < rows_ * blocks; ++i) {  // those of a row one after the other
         States<T> one;
-        for (int k = 0; k < kMembers; ++k) one.member[k] = C{} + later[i / kLanes].member[k][i % kLanes];
+        for (int k = 0; k < kMostMembersOnCpu; ++k) one.member[k] = C{} + later[i / kLanes].member[k][i % kLanes];
         op_.combine(&states[i / blocks], &one, 1);
       }
     }
@@ -154,7 +154,7 @@ class TiledView {
       if (together_ > 1) {
         const int64_t blocks = ceil_div(next - begin, block_length_);
         for (int64_t i = 0; i < rows_ * blocks; ++i) {
-          for (int k = 0; k < kMembers; ++k) {
+          for (int k = 0; k < kMostMembersOnCpu; ++k) {
             lane_states[i / kLanes].member[k][i % kLanes] = states[i / blocks].member[k][0];
           }
         }
@@ -170,7 +170,7 @@ class TiledView {
     op_.row_results(states, this->states(), results);
     for (int64_t i = 0; i < bands_ * rows_; ++i) {
       const Row row = this->row(i);
-      for (int k = 0; k < kMembers && buffers_.row_results[k]; ++k) {
+      for (int k = 0; k < kMostRowResultsOnCpu && buffers_.row_results[k]; ++k) {
         static_cast<F*>(buffers_.row_results[k])[row.number] = results[i / rows_of_state()].member[k][row.lane];
       }
     }
@@ -180,7 +180,7 @@ class TiledView {
   bool row_results_known() const { return buffers_.known_row_results[0] != nullptr; }
   void take_row_results(States<T>* states) const {
     for (int64_t i = 0; i < bands_ * rows_; ++i) {
-      for (int k = 0; k < kMembers && buffers_.known_row_results[k]; ++k) {
+      for (int k = 0; k < kMostRowResultsOnCpu && buffers_.known_row_results[k]; ++k) {
         set(states[i / rows_of_state()].member[k], this->row(i), buffers_.known_row_results[k]);
       }
     }
@@ -232,7 +232,6 @@ class TiledView {
   using F = typename Convert<T>::Compute;
   using C = typename Simd<F>::Value;
   static constexpr int64_t kLanes = Simd<F>::kLanes;
-  static constexpr int kMembers = kMostRowResultsOnCpu;  // of states
   static constexpr int64_t kBlockAlong = 4096, kBlockAcross = 512;
   static constexpr int64_t kKeptAlong = 64 << 10, kKeptAcross = 2048;  // the longest rows whose terms are kept
   static constexpr int64_t kLeastPartAlong = 64 << 10, kLeastPartAcross = 4096, kMostParts = 64;

@@ -206,7 +206,7 @@ std::string problem_of(const Call& call, Problem* problem) {
   problem->footprint.in_bytes = bytes_of(call.in);
   problem->footprint.out_bytes = bytes_of(call.out.empty() ? call.in : call.out[0]);
   problem->footprint.inputs = cost.inputs;
-  problem->footprint.state_bytes = (4 * (1 + cost.sums) + 7) / 8 * 8;  // a pivot and sums in float32, as 64-bit words
+  problem->footprint.state_bytes = cost.state_bytes;
   problem->footprint.packs = true;
   problem->footprint.row_operands = cost.row_results > 0 || cost.row_numbers > 0;
   problem->float64 = arithmetic_of(call) == DType::kF64 ||
