@@ -13,10 +13,6 @@ namespace {
 
 constexpr int64_t kSteps = 64;  // additions to one sum: longer sums would lose small terms
 
-template <template <class> class OpOf, class Arithmetic, class Out>
-struct PolicyOf {
-  using type = Arithmetic;
-};
 // Where the maximum is +inf, terms are taken relative to 0: their exponents may be positive.
 template <class Arithmetic>
 struct AnyExponent : Arithmetic {
@@ -24,12 +20,13 @@ struct AnyExponent : Arithmetic {
     return Arithmetic::exp(x);
   }
 };
-template <class Arithmetic, class Out>
-struct PolicyOf<LogSumExp, Arithmetic, Out> {
-  using type = KeepingInfinity<AnyExponent<Arithmetic>>;
+// The policy of an operator that has results of type Out.
+template <template <class> class OpOf, class Arithmetic, class Out>
+struct PolicyOf {
+  using type =
+      std::conditional_t<OpOf<Arithmetic>::kKeepsInfinity, KeepingInfinity<AnyExponent<Arithmetic>>, Arithmetic>;
 };
-template <class Arithmetic, class Out>
-struct PolicyOf<CrossEntropyGradient, Arithmetic, Out> : PolicyOf<LogSumExp, Arithmetic, Out> {};
+
 // The arithmetic of AbsmaxScale. The maximum is NaN if an element is: magnitudes are compared by their bits, as
 // integers, among which NaN is above infinity. A scale that would be subnormal is 0, and so are the row's results.
 template <class Arithmetic>
