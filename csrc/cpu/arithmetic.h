@@ -119,7 +119,7 @@ class OperatorOnBlocks {
   static constexpr bool kHasSum = !Op::kMagnitudePivot;
   static constexpr bool kHasNumbers = Op::kRowNumbers > 0;
   static constexpr auto kMax = [](C a, C b) { return M::max(a, b); };
-  static constexpr auto kSum = [](C a, C b) { return a + b; };
+  static constexpr auto kSum = [](auto a, const auto& b) __attribute__((always_inline)) { return a += b; };
 
   // Whether the pass of the maximum stores elements where terms will be, so that the mask is read once.
   template <bool kKeep>
@@ -285,20 +285,10 @@ class OperatorOnBlocks {
           const Relative<M> relative(M::constant(pivots[r]));
           sums[r] = sum_of_terms<kKeep>(relative, block, first + r, (first + r) * terms_stride);
         }
-        state.sum = sums_of(sums);
+        state.sum = M::reduce_rows(sums, kSum);
       }
       set(states, state);
     }
-  }
-
-  static JAX_SOFTMAX_INLINE C sums_of(C (&rows)[kLanes]) { return M::reduce_rows(rows, kSum); }
-  static JAX_SOFTMAX_INLINE Moments<C> sums_of(const Moments<C> (&rows)[kLanes]) {
-    C sum[kLanes], moment[kLanes];
-    for (int r = 0; r < kLanes; ++r) {
-      sum[r] = rows[r].sum;
-      moment[r] = rows[r].moment;
-    }
-    return {M::reduce_rows(sum, kSum), M::reduce_rows(moment, kSum)};
   }
 
   template <bool kKeep>
