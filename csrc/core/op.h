@@ -81,12 +81,13 @@ constexpr OperatorFacts row_of_table(const char* name, const char* type, int log
   constexpr int kSums = sizeof(typename Op::Sum) / sizeof(C), kFinished = sizeof(typename Op::Finished) / sizeof(C),
                 kStateBytes = sizeof(StateOf<Op>);
   static_assert(kStateBytes % 8 == 0, "GPUs exchange states as words of 8 bytes: align Sum as Moments is");
-  return {name,
-          type,
-          {Op::kInputs, Op::kElementResults, Op::kRowResults, Op::kRowNumbers, Op::kLabelled, kSums, kStateBytes,
-           std::max({1 + kSums, kFinished, Op::kRowResults}), logarithms},
-          on_cpu,
-          Op::kWithinRange};
+  return {
+      name,
+      type,
+      {Op::kInputs, Op::kElementResults, Op::kRowResults, Op::kRowNumbers, Op::kReadsLabelElement || Op::kAddsAtLabel,
+       kSums, kStateBytes, std::max({1 + kSums, kFinished, Op::kRowResults}), logarithms},
+      on_cpu,
+      Op::kWithinRange};
 }
 
 #define JAX_SOFTMAX_ROW(name, type, ...) row_of_table<type>(#name, #type, __VA_ARGS__),

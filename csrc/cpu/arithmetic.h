@@ -101,10 +101,8 @@ class OperatorOnBlocks {
       functions.keeping_across.finish = across_finish<kKeep>;
     }
     if constexpr (Op::kRowResults > 0) functions.row_results = row_results;
-    if constexpr (kHasNumbers) {
-      functions.take_numbers = take_numbers;
-      functions.finish_labels = finish_labels;
-    }
+    if constexpr (kHasNumbers) functions.take_numbers = take_numbers;
+    if constexpr (Op::kAddsAtLabel) functions.finish_labels = finish_labels;
     return functions;
   }
 
@@ -115,8 +113,9 @@ class OperatorOnBlocks {
   using C = typename M::Value;
   using Sum = typename Op::Sum;
   using State = StateOf<Op>;
+  static_assert(std::is_same_v<typename Op::Terms, Relative<M>>, "CPU kernels make terms of Relative alone");
+  static_assert(!Op::kReadsLabelElement, "CPU kernels do not read the elements at labels");
   static constexpr int kLanes = M::kLanes;
-  static constexpr bool kHasSum = !Op::kMagnitudePivot;
   static constexpr bool kHasNumbers = Op::kRowNumbers > 0;
   static constexpr auto kMax = [](C a, C b) { return M::max(a, b); };
   static constexpr auto kSum = [](auto a, const auto& b) __attribute__((always_inline)) { return a += b; };
@@ -276,7 +275,7 @@ class OperatorOnBlocks {
         for (int r = 0; r < rows; ++r) maxima[r] = largest<kKeep>(block, first + r, (first + r) * terms_stride);
         state.pivot = M::reduce_rows(maxima, kMax);
       }
-      if constexpr (kHasSum) {
+      if constexpr (Op::kHasSum) {
         F pivots[kLanes];
         M::store(pivots, state.pivot);
         Sum sums[kLanes];
@@ -385,7 +384,7 @@ class OperatorOnBlocks {
                      states[t].member[0] = pivot;
                    });
     }
-    if constexpr (!kHasSum) return;
+    if constexpr (!Op::kHasSum) return;
     Sum sums[kMostVectors];
     for (int64_t begin = 0, end; begin < block.elements; begin = end) {
       end = std::min(block.elements, begin + kSteps * kTogether);

@@ -63,7 +63,8 @@ struct BlockFunctions {
   void (*row_results)(const States<T>* states, int64_t n, States<T>* results);
   // Makes what `finish` takes of states and the rows' numbers; null without numbers.
   void (*take_numbers)(States<T>* states, const Numbers<T>* numbers, int64_t n);
-  // Sets the results of the elements at the labels of a vector of rows. `counts`: which of them are not masked.
+  // Sets the results of the elements at the labels of a vector of rows. `counts`: which of them are not masked. Null
+  // for operators that add nothing there.
   void (*finish_labels)(const States<T>& states, const Numbers<T>& numbers, const T* in, const bool* counts, void* out);
   int inputs;
   int64_t out_bytes;  // of a result: at most as many as of an element

@@ -51,23 +51,21 @@ struct Memory : ViewLayout<View_, Sides> {
 
   struct Nothing {};
 
-  // The element at a row's label, for operators whose results of rows need it.
+  // The element at a row's label, of operators that read it.
   struct ElementAtLabel {
     bool has_label;
     C value;
   };
-  static constexpr bool kReadsLabelElement = Op::kLabelled && !Op::kElementResults;
-  using LabelElement = typename Conditional<kReadsLabelElement, ElementAtLabel, Nothing>::type;
+  using LabelElement = typename Conditional<Op::kReadsLabelElement, ElementAtLabel, Nothing>::type;
 
-  // For operators with labels and results of elements: `value` is added to the result of the element with the number
-  // `column`. The results of a row that does not count are 0.
+  // Of operators that add at labels: `value` is added to the result of the element with the number `column`. The
+  // results of a row that does not count are 0.
   struct LabelAddend {
     int column;
     C value;
     bool counts;
   };
-  static constexpr bool kAddsAtLabel = Op::kLabelled && Op::kElementResults;
-  using Addend = typename Conditional<kAddsAtLabel, LabelAddend, Nothing>::type;
+  using Addend = typename Conditional<Op::kAddsAtLabel, LabelAddend, Nothing>::type;
 
   const Operands& operands;
 
@@ -246,7 +244,7 @@ struct Memory : ViewLayout<View_, Sides> {
   }
   // The element at the row's label. It takes two reads, one after the other, best begun before the row has been read.
   __device__ __forceinline__ LabelElement label_element(const Offsets& begin) const {
-    if constexpr (kReadsLabelElement) {
+    if constexpr (Op::kReadsLabelElement) {
       const int label = label_of(begin);
       const bool has_label = 0 <= label && label < kColumns;
       const Offsets offsets = Layout::template along_reduced<Layout::kReducedDims>(
@@ -264,7 +262,7 @@ struct Memory : ViewLayout<View_, Sides> {
   // What the row's label changes in the results of its elements. A label may be no element's number: it then changes
   // nothing.
   __device__ __forceinline__ Addend addend(const Offsets& begin) const {
-    if constexpr (kAddsAtLabel) {
+    if constexpr (Op::kAddsAtLabel) {
       C numbers[Op::kRowNumbers];
       row_numbers(numbers, begin);
       bool counts = false;
@@ -280,7 +278,7 @@ struct Memory : ViewLayout<View_, Sides> {
                                             const LabelElement& label_element) const {
     if constexpr (Op::kRowResults > 0) {
       C results[Op::kRowResults];
-      if constexpr (kReadsLabelElement) {
+      if constexpr (Op::kReadsLabelElement) {
         Op::row_results(state, label_element.has_label, label_element.value, results);
       } else {
         Op::row_results(state, results);
@@ -298,7 +296,7 @@ struct Memory : ViewLayout<View_, Sides> {
   static __device__ __forceinline__ bool mask_and_add(C (&y)[kWidth], unsigned unmasked, const Addend& addend,
                                                       int column, bool adds = true) {
     mask(y, unmasked);
-    if constexpr (kAddsAtLabel) {
+    if constexpr (Op::kAddsAtLabel) {
       if (adds && static_cast<unsigned>(addend.column - column) < kWidth) {  // which is rare
 #pragma unroll
         for (int i = 0; i < kWidth; ++i) y[i] += column + i == addend.column ? addend.value : C(0);
@@ -312,7 +310,7 @@ struct Memory : ViewLayout<View_, Sides> {
   static __device__ __forceinline__ bool mask_and_add(C (&y)[kWidth], unsigned unmasked, AddendOf addend_of,
                                                       ColumnOf column_of) {
     mask(y, unmasked);
-    if constexpr (kAddsAtLabel) {
+    if constexpr (Op::kAddsAtLabel) {
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) y[i] = add_at_label(y[i], addend_of(i), column_of(i));
     }
@@ -320,7 +318,7 @@ struct Memory : ViewLayout<View_, Sides> {
   }
   // The result of a single element, with what its row's label changes.
   static __device__ __forceinline__ C add_at_label(C y, const Addend& addend, int column) {
-    if constexpr (kAddsAtLabel) {
+    if constexpr (Op::kAddsAtLabel) {
       return !addend.counts ? C(0) : column == addend.column ? y + addend.value : y;
     } else {
       return y;
@@ -337,7 +335,7 @@ struct Memory : ViewLayout<View_, Sides> {
       store_pack(first, counts ? words : decltype(words){}, inside);
     } else {
       if (inside == 0) return;
-      if constexpr (kAddsAtLabel) {
+      if constexpr (Op::kAddsAtLabel) {
 #pragma unroll
         for (int i = 0; i < kWidth; ++i) y[i] = counts ? y[i] : C(0);
       }

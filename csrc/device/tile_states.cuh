@@ -242,7 +242,7 @@ struct TileStates : TilePart<Mem, Plan> {
 
   // The offsets of a row's first element, for numbers and labels; not computed for operators without them.
   __device__ __forceinline__ typename Mem::Offsets begin_of(int row) const {
-    if constexpr (Op::kRowNumbers == 0 && !Op::kLabelled) return {};
+    if constexpr (Op::kRowNumbers == 0 && !Op::kReadsLabelElement) return {};
     const int of_matrix = kMatrices == 1 ? 0 : row / kElements;
     const int64_t last = mem.operands.rows / kInner - 1, element = first_element + row - of_matrix * kElements;
     return this->in_first_line(min(first_matrix() + of_matrix, last), min(element, kInner - 1));
@@ -271,7 +271,7 @@ struct TileStates : TilePart<Mem, Plan> {
     Finished finished[kStates];
     typename Mem::Addend addend[kStates] = {};
     finish_states<kFromShared>(finished);
-    if constexpr (Mem::kAddsAtLabel) {
+    if constexpr (Op::kAddsAtLabel) {
       for_rows_of_thread([&](int s, int row) { addend[s] = mem.addend(begin_of(row)); });
     }
     if constexpr (kHeld) {
