@@ -122,7 +122,7 @@ class OperatorOnBlocks {
 
   // Whether the pass of the maximum stores elements where terms will be, so that the mask is read once.
   template <bool kKeep>
-  static constexpr bool kHold = kKeep && kMasked;
+  static constexpr bool kStoresElements = kKeep && kMasked;
 
   // A state is in the first members.
   static JAX_SOFTMAX_INLINE State state_in(const States<T>& states) {
@@ -200,12 +200,12 @@ class OperatorOnBlocks {
     if constexpr (kMasked) v = M::select(unmasked(block, offsets, n), v, Op::pad(k));
     return v;
   }
-  // `terms`: the offset of the vector's terms, or, if held, of its elements, which terms will overwrite.
-  template <bool kHeld, class N>
+  // `terms`: the offset of the vector's terms or, if they are stored, of its elements, which terms will overwrite.
+  template <bool kStored, class N>
   static JAX_SOFTMAX_INLINE Sum term(const Relative<M>& relative, const Block<T>& block, int64_t terms, Offsets offsets,
                                      N n) {
     C in[2];
-    if constexpr (kHeld) {
+    if constexpr (kStored) {
       in[0] = M::load(block.terms + terms);
     } else {
       for (int k = Op::kFirstSummed; k < Op::kInputs; ++k) in[k] = load(block, k, offsets, n);
@@ -296,7 +296,7 @@ class OperatorOnBlocks {
     for (C& chain : chains) chain = Op::pad(0);
     for_vectors<kChains>(0, block.elements, [&](int64_t i, auto n, int chain) __attribute__((always_inline)) {
       const C v = load(block, 0, offsets_of(block, row, i), n);
-      if constexpr (kHold<kKeep>) M::store(block.terms + terms + i, v);
+      if constexpr (kStoresElements<kKeep>) M::store(block.terms + terms + i, v);
       chains[chain] = M::max(chains[chain], Op::pivot_candidate(v));
     });
     return reduce_chains(chains, kMax);
@@ -310,7 +310,7 @@ class OperatorOnBlocks {
       end = std::min(block.elements, begin + kSteps * kTermChains * kLanes);
       Sum chains[kTermChains]{};
       for_vectors<kTermChains>(begin, end, [&](int64_t i, auto n, int chain) __attribute__((always_inline)) {
-        const Sum v = term<kHold<kKeep>>(relative, block, terms + i, offsets_of(block, row, i), n);
+        const Sum v = term<kStoresElements<kKeep>>(relative, block, terms + i, offsets_of(block, row, i), n);
         if constexpr (kKeep) M::store(block.terms + terms + i, v);
         chains[chain] += v;
       });
@@ -378,7 +378,7 @@ class OperatorOnBlocks {
                      C pivot = states[t].member[0];
                      for_each<kWhole<decltype(n)>>(r, end, [&](int64_t r) __attribute__((always_inline)) {
                        const C v = load(block, 0, offsets_of(block, r, t * kLanes), n);
-                       if constexpr (kHold<kKeep>) M::store(block.terms + (r * vectors + t) * kLanes, v);
+                       if constexpr (kStoresElements<kKeep>) M::store(block.terms + (r * vectors + t) * kLanes, v);
                        pivot = M::max(pivot, Op::pivot_candidate(v));
                      });
                      states[t].member[0] = pivot;
@@ -395,7 +395,7 @@ class OperatorOnBlocks {
         for_each<(kKeep || !Op::kHasPivot) && kWhole<decltype(n)>>(
             r, end, [&](int64_t r) __attribute__((always_inline)) {
               const int64_t terms = (r * vectors + t) * kLanes;
-              const Sum v = term<kHold<kKeep>>(relative, block, terms, offsets_of(block, r, t * kLanes), n);
+              const Sum v = term<kStoresElements<kKeep>>(relative, block, terms, offsets_of(block, r, t * kLanes), n);
               if constexpr (kKeep) M::store(block.terms + terms, v);
               sum += v;
             });

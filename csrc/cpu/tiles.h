@@ -82,7 +82,7 @@ class TiledView {
       if (staged_) tile_bands_ = std::max(tile_bands_, ceil_div(kRun, column_dim_.extent));
     } else if (lanes_ == kAcross) {
       const int64_t bytes = view.columns * (keeps ? sizeof(F) : 2 * sizeof(T) * op.inputs);
-      const int64_t rows = kHeldBytes / bytes < kRun ? kMostVectors * kLanes / 2 : kHeldBytes / bytes;
+      const int64_t rows = kCacheBytes / bytes < kRun ? kMostVectors * kLanes / 2 : kCacheBytes / bytes;
       const int64_t ranges = ceil_div(row_dim_.extent, std::min(rows / kRun * kRun, kMostVectors * kLanes));
       tile_rows_ = ceil_div(ceil_div(row_dim_.extent, ranges), kRun) * kRun;
     } else if (view.columns <= block_length_ || view.reduced.size > 1) {
@@ -235,10 +235,10 @@ class TiledView {
   static constexpr int64_t kBlockAlong = 4096, kBlockAcross = 512;
   static constexpr int64_t kKeptAlong = 64 << 10, kKeptAcross = 2048;  // the longest rows whose terms are kept
   static constexpr int64_t kLeastPartAlong = 64 << 10, kLeastPartAcross = 4096, kMostParts = 64;
-  static constexpr int64_t kTileElements = 4096;    // of a tile of short rows
-  static constexpr int64_t kHeldBytes = 512 << 10;  // of a tile that is read twice, in the L2 cache
-  static constexpr int64_t kRun = 256 / sizeof(T);  // contiguous elements that are worth reading alone
-  static constexpr int64_t kFewElements = 512;      // of a band: too few for a tile
+  static constexpr int64_t kTileElements = 4096;     // of a tile of short rows
+  static constexpr int64_t kCacheBytes = 512 << 10;  // of a tile that is read twice, in the L2 cache
+  static constexpr int64_t kRun = 256 / sizeof(T);   // contiguous elements that are worth reading alone
+  static constexpr int64_t kFewElements = 512;       // of a band: too few for a tile
   enum Lanes { kAlong, kAcross, kTransposed };
 
   const typename BlockFunctions<T>::Passes& passes() const {

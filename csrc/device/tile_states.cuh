@@ -22,13 +22,13 @@ struct TileStates : TilePart<Mem, Plan> {
   using Part::kGeometry, Part::kInputs, Part::kWidth, Part::kThreads, Part::kMatrices, Part::kElements, Part::kFold;
   using Part::kRows, Part::kPacks, Part::kTeams, Part::kLinesOfThread, Part::kReach, Part::kInner;
   using Part::mem, Part::matrix, Part::team, Part::pack, Part::shift, Part::outer, Part::first_element;
-  static constexpr bool kHeld = Plan::kPlan.in_shared;
-  static constexpr bool kTermsFit = Mem::kTermsFit && kHeld;  // terms replace elements in shared memory
+  static constexpr bool kInShared = Plan::kPlan.in_shared;
+  static constexpr bool kTermsFit = Mem::kTermsFit && kInShared;  // terms replace elements in shared memory
   static constexpr bool kInPack = kGeometry.line_in_pack;
   static constexpr int kStates = kGeometry.states_of_thread, kStatesOfLine = kGeometry.states_of_line;
   static constexpr int kLinesSummed = kGeometry.lines_summed;
   static constexpr int kSets = kGeometry.sets, kStatesOfSet = kGeometry.states_of_set;
-  static constexpr bool kAlone = kGeometry.alone;
+  static constexpr bool kPrivate = kGeometry.private_states;
   static constexpr int kStatesBeforeRows = kGeometry.states_before_rows;
 
   State* const states;  // in shared memory
@@ -265,7 +265,7 @@ struct TileStates : TilePart<Mem, Plan> {
   // ---- results
 
   // Writes the results. kFromShared: with the states of whole rows in shared memory; else with the thread's own
-  // (kAlone).
+  // (kPrivate).
   template <bool kFromShared>
   __device__ __forceinline__ void finish() const {
     Finished finished[kStates];
@@ -274,7 +274,7 @@ struct TileStates : TilePart<Mem, Plan> {
     if constexpr (Op::kAddsAtLabel) {
       for_rows_of_thread([&](int s, int row) { addend[s] = mem.addend(begin_of(row)); });
     }
-    if constexpr (kHeld) {
+    if constexpr (kInShared) {
 #pragma unroll 4
       for (int t = 0; t < kLinesOfThread; ++t) {
         C result[kWidth];
