@@ -148,9 +148,9 @@ std::string describe(const Call& call) {
 std::string read_call(const Attributes& attributes, const std::vector<Array>& operands,
                       const std::vector<Array>& results, Call* call) {
   *call = Call{};
-  const std::optional<Op> known = op_of(attributes.op);
-  if (!known) return "unknown operator " + std::string(attributes.op);
-  call->op = *known;
+  const std::optional<Op> op = op_of(attributes.op);
+  if (!op) return "unknown operator " + std::string(attributes.op);
+  call->op = *op;
   call->axes = attributes.axes;
   call->load = attributes.load;
   call->store = attributes.store;

@@ -134,7 +134,7 @@ ffi::Error make_ready(const Call& call, int ordinal, bool packs, int64_t scratch
 ffi::Error initialize(int32_t ordinal, ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary attributes) {
   Call call;
   CallBuffers buffers;
-  if (ffi::Error error = read_call(args, rets, attributes, &call, &buffers); error.failure()) return error;
+  if (ffi::Error error = read_custom_call(args, rets, attributes, &call, &buffers); error.failure()) return error;
   const Ready* ready;
   return make_ready(call, ordinal, true, buffers.scratch_bytes, &ready);
 }
@@ -159,7 +159,7 @@ ffi::Error execute(jit::CUstream stream, int32_t ordinal, ffi::RemainingArgs arg
                    ffi::Dictionary attributes) {
   Call call;
   CallBuffers buffers;
-  if (ffi::Error error = read_call(args, rets, attributes, &call, &buffers); error.failure()) return error;
+  if (ffi::Error error = read_custom_call(args, rets, attributes, &call, &buffers); error.failure()) return error;
   const auto begins_with_packs = [](const auto& pointers) {
     return std::all_of(pointers.begin(), pointers.end(),
                        [](const void* p) { return reinterpret_cast<uintptr_t>(p) % kPackBytes == 0; });

@@ -1,4 +1,4 @@
-#include "ffi/call.h"
+#include "ffi/custom_call.h"
 
 #include <algorithm>
 #include <iterator>
@@ -26,8 +26,8 @@ bool add(ffi::AnyBuffer buffer, std::vector<Array>* arrays, std::vector<void*>* 
 
 }  // namespace
 
-ffi::Error read_call(ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary attributes, Call* call,
-                     CallBuffers* buffers) {
+ffi::Error read_custom_call(ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary attributes, Call* call,
+                            CallBuffers* buffers) {
   const auto invalid = [](const std::string& message) {
     return ffi::Error::InvalidArgument("jax_softmax: " + message);
   };
