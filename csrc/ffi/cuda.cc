@@ -191,7 +191,7 @@ std::string problem_of(const Call& call, Problem* problem) {
       !message.empty()) {
     return message;
   }
-  if (call.row_results_known) return "there is no CUDA kernel that is given the results of rows";
+  if (call.n_known > 0) return "there is no CUDA kernel that is given the results of rows";
   problem->cost = cost_of(call.op);
   if (split_lines(call.load).size() > static_cast<size_t>(problem->cost.inputs)) {
     return "`load` has more lines than the operator has operands";
