@@ -46,7 +46,7 @@ __device__ __forceinline__ void tile(const typename Mem::Operands& operands) {
   }
 #endif
   if (rank == 0) part.store_rows();
-  if constexpr (Op::kElementResults) part.template finish<!States::kPrivate>();
+  if constexpr (Op::kElementResults) part.finish();
 }
 
 }  // namespace jax_softmax::device

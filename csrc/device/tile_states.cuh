@@ -264,13 +264,11 @@ struct TileStates : TilePart<Mem, Plan> {
 
   // ---- results
 
-  // Writes the results. kFromShared: with the states of whole rows in shared memory; else with the thread's own
-  // (kPrivate).
-  template <bool kFromShared>
+  // Writes the results, with the states of whole rows that shared memory has or, if these are private, the thread.
   __device__ __forceinline__ void finish() const {
     Finished finished[kStates];
     typename Mem::Addend addend[kStates] = {};
-    finish_states<kFromShared>(finished);
+    finish_states(finished);
     if constexpr (Op::kAddsAtLabel) {
       for_rows_of_thread([&](int s, int row) { addend[s] = mem.addend(begin_of(row)); });
     }
@@ -308,7 +306,6 @@ struct TileStates : TilePart<Mem, Plan> {
   // What makes a result of a term or, where terms do not fit, of an element.
   using Finished = typename Conditional<kTermsFit, typename Op::Scale, typename Op::Finished>::type;
 
-  template <bool kFromShared>
   __device__ __forceinline__ void finish_states(Finished (&finished)[kStates]) const {
     const auto prepare = [&](int s, const State& state, const typename Mem::Offsets& begin) {
       if constexpr (kTermsFit) {
@@ -317,11 +314,11 @@ struct TileStates : TilePart<Mem, Plan> {
         finished[s] = mem.finished(state, begin);
       }
     };
-    if constexpr (kFromShared) {
-      for_rows_of_thread([&](int s, int row) { prepare(s, whole(row), begin_of(row)); });
-    } else {
+    if constexpr (kPrivate) {
 #pragma unroll
       for (int s = 0; s < kStates; ++s) prepare(s, {pivot[s], sum[s]}, {});
+    } else {
+      for_rows_of_thread([&](int s, int row) { prepare(s, whole(row), begin_of(row)); });
     }
   }
   static __device__ __forceinline__ void results_of(C (&result)[kWidth], const Values& v,

@@ -26,6 +26,10 @@ namespace jax_softmax {
 inline constexpr int kSectorBytes = 32;      // of the last cache: what memory is written by in the end
 inline constexpr int kCacheLineBytes = 128;  // of the last cache
 
+// An operand has at least so many times the bytes of scratch memory: a ratio, so that a row's plan does not depend on
+// how many rows there are.
+inline constexpr int kOperandOfScratch = 20;
+
 // What plans are made for, with a Device: a call.
 struct Problem {
   View view;
