@@ -18,8 +18,8 @@ struct Offsets {
   int64_t element, mask;
 };
 
-// Elements of several rows. Either a row's elements are neighbours, and each row lies `step` from the one before
-// ("along" rows); or rows are neighbours, and their elements lie `step` from the ones before ("across").
+// Elements of several rows. Lines of neighbours lie `stride` apart: a line is a row ("along" rows), or one element of
+// each row ("across").
 template <class T>
 struct Block {
   const T* in[2];
@@ -28,8 +28,8 @@ struct Block {
   int64_t rows;
   int64_t elements;  // of each row
   int64_t stride;
-  int64_t mask_stride, mask_inner_stride;  // of the mask: the same, and from a neighbour to the next, which is 0 or 1
-  typename Convert<T>::Compute* terms;     // room for whole vectors of those of each row or element, if they are kept
+  int64_t mask_stride, mask_inner_stride;  // of the mask: from line to line; and from neighbour to neighbour, 0 or 1
+  typename Convert<T>::Compute* terms;     // room for those of each line in whole vectors, if they are kept
 };
 
 // Of a row in each lane: its state, (pivot, sum); what `finish` takes; or its results.
@@ -44,7 +44,7 @@ struct Numbers {
   typename Simd<typename Convert<T>::Compute>::Value number[kMostRowNumbersOnCpu];
 };
 
-// An operator, as functions over blocks. Arrays of states are vectors of rows, n of them.
+// An operator, as functions over blocks. `n` is how many vectors of rows an array of states is for.
 template <class T>
 struct BlockFunctions {
   struct Passes {
