@@ -123,9 +123,9 @@ std::optional<Chunks> plan_chunks(const Problem& problem, const Device& device) 
   if (clusters && spread_out && spread(1, std::min(kSmallCluster, device.largest_cluster))) return plan;
   if (spread(kMostTeams, 1)) return plan;
   if (clusters && spread(inputs == 1 ? 1 : kMostTeams, device.largest_cluster)) return plan;
-  // Rings are slow with rows of several runs, which they copy run by run; and of few chunks in all, a cluster is done
-  // before a ring is full. Then only rows that a ring can hold too: more rows, which a ring takes, have the same
-  // chunks.
+  // The rest is for rings, but for two cases. With rows of several runs, which they copy run by run, rings are slow.
+  // And of few chunks in all, a cluster is done before a ring is full; but only where a ring would take the same rows
+  // if there were more of them, so that a row's chunks do not depend on how many rows there are.
   const bool few = problem.view.rows * cut->chunks <= int64_t{kFewChunks} * device.multiprocessors &&
                    fits_ring(*cut, problem, device);
   if (clusters && (few || problem.view.reduced.size > 1) &&
