@@ -28,14 +28,14 @@ std::optional<Plan> make_plan(const Problem& problem, const Device& device) {
     if (!plan || !scratch_is_little(*plan, problem)) return {};
     return *plan;
   };
-  if (auto plan = of(plan_staged(problem, device))) return plan;
+  if (auto plan = of(plan_staged(problem))) return plan;
   if (auto plan = of(plan_registers(problem, device))) return plan;
   if (problem.cost.element_results) {  // without them, nothing that has been read is needed again
     if (auto plan = of(plan_chunks(problem, device))) return plan;
     if (auto plan = of(plan_ring(problem, device))) return plan;
   }
   if (auto plan = of(plan_tile(problem, device))) return plan;
-  if (auto plan = of(plan_twice(problem, device))) return plan;
+  if (auto plan = of(plan_twice(problem))) return plan;
   if (auto plan = of(plan_twice_tile(problem, false))) return plan;
   return of(plan_twice_tile(problem, true));
 }

@@ -57,11 +57,11 @@ int64_t scratch_bytes(const Plan& plan, const Problem& problem);
 // ---- for each schedule: the plan, if it fits
 
 std::optional<Registers> plan_registers(const Problem& problem, const Device& device);
-std::optional<Staged> plan_staged(const Problem& problem, const Device& device);
+std::optional<Staged> plan_staged(const Problem& problem);
 std::optional<Chunks> plan_chunks(const Problem& problem, const Device& device);
 std::optional<Ring> plan_ring(const Problem& problem, const Device& device);
 std::optional<Tile> plan_tile(const Problem& problem, const Device& device);
-std::optional<Twice> plan_twice(const Problem& problem, const Device& device);
+std::optional<Twice> plan_twice(const Problem& problem);
 std::optional<TwiceTile> plan_twice_tile(const Problem& problem, bool one_block);
 
 Launch launch_of(const Chunks& plan, const Problem& problem);

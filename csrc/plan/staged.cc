@@ -45,7 +45,7 @@ int spread_of(int64_t columns, int lanes, int rows) {
 
 }  // namespace
 
-std::optional<Staged> plan_staged(const Problem& problem, const Device&) {
+std::optional<Staged> plan_staged(const Problem& problem) {
   const View& view = problem.view;
   const int bytes = problem.footprint.in_bytes, inputs = problem.cost.inputs;
   if (!view.contiguous_rows() || view.columns > kColumns) return {};
