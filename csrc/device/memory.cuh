@@ -35,7 +35,7 @@ struct Memory : ViewLayout<View_, Sides> {
   // Whether packs can be compared, and pads put into them, as they are in memory: Problem::identity_load.
   static constexpr bool kIdentityLoad = Load::kIdentity;
   // Op::kFirstSummed, or 0 where expressions may read any operand.
-  static constexpr int kFirstSummed = Load::kIdentity ? Op::kFirstSummed : 0;
+  static constexpr int kFirstSummed = kIdentityLoad ? Op::kFirstSummed : 0;
   // Whether terms can take the place of elements in memory, so that a result needs no second exponential.
   static constexpr bool kTermsFit = Op::kResultIsScaledTerm && sizeof(In) == sizeof(C);
 
@@ -47,7 +47,7 @@ struct Memory : ViewLayout<View_, Sides> {
   struct CachedValues {
     Values values;
   };
-  using Cached = typename Conditional<Load::kIdentity, CachedWords, CachedValues>::type;
+  using Cached = typename Conditional<kIdentityLoad, CachedWords, CachedValues>::type;
 
   struct Nothing {};
 
@@ -153,15 +153,13 @@ struct Memory : ViewLayout<View_, Sides> {
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) v[i][k] = w[i];
     }
-    if constexpr (!Load::kIdentity) {
+    if constexpr (!kIdentityLoad) {
       if (bits != 0) {
         SideValues<Memory, Reader, Load::kSidesRead> sides;
         sides.read(*this, reader, bits);
 #pragma unroll
         for (int i = 0; i < kWidth; ++i) Load::apply(v[i], SideOfElement<decltype(sides)>{sides, i});
       }
-    }
-    if constexpr (!kIdentityLoad) {
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) {
 #pragma unroll
@@ -173,7 +171,7 @@ struct Memory : ViewLayout<View_, Sides> {
   template <class Reader>
   __device__ __forceinline__ void cache(Cached& cached, const Pack (&raw)[kInputs], const Reader& reader,
                                         unsigned bits) const {
-    if constexpr (Load::kIdentity) {
+    if constexpr (kIdentityLoad) {
 #pragma unroll
       for (int k = 0; k < kInputs; ++k) cached.raw[k] = raw[k];
     } else {
@@ -183,7 +181,7 @@ struct Memory : ViewLayout<View_, Sides> {
   // The values of a cached pack.
   template <class Reader>
   __device__ __forceinline__ void values(Values& v, const Cached& cached, const Reader& reader, unsigned bits) const {
-    if constexpr (Load::kIdentity) {
+    if constexpr (kIdentityLoad) {
       values(v, cached.raw, reader, bits);
     } else {
 #pragma unroll
@@ -198,7 +196,7 @@ struct Memory : ViewLayout<View_, Sides> {
   __device__ __forceinline__ void value(C (&v)[kInputs], const In (&raw)[kInputs], const Offsets& offsets) const {
 #pragma unroll
     for (int k = 0; k < kInputs; ++k) v[k] = Elements<In>::widen(raw[k]);
-    if constexpr (!Load::kIdentity) {
+    if constexpr (!kIdentityLoad) {
       SideValues<Memory, OneElement<Offsets>, Load::kSidesRead> sides;
       sides.read(*this, OneElement<Offsets>{offsets}, 1);
       Load::apply(v, SideOfElement<decltype(sides)>{sides, 0});
