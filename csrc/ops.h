@@ -4,27 +4,37 @@
 // element of each operand.
 //
 //   kInputs            how many operands of one shape there are
-//   kHasPivot          whether terms are relative to a pivot: the row's maximum of the first operand
+//   kHasPivot          whether terms are relative to a pivot: the row's maximum of the first operand, NaN left out, and
+//                      -inf where nothing else is left
 //   kMagnitudePivot    whether the pivot is the maximum of |x|; pivot_candidate(x) is x or |x|
-//   Sum                the type of a row's sum: a number, Moments or Distances
-//   Terms              what terms are computed with: Relative, made of the pivot, or terms(relative, numbers)
-//   term(terms, in)    what an element adds to the sum
+//   kHasSum            whether terms are summed; if not, the sum is 0
+//   Sum                the type of a row's sum: a number, or a struct of numbers (below)
+//   term(terms, in)    what an element adds to the sum; `terms` is a Terms
+//   Terms              Relative, which is made of the pivot; or, for terms that need the row's numbers, a struct, which
+//                      terms(relative, numbers) makes
 //   kFirstSummed       terms read no operand before this one
 //   pad(k)             the value of operand k beyond the row's end, and of masked elements: it changes no sum or pivot
 //   masked()           the result of a masked element
 //   finished(state)    what `finish` takes, made of the (pivot, sum) of a whole row
 //   finish(row, in)    the result of an element
-//   kResultIsScaledTerm  whether that is the element's term times term_scale(state, pivot), for which terms are kept
+//   kResultIsScaledTerm  whether that is the element's term times term_scale(state, pivot), so that terms may be kept.
+//                      `pivot` is the one they are relative to; for the state's own the factor is finished(state).scale
 //   kElementResults    whether elements have results
 //   kWithinRange       whether no result is beyond the largest finite number of the results' type
 //   kRowResults        how many results a row has; row_results(state, to) sets them
 //   kRowNumbers        how many numbers of each row the operator takes: `finished`, `term_scale` and `terms` read them
 //   kKeepsInfinity     whether the sum of a row that has +inf is +inf, and not NaN
-//   kLabelled          whether a row may have a label, the number of one of its elements. Without results of elements,
-//                      row_results takes that element. With results of elements, the last of the row's numbers is added
-//                      to that element's result, and a row whose numbers are all 0 has results of 0
+//   kReadsLabelElement whether a row may have a label, the number of one of its elements, and row_results takes that
+//                      element
+//   kAddsAtLabel       whether a row may have a label, and the last of the row's numbers is added to the result of the
+//                      element there. A row whose numbers are all 0 has results of 0
 //
 // A policy M is the arithmetic: M::Value is a scalar in CUDA and a SIMD vector on the CPU.
+//
+// A Sum that is a struct has members of type C alone. Zeros are a sum of nothing. `+=` adds a sum of the same pivot; it
+// knows no policy, but operators, `?:` too, which vectors have as well. rescaled(sum, relative, from), beside those of
+// the structs here, takes a sum from the pivot `from` to the one of `relative`. `from` may be -inf, which counts as 0
+// in relative.pivot: compare shielded(from).
 //
 // Sources: the online combination of (max, sum) pairs is Milakov & Gimelshein, "Online normalizer calculation for
 // softmax" (2018); the linear maps are J t = y (t - sum(y t)) for softmax, J t = t - sum(exp(y) t) for log-softmax.
@@ -48,9 +58,9 @@ template <class Op>
 using StateOf = State<typename Op::C, typename Op::Sum>;
 
 // sum e and sum e (x - pivot - y), where e = exp(x - pivot) and y is 0 or another operand. An element whose e is 0 adds
-// 0 to both, whatever x and y are. A state with them is whole 64-bit words.
+// 0 to both, whatever x and y are.
 template <class C>
-struct alignas(8) alignas(C) Moments {
+struct alignas(sizeof(C) < 8 ? 8 : alignof(C)) Moments {
   C sum;
   C moment;
   JAX_SOFTMAX_INLINE Moments& operator+=(const Moments& other) {
@@ -83,7 +93,7 @@ JAX_SOFTMAX_INLINE typename M::Value shielded(typename M::Value pivot) {
 }
 
 // Computes terms exp(x - pivot). A policy may specialize it; terms may then have a factor that all terms of one pivot
-// share.
+// share, and there may be no member `pivot`: there is none in CUDA's for Softmax of float32 and for AbsmaxScale.
 template <class M>
 struct Relative {
   using C = typename M::Value;
@@ -148,10 +158,10 @@ struct OperatorBase {
   using Terms = Relative<M>;
   struct Scale {};
   static constexpr int kInputs = 1, kFirstSummed = 0, kRowResults = 0, kRowNumbers = 0;
-  static constexpr bool kHasPivot = true;  // the row's maximum
+  static constexpr bool kHasPivot = true, kHasSum = true;
   static constexpr bool kElementResults = true;
   static constexpr bool kMagnitudePivot = false, kResultIsScaledTerm = false, kWithinRange = false;
-  static constexpr bool kLabelled = false, kKeepsInfinity = false;
+  static constexpr bool kReadsLabelElement = false, kAddsAtLabel = false, kKeepsInfinity = false;
 
   // Stands in for an element that is masked or lies beyond the row's end.
   static JAX_SOFTMAX_INLINE C pad(int) { return M::constant(0); }
@@ -243,7 +253,7 @@ struct CrossEntropy : RowResultsOnly<M> {
   using C = typename M::Value;
   static constexpr bool kKeepsInfinity = true;
   static constexpr int kRowResults = 3;
-  static constexpr bool kLabelled = true;
+  static constexpr bool kReadsLabelElement = true;
 
   template <class Truth>
   static JAX_SOFTMAX_INLINE void row_results(State<C> s, Truth has_label, C labelled, C* to) {
@@ -263,7 +273,7 @@ struct CrossEntropyGradient : SoftmaxBase<M> {
   static constexpr bool kResultIsScaledTerm = true;
   static constexpr bool kKeepsInfinity = true;
   static constexpr int kRowResults = 2, kRowNumbers = 4;
-  static constexpr bool kLabelled = true;
+  static constexpr bool kAddsAtLabel = true;
 
   struct Scale {
     C factor;
@@ -378,7 +388,7 @@ struct KlDivergence : Entropy<M> {
 template <class M>
 struct AbsmaxScale : OperatorBase<M> {
   using C = typename M::Value;
-  static constexpr bool kMagnitudePivot = true;
+  static constexpr bool kMagnitudePivot = true, kHasSum = false;
   static constexpr bool kWithinRange = true;
   static constexpr int kRowResults = 1;
   using Finished = typename M::Scaler;

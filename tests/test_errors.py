@@ -372,7 +372,7 @@ def test_calls_of_other_versions():
 HANDLER = """
 #include <stdexcept>
 #include <string>
-#include "ffi/call.h"
+#include "ffi/custom_call.h"
 #include "ffi/ranges.h"
 namespace ffi = xla::ffi;
 

@@ -114,7 +114,7 @@ def ceil_div(a, b):
 
 def check_staged(fields, steps, scratch, call):
     # An odd element has a place of its own where lanes have pairs.
-    assert fields["lanes"] * fields["held"] >= call.columns - call.columns % (1 + fields["pairs"])
+    assert fields["lanes"] * fields["lane_elements"] >= call.columns - call.columns % (1 + fields["pairs"])
     assert steps[0]["blocks"] * fields["rows"] >= call.rows
     element = call.bytes * call.inputs
     assert steps[0]["shared_bytes"] >= fields["rows"] * call.columns * element

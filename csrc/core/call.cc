@@ -103,7 +103,7 @@ std::string read_side_operands(const std::vector<Array>& operands, const Cost& c
     side.shape.insert(side.shape.begin(), rank - side.shape.size(), 1);
     if (const char* mistake = mistake_of(side, *call)) return mistake;
   }
-  const int numbers = cost.row_numbers + (call->row_results_known ? cost.row_results : 0);
+  const int numbers = cost.row_numbers + call->n_known;
   const bool fits = next == operands.size() && count(*call, Role::kNumber) == numbers &&
                     count(*call, Role::kLabel) == cost.labelled && count(*call, Role::kMask) <= 1;
   return fits ? "" : "wrong number of operands";
@@ -148,16 +148,16 @@ std::string describe(const Call& call) {
 std::string read_call(const Attributes& attributes, const std::vector<Array>& operands,
                       const std::vector<Array>& results, Call* call) {
   *call = Call{};
-  const std::optional<Op> known = op_of(attributes.op);
-  if (!known) return "unknown operator " + std::string(attributes.op);
-  call->op = *known;
+  const std::optional<Op> op = op_of(attributes.op);
+  if (!op) return "unknown operator " + std::string(attributes.op);
+  call->op = *op;
   call->axes = attributes.axes;
   call->load = attributes.load;
   call->store = attributes.store;
   const Cost& cost = cost_of(call->op);
   const size_t element_results = cost.element_results ? std::max<size_t>(1, split_lines(call->store).size()) : 0;
-  call->row_results_known = cost.row_results > 0 && element_results > 0 && results.size() == element_results;
-  const size_t row_results = call->row_results_known ? 0 : cost.row_results;
+  call->n_known = element_results > 0 && results.size() == element_results ? cost.row_results : 0;
+  const size_t row_results = cost.row_results - call->n_known;
   if (operands.size() < static_cast<size_t>(cost.inputs) || results.size() < element_results + row_results ||
       results.size() > element_results + row_results + 1) {
     return "wrong number of operands or results";

@@ -40,8 +40,9 @@ struct Call {
   std::vector<DType> out;  // of each result of elements, if the operator has any
   std::vector<int64_t> shape, axes;
   std::vector<SideOperand> sides;
-  // Whether the operator's results of rows are operands, before the row's numbers, and not results. On a CPU alone.
-  bool row_results_known;
+  // How many of the operator's results of rows are operands, before the row's numbers, and not results: none or, on a
+  // CPU alone, all.
+  int n_known;
   // A line for each of the operator's own operands: the element that the operator takes, given the elements x0, x1, ...
   // in memory. An empty line, or none, leaves the element as it is. Where operands and results have 16 bits, a softmax
   // takes values beyond 2^24 for 16-bit numbers too: see Relative<Approximate> in device/math.cuh.

@@ -2,6 +2,7 @@
 // the table as `_kernels.OPERATORS`.
 #pragma once
 
+#include <algorithm>
 #include <optional>
 #include <string_view>
 
@@ -11,23 +12,23 @@ namespace jax_softmax {
 
 enum : bool { kGpuOnly = false, kOnCpu = true };
 
-// row(name, struct in ops.h, exponentials, logarithms, where there are kernels): see Cost and OperatorFacts.
+// row(name, struct in ops.h, logarithms, where there are kernels): see Cost and OperatorFacts.
 // clang-format off
-#define JAX_SOFTMAX_OPERATORS(row)                                    \
-  row(softmax, Softmax, 1, 0, kOnCpu)                                 \
-  row(log_softmax, LogSoftmax, 1, 1, kOnCpu)                          \
-  row(softmax_linear, SoftmaxLinear, 0, 0, kOnCpu)                    \
-  row(log_softmax_jvp, LogSoftmaxJvp, 1, 0, kOnCpu)                   \
-  row(log_softmax_vjp, LogSoftmaxVjp, 1, 0, kOnCpu)                   \
-  row(logsumexp, LogSumExp, 1, 1, kOnCpu)                             \
-  row(cross_entropy, CrossEntropy, 1, 1, kGpuOnly)                    \
-  row(cross_entropy_gradient, CrossEntropyGradient, 1, 1, kOnCpu)     \
-  row(entropy, Entropy, 1, 1, kOnCpu)                                 \
-  row(kl_divergence, KlDivergence, 1, 1, kGpuOnly)                    \
-  row(absmax_scale, AbsmaxScale, 0, 0, kOnCpu)                        \
-  row(softmax_and_normalizer, SoftmaxAndNormalizer, 1, 0, kGpuOnly)   \
-  row(logsumexp_and_distances, LogSumExpAndDistances, 1, 1, kGpuOnly) \
-  row(cross_entropy_gradient_and_distances, CrossEntropyGradientAndDistances, 2, 1, kGpuOnly)
+#define JAX_SOFTMAX_OPERATORS(row)                                 \
+  row(softmax, Softmax, 0, kOnCpu)                                 \
+  row(log_softmax, LogSoftmax, 1, kOnCpu)                          \
+  row(softmax_linear, SoftmaxLinear, 0, kOnCpu)                    \
+  row(log_softmax_jvp, LogSoftmaxJvp, 0, kOnCpu)                   \
+  row(log_softmax_vjp, LogSoftmaxVjp, 0, kOnCpu)                   \
+  row(logsumexp, LogSumExp, 1, kOnCpu)                             \
+  row(cross_entropy, CrossEntropy, 1, kGpuOnly)                    \
+  row(cross_entropy_gradient, CrossEntropyGradient, 1, kOnCpu)     \
+  row(entropy, Entropy, 1, kOnCpu)                                 \
+  row(kl_divergence, KlDivergence, 1, kGpuOnly)                    \
+  row(absmax_scale, AbsmaxScale, 0, kOnCpu)                        \
+  row(softmax_and_normalizer, SoftmaxAndNormalizer, 0, kGpuOnly)   \
+  row(logsumexp_and_distances, LogSumExpAndDistances, 1, kGpuOnly) \
+  row(cross_entropy_gradient_and_distances, CrossEntropyGradientAndDistances, 1, kGpuOnly)
 // clang-format on
 
 #define JAX_SOFTMAX_NUMBER(name, type, ...) k##type,
@@ -53,8 +54,9 @@ struct Cost {
   int row_results;       // results that a row has itself
   int row_numbers;       // operands that have one number for each row
   bool labelled;         // whether there is an operand that has a label for each row
-  int sums;              // of a row
-  int exponentials;      // of an element, in the sum and in the result
+  int sums;              // numbers that a row's sum has
+  int state_bytes;       // of a row's state in float32
+  int members;           // numbers that a CPU keeps of a row: of its state, of what `finish` takes, or its results
   int logarithms;        // of a row, or powers
 };
 
@@ -73,15 +75,19 @@ struct NoArithmetic {
 };
 
 template <template <class> class T>
-constexpr OperatorFacts row_of_table(const char* name, const char* type, int exponentials, int logarithms,
-                                     bool on_cpu) {
+constexpr OperatorFacts row_of_table(const char* name, const char* type, int logarithms, bool on_cpu) {
   using Op = T<NoArithmetic>;
-  return {name,
-          type,
-          {Op::kInputs, Op::kElementResults, Op::kRowResults, Op::kRowNumbers, Op::kLabelled,
-           static_cast<int>(sizeof(typename Op::Sum) / sizeof(typename Op::C)), exponentials, logarithms},
-          on_cpu,
-          Op::kWithinRange};
+  using C = typename Op::C;
+  constexpr int kSums = sizeof(typename Op::Sum) / sizeof(C), kFinished = sizeof(typename Op::Finished) / sizeof(C),
+                kStateBytes = sizeof(StateOf<Op>);
+  static_assert(kStateBytes % 8 == 0, "GPUs exchange states as words of 8 bytes: align Sum as Moments is");
+  return {
+      name,
+      type,
+      {Op::kInputs, Op::kElementResults, Op::kRowResults, Op::kRowNumbers, Op::kReadsLabelElement || Op::kAddsAtLabel,
+       kSums, kStateBytes, std::max({1 + kSums, kFinished, Op::kRowResults}), logarithms},
+      on_cpu,
+      Op::kWithinRange};
 }
 
 #define JAX_SOFTMAX_ROW(name, type, ...) row_of_table<type>(#name, #type, __VA_ARGS__),
@@ -98,6 +104,7 @@ constexpr int most(int Cost::* number, bool of_all) {
 inline constexpr int kMostRowResults = most(&Cost::row_results, true);
 inline constexpr int kMostRowResultsOnCpu = most(&Cost::row_results, false);
 inline constexpr int kMostRowNumbersOnCpu = most(&Cost::row_numbers, false);
+inline constexpr int kMostMembersOnCpu = most(&Cost::members, false);
 constexpr const OperatorFacts& facts_of(Op op) { return kOperators[static_cast<int>(op)]; }
 constexpr const Cost& cost_of(Op op) { return facts_of(op).cost; }
 

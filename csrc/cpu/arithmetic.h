@@ -13,10 +13,6 @@ namespace {
 
 constexpr int64_t kSteps = 64;  // additions to one sum: longer sums would lose small terms
 
-template <template <class> class OpOf, class Arithmetic, class Out>
-struct PolicyOf {
-  using type = Arithmetic;
-};
 // Where the maximum is +inf, terms are taken relative to 0: their exponents may be positive.
 template <class Arithmetic>
 struct AnyExponent : Arithmetic {
@@ -24,12 +20,13 @@ struct AnyExponent : Arithmetic {
     return Arithmetic::exp(x);
   }
 };
-template <class Arithmetic, class Out>
-struct PolicyOf<LogSumExp, Arithmetic, Out> {
-  using type = KeepingInfinity<AnyExponent<Arithmetic>>;
+// The policy of an operator that has results of type Out.
+template <template <class> class OpOf, class Arithmetic, class Out>
+struct PolicyOf {
+  using type =
+      std::conditional_t<OpOf<Arithmetic>::kKeepsInfinity, KeepingInfinity<AnyExponent<Arithmetic>>, Arithmetic>;
 };
-template <class Arithmetic, class Out>
-struct PolicyOf<CrossEntropyGradient, Arithmetic, Out> : PolicyOf<LogSumExp, Arithmetic, Out> {};
+
 // The arithmetic of AbsmaxScale. The maximum is NaN if an element is: magnitudes are compared by their bits, as
 // integers, among which NaN is above infinity. A scale that would be subnormal is 0, and so are the row's results.
 template <class Arithmetic>
@@ -104,10 +101,8 @@ class OperatorOnBlocks {
       functions.keeping_across.finish = across_finish<kKeep>;
     }
     if constexpr (Op::kRowResults > 0) functions.row_results = row_results;
-    if constexpr (kHasNumbers) {
-      functions.take_numbers = take_numbers;
-      functions.finish_labels = finish_labels;
-    }
+    if constexpr (kHasNumbers) functions.take_numbers = take_numbers;
+    if constexpr (Op::kAddsAtLabel) functions.finish_labels = finish_labels;
     return functions;
   }
 
@@ -118,15 +113,16 @@ class OperatorOnBlocks {
   using C = typename M::Value;
   using Sum = typename Op::Sum;
   using State = StateOf<Op>;
+  static_assert(std::is_same_v<typename Op::Terms, Relative<M>>, "CPU kernels make terms of Relative alone");
+  static_assert(!Op::kReadsLabelElement, "CPU kernels do not read the elements at labels");
   static constexpr int kLanes = M::kLanes;
-  static constexpr bool kHasSum = !Op::kMagnitudePivot;
   static constexpr bool kHasNumbers = Op::kRowNumbers > 0;
   static constexpr auto kMax = [](C a, C b) { return M::max(a, b); };
-  static constexpr auto kSum = [](C a, C b) { return a + b; };
+  static constexpr auto kSum = [](auto a, const auto& b) __attribute__((always_inline)) { return a += b; };
 
   // Whether the pass of the maximum stores elements where terms will be, so that the mask is read once.
   template <bool kKeep>
-  static constexpr bool kHold = kKeep && kMasked;
+  static constexpr bool kStoresElements = kKeep && kMasked;
 
   // A state is in the first members.
   static JAX_SOFTMAX_INLINE State state_in(const States<T>& states) {
@@ -204,12 +200,12 @@ class OperatorOnBlocks {
     if constexpr (kMasked) v = M::select(unmasked(block, offsets, n), v, Op::pad(k));
     return v;
   }
-  // `terms`: the offset of the vector's terms, or, if held, of its elements, which terms will overwrite.
-  template <bool kHeld, class N>
+  // `terms`: the offset of the vector's terms or, if they are stored, of its elements, which terms will overwrite.
+  template <bool kStored, class N>
   static JAX_SOFTMAX_INLINE Sum term(const Relative<M>& relative, const Block<T>& block, int64_t terms, Offsets offsets,
                                      N n) {
     C in[2];
-    if constexpr (kHeld) {
+    if constexpr (kStored) {
       in[0] = M::load(block.terms + terms);
     } else {
       for (int k = Op::kFirstSummed; k < Op::kInputs; ++k) in[k] = load(block, k, offsets, n);
@@ -279,7 +275,7 @@ class OperatorOnBlocks {
         for (int r = 0; r < rows; ++r) maxima[r] = largest<kKeep>(block, first + r, (first + r) * terms_stride);
         state.pivot = M::reduce_rows(maxima, kMax);
       }
-      if constexpr (kHasSum) {
+      if constexpr (Op::kHasSum) {
         F pivots[kLanes];
         M::store(pivots, state.pivot);
         Sum sums[kLanes];
@@ -288,20 +284,10 @@ class OperatorOnBlocks {
           const Relative<M> relative(M::constant(pivots[r]));
           sums[r] = sum_of_terms<kKeep>(relative, block, first + r, (first + r) * terms_stride);
         }
-        state.sum = sums_of(sums);
+        state.sum = M::reduce_rows(sums, kSum);
       }
       set(states, state);
     }
-  }
-
-  static JAX_SOFTMAX_INLINE C sums_of(C (&rows)[kLanes]) { return M::reduce_rows(rows, kSum); }
-  static JAX_SOFTMAX_INLINE Moments<C> sums_of(const Moments<C> (&rows)[kLanes]) {
-    C sum[kLanes], moment[kLanes];
-    for (int r = 0; r < kLanes; ++r) {
-      sum[r] = rows[r].sum;
-      moment[r] = rows[r].moment;
-    }
-    return {M::reduce_rows(sum, kSum), M::reduce_rows(moment, kSum)};
   }
 
   template <bool kKeep>
@@ -310,7 +296,7 @@ class OperatorOnBlocks {
     for (C& chain : chains) chain = Op::pad(0);
     for_vectors<kChains>(0, block.elements, [&](int64_t i, auto n, int chain) __attribute__((always_inline)) {
       const C v = load(block, 0, offsets_of(block, row, i), n);
-      if constexpr (kHold<kKeep>) M::store(block.terms + terms + i, v);
+      if constexpr (kStoresElements<kKeep>) M::store(block.terms + terms + i, v);
       chains[chain] = M::max(chains[chain], Op::pivot_candidate(v));
     });
     return reduce_chains(chains, kMax);
@@ -324,7 +310,7 @@ class OperatorOnBlocks {
       end = std::min(block.elements, begin + kSteps * kTermChains * kLanes);
       Sum chains[kTermChains]{};
       for_vectors<kTermChains>(begin, end, [&](int64_t i, auto n, int chain) __attribute__((always_inline)) {
-        const Sum v = term<kHold<kKeep>>(relative, block, terms + i, offsets_of(block, row, i), n);
+        const Sum v = term<kStoresElements<kKeep>>(relative, block, terms + i, offsets_of(block, row, i), n);
         if constexpr (kKeep) M::store(block.terms + terms + i, v);
         chains[chain] += v;
       });
@@ -392,13 +378,13 @@ class OperatorOnBlocks {
                      C pivot = states[t].member[0];
                      for_each<kWhole<decltype(n)>>(r, end, [&](int64_t r) __attribute__((always_inline)) {
                        const C v = load(block, 0, offsets_of(block, r, t * kLanes), n);
-                       if constexpr (kHold<kKeep>) M::store(block.terms + (r * vectors + t) * kLanes, v);
+                       if constexpr (kStoresElements<kKeep>) M::store(block.terms + (r * vectors + t) * kLanes, v);
                        pivot = M::max(pivot, Op::pivot_candidate(v));
                      });
                      states[t].member[0] = pivot;
                    });
     }
-    if constexpr (!kHasSum) return;
+    if constexpr (!Op::kHasSum) return;
     Sum sums[kMostVectors];
     for (int64_t begin = 0, end; begin < block.elements; begin = end) {
       end = std::min(block.elements, begin + kSteps * kTogether);
@@ -409,7 +395,7 @@ class OperatorOnBlocks {
         for_each<(kKeep || !Op::kHasPivot) && kWhole<decltype(n)>>(
             r, end, [&](int64_t r) __attribute__((always_inline)) {
               const int64_t terms = (r * vectors + t) * kLanes;
-              const Sum v = term<kHold<kKeep>>(relative, block, terms, offsets_of(block, r, t * kLanes), n);
+              const Sum v = term<kStoresElements<kKeep>>(relative, block, terms, offsets_of(block, r, t * kLanes), n);
               if constexpr (kKeep) M::store(block.terms + terms, v);
               sum += v;
             });

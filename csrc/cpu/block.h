@@ -18,8 +18,8 @@ struct Offsets {
   int64_t element, mask;
 };
 
-// Elements of several rows. Either a row's elements are neighbours, and each row lies `step` from the one before
-// ("along" rows); or rows are neighbours, and their elements lie `step` from the ones before ("across").
+// Elements of several rows. Lines of neighbours lie `stride` apart: a line is a row ("along" rows), or one element of
+// each row ("across").
 template <class T>
 struct Block {
   const T* in[2];
@@ -28,14 +28,14 @@ struct Block {
   int64_t rows;
   int64_t elements;  // of each row
   int64_t stride;
-  int64_t mask_stride, mask_inner_stride;  // of the mask: the same, and from a neighbour to the next, which is 0 or 1
-  typename Convert<T>::Compute* terms;     // room for whole vectors of those of each row or element, if they are kept
+  int64_t mask_stride, mask_inner_stride;  // of the mask: from line to line; and from neighbour to neighbour, 0 or 1
+  typename Convert<T>::Compute* terms;     // room for those of each line in whole vectors, if they are kept
 };
 
-// Of a row in each lane: its state, a pivot and one sum or two; what `finish` takes; or its results.
+// Of a row in each lane: its state, (pivot, sum); what `finish` takes; or its results.
 template <class T>
 struct States {
-  typename Simd<typename Convert<T>::Compute>::Value member[kMostRowResultsOnCpu];
+  typename Simd<typename Convert<T>::Compute>::Value member[kMostMembersOnCpu];
 };
 
 // Of a row in each lane: its numbers.
@@ -44,7 +44,7 @@ struct Numbers {
   typename Simd<typename Convert<T>::Compute>::Value number[kMostRowNumbersOnCpu];
 };
 
-// An operator, as functions over blocks. Arrays of states are vectors of rows, n of them.
+// An operator, as functions over blocks. `n` is how many vectors of rows an array of states is for.
 template <class T>
 struct BlockFunctions {
   struct Passes {
@@ -63,7 +63,8 @@ struct BlockFunctions {
   void (*row_results)(const States<T>* states, int64_t n, States<T>* results);
   // Makes what `finish` takes of states and the rows' numbers; null without numbers.
   void (*take_numbers)(States<T>* states, const Numbers<T>* numbers, int64_t n);
-  // Sets the results of the elements at the labels of a vector of rows. `counts`: which of them are not masked.
+  // Sets the results of the elements at the labels of a vector of rows. `counts`: which of them are not masked. Null
+  // for operators that add nothing there.
   void (*finish_labels)(const States<T>& states, const Numbers<T>& numbers, const T* in, const bool* counts, void* out);
   int inputs;
   int64_t out_bytes;  // of a result: at most as many as of an element

@@ -16,9 +16,9 @@ BlockFunctions<T> functions_of(Op op, DType out, bool masked) {
   if constexpr (sizeof(T) < 8) {
     if (op == Op::kAbsmaxScale && out == DType::kI8) return functions_of<AbsmaxScale, T, Int8>(masked);
   }
-#define JAX_SOFTMAX_CASE(name, type, exponentials, logarithms, on_cpu) \
-  if constexpr (on_cpu) {                                              \
-    if (op == Op::k##type) return functions_of<type, T>(masked);       \
+#define JAX_SOFTMAX_CASE(name, type, logarithms, on_cpu)         \
+  if constexpr (on_cpu) {                                        \
+    if (op == Op::k##type) return functions_of<type, T>(masked); \
   }
   JAX_SOFTMAX_OPERATORS(JAX_SOFTMAX_CASE)
 #undef JAX_SOFTMAX_CASE

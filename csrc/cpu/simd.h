@@ -204,19 +204,19 @@ struct Simd {
 #endif
   }
 
-  // Reduces the lanes of each of kLanes vectors with f: vector i's to lane i, in an order that does not depend on i.
-  template <class Combine>
-  static JAX_SOFTMAX_INLINE Value reduce_rows(Value (&v)[kLanes], Combine f) {
+  // Reduces the lanes of each of kLanes vectors with f: vector i's to lane i, in an order that does not depend on i. V
+  // is a vector, or a struct of vectors.
+  template <class V, class Combine>
+  static JAX_SOFTMAX_INLINE V reduce_rows(V (&v)[kLanes], Combine f) {
     return halve<kLanes / 2>(v, f);
   }
 
  private:
   // A step of it: 2 * half neighbouring lanes are of one vector before, `half` after.
-  template <int half, class Combine>
-  static JAX_SOFTMAX_INLINE Value halve(Value* v, Combine f) {
-    using Lanes = std::make_integer_sequence<int, kLanes>;
+  template <int half, class V, class Combine>
+  static JAX_SOFTMAX_INLINE V halve(V* v, Combine f) {
     unrolled<half>([&](auto i) __attribute__((always_inline)) {
-      v[i] = f(halves<half, false>(v[i], v[i + half], Lanes()), halves<half, true>(v[i], v[i + half], Lanes()));
+      v[i] = f(halves<half, false>(v[i], v[i + half]), halves<half, true>(v[i], v[i + half]));
     });
     if constexpr (half == 1) {
       return v[0];
@@ -225,6 +225,18 @@ struct Simd {
     }
   }
   // The lower or upper halves of a's and b's blocks of 2 * half lanes, side by side.
+  template <int half, bool upper, class V>
+  static JAX_SOFTMAX_INLINE V halves(V a, const V& b) {
+    constexpr int kVectors = sizeof(V) / sizeof(Value);
+    Value of_a[kVectors], of_b[kVectors];
+    std::memcpy(of_a, &a, sizeof(V));
+    std::memcpy(of_b, &b, sizeof(V));
+    unrolled<kVectors>([&](auto k) __attribute__((always_inline)) {
+      of_a[k] = halves<half, upper>(of_a[k], of_b[k], std::make_integer_sequence<int, kLanes>());
+    });
+    std::memcpy(&a, of_a, sizeof(V));
+    return a;
+  }
   template <int half, bool upper, int... lane>
   static JAX_SOFTMAX_INLINE Value halves(Value a, Value b, std::integer_sequence<int, lane...>) {
     return __builtin_shufflevector(a, b,

@@ -50,8 +50,8 @@ Offsets offsets_of(const MaskedDims& dims, int size, int64_t index) {
 // Blocks are memory itself or, of transposed rows and rows of several reduced dimensions, a copy: the stage.
 //
 // How many elements of a row a block has depends on the row's length alone, and so do the bits of its sum. A row of
-// more than one block is read twice. Of transposed bands with such rows, several blocks of one band are transposed
-// together, in the place of several bands.
+// more than one block is read twice. Where such rows are transposed, a tile has one band, and several blocks of its
+// rows are transposed together (`together_`): they lie in the stage as the blocks of so many bands would.
 template <class T>
 class TiledView {
  public:
@@ -72,17 +72,16 @@ class TiledView {
         : row_dim_.extent < kLanes || (row_dim_.extent <= kMostVectors && row_dim_.extent * view.columns < kFewElements)
             ? kTransposed
             : kAcross;
-    const bool keeps =
-        op.keeps_terms && !row_results_known() && view.columns <= (lanes_ == kAlong ? kKeptAlong : kKeptAcross);
-    block_length_ = keeps ? view.columns : lanes_ == kAlong ? kBlockAlong : kBlockAcross;
+    keeps_ = op.keeps_terms && !row_results_known() && view.columns <= (lanes_ == kAlong ? kKeptAlong : kKeptAcross);
+    block_length_ = keeps_ ? view.columns : lanes_ == kAlong ? kBlockAlong : kBlockAcross;
     const int64_t elements = std::min(view.columns, block_length_);
     staged_ = lanes_ == kTransposed || view.reduced.size > 1;
     if (lanes_ == kAlong) {
       tile_bands_ = std::clamp<int64_t>(kTileElements / view.columns, 1, kMostVectors * kLanes);
       if (staged_) tile_bands_ = std::max(tile_bands_, ceil_div(kRun, column_dim_.extent));
     } else if (lanes_ == kAcross) {
-      const int64_t bytes = view.columns * (keeps ? sizeof(F) : 2 * sizeof(T) * op.inputs);
-      const int64_t rows = kHeldBytes / bytes < kRun ? kMostVectors * kLanes / 2 : kHeldBytes / bytes;
+      const int64_t bytes = view.columns * (keeps_ ? sizeof(F) : 2 * sizeof(T) * op.inputs);
+      const int64_t rows = kCacheBytes / bytes < kRun ? kMostVectors * kLanes / 2 : kCacheBytes / bytes;
       const int64_t ranges = ceil_div(row_dim_.extent, std::min(rows / kRun * kRun, kMostVectors * kLanes));
       tile_rows_ = ceil_div(ceil_div(row_dim_.extent, ranges), kRun) * kRun;
     } else if (view.columns <= block_length_ || view.reduced.size > 1) {
@@ -94,15 +93,14 @@ class TiledView {
     tile_bands_ = std::min(tile_bands_, band_dim_.extent);
     tile_rows_ = std::min(tile_rows_, row_dim_.extent);
     if (lanes_ != kAcross) tile_rows_ = row_dim_.extent;
-    keeps_ = keeps;
     stage_elements_ = tile_bands_ * tile_rows_ * std::min(block_length_ * together_, view.columns);
   }
 
   int64_t tiles() const { return view_.rows / (band_dim_.extent * row_dim_.extent) * band_ranges() * row_ranges(); }
   // The most vectors of states of a tile's rows.
   int64_t most_states() const { return ceil_div(tile_bands_ * tile_rows_, rows_of_state()); }
-  // Elements of a part of a row: another thread may take the next part. Transposed rows have the same as kAcross, so
-  // that a row's bits do not depend on how many rows lie beside it.
+  // Elements of a part of a row: another thread may take the next part. Transposed rows have parts as those of kAcross
+  // have, so that a row's bits do not depend on how many rows lie beside it.
   int64_t part_length() const {
     if (view_.columns <= block_length_) return view_.columns;
     const int64_t unit = lanes_ == kAlong ? kLeastPartAlong : kLeastPartAcross;
@@ -139,7 +137,7 @@ class TiledView {
       const int64_t blocks = ceil_div(next - begin, block_length_);
       for (int64_t i = 0; i < rows_ * blocks; ++i) {  // those of a row one after the other
         States<T> one;
-        for (int k = 0; k < kMembers; ++k) one.member[k] = C{} + later[i / kLanes].member[k][i % kLanes];
+        for (int k = 0; k < kMostMembersOnCpu; ++k) one.member[k] = C{} + later[i / kLanes].member[k][i % kLanes];
         op_.combine(&states[i / blocks], &one, 1);
       }
     }
@@ -154,7 +152,7 @@ class TiledView {
       if (together_ > 1) {
         const int64_t blocks = ceil_div(next - begin, block_length_);
         for (int64_t i = 0; i < rows_ * blocks; ++i) {
-          for (int k = 0; k < kMembers; ++k) {
+          for (int k = 0; k < kMostMembersOnCpu; ++k) {
             lane_states[i / kLanes].member[k][i % kLanes] = states[i / blocks].member[k][0];
           }
         }
@@ -170,7 +168,7 @@ class TiledView {
     op_.row_results(states, this->states(), results);
     for (int64_t i = 0; i < bands_ * rows_; ++i) {
       const Row row = this->row(i);
-      for (int k = 0; k < kMembers && buffers_.row_results[k]; ++k) {
+      for (int k = 0; k < kMostRowResultsOnCpu && buffers_.row_results[k]; ++k) {
         static_cast<F*>(buffers_.row_results[k])[row.number] = results[i / rows_of_state()].member[k][row.lane];
       }
     }
@@ -180,7 +178,7 @@ class TiledView {
   bool row_results_known() const { return buffers_.known_row_results[0] != nullptr; }
   void take_row_results(States<T>* states) const {
     for (int64_t i = 0; i < bands_ * rows_; ++i) {
-      for (int k = 0; k < kMembers && buffers_.known_row_results[k]; ++k) {
+      for (int k = 0; k < kMostRowResultsOnCpu && buffers_.known_row_results[k]; ++k) {
         set(states[i / rows_of_state()].member[k], this->row(i), buffers_.known_row_results[k]);
       }
     }
@@ -232,14 +230,13 @@ class TiledView {
   using F = typename Convert<T>::Compute;
   using C = typename Simd<F>::Value;
   static constexpr int64_t kLanes = Simd<F>::kLanes;
-  static constexpr int kMembers = kMostRowResultsOnCpu;  // of states
   static constexpr int64_t kBlockAlong = 4096, kBlockAcross = 512;
   static constexpr int64_t kKeptAlong = 64 << 10, kKeptAcross = 2048;  // the longest rows whose terms are kept
   static constexpr int64_t kLeastPartAlong = 64 << 10, kLeastPartAcross = 4096, kMostParts = 64;
-  static constexpr int64_t kTileElements = 4096;    // of a tile of short rows
-  static constexpr int64_t kHeldBytes = 512 << 10;  // of a tile that is read twice, in the L2 cache
-  static constexpr int64_t kRun = 256 / sizeof(T);  // contiguous elements that are worth reading alone
-  static constexpr int64_t kFewElements = 512;      // of a band: too few for a tile
+  static constexpr int64_t kTileElements = 4096;     // of a tile of short rows
+  static constexpr int64_t kCacheBytes = 512 << 10;  // of a tile that is read twice, in the L2 cache
+  static constexpr int64_t kRun = 256 / sizeof(T);   // contiguous elements: fewer are slow to read by themselves
+  static constexpr int64_t kFewElements = 512;       // of a band: too few for a tile
   enum Lanes { kAlong, kAcross, kTransposed };
 
   const typename BlockFunctions<T>::Passes& passes() const {
@@ -269,7 +266,8 @@ class TiledView {
     }
   }
   int64_t rows_of_state() const { return together_ > 1 ? 1 : kLanes; }
-  // Whether a row does not count, since its numbers are all 0, and yet has results other than 0: its factor is NaN.
+  // Whether a row does not count, since its numbers are all 0, and yet has results other than 0: the factor of its
+  // terms, the second number that `finish` takes, is NaN.
   static bool must_clear(const States<T>& states, const Numbers<T>& numbers, int64_t lane) {
     for (const C& number : numbers.number) {
       if (number[lane] != 0) return false;
@@ -428,7 +426,7 @@ class TiledView {
   MaskedDim band_dim_{1, 0, 0};  // and the one along a tile's bands
   int outer_dims_;               // the other batch dimensions
   Lanes lanes_;
-  bool staged_, keeps_;
+  bool staged_, keeps_;   // whether blocks are copies, and whether their terms are kept
   int64_t block_length_;  // elements of a row in a block
   int64_t together_ = 1;  // blocks of a row that are transposed together
   int64_t tile_bands_ = 1, tile_rows_ = 1;

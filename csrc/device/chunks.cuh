@@ -209,7 +209,7 @@ struct ChunkOfThread {
         store(mem.out() + location.offsets.element, j, location, unmasked(location), location.inside(), true);
     });
     // The label's pack is stored a second time, by the same thread: the unrolled loop has no branch for it.
-    if constexpr (Mem::kAddsAtLabel) {
+    if constexpr (Op::kAddsAtLabel) {
       if (addend.column < 0 || addend.column >= Mem::kColumns) return;
       const int j = row.pack_of(addend.column) - number * kShare;
       if (j < 0 || !exists(j) || j % kThreads != rank) return;

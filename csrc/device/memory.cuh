@@ -35,7 +35,7 @@ struct Memory : ViewLayout<View_, Sides> {
   // Whether packs can be compared, and pads put into them, as they are in memory: Problem::identity_load.
   static constexpr bool kIdentityLoad = Load::kIdentity;
   // Op::kFirstSummed, or 0 where expressions may read any operand.
-  static constexpr int kFirstSummed = Load::kIdentity ? Op::kFirstSummed : 0;
+  static constexpr int kFirstSummed = kIdentityLoad ? Op::kFirstSummed : 0;
   // Whether terms can take the place of elements in memory, so that a result needs no second exponential.
   static constexpr bool kTermsFit = Op::kResultIsScaledTerm && sizeof(In) == sizeof(C);
 
@@ -47,27 +47,25 @@ struct Memory : ViewLayout<View_, Sides> {
   struct CachedValues {
     Values values;
   };
-  using Cached = typename Conditional<Load::kIdentity, CachedWords, CachedValues>::type;
+  using Cached = typename Conditional<kIdentityLoad, CachedWords, CachedValues>::type;
 
   struct Nothing {};
 
-  // The element at a row's label, for operators whose results of rows need it.
+  // The element at a row's label, of operators that read it.
   struct ElementAtLabel {
     bool has_label;
     C value;
   };
-  static constexpr bool kReadsLabelElement = Op::kLabelled && !Op::kElementResults;
-  using LabelElement = typename Conditional<kReadsLabelElement, ElementAtLabel, Nothing>::type;
+  using LabelElement = typename Conditional<Op::kReadsLabelElement, ElementAtLabel, Nothing>::type;
 
-  // For operators with labels and results of elements: `value` is added to the result of the element with the number
-  // `column`. The results of a row that does not count are 0.
+  // Of operators that add at labels: `value` is added to the result of the element with the number `column`. The
+  // results of a row that does not count are 0.
   struct LabelAddend {
     int column;
     C value;
     bool counts;
   };
-  static constexpr bool kAddsAtLabel = Op::kLabelled && Op::kElementResults;
-  using Addend = typename Conditional<kAddsAtLabel, LabelAddend, Nothing>::type;
+  using Addend = typename Conditional<Op::kAddsAtLabel, LabelAddend, Nothing>::type;
 
   const Operands& operands;
 
@@ -155,15 +153,13 @@ struct Memory : ViewLayout<View_, Sides> {
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) v[i][k] = w[i];
     }
-    if constexpr (!Load::kIdentity) {
+    if constexpr (!kIdentityLoad) {
       if (bits != 0) {
         SideValues<Memory, Reader, Load::kSidesRead> sides;
         sides.read(*this, reader, bits);
 #pragma unroll
         for (int i = 0; i < kWidth; ++i) Load::apply(v[i], SideOfElement<decltype(sides)>{sides, i});
       }
-    }
-    if constexpr (!kIdentityLoad) {
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) {
 #pragma unroll
@@ -175,7 +171,7 @@ struct Memory : ViewLayout<View_, Sides> {
   template <class Reader>
   __device__ __forceinline__ void cache(Cached& cached, const Pack (&raw)[kInputs], const Reader& reader,
                                         unsigned bits) const {
-    if constexpr (Load::kIdentity) {
+    if constexpr (kIdentityLoad) {
 #pragma unroll
       for (int k = 0; k < kInputs; ++k) cached.raw[k] = raw[k];
     } else {
@@ -185,7 +181,7 @@ struct Memory : ViewLayout<View_, Sides> {
   // The values of a cached pack.
   template <class Reader>
   __device__ __forceinline__ void values(Values& v, const Cached& cached, const Reader& reader, unsigned bits) const {
-    if constexpr (Load::kIdentity) {
+    if constexpr (kIdentityLoad) {
       values(v, cached.raw, reader, bits);
     } else {
 #pragma unroll
@@ -200,7 +196,7 @@ struct Memory : ViewLayout<View_, Sides> {
   __device__ __forceinline__ void value(C (&v)[kInputs], const In (&raw)[kInputs], const Offsets& offsets) const {
 #pragma unroll
     for (int k = 0; k < kInputs; ++k) v[k] = Elements<In>::widen(raw[k]);
-    if constexpr (!Load::kIdentity) {
+    if constexpr (!kIdentityLoad) {
       SideValues<Memory, OneElement<Offsets>, Load::kSidesRead> sides;
       sides.read(*this, OneElement<Offsets>{offsets}, 1);
       Load::apply(v, SideOfElement<decltype(sides)>{sides, 0});
@@ -246,7 +242,7 @@ struct Memory : ViewLayout<View_, Sides> {
   }
   // The element at the row's label. It takes two reads, one after the other, best begun before the row has been read.
   __device__ __forceinline__ LabelElement label_element(const Offsets& begin) const {
-    if constexpr (kReadsLabelElement) {
+    if constexpr (Op::kReadsLabelElement) {
       const int label = label_of(begin);
       const bool has_label = 0 <= label && label < kColumns;
       const Offsets offsets = Layout::template along_reduced<Layout::kReducedDims>(
@@ -264,7 +260,7 @@ struct Memory : ViewLayout<View_, Sides> {
   // What the row's label changes in the results of its elements. A label may be no element's number: it then changes
   // nothing.
   __device__ __forceinline__ Addend addend(const Offsets& begin) const {
-    if constexpr (kAddsAtLabel) {
+    if constexpr (Op::kAddsAtLabel) {
       C numbers[Op::kRowNumbers];
       row_numbers(numbers, begin);
       bool counts = false;
@@ -280,7 +276,7 @@ struct Memory : ViewLayout<View_, Sides> {
                                             const LabelElement& label_element) const {
     if constexpr (Op::kRowResults > 0) {
       C results[Op::kRowResults];
-      if constexpr (kReadsLabelElement) {
+      if constexpr (Op::kReadsLabelElement) {
         Op::row_results(state, label_element.has_label, label_element.value, results);
       } else {
         Op::row_results(state, results);
@@ -298,7 +294,7 @@ struct Memory : ViewLayout<View_, Sides> {
   static __device__ __forceinline__ bool mask_and_add(C (&y)[kWidth], unsigned unmasked, const Addend& addend,
                                                       int column, bool adds = true) {
     mask(y, unmasked);
-    if constexpr (kAddsAtLabel) {
+    if constexpr (Op::kAddsAtLabel) {
       if (adds && static_cast<unsigned>(addend.column - column) < kWidth) {  // which is rare
 #pragma unroll
         for (int i = 0; i < kWidth; ++i) y[i] += column + i == addend.column ? addend.value : C(0);
@@ -312,7 +308,7 @@ struct Memory : ViewLayout<View_, Sides> {
   static __device__ __forceinline__ bool mask_and_add(C (&y)[kWidth], unsigned unmasked, AddendOf addend_of,
                                                       ColumnOf column_of) {
     mask(y, unmasked);
-    if constexpr (kAddsAtLabel) {
+    if constexpr (Op::kAddsAtLabel) {
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) y[i] = add_at_label(y[i], addend_of(i), column_of(i));
     }
@@ -320,7 +316,7 @@ struct Memory : ViewLayout<View_, Sides> {
   }
   // The result of a single element, with what its row's label changes.
   static __device__ __forceinline__ C add_at_label(C y, const Addend& addend, int column) {
-    if constexpr (kAddsAtLabel) {
+    if constexpr (Op::kAddsAtLabel) {
       return !addend.counts ? C(0) : column == addend.column ? y + addend.value : y;
     } else {
       return y;
@@ -337,7 +333,7 @@ struct Memory : ViewLayout<View_, Sides> {
       store_pack(first, counts ? words : decltype(words){}, inside);
     } else {
       if (inside == 0) return;
-      if constexpr (kAddsAtLabel) {
+      if constexpr (Op::kAddsAtLabel) {
 #pragma unroll
         for (int i = 0; i < kWidth; ++i) y[i] = counts ? y[i] : C(0);
       }

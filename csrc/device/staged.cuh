@@ -91,12 +91,12 @@ __device__ __forceinline__ void row_of_pairs(typename Mem::In* slab, int begin, 
 
 // Reads a lane's elements of a row from shared memory: element i of the lane is i * kLanes elements after its first
 // one, and exists if that is below `mine`.
-template <class Mem, int kLanes, int kOperand, int kHeld, class OffsetsOf>
-__device__ __forceinline__ void read_values(typename Mem::C (&values)[kHeld][Mem::kInputs], const Mem& mem,
+template <class Mem, int kLanes, int kOperand, int kElements, class OffsetsOf>
+__device__ __forceinline__ void read_values(typename Mem::C (&values)[kElements][Mem::kInputs], const Mem& mem,
                                             const typename Mem::In* in, int mine, OffsetsOf offsets_of) {
   constexpr int kInputs = Mem::kInputs;
 #pragma unroll
-  for (int i = 0; i < kHeld; ++i) {
+  for (int i = 0; i < kElements; ++i) {
 #pragma unroll
     for (int k = 0; k < kInputs; ++k) values[i][k] = Mem::Op::pad(k);
     if (i * kLanes < mine) {
@@ -109,15 +109,15 @@ __device__ __forceinline__ void read_values(typename Mem::C (&values)[kHeld][Mem
 }
 
 // Writes their results there. If results are scaled terms, `values` holds the terms.
-template <class Mem, int kLanes, int kHeld, class OffsetsOf>
+template <class Mem, int kLanes, int kElements, class OffsetsOf>
 __device__ __forceinline__ void write_results(typename Mem::Out* out,
-                                              const typename Mem::C (&values)[kHeld][Mem::kInputs], const Mem& mem,
+                                              const typename Mem::C (&values)[kElements][Mem::kInputs], const Mem& mem,
                                               const typename Mem::Op::Finished& finished,
                                               const typename Mem::Addend& addend, int lane, int mine,
                                               OffsetsOf offsets_of) {
   using Op = typename Mem::Op;
 #pragma unroll
-  for (int i = 0; i < kHeld; ++i) {
+  for (int i = 0; i < kElements; ++i) {
     typename Mem::C result;
     if constexpr (Op::kResultIsScaledTerm) {
       result = values[i][0] * finished.scale;
@@ -179,8 +179,8 @@ __device__ __forceinline__ void rows_of_pairs(typename Mem::In* slab, int rows) 
   const int turns = static_cast<int>(ceil_div(rows, kTeams * kSpread)) * kSpread;  // of warps
   for (int turn = threadIdx.x / 32; turn < turns; turn += kThreads / 32) {
     const int row = (turn / kSpread * kTeams + team) * kSpread + turn % kSpread;
-    row_of_pairs<Mem, kColumns, kLanes, Plan::kPlan.held / 2, kOperand>(slab, min(row, rows - 1) * kColumns,
-                                                                        row < rows);
+    row_of_pairs<Mem, kColumns, kLanes, Plan::kPlan.lane_elements / 2, kOperand>(slab, min(row, rows - 1) * kColumns,
+                                                                                 row < rows);
   }
 }
 
@@ -193,7 +193,7 @@ __device__ __forceinline__ void rows_of_elements(const Mem& mem, const typename 
   using C = typename Mem::C;
   constexpr typename Mem::Dim kInnermost = Mem::reduced_dim(0);
   constexpr int kColumns = Mem::kColumns, kThreads = Plan::kPlan.threads;
-  constexpr int kLanes = Plan::kPlan.lanes, kHeld = Plan::kPlan.held;
+  constexpr int kLanes = Plan::kPlan.lanes, kElements = Plan::kPlan.lane_elements;
   const int lane = threadIdx.x % kLanes;
   for (int turn = 0; turn < rows; turn += kThreads / kLanes) {  // by whole warps, which reduce together
     const int row = min(turn + static_cast<int>(threadIdx.x) / kLanes, rows - 1);
@@ -204,19 +204,19 @@ __device__ __forceinline__ void rows_of_elements(const Mem& mem, const typename 
     const auto addend = mem.addend(first);
     const int mine = active ? kColumns - lane : 0;
     const auto offsets_of = [&](int i) { return first.along(kInnermost, lane + i * kLanes); };
-    C values[kHeld][Mem::kInputs];
+    C values[kElements][Mem::kInputs];
     read_values<Mem, kLanes, kOperand>(values, mem, in + begin, mine, offsets_of);
     C pivot = M::constant(0);
     if constexpr (Op::kHasPivot) {
       pivot = Op::pivot_candidate(values[0][0]);
 #pragma unroll
-      for (int i = 1; i < kHeld; ++i) pivot = M::max(pivot, Op::pivot_candidate(values[i][0]));
+      for (int i = 1; i < kElements; ++i) pivot = M::max(pivot, Op::pivot_candidate(values[i][0]));
       pivot = max_over_lanes<kLanes, M>(pivot);
     }
     const auto terms = mem.terms(pivot, first);
     typename Op::Sum sum{};
 #pragma unroll
-    for (int i = 0; i < kHeld; ++i) {
+    for (int i = 0; i < kElements; ++i) {
       const auto term = Op::term(terms, values[i]);
       if constexpr (Op::kResultIsScaledTerm) values[i][0] = term;
       sum += term;
@@ -236,16 +236,16 @@ __device__ __forceinline__ void staged(const typename Mem::Operands& operands) {
   constexpr StagedGeometry kGeometry = geometry_of(Mem::View::kView, Plan::kPlan, Plan::kFootprint);
   static_assert(kIsPlannedFor<Mem, Plan>);
   constexpr int kOperand = kGeometry.elements;
-  extern __shared__ __align__(128) Pack held[];
+  extern __shared__ __align__(128) Pack shared[];
   const Mem mem{operands};
   const int64_t first_row = static_cast<int64_t>(blockIdx.x) * kRows;
   const int64_t slab = first_row * kColumns;
   const int rows = static_cast<int>(min(static_cast<int64_t>(kRows), operands.rows - first_row));
   const int elements = rows * kColumns;
-  load_slab<Mem, kThreads, kOperand>(mem, slab, elements, held);
+  load_slab<Mem, kThreads, kOperand>(mem, slab, elements, shared);
 
-  auto* const in = reinterpret_cast<typename Mem::In*>(held);
-  auto* const out = reinterpret_cast<typename Mem::Out*>(held + kGeometry.results_begin / kPackBytes);
+  auto* const in = reinterpret_cast<typename Mem::In*>(shared);
+  auto* const out = reinterpret_cast<typename Mem::Out*>(shared + kGeometry.results_begin / kPackBytes);
   if constexpr (Plan::kPlan.pairs) {
     rows_of_pairs<Mem, Plan, kOperand>(in, rows);
   } else {

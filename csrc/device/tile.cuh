@@ -22,8 +22,7 @@ __device__ __forceinline__ void tile(const typename Mem::Operands& operands) {
   part.copy();
   part.finish_copy();
   part.sum_held();
-  constexpr bool kAlone = kCluster == 1 && States::kAlone;
-  if constexpr (!kAlone) {
+  if constexpr (!States::kPrivate) {
     part.combine([&](int row, const State& state) { part.whole(row) = state; });
     __syncthreads();
   }
@@ -47,7 +46,7 @@ __device__ __forceinline__ void tile(const typename Mem::Operands& operands) {
   }
 #endif
   if (rank == 0) part.store_rows();
-  if constexpr (Op::kElementResults) part.template finish<!kAlone>();
+  if constexpr (Op::kElementResults) part.finish();
 }
 
 }  // namespace jax_softmax::device

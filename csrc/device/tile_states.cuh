@@ -22,13 +22,13 @@ struct TileStates : TilePart<Mem, Plan> {
   using Part::kGeometry, Part::kInputs, Part::kWidth, Part::kThreads, Part::kMatrices, Part::kElements, Part::kFold;
   using Part::kRows, Part::kPacks, Part::kTeams, Part::kLinesOfThread, Part::kReach, Part::kInner;
   using Part::mem, Part::matrix, Part::team, Part::pack, Part::shift, Part::outer, Part::first_element;
-  static constexpr bool kHeld = Plan::kPlan.in_shared;
-  static constexpr bool kTermsFit = Mem::kTermsFit && kHeld;  // terms replace elements in shared memory
+  static constexpr bool kInShared = Plan::kPlan.in_shared;
+  static constexpr bool kTermsFit = Mem::kTermsFit && kInShared;  // terms replace elements in shared memory
   static constexpr bool kInPack = kGeometry.line_in_pack;
   static constexpr int kStates = kGeometry.states_of_thread, kStatesOfLine = kGeometry.states_of_line;
   static constexpr int kLinesSummed = kGeometry.lines_summed;
   static constexpr int kSets = kGeometry.sets, kStatesOfSet = kGeometry.states_of_set;
-  static constexpr bool kAlone = kGeometry.alone;
+  static constexpr bool kPrivate = kGeometry.private_states;
   static constexpr int kStatesBeforeRows = kGeometry.states_before_rows;
 
   State* const states;  // in shared memory
@@ -242,7 +242,7 @@ struct TileStates : TilePart<Mem, Plan> {
 
   // The offsets of a row's first element, for numbers and labels; not computed for operators without them.
   __device__ __forceinline__ typename Mem::Offsets begin_of(int row) const {
-    if constexpr (Op::kRowNumbers == 0 && !Op::kLabelled) return {};
+    if constexpr (Op::kRowNumbers == 0 && !Op::kReadsLabelElement) return {};
     const int of_matrix = kMatrices == 1 ? 0 : row / kElements;
     const int64_t last = mem.operands.rows / kInner - 1, element = first_element + row - of_matrix * kElements;
     return this->in_first_line(min(first_matrix() + of_matrix, last), min(element, kInner - 1));
@@ -264,17 +264,15 @@ struct TileStates : TilePart<Mem, Plan> {
 
   // ---- results
 
-  // Writes the results. kFromShared: with the states of whole rows in shared memory; else with the thread's own
-  // (kAlone).
-  template <bool kFromShared>
+  // Writes the results, with the states of whole rows that shared memory has or, if these are private, the thread.
   __device__ __forceinline__ void finish() const {
     Finished finished[kStates];
     typename Mem::Addend addend[kStates] = {};
-    finish_states<kFromShared>(finished);
-    if constexpr (Mem::kAddsAtLabel) {
+    finish_states(finished);
+    if constexpr (Op::kAddsAtLabel) {
       for_rows_of_thread([&](int s, int row) { addend[s] = mem.addend(begin_of(row)); });
     }
-    if constexpr (kHeld) {
+    if constexpr (kInShared) {
 #pragma unroll 4
       for (int t = 0; t < kLinesOfThread; ++t) {
         C result[kWidth];
@@ -308,7 +306,6 @@ struct TileStates : TilePart<Mem, Plan> {
   // What makes a result of a term or, where terms do not fit, of an element.
   using Finished = typename Conditional<kTermsFit, typename Op::Scale, typename Op::Finished>::type;
 
-  template <bool kFromShared>
   __device__ __forceinline__ void finish_states(Finished (&finished)[kStates]) const {
     const auto prepare = [&](int s, const State& state, const typename Mem::Offsets& begin) {
       if constexpr (kTermsFit) {
@@ -317,11 +314,11 @@ struct TileStates : TilePart<Mem, Plan> {
         finished[s] = mem.finished(state, begin);
       }
     };
-    if constexpr (kFromShared) {
-      for_rows_of_thread([&](int s, int row) { prepare(s, whole(row), begin_of(row)); });
-    } else {
+    if constexpr (kPrivate) {
 #pragma unroll
       for (int s = 0; s < kStates; ++s) prepare(s, {pivot[s], sum[s]}, {});
+    } else {
+      for_rows_of_thread([&](int s, int row) { prepare(s, whole(row), begin_of(row)); });
     }
   }
   static __device__ __forceinline__ void results_of(C (&result)[kWidth], const Values& v,

@@ -29,7 +29,6 @@ struct PacksOfBlock {
   using Op = typename Mem::Op;
   using M = typename Mem::M;
   using C = typename Mem::C;
-  using In = typename Mem::In;
   using Row = RowPacks<Mem, Plan>;
   static constexpr int kInputs = Mem::kInputs, kWidth = Mem::kWidth, kThreads = Plan::kPlan.threads;
   static constexpr int kFinished = Plan::kPlan.finished;
@@ -38,8 +37,8 @@ struct PacksOfBlock {
   const Row& row;
   const int64_t begin, end;
 
-  // Calls body(packs, locations, bits) for kTogether of the thread's packs at a time, whose loads are in flight
-  // together.
+  // Calls body(packs, locations, inside) for kTogether of the thread's packs at a time, whose loads are in flight
+  // together. `inside` has a bit for each element of a pack, set if it is the row's.
   template <int kFirst, int kTogether, class Body>
   __device__ __forceinline__ void for_packs(Body body) const {
     for (int64_t turn = begin + threadIdx.x; turn < end; turn += static_cast<int64_t>(kTogether) * kThreads) {
@@ -186,7 +185,7 @@ __device__ __forceinline__ void finish_tile_pieces(const typename Mem::Operands&
       states_of<typename Mem::Op>(operands) + index * TilePart<Mem, Summed<Plan>>::kParts * Part::kRows;
   for (int i = threadIdx.x; i < Part::kRows; i += Part::kThreads) part.whole(i) = whole[i];
   __syncthreads();
-  part.template finish<true>();
+  part.finish();
 }
 
 // One block sums all pieces of a tile, and writes its results.
@@ -209,7 +208,7 @@ __device__ __forceinline__ void whole_tiles(const typename Mem::Operands& operan
   if constexpr (!Op::kElementResults) return;
   using Finished = TileStates<Mem, Smaller<Plan>>;
   for (int piece = 0; piece < Finished::kParts; ++piece) {
-    Finished(mem, shared, blockIdx.x, piece).template finish<true>();
+    Finished(mem, shared, blockIdx.x, piece).finish();
   }
 }
 
@@ -241,11 +240,11 @@ __device__ __forceinline__ void combine_pieces(const typename Mem::Operands& ope
   constexpr int kWarps = Combining::kWarps, kLanes = kCombining.lanes_of_row();
   __shared__ StateOf<Op> part[kRows == 1 ? 1 : kWarps][32];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int64_t rows_here =
+  const int64_t index =
       kRows == 1 ? static_cast<int64_t>(blockIdx.x) * kWarps + warp : static_cast<int64_t>(blockIdx.x) * 32 + lane;
-  const int64_t tile = rows_here / kRows;
-  const bool exists = rows_here < operands.rows;
-  StateOf<Op>* const first = states_of<Op>(operands) + tile * kPieces * kRows + rows_here % kRows;
+  const int64_t tile = index / kRows;
+  const bool exists = index < operands.rows;
+  StateOf<Op>* const first = states_of<Op>(operands) + tile * kPieces * kRows + index % kRows;
   auto state = combine_all<Op>(kRows == 1 ? lane : warp, exists ? kPieces : 0, kLanes,
                                [&](int piece) { return first[static_cast<int64_t>(piece) * kRows]; });
   if constexpr (kRows == 1) {
@@ -260,7 +259,7 @@ __device__ __forceinline__ void combine_pieces(const typename Mem::Operands& ope
     if (warp == 0 && exists) {
       for (int w = 1; w < kWarps; ++w) state = combine<Op, typename Mem::M>(state, part[w][lane]);
       *first = state;
-      store_row(tile, static_cast<int>(rows_here % kRows), state);
+      store_row(tile, static_cast<int>(index % kRows), state);
     }
   }
 }

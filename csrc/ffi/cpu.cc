@@ -7,7 +7,7 @@
 #include <new>
 
 #include "cpu/cpu.h"
-#include "ffi/call.h"
+#include "ffi/custom_call.h"
 #include "ffi/ranges.h"
 
 namespace jax_softmax {
@@ -40,11 +40,10 @@ struct FreesScratch {
 ffi::Error run(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary attributes) {
   Call call;
   CallBuffers buffers;
-  if (ffi::Error error = read_call(args, rets, attributes, &call, &buffers); error.failure()) return error;
+  if (ffi::Error error = read_custom_call(args, rets, attributes, &call, &buffers); error.failure()) return error;
   const DType out = call.out.empty() ? call.in : call.out[0];
   const Cost& cost = cost_of(call.op);
-  const int known = call.row_results_known ? cost.row_results : 0;
-  const size_t row_operands = known + cost.row_numbers + cost.labelled;  // come first among the sides
+  const size_t row_operands = call.n_known + cost.row_numbers + cost.labelled;  // come first among the sides
   const bool fused = !call.load.empty() || !call.store.empty() || call.sides.size() > row_operands + call.masked();
   if (!facts_of(call.op).on_cpu || fused || !cpu::makes(call.in, out)) {
     return ffi::Error::InvalidArgument("jax_softmax: " + describe(call) + ": there is no CPU kernel");
@@ -61,9 +60,9 @@ ffi::Error run(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets
 
   cpu::Buffers pointers{};
   std::copy(buffers.in.begin(), buffers.in.end(), pointers.in);
-  std::copy_n(buffers.side.begin(), known, pointers.known_row_results);
-  std::copy_n(buffers.side.begin() + known, cost.row_numbers, pointers.numbers);
-  if (cost.labelled) pointers.labels = static_cast<const int32_t*>(buffers.side[known + cost.row_numbers]);
+  std::copy_n(buffers.side.begin(), call.n_known, pointers.known_row_results);
+  std::copy_n(buffers.side.begin() + call.n_known, cost.row_numbers, pointers.numbers);
+  if (cost.labelled) pointers.labels = static_cast<const int32_t*>(buffers.side[call.n_known + cost.row_numbers]);
   if (call.masked()) {
     pointers.mask = static_cast<const bool*>(buffers.side[row_operands]);
     pointers.mask_strides = strides[0];

@@ -134,7 +134,7 @@ ffi::Error make_ready(const Call& call, int ordinal, bool packs, int64_t scratch
 ffi::Error initialize(int32_t ordinal, ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary attributes) {
   Call call;
   CallBuffers buffers;
-  if (ffi::Error error = read_call(args, rets, attributes, &call, &buffers); error.failure()) return error;
+  if (ffi::Error error = read_custom_call(args, rets, attributes, &call, &buffers); error.failure()) return error;
   const Ready* ready;
   return make_ready(call, ordinal, true, buffers.scratch_bytes, &ready);
 }
@@ -159,7 +159,7 @@ ffi::Error execute(jit::CUstream stream, int32_t ordinal, ffi::RemainingArgs arg
                    ffi::Dictionary attributes) {
   Call call;
   CallBuffers buffers;
-  if (ffi::Error error = read_call(args, rets, attributes, &call, &buffers); error.failure()) return error;
+  if (ffi::Error error = read_custom_call(args, rets, attributes, &call, &buffers); error.failure()) return error;
   const auto begins_with_packs = [](const auto& pointers) {
     return std::all_of(pointers.begin(), pointers.end(),
                        [](const void* p) { return reinterpret_cast<uintptr_t>(p) % kPackBytes == 0; });
@@ -191,7 +191,7 @@ std::string problem_of(const Call& call, Problem* problem) {
       !message.empty()) {
     return message;
   }
-  if (call.row_results_known) return "there is no CUDA kernel that is given the results of rows";
+  if (call.n_known > 0) return "there is no CUDA kernel that is given the results of rows";
   problem->cost = cost_of(call.op);
   if (split_lines(call.load).size() > static_cast<size_t>(problem->cost.inputs)) {
     return "`load` has more lines than the operator has operands";
@@ -206,7 +206,7 @@ std::string problem_of(const Call& call, Problem* problem) {
   problem->footprint.in_bytes = bytes_of(call.in);
   problem->footprint.out_bytes = bytes_of(call.out.empty() ? call.in : call.out[0]);
   problem->footprint.inputs = cost.inputs;
-  problem->footprint.state_bytes = (4 * (1 + cost.sums) + 7) / 8 * 8;  // a pivot and sums in float32, as 64-bit words
+  problem->footprint.state_bytes = cost.state_bytes;
   problem->footprint.packs = true;
   problem->footprint.row_operands = cost.row_results > 0 || cost.row_numbers > 0;
   problem->float64 = arithmetic_of(call) == DType::kF64 ||

@@ -6,7 +6,7 @@
 #include <tuple>
 #include <vector>
 
-#include "ffi/call.h"
+#include "ffi/custom_call.h"
 #include "jit/jit.h"
 #include "plan/plan.h"
 

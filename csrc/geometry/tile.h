@@ -124,7 +124,7 @@ struct TileGeometry {
   int64_t states_of_set;
   int64_t states_of_row;  // in all sets of its matrix
   int64_t lanes_of_row;   // lanes that combine those
-  bool alone;             // whether each thread has the states of whole rows, and no other thread needs them
+  bool private_states;    // whether each thread has the states of whole rows, and no other thread needs them
 
   // Shared memory has, in this order: packs of lines; the sets, later overwritten by the states of all blocks of a
   // cluster; the states of whole rows.
@@ -169,11 +169,11 @@ constexpr TileGeometry geometry_of(const View& view, const Tile& tile, const Foo
     g.lanes_of_row *= 2;
   }
   const bool cluster = tile.in_shared && g.parts > 1;
-  g.alone = tile.in_shared && !cluster && g.states_of_row == 1 && !footprint.row_operands;
+  g.private_states = tile.in_shared && !cluster && g.states_of_row == 1 && !footprint.row_operands;
 
   g.packs_in_shared = tile.in_shared ? static_cast<int64_t>(tile.lines_of_thread) * tile.threads * footprint.inputs : 0;
   g.states_before_rows = larger(g.sets * tile.matrices * g.states_of_set, cluster ? g.parts * g.rows : 0);
-  const int64_t states = g.alone ? 0 : g.states_before_rows + g.rows;
+  const int64_t states = g.private_states ? 0 : g.states_before_rows + g.rows;
   g.shared_bytes = g.packs_in_shared * kPackBytes + states * footprint.state_bytes;
 
   g.matrices = tile.matrices;

@@ -11,6 +11,11 @@ constexpr int kMostTeams = 4;                // in a block of the chunks schedul
 constexpr int kMostBlocks = 16;              // in a cluster
 constexpr int kFewChunks = 8;                // of all rows, for each multiprocessor: few
 constexpr int kSharedBytesBeside = 3 << 10;  // static shared memory of both schedules, rounded up
+constexpr int kMostChunks = 8192;            // of a row
+// Where there are fewer chunks than multiprocessors, a block has one chunk, if a cluster of this size holds the row.
+constexpr int kSmallCluster = 8;
+// Chunks of a row of one operand up to which larger chunks are worth the cost of edges.
+constexpr int kManyChunks = 64;
 
 struct Cut {
   int64_t chunks;    // of a row
@@ -20,18 +25,14 @@ struct Cut {
   int64_t bytes;     // of all operands in a chunk
 };
 
-// A team has a chunk of up to 16 KB of all operands. Where rows have edges (packs with elements of other rows, or
-// masked ones), fewer threads share the cost of a look at them, and each may have a pack more; but they take longer.
+// A team's threads, the packs of each operand that a thread has, and so the packs of each operand in a full chunk: 16
+// KB of all operands. Rows may have edges: packs with masked elements or with elements of other rows. A thread looks at
+// edges once for all operands. So where there are edges, two operands have half as many threads of twice as many packs,
+// and a full chunk has 18 KB; but it takes longer.
 constexpr int team_threads(int inputs, bool edges) { return edges ? 128 / inputs : 128; }
 constexpr int thread_packs(int inputs, bool edges) { return edges ? 9 : 8 / inputs; }
 constexpr int room(int inputs, bool edges) { return team_threads(inputs, edges) * thread_packs(inputs, edges); }
 
-// Where there are fewer chunks than multiprocessors, a block has one chunk, if a cluster of this size holds the row.
-constexpr int kSmallCluster = 8;
-// Chunks of a row of one operand up to which larger chunks are worth the cost of edges.
-constexpr int kManyChunks = 64;
-// Of a row.
-constexpr int kMostChunks = 8192;
 // Registers of a thread, so that a multiprocessor has room for three blocks of three teams, or four of two operands.
 int registers_of(const Problem& problem, bool edges) {
   if (problem.view.reduced.size > 1 && edges) return 80;  // locations of packs in many runs
@@ -40,7 +41,7 @@ int registers_of(const Problem& problem, bool edges) {
 }
 
 // Nothing if a row has too many.
-std::optional<Cut> cut(const Problem& problem, const Device& device) {
+std::optional<Cut> cut_of(const Problem& problem, const Device& device) {
   if (!problem.view.minor_reduced) return {};
   const Footprint& footprint = problem.footprint;
   const int boundary = boundary_of(problem.view, kCacheLineBytes, footprint);
@@ -90,7 +91,7 @@ int64_t stages_of(const Cut& cut, const Device& device) {
 // Whether the rings of all blocks together hold a row.
 bool fits_ring(const Cut& cut, const Problem& problem, const Device& device) {
   const int64_t stages = stages_of(cut, device);
-  // Rings that hold less than a row and a third wait for one another.
+  // If all rings together hold less than a row and a third, blocks wait for one another.
   return problem.footprint.packs && device.compute_capability >= 90 && stages >= kFewestStages &&
          cut.chunks <= stages * device.multiprocessors * 3 / 4 && problem.view.rows * cut.chunks < (1ll << 31);
 }
@@ -98,7 +99,7 @@ bool fits_ring(const Cut& cut, const Problem& problem, const Device& device) {
 }  // namespace
 
 std::optional<Chunks> plan_chunks(const Problem& problem, const Device& device) {
-  const std::optional<Cut> cut = jax_softmax::cut(problem, device);
+  const std::optional<Cut> cut = cut_of(problem, device);
   if (!cut) return {};
   const int inputs = problem.cost.inputs;
   const bool clusters = device.largest_cluster > 1;
@@ -122,9 +123,9 @@ std::optional<Chunks> plan_chunks(const Problem& problem, const Device& device) 
   if (clusters && spread_out && spread(1, std::min(kSmallCluster, device.largest_cluster))) return plan;
   if (spread(kMostTeams, 1)) return plan;
   if (clusters && spread(inputs == 1 ? 1 : kMostTeams, device.largest_cluster)) return plan;
-  // Rings are slow with rows of several runs, which they copy run by run; and of few chunks in all, a cluster is done
-  // before a ring is full. Then only rows that a ring can hold too: more rows, which a ring takes, have the same
-  // chunks.
+  // The rest is for rings, but for two cases. With rows of several runs, which they copy run by run, rings are slow.
+  // And of few chunks in all, a cluster is done before a ring is full; but only where a ring would take the same rows
+  // if there were more of them, so that a row's chunks do not depend on how many rows there are.
   const bool few = problem.view.rows * cut->chunks <= int64_t{kFewChunks} * device.multiprocessors &&
                    fits_ring(*cut, problem, device);
   if (clusters && (few || problem.view.reduced.size > 1) &&
@@ -146,7 +147,7 @@ Launch launch_of(const Chunks& plan, const Problem& problem) {
 }
 
 std::optional<Ring> plan_ring(const Problem& problem, const Device& device) {
-  const std::optional<Cut> cut = jax_softmax::cut(problem, device);
+  const std::optional<Cut> cut = cut_of(problem, device);
   if (!cut || !fits_ring(*cut, problem, device)) return {};
   Ring plan{};
   plan.chunks = static_cast<int>(cut->chunks);

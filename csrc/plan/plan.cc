@@ -6,9 +6,6 @@ namespace jax_softmax {
 
 namespace {
 
-// Scratch memory may have at most 1/20 of the operand's bytes: a ratio, so that a row's plan does not depend on how
-// many rows there are.
-constexpr int kOperandOfScratch = 20;
 constexpr int64_t kMostElements = int64_t{1} << 56;  // far beyond any memory, so that sums of bytes fit 64 bits
 
 template <class... F>
@@ -31,14 +28,14 @@ std::optional<Plan> make_plan(const Problem& problem, const Device& device) {
     if (!plan || !scratch_is_little(*plan, problem)) return {};
     return *plan;
   };
-  if (auto plan = of(plan_staged(problem, device))) return plan;
+  if (auto plan = of(plan_staged(problem))) return plan;
   if (auto plan = of(plan_registers(problem, device))) return plan;
   if (problem.cost.element_results) {  // without them, nothing that has been read is needed again
     if (auto plan = of(plan_chunks(problem, device))) return plan;
     if (auto plan = of(plan_ring(problem, device))) return plan;
   }
   if (auto plan = of(plan_tile(problem, device))) return plan;
-  if (auto plan = of(plan_twice(problem, device))) return plan;
+  if (auto plan = of(plan_twice(problem))) return plan;
   if (auto plan = of(plan_twice_tile(problem, false))) return plan;
   return of(plan_twice_tile(problem, true));
 }
@@ -62,11 +59,11 @@ std::vector<Step> steps_of(const Plan& plan, const Problem& problem, const Devic
   const View& view = problem.view;
   const int64_t rows = view.rows;
   const Footprint& footprint = problem.footprint;
-  const auto combined = [&](int64_t states_of, const Combining& combining, Launch sum, Launch finish,
+  const auto combined = [&](int64_t rows_in_pieces, const Combining& combining, Launch sum, Launch finish,
                             const char* summing, const char* finishing) {
-    Launch combine{ceil_div(states_of, combining.rows_of_block()), Combining::kThreads};
+    Launch combine{ceil_div(rows_in_pieces, combining.rows_of_block()), Combining::kThreads};
     combine.overlaps = finish.overlaps = device.compute_capability >= 90;
-    std::vector<Step> steps{{summing, sum, rows}, {"combine_pieces", combine, states_of}};
+    std::vector<Step> steps{{summing, sum, rows}, {"combine_pieces", combine, rows_in_pieces}};
     if (problem.cost.element_results) steps.push_back({finishing, finish, rows});
     return steps;
   };

@@ -26,6 +26,10 @@ namespace jax_softmax {
 inline constexpr int kSectorBytes = 32;      // of the last cache: what memory is written by in the end
 inline constexpr int kCacheLineBytes = 128;  // of the last cache
 
+// An operand has at least so many times the bytes of scratch memory: a ratio, so that a row's plan does not depend on
+// how many rows there are.
+inline constexpr int kOperandOfScratch = 20;
+
 // What plans are made for, with a Device: a call.
 struct Problem {
   View view;
@@ -53,11 +57,11 @@ int64_t scratch_bytes(const Plan& plan, const Problem& problem);
 // ---- for each schedule: the plan, if it fits
 
 std::optional<Registers> plan_registers(const Problem& problem, const Device& device);
-std::optional<Staged> plan_staged(const Problem& problem, const Device& device);
+std::optional<Staged> plan_staged(const Problem& problem);
 std::optional<Chunks> plan_chunks(const Problem& problem, const Device& device);
 std::optional<Ring> plan_ring(const Problem& problem, const Device& device);
 std::optional<Tile> plan_tile(const Problem& problem, const Device& device);
-std::optional<Twice> plan_twice(const Problem& problem, const Device& device);
+std::optional<Twice> plan_twice(const Problem& problem);
 std::optional<TwiceTile> plan_twice_tile(const Problem& problem, bool one_block);
 
 Launch launch_of(const Chunks& plan, const Problem& problem);

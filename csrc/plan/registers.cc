@@ -9,21 +9,22 @@ namespace {
 struct LanesAndPacks {
   int lanes, packs;
 };
-// Where rows need no look at their edges. Several packs a lane keep enough loads in flight where some lanes have none.
+// The lanes that share a row and the packs of each: the first with room for the row. Where rows have no edges (packs
+// with elements of other rows), several packs a lane keep enough loads in flight although some lanes have none.
 constexpr LanesAndPacks kSpread[] = {{1, 1},  {2, 1},  {4, 1},  {4, 2},  {4, 3},  {8, 2},  {8, 3}, {16, 2},
                                      {16, 3}, {32, 2}, {32, 3}, {32, 4}, {32, 5}, {32, 6}, {32, 8}};
-// Where they do. Several packs a lane share the cost of the look.
+// Where they have, several packs a lane share the cost of a look at them.
 constexpr LanesAndPacks kSharing[] = {{1, 1},  {2, 1},  {4, 1},  {4, 2},  {8, 2},  {8, 3},  {16, 2}, {16, 3},
                                       {32, 2}, {16, 5}, {32, 3}, {32, 4}, {32, 5}, {32, 6}, {32, 8}};
 // The most packs that a warp, and a block, hold in registers without a spill.
 constexpr int kWarpPacks = 8 * 32;
 constexpr int kBlockPacks = 4 * 256;
 constexpr int kLongBlockPacks = 8 * 256;  // where there are no edges and no mask
-// Of a block of several rows: its threads and, of more than one warp, the packs of all operands.
+// Of a block of several rows, the most threads; and the most packs of all operands, unless the block is one warp.
 constexpr int kLanesThreads = 128;
 constexpr int kLanesBlockPacks = 256;
-// Packs of a lane, of a row of several runs: few lanes a row, so that a warp has neighbouring rows, whose runs are side
-// by side.
+// The most packs of all operands that a lane has of a row of several runs. So many, since then few lanes have a row,
+// and a warp has neighbouring rows, whose runs are side by side.
 constexpr int kGatheredPacks = 8;
 
 Registers in_lanes(const Problem& problem, int boundary, const Runs& runs) {

@@ -45,7 +45,7 @@ int spread_of(int64_t columns, int lanes, int rows) {
 
 }  // namespace
 
-std::optional<Staged> plan_staged(const Problem& problem, const Device&) {
+std::optional<Staged> plan_staged(const Problem& problem) {
   const View& view = problem.view;
   const int bytes = problem.footprint.in_bytes, inputs = problem.cost.inputs;
   if (!view.contiguous_rows() || view.columns > kColumns) return {};
@@ -62,7 +62,7 @@ std::optional<Staged> plan_staged(const Problem& problem, const Device&) {
   if (plan.pairs) {
     const int most = in_pairs <= 64 || inputs == 2 ? 16 : 32;
     for (plan.lanes = 4; plan.lanes * most < in_pairs;) plan.lanes *= 2;
-    plan.held = static_cast<int>(2 * ceil_div(in_pairs / 2, plan.lanes));
+    plan.lane_elements = static_cast<int>(2 * ceil_div(in_pairs / 2, plan.lanes));
   } else {
     plan.lanes = columns <= 31            ? 1
                  : columns <= kFewColumns ? 2
@@ -70,7 +70,7 @@ std::optional<Staged> plan_staged(const Problem& problem, const Device&) {
                  : columns <= 128         ? 8
                  : columns <= 256         ? 16
                                           : 32;
-    plan.held = static_cast<int>(ceil_div(columns, plan.lanes));
+    plan.lane_elements = static_cast<int>(ceil_div(columns, plan.lanes));
   }
   const int64_t row_bytes = static_cast<int64_t>(columns) * std::max(bytes, problem.footprint.out_bytes);
   // Whole turns of the block's lanes, at least two if several lanes have a row; and whole sectors, since a sector that

@@ -169,8 +169,9 @@ std::optional<TwiceTile> plan_twice_tile(const Problem& problem, bool one_block)
   plan.tile.matrices = 1;
   plan.tile.threads = static_cast<int>(round_up(plan.tile.lines_at_once * plan.tile.packs, 32));
   plan.tile.in_shared = false;
-  // At least so many lines a piece that its states have less than 1/20 of its elements' bytes.
-  const int64_t fewest = 20 * problem.footprint.state_bytes / problem.footprint.in_bytes / plan.tile.fold;
+  // At least so many lines a piece that its states are little scratch memory.
+  const int64_t fewest =
+      kOperandOfScratch * problem.footprint.state_bytes / problem.footprint.in_bytes / plan.tile.fold;
   const int64_t all = tile_problem.lines_of_span(plan.tile) * lines.spans;
   const int64_t shared_out = plan.tile.fold > 1 ? tile_problem.lines_of_span(plan.tile) : all;  // see TileGeometry
   const int64_t wanted = std::max({fewest, ceil_div(all, kMostPieces), kPieceLinesOfThread * plan.tile.lines_at_once});

@@ -13,7 +13,7 @@ constexpr int kFinished = 2;               // packs that a thread computes resul
 
 }  // namespace
 
-std::optional<Twice> plan_twice(const Problem& problem, const Device&) {
+std::optional<Twice> plan_twice(const Problem& problem) {
   if (!problem.view.minor_reduced) return {};
   const Footprint& footprint = problem.footprint;
   Twice plan{};

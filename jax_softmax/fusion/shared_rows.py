@@ -36,10 +36,10 @@ def gradients_of_own_rows(graph, equation):
     """A loss's gradient is not given its rows' maxima and sums: a kernel that makes these, too, is faster than XLA."""
     if equation.name != "cross_entropy_gradient" or not foldable(equation):
         return None
-    n_given = OPERATORS[equation.name].known_results(equation.inputs, mask_of(equation) is not None)
-    if not n_given:
+    n_known = OPERATORS[equation.name].n_known(equation.inputs, mask_of(equation) is not None)
+    if not n_known:
         return None
-    inputs = [equation.inputs[0], *equation.inputs[1 + n_given :]]
+    inputs = [equation.inputs[0], *equation.inputs[1 + n_known :]]
 
     def gradient(*operands):
         return equation.eqn.primitive.bind(*operands, **equation.params)

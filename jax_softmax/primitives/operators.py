@@ -29,7 +29,7 @@ class Operator(NamedTuple):
         """How many there are, without the mask and known results of rows."""
         return self.inputs + self.row_numbers + self.labelled
 
-    def known_results(self, operands, masked):
+    def n_known(self, operands, masked):
         """How many of these operands are results of rows that are known already."""
         return len(operands) - masked - self.operands
 

@@ -115,7 +115,7 @@ def _cpu_rule(op, other_rules):
 
     def kernel(ctx, *operands, axes, in_place=False, **dtype):
         masked = ctx.avals_in[-1].dtype == bool
-        n_known = OPERATORS[op].known_results(operands, masked)  # the kernel does not compute them
+        n_known = OPERATORS[op].n_known(operands, masked)  # the kernel does not compute them
         call_ctx = ctx.replace(avals_out=ctx.avals_out[:1]) if n_known else ctx
         results = call(call_ctx, *operands, **attributes(op, axes, masked, n_known=n_known))
         return [*results, *operands[1 : 1 + n_known]]
@@ -147,7 +147,7 @@ def why_no_custom_call(op, avals_in, avals_out, axes) -> str:
 
 def _without_known_results(op, operands, avals_in):
     """A kernel computes them again, still faster than XLA would compute the gradient from them."""
-    n_known = OPERATORS[op].known_results(operands, avals_in[-1].dtype == bool)
+    n_known = OPERATORS[op].n_known(operands, avals_in[-1].dtype == bool)
     return [operands[0], *operands[1 + n_known :]]
 
 

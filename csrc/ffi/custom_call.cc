@@ -1,4 +1,4 @@
-#include "ffi/call.h"
+#include "ffi/custom_call.h"
 
 #include <algorithm>
 #include <iterator>
@@ -26,8 +26,8 @@ bool add(ffi::AnyBuffer buffer, std::vector<Array>* arrays, std::vector<void*>* 
 
 }  // namespace
 
-ffi::Error read_call(ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary attributes, Call* call,
-                     CallBuffers* buffers) {
+ffi::Error read_custom_call(ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary attributes, Call* call,
+                            CallBuffers* buffers) {
   const auto invalid = [](const std::string& message) {
     return ffi::Error::InvalidArgument("jax_softmax: " + message);
   };
@@ -59,8 +59,7 @@ ffi::Error read_call(ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dict
   auto next = in.begin() + cost.inputs;
   buffers->in.assign(in.begin(), next);
   for (const SideOperand& side : call->sides) buffers->side.push_back(side.role == Role::kIndex ? nullptr : *next++);
-  const auto of_rows = out.begin() + call->out.size(),
-             scratch = of_rows + (call->row_results_known ? 0 : cost.row_results);
+  const auto of_rows = out.begin() + call->out.size(), scratch = of_rows + cost.row_results - call->n_known;
   buffers->out.assign(out.begin(), of_rows);
   buffers->row_results.assign(of_rows, scratch);
   if (scratch != out.end()) {

@@ -21,8 +21,8 @@ struct CallBuffers {
 };
 
 // The attribute `version` is kCallVersion; the others are those of `Attributes`.
-xla::ffi::Error read_call(xla::ffi::RemainingArgs args, xla::ffi::RemainingRets rets, xla::ffi::Dictionary attributes,
-                          Call* call, CallBuffers* buffers);
+xla::ffi::Error read_custom_call(xla::ffi::RemainingArgs args, xla::ffi::RemainingRets rets,
+                                 xla::ffi::Dictionary attributes, Call* call, CallBuffers* buffers);
 
 // A handler's body whose exceptions become errors: nothing above a handler catches exceptions, and the process would
 // end.
