@@ -588,7 +588,7 @@ PITFALLS = {
 }
 
 
-@support.sampled("name", PITFALLS, 3)
+@support.sampled("name", PITFALLS, 5)
 def test_pitfalls(name):
     program, operands = PITFALLS[name]
     with emulated.kernels(attention=True), attention_on_host.kernels(in_jax=True):
