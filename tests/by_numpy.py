@@ -35,6 +35,8 @@ def _results(equation, operands):
     inner = params.get("jaxpr", params.get("call_jaxpr"))
     if name in ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call"):
         return _run(inner.jaxpr, inner.consts, operands)
+    if name in ("checkpoint", "remat2"):  # of one name or the other, as JAX's version has it
+        return _run(inner, (), operands)
     if name not in OPERATIONS:
         made = equation.primitive.bind(*operands, **params)
         made = made if equation.primitive.multiple_results else [made]
@@ -87,6 +89,7 @@ OPERATIONS = {
         }.items()
     },
     "div": lambda a, b, **params: a / b if jnp.issubdtype(a.dtype, jnp.floating) else jax.lax.div(a, b),
+    "logistic": lambda a, **params: 1 / (1 + np.exp(-a)),
     "integer_pow": lambda a, y, **params: a**y if y >= 0 else 1 / a**-y,
     "stop_gradient": lambda a, **params: a,
     "copy": lambda a, **params: a,

@@ -37,7 +37,7 @@ def written_out(x, where=None, axis=-1):
 # ---- Values
 
 
-@support.sampled("masked,dtype,result,view", itertools.product([False, True], support.DTYPES, RESULTS, VIEWS), 41)
+@support.sampled("masked,dtype,result,view", itertools.product([False, True], support.DTYPES, RESULTS, VIEWS), 53)
 def test_values(masked, dtype, result, view):
     shape, axis = view
     x, where = outliers(shape, dtype), random_mask(shape) if masked else None

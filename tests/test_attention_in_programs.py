@@ -230,18 +230,27 @@ def check(program, operands, kernels):
 
 
 def assert_as_exact(found, program, operands):
-    """As the unfused program, measured by the same in float32, and by bfloat16's steps."""
+    """As the unfused program, measured by the same in float32, and by bfloat16's steps; it runs where these
+    are not enough."""
     wide = [a.astype(jnp.float32) if a.dtype == jnp.bfloat16 else a for a in operands]
-    unfused, exact = jax.jit(program)(*operands), by_numpy(program, *wide)
-    for own, other, right in zip(*map(jax.tree.leaves, (found, unfused, exact)), strict=True):
-        assert (own.shape, own.dtype) == (other.shape, other.dtype)
-        own, other, right = (np.asarray(a, np.float64) for a in (own, other, right))
-        np.testing.assert_array_equal(np.isnan(own), np.isnan(other))
-        is_number = ~np.isnan(other)
-        own, other, right = (a[is_number] for a in (own, other, right))
-        bound = 3 * np.abs(other - right).max(initial=0) + 0.02 * np.abs(right).max(initial=0)
-        bound += 0.01  # what p (do v - rowsum(o do)) is off by, o being rounded, where a query sees one key and it is 0
-        np.testing.assert_allclose(own, right, rtol=0, atol=bound)
+    exact, types = by_numpy(program, *wide), jax.eval_shape(program, *operands)
+    unfused = functools.cache(lambda: jax.tree.leaves(jax.jit(program)(*operands)))
+    for n, (own, right, type_) in enumerate(zip(*map(jax.tree.leaves, (found, exact, types)), strict=True)):
+        assert (own.shape, own.dtype) == (type_.shape, type_.dtype)
+        try:
+            assert_no_further(own, right, right)
+        except AssertionError:
+            assert_no_further(own, unfused()[n], right)
+
+
+def assert_no_further(own, other, right):
+    own, other, right = (np.asarray(a, np.float64) for a in (own, other, right))
+    np.testing.assert_array_equal(np.isnan(own), np.isnan(other))
+    is_number = ~np.isnan(other)
+    own, other, right = (a[is_number] for a in (own, other, right))
+    bound = 3 * np.abs(other - right).max(initial=0) + 0.02 * np.abs(right).max(initial=0)
+    bound += 0.01  # what p (do v - rowsum(o do)) is off by, o being rounded, where a query sees one key and it is 0
+    np.testing.assert_allclose(own, right, rtol=0, atol=bound)
 
 
 # Others say nearly the same: they run with --sweeps alone.
@@ -579,7 +588,7 @@ PITFALLS = {
 }
 
 
-@support.sampled("name", PITFALLS, 3)
+@support.sampled("name", PITFALLS, 5)
 def test_pitfalls(name):
     program, operands = PITFALLS[name]
     with emulated.kernels(attention=True), attention_on_host.kernels(in_jax=True):

@@ -1,6 +1,8 @@
 """benchmarks/all.py makes what is missing, and goes on where it was cut."""
 
 import importlib
+import subprocess
+import types
 
 import pytest
 
@@ -52,8 +54,21 @@ def test_what_is_made_is_not_made_again(folder):
     assert every.make_all(parts, folder / "out", 1, "version 2") == 0 and begun(folder) == ["a", "b", "c"]
 
 
-def test_a_part_that_is_cut_is_the_next_first_and_then_the_last(folder):
-    parts = [part("page", "a"), part("page", "long", 60), part("other", "b")]
+def test_a_part_that_is_cut_is_the_next_first_and_then_the_last(folder, monkeypatch):
+    """By a clock that stands still but for parts, which nobody waits for."""
+    clock, run = types.SimpleNamespace(now=0.0, monotonic=lambda: clock.now), subprocess.run
+
+    def run_by_the_clock(command, timeout, **options):
+        *command, seconds = command
+        clock.now += min(float(seconds), timeout)
+        done = run([*command, "0"], **options)
+        if float(seconds) > timeout:
+            raise subprocess.TimeoutExpired(command, timeout)
+        return done
+
+    monkeypatch.setattr(every, "time", clock)
+    monkeypatch.setattr(every.subprocess, "run", run_by_the_clock)
+    parts = [part("page", "a", 1), part("page", "long", 60), part("other", "b", 1)]
     assert every.make_all(parts, folder / "out", 4 / 60, "version") == 2
     assert begun(folder) == ["a", "long"] and not (folder / "out" / "page.md").exists()
     assert every.make_all(parts, folder / "out", 1 / 60, "version") == 2 and begun(folder) == ["long"]

@@ -88,7 +88,7 @@ def model_of(name):
     return MODELS[name]
 
 
-@support.sampled("name", [c.name for c in computations.COMPUTATIONS], 2)
+@support.sampled("name", [c.name for c in computations.COMPUTATIONS], 4)
 def test_what_is_folded_can_be_said(name):
     """On any platform, and of the sizes that are measured."""
     model = model_of(name)

@@ -85,7 +85,7 @@ PROGRAMS = {
 
 
 @pytest.mark.skipif(emulated.COMPILER is None, reason="no C++ compiler found")
-@support.sampled("name", PROGRAMS, 2)
+@support.sampled("name", PROGRAMS, 3)
 def test_a_fused_program_has_its_own_numbers(name):
     """Those of the program with, or those without, the roundings to 16 bits that XLA may leave out."""
     f, x, most = PROGRAMS[name]

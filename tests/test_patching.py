@@ -338,7 +338,7 @@ LOGITS = {  # arguments of logsumexp, and whether ours has kernels for them
 
 
 @sampled("dtype", ["bfloat16", "float32"], 2)
-@sampled("case", list(LOGITS), 4)
+@sampled("case", list(LOGITS), 6)
 def test_logsumexp_of_jax(case, dtype):
     f, has_kernel = LOGITS[case]
     x = jnp.asarray(support.normal((2, 4, 5))).astype(dtype)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import random_programs
+import support
 import test_fusion
 import test_fusion_rules
 from hypothesis import given, settings
@@ -61,13 +62,13 @@ PROGRAMS = {
     "a reference": (with_reference, jax.new_ref(jnp.ones((4, 5))), shaped(4, 5)),
     "own functions that XLA makes": (lambda x: jax_softmax.softmax(x), shaped(1 << 17, 128)),
 }
-PROGRAMS |= {name: (case.f, *case.args) for name, case in (test_fusion.CASES | test_fusion.WITH_CONSTANTS).items()}
-PROGRAMS |= {
+OF_OTHER_TESTS = {name: (case.f, *case.args) for name, case in (test_fusion.CASES | test_fusion.WITH_CONSTANTS).items()}
+OF_OTHER_TESTS |= {
     f"{rule}: {name}": (program.function, *program.args)
     for rule, programs in test_fusion_rules.RULES.items()
     for name, program in programs.items()
 }
-PROGRAMS |= {f"transformed: {name}": (t(f), test_fusion.X) for name, (t, f) in test_fusion.TRANSFORMED.items()}
+OF_OTHER_TESTS |= {f"transformed: {name}": (t(f), test_fusion.X) for name, (t, f) in test_fusion.TRANSFORMED.items()}
 
 
 def check(f, *args):
@@ -83,6 +84,11 @@ def check(f, *args):
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_program_holds_what_the_report_says(name):
     check(*PROGRAMS[name])
+
+
+@support.sampled("name", OF_OTHER_TESTS, 5)  # no rule has fewer programs
+def test_the_report_of_programs_of_other_tests(name):
+    check(*OF_OTHER_TESTS[name])
 
 
 @settings(max_examples=30)

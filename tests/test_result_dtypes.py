@@ -52,7 +52,7 @@ def same(actual, expected, dtype, *rounded_to):
     np.testing.assert_allclose(np.asarray(actual, np.float64), expected, rtol=4 * eps, atol=4 * eps * largest)
 
 
-@support.sampled("masked,dtypes,op", itertools.product([False, True], DTYPES, OPS), 5, ids=str)
+@support.sampled("masked,dtypes,op", itertools.product([False, True], DTYPES, OPS), 7, ids=str)
 def test_values(masked, dtypes, op):
     given, result = dtypes
     floats, labels = operands_of(op, given)
@@ -64,7 +64,7 @@ def test_values(masked, dtypes, op):
 
 
 @support.sampled(
-    "dtypes,op", itertools.product(DTYPES, [op for op in OPS if PRIMITIVES[op] in ad.primitive_jvps]), 3, ids=str
+    "dtypes,op", itertools.product(DTYPES, [op for op in OPS if PRIMITIVES[op] in ad.primitive_jvps]), 4, ids=str
 )
 def test_derivatives(dtypes, op):
     given, result = dtypes

@@ -705,7 +705,7 @@ def logits_and_labels(spec, axis, kind):
     return (x, labels), (place(x, spec, kind), jax.device_put(labels, NamedSharding(mesh(kind), of_labels)))
 
 
-@sampled("mode,layout,name", itertools.product(MODES[:3], KEPT, OF_ROWS), 13)
+@sampled("mode,layout,name", itertools.product(MODES[:3], KEPT, OF_ROWS), 17)
 def test_kept_axes_of_losses(mode, layout, name):
     """Nothing of the rows travels, and each device runs the kernel: of a loss, scalars are added up."""
     spec, axis = layout

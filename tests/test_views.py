@@ -132,7 +132,7 @@ VIEWS = [
 ]
 
 
-@sampled("dtype,view", itertools.product(support.DTYPES, VIEWS), 53)
+@sampled("dtype,view", itertools.product(support.DTYPES, VIEWS), 57)
 def test_views(dtype, view):
     shape, axes = view
     check_all(normal(shape, dtype), axes)
