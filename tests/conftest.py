@@ -5,7 +5,6 @@ import os
 import platform
 import subprocess
 import sys
-import tempfile
 import textwrap
 
 os.environ["XLA_FLAGS"] = " ".join(
@@ -48,19 +47,7 @@ def pytest_configure(config):
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
     )
     settings.load_profile("jax_softmax")
-    if jax.default_backend() == "cpu":
-        keep_programs()
-        hurry(not config.getoption("--sweeps"))
-
-
-def keep_programs():
-    """XLA compiles a program once, for all processes of this run; the folder goes with the first of them."""
-    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        keep_programs.folder = tempfile.TemporaryDirectory(prefix="programs-of-tests-")
-        os.environ["JAX_COMPILATION_CACHE_DIR"] = keep_programs.folder.name
-        os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-    jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    hurry(not config.getoption("--sweeps"))
 
 
 def hurry(hasty):
