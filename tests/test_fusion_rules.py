@@ -792,6 +792,7 @@ def results(programs):
 def test_numbers(rule, sixth):
     """Of every sixth program of a rule; those that are wrong are named."""
     wrong, programs = {}, dict(list(RULES[rule].items())[sixth::6])
+    assert programs
     for name, found, expected in zip(programs, *results(list(programs.values())), strict=True):
         for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
             try:

@@ -112,6 +112,23 @@ def test_operators_alone(shape, axes, dtypes):
         assert has_call == (not why_no_custom_call("softmax_linear", *avals, axes))
 
 
+def written_out_log_softmax(x, axis):
+    largest = jax.lax.stop_gradient(jnp.max(x, axis, keepdims=True))
+    return x - largest - jnp.log(jnp.sum(jnp.exp(x - largest), axis, keepdims=True))
+
+
+def test_a_call_has_one_line_where_what_is_written_out_stays():
+    f = fuse(lambda x: (jnp.sum(jax_softmax.softmax(x) * 2, 1), written_out_log_softmax(x, -1)))
+    assert sorted(line.op for line in f.explain(shaped(8192, 3))) == ["log_softmax", "logsumexp", "softmax"]
+
+    def g(x):
+        called = jax_softmax.softmax(x) * 2, jax_softmax.logsumexp(x)
+        return *called, written_out_log_softmax(x, 0), written_out_log_softmax(x, -1)
+
+    operators = sorted(line.op for line in fuse(g).explain(shaped(64, 100)))
+    assert operators == ["log_softmax", "log_softmax", "softmax_and_normalizer"]
+
+
 @pytest.mark.parametrize("name", ["softmax", "log_softmax"])
 def test_elements_that_xla_makes_of_rows(name):
     """The kernel is another operator's, and the program's has its line."""

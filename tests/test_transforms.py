@@ -488,7 +488,7 @@ def test_a_row_is_the_same_in_every_batch(dtype, packs):
         ("bfloat16", 300_000),
         ("float32", 24_600),
         ("float32", 300_004),
-        ("float64", 40_000),
+        *([("float64", 40_000)] if jax.default_backend() == "cpu" else []),  # XLA's on a GPU
     ],
     4,
 )

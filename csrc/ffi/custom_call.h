@@ -11,7 +11,7 @@
 namespace jax_softmax {
 
 // The version of the attributes, which exported programs hold.
-inline constexpr int64_t kCallVersion = 2;
+inline constexpr int64_t kCallVersion = 3;
 
 struct CallBuffers {
   std::vector<const void*> in, side;  // null for an index

@@ -85,7 +85,8 @@ def _decided(program, path, changed, stay=frozenset()) -> tuple[_Decision | None
         return decision, [*lines.values(), *(_line("attention", found.softmax, path) for found in attentions)]
     decision, lines_of_second = _decided(program, path, changed, stay | to_stay)
     called = set() if decision is None else {_call_of(e) for e in decision.lines}
-    staying = (line for e, line in lines.items() if _array_of(e) in to_stay and _call_of(e) not in called)
+    written = {e: line for e, line in lines.items() if _array_of(e) in to_stay and e not in program.position}
+    staying = (line for e, line in written.items() if _call_of(e) not in called)
     staying = (line if line.why_xla else line._replace(why_xla=judge.WITH_ANOTHER) for line in staying)
     return decision, [*staying, *lines_of_second]
 

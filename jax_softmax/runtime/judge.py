@@ -158,12 +158,13 @@ def why_xla_makes(call) -> str:
 
 
 def scratch_bytes(call) -> int:
-    """The bytes of scratch memory, for blocks to exchange states, that suffice for the kernel on all devices."""
+    """The bytes of scratch memory, for blocks to exchange states, that suffice on all devices for a call that its
+    kernel makes."""
     return max((plan["scratch_bytes"] for plan in _plans(call)), default=0)
 
 
 def start_compiling(call) -> None:
-    """Starts to compile a call's kernels for this machine's devices."""
+    """Starts to compile, for this machine's devices, the kernels of a call that they make."""
     for device in _kernels.devices_here() if _plans(call) else ():
         for step in plan_of(call, device)["steps"]:
             _kernels.jit_prepare(step["code"], step["plan"], device[0])
