@@ -75,6 +75,10 @@ class FusedKernel(NamedTuple):
         """Why XLA is as fast on such rows; "" if it is not. Raises a ValueError if there is no such kernel."""
         return judge.why_xla_makes(self._described())
 
+    def start_compiling(self) -> None:
+        """For this machine's GPUs, so that kernels are compiled while the rest of a program is rewritten."""
+        judge.start_compiling(self._described())
+
     @property
     def result_types(self) -> list[jax.ShapeDtypeStruct]:
         rows = tuple(1 if d in self.axes else n for d, n in enumerate(self.shape))
@@ -83,8 +87,8 @@ class FusedKernel(NamedTuple):
 
     def call(self, *operands):
         """The FFI call."""
+        self.start_compiling()  # on several devices each has a kernel for its part
         described_call, types = self._described(), self.result_types
-        judge.start_compiling(described_call)
         n = len(types)
         if scratch := judge.scratch_bytes(described_call):
             types.append(jax.ShapeDtypeStruct((scratch,), jnp.uint8))

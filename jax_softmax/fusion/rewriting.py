@@ -156,6 +156,7 @@ def _decide(graph, path) -> _Decision:
                 by_xla.add(group.equation)
             elif call is not None:
                 calls[group] = call, reads, made
+                call.kernel.start_compiling()
             if group not in calls:
                 left.add(group.equation)
         if len(left) > n_left:
