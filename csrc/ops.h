@@ -4,14 +4,12 @@
 // element of each operand.
 //
 //   kInputs            how many operands of one shape there are
-//   kHasPivot          whether terms are relative to a pivot: the row's maximum of the first operand, NaN left out, and
-//                      -inf where nothing else is left
+//   kHasPivot          whether terms are relative to a pivot, the maximum of the row's first operand that is not NaN
 //   kMagnitudePivot    whether the pivot is the maximum of |x|; pivot_candidate(x) is x or |x|
 //   kHasSum            whether terms are summed; if not, the sum is 0
 //   Sum                the type of a row's sum: a number, or a struct of numbers (below)
 //   term(terms, in)    what an element adds to the sum; `terms` is a Terms
-//   Terms              Relative, which is made of the pivot; or, for terms that need the row's numbers, a struct, which
-//                      terms(relative, numbers) makes
+//   Terms              Relative, made of the pivot; or, with a row's numbers, what terms(relative, numbers) is
 //   kFirstSummed       terms read no operand before this one
 //   pad(k)             the value of operand k beyond the row's end, and of masked elements: it changes no sum or pivot
 //   masked()           the result of a masked element
@@ -24,17 +22,15 @@
 //   kRowResults        how many results a row has; row_results(state, to) sets them
 //   kRowNumbers        how many numbers of each row the operator takes: `finished`, `term_scale` and `terms` read them
 //   kKeepsInfinity     whether the sum of a row that has +inf is +inf, and not NaN
-//   kReadsLabelElement whether a row may have a label, the number of one of its elements, and row_results takes that
-//                      element
+//   kReadsLabelElement whether row_results takes the element at the row's label, the number of one of its elements
 //   kAddsAtLabel       whether a row may have a label, and the last of the row's numbers is added to the result of the
 //                      element there. A row whose numbers are all 0 has results of 0
 //
 // A policy M is the arithmetic: M::Value is a scalar in CUDA and a SIMD vector on the CPU.
 //
-// A Sum that is a struct has members of type C alone. Zeros are a sum of nothing. `+=` adds a sum of the same pivot; it
-// knows no policy, but operators, `?:` too, which vectors have as well. rescaled(sum, relative, from), beside those of
-// the structs here, takes a sum from the pivot `from` to the one of `relative`. `from` may be -inf, which counts as 0
-// in relative.pivot: compare shielded(from).
+// A Sum that is a struct has members of type C alone, and zeros are a sum of nothing. `+=` adds one of the same pivot,
+// by operators and `?:` alone, which vectors have as well. rescaled(sum, relative, from) takes a sum from the pivot
+// `from` to the one of `relative`. `from` may be -inf, which counts as 0 in relative.pivot: compare shielded(from).
 //
 // Sources: the online combination of (max, sum) pairs is Milakov & Gimelshein, "Online normalizer calculation for
 // softmax" (2018); the linear maps are J t = y (t - sum(y t)) for softmax, J t = t - sum(exp(y) t) for log-softmax.
@@ -158,8 +154,7 @@ struct OperatorBase {
   using Terms = Relative<M>;
   struct Scale {};
   static constexpr int kInputs = 1, kFirstSummed = 0, kRowResults = 0, kRowNumbers = 0;
-  static constexpr bool kHasPivot = true, kHasSum = true;
-  static constexpr bool kElementResults = true;
+  static constexpr bool kHasPivot = true, kHasSum = true, kElementResults = true;
   static constexpr bool kMagnitudePivot = false, kResultIsScaledTerm = false, kWithinRange = false;
   static constexpr bool kReadsLabelElement = false, kAddsAtLabel = false, kKeepsInfinity = false;
 
@@ -251,9 +246,8 @@ struct SoftmaxAndNormalizer : Softmax<M> {
 template <class M>
 struct CrossEntropy : RowResultsOnly<M> {
   using C = typename M::Value;
-  static constexpr bool kKeepsInfinity = true;
+  static constexpr bool kKeepsInfinity = true, kReadsLabelElement = true;
   static constexpr int kRowResults = 3;
-  static constexpr bool kReadsLabelElement = true;
 
   template <class Truth>
   static JAX_SOFTMAX_INLINE void row_results(State<C> s, Truth has_label, C labelled, C* to) {
@@ -270,10 +264,8 @@ struct CrossEntropy : RowResultsOnly<M> {
 template <class M>
 struct CrossEntropyGradient : SoftmaxBase<M> {
   using C = typename M::Value;
-  static constexpr bool kResultIsScaledTerm = true;
-  static constexpr bool kKeepsInfinity = true;
+  static constexpr bool kResultIsScaledTerm = true, kKeepsInfinity = true, kAddsAtLabel = true;
   static constexpr int kRowResults = 2, kRowNumbers = 4;
-  static constexpr bool kAddsAtLabel = true;
 
   struct Scale {
     C factor;
@@ -360,8 +352,7 @@ template <class M>
 struct KlDivergence : Entropy<M> {
   using C = typename M::Value;
   using Sum = Moments<C>;
-  static constexpr int kInputs = 2;
-  static constexpr int kRowNumbers = 2;
+  static constexpr int kInputs = 2, kRowNumbers = 2;
   struct Terms {
     Relative<M> relative;
     C largest, log_sum;  // of y
@@ -388,8 +379,7 @@ struct KlDivergence : Entropy<M> {
 template <class M>
 struct AbsmaxScale : OperatorBase<M> {
   using C = typename M::Value;
-  static constexpr bool kMagnitudePivot = true, kHasSum = false;
-  static constexpr bool kWithinRange = true;
+  static constexpr bool kMagnitudePivot = true, kHasSum = false, kWithinRange = true;
   static constexpr int kRowResults = 1;
   using Finished = typename M::Scaler;
 
