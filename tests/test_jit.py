@@ -10,9 +10,13 @@ import sys
 import textwrap
 
 import emulated
+import jax
+import jax.numpy as jnp
 import pytest
 
+import jax_softmax
 from jax_softmax import _kernels
+from jax_softmax.fusion.kernels import FusedKernel
 from jax_softmax.runtime import cuda
 
 CODE = """
@@ -214,3 +218,14 @@ def test_cpu_count_is_not_exceeded(jit):
         _kernels.jit_prepare(CODE % (100 + i), "a test", 90)
     assert len(os.listdir("/proc/self/task")) <= before + len(os.sched_getaffinity(0))
     _kernels.jit_stop()
+
+
+def test_fused_kernels_start_to_compile_before_any_is_lowered(monkeypatch):
+    def f(x):
+        return [jax.nn.softmax(x * k) for k in (2.0, 3.0)]
+
+    started = []
+    with emulated.kernels(in_jax=True) as lowered, monkeypatch.context() as patched:
+        patched.setattr(FusedKernel, "start_compiling", lambda self: None if lowered else started.append(self))
+        jax.jit(jax_softmax.fuse(f)).lower(jax.ShapeDtypeStruct((64, 1024), jnp.float32))
+    assert len(lowered) == 2 and set(lowered) == set(started)

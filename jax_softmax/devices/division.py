@@ -94,20 +94,10 @@ def _divide(arg_shapes, arg_shardings, result_shape, result_sharding, config):
     results = [_Array(*array, shape) for array in zip(result_shapes, result_shardings, strict=True)]
     operands = [_Array(*array, shape) for array in zip(arg_shapes, arg_shardings, strict=True)]
     layout = _common_layout(operands, results, shape)
-    gathered = None
     # In a partly manual shard_map XLA numbers devices within each group that the manual axes form: a device's program
     # cannot tell then which number it has.
     knows_devices = layout.size == config["devices"]
-    numbered = [d for d in {*program.axes, *program.dims_with_indices} if layout.shape[d] > 1]
-    if numbered and not knows_devices:
-        gathered = (
-            "inside a partly manual shard_map an axis that is reduced, or whose indices are needed, is sharded over a "
-            "mesh axis that is not manual. Make that mesh axis manual too and pass it as axis_name"
-        )
-        layout = layouts.projected(layout, [None if d in numbered else d for d in range(len(shape))])
-    if divided := [d for d in program.undivided if layout.shape[d] > 1]:
-        gathered = "attention runs on whole sequences: divide batch and heads, or run ring attention in jax.shard_map"
-        layout = layouts.projected(layout, [None if d in divided else d for d in range(len(shape))])
+    layout, gathered = _divisible(layout, program, knows_devices)
     operand_layouts, moves, left_to_xla = _moves(operands, layout, knows_devices)
     if left_to_xla and not gathered:
         gathered = (
@@ -134,6 +124,21 @@ def _divide(arg_shapes, arg_shardings, result_shape, result_sharding, config):
         if result_shape.is_tuple()
         else shardings[0],
     )
+
+
+def _divisible(layout, program, knows_devices):
+    """The layout without the divisions that the program does not do, and why it does not; None if it does them all."""
+    divided, why = [d for d in program.undivided if layout.shape[d] > 1], None
+    if divided:
+        why = "attention runs on whole sequences: divide batch and heads, or run ring attention in jax.shard_map"
+    numbered = [d for d in {*program.axes, *program.dims_with_indices} if layout.shape[d] > 1]
+    if numbered and not knows_devices:
+        divided += numbered
+        why = why or (
+            "inside a partly manual shard_map an axis that is reduced, or whose indices are needed, is sharded over a "
+            "mesh axis that is not manual. Make that mesh axis manual too and pass it as axis_name"
+        )
+    return layouts.projected(layout, [None if d in divided else d for d in range(layout.ndim - 1)]), why
 
 
 def _moves(operands, layout, knows_devices):

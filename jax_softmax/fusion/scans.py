@@ -119,16 +119,28 @@ def _without_weights(forward, backward, parts, parts_of_backward, needed) -> dic
     body, of_backward = (opened(scan.params["jaxpr"])[0] for scan in (forward, backward))
     if body.constvars or of_backward.constvars:
         return None
-    n_consts, n_carry = len(parts.consts), len(parts.init)
-    own = [k for k in range(len(parts.ys)) if k not in needed]
-    outvars = [*body.outvars[:n_carry], *(body.outvars[n_carry + k] for k in (*own, *needed))]
-    chosen = residuals.chosen(edited(body, outvars=outvars), n_carry + len(own))
+    n_carry = len(parts.init)
+    unread = [k for k in range(len(parts.ys)) if k not in needed]
+    outvars = [*body.outvars[:n_carry], *(body.outvars[n_carry + k] for k in (*unread, *needed))]
+    chosen = residuals.chosen(edited(body, outvars=outvars), n_carry + len(unread))
     if not chosen.has_attention:
         return None
+    results = [*forward.outputs[:n_carry], *(parts.ys[k] for k in unread)]
+    new_forward, kept = _forward_that_keeps(forward, parts, chosen, results)
+    numbers = {parts.ys[k]: n for n, k in enumerate(needed)}
+    return {
+        forward: new_forward,
+        backward: _backward_that_makes_again(backward, parts_of_backward, chosen, kept, numbers),
+    }
+
+
+def _forward_that_keeps(forward, parts, chosen, results):
+    """The scan that makes these results and stacks what `chosen.again` needs; and that, as pairs: an array, and whether
+    it is one for all layers."""
+    n_consts, n_carry = len(parts.consts), len(parts.init)
     carried = [k for k in chosen.operands if n_consts <= k < n_consts + n_carry]
 
     def forward_and_kept(*operands):
-        """What the forward scan makes, and the layers' operands and results that are kept."""
         consts, init, xs = _consts_init_xs(operands, n_consts, n_carry)
 
         def layer(carry, x):
@@ -139,39 +151,44 @@ def _without_weights(forward, backward, parts, parts_of_backward, needed) -> dic
         carry, (made, of_carried) = _scanned(forward, layer, init, xs)
         return [*carry, *made, *of_carried]
 
-    made = chosen.forward.outvars[n_carry + len(own) :]
-    inner = [*made, *(chosen.forward.invars[k] for k in carried)]
-    stacked = [_stacked(v, forward.params["length"]) for v in inner]
-    outputs = [*forward.outputs[:n_carry], *(parts.ys[k] for k in own), *stacked]
-    new_forward = splicing.spliced(forward_and_kept, forward.inputs, outputs, forward)
+    made, of_carried = (
+        [_stacked(v, forward.params["length"]) for v in of_layer]
+        for of_layer in (chosen.forward.outvars[len(results) :], [chosen.forward.invars[k] for k in carried])
+    )
+    of_operand = dict(zip(carried, of_carried, strict=True))
+    kept = [(of_operand.get(k, forward.inputs[k]), k < n_consts) for k in chosen.operands]
+    new = splicing.spliced(forward_and_kept, forward.inputs, [*results, *made, *of_carried], forward)
+    return new, kept + [(a, False) for a in made]
 
-    of_operand = dict(zip(carried, stacked[len(made) :], strict=True))
-    kept = [*(of_operand.get(k, forward.inputs[k]) for k in chosen.operands), *stacked[: len(made)]]
-    is_const = [k < n_consts for k in chosen.operands] + [False] * len(made)
-    which = {parts.ys[k]: n for n, k in enumerate(needed)}  # by stacked array: its number among those needed
-    rest = [a for a in parts_of_backward.xs if not (is_variable(a) and a in which)]
-    n_consts_of_backward, n_carry_of_backward = len(parts_of_backward.consts), len(parts_of_backward.init)
+
+def _backward_that_makes_again(backward, parts, chosen, kept, numbers):
+    """The scan that makes the arrays in `numbers` again instead of reading them. `numbers` has the place of each among
+    the results of `chosen.again`, whose operands are `kept`."""
+    body = opened(backward.params["jaxpr"])[0]
+    n_consts, n_carry = len(parts.consts), len(parts.init)
+    place = [numbers.get(a) if is_variable(a) else None for a in parts.xs]
 
     def again_and_backward(*operands):
-        n_own = len(operands) - len(kept)
-        own, kept_now = operands[:n_own], operands[n_own:]
-        consts, init, rest_now = _consts_init_xs(own, n_consts_of_backward, n_carry_of_backward)
+        n_read = len(operands) - len(kept)
+        consts, init, read = _consts_init_xs(operands[:n_read], n_consts, n_carry)
+        of_all = [a for a, (_, is_of_all) in zip(operands[n_read:], kept, strict=True) if is_of_all]
+        of_layers = [a for a, (_, is_of_all) in zip(operands[n_read:], kept, strict=True) if not is_of_all]
 
         def layer(carry, xs):
-            rest, layers = map(iter, xs)
-            kept_of_layer = [a if is_one else next(layers) for a, is_one in zip(kept_now, is_const, strict=True)]
-            again = jax.core.eval_jaxpr(chosen.again, [], *kept_of_layer)
-            xs = [again[which[a]] if is_variable(a) and a in which else next(rest) for a in parts_of_backward.xs]
-            found = jax.core.eval_jaxpr(of_backward, [], *consts, *carry, *xs)
-            return found[:n_carry_of_backward], found[n_carry_of_backward:]
+            read, of_all_now, of_layer = iter(xs[0]), iter(of_all), iter(xs[1])
+            again = jax.core.eval_jaxpr(
+                chosen.again, [], *(next(of_all_now if is_of_all else of_layer) for _, is_of_all in kept)
+            )
+            xs = [next(read) if k is None else again[k] for k in place]
+            found = jax.core.eval_jaxpr(body, [], *consts, *carry, *xs)
+            return found[:n_carry], found[n_carry:]
 
-        layers = [a for a, is_one in zip(kept_now, is_const, strict=True) if not is_one]
-        carry, ys = _scanned(backward, layer, init, (rest_now, layers))
+        carry, ys = _scanned(backward, layer, init, (read, of_layers))
         return [*carry, *ys]
 
-    inputs = [*parts_of_backward.consts, *parts_of_backward.init, *rest, *kept]
-    new_backward = splicing.spliced(again_and_backward, inputs, backward.outputs, backward)
-    return {forward: new_forward, backward: new_backward}
+    read = [a for a, k in zip(parts.xs, place, strict=True) if k is None]
+    inputs = [*parts.consts, *parts.init, *read, *(a for a, _ in kept)]
+    return splicing.spliced(again_and_backward, inputs, backward.outputs, backward)
 
 
 def _consts_init_xs(operands, n_consts, n_carry):
