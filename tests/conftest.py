@@ -22,9 +22,10 @@ from hypothesis import HealthCheck, settings
 
 import jax_softmax
 from jax_softmax import _kernels
+from jax_softmax.devices import partitioning
 from jax_softmax.runtime import cuda
 
-pytest.register_assert_rewrite("support", "oracles", "by_numpy")
+pytest.register_assert_rewrite("support", "oracles", "by_numpy", "sharded")
 
 
 def pytest_addoption(parser):
@@ -69,6 +70,17 @@ def in_haste(request):
     hurry(True)
     yield
     hurry(not request.config.getoption("--sweeps"))
+
+
+@pytest.fixture
+def on_the_cpu():
+    """Also where there is a GPU: what is not sharded is where the devices are that it is compared with. What may be
+    gathered warns again."""
+    from support import on_a_cpu
+
+    partitioning._warned.clear()
+    with on_a_cpu():
+        yield
 
 
 def pytest_collection_modifyitems(config, items):

@@ -19,18 +19,10 @@ from jax.sharding import PartitionSpec as P
 
 import jax_softmax
 from jax_softmax import fuse
-from jax_softmax.devices import partitioning
 
-pytestmark = pytest.mark.usefixtures("default_flags")
+pytestmark = pytest.mark.usefixtures("default_flags", "on_the_cpu")
 
 BF16, F32 = jnp.bfloat16, jnp.float32
-
-
-@pytest.fixture(autouse=True)
-def on_the_cpu():
-    partitioning._warned.clear()
-    with support.on_a_cpu():
-        yield
 
 
 def mesh(kind=AxisType.Auto):
