@@ -71,6 +71,13 @@ def in_haste(request):
     hurry(not request.config.getoption("--sweeps"))
 
 
+@pytest.fixture
+def switched_off_afterwards():
+    """`use`, whatever a test leaves on."""
+    yield
+    jax_softmax.use(False, all_threads=True)
+
+
 def pytest_collection_modifyitems(config, items):
     """Leaves out the sweeps, if they are not asked for, and what cannot run here, which the header says."""
 
