@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import support
-from emulated import compiler_is_needed
 from fusion_cases import CASES, WITH_CONSTANTS
 from fusion_support import BF16, F32, SHAPE, Case, X, assert_same, compiled, gradients_of, loss_at_labels, unfused, x_of
 from hypothesis import given, settings
@@ -33,14 +32,14 @@ def lower_fifth(fifth):
             case.lowered  # noqa: B018
 
 
-@compiler_is_needed
+@emulated.compiler_is_needed
 @support.sampled("name,fifth", [(name, i % 5) for i, name in enumerate(CASES)], 5)
 def test_values(name, fifth):
     lower_fifth(fifth)
     CASES[name].check()
 
 
-@compiler_is_needed
+@emulated.compiler_is_needed
 @pytest.mark.parametrize("name", WITH_CONSTANTS)
 def test_constants_that_stand_in_equations(name):
     """As JAX writes arrays with this setting, which it says will be the only way."""
@@ -97,7 +96,7 @@ def chains(draw):
     return Case(gradients_of(f) if draw(st.booleans()) else f, *operands)
 
 
-@compiler_is_needed
+@emulated.compiler_is_needed
 @settings(max_examples=settings.default.max_examples // 8)
 @given(st.lists(chains(), min_size=6, max_size=6))
 def test_chains(cases):
@@ -152,7 +151,7 @@ def left(f, *args):
 
 
 class TestNotFolded:
-    pytestmark = compiler_is_needed
+    pytestmark = emulated.compiler_is_needed
 
     def test_numbers_of_64_bits(self):
         with jax.enable_x64(True):

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import support
 from by_numpy import by_numpy
-from emulated import compiler_is_needed
 from fusion_rule_programs import BF16, F32, MASK, X, Y, both, gradient, log_softmax, softmax, wide
 from fusion_rules import RULES
 from fusion_rules_written_out import exponentials, written_log_softmax, written_logsumexp, written_softmax
@@ -47,7 +46,7 @@ def results(programs):
     return lowered.compile(compiler_options=HASTE)(*args), in_float64(programs)
 
 
-@compiler_is_needed
+@emulated.compiler_is_needed
 @support.sampled("sixth", range(6), 6)
 @pytest.mark.parametrize("rule", RULES)
 def test_numbers(rule, sixth):
@@ -135,7 +134,7 @@ def test_callbacks_read_what_is_replaced():
     assert [line.op for line in fuse(f).explain(X, X.T)] == ["softmax_and_normalizer"]
 
 
-@compiler_is_needed
+@emulated.compiler_is_needed
 @pytest.mark.parametrize("f", [written_softmax, written_log_softmax, written_logsumexp])
 def test_rows_that_are_not_finite(f):
     """They are NaN in what is written out, where the library has infinities."""

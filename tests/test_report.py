@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import random_programs
 import support
-from emulated import compiler_is_needed
 from fusion_cases import CASES, TRANSFORMED, WITH_CONSTANTS
 from fusion_rules import RULES
 from fusion_support import X, assert_same, compiled, unfused, x_of
@@ -225,7 +224,7 @@ class TestExplain:
         monkeypatch.setattr(judge, "_SPEED", {8192: 0.5})
         assert fuse(attention_row).explain(LARGE)[0].traffic.kernel_wins
 
-    @compiler_is_needed
+    @emulated.compiler_is_needed
     def test_xlas_are_its_own_operations(self):
         with emulated.kernels(always=False) as made:
             lowered = jax.jit(fuse(attention_row)).lower(x_of("bfloat16"))
