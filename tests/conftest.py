@@ -25,7 +25,7 @@ from jax_softmax import _kernels
 from jax_softmax.devices import partitioning
 from jax_softmax.runtime import cuda
 
-pytest.register_assert_rewrite("support", "oracles", "by_numpy", "sharded")
+pytest.register_assert_rewrite("support", "oracles", "by_numpy", "sharded", "fusion_support")
 
 
 def pytest_addoption(parser):
@@ -81,6 +81,13 @@ def on_the_cpu():
     partitioning._warned.clear()
     with on_a_cpu():
         yield
+
+
+@pytest.fixture
+def switched_off_afterwards():
+    """`use`, whatever a test leaves on."""
+    yield
+    jax_softmax.use(False, all_threads=True)
 
 
 def pytest_collection_modifyitems(config, items):

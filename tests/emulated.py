@@ -16,6 +16,7 @@ import threading
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.interpreters import mlir
 
 from jax_softmax.fusion import primitive
@@ -30,6 +31,7 @@ SOURCES = pathlib.Path(__file__).parent.parent / "csrc"
 ON_HOST = pathlib.Path(__file__).with_name("on_host")
 _COMPILERS = map(shutil.which, ("c++", "g++", "clang++"))
 COMPILER = next((path for path in _COMPILERS if path and SOURCES.is_dir()), None)
+compiler_is_needed = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler found")
 _PRELUDE = '#include "device/functions.cuh"\nnamespace jax_softmax::device {\nusing C = float;\n'
 _TYPES = {"float32": "float", "int32": "int", "bool": "bool"}
 _folder = tempfile.TemporaryDirectory()

@@ -8,6 +8,7 @@ import re
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from by_numpy import by_numpy
@@ -228,6 +229,22 @@ def collectives(program):
         sizes = [math.prod(map(int, filter(None, dims.split(",")))) for dims in re.findall(r"\[([\d,]*)\]", types)]
         found.append((kind, sum(sizes)))
     return found
+
+
+def calls(f, *args):
+    """Of the kernels, in the program of f, traced anew."""
+    return jax.jit(lambda *args: f(*args)).lower(*args).as_text().count("@jax_softmax(")
+
+
+def operators(f, *args):
+    """Those of this package that f, traced anew, has."""
+    names = re.findall(r"\b(\w+)\[", str(jax.make_jaxpr(lambda *args: f(*args))(*args)))
+    return {*names} & {"softmax", "log_softmax", "logsumexp", "cross_entropy"}
+
+
+def assert_patched(patched, module=jax.nn, names=NAMES):
+    for name in names:
+        assert calls(lambda x, name=name: getattr(module, name)(x), jnp.ones((2, 3))) == patched
 
 
 def plan(shape, axes, op="softmax", dtype="float32", mask_shape=None, on=H200, sides=(), **fused):

@@ -391,7 +391,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(handler, jax_softmax::returning_errors(run),
 """
 
 
-@pytest.mark.skipif(emulated.COMPILER is None, reason="no C++ compiler found")
+@emulated.compiler_is_needed
 def test_what_a_handler_throws_is_an_error(tmp_path):
     sources = pathlib.Path(__file__).parent.parent / "csrc"
     if not sources.is_dir():

@@ -26,7 +26,6 @@ pytestmark = pytest.mark.usefixtures("default_flags")
 
 X = support.normal((4, 8), "float32", 0, 1.5)
 LABELS = np.array([1, 0, 7, 3], np.int32)
-compiler_is_needed = pytest.mark.skipif(emulated.COMPILER is None, reason="no C++ compiler found")
 
 
 def halves(x):
@@ -303,7 +302,7 @@ def stopped_anywhere(x):
     ]
 
 
-@compiler_is_needed
+@emulated.compiler_is_needed
 def test_derivatives_of_what_is_stopped_anywhere():
     def derivatives(f):
         gradients = [jax.grad(lambda x, k=k: jnp.sum(jnp.sin(f(x)[k]))) for k in range(8)]
@@ -314,7 +313,7 @@ def test_derivatives_of_what_is_stopped_anywhere():
         assert_close(rewritten_and_run(f, X)[0], expected)
 
 
-@compiler_is_needed
+@emulated.compiler_is_needed
 def test_a_gpu_for_which_nothing_can_be_compiled(monkeypatch):
     """The program is as it is without `fuse`."""
     monkeypatch.setattr(judge, "has_cuda_kernels", lambda shape: False)
@@ -341,7 +340,7 @@ LONG = {
 }
 
 
-@compiler_is_needed
+@emulated.compiler_is_needed
 @support.sampled("name", LONG, 3)
 def test_long_chains(name):
     """Longer than Python's stack is deep."""
@@ -353,7 +352,7 @@ def test_long_chains(name):
     assert_close(rewritten_and_run(with_gradient(fuse(f)), X)[0], by_numpy(with_gradient(f), X))
 
 
-@compiler_is_needed
+@emulated.compiler_is_needed
 def test_more_arrays_than_a_kernel_reads():
     def f(x, arrays):
         return jax.nn.softmax(sum(arrays, start=x))
@@ -366,7 +365,7 @@ def test_more_arrays_than_a_kernel_reads():
     assert "expressions read at most 31 arrays" in str(line.why_not)
 
 
-@compiler_is_needed
+@emulated.compiler_is_needed
 def test_more_results_than_a_kernel_writes():
     def f(x):
         y = jax.nn.softmax(x * 2)
@@ -377,7 +376,7 @@ def test_more_results_than_a_kernel_writes():
         np.testing.assert_allclose(np.asarray(a, np.float32), b.astype(np.float32), rtol=0.01)
 
 
-@compiler_is_needed
+@emulated.compiler_is_needed
 @pytest.mark.parametrize("reduced", [-1, None])
 def test_one_label_for_all_rows(reduced):
     def f(x, label):
@@ -392,7 +391,7 @@ def test_one_label_for_all_rows(reduced):
             assert_close(rewritten_and_run(fuse(g), X, jnp.int32(label))[0], by_numpy(g, X, jnp.int32(label)))
 
 
-@compiler_is_needed
+@emulated.compiler_is_needed
 def test_losses_that_cannot_both_be_shared():
     """Each gradient needs the other loss: just one of the losses can come from the kernel of its gradient."""
 

@@ -212,7 +212,7 @@ def test_divergences(spec, ops, shape):
     check(jax.value_and_grad(distillation), given, [spec, spec], kernels, {"all-reduce"}, most=8)
 
 
-@pytest.mark.skipif(emulated.COMPILER is None, reason="no C++ compiler found")
+@emulated.compiler_is_needed
 def test_printed_indices_begin_where_the_part_does():
     """The kernel of each of four devices, before the operator and after it."""
     (x,) = arrays((2, 3, 16, 16))

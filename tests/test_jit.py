@@ -149,7 +149,7 @@ int nvrtcGetProgramLog(void*, char*) { return 0; }
 """
 
 
-@pytest.mark.skipif(emulated.COMPILER is None, reason="no C++ compiler found")
+@emulated.compiler_is_needed
 def test_a_compile_that_throws_ends(tmp_path):
     """For all threads that wait for it, for those that try again, for a fork and for the end of the process."""
     (tmp_path / "nvrtc.cc").write_text(THROWING_NVRTC)

@@ -112,7 +112,7 @@ def in_float64(model, arguments):
     return jax.tree.map(lambda a: a.astype(narrow.get(a.dtype.name, a.dtype)), results)
 
 
-@pytest.mark.skipif(emulated.COMPILER is None, reason="no C++ compiler found")
+@emulated.compiler_is_needed
 @every_model
 def test_fused_is_equal_up_to_roundings(name):
     model = model_of(name)

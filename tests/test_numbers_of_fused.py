@@ -84,7 +84,7 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.skipif(emulated.COMPILER is None, reason="no C++ compiler found")
+@emulated.compiler_is_needed
 @support.sampled("name", PROGRAMS, 3)
 def test_a_fused_program_has_its_own_numbers(name):
     """Those of the program with, or those without, the roundings to 16 bits that XLA may leave out."""
@@ -114,7 +114,7 @@ SAME_BITS = {
 }
 
 
-@pytest.mark.skipif(emulated.COMPILER is None, reason="no C++ compiler found")
+@emulated.compiler_is_needed
 @support.sampled("name", SAME_BITS, 2)
 def test_text_and_jax_make_the_same_bits(name):
     """What a kernel and XLA both make of an element is one list of operations: as C++ and as JAX it is the same."""

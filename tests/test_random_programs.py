@@ -21,8 +21,6 @@ import jax_softmax
 
 pytestmark = pytest.mark.usefixtures("default_flags")
 
-compiler_is_needed = pytest.mark.skipif(emulated.COMPILER is None, reason="no C++ compiler found")
-
 
 HASTE = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else {}
 # Seldom drawn: an index that is the same in all columns.
@@ -121,7 +119,7 @@ def assert_no_worse(found, exact, own, eps, times=4):
     assert error <= bound, f"off by {error:.3g}; the program itself by {errors}, numbers up to {largest:.3g}"
 
 
-@compiler_is_needed
+@emulated.compiler_is_needed
 @settings(max_examples=16 if settings.default.max_examples < 100 else 48)  # 20 s, or a minute
 @example([ONE_INDEX, MAXIMUM_KEPT])
 @given(st.lists(programs(), min_size=AT_ONCE, max_size=AT_ONCE))

@@ -1,19 +1,22 @@
-"""What `fuse(f).explain` says is what the program holds: the calls that are by the kernel are its custom calls.
+"""What `fuse(f).explain` says, and that the program holds it: the calls that are by the kernel are its custom calls.
 
 Programs are lowered for CUDA. That needs no GPU.
 """
 
 import collections
+import functools
 import re
 
+import emulated
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import random_programs
 import support
-import test_fusion
-import test_fusion_rules
+from fusion_cases import CASES, TRANSFORMED, WITH_CONSTANTS
+from fusion_rules import RULES
+from fusion_support import X, assert_same, compiled, unfused, x_of
 from hypothesis import given, settings
 
 import jax_softmax
@@ -62,13 +65,13 @@ PROGRAMS = {
     "a reference": (with_reference, jax.new_ref(jnp.ones((4, 5))), shaped(4, 5)),
     "own functions that XLA makes": (lambda x: jax_softmax.softmax(x), shaped(1 << 17, 128)),
 }
-OF_OTHER_TESTS = {name: (case.f, *case.args) for name, case in (test_fusion.CASES | test_fusion.WITH_CONSTANTS).items()}
+OF_OTHER_TESTS = {name: (case.f, *case.args) for name, case in (CASES | WITH_CONSTANTS).items()}
 OF_OTHER_TESTS |= {
     f"{rule}: {name}": (program.function, *program.args)
-    for rule, programs in test_fusion_rules.RULES.items()
+    for rule, programs in RULES.items()
     for name, program in programs.items()
 }
-OF_OTHER_TESTS |= {f"transformed: {name}": (t(f), test_fusion.X) for name, (t, f) in test_fusion.TRANSFORMED.items()}
+OF_OTHER_TESTS |= {f"transformed: {name}": (t(f), X) for name, (t, f) in TRANSFORMED.items()}
 
 
 def check(f, *args):
@@ -146,3 +149,84 @@ def test_a_gpu_for_which_nothing_can_be_compiled(monkeypatch):
     for name in ("not folded", "folded, and XLA is as fast", "one is called", "a constant"):
         check(*PROGRAMS[name])
         assert {line.why_xla for line in fuse(PROGRAMS[name][0]).explain(*PROGRAMS[name][1:])} == {judge.NOT_COMPILED}
+
+
+def attention_row(x):
+    return jax.nn.softmax(x.astype(F32) * 0.125).astype(BF16)
+
+
+LARGE = jax.ShapeDtypeStruct((8192, 4096), BF16)
+
+
+@pytest.mark.usefixtures("default_flags")
+class TestExplain:
+    def test_says_what_is_folded_and_who_wins(self):
+        (line,) = report = fuse(attention_row).explain(LARGE)
+        assert line.folded_before == ("convert_element_type", "mul") and line.folded_after == ("convert_element_type",)
+        assert line.traffic.ours == 4 * 8192 * 4096 and line.traffic.kernel_wins
+        title, *details = str(report).split("\n")
+        assert title == "softmax of float32[8192, 4096]: by the kernel: moves 128.0 MiB, XLA 158.0 MiB"
+        assert details == [
+            "  along (1,); 512.0 MiB with nothing folded",
+            "  folded before it: convert_element_type, mul",
+            "  folded after it: convert_element_type",
+        ]
+
+    def test_equal_calls_are_told_once_in_short_lines(self):
+        def f(x):
+            for _ in range(18):
+                x = jnp.sort(jax.nn.softmax(functools.reduce(lambda x, k: jnp.tanh(x * k), range(9), x)))
+            return jax.nn.log_softmax(x)
+
+        report = fuse(f).explain(jax.ShapeDtypeStruct((8, 16, 1024, 1024), F32))
+        assert len(report) == 19 and len(set(report)) == 2
+        lines = str(report).split("\n")
+        titles = [line for line in lines if not line.startswith(" ")]
+        assert [title.split(": ")[0] for title in titles] == [
+            "softmax of float32[8, 16, 1024, 1024], x 18",
+            "log_softmax of float32[8, 16, 1024, 1024]",
+        ]
+        assert max(map(len, lines)) <= 100 and sum("folded before it" in line for line in lines) == 1
+
+    def test_one_line_each_and_where_it_stands(self):
+        def f(x):
+            step = lambda x, _: (jnp.sort(jax.nn.softmax(x * 2)), None)  # noqa: E731
+            return jax.lax.scan(step, jax.nn.log_softmax(x), None, 3)[0]
+
+        report = fuse(f).explain(jax.ShapeDtypeStruct((8192, 4096), F32))
+        assert [(line.op, line.path) for line in report] == [("softmax", "/scan"), ("log_softmax", "")]
+        assert "\n  along (1,) in scan; " in str(report) and "\nlog_softmax of " in str(report)
+
+    def test_without_an_operator(self):
+        assert str(fuse(jnp.tanh).explain(x_of())) == "no call of softmax or the like"
+
+    def test_a_tie_is_xlas(self):
+        (line,) = report = fuse(attention_row).explain(jax.ShapeDtypeStruct((1 << 17, 128), BF16))
+        assert line.traffic.ours == line.traffic.xla
+        title = "softmax of float32[131072, 128]: by XLA: moves 64.0 MiB, the kernel 64.0 MiB" + judge.NOT_FEWER
+        assert str(report).split("\n")[0] == title
+
+    def test_rows_on_which_xla_is_as_fast(self):
+        f = fuse(lambda x: jax.nn.softmax(x * 2, axis=(1, 3)))
+        x = jax.ShapeDtypeStruct((64, 3001, 3, 29), BF16)
+        (line,) = report = f.explain(x)
+        assert line.traffic.kernel_wins and line.why_xla
+        title = " ".join(str(report).split("\n  along")[0].split())
+        assert title == (
+            "softmax of bfloat16[64, 3001, 3, 29]: by XLA: rows of short runs that do not begin with whole packs cost "
+            "more at their edges, though it moves 127.5 MiB, the kernel 63.7 MiB"
+        )
+        assert "jax_softmax" not in jax.jit(f).trace(x).lower(lowering_platforms=("cuda",)).as_text()
+
+    def test_the_model_decides(self, monkeypatch):
+        monkeypatch.setattr(judge, "_SPEED", {8192: 1.0})
+        assert not fuse(attention_row).explain(LARGE)[0].traffic.kernel_wins
+        monkeypatch.setattr(judge, "_SPEED", {8192: 0.5})
+        assert fuse(attention_row).explain(LARGE)[0].traffic.kernel_wins
+
+    @emulated.compiler_is_needed
+    def test_xlas_are_its_own_operations(self):
+        with emulated.kernels(always=False) as made:
+            lowered = jax.jit(fuse(attention_row)).lower(x_of("bfloat16"))
+        assert made == [] and "custom_call" not in lowered.as_text()
+        assert_same(compiled(lowered)(x_of("bfloat16")), unfused(attention_row, x_of("bfloat16")), 16)
