@@ -262,6 +262,19 @@ def reference_entropy(x, axis=-1, where=None, y=None, largest_y=0.0, log_sum=0.0
     ]
 
 
+def expected_entropy(x, axis=-1, where=None):
+    """In float64, with its bound."""
+    return squeezed(reference_entropy(x, axis, where)[0], np.shape(x), axis, where)
+
+
+def squeezed(bounded, shape, axis, where):
+    """Without the axes, and 0 of rows that are left out."""
+    axes = _axes_of(axis, len(shape))
+    keep = np.broadcast_to(True if where is None else where, shape).any(axes, keepdims=True)
+    value, bound = (np.squeeze(np.where(keep, a, 0), axes) for a in bounded[:2])
+    return Bounded(value, bound, bounded.dtype)
+
+
 def _masked_rows(x, axis, where):
     x = np.asarray(x)
     shape = np.broadcast_shapes(x.shape, np.shape(True if where is None else where))
