@@ -71,6 +71,31 @@ def in_haste(request):
     hurry(not request.config.getoption("--sweeps"))
 
 
+@pytest.fixture
+def on_the_cpu():
+    """Also where there is a GPU."""
+    import support  # not above, where its asserts would not be rewritten
+
+    with support.on_a_cpu():
+        yield
+
+
+@pytest.fixture
+def products_in_float32():
+    """Also on a GPU, which by default rounds float32 operands of products."""
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    """So that the rule of linear_cross_entropy chooses chunks."""
+    monkeypatch.setattr("jax_softmax.functions.linear_cross_entropy._CHUNK_BYTES", 256)
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
 def pytest_collection_modifyitems(config, items):
     """Leaves out the sweeps, if they are not asked for, and what cannot run here, which the header says."""
 
