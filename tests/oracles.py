@@ -133,6 +133,11 @@ def reference_logsumexp(x, axis=-1, where=None, keepdims=False):
     return results
 
 
+def lse(x, axis=-1, where=None):
+    """The logarithm of the sum of exponentials, in float64."""
+    return np.asarray(reference_logsumexp(np.asarray(x, np.float64), axis, where)[0].value, np.float64)
+
+
 @np.errstate(invalid="ignore", divide="ignore", over="ignore", under="ignore")
 def reference_normalizer(x, axes, where=None):
     """The maximum, and the sum of exp(x - maximum), relative to 0 where it is infinite. Only sums show NaNs."""
