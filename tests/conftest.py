@@ -24,7 +24,7 @@ import jax_softmax
 from jax_softmax import _kernels
 from jax_softmax.runtime import cuda
 
-pytest.register_assert_rewrite("support", "oracles", "by_numpy")
+pytest.register_assert_rewrite("support", "oracles", "by_numpy", "attention_programs")
 
 
 def pytest_addoption(parser):
