@@ -25,7 +25,7 @@ from jax_softmax import _kernels
 from jax_softmax.devices import partitioning
 from jax_softmax.runtime import cuda
 
-pytest.register_assert_rewrite("support", "oracles", "by_numpy", "sharded", "fusion_support")
+pytest.register_assert_rewrite("support", "oracles", "by_numpy", "sharded", "fusion_support", "attention_programs")
 
 
 def pytest_addoption(parser):
@@ -76,10 +76,10 @@ def in_haste(request):
 def on_the_cpu():
     """Also where there is a GPU: what is not sharded is where the devices are that it is compared with. What may be
     gathered warns again."""
-    from support import on_a_cpu
+    import support  # not above, where its asserts would not be rewritten
 
     partitioning._warned.clear()
-    with on_a_cpu():
+    with support.on_a_cpu():
         yield
 
 
@@ -88,6 +88,22 @@ def switched_off_afterwards():
     """`use`, whatever a test leaves on."""
     yield
     jax_softmax.use(False, all_threads=True)
+
+
+@pytest.fixture
+def products_in_float32():
+    """Also on a GPU, which by default rounds float32 operands of products."""
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    """So that the rule of linear_cross_entropy chooses chunks."""
+    monkeypatch.setattr("jax_softmax.functions.linear_cross_entropy._CHUNK_BYTES", 256)
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
 
 
 def pytest_collection_modifyitems(config, items):

@@ -133,6 +133,11 @@ def reference_logsumexp(x, axis=-1, where=None, keepdims=False):
     return results
 
 
+def lse(x, axis=-1, where=None):
+    """The logarithm of the sum of exponentials, in float64."""
+    return np.asarray(reference_logsumexp(np.asarray(x, np.float64), axis, where)[0].value, np.float64)
+
+
 @np.errstate(invalid="ignore", divide="ignore", over="ignore", under="ignore")
 def reference_normalizer(x, axes, where=None):
     """The maximum, and the sum of exp(x - maximum), relative to 0 where it is infinite. Only sums show NaNs."""
@@ -260,6 +265,19 @@ def reference_entropy(x, axis=-1, where=None, y=None, largest_y=0.0, log_sum=0.0
         Bounded(largest, np.zeros_like(log_total), dtype),
         Bounded(total, np.where(np.isfinite(total) & (total > 0), total * of_total, 0), dtype),
     ]
+
+
+def expected_entropy(x, axis=-1, where=None):
+    """In float64, with its bound."""
+    return squeezed(reference_entropy(x, axis, where)[0], np.shape(x), axis, where)
+
+
+def squeezed(bounded, shape, axis, where):
+    """Without the axes, and 0 of rows that are left out."""
+    axes = _axes_of(axis, len(shape))
+    keep = np.broadcast_to(True if where is None else where, shape).any(axes, keepdims=True)
+    value, bound = (np.squeeze(np.where(keep, a, 0), axes) for a in bounded[:2])
+    return Bounded(value, bound, bounded.dtype)
 
 
 def _masked_rows(x, axis, where):

@@ -91,7 +91,12 @@ class Way(NamedTuple):
         return plan(self.shape, self.axes, op, dtype, mask_shape, on, **fused)
 
 
-# Together they reach every kernel: test_schedules.py holds them to it.
+SCHEDULES = {"registers", "staged", "chunks", "ring", "tile", "twice"}
+KERNEL_NAMES = {
+    *("registers", "staged", "clear_words", "chunks", "ring", "tile", "whole_tiles", "combine_pieces"),
+    *("sum_pieces", "finish_pieces", "sum_tile_pieces", "finish_tile_pieces"),
+}
+# Together they reach them all: test_schedules.py holds them to it.
 WAYS = [
     Way((37, 32), (1,)),
     Way((5, 1999), (1,)),

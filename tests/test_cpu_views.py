@@ -9,9 +9,8 @@ import numpy as np
 import oracles
 import pytest
 import support
-from oracles import check
+from oracles import check, expected_entropy
 from support import DTYPES, NAMES, OPERATORS, check_all, normal, sampled
-from test_entropies import expected_entropy
 
 import jax_softmax
 from jax_softmax import _kernels

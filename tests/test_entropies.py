@@ -12,7 +12,7 @@ import support
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
-from oracles import Bounded, check, reference_entropy
+from oracles import Bounded, check, expected_entropy, reference_entropy, squeezed
 from support import FIRST, SECOND, THIRD, normal, outliers, random_mask
 
 import jax_softmax
@@ -23,11 +23,6 @@ SHAPES = support.VIEWS_OF_ROWS
 CASES = list(itertools.product([False, True], support.DTYPES, SHAPES))
 
 
-def expected_entropy(x, axis=-1, where=None):
-    """In float64, with its bound."""
-    return squeezed(reference_entropy(x, axis, where)[0], np.shape(x), axis, where)
-
-
 def expected_divergence(x, y, axis=-1, where=None):
     """In float64, with its bound, which that of y's sum is a part of."""
     _, largest, total = reference_entropy(y, axis, where)
@@ -35,14 +30,6 @@ def expected_divergence(x, y, axis=-1, where=None):
         found = reference_entropy(x, axis, where, y, largest.value, np.log(total.value))[0]
         bound = np.where(np.isfinite(found.value), found.bound + total.bound / total.value, 0)
     return squeezed(Bounded(found.value, bound, found.dtype), np.shape(x), axis, where)
-
-
-def squeezed(bounded, shape, axis, where):
-    """Without the axes, and 0 of rows that are left out."""
-    axes = oracles._axes_of(axis, len(shape))
-    keep = np.broadcast_to(True if where is None else where, shape).any(axes, keepdims=True)
-    value, bound = (np.squeeze(np.where(keep, a, 0), axes) for a in bounded[:2])
-    return Bounded(value, bound, bounded.dtype)
 
 
 # ---- values
