@@ -10,7 +10,8 @@ import sys
 
 import jax
 import numpy as np
-from computations import COMPUTATIONS, largest_difference
+from computation import largest_difference
+from computations import COMPUTATIONS
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from timing import device_times

@@ -11,7 +11,8 @@ import sys
 from pathlib import Path
 
 import jax
-from computations import COMPUTATIONS, largest_difference
+from computation import largest_difference
+from computations import COMPUTATIONS
 from timing import device_times
 
 import jax_softmax

@@ -13,11 +13,10 @@ import sys
 
 import jax
 import jax.numpy as jnp
+from computation import Computation
 from computations import (
     ATTENTION,
-    Computation,
     apply,
-    exponentials,
     jax_causal,
     layer,
     linen_arguments,
@@ -26,6 +25,7 @@ from computations import (
 )
 from jax.extend.core import Literal
 from models import run
+from their_losses import exponentials
 
 import jax_softmax
 from jax_softmax.fusion.graph import graph_of

@@ -40,7 +40,7 @@ from jax_softmax import _kernels
 from jax_softmax.fusion.attention.source import KERNELS, Letters
 
 on_gpu = pytest.mark.skipif(support.why_no_cuda() is not None, reason=str(support.why_no_cuda()))
-on_host = pytest.mark.skipif(attention_on_host.COMPILER is None, reason="needs a C++ compiler and the sources")
+on_host = emulated.compiler_is_needed
 jitted = jax.jit(values_and_gradients, static_argnums=0)
 
 

@@ -66,7 +66,7 @@ def test_the_gradient_takes_the_place_of_the_logits(chunk, programs):
     assert "output_operand_alias<" not in for_cuda(each, *LARGE)
 
 
-@pytest.mark.skipif(emulated.COMPILER is None, reason="needs a C++ compiler")
+@emulated.compiler_is_needed
 @support.sampled("options", [{"chunk": 6, "reduction": None}, {"soft_cap": 2.0}], 2, ids=str)
 def test_fused(options):
     """`fuse` folds what is around the kernels into them."""

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import support
 from by_numpy import by_numpy
+from computation import largest_difference
 
 import jax_softmax
 from jax_softmax.fusion import graph, rewriting
@@ -122,7 +123,7 @@ def test_fused_is_equal_up_to_roundings(name):
     actual = fused.compile()(*arguments)
     is_float32 = all(a.dtype in (jnp.float32, jnp.int32) for a in jax.tree.leaves(arguments))
     expected = in_float64(model, arguments) if is_float32 else support.in_haste(model.function, *arguments)
-    assert computations.largest_difference(model, actual, expected) <= 1
+    assert largest_difference(model, actual, expected) <= 1
     if name in KERNELS:
         folds = {kernel.op + "+" * any((kernel._text_of_load(), kernel._text_of_store())) for kernel in made}
         assert folds == set(KERNELS[name].split())
