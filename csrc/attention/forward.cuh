@@ -87,94 +87,30 @@ __device__ __forceinline__ void accumulate(Accumulators<fragments, step>& s, Acc
   }
 }
 
-template <class P>
-__device__ __forceinline__ void attention_forward(const typename P::Addresses& operands) {
-  using T = typename P::T;
-  using N = Counts<P>;
-  constexpr int kStep = N::kStep, kFragments = N::kFragments;
-  constexpr int kBlocks = ceil_div(P::kQueries, N::kRows);
-  using TileOfStep = ScoreTile<P, N::kRows, kStep>;
-  using Stage = SharedRowPair<P, kStep>;
+// Makes scores of a tile's products. `row`: the thread's first one in the tile.
+template <class P, bool is_whole, class Tile, int fragments, int step>
+__device__ __forceinline__ void score(Accumulators<fragments, step>& s, const Tile& tile, int row) {
+  s.each([&](float& x, int r, int column) {
+    column += own_column();
+    x = P::score(x, ScoreSides<P, Tile, is_whole>{tile, row + r, column});
+    if (!is_whole && P::kKeys % step != 0 && tile.j + column >= P::kKeys) x = -kInfinity;
+  });
+}
 
-  // The last queries first: with a causal mask they take longest.
-  const BlockIndex own = own_block<P>(kBlocks);
-  const int block = kBlocks - 1 - own.row_block;
-  const unsigned n = own.n;
-  const Range range = visited<P>(operands, n, block, P::kQueries, P::kKeys);
-  const T* const k = operand_of<P>(operands, attention::kK, P::kK, n);
-  const T* const v = operand_of<P>(operands, attention::kV, P::kV, n);
-
-  const SharedRows<N::kDepth> q{shared_memory()};
-  const Address stages = q.base + N::kRows * q.kBytes;
-  constexpr int kStageBytes = Stage::kBytes + TileOfStep::kStagedBytes;
-  const auto stage_of = [&](int step) { return Stage(stages + step % kStages * kStageBytes); };
-  const int first = block * N::kRows, row_of_warp = first_row_of_warp(N::kRowsOfWarp);
-  const SideOffsets<P> sides(operands, n);
-  const auto tile_of = [&](int step) {
-    return TileOfStep{sides, stage_of(step).d.base + Stage::kBytes, first, step * kStep};
-  };
-  const auto begin_keys = [&](int step) {
-    if (step < range.last) {
-      tile_of(step).begin_copies();
-      begin_copy_of_rows<P, kStep, P::kKeys, P::kFeatures>(stage_of(step).d, k, P::kK.j, step * kStep);
-    }
-    commit_copies();
-  };
-  const auto begin_values = [&](int step) {
-    if (step < range.last) {
-      begin_copy_of_rows<P, kStep, P::kKeys, P::kValueFeatures>(stage_of(step).e, v, P::kV.j, step * kStep);
-    }
-    commit_copies();
-  };
-
-  begin_copy_of_rows<P, N::kRows, P::kQueries, P::kFeatures>(q, operand_of<P>(operands, attention::kQ, P::kQ, n),
-                                                             P::kQ.i, first);
-  begin_keys(range.first);
-  begin_values(range.first);
-
-  const int own_row_of_tile = row_of_warp + own_row(), own_query = first + own_row_of_tile;
-  Accumulators<kFragments, N::kWidth> o;
-  RowState rows[kFragments][2];
-  for (int step = range.first; step < range.last; ++step) {
-    wait_for_all_but_last<1>();
-    barrier();  // the keys are there, and nobody reads those of the step before any more
-    begin_keys(step + 1);
-    Accumulators<kFragments, kStep> s;
-    add_product_of_rows<T>(s, q, row_of_warp, stage_of(step).d);
-    const TileOfStep tile = tile_of(step);
-    for_tile<P>(range.is_whole(step), [&](auto is_whole) {
-      using Own = ScoreSides<P, TileOfStep, decltype(is_whole)::kValue>;
-      s.each([&](float& x, int row, int column) {
-        column += own_column();
-        x = P::score(x, Own{tile, own_row_of_tile + row, column});
-        if (!decltype(is_whole)::kValue && P::kKeys % kStep != 0 && tile.j + column >= P::kKeys) x = -kInfinity;
-      });
-    });
-    accumulate(s, o, rows);
-    wait_for_all_but_last<1>();
-    barrier();  // the values are there, and nobody reads those of the step before any more
-    begin_values(step + 1);
-    for_tile<P>(range.is_whole(step), [&](auto is_whole) {
-      using Own = ScoreSides<P, TileOfStep, decltype(is_whole)::kValue>;
-      s.each([&](float& y, int row, int column) {
-        y = P::weight(y, Own{tile, own_row_of_tile + row, own_column() + column});
-      });
-    });
-    add_product<T>(o, s, stage_of(step).e);
-  }
-  wait_for_all_but_last<0>();
-
-  float* const numbers = static_cast<float*>(operands.address[P::kFirstResult + 1]) + 2ll * n * P::kQueries;
-  float inverse[kFragments][2];
+// Writes the pivots and the logarithms of the sums of the thread's rows, from `query` on, and gives the factors by
+// which o is multiplied.
+template <class P, int fragments>
+__device__ __forceinline__ void finish(float* numbers, int query, const RowState (&rows)[fragments][2],
+                                       float (&factors)[fragments][2]) {
 #pragma unroll
-  for (int m = 0; m < kFragments; ++m) {
+  for (int m = 0; m < fragments; ++m) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const RowState& row = rows[m][half];
       const float sum = row.whole();
       const bool zero = P::kEmptyRowsAreZero && row.pivot == -kInfinity && sum == 0.0f;
-      inverse[m][half] = zero ? 0.0f : 1.0f / sum;
-      const int i = own_query + m * kMma + half * 8;
+      factors[m][half] = zero ? 0.0f : 1.0f / sum;
+      const int i = query + m * kMma + half * 8;
       if (lane() % 4 == 0 && i < P::kQueries) {
         // With a sum of +inf every weight is 0; with a pivot of -inf it is NaN.
         numbers[2 * i] = zero ? 0.0f : row.pivot;
@@ -182,8 +118,63 @@ __device__ __forceinline__ void attention_forward(const typename P::Addresses& o
       }
     }
   }
+}
+
+template <class P>
+__device__ __forceinline__ void attention_forward(const typename P::Addresses& operands) {
+  using T = typename P::T;
+  using N = Counts<P>;
+  using Keys = PassingKeys<P>;
+  constexpr int kBlocks = ceil_div(P::kQueries, N::kRows);
+
+  // The last queries first: with a causal mask they take longest.
+  const BlockIndex own = own_block<P>(kBlocks);
+  const int block = kBlocks - 1 - own.row_block, first = block * N::kRows;
+  const unsigned n = own.n;
+  const Range range = visited<P>(operands, n, block, P::kQueries, P::kKeys);
+  const SharedRows<N::kDepth> q{shared_memory()};
+  const Keys keys(operands, n, q.base + N::kRows * q.kBytes, first, range.last);
+
+  begin_copy_of_rows<P, N::kRows, P::kQueries, P::kFeatures>(q, operand_of<P>(operands, attention::kQ, P::kQ, n),
+                                                             P::kQ.i, first);
+  keys.begin_keys(range.first);
+  commit_copies();
+  keys.begin_values(range.first);
+  commit_copies();
+
+  const int row_of_warp = first_row_of_warp(N::kRowsOfWarp), own_row_of_tile = row_of_warp + own_row();
+  Accumulators<N::kFragments, N::kWidth> o;
+  RowState rows[N::kFragments][2];
+  for (int step = range.first; step < range.last; ++step) {
+    wait_for_all_but_last<1>();
+    barrier();  // the keys are there, and nobody reads those of the step before any more
+    keys.begin_keys(step + 1);
+    commit_copies();
+    Accumulators<N::kFragments, N::kStep> s;
+    add_product_of_rows<T>(s, q, row_of_warp, keys.stage(step).d);
+    const typename Keys::Tile tile = keys.tile(step);
+    for_tile<P>(range.is_whole(step),
+                [&](auto is_whole) { score<P, decltype(is_whole)::kValue>(s, tile, own_row_of_tile); });
+    accumulate(s, o, rows);
+    wait_for_all_but_last<1>();
+    barrier();  // the values are there, and nobody reads those of the step before any more
+    keys.begin_values(step + 1);
+    commit_copies();
+    for_tile<P>(range.is_whole(step), [&](auto is_whole) {
+      using Own = ScoreSides<P, typename Keys::Tile, decltype(is_whole)::kValue>;
+      s.each([&](float& y, int row, int column) {
+        y = P::weight(y, Own{tile, own_row_of_tile + row, own_column() + column});
+      });
+    });
+    add_product<T>(o, s, keys.stage(step).e);
+  }
+  wait_for_all_but_last<0>();
+
+  float* const numbers = static_cast<float*>(operands.address[P::kFirstResult + 1]) + 2ll * n * P::kQueries;
+  float factors[N::kFragments][2];
+  finish<P>(numbers, first + own_row_of_tile, rows, factors);
   write(operand_of<P>(operands, P::kFirstResult, P::kO, n), P::kO.i, o, first + row_of_warp, P::kQueries, 0,
-        P::kValueFeatures, [&](int m, int half) { return inverse[m][half]; });
+        P::kValueFeatures, [&](int m, int half) { return factors[m][half]; });
 }
 
 }  // namespace jax_softmax::device

@@ -1,4 +1,4 @@
-"""The source of attention's kernels: the struct Problem, whose constants csrc/attention/tiles.cuh describes, and which
+"""The source of attention's kernels: the struct Problem, whose constants csrc/attention/blocks.cuh describes, and which
 has the program's expressions as functions."""
 
 import functools

@@ -1,0 +1,115 @@
+// The problem that a kernel is compiled for, and which part of it a block has.
+//
+// The problem (see fusion/attention/source.py) is a struct P with these constants:
+//
+//   T                                  the type of q, k, v and of the results
+//   kTiling, kQueries, kKeys, kFeatures, kValueFeatures
+//   kBatchDims, kExtents               of q, those of the keys first; kGroups, the product of those that keys lack
+//   kQ, kK, kV, kO, kBounds            Strides; kBounded, whether there are bounds
+//   kSides, kSideStrides, kSideAddresses   of what scores read beside; addresses of the arrays
+//   kStagedBytes                       of each side the bytes of an element, if it passes through shared memory, or 0
+//   kEmptyRowsAreZero                  the weights of a row whose scores are all -inf: 0, or NaN
+//   score(x0, side), weight(y, side)   of the product x0 = q k^T, and of the softmax y of the scores
+//   score_transposed(g, x0, side), weight_transposed(t, side)   their linear maps, transposed, in the backward kernels
+//                                      which ask side.known for the value of a mask
+//   kWrites                            whether dq's kernel writes what `written(g, x0, side)` makes of the scores'
+//                                      cotangents, of type Written, to an array with kWrittenStrides
+#pragma once
+
+#include "attention/warp.cuh"
+
+namespace jax_softmax::device {
+
+using attention::kMma;
+using attention::kNumbersPerPack;
+using attention::kStages;
+using attention::Strides;
+
+// Constants that follow from a problem.
+template <class P>
+struct Counts {
+  static constexpr attention::Tiling kTiling = P::kTiling;
+  static constexpr int kRows = kTiling.rows(), kStep = kTiling.step, kThreads = kTiling.threads();
+  static constexpr int kFragments = kTiling.fragments, kRowsOfWarp = kFragments * kMma;
+  static constexpr int kDepth = attention::padded(P::kFeatures, kTiling);
+  static constexpr int kWidth = attention::padded(P::kValueFeatures, kTiling);
+};
+
+// The offset of batch index n in an operand.
+template <class P>
+__device__ __forceinline__ int64_t begin_of(const Strides& strides, unsigned n) {
+  int64_t offset = 0;
+#pragma unroll
+  for (int d = P::kBatchDims - 1; d >= 0; --d) {
+    const unsigned extent = P::kExtents[d];
+    offset += static_cast<int64_t>(d == 0 ? n : n % extent) * strides.batch[d];
+    n /= extent;
+  }
+  return offset;
+}
+
+// A block's rows, those from row_block * kRows on, and its batch index.
+struct BlockIndex {
+  int row_block;
+  unsigned n;
+};
+// `blocks`: of a batch index; `alike`: how many consecutive batch indices share a block's rows.
+//
+// Blocks run in waves of some batch indices. In a wave row block 0 of all its batch indices comes first, which kernels
+// make the longest: so few multiprocessors wait at the end, and the rows that pass are in the L2 cache. Neighbouring
+// blocks differ in the outermost batch dimension, along which a side operand may be broadcast.
+template <class P>
+__device__ __forceinline__ BlockIndex own_block(unsigned blocks, unsigned alike = 1) {
+  const unsigned count = gridDim.x / blocks, most = ceil_div(attention::kBlocksOfWave, blocks);
+  const unsigned wave = blockIdx.x / (most * blocks), in_wave = blockIdx.x % (most * blocks);
+  const unsigned own = min(most, count - wave * most);
+  unsigned others = 1;
+#pragma unroll
+  for (int d = 1; d < P::kBatchDims; ++d) others *= P::kExtents[d];
+  const unsigned n = wave * most + in_wave % own, outermost = count * alike / others;
+  return {static_cast<int>(in_wave / own), n % outermost * others + n / outermost * alike};
+}
+
+// An operand from batch index n on.
+template <class P, class T = typename P::T>
+__device__ __forceinline__ T* operand_of(const typename P::Addresses& operands, int index, const Strides& strides,
+                                         unsigned n) {
+  return static_cast<T*>(operands.address[index]) + begin_of<P>(strides, n);
+}
+__device__ __forceinline__ int first_row_of_warp(int rows) { return static_cast<int>(threadIdx.x / 32) * rows; }
+
+// The steps that a block visits, [first, last), and those of them whose tiles are whole: no score is masked or beyond
+// the last row.
+struct Range {
+  int first, last, first_whole, last_whole;
+
+  __device__ __forceinline__ bool is_whole(int step) const { return first_whole <= step && step < last_whole; }
+};
+// `stay` and `pass`: how many rows of an operand stay and pass.
+template <class P>
+__device__ __forceinline__ Range visited(const typename P::Addresses& operands, unsigned n, int block, int stay,
+                                         int pass) {
+  constexpr int kRows = Counts<P>::kRows, kStep = Counts<P>::kStep;
+  const int steps = static_cast<int>(ceil_div(pass, kStep));
+  if constexpr (!P::kBounded) return {0, steps, 0, (block + 1) * kRows <= stay ? pass / kStep : 0};
+  const int* const ends =
+      static_cast<const int*>(operands.address[P::kBoundsAddress]) + begin_of<P>(P::kBounds, n) + 4 * block;
+  return {max(ends[0], 0), min(ends[1], steps), ends[2], ends[3]};
+}
+
+// Calls f with whether a tile is whole, as a constant. f is compiled for both, unless all tiles are whole.
+template <bool value>
+struct Constant {
+  static constexpr bool kValue = value;
+};
+template <class P, class F>
+__device__ __forceinline__ void for_tile(bool is_whole, const F& f) {
+  constexpr int kRows = Counts<P>::kRows;
+  if (is_whole || (!P::kBounded && P::kQueries % kRows == 0 && P::kKeys % kRows == 0)) {
+    f(Constant<true>{});
+  } else {
+    f(Constant<false>{});
+  }
+}
+
+}  // namespace jax_softmax::device
