@@ -9,84 +9,105 @@
 
 namespace jax_softmax::device {
 
-// A row of 16-bit elements, in whole words: neighbouring lanes have neighbouring words, each two elements. A first or
+// A lane's words of a row of 16-bit elements, each two elements: neighbouring lanes have neighbouring words. A first or
 // last element that shares its word with another row is the first lane's. `begin`: the row's first element in the slab,
 // whose operands are kOperand elements apart.
+template <class Mem, int kColumns, int kLanes, int kPairs, int kOperand>
+struct PairsOfLane {
+  using Op = typename Mem::Op;
+  using C = typename Mem::C;
+  using T = typename Mem::In;
+  static constexpr int kInputs = Mem::kInputs;
+  static constexpr bool kOdd = kColumns % 2 != 0;
+  T* held;
+  uint32_t* words;
+  int mine;  // word i is the lane's if i * kLanes < mine
+  bool first, last;
+  uint32_t raw[kPairs + 1][kInputs];  // the last one: the first and the last element
+
+  __device__ __forceinline__ PairsOfLane(T* slab, int begin, bool exists) {
+    const int lane = threadIdx.x % kLanes, shift = begin % 2;
+    held = slab + begin;
+    words = reinterpret_cast<uint32_t*>(held + shift) + lane;
+    mine = exists ? (kColumns - shift) / 2 - lane : 0;
+    first = lane == 0 && exists && shift != 0;
+    last = lane == 0 && exists && (kColumns - shift) % 2 != 0;
+#pragma unroll
+    for (int k = 0; k < kInputs; ++k) {
+      const uint32_t pads = Pair<T>::narrow(Op::pad(k), Op::pad(k));
+#pragma unroll
+      for (int i = 0; i < kPairs; ++i) {
+        raw[i][k] = pads;
+        if (i * kLanes < mine) raw[i][k] = words[k * (kOperand / 2) + i * kLanes];
+      }
+      raw[kPairs][k] = pads;
+      if (kOdd) {
+        const T pad = Elements<T>::narrow(Op::pad(k));
+        raw[kPairs][k] = Pair<T>::narrow(Elements<T>::widen(first ? held[k * kOperand] : pad),
+                                         Elements<T>::widen(last ? held[k * kOperand + kColumns - 1] : pad));
+      }
+    }
+  }
+  __device__ __forceinline__ void widen(C (&values)[2][kInputs], int i) const {
+#pragma unroll
+    for (int k = 0; k < kInputs; ++k) Pair<T>::widen(values[0][k], values[1][k], raw[i][k]);
+  }
+  __device__ __forceinline__ C largest() const {
+    uint32_t pair = raw[kPairs][0];
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) pair = Pair<T>::max(pair, raw[i][0]);
+    C low, high;
+    Pair<T>::widen(low, high, pair);
+    return Mem::M::max(low, high);
+  }
+  // Writes the words result(i).
+  template <class F>
+  __device__ __forceinline__ void write(const F& result) const {
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+      if (i * kLanes < mine) words[i * kLanes] = result(i);
+    }
+    if (first || last) {
+      const uint32_t edges = result(kPairs);
+      auto* const half = reinterpret_cast<uint16_t*>(held);
+      if (first) half[0] = static_cast<uint16_t>(edges);
+      if (last) half[kColumns - 1] = static_cast<uint16_t>(edges >> 16);
+    }
+  }
+};
+
+// The operator on a row of 16-bit elements in shared memory, in place.
 template <class Mem, int kColumns, int kLanes, int kPairs, int kOperand>
 __device__ __forceinline__ void row_of_pairs(typename Mem::In* slab, int begin, bool exists) {
   using Op = typename Mem::Op;
   using M = typename Mem::M;
   using C = typename Mem::C;
-  using T = typename Mem::In;
-  constexpr int kInputs = Mem::kInputs;
-  const int lane = threadIdx.x % kLanes, shift = begin % 2;
-  T* const held = slab + begin;
-  uint32_t* const words = reinterpret_cast<uint32_t*>(held + shift) + lane;
-  const int mine = exists ? (kColumns - shift) / 2 - lane : 0;
-  const bool first = lane == 0 && exists && shift != 0;
-  const bool last = lane == 0 && exists && (kColumns - shift) % 2 != 0;
-  uint32_t raw[kPairs + 1][kInputs];
-#pragma unroll
-  for (int k = 0; k < kInputs; ++k) {
-    const uint32_t pads = Pair<T>::narrow(Op::pad(k), Op::pad(k));
-#pragma unroll
-    for (int i = 0; i < kPairs; ++i) {
-      raw[i][k] = pads;
-      if (i * kLanes < mine) raw[i][k] = words[k * (kOperand / 2) + i * kLanes];
-    }
-    raw[kPairs][k] = pads;
-    if (kColumns % 2 != 0) {
-      const T pad = Elements<T>::narrow(Op::pad(k));
-      raw[kPairs][k] = Pair<T>::narrow(Elements<T>::widen(first ? held[k * kOperand] : pad),
-                                       Elements<T>::widen(last ? held[k * kOperand + kColumns - 1] : pad));
-    }
-  }
-  const auto widen = [&](C(&values)[2][kInputs], int i) {
-#pragma unroll
-    for (int k = 0; k < kInputs; ++k) Pair<T>::widen(values[0][k], values[1][k], raw[i][k]);
-  };
+  const PairsOfLane<Mem, kColumns, kLanes, kPairs, kOperand> pairs(slab, begin, exists);
   C pivot = M::constant(0);
-  if constexpr (Op::kHasPivot) {
-    uint32_t largest = raw[kPairs][0];
-#pragma unroll
-    for (int i = 0; i < kPairs; ++i) largest = Pair<T>::max(largest, raw[i][0]);
-    C low, high;
-    Pair<T>::widen(low, high, largest);
-    pivot = max_over_lanes<kLanes, M>(M::max(low, high));
-  }
+  if constexpr (Op::kHasPivot) pivot = max_over_lanes<kLanes, M>(pairs.largest());
   const Relative<M> relative(pivot);
   C terms[Op::kResultIsScaledTerm ? kPairs + 1 : 1][2];
   typename Op::Sum sum{};
   const auto add = [&](int i) {
-    C values[2][kInputs];
-    widen(values, i);
+    C values[2][Mem::kInputs];
+    pairs.widen(values, i);
     const auto low = Op::term(relative, values[0]), high = Op::term(relative, values[1]);
     if constexpr (Op::kResultIsScaledTerm) terms[i][0] = low, terms[i][1] = high;
     sum += low + high;
   };
 #pragma unroll
   for (int i = 0; i < kPairs; ++i) add(i);
-  if (kColumns % 2 != 0) add(kPairs);
+  if (pairs.kOdd) add(kPairs);
   const auto finished = Op::finished(StateOf<Op>{pivot, sum_over_lanes<kLanes>(sum)});
-  const auto result = [&](int i) {
+  pairs.write([&](int i) {
     if constexpr (Op::kResultIsScaledTerm) {
       return Pair<typename Mem::Out>::narrow(terms[i][0] * finished.scale, terms[i][1] * finished.scale);
     } else {
-      C values[2][kInputs];
-      widen(values, i);
+      C values[2][Mem::kInputs];
+      pairs.widen(values, i);
       return Pair<typename Mem::Out>::narrow(Op::finish(finished, values[0]), Op::finish(finished, values[1]));
     }
-  };
-#pragma unroll
-  for (int i = 0; i < kPairs; ++i) {
-    if (i * kLanes < mine) words[i * kLanes] = result(i);
-  }
-  if (first || last) {
-    const uint32_t edges = result(kPairs);
-    auto* const half = reinterpret_cast<uint16_t*>(held);
-    if (first) half[0] = static_cast<uint16_t>(edges);
-    if (last) half[kColumns - 1] = static_cast<uint16_t>(edges >> 16);
-  }
+  });
 }
 
 // Reads a lane's elements of a row from shared memory: element i of the lane is i * kLanes elements after its first
