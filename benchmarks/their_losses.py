@@ -1,7 +1,4 @@
-"""Losses of bfloat16 logits, in float32, as people write them with jax.nn and optax, and a softmax written out.
-
-`cross_entropy_loss` of this package is beside them, for comparison.
-"""
+"""Losses of bfloat16 logits, in float32, as people write them with jax.nn and optax, and a softmax written out."""
 
 import jax
 import jax.numpy as jnp

@@ -19,7 +19,6 @@ from jax_softmax.fusion.attention import kernels as attention
 
 _running = threading.Lock()
 _folder = tempfile.TemporaryDirectory()
-COMPILER = emulated.COMPILER
 
 
 @contextlib.contextmanager

@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import support
-
-F32, BF16 = jnp.float32, jnp.bfloat16
+from fusion_support import F32, x_of
 
 
 class Program(NamedTuple):
@@ -56,8 +55,8 @@ def wide(x):
     return x.astype(jnp.promote_types(x.dtype, F32))
 
 
-def array(*shape, seed=0, dtype="float32", scale=1.5):
-    return support.normal(shape, "float32", seed, scale).astype(jnp.dtype(dtype))
+def array(*shape, **options):
+    return x_of(shape=shape, **options)
 
 
 N = 6

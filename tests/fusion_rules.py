@@ -4,8 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from fusion_rule_programs import (
-    BF16,
-    F32,
     LABELS,
     MASK,
     MASK2,
@@ -36,6 +34,7 @@ from fusion_rule_programs import (
     wide,
 )
 from fusion_rules_written_out import WRITTEN_OUT
+from fusion_support import BF16, F32
 
 import jax_softmax
 from jax_softmax import fuse

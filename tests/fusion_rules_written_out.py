@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from fusion_rule_programs import (
-    BF16,
     LABELS,
     MASK,
     OUTSIDE,
@@ -24,6 +23,7 @@ from fusion_rule_programs import (
     value,
     wide,
 )
+from fusion_support import BF16
 
 from jax_softmax import fuse
 

@@ -1,4 +1,4 @@
-"""Runs every kernel once, with a mask and without, for compute-sanitizer:
+"""Runs the kernels of every operator, with a mask and without, and of attention, for compute-sanitizer:
 
 XLA_PYTHON_CLIENT_ALLOCATOR=platform compute-sanitizer --tool memcheck python tests/sanitize_kernels.py
 

@@ -40,7 +40,6 @@ from jax_softmax import _kernels
 from jax_softmax.fusion.attention.source import KERNELS, Letters
 
 on_gpu = pytest.mark.skipif(support.why_no_cuda() is not None, reason=str(support.why_no_cuda()))
-on_host = emulated.compiler_is_needed
 jitted = jax.jit(values_and_gradients, static_argnums=0)
 
 
@@ -107,7 +106,7 @@ COPIES = list(itertools.product([*FIRST, *OTHERS], [False, True]))
 FIRST_COPIES = [(case, k % 2 == 1) for k, case in enumerate(FIRST)]
 
 
-@on_host
+@emulated.compiler_is_needed
 @pytest.mark.parametrize(
     "case,late", [pytest.param(*c, marks=[pytest.mark.sweep] * (c not in FIRST_COPIES)) for c in COPIES], ids=str
 )

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import support
 from by_numpy import by_numpy
-from fusion_rule_programs import BF16, F32, MASK, X, Y, both, gradient, log_softmax, softmax, wide
+from fusion_rule_programs import MASK, X, Y, both, gradient, log_softmax, softmax, wide
 from fusion_rules import RULES
 from fusion_rules_written_out import exponentials, written_log_softmax, written_logsumexp, written_softmax
+from fusion_support import BF16, F32
 
 from jax_softmax import fuse
 from jax_softmax.fusion import rewriting

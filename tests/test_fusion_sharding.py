@@ -3,7 +3,6 @@
 Eight simulated CPU devices. A device's kernel is done in JAX, as it is where devices share rows (see emulated.py).
 """
 
-import contextlib
 import itertools
 import re
 
@@ -16,6 +15,7 @@ import pytest
 import support
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from sharded import in_mode, mesh
 
 import jax_softmax
 from jax_softmax import fuse
@@ -25,10 +25,6 @@ pytestmark = pytest.mark.usefixtures("default_flags", "on_the_cpu")
 BF16, F32 = jnp.bfloat16, jnp.float32
 
 
-def mesh(kind=AxisType.Auto):
-    return support.mesh_of_cpus((4, 2), kind)
-
-
 def arrays(*shapes, dtype="float32"):
     return [jnp.asarray(support.normal(shape, "float32", k, 1.5), dtype) for k, shape in enumerate(shapes)]
 
@@ -36,10 +32,7 @@ def arrays(*shapes, dtype="float32"):
 def check(f, given, specs, kernels, travels=(), most=None, kind=AxisType.Auto):
     """Fused and divided, f is f; every kernel of a device has one of these shapes, and only this travels."""
     placed = [jax.device_put(a, NamedSharding(mesh(kind), spec)) for a, spec in zip(given, specs, strict=True)]
-    with (
-        emulated.kernels(in_jax=True) as made,
-        jax.set_mesh(mesh(kind)) if kind == AxisType.Explicit else contextlib.nullcontext(),
-    ):
+    with emulated.kernels(in_jax=True) as made, in_mode(kind):
         program = support.compiled_in_haste(fuse(f), *placed)
         results = program(*placed)
     found = support.collectives(program)

@@ -224,7 +224,7 @@ def test_fused_kernels_start_to_compile_before_any_is_lowered(monkeypatch):
     def f(x):
         return [jax.nn.softmax(x * k) for k in (2.0, 3.0)]
 
-    started = []
+    started = []  # before the first one was lowered
     with emulated.kernels(in_jax=True) as lowered, monkeypatch.context() as patched:
         patched.setattr(FusedKernel, "start_compiling", lambda self: None if lowered else started.append(self))
         jax.jit(jax_softmax.fuse(f)).lower(jax.ShapeDtypeStruct((64, 1024), jnp.float32))

@@ -13,8 +13,8 @@
 
 namespace jax_softmax::device {
 
-// The queries that pass a block of keys, step by step: those of each batch index in turn that shares the keys. What
-// passes in a step is in shared memory, in one of kStages places from `begin` on: the rows, their numbers, their
+// The queries that pass a block of keys, step by step: for each batch index that shares the keys in turn, its queries.
+// What passes in a step is in shared memory, in one of kStages places from `begin` on: the rows, their numbers, their
 // deltas, and then the side operands of their scores.
 template <class P>
 struct PassingQueries {
@@ -25,28 +25,28 @@ struct PassingQueries {
   static constexpr int kOfRows = Stage::kBytes + N::kStep * attention::kBytesOfRow;
 
   const typename P::Addresses& operands;
-  unsigned n;  // the first batch index
-  int block;
+  unsigned n;  // the first batch index that has these keys
+  int block;   // of keys
   Address begin;
 
-  // A step of the batch index n + group.
-  struct Step {
+  // Step `step` of the queries of batch index n + group.
+  struct Position {
     int group, step;
     Range range;
     __device__ __forceinline__ bool exists() const { return group < P::kGroups; }
   };
-  __device__ __forceinline__ Step first_step() const {
-    Step at{0, 0, {}};
+  __device__ __forceinline__ Position first_position() const {
+    Position at{0, 0, {}};
     enter(at);
     return at;
   }
-  __device__ __forceinline__ Step after(Step at) const {
+  __device__ __forceinline__ Position after(Position at) const {
     if (++at.step < at.range.last) return at;
     ++at.group;
     enter(at);
     return at;
   }
-  __device__ __forceinline__ void enter(Step& at) const {
+  __device__ __forceinline__ void enter(Position& at) const {
     for (; at.group < P::kGroups; ++at.group) {
       at.range = visited<P>(operands, n + at.group, block, P::kKeys, P::kQueries);
       at.step = at.range.first;
@@ -63,10 +63,10 @@ struct PassingQueries {
   static __device__ __forceinline__ Address delta_of(Stage stage, int row) {
     return numbers_of(stage, N::kStep) + 4 * row;
   }
-  __device__ __forceinline__ Tile tile(const Step& at, Stage stage, const SideOffsets<P>& sides) const {
+  __device__ __forceinline__ Tile tile(const Position& at, Stage stage, const SideOffsets<P>& sides) const {
     return Tile{sides, stage.d.base + kOfRows, at.step * N::kStep, block * N::kRows};
   }
-  __device__ __forceinline__ void begin_copies(const Step& at, Stage stage) const {
+  __device__ __forceinline__ void begin_copies(const Position& at, Stage stage) const {
     if (!at.exists()) return;
     const unsigned batch = n + at.group;
     const int first = at.step * N::kStep, row = threadIdx.x;
@@ -135,7 +135,7 @@ __device__ __forceinline__ void attention_keys(const typename P::Addresses& oper
                                                           P::kK.j, first);
   begin_copy_of_rows<P, N::kRows, P::kKeys, P::kValueFeatures>(own.e, operand_of<P>(operands, attention::kV, P::kV, n),
                                                                P::kV.j, first);
-  typename Queries::Step at = queries.first_step();
+  typename Queries::Position at = queries.first_position();
   queries.begin_copies(at, queries.stage(0));
   commit_copies();
 
@@ -144,7 +144,7 @@ __device__ __forceinline__ void attention_keys(const typename P::Addresses& oper
   for (int count = 0; at.exists(); ++count) {
     wait_for_all_but_last<0>();
     barrier();  // this stage is there, and nobody reads the one before any more
-    const typename Queries::Step next = queries.after(at);
+    const typename Queries::Position next = queries.after(at);
     queries.begin_copies(next, queries.stage(count + 1));
     commit_copies();
     const typename Queries::Stage stage = queries.stage(count);
@@ -204,7 +204,7 @@ struct Cotangents {
   }
 };
 
-// The numbers of a thread's rows, the first of which is `query`.
+// Reads the pivots, logarithms of sums and deltas of the thread's rows, from `query` on.
 template <class P, int fragments>
 __device__ __forceinline__ void read_numbers(RowNumbers (&rows)[fragments][2], const typename P::Addresses& operands,
                                              unsigned n, int query) {
@@ -219,7 +219,8 @@ __device__ __forceinline__ void read_numbers(RowNumbers (&rows)[fragments][2], c
   }
 }
 
-// As differentiate_keys, with queries as rows, of which the thread's first one is `query`.
+// As differentiate_keys, with queries as rows, of which the thread's first one is `query`. If P::kWrites, the scores'
+// cotangents are written, too.
 template <class P, bool is_whole, int fragments, int step>
 __device__ __forceinline__ void differentiate_queries(Accumulators<fragments, step>& s,
                                                       Accumulators<fragments, step>& t,

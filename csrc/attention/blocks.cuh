@@ -21,8 +21,6 @@
 namespace jax_softmax::device {
 
 using attention::kMma;
-using attention::kNumbersPerPack;
-using attention::kStages;
 using attention::Strides;
 
 // Constants that follow from a problem.

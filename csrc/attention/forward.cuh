@@ -100,8 +100,8 @@ __device__ __forceinline__ void score(Accumulators<fragments, step>& s, const Ti
 // Writes the pivots and the logarithms of the sums of the thread's rows, from `query` on, and gives the factors by
 // which o is multiplied.
 template <class P, int fragments>
-__device__ __forceinline__ void finish(float* numbers, int query, const RowState (&rows)[fragments][2],
-                                       float (&factors)[fragments][2]) {
+__device__ __forceinline__ void finish_rows(float* numbers, int query, const RowState (&rows)[fragments][2],
+                                            float (&factors)[fragments][2]) {
 #pragma unroll
   for (int m = 0; m < fragments; ++m) {
 #pragma unroll
@@ -172,7 +172,7 @@ __device__ __forceinline__ void attention_forward(const typename P::Addresses& o
 
   float* const numbers = static_cast<float*>(operands.address[P::kFirstResult + 1]) + 2ll * n * P::kQueries;
   float factors[N::kFragments][2];
-  finish<P>(numbers, first + own_row_of_tile, rows, factors);
+  finish_rows<P>(numbers, first + own_row_of_tile, rows, factors);
   write(operand_of<P>(operands, P::kFirstResult, P::kO, n), P::kO.i, o, first + row_of_warp, P::kQueries, 0,
         P::kValueFeatures, [&](int m, int half) { return factors[m][half]; });
 }

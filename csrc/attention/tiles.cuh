@@ -5,6 +5,9 @@
 
 namespace jax_softmax::device {
 
+using attention::kNumbersPerPack;
+using attention::kStages;
+
 // ---- Tiles
 
 // Rows of numbers of 16 bits in shared memory.
@@ -233,16 +236,16 @@ struct PassingKeys {
   using Stage = SharedRowPair<P, N::kStep>;
   Address begin;
   const T *k, *v;
-  int first_query, last_step;
+  int first_query, end_step;
   SideOffsets<P> sides;
 
   __device__ __forceinline__ PassingKeys(const typename P::Addresses& operands, unsigned n, Address begin,
-                                         int first_query, int last_step)
+                                         int first_query, int end_step)
       : begin(begin),
         k(operand_of<P>(operands, attention::kK, P::kK, n)),
         v(operand_of<P>(operands, attention::kV, P::kV, n)),
         first_query(first_query),
-        last_step(last_step),
+        end_step(end_step),
         sides(operands, n) {}
 
   __device__ __forceinline__ Stage stage(int step) const {
@@ -252,12 +255,12 @@ struct PassingKeys {
     return Tile{sides, stage(step).d.base + Stage::kBytes, first_query, step * N::kStep};
   }
   __device__ __forceinline__ void begin_keys(int step) const {
-    if (step >= last_step) return;
+    if (step >= end_step) return;
     tile(step).begin_copies();
     begin_copy_of_rows<P, N::kStep, P::kKeys, P::kFeatures>(stage(step).d, k, P::kK.j, step * N::kStep);
   }
   __device__ __forceinline__ void begin_values(int step) const {
-    if (step >= last_step) return;
+    if (step >= end_step) return;
     begin_copy_of_rows<P, N::kStep, P::kKeys, P::kValueFeatures>(stage(step).e, v, P::kV.j, step * N::kStep);
   }
 };

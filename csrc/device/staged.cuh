@@ -23,7 +23,7 @@ struct PairsOfLane {
   uint32_t* words;
   int mine;  // word i is the lane's if i * kLanes < mine
   bool first, last;
-  uint32_t raw[kPairs + 1][kInputs];  // the last one: the first and the last element
+  uint32_t raw[kPairs + 1][kInputs];  // [kPairs]: the first and last element
 
   __device__ __forceinline__ PairsOfLane(T* slab, int begin, bool exists) {
     const int lane = threadIdx.x % kLanes, shift = begin % 2;
@@ -52,6 +52,7 @@ struct PairsOfLane {
 #pragma unroll
     for (int k = 0; k < kInputs; ++k) Pair<T>::widen(values[0][k], values[1][k], raw[i][k]);
   }
+  // Of the first operand.
   __device__ __forceinline__ C largest() const {
     uint32_t pair = raw[kPairs][0];
 #pragma unroll
@@ -60,7 +61,7 @@ struct PairsOfLane {
     Pair<T>::widen(low, high, pair);
     return Mem::M::max(low, high);
   }
-  // Writes the words result(i).
+  // Writes result(i) to word i, and the halves of result(kPairs) to the row's first and last element.
   template <class F>
   __device__ __forceinline__ void write(const F& result) const {
 #pragma unroll

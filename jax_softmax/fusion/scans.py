@@ -115,28 +115,28 @@ def _pair(graph, forward) -> dict | None:
 
 
 def _without_weights(forward, backward, parts, parts_of_backward, needed) -> dict | None:
-    """`needed`: the numbers of those stacked arrays that the backward scan reads."""
+    """`needed`: the indices in `parts.ys` of the stacked arrays that nothing but the backward scan's loop reads."""
     body, of_backward = (opened(scan.params["jaxpr"])[0] for scan in (forward, backward))
     if body.constvars or of_backward.constvars:
         return None
     n_carry = len(parts.init)
-    unread = [k for k in range(len(parts.ys)) if k not in needed]
-    outvars = [*body.outvars[:n_carry], *(body.outvars[n_carry + k] for k in (*unread, *needed))]
-    chosen = residuals.chosen(edited(body, outvars=outvars), n_carry + len(unread))
+    others = [k for k in range(len(parts.ys)) if k not in needed]
+    outvars = [*body.outvars[:n_carry], *(body.outvars[n_carry + k] for k in (*others, *needed))]
+    chosen = residuals.chosen(edited(body, outvars=outvars), n_carry + len(others))
     if not chosen.has_attention:
         return None
-    results = [*forward.outputs[:n_carry], *(parts.ys[k] for k in unread)]
+    results = [*forward.outputs[:n_carry], *(parts.ys[k] for k in others)]
     new_forward, kept = _forward_that_keeps(forward, parts, chosen, results)
-    numbers = {parts.ys[k]: n for n, k in enumerate(needed)}
+    place_of = {parts.ys[k]: n for n, k in enumerate(needed)}
     return {
         forward: new_forward,
-        backward: _backward_that_makes_again(backward, parts_of_backward, chosen, kept, numbers),
+        backward: _backward_that_makes_again(backward, parts_of_backward, chosen, kept, place_of),
     }
 
 
 def _forward_that_keeps(forward, parts, chosen, results):
-    """The scan that makes these results and stacks what `chosen.again` needs; and that, as pairs: an array, and whether
-    it is one for all layers."""
+    """The scan that makes `results` and stacks what it has to keep; and the operands of `chosen.again`, as pairs: an
+    array of the graph, and whether all layers share it."""
     n_consts, n_carry = len(parts.consts), len(parts.init)
     carried = [k for k in chosen.operands if n_consts <= k < n_consts + n_carry]
 
@@ -161,12 +161,12 @@ def _forward_that_keeps(forward, parts, chosen, results):
     return new, kept + [(a, False) for a in made]
 
 
-def _backward_that_makes_again(backward, parts, chosen, kept, numbers):
-    """The scan that makes the arrays in `numbers` again instead of reading them. `numbers` has the place of each among
-    the results of `chosen.again`, whose operands are `kept`."""
+def _backward_that_makes_again(backward, parts, chosen, kept, place_of):
+    """The scan that makes the arrays of `place_of` again instead of reading them: each has its place there among the
+    results of `chosen.again`, whose operands are `kept`."""
     body = opened(backward.params["jaxpr"])[0]
     n_consts, n_carry = len(parts.consts), len(parts.init)
-    place = [numbers.get(a) if is_variable(a) else None for a in parts.xs]
+    places = [place_of.get(a) if is_variable(a) else None for a in parts.xs]
 
     def again_and_backward(*operands):
         n_read = len(operands) - len(kept)
@@ -179,14 +179,14 @@ def _backward_that_makes_again(backward, parts, chosen, kept, numbers):
             again = jax.core.eval_jaxpr(
                 chosen.again, [], *(next(of_all_now if is_of_all else of_layer) for _, is_of_all in kept)
             )
-            xs = [next(read) if k is None else again[k] for k in place]
+            xs = [next(read) if k is None else again[k] for k in places]
             found = jax.core.eval_jaxpr(body, [], *consts, *carry, *xs)
             return found[:n_carry], found[n_carry:]
 
         carry, ys = _scanned(backward, layer, init, (read, of_layers))
         return [*carry, *ys]
 
-    read = [a for a, k in zip(parts.xs, place, strict=True) if k is None]
+    read = [a for a, k in zip(parts.xs, places, strict=True) if k is None]
     inputs = [*parts.consts, *parts.init, *read, *(a for a, _ in kept)]
     return splicing.spliced(again_and_backward, inputs, backward.outputs, backward)
 
