@@ -174,10 +174,11 @@ def _divergence_tangent(x, y, result, x_dot, y_dot, where, axes, axis_name):
     log_p = reference.log_probabilities(x, result.normalizer_x, where)
     log_q = reference.log_probabilities(y, result.normalizer_y, where)
     q = jnp.exp(log_q)
-    p, (log_p, log_q) = reference.weights_and_values(log_p, log_p, log_q)
+    _, log_q = reference.weight_and_value(log_p, log_q)  # first, or inf - inf of a class in neither would be a NaN
+    p, log_ratio = reference.weight_and_value(log_p, log_p - log_q)
     tangent = jnp.zeros_like(p)
     if x_dot is not None:
-        tangent += p * (log_p - log_q - divergence) * reference.widened(x_dot)
+        tangent += p * (log_ratio - divergence) * reference.widened(x_dot)
     if y_dot is not None:
         tangent += (q - p) * reference.widened(y_dot)
     return row_sum(tangent, axes, axis_name)

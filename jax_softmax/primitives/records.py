@@ -125,7 +125,7 @@ def _entropy_tangent(x, entropy, normalizer, t, where, axes, axis_name):
     """-(sum of p (log p + entropy) t) over each row."""
     (entropy,) = fill_empty_rows([entropy], where, axes, axis_name)
     log_p = reference.log_probabilities(x, normalizer, where)
-    p, (log_p,) = reference.weights_and_values(log_p, log_p)
+    p, log_p = reference.weight_and_value(log_p, log_p)
     return -row_sum(p * (log_p + entropy) * reference.widened(t), axes, axis_name)
 
 

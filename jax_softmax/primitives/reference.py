@@ -177,8 +177,7 @@ def entropy(x, where, axes, shards=None):
     """The entropy of softmax(x) over each row, and its `Normalizer`."""
     normalizer = logsumexp(x, where, axes, shards)
     log_p = log_probabilities(x, normalizer, where)
-    p, (log_p,) = weights_and_values(log_p, log_p)
-    return -_row_sum(p * log_p, axes, shards), *normalizer
+    return -_row_mean(log_p, log_p, axes, shards), *normalizer
 
 
 def kl_divergence(x, y, largest_y, log_sum_y, where, axes, shards=None):
@@ -190,8 +189,14 @@ def kl_divergence(x, y, largest_y, log_sum_y, where, axes, shards=None):
 def kl_divergence_given_normalizer(normalizer, x, y, largest_y, log_sum_y, where, axes, shards=None):
     log_p = log_probabilities(x, normalizer, where)
     log_q = fill_masked(widened(as_stored(y)) - _finite(largest_y) - log_sum_y, where, -jnp.inf)
-    p, (log_p, log_q) = weights_and_values(log_p, log_p, log_q)
-    return _row_sum(p * (log_p - log_q), axes, shards)
+    return _row_mean(log_p, log_p - log_q, axes, shards)
+
+
+def _row_mean(log_p, values, axes, shards):
+    """sum(p values) of each row; where p is 0, so is the product, whatever the value. Without derivatives, for which
+    `weight_and_value` is."""
+    p = jnp.exp(log_p)  # the products are selected: of p and selected values XLA would write each to a CPU's memory
+    return _row_sum(jnp.where(p == 0, 0, p * values), axes, shards)
 
 
 def log_probabilities(x, normalizer, where):
@@ -210,10 +215,10 @@ def probabilities(x, normalizer, where):
     )
 
 
-def weights_and_values(log_p, *values):
-    """p, and values to be multiplied by p: 0 where p is 0, so that 0 * inf does not make a NaN."""
+def weight_and_value(log_p, value):
+    """p, and a value to be multiplied by p: 0 where p is 0, so that 0 * inf does not make a NaN."""
     p = jnp.exp(log_p)
-    return p, [jnp.where(p == 0, 0, value) for value in values]
+    return p, jnp.where(p == 0, 0, value)
 
 
 def cross_entropy(x, label, where, axes, shards=None):
