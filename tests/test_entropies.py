@@ -282,6 +282,15 @@ def test_what_is_kept_for_the_backward_pass():
         assert support.kept_bytes(f, *logits) <= sum(a.nbytes for a in logits) + 8 * 64 * 4
 
 
+def test_memory_that_a_divergence_takes(default_flags):
+    """Besides its operands and results one array of their size at most, with gradients two; not p, log p and log q."""
+    x = jax.ShapeDtypeStruct((512, 2048), jnp.float32)
+    gradients = jax.grad(lambda x, y: kl_divergence(x, y).sum(), (0, 1))
+    for f, arrays_of_x in ((kl_divergence, 1), (gradients, 2)):
+        memory = jax.jit(f).lower(x, x).compile().memory_analysis()
+        assert memory.temp_size_in_bytes <= 1.1 * arrays_of_x * 4 * x.size
+
+
 def test_only_what_is_asked_for_is_differentiated():
     """Of the divergence from a fixed p, as in distillation, nothing is multiplied by p's tangent."""
     x, y = normal((2, 3)), normal((2, 3), seed=1)

@@ -177,7 +177,7 @@ def entropy(x, where, axes, shards=None):
     """The entropy of softmax(x) over each row, and its `Normalizer`."""
     normalizer = logsumexp(x, where, axes, shards)
     log_p = log_probabilities(x, normalizer, where)
-    return -_row_mean(log_p, log_p, axes, shards), *normalizer
+    return -_expectation(log_p, log_p, axes, shards), *normalizer
 
 
 def kl_divergence(x, y, largest_y, log_sum_y, where, axes, shards=None):
@@ -189,13 +189,13 @@ def kl_divergence(x, y, largest_y, log_sum_y, where, axes, shards=None):
 def kl_divergence_given_normalizer(normalizer, x, y, largest_y, log_sum_y, where, axes, shards=None):
     log_p = log_probabilities(x, normalizer, where)
     log_q = fill_masked(widened(as_stored(y)) - _finite(largest_y) - log_sum_y, where, -jnp.inf)
-    return _row_mean(log_p, log_p - log_q, axes, shards)
+    return _expectation(log_p, log_p - log_q, axes, shards)
 
 
-def _row_mean(log_p, values, axes, shards):
-    """sum(p values) of each row; where p is 0, so is the product, whatever the value. Without derivatives, for which
-    `weight_and_value` is."""
-    p = jnp.exp(log_p)  # the products are selected: of p and selected values XLA would write each to a CPU's memory
+def _expectation(log_p, values, axes, shards):
+    """sum(p values) of each row, where a p of 0 makes a product of 0, whatever the value. To be differentiated,
+    `weight_and_value` is there."""
+    p = jnp.exp(log_p)  # of p and selected values a CPU's XLA would write each to memory, of selected products one
     return _row_sum(jnp.where(p == 0, 0, p * values), axes, shards)
 
 
