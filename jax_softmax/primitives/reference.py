@@ -193,9 +193,10 @@ def kl_divergence_given_normalizer(normalizer, x, y, largest_y, log_sum_y, where
 
 
 def _expectation(log_p, values, axes, shards):
-    """sum(p values) of each row, where a p of 0 makes a product of 0, whatever the value. To be differentiated,
-    `weight_and_value` is there."""
-    p = jnp.exp(log_p)  # of p and selected values a CPU's XLA would write each to memory, of selected products one
+    """sum(p values) of each row; where p is 0 the product is, whatever the value. Derivatives of this may be NaN:
+    what is differentiated uses `weight_and_value`."""
+    p = jnp.exp(log_p)
+    # On a CPU XLA writes what is selected to memory: the products are one array, p and the values would be more.
     return _row_sum(jnp.where(p == 0, 0, p * values), axes, shards)
 
 

@@ -30,7 +30,7 @@ from jax_softmax.runtime import cuda
 Maker = enum.Enum("Maker", "KERNEL WIDER_KERNEL COMPOSED XLA")
 
 
-# ---- Calls on a CPU. Where there is a kernel, it runs: XLA is faster in few of cpu.md's cases, float32's short rows.
+# ---- Calls on a CPU. Where there is a kernel, it runs, also in those cases of cpu.md in which XLA is faster.
 
 
 def on_cpu(op, avals_in, avals_out) -> Maker:
