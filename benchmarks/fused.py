@@ -14,7 +14,7 @@ import numpy as np
 from timing import copy_rate, device_times
 
 import jax_softmax  # noqa: F401
-from jax_softmax.runtime.lowering import attributes
+from jax_softmax.runtime.kernel_spec import attributes
 
 # Rows of square score matrices: (matrices, rows, columns).
 SHAPES = [(16, 4096, 4096), (128, 2048, 2048), (64, 1024, 1024), (4096, 256, 256)]

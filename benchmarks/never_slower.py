@@ -28,7 +28,7 @@ from models import run
 from their_losses import exponentials
 
 import jax_softmax
-from jax_softmax.fusion.graph import graph_of
+from jax_softmax.fusion.program.graph import graph_of
 from jax_softmax.primitives import records
 from jax_softmax.primitives.operators import PRIMITIVES
 

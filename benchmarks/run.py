@@ -41,7 +41,7 @@ import jax_softmax
 from jax_softmax import _kernels
 from jax_softmax.primitives.records import VJP
 from jax_softmax.runtime import cuda, judge
-from jax_softmax.runtime.lowering import described
+from jax_softmax.runtime.kernel_spec import described
 
 SECTIONS = ("compiling", "few", "chain", "accuracy", "axes", "rows")
 ON_GPU = jax.default_backend() == "gpu"
@@ -267,9 +267,9 @@ def _kernel_seconds(settings: Settings, nvrtc: str, folder: str) -> list[dict[st
     steps = {}
     for case in _compiled_cases(settings):
         op = case.op if case.direction == "forward" else VJP[case.op]
-        call = described(op, case.shape, case.axes, case.dtype)
-        plan = _kernels.plan(**call, compute_capability=compute_capability)
-        for step in plan["steps"] if plan and not judge.why_xla(call, plan) else []:
+        spec = described(op, case.shape, case.axes, case.dtype)
+        plan = spec.plan(compute_capability)
+        for step in plan["steps"] if plan and not judge.reason_on_gpu(spec, plan) else []:
             steps[step["code"]] = step
     times: dict[str, list[float]] = {"made": [], "read": []}
     for name, seconds in times.items():

@@ -1,4 +1,6 @@
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/map.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
@@ -11,10 +13,11 @@
 #include <optional>
 #include <stdexcept>
 
-#include "attention/geometry.h"
 #include "cpu/cpu.h"
 #include "ffi/cuda.h"
 #include "jit/jit.h"
+#include "plan/attention.h"
+#include "plan/plan.h"
 
 namespace nb = nanobind;
 using namespace jax_softmax;
@@ -36,21 +39,19 @@ std::vector<Array> arrays_of(const Arrays& shapes_and_dtypes) {
   return arrays;
 }
 
-// The call that a custom call with these operands, results and attributes makes.
+// The custom call with these operands, results and attributes.
+template <class Call>
 Call call_of(const Arrays& operands, const Arrays& results, const nb::dict& attributes) {
-  const auto text = [&](const char* name) { return nb::cast<std::string_view>(attributes[name]); };
-  const Attributes values{text("op"), nb::cast<std::vector<int64_t>>(attributes["axes"]), text("sides"), text("load"),
-                          text("store")};
   Call call;
-  const std::string message = read_call(values, arrays_of(operands), arrays_of(results), &call);
-  if (!message.empty()) throw nb::value_error(message.c_str());
+  call.operands = arrays_of(operands);
+  call.results = arrays_of(results);
+  Call::each(call,
+             [&](const char* name, auto& value) { value = nb::cast<std::decay_t<decltype(value)>>(attributes[name]); });
   return call;
 }
 
-Problem checked_problem(const Call& call) {
-  Problem problem;
-  if (const std::string message = problem_of(call, &problem); !message.empty()) throw nb::value_error(message.c_str());
-  return problem;
+void raise_if_wrong(const std::string& message) {
+  if (!message.empty()) throw nb::value_error(message.c_str());
 }
 
 nb::dict operators() {
@@ -64,7 +65,6 @@ nb::dict operators() {
     row["labelled"] = op.cost.labelled;
     row["on_cpu"] = op.on_cpu;
     row["quantizes"] = op.quantizes;
-    row["sums"] = op.cost.sums;
     row["logarithms"] = op.cost.logarithms;
     table[op.name] = row;
   }
@@ -77,13 +77,29 @@ nb::list extents(const Dims& dims) {
   return list;
 }
 
-nb::object plan(const Arrays& operands, const Arrays& results, const nb::dict& attributes, int compute_capability,
-                int multiprocessors, int shared_memory_per_block, int largest_cluster, bool sources) {
-  const Call call = call_of(operands, results, attributes);
-  const Problem problem = checked_problem(call);
+nb::dict step_of(const Step<jit::Source>& step) {
+  nb::dict entry;
+  entry["code"] = step.kernel.code;
+  entry["plan"] = step.kernel.plan;
+  entry["blocks"] = step.launch.blocks;
+  entry["threads"] = step.launch.threads;
+  entry["cluster"] = step.launch.cluster;
+  entry["shared_bytes"] = step.launch.shared_bytes;
+  entry["cooperative"] = step.launch.cooperative;
+  entry["overlap"] = step.launch.overlaps;
+  return entry;
+}
+
+std::optional<nb::dict> plan(const Arrays& operands, const Arrays& results, const nb::dict& attributes,
+                             int compute_capability, int multiprocessors, int shared_memory_per_block,
+                             int largest_cluster, bool sources) {
+  Call call = call_of<Call>(operands, results, attributes);
+  Problem problem;
+  raise_if_wrong(read_call(&call));
+  raise_if_wrong(problem_of(call, &problem));
   const Device device{compute_capability, multiprocessors, shared_memory_per_block, largest_cluster};
   const std::optional<Plan> plan = make_plan(problem, device);
-  if (!plan) return nb::none();
+  if (!plan) return std::nullopt;
   const View& view = problem.view;
   nb::dict result, fields;
   std::visit([&](const auto& p) { p.each([&](const char* name, auto value) { fields[name] = value; }); }, *plan);
@@ -94,20 +110,8 @@ nb::object plan(const Arrays& operands, const Arrays& results, const nb::dict& a
   result["reduced"] = extents(view.reduced);
   result["aligned"] = boundary_of(view, kPackBytes, problem.footprint) == 0;
   if (!sources) return result;
-  const Planned planned = *plan_call(call, problem, device);
   nb::list steps;
-  for (const PlannedStep& step : planned.steps) {
-    nb::dict entry;
-    entry["code"] = step.source.code;
-    entry["plan"] = step.source.plan;
-    entry["blocks"] = step.launch.blocks;
-    entry["threads"] = step.launch.threads;
-    entry["cluster"] = step.launch.cluster;
-    entry["shared_bytes"] = step.launch.shared_bytes;
-    entry["cooperative"] = step.launch.cooperative;
-    entry["overlap"] = step.launch.overlaps;
-    steps.append(entry);
-  }
+  for (const Step<jit::Source>& step : steps_of(*plan, problem, call, device)) steps.append(step_of(step));
   result["steps"] = steps;
   return result;
 }
@@ -136,28 +140,23 @@ void use_cpu_variant(const std::string& name) {
 
 // ---- Attention
 
-nb::dict attention_tiling(const std::string& kernel, int features, int value_features) {
+nb::dict plan_attention_call(const Arrays& operands, const Arrays& results, const nb::dict& attributes,
+                             int compute_capability, int multiprocessors, int shared_memory_per_block,
+                             int largest_cluster) {
+  Step<jit::Source> step{};
+  const Device device{compute_capability, multiprocessors, shared_memory_per_block, largest_cluster};
+  raise_if_wrong(plan_attention(call_of<AttentionCall>(operands, results, attributes), device, &step));
+  return step_of(step);
+}
+
+std::pair<int, int> attention_tile(const std::string& kernel, int features, int value_features) {
   using namespace attention;
-  int which = 0;
-  while (which < kKernels && kernel != kKernelNames[which]) ++which;
-  if (which == kKernels || features > kMostFeatures || value_features > kMostFeatures) {
+  const auto known = std::find(std::begin(kKernelNames), std::end(kKernelNames), kernel);
+  if (known == std::end(kKernelNames) || features > kMostFeatures || value_features > kMostFeatures) {
     throw nb::value_error("no such kernel of attention");
   }
-  const Tiling tiling = tiling_of(KernelKind(which), features, value_features);
-  nb::dict result;
-  result["warps"] = tiling.warps;
-  result["fragments"] = tiling.fragments;
-  result["step"] = tiling.step;
-  result["parts"] = tiling.parts;
-  result["resident"] = tiling.resident;
-  result["rows"] = tiling.rows();
-  result["threads"] = tiling.threads();
-  result["shared_bytes"] = shared_bytes(KernelKind(which), features, value_features);
-  result["free_bytes"] = kMostSharedBytes - shared_bytes(KernelKind(which), features, value_features);
-  nb::dict sides;
-  for (const int bytes : {1, 2, 4}) sides[nb::int_(bytes)] = kStages * bytes_of_side(KernelKind(which), tiling, bytes);
-  result["bytes_of_sides"] = sides;  // by the bytes of an element
-  return result;
+  const Tiling tiling = tiling_of(KernelKind(known - std::begin(kKernelNames)), features, value_features);
+  return {tiling.rows(), tiling.step};
 }
 
 // ---- The run-time compiler
@@ -228,7 +227,8 @@ NB_MODULE(_kernels, m) {
   m.attr("MAX_DIMS") = kMaxDims;
   m.attr("CALL_VERSION") = kCallVersion;
   m.attr("OPERATORS") = operators();  // by name, as the CPU and CUDA kernels know them
-  m.def("cpu_handler", [] { return nb::capsule(cpu_handler()); });
+  // The stub says `object`: of a capsule nanobind writes a name that it does not import on Python 3.13.
+  m.def("cpu_handler", [] { return nb::capsule(cpu_handler()); }, nb::sig("def cpu_handler() -> object"));
   m.def("cuda_handlers", [] {
     nb::dict handlers;
     handlers["initialize"] = nb::capsule(cuda_initialize_handler());
@@ -241,8 +241,15 @@ NB_MODULE(_kernels, m) {
     handlers["execute"] = nb::capsule(attention_execute_handler());
     return handlers;
   });
-  m.def("attention_tiling", &attention_tiling, nb::arg("kernel"), nb::arg("features"), nb::arg("value_features"),
-        "How a kernel of attention divides queries and keys into tiles: see csrc/attention/geometry.h.");
+  m.attr("ATTENTION_CELL") = attention::kCell;
+  m.def("why_no_attention", &why_no_attention, nb::arg("letters"), nb::arg("extents"), nb::arg("dtype"),
+        "Why attention has no kernels for these; or \"\".");
+  m.def("attention_tile", &attention_tile, nb::arg("kernel"), nb::arg("features"), nb::arg("value_features"),
+        "How many rows stay in a block of a kernel of attention, and how many pass in a step.");
+  m.def("plan_attention", &plan_attention_call, nb::arg("operands"), nb::arg("results"), nb::arg("attributes"),
+        nb::arg("compute_capability") = 90, nb::arg("multiprocessors") = 132,
+        nb::arg("shared_memory_per_block") = 227 * 1024, nb::arg("largest_cluster") = 16,
+        "The kernel of a call of attention, as a step of `plan`.");
   m.def("build_info", &build_info);
   m.def("use_cpu_variant", &use_cpu_variant, nb::arg("name"),
         "Has the CPU kernels of this instruction set run from now on; for tests.");

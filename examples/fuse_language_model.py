@@ -9,8 +9,8 @@ CPU `fuse` folds nothing, so there it prints what a GPU would do with a larger m
 
 The text is the reference that ``help()`` shows, which is part of Python; nothing is downloaded:
 
-    pip install jax_softmax flax optax matplotlib tqdm
-    python fuse_language_model.py
+    pip install ".[examples]"
+    python examples/fuse_language_model.py
 """
 
 import argparse

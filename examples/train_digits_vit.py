@@ -7,8 +7,8 @@ accuracy is below 95 % after 630 steps, which are 30 epochs.
 
 The data are the 8x8 digits bundled with scikit-learn; nothing is downloaded. CPU or GPU, whichever JAX finds:
 
-    pip install jax_softmax flax optax scikit-learn matplotlib tqdm
-    python train_digits_vit.py --output digits_vit.png
+    pip install ".[examples]"
+    python examples/train_digits_vit.py --output digits_vit.png
 """
 
 import argparse

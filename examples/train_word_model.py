@@ -9,8 +9,8 @@ by more than rounding explains, or if a model has learnt no more in 40 steps tha
 The text is the reference that ``help()`` shows, which is part of Python; nothing is downloaded. CPU or GPU, whichever
 JAX finds:
 
-    pip install jax_softmax optax tqdm
-    python train_word_model.py
+    pip install ".[examples]"
+    python examples/train_word_model.py
 """
 
 import argparse

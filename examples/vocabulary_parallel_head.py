@@ -8,8 +8,8 @@ needs nothing but the layout of the arguments.
 The script prints the bytes of what the collectives of a gradient step give each device. It exits with status 1 if the
 losses or gradients differ, or if the logits travel with this package.
 
-    pip install jax_softmax optax
-    python vocabulary_parallel_head.py
+    pip install ".[examples]"
+    python examples/vocabulary_parallel_head.py
 """
 
 import os

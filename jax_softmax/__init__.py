@@ -19,7 +19,8 @@ from jax_softmax.functions.patching import use
 from jax_softmax.functions.scaling import absmax_scale
 from jax_softmax.functions.softmax import log_softmax, log_softmax_vjp, softmax, softmax_vjp
 from jax_softmax.fusion import primitive
-from jax_softmax.fusion.transform import Fused, FusionReport, fuse
+from jax_softmax.fusion.report import FusionReport
+from jax_softmax.fusion.transform import Fused, fuse
 from jax_softmax.primitives import interpreters
 from jax_softmax.runtime import lowering
 from jax_softmax.runtime.explain import Explanation, explain
@@ -56,7 +57,7 @@ def __dir__() -> list[str]:
 
 
 # Signatures without types, for `help`: the docstrings have the types in words.
-for _f in filter(lambda f: isinstance(f, FunctionType), map(globals().get, __all__)):
+for _f in filter(lambda f: isinstance(f, FunctionType), map(globals().__getitem__, __all__)):
     _signature = inspect.signature(_f)
     _f.__signature__ = _signature.replace(
         parameters=[p.replace(annotation=p.empty) for p in _signature.parameters.values()],
@@ -69,5 +70,5 @@ if _private.FOUND["lines"].available:
 interpreters.register()
 lowering.register()
 primitive.register()
-if _private.what_is_off():
-    partitioning.warn_anyway(_private.what_is_off())
+if _off := _private.what_is_off():
+    partitioning.warn_anyway(_off)

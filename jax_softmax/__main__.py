@@ -19,9 +19,8 @@ import numpy as np
 import jax_softmax
 from jax_softmax import _kernels
 from jax_softmax.fusion.attention import kernels as attention_kernels
-from jax_softmax.fusion.attention.call import Attention
-from jax_softmax.fusion.attention.source import Letters
-from jax_softmax.fusion.expressions import Expression, Number, Operation
+from jax_softmax.fusion.attention.call import Attention, Letters
+from jax_softmax.fusion.program.expressions import Expression, Number, Operation
 from jax_softmax.primitives import reference
 from jax_softmax.primitives.operators import OPERATORS, bind
 from jax_softmax.primitives.records import apply
@@ -36,7 +35,7 @@ _MORE = [
 ]
 
 
-def _random_operands(op, dtype, shape, axes):
+def _random_operands(op: str, dtype: str, shape: tuple[int, ...], axes: tuple[int, ...]) -> list[np.ndarray]:
     """An operator's operands: arrays like x, and numbers and a label for each row."""
     facts, draw = OPERATORS[op], np.random.default_rng(0)
     rows = [1 if d in axes else n for d, n in enumerate(shape)]
@@ -46,7 +45,7 @@ def _random_operands(op, dtype, shape, axes):
     return [*arrays, *numbers, *labels]
 
 
-def _difference(a, b):
+def _difference(a: np.ndarray, b: np.ndarray) -> float:
     """norm(a - b) / norm(b), in units of eps of a's dtype."""
     eps = 1 / 128 if a.dtype == np.int8 else float(jnp.finfo(a.dtype).eps)
     a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
@@ -54,18 +53,20 @@ def _difference(a, b):
     return difference if difference == difference else np.inf
 
 
-def _attention(q, k, v, o_cotangent):
+def _attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, o_cotangent: jax.Array
+) -> tuple[list[jax.Array], list[jax.Array]]:
     """Attention and its gradients by their kernels, and by jax.numpy in float32."""
 
-    def scaled(name):
+    def scaled(name: str) -> Expression:
         return Expression((Operation("mul", (name, Number(0.125, "float32")), ("float32",) * 2, "float32"),), "v0")
 
     maps = scaled("x0"), Expression((), "y"), scaled("g"), Expression((), "t")
     attention = Attention(Letters("ihd", "jhd", "jhe"), (), 0, *maps)
-    o, rows = attention_kernels.forward(attention, q, k, v)
-    delta = attention_kernels.delta(attention, o, o_cotangent)
+    o, rows, lost = attention_kernels.forward(attention, q, k, v)
+    delta = attention_kernels.delta(attention, o, lost, o_cotangent)
 
-    def in_numpy(q, k, v):
+    def in_numpy(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         weights = jax.nn.softmax(0.125 * jnp.einsum("ihd,jhd->hij", q, k, precision="highest"))
         return jnp.einsum("hij,jhe->ihe", weights, v, precision="highest")
 
@@ -79,7 +80,9 @@ def largest_differences(device: jax.Device) -> dict[str, float]:
     """For each operator and for attention, the largest difference of a result from jax.numpy's in float32 (float64 for
     float64), in units of eps."""
 
-    def ours_and_expected(*operands, op, axes, dtype):
+    def ours_and_expected(
+        *operands: jax.Array, op: str, axes: tuple[int, ...], dtype: str | None
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
         wide = [a if a.dtype.itemsize >= 4 else a.astype(np.float32) for a in operands]
         wide_dtype = {"dtype": dtype or wide[0].dtype.name} if OPERATORS[op].element_results else {}
         ours = bind(op, *operands, where=None, axes=axes, dtype=dtype)

@@ -44,7 +44,7 @@ def check_jaxlib(jaxlib_version: str, runtime_ffi: tuple[int, int] | None, built
 
 def runtime_ffi_version() -> tuple[int, int] | None:
     """The FFI API version (major, minor) in the installed jaxlib's headers; None if it is not found there."""
-    header = Path(find_spec("jaxlib").submodule_search_locations[0], "include", "xla", "ffi", "api", "c_api.h")
+    header = Path(jaxlib.__file__).with_name("include") / "xla" / "ffi" / "api" / "c_api.h"
     if not header.exists():
         return None
     numbers = dict(re.findall(r"#define XLA_FFI_API_(MAJOR|MINOR) (\d+)", header.read_text()))

@@ -21,7 +21,7 @@ class Feature(NamedTuple):
 
     off: str  # what does not work without them
     instead: str  # what to do then
-    names: dict[str, str]  # from names used here to places in JAX
+    names: dict[str, str]  # from names used here to places in JAX; of "a or b" the first that there is
 
 
 FEATURES = {
@@ -62,6 +62,30 @@ FEATURES = {
         "look for its operations there",
         {"core_call_lowering": "jax.interpreters.mlir:core_call_lowering"},
     ),
+    "high": Feature(
+        "fused functions that hold what JAX calls high-level operations run as under jax.jit",
+        "leave these operations outside",
+        {
+            "lower_jaxpr": "jax._src.interpreters.partial_eval:lower_jaxpr2 or "
+            "jax._src.interpreters.partial_eval:lower_jaxpr"
+        },
+    ),
+    "policies": Feature(
+        "jax.checkpoint makes all of a fused function again, whatever its policy says",
+        "put fuse around the checkpointed function",
+        {
+            "rules": "jax._src.interpreters.partial_eval:partial_eval_jaxpr_custom_rules",
+            "rule_of_calls": "jax._src.interpreters.partial_eval:call_partial_eval_custom_rule",
+        },
+    ),
+    "dead_code": Feature(
+        "operations of a fused function whose results nobody reads are kept until it is lowered",
+        "put fuse around the differentiated function",
+        {
+            "rules": "jax._src.interpreters.partial_eval:dce_rules",
+            "without_unread": "jax._src.interpreters.partial_eval:dce_jaxpr",
+        },
+    ),
     "lines": Feature(
         "profiles and errors name lines of jax_softmax and not those that call it",
         "look at the calling lines of a traceback",
@@ -77,9 +101,10 @@ def _found(feature: str) -> SimpleNamespace:
     for name, place in FEATURES[feature].names.items():
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
-            try:
-                found[name] = pkgutil.resolve_name(place)
-            except (ImportError, AttributeError):
+            for candidate in place.split(" or "):
+                with contextlib.suppress(ImportError, AttributeError):
+                    found[name] = found[name] or pkgutil.resolve_name(candidate)
+            if found[name] is None:
                 missing.append(place)
     return SimpleNamespace(**(dict.fromkeys(found) if missing else found), available=not missing, missing=missing)
 
@@ -95,10 +120,7 @@ def what_is_off() -> str | None:
         return None
     names = ", ".join(name.replace(":", ".") for names in lost.values() for name in names)
     features = "; ".join(f"{FEATURES[feature].off} ({FEATURES[feature].instead})" for feature in lost)
-    return (
-        f"JAX {jax.__version__} does not have {names}, so {features}. A newer jax_softmax may know where they are: "
-        "pip install -U jax_softmax"
-    )
+    return f"JAX {jax.__version__} does not have {names}, so {features}. A newer jax_softmax may know where they are"
 
 
 # ---- Attributes of equations and jaxprs.
@@ -128,6 +150,23 @@ def without_names(jaxpr: Any) -> Any:
     return jaxpr.replace(debug_info=info.with_unknown_names()) if hasattr(info, "with_unknown_names") else jaxpr
 
 
+def is_high(jaxpr: Any) -> bool:
+    """Whether it holds what JAX calls high-level operations, which it replaces by others after differentiation."""
+    return getattr(jaxpr, "is_high", False)
+
+
+def without_unfinished_functions(ctx: Any, before: set[Any]) -> None:
+    """Takes functions that are not in `before` and have no end out of the module that is being lowered."""
+    for function in functions_of_module(ctx):
+        blocks = list(function.regions[0])
+        if function not in before and not (blocks and list(blocks[-1]) and list(blocks[-1])[-1].name == "func.return"):
+            ctx.module_context.symbol_table.erase(function)
+
+
+def functions_of_module(ctx: Any) -> list[Any]:
+    return [op.operation for op in ctx.module_context.module.body if op.operation.name == "func.func"]
+
+
 def has_effects_on_references(jaxpr: Any) -> bool:
     return any("MutableArray" in type(effect).__name__ for effect in jaxpr.effects)
 
@@ -141,19 +180,20 @@ def is_unspecified(sharding: Any) -> bool:
 
 
 class ScanOperands(NamedTuple):
-    consts: list
-    init: list
-    xs: list
-    ys: list
+    consts: list[Any]
+    init: list[Any]
+    xs: list[Any]
+    ys: list[Any]
 
 
-def scan_operands(params: dict[str, Any], inputs: list, outputs: list) -> ScanOperands:
+def scan_operands(params: dict[str, Any], inputs: list[Any], outputs: list[Any]) -> ScanOperands:
     """The inputs and outputs of a scan's equation, by what they are for."""
     if "num_carry" in params:
         first, n = params["num_consts"], params["num_carry"]
         return ScanOperands(inputs[:first], inputs[first : first + n], inputs[first + n :], outputs[n:])
     consts_init_xs, (_, ys) = params["ft_in"].update(inputs).unpack(), params["ft_out"].update(outputs).unpack()
-    return ScanOperands(*map(list, consts_init_xs), list(ys))
+    consts, init, xs = map(list, consts_init_xs)
+    return ScanOperands(consts, init, xs, list(ys))
 
 
 # ---- Types: the mesh axes of a surrounding `shard_map` that an array varies over; none with check_vma off.
@@ -188,21 +228,3 @@ def devices_of(ctx: Any) -> int | None:
         automatic = [n for name, n in context.mesh.shape.items() if name not in context.manual_axes]
         return context.mesh.size if math.prod(automatic) > 1 else 1
     return 1  # ReplicaAxisContext, of pmap
-
-
-# ---- Contexts, as `jax.make_user_context` makes them.
-
-
-def for_all_threads(context: Any, value: Any) -> AbstractContextManager[None] | None:
-    """A context manager that sets the value for all threads that have not set one themselves; None if JAX cannot."""
-    candidates = context, getattr(context, "_obj", None)  # of newer and of older JAX
-    setting = next((c for c in candidates if hasattr(c, "set_global")), None)
-
-    @contextlib.contextmanager
-    def switched():
-        before = setting.get_global()
-        setting.set_global(value)
-        yield
-        setting.set_global(before)
-
-    return switched() if setting else None

@@ -1,6 +1,7 @@
 """Says what is tested, and on what."""
 
 import functools
+import gc
 import os
 import platform
 import subprocess
@@ -25,7 +26,9 @@ from jax_softmax import _kernels
 from jax_softmax.devices import partitioning
 from jax_softmax.runtime import cuda
 
-pytest.register_assert_rewrite("support", "oracles", "by_numpy", "sharded", "fusion_support", "attention_programs")
+pytest.register_assert_rewrite(
+    *("support", "oracles", "by_numpy", "sharded", "fusion_support", "attention_programs", "zoo_checks")
+)
 
 
 def pytest_addoption(parser):
@@ -48,12 +51,15 @@ def pytest_configure(config):
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
     )
     settings.load_profile("jax_softmax")
+    gc.set_threshold(50_000, 20, 20)  # a process has the caches of many tests, which are looked through every time
     hurry(not config.getoption("--sweeps"))
 
 
 def hurry(hasty):
-    """Whether XLA optimises little on a CPU."""
-    jax.config.update("jax_disable_most_optimizations", hasty and jax.default_backend() == "cpu")
+    """Whether XLA optimises little on a CPU, in processes that tests start as well."""
+    hasty = hasty and jax.default_backend() == "cpu"
+    jax.config.update("jax_disable_most_optimizations", hasty)
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(hasty)
 
 
 @pytest.fixture
@@ -87,7 +93,7 @@ def on_the_cpu():
 def switched_off_afterwards():
     """`use`, whatever a test leaves on."""
     yield
-    jax_softmax.use(False, all_threads=True)
+    jax_softmax.use(False)
 
 
 @pytest.fixture

@@ -162,11 +162,10 @@ __device__ __forceinline__ void attention_keys(const typename P::Addresses& oper
   }
   wait_for_all_but_last<0>();
 
-  const auto as_it_is = [](int, int) { return 1.0f; };
-  write(operand_of<P>(operands, P::kFirstResult, P::kK, n), P::kK.j, dk, first + row_of_warp, P::kKeys,
-        part * kOwnDepth, P::kFeatures, as_it_is);
-  write(operand_of<P>(operands, P::kFirstResult + 1, P::kV, n), P::kV.j, dv, first + row_of_warp, P::kKeys,
-        part * kOwnWidth, P::kValueFeatures, as_it_is);
+  write<uint32_t>(operand_of<P>(operands, P::kFirstResult, P::kK, n), P::kK.j, dk, first + row_of_warp, P::kKeys,
+                  part * kOwnDepth, P::kFeatures, narrowed<T>);
+  write<uint32_t>(operand_of<P>(operands, P::kFirstResult + 1, P::kV, n), P::kV.j, dv, first + row_of_warp, P::kKeys,
+                  part * kOwnWidth, P::kValueFeatures, narrowed<T>);
 }
 
 // Writes what `written` makes of the scores' cotangents, for a block's queries: two neighbours along keys at a time,
@@ -298,8 +297,8 @@ __device__ __forceinline__ void attention_queries(const typename P::Addresses& o
     cotangents.write_zeros(0, end);
     if (range.first < range.last) cotangents.write_zeros(range.last * N::kStep, kSteps * N::kStep);
   }
-  write(operand_of<P>(operands, P::kFirstResult, P::kQ, n), P::kQ.i, dq, first + row_of_warp, P::kQueries, 0,
-        P::kFeatures, [](int, int) { return 1.0f; });
+  write<uint32_t>(operand_of<P>(operands, P::kFirstResult, P::kQ, n), P::kQ.i, dq, first + row_of_warp, P::kQueries, 0,
+                  P::kFeatures, narrowed<T>);
 }
 
 }  // namespace jax_softmax::device

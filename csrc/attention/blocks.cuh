@@ -1,6 +1,6 @@
 // The problem that a kernel is compiled for, and which part of it a block has.
 //
-// The problem (see fusion/attention/source.py) is a struct P with these constants:
+// The problem (see plan/attention.cc) is a struct P with these constants:
 //
 //   T                                  the type of q, k, v and of the results
 //   kTiling, kQueries, kKeys, kFeatures, kValueFeatures
@@ -8,6 +8,9 @@
 //   kQ, kK, kV, kO, kBounds            Strides; kBounded, whether there are bounds
 //   kSides, kSideStrides, kSideAddresses   of what scores read beside; addresses of the arrays
 //   kStagedBytes                       of each side the bytes of an element, if it passes through shared memory, or 0
+//   kWeightFactor                      what the forward kernel multiplies o by, as `weight` leaves it out
+//   kLostShift                         for a backward pass the forward kernel also writes, as int8, what o lost by
+//                                      rounding: of the difference of float32's bits all but this many; 0 otherwise
 //   kEmptyRowsAreZero                  the weights of a row whose scores are all -inf: 0, or NaN
 //   score(x0, side), weight(y, side)   of the product x0 = q k^T, and of the softmax y of the scores
 //   score_transposed(g, x0, side), weight_transposed(t, side)   their linear maps, transposed, in the backward kernels
@@ -41,7 +44,7 @@ __device__ __forceinline__ int64_t begin_of(const Strides& strides, unsigned n) 
   for (int d = P::kBatchDims - 1; d >= 0; --d) {
     const unsigned extent = P::kExtents[d];
     offset += static_cast<int64_t>(d == 0 ? n : n % extent) * strides.batch[d];
-    n /= extent;
+    if (d > 0) n /= extent;
   }
   return offset;
 }
@@ -84,15 +87,31 @@ struct Range {
   __device__ __forceinline__ bool is_whole(int step) const { return first_whole <= step && step < last_whole; }
 };
 // `stay` and `pass`: how many rows of an operand stay and pass.
+//
+// Bounds are in cells of kCell x kCell scores, whatever the tiles are. Of each kCell rows that stay they say between
+// which cells of those that pass all visible scores are, and between which ones cells are whole. A block visits all
+// steps that have a part of a visible cell; a tile is whole if all its cells are.
 template <class P>
 __device__ __forceinline__ Range visited(const typename P::Addresses& operands, unsigned n, int block, int stay,
                                          int pass) {
+  using attention::kCell;
   constexpr int kRows = Counts<P>::kRows, kStep = Counts<P>::kStep;
-  const int steps = static_cast<int>(ceil_div(pass, kStep));
-  if constexpr (!P::kBounded) return {0, steps, 0, (block + 1) * kRows <= stay ? pass / kStep : 0};
-  const int* const ends =
-      static_cast<const int*>(operands.address[P::kBoundsAddress]) + begin_of<P>(P::kBounds, n) + 4 * block;
-  return {max(ends[0], 0), min(ends[1], steps), ends[2], ends[3]};
+  const int steps = static_cast<int>(ceil_div(pass, kStep)), last_row = (block + 1) * kRows;
+  Range range{0, steps, 0, last_row <= stay ? pass / kStep : 0};
+  if constexpr (P::kBounded) {
+    const int* const bounds = static_cast<const int*>(operands.address[P::kBoundsAddress]) + begin_of<P>(P::kBounds, n);
+    range.first = steps;
+    range.last = 0;
+    for (int cell = block * kRows / kCell; cell * kCell < min(last_row, stay); ++cell) {
+      const int* const ends = bounds + 4 * cell;
+      range.first = min(range.first, max(ends[0], 0) * kCell / kStep);
+      range.last = max(range.last, (ends[1] * kCell + kStep - 1) / kStep);
+      range.first_whole = max(range.first_whole, (ends[2] * kCell + kStep - 1) / kStep);
+      range.last_whole = min(range.last_whole, ends[3] * kCell / kStep);
+    }
+    range.last = min(range.last, steps);
+  }
+  return range;
 }
 
 // Calls f with whether a tile is whole, as a constant. f is compiled for both, unless all tiles are whole.

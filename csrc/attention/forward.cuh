@@ -1,4 +1,5 @@
-// o = weight(softmax(score(q k^T))) v, where `weight` is linear; and each row's pivot and the logarithm of its sum.
+// o = weight(softmax(score(q k^T))) v, where `weight` is linear; each row's pivot and the logarithm of its sum; and,
+// for a backward pass, what o lost by rounding.
 //
 // A block has Tiling::rows() queries. For each Tiling::step keys of its range:
 //
@@ -8,8 +9,8 @@
 //   l = l exp(m - m') + rowsum(p)
 //   o = o exp(m - m') + weight(p) v     rows x value features, in registers
 //
-// and in the end o / l. Keys are copied while the previous step's weights are multiplied with values, and values while
-// scores are computed.
+// and in the end o / l, times what `weight` left out. Keys are copied while the previous step's weights are multiplied
+// with values, and values while scores are computed.
 #pragma once
 
 #include "attention/tiles.cuh"
@@ -109,7 +110,7 @@ __device__ __forceinline__ void finish_rows(float* numbers, int query, const Row
       const RowState& row = rows[m][half];
       const float sum = row.whole();
       const bool zero = P::kEmptyRowsAreZero && row.pivot == -kInfinity && sum == 0.0f;
-      factors[m][half] = zero ? 0.0f : 1.0f / sum;
+      factors[m][half] = zero ? 0.0f : P::kWeightFactor * (1.0f / sum);
       const int i = query + m * kMma + half * 8;
       if (lane() % 4 == 0 && i < P::kQueries) {
         // With a sum of +inf every weight is 0; with a pivot of -inf it is NaN.
@@ -173,8 +174,30 @@ __device__ __forceinline__ void attention_forward(const typename P::Addresses& o
   float* const numbers = static_cast<float*>(operands.address[P::kFirstResult + 1]) + 2ll * n * P::kQueries;
   float factors[N::kFragments][2];
   finish_rows<P>(numbers, first + own_row_of_tile, rows, factors);
-  write(operand_of<P>(operands, P::kFirstResult, P::kO, n), P::kO.i, o, first + row_of_warp, P::kQueries, 0,
-        P::kValueFeatures, [&](int m, int half) { return factors[m][half]; });
+#pragma unroll
+  for (int m = 0; m < N::kFragments; ++m) {
+#pragma unroll
+    for (int i = 0; i < N::kWidth / 8; ++i) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) o.values[m][i][e] *= factors[m][e / 2];
+    }
+  }
+  const int row = first + row_of_warp;
+  write<uint32_t>(operand_of<P>(operands, P::kFirstResult, P::kO, n), P::kO.i, o, row, P::kQueries, 0,
+                  P::kValueFeatures, narrowed<T>);
+  if constexpr (P::kLostShift > 0) {
+    write<uint16_t>(operand_of<P, int8_t>(operands, P::kFirstResult + 2, P::kO, n), P::kO.i, o, row, P::kQueries, 0,
+                    P::kValueFeatures, [](float x, float y) {
+                      float low, high;
+                      Pair<T>::widen(low, high, narrowed<T>(x, y));
+                      const auto lost = [](float x, float rounded) {
+                        const int bits =
+                            static_cast<int>(__float_as_uint(x)) - static_cast<int>(__float_as_uint(rounded));
+                        return (bits + (1 << P::kLostShift >> 1)) >> P::kLostShift;
+                      };
+                      return saturated_to_int8(lost(x, low), lost(y, high));
+                    });
+  }
 }
 
 }  // namespace jax_softmax::device

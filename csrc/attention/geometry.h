@@ -11,6 +11,7 @@ inline constexpr int kMma = 16;                    // rows of a fragment, and th
 inline constexpr int kNumbersPerPack = 8;          // 16-bit numbers of a pack of 16 bytes, the unit of copies
 inline constexpr int kStages = 2;                  // buffers for the rows that pass: one is read, the other is copied
 inline constexpr int kMostSharedBytes = 99 << 10;  // of a block, on the smallest chips
+inline constexpr int kCell = 64;                   // queries and keys of a cell: see `visited`
 
 // A block has some rows that stay in shared memory, while others pass through it, step by step.
 enum class KernelKind {
@@ -94,7 +95,8 @@ struct Strides {
 };
 
 // A kernel's only parameter: the addresses of its operands in the order of AddressIndex, then of the bounds of the
-// steps that blocks visit (if kBounded), of side arrays, and of the results: o and the rows' numbers; dk and dv; or dq.
+// steps that blocks visit (if kBounded), of side arrays, and of the results: o, the rows' numbers and, for a backward
+// pass, what o lost by rounding; dk and dv; or dq.
 template <int n>
 struct Addresses {
   void* address[n];

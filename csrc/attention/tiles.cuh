@@ -145,24 +145,23 @@ __device__ __forceinline__ void add_product(Accumulators<fragments, columns>& c,
   }
 }
 
-// Writes c, times a factor of each row, to rows from `row` on and columns from `first` on, below `existing` and
-// `features`.
-template <class T, int fragments, int columns, class Factor>
+// Writes c to rows from `row` on and columns from `first` on, below `existing` and `features`: of two neighbours x and
+// y pair(x, y), a Word.
+template <class Word, class T, int fragments, int columns, class Pair>
 __device__ __forceinline__ void write(T* to, int64_t stride, const Accumulators<fragments, columns>& c, int row,
-                                      int existing, int first, int features, const Factor& factor) {
+                                      int existing, int first, int features, const Pair& pair) {
 #pragma unroll
   for (int m = 0; m < fragments; ++m) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int to_row = row + m * kMma + half * 8 + own_row();
       if (to_row >= existing) continue;
-      const float f = factor(m, half);
 #pragma unroll
       for (int n = 0; n < columns / 8; ++n) {
         const int column = first + n * 8 + own_column();
         if (column >= features) continue;
         const float* x = c.values[m][n] + 2 * half;
-        *reinterpret_cast<uint32_t*>(to + to_row * stride + column) = narrowed<T>(x[0] * f, x[1] * f);
+        *reinterpret_cast<Word*>(to + to_row * stride + column) = pair(x[0], x[1]);
       }
     }
   }

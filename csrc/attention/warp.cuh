@@ -97,6 +97,13 @@ __device__ __forceinline__ uint32_t narrowed(float low, float high) {
   return Pair<T>::narrow(low, high);
 }
 
+// Two neighbours in half a word: of each the nearest integer of 8 bits.
+__device__ __forceinline__ uint16_t saturated_to_int8(int low, int high) {
+  uint32_t word;
+  asm("cvt.pack.sat.s8.s32.b32 %0, %1, %2, 0;" : "=r"(word) : "r"(high), "r"(low));
+  return static_cast<uint16_t>(word);
+}
+
 // A value in device memory, which no kernel writes meanwhile.
 template <class T>
 __device__ __forceinline__ auto read_global(const T* from) {

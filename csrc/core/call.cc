@@ -1,11 +1,14 @@
 #include "core/call.h"
 
 #include <algorithm>
+#include <iterator>
 #include <optional>
 
 namespace jax_softmax {
 
 namespace {
+
+constexpr std::string_view kRoleNames[] = {"array", "index", "number", "label", "mask"};  // in the order of Role
 
 // What is wrong with the dtypes of the operator's own operands and of its results, or nothing.
 std::string unsupported_dtypes(const Call& call) {
@@ -19,38 +22,26 @@ std::string unsupported_dtypes(const Call& call) {
   return {};
 }
 
-// Sets the sides that the attribute names, without their dtypes and shapes; returns what is wrong with it, or nothing.
-std::string read_sides(std::string_view text, const std::vector<int64_t>& shape, std::vector<SideOperand>* sides) {
-  constexpr std::string_view kIndexPrefix = "index:";
-  while (!text.empty()) {
-    const std::string_view word = text.substr(0, text.find(' '));
-    text.remove_prefix(std::min(text.size(), word.size() + 1));
-    SideOperand side{};
-    if (word == "array") {
-      side.role = Role::kArray;
-    } else if (word == "number") {
-      side.role = Role::kNumber;
-    } else if (word == "label") {
-      side.role = Role::kLabel;
-    } else if (word == "mask") {
-      side.role = Role::kMask;
-    } else if (word.substr(0, kIndexPrefix.size()) == kIndexPrefix) {
-      const std::string digits(word.substr(kIndexPrefix.size()));
-      const bool number = !digits.empty() && digits.size() < 4 && digits.find_first_not_of("0123456789") == digits.npos;
-      if (!number || std::stoul(digits) >= shape.size()) return "no such dimension: " + std::string(word);
+// Each of these sets a part of the call, and returns what is wrong, or nothing.
+
+// The sides, without their dtypes and shapes.
+std::string read_sides(Call* call) {
+  const std::vector<int64_t>& shape = call->shape;
+  for (const auto& [name, of] : split_sides(call->roles)) {
+    const auto role = std::find(std::begin(kRoleNames), std::end(kRoleNames), name);
+    const bool is_index = name == kRoleNames[static_cast<int>(Role::kIndex)];
+    if (role == std::end(kRoleNames) || is_index == of.empty()) return "no such operand: " + std::string(name);
+    SideOperand side{static_cast<Role>(role - std::begin(kRoleNames)), {}, {}};
+    if (is_index) {
+      const std::string digits(of);
+      const bool number = digits.size() < 4 && digits.find_first_not_of("0123456789") == digits.npos;
+      if (!number || std::stoul(digits) >= shape.size()) return "no such dimension: index:" + digits;
       side = {Role::kIndex, DType::kI32, std::vector<int64_t>(shape.size(), 1)};
       side.shape[std::stoul(digits)] = shape[std::stoul(digits)];
-    } else {
-      return "no such operand: " + std::string(word);
     }
-    sides->push_back(side);
+    call->sides.push_back(side);
   }
   return {};
-}
-
-int count(const Call& call, Role role) {
-  return static_cast<int>(
-      std::count_if(call.sides.begin(), call.sides.end(), [&](const SideOperand& side) { return side.role == role; }));
 }
 
 // What is wrong with a side operand, or nothing.
@@ -64,19 +55,18 @@ const char* mistake_of(const SideOperand& side, const Call& call) {
   return "what rows have must be of extent 1 along the axes";
 }
 
-// Each of these sets a part of the call from some of the arrays, and returns what is wrong with them, or nothing.
-
-std::string read_own(const std::vector<Array>& operands, const Cost& cost, Call* call) {
-  call->shape = operands[0].shape;
-  call->in = operands[0].dtype;
+std::string read_own(const Cost& cost, Call* call) {
+  call->shape = call->operands[0].shape;
+  call->in = call->operands[0].dtype;
   for (int i = 1; i < cost.inputs; ++i) {
-    if (operands[i].shape != call->shape) return "the operands differ in shape";
-    if (operands[i].dtype != call->in) return "the operands differ in dtype";
+    if (call->operands[i].shape != call->shape) return "the operands differ in shape";
+    if (call->operands[i].dtype != call->in) return "the operands differ in dtype";
   }
   return {};
 }
 
-std::string read_results(const std::vector<Array>& results, size_t element_results, size_t row_results, Call* call) {
+std::string read_results(size_t element_results, size_t row_results, Call* call) {
+  const std::vector<Array>& results = call->results;
   for (size_t k = 0; k < element_results; ++k) {
     if (results[k].shape != call->shape) return "a result differs in shape";
     call->out.push_back(results[k].dtype);
@@ -90,7 +80,8 @@ std::string read_results(const std::vector<Array>& results, size_t element_resul
   return {};
 }
 
-std::string read_side_operands(const std::vector<Array>& operands, const Cost& cost, Call* call) {
+std::string read_side_operands(const Cost& cost, Call* call) {
+  const std::vector<Array>& operands = call->operands;
   size_t next = cost.inputs;
   const size_t rank = call->shape.size();
   for (SideOperand& side : call->sides) {
@@ -103,16 +94,16 @@ std::string read_side_operands(const std::vector<Array>& operands, const Cost& c
     side.shape.insert(side.shape.begin(), rank - side.shape.size(), 1);
     if (const char* mistake = mistake_of(side, *call)) return mistake;
   }
-  const int numbers = cost.row_numbers + call->n_known;
-  const bool fits = next == operands.size() && count(*call, Role::kNumber) == numbers &&
-                    count(*call, Role::kLabel) == cost.labelled && count(*call, Role::kMask) <= 1;
+  const bool fits = next == operands.size() && call->count(Role::kNumber) == cost.row_numbers &&
+                    call->count(Role::kLabel) == cost.labelled && call->count(Role::kMask) <= 1;
   return fits ? "" : "wrong number of operands";
 }
 
 }  // namespace
 
-bool Call::masked() const {
-  return std::any_of(sides.begin(), sides.end(), [](const SideOperand& side) { return side.role == Role::kMask; });
+int Call::count(Role role) const {
+  return static_cast<int>(
+      std::count_if(sides.begin(), sides.end(), [&](const SideOperand& side) { return side.role == role; }));
 }
 
 std::vector<int64_t> Call::shape_of_rows() const {
@@ -121,6 +112,16 @@ std::vector<int64_t> Call::shape_of_rows() const {
     if (axis >= 0 && axis < static_cast<int64_t>(shape.size())) of_rows[axis] = 1;  // make_view refuses others
   }
   return of_rows;
+}
+
+std::vector<SideWord> split_sides(std::string_view text) {
+  std::vector<SideWord> words;
+  while (!text.empty()) {
+    const std::string_view word = text.substr(0, text.find(' ')), name = word.substr(0, word.find(':'));
+    text.remove_prefix(std::min(text.size(), word.size() + 1));
+    words.push_back({name, word.substr(std::min(word.size(), name.size() + 1))});
+  }
+  return words;
 }
 
 std::vector<std::string> split_lines(const std::string& text) {
@@ -145,27 +146,20 @@ std::string describe(const Call& call) {
   return text + ")";
 }
 
-std::string read_call(const Attributes& attributes, const std::vector<Array>& operands,
-                      const std::vector<Array>& results, Call* call) {
-  *call = Call{};
-  const std::optional<Op> op = op_of(attributes.op);
-  if (!op) return "unknown operator " + std::string(attributes.op);
+std::string read_call(Call* call) {
+  const std::optional<Op> op = op_of(call->name);
+  if (!op) return "unknown operator " + call->name;
   call->op = *op;
-  call->axes = attributes.axes;
-  call->load = attributes.load;
-  call->store = attributes.store;
   const Cost& cost = cost_of(call->op);
   const size_t element_results = cost.element_results ? std::max<size_t>(1, split_lines(call->store).size()) : 0;
-  call->n_known = element_results > 0 && results.size() == element_results ? cost.row_results : 0;
-  const size_t row_results = cost.row_results - call->n_known;
-  if (operands.size() < static_cast<size_t>(cost.inputs) || results.size() < element_results + row_results ||
-      results.size() > element_results + row_results + 1) {
+  const size_t own_results = element_results + cost.row_results, results = call->results.size();
+  if (call->operands.size() < static_cast<size_t>(cost.inputs) || results < own_results || results > own_results + 1) {
     return "wrong number of operands or results";
   }
-  std::string message = read_own(operands, cost, call);
-  if (message.empty()) message = read_results(results, element_results, row_results, call);
-  if (message.empty()) message = read_sides(attributes.sides, call->shape, &call->sides);
-  if (message.empty()) message = read_side_operands(operands, cost, call);
+  std::string message = read_own(cost, call);
+  if (message.empty()) message = read_results(element_results, cost.row_results, call);
+  if (message.empty()) message = read_sides(call);
+  if (message.empty()) message = read_side_operands(cost, call);
   return message.empty() ? message : describe(*call) + ": " + message;
 }
 

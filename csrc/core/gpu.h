@@ -1,7 +1,8 @@
-// Between plans and the driver: a GPU, and the launch of a kernel on it.
+// Between plans and the driver: a GPU, and a kernel for it with its launch.
 #pragma once
 
 #include <cstdint>
+#include <string>
 
 namespace jax_softmax {
 
@@ -21,6 +22,22 @@ struct Launch {
   int resident = 0;          // blocks that a multiprocessor must have registers for; 0: the compiler decides
   bool cooperative = false;  // all blocks run at once
   bool overlaps = false;     // may start before the previous kernel has ended, which it waits for itself
+};
+
+// A kernel's source.
+namespace jit {
+struct Source {
+  std::string code;  // includes embedded headers by name and defines one `extern "C" __global__ void kernel(...)`
+  std::string plan;  // one line that describes it, for messages
+};
+}  // namespace jit
+
+// A kernel with its launch: by the name of a function in device/, by its source, or loaded.
+template <class Kernel>
+struct Step {
+  Kernel kernel;
+  Launch launch;
+  int64_t rows = 0;  // Operands::rows
 };
 
 }  // namespace jax_softmax

@@ -12,11 +12,10 @@ struct Buffers {
   const void* in[2];
   const bool* mask;  // null without a mask
   SideStrides mask_strides;
-  void* out;                                            // null if there are no results for elements
-  void* row_results[kMostRowResultsOnCpu];              // the results of rows; null beyond their number
-  const void* known_row_results[kMostRowResultsOnCpu];  // the results of rows, where they are operands; else null
-  const void* numbers[kMostRowNumbersOnCpu];            // the rows' numbers; null beyond their number
-  const int32_t* labels;                                // of rows; null for operators without labels
+  void* out;                                  // null if there are no results for elements
+  void* row_results[kMostRowResultsOnCpu];    // the results of rows; null beyond their number
+  const void* numbers[kMostRowNumbersOnCpu];  // the rows' numbers; null beyond their number
+  const int32_t* labels;                      // of rows; null for operators without labels
 };
 
 // Units 0 to units - 1 can run in any order on any thread. If they need scratch memory, aligned to kScratchAlignment,

@@ -29,7 +29,6 @@ template <class T>
 Work work_of(const TiledView<T>& tiles, const View& view, int64_t threads) {
   constexpr int64_t kFewTiles = 4;  // for each thread: with as many, rows need not be cut
   const int64_t parts = ceil_div(view.columns, tiles.part_length());
-  if (tiles.row_results_known()) return {tiles.tiles() * parts, 0};
   if (parts == 1 || tiles.tiles() >= kFewTiles * threads) return {tiles.tiles(), 0};
   const int64_t units = tiles.tiles() * parts;
   return {units, units * tiles.most_states() * static_cast<int64_t>(sizeof(States<T>))};
@@ -49,15 +48,6 @@ void run_tiles(TiledView<T>& tiles, const BlockFunctions<T>& op, const View& vie
     if (op.along.finish) tiles.finish(begin, end, states);
     if (op.finish_labels) tiles.finish_labels(begin, end, states);
   };
-  if (tiles.row_results_known()) {
-    for (int64_t unit = first_unit; unit < last_unit; ++unit) {
-      const int64_t part = unit % parts;
-      tiles.seek(unit / parts);
-      tiles.take_row_results(states);
-      finish(part * length, end_of(part));
-    }
-    return;
-  }
   if (!scratch) {
     for (int64_t tile = first_unit; tile < last_unit; ++tile) {
       tiles.seek(tile);

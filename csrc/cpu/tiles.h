@@ -72,7 +72,7 @@ class TiledView {
         : row_dim_.extent < kLanes || (row_dim_.extent <= kMostVectors && row_dim_.extent * view.columns < kFewElements)
             ? kTransposed
             : kAcross;
-    keeps_ = op.keeps_terms && !row_results_known() && view.columns <= (lanes_ == kAlong ? kKeptAlong : kKeptAcross);
+    keeps_ = op.keeps_terms && view.columns <= (lanes_ == kAlong ? kKeptAlong : kKeptAcross);
     block_length_ = keeps_ ? view.columns : lanes_ == kAlong ? kBlockAlong : kBlockAcross;
     const int64_t elements = std::min(view.columns, block_length_);
     staged_ = lanes_ == kTransposed || view.reduced.size > 1;
@@ -170,16 +170,6 @@ class TiledView {
       const Row row = this->row(i);
       for (int k = 0; k < kMostRowResultsOnCpu && buffers_.row_results[k]; ++k) {
         static_cast<F*>(buffers_.row_results[k])[row.number] = results[i / rows_of_state()].member[k][row.lane];
-      }
-    }
-  }
-
-  // Whether the results of rows are operands: states are then these, and are not accumulated.
-  bool row_results_known() const { return buffers_.known_row_results[0] != nullptr; }
-  void take_row_results(States<T>* states) const {
-    for (int64_t i = 0; i < bands_ * rows_; ++i) {
-      for (int k = 0; k < kMostRowResultsOnCpu && buffers_.known_row_results[k]; ++k) {
-        set(states[i / rows_of_state()].member[k], this->row(i), buffers_.known_row_results[k]);
       }
     }
   }

@@ -12,6 +12,9 @@ inline constexpr uint64_t kUnpublished = ~0ull;
 
 template <class State>
 inline constexpr int kStateWords = static_cast<int>(sizeof(State)) / 8;
+// The place of the sum's first number among a state's.
+template <class State>
+inline constexpr int kSumBegin = static_cast<int>((sizeof(State) - sizeof(State::sum)) / sizeof(float));
 
 __device__ __forceinline__ uint64_t word_of(float high, float low) {
   const uint64_t bits = static_cast<uint64_t>(__float_as_uint(high)) << 32 | __float_as_uint(low);
@@ -20,33 +23,29 @@ __device__ __forceinline__ uint64_t word_of(float high, float low) {
 __device__ __forceinline__ float high_of(uint64_t word) { return __uint_as_float(static_cast<uint32_t>(word >> 32)); }
 __device__ __forceinline__ float low_of(uint64_t word) { return __uint_as_float(static_cast<uint32_t>(word)); }
 
-__device__ __forceinline__ void to_words(uint64_t (&words)[1], const State<float>& state) {
-  words[0] = word_of(state.pivot, state.sum);
-}
-__device__ __forceinline__ void to_words(uint64_t (&words)[2], const State<float, Moments<float>>& state) {
-  words[0] = word_of(state.pivot, 0.0f);
-  words[1] = word_of(state.sum.sum, state.sum.moment);
-}
-__device__ __forceinline__ void to_words(uint64_t (&words)[2], const State<float, Distances<float>>& state) {
-  words[0] = word_of(state.pivot, state.sum.sum);
-  words[1] = word_of(state.sum.distance, state.sum.count);
+// A state's numbers in the order of its members, two in a word. The gap that an aligned sum leaves behind the pivot is
+// 0.
+template <class State>
+__device__ __forceinline__ void to_words(uint64_t (&words)[kStateWords<State>], const State& state) {
+  float numbers[2 * kStateWords<State>] = {state.pivot};
+  memcpy(numbers + kSumBegin<State>, &state.sum, sizeof(state.sum));
+#pragma unroll
+  for (int w = 0; w < kStateWords<State>; ++w) words[w] = word_of(numbers[2 * w], numbers[2 * w + 1]);
 }
 template <class State>
-__device__ __forceinline__ State from_words(const uint64_t (&words)[kStateWords<State>]);
-template <>
-__device__ __forceinline__ State<float> from_words<State<float>>(const uint64_t (&words)[1]) {
-  return {high_of(words[0]), low_of(words[0])};
+__device__ __forceinline__ State from_words(const uint64_t (&words)[kStateWords<State>]) {
+  float numbers[2 * kStateWords<State>];
+#pragma unroll
+  for (int w = 0; w < kStateWords<State>; ++w) {
+    numbers[2 * w] = high_of(words[w]);
+    numbers[2 * w + 1] = low_of(words[w]);
+  }
+  State state;
+  state.pivot = numbers[0];
+  memcpy(&state.sum, numbers + kSumBegin<State>, sizeof(state.sum));
+  return state;
 }
-template <>
-__device__ __forceinline__ State<float, Moments<float>> from_words<State<float, Moments<float>>>(
-    const uint64_t (&words)[2]) {
-  return {high_of(words[0]), {high_of(words[1]), low_of(words[1])}};
-}
-template <>
-__device__ __forceinline__ State<float, Distances<float>> from_words<State<float, Distances<float>>>(
-    const uint64_t (&words)[2]) {
-  return {high_of(words[0]), {low_of(words[0]), high_of(words[1]), low_of(words[1])}};
-}
+
 // The states of a row's parts in device memory.
 template <class State>
 struct WordsInMemory {

@@ -14,18 +14,15 @@ __device__ __forceinline__ typename M::Value max_over_lanes(typename M::Value x)
   return x;
 }
 
-// The value of the lane whose number differs in the bit `offset`.
-template <class C>
-__device__ __forceinline__ C shuffled(C x, int offset) {
-  return __shfl_xor_sync(kFullWarp, x, offset);
-}
-template <class C>
-__device__ __forceinline__ Moments<C> shuffled(const Moments<C>& x, int offset) {
-  return {shuffled(x.sum, offset), shuffled(x.moment, offset)};
-}
-template <class C>
-__device__ __forceinline__ Distances<C> shuffled(const Distances<C>& x, int offset) {
-  return {shuffled(x.sum, offset), shuffled(x.distance, offset), shuffled(x.count, offset)};
+// The sum of the lane whose number differs in the bit `offset`.
+template <class Sum>
+__device__ __forceinline__ Sum shuffled(Sum sum, int offset) {
+  float numbers[sizeof(Sum) / sizeof(float)];
+  memcpy(numbers, &sum, sizeof(Sum));
+#pragma unroll
+  for (float& number : numbers) number = __shfl_xor_sync(kFullWarp, number, offset);
+  memcpy(&sum, numbers, sizeof(Sum));
+  return sum;
 }
 
 template <int kLanes, class Sum>

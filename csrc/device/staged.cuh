@@ -9,108 +9,6 @@
 
 namespace jax_softmax::device {
 
-// A lane's words of a row of 16-bit elements, each two elements: neighbouring lanes have neighbouring words. A first or
-// last element that shares its word with another row is the first lane's. `begin`: the row's first element in the slab,
-// whose operands are kOperand elements apart.
-template <class Mem, int kColumns, int kLanes, int kPairs, int kOperand>
-struct PairsOfLane {
-  using Op = typename Mem::Op;
-  using C = typename Mem::C;
-  using T = typename Mem::In;
-  static constexpr int kInputs = Mem::kInputs;
-  static constexpr bool kOdd = kColumns % 2 != 0;
-  T* held;
-  uint32_t* words;
-  int mine;  // word i is the lane's if i * kLanes < mine
-  bool first, last;
-  uint32_t raw[kPairs + 1][kInputs];  // [kPairs]: the first and last element
-
-  __device__ __forceinline__ PairsOfLane(T* slab, int begin, bool exists) {
-    const int lane = threadIdx.x % kLanes, shift = begin % 2;
-    held = slab + begin;
-    words = reinterpret_cast<uint32_t*>(held + shift) + lane;
-    mine = exists ? (kColumns - shift) / 2 - lane : 0;
-    first = lane == 0 && exists && shift != 0;
-    last = lane == 0 && exists && (kColumns - shift) % 2 != 0;
-#pragma unroll
-    for (int k = 0; k < kInputs; ++k) {
-      const uint32_t pads = Pair<T>::narrow(Op::pad(k), Op::pad(k));
-#pragma unroll
-      for (int i = 0; i < kPairs; ++i) {
-        raw[i][k] = pads;
-        if (i * kLanes < mine) raw[i][k] = words[k * (kOperand / 2) + i * kLanes];
-      }
-      raw[kPairs][k] = pads;
-      if (kOdd) {
-        const T pad = Elements<T>::narrow(Op::pad(k));
-        raw[kPairs][k] = Pair<T>::narrow(Elements<T>::widen(first ? held[k * kOperand] : pad),
-                                         Elements<T>::widen(last ? held[k * kOperand + kColumns - 1] : pad));
-      }
-    }
-  }
-  __device__ __forceinline__ void widen(C (&values)[2][kInputs], int i) const {
-#pragma unroll
-    for (int k = 0; k < kInputs; ++k) Pair<T>::widen(values[0][k], values[1][k], raw[i][k]);
-  }
-  // Of the first operand.
-  __device__ __forceinline__ C largest() const {
-    uint32_t pair = raw[kPairs][0];
-#pragma unroll
-    for (int i = 0; i < kPairs; ++i) pair = Pair<T>::max(pair, raw[i][0]);
-    C low, high;
-    Pair<T>::widen(low, high, pair);
-    return Mem::M::max(low, high);
-  }
-  // Writes result(i) to word i, and the halves of result(kPairs) to the row's first and last element.
-  template <class F>
-  __device__ __forceinline__ void write(const F& result) const {
-#pragma unroll
-    for (int i = 0; i < kPairs; ++i) {
-      if (i * kLanes < mine) words[i * kLanes] = result(i);
-    }
-    if (first || last) {
-      const uint32_t edges = result(kPairs);
-      auto* const half = reinterpret_cast<uint16_t*>(held);
-      if (first) half[0] = static_cast<uint16_t>(edges);
-      if (last) half[kColumns - 1] = static_cast<uint16_t>(edges >> 16);
-    }
-  }
-};
-
-// The operator on a row of 16-bit elements in shared memory, in place.
-template <class Mem, int kColumns, int kLanes, int kPairs, int kOperand>
-__device__ __forceinline__ void row_of_pairs(typename Mem::In* slab, int begin, bool exists) {
-  using Op = typename Mem::Op;
-  using M = typename Mem::M;
-  using C = typename Mem::C;
-  const PairsOfLane<Mem, kColumns, kLanes, kPairs, kOperand> pairs(slab, begin, exists);
-  C pivot = M::constant(0);
-  if constexpr (Op::kHasPivot) pivot = max_over_lanes<kLanes, M>(pairs.largest());
-  const Relative<M> relative(pivot);
-  C terms[Op::kResultIsScaledTerm ? kPairs + 1 : 1][2];
-  typename Op::Sum sum{};
-  const auto add = [&](int i) {
-    C values[2][Mem::kInputs];
-    pairs.widen(values, i);
-    const auto low = Op::term(relative, values[0]), high = Op::term(relative, values[1]);
-    if constexpr (Op::kResultIsScaledTerm) terms[i][0] = low, terms[i][1] = high;
-    sum += low + high;
-  };
-#pragma unroll
-  for (int i = 0; i < kPairs; ++i) add(i);
-  if (pairs.kOdd) add(kPairs);
-  const auto finished = Op::finished(StateOf<Op>{pivot, sum_over_lanes<kLanes>(sum)});
-  pairs.write([&](int i) {
-    if constexpr (Op::kResultIsScaledTerm) {
-      return Pair<typename Mem::Out>::narrow(terms[i][0] * finished.scale, terms[i][1] * finished.scale);
-    } else {
-      C values[2][Mem::kInputs];
-      pairs.widen(values, i);
-      return Pair<typename Mem::Out>::narrow(Op::finish(finished, values[0]), Op::finish(finished, values[1]));
-    }
-  });
-}
-
 // Reads a lane's elements of a row from shared memory: element i of the lane is i * kLanes elements after its first
 // one, and exists if that is below `mine`.
 template <class Mem, int kLanes, int kOperand, int kElements, class OffsetsOf>
@@ -191,25 +89,10 @@ __device__ __forceinline__ void store_slab(const Mem& mem, int64_t begin, int el
   }
 }
 
-// Computes the block's rows by pairs of elements.
+// Computes the block's rows.
 template <class Mem, class Plan, int kOperand>
-__device__ __forceinline__ void rows_of_pairs(typename Mem::In* slab, int rows) {
-  constexpr int kColumns = Mem::kColumns, kThreads = Plan::kPlan.threads, kLanes = Plan::kPlan.lanes;
-  constexpr int kTeams = 32 / kLanes,
-                kSpread = Plan::kPlan.spread;  // teams of a warp, and how far apart their rows are
-  const int team = threadIdx.x % 32 / kLanes;
-  const int turns = static_cast<int>(ceil_div(rows, kTeams * kSpread)) * kSpread;  // of warps
-  for (int turn = threadIdx.x / 32; turn < turns; turn += kThreads / 32) {
-    const int row = (turn / kSpread * kTeams + team) * kSpread + turn % kSpread;
-    row_of_pairs<Mem, kColumns, kLanes, Plan::kPlan.lane_elements / 2, kOperand>(slab, min(row, rows - 1) * kColumns,
-                                                                                 row < rows);
-  }
-}
-
-// Computes the block's rows element by element.
-template <class Mem, class Plan, int kOperand>
-__device__ __forceinline__ void rows_of_elements(const Mem& mem, const typename Mem::In* in, typename Mem::Out* out,
-                                                 int64_t first_row, int rows) {
+__device__ __forceinline__ void compute_rows(const Mem& mem, const typename Mem::In* in, typename Mem::Out* out,
+                                             int64_t first_row, int rows) {
   using Op = typename Mem::Op;
   using M = typename Mem::M;
   using C = typename Mem::C;
@@ -268,11 +151,7 @@ __device__ __forceinline__ void staged(const typename Mem::Operands& operands) {
 
   auto* const in = reinterpret_cast<typename Mem::In*>(shared);
   auto* const out = reinterpret_cast<typename Mem::Out*>(shared + kGeometry.results_begin / kPackBytes);
-  if constexpr (Plan::kPlan.pairs) {
-    rows_of_pairs<Mem, Plan, kOperand>(in, rows);
-  } else {
-    rows_of_elements<Mem, Plan, kOperand>(mem, in, out, first_row, rows);
-  }
+  compute_rows<Mem, Plan, kOperand>(mem, in, out, first_row, rows);
   if constexpr (Mem::Op::kElementResults) store_slab<Mem, kThreads>(mem, slab, elements, out);
 }
 

@@ -1,7 +1,7 @@
-// XLA's handler of attention's kernels, whose source and launch Python has made (jax_softmax/fusion/attention).
-//
-// Attributes: `version`, kCallVersion; `code` and `plan`, as of jit::Source; `blocks`, `threads`, `shared_bytes`. A
-// kernel is given the addresses of the arguments and, after them, of the results.
+// XLA's handler of attention's kernels (jax_softmax/fusion/attention). Its attributes are `version` and those of
+// AttentionCall. A kernel is given the addresses of the operands and, after them, of the results.
+#include "plan/attention.h"
+
 #include <vector>
 
 #include "ffi/cuda.h"
@@ -12,56 +12,46 @@ namespace ffi = xla::ffi;
 
 namespace {
 
-constexpr uintptr_t kAlignment = 16;  // rows are copied by whole packs
-
 ffi::Error failed(const std::string& message) { return ffi::Error::Internal("jax_softmax: attention: " + message); }
 
-// Sets the source and the launch that attributes describe; returns an error message, or nothing.
-std::string read(ffi::Dictionary attributes, jit::Source* source, Launch* launch) {
-  const auto version = attributes.get<int64_t>("version");
-  if (!version.has_value() || *version != kCallVersion) {
-    return "this program was made by another version of jax_softmax: export it again";
-  }
-  const auto code = attributes.get<std::string_view>("code"), plan = attributes.get<std::string_view>("plan");
-  const auto blocks = attributes.get<int64_t>("blocks"), threads = attributes.get<int64_t>("threads"),
-             shared_bytes = attributes.get<int64_t>("shared_bytes");
-  if (!code.has_value() || !plan.has_value() || !blocks.has_value() || !threads.has_value() ||
-      !shared_bytes.has_value()) {
-    return "an attribute is missing";
-  }
-  *source = {std::string(*code), std::string(*plan)};
-  launch->blocks = *blocks;
-  launch->threads = static_cast<int>(*threads);
-  launch->shared_bytes = *shared_bytes;
-  return {};
+// Sets the call's kernel: found again, or planned, compiled and loaded.
+ffi::Error make_ready(const AttentionCall& call, int ordinal, const Ready** ready) {
+  const jit::Result<Device> device = device_of(ordinal);
+  if (!device) return failed(device.error.message);
+  const Key key = key_of(call, true, device.value, ordinal);
+  *ready = find_ready(key);
+  if (*ready) return ffi::Error::Success();
+
+  Step<jit::Source> step{};
+  if (const std::string message = plan_attention(call, device.value, &step); !message.empty()) return failed(message);
+  const jit::Result<const Ready*> loaded = load_kernels(key, {step}, 0, device.value, ordinal);
+  if (!loaded) return failed(loaded.error.message);
+  *ready = loaded.value;
+  return ffi::Error::Success();
 }
 
 ffi::Error initialize(int32_t ordinal, ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary attributes) {
-  jit::Source source;
-  Launch launch{};
-  if (const std::string message = read(attributes, &source, &launch); !message.empty()) return failed(message);
-  const auto kernel = jit::get(source, ordinal);
-  return kernel ? ffi::Error::Success() : failed(kernel.error.message);
+  AttentionCall call;
+  Buffers buffers;
+  if (ffi::Error error = read_custom_call(args, rets, attributes, &call, &buffers); error.failure()) return error;
+  const Ready* ready;
+  return make_ready(call, ordinal, &ready);
 }
 
 ffi::Error execute(jit::CUstream stream, int32_t ordinal, ffi::RemainingArgs args, ffi::RemainingRets rets,
                    ffi::Dictionary attributes) {
-  jit::Source source;
-  Launch launch{};
-  if (const std::string message = read(attributes, &source, &launch); !message.empty()) return failed(message);
-  std::vector<uintptr_t> words;
-  for (size_t k = 0; k < args.size(); ++k) {
-    words.push_back(reinterpret_cast<uintptr_t>(args.get<ffi::AnyBuffer>(k)->untyped_data()));
+  AttentionCall call;
+  Buffers buffers;
+  if (ffi::Error error = read_custom_call(args, rets, attributes, &call, &buffers); error.failure()) return error;
+  std::vector<void*> addresses = buffers.in;
+  addresses.insert(addresses.end(), buffers.out.begin(), buffers.out.end());
+  if (!begin_with_packs(addresses)) {  // rows are copied by whole packs
+    return failed("an operand does not begin at a multiple of 16 bytes");
   }
-  for (size_t k = 0; k < rets.size(); ++k) {
-    words.push_back(reinterpret_cast<uintptr_t>((*rets.get<ffi::AnyBuffer>(k))->untyped_data()));
-  }
-  for (const uintptr_t word : words) {
-    if (word % kAlignment != 0) return failed("an operand does not begin at a multiple of 16 bytes");
-  }
-  const auto kernel = jit::get(source, ordinal);
-  if (!kernel) return failed(kernel.error.message);
-  const jit::Error error = jit::launch(*kernel.value, launch, stream, words.data());
+  const Ready* ready;
+  if (ffi::Error error = make_ready(call, ordinal, &ready); error.failure()) return error;
+  const auto& [kernel, launch, rows] = ready->steps[0];
+  const jit::Error error = jit::launch(*kernel, launch, stream, addresses.data());
   return error ? failed(error.message) : ffi::Error::Success();
 }
 

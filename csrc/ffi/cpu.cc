@@ -39,39 +39,39 @@ struct FreesScratch {
 
 ffi::Error run(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary attributes) {
   Call call;
-  CallBuffers buffers;
-  if (ffi::Error error = read_custom_call(args, rets, attributes, &call, &buffers); error.failure()) return error;
+  Buffers buffers;
+  if (ffi::Error error = read_operator(args, rets, attributes, &call, &buffers); error.failure()) return error;
   const DType out = call.out.empty() ? call.in : call.out[0];
-  const Cost& cost = cost_of(call.op);
-  const size_t row_operands = call.n_known + cost.row_numbers + cost.labelled;  // come first among the sides
-  const bool fused = !call.load.empty() || !call.store.empty() || call.sides.size() > row_operands + call.masked();
+  const bool fused =
+      !call.load.empty() || !call.store.empty() || call.count(Role::kArray) + call.count(Role::kIndex) > 0;
   if (!facts_of(call.op).on_cpu || fused || !cpu::makes(call.in, out)) {
-    return ffi::Error::InvalidArgument("jax_softmax: " + describe(call) + ": there is no CPU kernel");
+    return invalid(describe(call) + ": there is no CPU kernel");
   }
   View view;
   std::vector<SideStrides> strides;
-  std::vector<std::vector<int64_t>> masks;
-  if (call.masked()) masks.push_back(call.sides.back().shape);
-  if (const std::string message = make_view(call.shape, masks, call.axes, &view, &strides); !message.empty()) {
-    return ffi::Error::InvalidArgument("jax_softmax: " + describe(call) + ": " + message);
+  if (const std::string message = make_view(call, &view, &strides); !message.empty()) {
+    return invalid(describe(call) + ": " + message);
   }
   const int64_t elements = view.elements();
   if (elements == 0) return ffi::Error::Success();
 
   cpu::Buffers pointers{};
-  std::copy(buffers.in.begin(), buffers.in.end(), pointers.in);
-  std::copy_n(buffers.side.begin(), call.n_known, pointers.known_row_results);
-  std::copy_n(buffers.side.begin() + call.n_known, cost.row_numbers, pointers.numbers);
-  if (cost.labelled) pointers.labels = static_cast<const int32_t*>(buffers.side[call.n_known + cost.row_numbers]);
-  if (call.masked()) {
-    pointers.mask = static_cast<const bool*>(buffers.side[row_operands]);
-    pointers.mask_strides = strides[0];
+  auto operand = buffers.in.begin(), result = buffers.out.begin();
+  const Cost& cost = cost_of(call.op);
+  for (int i = 0; i < cost.inputs; ++i) pointers.in[i] = *operand++;
+  const void** number = pointers.numbers;
+  for (size_t s = 0; s < call.sides.size(); ++s, ++operand) {
+    if (call.sides[s].role == Role::kNumber) *number++ = *operand;
+    if (call.sides[s].role == Role::kLabel) pointers.labels = static_cast<const int32_t*>(*operand);
+    if (call.sides[s].role != Role::kMask) continue;
+    pointers.mask = static_cast<const bool*>(*operand);
+    pointers.mask_strides = strides[s];
   }
-  if (!buffers.out.empty()) {
-    pointers.out = buffers.out[0];
+  if (cost.element_results) {
+    pointers.out = *result++;
     advise_huge_pages(pointers.out, elements * bytes_of(out));
   }
-  std::copy(buffers.row_results.begin(), buffers.row_results.end(), pointers.row_results);
+  std::copy_n(result, cost.row_results, pointers.row_results);
   const cpu::Variant& variant = cpu::variant();
   const int64_t threads = std::max<int64_t>(1, pool.num_threads());
   const cpu::Work work = variant.work(call.op, call.in, out, view, pointers, threads);

@@ -11,13 +11,10 @@ struct Staged {
   int lanes;          // that share a row
   int lane_elements;  // that a lane has registers for
   int threads;        // of a block
-  bool pairs;         // whether a lane has two neighbouring 16-bit elements at a time
-  int spread;         // a power of 2: the rows that the teams of a warp read at a time are this many apart
 
   template <class F>
   constexpr void each(F f) const {
     f("rows", rows), f("lanes", lanes), f("lane_elements", lane_elements), f("threads", threads);
-    f("pairs", pairs), f("spread", spread);
   }
 };
 

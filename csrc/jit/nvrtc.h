@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#include "core/gpu.h"
 #include "jit/driver.h"
 
 namespace jax_softmax::jit {
@@ -13,12 +14,6 @@ namespace jax_softmax::jit {
 extern const char* const kHeaderNames[];
 extern const char* const kHeaderTexts[];
 extern const int kHeaders;
-
-// A kernel's source.
-struct Source {
-  std::string code;  // includes embedded headers by name and defines one `extern "C" __global__ void kernel(...)`
-  std::string plan;  // one line that describes it, for messages
-};
 
 // NVRTC's types, declared here so that a build needs no CUDA toolkit.
 using nvrtcProgram = struct _nvrtcProgram*;

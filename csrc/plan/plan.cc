@@ -6,6 +6,8 @@ namespace jax_softmax {
 
 namespace {
 
+constexpr size_t kMostParameterWords = 4096 / 8;     // of a kernel's parameters
+constexpr int kMostRead = 31;                        // bits of kSidesRead (plan/source.cc)
 constexpr int64_t kMostElements = int64_t{1} << 56;  // far beyond any memory, so that sums of bytes fit 64 bits
 
 template <class... F>
@@ -20,6 +22,32 @@ bool scratch_is_little(const Plan& plan, const Problem& problem) {
 }
 
 }  // namespace
+
+std::string problem_of(const Call& call, Problem* problem) {
+  *problem = Problem{};
+  if (std::string message = make_view(call, &problem->view, &problem->sides); !message.empty()) return message;
+  const Cost& cost = problem->cost = cost_of(call.op);
+  if (split_lines(call.load).size() > static_cast<size_t>(cost.inputs)) {
+    return "`load` has more lines than the operator has operands";
+  }
+  if (call.count(Role::kArray) + call.count(Role::kIndex) > kMostRead) {
+    return "expressions read at most " + std::to_string(kMostRead) + " arrays and indices";
+  }
+  const size_t parameter_words = call.sides.size() + call.out.size() + cost.inputs + kMostRowResults + 2;
+  if (parameter_words > kMostParameterWords) return "too many operands";
+  problem->footprint.in_bytes = bytes_of(call.in);
+  problem->footprint.out_bytes = bytes_of(call.out.empty() ? call.in : call.out[0]);
+  problem->footprint.inputs = cost.inputs;
+  problem->footprint.state_bytes = cost.state_bytes;
+  problem->footprint.packs = true;
+  problem->footprint.row_operands = cost.row_results > 0 || cost.row_numbers > 0;
+  problem->float64 = arithmetic_of(call) == DType::kF64 ||
+                     std::any_of(call.sides.begin(), call.sides.end(),
+                                 [](const SideOperand& side) { return side.dtype == DType::kF64; });
+  problem->masked = call.count(Role::kMask) > 0;
+  problem->identity_load = call.load.empty();
+  return {};
+}
 
 std::optional<Plan> make_plan(const Problem& problem, const Device& device) {
   if (problem.view.elements() == 0 || problem.view.elements() > kMostElements) return {};
@@ -55,7 +83,11 @@ int64_t scratch_bytes(const Plan& plan, const Problem& problem) {
                     plan);
 }
 
-std::vector<Step> steps_of(const Plan& plan, const Problem& problem, const Device& device) {
+namespace {
+
+using Function = Step<const char*>;
+
+std::vector<Function> launches_of(const Plan& plan, const Problem& problem, const Device& device) {
   const View& view = problem.view;
   const int64_t rows = view.rows;
   const Footprint& footprint = problem.footprint;
@@ -63,22 +95,22 @@ std::vector<Step> steps_of(const Plan& plan, const Problem& problem, const Devic
                             const char* summing, const char* finishing) {
     Launch combine{ceil_div(rows_in_pieces, combining.rows_of_block()), Combining::kThreads};
     combine.overlaps = finish.overlaps = device.compute_capability >= 90;
-    std::vector<Step> steps{{summing, sum, rows}, {"combine_pieces", combine, rows_in_pieces}};
+    std::vector<Function> steps{{summing, sum, rows}, {"combine_pieces", combine, rows_in_pieces}};
     if (problem.cost.element_results) steps.push_back({finishing, finish, rows});
     return steps;
   };
   return std::visit(
       Overloaded{
-          [&](const Registers& p) -> std::vector<Step> {
+          [&](const Registers& p) -> std::vector<Function> {
             return {{"registers", {ceil_div(rows, p.rows_of_block()), p.threads}, rows}};
           },
-          [&](const Staged& p) -> std::vector<Step> {
+          [&](const Staged& p) -> std::vector<Function> {
             Launch launch{ceil_div(rows, p.rows), p.threads};
             launch.shared_bytes = geometry_of(view, p, footprint).shared_bytes;
             return {{"staged", launch, rows}};
           },
-          [&](const Chunks& p) -> std::vector<Step> { return {{"chunks", launch_of(p, problem), rows}}; },
-          [&](const Ring& p) -> std::vector<Step> {
+          [&](const Chunks& p) -> std::vector<Function> { return {{"chunks", launch_of(p, problem), rows}}; },
+          [&](const Ring& p) -> std::vector<Function> {
             constexpr int kClearing = 256;  // threads
             const int64_t words = words_of(p, rows, footprint);
             Launch launch{std::min<int64_t>(device.multiprocessors, ceil_div(rows * p.chunks, p.ticket)), p.threads()};
@@ -87,13 +119,13 @@ std::vector<Step> steps_of(const Plan& plan, const Problem& problem, const Devic
             launch.cooperative = true;
             return {{"clear_words", {words / kClearing + 1, kClearing}, words}, {"ring", launch, rows}};
           },
-          [&](const Tile& p) -> std::vector<Step> { return {{"tile", launch_of(p, problem, device), rows}}; },
-          [&](const Twice& p) -> std::vector<Step> {
+          [&](const Tile& p) -> std::vector<Function> { return {{"tile", launch_of(p, problem, device), rows}}; },
+          [&](const Twice& p) -> std::vector<Function> {
             const int64_t blocks = rows * p.blocks_of_row(runs_of(view, p.boundary, footprint));
             return combined(rows, combining_of(view, p, footprint), {rows * p.pieces, p.threads}, {blocks, p.threads},
                             "sum_pieces", "finish_pieces");
           },
-          [&](const TwiceTile& p) -> std::vector<Step> {
+          [&](const TwiceTile& p) -> std::vector<Function> {
             Launch sum = launch_of(p.tile, problem, device), finish = launch_of(p.smaller(), problem, device);
             const TileGeometry g = geometry_of(view, p.tile, footprint);
             if (p.one_block) {
@@ -108,6 +140,7 @@ std::vector<Step> steps_of(const Plan& plan, const Problem& problem, const Devic
       plan);
 }
 
+// "registers lanes=32 packs=4 ..."
 std::string describe(const Plan& plan) {
   std::string text = kScheduleNames[plan.index()];
   std::visit(
@@ -116,6 +149,18 @@ std::string describe(const Plan& plan) {
       },
       plan);
   return text;
+}
+
+}  // namespace
+
+std::vector<Step<jit::Source>> steps_of(const Plan& plan, const Problem& problem, const Call& call,
+                                        const Device& device) {
+  const std::string described = describe(plan) + ", " + describe(call);
+  std::vector<Step<jit::Source>> steps;
+  for (const Function& step : launches_of(plan, problem, device)) {
+    steps.push_back({{source_of(plan, step, problem, call), described}, step.launch, step.rows});
+  }
+  return steps;
 }
 
 }  // namespace jax_softmax

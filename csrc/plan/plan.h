@@ -38,10 +38,12 @@ struct Problem {
   Footprint footprint;
   bool float64;  // whether an array has that dtype, which no kernel has
   bool masked;
-  bool fused;          // whether there are expressions
   bool identity_load;  // whether `load` is empty: elements can be compared, and pads put among them, as they are in
                        // memory
 };
+
+// Sets the problem of a call whose operands are aligned to packs; returns an error message, or nothing.
+std::string problem_of(const Call& call, Problem* problem);
 
 using Plan = std::variant<Registers, Staged, Chunks, Ring, Tile, Twice, TwiceTile>;
 // In the order of Plan: schedules, and the headers of their kernels in device/.
@@ -67,18 +69,12 @@ std::optional<TwiceTile> plan_twice_tile(const Problem& problem, bool one_block)
 Launch launch_of(const Chunks& plan, const Problem& problem);
 Launch launch_of(const Tile& plan, const Problem& problem, const Device& device);
 
-// A kernel and its launch. A plan has one step or more, in order.
-struct Step {
-  const char* function;  // in device/
-  Launch launch;
-  int64_t rows;  // Operands::rows
-};
-std::vector<Step> steps_of(const Plan& plan, const Problem& problem, const Device& device);
+// The text of the kernel that runs a function of device/, which NVRTC compiles: a translation unit that defines
+// `kernel`.
+std::string source_of(const Plan& plan, const Step<const char*>& step, const Problem& problem, const Call& call);
 
-// The text of a step's kernel, which NVRTC compiles: a translation unit that defines `kernel`.
-std::string source_of(const Plan& plan, const Step& step, const Problem& problem, const Call& call);
-
-// "registers lanes=32 packs=4 ..."
-std::string describe(const Plan& plan);
+// A plan has one step or more, in order.
+std::vector<Step<jit::Source>> steps_of(const Plan& plan, const Problem& problem, const Call& call,
+                                        const Device& device);
 
 }  // namespace jax_softmax

@@ -1,4 +1,5 @@
 #include "plan/plan.h"
+#include "plan/printing.h"
 
 namespace jax_softmax {
 
@@ -9,16 +10,6 @@ constexpr const char* kElementTypes[kDTypes] = {"Float16",    "BFloat16", "float
                                                 "Float8E5M2", "Int8",     "UInt8", "Int32",  "Bool"};
 constexpr const char* kRoles[] = {"kArray", "kIndex", "kNumber", "kLabel", "kMask"};  // in the order of Role
 constexpr const char* kStructs[] = {"Registers", "Staged", "Chunks", "Ring", "Tile", "Twice", "TwiceTile"};
-
-std::string number(int64_t n) {
-  return n >= -(1ll << 31) && n < (1ll << 31) ? std::to_string(n) : std::to_string(n) + "ll";
-}
-
-template <class T>
-std::string constant(const std::string& name, T value) {
-  const char* const type = sizeof(T) == 1 ? "bool" : sizeof(T) == 8 ? "int64_t" : "int";
-  return std::string("  static constexpr ") + type + " " + name + " = " + number(value) + ";\n";
-}
 
 std::string braced(const int64_t* numbers, int n) {
   std::string text = "{";
@@ -57,8 +48,6 @@ std::string view_of(const Problem& problem) {
          braced(view.reduced) + ", " + (view.minor_reduced ? "true" : "false") + ", 0, " + number(view.columns) +
          "};\n" + constant("kWide", wide) + "};\n\n";
 }
-
-std::string type_of(DType type) { return kElementTypes[static_cast<int>(type)]; }
 
 // A member template `Type<k>`: the k-th of the dtypes.
 std::string types(const std::vector<DType>& dtypes) {
@@ -152,21 +141,31 @@ std::string store_of(const Call& call) {
 
 }  // namespace
 
-std::string source_of(const Plan& plan, const Step& step, const Problem& problem, const Call& call) {
-  const std::string function = step.function;
-  const int threads = step.launch.threads;
-  const std::string bounds =
-      step.launch.resident > 0 ? number(threads) + ", " + number(step.launch.resident) : number(threads);
+std::string number(int64_t n) {
+  return n >= -(1ll << 31) && n < (1ll << 31) ? std::to_string(n) : std::to_string(n) + "ll";
+}
+
+std::string type_of(DType type) { return kElementTypes[static_cast<int>(type)]; }
+
+std::string constant(const std::string& type, const std::string& name, const std::string& value) {
+  return "  static constexpr " + type + " " + name + " = " + value + ";\n";
+}
+
+std::string kernel_of(const Launch& launch, const std::string& operands, const std::string& body) {
+  const std::string resident = launch.resident > 0 ? ", " + number(launch.resident) : "";
+  return "\n}  // namespace jax_softmax::device\n\nextern \"C\" __global__ void __launch_bounds__(" +
+         number(launch.threads) + resident + ")\n    kernel(const __grid_constant__ " + operands +
+         " operands) {\n  using namespace jax_softmax::device;\n  " + body + "\n}\n";
+}
+
+std::string source_of(const Plan& plan, const Step<const char*>& step, const Problem& problem, const Call& call) {
+  const std::string function = step.kernel;
   const std::string head = std::string("#include \"device/") + kScheduleNames[plan.index()] + ".cuh\"\n\n" +
                            "namespace jax_softmax::device {\n\n";
   const auto count = [](size_t n) { return std::to_string(n); };
   const std::string operands = "jax_softmax::Operands<" + count(problem.cost.inputs) + ", " + count(call.sides.size()) +
                                ", " + count(call.out.size()) + ", " + count(problem.cost.row_results) + ">";
-  const auto kernel = [&](const std::string& body) {
-    return "\n}  // namespace jax_softmax::device\n\nextern \"C\" __global__ void __launch_bounds__(" + bounds +
-           ")\n    kernel(const __grid_constant__ " + operands +
-           " operands) {\n  using namespace jax_softmax::device;\n  " + body + "\n}\n";
-  };
+  const auto kernel = [&](const std::string& body) { return kernel_of(step.launch, operands, body); };
   if (function == "clear_words") return head + kernel("clear_words(operands.scratch, operands.rows);");
 
   const DType out = call.out.empty() ? call.in : call.out[0];

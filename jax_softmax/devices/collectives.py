@@ -1,19 +1,24 @@
 """Collectives of a device's program. It has no mesh: devices have the numbers that XLA gives them."""
 
+from typing import Any
+
 import jax
 import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from jax_softmax import _private
+from jax_softmax.primitives.types import Aval
 
 ir, stablehlo = _private.DIVISION.ir, _private.DIVISION.stablehlo
+
+Groups = tuple[tuple[int, ...], ...]  # the devices that work together
 
 all_reduce_p = Primitive("jax_softmax_all_reduce")
 all_reduce_p.def_abstract_eval(lambda value, *, kind, groups: value)
 
 
-def _all_reduce(ctx, value, *, kind, groups):
+def _all_reduce(ctx: mlir.LoweringRuleContext, value: Any, *, kind: str, groups: Groups) -> Any:
     reduce = stablehlo.AllReduceOp(
         [value.type],
         [value],
@@ -34,15 +39,17 @@ mlir.register_lowering(all_reduce_p, _all_reduce)
 all_to_all_p = Primitive("jax_softmax_all_to_all")
 
 
-@all_to_all_p.def_abstract_eval
-def _(a, *, groups, split, concatenated):
+def _type_of_all_to_all(a: Aval, *, groups: Groups, split: int, concatenated: int) -> Aval:
     shape = list(a.shape)
     shape[split] //= len(groups[0])
     shape[concatenated] *= len(groups[0])
     return a.update(shape=tuple(shape))
 
 
-def _all_to_all(ctx, a, *, groups, split, concatenated):
+all_to_all_p.def_abstract_eval(_type_of_all_to_all)
+
+
+def _all_to_all(ctx: mlir.LoweringRuleContext, a: Any, *, groups: Groups, split: int, concatenated: int) -> Any:
     return stablehlo.AllToAllOp(
         [a],
         split_dimension=ir.IntegerAttr.get(ir.IntegerType.get_signless(64), split),

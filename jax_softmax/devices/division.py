@@ -9,15 +9,19 @@ import json
 import math
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import jax
 import numpy as np
+from jax.extend.core import Primitive
 
 from jax_softmax import _kernels, _private
 from jax_softmax.devices import layouts, row_shards
 from jax_softmax.devices.collectives import all_to_all_p
+from jax_softmax.devices.layouts import Layout
 from jax_softmax.devices.partitioning import TARGET, warn_anyway
 from jax_softmax.primitives.operators import PRIMITIVES
+from jax_softmax.primitives.types import Shape
 
 
 def register() -> None:
@@ -30,7 +34,7 @@ def register() -> None:
     _private.DIVISION.register_plugin_callbacks(register_callbacks)
 
 
-def _unused_callback(*args):
+def _unused_callback(*args: Any) -> None:
     """GSPMD's question how to propagate shardings, which Shardy does not ask: it has the call's rule."""
     raise NotImplementedError
 
@@ -40,15 +44,13 @@ class DeviceProgram:
 
     axes: tuple[int, ...]  # the reduced dimensions
     undivided: tuple[int, ...] = ()  # dimensions of which each device needs all
-    dims_with_indices: Iterable[
-        int
-    ]  # dimensions whose indices are read, so that it matters where a device's shard begins
+    dims_with_indices: Iterable[int]  # whose indices are read, so that it matters where a device's shard begins
 
-    def on_whole_rows(self, layout: np.ndarray) -> Callable:
+    def on_whole_rows(self, layout: Layout) -> Callable[..., Any]:
         """The results as a function of a device's shards of the operands, if these have whole rows."""
         raise NotImplementedError
 
-    def on_row_shards(self, layout: np.ndarray, sharded_dims: list[int]) -> Callable:
+    def on_row_shards(self, layout: Layout, sharded_dims: list[int]) -> Callable[..., Any]:
         """The same if the layout divides rows, along these dimensions."""
         raise NotImplementedError
 
@@ -56,13 +58,13 @@ class DeviceProgram:
 class _OperatorProgram(DeviceProgram):
     dims_with_indices = ()
 
-    def __init__(self, primitive, shape, params):
+    def __init__(self, primitive: Primitive, shape: Shape, params: dict[str, Any]) -> None:
         self.axes, self._primitive, self._shape, self._params = params["axes"], primitive, shape, params
 
-    def on_whole_rows(self, layout):
+    def on_whole_rows(self, layout: Layout) -> Callable[..., Any]:
         return functools.partial(self._primitive.bind, axis_name=(), **self._params)
 
-    def on_row_shards(self, layout, sharded_dims):
+    def on_row_shards(self, layout: Layout, sharded_dims: list[int]) -> Callable[..., Any]:
         return row_shards.in_divided_program(self._primitive.name, self._params, self._shape, layout, sharded_dims)
 
 
@@ -70,21 +72,23 @@ class _OperatorProgram(DeviceProgram):
 PROGRAMS: dict[str, Callable[..., DeviceProgram]] = {}
 
 
-def _device_program(name, shape, params):
+def _device_program(name: str, shape: Shape, params: dict[str, Any]) -> DeviceProgram:
     if name in PROGRAMS:
         return PROGRAMS[name](**params)
     params = {key: tuple(value) if isinstance(value, list) else value for key, value in params.items()}
     return _OperatorProgram(PRIMITIVES[name], shape, params)
 
 
-def _divide(arg_shapes, arg_shardings, result_shape, result_sharding, config):
+def _divide(
+    arg_shapes: list[Any], arg_shardings: list[Any], result_shape: Any, result_sharding: Any, text: str | bytes
+) -> tuple[bytes, list[Any], Any]:
     """XLA's callback for a call that it divides: the device's program, and the shardings of operands and results.
 
     All operands and results get one layout, `_common_layout`. Operands that come in another one are brought to it: by
     XLA if that only takes slices of what each device has, by the device's program if it takes an all-to-all. (XLA can
     do the latter too, but JAX 0.12's gathers the operand, because a callback's shardings are not HloShardingV3.)
     """
-    config = json.loads(config)
+    config = json.loads(text)
     if config.get("version") != _kernels.CALL_VERSION:
         raise ValueError("this program was made by another version of jax_softmax: export it again")
     shape = tuple(config["shape"])
@@ -109,7 +113,7 @@ def _divide(arg_shapes, arg_shardings, result_shape, result_sharding, config):
     sharded_dims = [d for d in program.axes if layout.shape[d] > 1]
     call = program.on_row_shards(layout, sharded_dims) if sharded_dims else program.on_whole_rows(layout)
 
-    def call_after_moves(*shards):
+    def call_after_moves(*shards: jax.Array) -> Any:
         return call(*(all_to_all_p.bind(a, **move) if move else a for a, move in zip(shards, moves, strict=True)))
 
     specs = [
@@ -126,7 +130,7 @@ def _divide(arg_shapes, arg_shardings, result_shape, result_sharding, config):
     )
 
 
-def _divisible(layout, program, knows_devices):
+def _divisible(layout: Layout, program: DeviceProgram, knows_devices: bool) -> tuple[Layout, str | None]:
     """The layout without the divisions that the program does not do, and why it does not; None if it does them all."""
     divided, why = [d for d in program.undivided if layout.shape[d] > 1], None
     if divided:
@@ -141,7 +145,9 @@ def _divisible(layout, program, knows_devices):
     return layouts.projected(layout, [None if d in divided else d for d in range(layout.ndim - 1)]), why
 
 
-def _moves(operands, layout, knows_devices):
+def _moves(
+    operands: list["_Array"], layout: Layout, knows_devices: bool
+) -> tuple[list[Layout], list[dict[str, Any] | None], bool]:
     """For each operand the layout in which XLA hands it over, and the all-to-all, or None, from there to the common
     layout; and whether XLA has to do more for one of them than to slice what each device has."""
     operand_layouts, moves, left_to_xla = [], [], False
@@ -158,13 +164,13 @@ def _moves(operands, layout, knows_devices):
 class _Array:
     """An operand or a result of a call on x: which of x's dimensions it has, and its layout."""
 
-    def __init__(self, array, sharding, shape):
+    def __init__(self, array: Any, sharding: Any, shape: Shape) -> None:
         self.shape = tuple(array.dimensions())
         self.dims = layouts.matching_dims(self.shape, shape)
         self.layout = _layout(sharding, len(self.dims))
 
 
-def _common_layout(operands, results, shape):
+def _common_layout(operands: list["_Array"], results: list["_Array"], shape: Shape) -> Layout:
     """The layout of x that divides each dimension into as many shards as any operand or result has.
 
     If the same devices divide two dimensions, that one is divided which is so in a result of x's shape, or else in the
@@ -177,14 +183,14 @@ def _common_layout(operands, results, shape):
     return layout
 
 
-def _layout(sharding, ndim):
+def _layout(sharding: Any, ndim: int) -> Layout:
     if not sharding.is_tiled():
         return layouts.undivided(ndim)
     tiles = sharding.tile_assignment_dimensions()
     return np.reshape(sharding.tile_assignment_devices(), [*tiles[:ndim], -1])
 
 
-def _sharding(layout):
+def _sharding(layout: Layout) -> Any:
     if math.prod(layout.shape[:-1]) == 1:
         return _private.DIVISION.HloSharding.replicate()
     return _private.DIVISION.HloSharding.subgroup_with_device_ordering(
@@ -192,11 +198,11 @@ def _sharding(layout):
     )
 
 
-def _bytecode(function, specs, platform):
+def _bytecode(function: Callable[..., Any], specs: list[jax.ShapeDtypeStruct], platform: str) -> bytes:
     """The function as StableHLO for one device. It is lowered in a thread of its own, because this thread's settings
     must not matter: a mesh, or disable_jit. 64-bit dtypes are on, because the operands have their dtypes already."""
 
-    def stablehlo():
+    def stablehlo() -> Any:
         with jax.enable_x64(True):
             program = jax.jit(function, keep_unused=True).trace(*specs).lower(lowering_platforms=(platform,))
             return program.compiler_ir("stablehlo")

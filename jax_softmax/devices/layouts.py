@@ -5,38 +5,46 @@ along it, and a last one for devices that have the same shard. Shards have one s
 """
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
+
+from jax_softmax.primitives.types import Shape
+
+Layout = npt.NDArray[np.int64]
+Dims = Sequence[int | None]  # for each dimension, the one of another array that it is
 
 
-def matching_dims(shape, like):
+def matching_dims(shape: Shape, like: Shape) -> list[int | None]:
     """For each dimension of a shape that broadcasts to `like`: the dimension of `like` that it is, or None."""
     missing = len(like) - len(shape)
     return [d + missing if n == like[d + missing] else None for d, n in enumerate(shape)]
 
 
-def shard_shape(shape, layout):
+def shard_shape(shape: Shape, layout: Layout) -> list[int]:
     return [-(-n // shards) for n, shards in zip(shape, layout.shape[:-1], strict=True)]
 
 
-def undivided(ndim):
+def undivided(ndim: int) -> Layout:
     """The layout of an array that is whole, whichever devices have it."""
     return np.zeros([1] * (ndim + 1), np.int64)
 
 
-def projected(layout, dims):
+def projected(layout: Layout, dims: Dims) -> Layout:
     """The layout of an array whose dimensions are these of another one's; None is a dimension that is not divided."""
     named = [d for d in dims if d is not None]
     rest = [d for d in range(layout.ndim) if d not in named]
     return layout.transpose(named + rest).reshape([1 if d is None else layout.shape[d] for d in dims] + [-1])
 
 
-def are_same(a, b):
+def are_same(a: Layout, b: Layout) -> bool:
     """Whether each device has the same shard in both layouts."""
     return a.shape == b.shape and np.array_equal(_shard_indices(a), _shard_indices(b))
 
 
-def refined(layout, other, dims=None):
+def refined(layout: Layout, other: Layout, dims: Dims | None = None) -> Layout:
     """The layout with dimension dims[k] (or k) divided as dimension k of another layout, where that has more shards.
 
     A dimension stays as it is if shards would then be on unequal numbers of devices: the devices that would divide it
@@ -59,7 +67,7 @@ def refined(layout, other, dims=None):
     return order.reshape([*shards, -1])
 
 
-def all_to_all(source, target, shape):
+def all_to_all(source: Layout, target: Layout, shape: Shape) -> dict[str, Any] | None:
     """The parameters of the all-to-all that brings an array of this shape from layout `source` to `target`, or None.
 
     `groups` are the devices that exchange pieces with each other. Each divides its shard along dimension `split`, and
@@ -84,7 +92,7 @@ def all_to_all(source, target, shape):
     return {"groups": tuple(map(tuple, groups.tolist())), "split": split, "concatenated": concatenated}
 
 
-def _shard_indices(layout):
+def _shard_indices(layout: Layout) -> Layout:
     """For each dimension of the array: the number of each device's shard along it."""
     indices = np.empty((layout.ndim - 1, layout.size), np.int64)
     indices[:, layout.ravel()] = np.indices(layout.shape)[:-1].reshape(indices.shape)

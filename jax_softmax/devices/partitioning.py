@@ -12,19 +12,24 @@ as text, and no pointer: so exported programs and JAX's persistent cache keep wo
 import functools
 import json
 import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
+from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from jax_softmax import _kernels, _private
 from jax_softmax.devices import layouts, row_shards
+from jax_softmax.primitives.types import MeshAxes, Shape
 
 ir, stablehlo = _private.DIVISION.ir, _private.DIVISION.stablehlo
 
 TARGET = "jax_softmax_sharded"
+Rule = Callable[..., Any]  # of lowering, as `mlir.lower_fun` makes it
 
 
-def partitioned(primitive, platform, lower_local, lower_reference):
+def partitioned(primitive: Primitive, platform: str | None, lower_local: Rule, lower_reference: Rule) -> Rule:
     """A lowering rule for any number of devices and any axis_name, from two rules for one device without axis_name.
 
     `lower_local` is used for one device and by `division.py`. `lower_reference` lowers to jax.numpy, which XLA divides
@@ -34,7 +39,7 @@ def partitioned(primitive, platform, lower_local, lower_reference):
         functools.partial(row_shards.in_shard_map, primitive.name), multiple_results=primitive.multiple_results
     )
 
-    def rule(ctx, *operands, axis_name, **params):
+    def rule(ctx: mlir.LoweringRuleContext, *operands: Any, axis_name: MeshAxes, **params: Any) -> Any:
         if axis_name:
             return lower_in_shard_map(ctx, *operands, axis_name=axis_name, **params)
         if platform is None:
@@ -50,7 +55,14 @@ def partitioned(primitive, platform, lower_local, lower_reference):
     return rule
 
 
-def divided(ctx, operands, config, local, by_reference, shape=None):
+def divided(
+    ctx: mlir.LoweringRuleContext,
+    operands: Sequence[Any],
+    config: dict[str, Any],
+    local: Callable[[], Any],
+    by_reference: Callable[[], Any],
+    shape: Shape | None = None,
+) -> Any:
     """The results of a call: in a program for several devices, of a custom call that XLA divides.
 
     `config` has the name of the primitive, the platform that a device's program is for, and the primitive's parameters:
@@ -60,13 +72,14 @@ def divided(ctx, operands, config, local, by_reference, shape=None):
     devices = _private.devices_of(ctx)
     if devices == 1:
         return local()
-    shapes, results = ([aval.shape for aval in avals] for avals in (ctx.avals_in, ctx.avals_out))
+    avals_in: Sequence[Any] = ctx.avals_in
+    shapes, results = ([aval.shape for aval in avals] for avals in (avals_in, ctx.avals_out))
     if not _private.DIVISION.available:  # there was a warning when the package was imported
         return by_reference()
     if why := _why_undivided(shapes, devices):
         warn(f"{config['primitive']} runs without its kernel: {why}")
         return by_reference()
-    x, *others = ctx.avals_in
+    x, *others = avals_in
     shape = x.shape if shape is None else shape
     config = {**config, "shape": shape, "devices": devices, "version": _kernels.CALL_VERSION}
     # The results are laid out as x, and no other operand may change that; but where the results are of rows alone, an
@@ -87,7 +100,7 @@ def divided(ctx, operands, config, local, by_reference, shape=None):
     return call.results
 
 
-def _why_undivided(shapes, devices) -> str | None:
+def _why_undivided(shapes: list[Shape], devices: int | None) -> str | None:
     """Why a call cannot be divided, and what to do instead; or None if it can."""
     if devices is None:
         return f"JAX {jax.__version__} does not say for how many devices a program is. Upgrade jax_softmax"
@@ -98,7 +111,7 @@ def _why_undivided(shapes, devices) -> str | None:
     return None
 
 
-def _with_weaker_sharding(a):
+def _with_weaker_sharding(a: Any) -> Any:
     """The operand behind operations through which Shardy propagates its sharding after those of other operands.
 
     Where two operands divide the same dimension of the result by different mesh axes, Shardy leaves it whole, and XLA
@@ -112,31 +125,31 @@ def _with_weaker_sharding(a):
     return stablehlo.reshape(a.type, one)
 
 
-def sharding_rule(shape, shapes, results) -> str:
+def sharding_rule(shape: Shape, shapes: list[Shape], results: list[Shape]) -> str:
     """Shardy's rule for operands and results of these shapes, which all broadcast to `shape`.
 
     The rule treats reduced dimensions as any others: `division.py` sees to it that they may be sharded.
     """
-    sizes = []
+    sizes: list[str] = []
 
-    def factor(n):
+    def factor(n: int) -> str:
         k = len(sizes)
         name = chr(ord("i") + k) if k < 18 else f"z_{k - 17}"
         sizes.append(f"{name}={n}")
         return name
 
-    def factors_of(own):
+    def factors_of(own: Shape) -> str:
         dims = zip(layouts.matching_dims(own, shape), own, strict=True)
         return f"[{', '.join(factor(n) if d is None else factors[d] for d, n in dims)}]"
 
     factors = [factor(n) for n in shape]
-    operands, results = (", ".join(map(factors_of, group)) for group in (shapes, results))
-    return f"#sdy.op_sharding_rule<({operands})->({results}) {{{', '.join(sizes)}}}, custom>"
+    operands, made = (", ".join(map(factors_of, group)) for group in (shapes, results))
+    return f"#sdy.op_sharding_rule<({operands})->({made}) {{{', '.join(sizes)}}}, custom>"
 
 
 # ---- Warnings.
 
-_warned = set()
+_warned: set[str] = set()
 
 
 def warn(message: str) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 
 from jax_softmax import _private
 from jax_softmax.primitives.labels import LARGEST_LABEL
-from jax_softmax.primitives.types import sharded_as_well, types_tell_shardings
+from jax_softmax.primitives.types import Axes, Dtype, Mask, MeshAxes, Shape, sharded_as_well, types_tell_shardings
 
 Axis = int | Sequence[int] | np.ndarray | jax.Array | None
 AxisName = Hashable | Sequence[Hashable] | None
@@ -73,7 +73,10 @@ def varying_over(x: jax.Array, names: Iterable[Hashable]) -> jax.Array:
     missing = tuple(wanted - varying_axes(x))
     if not missing:
         return x
-    marked = jax.lax.pcast(x, missing, to="varying") if hasattr(jax.lax, "pcast") else jax.lax.pvary(x, missing)
+    if hasattr(jax.lax, "pcast"):
+        marked = jax.lax.pcast(x, missing, to="varying")
+    else:
+        marked = jax.lax.pvary(x, missing)  # type: ignore[attr-defined]  # JAX 0.8 has this instead
     # With check_vma off JAX 0.8 would still add up cotangents for it.
     return marked if varying_axes(marked) == wanted else x
 
@@ -138,7 +141,9 @@ def checked_bool(op: str, a: Any, argument: str) -> bool:
     return bool(a)
 
 
-def checked_axes_and_mask(op: str, x: jax.Array, axis: Any, where: Any, argument: str = "x"):
+def checked_axes_and_mask(
+    op: str, x: jax.Array, axis: Any, where: Any, argument: str = "x"
+) -> tuple[Axes, Mask, Shape]:
     """The sorted axes, the mask, and the shape of the result."""
     shape = x.shape
     if where is not None:
@@ -153,7 +158,9 @@ def checked_axes_and_mask(op: str, x: jax.Array, axis: Any, where: Any, argument
     return tuple(sorted(checked_axes(op, len(shape), axis))), where, shape
 
 
-def prepared(name, x, axis, where, axis_name, argument="x", may_enlarge=True):
+def prepared(
+    name: str, x: Any, axis: Any, where: Any, axis_name: Any, argument: str = "x", may_enlarge: bool = True
+) -> tuple[jax.Array, Mask, Axes, MeshAxes, Dtype]:
     """For operators with results of rows: x in a dtype that has kernels, the mask, the sorted axes and the names of
     mesh axes, all as primitives take them; and the dtype that a result of x's shape would have.
 

@@ -2,10 +2,11 @@
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.typing import ArrayLike
 
 from jax_softmax.functions import arguments
@@ -14,11 +15,10 @@ from jax_softmax.primitives import reference
 from jax_softmax.primitives.operators import bind
 from jax_softmax.primitives.reference import Normalizer
 from jax_softmax.primitives.rows import fill_empty_rows, is_zero, lse_tangent, row_normalizer, row_sum
+from jax_softmax.primitives.types import Axes, Mask, MeshAxes
 
 
-def entropy(
-    logits: ArrayLike, axis: Axis = -1, where: ArrayLike | None = None, *, axis_name: AxisName = None
-) -> jax.Array:
+def entropy(logits: ArrayLike, axis: Axis = -1, where: ArrayLike | None = None, *, axis_name: AxisName = None) -> Array:
     """Entropy of softmax(logits) along axis, in nats: -sum(p log p).
 
     On CUDA the logits are read once, and nothing of their size is written. The backward pass reads the logits again and
@@ -48,14 +48,14 @@ def entropy(
 
 
 @functools.partial(jax.jit, static_argnums=(1, 3), inline=True)
-def _entropy(logits, axis, where, axis_name):
+def _entropy(logits: ArrayLike, axis: Axis, where: ArrayLike | None, axis_name: AxisName) -> Array:
     x, where, axes, axis_name, _ = arguments.prepared(
         "entropy", logits, axis, where, axis_name, argument="logits", may_enlarge=False
     )
     return row_entropies(x, where, axes, axis_name)
 
 
-def row_entropies(x, where, axes, axis_name):
+def row_entropies(x: Array, where: Mask, axes: Axes, axis_name: MeshAxes) -> Array:
     """The entropies of logits of a dtype that has kernels."""
     entropies, *rows = bind("entropy", x, where=where, axes=axes, axis_name=axis_name)
     return _finish_rows(entropies, Normalizer(*rows), x, where, axes, axis_name)
@@ -68,7 +68,7 @@ def kl_divergence(
     where: ArrayLike | None = None,
     *,
     axis_name: AxisName = None,
-) -> jax.Array:
+) -> Array:
     """Kullback-Leibler divergence along axis, in nats, of p = softmax(logits_p) from q = softmax(logits_q):
     sum(p (log p - log q)).
 
@@ -98,7 +98,9 @@ def kl_divergence(
 
 
 @functools.partial(jax.jit, static_argnums=(2, 4), inline=True)
-def _kl_divergence(logits_p, logits_q, axis, where, axis_name):
+def _kl_divergence(
+    logits_p: ArrayLike, logits_q: ArrayLike, axis: Axis, where: ArrayLike | None, axis_name: AxisName
+) -> Array:
     name = "kl_divergence"
     both = [
         (argument, arguments.checked_real_array(name, logits, argument))
@@ -123,7 +125,9 @@ def _kl_divergence(logits_p, logits_q, axis, where, axis_name):
     return _finish_rows(result, normalizer, p, mask, axes, names)
 
 
-def _finish_rows(result, normalizer, x, where, axes, axis_name):
+def _finish_rows(
+    result: Array, normalizer: Normalizer, x: Array, where: Mask, axes: Axes, axis_name: MeshAxes
+) -> Array:
     """The result without the reduced axes: 0 in rows without classes, NaN in rows of nothing but -inf."""
     if math.prod(x.shape[d] for d in axes) == 0 and not axis_name:
         return jax.lax.squeeze(jnp.zeros_like(result), axes)
@@ -135,13 +139,13 @@ def _finish_rows(result, normalizer, x, where, axes, axis_name):
 
 
 class Divergence(NamedTuple):
-    divergence: jax.Array
+    divergence: Array
     normalizer_x: Normalizer
     normalizer_y: Normalizer
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def divergence(axes, axis_name, x, y, where):
+def divergence(axes: Axes, axis_name: MeshAxes, x: Array, y: Array, where: Mask) -> Divergence:
     """sum(p (log p - log q)) over each row, of p = softmax(x) and q = softmax(y), and both normalizers."""
     normalizer_y = row_normalizer(y, where, axes, axis_name).without_infinity()
     operands = x, y, normalizer_y.largest, normalizer_y.log_sum
@@ -150,13 +154,13 @@ def divergence(axes, axis_name, x, y, where):
 
 
 @functools.partial(divergence.defjvp, symbolic_zeros=True)
-def _divergence_jvp(axes, axis_name, primals, tangents):
+def _divergence_jvp(axes: Axes, axis_name: MeshAxes, primals: Any, tangents: Any) -> tuple[Divergence, Divergence]:
     x, y, where = primals
     result = divergence(axes, axis_name, x, y, where)
     x_dot, y_dot = (None if is_zero(t) else t for t in tangents[:2])
     zeros = jnp.zeros_like(result.divergence)
 
-    def normalizer_dot(x, normalizer, t):
+    def normalizer_dot(x: Array, normalizer: Normalizer, t: Array | None) -> Normalizer:
         if t is None:
             return Normalizer(zeros, zeros)
         return Normalizer(zeros, normalizer.sum_exp * lse_tangent(x, normalizer, t, where, axes, axis_name))
@@ -168,7 +172,16 @@ def _divergence_jvp(axes, axis_name, primals, tangents):
 
 
 @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=(6, 7))
-def _divergence_tangent(x, y, result, x_dot, y_dot, where, axes, axis_name):
+def _divergence_tangent(
+    x: Array,
+    y: Array,
+    result: Divergence,
+    x_dot: Array | None,
+    y_dot: Array | None,
+    where: Mask,
+    axes: Axes,
+    axis_name: MeshAxes,
+) -> Array:
     """sum(p (log p - log q - divergence) x_dot + (q - p) y_dot) over each row."""
     (divergence,) = fill_empty_rows([result.divergence], where, axes, axis_name)
     log_p = reference.log_probabilities(x, result.normalizer_x, where)

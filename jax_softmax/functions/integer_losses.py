@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from jax_softmax.functions import arguments
 from jax_softmax.primitives import reference
@@ -16,7 +17,7 @@ from jax_softmax.primitives.labels import has_label, label_elements
 from jax_softmax.primitives.operators import Coefficients, bind
 from jax_softmax.primitives.reference import Normalizer
 from jax_softmax.primitives.rows import is_zero, row_normalizer, row_sum
-from jax_softmax.primitives.types import rows_sharded_as
+from jax_softmax.primitives.types import Axes, Dtype, MeshAxes, rows_sharded_as
 
 # ---- The arguments label_smoothing and z_loss.
 
@@ -31,27 +32,31 @@ class _Constant:
     value: float
 
 
+Number = _Constant | Array | None
+
+
 class Regularization(NamedTuple):
     """None stands for the number 0: nothing is computed for it."""
 
-    label_smoothing: _Constant | jax.Array | None
-    z_loss: _Constant | jax.Array | None
-
-    def as_arrays(self, dtype):
-        def converted(value):
-            return jnp.asarray(value.value if isinstance(value, _Constant) else value, dtype)
-
-        return Regularization(*(None if value is None else converted(value) for value in self))
+    label_smoothing: Array | None
+    z_loss: Array | None
 
 
-def checked_regularization(name: str, label_smoothing: Any, z_loss: Any) -> Regularization:
-    return Regularization(
+def as_arrays(numbers: tuple[Number, Number], dtype: Dtype) -> Regularization:
+    def converted(number: _Constant | Array) -> Array:
+        return jnp.asarray(number.value if isinstance(number, _Constant) else number, dtype)
+
+    return Regularization(*(None if number is None else converted(number) for number in numbers))
+
+
+def checked_regularization(name: str, label_smoothing: Any, z_loss: Any) -> tuple[Number, Number]:
+    return (
         _checked_number(name, "label_smoothing", label_smoothing, 0, 1),
         _checked_number(name, "z_loss", z_loss, -_LARGEST_NUMBER, _LARGEST_NUMBER),
     )
 
 
-def _checked_number(name: str, argument: str, value: Any, least: float, most: float) -> _Constant | jax.Array | None:
+def _checked_number(name: str, argument: str, value: Any, least: float, most: float) -> Number:
     if isinstance(value, int | float | np.integer | np.floating):
         if not least <= value <= most:
             raise ValueError(f"{name}: {argument} must be a number from {least} to {most}, got {value}.")
@@ -68,17 +73,17 @@ def _checked_number(name: str, argument: str, value: Any, least: float, most: fl
 class Labelled(NamedTuple):
     """Logits and the labels of their rows."""
 
-    x: jax.Array
-    label: jax.Array  # as in `labels.py`
-    found: jax.Array  # whether a row has a label, on this device or another one
-    where: jax.Array | None
+    x: Array
+    label: Array  # as in `labels.py`
+    found: Array  # whether a row has a label, on this device or another one
+    where: Array | None
 
 
 class Mode(NamedTuple):
     """How losses and their gradient are computed."""
 
-    axes: tuple
-    axis_name: tuple
+    axes: Axes
+    axis_name: MeshAxes
     # Whether the result is the sum of the losses. If so, and without an axis_name, differentiation computes the
     # gradient by the logits together with the losses. In all other cases the backward pass computes it.
     summed: bool = False
@@ -88,38 +93,38 @@ class Mode(NamedTuple):
 class _Values(NamedTuple):
     """The values of rows that losses are computed from, 0 in rows that do not count."""
 
-    loss: jax.Array  # lse - logit, where logit is the label's
-    lse: jax.Array | None  # only with z_loss
-    above_mean: jax.Array | None  # logit - mean of the row's logits; only with label_smoothing
+    loss: Array  # lse - logit, where logit is the label's
+    lse: Any  # None without z_loss
+    above_mean: Any  # logit - mean of the row's logits; None without label_smoothing
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def weighted_losses(mode, labelled, weights, regularization):
+def weighted_losses(mode: Mode, labelled: Labelled, weights: Array, regularization: Regularization) -> Array:
     """The losses times their weights, which are 0 in rows without a label; with `mode.summed` the sum of these."""
     values = _values(mode, labelled, weights, regularization, *_loss_and_normalizer(mode, labelled))
     return _summed(mode, _regularized(values, regularization) * weights)
 
 
-def _summed(mode, losses):
+def _summed(mode: Mode, losses: Array) -> Array:
     return jnp.sum(losses) if mode.summed else losses
 
 
 @functools.partial(weighted_losses.defjvp, symbolic_zeros=True)
-def _weighted_losses_jvp(mode, primals, tangents):
+def _weighted_losses_jvp(mode: Mode, primals: Any, tangents: Any) -> tuple[Array, Array]:
     labelled, weights, regularization = primals
     (t, *_), weights_dot, regularization_dot = tangents
-    gradient = None
+    gradient = distance_sum = None
     if mode.summed and not mode.axis_name and not is_zero(t):
-        gradient, *loss_and_rows = _gradient_and_loss(mode, labelled, weights, regularization)
+        gradient, loss, normalizer, distance_sum = _gradient_and_loss(mode, labelled, weights, regularization)
     else:
-        loss_and_rows = _loss_and_normalizer(mode, labelled)
-    values = _values(mode, labelled, weights, regularization, *loss_and_rows)
+        loss, normalizer = _loss_and_normalizer(mode, labelled)
+    values = _values(mode, labelled, weights, regularization, loss, normalizer, distance_sum)
     losses, dots = _regularized(values, regularization), []
     if gradient is not None:
         dots.append(inner_product(gradient, t))
     elif not is_zero(t):
         x, label, _, where = labelled
-        coefficients, normalizer = _coefficients(mode, labelled, weights, regularization), loss_and_rows[1]
+        coefficients = _coefficients(mode, labelled, weights, regularization)
         row_dots = tangent(x, normalizer, coefficients, label, t, where, mode.axes, mode.axis_name, mode.in_place)
         dots.append(_summed(mode, row_dots))
     if not is_zero(weights_dot):
@@ -133,7 +138,7 @@ def _weighted_losses_jvp(mode, primals, tangents):
     return result, arguments.varying_over(dot, arguments.varying_axes(result))
 
 
-def _loss_and_normalizer(mode, labelled):
+def _loss_and_normalizer(mode: Mode, labelled: Labelled) -> tuple[Array, Normalizer]:
     """lse - logit of each row, without regularization, and the rows' normalizer."""
     x, label, _, where = labelled
     if not mode.axis_name:
@@ -145,7 +150,9 @@ def _loss_and_normalizer(mode, labelled):
     return normalizer.log_sum - jax.lax.psum(distance, mode.axis_name), normalizer
 
 
-def _gradient_and_loss(mode, labelled, weights, regularization):
+def _gradient_and_loss(
+    mode: Mode, labelled: Labelled, weights: Array, regularization: Regularization
+) -> tuple[Array, Array, Normalizer, Array | None]:
     """The gradient of the sum of weighted losses, `_loss_and_normalizer`, and the sum of x - largest over each row, or
     None: it is for label smoothing, and there is a kernel for it if float32 can count a row's elements."""
     x, label, _, where = labelled
@@ -164,13 +171,22 @@ def _gradient_and_loss(mode, labelled, weights, regularization):
     op = "cross_entropy_gradient" + reference.AND_DISTANCES * with_distances
     operands = x, *coefficients, label
     gradient, *rows = bind(op, *operands, where=where, axes=mode.axes, in_place=mode.in_place)
-    normalizer, sum_and_count = Normalizer(*rows[:2]), rows[2:]
-    distance_sum = reference.distance_sum_of_all(*sum_and_count, _classes(mode, labelled)) if sum_and_count else None
+    normalizer, distance_sum = Normalizer(*rows[:2]), None
+    if with_distances:
+        distance_sum = reference.distance_sum_of_all(rows[2], rows[3], _classes(mode, labelled))
     distance = reference.select(rows_sharded_as(x, labelled.found), reference.distances(logit, normalizer), 0)
     return gradient, normalizer.log_sum - distance, normalizer, distance_sum
 
 
-def _values(mode, labelled, weights, regularization, loss, normalizer, distance_sum=None):
+def _values(
+    mode: Mode,
+    labelled: Labelled,
+    weights: Array,
+    regularization: Regularization,
+    loss: Array,
+    normalizer: Normalizer,
+    distance_sum: Array | None = None,
+) -> _Values:
     """The values of rows. A row counts if it has a label, and a weight other than 0 or only finite values."""
     above_mean = None
     if regularization.label_smoothing is not None:
@@ -184,7 +200,7 @@ def _values(mode, labelled, weights, regularization, loss, normalizer, distance_
     return jax.tree.map(lambda value: reference.select(counts, value, 0), values)
 
 
-def _regularized(values, regularization):
+def _regularized(values: _Values, regularization: Regularization) -> Array:
     """Each row's loss, without its weight."""
     losses = values.loss
     if regularization.label_smoothing is not None:
@@ -194,7 +210,7 @@ def _regularized(values, regularization):
     return losses
 
 
-def _coefficients(mode, labelled, weights, regularization):
+def _coefficients(mode: Mode, labelled: Labelled, weights: Array, regularization: Regularization) -> Coefficients:
     """The coefficients of the gradient of the sum of weighted losses."""
     smoothing, z_loss = regularization
     zeros = jnp.zeros_like(weights)
@@ -207,7 +223,7 @@ def _coefficients(mode, labelled, weights, regularization):
     return Coefficients(*(jnp.broadcast_to(c, weights.shape) for c in coefficients))
 
 
-def _classes(mode, labelled):
+def _classes(mode: Mode, labelled: Labelled) -> Array | int:
     """The number of classes of each row that are not masked, at least 1; without a mask one number for all."""
     x, where = labelled.x, labelled.where
     if where is None:
@@ -216,12 +232,12 @@ def _classes(mode, labelled):
     return jnp.maximum(jax.lax.psum(count, mode.axis_name) if mode.axis_name else count, 1)
 
 
-def _elements(mode, x):
+def _elements(mode: Mode, x: Array) -> int:
     return math.prod(x.shape[d] for d in mode.axes)
 
 
 # With checkpoint a backward pass gets both arrays as they are, and not in the dtype of the arithmetic.
 @functools.partial(jax.checkpoint, prevent_cse=False)
-def inner_product(a, b):
+def inner_product(a: Array, b: Array) -> Array:
     """The sum of a b."""
     return jnp.sum(reference.widened(a) * reference.widened(b))

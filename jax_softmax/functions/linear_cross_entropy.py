@@ -2,11 +2,13 @@
 
 import functools
 import math
-from typing import Literal, NamedTuple, TypedDict, Unpack, overload
+from collections.abc import Callable, Collection
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_softmax.functions import arguments
@@ -15,7 +17,9 @@ from jax_softmax.functions.entropies import row_entropies
 from jax_softmax.functions.integer_losses import (
     Labelled,
     Mode,
+    Number,
     Regularization,
+    as_arrays,
     checked_regularization,
     inner_product,
     weighted_losses,
@@ -25,7 +29,7 @@ from jax_softmax.primitives import reference
 from jax_softmax.primitives.labels import label_of_rows
 from jax_softmax.primitives.product import product, several_devices_p
 from jax_softmax.primitives.rows import is_zero, row_normalizer
-from jax_softmax.primitives.types import rows_sharded_as, sharded_as_well, types_tell_shardings
+from jax_softmax.primitives.types import MeshAxes, Shape, rows_sharded_as, sharded_as_well, types_tell_shardings
 
 _NAME = "linear_cross_entropy"
 _CHUNK_BYTES = 1 << 29  # at most, of the logits of a chunk
@@ -34,8 +38,8 @@ _CHUNK_BYTES = 1 << 29  # at most, of the logits of a chunk
 class TokenLosses(NamedTuple):
     """The losses of tokens, and the entropies of their distributions."""
 
-    losses: jax.Array
-    entropies: jax.Array | None
+    losses: Array
+    entropies: Array | None
 
 
 class Layer(NamedTuple):
@@ -49,12 +53,14 @@ class Layer(NamedTuple):
     temperature: float
     changes_logits: bool  # whether logits are more than the product x·w
     chunk: int | None
-    axis_name: tuple
-    reduction: str | None
+    axis_name: MeshAxes
+    reduction: Reduction
     summed: bool  # whether a chunk's losses are added up, and gradients computed, right after its logits
     return_entropy: bool
 
 
+Named = dict[str, Any]
+OfChunk = Callable[[Named], tuple[Any, Named]]  # values of tokens, and sums over tokens
 # The arrays of a call, by name: those with values of tokens have the vocabulary's dimension with extent 1, but for a
 # `label` of a floating dtype, which has a probability for each word. `wide` is w in the dtype in which its gradient is
 # added up: derivatives are by `wide` (see `product`).
@@ -89,7 +95,7 @@ def linear_cross_entropy(
     reduction: Reduction = ...,
     return_entropy: Literal[False] = ...,
     **options: Unpack[_Options],
-) -> jax.Array: ...
+) -> Array: ...
 @overload
 def linear_cross_entropy(
     x: ArrayLike,
@@ -102,14 +108,8 @@ def linear_cross_entropy(
 ) -> TokenLosses: ...
 @overload
 def linear_cross_entropy(
-    x: ArrayLike,
-    w: ArrayLike,
-    labels: ArrayLike,
-    *,
-    reduction: None,
-    return_entropy: bool,
-    **options: Unpack[_Options],
-) -> jax.Array | TokenLosses: ...
+    x: ArrayLike, w: ArrayLike, labels: ArrayLike, *, reduction: None, return_entropy: bool, **options: Unpack[_Options]
+) -> Array | TokenLosses: ...
 def linear_cross_entropy(
     x: ArrayLike,
     w: ArrayLike,
@@ -130,7 +130,7 @@ def linear_cross_entropy(
     accumulate_dtype: DTypeLike | None = None,
     chunk: int | None = None,
     axis_name: AxisName = None,
-) -> jax.Array | TokenLosses:
+) -> Array | TokenLosses:
     """Cross entropy of the logits x·w and labels, with little memory for logits.
 
     The last layer of a language model and its loss: `cross_entropy_loss(logits, labels)` of::
@@ -218,7 +218,16 @@ def linear_cross_entropy(
 
 
 @functools.partial(jax.jit, static_argnums=(0,), inline=True)
-def _linear_cross_entropy(layer, x, w, labels, bias, weights, class_weights, regularization):
+def _linear_cross_entropy(
+    layer: Layer,
+    x: Array,
+    w: Array,
+    labels: Array,
+    bias: Array | None,
+    weights: Array | None,
+    class_weights: Array | None,
+    regularization: tuple[Number, Number],
+) -> Array | TokenLosses:
     axes, dtype = (x.ndim - 1,), reference.wide_dtype(layer.logits_dtype)
     shape = (*x.shape[:-1], w.shape[1 - layer.contracted])
     classes = arguments.checked_classes(_NAME, shape, axes, layer.axis_name)
@@ -230,7 +239,7 @@ def _linear_cross_entropy(layer, x, w, labels, bias, weights, class_weights, reg
     bias = None if bias is None else bias.astype(dtype)
     weights = row_weights(_NAME, labels, found, classes, axes, weights, class_weights, layer.reduction, dtype)
     arrays = {"x": x, "w": w, "wide": w, "bias": bias, "weights": rows_sharded_as(x, weights)}
-    arrays |= {"label": label, "found": found, **regularization.as_arrays(dtype)._asdict()}
+    arrays |= {"label": label, "found": found, **as_arrays(regularization, dtype)._asdict()}
     token_losses, sums = _layer_losses(layer, _varying(layer, arrays))
     if layer.summed:
         return sums["loss"]
@@ -239,11 +248,11 @@ def _linear_cross_entropy(layer, x, w, labels, bias, weights, class_weights, reg
     return TokenLosses(losses, token_losses.entropies) if layer.return_entropy else losses
 
 
-def _are_probabilities(labels):
+def _are_probabilities(labels: Array) -> bool:
     return jnp.issubdtype(labels.dtype, jnp.floating)
 
 
-def _varying(layer, arrays):
+def _varying(layer: Layer, arrays: Named) -> Named:
     """The arrays, in their types varying over the same mesh axes, so that a device's terms of a gradient are added to
     those of others at the end. Only what belongs to a shard of the vocabulary varies along axis_name."""
     names = frozenset().union(*map(arguments.varying_axes, jax.tree.leaves(arrays))) - set(layer.axis_name)
@@ -256,12 +265,12 @@ def _varying(layer, arrays):
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _layer_losses(layer, arrays):
+def _layer_losses(layer: Layer, arrays: Named) -> tuple[Any, Named]:
     return _over_chunks(layer, (), functools.partial(_chunk_losses, layer), arrays)
 
 
 @functools.partial(_layer_losses.defjvp, symbolic_zeros=True)
-def _layer_losses_jvp(layer, primals, tangents):
+def _layer_losses_jvp(layer: Layer, primals: Any, tangents: Any) -> tuple[Any, Any]:
     (arrays,), (dots,) = primals, tangents
     dots = {name: dots[name] for name in _REAL if not is_zero(dots[name])}
     if not layer.summed:  # the transpose of this computes each chunk's logits again
@@ -277,7 +286,7 @@ def _layer_losses_jvp(layer, primals, tangents):
     is_shared = names <= varying(arrays["x"]) and not names & varying(loss)
     losses = 1 if is_shared else math.prod(map(jax.lax.axis_size, names))
 
-    def along(name):
+    def along(name: str) -> Array:
         dot = inner_product(gradients[name], dots[name]).astype(loss.dtype)
         has_terms = names and (not is_shared or name in _SHARDED_GRADIENTS)
         return jax.lax.psum(dot, layer.axis_name) / losses if has_terms else dot
@@ -288,13 +297,13 @@ def _layer_losses_jvp(layer, primals, tangents):
 # ---- A chunk of tokens
 
 
-def _chunk_losses(layer, arrays):
+def _chunk_losses(layer: Layer, arrays: Named) -> tuple[Any, Named]:
     if not layer.summed:
         return _token_losses(layer, arrays), {}
     return {}, {"loss": _losses(layer, arrays, _logits(layer, arrays), summed=True, in_place=True)}
 
 
-def _chunk_loss_and_gradients(layer, names, arrays):
+def _chunk_loss_and_gradients(layer: Layer, names: Collection[str], arrays: Named) -> tuple[Named, Named]:
     """The loss, and its gradients by the arrays of these names."""
     changed = {name: arrays[name] for name in names}
     loss, pullback = jax.vjp(lambda changed: _chunk_losses(layer, arrays | changed)[1]["loss"], changed)
@@ -304,14 +313,14 @@ def _chunk_loss_and_gradients(layer, names, arrays):
 
 # With checkpoint a backward pass gets x and w, and no logits.
 @functools.partial(jax.checkpoint, static_argnums=(0,))
-def _token_losses(layer, arrays):
+def _token_losses(layer: Layer, arrays: Named) -> TokenLosses:
     logits = _logits(layer, arrays)
     losses = _losses(layer, arrays, logits, in_place=not layer.return_entropy)
     axes = (logits.ndim - 1,)
     return TokenLosses(losses, row_entropies(logits, None, axes, layer.axis_name) if layer.return_entropy else None)
 
 
-def _losses(layer, arrays, logits, **options):
+def _losses(layer: Layer, arrays: Named, logits: Array, **options: bool) -> Array:
     """The tokens' losses times their weights, or the sum of these. The options are those of `Mode`."""
     mode = Mode((logits.ndim - 1,), layer.axis_name, **options)
     label, weights = arrays["label"], arrays["weights"]
@@ -329,14 +338,14 @@ def _losses(layer, arrays, logits, **options):
     return jnp.sum(losses * weights) if mode.summed else losses * weights
 
 
-def _logits(layer, arrays):
+def _logits(layer: Layer, arrays: Named) -> Array:
     logits = product(arrays["x"], arrays["w"], arrays["wide"], contracted=layer.contracted, dtype=layer.logits_dtype)
     return _changed(layer, logits, arrays["bias"]) if layer.changes_logits else logits
 
 
 # With checkpoint a backward pass gets the product, and nothing in the dtype of the arithmetic.
 @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=(0,))
-def _changed(layer, product, bias):
+def _changed(layer: Layer, product: Array, bias: Array | None) -> Array:
     """soft_cap tanh((product + bias) / soft_cap) / temperature"""
     logits = reference.widened(product)
     logits = logits if bias is None else logits + jnp.broadcast_to(bias, logits.shape)
@@ -347,7 +356,7 @@ def _changed(layer, product, bias):
 # ---- Chunks
 
 
-def _over_chunks(layer, names, of_chunk, arrays):
+def _over_chunks(layer: Layer, names: Collection[str], of_chunk: OfChunk, arrays: Named) -> tuple[Any, Named]:
     """`of_chunk(arrays)` for all tokens: for one chunk after the other, or for all at once.
 
     `names` are the arrays whose gradients are computed. Unless the caller asks for chunks, a program that XLA divides
@@ -370,7 +379,7 @@ def _over_chunks(layer, names, of_chunk, arrays):
     return jax.lax.cond(several_devices_p.bind(), lambda: of_chunk(arrays), one_by_one)
 
 
-def split_of(shape, logit_bytes, sum_bytes, chunk=None):
+def split_of(shape: Shape, logit_bytes: int, sum_bytes: int, chunk: int | None = None) -> tuple[int, int] | None:
     """The dimension of tokens of this shape that is split, and a chunk's extent along it; None if there are no chunks.
 
     Chunks are taken if they save memory, or if the caller asks for them. `logit_bytes` are those of one token's logits,
@@ -387,7 +396,7 @@ def split_of(shape, logit_bytes, sum_bytes, chunk=None):
     return (dim, size) if size < extent and (saves or chunk is not None) else None
 
 
-def _one_by_one(of_chunk, dim, size, names, arrays):
+def _one_by_one(of_chunk: OfChunk, dim: int, size: int, names: Collection[str], arrays: Named) -> tuple[Any, Named]:
     """`of_chunk` of one chunk after the other, `size` tokens each along dimension `dim`.
 
     Chunk i of n has the tokens i, i + n, i + 2 n, ...: if tokens are sharded, each device has a part of every chunk.
@@ -397,22 +406,22 @@ def _one_by_one(of_chunk, dim, size, names, arrays):
     extent, w = arrays["x"].shape[dim], arrays["w"]
     count = -(-extent // size)
 
-    def divided(a):
+    def divided(a: Array) -> Array:
         missing = [(0, count * size - extent if d == dim else 0) for d in range(a.ndim)]
         a = jnp.pad(a, missing) if extent % size else a
         return a.reshape(*a.shape[:dim], size, count, *a.shape[dim + 1 :])
 
-    def joined(first, others):
+    def joined(first: Array, others: Array) -> Array:
         a = jnp.moveaxis(jnp.concatenate([first[None], others]), 0, dim + 1)
         a = a.reshape(*a.shape[:dim], size * count, *a.shape[dim + 2 :])
         return jax.lax.slice_in_dim(a, 0, extent, axis=dim)
 
     @jax.checkpoint  # or else a backward pass would be given copies of all chunks
-    def of_kth(k, chunks):
+    def of_kth(k: Any, chunks: Named) -> tuple[Any, Named]:
         here = {name: jax.lax.dynamic_index_in_dim(all_chunks[name], k, dim + 1, False) for name in not_copied}
         return of_chunk(arrays | here | chunks)
 
-    def step(sums, kth):
+    def step(sums: Named, kth: tuple[Array, Named]) -> tuple[Named, Any]:
         of_tokens, terms = of_kth(*kth)
         return jax.tree.map(jnp.add, sums, terms), of_tokens
 

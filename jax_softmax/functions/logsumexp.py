@@ -5,6 +5,7 @@ from typing import Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_softmax.functions import arguments
@@ -12,6 +13,7 @@ from jax_softmax.functions.arguments import Axis, AxisName
 from jax_softmax.primitives import reference
 from jax_softmax.primitives.reference import Normalizer
 from jax_softmax.primitives.rows import maximum, row_normalizer, row_sum
+from jax_softmax.primitives.types import Axes, Dtype, Mask, MeshAxes
 
 
 class _LogsumexpOptions(TypedDict, total=False):
@@ -30,7 +32,7 @@ def logsumexp(
     return_max: Literal[False] = ...,
     return_sign: Literal[False] = ...,
     **options: Unpack[_LogsumexpOptions],
-) -> jax.Array: ...
+) -> Array: ...
 @overload
 def logsumexp(
     x: ArrayLike,
@@ -41,7 +43,7 @@ def logsumexp(
     return_max: Literal[True],
     return_sign: Literal[False] = ...,
     **options: Unpack[_LogsumexpOptions],
-) -> tuple[jax.Array, jax.Array]: ...
+) -> tuple[Array, Array]: ...
 @overload
 def logsumexp(
     x: ArrayLike,
@@ -52,7 +54,7 @@ def logsumexp(
     return_max: Literal[False] = ...,
     return_sign: Literal[True],
     **options: Unpack[_LogsumexpOptions],
-) -> tuple[jax.Array, jax.Array]: ...
+) -> tuple[Array, Array]: ...
 @overload
 def logsumexp(
     x: ArrayLike,
@@ -63,7 +65,7 @@ def logsumexp(
     return_max: bool = ...,
     return_sign: bool = ...,
     **options: Unpack[_LogsumexpOptions],
-) -> jax.Array | tuple[jax.Array, jax.Array]: ...
+) -> Array | tuple[Array, Array]: ...
 def logsumexp(
     x: ArrayLike,
     axis: Axis = -1,
@@ -75,7 +77,7 @@ def logsumexp(
     return_max: bool = False,
     return_sign: bool = False,
     axis_name: AxisName = None,
-) -> jax.Array | tuple[jax.Array, jax.Array]:
+) -> Array | tuple[Array, Array]:
     """Logarithm of the sum of exp(x), or of b exp(x), along axis, computed relative to the maximum.
 
     The same as `jax.nn.logsumexp` and `jax.scipy.special.logsumexp`, but with another default axis and another order of
@@ -119,7 +121,17 @@ def logsumexp(
 
 
 @functools.partial(jax.jit, static_argnums=(1, 4, 5, 6, 7, 8), inline=True)
-def _logsumexp(x, axis, where, b, keepdims, dtype, return_max, return_sign, axis_name):
+def _logsumexp(
+    x: ArrayLike,
+    axis: Axis,
+    where: ArrayLike | None,
+    b: Array | None,
+    keepdims: bool,
+    dtype: Dtype | None,
+    return_max: bool,
+    return_sign: bool,
+    axis_name: AxisName,
+) -> Array | tuple[Array, ...]:
     x, where, axes, axis_name, default_dtype = arguments.prepared("logsumexp", x, axis, where, axis_name)
     if b is None:
         normalizer = row_normalizer(x, where, axes, axis_name)
@@ -142,7 +154,7 @@ def _logsumexp(x, axis, where, b, keepdims, dtype, return_max, return_sign, axis
     return tuple(results) if len(results) > 1 else results[0]
 
 
-def _log_of_weighted_sum(x, b, where, axes, axis_name):
+def _log_of_weighted_sum(x: Array, b: Array, where: Mask, axes: Axes, axis_name: MeshAxes) -> tuple[Array, Array]:
     """log(abs(sum(b exp(x)))) over each row, and the sum's sign."""
     counted = b != 0 if where is None else where & (b != 0)
     x = reference.widened(x)

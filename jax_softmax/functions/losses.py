@@ -1,18 +1,28 @@
 """Cross entropies: the public functions, and the loss of soft labels with its derivative."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.typing import ArrayLike
 
 from jax_softmax.functions import arguments
 from jax_softmax.functions.arguments import Axis, AxisName, Reduction
-from jax_softmax.functions.integer_losses import Labelled, Mode, checked_regularization, weighted_losses
+from jax_softmax.functions.integer_losses import (
+    Labelled,
+    Mode,
+    Number,
+    as_arrays,
+    checked_regularization,
+    weighted_losses,
+)
 from jax_softmax.primitives import reference
 from jax_softmax.primitives.labels import label_of_rows, widened_labels
+from jax_softmax.primitives.reference import Normalizer
 from jax_softmax.primitives.rows import is_zero, row_normalizer, row_sum
-from jax_softmax.primitives.types import rows_sharded_as, types_tell_shardings
+from jax_softmax.primitives.types import Axes, Dtype, Mask, MeshAxes, rows_sharded_as, types_tell_shardings
 
 
 def softmax_cross_entropy_with_integer_labels(
@@ -24,7 +34,7 @@ def softmax_cross_entropy_with_integer_labels(
     label_smoothing: ArrayLike = 0.0,
     z_loss: ArrayLike = 0.0,
     axis_name: AxisName = None,
-) -> jax.Array:
+) -> Array:
     """Cross entropy of softmax(logits) and integer labels, a loss for each row: lse - logits[label].
 
     A drop-in for optax's function of that name. The logits are read once; the backward pass reads them again and writes
@@ -66,13 +76,8 @@ def softmax_cross_entropy_with_integer_labels(
 
 
 def softmax_cross_entropy(
-    logits: ArrayLike,
-    labels: ArrayLike,
-    axis: Axis = -1,
-    where: ArrayLike | None = None,
-    *,
-    axis_name: AxisName = None,
-) -> jax.Array:
+    logits: ArrayLike, labels: ArrayLike, axis: Axis = -1, where: ArrayLike | None = None, *, axis_name: AxisName = None
+) -> Array:
     """Cross entropy of softmax(logits) and the distributions `labels`, a loss for each row: sum(labels (lse - logits)).
 
     A drop-in for optax's function of that name.
@@ -103,7 +108,7 @@ def softmax_cross_entropy(
 
 
 @functools.partial(jax.jit, static_argnums=(2, 4), inline=True)
-def _soft_labels(logits, labels, axis, where, axis_name):
+def _soft_labels(logits: ArrayLike, labels: Array, axis: Axis, where: ArrayLike | None, axis_name: AxisName) -> Array:
     name = "softmax_cross_entropy"
     x, where, axes, axis_name, _ = arguments.prepared(
         name, logits, axis, where, axis_name, argument="logits", may_enlarge=False
@@ -128,7 +133,7 @@ def cross_entropy_loss(
     label_smoothing: ArrayLike = 0.0,
     z_loss: ArrayLike = 0.0,
     axis_name: AxisName = None,
-) -> jax.Array:
+) -> Array:
     """The mean or sum of `softmax_cross_entropy_with_integer_labels`: the loss of a training step.
 
     Where it is differentiated, the forward pass computes the gradient with the loss, in the logits' dtype: on CUDA by
@@ -171,7 +176,18 @@ def cross_entropy_loss(
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3, 7, 9), inline=True)
-def _integer_losses(name, logits, labels, axis, where, weights, class_weights, reduction, regularization, axis_name):
+def _integer_losses(
+    name: str,
+    logits: ArrayLike,
+    labels: Array,
+    axis: Axis,
+    where: ArrayLike | None,
+    weights: Array | None,
+    class_weights: Array | None,
+    reduction: Reduction,
+    regularization: tuple[Number, Number],
+    axis_name: AxisName,
+) -> Array:
     """The losses of rows, or their mean or sum."""
     x, where, axes, axis_name, _ = arguments.prepared(
         name, logits, axis, where, axis_name, argument="logits", may_enlarge=False
@@ -186,13 +202,23 @@ def _integer_losses(name, logits, labels, axis, where, weights, class_weights, r
     weights = rows_sharded_as(_varying_as_well(labelled).x, weights)
     labelled = _varying_as_well(labelled, weights, *regularization)
     mode = Mode(axes, axis_name, summed=reduction is not None and x.dtype != jnp.float16)
-    losses = weighted_losses(mode, labelled, weights, regularization.as_arrays(wide))
+    losses = weighted_losses(mode, labelled, weights, as_arrays(regularization, wide))
     if reduction is None:
         return jax.lax.squeeze(losses, axes)
     return losses if mode.summed else jnp.sum(losses)
 
 
-def row_weights(name, labels, found, classes, axes, weights, class_weights, reduction, dtype):
+def row_weights(
+    name: str,
+    labels: Array,
+    found: Array,
+    classes: int,
+    axes: Axes,
+    weights: Array | None,
+    class_weights: Array | None,
+    reduction: Reduction,
+    dtype: Dtype,
+) -> Array:
     """The factors of the rows' losses in the result. `found` says which rows have a label."""
     if class_weights is not None and class_weights.shape != (classes,):
         raise ValueError(f"{name}: class_weights must be of shape ({classes},), got shape {class_weights.shape}.")
@@ -215,7 +241,7 @@ def row_weights(name, labels, found, classes, axes, weights, class_weights, redu
     return factors / reference.select(sum_of_weights == 0, 1, sum_of_weights)
 
 
-def _varying_as_well(labelled, *others):
+def _varying_as_well(labelled: Labelled, *others: Any) -> Labelled:
     """The logits varying over all mesh axes that their labels and these arrays vary over."""
     x = labelled.x
     for other in jax.tree.leaves([labelled.label, *others]):
@@ -227,12 +253,14 @@ def _varying_as_well(labelled, *others):
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def soft_losses(axes, axis_name, x, labels, where):
+def soft_losses(axes: Axes, axis_name: MeshAxes, x: Array, labels: Array, where: Mask) -> Array:
     """sum(labels (lse - x)) over each row; labels of masked classes are 0."""
     return _sum_of_terms(x, row_normalizer(x, where, axes, axis_name), labels, labels, where, axes, axis_name)
 
 
-def _sum_of_terms(x, normalizer, labels, weights, where, axes, axis_name):
+def _sum_of_terms(
+    x: Array, normalizer: Normalizer, labels: Array, weights: Array, where: Mask, axes: Axes, axis_name: MeshAxes
+) -> Array:
     """sum(weights (lse - x)) over each row, without the classes whose label is 0 and whose x is -inf: 0 log 0 is 0."""
     adds = (labels != 0) | (x != -jnp.inf)
     if where is not None:
@@ -244,7 +272,7 @@ def _sum_of_terms(x, normalizer, labels, weights, where, axes, axis_name):
 
 
 @functools.partial(soft_losses.defjvp, symbolic_zeros=True)
-def _soft_losses_jvp(axes, axis_name, primals, tangents):
+def _soft_losses_jvp(axes: Axes, axis_name: MeshAxes, primals: Any, tangents: Any) -> tuple[Array, Array]:
     x, labels, where = primals
     normalizer = row_normalizer(x, where, axes, axis_name)
     losses = _sum_of_terms(x, normalizer, labels, labels, where, axes, axis_name)
@@ -260,6 +288,15 @@ def _soft_losses_jvp(axes, axis_name, primals, tangents):
 
 # With checkpoint a backward pass gets the logits and labels, and nothing that was computed from them.
 @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=(6, 7))
-def _soft_tangent(x, normalizer, labels, label_sum, t, where, axes, axis_name):
+def _soft_tangent(
+    x: Array,
+    normalizer: Normalizer,
+    labels: Array,
+    label_sum: Array,
+    t: Array,
+    where: Mask,
+    axes: Axes,
+    axis_name: MeshAxes,
+) -> Array:
     y = reference.probabilities(x, normalizer, where)
     return row_sum((y * label_sum - labels) * reference.widened(t), axes, axis_name)

@@ -9,7 +9,6 @@ import functools
 import inspect
 import math
 import sys
-import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, ParamSpec, TypeVar
@@ -17,7 +16,6 @@ from typing import Any, ParamSpec, TypeVar
 import jax
 import jax.numpy as jnp
 
-from jax_softmax import _private
 from jax_softmax.functions import arguments, losses, softmax
 from jax_softmax.functions.logsumexp import logsumexp
 from jax_softmax.primitives.labels import widened_labels
@@ -121,7 +119,7 @@ _OPTAX_LOSSES = {
     "softmax_cross_entropy": _soft_loss_for_optax,
     "softmax_cross_entropy_with_integer_labels": _integer_loss_for_optax,
 }
-_OURS = {**_SOFTMAXES, "logsumexp": _logsumexp_for_jax, **_OPTAX_LOSSES}
+_OURS: dict[str, Callable[..., Any]] = {**_SOFTMAXES, "logsumexp": _logsumexp_for_jax, **_OPTAX_LOSSES}
 
 # Its value is the set of names of the functions that are replaced by ours.
 _context: Any = jax.make_user_context(frozenset())
@@ -133,6 +131,9 @@ def _dispatcher(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         result = _OURS[name](*args, **kwargs) if name in _context.value else NotImplemented
         return original(*args, **kwargs) if result is NotImplemented else result
 
+    for attribute in dir(original):  # as `lower` of what is under `jax.jit`: these stay the original's
+        if not hasattr(dispatcher, attribute):
+            setattr(dispatcher, attribute, getattr(original, attribute))
     return dispatcher
 
 
@@ -157,34 +158,10 @@ def _install_dispatchers() -> None:
 # ---- Switches
 
 
-class _AllThreads:
-    """A context manager that sets the context in this thread, and in all threads that have not set it themselves."""
-
-    def __init__(self, ours: frozenset[str]):
-        self._this_thread = _context(ours)
-        self._others = _private.for_all_threads(_context, ours)
-        if self._others is None:
-            warnings.warn(
-                f"jax_softmax: use(all_threads=True) switches this thread alone with JAX {jax.__version__}. Call it in "
-                "each thread.",
-                stacklevel=6,  # the caller of `use`
-            )
-
-    def __enter__(self) -> None:
-        if self._others:
-            self._others.__enter__()
-        self._this_thread.__enter__()
-
-    def __exit__(self, *exception: object) -> None:
-        self._this_thread.__exit__(None, None, None)
-        if self._others:
-            self._others.__exit__(None, None, None)
-
-
 class _Switch:
     """What `use` returns, after it has set the context: a context manager and a decorator."""
 
-    def __init__(self, context: Callable[[], AbstractContextManager[None]]):
+    def __init__(self, context: Callable[[], AbstractContextManager[None]]) -> None:
         self._context = context
         self._entered: list[AbstractContextManager[None]] = []
         self._enter()
@@ -229,7 +206,7 @@ def _runs_later(function: Any) -> bool:
     return any(is_one(function) for is_one in kinds)
 
 
-def use(on: bool = True, *, losses: bool = False, all_threads: bool = False) -> _Switch:
+def use(on: bool = True, *, losses: bool = False) -> _Switch:
     """Makes `jax.nn.softmax` and `jax.nn.log_softmax` this package's, or with `use(False)` JAX's own again.
 
     This includes JAX's own uses of them, such as in `jax.nn.dot_product_attention`, and those within Flax, such as
@@ -251,8 +228,6 @@ def use(on: bool = True, *, losses: bool = False, all_threads: bool = False) -> 
         imported, its `softmax_cross_entropy` and `softmax_cross_entropy_with_integer_labels`, for floating arrays.
         Results have the same dtypes, and are the same up to rounding; but a class of probability 0 whose logit is -inf
         adds 0 and not NaN. Calls of `logsumexp` with factors, `b`, are left to JAX.
-      all_threads: whether to do so also in all other threads, but for those that have called `use` themselves or are
-        within such a block.
 
     Raises:
       TypeError: an argument is not True or False, or what is decorated is no function, a class, a generator or
@@ -263,9 +238,8 @@ def use(on: bool = True, *, losses: bool = False, all_threads: bool = False) -> 
         raise TypeError(f"use: {what} must be decorated with @jax_softmax.use(), in parentheses, got {on!r}.")
     on = arguments.checked_bool("use", on, "on")
     losses = arguments.checked_bool("use", losses, "losses")
-    all_threads = arguments.checked_bool("use", all_threads, "all_threads")
     ours = () if not on else _OURS if losses else _SOFTMAXES
-    return _Switch(functools.partial(_switched, frozenset(ours), all_threads))
+    return _Switch(functools.partial(_switched, frozenset(ours)))
 
 
 def while_fusing() -> AbstractContextManager[None]:
@@ -274,6 +248,6 @@ def while_fusing() -> AbstractContextManager[None]:
     return _switched(frozenset(_OURS) - {"softmax_cross_entropy"})
 
 
-def _switched(ours: frozenset[str], all_threads: bool = False) -> AbstractContextManager[None]:
+def _switched(ours: frozenset[str]) -> AbstractContextManager[None]:
     _install_dispatchers()
-    return _AllThreads(ours) if all_threads else _context(ours)
+    return _context(ours)

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_softmax.functions import arguments
@@ -20,7 +21,7 @@ def absmax_scale(
     *,
     dtype: DTypeLike | None = None,
     axis_name: AxisName = None,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Array, Array]:
     """x divided by its largest magnitude along axis, and the scale, so that y * scale is x.
 
     In a dtype of 8 bits y is x quantised symmetrically, row by row: with L, the dtype's largest number (int8: 127,
@@ -60,7 +61,9 @@ def absmax_scale(
 
 
 @functools.partial(jax.jit, static_argnums=(1, 3, 4), inline=True)
-def _absmax_scale(x, axis, where, dtype, axis_name):
+def _absmax_scale(
+    x: ArrayLike, axis: Axis, where: ArrayLike | None, dtype: str | None, axis_name: AxisName
+) -> tuple[Array, Array]:
     x, where, axes, axis_name, _ = arguments.prepared("absmax_scale", x, axis, where, axis_name)
     dtype = x.dtype.name if dtype is None else dtype
     wide = reference.wide_dtype(x.dtype).name

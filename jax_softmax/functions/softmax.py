@@ -6,10 +6,10 @@ own are checked before it, without looking at shapes; all others inside, while t
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.typing import ArrayLike
 
 from jax_softmax.functions import arguments
@@ -17,6 +17,7 @@ from jax_softmax.functions.arguments import Axis, AxisName
 from jax_softmax.primitives import reference
 from jax_softmax.primitives.operators import bind
 from jax_softmax.primitives.records import VJP
+from jax_softmax.primitives.types import Axes, Mask, MeshAxes
 
 
 def softmax(
@@ -26,7 +27,7 @@ def softmax(
     *,
     sink: ArrayLike | None = None,
     axis_name: AxisName = None,
-) -> jax.Array:
+) -> Array:
     """Softmax of x along axis: exp(x) / sum(exp(x)), computed relative to the maximum.
 
     A drop-in for `jax.nn.softmax` with its own kernels on CPU and CUDA. Differentiable in forward and reverse mode to
@@ -68,7 +69,7 @@ def softmax(
 
 
 @functools.partial(jax.jit, static_argnums=(1,), inline=True)
-def _softmax_with_sink(x, axis, where, sink):
+def _softmax_with_sink(x: ArrayLike, axis: Axis, where: ArrayLike | None, sink: Array) -> Array:
     """Softmax of x with the sink concatenated to each row: the form in which `fuse` recognises a sink in attention."""
     x = arguments.checked_real_array("softmax", x, "x")
     _, where, shape = arguments.checked_axes_and_mask("softmax", x, axis, where)
@@ -82,9 +83,7 @@ def _softmax_with_sink(x, axis, where, sink):
     return jax.lax.slice(softmax(logits, axis), [0] * len(shape), shape).astype(dtype)
 
 
-def log_softmax(
-    x: ArrayLike, axis: Axis = -1, where: ArrayLike | None = None, *, axis_name: AxisName = None
-) -> jax.Array:
+def log_softmax(x: ArrayLike, axis: Axis = -1, where: ArrayLike | None = None, *, axis_name: AxisName = None) -> Array:
     """Logarithm of softmax along axis: x - log(sum(exp(x))), computed relative to the maximum.
 
     A drop-in for `jax.nn.log_softmax`. Arguments, dtypes and errors are those of `softmax`; there is no sink. Masked
@@ -93,14 +92,16 @@ def log_softmax(
     return _call(_log_softmax, x, axis, where, axis_name)
 
 
-def _call(jitted: Callable[..., jax.Array], x: Any, axis: Any, where: Any, axis_name: Any) -> jax.Array:
+def _call(
+    jitted: Callable[..., Array], x: ArrayLike, axis: Axis, where: ArrayLike | None, axis_name: AxisName
+) -> Array:
     return jitted(*arguments.for_jit(jitted.__name__, x, axis, where, axis_name))
 
 
-def _jitted(name: str, op: str, forward: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+def _jitted(name: str, op: str, forward: Callable[..., Array]) -> Callable[..., Array]:
     """A public function's part under `jax.jit`, with its name; it is inlined into programs that call it."""
 
-    def call(x, axis, where, axis_name):
+    def call(x: ArrayLike, axis: Axis, where: ArrayLike | None, axis_name: AxisName) -> Array:
         x = arguments.checked_array(name, x)
         axes, where, shape = arguments.checked_axes_and_mask(name, x, axis, where)
         axis_name = arguments.checked_axis_name(name, axis_name)
@@ -117,8 +118,8 @@ def _jitted(name: str, op: str, forward: Callable[..., jax.Array]) -> Callable[.
     return jax.jit(call, static_argnums=(1, 3), inline=True)
 
 
-def _forward(op: str) -> Callable[..., jax.Array]:
-    def forward(axes, axis_name, x, where):
+def _forward(op: str) -> Callable[..., Array]:
+    def forward(axes: Axes, axis_name: MeshAxes, x: Array, where: Mask) -> Array:
         return bind(op, x, where=where, axes=axes, axis_name=axis_name)
 
     forward.__name__ = forward.__qualname__ = op
@@ -128,12 +129,16 @@ def _forward(op: str) -> Callable[..., jax.Array]:
 # ---- The same by jax.custom_vjp: reverse mode only.
 
 
-def _with_vjp(op: str) -> Callable[..., jax.Array]:
-    def forward_and_residuals(axes, axis_name, x, where):
+def _with_vjp(op: str) -> Callable[..., Array]:
+    def forward_and_residuals(
+        axes: Axes, axis_name: MeshAxes, x: Array, where: Mask
+    ) -> tuple[Array, tuple[Array, Mask]]:
         y = bind(op, x, where=where, axes=axes, axis_name=axis_name)
         return y, (y, where)
 
-    def backward(axes, axis_name, residuals, cotangent):
+    def backward(
+        axes: Axes, axis_name: MeshAxes, residuals: tuple[Array, Mask], cotangent: Array
+    ) -> tuple[Array, None]:
         y, where = residuals
         return bind(VJP[op], y, cotangent, where=where, axes=axes, axis_name=axis_name), None
 
@@ -142,9 +147,7 @@ def _with_vjp(op: str) -> Callable[..., jax.Array]:
     return with_vjp
 
 
-def softmax_vjp(
-    x: ArrayLike, axis: Axis = -1, where: ArrayLike | None = None, *, axis_name: AxisName = None
-) -> jax.Array:
+def softmax_vjp(x: ArrayLike, axis: Axis = -1, where: ArrayLike | None = None, *, axis_name: AxisName = None) -> Array:
     """`softmax` through a `jax.custom_vjp`: the same values and gradients, but reverse mode only.
 
     Forward mode (`jax.jvp`, `jax.jacfwd`, `jax.hessian`) raises TypeError, as for every function with a custom VJP.
@@ -154,7 +157,7 @@ def softmax_vjp(
 
 def log_softmax_vjp(
     x: ArrayLike, axis: Axis = -1, where: ArrayLike | None = None, *, axis_name: AxisName = None
-) -> jax.Array:
+) -> Array:
     """`log_softmax` through a `jax.custom_vjp`: the same values and gradients, but reverse mode only."""
     return _call(_log_softmax_vjp, x, axis, where, axis_name)
 

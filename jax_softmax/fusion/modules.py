@@ -22,14 +22,16 @@ def outside_of_equinox(arguments: Any) -> list[bool]:
     if "equinox" not in sys.modules:
         return [True] * len(jax.tree.leaves(arguments))
 
-    def is_module(value):
+    def is_module(value: Any) -> bool:
         return isinstance(value, sys.modules["equinox"].Module)
 
     subtrees = jax.tree.leaves(arguments, is_leaf=is_module)
     return [not is_module(subtree) for subtree in subtrees for _ in jax.tree.leaves(subtree)]
 
 
-def call_with_modules(call_pure: Callable, f: Callable, args: tuple, kwargs: dict) -> Any:
+def call_with_modules(
+    call_pure: Callable[..., Any], f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """f's results, and f's changes in the modules among args and kwargs: of arrays, attributes and submodules.
 
     `call_pure(g, state, *args, **kwargs)` calls g, a pure function, instead. What f does not change is not written to:
@@ -52,7 +54,9 @@ def context() -> AbstractContextManager[Any]:
     return _nnx().update_context(_TAG)
 
 
-def pure(f: Callable, args: tuple, kwargs: dict) -> tuple[Callable, tuple, dict]:
+def pure(
+    f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Callable[..., Any], tuple[Any, ...], dict[Any, Any]]:
     """g, and what it is called with: the state of the modules, and args and kwargs with None for each of them."""
     leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=_is_module)
     with _nnx().split_context(_TAG) as outside:
@@ -63,7 +67,7 @@ def pure(f: Callable, args: tuple, kwargs: dict) -> tuple[Callable, tuple, dict]
     return _Pure(f, definition, tree, is_module), (state, *args), kwargs
 
 
-def _modules(args, kwargs):
+def _modules(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(filter(_is_module, jax.tree.leaves((args, kwargs), is_leaf=_is_module)))
 
 
@@ -72,14 +76,14 @@ class _Pure:
     f changes more than arrays, or returns modules, it is (None, modules and results as nnx splits them, None).
     """
 
-    def __init__(self, f, definition, tree, is_module):
+    def __init__(self, f: Callable[..., Any], definition: Any, tree: Any, is_module: tuple[bool, ...]) -> None:
         self._key = f, definition, tree, is_module
         functools.update_wrapper(self, f, updated=())
         signature = inspect.signature(f)
         modules = inspect.Parameter("modules", inspect.Parameter.POSITIONAL_ONLY)
         self.__signature__ = signature.replace(parameters=[modules, *signature.parameters.values()])
 
-    def __call__(self, state, /, *args, **kwargs):
+    def __call__(self, state: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
         f, definition, tree, is_module = self._key
         with _nnx().merge_context(_TAG, inner=True) as inside:
             modules = inside.merge(definition, state)
@@ -92,30 +96,30 @@ class _Pure:
         with _nnx().split_context(_TAG) as inside:
             return None, inside.split((modules, results)), None
 
-    def __eq__(self, other):
+    def __eq__(self, other: object) -> bool:
         return isinstance(other, _Pure) and self._key == other._key
 
-    def __hash__(self):
+    def __hash__(self) -> int:
         return hash(self._key)
 
 
 class _Before:
     """What modules are before they are used."""
 
-    def __init__(self, modules):
+    def __init__(self, modules: tuple[Any, ...]) -> None:
         self._definition = _nnx().graphdef(modules)
         self._objects = self._objects_of(modules)
         self._arrays = {path: jax.tree.leaves(variable) for path, variable in self._variables_of(modules)}
 
     @staticmethod
-    def _objects_of(modules):
+    def _objects_of(modules: tuple[Any, ...]) -> list[tuple[Any, ...]]:
         return [(path, value) for path, value in _nnx().iter_graph(modules) if _is_module(value)]
 
     @staticmethod
-    def _variables_of(modules):
+    def _variables_of(modules: tuple[Any, ...]) -> Any:
         return _nnx().to_flat_state(_nnx().state(modules))
 
-    def has_same_objects(self, modules):
+    def has_same_objects(self, modules: tuple[Any, ...]) -> bool:
         """Whether they are the same at the same places, with the same attributes other than arrays."""
         objects = self._objects_of(modules)
         return (
@@ -124,18 +128,18 @@ class _Before:
             and all(a == b and x is y for (a, x), (b, y) in zip(objects, self._objects, strict=True))
         )
 
-    def changed(self, modules):
+    def changed(self, modules: tuple[Any, ...]) -> Any:
         """The part of their state that has other arrays."""
 
-        def is_same(path, variable):
+        def is_same(path: tuple[Any, ...], variable: Any) -> bool:
             return all(a is b for a, b in zip(jax.tree.leaves(variable), self._arrays[path], strict=True))
 
         return _nnx().from_flat_state([(p, v) for p, v in self._variables_of(modules) if not is_same(p, v)])
 
 
-def _nnx():
+def _nnx() -> Any:
     return sys.modules["flax.nnx"]
 
 
-def _is_module(leaf):
+def _is_module(leaf: Any) -> bool:
     return isinstance(leaf, (getattr(_nnx(), "Pytree", _nnx().Object), _nnx().Variable))

@@ -8,7 +8,18 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jax_softmax.runtime.judge import Traffic, byte_text
+from jax_softmax.fusion.kernels.traffic import Traffic, byte_text
+
+
+class InMemory(NamedTuple):
+    """An array of queries x keys that attention's kernels read or write."""
+
+    what: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.what}, {self.dtype}{list(self.shape)}, {_bytes_of(self.dtype, self.shape)}"
 
 
 class Line(NamedTuple):
@@ -26,6 +37,7 @@ class Line(NamedTuple):
     why_not: str  # why nothing can be folded, or ""
     why_xla: str  # why XLA makes it, or "" if its kernel does
     no_attention: str = ""  # why a softmax whose weights are multiplied is not attention
+    in_memory: tuple[InMemory, ...] = ()  # of attention
 
 
 class FusionReport(tuple[Line, ...]):
@@ -36,15 +48,18 @@ class FusionReport(tuple[Line, ...]):
         return "\n".join(_paragraph(line, count) for line, count in calls) or "no call of softmax or the like"
 
 
+def _bytes_of(dtype: str, shape: tuple[int, ...]) -> str:
+    return byte_text(math.prod(shape) * np.dtype(dtype).itemsize)
+
+
 def _paragraph(line: Line, count: int) -> str:
     """A line that says who makes the call and why, and the details, indented."""
     title = f"{line.op} of {line.dtype}{list(line.shape)}{f', x {count}' if count > 1 else ''}: by "
-    inside = f" in {line.path[1:]}" if line.path else ""
+    details = [f"along {line.axes}{f' in {line.path[1:]}' if line.path else ''}"]
     if line.op == "attention":
-        size = byte_text(math.prod(line.shape) * np.dtype(line.dtype).itemsize)
-        return f"{title}its kernels: no weights in memory, {size}{inside}"
-    details = [f"along {line.axes}{inside}"]
-    title += f"XLA: {line.why_xla}" if line.why_xla else "the kernel"
+        title += f"its kernels: {_bytes_of(line.dtype, line.shape)} of weights are never in memory"
+    else:
+        title += f"XLA: {line.why_xla}" if line.why_xla else "the kernel"
     if line.traffic is not None:
         unfolded, ours, xla = map(byte_text, line.traffic)
         title += "" if line.why_xla else f": moves {ours}, XLA {xla}"
@@ -55,6 +70,7 @@ def _paragraph(line: Line, count: int) -> str:
         ("outside", line.outside),
     ):
         details += [f"{what}: {', '.join(names)}"] if names else []
+    details += [f"in memory: {array}" for array in line.in_memory]
     details += [f"not folded: {line.why_not}"] if line.why_not else []
     details += [f"not attention: {line.no_attention}"] if line.no_attention else []
     wrapped = functools.partial(textwrap.fill, width=100, break_long_words=False, subsequent_indent=4 * " ")

@@ -1,15 +1,25 @@
 """A program's jaxpr with groups as calls of kernels."""
 
-from typing import NamedTuple
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
-from jax_softmax import _private
-from jax_softmax.fusion import expressions, made_twice, rules, scans, written_out
-from jax_softmax.fusion.attention import matcher
+from jax.extend.core import Jaxpr, JaxprEqn
+
+from jax_softmax.fusion import backend, scans
+from jax_softmax.fusion.attention import written_sinks
 from jax_softmax.fusion.attention.kernels import attention_p
-from jax_softmax.fusion.calls import NotFolded, by_xla_p, kernel_call_of, kernel_call_p
-from jax_softmax.fusion.graph import (
+from jax_softmax.fusion.attention.matcher import FoundAttention
+from jax_softmax.fusion.forms import rules, written_out
+from jax_softmax.fusion.kernels import recomputed
+from jax_softmax.fusion.kernels.calls import KernelCall, by_xla_p, kernel_call_of, kernel_call_p
+from jax_softmax.fusion.kernels.candidates import Group, Groups
+from jax_softmax.fusion.kernels.traffic import Traffic, group_traffic, reason_by_traffic
+from jax_softmax.fusion.net import by_own_settings, fused_or_as_it_is
+from jax_softmax.fusion.program import expressions
+from jax_softmax.fusion.program.graph import (
     Equation,
-    barrier,
+    Graph,
     bytes_of,
     eqns_within,
     graph_of,
@@ -18,13 +28,14 @@ from jax_softmax.fusion.graph import (
     variables_of,
     with_jaxprs,
 )
-from jax_softmax.fusion.groups import Groups, foldable, is_loop, why_not_foldable
-from jax_softmax.fusion.report import Line
-from jax_softmax.fusion.traffic import group_traffic
+from jax_softmax.fusion.program.kinds import foldable, is_loop, why_not_foldable
+from jax_softmax.fusion.program.splicing import with_barrier
+from jax_softmax.fusion.report import InMemory, Line
 from jax_softmax.primitives.as_stored import as_stored_p
 from jax_softmax.primitives.operators import PRIMITIVES
+from jax_softmax.primitives.types import Atom, Var
 from jax_softmax.runtime import judge
-from jax_softmax.runtime.lowering import why_no_custom_call
+from jax_softmax.runtime.lowering import reason_for_operator
 
 # Equations whose jaxprs are rewritten.
 _REGIONS = (
@@ -37,61 +48,169 @@ _MATERIALIZING = (*_REGIONS, *PRIMITIVES, "dot_general", "ragged_dot", "linear_p
 _MATERIALIZING += ("gather", "sort", "top_k", "optimization_barrier")
 
 
+class KernelChoice(NamedTuple):
+    """What becomes of an operator: a call of a kernel with what is folded into it; or the operator alone, by its kernel
+    or by XLA."""
+
+    call: KernelCall | None  # None if nothing can be folded into the operator
+    reads: Sequence[Atom]  # operands of the call
+    results: Sequence[Var]  # of the call
+    line: Line  # of the report; it says why XLA makes the operator, if it does, and the traffic
+
+    @property
+    def is_call(self) -> bool:
+        """Whether a kernel makes it with what is folded into it."""
+        return self.call is not None and not self.line.why_xla
+
+
 class _Decision(NamedTuple):
     groups: Groups
-    calls: dict  # of kernels, by the groups that are one; each with what it reads and makes
-    by_xla: set  # operators
-    lines: dict  # of the report, by the operators
+    choices: dict[Equation, KernelChoice]  # of all operators of the graph
+
+    @property
+    def calls(self) -> dict[Group, KernelChoice]:
+        """The calls of kernels, by the groups that they make."""
+        choices = {group: self.choices[group.equation] for group in self.groups.groups}
+        return {group: choice for group, choice in choices.items() if choice.is_call}
+
+    @property
+    def by_xla(self) -> set[Equation]:
+        """The operators that XLA makes."""
+        return {equation for equation, choice in self.choices.items() if choice.line.why_xla}
 
 
-def rewritten(jaxpr, report=None, path=""):
-    """The jaxpr with its groups as calls of kernels, or itself if nothing changes. A line for each call of an operator
-    is appended to `report`; `path` are the names of the equations around it."""
-    report = [] if report is None else report
+def rewritten(jaxpr: Jaxpr) -> Jaxpr:
+    """The jaxpr with its groups as calls of kernels, or itself if nothing changes. Nothing is compiled."""
+    return _rewritten(jaxpr, "")[0]
+
+
+def _rewritten(jaxpr: Jaxpr, path: str) -> tuple[Jaxpr, list[Line]]:
+    """As `rewritten`, and a line for each call of an operator. `path`: the names of the equations around the jaxpr."""
     graph = scans.with_attention_in_scans(graph_of(jaxpr, platform="cuda"))
-    changed = False
+    changed, lines = False, list[Line]()
+
+    def rewritten_within(path: str, jaxpr: Jaxpr) -> Jaxpr:
+        new, lines_within = _rewritten(jaxpr, path)
+        lines.extend(lines_within)
+        return new
+
     for equation in graph.equations:
         if equation.name in _REGIONS:
-            within = report, f"{path}/{equation.name}"
-            params = with_jaxprs(equation.params, lambda inner, within=within: rewritten(inner, *within))
+            rewrite = functools.partial(rewritten_within, f"{path}/{equation.name}")
+            params = with_jaxprs(equation.params, rewrite)
             changed |= any(params[k] is not equation.params[k] for k in params)
             equation.params = params
     changed |= has_operators(jaxpr) or any(e.eqn.primitive is as_stored_p for e in graph.equations)
     if not changed and not any(e.name == "reduce_max" for e in graph.equations):
-        return jaxpr
-    decision, lines = _decided(rules.without_duplicates(graph), path, changed)
-    report += lines
-    if decision is None:
-        return jaxpr
-    return jaxpr.replace(eqns=_in_order(decision), outvars=decision.groups.graph.outputs)
+        return jaxpr, lines
+    decision, own_lines = _decided(rules.normalized(graph), path, changed)
+    if decision is not None:
+        jaxpr = jaxpr.replace(eqns=_in_order(decision), outvars=decision.groups.graph.outputs)
+    return jaxpr, lines + own_lines
 
 
-def _decided(program, path, changed, stay=frozenset()) -> tuple[_Decision | None, list[Line]]:
+def start_compiling(jaxpr: Jaxpr) -> None:
+    """Starts to compile the kernels that a rewritten program calls."""
+    for eqn in eqns_within([jaxpr]):
+        if eqn.primitive is kernel_call_p:
+            backend.in_use().start_compiling(eqn.params["call"].kernel)
+
+
+# ---- Decisions
+
+
+def _decided(program: Graph, path: str, changed: bool) -> tuple[_Decision | None, list[Line]]:
     """The decision for a program, and its lines; None if nothing of it was `changed` or is written out.
 
-    What is written out of an array becomes operators, but not of the arrays that `stay`. If XLA would make one of an
-    array's operators, all that is written out of it is better as it was: it stays in a second decision.
+    What is written out of an array becomes operators. If XLA would make one of an array's operators, all that is
+    written out of it is better as it was: it stays, and the rest is decided again.
     """
-    graph, arrays = written_out.with_operators(program, stay)
-    if not changed and not arrays:
-        return None, []
-    before_rules, attentions, refused = matcher.with_attention(rules.without_duplicates(graph))
-    decision = _decide(_without_as_stored(rules.after_rules(before_rules)), path)
-    lines = {e: line._replace(no_attention=refused.get(e.outputs[0], "")) for e, line in decision.lines.items()}
-    of_rows = _made_of_rows(before_rules, decision.groups)
-    lines |= {e: _line(e.name, e, path, why_xla=judge.MADE_OF_ROWS) for e in of_rows}
-    to_stay = {_array_of(e) for e in decision.by_xla}.intersection(arrays)
-    if not to_stay:
-        return decision, [*lines.values(), *(_line("attention", found.softmax, path) for found in attentions)]
-    decision, lines_of_second = _decided(program, path, changed, stay | to_stay)
-    called = set() if decision is None else {_call_of(e) for e in decision.lines}
-    written = {e: line for e, line in lines.items() if _array_of(e) in to_stay and e not in program.position}
-    staying = (line for e, line in written.items() if _call_of(e) not in called)
-    staying = (line if line.why_xla else line._replace(why_xla=judge.WITH_ANOTHER) for line in staying)
-    return decision, [*staying, *lines_of_second]
+    stay: frozenset[Var] = frozenset()  # the arrays of which all stays that is written out
+    lines_of_staying: list[tuple[Equation, Line]] = []
+    while True:
+        graph, arrays = written_out.with_operators(program, stay)
+        before_rules, attentions, refused = written_sinks.with_attention(rules.without_duplicates(graph))
+        if not changed and not arrays and not attentions:
+            return None, _lines_of_staying(lines_of_staying, set())
+        decision = _stable_decision(_without_as_stored(rules.after_rules(before_rules)), path)
+        lines = {e: choice.line for e, choice in decision.choices.items()}
+        lines = {e: line._replace(no_attention=refused.get(e.outputs[0], "")) for e, line in lines.items()}
+        of_rows = _made_of_rows(before_rules, decision.groups)
+        lines |= {e: _line(e.name, e, path, why_xla=judge.MADE_OF_ROWS) for e in of_rows}
+        more = set(arrays).intersection(map(_array_of, decision.by_xla))
+        if not more:
+            break
+        stay |= more
+        lines_of_staying += [(e, x) for e, x in lines.items() if _array_of(e) in more and e not in program.position]
+    staying = _lines_of_staying(lines_of_staying, {_call_of(e) for e in decision.choices})
+    return decision, [*staying, *lines.values(), *(_line_of_attention(found, path) for found in attentions)]
 
 
-def _made_of_rows(before_rules, groups):
+def _lines_of_staying(lines: list[tuple[Equation, Line]], called: set[tuple[Any, ...]]) -> list[Line]:
+    """The lines of operators that stay written out, without those that the program also calls."""
+    staying = [line for equation, line in lines if _call_of(equation) not in called]
+    return [line if line.why_xla else line._replace(why_xla=judge.WITH_ANOTHER) for line in staying]
+
+
+def _stable_decision(graph: Graph, path: str) -> _Decision:
+    """The decision for a graph after as many rounds as change it.
+
+    A round chooses for all operators into which something is folded, because what one of them reads depends on what
+    others make. The next round leaves alone those that are no call, and has in memory what `recomputed.py` asks for.
+    """
+    choices: dict[Equation, KernelChoice] = {}
+    in_memory: frozenset[Var] = frozenset()
+    while True:
+        left = {equation for equation, choice in choices.items() if not choice.is_call}
+        groups = Groups(graph, left, in_memory)
+        choices = choices | {group.equation: _choice_of(group, groups, path) for group in groups.groups}
+        calls = _Decision(groups, choices).calls
+        if len(calls) < len(groups.groups):
+            continue
+        more = recomputed.to_keep(groups, calls) - in_memory
+        if not more:
+            break
+        in_memory |= more
+    choices |= {e: _choice_unfolded(e, path) for e in graph.equations if _is_operator(e) and not foldable(e)}
+    return _Decision(groups, {e: choices[e] for e in graph.equations if e in choices})
+
+
+def _choice_of(group: Group, groups: Groups, path: str) -> KernelChoice:
+    """What becomes of a group beside the other ones."""
+    written = group.written(groups.read_outside)
+    call: KernelCall | None
+    try:
+        call, reads, results = kernel_call_of(group, written, groups.read_outside)
+    except expressions.NotFolded as error:
+        traffic = group_traffic(group, groups.reads[group], written, groups)
+        traffic = traffic._replace(ours=traffic.unfolded)
+        call, reads, results, why_not, reason = None, [], [], str(error), _reason_unfolded(group.equation)
+    else:
+        moved = call.moved(reads, results)
+        traffic = group_traffic(group, list(dict.fromkeys(variables_of(reads))), written, groups, moved)
+        why_not, reason = "", backend.in_use().reason_for_xla(call.kernel)
+    reason = reason_by_traffic(traffic, backend.in_use().kernel_wins(traffic), reason)
+    return KernelChoice(call, reads, results, _line_of_group(group, groups, path, traffic, why_not, reason))
+
+
+def _choice_unfolded(equation: Equation, path: str) -> KernelChoice:
+    """What becomes of an operator into which nothing can be folded."""
+    line = _line(equation.name, equation, path, why_not_foldable(equation), _reason_unfolded(equation))
+    return KernelChoice(None, [], [], line)
+
+
+def _reason_unfolded(equation: Equation) -> str:
+    """Why XLA makes an operator into which nothing is folded; "" if its kernel does."""
+    avals_in, avals_out = ([a.aval for a in atoms] for atoms in (equation.inputs, equation.outputs))
+    return reason_for_operator(equation.name, avals_in, avals_out, equation.params["axes"])
+
+
+def _is_operator(equation: Equation) -> bool:
+    """Whether an equation is an operator whose rows are on one device."""
+    return equation.name in PRIMITIVES and not equation.params["axis_name"]
+
+
+def _made_of_rows(before_rules: Graph, groups: Groups) -> list[Equation]:
     """The softmaxes that rules replaced, and that XLA makes of rows' maxima and sums: of all elements, as a gather does
     not read them."""
     graph = groups.graph
@@ -101,95 +220,75 @@ def _made_of_rows(before_rules, groups):
     return [e for e in replaced if any(r.name != "gather" for r in groups.readers_in_xla(e.outputs[0]))]
 
 
-def _array_of(equation):
+def _array_of(equation: Equation) -> Var | None:
     """The array of whose rows an operator is; None for a constant."""
-    (x, *_) = variables_of(equation.inputs[:1]) or [None]
-    return x
+    return next(iter(variables_of(equation.inputs[:1])), None)
 
 
-def _call_of(equation):
+def _call_of(equation: Equation) -> tuple[str, Var | None, tuple[int, ...]]:
+    """What two operators that make the same have in common."""
     return equation.name, _array_of(equation), tuple(equation.params["axes"])
 
 
-def unfused_lines(jaxpr, why_not):
+def lines_of(jaxpr: Jaxpr) -> list[Line]:
+    """A line for each call of an operator in a program, and of attention."""
+
+    def as_it_is(error: Exception) -> list[Line]:
+        return unfused_lines(jaxpr, f"jax_softmax fails on this program, by {type(error).__name__}: {error}")
+
+    return fused_or_as_it_is(by_own_settings(lambda: _rewritten(jaxpr, "")[1]), as_it_is)
+
+
+def unfused_lines(jaxpr: Jaxpr, why_not: str) -> list[Line]:
     """A line for each operator in a program into which nothing is folded."""
     equations = (Equation(eqn, eqn.invars, eqn.outvars, eqn.params) for eqn in eqns_within([jaxpr]))
-    operators = (e for e in equations if e.name in PRIMITIVES and not e.params["axis_name"])
-    return [_line(e.name, e, "", why_not, _why_xla_unfolded(e)) for e in operators]
+    return [_line(e.name, e, "", why_not, _reason_unfolded(e)) for e in equations if _is_operator(e)]
 
 
-def _without_as_stored(graph):
-    """The graph without `as_stored_p`: `made_twice.py` says what is in memory."""
+def _without_as_stored(graph: Graph) -> Graph:
+    """The graph without `as_stored_p`: `recomputed.py` says what is in memory."""
     copies = [e for e in graph.equations if e.eqn.primitive is as_stored_p]
-    renamed: dict = {}
+    renamed: dict[Any, Any] = {}
     for equation in copies:
         (a,) = equation.inputs
         renamed[equation.outputs[0]] = renamed.get(a, a) if is_variable(a) else a
     return graph.with_replaced({e: [] for e in copies}, renamed) if copies else graph
 
 
-def has_operators(jaxpr) -> bool:
+def has_operators(jaxpr: Jaxpr) -> bool:
     """Whether a program calls an operator of this package, or a kernel."""
     own = (kernel_call_p, attention_p)
     return any(e.primitive.name in PRIMITIVES or e.primitive in own for e in eqns_within([jaxpr]))
 
 
-def _decide(graph, path) -> _Decision:
-    left, read, by_xla, lines = set(), set(), set(), {}
-    while True:
-        groups, calls, n_left = Groups(graph, left, read), {}, len(left)
-        for group in groups.groups:
-            written, call, why_not = group.written(groups.read_outside), None, ""
-            try:
-                call, reads, made = kernel_call_of(group, written, groups.read_outside)
-            except NotFolded as error:
-                why_not = str(error)
-                traffic = group_traffic(group, groups.reads[group], written, groups)
-                traffic = traffic._replace(ours=traffic.unfolded)
-            else:
-                moved = call.moved(reads, made)
-                traffic = group_traffic(group, list(dict.fromkeys(variables_of(reads))), written, groups, moved)
-            why_xla = _why_xla_unfolded(group.equation) if call is None else call.kernel.why_xla()
-            why_xla = judge.why_xla_under_fuse(traffic, why_xla)
-            lines[group.equation] = _line_of_group(group, groups, path, traffic, why_not, why_xla)
-            if why_xla:
-                by_xla.add(group.equation)
-            elif call is not None:
-                calls[group] = call, reads, made
-                call.kernel.start_compiling()
-            if group not in calls:
-                left.add(group.equation)
-        if len(left) > n_left:
-            continue
-        more = made_twice.to_keep(groups, calls) - read
-        if not more:
-            break
-        read |= more
-    for equation in graph.equations:
-        if equation.name in PRIMITIVES and not equation.params["axis_name"] and not foldable(equation):
-            why_xla = _why_xla_unfolded(equation)
-            lines[equation] = _line(equation.name, equation, path, why_not_foldable(equation), why_xla)
-            if why_xla:
-                by_xla.add(equation)
-    return _Decision(groups, calls, by_xla, {e: lines[e] for e in graph.equations if e in lines})
+# ---- Lines of the report
 
 
-def _why_xla_unfolded(equation) -> str:
-    """Why XLA makes an operator into which nothing is folded; "" if its kernel does."""
-    avals_in, avals_out = ([a.aval for a in atoms] for atoms in (equation.inputs, equation.outputs))
-    return why_no_custom_call(equation.name, avals_in, avals_out, equation.params["axes"])
-
-
-def _line(op, equation, path, why_not="", why_xla="") -> Line:
-    """That of an operator into which nothing is folded, or of attention, of which `equation` is the softmax."""
+def _line(op: str, equation: Equation, path: str, why_not: str = "", why_xla: str = "") -> Line:
+    """The line of an operator into which nothing is folded, or of attention, of which `equation` is the softmax."""
     x, axes = equation.inputs[0].aval, tuple(equation.params["axes"])
     return Line(op, x.dtype.name, x.shape, axes, path, (), (), (), None, why_not, why_xla)
 
 
-def _line_of_group(group, groups, path, traffic, why_not, why_xla) -> Line:
+def _line_of_attention(found: FoundAttention, path: str) -> Line:
+    attention = found.attention
+    arrays = [
+        ("a mask" if side.dtype == "bool" else "an operand", side.dtype, side.letters)
+        for side in attention.sides
+        if side.dtype != "index" and "i" in side.letters and "j" in side.letters
+    ]
+    if attention.side_cotangent_dtype:
+        arrays.append(
+            ("an operand's gradient, to be summed", attention.side_cotangent_dtype, attention.letters.rows + "j")
+        )
+    in_memory = tuple(InMemory(what, dtype, tuple(found.extents[c] for c in of)) for what, dtype, of in arrays)
+    return _line("attention", found.softmax, path)._replace(in_memory=in_memory)
+
+
+def _line_of_group(group: Group, groups: Groups, path: str, traffic: Traffic, why_not: str, why_xla: str) -> Line:
     x = group.x.aval
     before = {equation: None for folded in group.before for equation in folded.values()}
-    outside: dict = {}
+    outside: dict[Any, Any] = {}
     for a in groups.reads[group]:
         maker = groups.graph.maker.get(a)
         if maker is not None and maker.name not in _MATERIALIZING and bytes_of(a) * 4 > bytes_of(group.x):
@@ -205,22 +304,26 @@ def _line_of_group(group, groups, path, traffic, why_not, why_xla) -> Line:
     )
 
 
-def _in_order(decision):
-    """JAX's equations of the rewritten program, each after those that make what it reads."""
-    groups, calls, by_xla, _ = decision
-    graph = groups.graph
-    twice, read_twice = made_twice.equations(groups, calls), made_twice.read_twice(groups, calls)
-    owner = {variable: group for group, (_, _, made) in calls.items() for variable in made}
-    done, equations = set(), []
+# ---- The program
 
-    def make(variables):
+
+def _in_order(decision: _Decision) -> list[JaxprEqn]:
+    """JAX's equations of the rewritten program, each after those that make what it reads."""
+    groups, calls, by_xla = decision.groups, decision.calls, decision.by_xla
+    graph = groups.graph
+    twice, read_twice = recomputed.equations(groups, calls), recomputed.read_twice(groups, calls)
+    owner = {variable: group for group, choice in calls.items() for variable in choice.results}
+    done: set[Equation | Group] = set()
+    equations: list[JaxprEqn] = []
+
+    def make(variables: list[Var]) -> None:
         pending = [(v, False) for v in reversed(variables)]
         while pending:
             variable, ready = pending.pop()
             node = owner.get(variable) or graph.maker.get(variable)
             if node is None or node in done:
                 continue
-            reads = calls[node][1] if node in calls else node.inputs
+            reads = calls[node].reads if isinstance(node, Group) else node.inputs
             if ready:
                 done.add(node)
                 emit(node)
@@ -228,18 +331,19 @@ def _in_order(decision):
                 pending.append((variable, True))
                 pending += [(v, False) for v in reversed(variables_of(reads))]
 
-    def emit(node):
-        if node in calls:
-            call, reads, made = calls[node]
-            equations.append(new_eqn(reads, made, kernel_call_p, {"call": call}, node.equation.eqn))
+    def emit(node: Equation | Group) -> None:
+        if isinstance(node, Group):
+            call, reads, results, _ = calls[node]
+            equations.append(new_eqn(reads, results, kernel_call_p, {"call": call}, node.equation.eqn))
             return
         if node in by_xla:
             params = {"op": node.name, **node.params}
-            new = [new_eqn(node.inputs, node.outputs, by_xla_p, params, node.eqn)]
+            eqn = new_eqn(node.inputs, node.outputs, by_xla_p, params, node.eqn)
+            new = [Equation(eqn, node.inputs, node.outputs, params)]
         else:
-            new = [e.as_jax() for e in (made_twice.with_roundings(node) if node in twice else [node])]
-        for eqn in new:
-            equations.extend(_with_barrier(eqn, read_twice))
+            new = recomputed.with_roundings(node) if node in twice else [node]
+        # A barrier is before what kernels and XLA both read.
+        equations.extend(e.as_jax() for equation in new for e in with_barrier(equation, read_twice))
 
     for equation in graph.equations:
         if equation.eqn.effects:
@@ -249,13 +353,3 @@ def _in_order(decision):
                 emit(equation)
     make(variables_of(graph.outputs))
     return equations
-
-
-def _with_barrier(eqn, read_twice):
-    """An equation, and a barrier behind which those of its results are that kernels and XLA read."""
-    makes = [v for v in eqn.outvars if v in read_twice]
-    if not makes:
-        return [eqn]
-    before = {v: type(v)(v.aval) for v in makes}
-    behind = _private.at_the_line_of(barrier(list(before.values()), makes), eqn)
-    return [eqn.replace(outvars=[before.get(v, v) for v in eqn.outvars]), behind]

@@ -8,11 +8,16 @@ weights among it, and a backward one that reads that. Here the backward one make
 `residuals.py` says. Then the body of each scan has all of its attention.
 """
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import jax
 
 from jax_softmax import _private
-from jax_softmax.fusion import expressions, residuals, splicing
-from jax_softmax.fusion.graph import (
+from jax_softmax.fusion import residuals
+from jax_softmax.fusion.program import expressions, splicing
+from jax_softmax.fusion.program.graph import (
+    Equation,
     Graph,
     bytes_of,
     edited,
@@ -24,6 +29,9 @@ from jax_softmax.fusion.graph import (
     topologically_sorted,
     variables_of,
 )
+from jax_softmax.fusion.residuals import Residuals
+from jax_softmax.primitives.types import Atom, Var
+from jax_softmax.runtime import costs
 
 
 def with_attention_in_scans(graph: Graph) -> Graph:
@@ -37,22 +45,22 @@ def with_attention_in_scans(graph: Graph) -> Graph:
     return graph
 
 
-def _scans(graph):
+def _scans(graph: Graph) -> list[Equation]:
     return [e for e in graph.equations if e.name == "scan" and has_softmax(e) and not _names_axes(e)]
 
 
-def _names_axes(equation) -> bool:
+def _names_axes(equation: Equation) -> bool:
     """Whether an array varies over axes of a mesh: their names are not known where the scan's body is traced again."""
     return any(_private.varying_axes(v.aval) for v in (*variables_of(equation.inputs), *equation.outputs))
 
 
-def has_softmax(equation) -> bool:
+def has_softmax(equation: Equation) -> bool:
     return any(eqn.primitive.name in _SOFTMAX for eqn in eqns_within(jaxprs_of(equation.params)))
 
 
-def _with_masks_inside(graph, scan) -> list | None:
+def _with_masks_inside(graph: Graph, scan: Equation) -> list[Equation] | None:
     """The scan that makes arrays which all layers share in the loop; None if there are none that are made of little."""
-    parts = _private.scan_operands(scan.params, scan.inputs, scan.outputs)
+    parts = _private.scan_operands(scan.params, list(scan.inputs), list(scan.outputs))
     body = opened(scan.params["jaxpr"])[0]
     inner = graph_of(body)
     softmaxes = (e for e in inner.equations if e.name in _SOFTMAX or has_softmax(e))
@@ -69,11 +77,11 @@ def _with_masks_inside(graph, scan) -> list | None:
     rest = [a for a in parts.consts if not (is_variable(a) and a in made)]
     n, n_carry = len(rest), len(parts.init)
 
-    def with_masks_inside(*operands):
+    def with_masks_inside(*operands: Any) -> list[Any]:
         of_leaves, operands = operands[: len(leaves)], operands[len(leaves) :]
         consts, init, xs = _consts_init_xs(operands, n, n_carry)
 
-        def layer(carry, x):
+        def layer(carry: Any, x: Any) -> tuple[Any, Any]:
             values = dict(zip(made, jax.core.eval_jaxpr(again, [], *of_leaves), strict=True))
             others = iter(consts)
             all_consts = [values[a] if is_variable(a) and a in values else next(others) for a in parts.consts]
@@ -87,22 +95,23 @@ def _with_masks_inside(graph, scan) -> list | None:
 
 
 _SOFTMAX = ("softmax", "softmax_linear")
-_LITTLE = 1 / 8  # of an array's bytes
 
 
-def _made_of_little(graph, a) -> list:
+def _made_of_little(graph: Graph, a: Atom) -> list[Equation]:
     """The equations that make an array of much fewer bytes; none if there are none."""
-    made = expressions.elementwise_ancestors(graph, [a])
+    made = expressions.elementwise_ancestors(graph, variables_of([a]))
     leaves = sum(bytes_of(b) for b, maker in made.items() if maker is None)
-    return [maker for maker in made.values() if maker is not None] if leaves < _LITTLE * bytes_of(a) else []
+    if leaves >= costs.MADE_OF_LITTLE * bytes_of(a):
+        return []
+    return [maker for maker in made.values() if maker is not None]
 
 
-def _pair(graph, forward) -> dict | None:
+def _pair(graph: Graph, forward: Equation) -> dict[Equation, list[Equation]] | None:
     """The replacements of a scan and of the only one that reads some of what it stacks; None without attention."""
     for backward in graph.equations:
         if backward.name != "scan" or backward is forward or _names_axes(backward):
             continue
-        scans = [_private.scan_operands(e.params, e.inputs, e.outputs) for e in (forward, backward)]
+        scans = [_private.scan_operands(e.params, list(e.inputs), list(e.outputs)) for e in (forward, backward)]
         early, stacks = set(variables_of(scans[1].consts + scans[1].init)), set(variables_of(scans[1].xs))
         needed = [
             k
@@ -110,11 +119,17 @@ def _pair(graph, forward) -> dict | None:
             if v in stacks - early - graph.results and graph.readers[v] == [backward]
         ]
         if needed:
-            return _without_weights(forward, backward, *scans, needed)
+            return _without_weights(forward, backward, scans[0], scans[1], needed)
     return None
 
 
-def _without_weights(forward, backward, parts, parts_of_backward, needed) -> dict | None:
+def _without_weights(
+    forward: Equation,
+    backward: Equation,
+    parts: _private.ScanOperands,
+    parts_of_backward: _private.ScanOperands,
+    needed: list[int],
+) -> dict[Equation, list[Equation]] | None:
     """`needed`: the indices in `parts.ys` of the stacked arrays that nothing but the backward scan's loop reads."""
     body, of_backward = (opened(scan.params["jaxpr"])[0] for scan in (forward, backward))
     if body.constvars or of_backward.constvars:
@@ -134,16 +149,18 @@ def _without_weights(forward, backward, parts, parts_of_backward, needed) -> dic
     }
 
 
-def _forward_that_keeps(forward, parts, chosen, results):
+def _forward_that_keeps(
+    forward: Equation, parts: _private.ScanOperands, chosen: Residuals, results: list[Var]
+) -> tuple[list[Equation], list[tuple[Atom, bool]]]:
     """The scan that makes `results` and stacks what it has to keep; and the operands of `chosen.again`, as pairs: an
     array of the graph, and whether all layers share it."""
     n_consts, n_carry = len(parts.consts), len(parts.init)
     carried = [k for k in chosen.operands if n_consts <= k < n_consts + n_carry]
 
-    def forward_and_kept(*operands):
+    def forward_and_kept(*operands: Any) -> list[Any]:
         consts, init, xs = _consts_init_xs(operands, n_consts, n_carry)
 
-        def layer(carry, x):
+        def layer(carry: Any, x: Any) -> tuple[Any, Any]:
             operands = [*consts, *carry, *x]
             found = jax.core.eval_jaxpr(chosen.forward, [], *operands)
             return found[:n_carry], (found[n_carry:], [operands[k] for k in carried])
@@ -161,20 +178,26 @@ def _forward_that_keeps(forward, parts, chosen, results):
     return new, kept + [(a, False) for a in made]
 
 
-def _backward_that_makes_again(backward, parts, chosen, kept, place_of):
+def _backward_that_makes_again(
+    backward: Equation,
+    parts: _private.ScanOperands,
+    chosen: Residuals,
+    kept: list[tuple[Atom, bool]],
+    place_of: dict[Var, int],
+) -> list[Equation]:
     """The scan that makes the arrays of `place_of` again instead of reading them: each has its place there among the
     results of `chosen.again`, whose operands are `kept`."""
     body = opened(backward.params["jaxpr"])[0]
     n_consts, n_carry = len(parts.consts), len(parts.init)
     places = [place_of.get(a) if is_variable(a) else None for a in parts.xs]
 
-    def again_and_backward(*operands):
+    def again_and_backward(*operands: Any) -> list[Any]:
         n_read = len(operands) - len(kept)
         consts, init, read = _consts_init_xs(operands[:n_read], n_consts, n_carry)
         of_all = [a for a, (_, is_of_all) in zip(operands[n_read:], kept, strict=True) if is_of_all]
         of_layers = [a for a, (_, is_of_all) in zip(operands[n_read:], kept, strict=True) if not is_of_all]
 
-        def layer(carry, xs):
+        def layer(carry: Any, xs: Any) -> tuple[Any, Any]:
             read, of_all_now, of_layer = iter(xs[0]), iter(of_all), iter(xs[1])
             again = jax.core.eval_jaxpr(
                 chosen.again, [], *(next(of_all_now if is_of_all else of_layer) for _, is_of_all in kept)
@@ -191,17 +214,17 @@ def _backward_that_makes_again(backward, parts, chosen, kept, place_of):
     return splicing.spliced(again_and_backward, inputs, backward.outputs, backward)
 
 
-def _consts_init_xs(operands, n_consts, n_carry):
+def _consts_init_xs(operands: Sequence[Any], n_consts: int, n_carry: int) -> tuple[list[Any], list[Any], list[Any]]:
     first = n_consts + n_carry
     return list(operands[:n_consts]), list(operands[n_consts:first]), list(operands[first:])
 
 
-def _scanned(like, layer, init, xs):
+def _scanned(like: Equation, layer: Callable[..., Any], init: Any, xs: Any) -> Any:
     options = {name: like.params[name] for name in ("length", "reverse", "unroll")}
     return jax.lax.scan(layer, init, xs, **options)
 
 
-def _stacked(variable, length):
+def _stacked(variable: Var, length: int) -> Var:
     """A variable for the arrays of all layers."""
     aval = variable.aval
     sharding = aval.sharding.update(spec=(None, *aval.sharding.spec))

@@ -6,18 +6,22 @@ import functools
 import inspect
 import sys
 import types
-from collections.abc import Callable
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.tree_util import PyTreeDef
 
 from jax_softmax.functions import patching
 from jax_softmax.fusion import modules, primitive
-from jax_softmax.fusion.graph import has_refs
+from jax_softmax.fusion.net import fused_or_as_it_is
+from jax_softmax.fusion.program.graph import has_refs
 from jax_softmax.fusion.report import FusionReport, Line
-from jax_softmax.fusion.rewriting import has_operators, rewritten, unfused_lines
+from jax_softmax.fusion.rewriting import has_operators, lines_of, unfused_lines
 
 _P = ParamSpec("_P")
 _Q = ParamSpec("_Q")
@@ -35,7 +39,7 @@ def fuse(f: Callable[_P, _R]) -> "Fused[_P, _R]":
     f is traced twice, with `jax_softmax.use()` and as it is. On a GPU casts, scales, biases, masks and other
     elementwise operations around an operator are then done by its kernel; on other platforms kernels do the operators
     alone. A call for which XLA's own fusions move fewer bytes is left to them, and where all are, the program is f as
-    it is. Results are f's up to roundings.
+    it is. Results are f's up to roundings. Should this package fail on a program, that runs as it is, with a warning.
 
     Fuse what is differentiated and its derivative at once, `fuse(train_step)` rather than `grad(fuse(loss))`, which
     works as well.
@@ -66,28 +70,39 @@ class Fused(Generic[_P, _R]):
     def __init__(self, f: Callable[_P, _R]) -> None:
         # An object's attributes stay its own: it may change them.
         functools.update_wrapper(self, f, updated=["__dict__"] if isinstance(f, types.FunctionType) else [])
-        self._jitted = functools.lru_cache(_MOST_PROGRAMS)(_jitted)
 
     def __repr__(self) -> str:
         return f"fuse({self.__wrapped__!r})"
 
-    def __reduce__(self):
+    def __reduce__(self) -> str | tuple[Any, ...]:
         """A function of a module that is decorated is pickled by its name, as functions are."""
-        module, name = sys.modules.get(getattr(self, "__module__", None)), getattr(self, "__qualname__", "")
-        found = functools.reduce(lambda at, part: getattr(at, part, None), name.split("."), module)
+        module, name = sys.modules.get(getattr(self, "__module__", "")), getattr(self, "__qualname__", "")
+        found: Any = functools.reduce(lambda at, part: getattr(at, part, None), name.split("."), module)
         return name if found is self else (fuse, (self.__wrapped__,))
 
     def __call__(self, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
-        f, args, kwargs = _unbound(self.__wrapped__, args, kwargs)
-        if modules.has_modules((args, kwargs)):
-            return modules.call_with_modules(self._call, f, args, kwargs)
-        return self._call(f, *args, **kwargs)
+        if jax.config.jax_disable_jit:
+            return self.__wrapped__(*args, **kwargs)
+        f, positional, named = _unbound(self.__wrapped__, args, kwargs)
+        call = functools.partial(self._call, f)
+        if modules.has_modules((positional, named)):
+            return modules.call_with_modules(call, f, positional, named)
+        return call(f, *positional, **named)
 
-    def _call(self, g, /, *args, **kwargs):
+    def _call(self, f: Callable[..., Any], g: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """What g returns, which is f or, of modules, a pure function that calls it."""
         (args, kwargs), others, tree = _arrays_and_others((args, kwargs))
-        if all(isinstance(leaf, _CONSTANTS) for leaf in others) and _is_hashable(tree):
-            return self._jitted(g, others, tree)(*args, **kwargs)
-        return _call_traced(g, others, tree, args, kwargs)
+        if all(isinstance(leaf, _CONSTANTS) for leaf in others) and _is_hashable((g, tree)):
+            return self._programs_of(f).jitted(g, others, tree)(*args, **kwargs)
+        return _Call(g, others, tree, args, kwargs).results()
+
+    def _programs_of(self, f: Callable[..., Any]) -> "_Programs":
+        """The programs of all `fuse(f)`: a second one of the same f compiles nothing."""
+        holder = f if isinstance(f, types.FunctionType) else self
+        programs = vars(holder).get("_fused")
+        if programs is None or programs.holder() is not holder:  # functools.wraps gives a function another's attributes
+            programs = vars(holder)["_fused"] = _Programs(holder)
+        return programs
 
     @overload
     def __get__(self, instance: None, owner: Any = None) -> "Fused[_P, _R]": ...
@@ -96,9 +111,7 @@ class Fused(Generic[_P, _R]):
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         if instance is None:
             return self
-        bound = Fused(types.MethodType(self.__wrapped__, instance))
-        bound._jitted = self._jitted
-        return bound
+        return Fused(types.MethodType(self.__wrapped__, instance))
 
     def trace(self, /, *args: _P.args, **kwargs: _P.kwargs) -> jax.stages.Traced:
         """`jax.jit(self).trace`: the program as it is before it is lowered."""
@@ -112,13 +125,13 @@ class Fused(Generic[_P, _R]):
         """What is folded into each call of an operator where f has these arguments, which may be shapes and dtypes."""
         report: list[Line] = []
 
-        def look(f, /, *args, **kwargs):
+        def look(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
             (args, kwargs), others, tree = _arrays_and_others((args, kwargs), in_program=True)
-            jaxpr = _traced(f, others, tree, args, kwargs)[0].jaxpr
+            jaxpr = primitive.as_lowered(_Call(f, others, tree, args, kwargs).traced()[0])
             if has_refs(jaxpr):
                 report.extend(unfused_lines(jaxpr, "the function has references"))
             else:
-                rewritten(jaxpr, report)
+                report.extend(lines_of(jaxpr))
 
         f, args, kwargs = _unbound(self.__wrapped__, args, kwargs)
         if modules.has_modules((args, kwargs)):
@@ -130,75 +143,103 @@ class Fused(Generic[_P, _R]):
         return FusionReport(report)
 
 
-def _unbound(f, args, kwargs):
+def _unbound(
+    f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
     """A function and its arguments. Among these are those of a `functools.partial`, and an object that is called, or
     whose method is: it may change."""
     while isinstance(f, functools.partial | types.MethodType):
         if isinstance(f, types.MethodType):
-            f, args = f.__func__, (f.__self__, *args)
+            args, f = (f.__self__, *args), f.__func__
         else:
-            f, args, kwargs = f.func, (*f.args, *args), {**f.keywords, **kwargs}
+            args, kwargs, f = (*f.args, *args), {**f.keywords, **kwargs}, f.func
     if isinstance(f, _CONSTANTS):
         return f, args, kwargs
     call = inspect.getattr_static(type(f), "__call__")
     return call if isinstance(call, types.FunctionType) else _call_object, (f, *args), kwargs
 
 
-def _call_object(f, /, *args, **kwargs):
+def _call_object(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     return f(*args, **kwargs)
 
 
 _MOST_PROGRAMS = 256  # that are kept of a function: one for each of its constants and modules' definitions
 
 
-def _jitted(f, others, tree):
+class _Programs:
+    """The programs that are kept of a function. It is an attribute of the function, with which it goes. Copies, as
+    pickle makes them, are empty."""
+
+    def __init__(self, holder: Any = None) -> None:
+        self.holder = (lambda: None) if holder is None else weakref.ref(holder)
+        self.jitted = functools.lru_cache(_MOST_PROGRAMS)(_jitted)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Programs, ()
+
+
+def _jitted(f: Callable[..., Any], others: tuple[Any, ...], tree: PyTreeDef) -> Callable[..., Any]:
     """f of arrays alone, under `jax.jit`. It holds the constants: JAX would keep static arguments when f is gone."""
 
     @_named_as(f)
-    def jitted(*args, **kwargs):
-        return _call_traced(f, others, tree, args, kwargs)
+    def jitted(*args: Any, **kwargs: Any) -> Any:
+        return _Call(f, others, tree, args, kwargs).results()
 
     return jax.jit(jitted, inline=True)
 
 
-def _named_as(f):
+def _named_as(f: Callable[..., Any]) -> Callable[..., Any]:
     """A decorator for functions with f's arguments: JAX's errors name f, and these."""
     return functools.partial(functools.update_wrapper, wrapped=f, updated=())
 
 
-def _call_traced(f, others, tree, args, kwargs):
-    arrays = jax.tree.leaves((args, kwargs))
-    closed, out_tree = _traced(f, others, tree, args, kwargs)
-    if has_refs(closed.jaxpr):  # no primitive of our own may hold references
-        results = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *arrays)
-    else:
-        unfused = _unfused(f, others, tree, args, kwargs, closed.jaxpr) if has_operators(closed.jaxpr) else None
-        results = primitive.bind_programs([closed] if unfused is None else [closed, unfused], arrays)
-    return jax.tree.unflatten(out_tree, results)
+class _Call(NamedTuple):
+    """A call of f in a program. `others` and `tree` are those of `_arrays_and_others`, and args and kwargs have arrays
+    alone."""
 
+    f: Callable[..., Any]
+    others: tuple[Any, ...]
+    tree: PyTreeDef
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
 
-def _unfused(f, others, tree, args, kwargs, jaxpr):
-    """The program without this package's operators; None if it has some, or if its results have other types."""
-    try:
-        closed, _ = _traced(f, others, tree, args, kwargs, contextlib.nullcontext())
-    except Exception:  # jax.nn and optax refuse what this package's functions take
-        return None
-    types = [[(v.aval.shape, v.aval.dtype) for v in program.outvars] for program in (jaxpr, closed.jaxpr)]
-    same = types[0] == types[1] and jaxpr.effects == closed.jaxpr.effects and not has_refs(closed.jaxpr)
-    return closed if same and not has_operators(closed.jaxpr) else None
+    def results(self) -> Any:
+        """f's results, made by a call of the primitive."""
+        arrays = jax.tree.leaves((self.args, self.kwargs))
+        closed, out_tree = self.traced()
+        if has_refs(closed.jaxpr):  # no primitive of our own may hold references
+            results = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *arrays)
+        else:
+            unfused = self._unfused(closed.jaxpr) if has_operators(closed.jaxpr) else None
+            results = primitive.bind_programs([closed] if unfused is None else [closed, unfused], arrays)
+        return jax.tree.unflatten(out_tree, results)
 
+    def _unfused(self, jaxpr: Jaxpr) -> ClosedJaxpr | None:
+        """The program without this package's operators; None if it has some, or if its results have other types."""
+        try:
+            closed, _ = self._traced_in(contextlib.nullcontext())
+        except Exception:  # jax.nn and optax refuse what this package's functions take
+            return None
+        programs: tuple[Any, Any] = jaxpr, closed.jaxpr
+        types = [[(v.aval.shape, v.aval.dtype) for v in program.outvars] for program in programs]
+        same = types[0] == types[1] and jaxpr.effects == closed.jaxpr.effects and not has_refs(closed.jaxpr)
+        return closed if same and not has_operators(closed.jaxpr) else None
 
-def _traced(f, others, tree, args, kwargs, context=None):
-    """f's program, a closed jaxpr, and the tree of its results."""
+    def traced(self) -> tuple[ClosedJaxpr, PyTreeDef]:
+        """f's program, and the tree of its results."""
+        return fused_or_as_it_is(
+            lambda: self._traced_in(patching.while_fusing()), lambda _: self._traced_in(contextlib.nullcontext())
+        )
 
-    @_named_as(f)
-    def traced(*args, **kwargs):
-        args, kwargs = _arguments(jax.tree.leaves((args, kwargs)), others, tree)
-        with patching.while_fusing() if context is None else context:
-            return f(*args, **kwargs)
+    def _traced_in(self, context: contextlib.AbstractContextManager[None]) -> tuple[ClosedJaxpr, PyTreeDef]:
+        @_named_as(self.f)
+        def traced(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = _arguments(jax.tree.leaves((args, kwargs)), self.others, self.tree)
+            with context:
+                return self.f(*args, **kwargs)
 
-    closed, shapes = jax.make_jaxpr(traced, return_shape=True)(*args, **kwargs)
-    return closed, jax.tree.structure(shapes)
+        closed, shapes = jax.make_jaxpr(traced, return_shape=True)(*self.args, **self.kwargs)
+        return closed, jax.tree.structure(shapes)
 
 
 class _Array:
@@ -213,7 +254,7 @@ _CONSTANTS = (
 _ARRAYS = np.ndarray | np.generic | jax.ShapeDtypeStruct | jax.Array | jax.Ref
 
 
-def _arrays_and_others(arguments, in_program=False):
+def _arrays_and_others(arguments: Any, in_program: bool = False) -> tuple[Any, tuple[Any, ...], PyTreeDef]:
     """The arguments with None for each leaf that is no array; the leaves with `_Array` for each that is; and the tree.
 
     `in_program`: they are those of a call in a program, where numbers of Python are constants, and no arrays.
@@ -234,16 +275,16 @@ def _is_in_program() -> bool:
     return isinstance(jnp.zeros(()), jax.core.Tracer)
 
 
-def _is_hashable(tree) -> bool:
-    """Whether a tree's structure, with what its nodes hold beside leaves, can be a key."""
+def _is_hashable(key: Any) -> bool:
+    """Whether a function's modules, and a tree's structure with what its nodes hold beside leaves, can be a key."""
     try:
-        hash(tree)
+        hash(key)
     except TypeError:
         return False
     return True
 
 
-def _arguments(arrays, others, tree):
-    """The inverse of `_arrays_and_others`."""
-    arrays = iter(arrays)
-    return jax.tree.unflatten(tree, [next(arrays) if leaf is _Array else leaf for leaf in others])
+def _arguments(arrays: Iterable[Any], others: tuple[Any, ...], tree: PyTreeDef) -> Any:
+    """The arguments, of what `_arrays_and_others` returns."""
+    rest = iter(arrays)
+    return jax.tree.unflatten(tree, [next(rest) if leaf is _Array else leaf for leaf in others])

@@ -7,22 +7,27 @@ place, which at 1e9 is 32. `as_stored(x)` is x as the kernel reads it: `runtime/
 XLA's optimizations.
 
 The primitive has the name of JAX's own identity, which `fuse` folds into kernels. In programs that `fuse` rewrites for
-CUDA `fusion/made_twice.py` does this work instead.
+CUDA `fusion/kernels/recomputed.py` does this work instead.
 """
 
+from jax import Array
 from jax.extend.core import Primitive
+
+from jax_softmax.primitives.types import Arrays, BatchAxes, Tangent, Tangents
 
 as_stored_p = Primitive("copy")
 
 
-def as_stored(x):
+def as_stored(x: Array) -> Array:
     return as_stored_p.bind(x)
 
 
-def jvp(primals, tangents):
+def jvp(primals: Arrays, tangents: Tangents) -> tuple[Array, Tangent]:
     """The tangent is passed on as it is: no kernel reads it."""
-    return as_stored(*primals), *tangents
+    (x,), (t,) = primals, tangents
+    return as_stored(x), t
 
 
-def batching_rule(operands, batch_axes):
-    return as_stored(*operands), *batch_axes
+def batching_rule(operands: Arrays, batch_axes: BatchAxes) -> tuple[Array, int | None]:
+    (x,), (axis,) = operands, batch_axes
+    return as_stored(x), axis

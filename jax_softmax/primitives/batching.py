@@ -1,20 +1,26 @@
 """The batching rule of the operators: one call on arrays of one more dimension."""
 
+from collections.abc import Iterable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from jax_softmax.primitives.operators import OPERATORS, PRIMITIVES, split
-from jax_softmax.primitives.types import sharded_as_well
+from jax_softmax.primitives.types import Arrays, Axes, BatchAxes, MeshAxes, sharded_as_well
 
 
-def batching_rule(op, axis_data, operands, batch_axes, *, axes, axis_name, **dtype):
+def batching_rule(
+    op: str, axis_data: Any, operands: Arrays, batch_axes: BatchAxes, *, axes: Axes, axis_name: MeshAxes, **dtype: str
+) -> tuple[Any, Any]:
     operands, batch_axes, operator = list(operands), list(batch_axes), OPERATORS[op]
     named, n_broadcast = axis_data.name in axis_name, len(split(operands)[0])
     if named:  # each element of the batch has a shard of every row
         # Numbers and labels of rows are the same for all elements of the batch: the first one's are taken.
         for i in range(operator.inputs, n_broadcast):
-            if batch_axes[i] is not None:
-                operands[i] = jax.lax.index_in_dim(operands[i], 0, batch_axes[i], keepdims=False)
+            if (axis := batch_axes[i]) is not None:
+                operands[i] = jax.lax.index_in_dim(operands[i], 0, axis, keepdims=False)
                 batch_axes[i] = None
         n_broadcast = operator.inputs
     batched, to, axes, axis_name = with_one_batch_axis(
@@ -23,19 +29,21 @@ def batching_rule(op, axis_data, operands, batch_axes, *, axes, axis_name, **dty
     results = PRIMITIVES[op].bind(*batched, axes=axes, axis_name=axis_name, **dtype)
     several, n = PRIMITIVES[op].multiple_results, operator.element_results
     results = list(results) if several else [results]
-    if named:
+    if named and to is not None:
         results[n:] = [jax.lax.squeeze(result, [to]) for result in results[n:]]
     batched_results = [to] * n + [None if named else to] * operator.row_results
     return (results, batched_results) if several else (results[0], batched_results[0])
 
 
-def only_batched(batch_axes, which):
+def only_batched(batch_axes: BatchAxes, which: Iterable[int]) -> bool:
     """Whether the batched operands are some of those with these numbers, at least one."""
     batched = {k for k, b in enumerate(batch_axes) if b is not None}
     return bool(batched) and batched <= set(which)
 
 
-def with_one_batch_axis(axis_data, operands, batch_axes, n_broadcast, *, axes, axis_name):
+def with_one_batch_axis(
+    axis_data: Any, operands: Arrays, batch_axes: BatchAxes, n_broadcast: int, *, axes: Axes, axis_name: MeshAxes
+) -> tuple[list[Array], int | None, Axes, MeshAxes]:
     """The operands with their batch axes moved to one place, that place, and `axes` and `axis_name` for them.
 
     The place is that of the first batched operand. Of the first `n_broadcast` operands those that are not batched are

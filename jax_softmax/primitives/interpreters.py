@@ -1,9 +1,13 @@
 """The primitives' rules for JAX's interpreters; the lowering rules of operators are in `runtime/`."""
 
 import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
+from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from jax_softmax import _private
@@ -11,7 +15,7 @@ from jax_softmax.primitives import as_stored, cross_entropy, product
 from jax_softmax.primitives.operators import OPERATORS, PRIMITIVES
 from jax_softmax.primitives.records import RECORDS, apply
 from jax_softmax.primitives.reference import wide_dtype
-from jax_softmax.primitives.types import shardings_of_results, types_tell_shardings
+from jax_softmax.primitives.types import Aval, Axes, MeshAxes, shardings_of_results, types_tell_shardings
 
 CHECKIFY, JET = _private.FOUND["checkify"], _private.FOUND["jet"]
 
@@ -47,7 +51,7 @@ def register() -> None:
         JET.jet_rules[primitive] = lambda primals, series: (*primals, *series)
 
 
-def implementation(primitive):
+def implementation(primitive: Primitive) -> Callable[..., Any]:
     """The rule for a call outside of `jit`."""
     apply_primitive = _private.FOUND["eager"].apply_primitive
     if apply_primitive:
@@ -55,7 +59,7 @@ def implementation(primitive):
     return lambda *operands, **params: jax.jit(functools.partial(primitive.bind, **params))(*operands)
 
 
-def abstract_eval(op, *avals, axes, axis_name, **dtype):
+def abstract_eval(op: str, *avals: Aval, axes: Axes, axis_name: MeshAxes, **dtype: str) -> Aval | list[Aval]:
     """The type, or types, of an operator's results: in explicit mode with the shardings of `reference.py`'s results.
 
     Raises:
@@ -78,7 +82,7 @@ def abstract_eval(op, *avals, axes, axis_name, **dtype):
     return results if len(results) > 1 else results[0]
 
 
-def _jet(op, primals, series, *, axes, axis_name, **dtype):
+def _jet(op: str, primals: Sequence[Array], series: Any, *, axes: Axes, axis_name: MeshAxes, **dtype: str) -> Any:
     """The Taylor series of the operator in jax.numpy."""
     if axis_name:
         raise NotImplementedError(f"{op}: jet does not work for rows that are spread over devices, by axis_name.")

@@ -5,19 +5,23 @@ elements in row-major order. A row whose label is negative or too large has no l
 """
 
 import math
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+from jax import Array
+
+from jax_softmax.primitives.types import Axes, Mask, MeshAxes, Shape
 
 LARGEST_LABEL = 2**31 - 1
 
 
-def widened_labels(labels):
+def widened_labels(labels: Array) -> Array:
     """The labels as integers of at least 32 bits, so that their dtype has the number of classes."""
     return labels.astype(jnp.int32) if labels.dtype.itemsize < 4 else labels
 
 
-def label_of_rows(labels, shape, axes, where, axis_name):
+def label_of_rows(labels: Array, shape: Shape, axes: Axes, where: Mask, axis_name: MeshAxes) -> tuple[Array, Array]:
     """`label` for an array of this shape from a user's labels, and whether each row has one.
 
     The user's labels count along the axes in the order in which these are given here, the last varying fastest. Rows
@@ -42,21 +46,21 @@ def label_of_rows(labels, shape, axes, where, axis_name):
     return labels, found
 
 
-def _label_along_sorted_axes(label, shape, axes):
+def _label_along_sorted_axes(label: Array, shape: Shape, axes: Axes) -> Array:
     """The label that counts along the sorted axes, from one that counts along them in the order given."""
     index = dict(zip(axes, _label_indices(shape, axes, label), strict=True))
-    sorted_label = 0
+    sorted_label: Array | int = 0
     for d in sorted(axes):
         sorted_label = sorted_label * shape[d] + index[d]
     return jnp.where(has_label(label, shape, axes), sorted_label, -1)
 
 
-def has_label(label, shape, axes):
+def has_label(label: Array, shape: Shape, axes: Axes) -> Array:
     """Whether each row, of an array of this shape, has a label."""
     return (label >= 0) & (label < math.prod(shape[d] for d in axes))
 
 
-def label_elements(x, axes, label):
+def label_elements(x: Array, axes: Axes, label: Array) -> Array:
     """x[label] of each row, of x's shape with extent 1 along axes. Rows without a label give any of their elements."""
     if _has_sharded_rows(x, axes):
         return jnp.sum(jnp.where(label_mask(x, axes, label), x, 0), axes, keepdims=True, dtype=x.dtype)
@@ -73,20 +77,23 @@ def label_elements(x, axes, label):
     return jax.lax.gather(x, _gather_indices(x, axes, label), dimensions, (1,) * x.ndim, mode="clip")
 
 
-def label_mask(x, axes, label):
+def label_mask(x: Array, axes: Axes, label: Array) -> Array | bool:
     """A mask of x's shape, or one that broadcasts to it: True at each row's label."""
-    found = True
+    found: Array | bool = True
     for d, index in zip(axes, _label_indices(x.shape, axes, label), strict=True):
         found &= index == jax.lax.broadcasted_iota(jnp.int32, [n if k == d else 1 for k, n in enumerate(x.shape)], d)
     return found
 
 
-def local_label(label, axes, shape, shard_shape, first_index):
+def local_label(
+    label: Array, axes: Axes, shape: Shape, shard_shape: Sequence[int], first_index: Callable[[int], Array]
+) -> Array:
     """The label in a shard, -1 if it is in another one, given the label in the whole array, which has this shape.
 
     The shard has shard_shape[d] indices along dimension d, from first_index(d) on.
     """
-    found, local = has_label(label, shape, axes), 0
+    found = has_label(label, shape, axes)
+    local: Array | int = 0
     for d, index in zip(axes, _label_indices(shape, axes, label), strict=True):
         index = index - first_index(d)
         found &= (index >= 0) & (index < shard_shape[d])
@@ -94,12 +101,12 @@ def local_label(label, axes, shape, shard_shape, first_index):
     return jnp.where(found, local, -1)
 
 
-def _has_sharded_rows(x, axes):
+def _has_sharded_rows(x: Array, axes: Axes) -> bool:
     """Whether x's type says that rows are sharded: JAX refuses to index them then."""
     return any(jax.typeof(x).sharding.spec[d] is not None for d in axes)
 
 
-def _label_indices(shape, axes, label):
+def _label_indices(shape: Shape, axes: Axes, label: Array) -> Sequence[Array]:
     """The label's index along each of the axes. It is no index of an element if the row has no label."""
     if len(axes) == 1:
         return [label]
@@ -108,7 +115,7 @@ def _label_indices(shape, axes, label):
     return [jnp.where(found, index, -1) for index in indices]
 
 
-def _gather_indices(x, axes, label):
+def _gather_indices(x: Array, axes: Axes, label: Array) -> Array:
     if len(axes) == 1:
         return jnp.moveaxis(label, axes[0], -1)
     return jnp.stack([jax.lax.squeeze(index, axes) for index in _label_indices(x.shape, axes, label)], -1)

@@ -3,13 +3,16 @@
 Each operator has a primitive of its own, of its name, which programs, profiles and errors show.
 """
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
+from jax.typing import DTypeLike
 
 from jax_softmax import _kernels
+from jax_softmax.primitives.types import Axes, Mask, MeshAxes
 
 
 class Operator(NamedTuple):
@@ -25,13 +28,14 @@ class Operator(NamedTuple):
     logarithms: int  # how many logarithms or powers are computed for a row
 
     @property
-    def operands(self):
-        """How many there are, without the mask and known results of rows."""
+    def operands(self) -> int:
+        """How many there are, without the mask and results of rows that are given."""
         return self.inputs + self.row_numbers + self.labelled
 
-    def n_known(self, operands, masked):
-        """How many of these operands are results of rows that are known already."""
-        return len(operands) - masked - self.operands
+    def without_given(self, operands: Sequence[Any], masked: bool) -> list[Any]:
+        """These operands without results of rows, which another operator made."""
+        n_given = len(operands) - masked - self.operands
+        return [operands[0], *operands[1 + n_given :]]
 
 
 OPERATORS = {op: Operator(*(facts[name] for name in Operator._fields)) for op, facts in _kernels.OPERATORS.items()}
@@ -50,16 +54,24 @@ class Coefficients(NamedTuple):
     at_label: jax.Array
 
 
-def bind(op, *operands, where, axes, axis_name=(), dtype=None, in_place=False):
+def bind(
+    op: str,
+    *operands: jax.Array,
+    where: Mask,
+    axes: Axes,
+    axis_name: MeshAxes = (),
+    dtype: DTypeLike | None = None,
+    in_place: bool = False,
+) -> Any:
     """The results of an operator's primitive. `where` is a mask or None; a `dtype` of None is x's."""
-    params = {"in_place": True} if in_place else {}
+    params: dict[str, Any] = {"in_place": True} if in_place else {}
     if OPERATORS[op].element_results:
         params["dtype"] = jnp.dtype(operands[0].dtype if dtype is None else dtype).name
     mask = [] if where is None else [where]
     return PRIMITIVES[op].bind(*operands, *mask, axes=axes, axis_name=axis_name, **params)
 
 
-def split(operands):
+def split(operands: Sequence[jax.Array]) -> tuple[Sequence[jax.Array], Mask]:
     """A primitive's operands without the mask, and the mask or None."""
     *others, last = operands
     return (others, last) if last.dtype == bool else (operands, None)

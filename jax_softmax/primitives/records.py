@@ -19,18 +19,19 @@ of `python -m jax_softmax`, which compares each operator's kernel with `referenc
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.interpreters import ad
 
 from jax_softmax.primitives import batching, reference
 from jax_softmax.primitives.as_stored import as_stored
 from jax_softmax.primitives.labels import has_label, label_elements
 from jax_softmax.primitives.operators import PRIMITIVES, bind, split
-from jax_softmax.primitives.reference import Normalizer, RowShards
+from jax_softmax.primitives.reference import Normalizer, RowShards, Shards
 from jax_softmax.primitives.rows import (
     fill_empty_rows,
     lse_tangent,
@@ -38,6 +39,11 @@ from jax_softmax.primitives.rows import (
     row_normalizer,
     row_sum,
 )
+from jax_softmax.primitives.types import Arrays, Axes, BatchAxes, Mask, MeshAxes, Tangent, Tangents
+
+# Of rules: tangents of which only the first operand has one that is not 0; results and their tangents.
+OnlyFirst = tuple[Array, *tuple[Tangent, ...]]
+Results = tuple[Sequence[Array], Sequence[Tangent]]
 
 
 class Record(NamedTuple):
@@ -53,6 +59,10 @@ class Record(NamedTuple):
     # By another operator's kernel and XLA, with the operands of `reference`. On a CPU, if the operator has no kernel
     # there; on CUDA, if it is a loss of labels that is left to XLA.
     composed: Callable[..., Any] | None = None
+    # Of operators of the same x that give `largest` and what follows it, `fuse` has the one of the highest rank make
+    # these for the others. 0: it takes no part. `extended` is the operator that gives the same, and more of a row.
+    row_rank: int = 0
+    extended: str = ""
 
 
 # ---- Softmax and log-softmax, and the linear maps by their Jacobians.
@@ -69,7 +79,7 @@ _TRANSPOSED = {
 VJP = {op: _TRANSPOSED[linear] for op, linear in JVP.items()}
 
 
-def _softmax_jvp(op, primals, tangents, **params):
+def _softmax_jvp(op: str, primals: Arrays, tangents: Tangents, **params: Any) -> tuple[Array, Tangent]:
     """The Jacobian is a function of the result y alone."""
     y = PRIMITIVES[op].bind(*primals, **params)
     if type(tangents[0]) is ad.Zero:
@@ -77,14 +87,16 @@ def _softmax_jvp(op, primals, tangents, **params):
     return y, PRIMITIVES[JVP[op]].bind(y, tangents[0], *primals[1:], **params)
 
 
-def _linear_jvp(op, primals, tangents, *, axis_name, **params):
+def _linear_jvp(
+    op: str, primals: Arrays, tangents: Tangents, *, axis_name: MeshAxes, **params: Any
+) -> tuple[Array, Tangent]:
     y, t, *mask = primals
     y_dot, t_dot = tangents[:2]
     out = PRIMITIVES[op].bind(*primals, axis_name=axis_name, **params)
     tangent = ad.Zero(jax.typeof(out))
     if type(t_dot) is not ad.Zero:
         tangent = PRIMITIVES[op].bind(y, t_dot, *mask, axis_name=axis_name, **params)
-    if type(y_dot) is not ad.Zero:
+    if not isinstance(y_dot, ad.Zero):
         shards = RowShards(lambda value, kind: jax.lax.psum(value, axis_name)) if axis_name else None
         y_dot = reference.fill_masked(y_dot, mask[0]) if mask else y_dot
         _, along_y = jax.jvp(lambda y: apply(op, y, t, *mask, shards=shards, **params), (y,), (y_dot,))
@@ -92,7 +104,9 @@ def _linear_jvp(op, primals, tangents, *, axis_name, **params):
     return out, tangent
 
 
-def _linear_transpose(op, cotangent, y, t, *mask, dtype, **axes):
+def _linear_transpose(
+    op: str, cotangent: Tangent, y: Array, t: Any, *mask: Array, dtype: str, **axes: Any
+) -> list[Tangent | None]:
     """The transposed map of the cotangent, in t's dtype."""
     assert ad.is_undefined_primal(t) and not ad.is_undefined_primal(y)
     nothing = [None] * len(mask)
@@ -104,14 +118,14 @@ def _linear_transpose(op, cotangent, y, t, *mask, dtype, **axes):
 # ---- Log-sum-exp, entropy, divergence: values of rows.
 
 
-def _logsumexp_jvp(op, primals, tangents, *, axes, axis_name):
+def _logsumexp_jvp(op: str, primals: Arrays, tangents: OnlyFirst, *, axes: Axes, axis_name: MeshAxes) -> Results:
     (x,), where = split(primals)
     normalizer = row_normalizer(x, where, axes, axis_name)
     lse_dot = lse_tangent(x, normalizer, tangents[0], where, axes, axis_name)
     return list(normalizer), normalizer_tangents(normalizer, lse_dot)
 
 
-def _entropy_jvp(op, primals, tangents, *, axes, axis_name):
+def _entropy_jvp(op: str, primals: Arrays, tangents: OnlyFirst, *, axes: Axes, axis_name: MeshAxes) -> Results:
     (x,), where = split(primals)
     entropy, *rows = bind(op, x, where=where, axes=axes, axis_name=axis_name)
     normalizer, t = Normalizer(*rows), tangents[0]
@@ -121,7 +135,9 @@ def _entropy_jvp(op, primals, tangents, *, axes, axis_name):
 
 
 @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=(5, 6))
-def _entropy_tangent(x, entropy, normalizer, t, where, axes, axis_name):
+def _entropy_tangent(
+    x: Array, entropy: Array, normalizer: Normalizer, t: Array, where: Mask, axes: Axes, axis_name: MeshAxes
+) -> Array:
     """-(sum of p (log p + entropy) t) over each row."""
     (entropy,) = fill_empty_rows([entropy], where, axes, axis_name)
     log_p = reference.log_probabilities(x, normalizer, where)
@@ -129,15 +145,20 @@ def _entropy_tangent(x, entropy, normalizer, t, where, axes, axis_name):
     return -row_sum(p * (log_p + entropy) * reference.widened(t), axes, axis_name)
 
 
-def _kl_divergence_composed(x, *y_and_normalizer, where, axes):
+def _kl_divergence_composed(
+    x: Array, y: Array, largest_y: Array, log_sum_y: Array, where: Mask, axes: Axes
+) -> tuple[Array, Array, Array]:
     normalizer = row_normalizer(x, where, axes, ())
-    return reference.kl_divergence_given_normalizer(normalizer, x, *y_and_normalizer, where, axes), *normalizer
+    divergence = reference.kl_divergence_given_normalizer(normalizer, x, y, largest_y, log_sum_y, where, axes)
+    return divergence, *normalizer
 
 
-def _and_distances(operator):
+def _and_distances(operator: Callable[..., Any]) -> Callable[..., Any]:
     """The operator with `reference.distance_sum_and_count` as further results."""
 
-    def with_distances(x, *others, where, axes, shards=None, **dtype):
+    def with_distances(
+        x: Array, *others: Array, where: Mask, axes: Axes, shards: Shards = None, **dtype: str
+    ) -> tuple[Array, ...]:
         results = operator(x, *others, where=where, axes=axes, shards=shards, **dtype)
         return *results, *reference.distance_sum_and_count(Normalizer(*results[-2:]), x, where, axes, shards)
 
@@ -147,7 +168,7 @@ def _and_distances(operator):
 # ---- Cross entropies of integer labels, and their gradient by the logits.
 
 
-def _cross_entropy_jvp(op, primals, tangents, *, axes, axis_name):
+def _cross_entropy_jvp(op: str, primals: Arrays, tangents: OnlyFirst, *, axes: Axes, axis_name: MeshAxes) -> Results:
     (x, label), where = split(primals)
     loss, *rows = bind(op, x, label, where=where, axes=axes, axis_name=axis_name)
     normalizer, t = Normalizer(*rows), tangents[0]
@@ -157,12 +178,12 @@ def _cross_entropy_jvp(op, primals, tangents, *, axes, axis_name):
     return [loss, *normalizer], [loss_dot, *normalizer_tangents(normalizer, lse_dot)]
 
 
-def _cross_entropy_composed(x, label, where, axes):
+def _cross_entropy_composed(x: Array, label: Array, where: Mask, axes: Axes) -> tuple[Array, Array, Array]:
     normalizer = row_normalizer(x, where, axes, ())
     return reference.cross_entropy_given_normalizer(normalizer, x, label, axes), *normalizer
 
 
-def _gradient_jvp(op, primals, tangents, *, in_place=False, **params):
+def _gradient_jvp(op: str, primals: Arrays, tangents: Tangents, *, in_place: bool = False, **params: Any) -> Results:
     results = PRIMITIVES[op].bind(*primals, **params)
     (*floats, label), where = split(primals)
     dots = tuple(map(ad.instantiate_zeros, tangents[: len(floats)]))
@@ -170,7 +191,7 @@ def _gradient_jvp(op, primals, tangents, *, in_place=False, **params):
     return results, list(jax.jvp(lambda *floats: gradient(*floats, label), tuple(floats), dots)[1])
 
 
-def _gradient_in_jnp(op, where, params, x, *operands):
+def _gradient_in_jnp(op: str, where: Mask, params: dict[str, Any], x: Array, *operands: Array) -> Any:
     """The results of a gradient's primitive, in jax.numpy but for the normalizer."""
     axes = params["axes"]
     if len(operands) == 5:  # the coefficients and the label
@@ -178,26 +199,28 @@ def _gradient_in_jnp(op, where, params, x, *operands):
     return RECORDS[op].reference(x, *operands, where=where, axes=axes, dtype=params["dtype"])
 
 
-def _gradient_composed(*operands, where, axes, shards=None, dtype):
+def _gradient_composed(*operands: Array, where: Mask, axes: Axes, shards: Shards = None, dtype: str) -> Any:
     return bind("cross_entropy_gradient", *operands, where=where, axes=axes, dtype=dtype)
 
 
 # Where x is the same for all elements of a batch, XLA reads it once. A kernel would need a copy of it for each.
 
 
-def _cross_entropy_batch(op, axis_data, operands, batch_axes, *, axes, axis_name):
+def _cross_entropy_batch(
+    op: str, axis_data: Any, operands: Arrays, batch_axes: BatchAxes, *, axes: Axes, axis_name: MeshAxes
+) -> tuple[Any, Any]:
     if not batching.only_batched(batch_axes, (1,)):
         return batching.batching_rule(op, axis_data, operands, batch_axes, axes=axes, axis_name=axis_name)
     (x, label), where = split(operands)
     normalizer = row_normalizer(x, where, axes, axis_name)
 
-    def losses(label):
+    def losses(label: Array) -> Array:
         return reference.cross_entropy_given_normalizer(normalizer, x, label, axes)
 
     return (jax.vmap(losses, batch_axes[1])(label), *normalizer), (0, None, None)
 
 
-def _gradient_batch(op, axis_data, operands, batch_axes, **params):
+def _gradient_batch(op: str, axis_data: Any, operands: Arrays, batch_axes: BatchAxes, **params: Any) -> tuple[Any, Any]:
     (x, *others), where = split(operands)
     if not batching.only_batched(batch_axes, range(1, 1 + len(others))):
         return batching.batching_rule(op, axis_data, operands, batch_axes, **params)
@@ -209,7 +232,9 @@ def _gradient_batch(op, axis_data, operands, batch_axes, **params):
 # ---- Scaling of rows by their absolute maxima.
 
 
-def _absmax_scale_jvp(op, primals, tangents, *, axes, axis_name, dtype):
+def _absmax_scale_jvp(
+    op: str, primals: Arrays, tangents: Tangents, *, axes: Axes, axis_name: MeshAxes, dtype: str
+) -> Results:
     (x,), where = split(primals)
     y, scale = bind(op, x, where=where, axes=axes, axis_name=axis_name, dtype=dtype)
     t = ad.instantiate_zeros(tangents[0])
@@ -221,7 +246,9 @@ def _absmax_scale_jvp(op, primals, tangents, *, axes, axis_name, dtype):
 
 # With checkpoint a backward pass gets x and the scales.
 @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=(4, 5, 6))
-def _absmax_scale_tangents(x, scale, t, where, dtype, axes, axis_name):
+def _absmax_scale_tangents(
+    x: Array, scale: Array, t: Array, where: Mask, dtype: str, axes: Axes, axis_name: MeshAxes
+) -> tuple[Array, Array]:
     """The tangents of x / scale before it is rounded, and of the scales. Elements that tie for the largest magnitude
     share its tangent equally."""
     if where is not None:
@@ -245,23 +272,23 @@ def _absmax_scale_tangents(x, scale, t, where, dtype, axes, axis_name):
 
 # ---- The records, by the names of the operators in csrc/core/op.h.
 
-_LINEAR = {"takes": "y t", "gives": "Jt", "jvp": _linear_jvp, "transpose": _linear_transpose}
+_LINEAR: dict[str, Any] = {"takes": "y t", "gives": "Jt", "jvp": _linear_jvp, "transpose": _linear_transpose}
 # softmax(x) (factor + lse_factor lse) + offset, and at_label added at the label. In a row where these four are 0 the
 # gradient is 0, even if x is NaN. `largest` and `sum_exp` are x's, for callers that know them. The parameter `in_place`
 # says that nothing else reads x: on CUDA the gradient is written over x if it has x's dtype.
-_GRADIENT = {
+_GRADIENT: dict[str, Any] = {
     "takes": "x [largest sum_exp] factor lse_factor offset at_label label",
     "jvp": _gradient_jvp,
     "batch": _gradient_batch,
 }
 
 RECORDS = {
-    "softmax": Record("x", "y", reference.softmax, _softmax_jvp),
+    "softmax": Record("x", "y", reference.softmax, _softmax_jvp, extended="softmax_and_normalizer"),
     "log_softmax": Record("x", "y", reference.log_softmax, _softmax_jvp),
     "softmax_linear": Record(**_LINEAR, reference=reference.softmax_linear),
     "log_softmax_jvp": Record(**_LINEAR, reference=reference.log_softmax_jvp),
     "log_softmax_vjp": Record(**_LINEAR, reference=reference.log_softmax_vjp),
-    "logsumexp": Record("x", "largest sum_exp", reference.logsumexp, _logsumexp_jvp),
+    "logsumexp": Record("x", "largest sum_exp", reference.logsumexp, _logsumexp_jvp, row_rank=1),
     # The entropy of softmax(x). For a row that is masked altogether it is any number but NaN; so is a divergence.
     "entropy": Record("x", "entropy largest sum_exp", reference.entropy, _entropy_jvp),
     # Of softmax(x) from softmax(y), where lse(y) = largest_y + log_sum_y. The primitive has no derivative, but
@@ -271,6 +298,7 @@ RECORDS = {
         "divergence largest sum_exp",
         reference.kl_divergence,
         composed=_kl_divergence_composed,
+        row_rank=2,
     ),
     # lse - x[label], 0 for a row without a label.
     "cross_entropy": Record(
@@ -280,9 +308,14 @@ RECORDS = {
         _cross_entropy_jvp,
         batch=_cross_entropy_batch,
         composed=_cross_entropy_composed,
+        row_rank=3,
     ),
     "cross_entropy_gradient": Record(
-        **_GRADIENT, gives="gradient largest sum_exp", reference=reference.cross_entropy_gradient
+        **_GRADIENT,
+        gives="gradient largest sum_exp",
+        reference=reference.cross_entropy_gradient,
+        row_rank=5,
+        extended="cross_entropy_gradient_and_distances",
     ),
     # `distance_sum` is the sum of x - largest (of x where that is infinite) over the elements that are neither masked
     # nor -inf; `count` is their number, right up to `reference.MOST_COUNTED`.
@@ -291,21 +324,24 @@ RECORDS = {
         gives="gradient largest sum_exp distance_sum count",
         reference=_and_distances(reference.cross_entropy_gradient),
         composed=_and_distances(_gradient_composed),
+        row_rank=5,
     ),
     # x divided by its row's scale, in a dtype of `reference.SCALED`.
     "absmax_scale": Record("x", "scaled scale", reference.absmax_scale, _absmax_scale_jvp),
     # These two are only bound by `fuse`, in programs that have been differentiated, so that they need no derivatives.
-    "softmax_and_normalizer": Record("x", "y largest sum_exp", reference.softmax_and_normalizer),
-    "logsumexp_and_distances": Record("x", "largest sum_exp distance_sum count", _and_distances(reference.logsumexp)),
+    "softmax_and_normalizer": Record("x", "y largest sum_exp", reference.softmax_and_normalizer, row_rank=5),
+    "logsumexp_and_distances": Record(
+        "x", "largest sum_exp distance_sum count", _and_distances(reference.logsumexp), row_rank=4
+    ),
 }
 
 
-def apply(op, *operands, **params):
+def apply(op: str, *operands: Array, **params: Any) -> Any:
     """The operator in jax.numpy, on its primitive's operands and parameters, and `shards` as in `reference.py`."""
     return call_on_operands(RECORDS[op].reference, *operands, **params)
 
 
-def call_on_operands(function, *operands, in_place=False, **params):
+def call_on_operands(function: Callable[..., Any], *operands: Array, in_place: bool = False, **params: Any) -> Any:
     """A record's `reference` or `composed` on a primitive's operands and parameters."""
-    operands, where = split(operands)
-    return function(*operands, where=where, **params)
+    unmasked, where = split(operands)
+    return function(*unmasked, where=where, **params)

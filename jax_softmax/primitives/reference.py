@@ -7,13 +7,17 @@ of every row, `shards` is a `RowShards`; x is read at most twice then.
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
+from jax.typing import DTypeLike
 
 from jax_softmax.primitives.as_stored import as_stored
 from jax_softmax.primitives.labels import has_label, label_elements, label_mask
+from jax_softmax.primitives.operators import Coefficients
+from jax_softmax.primitives.types import Axes, Dtype, Mask
 
 # The dtypes of `absmax_scale`'s result; and for those of 8 bits the number that a row's largest magnitude becomes.
 SCALED = ("float16", "bfloat16", "float32", "float64", "int8", "float8_e4m3fn", "float8_e5m2")
@@ -23,17 +27,63 @@ LARGEST = {"int8": 127, "float8_e4m3fn": 448, "float8_e5m2": 57344}
 AND_DISTANCES = "_and_distances"
 
 
-def widened(x):
+class Normalizer(NamedTuple):
+    """Each row's maximum, and sum of exp(x - largest), or of exp(x) where the maximum is infinite.
+
+    Their log-sum-exp is largest + log(sum_exp). As two numbers they have digits that it would lose.
+    """
+
+    largest: Array
+    sum_exp: Array
+
+    @property
+    def log_sum(self) -> Array:
+        is_zero = self.sum_exp == 0  # where the logarithm has no derivative
+        zeros = jnp.zeros_like(self.sum_exp)
+        return jnp.log(self.sum_exp + is_zero.astype(zeros.dtype)) + select(is_zero, -jnp.inf, zeros)
+
+    @property
+    def lse(self) -> Array:
+        return self.log_sum + _finite(self.largest)
+
+    def without_infinity(self) -> "Normalizer":
+        """The same with a sum of NaN where the maximum is inf: all results of such a row are NaN then."""
+        return Normalizer(self.largest, self.sum_exp - jnp.where(self.largest == jnp.inf, jnp.inf, 0))
+
+    def finite(self) -> "Normalizer":
+        """The same with a maximum of 0 where it is infinite, which means the same. A derivative saves it, and
+        `jax_debug_infs` would take the -inf of a row that is masked altogether for an error."""
+        return Normalizer(_finite(self.largest), self.sum_exp)
+
+
+def _not_given(*_: Any) -> Any:
+    raise NotImplementedError
+
+
+class RowShards(NamedTuple):
+    """How a device that has a shard of every row works together with those that have the other shards."""
+
+    all_reduce: Callable[[Array, str], Array]  # (value, "max" or "sum"): that of the value over these devices
+    # (x, where, axes): the `Normalizer` of this device's shard
+    normalizer: Callable[[Array, Mask, Axes], Normalizer] = _not_given
+    # (label): whether each row has one, and the label in this shard, or -1
+    local_label: Callable[[Array], tuple[Array, Array]] = _not_given
+
+
+Shards = RowShards | None
+
+
+def widened(x: Array) -> Array:
     """x in the dtype that it is computed in."""
     return x.astype(wide_dtype(x.dtype))
 
 
-def wide_dtype(dtype):
+def wide_dtype(dtype: Dtype) -> Dtype:
     """The dtype that arrays of this dtype are computed in: float32 for those of 16 bits."""
     return jnp.dtype(jnp.float32) if dtype.name in ("float16", "bfloat16") else dtype
 
 
-def softmax(x, where, axes, shards=None, *, dtype):
+def softmax(x: Array, where: Mask, axes: Axes, shards: Shards = None, *, dtype: DTypeLike) -> Array:
     if shards is None:
         unnormalized = jnp.exp(_shifted(x, where, axes))
         return fill_masked(unnormalized / _row_sum(unnormalized, axes), where).astype(dtype)
@@ -41,7 +91,7 @@ def softmax(x, where, axes, shards=None, *, dtype):
     return probabilities(x, normalizer, where).astype(dtype)
 
 
-def log_softmax(x, where, axes, shards=None, *, dtype):
+def log_softmax(x: Array, where: Mask, axes: Axes, shards: Shards = None, *, dtype: DTypeLike) -> Array:
     if shards is None:
         shifted = _shifted(x, where, axes)
         return fill_masked(shifted - jnp.log(_row_sum(jnp.exp(shifted), axes)), where, -jnp.inf).astype(dtype)
@@ -49,89 +99,52 @@ def log_softmax(x, where, axes, shards=None, *, dtype):
     return log_probabilities(x, normalizer, where).astype(dtype)
 
 
-def _shifted(x, where, axes):
+def _shifted(x: Array, where: Mask, axes: Axes) -> Array:
     """x - max(x) of each row; -inf where x is masked."""
     x = fill_masked(x, where, -jnp.inf)
     return widened(x) - jax.lax.stop_gradient(widened(_largest(x, axes)))
 
 
-def _largest(x, axes):
+def _largest(x: Array, axes: Axes) -> Array:
     """The rows' maxima, in x's dtype: they are exact, and take half the memory where XLA writes maxima of pieces."""
     return jnp.max(x, axes, keepdims=True, initial=-jnp.inf)
 
 
-def fill_masked(a, where, value=0):
+def fill_masked(a: Array, where: Mask, value: float = 0) -> Array:
     """The array with this value where the mask is False."""
     return a if where is None else jnp.where(where, a, jnp.array(value, a.dtype))
 
 
-def select(condition, a, b):
+def select(condition: Array, a: Array | float, b: Array | float) -> Array:
     """`jnp.where` of arrays of the condition's shape, one of which may be a number, in fewer equations."""
-    a = a if isinstance(a, jax.Array) else jnp.full_like(b, a)
-    return jax.lax.select(condition, a, b if isinstance(b, jax.Array) else jnp.full_like(a, b))
+    a = a if isinstance(a, Array) else jnp.full_like(b, a)
+    return jax.lax.select(condition, a, b if isinstance(b, Array) else jnp.full_like(a, b))
 
 
-def _row_sum(a, axes, shards=None):
+def _row_sum(a: Array, axes: Axes, shards: Shards = None) -> Array:
     sums = jnp.sum(a, axes, keepdims=True)
     return sums if shards is None else shards.all_reduce(sums, "sum")
 
 
-def softmax_linear(y, t, where, axes, shards=None, *, dtype):
+def softmax_linear(y: Array, t: Array, where: Mask, axes: Axes, shards: Shards = None, *, dtype: DTypeLike) -> Array:
     """J t = y (t - sum(y t)), softmax's Jacobian, which is symmetric."""
     p, t32 = widened(y), fill_masked(widened(t), where)
     return fill_masked(p * (t32 - _row_sum(p * t32, axes, shards)), where).astype(dtype)
 
 
-def log_softmax_jvp(y, t, where, axes, shards=None, *, dtype):
+def log_softmax_jvp(y: Array, t: Array, where: Mask, axes: Axes, shards: Shards = None, *, dtype: DTypeLike) -> Array:
     """J t = t - sum(exp(y) t), log-softmax's Jacobian."""
     p, t32 = jnp.exp(widened(y)), fill_masked(widened(t), where)
     return fill_masked(t32 - _row_sum(p * t32, axes, shards), where).astype(dtype)
 
 
-def log_softmax_vjp(y, t, where, axes, shards=None, *, dtype):
+def log_softmax_vjp(y: Array, t: Array, where: Mask, axes: Axes, shards: Shards = None, *, dtype: DTypeLike) -> Array:
     """Jᵀ t = t - exp(y) sum(t), the transpose of log-softmax's Jacobian."""
     p, t32 = jnp.exp(widened(y)), fill_masked(widened(t), where)
     return fill_masked(t32 - p * _row_sum(t32, axes, shards), where).astype(dtype)
 
 
-class Normalizer(NamedTuple):
-    """Each row's maximum, and sum of exp(x - largest), or of exp(x) where the maximum is infinite.
-
-    Their log-sum-exp is largest + log(sum_exp). As two numbers they have digits that it would lose.
-    """
-
-    largest: jax.Array
-    sum_exp: jax.Array
-
-    @property
-    def log_sum(self):
-        is_zero = self.sum_exp == 0  # where the logarithm has no derivative
-        zeros = jnp.zeros_like(self.sum_exp)
-        return jnp.log(self.sum_exp + is_zero.astype(zeros.dtype)) + select(is_zero, -jnp.inf, zeros)
-
-    @property
-    def lse(self):
-        return self.log_sum + _finite(self.largest)
-
-    def without_infinity(self):
-        """The same with a sum of NaN where the maximum is inf: all results of such a row are NaN then."""
-        return Normalizer(self.largest, self.sum_exp - jnp.where(self.largest == jnp.inf, jnp.inf, 0))
-
-    def finite(self):
-        """The same with a maximum of 0 where it is infinite, which means the same. A derivative saves it, and
-        `jax_debug_infs` would take the -inf of a row that is masked altogether for an error."""
-        return Normalizer(_finite(self.largest), self.sum_exp)
-
-
-class RowShards(NamedTuple):
-    """How a device that has a shard of every row works together with those that have the other shards."""
-
-    all_reduce: Callable  # (value, "max" or "sum"): that of the value over these devices
-    normalizer: Callable | None = None  # (x, where, axes): the `Normalizer` of this device's shard
-    local_label: Callable | None = None  # (label): whether each row has one, and the label in this shard, or -1
-
-
-def logsumexp(x, where, axes, shards=None):
+def logsumexp(x: Array, where: Mask, axes: Axes, shards: Shards = None) -> Normalizer:
     """Each row's `Normalizer`."""
     if shards is not None:
         local_largest, sum_exp = shards.normalizer(x, where, axes)
@@ -143,16 +156,18 @@ def logsumexp(x, where, axes, shards=None):
     return Normalizer(largest, _row_sum(jnp.exp(widened(x) - _finite(largest)), axes))
 
 
-def _finite(largest):
+def _finite(largest: Array) -> Array:
     return select(jnp.isfinite(largest), largest, 0)
 
 
-def distances(x, normalizer):
+def distances(x: Array, normalizer: Normalizer) -> Array:
     """x - largest, or x where the row's maximum is infinite."""
     return widened(as_stored(x)) - _finite(normalizer.largest)
 
 
-def distance_sum_and_count(normalizer, x, where, axes, shards=None):
+def distance_sum_and_count(
+    normalizer: Normalizer, x: Array, where: Mask, axes: Axes, shards: Shards = None
+) -> tuple[Array, Array]:
     """The sum of x - largest over those elements of each row that are neither masked nor -inf, and their number."""
     counted = fill_masked(x != -jnp.inf, where, False)
     distance = jnp.where(counted, distances(x, normalizer), 0)
@@ -162,37 +177,50 @@ def distance_sum_and_count(normalizer, x, where, axes, shards=None):
 MOST_COUNTED = 1 << 24  # elements of a row: float32 has all integers up to this one
 
 
-def distance_sum_of_all(distance_sum, count, elements):
+def distance_sum_of_all(distance_sum: Array, count: Array, elements: Array | int) -> Array:
     """The sum of x - largest over all of a row's elements that are not masked, from `distance_sum_and_count`."""
     return jnp.where(count < elements, -jnp.inf, distance_sum)
 
 
-def softmax_and_normalizer(x, where, axes, shards=None, *, dtype):
+def softmax_and_normalizer(
+    x: Array, where: Mask, axes: Axes, shards: Shards = None, *, dtype: DTypeLike
+) -> tuple[Array, Array, Array]:
     """softmax(x), and each row's `Normalizer`."""
     normalizer = logsumexp(x, where, axes, shards)
     return probabilities(x, normalizer.without_infinity(), where).astype(dtype), *normalizer
 
 
-def entropy(x, where, axes, shards=None):
+def entropy(x: Array, where: Mask, axes: Axes, shards: Shards = None) -> tuple[Array, Array, Array]:
     """The entropy of softmax(x) over each row, and its `Normalizer`."""
     normalizer = logsumexp(x, where, axes, shards)
     log_p = log_probabilities(x, normalizer, where)
     return -_expectation(log_p, log_p, axes, shards), *normalizer
 
 
-def kl_divergence(x, y, largest_y, log_sum_y, where, axes, shards=None):
+def kl_divergence(
+    x: Array, y: Array, largest_y: Array, log_sum_y: Array, where: Mask, axes: Axes, shards: Shards = None
+) -> tuple[Array, Array, Array]:
     """sum(p (log p - log q)) of p = softmax(x), q = softmax(y), lse(y) = largest_y + log_sum_y; x's `Normalizer`."""
     normalizer = logsumexp(x, where, axes, shards)
     return kl_divergence_given_normalizer(normalizer, x, y, largest_y, log_sum_y, where, axes, shards), *normalizer
 
 
-def kl_divergence_given_normalizer(normalizer, x, y, largest_y, log_sum_y, where, axes, shards=None):
+def kl_divergence_given_normalizer(
+    normalizer: Normalizer,
+    x: Array,
+    y: Array,
+    largest_y: Array,
+    log_sum_y: Array,
+    where: Mask,
+    axes: Axes,
+    shards: Shards = None,
+) -> Array:
     log_p = log_probabilities(x, normalizer, where)
     log_q = fill_masked(widened(as_stored(y)) - _finite(largest_y) - log_sum_y, where, -jnp.inf)
     return _expectation(log_p, log_p - log_q, axes, shards)
 
 
-def _expectation(log_p, values, axes, shards):
+def _expectation(log_p: Array, values: Array, axes: Axes, shards: Shards) -> Array:
     """sum(p values) of each row; where p is 0 the product is, whatever the value. Derivatives of this may be NaN:
     what is differentiated uses `weight_and_value`."""
     p = jnp.exp(log_p)
@@ -200,12 +228,12 @@ def _expectation(log_p, values, axes, shards):
     return _row_sum(jnp.where(p == 0, 0, p * values), axes, shards)
 
 
-def log_probabilities(x, normalizer, where):
+def log_probabilities(x: Array, normalizer: Normalizer, where: Mask) -> Array:
     """log softmax(x), given the rows' `Normalizer`; -inf where x is masked."""
     return fill_masked(fill_masked(distances(x, normalizer), where) - normalizer.log_sum, where, -jnp.inf)
 
 
-def probabilities(x, normalizer, where):
+def probabilities(x: Array, normalizer: Normalizer, where: Mask) -> Array:
     """softmax(x), given the rows' `Normalizer`; where x is masked, this and its derivatives of all orders are 0."""
     is_zero = normalizer.sum_exp == 0
     distance = fill_masked(distances(x, normalizer), where) + jnp.where(
@@ -216,19 +244,21 @@ def probabilities(x, normalizer, where):
     )
 
 
-def weight_and_value(log_p, value):
+def weight_and_value(log_p: Array, value: Array) -> tuple[Array, Array]:
     """p, and a value to be multiplied by p: 0 where p is 0, so that 0 * inf does not make a NaN."""
     p = jnp.exp(log_p)
     return p, jnp.where(p == 0, 0, value)
 
 
-def cross_entropy(x, label, where, axes, shards=None):
+def cross_entropy(x: Array, label: Array, where: Mask, axes: Axes, shards: Shards = None) -> tuple[Array, Array, Array]:
     """lse - x[label] of each row, 0 where it has no label; and its `Normalizer`."""
     normalizer = logsumexp(x, where, axes, shards)
     return cross_entropy_given_normalizer(normalizer, x, label, axes, shards), *normalizer
 
 
-def cross_entropy_given_normalizer(normalizer, x, label, axes, shards=None):
+def cross_entropy_given_normalizer(
+    normalizer: Normalizer, x: Array, label: Array, axes: Axes, shards: Shards = None
+) -> Array:
     is_labelled, local = (has_label(label, x.shape, axes), label) if shards is None else shards.local_label(label)
     distance = jnp.where(is_labelled, distances(label_elements(x, axes, local), normalizer), 0)
     if shards is not None:
@@ -236,19 +266,30 @@ def cross_entropy_given_normalizer(normalizer, x, label, axes, shards=None):
     return jnp.where(is_labelled, normalizer.log_sum - distance, 0)
 
 
-def cross_entropy_gradient(x, *operands, where, axes, shards=None, dtype):
+def cross_entropy_gradient(
+    x: Array, *operands: Array, where: Mask, axes: Axes, shards: Shards = None, dtype: DTypeLike
+) -> tuple[Array, Array, Array]:
     """softmax(x) (factor + lse_factor lse) + offset, and at_label added at the label; and the rows' `Normalizer`."""
-    *known, factor, lse_factor, offset, at_label, label = operands
-    normalizer = Normalizer(*known) if known else logsumexp(x, where, axes, shards)
-    coefficients = factor, lse_factor, offset, at_label
-    return gradient_given_normalizer(normalizer, x, *coefficients, label, where, axes, shards, dtype=dtype), *normalizer
+    *given, factor, lse_factor, offset, at_label, label = operands
+    normalizer = Normalizer(*given) if given else logsumexp(x, where, axes, shards)
+    coefficients = Coefficients(factor, lse_factor, offset, at_label)
+    return gradient_given_normalizer(normalizer, x, coefficients, label, where, axes, shards, dtype=dtype), *normalizer
 
 
 def gradient_given_normalizer(
-    normalizer, x, factor, lse_factor, offset, at_label, label, where, axes, shards=None, *, dtype
-):
+    normalizer: Normalizer,
+    x: Array,
+    coefficients: Coefficients,
+    label: Array,
+    where: Mask,
+    axes: Axes,
+    shards: Shards = None,
+    *,
+    dtype: DTypeLike,
+) -> Array:
     local = label if shards is None else shards.local_label(label)[1]
-    counts = row_counts(normalizer, factor, lse_factor, offset, at_label)
+    factor, lse_factor, offset, at_label = coefficients
+    counts = row_counts(normalizer, *coefficients)
     normalizer = Normalizer(*(jnp.where(counts, value, 0) for value in normalizer))
     lse = jnp.where(normalizer.lse == -jnp.inf, 0, normalizer.lse)  # of rows that are masked altogether
     p = probabilities(x, normalizer, counts if where is None else where & counts)
@@ -256,12 +297,12 @@ def gradient_given_normalizer(
     return (gradient + jnp.where(label_mask(x, axes, local), at_label, 0)).astype(dtype)
 
 
-def row_counts(normalizer, *coefficients):
+def row_counts(normalizer: Normalizer, *coefficients: Array) -> Array:
     """Which rows count: not one whose coefficients are all 0 and whose logarithm of the sum is infinite or NaN."""
     return functools.reduce(jnp.logical_or, (c != 0 for c in coefficients), jnp.isfinite(normalizer.log_sum))
 
 
-def absmax_scale(x, where, axes, shards=None, *, dtype):
+def absmax_scale(x: Array, where: Mask, axes: Axes, shards: Shards = None, *, dtype: str) -> tuple[Array, Array]:
     """x / scale, and the scales: the rows' largest magnitudes, for 8 bits as multiples of the dtype's largest number.
 
     Scales that would not be normal numbers are 0.
@@ -272,7 +313,7 @@ def absmax_scale(x, where, axes, shards=None, *, dtype):
     return scaled(x, largest, scale, where, dtype).astype(dtype), scale
 
 
-def absmax(x, where, axes, shards=None):
+def absmax(x: Array, where: Mask, axes: Axes, shards: Shards = None) -> Array:
     """The largest magnitude of each row: 0 where all is masked, NaN where one is NaN.
 
     On a CPU XLA's maximum ignores NaNs (JAX 0.12). The sum of squares is NaN in just the rows that have one.
@@ -284,7 +325,7 @@ def absmax(x, where, axes, shards=None):
     return jnp.where(jnp.isnan(squares), squares, largest)
 
 
-def scaled(x, largest, scale, where, dtype):
+def scaled(x: Array, largest: Array, scale: Array, where: Mask, dtype: str) -> Array:
     """x / scale, before it is rounded to dtype; for int8 rounded to an integer, and 0 instead of NaN."""
     x_dtype, x = x.dtype.name, fill_masked(widened(x), where)
     divisor = jnp.where(scale == 0, jnp.inf, scale)

@@ -30,7 +30,7 @@ def find_nvrtc() -> str:
     Raises:
       RuntimeError: there is none.
     """
-    from cuda import pathfinder  # here, because a process that uses no GPU should not wait for it
+    from cuda import pathfinder  # type: ignore[import-untyped]  # here, because a process that uses no GPU should not wait for it
 
     try:
         return pathfinder.load_nvidia_dynamic_lib("nvrtc").abs_path

@@ -15,8 +15,10 @@ from jax_softmax import _kernels
 from jax_softmax.functions import arguments
 from jax_softmax.primitives import reference
 from jax_softmax.primitives.operators import OPERATORS
-from jax_softmax.runtime import judge
-from jax_softmax.runtime.lowering import described
+from jax_softmax.runtime import costs, judge
+from jax_softmax.runtime.kernel_spec import described
+
+Shape = tuple[int, ...]
 
 
 class Gpu(NamedTuple):
@@ -31,7 +33,7 @@ class Gpu(NamedTuple):
 
 # Copy rates: the H200's as measured, the others 90 % of the data sheet's.
 GPUS = {
-    "H200": Gpu(90, 132, 227 << 10, 16, 4.3e12),
+    "H200": Gpu(90, costs.MULTIPROCESSORS, 227 << 10, 16, costs.COPY_RATE),
     "GH200": Gpu(90, 132, 227 << 10, 16, 0.9 * 4.0e12),
     "H100": Gpu(90, 132, 227 << 10, 16, 0.9 * 3.35e12),
     "H100 NVL": Gpu(90, 132, 227 << 10, 16, 0.9 * 3.9e12),
@@ -209,20 +211,22 @@ def explain(
     )
 
 
-def _traffic(op):
+def _traffic(op: str) -> tuple[int, int]:
     """How many arrays of x's shape are read and written. Values of rows are not counted."""
     return OPERATORS[_KERNELS[op]].inputs, OPERATORS[_KERNELS[op]].element_results
 
 
-def _plan(op, shape, axes, mask_shape, dtype, gpu):
+def _plan(
+    op: str, shape: Shape, axes: tuple[int, ...], mask_shape: Shape | None, dtype: np.dtype, gpu: Gpu
+) -> tuple[judge.Plan | None, str]:
     """The kernels' plan, or None where no kernel runs; and why XLA's own operations do."""
     if 0 in shape or jnp.issubdtype(dtype, jnp.complexfloating) or len(shape) > _kernels.MAX_DIMS:
         return None, "" if 0 in shape else judge.NO_KERNEL
-    mask_shape = None if mask_shape is None else [*[1] * (len(shape) - len(mask_shape)), *mask_shape]
-    call = described(_KERNELS[op], shape, axes, dtype.name, mask_shape, _SCALED.get(op))
-    plan = judge.plan_of(call, gpu[:-1])  # without its copy rate
-    why_xla = judge.why_xla(call, plan)
-    return None if why_xla else plan, why_xla
+    mask_shape = None if mask_shape is None else (*[1] * (len(shape) - len(mask_shape)), *mask_shape)
+    spec = described(_KERNELS[op], shape, axes, dtype.name, mask_shape, _SCALED.get(op))
+    plan = spec.plan(*gpu[:-1])  # without its copy rate
+    reason = judge.reason_on_gpu(spec, plan)
+    return None if reason else plan, reason
 
 
 def _gpu_name(device: Any) -> str:
@@ -270,13 +274,15 @@ def _shape_and_dtype(x: Any, dtype: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, found)
 
 
-def _kernel_arguments(op: str, x: jax.ShapeDtypeStruct, axis: Any, where: Any):
+def _kernel_arguments(
+    op: str, x: jax.ShapeDtypeStruct, axis: Any, where: Any
+) -> tuple[Shape, tuple[int, ...], Shape | None, np.dtype]:
     """The result's shape, the axes, the mask's shape, and the dtype of the kernel's array, checked as for softmax."""
     found = []
 
-    def check_arguments(x, *mask):
+    def check_arguments(x: jax.Array, *given: jax.Array) -> None:
         checked = arguments.checked_real_array if OPERATORS[_KERNELS[op]].row_results else arguments.checked_array
-        x, mask = checked("explain", x, "x_or_shape"), mask[0] if mask else where
+        x, mask = checked("explain", x, "x_or_shape"), given[0] if given else where
         axes, mask, shape = arguments.checked_axes_and_mask("explain", x, axis, mask, "x_or_shape")
         if not jnp.issubdtype(x.dtype, jnp.complexfloating):
             x, _ = arguments.promoted(x)

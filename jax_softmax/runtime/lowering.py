@@ -1,6 +1,8 @@
 """The lowering rules of the primitives: FFI custom calls where there are kernels, jax.numpy elsewhere."""
 
 import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.export
@@ -14,11 +16,12 @@ from jax_softmax.primitives.as_stored import as_stored_p
 from jax_softmax.primitives.operators import OPERATORS, PRIMITIVES
 from jax_softmax.primitives.product import several_devices_p
 from jax_softmax.primitives.records import RECORDS, apply, call_on_operands
-from jax_softmax.runtime import cuda, judge
-from jax_softmax.runtime.judge import Maker
+from jax_softmax.runtime import cuda, judge, kernel_spec
+from jax_softmax.runtime.judge import Avals, Maker
 
 TARGET = "jax_softmax"
 ATTENTION_TARGET = "jax_softmax_attention"  # for `fusion/attention/`
+Rule = Callable[..., Any]  # a lowering rule of JAX
 
 
 def register() -> None:
@@ -43,12 +46,12 @@ def register() -> None:
             mlir.register_lowering(primitive, rule, platform=platform)
 
 
-def _several_devices(ctx):
+def _several_devices(ctx: Any) -> Any:
     several = _private.devices_of(ctx) != 1
     return mlir.lower_fun(lambda: jnp.array(several), multiple_results=False)(ctx)
 
 
-def _cpu_barrier(x):
+def _cpu_barrier(x: jax.Array) -> jax.Array:
     """On CPUs XLA of JAX 0.8 combines a product and a sum even through a barrier, but not through a copysign."""
     x = jax.lax.optimization_barrier(x)
     return jnp.copysign(jnp.abs(x), x) if x.dtype in (jnp.float32, jnp.float64) else x
@@ -69,89 +72,40 @@ def export_checks() -> list[jax.export.DisabledSafetyCheck]:
 # ---- Custom calls of kernels.
 
 
-def attributes(op, axes, masked, arrays="", load="", store="", n_known=0):
-    """The attributes of a kernel's custom call: see csrc/core/call.h.
-
-    `arrays` are the roles of the operands that the expressions `load` and `store` read. `n_known` is how many results
-    of rows are operands instead, before the numbers of rows.
-    """
-    operator = OPERATORS[op]
-    numbers = ["number"] * (n_known + operator.row_numbers)
-    sides = [*arrays.split(), *numbers, *["label"] * operator.labelled, *["mask"] * masked]
-    return {
-        "version": np.int64(_kernels.CALL_VERSION),
-        "op": op,
-        "axes": np.array(axes, np.int64),
-        "sides": " ".join(sides),
-        "load": load,
-        "store": store,
-    }
-
-
-def described(
-    op, shape, axes, dtype, mask_shape=None, out_dtype=None, more_results=(), arrays="", beside=(), load="", store=""
-):
-    """A kernel's custom call as `_kernels.plan` takes it: shapes and dtypes of operands and results, and attributes.
-
-    `beside` has the shapes and dtypes of the arrays that expressions read. `arrays` has their roles, and those of
-    indices.
-    """
-    operator, shape = OPERATORS[op], list(shape)
-    rows = [1 if d in axes else n for d, n in enumerate(shape)]
-    results = operator.element_results * [(shape, out_dtype or dtype)] + [(shape, dtype) for dtype in more_results]
-    wide = "float64" if "float64" in (dtype, out_dtype) else "float32"
-    operands = operator.inputs * [(shape, dtype)] + [(list(shape), dtype) for shape, dtype in beside]
-    operands += operator.row_numbers * [(rows, wide)] + operator.labelled * [(rows, "int32")]
-    operands += [] if mask_shape is None else [(list(mask_shape), "bool")]
-    return {
-        "operands": operands,
-        "results": results + operator.row_results * [(rows, wide)],
-        "attributes": attributes(op, axes, mask_shape is not None, arrays, load, store),
-    }
-
-
-def _cpu_rule(op, other_rules):
+def _cpu_rule(op: str, other_rules: dict[Maker, Rule]) -> Rule:
     call, in_one_dtype = jax.ffi.ffi_lowering(TARGET), _in_one_dtype_rule(op, judge.cpu_makes)
 
-    def kernel(ctx, *operands, axes, in_place=False, **dtype):
-        masked = ctx.avals_in[-1].dtype == bool
-        n_known = OPERATORS[op].n_known(operands, masked)  # the kernel does not compute them
-        call_ctx = ctx.replace(avals_out=ctx.avals_out[:1]) if n_known else ctx
-        results = call(call_ctx, *operands, **attributes(op, axes, masked, n_known=n_known))
-        return [*results, *operands[1 : 1 + n_known]]
+    def kernel(ctx: Any, *operands: Any, axes: tuple[int, ...], in_place: bool = False, **dtype: str) -> Sequence[Any]:
+        own = _without_given_results(op, operands, ctx.avals_in)
+        ctx = ctx.replace(avals_in=_without_given_results(op, ctx.avals_in, ctx.avals_in))
+        return call(ctx, *own, **kernel_spec.attributes(op, axes, ctx.avals_in[-1].dtype == bool))
 
     rules = {Maker.KERNEL: kernel, Maker.WIDER_KERNEL: in_one_dtype, **other_rules}
 
-    def rule(ctx, *operands, **params):
+    def rule(ctx: Any, *operands: Any, **params: Any) -> Any:
         return rules[judge.on_cpu(op, ctx.avals_in, ctx.avals_out)](ctx, *operands, **params)
 
     return rule
 
 
-def _on_cuda(op, avals_in, avals_out, axes):
-    """`judge.on_cuda` of a call without known results."""
-    return judge.on_cuda(op, avals_in, avals_out, axes, attributes(op, axes, avals_in[-1].dtype == bool))
-
-
-def why_no_custom_call(op, avals_in, avals_out, axes) -> str:
-    """Why a call is not lowered to the operator's kernel on CUDA; "" if it is."""
-    n_inputs, avals_in, result = OPERATORS[op].inputs, _without_known_results(op, avals_in, avals_in), avals_out[0]
-    maker, _, why = _on_cuda(op, avals_in, avals_out, axes)
+def reason_for_operator(op: str, avals_in: Avals, avals_out: Avals, axes: Sequence[int]) -> str:
+    """Why XLA computes a call into whose kernel nothing is folded, on CUDA; "" if the kernel does."""
+    n_inputs, avals_in, result = OPERATORS[op].inputs, _without_given_results(op, avals_in, avals_in), avals_out[0]
+    maker, _, reason = judge.on_cuda(op, avals_in, avals_out, axes)
     if maker is Maker.WIDER_KERNEL:
         dtype, result_dtype = _dtypes_of_wider_kernel(avals_in[:n_inputs], result.dtype, judge.cuda_makes)
         wider = [a.update(dtype=dtype) for a in avals_in[:n_inputs]]
         results = [result.update(dtype=result_dtype), *avals_out[1:]]
-        _, _, why = _on_cuda(op, [*wider, *avals_in[n_inputs:]], results, axes)
-    return why
+        _, _, reason = judge.on_cuda(op, [*wider, *avals_in[n_inputs:]], results, axes)
+    return reason
 
 
-def _without_known_results(op, operands, avals_in):
+def _without_given_results(op: str, operands: Sequence[Any], avals_in: Avals) -> list[Any]:
     """A kernel computes them again, still faster than XLA would compute the gradient from them."""
-    n_known = OPERATORS[op].n_known(operands, avals_in[-1].dtype == bool)
-    return [operands[0], *operands[1 + n_known :]]
+    return OPERATORS[op].without_given(operands, avals_in[-1].dtype == bool)
 
 
-def _cuda_rule(op, by_xla):
+def _cuda_rule(op: str, by_xla: Rule) -> Rule:
     """An FFI call unless XLA itself is as fast. Its last result is scratch memory, for blocks to exchange states.
 
     It is a result so that XLA owns it, and it lives as long as a CUDA graph that captures the call.
@@ -160,21 +114,21 @@ def _cuda_rule(op, by_xla):
     call_in_place = jax.ffi.ffi_lowering(TARGET, operand_output_aliases={0: 0})
     in_one_dtype = _in_one_dtype_rule(op, judge.cuda_makes)
 
-    def rule(ctx, *operands, axes, in_place=False, **dtype):
-        avals_in = _without_known_results(op, ctx.avals_in, ctx.avals_in)
-        maker, scratch_bytes, _ = _on_cuda(op, avals_in, ctx.avals_out, axes)
+    def rule(ctx: Any, *operands: Any, axes: tuple[int, ...], in_place: bool = False, **dtype: str) -> Any:
+        avals_in = _without_given_results(op, ctx.avals_in, ctx.avals_in)
+        maker, scratch_bytes, _ = judge.on_cuda(op, avals_in, ctx.avals_out, axes)
         if maker not in (Maker.KERNEL, Maker.WIDER_KERNEL):
             return by_xla(ctx, *operands, axes=axes, **dtype)
-        operands, ctx = _without_known_results(op, operands, ctx.avals_in), ctx.replace(avals_in=avals_in)
+        own, ctx = _without_given_results(op, operands, ctx.avals_in), ctx.replace(avals_in=avals_in)
         if maker is Maker.WIDER_KERNEL:
-            return in_one_dtype(ctx, *operands, axes=axes, in_place=in_place, **dtype)
-        n_results, its_attributes = len(ctx.avals_out), attributes(op, axes, avals_in[-1].dtype == bool)
+            return in_one_dtype(ctx, *own, axes=axes, in_place=in_place, **dtype)
+        n_results, spec = len(ctx.avals_out), kernel_spec.of_operator(op, axes, avals_in, ctx.avals_out)
         if all(isinstance(n, int) for n in avals_in[0].shape):
-            judge.start_compiling(judge.call_of(avals_in, ctx.avals_out, its_attributes, avals_in[0].shape))
+            judge.start_compiling(spec)
         if scratch_bytes:
             ctx = ctx.replace(avals_out=[*ctx.avals_out, jax.core.ShapedArray((scratch_bytes,), np.dtype(np.uint8))])
         in_place &= ctx.avals_out[0].dtype == avals_in[0].dtype
-        return (call_in_place if in_place else call)(ctx, *operands, **its_attributes)[:n_results]
+        return (call_in_place if in_place else call)(ctx, *own, **spec.attributes)[:n_results]
 
     return rule
 
@@ -182,11 +136,13 @@ def _cuda_rule(op, by_xla):
 # ---- Calls whose inputs have several dtypes, or a result another one. A kernel's inputs have one dtype.
 
 
-def _common_dtype(*dtypes):
+def _common_dtype(*dtypes: np.dtype) -> np.dtype:
     return dtypes[0] if len(set(dtypes)) == 1 else jnp.dtype("float64" if jnp.float64 in dtypes else "float32")
 
 
-def _dtypes_of_wider_kernel(inputs, result_dtype, makes):
+def _dtypes_of_wider_kernel(
+    inputs: Sequence[Any], result_dtype: np.dtype, makes: judge.Makes
+) -> tuple[np.dtype, np.dtype]:
     """The dtype of the inputs, and that of the result, of a kernel for these inputs and this result."""
     input_dtype = _common_dtype(*(a.dtype for a in inputs))
     if makes(input_dtype, result_dtype):
@@ -194,10 +150,10 @@ def _dtypes_of_wider_kernel(inputs, result_dtype, makes):
     return (_common_dtype(input_dtype, result_dtype),) * 2
 
 
-def _in_one_dtype_rule(op, makes):
+def _in_one_dtype_rule(op: str, makes: judge.Makes) -> Rule:
     """By a kernel whose dtype holds all inputs, and the result too if the kernel cannot give that dtype (`makes`)."""
 
-    def by_wider_kernel(*operands, axes, dtype, **params):
+    def by_wider_kernel(*operands: jax.Array, axes: tuple[int, ...], dtype: str, **params: Any) -> Any:
         n, result_dtype = OPERATORS[op].inputs, jnp.dtype(dtype)
         input_dtype, kernel_result = _dtypes_of_wider_kernel(operands[:n], result_dtype, makes)
         inputs = (a.astype(input_dtype) for a in operands[:n])

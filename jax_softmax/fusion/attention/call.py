@@ -1,4 +1,4 @@
-"""What a program's attention computes, in terms of letters, and which tiles of its scores have to be visited.
+"""What a program's attention computes, in terms of letters, and which cells of its scores have to be visited.
 
 A letter names each dimension of an operand: i the queries, j the keys, d the features of q and k, e those of v, any
 other one of the batch. `bihd,bjhd,bjhe` is the usual layout; in `bikgd,bjkd,bjke` the heads g share keys and values.
@@ -7,17 +7,42 @@ Features are last. Operands are read where they lie.
 
 import functools
 import math
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeGuard
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jax_softmax import _kernels
-from jax_softmax.fusion import printing
-from jax_softmax.fusion.attention.linear import depending_on
-from jax_softmax.fusion.attention.source import KERNELS, Letters, Plan, attention_plan
-from jax_softmax.fusion.expressions import ARITHMETIC, SAME, WRITABLE, Expression, Number
+from jax_softmax.fusion.attention.linear import depending_on, without_scale
+from jax_softmax.fusion.kernels import printing
+from jax_softmax.fusion.program.expressions import ARITHMETIC, SAME, WRITABLE, Expression, Number, Operation, rounded
+from jax_softmax.primitives.types import Aval, Dtype
+
+ArrayOrAval = jax.Array | Aval  # of which the shape and the dtype are read
+
+
+class Letters(NamedTuple):
+    """A letter for each dimension of q, k and v."""
+
+    q: str
+    k: str
+    v: str
+
+    @property
+    def o(self) -> str:
+        return self.q[:-1] + "e"
+
+    @property
+    def batch(self) -> str:
+        """Batch letters, in the order in which blocks count them: last those along which queries share keys."""
+        return "".join(sorted(self.q[:-1].replace("i", ""), key=lambda letter: letter not in self.k))
+
+    @property
+    def rows(self) -> str:
+        """The letters of an array with a number of each row of scores."""
+        return self.batch + "i"
 
 
 class LetteredSide(NamedTuple):
@@ -25,6 +50,7 @@ class LetteredSide(NamedTuple):
 
     letters: str
     dtype: str  # or "index"
+    is_learned: bool = False  # whether the side's cotangent is its own, as far as letters tell
 
 
 class Attention(NamedTuple):
@@ -32,8 +58,8 @@ class Attention(NamedTuple):
 
     Expressions are of float32 numbers and the sides s0, s1, .... `score` is one of the product x0, `weight` one of the
     softmax y. `score_transposed`, of the score's cotangent g and x0, is x0's cotangent, and `weight_transposed`, of the
-    weight's cotangent t, is y's. `written`, of g and x0, is an array of queries x keys that the program makes of the
-    scores' cotangents, as the gradient of a bias.
+    weight's cotangent t, is y's. `side_cotangent`, of g and x0, is the cotangent of something else that scores read,
+    with an element for each score before the program sums it: of a bias that is added it is g, of a temperature g x0.
     """
 
     letters: Letters
@@ -43,66 +69,84 @@ class Attention(NamedTuple):
     weight: Expression
     score_transposed: Expression | None = None
     weight_transposed: Expression | None = None
-    written: Expression | None = None
-    written_dtype: str | None = None
+    side_cotangent: Expression | None = None
+    side_cotangent_dtype: str | None = None
     empty_rows_are_zero: bool = False  # weights of rows whose scores are all -inf; otherwise these are NaN
 
     def sides_of(self, kernel: str) -> tuple[LetteredSide, ...]:
         return self.sides[: self.n_forward] if kernel == "forward" else self.sides
 
-    def extents(self, q, k, v) -> dict[str, int]:
+    def extents(self, q: ArrayOrAval, k: ArrayOrAval, v: ArrayOrAval) -> dict[str, int]:
         dims = (zip(letters, a.shape, strict=True) for letters, a in zip(self.letters, (q, k, v), strict=True))
         return {letter: n for of_operand in dims for letter, n in of_operand}
 
-    def plan(self, kernel: str, dtype: str, extents: dict[str, int]) -> Plan:
-        expressions = {"score": (self.score, ["x0"]), "weight": (self.weight, ["y"])}
+    def _weight_of(self, kernel: str) -> tuple[Expression, float]:
+        """`weight`, and a number that multiplies what is made of it. In the forward pass the number comes after the
+        product with values, so that a weight of 1, of a row with one large score, is rounded exactly."""
+        return without_scale(self.weight, "y") if kernel == "forward" else (self.weight, 1.0)
+
+    def attributes(self, kernel: str) -> dict[str, str | np.int64]:
+        """The attributes of a kernel's custom call: see csrc/plan/attention.h."""
+        weight, scale = self._weight_of(kernel)
+        expressions = [self.score, weight]
         if kernel != "forward":
-            expressions["score_transposed"] = self.score_transposed, ["g", "x0"]
-            expressions["weight_transposed"] = self.weight_transposed, ["t"]
-        written_dtype = self.written_dtype if kernel == "queries" else None
-        if written_dtype:
-            expressions["written"] = self.written, ["g", "x0"]
-        numbers: dict = {}
+            expressions += filter(None, [self.score_transposed, self.weight_transposed])
+            expressions += [self.side_cotangent] if kernel == "queries" and self.side_cotangent else []
+        words = [] if self.letters_of_bounds is None else [f"bounds:{self.letters_of_bounds}"]
+        for side in self.sides_of(kernel):
+            words.append(f"{'index' if side.dtype == 'index' else 'array'}:{side.letters}")
+        return {
+            "version": np.int64(_kernels.CALL_VERSION),
+            "kernel": kernel,
+            "letters": ",".join(self.letters),
+            "sides": " ".join(words),
+            "expressions": "\n".join(self._texts_of(expressions)),
+            "factor": f"{float(scale).hex()}f",
+            "empty_rows": "zero" if self.empty_rows_are_zero else "nan",
+        }
+
+    def _texts_of(self, expressions: Sequence[Expression]) -> list[str]:
+        """Expressions as C++, in which masks have their values in tiles that are whole."""
+        numbers: dict[Operation, int] = {}
         numbered = _numbered(self.score, numbers)
-        masks = {numbered.get(name, name): value for name, value in self._masks}  # by number, or by a side's name
-
-        def text(expression):
-            own = _numbered(expression, numbers)
-            values = {name: masks[n] for name, n in own.items() if n in masks}
-            return printing.text_of(expression, coarse=True, masks=values)
-
-        functions = {name: (arguments, text(e)) for name, (e, arguments) in expressions.items()}
-        described = self.letters, extents, dtype, self.sides_of(kernel), self.letters_of_bounds, masks, functions
-        return attention_plan(kernel, *described, self.empty_rows_are_zero, written_dtype)
+        sides = {name: value for name, value in self._masks if name not in numbered}
+        known = {numbered[name]: value for name, value in self._masks if name in numbered}
+        texts = []
+        for expression in expressions:
+            own = {name: known[n] for name, n in _numbered(expression, numbers).items() if n in known}
+            texts.append(printing.text_of(expression, coarse=True, masks=sides | own))
+        return texts
 
     # ---- In JAX
 
-    def result_letters(self, kernel: str) -> list[str]:
+    def results(self, kernel: str, dtype: Dtype | None = None) -> list[tuple[str, Any]]:
+        """The letters and the dtype of each result of a kernel, for operands of a dtype."""
         letters = self.letters
-        return {
-            "forward": [letters.o, letters.rows + "n"],
-            "keys": [letters.k, letters.v],
-            "queries": [letters.q] + [letters.rows + "j"] * bool(self.written_dtype),
-        }[kernel]
+        found: list[tuple[str, Any]] = [(letters.q, dtype)]
+        if kernel == "forward":
+            found = [(letters.o, dtype), (letters.rows + "n", "float32")]
+            found += [] if self.score_transposed is None else [(letters.o, "int8")]
+        elif kernel == "keys":
+            found = [(letters.k, dtype), (letters.v, dtype)]
+        elif self.side_cotangent_dtype:
+            found.append((letters.rows + "j", self.side_cotangent_dtype))
+        return found
 
-    def result_dtypes(self, kernel: str, dtype: str) -> list:
-        """For operands of a dtype."""
-        return [dtype, {"forward": "float32", "keys": dtype, "queries": self.written_dtype}[kernel]]
-
-    def result_types(self, kernel: str, q, k, v) -> list[jax.ShapeDtypeStruct]:
+    def result_types(self, kernel: str, q: ArrayOrAval, k: ArrayOrAval, v: ArrayOrAval) -> list[jax.ShapeDtypeStruct]:
         extents = self.extents(q, k, v) | {"n": 2}  # the numbers of a row, its pivot and its sum's logarithm
-        results = zip(self.result_letters(kernel), self.result_dtypes(kernel, q.dtype), strict=False)
-        return [jax.ShapeDtypeStruct([extents[c] for c in of], dtype) for of, dtype in results]
+        return [jax.ShapeDtypeStruct([extents[c] for c in of], dtype) for of, dtype in self.results(kernel, q.dtype)]
 
-    def in_jax(self, kernel: str, q, k, v, *rest, visited=True) -> list[jax.Array]:
+    def in_jax(self, kernel: str, *operands: jax.Array, visited: jax.Array | bool = True) -> list[jax.Array]:
         """What a kernel does, of the primitive's operands (`kernels.py`). `visited`: the scores in tiles that are."""
+        q, k, v, *rest = operands
         types, letters, extents = self.result_types(kernel, q, k, v), self.letters, self.extents(q, k, v)
         dims = letters.rows + "j"
 
-        def product(of, *operands):
+        def product(of: str, *operands: jax.Array) -> jax.Array:
             return jnp.einsum(of, *(a.astype(jnp.float32) for a in operands), precision="highest")
 
-        def value(expression, **values):
+        def value(expression: Expression | None, **values: jax.Array) -> jax.Array:
+            assert expression is not None  # the backward kernels have all expressions
             values = {name: a.astype(expression.dtype_of(name)) for name, a in values.items()}
             return jnp.broadcast_to(expression.in_jax(values | sides).astype(jnp.float32), x.shape)
 
@@ -112,10 +156,13 @@ class Attention(NamedTuple):
         empty = (s == -jnp.inf).all(-1, keepdims=True) & self.empty_rows_are_zero
         if kernel == "forward":
             pivot = jnp.where(empty, jnp.float32(0), s.max(-1, keepdims=True))
-            total = jnp.where(empty, jnp.float32(jnp.inf), jnp.exp(s - pivot).sum(-1, keepdims=True))
-            weights = jnp.where(visited, value(self.weight, y=jnp.exp(s - pivot) / total), 0)
-            o = product(f"{dims},{letters.v}->{letters.o}", weights, v)
-            return [o.astype(types[0].dtype), jnp.concatenate([pivot, jnp.log2(total)], -1)]
+            terms = jnp.exp(s - jnp.where(pivot == -jnp.inf, 0, pivot))
+            total = jnp.where(empty, jnp.float32(jnp.inf), terms.sum(-1, keepdims=True))
+            weight, scale = self._weight_of(kernel)
+            weights = jnp.where(visited, value(weight, y=jnp.exp(s - pivot) / total), 0)
+            o = scale * product(f"{dims},{letters.v}->{letters.o}", weights, v)
+            o, lost = rounded_and_lost(o, q.dtype)
+            return [o, jnp.concatenate([pivot, jnp.log2(total)], -1), lost][: len(types)]
         o_cotangent, rows, delta = rest[:3]
         y = jnp.where(empty, jnp.float32(0), jnp.exp(s - rows[..., :1]) * jnp.exp2(-rows[..., 1:]))
         t = value(self.weight_transposed, t=product(f"{letters.o},{letters.v}->{dims}", o_cotangent, v))
@@ -129,11 +176,11 @@ class Attention(NamedTuple):
             ],
         }[kernel]
         found = [product(f"{dims},{of}->{to}", w, a).astype(types[0].dtype) for of, a, to, w in made]
-        if kernel == "queries" and self.written_dtype:
-            found.append(jnp.where(visited, value(self.written, g=g, x0=x), 0).astype(self.written_dtype))
+        if kernel == "queries" and self.side_cotangent_dtype:
+            found.append(jnp.where(visited, value(self.side_cotangent, g=g, x0=x), 0).astype(self.side_cotangent_dtype))
         return found
 
-    def values_of_sides(self, dims: str, extents: dict[str, int], arrays) -> dict[str, jax.Array]:
+    def values_of_sides(self, dims: str, extents: dict[str, int], arrays: Iterable[jax.Array]) -> dict[str, jax.Array]:
         """The sides as arrays of these dimensions, but those that have others. `arrays`: the arrays among the sides."""
         rest, found = list(arrays), {}
         for k, side in enumerate(self.sides):
@@ -142,7 +189,7 @@ class Attention(NamedTuple):
             if side.dtype == "index":
                 found[f"s{k}"] = jnp.arange(extents[side.letters], dtype=jnp.int32).reshape(shape)
             elif a is not None and set(side.letters) <= set(dims):
-                order = sorted(range(a.ndim), key=lambda d, of=side.letters: dims.index(of[d]))
+                order = [side.letters.index(c) for c in dims if c in side.letters]
                 found[f"s{k}"] = jnp.transpose(a, order).reshape(shape)
         return found
 
@@ -169,11 +216,10 @@ class Attention(NamedTuple):
         """The score with 0 instead of what a `select_n` chooses where it does not choose a fill (`_FILL`), unless that
         may have fills as well."""
 
-        def may_hold_fills(letters, dtype):
-            is_learned = self.written is not None and {"i", "j"} <= set(letters)  # a bias, which has a gradient
-            return dtype in WRITABLE and not {"i", "j"}.isdisjoint(letters) and not is_learned
+        def may_hold_fills(side: LetteredSide) -> bool:
+            return side.dtype in WRITABLE and not {"i", "j"}.isdisjoint(side.letters) and not side.is_learned
 
-        made_of_fills = {f"s{k}" for k, side in enumerate(self.sides) if may_hold_fills(*side)}
+        made_of_fills = {f"s{k}" for k, side in enumerate(self.sides) if may_hold_fills(side)}
         operations = []
         for k, op in enumerate(self.score.operations):
             is_fill = [_is_fill(a) or a in made_of_fills for a in op.operands]
@@ -197,59 +243,50 @@ class Attention(NamedTuple):
         found = [(op.operands[0], of == (True, False)) for op, of in zip(chosen, fills, strict=True) if sum(of) == 1]
         return [(name, value) for name, value in found if isinstance(name, str)]
 
-    def bounds(self, kernel: str, extents: dict[str, int], arrays) -> jax.Array:
-        """The first step that each block visits and the one after its last; and the same of those among them whose
-        tiles are whole: all scores exist, and no mask hides any. int32 (letters, blocks, 4).
+    def bounds(self, kernel: str, extents: dict[str, int], arrays: Sequence[jax.Array]) -> jax.Array:
+        """Where a kernel has work, in cells of 64 x 64 scores, which it rounds outwards to its tiles. For each cell of
+        rows that stay in a block: the first cell of those that pass which is visited, and the one after the last; and
+        the same of those among them that are whole: all scores exist, and no mask hides any. int32 (letters, cells, 4).
 
         `arrays`: those among the sides. A query whose keys are all hidden visits all, for its weights are uniform or
         NaN. If they are 0, it visits none.
         """
-        letters = self.letters_of_bounds
-        tilings = {name: _kernels.attention_tiling(name, extents["d"], extents["e"]) for name in KERNELS}
-        sizes = {name: _queries_and_keys(name, tiling) for name, tiling in tilings.items()}
-        cells, multiples = ([f(*of) for of in zip(*sizes.values(), strict=True)] for f in (math.gcd, math.lcm))
-        i, j = (-(-extents[c] // n) * n for c, n in zip("ij", multiples, strict=True))
-        shape = [extents[c] for c in letters]
+        letters = self.letters_of_bounds or ""
+        shape, (i, j) = [extents[c] for c in letters], (-(-extents[c] // _CELL) for c in "ij")
         sides = self.values_of_sides(letters + "ij", extents, arrays)
         scores = self._without_product(sides)
 
-        def cells_with(elements, beyond=False):
+        def with_any(elements: jax.Array, beyond: bool = False) -> jax.Array:
             """Whether any score of a query and a cell's keys is one of these elements."""
             elements = jnp.broadcast_to(elements, [*shape, extents["i"], extents["j"]])
-            pad = [(0, 0)] * len(shape) + [(0, i - extents["i"]), (0, j - extents["j"])]
-            elements = jnp.pad(elements, pad, constant_values=beyond)
-            return elements.reshape(*shape, i, j // cells[1], cells[1]).any(-1)
+            pad = [(0, 0)] * len(shape) + [(0, i * _CELL - extents["i"]), (0, j * _CELL - extents["j"])]
+            return jnp.pad(elements, pad, constant_values=beyond).reshape(*shape, i * _CELL, j, _CELL).any(-1)
 
-        def tiles_with(cells_of_rows):
-            """Whether any score of a block's step is in one of these cells."""
-            found = cells_of_rows.reshape(*shape, i // cells[0], cells[0], -1).any(-2)
-            of_queries, of_keys = sizes[kernel]
-            found = found.reshape(*shape, i // of_queries, of_queries // cells[0], j // of_keys, of_keys // cells[1])
-            found = found.any((-3, -1))
-            found = found.swapaxes(-1, -2) if kernel == "keys" else found
-            return found[..., : -(-extents["j" if kernel == "keys" else "i"] // tilings[kernel]["rows"]), :]
+        def cells(of_queries: jax.Array) -> jax.Array:
+            """Whether any score of two cells is one of these: cells that stay x cells that pass."""
+            found = of_queries.reshape(*shape, i, _CELL, j).any(-2)
+            return found.swapaxes(-1, -2) if kernel == "keys" else found
 
-        seen = cells_with(~(scores.astype(jnp.float32) <= _FILL))
+        seen = with_any(~(scores.astype(jnp.float32) <= _FILL))
         if self.empty_rows_are_zero:
             operations = self._fills.needed().values()
             if any(_is_fill(a) and math.isfinite(a.value) for op in operations for a in op.operands):
-                filled = cells_with(scores > -jnp.inf)
+                filled = with_any(scores > -jnp.inf)
                 seen |= ~seen.any(-1, keepdims=True) & filled
         else:
-            index = functools.partial(jax.lax.broadcasted_iota, jnp.int32, seen.shape)
-            exist = (index(seen.ndim - 2) < extents["i"]) & (index(seen.ndim - 1) * cells[1] < extents["j"])
+            exist = jax.lax.broadcasted_iota(jnp.int32, seen.shape, seen.ndim - 2) < extents["i"]
             seen |= ~seen.any(-1, keepdims=True) & exist
         hidden = jnp.zeros((), bool)
         for name, value in self._masks:
             hidden |= self._without_product(sides, name) != value
-        tiles, whole = tiles_with(seen), ~tiles_with(cells_with(hidden, beyond=True))
-        step, n = jax.lax.broadcasted_iota(jnp.int32, tiles.shape, tiles.ndim - 1), tiles.shape[-1]
-        first, end = jnp.where(tiles, step, n).min(-1), jnp.where(tiles, step + 1, 0).max(-1)
-        first_whole = jnp.where(whole, step, n).min(-1)
-        end_whole = jnp.where(whole | (step < first_whole[..., None]), n, step).min(-1)
+        visited, whole = cells(seen), ~cells(with_any(hidden, beyond=True))
+        cell, n = jax.lax.broadcasted_iota(jnp.int32, visited.shape, visited.ndim - 1), visited.shape[-1]
+        first, end = jnp.where(visited, cell, n).min(-1), jnp.where(visited, cell + 1, 0).max(-1)
+        first_whole = jnp.where(whole, cell, n).min(-1)
+        end_whole = jnp.where(whole | (cell < first_whole[..., None]), n, cell).min(-1)
         return jnp.stack([first, end, first_whole, end_whole], -1)
 
-    def _without_product(self, sides, name: str | None = None) -> jax.Array:
+    def _without_product(self, sides: Mapping[str, jax.typing.ArrayLike], name: str | None = None) -> jax.Array:
         """The scores that products of 0 have, in which fills are as they are; or one of their operations, by name."""
         values = {"x0": jnp.zeros((), self.score.dtype_of("x0")), **sides}
         return self._fills._replace(result=name or self.score.result).in_jax(values)
@@ -281,10 +318,37 @@ class Attention(NamedTuple):
             found = 0.0
             for n in (0, 1):
                 arrays = {name: jnp.asarray(n, side.dtype) for name, side in sides.items() if name not in indices}
-                scores = self._without_product(given | arrays).astype(jnp.float32)
+                scores = self._without_product({**given, **arrays}).astype(jnp.float32)
                 found = max(found, float(jnp.mean(~(scores <= _FILL))))
             return found or 1.0
 
+
+def lost_shift(dtype: str | Dtype) -> int:
+    """How many of float32's bits are left out of what o lost by rounding to a dtype, which is kept in 8 bits."""
+    return jnp.finfo(jnp.float32).nmant - jnp.finfo(dtype).nmant - 8
+
+
+def rounded_and_lost(o: jax.Array, dtype: str | Dtype) -> tuple[jax.Array, jax.Array]:
+    """An array of float32, rounded to a dtype, and what it lost: the difference of both numbers' bits as float32, the
+    upper 8 of those that rounding may change."""
+    wide, shift = rounded(o, jnp.dtype(dtype).name), lost_shift(dtype)
+    bits = _bits_of(o) - _bits_of(wide) + (1 << shift >> 1)
+    return wide.astype(dtype), jnp.clip(bits >> shift, -128, 127).astype(jnp.int8)
+
+
+def unrounded(o: jax.Array, lost: jax.Array | None = None) -> jax.Array:
+    """The array before `rounded_and_lost`, in float32; without `lost` the rounded one."""
+    if lost is None:
+        return o.astype(jnp.float32)
+    bits = _bits_of(o.astype(jnp.float32)) + (lost.astype(jnp.int32) << lost_shift(o.dtype))
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def _bits_of(x: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(x, jnp.int32)
+
+
+_CELL = _kernels.ATTENTION_CELL
 
 # Scores that are not fills are larger than this. Fills of float16 cannot be as small: they are not taken for such.
 _FILL = -1e8
@@ -294,19 +358,14 @@ _FILL = -1e8
 _KEEP_SIZE = (*SAME, *ARITHMETIC, "neg", "div", "tanh", "select_n", "convert_element_type", "reduce_precision")
 
 
-def _is_fill(a) -> bool:
+def _is_fill(a: str | Number) -> TypeGuard[Number]:
     return isinstance(a, Number) and not isinstance(a.value, bool) and a.value <= _FILL
 
 
-def _numbered(expression: Expression, numbers: dict):
+def _numbered(expression: Expression, numbers: dict[Operation, int]) -> dict[str, int]:
     """A number for the result of each operation of an expression. Equal ones that one dictionary numbers share it."""
-    found: dict = {}
+    found: dict[Any, Any] = {}
     for k, op in enumerate(expression.operations):
         key = op._replace(operands=tuple(found.get(a, a) for a in op.operands))
         found[f"v{k}"] = numbers.setdefault(key, len(numbers))
     return found
-
-
-def _queries_and_keys(kernel, tiling) -> tuple[int, int]:
-    """How many queries and keys a block has in a step."""
-    return (tiling["step"], tiling["rows"]) if kernel == "keys" else (tiling["rows"], tiling["step"])

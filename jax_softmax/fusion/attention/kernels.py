@@ -5,20 +5,23 @@ kernel for its part of the batch. Where there is no kernel, the same is done in 
 """
 
 import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import PartitionSpec
 
 from jax_softmax import _kernels, _private
-from jax_softmax.devices import division, partitioning
-from jax_softmax.fusion.attention.call import Attention, LetteredSide
-from jax_softmax.fusion.attention.source import Letters
-from jax_softmax.fusion.expressions import Expression
+from jax_softmax.devices import division, layouts, partitioning
+from jax_softmax.fusion.attention.call import Attention, LetteredSide, Letters, rounded_and_lost, unrounded
+from jax_softmax.fusion.program.expressions import Expression
 from jax_softmax.primitives import interpreters
+from jax_softmax.primitives.types import Arrays, Aval, Shape
 from jax_softmax.runtime import cuda
 from jax_softmax.runtime.lowering import ATTENTION_TARGET
 
@@ -28,46 +31,50 @@ attention_p = Primitive("softmax_attention")
 attention_p.multiple_results = True
 
 
-@attention_p.def_abstract_eval
-def _(*operands, attention, kernel):
+@attention_p.def_abstract_eval  # type: ignore[untyped-decorator]  # JAX gives it no type
+def _(*operands: Aval, attention: Attention, kernel: str) -> list[Aval]:
     space, types = _Space(attention, kernel), attention.result_types(kernel, *operands[:3])
     return space.sharded(operands, space.operands, types, space.results)
 
 
-def forward(attention: Attention, q, k, v, *arrays):
+def forward(attention: Attention, q: Array, k: Array, v: Array, *arrays: Array) -> Arrays:
     """The output, and two numbers of each row for the backward kernels: its pivot, and the logarithm to base 2 of the
-    sum of exp(score - pivot). `arrays`: those among the sides."""
-    return attention_p.bind(q, k, v, *_of_kernel(attention, "forward", arrays), attention=attention, kernel="forward")
+    sum of exp(score - pivot). If there is a backward pass, also what the output lost by rounding. `arrays`: those among
+    the sides."""
+    n = sum(side.dtype != "index" for side in attention.sides_of("forward"))
+    return attention_p.bind(q, k, v, *arrays[:n], attention=attention, kernel="forward")
 
 
-def delta(attention: Attention, o, o_cotangent):
-    """The sum of o times its cotangent over features."""
-    letters = attention.letters
-    return jnp.einsum(f"{letters.o},{letters.o}->{letters.rows}", *(a.astype(jnp.float32) for a in (o, o_cotangent)))
+def delta(attention: Attention, o: Array, lost: Array, o_cotangent: Array) -> Array:
+    """The sum of o, as it was before it was rounded, times its cotangent over features. Of a row with one large weight
+    the scores' cotangents are the small difference between two numbers, of which this is one."""
+    letters, products = attention.letters, unrounded(o, lost) * o_cotangent.astype(jnp.float32)
+    return jnp.transpose(products.sum(-1), [letters.o.index(c) for c in letters.rows])
 
 
-def backward(attention: Attention, q, k, v, o_cotangent, rows, delta, *arrays):
-    """dq, dk, dv, and what is written of the scores' cotangents, if anything is."""
-    operands = q, k, v, o_cotangent, rows, delta, *arrays
-    (dq, *written), (dk, dv) = (
+def backward(attention: Attention, *operands: Array) -> Arrays:
+    """dq, dk, dv, and the side's cotangent if there is one, of the primitive's operands."""
+    (dq, *side_cotangent), (dk, dv) = (
         attention_p.bind(*operands, attention=attention, kernel=name) for name in ("queries", "keys")
     )
-    return dq, dk, dv, *written
+    return dq, dk, dv, *side_cotangent
 
 
-def with_sink(attention: Attention, o, rows, sink):
-    """The output and the rows' numbers where a sink is beside the scores (`rows.py`), and the sink's weights."""
+def with_sink(attention: Attention, sink: Array, o: Array, rows: Array, *lost: Array) -> tuple[Arrays, Array]:
+    """What `forward` gives where a sink is beside the scores (`rows.py`), and the sink's weights."""
     letters, log_2 = attention.letters, float(np.log(2))
     distance = (rows[..., 0] - sink.astype(jnp.float32)) + rows[..., 1] * log_2  # both may be as large as fills
-    factor = jnp.transpose(jax.nn.sigmoid(distance), [letters.rows.index(c) for c in letters.o[:-1]])
-    o = (o.astype(jnp.float32) * factor[..., None]).astype(o.dtype)
+    of_scores = jnp.transpose(jax.nn.sigmoid(distance), [letters.rows.index(c) for c in letters.o[:-1]])
+    scaled, lost_of_scaled = rounded_and_lost(unrounded(o, *lost) * of_scores[..., None], o.dtype)
     rows = jnp.stack([rows[..., 0], rows[..., 1] - jax.nn.log_sigmoid(distance) / log_2], -1)
-    return o, rows, jax.nn.sigmoid(-distance)
+    return (scaled, rows, lost_of_scaled)[: 2 + len(lost)], jax.nn.sigmoid(-distance)
 
 
-def _of_kernel(attention, kernel, arrays):
-    """The arrays among the sides that a kernel reads."""
-    return arrays[: sum(side.dtype != "index" for side in attention.sides_of(kernel))]
+def normalizer(rows: Array) -> tuple[Array, Array]:
+    """The rows' numbers as the operator logsumexp has them, a maximum and a sum, but for another pivot than the
+    maximum. The sum of rows that see nothing is 0."""
+    pivot, total = rows[..., 0], jnp.where(rows[..., 1] == jnp.inf, 0, jnp.exp2(rows[..., 1]))
+    return pivot, jnp.where(pivot == jnp.inf, jnp.inf, total)
 
 
 def can_run() -> bool:
@@ -79,24 +86,29 @@ def can_run() -> bool:
 # ---- Lowering
 
 
-def ffi_call(*operands, attention: Attention, kernel: str):
+def ffi_call(*operands: jax.Array, attention: Attention, kernel: str) -> Arrays:
     """The FFI call, whose kernel begins to be made for the GPUs that are here."""
-    plan, types, operands = plan_and_operands(attention, kernel, *operands)
-    for device in jax.local_devices():
-        if device.platform == "gpu":
-            _kernels.jit_prepare(plan.code, plan.plan, int(device.compute_capability.replace(".", "")))
-    numbers = {"blocks": plan.blocks, "threads": plan.threads, "shared_bytes": plan.shared_bytes}
-    attributes = {name: np.int64(n) for name, n in (numbers | {"version": _kernels.CALL_VERSION}).items()}
-    return jax.ffi.ffi_call(ATTENTION_TARGET, types)(*operands, code=plan.code, plan=plan.plan, **attributes)
+    call, types, with_bounds = described_call(attention, kernel, *operands)
+    for device in _kernels.devices_here():
+        step = _kernels.plan_attention(call["operands"], call["results"], call["attributes"], *device)
+        _kernels.jit_prepare(step["code"], step["plan"], device[0])
+    return jax.ffi.ffi_call(ATTENTION_TARGET, types)(*with_bounds, **call["attributes"])
 
 
-def plan_and_operands(attention: Attention, kernel: str, q, k, v, *rest):
-    """A kernel's plan, the types of its results, and its operands: the primitive's ones and, if there are masks, the
-    bounds of the steps that blocks visit, before the arrays."""
+def described_call(
+    attention: Attention, kernel: str, q: jax.Array, k: jax.Array, v: jax.Array, *rest: jax.Array
+) -> tuple[dict[str, Any], list[jax.ShapeDtypeStruct], Arrays]:
+    """A kernel's custom call as `_kernels.plan_attention` takes it, the types of its results, and its operands: the
+    primitive's ones and, if there are masks, their bounds before the arrays."""
     extents, n = attention.extents(q, k, v), 0 if kernel == "forward" else 3
     bounds = [] if attention.letters_of_bounds is None else [attention.bounds(kernel, extents, rest[n:])]
-    plan = attention.plan(kernel, q.dtype.name, extents)
-    return plan, attention.result_types(kernel, q, k, v), [q, k, v, *rest[:n], *bounds, *rest[n:]]
+    operands, types = [q, k, v, *rest[:n], *bounds, *rest[n:]], attention.result_types(kernel, q, k, v)
+    call = {
+        "operands": [(list(a.shape), a.dtype.name) for a in operands],
+        "results": [(list(a.shape), a.dtype.name) for a in types],
+        "attributes": attention.attributes(kernel),
+    }
+    return call, types, operands
 
 
 # ---- On several devices. There all operands and results of a call have all letters as dimensions, with an extent of 1
@@ -109,60 +121,62 @@ divided_p.multiple_results = True
 class _Space:
     """The letters of a call, and those of its operands and results; n are the two numbers of a row."""
 
-    def __init__(self, attention: Attention, kernel: str):
+    def __init__(self, attention: Attention, kernel: str) -> None:
         letters = attention.letters
         self.attention, self.kernel = attention, kernel
         self.dims = letters.batch + "ijden"
         of_backward = [] if kernel == "forward" else [letters.o, letters.rows + "n", letters.rows]
         arrays = [side.letters for side in attention.sides_of(kernel) if side.dtype != "index"]
         self.operands = [*letters, *of_backward, *arrays]
-        self.results = attention.result_letters(kernel)
+        self.results = [of for of, _ in attention.results(kernel)]
 
-    def expanded(self, arrays, letters):
+    def expanded(self, arrays: Iterable[Array], letters: Sequence[str]) -> list[Array]:
         """Arrays with dimensions for all letters."""
 
-        def expand(a, of):
+        def expand(a: Array, of: str) -> Array:
             extents = dict(zip(of, a.shape, strict=True))
             order = sorted(range(a.ndim), key=lambda k: self.dims.index(of[k]))
             return jnp.transpose(a, order).reshape([extents.get(c, 1) for c in self.dims])
 
         return [expand(a, of) for a, of in zip(arrays, letters, strict=True)]
 
-    def contracted(self, arrays, letters):
-        """The inverse."""
+    def contracted(self, arrays: Iterable[Array], letters: Sequence[str]) -> list[Array]:
+        """Arrays without the dimensions of letters that are not theirs: the inverse of `expanded`."""
 
-        def contract(a, of):
+        def contract(a: Array, of: str) -> Array:
             own = [c for c in self.dims if c in of]
             a = a.reshape([a.shape[self.dims.index(c)] for c in own])
             return jnp.transpose(a, [own.index(c) for c in of])
 
         return [contract(a, of) for a, of in zip(arrays, letters, strict=True)]
 
-    def sharded(self, avals, letters, types, of_results):
+    def sharded(
+        self, avals: Sequence[Aval], letters: list[str], types: list[jax.ShapeDtypeStruct], of_results: list[str]
+    ) -> list[Aval]:
         """The results' types. In explicit mode each letter is sharded as in the first operand in which it is."""
-        names: dict = {}
+        names: dict[str, Any] = {}
         for aval, of in zip(avals, letters, strict=True):
             for c, name in zip(of, aval.sharding.spec, strict=True):
                 names[c] = names.get(c) or name
         q = avals[0]  # whose type also says which mesh axes it varies over
 
-        def sharded_type(type_, of):
+        def sharded_type(type_: jax.ShapeDtypeStruct, of: str) -> Aval:
             sharding = q.sharding.update(spec=PartitionSpec(*(names.get(c) for c in of)))
             return q.update(shape=type_.shape, dtype=type_.dtype, weak_type=False, sharding=sharding)
 
         return [sharded_type(type_, of) for type_, of in zip(types, of_results, strict=True)]
 
-    def apply(self, f, *operands):
+    def apply(self, f: Callable[..., Arrays], *operands: Array) -> list[Array]:
         """The expanded results of a function of the contracted operands."""
         found = f(*self.contracted(operands, self.operands), attention=self.attention, kernel=self.kernel)
         return self.expanded(found, self.results)
 
 
-def _in_jax(*operands, attention, kernel):
+def _in_jax(*operands: Array, attention: Attention, kernel: str) -> list[Array]:
     return attention.in_jax(kernel, *operands)
 
 
-def _in_space(*operands, attention, kernel):
+def _in_space(*operands: Array, attention: Attention, kernel: str) -> list[Array]:
     """A call by `divided_p`. Indices along the batch are arrays there: each device has its part of them."""
     extents, rest, sides = attention.extents(*operands[:3]), list(operands), []
     given = [rest.pop(0) for _ in range(3 if kernel == "forward" else 6)]
@@ -181,12 +195,12 @@ def _in_space(*operands, attention, kernel):
     return space.contracted(found, space.results)
 
 
-@divided_p.def_abstract_eval
-def _(*operands, attention, kernel, shape):
-    space, dtype = _Space(attention, kernel), operands[0].dtype
-    shapes = [tuple(n if c in of else 1 for c, n in zip(space.dims, shape, strict=True)) for of in space.results]
-    types = map(jax.ShapeDtypeStruct, shapes, attention.result_dtypes(kernel, dtype))
-    return space.sharded(operands, [space.dims] * len(operands), list(types), [space.dims] * len(shapes))
+@divided_p.def_abstract_eval  # type: ignore[untyped-decorator]  # JAX gives it no type
+def _(*operands: Aval, attention: Attention, kernel: str, shape: Shape) -> list[Aval]:
+    space, results = _Space(attention, kernel), attention.results(kernel, operands[0].dtype)
+    shapes = [tuple(n if c in of else 1 for c, n in zip(space.dims, shape, strict=True)) for of, _ in results]
+    types = [jax.ShapeDtypeStruct(shape, dtype) for shape, (_, dtype) in zip(shapes, results, strict=True)]
+    return space.sharded(operands, [space.dims] * len(operands), types, [space.dims] * len(types))
 
 
 class _DeviceProgram(division.DeviceProgram):
@@ -194,27 +208,28 @@ class _DeviceProgram(division.DeviceProgram):
 
     axes = dims_with_indices = ()
 
-    def __init__(self, attention, kernel):
+    def __init__(self, attention: Sequence[Any], kernel: str) -> None:
         known = dict(zip(Attention._fields, attention, strict=True))
-        for name in ("score", "weight", "score_transposed", "weight_transposed", "written"):
+        for name in ("score", "weight", "score_transposed", "weight_transposed", "side_cotangent"):
             known[name] = known[name] and Expression.from_json(known[name])
         known |= {"letters": Letters(*known["letters"]), "sides": tuple(LetteredSide(*side) for side in known["sides"])}
         self.space = _Space(Attention(**known), kernel)
         self.undivided = tuple(self.space.dims.index(c) for c in "ijden")
 
-    def on_whole_rows(self, layout):
+    def on_whole_rows(self, layout: layouts.Layout) -> Callable[..., list[Array]]:
         return lambda *operands: self.space.apply(attention_p.bind, *operands)
 
 
-def lower(ctx, *operands, attention, kernel, platform):
+def lower(ctx: mlir.LoweringRuleContext, *operands: Any, attention: Attention, kernel: str, platform: str) -> Any:
     """A call, in a program for one device or several."""
-    params = {"attention": attention, "kernel": kernel}
     f = ffi_call if _private.devices_of(ctx) == 1 else _in_space
-    return mlir.lower_fun(lambda *a: f(*a, **params), multiple_results=True)(ctx, *operands)
+    return mlir.lower_fun(lambda *a: f(*a, attention=attention, kernel=kernel), multiple_results=True)(ctx, *operands)
 
 
-def lower_divided(ctx, *operands, attention, kernel, shape, platform):
-    def by(f):
+def lower_divided(
+    ctx: mlir.LoweringRuleContext, *operands: Any, attention: Attention, kernel: str, shape: Shape, platform: str
+) -> Any:
+    def by(f: Callable[..., Arrays]) -> Callable[[], Any]:
         space = _Space(attention, kernel)
         made = mlir.lower_fun(lambda *a: space.apply(f, *a), multiple_results=True)
         return lambda: made(ctx, *operands)

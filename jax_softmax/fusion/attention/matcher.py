@@ -11,39 +11,58 @@ was all of it; if something does, the program stays as it was.
 
 from typing import NamedTuple
 
-from jax_softmax.fusion import expressions, splicing
-from jax_softmax.fusion.attention import kernels
-from jax_softmax.fusion.attention.call import Attention, LetteredSide
-from jax_softmax.fusion.attention.linear import is_linear, multipliers
-from jax_softmax.fusion.attention.products import NoAttention, Operand, Product
+from jax_softmax import _kernels
+from jax_softmax.fusion import backend
+from jax_softmax.fusion.attention import casts, kernels, log_sums
+from jax_softmax.fusion.attention.call import Attention, Letters
+from jax_softmax.fusion.attention.formulas import Formulas
+from jax_softmax.fusion.attention.replacement import Result, equations_by_kernels
 from jax_softmax.fusion.attention.rows import SoftmaxRows
-from jax_softmax.fusion.attention.source import Letters, has_attention_kernels
-from jax_softmax.fusion.attention.walks import STRIDED_VIEWS, Walks
-from jax_softmax.fusion.expressions import Expression, Expressions, NotFolded, Number, Operation
-from jax_softmax.fusion.graph import CycleError, Equation, Graph, is_variable
-from jax_softmax.fusion.groups import foldable
-from jax_softmax.fusion.places import place_key
-from jax_softmax.runtime import judge
+from jax_softmax.fusion.attention.values import Values, is_same
+from jax_softmax.fusion.attention.walks import NoAttention, Walks
+from jax_softmax.fusion.forms.polynomials import Form
+from jax_softmax.fusion.program import expressions, splicing
+from jax_softmax.fusion.program.expressions import NotFolded
+from jax_softmax.fusion.program.graph import CycleError, Equation, Graph
+from jax_softmax.fusion.program.kinds import foldable, is_strided_view
+from jax_softmax.fusion.program.places import Factor
+from jax_softmax.fusion.program.products import Operand, Product
+from jax_softmax.primitives.types import Atom, Var
 
 
 class FoundAttention(NamedTuple):
-    """The attention of a softmax. `judge.attention_wins` takes the last four."""
+    """The attention of a softmax."""
 
     softmax: Equation
     product: Equation  # of queries and keys
+    log_sums: list[Equation]  # of the scores: the operator logsumexp
     attention: Attention
     extents: dict[str, int]
     has_gradients: bool
     bytes_per_score: int  # which the program moves to write and read arrays of queries x keys
 
 
-def with_attention(graph: Graph) -> tuple[Graph, list[FoundAttention], dict]:
+def with_attention(graph: Graph) -> tuple[Graph, list[FoundAttention], dict[Var, str]]:
     """The graph with attention as calls of kernels where these are faster; what was found; and, by their results, why
     other softmaxes are left whose weights are multiplied."""
+    stay: set[Equation] = set()  # products of widened arrays that no kernel makes
+    reasons: dict[Var, str] = {}
+    while True:
+        narrow, products = casts.without_widened(graph, stay)
+        new, found, refused = _with_attention(narrow)
+        reasons = {v: reasons.get(v, why) for v, why in refused.items()}
+        left = {old for one, old in products.items() if one in new.position}
+        if not left:
+            return new, [one._replace(product=products.get(one.product, one.product)) for one in found], reasons
+        stay |= left
+
+
+def _with_attention(graph: Graph) -> tuple[Graph, list[FoundAttention], dict[Var, str]]:
+    """The same where products of widened arrays are what they are."""
     softmaxes = [e for e in graph.equations if e.name == "softmax" and foldable(e) and len(e.params["axes"]) == 1]
     matches, refused = [], {}
     for equation in softmaxes if kernels.can_run() else ():
-        match = _Match(graph, equation)
+        match = Match(graph, equation)
         try:
             match.find()
         except (NoAttention, NotFolded) as error:
@@ -52,23 +71,32 @@ def with_attention(graph: Graph) -> tuple[Graph, list[FoundAttention], dict]:
         else:
             matches.append(match)
     while matches:
-        try:
-            new = graph.with_replaced({old: new for match in matches for old, new in match.replacements().items()})
-        except CycleError:
-            break
-        complete = [m for m in matches if m.softmax not in new.position and m.product not in new.position]
-        if len(complete) == len(matches):
-            return new, [match.found for match in matches], refused
-        left = (match.softmax.outputs[0] for match in matches if match not in complete)
-        refused |= dict.fromkeys(left, "something else reads the scores or the weights")
-        matches = complete
+        new = _with_kernels(graph, matches)
+        if new is None:
+            why_not = "what its kernels read is made of what they make"
+            staying = [match for match in matches if _with_kernels(graph, [match]) is None] or matches
+        else:
+            why_not = "something else reads the scores or the weights"
+            staying = [match for match in matches if not match.is_complete_in(new)]
+            if not staying:
+                return new, [match.found for match in matches], refused
+        refused |= dict.fromkeys((match.softmax.outputs[0] for match in staying), why_not)
+        matches = [match for match in matches if match not in staying]
     return graph, [], refused
 
 
-class _Match:
+def _with_kernels(graph: Graph, matches: list["Match"]) -> Graph | None:
+    """The graph with calls of kernels; None if what they read is made of what they make."""
+    try:
+        return graph.with_replaced({old: new for match in matches for old, new in equations_by_kernels(match).items()})
+    except CycleError:
+        return None
+
+
+class Match:
     """A softmax, with all that is attention around it."""
 
-    def __init__(self, graph, softmax):
+    def __init__(self, graph: Graph, softmax: Equation) -> None:
         self.graph, self.softmax, self.walks = graph, softmax, Walks(graph)
         self.weights_are_multiplied = False
 
@@ -86,81 +114,114 @@ class _Match:
         scores = Product(self.product, place)
         self.place_of_product = place
         self.d = scores.features
-        (self.j,) = self.rows.place[axis] or [None]
+        if not self.rows.place[axis]:
+            raise NoAttention("not one operand of the scores' product has the keys")
+        (self.j,) = self.rows.place[axis]
         at_k = self._operand_with_keys(scores, "the scores' product")
         self.q, self.k = (self.walks.stored(scores.operand(k), self.d) for k in (1 - at_k, at_k))
+        self.log_sums = [] if self.rows.sink is not None else log_sums.of_same_rows(self.graph, softmax)
         self._find_products_of_weights()
         self._find_gradients()
         self._choose_letters()
-        self._make_expressions()
+        self.formulas = Formulas(self)
+        self.found = FoundAttention(
+            softmax,
+            self.product,
+            [one.equation for one in self.log_sums],
+            self.formulas.attention,
+            self.extents,
+            self.linear is not None,
+            self._bytes_per_score(),
+        )
         self.results = self._results()
-        if not judge.attention_wins(*self.found[2:]):
-            raise NoAttention("its kernels would take longer")
+        if why := backend.in_use().reason_against_attention(self.found):
+            raise NoAttention(why)
+
+    def is_complete_in(self, graph: Graph) -> bool:
+        """Whether a graph, in which kernels make the products' results, needs neither the scores nor the weights."""
+        is_left = self.softmax in graph.position or self.product in graph.position
+        return not is_left and all(of_rows.is_all_that_is_read(graph) for of_rows in self.log_sums)
 
     # ---- Products
 
-    def _operand_with_keys(self, product, name) -> int:
+    def _operand_with_keys(self, product: Product, name: str) -> int:
         """The number of the operand. Raises NoAttention if there is none, or two."""
-        has_keys = [any(f is self.j for f in product.operand(k).factors) for k in (0, 1)]
+        has_keys = [self.j in self.walks.parts.factors_of(product.operand(k).place) for k in (0, 1)]
         if sum(has_keys) != 1:
             raise NoAttention(f"not one operand of {name} has the keys")
         return has_keys.index(True)
 
-    def _find_products_of_weights(self):
+    def _find_products_of_weights(self) -> None:
         """The products of weights with values and with the output's cotangent."""
-        self.outputs, self.dv = [], None
+        self.outputs, self.dvs = [], []
         for product, weights in self.walks.products_with(self.reached):
-            if product.contracted == {id(self.j)}:
+            if product.contracted == {self.j}:
                 self.outputs.append((product, weights))
-            elif self.dv is None and id(self.j) not in product.contracted:
-                self.dv = product, weights
+            elif self.j not in product.contracted:
+                self.dvs.append((product, weights))
             else:
                 raise NoAttention("products read the weights in other ways")
-        self.with_weights = [*self.outputs, *([self.dv] if self.dv else [])]
+        self.with_weights = [*self.outputs, *self.dvs]
 
-    def _find_gradients(self):
+    def _find_gradients(self) -> None:
         """The softmax's linear map, the product before it, and those after it."""
         readers = self.graph.readers.get(self.softmax.outputs[0], ())
         maps = [e for e in readers if e.name == "softmax_linear" and e.inputs[0] is self.softmax.outputs[0]]
         if len(maps) > 1:
             raise NoAttention("it has several gradients")
-        self.linear = self.dq = self.dk = self.o_cotangent = None
+        self.linear: Equation | None = None
+        self.dq: tuple[Product, Var] | None = None
+        self.dk: tuple[Product, Var] | None = None
+        self.side_cotangent: Var | None = None
+        self.values = Values(self.walks)
+        self.of_log_sums: list[tuple[log_sums.LogSum, Form]] = []  # log-sum-exps and their cotangents
         if not maps:
-            if self.dv is not None or len(self.outputs) != 1:
-                raise NoAttention("several products read the weights")
-            self._set_values(self.outputs[0][0])
+            if self.dvs or not self.outputs:
+                raise NoAttention("products read the weights in other ways")
+            for product, _ in self.outputs:
+                self.values.add_of_output(product)
             return
         self.linear, place = maps[0], self.rows.place
-        self.cotangent = self.rows.without_sink(self.linear.inputs[1])
-        if self.cotangent is None:
+        if (cotangent := self.rows.without_sink(self.linear.inputs[1])) is None:
             raise NoAttention("something else reads the column beside the scores")
-        self.product_of_cotangent, self.place_of_cotangent = self.walks.product_of(self.cotangent, place)
-        before = Product(self.product_of_cotangent, self.place_of_cotangent)
-        at_v = self._operand_with_keys(before, "the weights' gradient")
-        self.e = before.features
-        self.v = self.walks.stored(before.operand(at_v), self.e)
-        self.o_cotangent = self.walks.stored(before.operand(1 - at_v), self.e)
-        for product, _ in self.outputs:
-            self._check_same(product, self.v)
-        if self.dv is not None:
-            self._check_same(self.dv[0], self.o_cotangent)
-        self.of_scores = self.rows.scores_of(self.linear.outputs[0])
+        self.cotangent = cotangent
+        self.sum_of_products, terms = self.walks.sum_of_products(self.cotangent, place)
+        for product in terms:
+            self.values.add_of_cotangent(product, self._operand_with_keys(product, "the weights' gradient"))
+        self.of_scores = [self._with_log_sums(a) for a in self.rows.scores_of(self.linear.outputs[0])]
         self.reached_after = self.walks.reached(self.of_scores, place)
         for product, cotangent in self.walks.products_with(self.reached_after):
-            if product.contracted == {id(self.j)} and self.dq is None:
+            if product.contracted == {self.j} and self.dq is None:
                 self._check_same(product, self.k)
                 self.dq = product, cotangent
-            elif id(self.j) not in product.contracted and self.dk is None:
+            elif self.j not in product.contracted and self.dk is None:
                 self._check_same(product, self.q)
                 self.dk = product, cotangent
             else:
                 raise NoAttention("products read the scores' gradient in other ways")
         if self.dq is None and self.dk is None:
             raise NoAttention("no product reads the scores' gradient")
-        self.written = self._found_written()
+        self.side_cotangent = self._found_side_cotangent()
 
-    def _found_written(self):
-        """What the program reads of the scores' cotangents other than by products: one array made of them, or None."""
+    def _with_log_sums(self, a: Var) -> Var:
+        """The linear map's result with what log-sum-exps add to it, if they do."""
+        found = a
+        while len(readers := self.graph.readers.get(a, [])) == 1 and a not in self.graph.results:
+            (reader,) = readers
+            if reader.name in ("add", "add_any"):
+                (other,) = [b for b in reader.inputs if b is not a] or [a]
+                cotangents = [(one, c) for one in self.log_sums if (c := one.cotangent_of(other)) is not None]
+                if not cotangents:
+                    break
+                self.of_log_sums.append(cotangents[0])
+                found = reader.outputs[0]
+            elif not splicing.is_alike(reader) or expressions.is_view(reader):
+                break
+            (a,) = reader.outputs
+        return found
+
+    def _found_side_cotangent(self) -> Var | None:
+        """The one array made of the scores' cotangents that the program reads other than by products, or None."""
         found = []
         for a in self.reached_after:
             readers = self.graph.readers.get(a, ())
@@ -171,59 +232,46 @@ class _Match:
             raise NoAttention("several results are made of the scores' gradient")
         return found[0] if found else None
 
-    def _set_values(self, product):
-        self.e = product.features
-        self.v = self.walks.stored(product.other, self.e)
-
-    def _check_same(self, product, operand):
+    def _check_same(self, product: Product, operand: Operand) -> None:
         """Raises NoAttention unless a product's other operand is this one."""
-        other = self.walks.stored(product.other, product.features)
-        features = operand.factors[-1] if operand.factors else None
-
-        def order(of, last):
-            return [None if f is last else id(f) for f in of.factors]
-
-        if other.variable is not operand.variable or order(other, product.features) != order(operand, features):
+        if not is_same(self.walks.stored(product.other, product.features), product.features, operand, self.d):
             raise NoAttention("its products are of different arrays")
 
     # ---- Letters
 
-    def _choose_letters(self):
+    def _choose_letters(self) -> None:
         """A letter for each factor, as `call.py` has them."""
-        j, d, e = self.j, self.d, self.e
-        in_k = {id(f) for f in self.k.factors}
-        batch = [f for f in self.q.factors if f is not d]
-        own = [f for f in batch if id(f) not in in_k]
-        if not own or any(f.extent > 1 and f.halves for f in (j, d, e)):
+        j, d, features = self.j, self.d, [value.features for value in self.values.each]
+        parts = self.walks.parts
+        in_k = parts.factors_of(self.k.place)
+        batch = [f for f in parts.factors_of(self.q.place) if f != d]
+        own = [f for f in batch if f not in in_k]
+        if not own or any(parts.factors_of([[f]]) != [f] for f in (j, d, *features)):
             raise NoAttention("keys have all dimensions of the queries, or part of a dimension")
-        i = max(own, key=lambda f: f.extent)
-        self.i = id(i)
-        self.names = {id(i): "i", id(j): "j", id(d): "d", id(e): "e"}
+        self.i = i = max(own, key=lambda f: f.extent)
+        self.names = {i: "i", j: "j", d: "d"} | dict.fromkeys(features, "e")
         free = iter("bhgacfklmnopqrstuvwxyz")
         for f in batch:
-            if f is not i:
-                self.names[id(f)] = next(free)
-        letters = [operand.letters(self.names) for operand in (self.q, self.k, self.v)]
+            if f != i:
+                self.names[f] = next(free)
+        values = [value.v for value in self.values.each]
+        letters = [operand.letters(self.names) for operand in (self.q, self.k, values[0])]
+        if any(sorted(v.letters(self.names)) != sorted(letters[2]) for v in values):
+            raise NoAttention("values have different dimensions")
         # Where features are not last, XLA transposes the array.
         self.letters = Letters(*(of.replace(last, "") + last for of, last in zip(letters, "dde", strict=True)))
-        try:
-            self.letters.check([], "")
-        except ValueError as error:
-            raise NoAttention(str(error)) from None
-        self.extents = {self.names[id(f)]: f.extent for f in (*batch, j, d, e)}
-        dtypes = {of.variable.aval.dtype.name for of in (self.q, self.k, self.v)}
-        dtypes |= {self.o_cotangent.variable.aval.dtype.name} if self.o_cotangent else set()
+        self.extents = {self.names[f]: f.extent for f in (*batch, j, d)} | {"e": sum(f.extent for f in features)}
+        dtypes = {of.variable.aval.dtype.name for of in (self.q, self.k, *values, *self.values.o_cotangents)}
         if len(dtypes) != 1:
             raise NoAttention(f"queries, keys and values are of {' and '.join(sorted(dtypes))}")
         (self.dtype,) = dtypes
-        if not has_attention_kernels(self.extents, self.dtype):
-            features = f"{self.extents['d']} and {self.extents['e']}"
-            raise NoAttention(f"there are no kernels of {self.dtype} with {features} features")
+        if why := _kernels.why_no_attention(",".join(self.letters), self.extents, self.dtype):
+            raise NoAttention(why)
         for product, _ in (*self.with_weights, *(p for p in (self.dq, self.dk) if p)):
             if not self._is_rounded(product.equation.outputs[0]):
                 raise NoAttention(f"a product's result is not rounded to {self.dtype}")
 
-    def _is_rounded(self, a):
+    def _is_rounded(self, a: Var) -> bool:
         """Whether all that reads a product's result rounds it to the dtype in which a kernel writes it."""
         if a.aval.dtype.name == self.dtype:
             return True
@@ -232,188 +280,53 @@ class _Match:
             return False
         return all(
             self._is_rounded(r.outputs[0])
-            if r.name in STRIDED_VIEWS
+            if is_strided_view(r)
             else r.name == "convert_element_type" and r.outputs[0].aval.dtype.name == self.dtype
             for r in readers
         )
 
-    # ---- Expressions
+    # ---- Results
 
-    def _make_expressions(self):
-        rows = self.rows
-        self.own = {(self.product.outputs[0], place_key(self.place_of_product)): "x0"}
-        shared = self.shared = Expressions(self.own)
-        score = shared.make(rows.scores, rows.place, self._equations_before(rows.scores, rows.place, self.own))
-        for mask in self.masks:
-            score = self._masked(score, mask)
-        weights = {self._weight_of(a) for _, a in self.with_weights} or {Expression((), "y")}
-        if len(weights) != 1:
-            raise NoAttention("products read different weights")
-        (weight,) = weights
-        n_forward = len(shared.sides)
-        transposed, written = (None, None), (None, None)
+    def _results(self) -> list[Result]:
+        """What kernels make."""
+        letters = self.letters
+        made: list[tuple[Product, str, str, tuple[int, int] | None]]
+        made = [(p, "o", letters.o, self.values.part_of(p, "v")) for p, _ in self.outputs]
+        made += [(p, "dv", letters.v, self.values.part_of(p, "o_cotangent")) for p, _ in self.dvs]
+        gradients = (self.dq, "dq", letters.q), (self.dk, "dk", letters.k)
+        made += [(p[0], name, of, None) for p, name, of in gradients if p]
+        results = [
+            Result(p.equation.outputs[0], p.result, self._names_of(p), name, of, part) for p, name, of, part in made
+        ]
+        have = [(Operand(None, r.place).letters(r.names), r.letters) for r in results]
+        have += [(of.letters(self.names), letters.o) for of in self.values.o_cotangents]
+        if any(sorted(own) != sorted(of) for own, of in have):
+            raise NoAttention("a product's result has other dimensions")
+        of_rows = [(v, name) for one in self.log_sums for v, name in zip(one.equation.outputs, "MS", strict=True)]
         if self.linear is not None:
-            transposed = self._transposed(weight)
-            if self.written is not None:
-                written = self._linear_expression("g", self.of_scores, self.written, self.reached_after)
-                written = written, self.written.aval.dtype.name
-        attention = Attention(
-            self.letters,
-            tuple(self._side(side) for side in shared.sides),
-            n_forward,
-            score,
-            weight,
-            *transposed,
-            *written,
-            empty_rows_are_zero=bool(self.masks) or rows.sink is not None,
-        )
-        self.found = FoundAttention(
-            self.softmax, self.product, attention, self.extents, self.linear is not None, self._bytes_per_score()
-        )
+            of_rows += [(v, "sink") for v in self.rows.sinks_of(self.linear.outputs[0])]
+        results += [Result(v, self.rows.place_of_rows, self.names, name, letters.rows) for v, name in of_rows]
+        if self.side_cotangent is not None:
+            place = self.reached_after[self.side_cotangent]
+            results.append(Result(self.side_cotangent, place, self.names, "side_cotangent", letters.rows + "j"))
+        return results
 
     def _bytes_per_score(self) -> int:
         """How many the program moves without these kernels."""
 
-        def size(a):
+        def size(a: Atom) -> int:
             return a.aval.dtype.itemsize
 
-        n = 2 * size(self.product.outputs[0]) + sum(2 * size(a) for _, a in self.outputs)
+        n = 2 * size(self.product.outputs[0]) + sum(map(size, {a for _, a in self.outputs}))
+        n += sum(size(a) for _, a in self.with_weights)
         if self.linear is not None:
-            n += 2 * size(self.product_of_cotangent.outputs[0]) + (size(self.dv[1]) if self.dv else 0)
+            n += 2 * len(self.values.each) * size(self.sum_of_products[0])
             cotangents = [product[1] for product in (self.dq, self.dk) if product]
             n += size(cotangents[0]) * (1 + len(cotangents))
-            n -= 0 if self.written is None else size(self.written)  # which the kernels write as well
+            n -= 0 if self.side_cotangent is None else size(self.side_cotangent)  # which the kernels write as well
         return n
 
-    def _equations_before(self, a, place, products) -> dict:
-        return self.walks.equations_before(a, place, products, {self.i, id(self.j)})
-
-    def _inside(self, a, reached):
-        """The equations that make a value which was reached, and those that make other operands of these."""
-        inside, pending = {}, [a]
-        while pending:
-            b = pending.pop()
-            if b in inside or b not in reached or b not in self.graph.maker or reached[b] is None:
-                continue
-            maker = self.graph.maker[b]
-            if not expressions.is_expressible(maker):
-                continue
-            inside[b] = maker
-            input_places = expressions.required_input_places(maker, reached[b])
-            for operand, its_place in zip(maker.inputs, input_places, strict=True):
-                if is_variable(operand) and operand not in reached:
-                    inside |= self._equations_before(operand, its_place, self.own)
-                elif is_variable(operand):
-                    pending.append(operand)
-        return inside
-
-    def _weight_of(self, a) -> Expression:
-        return self._linear_expression("y", self.rows.weights, a, self.reached)
-
-    def _linear_expression(self, name, sources, a, reached) -> Expression:
-        """What was reached from the sources, as an expression of these, which have a name."""
-        inside = self._inside(a, {b: p for b, p in reached.items() if b not in sources})
-        names = self.own | {(source, place_key(self.rows.place)): name for source in sources}
-        found = Expressions(names, self.shared.sides).make(a, reached[a], inside)
-        if not is_linear(found, name):  # skipped tiles would leave out what is added to weights of 0
-            raise NoAttention("weights or gradients go through what is not linear")
-        return found
-
-    def _transposed(self, weight):
-        """Two transposed maps: of the scores' cotangent g to the product's, and of the product t of values with the
-        output's cotangent to the weights' cotangent."""
-        cotangents = [product[1] for product in (self.dq, self.dk) if product]
-        found = {self._linear_expression("g", self.of_scores, a, self.reached_after) for a in cotangents}
-        if len(found) != 1:
-            raise NoAttention("products read different gradients of the scores")
-        (of_score,) = found
-        own = {(self.product_of_cotangent.outputs[0], place_key(self.place_of_cotangent)): "t"}
-        before = self._equations_before(self.cotangent, self.rows.place, own)
-        of_weight = Expressions(own, self.shared.sides).make(self.cotangent, self.rows.place, before)
-        if not is_linear(of_weight, "t") or multipliers(weight, "y") != multipliers(of_weight, "t"):
-            raise NoAttention("the weights' gradient is not that of the weights")
-        return of_score, of_weight
-
-    def _masked(self, score, mask) -> Expression:
-        """The score where a mask is true, and -inf elsewhere."""
-        shape, x = mask.aval.shape, self.rows.scores.aval.shape
-        place = [self.rows.place[d] if n > 1 else [] for d, n in enumerate(shape, len(x) - len(shape))]
-        of_mask = self.shared.make(mask, place, self._equations_before(mask, place, {}))
-        n = len(score.operations)
-        renamed = {f"v{k}": f"v{k + n}" for k in range(len(of_mask.operations))}
-        operations = [op._replace(operands=tuple(renamed.get(a, a) for a in op.operands)) for op in of_mask.operations]
-        dtype = self.rows.scores.aval.dtype.name
-        choice = renamed.get(of_mask.result, of_mask.result), Number(-float("inf"), dtype), score.result
-        select = Operation("select_n", choice, ("bool", dtype, dtype), dtype)
-        return Expression((*score.operations, *operations, select), f"v{n + len(operations)}")
-
-    def _side(self, side) -> LetteredSide:
-        try:
-            if side.factor is not None:
-                return LetteredSide(self.names[id(side.factor)], "index")
-            dtype = side.variable.aval.dtype.name
-            if dtype not in expressions.READABLE:
-                raise NoAttention(f"scores read an array of {dtype}")
-            return LetteredSide(Operand(side.variable, side.place).letters(self.names), dtype)
-        except KeyError:
-            raise NoAttention("scores read an array with a dimension of its own") from None
-
-    # ---- Calls
-
-    def _results(self):
-        """The products whose results kernels make, and the letters in which they do."""
-        letters = self.letters
-        made = [(product, letters.o) for product, _ in self.outputs]
-        made += [(p[0], of) for p, of in ((self.dq, letters.q), (self.dk, letters.k), (self.dv, letters.v)) if p]
-        have = [(Operand(None, product.result).letters(self._names_of(product)), of) for product, of in made]
-        have += [] if self.linear is None else [(self.o_cotangent.letters(self.names), letters.o)]
-        if any(sorted(own) != sorted(of) for own, of in have):
-            raise NoAttention("a product's result has other dimensions")
-        return made
-
-    def replacements(self) -> dict:
-        """The products, as calls of the kernels."""
-        names, letters, attention = self.names, self.letters, self.found.attention
-        arrays = [Operand(side.variable, side.place) for side in self.shared.sides if side.factor is None]
-        reads = [(self.q, letters.q), (self.k, letters.k), (self.v, letters.v)]
-        reads += [(a, a.letters(names)) for a in arrays]
-        reads += [] if self.linear is None else [(self.o_cotangent, letters.o)]
-        place_of_sink = [[] if d == self.rows.axis else dim for d, dim in enumerate(self.rows.place)]
-        reads += [] if self.rows.sink is None else [(Operand(self.rows.sink, place_of_sink), letters.rows)]
-        results = [(p.equation.outputs[0], p.result, self._names_of(p), of) for p, of in self.results]
-        if self.linear is not None:
-            place = self.reached_after.get(self.written)
-            results += [] if self.written is None else [(self.written, place, names, letters.rows + "j")]
-            sinks = self.rows.sinks_of(self.linear.outputs[0])
-            results += [(v, place_of_sink, names, letters.rows) for v in sinks]
-
-        def by_kernels(*operands):
-            operands = [of.to_letters(a, names, c) for (of, c), a in zip(reads, operands, strict=True)]
-            q, k, v, *rest = operands
-            sides = rest[: len(arrays)]
-            o, rows = kernels.forward(attention, q, k, v, *sides)
-            weight_of_sink = None
-            if self.rows.sink is not None:
-                o, rows, weight_of_sink = kernels.with_sink(attention, o, rows, rest[-1])
-            found = [o] * len(self.outputs)
-            if self.linear is not None:
-                o_cotangent = rest[len(arrays)]
-                delta = kernels.delta(attention, o, o_cotangent)
-                dq, dk, dv, *written = kernels.backward(attention, q, k, v, o_cotangent, rows, delta, *sides)
-                found += [a for a, p in ((dq, self.dq), (dk, self.dk), (dv, self.dv)) if p] + written
-                found += [-weight_of_sink * delta for _ in sinks]
-            return [
-                Operand(None, place).from_letters(a, own, of, result.aval)
-                for (result, place, own, of), a in zip(results, found, strict=True)
-            ]
-
-        variables = [of.variable for of, _ in reads]
-        makers = list(dict.fromkeys(self.graph.maker[result] for result, *_ in results))
-        last = max(makers, key=self.graph.position.get)
-        new = splicing.spliced(by_kernels, variables, [result for result, *_ in results], self.softmax)
-        return {maker: [] for maker in makers} | {last: new}
-
-    def _names_of(self, product):
+    def _names_of(self, product: Product) -> dict[Factor, str]:
         """Letters, with one for a product's own features: e if it reads weights, d otherwise."""
         is_of_e = any(product is p for p, _ in self.with_weights)
-        return self.names | {id(product.features): "e" if is_of_e else "d"}
+        return self.names | {product.features: "e" if is_of_e else "d"}

@@ -1,83 +1,97 @@
 """Walks through a program: from a product or to one, by equations that work element by element."""
 
-from typing import NamedTuple
+import math
+from collections.abc import Generator, Iterable, Mapping
+from typing import Any
 
-from jax_softmax.fusion import expressions, places
-from jax_softmax.fusion.attention.products import NoAttention, Operand, Product
-from jax_softmax.fusion.graph import bytes_of, is_variable, trampolined
-from jax_softmax.fusion.places import factors_of, place_key
+from jax_softmax.fusion.program import expressions, splicing, walk
+from jax_softmax.fusion.program.expressions import Names
+from jax_softmax.fusion.program.graph import Equation, Graph, bytes_of, each_once, is_variable, trampolined
+from jax_softmax.fusion.program.kinds import is_strided_view
+from jax_softmax.fusion.program.places import Factor, Parts, Place, Placed, PlaceKey, count_of, place_key
+from jax_softmax.fusion.program.products import Operand, Product
+from jax_softmax.fusion.program.walk import Cut, Inside
+from jax_softmax.primitives.types import Atom, Var
 
-STRIDED_VIEWS = ("transpose", "reshape", "squeeze", "expand_dims")  # which a kernel can read by strides
+_SUMS, _MOST_TERMS = ("add", "add_any"), 32  # of more, the features are more than kernels have
+_PRODUCT = "a product"  # among the costs of a cut: a value that is made of one
 
 
-class _Cut(NamedTuple):
-    """A way to have a value: the arrays that are read, and the equations that make it of them and of known products."""
-
-    arrays: frozenset
-    equations: dict
-    has_product: bool  # whether it is made of one of these
+class NoAttention(Exception):
+    """Why a softmax is not attention."""
 
 
 class Walks:
-    def __init__(self, graph):
-        self.graph = graph
+    """The walks of one attention, whose places have common `parts`."""
 
-    def product_of(self, a, place):
+    def __init__(self, graph: Graph) -> None:
+        self.graph, self.parts = graph, Parts()
+
+    def product_of(self, a: Atom, place: Place) -> tuple[Equation, Place]:
         """The one product of which a value is made, element by element, and its place."""
-        count = len(factors_of(place))
-        pending, seen, found = [(a, place)], set(), []
-        while pending:
-            a, place = pending.pop()
+        _, place, (product,) = self._made_of(a, place, False)
+        return product.equation, place
+
+    def sum_of_products(self, a: Atom, place: Place) -> tuple[tuple[Atom, Place], list[Product]]:
+        """The product, or the sum of products, of which a value is made, element by element, with its place; and all
+        that are in it."""
+        variable, place, products = self._made_of(a, place, True)
+        return (variable, place), products
+
+    def _made_of(self, a: Atom, place: Place, are_sums_one: bool) -> tuple[Atom, Place, list[Product]]:
+        """The only product of which a value is made, its place, and itself; or so a sum of products."""
+        count, found = count_of(place), []
+
+        def following(node: Placed) -> Iterable[Placed]:
+            a, place = node
             maker = self.graph.maker_of(a)
-            if maker is None or (a, place_key(place)) in seen or len(factors_of(place)) < count:
-                continue
-            seen.add((a, place_key(place)))
-            if maker.name == "dot_general":
-                found.append((maker, place))
-            elif expressions.is_expressible(maker) and (inputs := places.input_places(maker, place)) is not None:
-                pending += zip(maker.inputs, inputs, strict=True)
+            if maker is None or count_of(place) < count:
+                return ()
+            if maker.name == "dot_general" or (are_sums_one and maker.name in _SUMS):
+                terms = trampolined(self._terms(a, place, count))
+                if terms is not None:
+                    found.append((a, place, terms))
+                    return ()
+            operands = self.parts.operands(maker, place) if expressions.is_expressible(maker) else None
+            return [operand for operand in operands or () if is_variable(operand[0])]
+
+        start: list[Placed] = [(a, place_key(place))]
+        for _ in each_once(start, following):
+            pass
         if len(found) != 1:
-            raise NoAttention(f"the scores are made of {len(found) or 'no'} product{'s' * (len(found) != 1)}")
+            what = "the weights' gradient is" if are_sums_one else "the scores are"
+            raise NoAttention(f"{what} made of {len(found) or 'no'} product{'s' * (len(found) != 1)}")
         return found[0]
 
-    def equations_before(self, a, place, products, of_scores) -> dict:
+    def _terms(self, a: Atom, place: Place, count: int) -> Generator[Any, Any, list[Product] | None]:
+        """The products whose sum a value is; None if it is not, or if it has fewer elements than `count`."""
+        maker = self.graph.maker_of(a)
+        if maker is None or count_of(place) < count:
+            return None
+        if maker.name == "dot_general":
+            return [Product(maker, place)]
+        is_sum = maker.name in _SUMS or splicing.is_alike(maker)
+        is_sum &= a.aval.dtype.name in expressions.WRITABLE
+        found: list[Product] = []
+        for operand in (self.parts.operands(maker, place) if is_sum else None) or ():
+            terms = yield self._terms(*operand, count)
+            if terms is None or len(found) + len(terms) > _MOST_TERMS:
+                return None
+            found += terms
+        return found or None
+
+    def equations_before(self, a: Atom, place: Place, products: Names, of_scores: frozenset[Factor]) -> Inside:
         """The equations by which a kernel makes a value of these products, by the variable that each makes.
 
         They leave fewest bytes to read. A function such as exp is left out where many scores share its result: unless
         the result has both factors `of_scores`, of queries and keys. What is made of a product is never read.
         """
-        known = {key: _Cut(frozenset(), {}, True) for key in products}
-        return trampolined(self._cut(a, place, known, of_scores)).equations
+        return _Cuts(self, products, of_scores).before(a, place_key(place)).equations
 
-    def _cut(self, a, place, known, of_scores):
-        if not is_variable(a):
-            return _Cut(frozenset(), {}, False)
-        key = a, place_key(place)
-        if key in known:
-            return known[key]
-        known[key] = read = _Cut(frozenset([a]), {}, False)
-        maker = self.graph.maker.get(a)
-        inputs = None if maker is None or not expressions.is_expressible(maker) else places.input_places(maker, place)
-        if inputs is None:
-            return read
-        arrays: frozenset = frozenset()
-        equations: dict = {}
-        has_product = False
-        for operand, its_place in zip(maker.inputs, inputs, strict=True):
-            more = yield self._cut(operand, its_place, known, of_scores)
-            arrays, equations = arrays | more.arrays, equations | more.equations
-            has_product |= more.has_product
-        equations[a] = maker
-        of_each = of_scores <= {id(f) for f in factors_of(place)}
-        is_short = of_each or not any(map(expressions.is_long, equations.values()))
-        if has_product or (sum(map(bytes_of, arrays)) <= bytes_of(a) and is_short):
-            known[key] = _Cut(arrays, equations, has_product)
-        return known[key]
+    def reached(self, variables: Iterable[Var], place: Place) -> dict[Var, Place]:
+        return walk.reached(self.graph, variables, place, expressions.is_expressible, self.parts)
 
-    def reached(self, variables, place):
-        return places.reached(self.graph, variables, place, expressions.is_expressible)
-
-    def products_with(self, reached):
+    def products_with(self, reached: Mapping[Var, Place]) -> list[tuple[Product, Var]]:
         """The products that read what was reached: each with the variable."""
         found = []
         for a, place in reached.items():
@@ -86,17 +100,35 @@ class Walks:
                     found += [(Product(reader, place, k), a) for k in (0, 1) if reader.inputs[k] is a]
         return found
 
-    def stored(self, operand, features) -> Operand:
-        """The operand, or the first array of which it is a view, of those whose last dimension is the features."""
-        found = operand
+    def stored(self, operand: Operand, features: Factor) -> Operand:
+        """The operand, or the first array of which it is a view, of those whose last dimension is the features; if
+        there are none, just the first."""
+        found = None
         while True:
-            maker = self.graph.maker.get(operand.variable)
-            if maker is None or maker.name not in STRIDED_VIEWS:
-                break
-            place = places.input_places(maker, operand.place)
-            if place is None:
-                break
-            operand = Operand(maker.inputs[0], place[0])
-            if operand.factors and operand.factors[-1] is features:
+            if operand.factors and operand.factors[-1] == features:
                 found = operand
-        return found
+            maker = self.graph.maker_of(operand.variable)
+            viewed = None
+            if maker is not None and is_strided_view(maker):
+                viewed = self.parts.operands(maker, operand.place)
+            if viewed is None:
+                return operand if found is None else found
+            operand = Operand(*viewed[0])
+
+
+class _Cuts(walk.Cuts):
+    """The cheapest cuts before what a kernel of attention makes of products."""
+
+    def __init__(self, walks: Walks, products: Names, of_scores: frozenset[Factor]) -> None:
+        super().__init__(walks.graph, walks.parts, {node: Cut({_PRODUCT: 0}, {}) for node in products})
+        self.of_scores = of_scores
+
+    def own_cost(self, maker: Equation, at: PlaceKey) -> float:
+        assert self.parts is not None
+        is_of_each = self.of_scores.issubset(self.parts.factors_of(at))
+        return math.inf if expressions.is_long(maker) and not is_of_each else 0
+
+    def cheapest(self, a: Var, made: Cut | None) -> Cut:
+        if made is not None and (_PRODUCT in made.costs or made.cost <= bytes_of(a)):
+            return made
+        return Cut({a: bytes_of(a)}, {})

@@ -1,0 +1,318 @@
+#include "plan/attention.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <iterator>
+
+#include "plan/printing.h"
+
+namespace jax_softmax {
+
+using namespace attention;
+
+namespace {
+
+constexpr int kLeastCapability = 80;  // which have the instructions
+
+// Of the lines of AttentionCall::expressions: the functions, and their parameters before the side.
+constexpr const char* kFunctions[][2] = {{"score", "float x0"},
+                                         {"weight", "float y"},
+                                         {"score_transposed", "float g, float x0"},
+                                         {"weight_transposed", "float t"},
+                                         {"written", "float g, float x0"}};
+
+using Extents = std::map<char, int64_t>;
+
+bool has(const std::string& letters, char letter) { return letters.find(letter) != letters.npos; }
+
+bool all_in(const std::string& some, const std::string& letters) {
+  return std::all_of(some.begin(), some.end(), [&](char letter) { return has(letters, letter); });
+}
+
+std::string sorted(std::string letters) {
+  std::sort(letters.begin(), letters.end());
+  return letters;
+}
+
+// The letters of q, k and v, and of the batch: those that keys have, those that queries alone have, along which they
+// share keys, and both, in the order in which blocks count them.
+struct Letters {
+  std::string of[3], batch_of_keys, of_queries_alone, batch;
+
+  Letters() = default;
+  explicit Letters(std::string_view text) {
+    for (int n = kQ; n <= kV; ++n) {
+      of[n] = text.substr(0, n < kV ? text.find(',') : text.npos);
+      text.remove_prefix(std::min(text.size(), of[n].size() + 1));
+    }
+    for (const char letter : of[kQ]) {
+      if (letter != 'i' && letter != 'd') (has(of[kK], letter) ? batch_of_keys : of_queries_alone) += letter;
+    }
+    batch = batch_of_keys + of_queries_alone;
+  }
+  std::string o() const { return of[kQ].substr(0, of[kQ].size() - 1) + "e"; }
+  std::string rows() const { return batch + "i"; }
+
+  std::string mistake() const {
+    for (const AddressIndex n : {kQ, kK, kV}) {
+      const char own = "ijj"[n], last = "dde"[n];
+      const std::string once = sorted(of[n]);
+      if (std::adjacent_find(once.begin(), once.end()) != once.end() || !has(once, own) || of[n].back() != last) {
+        return of[n] + " must have " + own + " and, last, " + last + ", and no letter twice";
+      }
+    }
+    if (sorted(of[kK]) != sorted(batch_of_keys + "jd") || sorted(of[kV]) != sorted(batch_of_keys + "je")) {
+      return "keys and values must have the same batch letters, of those of q";
+    }
+    if (batch.size() > kMostBatchDims) return "at most " + number(kMostBatchDims) + " dimensions of the batch";
+    return {};
+  }
+};
+
+// An array, or the index along a dimension, that scores read.
+struct LetteredSide {
+  bool is_index;
+  std::string letters;
+  DType dtype;
+  int staged_bytes;  // of an element, if it passes through shared memory, or 0
+};
+
+// A call, whose dimensions have letters.
+struct AttentionProblem {
+  KernelKind kernel;
+  Letters letters;
+  Extents extents;
+  DType dtype;
+  bool bounded;
+  std::string bounds;  // the letters
+  std::vector<LetteredSide> sides;
+  bool keeps_lost, writes;  // whether there is the result that only some calls of the kernel have
+  Tiling tiling;
+
+  bool is_forward() const { return kernel == KernelKind::kForward; }
+  int64_t stay() const { return extents.at(kernel == KernelKind::kKeys ? 'j' : 'i'); }
+  int64_t cells() const { return ceil_div(stay(), kCell); }
+  int64_t product_of(const std::string& of) const {
+    int64_t product = 1;
+    for (const char letter : of) product *= extents.at(letter);
+    return product;
+  }
+  int first_side() const { return (is_forward() ? 3 : 6) + bounded; }
+};
+
+// Each of these sets a part of the problem, and returns what is wrong with the call, or nothing.
+
+std::string read_extents(const AttentionCall& call, AttentionProblem* problem) {
+  if (call.operands.size() < 3) return "an operand is missing";
+  for (const AddressIndex n : {kQ, kK, kV}) {
+    const std::vector<int64_t>& shape = call.operands[n].shape;
+    const std::string& letters = problem->letters.of[n];
+    if (shape.size() != letters.size()) return "q, k and v differ from their letters in rank";
+    for (size_t d = 0; d < shape.size(); ++d) problem->extents[letters[d]] = shape[d];
+  }
+  problem->dtype = call.operands[0].dtype;
+  return why_no_attention(call.letters, problem->extents, name_of(problem->dtype));
+}
+
+std::string read_sides(const AttentionCall& call, AttentionProblem* problem) {
+  std::vector<SideWord> words = split_sides(call.sides);
+  problem->bounded = !words.empty() && words[0].name == "bounds";
+  if (problem->bounded) {
+    problem->bounds = words[0].of;
+    words.erase(words.begin());
+  }
+  size_t next = problem->first_side();
+  bool known = all_in(problem->bounds, problem->letters.batch);
+  for (const auto& [name, of] : words) {
+    LetteredSide side{name == "index", std::string(of), DType::kI32, 0};
+    if (!side.is_index && name != "array") return "no such operand: " + std::string(name);
+    if (!side.is_index && next >= call.operands.size()) return "an operand is missing";
+    if (!side.is_index) side.dtype = call.operands[next++].dtype;
+    if (side.dtype == DType::kF64) return "there are no kernels that read float64";
+    known &= all_in(side.letters, problem->letters.rows() + "j") && (!side.is_index || side.letters.size() == 1);
+    problem->sides.push_back(side);
+  }
+  return known ? "" : "what scores read beside, and bounds, must have letters of q and k";
+}
+
+// Whether the operands and results have the shapes and dtypes that they must have.
+bool has_its_arrays(const AttentionCall& call, const AttentionProblem& problem) {
+  const Letters& letters = problem.letters;
+  const auto array = [&](const std::string& of, DType dtype, const std::vector<int64_t>& inner = {}) {
+    Array array{dtype, {}};
+    for (const char letter : of) array.shape.push_back(problem.extents.at(letter));
+    array.shape.insert(array.shape.end(), inner.begin(), inner.end());
+    return array;
+  };
+  const Array q = array(letters.of[kQ], problem.dtype), k = array(letters.of[kK], problem.dtype),
+              v = array(letters.of[kV], problem.dtype), o = array(letters.o(), problem.dtype),
+              numbers = array(letters.rows(), DType::kF32, {2}), delta = array(letters.rows(), DType::kF32);
+  std::vector<Array> operands{q, k, v}, results{k, v};
+  if (!problem.is_forward()) operands.insert(operands.end(), {o, numbers, delta});
+  if (problem.bounded) operands.push_back(array(problem.bounds, DType::kI32, {problem.cells(), 4}));
+  for (const LetteredSide& side : problem.sides) {
+    if (!side.is_index) operands.push_back(array(side.letters, side.dtype));
+  }
+  if (problem.is_forward()) results = {o, numbers};
+  if (problem.kernel == KernelKind::kQueries) results = {q};
+  if (problem.keeps_lost) results.push_back(array(letters.o(), DType::kI8));
+  if (problem.writes) results.push_back(array(letters.rows() + "j", call.results[1].dtype));
+  return call.operands == operands && call.results == results;
+}
+
+std::string read(const AttentionCall& call, AttentionProblem* problem) {
+  const auto kernel = std::find(std::begin(kKernelNames), std::end(kKernelNames), call.kernel);
+  if (kernel == std::end(kKernelNames)) return "no such kernel: " + call.kernel;
+  problem->kernel = static_cast<KernelKind>(kernel - std::begin(kKernelNames));
+  problem->letters = Letters(call.letters);
+  problem->keeps_lost = problem->is_forward() && call.results.size() > 2;
+  problem->writes = problem->kernel == KernelKind::kQueries && call.results.size() > 1;
+  std::string mistake = read_extents(call, problem);
+  if (mistake.empty()) mistake = read_sides(call, problem);
+  if (!mistake.empty()) return mistake;
+  if (!has_its_arrays(call, *problem)) return "an operand or a result is not as it must be";
+  const size_t functions = problem->is_forward() ? 2 : 4 + problem->writes;
+  return split_lines(call.expressions).size() == functions ? "" : "wrong number of expressions";
+}
+
+// How many of float32's bits are left out of what o lost by rounding to a dtype, which is kept in 8 bits.
+int lost_shift(DType dtype) { return 23 - (dtype == DType::kBF16 ? 7 : 10) - 8; }
+
+// Lets arrays of queries x keys whose rows begin at multiples of 16 bytes pass through shared memory, as long as there
+// is room. Returns the bytes of shared memory that a block has.
+int stage_sides(AttentionProblem* problem) {
+  const Extents& extents = problem->extents;
+  int bytes = shared_bytes(problem->kernel, extents.at('d'), extents.at('e'));
+  for (LetteredSide& side : problem->sides) {
+    const int size = bytes_of(side.dtype), staged = kStages * bytes_of_side(problem->kernel, problem->tiling, size);
+    const bool passes = !side.is_index && has(side.letters, 'i') && has(side.letters, 'j') &&
+                        side.letters.back() == 'j' && extents.at('j') * size % kPackBytes == 0;
+    if (!passes || bytes + staged > kMostSharedBytes) continue;
+    side.staged_bytes = size;
+    bytes += staged;
+  }
+  return bytes;
+}
+
+// ---- The source: the struct Problem that attention/blocks.cuh describes
+
+std::string joined(const std::vector<std::string>& items) {
+  std::string text;
+  for (const std::string& item : items) text += (text.empty() ? "" : ", ") + item;
+  return "{" + text + "}";
+}
+
+// The strides along the batch, queries and keys of an array with the letters `of`, whose innermost one has the stride
+// `stride`.
+std::string strides_of(const AttentionProblem& problem, const std::string& of, int64_t stride = 1) {
+  Extents along{{'i', 0}, {'j', 0}};
+  for (auto letter = of.rbegin(); letter != of.rend(); stride *= problem.extents.at(*letter++)) along[*letter] = stride;
+  std::vector<std::string> batch;
+  for (const char letter : problem.letters.batch) batch.push_back(number(along[letter]));
+  return joined({joined(batch), number(along['i']), number(along['j'])});
+}
+
+std::string sides_of(const AttentionProblem& problem) {
+  std::vector<std::string> strides, addresses, staged;
+  int address = problem.first_side();
+  for (const LetteredSide& side : problem.sides) {
+    strides.push_back(strides_of(problem, side.letters));
+    addresses.push_back(number(address));
+    staged.push_back(number(side.staged_bytes));
+    address += !side.is_index;
+  }
+  if (strides.empty()) strides = {"{}"}, addresses = staged = {"0"};  // there are no empty arrays
+  return constant("kSides", static_cast<int>(problem.sides.size())) +
+         constant("attention::Strides", "kSideStrides[]", joined(strides)) +
+         constant("int", "kSideAddresses[]", joined(addresses)) + constant("int", "kStagedBytes[]", joined(staged));
+}
+
+std::string functions_of(const AttentionCall& call, const AttentionProblem& problem) {
+  std::string read, text;
+  for (size_t s = 0; s < problem.sides.size(); ++s) {
+    const LetteredSide& side = problem.sides[s];
+    const std::string k = std::to_string(s);
+    read += "    [[maybe_unused]] const auto s" + k + " = side.template " +
+            (side.is_index ? "index<" + k + ">();\n" : "array<" + k + ", " + type_of(side.dtype) + ">();\n");
+  }
+  const std::vector<std::string> expressions = split_lines(call.expressions);
+  for (size_t f = 0; f < expressions.size(); ++f) {
+    const auto& [name, parameters] = kFunctions[f];
+    text += std::string("  template <class Side>\n  static __device__ __forceinline__ float ") + name + "(" +
+            parameters + ", const Side& side) {\n" + read + "    return " + expressions[f] + ";\n  }\n";
+  }
+  return text;
+}
+
+// The members of the struct.
+std::string members_of(const AttentionCall& call, const AttentionProblem& problem) {
+  const Letters& letters = problem.letters;
+  const Tiling& tiling = problem.tiling;
+  const auto strides = [&](const char* name, const std::string& of, int64_t stride = 1) {
+    return constant("attention::Strides", name, strides_of(problem, of, stride));
+  };
+  const auto extent = [&](const char* name, char letter) {
+    return constant(name, static_cast<int>(problem.extents.at(letter)));
+  };
+  const int first_result = static_cast<int>(call.operands.size());
+  const std::string addresses = number(first_result + static_cast<int>(call.results.size()));
+  // The outermost extent stays out of it, so that batch sizes share a kernel.
+  std::vector<std::string> inner{"0"};
+  for (size_t d = 1; d < letters.batch.size(); ++d) inner.push_back(number(problem.extents.at(letters.batch[d])));
+  return "  using T = " + type_of(problem.dtype) + ";\n  using Addresses = attention::Addresses<" + addresses + ">;\n" +
+         constant("attention::Tiling", "kTiling",
+                  joined({number(tiling.warps), number(tiling.fragments), number(tiling.step), number(tiling.parts),
+                          number(tiling.resident)})) +
+         extent("kQueries", 'i') + extent("kKeys", 'j') + extent("kFeatures", 'd') + extent("kValueFeatures", 'e') +
+         constant("kBatchDims", static_cast<int>(letters.batch.size())) + constant("int", "kExtents[]", joined(inner)) +
+         constant("kGroups", static_cast<int>(problem.product_of(letters.of_queries_alone))) +
+         strides("kQ", letters.of[kQ]) + strides("kK", letters.of[kK]) + strides("kV", letters.of[kV]) +
+         strides("kO", letters.o()) + constant("kBounded", problem.bounded) +
+         constant("kBoundsAddress", problem.first_side() - 1) +
+         strides("kBounds", problem.bounds, 4 * problem.cells()) + sides_of(problem) +
+         constant("kFirstResult", first_result) + constant("kEmptyRowsAreZero", call.empty_rows == "zero") +
+         constant("float", "kWeightFactor", call.factor) +
+         constant("kLostShift", problem.keeps_lost ? lost_shift(problem.dtype) : 0) +
+         constant("kWrites", problem.writes) +
+         "  using Written = " + type_of(problem.writes ? call.results[1].dtype : problem.dtype) + ";\n" +
+         strides("kWrittenStrides", letters.rows() + "j") + functions_of(call, problem);
+}
+
+}  // namespace
+
+std::string why_no_attention(std::string_view letters, const std::map<char, int64_t>& extents, std::string_view dtype) {
+  if (std::string mistake = Letters(letters).mistake(); !mistake.empty()) return mistake;
+  const int64_t d = extents.at('d'), e = extents.at('e');
+  const auto fits = [](int64_t features) { return features % kNumbersPerPack == 0 && features <= kMostFeatures; };
+  const bool exist = std::all_of(extents.begin(), extents.end(),
+                                 [](const auto& entry) { return entry.second > 0 && entry.second <= INT32_MAX; });
+  if ((dtype == name_of(DType::kF16) || dtype == name_of(DType::kBF16)) && fits(d) && fits(e) && exist) return {};
+  return "there are no kernels of " + std::string(dtype) + " with " + std::to_string(d) + " and " + std::to_string(e) +
+         " features";
+}
+
+std::string plan_attention(const AttentionCall& call, const Device& device, Step<jit::Source>* step) {
+  if (device.compute_capability < kLeastCapability) return "there are no kernels for GPUs before those of 8.0";
+  AttentionProblem problem{};
+  if (std::string mistake = read(call, &problem); !mistake.empty()) return mistake;
+  const int d = static_cast<int>(problem.extents.at('d')), e = static_cast<int>(problem.extents.at('e'));
+  const Tiling tiling = problem.tiling = tiling_of(problem.kernel, d, e);
+  const std::string& batch =
+      problem.kernel == KernelKind::kKeys ? problem.letters.batch_of_keys : problem.letters.batch;
+  Launch& launch = step->launch = Launch{};
+  launch.blocks = ceil_div(problem.stay(), tiling.rows()) * problem.product_of(batch) * tiling.parts;
+  launch.threads = tiling.threads();
+  launch.shared_bytes = stage_sides(&problem);
+  launch.resident = tiling.resident;
+  step->kernel.plan = "attention " + call.kernel + " of " + call.letters + ":";
+  for (const char letter : problem.letters.of[kQ] + "je") {
+    step->kernel.plan += std::string(" ") + letter + "=" + std::to_string(problem.extents.at(letter));
+  }
+  step->kernel.code =
+      std::string("#include \"attention/") + (problem.is_forward() ? "forward" : "backward") +
+      ".cuh\"\n\nnamespace jax_softmax::device {\n\nstruct Problem {\n" + members_of(call, problem) + "};\n" +
+      kernel_of(launch, "jax_softmax::device::Problem::Addresses", "attention_" + call.kernel + "<Problem>(operands);");
+  return {};
+}
+
+}  // namespace jax_softmax

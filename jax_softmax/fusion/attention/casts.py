@@ -1,0 +1,152 @@
+"""Products of 16-bit arrays that a program widens to float32: einsum(q.astype(float32) / 8, k.astype(float32)).
+
+A product of widened numbers, added up in float32, is the product of the numbers. A scalar c that multiplies an operand
+multiplies the product as well. So with q, k of 16 bits and an array s of float32, as weights or scores' cotangents are,
+
+    (c wide(q)) wide(k)^T  is  c (q k^T),        c (s wide(k))  and  s (c wide(k))  are  (c s) k,
+
+which is how attention's kernels have their products.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+from jax.lax import Precision
+
+from jax_softmax.fusion.program import expressions, splicing
+from jax_softmax.fusion.program.graph import Equation, Graph, Replacements, is_variable
+from jax_softmax.fusion.program.kinds import is_strided_view, kind_of
+from jax_softmax.primitives.types import Atom, Literal, Var
+
+
+class Changes(NamedTuple):
+    """A graph in which products read 16-bit arrays instead of widened ones, and these products, with the old ones."""
+
+    graph: Graph
+    products: dict[Equation, Equation]
+
+
+def without_widened(graph: Graph, stay: Iterable[Equation] = ()) -> Changes:
+    """The graph with its products of widened arrays, but for those that stay, as products of 16-bit arrays."""
+    replacements: dict[Equation, list[Equation]] = {}
+    products: dict[Equation, Equation] = {}
+    for equation in graph.equations:
+        if equation.name == "dot_general" and equation not in stay:
+            for old, new in _product_of_16_bits(graph, equation).items():
+                replacements[old] = new
+                products |= {one: equation for one in new if one.name == "dot_general"}
+    return Changes(graph.with_replaced(replacements) if products else graph, products)
+
+
+class _Operand(NamedTuple):
+    """An operand of a product: the array of which it is made, by views, roundings and scalars that multiply it."""
+
+    array: Atom
+    views: list[Equation]
+    multiplications: list[Equation]  # by scalars, and divisions
+
+    @property
+    def is_narrow(self) -> bool:
+        return self.array.aval.dtype.name in expressions.ROUNDED
+
+
+def _viewed(a: Array, views: list[Equation]) -> Array:
+    for view in views:
+        a = view.eqn.primitive.bind(a, **view.params)
+    return a
+
+
+def _operand(graph: Graph, a: Atom) -> _Operand:
+    """That of a product, down to the 16-bit array that is widened; or itself, if none is."""
+    views: list[Equation] = []
+    multiplications: list[Equation] = []
+    b = a
+    while (maker := graph.maker_of(b)) is not None and b.aval.dtype == jnp.float32:
+        if kind_of(maker) == "view":
+            views.insert(0, maker)
+            (b,) = maker.inputs
+        elif (scalar := _scalar_of(maker)) is not None:
+            multiplications.append(maker)
+            (b,) = (other for other in maker.inputs if other is not scalar)
+        elif kind_of(maker) == "cast" and maker.inputs[0].aval.dtype.name in expressions.ROUNDED:
+            return _Operand(maker.inputs[0], views, multiplications)
+        else:
+            break
+    return _Operand(a, [], [])
+
+
+def _scalar_of(equation: Equation) -> Atom | None:
+    """The scalar by which an equation multiplies or divides an array; None if it does not."""
+    if equation.name in ("mul", "div"):
+        first, second = equation.inputs
+        if first.aval.shape and not second.aval.shape:
+            return second
+        if equation.name == "mul" and second.aval.shape and not first.aval.shape:
+            return first
+    return None
+
+
+def _product_of_16_bits(graph: Graph, product: Equation) -> Replacements:
+    """What stands for a product of widened arrays, and for what is done to its result until it is rounded."""
+    operands = [_operand(graph, a) for a in product.inputs]
+    narrow = [of.is_narrow for of in operands]
+    if product.outputs[0].aval.dtype != jnp.float32 or not any(narrow):
+        return {}
+    if not all(narrow) and not _may_round_other(product, operands):
+        return {}
+    after = [] if all(narrow) else _until_scaled(graph, product)
+    if not after and all(of.array is a for of, a in zip(operands, product.inputs, strict=True)):
+        return {}
+    multiplications = [e for of in operands for e in of.multiplications] + [e for e in after if not is_strided_view(e)]
+    # In one order, so that the gradients of queries and of keys are made of the same array.
+    order = {a: k for k, a in enumerate(graph.readers)}
+    factors = [(e.name, scalar) for e in multiplications if (scalar := _scalar_of(e)) is not None]
+    factors.sort(key=lambda factor: (factor[0], order[factor[1]] if is_variable(factor[1]) else -1, str(factor[1])))
+
+    def of_16_bits(first: Array, second: Array, *variables: Array) -> Array:
+        given = iter(variables)
+
+        def multiplied(a: Array) -> Array:
+            for name, scalar in factors:
+                by = scalar.val if isinstance(scalar, Literal) else next(given)
+                a = a * by if name == "mul" else a / by
+            return a
+
+        own = [_viewed(a, of.views) for a, of in zip((first, second), operands, strict=True)]
+        if all(narrow):
+            return multiplied(_product(product, *own))
+        own = [a if is_narrow else multiplied(a) for a, is_narrow in zip(own, narrow, strict=True)]
+        return _viewed(_product(product, *own), list(filter(is_strided_view, after)))
+
+    read = [of.array for of in operands] + [scalar for _, scalar in factors if is_variable(scalar)]
+    last = after[-1] if after else product
+    return {e: [] for e in (product, *after)} | {last: splicing.spliced(of_16_bits, read, last.outputs, product)}
+
+
+def _may_round_other(product: Equation, operands: Sequence[_Operand]) -> bool:
+    """Whether the operand of float32 may be rounded to the dtype of the other one, as kernels do: if that has float32's
+    range, and the product is not asked to be more precise than TF32."""
+    has_range = all(of.array.aval.dtype.name != "float16" for of in operands)
+    return has_range and product.params["precision"] in (None, (Precision.DEFAULT, Precision.DEFAULT))
+
+
+def _product(equation: Equation, *operands: Array) -> Array:
+    result: Array = equation.eqn.primitive.bind(*operands, **equation.params)
+    return result
+
+
+def _until_scaled(graph: Graph, product: Equation) -> list[Equation]:
+    """The equations between a product and the last scalar that multiplies its result, and that equation."""
+    found: list[Equation] = []
+    a: Var = product.outputs[0]
+    while len(readers := graph.readers.get(a, [])) == 1 and a not in graph.results:
+        (reader,) = readers
+        if not is_strided_view(reader) and (_scalar_of(reader) is None or a is _scalar_of(reader)):
+            break
+        found.append(reader)
+        (a,) = reader.outputs
+    while found and is_strided_view(found[-1]):
+        found.pop()
+    return found

@@ -1,0 +1,143 @@
+"""The program's scores, weights and their derivatives as expressions, of which kernels are printed."""
+
+from typing import TYPE_CHECKING
+
+from jax_softmax.fusion.attention.call import Attention, LetteredSide
+from jax_softmax.fusion.attention.linear import is_linear, multipliers, without_roundings
+from jax_softmax.fusion.attention.walks import NoAttention
+from jax_softmax.fusion.program import expressions
+from jax_softmax.fusion.program.expressions import Expression, Expressions, Names, Number, Operation, SideVariable
+from jax_softmax.fusion.program.graph import is_variable
+from jax_softmax.fusion.program.places import Place, place_key
+from jax_softmax.fusion.program.products import Operand
+from jax_softmax.fusion.program.walk import Inside
+from jax_softmax.primitives.types import Atom, Var
+
+if TYPE_CHECKING:
+    from jax_softmax.fusion.attention.matcher import Match
+
+
+class Formulas:
+    """The attention of a match (`matcher.py`), and the side operands of its expressions."""
+
+    def __init__(self, match: "Match") -> None:
+        """Raises NoAttention, with the reason, or NotFolded."""
+        self.match, self.graph, self.walks, self.rows = match, match.graph, match.walks, match.rows
+        self.own: Names = {(match.product.outputs[0], place_key(match.place_of_product)): "x0"}
+        shared = self._shared = Expressions(self.own, parts=self.walks.parts)
+        rows = self.rows
+        score = shared.make(rows.scores, rows.place, self._equations_before(rows.scores, rows.place, self.own))
+        for mask in match.masks:
+            score = self._masked(score, mask)
+        weights = {self._weight_of(a) for _, a in match.with_weights} or {Expression((), "y")}
+        if len(weights) != 1:
+            raise NoAttention("products read different weights")
+        (weight,) = weights
+        n_forward = len(shared.sides)
+        transposed: tuple[Expression | None, Expression | None] = None, None
+        if match.linear is not None:
+            transposed = self._transposed(weight)
+        side_cotangent: tuple[Expression | None, str | None] = None, None
+        if (v := match.side_cotangent) is not None:
+            side_cotangent = self._linear_expression("g", match.of_scores, v, match.reached_after), v.aval.dtype.name
+        learned = self._letters_of_learned()
+        self.attention = Attention(
+            match.letters,
+            tuple(self._side(side, learned) for side in shared.sides),
+            n_forward,
+            score,
+            weight,
+            *transposed,
+            *side_cotangent,
+            empty_rows_are_zero=bool(match.masks) or rows.sink is not None,
+        )
+
+    @property
+    def arrays(self) -> list[Operand]:
+        """The arrays among the side operands."""
+        return [Operand(side.variable, side.place) for side in self._shared.sides if side.factor is None]
+
+    def _equations_before(self, a: Atom, place: Place, products: Names) -> Inside:
+        return self.walks.equations_before(a, place, products, frozenset({self.match.i, self.match.j}))
+
+    def _inside(self, a: Var, reached: dict[Var, Place], known: Names) -> Inside:
+        """The equations that make a value which was reached, and those that make other operands of these, of variables
+        at places that are known."""
+        inside, pending = Inside(), [a]
+        while pending:
+            b = pending.pop()
+            if b in inside or b not in reached or b not in self.graph.maker:
+                continue
+            maker = self.graph.maker[b]
+            if not expressions.is_expressible(maker):
+                continue
+            inside[b] = maker
+            for operand, its_place in expressions.required_operands(maker, reached[b], self.walks.parts):
+                if is_variable(operand) and operand not in reached:
+                    inside |= self._equations_before(operand, its_place, known)
+                elif is_variable(operand):
+                    pending.append(operand)
+        return inside
+
+    def _weight_of(self, a: Var) -> Expression:
+        return self._linear_expression("y", self.rows.weights, a, self.match.reached)
+
+    def _linear_expression(self, name: str, sources: list[Var], a: Var, reached: dict[Var, Place]) -> Expression:
+        """What was reached from the sources, as an expression of these, which have a name."""
+        names = {**self.own} | {(source, place_key(self.rows.place)): name for source in sources}
+        inside = self._inside(a, {b: p for b, p in reached.items() if b not in sources}, names)
+        found = Expressions(names, self._shared.sides, self.walks.parts).make(a, reached[a], inside)
+        if not is_linear(found, name):  # skipped tiles would leave out what is added to weights of 0
+            raise NoAttention("weights or gradients go through what is not linear")
+        return found
+
+    def _transposed(self, weight: Expression) -> tuple[Expression, Expression]:
+        """Two transposed maps: of the scores' cotangent g to the product's, and of the product t of values with the
+        output's cotangent to the weights' cotangent."""
+        cotangents = [product[1] for product in (self.match.dq, self.match.dk) if product]
+        found = {self._linear_expression("g", self.match.of_scores, a, self.match.reached_after) for a in cotangents}
+        if len(found) != 1:
+            raise NoAttention("products read different gradients of the scores")
+        (of_score,) = found
+        t, place = self.match.sum_of_products
+        own = {(t, place_key(place)): "t"}
+        before = self._equations_before(self.match.cotangent, self.rows.place, own)
+        of_t = Expressions(own, self._shared.sides, self.walks.parts)
+        of_weight = of_t.make(self.match.cotangent, self.rows.place, before)
+        if not is_linear(of_weight, "t") or multipliers(weight, "y") != multipliers(of_weight, "t"):
+            raise NoAttention("the weights' gradient is not that of the weights")
+        return of_score, without_roundings(of_weight, "t")
+
+    def _masked(self, score: Expression, mask: Atom) -> Expression:
+        """The score where a mask is true, and -inf elsewhere."""
+        shape, x = mask.aval.shape, self.rows.scores.aval.shape
+        place = [self.rows.place[d] if n > 1 else [] for d, n in enumerate(shape, len(x) - len(shape))]
+        of_mask = self._shared.make(mask, place, self._equations_before(mask, place, {}))
+        n = len(score.operations)
+        renamed: dict[str | Number, str | Number] = {f"v{k}": f"v{k + n}" for k in range(len(of_mask.operations))}
+        operations = [op._replace(operands=tuple(renamed.get(a, a) for a in op.operands)) for op in of_mask.operations]
+        dtype = self.rows.scores.aval.dtype.name
+        choice = renamed.get(of_mask.result, of_mask.result), Number(-float("inf"), dtype), score.result
+        select = Operation("select_n", choice, ("bool", dtype, dtype), dtype)
+        return Expression((*score.operations, *operations, select), f"v{n + len(operations)}")
+
+    def _letters_of_learned(self) -> list[set[str]]:
+        """The letters of arrays of which the side's cotangent may be: those that are left where the program sums it."""
+        if (v := self.match.side_cotangent) is None:
+            return []
+        place, readers = self.match.reached_after[v], self.graph.readers.get(v, ())
+        axes_of_sums = [reader.params["axes"] for reader in readers if reader.name == "reduce_sum"] or [()]
+        left = [[dim for d, dim in enumerate(place) if d not in axes] for axes in axes_of_sums]
+        return [set(Operand(None, place).letters(self.match.names)) for place in left]
+
+    def _side(self, side: SideVariable, learned: list[set[str]]) -> LetteredSide:
+        try:
+            if side.factor is not None:
+                return LetteredSide(self.match.names[side.factor], "index")
+            dtype = side.variable.aval.dtype.name
+            if dtype not in expressions.READABLE:
+                raise NoAttention(f"scores read an array of {dtype}")
+            letters = Operand(side.variable, side.place).letters(self.match.names)
+            return LetteredSide(letters, dtype, set(letters) in learned)
+        except KeyError:
+            raise NoAttention("scores read an array with a dimension of its own") from None

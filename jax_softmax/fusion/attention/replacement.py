@@ -1,0 +1,100 @@
+"""What stands in a program instead of attention: calls of the kernels."""
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jax_softmax.fusion.attention import kernels
+from jax_softmax.fusion.attention.call import Attention
+from jax_softmax.fusion.forms.polynomials import added
+from jax_softmax.fusion.program import splicing
+from jax_softmax.fusion.program.graph import Equation, is_variable, variables_of
+from jax_softmax.fusion.program.places import Factor, Place
+from jax_softmax.fusion.program.products import Operand
+from jax_softmax.primitives.types import Var
+
+if TYPE_CHECKING:
+    from jax_softmax.fusion.attention.matcher import Match
+
+
+class Result(NamedTuple):
+    """A variable of the program that is made of what the kernels make."""
+
+    variable: Var
+    place: Place
+    names: dict[Factor, str]  # letters of its factors
+    name: str  # of what the kernels make: o, dq, dk, dv, side_cotangent; M and S of rows; sink, a sink's cotangent
+    letters: str  # of that
+    part: tuple[int, int] | None = None  # which of its features
+
+
+def equations_by_kernels(match: "Match") -> dict[Equation, list[Equation]]:
+    """The equations that make a match's results, by calls of the kernels, instead of those that do."""
+    names, letters, attention = match.names, match.letters, match.found.attention
+    graph, place, sink = match.graph, match.rows.place_of_rows, match.rows.sink
+    sinks = [] if sink is None else variables_of([sink])
+    of_log_sums, cotangents = [], []
+    for one, form in match.of_log_sums:
+        (v, _) = one.equation.outputs
+        cotangents.append(type(v)(v.aval))
+        of_log_sums += one.equations_of(added({}, form, -1.0), cotangents[-1])
+    reads = {
+        "q": [(match.q, letters.q)],
+        "k": [(match.k, letters.k)],
+        "v": [(value.v, letters.v) for value in match.values.each],
+        "o_cotangent": [(of, letters.o) for of in match.values.o_cotangents],
+        "sides": [(a, a.letters(names)) for a in match.formulas.arrays],
+        "sink": [(Operand(a, place), letters.rows) if a.aval.shape else (Operand(a, []), "") for a in sinks],
+        "cotangents": [(Operand(v, place), letters.rows) for v in cotangents],
+    }
+    in_order = [read for group in reads.values() for read in group]
+
+    def by_kernels(*operands: Array) -> list[Array]:
+        rest = iter([of.to_letters(a, names, c) for (of, c), a in zip(in_order, operands, strict=True)])
+        given = {name: [next(rest) for _ in group] for name, group in reads.items()}
+        if sink is not None and not is_variable(sink):
+            given["sink"] = [jnp.float32(sink.val)]
+        made = _made(attention, **given)
+        return [
+            Operand(None, r.place).from_letters(_part(made[r.name], r.part), r.names, r.letters, r.variable.aval)
+            for r in match.results
+        ]
+
+    makers = list(dict.fromkeys(graph.maker[r.variable] for r in match.results))
+    last = max(makers, key=graph.position.__getitem__)
+    variables = [of.variable for of, _ in in_order]
+    new = splicing.spliced(by_kernels, variables, [r.variable for r in match.results], match.softmax)
+    return {maker: [] for maker in makers} | {last: [*new, *of_log_sums]}
+
+
+def _part(a: Array, part: tuple[int, int] | None) -> Array:
+    """Some of an array's features, or all."""
+    return a if part is None else jax.lax.slice_in_dim(a, *part, axis=a.ndim - 1)
+
+
+def _made(
+    attention: Attention,
+    q: list[Array],
+    k: list[Array],
+    v: list[Array],
+    o_cotangent: list[Array],
+    sides: list[Array],
+    sink: list[Array],
+    cotangents: list[Array],
+) -> dict[str, Array]:
+    """What the kernels make, by the names that results have. `o_cotangent`: nothing, if there is no backward pass.
+    `cotangents`: of the rows' log-sum-exps, times -1."""
+    operands = [jnp.concatenate(of, -1) if len(of) > 1 else of[0] for of in (q, k, v, o_cotangent) if of]
+    o, rows, *lost = kernels.forward(attention, *operands[:3], *sides)
+    weight_of_sink = None
+    if sink:
+        (o, rows, *lost), weight_of_sink = kernels.with_sink(attention, *sink, o, rows, *lost)
+    made = {"o": o} | dict(zip("MS", kernels.normalizer(rows), strict=True))
+    if o_cotangent:
+        delta = kernels.delta(attention, o, lost[0], operands[3])
+        made |= {} if weight_of_sink is None else {"sink": -weight_of_sink * delta}
+        found = kernels.backward(attention, *operands, rows, sum(cotangents, delta), *sides)
+        made |= zip(("dq", "dk", "dv", "side_cotangent"), found, strict=False)
+    return made

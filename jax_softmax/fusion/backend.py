@@ -1,0 +1,74 @@
+"""Who decides what kernels do under `fuse`, who compiles them, and who calls them: one object, a `Backend`.
+
+JAX calls the rules that ask it, and has no argument for it. So they ask the one that is `in_use`. Tests put others in
+its place by `using`.
+"""
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+
+from jax_softmax.fusion.kernels.traffic import Traffic
+from jax_softmax.runtime import judge
+from jax_softmax.runtime.lowering import TARGET
+
+if TYPE_CHECKING:
+    from jax_softmax.fusion.attention.matcher import FoundAttention
+    from jax_softmax.fusion.kernels.fused_kernel import FusedKernel
+
+
+class Backend:
+    """The GPU's: decisions of `runtime/judge.py`, NVRTC, and XLA's custom call."""
+
+    def kernel_wins(self, traffic: Traffic) -> bool:
+        """Whether a kernel moves so many fewer bytes than XLA that it makes a call."""
+        return traffic.kernel_wins
+
+    def reason_for_xla(self, kernel: "FusedKernel") -> str:
+        """Why XLA makes a kernel's call whatever the traffic is; "" if it does not."""
+        return judge.reason_on_all_gpus(kernel.spec)
+
+    def reason_against_attention(self, found: "FoundAttention") -> str:
+        """Why attention's kernels do not make what was found; "" if they do."""
+        attention, extents = found.attention, found.extents
+        batch = math.prod(extents[c] for c in attention.letters.batch)
+        visible_part = attention.visible_part(**extents)
+        return judge.reason_against_attention(batch, extents, visible_part, found.has_gradients, found.bytes_per_score)
+
+    def start_compiling(self, kernel: "FusedKernel") -> None:
+        """Starts to compile a kernel for this machine's GPUs."""
+        judge.start_compiling(kernel.spec)
+
+    def call(self, kernel: "FusedKernel", *operands: jax.Array) -> Sequence[jax.Array]:
+        """The results of a kernel's custom call."""
+        self.start_compiling(kernel)  # on several devices each has a kernel for its part
+        spec, types = kernel.spec, kernel.result_types
+        n = len(types)
+        if scratch := judge.scratch_bytes(spec):
+            types.append(jax.ShapeDtypeStruct((scratch,), jnp.uint8))
+        aliases = {} if kernel.in_place is None else {kernel.in_place: 0}
+        ffi_call = jax.ffi.ffi_call(TARGET, types, input_output_aliases=aliases)
+        return ffi_call(*operands, **spec.attributes)[:n]
+
+
+_backend = Backend()
+
+
+def in_use() -> Backend:
+    """The backend that rules ask."""
+    return _backend
+
+
+@contextlib.contextmanager
+def using(backend: Backend) -> Iterator[None]:
+    """Has rules ask this backend while the context lasts."""
+    global _backend
+    before, _backend = _backend, backend
+    try:
+        yield
+    finally:
+        _backend = before

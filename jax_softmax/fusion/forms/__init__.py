@@ -1,0 +1,1 @@
+"""What a program computes of a row: operators in what is written out, and cheaper equations for them."""

@@ -1,0 +1,182 @@
+"""Rules by which a program's equations are replaced before it is cut into groups, so that fewer bytes move.
+
+Before all rules equal operations of the same variables become one and products with one-hot arrays are made by elements
+(`normalized`), and what is written out becomes operators (`written_out.py`). The rules here make softmax and
+log_softmax again of x and rows' maxima and sums; those of `patterns.py` and `one_hot.py` find losses, their gradients
+and divergences. After them all, results for each row that several operators make of the same array are shared
+(`shared_normalizers.py`).
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_softmax.fusion.forms import one_hot, patterns
+from jax_softmax.fusion.forms.patterns import Rule
+from jax_softmax.fusion.forms.shared_normalizers import Replacements, gradients_of_own_rows, with_shared_normalizers
+from jax_softmax.fusion.kernels.candidates import Group, is_materialized_unfolded
+from jax_softmax.fusion.program import expressions
+from jax_softmax.fusion.program.graph import Equation, Graph, about_size_of, bytes_of, each_once, is_variable
+from jax_softmax.fusion.program.kinds import foldable, is_loop, may_fold
+from jax_softmax.fusion.program.splicing import is_unmasked, made_of_rows, row_variables, rows_of, spliced
+from jax_softmax.primitives.operators import PRIMITIVES, bind
+from jax_softmax.primitives.types import Var
+from jax_softmax.runtime import costs
+
+_LINEAR_MAPS = ("softmax_linear", "log_softmax_vjp", "log_softmax_jvp")
+
+
+def after_rules(graph: Graph) -> Graph:
+    """The graph after all rules."""
+    for rule in _RULES:
+        graph = _after(rule, graph)
+    return with_shared_normalizers(graph)
+
+
+def _after(rule: Rule, graph: Graph) -> Graph:
+    replacements: dict[Equation, list[Equation]] = {}
+    for equation in graph.equations:
+        replacements |= rule(graph, equation) or {}
+    return graph.with_replaced(replacements) if replacements else graph
+
+
+def normalized(graph: Graph) -> Graph:
+    """The graph in which equal operations are one, and products with one-hot arrays are made by elements."""
+    return _after(one_hot.multiplied, without_duplicates(graph))
+
+
+def without_duplicates(graph: Graph) -> Graph:
+    """The graph in which equal operations of the same variables are one."""
+    first_of: dict[tuple[Any, ...], Equation] = {}
+    renamed: dict[Var, Var] = {}
+    for equation in graph.equations:
+        if not may_fold(equation) or equation.eqn.effects:
+            continue
+        inputs = tuple(_atom_key(renamed.get(a, a) if is_variable(a) else a) for a in equation.inputs)
+        params = tuple(sorted((name, str(value)) for name, value in equation.params.items()))
+        key = equation.name, inputs, params, tuple(v.aval for v in equation.outputs)
+        first = first_of.setdefault(key, equation)
+        if first is not equation:
+            renamed |= zip(equation.outputs, first.outputs, strict=True)
+    duplicates: Replacements = {e: [] for e in graph.equations if e.outputs and e.outputs[0] in renamed}
+    return graph.with_replaced(duplicates, renamed) if duplicates else graph
+
+
+def _atom_key(a: Any) -> Any:
+    return a if is_variable(a) else (a.aval, np.asarray(a.val).tobytes())
+
+
+# ---- softmax or log_softmax again
+
+
+def _recomputed(graph: Graph, equation: Equation) -> Replacements | None:
+    """softmax or log_softmax made again of x and its rows' maxima and sums where it is read: log_softmax wherever all
+    that is, and softmax if fewer bytes have to be kept for the backward pass then."""
+    if not is_unmasked(equation, "softmax", "log_softmax"):
+        return None
+    (x,), (y,) = equation.inputs, equation.outputs
+    readers = graph.readers.get(y, ())
+    if y in graph.results or not readers:
+        return None
+    maps = [r for r in readers if r.name in _LINEAR_MAPS and r.inputs[0] is y and y not in r.inputs[1:]]
+    others = [r for r in readers if r not in maps]
+    written = [r for r in others if not (is_loop(r) or r.name == "gather" or _folds(equation, r))]
+    if any(map(expressions.is_expressible, others)):
+        # With the one-hot array of an argmax XLA takes five times as long as it reads softmax (H200, JAX 0.11.2).
+        written += [r for r in others if r.name in ("argmax", "argmin")]
+    if equation.name == "softmax":
+        is_materialized = functools.partial(is_materialized_unfolded, graph)
+        again = Group(graph, equation).cost_of_reading(x, is_materialized) + costs.REMADE_SOFTMAX * about_size_of(x)
+        if written:  # in any case; but less may have to be kept for the backward pass
+            return _softmax_for_maps(equation, maps) if maps and again <= bytes_of(y) else None
+        if again > costs.WORTH_REMAKING * 2 * bytes_of(y):  # y is written, and read by the backward pass
+            return None
+        if others and not _has_rows(graph, equation) and not any(_is_summed(graph, r) for r in others):
+            return _softmax_for_maps(equation, maps) if maps else None
+    elif written:
+        return None
+    rows = row_variables(equation)
+    return {equation: [*rows_of(equation, rows), *made_of_rows(equation, rows)]}
+
+
+def _folds(log_softmax: Equation, reader: Equation) -> bool:
+    """Whether a reader is an operator of log_softmax's result, which it can make of x and the rows' numbers."""
+    is_operator = reader.name in PRIMITIVES and reader.inputs[0] is log_softmax.outputs[0] and foldable(reader)
+    return log_softmax.name == "log_softmax" and is_operator
+
+
+def _has_rows(graph: Graph, equation: Equation) -> bool:
+    """Whether a divergence of the same array makes its rows' maxima and sums in any case."""
+    (x,), axes = equation.inputs, equation.params["axes"]
+    return any(
+        is_unmasked(r, "kl_divergence") and r.inputs[0] is x and r.params["axes"] == axes for r in graph.readers[x]
+    )
+
+
+def _is_summed(graph: Graph, reader: Equation) -> bool:
+    """Whether a reader, or a loop that reads what it makes, reduces it."""
+
+    def following(equation: Equation) -> list[Equation]:
+        return [r for v in equation.outputs for r in graph.readers.get(v, ()) if is_loop(r)]
+
+    return is_loop(reader) and not all(map(expressions.is_expressible, each_once([reader], following)))
+
+
+def _softmax_for_maps(equation: Equation, maps: list[Equation]) -> Replacements:
+    """softmax with its rows' maxima and sums, of which its linear maps make it again."""
+    (x,), (y,), axes = equation.inputs, equation.outputs, equation.params["axes"]
+    rows = row_variables(equation)
+
+    def with_rows(x: jax.Array) -> list[jax.Array]:
+        return bind("softmax_and_normalizer", x, where=None, axes=axes, dtype=y.aval.dtype)
+
+    replacements = {equation: spliced(with_rows, [x], [y, *rows], equation)}
+    for reader in maps:
+        again = type(y)(y.aval)
+        replacements[reader] = [*made_of_rows(equation, rows, again), reader.with_inputs([again, *reader.inputs[1:]])]
+    return replacements
+
+
+# ---- softmax and log_softmax of the same array
+
+
+def _two_results(graph: Graph, equation: Equation) -> Replacements | None:
+    """exp of log_softmax instead of softmax of the same array, if both are still to be written."""
+    if not is_unmasked(equation, "softmax"):
+        return None
+    alike = [r for r in graph.readers[equation.inputs[0]] if r.params.get("axes") == equation.params["axes"]]
+    first = next(r for r in alike if is_unmasked(r, "softmax"))
+    other = next((r for r in alike if is_unmasked(r, "log_softmax")), None)
+    return _softmax_of_logarithms(equation, other) if first is equation and other is not None else None
+
+
+def _softmax_of_logarithms(softmax: Equation, log_softmax: Equation) -> Replacements:
+    (p,), (y,), axes = softmax.outputs, log_softmax.outputs, softmax.params["axes"]
+    wide = type(y)(y.aval.update(dtype=jnp.dtype("float32"), weak_type=False))
+
+    def logs(x: jax.Array) -> jax.Array:
+        return bind("log_softmax", x, where=None, axes=axes, dtype="float32")
+
+    return {
+        log_softmax: [
+            *spliced(logs, log_softmax.inputs, [wide], log_softmax),
+            *spliced(lambda wide: wide.astype(y.aval.dtype), [wide], [y], log_softmax),
+        ],
+        softmax: spliced(lambda wide: jnp.exp(wide).astype(p.aval.dtype), [wide], [p], softmax),
+    }
+
+
+# In this order: each is for all equations of the graph, as the rules before it left that.
+_RULES: tuple[Rule, ...] = (
+    gradients_of_own_rows,
+    patterns.sums_of_cotangents,
+    patterns.cotangents_at_labels,
+    patterns.sums_at_labels,
+    one_hot.scattered,
+    patterns.divergences,
+    _recomputed,
+    _two_results,
+)

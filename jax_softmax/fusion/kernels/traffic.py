@@ -1,0 +1,145 @@
+"""The bytes that a group's kernel moves, and those that XLA's fusions move instead of it.
+
+The kernel reads each of its arrays once and writes its results. Added to that are: arrays that only the kernel reads,
+which XLA has to write for it; results that only XLA's loops read; sums over rows of results, which XLA would otherwise
+compute on the way, as in layer norm; and arrays in another order than the kernel's dimensions, which are read and
+written once more. XLA would not write such arrays, but would read its inputs several times (`_reads_of_xla`). A kernel
+that takes longer to compute than to move its bytes counts as moving as many bytes as it could in that time.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from jax_softmax.fusion.kernels.candidates import Group, Groups
+from jax_softmax.fusion.program import expressions
+from jax_softmax.fusion.program.graph import Equation, bytes_of, size_of, variables_of
+from jax_softmax.fusion.program.kinds import REDUCTIONS, is_loop
+from jax_softmax.primitives.types import Var
+from jax_softmax.runtime import costs, judge
+
+
+class Traffic(NamedTuple):
+    """Bytes that are moved."""
+
+    unfolded: int  # by the kernel if nothing were folded into it
+    ours: int  # by the kernel with what is folded into it
+    xla: int  # by XLA alone
+
+    @property
+    def kernel_wins(self) -> bool:
+        """Whether the kernel moves so many fewer bytes that it is faster."""
+        return self.ours < costs.KERNEL_WINS * self.xla
+
+
+def group_traffic(
+    group: Group, reads: Sequence[Var], written: Sequence[Var], groups: Groups, moved: Sequence[Var] = ()
+) -> Traffic:
+    """The traffic of a group that reads `reads`, and writes `written` and its row results.
+
+    `moved`: those among them that have another order of elements in the kernel, so that XLA transposes them.
+    """
+    own = [*group.equation.inputs, *group.equation.outputs]
+    around = [a for a in own if not groups.is_materialized(a) and a not in group.row_results]
+    unfolded, read, of_rows = (sum(map(bytes_of, a)) for a in (own + 2 * around, reads, group.row_results))
+    written_by_xla = sum(bytes_of(v) for v in written if not _is_made_by_readers(v, group, groups))
+    before = sum(map(expressions.instructions, {e for folded in group.before for e in folded.values()}))
+    after = sum(map(expressions.instructions, {*group.after.values(), *group.sides_after.values()}))
+    after += costs.INSTRUCTIONS_OF_OPERATOR
+    instruction_bytes, reads_of_xla = costs.INSTRUCTION * group.size, _reads_of_xla(group)
+    ours = max(_bytes_of_kernel(group, reads, written, groups, moved), int(instruction_bytes * (before + after)))
+    xla = max(reads_of_xla * read + written_by_xla, instruction_bytes * (reads_of_xla * before + after))
+    return Traffic(unfolded, ours + of_rows, int((xla + of_rows) / _speed_of_xla(group)))
+
+
+def _bytes_of_kernel(
+    group: Group, reads: Sequence[Var], written: Sequence[Var], groups: Groups, moved: Sequence[Var]
+) -> int:
+    """The bytes that are moved for the group's kernel, without results of rows."""
+    found = sum(bytes_of(a) * (1 if groups.is_materialized(a) else 2) for a in reads) + 2 * sum(map(bytes_of, moved))
+    for variable in written:
+        readers = groups.read_outside(variable, group)
+        only_loops = all(reader is not None and is_loop(reader) for reader in readers)
+        found += bytes_of(variable) * (2 if only_loops else 1)
+    if _xla_makes_whole_rows(group):
+        found += sum(bytes_of(reduction.inputs[0]) for reduction in _reductions_for(group, reads, groups))
+    return found
+
+
+def _is_made_by_readers(variable: Var, group: Group, groups: Groups) -> bool:
+    """Whether XLA makes a result of the group only where it is read."""
+    readers = groups.read_outside(variable, group)
+    return all(reader is not None and (is_loop(reader) or reader.name == "gather") for reader in readers)
+
+
+def _reads_of_xla(group: Group) -> int:
+    """How often XLA reads an operator's inputs."""
+    if _xla_makes_whole_rows(group):
+        return 1
+    if group.facts.inputs == 2:
+        return 2  # for the sum, and for the result
+    return 3 if group.facts.element_results else 2  # for the maximum, for the sum, and for the result
+
+
+def _speed_of_xla(group: Group) -> float:
+    """The part of the memory's speed that XLA reaches."""
+    if not _xla_makes_whole_rows(group):
+        return 1.0
+    length = math.prod(group.x.aval.shape[d] for d in group.axes)
+    return next(speed for most, speed in costs.XLA_SPEED_OF_ROWS.items() if length <= most)
+
+
+def _xla_makes_whole_rows(group: Group) -> bool:
+    """Whether XLA computes the operator by one kernel, of which a block has a whole row."""
+    facts, shape, axes = group.facts, group.x.aval.shape, group.axes
+    last = max((d for d, n in enumerate(shape) if n > 1), default=len(shape) - 1)
+    inner = sorted(d for d in axes if shape[d] > 1)
+    one_run = inner == list(range(last + 1 - len(inner), last + 1))
+    is_unary = facts.inputs == 1 and bool(facts.element_results) and not facts.labelled
+    return is_unary and one_run and math.prod(shape[d] for d in axes) <= costs.LONGEST_ROW_OF_XLA
+
+
+def _reductions_for(group: Group, reads: Sequence[Var], groups: Groups) -> list[Equation]:
+    """The reductions of arrays that a group reads, over its rows, that are made for the group alone: XLA's fusion would
+    reduce the rows where it has them."""
+    graph, elements = groups.graph, {a for a in reads if bytes_of(a) and size_of(a) == group.size}
+    found: dict[Any, Any] = {}
+    pending, seen = [a for a in reads if size_of(a) < group.size], set()
+    while pending:
+        maker = graph.maker.get(pending.pop())
+        if maker is None or maker in seen or not is_loop(maker) or groups.owner.get(maker) is not None:
+            continue
+        seen.add(maker)
+        is_reduction = maker.name in REDUCTIONS
+        if is_reduction and size_of(maker.inputs[0]) == group.size:
+            if not elements.isdisjoint(expressions.elementwise_ancestors(graph, variables_of(maker.inputs[:1]))):
+                found[maker] = None
+        pending += [b for b in variables_of(maker.inputs) if size_of(b) < group.size or not is_reduction]
+        if is_reduction:
+            pending += expressions.elementwise_ancestors(graph, variables_of(maker.inputs[:1]))
+    return list(found)
+
+
+def reason_by_traffic(traffic: Traffic, kernel_wins: bool, reason_of_view: str) -> str:
+    """Why XLA computes a call; "" if its kernel does.
+
+    `reason_of_view`: why XLA computes it even if the kernel moves fewer bytes; "" if there is no such reason.
+    """
+    if not judge.has_cuda_kernels(()):
+        return judge.NOT_COMPILED
+    moves = f"moves {byte_text(traffic.xla)}, the kernel {byte_text(traffic.ours)}"
+    if not kernel_wins:
+        return f"{moves}{NOT_FEWER if traffic.ours <= traffic.xla else ''}"
+    return reason_of_view and f"{reason_of_view}, though it {moves}"
+
+
+NOT_FEWER = f", not {100 * (1 - costs.KERNEL_WINS):.0f} % fewer"
+
+
+def byte_text(n: float) -> str:
+    """A number of bytes with a unit."""
+    for unit in ("B", "KiB", "MiB"):
+        if n < 1024:
+            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
+        n /= 1024
+    return f"{n:.2f} GiB"

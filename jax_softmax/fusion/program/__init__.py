@@ -1,0 +1,1 @@
+"""A program as a graph: its equations, where values lie, what of them is an expression."""

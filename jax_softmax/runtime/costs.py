@@ -1,0 +1,68 @@
+"""What work costs, each price once. `runtime/judge.py` and `fusion/` decide by these prices who computes what.
+
+A price is a number of bytes: those that an H200's memory moves in the time that the work takes for one element. A price
+that was measured names its row in benchmarks/results/; `tests/surface/test_costs.py` computes it from there, and fails
+where it is more than 10 % off. The others were chosen.
+
+An exponential has one price, `FUNCTION`. What it adds to a decision depends on what runs beside it:
+
+- Where a whole kernel is judged, arithmetic and memory overlap: the larger of both counts (`kernels/traffic.py`).
+- Where an equation is folded into a kernel that waits for memory, a small part remains (`FOLDED_FUNCTION`).
+- Where softmax is made again at every place that reads it, it counts in full (`REMADE_SOFTMAX`).
+"""
+
+# ---- Memory and instructions
+
+COPY_RATE = 4.3e12  # bytes a second, of an H200. fused.md, "copy rate"
+MULTIPROCESSORS = 132  # of an H200
+INSTRUCTION = 0.15  # COPY_RATE over 128 lanes of each multiprocessor at 1.7 GHz
+
+# How many instructions an element takes. Chosen.
+INSTRUCTIONS_OF_FUNCTION = 10  # exp, tanh, a division and the like
+INSTRUCTIONS_OF_ROUNDING = 2  # to 16 bits
+INSTRUCTIONS_OF_OPERATOR = 8  # one number for all operators
+
+FUNCTION = INSTRUCTIONS_OF_FUNCTION * INSTRUCTION
+
+# ---- Equations that are made where they are read
+
+# Most of an equation's time passes while the kernel waits for memory. What remains of a function is measured: fused.md,
+# "tanh cap", whose largest time is 0.055 more than that of a kernel that moves 4 bytes. What remains of another
+# operation is chosen: little but not nothing, so that a small array which many rows share is made once.
+FOLDED_FUNCTION = FUNCTION * 2 / 15
+FOLDED_OPERATION = INSTRUCTION / 75
+
+# exp(x - maximum) * (1 / sum): a function, a difference and a product.
+REMADE_SOFTMAX = FUNCTION + 2 * INSTRUCTION
+
+# Softmax is made again where that costs at most this part of writing and reading it. Chosen: a float32 softmax of
+# float32 is made again (4 + 1.8 bytes against 8), a bfloat16 one of bfloat16 is kept (2 + 1.8 against 4).
+WORTH_REMAKING = 0.8
+# An array that all layers of a scan share is made in the loop where it is made of less than this part of its bytes.
+# Chosen.
+MADE_OF_LITTLE = 1 / 8
+
+# ---- Row kernels
+
+KERNEL_WINS = 0.95  # of XLA's bytes: where the kernel moves more, XLA counts as equally fast. Chosen
+
+LONGEST_ROW_OF_XLA = 8192  # elements that a block of XLA's kernels holds in registers
+
+# The speed of these kernels, as a part of the memory's, by the most elements of a row. results.md, "softmax, bfloat16",
+# column "forward: XLA": rows 256, 1024 and 8192. Longer float32 rows, and log_softmax, reach 0.89 to 0.95: kernels are
+# then chosen a little too often.
+XLA_SPEED_OF_ROWS = {256: 1.0, 2048: 0.91, LONGEST_ROW_OF_XLA: 0.81}
+
+# ---- Attention
+
+# Memory's rate where attention is judged. Chosen: the geometric mean of an H100's 3.0 and an H200's 4.3, because the
+# kernels take about as long on both.
+BYTES_OF_PICOSECOND = 3.6
+
+# For a score: of the forward kernel, and of both backward ones. attention.md, "plain B8 S2048 H16 D64": microseconds of
+# the output, and those that gradients take besides, for B H S² scores.
+ATTENTION_FORWARD = 0.95 * BYTES_OF_PICOSECOND
+ATTENTION_BACKWARD = 2.7 * BYTES_OF_PICOSECOND
+ATTENTION_FEATURES = 64  # of a query and of a value in that row; times are proportional to them
+ATTENTION_LEAST = 0.7  # the part of these times that kernels take with few features. Chosen
+ATTENTION_BLOCKS = 2 * MULTIPROCESSORS  # that run at once

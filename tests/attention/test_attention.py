@@ -1,0 +1,215 @@
+"""Attention: what its kernels compute.
+
+Values and gradients are compared with float64, beside the error of the program that has its weights in memory: on the
+host, which runs the kernels' whole text, and the same cases on a GPU, if there is one. A failure names the first
+element that is wrong, and the tile, row and column where it lies; `pytest -s` prints the largest errors of every case.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import math
+
+import attention_on_host
+import emulated
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import support
+from attention_cases import (
+    FIRST,
+    KERNELS,
+    OTHERS,
+    SCALE,
+    SCORES,
+    USUAL,
+    Case,
+    attention_in,
+    causal,
+    fused,
+    scaled,
+    values_and_gradients,
+    wide,
+)
+from attention_promises import PROMISES
+from by_numpy import by_numpy
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_softmax
+from jax_softmax import _kernels
+from jax_softmax.fusion.attention.call import Letters
+
+on_gpu = pytest.mark.skipif(support.why_no_cuda() is not None, reason=str(support.why_no_cuda()))
+jitted = jax.jit(values_and_gradients, static_argnums=0)
+
+
+def in_float64(case, operands):
+    operands = [a.astype(np.float64) if jnp.issubdtype(a.dtype, jnp.floating) else a for a in operands]
+    with jax.enable_x64(True):
+        return by_numpy(functools.partial(values_and_gradients, case.program), *operands)
+
+
+@np.errstate(invalid="ignore")  # of infinities
+def check(case):
+    """The fused program's values and gradients: finite where the program's are, and about as exact."""
+    operands = case.operands()
+    assert set(attention_in(case)) == set(KERNELS)
+    expected, found = in_float64(case, operands), jax.jit(fused(case))(*operands)
+    unfused = functools.cache(lambda: jitted(case.program, *operands))  # which runs where this is not exact enough
+    letters = Letters(*case.letters.split(","))
+    of = dict(zip(("o", "dq", "dk", "dv"), (letters.o, *letters), strict=True))
+    of |= {f"d{letters}": letters for letters, dtype in case.sides if dtype in ("bfloat16", "float32")}
+    # What p (do v^T - delta) may be off by in float32 where its terms cancel, times a row of k or q.
+    q, k, v, o_cotangent = (np.abs(a[np.isfinite(a)].astype(np.float64)).max() for a in operands[:4])
+    cancelled = float(np.finfo(np.float32).eps) * max(q, k) * v * o_cotangent * case.features[1]
+    mistakes = []
+    for n, ((name, letters), right, own) in enumerate(zip(of.items(), expected, found, strict=True)):
+        own, least = np.asarray(own, np.float64), float(jnp.finfo(case.dtype).eps) * np.abs(right).max() + cancelled
+        if np.isfinite(right).all() and np.all(np.abs(own - right) <= least):
+            print(f"{case}: {name}: error {np.abs(own - right).max():.1e}, largest {np.abs(right).max():.1e}")
+            continue
+        with_weights = np.asarray(unfused()[n], np.float64)
+        finite = np.isfinite(with_weights) & np.isfinite(right)
+        largest = np.abs(right[finite]).max(initial=0)
+        errors = {"own": np.abs(own - right), "unfused": np.abs(with_weights - right)}
+        worst = {who: error[finite & np.isfinite(own)].max(initial=0) for who, error in errors.items()}
+        bound = (2 if name == "o" else 3) * worst["unfused"] + float(jnp.finfo(case.dtype).eps) * largest + cancelled
+        print(f"{case}: {name}: error {worst['own']:.1e}, unfused {worst['unfused']:.1e}, largest {largest:.1e}")
+        wrong = np.where(finite, ~(errors["own"] <= bound), np.isnan(own) != np.isnan(with_weights))
+        if wrong.any():
+            at = tuple(np.argwhere(wrong)[0])
+            mistakes.append(
+                f"{name}: {wrong.sum()} of {wrong.size} wrong, error {worst['own']:.1e} of {bound:.1e}; "
+                f"{own[at]} for {right[at]} at {where(name, letters, at, case)}; wrong {extent_of(wrong, letters)}"
+            )
+    assert not mistakes, f"{case}:\n" + "\n".join(mistakes)
+
+
+def where(name, letters, at, case):
+    """An element's indices, and the tile, row of it and column where the kernel that made it has it."""
+    indices = dict(zip(letters, (int(n) for n in at), strict=True))
+    kernel = {"o": "forward", "dk": "keys", "dv": "keys"}.get(name, "queries")
+    rows, _ = _kernels.attention_tile(kernel, *case.features)
+    row = indices.get("i" if kernel != "keys" else "j", 0)
+    return f"{indices} (tile {row // rows} of {rows} rows, row {row % rows}, column {at[-1]})"
+
+
+def extent_of(wrong, letters):
+    found = np.argwhere(wrong)
+    return ", ".join(f"{c} {low}..{high}" for c, low, high in zip(letters, found.min(0), found.max(0), strict=True))
+
+
+# Copies are made when they begin, or late: when they are waited for.
+COPIES = list(itertools.product([*FIRST, *OTHERS], [False, True]))
+FIRST_COPIES = [(case, k % 2 == 1) for k, case in enumerate(FIRST)]
+
+
+@emulated.compiler_is_needed
+@pytest.mark.parametrize(
+    "case,late", [pytest.param(*c, marks=[pytest.mark.sweep] * (c not in FIRST_COPIES)) for c in COPIES], ids=str
+)
+def test_on_the_host(case, late):
+    with emulated.kernels(attention=True), attention_on_host.kernels(late):
+        check(case)
+
+
+@emulated.compiler_is_needed
+@pytest.mark.parametrize("name", PROMISES)
+def test_promises_on_the_host(name):
+    """Every other case copies late."""
+    with emulated.kernels(attention=True), attention_on_host.kernels(list(PROMISES).index(name) % 2 == 0):
+        check(PROMISES[name])
+
+
+@on_gpu
+@pytest.mark.parametrize("case", [*FIRST, *OTHERS, *PROMISES.values()], ids=str)
+def test_on_a_gpu(case):
+    with emulated.all_kernels(attention=True):
+        check(case)
+
+
+@on_gpu
+def test_the_same_bits_every_time():
+    case = Case(causal, (1500, 1500), (128, 128), "bihgd,bjhd,bjhe")
+    operands = case.operands()
+    with emulated.all_kernels(attention=True):
+        function = jax.jit(fused(case)).lower(*operands).compile()
+    first = function(*operands)
+    for _ in range(3):
+        for a, b in zip(first, function(*operands), strict=True):
+            np.testing.assert_array_equal(np.asarray(a).view(np.uint16), np.asarray(b).view(np.uint16))
+
+
+# ---- On several devices
+
+
+def alibi_and_mask(x, h, i, j, mask):
+    return jnp.where(
+        mask & (i >= j), wide(x) * SCALE - wide(h.astype(jnp.float32)) * (i - j).astype(jnp.float32), -1e30
+    )
+
+
+SCORES[alibi_and_mask] = (("h", "index"), ("i", "index"), ("j", "index"), ("bij", "bool"))
+
+
+DIVIDED = [("data", None, "model"), (("data", "model"), None, None), (None, None, "data")]
+
+
+@support.sampled(
+    "specs,kind,letters",
+    [(*both, USUAL) for both in itertools.product(DIVIDED, (AxisType.Auto, AxisType.Explicit))]
+    + [(("data", "model", None), AxisType.Auto, "ibhd,jbhd,jbhe")],
+    3,
+)
+def test_batch_and_heads_are_divided(specs, kind, letters):
+    """Nothing travels; a divided sequence is gathered, with a warning."""
+    case = dataclasses.replace(Case(alibi_and_mask, (40, 32), (16, 24), letters), n_batch=(8, 4))
+    mesh = support.mesh_of_cpus((4, 2), kind)
+    *arrays, mask = case.operands()
+    of = dict(zip("bih", specs, strict=True))
+    spec = P(*(of[c] for c in letters.split(",")[0][:-1]))
+    placed = [jax.device_put(a, NamedSharding(mesh, spec)) for a in arrays]
+    placed.append(jax.device_put(mask, NamedSharding(mesh, P(specs[0]))))
+    expected = jax.jit(values_and_gradients, static_argnums=0)(case.program, *arrays, mask)
+    is_whole = specs[1] is None
+    with (
+        emulated.kernels(attention=True),
+        attention_on_host.kernels(in_jax=True) as made,
+        jax.set_mesh(mesh) if kind == AxisType.Explicit else contextlib.nullcontext(),
+        contextlib.nullcontext() if is_whole else pytest.warns(UserWarning, match="whole sequences"),
+    ):
+        program = jax.jit(fused(case)).lower(*placed).compile()
+        found = program(*placed)
+    assert {params["kernel"] for params, _ in made} == set(KERNELS)
+    if is_whole:
+        assert not support.collectives(program)
+        parts = [math.prod(mesh.shape[name] for name in np.atleast_1d(of) if name) for of in specs]
+        assert {operands[0].shape[::2] for _, operands in made} == {(8 // parts[0], 4 // parts[2])}
+    for a, b in zip(found, expected, strict=True):
+        a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
+        np.testing.assert_allclose(a, b, rtol=0, atol=0.02 * np.abs(b).max())
+
+
+@support.sampled("outside", [True, False], 2)
+def test_in_shard_map(outside):
+    mesh, operands = support.mesh_of_cpus((4, 2), AxisType.Auto), Case(scaled, n_batch=(8, 2)).operands()
+
+    def program(*operands):
+        return values_and_gradients(functools.partial(jax.nn.dot_product_attention, is_causal=True), *operands)
+
+    def divided(f):
+        return jax.shard_map(f, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+
+    expected = jax.jit(program)(*operands)
+    with emulated.kernels(attention=True), attention_on_host.kernels(in_jax=True) as made:
+        f = jax_softmax.fuse(divided(program)) if outside else divided(jax_softmax.fuse(program))
+        compiled = jax.jit(f).lower(*operands).compile()
+        found = compiled(*operands)
+    assert not support.collectives(compiled)
+    assert {operands[0].shape[0] for _, operands in made} == {2}
+    for a, b in zip(found, expected, strict=True):
+        a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
+        np.testing.assert_allclose(a, b, rtol=0, atol=0.02 * np.abs(b).max())

@@ -1,0 +1,73 @@
+"""Each price of `runtime/costs.py` is, up to a tenth, what its row of benchmarks/results/ says; or it was chosen."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jax_softmax.runtime import costs, explain
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+pytestmark = pytest.mark.skipif(not RESULTS.exists(), reason="a source distribution has no benchmarks/results")
+CHOSEN = {
+    *(
+        "MULTIPROCESSORS",
+        "INSTRUCTIONS_OF_FUNCTION",
+        "INSTRUCTIONS_OF_ROUNDING",
+        "INSTRUCTIONS_OF_OPERATOR",
+        "FUNCTION",
+    ),
+    *("FOLDED_OPERATION", "REMADE_SOFTMAX", "WORTH_REMAKING", "MADE_OF_LITTLE", "KERNEL_WINS"),
+    *("LONGEST_ROW_OF_XLA", "ATTENTION_FEATURES", "ATTENTION_LEAST", "ATTENTION_BLOCKS"),
+}
+
+
+def text_of(table):
+    return (RESULTS / f"{table}.md").read_text()
+
+
+def row(table, name, section=""):
+    """The numbers of the first row of this name after a heading, or in a table."""
+    cells = re.search(rf"^\| {name} \|(.*)$", text_of(table).partition(section or "\n")[2], re.MULTILINE)[1]
+    return [float(number) for number in re.findall(r"(?<=\s)[\d.]+(?=\s\|)", cells)]
+
+
+def copy_rate():
+    return 1e12 * float(re.search(r"^copy rate ([\d.]+) TB/s$", text_of("fused"), re.MULTILINE)[1])
+
+
+def xla_speed(columns):
+    return row("results", columns, "### softmax, bfloat16\n")[1]
+
+
+def attention_prices():
+    _, fused, _, with_gradients, *_ = row("attention", "plain B8 S2048 H16 D64")  # microseconds
+    picoseconds = [1e6 * time / (8 * 16 * 2048**2) for time in (fused, with_gradients - fused)]
+    return [costs.BYTES_OF_PICOSECOND * time for time in picoseconds]
+
+
+def measured():
+    """By their names, prices as the tables have them."""
+    forward, backward = attention_prices()
+    gpus = explain.GPUS
+    return {
+        "COPY_RATE": copy_rate(),
+        "INSTRUCTION": copy_rate() / (costs.MULTIPROCESSORS * 128 * 1.7e9),
+        "FOLDED_FUNCTION": 4 * (max(row("fused", "tanh cap")) - 1),
+        "XLA_SPEED_OF_ROWS": [xla_speed(256), xla_speed(1024), xla_speed(8192)],
+        "BYTES_OF_PICOSECOND": np.sqrt(gpus["H100"].copy_rate * gpus["H200"].copy_rate) / 1e12,
+        "ATTENTION_FORWARD": forward,
+        "ATTENTION_BACKWARD": backward,
+    }
+
+
+def test_prices_are_those_of_the_tables():
+    for name, expected in measured().items():
+        price = getattr(costs, name)
+        price = list(price.values()) if isinstance(price, dict) else price
+        np.testing.assert_allclose(price, expected, rtol=0.1, err_msg=name)
+
+
+def test_every_price_is_measured_or_chosen():
+    assert {name for name in vars(costs) if name.isupper()} == CHOSEN | measured().keys()
