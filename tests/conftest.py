@@ -7,6 +7,7 @@ import platform
 import subprocess
 import sys
 import textwrap
+import zlib
 
 os.environ["XLA_FLAGS"] = " ".join(
     [
@@ -33,6 +34,7 @@ pytest.register_assert_rewrite(
 
 def pytest_addoption(parser):
     parser.addoption("--sweeps", action="store_true", help="run the long sweeps as well")
+    parser.addoption("--every", type=int, default=1, metavar="N", help="of the long sweeps a part: each Nth test")
 
 
 def pytest_xdist_auto_num_workers(config):
@@ -47,7 +49,7 @@ def pytest_configure(config):
         deadline=None,
         derandomize=True,
         database=None,
-        max_examples=300 if config.getoption("--sweeps") else 16,
+        max_examples=max(16, 300 // config.getoption("--every")) if config.getoption("--sweeps") else 16,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
     )
     settings.load_profile("jax_softmax")
@@ -116,7 +118,9 @@ def pytest_collection_modifyitems(config, items):
     """Leaves out the sweeps, if they are not asked for, and what cannot run here, which the header says."""
 
     def is_left_out(item):
-        if item.get_closest_marker("sweep") and not config.getoption("--sweeps"):
+        if item.get_closest_marker("sweep") and not (
+            config.getoption("--sweeps") and zlib.crc32(item.nodeid.encode()) % config.getoption("--every") == 0
+        ):
             return True
         cannot_run = any(mark.args[0] is True for mark in item.iter_markers("skipif"))
         return cannot_run or ("jit" in item.fixturenames and _why_no_nvrtc() is not None)
@@ -137,7 +141,9 @@ def _why_no_nvrtc():
 
 
 def pytest_report_header(config):
+    every = config.getoption("--every")
     without = [] if config.getoption("--sweeps") else ["the long sweeps (--sweeps)"]
+    without += [f"of the long sweeps all but each {every}th"] if config.getoption("--sweeps") and every > 1 else []
     without += [] if _why_no_nvrtc() is None else [f"compiling CUDA kernels ({_why_no_nvrtc()})"]
     without += [] if jax.default_backend() == "gpu" else ["running them (needs a GPU)"]
     return (

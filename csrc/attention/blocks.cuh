@@ -102,6 +102,7 @@ __device__ __forceinline__ Range visited(const typename P::Addresses& operands, 
     const int* const bounds = static_cast<const int*>(operands.address[P::kBoundsAddress]) + begin_of<P>(P::kBounds, n);
     range.first = steps;
     range.last = 0;
+#pragma unroll 1  // unrolled, it takes registers of the loop over tiles, and so blocks of the multiprocessor
     for (int cell = block * kRows / kCell; cell * kCell < min(last_row, stay); ++cell) {
       const int* const ends = bounds + 4 * cell;
       range.first = min(range.first, max(ends[0], 0) * kCell / kStep);

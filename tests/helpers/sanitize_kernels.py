@@ -5,8 +5,8 @@ XLA_PYTHON_CLIENT_ALLOCATOR=platform compute-sanitizer --tool memcheck python te
 (and --tool racecheck). With that allocator each array is an allocation of its own, so that one element beyond it is
 found. Prints what it ran; test_schedules.py and test_attention.py check the values. It takes long: with `0 8` after it,
 up to `7 8`, each of 8 processes runs its part. Run it without the sanitizer first: kernels are compiled then, and come
-from the cache; if JAX_COMPILATION_CACHE_DIR names a folder, XLA's programs do as well. compute-sanitizer is slow while
-XLA compiles attention's programs, and has crashed there: such a part has to run again.
+from the cache; if JAX_COMPILATION_CACHE_DIR names a folder and JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS is 0, XLA's
+programs do as well. Where XLA compiles, compute-sanitizer is slow and often crashes.
 
 racecheck warns, and finds no error, where `begin_exchange` has one thread prepare a barrier and arrive at it at once.
 """
