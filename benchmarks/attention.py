@@ -1,12 +1,15 @@
 """Attention as programs write it, under `jit` and under `jit(fuse(...))`, on one GPU.
 
-    python benchmarks/attention.py            # two minutes; prints a table
+    python benchmarks/attention.py            # minutes; prints two tables
     python benchmarks/attention.py --quick    # small arrays, to try the script
 
 Device time of the output, and of the output with the gradients of q, k, v, a bias and a sink. `triangle` is the
 attention of structures' pairs: a row has a bias that all rows share, and a mask. Memory is what is needed
 besides arguments and results. Errors are the fused program's largest distances from the unfused one, as parts of the
 largest value, where that has room.
+
+The second table is what `fuse` decides by: programs of many features, with kernels of attention and with kernels of
+rows alone, whichever it would choose.
 """
 
 import argparse
@@ -19,6 +22,7 @@ import jax.numpy as jnp
 from timing import device_times
 
 import jax_softmax
+from jax_softmax.fusion import backend
 
 
 def scores_of(q, k, dtype=None):
@@ -112,6 +116,12 @@ CASES = [
     (causal, 8, 512, 16, 16, 64),
     (causal, 1, 16384, 16, 16, 128),
 ]
+BY_FEATURES = [
+    (program, batch, length, 16, 16, features)
+    for batch, length, many in ((8, 1024, (32, 64, 80, 96, 128, 160, 192, 256)), (4, 2048, (96, 128, 192, 256)))
+    for program in (plain, causal)
+    for features in many
+]
 DIFFERENTIATED_BESIDE = biased, triangle, with_sink
 MOST_BYTES = 16 << 30  # of an array of scores, beyond which the unfused program is not tried
 
@@ -182,6 +192,32 @@ def measured(case):
     return [name, *shown, *(memory.get(who, "-") for who in ("XLA", "fuse")), errors]
 
 
+class Told(backend.Backend):
+    """Makes attention by its kernels, or never."""
+
+    def __init__(self, attention: bool):
+        self.attention = attention
+
+    def reason_against_attention(self, found):
+        return "" if self.attention else "told so"
+
+
+def by_features(case):
+    program, batch, length, heads, _, features = case
+    operands, calls, chosen = operands_of(*case), {}, []
+    for part, made in (("forward", forward), ("both", with_gradient)):
+        for who in ("rows", "attention"):
+            with backend.using(Told(who == "attention")):
+                lowered = jax.jit(jax_softmax.fuse(made(program)), keep_unused=True).lower(*operands)
+            calls[who, part] = lowered.compile(), tuple(operands)
+        lowered = jax.jit(jax_softmax.fuse(made(program))).lower(*operands)
+        chosen.append("attention" if "jax_softmax_attention" in lowered.as_text() else "rows")
+    times = device_times(calls, repeats=5)
+    shown = [[f"{1e6 * times[who, part]:.0f}" for who in ("rows", "attention")] for part in ("forward", "both")]
+    name = f"{program.__name__} B{batch} S{length} H{heads} D{features}"
+    return [name, *shown[0], chosen[0], *shown[1], chosen[1]]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="small arrays")
@@ -192,9 +228,16 @@ def main() -> None:
 
     print(f"# Attention\n\n{jax.devices()[0].device_kind}, JAX {jax.__version__}, bfloat16, microseconds\n")
     heads = ["", "output: XLA", "fuse", "with gradients: XLA", "fuse", "MiB: XLA", "fuse", "errors of o, dq, dk, dv"]
+    show(heads, map(measured, cases))
+    print("\n## Kernels of rows, and of attention\n")
+    heads = ["", "output: rows", "attention", "chosen", "with gradients: rows", "attention", "chosen"]
+    show(heads, map(by_features, [(plain, 1, 256, 4, 4, 64)] if small else BY_FEATURES))
+
+
+def show(heads, rows) -> None:
     print(f"| {' | '.join(heads)} |\n|{' --- |' * len(heads)}")
-    for case in cases:
-        print(f"| {' | '.join(map(str, measured(case)))} |", flush=True)
+    for row in rows:
+        print(f"| {' | '.join(map(str, row))} |", flush=True)
 
 
 if __name__ == "__main__":

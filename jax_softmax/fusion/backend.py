@@ -37,7 +37,10 @@ class Backend:
         attention, extents = found.attention, found.extents
         batch = math.prod(extents[c] for c in attention.letters.batch)
         visible_part = attention.visible_part(**extents)
-        return judge.reason_against_attention(batch, extents, visible_part, found.has_gradients, found.bytes_per_score)
+        work = judge.Attention(
+            batch, extents, visible_part, found.has_gradients, found.bytes_per_score, found.n_products
+        )
+        return judge.reason_against_attention(work)
 
     def start_compiling(self, kernel: "FusedKernel") -> None:
         """Starts to compile a kernel for this machine's GPUs."""

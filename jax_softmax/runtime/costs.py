@@ -65,4 +65,15 @@ ATTENTION_FORWARD = 0.95 * BYTES_OF_PICOSECOND
 ATTENTION_BACKWARD = 2.7 * BYTES_OF_PICOSECOND
 ATTENTION_FEATURES = 64  # of a query and of a value in that row; times are proportional to them
 ATTENTION_LEAST = 0.7  # the part of these times that kernels take with few features. Chosen
+# With more features than these the backward kernels have smaller tiles, and take so many times as long. attention.md,
+# "plain B4 S2048 H16 D192", beside 128 features and half as many more.
+ATTENTION_FEW_FEATURES = 128
+ATTENTION_MANY = 1.79
+
+# What a program without these kernels pays, beside its bytes, for a score and a feature of each product. attention.md,
+# "plain B8 S1024 H16 D256" beside 128 features, of 6 products.
+PRODUCT_OF_FEATURE = 0.0037 * BYTES_OF_PICOSECOND
+
+# Kernels that keep no weights in memory may take so many times as long as what does. Chosen.
+WORTH_NO_WEIGHTS = 1.02
 ATTENTION_BLOCKS = 2 * MULTIPROCESSORS  # that run at once

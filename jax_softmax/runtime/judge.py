@@ -16,7 +16,7 @@ for all kinds of GPUs.
 import enum
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -227,28 +227,36 @@ def reason_on_gpu(spec: KernelSpec, plan: Plan | None) -> str:
 # ---- Attention under `fuse`.
 
 
-def reason_against_attention(
-    batch: int, extents: dict[str, int], visible_part: float, has_gradients: bool, score_bytes: int
-) -> str:
-    """Why attention's kernels do not make it: that they take longer than the program that has its weights in memory.
+class Attention(NamedTuple):
+    """What attention's kernels would do, and what they would save."""
 
-    `extents`: of queries i, keys j, features d, and features of values e. `visible_part`: of all scores, those that
-    kernels visit. `score_bytes`: those that the program moves for a score.
-    """
-    features = max(costs.ATTENTION_LEAST, (extents["d"] + extents["e"]) / (2 * costs.ATTENTION_FEATURES))
+    batch: int
+    extents: dict[str, int]  # of queries i, keys j, features d, and features of values e
+    visible_part: float  # of all scores, those that kernels visit
+    has_gradients: bool
+    score_bytes: int  # which the program moves for a score
+    n_products: int  # which the program makes of or with arrays of queries x keys
+
+
+def reason_against_attention(work: Attention) -> str:
+    """Why attention's kernels do not make it: that they take longer than the program that has its weights in memory."""
+    extents, features = work.extents, (work.extents["d"] + work.extents["e"]) / 2
+    multiple = max(costs.ATTENTION_LEAST, features / costs.ATTENTION_FEATURES)
+    backward = costs.ATTENTION_BACKWARD * (costs.ATTENTION_MANY if features > costs.ATTENTION_FEW_FEATURES else 1)
     prices = {"forward": costs.ATTENTION_FORWARD}
-    prices |= dict.fromkeys(("keys", "queries"), costs.ATTENTION_BACKWARD / 2) if has_gradients else {}
+    prices |= dict.fromkeys(("keys", "queries"), backward / 2) if work.has_gradients else {}
     ours = 0.0
     for kernel, price in prices.items():
         rows, step = _kernels.attention_tile(kernel, extents["d"], extents["e"])
         stay, pass_by = (extents[c] for c in ("ji" if kernel == "keys" else "ij"))
         blocks, steps = -(-stay // rows), -(-pass_by // step)
-        scores = batch * blocks * rows * steps * step
-        ours += price * features * scores * max(1, costs.ATTENTION_BLOCKS / (batch * blocks))
-    theirs = batch * extents["i"] * extents["j"] * score_bytes
+        scores = work.batch * blocks * rows * steps * step
+        ours += price * multiple * scores * max(1, costs.ATTENTION_BLOCKS / (work.batch * blocks))
+    theirs = work.batch * extents["i"] * extents["j"]
+    theirs *= work.score_bytes + work.n_products * features * costs.PRODUCT_OF_FEATURE
     theirs *= 2 if extents["j"] % 8 else 1  # rows that no product reads by whole packs
-    ours *= visible_part
-    if ours <= theirs:
+    ours *= work.visible_part
+    if ours <= theirs * costs.WORTH_NO_WEIGHTS:
         return ""
     times = [f"{n / costs.BYTES_OF_PICOSECOND / 1e6:,.2f} µs" for n in (ours, theirs)]
     return f"its kernels would take longer: {times[0]}, XLA {times[1]}"

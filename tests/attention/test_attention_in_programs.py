@@ -348,7 +348,7 @@ def with_largest(q, k, v):
         (with_positions, 2048, "bfloat16", "the scores are made of 2 products"),
         (with_largest, 2048, "bfloat16", "something else reads the scores or the weights"),
         (jax_nn, 2048, "float32", "there are no kernels of float32 with 64 and 64 features"),
-        (jax_nn, 32, "bfloat16", "its kernels would take longer: 2.05 µs, XLA 0.44 µs"),
+        (jax_nn, 32, "bfloat16", "its kernels would take longer: "),
     ],
 )
 def test_explain_says_why_not(program, length, dtype, reason):

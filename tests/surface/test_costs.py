@@ -20,6 +20,7 @@ CHOSEN = {
     ),
     *("FOLDED_OPERATION", "REMADE_SOFTMAX", "WORTH_REMAKING", "MADE_OF_LITTLE", "KERNEL_WINS"),
     *("LONGEST_ROW_OF_XLA", "ATTENTION_FEATURES", "ATTENTION_LEAST", "ATTENTION_BLOCKS"),
+    *("ATTENTION_FEW_FEATURES", "WORTH_NO_WEIGHTS"),
 }
 
 
@@ -47,9 +48,19 @@ def attention_prices():
     return [costs.BYTES_OF_PICOSECOND * time for time in picoseconds]
 
 
+def many_features():
+    """What the backward kernels take beyond what they would with 128 features, and what XLA's products take of one."""
+    section = "## Kernels of rows, and of attention"
+    few, many = ([row("attention", f"plain B4 S2048 H16 D{n}", section)[k] for k in (1, 3)] for n in (128, 192))
+    own, others = (row("attention", f"plain B8 S1024 H16 D{n}", section)[2] for n in (128, 256))
+    of_feature = 1e6 * (others - own) / (8 * 16 * 1024**2) / (6 * 128)  # picoseconds of a score
+    return (many[1] - many[0]) / (1.5 * (few[1] - few[0])), costs.BYTES_OF_PICOSECOND * of_feature
+
+
 def measured():
     """By their names, prices as the tables have them."""
     forward, backward = attention_prices()
+    many, product = many_features()
     gpus = explain.GPUS
     return {
         "COPY_RATE": copy_rate(),
@@ -59,6 +70,8 @@ def measured():
         "BYTES_OF_PICOSECOND": np.sqrt(gpus["H100"].copy_rate * gpus["H200"].copy_rate) / 1e12,
         "ATTENTION_FORWARD": forward,
         "ATTENTION_BACKWARD": backward,
+        "ATTENTION_MANY": many,
+        "PRODUCT_OF_FEATURE": product,
     }
 
 

@@ -77,7 +77,8 @@ def test_every_reason_to_leave_a_call_to_xla_is_explained():
     assert table == [*first, *of_views, judge.MADE_OF_ROWS, judge.WITH_ANOTHER]
     found = traffic.Traffic(1 << 25, 8 << 20, 16 << 20)
     assert f"`{traffic.reason_by_traffic(found, found.kernel_wins, of_views[-1])}`" in " ".join(page.split())
-    of_attention = judge.reason_against_attention(128, {"i": 32, "j": 32, "d": 64, "e": 64}, 1.0, False, 12)
+    work = judge.Attention(128, {"i": 32, "j": 32, "d": 64, "e": 64}, 1.0, False, score_bytes=12, n_products=2)
+    of_attention = judge.reason_against_attention(work)
     assert f"`{of_attention}`" in page
     sizes = [f"{packs * judge._PACK} bytes" for packs in (judge._SHORT_RUN, judge._IDLING)]
     sizes += [f"{judge._SHORT_RUN_IN_RING >> 10} KiB", f"more than {_kernels.MAX_DIMS} dimensions"]

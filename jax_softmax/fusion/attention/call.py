@@ -257,10 +257,20 @@ class Attention(NamedTuple):
         scores = self._without_product(sides)
 
         def with_any(elements: jax.Array, beyond: bool = False) -> jax.Array:
-            """Whether any score of a query and a cell's keys is one of these elements."""
-            elements = jnp.broadcast_to(elements, [*shape, extents["i"], extents["j"]])
-            pad = [(0, 0)] * len(shape) + [(0, i * _CELL - extents["i"]), (0, j * _CELL - extents["j"])]
-            return jnp.pad(elements, pad, constant_values=beyond).reshape(*shape, i * _CELL, j, _CELL).any(-1)
+            """Whether any score of a query and a cell's keys is one of these elements. What all queries have alike is
+            looked at once."""
+
+            def padded(a: jax.Array, dim: int, n: int) -> jax.Array:
+                return jnp.pad(
+                    a, [(0, n - a.shape[dim]) if k == dim else (0, 0) for k in range(a.ndim)], constant_values=beyond
+                )
+
+            dims = len(shape)
+            elements = jnp.broadcast_to(
+                elements, np.broadcast_shapes(elements.shape, [1] * (dims + 1) + [extents["j"]])
+            )
+            found = padded(elements, dims + 1, j * _CELL).reshape(*elements.shape[:-1], j, _CELL).any(-1)
+            return padded(jnp.broadcast_to(found, [*shape, extents["i"], j]), dims, i * _CELL)
 
         def cells(of_queries: jax.Array) -> jax.Array:
             """Whether any score of two cells is one of these: cells that stay x cells that pass."""

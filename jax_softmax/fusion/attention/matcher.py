@@ -40,6 +40,7 @@ class FoundAttention(NamedTuple):
     extents: dict[str, int]
     has_gradients: bool
     bytes_per_score: int  # which the program moves to write and read arrays of queries x keys
+    n_products: int  # of which such an array is an operand or the result
 
 
 def with_attention(graph: Graph) -> tuple[Graph, list[FoundAttention], dict[Var, str]]:
@@ -131,7 +132,7 @@ class Match:
             self.formulas.attention,
             self.extents,
             self.linear is not None,
-            self._bytes_per_score(),
+            *self._work_per_score(),
         )
         self.results = self._results()
         if why := backend.in_use().reason_against_attention(self.found):
@@ -311,20 +312,22 @@ class Match:
             results.append(Result(self.side_cotangent, place, self.names, "side_cotangent", letters.rows + "j"))
         return results
 
-    def _bytes_per_score(self) -> int:
-        """How many the program moves without these kernels."""
+    def _work_per_score(self) -> tuple[int, int]:
+        """How many bytes the program moves without these kernels, and in how many products."""
 
         def size(a: Atom) -> int:
             return a.aval.dtype.itemsize
 
         n = 2 * size(self.product.outputs[0]) + sum(map(size, {a for _, a in self.outputs}))
         n += sum(size(a) for _, a in self.with_weights)
+        products = 1 + len(self.with_weights)
         if self.linear is not None:
             n += 2 * len(self.values.each) * size(self.sum_of_products[0])
             cotangents = [product[1] for product in (self.dq, self.dk) if product]
             n += size(cotangents[0]) * (1 + len(cotangents))
+            products += len(self.values.each) + len(cotangents)
             n -= 0 if self.side_cotangent is None else size(self.side_cotangent)  # which the kernels write as well
-        return n
+        return n, products
 
     def _names_of(self, product: Product) -> dict[Factor, str]:
         """Letters, with one for a product's own features: e if it reads weights, d otherwise."""
