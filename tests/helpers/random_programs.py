@@ -108,6 +108,8 @@ ELEMENTWISE = {
     "plus index": _add_broadcast_index,
     "swapped twice": lambda a, x: jnp.swapaxes(jnp.swapaxes(x, 0, -1) * 0.5, 0, -1),
     "others lowered": lambda a, x: jnp.where(x == jnp.max(x, -1, keepdims=True), x, x - 2),
+    "cut": lambda a, x: x[..., :-1, :] if x.shape[-2] > 2 else x,
+    "cut in front": lambda a, x: x[..., 1:, :] if x.shape[-2] > 2 else x,
     "joined": lambda a, x: (x.reshape(-1, x.shape[-1]) + 1).reshape(x.shape),
 }
 _MASKS = st.sampled_from(["full", "column", "row", "length"])

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_softmax.fusion.forms import one_hot, patterns
+from jax_softmax.fusion.forms import cut_rows, one_hot, patterns
 from jax_softmax.fusion.forms.patterns import Rule
 from jax_softmax.fusion.forms.shared_normalizers import Replacements, gradients_of_own_rows, with_shared_normalizers
 from jax_softmax.fusion.kernels.candidates import Group, is_materialized_unfolded
@@ -44,8 +44,9 @@ def _after(rule: Rule, graph: Graph) -> Graph:
 
 
 def normalized(graph: Graph) -> Graph:
-    """The graph in which equal operations are one, and products with one-hot arrays are made by elements."""
-    return _after(one_hot.multiplied, without_duplicates(graph))
+    """The graph in which equal operations are one, products with one-hot arrays are made by elements, and no rows of
+    softmax are cut off before it."""
+    return cut_rows.with_all_rows(_after(one_hot.multiplied, without_duplicates(graph)))
 
 
 def without_duplicates(graph: Graph) -> Graph:
