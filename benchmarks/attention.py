@@ -115,6 +115,9 @@ CASES = [
     (triangle, 384, 384, 4, 4, 32),
     (causal, 8, 512, 16, 16, 64),
     (causal, 1, 16384, 16, 16, 128),
+    (causal, 8, 1024, 16, 16, 64, "float32"),
+    (causal, 4, 2048, 16, 16, 128, "float32"),
+    (with_sink, 8, 1024, 16, 16, 64, "float32"),
 ]
 BY_FEATURES = [
     (program, batch, length, 16, 16, features)
@@ -122,19 +125,22 @@ BY_FEATURES = [
     for program in (plain, causal)
     for features in many
 ]
+BY_FEATURES += [
+    (program, 8, 1024, 16, 16, features, "float32") for program in (plain, causal) for features in (32, 64, 96, 128)
+]
 DIFFERENTIATED_BESIDE = biased, triangle, with_sink
 MOST_BYTES = 16 << 30  # of an array of scores, beyond which the unfused program is not tried
 
 
-def operands_of(program, batch, length, heads, of_keys, features):
+def operands_of(program, batch, length, heads, of_keys, features, dtype="bfloat16"):
     keys = jax.random.split(jax.random.key(0), 5)
     shapes = [(batch, length, n, features) for n in (heads, of_keys, of_keys, heads)]
-    arrays = [jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=False)]
+    arrays = [jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes, strict=False)]
     if program is packed:
         arrays.append(jnp.sort(jax.random.randint(keys[4], (batch, length), 0, 4)))
     if program in DIFFERENTIATED_BESIDE:
         shape = (heads,) if program is with_sink else (1, heads, length, length)
-        arrays.append(jax.random.normal(keys[4], shape, jnp.bfloat16))
+        arrays.append(jax.random.normal(keys[4], shape, dtype))
     if program is triangle:
         arrays.append(jnp.arange(length) < jax.random.randint(keys[4], (batch, 1, 1, 1), length // 2, length + 1))
     if program is dropped:
@@ -166,8 +172,14 @@ def distances(a, b):
     return " ".join(found)
 
 
+def name_of(case):
+    program, batch, length, heads, of_keys, features, *dtype = case
+    name = f"{program.__name__} B{batch} S{length} H{heads}{f'/{of_keys}' * (heads != of_keys)} D{features}"
+    return " ".join([name, *dtype])
+
+
 def measured(case):
-    program, batch, length, heads, of_keys, features = case
+    program, batch, length, heads, *_ = case
     operands = operands_of(*case)
     calls, results = {}, {}
     transforms = {"XLA": lambda f: f, "fuse": jax_softmax.fuse}
@@ -188,8 +200,7 @@ def measured(case):
         return f"{1e6 * found:.0f}" if isinstance(found, float) else str(found)
 
     shown = [time_of(who, part) for part in ("forward", "both") for who in ("XLA", "fuse")]
-    name = f"{program.__name__} B{batch} S{length} H{heads}{f'/{of_keys}' * (heads != of_keys)} D{features}"
-    return [name, *shown, *(memory.get(who, "-") for who in ("XLA", "fuse")), errors]
+    return [name_of(case), *shown, *(memory.get(who, "-") for who in ("XLA", "fuse")), errors]
 
 
 class Told(backend.Backend):
@@ -203,7 +214,7 @@ class Told(backend.Backend):
 
 
 def by_features(case):
-    program, batch, length, heads, _, features = case
+    program = case[0]
     operands, calls, chosen = operands_of(*case), {}, []
     for part, made in (("forward", forward), ("both", with_gradient)):
         for who in ("rows", "attention"):
@@ -214,8 +225,7 @@ def by_features(case):
         chosen.append("attention" if "jax_softmax_attention" in lowered.as_text() else "rows")
     times = device_times(calls, repeats=5)
     shown = [[f"{1e6 * times[who, part]:.0f}" for who in ("rows", "attention")] for part in ("forward", "both")]
-    name = f"{program.__name__} B{batch} S{length} H{heads} D{features}"
-    return [name, *shown[0], chosen[0], *shown[1], chosen[1]]
+    return [name_of(case), *shown[0], chosen[0], *shown[1], chosen[1]]
 
 
 def main() -> None:
@@ -223,10 +233,13 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="small arrays")
     small = parser.parse_args().quick
     cases = (
-        [(program, 1, min(n, 256), heads // 4, of // 4, d) for program, _, n, heads, of, d in CASES] if small else CASES
+        [(program, 1, min(n, 256), heads // 4, of // 4, *rest) for program, _, n, heads, of, *rest in CASES]
+        if small
+        else CASES
     )
 
-    print(f"# Attention\n\n{jax.devices()[0].device_kind}, JAX {jax.__version__}, bfloat16, microseconds\n")
+    device = f"{jax.devices()[0].device_kind}, JAX {jax.__version__}"
+    print(f"# Attention\n\n{device}, microseconds, of bfloat16 unless it says otherwise\n")
     heads = ["", "output: XLA", "fuse", "with gradients: XLA", "fuse", "MiB: XLA", "fuse", "errors of o, dq, dk, dv"]
     show(heads, map(measured, cases))
     print("\n## Kernels of rows, and of attention\n")

@@ -149,13 +149,16 @@ nb::dict plan_attention_call(const Arrays& operands, const Arrays& results, cons
   return step_of(step);
 }
 
-std::pair<int, int> attention_tile(const std::string& kernel, int features, int value_features) {
+std::pair<int, int> attention_tile(const std::string& kernel, int features, int value_features, int bytes_of_number) {
   using namespace attention;
   const auto known = std::find(std::begin(kKernelNames), std::end(kKernelNames), kernel);
-  if (known == std::end(kKernelNames) || features > kMostFeatures || value_features > kMostFeatures) {
+  const bool has_numbers = bytes_of_number == 2 || bytes_of_number == 4;
+  if (known == std::end(kKernelNames) || !has_numbers ||
+      std::max(features, value_features) > most_features(bytes_of_number)) {
     throw nb::value_error("no such kernel of attention");
   }
-  const Tiling tiling = tiling_of(KernelKind(known - std::begin(kKernelNames)), features, value_features);
+  const Tiling tiling =
+      tiling_of(KernelKind(known - std::begin(kKernelNames)), features, value_features, bytes_of_number);
   return {tiling.rows(), tiling.step};
 }
 
@@ -245,6 +248,7 @@ NB_MODULE(_kernels, m) {
   m.def("why_no_attention", &why_no_attention, nb::arg("letters"), nb::arg("extents"), nb::arg("dtype"),
         "Why attention has no kernels for these; or \"\".");
   m.def("attention_tile", &attention_tile, nb::arg("kernel"), nb::arg("features"), nb::arg("value_features"),
+        nb::arg("bytes_of_number"),
         "How many rows stay in a block of a kernel of attention, and how many pass in a step.");
   m.def("plan_attention", &plan_attention_call, nb::arg("operands"), nb::arg("results"), nb::arg("attributes"),
         nb::arg("compute_capability") = 90, nb::arg("multiprocessors") = 132,

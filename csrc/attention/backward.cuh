@@ -141,6 +141,8 @@ __device__ __forceinline__ void attention_keys(const typename P::Addresses& oper
 
   Accumulators<N::kFragments, kOwnDepth> dk;
   Accumulators<N::kFragments, kOwnWidth> dv;
+  round_own_packs<P, N::kRows, 0>(own.d);
+  round_own_packs<P, N::kRows, 0>(own.e);
   for (int count = 0; at.exists(); ++count) {
     wait_for_all_but_last<0>();
     barrier();  // this stage is there, and nobody reads the one before any more
@@ -149,23 +151,23 @@ __device__ __forceinline__ void attention_keys(const typename P::Addresses& oper
     commit_copies();
     const typename Queries::Stage stage = queries.stage(count);
     Accumulators<N::kFragments, N::kStep> s, t;
-    add_product_of_rows<T>(s, own.d, row_of_warp, stage.d);
-    add_product_of_rows<T>(t, own.e, row_of_warp, stage.e);
+    add_product_of_rows(s, own.d, row_of_warp, stage.d);
+    add_product_of_rows(t, own.e, row_of_warp, stage.e);
     const SideOffsets<P> sides(operands, n + at.group);
     const typename Queries::Tile tile = queries.tile(at, stage, sides);
     for_tile<P>(at.range.is_whole(at.step), [&](auto is_whole) {
       differentiate_keys<P, decltype(is_whole)::kValue>(s, t, tile, stage, row_of_warp + own_row());
     });
-    add_product<T>(dv, s, stage.e, part * kOwnWidth);
-    add_product<T>(dk, t, stage.d, part * kOwnDepth);
+    add_product(dv, s, stage.e, part * kOwnWidth);
+    add_product(dk, t, stage.d, part * kOwnDepth);
     at = next;
   }
   wait_for_all_but_last<0>();
 
-  write<uint32_t>(operand_of<P>(operands, P::kFirstResult, P::kK, n), P::kK.j, dk, first + row_of_warp, P::kKeys,
-                  part * kOwnDepth, P::kFeatures, narrowed<T>);
-  write<uint32_t>(operand_of<P>(operands, P::kFirstResult + 1, P::kV, n), P::kV.j, dv, first + row_of_warp, P::kKeys,
-                  part * kOwnWidth, P::kValueFeatures, narrowed<T>);
+  write(operand_of<P>(operands, P::kFirstResult, P::kK, n), P::kK.j, dk, first + row_of_warp, P::kKeys,
+        part * kOwnDepth, P::kFeatures, narrowed<T>);
+  write(operand_of<P>(operands, P::kFirstResult + 1, P::kV, n), P::kV.j, dv, first + row_of_warp, P::kKeys,
+        part * kOwnWidth, P::kValueFeatures, narrowed<T>);
 }
 
 // Writes what `written` makes of the scores' cotangents, for a block's queries: two neighbours along keys at a time,
@@ -275,6 +277,8 @@ __device__ __forceinline__ void attention_queries(const typename P::Addresses& o
   read_numbers<P>(rows, operands, n, first + own_row_of_tile);
   Accumulators<N::kFragments, N::kDepth> dq;
   const Cotangents<P> cotangents(operands, n, first);
+  round_own_packs<P, N::kRows, 0>(own.d);
+  round_own_packs<P, N::kRows, 0>(own.e);
   for (int step = range.first; step < range.last; ++step) {
     wait_for_all_but_last<0>();
     barrier();  // this stage is there, and nobody reads the one before any more
@@ -283,13 +287,13 @@ __device__ __forceinline__ void attention_queries(const typename P::Addresses& o
     commit_copies();
     const typename Keys::Stage stage = keys.stage(step);
     Accumulators<N::kFragments, N::kStep> s, t;
-    add_product_of_rows<T>(s, own.d, row_of_warp, stage.d);
-    add_product_of_rows<T>(t, own.e, row_of_warp, stage.e);
+    add_product_of_rows(s, own.d, row_of_warp, stage.d);
+    add_product_of_rows(t, own.e, row_of_warp, stage.e);
     const typename Keys::Tile tile = keys.tile(step);
     for_tile<P>(range.is_whole(step), [&](auto is_whole) {
       differentiate_queries<P, decltype(is_whole)::kValue>(s, t, tile, rows, own_row_of_tile, cotangents);
     });
-    add_product<T>(dq, t, stage.d);
+    add_product(dq, t, stage.d);
   }
   wait_for_all_but_last<0>();
   if constexpr (P::kWrites) {
@@ -297,8 +301,8 @@ __device__ __forceinline__ void attention_queries(const typename P::Addresses& o
     cotangents.write_zeros(0, end);
     if (range.first < range.last) cotangents.write_zeros(range.last * N::kStep, kSteps * N::kStep);
   }
-  write<uint32_t>(operand_of<P>(operands, P::kFirstResult, P::kQ, n), P::kQ.i, dq, first + row_of_warp, P::kQueries, 0,
-                  P::kFeatures, narrowed<T>);
+  write(operand_of<P>(operands, P::kFirstResult, P::kQ, n), P::kQ.i, dq, first + row_of_warp, P::kQueries, 0,
+        P::kFeatures, narrowed<T>);
 }
 
 }  // namespace jax_softmax::device

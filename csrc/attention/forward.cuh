@@ -133,7 +133,7 @@ __device__ __forceinline__ void attention_forward(const typename P::Addresses& o
   const int block = kBlocks - 1 - own.row_block, first = block * N::kRows;
   const unsigned n = own.n;
   const Range range = visited<P>(operands, n, block, P::kQueries, P::kKeys);
-  const SharedRows<N::kDepth> q{shared_memory()};
+  const SharedRows<T, N::kDepth> q{shared_memory()};
   const Keys keys(operands, n, q.base + N::kRows * q.kBytes, first, range.last);
 
   begin_copy_of_rows<P, N::kRows, P::kQueries, P::kFeatures>(q, operand_of<P>(operands, attention::kQ, P::kQ, n),
@@ -146,13 +146,14 @@ __device__ __forceinline__ void attention_forward(const typename P::Addresses& o
   const int row_of_warp = first_row_of_warp(N::kRowsOfWarp), own_row_of_tile = row_of_warp + own_row();
   Accumulators<N::kFragments, N::kWidth> o;
   RowState rows[N::kFragments][2];
+  round_own_packs<P, N::kRows, 1>(q);
   for (int step = range.first; step < range.last; ++step) {
     wait_for_all_but_last<1>();
     barrier();  // the keys are there, and nobody reads those of the step before any more
     keys.begin_keys(step + 1);
     commit_copies();
     Accumulators<N::kFragments, N::kStep> s;
-    add_product_of_rows<T>(s, q, row_of_warp, keys.stage(step).d);
+    add_product_of_rows(s, q, row_of_warp, keys.stage(step).d);
     const typename Keys::Tile tile = keys.tile(step);
     for_tile<P>(range.is_whole(step),
                 [&](auto is_whole) { score<P, decltype(is_whole)::kValue>(s, tile, own_row_of_tile); });
@@ -167,7 +168,7 @@ __device__ __forceinline__ void attention_forward(const typename P::Addresses& o
         y = P::weight(y, Own{tile, own_row_of_tile + row, own_column() + column});
       });
     });
-    add_product<T>(o, s, keys.stage(step).e);
+    add_product(o, s, keys.stage(step).e);
   }
   wait_for_all_but_last<0>();
 
@@ -183,20 +184,19 @@ __device__ __forceinline__ void attention_forward(const typename P::Addresses& o
     }
   }
   const int row = first + row_of_warp;
-  write<uint32_t>(operand_of<P>(operands, P::kFirstResult, P::kO, n), P::kO.i, o, row, P::kQueries, 0,
-                  P::kValueFeatures, narrowed<T>);
+  write(operand_of<P>(operands, P::kFirstResult, P::kO, n), P::kO.i, o, row, P::kQueries, 0, P::kValueFeatures,
+        narrowed<T>);
   if constexpr (P::kLostShift > 0) {
-    write<uint16_t>(operand_of<P, int8_t>(operands, P::kFirstResult + 2, P::kO, n), P::kO.i, o, row, P::kQueries, 0,
-                    P::kValueFeatures, [](float x, float y) {
-                      float low, high;
-                      Pair<T>::widen(low, high, narrowed<T>(x, y));
-                      const auto lost = [](float x, float rounded) {
-                        const int bits =
-                            static_cast<int>(__float_as_uint(x)) - static_cast<int>(__float_as_uint(rounded));
-                        return (bits + (1 << P::kLostShift >> 1)) >> P::kLostShift;
-                      };
-                      return saturated_to_int8(lost(x, low), lost(y, high));
-                    });
+    write(operand_of<P, int8_t>(operands, P::kFirstResult + 2, P::kO, n), P::kO.i, o, row, P::kQueries, 0,
+          P::kValueFeatures, [](float x, float y) {
+            float low, high;
+            Pair<T>::widen(low, high, narrowed<T>(x, y));
+            const auto lost = [](float x, float rounded) {
+              const int bits = static_cast<int>(__float_as_uint(x)) - static_cast<int>(__float_as_uint(rounded));
+              return (bits + (1 << P::kLostShift >> 1)) >> P::kLostShift;
+            };
+            return saturated_to_int8(lost(x, low), lost(y, high));
+          });
   }
 }
 

@@ -6,9 +6,8 @@
 namespace jax_softmax::attention {
 
 inline constexpr int kMostBatchDims = 6;
-inline constexpr int kMostFeatures = 256;
-inline constexpr int kMma = 16;                    // rows of a fragment, and the depth of a product of fragments
-inline constexpr int kNumbersPerPack = 8;          // 16-bit numbers of a pack of 16 bytes, the unit of copies
+inline constexpr int kMma = 16;                    // rows of a fragment
+inline constexpr int kBytesOfPack = 16;            // the unit of copies; a product of fragments is two packs deep
 inline constexpr int kStages = 2;                  // buffers for the rows that pass: one is read, the other is copied
 inline constexpr int kMostSharedBytes = 99 << 10;  // of a block, on the smallest chips
 inline constexpr int kCell = 64;                   // queries and keys of a cell: see `visited`
@@ -39,15 +38,20 @@ struct TilingsOfFeatures {
   int most_features;
   Tiling by_kernel[kKernels];
 };
-inline constexpr TilingsOfFeatures kTilings[] = {
+inline constexpr TilingsOfFeatures kTilingsOf16Bits[] = {
     {64, {{4, 2, 64, 1, 2}, {4, 2, 32, 1, 2}, {4, 2, 32, 1, 2}}},
     {128, {{4, 2, 64, 1, 2}, {4, 1, 64, 1, 2}, {4, 2, 32, 1, 2}}},
     {256, {{4, 1, 32, 1, 1}, {4, 1, 16, 2, 1}, {4, 1, 16, 1, 1}}},
 };
-constexpr Tiling tiling_of(KernelKind kernel, int features, int value_features) {
-  int row = 0;
-  while (kTilings[row].most_features < features || kTilings[row].most_features < value_features) ++row;
-  return kTilings[row].by_kernel[static_cast<int>(kernel)];
+inline constexpr TilingsOfFeatures kTilingsOf32Bits[] = {
+    {64, {{4, 2, 64, 1, 2}, {4, 2, 32, 1, 2}, {4, 2, 32, 1, 2}}},
+    {128, {{4, 2, 16, 1, 2}, {4, 1, 16, 1, 2}, {4, 1, 16, 1, 2}}},
+};
+constexpr int most_features(int bytes_of_number) { return bytes_of_number == 2 ? 256 : 128; }
+constexpr Tiling tiling_of(KernelKind kernel, int features, int value_features, int bytes_of_number) {
+  const TilingsOfFeatures* row = bytes_of_number == 2 ? kTilingsOf16Bits : kTilingsOf32Bits;
+  while (row->most_features < features || row->most_features < value_features) ++row;
+  return row->by_kernel[static_cast<int>(kernel)];
 }
 
 inline constexpr int kBlocksOfWave = 512;  // about twice as many as the largest chips run at a time: see `own_block`
@@ -60,21 +64,19 @@ constexpr int padded(int features, const Tiling& tiling) {
 
 // Packs from a row in shared memory to the next. `ldmatrix` reads eight rows at once, from different banks if the
 // number is odd. Of a multiple of eight packs, their order in a row does it (SharedRows::pack).
-constexpr int pitch(int padded_features) {
-  const int packs = padded_features / kNumbersPerPack;
+constexpr int pitch(int padded_features, int bytes_of_number) {
+  const int packs = padded_features * bytes_of_number / kBytesOfPack;
   return packs % 8 == 0 ? packs : packs | 1;
 }
 
 // What the backward kernels read of a row: its pivot, the logarithm of its sum, and rowsum(o * do).
 inline constexpr int kBytesOfRow = 3 * 4;
 
-constexpr int bytes_of_one(int features, int value_features, const Tiling& tiling) {
-  return 16 * (pitch(padded(features, tiling)) + pitch(padded(value_features, tiling)));
-}
-constexpr int shared_bytes(KernelKind kernel, int features, int value_features) {
-  const Tiling tiling = tiling_of(kernel, features, value_features);
-  const int both = bytes_of_one(features, value_features, tiling);
-  const int staying = kernel == KernelKind::kForward ? 16 * pitch(padded(features, tiling)) : both;
+constexpr int shared_bytes(KernelKind kernel, int features, int value_features, int bytes_of_number) {
+  const Tiling tiling = tiling_of(kernel, features, value_features, bytes_of_number);
+  const int of_q = kBytesOfPack * pitch(padded(features, tiling), bytes_of_number);
+  const int both = of_q + kBytesOfPack * pitch(padded(value_features, tiling), bytes_of_number);
+  const int staying = kernel == KernelKind::kForward ? of_q : both;
   const int passing = both + (kernel == KernelKind::kKeys ? kBytesOfRow : 0);
   return tiling.rows() * staying + kStages * tiling.step * passing;
 }

@@ -5,32 +5,36 @@
 
 namespace jax_softmax::device {
 
-using attention::kNumbersPerPack;
+using attention::kBytesOfPack;
 using attention::kStages;
 
 // ---- Tiles
 
-// Rows of numbers of 16 bits in shared memory.
-template <int columns>
+// Rows of numbers in shared memory.
+template <class T, int columns>
 struct SharedRows {
-  static constexpr int kPacks = columns / kNumbersPerPack, kPitch = attention::pitch(columns), kBytes = 16 * kPitch;
+  static constexpr int kPerPack = kBytesOfPack / static_cast<int>(sizeof(T)), kPacks = columns / kPerPack;
+  static constexpr int kPitch = attention::pitch(columns, sizeof(T)), kBytes = kBytesOfPack * kPitch;
   Address base;
 
   __device__ __forceinline__ Address pack(int row, int pack) const {
     if constexpr (kPacks % 8 == 0) pack ^= row % 8;
-    return base + (row * kPitch + pack) * 16;
+    return base + (row * kPitch + pack) * kBytesOfPack;
+  }
+  __device__ __forceinline__ Address number(int row, int column) const {
+    return pack(row, column / kPerPack) + column % kPerPack * static_cast<int>(sizeof(T));
   }
 };
 
 // Rows of keys and of values, or of queries and of the output's cotangent.
 template <class P, int count>
 struct SharedRowPair {
-  using N = Counts<P>;
-  static constexpr int kBytes = count * (SharedRows<N::kDepth>::kBytes + SharedRows<N::kWidth>::kBytes);
-  SharedRows<N::kDepth> d;
-  SharedRows<N::kWidth> e;
-  __device__ __forceinline__ explicit SharedRowPair(Address base)
-      : d{base}, e{base + count * SharedRows<N::kDepth>::kBytes} {}
+  using OfD = SharedRows<typename P::T, Counts<P>::kDepth>;
+  using OfE = SharedRows<typename P::T, Counts<P>::kWidth>;
+  static constexpr int kBytes = count * (OfD::kBytes + OfE::kBytes);
+  OfD d;
+  OfE e;
+  __device__ __forceinline__ explicit SharedRowPair(Address base) : d{base}, e{base + count * OfD::kBytes} {}
 };
 
 // Calls f(row, pack) for the thread's share of rows x packs. Neighbouring threads have neighbouring packs; if a row's
@@ -53,10 +57,11 @@ __device__ __forceinline__ void for_own_packs(const F& f) {
 
 // Begins to copy `count` rows, from `first` on, of an operand of rows x features. What does not exist is 0.
 template <class P, int count, int rows, int features, int columns>
-__device__ __forceinline__ void begin_copy_of_rows(SharedRows<columns> to, const typename P::T* operand, int64_t stride,
-                                                   int first) {
-  constexpr int kPerPack = attention::kNumbersPerPack;
-  for_own_packs<Counts<P>::kThreads, count, SharedRows<columns>::kPacks>([&](int row, int pack) {
+__device__ __forceinline__ void begin_copy_of_rows(SharedRows<typename P::T, columns> to, const typename P::T* operand,
+                                                   int64_t stride, int first) {
+  using Rows = SharedRows<typename P::T, columns>;
+  constexpr int kPerPack = Rows::kPerPack;
+  for_own_packs<Counts<P>::kThreads, count, Rows::kPacks>([&](int row, int pack) {
     const bool row_exists = rows % count == 0 || first + row < rows;
     const bool exists = row_exists && (features == columns || pack * kPerPack < features);
     begin_copy<16>(to.pack(row, pack), exists ? operand + (first + row) * stride + pack * kPerPack : operand, exists);
@@ -90,13 +95,37 @@ struct Accumulators {
 __device__ __forceinline__ int own_row() { return lane() / 4; }
 __device__ __forceinline__ int own_column() { return lane() % 4 * 2; }
 
-// c (rows x columns) += a (rows x depth) b^T (depth x columns): a are the rows from `row` on, b has `columns` rows.
+// Products read float32 as TF32, and round it: rows that stay once, in shared memory, and those that pass in registers.
+// `rows`: those that the thread copies, in groups of which `later` more have begun. Others read them behind a barrier.
+template <class P, int count, int later, class T, int columns>
+__device__ __forceinline__ void round_own_packs(SharedRows<T, columns> rows) {
+  if constexpr (sizeof(T) == 4) {
+    wait_for_all_but_last<later>();
+    for_own_packs<Counts<P>::kThreads, count, rows.kPacks>([&](int row, int pack) {
+      float x[4];
+      read_shared(x, rows.pack(row, pack));
+#pragma unroll
+      for (float& number : x) number = __uint_as_float(rounded_to_tf32(number));
+      write_shared(rows.pack(row, pack), x);
+    });
+  }
+}
+template <class T>
+__device__ __forceinline__ void round_for_product(uint32_t (&x)[4]) {
+  if constexpr (sizeof(T) == 4) {
+#pragma unroll
+    for (uint32_t& word : x) word = rounded_to_tf32(__uint_as_float(word));
+  }
+}
+
+// c (rows x columns) += a (rows x depth) b^T (depth x columns): a are the rows from `row` on, which stay and are
+// rounded, b has `columns` rows.
 template <class T, int fragments, int columns, int depth>
-__device__ __forceinline__ void add_product_of_rows(Accumulators<fragments, columns>& c, SharedRows<depth> a, int row,
-                                                    SharedRows<depth> b) {
+__device__ __forceinline__ void add_product_of_rows(Accumulators<fragments, columns>& c, SharedRows<T, depth> a,
+                                                    int row, SharedRows<T, depth> b) {
   const int l = lane();
 #pragma unroll
-  for (int k = 0; k < depth / kMma; ++k) {
+  for (int k = 0; k < a.kPacks / 2; ++k) {
     uint32_t own[fragments][4];
 #pragma unroll
     for (int m = 0; m < fragments; ++m) load_matrices(own[m], a.pack(row + m * kMma + l % 16, 2 * k + l / 16));
@@ -104,6 +133,7 @@ __device__ __forceinline__ void add_product_of_rows(Accumulators<fragments, colu
     for (int n = 0; n < columns / kMma; ++n) {
       uint32_t others[4];
       load_matrices(others, b.pack(n * kMma + l % 8 + l / 16 * 8, 2 * k + l / 8 % 2));
+      round_for_product<T>(others);
 #pragma unroll
       for (int m = 0; m < fragments; ++m) {
         multiply_add<T>(c.values[m][2 * n], own[m], others[0], others[1]);
@@ -117,7 +147,7 @@ __device__ __forceinline__ void add_product_of_rows(Accumulators<fragments, colu
 // `first` on count.
 template <class T, int fragments, int columns, int depth, int width>
 __device__ __forceinline__ void add_product(Accumulators<fragments, columns>& c,
-                                            const Accumulators<fragments, depth>& p, SharedRows<width> b,
+                                            const Accumulators<fragments, depth>& p, SharedRows<T, width> b,
                                             int first = 0) {
   const int l = lane();
 #pragma unroll
@@ -135,7 +165,7 @@ __device__ __forceinline__ void add_product(Accumulators<fragments, columns>& c,
 #pragma unroll
     for (int n = 0; n < columns / kMma; ++n) {
       uint32_t others[4];
-      load_transposed(others, b.pack(k * kMma + l % 16, first / kNumbersPerPack + 2 * n + l / 16));
+      load_transposed(others, b.pack(k * kMma + l % 16, first / b.kPerPack + 2 * n + l / 16));
 #pragma unroll
       for (int m = 0; m < fragments; ++m) {
         multiply_add<T>(c.values[m][2 * n], own[m], others[0], others[1]);
@@ -145,9 +175,39 @@ __device__ __forceinline__ void add_product(Accumulators<fragments, columns>& c,
   }
 }
 
+// The same in TF32, of eight rows of b at a time. A product's depth may be counted in any order that both operands
+// have: where an instruction has the rows t and t + 4, these are the rows 2 t and 2 t + 1, as the accumulators have
+// them.
+template <int fragments, int columns, int depth, int width>
+__device__ __forceinline__ void add_product(Accumulators<fragments, columns>& c,
+                                            const Accumulators<fragments, depth>& p, SharedRows<float, width> b,
+                                            int first = 0) {
+#pragma unroll
+  for (int k = 0; k < depth / 8; ++k) {
+    uint32_t own[fragments][4];
+#pragma unroll
+    for (int m = 0; m < fragments; ++m) {
+      const float (&x)[4] = p.values[m][k];
+#pragma unroll
+      for (int e = 0; e < 4; ++e) own[m][e % 2 * 2 + e / 2] = rounded_to_tf32(x[e]);
+    }
+#pragma unroll
+    for (int n = 0; n < columns / 8; ++n) {
+      uint32_t others[2];
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const Address from = b.number(k * 8 + own_column() + e, first + n * 8 + own_row());
+        others[e] = rounded_to_tf32(read_shared_as<float>(from));
+      }
+#pragma unroll
+      for (int m = 0; m < fragments; ++m) multiply_add<float>(c.values[m][n], own[m], others[0], others[1]);
+    }
+  }
+}
+
 // Writes c to rows from `row` on and columns from `first` on, below `existing` and `features`: of two neighbours x and
-// y pair(x, y), a Word.
-template <class Word, class T, int fragments, int columns, class Pair>
+// y pair(x, y), which has the bits of both.
+template <class T, int fragments, int columns, class Pair>
 __device__ __forceinline__ void write(T* to, int64_t stride, const Accumulators<fragments, columns>& c, int row,
                                       int existing, int first, int features, const Pair& pair) {
 #pragma unroll
@@ -161,7 +221,8 @@ __device__ __forceinline__ void write(T* to, int64_t stride, const Accumulators<
         const int column = first + n * 8 + own_column();
         if (column >= features) continue;
         const float* x = c.values[m][n] + 2 * half;
-        *reinterpret_cast<Word*>(to + to_row * stride + column) = pair(x[0], x[1]);
+        auto both = pair(x[0], x[1]);
+        *reinterpret_cast<decltype(both)*>(to + to_row * stride + column) = both;
       }
     }
   }

@@ -57,6 +57,12 @@ __device__ __forceinline__ void read_shared(float (&to)[words], Address from) {
   }
 }
 
+__device__ __forceinline__ void write_shared(Address to, const float (&from)[4]) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(from[0]), "f"(from[1]), "f"(from[2]),
+               "f"(from[3])
+               : "memory");
+}
+
 // Four matrices of 8 rows of 16 bytes: lane l gives the address of row l % 8 of matrix l / 8, and gets of each matrix
 // two neighbours, those of columns 2 (l % 4) of row l / 4; transposed, of rows 2 (l % 4) of column l / 4.
 __device__ __forceinline__ void load_matrices(uint32_t (&to)[4], Address row) {
@@ -70,7 +76,8 @@ __device__ __forceinline__ void load_transposed(uint32_t (&to)[4], Address row) 
                : "r"(row));
 }
 
-// c += a b, of 16 x 16 and 16 x 8 numbers.
+// c += a b, of 16 x 16 and 16 x 8 numbers of 16 bits, or of 16 x 8 and 8 x 8 of 32 bits, of which the ten highest of
+// the mantissa count.
 template <class T>
 __device__ __forceinline__ void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
 template <>
@@ -91,10 +98,28 @@ __device__ __forceinline__ void multiply_add<Float16>(float (&c)[4], const uint3
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Two neighbours in a word.
+template <>
+__device__ __forceinline__ void multiply_add<float>(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
+      "%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+__device__ __forceinline__ uint32_t rounded_to_tf32(float x) {
+  uint32_t y;
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(y) : "f"(x));
+  return y;
+}
+
+// The bits of two neighbours.
 template <class T>
-__device__ __forceinline__ uint32_t narrowed(float low, float high) {
-  return Pair<T>::narrow(low, high);
+__device__ __forceinline__ auto narrowed(float low, float high) {
+  if constexpr (sizeof(T) == 4) {
+    return static_cast<uint64_t>(__float_as_uint(high)) << 32 | __float_as_uint(low);
+  } else {
+    return static_cast<uint32_t>(Pair<T>::narrow(low, high));
+  }
 }
 
 // Two neighbours in half a word: of each the nearest integer of 8 bits.

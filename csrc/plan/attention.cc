@@ -170,19 +170,20 @@ std::string read(const AttentionCall& call, AttentionProblem* problem) {
   std::string mistake = read_extents(call, problem);
   if (mistake.empty()) mistake = read_sides(call, problem);
   if (!mistake.empty()) return mistake;
+  if (problem->keeps_lost && problem->dtype == DType::kF32) return "float32 loses nothing";
   if (!has_its_arrays(call, *problem)) return "an operand or a result is not as it must be";
   const size_t functions = problem->is_forward() ? 2 : 4 + problem->writes;
   return split_lines(call.expressions).size() == functions ? "" : "wrong number of expressions";
 }
 
-// How many of float32's bits are left out of what o lost by rounding to a dtype, which is kept in 8 bits.
+// How many of float32's bits are left out of what o lost by rounding to 16 bits, which is kept in 8 bits.
 int lost_shift(DType dtype) { return 23 - (dtype == DType::kBF16 ? 7 : 10) - 8; }
 
 // Lets arrays of queries x keys whose rows begin at multiples of 16 bytes pass through shared memory, as long as there
 // is room. Returns the bytes of shared memory that a block has.
 int stage_sides(AttentionProblem* problem) {
   const Extents& extents = problem->extents;
-  int bytes = shared_bytes(problem->kernel, extents.at('d'), extents.at('e'));
+  int bytes = shared_bytes(problem->kernel, extents.at('d'), extents.at('e'), bytes_of(problem->dtype));
   for (LetteredSide& side : problem->sides) {
     const int size = bytes_of(side.dtype), staged = kStages * bytes_of_side(problem->kernel, problem->tiling, size);
     const bool passes = !side.is_index && has(side.letters, 'i') && has(side.letters, 'j') &&
@@ -283,10 +284,13 @@ std::string members_of(const AttentionCall& call, const AttentionProblem& proble
 std::string why_no_attention(std::string_view letters, const std::map<char, int64_t>& extents, std::string_view dtype) {
   if (std::string mistake = Letters(letters).mistake(); !mistake.empty()) return mistake;
   const int64_t d = extents.at('d'), e = extents.at('e');
-  const auto fits = [](int64_t features) { return features % kNumbersPerPack == 0 && features <= kMostFeatures; };
+  const bool of_16_bits = dtype == name_of(DType::kF16) || dtype == name_of(DType::kBF16);
+  const auto fits = [&](int64_t features) {
+    return features % 8 == 0 && features <= most_features(of_16_bits ? 2 : 4);
+  };
   const bool exist = std::all_of(extents.begin(), extents.end(),
                                  [](const auto& entry) { return entry.second > 0 && entry.second <= INT32_MAX; });
-  if ((dtype == name_of(DType::kF16) || dtype == name_of(DType::kBF16)) && fits(d) && fits(e) && exist) return {};
+  if ((of_16_bits || dtype == name_of(DType::kF32)) && fits(d) && fits(e) && exist) return {};
   return "there are no kernels of " + std::string(dtype) + " with " + std::to_string(d) + " and " + std::to_string(e) +
          " features";
 }
@@ -296,7 +300,7 @@ std::string plan_attention(const AttentionCall& call, const Device& device, Step
   AttentionProblem problem{};
   if (std::string mistake = read(call, &problem); !mistake.empty()) return mistake;
   const int d = static_cast<int>(problem.extents.at('d')), e = static_cast<int>(problem.extents.at('e'));
-  const Tiling tiling = problem.tiling = tiling_of(problem.kernel, d, e);
+  const Tiling tiling = problem.tiling = tiling_of(problem.kernel, d, e, bytes_of(problem.dtype));
   const std::string& batch =
       problem.kernel == KernelKind::kKeys ? problem.letters.batch_of_keys : problem.letters.batch;
   Launch& launch = step->launch = Launch{};

@@ -38,7 +38,13 @@ class Backend:
         batch = math.prod(extents[c] for c in attention.letters.batch)
         visible_part = attention.visible_part(**extents)
         work = judge.Attention(
-            batch, extents, visible_part, found.has_gradients, found.bytes_per_score, found.n_products
+            batch,
+            extents,
+            visible_part,
+            found.has_gradients,
+            found.bytes_per_score,
+            found.n_products,
+            found.bytes_of_number,
         )
         return judge.reason_against_attention(work)
 

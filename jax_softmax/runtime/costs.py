@@ -70,6 +70,9 @@ ATTENTION_LEAST = 0.7  # the part of these times that kernels take with few feat
 ATTENTION_FEW_FEATURES = 128
 ATTENTION_MANY = 1.79
 
+# In float32, multiplied as TF32, so many times as long. attention.md, "plain B8 S1024 H16 D128 float32" with gradients.
+ATTENTION_OF_FLOAT32 = 2.6
+
 # What a program without these kernels pays, beside its bytes, for a score and a feature of each product. attention.md,
 # "plain B8 S1024 H16 D256" beside 128 features, of 6 products.
 PRODUCT_OF_FEATURE = 0.0037 * BYTES_OF_PICOSECOND

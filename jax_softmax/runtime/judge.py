@@ -236,24 +236,26 @@ class Attention(NamedTuple):
     has_gradients: bool
     score_bytes: int  # which the program moves for a score
     n_products: int  # which the program makes of or with arrays of queries x keys
+    bytes_of_number: int = 2  # of q, k and v
 
 
 def reason_against_attention(work: Attention) -> str:
     """Why attention's kernels do not make it: that they take longer than the program that has its weights in memory."""
     extents, features = work.extents, (work.extents["d"] + work.extents["e"]) / 2
+    of_dtype = costs.ATTENTION_OF_FLOAT32 if work.bytes_of_number == 4 else 1
     multiple = max(costs.ATTENTION_LEAST, features / costs.ATTENTION_FEATURES)
     backward = costs.ATTENTION_BACKWARD * (costs.ATTENTION_MANY if features > costs.ATTENTION_FEW_FEATURES else 1)
     prices = {"forward": costs.ATTENTION_FORWARD}
     prices |= dict.fromkeys(("keys", "queries"), backward / 2) if work.has_gradients else {}
     ours = 0.0
     for kernel, price in prices.items():
-        rows, step = _kernels.attention_tile(kernel, extents["d"], extents["e"])
+        rows, step = _kernels.attention_tile(kernel, extents["d"], extents["e"], work.bytes_of_number)
         stay, pass_by = (extents[c] for c in ("ji" if kernel == "keys" else "ij"))
         blocks, steps = -(-stay // rows), -(-pass_by // step)
         scores = work.batch * blocks * rows * steps * step
-        ours += price * multiple * scores * max(1, costs.ATTENTION_BLOCKS / (work.batch * blocks))
+        ours += price * of_dtype * multiple * scores * max(1, costs.ATTENTION_BLOCKS / (work.batch * blocks))
     theirs = work.batch * extents["i"] * extents["j"]
-    theirs *= work.score_bytes + work.n_products * features * costs.PRODUCT_OF_FEATURE
+    theirs *= work.score_bytes + work.n_products * features * costs.PRODUCT_OF_FEATURE * work.bytes_of_number / 2
     theirs *= 2 if extents["j"] % 8 else 1  # rows that no product reads by whole packs
     ours *= work.visible_part
     if ours <= theirs * costs.WORTH_NO_WEIGHTS:

@@ -27,6 +27,7 @@ from attention_cases import (
     USUAL,
     Case,
     attention_in,
+    by_tensor_cores,
     causal,
     fused,
     scaled,
@@ -46,6 +47,13 @@ on_gpu = pytest.mark.skipif(support.why_no_cuda() is not None, reason=str(suppor
 jitted = jax.jit(values_and_gradients, static_argnums=0)
 
 
+def with_weights_in_memory(case, operands):
+    """What the unfused program has on a GPU."""
+    if case.dtype == "float32":
+        return by_tensor_cores(functools.partial(values_and_gradients, case.program), *operands)
+    return jitted(case.program, *operands)
+
+
 def in_float64(case, operands):
     operands = [a.astype(np.float64) if jnp.issubdtype(a.dtype, jnp.floating) else a for a in operands]
     with jax.enable_x64(True):
@@ -58,7 +66,9 @@ def check(case):
     operands = case.operands()
     assert set(attention_in(case)) == set(KERNELS)
     expected, found = in_float64(case, operands), jax.jit(fused(case))(*operands)
-    unfused = functools.cache(lambda: jitted(case.program, *operands))  # which runs where this is not exact enough
+    unfused = functools.cache(
+        lambda: with_weights_in_memory(case, operands)
+    )  # which runs where this is not exact enough
     letters = Letters(*case.letters.split(","))
     of = dict(zip(("o", "dq", "dk", "dv"), (letters.o, *letters), strict=True))
     of |= {f"d{letters}": letters for letters, dtype in case.sides if dtype in ("bfloat16", "float32")}
@@ -92,7 +102,7 @@ def where(name, letters, at, case):
     """An element's indices, and the tile, row of it and column where the kernel that made it has it."""
     indices = dict(zip(letters, (int(n) for n in at), strict=True))
     kernel = {"o": "forward", "dk": "keys", "dv": "keys"}.get(name, "queries")
-    rows, _ = _kernels.attention_tile(kernel, *case.features)
+    rows, _ = _kernels.attention_tile(kernel, *case.features, jnp.dtype(case.dtype).itemsize)
     row = indices.get("i" if kernel != "keys" else "j", 0)
     return f"{indices} (tile {row // rows} of {rows} rows, row {row % rows}, column {at[-1]})"
 

@@ -230,11 +230,16 @@ PROGRAMS = {
         (X, LAYERS),
         AGAIN,
     ),
+    "widened float16": (lambda *a: gradients(widened, *a), tuple(a.astype(jnp.float16) for a in qkv()), WHOLE),
+    "float32": (lambda *a: gradients(lambda x: linen_layer(x, jnp.float32), *a), (X,), WHOLE),
     # What stays as it was.
+    "exact float32": (
+        lambda *a: gradients(jax.default_matmul_precision("highest")(jax_nn), *a),
+        tuple(a.astype(jnp.float32) for a in qkv()),
+        "",
+    ),
     "weights are a result": (lambda *a: gradients(with_weights, *a), qkv(), ""),
-    "widened float16": (lambda *a: gradients(widened, *a), tuple(a.astype(jnp.float16) for a in qkv()), ""),
     "widened, exact": (lambda *a: gradients(lambda *a: widened(*a, precision="highest"), *a), qkv(), ""),
-    "float32": (lambda *a: gradients(lambda x: linen_layer(x, jnp.float32), *a), (X,), ""),
     "forward mode": (lambda *a: jax.jvp(jax_nn, a, a), qkv(), ""),
     "second derivative": (lambda *a: gradients(jax.grad(lambda *a: jax_nn(*a).sum()), *a), qkv(), ""),
 }
@@ -347,7 +352,10 @@ def with_largest(q, k, v):
     [
         (with_positions, 2048, "bfloat16", "the scores are made of 2 products"),
         (with_largest, 2048, "bfloat16", "something else reads the scores or the weights"),
-        (jax_nn, 2048, "float32", "there are no kernels of float32 with 64 and 64 features"),
+        (
+            jax.default_matmul_precision("highest")(jax_nn),
+            *(2048, "float32", "products of float32 are asked to be more precise than TF32"),
+        ),
         (jax_nn, 32, "bfloat16", "its kernels would take longer: "),
     ],
 )

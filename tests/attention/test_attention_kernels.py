@@ -76,36 +76,42 @@ def test_compiles(jit, case, compute_capability):
 def test_tiles_fit_and_cover_everything(kernel, score):
     """Arrays pass with the rows as long as there is room."""
     attention, _ = attention_in(Case(score))[kernel]
-    for d, e in itertools.product(range(8, 257, 8), (8, 64, 128, 136, 256)):
-        rows, step = _kernels.attention_tile(kernel, d, e)
+    of_16_bits = itertools.product(range(8, 257, 8), (8, 64, 128, 136, 256), ["bfloat16"])
+    of_32_bits = itertools.product(range(8, 129, 8), (8, 64, 72, 128), ["float32"])
+    for d, e, dtype in (*of_16_bits, *of_32_bits):
+        rows, step = _kernels.attention_tile(kernel, d, e, jnp.dtype(dtype).itemsize)
         assert rows % 16 == 0 and step % 16 == 0
         parts = 2 if kernel == "keys" and max(d, e) > 128 else 1
         for n in (1, 15, 16, 197, 2048):
             extents = {"b": 2, "h": 2, "i": n, "j": n, "d": d, "e": e}
-            plan = _kernels.plan_attention(**described_call(attention, kernel, "bfloat16", extents))
+            plan = _kernels.plan_attention(**described_call(attention, kernel, dtype, extents))
             assert plan["shared_bytes"] <= MOST_SHARED
             assert plan["blocks"] == 4 * -(-n // rows) * parts
             assert plan["threads"] >= step or kernel != "keys"  # which copy the rows' numbers
 
 
-# The tiles of csrc/attention/geometry.h by the larger number of features: warps, fragments, step, parts, resident.
+# The tiles of csrc/attention/geometry.h by the bytes of a number and the larger number of features: warps, fragments,
+# step, parts, resident.
 TILINGS = {
-    64: {"forward": (4, 2, 64, 1, 2), "keys": (4, 2, 32, 1, 2), "queries": (4, 2, 32, 1, 2)},
-    128: {"forward": (4, 2, 64, 1, 2), "keys": (4, 1, 64, 1, 2), "queries": (4, 2, 32, 1, 2)},
-    256: {"forward": (4, 1, 32, 1, 1), "keys": (4, 1, 16, 2, 1), "queries": (4, 1, 16, 1, 1)},
+    (2, 64): {"forward": (4, 2, 64, 1, 2), "keys": (4, 2, 32, 1, 2), "queries": (4, 2, 32, 1, 2)},
+    (2, 128): {"forward": (4, 2, 64, 1, 2), "keys": (4, 1, 64, 1, 2), "queries": (4, 2, 32, 1, 2)},
+    (2, 256): {"forward": (4, 1, 32, 1, 1), "keys": (4, 1, 16, 2, 1), "queries": (4, 1, 16, 1, 1)},
+    (4, 64): {"forward": (4, 2, 64, 1, 2), "keys": (4, 2, 32, 1, 2), "queries": (4, 2, 32, 1, 2)},
+    (4, 128): {"forward": (4, 2, 16, 1, 2), "keys": (4, 1, 16, 1, 2), "queries": (4, 1, 16, 1, 2)},
 }
 
 
-def launch_by_formula(kernel, attention, extents):
+def launch_by_formula(kernel, attention, extents, dtype):
     """Blocks, threads, bytes of shared memory, launch bounds, and the sides that pass through shared memory."""
-    d, e = extents["d"], extents["e"]
-    warps, fragments, step, parts, resident = next(t for most, t in TILINGS.items() if max(d, e) <= most)[kernel]
+    d, e, n_bytes = extents["d"], extents["e"], jnp.dtype(dtype).itemsize
+    of_dtype = {most: t for (of, most), t in TILINGS.items() if of == n_bytes}
+    warps, fragments, step, parts, resident = next(t for most, t in of_dtype.items() if max(d, e) <= most)[kernel]
     rows, stay, letters = 16 * warps * fragments, "j" if kernel == "keys" else "i", attention.letters
     batch = [c for c in letters.q if c not in "id" and (c in letters.k or kernel != "keys")]
     blocks = -(-extents[stay] // rows) * int(np.prod([extents[c] for c in batch])) * parts
 
     def row(n):
-        packs = -(-n // (16 * parts)) * 16 * parts // 8
+        packs = -(-n // (16 * parts)) * 16 * parts * n_bytes // 16
         return 16 * (packs if packs % 8 == 0 else packs | 1)
 
     staying = row(d) if kernel == "forward" else row(d) + row(e)
@@ -133,7 +139,7 @@ def test_launches_and_sources(case):
     for kernel, (attention, extents) in attention_in(case).items():
         call = described_call(attention, kernel, case.dtype, extents)
         plan = _kernels.plan_attention(**call)
-        blocks, threads, shared, bounds, staged = launch_by_formula(kernel, attention, extents)
+        blocks, threads, shared, bounds, staged = launch_by_formula(kernel, attention, extents, case.dtype)
         assert (plan["blocks"], plan["threads"], plan["shared_bytes"]) == (blocks, threads, shared)
         assert (plan["cluster"], plan["cooperative"], plan["overlap"]) == (1, False, False)
         found = dict(re.findall(r"(k[A-Za-z]+)(?:\[\])? = (.*);", plan["code"]))
@@ -177,7 +183,8 @@ def test_calls_that_are_refused():
     for changed, message in (
         ({"compute_capability": 75}, "before those of 8.0"),
         ({"operands": [(q[1:], dtype), *rest]}, "differ from their letters in rank"),
-        ({"operands": [(q, "float32"), *rest]}, "no kernels of float32 with 64 and 64 features"),
+        ({"operands": [(q, "float32"), *rest]}, "not as it must be"),
+        ({"operands": [(q, "int32"), *rest]}, "no kernels of int32 with 64 and 64 features"),
         ({"operands": [*call["operands"], (q, dtype)]}, "not as it must be"),
         ({"operands": [*call["operands"][:-1]]}, "an operand is missing"),
         ({"results": [*bfloat16, *bfloat16]}, "not as it must be"),
@@ -371,7 +378,7 @@ def test_other_letters_are_refused(letters, message):
     [
         Case(features=(36, 64)),
         Case(features=(64, 264)),
-        Case(dtype="float32"),
+        Case(dtype="float32", features=(136, 64)),
         Case(lengths=(1, 17)),
         Case(lengths=(17, 1)),
     ],

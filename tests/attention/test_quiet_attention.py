@@ -164,6 +164,7 @@ def of_the_next_row(q, k, v):
     return times(e / (e.sum(-1, keepdims=True) + jnp.exp(-jnp.roll(m, 1, 2))), v)
 
 
+@jax.default_matmul_precision("highest")
 def in_float32(q, k, v):
     return softmax1(*(a.astype(jnp.float32) for a in (q, k, v)))
 

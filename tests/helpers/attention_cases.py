@@ -11,6 +11,7 @@ import numpy as np
 import jax_softmax
 from jax_softmax.fusion.attention.call import Letters
 from jax_softmax.fusion.attention.kernels import attention_p
+from jax_softmax.fusion.program.graph import graph_of, is_variable
 from jax_softmax.fusion.rewriting import rewritten
 
 KERNELS = ("forward", "keys", "queries")  # the output; dk and dv; dq
@@ -214,6 +215,25 @@ def values_and_gradients(function, q, k, v, o_cotangent, *sides):
     return o, *transposed(o_cotangent)
 
 
+def by_tensor_cores(function, *operands):
+    """The results of a program whose products round float32 to TF32, as on a GPU."""
+    program = jax.make_jaxpr(function)(*operands)
+    graph = graph_of(program.jaxpr)
+
+    def run(*operands):
+        variables = [*program.jaxpr.constvars, *program.jaxpr.invars]
+        known = dict(zip(variables, [*program.consts, *operands], strict=True))
+        for e in graph.equations:
+            given = [known[a] if is_variable(a) else a.val for a in e.inputs]
+            if e.name == "dot_general" and given[0].dtype == jnp.float32:
+                given = [jax.lax.reduce_precision(a, exponent_bits=8, mantissa_bits=10) for a in given]
+            made = e.eqn.primitive.bind(*given, **e.params)
+            known |= zip(e.outputs, made if e.eqn.primitive.multiple_results else [made], strict=True)
+        return [known[v] for v in graph.outputs]
+
+    return jax.jit(run)(*operands)
+
+
 def fused(case):
     return jax_softmax.fuse(lambda *operands: values_and_gradients(case.program, *operands))
 
@@ -259,6 +279,8 @@ FIRST = [
     Case(growing, (17, 200), (32, 32), n_batch=(1, 1)),
     Case(causal, (70, 70), peaks="all equal", product="float32", n_batch=(1, 2)),
     Case(scaled, (40, 150), peaks="one peak", drops=True, n_batch=(1, 2)),
+    Case(capped, (40, 72), (40, 64), dtype="float32", drops=True, n_batch=(1, 2)),
+    Case(masked, (70, 35), (128, 24), "bihgd,bjhd,bjhe", "float32", where=True, n_batch=(1, 1)),
 ]
 PEAKS = ["all equal", "equal q and k", "large", "one peak"]
 OTHERS = [
@@ -275,6 +297,13 @@ OTHERS = [
     *(Case(score, (200, 190)) for score in SCORES if score not in (causal, scaled)),
     *(Case(score, (200, 190), dtype="float16") for score in SCORES),
     *(Case(score, (200, 190), product="float32") for score in SCORES),
+    *(Case(score, (200, 190), dtype="float32") for score in SCORES),
+    *(
+        Case(causal, (150, 130), (d, e), dtype="float32")
+        for d, e in ((32, 32), (40, 40), (80, 96), (96, 80), (128, 128), (128, 64))
+    ),
+    *(Case(causal, (150, 150), dtype="float32", peaks=peaks) for peaks in PEAKS),
+    Case(biased, (70, 163), (128, 128), "ihd,jd,je", "float32", drops=True),
     Case(of_one_segment, (256, 256)),
     *(Case(score, (200, 190), drops=True) for score in (scaled, masked, biased_causal, capped)),
     *(Case(biased_causal, lengths) for lengths in ((300, 300), (301, 197), (64, 63))),

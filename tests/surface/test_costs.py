@@ -48,19 +48,27 @@ def attention_prices():
     return [costs.BYTES_OF_PICOSECOND * time for time in picoseconds]
 
 
-def many_features():
-    """What the backward kernels take beyond what they would with 128 features, and what XLA's products take of one."""
-    section = "## Kernels of rows, and of attention"
-    few, many = ([row("attention", f"plain B4 S2048 H16 D{n}", section)[k] for k in (1, 3)] for n in (128, 192))
-    own, others = (row("attention", f"plain B8 S1024 H16 D{n}", section)[2] for n in (128, 256))
-    of_feature = 1e6 * (others - own) / (8 * 16 * 1024**2) / (6 * 128)  # picoseconds of a score
-    return (many[1] - many[0]) / (1.5 * (few[1] - few[0])), costs.BYTES_OF_PICOSECOND * of_feature
+def of_features():
+    """What the backward kernels take beyond what they would with 128 features, what XLA's products take of one, and
+    what kernels of float32 take, as a multiple."""
+
+    def times(name):
+        """By kernels of rows and of attention: of the output, and with gradients."""
+        return row("attention", name, "## Kernels of rows, and of attention")
+
+    few, many = (times(f"plain B4 S2048 H16 D{n}") for n in (128, 192))
+    own, others = (times(f"plain B8 S1024 H16 D{n}") for n in (128, 256))
+    of_feature = 1e6 * (others[2] - own[2]) / (8 * 16 * 1024**2) / (6 * 128)  # picoseconds of a score
+    return {
+        "ATTENTION_MANY": (many[3] - many[1]) / (1.5 * (few[3] - few[1])),
+        "PRODUCT_OF_FEATURE": costs.BYTES_OF_PICOSECOND * of_feature,
+        "ATTENTION_OF_FLOAT32": times("plain B8 S1024 H16 D128 float32")[3] / own[3],
+    }
 
 
 def measured():
     """By their names, prices as the tables have them."""
     forward, backward = attention_prices()
-    many, product = many_features()
     gpus = explain.GPUS
     return {
         "COPY_RATE": copy_rate(),
@@ -70,8 +78,7 @@ def measured():
         "BYTES_OF_PICOSECOND": np.sqrt(gpus["H100"].copy_rate * gpus["H200"].copy_rate) / 1e12,
         "ATTENTION_FORWARD": forward,
         "ATTENTION_BACKWARD": backward,
-        "ATTENTION_MANY": many,
-        "PRODUCT_OF_FEATURE": product,
+        **of_features(),
     }
 
 

@@ -119,13 +119,13 @@ class Attention(NamedTuple):
 
     # ---- In JAX
 
-    def results(self, kernel: str, dtype: Dtype | None = None) -> list[tuple[str, Any]]:
+    def results(self, kernel: str, dtype: Dtype) -> list[tuple[str, Any]]:
         """The letters and the dtype of each result of a kernel, for operands of a dtype."""
         letters = self.letters
         found: list[tuple[str, Any]] = [(letters.q, dtype)]
         if kernel == "forward":
             found = [(letters.o, dtype), (letters.rows + "n", "float32")]
-            found += [] if self.score_transposed is None else [(letters.o, "int8")]
+            found += [] if self.score_transposed is None or dtype == jnp.float32 else [(letters.o, "int8")]
         elif kernel == "keys":
             found = [(letters.k, dtype), (letters.v, dtype)]
         elif self.side_cotangent_dtype:
@@ -161,8 +161,8 @@ class Attention(NamedTuple):
             weight, scale = self._weight_of(kernel)
             weights = jnp.where(visited, value(weight, y=jnp.exp(s - pivot) / total), 0)
             o = scale * product(f"{dims},{letters.v}->{letters.o}", weights, v)
-            o, lost = rounded_and_lost(o, q.dtype)
-            return [o, jnp.concatenate([pivot, jnp.log2(total)], -1), lost][: len(types)]
+            o, *lost = rounded_and_lost(o, q.dtype)
+            return [o, jnp.concatenate([pivot, jnp.log2(total)], -1), *lost][: len(types)]
         o_cotangent, rows, delta = rest[:3]
         y = jnp.where(empty, jnp.float32(0), jnp.exp(s - rows[..., :1]) * jnp.exp2(-rows[..., 1:]))
         t = value(self.weight_transposed, t=product(f"{letters.o},{letters.v}->{dims}", o_cotangent, v))
@@ -338,9 +338,11 @@ def lost_shift(dtype: str | Dtype) -> int:
     return jnp.finfo(jnp.float32).nmant - jnp.finfo(dtype).nmant - 8
 
 
-def rounded_and_lost(o: jax.Array, dtype: str | Dtype) -> tuple[jax.Array, jax.Array]:
-    """An array of float32, rounded to a dtype, and what it lost: the difference of both numbers' bits as float32, the
-    upper 8 of those that rounding may change."""
+def rounded_and_lost(o: jax.Array, dtype: str | Dtype) -> tuple[jax.Array, ...]:
+    """An array of float32, rounded to a dtype, and, unless that is float32, what it lost: the difference of both
+    numbers' bits as float32, the upper 8 of those that rounding may change."""
+    if dtype == jnp.float32:
+        return (o,)
     wide, shift = rounded(o, jnp.dtype(dtype).name), lost_shift(dtype)
     bits = _bits_of(o) - _bits_of(wide) + (1 << shift >> 1)
     return wide.astype(dtype), jnp.clip(bits >> shift, -128, 127).astype(jnp.int8)

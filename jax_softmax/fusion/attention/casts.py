@@ -129,7 +129,12 @@ def _may_round_other(product: Equation, operands: Sequence[_Operand]) -> bool:
     """Whether the operand of float32 may be rounded to the dtype of the other one, as kernels do: if that has float32's
     range, and the product is not asked to be more precise than TF32."""
     has_range = all(of.array.aval.dtype.name != "float16" for of in operands)
-    return has_range and product.params["precision"] in (None, (Precision.DEFAULT, Precision.DEFAULT))
+    return has_range and is_of_default_precision(product)
+
+
+def is_of_default_precision(product: Equation) -> bool:
+    """Whether a product of float32 need not be more precise than TF32."""
+    return product.params["precision"] in (None, (Precision.DEFAULT, Precision.DEFAULT))
 
 
 def _product(equation: Equation, *operands: Array) -> Array:

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 
 from jax_softmax import _kernels, _private
 from jax_softmax.devices import division, layouts, partitioning
-from jax_softmax.fusion.attention.call import Attention, LetteredSide, Letters, rounded_and_lost, unrounded
+from jax_softmax.fusion.attention.call import ArrayOrAval, Attention, LetteredSide, Letters, rounded_and_lost, unrounded
 from jax_softmax.fusion.program.expressions import Expression
 from jax_softmax.primitives import interpreters
 from jax_softmax.primitives.types import Arrays, Aval, Shape
@@ -34,21 +34,21 @@ attention_p.multiple_results = True
 @attention_p.def_abstract_eval  # type: ignore[untyped-decorator]  # JAX gives it no type
 def _(*operands: Aval, attention: Attention, kernel: str) -> list[Aval]:
     space, types = _Space(attention, kernel), attention.result_types(kernel, *operands[:3])
-    return space.sharded(operands, space.operands, types, space.results)
+    return space.sharded(operands, space.operands, types, space.results(operands[0]))
 
 
 def forward(attention: Attention, q: Array, k: Array, v: Array, *arrays: Array) -> Arrays:
     """The output, and two numbers of each row for the backward kernels: its pivot, and the logarithm to base 2 of the
-    sum of exp(score - pivot). If there is a backward pass, also what the output lost by rounding. `arrays`: those among
-    the sides."""
+    sum of exp(score - pivot). If there is a backward pass, also what an output of 16 bits lost by rounding. `arrays`:
+    those among the sides."""
     n = sum(side.dtype != "index" for side in attention.sides_of("forward"))
     return attention_p.bind(q, k, v, *arrays[:n], attention=attention, kernel="forward")
 
 
-def delta(attention: Attention, o: Array, lost: Array, o_cotangent: Array) -> Array:
+def delta(attention: Attention, o: Array, lost: Sequence[Array], o_cotangent: Array) -> Array:
     """The sum of o, as it was before it was rounded, times its cotangent over features. Of a row with one large weight
     the scores' cotangents are the small difference between two numbers, of which this is one."""
-    letters, products = attention.letters, unrounded(o, lost) * o_cotangent.astype(jnp.float32)
+    letters, products = attention.letters, unrounded(o, *lost) * o_cotangent.astype(jnp.float32)
     return jnp.transpose(products.sum(-1), [letters.o.index(c) for c in letters.rows])
 
 
@@ -65,9 +65,9 @@ def with_sink(attention: Attention, sink: Array, o: Array, rows: Array, *lost: A
     letters, log_2 = attention.letters, float(np.log(2))
     distance = (rows[..., 0] - sink.astype(jnp.float32)) + rows[..., 1] * log_2  # both may be as large as fills
     of_scores = jnp.transpose(jax.nn.sigmoid(distance), [letters.rows.index(c) for c in letters.o[:-1]])
-    scaled, lost_of_scaled = rounded_and_lost(unrounded(o, *lost) * of_scores[..., None], o.dtype)
+    scaled, *lost_of_scaled = rounded_and_lost(unrounded(o, *lost) * of_scores[..., None], o.dtype)
     rows = jnp.stack([rows[..., 0], rows[..., 1] - jax.nn.log_sigmoid(distance) / log_2], -1)
-    return (scaled, rows, lost_of_scaled)[: 2 + len(lost)], jax.nn.sigmoid(-distance)
+    return (scaled, rows, *lost_of_scaled)[: 2 + len(lost)], jax.nn.sigmoid(-distance)
 
 
 def normalizer(rows: Array) -> tuple[Array, Array]:
@@ -128,7 +128,9 @@ class _Space:
         of_backward = [] if kernel == "forward" else [letters.o, letters.rows + "n", letters.rows]
         arrays = [side.letters for side in attention.sides_of(kernel) if side.dtype != "index"]
         self.operands = [*letters, *of_backward, *arrays]
-        self.results = [of for of, _ in attention.results(kernel)]
+
+    def results(self, q: ArrayOrAval) -> list[str]:
+        return [of for of, _ in self.attention.results(self.kernel, q.dtype)]
 
     def expanded(self, arrays: Iterable[Array], letters: Sequence[str]) -> list[Array]:
         """Arrays with dimensions for all letters."""
@@ -169,7 +171,7 @@ class _Space:
     def apply(self, f: Callable[..., Arrays], *operands: Array) -> list[Array]:
         """The expanded results of a function of the contracted operands."""
         found = f(*self.contracted(operands, self.operands), attention=self.attention, kernel=self.kernel)
-        return self.expanded(found, self.results)
+        return self.expanded(found, self.results(operands[0]))
 
 
 def _in_jax(*operands: Array, attention: Attention, kernel: str) -> list[Array]:
@@ -192,7 +194,7 @@ def _in_space(*operands: Array, attention: Attention, kernel: str) -> list[Array
     found = divided_p.bind(
         *space.expanded(given, space.operands), attention=space.attention, kernel=kernel, shape=shape
     )
-    return space.contracted(found, space.results)
+    return space.contracted(found, space.results(operands[0]))
 
 
 @divided_p.def_abstract_eval  # type: ignore[untyped-decorator]  # JAX gives it no type

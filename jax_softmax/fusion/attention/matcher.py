@@ -9,6 +9,7 @@ The products' results are then made by the kernels. If nothing needs the softmax
 was all of it; if something does, the program stays as it was.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from jax_softmax import _kernels
@@ -41,6 +42,7 @@ class FoundAttention(NamedTuple):
     has_gradients: bool
     bytes_per_score: int  # which the program moves to write and read arrays of queries x keys
     n_products: int  # of which such an array is an operand or the result
+    bytes_of_number: int  # of q, k and v
 
 
 def with_attention(graph: Graph) -> tuple[Graph, list[FoundAttention], dict[Var, str]]:
@@ -133,6 +135,7 @@ class Match:
             self.extents,
             self.linear is not None,
             *self._work_per_score(),
+            self.q.variable.aval.dtype.itemsize,
         )
         self.results = self._results()
         if why := backend.in_use().reason_against_attention(self.found):
@@ -171,6 +174,7 @@ class Match:
         if len(maps) > 1:
             raise NoAttention("it has several gradients")
         self.linear: Equation | None = None
+        self.of_cotangents: Sequence[Product] = []  # those of the output's cotangent with values
         self.dq: tuple[Product, Var] | None = None
         self.dk: tuple[Product, Var] | None = None
         self.side_cotangent: Var | None = None
@@ -186,8 +190,8 @@ class Match:
         if (cotangent := self.rows.without_sink(self.linear.inputs[1])) is None:
             raise NoAttention("something else reads the column beside the scores")
         self.cotangent = cotangent
-        self.sum_of_products, terms = self.walks.sum_of_products(self.cotangent, place)
-        for product in terms:
+        self.sum_of_products, self.of_cotangents = self.walks.sum_of_products(self.cotangent, place)
+        for product in self.of_cotangents:
             self.values.add_of_cotangent(product, self._operand_with_keys(product, "the weights' gradient"))
         self.of_scores = [self._with_log_sums(a) for a in self.rows.scores_of(self.linear.outputs[0])]
         self.reached_after = self.walks.reached(self.of_scores, place)
@@ -266,11 +270,17 @@ class Match:
         if len(dtypes) != 1:
             raise NoAttention(f"queries, keys and values are of {' and '.join(sorted(dtypes))}")
         (self.dtype,) = dtypes
+        if self.dtype == "float32" and not all(map(casts.is_of_default_precision, self._products())):
+            raise NoAttention("products of float32 are asked to be more precise than TF32")
         if why := _kernels.why_no_attention(",".join(self.letters), self.extents, self.dtype):
             raise NoAttention(why)
         for product, _ in (*self.with_weights, *(p for p in (self.dq, self.dk) if p)):
             if not self._is_rounded(product.equation.outputs[0]):
                 raise NoAttention(f"a product's result is not rounded to {self.dtype}")
+
+    def _products(self) -> list[Equation]:
+        after = [p for p, _ in self.with_weights] + [p[0] for p in (self.dq, self.dk) if p]
+        return [self.product, *(p.equation for p in (*self.of_cotangents, *after))]
 
     def _is_rounded(self, a: Var) -> bool:
         """Whether all that reads a product's result rounds it to the dtype in which a kernel writes it."""

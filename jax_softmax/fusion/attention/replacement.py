@@ -93,7 +93,7 @@ def _made(
         (o, rows, *lost), weight_of_sink = kernels.with_sink(attention, *sink, o, rows, *lost)
     made = {"o": o} | dict(zip("MS", kernels.normalizer(rows), strict=True))
     if o_cotangent:
-        delta = kernels.delta(attention, o, lost[0], operands[3])
+        delta = kernels.delta(attention, o, lost, operands[3])
         made |= {} if weight_of_sink is None else {"sink": -weight_of_sink * delta}
         found = kernels.backward(attention, *operands, rows, sum(cotangents, delta), *sides)
         made |= zip(("dq", "dk", "dv", "side_cotangent"), found, strict=False)

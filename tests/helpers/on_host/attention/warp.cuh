@@ -196,6 +196,11 @@ void read_shared(float (&to)[words], Address from) {
   memcpy(to, emulator::shared + from, 4 * words);
 }
 
+inline void write_shared(Address to, const float (&from)[4]) {
+  if (to % 16 != 0 || to + 16 > sizeof emulator::shared) abort();
+  memcpy(emulator::shared + to, from, 16);
+}
+
 inline void load_rows(uint32_t (&to)[4], Address row, bool transposed) {
   if (row % 16 != 0 || row + 16 > sizeof emulator::shared) abort();
   const int l = lane();
@@ -218,6 +223,33 @@ inline void load_rows(uint32_t (&to)[4], Address row, bool transposed) {
 inline void load_matrices(uint32_t (&to)[4], Address row) { load_rows(to, row, false); }
 inline void load_transposed(uint32_t (&to)[4], Address row) { load_rows(to, row, true); }
 
+// Of 16 x 8 and 8 x 8 numbers, of which lower bits do not count.
+inline void multiply_add_tf32(emulator::Warp& w) {
+  double x[16][8], y[8][8];
+  const auto of = [&](int k, int word) { return __uint_as_float(w.given[k][word] & ~0x1fffu); };
+  for (int k = 0; k < 32; ++k) {
+    x[k / 4][k % 4] = of(k, 0);
+    x[k / 4 + 8][k % 4] = of(k, 1);
+    x[k / 4][k % 4 + 4] = of(k, 2);
+    x[k / 4 + 8][k % 4 + 4] = of(k, 3);
+    y[k % 4][k / 4] = of(k, 4);
+    y[k % 4 + 4][k / 4] = of(k, 5);
+  }
+  for (int k = 0; k < 32; ++k) {
+    for (int e = 0; e < 4; ++e) {
+      double sum = __uint_as_float(w.given[k][6 + e]);
+      for (int d = 0; d < 8; ++d) sum += x[k / 4 + e / 2 * 8][d] * y[d][2 * (k % 4) + e % 2];
+      w.made[k][e] = __float_as_uint(static_cast<float>(sum));
+    }
+  }
+}
+
+template <class T>
+float wide_of(uint16_t bits) {
+  if constexpr (sizeof(T) == 2) return Bits<T>::widen(bits);
+  return 0;
+}
+
 template <class T>
 void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   const int l = lane();
@@ -227,9 +259,10 @@ void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b
   warp.given[l][5] = b1;
   memcpy(warp.given[l] + 6, c, 16);
   emulator::together([](emulator::Warp& w) {
+    if constexpr (sizeof(T) == 4) return multiply_add_tf32(w);
     float x[16][16], y[16][8];
     const auto of = [&](int k, int word, int half) {
-      return Bits<T>::widen(static_cast<uint16_t>(w.given[k][word] >> 16 * half));
+      return wide_of<T>(static_cast<uint16_t>(w.given[k][word] >> 16 * half));
     };
     for (int k = 0; k < 32; ++k) {
       for (int half = 0; half < 2; ++half) {
@@ -253,9 +286,15 @@ void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b
   memcpy(c, warp.made[l], 16);
 }
 
+inline uint32_t rounded_to_tf32(float x) { return (__float_as_uint(x) + 0x1000u) & ~0x1fffu; }
+
 template <class T>
-uint32_t narrowed(float low, float high) {
-  return Pair<T>::narrow(low, high);
+auto narrowed(float low, float high) {
+  if constexpr (sizeof(T) == 4) {
+    return static_cast<uint64_t>(__float_as_uint(high)) << 32 | __float_as_uint(low);
+  } else {
+    return static_cast<uint32_t>(Pair<T>::narrow(low, high));
+  }
 }
 
 inline uint16_t saturated_to_int8(int low, int high) {
