@@ -254,7 +254,7 @@ def reason_against_attention(work: Attention) -> str:
         blocks, steps = -(-stay // rows), -(-pass_by // step)
         scores = work.batch * blocks * rows * steps * step
         ours += price * of_dtype * multiple * scores * max(1, costs.ATTENTION_BLOCKS / (work.batch * blocks))
-    theirs = work.batch * extents["i"] * extents["j"]
+    theirs: float = work.batch * extents["i"] * extents["j"]
     theirs *= work.score_bytes + work.n_products * features * costs.PRODUCT_OF_FEATURE * work.bytes_of_number / 2
     theirs *= 2 if extents["j"] % 8 else 1  # rows that no product reads by whole packs
     ours *= work.visible_part
