@@ -34,10 +34,12 @@ class Drawn:
 
         self.q, self.k, self.v = shuffled(batch + "gi") + "d", shuffled(batch + "j") + "d", shuffled(batch + "j") + "e"
         self.x, self.o = shuffled(batch + "gi") + "j", shuffled(batch + "gi") + "e"
-        self.operands = [
-            normal(*(extents[c] for c in of), seed=seed + n) for n, of in enumerate((self.q, self.k, self.v))
-        ]
         around = rng.choice([lambda f: f, lambda f: f, jax.checkpoint, jax.jit])
+        dtype = rng.choice([jnp.bfloat16, jnp.bfloat16, jnp.float32])
+        self.operands = [
+            normal(*(extents[c] for c in of), seed=seed + n).astype(dtype)
+            for n, of in enumerate((self.q, self.k, self.v))
+        ]
         self.arrays, self._given = [], None  # what it reads beside; None while these are made
         jax.eval_shape(lambda *a: self._program(random.Random(seed + 1), *a), *self.operands)
         self.function = around(lambda *a: self._reading(a[3:])._program(random.Random(seed + 1), *a[:3]))
