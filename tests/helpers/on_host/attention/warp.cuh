@@ -223,10 +223,13 @@ inline void load_rows(uint32_t (&to)[4], Address row, bool transposed) {
 inline void load_matrices(uint32_t (&to)[4], Address row) { load_rows(to, row, false); }
 inline void load_transposed(uint32_t (&to)[4], Address row) { load_rows(to, row, true); }
 
-// Of 16 x 8 and 8 x 8 numbers, of which lower bits do not count.
+// Of 16 x 8 and 8 x 8 numbers, which have been rounded: lower bits would not count.
 inline void multiply_add_tf32(emulator::Warp& w) {
   double x[16][8], y[8][8];
-  const auto of = [&](int k, int word) { return __uint_as_float(w.given[k][word] & ~0x1fffu); };
+  const auto of = [&](int k, int word) {
+    if ((w.given[k][word] & 0x1fffu) != 0) abort();
+    return __uint_as_float(w.given[k][word]);
+  };
   for (int k = 0; k < 32; ++k) {
     x[k / 4][k % 4] = of(k, 0);
     x[k / 4 + 8][k % 4] = of(k, 1);
@@ -286,7 +289,9 @@ void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b
   memcpy(c, warp.made[l], 16);
 }
 
-inline uint32_t rounded_to_tf32(float x) { return (__float_as_uint(x) + 0x1000u) & ~0x1fffu; }
+inline uint32_t rounded_to_tf32(float x) {
+  return x == x ? (__float_as_uint(x) + 0x1000u) & ~0x1fffu : 0x7fffe000u;
+}
 
 template <class T>
 auto narrowed(float low, float high) {
