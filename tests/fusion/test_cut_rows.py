@@ -39,6 +39,14 @@ def written_out(x, labels):
     return jnp.log(jnp.sum(jnp.exp(shifted), -1)) - at(shifted, labels)
 
 
+def other():
+    return jnp.asarray(array(B, S, V, seed=1))[:, :-1]
+
+
+def divergence(log_p, log_q):
+    return jnp.sum(jnp.exp(log_p) * (log_p - log_q), -1)
+
+
 def mean_of(f, weights=None):
     """Of losses whose labels are the next tokens."""
 
@@ -68,6 +76,9 @@ PROGRAMS = {
     "first dimension": lambda x, t: losses(x.swapaxes(0, 1)[:-1], t.T[1:]).mean(),
     "each": lambda x, t: losses(x[:, :-1], t[:, 1:]),
     "a policy's, with its entropy": mean_of(lambda x, t: losses(x, t) + 0.1 * jnp.sum(softmax(x) * log_softmax(x), -1)),
+    "a teacher's probabilities": lambda x, t: -jnp.sum(softmax(other() / 2) * log_softmax(x[:, :-1] / 2), -1).mean(),
+    "a divergence from another policy": lambda x, t: divergence(log_softmax(x[:, :-1]), log_softmax(other())).mean(),
+    "a preference": lambda x, t: (jnp.tanh(losses(x[:, :-1], t[:, 1:]) - losses(other(), t[:, 1:])) * MASK).sum(-1),
     "scaled before": mean_of(lambda x, t: losses(jnp.tanh(x / 30) * 30 / 0.7, t)),
     "by its own index": lambda x, t: losses(x[:, 1:] * jnp.arange(S - 1)[:, None], t[:, 1:]).mean(),
     "a learned number for each token": mean_of(lambda x, t: losses(x + jnp.cos(jnp.arange(V)), t)),

@@ -279,8 +279,11 @@ class _OfAllRows:
         return self.whole[a, rows]
 
     def _made_of_all(self, a: Var, rows: _Rows) -> Atom:
-        """A variable that is not made of the slice, with all rows: if it is small, padded."""
+        """A variable that is not made of the slice, with all rows: what another array was before it was cut alike; what
+        is small is padded."""
         made, maker = self._new(a, rows), self.before.maker.get(a)
+        if maker is not None and maker.name == "slice" and _cut_of(maker) == (rows.dim, self.cut) and rows.outer == 1:
+            return maker.inputs[0]
         if about_size_of(a) <= self.little and isinstance(a.aval.dtype, np.dtype):  # and no key
             self.added += spliced(lambda a: self.cut.padded(a, rows), [a], [made], self.slice)
         elif maker is not None and len(maker.outputs) == 1:
