@@ -7,6 +7,9 @@
 //   dk = dx^T q,  dq = dx k
 //
 // in two kernels, which both compute p and dx: so no sums are added up in memory, and their order is always the same.
+//
+// Whatever else scores read has a cotangent as well, ds for a bias. What the program sums over keys is summed in dq's
+// kernel, what it sums over queries in that of dk and dv, and what it sums over the batch in a third one.
 #pragma once
 
 #include "attention/tiles.cuh"
@@ -86,10 +89,48 @@ struct PassingQueries {
   }
 };
 
+// Sums of the sides' cotangents over what passes, for each of a thread's rows.
+template <class P, int fragments>
+struct RowSums {
+  static constexpr int kFirst = P::kWrites, kCount = P::kSideCotangents - kFirst;
+  float sums[fragments][2][kCount > 0 ? kCount : 1];
+
+  // Not by member initializers: see RowState.
+  __device__ __forceinline__ RowSums() {
+#pragma unroll
+    for (int row = 0; row < 2 * fragments; ++row) {
+#pragma unroll
+      for (int k = 0; k < kCount; ++k) sums[row / 2][row % 2][k] = 0.0f;
+    }
+  }
+  __device__ __forceinline__ void add(int m, int half, const SideCotangents<P>& of_score) {
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) sums[m][half][k] += of_score.values[kFirst + k];
+  }
+  // Writes them as the results from `result` on: the rows from `row` on, below `rows`, of batch index n.
+  __device__ __forceinline__ void write(const typename P::Addresses& operands, int result, int64_t n, int row,
+                                        int rows) const {
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) {
+      float* const to = static_cast<float*>(operands.address[P::kFirstResult + result + k]) + n * rows;
+#pragma unroll
+      for (int m = 0; m < fragments; ++m) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const float sum = sum_of_row(sums[m][half][k]);
+          const int to_row = row + m * kMma + half * 8;
+          if (lane() % 4 == 0 && to_row < rows) to[to_row] = sum;
+        }
+      }
+    }
+  }
+};
+
 // Differentiates the scores of a tile with keys as rows, of which the thread's first one is `key`: s are the products
 // q k^T and become weights, t are do v^T and become cotangents of the products.
 template <class P, bool is_whole, int fragments, int step>
 __device__ __forceinline__ void differentiate_keys(Accumulators<fragments, step>& s, Accumulators<fragments, step>& t,
+                                                   RowSums<P, fragments>& sums,
                                                    const typename PassingQueries<P>::Tile& tile,
                                                    typename PassingQueries<P>::Stage stage, int key) {
   using Queries = PassingQueries<P>;
@@ -105,10 +146,12 @@ __device__ __forceinline__ void differentiate_keys(Accumulators<fragments, step>
         const int i = c * 8 + own_column() + e % 2, j = key + m * kMma + e / 2 * 8;
         const RowNumbers row{numbers[2 * (e % 2)], numbers[2 * (e % 2) + 1], deltas[e % 2]};
         const ScoreSides<P, typename Queries::Tile, is_whole> side{tile, i, j};
-        differentiate<P>(s.values[m][c][e], t.values[m][c][e], row, side);
+        SideCotangents<P> of_sides = differentiate<P>(s.values[m][c][e], t.values[m][c][e], row, side);
         if (!is_whole && P::kQueries % step != 0 && tile.i + i >= P::kQueries) {
           s.values[m][c][e] = t.values[m][c][e] = 0.0f;
+          of_sides = {};
         }
+        sums.add(m, e / 2, of_sides);
       }
     }
   }
@@ -141,6 +184,7 @@ __device__ __forceinline__ void attention_keys(const typename P::Addresses& oper
 
   Accumulators<N::kFragments, kOwnDepth> dk;
   Accumulators<N::kFragments, kOwnWidth> dv;
+  RowSums<P, N::kFragments> sums;
   round_own_packs<P, N::kRows, 0>(own.d);
   round_own_packs<P, N::kRows, 0>(own.e);
   for (int count = 0; at.exists(); ++count) {
@@ -156,7 +200,7 @@ __device__ __forceinline__ void attention_keys(const typename P::Addresses& oper
     const SideOffsets<P> sides(operands, n + at.group);
     const typename Queries::Tile tile = queries.tile(at, stage, sides);
     for_tile<P>(at.range.is_whole(at.step), [&](auto is_whole) {
-      differentiate_keys<P, decltype(is_whole)::kValue>(s, t, tile, stage, row_of_warp + own_row());
+      differentiate_keys<P, decltype(is_whole)::kValue>(s, t, sums, tile, stage, row_of_warp + own_row());
     });
     add_product(dv, s, stage.e, part * kOwnWidth);
     add_product(dk, t, stage.d, part * kOwnDepth);
@@ -168,18 +212,14 @@ __device__ __forceinline__ void attention_keys(const typename P::Addresses& oper
         part * kOwnDepth, P::kFeatures, narrowed<T>);
   write(operand_of<P>(operands, P::kFirstResult + 1, P::kV, n), P::kV.j, dv, first + row_of_warp, P::kKeys,
         part * kOwnWidth, P::kValueFeatures, narrowed<T>);
+  if (part == 0) sums.write(operands, 2, n / P::kGroups, first + row_of_warp + own_row(), P::kKeys);
 }
 
-// Writes what `written` makes of the scores' cotangents, for a block's queries: two neighbours along keys at a time,
-// and 0 in steps that the block does not visit.
+// An array of queries x keys of a batch index, which blocks write: two neighbours along keys at a time.
 template <class P>
-struct Cotangents {
+struct Written {
   using W = typename P::Written;
   W* to;
-  int first;  // query
-
-  __device__ __forceinline__ Cotangents(const typename P::Addresses& operands, unsigned n, int first)
-      : to(operand_of<P, W>(operands, P::kFirstResult + 1, P::kWrittenStrides, n)), first(first) {}
 
   __device__ __forceinline__ void write(int i, int j, float a, float b) const {
     if (i >= P::kQueries || j >= P::kKeys) return;
@@ -197,10 +237,11 @@ struct Cotangents {
       if (two) halves[1] = static_cast<uint16_t>(bits >> 16);
     }
   }
-  __device__ __forceinline__ void write_zeros(int begin, int end) const {
+  // Writes 0 for the keys [begin, end) of a block's queries.
+  __device__ __forceinline__ void write_zeros(int first_query, int begin, int end) const {
     const int pairs = (end - begin) / 2;
     for (int p = threadIdx.x; p < Counts<P>::kRows * pairs; p += Counts<P>::kThreads) {
-      write(first + p / pairs, begin + p % pairs * 2, 0.0f, 0.0f);
+      write(first_query + p / pairs, begin + p % pairs * 2, 0.0f, 0.0f);
     }
   }
 };
@@ -213,37 +254,33 @@ __device__ __forceinline__ void read_numbers(RowNumbers (&rows)[fragments][2], c
   for (int m = 0; m < fragments; ++m) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int64_t row = static_cast<int64_t>(n) * P::kQueries + min(query + m * kMma + half * 8, P::kQueries - 1);
+      const int64_t row = begin_of<P>(P::kRowStrides, n) + min(query + m * kMma + half * 8, P::kQueries - 1);
       const float* const numbers = static_cast<const float*>(operands.address[attention::kNumbers]) + 2 * row;
       rows[m][half] = {numbers[0], numbers[1], static_cast<const float*>(operands.address[attention::kDelta])[row]};
     }
   }
 }
 
-// As differentiate_keys, with queries as rows, of which the thread's first one is `query`. If P::kWrites, the scores'
-// cotangents are written, too.
-template <class P, bool is_whole, int fragments, int step>
+// As differentiate_keys, with queries as rows, of which the thread's first one is `query`. f(m, c, e, of_sides) is
+// given what element e of fragment m and column c adds to the sides' cotangents.
+template <class P, bool is_whole, int fragments, int step, class Tile, class F>
 __device__ __forceinline__ void differentiate_queries(Accumulators<fragments, step>& s,
-                                                      Accumulators<fragments, step>& t,
-                                                      const typename PassingKeys<P>::Tile& tile,
-                                                      const RowNumbers (&rows)[fragments][2], int query,
-                                                      const Cotangents<P>& cotangents) {
+                                                      Accumulators<fragments, step>& t, const Tile& tile,
+                                                      const RowNumbers (&rows)[fragments][2], int query, const F& f) {
 #pragma unroll
   for (int m = 0; m < fragments; ++m) {
 #pragma unroll
     for (int c = 0; c < step / 8; ++c) {
-      float pair[2];
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const int i = query + m * kMma + e / 2 * 8, j = c * 8 + own_column() + e % 2;
-        const ScoreSides<P, typename PassingKeys<P>::Tile, is_whole> side{tile, i, j};
-        const float x0 = s.values[m][c][e];
-        const float g = differentiate<P>(s.values[m][c][e], t.values[m][c][e], rows[m][e / 2], side);
-        if (!is_whole && P::kKeys % step != 0 && tile.j + j >= P::kKeys) t.values[m][c][e] = 0.0f;
-        if constexpr (P::kWrites) {
-          pair[e % 2] = P::written(g, x0, side);
-          if (e % 2 == 1) cotangents.write(tile.i + i, tile.j + j - 1, pair[0], pair[1]);
+        const ScoreSides<P, Tile, is_whole> side{tile, i, j};
+        SideCotangents<P> of_sides = differentiate<P>(s.values[m][c][e], t.values[m][c][e], rows[m][e / 2], side);
+        if (!is_whole && P::kKeys % step != 0 && tile.j + j >= P::kKeys) {
+          t.values[m][c][e] = 0.0f;
+          of_sides = {};
         }
+        f(m, c, e, of_sides);
       }
     }
   }
@@ -276,7 +313,8 @@ __device__ __forceinline__ void attention_queries(const typename P::Addresses& o
   RowNumbers rows[N::kFragments][2];
   read_numbers<P>(rows, operands, n, first + own_row_of_tile);
   Accumulators<N::kFragments, N::kDepth> dq;
-  const Cotangents<P> cotangents(operands, n, first);
+  RowSums<P, N::kFragments> sums;
+  const Written<P> written{operand_of<P, typename P::Written>(operands, P::kFirstResult + 1, P::kWrittenStrides, n)};
   round_own_packs<P, N::kRows, 0>(own.d);
   round_own_packs<P, N::kRows, 0>(own.e);
   for (int step = range.first; step < range.last; ++step) {
@@ -291,18 +329,117 @@ __device__ __forceinline__ void attention_queries(const typename P::Addresses& o
     add_product_of_rows(t, own.e, row_of_warp, stage.e);
     const typename Keys::Tile tile = keys.tile(step);
     for_tile<P>(range.is_whole(step), [&](auto is_whole) {
-      differentiate_queries<P, decltype(is_whole)::kValue>(s, t, tile, rows, own_row_of_tile, cotangents);
+      float pair[2];
+      differentiate_queries<P, decltype(is_whole)::kValue>(
+          s, t, tile, rows, own_row_of_tile, [&](int m, int c, int e, const SideCotangents<P>& of_sides) {
+            sums.add(m, e / 2, of_sides);
+            if constexpr (P::kWrites) {
+              pair[e % 2] = of_sides.values[0];
+              const int i = own_row_of_tile + m * kMma + e / 2 * 8;
+              if (e % 2 == 1) written.write(tile.i + i, tile.j + c * 8 + own_column(), pair[0], pair[1]);
+            }
+          });
     });
     add_product(dq, t, stage.d);
   }
   wait_for_all_but_last<0>();
   if constexpr (P::kWrites) {
     const int end = range.first < range.last ? range.first * N::kStep : kSteps * N::kStep;
-    cotangents.write_zeros(0, end);
-    if (range.first < range.last) cotangents.write_zeros(range.last * N::kStep, kSteps * N::kStep);
+    written.write_zeros(first, 0, end);
+    if (range.first < range.last) written.write_zeros(first, range.last * N::kStep, kSteps * N::kStep);
   }
+  sums.write(operands, 1 + P::kWrites, n, first + own_row_of_tile, P::kQueries);
   write(operand_of<P>(operands, P::kFirstResult, P::kQ, n), P::kQ.i, dq, first + row_of_warp, P::kQueries, 0,
         P::kFeatures, narrowed<T>);
+}
+
+// The cotangent of a side that batch indices share, as a bias of queries x keys: a block has a tile of Tiling::rows()
+// queries and Tiling::step keys, and the batch indices that share it pass; or a part of these, which XLA adds up.
+template <class P>
+__device__ __forceinline__ void attention_scores(const typename P::Addresses& operands) {
+  using N = Counts<P>;
+  using T = typename P::T;
+  using Tile = ScoreTile<P, N::kRows, N::kStep>;
+  using Queries = SharedRowPair<P, N::kRows>;
+  using Keys = SharedRowPair<P, N::kStep>;
+  constexpr int kBlocks = ceil_div(P::kQueries, N::kRows), kSteps = ceil_div(P::kKeys, N::kStep);
+
+  const BlockIndex own_index = own_block<P>(kBlocks * kSteps * P::kParts, P::kGroups);
+  const int step = own_index.row_block % kSteps, block = own_index.row_block / kSteps % kBlocks;
+  const unsigned part = own_index.row_block / (kSteps * kBlocks), of_part = ceil_div(P::kGroups, P::kParts);
+  const unsigned end = own_index.n + min((part + 1) * of_part, static_cast<unsigned>(P::kGroups));
+  const int first = block * N::kRows, row_of_warp = first_row_of_warp(N::kRowsOfWarp);
+  // The first batch index from n on that visits the tile.
+  const auto visiting = [&](unsigned n) {
+    for (; n < end; ++n) {
+      const Range range = visited<P>(operands, n, block, P::kQueries, P::kKeys);
+      if (range.first <= step && step < range.last) break;
+    }
+    return n;
+  };
+  const auto stage = [&](int count) {
+    return shared_memory() + count % kStages * (Queries::kBytes + Keys::kBytes + Tile::kStagedBytes);
+  };
+  const auto begin_copies = [&](unsigned n, Address to) {
+    if (n >= end) return;
+    const Queries queries(to);
+    const Keys keys(to + Queries::kBytes);
+    begin_copy_of_rows<P, N::kRows, P::kQueries, P::kFeatures>(
+        queries.d, operand_of<P>(operands, attention::kQ, P::kQ, n), P::kQ.i, first);
+    begin_copy_of_rows<P, N::kRows, P::kQueries, P::kValueFeatures>(
+        queries.e, operand_of<P>(operands, attention::kOCotangent, P::kO, n), P::kO.i, first);
+    begin_copy_of_rows<P, N::kStep, P::kKeys, P::kFeatures>(keys.d, operand_of<P>(operands, attention::kK, P::kK, n),
+                                                            P::kK.j, step * N::kStep);
+    begin_copy_of_rows<P, N::kStep, P::kKeys, P::kValueFeatures>(
+        keys.e, operand_of<P>(operands, attention::kV, P::kV, n), P::kV.j, step * N::kStep);
+    const SideOffsets<P> sides(operands, n);
+    Tile{sides, to + Queries::kBytes + Keys::kBytes, first, step * N::kStep}.begin_copies();
+  };
+
+  Accumulators<N::kFragments, N::kStep> sums;
+  unsigned n = visiting(own_index.n + part * of_part);
+  begin_copies(n, stage(0));
+  commit_copies();
+  for (int count = 0; n < end; ++count) {
+    const Queries queries(stage(count));
+    const Keys keys(queries.d.base + Queries::kBytes);
+    RowNumbers rows[N::kFragments][2];
+    read_numbers<P>(rows, operands, n, first + row_of_warp + own_row());
+    wait_for_all_but_last<0>();
+    round_own_packs<P, N::kRows, 0>(queries.d);
+    round_own_packs<P, N::kRows, 0>(queries.e);
+    barrier();  // this stage is there, and nobody reads the one before any more
+    const unsigned next = visiting(n + 1);
+    begin_copies(next, stage(count + 1));
+    commit_copies();
+    Accumulators<N::kFragments, N::kStep> s, t;
+    add_product_of_rows(s, queries.d, row_of_warp, keys.d);
+    add_product_of_rows(t, queries.e, row_of_warp, keys.e);
+    const SideOffsets<P> sides(operands, n);
+    const Tile tile{sides, keys.d.base + Keys::kBytes, first, step * N::kStep};
+    for_tile<P>(visited<P>(operands, n, block, P::kQueries, P::kKeys).is_whole(step), [&](auto is_whole) {
+      differentiate_queries<P, decltype(is_whole)::kValue>(
+          s, t, tile, rows, row_of_warp + own_row(),
+          [&](int m, int c, int e, const SideCotangents<P>& of_sides) { sums.values[m][c][e] += of_sides.values[0]; });
+    });
+    n = next;
+  }
+  wait_for_all_but_last<0>();
+
+  const Written<P> written{operand_of<P, float>(operands, P::kFirstResult, P::kWrittenStrides, own_index.n) +
+                           part * P::kWrittenElements};
+#pragma unroll
+  for (int m = 0; m < N::kFragments; ++m) {
+#pragma unroll
+    for (int c = 0; c < N::kStep / 8; ++c) {
+#pragma unroll
+      for (int e = 0; e < 4; e += 2) {
+        const float* x = sums.values[m][c] + e;
+        written.write(first + row_of_warp + own_row() + m * kMma + e / 2 * 8, step * N::kStep + c * 8 + own_column(),
+                      x[0], x[1]);
+      }
+    }
+  }
 }
 
 }  // namespace jax_softmax::device

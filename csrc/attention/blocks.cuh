@@ -4,7 +4,7 @@
 //
 //   T                                  the type of q, k, v and of the results
 //   kTiling, kQueries, kKeys, kFeatures, kValueFeatures
-//   kBatchDims, kExtents               of q, those of the keys first; kGroups, the product of those that keys lack
+//   kBatchDims, kExtents               of q, last those along which blocks have the same rows; kGroups, their product
 //   kQ, kK, kV, kO, kBounds            Strides; kBounded, whether there are bounds
 //   kSides, kSideStrides, kSideAddresses   of what scores read beside; addresses of the arrays
 //   kStagedBytes                       of each side the bytes of an element, if it passes through shared memory, or 0
@@ -15,8 +15,10 @@
 //   score(x0, side), weight(y, side)   of the product x0 = q k^T, and of the softmax y of the scores
 //   score_transposed(g, x0, side), weight_transposed(t, side)   their linear maps, transposed, in the backward kernels
 //                                      which ask side.known for the value of a mask
-//   kWrites                            whether dq's kernel writes what `written(g, x0, side)` makes of the scores'
-//                                      cotangents, of type Written, to an array with kWrittenStrides
+//   kSideCotangents                    how many sides' cotangents the backward kernel makes: side_cotangents(to, g, x0,
+//   y,
+//                                      t, side) has what a score adds to each. The first one is written for each score
+//                                      if kWrites, as Written to an array with kWrittenStrides; others are sums
 #pragma once
 
 #include "attention/warp.cuh"

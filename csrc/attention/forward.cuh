@@ -17,7 +17,7 @@
 
 namespace jax_softmax::device {
 
-// A row's state. Each of its four lanes has the sum of its own columns; `whole` adds them up.
+// A row's state. Each of its four lanes has the sum of its own columns.
 struct RowState {
   float pivot, sum;
 
@@ -26,10 +26,6 @@ struct RowState {
   static __device__ __forceinline__ float largest_of_row(float x) {
     x = fmaxf(x, shuffle_xor(x, 1));
     return fmaxf(x, shuffle_xor(x, 2));
-  }
-  __device__ __forceinline__ float whole() const {
-    const float pair = sum + shuffle_xor(sum, 1);
-    return pair + shuffle_xor(pair, 2);
   }
 };
 
@@ -108,7 +104,7 @@ __device__ __forceinline__ void finish_rows(float* numbers, int query, const Row
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const RowState& row = rows[m][half];
-      const float sum = row.whole();
+      const float sum = sum_of_row(row.sum);
       const bool zero = P::kEmptyRowsAreZero && row.pivot == -kInfinity && sum == 0.0f;
       factors[m][half] = zero ? 0.0f : P::kWeightFactor * (1.0f / sum);
       const int i = query + m * kMma + half * 8;

@@ -12,19 +12,22 @@ inline constexpr int kStages = 2;                  // buffers for the rows that 
 inline constexpr int kMostSharedBytes = 99 << 10;  // of a block, on the smallest chips
 inline constexpr int kCell = 64;                   // queries and keys of a cell: see `visited`
 
-// A block has some rows that stay in shared memory, while others pass through it, step by step.
+// A block has some rows that stay in shared memory, while others pass through it, step by step. Of a tile of scores,
+// all pass.
 enum class KernelKind {
   kForward,  // queries stay, keys and values pass: the output and the rows' numbers
   kKeys,     // keys and values stay, queries and cotangents pass: dk, dv
   kQueries,  // queries and cotangents stay, keys and values pass: dq
+  kScores,   // a tile of scores stays, batch indices pass: the gradient of a bias that they share
 };
-inline constexpr int kKernels = 3;
-inline constexpr const char* kKernelNames[kKernels] = {"forward", "keys", "queries"};  // in the order of KernelKind
+inline constexpr int kKernels = 4;
+// In the order of KernelKind.
+inline constexpr const char* kKernelNames[kKernels] = {"forward", "keys", "queries", "scores"};
 
 struct Tiling {
   int warps;      // of a block
   int fragments;  // of rows that stay, for each warp
-  int step;       // rows that pass at a time
+  int step;       // rows that pass at a time; of a tile of scores, its keys
   int parts;      // blocks that share the features of dk and dv; each computes the weights
   int resident;   // blocks that a multiprocessor has registers for
 
@@ -39,13 +42,13 @@ struct TilingsOfFeatures {
   Tiling by_kernel[kKernels];
 };
 inline constexpr TilingsOfFeatures kTilingsOf16Bits[] = {
-    {64, {{4, 2, 64, 1, 2}, {4, 2, 32, 1, 2}, {4, 2, 32, 1, 2}}},
-    {128, {{4, 2, 64, 1, 2}, {4, 1, 64, 1, 2}, {4, 2, 32, 1, 2}}},
-    {256, {{4, 1, 32, 1, 1}, {4, 1, 16, 2, 1}, {4, 1, 16, 1, 1}}},
+    {64, {{4, 2, 64, 1, 2}, {4, 2, 32, 1, 2}, {4, 2, 32, 1, 2}, {4, 2, 64, 1, 2}}},
+    {128, {{4, 2, 64, 1, 2}, {4, 1, 64, 1, 2}, {4, 2, 32, 1, 2}, {4, 1, 32, 1, 2}}},
+    {256, {{4, 1, 32, 1, 1}, {4, 1, 16, 2, 1}, {4, 1, 16, 1, 1}, {2, 1, 16, 1, 2}}},
 };
 inline constexpr TilingsOfFeatures kTilingsOf32Bits[] = {
-    {64, {{4, 2, 64, 1, 2}, {4, 2, 32, 1, 2}, {4, 2, 32, 1, 2}}},
-    {128, {{4, 2, 16, 1, 2}, {4, 1, 16, 1, 2}, {4, 1, 16, 1, 2}}},
+    {64, {{4, 2, 64, 1, 2}, {4, 2, 32, 1, 2}, {4, 2, 32, 1, 2}, {4, 1, 32, 1, 2}}},
+    {128, {{4, 2, 16, 1, 2}, {4, 1, 16, 1, 2}, {4, 1, 16, 1, 2}, {2, 1, 16, 1, 2}}},
 };
 constexpr int most_features(int bytes_of_number) { return bytes_of_number == 2 ? 256 : 128; }
 constexpr Tiling tiling_of(KernelKind kernel, int features, int value_features, int bytes_of_number) {
@@ -76,6 +79,7 @@ constexpr int shared_bytes(KernelKind kernel, int features, int value_features, 
   const Tiling tiling = tiling_of(kernel, features, value_features, bytes_of_number);
   const int of_q = kBytesOfPack * pitch(padded(features, tiling), bytes_of_number);
   const int both = of_q + kBytesOfPack * pitch(padded(value_features, tiling), bytes_of_number);
+  if (kernel == KernelKind::kScores) return kStages * (tiling.rows() + tiling.step) * both;
   const int staying = kernel == KernelKind::kForward ? of_q : both;
   const int passing = both + (kernel == KernelKind::kKeys ? kBytesOfRow : 0);
   return tiling.rows() * staying + kStages * tiling.step * passing;
@@ -98,7 +102,7 @@ struct Strides {
 
 // A kernel's only parameter: the addresses of its operands in the order of AddressIndex, then of the bounds of the
 // steps that blocks visit (if kBounded), of side arrays, and of the results: o, the rows' numbers and, for a backward
-// pass, what o lost by rounding; dk and dv; or dq.
+// pass, what o lost by rounding; dk and dv; or dq; and then the sides' cotangents.
 template <int n>
 struct Addresses {
   void* address[n];

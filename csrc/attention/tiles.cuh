@@ -94,6 +94,11 @@ struct Accumulators {
 };
 __device__ __forceinline__ int own_row() { return lane() / 4; }
 __device__ __forceinline__ int own_column() { return lane() % 4 * 2; }
+// The sum of what the four lanes of a row have.
+__device__ __forceinline__ float sum_of_row(float x) {
+  x += shuffle_xor(x, 1);
+  return x + shuffle_xor(x, 2);
+}
 
 // Products read float32 as TF32, and round it: rows that stay once, in shared memory, and those that pass in registers.
 // `rows`: those that the thread copies, in groups of which `later` more have begun. Others read them behind a barrier.
@@ -398,18 +403,25 @@ struct RowNumbers {
   __device__ __forceinline__ float weight(float score) const { return exp2_of(fmaf(score - pivot, kLog2E, -log2_sum)); }
 };
 
+// What a score adds to the sides' cotangents.
+template <class P>
+struct SideCotangents {
+  float values[P::kSideCotangents > 0 ? P::kSideCotangents : 1];
+};
+
 // `product` is q k^T and becomes the weight of the value; `cotangent` is do v^T and becomes the cotangent of q k^T.
-// Returns the cotangent of the score.
 template <class P, class Side>
-__device__ __forceinline__ float differentiate(float& product, float& cotangent, const RowNumbers& row,
-                                               const Side& side) {
-  const float x0 = product, score = P::score(x0, side);
+__device__ __forceinline__ SideCotangents<P> differentiate(float& product, float& cotangent, const RowNumbers& row,
+                                                           const Side& side) {
+  const float x0 = product, t = cotangent, score = P::score(x0, side);
   // Such scores have weight 0, whatever the row's others are.
   const float y = P::kEmptyRowsAreZero && score == -kInfinity ? 0.0f : row.weight(score);
   product = P::weight(y, side);
-  const float g = y * (P::weight_transposed(cotangent, side) - row.delta);
+  const float g = y * (P::weight_transposed(t, side) - row.delta);
   cotangent = P::score_transposed(g, x0, side);
-  return g;
+  SideCotangents<P> of_sides;
+  P::side_cotangents(of_sides.values, g, x0, y, t, side);
+  return of_sides;
 }
 
 }  // namespace jax_softmax::device

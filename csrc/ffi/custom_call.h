@@ -11,7 +11,7 @@
 namespace jax_softmax {
 
 // The version of the attributes, which exported programs hold.
-inline constexpr int64_t kCallVersion = 4;
+inline constexpr int64_t kCallVersion = 5;
 
 // The addresses of a custom call's operands and results.
 struct Buffers {

@@ -14,12 +14,12 @@ namespace {
 
 constexpr int kLeastCapability = 80;  // which have the instructions
 
-// Of the lines of AttentionCall::expressions: the functions, and their parameters before the side.
+// Of the first lines of AttentionCall::expressions: the functions, and their parameters before the side.
 constexpr const char* kFunctions[][2] = {{"score", "float x0"},
                                          {"weight", "float y"},
                                          {"score_transposed", "float g, float x0"},
-                                         {"weight_transposed", "float t"},
-                                         {"written", "float g, float x0"}};
+                                         {"weight_transposed", "float t"}};
+constexpr size_t kForwardFunctions = 2, kBackwardFunctions = 4;
 
 using Extents = std::map<char, int64_t>;
 
@@ -35,9 +35,9 @@ std::string sorted(std::string letters) {
 }
 
 // The letters of q, k and v, and of the batch: those that keys have, those that queries alone have, along which they
-// share keys, and both, in the order in which blocks count them.
+// share keys, and both, in the order in which blocks count them; and those over which the kernel of scores sums.
 struct Letters {
-  std::string of[3], batch_of_keys, of_queries_alone, batch;
+  std::string of[3], batch_of_keys, of_queries_alone, summed, batch;
 
   Letters() = default;
   explicit Letters(std::string_view text) {
@@ -51,7 +51,13 @@ struct Letters {
     batch = batch_of_keys + of_queries_alone;
   }
   std::string o() const { return of[kQ].substr(0, of[kQ].size() - 1) + "e"; }
-  std::string rows() const { return batch + "i"; }
+  std::string rows() const { return batch_of_keys + of_queries_alone + "i"; }
+  // Counts the batch letters that an array lacks, over which a kernel sums, last.
+  void sum_all_but(const std::string& letters) {
+    std::string kept;
+    for (const char letter : batch) (has(letters, letter) ? kept : summed) += letter;
+    batch = kept + summed;
+  }
 
   std::string mistake() const {
     for (const AddressIndex n : {kQ, kK, kV}) {
@@ -86,11 +92,18 @@ struct AttentionProblem {
   bool bounded;
   std::string bounds;  // the letters
   std::vector<LetteredSide> sides;
-  bool keeps_lost, writes;  // whether there is the result that only some calls of the kernel have
+  bool keeps_lost;                           // whether there is what o lost by rounding
+  std::vector<std::string> side_cotangents;  // the letters of each, with p for the parts of a sum over the batch
   Tiling tiling;
 
   bool is_forward() const { return kernel == KernelKind::kForward; }
+  bool of_scores() const { return kernel == KernelKind::kScores; }
+  bool writes() const {
+    return !side_cotangents.empty() && has(side_cotangents[0], 'i') && has(side_cotangents[0], 'j');
+  }
   int64_t stay() const { return extents.at(kernel == KernelKind::kKeys ? 'j' : 'i'); }
+  // The batch letters along which blocks have the same rows.
+  const std::string& alike() const { return of_scores() ? letters.summed : letters.of_queries_alone; }
   int64_t cells() const { return ceil_div(stay(), kCell); }
   int64_t product_of(const std::string& of) const {
     int64_t product = 1;
@@ -135,6 +148,30 @@ std::string read_sides(const AttentionCall& call, AttentionProblem* problem) {
   return known ? "" : "what scores read beside, and bounds, must have letters of q and k";
 }
 
+std::string read_side_cotangents(const AttentionCall& call, AttentionProblem* problem) {
+  std::string_view rest = call.side_cotangents;
+  while (!rest.empty()) {
+    const size_t end = std::min(rest.find(' '), rest.size());
+    problem->side_cotangents.emplace_back(rest.substr(0, end));
+    rest.remove_prefix(std::min(end + 1, rest.size()));
+  }
+  const std::vector<std::string>& of = problem->side_cotangents;
+  const Letters& letters = problem->letters;
+  bool known = problem->kernel != KernelKind::kForward || of.empty();
+  if (problem->of_scores()) {
+    known = of.size() == 1 && of[0][0] == 'p' && call.results.size() == 1 && !call.results[0].shape.empty();
+    if (!known) return "the kernel of scores has one result, in parts";
+    problem->extents['p'] = call.results[0].shape[0];
+    problem->letters.sum_all_but(of[0]);
+    known = of[0] == "p" + letters.batch.substr(0, letters.batch.size() - letters.summed.size()) + "ij";
+  }
+  for (size_t k = 0; k < of.size() && !problem->of_scores(); ++k) {
+    const bool keys = problem->kernel == KernelKind::kKeys, written = k == 0 && !keys && of[k] == letters.rows() + "j";
+    known &= written || of[k] == (keys ? letters.batch_of_keys + "j" : letters.rows());
+  }
+  return known ? "" : "a side's cotangent has other letters than its kernel can make";
+}
+
 // Whether the operands and results have the shapes and dtypes that they must have.
 bool has_its_arrays(const AttentionCall& call, const AttentionProblem& problem) {
   const Letters& letters = problem.letters;
@@ -155,8 +192,13 @@ bool has_its_arrays(const AttentionCall& call, const AttentionProblem& problem) 
   }
   if (problem.is_forward()) results = {o, numbers};
   if (problem.kernel == KernelKind::kQueries) results = {q};
+  if (problem.of_scores()) results = {};
   if (problem.keeps_lost) results.push_back(array(letters.o(), DType::kI8));
-  if (problem.writes) results.push_back(array(letters.rows() + "j", call.results[1].dtype));
+  for (const std::string& of : problem.side_cotangents) {
+    const bool written = problem.writes() && !problem.of_scores() && of == problem.side_cotangents[0];
+    const size_t k = results.size();
+    results.push_back(array(of, written && k < call.results.size() ? call.results[k].dtype : DType::kF32));
+  }
   return call.operands == operands && call.results == results;
 }
 
@@ -166,13 +208,14 @@ std::string read(const AttentionCall& call, AttentionProblem* problem) {
   problem->kernel = static_cast<KernelKind>(kernel - std::begin(kKernelNames));
   problem->letters = Letters(call.letters);
   problem->keeps_lost = problem->is_forward() && call.results.size() > 2;
-  problem->writes = problem->kernel == KernelKind::kQueries && call.results.size() > 1;
   std::string mistake = read_extents(call, problem);
+  if (mistake.empty()) mistake = read_side_cotangents(call, problem);
   if (mistake.empty()) mistake = read_sides(call, problem);
   if (!mistake.empty()) return mistake;
   if (problem->keeps_lost && problem->dtype == DType::kF32) return "float32 loses nothing";
   if (!has_its_arrays(call, *problem)) return "an operand or a result is not as it must be";
-  const size_t functions = problem->is_forward() ? 2 : 4 + problem->writes;
+  const size_t functions =
+      problem->is_forward() ? kForwardFunctions : kBackwardFunctions + problem->side_cotangents.size();
   return split_lines(call.expressions).size() == functions ? "" : "wrong number of expressions";
 }
 
@@ -236,11 +279,34 @@ std::string functions_of(const AttentionCall& call, const AttentionProblem& prob
     read += "    [[maybe_unused]] const auto s" + k + " = side.template " +
             (side.is_index ? "index<" + k + ">();\n" : "array<" + k + ", " + type_of(side.dtype) + ">();\n");
   }
+  const auto function = [&](const std::string& type, const std::string& name, const std::string& parameters,
+                            const std::string& body) {
+    text += "  template <class Side>\n  static __device__ __forceinline__ " + type + " " + name + "(" + parameters +
+            ", const Side& side) {\n" + read + body + "  }\n";
+  };
   const std::vector<std::string> expressions = split_lines(call.expressions);
-  for (size_t f = 0; f < expressions.size(); ++f) {
-    const auto& [name, parameters] = kFunctions[f];
-    text += std::string("  template <class Side>\n  static __device__ __forceinline__ float ") + name + "(" +
-            parameters + ", const Side& side) {\n" + read + "    return " + expressions[f] + ";\n  }\n";
+  const size_t own = problem.is_forward() ? kForwardFunctions : kBackwardFunctions;
+  for (size_t f = 0; f < own; ++f) {
+    function("float", kFunctions[f][0], kFunctions[f][1], "    return " + expressions[f] + ";\n");
+  }
+  std::string sums;
+  for (size_t f = own; f < expressions.size(); ++f)
+    sums += "    to[" + number(f - own) + "] = " + expressions[f] + ";\n";
+  function("void", "side_cotangents", "float* to, float g, float x0, float y, float t", sums);
+  return text;
+}
+
+// Of a side's cotangent that is an array of queries x keys.
+std::string written_of(const AttentionCall& call, const AttentionProblem& problem) {
+  const size_t count = problem.side_cotangents.size();
+  const std::string of = problem.writes() ? problem.side_cotangents[0] : problem.letters.rows() + "j";
+  const DType dtype = problem.writes() ? call.results[call.results.size() - count].dtype : problem.dtype;
+  std::string text = constant("kSideCotangents", static_cast<int>(count)) + constant("kWrites", problem.writes()) +
+                     "  using Written = " + type_of(dtype) + ";\n" +
+                     constant("attention::Strides", "kWrittenStrides", strides_of(problem, of));
+  if (problem.of_scores()) {
+    const int64_t parts = problem.extents.at('p');
+    text += constant("kParts", static_cast<int>(parts)) + constant("kWrittenElements", problem.product_of(of) / parts);
   }
   return text;
 }
@@ -266,17 +332,14 @@ std::string members_of(const AttentionCall& call, const AttentionProblem& proble
                           number(tiling.resident)})) +
          extent("kQueries", 'i') + extent("kKeys", 'j') + extent("kFeatures", 'd') + extent("kValueFeatures", 'e') +
          constant("kBatchDims", static_cast<int>(letters.batch.size())) + constant("int", "kExtents[]", joined(inner)) +
-         constant("kGroups", static_cast<int>(problem.product_of(letters.of_queries_alone))) +
-         strides("kQ", letters.of[kQ]) + strides("kK", letters.of[kK]) + strides("kV", letters.of[kV]) +
-         strides("kO", letters.o()) + constant("kBounded", problem.bounded) +
-         constant("kBoundsAddress", problem.first_side() - 1) +
+         constant("kGroups", static_cast<int>(problem.product_of(problem.alike()))) + strides("kQ", letters.of[kQ]) +
+         strides("kK", letters.of[kK]) + strides("kV", letters.of[kV]) + strides("kO", letters.o()) +
+         constant("kBounded", problem.bounded) + constant("kBoundsAddress", problem.first_side() - 1) +
          strides("kBounds", problem.bounds, 4 * problem.cells()) + sides_of(problem) +
          constant("kFirstResult", first_result) + constant("kEmptyRowsAreZero", call.empty_rows == "zero") +
          constant("float", "kWeightFactor", call.factor) +
          constant("kLostShift", problem.keeps_lost ? lost_shift(problem.dtype) : 0) +
-         constant("kWrites", problem.writes) +
-         "  using Written = " + type_of(problem.writes ? call.results[1].dtype : problem.dtype) + ";\n" +
-         strides("kWrittenStrides", letters.rows() + "j") + functions_of(call, problem);
+         strides("kRowStrides", letters.rows()) + written_of(call, problem) + functions_of(call, problem);
 }
 
 }  // namespace
@@ -301,10 +364,11 @@ std::string plan_attention(const AttentionCall& call, const Device& device, Step
   if (std::string mistake = read(call, &problem); !mistake.empty()) return mistake;
   const int d = static_cast<int>(problem.extents.at('d')), e = static_cast<int>(problem.extents.at('e'));
   const Tiling tiling = problem.tiling = tiling_of(problem.kernel, d, e, bytes_of(problem.dtype));
-  const std::string& batch =
-      problem.kernel == KernelKind::kKeys ? problem.letters.batch_of_keys : problem.letters.batch;
+  const bool shares = problem.kernel == KernelKind::kKeys || problem.of_scores();
   Launch& launch = step->launch = Launch{};
-  launch.blocks = ceil_div(problem.stay(), tiling.rows()) * problem.product_of(batch) * tiling.parts;
+  launch.blocks = ceil_div(problem.stay(), tiling.rows()) * problem.product_of(problem.letters.batch) * tiling.parts;
+  if (shares) launch.blocks /= problem.product_of(problem.alike());
+  if (problem.of_scores()) launch.blocks *= ceil_div(problem.extents.at('j'), tiling.step) * problem.extents.at('p');
   launch.threads = tiling.threads();
   launch.shared_bytes = stage_sides(&problem);
   launch.resident = tiling.resident;

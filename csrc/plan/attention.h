@@ -15,11 +15,14 @@ namespace jax_softmax {
 //
 // Operands: q, k, v; of the backward kernels also the output's cotangent, the rows' numbers, and delta; the bounds, if
 // there are masks: see `visited`; the arrays among the sides. Results: the output, the rows' numbers and, for a
-// backward pass, what the output lost by rounding; dk and dv; or dq and possibly what `written` makes.
+// backward pass, what the output lost by rounding; dk and dv; or dq; and the sides' cotangents that the kernel makes.
 struct AttentionCall : CustomCall {
-  std::string kernel;       // one of kKernelNames
-  std::string letters;      // of the dimensions of q, k and v: "bihd,bjhd,bjhe"; see fusion/attention/call.py
-  std::string sides;        // "array:hij" or "index:i" for each side, by its letters; "bounds:bh" before them
+  std::string kernel;   // one of kKernelNames
+  std::string letters;  // of the dimensions of q, k and v: "bihd,bjhd,bjhe"; see fusion/attention/call.py
+  std::string sides;    // "array:hij" or "index:i" for each side, by its letters; "bounds:bh" before them
+  // The letters of each side's cotangent that the kernel makes: "bhi" of sums over keys, "hj" over queries, "bhij" of
+  // none (the first one alone), and of the kernel of scores "phij", in p parts that XLA adds up.
+  std::string side_cotangents;
   std::string expressions;  // lines of C++: of the functions in blocks.cuh that the kernel has, in their order
   std::string factor;       // a number as C++: of the weights in the output
   std::string empty_rows;   // "zero" or "nan": the weights of rows whose scores are all -inf
@@ -27,7 +30,7 @@ struct AttentionCall : CustomCall {
   template <class Self, class F>
   static void each(Self& call, F f) {
     f("kernel", call.kernel), f("letters", call.letters), f("sides", call.sides), f("expressions", call.expressions);
-    f("factor", call.factor), f("empty_rows", call.empty_rows);
+    f("factor", call.factor), f("empty_rows", call.empty_rows), f("side_cotangents", call.side_cotangents);
   }
 };
 

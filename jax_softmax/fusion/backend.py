@@ -41,7 +41,7 @@ class Backend:
             batch,
             extents,
             visible_part,
-            found.has_gradients,
+            attention.kernels,
             found.bytes_per_score,
             found.n_products,
             found.bytes_of_number,

@@ -277,11 +277,13 @@ def _line_of_attention(found: FoundAttention, path: str) -> Line:
         for side in attention.sides
         if side.dtype != "index" and "i" in side.letters and "j" in side.letters
     ]
-    if attention.side_cotangent_dtype:
-        arrays.append(
-            ("an operand's gradient, to be summed", attention.side_cotangent_dtype, attention.letters.rows + "j")
-        )
-    in_memory = tuple(InMemory(what, dtype, tuple(found.extents[c] for c in of)) for what, dtype, of in arrays)
+    extents = {**found.extents, "p": 1}
+    arrays += [
+        ("an operand's gradient", one.dtype, one.letters)
+        for one in attention.side_cotangents
+        if {"i", "j"} <= set(one.letters)
+    ]
+    in_memory = tuple(InMemory(what, dtype, tuple(extents[c] for c in of)) for what, dtype, of in arrays)
     return _line("attention", found.softmax, path)._replace(in_memory=in_memory)
 
 

@@ -233,7 +233,7 @@ class Attention(NamedTuple):
     batch: int
     extents: dict[str, int]  # of queries i, keys j, features d, and features of values e
     visible_part: float  # of all scores, those that kernels visit
-    has_gradients: bool
+    kernels: Sequence[str]  # those that would run
     score_bytes: int  # which the program moves for a score
     n_products: int  # which the program makes of or with arrays of queries x keys
     bytes_of_number: int = 2  # of q, k and v
@@ -245,15 +245,15 @@ def reason_against_attention(work: Attention) -> str:
     of_dtype = costs.ATTENTION_OF_FLOAT32 if work.bytes_of_number == 4 else 1
     multiple = max(costs.ATTENTION_LEAST, features / costs.ATTENTION_FEATURES)
     backward = costs.ATTENTION_BACKWARD * (costs.ATTENTION_MANY if features > costs.ATTENTION_FEW_FEATURES else 1)
-    prices = {"forward": costs.ATTENTION_FORWARD}
-    prices |= dict.fromkeys(("keys", "queries"), backward / 2) if work.has_gradients else {}
+    prices = dict.fromkeys(("forward", "scores"), costs.ATTENTION_FORWARD)  # which both make two products
+    prices |= dict.fromkeys(("keys", "queries"), backward / 2)
     ours = 0.0
-    for kernel, price in prices.items():
+    for kernel in work.kernels:
         rows, step = _kernels.attention_tile(kernel, extents["d"], extents["e"], work.bytes_of_number)
         stay, pass_by = (extents[c] for c in ("ji" if kernel == "keys" else "ij"))
         blocks, steps = -(-stay // rows), -(-pass_by // step)
         scores = work.batch * blocks * rows * steps * step
-        ours += price * of_dtype * multiple * scores * max(1, costs.ATTENTION_BLOCKS / (work.batch * blocks))
+        ours += prices[kernel] * of_dtype * multiple * scores * max(1, costs.ATTENTION_BLOCKS / (work.batch * blocks))
     theirs: float = work.batch * extents["i"] * extents["j"]
     theirs *= work.score_bytes + work.n_products * features * costs.PRODUCT_OF_FEATURE * work.bytes_of_number / 2
     theirs *= 2 if extents["j"] % 8 else 1  # rows that no product reads by whole packs

@@ -53,13 +53,27 @@ class LetteredSide(NamedTuple):
     is_learned: bool = False  # whether the side's cotangent is its own, as far as letters tell
 
 
+class SideCotangent(NamedTuple):
+    """The cotangent of something that scores read beside the product: of a bias that is added it is g, of a temperature
+    g x0. Or of something that weights are multiplied with: y t.
+
+    A kernel has an array of it for each score, or sums over all letters but these: `queries` over keys, `keys` over
+    queries, `scores` over the batch. The last one's array has the letter p, of parts whose sum it is.
+    """
+
+    expression: Expression  # of g, x0, y, t and the sides, what a score adds
+    kernel: str
+    letters: str
+    dtype: str
+    parts: int = 1
+
+
 class Attention(NamedTuple):
     """weight(softmax(score(q kᵀ))) v, where `weight` is linear.
 
     Expressions are of float32 numbers and the sides s0, s1, .... `score` is one of the product x0, `weight` one of the
     softmax y. `score_transposed`, of the score's cotangent g and x0, is x0's cotangent, and `weight_transposed`, of the
-    weight's cotangent t, is y's. `side_cotangent`, of g and x0, is the cotangent of something else that scores read,
-    with an element for each score before the program sums it: of a bias that is added it is g, of a temperature g x0.
+    weight's cotangent t, is y's.
     """
 
     letters: Letters
@@ -69,12 +83,20 @@ class Attention(NamedTuple):
     weight: Expression
     score_transposed: Expression | None = None
     weight_transposed: Expression | None = None
-    side_cotangent: Expression | None = None
-    side_cotangent_dtype: str | None = None
+    side_cotangents: tuple[SideCotangent, ...] = ()
     empty_rows_are_zero: bool = False  # weights of rows whose scores are all -inf; otherwise these are NaN
 
     def sides_of(self, kernel: str) -> tuple[LetteredSide, ...]:
         return self.sides[: self.n_forward] if kernel == "forward" else self.sides
+
+    @property
+    def kernels(self) -> list[str]:
+        """The kernels that make it, and its gradients."""
+        of_batch = ["scores"] * len(self.side_cotangents_of("scores"))
+        return ["forward", *(["queries", "keys", *of_batch] if self.score_transposed else [])]
+
+    def side_cotangents_of(self, kernel: str) -> list[SideCotangent]:
+        return [one for one in self.side_cotangents if one.kernel == kernel]
 
     def extents(self, q: ArrayOrAval, k: ArrayOrAval, v: ArrayOrAval) -> dict[str, int]:
         dims = (zip(letters, a.shape, strict=True) for letters, a in zip(self.letters, (q, k, v), strict=True))
@@ -91,7 +113,7 @@ class Attention(NamedTuple):
         expressions = [self.score, weight]
         if kernel != "forward":
             expressions += filter(None, [self.score_transposed, self.weight_transposed])
-            expressions += [self.side_cotangent] if kernel == "queries" and self.side_cotangent else []
+            expressions += [one.expression for one in self.side_cotangents_of(kernel)]
         words = [] if self.letters_of_bounds is None else [f"bounds:{self.letters_of_bounds}"]
         for side in self.sides_of(kernel):
             words.append(f"{'index' if side.dtype == 'index' else 'array'}:{side.letters}")
@@ -103,6 +125,7 @@ class Attention(NamedTuple):
             "expressions": "\n".join(self._texts_of(expressions)),
             "factor": f"{float(scale).hex()}f",
             "empty_rows": "zero" if self.empty_rows_are_zero else "nan",
+            "side_cotangents": " ".join(one.letters for one in self.side_cotangents_of(kernel)),
         }
 
     def _texts_of(self, expressions: Sequence[Expression]) -> list[str]:
@@ -122,18 +145,21 @@ class Attention(NamedTuple):
     def results(self, kernel: str, dtype: Dtype) -> list[tuple[str, Any]]:
         """The letters and the dtype of each result of a kernel, for operands of a dtype."""
         letters = self.letters
-        found: list[tuple[str, Any]] = [(letters.q, dtype)]
+        found: list[tuple[str, Any]] = [(letters.q, dtype)] if kernel == "queries" else []
         if kernel == "forward":
             found = [(letters.o, dtype), (letters.rows + "n", "float32")]
             found += [] if self.score_transposed is None or dtype == jnp.float32 else [(letters.o, "int8")]
         elif kernel == "keys":
             found = [(letters.k, dtype), (letters.v, dtype)]
-        elif self.side_cotangent_dtype:
-            found.append((letters.rows + "j", self.side_cotangent_dtype))
-        return found
+        return found + [(one.letters, one.dtype) for one in self.side_cotangents_of(kernel)]
+
+    def sizes(self, kernel: str, extents: Mapping[str, int]) -> dict[str, int]:
+        """The extents of a kernel's letters, with n, the two numbers of a row, and p, the parts of a sum."""
+        (parts,) = {one.parts for one in self.side_cotangents_of(kernel)} or {1}
+        return {**extents, "n": 2, "p": parts}
 
     def result_types(self, kernel: str, q: ArrayOrAval, k: ArrayOrAval, v: ArrayOrAval) -> list[jax.ShapeDtypeStruct]:
-        extents = self.extents(q, k, v) | {"n": 2}  # the numbers of a row, its pivot and its sum's logarithm
+        extents = self.sizes(kernel, self.extents(q, k, v))
         return [jax.ShapeDtypeStruct([extents[c] for c in of], dtype) for of, dtype in self.results(kernel, q.dtype)]
 
     def in_jax(self, kernel: str, *operands: jax.Array, visited: jax.Array | bool = True) -> list[jax.Array]:
@@ -165,10 +191,11 @@ class Attention(NamedTuple):
             return [o, jnp.concatenate([pivot, jnp.log2(total)], -1), *lost][: len(types)]
         o_cotangent, rows, delta = rest[:3]
         y = jnp.where(empty, jnp.float32(0), jnp.exp(s - rows[..., :1]) * jnp.exp2(-rows[..., 1:]))
-        t = value(self.weight_transposed, t=product(f"{letters.o},{letters.v}->{dims}", o_cotangent, v))
-        g = y * (t - delta[..., None])
+        t = product(f"{letters.o},{letters.v}->{dims}", o_cotangent, v)
+        g = y * (value(self.weight_transposed, t=t) - delta[..., None])
         x_cotangent = jnp.where(visited, value(self.score_transposed, g=g, x0=x), 0)
         made = {
+            "scores": [],
             "queries": [(letters.k, k, letters.q, x_cotangent)],
             "keys": [
                 (letters.q, q, letters.k, x_cotangent),
@@ -176,8 +203,12 @@ class Attention(NamedTuple):
             ],
         }[kernel]
         found = [product(f"{dims},{of}->{to}", w, a).astype(types[0].dtype) for of, a, to, w in made]
-        if kernel == "queries" and self.side_cotangent_dtype:
-            found.append(jnp.where(visited, value(self.side_cotangent, g=g, x0=x), 0).astype(self.side_cotangent_dtype))
+        for one, type_ in zip(self.side_cotangents_of(kernel), types[len(found) :], strict=True):
+            of_scores = jnp.where(visited, value(one.expression, g=g, x0=x, y=y, t=t), 0)
+            summed = jnp.einsum(f"{dims}->{one.letters.removeprefix('p')}", of_scores)
+            if one.letters.startswith("p"):
+                summed = jnp.zeros(type_.shape, jnp.float32).at[0].set(summed)
+            found.append(summed.astype(one.dtype))
         return found
 
     def values_of_sides(self, dims: str, extents: dict[str, int], arrays: Iterable[jax.Array]) -> dict[str, jax.Array]:

@@ -1,8 +1,10 @@
 """The program's scores, weights and their derivatives as expressions, of which kernels are printed."""
 
+import math
 from typing import TYPE_CHECKING
 
-from jax_softmax.fusion.attention.call import Attention, LetteredSide
+from jax_softmax import _kernels
+from jax_softmax.fusion.attention.call import Attention, LetteredSide, SideCotangent
 from jax_softmax.fusion.attention.linear import is_linear, multipliers, without_roundings
 from jax_softmax.fusion.attention.walks import NoAttention
 from jax_softmax.fusion.program import expressions
@@ -14,7 +16,7 @@ from jax_softmax.fusion.program.walk import Inside
 from jax_softmax.primitives.types import Atom, Var
 
 if TYPE_CHECKING:
-    from jax_softmax.fusion.attention.matcher import Match
+    from jax_softmax.fusion.attention.matcher import Match, OfSide
 
 
 class Formulas:
@@ -37,10 +39,10 @@ class Formulas:
         transposed: tuple[Expression | None, Expression | None] = None, None
         if match.linear is not None:
             transposed = self._transposed(weight)
-        side_cotangent: tuple[Expression | None, str | None] = None, None
-        if (v := match.side_cotangent) is not None:
-            side_cotangent = self._linear_expression("g", match.of_scores, v, match.reached_after), v.aval.dtype.name
-        learned = self._letters_of_learned()
+        side_cotangents = tuple(map(self._side_cotangent, match.of_sides))
+        if sum({"i", "j"} <= set(one.letters) and one.kernel == "queries" for one in side_cotangents) > 1:
+            raise NoAttention("several arrays of queries x keys are made of the scores' gradient")
+        learned = [set(Operand(None, one.place).letters(match.names)) for one in match.of_sides]
         self.attention = Attention(
             match.letters,
             tuple(self._side(side, learned) for side in shared.sides),
@@ -48,7 +50,7 @@ class Formulas:
             score,
             weight,
             *transposed,
-            *side_cotangent,
+            side_cotangents=side_cotangents,
             empty_rows_are_zero=bool(match.masks) or rows.sink is not None,
         )
 
@@ -121,14 +123,31 @@ class Formulas:
         select = Operation("select_n", choice, ("bool", dtype, dtype), dtype)
         return Expression((*score.operations, *operations, select), f"v{n + len(operations)}")
 
-    def _letters_of_learned(self) -> list[set[str]]:
-        """The letters of arrays of which the side's cotangent may be: those that are left where the program sums it."""
-        if (v := self.match.side_cotangent) is None:
-            return []
-        place, readers = self.match.reached_after[v], self.graph.readers.get(v, ())
-        axes_of_sums = [reader.params["axes"] for reader in readers if reader.name == "reduce_sum"] or [()]
-        left = [[dim for d, dim in enumerate(place) if d not in axes] for axes in axes_of_sums]
-        return [set(Operand(None, place).letters(self.match.names)) for place in left]
+    def _side_cotangent(self, of_side: "OfSide") -> SideCotangent:
+        """The kernel that sums as much of a side's cotangent as one can."""
+        match, letters = self.match, self.match.letters
+        a, dtype = of_side.of_scores, of_side.variable.aval.dtype.name
+        expression = self._linear_expression("g", match.of_scores, a, match.reached_after)
+        left = set(Operand(None, of_side.place).letters(match.names))
+        batch_of_keys = "".join(c for c in letters.batch if c in letters.k)
+        if "j" not in left:
+            return SideCotangent(expression, "queries", letters.rows, "float32")
+        if left <= set(letters.k):
+            return SideCotangent(expression, "keys", batch_of_keys + "j", "float32")
+        kept = "".join(c for c in letters.batch if c in left)
+        if kept == letters.batch:
+            return SideCotangent(expression, "queries", letters.rows + "j", dtype)
+        return SideCotangent(expression, "scores", f"p{kept}ij", "float32", self._parts(kept))
+
+    def _parts(self, kept: str) -> int:
+        """The parts in which a gradient's sum over the batch is made, so that there are enough blocks."""
+        extents, letters = self.match.extents, self.match.letters
+        rows, step = _kernels.attention_tile(
+            "scores", extents["d"], extents["e"], self.match.q.variable.aval.dtype.itemsize
+        )
+        blocks = math.prod(extents[c] for c in kept) * -(-extents["i"] // rows) * -(-extents["j"] // step)
+        summed = math.prod(extents[c] for c in letters.batch if c not in kept)
+        return min(summed, -(-_kernels.ATTENTION_BLOCKS // blocks))
 
     def _side(self, side: SideVariable, learned: list[set[str]]) -> LetteredSide:
         try:

@@ -18,7 +18,15 @@ from jax.sharding import PartitionSpec
 
 from jax_softmax import _kernels, _private
 from jax_softmax.devices import division, layouts, partitioning
-from jax_softmax.fusion.attention.call import ArrayOrAval, Attention, LetteredSide, Letters, rounded_and_lost, unrounded
+from jax_softmax.fusion.attention.call import (
+    ArrayOrAval,
+    Attention,
+    LetteredSide,
+    Letters,
+    SideCotangent,
+    rounded_and_lost,
+    unrounded,
+)
 from jax_softmax.fusion.program.expressions import Expression
 from jax_softmax.primitives import interpreters
 from jax_softmax.primitives.types import Arrays, Aval, Shape
@@ -52,12 +60,20 @@ def delta(attention: Attention, o: Array, lost: Sequence[Array], o_cotangent: Ar
     return jnp.transpose(products.sum(-1), [letters.o.index(c) for c in letters.rows])
 
 
-def backward(attention: Attention, *operands: Array) -> Arrays:
-    """dq, dk, dv, and the side's cotangent if there is one, of the primitive's operands."""
-    (dq, *side_cotangent), (dk, dv) = (
+def backward(attention: Attention, *operands: Array) -> tuple[Arrays, list[Array]]:
+    """dq, dk and dv, and the sides' cotangents, of the primitive's operands."""
+    (dq, *of_queries), (dk, dv, *of_keys) = (
         attention_p.bind(*operands, attention=attention, kernel=name) for name in ("queries", "keys")
     )
-    return dq, dk, dv, *side_cotangent
+    made = {"queries": iter(of_queries), "keys": iter(of_keys)}
+
+    def side_cotangent(one: SideCotangent) -> Array:
+        if one.kernel != "scores":
+            return next(made[one.kernel])
+        (parts,) = attention_p.bind(*operands, attention=attention._replace(side_cotangents=(one,)), kernel="scores")
+        return parts.sum(0)
+
+    return (dq, dk, dv), [side_cotangent(one) for one in attention.side_cotangents]
 
 
 def with_sink(attention: Attention, sink: Array, o: Array, rows: Array, *lost: Array) -> tuple[Arrays, Array]:
@@ -119,12 +135,12 @@ divided_p.multiple_results = True
 
 
 class _Space:
-    """The letters of a call, and those of its operands and results; n are the two numbers of a row."""
+    """The letters of a call, and those of its operands and results."""
 
     def __init__(self, attention: Attention, kernel: str) -> None:
         letters = attention.letters
         self.attention, self.kernel = attention, kernel
-        self.dims = letters.batch + "ijden"
+        self.dims = letters.batch + "ijdenp"
         of_backward = [] if kernel == "forward" else [letters.o, letters.rows + "n", letters.rows]
         arrays = [side.letters for side in attention.sides_of(kernel) if side.dtype != "index"]
         self.operands = [*letters, *of_backward, *arrays]
@@ -190,7 +206,7 @@ def _in_space(*operands: Array, attention: Attention, kernel: str) -> list[Array
         elif side.dtype != "index":
             given.append(rest.pop(0))
     space = _Space(attention._replace(sides=(*sides, *attention.sides[len(sides) :])), kernel)
-    shape = tuple((extents | {"n": 2})[c] for c in space.dims)
+    shape = tuple(attention.sizes(kernel, extents)[c] for c in space.dims)
     found = divided_p.bind(
         *space.expanded(given, space.operands), attention=space.attention, kernel=kernel, shape=shape
     )
@@ -212,11 +228,13 @@ class _DeviceProgram(division.DeviceProgram):
 
     def __init__(self, attention: Sequence[Any], kernel: str) -> None:
         known = dict(zip(Attention._fields, attention, strict=True))
-        for name in ("score", "weight", "score_transposed", "weight_transposed", "side_cotangent"):
+        for name in ("score", "weight", "score_transposed", "weight_transposed"):
             known[name] = known[name] and Expression.from_json(known[name])
         known |= {"letters": Letters(*known["letters"]), "sides": tuple(LetteredSide(*side) for side in known["sides"])}
+        of_sides = ((Expression.from_json(expression), *rest) for expression, *rest in known["side_cotangents"])
+        known["side_cotangents"] = tuple(SideCotangent(*one) for one in of_sides)
         self.space = _Space(Attention(**known), kernel)
-        self.undivided = tuple(self.space.dims.index(c) for c in "ijden")
+        self.undivided = tuple(self.space.dims.index(c) for c in "ijdenp")
 
     def on_whole_rows(self, layout: layouts.Layout) -> Callable[..., list[Array]]:
         return lambda *operands: self.space.apply(attention_p.bind, *operands)

@@ -26,9 +26,17 @@ from jax_softmax.fusion.program import expressions, splicing
 from jax_softmax.fusion.program.expressions import NotFolded
 from jax_softmax.fusion.program.graph import CycleError, Equation, Graph
 from jax_softmax.fusion.program.kinds import foldable, is_strided_view
-from jax_softmax.fusion.program.places import Factor
+from jax_softmax.fusion.program.places import Factor, Place
 from jax_softmax.fusion.program.products import Operand, Product
 from jax_softmax.primitives.types import Atom, Var
+
+
+class OfSide(NamedTuple):
+    """A side's cotangent: what each score adds to it, and the variable that is its sum, or the same, at its place."""
+
+    of_scores: Var
+    variable: Var
+    place: Place
 
 
 class FoundAttention(NamedTuple):
@@ -39,7 +47,6 @@ class FoundAttention(NamedTuple):
     log_sums: list[Equation]  # of the scores: the operator logsumexp
     attention: Attention
     extents: dict[str, int]
-    has_gradients: bool
     bytes_per_score: int  # which the program moves to write and read arrays of queries x keys
     n_products: int  # of which such an array is an operand or the result
     bytes_of_number: int  # of q, k and v
@@ -133,7 +140,6 @@ class Match:
             [one.equation for one in self.log_sums],
             self.formulas.attention,
             self.extents,
-            self.linear is not None,
             *self._work_per_score(),
             self.q.variable.aval.dtype.itemsize,
         )
@@ -177,7 +183,7 @@ class Match:
         self.of_cotangents: Sequence[Product] = []  # those of the output's cotangent with values
         self.dq: tuple[Product, Var] | None = None
         self.dk: tuple[Product, Var] | None = None
-        self.side_cotangent: Var | None = None
+        self.of_sides: list[OfSide] = []
         self.values = Values(self.walks)
         self.of_log_sums: list[tuple[log_sums.LogSum, Form]] = []  # log-sum-exps and their cotangents
         if not maps:
@@ -206,7 +212,7 @@ class Match:
                 raise NoAttention("products read the scores' gradient in other ways")
         if self.dq is None and self.dk is None:
             raise NoAttention("no product reads the scores' gradient")
-        self.side_cotangent = self._found_side_cotangent()
+        self.of_sides = self._found_of_sides()
 
     def _with_log_sums(self, a: Var) -> Var:
         """The linear map's result with what log-sum-exps add to it, if they do."""
@@ -225,17 +231,24 @@ class Match:
             (a,) = reader.outputs
         return found
 
-    def _found_side_cotangent(self) -> Var | None:
-        """The one array made of the scores' cotangents that the program reads other than by products, or None."""
+    def _found_of_sides(self) -> list[OfSide]:
+        """The arrays made of the scores' cotangents that the program reads other than by products: their sums, where
+        it only reads these."""
         found = []
-        for a in self.reached_after:
+        for a, place in self.reached_after.items():
             readers = self.graph.readers.get(a, ())
-            inside = (r.name == "dot_general" or any(v in self.reached_after for v in r.outputs) for r in readers)
-            if not all(inside) or a in self.graph.results:
-                found.append(a)
-        if len(found) > 1 or any(a.aval.dtype.name not in expressions.WRITABLE for a in found):
-            raise NoAttention("several results are made of the scores' gradient")
-        return found[0] if found else None
+            outside = [
+                r for r in readers if r.name != "dot_general" and self.reached_after.keys().isdisjoint(r.outputs)
+            ]
+            if a in self.graph.results or any(r.name != "reduce_sum" for r in outside):
+                found.append(OfSide(a, a, place))
+                continue
+            for reader in outside:
+                left = [dim for d, dim in enumerate(place) if d not in reader.params["axes"]]
+                found.append(OfSide(a, *reader.outputs, left))
+        if any(one.variable.aval.dtype.name not in expressions.WRITABLE for one in found):
+            raise NoAttention("a result of another dtype is made of the scores' gradient")
+        return found
 
     def _check_same(self, product: Product, operand: Operand) -> None:
         """Raises NoAttention unless a product's other operand is this one."""
@@ -317,9 +330,11 @@ class Match:
         if self.linear is not None:
             of_rows += [(v, "sink") for v in self.rows.sinks_of(self.linear.outputs[0])]
         results += [Result(v, self.rows.place_of_rows, self.names, name, letters.rows) for v, name in of_rows]
-        if self.side_cotangent is not None:
-            place = self.reached_after[self.side_cotangent]
-            results.append(Result(self.side_cotangent, place, self.names, "side_cotangent", letters.rows + "j"))
+        of_sides = zip(self.of_sides, self.formulas.attention.side_cotangents, strict=True)
+        results += [
+            Result(of.variable, of.place, self.names, k, one.letters.removeprefix("p"))
+            for k, (of, one) in enumerate(of_sides)
+        ]
         return results
 
     def _work_per_score(self) -> tuple[int, int]:
@@ -336,7 +351,9 @@ class Match:
             cotangents = [product[1] for product in (self.dq, self.dk) if product]
             n += size(cotangents[0]) * (1 + len(cotangents))
             products += len(self.values.each) + len(cotangents)
-            n -= 0 if self.side_cotangent is None else size(self.side_cotangent)  # which the kernels write as well
+            n -= sum(
+                size(one.variable) for one in self.of_sides if one.variable is one.of_scores
+            )  # kernels write these
         return n, products
 
     def _names_of(self, product: Product) -> dict[Factor, str]:

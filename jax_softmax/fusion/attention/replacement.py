@@ -25,7 +25,9 @@ class Result(NamedTuple):
     variable: Var
     place: Place
     names: dict[Factor, str]  # letters of its factors
-    name: str  # of what the kernels make: o, dq, dk, dv, side_cotangent; M and S of rows; sink, a sink's cotangent
+    name: (
+        str | int
+    )  # of what the kernels make: o, dq, dk, dv; M and S of rows; sink, a sink's cotangent; or which side's
     letters: str  # of that
     part: tuple[int, int] | None = None  # which of its features
 
@@ -83,7 +85,7 @@ def _made(
     sides: list[Array],
     sink: list[Array],
     cotangents: list[Array],
-) -> dict[str, Array]:
+) -> dict[str | int, Array]:
     """What the kernels make, by the names that results have. `o_cotangent`: nothing, if there is no backward pass.
     `cotangents`: of the rows' log-sum-exps, times -1."""
     operands = [jnp.concatenate(of, -1) if len(of) > 1 else of[0] for of in (q, k, v, o_cotangent) if of]
@@ -91,10 +93,10 @@ def _made(
     weight_of_sink = None
     if sink:
         (o, rows, *lost), weight_of_sink = kernels.with_sink(attention, *sink, o, rows, *lost)
-    made = {"o": o} | dict(zip("MS", kernels.normalizer(rows), strict=True))
+    made: dict[str | int, Array] = {"o": o} | dict(zip("MS", kernels.normalizer(rows), strict=True))
     if o_cotangent:
         delta = kernels.delta(attention, o, lost, operands[3])
         made |= {} if weight_of_sink is None else {"sink": -weight_of_sink * delta}
-        found = kernels.backward(attention, *operands, rows, sum(cotangents, delta), *sides)
-        made |= zip(("dq", "dk", "dv", "side_cotangent"), found, strict=False)
+        found, of_sides = kernels.backward(attention, *operands, rows, sum(cotangents, delta), *sides)
+        made |= dict(zip(("dq", "dk", "dv"), found, strict=True)) | dict(enumerate(of_sides))
     return made

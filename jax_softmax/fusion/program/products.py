@@ -40,8 +40,12 @@ class Operand(NamedTuple):
         return jnp.transpose(a.reshape([f.extent for f in self._in_parts(names)]), [own.index(c) for c in letters])
 
     def from_letters(self, a: jax.Array, names: Mapping[Factor, str], letters: str, like: Any) -> jax.Array:
-        """An array of the type `like` from one with these letters: the inverse of `to_letters`."""
-        return jnp.transpose(a, [letters.index(c) for c in self.letters(names)]).astype(like.dtype).reshape(like.shape)
+        """An array of the type `like` from one with these letters, summed over those that the variable lacks: the
+        inverse of `to_letters`, or its transpose."""
+        own = self.letters(names)
+        if lacking := [k for k, c in enumerate(letters) if c not in own]:
+            a, letters = a.astype(jnp.float32).sum(lacking), "".join(c for c in letters if c in own)
+        return jnp.transpose(a, [letters.index(c) for c in own]).astype(like.dtype).reshape(like.shape)
 
 
 class Product:
