@@ -64,7 +64,7 @@ def in_float64(case, operands):
 def check(case):
     """The fused program's values and gradients: finite where the program's are, and about as exact."""
     operands = case.operands()
-    assert set(attention_in(case)) == set(KERNELS)
+    assert set(attention_in(case)) == case.kernels
     expected, found = in_float64(case, operands), jax.jit(fused(case))(*operands)
     unfused = functools.cache(
         lambda: with_weights_in_memory(case, operands)

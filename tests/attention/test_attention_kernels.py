@@ -22,6 +22,7 @@ from attention_cases import (
     biased_causal,
     described_call,
     fused,
+    of_learned_slopes,
     scaled,
     wide,
 )
@@ -53,7 +54,8 @@ def mask_cap_and_bias(x, i, j, bias):
 SCORES[mask_cap_and_bias] = (("i", "index"), ("j", "index"), ("hij", "bfloat16"))
 # A case for each row of the table, of lengths that are a multiple of every tile or of none.
 COMPILED = [
-    Case(mask_cap_and_bias, (n, n), (features, features), dtype=dtype)
+    Case(score, (n, n), (features, features), dtype=dtype)
+    for score in (mask_cap_and_bias, of_learned_slopes)
     for features, n, dtype in ((64, 2048, "bfloat16"), (128, 2048, "float16"), (256, 197, "bfloat16"))
 ]
 
@@ -61,7 +63,7 @@ COMPILED = [
 @support.sampled("compute_capability,case", itertools.product([90, 80, 100, 120], COMPILED), 4, ids=str)
 def test_compiles(jit, case, compute_capability):
     jit.needs(compute_capability)
-    for kernel in KERNELS:
+    for kernel in case.kernels:
         plan = plan_of(kernel, case)
         _, text = _kernels.jit_binary(plan["code"], plan["plan"], compute_capability)
         spilled = [int(n) for n in re.findall(r"(\d+) bytes spill stores", text)]
@@ -93,29 +95,36 @@ def test_tiles_fit_and_cover_everything(kernel, score):
 # The tiles of csrc/attention/geometry.h by the bytes of a number and the larger number of features: warps, fragments,
 # step, parts, resident.
 TILINGS = {
-    (2, 64): {"forward": (4, 2, 64, 1, 2), "keys": (4, 2, 32, 1, 2), "queries": (4, 2, 32, 1, 2)},
-    (2, 128): {"forward": (4, 2, 64, 1, 2), "keys": (4, 1, 64, 1, 2), "queries": (4, 2, 32, 1, 2)},
-    (2, 256): {"forward": (4, 1, 32, 1, 1), "keys": (4, 1, 16, 2, 1), "queries": (4, 1, 16, 1, 1)},
-    (4, 64): {"forward": (4, 2, 64, 1, 2), "keys": (4, 2, 32, 1, 2), "queries": (4, 2, 32, 1, 2)},
-    (4, 128): {"forward": (4, 2, 16, 1, 2), "keys": (4, 1, 16, 1, 2), "queries": (4, 1, 16, 1, 2)},
+    (2, 64): [(4, 2, 64, 1, 2), (4, 2, 32, 1, 2), (4, 2, 32, 1, 2), (4, 2, 64, 1, 2)],
+    (2, 128): [(4, 2, 64, 1, 2), (4, 1, 64, 1, 2), (4, 2, 32, 1, 2), (4, 1, 32, 1, 2)],
+    (2, 256): [(4, 1, 32, 1, 1), (4, 1, 16, 2, 1), (4, 1, 16, 1, 1), (2, 1, 16, 1, 2)],
+    (4, 64): [(4, 2, 64, 1, 2), (4, 2, 32, 1, 2), (4, 2, 32, 1, 2), (4, 1, 32, 1, 2)],
+    (4, 128): [(4, 2, 16, 1, 2), (4, 1, 16, 1, 2), (4, 1, 16, 1, 2), (2, 1, 16, 1, 2)],
 }
+OF_KERNEL = {kernel: k for k, kernel in enumerate(("forward", "keys", "queries", "scores"))}
 
 
 def launch_by_formula(kernel, attention, extents, dtype):
     """Blocks, threads, bytes of shared memory, launch bounds, and the sides that pass through shared memory."""
     d, e, n_bytes = extents["d"], extents["e"], jnp.dtype(dtype).itemsize
     of_dtype = {most: t for (of, most), t in TILINGS.items() if of == n_bytes}
-    warps, fragments, step, parts, resident = next(t for most, t in of_dtype.items() if max(d, e) <= most)[kernel]
+    tilings = next(t for most, t in of_dtype.items() if max(d, e) <= most)
+    warps, fragments, step, parts, resident = tilings[OF_KERNEL[kernel]]
     rows, stay, letters = 16 * warps * fragments, "j" if kernel == "keys" else "i", attention.letters
     batch = [c for c in letters.q if c not in "id" and (c in letters.k or kernel != "keys")]
+    of_sum = [*attention.side_cotangents_of(kernel), None][0] if kernel == "scores" else None
+    if of_sum:
+        batch, parts = [c for c in batch if c in of_sum.letters], -(-extents["j"] // step) * of_sum.parts
     blocks = -(-extents[stay] // rows) * int(np.prod([extents[c] for c in batch])) * parts
 
+    unit = 16 * (1 if of_sum else parts)
+
     def row(n):
-        packs = -(-n // (16 * parts)) * 16 * parts * n_bytes // 16
+        packs = -(-n // unit) * unit * n_bytes // 16
         return 16 * (packs if packs % 8 == 0 else packs | 1)
 
     staying = row(d) if kernel == "forward" else row(d) + row(e)
-    shared = rows * staying + 2 * step * (row(d) + row(e) + 12 * (kernel == "keys"))
+    shared = rows * staying * (2 if of_sum else 1) + 2 * step * (row(d) + row(e) + 12 * (kernel == "keys"))
     queries, keys, staged = (step, rows, []) if kernel == "keys" else (rows, step, [])
     for of, dtype, _ in attention.sides_of(kernel):
         size = 0 if dtype == "index" or "i" not in of or of[-1] != "j" else jnp.dtype(dtype).itemsize
@@ -193,6 +202,11 @@ def test_calls_that_are_refused():
         ({"attributes": attributes | {"kernel": "values"}}, "no such kernel: values"),
         ({"attributes": attributes | {"sides": "bounds:x"}}, "letters of q and k"),
         ({"attributes": attributes | {"letters": "bihd,bjdh,bjhe"}}, "bjdh must have j and, last, d"),
+        ({"attributes": attributes | {"side_cotangents": "bhi bhj"}}, "other letters than its kernel can make"),
+        ({"attributes": attributes | {"side_cotangents": "bhi bhij"}}, "other letters than its kernel can make"),
+        ({"attributes": attributes | {"kernel": "forward", "side_cotangents": "bhi"}}, "other letters"),
+        ({"attributes": attributes | {"kernel": "scores", "side_cotangents": "bhi"}}, "one result, in parts"),
+        ({"attributes": attributes | {"kernel": "scores", "side_cotangents": "pihj"}}, "other letters"),
     ):
         with pytest.raises(ValueError, match=message):
             _kernels.plan_attention(**call | changed)
@@ -270,7 +284,7 @@ SCORES[of_temperature_and_masked] = (("i", "index"), ("j", "index"), ("h", "floa
 def test_masks_beside_what_is_learned_hide_tiles(kernel, score):
     case, cell = Case(score, (300, 300)), _kernels.ATTENTION_CELL
     attention, extents = attention_in(case)[kernel]
-    assert attention.side_cotangent_dtype == "float32"
+    assert len(attention.side_cotangents) == 1
     *_, learned, _ = case.operands()
     i, j = np.arange(300)[:, None], np.arange(300)
     in_window = i - j < 50

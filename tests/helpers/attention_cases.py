@@ -14,7 +14,7 @@ from jax_softmax.fusion.attention.kernels import attention_p
 from jax_softmax.fusion.program.graph import graph_of, is_variable
 from jax_softmax.fusion.rewriting import rewritten
 
-KERNELS = ("forward", "keys", "queries")  # the output; dk and dv; dq
+KERNELS = ("forward", "keys", "queries")  # the output; dk and dv; dq. "scores": of a bias that the batch shares
 SCALE = 0.125
 
 
@@ -86,6 +86,18 @@ def of_one_segment(x, of_queries, of_keys):
     return jnp.where(of_queries == of_keys, x * SCALE, -1e30)
 
 
+def of_learned_slopes(x, i, j, temperature, slopes):
+    return jnp.where(i >= j, wide(x) * temperature - jnp.exp(slopes) * (i - j).astype(jnp.float32), -1e30)
+
+
+def of_gains(x, of_queries, of_keys):
+    return wide(x) * (SCALE * of_queries) + of_keys * 2
+
+
+def biased_by_temperature(x, temperature, bias):
+    return wide(x) * (SCALE * temperature) + bias
+
+
 SCORES: dict[Callable, tuple] = {
     scaled: (),
     far_below: (),
@@ -102,6 +114,9 @@ SCORES: dict[Callable, tuple] = {
     alibi_in_a_window: (("h", "index"), ("i", "index"), ("j", "index")),
     in_windows_of_heads: (("h", "index"), ("i", "index"), ("j", "index")),
     of_one_segment: (("bi", "int32"), ("bj", "int32")),
+    of_learned_slopes: (("i", "index"), ("j", "index"), ("h", "float32"), ("bh", "float32")),
+    of_gains: (("bhi", "float32"), ("bj", "float32")),
+    biased_by_temperature: (("h", "float32"), ("ij", "float32")),
 }
 USUAL = "bihd,bjhd,bjhe"
 
@@ -140,6 +155,17 @@ class Case:
     def extents(self):
         (i, j), (d, e) = self.lengths, self.features
         return {**dict(zip("bh", self.n_batch, strict=True)), "g": 3, "i": i, "j": j, "d": d, "e": e}
+
+    @property
+    def kernels(self):
+        """Those of values and gradients."""
+        q, k, _ = self.letters.split(",")
+
+        def is_shared(of, dtype):
+            lacks = any(self.extents[c] > 1 for c in q if c not in of + "id")
+            return dtype in ("bfloat16", "float32") and "j" in of and not set(of) <= set(k) and lacks
+
+        return {*KERNELS, *["scores"] * any(is_shared(*side) for side in self.sides)}
 
     def operands(self):
         """q, k, v, the output's cotangent, and the arrays among the sides."""
@@ -256,7 +282,7 @@ def described_call(attention, kernel, dtype, extents):
     stay = extents["j" if kernel == "keys" else "i"]
     own += [] if attention.letters_of_bounds is None else [(attention.letters_of_bounds + "cm", "int32")]
     own += [(side.letters, side.dtype) for side in attention.sides_of(kernel) if side.dtype != "index"]
-    known = extents | {"n": 2, "c": -(-stay // 64), "m": 4}  # n: a row's numbers; c and m: of bounds
+    known = attention.sizes(kernel, extents) | {"c": -(-stay // 64), "m": 4}  # c and m: of bounds
     operands = [([known[c] for c in of], of_dtype) for of, of_dtype in own]
     results = attention.result_types(kernel, *(jax.ShapeDtypeStruct(*operand) for operand in operands[:3]))
     return {
@@ -281,7 +307,11 @@ FIRST = [
     Case(scaled, (40, 150), peaks="one peak", drops=True, n_batch=(1, 2)),
     Case(capped, (40, 72), (40, 64), dtype="float32", drops=True, n_batch=(1, 2)),
     Case(masked, (70, 35), (128, 24), "bihgd,bjhd,bjhe", "float32", where=True, n_batch=(1, 1)),
+    Case(of_learned_slopes, (65, 40), (32, 16), "bihgd,bjhd,bjhe", n_batch=(2, 2)),
+    Case(of_gains, (33, 65), (16, 16), dtype="float32"),
+    Case(biased_by_temperature, (130, 37), (32, 32), n_batch=(3, 3)),
 ]
+LEARNED = [biased_causal, of_learned_slopes, of_gains, biased_by_temperature]
 PEAKS = ["all equal", "equal q and k", "large", "one peak"]
 OTHERS = [
     Case(capped, (65, 197), (40, 64)),
@@ -298,6 +328,9 @@ OTHERS = [
     *(Case(score, (200, 190), dtype="float16") for score in SCORES),
     *(Case(score, (200, 190), product="float32") for score in SCORES),
     *(Case(score, (200, 190), dtype="float32") for score in SCORES),
+    *(Case(score, (130, 70), (136, 64), "bihgd,bjhd,bjhe", n_batch=(5, 2)) for score in LEARNED),
+    *(Case(score, (9, 21), (16, 32), "bihd,bjhd,bjhe", n_batch=(300, 2)) for score in LEARNED),
+    *(Case(score, (70, 100), (128, 96), dtype="float32") for score in LEARNED),
     *(
         Case(causal, (150, 130), (d, e), dtype="float32")
         for d, e in ((32, 32), (40, 40), (80, 96), (96, 80), (128, 128), (128, 64))

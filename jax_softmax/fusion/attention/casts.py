@@ -1,13 +1,18 @@
-"""Products of 16-bit arrays that a program widens to float32: einsum(q.astype(float32) / 8, k.astype(float32)).
+"""Products that are written otherwise than kernels have them.
 
+Products of 16-bit arrays that a program widens to float32: einsum(q.astype(float32) / 8, k.astype(float32)).
 A product of widened numbers, added up in float32, is the product of the numbers. A scalar c that multiplies an operand
 multiplies the product as well. So with q, k of 16 bits and an array s of float32, as weights or scores' cotangents are,
 
     (c wide(q)) wide(k)^T  is  c (q k^T),        c (s wide(k))  and  s (c wide(k))  are  (c s) k,
 
 which is how attention's kernels have their products.
+
+Products that contract nothing, as einsum("bhij,h->bhij", scores, temperature), are multiplications, and their
+gradients, einsum("bhij,bhij->h", g, scores), are sums of multiplications.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -34,10 +39,36 @@ def without_widened(graph: Graph, stay: Iterable[Equation] = ()) -> Changes:
     products: dict[Equation, Equation] = {}
     for equation in graph.equations:
         if equation.name == "dot_general" and equation not in stay:
-            for old, new in _product_of_16_bits(graph, equation).items():
+            replacement = _multiplication(graph, equation) or _product_of_16_bits(graph, equation)
+            for old, new in replacement.items():
                 replacements[old] = new
-                products |= {one: equation for one in new if one.name == "dot_general"}
+                products |= {one: equation for one in new if one.name in ("dot_general", "mul")}
     return Changes(graph.with_replaced(replacements) if products else graph, products)
+
+
+def _multiplication(graph: Graph, product: Equation) -> Replacements:
+    """The multiplication, and the sum of it if there is one, that a product is in which no operand, or but one, has
+    dimensions that the other one lacks."""
+    contracted, batch = product.params["dimension_numbers"]
+    shapes, dtype = [a.aval.shape for a in product.inputs], product.outputs[0].aval.dtype
+    free = [[d for d in range(len(shapes[k])) if d not in (*contracted[k], *batch[k])] for k in (0, 1)]
+    n, *sizes = (math.prod(shapes[k][d] for d in dims) for k, dims in ((0, contracted[0]), (0, free[0]), (1, free[1])))
+    are_floats = all(a.aval.dtype.name in expressions.WRITABLE for a in (*product.inputs, *product.outputs))
+    if not are_floats or min(sizes) > 1 or (n > 1 and max(sizes) > 1):
+        return {}
+
+    def multiplied(*operands: Array) -> Array:
+        """Of dimensions of the batch, free ones of each operand, and contracted ones."""
+        begin = len(batch[0])
+        ends = begin + len(free[0]), begin + len(free[0]) + len(free[1])
+        own = []
+        for k, a in enumerate(operands):
+            a = jnp.transpose(a.astype(dtype), [*batch[k], *free[k], *contracted[k]])
+            own.append(jnp.expand_dims(a, range(ends[0], ends[1]) if k == 0 else range(begin, ends[0])))
+        both = own[0] * own[1]
+        return both.sum(range(ends[1], both.ndim)) if contracted[0] else both
+
+    return {product: splicing.spliced(multiplied, product.inputs, product.outputs, product)}
 
 
 class _Operand(NamedTuple):

@@ -86,7 +86,10 @@ class Formulas:
 
     def _linear_expression(self, name: str, sources: list[Var], a: Var, reached: dict[Var, Place]) -> Expression:
         """What was reached from the sources, as an expression of these, which have a name."""
-        names = {**self.own} | {(source, place_key(self.rows.place)): name for source in sources}
+        names = {**self.own} | {(source, place_key(reached[source])): name for source in sources}
+        if self.match.linear is not None:
+            t, place = self.match.sum_of_products
+            names[t, place_key(place)] = "t"
         inside = self._inside(a, {b: p for b, p in reached.items() if b not in sources}, names)
         found = Expressions(names, self._shared.sides, self.walks.parts).make(a, reached[a], inside)
         if not is_linear(found, name):  # skipped tiles would leave out what is added to weights of 0
@@ -114,20 +117,20 @@ class Formulas:
         """The score where a mask is true, and -inf elsewhere."""
         shape, x = mask.aval.shape, self.rows.scores.aval.shape
         place = [self.rows.place[d] if n > 1 else [] for d, n in enumerate(shape, len(x) - len(shape))]
-        of_mask = self._shared.make(mask, place, self._equations_before(mask, place, {}))
-        n = len(score.operations)
-        renamed: dict[str | Number, str | Number] = {f"v{k}": f"v{k + n}" for k in range(len(of_mask.operations))}
-        operations = [op._replace(operands=tuple(renamed.get(a, a) for a in op.operands)) for op in of_mask.operations]
+        of_mask = self._shared.make(mask, place, self._equations_before(mask, place, {})).after(score)
         dtype = self.rows.scores.aval.dtype.name
-        choice = renamed.get(of_mask.result, of_mask.result), Number(-float("inf"), dtype), score.result
+        choice = of_mask.result, Number(-float("inf"), dtype), score.result
         select = Operation("select_n", choice, ("bool", dtype, dtype), dtype)
-        return Expression((*score.operations, *operations, select), f"v{n + len(operations)}")
+        return Expression((*of_mask.operations, select), f"v{len(of_mask.operations)}")
 
     def _side_cotangent(self, of_side: "OfSide") -> SideCotangent:
         """The kernel that sums as much of a side's cotangent as one can."""
-        match, letters = self.match, self.match.letters
-        a, dtype = of_side.of_scores, of_side.variable.aval.dtype.name
-        expression = self._linear_expression("g", match.of_scores, a, match.reached_after)
+        match, letters, dtype = self.match, self.match.letters, of_side.variable.aval.dtype.name
+        expression = None
+        for name, sources, reached, a in of_side.steps:
+            step = self._linear_expression(name, sources, a, reached)
+            expression = step if expression is None else without_roundings(step, name).after(expression, name)
+        assert expression is not None
         left = set(Operand(None, of_side.place).letters(match.names))
         batch_of_keys = "".join(c for c in letters.batch if c in letters.k)
         if "j" not in left:

@@ -9,7 +9,7 @@ The products' results are then made by the kernels. If nothing needs the softmax
 was all of it; if something does, the program stays as it was.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from jax_softmax import _kernels
@@ -31,12 +31,27 @@ from jax_softmax.fusion.program.products import Operand, Product
 from jax_softmax.primitives.types import Atom, Var
 
 
-class OfSide(NamedTuple):
-    """A side's cotangent: what each score adds to it, and the variable that is its sum, or the same, at its place."""
+class Step(NamedTuple):
+    """What is made of some variables, which have a name, element by element: what was reached from them, with the
+    places, and the one variable among these."""
 
-    of_scores: Var
+    name: str
+    sources: list[Var]
+    reached: dict[Var, Place]
+    variable: Var
+
+
+class OfSide(NamedTuple):
+    """A side's cotangent, at its place: what the first step makes of the scores' cotangents g or of the weights y, or
+    the sum of it; or what further steps make of each term of that sum, r, and then sum."""
+
+    steps: list[Step]
     variable: Var
     place: Place
+
+    @property
+    def is_sum(self) -> bool:
+        return self.variable is not self.steps[-1].variable
 
 
 class FoundAttention(NamedTuple):
@@ -233,22 +248,43 @@ class Match:
 
     def _found_of_sides(self) -> list[OfSide]:
         """The arrays made of the scores' cotangents that the program reads other than by products: their sums, where
-        it only reads these."""
+        it only reads these. And sums of what is made of the weights and of their cotangents."""
         found = []
         for a, place in self.reached_after.items():
-            readers = self.graph.readers.get(a, ())
-            outside = [
-                r for r in readers if r.name != "dot_general" and self.reached_after.keys().isdisjoint(r.outputs)
-            ]
+            step, outside = Step("g", self.of_scores, self.reached_after, a), self._outside(a, self.reached_after)
             if a in self.graph.results or any(r.name != "reduce_sum" for r in outside):
-                found.append(OfSide(a, a, place))
-                continue
-            for reader in outside:
-                left = [dim for d, dim in enumerate(place) if d not in reader.params["axes"]]
-                found.append(OfSide(a, *reader.outputs, left))
+                found.append(OfSide([step], a, place))
+            else:
+                found += [one for r in outside for one in self._sums(r, [step])]
+        for a in self.reached:
+            step = Step("y", self.rows.weights, self.reached, a)
+            sums = [r for r in self.graph.readers.get(a, ()) if r.name == "reduce_sum"]
+            found += [one for r in sums for one in self._sums(r, [step])]
         if any(one.variable.aval.dtype.name not in expressions.WRITABLE for one in found):
             raise NoAttention("a result of another dtype is made of the scores' gradient")
         return found
+
+    def _outside(self, a: Var, reached: Mapping[Var, Place]) -> list[Equation]:
+        """What reads a variable, but for what was reached, and products with queries and keys."""
+        products = [product[0].equation for product in (self.dq, self.dk) if product]
+        readers = self.graph.readers.get(a, ())
+        return [r for r in readers if r not in products and reached.keys().isdisjoint(r.outputs)]
+
+    def _sums(self, equation: Equation, steps: list[Step]) -> list[OfSide]:
+        """The sum of what steps make; or, where it is of queries and keys, the sums of which all is that it is for."""
+        (v,), summed = equation.outputs, equation.params["axes"]
+        place = [dim for d, dim in enumerate(steps[-1].reached[steps[-1].variable]) if d not in summed]
+        whole = [OfSide(steps, v, place)]
+        factors = self.walks.parts.factors_of(place)
+        if self.j not in factors or set(factors) <= set(self.walks.parts.factors_of(self.k.place)):
+            return whole
+        reached, found = self.walks.reached([v], place), []
+        for a in reached:
+            outside = self._outside(a, reached)
+            if a in self.graph.results or any(r.name != "reduce_sum" for r in outside):
+                return whole
+            found += [one for r in outside for one in self._sums(r, [*steps, Step("r", [v], reached, a)])]
+        return found or whole
 
     def _check_same(self, product: Product, operand: Operand) -> None:
         """Raises NoAttention unless a product's other operand is this one."""
@@ -351,9 +387,7 @@ class Match:
             cotangents = [product[1] for product in (self.dq, self.dk) if product]
             n += size(cotangents[0]) * (1 + len(cotangents))
             products += len(self.values.each) + len(cotangents)
-            n -= sum(
-                size(one.variable) for one in self.of_sides if one.variable is one.of_scores
-            )  # kernels write these
+            n -= sum(size(one.variable) for one in self.of_sides if not one.is_sum)  # which the kernels write as well
         return n, products
 
     def _names_of(self, product: Product) -> dict[Factor, str]:

@@ -109,6 +109,14 @@ class Expression(NamedTuple):
         )
         return cls(tuple(operations), atom(given[1]))
 
+    def after(self, other: "Expression", name: str | None = None) -> "Expression":
+        """The expression behind the operations of another one, whose result a name stands for, if one is given."""
+        n = len(other.operations)
+        new: dict[str | Number, str | Number] = {f"v{k}": f"v{k + n}" for k in range(len(self.operations))}
+        new |= {} if name is None else {name: other.result}
+        operations = (op._replace(operands=tuple(new.get(a, a) for a in op.operands)) for op in self.operations)
+        return Expression((*other.operations, *operations), new.get(self.result, self.result))
+
     def with_sums(self, sums: dict[str, str]) -> "Expression":
         """With s0 + s3 instead of s0 for each pair s0, s3 whose first name is read: sums of int32."""
         read = {a for op in self.operations for a in op.operands} | {self.result}
