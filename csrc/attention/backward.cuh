@@ -266,17 +266,18 @@ __device__ __forceinline__ void read_numbers(RowNumbers (&rows)[fragments][2], c
 template <class P, bool is_whole, int fragments, int step, class Tile, class F>
 __device__ __forceinline__ void differentiate_queries(Accumulators<fragments, step>& s,
                                                       Accumulators<fragments, step>& t, const Tile& tile,
-                                                      const RowNumbers (&rows)[fragments][2], int query, const F& f) {
+                                                      const RowNumbers (&rows)[fragments][2], int query, int key,
+                                                      const F& f) {
 #pragma unroll
   for (int m = 0; m < fragments; ++m) {
 #pragma unroll
     for (int c = 0; c < step / 8; ++c) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        const int i = query + m * kMma + e / 2 * 8, j = c * 8 + own_column() + e % 2;
+        const int i = query + m * kMma + e / 2 * 8, j = key + c * 8 + own_column() + e % 2;
         const ScoreSides<P, Tile, is_whole> side{tile, i, j};
         SideCotangents<P> of_sides = differentiate<P>(s.values[m][c][e], t.values[m][c][e], rows[m][e / 2], side);
-        if (!is_whole && P::kKeys % step != 0 && tile.j + j >= P::kKeys) {
+        if (!is_whole && P::kKeys % Counts<P>::kStep != 0 && tile.j + j >= P::kKeys) {
           t.values[m][c][e] = 0.0f;
           of_sides = {};
         }
@@ -329,9 +330,9 @@ __device__ __forceinline__ void attention_queries(const typename P::Addresses& o
     add_product_of_rows(t, own.e, row_of_warp, stage.e);
     const typename Keys::Tile tile = keys.tile(step);
     for_tile<P>(range.is_whole(step), [&](auto is_whole) {
-      float pair[2];
+      [[maybe_unused]] float pair[2];
       differentiate_queries<P, decltype(is_whole)::kValue>(
-          s, t, tile, rows, own_row_of_tile, [&](int m, int c, int e, const SideCotangents<P>& of_sides) {
+          s, t, tile, rows, own_row_of_tile, 0, [&](int m, int c, int e, const SideCotangents<P>& of_sides) {
             sums.add(m, e / 2, of_sides);
             if constexpr (P::kWrites) {
               pair[e % 2] = of_sides.values[0];
@@ -363,6 +364,7 @@ __device__ __forceinline__ void attention_scores(const typename P::Addresses& op
   using Queries = SharedRowPair<P, N::kRows>;
   using Keys = SharedRowPair<P, N::kStep>;
   constexpr int kBlocks = ceil_div(P::kQueries, N::kRows), kSteps = ceil_div(P::kKeys, N::kStep);
+  constexpr int kPart = N::kStep < 32 ? N::kStep : 32;  // keys whose products are in registers beside the sums
 
   const BlockIndex own_index = own_block<P>(kBlocks * kSteps * P::kParts, P::kGroups);
   const int step = own_index.row_block % kSteps, block = own_index.row_block / kSteps % kBlocks;
@@ -412,16 +414,22 @@ __device__ __forceinline__ void attention_scores(const typename P::Addresses& op
     const unsigned next = visiting(n + 1);
     begin_copies(next, stage(count + 1));
     commit_copies();
-    Accumulators<N::kFragments, N::kStep> s, t;
-    add_product_of_rows(s, queries.d, row_of_warp, keys.d);
-    add_product_of_rows(t, queries.e, row_of_warp, keys.e);
     const SideOffsets<P> sides(operands, n);
     const Tile tile{sides, keys.d.base + Keys::kBytes, first, step * N::kStep};
-    for_tile<P>(visited<P>(operands, n, block, P::kQueries, P::kKeys).is_whole(step), [&](auto is_whole) {
-      differentiate_queries<P, decltype(is_whole)::kValue>(
-          s, t, tile, rows, row_of_warp + own_row(),
-          [&](int m, int c, int e, const SideCotangents<P>& of_sides) { sums.values[m][c][e] += of_sides.values[0]; });
-    });
+    const bool is_whole = visited<P>(operands, n, block, P::kQueries, P::kKeys).is_whole(step);
+#pragma unroll
+    for (int key = 0; key < N::kStep; key += kPart) {
+      Accumulators<N::kFragments, kPart> s, t;
+      add_product_of_rows(s, queries.d, row_of_warp, keys.d, key);
+      add_product_of_rows(t, queries.e, row_of_warp, keys.e, key);
+      for_tile<P>(is_whole, [&](auto is_whole) {
+        differentiate_queries<P, decltype(is_whole)::kValue>(
+            s, t, tile, rows, row_of_warp + own_row(), key,
+            [&](int m, int c, int e, const SideCotangents<P>& of_sides) {
+              sums.values[m][key / 8 + c][e] += of_sides.values[0];
+            });
+      });
+    }
     n = next;
   }
   wait_for_all_but_last<0>();

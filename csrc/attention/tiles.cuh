@@ -123,11 +123,11 @@ __device__ __forceinline__ void round_for_product(uint32_t (&x)[4]) {
   }
 }
 
-// c (rows x columns) += a (rows x depth) b^T (depth x columns): a are the rows from `row` on, which stay and are
-// rounded, b has `columns` rows.
+// c (rows x columns) += a (rows x depth) b^T (depth x columns): a are the rows from `row` on, which are rounded, b the
+// rows from `column` on.
 template <class T, int fragments, int columns, int depth>
 __device__ __forceinline__ void add_product_of_rows(Accumulators<fragments, columns>& c, SharedRows<T, depth> a,
-                                                    int row, SharedRows<T, depth> b) {
+                                                    int row, SharedRows<T, depth> b, int column = 0) {
   const int l = lane();
 #pragma unroll
   for (int k = 0; k < a.kPacks / 2; ++k) {
@@ -137,7 +137,7 @@ __device__ __forceinline__ void add_product_of_rows(Accumulators<fragments, colu
 #pragma unroll
     for (int n = 0; n < columns / kMma; ++n) {
       uint32_t others[4];
-      load_matrices(others, b.pack(n * kMma + l % 8 + l / 16 * 8, 2 * k + l / 8 % 2));
+      load_matrices(others, b.pack(column + n * kMma + l % 8 + l / 16 * 8, 2 * k + l / 8 % 2));
       round_for_product<T>(others);
 #pragma unroll
       for (int m = 0; m < fragments; ++m) {

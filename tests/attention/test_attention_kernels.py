@@ -112,19 +112,18 @@ def launch_by_formula(kernel, attention, extents, dtype):
     warps, fragments, step, parts, resident = tilings[OF_KERNEL[kernel]]
     rows, stay, letters = 16 * warps * fragments, "j" if kernel == "keys" else "i", attention.letters
     batch = [c for c in letters.q if c not in "id" and (c in letters.k or kernel != "keys")]
-    of_sum = [*attention.side_cotangents_of(kernel), None][0] if kernel == "scores" else None
-    if of_sum:
-        batch, parts = [c for c in batch if c in of_sum.letters], -(-extents["j"] // step) * of_sum.parts
+    unit, times = 16 * parts, 2 if kernel == "scores" else 1
+    if kernel == "scores":
+        batch = [c for c in batch if c in sum_in(attention).letters]
+        parts = -(-extents["j"] // step) * sum_in(attention).parts
     blocks = -(-extents[stay] // rows) * int(np.prod([extents[c] for c in batch])) * parts
-
-    unit = 16 * (1 if of_sum else parts)
 
     def row(n):
         packs = -(-n // unit) * unit * n_bytes // 16
         return 16 * (packs if packs % 8 == 0 else packs | 1)
 
     staying = row(d) if kernel == "forward" else row(d) + row(e)
-    shared = rows * staying * (2 if of_sum else 1) + 2 * step * (row(d) + row(e) + 12 * (kernel == "keys"))
+    shared = rows * staying * times + 2 * step * (row(d) + row(e) + 12 * (kernel == "keys"))
     queries, keys, staged = (step, rows, []) if kernel == "keys" else (rows, step, [])
     for of, dtype, _ in attention.sides_of(kernel):
         size = 0 if dtype == "index" or "i" not in of or of[-1] != "j" else jnp.dtype(dtype).itemsize
@@ -133,6 +132,12 @@ def launch_by_formula(kernel, attention, extents, dtype):
         shared += needed if fits else 0
         staged.append(size if fits else 0)
     return blocks, 32 * warps, shared, f"__launch_bounds__({32 * warps}, {resident})", staged or [0]
+
+
+def sum_in(attention):
+    """The sum over the batch, which the kernel of scores makes."""
+    (found,) = attention.side_cotangents_of("scores")
+    return found
 
 
 LAUNCHED = [*FIRST, *PROMISES.values(), *OTHERS]
@@ -155,16 +160,16 @@ def test_launches_and_sources(case):
         n = (3 if kernel == "forward" else 6) + (attention.letters_of_bounds is not None)
         arrays = [side.dtype != "index" for side in attention.sides_of(kernel)]
         own = dict(zip(("kQ", "kK", "kV", "kO"), (*attention.letters, attention.letters.o), strict=True))
-        expected = {name: strides_by_numpy(attention, extents, of) for name, of in own.items()}
+        expected = {name: strides_by_numpy(attention, extents, of, kernel) for name, of in own.items()}
         expected["kSideAddresses"] = braced([n + sum(arrays[:k]) for k in range(len(arrays))] or [0])
         expected |= {"kStagedBytes": braced(staged), "kFirstResult": str(len(call["operands"]))}
         expected["kBounded"] = str(n % 3)
-        sides = [strides_by_numpy(attention, extents, side.letters) for side in attention.sides_of(kernel)]
+        sides = [strides_by_numpy(attention, extents, side.letters, kernel) for side in attention.sides_of(kernel)]
         expected["kSideStrides"] = braced(sides or ["{}"])
         if n % 3:
             of_bounds, cells = attention.letters_of_bounds, -(-extents["j" if kernel == "keys" else "i"] // 64)
             letters = of_bounds + "xy"
-            expected["kBounds"] = strides_by_numpy(attention, extents | {"x": cells, "y": 4}, letters)
+            expected["kBounds"] = strides_by_numpy(attention, extents | {"x": cells, "y": 4}, letters, kernel)
             assert call["operands"][n - 1] == ([*(extents[c] for c in of_bounds), cells, 4], "int32")
             assert found["kBoundsAddress"] == str(n - 1)
         shift = lost_shift(case.dtype) if kernel == "forward" and len(call["results"]) == 3 else 0
@@ -177,14 +182,16 @@ def braced(items):
     return f"{{{', '.join(map(str, items))}}}"
 
 
-def strides_by_numpy(attention, extents, letters):
-    """Of an array with these letters, along the batch, queries and keys, in elements."""
+def strides_by_numpy(attention, extents, letters, kernel):
+    """Of an array with these letters, along the batch, queries and keys, in elements. The kernel of scores has the
+    batch letters last over which it sums."""
+    batch = sorted(attention.letters.batch, key=lambda c: kernel == "scores" and c not in sum_in(attention).letters)
     along = dict(zip(letters, np.empty([extents[c] for c in letters], np.int8).strides, strict=True))
-    return braced([braced(along.get(c, 0) for c in attention.letters.batch), along.get("i", 0), along.get("j", 0)])
+    return braced([braced(along.get(c, 0) for c in batch), along.get("i", 0), along.get("j", 0)])
 
 
 def test_calls_that_are_refused():
-    attention, extents = attention_in(Case(biased_causal, (64, 64)))["queries"]
+    attention, extents = attention_in(Case(of_learned_slopes, (64, 64)))["queries"]
     call = described_call(attention, "queries", "bfloat16", extents)
     (q, dtype), *rest = call["operands"]
     bfloat16 = [(shape, "bfloat16") for shape, _ in call["results"]]
@@ -197,7 +204,7 @@ def test_calls_that_are_refused():
         ({"operands": [*call["operands"], (q, dtype)]}, "not as it must be"),
         ({"operands": [*call["operands"][:-1]]}, "an operand is missing"),
         ({"results": [*bfloat16, *bfloat16]}, "not as it must be"),
-        ({"results": call["results"][:1]}, "wrong number of expressions"),
+        ({"results": call["results"][:1]}, "not as it must be"),
         ({"attributes": attributes | {"expressions": "x0\ny"}}, "wrong number of expressions"),
         ({"attributes": attributes | {"kernel": "values"}}, "no such kernel: values"),
         ({"attributes": attributes | {"sides": "bounds:x"}}, "letters of q and k"),
@@ -206,7 +213,7 @@ def test_calls_that_are_refused():
         ({"attributes": attributes | {"side_cotangents": "bhi bhij"}}, "other letters than its kernel can make"),
         ({"attributes": attributes | {"kernel": "forward", "side_cotangents": "bhi"}}, "other letters"),
         ({"attributes": attributes | {"kernel": "scores", "side_cotangents": "bhi"}}, "one result, in parts"),
-        ({"attributes": attributes | {"kernel": "scores", "side_cotangents": "pihj"}}, "other letters"),
+        ({"attributes": attributes | {"kernel": "scores", "side_cotangents": "pihj"}}, "one result, in parts"),
     ):
         with pytest.raises(ValueError, match=message):
             _kernels.plan_attention(**call | changed)
@@ -220,7 +227,7 @@ def test_exported_programs_hold_no_kernel_text():
         )
         text = export(*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in case.operands())).mlir_module()
     calls = [line for line in text.splitlines() if "@jax_softmax_attention(" in line]
-    assert [re.findall(r'kernel = "(\w+)"', line) for line in calls] == [["forward"], ["queries"], ["keys"]]
+    assert [re.findall(r'kernel = "(\w+)"', line) for line in calls] == [["forward"], ["queries"], ["keys"], ["scores"]]
     assert all('sides = "bounds:bh array:bij array:hij array:hij"' in line for line in calls), calls
     assert "__global__" not in text and "kTiling" not in text
 

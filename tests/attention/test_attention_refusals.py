@@ -89,11 +89,6 @@ of_turned_keys_backwards.defvjp(
 )
 
 
-def temperature_and_bias(q, k, v, bias):
-    x = jnp.einsum("bihd,bjhd->bhij", q, k).astype(jnp.float32)
-    return output(softmax(x * SINK.astype(jnp.float32)[:, None, None] * bias[:, :1, :1] + bias.astype(jnp.float32)), v)
-
-
 def two_cotangents(q, k, v):
     o, transposed = jax.vjp(lambda *a: output(softmax(scores(*a[:2])), a[2]), q, k, v)
     return transposed(jnp.cos(o)), transposed(jnp.sin(o))
@@ -166,10 +161,6 @@ NOT_ATTENTION = {
         "products read the weights in other ways",
     ),
     "two cotangents": (two_cotangents, OPERANDS, None),
-    "a learned temperature and a learned bias": (
-        *differentiated(temperature_and_bias, BIAS),
-        "several results are made of the scores' gradient",
-    ),
     "a bias alone is learned": (
         lambda q, k, v, bias: gradients(lambda bias: output(softmax(scores(q, k) + bias), v), bias),
         (*OPERANDS, BIAS),

@@ -121,7 +121,7 @@ PROGRAMS = {
     "both": (both, (Q, K, V, W), "forward"),
     "gradients": (summed(both), (Q, K, V, W), WHOLE),
     "cast apart": (summed(cast_apart), (Q, K, V, W), WHOLE),
-    "turned": (summed(turned), (Q, K, V, TURNED, BIAS), WHOLE),
+    "turned": (summed(turned), (Q, K, V, TURNED, BIAS), WHOLE + " scores"),
     "three": (summed(three), (Q, K, V, W), WHOLE),
     "sink": (summed(beside_a_sink), (Q, K, V, W, SINK), WHOLE),
     "log-sum-exps": (summed(and_log_sums), (Q, K, V, W), WHOLE),

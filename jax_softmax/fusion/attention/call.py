@@ -67,6 +67,18 @@ class SideCotangent(NamedTuple):
     dtype: str
     parts: int = 1
 
+    @property
+    def of_weights(self) -> "SideCotangent | None":
+        """Of a sum over keys of what is linear in g = y (t - delta): the sum of the same of y. Of another one None.
+
+        The sum of g itself is 0, if delta is the sum of y t. But delta is made of o, for which weights were rounded: so
+        of the sum of c g there are left delta's error times the sum of c y. See `kernels.backward`.
+        """
+        read = (a for op in self.expression.operations for a in op.operands)
+        if "j" in self.letters or "g" not in (self.expression.result, *read):
+            return None
+        return self._replace(expression=self.expression.after(Expression((), "y"), "g"))
+
 
 class Attention(NamedTuple):
     """weight(softmax(score(q kᵀ))) v, where `weight` is linear.
@@ -96,7 +108,22 @@ class Attention(NamedTuple):
         return ["forward", *(["queries", "keys", *of_batch] if self.score_transposed else [])]
 
     def side_cotangents_of(self, kernel: str) -> list[SideCotangent]:
-        return [one for one in self.side_cotangents if one.kernel == kernel]
+        """What a kernel makes beside its gradients: first what has an element for each score."""
+        own = [one for one in self.side_cotangents if one.kernel == kernel]
+        of_weights = [of for one in own if (of := one.of_weights)] if kernel == "queries" else []
+        found = sorted(
+            [*own, *of_weights, *([self.exact_delta] if of_weights else [])], key=lambda one: "j" not in one.letters
+        )
+        return list(dict.fromkeys(found))
+
+    @property
+    def exact_delta(self) -> SideCotangent:
+        """The sum of y t over keys, where t is the weight's cotangent."""
+        assert self.weight_transposed is not None
+        n = len(self.weight_transposed.operations)
+        times = Operation("mul", ("y", self.weight_transposed.result), ("float32", "float32"), "float32")
+        expression = Expression((*self.weight_transposed.operations, times), f"v{n}")
+        return SideCotangent(expression, "queries", self.letters.rows, "float32")
 
     def extents(self, q: ArrayOrAval, k: ArrayOrAval, v: ArrayOrAval) -> dict[str, int]:
         dims = (zip(letters, a.shape, strict=True) for letters, a in zip(self.letters, (q, k, v), strict=True))

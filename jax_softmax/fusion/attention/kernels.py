@@ -60,18 +60,23 @@ def delta(attention: Attention, o: Array, lost: Sequence[Array], o_cotangent: Ar
     return jnp.transpose(products.sum(-1), [letters.o.index(c) for c in letters.rows])
 
 
-def backward(attention: Attention, *operands: Array) -> tuple[Arrays, list[Array]]:
-    """dq, dk and dv, and the sides' cotangents, of the primitive's operands."""
+def backward(attention: Attention, *operands: Array, delta: Array) -> tuple[Arrays, list[Array]]:
+    """dq, dk and dv, and the sides' cotangents, of the primitive's operands. `delta`: without what log-sum-exps add."""
     (dq, *of_queries), (dk, dv, *of_keys) = (
         attention_p.bind(*operands, attention=attention, kernel=name) for name in ("queries", "keys")
     )
-    made = {"queries": iter(of_queries), "keys": iter(of_keys)}
+    made = dict(zip(attention.side_cotangents_of("queries"), of_queries, strict=True))
+    made |= zip(attention.side_cotangents_of("keys"), of_keys, strict=True)
 
     def side_cotangent(one: SideCotangent) -> Array:
-        if one.kernel != "scores":
-            return next(made[one.kernel])
-        (parts,) = attention_p.bind(*operands, attention=attention._replace(side_cotangents=(one,)), kernel="scores")
-        return parts.sum(0)
+        if one.kernel == "scores":
+            (parts,) = attention_p.bind(
+                *operands, attention=attention._replace(side_cotangents=(one,)), kernel="scores"
+            )
+            return parts.sum(0)
+        if one.of_weights:  # sums over keys, without what delta's error adds to them
+            return made[one] - (made[attention.exact_delta] - delta) * made[one.of_weights]
+        return made[one]
 
     return (dq, dk, dv), [side_cotangent(one) for one in attention.side_cotangents]
 

@@ -97,6 +97,6 @@ def _made(
     if o_cotangent:
         delta = kernels.delta(attention, o, lost, operands[3])
         made |= {} if weight_of_sink is None else {"sink": -weight_of_sink * delta}
-        found, of_sides = kernels.backward(attention, *operands, rows, sum(cotangents, delta), *sides)
+        found, of_sides = kernels.backward(attention, *operands, rows, sum(cotangents, delta), *sides, delta=delta)
         made |= dict(zip(("dq", "dk", "dv"), found, strict=True)) | dict(enumerate(of_sides))
     return made
