@@ -3,10 +3,10 @@
     python benchmarks/attention.py            # minutes; prints two tables
     python benchmarks/attention.py --quick    # small arrays, to try the script
 
-Device time of the output, and of the output with the gradients of q, k, v, a bias and a sink. `triangle` is the
-attention of structures' pairs: a row has a bias that all rows share, and a mask. Memory is what is needed
-besides arguments and results. Errors are the fused program's largest distances from the unfused one, as parts of the
-largest value, where that has room.
+Device time of the output, and of the output with the gradients of q, k, v and of what is learned beside. `triangle` is
+the attention of structures' pairs: a row has a bias that all rows share, and a mask. Memory is what is needed besides
+arguments and results. Errors are the fused program's largest distances from the unfused one, as parts of the largest
+value, where that has room.
 
 The second table is what `fuse` decides by: programs of many features, with kernels of attention and with kernels of
 rows alone, whichever it would choose.
@@ -104,6 +104,28 @@ def with_sink(q, k, v, sink):
     return jnp.einsum("bhij,bjhd->bihd", weights, v)
 
 
+def of_temperatures(q, k, v, temperature):
+    return weighted(scores_of(q, k) * jnp.exp(temperature)[:, None, None], v)
+
+
+def swin(q, k, v, temperature, bias):
+    """Swin v2's windows, with queries and keys of length 1. 64 windows have masks by turns."""
+    q, k = (a / jnp.linalg.norm(a.astype(jnp.float32), axis=-1, keepdims=True).astype(a.dtype) for a in (q, k))
+    scores = scores_of(q, k, jnp.float32) * jnp.exp(jnp.minimum(temperature, 4.6))[:, None, None] + bias
+    n, quarter = q.shape[1], jnp.arange(q.shape[1]) * 2 // q.shape[1]
+    masks = jnp.where((jnp.arange(64) % 8 == 7)[:, None, None] & (quarter[:, None] != quarter), -100.0, 0)
+    scores = scores.reshape(-1, 64, *scores.shape[1:]) + masks[None, :, None]
+    return weighted(scores.reshape(-1, *scores.shape[2:4], n), v)
+
+
+def t5(q, k, v, table):
+    """A bias for each distance, of 32 that grow, from a table for each head."""
+    i, j = indices(q)
+    far = 8 + (jnp.log(jnp.maximum(jnp.abs(i - j), 1) / 8) * (8 / jnp.log(16))).astype(int)
+    distance = jnp.where(jnp.abs(i - j) < 8, jnp.abs(i - j), jnp.minimum(far, 15)) + 16 * (j > i)
+    return weighted(scores_of(q, k) + table[distance].transpose(2, 0, 1), v)
+
+
 # A program, batch, length, heads, heads of k and v, features.
 USUAL = 8, 2048, 16, 16, 64
 CASES = [
@@ -113,6 +135,10 @@ CASES = [
     (grouped, 4, 2048, 32, 8, 64),
     (plain, 256, 197, 12, 12, 64),
     (triangle, 384, 384, 4, 4, 32),
+    (of_temperatures, 8, 1024, 16, 16, 64),
+    (of_temperatures, 4, 2048, 16, 16, 128),
+    (swin, 2048, 64, 6, 6, 32),
+    (t5, 8, 2048, 16, 16, 64),
     (causal, 8, 512, 16, 16, 64),
     (causal, 1, 16384, 16, 16, 128),
     (causal, 8, 1024, 16, 16, 64, "float32"),
@@ -128,8 +154,20 @@ BY_FEATURES = [
 BY_FEATURES += [
     (program, 8, 1024, 16, 16, features, "float32") for program in (plain, causal) for features in (32, 64, 96, 128)
 ]
-DIFFERENTIATED_BESIDE = biased, triangle, with_sink
+# What is differentiated beside q, k and v, by the program.
+LEARNED = {
+    biased: lambda heads, length: [(1, heads, length, length)],
+    triangle: lambda heads, length: [(1, heads, length, length)],
+    with_sink: lambda heads, length: [(heads,)],
+    of_temperatures: lambda heads, length: [(heads,)],
+    swin: lambda heads, length: [(heads,), (heads, length, length)],
+    t5: lambda heads, length: [(32, heads)],
+}
 MOST_BYTES = 16 << 30  # of an array of scores, beyond which the unfused program is not tried
+
+
+def nothing(heads, length):
+    return []
 
 
 def operands_of(program, batch, length, heads, of_keys, features, dtype="bfloat16"):
@@ -138,9 +176,7 @@ def operands_of(program, batch, length, heads, of_keys, features, dtype="bfloat1
     arrays = [jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes, strict=False)]
     if program is packed:
         arrays.append(jnp.sort(jax.random.randint(keys[4], (batch, length), 0, 4)))
-    if program in DIFFERENTIATED_BESIDE:
-        shape = (heads,) if program is with_sink else (1, heads, length, length)
-        arrays.append(jax.random.normal(keys[4], shape, dtype))
+    arrays += [jax.random.normal(keys[4], shape, dtype) for shape in LEARNED.get(program, nothing)(heads, length)]
     if program is triangle:
         arrays.append(jnp.arange(length) < jax.random.randint(keys[4], (batch, 1, 1, 1), length // 2, length + 1))
     if program is dropped:
@@ -150,11 +186,8 @@ def operands_of(program, batch, length, heads, of_keys, features, dtype="bfloat1
 
 def with_gradient(program):
     def both(q, k, v, o_cotangent, *beside):
-        if program in DIFFERENTIATED_BESIDE:
-            bias, *others = beside
-            o, transposed = jax.vjp(lambda q, k, v, bias: program(q, k, v, bias, *others), q, k, v, bias)
-        else:
-            o, transposed = jax.vjp(lambda q, k, v: program(q, k, v, *beside), q, k, v)
+        n = len(LEARNED.get(program, nothing)(1, 1))
+        o, transposed = jax.vjp(lambda *a: program(*a, *beside[n:]), q, k, v, *beside[:n])
         return o, *transposed(o_cotangent)
 
     return both
@@ -233,7 +266,10 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="small arrays")
     small = parser.parse_args().quick
     cases = (
-        [(program, 1, min(n, 256), heads // 4, of // 4, *rest) for program, _, n, heads, of, *rest in CASES]
+        [
+            (program, 64 if program is swin else 1, min(n, 256), heads // 4, of // 4, *rest)
+            for program, _, n, heads, of, *rest in CASES
+        ]
         if small
         else CASES
     )
