@@ -356,6 +356,7 @@ __device__ __forceinline__ void attention_queries(const typename P::Addresses& o
 
 // The cotangent of a side that batch indices share, as a bias of queries x keys: a block has a tile of Tiling::rows()
 // queries and Tiling::step keys, and the batch indices that share it pass; or a part of these, which XLA adds up.
+// Blocks of a multiprocessor wait for their copies by turns.
 template <class P>
 __device__ __forceinline__ void attention_scores(const typename P::Addresses& operands) {
   using N = Counts<P>;
@@ -379,43 +380,33 @@ __device__ __forceinline__ void attention_scores(const typename P::Addresses& op
     }
     return n;
   };
-  const auto stage = [&](int count) {
-    return shared_memory() + count % kStages * (Queries::kBytes + Keys::kBytes + Tile::kStagedBytes);
-  };
-  const auto begin_copies = [&](unsigned n, Address to) {
-    if (n >= end) return;
-    const Queries queries(to);
-    const Keys keys(to + Queries::kBytes);
-    begin_copy_of_rows<P, N::kRows, P::kQueries, P::kFeatures>(
-        queries.d, operand_of<P>(operands, attention::kQ, P::kQ, n), P::kQ.i, first);
-    begin_copy_of_rows<P, N::kRows, P::kQueries, P::kValueFeatures>(
-        queries.e, operand_of<P>(operands, attention::kOCotangent, P::kO, n), P::kO.i, first);
-    begin_copy_of_rows<P, N::kStep, P::kKeys, P::kFeatures>(keys.d, operand_of<P>(operands, attention::kK, P::kK, n),
-                                                            P::kK.j, step * N::kStep);
-    begin_copy_of_rows<P, N::kStep, P::kKeys, P::kValueFeatures>(
-        keys.e, operand_of<P>(operands, attention::kV, P::kV, n), P::kV.j, step * N::kStep);
-    const SideOffsets<P> sides(operands, n);
-    Tile{sides, to + Queries::kBytes + Keys::kBytes, first, step * N::kStep}.begin_copies();
+  const Queries queries(shared_memory());
+  const Keys keys(queries.d.base + Queries::kBytes);
+  const auto tile_of = [&](const SideOffsets<P>& sides) {
+    return Tile{sides, keys.d.base + Keys::kBytes, first, step * N::kStep};
   };
 
   Accumulators<N::kFragments, N::kStep> sums;
-  unsigned n = visiting(own_index.n + part * of_part);
-  begin_copies(n, stage(0));
-  commit_copies();
-  for (int count = 0; n < end; ++count) {
-    const Queries queries(stage(count));
-    const Keys keys(queries.d.base + Queries::kBytes);
+  tile_of(SideOffsets<P>(operands, own_index.n)).template begin_copies<true>();
+  for (unsigned n = visiting(own_index.n + part * of_part); n < end; n = visiting(n + 1)) {
+    const SideOffsets<P> sides(operands, n);
+    const Tile tile = tile_of(sides);
+    begin_copy_of_rows<P, N::kRows, P::kQueries, P::kFeatures>(
+        queries.d, operand_of<P>(operands, attention::kQ, P::kQ, n), P::kQ.i, first);
+    begin_copy_of_rows<P, N::kStep, P::kKeys, P::kFeatures>(keys.d, operand_of<P>(operands, attention::kK, P::kK, n),
+                                                            P::kK.j, step * N::kStep);
+    begin_copy_of_rows<P, N::kRows, P::kQueries, P::kValueFeatures>(
+        queries.e, operand_of<P>(operands, attention::kOCotangent, P::kO, n), P::kO.i, first);
+    begin_copy_of_rows<P, N::kStep, P::kKeys, P::kValueFeatures>(
+        keys.e, operand_of<P>(operands, attention::kV, P::kV, n), P::kV.j, step * N::kStep);
+    tile.begin_copies();
+    commit_copies();
     RowNumbers rows[N::kFragments][2];
     read_numbers<P>(rows, operands, n, first + row_of_warp + own_row());
-    wait_for_all_but_last<0>();
     round_own_packs<P, N::kRows, 0>(queries.d);
     round_own_packs<P, N::kRows, 0>(queries.e);
-    barrier();  // this stage is there, and nobody reads the one before any more
-    const unsigned next = visiting(n + 1);
-    begin_copies(next, stage(count + 1));
-    commit_copies();
-    const SideOffsets<P> sides(operands, n);
-    const Tile tile{sides, keys.d.base + Keys::kBytes, first, step * N::kStep};
+    wait_for_all_but_last<0>();
+    barrier();  // all is there
     const bool is_whole = visited<P>(operands, n, block, P::kQueries, P::kKeys).is_whole(step);
 #pragma unroll
     for (int key = 0; key < N::kStep; key += kPart) {
@@ -430,12 +421,13 @@ __device__ __forceinline__ void attention_scores(const typename P::Addresses& op
             });
       });
     }
-    n = next;
+    barrier();  // nobody reads it any more
   }
   wait_for_all_but_last<0>();
 
-  const Written<P> written{operand_of<P, float>(operands, P::kFirstResult, P::kWrittenStrides, own_index.n) +
-                           part * P::kWrittenElements};
+  const Written<P> written{
+      operand_of<P, typename P::Written>(operands, P::kFirstResult, P::kWrittenStrides, own_index.n) +
+      part * P::kWrittenElements};
 #pragma unroll
   for (int m = 0; m < N::kFragments; ++m) {
 #pragma unroll

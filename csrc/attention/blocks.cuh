@@ -7,7 +7,8 @@
 //   kBatchDims, kExtents               of q, last those along which blocks have the same rows; kGroups, their product
 //   kQ, kK, kV, kO, kBounds            Strides; kBounded, whether there are bounds
 //   kSides, kSideStrides, kSideAddresses   of what scores read beside; addresses of the arrays
-//   kStagedBytes                       of each side the bytes of an element, if it passes through shared memory, or 0
+//   kStagedBytes                       of each side the bytes of an element, if it passes through shared memory, or 0;
+//   kSideStays                         whether it is the same for all that passes a tile of scores
 //   kWeightFactor                      what the forward kernel multiplies o by, as `weight` leaves it out
 //   kLostShift                         for a backward pass the forward kernel also writes, as int8, what o lost by
 //                                      rounding: of the difference of float32's bits all but this many; 0 otherwise

@@ -8,7 +8,8 @@ namespace jax_softmax::attention {
 inline constexpr int kMostBatchDims = 6;
 inline constexpr int kMma = 16;                    // rows of a fragment
 inline constexpr int kBytesOfPack = 16;            // the unit of copies; a product of fragments is two packs deep
-inline constexpr int kStages = 2;                  // buffers for the rows that pass: one is read, the other is copied
+inline constexpr int kStages = 2;                  // buffers for the rows that pass: one is read, the other is copied.
+                                                   // Of a tile of scores there is one, so that larger ones have room
 inline constexpr int kMostSharedBytes = 99 << 10;  // of a block, on the smallest chips
 inline constexpr int kCell = 64;                   // queries and keys of a cell: see `visited`
 
@@ -43,12 +44,12 @@ struct TilingsOfFeatures {
 };
 inline constexpr TilingsOfFeatures kTilingsOf16Bits[] = {
     {64, {{4, 2, 64, 1, 2}, {4, 2, 32, 1, 2}, {4, 2, 32, 1, 2}, {4, 2, 64, 1, 2}}},
-    {128, {{4, 2, 64, 1, 2}, {4, 1, 64, 1, 2}, {4, 2, 32, 1, 2}, {4, 1, 32, 1, 2}}},
-    {256, {{4, 1, 32, 1, 1}, {4, 1, 16, 2, 1}, {4, 1, 16, 1, 1}, {2, 1, 16, 1, 2}}},
+    {128, {{4, 2, 64, 1, 2}, {4, 1, 64, 1, 2}, {4, 2, 32, 1, 2}, {4, 1, 64, 1, 2}}},
+    {256, {{4, 1, 32, 1, 1}, {4, 1, 16, 2, 1}, {4, 1, 16, 1, 1}, {2, 1, 32, 1, 2}}},
 };
 inline constexpr TilingsOfFeatures kTilingsOf32Bits[] = {
-    {64, {{4, 2, 64, 1, 2}, {4, 2, 32, 1, 2}, {4, 2, 32, 1, 2}, {4, 1, 32, 1, 2}}},
-    {128, {{4, 2, 16, 1, 2}, {4, 1, 16, 1, 2}, {4, 1, 16, 1, 2}, {2, 1, 16, 1, 2}}},
+    {64, {{4, 2, 64, 1, 2}, {4, 2, 32, 1, 2}, {4, 2, 32, 1, 2}, {4, 1, 64, 1, 2}}},
+    {128, {{4, 2, 16, 1, 2}, {4, 1, 16, 1, 2}, {4, 1, 16, 1, 2}, {2, 1, 32, 1, 2}}},
 };
 constexpr int most_features(int bytes_of_number) { return bytes_of_number == 2 ? 256 : 128; }
 constexpr Tiling tiling_of(KernelKind kernel, int features, int value_features, int bytes_of_number) {
@@ -79,7 +80,7 @@ constexpr int shared_bytes(KernelKind kernel, int features, int value_features, 
   const Tiling tiling = tiling_of(kernel, features, value_features, bytes_of_number);
   const int of_q = kBytesOfPack * pitch(padded(features, tiling), bytes_of_number);
   const int both = of_q + kBytesOfPack * pitch(padded(value_features, tiling), bytes_of_number);
-  if (kernel == KernelKind::kScores) return kStages * (tiling.rows() + tiling.step) * both;
+  if (kernel == KernelKind::kScores) return (tiling.rows() + tiling.step) * both;
   const int staying = kernel == KernelKind::kForward ? of_q : both;
   const int passing = both + (kernel == KernelKind::kKeys ? kBytesOfRow : 0);
   return tiling.rows() * staying + kStages * tiling.step * passing;

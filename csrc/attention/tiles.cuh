@@ -269,12 +269,12 @@ struct ScoreTile {
     constexpr int kElement = P::kStagedBytes[k], kOffset = offset_of(k);
     return staged + kOffset + row * attention::pitch_of_side(keys, kElement) + column * kElement;
   }
-  // Begins to copy the side operands that pass, from the k-th on.
-  template <int k = 0>
+  // Begins to copy the side operands that pass, or that stay, from the k-th on.
+  template <bool stays = false, int k = 0>
   __device__ __forceinline__ void begin_copies() const {
     if constexpr (k < P::kSides) {
       constexpr int kElement = P::kStagedBytes[k];
-      if constexpr (kElement > 0) {
+      if constexpr (kElement > 0 && P::kSideStays[k] == stays) {
         constexpr int kPerPack = 16 / kElement, kPacks = keys / kPerPack;
         constexpr Strides kStrides = P::kSideStrides[k];
         const char* const from = static_cast<const char*>(sides.operands.address[P::kSideAddresses[k]]);
@@ -286,7 +286,7 @@ struct ScoreTile {
           begin_copy<16>(address_of<k>(row, column), exists ? from + element * kElement : from, exists);
         });
       }
-      begin_copies<k + 1>();
+      begin_copies<stays, k + 1>();
     }
   }
 };

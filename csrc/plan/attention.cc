@@ -195,7 +195,7 @@ bool has_its_arrays(const AttentionCall& call, const AttentionProblem& problem) 
   if (problem.of_scores()) results = {};
   if (problem.keeps_lost) results.push_back(array(letters.o(), DType::kI8));
   for (const std::string& of : problem.side_cotangents) {
-    const bool written = problem.writes() && !problem.of_scores() && of == problem.side_cotangents[0];
+    const bool written = problem.writes() && of == problem.side_cotangents[0];
     const size_t k = results.size();
     results.push_back(array(of, written && k < call.results.size() ? call.results[k].dtype : DType::kF32));
   }
@@ -228,7 +228,8 @@ int stage_sides(AttentionProblem* problem) {
   const Extents& extents = problem->extents;
   int bytes = shared_bytes(problem->kernel, extents.at('d'), extents.at('e'), bytes_of(problem->dtype));
   for (LetteredSide& side : problem->sides) {
-    const int size = bytes_of(side.dtype), staged = kStages * bytes_of_side(problem->kernel, problem->tiling, size);
+    const int size = bytes_of(side.dtype), stages = problem->of_scores() ? 1 : kStages;
+    const int staged = stages * bytes_of_side(problem->kernel, problem->tiling, size);
     const bool passes = !side.is_index && has(side.letters, 'i') && has(side.letters, 'j') &&
                         side.letters.back() == 'j' && extents.at('j') * size % kPackBytes == 0;
     if (!passes || bytes + staged > kMostSharedBytes) continue;
@@ -257,18 +258,21 @@ std::string strides_of(const AttentionProblem& problem, const std::string& of, i
 }
 
 std::string sides_of(const AttentionProblem& problem) {
-  std::vector<std::string> strides, addresses, staged;
+  std::vector<std::string> strides, addresses, staged, stay;
   int address = problem.first_side();
   for (const LetteredSide& side : problem.sides) {
     strides.push_back(strides_of(problem, side.letters));
     addresses.push_back(number(address));
     staged.push_back(number(side.staged_bytes));
+    const std::string& summed = problem.letters.summed;
+    stay.push_back(number(!summed.empty() && side.letters.find_first_of(summed) == side.letters.npos));
     address += !side.is_index;
   }
-  if (strides.empty()) strides = {"{}"}, addresses = staged = {"0"};  // there are no empty arrays
+  if (strides.empty()) strides = {"{}"}, addresses = staged = stay = {"0"};  // there are no empty arrays
   return constant("kSides", static_cast<int>(problem.sides.size())) +
          constant("attention::Strides", "kSideStrides[]", joined(strides)) +
-         constant("int", "kSideAddresses[]", joined(addresses)) + constant("int", "kStagedBytes[]", joined(staged));
+         constant("int", "kSideAddresses[]", joined(addresses)) + constant("int", "kStagedBytes[]", joined(staged)) +
+         constant("bool", "kSideStays[]", joined(stay));
 }
 
 std::string functions_of(const AttentionCall& call, const AttentionProblem& problem) {

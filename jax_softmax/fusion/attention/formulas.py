@@ -140,7 +140,8 @@ class Formulas:
         kept = "".join(c for c in letters.batch if c in left)
         if kept == letters.batch:
             return SideCotangent(expression, "queries", letters.rows + "j", dtype)
-        return SideCotangent(expression, "scores", f"p{kept}ij", "float32", self._parts(kept))
+        parts = self._parts(kept)
+        return SideCotangent(expression, "scores", f"p{kept}ij", dtype if parts == 1 else "float32", parts)
 
     def _parts(self, kept: str) -> int:
         """The parts in which a gradient's sum over the batch is made, so that there are enough blocks."""

@@ -73,7 +73,7 @@ def backward(attention: Attention, *operands: Array, delta: Array) -> tuple[Arra
             (parts,) = attention_p.bind(
                 *operands, attention=attention._replace(side_cotangents=(one,)), kernel="scores"
             )
-            return parts.sum(0)
+            return parts.sum(0) if one.parts > 1 else parts[0]
         if one.of_weights:  # sums over keys, without what delta's error adds to them
             return made[one] - (made[attention.exact_delta] - delta) * made[one.of_weights]
         return made[one]
