@@ -1,10 +1,12 @@
 """What XLA asks for when it divides a program among devices: the layouts of a call's operands, and a device's program.
 
 Each device runs the primitive on its shards, lowered as for a single device; where a reduced dimension is divided, it
-runs the operator of `row_shards.py`.
+runs the operator of `row_shards.py`. A result that lacks another divided dimension is a part of a sum over it, which
+the devices along it add up: each makes a part of the sum.
 """
 
 import functools
+import itertools
 import json
 import math
 from collections.abc import Callable, Iterable
@@ -12,13 +14,14 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
 
 from jax_softmax import _kernels, _private
 from jax_softmax.devices import layouts, row_shards
 from jax_softmax.devices.collectives import all_to_all_p
-from jax_softmax.devices.layouts import Layout
+from jax_softmax.devices.layouts import Groups, Layout
 from jax_softmax.devices.partitioning import TARGET, warn_anyway
 from jax_softmax.primitives.operators import PRIMITIVES
 from jax_softmax.primitives.types import Shape
@@ -43,7 +46,8 @@ class DeviceProgram:
     """What each device does for a call of a primitive with certain parameters."""
 
     axes: tuple[int, ...]  # the reduced dimensions
-    undivided: tuple[int, ...] = ()  # dimensions of which each device needs all
+    gathered: tuple[int, ...] = ()  # dimensions of which each device needs all, however operands are divided
+    undivided: tuple[int, ...] = ()  # the same, of which operands should not be divided
     dims_with_indices: Iterable[int]  # whose indices are read, so that it matters where a device's shard begins
 
     def on_whole_rows(self, layout: Layout) -> Callable[..., Any]:
@@ -95,13 +99,15 @@ def _divide(
     program = _device_program(config["primitive"], shape, config["params"])
     result_shapes = result_shape.tuple_shapes() if result_shape.is_tuple() else [result_shape]
     result_shardings = result_sharding.tuple_elements() if result_shape.is_tuple() else [result_sharding]
-    results = [_Array(*array, shape) for array in zip(result_shapes, result_shardings, strict=True)]
-    operands = [_Array(*array, shape) for array in zip(arg_shapes, arg_shardings, strict=True)]
+    results, operands = (
+        [_Array(*array, shape, program) for array in zip(*arrays, strict=True)]
+        for arrays in ((result_shapes, result_shardings), (arg_shapes, arg_shardings))
+    )
     layout = _common_layout(operands, results, shape)
     # In a partly manual shard_map XLA numbers devices within each group that the manual axes form: a device's program
     # cannot tell then which number it has.
     knows_devices = layout.size == config["devices"]
-    layout, gathered = _divisible(layout, program, knows_devices)
+    layout, gathered = _divisible(layout, program, results, knows_devices)
     operand_layouts, moves, left_to_xla = _moves(operands, layout, knows_devices)
     if left_to_xla and not gathered:
         gathered = (
@@ -112,17 +118,28 @@ def _divide(
         warn_anyway(f"an operand that is sharded over devices may be gathered onto each of them: {gathered}")
     sharded_dims = [d for d in program.axes if layout.shape[d] > 1]
     call = program.on_row_shards(layout, sharded_dims) if sharded_dims else program.on_whole_rows(layout)
+    lacking = [[] if sharded_dims else layouts.divided_dims_without(layout, result.dims) for result in results]
+    sums = [_sum(result, layout) if dims else None for result, dims in zip(results, lacking, strict=True)]
+    padded = [d for d in {*itertools.chain(*lacking)} if shape[d] % layout.shape[d]]
 
-    def call_after_moves(*shards: jax.Array) -> Any:
-        return call(*(all_to_all_p.bind(a, **move) if move else a for a, move in zip(shards, moves, strict=True)))
+    def on_device(*shards: jax.Array) -> list[jax.Array]:
+        moved = [all_to_all_p.bind(a, **move) if move else a for a, move in zip(shards, moves, strict=True)]
+        for d in padded:  # what pads shards must add nothing
+            inside = row_shards.is_inside(layout, shape, d)
+            moved = [jnp.where(inside, a, 0) if d in of.dims else a for of, a in zip(operands, moved, strict=True)]
+        found = jax.tree.leaves(call(*moved))
+        return [_summed(a, *of_sum[1:]) if of_sum else a for a, of_sum in zip(found, sums, strict=True)]
 
     specs = [
         jax.ShapeDtypeStruct(layouts.shard_shape(arg.dimensions(), operand_layout), arg.numpy_dtype())
         for arg, operand_layout in zip(arg_shapes, operand_layouts, strict=True)
     ]
-    shardings = [_sharding(layouts.projected(layout, array.dims)) for array in results]
+    shardings = [
+        _sharding(of_sum[0] if of_sum else layouts.projected(layout, result.dims))
+        for result, of_sum in zip(results, sums, strict=True)
+    ]
     return (
-        _bytecode(call_after_moves, specs, config["platform"]),
+        _bytecode(on_device, specs, config["platform"]),
         [_sharding(operand_layout) for operand_layout in operand_layouts],
         _private.DIVISION.HloSharding.tuple_sharding(result_shape, shardings)
         if result_shape.is_tuple()
@@ -130,12 +147,31 @@ def _divide(
     )
 
 
-def _divisible(layout: Layout, program: DeviceProgram, knows_devices: bool) -> tuple[Layout, str | None]:
+def _sum(result: "_Array", layout: Layout) -> tuple[Layout, Groups, int]:
+    """How devices share a sum: its layout, the groups that add, and the dimension that they divide: one that XLA wants
+    to be divided, or else the longest."""
+    whole = [k for k, shards in enumerate(layouts.projected(layout, result.dims).shape[:-1]) if shards == 1]
+    k = max(whole, key=lambda k: (result.wanted.shape[k] > 1, result.shape[k]))
+    return *layouts.scattered(layout, result.dims, k), k
+
+
+def _summed(a: jax.Array, groups: Groups, k: int) -> jax.Array:
+    """This device's part, along dimension k, of the sum of the devices' arrays. It is rounded once more."""
+    n = len(groups[0])
+    a = jnp.pad(a, [(0, -a.shape[d] % n if d == k else 0) for d in range(a.ndim)])
+    parts = all_to_all_p.bind(a[None], groups=groups, split=k + 1, concatenated=0)
+    return jnp.sum(parts, 0)  # in float32, if they have 16 bits
+
+
+def _divisible(
+    layout: Layout, program: DeviceProgram, results: list["_Array"], knows_devices: bool
+) -> tuple[Layout, str | None]:
     """The layout without the divisions that the program does not do, and why it does not; None if it does them all."""
     divided, why = [d for d in program.undivided if layout.shape[d] > 1], None
     if divided:
-        why = "attention runs on whole sequences: divide batch and heads, or run ring attention in jax.shard_map"
-    numbered = [d for d in {*program.axes, *program.dims_with_indices} if layout.shape[d] > 1]
+        why = "attention runs on whole features: divide batch, heads or sequences"
+    summed = (layouts.divided_dims_without(layout, result.dims) for result in results)
+    numbered = [d for d in {*program.axes, *program.dims_with_indices, *itertools.chain(*summed)} if layout.shape[d] > 1]
     if numbered and not knows_devices:
         divided += numbered
         why = why or (
@@ -164,10 +200,12 @@ def _moves(
 class _Array:
     """An operand or a result of a call on x: which of x's dimensions it has, and its layout."""
 
-    def __init__(self, array: Any, sharding: Any, shape: Shape) -> None:
+    def __init__(self, array: Any, sharding: Any, shape: Shape, program: DeviceProgram) -> None:
         self.shape = tuple(array.dimensions())
         self.dims = layouts.matching_dims(self.shape, shape)
-        self.layout = _layout(sharding, len(self.dims))
+        self.wanted = _layout(sharding, len(self.dims))  # by XLA
+        kept = [None if d in program.gathered else k for k, d in enumerate(self.dims)]
+        self.layout = layouts.projected(self.wanted, kept)
 
 
 def _common_layout(operands: list["_Array"], results: list["_Array"], shape: Shape) -> Layout:

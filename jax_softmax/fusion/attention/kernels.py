@@ -1,7 +1,7 @@
 """The primitive that calls attention's kernels.
 
 In a program for one device that is an FFI call. In a program that XLA divides among several, each of them calls the
-kernel for its part of the batch. Where there is no kernel, the same is done in JAX.
+kernel for its part of the batch and of the queries, with all keys. Where there is no kernel, the same is done in JAX.
 """
 
 import functools
@@ -34,7 +34,7 @@ attention_p.multiple_results = True
 @attention_p.def_abstract_eval  # type: ignore[untyped-decorator]  # JAX gives it no type
 def _(*operands: Aval, attention: Attention, kernel: str) -> list[Aval]:
     space, types = _Space(attention, kernel), attention.result_types(kernel, *operands[:3])
-    return space.sharded(operands, space.operands, types, space.results(operands[0]))
+    return space.sharded(operands, space.given, types, space.results(operands[0]))
 
 
 def forward(attention: Attention, q: Array, k: Array, v: Array, *arrays: Array) -> Arrays:
@@ -126,8 +126,12 @@ class _Space:
         self.attention, self.kernel = attention, kernel
         self.dims = letters.batch + "ijden"
         of_backward = [] if kernel == "forward" else [letters.o, letters.rows + "n", letters.rows]
-        arrays = [side.letters for side in attention.sides_of(kernel) if side.dtype != "index"]
-        self.operands = [*letters, *of_backward, *arrays]
+        arrays = [side for side in attention.sides_of(kernel) if side.dtype != "index"]
+        self.given = [*letters, *of_backward, *(side.letters for side in arrays)]
+        # Indices of rows are operands of `divided_p`: each device has its part of them.
+        sides = attention.sides_of(kernel)
+        self.sides = [side for side in sides if side.dtype != "index" or side.letters in letters.rows]
+        self.operands = [*letters, *of_backward, *(side.letters for side in self.sides)]
 
     def results(self, q: ArrayOrAval) -> list[str]:
         return [of for of, _ in self.attention.results(self.kernel, q.dtype)]
@@ -168,9 +172,20 @@ class _Space:
 
         return [sharded_type(type_, of) for type_, of in zip(types, of_results, strict=True)]
 
-    def apply(self, f: Callable[..., Arrays], *operands: Array) -> list[Array]:
-        """The expanded results of a function of the contracted operands."""
-        found = f(*self.contracted(operands, self.operands), attention=self.attention, kernel=self.kernel)
+    def apply(self, f: Callable[..., Arrays], *operands: Array, divided: Sequence[str] = ()) -> list[Array]:
+        """The expanded results of a function of the contracted operands. Indices along divided letters are arrays."""
+
+        def is_array(side: LetteredSide) -> bool:
+            return side.dtype != "index" or side.letters in divided
+
+        given = self.contracted(operands, self.operands)
+        n = len(given) - len(self.sides)
+        arrays = [a for a, side in zip(given[n:], self.sides, strict=True) if is_array(side)]
+        sides = [
+            LetteredSide(side.letters, "int32") if side.dtype == "index" and is_array(side) else side
+            for side in self.attention.sides
+        ]
+        found = f(*given[:n], *arrays, attention=self.attention._replace(sides=tuple(sides)), kernel=self.kernel)
         return self.expanded(found, self.results(operands[0]))
 
 
@@ -179,21 +194,14 @@ def _in_jax(*operands: Array, attention: Attention, kernel: str) -> list[Array]:
 
 
 def _in_space(*operands: Array, attention: Attention, kernel: str) -> list[Array]:
-    """A call by `divided_p`. Indices along the batch are arrays there: each device has its part of them."""
-    extents, rest, sides = attention.extents(*operands[:3]), list(operands), []
-    given = [rest.pop(0) for _ in range(3 if kernel == "forward" else 6)]
-    for side in attention.sides_of(kernel):
-        of_batch = side.dtype == "index" and side.letters in attention.letters.batch
-        sides.append(LetteredSide(side.letters, "int32") if of_batch else side)
-        if of_batch:
-            given.append(jnp.arange(extents[side.letters], dtype=jnp.int32))
-        elif side.dtype != "index":
-            given.append(rest.pop(0))
-    space = _Space(attention._replace(sides=(*sides, *attention.sides[len(sides) :])), kernel)
+    """A call by `divided_p`."""
+    extents, space, n = attention.extents(*operands[:3]), _Space(attention, kernel), 3 if kernel == "forward" else 6
+    given, arrays = list(operands[:n]), iter(operands[n:])
+    for side in space.sides:
+        is_index = side.dtype == "index"
+        given.append(jnp.arange(extents[side.letters], dtype=jnp.int32) if is_index else next(arrays))
     shape = tuple((extents | {"n": 2})[c] for c in space.dims)
-    found = divided_p.bind(
-        *space.expanded(given, space.operands), attention=space.attention, kernel=kernel, shape=shape
-    )
+    found = divided_p.bind(*space.expanded(given, space.operands), attention=attention, kernel=kernel, shape=shape)
     return space.contracted(found, space.results(operands[0]))
 
 
@@ -206,7 +214,7 @@ def _(*operands: Aval, attention: Attention, kernel: str, shape: Shape) -> list[
 
 
 class _DeviceProgram(division.DeviceProgram):
-    """What each device does: the same of its part of the batch."""
+    """What each device does: the same of its part of the batch and of the queries."""
 
     axes = dims_with_indices = ()
 
@@ -216,10 +224,11 @@ class _DeviceProgram(division.DeviceProgram):
             known[name] = known[name] and Expression.from_json(known[name])
         known |= {"letters": Letters(*known["letters"]), "sides": tuple(LetteredSide(*side) for side in known["sides"])}
         self.space = _Space(Attention(**known), kernel)
-        self.undivided = tuple(self.space.dims.index(c) for c in "ijden")
+        self.gathered, self.undivided = (tuple(map(self.space.dims.index, of)) for of in ("j", "den"))
 
     def on_whole_rows(self, layout: layouts.Layout) -> Callable[..., list[Array]]:
-        return lambda *operands: self.space.apply(attention_p.bind, *operands)
+        divided = [c for c, n in zip(self.space.dims, layout.shape[:-1], strict=True) if n > 1]
+        return functools.partial(self.space.apply, attention_p.bind, divided=divided)
 
 
 def lower(ctx: mlir.LoweringRuleContext, *operands: Any, attention: Attention, kernel: str, platform: str) -> Any:
