@@ -171,7 +171,9 @@ def _divisible(
     if divided:
         why = "attention runs on whole features: divide batch, heads or sequences"
     summed = (layouts.divided_dims_without(layout, result.dims) for result in results)
-    numbered = [d for d in {*program.axes, *program.dims_with_indices, *itertools.chain(*summed)} if layout.shape[d] > 1]
+    numbered = [
+        d for d in {*program.axes, *program.dims_with_indices, *itertools.chain(*summed)} if layout.shape[d] > 1
+    ]
     if numbered and not knows_devices:
         divided += numbered
         why = why or (

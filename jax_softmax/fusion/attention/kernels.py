@@ -167,7 +167,8 @@ class _Space:
         q = avals[0]  # whose type also says which mesh axes it varies over
 
         def sharded_type(type_: jax.ShapeDtypeStruct, of: str) -> Aval:
-            sharding = q.sharding.update(spec=PartitionSpec(*(names.get(c) for c in of)))
+            spec = (names.get(c) if n > 1 else None for c, n in zip(of, type_.shape, strict=True))
+            sharding = q.sharding.update(spec=PartitionSpec(*spec))
             return q.update(shape=type_.shape, dtype=type_.dtype, weak_type=False, sharding=sharding)
 
         return [sharded_type(type_, of) for type_, of in zip(types, of_results, strict=True)]
