@@ -3,6 +3,7 @@
 Eight simulated CPU devices. What a device's kernels do is done in JAX, as it is where devices share rows.
 """
 
+import functools
 import math
 import re
 
@@ -20,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 from sharded import in_mode, mesh
 
 from jax_softmax import fuse
+from jax_softmax.fusion.attention import kernels
 
 pytestmark = pytest.mark.usefixtures("default_flags", "on_the_cpu")
 
@@ -115,8 +117,8 @@ def check(attend, given, specs, queries, travels=TRAVELS, kind=AxisType.Auto, cu
     indices has all queries in a device's program."""
     program = values_and_gradients(attend)
     given, specs = [*given, normal(*given[0].shape, seed=7)], [*specs, specs[0]]
-    compiled, found, kernels = compiled_by_kernels(lambda *a: program(*map(cut, a)), given, specs, kind)
-    assert kernels == {(kernel, queries, KEYS) for kernel in ("forward", "queries", "keys")}
+    compiled, found, calls = compiled_by_kernels(lambda *a: program(*map(cut, a)), given, specs, kind)
+    assert calls == {(kernel, queries, KEYS) for kernel in ("forward", "queries", "keys")}
     assert travels is None or {name for name, _ in support.collectives(compiled)} == travels
     if queries != QUERIES:
         shapes = {tuple(map(int, dims.split(","))) for dims in re.findall(r"\[([\d,]+)\]", compiled.as_text())}
@@ -133,6 +135,24 @@ def test_sequences(spec, queries):
     found = support.collectives(compiled)
     assert [size for name, size in found if name == "all-gather"] == [whole] * 6
     assert [size for name, size in found if name == "all-to-all"] == [whole] * 2
+
+
+@emulated.compiler_is_needed
+def test_kernels_of_a_part():
+    """They are given the places of their rows, and skip what these do not see."""
+    given = operands()
+    placed = [jax.device_put(a, NamedSharding(mesh(), SEQUENCE)) for a in given]
+    with emulated.kernels(attention=True), attention_on_host.kernels(in_jax=True) as made:
+        jax.jit(fuse(causal)).lower(*placed).compile()
+    ((params, _),) = made
+    (q, k, v), attention = given, params["attention"]
+    with attention_on_host.kernels():
+        forward = jax.jit(functools.partial(kernels.forward, attention))
+        parts = [forward(q[:, n : n + 24], k, v, jnp.arange(n, n + 24, dtype=jnp.int32))[0] for n in range(0, 96, 24)]
+    extents = attention.extents(q[:, :24], k, v)
+    ends = [attention.bounds("forward", extents, [jnp.arange(n, n + 24)])[0, 1] for n in (0, 72)]
+    assert ends == [2, 3]  # cells of 64 keys
+    assert_about_as_exact([jnp.concatenate(parts, 1)], lambda *a: [causal(*a)], given)
 
 
 def test_sequences_of_queries_alone():
@@ -203,8 +223,8 @@ def test_shard_map():
 
     given = [*operands(), normal(B, QUERIES, H, D, seed=7)]
     mapped = jax.shard_map(values_and_gradients(local), mesh=mesh(), in_specs=SEQUENCE, out_specs=SEQUENCE)
-    _, found, kernels = compiled_by_kernels(mapped, given, [SEQUENCE] * 4)
-    assert kernels == {(kernel, 24, KEYS) for kernel in ("forward", "queries", "keys")}
+    _, found, calls = compiled_by_kernels(mapped, given, [SEQUENCE] * 4)
+    assert calls == {(kernel, 24, KEYS) for kernel in ("forward", "queries", "keys")}
     assert_about_as_exact(found, values_and_gradients(causal), given)
 
 
@@ -214,8 +234,8 @@ def test_partly_manual_shard_map():
     spec = P("model")
     mapped = jax.shard_map(program, mesh=mesh(), in_specs=spec, out_specs=spec, axis_names={"model"})
     with pytest.warns(UserWarning, match="partly manual"):
-        _, found, kernels = compiled_by_kernels(mapped, given, [BOTH] * 4)
-    assert kernels == {("forward", 24, KEYS), ("queries", 24, KEYS), ("keys", QUERIES, KEYS)}
+        _, found, calls = compiled_by_kernels(mapped, given, [BOTH] * 4)
+    assert calls == {("forward", 24, KEYS), ("queries", 24, KEYS), ("keys", QUERIES, KEYS)}
     assert_about_as_exact(found, program, given)
 
 
