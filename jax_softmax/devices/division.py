@@ -9,7 +9,7 @@ import functools
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -48,6 +48,7 @@ class DeviceProgram:
     axes: tuple[int, ...]  # the reduced dimensions
     gathered: tuple[int, ...] = ()  # dimensions of which each device needs all, however operands are divided
     undivided: tuple[int, ...] = ()  # the same, of which operands should not be divided
+    exchangeable: tuple[int, Sequence[int]] | None = None  # a dimension, and those that are divided rather than it
     dims_with_indices: Iterable[int]  # whose indices are read, so that it matters where a device's shard begins
 
     def on_whole_rows(self, layout: Layout) -> Callable[..., Any]:
@@ -100,15 +101,21 @@ def _divide(
     result_shapes = result_shape.tuple_shapes() if result_shape.is_tuple() else [result_shape]
     result_shardings = result_sharding.tuple_elements() if result_shape.is_tuple() else [result_sharding]
     results, operands = (
-        [_Array(*array, shape, program) for array in zip(*arrays, strict=True)]
+        [_Array(*array, shape) for array in zip(*arrays, strict=True)]
         for arrays in ((result_shapes, result_shardings), (arg_shapes, arg_shardings))
     )
-    layout = _common_layout(operands, results, shape)
+    layout = _common_layout(operands, results, shape, program.gathered)
     # In a partly manual shard_map XLA numbers devices within each group that the manual axes form: a device's program
     # cannot tell then which number it has.
     knows_devices = layout.size == config["devices"]
     layout, gathered = _divisible(layout, program, results, knows_devices)
-    operand_layouts, moves, left_to_xla = _moves(operands, layout, knows_devices)
+    whole = program.gathered
+    if program.exchangeable and knows_devices:
+        source, targets = program.exchangeable
+        n = layout.shape[source]
+        even = [d for d in targets if shape[source] % n == 0 and shape[d] % (layout.shape[d] * n) == 0]
+        layout, whole = (layouts.exchanged(layout, source, even[0]), (*whole, source)) if even else (layout, whole)
+    operand_layouts, moves, left_to_xla = _moves(operands, layout, whole, knows_devices)
     if left_to_xla and not gathered:
         gathered = (
             "its layout does not go together with that of the result, or of another operand. Bring it to that one "
@@ -119,8 +126,11 @@ def _divide(
     sharded_dims = [d for d in program.axes if layout.shape[d] > 1]
     call = program.on_row_shards(layout, sharded_dims) if sharded_dims else program.on_whole_rows(layout)
     lacking = [[] if sharded_dims else layouts.divided_dims_without(layout, result.dims) for result in results]
-    sums = [_sum(result, layout) if dims else None for result, dims in zip(results, lacking, strict=True)]
     padded = [d for d in {*itertools.chain(*lacking)} if shape[d] % layout.shape[d]]
+    result_layouts, last_steps = zip(
+        *(_last_step(result, layout, bool(dims), knows_devices) for result, dims in zip(results, lacking, strict=True)),
+        strict=True,
+    )
 
     def on_device(*shards: jax.Array) -> list[jax.Array]:
         moved = [all_to_all_p.bind(a, **move) if move else a for a, move in zip(shards, moves, strict=True)]
@@ -128,16 +138,13 @@ def _divide(
             inside = row_shards.is_inside(layout, shape, d)
             moved = [jnp.where(inside, a, 0) if d in of.dims else a for of, a in zip(operands, moved, strict=True)]
         found = jax.tree.leaves(call(*moved))
-        return [_summed(a, *of_sum[1:]) if of_sum else a for a, of_sum in zip(found, sums, strict=True)]
+        return [step(a) for a, step in zip(found, last_steps, strict=True)]
 
     specs = [
         jax.ShapeDtypeStruct(layouts.shard_shape(arg.dimensions(), operand_layout), arg.numpy_dtype())
         for arg, operand_layout in zip(arg_shapes, operand_layouts, strict=True)
     ]
-    shardings = [
-        _sharding(of_sum[0] if of_sum else layouts.projected(layout, result.dims))
-        for result, of_sum in zip(results, sums, strict=True)
-    ]
+    shardings = list(map(_sharding, result_layouts))
     return (
         _bytecode(on_device, specs, config["platform"]),
         [_sharding(operand_layout) for operand_layout in operand_layouts],
@@ -147,12 +154,19 @@ def _divide(
     )
 
 
-def _sum(result: "_Array", layout: Layout) -> tuple[Layout, Groups, int]:
-    """How devices share a sum: its layout, the groups that add, and the dimension that they divide: one that XLA wants
-    to be divided, or else the longest."""
-    whole = [k for k, shards in enumerate(layouts.projected(layout, result.dims).shape[:-1]) if shards == 1]
-    k = max(whole, key=lambda k: (result.wanted.shape[k] > 1, result.shape[k]))
-    return *layouts.scattered(layout, result.dims, k), k
+def _last_step(
+    result: "_Array", layout: Layout, is_part_of_sum: bool, knows_devices: bool
+) -> tuple[Layout, Callable[[jax.Array], jax.Array]]:
+    """The layout in which XLA gets a result, and what a device does with what it has made. Of a sum the devices divide
+    a dimension that XLA wants to be divided, or else the longest."""
+    own = layouts.projected(layout, result.dims)
+    if is_part_of_sum:
+        whole = [k for k, shards in enumerate(own.shape[:-1]) if shards == 1]
+        k = max(whole, key=lambda k: (result.layout.shape[k] > 1, result.shape[k]))
+        scattered, groups = layouts.scattered(layout, result.dims, k)
+        return scattered, functools.partial(_summed, groups=groups, k=k)
+    move = layouts.all_to_all(own, result.layout, result.shape) if knows_devices else None
+    return (result.layout, functools.partial(all_to_all_p.bind, **move)) if move else (own, lambda a: a)
 
 
 def _summed(a: jax.Array, groups: Groups, k: int) -> jax.Array:
@@ -184,7 +198,7 @@ def _divisible(
 
 
 def _moves(
-    operands: list["_Array"], layout: Layout, knows_devices: bool
+    operands: list["_Array"], layout: Layout, gathered: tuple[int, ...], knows_devices: bool
 ) -> tuple[list[Layout], list[dict[str, Any] | None], bool]:
     """For each operand the layout in which XLA hands it over, and the all-to-all, or None, from there to the common
     layout; and whether XLA has to do more for one of them than to slice what each device has."""
@@ -193,6 +207,7 @@ def _moves(
         target = layouts.projected(layout, operand.dims)
         sliced = layouts.refined(operand.layout, target)
         move = layouts.all_to_all(sliced, target, operand.shape) if knows_devices else None
+        sliced = sliced if move else layouts.refined(operand.without(gathered), target)
         moves.append(move)
         operand_layouts.append(sliced if move else target)
         left_to_xla |= not move and not layouts.are_same(sliced, target)
@@ -202,16 +217,20 @@ def _moves(
 class _Array:
     """An operand or a result of a call on x: which of x's dimensions it has, and its layout."""
 
-    def __init__(self, array: Any, sharding: Any, shape: Shape, program: DeviceProgram) -> None:
+    def __init__(self, array: Any, sharding: Any, shape: Shape) -> None:
         self.shape = tuple(array.dimensions())
         self.dims = layouts.matching_dims(self.shape, shape)
-        self.wanted = _layout(sharding, len(self.dims))  # by XLA
-        kept = [None if d in program.gathered else k for k, d in enumerate(self.dims)]
-        self.layout = layouts.projected(self.wanted, kept)
+        self.layout = _layout(sharding, len(self.dims))
+
+    def without(self, dims: Sequence[int]) -> Layout:
+        """The layout in which these of x's dimensions are not divided."""
+        return layouts.projected(self.layout, [None if d in dims else k for k, d in enumerate(self.dims)])
 
 
-def _common_layout(operands: list["_Array"], results: list["_Array"], shape: Shape) -> Layout:
-    """The layout of x that divides each dimension into as many shards as any operand or result has.
+def _common_layout(
+    operands: list["_Array"], results: list["_Array"], shape: Shape, gathered: tuple[int, ...]
+) -> Layout:
+    """The layout of x that divides each dimension into as many shards as any operand or result has; but gathered ones.
 
     If the same devices divide two dimensions, that one is divided which is so in a result of x's shape, or else in the
     first operand: an operand in which it is whole can be sliced without communication.
@@ -219,7 +238,7 @@ def _common_layout(operands: list["_Array"], results: list["_Array"], shape: Sha
     layout = layouts.undivided(len(shape))
     like_x = [r for r in results if r.shape == shape]
     for array in [*like_x, *operands, *(r for r in results if r.shape != shape)]:
-        layout = layouts.refined(layout, array.layout, array.dims)
+        layout = layouts.refined(layout, array.without(gathered), array.dims)
     return layout
 
 

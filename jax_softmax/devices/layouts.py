@@ -57,6 +57,13 @@ def scattered(layout: Layout, dims: Dims, k: int) -> tuple[Layout, Groups]:
     return np.moveaxis(apart, -2, k).reshape([*shards[:k], n, *shards[k + 1 :], -1]), groups
 
 
+def exchanged(layout: Layout, source: int, target: int) -> Layout:
+    """The layout in which the devices that divide dimension `source` divide `target` instead, which comes before it."""
+    shards = list(layout.shape)
+    shards[target], shards[source] = shards[target] * shards[source], 1
+    return np.moveaxis(layout, source, target + 1).reshape(shards)
+
+
 def are_same(a: Layout, b: Layout) -> bool:
     """Whether each device has the same shard in both layouts."""
     return a.shape == b.shape and np.array_equal(_shard_indices(a), _shard_indices(b))

@@ -1,4 +1,5 @@
-"""Attention in programs that XLA divides along sequences: queries stay where they are, keys and values are gathered.
+"""Attention in programs that XLA divides along sequences: heads are divided instead, if they go evenly; or else queries
+stay where they are, and keys and values are gathered.
 
 Eight simulated CPU devices. What a device's kernels do is done in JAX, as it is where devices share rows.
 """
@@ -25,15 +26,15 @@ from jax_softmax.fusion.attention import kernels
 
 pytestmark = pytest.mark.usefixtures("default_flags", "on_the_cpu")
 
-B, H, D, QUERIES, KEYS = 2, 4, 16, 96, 160  # extents that nothing else has
+B, H, D, QUERIES, KEYS = 2, 6, 16, 96, 160  # lengths that nothing else has; heads that four devices do not share
 SEQUENCE, BOTH, OVER_BOTH = P(None, "data"), P("model", "data"), P(None, ("data", "model"))
 
 TRAVELS = {"all-gather", "all-to-all"}
 
 
-def operands(heads_of_keys=H, queries=QUERIES):
+def operands(heads_of_keys=H, queries=QUERIES, heads=H):
     keys = [normal(B, KEYS, heads_of_keys, D, seed=n) for n in (1, 2)]
-    return [normal(B, queries, H, D), *keys]
+    return [normal(B, queries, heads, D), *keys]
 
 
 def scores_of(q, k):
@@ -42,7 +43,7 @@ def scores_of(q, k):
 
 def is_causal(s):
     """The last query sees all keys."""
-    i, j = (jnp.arange(n) for n in s.shape[2:])
+    i, j = (jnp.arange(n) for n in s.shape[-2:])
     return i[:, None] + KEYS - QUERIES >= j
 
 
@@ -56,11 +57,10 @@ def causal(q, k, v):
 
 
 def grouped(q, k, v):
-    q = q.reshape(B, q.shape[1], 2, 2, D)
-    s = jnp.einsum("bihgd,bjhd->bhgij", q, k).astype(jnp.float32) / 4
-    i, j = (jax.lax.broadcasted_iota(jnp.int32, s.shape, d) for d in (3, 4))
-    p = jax.nn.softmax(jnp.where(i >= j, s, -jnp.inf)).astype(v.dtype)
-    return jnp.einsum("bhgij,bjhd->bihgd", p, v).reshape(B, -1, H, D)
+    groups = q.reshape(B, QUERIES, k.shape[2], -1, D)
+    s = jnp.einsum("bihgd,bjhd->bhgij", groups, k).astype(jnp.float32) / 4
+    p = jax.nn.softmax(jnp.where(is_causal(s), s, -jnp.inf)).astype(v.dtype)
+    return jnp.einsum("bhgij,bjhd->bihgd", p, v).reshape(q.shape)
 
 
 def masked(q, k, v, mask):
@@ -81,11 +81,11 @@ def with_sink(q, k, v, sink):
 
 
 def values_and_gradients(attend):
-    """Of the operands and the output's cotangent: the output, and the cotangents of all but masks."""
+    """Of the operands and the output's cotangent: the output, and those of all floats."""
 
     def program(*operands):
         *read, o_cotangent = operands
-        learned = [a for a in read if a.dtype != bool]
+        learned = [a for a in read if a.dtype in (jnp.float32, jnp.bfloat16)]
         o, transposed = jax.vjp(lambda *a: attend(*a, *read[len(a) :]), *learned)
         return o, *transposed(o_cotangent)
 
@@ -104,7 +104,7 @@ def compiled_by_kernels(program, given, specs, kind=AxisType.Auto):
 
 def assert_about_as_exact(found, program, given):
     """As the program on one device."""
-    wide = [a if a.dtype == bool else a.astype(jnp.float32) for a in given]
+    wide = [a.astype(jnp.float32) if a.dtype == jnp.bfloat16 else a for a in given]
     exact, alone = by_numpy(program, *wide), support.in_haste(program, *given)
     for n, (own, one, right) in enumerate(zip(found, alone, exact, strict=True)):
         own_error, error = (np.abs(np.asarray(a, np.float64) - right).max() for a in (own, one))
@@ -245,3 +245,31 @@ def test_features():
     with pytest.warns(UserWarning, match="whole features"):
         _, found, _ = compiled_by_kernels(program, given, [P(None, None, None, "data")] * 4)
     assert_about_as_exact(found, program, given)
+
+
+# ---- Sequences that are exchanged for heads or for batches
+
+
+def of_segments(q, k, v, of_queries, of_keys):
+    visible = of_queries[:, None, :, None] == of_keys[:, None, None]
+    return attend(jnp.where(visible, scores_of(q, k), -1e30), v)
+
+
+@pytest.mark.parametrize("spec", [SEQUENCE, BOTH, P(None, "model")], ids=str)
+def test_whole_sequences(spec):
+    """Each device has as much to do as the others. Of all arrays it sends what it has, and gets as much."""
+    compiled = check(causal, operands(8, heads=8), [spec] * 3, QUERIES, {"all-to-all"})
+    parts = 2 if spec == P(None, "model") else 4 if spec == SEQUENCE else 8
+    assert all(size <= B * KEYS * 8 * D // parts for _, size in support.collectives(compiled))
+
+
+def test_whole_sequences_of_grouped_queries():
+    check(grouped, operands(4, heads=12), [SEQUENCE] * 3, QUERIES, {"all-to-all"})
+
+
+def test_whole_sequences_of_segments():
+    """Their numbers are gathered where devices divide heads, which they do not have."""
+    segments = [jnp.arange(B * n, dtype=jnp.int32).reshape(B, n) * 6 // n for n in (QUERIES, KEYS)]
+    compiled = check(of_segments, [*operands(4, heads=4), *segments], [SEQUENCE] * 5, QUERIES)
+    gathered = [size for name, size in support.collectives(compiled) if name == "all-gather"]
+    assert gathered and max(gathered) == B * KEYS

@@ -18,10 +18,10 @@ from jax.sharding import PartitionSpec
 
 from jax_softmax import _kernels, _private
 from jax_softmax.devices import division, layouts, partitioning
-from jax_softmax.fusion.attention.call import ArrayOrAval, Attention, LetteredSide, Letters, rounded_and_lost, unrounded
+from jax_softmax.fusion.attention.call import Attention, LetteredSide, Letters, rounded_and_lost, unrounded
 from jax_softmax.fusion.program.expressions import Expression
 from jax_softmax.primitives import interpreters
-from jax_softmax.primitives.types import Arrays, Aval, Shape
+from jax_softmax.primitives.types import Arrays, Aval, Dtype, Shape
 from jax_softmax.runtime import cuda
 from jax_softmax.runtime.lowering import ATTENTION_TARGET
 
@@ -34,7 +34,7 @@ attention_p.multiple_results = True
 @attention_p.def_abstract_eval  # type: ignore[untyped-decorator]  # JAX gives it no type
 def _(*operands: Aval, attention: Attention, kernel: str) -> list[Aval]:
     space, types = _Space(attention, kernel), attention.result_types(kernel, *operands[:3])
-    return space.sharded(operands, space.given, types, space.results(operands[0]))
+    return space.sharded(operands, space.given, types, space.results(operands[0].dtype))
 
 
 def forward(attention: Attention, q: Array, k: Array, v: Array, *arrays: Array) -> Arrays:
@@ -133,8 +133,8 @@ class _Space:
         self.sides = [side for side in sides if side.dtype != "index" or side.letters in letters.rows]
         self.operands = [*letters, *of_backward, *(side.letters for side in self.sides)]
 
-    def results(self, q: ArrayOrAval) -> list[str]:
-        return [of for of, _ in self.attention.results(self.kernel, q.dtype)]
+    def results(self, dtype: Dtype) -> list[str]:
+        return [of for of, _ in self.attention.results(self.kernel, dtype)]
 
     def expanded(self, arrays: Iterable[Array], letters: Sequence[str]) -> list[Array]:
         """Arrays with dimensions for all letters."""
@@ -187,7 +187,7 @@ class _Space:
             for side in self.attention.sides
         ]
         found = f(*given[:n], *arrays, attention=self.attention._replace(sides=tuple(sides)), kernel=self.kernel)
-        return self.expanded(found, self.results(operands[0]))
+        return self.expanded(found, self.results(operands[0].dtype))
 
 
 def _in_jax(*operands: Array, attention: Attention, kernel: str) -> list[Array]:
@@ -203,7 +203,7 @@ def _in_space(*operands: Array, attention: Attention, kernel: str) -> list[Array
         given.append(jnp.arange(extents[side.letters], dtype=jnp.int32) if is_index else next(arrays))
     shape = tuple((extents | {"n": 2})[c] for c in space.dims)
     found = divided_p.bind(*space.expanded(given, space.operands), attention=attention, kernel=kernel, shape=shape)
-    return space.contracted(found, space.results(operands[0]))
+    return space.contracted(found, space.results(operands[0].dtype))
 
 
 @divided_p.def_abstract_eval  # type: ignore[untyped-decorator]  # JAX gives it no type
@@ -225,7 +225,13 @@ class _DeviceProgram(division.DeviceProgram):
             known[name] = known[name] and Expression.from_json(known[name])
         known |= {"letters": Letters(*known["letters"]), "sides": tuple(LetteredSide(*side) for side in known["sides"])}
         self.space = _Space(Attention(**known), kernel)
-        self.gathered, self.undivided = (tuple(map(self.space.dims.index, of)) for of in ("j", "den"))
+        letters, at = self.space.attention.letters, self.space.dims.index
+        self.gathered, self.undivided = (tuple(map(at, of)) for of in ("j", "den"))
+        # Each device has as much to do if it has some heads of all queries, also under a causal mask. An all-to-all of
+        # q, k, v and o does that, but would be of arrays of queries x keys as well.
+        arrays = [*self.space.operands, *self.space.results(jnp.dtype("float32"))]
+        if not any({"i", "j"} <= set(of) for of in arrays):
+            self.exchangeable = at("i"), [at(c) for c in letters.batch if c in letters.k]
 
     def on_whole_rows(self, layout: layouts.Layout) -> Callable[..., list[Array]]:
         divided = [c for c, n in zip(self.space.dims, layout.shape[:-1], strict=True) if n > 1]
