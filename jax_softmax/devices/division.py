@@ -109,12 +109,8 @@ def _divide(
     # cannot tell then which number it has.
     knows_devices = layout.size == config["devices"]
     layout, gathered = _divisible(layout, program, results, knows_devices)
-    whole = program.gathered
-    if program.exchangeable and knows_devices:
-        source, targets = program.exchangeable
-        n = layout.shape[source]
-        even = [d for d in targets if shape[source] % n == 0 and shape[d] % (layout.shape[d] * n) == 0]
-        layout, whole = (layouts.exchanged(layout, source, even[0]), (*whole, source)) if even else (layout, whole)
+    layout, exchanged = _exchanged(layout, program, shape) if knows_devices else (layout, ())
+    whole = (*program.gathered, *exchanged)
     operand_layouts, moves, left_to_xla = _moves(operands, layout, whole, knows_devices)
     if left_to_xla and not gathered:
         gathered = (
@@ -152,6 +148,16 @@ def _divide(
         if result_shape.is_tuple()
         else shardings[0],
     )
+
+
+def _exchanged(layout: Layout, program: DeviceProgram, shape: Shape) -> tuple[Layout, tuple[int, ...]]:
+    """The layout in which another dimension is divided rather than the program's exchangeable one, and that, if parts
+    are even."""
+    source, targets = program.exchangeable or (0, ())
+    n = layout.shape[source]
+    even = (d for d in targets if n > 1 and shape[source] % n == 0 and shape[d] % (layout.shape[d] * n) == 0)
+    target = next(even, None)
+    return (layout, ()) if target is None else (layouts.exchanged(layout, source, target), (source,))
 
 
 def _last_step(

@@ -1,7 +1,7 @@
 """The primitive that calls attention's kernels.
 
 In a program for one device that is an FFI call. In a program that XLA divides among several, each of them calls the
-kernel for its part of the batch and of the queries, with all keys. Where there is no kernel, the same is done in JAX.
+kernel for its part of the batch or of the queries, with all keys. Where there is no kernel, the same is done in JAX.
 """
 
 import functools
@@ -25,16 +25,17 @@ from jax_softmax.primitives.types import Arrays, Aval, Dtype, Shape
 from jax_softmax.runtime import cuda
 from jax_softmax.runtime.lowering import ATTENTION_TARGET
 
-# Operands: q, k, v; of the backward kernels also the output's cotangent, the rows' numbers as `forward` makes them, and
-# delta; then the arrays among the sides.
+# Of one kernel or several with the same operands. These are q, k, v; of the backward kernels also the output's
+# cotangent, the rows' numbers as `forward` makes them, and delta; then the arrays among the sides.
 attention_p = Primitive("softmax_attention")
 attention_p.multiple_results = True
 
 
 @attention_p.def_abstract_eval  # type: ignore[untyped-decorator]  # JAX gives it no type
-def _(*operands: Aval, attention: Attention, kernel: str) -> list[Aval]:
-    space, types = _Space(attention, kernel), attention.result_types(kernel, *operands[:3])
-    return space.sharded(operands, space.given, types, space.results(operands[0].dtype))
+def _(*operands: Aval, attention: Attention, kernels: tuple[str, ...]) -> list[Aval]:
+    space = _Space(attention, kernels)
+    types = [type_ for kernel in kernels for type_ in attention.result_types(kernel, *operands[:3])]
+    return space.sharded(operands, space.given, types, space.letters_of_results(operands[0].dtype))
 
 
 def forward(attention: Attention, q: Array, k: Array, v: Array, *arrays: Array) -> Arrays:
@@ -42,7 +43,7 @@ def forward(attention: Attention, q: Array, k: Array, v: Array, *arrays: Array) 
     sum of exp(score - pivot). If there is a backward pass, also what an output of 16 bits lost by rounding. `arrays`:
     those among the sides."""
     n = sum(side.dtype != "index" for side in attention.sides_of("forward"))
-    return attention_p.bind(q, k, v, *arrays[:n], attention=attention, kernel="forward")
+    return attention_p.bind(q, k, v, *arrays[:n], attention=attention, kernels=("forward",))
 
 
 def delta(attention: Attention, o: Array, lost: Sequence[Array], o_cotangent: Array) -> Array:
@@ -52,12 +53,16 @@ def delta(attention: Attention, o: Array, lost: Sequence[Array], o_cotangent: Ar
     return jnp.transpose(products.sum(-1), [letters.o.index(c) for c in letters.rows])
 
 
-def backward(attention: Attention, *operands: Array) -> Arrays:
-    """dq, dk, dv, and the side's cotangent if there is one, of the primitive's operands."""
-    (dq, *side_cotangent), (dk, dv) = (
-        attention_p.bind(*operands, attention=attention, kernel=name) for name in ("queries", "keys")
-    )
-    return dq, dk, dv, *side_cotangent
+def backward(attention: Attention, wanted: set[str], *operands: Array) -> dict[str, Array]:
+    """The cotangents of q, k, v and the side of the primitive's operands, by name: those wanted, and others that the
+    same kernels make. Kernels are one call, so that devices exchange operands once."""
+    names = {"queries": ("dq", "side_cotangent"), "keys": ("dk", "dv")}
+    kernels = tuple(kernel for kernel, made in names.items() if wanted.intersection(made))
+    if not kernels:
+        return {}
+    found = iter(attention_p.bind(*operands, attention=attention, kernels=kernels))
+    n_results = {kernel: len(attention.results(kernel, operands[0].dtype)) for kernel in kernels}
+    return {name: next(found) for kernel in kernels for name in names[kernel][: n_results[kernel]]}
 
 
 def with_sink(attention: Attention, sink: Array, o: Array, rows: Array, *lost: Array) -> tuple[Arrays, Array]:
@@ -121,20 +126,22 @@ divided_p.multiple_results = True
 class _Space:
     """The letters of a call, and those of its operands and results; n are the two numbers of a row."""
 
-    def __init__(self, attention: Attention, kernel: str) -> None:
-        letters = attention.letters
-        self.attention, self.kernel = attention, kernel
+    def __init__(self, attention: Attention, kernels: tuple[str, ...]) -> None:
+        letters, kernel = attention.letters, kernels[0]
+        self.attention, self.kernels = attention, kernels
         self.dims = letters.batch + "ijden"
         of_backward = [] if kernel == "forward" else [letters.o, letters.rows + "n", letters.rows]
-        arrays = [side for side in attention.sides_of(kernel) if side.dtype != "index"]
-        self.given = [*letters, *of_backward, *(side.letters for side in arrays)]
-        # Indices of rows are operands of `divided_p`: each device has its part of them.
-        sides = attention.sides_of(kernel)
+        sides, own = attention.sides_of(kernel), [*letters, *of_backward]
+        self.given = [*own, *(side.letters for side in sides if side.dtype != "index")]  # operands of `attention_p`
+        # To `divided_p` the indices of rows are arrays as well: each device has its part of them.
         self.sides = [side for side in sides if side.dtype != "index" or side.letters in letters.rows]
-        self.operands = [*letters, *of_backward, *(side.letters for side in self.sides)]
+        self.operands = [*own, *(side.letters for side in self.sides)]
 
-    def results(self, dtype: Dtype) -> list[str]:
-        return [of for of, _ in self.attention.results(self.kernel, dtype)]
+    def results(self, dtype: Dtype) -> list[tuple[str, Any]]:
+        return [result for kernel in self.kernels for result in self.attention.results(kernel, dtype)]
+
+    def letters_of_results(self, dtype: Dtype) -> list[str]:
+        return [of for of, _ in self.results(dtype)]
 
     def expanded(self, arrays: Iterable[Array], letters: Sequence[str]) -> list[Array]:
         """Arrays with dimensions for all letters."""
@@ -186,50 +193,56 @@ class _Space:
             LetteredSide(side.letters, "int32") if side.dtype == "index" and is_array(side) else side
             for side in self.attention.sides
         ]
-        found = f(*given[:n], *arrays, attention=self.attention._replace(sides=tuple(sides)), kernel=self.kernel)
-        return self.expanded(found, self.results(operands[0].dtype))
+        found = f(*given[:n], *arrays, attention=self.attention._replace(sides=tuple(sides)), kernels=self.kernels)
+        return self.expanded(found, self.letters_of_results(operands[0].dtype))
 
 
-def _in_jax(*operands: Array, attention: Attention, kernel: str) -> list[Array]:
-    return attention.in_jax(kernel, *operands)
+def _in_jax(*operands: Array, attention: Attention, kernels: tuple[str, ...]) -> list[Array]:
+    return [a for kernel in kernels for a in attention.in_jax(kernel, *operands)]
 
 
-def _in_space(*operands: Array, attention: Attention, kernel: str) -> list[Array]:
+def _by_ffi(*operands: Array, attention: Attention, kernels: tuple[str, ...]) -> list[Array]:
+    return [a for kernel in kernels for a in ffi_call(*operands, attention=attention, kernel=kernel)]
+
+
+def _in_space(*operands: Array, attention: Attention, kernels: tuple[str, ...]) -> list[Array]:
     """A call by `divided_p`."""
-    extents, space, n = attention.extents(*operands[:3]), _Space(attention, kernel), 3 if kernel == "forward" else 6
+    extents, space = attention.extents(*operands[:3]), _Space(attention, kernels)
+    n = len(space.operands) - len(space.sides)
     given, arrays = list(operands[:n]), iter(operands[n:])
     for side in space.sides:
         is_index = side.dtype == "index"
         given.append(jnp.arange(extents[side.letters], dtype=jnp.int32) if is_index else next(arrays))
     shape = tuple((extents | {"n": 2})[c] for c in space.dims)
-    found = divided_p.bind(*space.expanded(given, space.operands), attention=attention, kernel=kernel, shape=shape)
-    return space.contracted(found, space.results(operands[0].dtype))
+    found = divided_p.bind(*space.expanded(given, space.operands), attention=attention, kernels=kernels, shape=shape)
+    return space.contracted(found, space.letters_of_results(operands[0].dtype))
 
 
 @divided_p.def_abstract_eval  # type: ignore[untyped-decorator]  # JAX gives it no type
-def _(*operands: Aval, attention: Attention, kernel: str, shape: Shape) -> list[Aval]:
-    space, results = _Space(attention, kernel), attention.results(kernel, operands[0].dtype)
+def _(*operands: Aval, attention: Attention, kernels: tuple[str, ...], shape: Shape) -> list[Aval]:
+    space = _Space(attention, kernels)
+    results = space.results(operands[0].dtype)
     shapes = [tuple(n if c in of else 1 for c, n in zip(space.dims, shape, strict=True)) for of, _ in results]
     types = [jax.ShapeDtypeStruct(shape, dtype) for shape, (_, dtype) in zip(shapes, results, strict=True)]
     return space.sharded(operands, [space.dims] * len(operands), types, [space.dims] * len(types))
 
 
 class _DeviceProgram(division.DeviceProgram):
-    """What each device does: the same of its part of the batch and of the queries."""
+    """What each device does: the same of its part of the batch or of the queries."""
 
     axes = dims_with_indices = ()
 
-    def __init__(self, attention: Sequence[Any], kernel: str) -> None:
+    def __init__(self, attention: Sequence[Any], kernels: Sequence[str]) -> None:
         known = dict(zip(Attention._fields, attention, strict=True))
         for name in ("score", "weight", "score_transposed", "weight_transposed", "side_cotangent"):
             known[name] = known[name] and Expression.from_json(known[name])
         known |= {"letters": Letters(*known["letters"]), "sides": tuple(LetteredSide(*side) for side in known["sides"])}
-        self.space = _Space(Attention(**known), kernel)
+        self.space = _Space(Attention(**known), tuple(kernels))
         letters, at = self.space.attention.letters, self.space.dims.index
         self.gathered, self.undivided = (tuple(map(at, of)) for of in ("j", "den"))
         # Each device has as much to do if it has some heads of all queries, also under a causal mask. An all-to-all of
         # q, k, v and o does that, but would be of arrays of queries x keys as well.
-        arrays = [*self.space.operands, *self.space.results(jnp.dtype("float32"))]
+        arrays = [*self.space.operands, *self.space.letters_of_results(np.dtype(np.float32))]
         if not any({"i", "j"} <= set(of) for of in arrays):
             self.exchangeable = at("i"), [at(c) for c in letters.batch if c in letters.k]
 
@@ -238,21 +251,19 @@ class _DeviceProgram(division.DeviceProgram):
         return functools.partial(self.space.apply, attention_p.bind, divided=divided)
 
 
-def lower(ctx: mlir.LoweringRuleContext, *operands: Any, attention: Attention, kernel: str, platform: str) -> Any:
+def lower(ctx: mlir.LoweringRuleContext, *operands: Any, platform: str, **params: Any) -> Any:
     """A call, in a program for one device or several."""
-    f = ffi_call if _private.devices_of(ctx) == 1 else _in_space
-    return mlir.lower_fun(lambda *a: f(*a, attention=attention, kernel=kernel), multiple_results=True)(ctx, *operands)
+    f = _by_ffi if _private.devices_of(ctx) == 1 else _in_space
+    return mlir.lower_fun(functools.partial(f, **params), multiple_results=True)(ctx, *operands)
 
 
-def lower_divided(
-    ctx: mlir.LoweringRuleContext, *operands: Any, attention: Attention, kernel: str, shape: Shape, platform: str
-) -> Any:
+def lower_divided(ctx: mlir.LoweringRuleContext, *operands: Any, shape: Shape, platform: str, **params: Any) -> Any:
     def by(f: Callable[..., Arrays]) -> Callable[[], Any]:
-        space = _Space(attention, kernel)
+        space = _Space(**params)
         made = mlir.lower_fun(lambda *a: space.apply(f, *a), multiple_results=True)
         return lambda: made(ctx, *operands)
 
-    config = {"primitive": divided_p.name, "platform": platform, "params": {"attention": attention, "kernel": kernel}}
+    config = {"primitive": divided_p.name, "platform": platform, "params": params}
     return partitioning.divided(ctx, operands, config, by(attention_p.bind), by(_in_jax), shape)
 
 
