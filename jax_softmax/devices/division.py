@@ -91,7 +91,8 @@ def _divide(
 
     All operands and results get one layout, `_common_layout`. Operands that come in another one are brought to it: by
     XLA if that only takes slices of what each device has, by the device's program if it takes an all-to-all. (XLA can
-    do the latter too, but JAX 0.12's gathers the operand, because a callback's shardings are not HloShardingV3.)
+    do the latter too, but JAX 0.12's gathers the operand, because a callback's shardings are not HloShardingV3.) So it
+    is with results that XLA wants in another one.
     """
     config = json.loads(text)
     if config.get("version") != _kernels.CALL_VERSION:

@@ -155,6 +155,10 @@ def test_kernels_of_a_part():
     assert_about_as_exact([jnp.concatenate(parts, 1)], lambda *a: [causal(*a)], given)
 
 
+def test_slopes_of_heads():
+    check(with_slopes, operands(), [P("model", "data")] * 3, 24)
+
+
 def test_sequences_of_queries_alone():
     """Keys and values are whole on all devices, and so are their cotangents."""
     check(causal, operands(), [SEQUENCE, P(), P()], 24)
@@ -203,13 +207,15 @@ def test_extents_that_do_not_divide():
     check(causal, operands(queries=90), [P()] * 3, 23, None, cut=cut)
 
 
-def test_explicit_mode():
+@pytest.mark.parametrize("heads,queries", [(H, 24), (8, QUERIES)])
+def test_explicit_mode(heads, queries):
     """There JAX itself asks for whole keys, as scores would be sharded twice by one mesh axis."""
 
     def cut(a):
         return jax.sharding.reshard(a, P()) if a.shape[1] == KEYS else a
 
-    check(causal, operands(), [SEQUENCE] * 3, 24, kind=AxisType.Explicit, cut=cut)
+    given = operands(heads, heads=heads)
+    check(causal, given, [SEQUENCE] * 3, queries, kind=AxisType.Explicit, cut=cut)
 
 
 def test_shard_map():
@@ -250,16 +256,23 @@ def test_features():
 # ---- Sequences that are exchanged for heads or for batches
 
 
+def with_slopes(q, k, v):
+    s = scores_of(q, k)
+    h, i, j = (jax.lax.broadcasted_iota(jnp.int32, s.shape, d) for d in (1, 2, 3))
+    return attend(jnp.where(is_causal(s), s - 0.01 * ((h + 1) * (i - j)).astype(jnp.float32), -1e30), v)
+
+
 def of_segments(q, k, v, of_queries, of_keys):
     visible = of_queries[:, None, :, None] == of_keys[:, None, None]
     return attend(jnp.where(visible, scores_of(q, k), -1e30), v)
 
 
-@pytest.mark.parametrize("spec", [SEQUENCE, BOTH, P(None, "model")], ids=str)
-def test_whole_sequences(spec):
+@pytest.mark.parametrize(
+    "spec,parts", [(SEQUENCE, 4), (P(None, "model"), 2), (BOTH, 8), (P(None, ("model", "data")), 8)], ids=str
+)
+def test_whole_sequences(spec, parts):
     """Each device has as much to do as the others. Of all arrays it sends what it has, and gets as much."""
-    compiled = check(causal, operands(8, heads=8), [spec] * 3, QUERIES, {"all-to-all"})
-    parts = 2 if spec == P(None, "model") else 4 if spec == SEQUENCE else 8
+    compiled = check(with_slopes, operands(8, heads=8), [spec] * 3, QUERIES, {"all-to-all"})
     assert all(size <= B * KEYS * 8 * D // parts for _, size in support.collectives(compiled))
 
 
