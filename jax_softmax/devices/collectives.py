@@ -8,11 +8,10 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from jax_softmax import _private
+from jax_softmax.devices.layouts import Groups
 from jax_softmax.primitives.types import Aval
 
 ir, stablehlo = _private.DIVISION.ir, _private.DIVISION.stablehlo
-
-Groups = tuple[tuple[int, ...], ...]  # the devices that work together
 
 all_reduce_p = Primitive("jax_softmax_all_reduce")
 all_reduce_p.def_abstract_eval(lambda value, *, kind, groups: value)

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from jax_softmax.primitives.types import Shape
 
 Layout = npt.NDArray[np.int64]
+Groups = tuple[tuple[int, ...], ...]  # the devices that work together
 Dims = Sequence[int | None]  # for each dimension, the one of another array that it is
 
 
@@ -37,6 +38,30 @@ def projected(layout: Layout, dims: Dims) -> Layout:
     named = [d for d in dims if d is not None]
     rest = [d for d in range(layout.ndim) if d not in named]
     return layout.transpose(named + rest).reshape([1 if d is None else layout.shape[d] for d in dims] + [-1])
+
+
+def divided_dims_without(layout: Layout, dims: Dims) -> list[int]:
+    return [d for d, shards in enumerate(layout.shape[:-1]) if shards > 1 and d not in dims]
+
+
+def scattered(layout: Layout, dims: Dims, k: int) -> tuple[Layout, Groups]:
+    """The layout of such an array whose dimension k is divided among the devices that divide what it lacks; and the
+    groups of these devices."""
+    lacking = divided_dims_without(layout, dims)
+    rest = [d for d in range(layout.ndim) if d not in dims and d not in lacking]
+    shards = [1 if d is None else layout.shape[d] for d in dims]
+    in_order = layout.transpose([*(d for d in dims if d is not None), *lacking, *rest])
+    n = math.prod(layout.shape[d] for d in lacking)
+    apart = in_order.reshape([*shards, n, -1])
+    groups = tuple(map(tuple, apart.swapaxes(-1, -2).reshape(-1, n).tolist()))
+    return np.moveaxis(apart, -2, k).reshape([*shards[:k], n, *shards[k + 1 :], -1]), groups
+
+
+def exchanged(layout: Layout, source: int, target: int) -> Layout:
+    """The layout in which the devices that divide dimension `source` divide `target` instead, which comes before it."""
+    shards = list(layout.shape)
+    shards[target], shards[source] = shards[target] * shards[source], 1
+    return np.moveaxis(layout, source, target + 1).reshape(shards)
 
 
 def are_same(a: Layout, b: Layout) -> bool:

@@ -42,6 +42,13 @@ def first_index(layout: Layout, shard_shape: Sequence[int], d: int) -> Array:
     return jnp.asarray(position)[device_number_p.bind()] * shard_shape[d]
 
 
+def is_inside(layout: Layout, shape: Shape, d: int) -> Array:
+    """For indices of this device's shard in dimension d: False for what pads the last shards to the others' size."""
+    shard_shape = layouts.shard_shape(shape, layout)
+    index = jax.lax.broadcasted_iota(jnp.int32, [n if k == d else 1 for k, n in enumerate(shard_shape)], d)
+    return first_index(layout, shard_shape, d) + index < shape[d]
+
+
 def in_divided_program(
     op: str,
     params: dict[str, Any],
@@ -68,9 +75,8 @@ def in_divided_program(
         return labels.has_label(label, shape, params["axes"]), local
 
     def without_padding(operands: tuple[Array, ...], d: int) -> tuple[Array, ...]:
-        """The operands with a mask that leaves out what pads the last shards along dimension d to the others' size."""
-        index = jax.lax.broadcasted_iota(jnp.int32, [n if k == d else 1 for k, n in enumerate(shard_shape)], d)
-        inside = first_index(layout, shard_shape, d) + index < shape[d]
+        """The operands with a mask that leaves out what pads shards along dimension d."""
+        inside = is_inside(layout, shape, d)
         *others, last = operands
         return (*others, last & inside) if last.dtype == bool else (*operands, inside)
 

@@ -175,7 +175,7 @@ DIVIDED = [("data", None, "model"), (("data", "model"), None, None), (None, None
     3,
 )
 def test_batch_and_heads_are_divided(specs, kind, letters):
-    """Nothing travels; a divided sequence is gathered, with a warning."""
+    """Nothing travels, but keys and values of a divided sequence."""
     case = dataclasses.replace(Case(alibi_and_mask, (40, 32), (16, 24), letters), n_batch=(8, 4))
     mesh = support.mesh_of_cpus((4, 2), kind)
     *arrays, mask = case.operands()
@@ -184,20 +184,18 @@ def test_batch_and_heads_are_divided(specs, kind, letters):
     placed = [jax.device_put(a, NamedSharding(mesh, spec)) for a in arrays]
     placed.append(jax.device_put(mask, NamedSharding(mesh, P(specs[0]))))
     expected = jax.jit(values_and_gradients, static_argnums=0)(case.program, *arrays, mask)
-    is_whole = specs[1] is None
     with (
         emulated.kernels(attention=True),
         attention_on_host.kernels(in_jax=True) as made,
         jax.set_mesh(mesh) if kind == AxisType.Explicit else contextlib.nullcontext(),
-        contextlib.nullcontext() if is_whole else pytest.warns(UserWarning, match="whole sequences"),
     ):
         program = jax.jit(fused(case)).lower(*placed).compile()
         found = program(*placed)
     assert {params["kernel"] for params, _ in made} == set(KERNELS)
-    if is_whole:
-        assert not support.collectives(program)
-        parts = [math.prod(mesh.shape[name] for name in np.atleast_1d(of) if name) for of in specs]
-        assert {operands[0].shape[::2] for _, operands in made} == {(8 // parts[0], 4 // parts[2])}
+    assert not support.collectives(program) or specs[1]
+    parts = [math.prod(mesh.shape[name] for name in np.atleast_1d(of) if name) for of in specs]
+    extents = [params["attention"].extents(*operands[:3]) for params, operands in made]
+    assert {tuple(own[c] for c in "bihj") for own in extents} == {(8 // parts[0], 40 // parts[1], 4 // parts[2], 32)}
     for a, b in zip(found, expected, strict=True):
         a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
         np.testing.assert_allclose(a, b, rtol=0, atol=0.02 * np.abs(b).max())

@@ -270,8 +270,8 @@ def attention_in(case):
     (eqn,) = jax.make_jaxpr(fused(case))(*operands).eqns
     with emulated.all_kernels(attention=True):
         calls = [e for e in rewritten(eqn.params["jaxpr"]).eqns if e.primitive is attention_p]
-    found = [(e.params["kernel"], e.params["attention"], [v.aval for v in e.invars[:3]]) for e in calls]
-    return {kernel: (attention, attention.extents(*avals)) for kernel, attention, avals in found}
+    found = [(kernel, e.params["attention"], e.invars[:3]) for e in calls for kernel in e.params["kernels"]]
+    return {kernel: (attention, attention.extents(*(v.aval for v in own))) for kernel, attention, own in found}
 
 
 def described_call(attention, kernel, dtype, extents):

@@ -244,9 +244,11 @@ class Attention(NamedTuple):
         for k, side in enumerate(self.sides):
             shape = [extents[c] if c in side.letters else 1 for c in dims]
             a = None if side.dtype == "index" or not rest else rest.pop(0)
+            if not set(side.letters) <= set(dims):
+                continue
             if side.dtype == "index":
                 found[f"s{k}"] = jnp.arange(extents[side.letters], dtype=jnp.int32).reshape(shape)
-            elif a is not None and set(side.letters) <= set(dims):
+            elif a is not None:
                 order = [side.letters.index(c) for c in dims if c in side.letters]
                 found[f"s{k}"] = jnp.transpose(a, order).reshape(shape)
         return found

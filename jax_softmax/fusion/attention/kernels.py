@@ -1,7 +1,7 @@
 """The primitive that calls attention's kernels.
 
 In a program for one device that is an FFI call. In a program that XLA divides among several, each of them calls the
-kernel for its part of the batch. Where there is no kernel, the same is done in JAX.
+kernel for its part of the batch or of the queries, with all keys. Where there is no kernel, the same is done in JAX.
 """
 
 import functools
@@ -19,7 +19,6 @@ from jax.sharding import PartitionSpec
 from jax_softmax import _kernels, _private
 from jax_softmax.devices import division, layouts, partitioning
 from jax_softmax.fusion.attention.call import (
-    ArrayOrAval,
     Attention,
     LetteredSide,
     Letters,
@@ -29,20 +28,21 @@ from jax_softmax.fusion.attention.call import (
 )
 from jax_softmax.fusion.program.expressions import Expression
 from jax_softmax.primitives import interpreters
-from jax_softmax.primitives.types import Arrays, Aval, Shape
+from jax_softmax.primitives.types import Arrays, Aval, Dtype, Shape
 from jax_softmax.runtime import cuda
 from jax_softmax.runtime.lowering import ATTENTION_TARGET
 
-# Operands: q, k, v; of the backward kernels also the output's cotangent, the rows' numbers as `forward` makes them, and
-# delta; then the arrays among the sides.
+# Of one kernel or several with the same operands. These are q, k, v; of the backward kernels also the output's
+# cotangent, the rows' numbers as `forward` makes them, and delta; then the arrays among the sides.
 attention_p = Primitive("softmax_attention")
 attention_p.multiple_results = True
 
 
 @attention_p.def_abstract_eval  # type: ignore[untyped-decorator]  # JAX gives it no type
-def _(*operands: Aval, attention: Attention, kernel: str) -> list[Aval]:
-    space, types = _Space(attention, kernel), attention.result_types(kernel, *operands[:3])
-    return space.sharded(operands, space.operands, types, space.results(operands[0]))
+def _(*operands: Aval, attention: Attention, kernels: tuple[str, ...]) -> list[Aval]:
+    space = _Space(attention, kernels)
+    types = [type_ for kernel in kernels for type_ in attention.result_types(kernel, *operands[:3])]
+    return space.sharded(operands, space.given, types, space.letters_of_results(operands[0].dtype))
 
 
 def forward(attention: Attention, q: Array, k: Array, v: Array, *arrays: Array) -> Arrays:
@@ -50,7 +50,7 @@ def forward(attention: Attention, q: Array, k: Array, v: Array, *arrays: Array) 
     sum of exp(score - pivot). If there is a backward pass, also what an output of 16 bits lost by rounding. `arrays`:
     those among the sides."""
     n = sum(side.dtype != "index" for side in attention.sides_of("forward"))
-    return attention_p.bind(q, k, v, *arrays[:n], attention=attention, kernel="forward")
+    return attention_p.bind(q, k, v, *arrays[:n], attention=attention, kernels=("forward",))
 
 
 def delta(attention: Attention, o: Array, lost: Sequence[Array], o_cotangent: Array) -> Array:
@@ -60,25 +60,29 @@ def delta(attention: Attention, o: Array, lost: Sequence[Array], o_cotangent: Ar
     return jnp.transpose(products.sum(-1), [letters.o.index(c) for c in letters.rows])
 
 
-def backward(attention: Attention, *operands: Array, delta: Array) -> tuple[Arrays, list[Array]]:
-    """dq, dk and dv, and the sides' cotangents, of the primitive's operands. `delta`: without what log-sum-exps add."""
-    (dq, *of_queries), (dk, dv, *of_keys) = (
-        attention_p.bind(*operands, attention=attention, kernel=name) for name in ("queries", "keys")
-    )
-    made = dict(zip(attention.side_cotangents_of("queries"), of_queries, strict=True))
-    made |= zip(attention.side_cotangents_of("keys"), of_keys, strict=True)
+def backward(attention: Attention, wanted: set[str | int], *operands: Array, delta: Array) -> dict[str | int, Array]:
+    """The cotangents of the primitive's operands: dq, dk and dv as far as they are wanted, and those of the sides by
+    number. The kernels of the first ones are one call, so that devices exchange operands once. `delta`: without what
+    log-sum-exps add."""
+    names = {"queries": ("dq",), "keys": ("dk", "dv")}
+    of_sides = {kernel: attention.side_cotangents_of(kernel) for kernel in names}
+    kernels = tuple(kernel for kernel, own in names.items() if of_sides[kernel] or wanted.intersection(own))
+    found = iter(attention_p.bind(*operands, attention=attention, kernels=kernels)) if kernels else iter(())
+    made: dict[Any, Array] = {}
+    for kernel in kernels:
+        made |= {name: next(found) for name in (*names[kernel], *of_sides[kernel])}
 
     def side_cotangent(one: SideCotangent) -> Array:
         if one.kernel == "scores":
-            (parts,) = attention_p.bind(
-                *operands, attention=attention._replace(side_cotangents=(one,)), kernel="scores"
-            )
+            alone = attention._replace(side_cotangents=(one,))
+            (parts,) = attention_p.bind(*operands, attention=alone, kernels=("scores",))
             return parts.sum(0) if one.parts > 1 else parts[0]
         if one.of_weights:  # sums over keys, without what delta's error adds to them
             return made[one] - (made[attention.exact_delta] - delta) * made[one.of_weights]
         return made[one]
 
-    return (dq, dk, dv), [side_cotangent(one) for one in attention.side_cotangents]
+    gradients = {name: made[name] for name in ("dq", "dk", "dv") if name in made}
+    return gradients | {k: side_cotangent(one) for k, one in enumerate(attention.side_cotangents)}
 
 
 def with_sink(attention: Attention, sink: Array, o: Array, rows: Array, *lost: Array) -> tuple[Arrays, Array]:
@@ -142,16 +146,22 @@ divided_p.multiple_results = True
 class _Space:
     """The letters of a call, and those of its operands and results."""
 
-    def __init__(self, attention: Attention, kernel: str) -> None:
-        letters = attention.letters
-        self.attention, self.kernel = attention, kernel
+    def __init__(self, attention: Attention, kernels: tuple[str, ...]) -> None:
+        letters, kernel = attention.letters, kernels[0]
+        self.attention, self.kernels = attention, kernels
         self.dims = letters.batch + "ijdenp"
         of_backward = [] if kernel == "forward" else [letters.o, letters.rows + "n", letters.rows]
-        arrays = [side.letters for side in attention.sides_of(kernel) if side.dtype != "index"]
-        self.operands = [*letters, *of_backward, *arrays]
+        sides, own = attention.sides_of(kernel), [*letters, *of_backward]
+        self.given = [*own, *(side.letters for side in sides if side.dtype != "index")]  # operands of `attention_p`
+        # To `divided_p` the indices of rows are arrays as well: each device has its part of them.
+        self.sides = [side for side in sides if side.dtype != "index" or side.letters in letters.rows]
+        self.operands = [*own, *(side.letters for side in self.sides)]
 
-    def results(self, q: ArrayOrAval) -> list[str]:
-        return [of for of, _ in self.attention.results(self.kernel, q.dtype)]
+    def results(self, dtype: Dtype) -> list[tuple[str, Any]]:
+        return [result for kernel in self.kernels for result in self.attention.results(kernel, dtype)]
+
+    def letters_of_results(self, dtype: Dtype) -> list[str]:
+        return [of for of, _ in self.results(dtype)]
 
     def expanded(self, arrays: Iterable[Array], letters: Sequence[str]) -> list[Array]:
         """Arrays with dimensions for all letters."""
@@ -184,82 +194,98 @@ class _Space:
         q = avals[0]  # whose type also says which mesh axes it varies over
 
         def sharded_type(type_: jax.ShapeDtypeStruct, of: str) -> Aval:
-            sharding = q.sharding.update(spec=PartitionSpec(*(names.get(c) for c in of)))
+            spec = (names.get(c) if n > 1 else None for c, n in zip(of, type_.shape, strict=True))
+            sharding = q.sharding.update(spec=PartitionSpec(*spec))
             return q.update(shape=type_.shape, dtype=type_.dtype, weak_type=False, sharding=sharding)
 
         return [sharded_type(type_, of) for type_, of in zip(types, of_results, strict=True)]
 
-    def apply(self, f: Callable[..., Arrays], *operands: Array) -> list[Array]:
-        """The expanded results of a function of the contracted operands."""
-        found = f(*self.contracted(operands, self.operands), attention=self.attention, kernel=self.kernel)
-        return self.expanded(found, self.results(operands[0]))
+    def apply(self, f: Callable[..., Arrays], *operands: Array, divided: Sequence[str] = ()) -> list[Array]:
+        """The expanded results of a function of the contracted operands. Indices along divided letters are arrays."""
+
+        def is_array(side: LetteredSide) -> bool:
+            return side.dtype != "index" or side.letters in divided
+
+        given = self.contracted(operands, self.operands)
+        n = len(given) - len(self.sides)
+        arrays = [a for a, side in zip(given[n:], self.sides, strict=True) if is_array(side)]
+        sides = [
+            LetteredSide(side.letters, "int32") if side.dtype == "index" and is_array(side) else side
+            for side in self.attention.sides
+        ]
+        found = f(*given[:n], *arrays, attention=self.attention._replace(sides=tuple(sides)), kernels=self.kernels)
+        return self.expanded(found, self.letters_of_results(operands[0].dtype))
 
 
-def _in_jax(*operands: Array, attention: Attention, kernel: str) -> list[Array]:
-    return attention.in_jax(kernel, *operands)
+def _in_jax(*operands: Array, attention: Attention, kernels: tuple[str, ...]) -> list[Array]:
+    return [a for kernel in kernels for a in attention.in_jax(kernel, *operands)]
 
 
-def _in_space(*operands: Array, attention: Attention, kernel: str) -> list[Array]:
-    """A call by `divided_p`. Indices along the batch are arrays there: each device has its part of them."""
-    extents, rest, sides = attention.extents(*operands[:3]), list(operands), []
-    given = [rest.pop(0) for _ in range(3 if kernel == "forward" else 6)]
-    for side in attention.sides_of(kernel):
-        of_batch = side.dtype == "index" and side.letters in attention.letters.batch
-        sides.append(LetteredSide(side.letters, "int32") if of_batch else side)
-        if of_batch:
-            given.append(jnp.arange(extents[side.letters], dtype=jnp.int32))
-        elif side.dtype != "index":
-            given.append(rest.pop(0))
-    space = _Space(attention._replace(sides=(*sides, *attention.sides[len(sides) :])), kernel)
-    shape = tuple(attention.sizes(kernel, extents)[c] for c in space.dims)
-    found = divided_p.bind(
-        *space.expanded(given, space.operands), attention=space.attention, kernel=kernel, shape=shape
-    )
-    return space.contracted(found, space.results(operands[0]))
+def _by_ffi(*operands: Array, attention: Attention, kernels: tuple[str, ...]) -> list[Array]:
+    return [a for kernel in kernels for a in ffi_call(*operands, attention=attention, kernel=kernel)]
+
+
+def _in_space(*operands: Array, attention: Attention, kernels: tuple[str, ...]) -> list[Array]:
+    """A call by `divided_p`."""
+    extents, space = attention.extents(*operands[:3]), _Space(attention, kernels)
+    n = len(space.operands) - len(space.sides)
+    given, arrays = list(operands[:n]), iter(operands[n:])
+    for side in space.sides:
+        is_index = side.dtype == "index"
+        given.append(jnp.arange(extents[side.letters], dtype=jnp.int32) if is_index else next(arrays))
+    shape = tuple(attention.sizes(kernels[0], extents)[c] for c in space.dims)
+    found = divided_p.bind(*space.expanded(given, space.operands), attention=attention, kernels=kernels, shape=shape)
+    return space.contracted(found, space.letters_of_results(operands[0].dtype))
 
 
 @divided_p.def_abstract_eval  # type: ignore[untyped-decorator]  # JAX gives it no type
-def _(*operands: Aval, attention: Attention, kernel: str, shape: Shape) -> list[Aval]:
-    space, results = _Space(attention, kernel), attention.results(kernel, operands[0].dtype)
+def _(*operands: Aval, attention: Attention, kernels: tuple[str, ...], shape: Shape) -> list[Aval]:
+    space = _Space(attention, kernels)
+    results = space.results(operands[0].dtype)
     shapes = [tuple(n if c in of else 1 for c, n in zip(space.dims, shape, strict=True)) for of, _ in results]
     types = [jax.ShapeDtypeStruct(shape, dtype) for shape, (_, dtype) in zip(shapes, results, strict=True)]
     return space.sharded(operands, [space.dims] * len(operands), types, [space.dims] * len(types))
 
 
 class _DeviceProgram(division.DeviceProgram):
-    """What each device does: the same of its part of the batch."""
+    """What each device does: the same of its part of the batch or of the queries."""
 
     axes = dims_with_indices = ()
 
-    def __init__(self, attention: Sequence[Any], kernel: str) -> None:
+    def __init__(self, attention: Sequence[Any], kernels: Sequence[str]) -> None:
         known = dict(zip(Attention._fields, attention, strict=True))
         for name in ("score", "weight", "score_transposed", "weight_transposed"):
             known[name] = known[name] and Expression.from_json(known[name])
         known |= {"letters": Letters(*known["letters"]), "sides": tuple(LetteredSide(*side) for side in known["sides"])}
         of_sides = ((Expression.from_json(expression), *rest) for expression, *rest in known["side_cotangents"])
         known["side_cotangents"] = tuple(SideCotangent(*one) for one in of_sides)
-        self.space = _Space(Attention(**known), kernel)
-        self.undivided = tuple(self.space.dims.index(c) for c in "ijdenp")
+        self.space = _Space(Attention(**known), tuple(kernels))
+        letters, at = self.space.attention.letters, self.space.dims.index
+        self.gathered, self.undivided = (tuple(map(at, of)) for of in ("j", "denp"))
+        # Each device has as much to do if it has some heads of all queries, also under a causal mask. An all-to-all of
+        # q, k, v and o does that, but would be of arrays of queries x keys as well.
+        arrays = [*self.space.operands, *self.space.letters_of_results(np.dtype(np.float32))]
+        if not any({"i", "j"} <= set(of) for of in arrays):
+            self.exchangeable = at("i"), [at(c) for c in letters.batch if c in letters.k]
 
     def on_whole_rows(self, layout: layouts.Layout) -> Callable[..., list[Array]]:
-        return lambda *operands: self.space.apply(attention_p.bind, *operands)
+        divided = [c for c, n in zip(self.space.dims, layout.shape[:-1], strict=True) if n > 1]
+        return functools.partial(self.space.apply, attention_p.bind, divided=divided)
 
 
-def lower(ctx: mlir.LoweringRuleContext, *operands: Any, attention: Attention, kernel: str, platform: str) -> Any:
+def lower(ctx: mlir.LoweringRuleContext, *operands: Any, platform: str, **params: Any) -> Any:
     """A call, in a program for one device or several."""
-    f = ffi_call if _private.devices_of(ctx) == 1 else _in_space
-    return mlir.lower_fun(lambda *a: f(*a, attention=attention, kernel=kernel), multiple_results=True)(ctx, *operands)
+    f = _by_ffi if _private.devices_of(ctx) == 1 else _in_space
+    return mlir.lower_fun(functools.partial(f, **params), multiple_results=True)(ctx, *operands)
 
 
-def lower_divided(
-    ctx: mlir.LoweringRuleContext, *operands: Any, attention: Attention, kernel: str, shape: Shape, platform: str
-) -> Any:
+def lower_divided(ctx: mlir.LoweringRuleContext, *operands: Any, shape: Shape, platform: str, **params: Any) -> Any:
     def by(f: Callable[..., Arrays]) -> Callable[[], Any]:
-        space = _Space(attention, kernel)
+        space = _Space(**params)
         made = mlir.lower_fun(lambda *a: space.apply(f, *a), multiple_results=True)
         return lambda: made(ctx, *operands)
 
-    config = {"primitive": divided_p.name, "platform": platform, "params": {"attention": attention, "kernel": kernel}}
+    config = {"primitive": divided_p.name, "platform": platform, "params": params}
     return partitioning.divided(ctx, operands, config, by(attention_p.bind), by(_in_jax), shape)
 
 

@@ -58,7 +58,7 @@ def equations_by_kernels(match: "Match") -> dict[Equation, list[Equation]]:
         given = {name: [next(rest) for _ in group] for name, group in reads.items()}
         if sink is not None and not is_variable(sink):
             given["sink"] = [jnp.float32(sink.val)]
-        made = _made(attention, **given)
+        made = _made(attention, {r.name for r in match.results}, **given)
         return [
             Operand(None, r.place).from_letters(_part(made[r.name], r.part), r.names, r.letters, r.variable.aval)
             for r in match.results
@@ -78,6 +78,7 @@ def _part(a: Array, part: tuple[int, int] | None) -> Array:
 
 def _made(
     attention: Attention,
+    wanted: set[str | int],
     q: list[Array],
     k: list[Array],
     v: list[Array],
@@ -86,8 +87,8 @@ def _made(
     sink: list[Array],
     cotangents: list[Array],
 ) -> dict[str | int, Array]:
-    """What the kernels make, by the names that results have. `o_cotangent`: nothing, if there is no backward pass.
-    `cotangents`: of the rows' log-sum-exps, times -1."""
+    """What the kernels make, by the names that results have; at least those wanted. `o_cotangent`: nothing, if there is
+    no backward pass. `cotangents`: of the rows' log-sum-exps, times -1."""
     operands = [jnp.concatenate(of, -1) if len(of) > 1 else of[0] for of in (q, k, v, o_cotangent) if of]
     o, rows, *lost = kernels.forward(attention, *operands[:3], *sides)
     weight_of_sink = None
@@ -97,6 +98,5 @@ def _made(
     if o_cotangent:
         delta = kernels.delta(attention, o, lost, operands[3])
         made |= {} if weight_of_sink is None else {"sink": -weight_of_sink * delta}
-        found, of_sides = kernels.backward(attention, *operands, rows, sum(cotangents, delta), *sides, delta=delta)
-        made |= dict(zip(("dq", "dk", "dv"), found, strict=True)) | dict(enumerate(of_sides))
+        made |= kernels.backward(attention, wanted, *operands, rows, sum(cotangents, delta), *sides, delta=delta)
     return made
