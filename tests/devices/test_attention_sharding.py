@@ -30,6 +30,7 @@ B, H, D, QUERIES, KEYS = 2, 6, 16, 96, 160  # lengths that nothing else has; hea
 SEQUENCE, BOTH, OVER_BOTH = P(None, "data"), P("model", "data"), P(None, ("data", "model"))
 
 TRAVELS = {"all-gather", "all-to-all"}
+KERNELS = "forward", "queries", "keys"
 
 
 def operands(heads_of_keys=H, queries=QUERIES, heads=H):
@@ -112,13 +113,13 @@ def assert_about_as_exact(found, program, given):
         assert own_error <= (3 if n else 2) * error + float(jnp.finfo(own.dtype).eps) * np.abs(right).max()
 
 
-def check(attend, given, specs, queries, travels=TRAVELS, kind=AxisType.Auto, cut=lambda a: a):
+def check(attend, given, specs, queries, travels=TRAVELS, kind=AxisType.Auto, cut=lambda a: a, kernels=KERNELS):
     """Values and gradients are about as exact as on one device, by kernels of so many queries and all keys. Nothing but
     indices has all queries in a device's program."""
     program = values_and_gradients(attend)
     given, specs = [*given, normal(*given[0].shape, seed=7)], [*specs, specs[0]]
     compiled, found, calls = compiled_by_kernels(lambda *a: program(*map(cut, a)), given, specs, kind)
-    assert calls == {(kernel, queries, KEYS) for kernel in ("forward", "queries", "keys")}
+    assert calls == {(kernel, queries, KEYS) for kernel in kernels}
     assert travels is None or {name for name, _ in support.collectives(compiled)} == travels
     if queries != QUERIES:
         shapes = {tuple(map(int, dims.split(","))) for dims in re.findall(r"\[([\d,]+)\]", compiled.as_text())}
@@ -191,6 +192,19 @@ def test_biases():
     """The cotangent lies as the bias does."""
     bias = normal(B, H, QUERIES, KEYS, seed=4).astype(jnp.float32)
     check(biased, [*operands(), bias], [SEQUENCE] * 3 + [P(None, None, "data")], 24)
+
+
+def of_temperatures(q, k, v, temperatures, of_keys, bias):
+    return attend(scores_of(q, k) * temperatures[:, None, None] + of_keys[:, None, None] + bias, v)
+
+
+@pytest.mark.parametrize("spec,queries", [(SEQUENCE, 24), (BOTH, 24), (P("model"), QUERIES)], ids=str)
+def test_learned_terms(spec, queries):
+    """Devices add up what each of them has of a cotangent that all share."""
+    of_heads, of_keys, bias = (normal(*shape, seed=4) for shape in ((H,), (B, KEYS), (H, QUERIES, KEYS)))
+    learned = [a.astype(jnp.float32) for a in (of_heads, of_keys, bias)]
+    specs = [spec] * 3 + [P(), P(*spec[:1]), P(None, *spec[1:2])]
+    check(of_temperatures, [*operands(), *learned], specs, queries, None, kernels=(*KERNELS, "scores"))
 
 
 def test_sinks():
