@@ -113,13 +113,13 @@ class Match:
         self.masks = softmax.inputs[1:]
         if self.masks and self.rows.sink is not None:
             raise NoAttention("where= beside a column of its own")
-        self.product, place = self.walks.product_of(self.rows.scores, self.rows.place)
-        scores = Product(self.product, place)
-        self.place_of_product = place
-        self.d = scores.features
         if not self.rows.place[axis]:
             raise NoAttention("not one operand of the scores' product has the keys")
         (self.j,) = self.rows.place[axis]
+        self.product, place = self.walks.product_of(self.rows.scores, self.rows.place, self.j)
+        scores = Product(self.product, place)
+        self.place_of_product = place
+        self.d = scores.features
         at_k = self._operand_with_keys(scores, "the scores' product")
         self.q, self.k = (self.walks.stored(scores.operand(k), self.d) for k in (1 - at_k, at_k))
         self.log_sums = [] if self.rows.sink is not None else log_sums.of_same_rows(self.graph, softmax)
@@ -159,12 +159,7 @@ class Match:
         """The products of weights with values and with the output's cotangent."""
         self.outputs, self.dvs = [], []
         for product, weights in self.walks.products_with(self.reached):
-            if product.contracted == {self.j}:
-                self.outputs.append((product, weights))
-            elif self.j not in product.contracted:
-                self.dvs.append((product, weights))
-            else:
-                raise NoAttention("products read the weights in other ways")
+            (self.outputs if self.j in product.contracted else self.dvs).append((product, weights))
         self.with_weights = [*self.outputs, *self.dvs]
 
     def _find_gradients(self) -> None:
@@ -190,13 +185,13 @@ class Match:
         if (cotangent := self.rows.without_sink(self.linear.inputs[1])) is None:
             raise NoAttention("something else reads the column beside the scores")
         self.cotangent = cotangent
-        self.sum_of_products, self.of_cotangents = self.walks.sum_of_products(self.cotangent, place)
+        self.sum_of_products, self.of_cotangents = self.walks.sum_of_products(self.cotangent, place, self.j)
         for product in self.of_cotangents:
             self.values.add_of_cotangent(product, self._operand_with_keys(product, "the weights' gradient"))
         self.of_scores = [self._with_log_sums(a) for a in self.rows.scores_of(self.linear.outputs[0])]
         self.reached_after = self.walks.reached(self.of_scores, place)
         for product, cotangent in self.walks.products_with(self.reached_after):
-            if product.contracted == {self.j} and self.dq is None:
+            if self.j in product.contracted and self.dq is None:
                 self._check_same(product, self.k)
                 self.dq = product, cotangent
             elif self.j not in product.contracted and self.dk is None:
@@ -249,22 +244,28 @@ class Match:
         j, d, features = self.j, self.d, [value.features for value in self.values.each]
         parts = self.walks.parts
         in_k = parts.factors_of(self.k.place)
-        batch = [f for f in parts.factors_of(self.q.place) if f != d]
-        own = [f for f in batch if f not in in_k]
+        batch = [*parts.factors_of(self.q.place), *parts.factors_of(self.rows.place)]
+        own = [f for f in parts.factors_of(self.q.place) if f != d and f not in in_k]
         if not own or any(parts.factors_of([[f]]) != [f] for f in (j, d, *features)):
             raise NoAttention("keys have all dimensions of the queries, or part of a dimension")
+        if not (own := list(filter(self._may_be_queries, own))):
+            raise NoAttention("products read the weights in other ways")
         self.i = i = max(own, key=lambda f: f.extent)
         self.names = {i: "i", j: "j", d: "d"} | dict.fromkeys(features, "e")
         free = iter("bhgacfklmnopqrstuvwxyz")
-        for f in batch:
-            if f != i:
+        for f in dict.fromkeys(batch):
+            if f not in self.names:
                 self.names[f] = next(free)
         values = [value.v for value in self.values.each]
-        letters = [operand.letters(self.names) for operand in (self.q, self.k, values[0])]
-        if any(sorted(v.letters(self.names)) != sorted(letters[2]) for v in values):
-            raise NoAttention("values have different dimensions")
-        # Where features are not last, XLA transposes the array.
-        self.letters = Letters(*(of.replace(last, "") + last for of, last in zip(letters, "dde", strict=True)))
+        scores, k, *of_values = (of.letters(self.names) for of in (Operand(None, self.rows.place), self.k, *values))
+        own_gradients = [self._letters_of(p) for p, _ in (*self.dvs, *filter(None, [self.dk]))]
+        of_keys = set("".join([k, *of_values, *own_gradients]))
+        # An operand that lacks letters is broadcast along them. Where features are not last, XLA transposes the array.
+        self.letters = Letters(
+            self._letters_of_operand(self.q, set(scores) - {"j"}, "d"),
+            self._letters_of_operand(self.k, of_keys, "d"),
+            self._letters_of_operand(values[0], of_keys, "e"),
+        )
         self.extents = {self.names[f]: f.extent for f in (*batch, j, d)} | {"e": sum(f.extent for f in features)}
         dtypes = {of.variable.aval.dtype.name for of in (self.q, self.k, *values, *self.values.o_cotangents)}
         if len(dtypes) != 1:
@@ -277,6 +278,21 @@ class Match:
         for product, _ in (*self.with_weights, *(p for p in (self.dq, self.dk) if p)):
             if not self._is_rounded(product.equation.outputs[0]):
                 raise NoAttention(f"a product's result is not rounded to {self.dtype}")
+
+    def _may_be_queries(self, f: Factor) -> bool:
+        """Whether a factor is summed up in the products that leave the keys, and left in all others."""
+        parts, after = self.walks.parts, (*self.with_weights, *filter(None, [self.dq, self.dk]))
+        contracted = [parts.factors_of([[c] for c in p.contracted]) for p, _ in after]
+        in_products = self.linear is None or f in parts.factors_of(self.sum_of_products[1])
+        return in_products and all((f in of) != (self.j in of) for of in contracted)
+
+    def _letters_of(self, product: Product) -> str:
+        return Operand(None, product.result).letters(self._names_of(product))
+
+    def _letters_of_operand(self, operand: Operand, letters: set[str], features: str) -> str:
+        """An operand's own letters, behind those of `letters` that it lacks; features last."""
+        own = operand.letters(self.names).replace(features, "")
+        return "".join(sorted(letters - {*own, "d", "e"})) + own + features
 
     def _products(self) -> list[Equation]:
         after = [p for p, _ in self.with_weights] + [p[0] for p in (self.dq, self.dk) if p]
@@ -309,10 +325,6 @@ class Match:
         results = [
             Result(p.equation.outputs[0], p.result, self._names_of(p), name, of, part) for p, name, of, part in made
         ]
-        have = [(Operand(None, r.place).letters(r.names), r.letters) for r in results]
-        have += [(of.letters(self.names), letters.o) for of in self.values.o_cotangents]
-        if any(sorted(own) != sorted(of) for own, of in have):
-            raise NoAttention("a product's result has other dimensions")
         of_rows = [(v, name) for one in self.log_sums for v, name in zip(one.equation.outputs, "MS", strict=True)]
         if self.linear is not None:
             of_rows += [(v, "sink") for v in self.rows.sinks_of(self.linear.outputs[0])]
