@@ -157,7 +157,8 @@ class Match:
 
     def _find_products_of_weights(self) -> None:
         """The products of weights with values and with the output's cotangent."""
-        self.outputs, self.dvs = [], []
+        self.outputs: list[tuple[Product, Var]] = []
+        self.dvs: list[tuple[Product, Var]] = []
         for product, weights in self.walks.products_with(self.reached):
             (self.outputs if self.j in product.contracted else self.dvs).append((product, weights))
         self.with_weights = [*self.outputs, *self.dvs]
