@@ -132,6 +132,21 @@ def _may_round_other(product: Equation, operands: Sequence[_Operand]) -> bool:
     return has_range and is_of_default_precision(product)
 
 
+def is_rounded(graph: Graph, a: Var, dtype: str) -> bool:
+    """Whether all that reads a product's result rounds it to a dtype, or it is of that."""
+    if a.aval.dtype.name == dtype:
+        return True
+    readers = graph.readers.get(a, ())
+    if a in graph.results or not readers:
+        return False
+    return all(
+        is_rounded(graph, r.outputs[0], dtype)
+        if is_strided_view(r)
+        else r.name == "convert_element_type" and r.outputs[0].aval.dtype.name == dtype
+        for r in readers
+    )
+
+
 def is_of_default_precision(product: Equation) -> bool:
     """Whether a product of float32 need not be more precise than TF32."""
     return product.params["precision"] in (None, (Precision.DEFAULT, Precision.DEFAULT))

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from jax_softmax import _kernels
 from jax_softmax.fusion import backend
-from jax_softmax.fusion.attention import casts, kernels, log_sums
+from jax_softmax.fusion.attention import casts, kernels, log_sums, several
 from jax_softmax.fusion.attention.call import Attention, Letters
 from jax_softmax.fusion.attention.formulas import Formulas
 from jax_softmax.fusion.attention.replacement import Result, equations_by_kernels
@@ -25,7 +25,7 @@ from jax_softmax.fusion.forms.polynomials import Form
 from jax_softmax.fusion.program import expressions, splicing
 from jax_softmax.fusion.program.expressions import NotFolded
 from jax_softmax.fusion.program.graph import CycleError, Equation, Graph
-from jax_softmax.fusion.program.kinds import foldable, is_strided_view
+from jax_softmax.fusion.program.kinds import foldable
 from jax_softmax.fusion.program.places import Factor
 from jax_softmax.fusion.program.products import Operand, Product
 from jax_softmax.primitives.types import Atom, Var
@@ -48,20 +48,24 @@ class FoundAttention(NamedTuple):
 def with_attention(graph: Graph) -> tuple[Graph, list[FoundAttention], dict[Var, str]]:
     """The graph with attention as calls of kernels where these are faster; what was found; and, by their results, why
     other softmaxes are left whose weights are multiplied."""
-    stay: set[Equation] = set()  # products of widened arrays that no kernel makes
+    stay: set[Equation] = set()  # products of widened arrays, and of several softmaxes' weights, that no kernel makes
+    whole: set[Equation] = set()
     reasons: dict[Var, str] = {}
     while True:
         narrow, products = casts.without_widened(graph, stay)
-        new, found, refused = _with_attention(narrow)
+        split, terms = several.of_one_softmax(narrow, {one for one, old in products.items() if old in whole} | whole)
+        new, found, refused = _with_attention(split)
         reasons = {v: reasons.get(v, why) for v, why in refused.items()}
         left = {old for one, old in products.items() if one in new.position}
-        if not left:
+        still_split = {products.get(old, old) for one, old in terms.items() if one in new.position}
+        if not left and not still_split:
             return new, [one._replace(product=products.get(one.product, one.product)) for one in found], reasons
         stay |= left
+        whole |= still_split
 
 
 def _with_attention(graph: Graph) -> tuple[Graph, list[FoundAttention], dict[Var, str]]:
-    """The same where products of widened arrays are what they are."""
+    """The same where these products are what they are."""
     softmaxes = [e for e in graph.equations if e.name == "softmax" and foldable(e) and len(e.params["axes"]) == 1]
     matches, refused = [], {}
     for equation in softmaxes if kernels.can_run() else ():
@@ -277,7 +281,7 @@ class Match:
         if why := _kernels.why_no_attention(",".join(self.letters), self.extents, self.dtype):
             raise NoAttention(why)
         for product, _ in (*self.with_weights, *(p for p in (self.dq, self.dk) if p)):
-            if not self._is_rounded(product.equation.outputs[0]):
+            if not casts.is_rounded(self.graph, product.equation.outputs[0], self.dtype):
                 raise NoAttention(f"a product's result is not rounded to {self.dtype}")
 
     def _may_be_queries(self, f: Factor) -> bool:
@@ -298,20 +302,6 @@ class Match:
     def _products(self) -> list[Equation]:
         after = [p for p, _ in self.with_weights] + [p[0] for p in (self.dq, self.dk) if p]
         return [self.product, *(p.equation for p in (*self.of_cotangents, *after))]
-
-    def _is_rounded(self, a: Var) -> bool:
-        """Whether all that reads a product's result rounds it to the dtype in which a kernel writes it."""
-        if a.aval.dtype.name == self.dtype:
-            return True
-        readers = self.graph.readers.get(a, ())
-        if a in self.graph.results or not readers:
-            return False
-        return all(
-            self._is_rounded(r.outputs[0])
-            if is_strided_view(r)
-            else r.name == "convert_element_type" and r.outputs[0].aval.dtype.name == self.dtype
-            for r in readers
-        )
 
     # ---- Results
 
