@@ -8,7 +8,7 @@ multiplies the product as well. So with q, k of 16 bits and an array s of float3
 which is how attention's kernels have their products.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -22,13 +22,14 @@ from jax_softmax.primitives.types import Atom, Literal, Var
 
 
 class Changes(NamedTuple):
-    """A graph in which products read 16-bit arrays instead of widened ones, and these products, with the old ones."""
+    """A graph in which equations are replaced by others, and those of these that kernels have to make, with the old
+    ones."""
 
     graph: Graph
-    products: dict[Equation, Equation]
+    made: dict[Equation, Equation]
 
 
-def without_widened(graph: Graph, stay: Iterable[Equation] = ()) -> Changes:
+def without_widened(graph: Graph, stay: Container[Equation]) -> Changes:
     """The graph with its products of widened arrays, but for those that stay, as products of 16-bit arrays."""
     replacements: dict[Equation, list[Equation]] = {}
     products: dict[Equation, Equation] = {}

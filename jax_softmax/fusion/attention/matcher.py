@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from jax_softmax import _kernels
 from jax_softmax.fusion import backend
-from jax_softmax.fusion.attention import casts, kernels, log_sums, several
+from jax_softmax.fusion.attention import casts, kernels, log_sums, logarithms, several
 from jax_softmax.fusion.attention.call import Attention, Letters
 from jax_softmax.fusion.attention.formulas import Formulas
 from jax_softmax.fusion.attention.replacement import Result, equations_by_kernels
@@ -48,24 +48,30 @@ class FoundAttention(NamedTuple):
 def with_attention(graph: Graph) -> tuple[Graph, list[FoundAttention], dict[Var, str]]:
     """The graph with attention as calls of kernels where these are faster; what was found; and, by their results, why
     other softmaxes are left whose weights are multiplied."""
-    stay: set[Equation] = set()  # products of widened arrays, and of several softmaxes' weights, that no kernel makes
-    whole: set[Equation] = set()
+    staying: list[set[Equation]] = [set() for _ in _CHANGES]  # equations that each change leaves alone
     reasons: dict[Var, str] = {}
     while True:
-        narrow, products = casts.without_widened(graph, stay)
-        split, terms = several.of_one_softmax(narrow, {one for one, old in products.items() if old in whole} | whole)
-        new, found, refused = _with_attention(split)
+        changed, old = graph, dict[Equation, Equation]()  # the program's own equation, by the new one instead of it
+        made = []
+        for change, stay in zip(_CHANGES, staying, strict=True):
+            changed, new = change(changed, {e for e in changed.equations if old.get(e, e) in stay})
+            made.append(new)
+            old |= {e: old.get(before, before) for e, before in new.items()}
+        with_kernels, found, refused = _with_attention(changed)
         reasons = {v: reasons.get(v, why) for v, why in refused.items()}
-        left = {old for one, old in products.items() if one in new.position}
-        still_split = {products.get(old, old) for one, old in terms.items() if one in new.position}
-        if not left and not still_split:
-            return new, [one._replace(product=products.get(one.product, one.product)) for one in found], reasons
-        stay |= left
-        whole |= still_split
+        left = [{old[e] for e in new if e in with_kernels.position} for new in made]
+        if not any(left):
+            own = (one._replace(softmax=old.get(one.softmax, one.softmax)) for one in found)
+            return with_kernels, [one._replace(product=old.get(one.product, one.product)) for one in own], reasons
+        staying = [stay | more for stay, more in zip(staying, left, strict=True)]
+
+
+# What is done to a graph, if kernels make all that is new then.
+_CHANGES = logarithms.as_softmax, casts.without_widened, several.of_one_softmax
 
 
 def _with_attention(graph: Graph) -> tuple[Graph, list[FoundAttention], dict[Var, str]]:
-    """The same where these products are what they are."""
+    """The same without such changes."""
     softmaxes = [e for e in graph.equations if e.name == "softmax" and foldable(e) and len(e.params["axes"]) == 1]
     matches, refused = [], {}
     for equation in softmaxes if kernels.can_run() else ():
