@@ -63,13 +63,25 @@ class Drawn:
             given = [rng.choice([a, a * 0.5, a / 3]) for a in (b.astype(jnp.float32) for b in given)]
             dtype = jnp.float32
         x = jnp.einsum(f"{','.join(terms)}->{self.x}", *given, preferred_element_type=dtype)
-        scores = self._scores(rng, x)
         where = self._array(rng, x.shape, "bool") if rng.random() < 0.3 else None
         if where is not None:
             where = jnp.broadcast_to(where, x.shape)
         of_product = rng.choice([v.dtype, v.dtype, jnp.float32])
-        weights = self._weights(rng, jax.nn.softmax(scores, where=where), of_product)
+        weights = self._weights(rng, self._softmax(rng, x, where), of_product)
         return jnp.einsum(f"{self.x},{self.v}->{self.o}", weights, v.astype(of_product)).astype(v.dtype)
+
+    def _softmax(self, rng, x, where):
+        scores = self._scores(rng, x)
+        if where is not None:
+            return jax.nn.softmax(scores, where=where)
+        written = {
+            "softmax": lambda: jax.nn.softmax(scores),
+            "of logarithms": lambda: jnp.exp(jax.nn.log_softmax(scores)),
+            "less logsumexp": lambda: jnp.exp(scores - jax.nn.logsumexp(scores, -1, keepdims=True)),
+            "difference": lambda: jax.nn.softmax(scores) - 0.4 * jax.nn.softmax(self._scores(rng, x)),
+            "mixture": lambda: 0.5 * (jax.nn.softmax(self._scores(rng, x)) + jax.nn.softmax(scores)),
+        }
+        return written[rng.choice([*written, "softmax", "softmax"])]()
 
     def _array(self, rng, shape, dtype):
         a = np.random.default_rng(rng.randrange(99)).standard_normal([rng.choice([1, n]) for n in shape])

@@ -1,8 +1,8 @@
 """Products of the weights of several softmaxes, (a P - b R) v as differential attention has it.
 
 With weights a P and -b R, that is the sum of (a P) v and (-b R) v, and its transpose the sum of two, too: then each
-softmax is an attention of its own. Here P and R are linear in what they are made of: where they are not, or something
-else reads the weights, no kernel makes one of these products, and the program stays as it was.
+softmax is an attention of its own. So are the gradients of scores that are made of the same q kᵀ. Where weights are not
+linear in P and R, or something else reads them, no kernel makes one of these products, and the program stays as it was.
 """
 
 from collections.abc import Container, Generator, Mapping
@@ -21,9 +21,9 @@ _SUMS = ("add", "add_any", "sub")
 
 def of_one_softmax(graph: Graph, stay: Container[Equation]) -> Changes:
     """The graph with its products of several softmaxes' weights, but for those that stay, as sums of products."""
-    made_of: dict[Var, frozenset[Var]] = {}  # the softmaxes of which a variable is made, element by element
+    made_of: dict[Var, frozenset[Var]] = {}  # the softmaxes, or their linear maps, of which a variable is made
     for equation in graph.equations:
-        of = frozenset(equation.outputs) if equation.name == "softmax" else frozenset()
+        of = frozenset(equation.outputs if equation.name in ("softmax", "softmax_linear") else ())
         if expressions.is_expressible(equation):
             of = of.union(*(made_of.get(a, of) for a in variables_of(equation.inputs)))
         made_of |= dict.fromkeys(equation.outputs, of) if of else {}
@@ -46,19 +46,21 @@ class _Terms:
 
     def products_instead_of(self, product: Equation) -> list[Equation]:
         """The equations that make a product's result as a sum; none if it is no product of several softmaxes."""
-        softmaxes = [self.made_of.get(a, frozenset()) for a in variables_of(product.inputs)]
-        if len(softmaxes) < 2 or min(map(len, softmaxes)) or max(map(len, softmaxes)) < 2:
+        operands, (result,) = variables_of(product.inputs), product.outputs
+        of_weights = [a for a in operands if a in self.made_of]
+        if len(of_weights) != 1 or len(operands) != 2:
             return []
-        k, (result,) = int(len(softmaxes[1]) > 1), product.outputs
-        dtype = product.inputs[1 - k].aval.dtype
-        if not is_rounded(self.graph, result, dtype.name):
+        (weights,), dtype = of_weights, operands[operands[0] is of_weights[0]].aval.dtype
+        softmaxes = sorted(self.made_of[weights], key=lambda y: self.graph.position[self.graph.maker[y]])
+        is_of_one_kind = len({self.graph.maker[y].name for y in softmaxes}) == 1
+        if len(softmaxes) == 1 or not is_of_one_kind or not is_rounded(self.graph, result, dtype.name):
             return []
         products = []
-        for y in sorted(softmaxes[k], key=lambda y: self.graph.position[self.graph.maker[y]]):
-            if (term := trampolined(self._term(product.inputs[k], y))) is None:
+        for y in softmaxes:
+            if (term := trampolined(self._term(weights, y))) is None:
                 return []
-            operands = [term if n == k else a for n, a in enumerate(product.inputs)]
-            products.append(Equation(product.eqn, operands, [type(result)(result.aval)], product.params))
+            inputs = [term if a is weights else a for a in operands]
+            products.append(Equation(product.eqn, inputs, [type(result)(result.aval)], product.params))
 
         def summed(*parts: jax.Array) -> jax.Array:
             total = jnp.float32(0)
