@@ -41,12 +41,18 @@ def differentiated(f, *constants):
     return lambda *a: gradients(lambda *b: f(*b, *a[len(a) - len(constants) :]), *a[: len(a) - len(constants)])
 
 
-def difference(of):
-    return differentiated(lambda q, k, q2, k2, v: output(of(softmax(q, k), softmax(q2, k2)), v)), DIFFERENCE
+def difference(of, *constants):
+    def f(q, k, q2, k2, v, *constants):
+        return output(of(softmax(q, k), softmax(q2, k2), *constants), v)
+
+    return differentiated(f, *constants), (*DIFFERENCE, *constants)
 
 
-def weights_of(f):
-    return differentiated(lambda q, k, v: output(f(scores(q, k)), v)), (Q, K, V)
+def weights_of(f, *constants):
+    return differentiated(lambda q, k, v, *constants: output(f(scores(q, k), *constants), v), *constants), (
+        *(Q, K, V),
+        *constants,
+    )
 
 
 def of_one_product(q, k, v):
@@ -85,7 +91,10 @@ def less_log_sum(s):
 FOUND = {
     "a difference": (*difference(lambda p, r: p - 0.3 * r), 2),
     "factors of heads and rows": (*difference(lambda p, r: p * OF_ROWS - OF_HEADS * r), 2),
-    "a difference that is multiplied": (*difference(lambda p, r: jnp.where(KEEP, (p - r) * 0.5 / 0.8, 0)), 2),
+    "a difference that is multiplied": (
+        *difference(lambda p, r, keep: jnp.where(keep, (p - r) * 0.5 / 0.8, 0), KEEP),
+        2,
+    ),
     "a mixture": (*difference(lambda p, r: 0.2 * (p + r * OF_HEADS)), 2),
     "of one product": (differentiated(of_one_product), (Q, K, V), 2),
     "of rounded weights": (differentiated(of_rounded_weights), DIFFERENCE, 2),
@@ -108,7 +117,10 @@ FOUND = {
         (Q, K, V),
         1,
     ),
-    "dropout of exp(log_softmax)": (*weights_of(lambda s: jnp.where(KEEP, jnp.exp(jax.nn.log_softmax(s)) / 0.8, 0)), 1),
+    "dropout of exp(log_softmax)": (
+        *weights_of(lambda s, keep: jnp.where(keep, jnp.exp(jax.nn.log_softmax(s)) / 0.8, 0), KEEP),
+        1,
+    ),
     "a difference of exponentials": (
         differentiated(
             lambda q, k, q2, k2, v: output(jnp.exp(jax.nn.log_softmax(scores(q, k))) - 0.3 * softmax(q2, k2), v)
