@@ -140,6 +140,10 @@ def weights_of_a_bias(q, k, v, bias):
     return output(softmax(q, k) - 0.3 * jax.nn.softmax(bias), v)
 
 
+def weights_that_the_batch_shares(q, k, q2, k2, v):
+    return output(softmax(q, k) - softmax(q2[:1], k2[:1]), v)
+
+
 def logarithms_are_read(q, k, v):
     log_p = jax.nn.log_softmax(scores(q, k))
     return output(jnp.exp(log_p), v) * log_p.mean().astype(v.dtype)
@@ -154,6 +158,7 @@ STAY = {
     "weights are read": (differentiated(weights_are_read), DIFFERENCE),
     "a learned factor": (differentiated(given_factor), (*DIFFERENCE, jnp.float32(0.4))),
     "weights of a bias": (differentiated(weights_of_a_bias), (Q, K, V, jnp.cos(OF_ROWS + OF_ROWS.T))),
+    "weights that the batch shares": (differentiated(weights_that_the_batch_shares), DIFFERENCE),
     "a product of both": difference(lambda p, r: p * r),
     "a number is added": difference(lambda p, r: p - r + 0.1),
     "a number where weights are dropped": difference(lambda p, r: jnp.where(KEEP, p - r, 0.5)),

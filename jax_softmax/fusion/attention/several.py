@@ -16,7 +16,7 @@ from jax_softmax.fusion.program import expressions, splicing
 from jax_softmax.fusion.program.graph import Equation, Graph, is_variable, trampolined, variables_of
 from jax_softmax.primitives.types import Var
 
-_SUMS = ("add", "add_any", "sub")
+_SUMS, _MOST_TERMS = ("add", "add_any", "sub"), 16  # of more, the program stays as it is
 
 
 def of_one_softmax(graph: Graph, stay: Container[Equation]) -> Changes:
@@ -26,7 +26,7 @@ def of_one_softmax(graph: Graph, stay: Container[Equation]) -> Changes:
         of = frozenset(equation.outputs if equation.name in ("softmax", "softmax_linear") else ())
         if expressions.is_expressible(equation):
             of = of.union(*(made_of.get(a, of) for a in variables_of(equation.inputs)))
-        made_of |= dict.fromkeys(equation.outputs, of) if of else {}
+        made_of |= dict.fromkeys(equation.outputs, of) if 0 < len(of) <= _MOST_TERMS else {}
     terms, replacements, products = _Terms(graph, made_of), dict[Equation, list[Equation]](), dict[Equation, Equation]()
     for equation in graph.equations:
         if equation.name == "dot_general" and equation not in stay:
@@ -92,15 +92,14 @@ class _Terms:
         """What an equation makes of terms, and of 0 instead of the other summand of a sum."""
         (result,) = maker.outputs
         new = type(result)(result.aval)
-        (first, *_) = terms.values()
         if maker.name not in _SUMS or set(terms).issuperset(maker.inputs):
-            self.new.append(
-                Equation(
-                    maker.eqn, [terms.get(a, a) if is_variable(a) else a for a in maker.inputs], [new], maker.params
-                )
-            )
-        elif maker.name == "sub" and maker.inputs[1] in terms:
-            self.new += splicing.spliced(jnp.negative, [first], [new], maker)
-        else:
-            return first
+            inputs = [terms.get(a, a) if is_variable(a) else a for a in maker.inputs]
+            self.new.append(Equation(maker.eqn, inputs, [new], maker.params))
+            return new
+
+        def alone(summand: jax.Array) -> jax.Array:
+            is_taken_away = maker.name == "sub" and maker.inputs[1] in terms
+            return jnp.broadcast_to(-summand if is_taken_away else summand, result.aval.shape)
+
+        self.new += splicing.spliced(alone, list(terms.values()), [new], maker)
         return new
