@@ -167,7 +167,11 @@ NOT_ATTENTION = {
     "weights times an array of their shape": (
         lambda q, k, v: jnp.einsum("bhij,bhij->bh", softmax(scores(q, k)), KEEP.astype(np.float32)),
         OPERANDS,
-        "features are not one dimension",
+        "products read the weights in other ways",
+    ),
+    "a sum over heads": (
+        *differentiated(lambda q, k, v: jnp.einsum("bhij,bjhd->bid", softmax(scores(q, k)).astype(v.dtype), v)),
+        "products read the weights in other ways",
     ),
     "two cotangents": (two_cotangents, OPERANDS, None),
     "a learned temperature and a learned bias": (
@@ -269,9 +273,6 @@ ATTENTION = {
             lambda mask: gradients(lambda q, k, v: output(softmax(jnp.where(mask, scores(q, k), -1e30)), v), *a)
         )(KEEP),
         OPERANDS,
-    ),
-    "a sum over heads": differentiated(
-        lambda q, k, v: jnp.einsum("bhij,bjhd->bid", softmax(scores(q, k)).astype(v.dtype), v)
     ),
     "a mask of queries and keys": (lambda q, k, v: output(softmax(scores(q, k), where=KEEP[0, 0]), v), OPERANDS),
     "a mask of keys": (lambda q, k, v: output(softmax(scores(q, k), where=KEEP[:, :1, :1]), v), OPERANDS),

@@ -170,7 +170,12 @@ class Match:
         self.outputs: list[tuple[Product, Var]] = []
         self.dvs: list[tuple[Product, Var]] = []
         for product, weights in self.walks.products_with(self.reached):
-            (self.outputs if self.j in product.contracted else self.dvs).append((product, weights))
+            if product.contracted == {self.j}:  # a sum of outputs would be one of rounded numbers
+                self.outputs.append((product, weights))
+            elif self.j not in product.contracted:
+                self.dvs.append((product, weights))
+            else:
+                raise NoAttention("products read the weights in other ways")
         self.with_weights = [*self.outputs, *self.dvs]
 
     def _find_gradients(self) -> None:
