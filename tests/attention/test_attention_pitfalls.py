@@ -78,8 +78,8 @@ class Drawn:
             "softmax": lambda: jax.nn.softmax(scores),
             "of logarithms": lambda: jnp.exp(jax.nn.log_softmax(scores)),
             "less logsumexp": lambda: jnp.exp(scores - jax.nn.logsumexp(scores, -1, keepdims=True)),
-            "difference": lambda: jax.nn.softmax(scores) - 0.4 * jax.nn.softmax(self._scores(rng, x)),
-            "mixture": lambda: 0.5 * (jax.nn.softmax(self._scores(rng, x)) + jax.nn.softmax(scores)),
+            "difference": lambda: jax.nn.softmax(scores) - 0.4 * jax.nn.softmax(self._scores(rng, x * 0.7)),
+            "mixture": lambda: 0.5 * (jax.nn.softmax(self._scores(rng, x * 0.7)) + jax.nn.softmax(scores)),
         }
         return written[rng.choice([*written, "softmax", "softmax"])]()
 
