@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_programs import check_together, gradients, normal
+from attention_programs import AGAIN, assert_as_exact, check, check_together, gradients, normal
 
 from jax_softmax import fuse
 from jax_softmax.fusion.rewriting import rewritten
@@ -182,6 +182,16 @@ def test_is_found(name):
     f, operands, n = FOUND[name]
     with emulated.kernels(attention=True):
         assert [line.op for line in fuse(f).explain(*operands)] == ["attention"] * n
+
+
+def test_the_derivative_of_what_is_fused():
+    """Weights are made again, not kept."""
+
+    def f(q, k, q2, k2, v):
+        return output(softmax(q, k) - 0.3 * jnp.exp(jax.nn.log_softmax(scores(q2, k2))), v)
+
+    found = check(lambda *a: gradients(fuse(f), *a), DIFFERENCE, f"{AGAIN} {AGAIN}")
+    assert_as_exact(found, lambda *a: gradients(f, *a), DIFFERENCE)
 
 
 def test_what_stays_as_it_is():
