@@ -63,8 +63,12 @@ def _with_masks_inside(graph: Graph, scan: Equation) -> list[Equation] | None:
     parts = _private.scan_operands(scan.params, list(scan.inputs), list(scan.outputs))
     body = opened(scan.params["jaxpr"])[0]
     inner = graph_of(body)
-    softmaxes = (e for e in inner.equations if e.name in _SOFTMAX or has_softmax(e))
-    of_scores = expressions.elementwise_ancestors(inner, [a for e in softmaxes for a in variables_of(e.inputs)])
+    softmaxes = [e for e in inner.equations if e.name in _SOFTMAX or has_softmax(e)]
+    made_by_them = {v for e in softmaxes for v in e.outputs}
+    of_scores = set[Var]()  # or of their cotangents, which products read
+    for e in (e for e in inner.equations if e in softmaxes or e.name == "dot_general"):
+        made_of = expressions.elementwise_ancestors(inner, variables_of(e.inputs))
+        of_scores.update(made_of if e in softmaxes or not made_by_them.isdisjoint(made_of) else ())
     consts = [a for a, v in zip(parts.consts, body.invars, strict=False) if is_variable(a) and v in of_scores]
     made = {a: _made_of_little(graph, a) for a in dict.fromkeys(consts)}
     made = {a: equations for a, equations in made.items() if equations}

@@ -310,6 +310,15 @@ def test_scans_stack_no_weights():
     assert f"3x{B}x{H}x{S}x{S}" not in text and f"3x1x{B}x{H}x{S}x{S}" not in text
 
 
+def test_loops_have_no_masks_in_full_size():
+    def layer(x, w):
+        return x + by_hand_of(2048)(*jnp.moveaxis((x @ w).reshape(8, 2048, 3, 16, 64), 2, 0)).reshape(x.shape), None
+
+    operands = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((8, 2048, 1024), (4, 1024, 3072))]
+    text = lowered(lambda *a: gradients(lambda x, w: scanned(layer, x, w), *a), *operands).as_text()
+    assert "jax_softmax_attention" in text and "16x2048x2048" not in text
+
+
 def test_explain_says_so():
     operands = [jax.ShapeDtypeStruct((8, 2048, 16, 64), jnp.bfloat16)] * 3
     report = fuse(lambda *a: gradients(by_hand_of(2048), *a)).explain(*operands)

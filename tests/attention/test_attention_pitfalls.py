@@ -63,13 +63,25 @@ class Drawn:
             given = [rng.choice([a, a * 0.5, a / 3]) for a in (b.astype(jnp.float32) for b in given)]
             dtype = jnp.float32
         x = jnp.einsum(f"{','.join(terms)}->{self.x}", *given, preferred_element_type=dtype)
-        scores = self._scores(rng, x)
         where = self._array(rng, x.shape, "bool") if rng.random() < 0.3 else None
         if where is not None:
             where = jnp.broadcast_to(where, x.shape)
         of_product = rng.choice([v.dtype, v.dtype, jnp.float32])
-        weights = self._weights(rng, jax.nn.softmax(scores, where=where), of_product)
+        weights = self._weights(rng, self._softmax(rng, x, where), of_product)
         return jnp.einsum(f"{self.x},{self.v}->{self.o}", weights, v.astype(of_product)).astype(v.dtype)
+
+    def _softmax(self, rng, x, where):
+        scores = self._scores(rng, x)
+        if where is not None:
+            return jax.nn.softmax(scores, where=where)
+        written = {
+            "softmax": lambda: jax.nn.softmax(scores),
+            "of logarithms": lambda: jnp.exp(jax.nn.log_softmax(scores)),
+            "less logsumexp": lambda: jnp.exp(scores - jax.nn.logsumexp(scores, -1, keepdims=True)),
+            "difference": lambda: jax.nn.softmax(scores) - 0.4 * jax.nn.softmax(self._scores(rng, x * 0.7)),
+            "mixture": lambda: 0.5 * (jax.nn.softmax(self._scores(rng, x * 0.7)) + jax.nn.softmax(scores)),
+        }
+        return written[rng.choice([*written, "softmax", "softmax"])]()
 
     def _array(self, rng, shape, dtype):
         a = np.random.default_rng(rng.randrange(99)).standard_normal([rng.choice([1, n]) for n in shape])
@@ -106,8 +118,10 @@ class Drawn:
 
 
 def drawn_program(seed):
-    """A program, its operands, and what it is when it, its derivative, or the function of that is fused."""
+    """A program, its operands, and what it is when it, its derivative, the function of that, or a map of its derivative
+    is fused."""
     drawn = Drawn(100 * seed)
+    operands = [*drawn.operands, *drawn.arrays]
 
     def differentiated(f, *operands):
         return gradients(lambda *qkv: f(*qkv, *operands[3:]), *operands[:3])
@@ -116,8 +130,21 @@ def drawn_program(seed):
         0: (lambda *a: differentiated(drawn.function, *a), fuse(lambda *a: differentiated(drawn.function, *a))),
         1: (lambda *a: differentiated(drawn.function, *a), lambda *a: differentiated(fuse(drawn.function), *a)),
         2: (drawn.function, fuse(drawn.function)),
-    }[seed % 3]
-    return unfused, [*drawn.operands, *drawn.arrays], fused
+    }.get(seed % 4, (None, None))
+    if unfused is None:
+        rng = random.Random(seed)
+        examples = rng.choice([2, 70])  # fewer and more than queries
+        after = rng.choice([jnp.sin, lambda o: o])  # of which examples share the cotangent
+        axes = rng.choice([(0, 0, 0), (0, 0, None), (0, None, 0), (0, None, None), (None, 0, 0), (None, 0, None)])
+        unfused = jax.vmap(
+            lambda *a: differentiated(lambda *b: after(drawn.function(*b)), *a), (*axes, *(None for _ in drawn.arrays))
+        )
+        fused = fuse(unfused)
+        operands[:3] = (
+            a if axis is None else a * normal(examples, *(1 for _ in a.shape), seed=seed + n).astype(a.dtype)
+            for n, (a, axis) in enumerate(zip(drawn.operands, axes, strict=True))
+        )
+    return unfused, operands, fused
 
 
 @pytest.mark.parametrize(
@@ -127,8 +154,8 @@ def test_drawn_programs(first):
     seeds = range(first, first + 5)
     called = check_together({str(seed): drawn_program(seed) for seed in seeds})
     # The derivative of what is fused keeps weights that have fewer bytes than what they are made of.
-    assert called["forward"] >= sum(seed % 3 != 1 for seed in seeds)
-    assert called["keys"] == called["queries"] >= sum(seed % 3 == 0 for seed in seeds)
+    assert called["forward"] >= sum(seed % 4 != 1 for seed in seeds)
+    assert called["keys"] == called["queries"] >= sum(seed % 4 in (0, 3) for seed in seeds)
 
 
 # ---- Programs whose tiles must not be skipped, or which are no attention at all. Of more than a tile.

@@ -29,6 +29,10 @@ SOME_QUERIES = (np.arange(QUERIES) % 5 > 0)[:, None]
 COLUMNS = np.arange(KEYS, dtype=np.int16)
 
 
+def of_each_query(v):
+    return jnp.sin(v.swapaxes(1, 2)[:, :, None] * jnp.arange(QUERIES, dtype=v.dtype)[:, None, None])
+
+
 def scores(q, k):
     return jnp.einsum("bihd,bjhd->bhij", q, k).astype(jnp.float32) / 2
 
@@ -160,6 +164,10 @@ NOT_ATTENTION = {
         OPERANDS,
         "products read the weights in other ways",
     ),
+    "a sum over heads": (
+        *differentiated(lambda q, k, v: jnp.einsum("bhij,bjhd->bid", softmax(scores(q, k)).astype(v.dtype), v)),
+        "products read the weights in other ways",
+    ),
     "two cotangents": (two_cotangents, OPERANDS, None),
     "a bias alone is learned": (
         lambda q, k, v, bias: gradients(lambda bias: output(softmax(scores(q, k) + bias), v), bias),
@@ -190,8 +198,8 @@ NOT_ATTENTION = {
         OPERANDS,
         "keys have all dimensions of the queries, or part of a dimension",
     ),
-    "values that all heads share": (
-        lambda q, k, v: jnp.einsum("bhij,bjd->bihd", softmax(scores(q, k)).astype(v.dtype), v[:, :, 0]),
+    "values of each query": (
+        lambda q, k, v: jnp.einsum("bhij,bhijd->bihd", softmax(scores(q, k)).astype(v.dtype), of_each_query(v)),
         OPERANDS,
         "keys and values must have the same batch letters, of those of q",
     ),
@@ -242,6 +250,21 @@ NOT_ATTENTION = {
 
 # What is attention, as far from the above as it gets.
 ATTENTION = {
+    "values that all heads share": differentiated(
+        lambda q, k, v: jnp.einsum("bhij,bjd->bihd", softmax(scores(q, k)).astype(v.dtype), v[:, :, 0])
+    ),
+    "keys that all heads share": differentiated(
+        lambda q, k, v: output(softmax(jnp.einsum("bihd,bjd->bhij", q, k[:, :, 0])), v)
+    ),
+    "queries that the batch shares": differentiated(
+        lambda q, k, v: output(softmax(jnp.einsum("ihd,bjhd->bhij", q[0], k)), v)
+    ),
+    "a mask of each example": (
+        lambda *a: jax.vmap(
+            lambda mask: gradients(lambda q, k, v: output(softmax(jnp.where(mask, scores(q, k), -1e30)), v), *a)
+        )(KEEP),
+        OPERANDS,
+    ),
     "a mask of queries and keys": (lambda q, k, v: output(softmax(scores(q, k), where=KEEP[0, 0]), v), OPERANDS),
     "a mask of keys": (lambda q, k, v: output(softmax(scores(q, k), where=KEEP[:, :1, :1]), v), OPERANDS),
     "a linear map of weights": (

@@ -203,6 +203,15 @@ def _by_name(a, x, name, dtype):
     return a.cast(y, dtype) if name != "logsumexp" else y * y
 
 
+def _weights(x, kind):
+    return {
+        "softmax": lambda: jax.nn.softmax(x),
+        "of logarithms": lambda: jnp.exp(jax.nn.log_softmax(x)),
+        "less logsumexp": lambda: jnp.exp((y := jnp.maximum(x, -1e4)) - jax.nn.logsumexp(y, -1, keepdims=True)),
+        "difference": lambda: jax.nn.softmax(x) - 0.3 * jax.nn.softmax(x * 0.5),
+    }[kind]()
+
+
 HEADS = {
     "written": _written,
     "by name": _by_name,
@@ -217,7 +226,7 @@ HEADS = {
     "sum of p": lambda a, x: jnp.sum(jnp.exp(jax.nn.log_softmax(x)), -1),
     "divergence": _divergence,
     "both": lambda a, x: jax.nn.softmax(x) + 0.1 * jax.nn.log_softmax(x),
-    "weights, values": lambda a, x: jax.nn.softmax(x) @ a.array((x.shape[-1], 5), x),
+    "weights, values": lambda a, x, kind: _weights(x, kind) @ a.array((x.shape[-1], 5), x),
 }
 _LABELLED = st.sampled_from(
     ["gather", "one-hot", "smoothed", "through bfloat16", "negative", "one label", "index of extent 1"]
@@ -228,7 +237,9 @@ _HEAD = st.one_of(
     st.tuples(st.just("loss"), _LABELLED),
     st.tuples(st.just("divergence"), st.sampled_from([0.5, 0.3])),
     *(st.just((name,)) for name in ("logsumexp", "masked log_softmax", "z loss", "entropy", "sum of p", "both")),
-    st.just(("weights, values",)),
+    st.tuples(
+        st.just("weights, values"), st.sampled_from(["softmax", "of logarithms", "less logsumexp", "difference"])
+    ),
 )
 _WRITTEN = ["softmax", "constant softmax", "log_softmax", "constant log_softmax", "both", "logsumexp", "less logsumexp"]
 _WRITTEN += ["and exponentials", "loss", "z loss", "divided later"]

@@ -13,7 +13,7 @@ gradients, einsum("bhij,bhij->h", g, scores), are sums of multiplications.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -27,13 +27,14 @@ from jax_softmax.primitives.types import Atom, Literal, Var
 
 
 class Changes(NamedTuple):
-    """A graph in which products read 16-bit arrays instead of widened ones, and these products, with the old ones."""
+    """A graph in which equations are replaced by others, and those of these that kernels have to make, with the old
+    ones."""
 
     graph: Graph
-    products: dict[Equation, Equation]
+    made: dict[Equation, Equation]
 
 
-def without_widened(graph: Graph, stay: Iterable[Equation] = ()) -> Changes:
+def without_widened(graph: Graph, stay: Container[Equation]) -> Changes:
     """The graph with its products of widened arrays, but for those that stay, as products of 16-bit arrays."""
     replacements: dict[Equation, list[Equation]] = {}
     products: dict[Equation, Equation] = {}
@@ -161,6 +162,21 @@ def _may_round_other(product: Equation, operands: Sequence[_Operand]) -> bool:
     range, and the product is not asked to be more precise than TF32."""
     has_range = all(of.array.aval.dtype.name != "float16" for of in operands)
     return has_range and is_of_default_precision(product)
+
+
+def is_rounded(graph: Graph, a: Var, dtype: str) -> bool:
+    """Whether all that reads a product's result rounds it to a dtype, or it is of that."""
+    if a.aval.dtype.name == dtype:
+        return True
+    readers = graph.readers.get(a, ())
+    if a in graph.results or not readers:
+        return False
+    return all(
+        is_rounded(graph, r.outputs[0], dtype)
+        if is_strided_view(r)
+        else r.name == "convert_element_type" and r.outputs[0].aval.dtype.name == dtype
+        for r in readers
+    )
 
 
 def is_of_default_precision(product: Equation) -> bool:

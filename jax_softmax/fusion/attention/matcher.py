@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from jax_softmax import _kernels
 from jax_softmax.fusion import backend
-from jax_softmax.fusion.attention import casts, kernels, log_sums
+from jax_softmax.fusion.attention import casts, kernels, log_sums, logarithms, several
 from jax_softmax.fusion.attention.call import Attention, Letters
 from jax_softmax.fusion.attention.formulas import Formulas
 from jax_softmax.fusion.attention.replacement import Result, equations_by_kernels
@@ -25,7 +25,7 @@ from jax_softmax.fusion.forms.polynomials import Form
 from jax_softmax.fusion.program import expressions, splicing
 from jax_softmax.fusion.program.expressions import NotFolded
 from jax_softmax.fusion.program.graph import CycleError, Equation, Graph
-from jax_softmax.fusion.program.kinds import foldable, is_strided_view
+from jax_softmax.fusion.program.kinds import foldable
 from jax_softmax.fusion.program.places import Factor, Place
 from jax_softmax.fusion.program.products import Operand, Product
 from jax_softmax.primitives.types import Atom, Var
@@ -70,20 +70,30 @@ class FoundAttention(NamedTuple):
 def with_attention(graph: Graph) -> tuple[Graph, list[FoundAttention], dict[Var, str]]:
     """The graph with attention as calls of kernels where these are faster; what was found; and, by their results, why
     other softmaxes are left whose weights are multiplied."""
-    stay: set[Equation] = set()  # products of widened arrays that no kernel makes
+    staying: list[set[Equation]] = [set() for _ in _CHANGES]  # equations that each change leaves alone
     reasons: dict[Var, str] = {}
     while True:
-        narrow, products = casts.without_widened(graph, stay)
-        new, found, refused = _with_attention(narrow)
+        changed, old = graph, dict[Equation, Equation]()  # the program's own equation, by the new one instead of it
+        made = []
+        for change, stay in zip(_CHANGES, staying, strict=True):
+            changed, new = change(changed, {e for e in changed.equations if old.get(e, e) in stay})
+            made.append(new)
+            old |= {e: old.get(before, before) for e, before in new.items()}
+        with_kernels, found, refused = _with_attention(changed)
         reasons = {v: reasons.get(v, why) for v, why in refused.items()}
-        left = {old for one, old in products.items() if one in new.position}
-        if not left:
-            return new, [one._replace(product=products.get(one.product, one.product)) for one in found], reasons
-        stay |= left
+        left = [{old[e] for e in new if e in with_kernels.position} for new in made]
+        if not any(left):
+            own = (one._replace(softmax=old.get(one.softmax, one.softmax)) for one in found)
+            return with_kernels, [one._replace(product=old.get(one.product, one.product)) for one in own], reasons
+        staying = [stay | more for stay, more in zip(staying, left, strict=True)]
+
+
+# What is done to a graph, if kernels make all that is new then.
+_CHANGES = logarithms.as_softmax, casts.without_widened, several.of_one_softmax
 
 
 def _with_attention(graph: Graph) -> tuple[Graph, list[FoundAttention], dict[Var, str]]:
-    """The same where products of widened arrays are what they are."""
+    """The same without such changes."""
     softmaxes = [e for e in graph.equations if e.name == "softmax" and foldable(e) and len(e.params["axes"]) == 1]
     matches, refused = [], {}
     for equation in softmaxes if kernels.can_run() else ():
@@ -135,13 +145,13 @@ class Match:
         self.masks = softmax.inputs[1:]
         if self.masks and self.rows.sink is not None:
             raise NoAttention("where= beside a column of its own")
-        self.product, place = self.walks.product_of(self.rows.scores, self.rows.place)
-        scores = Product(self.product, place)
-        self.place_of_product = place
-        self.d = scores.features
         if not self.rows.place[axis]:
             raise NoAttention("not one operand of the scores' product has the keys")
         (self.j,) = self.rows.place[axis]
+        self.product, place = self.walks.product_of(self.rows.scores, self.rows.place, self.j)
+        scores = Product(self.product, place)
+        self.place_of_product = place
+        self.d = scores.features
         at_k = self._operand_with_keys(scores, "the scores' product")
         self.q, self.k = (self.walks.stored(scores.operand(k), self.d) for k in (1 - at_k, at_k))
         self.log_sums = [] if self.rows.sink is not None else log_sums.of_same_rows(self.graph, softmax)
@@ -178,9 +188,10 @@ class Match:
 
     def _find_products_of_weights(self) -> None:
         """The products of weights with values and with the output's cotangent."""
-        self.outputs, self.dvs = [], []
+        self.outputs: list[tuple[Product, Var]] = []
+        self.dvs: list[tuple[Product, Var]] = []
         for product, weights in self.walks.products_with(self.reached):
-            if product.contracted == {self.j}:
+            if product.contracted == {self.j}:  # a sum of outputs would be one of rounded numbers
                 self.outputs.append((product, weights))
             elif self.j not in product.contracted:
                 self.dvs.append((product, weights))
@@ -211,13 +222,13 @@ class Match:
         if (cotangent := self.rows.without_sink(self.linear.inputs[1])) is None:
             raise NoAttention("something else reads the column beside the scores")
         self.cotangent = cotangent
-        self.sum_of_products, self.of_cotangents = self.walks.sum_of_products(self.cotangent, place)
+        self.sum_of_products, self.of_cotangents = self.walks.sum_of_products(self.cotangent, place, self.j)
         for product in self.of_cotangents:
             self.values.add_of_cotangent(product, self._operand_with_keys(product, "the weights' gradient"))
         self.of_scores = [self._with_log_sums(a) for a in self.rows.scores_of(self.linear.outputs[0])]
         self.reached_after = self.walks.reached(self.of_scores, place)
         for product, cotangent in self.walks.products_with(self.reached_after):
-            if product.contracted == {self.j} and self.dq is None:
+            if self.j in product.contracted and self.dq is None:
                 self._check_same(product, self.k)
                 self.dq = product, cotangent
             elif self.j not in product.contracted and self.dk is None:
@@ -298,22 +309,28 @@ class Match:
         j, d, features = self.j, self.d, [value.features for value in self.values.each]
         parts = self.walks.parts
         in_k = parts.factors_of(self.k.place)
-        batch = [f for f in parts.factors_of(self.q.place) if f != d]
-        own = [f for f in batch if f not in in_k]
+        batch = [*parts.factors_of(self.q.place), *parts.factors_of(self.rows.place)]
+        own = [f for f in parts.factors_of(self.q.place) if f != d and f not in in_k]
         if not own or any(parts.factors_of([[f]]) != [f] for f in (j, d, *features)):
             raise NoAttention("keys have all dimensions of the queries, or part of a dimension")
+        if not (own := list(filter(self._may_be_queries, own))):
+            raise NoAttention("products read the weights in other ways")
         self.i = i = max(own, key=lambda f: f.extent)
         self.names = {i: "i", j: "j", d: "d"} | dict.fromkeys(features, "e")
         free = iter("bhgacfklmnopqrstuvwxyz")
-        for f in batch:
-            if f != i:
+        for f in dict.fromkeys(batch):
+            if f not in self.names:
                 self.names[f] = next(free)
         values = [value.v for value in self.values.each]
-        letters = [operand.letters(self.names) for operand in (self.q, self.k, values[0])]
-        if any(sorted(v.letters(self.names)) != sorted(letters[2]) for v in values):
-            raise NoAttention("values have different dimensions")
-        # Where features are not last, XLA transposes the array.
-        self.letters = Letters(*(of.replace(last, "") + last for of, last in zip(letters, "dde", strict=True)))
+        scores, k, *of_values = (of.letters(self.names) for of in (Operand(None, self.rows.place), self.k, *values))
+        own_gradients = [self._letters_of(p) for p, _ in (*self.dvs, *filter(None, [self.dk]))]
+        of_keys = set("".join([k, *of_values, *own_gradients]))
+        # An operand that lacks letters is broadcast along them. Where features are not last, XLA transposes the array.
+        self.letters = Letters(
+            self._letters_of_operand(self.q, set(scores) - {"j"}, "d"),
+            self._letters_of_operand(self.k, of_keys, "d"),
+            self._letters_of_operand(values[0], of_keys, "e"),
+        )
         self.extents = {self.names[f]: f.extent for f in (*batch, j, d)} | {"e": sum(f.extent for f in features)}
         dtypes = {of.variable.aval.dtype.name for of in (self.q, self.k, *values, *self.values.o_cotangents)}
         if len(dtypes) != 1:
@@ -324,26 +341,27 @@ class Match:
         if why := _kernels.why_no_attention(",".join(self.letters), self.extents, self.dtype):
             raise NoAttention(why)
         for product, _ in (*self.with_weights, *(p for p in (self.dq, self.dk) if p)):
-            if not self._is_rounded(product.equation.outputs[0]):
+            if not casts.is_rounded(self.graph, product.equation.outputs[0], self.dtype):
                 raise NoAttention(f"a product's result is not rounded to {self.dtype}")
+
+    def _may_be_queries(self, f: Factor) -> bool:
+        """Whether a factor is summed up in the products that leave the keys, and left in all others."""
+        parts, after = self.walks.parts, (*self.with_weights, *filter(None, [self.dq, self.dk]))
+        contracted = [parts.factors_of([[c] for c in p.contracted]) for p, _ in after]
+        in_products = self.linear is None or f in parts.factors_of(self.sum_of_products[1])
+        return in_products and all((f in of) != (self.j in of) for of in contracted)
+
+    def _letters_of(self, product: Product) -> str:
+        return Operand(None, product.result).letters(self._names_of(product))
+
+    def _letters_of_operand(self, operand: Operand, letters: set[str], features: str) -> str:
+        """An operand's own letters, behind those of `letters` that it lacks; features last."""
+        own = operand.letters(self.names).replace(features, "")
+        return "".join(sorted(letters - {*own, "d", "e"})) + own + features
 
     def _products(self) -> list[Equation]:
         after = [p for p, _ in self.with_weights] + [p[0] for p in (self.dq, self.dk) if p]
         return [self.product, *(p.equation for p in (*self.of_cotangents, *after))]
-
-    def _is_rounded(self, a: Var) -> bool:
-        """Whether all that reads a product's result rounds it to the dtype in which a kernel writes it."""
-        if a.aval.dtype.name == self.dtype:
-            return True
-        readers = self.graph.readers.get(a, ())
-        if a in self.graph.results or not readers:
-            return False
-        return all(
-            self._is_rounded(r.outputs[0])
-            if is_strided_view(r)
-            else r.name == "convert_element_type" and r.outputs[0].aval.dtype.name == self.dtype
-            for r in readers
-        )
 
     # ---- Results
 
@@ -358,10 +376,6 @@ class Match:
         results = [
             Result(p.equation.outputs[0], p.result, self._names_of(p), name, of, part) for p, name, of, part in made
         ]
-        have = [(Operand(None, r.place).letters(r.names), r.letters) for r in results]
-        have += [(of.letters(self.names), letters.o) for of in self.values.o_cotangents]
-        if any(sorted(own) != sorted(of) for own, of in have):
-            raise NoAttention("a product's result has other dimensions")
         of_rows = [(v, name) for one in self.log_sums for v, name in zip(one.equation.outputs, "MS", strict=True)]
         if self.linear is not None:
             of_rows += [(v, "sink") for v in self.rows.sinks_of(self.linear.outputs[0])]

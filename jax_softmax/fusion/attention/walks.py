@@ -27,28 +27,29 @@ class Walks:
     def __init__(self, graph: Graph) -> None:
         self.graph, self.parts = graph, Parts()
 
-    def product_of(self, a: Atom, place: Place) -> tuple[Equation, Place]:
-        """The one product of which a value is made, element by element, and its place."""
-        _, place, (product,) = self._made_of(a, place, False)
+    def product_of(self, a: Atom, place: Place, keys: Factor) -> tuple[Equation, Place]:
+        """The one product of which a value is made, element by element, and its place, which has the keys."""
+        _, place, (product,) = self._made_of(a, place, keys, False)
         return product.equation, place
 
-    def sum_of_products(self, a: Atom, place: Place) -> tuple[tuple[Atom, Place], list[Product]]:
+    def sum_of_products(self, a: Atom, place: Place, keys: Factor) -> tuple[tuple[Atom, Place], list[Product]]:
         """The product, or the sum of products, of which a value is made, element by element, with its place; and all
         that are in it."""
-        variable, place, products = self._made_of(a, place, True)
+        variable, place, products = self._made_of(a, place, keys, True)
         return (variable, place), products
 
-    def _made_of(self, a: Atom, place: Place, are_sums_one: bool) -> tuple[Atom, Place, list[Product]]:
-        """The only product of which a value is made, its place, and itself; or so a sum of products."""
-        count, found = count_of(place), []
+    def _made_of(self, a: Atom, place: Place, keys: Factor, are_sums_one: bool) -> tuple[Atom, Place, list[Product]]:
+        """The only product of which a value is made, its place, and itself; or so a sum of products. Of those that have
+        the keys, only the largest count: where examples share a product, it is broadcast to the scores."""
+        found: list[tuple[Atom, Place, list[Product]]] = []
 
         def following(node: Placed) -> Iterable[Placed]:
             a, place = node
             maker = self.graph.maker_of(a)
-            if maker is None or count_of(place) < count:
+            if maker is None or keys not in self.parts.factors_of(place):
                 return ()
             if maker.name == "dot_general" or (are_sums_one and maker.name in _SUMS):
-                terms = trampolined(self._terms(a, place, count))
+                terms = trampolined(self._terms(a, place, keys))
                 if terms is not None:
                     found.append((a, place, terms))
                     return ()
@@ -58,15 +59,17 @@ class Walks:
         start: list[Placed] = [(a, place_key(place))]
         for _ in each_once(start, following):
             pass
+        counts = [count_of(place) for _, place, _ in found]
+        found = [one for one, count in zip(found, counts, strict=True) if count == max(counts)]
         if len(found) != 1:
             what = "the weights' gradient is" if are_sums_one else "the scores are"
             raise NoAttention(f"{what} made of {len(found) or 'no'} product{'s' * (len(found) != 1)}")
         return found[0]
 
-    def _terms(self, a: Atom, place: Place, count: int) -> Generator[Any, Any, list[Product] | None]:
-        """The products whose sum a value is; None if it is not, or if it has fewer elements than `count`."""
+    def _terms(self, a: Atom, place: Place, keys: Factor) -> Generator[Any, Any, list[Product] | None]:
+        """The products whose sum a value is; None if it is not, or if one does not have the keys."""
         maker = self.graph.maker_of(a)
-        if maker is None or count_of(place) < count:
+        if maker is None or keys not in self.parts.factors_of(place):
             return None
         if maker.name == "dot_general":
             return [Product(maker, place)]
@@ -74,7 +77,7 @@ class Walks:
         is_sum &= a.aval.dtype.name in expressions.WRITABLE
         found: list[Product] = []
         for operand in (self.parts.operands(maker, place) if is_sum else None) or ():
-            terms = yield self._terms(*operand, count)
+            terms = yield self._terms(*operand, keys)
             if terms is None or len(found) + len(terms) > _MOST_TERMS:
                 return None
             found += terms

@@ -35,16 +35,20 @@ class Operand(NamedTuple):
         return "".join(names[factor] for factor in self._in_parts(names))
 
     def to_letters(self, a: jax.Array, names: Mapping[Factor, str], letters: str) -> jax.Array:
-        """The variable's array, with a dimension for each of these letters, in their order."""
-        own = self.letters(names)
-        return jnp.transpose(a.reshape([f.extent for f in self._in_parts(names)]), [own.index(c) for c in letters])
+        """The variable's array, with a dimension for each of these letters, in their order. It is broadcast along those
+        that are not its own."""
+        own, extents = self.letters(names), {letter: f.extent for f, letter in names.items()}
+        a = a.reshape([f.extent for f in self._in_parts(names)])
+        a = jnp.transpose(a, [own.index(c) for c in letters if c in own])
+        a = jnp.expand_dims(a, [k for k, c in enumerate(letters) if c not in own])
+        return jnp.broadcast_to(a, [n if c in own else extents[c] for c, n in zip(letters, a.shape, strict=True)])
 
     def from_letters(self, a: jax.Array, names: Mapping[Factor, str], letters: str, like: Any) -> jax.Array:
-        """An array of the type `like` from one with these letters, summed over those that the variable lacks: the
-        inverse of `to_letters`, or its transpose."""
+        """An array of the type `like` from one with these letters: the transpose of `to_letters`. It is summed along
+        those that are not its own."""
         own = self.letters(names)
-        if lacking := [k for k, c in enumerate(letters) if c not in own]:
-            a, letters = a.astype(jnp.float32).sum(lacking), "".join(c for c in letters if c in own)
+        if others := [k for k, c in enumerate(letters) if c not in own]:
+            a, letters = a.astype(jnp.float32).sum(others), "".join(c for c in letters if c in own)
         return jnp.transpose(a, [letters.index(c) for c in own]).astype(like.dtype).reshape(like.shape)
 
 
