@@ -14,6 +14,7 @@
 //                                      rounding: of the difference of float32's bits all but this many; 0 otherwise
 //   kEmptyRowsAreZero                  the weights of a row whose scores are all -inf: 0, or NaN
 //   score(x0, side), weight(y, side)   of the product x0 = q k^T, and of the softmax y of the scores
+//   score_tangent(x1, x0, side)        of the product's tangent x1, in the kernel of tangents
 //   score_transposed(g, x0, side), weight_transposed(t, side)   their linear maps, transposed, in the backward kernels
 //                                      which ask side.known for the value of a mask
 //   kSideCotangents                    how many sides' cotangents the backward kernel makes: side_cotangents(to, g, x0,

@@ -32,10 +32,21 @@ struct RowState {
 // The pivots of a warp's rows change only if a score is larger by more than this: terms are at most exp(kSlack).
 inline constexpr float kSlack = 4.0f;
 
-// Replaces scores by terms, and adds them to the rows' sums. Where pivots grow, sums and o are rescaled.
-template <int fragments, int step, int features>
-__device__ __forceinline__ void accumulate(Accumulators<fragments, step>& s, Accumulators<fragments, features>& o,
-                                           RowState (&rows)[fragments][2]) {
+// Multiplies a thread's row.
+template <int fragments, int columns>
+__device__ __forceinline__ void rescale_row(Accumulators<fragments, columns>& c, int m, int half, float factor) {
+#pragma unroll
+  for (int n = 0; n < columns / 8; ++n) {
+    c.values[m][n][2 * half] *= factor;
+    c.values[m][n][2 * half + 1] *= factor;
+  }
+}
+
+// Replaces scores by terms, and adds them to the rows' sums. Where pivots grow, sums are rescaled, and
+// rescale_others(m, half, factor) does so with all else of a row.
+template <int fragments, int step, class F>
+__device__ __forceinline__ void accumulate(Accumulators<fragments, step>& s, RowState (&rows)[fragments][2],
+                                           const F& rescale_others) {
   float largest[fragments][2];
   bool grows = false;
 #pragma unroll
@@ -59,11 +70,7 @@ __device__ __forceinline__ void accumulate(Accumulators<fragments, step>& s, Acc
         const float rescale = row.pivot == -kInfinity ? 0.0f : Pivot(row.pivot).rescale(Pivot(pivot));
         row.pivot = pivot;
         row.sum *= rescale;
-#pragma unroll
-        for (int n = 0; n < features / 8; ++n) {
-          o.values[m][n][2 * half] *= rescale;
-          o.values[m][n][2 * half + 1] *= rescale;
-        }
+        rescale_others(m, half, rescale);
       }
     }
   }
@@ -117,6 +124,36 @@ __device__ __forceinline__ void finish_rows(float* numbers, int query, const Row
   }
 }
 
+// Multiplies o by the factors that the rows' sums give, and writes it from `row` on, with the rows' numbers and what it
+// lost by rounding.
+template <class P, int fragments, int features>
+__device__ __forceinline__ void finish(const typename P::Addresses& operands, unsigned n, int row,
+                                       Accumulators<fragments, features>& o, const RowState (&rows)[fragments][2],
+                                       float (&factors)[fragments][2]) {
+  using T = typename P::T;
+  float* const numbers = static_cast<float*>(operands.address[P::kFirstResult + 1]) + 2ll * n * P::kQueries;
+  finish_rows<P>(numbers, row + own_row(), rows, factors);
+#pragma unroll
+  for (int m = 0; m < fragments; ++m) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) rescale_row(o, m, half, factors[m][half]);
+  }
+  write(operand_of<P>(operands, P::kFirstResult, P::kO, n), P::kO.i, o, row, P::kQueries, 0, P::kValueFeatures,
+        narrowed<T>);
+  if constexpr (P::kLostShift > 0) {
+    write(operand_of<P, int8_t>(operands, P::kFirstResult + 2, P::kO, n), P::kO.i, o, row, P::kQueries, 0,
+          P::kValueFeatures, [](float x, float y) {
+            float low, high;
+            Pair<T>::widen(low, high, narrowed<T>(x, y));
+            const auto lost = [](float x, float rounded) {
+              const int bits = static_cast<int>(__float_as_uint(x)) - static_cast<int>(__float_as_uint(rounded));
+              return (bits + (1 << P::kLostShift >> 1)) >> P::kLostShift;
+            };
+            return saturated_to_int8(lost(x, low), lost(y, high));
+          });
+  }
+}
+
 template <class P>
 __device__ __forceinline__ void attention_forward(const typename P::Addresses& operands) {
   using T = typename P::T;
@@ -153,7 +190,7 @@ __device__ __forceinline__ void attention_forward(const typename P::Addresses& o
     const typename Keys::Tile tile = keys.tile(step);
     for_tile<P>(range.is_whole(step),
                 [&](auto is_whole) { score<P, decltype(is_whole)::kValue>(s, tile, own_row_of_tile); });
-    accumulate(s, o, rows);
+    accumulate(s, rows, [&](int m, int half, float factor) { rescale_row(o, m, half, factor); });
     wait_for_all_but_last<1>();
     barrier();  // the values are there, and nobody reads those of the step before any more
     keys.begin_values(step + 1);
@@ -168,32 +205,8 @@ __device__ __forceinline__ void attention_forward(const typename P::Addresses& o
   }
   wait_for_all_but_last<0>();
 
-  float* const numbers = static_cast<float*>(operands.address[P::kFirstResult + 1]) + 2ll * n * P::kQueries;
   float factors[N::kFragments][2];
-  finish_rows<P>(numbers, first + own_row_of_tile, rows, factors);
-#pragma unroll
-  for (int m = 0; m < N::kFragments; ++m) {
-#pragma unroll
-    for (int i = 0; i < N::kWidth / 8; ++i) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) o.values[m][i][e] *= factors[m][e / 2];
-    }
-  }
-  const int row = first + row_of_warp;
-  write(operand_of<P>(operands, P::kFirstResult, P::kO, n), P::kO.i, o, row, P::kQueries, 0, P::kValueFeatures,
-        narrowed<T>);
-  if constexpr (P::kLostShift > 0) {
-    write(operand_of<P, int8_t>(operands, P::kFirstResult + 2, P::kO, n), P::kO.i, o, row, P::kQueries, 0,
-          P::kValueFeatures, [](float x, float y) {
-            float low, high;
-            Pair<T>::widen(low, high, narrowed<T>(x, y));
-            const auto lost = [](float x, float rounded) {
-              const int bits = static_cast<int>(__float_as_uint(x)) - static_cast<int>(__float_as_uint(rounded));
-              return (bits + (1 << P::kLostShift >> 1)) >> P::kLostShift;
-            };
-            return saturated_to_int8(lost(x, low), lost(y, high));
-          });
-  }
+  finish<P>(operands, n, first + row_of_warp, o, rows, factors);
 }
 
 }  // namespace jax_softmax::device

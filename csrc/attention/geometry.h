@@ -16,14 +16,15 @@ inline constexpr int kCell = 64;                   // queries and keys of a cell
 // A block has some rows that stay in shared memory, while others pass through it, step by step. Of a tile of scores,
 // all pass.
 enum class KernelKind {
-  kForward,  // queries stay, keys and values pass: the output and the rows' numbers
-  kKeys,     // keys and values stay, queries and cotangents pass: dk, dv
-  kQueries,  // queries and cotangents stay, keys and values pass: dq
-  kScores,   // a tile of scores stays, batch indices pass: the gradient of a bias that they share
+  kForward,   // queries stay, keys and values pass: the output and the rows' numbers
+  kKeys,      // keys and values stay, queries and cotangents pass: dk, dv
+  kQueries,   // queries and cotangents stay, keys and values pass: dq
+  kScores,    // a tile of scores stays, batch indices pass: the gradient of a bias that they share
+  kTangents,  // as kForward, with tangents of queries, keys and values: the output's tangent as well
 };
-inline constexpr int kKernels = 4;
+inline constexpr int kKernels = 5;
 // In the order of KernelKind.
-inline constexpr const char* kKernelNames[kKernels] = {"forward", "keys", "queries", "scores"};
+inline constexpr const char* kKernelNames[kKernels] = {"forward", "keys", "queries", "scores", "tangents"};
 
 struct Tiling {
   int warps;      // of a block
@@ -43,13 +44,13 @@ struct TilingsOfFeatures {
   Tiling by_kernel[kKernels];
 };
 inline constexpr TilingsOfFeatures kTilingsOf16Bits[] = {
-    {64, {{4, 2, 64, 1, 2}, {4, 2, 32, 1, 2}, {4, 2, 32, 1, 2}, {4, 2, 64, 1, 2}}},
-    {128, {{4, 2, 64, 1, 2}, {4, 1, 64, 1, 2}, {4, 2, 32, 1, 2}, {4, 1, 64, 1, 2}}},
-    {256, {{4, 1, 32, 1, 1}, {4, 1, 16, 2, 1}, {4, 1, 16, 1, 1}, {2, 1, 32, 1, 2}}},
+    {64, {{4, 2, 64, 1, 2}, {4, 2, 32, 1, 2}, {4, 2, 32, 1, 2}, {4, 2, 64, 1, 2}, {4, 2, 32, 1, 2}}},
+    {128, {{4, 2, 64, 1, 2}, {4, 1, 64, 1, 2}, {4, 2, 32, 1, 2}, {4, 1, 64, 1, 2}, {4, 1, 32, 1, 2}}},
+    {256, {{4, 1, 32, 1, 1}, {4, 1, 16, 2, 1}, {4, 1, 16, 1, 1}, {2, 1, 32, 1, 2}, {2, 1, 16, 1, 1}}},
 };
 inline constexpr TilingsOfFeatures kTilingsOf32Bits[] = {
-    {64, {{4, 2, 64, 1, 2}, {4, 2, 32, 1, 2}, {4, 2, 32, 1, 2}, {4, 1, 64, 1, 2}}},
-    {128, {{4, 2, 16, 1, 2}, {4, 1, 16, 1, 2}, {4, 1, 16, 1, 2}, {2, 1, 32, 1, 2}}},
+    {64, {{4, 2, 64, 1, 2}, {4, 2, 32, 1, 2}, {4, 2, 32, 1, 2}, {4, 1, 64, 1, 2}, {4, 1, 32, 1, 2}}},
+    {128, {{4, 2, 16, 1, 2}, {4, 1, 16, 1, 2}, {4, 1, 16, 1, 2}, {2, 1, 32, 1, 2}, {2, 1, 16, 1, 2}}},
 };
 constexpr int most_features(int bytes_of_number) { return bytes_of_number == 2 ? 256 : 128; }
 constexpr Tiling tiling_of(KernelKind kernel, int features, int value_features, int bytes_of_number) {
@@ -81,6 +82,7 @@ constexpr int shared_bytes(KernelKind kernel, int features, int value_features, 
   const int of_q = kBytesOfPack * pitch(padded(features, tiling), bytes_of_number);
   const int both = of_q + kBytesOfPack * pitch(padded(value_features, tiling), bytes_of_number);
   if (kernel == KernelKind::kScores) return (tiling.rows() + tiling.step) * both;
+  if (kernel == KernelKind::kTangents) return 2 * (tiling.rows() * of_q + kStages * tiling.step * both);
   const int staying = kernel == KernelKind::kForward ? of_q : both;
   const int passing = both + (kernel == KernelKind::kKeys ? kBytesOfRow : 0);
   return tiling.rows() * staying + kStages * tiling.step * passing;
@@ -103,7 +105,7 @@ struct Strides {
 
 // A kernel's only parameter: the addresses of its operands in the order of AddressIndex, then of the bounds of the
 // steps that blocks visit (if kBounded), of side arrays, and of the results: o, the rows' numbers and, for a backward
-// pass, what o lost by rounding; dk and dv; or dq; and then the sides' cotangents.
+// pass, what o lost by rounding, and then o's tangent; dk and dv; or dq; and then the sides' cotangents.
 template <int n>
 struct Addresses {
   void* address[n];
@@ -112,9 +114,12 @@ enum AddressIndex {
   kQ,
   kK,
   kV,
-  kOCotangent,  // from here on in the backward kernels alone
-  kNumbers,     // of each row its pivot, and log2(sum of exp(score - pivot))
-  kDelta,       // rowsum(o * o_cotangent)
+  kOCotangent,         // of the backward kernels
+  kNumbers,            // of each row its pivot, and log2(sum of exp(score - pivot))
+  kDelta,              // rowsum(o * o_cotangent)
+  kQTangent = kV + 1,  // of the kernel of tangents
+  kKTangent,
+  kVTangent,
 };
 
 }  // namespace jax_softmax::attention

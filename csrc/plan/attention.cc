@@ -20,6 +20,7 @@ constexpr const char* kFunctions[][2] = {{"score", "float x0"},
                                          {"score_transposed", "float g, float x0"},
                                          {"weight_transposed", "float t"}};
 constexpr size_t kForwardFunctions = 2, kBackwardFunctions = 4;
+constexpr const char* kTangentFunction[2] = {"score_tangent", "float x1, float x0"};  // behind the forward functions
 
 using Extents = std::map<char, int64_t>;
 
@@ -96,7 +97,8 @@ struct AttentionProblem {
   std::vector<std::string> side_cotangents;  // the letters of each, with p for the parts of a sum over the batch
   Tiling tiling;
 
-  bool is_forward() const { return kernel == KernelKind::kForward; }
+  bool has_tangents() const { return kernel == KernelKind::kTangents; }
+  bool is_forward() const { return kernel == KernelKind::kForward || has_tangents(); }
   bool of_scores() const { return kernel == KernelKind::kScores; }
   bool writes() const {
     return !side_cotangents.empty() && has(side_cotangents[0], 'i') && has(side_cotangents[0], 'j');
@@ -110,7 +112,7 @@ struct AttentionProblem {
     for (const char letter : of) product *= extents.at(letter);
     return product;
   }
-  int first_side() const { return (is_forward() ? 3 : 6) + bounded; }
+  int first_side() const { return (kernel == KernelKind::kForward ? 3 : 6) + bounded; }
 };
 
 // Each of these sets a part of the problem, and returns what is wrong with the call, or nothing.
@@ -157,7 +159,7 @@ std::string read_side_cotangents(const AttentionCall& call, AttentionProblem* pr
   }
   const std::vector<std::string>& of = problem->side_cotangents;
   const Letters& letters = problem->letters;
-  bool known = problem->kernel != KernelKind::kForward || of.empty();
+  bool known = !problem->is_forward() || of.empty();
   if (problem->of_scores()) {
     known = of.size() == 1 && of[0][0] == 'p' && call.results.size() == 1 && !call.results[0].shape.empty();
     if (!known) return "the kernel of scores has one result, in parts";
@@ -186,6 +188,7 @@ bool has_its_arrays(const AttentionCall& call, const AttentionProblem& problem) 
               numbers = array(letters.rows(), DType::kF32, {2}), delta = array(letters.rows(), DType::kF32);
   std::vector<Array> operands{q, k, v}, results{k, v};
   if (!problem.is_forward()) operands.insert(operands.end(), {o, numbers, delta});
+  if (problem.has_tangents()) operands.insert(operands.end(), {q, k, v});
   if (problem.bounded) operands.push_back(array(problem.bounds, DType::kI32, {problem.cells(), 4}));
   for (const LetteredSide& side : problem.sides) {
     if (!side.is_index) operands.push_back(array(side.letters, side.dtype));
@@ -194,6 +197,7 @@ bool has_its_arrays(const AttentionCall& call, const AttentionProblem& problem) 
   if (problem.kernel == KernelKind::kQueries) results = {q};
   if (problem.of_scores()) results = {};
   if (problem.keeps_lost) results.push_back(array(letters.o(), DType::kI8));
+  if (problem.has_tangents()) results.push_back(o);
   for (const std::string& of : problem.side_cotangents) {
     const bool written = problem.writes() && of == problem.side_cotangents[0];
     const size_t k = results.size();
@@ -207,15 +211,15 @@ std::string read(const AttentionCall& call, AttentionProblem* problem) {
   if (kernel == std::end(kKernelNames)) return "no such kernel: " + call.kernel;
   problem->kernel = static_cast<KernelKind>(kernel - std::begin(kKernelNames));
   problem->letters = Letters(call.letters);
-  problem->keeps_lost = problem->is_forward() && call.results.size() > 2;
+  problem->keeps_lost = problem->is_forward() && call.results.size() > 2u + problem->has_tangents();
   std::string mistake = read_extents(call, problem);
   if (mistake.empty()) mistake = read_side_cotangents(call, problem);
   if (mistake.empty()) mistake = read_sides(call, problem);
   if (!mistake.empty()) return mistake;
   if (problem->keeps_lost && problem->dtype == DType::kF32) return "float32 loses nothing";
   if (!has_its_arrays(call, *problem)) return "an operand or a result is not as it must be";
-  const size_t functions =
-      problem->is_forward() ? kForwardFunctions : kBackwardFunctions + problem->side_cotangents.size();
+  const size_t functions = problem->is_forward() ? kForwardFunctions + problem->has_tangents()
+                                                 : kBackwardFunctions + problem->side_cotangents.size();
   return split_lines(call.expressions).size() == functions ? "" : "wrong number of expressions";
 }
 
@@ -293,10 +297,15 @@ std::string functions_of(const AttentionCall& call, const AttentionProblem& prob
   for (size_t f = 0; f < own; ++f) {
     function("float", kFunctions[f][0], kFunctions[f][1], "    return " + expressions[f] + ";\n");
   }
-  std::string sums;
-  for (size_t f = own; f < expressions.size(); ++f)
-    sums += "    to[" + number(f - own) + "] = " + expressions[f] + ";\n";
-  function("void", "side_cotangents", "float* to, float g, float x0, float y, float t", sums);
+  if (problem.has_tangents()) {
+    function("float", kTangentFunction[0], kTangentFunction[1], "    return " + expressions[own] + ";\n");
+  } else if (!problem.is_forward()) {
+    std::string sums;
+    for (size_t f = own; f < expressions.size(); ++f) {
+      sums += "    to[" + number(f - own) + "] = " + expressions[f] + ";\n";
+    }
+    function("void", "side_cotangents", "float* to, float g, float x0, float y, float t", sums);
+  }
   return text;
 }
 
@@ -381,7 +390,10 @@ std::string plan_attention(const AttentionCall& call, const Device& device, Step
     step->kernel.plan += std::string(" ") + letter + "=" + std::to_string(problem.extents.at(letter));
   }
   step->kernel.code =
-      std::string("#include \"attention/") + (problem.is_forward() ? "forward" : "backward") +
+      std::string("#include \"attention/") +
+      (problem.has_tangents() ? "tangents"
+       : problem.is_forward() ? "forward"
+                              : "backward") +
       ".cuh\"\n\nnamespace jax_softmax::device {\n\nstruct Problem {\n" + members_of(call, problem) + "};\n" +
       kernel_of(launch, "jax_softmax::device::Problem::Addresses", "attention_" + call.kernel + "<Problem>(operands);");
   return {};

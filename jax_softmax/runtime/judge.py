@@ -246,7 +246,7 @@ def reason_against_attention(work: Attention) -> str:
     multiple = max(costs.ATTENTION_LEAST, features / costs.ATTENTION_FEATURES)
     backward = costs.ATTENTION_BACKWARD * (costs.ATTENTION_MANY if features > costs.ATTENTION_FEW_FEATURES else 1)
     prices = dict.fromkeys(("forward", "scores"), costs.ATTENTION_FORWARD)  # which both make two products
-    prices |= dict.fromkeys(("keys", "queries"), backward / 2)
+    prices |= dict.fromkeys(("keys", "queries"), backward / 2) | {"tangents": 3 * costs.ATTENTION_FORWARD}  # of six
     ours = 0.0
     for kernel in work.kernels:
         rows, step = _kernels.attention_tile(kernel, extents["d"], extents["e"], work.bytes_of_number)

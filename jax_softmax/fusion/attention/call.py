@@ -53,6 +53,9 @@ class LetteredSide(NamedTuple):
     is_learned: bool = False  # whether the side's cotangent is its own, as far as letters tell
 
 
+OUTPUT = "forward", "tangents"  # the kernels that make the output
+
+
 class SideCotangent(NamedTuple):
     """The cotangent of something that scores read beside the product: of a bias that is added it is g, of a temperature
     g x0. Or of something that weights are multiplied with: y t.
@@ -85,7 +88,7 @@ class Attention(NamedTuple):
 
     Expressions are of float32 numbers and the sides s0, s1, .... `score` is one of the product x0, `weight` one of the
     softmax y. `score_transposed`, of the score's cotangent g and x0, is x0's cotangent, and `weight_transposed`, of the
-    weight's cotangent t, is y's.
+    weight's cotangent t, is y's. `score_tangent`, of the product's tangent x1 and x0, is the score's tangent.
     """
 
     letters: Letters
@@ -95,17 +98,23 @@ class Attention(NamedTuple):
     weight: Expression
     score_transposed: Expression | None = None
     weight_transposed: Expression | None = None
+    score_tangent: Expression | None = None
     side_cotangents: tuple[SideCotangent, ...] = ()
     empty_rows_are_zero: bool = False  # weights of rows whose scores are all -inf; otherwise these are NaN
 
     def sides_of(self, kernel: str) -> tuple[LetteredSide, ...]:
-        return self.sides[: self.n_forward] if kernel == "forward" else self.sides
+        return self.sides[: self.n_forward] if kernel in OUTPUT else self.sides
+
+    @property
+    def output(self) -> str:
+        """The kernel that makes the output."""
+        return "tangents" if self.score_tangent else "forward"
 
     @property
     def kernels(self) -> list[str]:
         """The kernels that make it, and its gradients."""
         of_batch = ["scores"] * len(self.side_cotangents_of("scores"))
-        return ["forward", *(["queries", "keys", *of_batch] if self.score_transposed else [])]
+        return [self.output, *(["queries", "keys", *of_batch] if self.score_transposed else [])]
 
     def side_cotangents_of(self, kernel: str) -> list[SideCotangent]:
         """What a kernel makes beside its gradients: first what has an element for each score."""
@@ -132,13 +141,15 @@ class Attention(NamedTuple):
     def _weight_of(self, kernel: str) -> tuple[Expression, float]:
         """`weight`, and a number that multiplies what is made of it. In the forward pass the number comes after the
         product with values, so that a weight of 1, of a row with one large score, is rounded exactly."""
-        return without_scale(self.weight, "y") if kernel == "forward" else (self.weight, 1.0)
+        return without_scale(self.weight, "y") if kernel in OUTPUT else (self.weight, 1.0)
 
     def attributes(self, kernel: str) -> dict[str, str | np.int64]:
         """The attributes of a kernel's custom call: see csrc/plan/attention.h."""
         weight, scale = self._weight_of(kernel)
         expressions = [self.score, weight]
-        if kernel != "forward":
+        if kernel == "tangents":
+            expressions += filter(None, [self.score_tangent])
+        if kernel not in OUTPUT:
             expressions += filter(None, [self.score_transposed, self.weight_transposed])
             expressions += [one.expression for one in self.side_cotangents_of(kernel)]
         words = [] if self.letters_of_bounds is None else [f"bounds:{self.letters_of_bounds}"]
@@ -173,9 +184,10 @@ class Attention(NamedTuple):
         """The letters and the dtype of each result of a kernel, for operands of a dtype."""
         letters = self.letters
         found: list[tuple[str, Any]] = [(letters.q, dtype)] if kernel == "queries" else []
-        if kernel == "forward":
+        if kernel in OUTPUT:
             found = [(letters.o, dtype), (letters.rows + "n", "float32")]
             found += [] if self.score_transposed is None or dtype == jnp.float32 else [(letters.o, "int8")]
+            found += [(letters.o, dtype)] if kernel == "tangents" else []
         elif kernel == "keys":
             found = [(letters.k, dtype), (letters.v, dtype)]
         return found + [(one.letters, one.dtype) for one in self.side_cotangents_of(kernel)]
@@ -207,15 +219,25 @@ class Attention(NamedTuple):
         x = product(f"{letters.q},{letters.k}->{dims}", q, k)
         s = jnp.where(visited, value(self.score, x0=x), -jnp.inf)
         empty = (s == -jnp.inf).all(-1, keepdims=True) & self.empty_rows_are_zero
-        if kernel == "forward":
+        if kernel in OUTPUT:
             pivot = jnp.where(empty, jnp.float32(0), s.max(-1, keepdims=True))
             terms = jnp.exp(s - jnp.where(pivot == -jnp.inf, 0, pivot))
             total = jnp.where(empty, jnp.float32(jnp.inf), terms.sum(-1, keepdims=True))
             weight, scale = self._weight_of(kernel)
-            weights = jnp.where(visited, value(weight, y=jnp.exp(s - pivot) / total), 0)
-            o = scale * product(f"{dims},{letters.v}->{letters.o}", weights, v)
-            o, *lost = rounded_and_lost(o, q.dtype)
-            return [o, jnp.concatenate([pivot, jnp.log2(total)], -1), *lost][: len(types)]
+            y = jnp.exp(s - pivot) / total
+
+            def weighted(y: jax.Array, v: jax.Array) -> jax.Array:
+                return scale * product(f"{dims},{letters.v}->{letters.o}", jnp.where(visited, value(weight, y=y), 0), v)
+
+            o, *lost = rounded_and_lost(weighted(y, v), q.dtype)
+            found = [o, jnp.concatenate([pivot, jnp.log2(total)], -1), *lost]
+            if kernel == "tangents":
+                q_tangent, k_tangent, v_tangent = rest[:3]
+                of_x = (product(f"{letters.q},{letters.k}->{dims}", *of) for of in ((q_tangent, k), (q, k_tangent)))
+                tangent = y * value(self.score_tangent, x1=sum(of_x), x0=x)
+                o_tangent = weighted(tangent - y * tangent.sum(-1, keepdims=True), v) + weighted(y, v_tangent)
+                found = [*found[: len(types) - 1], o_tangent.astype(q.dtype)]
+            return found[: len(types)]
         o_cotangent, rows, delta = rest[:3]
         y = jnp.where(empty, jnp.float32(0), jnp.exp(s - rows[..., :1]) * jnp.exp2(-rows[..., 1:]))
         t = product(f"{letters.o},{letters.v}->{dims}", o_cotangent, v)

@@ -35,6 +35,7 @@ class Formulas:
         if len(weights) != 1:
             raise NoAttention("products read different weights")
         (weight,) = weights
+        score_tangent = None if match.tangent_map is None else self._score_tangent(weight)
         n_forward = len(shared.sides)
         transposed: tuple[Expression | None, Expression | None] = None, None
         if match.linear is not None:
@@ -50,6 +51,7 @@ class Formulas:
             score,
             weight,
             *transposed,
+            score_tangent,
             side_cotangents=side_cotangents,
             empty_rows_are_zero=bool(match.masks) or rows.sink is not None,
         )
@@ -112,6 +114,18 @@ class Formulas:
         if not is_linear(of_weight, "t") or multipliers(weight, "y") != multipliers(of_weight, "t"):
             raise NoAttention("the weights' gradient is not that of the weights")
         return of_score, without_roundings(of_weight, "t")
+
+    def _score_tangent(self, weight: Expression) -> Expression:
+        """The scores' tangent, of the product's tangent x1. Weights' tangents are multiplied as weights are."""
+        tangents = self.match.tangent_map
+        assert tangents is not None
+        of_weights = self._linear_expression("y", tangents.sources, tangents.weights, tangents.reached)
+        if multipliers(of_weights, "y") != multipliers(weight, "y"):
+            raise NoAttention("the weights' tangent is not that of the weights")
+        x1, place = tangents.products
+        own = self.own | {(x1, place_key(place)): "x1"}
+        before = self._equations_before(tangents.scores, self.rows.place, own)
+        return Expressions(own, self._shared.sides, self.walks.parts).make(tangents.scores, self.rows.place, before)
 
     def _masked(self, score: Expression, mask: Atom) -> Expression:
         """The score where a mask is true, and -inf elsewhere."""

@@ -45,12 +45,13 @@ def _(*operands: Aval, attention: Attention, kernels: tuple[str, ...]) -> list[A
     return space.sharded(operands, space.given, types, space.letters_of_results(operands[0].dtype))
 
 
-def forward(attention: Attention, q: Array, k: Array, v: Array, *arrays: Array) -> Arrays:
-    """The output, and two numbers of each row for the backward kernels: its pivot, and the logarithm to base 2 of the
-    sum of exp(score - pivot). If there is a backward pass, also what an output of 16 bits lost by rounding. `arrays`:
-    those among the sides."""
-    n = sum(side.dtype != "index" for side in attention.sides_of("forward"))
-    return attention_p.bind(q, k, v, *arrays[:n], attention=attention, kernels=("forward",))
+def forward(attention: Attention, *operands: Array) -> Arrays:
+    """The output of q, k and v, and two numbers of each row for the backward kernels: its pivot, and the logarithm to
+    base 2 of the sum of exp(score - pivot). If there is a backward pass, also what an output of 16 bits lost by
+    rounding. Last the output's tangent, if there is one. Operands: q, k, v; their tangents, if the output has one; the
+    arrays among the sides."""
+    n = (6 if attention.score_tangent else 3) + sum(side.dtype != "index" for side in attention.sides_of("forward"))
+    return attention_p.bind(*operands[:n], attention=attention, kernels=(attention.output,))
 
 
 def delta(attention: Attention, o: Array, lost: Sequence[Array], o_cotangent: Array) -> Array:
@@ -150,8 +151,8 @@ class _Space:
         letters, kernel = attention.letters, kernels[0]
         self.attention, self.kernels = attention, kernels
         self.dims = letters.batch + "ijdenp"
-        of_backward = [] if kernel == "forward" else [letters.o, letters.rows + "n", letters.rows]
-        sides, own = attention.sides_of(kernel), [*letters, *of_backward]
+        beside = {"forward": (), "tangents": letters}.get(kernel, (letters.o, letters.rows + "n", letters.rows))
+        sides, own = attention.sides_of(kernel), [*letters, *beside]
         self.given = [*own, *(side.letters for side in sides if side.dtype != "index")]  # operands of `attention_p`
         # To `divided_p` the indices of rows are arrays as well: each device has its part of them.
         self.sides = [side for side in sides if side.dtype != "index" or side.letters in letters.rows]
@@ -254,7 +255,7 @@ class _DeviceProgram(division.DeviceProgram):
 
     def __init__(self, attention: Sequence[Any], kernels: Sequence[str]) -> None:
         known = dict(zip(Attention._fields, attention, strict=True))
-        for name in ("score", "weight", "score_transposed", "weight_transposed"):
+        for name in ("score", "weight", "score_transposed", "weight_transposed", "score_tangent"):
             known[name] = known[name] and Expression.from_json(known[name])
         known |= {"letters": Letters(*known["letters"]), "sides": tuple(LetteredSide(*side) for side in known["sides"])}
         of_sides = ((Expression.from_json(expression), *rest) for expression, *rest in known["side_cotangents"])

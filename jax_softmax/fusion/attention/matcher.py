@@ -41,6 +41,19 @@ class Step(NamedTuple):
     variable: Var
 
 
+class TangentMap(NamedTuple):
+    """The softmax's linear map of the scores' tangents."""
+
+    equation: Equation
+    scores: Atom  # their tangents
+    products: tuple[Atom, Place]  # the product's tangent, of which these are made
+    sources: list[Var]  # the weights' tangents, and what is made of them
+    reached: dict[Var, Place]
+    weights: Var  # the one of these with which values are multiplied
+    output: Product  # that
+    result: Var  # the output's tangent
+
+
 class OfSide(NamedTuple):
     """A side's cotangent, at its place: what the first step makes of the scores' cotangents g or of the weights y, or
     the sum of it; or what further steps make of each term of that sum, r, and then sum."""
@@ -156,6 +169,7 @@ class Match:
         self.q, self.k = (self.walks.stored(scores.operand(k), self.d) for k in (1 - at_k, at_k))
         self.log_sums = [] if self.rows.sink is not None else log_sums.of_same_rows(self.graph, softmax)
         self._find_products_of_weights()
+        self._find_tangents()
         self._find_gradients()
         self._choose_letters()
         self.formulas = Formulas(self)
@@ -199,10 +213,78 @@ class Match:
                 raise NoAttention("products read the weights in other ways")
         self.with_weights = [*self.outputs, *self.dvs]
 
+    @property
+    def _maps(self) -> list[Equation]:
+        """The softmax's linear maps."""
+        (y,) = self.softmax.outputs
+        return [e for e in self.graph.readers.get(y, ()) if e.name == "softmax_linear" and e.inputs[0] is y]
+
+    def _find_tangents(self) -> None:
+        """The linear map of the scores' tangents, and by their names q, k and v the tangents of operands."""
+        self.tangent_map: TangentMap | None = None
+        self.tangents: dict[str, Operand] = {}
+        self.names_of_tangents: dict[Factor, str] = {}
+        for equation in self._maps if self.outputs and self.rows.sink is None else ():
+            found = self._tangents_of(equation)
+            if found is not None and self.tangent_map is not None:
+                raise NoAttention("it has several tangents")
+            self.tangent_map = found or self.tangent_map
+
+    def _tangents_of(self, equation: Equation) -> TangentMap | None:
+        """What a linear map is, if it is of scores' tangents."""
+        (of_weights,), scores = self.rows.scores_of(equation.outputs[0]), equation.inputs[1]
+        reached = self.walks.reached([of_weights], self.rows.place)
+        after = self.walks.products_with(reached)
+        values = {id(other.variable) for other in (self._stored_other(product) for product, _ in self.outputs)}
+        if len(after) != 1 or after[0][0].contracted != {self.j}:
+            return None
+        (output, weights), tangents = after[0], dict[str, Operand]()
+        if id(self._stored_other(output).variable) not in values:
+            return None
+        try:
+            products, terms = self.walks.sum_of_products(scores, self.rows.place, self.j, self.product.outputs[0])
+        except NoAttention:
+            return None
+        for product in terms:
+            at_k = self._operand_with_keys(product, "the scores' tangent")
+            d = product.features
+            q, k = (self.walks.stored(product.operand(n), d) for n in (1 - at_k, at_k))
+            moving = (
+                [("q", q)] if is_same(k, d, self.k, self.d) else [("k", k)] if is_same(q, d, self.q, self.d) else []
+            )
+            if not moving or moving[0][0] in tangents:
+                return None
+            tangents |= moving
+            self.names_of_tangents[d] = "d"
+        self.tangents = tangents
+        return TangentMap(
+            equation, scores, products, [of_weights], reached, weights, output, self._tangent_of_output(output)
+        )
+
+    def _stored_other(self, product: Product) -> Operand:
+        return self.walks.stored(product.other, product.features)
+
+    def _tangent_of_output(self, output: Product) -> Var:
+        """The output's tangent: the product of the weights' tangents with values, or its sum with that of weights with
+        values' tangents, which is no output then."""
+        (a,) = output.equation.outputs
+        readers = self.graph.readers.get(a, ())
+        if len(readers) != 1 or a in self.graph.results or readers[0].name not in ("add", "add_any"):
+            return a
+        others = [b for b in readers[0].inputs if b is not a]
+        for product, _ in self.outputs:
+            (made,) = product.equation.outputs
+            if others == [made] and len(self.graph.readers[made]) == 1 and made not in self.graph.results:
+                self.tangents["v"] = self._stored_other(product)
+                self.names_of_tangents[product.features] = "e"
+                self.outputs = [one for one in self.outputs if one[0] is not product]
+                return readers[0].outputs[0]
+        return a
+
     def _find_gradients(self) -> None:
         """The softmax's linear map, the product before it, and those after it."""
-        readers = self.graph.readers.get(self.softmax.outputs[0], ())
-        maps = [e for e in readers if e.name == "softmax_linear" and e.inputs[0] is self.softmax.outputs[0]]
+        of_tangents = None if self.tangent_map is None else self.tangent_map.equation
+        maps = [e for e in self._maps if e is not of_tangents]
         if len(maps) > 1:
             raise NoAttention("it has several gradients")
         self.linear: Equation | None = None
@@ -316,7 +398,7 @@ class Match:
         if not (own := list(filter(self._may_be_queries, own))):
             raise NoAttention("products read the weights in other ways")
         self.i = i = max(own, key=lambda f: f.extent)
-        self.names = {i: "i", j: "j", d: "d"} | dict.fromkeys(features, "e")
+        self.names = {i: "i", j: "j", d: "d"} | dict.fromkeys(features, "e") | self.names_of_tangents
         free = iter("bhgacfklmnopqrstuvwxyz")
         for f in dict.fromkeys(batch):
             if f not in self.names:
@@ -376,6 +458,10 @@ class Match:
         results = [
             Result(p.equation.outputs[0], p.result, self._names_of(p), name, of, part) for p, name, of, part in made
         ]
+        if self.tangent_map is not None:
+            output = self.tangent_map.output
+            names = self.names | {output.features: "e"}
+            results.append(Result(self.tangent_map.result, output.result, names, "o_tangent", letters.o))
         of_rows = [(v, name) for one in self.log_sums for v, name in zip(one.equation.outputs, "MS", strict=True)]
         if self.linear is not None:
             of_rows += [(v, "sink") for v in self.rows.sinks_of(self.linear.outputs[0])]

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jax_softmax.fusion.attention import kernels
-from jax_softmax.fusion.attention.call import Attention
+from jax_softmax.fusion.attention.call import Attention, Letters
 from jax_softmax.fusion.forms.polynomials import added
 from jax_softmax.fusion.program import splicing
 from jax_softmax.fusion.program.graph import Equation, is_variable, variables_of
@@ -27,7 +27,7 @@ class Result(NamedTuple):
     names: dict[Factor, str]  # letters of its factors
     name: (
         str | int
-    )  # of what the kernels make: o, dq, dk, dv; M and S of rows; sink, a sink's cotangent; or which side's
+    )  # of what the kernels make: o, o_tangent, dq, dk, dv; M and S of rows; sink, a sink's cotangent; or which side's
     letters: str  # of that
     part: tuple[int, int] | None = None  # which of its features
 
@@ -47,6 +47,7 @@ def equations_by_kernels(match: "Match") -> dict[Equation, list[Equation]]:
         "k": [(match.k, letters.k)],
         "v": [(value.v, letters.v) for value in match.values.each],
         "o_cotangent": [(of, letters.o) for of in match.values.o_cotangents],
+        **{f"{name}_tangent": [(of, getattr(letters, name))] for name, of in match.tangents.items()},
         "sides": [(a, a.letters(names)) for a in match.formulas.arrays],
         "sink": [(Operand(a, place), letters.rows) if a.aval.shape else (Operand(a, []), "") for a in sinks],
         "cotangents": [(Operand(v, place), letters.rows) for v in cotangents],
@@ -86,15 +87,23 @@ def _made(
     sides: list[Array],
     sink: list[Array],
     cotangents: list[Array],
+    **tangents: list[Array],
 ) -> dict[str | int, Array]:
     """What the kernels make, by the names that results have; at least those wanted. `o_cotangent`: nothing, if there is
-    no backward pass. `cotangents`: of the rows' log-sum-exps, times -1."""
+    no backward pass. `cotangents`: of the rows' log-sum-exps, times -1. `tangents`: q_tangent and so on, of what has
+    one."""
     operands = [jnp.concatenate(of, -1) if len(of) > 1 else of[0] for of in (q, k, v, o_cotangent) if of]
-    o, rows, *lost = kernels.forward(attention, *operands[:3], *sides)
+    moving: list[Array] = []
+    if attention.score_tangent:
+        own = (tangents.get(f"{name}_tangent") for name in Letters._fields)
+        moving = [of[0] if of else jnp.zeros_like(a) for of, a in zip(own, operands, strict=False)]
+    o, rows, *lost = kernels.forward(attention, *operands[:3], *moving, *sides)
+    o_tangent = lost.pop() if moving else None
     weight_of_sink = None
     if sink:
         (o, rows, *lost), weight_of_sink = kernels.with_sink(attention, *sink, o, rows, *lost)
     made: dict[str | int, Array] = {"o": o} | dict(zip("MS", kernels.normalizer(rows), strict=True))
+    made |= {} if o_tangent is None else {"o_tangent": o_tangent}
     if o_cotangent:
         delta = kernels.delta(attention, o, lost, operands[3])
         made |= {} if weight_of_sink is None else {"sink": -weight_of_sink * delta}

@@ -32,13 +32,17 @@ class Walks:
         _, place, (product,) = self._made_of(a, place, keys, False)
         return product.equation, place
 
-    def sum_of_products(self, a: Atom, place: Place, keys: Factor) -> tuple[tuple[Atom, Place], list[Product]]:
+    def sum_of_products(
+        self, a: Atom, place: Place, keys: Factor, known: Atom | None = None
+    ) -> tuple[tuple[Atom, Place], list[Product]]:
         """The product, or the sum of products, of which a value is made, element by element, with its place; and all
-        that are in it."""
-        variable, place, products = self._made_of(a, place, keys, True)
+        that are in it. What is known does not count."""
+        variable, place, products = self._made_of(a, place, keys, True, known)
         return (variable, place), products
 
-    def _made_of(self, a: Atom, place: Place, keys: Factor, are_sums_one: bool) -> tuple[Atom, Place, list[Product]]:
+    def _made_of(
+        self, a: Atom, place: Place, keys: Factor, are_sums_one: bool, known: Atom | None = None
+    ) -> tuple[Atom, Place, list[Product]]:
         """The only product of which a value is made, its place, and itself; or so a sum of products. Of those that have
         the keys, only the largest count: where examples share a product, it is broadcast to the scores."""
         found: list[tuple[Atom, Place, list[Product]]] = []
@@ -46,7 +50,7 @@ class Walks:
         def following(node: Placed) -> Iterable[Placed]:
             a, place = node
             maker = self.graph.maker_of(a)
-            if maker is None or keys not in self.parts.factors_of(place):
+            if maker is None or a is known or keys not in self.parts.factors_of(place):
                 return ()
             if maker.name == "dot_general" or (are_sums_one and maker.name in _SUMS):
                 terms = trampolined(self._terms(a, place, keys))
