@@ -117,6 +117,7 @@ FOUND = {
         (Q, K, V),
         1,
     ),
+    "exponentials of rounded logarithms": (*weights_of(lambda s: jnp.exp(jax.nn.log_softmax(s).astype(Q.dtype))), 1),
     "dropout of exp(log_softmax)": (
         *weights_of(lambda s, keep: jnp.where(keep, jnp.exp(jax.nn.log_softmax(s)) / 0.8, 0), KEEP),
         1,

@@ -11,7 +11,8 @@ import jax
 
 from jax_softmax.fusion.attention.casts import Changes
 from jax_softmax.fusion.program import splicing
-from jax_softmax.fusion.program.graph import Equation, Graph, Replacements, variables_of
+from jax_softmax.fusion.program.graph import Equation, Graph, Replacements, each_once, variables_of
+from jax_softmax.fusion.program.kinds import kind_of
 from jax_softmax.primitives.operators import bind
 from jax_softmax.primitives.types import Atom, Var
 
@@ -30,7 +31,8 @@ def as_softmax(graph: Graph, stay: Container[Equation]) -> Changes:
 def _softmax_instead_of(graph: Graph, log_softmax: Equation) -> Replacements:
     """What stands for the one exponential of log_softmax, and for its linear maps; nothing if these are not its own."""
     (x,), (y,), axes = log_softmax.inputs, log_softmax.outputs, log_softmax.params["axes"]
-    exponentials = [r for r in graph.readers.get(y, ()) if r.name == "exp"]
+    casts = each_once([log_softmax], lambda e: [r for r in graph.readers_of(e) if kind_of(r) == "cast"])
+    exponentials = [r for e in casts for r in graph.readers_of(e) if r.name == "exp"]
     if len(exponentials) != 1:
         return {}
     (w,) = exponentials[0].outputs
