@@ -3,10 +3,10 @@
     python benchmarks/attention.py            # minutes; prints two tables
     python benchmarks/attention.py --quick    # small arrays, to try the script
 
-Device time of the output, and of the output with the gradients of q, k, v and of what is learned beside. `triangle` is
-the attention of structures' pairs: a row has a bias that all rows share, and a mask. Memory is what is needed besides
-arguments and results. Errors are the fused program's largest distances from the unfused one, as parts of the largest
-value, where that has room.
+Device time of the output, with its tangent in forward mode, and of the output with the gradients of q, k, v and of
+what is learned beside. `triangle` is the attention of structures' pairs: a row has a bias that all rows share, and a
+mask. Memory is what is needed besides arguments and results. Errors are the fused program's largest distances from
+the unfused one, as parts of the largest value, where that has room.
 
 The second table is what `fuse` decides by: programs of many features, with kernels of attention and with kernels of
 rows alone, whichever it would choose.
@@ -126,6 +126,23 @@ def t5(q, k, v, table):
     return weighted(scores_of(q, k) + table[distance].transpose(2, 0, 1), v)
 
 
+def difference(q, k, v, q2, k2, factor):
+    """Differential attention."""
+    weights = jax.nn.softmax(scores_of(q, k)) - factor * jax.nn.softmax(scores_of(q2, k2))
+    return jnp.einsum("bhij,bjhd->bihd", weights.astype(v.dtype), v)
+
+
+def moving(q, k, v):
+    """In forward mode: the output and its tangent."""
+    return jax.jvp(plain, (q, k, v), (k, v, q))
+
+
+def linen_float32(q, k, v):
+    """Weights of float32, as Flax's `force_fp32_for_softmax` has them, and values of 16 bits."""
+    weights = jax.nn.softmax(scores_of(q, k).astype(jnp.float32))
+    return jnp.einsum("bhij,bjhd->bihd", weights, v).astype(v.dtype)
+
+
 # A program, batch, length, heads, heads of k and v, features.
 USUAL = 8, 2048, 16, 16, 64
 CASES = [
@@ -139,6 +156,11 @@ CASES = [
     (of_temperatures, 4, 2048, 16, 16, 128),
     (swin, 2048, 64, 6, 6, 32),
     (t5, 8, 2048, 16, 16, 64),
+    (difference, 8, 1024, 8, 8, 64),
+    (difference, 8, 1024, 8, 8, 128),
+    (linen_float32, 8, 2048, 16, 16, 64),
+    (moving, 8, 1024, 16, 16, 64),
+    (moving, 4, 2048, 16, 16, 128),
     (causal, 8, 512, 16, 16, 64),
     (causal, 1, 16384, 16, 16, 128),
     (causal, 8, 1024, 16, 16, 64, "float32"),
@@ -156,17 +178,18 @@ BY_FEATURES += [
 ]
 # What is differentiated beside q, k and v, by the program.
 LEARNED = {
-    biased: lambda heads, length: [(1, heads, length, length)],
-    triangle: lambda heads, length: [(1, heads, length, length)],
-    with_sink: lambda heads, length: [(heads,)],
-    of_temperatures: lambda heads, length: [(heads,)],
-    swin: lambda heads, length: [(heads,), (heads, length, length)],
-    t5: lambda heads, length: [(32, heads)],
+    biased: lambda q: [(1, q[2], q[1], q[1])],
+    triangle: lambda q: [(1, q[2], q[1], q[1])],
+    with_sink: lambda q: [(q[2],)],
+    of_temperatures: lambda q: [(q[2],)],
+    swin: lambda q: [(q[2],), (q[2], q[1], q[1])],
+    t5: lambda q: [(32, q[2])],
+    difference: lambda q: [q, q, ()],
 }
 MOST_BYTES = 16 << 30  # of an array of scores, beyond which the unfused program is not tried
 
 
-def nothing(heads, length):
+def nothing(q):
     return []
 
 
@@ -176,7 +199,7 @@ def operands_of(program, batch, length, heads, of_keys, features, dtype="bfloat1
     arrays = [jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes, strict=False)]
     if program is packed:
         arrays.append(jnp.sort(jax.random.randint(keys[4], (batch, length), 0, 4)))
-    arrays += [jax.random.normal(keys[4], shape, dtype) for shape in LEARNED.get(program, nothing)(heads, length)]
+    arrays += [jax.random.normal(keys[4], shape, dtype) for shape in LEARNED.get(program, nothing)(shapes[0])]
     if program is triangle:
         arrays.append(jnp.arange(length) < jax.random.randint(keys[4], (batch, 1, 1, 1), length // 2, length + 1))
     if program is dropped:
@@ -186,7 +209,7 @@ def operands_of(program, batch, length, heads, of_keys, features, dtype="bfloat1
 
 def with_gradient(program):
     def both(q, k, v, o_cotangent, *beside):
-        n = len(LEARNED.get(program, nothing)(1, 1))
+        n = len(LEARNED.get(program, nothing)((1,) * 4))
         o, transposed = jax.vjp(lambda *a: program(*a, *beside[n:]), q, k, v, *beside[:n])
         return o, *transposed(o_cotangent)
 
@@ -218,13 +241,15 @@ def measured(case):
     transforms = {"XLA": lambda f: f, "fuse": jax_softmax.fuse}
     if 2 * batch * heads * length**2 > MOST_BYTES:
         del transforms["XLA"]
+    parts = {"forward": forward} | ({} if program is moving else {"both": with_gradient})
+    last = list(parts)[-1]
     for who, transform in transforms.items():
-        for part, made in (("forward", forward), ("both", with_gradient)):
+        for part, made in parts.items():
             compiled = jax.jit(transform(made(program)), keep_unused=True).lower(*operands).compile()
             calls[who, part] = compiled, tuple(operands)
-        results[who] = calls[who, "both"][0](*operands)
+        results[who] = calls[who, last][0](*operands)
     errors = distances(*results.values()) if len(results) > 1 else "-"
-    memory = {who: calls[who, "both"][0].memory_analysis().temp_size_in_bytes >> 20 for who in transforms}
+    memory = {who: calls[who, last][0].memory_analysis().temp_size_in_bytes >> 20 for who in transforms}
     del results
     times = device_times(calls, repeats=5)
 

@@ -57,7 +57,7 @@ def _difference(op: str, a: np.ndarray, b: np.ndarray) -> float:
 def _attention(
     q: jax.Array, k: jax.Array, v: jax.Array, o_cotangent: jax.Array
 ) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Attention and its gradients by their kernels, and by jax.numpy in float32."""
+    """Attention, its gradients and its tangent by their kernels, and by jax.numpy in float32."""
 
     def scaled(name: str) -> Expression:
         return Expression((Operation("mul", (name, Number(0.125, "float32")), ("float32",) * 2, "float32"),), "v0")
@@ -74,7 +74,10 @@ def _attention(
     *wide, wide_cotangent = (a.astype(jnp.float32) for a in (q, k, v, o_cotangent))
     expected, transposed = jax.vjp(in_numpy, *wide)
     found = attention_kernels.backward(attention, {"dq", "dk"}, q, k, v, o_cotangent, rows, delta, delta=delta)
-    return [o, *found.values()], [expected, *transposed(wide_cotangent)]
+    in_forward_mode = attention._replace(score_tangent=scaled("x1"))
+    *_, o_tangent = attention_kernels.forward(in_forward_mode, q, k, v, q, v, k)
+    _, tangent = jax.jvp(in_numpy, wide, [wide[n] for n in (0, 2, 1)])
+    return [o, *found.values(), o_tangent], [expected, *transposed(wide_cotangent), tangent]
 
 
 def largest_differences(device: jax.Device) -> dict[str, float]:

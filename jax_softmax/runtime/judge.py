@@ -244,9 +244,10 @@ def reason_against_attention(work: Attention) -> str:
     extents, features = work.extents, (work.extents["d"] + work.extents["e"]) / 2
     of_dtype = costs.ATTENTION_OF_FLOAT32 if work.bytes_of_number == 4 else 1
     multiple = max(costs.ATTENTION_LEAST, features / costs.ATTENTION_FEATURES)
-    backward = costs.ATTENTION_BACKWARD * (costs.ATTENTION_MANY if features > costs.ATTENTION_FEW_FEATURES else 1)
+    many = costs.ATTENTION_MANY if features > costs.ATTENTION_FEW_FEATURES else 1
     prices = dict.fromkeys(("forward", "scores"), costs.ATTENTION_FORWARD)  # which both make two products
-    prices |= dict.fromkeys(("keys", "queries"), backward / 2) | {"tangents": 3 * costs.ATTENTION_FORWARD}  # of six
+    prices |= dict.fromkeys(("keys", "queries"), many * costs.ATTENTION_BACKWARD / 2)
+    prices |= {"tangents": 3 * many * costs.ATTENTION_FORWARD}  # of six products
     ours = 0.0
     for kernel in work.kernels:
         rows, step = _kernels.attention_tile(kernel, extents["d"], extents["e"], work.bytes_of_number)

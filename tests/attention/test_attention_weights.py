@@ -100,6 +100,8 @@ FOUND = {
     "of rounded weights": (differentiated(of_rounded_weights), DIFFERENCE, 2),
     "of widened values": (differentiated(of_widened_values), DIFFERENCE, 2),
     "a given factor": (differentiated(given_factor, None), (*DIFFERENCE, jnp.float32(0.4)), 2),
+    "a learned factor": (differentiated(given_factor), (*DIFFERENCE, jnp.float32(0.4)), 2),
+    "learned factors of heads": (differentiated(given_factor), (*DIFFERENCE, OF_HEADS), 2),
     "of three": (
         differentiated(lambda q, k, q2, k2, v: output(softmax(q, k) - (softmax(q2, k2) - softmax(q2, k)) / 2, v)),
         DIFFERENCE,
@@ -157,7 +159,6 @@ def entropy(q, k, v):
 
 STAY = {
     "weights are read": (differentiated(weights_are_read), DIFFERENCE),
-    "a learned factor": (differentiated(given_factor), (*DIFFERENCE, jnp.float32(0.4))),
     "weights of a bias": (differentiated(weights_of_a_bias), (Q, K, V, jnp.cos(OF_ROWS + OF_ROWS.T))),
     "weights that the batch shares": (differentiated(weights_that_the_batch_shares), DIFFERENCE),
     "a product of both": difference(lambda p, r: p * r),

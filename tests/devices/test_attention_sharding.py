@@ -207,6 +207,18 @@ def test_learned_terms(spec, queries):
     check(of_temperatures, [*operands(), *learned], specs, queries, None, kernels=(*KERNELS, "scores"))
 
 
+@pytest.mark.parametrize("spec,queries", [(SEQUENCE, 24), (P("model"), QUERIES)], ids=str)
+def test_tangents(spec, queries):
+    given = [*operands(), *(a[::-1] for a in operands())]
+
+    def program(*a):
+        return jax.jvp(causal, a[:3], a[3:])
+
+    _, found, calls = compiled_by_kernels(program, given, [spec] * 6)
+    assert calls == {("tangents", queries, KEYS)}
+    assert_about_as_exact(found, program, given)
+
+
 def test_sinks():
     check(with_sink, [*operands(), normal(H, seed=5)], [SEQUENCE] * 3 + [P()], 24, TRAVELS | {"all-reduce"})
 

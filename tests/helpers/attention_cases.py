@@ -278,7 +278,8 @@ def described_call(attention, kernel, dtype, extents):
     """A kernel's custom call as `_kernels.plan_attention` takes it, for operands of these extents."""
     letters = attention.letters
     own = [(of, dtype) for of in (*letters, letters.o)] + [(letters.rows + "n", "float32"), (letters.rows, "float32")]
-    own = own[: 3 if kernel == "forward" else 6]
+    own = own[: 3 if kernel in ("forward", "tangents") else 6]
+    own += own if kernel == "tangents" else []
     stay = extents["j" if kernel == "keys" else "i"]
     own += [] if attention.letters_of_bounds is None else [(attention.letters_of_bounds + "cm", "int32")]
     own += [(side.letters, side.dtype) for side in attention.sides_of(kernel) if side.dtype != "index"]

@@ -1,0 +1,137 @@
+"""Attention in forward mode: its output's tangent in the pass in which the output is made."""
+
+import emulated
+import jax
+import jax.numpy as jnp
+import pytest
+from attention_programs import B, D, H, S, assert_as_exact, check, normal
+
+from jax_softmax import fuse
+from jax_softmax.fusion.attention.kernels import attention_p
+from jax_softmax.fusion.rewriting import rewritten
+
+pytestmark = pytest.mark.usefixtures("on_the_cpu")
+F32 = jnp.float32
+SHAPES = [(B, S, H, D)] * 6
+OPERANDS = [normal(*shape, seed=n) for n, shape in enumerate(SHAPES)]  # q, k, v and their tangents
+WIDE = [a.astype(F32) for a in OPERANDS]
+BIAS, BIAS_TANGENT = (normal(H, S, S, seed=n) for n in (7, 8))
+KEEP = normal(B, H, S, S, seed=9) < 1
+CAUSAL = jnp.tri(S, dtype=bool)
+TARGET, NET = normal(B, S, H, D, seed=10), normal(3, D, D, seed=11) / 8
+
+
+def scores_of(q, k):
+    return jnp.einsum("bihd,bjhd->bhij", q, k) / 4
+
+
+def of(score, drop=lambda weights: weights):
+    def attend(q, k, v, *beside):
+        weights = drop(jax.nn.softmax(score(scores_of(q, k).astype(F32), *beside)))
+        return jnp.einsum("bhij,bjhd->bihd", weights.astype(v.dtype), v)
+
+    return attend
+
+
+def moving(attend, n=3):
+    """The output and its tangent, of operands and then their tangents."""
+    return lambda *a: jax.jvp(attend, a[:n], a[n : 2 * n])
+
+
+def masked(s):
+    return jnp.where(CAUSAL, s, -1e30)
+
+
+def some_move(q, k, v, q_tangent, *_):
+    return jax.jvp(lambda q: of(masked)(q, k, v), (q,), (q_tangent,))
+
+
+def values_alone(q, k, v, v_tangent, *_):
+    return jax.jvp(lambda v: of(masked)(q, k, v), (v,), (v_tangent,))
+
+
+def linearized(*a):
+    o, tangent_of = jax.linearize(of(masked), *a[:3])
+    return o, tangent_of(*a[3:])
+
+
+def twice(*a):
+    def tangent(*operands):
+        return jax.jvp(of(masked), operands, a[3:])[1]
+
+    return jax.jvp(tangent, a[:3], a[3:])
+
+
+def grouped(q, k, v, *tangents):
+    def attend(q, k, v):
+        s = jnp.einsum("bihgd,bjhd->bhgij", q.reshape(B, S, 2, H // 2, D), k[:, :, :2]) / 4
+        weights = jax.nn.softmax(s.astype(F32)).astype(v.dtype)
+        return jnp.einsum("bhgij,bjhd->bihgd", weights, v[:, :, :2])
+
+    return jax.jvp(attend, (q, k, v), tangents)
+
+
+def mean_flow(x, x_tangent, net, target):
+    """MeanFlow's loss: the tangent is a part of the target, through which there is no gradient."""
+
+    def loss(net):
+        def attend(x):
+            return of(masked)(*(x @ w for w in net))
+
+        o, o_tangent = jax.jvp(attend, (x,), (x_tangent,))
+        return jnp.mean((o.astype(F32) - jax.lax.stop_gradient(target - 0.3 * o_tangent).astype(F32)) ** 2)
+
+    return jax.value_and_grad(loss)(net)
+
+
+TANGENTS, WHOLE = "tangents", "tangents queries keys"
+# The program, its operands, and which kernels it calls.
+PROGRAMS = {
+    "plain": (moving(of(lambda s: s)), OPERANDS, TANGENTS),
+    "causal": (moving(of(masked)), OPERANDS, TANGENTS),
+    "capped": (moving(of(lambda s: masked(5 * jnp.tanh(s / 5)))), OPERANDS, TANGENTS),
+    "dropout": (moving(of(masked, lambda w: jnp.where(KEEP, w / 0.8, 0))), OPERANDS, TANGENTS),
+    "a bias": (moving(of(lambda s, b: masked(s + b)), 4), (*OPERANDS[:3], BIAS, *OPERANDS[3:], BIAS_TANGENT), TANGENTS),
+    "float32": (moving(of(masked)), WIDE, TANGENTS),
+    "queries alone": (some_move, OPERANDS[:4], TANGENTS),
+    "values alone": (values_alone, OPERANDS[:4], "forward"),
+    "linearized": (linearized, OPERANDS, TANGENTS),
+    "groups": (grouped, OPERANDS, TANGENTS),
+    "jax.nn": (moving(lambda *a: jax.nn.dot_product_attention(*a, is_causal=True)), OPERANDS, TANGENTS),
+    "mean flow": (mean_flow, (OPERANDS[0], OPERANDS[1], NET, TARGET), WHOLE),
+    # What stays as it was.
+    "a second derivative": (twice, OPERANDS, ""),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_tangents(name):
+    program, operands, kernels = PROGRAMS[name]
+    assert_as_exact(check(fuse(program), operands, kernels), program, operands)
+
+
+@pytest.mark.parametrize("name", ["causal", "mean flow", "float32"])
+def test_no_array_of_queries_and_keys(name):
+    program, operands, _ = PROGRAMS[name]
+    (eqn,) = jax.make_jaxpr(fuse(program))(*operands).eqns
+    with emulated.kernels(attention=True):
+        eqns = rewritten(eqn.params["jaxpr"]).eqns
+    assert max(v.aval.size for e in eqns for v in e.outvars if e.primitive is not attention_p) < B * H * S * S
+
+
+@emulated.compiler_is_needed
+@pytest.mark.parametrize("name", ["capped", "dropout", "a bias", "float32", "groups", "mean flow"])
+def test_on_the_host(name):
+    program, operands, kernels = PROGRAMS[name]
+    assert_as_exact(check(fuse(program), operands, kernels, in_jax=False), program, operands)
+
+
+@emulated.compiler_is_needed
+@pytest.mark.parametrize("features", [(24, 40), (136, 64)], ids=str)
+def test_odd_lengths(features):
+    """Of queries, keys and features."""
+    d, e = features
+    shapes = [(2, 37, 2, d), (2, 71, 2, d), (2, 71, 2, e)]
+    operands = [normal(*shape, seed=n) for n, shape in enumerate(shapes * 2)]
+    program = moving(of(lambda s: jnp.where(jnp.arange(37)[:, None] >= jnp.arange(71), s, -jnp.inf)))
+    assert_as_exact(check(fuse(program), operands, TANGENTS, in_jax=False), program, operands)
