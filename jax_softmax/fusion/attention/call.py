@@ -233,8 +233,10 @@ class Attention(NamedTuple):
             found = [o, jnp.concatenate([pivot, jnp.log2(total)], -1), *lost]
             if kernel == "tangents":
                 q_tangent, k_tangent, v_tangent = rest[:3]
-                of_x = (product(f"{letters.q},{letters.k}->{dims}", *of) for of in ((q_tangent, k), (q, k_tangent)))
-                tangent = y * value(self.score_tangent, x1=sum(of_x), x0=x)
+                of_q, of_k = (
+                    product(f"{letters.q},{letters.k}->{dims}", *of) for of in ((q_tangent, k), (q, k_tangent))
+                )
+                tangent = y * value(self.score_tangent, x1=of_q + of_k, x0=x)
                 o_tangent = weighted(tangent - y * tangent.sum(-1, keepdims=True), v) + weighted(y, v_tangent)
                 found = [*found[: len(types) - 1], o_tangent.astype(q.dtype)]
             return found[: len(types)]

@@ -123,7 +123,7 @@ class Formulas:
         if multipliers(of_weights, "y") != multipliers(weight, "y"):
             raise NoAttention("the weights' tangent is not that of the weights")
         x1, place = tangents.products
-        own = self.own | {(x1, place_key(place)): "x1"}
+        own: Names = {**self.own, (x1, place_key(place)): "x1"}
         before = self._equations_before(tangents.scores, self.rows.place, own)
         return Expressions(own, self._shared.sides, self.walks.parts).make(tangents.scores, self.rows.place, before)
 

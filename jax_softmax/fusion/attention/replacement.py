@@ -103,9 +103,11 @@ def _made(
     if sink:
         (o, rows, *lost), weight_of_sink = kernels.with_sink(attention, *sink, o, rows, *lost)
     made: dict[str | int, Array] = {"o": o} | dict(zip("MS", kernels.normalizer(rows), strict=True))
-    made |= {} if o_tangent is None else {"o_tangent": o_tangent}
+    if o_tangent is not None:
+        made["o_tangent"] = o_tangent
     if o_cotangent:
         delta = kernels.delta(attention, o, lost, operands[3])
-        made |= {} if weight_of_sink is None else {"sink": -weight_of_sink * delta}
+        if weight_of_sink is not None:
+            made["sink"] = -weight_of_sink * delta
         made |= kernels.backward(attention, wanted, *operands, rows, sum(cotangents, delta), *sides, delta=delta)
     return made
