@@ -13,10 +13,10 @@ namespace jax_softmax {
 
 // A call of attention.
 //
-// Operands: q, k, v; of the backward kernels also the output's cotangent, the rows' numbers, and delta, and of the kernel
-// of tangents those of q, k and v; the bounds, if
-// there are masks: see `visited`; the arrays among the sides. Results: the output, the rows' numbers and, for a
-// backward pass, what the output lost by rounding, and then the output's tangent; dk and dv; or dq; and the sides' cotangents that the kernel makes.
+// Operands: q, k, v; of the backward kernels also the output's cotangent, the rows' numbers, and delta, and of the
+// kernel of tangents those of q, k and v; the bounds, if there are masks: see `visited`; the arrays among the sides.
+// Results: the output, the rows' numbers, for a backward pass what the output lost by rounding, and the output's
+// tangent; dk and dv; or dq; and the sides' cotangents that the kernel makes.
 struct AttentionCall : CustomCall {
   std::string kernel;   // one of kKernelNames
   std::string letters;  // of the dimensions of q, k and v: "bihd,bjhd,bjhe"; see fusion/attention/call.py

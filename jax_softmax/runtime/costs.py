@@ -63,6 +63,7 @@ BYTES_OF_PICOSECOND = 3.6
 # the output, and those that gradients take besides, for B H S² scores.
 ATTENTION_FORWARD = 0.95 * BYTES_OF_PICOSECOND
 ATTENTION_BACKWARD = 2.7 * BYTES_OF_PICOSECOND
+ATTENTION_TANGENTS = 2.15  # of the forward kernel's time: that of tangents. attention.md, "moving B8 S1024 H16 D64"
 ATTENTION_FEATURES = 64  # of a query and of a value in that row; times are proportional to them
 ATTENTION_LEAST = 0.7  # the part of these times that kernels take with few features. Chosen
 # With more features than these the backward kernels have smaller tiles, and take so many times as long. attention.md,

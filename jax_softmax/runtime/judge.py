@@ -247,7 +247,7 @@ def reason_against_attention(work: Attention) -> str:
     many = costs.ATTENTION_MANY if features > costs.ATTENTION_FEW_FEATURES else 1
     prices = dict.fromkeys(("forward", "scores"), costs.ATTENTION_FORWARD)  # which both make two products
     prices |= dict.fromkeys(("keys", "queries"), many * costs.ATTENTION_BACKWARD / 2)
-    prices |= {"tangents": 3 * many * costs.ATTENTION_FORWARD}  # of six products
+    prices["tangents"] = costs.ATTENTION_TANGENTS * many * costs.ATTENTION_FORWARD
     ours = 0.0
     for kernel in work.kernels:
         rows, step = _kernels.attention_tile(kernel, extents["d"], extents["e"], work.bytes_of_number)

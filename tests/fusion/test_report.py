@@ -223,7 +223,7 @@ class TestExplain:
         ]
         (line,) = report = fuse(layers).explain(q, q, q, bias, of_keys, mask)
         assert line.path == "/scan" and "  along (3,) in scan\n" in str(report)
-        gradient = "  in memory: an operand's gradient, to be summed, bfloat16[8, 16, 2048, 2048], 1.00 GiB"
+        gradient = "  in memory: an operand's gradient, bfloat16[1, 16, 2048, 2048], 128.0 MiB"
         assert str(report).endswith("\n" + gradient) and len(line.in_memory) == 3
 
     def test_without_an_operator(self):

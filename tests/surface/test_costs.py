@@ -50,7 +50,7 @@ def attention_prices():
 
 def of_features():
     """What the backward kernels take beyond what they would with 128 features, what XLA's products take of one, and
-    what kernels of float32 take, as a multiple."""
+    what kernels of tangents and of float32 take, as multiples."""
 
     def times(name):
         """By kernels of rows and of attention: of the output, and with gradients."""
@@ -62,6 +62,7 @@ def of_features():
     return {
         "ATTENTION_MANY": (many[3] - many[1]) / (1.5 * (few[3] - few[1])),
         "PRODUCT_OF_FEATURE": costs.BYTES_OF_PICOSECOND * of_feature,
+        "ATTENTION_TANGENTS": row("attention", "moving B8 S1024 H16 D64")[1] / times("plain B8 S1024 H16 D64")[1],
         "ATTENTION_OF_FLOAT32": times("plain B8 S1024 H16 D128 float32")[3] / own[3],
     }
 

@@ -1,6 +1,7 @@
 """The program's scores, weights and their derivatives as expressions, of which kernels are printed."""
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from jax_softmax import _kernels
@@ -16,7 +17,7 @@ from jax_softmax.fusion.program.walk import Inside
 from jax_softmax.primitives.types import Atom, Var
 
 if TYPE_CHECKING:
-    from jax_softmax.fusion.attention.matcher import Match, OfSide
+    from jax_softmax.fusion.attention.matcher import Match, OfSide, TangentMap
 
 
 class Formulas:
@@ -35,7 +36,7 @@ class Formulas:
         if len(weights) != 1:
             raise NoAttention("products read different weights")
         (weight,) = weights
-        score_tangent = None if match.tangent_map is None else self._score_tangent(weight)
+        score_tangent = None if match.tangent_map is None else self._score_tangent(weight, match.tangent_map)
         n_forward = len(shared.sides)
         transposed: tuple[Expression | None, Expression | None] = None, None
         if match.linear is not None:
@@ -86,7 +87,7 @@ class Formulas:
     def _weight_of(self, a: Var) -> Expression:
         return self._linear_expression("y", self.rows.weights, a, self.match.reached)
 
-    def _linear_expression(self, name: str, sources: list[Var], a: Var, reached: dict[Var, Place]) -> Expression:
+    def _linear_expression(self, name: str, sources: Sequence[Var], a: Var, reached: dict[Var, Place]) -> Expression:
         """What was reached from the sources, as an expression of these, which have a name."""
         names = {**self.own} | {(source, place_key(reached[source])): name for source in sources}
         if self.match.linear is not None:
@@ -115,17 +116,15 @@ class Formulas:
             raise NoAttention("the weights' gradient is not that of the weights")
         return of_score, without_roundings(of_weight, "t")
 
-    def _score_tangent(self, weight: Expression) -> Expression:
+    def _score_tangent(self, weight: Expression, tangents: "TangentMap") -> Expression:
         """The scores' tangent, of the product's tangent x1. Weights' tangents are multiplied as weights are."""
-        tangents = self.match.tangent_map
-        assert tangents is not None
-        of_weights = self._linear_expression("y", tangents.sources, tangents.weights, tangents.reached)
+        of_weights = self._linear_expression("y", tangents.equation.outputs, tangents.weights, tangents.reached)
         if multipliers(of_weights, "y") != multipliers(weight, "y"):
             raise NoAttention("the weights' tangent is not that of the weights")
-        x1, place = tangents.products
+        (x1, place), scores = tangents.product, tangents.equation.inputs[1]
         own: Names = {**self.own, (x1, place_key(place)): "x1"}
-        before = self._equations_before(tangents.scores, self.rows.place, own)
-        return Expressions(own, self._shared.sides, self.walks.parts).make(tangents.scores, self.rows.place, before)
+        before = self._equations_before(scores, self.rows.place, own)
+        return Expressions(own, self._shared.sides, self.walks.parts).make(scores, self.rows.place, before)
 
     def _masked(self, score: Expression, mask: Atom) -> Expression:
         """The score where a mask is true, and -inf elsewhere."""

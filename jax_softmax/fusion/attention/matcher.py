@@ -45,10 +45,9 @@ class TangentMap(NamedTuple):
     """The softmax's linear map of the scores' tangents."""
 
     equation: Equation
-    scores: Atom  # their tangents
-    products: tuple[Atom, Place]  # the product's tangent, of which these are made
-    sources: list[Var]  # the weights' tangents, and what is made of them
-    reached: dict[Var, Place]
+    product: tuple[Atom, Place]  # the tangent of the product of queries and keys, of which those of scores are made
+    n_terms: int  # of which it is the sum
+    reached: dict[Var, Place]  # the weights' tangents, and what is made of them
     weights: Var  # the one of these with which values are multiplied
     output: Product  # that
     result: Var  # the output's tangent
@@ -225,40 +224,57 @@ class Match:
         self.tangents: dict[str, Operand] = {}
         self.names_of_tangents: dict[Factor, str] = {}
         for equation in self._maps if self.outputs and self.rows.sink is None else ():
-            found = self._tangents_of(equation)
-            if found is not None and self.tangent_map is not None:
+            products = self._products_of_tangents(equation)
+            if products and self.tangent_map is not None:
                 raise NoAttention("it has several tangents")
-            self.tangent_map = found or self.tangent_map
+            if products:
+                self._take_tangents(equation, products)
 
-    def _tangents_of(self, equation: Equation) -> TangentMap | None:
-        """What a linear map is, if it is of scores' tangents."""
-        (of_weights,), scores = self.rows.scores_of(equation.outputs[0]), equation.inputs[1]
-        reached = self.walks.reached([of_weights], self.rows.place)
-        after = self.walks.products_with(reached)
-        values = {id(other.variable) for other in (self._stored_other(product) for product, _ in self.outputs)}
-        if len(after) != 1 or after[0][0].contracted != {self.j}:
-            return None
-        (output, weights), tangents = after[0], dict[str, Operand]()
-        if id(self._stored_other(output).variable) not in values:
-            return None
+    def _products_of_tangents(self, equation: Equation) -> dict[str, Product]:
+        """By the names of what moves, q and k, the products of whose sum a linear map's operand is made; nothing if it
+        is no map of scores' tangents, whose result is multiplied with values."""
+        after = self.walks.products_with(self.walks.reached(equation.outputs, self.rows.place))
+        found: dict[str, Product] = {}
+        if len(after) != 1 or after[0][0].contracted != {self.j} or not self._has_values(after[0][0]):
+            return {}
         try:
-            products, terms = self.walks.sum_of_products(scores, self.rows.place, self.j, self.product.outputs[0])
-        except NoAttention:
-            return None
-        for product in terms:
+            _, products = self._sum_of_tangents(equation)
+            for product in products:
+                at_k = self._operand_with_keys(product, "the scores' tangent")
+                q, k = (self.walks.stored(product.operand(n), product.features) for n in (1 - at_k, at_k))
+                if is_same(k, product.features, self.k, self.d):
+                    found["q"] = product
+                elif is_same(q, product.features, self.q, self.d):
+                    found["k"] = product
+        except (NoAttention, NotFolded):
+            return {}
+        return found if len(found) == len(products) else {}
+
+    def _sum_of_tangents(self, equation: Equation) -> tuple[tuple[Atom, Place], list[Product]]:
+        (x,) = self.product.outputs  # of which the scores' derivative may be made
+        return self.walks.sum_of_products(equation.inputs[1], self.rows.place, self.j, x)
+
+    def _has_values(self, product: Product) -> bool:
+        """Whether a product's other operand is that of an output."""
+        other, features = self._stored_other(product), product.features
+        return any(is_same(other, features, self._stored_other(p), p.features) for p, _ in self.outputs)
+
+    def _take_tangents(self, equation: Equation, products: Mapping[str, Product]) -> None:
+        for name, product in products.items():
             at_k = self._operand_with_keys(product, "the scores' tangent")
-            d = product.features
-            q, k = (self.walks.stored(product.operand(n), d) for n in (1 - at_k, at_k))
-            moving = (
-                [("q", q)] if is_same(k, d, self.k, self.d) else [("k", k)] if is_same(q, d, self.q, self.d) else []
-            )
-            if not moving or moving[0][0] in tangents:
-                return None
-            tangents |= moving
-            self.names_of_tangents[d] = "d"
-        self.tangents = tangents
-        return TangentMap(
-            equation, scores, products, [of_weights], reached, weights, output, self._tangent_of_output(output)
+            operand = product.operand(1 - at_k if name == "q" else at_k)
+            self.tangents[name] = self.walks.stored(operand, product.features)
+            self.names_of_tangents[product.features] = "d"
+        reached = self.walks.reached(equation.outputs, self.rows.place)
+        ((output, weights),) = self.walks.products_with(reached)
+        self.tangent_map = TangentMap(
+            equation,
+            self._sum_of_tangents(equation)[0],
+            len(products),
+            reached,
+            weights,
+            output,
+            self._tangent_of_output(output),
         )
 
     def _stored_other(self, product: Product) -> Operand:
@@ -482,6 +498,9 @@ class Match:
         n = 2 * size(self.product.outputs[0]) + sum(map(size, {a for _, a in self.outputs}))
         n += sum(size(a) for _, a in self.with_weights)
         products = 1 + len(self.with_weights)
+        if (tangents := self.tangent_map) is not None:
+            n += 2 * tangents.n_terms * size(tangents.product[0]) + 2 * size(tangents.weights)
+            products += tangents.n_terms + 1
         if self.linear is not None:
             n += 2 * len(self.values.each) * size(self.sum_of_products[0])
             cotangents = [product[1] for product in (self.dq, self.dk) if product]

@@ -102,7 +102,7 @@ def _made(
     weight_of_sink = None
     if sink:
         (o, rows, *lost), weight_of_sink = kernels.with_sink(attention, *sink, o, rows, *lost)
-    made: dict[str | int, Array] = {"o": o} | dict(zip("MS", kernels.normalizer(rows), strict=True))
+    made: dict[str | int, Array] = {"o": o, **dict(zip("MS", kernels.normalizer(rows), strict=True))}
     if o_tangent is not None:
         made["o_tangent"] = o_tangent
     if o_cotangent:
