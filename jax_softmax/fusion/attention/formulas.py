@@ -17,7 +17,8 @@ from jax_softmax.fusion.program.walk import Inside
 from jax_softmax.primitives.types import Atom, Var
 
 if TYPE_CHECKING:
-    from jax_softmax.fusion.attention.matcher import Match, OfSide, TangentMap
+    from jax_softmax.fusion.attention.learned import OfSide
+    from jax_softmax.fusion.attention.matcher import Match
 
 
 class Formulas:
@@ -36,7 +37,7 @@ class Formulas:
         if len(weights) != 1:
             raise NoAttention("products read different weights")
         (weight,) = weights
-        score_tangent = None if match.tangent_map is None else self._score_tangent(weight, match.tangent_map)
+        score_tangent = self._score_tangent(weight)
         n_forward = len(shared.sides)
         transposed: tuple[Expression | None, Expression | None] = None, None
         if match.linear is not None:
@@ -116,12 +117,15 @@ class Formulas:
             raise NoAttention("the weights' gradient is not that of the weights")
         return of_score, without_roundings(of_weight, "t")
 
-    def _score_tangent(self, weight: Expression, tangents: "TangentMap") -> Expression:
+    def _score_tangent(self, weight: Expression) -> Expression | None:
         """The scores' tangent, of the product's tangent x1. Weights' tangents are multiplied as weights are."""
-        of_weights = self._linear_expression("y", tangents.equation.outputs, tangents.weights, tangents.reached)
+        tangents = self.match.tangents
+        if tangents is None or tangents.linear is None:
+            return None
+        of_weights = self._linear_expression("y", tangents.linear.outputs, tangents.weights, tangents.reached)
         if multipliers(of_weights, "y") != multipliers(weight, "y"):
             raise NoAttention("the weights' tangent is not that of the weights")
-        (x1, place), scores = tangents.product, tangents.equation.inputs[1]
+        (x1, place), scores = tangents.product, tangents.linear.inputs[1]
         own: Names = {**self.own, (x1, place_key(place)): "x1"}
         before = self._equations_before(scores, self.rows.place, own)
         return Expressions(own, self._shared.sides, self.walks.parts).make(scores, self.rows.place, before)

@@ -9,16 +9,17 @@ The products' results are then made by the kernels. If nothing needs the softmax
 was all of it; if something does, the program stays as it was.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from jax_softmax import _kernels
 from jax_softmax.fusion import backend
-from jax_softmax.fusion.attention import casts, kernels, log_sums, logarithms, several
+from jax_softmax.fusion.attention import casts, kernels, learned, log_sums, logarithms, several
 from jax_softmax.fusion.attention.call import Attention, Letters
 from jax_softmax.fusion.attention.formulas import Formulas
 from jax_softmax.fusion.attention.replacement import Result, equations_by_kernels
 from jax_softmax.fusion.attention.rows import SoftmaxRows
+from jax_softmax.fusion.attention.tangents import Tangents
 from jax_softmax.fusion.attention.values import Values, is_same
 from jax_softmax.fusion.attention.walks import NoAttention, Walks
 from jax_softmax.fusion.forms.polynomials import Form
@@ -26,44 +27,9 @@ from jax_softmax.fusion.program import expressions, splicing
 from jax_softmax.fusion.program.expressions import NotFolded
 from jax_softmax.fusion.program.graph import CycleError, Equation, Graph
 from jax_softmax.fusion.program.kinds import foldable
-from jax_softmax.fusion.program.places import Factor, Place
+from jax_softmax.fusion.program.places import Factor
 from jax_softmax.fusion.program.products import Operand, Product
 from jax_softmax.primitives.types import Atom, Var
-
-
-class Step(NamedTuple):
-    """What is made of some variables, which have a name, element by element: what was reached from them, with the
-    places, and the one variable among these."""
-
-    name: str
-    sources: list[Var]
-    reached: dict[Var, Place]
-    variable: Var
-
-
-class TangentMap(NamedTuple):
-    """The softmax's linear map of the scores' tangents."""
-
-    equation: Equation
-    product: tuple[Atom, Place]  # the tangent of the product of queries and keys, of which those of scores are made
-    n_terms: int  # of which it is the sum
-    reached: dict[Var, Place]  # the weights' tangents, and what is made of them
-    weights: Var  # the one of these with which values are multiplied
-    output: Product  # that
-    result: Var  # the output's tangent
-
-
-class OfSide(NamedTuple):
-    """A side's cotangent, at its place: what the first step makes of the scores' cotangents g or of the weights y, or
-    the sum of it; or what further steps make of each term of that sum, r, and then sum."""
-
-    steps: list[Step]
-    variable: Var
-    place: Place
-
-    @property
-    def is_sum(self) -> bool:
-        return self.variable is not self.steps[-1].variable
 
 
 class FoundAttention(NamedTuple):
@@ -164,11 +130,11 @@ class Match:
         scores = Product(self.product, place)
         self.place_of_product = place
         self.d = scores.features
-        at_k = self._operand_with_keys(scores, "the scores' product")
+        at_k = self.operand_with_keys(scores, "the scores' product")
         self.q, self.k = (self.walks.stored(scores.operand(k), self.d) for k in (1 - at_k, at_k))
         self.log_sums = [] if self.rows.sink is not None else log_sums.of_same_rows(self.graph, softmax)
         self._find_products_of_weights()
-        self._find_tangents()
+        self.tangents = Tangents(self) if self.outputs and self.rows.sink is None else None
         self._find_gradients()
         self._choose_letters()
         self.formulas = Formulas(self)
@@ -192,7 +158,7 @@ class Match:
 
     # ---- Products
 
-    def _operand_with_keys(self, product: Product, name: str) -> int:
+    def operand_with_keys(self, product: Product, name: str) -> int:
         """The number of the operand. Raises NoAttention if there is none, or two."""
         has_keys = [self.j in self.walks.parts.factors_of(product.operand(k).place) for k in (0, 1)]
         if sum(has_keys) != 1:
@@ -213,101 +179,21 @@ class Match:
         self.with_weights = [*self.outputs, *self.dvs]
 
     @property
-    def _maps(self) -> list[Equation]:
+    def maps(self) -> list[Equation]:
         """The softmax's linear maps."""
         (y,) = self.softmax.outputs
         return [e for e in self.graph.readers.get(y, ()) if e.name == "softmax_linear" and e.inputs[0] is y]
 
-    def _find_tangents(self) -> None:
-        """The linear map of the scores' tangents, and by their names q, k and v the tangents of operands."""
-        self.tangent_map: TangentMap | None = None
-        self.tangents: dict[str, Operand] = {}
-        self.names_of_tangents: dict[Factor, str] = {}
-        for equation in self._maps if self.outputs and self.rows.sink is None else ():
-            products = self._products_of_tangents(equation)
-            if products and self.tangent_map is not None:
-                raise NoAttention("it has several tangents")
-            if products:
-                self._take_tangents(equation, products)
-
-    def _products_of_tangents(self, equation: Equation) -> dict[str, Product]:
-        """By the names of what moves, q and k, the products of whose sum a linear map's operand is made; nothing if it
-        is no map of scores' tangents, whose result is multiplied with values."""
-        after = self.walks.products_with(self.walks.reached(equation.outputs, self.rows.place))
-        found: dict[str, Product] = {}
-        if len(after) != 1 or after[0][0].contracted != {self.j} or not self._has_values(after[0][0]):
-            return {}
-        try:
-            _, products = self._sum_of_tangents(equation)
-            for product in products:
-                at_k = self._operand_with_keys(product, "the scores' tangent")
-                q, k = (self.walks.stored(product.operand(n), product.features) for n in (1 - at_k, at_k))
-                if is_same(k, product.features, self.k, self.d):
-                    found["q"] = product
-                elif is_same(q, product.features, self.q, self.d):
-                    found["k"] = product
-        except (NoAttention, NotFolded):
-            return {}
-        return found if len(found) == len(products) else {}
-
-    def _sum_of_tangents(self, equation: Equation) -> tuple[tuple[Atom, Place], list[Product]]:
-        (x,) = self.product.outputs  # of which the scores' derivative may be made
-        return self.walks.sum_of_products(equation.inputs[1], self.rows.place, self.j, x)
-
-    def _has_values(self, product: Product) -> bool:
-        """Whether a product's other operand is that of an output."""
-        other, features = self._stored_other(product), product.features
-        return any(is_same(other, features, self._stored_other(p), p.features) for p, _ in self.outputs)
-
-    def _take_tangents(self, equation: Equation, products: Mapping[str, Product]) -> None:
-        for name, product in products.items():
-            at_k = self._operand_with_keys(product, "the scores' tangent")
-            operand = product.operand(1 - at_k if name == "q" else at_k)
-            self.tangents[name] = self.walks.stored(operand, product.features)
-            self.names_of_tangents[product.features] = "d"
-        reached = self.walks.reached(equation.outputs, self.rows.place)
-        ((output, weights),) = self.walks.products_with(reached)
-        self.tangent_map = TangentMap(
-            equation,
-            self._sum_of_tangents(equation)[0],
-            len(products),
-            reached,
-            weights,
-            output,
-            self._tangent_of_output(output),
-        )
-
-    def _stored_other(self, product: Product) -> Operand:
-        return self.walks.stored(product.other, product.features)
-
-    def _tangent_of_output(self, output: Product) -> Var:
-        """The output's tangent: the product of the weights' tangents with values, or its sum with that of weights with
-        values' tangents, which is no output then."""
-        (a,) = output.equation.outputs
-        readers = self.graph.readers.get(a, ())
-        if len(readers) != 1 or a in self.graph.results or readers[0].name not in ("add", "add_any"):
-            return a
-        others = [b for b in readers[0].inputs if b is not a]
-        for product, _ in self.outputs:
-            (made,) = product.equation.outputs
-            if others == [made] and len(self.graph.readers[made]) == 1 and made not in self.graph.results:
-                self.tangents["v"] = self._stored_other(product)
-                self.names_of_tangents[product.features] = "e"
-                self.outputs = [one for one in self.outputs if one[0] is not product]
-                return readers[0].outputs[0]
-        return a
-
     def _find_gradients(self) -> None:
         """The softmax's linear map, the product before it, and those after it."""
-        of_tangents = None if self.tangent_map is None else self.tangent_map.equation
-        maps = [e for e in self._maps if e is not of_tangents]
+        maps = [e for e in self.maps if self.tangents is None or e is not self.tangents.linear]
         if len(maps) > 1:
             raise NoAttention("it has several gradients")
         self.linear: Equation | None = None
         self.of_cotangents: Sequence[Product] = []  # those of the output's cotangent with values
         self.dq: tuple[Product, Var] | None = None
         self.dk: tuple[Product, Var] | None = None
-        self.of_sides: list[OfSide] = []
+        self.of_sides: list[learned.OfSide] = []
         self.values = Values(self.walks)
         self.of_log_sums: list[tuple[log_sums.LogSum, Form]] = []  # log-sum-exps and their cotangents
         if not maps:
@@ -322,7 +208,7 @@ class Match:
         self.cotangent = cotangent
         self.sum_of_products, self.of_cotangents = self.walks.sum_of_products(self.cotangent, place, self.j)
         for product in self.of_cotangents:
-            self.values.add_of_cotangent(product, self._operand_with_keys(product, "the weights' gradient"))
+            self.values.add_of_cotangent(product, self.operand_with_keys(product, "the weights' gradient"))
         self.of_scores = [self._with_log_sums(a) for a in self.rows.scores_of(self.linear.outputs[0])]
         self.reached_after = self.walks.reached(self.of_scores, place)
         for product, cotangent in self.walks.products_with(self.reached_after):
@@ -336,7 +222,7 @@ class Match:
                 raise NoAttention("products read the scores' gradient in other ways")
         if self.dq is None and self.dk is None:
             raise NoAttention("no product reads the scores' gradient")
-        self.of_sides = self._found_of_sides()
+        self.of_sides = learned.found(self)
 
     def _with_log_sums(self, a: Var) -> Var:
         """The linear map's result with what log-sum-exps add to it, if they do."""
@@ -354,46 +240,6 @@ class Match:
                 break
             (a,) = reader.outputs
         return found
-
-    def _found_of_sides(self) -> list[OfSide]:
-        """The arrays made of the scores' cotangents that the program reads other than by products: their sums, where
-        it only reads these. And sums of what is made of the weights and of their cotangents."""
-        found = []
-        for a, place in self.reached_after.items():
-            step, outside = Step("g", self.of_scores, self.reached_after, a), self._outside(a, self.reached_after)
-            if a in self.graph.results or any(r.name != "reduce_sum" for r in outside):
-                found.append(OfSide([step], a, place))
-            else:
-                found += [one for r in outside for one in self._sums(r, [step])]
-        for a in self.reached:
-            step = Step("y", self.rows.weights, self.reached, a)
-            sums = [r for r in self.graph.readers.get(a, ()) if r.name == "reduce_sum"]
-            found += [one for r in sums for one in self._sums(r, [step])]
-        if any(one.variable.aval.dtype.name not in expressions.WRITABLE for one in found):
-            raise NoAttention("a result of another dtype is made of the scores' gradient")
-        return found
-
-    def _outside(self, a: Var, reached: Mapping[Var, Place]) -> list[Equation]:
-        """What reads a variable, but for what was reached, and products with queries and keys."""
-        products = [product[0].equation for product in (self.dq, self.dk) if product]
-        readers = self.graph.readers.get(a, ())
-        return [r for r in readers if r not in products and reached.keys().isdisjoint(r.outputs)]
-
-    def _sums(self, equation: Equation, steps: list[Step]) -> list[OfSide]:
-        """The sum of what steps make; or, where it is of queries and keys, the sums of which all is that it is for."""
-        (v,), summed = equation.outputs, equation.params["axes"]
-        place = [dim for d, dim in enumerate(steps[-1].reached[steps[-1].variable]) if d not in summed]
-        whole = [OfSide(steps, v, place)]
-        factors = self.walks.parts.factors_of(place)
-        if self.j not in factors or set(factors) <= set(self.walks.parts.factors_of(self.k.place)):
-            return whole
-        reached, found = self.walks.reached([v], place), []
-        for a in reached:
-            outside = self._outside(a, reached)
-            if a in self.graph.results or any(r.name != "reduce_sum" for r in outside):
-                return whole
-            found += [one for r in outside for one in self._sums(r, [*steps, Step("r", [v], reached, a)])]
-        return found or whole
 
     def _check_same(self, product: Product, operand: Operand) -> None:
         """Raises NoAttention unless a product's other operand is this one."""
@@ -414,7 +260,8 @@ class Match:
         if not (own := list(filter(self._may_be_queries, own))):
             raise NoAttention("products read the weights in other ways")
         self.i = i = max(own, key=lambda f: f.extent)
-        self.names = {i: "i", j: "j", d: "d"} | dict.fromkeys(features, "e") | self.names_of_tangents
+        self.names = {i: "i", j: "j", d: "d"} | dict.fromkeys(features, "e")
+        self.names |= self.tangents.names if self.tangents else {}
         free = iter("bhgacfklmnopqrstuvwxyz")
         for f in dict.fromkeys(batch):
             if f not in self.names:
@@ -474,10 +321,10 @@ class Match:
         results = [
             Result(p.equation.outputs[0], p.result, self._names_of(p), name, of, part) for p, name, of, part in made
         ]
-        if self.tangent_map is not None:
-            output = self.tangent_map.output
+        if self.tangents and self.tangents.linear:
+            output = self.tangents.output
             names = self.names | {output.features: "e"}
-            results.append(Result(self.tangent_map.result, output.result, names, "o_tangent", letters.o))
+            results.append(Result(self.tangents.result, output.result, names, "o_tangent", letters.o))
         of_rows = [(v, name) for one in self.log_sums for v, name in zip(one.equation.outputs, "MS", strict=True)]
         if self.linear is not None:
             of_rows += [(v, "sink") for v in self.rows.sinks_of(self.linear.outputs[0])]
@@ -498,9 +345,9 @@ class Match:
         n = 2 * size(self.product.outputs[0]) + sum(map(size, {a for _, a in self.outputs}))
         n += sum(size(a) for _, a in self.with_weights)
         products = 1 + len(self.with_weights)
-        if (tangents := self.tangent_map) is not None:
-            n += 2 * tangents.n_terms * size(tangents.product[0]) + 2 * size(tangents.weights)
-            products += tangents.n_terms + 1
+        if self.tangents and self.tangents.linear:
+            n += 2 * self.tangents.n_terms * size(self.tangents.product[0]) + 2 * size(self.tangents.weights)
+            products += self.tangents.n_terms + 1
         if self.linear is not None:
             n += 2 * len(self.values.each) * size(self.sum_of_products[0])
             cotangents = [product[1] for product in (self.dq, self.dk) if product]

@@ -37,6 +37,7 @@ def equations_by_kernels(match: "Match") -> dict[Equation, list[Equation]]:
     names, letters, attention = match.names, match.letters, match.found.attention
     graph, place, sink = match.graph, match.rows.place_of_rows, match.rows.sink
     sinks = [] if sink is None else variables_of([sink])
+    tangents = match.tangents.operands if match.tangents else {}
     of_log_sums, cotangents = [], []
     for one, form in match.of_log_sums:
         (v, _) = one.equation.outputs
@@ -47,7 +48,7 @@ def equations_by_kernels(match: "Match") -> dict[Equation, list[Equation]]:
         "k": [(match.k, letters.k)],
         "v": [(value.v, letters.v) for value in match.values.each],
         "o_cotangent": [(of, letters.o) for of in match.values.o_cotangents],
-        **{f"{name}_tangent": [(of, getattr(letters, name))] for name, of in match.tangents.items()},
+        **{f"{name}_tangent": [(of, getattr(letters, name))] for name, of in tangents.items()},
         "sides": [(a, a.letters(names)) for a in match.formulas.arrays],
         "sink": [(Operand(a, place), letters.rows) if a.aval.shape else (Operand(a, []), "") for a in sinks],
         "cotangents": [(Operand(v, place), letters.rows) for v in cotangents],

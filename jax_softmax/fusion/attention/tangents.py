@@ -1,0 +1,97 @@
+"""Forward mode: the softmax's linear map of the scores' tangents, whose result is multiplied with values.
+
+With scores s(x) of x = q kᵀ, the tangent of x is the sum of q' kᵀ and q k'ᵀ, if both move; s' is made of it and of x.
+The weights' tangents are the linear map of s', and the output's is their product with v, plus that of the weights with
+v'.
+"""
+
+from typing import TYPE_CHECKING
+
+from jax_softmax.fusion.attention.values import is_same
+from jax_softmax.fusion.attention.walks import NoAttention
+from jax_softmax.fusion.program.expressions import NotFolded
+from jax_softmax.fusion.program.graph import Equation
+from jax_softmax.fusion.program.places import Factor, Place
+from jax_softmax.fusion.program.products import Operand, Product
+from jax_softmax.primitives.types import Atom, Var
+
+if TYPE_CHECKING:
+    from jax_softmax.fusion.attention.matcher import Match
+
+
+class Tangents:
+    """Those of a match, if there are any: then `linear` is the map, and its fields are known."""
+
+    linear: Equation | None = None
+    product: tuple[Atom, Place]  # the tangent of the product of queries and keys, and its place
+    n_terms: int  # of which it is the sum
+    reached: dict[Var, Place]  # the weights' tangents, and what is made of them
+    weights: Var  # the one of these with which values are multiplied
+    output: Product  # that
+    result: Var  # the output's tangent
+
+    def __init__(self, match: "Match") -> None:
+        """Takes the product of weights with values' tangents out of the match's outputs."""
+        self.match, self.walks = match, match.walks
+        self.operands: dict[str, Operand] = {}  # the tangents, by the names q, k and v
+        self.names: dict[Factor, str] = {}  # letters of their features
+        for equation in match.maps:
+            if (operands := self._tangents_of(equation)) is None:
+                continue
+            if self.linear is not None:
+                raise NoAttention("it has several tangents")
+            self.linear = equation
+            for name, operand, features in operands:
+                self.operands[name] = operand
+                self.names[features] = "d"
+            self.reached = self.walks.reached(equation.outputs, match.rows.place)
+            ((self.output, self.weights),) = self.walks.products_with(self.reached)
+            self.result = self._of_output()
+            if len(match.outputs) != 1:
+                raise NoAttention("the tangent of one of several values")
+
+    def _tangents_of(self, equation: Equation) -> list[tuple[str, Operand, Factor]] | None:
+        """The tangents of queries and keys, with their names and features; None if the linear map is not of scores'
+        tangents."""
+        match, place = self.match, self.match.rows.place
+        after = self.walks.products_with(self.walks.reached(equation.outputs, place))
+        if len(after) != 1 or after[0][0].contracted != {match.j} or not self._has_values(after[0][0]):
+            return None
+        (x,) = match.product.outputs  # of which the scores' derivative may be made
+        found = []
+        try:
+            self.product, products = self.walks.sum_of_products(equation.inputs[1], place, match.j, x)
+            for product in products:
+                at_k, d = match.operand_with_keys(product, "the scores' tangent"), product.features
+                q, k = (self.walks.stored(product.operand(n), d) for n in (1 - at_k, at_k))
+                found += [("q", q, d)] if is_same(k, d, match.k, match.d) else []
+                found += [("k", k, d)] if is_same(q, d, match.q, match.d) else []
+        except (NoAttention, NotFolded):
+            return None
+        self.n_terms = len(products)
+        return found if len({name for name, *_ in found}) == len(found) == len(products) else None
+
+    def _has_values(self, product: Product) -> bool:
+        """Whether a product's other operand is that of an output."""
+        own, features = self._other(product), product.features
+        return any(is_same(own, features, self._other(p), p.features) for p, _ in self.match.outputs)
+
+    def _other(self, product: Product) -> Operand:
+        return self.walks.stored(product.other, product.features)
+
+    def _of_output(self) -> Var:
+        """The output's tangent: the product of the weights' tangents with values, or its sum with that of weights with
+        values' tangents, which is no output then."""
+        graph, (a,) = self.match.graph, self.output.equation.outputs
+        readers = graph.readers.get(a, ())
+        if len(readers) != 1 or a in graph.results or readers[0].name not in ("add", "add_any"):
+            return a
+        others = [b for b in readers[0].inputs if b is not a]
+        for product, _ in self.match.outputs:
+            (made,) = product.equation.outputs
+            if others == [made] and len(graph.readers[made]) == 1 and made not in graph.results:
+                self.operands["v"] = self._other(product)
+                self.names[product.features] = "e"
+                self.match.outputs = [one for one in self.match.outputs if one[0] is not product]
+                return readers[0].outputs[0]
+        return a
