@@ -30,15 +30,14 @@ import jax_softmax
 
 STEPS = 20  # after which the loss is less than at the beginning
 LARGER = {"batch": 8, "length": 1024, "features": 1024, "heads": 16}
-TOLERANCE = 0.02  # of losses, between runs whose sums are of another order, in bfloat16
+TOLERANCE = 0.02  # of losses, between runs whose sums are of another order
 
 
 class Attention(nnx.Module):
-    def __init__(self, features, heads, rngs):
-        types = {"dtype": jnp.bfloat16, "rngs": rngs}
+    def __init__(self, features, heads, types):
         self.qkv = nnx.LinearGeneral(features, (3, heads, features // heads), **types)
         self.out = nnx.LinearGeneral((heads, features // heads), features, axis=(-2, -1), **types)
-        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+        self.dropout = nnx.Dropout(0.1, rngs=types["rngs"])
 
     def __call__(self, x, documents):
         q, k, v = jnp.moveaxis(self.qkv(x), -3, 0)
@@ -51,10 +50,9 @@ class Attention(nnx.Module):
 
 
 class Block(nnx.Module):
-    def __init__(self, features, heads, rngs):
-        types = {"dtype": jnp.bfloat16, "rngs": rngs}
-        self.attention = Attention(features, heads, rngs)
-        self.norms = nnx.List([nnx.LayerNorm(features, rngs=rngs) for _ in range(2)])
+    def __init__(self, features, heads, types):
+        self.attention = Attention(features, heads, types)
+        self.norms = nnx.List([nnx.LayerNorm(features, rngs=types["rngs"]) for _ in range(2)])
         self.up, self.down = nnx.Linear(features, 4 * features, **types), nnx.Linear(4 * features, features, **types)
 
     def __call__(self, x, documents):
@@ -63,11 +61,12 @@ class Block(nnx.Module):
 
 
 class LanguageModel(nnx.Module):
-    def __init__(self, vocabulary, features, heads, layers, length, rngs):
+    def __init__(self, vocabulary, features, heads, layers, length, dtype, rngs):
+        types = {"dtype": jnp.dtype(dtype), "rngs": rngs}
         self.tokens = nnx.Embed(vocabulary, features, rngs=rngs)
         self.positions = nnx.Embed(length, features, rngs=rngs)
-        self.blocks = nnx.List([Block(features, heads, rngs) for _ in range(layers)])
-        self.head = nnx.Linear(features, vocabulary, dtype=jnp.bfloat16, rngs=rngs)
+        self.blocks = nnx.List([Block(features, heads, types) for _ in range(layers)])
+        self.head = nnx.Linear(features, vocabulary, **types)
 
     def __call__(self, tokens, documents):
         x = self.tokens(tokens) + self.positions(jnp.arange(tokens.shape[1]))
@@ -95,7 +94,8 @@ def batches(text, steps, batch, length):
 
 
 def model_of(options, length):
-    model = LanguageModel(options.vocabulary, options.features, options.heads, options.layers, length, nnx.Rngs(0))
+    sizes = options.vocabulary, options.features, options.heads, options.layers, length
+    model = LanguageModel(*sizes, options.dtype, nnx.Rngs(0))
     return model, nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
 
 
@@ -145,6 +145,7 @@ def main() -> int:
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--vocabulary", type=int, default=256, help="at least 256, of bytes")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="of layers")
     parser.add_argument("--picture", help="a file for a picture of the memory, which needs matplotlib")
     options = parser.parse_args()
     documents = [np.frombuffer(topic.encode(), np.uint8) for topic in topics.values()]
