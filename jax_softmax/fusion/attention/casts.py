@@ -47,6 +47,46 @@ def without_widened(graph: Graph, stay: Container[Equation]) -> Changes:
     return Changes(graph.with_replaced(replacements) if products else graph, products)
 
 
+def with_common_factors(graph: Graph, stay: Container[Equation]) -> Changes:
+    """The graph with c (a + b) instead of c a + c b, but for those that stay, where a and b are products and c scalars:
+    so the sum is made of products alone, as that of q' kᵀ and q k'ᵀ in forward mode."""
+    replacements: dict[Equation, list[Equation]] = {}
+    sums: dict[Equation, Equation] = {}
+    for equation in graph.equations:
+        if equation.name not in ("add", "add_any") or equation in stay:
+            continue
+        (a, makers), (b, others) = (_without_factors(graph, x) for x in equation.inputs)
+        factors = [(e.name, _scalar_of(e)) for e in makers]
+        if not factors or [(name, str(c)) for name, c in factors] != [(e.name, str(_scalar_of(e))) for e in others]:
+            continue
+
+        def summed(a: Array, b: Array, *scalars: Array, factors: Sequence[tuple[str, Atom | None]] = factors) -> Array:
+            total = a + b
+            for (name, _), c in zip(reversed(factors), reversed(scalars), strict=True):
+                total = total * c if name == "mul" else total / c
+            return total
+
+        scalars = [c for _, c in factors if c is not None]
+        replacements[equation] = splicing.spliced(summed, [a, b, *scalars], equation.outputs, equation)
+        sums |= {one: equation for one in replacements[equation] if one.name == "add"}
+    return Changes(graph.with_replaced(replacements) if sums else graph, sums)
+
+
+def _without_factors(graph: Graph, a: Atom) -> tuple[Atom, list[Equation]]:
+    """The product of which scalars make a value, which nothing else reads, and the equations that do, the last one
+    first; or no equations."""
+    found: list[Equation] = []
+    b = a
+    while (maker := graph.maker_of(b)) is not None and len(graph.readers.get(b, ())) == 1 and b not in graph.results:
+        if maker.name == "dot_general":
+            return b, found
+        if (scalar := _scalar_of(maker)) is None:
+            break
+        found.append(maker)
+        (b,) = (other for other in maker.inputs if other is not scalar)
+    return a, []
+
+
 def _multiplication(graph: Graph, product: Equation) -> Replacements:
     """The multiplication, and the sum of it if there is one, that a product is in which no operand, or but one, has
     dimensions that the other one lacks."""

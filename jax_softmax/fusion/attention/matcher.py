@@ -67,7 +67,7 @@ def with_attention(graph: Graph) -> tuple[Graph, list[FoundAttention], dict[Var,
 
 
 # What is done to a graph, if kernels make all that is new then.
-_CHANGES = logarithms.as_softmax, casts.without_widened, several.of_one_softmax
+_CHANGES = logarithms.as_softmax, casts.without_widened, casts.with_common_factors, several.of_one_softmax
 
 
 def _with_attention(graph: Graph) -> tuple[Graph, list[FoundAttention], dict[Var, str]]:
@@ -285,9 +285,10 @@ class Match:
             raise NoAttention("products of float32 are asked to be more precise than TF32")
         if why := _kernels.why_no_attention(",".join(self.letters), self.extents, self.dtype):
             raise NoAttention(why)
-        for product, _ in (*self.with_weights, *(p for p in (self.dq, self.dk) if p)):
-            if not casts.is_rounded(self.graph, product.equation.outputs[0], self.dtype):
-                raise NoAttention(f"a product's result is not rounded to {self.dtype}")
+        made = [p[0].equation.outputs[0] for p in (*self.outputs, *self.dvs, self.dq, self.dk) if p]
+        made += [self.tangents.result] if self.tangents and self.tangents.linear else []
+        if not all(casts.is_rounded(self.graph, a, self.dtype) for a in made):
+            raise NoAttention(f"a product's result is not rounded to {self.dtype}")
 
     def _may_be_queries(self, f: Factor) -> bool:
         """Whether a factor is summed up in the products that leave the keys, and left in all others."""
@@ -306,6 +307,7 @@ class Match:
 
     def _products(self) -> list[Equation]:
         after = [p for p, _ in self.with_weights] + [p[0] for p in (self.dq, self.dk) if p]
+        after += [*self.tangents.terms, self.tangents.output] if self.tangents and self.tangents.linear else []
         return [self.product, *(p.equation for p in (*self.of_cotangents, *after))]
 
     # ---- Results
@@ -346,8 +348,8 @@ class Match:
         n += sum(size(a) for _, a in self.with_weights)
         products = 1 + len(self.with_weights)
         if self.tangents and self.tangents.linear:
-            n += 2 * self.tangents.n_terms * size(self.tangents.product[0]) + 2 * size(self.tangents.weights)
-            products += self.tangents.n_terms + 1
+            n += 2 * len(self.tangents.terms) * size(self.tangents.product[0]) + 2 * size(self.tangents.weights)
+            products += len(self.tangents.terms) + 1
         if self.linear is not None:
             n += 2 * len(self.values.each) * size(self.sum_of_products[0])
             cotangents = [product[1] for product in (self.dq, self.dk) if product]

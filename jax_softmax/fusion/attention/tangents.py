@@ -19,12 +19,17 @@ if TYPE_CHECKING:
     from jax_softmax.fusion.attention.matcher import Match
 
 
+# The product's tangent and its place; the products of which it is the sum; and the tangents of queries and keys among
+# their operands, each with its name and its features.
+_Found = tuple[tuple[Atom, Place], list[Product], list[tuple[str, Operand, Factor]]]
+
+
 class Tangents:
     """Those of a match, if there are any: then `linear` is the map, and its fields are known."""
 
     linear: Equation | None = None
     product: tuple[Atom, Place]  # the tangent of the product of queries and keys, and its place
-    n_terms: int  # of which it is the sum
+    terms: list[Product]  # of which it is the sum
     reached: dict[Var, Place]  # the weights' tangents, and what is made of them
     weights: Var  # the one of these with which values are multiplied
     output: Product  # that
@@ -36,11 +41,11 @@ class Tangents:
         self.operands: dict[str, Operand] = {}  # the tangents, by the names q, k and v
         self.names: dict[Factor, str] = {}  # letters of their features
         for equation in match.maps:
-            if (operands := self._tangents_of(equation)) is None:
+            if (found := self._found(equation)) is None:
                 continue
             if self.linear is not None:
                 raise NoAttention("it has several tangents")
-            self.linear = equation
+            self.linear, (self.product, self.terms, operands) = equation, found
             for name, operand, features in operands:
                 self.operands[name] = operand
                 self.names[features] = "d"
@@ -50,26 +55,25 @@ class Tangents:
             if len(match.outputs) != 1:
                 raise NoAttention("the tangent of one of several values")
 
-    def _tangents_of(self, equation: Equation) -> list[tuple[str, Operand, Factor]] | None:
-        """The tangents of queries and keys, with their names and features; None if the linear map is not of scores'
-        tangents."""
+    def _found(self, equation: Equation) -> _Found | None:
+        """What a linear map's operand is made of; None if that is not the scores' tangents."""
         match, place = self.match, self.match.rows.place
         after = self.walks.products_with(self.walks.reached(equation.outputs, place))
         if len(after) != 1 or after[0][0].contracted != {match.j} or not self._has_values(after[0][0]):
             return None
         (x,) = match.product.outputs  # of which the scores' derivative may be made
-        found = []
+        operands = []
         try:
-            self.product, products = self.walks.sum_of_products(equation.inputs[1], place, match.j, x)
-            for product in products:
+            made_of, terms = self.walks.sum_of_products(equation.inputs[1], place, match.j, x)
+            for product in terms:
                 at_k, d = match.operand_with_keys(product, "the scores' tangent"), product.features
                 q, k = (self.walks.stored(product.operand(n), d) for n in (1 - at_k, at_k))
-                found += [("q", q, d)] if is_same(k, d, match.k, match.d) else []
-                found += [("k", k, d)] if is_same(q, d, match.q, match.d) else []
+                operands += [("q", q, d)] if is_same(k, d, match.k, match.d) else []
+                operands += [("k", k, d)] if is_same(q, d, match.q, match.d) else []
         except (NoAttention, NotFolded):
             return None
-        self.n_terms = len(products)
-        return found if len({name for name, *_ in found}) == len(found) == len(products) else None
+        are_all = len({name for name, *_ in operands}) == len(operands) == len(terms)
+        return (made_of, terms, operands) if are_all else None
 
     def _has_values(self, product: Product) -> bool:
         """Whether a product's other operand is that of an output."""
