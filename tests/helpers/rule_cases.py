@@ -258,6 +258,9 @@ RULES = {
     },
     "products with one-hot arrays": {
         "of rows": both(lambda x: jnp.einsum("nv,nv->n", one_hot(), log_softmax(x)), X, ops="cross_entropy_gradient"),
+        "vdot": both(lambda x: jnp.vdot(one_hot(), log_softmax(x)), X, ops="cross_entropy_gradient"),
+        "of all elements": both(lambda x: jnp.outer(one_hot(), log_softmax(x)), X),
+        "vdot of scores": both(lambda x: jnp.vdot(log_softmax(x).T, one_hot().T), X),
         "of columns": both(lambda x: jnp.einsum("vn,vn->n", one_hot(axis=0), log_softmax(x, 0)), X),
         "turned": both(lambda x: jnp.einsum("nv,nv->n", log_softmax(x), one_hot()), X, ops="cross_entropy_gradient"),
         "of rows and columns": both(lambda x: jnp.einsum("nv,vn->n", one_hot(), log_softmax(x)), X),

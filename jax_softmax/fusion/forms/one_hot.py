@@ -219,11 +219,19 @@ def scattered(graph: Graph, equation: Equation) -> dict[Equation, list[Equation]
 
 def multiplied(graph: Graph, equation: Equation) -> dict[Equation, list[Equation]] | None:
     """`einsum("nv,nv->n", one_hot, y)` as a sum of products, and its derivative `einsum("n,nv->nv", c, one_hot)` as a
-    product of elements: in float32, with the rows' dimensions in front."""
-    if equation.name != "dot_general" or any(
-        a.aval.dtype != jnp.float32 for a in (*equation.inputs, *equation.outputs)
-    ):
+    product of elements: in float32, with the rows' dimensions in front. And so `vdot(one_hot, y)`."""
+    if any(a.aval.dtype != jnp.float32 for a in (*equation.inputs, *equation.outputs)):
         return None
+    if equation.name == "reshape":  # of c one_hot, the derivative of vdot
+        product = graph.maker_of(equation.inputs[0])
+        of_vdot = None if product is None or product.name != "dot_general" else _of_raveled(graph, product)
+        if of_vdot is None or of_vdot[1].aval.shape != equation.outputs[0].aval.shape:
+            return None
+        return {equation: spliced(lambda c, a: c * a, of_vdot, equation.outputs, equation)}
+    if equation.name != "dot_general":
+        return None
+    if (of_vdot := _of_raveled(graph, equation)) and of_vdot[0].aval.shape:
+        return {equation: spliced(lambda a, b: jnp.sum(a * b), of_vdot, equation.outputs, equation)}
     contracted, batch = equation.params["dimension_numbers"]
     rows = len(batch[0])
     sums = contracted == ((rows,), (rows,))
@@ -240,6 +248,20 @@ def multiplied(graph: Graph, equation: Equation) -> dict[Equation, list[Equation
         return jnp.sum(a * b, -1) if sums else a * b
 
     return {equation: spliced(by_elements, equation.inputs, equation.outputs, equation)}
+
+
+def _of_raveled(graph: Graph, product: Equation) -> list[Atom] | None:
+    """The arrays of which a product has all elements in a row, a one-hot one among them: two of one shape, of whose
+    products it is the sum, or a number before one array."""
+    makers = [graph.maker_of(a) for a in product.inputs]
+    raveled = [m.inputs[0] for m in makers if m is not None and m.name == "reshape"]
+    numbers = [a for a in product.inputs if not a.aval.shape]
+    contracted = ((0,), (0,)) if not numbers else ((), ())
+    if product.params["dimension_numbers"] != (contracted, ((), ())) or len(numbers) + len(raveled) != 2:
+        return None
+    if any(a.aval.ndim > 1 for a in product.inputs) or len({a.aval.shape for a in raveled}) != 1:
+        return None
+    return [*numbers, *raveled] if any(one_hot_of(graph, a, a.aval.ndim - 1) for a in raveled) else None
 
 
 # ---- Values of rows
