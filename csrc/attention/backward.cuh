@@ -388,6 +388,7 @@ __device__ __forceinline__ void attention_scores(const typename P::Addresses& op
 
   Accumulators<N::kFragments, N::kStep> sums;
   tile_of(SideOffsets<P>(operands, own_index.n)).template begin_copies<true>();
+  commit_copies();
   for (unsigned n = visiting(own_index.n + part * of_part); n < end; n = visiting(n + 1)) {
     const SideOffsets<P> sides(operands, n);
     const Tile tile = tile_of(sides);

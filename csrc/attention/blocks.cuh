@@ -17,10 +17,9 @@
 //   score_tangent(x1, x0, side)        of the product's tangent x1, in the kernel of tangents
 //   score_transposed(g, x0, side), weight_transposed(t, side)   their linear maps, transposed, in the backward kernels
 //                                      which ask side.known for the value of a mask
-//   kSideCotangents                    how many sides' cotangents the backward kernel makes: side_cotangents(to, g, x0,
-//   y,
-//                                      t, side) has what a score adds to each. The first one is written for each score
-//                                      if kWrites, as Written to an array with kWrittenStrides; others are sums
+//   kSideCotangents                    how many sides' cotangents a backward kernel makes
+//   side_cotangents(to, g, x0, y, t, side)   what a score adds to each of these: the first one is written for each
+//                                      score if kWrites, as Written to an array with kWrittenStrides; others are sums
 #pragma once
 
 #include "attention/warp.cuh"

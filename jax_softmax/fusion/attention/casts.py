@@ -14,7 +14,7 @@ gradients, einsum("bhij,bhij->h", g, scores), are sums of multiplications.
 
 import math
 from collections.abc import Container, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
@@ -57,7 +57,7 @@ def with_common_factors(graph: Graph, stay: Container[Equation]) -> Changes:
             continue
         (a, makers), (b, others) = (_without_factors(graph, x) for x in equation.inputs)
         factors = [(e.name, _scalar_of(e)) for e in makers]
-        if not factors or [(name, str(c)) for name, c in factors] != [(e.name, str(_scalar_of(e))) for e in others]:
+        if not factors or list(map(_factor, makers)) != list(map(_factor, others)):
             continue
 
         def summed(a: Array, b: Array, *scalars: Array, factors: Sequence[tuple[str, Atom | None]] = factors) -> Array:
@@ -70,6 +70,13 @@ def with_common_factors(graph: Graph, stay: Container[Equation]) -> Changes:
         replacements[equation] = splicing.spliced(summed, [a, b, *scalars], equation.outputs, equation)
         sums |= {one: equation for one in replacements[equation] if one.name == "add"}
     return Changes(graph.with_replaced(replacements) if sums else graph, sums)
+
+
+def _factor(equation: Equation) -> tuple[str, Any, Any]:
+    """What an equation does with a scalar, and which one it is: equal for equal factors."""
+    scalar = _scalar_of(equation)
+    value = scalar.val if isinstance(scalar, Literal) else scalar
+    return equation.name, value, equation.outputs[0].aval.dtype
 
 
 def _without_factors(graph: Graph, a: Atom) -> tuple[Atom, list[Equation]]:
