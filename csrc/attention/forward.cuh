@@ -121,6 +121,38 @@ __device__ __forceinline__ void finish_rows(float* numbers, int query, const Row
   }
 }
 
+// Writes what a warp has of the results, for its rows from `row` on.
+template <class P, int fragments, int width>
+__device__ __forceinline__ void write_results(const typename P::Addresses& operands, unsigned n, int row,
+                                              Accumulators<fragments, width>& o, const RowState (&rows)[fragments][2]) {
+  using T = typename P::T;
+  float* const numbers = static_cast<float*>(operands.address[P::kFirstResult + 1]) + 2ll * n * P::kQueries;
+  float factors[fragments][2];
+  finish_rows<P>(numbers, row + own_row(), rows, factors);
+#pragma unroll
+  for (int m = 0; m < fragments; ++m) {
+#pragma unroll
+    for (int i = 0; i < width / 8; ++i) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) o.values[m][i][e] *= factors[m][e / 2];
+    }
+  }
+  write(operand_of<P>(operands, P::kFirstResult, P::kO, n), P::kO.i, o, row, P::kQueries, 0, P::kValueFeatures,
+        narrowed<T>);
+  if constexpr (P::kLostShift > 0) {
+    write(operand_of<P, int8_t>(operands, P::kFirstResult + 2, P::kO, n), P::kO.i, o, row, P::kQueries, 0,
+          P::kValueFeatures, [](float x, float y) {
+            float low, high;
+            Pair<T>::widen(low, high, narrowed<T>(x, y));
+            const auto lost = [](float x, float rounded) {
+              const int bits = static_cast<int>(__float_as_uint(x)) - static_cast<int>(__float_as_uint(rounded));
+              return (bits + (1 << P::kLostShift >> 1)) >> P::kLostShift;
+            };
+            return saturated_to_int8(lost(x, low), lost(y, high));
+          });
+  }
+}
+
 template <class P>
 __device__ __forceinline__ void attention_forward(const typename P::Addresses& operands) {
   using T = typename P::T;
@@ -172,32 +204,7 @@ __device__ __forceinline__ void attention_forward(const typename P::Addresses& o
   }
   wait_for_all_but_last<0>();
 
-  float* const numbers = static_cast<float*>(operands.address[P::kFirstResult + 1]) + 2ll * n * P::kQueries;
-  float factors[N::kFragments][2];
-  finish_rows<P>(numbers, first + own_row_of_tile, rows, factors);
-#pragma unroll
-  for (int m = 0; m < N::kFragments; ++m) {
-#pragma unroll
-    for (int i = 0; i < N::kWidth / 8; ++i) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) o.values[m][i][e] *= factors[m][e / 2];
-    }
-  }
-  const int row = first + row_of_warp;
-  write(operand_of<P>(operands, P::kFirstResult, P::kO, n), P::kO.i, o, row, P::kQueries, 0, P::kValueFeatures,
-        narrowed<T>);
-  if constexpr (P::kLostShift > 0) {
-    write(operand_of<P, int8_t>(operands, P::kFirstResult + 2, P::kO, n), P::kO.i, o, row, P::kQueries, 0,
-          P::kValueFeatures, [](float x, float y) {
-            float low, high;
-            Pair<T>::widen(low, high, narrowed<T>(x, y));
-            const auto lost = [](float x, float rounded) {
-              const int bits = static_cast<int>(__float_as_uint(x)) - static_cast<int>(__float_as_uint(rounded));
-              return (bits + (1 << P::kLostShift >> 1)) >> P::kLostShift;
-            };
-            return saturated_to_int8(lost(x, low), lost(y, high));
-          });
-  }
+  write_results<P>(operands, n, first + row_of_warp, o, rows);
 }
 
 }  // namespace jax_softmax::device
