@@ -1,4 +1,5 @@
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/array.h>
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
@@ -87,6 +88,9 @@ nb::dict step_of(const Step<jit::Source>& step) {
   entry["shared_bytes"] = step.launch.shared_bytes;
   entry["cooperative"] = step.launch.cooperative;
   entry["overlap"] = step.launch.overlaps;
+  nb::list maps;
+  for (const MappedArray& map : step.launch.maps) maps.append(nb::make_tuple(map.extents, map.box));
+  entry["maps"] = maps;
   return entry;
 }
 

@@ -5,6 +5,9 @@
 //   T                                  the type of q, k, v and of the results
 //   kTiling, kQueries, kKeys, kFeatures, kValueFeatures
 //   kBatchDims, kExtents               of q, last those along which blocks have the same rows; kGroups, their product
+//   kMapDims                           on Hopper, of the tensor maps of q, k and v: what each dimension but features
+//   is,
+//                                      a dimension of the batch, or -1 for rows, or -2 where there is none
 //   kQ, kK, kV, kO, kBounds            Strides; kBounded, whether there are bounds
 //   kSides, kSideStrides, kSideAddresses   of what scores read beside; addresses of the arrays
 //   kStagedBytes                       of each side the bytes of an element, if it passes through shared memory, or 0;
@@ -33,7 +36,10 @@ using attention::Strides;
 template <class P>
 struct Counts {
   static constexpr attention::Tiling kTiling = P::kTiling;
-  static constexpr int kRows = kTiling.rows(), kStep = kTiling.step, kThreads = kTiling.threads();
+  static constexpr int kRows = kTiling.rows(), kStep = kTiling.step, kThreads = kTiling.copying_threads();
+  // Of which queries and keys are multiples if all tiles of an unbounded problem are whole. On Hopper each warpgroup
+  // has a range of its own.
+  static constexpr int kUnit = kTiling.copying > 0 ? kStep : kRows;
   static constexpr int kFragments = kTiling.fragments, kRowsOfWarp = kFragments * kMma;
   static constexpr int kDepth = attention::padded(P::kFeatures, kTiling);
   static constexpr int kWidth = attention::padded(P::kValueFeatures, kTiling);
@@ -89,24 +95,24 @@ struct Range {
 
   __device__ __forceinline__ bool is_whole(int step) const { return first_whole <= step && step < last_whole; }
 };
-// `stay` and `pass`: how many rows of an operand stay and pass.
+// `block`: of so many `rows`; `stay` and `pass`: how many rows of an operand stay and pass.
 //
 // Bounds are in cells of kCell x kCell scores, whatever the tiles are. Of each kCell rows that stay they say between
 // which cells of those that pass all visible scores are, and between which ones cells are whole. A block visits all
 // steps that have a part of a visible cell; a tile is whole if all its cells are.
-template <class P>
+template <class P, int rows = Counts<P>::kRows>
 __device__ __forceinline__ Range visited(const typename P::Addresses& operands, unsigned n, int block, int stay,
                                          int pass) {
   using attention::kCell;
-  constexpr int kRows = Counts<P>::kRows, kStep = Counts<P>::kStep;
-  const int steps = static_cast<int>(ceil_div(pass, kStep)), last_row = (block + 1) * kRows;
-  Range range{0, steps, 0, last_row <= stay ? pass / kStep : 0};
+  constexpr int kStep = Counts<P>::kStep;
+  const int steps = static_cast<int>(ceil_div(pass, kStep)), last_row = (block + 1) * rows;
+  Range range{0, block * rows < stay ? steps : 0, 0, last_row <= stay ? pass / kStep : 0};
   if constexpr (P::kBounded) {
     const int* const bounds = static_cast<const int*>(operands.address[P::kBoundsAddress]) + begin_of<P>(P::kBounds, n);
     range.first = steps;
     range.last = 0;
 #pragma unroll 1  // unrolled, it takes registers of the loop over tiles, and so blocks of the multiprocessor
-    for (int cell = block * kRows / kCell; cell * kCell < min(last_row, stay); ++cell) {
+    for (int cell = block * rows / kCell; cell * kCell < min(last_row, stay); ++cell) {
       const int* const ends = bounds + 4 * cell;
       range.first = min(range.first, max(ends[0], 0) * kCell / kStep);
       range.last = max(range.last, (ends[1] * kCell + kStep - 1) / kStep);
@@ -125,8 +131,8 @@ struct Constant {
 };
 template <class P, class F>
 __device__ __forceinline__ void for_tile(bool is_whole, const F& f) {
-  constexpr int kRows = Counts<P>::kRows;
-  if (is_whole || (!P::kBounded && P::kQueries % kRows == 0 && P::kKeys % kRows == 0)) {
+  constexpr int kUnit = Counts<P>::kUnit;
+  if (is_whole || (!P::kBounded && P::kQueries % kUnit == 0 && P::kKeys % kUnit == 0)) {
     f(Constant<true>{});
   } else {
     f(Constant<false>{});

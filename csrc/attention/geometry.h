@@ -27,14 +27,16 @@ inline constexpr int kKernels = 5;
 inline constexpr const char* kKernelNames[kKernels] = {"forward", "keys", "queries", "scores", "tangents"};
 
 struct Tiling {
-  int warps;      // of a block
-  int fragments;  // of rows that stay, for each warp
-  int step;       // rows that pass at a time; of a tile of scores, its keys
-  int parts;      // blocks that share the features of dk and dv; each computes the weights
-  int resident;   // blocks that a multiprocessor has registers for
+  int warps;        // of a block
+  int fragments;    // of rows that stay, for each warp
+  int step;         // rows that pass at a time; of a tile of scores, its keys
+  int parts;        // blocks that share the features of dk and dv; each computes the weights
+  int resident;     // blocks that a multiprocessor has registers for
+  int copying = 0;  // warps beside the others that only copy, in the schedule for Hopper; otherwise all copy
 
   constexpr int rows() const { return warps * fragments * kMma; }
-  constexpr int threads() const { return warps * 32; }
+  constexpr int threads() const { return (warps + copying) * 32; }
+  constexpr int copying_threads() const { return (copying > 0 ? copying : warps) * 32; }
 };
 
 // Tilings by the larger number of features, of q and k or of v, and by KernelKind. Two fragments a warp halve the reads
@@ -88,6 +90,39 @@ constexpr int shared_bytes(KernelKind kernel, int features, int value_features, 
   return tiling.rows() * staying + kStages * tiling.step * passing;
 }
 
+// ---- The forward kernel on Hopper (hopper/forward.cuh), of numbers of 16 bits
+
+inline constexpr int kWarpgroup = 4;  // warps, which multiply 64 rows together
+inline constexpr int kRowsOfWarpgroup = kWarpgroup * kMma;
+inline constexpr int kPanel = 64;  // features of a panel, of which a row has 128 bytes in shared memory
+inline constexpr int kBytesOfPanelRow = 2 * kPanel;
+inline constexpr int kBytesOfBarriers = kStages * 4 * 8;
+inline constexpr int kMapDims = 5;         // of a tensor map
+inline constexpr int kMappedOperands = 3;  // q, k, v
+
+// Tilings by the larger number of features. Where rows have few features, two blocks share a multiprocessor, so that
+// one begins and ends while the other computes. `reads_arrays`: scores read arrays of queries x keys, which takes
+// registers.
+constexpr Tiling hopper_tiling_of(int features, int value_features, bool reads_arrays) {
+  const int most = features > value_features ? features : value_features;
+  if (most <= 64 && !reads_arrays) return {2 * kWarpgroup, 1, 64, 1, 2, kWarpgroup};
+  if (most <= 64 || (most <= 128 && !reads_arrays)) return {3 * kWarpgroup, 1, 128, 1, 1, kWarpgroup};
+  return {2 * kWarpgroup, 1, most <= 192 && value_features <= 128 ? 128 : 64, 1, 1, kWarpgroup};
+}
+
+// Columns of a product with values, of an instruction.
+constexpr int hopper_width(int value_features) {
+  return value_features <= 64 ? 64 : value_features <= 96 ? 96 : value_features <= 128 ? 128 : 256;
+}
+
+constexpr int bytes_of_panels(int rows, int features) {
+  return rows * static_cast<int>(ceil_div(features, kPanel)) * kBytesOfPanelRow;
+}
+constexpr int hopper_shared_bytes(const Tiling& tiling, int features, int value_features) {
+  const int passing = bytes_of_panels(tiling.step, features) + bytes_of_panels(tiling.step, value_features);
+  return bytes_of_panels(tiling.rows(), features) + kStages * passing + kBytesOfBarriers;
+}
+
 // The part of a stage for a side operand of queries x keys that passes with the rows. 16 bytes between its rows put
 // neighbouring rows into different banks.
 constexpr int pitch_of_side(int keys, int bytes_of_element) { return keys * bytes_of_element + 16; }
@@ -108,6 +143,15 @@ struct Strides {
 // pass, what o lost by rounding, and then o's tangent; dk and dv; or dq; and then the sides' cotangents.
 template <int n>
 struct Addresses {
+  void* address[n];
+};
+// The same on Hopper, where q, k and v are copied by tensor maps.
+struct alignas(64) TensorMap {
+  char bytes[128];
+};
+template <int n>
+struct MappedAddresses {
+  TensorMap maps[kMappedOperands];
   void* address[n];
 };
 enum AddressIndex {

@@ -42,7 +42,7 @@ struct SharedRowPair {
 template <int threads, int rows, int packs, class F>
 __device__ __forceinline__ void for_own_packs(const F& f) {
   constexpr int kTurns = ceil_div(rows * packs, threads);
-  const int first = threadIdx.x;
+  const int first = threadIdx.x % threads;
 #pragma unroll
   for (int turn = 0; turn < kTurns; ++turn) {
     const int p = first + turn * threads;

@@ -1,7 +1,9 @@
 // XLA's handler of attention's kernels (jax_softmax/fusion/attention). Its attributes are `version` and those of
-// AttentionCall. A kernel is given the addresses of the operands and, after them, of the results.
+// AttentionCall. A kernel is given tensor maps, if it reads by them, and the addresses of the operands and of the
+// results.
 #include "plan/attention.h"
 
+#include <cstring>
 #include <vector>
 
 #include "ffi/cuda.h"
@@ -30,6 +32,20 @@ ffi::Error make_ready(const AttentionCall& call, int ordinal, const Ready** read
   return ffi::Error::Success();
 }
 
+// Tensor maps are made of the addresses at each execution, as XLA moves buffers.
+jit::Result<std::vector<jit::CUtensorMap>> parameter_of(const Launch& launch, const std::vector<void*>& addresses) {
+  std::vector<jit::CUtensorMap> parameter;
+  for (const MappedArray& array : launch.maps) {
+    const jit::Result<jit::CUtensorMap> map = jit::tensor_map(array, addresses[parameter.size()]);
+    if (!map) return map.error;
+    parameter.push_back(map.value);
+  }
+  const size_t bytes = addresses.size() * sizeof(void*);
+  parameter.resize(parameter.size() + ceil_div(bytes, sizeof(jit::CUtensorMap)));
+  std::memcpy(parameter.data() + launch.maps.size(), addresses.data(), bytes);
+  return parameter;
+}
+
 ffi::Error initialize(int32_t ordinal, ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary attributes) {
   AttentionCall call;
   Buffers buffers;
@@ -51,7 +67,9 @@ ffi::Error execute(jit::CUstream stream, int32_t ordinal, ffi::RemainingArgs arg
   const Ready* ready;
   if (ffi::Error error = make_ready(call, ordinal, &ready); error.failure()) return error;
   const auto& [kernel, launch, rows] = ready->steps[0];
-  const jit::Error error = jit::launch(*kernel, launch, stream, addresses.data());
+  const jit::Result<std::vector<jit::CUtensorMap>> parameter = parameter_of(launch, addresses);
+  if (!parameter) return failed(parameter.error.message);
+  const jit::Error error = jit::launch(*kernel, launch, stream, parameter.value.data());
   return error ? failed(error.message) : ffi::Error::Success();
 }
 

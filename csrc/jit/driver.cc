@@ -47,6 +47,7 @@ Result<Driver> open_driver() {
   find(driver.cuKernelGetAttribute, "cuKernelGetAttribute");
   find(driver.cuKernelSetAttribute, "cuKernelSetAttribute");
   find(driver.cuLaunchKernelEx, "cuLaunchKernelEx");
+  find(driver.cuTensorMapEncodeTiled, "cuTensorMapEncodeTiled");
   if (missing) return Error{std::string("the NVIDIA driver has no function ") + missing + ": update the driver"};
   return driver;
 }

@@ -2,6 +2,7 @@
 // when first used. Names, numbers and layouts are those of cuda.h.
 #pragma once
 
+#include <cstdint>
 #include <string>
 #include <utility>
 
@@ -62,6 +63,14 @@ struct alignas(8) CUlaunchAttribute {
 };
 static_assert(sizeof(CUlaunchAttribute) == 72);
 
+constexpr int CU_TENSOR_MAP_DATA_TYPE_UINT16 = 1;
+constexpr int CU_TENSOR_MAP_SWIZZLE_128B = 3;
+constexpr int CU_TENSOR_MAP_L2_PROMOTION_L2_128B = 2;
+
+struct alignas(64) CUtensorMap {
+  char opaque[128];
+};
+
 struct CUlaunchConfig {
   unsigned gridDimX, gridDimY, gridDimZ;
   unsigned blockDimX, blockDimY, blockDimZ;
@@ -93,6 +102,9 @@ struct Driver {
   CUresult (*cuKernelGetAttribute)(int* value, int attribute, CUkernel, CUdevice);
   CUresult (*cuKernelSetAttribute)(int attribute, int value, CUkernel, CUdevice);
   CUresult (*cuLaunchKernelEx)(const CUlaunchConfig*, CUfunction, void** arguments, void** extra);
+  CUresult (*cuTensorMapEncodeTiled)(CUtensorMap*, int type, unsigned rank, void* address, const uint64_t* extents,
+                                     const uint64_t* strides, const uint32_t* box, const uint32_t* element_strides,
+                                     int interleave, int swizzle, int promotion, int fill);
   CUresult (*cuFuncLoad)(CUfunction);  // since 12.4; null before
 
   // "what: NAME (description)", or no error.

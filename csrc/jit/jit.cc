@@ -311,6 +311,20 @@ Result<const LoadedKernel*> get(const Source& source, int ordinal) {
   return &entry.kernel;
 }
 
+Result<CUtensorMap> tensor_map(const MappedArray& array, void* address) {
+  const Driver& d = driver().value;
+  constexpr uint32_t kDims = std::tuple_size_v<decltype(array.extents)>, kOnes[kDims] = {1, 1, 1, 1, 1};
+  uint64_t strides[kDims];
+  for (uint64_t bytes = sizeof(uint16_t), dim = 0; dim < kDims; ++dim) strides[dim] = bytes *= array.extents[dim];
+  CUtensorMap map;
+  Error error = d.check(d.cuTensorMapEncodeTiled(&map, CU_TENSOR_MAP_DATA_TYPE_UINT16, kDims, address,
+                                                 array.extents.data(), strides, array.box.data(), kOnes, 0,
+                                                 CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B, 0),
+                        "cuTensorMapEncodeTiled");
+  if (error) return error;
+  return map;
+}
+
 Error launch(const LoadedKernel& kernel, const Launch& launch, CUstream stream, const void* argument) {
   if (launch.blocks < 1 || launch.blocks > INT32_MAX) {
     return Error{"a launch of " + std::to_string(launch.blocks) + " blocks: from 1 to 2^31 - 1 are allowed"};

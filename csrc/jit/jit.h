@@ -32,6 +32,9 @@ Result<Nvrtc::Compiled> get_binary(const Source& source, int compute_capability)
 class LoadedKernel;
 Result<const LoadedKernel*> get(const Source& source, int ordinal);
 
+// The tensor map of an array at this address, with swizzles of 128 bytes; it needs no device.
+Result<CUtensorMap> tensor_map(const MappedArray& array, void* address);
+
 // `argument` points at the kernel's only parameter, a struct passed by value.
 Error launch(const LoadedKernel& kernel, const Launch& launch, CUstream stream, const void* argument);
 

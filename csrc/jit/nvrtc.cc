@@ -94,7 +94,9 @@ Result<std::vector<std::string>> Nvrtc::options(int compute_capability) const {
   }
   const int newest = *(above - 1);
   const std::string target = newest == compute_capability ? "--gpu-architecture=sm_" : std::string(kPtxOption);
-  std::vector<std::string> options{target + std::to_string(newest), "--std=c++17", "--fmad=false",
+  // Of 9.0 with the instructions of that chip alone, which PTX for newer ones must not have.
+  const char* const own = newest == compute_capability && newest == 90 ? "a" : "";
+  std::vector<std::string> options{target + std::to_string(newest) + own, "--std=c++17", "--fmad=false",
                                    "--device-as-default-execution-space", "--ptxas-options=-v"};
   // From 12.9 on it keeps what it compiled in the driver's cache as well; ours is enough.
   if (version_ >= 12090) options.push_back("--no-cache");

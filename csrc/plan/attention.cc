@@ -82,6 +82,8 @@ struct LetteredSide {
   std::string letters;
   DType dtype;
   int staged_bytes;  // of an element, if it passes through shared memory, or 0
+
+  bool is_array_of_scores() const { return !is_index && has(letters, 'i') && has(letters, 'j'); }
 };
 
 // A call, whose dimensions have letters.
@@ -227,20 +229,39 @@ std::string read(const AttentionCall& call, AttentionProblem* problem) {
 int lost_shift(DType dtype) { return 23 - (dtype == DType::kBF16 ? 7 : 10) - 8; }
 
 // Lets arrays of queries x keys whose rows begin at multiples of 16 bytes pass through shared memory, as long as there
-// is room. Returns the bytes of shared memory that a block has.
-int stage_sides(AttentionProblem* problem) {
+// is room: `most` bytes, of which `bytes` are taken. Returns the bytes of shared memory that a block has.
+int stage_sides(AttentionProblem* problem, int bytes, int most) {
   const Extents& extents = problem->extents;
-  int bytes = shared_bytes(problem->kernel, extents.at('d'), extents.at('e'), bytes_of(problem->dtype));
   for (LetteredSide& side : problem->sides) {
     const int size = bytes_of(side.dtype), stages = problem->of_scores() ? 1 : kStages;
     const int staged = stages * bytes_of_side(problem->kernel, problem->tiling, size);
-    const bool passes = !side.is_index && has(side.letters, 'i') && has(side.letters, 'j') &&
-                        side.letters.back() == 'j' && extents.at('j') * size % kPackBytes == 0;
-    if (!passes || bytes + staged > kMostSharedBytes) continue;
+    const bool passes =
+        side.is_array_of_scores() && side.letters.back() == 'j' && extents.at('j') * size % kPackBytes == 0;
+    if (!passes || bytes + staged > most) continue;
     side.staged_bytes = size;
     bytes += staged;
   }
   return bytes;
+}
+
+// Whether Hopper's schedule does it, which reads q, k and v by tensor maps and has many queries in a block.
+bool suits_hopper(const AttentionProblem& problem, const Device& device) {
+  const size_t dims = std::max(problem.letters.of[kQ].size(), problem.letters.of[kK].size());
+  return problem.kernel == KernelKind::kForward && device.compute_capability == 90 && bytes_of(problem.dtype) == 2 &&
+         dims <= kMapDims && problem.extents.at('i') > 2 * kRowsOfWarpgroup;
+}
+
+// The tensor map of q, k or v: the whole array.
+MappedArray map_of(const AttentionProblem& problem, AddressIndex operand) {
+  MappedArray map{{1, 1, 1, 1, 1}, {kPanel, 1, 1, 1, 1}};
+  const std::string& letters = problem.letters.of[operand];
+  for (size_t dim = 0; dim < letters.size(); ++dim) {
+    const char letter = letters[letters.size() - 1 - dim];
+    map.extents[dim] = problem.extents.at(letter);
+    if (letter == 'i') map.box[dim] = problem.tiling.rows();
+    if (letter == 'j') map.box[dim] = problem.tiling.step;
+  }
+  return map;
 }
 
 // ---- The source: the struct Problem that attention/blocks.cuh describes
@@ -324,6 +345,21 @@ std::string written_of(const AttentionCall& call, const AttentionProblem& proble
   return text;
 }
 
+// What the dimensions of tensor maps are: see attention/blocks.cuh.
+std::string map_dims_of(const AttentionProblem& problem) {
+  std::vector<std::string> operands;
+  for (const std::string& letters : problem.letters.of) {
+    std::vector<std::string> dims;
+    for (size_t dim = 1; dim < kMapDims; ++dim) {
+      const char letter = dim < letters.size() ? letters[letters.size() - 1 - dim] : ' ';
+      const size_t of_batch = problem.letters.batch.find(letter);
+      dims.push_back(number(letter == ' ' ? -2 : of_batch == std::string::npos ? -1 : static_cast<int>(of_batch)));
+    }
+    operands.push_back(joined(dims));
+  }
+  return constant("int", "kMapDims[][" + number(kMapDims - 1) + "]", joined(operands));
+}
+
 // The members of the struct.
 std::string members_of(const AttentionCall& call, const AttentionProblem& problem) {
   const Letters& letters = problem.letters;
@@ -339,10 +375,13 @@ std::string members_of(const AttentionCall& call, const AttentionProblem& proble
   // The outermost extent stays out of it, so that batch sizes share a kernel.
   std::vector<std::string> inner{"0"};
   for (size_t d = 1; d < letters.batch.size(); ++d) inner.push_back(number(problem.extents.at(letters.batch[d])));
-  return "  using T = " + type_of(problem.dtype) + ";\n  using Addresses = attention::Addresses<" + addresses + ">;\n" +
+  const bool maps = tiling.copying > 0;
+  return "  using T = " + type_of(problem.dtype) +
+         ";\n  using Addresses = attention::" + (maps ? "MappedAddresses<" : "Addresses<") + addresses + ">;\n" +
+         (maps ? map_dims_of(problem) : "") +
          constant("attention::Tiling", "kTiling",
                   joined({number(tiling.warps), number(tiling.fragments), number(tiling.step), number(tiling.parts),
-                          number(tiling.resident)})) +
+                          number(tiling.resident), number(tiling.copying)})) +
          extent("kQueries", 'i') + extent("kKeys", 'j') + extent("kFeatures", 'd') + extent("kValueFeatures", 'e') +
          constant("kBatchDims", static_cast<int>(letters.batch.size())) + constant("int", "kExtents[]", joined(inner)) +
          constant("kGroups", static_cast<int>(problem.product_of(problem.alike()))) + strides("kQ", letters.of[kQ]) +
@@ -376,26 +415,38 @@ std::string plan_attention(const AttentionCall& call, const Device& device, Step
   AttentionProblem problem{};
   if (std::string mistake = read(call, &problem); !mistake.empty()) return mistake;
   const int d = static_cast<int>(problem.extents.at('d')), e = static_cast<int>(problem.extents.at('e'));
-  const Tiling tiling = problem.tiling = tiling_of(problem.kernel, d, e, bytes_of(problem.dtype));
   const bool shares = problem.kernel == KernelKind::kKeys || problem.of_scores();
+  const bool reads_arrays = std::any_of(problem.sides.begin(), problem.sides.end(),
+                                        [](const LetteredSide& side) { return side.is_array_of_scores(); });
+  Tiling tiling = hopper_tiling_of(d, e, reads_arrays);
+  int bytes = hopper_shared_bytes(tiling, d, e), most_bytes = device.shared_memory_per_block;
+  const bool on_hopper = suits_hopper(problem, device) && bytes * tiling.resident <= most_bytes;
+  if (!on_hopper) {
+    tiling = tiling_of(problem.kernel, d, e, bytes_of(problem.dtype));
+    bytes = shared_bytes(problem.kernel, d, e, bytes_of(problem.dtype));
+    most_bytes = kMostSharedBytes;
+  }
+  problem.tiling = tiling;
   Launch& launch = step->launch = Launch{};
   launch.blocks = ceil_div(problem.stay(), tiling.rows()) * problem.product_of(problem.letters.batch) * tiling.parts;
   if (shares) launch.blocks /= problem.product_of(problem.alike());
   if (problem.of_scores()) launch.blocks *= ceil_div(problem.extents.at('j'), tiling.step) * problem.extents.at('p');
   launch.threads = tiling.threads();
-  launch.shared_bytes = stage_sides(&problem);
+  launch.shared_bytes = stage_sides(&problem, bytes, most_bytes);
+  if (on_hopper) launch.maps = {map_of(problem, kQ), map_of(problem, kK), map_of(problem, kV)};
   launch.resident = tiling.resident;
   step->kernel.plan = "attention " + call.kernel + " of " + call.letters + ":";
   for (const char letter : problem.letters.of[kQ] + "je") {
     step->kernel.plan += std::string(" ") + letter + "=" + std::to_string(problem.extents.at(letter));
   }
+  const std::string function = call.kernel + (on_hopper ? "_on_hopper" : "");
   step->kernel.code =
-      std::string("#include \"attention/") +
+      std::string("#include \"attention/") + (on_hopper ? "hopper/" : "") +
       (problem.has_tangents() ? "tangents"
        : problem.is_forward() ? "forward"
                               : "backward") +
       ".cuh\"\n\nnamespace jax_softmax::device {\n\nstruct Problem {\n" + members_of(call, problem) + "};\n" +
-      kernel_of(launch, "jax_softmax::device::Problem::Addresses", "attention_" + call.kernel + "<Problem>(operands);");
+      kernel_of(launch, "jax_softmax::device::Problem::Addresses", "attention_" + function + "<Problem>(operands);");
   return {};
 }
 

@@ -27,9 +27,12 @@ from attention_cases import (
     USUAL,
     Case,
     attention_in,
+    biased,
     by_tensor_cores,
+    capped,
     causal,
     fused,
+    masked,
     scaled,
     values_and_gradients,
     wide,
@@ -123,6 +126,32 @@ FIRST_COPIES = [(case, k % 2 == 1) for k, case in enumerate(FIRST)]
 )
 def test_on_the_host(case, late):
     with emulated.kernels(attention=True), attention_on_host.kernels(late):
+        check(case)
+
+
+# Hopper's schedule of the forward kernel takes more than 128 queries.
+ON_HOPPER = [
+    dataclasses.replace(case, lengths=(case.lengths[0] + 130 * (case.lengths[0] <= 128), case.lengths[1]))
+    for case in (*FIRST, *OTHERS, *PROMISES.values())
+    if case.dtype != "float32" and case.peaks != "one peak"
+]
+FIRST_ON_HOPPER = [
+    Case(capped, (197, 130), (40, 64)),
+    Case(masked, (200, 63), (64, 64), where=True),
+    Case(biased, (147, 64), (128, 128), "bhid,bhjd,jhbe", product="float32", drops=True, n_batch=(1, 2)),
+    Case(causal, (330, 330), (192, 128), "bihgd,bjhd,bjhe", "float16", n_batch=(1, 1)),
+    Case(causal, (197, 300), (24, 256), "id,jd,je"),
+]
+
+
+@emulated.compiler_is_needed
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize(
+    "case", [*FIRST_ON_HOPPER, *(pytest.param(c, marks=pytest.mark.sweep) for c in ON_HOPPER)], ids=str
+)
+def test_hopper_on_the_host(case, late):
+    """Either copies are late or products are."""
+    with emulated.kernels(attention=True), attention_on_host.kernels(late, compute_capability=90):
         check(case)
 
 

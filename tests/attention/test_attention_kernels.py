@@ -1,6 +1,7 @@
 """Attention's kernels: that they compile, that tiles fit and cover everything, and what there are none for."""
 
 import itertools
+import math
 import re
 
 import emulated
@@ -20,9 +21,11 @@ from attention_cases import (
     alibi_in_a_window,
     attention_in,
     biased_causal,
+    capped,
     described_call,
     fused,
     of_learned_slopes,
+    masked,
     scaled,
     wide,
 )
@@ -42,9 +45,10 @@ MOST_SHARED = 99 << 10  # bytes, of the smallest chips
 # ---- Compiling
 
 
-def plan_of(kernel, case):
+def plan_of(kernel, case, compute_capability=80):
     attention, extents = attention_in(case)[kernel]
-    return _kernels.plan_attention(**described_call(attention, kernel, case.dtype, extents))
+    call = described_call(attention, kernel, case.dtype, extents)
+    return _kernels.plan_attention(**call, compute_capability=compute_capability)
 
 
 def mask_cap_and_bias(x, i, j, bias):
@@ -63,10 +67,29 @@ COMPILED = [
 def test_compiles(jit, case, compute_capability):
     jit.needs(compute_capability)
     for kernel in case.kernels:
-        plan = plan_of(kernel, case)
+        plan = plan_of(kernel, case, compute_capability)
         _, text = _kernels.jit_binary(plan["code"], plan["plan"], compute_capability)
         spilled = [int(n) for n in re.findall(r"(\d+) bytes spill stores", text)]
         assert spilled and max(spilled) <= MOST_SPILLED, f"{plan['plan']}: {text}"
+        assert "C751" not in text, f"{plan['plan']}: {text}"  # products that wait for one another
+
+
+ON_HOPPER = [
+    Case(score, (300, 300), features, dtype=dtype)
+    for score in (scaled, capped, masked, biased_causal, alibi_in_a_window)
+    for features, dtype in (
+        ((64, 64), "bfloat16"),
+        ((128, 96), "bfloat16"),
+        ((128, 128), "float16"),
+        ((192, 128), "bfloat16"),
+        ((256, 256), "bfloat16"),
+    )
+]
+
+
+@support.sampled("case", ON_HOPPER, 4, ids=str)
+def test_hopper_compiles(jit, case):
+    test_compiles(jit, case, 90)
 
 
 # ---- Geometry
@@ -86,7 +109,7 @@ def test_tiles_fit_and_cover_everything(kernel, score):
         parts = 2 if kernel == "keys" and max(d, e) > 128 else 1
         for n in (1, 15, 16, 197, 2048):
             extents = {"b": 2, "h": 2, "i": n, "j": n, "d": d, "e": e}
-            plan = _kernels.plan_attention(**described_call(attention, kernel, dtype, extents))
+            plan = _kernels.plan_attention(**described_call(attention, kernel, dtype, extents), compute_capability=80)
             assert plan["shared_bytes"] <= MOST_SHARED
             assert plan["blocks"] == 4 * -(-n // rows) * parts
             assert plan["threads"] >= step or kernel != "keys"  # which copy the rows' numbers
@@ -152,7 +175,7 @@ def test_launches_and_sources(case):
     """Launches are those of the formula; a source has the strides of NumPy's arrays, and addresses of the operands."""
     for kernel, (attention, extents) in attention_in(case).items():
         call = described_call(attention, kernel, case.dtype, extents)
-        plan = _kernels.plan_attention(**call)
+        plan = _kernels.plan_attention(**call, compute_capability=80)
         blocks, threads, shared, bounds, staged = launch_by_formula(kernel, attention, extents, case.dtype)
         assert (plan["blocks"], plan["threads"], plan["shared_bytes"]) == (blocks, threads, shared)
         assert (plan["cluster"], plan["cooperative"], plan["overlap"]) == (1, False, False)
@@ -176,6 +199,35 @@ def test_launches_and_sources(case):
         expected["kLostShift"] = str(shift)
         assert {name: found[name] for name in expected} == expected
         assert bounds in plan["code"] and f"Addresses<{len(call['operands']) + len(call['results'])}>" in plan["code"]
+
+
+@pytest.mark.parametrize(
+    "changed,is_on_hopper",
+    [
+        ({}, True),
+        ({"lengths": (128, 300)}, False),
+        ({"dtype": "float32"}, False),
+        ({"letters": "bihgd,bjhd,bjhe"}, True),
+    ],
+)
+def test_what_hopper_does(changed, is_on_hopper):
+    """Tensor maps are of whole arrays; a copy takes 64 features of the rows of a block or a step."""
+    case = Case(**{"score": capped, "lengths": (300, 320), "features": (40, 64)} | changed)
+    attention, extents = attention_in(case)["forward"]
+    call = described_call(attention, "forward", case.dtype, extents)
+    plan = _kernels.plan_attention(**call)
+    assert ("attention/hopper/forward.cuh" in plan["code"]) == bool(plan["maps"]) == is_on_hopper
+    for other in ({"compute_capability": 100}, {"compute_capability": 80}, {"shared_memory_per_block": 48 << 10}):
+        assert not _kernels.plan_attention(**call, **other)["maps"]
+    if not is_on_hopper:
+        return
+    rows, step = 128, 64
+    assert plan["blocks"] == 3 * math.prod(extents[c] for c in attention.letters.batch)
+    assert (plan["threads"], plan["shared_bytes"]) == (384, 2 * 64 * (rows + 2 * 2 * step) + 64)
+    for (extents_of_map, box), letters in zip(plan["maps"], attention.letters, strict=True):
+        innermost_first = letters[::-1] + "-" * (5 - len(letters))
+        assert extents_of_map == [extents.get(c, 1) for c in innermost_first]
+        assert box == [64, *({"i": rows, "j": step}.get(c, 1) for c in innermost_first[1:])]
 
 
 def braced(items):

@@ -6,6 +6,7 @@ import ctypes
 import functools
 import itertools
 import pathlib
+import struct
 import tempfile
 import threading
 
@@ -23,10 +24,10 @@ _folder = tempfile.TemporaryDirectory()
 
 
 @contextlib.contextmanager
-def kernels(late=False, in_jax=False):
-    """While it lasts, calls of attention's kernels are done here. `late`: copies are made when they are waited for.
-    `in_jax`: what kernels do is done in JAX, as it has to be in programs that XLA divides. Yields the calls that are
-    lowered: the primitive's parameters, and the operands."""
+def kernels(late=False, in_jax=False, compute_capability=80):
+    """While it lasts, calls of attention's kernels are done here, as a chip does them. `late`: copies are made when
+    they are waited for; otherwise products of warpgroups are. `in_jax`: what kernels do is done in JAX, as it has to
+    be in programs that XLA divides. Yields the calls that are lowered: the primitive's parameters, and the operands."""
     made, kept = [], attention.ffi_call
 
     def emulated_call(*operands, **params):
@@ -35,7 +36,7 @@ def kernels(late=False, in_jax=False):
             return in_jax_by_cells(*operands, **params)
         call, types, operands = attention.described_call(params["attention"], params["kernel"], *operands)
         made.append((params, operands))
-        step = _kernels.plan_attention(**call)
+        step = _kernels.plan_attention(**call, compute_capability=compute_capability)
         function = _Function(step["code"])
 
         def run(*arrays):
@@ -43,9 +44,11 @@ def kernels(late=False, in_jax=False):
             results = [np.full(t.shape, 127 if t.dtype == jnp.int8 else np.nan, t.dtype) for t in types]
             words = [a.ctypes.data for a in (*arrays, *results)]
             ends = [a.ctypes.data + a.nbytes for a in arrays]
+            maps = [_packed(*of, a) for of, a in zip(step["maps"], words, strict=False)]
             addresses = [(ctypes.c_uint64 * len(of))(*of) for of in (words, ends)]
+            argument = b"".join(maps) + bytes(addresses[0]) + bytes(64)  # to the end of its type
             with _running:  # a kernel's threads have the emulator for themselves
-                function(step["blocks"], step["threads"], late, *addresses, len(ends))
+                function(step["blocks"], step["threads"], late, argument, *addresses, len(ends))
             return results
 
         return jax.pure_callback(run, types, *operands)
@@ -76,6 +79,11 @@ def in_jax_by_cells(*operands, attention, kernel):
     return attention.in_jax(kernel, *operands, visited=visited)
 
 
+def _packed(extents, box, address):
+    """A tensor map, as on_host/attention/hopper/warpgroup.cuh has it."""
+    return struct.pack("Q5Q5I", address, *extents, *box).ljust(128, b"\0")
+
+
 @functools.cache
 class _Function:
     """A kernel, by its text. Kernels are compiled when one of them is called, all that there are by then at once: what
@@ -93,15 +101,14 @@ class _Function:
     def source(self, n):
         """With names of its own: constants of classes of one name are one in all libraries."""
         run = (
-            f"\nstatic const jax_softmax::device::Problem::Addresses* given{n};\n"
-            f'extern "C" void run{n}'
-            "(int blocks, int threads, int late, const void* words, const char** ends, int n) {\n"
+            f"\nstatic jax_softmax::device::Problem::Addresses given{n};\n"
+            f'extern "C" void run{n}(int blocks, int threads, int late, const void* argument, '
+            "const char** begins, const char** ends, int n) {\n"
             "  emulator::arrays.clear();\n"
-            "  const char* const* begins = static_cast<const char* const*>(words);\n"
             "  for (int k = 0; k < n; ++k) emulator::arrays.push_back({begins[k], ends[k]});\n"
-            f"  given{n} = static_cast<decltype(given{n})>(words);\n  emulator::late = late;\n"
+            f"  memcpy(&given{n}, argument, sizeof given{n});\n  emulator::late = late;\n"
             "  emulator::gridDim.x = blocks;\n"
-            f"  emulator::body = [] {{ kernel(*given{n}); }};\n"
+            f"  emulator::body = [] {{ kernel(given{n}); }};\n"
             "  for (int block = 0; block < blocks; ++block) emulator::run_block(block, threads);\n}\n"
         )
         return (self.code + run).replace("Problem", f"Problem{n}").replace(" kernel(", f" kernel{n}(")

@@ -8,6 +8,7 @@
 #include <ucontext.h>
 
 #include <cstdlib>
+#include <functional>
 #include <memory>
 #include <vector>
 
@@ -28,8 +29,8 @@ inline bool late;
 struct Array {
   const char *begin, *end;
 };
-inline std::vector<Array> arrays;  // what a kernel may read
-inline char shared[jax_softmax::attention::kMostSharedBytes];
+inline std::vector<Array> arrays;             // what a kernel may read
+alignas(1024) inline char shared[227 << 10];  // of the largest chips
 
 struct Copy {
   char* to;
@@ -39,13 +40,15 @@ struct Copy {
 struct Fiber {
   ucontext_t context;
   std::unique_ptr<char[]> stack;
-  bool at_barrier, done;
+  bool waits, done;
   std::vector<std::vector<Copy>> groups;  // the last one is still growing
+  const void* waits_at;                   // a barrier of hopper/warpgroup.cuh
 };
 struct Warp {
   int arrived;
   unsigned generation;
   uint32_t given[32][12], made[32][4];
+  const void* operands[32][2];
 };
 inline std::vector<Fiber> fibers;
 inline std::vector<Warp> warps;
@@ -89,7 +92,10 @@ inline void begin() {
   yield();
 }
 
-inline bool runs(const Fiber& fiber) { return !fiber.done && !fiber.at_barrier; }
+inline bool others_first;  // whether this warp waits until others have run as far as they can
+
+inline bool runs(const Fiber& fiber) { return !fiber.done && !fiber.waits; }
+inline std::vector<std::function<void()>> at_begin;  // of a block
 
 inline void run_block(unsigned block, int threads) {
   memset(shared, 0xff, sizeof shared);  // NaN, until it is written
@@ -97,6 +103,7 @@ inline void run_block(unsigned block, int threads) {
   warps = std::vector<Warp>(threads / 32);
   at_barrier = 0;
   blockIdx.x = block;
+  for (const auto& clear : at_begin) clear();
   for (Fiber& fiber : fibers) {
     fiber.stack = std::make_unique<char[]>(1 << 17);
     fiber.groups.emplace_back();
@@ -107,19 +114,23 @@ inline void run_block(unsigned block, int threads) {
   }
   for (int done = 0; done < threads;) {
     done = 0;
+    bool any_ran = false;
     for (int w = 0; w < threads / 32; ++w) {
       const int warp = barriers % 2 ? threads / 32 - 1 - w : w;
+      others_first = false;
       for (bool ran = true; ran;) {
         ran = false;
-        for (int t = 32 * warp; t < 32 * warp + 32; ++t) {
+        for (int t = 32 * warp; t < 32 * warp + 32 && !others_first; ++t) {
           if (!runs(fibers[t])) continue;
           threadIdx.x = t;
           swapcontext(&scheduler, &fibers[t].context);
-          ran = true;
+          any_ran = ran = true;
         }
+        ran &= !others_first;
       }
     }
     for (const Fiber& fiber : fibers) done += fiber.done;
+    if (!any_ran) abort();  // all wait
   }
 }
 
@@ -141,9 +152,9 @@ inline Address shared_memory() { return 0; }
 inline int lane() { return threadIdx.x % 32; }
 inline void barrier() {
   emulator::Fiber& fiber = emulator::own();
-  fiber.at_barrier = true;
+  fiber.waits = true;
   if (++emulator::at_barrier == static_cast<int>(emulator::fibers.size())) {
-    for (emulator::Fiber& other : emulator::fibers) other.at_barrier = false;
+    for (emulator::Fiber& other : emulator::fibers) other.waits = false;
     emulator::at_barrier = 0;
     ++emulator::barriers;
   }
@@ -289,9 +300,7 @@ void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b
   memcpy(c, warp.made[l], 16);
 }
 
-inline uint32_t rounded_to_tf32(float x) {
-  return x == x ? (__float_as_uint(x) + 0x1000u) & ~0x1fffu : 0x7fffe000u;
-}
+inline uint32_t rounded_to_tf32(float x) { return x == x ? (__float_as_uint(x) + 0x1000u) & ~0x1fffu : 0x7fffe000u; }
 
 template <class T>
 auto narrowed(float low, float high) {
