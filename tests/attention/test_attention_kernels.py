@@ -24,8 +24,8 @@ from attention_cases import (
     capped,
     described_call,
     fused,
-    of_learned_slopes,
     masked,
+    of_learned_slopes,
     scaled,
     wide,
 )
