@@ -110,9 +110,9 @@ constexpr Tiling hopper_tiling_of(int features, int value_features, bool reads_a
   return {2 * kWarpgroup, 1, most <= 192 && value_features <= 128 ? 128 : 64, 1, 1, kWarpgroup};
 }
 
-// Columns of a product with values, of an instruction.
+// Columns of a product with values, of an instruction: those of the panels, as it reads no others.
 constexpr int hopper_width(int value_features) {
-  return value_features <= 64 ? 64 : value_features <= 96 ? 96 : value_features <= 128 ? 128 : 256;
+  return 64 < value_features && value_features <= 96 ? 96 : static_cast<int>(ceil_div(value_features, kPanel)) * kPanel;
 }
 
 constexpr int bytes_of_panels(int rows, int features) {

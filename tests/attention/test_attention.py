@@ -141,6 +141,7 @@ FIRST_ON_HOPPER = [
     Case(biased, (147, 64), (128, 128), "bhid,bhjd,jhbe", product="float32", drops=True, n_batch=(1, 2)),
     Case(causal, (330, 330), (192, 128), "bihgd,bjhd,bjhe", "float16", n_batch=(1, 1)),
     Case(causal, (197, 300), (24, 256), "id,jd,je"),
+    Case(causal, (150, 130), (160, 160), n_batch=(1, 1)),
 ]
 
 

@@ -48,7 +48,8 @@ def kernels(late=False, in_jax=False, compute_capability=80):
             addresses = [(ctypes.c_uint64 * len(of))(*of) for of in (words, ends)]
             argument = b"".join(maps) + bytes(addresses[0]) + bytes(64)  # to the end of its type
             with _running:  # a kernel's threads have the emulator for themselves
-                function(step["blocks"], step["threads"], late, argument, *addresses, len(ends))
+                launch = step["blocks"], step["threads"], step["shared_bytes"]
+                function(*launch, late, argument, *addresses, len(ends))
             return results
 
         return jax.pure_callback(run, types, *operands)
@@ -102,11 +103,12 @@ class _Function:
         """With names of its own: constants of classes of one name are one in all libraries."""
         run = (
             f"\nstatic jax_softmax::device::Problem::Addresses given{n};\n"
-            f'extern "C" void run{n}(int blocks, int threads, int late, const void* argument, '
+            f'extern "C" void run{n}(int blocks, int threads, int shared_bytes, int late, const void* argument, '
             "const char** begins, const char** ends, int n) {\n"
             "  emulator::arrays.clear();\n"
             "  for (int k = 0; k < n; ++k) emulator::arrays.push_back({begins[k], ends[k]});\n"
             f"  memcpy(&given{n}, argument, sizeof given{n});\n  emulator::late = late;\n"
+            "  emulator::shared_bytes = shared_bytes;\n"
             "  emulator::gridDim.x = blocks;\n"
             f"  emulator::body = [] {{ kernel(given{n}); }};\n"
             "  for (int block = 0; block < blocks; ++block) emulator::run_block(block, threads);\n}\n"

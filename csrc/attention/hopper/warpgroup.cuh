@@ -105,13 +105,13 @@ struct WarpgroupProduct;
 #define JAX_SOFTMAX_NAMES_OF_128 \
   JAX_SOFTMAX_NAMES_0 ", " JAX_SOFTMAX_NAMES_16 ", " JAX_SOFTMAX_NAMES_32 ", " JAX_SOFTMAX_NAMES_48
 #define JAX_SOFTMAX_REGISTERS_OF_128 JAX_SOFTMAX_16(0), JAX_SOFTMAX_16(4), JAX_SOFTMAX_16(8), JAX_SOFTMAX_16(12)
-#define JAX_SOFTMAX_NAMES_OF_256                                                                    \
+#define JAX_SOFTMAX_NAMES_OF_192                                                                    \
   JAX_SOFTMAX_NAMES_0 ", " JAX_SOFTMAX_NAMES_16 ", " JAX_SOFTMAX_NAMES_32 ", " JAX_SOFTMAX_NAMES_48 \
-                      ", " JAX_SOFTMAX_NAMES_64 ", " JAX_SOFTMAX_NAMES_80 ", " JAX_SOFTMAX_NAMES_96 \
-                      ", " JAX_SOFTMAX_NAMES_112
-#define JAX_SOFTMAX_REGISTERS_OF_256                                                                                   \
-  JAX_SOFTMAX_16(0), JAX_SOFTMAX_16(4), JAX_SOFTMAX_16(8), JAX_SOFTMAX_16(12), JAX_SOFTMAX_16(16), JAX_SOFTMAX_16(20), \
-      JAX_SOFTMAX_16(24), JAX_SOFTMAX_16(28)
+                      ", " JAX_SOFTMAX_NAMES_64 ", " JAX_SOFTMAX_NAMES_80
+#define JAX_SOFTMAX_REGISTERS_OF_192 \
+  JAX_SOFTMAX_16(0), JAX_SOFTMAX_16(4), JAX_SOFTMAX_16(8), JAX_SOFTMAX_16(12), JAX_SOFTMAX_16(16), JAX_SOFTMAX_16(20)
+#define JAX_SOFTMAX_NAMES_OF_256 JAX_SOFTMAX_NAMES_OF_192 ", " JAX_SOFTMAX_NAMES_96 ", " JAX_SOFTMAX_NAMES_112
+#define JAX_SOFTMAX_REGISTERS_OF_256 JAX_SOFTMAX_REGISTERS_OF_192, JAX_SOFTMAX_16(24), JAX_SOFTMAX_16(28)
 #define JAX_SOFTMAX_PRODUCT(T, type, columns, i0, i1, i2, i3, i4)                                                     \
   template <>                                                                                                         \
   struct WarpgroupProduct<T, columns> {                                                                               \
@@ -136,6 +136,7 @@ struct WarpgroupProduct;
 JAX_SOFTMAX_PRODUCTS(64, "%32", "%33", "%34", "%35", "%36")
 JAX_SOFTMAX_PRODUCTS(96, "%48", "%49", "%50", "%51", "%52")
 JAX_SOFTMAX_PRODUCTS(128, "%64", "%65", "%66", "%67", "%68")
+JAX_SOFTMAX_PRODUCTS(192, "%96", "%97", "%98", "%99", "%100")
 JAX_SOFTMAX_PRODUCTS(256, "%128", "%129", "%130", "%131", "%132")
 
 }  // namespace jax_softmax::device

@@ -31,6 +31,7 @@ struct Array {
 };
 inline std::vector<Array> arrays;             // what a kernel may read
 alignas(1024) inline char shared[227 << 10];  // of the largest chips
+inline size_t shared_bytes;                   // that a block has of it
 
 struct Copy {
   char* to;
@@ -98,7 +99,7 @@ inline bool runs(const Fiber& fiber) { return !fiber.done && !fiber.waits; }
 inline std::vector<std::function<void()>> at_begin;  // of a block
 
 inline void run_block(unsigned block, int threads) {
-  memset(shared, 0xff, sizeof shared);  // NaN, until it is written
+  memset(shared, 0xff, shared_bytes);  // NaN, until it is written
   fibers = std::vector<Fiber>(threads);
   warps = std::vector<Warp>(threads / 32);
   at_barrier = 0;
@@ -185,7 +186,7 @@ inline float coarse_tanh(float x) { return tanhf(x) * (1 + 0x1p-12f); }
 
 template <int bytes>
 void begin_copy(Address to, const void* from, bool exists) {
-  if (to % bytes != 0 || to + bytes > sizeof emulator::shared) abort();
+  if (to % bytes != 0 || to + bytes > emulator::shared_bytes) abort();
   if (exists && reinterpret_cast<uintptr_t>(from) % bytes != 0) abort();
   if (exists) emulator::check_read(from, bytes);
   const emulator::Copy copy{emulator::shared + to, exists ? from : nullptr, bytes};
@@ -203,17 +204,17 @@ void wait_for_all_but_last() {
 }
 template <int words>
 void read_shared(float (&to)[words], Address from) {
-  if (from % (4 * words) != 0 || from + 4 * words > sizeof emulator::shared) abort();
+  if (from % (4 * words) != 0 || from + 4 * words > emulator::shared_bytes) abort();
   memcpy(to, emulator::shared + from, 4 * words);
 }
 
 inline void write_shared(Address to, const float (&from)[4]) {
-  if (to % 16 != 0 || to + 16 > sizeof emulator::shared) abort();
+  if (to % 16 != 0 || to + 16 > emulator::shared_bytes) abort();
   memcpy(emulator::shared + to, from, 16);
 }
 
 inline void load_rows(uint32_t (&to)[4], Address row, bool transposed) {
-  if (row % 16 != 0 || row + 16 > sizeof emulator::shared) abort();
+  if (row % 16 != 0 || row + 16 > emulator::shared_bytes) abort();
   const int l = lane();
   emulator::Warp& warp = emulator::own_warp();
   warp.given[l][0] = row;
@@ -336,7 +337,7 @@ auto read_global(const T* from) {
 }
 template <class T>
 auto read_shared_as(Address from) {
-  if (from % sizeof(T) != 0 || from + sizeof(T) > sizeof emulator::shared) abort();
+  if (from % sizeof(T) != 0 || from + sizeof(T) > emulator::shared_bytes) abort();
   return widened(*reinterpret_cast<const T*>(emulator::shared + from));
 }
 

@@ -90,7 +90,7 @@ inline void copy_box(uint32_t to, const TensorMap& map, const std::vector<int>& 
     }
     for (uint32_t c = 0; c < bytes; c += 16) {
       const int64_t feature = first[0] + c / 2;
-      if (to + c + 16 > sizeof shared) abort();
+      if (to + c + 16 > shared_bytes) abort();
       if (exists && feature < static_cast<int64_t>(map.extents[0])) {
         const char* const from = map.array + 2 * (row * static_cast<int64_t>(map.extents[0]) + feature);
         check_read(from, 16);
@@ -118,7 +118,7 @@ struct Matrix {
   }
   uint16_t at(uint32_t row, uint32_t column) const {
     uint32_t address = first + row / 8 * rows + row % 8 * 128 + column / 64 * panel + column % 64 * 2;
-    if (address + 2 > sizeof shared) abort();
+    if (address + 2 > shared_bytes) abort();
     uint16_t bits;
     memcpy(&bits, shared + swizzled(address), 2);
     return bits;
