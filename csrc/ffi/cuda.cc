@@ -130,10 +130,9 @@ ffi::Error plan(const XlaCall& xla_call, const Addresses& addresses, Planned* pl
   if (!plan) return failed(planned->call, "no kernel covers this shape and dtype");
   const int64_t needed = scratch_bytes(*plan, problem), given = scratch_bytes_of(call);
   if (needed > given) {
-    return failed(planned->call, "its kernels need " + std::to_string(needed) +
-                                     " bytes of scratch memory on this GPU, "
-                                     "and the program has " +
-                                     std::to_string(given) + ": lower or export it anew");
+    const std::string bytes = std::to_string(needed) + " bytes of scratch memory on this GPU, and the program has ";
+    const std::string message = "its kernels need " + bytes + std::to_string(given) + ": lower or export it anew";
+    return failed(planned->call, message);
   }
   planned->steps = steps_of(*plan, problem, call, device.value);
   planned->words = words_of(call, needed > 0);
