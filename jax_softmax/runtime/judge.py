@@ -240,7 +240,8 @@ class Attention(NamedTuple):
 
 
 def reason_against_attention(work: Attention) -> str:
-    """Why attention's kernels do not make it: that they take longer than the program that has its weights in memory."""
+    """Why attention's kernels do not make it: that they, with their calls, take longer than the program that has its
+    weights in memory."""
     extents, features = work.extents, (work.extents["d"] + work.extents["e"]) / 2
     of_dtype = costs.ATTENTION_OF_FLOAT32 if work.bytes_of_number == 4 else 1
     multiple = max(costs.ATTENTION_LEAST, features / costs.ATTENTION_FEATURES)
@@ -258,7 +259,7 @@ def reason_against_attention(work: Attention) -> str:
     theirs: float = work.batch * extents["i"] * extents["j"]
     theirs *= work.score_bytes + work.n_products * features * costs.PRODUCT_OF_FEATURE * work.bytes_of_number / 2
     theirs *= 2 if extents["j"] % 8 else 1  # rows that no product reads by whole packs
-    ours *= work.visible_part
+    ours = ours * work.visible_part + len(work.kernels) * costs.CALL
     if ours <= theirs * costs.WORTH_NO_WEIGHTS:
         return ""
     times = [f"{n / costs.BYTES_OF_PICOSECOND / 1e6:,.2f} µs" for n in (ours, theirs)]

@@ -1,5 +1,6 @@
 """`fuse` under JAX's transformations: functions that run as they are, and what they keep for their derivatives."""
 
+import emulated
 import jax
 import jax.experimental.checkify
 import jax.export
@@ -91,8 +92,9 @@ class TestResiduals:
 
     @staticmethod
     def of(f, *args):
-        """Shapes and dtypes."""
-        kept = jax.eval_shape(lambda *args: jax.vjp(f, *args)[1], *args)
+        """Shapes and dtypes, where kernels make what they can."""
+        with emulated.all_kernels():
+            kept = jax.eval_shape(lambda *args: jax.vjp(f, *args)[1], *args)
         return sorted((a.shape, a.dtype.name) for a in jax.tree.leaves(kept) if a.size > 1)
 
     def test_of_attention_through_float32(self):

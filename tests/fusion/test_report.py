@@ -50,6 +50,16 @@ def with_reference(ref, x):
     return jax.nn.softmax(x + ref[...])
 
 
+def model(weights, embedding, tokens):
+    """The loss of layers of attention."""
+    x = embedding[tokens]
+    for of_layer in weights:
+        q, k, v = jnp.einsum("bsf,nfhd->nbshd", x, of_layer)
+        x += jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape)
+    log_p = jax.nn.log_softmax((x @ embedding.T).astype(F32))
+    return -jnp.take_along_axis(log_p, tokens[..., None], -1).mean()
+
+
 SLOW_VIEW = shaped(64, 3001, 3, 29, dtype=BF16)
 PROGRAMS = {
     "not folded": (of_many_arrays, shaped(8, 8, 64, 512), *[shaped(8, 8, 64, 512)] * 40),
@@ -138,6 +148,15 @@ def test_elements_that_xla_makes_of_rows(name):
     """The kernel is another operator's, and the program's has its line."""
     report = fuse(lambda x: jnp.sum(getattr(jax.nn, name)(x) * 2, 1)).explain(shaped(8192, 4096))
     assert [(line.op, line.why_xla) for line in report] == [("logsumexp", ""), (name, judge.MADE_OF_ROWS)]
+
+
+@pytest.mark.parametrize("length,n_calls", [(128, 0), (2048, 7)])
+def test_a_small_program_calls_no_kernel(length, n_calls):
+    """What kernels save there is less than their calls cost."""
+    arrays = shaped(2, 3, 128, 2, 64, dtype=BF16), shaped(1024, 128, dtype=BF16), shaped(8, length, dtype=jnp.int32)
+    step = jax.jit(fuse(jax.value_and_grad(model, (0, 1))))
+    lowered = step.trace(*arrays).lower(lowering_platforms=("cuda",))
+    assert lowered.as_text().count("custom_call @jax_softmax") == n_calls
 
 
 def test_float64():

@@ -62,7 +62,8 @@ def test_the_gradient_takes_the_place_of_the_logits(chunk, programs):
         return linear_cross_entropy(x, w, labels, chunk=chunk, reduction=None).sum()
 
     for f in (jax.grad(each, (0, 1)), jax_softmax.fuse(step), jax_softmax.fuse(jax.grad(each, (0, 1)))):
-        assert for_cuda(f, *LARGE).count("output_operand_alias<") == programs
+        with emulated.all_kernels():  # of chunks as small as these kernels save little
+            assert for_cuda(f, *LARGE).count("output_operand_alias<") == programs
     assert "output_operand_alias<" not in for_cuda(each, *LARGE)
 
 

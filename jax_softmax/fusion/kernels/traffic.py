@@ -28,7 +28,11 @@ class Traffic(NamedTuple):
 
     @property
     def kernel_wins(self) -> bool:
-        """Whether the kernel moves so many fewer bytes that it is faster."""
+        """Whether the kernel moves so many fewer bytes that it is faster, by more than a call costs."""
+        return self.moves_fewer and self.ours + costs.CALL < self.xla
+
+    @property
+    def moves_fewer(self) -> bool:
         return self.ours < costs.KERNEL_WINS * self.xla
 
 
@@ -129,11 +133,13 @@ def reason_by_traffic(traffic: Traffic, kernel_wins: bool, reason_of_view: str) 
         return judge.NOT_COMPILED
     moves = f"moves {byte_text(traffic.xla)}, the kernel {byte_text(traffic.ours)}"
     if not kernel_wins:
-        return f"{moves}{NOT_FEWER if traffic.ours <= traffic.xla else ''}"
+        not_fewer = NOT_FEWER if traffic.ours <= traffic.xla else ""
+        return f"{moves}{LESS_THAN_CALL if traffic.moves_fewer else not_fewer}"
     return reason_of_view and f"{reason_of_view}, though it {moves}"
 
 
 NOT_FEWER = f", not {100 * (1 - costs.KERNEL_WINS):.0f} % fewer"
+LESS_THAN_CALL = ", which saves less time than a call costs"
 
 
 def byte_text(n: float) -> str:
