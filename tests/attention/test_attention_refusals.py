@@ -203,16 +203,6 @@ NOT_ATTENTION = {
         OPERANDS,
         "keys and values must have the same batch letters, of those of q",
     ),
-    "values of float16": (
-        lambda q, k, v: output(softmax(scores(q, k)), v.astype(jnp.float16)),
-        OPERANDS,
-        "queries, keys and values are of bfloat16 and float16",
-    ),
-    "an output of float32": (
-        lambda q, k, v: output(softmax(scores(q, k)), v, preferred_element_type=jnp.float32),
-        OPERANDS,
-        "a product's result is not rounded to bfloat16",
-    ),
     "values of two dimensions": (
         lambda q, k, v: jnp.einsum(
             "bhij,bjhcd->bihcd", softmax(scores(q, k)).astype(v.dtype), v.reshape(B, KEYS, H, 2, 4)
@@ -250,6 +240,18 @@ NOT_ATTENTION = {
 
 # What is attention, as far from the above as it gets.
 ATTENTION = {
+    "values of float16": differentiated(lambda q, k, v: output(softmax(scores(q, k)), v.astype(jnp.float16))),
+    "an output of float32": differentiated(
+        lambda q, k, v: output(softmax(scores(q, k)), v, preferred_element_type=jnp.float32)
+    ),
+    "weights of float32 and values of 16 bits": differentiated(
+        lambda q, k, v: jnp.einsum("bhij,bjhd->bihd", softmax(scores(q, k).astype(jnp.float32)), v)
+    ),
+    "scores of float32 and values of 16 bits, in float32": differentiated(
+        lambda q, k, v: jnp.einsum(
+            "bhij,bjhd->bihd", softmax(scores(q.astype(jnp.float32), k.astype(jnp.float32))), v.astype(jnp.float32)
+        )
+    ),
     "values that all heads share": differentiated(
         lambda q, k, v: jnp.einsum("bhij,bjd->bihd", softmax(scores(q, k)).astype(v.dtype), v[:, :, 0])
     ),

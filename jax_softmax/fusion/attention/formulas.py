@@ -4,6 +4,8 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import jax.numpy as jnp
+
 from jax_softmax import _kernels
 from jax_softmax.fusion.attention.call import Attention, LetteredSide, SideCotangent
 from jax_softmax.fusion.attention.linear import is_linear, multipliers, without_roundings
@@ -164,7 +166,7 @@ class Formulas:
         """The parts in which a gradient's sum over the batch is made, so that there are enough blocks."""
         extents, letters = self.match.extents, self.match.letters
         rows, step = _kernels.attention_tile(
-            "scores", extents["d"], extents["e"], self.match.q.variable.aval.dtype.itemsize
+            "scores", extents["d"], extents["e"], jnp.dtype(self.match.dtype).itemsize
         )
         blocks = math.prod(extents[c] for c in kept) * -(-extents["i"] // rows) * -(-extents["j"] // step)
         summed = math.prod(extents[c] for c in letters.batch if c not in kept)

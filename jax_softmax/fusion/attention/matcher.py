@@ -12,6 +12,8 @@ was all of it; if something does, the program stays as it was.
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import jax.numpy as jnp
+
 from jax_softmax import _kernels
 from jax_softmax.fusion import backend
 from jax_softmax.fusion.attention import casts, kernels, learned, log_sums, logarithms, several
@@ -145,7 +147,7 @@ class Match:
             self.formulas.attention,
             self.extents,
             *self._work_per_score(),
-            self.q.variable.aval.dtype.itemsize,
+            jnp.dtype(self.dtype).itemsize,
         )
         self.results = self._results()
         if why := backend.in_use().reason_against_attention(self.found):
@@ -277,18 +279,21 @@ class Match:
             self._letters_of_operand(values[0], of_keys, "e"),
         )
         self.extents = {self.names[f]: f.extent for f in (*batch, j, d)} | {"e": sum(f.extent for f in features)}
-        dtypes = {of.variable.aval.dtype.name for of in (self.q, self.k, *values, *self.values.o_cotangents)}
-        if len(dtypes) != 1:
-            raise NoAttention(f"queries, keys and values are of {' and '.join(sorted(dtypes))}")
-        (self.dtype,) = dtypes
-        if self.dtype == "float32" and not all(map(casts.is_of_default_precision, self._products())):
-            raise NoAttention("products of float32 are asked to be more precise than TF32")
+        self.dtype = self._dtype_of([self.q, self.k, *values, *self.values.o_cotangents])
         if why := _kernels.why_no_attention(",".join(self.letters), self.extents, self.dtype):
             raise NoAttention(why)
+        if self.dtype == "float32" and not all(map(casts.is_of_default_precision, self._products())):
+            raise NoAttention("products of float32 are asked to be more precise than TF32")
+
+    def _dtype_of(self, operands: list[Operand]) -> str:
+        """The dtype of the kernels' operands and results: 16 bits if all operands are of those, and results are rounded
+        to them; otherwise the one to which the operands are widened."""
+        dtype, *others = {of.variable.aval.dtype for of in operands}
         made = [p[0].equation.outputs[0] for p in (*self.outputs, *self.dvs, self.dq, self.dk) if p]
         made += [self.tangents.result] if self.tangents and self.tangents.linear else []
-        if not all(casts.is_rounded(self.graph, a, self.dtype) for a in made):
-            raise NoAttention(f"a product's result is not rounded to {self.dtype}")
+        if others or not all(casts.is_rounded(self.graph, a, dtype.name) for a in made):
+            dtype = jnp.result_type(dtype, *others, jnp.float32)
+        return dtype.name
 
     def _may_be_queries(self, f: Factor) -> bool:
         """Whether a factor is summed up in the products that leave the keys, and left in all others."""

@@ -58,6 +58,8 @@ def equations_by_kernels(match: "Match") -> dict[Equation, list[Equation]]:
     def by_kernels(*operands: Array) -> list[Array]:
         rest = iter([of.to_letters(a, names, c) for (of, c), a in zip(in_order, operands, strict=True)])
         given = {name: [next(rest) for _ in group] for name, group in reads.items()}
+        for name in given.keys() - {"sides", "sink", "cotangents"}:
+            given[name] = [a.astype(match.dtype) for a in given[name]]
         if sink is not None and not is_variable(sink):
             given["sink"] = [jnp.float32(sink.val)]
         made = _made(attention, {r.name for r in match.results}, **given)
