@@ -153,7 +153,8 @@ nb::dict plan_attention_call(const Arrays& operands, const Arrays& results, cons
   return step_of(step);
 }
 
-std::pair<int, int> attention_tile(const std::string& kernel, int features, int value_features, int bytes_of_number) {
+std::pair<int, int> attention_tile(const std::string& kernel, int features, int value_features, int bytes_of_number,
+                                   bool reads_arrays) {
   using namespace attention;
   const auto known = std::find(std::begin(kKernelNames), std::end(kKernelNames), kernel);
   const bool has_numbers = bytes_of_number == 2 || bytes_of_number == 4;
@@ -162,7 +163,7 @@ std::pair<int, int> attention_tile(const std::string& kernel, int features, int 
     throw nb::value_error("no such kernel of attention");
   }
   const Tiling tiling =
-      tiling_of(KernelKind(known - std::begin(kKernelNames)), features, value_features, bytes_of_number);
+      tiling_of(KernelKind(known - std::begin(kKernelNames)), features, value_features, bytes_of_number, reads_arrays);
   return {tiling.rows(), tiling.step};
 }
 
@@ -253,7 +254,7 @@ NB_MODULE(_kernels, m) {
   m.def("why_no_attention", &why_no_attention, nb::arg("letters"), nb::arg("extents"), nb::arg("dtype"),
         "Why attention has no kernels for these; or \"\".");
   m.def("attention_tile", &attention_tile, nb::arg("kernel"), nb::arg("features"), nb::arg("value_features"),
-        nb::arg("bytes_of_number"),
+        nb::arg("bytes_of_number"), nb::arg("reads_arrays"),
         "How many rows stay in a block of a kernel of attention, and how many pass in a step.");
   m.def("plan_attention", &plan_attention_call, nb::arg("operands"), nb::arg("results"), nb::arg("attributes"),
         nb::arg("compute_capability") = 90, nb::arg("multiprocessors") = 132,

@@ -54,9 +54,17 @@ inline constexpr TilingsOfFeatures kTilingsOf32Bits[] = {
     {64, {{4, 2, 64, 1, 2}, {4, 2, 32, 1, 2}, {4, 2, 32, 1, 2}, {4, 1, 64, 1, 2}, {4, 1, 32, 1, 2}}},
     {128, {{4, 2, 16, 1, 2}, {4, 1, 16, 1, 2}, {4, 1, 16, 1, 2}, {2, 1, 32, 1, 2}, {2, 1, 16, 1, 2}}},
 };
+// Where scores read arrays of queries x keys, smaller ones leave room for these to pass as well.
+inline constexpr TilingsOfFeatures kTilingsOf32BitsWithArrays[] = {
+    {64, {{4, 1, 32, 1, 2}, {4, 1, 32, 1, 2}, {4, 1, 32, 1, 2}, {4, 1, 64, 1, 2}, {4, 1, 32, 1, 2}}},
+    {128, {{4, 1, 16, 1, 2}, {2, 1, 16, 1, 2}, {2, 1, 16, 1, 2}, {2, 1, 32, 1, 2}, {2, 1, 16, 1, 2}}},
+};
 constexpr int most_features(int bytes_of_number) { return bytes_of_number == 2 ? 256 : 128; }
-constexpr Tiling tiling_of(KernelKind kernel, int features, int value_features, int bytes_of_number) {
-  const TilingsOfFeatures* row = bytes_of_number == 2 ? kTilingsOf16Bits : kTilingsOf32Bits;
+constexpr Tiling tiling_of(KernelKind kernel, int features, int value_features, int bytes_of_number,
+                           bool reads_arrays) {
+  const TilingsOfFeatures* row = bytes_of_number == 2 ? kTilingsOf16Bits
+                                 : reads_arrays       ? kTilingsOf32BitsWithArrays
+                                                      : kTilingsOf32Bits;
   while (row->most_features < features || row->most_features < value_features) ++row;
   return row->by_kernel[static_cast<int>(kernel)];
 }
@@ -79,8 +87,8 @@ constexpr int pitch(int padded_features, int bytes_of_number) {
 // What the backward kernels read of a row: its pivot, the logarithm of its sum, and rowsum(o * do).
 inline constexpr int kBytesOfRow = 3 * 4;
 
-constexpr int shared_bytes(KernelKind kernel, int features, int value_features, int bytes_of_number) {
-  const Tiling tiling = tiling_of(kernel, features, value_features, bytes_of_number);
+constexpr int shared_bytes(KernelKind kernel, const Tiling& tiling, int features, int value_features,
+                           int bytes_of_number) {
   const int of_q = kBytesOfPack * pitch(padded(features, tiling), bytes_of_number);
   const int both = of_q + kBytesOfPack * pitch(padded(value_features, tiling), bytes_of_number);
   if (kernel == KernelKind::kScores) return (tiling.rows() + tiling.step) * both;

@@ -422,8 +422,8 @@ std::string plan_attention(const AttentionCall& call, const Device& device, Step
   int bytes = hopper_shared_bytes(tiling, d, e), most_bytes = device.shared_memory_per_block;
   const bool on_hopper = suits_hopper(problem, device) && bytes * tiling.resident <= most_bytes;
   if (!on_hopper) {
-    tiling = tiling_of(problem.kernel, d, e, bytes_of(problem.dtype));
-    bytes = shared_bytes(problem.kernel, d, e, bytes_of(problem.dtype));
+    tiling = tiling_of(problem.kernel, d, e, bytes_of(problem.dtype), reads_arrays);
+    bytes = shared_bytes(problem.kernel, tiling, d, e, bytes_of(problem.dtype));
     most_bytes = kMostSharedBytes;
   }
   problem.tiling = tiling;

@@ -35,13 +35,17 @@ class Backend:
     def reason_against_attention(self, found: "FoundAttention") -> str:
         """Why attention's kernels do not make what was found; "" if they do."""
         attention, extents = found.attention, found.extents
-        batch = math.prod(extents[c] for c in attention.letters.batch)
+        batch, batch_of_keys = (
+            math.prod(extents[c] for c in letters)
+            for letters in (attention.letters.batch, attention.letters.batch_of_keys)
+        )
         visible_part = attention.visible_part(**extents)
         work = judge.Attention(
             batch,
+            batch_of_keys,
             extents,
             visible_part,
-            attention.kernels,
+            {kernel: attention.reads_arrays(kernel) for kernel in attention.kernels},
             found.bytes_per_score,
             found.n_products,
             found.bytes_of_number,

@@ -80,10 +80,12 @@ ATTENTION_MANY = 1.79
 # In float32, multiplied as TF32, so many times as long. attention.md, "plain B8 S1024 H16 D128 float32" with gradients.
 ATTENTION_OF_FLOAT32 = 2.6
 
+# In float32, with smaller tiles where scores read arrays of queries x keys, so many times as long. Chosen.
+ATTENTION_WITH_ARRAYS = 1.3
+
 # What a program without these kernels pays, beside its bytes, for a score and a feature of each product. attention.md,
 # "plain B8 S1024 H16 D256" beside 128 features, of 6 products.
 PRODUCT_OF_FEATURE = 0.0037 * BYTES_OF_PICOSECOND
 
 # Kernels that keep no weights in memory may take so many times as long as what does. Chosen.
 WORTH_NO_WEIGHTS = 1.02
-ATTENTION_BLOCKS = 2 * MULTIPROCESSORS  # that run at once

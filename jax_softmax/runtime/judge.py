@@ -15,7 +15,7 @@ for all kinds of GPUs.
 
 import enum
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -231,9 +231,10 @@ class Attention(NamedTuple):
     """What attention's kernels would do, and what they would save."""
 
     batch: int
+    batch_of_keys: int  # of which the rest of the batch is a multiple, that shares keys
     extents: dict[str, int]  # of queries i, keys j, features d, and features of values e
     visible_part: float  # of all scores, those that kernels visit
-    kernels: Sequence[str]  # those that would run
+    kernels: Mapping[str, bool]  # those that would run, and whether each reads arrays of queries x keys
     score_bytes: int  # which the program moves for a score
     n_products: int  # which the program makes of or with arrays of queries x keys
     bytes_of_number: int = 2  # of q, k and v
@@ -250,12 +251,14 @@ def reason_against_attention(work: Attention) -> str:
     prices |= dict.fromkeys(("keys", "queries"), many * costs.ATTENTION_BACKWARD / 2)
     prices["tangents"] = costs.ATTENTION_TANGENTS * many * costs.ATTENTION_FORWARD
     ours = 0.0
-    for kernel in work.kernels:
-        rows, step = _kernels.attention_tile(kernel, extents["d"], extents["e"], work.bytes_of_number)
+    for kernel, reads_arrays in work.kernels.items():
+        rows, step = _kernels.attention_tile(kernel, extents["d"], extents["e"], work.bytes_of_number, reads_arrays)
         stay, pass_by = (extents[c] for c in ("ji" if kernel == "keys" else "ij"))
-        blocks, steps = -(-stay // rows), -(-pass_by // step)
-        scores = work.batch * blocks * rows * steps * step
-        ours += prices[kernel] * of_dtype * multiple * scores * max(1, costs.ATTENTION_BLOCKS / (work.batch * blocks))
+        rows_of_blocks, steps = -(-stay // rows), -(-pass_by // step)
+        scores = work.batch * rows_of_blocks * rows * steps * step
+        blocks = rows_of_blocks * (work.batch_of_keys if kernel == "keys" else work.batch)
+        price = prices[kernel] * (costs.ATTENTION_WITH_ARRAYS if reads_arrays and work.bytes_of_number == 4 else 1)
+        ours += price * of_dtype * multiple * scores * max(1, costs.MULTIPROCESSORS / blocks)
     theirs: float = work.batch * extents["i"] * extents["j"]
     theirs *= work.score_bytes + work.n_products * features * costs.PRODUCT_OF_FEATURE * work.bytes_of_number / 2
     theirs *= 2 if extents["j"] % 8 else 1  # rows that no product reads by whole packs

@@ -105,7 +105,8 @@ def where(name, letters, at, case):
     """An element's indices, and the tile, row of it and column where the kernel that made it has it."""
     indices = dict(zip(letters, (int(n) for n in at), strict=True))
     kernel = {"o": "forward", "dk": "keys", "dv": "keys"}.get(name, "queries")
-    rows, _ = _kernels.attention_tile(kernel, *case.features, jnp.dtype(case.dtype).itemsize)
+    reads_arrays = attention_in(case)[kernel][0].reads_arrays(kernel)
+    rows, _ = _kernels.attention_tile(kernel, *case.features, jnp.dtype(case.dtype).itemsize, reads_arrays)
     row = indices.get("i" if kernel != "keys" else "j", 0)
     return f"{indices} (tile {row // rows} of {rows} rows, row {row % rows}, column {at[-1]})"
 

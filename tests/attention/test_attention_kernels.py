@@ -105,7 +105,7 @@ def test_tiles_fit_and_cover_everything(kernel, score):
     of_16_bits = itertools.product(range(8, 257, 8), (8, 64, 128, 136, 256), ["bfloat16"])
     of_32_bits = itertools.product(range(8, 129, 8), (8, 64, 72, 128), ["float32"])
     for d, e, dtype in (*of_16_bits, *of_32_bits):
-        rows, step = _kernels.attention_tile(kernel, d, e, jnp.dtype(dtype).itemsize)
+        rows, step = _kernels.attention_tile(kernel, d, e, jnp.dtype(dtype).itemsize, attention.reads_arrays(kernel))
         assert rows % 16 == 0 and step % 16 == 0
         parts = 2 if kernel == "keys" and max(d, e) > 128 else 1
         for n in (1, 15, 16, 197, 2048):
@@ -117,7 +117,7 @@ def test_tiles_fit_and_cover_everything(kernel, score):
 
 
 # The tiles of csrc/attention/geometry.h by the bytes of a number and the larger number of features: warps, fragments,
-# step, parts, resident.
+# step, parts, resident. Of float32 there are others where scores read arrays of queries x keys.
 TILINGS = {
     (2, 64): [(4, 2, 64, 1, 2), (4, 2, 32, 1, 2), (4, 2, 32, 1, 2), (4, 2, 64, 1, 2), (4, 2, 32, 1, 2)],
     (2, 128): [(4, 2, 64, 1, 2), (4, 1, 64, 1, 2), (4, 2, 32, 1, 2), (4, 1, 64, 1, 2), (4, 1, 32, 1, 2)],
@@ -125,13 +125,18 @@ TILINGS = {
     (4, 64): [(4, 2, 64, 1, 2), (4, 2, 32, 1, 2), (4, 2, 32, 1, 2), (4, 1, 64, 1, 2), (4, 1, 32, 1, 2)],
     (4, 128): [(4, 2, 16, 1, 2), (4, 1, 16, 1, 2), (4, 1, 16, 1, 2), (2, 1, 32, 1, 2), (2, 1, 16, 1, 2)],
 }
+WITH_ARRAYS = {
+    (4, 64): [(4, 1, 32, 1, 2), (4, 1, 32, 1, 2), (4, 1, 32, 1, 2), (4, 1, 64, 1, 2), (4, 1, 32, 1, 2)],
+    (4, 128): [(4, 1, 16, 1, 2), (2, 1, 16, 1, 2), (2, 1, 16, 1, 2), (2, 1, 32, 1, 2), (2, 1, 16, 1, 2)],
+}
 OF_KERNEL = {kernel: k for k, kernel in enumerate(("forward", "keys", "queries", "scores", "tangents"))}
 
 
 def launch_by_formula(kernel, attention, extents, dtype):
     """Blocks, threads, bytes of shared memory, launch bounds, and the sides that pass through shared memory."""
     d, e, n_bytes = extents["d"], extents["e"], jnp.dtype(dtype).itemsize
-    of_dtype = {most: t for (of, most), t in TILINGS.items() if of == n_bytes}
+    tilings = TILINGS | (WITH_ARRAYS if attention.reads_arrays(kernel) else {})
+    of_dtype = {most: t for (of, most), t in tilings.items() if of == n_bytes}
     tilings = next(t for most, t in of_dtype.items() if max(d, e) <= most)
     warps, fragments, step, parts, resident = tilings[OF_KERNEL[kernel]]
     rows, stay, letters = 16 * warps * fragments, "j" if kernel == "keys" else "i", attention.letters

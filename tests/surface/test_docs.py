@@ -77,7 +77,9 @@ def test_every_reason_to_leave_a_call_to_xla_is_explained():
     first = [judge.NOT_COMPILED, *of_bytes, judge.NO_KERNEL, judge.SYMBOLIC]
     assert table == [*first, *of_views, judge.MADE_OF_ROWS, judge.WITH_ANOTHER]
     assert f"`{traffic.reason_by_traffic(found, found.kernel_wins, of_views[-1])}`" in " ".join(page.split())
-    work = judge.Attention(128, {"i": 32, "j": 32, "d": 64, "e": 64}, 1.0, ["forward"], score_bytes=12, n_products=2)
+    work = judge.Attention(
+        128, 128, {"i": 32, "j": 32, "d": 64, "e": 64}, 1.0, {"forward": False}, score_bytes=12, n_products=2
+    )
     of_attention = judge.reason_against_attention(work)
     assert f"`{of_attention}`" in " ".join(page.split())
     sizes = [f"{packs * judge._PACK} bytes" for packs in (judge._SHORT_RUN, judge._IDLING)]

@@ -40,6 +40,10 @@ class Letters(NamedTuple):
         return "".join(sorted(self.q[:-1].replace("i", ""), key=lambda letter: letter not in self.k))
 
     @property
+    def batch_of_keys(self) -> str:
+        return "".join(c for c in self.batch if c in self.k)
+
+    @property
     def rows(self) -> str:
         """The letters of an array with a number of each row of scores."""
         return self.batch + "i"
@@ -51,6 +55,11 @@ class LetteredSide(NamedTuple):
     letters: str
     dtype: str  # or "index"
     is_learned: bool = False  # whether the side's cotangent is its own, as far as letters tell
+
+    @property
+    def is_array_of_scores(self) -> bool:
+        """Whether it is one of queries x keys."""
+        return self.dtype != "index" and {"i", "j"} <= set(self.letters)
 
 
 OUTPUT = "forward", "tangents"  # the kernels that make the output
@@ -104,6 +113,10 @@ class Attention(NamedTuple):
 
     def sides_of(self, kernel: str) -> tuple[LetteredSide, ...]:
         return self.sides[: self.n_forward] if kernel in OUTPUT else self.sides
+
+    def reads_arrays(self, kernel: str) -> bool:
+        """Whether a kernel reads arrays of queries x keys."""
+        return any(side.is_array_of_scores for side in self.sides_of(kernel))
 
     @property
     def output(self) -> str:

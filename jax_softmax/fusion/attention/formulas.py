@@ -151,11 +151,10 @@ class Formulas:
             expression = step if expression is None else without_roundings(step, name).after(expression, name)
         assert expression is not None
         left = set(Operand(None, of_side.place).letters(match.names))
-        batch_of_keys = "".join(c for c in letters.batch if c in letters.k)
         if "j" not in left:
             return SideCotangent(expression, "queries", letters.rows, "float32")
         if left <= set(letters.k):
-            return SideCotangent(expression, "keys", batch_of_keys + "j", "float32")
+            return SideCotangent(expression, "keys", letters.batch_of_keys + "j", "float32")
         kept = "".join(c for c in letters.batch if c in left)
         if kept == letters.batch:
             return SideCotangent(expression, "queries", letters.rows + "j", dtype)
@@ -166,7 +165,7 @@ class Formulas:
         """The parts in which a gradient's sum over the batch is made, so that there are enough blocks."""
         extents, letters = self.match.extents, self.match.letters
         rows, step = _kernels.attention_tile(
-            "scores", extents["d"], extents["e"], jnp.dtype(self.match.dtype).itemsize
+            "scores", extents["d"], extents["e"], jnp.dtype(self.match.dtype).itemsize, True
         )
         blocks = math.prod(extents[c] for c in kept) * -(-extents["i"] // rows) * -(-extents["j"] // step)
         summed = math.prod(extents[c] for c in letters.batch if c not in kept)
@@ -180,6 +179,8 @@ class Formulas:
             if dtype not in expressions.READABLE:
                 raise NoAttention(f"scores read an array of {dtype}")
             letters = Operand(side.variable, side.place).letters(self.match.names)
+            if {"i", "j"} <= set(letters):  # whose rows kernels copy if they lie in one piece
+                letters = letters.replace("j", "") + "j"
             return LetteredSide(letters, dtype, set(letters) in learned)
         except KeyError:
             raise NoAttention("scores read an array with a dimension of its own") from None

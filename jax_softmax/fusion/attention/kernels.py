@@ -267,7 +267,7 @@ class _DeviceProgram(division.DeviceProgram):
         # q, k, v and o does that, but would be of arrays of queries x keys as well.
         arrays = [*self.space.operands, *self.space.letters_of_results(np.dtype(np.float32))]
         if not any({"i", "j"} <= set(of) for of in arrays):
-            self.exchangeable = at("i"), [at(c) for c in letters.batch if c in letters.k]
+            self.exchangeable = at("i"), list(map(at, letters.batch_of_keys))
 
     def on_whole_rows(self, layout: layouts.Layout) -> Callable[..., list[Array]]:
         divided = [c for c, n in zip(self.space.dims, layout.shape[:-1], strict=True) if n > 1]

@@ -38,6 +38,7 @@ def equations_by_kernels(match: "Match") -> dict[Equation, list[Equation]]:
     graph, place, sink = match.graph, match.rows.place_of_rows, match.rows.sink
     sinks = [] if sink is None else variables_of([sink])
     tangents = match.tangents.operands if match.tangents else {}
+    letters_of_arrays = [side.letters for side in attention.sides if side.dtype != "index"]
     of_log_sums, cotangents = [], []
     for one, form in match.of_log_sums:
         (v, _) = one.equation.outputs
@@ -49,7 +50,7 @@ def equations_by_kernels(match: "Match") -> dict[Equation, list[Equation]]:
         "v": [(value.v, letters.v) for value in match.values.each],
         "o_cotangent": [(of, letters.o) for of in match.values.o_cotangents],
         **{f"{name}_tangent": [(of, getattr(letters, name))] for name, of in tangents.items()},
-        "sides": [(a, a.letters(names)) for a in match.formulas.arrays],
+        "sides": list(zip(match.formulas.arrays, letters_of_arrays, strict=True)),
         "sink": [(Operand(a, place), letters.rows) if a.aval.shape else (Operand(a, []), "") for a in sinks],
         "cotangents": [(Operand(v, place), letters.rows) for v in cotangents],
     }
