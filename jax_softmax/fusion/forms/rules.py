@@ -79,7 +79,7 @@ def _in_one_pass(graph: Graph, equation: Equation) -> Replacements | None:
     if equation.name not in GRADIENTS or not foldable(equation):
         return None
     y, *others = equation.inputs
-    value = graph.maker.get(y)
+    value = graph.maker_of(y)
     if value is None or VJP.get(value.name) != equation.name or not foldable(value):
         return None
     is_kept = y in graph.results or graph.readers[y] != [equation] or y in others
