@@ -4,7 +4,7 @@ Before all rules equal operations of the same variables become one and products 
 (`normalized`), and what is written out becomes operators (`written_out.py`). The rules here make softmax and
 log_softmax again of x and rows' maxima and sums; those of `patterns.py` and `one_hot.py` find losses, their gradients
 and divergences. After them all, results for each row that several operators make of the same array are shared
-(`shared_normalizers.py`).
+(`shared_normalizers.py`), and gradients of two directions, as CLIP's loss has, are made of them.
 """
 
 import functools
@@ -34,7 +34,7 @@ def after_rules(graph: Graph) -> Graph:
     """The graph after all rules."""
     for rule in _RULES:
         graph = _after(rule, graph)
-    return with_shared_normalizers(graph)
+    return _after(patterns.gradients_of_two_directions, with_shared_normalizers(graph))
 
 
 def _after(rule: Rule, graph: Graph) -> Graph:
