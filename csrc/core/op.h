@@ -29,7 +29,7 @@ enum : bool { kGpuOnly = false, kOnCpu = true };
   row(softmax_and_normalizer, SoftmaxAndNormalizer, 0, kGpuOnly)   \
   row(logsumexp_and_distances, LogSumExpAndDistances, 1, kGpuOnly) \
   row(cross_entropy_gradient_and_distances, CrossEntropyGradientAndDistances, 1, kGpuOnly) \
-  row(softmax_gradient, SoftmaxGradient, 0, kGpuOnly)              \
+  row(softmax_gradient, SoftmaxGradient, 0, kGpuOnly) \
   row(log_softmax_gradient, LogSoftmaxGradient, 0, kGpuOnly)
 // clang-format on
 
