@@ -6,7 +6,8 @@ for rows of 200 to 16384). It reads each operand once and writes that array. Ker
 write and read what is between them.
 """
 
-from collections.abc import Container, Mapping
+import heapq
+from collections.abc import Container, Mapping, Set
 from typing import NamedTuple
 
 from jax_softmax.fusion.kernels.candidates import Group, is_materialized_unfolded
@@ -30,13 +31,18 @@ def chain_of(group: Group, result: Var, moved: Mapping[Equation, int]) -> Chain 
     `moved`: the bytes that are moved for each operator that may be a part of one.
     """
     graph, end = group.graph, group.equation
-    inside = {graph.maker[result]}
-    for equation in reversed(graph.equations[: graph.position[graph.maker[result]]]):
-        readers = graph.readers_of(equation)
-        is_needed = readers and graph.results.isdisjoint(equation.outputs) and inside.issuperset(readers)
-        if is_needed and _is_of_rows(equation, end, moved):
-            inside.add(equation)
-    operators = [e for e in graph.equations if e in inside and e.name in PRIMITIVES]
+    last = graph.maker[result]
+    inside: set[Equation] = set()
+    pending = [-graph.position[last]]  # a heap: what reads an equation comes out before it
+    while pending:
+        equation = graph.equations[-heapq.heappop(pending)]
+        is_kept = not graph.results.isdisjoint(equation.outputs) or not inside.issuperset(graph.readers_of(equation))
+        if equation in inside or (equation is not last and (is_kept or not _is_of_rows(equation, end, moved))):
+            continue
+        inside.add(equation)
+        for maker in {graph.maker[v] for v in variables_of(equation.inputs) if v in graph.maker}:
+            heapq.heappush(pending, -graph.position[maker])
+    operators = [e for e in inside if e.name in PRIMITIVES]
     if end not in inside or len(operators) < 2 or all(e.name in LINEAR_MAPS for e in operators):
         return None
     ours, read = sum(moved[e] for e in operators), sum(map(bytes_of, _read(graph, inside)))
@@ -52,7 +58,7 @@ def _is_of_rows(equation: Equation, end: Equation, operators: Container[Equation
     return is_alike and (equation.name not in PRIMITIVES or equation in operators)
 
 
-def _read(graph: Graph, inside: Container[Equation]) -> list[Var]:
+def _read(graph: Graph, inside: Set[Equation]) -> list[Var]:
     """The arrays in memory of which equations are made."""
 
     def is_made(v: Var) -> bool:
@@ -62,5 +68,5 @@ def _read(graph: Graph, inside: Container[Equation]) -> list[Var]:
     def following(v: Var) -> list[Var]:
         return variables_of(graph.maker[v].inputs) if is_made(v) else []
 
-    start = [v for e in graph.equations if e in inside for v in variables_of(e.inputs)]
+    start = [v for e in inside for v in variables_of(e.inputs)]
     return [v for v in each_once(start, following) if not is_made(v)]
