@@ -74,7 +74,8 @@ def test_every_reason_to_leave_a_call_to_xla_is_explained():
     table = re.findall(r"^\| ([^|]*) \|", page.partition("| `explain` says |")[2], re.MULTILINE)
     bytes_moved = "moves 8.0 MiB, the kernel 8.0 MiB"
     first = [judge.NOT_COMPILED, bytes_moved + traffic.NOT_FEWER, judge.NO_KERNEL, judge.SYMBOLIC]
-    assert table == [*first, *of_views, judge.MADE_OF_ROWS, judge.WITH_ANOTHER]
+    in_a_chain = f"{judge.IN_A_CHAIN}, which moves 8.0 MiB, the kernels 16.0 MiB"
+    assert table == [*first, *of_views, judge.MADE_OF_ROWS, judge.WITH_ANOTHER, in_a_chain]
     found = traffic.Traffic(1 << 25, 8 << 20, 16 << 20)
     assert f"`{traffic.reason_by_traffic(found, found.kernel_wins, of_views[-1])}`" in " ".join(page.split())
     work = judge.Attention(128, {"i": 32, "j": 32, "d": 64, "e": 64}, 1.0, ["forward"], score_bytes=12, n_products=2)
