@@ -33,7 +33,7 @@ def list_net(scores, relevance, mask):
 
 @st.composite
 def operands(draw):
-    """x with outliers, cotangents, a mask or none, and the axis."""
+    """x with outliers, cotangents, masks, one or none, and the axis."""
     shape = draw(st.tuples(st.integers(2, 5), st.integers(2, 40)))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     x, t = rng.normal(size=shape) * draw(st.sampled_from([0.1, 3, 1e3])), rng.normal(size=shape)
@@ -43,8 +43,8 @@ def operands(draw):
     if draw(st.booleans()):
         t *= 10.0 ** rng.integers(-3, 4, size=shape)
     dtype = draw(st.sampled_from(["float32", "bfloat16", "float16"]))
-    mask = rng.random(shape) < 0.7 if draw(st.booleans()) else None
-    return x.astype(jnp.dtype(dtype)), t.astype(jnp.dtype(dtype)), mask, draw(st.integers(0, 1))
+    masks = [rng.random(shape) < 0.7] * draw(st.integers(0, 1))
+    return x.astype(jnp.dtype(dtype)), t.astype(jnp.dtype(dtype)), masks, draw(st.integers(0, 1))
 
 
 def errors(found, exact, t, axis):
@@ -61,18 +61,18 @@ def errors(found, exact, t, axis):
 @given(operands())
 def test_numbers(name, given):
     """At most three times the unfused program's error, or a few roundings."""
-    x, t, mask, axis = given
+    x, t, masks, axis = given
 
-    def f(x, t):
+    def f(x, t, mask=None):
         y = getattr(jax.nn, name)(x, axis, where=mask)
         return (y if mask is None else jnp.where(mask, y, 0)) * t
 
     with emulated.kernels() as called:
-        found = compiled(jax.jit(fuse(gradient(f))).lower(x, t))(x, t)
+        found = compiled(jax.jit(fuse(gradient(f))).lower(x, t, *masks))(x, t, *masks)
     assert [kernel.op for kernel in called] == [f"{name}_gradient"]
-    unfused = jax.jit(gradient(f))(x, t)
+    unfused = jax.jit(gradient(f))(x, t, *masks)
     with jax.enable_x64(True):
-        exact = gradient(f)(x.astype(np.float64), t.astype(np.float64))
+        exact = gradient(f)(x.astype(np.float64), t.astype(np.float64), *masks)
     least = 4 * x.shape[axis] ** 0.5 * 2.0**-23 + float(jnp.finfo(x.dtype).eps)
     assert (errors(found, exact, t, axis) <= 3 * errors(unfused, exact, t, axis) + least).all()
 
