@@ -324,4 +324,35 @@ struct LogSoftmaxVjp : LinearBase<M> {
   static JAX_SOFTMAX_INLINE C finish(const SumOfRow<C>& row, const C* in) { return in[1] - M::exp(in[0]) * row.sum; }
 };
 
+// Softmax's and log-softmax's linear maps J t given x, in one pass: softmax's Jacobian is p (t - sum(p t)), and
+// log-softmax's transposed t - p sum(t), where p = softmax(x).
+template <class M, bool kWeighted>
+struct GradientBase : OperatorBase<M> {
+  using C = typename M::Value;
+  using Sum = SumAndTotal<C, kWeighted>;
+  static constexpr int kInputs = 2;  // x and the (co)tangent t
+  struct Finished {
+    Relative<M> relative;
+    decltype(Relative<M>::divide(C(), C())) inverse;
+    C total;
+  };
+  static JAX_SOFTMAX_INLINE C pad(int k) { return M::constant(k == 0 ? -M::kInfinity : 0); }
+  static JAX_SOFTMAX_INLINE Sum term(const Relative<M>& relative, const C* in) {
+    const C e = relative.exp(in[0]);
+    return {e, kWeighted ? e * in[1] : in[1]};
+  }
+  static JAX_SOFTMAX_INLINE Finished finished(const State<C, Sum>& s) {
+    return {Relative<M>(s.pivot), Relative<M>::divide(M::constant(1), s.sum.sum),
+            kWeighted ? s.sum.total / s.sum.sum : s.sum.total};
+  }
+  static JAX_SOFTMAX_INLINE C finish(const Finished& row, const C* in) {
+    const C p = row.relative.exp(in[0]) * row.inverse;
+    return kWeighted ? p * (in[1] - row.total) : in[1] - p * row.total;
+  }
+};
+template <class M>
+struct SoftmaxGradient : GradientBase<M, true> {};
+template <class M>
+struct LogSoftmaxGradient : GradientBase<M, false> {};
+
 }  // namespace jax_softmax

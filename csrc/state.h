@@ -57,6 +57,18 @@ struct Distances {
   }
 };
 
+// sum e and sum e y, or sum e and sum y, where e = exp(x - pivot) and y is another operand.
+template <class C, bool kWeighted>
+struct alignas(sizeof(C) < 8 ? 8 : alignof(C)) SumAndTotal {
+  C sum;
+  C total;
+  JAX_SOFTMAX_INLINE SumAndTotal& operator+=(const SumAndTotal& other) {
+    sum += other.sum;
+    total += other.total;
+    return *this;
+  }
+};
+
 // A pivot of -inf (no element so far, or none but -inf) counts as 0: terms are then 0 and not NaN, and a row of -inf
 // has a sum of 0, of which `finished` makes NaN.
 template <class M>
@@ -119,6 +131,13 @@ JAX_SOFTMAX_INLINE Distances<typename M::Value> rescaled(const Distances<typenam
   using C = typename M::Value;
   const C nothing = M::constant(0), moved = sums.distance + sums.count * (shielded<M>(from) - relative.pivot);
   return {rescaled(sums.sum, relative, from), M::select(M::equal(sums.count, nothing), nothing, moved), sums.count};
+}
+
+template <class M, bool kWeighted>
+JAX_SOFTMAX_INLINE SumAndTotal<typename M::Value, kWeighted> rescaled(
+    const SumAndTotal<typename M::Value, kWeighted>& sums, const Relative<M>& relative, typename M::Value from) {
+  const typename M::Value factor = relative.rescale(from);
+  return {sums.sum * factor, kWeighted ? sums.total * factor : sums.total};
 }
 
 template <class Op, class M>

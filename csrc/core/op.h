@@ -28,7 +28,9 @@ enum : bool { kGpuOnly = false, kOnCpu = true };
   row(absmax_scale, AbsmaxScale, 0, kOnCpu)                        \
   row(softmax_and_normalizer, SoftmaxAndNormalizer, 0, kGpuOnly)   \
   row(logsumexp_and_distances, LogSumExpAndDistances, 1, kGpuOnly) \
-  row(cross_entropy_gradient_and_distances, CrossEntropyGradientAndDistances, 1, kGpuOnly)
+  row(cross_entropy_gradient_and_distances, CrossEntropyGradientAndDistances, 1, kGpuOnly) \
+  row(softmax_gradient, SoftmaxGradient, 0, kGpuOnly) \
+  row(log_softmax_gradient, LogSoftmaxGradient, 0, kGpuOnly)
 // clang-format on
 
 #define JAX_SOFTMAX_NUMBER(name, type, ...) k##type,

@@ -14,7 +14,8 @@ from jax_softmax.fusion.forms import rules, written_out
 from jax_softmax.fusion.kernels import recomputed
 from jax_softmax.fusion.kernels.calls import KernelCall, by_xla_p, kernel_call_of, kernel_call_p
 from jax_softmax.fusion.kernels.candidates import Group, Groups
-from jax_softmax.fusion.kernels.traffic import Traffic, group_traffic, reason_by_traffic
+from jax_softmax.fusion.kernels.chains import chain_of
+from jax_softmax.fusion.kernels.traffic import Traffic, byte_text, group_traffic, has_short_rows, reason_by_traffic
 from jax_softmax.fusion.net import by_own_settings, fused_or_as_it_is
 from jax_softmax.fusion.program import expressions
 from jax_softmax.fusion.program.graph import (
@@ -32,7 +33,7 @@ from jax_softmax.fusion.program.kinds import foldable, is_loop, why_not_foldable
 from jax_softmax.fusion.program.splicing import with_barrier
 from jax_softmax.fusion.report import InMemory, Line
 from jax_softmax.primitives.as_stored import as_stored_p
-from jax_softmax.primitives.operators import PRIMITIVES
+from jax_softmax.primitives.operators import OPERATORS, PRIMITIVES
 from jax_softmax.primitives.types import Atom, Var
 from jax_softmax.runtime import judge
 from jax_softmax.runtime.lowering import reason_for_operator
@@ -168,11 +169,36 @@ def _stable_decision(graph: Graph, path: str) -> _Decision:
         if len(calls) < len(groups.groups):
             continue
         more = recomputed.to_keep(groups, calls) - in_memory
-        if not more:
+        in_chains = {} if more else _left_in_chains(calls, groups, choices)
+        if not more and not in_chains:
             break
         in_memory |= more
+        choices |= in_chains
     choices |= {e: _choice_unfolded(e, path) for e in graph.equations if _is_operator(e) and not foldable(e)}
     return _Decision(groups, {e: choices[e] for e in graph.equations if e in choices})
+
+
+def _left_in_chains(
+    calls: dict[Group, KernelChoice], groups: Groups, choices: dict[Equation, KernelChoice]
+) -> dict[Equation, KernelChoice]:
+    """The choices that change because XLA makes several operators by one kernel."""
+    moved = {
+        e: choice.line.traffic.ours if choice.is_call else choice.line.traffic.xla
+        for e, choice in choices.items()
+        if choice.line.traffic is not None and not OPERATORS[e.name].labelled and has_short_rows(e)
+    }
+    left = {}
+    for group in calls:
+        written = group.written(groups.read_outside)
+        chain = chain_of(group, written[0], moved) if len(written) == 1 and group.equation in moved else None
+        if chain is not None and not backend.in_use().kernel_wins(chain.traffic):
+            _, ours, xla = map(byte_text, chain.traffic)
+            for equation in chain.operators:
+                if choices[equation].is_call:
+                    line = choices[equation].line
+                    line = line._replace(why_xla=f"{judge.IN_A_CHAIN}, which moves {xla}, the kernels {ours}")
+                    left[equation] = choices[equation]._replace(line=line)
+    return left
 
 
 def _choice_of(group: Group, groups: Groups, path: str) -> KernelChoice:

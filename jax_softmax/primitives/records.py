@@ -77,6 +77,7 @@ _TRANSPOSED = {
     "log_softmax_vjp": "log_softmax_jvp",
 }
 VJP = {op: _TRANSPOSED[linear] for op, linear in JVP.items()}
+LINEAR_MAPS = tuple(_TRANSPOSED)
 
 
 def _softmax_jvp(op: str, primals: Arrays, tangents: Tangents, **params: Any) -> tuple[Array, Tangent]:
@@ -328,12 +329,16 @@ RECORDS = {
     ),
     # x divided by its row's scale, in a dtype of `reference.SCALED`.
     "absmax_scale": Record("x", "scaled scale", reference.absmax_scale, _absmax_scale_jvp),
-    # These two are only bound by `fuse`, in programs that have been differentiated, so that they need no derivatives.
+    # These are only bound by `fuse`, in programs that have been differentiated, so that they need no derivatives.
     "softmax_and_normalizer": Record("x", "y largest sum_exp", reference.softmax_and_normalizer, row_rank=5),
     "logsumexp_and_distances": Record(
         "x", "largest sum_exp distance_sum count", _and_distances(reference.logsumexp), row_rank=4
     ),
+    "softmax_gradient": Record("x t", "Jt", reference.softmax_gradient),
+    "log_softmax_gradient": Record("x t", "Jt", reference.log_softmax_gradient),
 }
+# The linear maps that take the value, and the operators that make it again of x, in one pass.
+GRADIENTS = {"softmax_linear": "softmax_gradient", "log_softmax_vjp": "log_softmax_gradient"}
 
 
 def apply(op: str, *operands: Array, **params: Any) -> Any:

@@ -144,6 +144,20 @@ def log_softmax_vjp(y: Array, t: Array, where: Mask, axes: Axes, shards: Shards 
     return fill_masked(t32 - p * _row_sum(t32, axes, shards), where).astype(dtype)
 
 
+def softmax_gradient(x: Array, t: Array, where: Mask, axes: Axes, shards: Shards = None, *, dtype: DTypeLike) -> Array:
+    """J t of softmax(x)."""
+    p = softmax(x, where, axes, shards, dtype=wide_dtype(x.dtype))
+    return softmax_linear(p, t, where, axes, shards, dtype=dtype)
+
+
+def log_softmax_gradient(
+    x: Array, t: Array, where: Mask, axes: Axes, shards: Shards = None, *, dtype: DTypeLike
+) -> Array:
+    """Jᵀ t of log_softmax(x)."""
+    y = log_softmax(x, where, axes, shards, dtype=wide_dtype(x.dtype))
+    return log_softmax_vjp(y, t, where, axes, shards, dtype=dtype)
+
+
 def logsumexp(x: Array, where: Mask, axes: Axes, shards: Shards = None) -> Normalizer:
     """Each row's `Normalizer`."""
     if shards is not None:

@@ -163,6 +163,7 @@ def explain(
         second one, which runs after "logsumexp" of logits_q. `absmax_scale` is to x's own dtype. The names of kernels
         are: "softmax_linear" (softmax's derivative in both modes, of which `x_or_shape` is an operand),
         "log_softmax_jvp" and "log_softmax_vjp" (log_softmax's; the function `log_softmax_vjp` runs "log_softmax"),
+        "softmax_gradient" and "log_softmax_gradient" (a gradient alone under `fuse`, of `x_or_shape`),
         "cross_entropy", "cross_entropy_gradient", and "absmax_scale_int8" and the like, for `absmax_scale` to that
         dtype.
       device: a GPU by name ("H200", "A100", "T4", "RTX 5090", ...) or a `jax.Device`; by default JAX's default device

@@ -25,7 +25,7 @@ import numpy as np
 from jax_softmax import _kernels
 from jax_softmax.devices import partitioning
 from jax_softmax.primitives.operators import OPERATORS
-from jax_softmax.primitives.records import RECORDS
+from jax_softmax.primitives.records import LINEAR_MAPS, RECORDS
 from jax_softmax.runtime import costs, cuda, kernel_spec
 from jax_softmax.runtime.kernel_spec import KernelSpec
 
@@ -184,6 +184,7 @@ NO_KERNEL = "no kernel covers it"
 SYMBOLIC = "its plan depends on an extent that is a symbol"
 MADE_OF_ROWS = "it is made where it is read, of another operator's results"
 WITH_ANOTHER = "the program writes it out, and another operator of the same array is left to XLA"
+IN_A_CHAIN = "with other operators it is one kernel of XLA"
 _PACK, _SECTOR = 16, 32  # bytes
 # Thresholds between views on which a kernel was faster and those on which XLA was: results.md, "Other axes" and "Rows,
 # by length". never_slower.md has views that they leave to XLA, by kernels: its rows with shapes.
@@ -202,7 +203,7 @@ def reason_on_gpu(spec: KernelSpec, plan: Plan | None) -> str:
     facts, fields, schedule = OPERATORS[spec.op], plan["fields"], plan["schedule"]
     run, line = plan["reduced"][-1]  # how many elements of a row lie at one distance, and this distance, in elements
     run_bytes, runs = run * jnp.dtype(spec.operands[0][1]).itemsize, len(plan["reduced"])
-    two = facts.inputs == 2 and facts.element_results
+    two = spec.op in LINEAR_MAPS
     tiles = "fold" in fields
     if line == 1 and runs > 1 and not plan["aligned"] and run_bytes < _SHORT_RUN * _PACK:
         return "rows of short runs that do not begin with whole packs cost more at their edges"

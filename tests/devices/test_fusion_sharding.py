@@ -100,6 +100,18 @@ def test_derivatives(spec):
 OPS_OF_A_DERIVATIVE = ("softmax", "softmax_linear")
 
 
+@pytest.mark.parametrize("name", ["softmax", "log_softmax"])
+def test_gradients_alone(name):
+    """Of whole rows by a kernel; of rows that are divided in JAX."""
+
+    def f(x, w):
+        return jax.grad(lambda x: jnp.sum(getattr(jax.nn, name)(x * 2) * w))(x)
+
+    given = arrays((8, 32), (8, 32))
+    check(f, given, [P("data"), P("data")], {(f"{name}_gradient", (2, 32))})
+    check(f, given, [P("data", "model"), P("data", "model")], {}, {"all-reduce"}, most=8)
+
+
 @pytest.mark.parametrize("of_bias", [P(), P(None, "model"), P(None, None, "model")], ids=str)
 def test_arrays_that_are_read_beside(of_bias):
     """They are cut as the operand is, where they lie."""

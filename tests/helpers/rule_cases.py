@@ -115,6 +115,31 @@ RULES = {
         ),
         "tangents": value(lambda x, t: jax.jvp(lambda x: (softmax(x) * Y, log_softmax(x) * Z), (x,), (t,)), X, Y),
     },
+    "gradients of two directions": {
+        "diagonals": both(
+            lambda x: jnp.diag(log_softmax(x, 0)) + jnp.diag(log_softmax(x, 1)), X, ops="logsumexp logsumexp"
+        ),
+        "of the transpose": both(
+            lambda x: loss(x * 3, one_hot()) + loss((x * 3).T, one_hot(OUTSIDE)), X, ops="logsumexp logsumexp"
+        ),
+        "with -inf": both(lambda x: jnp.diag(log_softmax(x, 0)) + jnp.diag(log_softmax(x, 1)), SOME_WITHOUT),
+        "of bfloat16": gradient(
+            lambda x: (lambda x: loss(x, one_hot()) + loss(x.T, one_hot()))(wide(x)), array(N, N, dtype=BF16)
+        ),
+        "of products": gradient(
+            lambda x, y: (lambda s: loss(s, one_hot()) + loss(s.T, one_hot()))(x @ y.T), X, Y, by=(0, 1)
+        ),
+        "of one direction": gradient(
+            lambda x: loss(x, one_hot()) + loss(x, one_hot(OUTSIDE)),
+            X,
+            ops="cross_entropy_gradient cross_entropy_gradient",
+        ),
+        "of two arrays": gradient(
+            lambda x: loss(x, one_hot()) + loss(x.T * Y, one_hot()),
+            X,
+            ops="cross_entropy_gradient cross_entropy_gradient",
+        ),
+    },
     "one-hot targets": {
         "loss": both(lambda x: loss(x, one_hot()), X, ops="cross_entropy_gradient"),
         "loss alone": value(lambda x: loss(x, one_hot()), X, ops="logsumexp"),

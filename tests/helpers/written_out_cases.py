@@ -337,7 +337,7 @@ WRITTEN_OUT = {
         "softmax's linear map": value(
             lambda x: (lambda p: p * (Y - jnp.sum(p * Y, -1, keepdims=True)))(written_softmax(x)),
             X,
-            ops="logsumexp softmax_linear",
+            ops="softmax_gradient",
         ),
         "softmax less something": value(lambda x: (written_softmax(x) - Y) * ROWS, X, ops="softmax"),
     },

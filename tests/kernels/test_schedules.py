@@ -25,6 +25,7 @@ from oracles import (
 from support import KERNEL_NAMES, NAMES, OPERATORS, OPS, SCHEDULES, WAYS, call_kernel, check_all, normal
 
 import jax_softmax
+from jax_softmax.primitives.records import GRADIENTS
 
 on_gpu = pytest.mark.skipif(support.why_no_cuda() is not None, reason=str(support.why_no_cuda()))
 
@@ -45,6 +46,9 @@ def case(op, shape, axes, dtype, where=None):
     x, of_rows = normal(shape, dtype), support.row_numbers(op, shape, axes, dtype)
     if op in NAMES:
         return [x], [reference(op, x, axes, where)]
+    if op in GRADIENTS.values():
+        t = normal(shape, dtype, seed=1, scale=1.0)
+        return [x, t], [reference_vjp(op.removesuffix("_gradient"), x, t, axes, where)]
     if op in OPS:
         of, t = "softmax" if op == "softmax_linear" else "log_softmax", normal(shape, dtype, seed=1, scale=1.0)
         y = reference(of, x, axes, where).value.astype(dtype)

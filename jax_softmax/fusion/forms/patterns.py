@@ -14,15 +14,18 @@ import jax.numpy as jnp
 from jax_softmax.functions.entropies import kl_divergence
 from jax_softmax.fusion.forms.gradients import loss_gradient
 from jax_softmax.fusion.forms.one_hot import one_hot_of
-from jax_softmax.fusion.program.graph import Equation, Graph, is_variable
+from jax_softmax.fusion.program import expressions, walk
+from jax_softmax.fusion.program.graph import Equation, Graph, is_variable, variables_of
+from jax_softmax.fusion.program.kinds import foldable
 from jax_softmax.fusion.program.splicing import is_unmasked, spliced
 from jax_softmax.primitives import labels, reference
-from jax_softmax.primitives.operators import PRIMITIVES, bind
+from jax_softmax.primitives.operators import OPERATORS, PRIMITIVES, Coefficients, bind
 from jax_softmax.primitives.types import Var
 
 Rule = Callable[[Graph, Equation], dict[Equation, list[Equation]] | None]  # what is instead of an equation, and others
 Equations = list[tuple[str, ...]]  # that may make a variable: for each the primitive's name, and those of its operands
 _COMMUTATIVE = ("add", "add_any", "mul")
+_GRADIENT = "cross_entropy_gradient"
 
 
 def by_pattern(**lines: Equations) -> Callable[[Callable[..., list[Equation] | None]], Rule]:
@@ -151,3 +154,47 @@ def divergences(
     if any(a.aval.dtype != jnp.float32 for a in (product, x, y)):
         return None
     return spliced(lambda x, y: kl_divergence(x, y, axes), [x, y], [v], graph.maker[v])
+
+
+# ---- A rule of sums, however many equations are between
+
+
+def gradients_of_two_directions(graph: Graph, equation: Equation) -> dict[Equation, list[Equation]] | None:
+    """A cross entropy's gradient by rows, to which one by other rows of the same array is added, as in CLIP's loss.
+
+    Kernels would write one gradient, for the other one to read. XLA makes both where it adds them, of rows' numbers.
+    """
+    if equation.name != _GRADIENT or not foldable(equation) or OPERATORS[_GRADIENT].operands < len(equation.inputs):
+        return None
+    if not any(_is_by_other_rows(graph, equation, other) for other in _added_to(graph, equation)):
+        return None
+    axes, dtype = equation.params["axes"], equation.params["dtype"]
+
+    def of_rows(x: jax.Array, *operands: jax.Array) -> list[jax.Array]:
+        rows, (*numbers, label) = reference.Normalizer(*bind("logsumexp", x, where=None, axes=axes)), operands
+        coefficients = Coefficients(*numbers)
+        return [reference.gradient_given_normalizer(rows, x, coefficients, label, None, axes, dtype=dtype), *rows]
+
+    return {equation: spliced(of_rows, equation.inputs, equation.outputs, equation)}
+
+
+def _added_to(graph: Graph, equation: Equation) -> list[Equation]:
+    """The gradients of cross entropies that are added to one, element by element."""
+    sums, made = [], equation.outputs[0]
+    while len(readers := graph.readers.get(made, [])) == 1 and expressions.is_expressible(readers[0]):
+        (made,) = readers[0].outputs
+        sums += readers if readers[0].name in ("add", "add_any") else []
+    found = []
+    for equation_of_sum in sums:
+        for v in expressions.elementwise_ancestors(graph, variables_of(equation_of_sum.inputs)):
+            maker = graph.maker.get(v)
+            found += [maker] if maker is not None and maker.name == _GRADIENT and maker is not equation else []
+    return found
+
+
+def _is_by_other_rows(graph: Graph, one: Equation, other: Equation) -> bool:
+    """Whether both are of the same array, but along other dimensions of it."""
+    arrays = [walk.through(graph, e.inputs[0], expressions.is_view) for e in (one, other)]
+    return arrays[0] is arrays[1] and (
+        one.inputs[0] is not other.inputs[0] or one.params["axes"] != other.params["axes"]
+    )

@@ -4,7 +4,7 @@ Before all rules equal operations of the same variables become one and products 
 (`normalized`), and what is written out becomes operators (`written_out.py`). The rules here make softmax and
 log_softmax again of x and rows' maxima and sums; those of `patterns.py` and `one_hot.py` find losses, their gradients
 and divergences. After them all, results for each row that several operators make of the same array are shared
-(`shared_normalizers.py`).
+(`shared_normalizers.py`), and gradients of two directions, as CLIP's loss has, are made of them.
 """
 
 import functools
@@ -21,19 +21,20 @@ from jax_softmax.fusion.kernels.candidates import Group, is_materialized_unfolde
 from jax_softmax.fusion.program import expressions
 from jax_softmax.fusion.program.graph import Equation, Graph, about_size_of, bytes_of, each_once, is_variable
 from jax_softmax.fusion.program.kinds import foldable, is_loop, may_fold
-from jax_softmax.fusion.program.splicing import is_unmasked, made_of_rows, row_variables, rows_of, spliced
-from jax_softmax.primitives.operators import PRIMITIVES, bind
+from jax_softmax.fusion.program.splicing import is_unmasked, made_of_rows, mask_of, row_variables, rows_of, spliced
+from jax_softmax.primitives.operators import PRIMITIVES, bind, split
+from jax_softmax.primitives.records import GRADIENTS, LINEAR_MAPS, RECORDS, VJP
 from jax_softmax.primitives.types import Var
 from jax_softmax.runtime import costs
 
-_LINEAR_MAPS = ("softmax_linear", "log_softmax_vjp", "log_softmax_jvp")
+_OF_ROWS = tuple(op for op, record in RECORDS.items() if record.row_rank)  # that give rows' maxima and sums
 
 
 def after_rules(graph: Graph) -> Graph:
     """The graph after all rules."""
     for rule in _RULES:
         graph = _after(rule, graph)
-    return with_shared_normalizers(graph)
+    return _after(patterns.gradients_of_two_directions, with_shared_normalizers(graph))
 
 
 def _after(rule: Rule, graph: Graph) -> Graph:
@@ -73,6 +74,31 @@ def _atom_key(a: Any) -> Any:
 # ---- softmax or log_softmax again
 
 
+def _in_one_pass(graph: Graph, equation: Equation) -> Replacements | None:
+    """The linear map of a softmax or log_softmax that nothing else reads, made of x."""
+    if equation.name not in GRADIENTS or not foldable(equation):
+        return None
+    y, *others = equation.inputs
+    value = graph.maker_of(y)
+    if value is None or VJP.get(value.name) != equation.name or not foldable(value):
+        return None
+    is_kept = y in graph.results or graph.readers[y] != [equation] or y in others
+    if (
+        is_kept
+        or _has_rows(graph, value, *_OF_ROWS)
+        or mask_of(value) is not mask_of(equation)
+        or value.params["axes"] != equation.params["axes"]
+    ):
+        return None
+    params = {name: equation.params[name] for name in ("axes", "dtype")}
+
+    def gradient(*operands: jax.Array) -> jax.Array:
+        (x, t), where = split(operands)
+        return bind(GRADIENTS[equation.name], x, t, where=where, **params)
+
+    return {value: [], equation: spliced(gradient, [value.inputs[0], *others], equation.outputs, equation)}
+
+
 def _recomputed(graph: Graph, equation: Equation) -> Replacements | None:
     """softmax or log_softmax made again of x and its rows' maxima and sums where it is read: log_softmax wherever all
     that is, and softmax if fewer bytes have to be kept for the backward pass then."""
@@ -82,7 +108,7 @@ def _recomputed(graph: Graph, equation: Equation) -> Replacements | None:
     readers = graph.readers.get(y, ())
     if y in graph.results or not readers:
         return None
-    maps = [r for r in readers if r.name in _LINEAR_MAPS and r.inputs[0] is y and y not in r.inputs[1:]]
+    maps = [r for r in readers if r.name in LINEAR_MAPS and r.inputs[0] is y and y not in r.inputs[1:]]
     others = [r for r in readers if r not in maps]
     written = [r for r in others if not (is_loop(r) or r.name == "gather" or _folds(equation, r))]
     if any(map(expressions.is_expressible, others)):
@@ -95,7 +121,7 @@ def _recomputed(graph: Graph, equation: Equation) -> Replacements | None:
             return _softmax_for_maps(equation, maps) if maps and again <= bytes_of(y) else None
         if again > costs.WORTH_REMAKING * 2 * bytes_of(y):  # y is written, and read by the backward pass
             return None
-        if others and not _has_rows(graph, equation) and not any(_is_summed(graph, r) for r in others):
+        if others and not _has_rows(graph, equation, "kl_divergence") and not any(_is_summed(graph, r) for r in others):
             return _softmax_for_maps(equation, maps) if maps else None
     elif written:
         return None
@@ -109,12 +135,10 @@ def _folds(log_softmax: Equation, reader: Equation) -> bool:
     return log_softmax.name == "log_softmax" and is_operator
 
 
-def _has_rows(graph: Graph, equation: Equation) -> bool:
-    """Whether a divergence of the same array makes its rows' maxima and sums in any case."""
-    (x,), axes = equation.inputs, equation.params["axes"]
-    return any(
-        is_unmasked(r, "kl_divergence") and r.inputs[0] is x and r.params["axes"] == axes for r in graph.readers[x]
-    )
+def _has_rows(graph: Graph, equation: Equation, *names: str) -> bool:
+    """Whether one of these operators of the same array makes its rows' maxima and sums in any case."""
+    x, axes = equation.inputs[0], equation.params["axes"]
+    return any(is_unmasked(r, *names) and r.inputs[0] is x and r.params["axes"] == axes for r in graph.readers[x])
 
 
 def _is_summed(graph: Graph, reader: Equation) -> bool:
@@ -178,6 +202,7 @@ _RULES: tuple[Rule, ...] = (
     patterns.sums_at_labels,
     one_hot.scattered,
     patterns.divergences,
+    _in_one_pass,
     _recomputed,
     _two_results,
 )

@@ -15,6 +15,7 @@ from jax_softmax.fusion.kernels.candidates import Group, Groups
 from jax_softmax.fusion.program import expressions
 from jax_softmax.fusion.program.graph import Equation, bytes_of, size_of, variables_of
 from jax_softmax.fusion.program.kinds import REDUCTIONS, is_loop
+from jax_softmax.primitives.records import LINEAR_MAPS
 from jax_softmax.primitives.types import Var
 from jax_softmax.runtime import costs, judge
 
@@ -53,7 +54,8 @@ def group_traffic(
     instruction_bytes, reads_of_xla = costs.INSTRUCTION * group.size, _reads_of_xla(group)
     ours = max(_bytes_of_kernel(group, reads, written, groups, moved), int(instruction_bytes * (before + after)))
     xla = max(reads_of_xla * read + written_by_xla, instruction_bytes * (reads_of_xla * before + after))
-    return Traffic(unfolded, ours + of_rows, int((xla + of_rows) / _speed_of_xla(group)))
+    speed = speed_of_whole_rows(group.equation) if _xla_makes_whole_rows(group) else 1.0
+    return Traffic(unfolded, ours + of_rows, int((xla + of_rows) / speed))
 
 
 def _bytes_of_kernel(
@@ -85,22 +87,25 @@ def _reads_of_xla(group: Group) -> int:
     return 3 if group.facts.element_results else 2  # for the maximum, for the sum, and for the result
 
 
-def _speed_of_xla(group: Group) -> float:
-    """The part of the memory's speed that XLA reaches."""
-    if not _xla_makes_whole_rows(group):
-        return 1.0
-    length = math.prod(group.x.aval.shape[d] for d in group.axes)
+def speed_of_whole_rows(operator: Equation) -> float:
+    """The part of the memory's speed that XLA reaches by a kernel of which a block has a whole row."""
+    length = math.prod(operator.inputs[0].aval.shape[d] for d in operator.params["axes"])
     return next(speed for most, speed in costs.XLA_SPEED_OF_ROWS.items() if length <= most)
 
 
 def _xla_makes_whole_rows(group: Group) -> bool:
     """Whether XLA computes the operator by one kernel, of which a block has a whole row."""
-    facts, shape, axes = group.facts, group.x.aval.shape, group.axes
+    has_maxima = group.op not in LINEAR_MAPS and bool(group.facts.element_results) and not group.facts.labelled
+    return has_maxima and has_short_rows(group.equation)
+
+
+def has_short_rows(operator: Equation) -> bool:
+    """Whether a block of XLA's kernels can have a whole row of an operator."""
+    shape, axes = operator.inputs[0].aval.shape, operator.params["axes"]
     last = max((d for d, n in enumerate(shape) if n > 1), default=len(shape) - 1)
     inner = sorted(d for d in axes if shape[d] > 1)
     one_run = inner == list(range(last + 1 - len(inner), last + 1))
-    is_unary = facts.inputs == 1 and bool(facts.element_results) and not facts.labelled
-    return is_unary and one_run and math.prod(shape[d] for d in axes) <= costs.LONGEST_ROW_OF_XLA
+    return one_run and math.prod(shape[d] for d in axes) <= costs.LONGEST_ROW_OF_XLA
 
 
 def _reductions_for(group: Group, reads: Sequence[Var], groups: Groups) -> list[Equation]:
