@@ -27,10 +27,11 @@ import jax.numpy as jnp
 import optax
 
 HERE = Path(__file__).absolute().parent
-# Packages that are replaced where they are installed, too: they read data, or other frameworks' models.
-REPLACED = {"brax", "clu", "datasets", "grain", "huggingface_hub", "navix", "tensorflow", "torch", "transformers"}
+# Packages that are replaced where they are installed, too: they read data or models of other frameworks, or draw.
+REPLACED = {"brax", "clu", "datasets", "grain", "huggingface_hub", "matplotlib", "navix", "sklearn", "tensorflow"}
+REPLACED |= {"torch", "transformers"}
 # Packages that look at what is installed while they are imported.
-CURIOUS = ("jaxtyping", "tensorflow_probability.substrates.jax")
+CURIOUS = ("jaxtyping", "scipy.fft", "tensorflow_probability.substrates.jax")
 
 
 def _clip(array, min=None, max=None, *, a_min=None, a_max=None):
@@ -359,6 +360,7 @@ def meanflow(key, small):
         {"depth": 2, "hidden_size": 32, "num_heads": 2} if small else {"depth": 6, "hidden_size": 768, "num_heads": 12}
     )
     models_dit.sized = functools.partial(models_dit.DiT, patch_size=8 if small else 2, **size)
+    config.method.norm_p = 0.0  # no weights, which would make every loss nearly 1
     model = MeanFlow("sized", {}, **config.sampling, **config.method)
     images = jax.random.normal(key, (4 if small else 64, 32, 32, 4))
     labels = jax.random.randint(key, images.shape[:1], 0, config.dataset.num_classes)
@@ -377,7 +379,7 @@ def evoformer(key, small):
     c = config.model_config("model_3").model
     gc, evoformer = c.global_config, c.embeddings_and_evoformer
     gc.use_remat = True
-    layers, sequences, residues, msa, pair = (2, 4, 8, 16, 16) if small else (4, 128, 256, 256, 128)
+    layers, sequences, residues, msa, pair = (2, 4, 8, 128, 64) if small else (4, 128, 256, 256, 128)
     keys = jax.random.split(key, 5)
     batch = {
         "msa": jax.random.normal(keys[0], (sequences, residues, msa)),
