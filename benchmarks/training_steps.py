@@ -84,7 +84,9 @@ class _Replaced(NamedTuple):
 
 
 def _folder(module) -> Path:
-    return Path(str(getattr(module, "__file__", None))).absolute().parent
+    """Where a module's file is, or a package that has none."""
+    file = getattr(module, "__file__", None)
+    return Path(file).absolute().parent if file else Path(*list(getattr(module, "__path__", ()))[:1]).absolute()
 
 
 @contextlib.contextmanager
@@ -106,8 +108,9 @@ def on_path(folder: Path):
             yield
     finally:
         sys.path[:], sys.meta_path[:] = path, finders
-        for name, module in dict(sys.modules).items():
-            if isinstance(module, MagicMock) or _folder(module).is_relative_to(folder):
+        folders = {name: _folder(module) for name, module in sys.modules.items()}
+        for name, module in [*sys.modules.items()]:
+            if isinstance(module, MagicMock) or folders[name].is_relative_to(folder):
                 del sys.modules[name]
         sys.modules.update(modules)
 
