@@ -70,7 +70,9 @@ class _Replaced(NamedTuple):
 
     def find_spec(self, name, path=None, target=None):
         package = name.partition(".")[0]
-        if package in sys.stdlib_module_names or (self.packages is not None and package not in self.packages):
+        if package in sys.stdlib_module_names or package.startswith("jax"):  # JAX looks for its plugins
+            return None
+        if self.packages is not None and package not in self.packages:
             return None
         return importlib.machinery.ModuleSpec(name, self, is_package=True)
 
