@@ -1,12 +1,11 @@
 """Makes the tables of results/ that this machine can make, part by part, each in a process of its own.
 
-    python benchmarks/all.py --minutes 8 --out FOLDER [--flax PATH]    # again, until it says that all are made
+    python benchmarks/all.py --minutes 8 --out FOLDER [--checkout NAME=PATH ...]    # again, until all are made
 
 FOLDER gets the pages and pictures, and a folder `parts` with what later calls need. A part is made again only if the
 sources, the GPU or the driver have changed. If the minutes end while a part runs, the next call begins with it. A part
 that failed, or that took longer than all the minutes, is the last one of later calls. Machines without a GPU make the
-table of CPUs; those with two GPUs also make the tables of two. PATH is a checkout of Flax; without it real.py is not
-run.
+table of CPUs; those with two GPUs also make the tables of two. The checkouts are real.py's; without one it is not run.
 """
 
 import argparse
@@ -38,11 +37,15 @@ def split(page: str, n: int, *more) -> list[Part]:
     return [Part(page, (f"{page}.py", "--part", str(k), str(n)), *more) for k in range(n)]
 
 
+STEPS = ("2x128", "6x256", "12x768", ".py")  # parts of the names of steps.py's programs
+
 PARTS = [
     *split("models", 3, True),
     *(Part("linear_cross_entropy", ("linear_cross_entropy.py", "--shapes", str(k)), True) for k in range(4)),
     *(Part(page, (f"{page}.py",)) for page in ("attention", "losses", "gpt", "absmax_scale", "fused")),
     *split("never_slower", 3, True),
+    *(Part("steps", ("steps.py", "--only", name)) for name in STEPS),
+    *(Part("first_steps", ("steps.py", "--first", "--only", name)) for name in STEPS),
     *(
         Part("results", ("run.py", "--only", section), True)
         for section in ("compiling", "few", "chain", "accuracy", "axes", "rows")
@@ -131,12 +134,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=8)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--flax", type=Path)
+    parser.add_argument("--checkout", action="append", default=[], metavar="NAME=PATH")
     options = parser.parse_args()
     names = gpus()
     parts = [part for part in PARTS if (0 < part.n_gpus <= len(names) if names else part.n_gpus == 0)]
-    if options.flax and names:
-        parts.append(Part("real", ("real.py", "--flax", str(options.flax.absolute())), writes=True))
+    if options.checkout and names:
+        given = [word for checkout in options.checkout for word in ("--checkout", checkout)]
+        parts += [part._replace(command=(*part.command, *given)) for part in split("real", 6, True)]
     version = f"{sources()} on {names[0] if names else 'a CPU'}"
     n_missing = make_all(parts, options.out, options.minutes, version)
     print(f"{n_missing} of {len(parts)} parts are missing: run it again" if n_missing else "all are made")

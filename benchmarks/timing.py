@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -98,6 +99,43 @@ def device_times(calls: Mapping[str, tuple[Callable, tuple]], repeats: int = 10)
             except Exception as error:
                 times[name] = error
     return times
+
+
+def step_times(
+    steps: Mapping[str, tuple[Callable, Any, Any]], turns: int = 15, seconds: float = 0.3
+) -> dict[str, float]:
+    """Seconds of a step that is fed back into itself, by the wall clock: medians of turns that the steps take.
+
+    `steps`: by name, a function of a state and a batch to the next state and a loss, a state, and a batch. The function
+    may reuse the state's memory. A turn has as many steps as fit into `seconds`.
+    """
+    states = {name: copied(state) for name, (_, state, _) in steps.items()}
+
+    def turn(name: str, n: int) -> float:
+        step, _, batch = steps[name]
+        state = states.pop(name)
+        start = time.perf_counter()
+        for _ in range(n):
+            state, loss = step(state, batch)
+        jax.block_until_ready((state, loss))
+        states[name] = state
+        return (time.perf_counter() - start) / n
+
+    first = [(turn(name, 1), turn(name, 3))[1] for name in steps]
+    n = max(1, round(seconds / max(first)))
+    rounds = [{name: turn(name, n) for name in steps} for _ in range(turns)]
+    return {name: statistics.median(r[name] for r in rounds) for name in steps}
+
+
+def copied(tree: Any) -> Any:
+    """The same arrays at other places of the memory, of which a function may reuse each once."""
+    return jax.tree.map(jnp.copy, tree)
+
+
+def peak_memory(program: jax.stages.Compiled) -> int:
+    """Bytes of a program's arguments, results and temporary arrays together."""
+    m = program.memory_analysis()
+    return m.argument_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes + m.temp_size_in_bytes
 
 
 def _median_call(events: list[tuple[str, float, float]], repeats: int) -> float:

@@ -276,7 +276,7 @@ def _inline(
             return variables[atom]
         return _behind_barrier(atom, equations) if atom.aval.shape else atom
 
-    for eqn in jaxpr.eqns:
+    for eqn in map(_without_trivial_sum, jaxpr.eqns):
         inputs = [read(a) for a in eqn.invars]
         if (same := _simplified(eqn, inputs)) is not None:
             variables[eqn.outvars[0]] = same
@@ -294,6 +294,15 @@ def _inline(
         variables.update(zip(eqn.outvars, made, strict=True))
         equations.append(Equation(_private.in_the_scope_of(eqn, caller), inputs, made, dict(eqn.params)))
     return [read(a) for a in jaxpr.outvars]
+
+
+def _without_trivial_sum(eqn: Any) -> Any:
+    """A squeeze in the place of a sum over dimensions of extent 1, which the derivatives of `broadcast_in_dim` have."""
+    if eqn.primitive.name != "reduce_sum" or eqn.params.get("out_sharding") is not None:
+        return eqn
+    if any(eqn.invars[0].aval.shape[axis] != 1 for axis in eqn.params["axes"]):
+        return eqn
+    return eqn.replace(primitive=jax.lax.squeeze_p, params={"dimensions": eqn.params["axes"]})
 
 
 def _simplified(eqn: Any, inputs: list[Atom]) -> Atom | None:
