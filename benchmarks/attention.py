@@ -119,11 +119,12 @@ def swin(q, k, v, temperature, bias):
 
 
 def t5(q, k, v, table):
-    """A bias for each distance, of 32 that grow, from a table for each head."""
+    """A bias for each distance, of 32 that grow, from a table for each head, whose gradient is summed in float32."""
     i, j = indices(q)
     far = 8 + (jnp.log(jnp.maximum(jnp.abs(i - j), 1) / 8) * (8 / jnp.log(16))).astype(int)
     distance = jnp.where(jnp.abs(i - j) < 8, jnp.abs(i - j), jnp.minimum(far, 15)) + 16 * (j > i)
-    return weighted(scores_of(q, k) + table[distance].transpose(2, 0, 1), v)
+    bias = table.astype(jnp.float32)[distance].transpose(2, 0, 1)
+    return weighted(scores_of(q, k) + bias, v)
 
 
 def difference(q, k, v, q2, k2, factor):
