@@ -1,10 +1,10 @@
 """What `fuse` decides, beside what else could be decided: time and memory of each, of whole programs.
 
-python benchmarks/decisions.py [--only NAME ...] [--part K N] [--drawn N] [--output FOLDER]
+python benchmarks/decisions.py [--only NAME ...] [--part K N] [--drawn N]
 
 Of every program of models.py, never_slower.py and attention.py, and of N drawn ones. Alternatives: XLA alone; kernels
 of rows wherever there are any; attention's kernels, too; and what is chosen. Regret is the time of what is chosen over
-the least of all. Writes decisions.md.
+the least of all.
 """
 
 import argparse
@@ -12,7 +12,6 @@ import concurrent.futures
 import functools
 import math
 import sys
-from pathlib import Path
 
 import attention
 import jax
@@ -80,7 +79,7 @@ AFTER = {
     "": lambda y, a: y,
     "multiplied": lambda y, a: y * a.astype(y.dtype),
     "summed": lambda y, a: (y * a.astype(y.dtype)).sum(),
-    "of the largest": lambda y, a: jnp.take(y, 0, 0).max(),
+    "of one row": lambda y, a: jnp.take(y, 0, 0).max(),
     "rounded": lambda y, a: y.astype(jnp.bfloat16),
 }
 
@@ -148,13 +147,15 @@ def main() -> int:
     parser.add_argument("--only", action="append", default=[], help="a part of a program's name")
     parser.add_argument("--part", type=int, nargs=2, default=(0, 1), metavar=("K", "N"), help="the K-th of N")
     parser.add_argument("--drawn", type=int, default=200)
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
     if jax.default_backend() != "gpu":
         print("decisions.py: a GPU is needed", file=sys.stderr)
         return 1
     rows = []
     print_row = functools.partial(print, flush=True)
+    heads = ["program", *(f"{name}, µs" for name in ALTERNATIVES), "regret", "XLA / chosen", "MiB: XLA", "chosen"]
+    print_row(f"# Decisions\n\n{jax.devices()[0].device_kind}, JAX {jax.__version__}, device time.\n")
+    print_row(f"| {' | '.join(heads)} |\n{'|---' * len(heads)}|")
     with concurrent.futures.ThreadPoolExecutor(COMPILING) as pool:
         for computation in part_of(programs(options.drawn), *options.part):
             if options.only and not any(part in computation.name for part in options.only):
@@ -167,12 +168,7 @@ def main() -> int:
     regrets = [float(row[5]) for row in rows]
     mean = math.exp(sum(map(math.log, regrets)) / len(regrets)) if rows else math.nan
     slower = [row[0] for row in rows if float(row[6]) < 0.98]
-    heads = ["program", *(f"{name}, µs" for name in ALTERNATIVES), "regret", "XLA / chosen", "MiB: XLA", "chosen"]
     summary = f"Regret: mean {mean:.3f}, largest {max(regrets, default=math.nan):.2f}. Slower than XLA: {len(slower)}."
-    title = f"# Decisions\n\n{jax.devices()[0].device_kind}, JAX {jax.__version__}, device time.\n\n{summary}\n\n"
-    table = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|", *(f"| {' | '.join(row)} |" for row in rows)]
-    options.output.mkdir(parents=True, exist_ok=True)
-    (options.output / "decisions.md").write_text(title + "\n".join(table) + "\n")
     print(summary, *slower, sep="\n")
     return 0
 

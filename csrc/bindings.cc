@@ -255,7 +255,7 @@ NB_MODULE(_kernels, m) {
         "Why attention has no kernels for these; or \"\".");
   m.def("attention_tile", &attention_tile, nb::arg("kernel"), nb::arg("features"), nb::arg("value_features"),
         nb::arg("bytes_of_number"), nb::arg("reads_arrays"),
-        "How many rows stay in a block of a kernel of attention, and how many pass in a step.");
+        "How many rows stay in a block of a kernel of attention, but for Hopper's, and how many pass in a step.");
   m.def("plan_attention", &plan_attention_call, nb::arg("operands"), nb::arg("results"), nb::arg("attributes"),
         nb::arg("compute_capability") = 90, nb::arg("multiprocessors") = 132,
         nb::arg("shared_memory_per_block") = 227 * 1024, nb::arg("largest_cluster") = 16,

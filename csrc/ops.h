@@ -325,7 +325,8 @@ struct LogSoftmaxVjp : LinearBase<M> {
 };
 
 // Softmax's and log-softmax's linear maps J t given x, in one pass: softmax's Jacobian is p (t - sum(p t)), and
-// log-softmax's transposed t - p sum(t), where p = softmax(x).
+// log-softmax's transposed t - p sum(t), where p = softmax(x). The sum of exp(x - pivot) t is divided by that of
+// exp(x - pivot) in the end: it overflows where n elements of a row have |t| > 3e38 / n.
 template <class M, bool kWeighted>
 struct GradientBase : OperatorBase<M> {
   using C = typename M::Value;

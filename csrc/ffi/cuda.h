@@ -41,7 +41,8 @@ using Planner = xla::ffi::Error (*)(const XlaCall& call, const Addresses& addres
 // All that a call's plan depends on, as bytes.
 using Key = std::string;
 
-// What a thread keeps from one call for the next, so that a call that is ready allocates no memory.
+// What a thread keeps from one call for the next, so that a call that is ready allocates no memory. No handler runs
+// inside another one.
 struct Kept {
   Key key;
   Addresses addresses;

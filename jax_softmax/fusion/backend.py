@@ -49,6 +49,7 @@ class Backend:
             found.bytes_per_score,
             found.n_products,
             found.bytes_of_number,
+            found.bytes_of_query,
         )
         return judge.reason_against_attention(work)
 

@@ -301,7 +301,7 @@ def _line_of_attention(found: FoundAttention, path: str) -> Line:
     arrays = [
         ("a mask" if side.dtype == "bool" else "an operand", side.dtype, side.letters)
         for side in attention.sides
-        if side.dtype != "index" and "i" in side.letters and "j" in side.letters
+        if side.is_array_of_scores
     ]
     extents = {**found.extents, "p": 1}
     arrays += [

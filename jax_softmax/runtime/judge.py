@@ -238,7 +238,8 @@ class Attention(NamedTuple):
     kernels: Mapping[str, bool]  # those that would run, and whether each reads arrays of queries x keys
     score_bytes: int  # which the program moves for a score
     n_products: int  # which the program makes of or with arrays of queries x keys
-    bytes_of_number: int = 2  # of q, k and v
+    bytes_of_number: int = 2  # of q, k and v as kernels read them
+    bytes_of_query: int = 2  # in the program
 
 
 def reason_against_attention(work: Attention) -> str:
@@ -250,6 +251,7 @@ def reason_against_attention(work: Attention) -> str:
     many = costs.ATTENTION_MANY if features > costs.ATTENTION_FEW_FEATURES else 1
     prices = dict.fromkeys(("forward", "scores"), costs.ATTENTION_FORWARD)  # which both make two products
     prices |= dict.fromkeys(("keys", "queries"), many * costs.ATTENTION_BACKWARD / 2)
+    # Prices and tiles are those of chips before Hopper, whose kernels are faster.
     prices["tangents"] = costs.ATTENTION_TANGENTS * many * costs.ATTENTION_FORWARD
     ours = 0.0
     for kernel, reads_arrays in work.kernels.items():
@@ -261,7 +263,7 @@ def reason_against_attention(work: Attention) -> str:
         price = prices[kernel] * (costs.ATTENTION_WITH_ARRAYS if reads_arrays and work.bytes_of_number == 4 else 1)
         ours += price * of_dtype * multiple * scores * max(1, costs.MULTIPROCESSORS / blocks)
     theirs: float = work.batch * extents["i"] * extents["j"]
-    theirs *= work.score_bytes + work.n_products * features * costs.PRODUCT_OF_FEATURE * work.bytes_of_number / 2
+    theirs *= work.score_bytes + work.n_products * features * costs.PRODUCT_OF_FEATURE * work.bytes_of_query / 2
     theirs *= 2 if extents["j"] % 8 else 1  # rows that no product reads by whole packs
     ours = ours * work.visible_part + len(work.kernels) * costs.CALL
     if ours <= theirs * costs.WORTH_NO_WEIGHTS:

@@ -203,6 +203,16 @@ NOT_ATTENTION = {
         OPERANDS,
         "keys and values must have the same batch letters, of those of q",
     ),
+    "queries and keys of int8": (
+        lambda q, k, v: output(softmax(scores(*(jnp.round(4 * a).astype(jnp.int8) for a in (q, k)))), v),
+        OPERANDS,
+        "queries, keys and values are of bfloat16 and int8",
+    ),
+    "queries and keys of bool": (
+        lambda q, k, v: output(softmax(scores(q > 0, k > 0)), v),
+        OPERANDS,
+        "queries, keys and values are of bfloat16 and bool",
+    ),
     "values of two dimensions": (
         lambda q, k, v: jnp.einsum(
             "bhij,bjhcd->bihcd", softmax(scores(q, k)).astype(v.dtype), v.reshape(B, KEYS, H, 2, 4)

@@ -13,7 +13,8 @@
 
 namespace {
 
-constexpr int kDevices = 2;
+constexpr int kDevices = 3;
+constexpr int kHopper = 2;  // the last one
 
 std::atomic<int> compiled, loaded;
 thread_local int allocations;
@@ -22,7 +23,7 @@ thread_local int allocations;
 struct Launch {
   void* kernel;
   void* stream;
-  void* words[32];
+  void* words[64];
 };
 thread_local Launch last_launch;
 thread_local size_t words;  // of a kernel's parameter that are kept
@@ -55,7 +56,7 @@ int nvrtcGetCUBIN(void*, char*) { return 0; }
 int nvrtcGetProgramLogSize(void*, size_t* size) { return *size = 0, 0; }
 int nvrtcGetProgramLog(void*, char*) { return 0; }
 
-// ---- The driver, of two GPUs of compute capability 8.0
+// ---- The driver, of two GPUs of compute capability 8.0 and one of 9.0. A tensor map is the array's address.
 
 int cuInit(unsigned) { return 0; }
 int cuDriverGetVersion(int* version) { return *version = 13000, 0; }
@@ -63,8 +64,8 @@ int cuGetErrorName(int, const char** name) { return *name = "ERROR", 0; }
 int cuGetErrorString(int, const char** text) { return *text = "", 0; }
 int cuDeviceGetCount(int* count) { return *count = kDevices, 0; }
 int cuDeviceGet(int* device, int ordinal) { return *device = ordinal, ordinal < kDevices ? 0 : 101; }
-int cuDeviceGetAttribute(int* value, int attribute, int) {
-  *value = attribute == 75 ? 8 : attribute == 76 ? 0 : attribute == 16 ? 108 : 163 << 10;
+int cuDeviceGetAttribute(int* value, int attribute, int device) {
+  *value = attribute == 75 ? (device == kHopper ? 9 : 8) : attribute == 76 ? 0 : attribute == 16 ? 108 : 163 << 10;
   return 0;
 }
 int cuDevicePrimaryCtxRetain(void**, int) { return 0; }
@@ -79,7 +80,7 @@ int cuKernelGetFunction(void** function, void* kernel) { return *function = kern
 int cuKernelGetAttribute(int* value, int, void*, int) { return *value = 0, 0; }
 int cuKernelSetAttribute(int, int, void*, int) { return 0; }
 int cuFuncLoad(void*) { return 0; }
-int cuTensorMapEncodeTiled(void*, ...) { return 0; }
+int cuTensorMapEncodeTiled(void** map, int, unsigned, void* array, ...) { return *map = array, 0; }
 int cuLaunchKernelEx(const unsigned* config, void* kernel, void** arguments, void**) {
   last_launch = {kernel, {}, {}};
   std::memcpy(&last_launch.stream, config + 8, sizeof(void*));
@@ -190,7 +191,8 @@ const char* run(const CustomCall* call, XLA_FFI_Handler* handler, int stage, int
                 of(call->results)};
   frame.attrs = {XLA_FFI_Attrs_STRUCT_SIZE, nullptr,         static_cast<int64_t>(call->attributes.size()),
                  of(call->attribute_types), of(call->names), of(call->attributes)};
-  words = call->operands.size() + call->results.size() + 1;
+  constexpr size_t kWordsOfMaps = 3 * 16;  // that Hopper's kernel is given before the addresses
+  words = call->operands.size() + call->results.size() + 1 + (ordinal == kHopper ? kWordsOfMaps : 0);
   allocations = 0;
   const XLA_FFI_Error* error = handler(&frame);
   return error ? error->message.c_str() : nullptr;

@@ -22,7 +22,7 @@ _TYPES = {"float32": 11, "bfloat16": 16, "int8": 2, "int32": 4, "bool": 1}
 
 
 class Launch(ctypes.Structure):
-    _fields_ = [("kernel", ctypes.c_void_p), ("stream", ctypes.c_void_p), ("words", ctypes.c_void_p * 32)]
+    _fields_ = [("kernel", ctypes.c_void_p), ("stream", ctypes.c_void_p), ("words", ctypes.c_void_p * 64)]
 
 
 def python(library, *bodies):

@@ -69,6 +69,17 @@ def test_a_launch_has_the_addresses_and_the_stream_of_its_execution(run):
     """)
 
 
+def test_tensor_maps_are_of_the_addresses_of_the_execution(run):
+    """They come before the addresses, 16 words each."""
+    run("""
+        call = call_of(attention(256))
+        for address in (1 << 20, 1 << 30):
+            of = launched(call, ordinal=2, address=address, step=4096)
+            expected = [address + 4096 * k for k in range(5)]
+            assert of.words[0:48:16] == expected[:3] and of.words[48:53] == expected
+    """)
+
+
 def test_calls_that_differ_have_kernels_of_their_own(run):
     run("""
         kinds = [attention(), attention(256), operator(), operator(shape=(64, 1024)), operator("log_softmax")]

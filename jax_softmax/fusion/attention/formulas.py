@@ -162,10 +162,10 @@ class Formulas:
         return SideCotangent(expression, "scores", f"p{kept}ij", dtype if parts == 1 else "float32", parts)
 
     def _parts(self, kept: str) -> int:
-        """The parts in which a gradient's sum over the batch is made, so that there are enough blocks."""
+        """The parts in which the sum over the batch of a bias's gradient is made, so that there are enough blocks."""
         extents, letters = self.match.extents, self.match.letters
         rows, step = _kernels.attention_tile(
-            "scores", extents["d"], extents["e"], jnp.dtype(self.match.dtype).itemsize, True
+            "scores", extents["d"], extents["e"], jnp.dtype(self.match.dtype).itemsize, reads_arrays=True
         )
         blocks = math.prod(extents[c] for c in kept) * -(-extents["i"] // rows) * -(-extents["j"] // step)
         summed = math.prod(extents[c] for c in letters.batch if c not in kept)
@@ -179,7 +179,7 @@ class Formulas:
             if dtype not in expressions.READABLE:
                 raise NoAttention(f"scores read an array of {dtype}")
             letters = Operand(side.variable, side.place).letters(self.match.names)
-            if {"i", "j"} <= set(letters):  # whose rows kernels copy if they lie in one piece
+            if {"i", "j"} <= set(letters):  # kernels copy rows of keys, so these are transposed until keys are last
                 letters = letters.replace("j", "") + "j"
             return LetteredSide(letters, dtype, set(letters) in learned)
         except KeyError:

@@ -44,7 +44,8 @@ class FoundAttention(NamedTuple):
     extents: dict[str, int]
     bytes_per_score: int  # which the program moves to write and read arrays of queries x keys
     n_products: int  # of which such an array is an operand or the result
-    bytes_of_number: int  # of q, k and v
+    bytes_of_number: int  # of q, k and v as kernels read them
+    bytes_of_query: int  # in the program
 
 
 def with_attention(graph: Graph) -> tuple[Graph, list[FoundAttention], dict[Var, str]]:
@@ -148,6 +149,7 @@ class Match:
             self.extents,
             *self._work_per_score(),
             jnp.dtype(self.dtype).itemsize,
+            self.q.variable.aval.dtype.itemsize,
         )
         self.results = self._results()
         if why := backend.in_use().reason_against_attention(self.found):
@@ -289,6 +291,9 @@ class Match:
         """The dtype of the kernels' operands and results: 16 bits if all operands are of those, and results are rounded
         to them; otherwise the one to which the operands are widened."""
         dtype, *others = {of.variable.aval.dtype for of in operands}
+        names = sorted(one.name for one in (dtype, *others))
+        if not set(names) <= set(expressions.WRITABLE):  # products of integers wrap round
+            raise NoAttention(f"queries, keys and values are of {' and '.join(names)}")
         made = [p[0].equation.outputs[0] for p in (*self.outputs, *self.dvs, self.dq, self.dk) if p]
         made += [self.tangents.result] if self.tangents and self.tangents.linear else []
         if others or not all(casts.is_rounded(self.graph, a, dtype.name) for a in made):

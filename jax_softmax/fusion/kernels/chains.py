@@ -2,8 +2,8 @@
 
 XLA's kernel of a softmax of short rows has a whole row at hand, so it takes in what makes its operand and what is made
 of its result along the same rows, other softmaxes and sums included, as long as one array comes out (seen with JAX 0.12
-for rows of 200 to 16384). It reads each operand once and writes that array. Kernels of a chain's operators, one by one,
-write and read what is between them.
+for rows of 200 to 16384, counted to `costs.LONGEST_ROW_OF_XLA`). It reads each operand once and writes that array.
+Kernels of a chain's operators, one by one, write and read what is between them.
 """
 
 import heapq

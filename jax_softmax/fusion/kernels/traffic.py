@@ -29,11 +29,12 @@ class Traffic(NamedTuple):
 
     @property
     def kernel_wins(self) -> bool:
-        """Whether the kernel moves so many fewer bytes that it is faster, by more than a call costs."""
+        """Whether the kernel moves so many fewer bytes that it saves more time than a call costs."""
         return self.moves_fewer and self.ours + costs.CALL < self.xla
 
     @property
     def moves_fewer(self) -> bool:
+        """Whether the kernel moves so many fewer bytes that it is faster, its call aside."""
         return self.ours < costs.KERNEL_WINS * self.xla
 
 
