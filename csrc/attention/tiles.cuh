@@ -403,6 +403,25 @@ struct RowNumbers {
   __device__ __forceinline__ float weight(float score) const { return exp2_of(fmaf(score - pivot, kLog2E, -log2_sum)); }
 };
 
+// The numbers of a step's queries in shared memory: pivots and logarithms of sums, and then deltas.
+__device__ __forceinline__ Address numbers_of(Address queries, int row) { return queries + 8 * row; }
+template <class P>
+__device__ __forceinline__ Address delta_of(Address queries, int row) {
+  return numbers_of(queries, Counts<P>::kStep) + 4 * row;
+}
+// Of the queries of batch index n from `first` on: each thread copies those of one.
+template <class P>
+__device__ __forceinline__ void begin_copy_of_numbers(Address to, const typename P::Addresses& operands, unsigned n,
+                                                      int first) {
+  const int row = threadIdx.x % Counts<P>::kThreads;
+  if (row >= Counts<P>::kStep) return;
+  const bool exists = first + row < P::kQueries;
+  const int64_t from = static_cast<int64_t>(n) * P::kQueries + (exists ? first + row : 0);
+  begin_copy<8>(numbers_of(to, row), static_cast<const float*>(operands.address[attention::kNumbers]) + 2 * from,
+                exists);
+  begin_copy<4>(delta_of<P>(to, row), static_cast<const float*>(operands.address[attention::kDelta]) + from, exists);
+}
+
 // What a score adds to the sides' cotangents.
 template <class P>
 struct SideCotangents {
