@@ -261,13 +261,10 @@ __device__ __forceinline__ void read_numbers(RowNumbers (&rows)[fragments][2], c
   }
 }
 
-// As differentiate_keys, with queries as rows, of which the thread's first one is `query`. f(m, c, e, of_sides) is
-// given what element e of fragment m and column c adds to the sides' cotangents.
+// Calls f(m, c, e, side, exists) for element e of each fragment m and column c of a tile with queries as rows, of which
+// the thread's first one is `query`.
 template <class P, bool is_whole, int fragments, int step, class Tile, class F>
-__device__ __forceinline__ void differentiate_queries(Accumulators<fragments, step>& s,
-                                                      Accumulators<fragments, step>& t, const Tile& tile,
-                                                      const RowNumbers (&rows)[fragments][2], int query, int key,
-                                                      const F& f) {
+__device__ __forceinline__ void each_score(const Tile& tile, int query, int key, const F& f) {
 #pragma unroll
   for (int m = 0; m < fragments; ++m) {
 #pragma unroll
@@ -275,16 +272,28 @@ __device__ __forceinline__ void differentiate_queries(Accumulators<fragments, st
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const int i = query + m * kMma + e / 2 * 8, j = key + c * 8 + own_column() + e % 2;
-        const ScoreSides<P, Tile, is_whole> side{tile, i, j};
-        SideCotangents<P> of_sides = differentiate<P>(s.values[m][c][e], t.values[m][c][e], rows[m][e / 2], side);
-        if (!is_whole && P::kKeys % Counts<P>::kStep != 0 && tile.j + j >= P::kKeys) {
-          t.values[m][c][e] = 0.0f;
-          of_sides = {};
-        }
-        f(m, c, e, of_sides);
+        const bool exists = is_whole || P::kKeys % Counts<P>::kStep == 0 || tile.j + j < P::kKeys;
+        f(m, c, e, ScoreSides<P, Tile, is_whole>{tile, i, j}, exists);
       }
     }
   }
+}
+
+// As differentiate_keys, with queries as rows. f(m, c, e, of_sides) is given what an element adds to the sides'
+// cotangents.
+template <class P, bool is_whole, int fragments, int step, class Tile, class F>
+__device__ __forceinline__ void differentiate_queries(Accumulators<fragments, step>& s,
+                                                      Accumulators<fragments, step>& t, const Tile& tile,
+                                                      const RowNumbers (&rows)[fragments][2], int query, int key,
+                                                      const F& f) {
+  each_score<P, is_whole, fragments, step>(tile, query, key, [&](int m, int c, int e, const auto& side, bool exists) {
+    SideCotangents<P> of_sides = differentiate<P>(s.values[m][c][e], t.values[m][c][e], rows[m][e / 2], side);
+    if (!exists) {
+      t.values[m][c][e] = 0.0f;
+      of_sides = {};
+    }
+    f(m, c, e, of_sides);
+  });
 }
 
 // The same, where the sides' cotangents are summed over keys or written.

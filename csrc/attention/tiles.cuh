@@ -428,13 +428,19 @@ struct SideCotangents {
   float values[P::kSideCotangents > 0 ? P::kSideCotangents : 1];
 };
 
+// The softmax of the score of a product q k^T.
+template <class P, class Side>
+__device__ __forceinline__ float weight_of(float product, const RowNumbers& row, const Side& side) {
+  const float score = P::score(product, side);
+  // Such scores have weight 0, whatever the row's others are.
+  return P::kEmptyRowsAreZero && score == -kInfinity ? 0.0f : row.weight(score);
+}
+
 // `product` is q k^T and becomes the weight of the value; `cotangent` is do v^T and becomes the cotangent of q k^T.
 template <class P, class Side>
 __device__ __forceinline__ SideCotangents<P> differentiate(float& product, float& cotangent, const RowNumbers& row,
                                                            const Side& side) {
-  const float x0 = product, t = cotangent, score = P::score(x0, side);
-  // Such scores have weight 0, whatever the row's others are.
-  const float y = P::kEmptyRowsAreZero && score == -kInfinity ? 0.0f : row.weight(score);
+  const float x0 = product, t = cotangent, y = weight_of<P>(x0, row, side);
   product = P::weight(y, side);
   const float g = y * (P::weight_transposed(t, side) - row.delta);
   cotangent = P::score_transposed(g, x0, side);

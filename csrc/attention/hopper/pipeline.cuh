@@ -118,7 +118,7 @@ struct Pipeline {
   static constexpr int kWarps = N::kTiling.warps, kWarpgroups = kWarps / kWarpgroup, kPlaces = N::kTiling.stages;
   // Registers of each thread: at launch all have as many, then those that compute take what the others give.
   static constexpr int kLaunched = (1 << 16) / (N::kTiling.threads() * N::kTiling.resident) / 8 * 8;
-  static constexpr int kLess = kHasSides ? 96 : kKeysStay ? 40 : N::kTiling.resident > 1 ? 24 : 32;
+  static constexpr int kLess = !kHasSides ? 24 : kKeysStay ? 40 : 96;
   static constexpr int kMore = ((kWarpgroups + 1) * kLaunched - kLess) / kWarpgroups / 8 * 8;
 
   int count = 0;  // of steps so far
