@@ -133,7 +133,8 @@ __device__ __forceinline__ void differentiate_keys(Accumulators<fragments, step>
         const int i = c * 8 + own_column() + e % 2, j = key + m * kMma + e / 2 * 8;
         const RowNumbers row{numbers[2 * (e % 2)], numbers[2 * (e % 2) + 1], deltas[e % 2]};
         const ScoreSides<P, Tile, is_whole> side{tile, i, j};
-        SideCotangents<P> of_sides = differentiate<P>(s.values[m][c][e], t.values[m][c][e], row, side);
+        float& x = s.values[m][c][e];
+        SideCotangents<P> of_sides = differentiate<P>(x, t.values[m][c][e], softmax_of<P>(x, row, side), row, side);
         if (!is_whole && P::kQueries % step != 0 && tile.i + i >= P::kQueries) {
           s.values[m][c][e] = t.values[m][c][e] = 0.0f;
           of_sides = {};
@@ -261,6 +262,13 @@ __device__ __forceinline__ void read_numbers(RowNumbers (&rows)[fragments][2], c
   }
 }
 
+// The softmax of the scores of products s.
+template <class P, int fragments, int step>
+__device__ __forceinline__ auto softmax_of_each(const Accumulators<fragments, step>& s,
+                                                const RowNumbers (&rows)[fragments][2]) {
+  return [&](int m, int c, int e, const auto& side) { return softmax_of<P>(s.values[m][c][e], rows[m][e / 2], side); };
+}
+
 // Calls f(m, c, e, side, exists) for element e of each fragment m and column c of a tile with queries as rows, of which
 // the thread's first one is `query`.
 template <class P, bool is_whole, int fragments, int step, class Tile, class F>
@@ -279,15 +287,16 @@ __device__ __forceinline__ void each_score(const Tile& tile, int query, int key,
   }
 }
 
-// As differentiate_keys, with queries as rows. f(m, c, e, of_sides) is given what an element adds to the sides'
-// cotangents.
-template <class P, bool is_whole, int fragments, int step, class Tile, class F>
+// As differentiate_keys, with queries as rows. softmax(m, c, e, side) is that of an element's score, and
+// f(m, c, e, of_sides) is given what the element adds to the sides' cotangents.
+template <class P, bool is_whole, int fragments, int step, class Tile, class Y, class F>
 __device__ __forceinline__ void differentiate_queries(Accumulators<fragments, step>& s,
                                                       Accumulators<fragments, step>& t, const Tile& tile,
                                                       const RowNumbers (&rows)[fragments][2], int query, int key,
-                                                      const F& f) {
+                                                      const Y& softmax, const F& f) {
   each_score<P, is_whole, fragments, step>(tile, query, key, [&](int m, int c, int e, const auto& side, bool exists) {
-    SideCotangents<P> of_sides = differentiate<P>(s.values[m][c][e], t.values[m][c][e], rows[m][e / 2], side);
+    SideCotangents<P> of_sides =
+        differentiate<P>(s.values[m][c][e], t.values[m][c][e], softmax(m, c, e, side), rows[m][e / 2], side);
     if (!exists) {
       t.values[m][c][e] = 0.0f;
       of_sides = {};
@@ -297,12 +306,13 @@ __device__ __forceinline__ void differentiate_queries(Accumulators<fragments, st
 }
 
 // The same, where the sides' cotangents are summed over keys or written.
-template <class P, bool is_whole, int fragments, int step, class Tile>
+template <class P, bool is_whole, int fragments, int step, class Tile, class Y>
 __device__ __forceinline__ void differentiate_rows(Accumulators<fragments, step>& s, Accumulators<fragments, step>& t,
                                                    const Tile& tile, const RowNumbers (&rows)[fragments][2], int query,
-                                                   RowSums<P, fragments>& sums, const Written<P>& written) {
+                                                   RowSums<P, fragments>& sums, const Written<P>& written,
+                                                   const Y& softmax) {
   [[maybe_unused]] float pair[2];
-  differentiate_queries<P, is_whole>(s, t, tile, rows, query, 0,
+  differentiate_queries<P, is_whole>(s, t, tile, rows, query, 0, softmax,
                                      [&](int m, int c, int e, const SideCotangents<P>& of_sides) {
                                        sums.add(m, e / 2, of_sides);
                                        if constexpr (P::kWrites) {
@@ -357,7 +367,8 @@ __device__ __forceinline__ void attention_queries(const typename P::Addresses& o
     add_product_of_rows(t, own.e, row_of_warp, stage.e);
     const typename Keys::Tile tile = keys.tile(step);
     for_tile<P>(range.is_whole(step), [&](auto is_whole) {
-      differentiate_rows<P, decltype(is_whole)::kValue>(s, t, tile, rows, own_row_of_tile, sums, written);
+      differentiate_rows<P, decltype(is_whole)::kValue>(s, t, tile, rows, own_row_of_tile, sums, written,
+                                                        softmax_of_each<P>(s, rows));
     });
     add_product(dq, t, stage.d);
   }
@@ -430,7 +441,7 @@ __device__ __forceinline__ void attention_scores(const typename P::Addresses& op
       add_product_of_rows(t, queries.e, row_of_warp, keys.e, key);
       for_tile<P>(is_whole, [&](auto is_whole) {
         differentiate_queries<P, decltype(is_whole)::kValue>(
-            s, t, tile, rows, row_of_warp + own_row(), key,
+            s, t, tile, rows, row_of_warp + own_row(), key, softmax_of_each<P>(s, rows),
             [&](int m, int c, int e, const SideCotangents<P>& of_sides) {
               sums.values[m][key / 8 + c][e] += of_sides.values[0];
             });

@@ -430,17 +430,18 @@ struct SideCotangents {
 
 // The softmax of the score of a product q k^T.
 template <class P, class Side>
-__device__ __forceinline__ float weight_of(float product, const RowNumbers& row, const Side& side) {
+__device__ __forceinline__ float softmax_of(float product, const RowNumbers& row, const Side& side) {
   const float score = P::score(product, side);
   // Such scores have weight 0, whatever the row's others are.
   return P::kEmptyRowsAreZero && score == -kInfinity ? 0.0f : row.weight(score);
 }
 
-// `product` is q k^T and becomes the weight of the value; `cotangent` is do v^T and becomes the cotangent of q k^T.
+// `product` is q k^T, with the softmax y, and becomes the weight of the value; `cotangent` is do v^T and becomes the
+// cotangent of q k^T.
 template <class P, class Side>
-__device__ __forceinline__ SideCotangents<P> differentiate(float& product, float& cotangent, const RowNumbers& row,
-                                                           const Side& side) {
-  const float x0 = product, t = cotangent, y = weight_of<P>(x0, row, side);
+__device__ __forceinline__ SideCotangents<P> differentiate(float& product, float& cotangent, float y,
+                                                           const RowNumbers& row, const Side& side) {
+  const float x0 = product, t = cotangent;
   product = P::weight(y, side);
   const float g = y * (P::weight_transposed(t, side) - row.delta);
   cotangent = P::score_transposed(g, x0, side);

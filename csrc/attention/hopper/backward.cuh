@@ -138,7 +138,7 @@ __device__ __forceinline__ void attention_queries_on_hopper(const typename P::Ad
   const SideOffsets<P> sides(operands, n);
   RowNumbers rows[1][2];
   read_numbers<P>(rows, operands, n, first + own_row_of_tile);
-  Accumulators<1, N::kStep> s, t;
+  Accumulators<1, N::kStep> s, t, y;
   Accumulators<1, attention::hopper_width(P::kFeatures)> dq;
   RowSums<P, 1> sums;
   const Written<P> written{operand_of<P, typename P::Written>(operands, P::kFirstResult + 1, P::kWrittenStrides, n)};
@@ -146,30 +146,19 @@ __device__ __forceinline__ void attention_queries_on_hopper(const typename P::Ad
   const auto multiply = [&](int step) {
     begin_scores<T>(s, t, pipe, warpgroup * kRowsOfWarpgroup);
     const typename Pipe::Tile tile = pipe.tile(sides, block, step);
-    if constexpr (P::kSideCotangents > 0) {
-      wait_for_products(s.values[0]);
-      wait_for_products(t.values[0]);
-      for_tile<P>(own_range.is_whole(step), [&](auto is_whole) {
-        differentiate_rows<P, decltype(is_whole)::kValue>(s, t, tile, rows, own_row_of_tile, sums, written);
-      });
-    } else {  // what needs no do v^T while that is computed: score_transposed is linear
-      wait_for_products<1>(s.values[0]);
-      for_tile<P>(own_range.is_whole(step), [&](auto is_whole) {
-        each_score<P, decltype(is_whole)::kValue, 1, N::kStep>(
-            tile, own_row_of_tile, 0, [&](int m, int c, int e, const auto& side, bool exists) {
-              float& x = s.values[m][c][e];
-              x = exists ? P::score_transposed(weight_of<P>(x, rows[m][e / 2], side), x, side) : 0.0f;
-            });
-      });
-      wait_for_products(t.values[0]);
-      for_tile<P>(own_range.is_whole(step), [&](auto is_whole) {
-        each_score<P, decltype(is_whole)::kValue, 1, N::kStep>(
-            tile, own_row_of_tile, 0, [&](int m, int c, int e, const auto& side, bool) {
-              float& x = t.values[m][c][e];
-              x = s.values[m][c][e] * (P::weight_transposed(x, side) - rows[m][e / 2].delta);
-            });
-      });
-    }
+    wait_for_products<1>(s.values[0]);  // do v^T is computed meanwhile
+    const auto softmax = softmax_of_each<P>(s, rows);
+    for_tile<P>(own_range.is_whole(step), [&](auto is_whole) {
+      each_score<P, decltype(is_whole)::kValue, 1, N::kStep>(
+          tile, own_row_of_tile, 0,
+          [&](int m, int c, int e, const auto& side, bool) { y.values[m][c][e] = softmax(m, c, e, side); });
+    });
+    wait_for_products(t.values[0]);
+    for_tile<P>(own_range.is_whole(step), [&](auto is_whole) {
+      differentiate_rows<P, decltype(is_whole)::kValue>(
+          s, t, tile, rows, own_row_of_tile, sums, written,
+          [&](int m, int c, int e, const auto&) { return y.values[m][c][e]; });
+    });
     uint32_t dx[N::kStep / kMma][4];
     narrow<T>(dx, t);
     fence_products();
