@@ -112,11 +112,12 @@ constexpr bool hopper_has(KernelKind kernel, int features, int value_features) {
 // registers.
 constexpr Tiling hopper_tiling_of(KernelKind kernel, int features, int value_features, bool reads_arrays) {
   const int most = features > value_features ? features : value_features;
+  const bool small = most <= 64 && !reads_arrays;
   const int stages = reads_arrays ? 2 : 3;
-  if (kernel == KernelKind::kKeys && most <= 64 && !reads_arrays) return {2 * kWarpgroup, 1, 128, 1, 1, kWarpgroup};
+  if (kernel == KernelKind::kKeys && small) return {2 * kWarpgroup, 1, 128, 1, 1, kWarpgroup};
   if (kernel == KernelKind::kKeys) return {2 * kWarpgroup, 1, 64, 1, 1, kWarpgroup, stages};
-  if (kernel == KernelKind::kQueries) return {(most <= 64 ? 3 : 2) * kWarpgroup, 1, 64, 1, 1, kWarpgroup, stages};
-  if (most <= 64 && !reads_arrays) return {2 * kWarpgroup, 1, 64, 1, 2, kWarpgroup};
+  if (kernel == KernelKind::kQueries) return {(small ? 3 : 2) * kWarpgroup, 1, 64, 1, 1, kWarpgroup, stages};
+  if (small) return {2 * kWarpgroup, 1, 64, 1, 2, kWarpgroup};
   if (most <= 64 || (most <= 128 && !reads_arrays)) return {3 * kWarpgroup, 1, 128, 1, 1, kWarpgroup};
   return {2 * kWarpgroup, 1, most <= 192 && value_features <= 128 ? 128 : 64, 1, 1, kWarpgroup};
 }
