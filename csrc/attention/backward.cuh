@@ -60,32 +60,20 @@ struct PassingQueries {
   __device__ __forceinline__ Stage stage(int count) const {
     return Stage(begin + count % kStages * (kOfRows + Tile::kStagedBytes));
   }
-  static __device__ __forceinline__ Address numbers_of(Stage stage, int row) {
-    return stage.d.base + stage.kBytes + 8 * row;
-  }
-  static __device__ __forceinline__ Address delta_of(Stage stage, int row) {
-    return numbers_of(stage, N::kStep) + 4 * row;
-  }
+  static __device__ __forceinline__ Address numbers(Stage stage) { return stage.d.base + stage.kBytes; }
   __device__ __forceinline__ Tile tile(const Position& at, Stage stage, const SideOffsets<P>& sides) const {
     return Tile{sides, stage.d.base + kOfRows, at.step * N::kStep, block * N::kRows};
   }
   __device__ __forceinline__ void begin_copies(const Position& at, Stage stage) const {
     if (!at.exists()) return;
     const unsigned batch = n + at.group;
-    const int first = at.step * N::kStep, row = threadIdx.x;
+    const int first = at.step * N::kStep;
     tile(at, stage, SideOffsets<P>(operands, batch)).begin_copies();
     const T* const q = operand_of<P>(operands, attention::kQ, P::kQ, batch);
     const T* const o_cotangent = operand_of<P>(operands, attention::kOCotangent, P::kO, batch);
     begin_copy_of_rows<P, N::kStep, P::kQueries, P::kFeatures>(stage.d, q, P::kQ.i, first);
     begin_copy_of_rows<P, N::kStep, P::kQueries, P::kValueFeatures>(stage.e, o_cotangent, P::kO.i, first);
-    if (row < N::kStep) {
-      const bool exists = first + row < P::kQueries;
-      const int64_t from = static_cast<int64_t>(batch) * P::kQueries + (exists ? first + row : 0);
-      begin_copy<8>(numbers_of(stage, row), static_cast<const float*>(operands.address[attention::kNumbers]) + 2 * from,
-                    exists);
-      begin_copy<4>(delta_of(stage, row), static_cast<const float*>(operands.address[attention::kDelta]) + from,
-                    exists);
-    }
+    begin_copy_of_numbers<P>(numbers(stage), operands, batch, first);
   }
 };
 
@@ -127,26 +115,26 @@ struct RowSums {
 };
 
 // Differentiates the scores of a tile with keys as rows, of which the thread's first one is `key`: s are the products
-// q k^T and become weights, t are do v^T and become cotangents of the products.
-template <class P, bool is_whole, int fragments, int step>
+// q k^T and become weights, t are do v^T and become cotangents of the products. `queries`: the address of their
+// numbers.
+template <class P, bool is_whole, int fragments, int step, class Tile>
 __device__ __forceinline__ void differentiate_keys(Accumulators<fragments, step>& s, Accumulators<fragments, step>& t,
-                                                   RowSums<P, fragments>& sums,
-                                                   const typename PassingQueries<P>::Tile& tile,
-                                                   typename PassingQueries<P>::Stage stage, int key) {
-  using Queries = PassingQueries<P>;
+                                                   RowSums<P, fragments>& sums, const Tile& tile, Address queries,
+                                                   int key) {
 #pragma unroll
   for (int c = 0; c < step / 8; ++c) {
     float numbers[4], deltas[2];  // of two queries
-    read_shared(numbers, Queries::numbers_of(stage, c * 8 + own_column()));
-    read_shared(deltas, Queries::delta_of(stage, c * 8 + own_column()));
+    read_shared(numbers, numbers_of(queries, c * 8 + own_column()));
+    read_shared(deltas, delta_of<P>(queries, c * 8 + own_column()));
 #pragma unroll
     for (int m = 0; m < fragments; ++m) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const int i = c * 8 + own_column() + e % 2, j = key + m * kMma + e / 2 * 8;
         const RowNumbers row{numbers[2 * (e % 2)], numbers[2 * (e % 2) + 1], deltas[e % 2]};
-        const ScoreSides<P, typename Queries::Tile, is_whole> side{tile, i, j};
-        SideCotangents<P> of_sides = differentiate<P>(s.values[m][c][e], t.values[m][c][e], row, side);
+        const ScoreSides<P, Tile, is_whole> side{tile, i, j};
+        float& x = s.values[m][c][e];
+        SideCotangents<P> of_sides = differentiate<P>(x, t.values[m][c][e], softmax_of<P>(x, row, side), row, side);
         if (!is_whole && P::kQueries % step != 0 && tile.i + i >= P::kQueries) {
           s.values[m][c][e] = t.values[m][c][e] = 0.0f;
           of_sides = {};
@@ -200,7 +188,8 @@ __device__ __forceinline__ void attention_keys(const typename P::Addresses& oper
     const SideOffsets<P> sides(operands, n + at.group);
     const typename Queries::Tile tile = queries.tile(at, stage, sides);
     for_tile<P>(at.range.is_whole(at.step), [&](auto is_whole) {
-      differentiate_keys<P, decltype(is_whole)::kValue>(s, t, sums, tile, stage, row_of_warp + own_row());
+      differentiate_keys<P, decltype(is_whole)::kValue>(s, t, sums, tile, queries.numbers(stage),
+                                                        row_of_warp + own_row());
     });
     add_product(dv, s, stage.e, part * kOwnWidth);
     add_product(dk, t, stage.d, part * kOwnDepth);
@@ -237,10 +226,22 @@ struct Written {
       if (two) halves[1] = static_cast<uint16_t>(bits >> 16);
     }
   }
-  // Writes 0 for the keys [begin, end) of a block's queries.
+  // Writes 0 for the steps of so many queries that are beyond their range.
+  template <int queries>
+  __device__ __forceinline__ void write_zeros(int first_query, const Range& range) const {
+    using N = Counts<P>;
+    constexpr int kSteps = ceil_div(P::kKeys, N::kStep);
+    const bool any = range.first < range.last;
+    write_zeros<queries>(first_query, 0, (any ? range.first : kSteps) * N::kStep);
+    if (any) write_zeros<queries>(first_query, range.last * N::kStep, kSteps * N::kStep);
+  }
+
+ private:
+  // Of the keys [begin, end), by the threads of a block or of a warpgroup.
+  template <int queries>
   __device__ __forceinline__ void write_zeros(int first_query, int begin, int end) const {
     const int pairs = (end - begin) / 2;
-    for (int p = threadIdx.x; p < Counts<P>::kRows * pairs; p += Counts<P>::kThreads) {
+    for (int p = threadIdx.x % Counts<P>::kThreads; p < queries * pairs; p += Counts<P>::kThreads) {
       write(first_query + p / pairs, begin + p % pairs * 2, 0.0f, 0.0f);
     }
   }
@@ -261,13 +262,17 @@ __device__ __forceinline__ void read_numbers(RowNumbers (&rows)[fragments][2], c
   }
 }
 
-// As differentiate_keys, with queries as rows, of which the thread's first one is `query`. f(m, c, e, of_sides) is
-// given what element e of fragment m and column c adds to the sides' cotangents.
+// The softmax of the scores of products s.
+template <class P, int fragments, int step>
+__device__ __forceinline__ auto softmax_of_each(const Accumulators<fragments, step>& s,
+                                                const RowNumbers (&rows)[fragments][2]) {
+  return [&](int m, int c, int e, const auto& side) { return softmax_of<P>(s.values[m][c][e], rows[m][e / 2], side); };
+}
+
+// Calls f(m, c, e, side, exists) for element e of each fragment m and column c of a tile with queries as rows, of which
+// the thread's first one is `query`.
 template <class P, bool is_whole, int fragments, int step, class Tile, class F>
-__device__ __forceinline__ void differentiate_queries(Accumulators<fragments, step>& s,
-                                                      Accumulators<fragments, step>& t, const Tile& tile,
-                                                      const RowNumbers (&rows)[fragments][2], int query, int key,
-                                                      const F& f) {
+__device__ __forceinline__ void each_score(const Tile& tile, int query, int key, const F& f) {
 #pragma unroll
   for (int m = 0; m < fragments; ++m) {
 #pragma unroll
@@ -275,16 +280,48 @@ __device__ __forceinline__ void differentiate_queries(Accumulators<fragments, st
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const int i = query + m * kMma + e / 2 * 8, j = key + c * 8 + own_column() + e % 2;
-        const ScoreSides<P, Tile, is_whole> side{tile, i, j};
-        SideCotangents<P> of_sides = differentiate<P>(s.values[m][c][e], t.values[m][c][e], rows[m][e / 2], side);
-        if (!is_whole && P::kKeys % Counts<P>::kStep != 0 && tile.j + j >= P::kKeys) {
-          t.values[m][c][e] = 0.0f;
-          of_sides = {};
-        }
-        f(m, c, e, of_sides);
+        const bool exists = is_whole || P::kKeys % Counts<P>::kStep == 0 || tile.j + j < P::kKeys;
+        f(m, c, e, ScoreSides<P, Tile, is_whole>{tile, i, j}, exists);
       }
     }
   }
+}
+
+// As differentiate_keys, with queries as rows. softmax(m, c, e, side) is that of an element's score, and
+// f(m, c, e, of_sides) is given what the element adds to the sides' cotangents.
+template <class P, bool is_whole, int fragments, int step, class Tile, class Y, class F>
+__device__ __forceinline__ void differentiate_queries(Accumulators<fragments, step>& s,
+                                                      Accumulators<fragments, step>& t, const Tile& tile,
+                                                      const RowNumbers (&rows)[fragments][2], int query, int key,
+                                                      const Y& softmax, const F& f) {
+  each_score<P, is_whole, fragments, step>(tile, query, key, [&](int m, int c, int e, const auto& side, bool exists) {
+    SideCotangents<P> of_sides =
+        differentiate<P>(s.values[m][c][e], t.values[m][c][e], softmax(m, c, e, side), rows[m][e / 2], side);
+    if (!exists) {
+      t.values[m][c][e] = 0.0f;
+      of_sides = {};
+    }
+    f(m, c, e, of_sides);
+  });
+}
+
+// The same, where the sides' cotangents are summed over keys or written.
+template <class P, bool is_whole, int fragments, int step, class Tile, class Y>
+__device__ __forceinline__ void differentiate_rows(Accumulators<fragments, step>& s, Accumulators<fragments, step>& t,
+                                                   const Tile& tile, const RowNumbers (&rows)[fragments][2], int query,
+                                                   RowSums<P, fragments>& sums, const Written<P>& written,
+                                                   const Y& softmax) {
+  [[maybe_unused]] float pair[2];
+  differentiate_queries<P, is_whole>(s, t, tile, rows, query, 0, softmax,
+                                     [&](int m, int c, int e, const SideCotangents<P>& of_sides) {
+                                       sums.add(m, e / 2, of_sides);
+                                       if constexpr (P::kWrites) {
+                                         pair[e % 2] = of_sides.values[0];
+                                         const int i = query + m * kMma + e / 2 * 8;
+                                         if (e % 2 == 1)
+                                           written.write(tile.i + i, tile.j + c * 8 + own_column(), pair[0], pair[1]);
+                                       }
+                                     });
 }
 
 // dq: a block has Tiling::rows() queries, and keys pass.
@@ -293,7 +330,7 @@ __device__ __forceinline__ void attention_queries(const typename P::Addresses& o
   using T = typename P::T;
   using N = Counts<P>;
   using Keys = PassingKeys<P>;
-  constexpr int kBlocks = ceil_div(P::kQueries, N::kRows), kSteps = ceil_div(P::kKeys, N::kStep);
+  constexpr int kBlocks = ceil_div(P::kQueries, N::kRows);
 
   const BlockIndex own_index = own_block<P>(kBlocks);
   const int block = kBlocks - 1 - own_index.row_block, first = block * N::kRows;
@@ -330,25 +367,13 @@ __device__ __forceinline__ void attention_queries(const typename P::Addresses& o
     add_product_of_rows(t, own.e, row_of_warp, stage.e);
     const typename Keys::Tile tile = keys.tile(step);
     for_tile<P>(range.is_whole(step), [&](auto is_whole) {
-      [[maybe_unused]] float pair[2];
-      differentiate_queries<P, decltype(is_whole)::kValue>(
-          s, t, tile, rows, own_row_of_tile, 0, [&](int m, int c, int e, const SideCotangents<P>& of_sides) {
-            sums.add(m, e / 2, of_sides);
-            if constexpr (P::kWrites) {
-              pair[e % 2] = of_sides.values[0];
-              const int i = own_row_of_tile + m * kMma + e / 2 * 8;
-              if (e % 2 == 1) written.write(tile.i + i, tile.j + c * 8 + own_column(), pair[0], pair[1]);
-            }
-          });
+      differentiate_rows<P, decltype(is_whole)::kValue>(s, t, tile, rows, own_row_of_tile, sums, written,
+                                                        softmax_of_each<P>(s, rows));
     });
     add_product(dq, t, stage.d);
   }
   wait_for_all_but_last<0>();
-  if constexpr (P::kWrites) {
-    const int end = range.first < range.last ? range.first * N::kStep : kSteps * N::kStep;
-    written.write_zeros(first, 0, end);
-    if (range.first < range.last) written.write_zeros(first, range.last * N::kStep, kSteps * N::kStep);
-  }
+  if constexpr (P::kWrites) written.template write_zeros<N::kRows>(first, range);
   sums.write(operands, 1 + P::kWrites, n, first + own_row_of_tile, P::kQueries);
   write(operand_of<P>(operands, P::kFirstResult, P::kQ, n), P::kQ.i, dq, first + row_of_warp, P::kQueries, 0,
         P::kFeatures, narrowed<T>);
@@ -416,7 +441,7 @@ __device__ __forceinline__ void attention_scores(const typename P::Addresses& op
       add_product_of_rows(t, queries.e, row_of_warp, keys.e, key);
       for_tile<P>(is_whole, [&](auto is_whole) {
         differentiate_queries<P, decltype(is_whole)::kValue>(
-            s, t, tile, rows, row_of_warp + own_row(), key,
+            s, t, tile, rows, row_of_warp + own_row(), key, softmax_of_each<P>(s, rows),
             [&](int m, int c, int e, const SideCotangents<P>& of_sides) {
               sums.values[m][key / 8 + c][e] += of_sides.values[0];
             });

@@ -5,9 +5,9 @@
 //   T                                  the type of q, k, v and of the results
 //   kTiling, kQueries, kKeys, kFeatures, kValueFeatures
 //   kBatchDims, kExtents               of q, last those along which blocks have the same rows; kGroups, their product
-//   kMapDims                           on Hopper, of each tensor map what its dimensions are, but features: a number of
-//   a
-//                                      dimension of the batch, -1 for rows, -2 for none
+//   kMapDims                           on Hopper, of the tensor maps of q, k, v and, in backward kernels, do: what each
+//                                      dimension but features is, a dimension of the batch, or -1 for rows, or -2 where
+//                                      there is none
 //   kQ, kK, kV, kO, kBounds            Strides; kBounded, whether there are bounds
 //   kSides, kSideStrides, kSideAddresses   of what scores read beside; addresses of the arrays
 //   kStagedBytes                       of each side the bytes of an element, if it passes through shared memory, or 0;

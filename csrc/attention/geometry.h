@@ -33,6 +33,7 @@ struct Tiling {
   int parts;        // blocks that share the features of dk and dv; each computes the weights
   int resident;     // blocks that a multiprocessor has registers for
   int copying = 0;  // warps beside the others that only copy, in the schedule for Hopper; otherwise all copy
+  int stages = kStages;
 
   constexpr int rows() const { return warps * fragments * kMma; }
   constexpr int threads() const { return (warps + copying) * 32; }
@@ -98,37 +99,51 @@ constexpr int shared_bytes(KernelKind kernel, const Tiling& tiling, int features
   return tiling.rows() * staying + kStages * tiling.step * passing;
 }
 
-// ---- The forward kernel on Hopper (hopper/forward.cuh), of numbers of 16 bits
+// ---- The kernels on Hopper (hopper/), of numbers of 16 bits
 
 inline constexpr int kWarpgroup = 4;  // warps, which multiply 64 rows together
 inline constexpr int kRowsOfWarpgroup = kWarpgroup * kMma;
 inline constexpr int kPanel = 64;  // features of a panel, of which a row has 128 bytes in shared memory
 inline constexpr int kBytesOfPanelRow = 2 * kPanel;
-inline constexpr int kBytesOfBarriers = kStages * 4 * 8;
-inline constexpr int kMapDims = 5;         // of a tensor map
-inline constexpr int kMappedOperands = 3;  // q, k, v
+inline constexpr int kBytesOfBarriers = 4 * 8;                                                       // of a stage
+inline constexpr int kMapDims = 5;                                                                   // of a tensor map
+constexpr int mapped_operands(KernelKind kernel) { return kernel == KernelKind::kForward ? 3 : 4; }  // q, k, v, do
 
+// Whether a kernel has tilings below for rows of so many features.
+constexpr bool hopper_has(KernelKind kernel, int features, int value_features) {
+  const int most = features > value_features ? features : value_features;
+  return kernel == KernelKind::kForward ||
+         ((kernel == KernelKind::kKeys || kernel == KernelKind::kQueries) && most <= 128);
+}
 // Tilings by the larger number of features. Where rows have few features, two blocks share a multiprocessor, so that
 // one begins and ends while the other computes. `reads_arrays`: scores read arrays of queries x keys, which takes
 // registers.
-constexpr Tiling hopper_tiling_of(int features, int value_features, bool reads_arrays) {
+constexpr Tiling hopper_tiling_of(KernelKind kernel, int features, int value_features, bool reads_arrays) {
   const int most = features > value_features ? features : value_features;
-  if (most <= 64 && !reads_arrays) return {2 * kWarpgroup, 1, 64, 1, 2, kWarpgroup};
+  const bool small = most <= 64 && !reads_arrays;
+  const int stages = reads_arrays ? 2 : 3;
+  if (kernel == KernelKind::kKeys && small) return {2 * kWarpgroup, 1, 128, 1, 1, kWarpgroup};
+  if (kernel == KernelKind::kKeys) return {2 * kWarpgroup, 1, 64, 1, 1, kWarpgroup, stages};
+  if (kernel == KernelKind::kQueries) return {(small ? 3 : 2) * kWarpgroup, 1, 64, 1, 1, kWarpgroup, stages};
+  if (small) return {2 * kWarpgroup, 1, 64, 1, 2, kWarpgroup};
   if (most <= 64 || (most <= 128 && !reads_arrays)) return {3 * kWarpgroup, 1, 128, 1, 1, kWarpgroup};
   return {2 * kWarpgroup, 1, most <= 192 && value_features <= 128 ? 128 : 64, 1, 1, kWarpgroup};
 }
 
-// Columns of a product with values, of an instruction: those of the panels, as it reads no others.
-constexpr int hopper_width(int value_features) {
-  return 64 < value_features && value_features <= 96 ? 96 : static_cast<int>(ceil_div(value_features, kPanel)) * kPanel;
+// Columns of a product with rows of so many features, of an instruction: those of the panels, as it reads no others.
+constexpr int hopper_width(int features) {
+  return 64 < features && features <= 96 ? 96 : static_cast<int>(ceil_div(features, kPanel)) * kPanel;
 }
 
 constexpr int bytes_of_panels(int rows, int features) {
   return rows * static_cast<int>(ceil_div(features, kPanel)) * kBytesOfPanelRow;
 }
-constexpr int hopper_shared_bytes(const Tiling& tiling, int features, int value_features) {
-  const int passing = bytes_of_panels(tiling.step, features) + bytes_of_panels(tiling.step, value_features);
-  return bytes_of_panels(tiling.rows(), features) + kStages * passing + kBytesOfBarriers;
+constexpr int hopper_shared_bytes(KernelKind kernel, const Tiling& tiling, int features, int value_features) {
+  const int staying = bytes_of_panels(tiling.rows(), features) +
+                      (kernel == KernelKind::kForward ? 0 : bytes_of_panels(tiling.rows(), value_features));
+  const int passing = bytes_of_panels(tiling.step, features) + bytes_of_panels(tiling.step, value_features) +
+                      (kernel == KernelKind::kKeys ? tiling.step * kBytesOfRow : 0);
+  return staying + tiling.stages * (passing + kBytesOfBarriers);
 }
 
 // The part of a stage for a side operand of queries x keys that passes with the rows. 16 bytes between its rows put
@@ -153,13 +168,13 @@ template <int n>
 struct Addresses {
   void* address[n];
 };
-// The same on Hopper, where q, k and v are copied by tensor maps.
+// The same on Hopper, where the first operands are copied by tensor maps.
 struct alignas(64) TensorMap {
   char bytes[128];
 };
-template <int n>
+template <int mapped, int n>
 struct MappedAddresses {
-  TensorMap maps[kMappedOperands];
+  TensorMap maps[mapped];
   void* address[n];
 };
 enum AddressIndex {

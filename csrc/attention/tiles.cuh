@@ -403,19 +403,45 @@ struct RowNumbers {
   __device__ __forceinline__ float weight(float score) const { return exp2_of(fmaf(score - pivot, kLog2E, -log2_sum)); }
 };
 
+// The numbers of a step's queries in shared memory: pivots and logarithms of sums, and then deltas.
+__device__ __forceinline__ Address numbers_of(Address queries, int row) { return queries + 8 * row; }
+template <class P>
+__device__ __forceinline__ Address delta_of(Address queries, int row) {
+  return numbers_of(queries, Counts<P>::kStep) + 4 * row;
+}
+// Of the queries of batch index n from `first` on: each thread copies those of one.
+template <class P>
+__device__ __forceinline__ void begin_copy_of_numbers(Address to, const typename P::Addresses& operands, unsigned n,
+                                                      int first) {
+  const int row = threadIdx.x % Counts<P>::kThreads;
+  if (row >= Counts<P>::kStep) return;
+  const bool exists = first + row < P::kQueries;
+  const int64_t from = static_cast<int64_t>(n) * P::kQueries + (exists ? first + row : 0);
+  begin_copy<8>(numbers_of(to, row), static_cast<const float*>(operands.address[attention::kNumbers]) + 2 * from,
+                exists);
+  begin_copy<4>(delta_of<P>(to, row), static_cast<const float*>(operands.address[attention::kDelta]) + from, exists);
+}
+
 // What a score adds to the sides' cotangents.
 template <class P>
 struct SideCotangents {
   float values[P::kSideCotangents > 0 ? P::kSideCotangents : 1];
 };
 
-// `product` is q k^T and becomes the weight of the value; `cotangent` is do v^T and becomes the cotangent of q k^T.
+// The softmax of the score of a product q k^T.
 template <class P, class Side>
-__device__ __forceinline__ SideCotangents<P> differentiate(float& product, float& cotangent, const RowNumbers& row,
-                                                           const Side& side) {
-  const float x0 = product, t = cotangent, score = P::score(x0, side);
+__device__ __forceinline__ float softmax_of(float product, const RowNumbers& row, const Side& side) {
+  const float score = P::score(product, side);
   // Such scores have weight 0, whatever the row's others are.
-  const float y = P::kEmptyRowsAreZero && score == -kInfinity ? 0.0f : row.weight(score);
+  return P::kEmptyRowsAreZero && score == -kInfinity ? 0.0f : row.weight(score);
+}
+
+// `product` is q k^T, with the softmax y, and becomes the weight of the value; `cotangent` is do v^T and becomes the
+// cotangent of q k^T.
+template <class P, class Side>
+__device__ __forceinline__ SideCotangents<P> differentiate(float& product, float& cotangent, float y,
+                                                           const RowNumbers& row, const Side& side) {
+  const float x0 = product, t = cotangent;
   product = P::weight(y, side);
   const float g = y * (P::weight_transposed(t, side) - row.delta);
   cotangent = P::score_transposed(g, x0, side);

@@ -233,7 +233,7 @@ int lost_shift(DType dtype) { return 23 - (dtype == DType::kBF16 ? 7 : 10) - 8; 
 int stage_sides(AttentionProblem* problem, int bytes, int most) {
   const Extents& extents = problem->extents;
   for (LetteredSide& side : problem->sides) {
-    const int size = bytes_of(side.dtype), stages = problem->of_scores() ? 1 : kStages;
+    const int size = bytes_of(side.dtype), stages = problem->of_scores() ? 1 : problem->tiling.stages;
     const int staged = stages * bytes_of_side(problem->kernel, problem->tiling, size);
     const bool passes =
         side.is_array_of_scores() && side.letters.back() == 'j' && extents.at('j') * size % kPackBytes == 0;
@@ -244,22 +244,30 @@ int stage_sides(AttentionProblem* problem, int bytes, int most) {
   return bytes;
 }
 
-// Whether Hopper's schedule does it, which reads q, k and v by tensor maps and has many queries in a block.
+// Whether Hopper's schedule does it, which reads rows by tensor maps and has many of them in a block.
 bool suits_hopper(const AttentionProblem& problem, const Device& device) {
   const size_t dims = std::max(problem.letters.of[kQ].size(), problem.letters.of[kK].size());
-  return problem.kernel == KernelKind::kForward && device.compute_capability == 90 && bytes_of(problem.dtype) == 2 &&
-         dims <= kMapDims && problem.extents.at('i') > 2 * kRowsOfWarpgroup;
+  const Extents& extents = problem.extents;
+  return hopper_has(problem.kernel, extents.at('d'), extents.at('e')) && device.compute_capability == 90 &&
+         bytes_of(problem.dtype) == 2 && dims <= kMapDims && problem.stay() > 2 * kRowsOfWarpgroup;
 }
 
-// The tensor map of q, k or v: the whole array.
-MappedArray map_of(const AttentionProblem& problem, AddressIndex operand) {
+// The letters of the operands that are read by tensor maps.
+std::vector<std::string> mapped_letters(const AttentionProblem& problem) {
+  std::vector<std::string> letters(std::begin(problem.letters.of), std::end(problem.letters.of));
+  letters.push_back(problem.letters.o());
+  letters.resize(mapped_operands(problem.kernel));
+  return letters;
+}
+
+// The tensor map of an operand with these letters: the whole array.
+MappedArray map_of(const AttentionProblem& problem, const std::string& letters) {
   MappedArray map{{1, 1, 1, 1, 1}, {kPanel, 1, 1, 1, 1}};
-  const std::string& letters = problem.letters.of[operand];
+  const char stays = problem.kernel == KernelKind::kKeys ? 'j' : 'i';
   for (size_t dim = 0; dim < letters.size(); ++dim) {
     const char letter = letters[letters.size() - 1 - dim];
     map.extents[dim] = problem.extents.at(letter);
-    if (letter == 'i') map.box[dim] = problem.tiling.rows();
-    if (letter == 'j') map.box[dim] = problem.tiling.step;
+    if (letter == 'i' || letter == 'j') map.box[dim] = letter == stays ? problem.tiling.rows() : problem.tiling.step;
   }
   return map;
 }
@@ -348,7 +356,7 @@ std::string written_of(const AttentionCall& call, const AttentionProblem& proble
 // What the dimensions of tensor maps are: see attention/blocks.cuh.
 std::string map_dims_of(const AttentionProblem& problem) {
   std::vector<std::string> operands;
-  for (const std::string& letters : problem.letters.of) {
+  for (const std::string& letters : mapped_letters(problem)) {
     std::vector<std::string> dims;
     for (size_t dim = 1; dim < kMapDims; ++dim) {
       const char letter = dim < letters.size() ? letters[letters.size() - 1 - dim] : ' ';
@@ -376,12 +384,12 @@ std::string members_of(const AttentionCall& call, const AttentionProblem& proble
   std::vector<std::string> inner{"0"};
   for (size_t d = 1; d < letters.batch.size(); ++d) inner.push_back(number(problem.extents.at(letters.batch[d])));
   const bool maps = tiling.copying > 0;
-  return "  using T = " + type_of(problem.dtype) +
-         ";\n  using Addresses = attention::" + (maps ? "MappedAddresses<" : "Addresses<") + addresses + ">;\n" +
-         (maps ? map_dims_of(problem) : "") +
+  return "  using T = " + type_of(problem.dtype) + ";\n  using Addresses = attention::" +
+         (maps ? "MappedAddresses<" + number(mapped_operands(problem.kernel)) + ", " : "Addresses<") + addresses +
+         ">;\n" + (maps ? map_dims_of(problem) : "") +
          constant("attention::Tiling", "kTiling",
                   joined({number(tiling.warps), number(tiling.fragments), number(tiling.step), number(tiling.parts),
-                          number(tiling.resident), number(tiling.copying)})) +
+                          number(tiling.resident), number(tiling.copying), number(tiling.stages)})) +
          extent("kQueries", 'i') + extent("kKeys", 'j') + extent("kFeatures", 'd') + extent("kValueFeatures", 'e') +
          constant("kBatchDims", static_cast<int>(letters.batch.size())) + constant("int", "kExtents[]", joined(inner)) +
          constant("kGroups", static_cast<int>(problem.product_of(problem.alike()))) + strides("kQ", letters.of[kQ]) +
@@ -418,8 +426,8 @@ std::string plan_attention(const AttentionCall& call, const Device& device, Step
   const bool shares = problem.kernel == KernelKind::kKeys || problem.of_scores();
   const bool reads_arrays = std::any_of(problem.sides.begin(), problem.sides.end(),
                                         [](const LetteredSide& side) { return side.is_array_of_scores(); });
-  Tiling tiling = hopper_tiling_of(d, e, reads_arrays);
-  int bytes = hopper_shared_bytes(tiling, d, e), most_bytes = device.shared_memory_per_block;
+  Tiling tiling = hopper_tiling_of(problem.kernel, d, e, reads_arrays);
+  int bytes = hopper_shared_bytes(problem.kernel, tiling, d, e), most_bytes = device.shared_memory_per_block;
   const bool on_hopper = suits_hopper(problem, device) && bytes * tiling.resident <= most_bytes;
   if (!on_hopper) {
     tiling = tiling_of(problem.kernel, d, e, bytes_of(problem.dtype), reads_arrays);
@@ -433,7 +441,9 @@ std::string plan_attention(const AttentionCall& call, const Device& device, Step
   if (problem.of_scores()) launch.blocks *= ceil_div(problem.extents.at('j'), tiling.step) * problem.extents.at('p');
   launch.threads = tiling.threads();
   launch.shared_bytes = stage_sides(&problem, bytes, most_bytes);
-  if (on_hopper) launch.maps = {map_of(problem, kQ), map_of(problem, kK), map_of(problem, kV)};
+  if (on_hopper) {
+    for (const std::string& letters : mapped_letters(problem)) launch.maps.push_back(map_of(problem, letters));
+  }
   launch.resident = tiling.resident;
   step->kernel.plan = "attention " + call.kernel + " of " + call.letters + ":";
   for (const char letter : problem.letters.of[kQ] + "je") {

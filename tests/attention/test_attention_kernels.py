@@ -207,33 +207,43 @@ def test_launches_and_sources(case):
         assert bounds in plan["code"] and f"Addresses<{len(call['operands']) + len(call['results'])}>" in plan["code"]
 
 
+# The kernels that Hopper's schedules do, by what is changed.
 @pytest.mark.parametrize(
-    "changed,is_on_hopper",
+    "changed,on_hopper",
     [
-        ({}, True),
-        ({"lengths": (128, 300)}, False),
-        ({"dtype": "float32"}, False),
-        ({"letters": "bihgd,bjhd,bjhe"}, True),
+        ({}, KERNELS),
+        ({"lengths": (128, 300)}, ["keys"]),
+        ({"lengths": (300, 128)}, ["forward", "queries"]),
+        ({"dtype": "float32"}, []),
+        ({"features": (192, 64)}, ["forward"]),
+        ({"letters": "bihgd,bjhd,bjhe"}, KERNELS),
     ],
 )
-def test_what_hopper_does(changed, is_on_hopper):
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_what_hopper_does(kernel, changed, on_hopper):
     """Tensor maps are of whole arrays; a copy takes 64 features of the rows of a block or a step."""
     case = Case(**{"score": capped, "lengths": (300, 320), "features": (40, 64)} | changed)
-    attention, extents = attention_in(case)["forward"]
-    call = described_call(attention, "forward", case.dtype, extents)
+    attention, extents = attention_in(case)[kernel]
+    call = described_call(attention, kernel, case.dtype, extents)
     plan = _kernels.plan_attention(**call)
-    assert ("attention/hopper/forward.cuh" in plan["code"]) == bool(plan["maps"]) == is_on_hopper
+    file = "forward" if kernel == "forward" else "backward"
+    assert (f"attention/hopper/{file}.cuh" in plan["code"]) == bool(plan["maps"]) == (kernel in on_hopper)
     for other in ({"compute_capability": 100}, {"compute_capability": 80}, {"shared_memory_per_block": 48 << 10}):
         assert not _kernels.plan_attention(**call, **other)["maps"]
-    if not is_on_hopper:
+    if kernel not in on_hopper or changed:
         return
-    rows, step = 128, 64
-    assert plan["blocks"] == 3 * math.prod(extents[c] for c in attention.letters.batch)
-    assert (plan["threads"], plan["shared_bytes"]) == (384, 2 * 64 * (rows + 2 * 2 * step) + 64)
-    for (extents_of_map, box), letters in zip(plan["maps"], attention.letters, strict=True):
-        innermost_first = letters[::-1] + "-" * (5 - len(letters))
+    warps, step, stages = {"forward": (8, 64, 2), "keys": (8, 128, 2), "queries": (12, 64, 3)}[kernel]
+    rows, bytes_of_row = 16 * warps, 2 * 64  # of a panel
+    assert plan["blocks"] == math.prod(extents[c] for c in attention.letters.batch) * (2 if rows == 192 else 3)
+    staying = rows * bytes_of_row * (1 if kernel == "forward" else 2)
+    passing = step * (2 * bytes_of_row + 12 * (kernel == "keys"))
+    assert (plan["threads"], plan["shared_bytes"]) == (32 * (warps + 4), staying + stages * (passing + 32))
+    letters = [*attention.letters, *[attention.letters.o] * (kernel != "forward")]
+    box_of = {"i": step, "j": rows} if kernel == "keys" else {"i": rows, "j": step}
+    for (extents_of_map, box), of in zip(plan["maps"], letters, strict=True):
+        innermost_first = of[::-1] + "-" * (5 - len(of))
         assert extents_of_map == [extents.get(c, 1) for c in innermost_first]
-        assert box == [64, *({"i": rows, "j": step}.get(c, 1) for c in innermost_first[1:])]
+        assert box == [64, *(box_of.get(c, 1) for c in innermost_first[1:])]
 
 
 def braced(items):

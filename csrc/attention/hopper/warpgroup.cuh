@@ -74,10 +74,10 @@ __device__ __forceinline__ void begin_copy_of_box(Address to, const attention::T
 
 __device__ __forceinline__ void fence_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-// Waits for all products; what they add to is `c`, which may be read only then.
-template <int n>
+// Waits for all products but those of the last groups; what they add to is `c`, which may be read only then.
+template <int later = 0, int n>
 __device__ __forceinline__ void wait_for_products(float (&c)[n][4]) {
-  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(later) : "memory");
 #pragma unroll
   for (int i = 0; i < n; ++i) asm volatile("" : "+f"(c[i][0]), "+f"(c[i][1]), "+f"(c[i][2]), "+f"(c[i][3])::"memory");
 }

@@ -56,10 +56,13 @@ struct Product {
   int columns;
   std::function<void()> add;
 };
-struct Products {
-  bool fenced, committed;
+struct Group {
   std::vector<Product> begun;
   std::map<float*, std::vector<float>> sums;  // before
+};
+struct Products {
+  bool fenced, committed;
+  std::vector<Group> groups = std::vector<Group>(1);  // the last one is still growing
 };
 inline std::map<unsigned, Products> products;  // of threads
 
@@ -149,11 +152,12 @@ inline void begin_product(float* sums, int columns, std::function<void()> add) {
   if (!own.fenced) abort();
   own.committed = false;
   if (late) return add();
-  if (own.sums.find(sums) == own.sums.end()) {
-    own.sums[sums].assign(sums, sums + columns / 2);
+  Group& group = own.groups.back();
+  if (group.sums.find(sums) == group.sums.end()) {
+    group.sums[sums].assign(sums, sums + columns / 2);
     for (int i = 0; i < columns / 2; ++i) sums[i] = NAN;
   }
-  own.begun.push_back({sums, columns, std::move(add)});
+  group.begun.push_back({sums, columns, std::move(add)});
 }
 
 }  // namespace emulator
@@ -227,17 +231,21 @@ inline void begin_copy_of_box(Address to, const attention::TensorMap& map, const
 
 inline void fence_products() { emulator::products[threadIdx.x].fenced = true; }
 inline void commit_products() {
-  emulator::products[threadIdx.x].fenced = false;
-  emulator::products[threadIdx.x].committed = true;
+  emulator::Products& own = emulator::products[threadIdx.x];
+  own.fenced = false;
+  own.committed = true;
+  own.groups.emplace_back();
 }
-template <int n>
+template <int later = 0, int n>
 void wait_for_products(float (&)[n][4]) {
   emulator::Products& own = emulator::products[threadIdx.x];
   if (!own.committed) abort();
-  for (const auto& [sums, before] : own.sums) std::copy(before.begin(), before.end(), sums);
-  for (const emulator::Product& product : own.begun) product.add();
-  own.sums.clear();
-  own.begun.clear();
+  while (own.groups.size() > later + 1) {
+    const emulator::Group group = std::move(own.groups.front());
+    own.groups.erase(own.groups.begin());
+    for (const auto& [sums, before] : group.sums) std::copy(before.begin(), before.end(), sums);
+    for (const emulator::Product& product : group.begun) product.add();
+  }
 }
 
 template <class T, int columns>
