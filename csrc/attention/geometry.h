@@ -105,9 +105,11 @@ inline constexpr int kWarpgroup = 4;  // warps, which multiply 64 rows together
 inline constexpr int kRowsOfWarpgroup = kWarpgroup * kMma;
 inline constexpr int kPanel = 64;  // features of a panel, of which a row has 128 bytes in shared memory
 inline constexpr int kBytesOfPanelRow = 2 * kPanel;
-inline constexpr int kBytesOfBarriers = 4 * 8;                                                       // of a stage
-inline constexpr int kMapDims = 5;                                                                   // of a tensor map
-constexpr int mapped_operands(KernelKind kernel) { return kernel == KernelKind::kForward ? 3 : 4; }  // q, k, v, do
+inline constexpr int kBytesOfBarriers = 4 * 8;  // of a stage
+inline constexpr int kMapDims = 5;              // of a tensor map
+
+// How many operands are read by tensor maps: q, k, v and, in backward kernels, do.
+constexpr int mapped_operands(KernelKind kernel) { return kernel == KernelKind::kForward ? 3 : 4; }
 
 // Whether a kernel has tilings below for rows of so many features.
 constexpr bool hopper_has(KernelKind kernel, int features, int value_features) {
