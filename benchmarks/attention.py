@@ -6,13 +6,15 @@
 Device time of the output, with its tangent in forward mode, and of the output with the gradients of q, k, v and of
 what is learned beside. `triangle` is the attention of structures' pairs: a row has a bias that all rows share, and a
 mask. Memory is what is needed besides arguments and results. Errors are the fused program's largest distances from
-the unfused one, as parts of the largest value, where that has room.
+the unfused one, as parts of the largest value, where that has room. cuDNN's attention stands beside where it takes the
+mask: the output, and with gradients.
 
 The second table is what `fuse` decides by: programs of many features, with kernels of attention and with kernels of
 rows alone, whichever it would choose.
 """
 
 import argparse
+import functools
 import os
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -187,6 +189,8 @@ LEARNED = {
     t5: lambda q: [(32, q[2])],
     difference: lambda q: [q, q, ()],
 }
+# Programs that cuDNN's attention does, by how it is asked.
+BY_CUDNN = {plain: {}, causal: {"is_causal": True}, grouped: {"is_causal": True}}
 MOST_BYTES = 16 << 30  # of an array of scores, beyond which the unfused program is not tried
 
 
@@ -249,6 +253,9 @@ def measured(case):
             compiled = jax.jit(transform(made(program)), keep_unused=True).lower(*operands).compile()
             calls[who, part] = compiled, tuple(operands)
         results[who] = calls[who, last][0](*operands)
+    if program in BY_CUDNN and operands[0].dtype.itemsize == 2 and jax.default_backend() == "gpu":
+        attention = functools.partial(jax.nn.dot_product_attention, implementation="cudnn", **BY_CUDNN[program])
+        calls |= {("cuDNN", part): (jax.jit(made(attention)), tuple(operands)) for part, made in parts.items()}
     errors = distances(*results.values()) if len(results) > 1 else "-"
     memory = {who: calls[who, last][0].memory_analysis().temp_size_in_bytes >> 20 for who in transforms}
     del results
@@ -259,7 +266,8 @@ def measured(case):
         return f"{1e6 * found:.0f}" if isinstance(found, float) else str(found)
 
     shown = [time_of(who, part) for part in ("forward", "both") for who in ("XLA", "fuse")]
-    return [name_of(case), *shown, *(memory.get(who, "-") for who in ("XLA", "fuse")), errors]
+    of_cudnn = [time_of("cuDNN", part) for part in ("forward", "both")]
+    return [name_of(case), *shown, *(memory.get(who, "-") for who in ("XLA", "fuse")), errors, *of_cudnn]
 
 
 class Told(backend.Backend):
@@ -302,7 +310,18 @@ def main() -> None:
 
     device = f"{jax.devices()[0].device_kind}, JAX {jax.__version__}"
     print(f"# Attention\n\n{device}, microseconds, of bfloat16 unless it says otherwise\n")
-    heads = ["", "output: XLA", "fuse", "with gradients: XLA", "fuse", "MiB: XLA", "fuse", "errors of o, dq, dk, dv"]
+    heads = [
+        "",
+        "output: XLA",
+        "fuse",
+        "with gradients: XLA",
+        "fuse",
+        "MiB: XLA",
+        "fuse",
+        "errors of o, dq, dk, dv",
+        "cuDNN",
+        "cuDNN",
+    ]
     show(heads, map(measured, cases))
     print("\n## Kernels of rows, and of attention\n")
     heads = ["", "output: rows", "attention", "chosen", "with gradients: rows", "attention", "chosen"]
