@@ -72,6 +72,11 @@ PROGRAMS = {
     "a bias of all heads": (of(lambda s, t: s + t), (BIAS[0, 0],), ["pij"]),
     "a table of distances": (of(of_table), (TABLE,), [OF_BATCH]),
     "a bias of each": (of(lambda s, t: s + t), (BIAS_OF_EACH,), [EACH]),
+    "biases of each, one transposed": (
+        of(lambda s, t, u: (s + t + u.swapaxes(-1, -2)) / 2),
+        (BIAS_OF_EACH, 2 * BIAS_OF_EACH),
+        [EACH],
+    ),
     "temperatures and a bias": (of(lambda s, t, u: s * t + u), (OF_HEADS, BIAS), [ROWS, OF_BATCH]),
     "keys of rows": (of(lambda s, t, u, w: s * t * u + w), (OF_ROWS, OF_KEYS, BIAS_OF_EACH), [EACH, ROWS, KEYS]),
     "groups": (lambda q, *a: grouped(GROUPED * q[:, :, :, None], *a), (OF_KEYS, OF_ROWS[:3]), [KEYS, "bhgi"]),

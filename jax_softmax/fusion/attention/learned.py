@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from jax_softmax.fusion.attention.walks import NoAttention
 from jax_softmax.fusion.program import expressions
 from jax_softmax.fusion.program.graph import Equation
+from jax_softmax.fusion.program.kinds import is_strided_view
 from jax_softmax.fusion.program.places import Place
 from jax_softmax.primitives.types import Var
 
@@ -45,12 +46,16 @@ def found(match: "Match") -> list[OfSide]:
     """The arrays made of the scores' cotangents that the program reads other than by products: their sums, where
     it only reads these. And sums of what is made of the weights and of their cotangents."""
     sums: list[OfSide] = []
-    for a, place in match.reached_after.items():
+    arrays: dict[Var, OfSide] = {}
+    for a in match.reached_after:
         step, outside = Step("g", match.of_scores, match.reached_after, a), _outside(match, a, match.reached_after)
         if a in match.graph.results or any(r.name != "reduce_sum" for r in outside):
-            sums.append(OfSide([step], a, place))
+            b = _viewed(match, a)
+            step = Step("g", match.of_scores, match.reached_after, b)
+            arrays[b] = OfSide([step], b, match.reached_after[b])
         else:
             sums += [one for r in outside for one in _sums(match, r, [step])]
+    sums += arrays.values()
     for a in match.reached:
         step = Step("y", match.rows.weights, match.reached, a)
         readers = [r for r in match.graph.readers.get(a, ()) if r.name == "reduce_sum"]
@@ -58,6 +63,16 @@ def found(match: "Match") -> list[OfSide]:
     if any(one.variable.aval.dtype.name not in expressions.WRITABLE for one in sums):
         raise NoAttention("a result of another dtype is made of the scores' gradient")
     return sums
+
+
+def _viewed(match: "Match", a: Var) -> Var:
+    """The variable made of the scores' cotangents of which another one is a view: XLA makes all views of one array."""
+    while (maker := match.graph.maker_of(a)) is not None and is_strided_view(maker):
+        (b,) = maker.inputs
+        if b not in match.reached_after:
+            break
+        a = b
+    return a
 
 
 def _outside(match: "Match", a: Var, reached: Mapping[Var, Place]) -> list[Equation]:
