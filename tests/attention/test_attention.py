@@ -153,6 +153,7 @@ FIRST_ON_HOPPER = [
     Case(causal, (330, 330), (192, 128), "bihgd,bjhd,bjhe", "float16", n_batch=(1, 1)),
     Case(causal, (197, 300), (24, 256), "id,jd,je"),
     Case(causal, (150, 130), (160, 160), n_batch=(1, 1)),
+    Case(causal, (197, 330), (128, 128), "bihgd,bjhd,bjhe", n_batch=(1, 1)),  # warpgroups pass steps of each group
 ]
 
 
