@@ -134,6 +134,28 @@ def test_on_the_host(name):
     assert_as_exact(found, program, (Q, K, V, *learned))
 
 
+@pytest.mark.parametrize(
+    "score,learned,expected",
+    [
+        (lambda s: s / jnp.sqrt(D), (), f"x0 * ({(1 / D**0.5).hex()}f)"),
+        (lambda s: s * jnp.sqrt(1 / 64.0), (), f"x0 * ({(0.125).hex()}f)"),
+        (lambda s, t: s / t, (F32(2),), "x0 * (1.0f / s0)"),
+        (lambda s, t: s / t, (OF_HEADS,), "x0 * (1.0f / s0)"),
+        (lambda s, t: s / t, (OF_KEYS,), "x0 / s0"),
+    ],
+)
+def test_scores_are_not_divided_one_by_one(score, learned, expected):
+    """By numbers, however the program makes them, and by what a tile shares."""
+
+    def program(q, k, v, *learned):
+        scores = jnp.einsum("bihd,bjhd->bhij", q, k, preferred_element_type=F32)
+        return times(jax.nn.softmax(score(scores, *learned)), v)
+
+    eqns = rewritten_program(program, Q, K, V, *learned)
+    attention = next(e.params["attention"] for e in eqns if e.primitive is attention_p)
+    assert attention.attributes("forward")["expressions"].split("\n")[0] == expected
+
+
 def test_two_arrays_of_each_score_stay():
     def program(*operands):
         return gradients(of(lambda s, t, u: s * t + u), *operands)

@@ -185,10 +185,11 @@ class Attention(NamedTuple):
         numbered = _numbered(self.score, numbers)
         sides = {name: value for name, value in self._masks if name not in numbered}
         known = {numbered[name]: value for name, value in self._masks if name in numbered}
+        uniform = {f"s{k}" for k, side in enumerate(self.sides) if not {"i", "j"} & set(side.letters)}
         texts = []
         for expression in expressions:
             own = {name: known[n] for name, n in _numbered(expression, numbers).items() if n in known}
-            texts.append(printing.text_of(expression, coarse=True, masks=sides | own))
+            texts.append(printing.text_of(expression, coarse=True, masks=sides | own, uniform=uniform))
         return texts
 
     # ---- In JAX

@@ -6,7 +6,7 @@ a row is 0 at the largest. Functions that CUDA lacks are in `csrc/device/functio
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 
 import numpy as np
 
@@ -30,13 +30,15 @@ def text_of(
     result_dtype: str | None = None,
     coarse: bool = False,
     masks: Mapping[str, bool] = {},
+    uniform: Container[str] = (),
 ) -> str:
     """An expression as a C++ expression.
 
     `stored_as`: the dtype in which it is stored, which rounds it. `result_dtype`: of the operator's result y in the
     program; if it has 16 bits, y is rounded first. `coarse`: tanh that is rounded to bfloat16 may be off by 2^-11, a
     quarter of that rounding, for kernels that are not bound by memory. `masks`: by name, values that sides and
-    operations have in all of a tile that is whole (`csrc/attention/tiles.cuh`)."""
+    operations have in all of a tile that is whole (`csrc/attention/tiles.cuh`). `uniform`: sides that all elements of a
+    tile share, by whose inverse a kernel multiplies rather than divide each element."""
     statements: list[tuple[str | None, str]] = []  # a type and a text: the k-th one declares vk
     names: dict[str, str] = {}  # in C++, of the expression's names
 
@@ -62,6 +64,8 @@ def text_of(
     for k, operation in enumerate(expression.operations):
         operands = [name(a, dtype) for a, dtype in zip(operation.operands, operation.dtypes, strict=True)]
         is_stored = k == last and expression.result == f"v{k}"
+        if operation.name == "div" and operation.operands[1] in uniform:
+            operation, operands[1] = operation._replace(name="mul"), f"(1.0f / {operands[1]})"
         text = _rounded(operation, operands, coarse, by_store=is_stored and operation.rounds_to == stored_as)
         if text is None:
             names[f"v{k}"] = operands[0]

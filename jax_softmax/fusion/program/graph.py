@@ -305,8 +305,22 @@ def _without_trivial_sum(eqn: Any) -> Any:
     return eqn.replace(primitive=jax.lax.squeeze_p, params={"dimensions": eqn.params["axes"]})
 
 
+# Operations of float32 numbers that everyone rounds alike.
+_OF_NUMBERS = {
+    **{"add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide, "sqrt": np.sqrt, "neg": np.negative},
+    **{"reshape": np.positive, "squeeze": np.positive, "copy": np.positive},
+}
+
+
 def _simplified(eqn: Any, inputs: list[Atom]) -> Atom | None:
-    """The result of converting a literal number, as a literal; the operand of a slice that is all of it; else None."""
+    """The result of an operation of literal numbers, as a literal, as x / sqrt(64) has; the operand of a slice that is
+    all of it; else None."""
+    if eqn.primitive.name in _OF_NUMBERS and all(isinstance(a, Literal) for a in inputs):
+        aval = eqn.outvars[0].aval
+        if not aval.shape and aval.dtype == np.float32 and not eqn.effects:
+            with np.errstate(all="ignore"):
+                return Literal(_OF_NUMBERS[eqn.primitive.name](*(np.float32(a.val) for a in inputs)), aval)
+        return None
     if eqn.primitive.name == "slice" and not isinstance(inputs[0], Literal) and inputs[0].aval == eqn.outvars[0].aval:
         return inputs[0]
     if eqn.primitive.name != "convert_element_type" or not isinstance(inputs[0], Literal) or eqn.effects:
