@@ -315,12 +315,13 @@ _OF_NUMBERS = {
 def _simplified(eqn: Any, inputs: list[Atom]) -> Atom | None:
     """The result of an operation of literal numbers, as a literal, as x / sqrt(64) has; the operand of a slice that is
     all of it; else None."""
-    if eqn.primitive.name in _OF_NUMBERS and all(isinstance(a, Literal) for a in inputs):
+    numbers = [np.float32(a.val) for a in inputs if isinstance(a, Literal) and a.aval.dtype == np.float32]
+    if eqn.primitive.name in _OF_NUMBERS and len(numbers) == len(inputs):
         aval = eqn.outvars[0].aval
-        if not aval.shape and aval.dtype == np.float32 and not eqn.effects:
-            with np.errstate(all="ignore"):
-                return Literal(_OF_NUMBERS[eqn.primitive.name](*(np.float32(a.val) for a in inputs)), aval)
-        return None
+        if aval.shape or eqn.effects:
+            return None
+        with np.errstate(all="ignore"):
+            return Literal(_OF_NUMBERS[eqn.primitive.name](*numbers), aval)
     if eqn.primitive.name == "slice" and not isinstance(inputs[0], Literal) and inputs[0].aval == eqn.outvars[0].aval:
         return inputs[0]
     if eqn.primitive.name != "convert_element_type" or not isinstance(inputs[0], Literal) or eqn.effects:
