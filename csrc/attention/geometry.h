@@ -128,7 +128,7 @@ constexpr Tiling hopper_tiling_of(KernelKind kernel, int features, int value_fea
   if (kernel == KernelKind::kKeys) return {2 * kWarpgroup, 1, 64, 1, 1, kWarpgroup, stages};
   if (kernel == KernelKind::kQueries) return {(small ? 3 : 2) * kWarpgroup, 1, 64, 1, 1, kWarpgroup, stages};
   if (small) return {2 * kWarpgroup, 1, 64, 1, 2, kWarpgroup};
-  if (most <= 64 || (most <= 128 && !reads_arrays)) return {3 * kWarpgroup, 1, 128, 1, 1, kWarpgroup};
+  if (most <= 64 || (most <= 128 && !reads_arrays)) return {3 * kWarpgroup, 1, most <= 64 ? 64 : 128, 1, 1, kWarpgroup};
   return {2 * kWarpgroup, 1, most <= 192 && value_features <= 128 ? 128 : 64, 1, 1, kWarpgroup};
 }
 
