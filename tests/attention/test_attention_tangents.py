@@ -55,6 +55,15 @@ def linearized(*a):
     return o, tangent_of(*a[3:])
 
 
+def tangent_alone(attend):
+    """The output's tangent, beside no output."""
+    return lambda *a: jax.jvp(attend, a[:3], a[3:])[1]
+
+
+def some_move_and_tangent_alone(q, k, v, q_tangent):
+    return jax.jvp(lambda q: of(masked, lambda w: jnp.where(KEEP, w / 0.8, 0))(q, k, v), (q,), (q_tangent,))[1]
+
+
 def twice(*a):
     def tangent(*operands):
         return jax.jvp(of(masked), operands, a[3:])[1]
@@ -96,6 +105,8 @@ PROGRAMS = {
     "queries alone": (some_move, OPERANDS[:4], TANGENTS),
     "values alone": (values_alone, OPERANDS[:4], "forward"),
     "linearized": (linearized, OPERANDS, TANGENTS),
+    "alone": (tangent_alone(of(masked)), OPERANDS, TANGENTS),
+    "queries alone, tangent alone": (some_move_and_tangent_alone, OPERANDS[:4], TANGENTS),
     "groups": (grouped, OPERANDS, TANGENTS),
     "jax.nn": (moving(lambda *a: jax.nn.dot_product_attention(*a, is_causal=True)), OPERANDS, TANGENTS),
     "mean flow": (mean_flow, (OPERANDS[0], OPERANDS[1], NET, TARGET), WHOLE),

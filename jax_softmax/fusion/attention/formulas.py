@@ -35,10 +35,10 @@ class Formulas:
         score = shared.make(rows.scores, rows.place, self._equations_before(rows.scores, rows.place, self.own))
         for mask in match.masks:
             score = self._masked(score, mask)
-        weights = {self._weight_of(a) for _, a in match.with_weights} or {Expression((), "y")}
-        if len(weights) != 1:
+        weights = {self._weight_of(a) for _, a in match.with_weights}
+        if len(weights) > 1:
             raise NoAttention("products read different weights")
-        (weight,) = weights
+        weight = next(iter(weights), self._weight_of_tangents() or Expression((), "y"))
         score_tangent = self._score_tangent(weight)
         n_forward = len(shared.sides)
         transposed: tuple[Expression | None, Expression | None] = None, None
@@ -119,12 +119,17 @@ class Formulas:
             raise NoAttention("the weights' gradient is not that of the weights")
         return of_score, without_roundings(of_weight, "t")
 
+    def _weight_of_tangents(self) -> Expression | None:
+        """What the weights' tangents are multiplied with, if there are any."""
+        if (tangents := self.match.tangents) is None:
+            return None
+        return self._linear_expression("y", tangents.linear.outputs, tangents.weights, tangents.reached)
+
     def _score_tangent(self, weight: Expression) -> Expression | None:
         """The scores' tangent, of the product's tangent x1. Weights' tangents are multiplied as weights are."""
-        tangents = self.match.tangents
-        if tangents is None or tangents.linear is None:
+        tangents, of_weights = self.match.tangents, self._weight_of_tangents()
+        if tangents is None or of_weights is None:
             return None
-        of_weights = self._linear_expression("y", tangents.linear.outputs, tangents.weights, tangents.reached)
         if multipliers(of_weights, "y") != multipliers(weight, "y"):
             raise NoAttention("the weights' tangent is not that of the weights")
         (x1, place), scores = tangents.product, tangents.linear.inputs[1]

@@ -16,12 +16,11 @@ import jax.numpy as jnp
 
 from jax_softmax import _kernels
 from jax_softmax.fusion import backend
-from jax_softmax.fusion.attention import casts, kernels, learned, log_sums, logarithms, several
+from jax_softmax.fusion.attention import casts, kernels, learned, log_sums, logarithms, several, tangents
 from jax_softmax.fusion.attention.call import Attention, Letters
 from jax_softmax.fusion.attention.formulas import Formulas
 from jax_softmax.fusion.attention.replacement import Result, equations_by_kernels
 from jax_softmax.fusion.attention.rows import SoftmaxRows
-from jax_softmax.fusion.attention.tangents import Tangents
 from jax_softmax.fusion.attention.values import Values, is_same
 from jax_softmax.fusion.attention.walks import NoAttention, Walks
 from jax_softmax.fusion.forms.polynomials import Form
@@ -137,7 +136,7 @@ class Match:
         self.q, self.k = (self.walks.stored(scores.operand(k), self.d) for k in (1 - at_k, at_k))
         self.log_sums = [] if self.rows.sink is not None else log_sums.of_same_rows(self.graph, softmax)
         self._find_products_of_weights()
-        self.tangents = Tangents(self) if self.outputs and self.rows.sink is None else None
+        self.tangents = tangents.found(self)
         self._find_gradients()
         self._choose_letters()
         self.formulas = Formulas(self)
@@ -190,7 +189,7 @@ class Match:
 
     def _find_gradients(self) -> None:
         """The softmax's linear map, the product before it, and those after it."""
-        maps = [e for e in self.maps if self.tangents is None or e is not self.tangents.linear]
+        maps = [e for e in self.maps if not self.tangents or e is not self.tangents.linear]
         if len(maps) > 1:
             raise NoAttention("it has several gradients")
         self.linear: Equation | None = None
@@ -201,9 +200,11 @@ class Match:
         self.values = Values(self.walks)
         self.of_log_sums: list[tuple[log_sums.LogSum, Form]] = []  # log-sum-exps and their cotangents
         if not maps:
-            if self.dvs or not self.outputs:
+            outputs = [p for p, _ in self.outputs]
+            outputs += [self.tangents.output] if self.tangents else []
+            if self.dvs or not outputs:
                 raise NoAttention("products read the weights in other ways")
-            for product, _ in self.outputs:
+            for product in outputs:
                 self.values.add_of_output(product)
             return
         self.linear, place = maps[0], self.rows.place
@@ -295,15 +296,16 @@ class Match:
         if not set(names) <= set(expressions.WRITABLE):  # products of integers wrap round
             raise NoAttention(f"queries, keys and values are of {' and '.join(names)}")
         made = [p[0].equation.outputs[0] for p in (*self.outputs, *self.dvs, self.dq, self.dk) if p]
-        made += [self.tangents.result] if self.tangents and self.tangents.linear else []
+        made += [self.tangents.result] if self.tangents else []
         if others or not all(casts.is_rounded(self.graph, a, dtype.name) for a in made):
             dtype = jnp.result_type(dtype, *others, jnp.float32)
         return dtype.name
 
     def _may_be_queries(self, f: Factor) -> bool:
         """Whether a factor is summed up in the products that leave the keys, and left in all others."""
-        parts, after = self.walks.parts, (*self.with_weights, *filter(None, [self.dq, self.dk]))
-        contracted = [parts.factors_of([[c] for c in p.contracted]) for p, _ in after]
+        parts, after = self.walks.parts, [p for p, _ in (*self.with_weights, *filter(None, [self.dq, self.dk]))]
+        after += [self.tangents.output] if self.tangents else []
+        contracted = [parts.factors_of([[c] for c in p.contracted]) for p in after]
         in_products = self.linear is None or f in parts.factors_of(self.sum_of_products[1])
         return in_products and all((f in of) != (self.j in of) for of in contracted)
 
@@ -317,7 +319,7 @@ class Match:
 
     def _products(self) -> list[Equation]:
         after = [p for p, _ in self.with_weights] + [p[0] for p in (self.dq, self.dk) if p]
-        after += [*self.tangents.terms, self.tangents.output] if self.tangents and self.tangents.linear else []
+        after += [*self.tangents.terms, self.tangents.output] if self.tangents else []
         return [self.product, *(p.equation for p in (*self.of_cotangents, *after))]
 
     # ---- Results
@@ -333,7 +335,7 @@ class Match:
         results = [
             Result(p.equation.outputs[0], p.result, self._names_of(p), name, of, part) for p, name, of, part in made
         ]
-        if self.tangents and self.tangents.linear:
+        if self.tangents:
             output = self.tangents.output
             names = self.names | {output.features: "e"}
             results.append(Result(self.tangents.result, output.result, names, "o_tangent", letters.o))
@@ -357,7 +359,7 @@ class Match:
         n = 2 * size(self.product.outputs[0]) + sum(map(size, {a for _, a in self.outputs}))
         n += sum(size(a) for _, a in self.with_weights)
         products = 1 + len(self.with_weights)
-        if self.tangents and self.tangents.linear:
+        if self.tangents:
             n += 2 * len(self.tangents.terms) * size(self.tangents.product[0]) + 2 * size(self.tangents.weights)
             products += len(self.tangents.terms) + 1
         if self.linear is not None:

@@ -24,61 +24,33 @@ if TYPE_CHECKING:
 _Found = tuple[tuple[Atom, Place], list[Product], list[tuple[str, Operand, Factor]]]
 
 
+def found(match: "Match") -> "Tangents | None":
+    """The tangents of a match, if there are any."""
+    made_of = {equation: made for equation in match.maps if (made := _made_of(match, equation)) is not None}
+    if len(made_of) > 1:
+        raise NoAttention("it has several tangents")
+    if made_of and match.rows.sink is not None:
+        raise NoAttention("the tangent of a softmax with a column of its own")
+    return next((Tangents(match, *of) for of in made_of.items()), None)
+
+
 class Tangents:
-    """Those of a match, if there are any: then `linear` is the map, and its fields are known."""
+    """Those of a match: of its scores, its weights and its output."""
 
-    linear: Equation | None = None
-    product: tuple[Atom, Place]  # the tangent of the product of queries and keys, and its place
-    terms: list[Product]  # of which it is the sum
-    reached: dict[Var, Place]  # the weights' tangents, and what is made of them
-    weights: Var  # the one of these with which values are multiplied
-    output: Product  # that
-    result: Var  # the output's tangent
-
-    def __init__(self, match: "Match") -> None:
+    def __init__(self, match: "Match", linear: Equation, made_of: _Found) -> None:
         """Takes the product of weights with values' tangents out of the match's outputs."""
         self.match, self.walks = match, match.walks
-        self.operands: dict[str, Operand] = {}  # the tangents, by the names q, k and v
-        self.names: dict[Factor, str] = {}  # letters of their features
-        for equation in match.maps:
-            if (found := self._found(equation)) is None:
-                continue
-            if self.linear is not None:
-                raise NoAttention("it has several tangents")
-            self.linear, (self.product, self.terms, operands) = equation, found
-            for name, operand, features in operands:
-                self.operands[name] = operand
-                self.names[features] = "d"
-            self.reached = self.walks.reached(equation.outputs, match.rows.place)
-            ((self.output, self.weights),) = self.walks.products_with(self.reached)
-            self.result = self._of_output()
-            if len(match.outputs) != 1:
-                raise NoAttention("the tangent of one of several values")
-
-    def _found(self, equation: Equation) -> _Found | None:
-        """What a linear map's operand is made of; None if that is not the scores' tangents."""
-        match, place = self.match, self.match.rows.place
-        after = self.walks.products_with(self.walks.reached(equation.outputs, place))
-        if len(after) != 1 or after[0][0].contracted != {match.j} or not self._has_values(after[0][0]):
-            return None
-        (x,) = match.product.outputs  # of which the scores' derivative may be made
-        operands = []
-        try:
-            made_of, terms = self.walks.sum_of_products(equation.inputs[1], place, match.j, x)
-            for product in terms:
-                at_k, d = match.operand_with_keys(product, "the scores' tangent"), product.features
-                q, k = (self.walks.stored(product.operand(n), d) for n in (1 - at_k, at_k))
-                operands += [("q", q, d)] if is_same(k, d, match.k, match.d) else []
-                operands += [("k", k, d)] if is_same(q, d, match.q, match.d) else []
-        except (NoAttention, NotFolded):
-            return None
-        are_all = len({name for name, *_ in operands}) == len(operands) == len(terms)
-        return (made_of, terms, operands) if are_all else None
-
-    def _has_values(self, product: Product) -> bool:
-        """Whether a product's other operand is that of an output."""
-        own, features = self._other(product), product.features
-        return any(is_same(own, features, self._other(p), p.features) for p, _ in self.match.outputs)
+        self.linear = linear  # the softmax's map, from the scores' tangents to the weights'
+        # The tangent of the product of queries and keys, and its place, and the products of which it is the sum.
+        self.product, self.terms, operands = made_of
+        self.operands = {name: operand for name, operand, _ in operands}  # the tangents, by the names q, k and v
+        self.names = {features: "d" for *_, features in operands}  # letters of their features
+        self.reached = self.walks.reached(linear.outputs, match.rows.place)  # of the weights' tangents
+        ((self.output, self.weights),) = self.walks.products_with(self.reached)  # the product of these with values
+        self.result = self._of_output()  # the output's tangent
+        values, features = self._other(self.output), self.output.features
+        if not all(is_same(values, features, self._other(p), p.features) for p, _ in match.outputs):
+            raise NoAttention("the tangent of one of several values")
 
     def _other(self, product: Product) -> Operand:
         return self.walks.stored(product.other, product.features)
@@ -99,3 +71,24 @@ class Tangents:
                 self.match.outputs = [one for one in self.match.outputs if one[0] is not product]
                 return readers[0].outputs[0]
         return a
+
+
+def _made_of(match: "Match", equation: Equation) -> _Found | None:
+    """What a linear map's operand is made of; None if that is not the scores' tangents."""
+    walks, place = match.walks, match.rows.place
+    after = walks.products_with(walks.reached(equation.outputs, place))
+    if len(after) != 1 or after[0][0].contracted != {match.j}:
+        return None
+    (x,) = match.product.outputs  # of which the scores' derivative may be made
+    operands = []
+    try:
+        made_of, terms = walks.sum_of_products(equation.inputs[1], place, match.j, x)
+        for product in terms:
+            at_k, d = match.operand_with_keys(product, "the scores' tangent"), product.features
+            q, k = (walks.stored(product.operand(n), d) for n in (1 - at_k, at_k))
+            operands += [("q", q, d)] if is_same(k, d, match.k, match.d) else []
+            operands += [("k", k, d)] if is_same(q, d, match.q, match.d) else []
+    except (NoAttention, NotFolded):
+        return None
+    are_all = len({name for name, *_ in operands}) == len(operands) == len(terms)
+    return (made_of, terms, operands) if are_all else None
