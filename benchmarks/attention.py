@@ -14,6 +14,7 @@ rows alone, whichever it would choose.
 """
 
 import argparse
+import concurrent.futures
 import functools
 import os
 
@@ -239,27 +240,43 @@ def name_of(case):
     return " ".join([name, *dtype])
 
 
+def compiled_at_once(lowered):
+    """By their names, the programs that compile; those that do not, as cuDNN's of some lengths, are left out."""
+
+    def compiled(one):
+        try:
+            return one.compile()
+        except jax.errors.JaxRuntimeError:
+            return None
+
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        made = zip(lowered, pool.map(compiled, lowered.values()), strict=True)
+        return {which: one for which, one in made if one is not None}
+
+
 def measured(case):
     program, batch, length, heads, *_ = case
     operands = operands_of(*case)
-    calls, results = {}, {}
-    transforms = {"XLA": lambda f: f, "fuse": jax_softmax.fuse}
+    attentions = {"XLA": program, "fuse": program}
     if 2 * batch * heads * length**2 > MOST_BYTES:
-        del transforms["XLA"]
+        del attentions["XLA"]
+    compared = list(attentions)
+    if program in BY_CUDNN and operands[0].dtype.itemsize == 2 and jax.default_backend() == "gpu":
+        by_cudnn = {"implementation": "cudnn", **BY_CUDNN[program]}
+        attentions["cuDNN"] = functools.partial(jax.nn.dot_product_attention, **by_cudnn)
     parts = {"forward": forward} | ({} if program is moving else {"both": with_gradient})
     last = list(parts)[-1]
-    for who, transform in transforms.items():
+    lowered = {}
+    for who, attention in attentions.items():
+        transform = jax_softmax.fuse if who == "fuse" else lambda f: f
         for part, made in parts.items():
-            compiled = jax.jit(transform(made(program)), keep_unused=True).lower(*operands).compile()
-            calls[who, part] = compiled, tuple(operands)
-        results[who] = calls[who, last][0](*operands)
-    if program in BY_CUDNN and operands[0].dtype.itemsize == 2 and jax.default_backend() == "gpu":
-        attention = functools.partial(jax.nn.dot_product_attention, implementation="cudnn", **BY_CUDNN[program])
-        calls |= {("cuDNN", part): (jax.jit(made(attention)), tuple(operands)) for part, made in parts.items()}
-    errors = distances(*results.values()) if len(results) > 1 else "-"
-    memory = {who: calls[who, last][0].memory_analysis().temp_size_in_bytes >> 20 for who in transforms}
+            lowered[who, part] = jax.jit(transform(made(attention)), keep_unused=True).lower(*operands)
+    compiled = compiled_at_once(lowered)
+    results = [compiled[who, last](*operands) for who in compared]
+    errors = distances(*results) if len(results) > 1 else "-"
+    memory = {who: compiled[who, last].memory_analysis().temp_size_in_bytes >> 20 for who in compared}
     del results
-    times = device_times(calls, repeats=5)
+    times = device_times({which: (one, tuple(operands)) for which, one in compiled.items()}, repeats=5)
 
     def time_of(*which):
         found = times.get(which, "-")
@@ -282,15 +299,14 @@ class Told(backend.Backend):
 
 def by_features(case):
     program = case[0]
-    operands, calls, chosen = operands_of(*case), {}, []
+    operands, forced, chosen = operands_of(*case), {}, []
     for part, made in (("forward", forward), ("both", with_gradient)):
         for who in ("rows", "attention"):
             with backend.using(Told(who == "attention")):
-                lowered = jax.jit(jax_softmax.fuse(made(program)), keep_unused=True).lower(*operands)
-            calls[who, part] = lowered.compile(), tuple(operands)
+                forced[who, part] = jax.jit(jax_softmax.fuse(made(program)), keep_unused=True).lower(*operands)
         lowered = jax.jit(jax_softmax.fuse(made(program))).lower(*operands)
         chosen.append("attention" if "jax_softmax_attention" in lowered.as_text() else "rows")
-    times = device_times(calls, repeats=5)
+    times = device_times({which: (one, tuple(operands)) for which, one in compiled_at_once(forced).items()}, repeats=5)
     shown = [[f"{1e6 * times[who, part]:.0f}" for who in ("rows", "attention")] for part in ("forward", "both")]
     return [name_of(case), *shown[0], chosen[0], *shown[1], chosen[1]]
 
