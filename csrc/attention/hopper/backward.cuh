@@ -59,13 +59,7 @@ __device__ __forceinline__ void attention_keys_on_hopper(const typename P::Addre
   const BlockIndex own = own_block<P>(kBlocks, P::kGroups);
   const int block = own.row_block, first = block * N::kRows, warpgroup = own_warpgroup();
   const unsigned n = own.n;  // the first that has these keys
-  Pipe::init();
-  if (warpgroup == Pipe::kWarpgroups) {
-    give_registers<Pipe::kLess>();
-    Pipe::copy_for_others(operands, n, block);
-    return;
-  }
-  take_registers<Pipe::kMore>();
+  if (!Pipe::computes(operands, n, block)) return;
 
   const int row_of_warp = first_row_of_warp(kMma);
   Accumulators<1, N::kStep> s, t;
@@ -123,13 +117,7 @@ __device__ __forceinline__ void attention_queries_on_hopper(const typename P::Ad
   const BlockIndex own = own_block<P>(kBlocks);
   const int block = kBlocks - 1 - own.row_block, first = block * N::kRows, warpgroup = own_warpgroup();
   const unsigned n = own.n;
-  Pipe::init();
-  if (warpgroup == Pipe::kWarpgroups) {
-    give_registers<Pipe::kLess>();
-    Pipe::copy_for_others(operands, n, block);
-    return;
-  }
-  take_registers<Pipe::kMore>();
+  if (!Pipe::computes(operands, n, block)) return;
 
   const int row_of_warp = first_row_of_warp(kMma), own_row_of_tile = row_of_warp + own_row();
   const Range range = visited<P>(operands, n, block, P::kQueries, P::kKeys);

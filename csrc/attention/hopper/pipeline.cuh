@@ -199,6 +199,18 @@ struct Pipeline {
       }
     }
   }
+
+  // Begins a block of batch index n, of which the last warpgroup copies. Returns whether this warpgroup computes.
+  static __device__ __forceinline__ bool computes(const typename P::Addresses& operands, unsigned n, int block) {
+    init();
+    if (own_warpgroup() == kWarpgroups) {
+      give_registers<kLess>();
+      copy_for_others(operands, n, block);
+      return false;
+    }
+    take_registers<kMore>();
+    return true;
+  }
 };
 
 }  // namespace jax_softmax::device
