@@ -215,7 +215,7 @@ def test_launches_and_sources(case):
         ({"lengths": (128, 300)}, ["keys"]),
         ({"lengths": (300, 128)}, ["forward", "queries"]),
         ({"dtype": "float32"}, []),
-        ({"features": (192, 64)}, ["forward"]),
+        ({"features": (192, 256)}, KERNELS),
         ({"letters": "bihgd,bjhd,bjhe"}, KERNELS),
     ],
 )
