@@ -119,7 +119,7 @@ constexpr int hopper_width(int features) {
 
 // Whether a kernel has tilings below.
 constexpr bool hopper_has(KernelKind kernel) {
-  return kernel == KernelKind::kForward || kernel == KernelKind::kKeys || kernel == KernelKind::kQueries;
+  return kernel != KernelKind::kScores && kernel != KernelKind::kTangents;
 }
 // Tilings by the numbers of features. Where rows have few features, two blocks share a multiprocessor, so that one
 // begins and ends while the other computes. `reads_arrays`: scores read arrays of queries x keys, which takes
@@ -132,7 +132,7 @@ constexpr Tiling hopper_tiling_of(KernelKind kernel, int features, int value_fea
   if (kernel == KernelKind::kKeys) {
     if (small) return {2 * kWarpgroup, 1, 128, 1, 1, kWarpgroup};
     if (both <= 320) return {2 * kWarpgroup, 1, both <= 256 ? 64 : less, 1, 1, kWarpgroup, stages};
-    return {2 * kWarpgroup, 1, 64, 1, 1, kWarpgroup, 2, 2};
+    return {2 * kWarpgroup, 1, reads_arrays ? 48 : 64, 1, 1, kWarpgroup, 2, 2};
   }
   if (kernel == KernelKind::kQueries) {
     if (both <= (reads_arrays ? 256 : 320)) {
@@ -148,12 +148,16 @@ constexpr Tiling hopper_tiling_of(KernelKind kernel, int features, int value_fea
 constexpr int bytes_of_panels(int rows, int features) {
   return rows * static_cast<int>(ceil_div(features, kPanel)) * kBytesOfPanelRow;
 }
+// Of two warpgroups that have the same keys one gives the other its products, in float32.
+constexpr int bytes_of_passed_products(const Tiling& tiling) {
+  return tiling.sharing == 1 ? 0 : kRowsOfWarpgroup * tiling.step * 4;
+}
 constexpr int hopper_shared_bytes(KernelKind kernel, const Tiling& tiling, int features, int value_features) {
   const int staying = bytes_of_panels(tiling.rows(), features) +
                       (kernel == KernelKind::kForward ? 0 : bytes_of_panels(tiling.rows(), value_features));
   const int passing = bytes_of_panels(tiling.step, features) + bytes_of_panels(tiling.step, value_features) +
                       (kernel == KernelKind::kKeys ? tiling.step * kBytesOfRow : 0);
-  return staying + tiling.stages * (passing + kBytesOfBarriers);
+  return staying + bytes_of_passed_products(tiling) + tiling.stages * (passing + kBytesOfBarriers);
 }
 
 // The part of a stage for a side operand of queries x keys that passes with the rows. 16 bytes between its rows put

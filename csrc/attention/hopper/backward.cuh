@@ -33,29 +33,33 @@ __device__ __forceinline__ void for_own_steps(Pipe& pipe, const Range& range, co
   pass_until(range.last);
 }
 
-// Begins s = q k^T and, if asked, t = do v^T, or both transposed, of those of the rows that stay from `own` on.
-template <class T, bool has_t = true, class Pipe, int step>
+// Begins s = q k^T and t = do v^T, or both transposed, or one of them, of those of the rows that stay from `own` on.
+template <class T, bool of_s = true, bool of_t = true, class Pipe, int step>
 __device__ __forceinline__ void begin_scores(Accumulators<1, step>& s, Accumulators<1, step>& t, const Pipe& pipe,
                                              int own) {
   wait(pipe.has_d(), pipe.parity());
-  fence_products();
-  begin_product_of_rows<T>(s, pipe.own_d(), own, pipe.d());
-  commit_products();
+  if constexpr (of_s) {
+    fence_products();
+    begin_product_of_rows<T>(s, pipe.own_d(), own, pipe.d());
+    commit_products();
+  }
   wait(pipe.has_e(), pipe.parity());
-  if constexpr (has_t) {
+  if constexpr (of_t) {
     fence_products();
     begin_product_of_rows<T>(t, pipe.own_e(), own, pipe.e());
     commit_products();
   }
 }
 
-// dk and dv, or one of them, of the 64 keys of a warpgroup. Warpgroups take turns: in one a warpgroup adds to dv and
-// dk, and multiplies the rows of its next step, while others differentiate.
+// dk and dv of the 64 keys of a warpgroup, or one of them. Where two warpgroups have the same keys, that of dv
+// multiplies s, and that of dk reads it. Otherwise warpgroups take turns: in one a warpgroup adds to dv and dk, and
+// multiplies the rows of its next step, while others differentiate.
 template <class P, bool makes_dk, bool makes_dv>
 __device__ __forceinline__ void keys_of_warpgroup(const typename P::Addresses& operands, unsigned n, int block) {
   using T = typename P::T;
   using N = Counts<P>;
   using Pipe = Pipeline<P, KernelKind::kKeys>;
+  constexpr bool kShares = !makes_dk || !makes_dv;
   const int warpgroup = own_warpgroup(), first = block * N::kRows;
   const int own = warpgroup / N::kTiling.sharing, row = own * kRowsOfWarpgroup;
   const int row_of_warp = first_row_of_warp(kMma) - (warpgroup - own) * kRowsOfWarpgroup;
@@ -67,15 +71,19 @@ __device__ __forceinline__ void keys_of_warpgroup(const typename P::Addresses& o
   const auto own_turn = [&] { take_turn(warpgroup); };
   const auto next_turn = [&] { give_turn((warpgroup + 1) % Pipe::kWarpgroups); };
   if (warpgroup == Pipe::kWarpgroups - 1) next_turn();  // the first one is that of warpgroup 0
-  own_turn();
+  if (!kShares) own_turn();
   for (int group = 0; group < P::kGroups; ++group) {
     const SideOffsets<P> sides(operands, n + group);
     const Range range = visited<P>(operands, n + group, block, P::kKeys, P::kQueries);
     const Range own_range =
         visited<P, kRowsOfWarpgroup>(operands, n + group, first / kRowsOfWarpgroup + own, P::kKeys, P::kQueries);
     const auto multiply = [&](int step) {
-      begin_scores<T, makes_dk>(s, t, pipe, row);
-      wait_for_products(s.values[0]);
+      begin_scores<T, makes_dv, makes_dk>(s, t, pipe, row);
+      if constexpr (makes_dv) wait_for_products(s.values[0]);
+      if constexpr (kShares) {
+        own_turn();
+        pipe.template pass_products<makes_dv>(s);
+      }
       if constexpr (makes_dk) wait_for_products(t.values[0]);
       next_turn();
       const typename Pipe::Tile tile = pipe.tile(sides, block, step);
@@ -85,7 +93,7 @@ __device__ __forceinline__ void keys_of_warpgroup(const typename P::Addresses& o
       uint32_t p[N::kStep / kMma][4], dx[N::kStep / kMma][4];
       narrow<T>(p, s);
       narrow<T>(dx, t);
-      own_turn();
+      if (!kShares) own_turn();
       fence_products();
       if constexpr (makes_dv) begin_product<T>(dv, p, pipe.e());
       if constexpr (makes_dk) begin_product<T>(dk, dx, pipe.d());
@@ -95,7 +103,7 @@ __device__ __forceinline__ void keys_of_warpgroup(const typename P::Addresses& o
     };
     for_own_steps(pipe, range, own_range, multiply, [&] { next_turn(), own_turn(); });
   }
-  next_turn();
+  if (!kShares) next_turn();
 
   if constexpr (makes_dk) {
     write(operand_of<P>(operands, P::kFirstResult, P::kK, n), P::kK.j, dk, first + row_of_warp, P::kKeys, 0,
