@@ -34,7 +34,7 @@ struct Tiling {
   int resident;     // blocks that a multiprocessor has registers for
   int copying = 0;  // warps beside the others that only copy, in the schedule for Hopper; otherwise all copy
   int stages = kStages;
-  int sharing = 1;  // on Hopper, warpgroups of the same keys: of two, one makes dv and the other dk
+  int sharing = 1;  // warpgroups that have the same keys, on Hopper: of two, one makes dv and the other dk
 
   constexpr int rows() const { return warps / sharing * fragments * kMma; }
   constexpr int threads() const { return (warps + copying) * 32; }
@@ -123,7 +123,7 @@ constexpr bool hopper_has(KernelKind kernel) {
 }
 // Tilings by the numbers of features. Where rows have few features, two blocks share a multiprocessor, so that one
 // begins and ends while the other computes. `reads_arrays`: scores read arrays of queries x keys, which takes
-// registers.
+// registers. What has no room for `stages` of 64 rows passes `less` rows at a time.
 constexpr Tiling hopper_tiling_of(KernelKind kernel, int features, int value_features, bool reads_arrays) {
   const int most = features > value_features ? features : value_features;
   const int both = hopper_width(features) + hopper_width(value_features);
@@ -135,7 +135,7 @@ constexpr Tiling hopper_tiling_of(KernelKind kernel, int features, int value_fea
     return {2 * kWarpgroup, 1, reads_arrays ? 48 : 64, 1, 1, kWarpgroup, 2, 2};
   }
   if (kernel == KernelKind::kQueries) {
-    if (both <= (reads_arrays ? 256 : 320)) {
+    if (both <= 320 && hopper_width(features) <= (reads_arrays ? 128 : 192)) {
       return {(small ? 3 : 2) * kWarpgroup, 1, 64, 1, 1, kWarpgroup, stages};
     }
     return {2 * kWarpgroup, 1, less, 1, 1, kWarpgroup};
