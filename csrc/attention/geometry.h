@@ -34,8 +34,9 @@ struct Tiling {
   int resident;     // blocks that a multiprocessor has registers for
   int copying = 0;  // warps beside the others that only copy, in the schedule for Hopper; otherwise all copy
   int stages = kStages;
+  int sharing = 1;  // warpgroups that have the same keys, on Hopper: of two, one makes dv and the other dk
 
-  constexpr int rows() const { return warps * fragments * kMma; }
+  constexpr int rows() const { return warps / sharing * fragments * kMma; }
   constexpr int threads() const { return (warps + copying) * 32; }
   constexpr int copying_threads() const { return (copying > 0 ? copying : warps) * 32; }
 };
@@ -111,41 +112,52 @@ inline constexpr int kMapDims = 5;              // of a tensor map
 // How many operands are read by tensor maps: q, k, v and, in backward kernels, do.
 constexpr int mapped_operands(KernelKind kernel) { return kernel == KernelKind::kForward ? 3 : 4; }
 
-// Whether a kernel has tilings below for rows of so many features.
-constexpr bool hopper_has(KernelKind kernel, int features, int value_features) {
-  const int most = features > value_features ? features : value_features;
-  return kernel == KernelKind::kForward ||
-         ((kernel == KernelKind::kKeys || kernel == KernelKind::kQueries) && most <= 128);
-}
-// Tilings by the larger number of features. Where rows have few features, two blocks share a multiprocessor, so that
-// one begins and ends while the other computes. `reads_arrays`: scores read arrays of queries x keys, which takes
-// registers.
-constexpr Tiling hopper_tiling_of(KernelKind kernel, int features, int value_features, bool reads_arrays) {
-  const int most = features > value_features ? features : value_features;
-  const bool small = most <= 64 && !reads_arrays;
-  const int stages = reads_arrays ? 2 : 3;
-  if (kernel == KernelKind::kKeys && small) return {2 * kWarpgroup, 1, 128, 1, 1, kWarpgroup};
-  if (kernel == KernelKind::kKeys) return {2 * kWarpgroup, 1, 64, 1, 1, kWarpgroup, stages};
-  if (kernel == KernelKind::kQueries) return {(small ? 3 : 2) * kWarpgroup, 1, 64, 1, 1, kWarpgroup, stages};
-  if (small) return {2 * kWarpgroup, 1, 64, 1, 2, kWarpgroup};
-  if (most <= 64 || (most <= 128 && !reads_arrays)) return {3 * kWarpgroup, 1, most <= 64 ? 64 : 128, 1, 1, kWarpgroup};
-  return {2 * kWarpgroup, 1, most <= 192 && value_features <= 128 ? 128 : 64, 1, 1, kWarpgroup};
-}
-
 // Columns of a product with rows of so many features, of an instruction: those of the panels, as it reads no others.
 constexpr int hopper_width(int features) {
   return 64 < features && features <= 96 ? 96 : static_cast<int>(ceil_div(features, kPanel)) * kPanel;
 }
 
+// Whether a kernel has tilings below.
+constexpr bool hopper_has(KernelKind kernel) {
+  return kernel != KernelKind::kScores && kernel != KernelKind::kTangents;
+}
+// Tilings by the numbers of features. Where rows have few features, two blocks share a multiprocessor, so that one
+// begins and ends while the other computes. `reads_arrays`: scores read arrays of queries x keys, which takes
+// registers. What has no room for `stages` of 64 rows passes `less` rows at a time.
+constexpr Tiling hopper_tiling_of(KernelKind kernel, int features, int value_features, bool reads_arrays) {
+  const int most = features > value_features ? features : value_features;
+  const int both = hopper_width(features) + hopper_width(value_features);
+  const bool small = most <= 64 && !reads_arrays;
+  const int stages = reads_arrays ? 2 : 3, less = reads_arrays ? 32 : 48;
+  if (kernel == KernelKind::kKeys) {
+    if (small) return {2 * kWarpgroup, 1, 128, 1, 1, kWarpgroup};
+    if (both <= 320) return {2 * kWarpgroup, 1, both <= 256 ? 64 : less, 1, 1, kWarpgroup, stages};
+    return {2 * kWarpgroup, 1, reads_arrays ? 48 : 64, 1, 1, kWarpgroup, 2, 2};
+  }
+  if (kernel == KernelKind::kQueries) {
+    if (both <= 320 && hopper_width(features) <= (reads_arrays ? 128 : 192)) {
+      return {(small ? 3 : 2) * kWarpgroup, 1, 64, 1, 1, kWarpgroup, stages};
+    }
+    return {2 * kWarpgroup, 1, less, 1, 1, kWarpgroup};
+  }
+  if (small) return {2 * kWarpgroup, 1, 64, 1, 2, kWarpgroup};
+  if (most <= 64 || (most <= 128 && !reads_arrays)) return {3 * kWarpgroup, 1, most <= 64 ? 64 : 128, 1, 1, kWarpgroup};
+  return {2 * kWarpgroup, 1, most <= 192 && value_features <= 128 ? 128 : 64, 1, 1, kWarpgroup};
+}
+
 constexpr int bytes_of_panels(int rows, int features) {
   return rows * static_cast<int>(ceil_div(features, kPanel)) * kBytesOfPanelRow;
+}
+// Of two warpgroups that have the same keys one gives the other its products, in float32.
+constexpr int bytes_of_passed_products(const Tiling& tiling) {
+  return tiling.sharing == 1 ? 0 : kRowsOfWarpgroup * tiling.step * 4;
 }
 constexpr int hopper_shared_bytes(KernelKind kernel, const Tiling& tiling, int features, int value_features) {
   const int staying = bytes_of_panels(tiling.rows(), features) +
                       (kernel == KernelKind::kForward ? 0 : bytes_of_panels(tiling.rows(), value_features));
   const int passing = bytes_of_panels(tiling.step, features) + bytes_of_panels(tiling.step, value_features) +
                       (kernel == KernelKind::kKeys ? tiling.step * kBytesOfRow : 0);
-  return staying + tiling.stages * (passing + kBytesOfBarriers);
+  return staying + bytes_of_passed_products(tiling) + tiling.stages * (passing + kBytesOfBarriers);
 }
 
 // The part of a stage for a side operand of queries x keys that passes with the rows. 16 bytes between its rows put

@@ -248,8 +248,8 @@ int stage_sides(AttentionProblem* problem, int bytes, int most) {
 bool suits_hopper(const AttentionProblem& problem, const Device& device) {
   const size_t dims = std::max(problem.letters.of[kQ].size(), problem.letters.of[kK].size());
   const Extents& extents = problem.extents;
-  return hopper_has(problem.kernel, extents.at('d'), extents.at('e')) && device.compute_capability == 90 &&
-         bytes_of(problem.dtype) == 2 && dims <= kMapDims && problem.stay() > 2 * kRowsOfWarpgroup;
+  return hopper_has(problem.kernel) && device.compute_capability == 90 && bytes_of(problem.dtype) == 2 &&
+         dims <= kMapDims && problem.stay() > 2 * kRowsOfWarpgroup;
 }
 
 // The letters of the operands that are read by tensor maps.
@@ -387,9 +387,10 @@ std::string members_of(const AttentionCall& call, const AttentionProblem& proble
   return "  using T = " + type_of(problem.dtype) + ";\n  using Addresses = attention::" +
          (maps ? "MappedAddresses<" + number(mapped_operands(problem.kernel)) + ", " : "Addresses<") + addresses +
          ">;\n" + (maps ? map_dims_of(problem) : "") +
-         constant("attention::Tiling", "kTiling",
-                  joined({number(tiling.warps), number(tiling.fragments), number(tiling.step), number(tiling.parts),
-                          number(tiling.resident), number(tiling.copying), number(tiling.stages)})) +
+         constant(
+             "attention::Tiling", "kTiling",
+             joined({number(tiling.warps), number(tiling.fragments), number(tiling.step), number(tiling.parts),
+                     number(tiling.resident), number(tiling.copying), number(tiling.stages), number(tiling.sharing)})) +
          extent("kQueries", 'i') + extent("kKeys", 'j') + extent("kFeatures", 'd') + extent("kValueFeatures", 'e') +
          constant("kBatchDims", static_cast<int>(letters.batch.size())) + constant("int", "kExtents[]", joined(inner)) +
          constant("kGroups", static_cast<int>(problem.product_of(problem.alike()))) + strides("kQ", letters.of[kQ]) +

@@ -153,6 +153,10 @@ FIRST_ON_HOPPER = [
     Case(causal, (330, 330), (192, 128), "bihgd,bjhd,bjhe", "float16", n_batch=(1, 1)),
     Case(causal, (197, 300), (24, 256), "id,jd,je"),
     Case(causal, (150, 130), (160, 160), n_batch=(1, 1)),
+    Case(capped, (150, 197), (256, 256), "bihgd,bjhd,bjhe", n_batch=(1, 2)),
+    Case(masked, (140, 272), (192, 128), "bhid,bhjd,bhje", "float16", where=True, n_batch=(1, 1)),
+    Case(biased_causal, (147, 200), (256, 200), drops=True, n_batch=(2, 1)),
+    Case(alibi_in_a_window, (300, 300), (256, 256), n_batch=(1, 1)),
     Case(causal, (197, 330), (128, 128), "bihgd,bjhd,bjhe", n_batch=(1, 1)),  # warpgroups pass steps of each group
 ]
 

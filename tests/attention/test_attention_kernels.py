@@ -116,6 +116,15 @@ def test_tiles_fit_and_cover_everything(kernel, score):
             assert plan["threads"] >= step or kernel != "keys"  # which copy the rows' numbers
 
 
+@pytest.mark.parametrize("score", [scaled, mask_segments_and_bias])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_tiles_fit_on_hopper(kernel, score):
+    attention, extents = attention_in(Case(score, (300, 300)))[kernel]
+    for d, e in itertools.product((8, 64, 72, 96, 104, 128, 136, 192, 200, 256), repeat=2):
+        call = described_call(attention, kernel, "bfloat16", extents | {"d": d, "e": e})
+        assert _kernels.plan_attention(**call)["maps"]
+
+
 # The tiles of csrc/attention/geometry.h by the bytes of a number and the larger number of features: warps, fragments,
 # step, parts, resident. Of float32 there are others where scores read arrays of queries x keys.
 TILINGS = {
@@ -215,7 +224,7 @@ def test_launches_and_sources(case):
         ({"lengths": (128, 300)}, ["keys"]),
         ({"lengths": (300, 128)}, ["forward", "queries"]),
         ({"dtype": "float32"}, []),
-        ({"features": (192, 64)}, ["forward"]),
+        ({"features": (192, 256)}, KERNELS),
         ({"letters": "bihgd,bjhd,bjhe"}, KERNELS),
     ],
 )

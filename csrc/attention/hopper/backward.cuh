@@ -33,41 +33,36 @@ __device__ __forceinline__ void for_own_steps(Pipe& pipe, const Range& range, co
   pass_until(range.last);
 }
 
-// Begins s = q k^T and t = do v^T, or both transposed, of those of the rows that stay from `own` on.
-template <class T, class Pipe, int step>
+// Begins s = q k^T and t = do v^T, or both transposed, or one of them, of those of the rows that stay from `own` on.
+template <class T, bool of_s = true, bool of_t = true, class Pipe, int step>
 __device__ __forceinline__ void begin_scores(Accumulators<1, step>& s, Accumulators<1, step>& t, const Pipe& pipe,
                                              int own) {
   wait(pipe.has_d(), pipe.parity());
-  fence_products();
-  begin_product_of_rows<T>(s, pipe.own_d(), own, pipe.d());
-  commit_products();
+  if constexpr (of_s) {
+    fence_products();
+    begin_product_of_rows<T>(s, pipe.own_d(), own, pipe.d());
+    commit_products();
+  }
   wait(pipe.has_e(), pipe.parity());
-  fence_products();
-  begin_product_of_rows<T>(t, pipe.own_e(), own, pipe.e());
-  commit_products();
+  if constexpr (of_t) {
+    fence_products();
+    begin_product_of_rows<T>(t, pipe.own_e(), own, pipe.e());
+    commit_products();
+  }
 }
 
-// Warpgroups take turns: in one a warpgroup adds to dv and dk, and multiplies the rows of its next step, while others
-// differentiate.
-template <class P>
-__device__ __forceinline__ void attention_keys_on_hopper(const typename P::Addresses& operands) {
+// dk and dv of the 64 keys of a warpgroup, or one of them. Where two warpgroups have the same keys, that of dv
+// multiplies s, and that of dk reads it. Otherwise warpgroups take turns: in one a warpgroup adds to dv and dk, and
+// multiplies the rows of its next step, while others differentiate.
+template <class P, bool makes_dk, bool makes_dv>
+__device__ __forceinline__ void keys_of_warpgroup(const typename P::Addresses& operands, unsigned n, int block) {
   using T = typename P::T;
   using N = Counts<P>;
   using Pipe = Pipeline<P, KernelKind::kKeys>;
-  constexpr int kBlocks = ceil_div(P::kKeys, N::kRows);
-
-  const BlockIndex own = own_block<P>(kBlocks, P::kGroups);
-  const int block = own.row_block, first = block * N::kRows, warpgroup = own_warpgroup();
-  const unsigned n = own.n;  // the first that has these keys
-  Pipe::init();
-  if (warpgroup == Pipe::kWarpgroups) {
-    give_registers<Pipe::kLess>();
-    Pipe::copy_for_others(operands, n, block);
-    return;
-  }
-  take_registers<Pipe::kMore>();
-
-  const int row_of_warp = first_row_of_warp(kMma);
+  constexpr bool kShares = !makes_dk || !makes_dv;
+  const int warpgroup = own_warpgroup(), first = block * N::kRows;
+  const int own = warpgroup / N::kTiling.sharing, row = own * kRowsOfWarpgroup;
+  const int row_of_warp = first_row_of_warp(kMma) - (warpgroup - own) * kRowsOfWarpgroup;
   Accumulators<1, N::kStep> s, t;
   Accumulators<1, attention::hopper_width(P::kFeatures)> dk;
   Accumulators<1, attention::hopper_width(P::kValueFeatures)> dv;
@@ -76,16 +71,20 @@ __device__ __forceinline__ void attention_keys_on_hopper(const typename P::Addre
   const auto own_turn = [&] { take_turn(warpgroup); };
   const auto next_turn = [&] { give_turn((warpgroup + 1) % Pipe::kWarpgroups); };
   if (warpgroup == Pipe::kWarpgroups - 1) next_turn();  // the first one is that of warpgroup 0
-  own_turn();
+  if (!kShares) own_turn();
   for (int group = 0; group < P::kGroups; ++group) {
     const SideOffsets<P> sides(operands, n + group);
     const Range range = visited<P>(operands, n + group, block, P::kKeys, P::kQueries);
     const Range own_range =
-        visited<P, kRowsOfWarpgroup>(operands, n + group, block * Pipe::kWarpgroups + warpgroup, P::kKeys, P::kQueries);
+        visited<P, kRowsOfWarpgroup>(operands, n + group, first / kRowsOfWarpgroup + own, P::kKeys, P::kQueries);
     const auto multiply = [&](int step) {
-      begin_scores<T>(s, t, pipe, warpgroup * kRowsOfWarpgroup);
-      wait_for_products(s.values[0]);
-      wait_for_products(t.values[0]);
+      begin_scores<T, makes_dv, makes_dk>(s, t, pipe, row);
+      if constexpr (makes_dv) wait_for_products(s.values[0]);
+      if constexpr (kShares) {
+        own_turn();
+        pipe.template pass_products<makes_dv>(s);
+      }
+      if constexpr (makes_dk) wait_for_products(t.values[0]);
       next_turn();
       const typename Pipe::Tile tile = pipe.tile(sides, block, step);
       for_tile<P>(own_range.is_whole(step), [&](auto is_whole) {
@@ -94,23 +93,45 @@ __device__ __forceinline__ void attention_keys_on_hopper(const typename P::Addre
       uint32_t p[N::kStep / kMma][4], dx[N::kStep / kMma][4];
       narrow<T>(p, s);
       narrow<T>(dx, t);
-      own_turn();
+      if (!kShares) own_turn();
       fence_products();
-      begin_product<T>(dv, p, pipe.e());
-      begin_product<T>(dk, dx, pipe.d());
+      if constexpr (makes_dv) begin_product<T>(dv, p, pipe.e());
+      if constexpr (makes_dk) begin_product<T>(dk, dx, pipe.d());
       commit_products();
-      wait_for_products(dv.values[0]);
-      wait_for_products(dk.values[0]);
+      if constexpr (makes_dv) wait_for_products(dv.values[0]);
+      if constexpr (makes_dk) wait_for_products(dk.values[0]);
     };
     for_own_steps(pipe, range, own_range, multiply, [&] { next_turn(), own_turn(); });
   }
-  next_turn();
+  if (!kShares) next_turn();
 
-  write(operand_of<P>(operands, P::kFirstResult, P::kK, n), P::kK.j, dk, first + row_of_warp, P::kKeys, 0, P::kFeatures,
-        narrowed<T>);
-  write(operand_of<P>(operands, P::kFirstResult + 1, P::kV, n), P::kV.j, dv, first + row_of_warp, P::kKeys, 0,
-        P::kValueFeatures, narrowed<T>);
-  sums.write(operands, 2, n / P::kGroups, first + row_of_warp + own_row(), P::kKeys);
+  if constexpr (makes_dk) {
+    write(operand_of<P>(operands, P::kFirstResult, P::kK, n), P::kK.j, dk, first + row_of_warp, P::kKeys, 0,
+          P::kFeatures, narrowed<T>);
+    sums.write(operands, 2, n / P::kGroups, first + row_of_warp + own_row(), P::kKeys);
+  }
+  if constexpr (makes_dv) {
+    write(operand_of<P>(operands, P::kFirstResult + 1, P::kV, n), P::kV.j, dv, first + row_of_warp, P::kKeys, 0,
+          P::kValueFeatures, narrowed<T>);
+  }
+}
+
+template <class P>
+__device__ __forceinline__ void attention_keys_on_hopper(const typename P::Addresses& operands) {
+  using N = Counts<P>;
+  using Pipe = Pipeline<P, KernelKind::kKeys>;
+
+  const BlockIndex own = own_block<P>(ceil_div(P::kKeys, N::kRows), P::kGroups);
+  const int block = own.row_block;
+  const unsigned n = own.n;  // the first that has these keys
+  if (!Pipe::computes(operands, n, block)) return;
+  if constexpr (N::kTiling.sharing == 1) {
+    keys_of_warpgroup<P, true, true>(operands, n, block);
+  } else if (own_warpgroup() % 2 == 0) {
+    keys_of_warpgroup<P, false, true>(operands, n, block);
+  } else {
+    keys_of_warpgroup<P, true, false>(operands, n, block);
+  }
 }
 
 template <class P>
@@ -123,13 +144,7 @@ __device__ __forceinline__ void attention_queries_on_hopper(const typename P::Ad
   const BlockIndex own = own_block<P>(kBlocks);
   const int block = kBlocks - 1 - own.row_block, first = block * N::kRows, warpgroup = own_warpgroup();
   const unsigned n = own.n;
-  Pipe::init();
-  if (warpgroup == Pipe::kWarpgroups) {
-    give_registers<Pipe::kLess>();
-    Pipe::copy_for_others(operands, n, block);
-    return;
-  }
-  take_registers<Pipe::kMore>();
+  if (!Pipe::computes(operands, n, block)) return;
 
   const int row_of_warp = first_row_of_warp(kMma), own_row_of_tile = row_of_warp + own_row();
   const Range range = visited<P>(operands, n, block, P::kQueries, P::kKeys);

@@ -18,13 +18,7 @@ __device__ __forceinline__ void attention_forward_on_hopper(const typename P::Ad
   const BlockIndex own = own_block<P>(kBlocks);
   const int block = kBlocks - 1 - own.row_block, first = block * N::kRows, warpgroup = own_warpgroup();
   const unsigned n = own.n;
-  Pipe::init();
-  if (warpgroup == kWarpgroups) {
-    give_registers<Pipe::kLess>();
-    Pipe::copy_for_others(operands, n, block);
-    return;
-  }
-  take_registers<Pipe::kMore>();
+  if (!Pipe::computes(operands, n, block)) return;
 
   const Range range = visited<P>(operands, n, block, P::kQueries, P::kKeys);
   const Range own_range =

@@ -100,7 +100,8 @@ __device__ __forceinline__ void narrow(uint32_t (&p)[columns / kMma][4], const A
 }
 
 // What a block has in shared memory: rows that stay, of q's and, in backward kernels, of v's features; those that pass
-// in each of so many places; queries' numbers, if queries pass; tiles of side operands; barriers.
+// in each of so many places; products that warpgroups pass on; queries' numbers, if queries pass; tiles of side
+// operands; barriers.
 template <class P, KernelKind kernel>
 struct Pipeline {
   using N = Counts<P>;
@@ -113,6 +114,7 @@ struct Pipeline {
   static constexpr int kGroups = kKeysStay ? P::kGroups : 1;  // batch indices that pass, one after another
   static constexpr int kStay = kKeysStay ? P::kKeys : P::kQueries, kPass = kKeysStay ? P::kQueries : P::kKeys;
   static constexpr int kOwnBytes = OwnD::kBytes + OwnE::kBytes, kBytes = D::kBytes + E::kBytes;
+  static constexpr int kPassedBytes = attention::bytes_of_passed_products(N::kTiling);
   static constexpr int kNumberBytes = kKeysStay ? N::kStep * attention::kBytesOfRow : 0;
   static constexpr bool kHasSides = Tile::kStagedBytes > 0, kAllCopy = kKeysStay || kHasSides;
   static constexpr int kWarps = N::kTiling.warps, kWarpgroups = kWarps / kWarpgroup, kPlaces = N::kTiling.stages;
@@ -127,7 +129,8 @@ struct Pipeline {
 
   static __device__ __forceinline__ OwnD own_d() { return {shared_memory()}; }
   static __device__ __forceinline__ OwnE own_e() { return {shared_memory() + OwnD::kBytes}; }
-  static __device__ __forceinline__ Address after_rows() { return shared_memory() + kOwnBytes + kPlaces * kBytes; }
+  static __device__ __forceinline__ Address passed() { return shared_memory() + kOwnBytes + kPlaces * kBytes; }
+  static __device__ __forceinline__ Address after_rows() { return passed() + kPassedBytes; }
   __device__ __forceinline__ D d() const { return {shared_memory() + kOwnBytes + place() * kBytes}; }
   __device__ __forceinline__ E e() const { return {d().base + D::kBytes}; }
   __device__ __forceinline__ Address numbers() const { return after_rows() + place() * kNumberBytes; }
@@ -145,6 +148,20 @@ struct Pipeline {
   __device__ __forceinline__ Tile tile(const SideOffsets<P>& offsets, int block, int step) const {
     const int stay = block * N::kRows, pass = step * N::kStep;
     return {offsets, sides(), kKeysStay ? pass : stay, kKeysStay ? stay : pass};
+  }
+
+  // Writes products for the thread of another warpgroup that has the same ones, or reads those of the other.
+  template <bool writes, int columns>
+  static __device__ __forceinline__ void pass_products(Accumulators<1, columns>& s) {
+    const Address own = passed() + threadIdx.x % 128 * 16;
+#pragma unroll
+    for (int c = 0; c < columns / 8; ++c) {
+      if constexpr (writes) {
+        write_shared(own + c * 128 * 16, s.values[0][c]);
+      } else {
+        read_shared(s.values[0][c], own + c * 128 * 16);
+      }
+    }
   }
 
   static __device__ __forceinline__ void init() {
@@ -198,6 +215,18 @@ struct Pipeline {
         }
       }
     }
+  }
+
+  // Begins a block of batch index n, of which the last warpgroup copies. Returns whether this warpgroup computes.
+  static __device__ __forceinline__ bool computes(const typename P::Addresses& operands, unsigned n, int block) {
+    init();
+    if (own_warpgroup() == kWarpgroups) {
+      give_registers<kLess>();
+      copy_for_others(operands, n, block);
+      return false;
+    }
+    take_registers<kMore>();
+    return true;
   }
 };
 
