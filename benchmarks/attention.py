@@ -9,8 +9,8 @@ mask. Memory is what is needed besides arguments and results. Errors are the fus
 the unfused one, as parts of the largest value, where that has room. cuDNN's attention stands beside where it takes the
 mask: the output, and with gradients.
 
-The second table is what `fuse` decides by: programs of many features, with kernels of attention and with kernels of
-rows alone, whichever it would choose.
+The other tables are what `fuse` decides by: programs of many features, with kernels of attention and with kernels of
+rows alone, whichever it would choose; and some with those kernels of attention that other chips than Hopper have.
 """
 
 import argparse
@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from timing import device_times
 
 import jax_softmax
+from jax_softmax import _kernels
 from jax_softmax.fusion import backend
 
 
@@ -180,6 +181,14 @@ BY_FEATURES = [
 BY_FEATURES += [
     (program, 8, 1024, 16, 16, features, "float32") for program in (plain, causal) for features in (32, 64, 96, 128)
 ]
+ON_OTHER_CHIPS = [
+    (plain, *USUAL),
+    *((plain, 4, 2048, 16, 16, features) for features in (128, 192)),
+    *((plain, 8, 1024, 16, 16, features) for features in (64, 128)),
+    (plain, 8, 1024, 16, 16, 128, "float32"),
+    (moving, 8, 1024, 16, 16, 64),
+]
+LARGEST_BLOCK = 99 << 10  # bytes of shared memory, on other chips than Hopper
 # What is differentiated beside q, k and v, by the program.
 LEARNED = {
     biased: lambda q: [(1, q[2], q[1], q[1])],
@@ -264,7 +273,7 @@ def measured(case):
     if program in BY_CUDNN and operands[0].dtype.itemsize == 2 and jax.default_backend() == "gpu":
         by_cudnn = {"implementation": "cudnn", **BY_CUDNN[program]}
         attentions["cuDNN"] = functools.partial(jax.nn.dot_product_attention, **by_cudnn)
-    parts = {"forward": forward} | ({} if program is moving else {"both": with_gradient})
+    parts = parts_of(program)
     last = list(parts)[-1]
     lowered = {}
     for who, attention in attentions.items():
@@ -311,6 +320,26 @@ def by_features(case):
     return [name_of(case), *shown[0], chosen[0], *shown[1], chosen[1]]
 
 
+def on_other_chips(case):
+    """The kernels that chips have which are not Hopper's, on this one."""
+    program, operands, forced = case[0], operands_of(*case), {}
+    with backend.using(Told(True)):
+        for part, made in parts_of(program).items():
+            forced[part] = jax.jit(jax_softmax.fuse(made(program)), keep_unused=True).lower(*operands)
+    try:
+        _kernels.limit_devices(shared_memory_per_block=LARGEST_BLOCK)
+        times = device_times(
+            {part: (one, tuple(operands)) for part, one in compiled_at_once(forced).items()}, repeats=5
+        )
+    finally:
+        _kernels.limit_devices()
+    return [name_of(case), *(f"{1e6 * times[part]:.0f}" if part in times else "-" for part in ("forward", "both"))]
+
+
+def parts_of(program):
+    return {"forward": forward} | ({} if program is moving else {"both": with_gradient})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="small arrays")
@@ -341,7 +370,10 @@ def main() -> None:
     show(heads, map(measured, cases))
     print("\n## Kernels of rows, and of attention\n")
     heads = ["", "output: rows", "attention", "chosen", "with gradients: rows", "attention", "chosen"]
-    show(heads, map(by_features, [(plain, 1, 256, 4, 4, 64)] if small else BY_FEATURES))
+    of_one = [(plain, 1, 256, 4, 4, 64)]
+    show(heads, map(by_features, of_one if small else BY_FEATURES))
+    print("\n## By the kernels of chips before Hopper\n")
+    show(["", "output", "with gradients"], map(on_other_chips, of_one if small else ON_OTHER_CHIPS))
 
 
 def show(heads, rows) -> None:

@@ -13,6 +13,7 @@
 #include <iterator>
 #include <optional>
 #include <stdexcept>
+#include <tuple>
 
 #include "cpu/cpu.h"
 #include "ffi/cuda.h"
@@ -153,8 +154,8 @@ nb::dict plan_attention_call(const Arrays& operands, const Arrays& results, cons
   return step_of(step);
 }
 
-std::pair<int, int> attention_tile(const std::string& kernel, int features, int value_features, int bytes_of_number,
-                                   bool reads_arrays) {
+std::tuple<int, int, bool> attention_tile(const std::string& kernel, int64_t stay, int features, int value_features,
+                                          int bytes_of_number, bool reads_arrays, int compute_capability) {
   using namespace attention;
   const auto known = std::find(std::begin(kKernelNames), std::end(kKernelNames), kernel);
   const bool has_numbers = bytes_of_number == 2 || bytes_of_number == 4;
@@ -162,9 +163,11 @@ std::pair<int, int> attention_tile(const std::string& kernel, int features, int 
       std::max(features, value_features) > most_features(bytes_of_number)) {
     throw nb::value_error("no such kernel of attention");
   }
-  const Tiling tiling =
-      tiling_of(KernelKind(known - std::begin(kKernelNames)), features, value_features, bytes_of_number, reads_arrays);
-  return {tiling.rows(), tiling.step};
+  const auto kind = static_cast<KernelKind>(known - std::begin(kKernelNames));
+  const bool is_hoppers = compute_capability == kHopper && hopper_has(kind, bytes_of_number, stay);
+  const Tiling tiling = is_hoppers ? hopper_tiling_of(kind, features, value_features, reads_arrays)
+                                   : tiling_of(kind, features, value_features, bytes_of_number, reads_arrays);
+  return {tiling.rows(), tiling.step, is_hoppers};
 }
 
 // ---- The run-time compiler
@@ -253,9 +256,10 @@ NB_MODULE(_kernels, m) {
   m.attr("ATTENTION_BLOCKS") = attention::kBlocksOfWave;
   m.def("why_no_attention", &why_no_attention, nb::arg("letters"), nb::arg("extents"), nb::arg("dtype"),
         "Why attention has no kernels for these; or \"\".");
-  m.def("attention_tile", &attention_tile, nb::arg("kernel"), nb::arg("features"), nb::arg("value_features"),
-        nb::arg("bytes_of_number"), nb::arg("reads_arrays"),
-        "How many rows stay in a block of a kernel of attention, but for Hopper's, and how many pass in a step.");
+  m.def("attention_tile", &attention_tile, nb::arg("kernel"), nb::arg("stay"), nb::arg("features"),
+        nb::arg("value_features"), nb::arg("bytes_of_number"), nb::arg("reads_arrays"), nb::arg("compute_capability"),
+        "How many rows are in a block of a kernel of attention, of so many that stay, and how many pass in a step; and "
+        "whether the kernel is Hopper's.");
   m.def("plan_attention", &plan_attention_call, nb::arg("operands"), nb::arg("results"), nb::arg("attributes"),
         nb::arg("compute_capability") = 90, nb::arg("multiprocessors") = 132,
         nb::arg("shared_memory_per_block") = 227 * 1024, nb::arg("largest_cluster") = 16,

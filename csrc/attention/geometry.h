@@ -108,6 +108,7 @@ inline constexpr int kPanel = 64;  // features of a panel, of which a row has 12
 inline constexpr int kBytesOfPanelRow = 2 * kPanel;
 inline constexpr int kBytesOfBarriers = 4 * 8;  // of a stage
 inline constexpr int kMapDims = 5;              // of a tensor map
+inline constexpr int kHopper = 90;              // its compute capability
 
 // How many operands are read by tensor maps: q, k, v and, in backward kernels, do.
 constexpr int mapped_operands(KernelKind kernel) { return kernel == KernelKind::kForward ? 3 : 4; }
@@ -117,9 +118,10 @@ constexpr int hopper_width(int features) {
   return 64 < features && features <= 96 ? 96 : static_cast<int>(ceil_div(features, kPanel)) * kPanel;
 }
 
-// Whether a kernel has tilings below.
-constexpr bool hopper_has(KernelKind kernel) {
-  return kernel != KernelKind::kScores && kernel != KernelKind::kTangents;
+// Whether a kernel has tilings below. `stay`: how many rows stay, of which a block has many.
+constexpr bool hopper_has(KernelKind kernel, int bytes_of_number, int64_t stay) {
+  return kernel != KernelKind::kScores && kernel != KernelKind::kTangents && bytes_of_number == 2 &&
+         stay > 2 * kRowsOfWarpgroup;
 }
 // Tilings by the numbers of features. Where rows have few features, two blocks share a multiprocessor, so that one
 // begins and ends while the other computes. `reads_arrays`: scores read arrays of queries x keys, which takes

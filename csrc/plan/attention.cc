@@ -244,12 +244,11 @@ int stage_sides(AttentionProblem* problem, int bytes, int most) {
   return bytes;
 }
 
-// Whether Hopper's schedule does it, which reads rows by tensor maps and has many of them in a block.
+// Whether Hopper's schedule does it, which reads rows by tensor maps. Of a device that is limited, others' does.
 bool suits_hopper(const AttentionProblem& problem, const Device& device) {
   const size_t dims = std::max(problem.letters.of[kQ].size(), problem.letters.of[kK].size());
-  const Extents& extents = problem.extents;
-  return hopper_has(problem.kernel) && device.compute_capability == 90 && bytes_of(problem.dtype) == 2 &&
-         dims <= kMapDims && problem.stay() > 2 * kRowsOfWarpgroup;
+  return device.compute_capability == kHopper && device.shared_memory_per_block > kMostSharedBytes &&
+         dims <= kMapDims && hopper_has(problem.kernel, bytes_of(problem.dtype), problem.stay());
 }
 
 // The letters of the operands that are read by tensor maps.

@@ -66,14 +66,16 @@ XLA_SPEED_OF_ROWS = {256: 1.0, 2048: 0.91, LONGEST_ROW_OF_XLA: 0.81}
 BYTES_OF_PICOSECOND = 3.6
 
 # For a score: of the forward kernel, and of both backward ones. attention.md, "plain B8 S2048 H16 D64": microseconds of
-# the output, and those that gradients take besides, for B H S² scores.
+# the output, and those that gradients take besides, for B H S² scores; of Hopper's kernels, and of other chips'.
+ATTENTION_FORWARD_ON_HOPPER = 0.575 * BYTES_OF_PICOSECOND
+ATTENTION_BACKWARD_ON_HOPPER = 1.77 * BYTES_OF_PICOSECOND
 ATTENTION_FORWARD = 0.95 * BYTES_OF_PICOSECOND
 ATTENTION_BACKWARD = 2.7 * BYTES_OF_PICOSECOND
 ATTENTION_TANGENTS = 2.15  # of the forward kernel's time: that of tangents. attention.md, "moving B8 S1024 H16 D64"
 ATTENTION_FEATURES = 64  # of a query and of a value in that row; times are proportional to them
 ATTENTION_LEAST = 0.7  # the part of these times that kernels take with few features. Chosen
-# With more features than these the backward kernels have smaller tiles, and take so many times as long. attention.md,
-# "plain B4 S2048 H16 D192", beside 128 features and half as many more.
+# With more features than these, other chips' backward kernels have smaller tiles, and take so many times as long.
+# attention.md, "plain B4 S2048 H16 D192", beside 128 features and half as many more.
 ATTENTION_FEW_FEATURES = 128
 ATTENTION_MANY = 1.79
 

@@ -246,22 +246,18 @@ def reason_against_attention(work: Attention) -> str:
     """Why attention's kernels do not make it: that they, with their calls, take longer than the program that has its
     weights in memory."""
     extents, features = work.extents, (work.extents["d"] + work.extents["e"]) / 2
-    of_dtype = costs.ATTENTION_OF_FLOAT32 if work.bytes_of_number == 4 else 1
     multiple = max(costs.ATTENTION_LEAST, features / costs.ATTENTION_FEATURES)
-    many = costs.ATTENTION_MANY if features > costs.ATTENTION_FEW_FEATURES else 1
-    prices = dict.fromkeys(("forward", "scores"), costs.ATTENTION_FORWARD)  # which both make two products
-    prices |= dict.fromkeys(("keys", "queries"), many * costs.ATTENTION_BACKWARD / 2)
-    # Prices and tiles are those of chips before Hopper, whose kernels are faster.
-    prices["tangents"] = costs.ATTENTION_TANGENTS * many * costs.ATTENTION_FORWARD
+    capability = min((device[0] for device in _devices_here()), default=0)
     ours = 0.0
     for kernel, reads_arrays in work.kernels.items():
-        rows, step = _kernels.attention_tile(kernel, extents["d"], extents["e"], work.bytes_of_number, reads_arrays)
         stay, pass_by = (extents[c] for c in ("ji" if kernel == "keys" else "ij"))
+        tile = kernel, stay, extents["d"], extents["e"], work.bytes_of_number, reads_arrays, capability
+        rows, step, is_hoppers = _kernels.attention_tile(*tile)
         rows_of_blocks, steps = -(-stay // rows), -(-pass_by // step)
         scores = work.batch * rows_of_blocks * rows * steps * step
         blocks = rows_of_blocks * (work.batch_of_keys if kernel == "keys" else work.batch)
-        price = prices[kernel] * (costs.ATTENTION_WITH_ARRAYS if reads_arrays and work.bytes_of_number == 4 else 1)
-        ours += price * of_dtype * multiple * scores * max(1, costs.MULTIPROCESSORS / blocks)
+        price = _price_on_hopper(kernel) if is_hoppers else _price(kernel, features, work.bytes_of_number, reads_arrays)
+        ours += price * multiple * scores * max(1, costs.MULTIPROCESSORS / blocks)
     theirs: float = work.batch * extents["i"] * extents["j"]
     theirs *= work.score_bytes + work.n_products * features * costs.PRODUCT_OF_FEATURE * work.bytes_of_query / 2
     theirs *= 2 if extents["j"] % 8 else 1  # rows that no product reads by whole packs
@@ -270,3 +266,21 @@ def reason_against_attention(work: Attention) -> str:
         return ""
     times = [f"{n / costs.BYTES_OF_PICOSECOND / 1e6:,.2f} µs" for n in (ours, theirs)]
     return f"its kernels would take longer: {times[0]}, XLA {times[1]}"
+
+
+def _price_on_hopper(kernel: str) -> float:
+    is_forward = kernel == "forward"
+    return costs.ATTENTION_FORWARD_ON_HOPPER if is_forward else costs.ATTENTION_BACKWARD_ON_HOPPER / 2
+
+
+def _price(kernel: str, features: float, bytes_of_number: int, reads_arrays: bool) -> float:
+    """What a kernel that is not Hopper's takes for a score, if times are proportional to features."""
+    forward = kernel in ("forward", "scores", "tangents")
+    price = costs.ATTENTION_FORWARD if forward else costs.ATTENTION_BACKWARD / 2
+    if kernel == "tangents":
+        price *= costs.ATTENTION_TANGENTS
+    if features > costs.ATTENTION_FEW_FEATURES and kernel not in ("forward", "scores"):
+        price *= costs.ATTENTION_MANY
+    if bytes_of_number == 4:
+        price *= costs.ATTENTION_OF_FLOAT32 * (costs.ATTENTION_WITH_ARRAYS if reads_arrays else 1)
+    return price

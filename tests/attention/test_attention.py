@@ -109,8 +109,12 @@ def where(name, letters, at, case):
     indices = dict(zip(letters, (int(n) for n in at), strict=True))
     kernel = {"o": "forward", "dk": "keys", "dv": "keys"}.get(name, "queries")
     reads_arrays = attention_in(case)[kernel][0].reads_arrays(kernel)
-    rows, _ = _kernels.attention_tile(kernel, *case.features, jnp.dtype(case.dtype).itemsize, reads_arrays)
-    row = indices.get("i" if kernel != "keys" else "j", 0)
+    letter = "j" if kernel == "keys" else "i"
+    capability = min((device[0] for device in _kernels.devices_here()), default=0)
+    size = jnp.dtype(case.dtype).itemsize
+    stay = case.lengths["ij".index(letter)]
+    rows, *_ = _kernels.attention_tile(kernel, stay, *case.features, size, reads_arrays, capability)
+    row = indices.get(letter, 0)
     return f"{indices} (tile {row // rows} of {rows} rows, row {row % rows}, column {at[-1]})"
 
 

@@ -105,7 +105,8 @@ def test_tiles_fit_and_cover_everything(kernel, score):
     of_16_bits = itertools.product(range(8, 257, 8), (8, 64, 128, 136, 256), ["bfloat16"])
     of_32_bits = itertools.product(range(8, 129, 8), (8, 64, 72, 128), ["float32"])
     for d, e, dtype in (*of_16_bits, *of_32_bits):
-        rows, step = _kernels.attention_tile(kernel, d, e, jnp.dtype(dtype).itemsize, attention.reads_arrays(kernel))
+        of_kernel = d, e, jnp.dtype(dtype).itemsize, attention.reads_arrays(kernel)
+        rows, step, _ = _kernels.attention_tile(kernel, 1, *of_kernel, compute_capability=80)
         assert rows % 16 == 0 and step % 16 == 0
         parts = 2 if kernel == "keys" and max(d, e) > 128 else 1
         for n in (1, 15, 16, 197, 2048):

@@ -42,41 +42,50 @@ def xla_speed(columns):
     return row("results", columns, "### softmax, bfloat16\n")[1]
 
 
-def attention_prices():
-    _, fused, _, with_gradients, *_ = row("attention", "plain B8 S2048 H16 D64")  # microseconds
-    picoseconds = [1e6 * time / (8 * 16 * 2048**2) for time in (fused, with_gradients - fused)]
+OTHER_CHIPS = "## By the kernels of chips before Hopper"
+
+
+def attention_prices(forward, with_gradients):
+    """Of "plain B8 S2048 H16 D64", in microseconds."""
+    picoseconds = [1e6 * time / (8 * 16 * 2048**2) for time in (forward, with_gradients - forward)]
     return [costs.BYTES_OF_PICOSECOND * time for time in picoseconds]
 
 
 def of_features():
-    """What the backward kernels take beyond what they would with 128 features, what XLA's products take of one, and
-    what kernels of tangents and of float32 take, as multiples."""
+    """What other chips' backward kernels take beyond what they would with 128 features, what XLA's products take of
+    one, and what kernels of tangents and of float32 take, as multiples."""
+
+    def rows(name):
+        """By kernels of rows: of the output, and with gradients."""
+        return row("attention", name, "## Kernels of rows, and of attention")[::2]
 
     def times(name):
-        """By kernels of rows and of attention: of the output, and with gradients."""
-        return row("attention", name, "## Kernels of rows, and of attention")
+        return row("attention", name, OTHER_CHIPS)
 
     few, many = (times(f"plain B4 S2048 H16 D{n}") for n in (128, 192))
-    own, others = (times(f"plain B8 S1024 H16 D{n}") for n in (128, 256))
-    of_feature = 1e6 * (others[2] - own[2]) / (8 * 16 * 1024**2) / (6 * 128)  # picoseconds of a score
+    of_128, of_256 = (rows(f"plain B8 S1024 H16 D{n}")[1] for n in (128, 256))
+    of_feature = 1e6 * (of_256 - of_128) / (8 * 16 * 1024**2) / (6 * 128)  # picoseconds of a score
     return {
-        "ATTENTION_MANY": (many[3] - many[1]) / (1.5 * (few[3] - few[1])),
+        "ATTENTION_MANY": (many[1] - many[0]) / (1.5 * (few[1] - few[0])),
         "PRODUCT_OF_FEATURE": costs.BYTES_OF_PICOSECOND * of_feature,
-        "ATTENTION_TANGENTS": row("attention", "moving B8 S1024 H16 D64")[1] / times("plain B8 S1024 H16 D64")[1],
-        "ATTENTION_OF_FLOAT32": times("plain B8 S1024 H16 D128 float32")[3] / own[3],
+        "ATTENTION_TANGENTS": times("moving B8 S1024 H16 D64")[0] / times("plain B8 S1024 H16 D64")[0],
+        "ATTENTION_OF_FLOAT32": times("plain B8 S1024 H16 D128 float32")[1] / times("plain B8 S1024 H16 D128")[1],
     }
 
 
 def measured():
     """By their names, prices as the tables have them."""
-    forward, backward = attention_prices()
-    gpus = explain.GPUS
+    name, gpus = "plain B8 S2048 H16 D64", explain.GPUS
+    forward, backward = attention_prices(*row("attention", name, OTHER_CHIPS))
+    of_hopper = attention_prices(*row("attention", name)[1:4:2])
     return {
         "COPY_RATE": copy_rate(),
         "INSTRUCTION": copy_rate() / (costs.MULTIPROCESSORS * 128 * 1.7e9),
         "FOLDED_FUNCTION": 4 * (max(row("fused", "tanh cap")) - 1),
         "XLA_SPEED_OF_ROWS": [xla_speed(256), xla_speed(1024), xla_speed(8192)],
         "BYTES_OF_PICOSECOND": np.sqrt(gpus["H100"].copy_rate * gpus["H200"].copy_rate) / 1e12,
+        "ATTENTION_FORWARD_ON_HOPPER": of_hopper[0],
+        "ATTENTION_BACKWARD_ON_HOPPER": of_hopper[1],
         "ATTENTION_FORWARD": forward,
         "ATTENTION_BACKWARD": backward,
         **of_features(),

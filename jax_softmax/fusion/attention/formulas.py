@@ -169,9 +169,8 @@ class Formulas:
     def _parts(self, kept: str) -> int:
         """The parts in which the sum over the batch of a bias's gradient is made, so that there are enough blocks."""
         extents, letters = self.match.extents, self.match.letters
-        rows, step = _kernels.attention_tile(
-            "scores", extents["d"], extents["e"], jnp.dtype(self.match.dtype).itemsize, reads_arrays=True
-        )
+        features, size = (extents["d"], extents["e"]), jnp.dtype(self.match.dtype).itemsize
+        rows, step, _ = _kernels.attention_tile("scores", extents["i"], *features, size, True, compute_capability=0)
         blocks = math.prod(extents[c] for c in kept) * -(-extents["i"] // rows) * -(-extents["j"] // step)
         summed = math.prod(extents[c] for c in letters.batch if c not in kept)
         return min(summed, -(-_kernels.ATTENTION_BLOCKS // blocks))
