@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
+from jax_softmax.fusion.kernels.memory import Balance
 from jax_softmax.fusion.kernels.traffic import Traffic
 from jax_softmax.runtime import judge
 from jax_softmax.runtime.lowering import TARGET
@@ -24,9 +25,10 @@ if TYPE_CHECKING:
 class Backend:
     """The GPU's: decisions of `runtime/judge.py`, NVRTC, and XLA's custom call."""
 
-    def kernel_wins(self, traffic: Traffic) -> bool:
-        """Whether a kernel moves so many fewer bytes than XLA that it makes a call."""
-        return traffic.kernel_wins
+    def kernel_wins(self, judged: Traffic | Balance) -> bool:
+        """Whether a kernel moves so many fewer bytes than XLA that it makes a call, or a program's kernels save enough
+        time for the memory that they need."""
+        return judged.kernel_wins
 
     def reason_for_xla(self, kernel: "FusedKernel") -> str:
         """Why XLA makes a kernel's call whatever the traffic is; "" if it does not."""

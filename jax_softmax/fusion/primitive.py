@@ -282,7 +282,7 @@ def _lower_for_cuda(ctx: Any, *operands: Any, jaxpr: Jaxpr, unfused: Jaxpr | Non
     as_it_is, before = jaxpr if unfused is None else unfused, set(_private.functions_of_module(ctx))
 
     def lowered() -> Any:
-        new = rewritten(jaxpr)
+        new = rewritten(jaxpr, unfused)
         if unfused is not None and not has_operators(new):
             return _lower(ctx, *operands, jaxpr=unfused, unfused=None)
         start_compiling(new)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jax_softmax.fusion.kernels.memory import Balance
 from jax_softmax.fusion.kernels.traffic import Traffic, byte_text
 
 
@@ -38,6 +39,7 @@ class Line(NamedTuple):
     why_xla: str  # why XLA makes it, or "" if its kernel does
     no_attention: str = ""  # why a softmax whose weights are multiplied is not attention
     in_memory: tuple[InMemory, ...] = ()  # of attention
+    balance: Balance | None = None  # of a program whose kernels need more memory than XLA
 
 
 class FusionReport(tuple[Line, ...]):
@@ -71,6 +73,7 @@ def _paragraph(line: Line, count: int) -> str:
     ):
         details += [f"{what}: {', '.join(names)}"] if names else []
     details += [f"in memory: {array}" for array in line.in_memory]
+    details += [f"with kernels the program needs {line.balance}"] if line.balance else []
     details += [f"not folded: {line.why_not}"] if line.why_not else []
     details += [f"not attention: {line.no_attention}"] if line.no_attention else []
     wrapped = functools.partial(textwrap.fill, width=100, break_long_words=False, subsequent_indent=4 * " ")

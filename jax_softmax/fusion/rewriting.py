@@ -15,6 +15,7 @@ from jax_softmax.fusion.kernels import recomputed
 from jax_softmax.fusion.kernels.calls import KernelCall, by_xla_p, kernel_call_of, kernel_call_p
 from jax_softmax.fusion.kernels.candidates import Group, Groups
 from jax_softmax.fusion.kernels.chains import chain_of
+from jax_softmax.fusion.kernels.memory import balance_of, costly
 from jax_softmax.fusion.kernels.traffic import Traffic, byte_text, group_traffic, has_short_rows, reason_by_traffic
 from jax_softmax.fusion.net import by_own_settings, fused_or_as_it_is
 from jax_softmax.fusion.program import expressions
@@ -29,23 +30,17 @@ from jax_softmax.fusion.program.graph import (
     variables_of,
     with_jaxprs,
 )
-from jax_softmax.fusion.program.kinds import foldable, is_loop, why_not_foldable
+from jax_softmax.fusion.program.kinds import REGIONS, foldable, is_loop, why_not_foldable
 from jax_softmax.fusion.program.splicing import with_barrier
 from jax_softmax.fusion.report import InMemory, Line
 from jax_softmax.primitives.as_stored import as_stored_p
 from jax_softmax.primitives.operators import OPERATORS, PRIMITIVES
 from jax_softmax.primitives.types import Atom, Var
-from jax_softmax.runtime import judge
+from jax_softmax.runtime import costs, judge
 from jax_softmax.runtime.lowering import reason_for_operator
 
-# Equations whose jaxprs are rewritten.
-_REGIONS = (
-    *("scan", "while", "cond", "remat2", "checkpoint", "shard_map", "jit", "pjit", "closed_call", "core_call"),
-    *("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "fused"),
-)
-
 # Equations whose results are in memory in any case.
-_MATERIALIZING = (*_REGIONS, *PRIMITIVES, "dot_general", "ragged_dot", "linear_product", "conv_general_dilated")
+_MATERIALIZING = (*REGIONS, *PRIMITIVES, "dot_general", "ragged_dot", "linear_product", "conv_general_dilated")
 _MATERIALIZING += ("gather", "sort", "top_k", "optimization_barrier")
 
 
@@ -80,12 +75,15 @@ class _Decision(NamedTuple):
         return {equation for equation, choice in self.choices.items() if choice.line.why_xla}
 
 
-def rewritten(jaxpr: Jaxpr) -> Jaxpr:
-    """The jaxpr with its groups as calls of kernels, or itself if nothing changes. Nothing is compiled."""
-    return _rewritten(jaxpr, "")[0]
+def rewritten(jaxpr: Jaxpr, unfused: Jaxpr | None = None) -> Jaxpr:
+    """The jaxpr with its groups as calls of kernels, or itself if nothing changes. Nothing is compiled.
+
+    `unfused`: the program that runs where nothing changes, if there is one.
+    """
+    return _rewritten(jaxpr, "", unfused)[0]
 
 
-def _rewritten(jaxpr: Jaxpr, path: str) -> tuple[Jaxpr, list[Line]]:
+def _rewritten(jaxpr: Jaxpr, path: str, unfused: Jaxpr | None = None) -> tuple[Jaxpr, list[Line]]:
     """As `rewritten`, and a line for each call of an operator. `path`: the names of the equations around the jaxpr."""
     graph = scans.with_attention_in_scans(graph_of(jaxpr, platform="cuda"))
     changed, lines = False, list[Line]()
@@ -96,7 +94,7 @@ def _rewritten(jaxpr: Jaxpr, path: str) -> tuple[Jaxpr, list[Line]]:
         return new
 
     for equation in graph.equations:
-        if equation.name in _REGIONS:
+        if equation.name in REGIONS:
             rewrite = functools.partial(rewritten_within, f"{path}/{equation.name}")
             params = with_jaxprs(equation.params, rewrite)
             changed |= any(params[k] is not equation.params[k] for k in params)
@@ -104,7 +102,8 @@ def _rewritten(jaxpr: Jaxpr, path: str) -> tuple[Jaxpr, list[Line]]:
     changed |= has_operators(jaxpr) or any(e.eqn.primitive is as_stored_p for e in graph.equations)
     if not changed and not any(e.name == "reduce_max" for e in graph.equations):
         return jaxpr, lines
-    decision, own_lines = _decided(rules.normalized(graph), path, changed)
+    alone = None if unfused is None else graph_of(unfused, platform="cuda")
+    decision, own_lines = _decided(rules.normalized(graph), alone, path, changed)
     if decision is not None:
         jaxpr = jaxpr.replace(eqns=_in_order(decision), outvars=decision.groups.graph.outputs)
     return jaxpr, lines + own_lines
@@ -120,8 +119,9 @@ def start_compiling(jaxpr: Jaxpr) -> None:
 # ---- Decisions
 
 
-def _decided(program: Graph, path: str, changed: bool) -> tuple[_Decision | None, list[Line]]:
-    """The decision for a program, and its lines; None if nothing of it was `changed` or is written out.
+def _decided(program: Graph, alone: Graph | None, path: str, changed: bool) -> tuple[_Decision | None, list[Line]]:
+    """The decision for a program, and its lines; None if nothing of it was `changed` or is written out. `alone`: the
+    program without this package's operators, if there is one.
 
     What is written out of an array becomes operators. If XLA would make one of an array's operators, all that is
     written out of it is better as it was: it stays, and the rest is decided again.
@@ -133,7 +133,7 @@ def _decided(program: Graph, path: str, changed: bool) -> tuple[_Decision | None
         before_rules, attentions, refused = written_sinks.with_attention(rules.without_duplicates(graph))
         if not changed and not arrays and not attentions:
             return None, _lines_of_staying(lines_of_staying, set())
-        decision = _stable_decision(_without_as_stored(rules.after_rules(before_rules)), path)
+        decision = _stable_decision(_without_as_stored(rules.after_rules(before_rules)), alone, path)
         lines = {e: choice.line for e, choice in decision.choices.items()}
         lines = {e: line._replace(no_attention=refused.get(e.outputs[0], "")) for e, line in lines.items()}
         of_rows = _made_of_rows(before_rules, decision.groups)
@@ -153,7 +153,7 @@ def _lines_of_staying(lines: list[tuple[Equation, Line]], called: set[tuple[Any,
     return [line if line.why_xla else line._replace(why_xla=judge.WITH_ANOTHER) for line in staying]
 
 
-def _stable_decision(graph: Graph, path: str) -> _Decision:
+def _stable_decision(graph: Graph, alone: Graph | None, path: str) -> _Decision:
     """The decision for a graph after as many rounds as change it.
 
     A round chooses for all operators into which something is folded, because what one of them reads depends on what
@@ -170,10 +170,13 @@ def _stable_decision(graph: Graph, path: str) -> _Decision:
             continue
         more = recomputed.to_keep(groups, calls) - in_memory
         in_chains = {} if more else _left_in_chains(calls, groups, choices)
-        if not more and not in_chains:
-            break
         in_memory |= more
         choices |= in_chains
+        if not more and not in_chains:
+            judged = _judged_by_memory(groups, choices, alone) if calls else {}
+            choices |= judged
+            if all(choice.is_call for choice in judged.values()):
+                break
     choices |= {e: _choice_unfolded(e, path) for e in graph.equations if _is_operator(e) and not foldable(e)}
     return _Decision(groups, {e: choices[e] for e in graph.equations if e in choices})
 
@@ -199,6 +202,31 @@ def _left_in_chains(
                     line = line._replace(why_xla=f"{judge.IN_A_CHAIN}, which moves {xla}, the kernels {ours}")
                     left[equation] = choices[equation]._replace(line=line)
     return left
+
+
+def _judged_by_memory(
+    groups: Groups, choices: dict[Equation, KernelChoice], alone: Graph | None
+) -> dict[Equation, KernelChoice]:
+    """The choices that change where kernels need more memory than XLA: if they save too little time for it, those of
+    the kernels that need it, which are left; else all of them, which say it."""
+    decision = _Decision(groups, choices)
+    eqns: list[Any] = _in_order(decision)
+    equations = [Equation(eqn, eqn.invars, eqn.outvars, eqn.params) for eqn in eqns]
+    graph, saved = Graph(equations, groups.graph.outputs), dict[Equation, float]()
+    operators = {choice.results[0]: group.equation for group, choice in decision.calls.items()}
+    calls = {e: operators[e.outputs[0]] for e in graph.equations if e.eqn.primitive is kernel_call_p}
+    for call, operator in calls.items():
+        traffic = choices[operator].line.traffic
+        saved[call] = traffic.xla - traffic.ours - costs.CALL if traffic else 0
+    balance = balance_of(graph, saved, alone)
+    if not balance.needs_more:
+        return {}
+    if backend.in_use().kernel_wins(balance):
+        lines = {e: choices[e].line._replace(balance=balance) for e in calls.values()}
+    else:
+        why, left = f"{judge.MORE_MEMORY} {balance}", [calls[call] for call in costly(graph, saved)]
+        lines = {e: choices[e].line._replace(why_xla=why) for e in left}
+    return {e: choices[e]._replace(line=line) for e, line in lines.items()}
 
 
 def _choice_of(group: Group, groups: Groups, path: str) -> KernelChoice:
@@ -256,13 +284,13 @@ def _call_of(equation: Equation) -> tuple[str, Var | None, tuple[int, ...]]:
     return equation.name, _array_of(equation), tuple(equation.params["axes"])
 
 
-def lines_of(jaxpr: Jaxpr) -> list[Line]:
-    """A line for each call of an operator in a program, and of attention."""
+def lines_of(jaxpr: Jaxpr, unfused: Jaxpr | None) -> list[Line]:
+    """A line for each call of an operator in a program, and of attention. `unfused`: as of `rewritten`."""
 
     def as_it_is(error: Exception) -> list[Line]:
         return unfused_lines(jaxpr, f"jax_softmax fails on this program, by {type(error).__name__}: {error}")
 
-    return fused_or_as_it_is(by_own_settings(lambda: _rewritten(jaxpr, "")[1]), as_it_is)
+    return fused_or_as_it_is(by_own_settings(lambda: _rewritten(jaxpr, "", unfused)[1]), as_it_is)
 
 
 def unfused_lines(jaxpr: Jaxpr, why_not: str) -> list[Line]:

@@ -127,11 +127,14 @@ class Fused(Generic[_P, _R]):
 
         def look(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
             (args, kwargs), others, tree = _arrays_and_others((args, kwargs), in_program=True)
-            jaxpr = primitive.as_lowered(_Call(f, others, tree, args, kwargs).traced()[0])
+            call = _Call(f, others, tree, args, kwargs)
+            closed, _ = call.traced()
+            jaxpr = primitive.as_lowered(closed)
             if has_refs(jaxpr):
                 report.extend(unfused_lines(jaxpr, "the function has references"))
             else:
-                report.extend(lines_of(jaxpr))
+                unfused = call.unfused(closed.jaxpr)
+                report.extend(lines_of(jaxpr, unfused and primitive.as_lowered(unfused)))
 
         f, args, kwargs = _unbound(self.__wrapped__, args, kwargs)
         if modules.has_modules((args, kwargs)):
@@ -210,12 +213,15 @@ class _Call(NamedTuple):
         if has_refs(closed.jaxpr):  # no primitive of our own may hold references
             results = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *arrays)
         else:
-            unfused = self._unfused(closed.jaxpr) if has_operators(closed.jaxpr) else None
+            unfused = self.unfused(closed.jaxpr)
             results = primitive.bind_programs([closed] if unfused is None else [closed, unfused], arrays)
         return jax.tree.unflatten(out_tree, results)
 
-    def _unfused(self, jaxpr: Jaxpr) -> ClosedJaxpr | None:
-        """The program without this package's operators; None if it has some, or if its results have other types."""
+    def unfused(self, jaxpr: Jaxpr) -> ClosedJaxpr | None:
+        """The program without this package's operators; None if f calls some or f's program, given, has none, or if
+        its results have other types."""
+        if not has_operators(jaxpr):
+            return None
         try:
             closed, _ = self._traced_in(contextlib.nullcontext())
         except Exception:  # jax.nn and optax refuse what this package's functions take

@@ -48,6 +48,11 @@ MADE_OF_LITTLE = 1 / 8
 # operator. Chosen. What saves less is left to XLA, so that small programs compile no kernels.
 CALL = 2.5e-6 * COPY_RATE
 
+# ---- Memory that a program needs at once
+
+MORE_MEMORY = 1.02  # times XLA's is as little. Chosen
+WORTH_MEMORY = 1 / 1.1  # of XLA's time is worth more than that. Chosen
+
 # ---- Row kernels
 
 KERNEL_WINS = 0.95  # of XLA's bytes: where the kernel moves more, XLA counts as equally fast. Chosen

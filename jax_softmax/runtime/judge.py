@@ -184,6 +184,7 @@ NO_KERNEL = "no kernel covers it"
 SYMBOLIC = "its plan depends on an extent that is a symbol"
 MADE_OF_ROWS = "it is made where it is read, of another operator's results"
 WITH_ANOTHER = "the program writes it out, and another operator of the same array is left to XLA"
+MORE_MEMORY = "with kernels the program would need"
 IN_A_CHAIN = "with other operators it is one kernel of XLA"
 _PACK, _SECTOR = 16, 32  # bytes
 # Thresholds between views on which a kernel was faster and those on which XLA was: results.md, "Other axes" and "Rows,

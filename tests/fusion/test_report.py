@@ -272,6 +272,40 @@ class TestExplain:
         monkeypatch.setattr(costs, "XLA_SPEED_OF_ROWS", {8192: 0.5})
         assert fuse(attention_row).explain(LARGE)[0].traffic.kernel_wins
 
+    @pytest.mark.parametrize("steps,n_calls", [(0, 2), (10000, 0)])
+    def test_more_memory_is_taken_for_a_tenth_of_the_time(self, steps, n_calls):
+        """Kernels keep probabilities, which XLA makes again. They save much of a program's time, unless it has a long
+        loop as well."""
+
+        def loss(logits, values, carry):
+            soft = jax.nn.softmax(logits)
+            hard = jax.nn.one_hot(jnp.argmax(soft, -1), soft.shape[-1])
+            carry, _ = jax.lax.scan(lambda carry, _: (jnp.sin(carry), None), carry, None, steps)
+            return jnp.sum((soft + jax.lax.stop_gradient(hard - soft)) * values) + carry.sum()
+
+        program = jax.value_and_grad(loss), shaped(65536, 1024), shaped(65536, 1024), shaped(64)
+        check(*program)
+        report = fuse(program[0]).explain(*program[1:])
+        assert [line.op for line in report if not line.why_xla] == ["softmax", "softmax_linear"][:n_calls]
+        words = " ".join(str(report).split())
+        if n_calls:
+            assert all(0.98 < line.balance.more / 2**28 <= 1 for line in report)
+            assert words.count(f" with kernels the program needs {report[0].balance}") == 2
+            assert report[0].balance.memory > costs.MORE_MEMORY and report[0].balance.time < costs.WORTH_MEMORY
+        else:
+            assert re.search(
+                rf": by XLA: {judge.MORE_MEMORY} 25\d.\d MiB more memory, 1.\d\d times XLA's, for 0.99", words
+            )
+
+    def test_memory_that_xla_needs_as_well(self):
+        """A kernel writes over a product that nothing else reads. A sorted array it reads beside its result, where XLA
+        has one array."""
+        x, w = shaped(8192, 64), shaped(64, 4096)
+        (line,) = fuse(lambda x, w: jax.nn.softmax(x @ w * 2)).explain(x, w)
+        assert not line.why_xla and line.balance is None
+        (line,) = fuse(lambda x: jax.nn.softmax(jnp.sort(x) * 2)).explain(shaped(8192, 4096))
+        assert line.why_xla.startswith(f"{judge.MORE_MEMORY} 12")
+
     @emulated.compiler_is_needed
     def test_xlas_are_its_own_operations(self):
         with emulated.kernels(always=False) as made:

@@ -10,7 +10,7 @@ from markdown_it import MarkdownIt
 
 import jax_softmax
 from jax_softmax import _kernels
-from jax_softmax.fusion.kernels import traffic
+from jax_softmax.fusion.kernels import memory, traffic
 from jax_softmax.runtime import judge
 
 ROOT = Path(__file__).parents[2]
@@ -76,7 +76,8 @@ def test_every_reason_to_leave_a_call_to_xla_is_explained():
     of_bytes = [traffic.reason_by_traffic(one, one.kernel_wins, "") for one in (tie, small)]
     first = [judge.NOT_COMPILED, *of_bytes, judge.NO_KERNEL, judge.SYMBOLIC]
     in_a_chain = f"{judge.IN_A_CHAIN}, which moves 8.0 MiB, the kernels 16.0 MiB"
-    assert table == [*first, *of_views, judge.MADE_OF_ROWS, judge.WITH_ANOTHER, in_a_chain]
+    of_memory = f"{judge.MORE_MEMORY} {memory.Balance(32 << 20, 1.15, 0.98)}"
+    assert table == [*first, *of_views, judge.MADE_OF_ROWS, judge.WITH_ANOTHER, in_a_chain, of_memory]
     assert f"`{traffic.reason_by_traffic(found, found.kernel_wins, of_views[-1])}`" in " ".join(page.split())
     work = judge.Attention(
         128, 128, {"i": 32, "j": 32, "d": 64, "e": 64}, 1.0, {"forward": False}, score_bytes=12, n_products=2

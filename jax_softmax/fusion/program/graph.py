@@ -216,7 +216,12 @@ _EXTENT_OF_SYMBOL = 1024  # for prices, which have to be compared: chosen
 
 def about_size_of(atom: Atom) -> int:
     """How many elements it has, about where dimensions are symbolic."""
-    return math.prod(n if isinstance(n, int) else _EXTENT_OF_SYMBOL for n in atom.aval.shape)
+    return about(atom.aval.shape)
+
+
+def about(extents: Iterable[Any]) -> int:
+    """The product of extents, of which some may be symbolic."""
+    return math.prod(n if isinstance(n, int) else _EXTENT_OF_SYMBOL for n in extents)
 
 
 def bytes_of(atom: Atom) -> int:

@@ -10,6 +10,12 @@ from jax_softmax.primitives.types import Atom
 
 Kind = Literal["copy", "view", "cast", "elementwise", "reduction", "move", "operator", "product", "other"]
 
+# Equations whose jaxprs are rewritten.
+REGIONS: tuple[str, ...] = (
+    *("scan", "while", "cond", "remat2", "checkpoint", "shard_map", "jit", "pjit", "closed_call", "core_call"),
+    *("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "fused"),
+)
+
 REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min", "argmax", "argmin", "reduce_and", "reduce_or")
 _NAMES: dict[Kind, tuple[str, ...]] = {
     "elementwise": (*expressions.ELEMENTWISE, "iota"),
