@@ -250,40 +250,39 @@ def name_of(case):
 
 
 def compiled_at_once(lowered):
-    """By their names, the programs that compile; those that do not, as cuDNN's of some lengths, are left out."""
-
-    def compiled(one):
-        try:
-            return one.compile()
-        except jax.errors.JaxRuntimeError:
-            return None
-
+    """By their names, lowered programs as compiled ones."""
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        made = zip(lowered, pool.map(compiled, lowered.values()), strict=True)
-        return {which: one for which, one in made if one is not None}
+        return dict(zip(lowered, pool.map(lambda one: one.compile(), lowered.values()), strict=True))
+
+
+def lowered_by_cudnn(program, parts, operands):
+    """cuDNN's attention, where it takes the mask, the dtype and the lengths."""
+    if program not in BY_CUDNN or operands[0].dtype.itemsize != 2 or jax.default_backend() != "gpu":
+        return {}
+    attention = functools.partial(jax.nn.dot_product_attention, implementation="cudnn", **BY_CUDNN[program])
+    try:
+        return {("cuDNN", part): jax.jit(made(attention)).lower(*operands) for part, made in parts.items()}
+    except NotImplementedError:
+        return {}
 
 
 def measured(case):
     program, batch, length, heads, *_ = case
     operands = operands_of(*case)
-    attentions = {"XLA": program, "fuse": program}
+    transforms = {"XLA": lambda f: f, "fuse": jax_softmax.fuse}
     if 2 * batch * heads * length**2 > MOST_BYTES:
-        del attentions["XLA"]
-    compared = list(attentions)
-    if program in BY_CUDNN and operands[0].dtype.itemsize == 2 and jax.default_backend() == "gpu":
-        by_cudnn = {"implementation": "cudnn", **BY_CUDNN[program]}
-        attentions["cuDNN"] = functools.partial(jax.nn.dot_product_attention, **by_cudnn)
+        del transforms["XLA"]
     parts = parts_of(program)
     last = list(parts)[-1]
-    lowered = {}
-    for who, attention in attentions.items():
-        transform = jax_softmax.fuse if who == "fuse" else lambda f: f
-        for part, made in parts.items():
-            lowered[who, part] = jax.jit(transform(made(attention)), keep_unused=True).lower(*operands)
+    lowered = {
+        (who, part): jax.jit(transform(made(program)), keep_unused=True).lower(*operands)
+        for who, transform in transforms.items()
+        for part, made in parts.items()
+    } | lowered_by_cudnn(program, parts, operands)
     compiled = compiled_at_once(lowered)
-    results = [compiled[who, last](*operands) for who in compared]
+    results = [compiled[who, last](*operands) for who in transforms]
     errors = distances(*results) if len(results) > 1 else "-"
-    memory = {who: compiled[who, last].memory_analysis().temp_size_in_bytes >> 20 for who in compared}
+    memory = {who: compiled[who, last].memory_analysis().temp_size_in_bytes >> 20 for who in transforms}
     del results
     times = device_times({which: (one, tuple(operands)) for which, one in compiled.items()}, repeats=5)
 

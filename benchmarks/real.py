@@ -76,6 +76,9 @@ def main() -> int:
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
+    if jax.default_backend() != "gpu" and not options.small:
+        print("real.py: a GPU is needed", file=sys.stderr)
+        return 1
     checkouts = dict(checkout.split("=", 1) for checkout in options.checkout)
     wanted = [
         (name, program)

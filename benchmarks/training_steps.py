@@ -97,6 +97,7 @@ def on_path(folder: Path):
     for name in CURIOUS:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
+    jax.devices()  # which imports the libraries of JAX's plugins
     modules, path, finders = dict(sys.modules), sys.path[:], sys.meta_path[:]
     for name, module in modules.items():
         if name != "__main__" and _folder(module) == HERE:

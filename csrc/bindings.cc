@@ -164,7 +164,8 @@ std::tuple<int, int, bool> attention_tile(const std::string& kernel, int64_t sta
     throw nb::value_error("no such kernel of attention");
   }
   const auto kind = static_cast<KernelKind>(known - std::begin(kKernelNames));
-  const bool is_hoppers = compute_capability == kHopper && hopper_has(kind, bytes_of_number, stay);
+  const bool is_hoppers =
+      compute_capability == kHopper && hopper_has(kind, features, value_features, bytes_of_number, reads_arrays, stay);
   const Tiling tiling = is_hoppers ? hopper_tiling_of(kind, features, value_features, reads_arrays)
                                    : tiling_of(kind, features, value_features, bytes_of_number, reads_arrays);
   return {tiling.rows(), tiling.step, is_hoppers};

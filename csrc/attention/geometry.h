@@ -118,10 +118,13 @@ constexpr int hopper_width(int features) {
   return 64 < features && features <= 96 ? 96 : static_cast<int>(ceil_div(features, kPanel)) * kPanel;
 }
 
-// Whether a kernel has tilings below. `stay`: how many rows stay, of which a block has many.
-constexpr bool hopper_has(KernelKind kernel, int bytes_of_number, int64_t stay) {
+// Whether a kernel has tilings below. `stay`: how many rows stay, of which a block has many. Of few features, where
+// scores read arrays of queries x keys, most of what passes are these arrays, which other chips' kernels copy as well.
+constexpr bool hopper_has(KernelKind kernel, int features, int value_features, int bytes_of_number, bool reads_arrays,
+                          int64_t stay) {
+  const bool few = features <= 32 && value_features <= 32;
   return kernel != KernelKind::kScores && kernel != KernelKind::kTangents && bytes_of_number == 2 &&
-         stay > 2 * kRowsOfWarpgroup;
+         stay > 2 * kRowsOfWarpgroup && !(few && reads_arrays);
 }
 // Tilings by the numbers of features. Where rows have few features, two blocks share a multiprocessor, so that one
 // begins and ends while the other computes. `reads_arrays`: scores read arrays of queries x keys, which takes

@@ -105,6 +105,9 @@ struct AttentionProblem {
   bool writes() const {
     return !side_cotangents.empty() && has(side_cotangents[0], 'i') && has(side_cotangents[0], 'j');
   }
+  bool reads_arrays() const {  // of queries x keys
+    return std::any_of(sides.begin(), sides.end(), [](const LetteredSide& side) { return side.is_array_of_scores(); });
+  }
   int64_t stay() const { return extents.at(kernel == KernelKind::kKeys ? 'j' : 'i'); }
   // The batch letters along which blocks have the same rows.
   const std::string& alike() const { return of_scores() ? letters.summed : letters.of_queries_alone; }
@@ -247,8 +250,10 @@ int stage_sides(AttentionProblem* problem, int bytes, int most) {
 // Whether Hopper's schedule does it, which reads rows by tensor maps. Of a device that is limited, others' does.
 bool suits_hopper(const AttentionProblem& problem, const Device& device) {
   const size_t dims = std::max(problem.letters.of[kQ].size(), problem.letters.of[kK].size());
+  const int d = static_cast<int>(problem.extents.at('d')), e = static_cast<int>(problem.extents.at('e'));
   return device.compute_capability == kHopper && device.shared_memory_per_block > kMostSharedBytes &&
-         dims <= kMapDims && hopper_has(problem.kernel, bytes_of(problem.dtype), problem.stay());
+         dims <= kMapDims &&
+         hopper_has(problem.kernel, d, e, bytes_of(problem.dtype), problem.reads_arrays(), problem.stay());
 }
 
 // The letters of the operands that are read by tensor maps.
@@ -424,8 +429,7 @@ std::string plan_attention(const AttentionCall& call, const Device& device, Step
   if (std::string mistake = read(call, &problem); !mistake.empty()) return mistake;
   const int d = static_cast<int>(problem.extents.at('d')), e = static_cast<int>(problem.extents.at('e'));
   const bool shares = problem.kernel == KernelKind::kKeys || problem.of_scores();
-  const bool reads_arrays = std::any_of(problem.sides.begin(), problem.sides.end(),
-                                        [](const LetteredSide& side) { return side.is_array_of_scores(); });
+  const bool reads_arrays = problem.reads_arrays();
   Tiling tiling = hopper_tiling_of(problem.kernel, d, e, reads_arrays);
   int bytes = hopper_shared_bytes(problem.kernel, tiling, d, e), most_bytes = device.shared_memory_per_block;
   const bool on_hopper = suits_hopper(problem, device) && bytes * tiling.resident <= most_bytes;

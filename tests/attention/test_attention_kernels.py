@@ -37,6 +37,7 @@ from jax_softmax.fusion.attention.call import lost_shift, rounded_and_lost, unro
 from jax_softmax.fusion.attention.kernels import with_sink
 from jax_softmax.fusion.attention.linear import without_scale
 from jax_softmax.fusion.program.expressions import Expression, Number, Operation
+from jax_softmax.runtime import judge
 
 MOST_SPILLED = 128  # bytes, as of the other kernels
 MOST_SHARED = 99 << 10  # bytes, of the smallest chips
@@ -123,7 +124,8 @@ def test_tiles_fit_on_hopper(kernel, score):
     attention, extents = attention_in(Case(score, (300, 300)))[kernel]
     for d, e in itertools.product((8, 64, 72, 96, 104, 128, 136, 192, 200, 256), repeat=2):
         call = described_call(attention, kernel, "bfloat16", extents | {"d": d, "e": e})
-        assert _kernels.plan_attention(**call)["maps"]
+        few_beside_arrays = max(d, e) <= 32 and attention.reads_arrays(kernel)
+        assert bool(_kernels.plan_attention(**call)["maps"]) != few_beside_arrays
 
 
 # The tiles of csrc/attention/geometry.h by the bytes of a number and the larger number of features: warps, fragments,
@@ -485,3 +487,12 @@ def test_other_letters_are_refused(letters, message):
 )
 def test_what_kernels_cannot_do_stays(case):
     assert not attention_in(case)
+
+
+def test_prices_are_those_of_the_chip(monkeypatch):
+    """With 256 features and gradients kernels win on Hopper alone."""
+    extents = {"i": 2048, "j": 2048, "d": 256, "e": 256}
+    work = judge.Attention(64, 64, extents, 1.0, dict.fromkeys(KERNELS, False), score_bytes=20, n_products=6)
+    for capability, wins in ((80, False), (90, True)):
+        monkeypatch.setattr(_kernels, "devices_here", lambda capability=capability: [(capability, 132, 227 << 10, 16)])
+        assert (judge.reason_against_attention(work) == "") == wins
