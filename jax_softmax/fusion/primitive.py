@@ -29,9 +29,10 @@ from jax_softmax.fusion.program.graph import (
     opened,
     variables_of,
 )
-from jax_softmax.fusion.rewriting import has_operators, rewritten, start_compiling
+from jax_softmax.fusion.rewriting import has_operators, longest_row, rewritten, start_compiling
 from jax_softmax.primitives import interpreters
 from jax_softmax.primitives.types import Var
+from jax_softmax.runtime import costs
 
 fused_p = Primitive("fused")
 fused_p.multiple_results = True
@@ -277,6 +278,13 @@ def _lower(ctx: Any, *operands: Any, jaxpr: Jaxpr, unfused: Jaxpr | None) -> Any
     return mlir.lower_fun(_as_function(jaxpr), multiple_results=True)(ctx, *operands)
 
 
+def _lower_for_cpu(ctx: Any, *operands: Any, jaxpr: Jaxpr, unfused: Jaxpr | None) -> Any:
+    """Kernels on a CPU, into which nothing is folded, are faster than XLA's loops where rows are long."""
+    if unfused is not None and longest_row(jaxpr) < costs.LONG_ROW_ON_CPU:
+        jaxpr = unfused
+    return _lower(ctx, *operands, jaxpr=jaxpr, unfused=None)
+
+
 @by_own_settings
 def _lower_for_cuda(ctx: Any, *operands: Any, jaxpr: Jaxpr, unfused: Jaxpr | None) -> Any:
     as_it_is, before = jaxpr if unfused is None else unfused, set(_private.functions_of_module(ctx))
@@ -338,6 +346,7 @@ def register() -> None:
     if _private.FOUND["dead_code"].available:
         _private.FOUND["dead_code"].rules[fused_p] = _without_unread
     mlir.register_lowering(fused_p, _lower)
+    mlir.register_lowering(fused_p, _lower_for_cpu, platform="cpu")
     mlir.register_lowering(fused_p, _lower_for_cuda, platform="cuda")
     calls.register()
     fused_kernel.register()

@@ -22,6 +22,7 @@ from jax_softmax.fusion.program import expressions
 from jax_softmax.fusion.program.graph import (
     Equation,
     Graph,
+    about,
     bytes_of,
     eqns_within,
     graph_of,
@@ -313,6 +314,12 @@ def has_operators(jaxpr: Jaxpr) -> bool:
     """Whether a program calls an operator of this package, or a kernel."""
     own = (kernel_call_p, attention_p)
     return any(e.primitive.name in PRIMITIVES or e.primitive in own for e in eqns_within([jaxpr]))
+
+
+def longest_row(jaxpr: Jaxpr) -> int:
+    """The most elements that an operator of this package reduces together in a program; 0 if it calls none."""
+    calls = (e for e in eqns_within([jaxpr]) if e.primitive.name in PRIMITIVES)
+    return max((about(e.invars[0].aval.shape[d] for d in e.params["axes"]) for e in calls), default=0)
 
 
 # ---- Lines of the report

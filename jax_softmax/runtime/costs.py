@@ -64,6 +64,11 @@ LONGEST_ROW_OF_XLA = 8192  # elements that a block of XLA's kernels holds in reg
 # then chosen a little too often.
 XLA_SPEED_OF_ROWS = {256: 1.0, 2048: 0.91, LONGEST_ROW_OF_XLA: 0.81}
 
+# ---- On a CPU
+
+# Elements of the shortest rows whose kernels are faster than XLA's loops. Chosen: cpu.md, "fuse of optax's mean loss".
+LONG_ROW_ON_CPU = 1024
+
 # ---- Attention
 
 # Memory's rate where attention is judged. Chosen: the geometric mean of an H100's 3.0 and an H200's 4.3, because the
