@@ -437,3 +437,15 @@ def test_time_grows_as_programs_do():
     calls(1)
     few, some, many = map(calls, (2, 6, 14))
     assert (many - some) < 2.3 * (some - few)
+
+
+@pytest.mark.parametrize(("n", "has_kernels"), [(100, False), (2000, True)])
+@pytest.mark.parametrize("transformed", [lambda f: f, jax.grad], ids=["value", "gradient"])
+def test_kernels_of_long_rows_alone_on_a_cpu(n, has_kernels, transformed):
+    """Nothing is folded into them, so that XLA's loops are faster of short rows."""
+
+    def loss(x):
+        return -jnp.log(jax.nn.softmax(x)[:, 0]).mean()
+
+    traced = jax.jit(fuse(transformed(loss))).trace(support.normal((4, n), "float32", 0, 1))
+    assert ("custom_call @jax_softmax" in traced.lower(lowering_platforms=("cpu",)).as_text()) == has_kernels
