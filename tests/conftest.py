@@ -177,11 +177,14 @@ class Compiler:
     def binary(self, code, compute_capability=90, plan="a test"):
         return _kernels.jit_binary(code, plan, compute_capability)[0]
 
+    @property
+    def version(self):
+        return tuple(map(int, _kernels.jit_facts()["nvrtc"].split(".")))
+
     def needs(self, compute_capability):
         """Skips the test where NVRTC is too old for this architecture."""
-        version = _kernels.jit_facts()["nvrtc"]
-        if tuple(map(int, version.split("."))) < FIRST_NVRTC.get(compute_capability, (0, 0)):
-            pytest.skip(f"NVRTC {version} does not know compute capability {compute_capability / 10}")
+        if self.version < FIRST_NVRTC.get(compute_capability, (0, 0)):
+            pytest.skip(f"NVRTC {self.version} does not know compute capability {compute_capability / 10}")
 
     def counts(self):
         facts = _kernels.jit_facts()
