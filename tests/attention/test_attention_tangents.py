@@ -64,6 +64,13 @@ def some_move_and_tangent_alone(q, k, v, q_tangent):
     return jax.jvp(lambda q: of(masked, lambda w: jnp.where(KEEP, w / 0.8, 0))(q, k, v), (q,), (q_tangent,))[1]
 
 
+def tangent_and_gradient_of_other_values(q, k, v, q_tangent, w, o_cotangent):
+    """Of one softmax: the tangent of its product with v, and the gradient of that with w."""
+    _, tangent_of = jax.linearize(lambda q: jax.nn.softmax(masked(scores_of(q, k).astype(F32))).astype(q.dtype), q)
+    (dq,) = jax.linear_transpose(tangent_of, q)(jnp.einsum("bihd,bjhd->bhij", o_cotangent, w))
+    return jnp.einsum("bhij,bjhd->bihd", tangent_of(q_tangent), v), dq
+
+
 def twice(*a):
     def tangent(*operands):
         return jax.jvp(of(masked), operands, a[3:])[1]
@@ -111,6 +118,7 @@ PROGRAMS = {
     "jax.nn": (moving(lambda *a: jax.nn.dot_product_attention(*a, is_causal=True)), OPERANDS, TANGENTS),
     "mean flow": (mean_flow, (OPERANDS[0], OPERANDS[1], NET, TARGET), WHOLE),
     # What stays as it was.
+    "other values": (tangent_and_gradient_of_other_values, OPERANDS, ""),
     "a second derivative": (twice, OPERANDS, ""),
 }
 

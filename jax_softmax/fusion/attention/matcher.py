@@ -337,6 +337,7 @@ class Match:
         ]
         if self.tangents:
             output = self.tangents.output
+            self.values.part_of(output, "v")  # which refuses a tangent of other values than the gradient's
             names = self.names | {output.features: "e"}
             results.append(Result(self.tangents.result, output.result, names, "o_tangent", letters.o))
         of_rows = [(v, name) for one in self.log_sums for v, name in zip(one.equation.outputs, "MS", strict=True)]
