@@ -154,6 +154,7 @@ CASES = [
     *((program, *USUAL) for program in (causal, causal_float32, jax_nn, plain, capped, packed, alibi_in_a_window)),
     *((program, *USUAL) for program in (dropped, biased, with_sink)),
     (causal, 4, 4096, 16, 16, 128),
+    *((causal, 4, 2048, 16, 16, features) for features in (192, 256)),
     (grouped, 4, 2048, 32, 8, 64),
     (plain, 256, 197, 12, 12, 64),
     (triangle, 384, 384, 4, 4, 32),

@@ -248,7 +248,8 @@ def reason_against_attention(work: Attention) -> str:
     weights in memory."""
     extents, features = work.extents, (work.extents["d"] + work.extents["e"]) / 2
     multiple = max(costs.ATTENTION_LEAST, features / costs.ATTENTION_FEATURES)
-    capability = min((device[0] for device in _devices_here()), default=0)
+    capabilities = {device[0] for device in _devices_here()}
+    capability = capabilities.pop() if len(capabilities) == 1 else 0  # of several kinds, and of none, not Hopper's
     ours = 0.0
     for kernel, reads_arrays in work.kernels.items():
         stay, pass_by = (extents[c] for c in ("ji" if kernel == "keys" else "ij"))

@@ -71,6 +71,11 @@ def tangent_and_gradient_of_other_values(q, k, v, q_tangent, w, o_cotangent):
     return jnp.einsum("bhij,bjhd->bihd", tangent_of(q_tangent), v), dq
 
 
+def gradient_where_keys_are_values(q, k, o_cotangent):
+    """It looks like the output's tangent: of products with keys before the softmax's map and after it."""
+    return jax.vjp(lambda q, v: of(masked)(q, k, v), q, k)[1](o_cotangent)
+
+
 def twice(*a):
     def tangent(*operands):
         return jax.jvp(of(masked), operands, a[3:])[1]
@@ -118,6 +123,7 @@ PROGRAMS = {
     "jax.nn": (moving(lambda *a: jax.nn.dot_product_attention(*a, is_causal=True)), OPERANDS, TANGENTS),
     "mean flow": (mean_flow, (OPERANDS[0], OPERANDS[1], NET, TARGET), WHOLE),
     # What stays as it was.
+    "keys are values": (gradient_where_keys_are_values, OPERANDS[:3], "forward queries keys"),
     "other values": (tangent_and_gradient_of_other_values, OPERANDS, ""),
     "a second derivative": (twice, OPERANDS, ""),
 }

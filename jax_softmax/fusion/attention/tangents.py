@@ -79,6 +79,12 @@ def _made_of(match: "Match", equation: Equation) -> _Found | None:
     after = walks.products_with(walks.reached(equation.outputs, place))
     if len(after) != 1 or after[0][0].contracted != {match.j}:
         return None
+    product, _ = after[0]
+    values = walks.stored(product.other, product.features)
+    outputs = ((walks.stored(p.other, p.features), p.features) for p, _ in match.outputs)
+    is_of_output = any(is_same(values, product.features, *of) for of in outputs)
+    if not is_of_output and is_same(values, product.features, match.k, match.d):
+        return None  # the gradient of queries, where keys are values as well
     (x,) = match.product.outputs  # of which the scores' derivative may be made
     operands = []
     try:

@@ -24,7 +24,6 @@ from jax_softmax.fusion.program.graph import (
     variables_of,
 )
 from jax_softmax.fusion.program.kinds import REGIONS, is_strided_view, kind_of, may_fold
-from jax_softmax.fusion.program.walk import through
 from jax_softmax.primitives.types import Atom, Var
 from jax_softmax.runtime import costs
 
@@ -64,8 +63,7 @@ def costly(graph: Graph, calls: Collection[Equation]) -> list[Equation]:
     alive -= {v for v, (made, until) in of_xla.lives.items() if made <= needs.most_at < until}
 
     def needs_one(call: Equation) -> bool:
-        read = variables_of(through(graph, a, _is_same_memory) for a in call.inputs)
-        return not alive.isdisjoint([*read, *call.outputs])
+        return not alive.isdisjoint([*(_stored(graph, v) for v in variables_of(call.inputs)), *call.outputs])
 
     return list(filter(needs_one, calls)) or list(calls)
 
@@ -132,6 +130,15 @@ def _needs_of(graph: Graph, by_xla: Container[Equation] = ()) -> _Needs:
             moved += max([costs.CALL, *(needs.moved for needs in within)]) * about([equation.params.get("length", 1)])
     memory = list(itertools.accumulate(change))
     return _Needs(max(memory), moved, memory.index(max(memory)), lives)
+
+
+def _stored(graph: Graph, v: Var) -> Var:
+    """The variable whose memory a variable has."""
+    maker = graph.maker.get(v)
+    while maker is not None and _is_same_memory(maker) and is_variable(maker.inputs[maker.outputs.index(v)]):
+        v = maker.inputs[maker.outputs.index(v)]
+        maker = graph.maker.get(v)
+    return v
 
 
 def _is_same_memory(equation: Equation) -> bool:
