@@ -135,9 +135,11 @@ def _needs_of(graph: Graph, by_xla: Container[Equation] = ()) -> _Needs:
 def _stored(graph: Graph, v: Var) -> Var:
     """The variable whose memory a variable has."""
     maker = graph.maker.get(v)
-    while maker is not None and _is_same_memory(maker) and is_variable(maker.inputs[maker.outputs.index(v)]):
-        v = maker.inputs[maker.outputs.index(v)]
-        maker = graph.maker.get(v)
+    while maker is not None and _is_same_memory(maker):
+        operand = maker.inputs[maker.outputs.index(v)]
+        if not is_variable(operand):
+            break
+        v, maker = operand, graph.maker.get(operand)
     return v
 
 
