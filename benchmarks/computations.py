@@ -137,7 +137,7 @@ def gpt_arguments(key, *size):
 
 
 def gpt_loss(parameters, tokens, labels):
-    return optax_loss(gpt_model.logits_of(parameters, tokens, gpt_model.softmax_with_fill), labels)
+    return optax_loss(gpt_model.logits_of(parameters, tokens), labels)
 
 
 # ---- jax.nn's attention

@@ -1,4 +1,4 @@
-"""A small GPT in jax.numpy: its sizes, its parameters, and its logits with a softmax that the caller chooses."""
+"""A small GPT in jax.numpy: its sizes, its parameters, and its logits with an attention that the caller chooses."""
 
 import functools
 from typing import NamedTuple
@@ -17,6 +17,7 @@ class Size(NamedTuple):
 
 
 FULL = Size(6, 768, 12, 8, 1024, 50304)
+LONG = FULL._replace(batch=2, length=4096)
 
 
 @functools.partial(jax.jit, static_argnames="size")
@@ -64,14 +65,17 @@ def normalized(x, scale):
     return (centered / deviation).astype(x.dtype) * scale
 
 
-def logits_of(parameters, tokens, softmax):
-    length = tokens.shape[1]
-    causal = jnp.tri(length, dtype=bool)
+def attention(q, k, v, softmax=softmax_with_fill):
+    """Causal attention of (batch, heads, length, features)."""
+    scores = jnp.einsum("bhqe,bhke->bhqk", q * q.shape[-1] ** -0.5, k)
+    causal = jnp.tri(q.shape[2], dtype=bool)
+    return jnp.einsum("bhqk,bhke->bhqe", softmax(scores, causal), v)
+
+
+def logits_of(parameters, tokens, attention=attention):
     x = parameters["tokens"][tokens] + parameters["positions"]
     for block in parameters["blocks"]:
         q, k, v = jnp.einsum("bld,dihe->ibhle", normalized(x, block["norm1"]), block["qkv"])
-        scores = jnp.einsum("bhqe,bhke->bhqk", q * q.shape[-1] ** -0.5, k)
-        values = jnp.einsum("bhqk,bhke->bhqe", softmax(scores, causal), v)
-        x += jnp.einsum("bhqe,hed->bqd", values, block["out"])
+        x += jnp.einsum("bhqe,hed->bqd", attention(q, k, v), block["out"])
         x += jax.nn.gelu(normalized(x, block["norm2"]) @ block["up"]) @ block["down"]
     return normalized(x, parameters["norm"]) @ parameters["tokens"].T

@@ -26,7 +26,7 @@ import gpt
 import jax
 import optax
 from flax import nnx
-from gpt_model import FULL, Size, initial_arguments, logits_of, softmax_with_fill
+from gpt_model import FULL, Size, initial_arguments, logits_of
 from timing import peak_memory, step_times
 from training_steps import Step, on_path
 
@@ -44,7 +44,7 @@ def gpt_step(size: Size) -> Step:
         tokens, labels = batch
 
         def loss(parameters):
-            return gpt.xla_loss(logits_of(parameters, tokens, softmax_with_fill), labels)
+            return gpt.xla_loss(logits_of(parameters, tokens), labels)
 
         value, gradients = jax.value_and_grad(loss)(parameters)
         updates, optimizer_state = optimizer.update(gradients, optimizer_state, parameters)
