@@ -34,9 +34,9 @@ struct Tiling {
   int resident;     // blocks that a multiprocessor has registers for
   int copying = 0;  // warps beside the others that only copy, in the schedule for Hopper; otherwise all copy
   int stages = kStages;
-  int sharing = 1;  // warpgroups that have the same keys, on Hopper: of two, one makes dv and the other dk
+  int same_rows = 1;  // warpgroups that have the same rows, on Hopper: of two, one makes dv and the other dk
 
-  constexpr int rows() const { return warps / sharing * fragments * kMma; }
+  constexpr int rows() const { return warps / same_rows * fragments * kMma; }
   constexpr int threads() const { return (warps + copying) * 32; }
   constexpr int copying_threads() const { return (copying > 0 ? copying : warps) * 32; }
 };
@@ -154,15 +154,15 @@ constexpr int bytes_of_panels(int rows, int features) {
   return rows * static_cast<int>(ceil_div(features, kPanel)) * kBytesOfPanelRow;
 }
 // Of two warpgroups that have the same keys one gives the other its products, in float32.
-constexpr int bytes_of_passed_products(const Tiling& tiling) {
-  return tiling.sharing == 1 ? 0 : kRowsOfWarpgroup * tiling.step * 4;
+constexpr int bytes_of_handed_products(const Tiling& tiling) {
+  return tiling.same_rows == 1 ? 0 : kRowsOfWarpgroup * tiling.step * 4;
 }
 constexpr int hopper_shared_bytes(KernelKind kernel, const Tiling& tiling, int features, int value_features) {
   const int staying = bytes_of_panels(tiling.rows(), features) +
                       (kernel == KernelKind::kForward ? 0 : bytes_of_panels(tiling.rows(), value_features));
   const int passing = bytes_of_panels(tiling.step, features) + bytes_of_panels(tiling.step, value_features) +
                       (kernel == KernelKind::kKeys ? tiling.step * kBytesOfRow : 0);
-  return staying + bytes_of_passed_products(tiling) + tiling.stages * (passing + kBytesOfBarriers);
+  return staying + bytes_of_handed_products(tiling) + tiling.stages * (passing + kBytesOfBarriers);
 }
 
 // The part of a stage for a side operand of queries x keys that passes with the rows. 16 bytes between its rows put

@@ -391,10 +391,10 @@ std::string members_of(const AttentionCall& call, const AttentionProblem& proble
   return "  using T = " + type_of(problem.dtype) + ";\n  using Addresses = attention::" +
          (maps ? "MappedAddresses<" + number(mapped_operands(problem.kernel)) + ", " : "Addresses<") + addresses +
          ">;\n" + (maps ? map_dims_of(problem) : "") +
-         constant(
-             "attention::Tiling", "kTiling",
-             joined({number(tiling.warps), number(tiling.fragments), number(tiling.step), number(tiling.parts),
-                     number(tiling.resident), number(tiling.copying), number(tiling.stages), number(tiling.sharing)})) +
+         constant("attention::Tiling", "kTiling",
+                  joined({number(tiling.warps), number(tiling.fragments), number(tiling.step), number(tiling.parts),
+                          number(tiling.resident), number(tiling.copying), number(tiling.stages),
+                          number(tiling.same_rows)})) +
          extent("kQueries", 'i') + extent("kKeys", 'j') + extent("kFeatures", 'd') + extent("kValueFeatures", 'e') +
          constant("kBatchDims", static_cast<int>(letters.batch.size())) + constant("int", "kExtents[]", joined(inner)) +
          constant("kGroups", static_cast<int>(problem.product_of(problem.alike()))) + strides("kQ", letters.of[kQ]) +
@@ -428,7 +428,6 @@ std::string plan_attention(const AttentionCall& call, const Device& device, Step
   AttentionProblem problem{};
   if (std::string mistake = read(call, &problem); !mistake.empty()) return mistake;
   const int d = static_cast<int>(problem.extents.at('d')), e = static_cast<int>(problem.extents.at('e'));
-  const bool shares = problem.kernel == KernelKind::kKeys || problem.of_scores();
   const bool reads_arrays = problem.reads_arrays();
   Tiling tiling = hopper_tiling_of(problem.kernel, d, e, reads_arrays);
   int bytes = hopper_shared_bytes(problem.kernel, tiling, d, e), most_bytes = device.shared_memory_per_block;
@@ -441,7 +440,8 @@ std::string plan_attention(const AttentionCall& call, const Device& device, Step
   problem.tiling = tiling;
   Launch& launch = step->launch = Launch{};
   launch.blocks = ceil_div(problem.stay(), tiling.rows()) * problem.product_of(problem.letters.batch) * tiling.parts;
-  if (shares) launch.blocks /= problem.product_of(problem.alike());
+  const bool of_all_alike = problem.kernel == KernelKind::kKeys || problem.of_scores();
+  if (of_all_alike) launch.blocks /= problem.product_of(problem.alike());
   if (problem.of_scores()) launch.blocks *= ceil_div(problem.extents.at('j'), tiling.step) * problem.extents.at('p');
   launch.threads = tiling.threads();
   launch.shared_bytes = stage_sides(&problem, bytes, most_bytes);

@@ -73,7 +73,7 @@ def test_compiles(jit, case, compute_capability):
         spilled = [int(n) for n in re.findall(r"(\d+) bytes spill stores", text)]
         assert spilled and max(spilled) <= MOST_SPILLED, f"{plan['plan']}: {text}"
         # Products that wait for one another. NVRTC before 12.4 has them where two warpgroups of Hopper share keys.
-        shares_keys = compute_capability == 90 and kernel == "keys" and min(case.features) > 128
+        shares_keys = compute_capability == 90 and kernel == "keys" and sum(case.features) > 320
         assert "C751" not in text or (shares_keys and jit.version < (12, 4)), f"{plan['plan']}: {text}"
 
 

@@ -7,30 +7,30 @@
 
 namespace jax_softmax::device {
 
-// Calls f(step) for the steps of the warpgroup, and pass() for the others of the block, which it does not visit.
+// Calls f(step) for the steps of the warpgroup, and skip() for the others of the block, which it does not visit.
 template <class Pipe, class F, class G>
 __device__ __forceinline__ void for_own_steps(Pipe& pipe, const Range& range, const Range& own, const F& f,
-                                              const G& pass) {
+                                              const G& skip) {
   int step = range.first;
   const auto is_read = [&] {
     arrive_for_warp(pipe.d_is_read());
     arrive_for_warp(pipe.e_is_read());
     ++step, ++pipe.count;
   };
-  const auto pass_until = [&](int end) {
+  const auto skip_until = [&](int end) {
     while (step < end) {
       wait(pipe.has_d(), pipe.parity());
       wait(pipe.has_e(), pipe.parity());
-      pass();
+      skip();
       is_read();
     }
   };
-  pass_until(min(own.first, range.last));
+  skip_until(min(own.first, range.last));
   while (step < own.last) {
     f(step);
     is_read();
   }
-  pass_until(range.last);
+  skip_until(range.last);
 }
 
 // Begins s = q k^T and t = do v^T, or both transposed, or one of them, of those of the rows that stay from `own` on.
@@ -59,9 +59,9 @@ __device__ __forceinline__ void keys_of_warpgroup(const typename P::Addresses& o
   using T = typename P::T;
   using N = Counts<P>;
   using Pipe = Pipeline<P, KernelKind::kKeys>;
-  constexpr bool kShares = !makes_dk || !makes_dv;
+  constexpr bool kMakesOne = !makes_dk || !makes_dv;
   const int warpgroup = own_warpgroup(), first = block * N::kRows;
-  const int own = warpgroup / N::kTiling.sharing, row = own * kRowsOfWarpgroup;
+  const int own = warpgroup / N::kTiling.same_rows, row = own * kRowsOfWarpgroup;
   const int row_of_warp = first_row_of_warp(kMma) - (warpgroup - own) * kRowsOfWarpgroup;
   Accumulators<1, N::kStep> s, t;
   Accumulators<1, attention::hopper_width(P::kFeatures)> dk;
@@ -71,7 +71,7 @@ __device__ __forceinline__ void keys_of_warpgroup(const typename P::Addresses& o
   const auto own_turn = [&] { take_turn(warpgroup); };
   const auto next_turn = [&] { give_turn((warpgroup + 1) % Pipe::kWarpgroups); };
   if (warpgroup == Pipe::kWarpgroups - 1) next_turn();  // the first one is that of warpgroup 0
-  if (!kShares) own_turn();
+  if (!kMakesOne) own_turn();
   for (int group = 0; group < P::kGroups; ++group) {
     const SideOffsets<P> sides(operands, n + group);
     const Range range = visited<P>(operands, n + group, block, P::kKeys, P::kQueries);
@@ -80,9 +80,9 @@ __device__ __forceinline__ void keys_of_warpgroup(const typename P::Addresses& o
     const auto multiply = [&](int step) {
       begin_scores<T, makes_dv, makes_dk>(s, t, pipe, row);
       if constexpr (makes_dv) wait_for_products(s.values[0]);
-      if constexpr (kShares) {
+      if constexpr (kMakesOne) {
         own_turn();
-        pipe.template pass_products<makes_dv>(s);
+        pipe.template hand_on<makes_dv>(s);
       }
       if constexpr (makes_dk) wait_for_products(t.values[0]);
       next_turn();
@@ -93,7 +93,7 @@ __device__ __forceinline__ void keys_of_warpgroup(const typename P::Addresses& o
       uint32_t p[N::kStep / kMma][4], dx[N::kStep / kMma][4];
       narrow<T>(p, s);
       narrow<T>(dx, t);
-      if (!kShares) own_turn();
+      if (!kMakesOne) own_turn();
       fence_products();
       if constexpr (makes_dv) begin_product<T>(dv, p, pipe.e());
       if constexpr (makes_dk) begin_product<T>(dk, dx, pipe.d());
@@ -103,7 +103,7 @@ __device__ __forceinline__ void keys_of_warpgroup(const typename P::Addresses& o
     };
     for_own_steps(pipe, range, own_range, multiply, [&] { next_turn(), own_turn(); });
   }
-  if (!kShares) next_turn();
+  if (!kMakesOne) next_turn();
 
   if constexpr (makes_dk) {
     write(operand_of<P>(operands, P::kFirstResult, P::kK, n), P::kK.j, dk, first + row_of_warp, P::kKeys, 0,
@@ -125,7 +125,7 @@ __device__ __forceinline__ void attention_keys_on_hopper(const typename P::Addre
   const int block = own.row_block;
   const unsigned n = own.n;  // the first that has these keys
   if (!Pipe::computes(operands, n, block)) return;
-  if constexpr (N::kTiling.sharing == 1) {
+  if constexpr (N::kTiling.same_rows == 1) {
     keys_of_warpgroup<P, true, true>(operands, n, block);
   } else if (own_warpgroup() % 2 == 0) {
     keys_of_warpgroup<P, false, true>(operands, n, block);

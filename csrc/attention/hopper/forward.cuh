@@ -32,7 +32,7 @@ __device__ __forceinline__ void attention_forward_on_hopper(const typename P::Ad
   int step = range.first;
   const auto next_turn = [&] { give_turn((warpgroup + 1) % kWarpgroups); };
   if (warpgroup == kWarpgroups - 1) next_turn();  // the first one is that of warpgroup 0
-  const auto pass = [&](int end) {                // steps that other warpgroups visit
+  const auto skip_until = [&](int end) {          // steps that other warpgroups visit
     for (; step < end; ++step, ++pipe.count) {
       wait(pipe.has_d(), pipe.parity());
       take_turn(warpgroup);
@@ -42,7 +42,7 @@ __device__ __forceinline__ void attention_forward_on_hopper(const typename P::Ad
       arrive_for_warp(pipe.e_is_read());
     }
   };
-  pass(min(own_range.first, range.last));
+  skip_until(min(own_range.first, range.last));
   for (; step < own_range.last; ++step, ++pipe.count) {
     wait(pipe.has_d(), pipe.parity());
     take_turn(warpgroup);
@@ -73,7 +73,7 @@ __device__ __forceinline__ void attention_forward_on_hopper(const typename P::Ad
     wait_for_products(o.values[0]);
     arrive_for_warp(pipe.e_is_read());
   }
-  pass(range.last);
+  skip_until(range.last);
 
   float factors[1][2];
   finish<P>(operands, n, first + row_of_warp, o, rows, factors);

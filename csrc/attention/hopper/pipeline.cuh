@@ -100,7 +100,7 @@ __device__ __forceinline__ void narrow(uint32_t (&p)[columns / kMma][4], const A
 }
 
 // What a block has in shared memory: rows that stay, of q's and, in backward kernels, of v's features; those that pass
-// in each of so many places; products that warpgroups pass on; queries' numbers, if queries pass; tiles of side
+// in each of so many places; products that warpgroups hand on; queries' numbers, if queries pass; tiles of side
 // operands; barriers.
 template <class P, KernelKind kernel>
 struct Pipeline {
@@ -114,7 +114,7 @@ struct Pipeline {
   static constexpr int kGroups = kKeysStay ? P::kGroups : 1;  // batch indices that pass, one after another
   static constexpr int kStay = kKeysStay ? P::kKeys : P::kQueries, kPass = kKeysStay ? P::kQueries : P::kKeys;
   static constexpr int kOwnBytes = OwnD::kBytes + OwnE::kBytes, kBytes = D::kBytes + E::kBytes;
-  static constexpr int kPassedBytes = attention::bytes_of_passed_products(N::kTiling);
+  static constexpr int kHandedBytes = attention::bytes_of_handed_products(N::kTiling);
   static constexpr int kNumberBytes = kKeysStay ? N::kStep * attention::kBytesOfRow : 0;
   static constexpr bool kHasSides = Tile::kStagedBytes > 0, kAllCopy = kKeysStay || kHasSides;
   static constexpr int kWarps = N::kTiling.warps, kWarpgroups = kWarps / kWarpgroup, kPlaces = N::kTiling.stages;
@@ -129,8 +129,8 @@ struct Pipeline {
 
   static __device__ __forceinline__ OwnD own_d() { return {shared_memory()}; }
   static __device__ __forceinline__ OwnE own_e() { return {shared_memory() + OwnD::kBytes}; }
-  static __device__ __forceinline__ Address passed() { return shared_memory() + kOwnBytes + kPlaces * kBytes; }
-  static __device__ __forceinline__ Address after_rows() { return passed() + kPassedBytes; }
+  static __device__ __forceinline__ Address handed() { return shared_memory() + kOwnBytes + kPlaces * kBytes; }
+  static __device__ __forceinline__ Address after_rows() { return handed() + kHandedBytes; }
   __device__ __forceinline__ D d() const { return {shared_memory() + kOwnBytes + place() * kBytes}; }
   __device__ __forceinline__ E e() const { return {d().base + D::kBytes}; }
   __device__ __forceinline__ Address numbers() const { return after_rows() + place() * kNumberBytes; }
@@ -152,8 +152,8 @@ struct Pipeline {
 
   // Writes products for the thread of another warpgroup that has the same ones, or reads those of the other.
   template <bool writes, int columns>
-  static __device__ __forceinline__ void pass_products(Accumulators<1, columns>& s) {
-    const Address own = passed() + threadIdx.x % 128 * 16;
+  static __device__ __forceinline__ void hand_on(Accumulators<1, columns>& s) {
+    const Address own = handed() + threadIdx.x % 128 * 16;
 #pragma unroll
     for (int c = 0; c < columns / 8; ++c) {
       if constexpr (writes) {
