@@ -19,9 +19,10 @@ from pathlib import Path
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import jax
+from checkouts import on_path
 from models import part_of
 from timing import copied, peak_memory, step_times
-from training_steps import PROGRAMS, on_path
+from training_steps import PROGRAMS
 
 import jax_softmax
 

@@ -25,10 +25,11 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 import gpt
 import jax
 import optax
+from checkouts import on_path
 from flax import nnx
 from gpt_model import FULL, Size, initial_arguments, logits_of
 from timing import peak_memory, step_times
-from training_steps import Step, on_path
+from training_steps import Step
 
 import jax_softmax
 
