@@ -19,7 +19,8 @@ import numpy as np
 import jax_softmax
 from jax_softmax import _kernels
 from jax_softmax.fusion.attention import kernels as attention_kernels
-from jax_softmax.fusion.attention.call import Attention, Letters
+from jax_softmax.fusion.attention.call import Attention
+from jax_softmax.fusion.attention.letters import Letters
 from jax_softmax.fusion.program.expressions import Expression, Number, Operation
 from jax_softmax.primitives import reference
 from jax_softmax.primitives.operators import OPERATORS, bind

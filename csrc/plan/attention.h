@@ -19,7 +19,7 @@ namespace jax_softmax {
 // tangent; dk and dv; or dq; and the sides' cotangents that the kernel makes.
 struct AttentionCall : CustomCall {
   std::string kernel;   // one of kKernelNames
-  std::string letters;  // of the dimensions of q, k and v: "bihd,bjhd,bjhe"; see fusion/attention/call.py
+  std::string letters;  // of the dimensions of q, k and v: "bihd,bjhd,bjhe"; see fusion/attention/letters.py
   std::string sides;    // "array:hij" or "index:i" for each side, by its letters; "bounds:bh" before them
   // The letters of each side's cotangent that the kernel makes: "bhi" of sums over keys, "hj" over queries, "bhij" of
   // none (the first one alone), and of the kernel of scores "phij", in p parts that XLA adds up.

@@ -41,7 +41,7 @@ class Backend:
             math.prod(extents[c] for c in letters)
             for letters in (attention.letters.batch, attention.letters.batch_of_keys)
         )
-        visible_part = attention.visible_part(**extents)
+        visible_part = attention.visible.part(**extents)
         work = judge.Attention(
             batch,
             batch_of_keys,

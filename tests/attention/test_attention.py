@@ -47,7 +47,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_softmax
 from jax_softmax import _kernels
-from jax_softmax.fusion.attention.call import Letters
+from jax_softmax.fusion.attention.letters import Letters
 
 on_gpu = pytest.mark.skipif(support.why_no_cuda() is not None, reason=str(support.why_no_cuda()))
 jitted = jax.jit(values_and_gradients, static_argnums=0)

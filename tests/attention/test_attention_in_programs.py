@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_softmax
 from jax_softmax import fuse
-from jax_softmax.fusion.attention import call
+from jax_softmax.fusion.attention import visible
 from jax_softmax.fusion.attention.kernels import attention_p
 from jax_softmax.fusion.rewriting import rewritten
 from jax_softmax.runtime import cuda
@@ -460,6 +460,6 @@ def test_settings_do_not_matter(setting, monkeypatch):
 
         monkeypatch.setattr(jax, "local_devices", without_cpu)
     with contexts.get(setting, contextlib.nullcontext)():
-        call.Attention.visible_part.cache_clear()
+        visible.Visible.part.cache_clear()
         assert "attention" in lowered(by_hand_of(2048), *operands).as_text()
-    call.Attention.visible_part.cache_clear()
+    visible.Visible.part.cache_clear()

@@ -33,9 +33,9 @@ from attention_promises import PROMISES, mask_segments_and_bias
 
 import jax_softmax
 from jax_softmax import _kernels
-from jax_softmax.fusion.attention.call import lost_shift, rounded_and_lost, unrounded
 from jax_softmax.fusion.attention.kernels import with_sink
 from jax_softmax.fusion.attention.linear import without_scale
+from jax_softmax.fusion.attention.lost import lost_shift, rounded_and_lost, unrounded
 from jax_softmax.fusion.program.expressions import Expression, Number, Operation
 from jax_softmax.runtime import judge
 
@@ -200,7 +200,7 @@ def test_launches_and_sources(case):
         assert (plan["blocks"], plan["threads"], plan["shared_bytes"]) == (blocks, threads, shared)
         assert (plan["cluster"], plan["cooperative"], plan["overlap"]) == (1, False, False)
         found = dict(re.findall(r"(k[A-Za-z]+)(?:\[\])? = (.*);", plan["code"]))
-        n = (3 if kernel == "forward" else 6) + (attention.letters_of_bounds is not None)
+        n = (3 if kernel == "forward" else 6) + (attention.visible.letters_of_bounds is not None)
         arrays = [side.dtype != "index" for side in attention.sides_of(kernel)]
         own = dict(zip(("kQ", "kK", "kV", "kO"), (*attention.letters, attention.letters.o), strict=True))
         expected = {name: strides_by_numpy(attention, extents, of, kernel) for name, of in own.items()}
@@ -210,7 +210,7 @@ def test_launches_and_sources(case):
         sides = [strides_by_numpy(attention, extents, side.letters, kernel) for side in attention.sides_of(kernel)]
         expected["kSideStrides"] = braced(sides or ["{}"])
         if n % 3:
-            of_bounds, cells = attention.letters_of_bounds, -(-extents["j" if kernel == "keys" else "i"] // 64)
+            of_bounds, cells = attention.visible.letters_of_bounds, -(-extents["j" if kernel == "keys" else "i"] // 64)
             letters = of_bounds + "xy"
             expected["kBounds"] = strides_by_numpy(attention, extents | {"x": cells, "y": 4}, letters, kernel)
             assert call["operands"][n - 1] == ([*(extents[c] for c in of_bounds), cells, 4], "int32")
@@ -332,7 +332,7 @@ def test_bounds_visit_what_is_seen(kernel, zero):
     seen = shown | ((not zero) & (i <= 100))
     if kernel == "keys":
         shown, seen = shown.T, seen.T
-    ends = attention.bounds(kernel, extents, [])
+    ends = attention.visible.bounds(kernel, extents, [])
     assert ends.shape == (-(-300 // cell), 4)
     n_whole = 0
     for own, (first, end, first_whole, end_whole) in enumerate(np.asarray(ends)):
@@ -347,13 +347,13 @@ def test_bounds_visit_what_is_seen(kernel, zero):
 
 def test_bounds_read_what_may_hold_fills():
     def letters_of_bounds(score):
-        return attention_in(Case(score, (300, 300)))["forward"][0].letters_of_bounds
+        return attention_in(Case(score, (300, 300)))["forward"][0].visible.letters_of_bounds
 
     assert letters_of_bounds(alibi_in_a_window) == ""
     assert letters_of_bounds(biased_causal) == ""  # whose bias has a gradient
     attention, _ = attention_in(Case(biased_causal, (300, 300)))["forward"]
     sides = tuple(side._replace(is_learned=False) for side in attention.sides)
-    assert attention._replace(sides=sides).letters_of_bounds == "h"
+    assert attention._replace(sides=sides).visible.letters_of_bounds == "h"
 
 
 def biased_and_masked(x, i, j, bias, mask):
@@ -377,7 +377,7 @@ def test_masks_beside_what_is_learned_hide_tiles(kernel, score):
     *_, learned, _ = case.operands()
     i, j = np.arange(300)[:, None], np.arange(300)
     in_window = i - j < 50
-    ends = attention.bounds(kernel, extents, [learned, jnp.where(in_window, 0.0, -jnp.inf)])
+    ends = attention.visible.bounds(kernel, extents, [learned, jnp.where(in_window, 0.0, -jnp.inf)])
     seen = (i >= j) & in_window
     for own, bounds in enumerate(np.asarray(ends).swapaxes(0, 1)):
         others = np.flatnonzero((seen.T if kernel == "keys" else seen)[own * cell :][:cell].any(0)) // cell

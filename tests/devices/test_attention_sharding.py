@@ -151,7 +151,7 @@ def test_kernels_of_a_part():
         forward = jax.jit(functools.partial(kernels.forward, attention))
         parts = [forward(q[:, n : n + 24], k, v, jnp.arange(n, n + 24, dtype=jnp.int32))[0] for n in range(0, 96, 24)]
     extents = attention.extents(q[:, :24], k, v)
-    ends = [attention.bounds("forward", extents, [jnp.arange(n, n + 24)])[0, 1] for n in (0, 72)]
+    ends = [attention.visible.bounds("forward", extents, [jnp.arange(n, n + 24)])[0, 1] for n in (0, 72)]
     assert ends == [2, 3]  # cells of 64 keys
     assert_about_as_exact([jnp.concatenate(parts, 1)], lambda *a: [causal(*a)], given)
 

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_softmax
-from jax_softmax.fusion.attention.call import Letters
 from jax_softmax.fusion.attention.kernels import attention_p
+from jax_softmax.fusion.attention.letters import Letters
 from jax_softmax.fusion.program.graph import graph_of, is_variable
 from jax_softmax.fusion.rewriting import rewritten
 
@@ -281,7 +281,8 @@ def described_call(attention, kernel, dtype, extents):
     own = own[: 3 if kernel in ("forward", "tangents") else 6]
     own += own if kernel == "tangents" else []
     stay = extents["j" if kernel == "keys" else "i"]
-    own += [] if attention.letters_of_bounds is None else [(attention.letters_of_bounds + "cm", "int32")]
+    of_bounds = attention.visible.letters_of_bounds
+    own += [] if of_bounds is None else [(of_bounds + "cm", "int32")]
     own += [(side.letters, side.dtype) for side in attention.sides_of(kernel) if side.dtype != "index"]
     known = attention.sizes(kernel, extents) | {"c": -(-stay // 64), "m": 4}  # c and m: of bounds
     operands = [([known[c] for c in of], of_dtype) for of, of_dtype in own]

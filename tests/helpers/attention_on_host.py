@@ -68,14 +68,14 @@ def kernels(late=False, in_jax=False, compute_capability=80):
 def in_jax_by_cells(*operands, attention, kernel):
     """What kernels do, in JAX, without the cells of scores that they may skip."""
     visited, extents, n = True, attention.extents(*operands[:3]), 3 if kernel == "forward" else 6
-    if attention.letters_of_bounds is not None:
-        ends = attention.bounds(kernel, extents, operands[n:])
+    if attention.visible.letters_of_bounds is not None:
+        ends = attention.visible.bounds(kernel, extents, operands[n:])
         stay, pass_by = "ji" if kernel == "keys" else "ij"
         own, other = (jnp.arange(extents[c]) // _kernels.ATTENTION_CELL for c in (stay, pass_by))
         first, end = (ends[..., k][..., own, None] for k in (0, 1))
         visited = (other >= first) & (other < end)
         visited = visited.swapaxes(-1, -2) if kernel == "keys" else visited
-        of_batch = [extents[c] if c in attention.letters_of_bounds else 1 for c in attention.letters.batch]
+        of_batch = [extents[c] if c in attention.visible.letters_of_bounds else 1 for c in attention.letters.batch]
         visited = visited.reshape(*of_batch, extents["i"], extents["j"])
     return attention.in_jax(kernel, *operands, visited=visited)
 

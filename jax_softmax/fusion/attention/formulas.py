@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import jax.numpy as jnp
 
 from jax_softmax import _kernels
-from jax_softmax.fusion.attention.call import Attention, LetteredSide, SideCotangent
+from jax_softmax.fusion.attention.call import Attention, SideCotangent
+from jax_softmax.fusion.attention.letters import LetteredSide
 from jax_softmax.fusion.attention.linear import is_linear, multipliers, without_roundings
 from jax_softmax.fusion.attention.walks import NoAttention
 from jax_softmax.fusion.program import expressions

@@ -18,14 +18,9 @@ from jax.sharding import PartitionSpec
 
 from jax_softmax import _kernels, _private
 from jax_softmax.devices import division, layouts, partitioning
-from jax_softmax.fusion.attention.call import (
-    Attention,
-    LetteredSide,
-    Letters,
-    SideCotangent,
-    rounded_and_lost,
-    unrounded,
-)
+from jax_softmax.fusion.attention.call import Attention, SideCotangent
+from jax_softmax.fusion.attention.letters import LetteredSide, Letters
+from jax_softmax.fusion.attention.lost import rounded_and_lost, unrounded
 from jax_softmax.fusion.program.expressions import Expression
 from jax_softmax.primitives import interpreters
 from jax_softmax.primitives.types import Arrays, Aval, Dtype, Shape
@@ -127,7 +122,8 @@ def described_call(
     """A kernel's custom call as `_kernels.plan_attention` takes it, the types of its results, and its operands: the
     primitive's ones and, if there are masks, their bounds before the arrays."""
     extents, n = attention.extents(q, k, v), 0 if kernel == "forward" else 3
-    bounds = [] if attention.letters_of_bounds is None else [attention.bounds(kernel, extents, rest[n:])]
+    visible = attention.visible
+    bounds = [] if visible.letters_of_bounds is None else [visible.bounds(kernel, extents, rest[n:])]
     operands, types = [q, k, v, *rest[:n], *bounds, *rest[n:]], attention.result_types(kernel, q, k, v)
     call = {
         "operands": [(list(a.shape), a.dtype.name) for a in operands],

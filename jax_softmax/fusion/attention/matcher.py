@@ -17,8 +17,9 @@ import jax.numpy as jnp
 from jax_softmax import _kernels
 from jax_softmax.fusion import backend
 from jax_softmax.fusion.attention import casts, kernels, learned, log_sums, logarithms, several, tangents
-from jax_softmax.fusion.attention.call import Attention, Letters
+from jax_softmax.fusion.attention.call import Attention
 from jax_softmax.fusion.attention.formulas import Formulas
+from jax_softmax.fusion.attention.letters import Letters
 from jax_softmax.fusion.attention.replacement import Result, equations_by_kernels
 from jax_softmax.fusion.attention.rows import SoftmaxRows
 from jax_softmax.fusion.attention.values import Values, is_same
@@ -254,7 +255,7 @@ class Match:
     # ---- Letters
 
     def _choose_letters(self) -> None:
-        """A letter for each factor, as `call.py` has them."""
+        """A letter for each factor, as `letters.py` has them."""
         j, d, features = self.j, self.d, [value.features for value in self.values.each]
         parts = self.walks.parts
         in_k = parts.factors_of(self.k.place)

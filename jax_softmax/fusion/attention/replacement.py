@@ -7,7 +7,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from jax_softmax.fusion.attention import kernels
-from jax_softmax.fusion.attention.call import Attention, Letters
+from jax_softmax.fusion.attention.call import Attention
+from jax_softmax.fusion.attention.letters import Letters
 from jax_softmax.fusion.forms.polynomials import added
 from jax_softmax.fusion.program import splicing
 from jax_softmax.fusion.program.graph import Equation, is_variable, variables_of
