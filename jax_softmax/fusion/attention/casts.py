@@ -131,7 +131,7 @@ class _Operand(NamedTuple):
         return self.array.aval.dtype.name in expressions.ROUNDED
 
 
-def _viewed(a: Array, views: list[Equation]) -> Array:
+def viewed(a: Array, views: list[Equation]) -> Array:
     for view in views:
         a = view.eqn.primitive.bind(a, **view.params)
     return a
@@ -193,11 +193,11 @@ def _product_of_16_bits(graph: Graph, product: Equation) -> Replacements:
                 a = a * by if name == "mul" else a / by
             return a
 
-        own = [_viewed(a, of.views) for a, of in zip((first, second), operands, strict=True)]
+        own = [viewed(a, of.views) for a, of in zip((first, second), operands, strict=True)]
         if all(narrow):
             return multiplied(_product(product, *own))
         own = [a if is_narrow else multiplied(a) for a, is_narrow in zip(own, narrow, strict=True)]
-        return _viewed(_product(product, *own), list(filter(is_strided_view, after)))
+        return viewed(_product(product, *own), list(filter(is_strided_view, after)))
 
     read = [of.array for of in operands] + [scalar for _, scalar in factors if is_variable(scalar)]
     last = after[-1] if after else product

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from jax_softmax import _kernels
 from jax_softmax.fusion import backend
-from jax_softmax.fusion.attention import casts, kernels, learned, log_sums, logarithms, several, tangents
+from jax_softmax.fusion.attention import casts, kernels, learned, log_sums, logarithms, mapped, several, tangents
 from jax_softmax.fusion.attention.call import Attention, Letters
 from jax_softmax.fusion.attention.formulas import Formulas
 from jax_softmax.fusion.attention.replacement import Result, equations_by_kernels
@@ -69,7 +69,13 @@ def with_attention(graph: Graph) -> tuple[Graph, list[FoundAttention], dict[Var,
 
 
 # What is done to a graph, if kernels make all that is new then.
-_CHANGES = logarithms.as_softmax, casts.without_widened, casts.with_common_factors, several.of_one_softmax
+_CHANGES = (
+    logarithms.as_softmax,
+    casts.without_widened,
+    casts.with_common_factors,
+    several.of_one_softmax,
+    mapped.of_broadcast_scores,
+)
 
 
 def _with_attention(graph: Graph) -> tuple[Graph, list[FoundAttention], dict[Var, str]]:
@@ -274,7 +280,9 @@ class Match:
         values = [value.v for value in self.values.each]
         scores, k, *of_values = (of.letters(self.names) for of in (Operand(None, self.rows.place), self.k, *values))
         own_gradients = [self._letters_of(p) for p, _ in (*self.dvs, *filter(None, [self.dk]))]
-        of_keys = set("".join([k, *of_values, *own_gradients]))
+        tangents = self.tangents.operands if self.tangents else {}
+        own_tangents = [tangents[name].letters(self.names) for name in "kv" if name in tangents]
+        of_keys = set("".join([k, *of_values, *own_gradients, *own_tangents]))
         # An operand that lacks letters is broadcast along them. Where features are not last, XLA transposes the array.
         self.letters = Letters(
             self._letters_of_operand(self.q, set(scores) - {"j"}, "d"),
@@ -296,7 +304,7 @@ class Match:
         if not set(names) <= set(expressions.WRITABLE):  # products of integers wrap round
             raise NoAttention(f"queries, keys and values are of {' and '.join(names)}")
         made = [p[0].equation.outputs[0] for p in (*self.outputs, *self.dvs, self.dq, self.dk) if p]
-        made += [self.tangents.result] if self.tangents else []
+        made += [self.tangents.result.variable] if self.tangents else []
         if others or not all(casts.is_rounded(self.graph, a, dtype.name) for a in made):
             dtype = jnp.result_type(dtype, *others, jnp.float32)
         return dtype.name
@@ -339,7 +347,7 @@ class Match:
             output = self.tangents.output
             self.values.part_of(output, "v")  # which refuses a tangent of other values than the gradient's
             names = self.names | {output.features: "e"}
-            results.append(Result(self.tangents.result, output.result, names, "o_tangent", letters.o))
+            results.append(Result(*self.tangents.result, names, "o_tangent", letters.o))
         of_rows = [(v, name) for one in self.log_sums for v, name in zip(one.equation.outputs, "MS", strict=True)]
         if self.linear is not None:
             of_rows += [(v, "sink") for v in self.rows.sinks_of(self.linear.outputs[0])]

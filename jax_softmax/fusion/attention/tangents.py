@@ -11,9 +11,10 @@ from jax_softmax.fusion.attention.values import is_same
 from jax_softmax.fusion.attention.walks import NoAttention
 from jax_softmax.fusion.program.expressions import NotFolded
 from jax_softmax.fusion.program.graph import Equation
+from jax_softmax.fusion.program.kinds import is_strided_view
 from jax_softmax.fusion.program.places import Factor, Place
 from jax_softmax.fusion.program.products import Operand, Product
-from jax_softmax.primitives.types import Atom, Var
+from jax_softmax.primitives.types import Atom
 
 if TYPE_CHECKING:
     from jax_softmax.fusion.attention.matcher import Match
@@ -55,22 +56,30 @@ class Tangents:
     def _other(self, product: Product) -> Operand:
         return self.walks.stored(product.other, product.features)
 
-    def _of_output(self) -> Var:
+    def _of_output(self) -> Operand:
         """The output's tangent: the product of the weights' tangents with values, or its sum with that of weights with
         values' tangents, which is no output then."""
-        graph, (a,) = self.match.graph, self.output.equation.outputs
-        readers = graph.readers.get(a, ())
-        if len(readers) != 1 or a in graph.results or readers[0].name not in ("add", "add_any"):
-            return a
-        others = [b for b in readers[0].inputs if b is not a]
-        for product, _ in self.match.outputs:
-            (made,) = product.equation.outputs
-            if others == [made] and len(graph.readers[made]) == 1 and made not in graph.results:
+        reader, own = self._read(self.output)
+        for product, _ in self.match.outputs if reader is not None and reader.name in ("add", "add_any") else ():
+            other_reader, other = self._read(product)
+            own_features, features = self.output.features, product.features
+            if other_reader is reader and is_same(own, own_features, other._replace(variable=own.variable), features):
                 self.operands["v"] = self._other(product)
-                self.names[product.features] = "e"
+                self.names[features] = "e"
                 self.match.outputs = [one for one in self.match.outputs if one[0] is not product]
-                return readers[0].outputs[0]
-        return a
+                return own._replace(variable=reader.outputs[0])
+        return Operand(self.output.equation.outputs[0], self.output.result)
+
+    def _read(self, product: Product) -> tuple[Equation | None, Operand]:
+        """The one equation that reads a product's result, or a view of that, and what it reads."""
+        graph, of = self.match.graph, Operand(product.equation.outputs[0], product.result)
+        while len(readers := graph.readers.get(of.variable, ())) == 1 and of.variable not in graph.results:
+            if not is_strided_view(readers[0]):
+                return readers[0], of
+            if (place := self.walks.parts.output_place(readers[0], of.place, 0)) is None:
+                break
+            of = Operand(readers[0].outputs[0], place)
+        return None, of
 
 
 def _made_of(match: "Match", equation: Equation) -> _Found | None:

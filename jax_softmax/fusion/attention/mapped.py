@@ -1,0 +1,105 @@
+"""Forward mode along several tangents at once, as `jax.jacfwd` has it.
+
+Their dimension n is one that the scores x and the weights y = softmax(x) lack: the program broadcasts y along n for the
+softmax's linear map, and multiplies y with all values' tangents at once. Both become those of softmax(x broadcast along
+n), where n is a dimension of the batch: that is an attention in forward mode, and the output is one of its own. The map
+of one tangent alone becomes that of y.
+"""
+
+from collections.abc import Container, Sequence
+
+import jax
+import jax.numpy as jnp
+
+from jax_softmax.fusion.attention.casts import Changes, viewed
+from jax_softmax.fusion.attention.walks import Walks
+from jax_softmax.fusion.program import splicing
+from jax_softmax.fusion.program.graph import Equation, Graph, Replacements, each_once, is_variable, variables_of
+from jax_softmax.fusion.program.places import Factor, count_of, input_places, new_place
+from jax_softmax.fusion.program.products import Product
+from jax_softmax.primitives.operators import bind
+from jax_softmax.primitives.types import Var
+
+
+def of_broadcast_scores(graph: Graph, stay: Container[Equation]) -> Changes:
+    """The graph with softmaxes of broadcast scores instead of broadcast softmaxes, but for those that stay."""
+    replacements, made = dict[Equation, list[Equation]](), dict[Equation, Equation]()
+    for linear in (e for e in graph.equations if splicing.is_unmasked(e, "softmax_linear")):
+        softmax, views, dims = _broadcast(graph, linear)
+        if softmax is None or len(dims) > 1 or softmax in stay or softmax in made.values():
+            continue
+        new = _of_one(softmax, linear) if not dims else _of_several(graph, softmax, views, linear, *dims)
+        replacements |= new
+        made |= {e: softmax for of_one in new.values() for e in of_one if e.name.startswith("softmax")}
+    return Changes(graph.with_replaced(replacements) if made else graph, made)
+
+
+def _broadcast(graph: Graph, linear: Equation) -> tuple[Equation | None, list[Equation], list[int]]:
+    """The softmax that is broadcast to a linear map's first operand, if one is; the equations that do it; and the
+    operand's dimensions along which they do."""
+    views, (a, *_) = list[Equation](), linear.inputs
+    whole = place = new_place(a.aval.shape)
+    while (maker := graph.maker_of(a)) is not None and maker.name == "broadcast_in_dim":
+        views.insert(0, maker)
+        (a,), (place,) = maker.inputs, input_places(maker, place) or [place]
+    is_softmax = views and splicing.is_unmasked(maker, "softmax")
+    return maker if is_softmax else None, views, [d for d, dim in enumerate(whole) if dim not in place]
+
+
+def _of_one(softmax: Equation, linear: Equation) -> Replacements:
+    """A linear map of a softmax along dimensions of extent 1 that it lacks, as one of the softmax itself."""
+    (out,) = linear.outputs
+
+    def of_weights(y: jax.Array, t: jax.Array) -> jax.Array:
+        t = t.reshape(y.shape)
+        g = bind("softmax_linear", y, t, where=None, axes=softmax.params["axes"], dtype=out.aval.dtype)
+        return g.reshape(out.aval.shape)
+
+    return {linear: splicing.spliced(of_weights, [*softmax.outputs, linear.inputs[1]], [out], linear)}
+
+
+def _of_several(graph: Graph, softmax: Equation, views: list[Equation], linear: Equation, dim: int) -> Replacements:
+    """A linear map of a softmax that is broadcast along a dimension, and the softmax's products with values that have
+    as long a one beside their features, as those of a softmax of broadcast scores."""
+    (y,), (broadcast,) = softmax.outputs, views[-1].outputs
+    new = type(y)(broadcast.aval)
+
+    def of_scores(x: jax.Array) -> jax.Array:
+        return bind("softmax", viewed(x, views), where=None, axes=linear.params["axes"], dtype=y.aval.dtype)
+
+    made = [*splicing.spliced(of_scores, softmax.inputs, [new], softmax), linear.with_inputs([new, *linear.inputs[1:]])]
+    replacements = {linear: made}
+    walks = Walks(graph)
+    reached = walks.reached([y], new_place(y.aval.shape))
+    for product, _ in walks.products_with(reached):
+        along = [factors for factors in product.new_dims[:-1] if count_of([factors]) == new.aval.shape[dim]]
+        if along and product.other.variable not in reached:
+            before = each_once(
+                [product.equation],
+                lambda e: [graph.maker[a] for a in variables_of(e.inputs) if a in reached and a is not y],
+            )
+            equations = sorted(before, key=graph.position.__getitem__)
+            replacements[product.equation] = _mapped(product, equations, along[0], y, new, dim)
+    return replacements
+
+
+def _mapped(
+    product: Product, equations: list[Equation], along: Sequence[Factor], y: Var, new: Var, dim: int
+) -> list[Equation]:
+    """A product of values with what equations make of y, the last of which it is, as many products, each of one
+    element along a dimension of the values and of `new`, which has it as its dimension `dim`."""
+    values, (at, in_result) = product.other.variable, (p.index(along) for p in (product.other.place, product.result))
+    made = [v for e in equations for v in e.outputs]
+    given = [a for a in dict.fromkeys(a for e in equations for a in variables_of(e.inputs)) if a not in made]
+
+    def of_one(*arrays: jax.Array) -> jax.Array:
+        known = dict(zip(given, arrays, strict=True))
+        known[values] = jnp.expand_dims(known[values], at)
+        for e in equations:
+            operands = [known[a] if is_variable(a) else a.val for a in e.inputs]
+            known[e.outputs[0]] = e.eqn.primitive.bind(*operands, **e.params)
+        return jnp.squeeze(known[made[-1]], in_result)
+
+    axes = tuple({y: dim, values: at}.get(a) for a in given)
+    inputs = [new if a is y else a for a in given]
+    return splicing.spliced(jax.vmap(of_one, axes, in_result), inputs, product.equation.outputs, product.equation)
