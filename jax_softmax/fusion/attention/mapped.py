@@ -51,9 +51,8 @@ def _of_one(softmax: Equation, linear: Equation) -> Replacements:
     (out,) = linear.outputs
 
     def of_weights(y: jax.Array, t: jax.Array) -> jax.Array:
-        t = t.reshape(y.shape)
-        g = bind("softmax_linear", y, t, where=None, axes=softmax.params["axes"], dtype=out.aval.dtype)
-        return g.reshape(out.aval.shape)
+        params = {"where": None, "axes": softmax.params["axes"], "dtype": out.aval.dtype}
+        return bind("softmax_linear", y, t.reshape(y.shape), **params).reshape(out.aval.shape)
 
     return {linear: splicing.spliced(of_weights, [*softmax.outputs, linear.inputs[1]], [out], linear)}
 
@@ -61,7 +60,7 @@ def _of_one(softmax: Equation, linear: Equation) -> Replacements:
 def _of_several(graph: Graph, softmax: Equation, views: list[Equation], linear: Equation, dim: int) -> Replacements:
     """A linear map of a softmax that is broadcast along a dimension, and the softmax's products with values that have
     as long a one beside their features, as those of a softmax of broadcast scores."""
-    (y,), (broadcast,) = softmax.outputs, views[-1].outputs
+    (y,), (broadcast,), walks = softmax.outputs, views[-1].outputs, Walks(graph)
     new = type(y)(broadcast.aval)
 
     def of_scores(x: jax.Array) -> jax.Array:
@@ -69,25 +68,22 @@ def _of_several(graph: Graph, softmax: Equation, views: list[Equation], linear: 
 
     made = [*splicing.spliced(of_scores, softmax.inputs, [new], softmax), linear.with_inputs([new, *linear.inputs[1:]])]
     replacements = {linear: made}
-    walks = Walks(graph)
     reached = walks.reached([y], new_place(y.aval.shape))
+    makers = {a: graph.maker[a] for a in reached if a is not y}
     for product, _ in walks.products_with(reached):
         along = [factors for factors in product.new_dims[:-1] if count_of([factors]) == new.aval.shape[dim]]
         if along and product.other.variable not in reached:
-            before = each_once(
-                [product.equation],
-                lambda e: [graph.maker[a] for a in variables_of(e.inputs) if a in reached and a is not y],
-            )
-            equations = sorted(before, key=graph.position.__getitem__)
-            replacements[product.equation] = _mapped(product, equations, along[0], y, new, dim)
+            own = each_once([product.equation], lambda e: [makers[a] for a in variables_of(e.inputs) if a in makers])
+            in_order = sorted(own, key=graph.position.__getitem__)
+            replacements[product.equation] = _products(product, along[0], in_order, y, (new, dim))
     return replacements
 
 
-def _mapped(
-    product: Product, equations: list[Equation], along: Sequence[Factor], y: Var, new: Var, dim: int
+def _products(
+    product: Product, along: Sequence[Factor], equations: list[Equation], y: Var, instead: tuple[Var, int]
 ) -> list[Equation]:
-    """A product of values with what equations make of y, the last of which it is, as many products, each of one
-    element along a dimension of the values and of `new`, which has it as its dimension `dim`."""
+    """A product, of values with what equations make of y, as one for each index along a dimension of the values: of
+    what they make of that part of another variable instead of y. `instead`: it, and which dimension this is there."""
     values, (at, in_result) = product.other.variable, (p.index(along) for p in (product.other.place, product.result))
     made = [v for e in equations for v in e.outputs]
     given = [a for a in dict.fromkeys(a for e in equations for a in variables_of(e.inputs)) if a not in made]
@@ -100,6 +96,5 @@ def _mapped(
             known[e.outputs[0]] = e.eqn.primitive.bind(*operands, **e.params)
         return jnp.squeeze(known[made[-1]], in_result)
 
-    axes = tuple({y: dim, values: at}.get(a) for a in given)
-    inputs = [new if a is y else a for a in given]
-    return splicing.spliced(jax.vmap(of_one, axes, in_result), inputs, product.equation.outputs, product.equation)
+    mapped = jax.vmap(of_one, tuple({y: instead[1], values: at}.get(a) for a in given), in_result)
+    return splicing.spliced(mapped, [instead[0] if a is y else a for a in given], made[-1:], product.equation)

@@ -28,7 +28,7 @@ from jax_softmax.fusion.program import expressions, splicing
 from jax_softmax.fusion.program.expressions import NotFolded
 from jax_softmax.fusion.program.graph import CycleError, Equation, Graph
 from jax_softmax.fusion.program.kinds import foldable
-from jax_softmax.fusion.program.places import Factor
+from jax_softmax.fusion.program.places import Factor, count_of
 from jax_softmax.fusion.program.products import Operand, Product
 from jax_softmax.primitives.types import Atom, Var
 
@@ -41,8 +41,8 @@ class FoundAttention(NamedTuple):
     log_sums: list[Equation]  # of the scores: the operator logsumexp
     attention: Attention
     extents: dict[str, int]
-    bytes_per_score: int  # which the program moves to write and read arrays of queries x keys
-    n_products: int  # of which such an array is an operand or the result
+    bytes_per_score: float  # which the program moves to write and read arrays of queries x keys
+    n_products: float  # of which such an array is an operand or the result
     bytes_of_number: int  # of q, k and v as kernels read them
     bytes_of_query: int  # in the program
 
@@ -69,13 +69,8 @@ def with_attention(graph: Graph) -> tuple[Graph, list[FoundAttention], dict[Var,
 
 
 # What is done to a graph, if kernels make all that is new then.
-_CHANGES = (
-    logarithms.as_softmax,
-    casts.without_widened,
-    casts.with_common_factors,
-    several.of_one_softmax,
-    mapped.of_broadcast_scores,
-)
+_CHANGES = [logarithms.as_softmax, casts.without_widened, casts.with_common_factors, several.of_one_softmax]
+_CHANGES += [mapped.of_broadcast_scores]
 
 
 def _with_attention(graph: Graph) -> tuple[Graph, list[FoundAttention], dict[Var, str]]:
@@ -280,8 +275,8 @@ class Match:
         values = [value.v for value in self.values.each]
         scores, k, *of_values = (of.letters(self.names) for of in (Operand(None, self.rows.place), self.k, *values))
         own_gradients = [self._letters_of(p) for p, _ in (*self.dvs, *filter(None, [self.dk]))]
-        tangents = self.tangents.operands if self.tangents else {}
-        own_tangents = [tangents[name].letters(self.names) for name in "kv" if name in tangents]
+        moving = self.tangents.operands.items() if self.tangents else ()
+        own_tangents = [of.letters(self.names) for name, of in moving if name != "q"]
         of_keys = set("".join([k, *of_values, *own_gradients, *own_tangents]))
         # An operand that lacks letters is broadcast along them. Where features are not last, XLA transposes the array.
         self.letters = Letters(
@@ -359,15 +354,16 @@ class Match:
         ]
         return results
 
-    def _work_per_score(self) -> tuple[int, int]:
+    def _work_per_score(self) -> tuple[float, float]:
         """How many bytes the program moves without these kernels, and in how many products."""
 
         def size(a: Atom) -> int:
             return a.aval.dtype.itemsize
 
-        n = 2 * size(self.product.outputs[0]) + sum(map(size, {a for _, a in self.outputs}))
+        share = count_of(self.place_of_product) / count_of(self.rows.place)  # of a product that scores may share
+        n = share * 2 * size(self.product.outputs[0]) + sum(map(size, {a for _, a in self.outputs}))
         n += sum(size(a) for _, a in self.with_weights)
-        products = 1 + len(self.with_weights)
+        products = share + len(self.with_weights)
         if self.tangents:
             n += 2 * len(self.tangents.terms) * size(self.tangents.product[0]) + 2 * size(self.tangents.weights)
             products += len(self.tangents.terms) + 1

@@ -12,7 +12,7 @@ from jax_softmax.fusion.attention.walks import NoAttention
 from jax_softmax.fusion.program.expressions import NotFolded
 from jax_softmax.fusion.program.graph import Equation
 from jax_softmax.fusion.program.kinds import is_strided_view
-from jax_softmax.fusion.program.places import Factor, Place
+from jax_softmax.fusion.program.places import Factor, Place, factors_of, output_place
 from jax_softmax.fusion.program.products import Operand, Product
 from jax_softmax.primitives.types import Atom
 
@@ -59,27 +59,27 @@ class Tangents:
     def _of_output(self) -> Operand:
         """The output's tangent: the product of the weights' tangents with values, or its sum with that of weights with
         values' tangents, which is no output then."""
-        reader, own = self._read(self.output)
-        for product, _ in self.match.outputs if reader is not None and reader.name in ("add", "add_any") else ():
-            other_reader, other = self._read(product)
-            own_features, features = self.output.features, product.features
-            if other_reader is reader and is_same(own, own_features, other._replace(variable=own.variable), features):
+        whole = self._sum(self.output)
+        for product, _ in self.match.outputs if whole else ():
+            other = self._sum(product)
+            if whole and other and is_same(whole, self.output.features, other, product.features):
                 self.operands["v"] = self._other(product)
-                self.names[features] = "e"
+                self.names[product.features] = "e"
                 self.match.outputs = [one for one in self.match.outputs if one[0] is not product]
-                return own._replace(variable=reader.outputs[0])
+                return whole
         return Operand(self.output.equation.outputs[0], self.output.result)
 
-    def _read(self, product: Product) -> tuple[Equation | None, Operand]:
-        """The one equation that reads a product's result, or a view of that, and what it reads."""
-        graph, of = self.match.graph, Operand(product.equation.outputs[0], product.result)
+    def _sum(self, product: Product) -> Operand | None:
+        """The sum of which a product's result, or a view of that, is a term, where nothing else reads it."""
+        of, graph = Operand(product.equation.outputs[0], product.result), self.match.graph
         while len(readers := graph.readers.get(of.variable, ())) == 1 and of.variable not in graph.results:
-            if not is_strided_view(readers[0]):
-                return readers[0], of
-            if (place := self.walks.parts.output_place(readers[0], of.place, 0)) is None:
+            is_sum, place = readers[0].name in ("add", "add_any"), output_place(readers[0], of.place, 0)
+            if place is None or not (is_sum or is_strided_view(readers[0])):
                 break
             of = Operand(readers[0].outputs[0], place)
-        return None, of
+            if is_sum:  # of whole dimensions
+                return of if set(of.factors) == set(factors_of(product.result)) else None
+        return None
 
 
 def _made_of(match: "Match", equation: Equation) -> _Found | None:
