@@ -72,7 +72,7 @@ class Tangents:
     def _sum(self, product: Product) -> Operand | None:
         """The sum of which a product's result, or a view of that, is a term, where nothing else reads it."""
         of, graph = Operand(product.equation.outputs[0], product.result), self.match.graph
-        while len(readers := graph.readers.get(of.variable, ())) == 1 and of.variable not in graph.results:
+        while len(readers := graph.readers.get(of.variable, [])) == 1 and of.variable not in graph.results:
             is_sum, place = readers[0].name in ("add", "add_any"), output_place(readers[0], of.place, 0)
             if place is None or not (is_sum or is_strided_view(readers[0])):
                 break
