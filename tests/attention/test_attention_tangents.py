@@ -206,6 +206,12 @@ PROGRAMS = {
         BESIDE,
     ),
     "several, jax.nn": (mapped(jax.nn.dot_product_attention), (*OPERANDS[:3], *SEVERAL), BESIDE),
+    "several, where": (
+        mapped(lambda q, k, v: jnp.einsum("bhij,bjhd->bihd", jax.nn.softmax(scores_of(q, k), where=KEEP), v)),
+        (*OPERANDS[:3], *SEVERAL),
+        BESIDE,
+    ),
+    "one of several": (mapped(of(masked)), (*OPERANDS[:3], *(a[:1] for a in SEVERAL)), TANGENTS),
     "several of queries": (tangents_of_one("q"), (*OPERANDS[:3], SEVERAL[0]), TANGENTS),
     "several of keys": (tangents_of_one("k"), (*OPERANDS[:3], SEVERAL[1]), TANGENTS),
     "jacfwd by a number": (by_temperature, (*OPERANDS[:3], F32(0.5)), TANGENTS),

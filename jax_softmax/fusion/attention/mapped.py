@@ -15,6 +15,7 @@ from jax_softmax.fusion.attention.casts import Changes, viewed
 from jax_softmax.fusion.attention.walks import Walks
 from jax_softmax.fusion.program import splicing
 from jax_softmax.fusion.program.graph import Equation, Graph, Replacements, each_once, is_variable, variables_of
+from jax_softmax.fusion.program.kinds import foldable
 from jax_softmax.fusion.program.places import Factor, count_of, input_places, new_place
 from jax_softmax.fusion.program.products import Product
 from jax_softmax.primitives.operators import bind
@@ -24,7 +25,7 @@ from jax_softmax.primitives.types import Var
 def of_broadcast_scores(graph: Graph, stay: Container[Equation]) -> Changes:
     """The graph with softmaxes of broadcast scores instead of broadcast softmaxes, but for those that stay."""
     replacements, made = dict[Equation, list[Equation]](), dict[Equation, Equation]()
-    for linear in (e for e in graph.equations if splicing.is_unmasked(e, "softmax_linear")):
+    for linear in (e for e in graph.equations if e.name == "softmax_linear" and foldable(e)):
         softmax, views, dims = _broadcast(graph, linear)
         if softmax is None or len(dims) > 1 or softmax in stay or softmax in made.values():
             continue
@@ -42,19 +43,20 @@ def _broadcast(graph: Graph, linear: Equation) -> tuple[Equation | None, list[Eq
     while (maker := graph.maker_of(a)) is not None and maker.name == "broadcast_in_dim":
         views.insert(0, maker)
         (a,), (place,) = maker.inputs, input_places(maker, place) or [place]
-    is_softmax = views and splicing.is_unmasked(maker, "softmax")
-    return maker if is_softmax else None, views, [d for d, dim in enumerate(whole) if dim not in place]
+    softmax = maker if views and maker is not None and maker.name == "softmax" and foldable(maker) else None
+    return softmax, views, [d for d, dim in enumerate(whole) if dim and dim not in place]
 
 
 def _of_one(softmax: Equation, linear: Equation) -> Replacements:
     """A linear map of a softmax along dimensions of extent 1 that it lacks, as one of the softmax itself."""
     (out,) = linear.outputs
 
-    def of_weights(y: jax.Array, t: jax.Array) -> jax.Array:
-        params = {"where": None, "axes": softmax.params["axes"], "dtype": out.aval.dtype}
+    def of_weights(y: jax.Array, t: jax.Array, *mask: jax.Array) -> jax.Array:
+        params = {"where": next(iter(mask), None), "axes": softmax.params["axes"], "dtype": out.aval.dtype}
         return bind("softmax_linear", y, t.reshape(y.shape), **params).reshape(out.aval.shape)
 
-    return {linear: splicing.spliced(of_weights, [*softmax.outputs, linear.inputs[1]], [out], linear)}
+    inputs = [*softmax.outputs, linear.inputs[1], *softmax.inputs[1:]]
+    return {linear: splicing.spliced(of_weights, inputs, [out], linear)}
 
 
 def _of_several(graph: Graph, softmax: Equation, views: list[Equation], linear: Equation, dim: int) -> Replacements:
@@ -63,8 +65,9 @@ def _of_several(graph: Graph, softmax: Equation, views: list[Equation], linear: 
     (y,), (broadcast,), walks = softmax.outputs, views[-1].outputs, Walks(graph)
     new = type(y)(broadcast.aval)
 
-    def of_scores(x: jax.Array) -> jax.Array:
-        return bind("softmax", viewed(x, views), where=None, axes=linear.params["axes"], dtype=y.aval.dtype)
+    def of_scores(x: jax.Array, *mask: jax.Array) -> jax.Array:
+        where = viewed(jnp.broadcast_to(mask[0], x.shape), views) if mask else None
+        return bind("softmax", viewed(x, views), where=where, axes=linear.params["axes"], dtype=y.aval.dtype)
 
     made = [*splicing.spliced(of_scores, softmax.inputs, [new], softmax), linear.with_inputs([new, *linear.inputs[1:]])]
     replacements = {linear: made}
