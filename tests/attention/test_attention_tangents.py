@@ -7,6 +7,7 @@ import pytest
 from attention_programs import B, D, H, S, assert_as_exact, check, normal
 
 from jax_softmax import fuse
+from jax_softmax.fusion import backend
 from jax_softmax.fusion.attention.kernels import attention_p
 from jax_softmax.fusion.rewriting import rewritten
 
@@ -256,6 +257,21 @@ def test_no_array_of_queries_and_keys(name):
 def test_on_the_host(name):
     program, operands, kernels = PROGRAMS[name]
     assert_as_exact(check(fuse(program), operands, kernels, in_jax=False), program, operands)
+
+
+def test_product_that_tangents_share_counts_once(monkeypatch):
+    """Beside three products of each tangent: of its queries, of its keys, and of its weights with values; and one of
+    weights with its values."""
+    counted = {}
+
+    def no_reason(_, found):
+        counted[found.attention.output] = found.n_products
+        return ""
+
+    monkeypatch.setattr(backend.Backend, "reason_against_attention", no_reason)
+    program, operands, _ = PROGRAMS["several"]
+    fuse(program).explain(*operands)
+    assert counted == {"forward": 2, "tangents": pytest.approx(4 + 1 / 3)}
 
 
 @emulated.compiler_is_needed

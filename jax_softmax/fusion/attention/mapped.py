@@ -36,15 +36,16 @@ def of_broadcast_scores(graph: Graph, stay: Container[Equation]) -> Changes:
 
 
 def _broadcast(graph: Graph, linear: Equation) -> tuple[Equation | None, list[Equation], list[int]]:
-    """The softmax that is broadcast to a linear map's first operand, if one is; the equations that do it; and the
-    operand's dimensions along which they do."""
+    """The softmax that is broadcast to a linear map's first operand, of one dimension more, if one is; the equations
+    that do it; and the dimensions along which they do."""
     views, (a, *_) = list[Equation](), linear.inputs
     whole = place = new_place(a.aval.shape)
     while (maker := graph.maker_of(a)) is not None and maker.name == "broadcast_in_dim":
         views.insert(0, maker)
         (a,), (place,) = maker.inputs, input_places(maker, place) or [place]
-    softmax = maker if views and maker is not None and maker.name == "softmax" and foldable(maker) else None
-    return softmax, views, [d for d, dim in enumerate(whole) if dim and dim not in place]
+    if maker is None or maker.name != "softmax" or not foldable(maker) or len(whole) != len(place) + 1:
+        maker = None
+    return maker, views, [d for d, dim in enumerate(whole) if dim and dim not in place]
 
 
 def _of_one(softmax: Equation, linear: Equation) -> Replacements:
