@@ -237,8 +237,8 @@ class Attention(NamedTuple):
     extents: dict[str, int]  # of queries i, keys j, features d, and features of values e
     visible_part: float  # of all scores, those that kernels visit
     kernels: Mapping[str, bool]  # those that would run, and whether each reads arrays of queries x keys
-    score_bytes: int  # which the program moves for a score
-    n_products: int  # which the program makes of or with arrays of queries x keys
+    score_bytes: float  # which the program moves for a score
+    n_products: float  # which the program makes of or with arrays of queries x keys
     bytes_of_number: int = 2  # of q, k and v as kernels read them
     bytes_of_query: int = 2  # in the program
 

@@ -158,35 +158,37 @@ def test_drawn_programs(first):
     assert called["keys"] == called["queries"] >= sum(seed % 4 in (0, 3) for seed in seeds)
 
 
-def drawn_derivative(seed, is_forward):
-    """A program of the derivative by all floats that a drawn function reads, and its operands."""
+def drawn_derivative(seed, mode):
+    """A program of the derivative by all floats that a drawn function reads, and its operands. `mode`: reverse or
+    forward, or how many tangents it has."""
     drawn = Drawn(100 * seed)
     operands = [*drawn.operands, *map(jnp.asarray, drawn.arrays)]
     moving = [n for n, a in enumerate(operands) if jnp.issubdtype(a.dtype, jnp.floating)]
-    tangents = [normal(*operands[n].shape, seed=n).astype(operands[n].dtype) for n in moving]
+    several = [mode] if isinstance(mode, int) else []
+    tangents = [normal(*several, *operands[n].shape, seed=n).astype(operands[n].dtype) for n in moving]
 
     def program(*operands):
         def of_floats(*moved):
             known = dict(zip(moving, moved, strict=True))
             return drawn.function(*(known.get(n, a) for n, a in enumerate(operands[: len(operands) - len(tangents)])))
 
-        floats = [operands[n] for n in moving]
-        if is_forward:
-            return jax.jvp(of_floats, floats, list(operands[len(operands) - len(tangents) :]))
-        return gradients(of_floats, *floats)
+        floats, given = tuple(operands[n] for n in moving), tuple(operands[len(operands) - len(tangents) :])
+        if several:
+            return jax.vmap(lambda *tangents: jax.jvp(of_floats, floats, tangents))(*given)
+        return jax.jvp(of_floats, floats, given) if mode == "forward" else gradients(of_floats, *floats)
 
     return program, [*operands, *tangents]
 
 
-@pytest.mark.parametrize("is_forward", [False, True])
+@pytest.mark.parametrize("mode", ["reverse", "forward", 1, 3])
 @pytest.mark.parametrize(
     "first", [pytest.param(first, marks=[pytest.mark.sweep] * (first > 0)) for first in range(0, 100, 5)]
 )
-def test_drawn_derivatives(first, is_forward):
+def test_drawn_derivatives(first, mode):
     """Of biases as well. In forward mode some weights that are made of logarithms, or of two softmaxes, stay."""
-    drawn = {str(seed): drawn_derivative(seed, is_forward) for seed in range(first, first + 5)}
+    drawn = {str(seed): drawn_derivative(seed, mode) for seed in range(first, first + 5)}
     called = check_together({seed: (f, operands, fuse(f)) for seed, (f, operands) in drawn.items()})
-    assert called["tangents"] if is_forward else called["forward"] >= len(drawn)
+    assert called["forward"] >= len(drawn) if mode == "reverse" else called["tangents"]
 
 
 # ---- Programs whose tiles must not be skipped, or which are no attention at all. Of more than a tile.

@@ -55,13 +55,13 @@ def with_common_factors(graph: Graph, stay: Container[Equation]) -> Changes:
     for equation in graph.equations:
         if equation.name not in ("add", "add_any") or equation in stay:
             continue
-        (a, makers), (b, others) = (_without_factors(graph, x) for x in equation.inputs)
+        (a, makers, views), (b, others, own) = (_without_factors(graph, x) for x in equation.inputs)
         factors = [(e.name, _scalar_of(e)) for e in makers]
         if not factors or list(map(_factor, makers)) != list(map(_factor, others)):
             continue
 
-        def summed(a: Array, b: Array, *scalars: Array, factors: Sequence[tuple[str, Atom | None]] = factors) -> Array:
-            total = a + b
+        def summed(a: Array, b: Array, *scalars: Array, factors: Any = factors, views: Any = (views, own)) -> Array:
+            total = viewed(a, views[0]) + viewed(b, views[1])
             for (name, _), c in zip(reversed(factors), reversed(scalars), strict=True):
                 total = total * c if name == "mul" else total / c
             return total
@@ -79,19 +79,22 @@ def _factor(equation: Equation) -> tuple[str, Any, Any]:
     return equation.name, value, equation.outputs[0].aval.dtype
 
 
-def _without_factors(graph: Graph, a: Atom) -> tuple[Atom, list[Equation]]:
+def _without_factors(graph: Graph, a: Atom) -> tuple[Atom, list[Equation], list[Equation]]:
     """The product of which scalars make a value, which nothing else reads, and the equations that do, the last one
-    first; or no equations."""
-    found: list[Equation] = []
-    b = a
+    first; or no equations. And the views among those between, the first one first."""
+    found, views, b = list[Equation](), list[Equation](), a
     while (maker := graph.maker_of(b)) is not None and len(graph.readers.get(b, ())) == 1 and b not in graph.results:
         if maker.name == "dot_general":
-            return b, found
+            return b, found, views
+        if is_strided_view(maker):
+            views.insert(0, maker)
+            (b,) = maker.inputs
+            continue
         if (scalar := _scalar_of(maker)) is None:
             break
         found.append(maker)
         (b,) = (other for other in maker.inputs if other is not scalar)
-    return a, []
+    return a, [], []
 
 
 def _multiplication(graph: Graph, product: Equation) -> Replacements:
@@ -131,7 +134,7 @@ class _Operand(NamedTuple):
         return self.array.aval.dtype.name in expressions.ROUNDED
 
 
-def _viewed(a: Array, views: list[Equation]) -> Array:
+def viewed(a: Array, views: list[Equation]) -> Array:
     for view in views:
         a = view.eqn.primitive.bind(a, **view.params)
     return a
@@ -193,11 +196,11 @@ def _product_of_16_bits(graph: Graph, product: Equation) -> Replacements:
                 a = a * by if name == "mul" else a / by
             return a
 
-        own = [_viewed(a, of.views) for a, of in zip((first, second), operands, strict=True)]
+        own = [viewed(a, of.views) for a, of in zip((first, second), operands, strict=True)]
         if all(narrow):
             return multiplied(_product(product, *own))
         own = [a if is_narrow else multiplied(a) for a, is_narrow in zip(own, narrow, strict=True)]
-        return _viewed(_product(product, *own), list(filter(is_strided_view, after)))
+        return viewed(_product(product, *own), list(filter(is_strided_view, after)))
 
     read = [of.array for of in operands] + [scalar for _, scalar in factors if is_variable(scalar)]
     last = after[-1] if after else product

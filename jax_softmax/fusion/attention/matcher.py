@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from jax_softmax import _kernels
 from jax_softmax.fusion import backend
-from jax_softmax.fusion.attention import casts, kernels, learned, log_sums, logarithms, several, tangents
+from jax_softmax.fusion.attention import casts, kernels, learned, log_sums, logarithms, mapped, several, tangents
 from jax_softmax.fusion.attention.call import Attention
 from jax_softmax.fusion.attention.formulas import Formulas
 from jax_softmax.fusion.attention.letters import Letters
@@ -29,7 +29,7 @@ from jax_softmax.fusion.program import expressions, splicing
 from jax_softmax.fusion.program.expressions import NotFolded
 from jax_softmax.fusion.program.graph import CycleError, Equation, Graph
 from jax_softmax.fusion.program.kinds import foldable
-from jax_softmax.fusion.program.places import Factor
+from jax_softmax.fusion.program.places import Factor, count_of
 from jax_softmax.fusion.program.products import Operand, Product
 from jax_softmax.primitives.types import Atom, Var
 
@@ -42,8 +42,8 @@ class FoundAttention(NamedTuple):
     log_sums: list[Equation]  # of the scores: the operator logsumexp
     attention: Attention
     extents: dict[str, int]
-    bytes_per_score: int  # which the program moves to write and read arrays of queries x keys
-    n_products: int  # of which such an array is an operand or the result
+    bytes_per_score: float  # which the program moves to write and read arrays of queries x keys
+    n_products: float  # of which such an array is an operand or the result
     bytes_of_number: int  # of q, k and v as kernels read them
     bytes_of_query: int  # in the program
 
@@ -70,7 +70,8 @@ def with_attention(graph: Graph) -> tuple[Graph, list[FoundAttention], dict[Var,
 
 
 # What is done to a graph, if kernels make all that is new then.
-_CHANGES = logarithms.as_softmax, casts.without_widened, casts.with_common_factors, several.of_one_softmax
+_CHANGES = [logarithms.as_softmax, casts.without_widened, casts.with_common_factors, several.of_one_softmax]
+_CHANGES += [mapped.of_broadcast_scores]
 
 
 def _with_attention(graph: Graph) -> tuple[Graph, list[FoundAttention], dict[Var, str]]:
@@ -275,7 +276,9 @@ class Match:
         values = [value.v for value in self.values.each]
         scores, k, *of_values = (of.letters(self.names) for of in (Operand(None, self.rows.place), self.k, *values))
         own_gradients = [self._letters_of(p) for p, _ in (*self.dvs, *filter(None, [self.dk]))]
-        of_keys = set("".join([k, *of_values, *own_gradients]))
+        moving = self.tangents.operands.items() if self.tangents else ()
+        own_tangents = [of.letters(self.names) for name, of in moving if name != "q"]
+        of_keys = set("".join([k, *of_values, *own_gradients, *own_tangents]))
         # An operand that lacks letters is broadcast along them. Where features are not last, XLA transposes the array.
         self.letters = Letters(
             self._letters_of_operand(self.q, set(scores) - {"j"}, "d"),
@@ -297,7 +300,7 @@ class Match:
         if not set(names) <= set(expressions.WRITABLE):  # products of integers wrap round
             raise NoAttention(f"queries, keys and values are of {' and '.join(names)}")
         made = [p[0].equation.outputs[0] for p in (*self.outputs, *self.dvs, self.dq, self.dk) if p]
-        made += [self.tangents.result] if self.tangents else []
+        made += [self.tangents.result.variable] if self.tangents else []
         if others or not all(casts.is_rounded(self.graph, a, dtype.name) for a in made):
             dtype = jnp.result_type(dtype, *others, jnp.float32)
         return dtype.name
@@ -340,7 +343,7 @@ class Match:
             output = self.tangents.output
             self.values.part_of(output, "v")  # which refuses a tangent of other values than the gradient's
             names = self.names | {output.features: "e"}
-            results.append(Result(self.tangents.result, output.result, names, "o_tangent", letters.o))
+            results.append(Result(*self.tangents.result, names, "o_tangent", letters.o))
         of_rows = [(v, name) for one in self.log_sums for v, name in zip(one.equation.outputs, "MS", strict=True)]
         if self.linear is not None:
             of_rows += [(v, "sink") for v in self.rows.sinks_of(self.linear.outputs[0])]
@@ -352,15 +355,16 @@ class Match:
         ]
         return results
 
-    def _work_per_score(self) -> tuple[int, int]:
+    def _work_per_score(self) -> tuple[float, float]:
         """How many bytes the program moves without these kernels, and in how many products."""
 
         def size(a: Atom) -> int:
             return a.aval.dtype.itemsize
 
-        n = 2 * size(self.product.outputs[0]) + sum(map(size, {a for _, a in self.outputs}))
+        share = count_of(self.place_of_product) / count_of(self.rows.place)  # of a product that scores may share
+        n = share * 2 * size(self.product.outputs[0]) + sum(map(size, {a for _, a in self.outputs}))
         n += sum(size(a) for _, a in self.with_weights)
-        products = 1 + len(self.with_weights)
+        products = share + len(self.with_weights)
         if self.tangents:
             n += 2 * len(self.tangents.terms) * size(self.tangents.product[0]) + 2 * size(self.tangents.weights)
             products += len(self.tangents.terms) + 1

@@ -11,9 +11,10 @@ from jax_softmax.fusion.attention.values import is_same
 from jax_softmax.fusion.attention.walks import NoAttention
 from jax_softmax.fusion.program.expressions import NotFolded
 from jax_softmax.fusion.program.graph import Equation
-from jax_softmax.fusion.program.places import Factor, Place
+from jax_softmax.fusion.program.kinds import is_strided_view
+from jax_softmax.fusion.program.places import Factor, Place, factors_of, output_place
 from jax_softmax.fusion.program.products import Operand, Product
-from jax_softmax.primitives.types import Atom, Var
+from jax_softmax.primitives.types import Atom
 
 if TYPE_CHECKING:
     from jax_softmax.fusion.attention.matcher import Match
@@ -55,22 +56,30 @@ class Tangents:
     def _other(self, product: Product) -> Operand:
         return self.walks.stored(product.other, product.features)
 
-    def _of_output(self) -> Var:
+    def _of_output(self) -> Operand:
         """The output's tangent: the product of the weights' tangents with values, or its sum with that of weights with
         values' tangents, which is no output then."""
-        graph, (a,) = self.match.graph, self.output.equation.outputs
-        readers = graph.readers.get(a, ())
-        if len(readers) != 1 or a in graph.results or readers[0].name not in ("add", "add_any"):
-            return a
-        others = [b for b in readers[0].inputs if b is not a]
-        for product, _ in self.match.outputs:
-            (made,) = product.equation.outputs
-            if others == [made] and len(graph.readers[made]) == 1 and made not in graph.results:
+        whole = self._sum(self.output)
+        for product, _ in self.match.outputs if whole else ():
+            other = self._sum(product)
+            if whole and other and is_same(whole, self.output.features, other, product.features):
                 self.operands["v"] = self._other(product)
                 self.names[product.features] = "e"
                 self.match.outputs = [one for one in self.match.outputs if one[0] is not product]
-                return readers[0].outputs[0]
-        return a
+                return whole
+        return Operand(self.output.equation.outputs[0], self.output.result)
+
+    def _sum(self, product: Product) -> Operand | None:
+        """The sum of which a product's result, or a view of that, is a term, where nothing else reads it."""
+        of, graph = Operand(product.equation.outputs[0], product.result), self.match.graph
+        while len(readers := graph.readers.get(of.variable, [])) == 1 and of.variable not in graph.results:
+            is_sum, place = readers[0].name in ("add", "add_any"), output_place(readers[0], of.place, 0)
+            if place is None or not (is_sum or is_strided_view(readers[0])):
+                break
+            of = Operand(readers[0].outputs[0], place)
+            if is_sum:  # of whole dimensions
+                return of if set(of.factors) == set(factors_of(product.result)) else None
+        return None
 
 
 def _made_of(match: "Match", equation: Equation) -> _Found | None:

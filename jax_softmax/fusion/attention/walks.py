@@ -36,7 +36,7 @@ class Walks:
         self, a: Atom, place: Place, keys: Factor, known: Atom | None = None
     ) -> tuple[tuple[Atom, Place], list[Product]]:
         """The product, or the sum of products, of which a value is made, element by element, with its place; and all
-        that are in it. What is known does not count."""
+        that are in it. What is known does not count; of that, and of no product, a value may be made, too."""
         variable, place, products = self._made_of(a, place, keys, True, known)
         return (variable, place), products
 
@@ -63,6 +63,8 @@ class Walks:
         start: list[Placed] = [(a, place_key(place))]
         for _ in each_once(start, following):
             pass
+        if not found and known is not None:
+            return known, [], []
         counts = [count_of(place) for _, place, _ in found]
         found = [one for one, count in zip(found, counts, strict=True) if count == max(counts)]
         if len(found) != 1:
