@@ -15,7 +15,7 @@ from jax_softmax.fusion.kernels import recomputed
 from jax_softmax.fusion.kernels.calls import KernelCall, by_xla_p, kernel_call_of, kernel_call_p
 from jax_softmax.fusion.kernels.candidates import Group, Groups
 from jax_softmax.fusion.kernels.chains import chain_of
-from jax_softmax.fusion.kernels.memory import balance_of, costly
+from jax_softmax.fusion.kernels.memory import balance_of, costly, memory_of
 from jax_softmax.fusion.kernels.traffic import Traffic, byte_text, group_traffic, has_short_rows, reason_by_traffic
 from jax_softmax.fusion.net import by_own_settings, fused_or_as_it_is
 from jax_softmax.fusion.program import expressions
@@ -103,7 +103,7 @@ def _rewritten(jaxpr: Jaxpr, path: str, unfused: Jaxpr | None = None) -> tuple[J
     changed |= has_operators(jaxpr) or any(e.eqn.primitive is as_stored_p for e in graph.equations)
     if not changed and not any(e.name == "reduce_max" for e in graph.equations):
         return jaxpr, lines
-    alone = None if unfused is None else graph_of(unfused, platform="cuda")
+    alone = 0 if unfused is None else memory_of(graph_of(unfused, platform="cuda"))
     decision, own_lines = _decided(rules.normalized(graph), alone, path, changed)
     if decision is not None:
         jaxpr = jaxpr.replace(eqns=_in_order(decision), outvars=decision.groups.graph.outputs)
@@ -120,9 +120,9 @@ def start_compiling(jaxpr: Jaxpr) -> None:
 # ---- Decisions
 
 
-def _decided(program: Graph, alone: Graph | None, path: str, changed: bool) -> tuple[_Decision | None, list[Line]]:
+def _decided(program: Graph, alone: int, path: str, changed: bool) -> tuple[_Decision | None, list[Line]]:
     """The decision for a program, and its lines; None if nothing of it was `changed` or is written out. `alone`: the
-    program without this package's operators, if there is one.
+    bytes that the program needs at once without this package's operators, or 0 if there is no such program.
 
     What is written out of an array becomes operators. If XLA would make one of an array's operators, all that is
     written out of it is better as it was: it stays, and the rest is decided again.
@@ -154,7 +154,7 @@ def _lines_of_staying(lines: list[tuple[Equation, Line]], called: set[tuple[Any,
     return [line if line.why_xla else line._replace(why_xla=judge.WITH_ANOTHER) for line in staying]
 
 
-def _stable_decision(graph: Graph, alone: Graph | None, path: str) -> _Decision:
+def _stable_decision(graph: Graph, alone: int, path: str) -> _Decision:
     """The decision for a graph after as many rounds as change it.
 
     A round chooses for all operators into which something is folded, because what one of them reads depends on what
@@ -206,7 +206,7 @@ def _left_in_chains(
 
 
 def _judged_by_memory(
-    groups: Groups, choices: dict[Equation, KernelChoice], alone: Graph | None
+    groups: Groups, choices: dict[Equation, KernelChoice], alone: int
 ) -> dict[Equation, KernelChoice]:
     """The choices that change where kernels need more memory than XLA: if they save too little time for it, those of
     the kernels that need it, which are left; else all of them, which say it."""

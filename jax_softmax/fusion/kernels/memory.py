@@ -24,6 +24,7 @@ from jax_softmax.fusion.program.graph import (
     variables_of,
 )
 from jax_softmax.fusion.program.kinds import REGIONS, is_strided_view, kind_of, may_fold
+from jax_softmax.primitives.records import LINEAR_MAPS
 from jax_softmax.primitives.types import Atom, Var
 from jax_softmax.runtime import costs
 
@@ -48,12 +49,18 @@ class Balance(NamedTuple):
         return f"{byte_text(self.more)} more memory, {self.memory:.2f} times XLA's, for {self.time:.2f} times its time"
 
 
-def balance_of(graph: Graph, saved: Mapping[Equation, float], alone: Graph | None) -> Balance:
-    """`saved`: the bytes that each kernel's call saves. `alone`: the same without kernels, if it is known."""
-    needs, of_xla = _needs_of(graph), _needs_of(graph, saved) if alone is None else _needs_of(alone)
+def balance_of(graph: Graph, saved: Mapping[Equation, float], alone: int) -> Balance:
+    """`saved`: the bytes that each kernel's call saves. `alone`: what the program needs as it was written, or 0."""
+    # By XLA the program is in the order written. What differs by order, scans or attention is no row kernel's doing.
+    needs, of_xla = _needs_of(graph), max(alone, _needs_of(graph, saved).memory)
     operands = sum(bytes_of(v) for v in graph.readers if v not in graph.maker)
-    memory = (operands + needs.memory) / max(1, operands + of_xla.memory)
-    return Balance(needs.memory - of_xla.memory, memory, needs.moved / max(1, needs.moved + sum(saved.values())))
+    memory = (operands + needs.memory) / max(1, operands + of_xla)
+    return Balance(needs.memory - of_xla, memory, needs.moved / max(1, needs.moved + sum(saved.values())))
+
+
+def memory_of(graph: Graph) -> int:
+    """The bytes that a program needs at once, without operands."""
+    return _needs_of(graph).memory
 
 
 def costly(graph: Graph, calls: Collection[Equation]) -> list[Equation]:
@@ -99,11 +106,14 @@ def _needs_of(graph: Graph, by_xla: Container[Equation] = ()) -> _Needs:
             continue
         is_of_rows = equation.eqn.primitive is by_xla_p or equation in by_xla or kind_of(equation) == "operator"
         is_loop = is_of_rows or may_fold(equation)
-        is_made_again = is_loop and kind_of(equation) != "reduction"
-        made = [v for v in outputs if v in stored or not is_made_again]
-        again = [by_loops[v] for v in outputs if is_made_again and by_loops.get(v, 0) > stored.get(v, 0)]
+        # What XLA reduces, as a row operator's results with fewer elements, it does not make again.
+        least = about_size_of(equation.inputs[0]) if is_of_rows else 0
+        is_loop_alone = is_loop and kind_of(equation) != "reduction"
+        made_again = {v for v in outputs if is_loop_alone and about_size_of(v) >= least}
+        made = [v for v in outputs if v in stored or v not in made_again]
+        again = [by_loops[v] for v in made_again if by_loops.get(v, 0) > stored.get(v, 0)]
         for v in made:
-            until, spaces = max(k, stored.get(v, 0), 0 if is_made_again else by_loops.get(v, 0)), free[bytes_of(v)]
+            until, spaces = max(k, stored.get(v, 0), 0 if v in made_again else by_loops.get(v, 0)), free[bytes_of(v)]
             space = next((n for n, before in enumerate(spaces) if until <= before), None)
             if v in graph.results:
                 spaces.append(k)
@@ -116,7 +126,7 @@ def _needs_of(graph: Graph, by_xla: Container[Equation] = ()) -> _Needs:
                 change[until] -= bytes_of(v)
         for n, a in enumerate(equation.inputs):
             if is_loop or (n == 0 and equation.name == "gather"):
-                read(a, by_loops, max([k + is_of_rows, *again]))
+                read(a, by_loops, max([k + (is_of_rows and not _is_map_in_place(equation)), *again]))
             else:
                 read(a, stored, k if n == _overwritten(equation) else k + 1)
         if made:
@@ -154,6 +164,14 @@ def _overwritten(equation: Equation) -> int | None:
         in_place: int | None = equation.params["call"].kernel.in_place
         return in_place
     return 0 if equation.name.startswith(("scatter", "dynamic_update_slice")) else None
+
+
+def _is_map_in_place(equation: Equation) -> bool:
+    """Whether XLA reduces a linear map's rows first, and then writes it over what it reads."""
+    call = equation.params.get("call")
+    of = equation.params if call is None else call.kernel._asdict()
+    last = len(of.get("shape", equation.inputs[0].aval.shape)) - 1
+    return of.get("op", equation.name) in LINEAR_MAPS and last in of["axes"]
 
 
 def _moved_during_product(equation: Equation) -> float:
