@@ -63,6 +63,7 @@ class KernelChoice(NamedTuple):
 class _Decision(NamedTuple):
     groups: Groups
     choices: dict[Equation, KernelChoice]  # of all operators of the graph
+    eqns: Sequence[Any] = ()  # JAX's, of the rewritten program
 
     @property
     def calls(self) -> dict[Group, KernelChoice]:
@@ -106,7 +107,7 @@ def _rewritten(jaxpr: Jaxpr, path: str, unfused: Jaxpr | None = None) -> tuple[J
     alone = 0 if unfused is None else memory_of(graph_of(unfused, platform="cuda"))
     decision, own_lines = _decided(rules.normalized(graph), alone, path, changed)
     if decision is not None:
-        jaxpr = jaxpr.replace(eqns=_in_order(decision), outvars=decision.groups.graph.outputs)
+        jaxpr = jaxpr.replace(eqns=decision.eqns, outvars=decision.groups.graph.outputs)
     return jaxpr, lines + own_lines
 
 
@@ -160,7 +161,7 @@ def _stable_decision(graph: Graph, alone: int, path: str) -> _Decision:
     A round chooses for all operators into which something is folded, because what one of them reads depends on what
     others make. The next round leaves alone those that are no call, and has in memory what `recomputed.py` asks for.
     """
-    choices: dict[Equation, KernelChoice] = {}
+    choices = {e: _choice_unfolded(e, path) for e in graph.equations if _is_operator(e) and not foldable(e)}
     in_memory: frozenset[Var] = frozenset()
     while True:
         left = {equation for equation, choice in choices.items() if not choice.is_call}
@@ -174,12 +175,11 @@ def _stable_decision(graph: Graph, alone: int, path: str) -> _Decision:
         in_memory |= more
         choices |= in_chains
         if not more and not in_chains:
-            judged = _judged_by_memory(groups, choices, alone) if calls else {}
+            eqns = _in_order(_Decision(groups, choices))
+            judged = _judged_by_memory(_Decision(groups, choices, eqns), alone) if calls else {}
             choices |= judged
             if all(choice.is_call for choice in judged.values()):
-                break
-    choices |= {e: _choice_unfolded(e, path) for e in graph.equations if _is_operator(e) and not foldable(e)}
-    return _Decision(groups, {e: choices[e] for e in graph.equations if e in choices})
+                return _Decision(groups, {e: choices[e] for e in graph.equations if e in choices}, eqns)
 
 
 def _left_in_chains(
@@ -205,15 +205,12 @@ def _left_in_chains(
     return left
 
 
-def _judged_by_memory(
-    groups: Groups, choices: dict[Equation, KernelChoice], alone: int
-) -> dict[Equation, KernelChoice]:
+def _judged_by_memory(decision: _Decision, alone: int) -> dict[Equation, KernelChoice]:
     """The choices that change where kernels need more memory than XLA: if they save too little time for it, those of
     the kernels that need it, which are left; else all of them, which say it."""
-    decision = _Decision(groups, choices)
-    eqns: list[Any] = _in_order(decision)
-    equations = [Equation(eqn, eqn.invars, eqn.outvars, eqn.params) for eqn in eqns]
-    graph, saved = Graph(equations, groups.graph.outputs), dict[Equation, float]()
+    choices = decision.choices
+    equations = [Equation(eqn, eqn.invars, eqn.outvars, eqn.params) for eqn in decision.eqns]
+    graph, saved = Graph(equations, decision.groups.graph.outputs), dict[Equation, float]()
     operators = {choice.results[0]: group.equation for group, choice in decision.calls.items()}
     calls = {e: operators[e.outputs[0]] for e in graph.equations if e.eqn.primitive is kernel_call_p}
     for call, operator in calls.items():

@@ -51,7 +51,7 @@ class Balance(NamedTuple):
 
 def balance_of(graph: Graph, saved: Mapping[Equation, float], alone: int) -> Balance:
     """`saved`: the bytes that each kernel's call saves. `alone`: what the program needs as it was written, or 0."""
-    # By XLA the program is in the order written. What differs by order, scans or attention is no row kernel's doing.
+    # The two programs by XLA differ in order, scans and attention. Kernels need what is more than in both.
     needs, of_xla = _needs_of(graph), max(alone, _needs_of(graph, saved).memory)
     operands = sum(bytes_of(v) for v in graph.readers if v not in graph.maker)
     memory = (operands + needs.memory) / max(1, operands + of_xla)
