@@ -13,7 +13,7 @@ from jax_softmax.primitives.types import Atom, Var
 def is_written_by_product(graph: Graph, a: Atom) -> bool:
     """Whether a product writes this narrower array in the place of its own result."""
     maker = graph.maker_of(a)
-    if maker is None or _widening(maker) >= 1:
+    if maker is None or _casts(maker) != "narrow":
         return False
     while (source := _array_of(maker)) is not None:
         maker = graph.maker.get(source)
@@ -26,7 +26,7 @@ def is_written_by_product(graph: Graph, a: Atom) -> bool:
 
 def is_for_products(graph: Graph, equation: Equation) -> bool:
     """Whether an equation widens an array that products alone read so."""
-    if _widening(equation) <= 1:
+    if _casts(equation) != "wide":
         return False
 
     def following(e: Equation) -> list[Equation]:
@@ -43,11 +43,14 @@ def is_read_by_loop(graph: Graph, reader: Equation) -> bool:
     return is_loop(reader) and not is_for_products(graph, reader)
 
 
-def _widening(equation: Equation) -> float:
-    """How many times as wide an equation makes each element; 1 unless it is a cast."""
+def _casts(equation: Equation) -> str:
+    """`narrow` for a cast of float32 to 16 bits, `wide` for one of 16 bits to float32, else an empty string."""
     if equation.name != "convert_element_type":
-        return 1
-    return equation.outputs[0].aval.dtype.itemsize / equation.inputs[0].aval.dtype.itemsize
+        return ""
+    of, to = equation.inputs[0].aval.dtype.name, equation.outputs[0].aval.dtype.name
+    if of == "float32" and to in expressions.ROUNDED:
+        return "narrow"
+    return "wide" if of in expressions.ROUNDED and to == "float32" else ""
 
 
 def _array_of(equation: Equation) -> Var | None:
