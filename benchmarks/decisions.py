@@ -144,7 +144,7 @@ def measured(computation: Computation, pool: concurrent.futures.Executor) -> lis
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", action="append", default=[], help="a part of a program's name")
+    parser.add_argument("--only", nargs="+", default=[], help="a part of a program's name")
     parser.add_argument("--part", type=int, nargs=2, default=(0, 1), metavar=("K", "N"), help="the K-th of N")
     parser.add_argument("--drawn", type=int, default=200)
     options = parser.parse_args()

@@ -195,7 +195,7 @@ def chosen(program, options):
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", action="append", default=[], help="a part of a program's name")
+    parser.add_argument("--only", nargs="+", default=[], help="a part of a program's name")
     parser.add_argument("--shapes", type=int, nargs="+", default=[0, 1, 2, 3], help="which of the shapes, from 0 on")
     parser.add_argument("--chunks", type=int, nargs="+", default=[], help="further sizes of chunks, in tokens")
     parser.add_argument("--repeats", type=int, default=3)

@@ -21,7 +21,7 @@ import jax_softmax
 def run(computations, description: str, name: str, title: str) -> int:
     """Measures computations as the command line says, and writes a table of this name."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", action="append", default=[], help="a part of a computation's name")
+    parser.add_argument("--only", nargs="+", default=[], help="a part of a computation's name")
     parser.add_argument(
         "--part", type=int, nargs=2, default=(0, 1), metavar=("K", "N"), help="the K-th of N, from 0 on"
     )

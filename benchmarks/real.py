@@ -68,7 +68,7 @@ def measured(name, step, options) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--checkout", action="append", default=[], metavar="NAME=PATH", help="of a repository")
-    parser.add_argument("--only", action="append", default=[], help="a part of a step's name")
+    parser.add_argument("--only", nargs="+", default=[], help="a part of a step's name")
     parser.add_argument(
         "--part", type=int, nargs=2, default=(0, 1), metavar=("K", "N"), help="the K-th of N, from 0 on"
     )

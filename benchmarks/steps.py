@@ -160,7 +160,7 @@ def steady(step: Step, turns: int) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", action="append", default=[], help="a part of a program's name")
+    parser.add_argument("--only", nargs="+", default=[], help="a part of a program's name")
     parser.add_argument("--first", action="store_true", help="seconds to the first step")
     parser.add_argument("--small", action="store_true", help="small programs")
     parser.add_argument("--turns", type=int, default=15)
