@@ -10,7 +10,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Set
 from typing import Any
 
 from jax_softmax.fusion.program import expressions, walk
-from jax_softmax.fusion.program.epilogues import is_for_products, is_read_by_loop, is_written_by_product
 from jax_softmax.fusion.program.graph import Equation, Graph, bytes_of, each_once, is_variable, size_of, variables_of
 from jax_softmax.fusion.program.kinds import foldable, is_loop
 from jax_softmax.fusion.program.places import Parts, Place, PlaceKey, new_place, place_key
@@ -99,8 +98,6 @@ class Group:
         sources = [k for k, a in enumerate(equation.inputs) if is_variable(a) and a in self.places_after]
         if equation.name in PRIMITIVES or not expressions.is_expressible(equation):
             return False
-        if is_for_products(self.graph, equation):
-            return False
         (output,) = equation.outputs
         place = self.parts.output_place(equation, self.places_after[equation.inputs[sources[0]]], sources[0])
         if place is None or size_of(output) != self.size:
@@ -188,7 +185,7 @@ class _Cuts(walk.Cuts):
 
 def is_materialized_unfolded(graph: Graph, variable: Atom) -> bool:
     """Whether a variable is in memory where nothing is folded into operators."""
-    return _is_materialized(graph, variable, lambda _, reader: is_read_by_loop(graph, reader), graph.materialized)
+    return _is_materialized(graph, variable, lambda _, reader: is_loop(reader), graph.materialized)
 
 
 def _is_materialized(
@@ -198,7 +195,6 @@ def _is_materialized(
     if variable not in known:
         maker, readers = graph.maker_of(variable), graph.readers.get(variable, ())
         in_any_case = maker is None or variable in graph.results or not is_loop(maker)
-        in_any_case |= is_written_by_product(graph, variable)
         known[variable] = in_any_case or any(not can_make(variable, reader) for reader in readers)
     return known[variable]
 
@@ -238,9 +234,7 @@ class Groups:
         group = self.owner.get(reader)
         if reader.name == "gather" and reader.inputs[1] is not variable:  # XLA makes the elements that it gathers
             return True
-        if group is None or group.equation is not reader:
-            return is_read_by_loop(self.graph, reader)
-        return variable in group.operands
+        return is_loop(reader) if group is None or group.equation is not reader else variable in group.operands
 
     def _note_reads(self, group: Group) -> None:
         """Notes what a group reads as it is now."""

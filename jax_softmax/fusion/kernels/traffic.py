@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 from jax_softmax.fusion.kernels.candidates import Group, Groups
 from jax_softmax.fusion.program import expressions
-from jax_softmax.fusion.program.epilogues import is_read_by_loop
 from jax_softmax.fusion.program.graph import Equation, bytes_of, size_of, variables_of
 from jax_softmax.fusion.program.kinds import REDUCTIONS, is_loop
 from jax_softmax.primitives.records import LINEAR_MAPS
@@ -67,7 +66,7 @@ def _bytes_of_kernel(
     found = sum(bytes_of(a) * (1 if groups.is_materialized(a) else 2) for a in reads) + 2 * sum(map(bytes_of, moved))
     for variable in written:
         readers = groups.read_outside(variable, group)
-        only_loops = all(reader is not None and is_read_by_loop(group.graph, reader) for reader in readers)
+        only_loops = all(reader is not None and is_loop(reader) for reader in readers)
         found += bytes_of(variable) * (2 if only_loops else 1)
     if _xla_makes_whole_rows(group):
         found += sum(bytes_of(reduction.inputs[0]) for reduction in _reductions_for(group, reads, groups))
@@ -77,7 +76,7 @@ def _bytes_of_kernel(
 def _is_made_by_readers(variable: Var, group: Group, groups: Groups) -> bool:
     """Whether XLA makes a result of the group only where it is read."""
     readers = groups.read_outside(variable, group)
-    return all(r is not None and (is_read_by_loop(group.graph, r) or r.name == "gather") for r in readers)
+    return all(reader is not None and (is_loop(reader) or reader.name == "gather") for reader in readers)
 
 
 def _reads_of_xla(group: Group) -> int:
