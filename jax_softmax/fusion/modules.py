@@ -14,7 +14,7 @@ _TAG = "jax_softmax.fuse"
 
 def has_modules(arguments: Any) -> bool:
     """Whether a tree has objects of nnx."""
-    return "flax.nnx" in sys.modules and any(map(_is_module, jax.tree.leaves(arguments, is_leaf=_is_module)))
+    return any(map(is_of_nnx, jax.tree.leaves(arguments, is_leaf=is_of_nnx)))
 
 
 def outside_of_equinox(arguments: Any) -> list[bool]:
@@ -58,17 +58,17 @@ def pure(
     f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[Any, Any]]:
     """g, and what it is called with: the state of the modules, and args and kwargs with None for each of them."""
-    leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=_is_module)
+    leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=is_of_nnx)
     with _nnx().split_context(_TAG) as outside:
         definition, state = outside.split(_modules(args, kwargs))
-    is_module = tuple(map(_is_module, leaves))
+    is_module = tuple(map(is_of_nnx, leaves))
     rest = [None if is_one else leaf for leaf, is_one in zip(leaves, is_module, strict=True)]
     args, kwargs = jax.tree.unflatten(tree, rest)
     return _Pure(f, definition, tree, is_module), (state, *args), kwargs
 
 
 def _modules(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple(filter(_is_module, jax.tree.leaves((args, kwargs), is_leaf=_is_module)))
+    return tuple(filter(is_of_nnx, jax.tree.leaves((args, kwargs), is_leaf=is_of_nnx)))
 
 
 class _Pure:
@@ -113,7 +113,7 @@ class _Before:
 
     @staticmethod
     def _objects_of(modules: tuple[Any, ...]) -> list[tuple[Any, ...]]:
-        return [(path, value) for path, value in _nnx().iter_graph(modules) if _is_module(value)]
+        return [(path, value) for path, value in _nnx().iter_graph(modules) if is_of_nnx(value)]
 
     @staticmethod
     def _variables_of(modules: tuple[Any, ...]) -> Any:
@@ -141,5 +141,6 @@ def _nnx() -> Any:
     return sys.modules["flax.nnx"]
 
 
-def _is_module(leaf: Any) -> bool:
-    return isinstance(leaf, (getattr(_nnx(), "Pytree", _nnx().Object), _nnx().Variable))
+def is_of_nnx(leaf: Any) -> bool:
+    """Whether it is a module or a variable of nnx."""
+    return "flax.nnx" in sys.modules and isinstance(leaf, (getattr(_nnx(), "Pytree", _nnx().Object), _nnx().Variable))
