@@ -99,9 +99,13 @@ class Fused(Generic[_P, _R]):
             return self.__wrapped__(*args, **kwargs)
         f, positional, named = _unbound(self.__wrapped__, args, kwargs)
         call = functools.partial(self._call, f)
-        if modules.has_modules((positional, named)):
-            return modules.call_with_modules(call, f, positional, named)
-        return call(f, *positional, **named)
+        try:
+            if modules.has_modules((positional, named)):
+                return modules.call_with_modules(call, f, positional, named)
+            return call(f, *positional, **named)
+        except TypeError as error:
+            _note_arguments_without_arrays(error, f, positional, named)
+            raise
 
     def _call(self, f: Callable[..., Any], g: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """What g returns, which is f or, of modules, a pure function that calls it."""
@@ -150,14 +154,40 @@ class Fused(Generic[_P, _R]):
                 unfused = call.unfused(closed.jaxpr)
                 report.extend(lines_of(jaxpr, unfused and primitive.as_lowered(unfused)))
 
-        f, args, kwargs = _unbound(self.__wrapped__, args, kwargs)
-        if modules.has_modules((args, kwargs)):
-            with modules.context():
-                f, args, kwargs = modules.pure(f, args, kwargs)
-                look(f, *args, **kwargs)
-        else:
-            look(f, *args, **kwargs)
+        f, positional, named = _unbound(self.__wrapped__, args, kwargs)
+        try:
+            if modules.has_modules((positional, named)):
+                with modules.context():
+                    g, args, kwargs = modules.pure(f, positional, named)
+                    look(g, *args, **kwargs)
+            else:
+                look(f, *positional, **named)
+        except TypeError as error:
+            _note_arguments_without_arrays(error, f, positional, named)
+            raise
         return FusionReport(report)
+
+
+def _note_arguments_without_arrays(
+    error: TypeError, f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Adds to the error of a call which arguments f was given as they are, though it may have meant arrays."""
+    try:
+        arguments = inspect.signature(f).bind(*args, **kwargs).arguments
+    except (TypeError, ValueError):  # which the error is about, or f has no signature
+        return
+
+    def has_arrays(value: Any) -> bool:
+        leaves = jax.tree.leaves(value, is_leaf=modules.is_of_nnx)
+        return any(isinstance(leaf, _ARRAYS) or modules.is_of_nnx(leaf) for leaf in leaves)
+
+    others = {name: a for name, a in arguments.items() if not (isinstance(a, _NUMBERS | _Number) or has_arrays(a))}
+    if others:
+        given = ", ".join(f"{name} of type {type(value).__name__}" for name, value in others.items())
+        error.add_note(
+            f"fuse: f was given {given}, as it is. Where f wants an array, an argument must be one of JAX or NumPy, a "
+            'number, or a shape and dtype as in jax.ShapeDtypeStruct((4, 8), "float32").'
+        )
 
 
 def _unbound(
@@ -275,11 +305,11 @@ class _Call(NamedTuple):
         return _Results(arrays, functools.partial(_arguments, others=others, tree=tree))
 
     def _is_other(self, leaf: Any, is_outside: bool) -> bool:
-        """Whether f may return a leaf that is no array, outside of Equinox's modules or in one. Numbers outside become
-        arrays, as under `jax.jit`."""
+        """Whether f may return a leaf that is no array: in a module of Equinox, or an argument's leaf. Numbers outside
+        of modules become arrays, as under `jax.jit`."""
         if isinstance(leaf, _ARRAYS) or (is_outside and isinstance(leaf, _NUMBERS)):
             return False
-        return not is_outside or isinstance(leaf, _CONSTANTS) or any(leaf is other for other in self.others)
+        return not is_outside or any(leaf is other for other in self.others)
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=["restored"])

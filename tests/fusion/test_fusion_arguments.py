@@ -202,6 +202,20 @@ class TestArguments:
             with pytest.raises(TypeError, match=f"fuse: f must be .* returns its results, got an? {name}"):
                 fuse(f)
 
+    @pytest.mark.parametrize("x", [{1, 2}, "a", (4, 8)], ids=lambda x: type(x).__name__)
+    def test_errors_say_which_is_no_array(self, x):
+        def f(params, x, axis=-1):
+            return jax.nn.softmax(jnp.exp(x), axis)
+
+        for g in (fuse(f), fuse(f).explain):
+            with pytest.raises(TypeError) as raised:
+                g({"w": X}, x, axis=1)
+            notes = "".join(raised.value.__notes__)
+            assert f"f was given x of type {type(x).__name__}, as it is" in notes and "ShapeDtypeStruct" in notes
+        with pytest.raises(TypeError) as raised:
+            fuse(f)({"w": X}, X, axis=1.5)
+        assert "as it is" not in "".join(raised.value.__notes__)
+
     def test_jax_nn_is_its_own_again(self):
         fuse(lambda x: jax.nn.softmax(x))(X)
         with pytest.raises(ZeroDivisionError):

@@ -370,7 +370,7 @@ class Forms:
         """A symbol's array with x's dimensions, in x's order."""
         dims = symbol.dims or ()
         if list(dims) != sorted(dims):
-            value = jnp.transpose(jnp.reshape(value, [self.shape[d] for d in dims]), np.argsort(dims))
+            value = jnp.transpose(jnp.reshape(value, [self.shape[d] for d in dims]), np.argsort(dims).tolist())
         return jnp.reshape(value, [n if d in dims else 1 for d, n in enumerate(self.shape)])
 
     def _value_of(self, symbol: Symbol, given: Given) -> jax.Array:
