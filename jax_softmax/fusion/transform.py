@@ -37,16 +37,19 @@ def fuse(f: Callable[_P, _R]) -> "Fused[_P, _R]":
 
         step = jax.jit(jax_softmax.fuse(train_step))
 
-    f is traced twice, with `jax_softmax.use()` and as it is. On a GPU casts, scales, biases, masks and other
-    elementwise operations around an operator are then done by its kernel; on other platforms kernels do the operators
-    alone. A call for which XLA's own fusions move fewer bytes is left to them, and where all are, the program is f as
-    it is. Results are f's up to roundings. Should this package fail on a program, that runs as it is, with a warning.
+    f is traced twice, with `jax_softmax.use()` and as it is, so it has to be pure. On a GPU casts, scales, biases,
+    masks and other elementwise operations around an operator are then done by its kernel; on other platforms kernels
+    do the operators alone. A call for which XLA's own fusions move fewer bytes is left to them, and where all are, the
+    program is f as it is. Results are f's up to roundings. Should this package fail on a program, that runs as it is,
+    with a warning.
 
     Fuse what is differentiated and its derivative at once, `fuse(train_step)` rather than `grad(fuse(loss))`, which
     works as well.
 
     Arrays, and numbers outside of `jit`, are traced as `jax.jit` does it. True and False, and within `jit` all of
     Python's numbers, are constants, as are objects of other types: `jax.jit(fuse(f), static_argnames="train")` works.
+    So are the numbers to which a `functools.partial`, a method or an object binds f. Results are trees of arrays,
+    modules of Equinox, and leaves of the arguments.
 
     Returns:
       A `Fused`: a function with f's signature, and with methods that say what became of it. Errors name f, its file,
