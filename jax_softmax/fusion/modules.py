@@ -40,13 +40,21 @@ def call_with_modules(
         g, args_of_g, kwargs_of_g = pure(f, args, kwargs)
         changed, everything, results = call_pure(g, *args_of_g, **kwargs_of_g)
         modules = _modules(args, kwargs)
+        _check_may_be_written(modules, _nnx().state(modules) if changed is None else changed)
         if changed is not None:
             _nnx().update(modules, changed)
             return results
-        _nnx().update(modules, _nnx().state(modules))  # raises where they must not be written to, before any is
         with _nnx().merge_context(_TAG, inner=False) as outside:
             _, results = outside.merge(*everything)
     return results
+
+
+def _check_may_be_written(modules: tuple[Any, ...], state: Any) -> None:
+    """Raises Flax's error, before any variable is written to, if one that the state has belongs to a trace outside:
+    `update` of Flax 0.12.0 does not look."""
+    variables = {path: value for path, value in _nnx().iter_graph(modules) if isinstance(value, _nnx().Variable)}
+    for path in dict(_nnx().to_flat_state(state)):
+        variables[path].set_metadata(variables[path].get_metadata())
 
 
 def context() -> AbstractContextManager[Any]:
