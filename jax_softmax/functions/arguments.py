@@ -23,12 +23,14 @@ _NUMBERS = frozenset({bool, int, float, complex})
 _ALLOWED_NAMES = "axis_name must be a mesh axis of a surrounding shard_map, a tuple of such, or None"
 
 
-def for_jit(op: str, x: Any, axis: Any, where: Any, axis_name: Any, argument: str = "x") -> tuple[Any, Any, Any, Any]:
+def for_jit(
+    op: str, x: Any, axis: Any, where: Any, axis_name: Any, argument: str = "x", may_be_complex: bool = False
+) -> tuple[Any, Any, Any, Any]:
     """The arguments in a form that `jax.jit` accepts; axis and axis_name are static ones. Shapes are not looked at."""
     if axis is not None and type(axis) is not int:
         axis = _as_ints(op, axis)
     if not _is_jit_argument(x):
-        x = checked_array(op, x, argument)
+        x = (checked_array if may_be_complex else checked_real_array)(op, x, argument)
     if where is not None and not _is_jit_argument(where):
         where = _checked_mask(op, where)
     if axis_name is not None:

@@ -95,7 +95,7 @@ def log_softmax(x: ArrayLike, axis: Axis = -1, where: ArrayLike | None = None, *
 def _call(
     jitted: Callable[..., Array], x: ArrayLike, axis: Axis, where: ArrayLike | None, axis_name: AxisName
 ) -> Array:
-    return jitted(*arguments.for_jit(jitted.__name__, x, axis, where, axis_name))
+    return jitted(*arguments.for_jit(jitted.__name__, x, axis, where, axis_name, may_be_complex=True))
 
 
 def _jitted(name: str, op: str, forward: Callable[..., Array]) -> Callable[..., Array]:

@@ -14,7 +14,7 @@ _TAG = "jax_softmax.fuse"
 
 def has_modules(arguments: Any) -> bool:
     """Whether a tree has objects of nnx."""
-    return "flax.nnx" in sys.modules and any(map(_is_module, jax.tree.leaves(arguments, is_leaf=_is_module)))
+    return any(map(is_of_nnx, jax.tree.leaves(arguments, is_leaf=is_of_nnx)))
 
 
 def outside_of_equinox(arguments: Any) -> list[bool]:
@@ -40,13 +40,21 @@ def call_with_modules(
         g, args_of_g, kwargs_of_g = pure(f, args, kwargs)
         changed, everything, results = call_pure(g, *args_of_g, **kwargs_of_g)
         modules = _modules(args, kwargs)
+        _check_may_be_written(modules, _nnx().state(modules) if changed is None else changed)
         if changed is not None:
             _nnx().update(modules, changed)
             return results
-        _nnx().update(modules, _nnx().state(modules))  # raises where they must not be written to, before any is
         with _nnx().merge_context(_TAG, inner=False) as outside:
             _, results = outside.merge(*everything)
     return results
+
+
+def _check_may_be_written(modules: tuple[Any, ...], state: Any) -> None:
+    """Raises Flax's error, before any variable is written to, if one that the state has belongs to a trace outside:
+    `update` of Flax 0.12.0 does not look."""
+    variables = {path: value for path, value in _nnx().iter_graph(modules) if isinstance(value, _nnx().Variable)}
+    for path in dict(_nnx().to_flat_state(state)):
+        variables[path].set_metadata(variables[path].get_metadata())
 
 
 def context() -> AbstractContextManager[Any]:
@@ -58,17 +66,17 @@ def pure(
     f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[Any, Any]]:
     """g, and what it is called with: the state of the modules, and args and kwargs with None for each of them."""
-    leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=_is_module)
+    leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=is_of_nnx)
     with _nnx().split_context(_TAG) as outside:
         definition, state = outside.split(_modules(args, kwargs))
-    is_module = tuple(map(_is_module, leaves))
+    is_module = tuple(map(is_of_nnx, leaves))
     rest = [None if is_one else leaf for leaf, is_one in zip(leaves, is_module, strict=True)]
     args, kwargs = jax.tree.unflatten(tree, rest)
     return _Pure(f, definition, tree, is_module), (state, *args), kwargs
 
 
 def _modules(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple(filter(_is_module, jax.tree.leaves((args, kwargs), is_leaf=_is_module)))
+    return tuple(filter(is_of_nnx, jax.tree.leaves((args, kwargs), is_leaf=is_of_nnx)))
 
 
 class _Pure:
@@ -113,7 +121,7 @@ class _Before:
 
     @staticmethod
     def _objects_of(modules: tuple[Any, ...]) -> list[tuple[Any, ...]]:
-        return [(path, value) for path, value in _nnx().iter_graph(modules) if _is_module(value)]
+        return [(path, value) for path, value in _nnx().iter_graph(modules) if is_of_nnx(value)]
 
     @staticmethod
     def _variables_of(modules: tuple[Any, ...]) -> Any:
@@ -141,5 +149,6 @@ def _nnx() -> Any:
     return sys.modules["flax.nnx"]
 
 
-def _is_module(leaf: Any) -> bool:
-    return isinstance(leaf, (getattr(_nnx(), "Pytree", _nnx().Object), _nnx().Variable))
+def is_of_nnx(leaf: Any) -> bool:
+    """Whether it is a module or a variable of nnx."""
+    return "flax.nnx" in sys.modules and isinstance(leaf, (getattr(_nnx(), "Pytree", _nnx().Object), _nnx().Variable))

@@ -18,6 +18,8 @@ def fused_or_as_it_is(fused: Callable[[], _R], as_it_is: Callable[[Exception], _
     """
     try:
         return fused()
+    except FloatingPointError:  # `jax_debug_nans` finds a NaN of the program's
+        raise
     except Exception as error:
         failure = error
     result = as_it_is(failure)

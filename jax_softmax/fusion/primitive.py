@@ -105,6 +105,20 @@ def _with(values: Sequence[Any], indices: Sequence[int], new: Sequence[Any]) -> 
     return values
 
 
+def _implementation(*operands: Any, jaxpr: Jaxpr, unfused: Jaxpr | None) -> list[Any]:
+    """The rule for a call outside of `jit`. Where JAX looks for NaNs, its error names the operation that makes one."""
+    try:
+        return list(_compiled_call(*operands, jaxpr=jaxpr, unfused=unfused))
+    except FloatingPointError:
+        program = jaxpr if unfused is None else unfused
+        graph = graph_of(program)
+        _as_function(edited(program, graph.equations, outvars=graph.outputs))(*operands)
+        raise
+
+
+_compiled_call = interpreters.implementation(fused_p)
+
+
 # ---- Derivatives
 
 
@@ -333,7 +347,7 @@ def _without_unread(is_read: Sequence[bool], *live_operands_and_eqn: Any) -> tup
 
 
 def register() -> None:
-    fused_p.def_impl(interpreters.implementation(fused_p))
+    fused_p.def_impl(_implementation)
     fused_p.def_effectful_abstract_eval(lambda *_, jaxpr, unfused: ([v.aval for v in jaxpr.outvars], jaxpr.effects))
     ad.primitive_jvps[fused_p] = _jvp
     ad.primitive_transposes[fused_p] = _transpose

@@ -1,6 +1,7 @@
 """`fuse`: how a function is traced when it is called. `primitive.py` has the call that the program then consists of."""
 
 import contextlib
+import dataclasses
 import enum
 import functools
 import inspect
@@ -36,27 +37,43 @@ def fuse(f: Callable[_P, _R]) -> "Fused[_P, _R]":
 
         step = jax.jit(jax_softmax.fuse(train_step))
 
-    f is traced twice, with `jax_softmax.use()` and as it is. On a GPU casts, scales, biases, masks and other
-    elementwise operations around an operator are then done by its kernel; on other platforms kernels do the operators
-    alone. A call for which XLA's own fusions move fewer bytes is left to them, and where all are, the program is f as
-    it is. Results are f's up to roundings. Should this package fail on a program, that runs as it is, with a warning.
+    f is traced twice, with `jax_softmax.use()` and as it is, so it has to be pure. On a GPU casts, scales, biases,
+    masks and other elementwise operations around an operator are then done by its kernel; on other platforms kernels
+    do the operators alone. A call for which XLA's own fusions move fewer bytes is left to them, and where all are, the
+    program is f as it is. Results are f's up to roundings. Should this package fail on a program, that runs as it is,
+    with a warning.
 
     Fuse what is differentiated and its derivative at once, `fuse(train_step)` rather than `grad(fuse(loss))`, which
     works as well.
 
     Arrays, and numbers outside of `jit`, are traced as `jax.jit` does it. True and False, and within `jit` all of
     Python's numbers, are constants, as are objects of other types: `jax.jit(fuse(f), static_argnames="train")` works.
+    So are the numbers to which a `functools.partial`, a method or an object binds f. Results are trees of arrays,
+    modules of Equinox, and leaves of the arguments.
 
     Returns:
       A `Fused`: a function with f's signature, and with methods that say what became of it. Errors name f, its file,
       line and arguments, as those of `jax.jit` do.
 
     Raises:
-      TypeError: f is not callable.
+      TypeError: f is no function, or one whose calls return no results: a generator or coroutine function.
     """
-    if not callable(f):
-        raise TypeError(f"fuse: f must be a function, got {type(f).__name__}.")
+    if not callable(f) or isinstance(f, staticmethod):
+        kind = type(f).__name__
+        hint = f" Write {kind}(fuse(f))." if isinstance(f, staticmethod | classmethod) else ""
+        raise TypeError(f"fuse: f must be a function, got {kind}.{hint}")
+    for kind, is_one in _OTHER_FUNCTIONS.items():
+        if is_one(f) or is_one(type(f).__call__):
+            raise TypeError(f"fuse: f must be a function that returns its results, got {kind} function: {f!r}.")
     return Fused(f)
+
+
+# Functions that run only after their call has returned an object.
+_OTHER_FUNCTIONS: dict[str, Callable[[Any], bool]] = {
+    "a generator": inspect.isgeneratorfunction,
+    "a coroutine": inspect.iscoroutinefunction,
+    "an asynchronous generator": inspect.isasyncgenfunction,
+}
 
 
 class Fused(Generic[_P, _R]):
@@ -85,16 +102,20 @@ class Fused(Generic[_P, _R]):
             return self.__wrapped__(*args, **kwargs)
         f, positional, named = _unbound(self.__wrapped__, args, kwargs)
         call = functools.partial(self._call, f)
-        if modules.has_modules((positional, named)):
-            return modules.call_with_modules(call, f, positional, named)
-        return call(f, *positional, **named)
+        try:
+            if modules.has_modules((positional, named)):
+                return modules.call_with_modules(call, f, positional, named)
+            return call(f, *positional, **named)
+        except TypeError as error:
+            _note_arguments_without_arrays(error, f, positional, named)
+            raise
 
     def _call(self, f: Callable[..., Any], g: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """What g returns, which is f or, of modules, a pure function that calls it."""
         (args, kwargs), others, tree = _arrays_and_others((args, kwargs))
         if all(isinstance(leaf, _CONSTANTS) for leaf in others) and _is_hashable((g, tree)):
-            return self._programs_of(f).jitted(g, others, tree)(*args, **kwargs)
-        return _Call(g, others, tree, args, kwargs).results()
+            return _restored(self._programs_of(f).jitted(g, others, tree)(*args, **kwargs))
+        return _restored(_Call(g, others, tree, args, kwargs).results())
 
     def _programs_of(self, f: Callable[..., Any]) -> "_Programs":
         """The programs of all `fuse(f)`: a second one of the same f compiles nothing."""
@@ -136,14 +157,40 @@ class Fused(Generic[_P, _R]):
                 unfused = call.unfused(closed.jaxpr)
                 report.extend(lines_of(jaxpr, unfused and primitive.as_lowered(unfused)))
 
-        f, args, kwargs = _unbound(self.__wrapped__, args, kwargs)
-        if modules.has_modules((args, kwargs)):
-            with modules.context():
-                f, args, kwargs = modules.pure(f, args, kwargs)
-                look(f, *args, **kwargs)
-        else:
-            look(f, *args, **kwargs)
+        f, positional, named = _unbound(self.__wrapped__, args, kwargs)
+        try:
+            if modules.has_modules((positional, named)):
+                with modules.context():
+                    g, args, kwargs = modules.pure(f, positional, named)
+                    look(g, *args, **kwargs)
+            else:
+                look(f, *positional, **named)
+        except TypeError as error:
+            _note_arguments_without_arrays(error, f, positional, named)
+            raise
         return FusionReport(report)
+
+
+def _note_arguments_without_arrays(
+    error: TypeError, f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Adds to the error of a call which arguments f was given as they are, though it may have meant arrays."""
+    try:
+        arguments = inspect.signature(f).bind(*args, **kwargs).arguments
+    except (TypeError, ValueError):  # which the error is about, or f has no signature
+        return
+
+    def has_arrays(value: Any) -> bool:
+        leaves = jax.tree.leaves(value, is_leaf=modules.is_of_nnx)
+        return any(isinstance(leaf, _ARRAYS) or modules.is_of_nnx(leaf) for leaf in leaves)
+
+    others = {name: a for name, a in arguments.items() if not (isinstance(a, _NUMBERS | _Number) or has_arrays(a))}
+    if others:
+        given = ", ".join(f"{name} of type {type(value).__name__}" for name, value in others.items())
+        error.add_note(
+            f"fuse: f was given {given}, as it is. Where f wants an array, an argument must be one of JAX or NumPy, a "
+            'number, or a shape and dtype as in jax.ShapeDtypeStruct((4, 8), "float32").'
+        )
 
 
 def _unbound(
@@ -153,13 +200,15 @@ def _unbound(
     whose method is: it may change."""
     while isinstance(f, functools.partial | types.MethodType):
         if isinstance(f, types.MethodType):
-            args, f = (f.__self__, *args), f.__func__
+            args, f = (_with_constant_numbers(f.__self__), *args), f.__func__
         else:
-            args, kwargs, f = (*f.args, *args), {**f.keywords, **kwargs}, f.func
+            bound, named = _with_constant_numbers((f.args, f.keywords))
+            args, kwargs, f = (*bound, *args), {**named, **kwargs}, f.func
     if isinstance(f, _CONSTANTS):
         return f, args, kwargs
     call = inspect.getattr_static(type(f), "__call__")
-    return call if isinstance(call, types.FunctionType) else _call_object, (f, *args), kwargs
+    args = (_with_constant_numbers(f), *args)
+    return call if isinstance(call, types.FunctionType) else _call_object, args, kwargs
 
 
 def _call_object(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -207,7 +256,7 @@ class _Call(NamedTuple):
     kwargs: dict[str, Any]
 
     def results(self) -> Any:
-        """f's results, made by a call of the primitive."""
+        """f's results, as `_traced_in` has them, made by a call of the primitive."""
         arrays = jax.tree.leaves((self.args, self.kwargs))
         closed, out_tree = self.traced()
         if has_refs(closed.jaxpr):  # no primitive of our own may hold references
@@ -242,35 +291,96 @@ class _Call(NamedTuple):
         def traced(*args: Any, **kwargs: Any) -> Any:
             args, kwargs = _arguments(jax.tree.leaves((args, kwargs)), self.others, self.tree)
             with context:
-                return self.f(*args, **kwargs)
+                return self._with_others_apart(self.f(*args, **kwargs))
 
         closed, shapes = jax.make_jaxpr(traced, return_shape=True)(*self.args, **self.kwargs)
         return closed, jax.tree.structure(shapes)
+
+    def _with_others_apart(self, results: Any) -> Any:
+        """The results as JAX takes them, whose leaves are arrays: `_Results`, if f returns others that may be."""
+        leaves, tree = jax.tree.flatten(results)
+        is_outside = modules.outside_of_equinox(results)
+        is_other = [self._is_other(leaf, outside) for leaf, outside in zip(leaves, is_outside, strict=True)]
+        if not any(is_other):
+            return results
+        others = tuple(leaf if is_one else _Array for leaf, is_one in zip(leaves, is_other, strict=True))
+        arrays = [leaf for leaf, is_one in zip(leaves, is_other, strict=True) if not is_one]
+        return _Results(arrays, functools.partial(_arguments, others=others, tree=tree))
+
+    def _is_other(self, leaf: Any, is_outside: bool) -> bool:
+        """Whether f may return a leaf that is no array: in a module of Equinox, or an argument's leaf. Numbers outside
+        of modules become arrays, as under `jax.jit`."""
+        if isinstance(leaf, _ARRAYS) or (is_outside and isinstance(leaf, _NUMBERS)):
+            return False
+        return not is_outside or any(leaf is other for other in self.others)
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=["restored"])
+@dataclasses.dataclass
+class _Results:
+    """A function's results of which some are no arrays: these are a part of the tree that JAX keeps."""
+
+    arrays: list[Any]
+    restored: Callable[[list[Any]], Any]
+
+
+def _restored(results: Any) -> Any:
+    return results.restored(results.arrays) if isinstance(results, _Results) else results
 
 
 class _Array:
     """A mark where a leaf of the arguments is an array."""
 
 
+class _Number:
+    """A number that is a constant, among leaves. As a key it is another one than numbers of other types or signs."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self._key = type(value), repr(value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Number) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+
 # Leaves that are no arrays and never change: programs are kept by them.
 _CONSTANTS = (
-    *(bool, str, bytes, type, np.dtype, enum.Enum),
+    *(bool, str, bytes, type, np.dtype, enum.Enum, _Number),
     *(types.FunctionType, types.BuiltinFunctionType, type(jax.jit(len)), jax.custom_jvp, jax.custom_vjp),
 )
+_NUMBERS = int | float | complex
 _ARRAYS = np.ndarray | np.generic | jax.ShapeDtypeStruct | jax.Array | jax.Ref
 
 
+def _is_number(leaf: Any) -> bool:
+    return isinstance(leaf, _NUMBERS) and not isinstance(leaf, bool)
+
+
+def _with_constant_numbers(bound: Any) -> Any:
+    """What a function is bound to: numbers in it are constants, as those in its closure are."""
+
+    def constant(leaf: Any) -> Any:
+        return _Number(leaf) if _is_number(leaf) or isinstance(leaf, np.generic) else leaf
+
+    return jax.tree.map(constant, bound, is_leaf=modules.is_of_nnx)
+
+
 def _arrays_and_others(arguments: Any, in_program: bool = False) -> tuple[Any, tuple[Any, ...], PyTreeDef]:
-    """The arguments with None for each leaf that is no array; the leaves with `_Array` for each that is; and the tree.
+    """The arguments with None for each leaf that is no array; the leaves with `_Array` for each that is, and `_Number`
+    for each number that is a constant; and the tree.
 
     `in_program`: they are those of a call in a program, where numbers of Python are constants, and no arrays.
     """
     leaves, tree = jax.tree.flatten(arguments)
     is_array = [isinstance(leaf, _ARRAYS) for leaf in leaves]
-    is_number = [isinstance(leaf, int | float | complex) and not isinstance(leaf, bool) for leaf in leaves]
+    is_number = [not a and _is_number(leaf) for leaf, a in zip(leaves, is_array, strict=True)]
     if any(is_number) and not in_program and not _is_in_program():
         may_change = modules.outside_of_equinox(arguments)
         is_array = [a or (b and c) for a, b, c in zip(is_array, is_number, may_change, strict=True)]
+    leaves = [_Number(leaf) if b and not a else leaf for leaf, a, b in zip(leaves, is_array, is_number, strict=True)]
     arrays = [leaf if is_one else None for leaf, is_one in zip(leaves, is_array, strict=True)]
     others = tuple(_Array if is_one else leaf for leaf, is_one in zip(leaves, is_array, strict=True))
     return jax.tree.unflatten(tree, arrays), others, tree
@@ -278,7 +388,8 @@ def _arrays_and_others(arguments: Any, in_program: bool = False) -> tuple[Any, t
 
 def _is_in_program() -> bool:
     """Whether this code runs while a program is traced."""
-    return isinstance(jnp.zeros(()), jax.core.Tracer)
+    with jax.transfer_guard("allow"):  # of a number
+        return isinstance(jnp.zeros(()), jax.core.Tracer)
 
 
 def _is_hashable(key: Any) -> bool:
@@ -293,4 +404,5 @@ def _is_hashable(key: Any) -> bool:
 def _arguments(arrays: Iterable[Any], others: tuple[Any, ...], tree: PyTreeDef) -> Any:
     """The arguments, of what `_arrays_and_others` returns."""
     rest = iter(arrays)
-    return jax.tree.unflatten(tree, [next(rest) if leaf is _Array else leaf for leaf in others])
+    leaves = (leaf.value if isinstance(leaf, _Number) else leaf for leaf in others)
+    return jax.tree.unflatten(tree, [next(rest) if leaf is _Array else leaf for leaf in leaves])

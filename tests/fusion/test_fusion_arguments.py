@@ -1,5 +1,6 @@
-"""What a fused function is given: trees, keywords, static arguments, references, and Flax's modules."""
+"""What a fused function is given, and returns: trees, keywords, static arguments, references, and Flax's modules."""
 
+import dataclasses
 import functools
 import gc
 import inspect
@@ -179,6 +180,41 @@ class TestArguments:
     def test_what_is_no_function(self):
         with pytest.raises(TypeError, match="fuse: f must be a function, got int"):
             fuse(3)
+        for kind in (staticmethod, classmethod):
+            with pytest.raises(TypeError, match=rf"fuse: f must be .*, got {kind.__name__}. Write .*\(fuse\(f\)\)"):
+                fuse(kind(pairs))
+        method = vars(type("Methods", (), {"f": staticmethod(fuse(pairs))}))["f"]
+        assert_same(method(X), pairs(X), 16)
+
+    def test_functions_that_return_no_results(self):
+        def generator(x):
+            yield jax.nn.softmax(x)
+
+        async def coroutine(x):
+            return jax.nn.softmax(x)
+
+        async def asynchronous(x):
+            yield jax.nn.softmax(x)
+
+        called = type("Called", (), {"__call__": generator})()
+        for f in (generator, coroutine, asynchronous, functools.partial(generator), called):
+            name = getattr(f, "__name__", "generator")
+            with pytest.raises(TypeError, match=f"fuse: f must be .* returns its results, got an? {name}"):
+                fuse(f)
+
+    @pytest.mark.parametrize("x", [{1, 2}, "a", (4, 8)], ids=lambda x: type(x).__name__)
+    def test_errors_say_which_is_no_array(self, x):
+        def f(params, x, axis=-1):
+            return jax.nn.softmax(jnp.exp(x), axis)
+
+        for g in (fuse(f), fuse(f).explain):
+            with pytest.raises(TypeError) as raised:
+                g({"w": X}, x, axis=1)
+            notes = "".join(raised.value.__notes__)
+            assert f"f was given x of type {type(x).__name__}, as it is" in notes and "ShapeDtypeStruct" in notes
+        with pytest.raises(TypeError) as raised:
+            fuse(f)({"w": X}, X, axis=1.5)
+        assert "as it is" not in "".join(raised.value.__notes__)
 
     def test_jax_nn_is_its_own_again(self):
         fuse(lambda x: jax.nn.softmax(x))(X)
@@ -189,6 +225,67 @@ class TestArguments:
     def test_name_and_signature(self):
         assert fuse(pairs).__name__ == "pairs"
         assert inspect.signature(fuse(pairs)) == inspect.signature(pairs)
+
+
+def scaled(x, axis, scale, *, power=1):
+    """Which needs to know the axis."""
+    return jax.nn.softmax(x * scale, axis) ** power
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["axis", "w"], meta_fields=[])
+@dataclasses.dataclass
+class Layer:
+    """A tree that holds a number."""
+
+    axis: object
+    w: jax.Array
+
+    def __call__(self, x):
+        return scaled(x, self.axis, self.w)
+
+    def method(self, x):
+        return self(x)
+
+
+BOUND = {
+    "partial": functools.partial(jax.nn.softmax, axis=0),
+    "partial of partial": functools.partial(functools.partial(scaled, axis=0), scale=jnp.ones(8), power=2),
+    "positional": functools.partial(lambda axis, scale, x: scaled(x, axis, scale), 0, 2.0),
+    "a number of numpy": functools.partial(jax.nn.softmax, axis=np.int64(0)),
+    "a partial that is a tree": jax.tree_util.Partial(jax.nn.softmax, axis=0),
+    "in a tree": functools.partial(lambda options, x: scaled(x, **options), {"axis": 0, "scale": 2}),
+    "an object": Layer(0, jnp.ones(8)),
+    "an object's method": Layer(0, jnp.ones(8)).method,
+    "a partial of a method": functools.partial(Layer(0, jnp.ones(8)).method),
+}
+
+
+class TestNumbers:
+    """Those to which a function is bound are constants."""
+
+    @pytest.mark.parametrize("f", BOUND.values(), ids=list(BOUND))
+    def test_of_bound_functions(self, f):
+        assert_same(fuse(f)(X), f(X), 16)
+        assert_same(jax.jit(fuse(f))(X), f(X), 16)
+        assert len(fuse(f).explain(X)) == 1
+
+    def test_that_are_equal_but_not_the_same(self):
+        def f(scale, x):
+            return jax.nn.softmax(x), jnp.copysign(x, scale), jnp.asarray(scale)
+
+        for scale in (1, 1.0, True, 0.0, -0.0):
+            assert_same(fuse(functools.partial(f, scale))(X), f(scale, X), 16)
+
+    def test_keep_the_program(self):
+        traced = []
+
+        def f(scale, x):
+            traced.append(scale)
+            return jax.nn.softmax(x * scale)
+
+        for scale in (2.0, 2.0, 3.0, 2.0):
+            assert_same(fuse(functools.partial(f, scale))(X), jax.nn.softmax(X * scale), 16)
+        assert traced == [2.0, 2.0, 3.0, 3.0]
 
 
 class TestModules:

@@ -150,6 +150,25 @@ def test_settings_that_refuse_mixed_dtypes():
             fuse(lambda x: jax.nn.softmax(x) + jnp.ones(8, jnp.bfloat16))(X)
 
 
+def test_guards_of_transfers():
+    """What is on the device, and constants, may be where nothing may be copied to it."""
+    eqx = pytest.importorskip("equinox")
+
+    class Model(eqx.Module):
+        w: jax.Array
+        scale: float = 0.5
+
+        def __call__(self, x):
+            return jax.nn.softmax(x * self.w * self.scale)
+
+    model, x = jax.device_put((Model(jnp.ones(8)), X))
+    for f, args in ((lambda model, x: model(x), (model, x)), (functools.partial(jax.nn.softmax, axis=0), (x,))):
+        expected = eqx.filter_jit(f)(*args)
+        with jax.transfer_guard("disallow"):
+            found = fuse(f)(*args), eqx.filter_jit(fuse(f))(*args)
+        assert_same(found, (expected, expected), 64)
+
+
 def test_disable_jit():
     def f(x):
         return jax.nn.softmax(x) if x.sum() > -100 else x  # looks at a value

@@ -272,6 +272,19 @@ WRITTEN_OUT = {
         ),
         "second derivatives": gradient(lambda x: jax.grad(lambda x: jnp.sum(jnp.sin(divided_later(x, Y))))(x), X),
     },
+    "written out, and their cotangents transposed": {
+        f"{name} along {axis}, {product}": both(
+            lambda x, y, f=f, axis=axis, product=product: jnp.einsum(product, f(x, axis), y),
+            *(array(3, 4, 5, seed=k) for k in range(2)),
+            ops=ops,
+        )
+        for name, f, ops in (
+            ("softmax", written_softmax, "softmax softmax_linear"),
+            ("log_softmax", written_log_softmax, "log_softmax log_softmax_vjp"),
+        )
+        for axis in range(3)
+        for product in ("bnh,bnd->dbh", "bnh,bnd->dhb")
+    },
     "written out, beside what is transposed": {
         "labels": value(lambda x: written_softmax(x) - one_hot().T, X),
         "loss of labels": both(lambda x: -jnp.sum(one_hot() * written_log_softmax(x).T, -1), X),

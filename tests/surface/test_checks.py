@@ -99,6 +99,24 @@ def test_debug_nans_names_the_operator(context, name):
     assert f"invalid value (nan) encountered in {name}" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "name,f",
+    {
+        "log": lambda x: jax.nn.softmax(jnp.log(x - 1e4)),
+        "sub": lambda x: jax.nn.softmax(jnp.where(x < 9, -jnp.inf, 0)),
+        "softmax": lambda x: jax_softmax.softmax(jnp.where(x < 9, -jnp.inf, 0)),
+    }.items(),
+)
+@pytest.mark.parametrize("context", [in_nothing, in_jit, in_vmap, in_grad])
+def test_debug_nans_names_the_operation_of_a_fused_function(context, name, f):
+    """The one of the program, where that calls none of this package's functions."""
+    with jax.debug_nans(True):
+        for transform in (jax.jit, jax_softmax.fuse):
+            with pytest.raises(FloatingPointError) as caught:
+                context(transform(f))(np.ones((2, 3), np.float32))
+            assert f"invalid value (nan) encountered in {name}" in str(caught.value)
+
+
 LABELS = np.array([0, -1, 2, 1], np.int32)
 OF_ROWS = {
     "logsumexp": lambda x, where: jax_softmax.logsumexp(x, where=where),

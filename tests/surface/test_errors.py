@@ -107,6 +107,34 @@ def test_x_that_is_no_array(f, x):
     assert_refused(TypeError, ("x", type(x).__name__, "array"), f, x)
 
 
+OF_REAL_NUMBERS = {
+    "x": (
+        jax_softmax.logsumexp,
+        jax_softmax.absmax_scale,
+        lambda x: jax_softmax.softmax(x, sink=0.0),
+        lambda x: jax_softmax.linear_cross_entropy(x, X.T, np.zeros(3, int)),
+    ),
+    "logits": (
+        jax_softmax.entropy,
+        lambda x: jax_softmax.cross_entropy_loss(x, np.zeros(3, int)),
+        lambda x: jax_softmax.softmax_cross_entropy(x, X),
+        lambda x: jax_softmax.softmax_cross_entropy_with_integer_labels(x, np.zeros(3, int)),
+    ),
+    "logits_p": (lambda x: jax_softmax.kl_divergence(x, X),),
+    "logits_q": (lambda x: jax_softmax.kl_divergence(X, x),),
+}
+
+
+@pytest.mark.parametrize("argument,f", [(argument, f) for argument, fs in OF_REAL_NUMBERS.items() for f in fs])
+def test_what_has_to_be_an_array_of_real_numbers(argument, f):
+    for x in ("a", None, [1.0]):
+        assert_refused(TypeError, (argument, type(x).__name__, "a floating, integer or boolean dtype"), f, x)
+    for dtype in ("<U1", "object"):
+        x = np.full((3, 4), "a", dtype)
+        assert_refused(TypeError, (argument, dtype, "a floating, integer or boolean dtype"), f, x)
+    assert_refused(TypeError, (argument, "complex64", "real"), f, X.astype("complex64"))
+
+
 NO_NUMBERS = {
     "object": np.array([object(), None]),
     "<U1": np.array(["a", "b"]),

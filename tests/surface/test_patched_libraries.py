@@ -188,6 +188,24 @@ def test_cross_entropies_of_optax(name, case, dtype):
         np.testing.assert_allclose(np.asarray(a, "float32"), true, rtol=tolerance, atol=tolerance)
 
 
+def test_labels_of_optax_that_are_no_class():
+    """The loss is NaN in either; docs/migrating.md says how the gradients differ."""
+    optax, x, labels = pytest.importorskip("optax"), support.normal((3, 5)), np.array([5, -6, -1])
+
+    def total(x):
+        losses = optax.softmax_cross_entropy_with_integer_labels(x, labels)
+        return jnp.sum(losses), losses
+
+    gradient, losses = jax.grad(total, has_aux=True)(x)
+    with jax_softmax.use(losses=True):
+        ours, our_losses = jax.grad(total, has_aux=True)(x)
+    np.testing.assert_allclose(our_losses, losses, rtol=1e-5)
+    assert np.isnan(losses[:2]).all()
+    np.testing.assert_allclose(gradient[:2], jax.nn.softmax(x)[:2], rtol=1e-5)
+    assert not ours[:2].any()
+    np.testing.assert_allclose(ours[2], gradient[2], rtol=1e-5)
+
+
 @pytest.mark.parametrize("by_hand", [False, True])
 @pytest.mark.parametrize("name", NAMES)
 def test_what_has_no_kernel_is_still_computed(monkeypatch, name, by_hand):

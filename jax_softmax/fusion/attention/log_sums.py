@@ -73,11 +73,9 @@ class LogSum:
         """The equations that make a variable of M's shape from the form of c."""
         found = {symbol for monomial in cotangent for symbol, _ in monomial if isinstance(symbol, Array)}
         arrays = sorted(found, key=self.forms.order.__getitem__)
-        shape = self.forms.shape
 
         def from_arrays(*given: jax.Array) -> jax.Array:
-            shapes = [[n if d in (a.dims or ()) else 1 for d, n in enumerate(shape)] for a in arrays]
-            values = [*given[:2], *map(jnp.reshape, given[2:], shapes)]
+            values = [*given[:2], *map(self.forms.in_order, arrays, given[2:])]
             value = self.forms.value(cotangent, dict(zip([M, S, *arrays], values, strict=True)))
             return jnp.broadcast_to(value, v.aval.shape).astype(v.aval.dtype)
 

@@ -95,7 +95,7 @@ class _WithColumn(written_out.WrittenOut):
             return bind("softmax", with_column, where=None, axes=self.axes, dtype="float32")
 
         new = self._spliced(softmax, [sink], equation, [self.weights])
-        assert new is not None  # a sink's arrays have dimensions in x's order
+        assert new is not None  # a sink's arrays have whole dimensions of x
         self.new += new
         return self.weights
 
@@ -135,7 +135,7 @@ class _WithColumn(written_out.WrittenOut):
                 return bind("softmax_linear", given[weights], padded, where=None, axes=self.axes, dtype="float32")
 
             new = self._spliced(linear, [t], equation, [made], [weights])
-            assert new is not None  # t's arrays have dimensions in x's order
+            assert new is not None  # t's arrays have whole dimensions of x
             self.new += new
             self.maps.append((t, made))
         return self._part(made, [0] * len(self.shape), equation.outputs[0], equation)

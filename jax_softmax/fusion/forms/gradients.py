@@ -101,9 +101,7 @@ class Gradients:
             if self.rows and not self.forms.has_operator:
                 given[S] = jnp.where(jnp.isfinite(given[M]), given[S], jnp.nan)
             for array in in_order:
-                if array.variable.aval.shape != self.shape:
-                    shape = [n if d in (array.dims or ()) else 1 for d, n in enumerate(self.shape)]
-                    given[array] = jnp.reshape(given[array], shape)
+                given[array] = self.forms.in_order(array, given[array])
             return f(given).astype(outputs[0].aval.dtype)
 
         inputs = [self.x, *self.rows, *(array.variable for array in in_order), *others]

@@ -37,7 +37,7 @@ class Array(NamedTuple):
     """The symbol of a variable that has no other form."""
 
     variable: Var
-    dims: tuple[int, ...] | None  # x's dimensions that it has; None if it has them in another order
+    dims: tuple[int, ...] | None  # x's dimensions that it has, in its own order; None if it has parts of them
     place: tuple[Any, ...]  # a key
 
 
@@ -170,10 +170,10 @@ class Forms:
         return self.form_at[key]
 
     def _symbol(self, a: Var, place: Place) -> Array:
-        factors = factors_of(place)
-        dims = [d for d, dim in enumerate(self.place) if not set(factors_of([dim])).isdisjoint(factors)]
-        is_in_order = factors == factors_of([self.place[d] for d in dims])
-        array = Array(a, tuple(dims) if is_in_order else None, place_key(place))
+        dim_of = {factor: d for d, dim in enumerate(self.place) for factor in dim}
+        dims = [dim_of.get(factor) for factor in factors_of(place)]
+        is_whole = None not in dims and len(set(dims)) == len(dims)
+        array = Array(a, tuple(d for d in dims if d is not None) if is_whole else None, place_key(place))
         self.order.setdefault(array, len(self.order))
         return array
 
@@ -365,6 +365,13 @@ class Forms:
                 term = term if term is None or not pairs else jnp.broadcast_to(term, shape)
             result = term if result is None else reference.widened(result) + reference.widened(term)
         return jnp.zeros(self.shape_of_rows, jnp.float32) if result is None else result
+
+    def in_order(self, symbol: Array, value: jax.Array) -> jax.Array:
+        """A symbol's array with x's dimensions, in x's order."""
+        dims = symbol.dims or ()
+        if list(dims) != sorted(dims):
+            value = jnp.transpose(jnp.reshape(value, [self.shape[d] for d in dims]), np.argsort(dims).tolist())
+        return jnp.reshape(value, [n if d in dims else 1 for d, n in enumerate(self.shape)])
 
     def _value_of(self, symbol: Symbol, given: Given) -> jax.Array:
         if symbol in given:
