@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from jax.extend.core import Jaxpr, JaxprEqn
 
+from jax_softmax import _private
 from jax_softmax.fusion import backend, scans
 from jax_softmax.fusion.attention import written_sinks
 from jax_softmax.fusion.attention.kernels import attention_p
@@ -15,6 +16,7 @@ from jax_softmax.fusion.kernels import recomputed
 from jax_softmax.fusion.kernels.calls import KernelCall, by_xla_p, kernel_call_of, kernel_call_p
 from jax_softmax.fusion.kernels.candidates import Group, Groups
 from jax_softmax.fusion.kernels.chains import chain_of
+from jax_softmax.fusion.kernels.in_place import with_overwritten
 from jax_softmax.fusion.kernels.memory import balance_of, costly, memory_of
 from jax_softmax.fusion.kernels.traffic import Traffic, byte_text, group_traffic, has_short_rows, reason_by_traffic
 from jax_softmax.fusion.net import by_own_settings, fused_or_as_it_is
@@ -23,6 +25,7 @@ from jax_softmax.fusion.program.graph import (
     Equation,
     Graph,
     about,
+    barrier,
     bytes_of,
     eqns_within,
     graph_of,
@@ -232,7 +235,8 @@ def _choice_of(group: Group, groups: Groups, path: str) -> KernelChoice:
     written = group.written(groups.read_outside)
     call: KernelCall | None
     try:
-        call, reads, results = kernel_call_of(group, written, groups.read_outside)
+        call, reads, results = kernel_call_of(group, written)
+        call = with_overwritten(call, reads, group, groups)
     except expressions.NotFolded as error:
         traffic = group_traffic(group, groups.reads[group], written, groups)
         traffic = traffic._replace(ours=traffic.unfolded)
@@ -371,7 +375,9 @@ def _in_order(decision: _Decision) -> list[JaxprEqn]:
     """JAX's equations of the rewritten program, each after those that make what it reads."""
     groups, calls, by_xla = decision.groups, decision.calls, decision.by_xla
     graph = groups.graph
-    twice, read_twice = recomputed.equations(groups, calls), recomputed.read_twice(groups, calls)
+    before = {group: groups.before.get(group, []) for group in calls}
+    twice = recomputed.equations(groups, calls)
+    behind_barriers = recomputed.read_twice(groups, calls).union(*before.values())
     owner = {variable: group for group, choice in calls.items() for variable in choice.results}
     done: set[Equation | Group] = set()
     equations: list[JaxprEqn] = []
@@ -383,7 +389,7 @@ def _in_order(decision: _Decision) -> list[JaxprEqn]:
             node = owner.get(variable) or graph.maker.get(variable)
             if node is None or node in done:
                 continue
-            reads = calls[node].reads if isinstance(node, Group) else node.inputs
+            reads = [*calls[node].reads, *before[node]] if isinstance(node, Group) else node.inputs
             if ready:
                 done.add(node)
                 emit(node)
@@ -394,6 +400,12 @@ def _in_order(decision: _Decision) -> list[JaxprEqn]:
     def emit(node: Equation | Group) -> None:
         if isinstance(node, Group):
             call, reads, results, _ = calls[node]
+            if before[node]:
+                read_last = variables_of([reads[call.kernel.in_place]])
+                waiting = [*read_last, *before[node]]
+                after = [type(v)(v.aval) for v in waiting]
+                equations.append(_private.at_the_line_of(barrier(waiting, after), node.equation.eqn))
+                reads = [after[0] if a is read_last[0] else a for a in reads]
             equations.append(new_eqn(reads, results, kernel_call_p, {"call": call}, node.equation.eqn))
             return
         if node in by_xla:
@@ -402,8 +414,8 @@ def _in_order(decision: _Decision) -> list[JaxprEqn]:
             new = [Equation(eqn, node.inputs, node.outputs, params)]
         else:
             new = recomputed.with_roundings(node) if node in twice else [node]
-        # A barrier is before what kernels and XLA both read.
-        equations.extend(e.as_jax() for equation in new for e in with_barrier(equation, read_twice))
+        # A barrier stands between what kernels and XLA both read, or is made before a kernel, and what reads it.
+        equations.extend(e.as_jax() for equation in new for e in with_barrier(equation, behind_barriers))
 
     for equation in graph.equations:
         if equation.eqn.effects:

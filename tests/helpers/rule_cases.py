@@ -83,6 +83,13 @@ RULES = {
     },
     "made anew, two results": {
         "logarithms in two sums": value(lambda x: (jnp.sum(log_softmax(x) * Y, -1), jnp.sum(log_softmax(x) ** 2)), X),
+        "logarithms that are written rounded": value(lambda x: log_softmax(x).astype(BF16), X, ops="log_softmax"),
+        "logarithms that are written twice": value(
+            lambda x: (log_softmax(x) * Y, log_softmax(x) + Z), X, ops="log_softmax"
+        ),
+        "logarithms that are written, and summed": value(
+            lambda x: (log_softmax(x) * Y, jnp.sum(log_softmax(x) ** 2)), X, ops="logsumexp"
+        ),
         "probabilities in two sums": value(lambda x: (jnp.sum(softmax(x) * Y, -1), jnp.sum(softmax(x) ** 2)), X),
         "probabilities of bfloat16": both(
             lambda x, y: jnp.sum(softmax(wide(x)) * Y, -1) + jnp.sum(softmax(wide(x)) * y), array(N, N, dtype=BF16), X
@@ -142,7 +149,10 @@ RULES = {
     },
     "one-hot targets": {
         "loss": both(lambda x: loss(x, one_hot()), X, ops="cross_entropy_gradient"),
-        "loss alone": value(lambda x: loss(x, one_hot()), X, ops="logsumexp"),
+        "loss alone": value(lambda x: loss(x, one_hot()), X, ops="cross_entropy"),
+        "loss of bfloat16, widened": value(
+            lambda x: -jnp.sum(one_hot() * log_softmax(x).astype(F32), -1), array(N, N, dtype=BF16), ops="cross_entropy"
+        ),
         "of columns": both(lambda x: -jnp.sum(one_hot(axis=0) * log_softmax(x, 0), 0), X, ops="cross_entropy_gradient"),
         "probabilities": both(lambda x: jnp.sum(one_hot() * softmax(x), -1), X),
         "along two axes": both(lambda x: jnp.sum(one_hot(axis=0) * log_softmax(x, (0, 1)), 0), X),

@@ -323,7 +323,7 @@ WRITTEN_OUT = {
         ),
         "logsumexp less the label's": both(lambda x: written_logsumexp(x) - at_labels(x, LABELS), X),
         "by logarithms of softmax": both(lambda x: -jnp.log(at_labels(written_softmax(x), LABELS)), X),
-        "with z": value(z_loss, X, ops="logsumexp"),
+        "with z": value(z_loss, X, ops="cross_entropy"),
         "with z, and its gradient": both(z_loss, X, ops="cross_entropy_gradient"),
         "with z of 0": both(lambda x: z_loss(x, z=0.0), X, ops="cross_entropy_gradient"),
         "with z of bfloat16": both(z_loss, array(N, N, dtype=BF16), ops="cross_entropy_gradient"),

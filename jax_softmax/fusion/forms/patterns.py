@@ -100,20 +100,17 @@ def cotangents_at_labels(graph: Graph, g: Var, y: Var, t: Var, x: Var, axes: tup
     return loss_gradient(graph, graph.maker[y], t, graph.maker[g]) if is_variable(t) else None
 
 
-@by_pattern(
-    v=[("reduce_sum", "product")],
-    product=[("mul", "t", "y")],
-    y=[("log_softmax", "x"), ("softmax", "x")],
-)
-def sums_at_labels(
-    graph: Graph, v: Var, product: Var, t: Var, y: Var, x: Var, axes: tuple[int]
+def _sum_at_labels(
+    graph: Graph, v: Var, product: Var, t: Var, y: Var, x: Var, axes: tuple[int], narrow: Var | None = None
 ) -> list[Equation] | None:
-    """The sum over a row of t y, of the element at the label and, if t is not 0 elsewhere, of the sum of y."""
+    """The sum over a row of t y, of the element at the label and, if t is not 0 elsewhere, of the sum of y. y is a
+    softmax or log_softmax of x, or widened from it, which is `narrow` then."""
     one_hot = one_hot_of(graph, t, *axes) if len(graph.readers[product]) == 1 else None
     if one_hot is None:
         return None
+    made = y if narrow is None else narrow
     # A log_softmax that is written anyway is summed itself.
-    from_x = graph.maker[y].name == "log_softmax" and y not in graph.results
+    from_x = graph.maker[made].name == "log_softmax" and graph.results.isdisjoint((y, made))
 
     def weighted_sum(x: jax.Array, y: jax.Array, *variables: jax.Array) -> jax.Array:
         label, weight, offset = one_hot.make(*variables)
@@ -121,12 +118,27 @@ def sums_at_labels(
         if offset is not None:
             weight -= offset
             counts &= weight != 0  # the element at the label may be -inf
-        result = jnp.where(counts, labels.label_elements(y, axes, label) * weight, 0)
+        at_label = _logarithms_at_labels(x, label, axes) if from_x else labels.label_elements(y, axes, label)
+        result = jnp.where(counts, at_label * weight, 0)
         if offset is not None:
             result += offset * (_sum_of_logarithms(x, axes) if from_x else jnp.sum(y, axes, keepdims=True))
         return jnp.squeeze(result, axes).astype(y.dtype)
 
     return spliced(weighted_sum, [x, y, *one_hot.variables], [v], graph.maker[v])
+
+
+_OF_TARGETS: dict[str, Equations] = {"v": [("reduce_sum", "product")], "product": [("mul", "t", "y")]}
+_PROBABILITIES: Equations = [("log_softmax", "x"), ("softmax", "x")]
+sums_at_labels = by_pattern(**_OF_TARGETS, y=_PROBABILITIES)(_sum_at_labels)
+wide_sums_at_labels = by_pattern(**_OF_TARGETS, y=[("convert_element_type", "narrow")], narrow=_PROBABILITIES)(
+    _sum_at_labels
+)
+
+
+def _logarithms_at_labels(x: jax.Array, label: jax.Array, axes: tuple[int]) -> jax.Array:
+    """The element of log_softmax(x) at each row's label: of x's element there, which needs nothing else to be read."""
+    loss, *_ = bind("cross_entropy", x, label, where=None, axes=axes)
+    return -loss
 
 
 def _sum_of_logarithms(x: jax.Array, axes: tuple[int]) -> jax.Array:

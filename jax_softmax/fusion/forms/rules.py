@@ -123,8 +123,8 @@ def _recomputed(graph: Graph, equation: Equation) -> Replacements | None:
             return None
         if others and not _has_rows(graph, equation, "kl_divergence") and not any(_is_summed(graph, r) for r in others):
             return _softmax_for_maps(equation, maps) if maps else None
-    elif written:
-        return None
+    elif written or not (maps or _has_rows(graph, equation, *_OF_ROWS) or any(_is_reduced(graph, r) for r in readers)):
+        return None  # nothing else needs the rows' numbers, of which XLA would make it in a second pass
     rows = row_variables(equation)
     return {equation: [*rows_of(equation, rows), *made_of_rows(equation, rows)]}
 
@@ -139,6 +139,11 @@ def _has_rows(graph: Graph, equation: Equation, *names: str) -> bool:
     """Whether one of these operators of the same array makes its rows' maxima and sums in any case."""
     x, axes = equation.inputs[0], equation.params["axes"]
     return any(is_unmasked(r, *names) and r.inputs[0] is x and r.params["axes"] == axes for r in graph.readers[x])
+
+
+def _is_reduced(graph: Graph, reader: Equation) -> bool:
+    """Whether a reader of elements needs none of them in memory: it reduces or gathers them, or is an operator."""
+    return not is_loop(reader) or _is_summed(graph, reader)
 
 
 def _is_summed(graph: Graph, reader: Equation) -> bool:
@@ -200,6 +205,7 @@ _RULES: tuple[Rule, ...] = (
     patterns.sums_of_cotangents,
     patterns.cotangents_at_labels,
     patterns.sums_at_labels,
+    patterns.wide_sums_at_labels,
     one_hot.scattered,
     patterns.divergences,
     _in_one_pass,

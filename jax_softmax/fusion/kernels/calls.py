@@ -9,14 +9,13 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from jax_softmax import _kernels
-from jax_softmax.fusion.kernels.candidates import Group, ReadOutside
+from jax_softmax.fusion.kernels.candidates import Group
 from jax_softmax.fusion.kernels.fused_kernel import FusedKernel, SideOperand, kernel_p
 from jax_softmax.fusion.program import expressions
 from jax_softmax.fusion.program.expressions import Expression, Expressions, NotFolded, SideVariable
-from jax_softmax.fusion.program.graph import Equation, bytes_of, each_once, is_variable, variables_of
-from jax_softmax.fusion.program.kinds import kind_of
+from jax_softmax.fusion.program.graph import bytes_of, each_once, is_variable, variables_of
 from jax_softmax.fusion.program.places import Factor, Place, Placed, count_of, factors_of, place_key
-from jax_softmax.fusion.program.walk import Inside, through
+from jax_softmax.fusion.program.walk import Inside
 from jax_softmax.primitives.records import apply
 from jax_softmax.primitives.types import Atom, Var
 
@@ -69,9 +68,7 @@ class KernelCall(NamedTuple):
         return [result.arrangement.result(found[result.index], result.shape) for result in self.results]
 
 
-def kernel_call_of(
-    group: Group, written: list[Var], read_outside: ReadOutside
-) -> tuple[KernelCall, list[Any], list[Var]]:
+def kernel_call_of(group: Group, written: list[Var]) -> tuple[KernelCall, list[Any], list[Var]]:
     """The call by which a group writes these variables and its row results; what it reads; and what it writes.
 
     Raises:
@@ -115,9 +112,7 @@ def kernel_call_of(
     results = (KernelResult(k, _arrangement(place, group, factors), v.aval.shape) for k, v, place in numbered)
     call = KernelCall(kernel, tuple(arrangements), tuple(results))
     reads = [*(a for a, _ in (*own, *arrays)), *group.row_operands]
-    unread = (k for k, (a, _) in enumerate(own) if reads.count(a) == 1 and _is_read_last(a, group, read_outside))
-    in_place = next((k for k in unread if _can_be_in_place(call, k)), None)
-    return call._replace(kernel=kernel._replace(in_place=in_place)), reads, [*written, *group.row_results]
+    return call, reads, [*written, *group.row_results]
 
 
 def _check_there_is(kernel: FusedKernel) -> None:
@@ -145,26 +140,6 @@ def _side_operand(side: SideVariable, group: Group, factors: list[Factor]) -> Si
         return SideOperand(_arrangement(side.place, group, factors).shape, side.variable.aval.dtype.name)
     along = next(k for k, factor in enumerate(factors) if factor == side.factor)
     return SideOperand(tuple(f.extent if k == along else 1 for k, f in enumerate(factors)), "index", along)
-
-
-def _is_read_last(a: Atom, group: Group, read_outside: ReadOutside) -> bool:
-    """Whether an array is in memory for this group alone: a product that nothing else reads, or the operand of an
-    operator with `in_place`."""
-    if a is group.x and group.equation.params.get("in_place"):
-        return True
-
-    def is_only_reader(e: Equation) -> bool:
-        return e.name in ("reshape", "squeeze") and group.graph.readers[e.inputs[0]] == [e]
-
-    maker = group.graph.maker_of(through(group.graph, a, is_only_reader))
-    return maker is not None and kind_of(maker) == "product" and not read_outside(a, group)
-
-
-def _can_be_in_place(call: KernelCall, k: int) -> bool:
-    """Whether the first result has the k-th operand's dtype and order of elements."""
-    if not call.kernel.dtypes or call.kernel.dtypes[0] != call.kernel.dtype:
-        return False
-    return call.operands[k].is_view and all(r.arrangement.is_view for r in call.results if r.index == 0)
 
 
 def _own_operands(group: Group) -> list[tuple[Atom, Place]]:

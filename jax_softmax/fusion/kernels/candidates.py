@@ -216,12 +216,13 @@ class Groups:
         self._materialized: dict[Atom, bool] = {}
         self.reads: dict[Group, list[Var]] = {}  # the variables that each group reads
         self._reading: dict[Atom, dict[Group, None]] = {}  # the groups that read each variable
+        self.before: dict[Group, list[Var]] = {}  # what the program makes before a group's kernel (`in_place.py`)
         for group in self.groups:
             group.fold_before(self.is_materialized, self._read)
             self._note_reads(group)
         self.executed = self._found_executed()
         for group in self.groups:
-            group.fold_after(self.is_materialized, _dependence(self, group), self.read_outside)
+            group.fold_after(self.is_materialized, self.dependence(group), self.read_outside)
             self.owner |= dict.fromkeys(group.after.values(), group)
             self._note_reads(group)
         self.executed = self._found_executed()
@@ -281,33 +282,37 @@ class Groups:
         others = (other for other in self._reading.get(variable, ()) if other is not group and other in self.executed)
         return readers + [other.equation for other in others]
 
+    def _needed(self, group: Group) -> list[Var]:
+        """What has to be made before a group's kernel."""
+        return [*self.reads[group], *self.before.get(group, ())]
 
-def _dependence(groups: Groups, group: Group) -> Test:
-    """`depends(variable)`: whether it is made of what a group makes, the groups being one equation each."""
-    graph, position, start = groups.graph, groups.graph.position, groups.graph.position[group.equation]
-    independent: set[Any] = set()  # variables, as is known from earlier questions
-    # What comes before a group is not made of it, unless a group before it reads something that comes later.
-    in_order = not any(
-        position[other.equation] < start and any(v in graph.maker and position[graph.maker[v]] >= start for v in reads)
-        for other, reads in groups.reads.items()
-    )
+    def dependence(self, group: Group) -> Test:
+        """`depends(variable)`: whether it is made of what a group makes, the groups being one equation each."""
+        graph, position, start = self.graph, self.graph.position, self.graph.position[group.equation]
+        independent: set[Any] = set()  # variables, as is known from earlier questions
+        # What comes before a group is not made of it, unless a group before it reads something that comes later.
+        in_order = not any(
+            position[other.equation] < start
+            and any(v in graph.maker and position[graph.maker[v]] >= start for v in self._needed(other))
+            for other in self.reads
+        )
 
-    def depends(variable: Atom) -> bool:
-        pending, seen, inside = [variable], set(), group.inside
-        while pending:
-            a = pending.pop()
-            maker = graph.maker_of(a)
-            if maker is None or a in seen or a in independent:
-                continue
-            seen.add(a)
-            if in_order and position[maker] < start:
-                continue
-            if maker in inside or graph.has_effects_after(maker, group.equation):
-                return True
-            other = groups.owner.get(maker)
-            pending += variables_of(maker.inputs)
-            pending += () if other is None else groups.reads[other]
-        independent.update(seen)
-        return False
+        def depends(variable: Atom) -> bool:
+            pending, seen, inside = [variable], set(), group.inside
+            while pending:
+                a = pending.pop()
+                maker = graph.maker_of(a)
+                if maker is None or a in seen or a in independent:
+                    continue
+                seen.add(a)
+                if in_order and position[maker] < start:
+                    continue
+                if maker in inside or graph.has_effects_after(maker, group.equation):
+                    return True
+                other = self.owner.get(maker)
+                pending += variables_of(maker.inputs)
+                pending += () if other is None else self._needed(other)
+            independent.update(seen)
+            return False
 
-    return depends
+        return depends
