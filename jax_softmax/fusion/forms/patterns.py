@@ -174,11 +174,12 @@ def divergences(
 def gradients_of_two_directions(graph: Graph, equation: Equation) -> dict[Equation, list[Equation]] | None:
     """A cross entropy's gradient by rows, to which one by other rows of the same array is added, as in CLIP's loss.
 
-    Kernels would write one gradient, for the other one to read. XLA makes both where it adds them, of rows' numbers.
+    The first one is made of rows' numbers where it is added, which is in the kernel of the last one.
     """
     if equation.name != _GRADIENT or not foldable(equation) or OPERATORS[_GRADIENT].operands < len(equation.inputs):
         return None
-    if not any(_is_by_other_rows(graph, equation, other) for other in _added_to(graph, equation)):
+    later = (other for other in _added_to(graph, equation) if graph.position[other] > graph.position[equation])
+    if not any(_is_by_other_rows(graph, equation, other) for other in later):
         return None
     axes, dtype = equation.params["axes"], equation.params["dtype"]
 
