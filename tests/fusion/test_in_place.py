@@ -39,6 +39,16 @@ def loss(logits, t):
     return by_labels(logits, t).mean()
 
 
+def by_logarithms(w, h, t):
+    """As the README's."""
+
+    def loss(w, h):
+        logarithms = jax.nn.log_softmax((h @ w).astype(F32))
+        return -jnp.take_along_axis(logarithms, t[:, None], -1).mean()
+
+    return jax.value_and_grad(loss, (0, 1))(w, h)
+
+
 def smoothed(w, h, t):
     targets = optax.smooth_labels(jax.nn.one_hot(t, V), 0.1)
     return jax.value_and_grad(lambda w, h: optax.softmax_cross_entropy(h @ w, targets).mean(), (0, 1))(w, h)
@@ -57,6 +67,7 @@ OVERWRITTEN = {
     "accuracy": with_gradient(accuracy),
     "value and accuracy of scaled logits": with_gradient(loss, accuracy, cap=lambda x: x * 0.3),
     "one-hot": with_gradient(lambda x, t: -(jax.nn.one_hot(t, V) * jax.nn.log_softmax(x)).sum(-1).mean()),
+    "logarithms": by_logarithms,
     "smoothed": smoothed,
 }
 KEPT = {

@@ -124,10 +124,14 @@ RULES = {
     },
     "gradients of two directions": {
         "diagonals": both(
-            lambda x: jnp.diag(log_softmax(x, 0)) + jnp.diag(log_softmax(x, 1)), X, ops="cross_entropy_gradient logsumexp"
+            lambda x: jnp.diag(log_softmax(x, 0)) + jnp.diag(log_softmax(x, 1)),
+            X,
+            ops="cross_entropy_gradient logsumexp",
         ),
         "of the transpose": both(
-            lambda x: loss(x * 3, one_hot()) + loss((x * 3).T, one_hot(OUTSIDE)), X, ops="cross_entropy_gradient logsumexp"
+            lambda x: loss(x * 3, one_hot()) + loss((x * 3).T, one_hot(OUTSIDE)),
+            X,
+            ops="cross_entropy_gradient logsumexp",
         ),
         "with -inf": both(lambda x: jnp.diag(log_softmax(x, 0)) + jnp.diag(log_softmax(x, 1)), SOME_WITHOUT),
         "of bfloat16": gradient(

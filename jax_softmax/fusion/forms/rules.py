@@ -21,7 +21,15 @@ from jax_softmax.fusion.kernels.candidates import Group, is_materialized_unfolde
 from jax_softmax.fusion.program import expressions
 from jax_softmax.fusion.program.graph import Equation, Graph, about_size_of, bytes_of, each_once, is_variable
 from jax_softmax.fusion.program.kinds import foldable, is_loop, may_fold
-from jax_softmax.fusion.program.splicing import is_unmasked, made_of_rows, mask_of, row_variables, rows_of, spliced
+from jax_softmax.fusion.program.splicing import (
+    gathered_of_rows,
+    is_unmasked,
+    made_of_rows,
+    mask_of,
+    row_variables,
+    rows_of,
+    spliced,
+)
 from jax_softmax.primitives.operators import PRIMITIVES, bind, split
 from jax_softmax.primitives.records import GRADIENTS, LINEAR_MAPS, RECORDS, VJP
 from jax_softmax.primitives.types import Var
@@ -126,7 +134,16 @@ def _recomputed(graph: Graph, equation: Equation) -> Replacements | None:
     elif written or not (maps or _has_rows(graph, equation, *_OF_ROWS) or any(_is_reduced(graph, r) for r in readers)):
         return None  # nothing else needs the rows' numbers, of which XLA would make it in a second pass
     rows = row_variables(equation)
-    return {equation: [*rows_of(equation, rows), *made_of_rows(equation, rows)]}
+    gathers = {r: gathered_of_rows(r, equation, rows) for r in readers if _gathers_elements(r, y)}
+    return {equation: [*rows_of(equation, rows), *made_of_rows(equation, rows)], **gathers}
+
+
+def _gathers_elements(reader: Equation, y: Var) -> bool:
+    """Whether it gathers elements of y, and has NaN, if anything, where there are none."""
+    if reader.name != "gather" or reader.inputs[0] is not y or y in reader.inputs[1:]:
+        return False
+    fill = reader.params.get("fill_value")
+    return fill is None or bool(np.isnan(fill))
 
 
 def _folds(log_softmax: Equation, reader: Equation) -> bool:

@@ -89,8 +89,27 @@ def rows_of(equation: Equation, rows: Sequence[Var]) -> list[Equation]:
 def made_of_rows(equation: Equation, rows: tuple[Var, Var], y: Var | None = None) -> list[Equation]:
     """The equations that make the result of softmax or log_softmax, or y instead of it, of its operand and rows."""
     y = equation.outputs[0] if y is None else y
-    f: Callable[..., jax.Array] = _log_probabilities if equation.name == "log_softmax" else _probabilities
+    f = _function_of_rows(equation)
     return spliced(lambda *a: f(*a, y.aval.dtype), [*equation.inputs, *rows], [y], equation)
+
+
+def _function_of_rows(equation: Equation) -> Callable[..., jax.Array]:
+    """Elements of softmax or log_softmax of those of x, of rows' maxima and sums, and of the dtype."""
+    return _log_probabilities if equation.name == "log_softmax" else _probabilities
+
+
+def gathered_of_rows(gather: Equation, equation: Equation, rows: tuple[Var, Var]) -> list[Equation]:
+    """The equations that gather elements of a softmax or log_softmax: they are made of gathered elements of its operand
+    and rows, so that XLA may gather before it has the rows."""
+    y, indices = gather.inputs
+
+    def elements(x: jax.Array, indices: jax.Array, *rows: jax.Array) -> jax.Array:
+        gathered = (
+            gather.eqn.primitive.bind(jnp.broadcast_to(a, x.shape), indices, **gather.params) for a in (x, *rows)
+        )
+        return _function_of_rows(equation)(*gathered, y.aval.dtype)
+
+    return spliced(elements, [*equation.inputs, indices, *rows], gather.outputs, gather)
 
 
 def _probabilities(x: jax.Array, largest: jax.Array, total: jax.Array, dtype: jnp.dtype) -> jax.Array:
