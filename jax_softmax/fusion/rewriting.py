@@ -16,7 +16,7 @@ from jax_softmax.fusion.kernels import recomputed
 from jax_softmax.fusion.kernels.calls import KernelCall, by_xla_p, kernel_call_of, kernel_call_p
 from jax_softmax.fusion.kernels.candidates import Group, Groups
 from jax_softmax.fusion.kernels.chains import chain_of
-from jax_softmax.fusion.kernels.in_place import with_overwritten
+from jax_softmax.fusion.kernels.in_place import in_place_if_possible
 from jax_softmax.fusion.kernels.memory import balance_of, costly, memory_of
 from jax_softmax.fusion.kernels.traffic import Traffic, byte_text, group_traffic, has_short_rows, reason_by_traffic
 from jax_softmax.fusion.net import by_own_settings, fused_or_as_it_is
@@ -236,7 +236,7 @@ def _choice_of(group: Group, groups: Groups, path: str) -> KernelChoice:
     call: KernelCall | None
     try:
         call, reads, results = kernel_call_of(group, written)
-        call = with_overwritten(call, reads, group, groups)
+        call = in_place_if_possible(call, reads, group, groups)
     except expressions.NotFolded as error:
         traffic = group_traffic(group, groups.reads[group], written, groups)
         traffic = traffic._replace(ours=traffic.unfolded)
@@ -375,9 +375,10 @@ def _in_order(decision: _Decision) -> list[JaxprEqn]:
     """JAX's equations of the rewritten program, each after those that make what it reads."""
     groups, calls, by_xla = decision.groups, decision.calls, decision.by_xla
     graph = groups.graph
-    before = {group: groups.before.get(group, []) for group in calls}
+    made_first = {group: groups.made_first.get(group, []) for group in calls}
     twice = recomputed.equations(groups, calls)
-    behind_barriers = recomputed.read_twice(groups, calls).union(*before.values())
+    # What reads these, reads them in memory: XLA does not merge loops that make and read what is made first.
+    in_memory = recomputed.read_twice(groups, calls).union(*made_first.values())
     owner = {variable: group for group, choice in calls.items() for variable in choice.results}
     done: set[Equation | Group] = set()
     equations: list[JaxprEqn] = []
@@ -389,7 +390,7 @@ def _in_order(decision: _Decision) -> list[JaxprEqn]:
             node = owner.get(variable) or graph.maker.get(variable)
             if node is None or node in done:
                 continue
-            reads = [*calls[node].reads, *before[node]] if isinstance(node, Group) else node.inputs
+            reads = [*calls[node].reads, *made_first[node]] if isinstance(node, Group) else node.inputs
             if ready:
                 done.add(node)
                 emit(node)
@@ -400,12 +401,13 @@ def _in_order(decision: _Decision) -> list[JaxprEqn]:
     def emit(node: Equation | Group) -> None:
         if isinstance(node, Group):
             call, reads, results, _ = calls[node]
-            if before[node]:
-                read_last = variables_of([reads[call.kernel.in_place]])
-                waiting = [*read_last, *before[node]]
-                after = [type(v)(v.aval) for v in waiting]
-                equations.append(_private.at_the_line_of(barrier(waiting, after), node.equation.eqn))
-                reads = [after[0] if a is read_last[0] else a for a in reads]
+            in_place = None if call is None else call.kernel.in_place
+            if in_place is not None and made_first[node]:  # the kernel waits for it
+                overwritten = reads[in_place]
+                waiting = variables_of([overwritten, *made_first[node]])
+                behind = [type(v)(v.aval) for v in waiting]
+                equations.append(_private.at_the_line_of(barrier(waiting, behind), node.equation.eqn))
+                reads = [behind[0] if a is overwritten else a for a in reads]
             equations.append(new_eqn(reads, results, kernel_call_p, {"call": call}, node.equation.eqn))
             return
         if node in by_xla:
@@ -414,8 +416,7 @@ def _in_order(decision: _Decision) -> list[JaxprEqn]:
             new = [Equation(eqn, node.inputs, node.outputs, params)]
         else:
             new = recomputed.with_roundings(node) if node in twice else [node]
-        # A barrier stands between what kernels and XLA both read, or is made before a kernel, and what reads it.
-        equations.extend(e.as_jax() for equation in new for e in with_barrier(equation, behind_barriers))
+        equations.extend(e.as_jax() for equation in new for e in with_barrier(equation, in_memory))
 
     for equation in graph.equations:
         if equation.eqn.effects:

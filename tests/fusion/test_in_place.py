@@ -7,6 +7,7 @@ import numpy as np
 import optax
 import pytest
 from fusion_support import BF16, F32
+from jax.experimental import io_callback
 
 from jax_softmax import fuse
 from jax_softmax.fusion import rewriting
@@ -69,10 +70,13 @@ OVERWRITTEN = {
     "one-hot": with_gradient(lambda x, t: -(jax.nn.one_hot(t, V) * jax.nn.log_softmax(x)).sum(-1).mean()),
     "logarithms": by_logarithms,
     "smoothed": smoothed,
+    "five best": with_gradient(lambda x, t: jnp.any(jax.lax.top_k(x, 5)[1] == t[:, None], -1)),
+    "some rows": with_gradient(lambda x, t: x[-1]),
+    "a small product": with_gradient(lambda x, t: x @ jnp.ones((V, 8), x.dtype)),
 }
 KEPT = {
     "a result": with_gradient(lambda x, t: x),
-    "a product": with_gradient(lambda x, t: x @ jnp.ones((V, 8), x.dtype)),
+    "a large product": with_gradient(lambda x, t: x @ jnp.ones((V, V // 2), x.dtype)),
     "sorted": with_gradient(lambda x, t: jnp.sort(x, -1)[:, -5:]),
     "large": with_gradient(lambda x, t: jnp.max(x.reshape(T, -1, 2), -1)),
     "read after the gradient": lambda w, h, t: (lambda x: jnp.sum(x * jax.grad(lambda x: loss(x, t))(x)))(h @ w),
@@ -106,7 +110,29 @@ def test_logits_that_are_read_first_are_overwritten(name, dtype):
 
 @pytest.mark.parametrize("name", KEPT)
 def test_logits_that_are_needed_afterwards_are_kept(name):
-    assert not any(gradients_in_place(KEPT[name], *operands()))
+    assert gradients_in_place(KEPT[name], *operands()) == [False]
+
+
+def test_effects_stay_in_their_order():
+    """Kernels do not wait for what is made of an effect that comes after them."""
+    order, number = [], jax.ShapeDtypeStruct((), F32)
+
+    def noted(name, *_):
+        order.append(name)
+        return np.float32(2)
+
+    def step(w, h, t):
+        a, b = h @ w, jnp.tanh(h) @ w
+        of_a = jax.grad(lambda x: loss(x, t))(a)
+        first = io_callback(lambda x: noted("first"), number, of_a.max(), ordered=True)
+        second = io_callback(lambda: noted("second"), number, ordered=True)
+        of_b = jax.grad(lambda x: loss(x, t))(b)
+        return of_a @ w.T, of_b @ w.T, (a * of_b.max()).max(-1), (b * second).max(-1), first
+
+    with emulated.kernels():
+        jax.block_until_ready(jax.jit(fuse(step))(*operands()))
+        jax.effects_barrier()
+    assert order == ["first", "second"]
 
 
 def test_two_kernels_of_which_each_needs_the_other_one_first():

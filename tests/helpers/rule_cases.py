@@ -83,6 +83,12 @@ RULES = {
     },
     "made anew, two results": {
         "logarithms in two sums": value(lambda x: (jnp.sum(log_softmax(x) * Y, -1), jnp.sum(log_softmax(x) ** 2)), X),
+        "logarithms that are scaled, and gathered": value(
+            lambda x: jnp.take_along_axis(-log_softmax(x), LABELS[:, None], -1), X, ops="logsumexp"
+        ),
+        "logarithms that are shifted, for an operator": value(
+            lambda x, y: logsumexp(log_softmax(x) + y, -1), X, Y, ops="logsumexp logsumexp"
+        ),
         "logarithms that are written rounded": value(lambda x: log_softmax(x).astype(BF16), X, ops="log_softmax"),
         "logarithms that are written twice": value(
             lambda x: (log_softmax(x) * Y, log_softmax(x) + Z), X, ops="log_softmax"
@@ -154,6 +160,12 @@ RULES = {
     "one-hot targets": {
         "loss": both(lambda x: loss(x, one_hot()), X, ops="cross_entropy_gradient"),
         "loss alone": value(lambda x: loss(x, one_hot()), X, ops="cross_entropy"),
+        "loss beside a product": value(lambda x: (log_softmax(x) @ Y, loss(x, one_hot())), X, ops="log_softmax"),
+        "loss with +inf": value(
+            lambda x: loss(x, one_hot()),
+            np.where(np.eye(N, k=1) > 0, np.inf, X).astype(np.float32),
+            ops="cross_entropy",
+        ),
         "loss of bfloat16, widened": value(
             lambda x: -jnp.sum(one_hot() * log_softmax(x).astype(F32), -1), array(N, N, dtype=BF16), ops="cross_entropy"
         ),

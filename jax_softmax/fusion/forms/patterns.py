@@ -16,7 +16,7 @@ from jax_softmax.fusion.forms.gradients import loss_gradient
 from jax_softmax.fusion.forms.one_hot import one_hot_of
 from jax_softmax.fusion.program import expressions, walk
 from jax_softmax.fusion.program.graph import Equation, Graph, is_variable, variables_of
-from jax_softmax.fusion.program.kinds import foldable
+from jax_softmax.fusion.program.kinds import foldable, may_fold
 from jax_softmax.fusion.program.splicing import is_unmasked, spliced
 from jax_softmax.primitives import labels, reference
 from jax_softmax.primitives.operators import OPERATORS, PRIMITIVES, Coefficients, bind
@@ -109,8 +109,8 @@ def _sum_at_labels(
     if one_hot is None:
         return None
     made = y if narrow is None else narrow
-    # A log_softmax that is written anyway is summed itself.
-    from_x = graph.maker[made].name == "log_softmax" and graph.results.isdisjoint((y, made))
+    # A log_softmax that is written anyway is read itself.
+    from_x = graph.maker[made].name == "log_softmax" and not any(_is_written(graph, a) for a in (y, made))
 
     def weighted_sum(x: jax.Array, y: jax.Array, *variables: jax.Array) -> jax.Array:
         label, weight, offset = one_hot.make(*variables)
@@ -128,17 +128,23 @@ def _sum_at_labels(
 
 
 _OF_TARGETS: dict[str, Equations] = {"v": [("reduce_sum", "product")], "product": [("mul", "t", "y")]}
-_PROBABILITIES: Equations = [("log_softmax", "x"), ("softmax", "x")]
-sums_at_labels = by_pattern(**_OF_TARGETS, y=_PROBABILITIES)(_sum_at_labels)
-wide_sums_at_labels = by_pattern(**_OF_TARGETS, y=[("convert_element_type", "narrow")], narrow=_PROBABILITIES)(
+_SOFTMAXES: Equations = [("log_softmax", "x"), ("softmax", "x")]
+sums_at_labels = by_pattern(**_OF_TARGETS, y=_SOFTMAXES)(_sum_at_labels)
+wide_sums_at_labels = by_pattern(**_OF_TARGETS, y=[("convert_element_type", "narrow")], narrow=_SOFTMAXES)(
     _sum_at_labels
 )
 
 
+def _is_written(graph: Graph, a: Var) -> bool:
+    """Whether something reads all elements in memory: neither a loop nor an operator, nor a gather of some."""
+    readers = graph.readers.get(a, ())
+    return a in graph.results or any(not (may_fold(r) or r.name == "gather") for r in readers)
+
+
 def _logarithms_at_labels(x: jax.Array, label: jax.Array, axes: tuple[int]) -> jax.Array:
     """The element of log_softmax(x) at each row's label: of x's element there, which needs nothing else to be read."""
-    loss, *_ = bind("cross_entropy", x, label, where=None, axes=axes)
-    return -loss
+    loss, largest, *_ = bind("cross_entropy", x, label, where=None, axes=axes)
+    return jnp.where(largest == jnp.inf, jnp.nan, -loss)
 
 
 def _sum_of_logarithms(x: jax.Array, axes: tuple[int]) -> jax.Array:
@@ -178,8 +184,9 @@ def gradients_of_two_directions(graph: Graph, equation: Equation) -> dict[Equati
     """
     if equation.name != _GRADIENT or not foldable(equation) or OPERATORS[_GRADIENT].operands < len(equation.inputs):
         return None
-    later = (other for other in _added_to(graph, equation) if graph.position[other] > graph.position[equation])
-    if not any(_is_by_other_rows(graph, equation, other) for other in later):
+    others = [other for other in _added_to(graph, equation) if _is_by_other_rows(graph, equation, other)]
+    position = graph.position
+    if all(position[other] < position[equation] and equation in _added_to(graph, other) for other in others):
         return None
     axes, dtype = equation.params["axes"], equation.params["dtype"]
 

@@ -159,8 +159,14 @@ def _has_rows(graph: Graph, equation: Equation, *names: str) -> bool:
 
 
 def _is_reduced(graph: Graph, reader: Equation) -> bool:
-    """Whether a reader of elements needs none of them in memory: it reduces or gathers them, or is an operator."""
-    return not is_loop(reader) or _is_summed(graph, reader)
+    """Whether a reader, or what reads what it makes of each element, needs no elements in memory: it reduces or gathers
+    them, or is an operator."""
+
+    def following(equation: Equation) -> list[Equation]:
+        return graph.readers_of(equation) if expressions.is_expressible(equation) else []
+
+    ends = (e for e in each_once([reader], following) if not expressions.is_expressible(e))
+    return any(is_loop(e) or e.name == "gather" or e.name in PRIMITIVES for e in ends)
 
 
 def _is_summed(graph: Graph, reader: Equation) -> bool:

@@ -216,7 +216,7 @@ class Groups:
         self._materialized: dict[Atom, bool] = {}
         self.reads: dict[Group, list[Var]] = {}  # the variables that each group reads
         self._reading: dict[Atom, dict[Group, None]] = {}  # the groups that read each variable
-        self.before: dict[Group, list[Var]] = {}  # what the program makes before a group's kernel (`in_place.py`)
+        self.made_first: dict[Group, list[Var]] = {}  # before a group's kernel, which `in_place.py` says
         for group in self.groups:
             group.fold_before(self.is_materialized, self._read)
             self._note_reads(group)
@@ -284,7 +284,7 @@ class Groups:
 
     def _needed(self, group: Group) -> list[Var]:
         """What has to be made before a group's kernel."""
-        return [*self.reads[group], *self.before.get(group, ())]
+        return [*self.reads[group], *self.made_first.get(group, ())]
 
     def dependence(self, group: Group) -> Test:
         """`depends(variable)`: whether it is made of what a group makes, the groups being one equation each."""
