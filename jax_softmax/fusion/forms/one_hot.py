@@ -151,7 +151,7 @@ def _of_scatter(graph: Graph, scatter: Equation, axis: int) -> OneHot | None:
     zeros, _, updates = scatter.inputs
     if zeros.aval.dtype.name not in expressions.WRITABLE or not is_zero(graph, zeros) or not is_variable(updates):
         return None
-    shape, labels = zeros.aval.shape, _labels_of_scatter(graph, scatter, axis)
+    shape, labels = zeros.aval.shape, labels_of(graph, scatter, axis)
     if labels is None:
         return None
     rows, clips = _shape_of_rows(shape, axis), scatter.params["mode"] == jax.lax.GatherScatterMode.CLIP
@@ -164,22 +164,29 @@ def _of_scatter(graph: Graph, scatter: Equation, axis: int) -> OneHot | None:
     return OneHot([labels, updates], scattered)
 
 
-def _labels_of_scatter(graph: Graph, scatter: Equation, axis: int) -> Var | None:
-    """The array of the indices at which each row has its one update, an int32 for each row; None if there is none.
+def labels_of(graph: Graph, equation: Equation, axis: int) -> Var | None:
+    """The array of the indices at which a scatter has each row's one update, or at which a gather reads each row's one
+    element: an int32 for each row, in the order of the rows. None if there is none.
 
     `take_along_axis(x, i)` and `vmap(lambda x, i: x[i])` have rows as dimensions of the batch. `x[arange(n), i]` has
     the rows' own numbers as a first column of indices.
     """
-    zeros, indices, updates = scatter.inputs
-    dims, shape = scatter.params["dimension_numbers"], zeros.aval.shape
-    indexed = tuple(dims.scatter_dims_to_operand_dims)  # the dimension that each column has indices of
+    (operand, indices), dims = equation.inputs[:2], equation.params["dimension_numbers"]
+    # `indexed`: the dimension that each column has indices of.
+    elements: Atom
+    if equation.name == "gather":
+        elements, indexed, batch = equation.outputs[0], dims.start_index_map, dims.start_indices_batching_dims
+    else:
+        elements, indexed = equation.inputs[2], dims.scatter_dims_to_operand_dims
+        batch = dims.scatter_indices_batching_dims
+    shape = operand.aval.shape
     others = [d for d in range(len(shape)) if d != axis]
     extents = [shape[d] for d in others]
-    batching = zip(dims.operand_batching_dims, dims.scatter_indices_batching_dims, strict=True)
+    batching = zip(dims.operand_batching_dims, batch, strict=True)
     if axis not in indexed or not all(others.index(d) == at for d, at in batching):
         return None
     count = math.prod(extents)
-    if size_of(updates) != count or math.prod(indices.aval.shape[:-1]) != count or indices.aval.dtype != jnp.int32:
+    if size_of(elements) != count or math.prod(indices.aval.shape[:-1]) != count or indices.aval.dtype != jnp.int32:
         return None
     columns: Sequence[Atom] = [indices]
     if len(indexed) > 1:

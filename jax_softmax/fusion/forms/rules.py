@@ -134,16 +134,17 @@ def _recomputed(graph: Graph, equation: Equation) -> Replacements | None:
     elif written or not (maps or _has_rows(graph, equation, *_OF_ROWS) or any(_is_reduced(graph, r) for r in readers)):
         return None  # nothing else needs the rows' numbers, of which XLA would make it in a second pass
     rows = row_variables(equation)
-    gathers = {r: gathered_of_rows(r, equation, rows) for r in readers if _gathers_elements(r, y)}
+    gathers = {r: gathered_of_rows(r, equation, rows) for r in readers if _gathers_at_labels(graph, r, equation)}
     return {equation: [*rows_of(equation, rows), *made_of_rows(equation, rows)], **gathers}
 
 
-def _gathers_elements(reader: Equation, y: Var) -> bool:
-    """Whether it gathers elements of y, and has NaN, if anything, where there are none."""
-    if reader.name != "gather" or reader.inputs[0] is not y or y in reader.inputs[1:]:
+def _gathers_at_labels(graph: Graph, reader: Equation, equation: Equation) -> bool:
+    """Whether it gathers an element of each row of a result, in their order, and has NaN where there is none."""
+    if reader.name != "gather" or reader.inputs[0] is not equation.outputs[0]:
         return False
     fill = reader.params.get("fill_value")
-    return fill is None or bool(np.isnan(fill))
+    has_nan = fill is None or bool(np.isnan(fill))
+    return has_nan and one_hot.labels_of(graph, reader, *equation.params["axes"]) is not None
 
 
 def _folds(log_softmax: Equation, reader: Equation) -> bool:

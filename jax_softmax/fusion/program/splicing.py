@@ -99,15 +99,14 @@ def _function_of_rows(equation: Equation) -> Callable[..., jax.Array]:
 
 
 def gathered_of_rows(gather: Equation, equation: Equation, rows: tuple[Var, Var]) -> list[Equation]:
-    """The equations that gather elements of a softmax or log_softmax: they are made of gathered elements of its operand
-    and rows, so that XLA may gather before it has the rows."""
-    y, indices = gather.inputs
+    """The equations that gather an element of each row of a softmax or log_softmax, in the order of the rows: they are
+    made of gathered elements of its operand, so that XLA may gather before it has the rows."""
+    (y, indices), (result,) = gather.inputs, gather.outputs
 
     def elements(x: jax.Array, indices: jax.Array, *rows: jax.Array) -> jax.Array:
-        gathered = (
-            gather.eqn.primitive.bind(jnp.broadcast_to(a, x.shape), indices, **gather.params) for a in (x, *rows)
-        )
-        return _function_of_rows(equation)(*gathered, y.aval.dtype)
+        gathered = gather.eqn.primitive.bind(x, indices, **gather.params)
+        of_rows = (jnp.reshape(a, result.aval.shape) for a in rows)
+        return _function_of_rows(equation)(gathered, *of_rows, y.aval.dtype)
 
     return spliced(elements, [*equation.inputs, indices, *rows], gather.outputs, gather)
 
