@@ -4,7 +4,6 @@ import emulated
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from fusion_support import BF16, F32
 from jax.experimental import io_callback
@@ -15,7 +14,10 @@ from jax_softmax.fusion.kernels.calls import kernel_call_p
 from jax_softmax.fusion.program.graph import eqns_within
 
 T, D, V = 256, 64, 4096
-by_labels = optax.softmax_cross_entropy_with_integer_labels
+
+
+def by_labels(x, t):
+    return jax.nn.logsumexp(x, -1) - jnp.take_along_axis(x, t[:, None], -1)[:, 0]
 
 
 def with_gradient(*makers, cap=lambda x: x):
@@ -51,8 +53,8 @@ def by_logarithms(w, h, t):
 
 
 def smoothed(w, h, t):
-    targets = optax.smooth_labels(jax.nn.one_hot(t, V), 0.1)
-    return jax.value_and_grad(lambda w, h: optax.softmax_cross_entropy(h @ w, targets).mean(), (0, 1))(w, h)
+    targets = 0.9 * jax.nn.one_hot(t, V) + 0.1 / V
+    return jax.value_and_grad(lambda w, h: -(targets * jax.nn.log_softmax(h @ w)).sum(-1).mean(), (0, 1))(w, h)
 
 
 def two_heads(w, h, t):
