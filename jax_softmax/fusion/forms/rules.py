@@ -4,7 +4,7 @@ Before all rules equal operations of the same variables become one and products 
 (`normalized`), and what is written out becomes operators (`written_out.py`). The rules here make softmax and
 log_softmax again of x and rows' maxima and sums; those of `patterns.py` and `one_hot.py` find losses, their gradients
 and divergences. After them all, results for each row that several operators make of the same array are shared
-(`shared_normalizers.py`), and gradients of two directions, as CLIP's loss has, are made of them.
+(`shared_normalizers.py`), and of gradients of two directions, as CLIP's loss has, one is made of them.
 """
 
 import functools
