@@ -42,6 +42,10 @@ WORTH_REMAKING = 0.8
 # Chosen.
 MADE_OF_LITTLE = 1 / 8
 
+# What a row waits that XLA adds to a table where another one is added to the same place. Chosen: of 2048² rows for 32
+# places, of which 2 have most, each took 2.6 ns (H200, T5's bias).
+SAME_PLACE = 2.6e-9 * COPY_RATE
+
 # ---- Calls
 
 # What a call takes more than a kernel of XLA's, by the wall clock: 2 to 3 microseconds in a CUDA graph, for a row
@@ -63,6 +67,10 @@ LONGEST_ROW_OF_XLA = 8192  # elements that a block of XLA's kernels holds in reg
 # column "forward: XLA": rows 256, 1024 and 8192. Longer float32 rows, and log_softmax, reach 0.89 to 0.95: kernels are
 # then chosen a little too often.
 XLA_SPEED_OF_ROWS = {256: 1.0, 2048: 0.91, LONGEST_ROW_OF_XLA: 0.81}
+
+# What they take for an element of rows whose bytes are no multiple of 16. Chosen: they make 0.2 to 0.5e12 elements a
+# second of rows of 9 to 75 elements, and of 300 and 700 of 16 bits (H200).
+ELEMENT_OF_ODD_ROWS = COPY_RATE / 0.45e12
 
 # ---- On a CPU
 

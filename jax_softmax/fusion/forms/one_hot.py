@@ -16,7 +16,7 @@ from jax_softmax.primitives.types import Atom, Var
 
 # Chosen, a limit to the time that a search takes: targets in the tests are made of up to 5 arrays.
 _MOST_ARRAYS = 64
-_SCATTERS = ("scatter-add", "scatter_add")
+SCATTERS = ("scatter-add", "scatter_add")
 
 
 class OneHot(NamedTuple):
@@ -61,7 +61,7 @@ class _Search:
         maker, dtype = self.graph.maker.get(a), a.aval.dtype.name
         if maker is None or dtype not in expressions.WRITABLE:
             return None
-        if maker.name in _SCATTERS:
+        if maker.name in SCATTERS:
             return _of_scatter(self.graph, maker, self.axis)
         if maker.name in ("mul", "add", "add_any"):
             for array, number in (maker.inputs, maker.inputs[::-1]):
@@ -207,7 +207,7 @@ def labels_of(graph: Graph, equation: Equation, axis: int) -> Var | None:
 
 def scattered(graph: Graph, equation: Equation) -> dict[Equation, list[Equation]] | None:
     """A comparison of indices with the label: no array has to be cleared, and the comparison can be folded."""
-    if equation.name not in _SCATTERS or not all(map(may_fold, graph.readers_of(equation))):
+    if equation.name not in SCATTERS or not all(map(may_fold, graph.readers_of(equation))):
         return None
     (result,) = equation.outputs
     axes = equation.params["dimension_numbers"].scatter_dims_to_operand_dims if result not in graph.results else ()

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_softmax.fusion.forms import cut_rows, one_hot, patterns
+from jax_softmax.fusion.forms import cut_rows, few_places, one_hot, patterns
 from jax_softmax.fusion.forms.patterns import Rule
 from jax_softmax.fusion.forms.shared_normalizers import Replacements, gradients_of_own_rows, with_shared_normalizers
 from jax_softmax.fusion.kernels.candidates import Group, is_materialized_unfolded
@@ -231,6 +231,7 @@ _RULES: tuple[Rule, ...] = (
     patterns.sums_at_labels,
     patterns.wide_sums_at_labels,
     one_hot.scattered,
+    few_places.in_several_tables,
     patterns.divergences,
     _in_one_pass,
     _recomputed,

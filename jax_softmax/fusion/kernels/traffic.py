@@ -55,8 +55,10 @@ def group_traffic(
     instruction_bytes, reads_of_xla = costs.INSTRUCTION * group.size, _reads_of_xla(group)
     ours = max(_bytes_of_kernel(group, reads, written, groups, moved), int(instruction_bytes * (before + after)))
     xla = max(reads_of_xla * read + written_by_xla, instruction_bytes * (reads_of_xla * before + after))
-    speed = speed_of_whole_rows(group.equation) if _xla_makes_whole_rows(group) else 1.0
-    return Traffic(unfolded, ours + of_rows, int((xla + of_rows) / speed))
+    xla += of_rows
+    if _xla_makes_whole_rows(group):
+        xla = max(xla / speed_of_whole_rows(group.equation), costs.ELEMENT_OF_ODD_ROWS * _elements_of_odd_rows(group))
+    return Traffic(unfolded, ours + of_rows, int(xla))
 
 
 def _bytes_of_kernel(
@@ -92,6 +94,13 @@ def speed_of_whole_rows(operator: Equation) -> float:
     """The part of the memory's speed that XLA reaches by a kernel of which a block has a whole row."""
     length = math.prod(operator.inputs[0].aval.shape[d] for d in operator.params["axes"])
     return next(speed for most, speed in costs.XLA_SPEED_OF_ROWS.items() if length <= most)
+
+
+def _elements_of_odd_rows(group: Group) -> int:
+    """How many elements a group has, if XLA reads them one by one: rows begin elsewhere in 16 bytes."""
+    shape, axes = group.equation.inputs[0].aval.shape, group.equation.params["axes"]
+    row = math.prod(shape[d] for d in axes) * group.equation.inputs[0].aval.dtype.itemsize
+    return group.size if row % 16 else 0
 
 
 def _xla_makes_whole_rows(group: Group) -> bool:
