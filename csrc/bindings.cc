@@ -164,10 +164,11 @@ std::tuple<int, int, bool> attention_tile(const std::string& kernel, int64_t sta
     throw nb::value_error("no such kernel of attention");
   }
   const auto kind = static_cast<KernelKind>(known - std::begin(kKernelNames));
-  const bool is_hoppers =
-      compute_capability == kHopper && hopper_has(kind, features, value_features, bytes_of_number, reads_arrays, stay);
-  const Tiling tiling = is_hoppers ? hopper_tiling_of(kind, features, value_features, reads_arrays)
-                                   : tiling_of(kind, features, value_features, bytes_of_number, reads_arrays);
+  const bool on_hopper = compute_capability == kHopper;
+  const bool is_hoppers = on_hopper && hopper_has(kind, features, value_features, bytes_of_number, reads_arrays, stay);
+  const Tiling tiling = is_hoppers
+                            ? hopper_tiling_of(kind, features, value_features, reads_arrays)
+                            : tiling_of(kind, stay, features, value_features, bytes_of_number, reads_arrays, on_hopper);
   return {tiling.rows(), tiling.step, is_hoppers};
 }
 

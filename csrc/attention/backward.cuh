@@ -173,15 +173,16 @@ __device__ __forceinline__ void attention_keys(const typename P::Addresses& oper
   Accumulators<N::kFragments, kOwnDepth> dk;
   Accumulators<N::kFragments, kOwnWidth> dv;
   RowSums<P, N::kFragments> sums;
-  round_own_packs<P, N::kRows, 0>(own.d);
-  round_own_packs<P, N::kRows, 0>(own.e);
+  wait_for_all_but_last<0>();
+  own.round_own_packs();
   for (int count = 0; at.exists(); ++count) {
+    const typename Queries::Stage stage = queries.stage(count);
     wait_for_all_but_last<0>();
+    stage.round_own_packs();
     barrier();  // this stage is there, and nobody reads the one before any more
     const typename Queries::Position next = queries.after(at);
     queries.begin_copies(next, queries.stage(count + 1));
     commit_copies();
-    const typename Queries::Stage stage = queries.stage(count);
     Accumulators<N::kFragments, N::kStep> s, t;
     add_product_of_rows(s, own.d, row_of_warp, stage.d);
     add_product_of_rows(t, own.e, row_of_warp, stage.e);
@@ -353,15 +354,16 @@ __device__ __forceinline__ void attention_queries(const typename P::Addresses& o
   Accumulators<N::kFragments, N::kDepth> dq;
   RowSums<P, N::kFragments> sums;
   const Written<P> written{operand_of<P, typename P::Written>(operands, P::kFirstResult + 1, P::kWrittenStrides, n)};
-  round_own_packs<P, N::kRows, 0>(own.d);
-  round_own_packs<P, N::kRows, 0>(own.e);
+  wait_for_all_but_last<0>();
+  own.round_own_packs();
   for (int step = range.first; step < range.last; ++step) {
+    const typename Keys::Stage stage = keys.stage(step);
     wait_for_all_but_last<0>();
+    stage.round_own_packs();
     barrier();  // this stage is there, and nobody reads the one before any more
     keys.begin_keys(step + 1);
     keys.begin_values(step + 1);
     commit_copies();
-    const typename Keys::Stage stage = keys.stage(step);
     Accumulators<N::kFragments, N::kStep> s, t;
     add_product_of_rows(s, own.d, row_of_warp, stage.d);
     add_product_of_rows(t, own.e, row_of_warp, stage.e);
@@ -429,9 +431,9 @@ __device__ __forceinline__ void attention_scores(const typename P::Addresses& op
     commit_copies();
     RowNumbers rows[N::kFragments][2];
     read_numbers<P>(rows, operands, n, first + row_of_warp + own_row());
-    round_own_packs<P, N::kRows, 0>(queries.d);
-    round_own_packs<P, N::kRows, 0>(queries.e);
     wait_for_all_but_last<0>();
+    queries.round_own_packs();
+    keys.round_own_packs();
     barrier();  // all is there
     const bool is_whole = visited<P>(operands, n, block, P::kQueries, P::kKeys).is_whole(step);
 #pragma unroll

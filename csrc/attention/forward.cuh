@@ -179,9 +179,11 @@ __device__ __forceinline__ void attention_forward(const typename P::Addresses& o
   const int row_of_warp = first_row_of_warp(N::kRowsOfWarp), own_row_of_tile = row_of_warp + own_row();
   Accumulators<N::kFragments, N::kWidth> o;
   RowState rows[N::kFragments][2];
-  round_own_packs<P, N::kRows, 1>(q);
+  wait_for_all_but_last<1>();
+  round_own_packs<P, N::kRows>(q);
   for (int step = range.first; step < range.last; ++step) {
     wait_for_all_but_last<1>();
+    round_own_packs<P, N::kStep>(keys.stage(step).d);
     barrier();  // the keys are there, and nobody reads those of the step before any more
     keys.begin_keys(step + 1);
     commit_copies();
@@ -192,6 +194,7 @@ __device__ __forceinline__ void attention_forward(const typename P::Addresses& o
                 [&](auto is_whole) { score<P, decltype(is_whole)::kValue>(s, tile, own_row_of_tile); });
     accumulate(s, rows, [&](int m, int half, float factor) { rescale_row(o, m, half, factor); });
     wait_for_all_but_last<1>();
+    round_own_packs<P, N::kStep>(keys.stage(step).e);
     barrier();  // the values are there, and nobody reads those of the step before any more
     keys.begin_values(step + 1);
     commit_copies();

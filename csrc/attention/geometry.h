@@ -61,14 +61,27 @@ inline constexpr TilingsOfFeatures kTilingsOf32BitsWithArrays[] = {
     {64, {{4, 1, 32, 1, 2}, {4, 1, 32, 1, 2}, {4, 1, 32, 1, 2}, {4, 1, 64, 1, 2}, {4, 1, 32, 1, 2}}},
     {128, {{4, 1, 16, 1, 2}, {2, 1, 16, 1, 2}, {2, 1, 16, 1, 2}, {2, 1, 32, 1, 2}, {2, 1, 16, 1, 2}}},
 };
+// On Hopper a block may have twice the shared memory.
+inline constexpr TilingsOfFeatures kTilingsOf32BitsOnHopper[] = {
+    kTilingsOf32Bits[0],
+    {128, {{8, 2, 32, 1, 1}, {8, 1, 32, 1, 1}, {8, 1, 32, 1, 1}, {2, 1, 32, 1, 2}, {2, 1, 16, 1, 2}}},
+};
 constexpr int most_features(int bytes_of_number) { return bytes_of_number == 2 ? 256 : 128; }
-constexpr Tiling tiling_of(KernelKind kernel, int features, int value_features, int bytes_of_number,
-                           bool reads_arrays) {
+// `stay`: how many rows stay. Where these are few, as in windows of pictures, blocks have fewer warps, but as many as
+// copy the numbers of a step's rows.
+constexpr Tiling tiling_of(KernelKind kernel, int64_t stay, int features, int value_features, int bytes_of_number,
+                           bool reads_arrays, bool on_hopper) {
   const TilingsOfFeatures* row = bytes_of_number == 2 ? kTilingsOf16Bits
                                  : reads_arrays       ? kTilingsOf32BitsWithArrays
+                                 : on_hopper          ? kTilingsOf32BitsOnHopper
                                                       : kTilingsOf32Bits;
   while (row->most_features < features || row->most_features < value_features) ++row;
-  return row->by_kernel[static_cast<int>(kernel)];
+  Tiling tiling = row->by_kernel[static_cast<int>(kernel)];
+  while (tiling.warps % 2 == 0 && stay <= tiling.rows() / 2 && tiling.step <= tiling.threads() / 2) {
+    tiling.warps /= 2;
+    tiling.resident *= 2;
+  }
+  return tiling;
 }
 
 inline constexpr int kBlocksOfWave = 512;  // about twice as many as the largest chips run at a time: see `own_block`

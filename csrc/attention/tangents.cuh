@@ -84,13 +84,16 @@ __device__ __forceinline__ void attention_tangents(const typename P::Addresses& 
   Accumulators<N::kFragments, N::kWidth> o, o_tangent;
   Accumulators<N::kFragments, 8> deltas;  // of each row's columns, to be added up
   RowState rows[N::kFragments][2];
-  round_own_packs<P, N::kRows, 0>(q);
-  round_own_packs<P, N::kRows, 0>(q_tangent);
+  wait_for_all_but_last<0>();
+  round_own_packs<P, N::kRows>(q);
+  round_own_packs<P, N::kRows>(q_tangent);
   for (int step = range.first; step < range.last; ++step) {
+    const Stage keys = stage(step), key_tangents = tangents_of(keys);
     wait_for_all_but_last<0>();
+    keys.round_own_packs();
+    key_tangents.round_own_packs();
     barrier();  // this stage is there, and nobody reads the one before any more
     begin_step(step + 1);
-    const Stage keys = stage(step), key_tangents = tangents_of(keys);
     Accumulators<N::kFragments, N::kStep> s, t;
     add_product_of_rows(s, q, row_of_warp, keys.d);
     add_product_of_rows(t, q_tangent, row_of_warp, keys.d);

@@ -26,17 +26,6 @@ struct SharedRows {
   }
 };
 
-// Rows of keys and of values, or of queries and of the output's cotangent.
-template <class P, int count>
-struct SharedRowPair {
-  using OfD = SharedRows<typename P::T, Counts<P>::kDepth>;
-  using OfE = SharedRows<typename P::T, Counts<P>::kWidth>;
-  static constexpr int kBytes = count * (OfD::kBytes + OfE::kBytes);
-  OfD d;
-  OfE e;
-  __device__ __forceinline__ explicit SharedRowPair(Address base) : d{base}, e{base + count * OfD::kBytes} {}
-};
-
 // Calls f(row, pack) for the thread's share of rows x packs. Neighbouring threads have neighbouring packs; if a row's
 // packs divide the threads, the row of a turn is a constant more than that of the turn before.
 template <int threads, int rows, int packs, class F>
@@ -67,6 +56,35 @@ __device__ __forceinline__ void begin_copy_of_rows(SharedRows<typename P::T, col
     begin_copy<16>(to.pack(row, pack), exists ? operand + (first + row) * stride + pack * kPerPack : operand, exists);
   });
 }
+
+// Rounds the packs that the thread copied, as products read float32 as TF32. Others read them behind a barrier.
+template <class P, int count, class T, int columns>
+__device__ __forceinline__ void round_own_packs(SharedRows<T, columns> rows) {
+  if constexpr (sizeof(T) == 4) {
+    for_own_packs<Counts<P>::kThreads, count, rows.kPacks>([&](int row, int pack) {
+      float x[4];
+      read_shared(x, rows.pack(row, pack));
+#pragma unroll
+      for (float& number : x) number = __uint_as_float(rounded_to_tf32(number));
+      write_shared(rows.pack(row, pack), x);
+    });
+  }
+}
+
+// Rows of keys and of values, or of queries and of the output's cotangent.
+template <class P, int count>
+struct SharedRowPair {
+  using OfD = SharedRows<typename P::T, Counts<P>::kDepth>;
+  using OfE = SharedRows<typename P::T, Counts<P>::kWidth>;
+  static constexpr int kBytes = count * (OfD::kBytes + OfE::kBytes);
+  OfD d;
+  OfE e;
+  __device__ __forceinline__ explicit SharedRowPair(Address base) : d{base}, e{base + count * OfD::kBytes} {}
+  __device__ __forceinline__ void round_own_packs() const {
+    device::round_own_packs<P, count>(d);
+    device::round_own_packs<P, count>(e);
+  }
+};
 
 // ---- Products
 
@@ -100,31 +118,7 @@ __device__ __forceinline__ float sum_of_row(float x) {
   return x + shuffle_xor(x, 2);
 }
 
-// Products read float32 as TF32, and round it: rows that stay once, in shared memory, and those that pass in registers.
-// `rows`: those that the thread copies, in groups of which `later` more have begun. Others read them behind a barrier.
-template <class P, int count, int later, class T, int columns>
-__device__ __forceinline__ void round_own_packs(SharedRows<T, columns> rows) {
-  if constexpr (sizeof(T) == 4) {
-    wait_for_all_but_last<later>();
-    for_own_packs<Counts<P>::kThreads, count, rows.kPacks>([&](int row, int pack) {
-      float x[4];
-      read_shared(x, rows.pack(row, pack));
-#pragma unroll
-      for (float& number : x) number = __uint_as_float(rounded_to_tf32(number));
-      write_shared(rows.pack(row, pack), x);
-    });
-  }
-}
-template <class T>
-__device__ __forceinline__ void round_for_product(uint32_t (&x)[4]) {
-  if constexpr (sizeof(T) == 4) {
-#pragma unroll
-    for (uint32_t& word : x) word = rounded_to_tf32(__uint_as_float(word));
-  }
-}
-
-// c (rows x columns) += a (rows x depth) b^T (depth x columns): a are the rows from `row` on, which are rounded, b the
-// rows from `column` on.
+// c (rows x columns) += a (rows x depth) b^T (depth x columns): a are the rows from `row` on, b those from `column` on.
 template <class T, int fragments, int columns, int depth>
 __device__ __forceinline__ void add_product_of_rows(Accumulators<fragments, columns>& c, SharedRows<T, depth> a,
                                                     int row, SharedRows<T, depth> b, int column = 0) {
@@ -138,7 +132,6 @@ __device__ __forceinline__ void add_product_of_rows(Accumulators<fragments, colu
     for (int n = 0; n < columns / kMma; ++n) {
       uint32_t others[4];
       load_matrices(others, b.pack(column + n * kMma + l % 8 + l / 16 * 8, 2 * k + l / 8 % 2));
-      round_for_product<T>(others);
 #pragma unroll
       for (int m = 0; m < fragments; ++m) {
         multiply_add<T>(c.values[m][2 * n], own[m], others[0], others[1]);
@@ -202,7 +195,7 @@ __device__ __forceinline__ void add_product(Accumulators<fragments, columns>& c,
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         const Address from = b.number(k * 8 + own_column() + e, first + n * 8 + own_row());
-        others[e] = rounded_to_tf32(read_shared_as<float>(from));
+        others[e] = __float_as_uint(read_shared_as<float>(from));
       }
 #pragma unroll
       for (int m = 0; m < fragments; ++m) multiply_add<float>(c.values[m][n], own[m], others[0], others[1]);

@@ -247,12 +247,16 @@ int stage_sides(AttentionProblem* problem, int bytes, int most) {
   return bytes;
 }
 
-// Whether Hopper's schedule does it, which reads rows by tensor maps. Of a device that is limited, others' does.
+// Whether it is Hopper, and not limited.
+bool is_hopper(const Device& device) {
+  return device.compute_capability == kHopper && device.shared_memory_per_block > kMostSharedBytes;
+}
+
+// Whether Hopper's schedule does it, which reads rows by tensor maps.
 bool suits_hopper(const AttentionProblem& problem, const Device& device) {
   const size_t dims = std::max(problem.letters.of[kQ].size(), problem.letters.of[kK].size());
   const int d = static_cast<int>(problem.extents.at('d')), e = static_cast<int>(problem.extents.at('e'));
-  return device.compute_capability == kHopper && device.shared_memory_per_block > kMostSharedBytes &&
-         dims <= kMapDims &&
+  return is_hopper(device) && dims <= kMapDims &&
          hopper_has(problem.kernel, d, e, bytes_of(problem.dtype), problem.reads_arrays(), problem.stay());
 }
 
@@ -433,7 +437,7 @@ std::string plan_attention(const AttentionCall& call, const Device& device, Step
   int bytes = hopper_shared_bytes(problem.kernel, tiling, d, e), most_bytes = device.shared_memory_per_block;
   const bool on_hopper = suits_hopper(problem, device) && bytes * tiling.resident <= most_bytes;
   if (!on_hopper) {
-    tiling = tiling_of(problem.kernel, d, e, bytes_of(problem.dtype), reads_arrays);
+    tiling = tiling_of(problem.kernel, problem.stay(), d, e, bytes_of(problem.dtype), reads_arrays, is_hopper(device));
     bytes = shared_bytes(problem.kernel, tiling, d, e, bytes_of(problem.dtype));
     most_bytes = kMostSharedBytes;
   }

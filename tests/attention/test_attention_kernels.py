@@ -109,15 +109,27 @@ def test_tiles_fit_and_cover_everything(kernel, score):
     of_32_bits = itertools.product(range(8, 129, 8), (8, 64, 72, 128), ["float32"])
     for d, e, dtype in (*of_16_bits, *of_32_bits):
         of_kernel = d, e, jnp.dtype(dtype).itemsize, attention.reads_arrays(kernel)
-        rows, step, _ = _kernels.attention_tile(kernel, 1, *of_kernel, compute_capability=80)
-        assert rows % 16 == 0 and step % 16 == 0
         parts = 2 if kernel == "keys" and max(d, e) > 128 else 1
-        for n in (1, 15, 16, 197, 2048):
+        for n in (1, 15, 16, 64, 197, 2048):
+            rows, step, _ = _kernels.attention_tile(kernel, n, *of_kernel, compute_capability=80)
+            assert rows % 16 == 0 and step % 16 == 0
             extents = {"b": 2, "h": 2, "i": n, "j": n, "d": d, "e": e}
             plan = _kernels.plan_attention(**described_call(attention, kernel, dtype, extents), compute_capability=80)
             assert plan["shared_bytes"] <= MOST_SHARED
             assert plan["blocks"] == 4 * -(-n // rows) * parts
             assert plan["threads"] >= step or kernel != "keys"  # which copy the rows' numbers
+
+
+@pytest.mark.parametrize("kernel", [*KERNELS, "tangents"])
+def test_tiles_of_float32_fit_on_hopper(kernel):
+    """They are larger than other chips' there, if scores read no arrays."""
+    attention, extents = attention_in(Case(scaled, (300, 300), dtype="float32"))["forward"]
+    attention = attention._replace(score_tangent=Expression((), "x1"), side_cotangents=())
+    for d, e in itertools.product((8, 64, 72, 128), repeat=2):
+        call = described_call(attention, kernel, "float32", extents | {"d": d, "e": e})
+        bytes_by_chip = [_kernels.plan_attention(**call, compute_capability=c)["shared_bytes"] for c in (80, 90)]
+        assert bytes_by_chip[0] <= bytes_by_chip[1] <= 227 << 10
+        assert (bytes_by_chip[0] < bytes_by_chip[1]) == (max(d, e) > 64 and kernel != "tangents")
 
 
 @pytest.mark.parametrize("score", [scaled, mask_segments_and_bias])
@@ -153,6 +165,10 @@ def launch_by_formula(kernel, attention, extents, dtype):
     of_dtype = {most: t for (of, most), t in tilings.items() if of == n_bytes}
     tilings = next(t for most, t in of_dtype.items() if max(d, e) <= most)
     warps, fragments, step, parts, resident = tilings[OF_KERNEL[kernel]]
+    # Half as many warps, more often, if those of half the rows are enough, and copy a step's numbers.
+    n_stay = extents["j" if kernel == "keys" else "i"]
+    while warps > 1 and n_stay <= 8 * warps * fragments and step <= 16 * warps:
+        warps, resident = warps // 2, 2 * resident
     rows, stay, letters = 16 * warps * fragments, "j" if kernel == "keys" else "i", attention.letters
     batch = [c for c in letters.q if c not in "id" and (c in letters.k or kernel != "keys")]
     unit, stages = 16 * parts, 1 if kernel == "scores" else 2

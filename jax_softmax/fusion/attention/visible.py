@@ -165,10 +165,12 @@ class Visible(NamedTuple):
             jax.transfer_guard("allow"),
             jax.debug_infs(False),
         ):
-            # Arrays of masks are all true or all false, and arrays that are compared are equal.
-            found = 0.0
-            for n in (0, 1):
-                arrays = {name: jnp.asarray(n, side.dtype) for name, side in sides.items() if name not in indices}
+
+            @jax.jit
+            def visible(n: jax.Array) -> jax.Array:
+                """Where arrays of masks are all true or all false, and arrays that are compared are equal."""
+                arrays = {name: n.astype(side.dtype) for name, side in sides.items() if name not in indices}
                 scores = self._without_product({**given, **arrays}).astype(jnp.float32)
-                found = max(found, float(jnp.mean(~(scores <= _FILL))))
-            return found or 1.0
+                return jnp.mean(~(scores <= _FILL))
+
+            return max(float(visible(jnp.asarray(n))) for n in (0, 1)) or 1.0
