@@ -175,11 +175,18 @@ __device__ __forceinline__ void add_product(Accumulators<fragments, columns>& c,
 
 // The same in TF32, of eight rows of b at a time. A product's depth may be counted in any order that both operands
 // have: where an instruction has the rows t and t + 4, these are the rows 2 t and 2 t + 1, as the accumulators have
-// them.
+// them. The order of a row's packs is that of the eighth row before it, and repeats after eight packs.
 template <int fragments, int columns, int depth, int width>
 __device__ __forceinline__ void add_product(Accumulators<fragments, columns>& c,
                                             const Accumulators<fragments, depth>& p, SharedRows<float, width> b,
                                             int first = 0) {
+  constexpr int kPacks = 8, kPeriod = kPacks * b.kPerPack / 8;
+  Address begin[kPeriod][2];
+#pragma unroll
+  for (int n = 0; n < kPeriod; ++n) {
+#pragma unroll
+    for (int e = 0; e < 2; ++e) begin[n][e] = b.number(own_column() + e, first + n * 8 + own_row());
+  }
 #pragma unroll
   for (int k = 0; k < depth / 8; ++k) {
     uint32_t own[fragments][4];
@@ -194,7 +201,7 @@ __device__ __forceinline__ void add_product(Accumulators<fragments, columns>& c,
       uint32_t others[2];
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        const Address from = b.number(k * 8 + own_column() + e, first + n * 8 + own_row());
+        const Address from = begin[n % kPeriod][e] + k * 8 * b.kBytes + n / kPeriod * kPacks * kBytesOfPack;
         others[e] = __float_as_uint(read_shared_as<float>(from));
       }
 #pragma unroll
