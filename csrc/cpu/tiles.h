@@ -7,35 +7,11 @@
 
 #include "cpu/block.h"
 #include "cpu/cpu.h"
+#include "cpu/dims.h"
 #include "cpu/transpose.h"
 
 namespace jax_softmax::cpu::JAX_SOFTMAX_ISA {
 namespace {
-
-// A dimension of the operands and of the mask.
-struct MaskedDim {
-  int64_t extent, stride, mask_stride;
-};
-struct MaskedDims {
-  int size;
-  MaskedDim dim[kMaxDims];
-
-  MaskedDims(const Dims& dims, const int64_t (&mask_strides)[kMaxDims]) : size(dims.size) {
-    for (int i = 0; i < size; ++i) dim[i] = {dims.dim[i].extent, dims.dim[i].stride, mask_strides[i]};
-  }
-};
-Offsets operator+(Offsets a, Offsets b) { return {a.element + b.element, a.mask + b.mask}; }
-Offsets operator*(int64_t n, const MaskedDim& dim) { return {n * dim.stride, n * dim.mask_stride}; }
-
-// The offsets of the index-th combination of the first `size` dimensions' indices, the innermost varying fastest.
-Offsets offsets_of(const MaskedDims& dims, int size, int64_t index) {
-  Offsets offsets{0, 0};
-  for (int i = size - 1; i >= 0; --i) {
-    offsets = offsets + index % dims.dim[i].extent * dims.dim[i];
-    index /= dims.dim[i].extent;
-  }
-  return offsets;
-}
 
 // A view, cut into tiles; and the tile at hand (`seek`).
 //
@@ -166,21 +142,20 @@ class TiledView {
   void store_rows(const States<T>* states) const {
     States<T> results[kMostVectors];
     op_.row_results(states, this->states(), results);
-    for (int64_t i = 0; i < bands_ * rows_; ++i) {
-      const Row row = this->row(i);
-      for (int k = 0; k < kMostRowResultsOnCpu && buffers_.row_results[k]; ++k) {
-        static_cast<F*>(buffers_.row_results[k])[row.number] = results[i / rows_of_state()].member[k][row.lane];
-      }
+    for (int k = 0; k < kMostRowResultsOnCpu && buffers_.row_results[k]; ++k) {
+      F* const to = static_cast<F*>(buffers_.row_results[k]);
+      for_rows([&](int64_t state, int64_t number, int n) { store_first(to + number, results[state].member[k], n); },
+               [&](int64_t state, const Row& row) { to[row.number] = results[state].member[k][row.lane]; });
     }
   }
 
   // BlockFunctions::take_numbers of the tile's rows.
   void take_numbers(States<T>* states) {
     if (!numbers_) numbers_.reset(new Numbers<T>[most_states()]);
-    for (int64_t i = 0; i < bands_ * rows_; ++i) {
-      for (int k = 0; k < kMostRowNumbersOnCpu && buffers_.numbers[k]; ++k) {
-        set(numbers_[i / rows_of_state()].number[k], this->row(i), buffers_.numbers[k]);
-      }
+    for (int k = 0; k < kMostRowNumbersOnCpu && buffers_.numbers[k]; ++k) {
+      const F* const from = static_cast<const F*>(buffers_.numbers[k]);
+      for_rows([&](int64_t state, int64_t number, int n) { numbers_[state].number[k] = load_first(from + number, n); },
+               [&](int64_t state, const Row& row) { set(numbers_[state].number[k], row, from[row.number]); });
     }
     op_.take_numbers(states, numbers_.get(), this->states());
   }
@@ -241,14 +216,30 @@ class TiledView {
   };
   // The tile's i-th row in the order of lanes: of transposed rows neighbours are of different bands.
   Row row(int64_t i) const {
+    const int64_t lane = together_ > 1 ? 0 : i % kLanes;
+    if (numbered_in_order()) return {first_row_ + i, base_ + i * (lanes_ == kAcross ? row_dim_ : band_dim_), lane};
     const int64_t band = lanes_ == kTransposed ? i % bands_ : i / rows_,
                   inner = lanes_ == kTransposed ? i / bands_ : i % rows_;
-    return {first_row_ + band * row_dim_.extent + inner, base_ + band * band_dim_ + inner * row_dim_,
-            i % rows_of_state()};
+    return {first_row_ + band * row_dim_.extent + inner, base_ + band * band_dim_ + inner * row_dim_, lane};
   }
+  // Whether rows that are neighbours in the order of lanes are neighbours in the arrays of what rows have.
+  bool numbered_in_order() const { return row_dim_.extent == 1 || lanes_ == kAcross; }
+  // Calls for_vector(state, number, n) for the vectors of n rows from row `number` on, or else for_row(state, row).
+  template <class ForVector, class ForRow>
+  void for_rows(ForVector for_vector, ForRow for_row) const {
+    const int64_t rows = bands_ * rows_;
+    if (together_ == 1 && numbered_in_order()) {
+      for (int64_t i = 0; i < rows; i += kLanes) {
+        for_vector(i / kLanes, first_row_ + i, static_cast<int>(std::min(kLanes, rows - i)));
+      }
+    } else {
+      for (int64_t i = 0; i < rows; ++i) for_row(together_ > 1 ? i : i / kLanes, row(i));
+    }
+  }
+  static C load_first(const F* p, int n) { return n == kLanes ? Simd<F>::load(p) : Simd<F>::load_first(p, n); }
+  static void store_first(F* p, C v, int n) { n == kLanes ? Simd<F>::store(p, v) : Simd<F>::store_first(p, v, n); }
   // Sets the row's lane to the row's number or, where each row has a vector of its own, all lanes.
-  void set(C& lanes, const Row& row, const void* numbers) const {
-    const F number = static_cast<const F*>(numbers)[row.number];
+  void set(C& lanes, const Row& row, F number) const {
     if (together_ > 1) {
       lanes = C{} + number;
     } else {

@@ -24,7 +24,7 @@ from jax_softmax.functions.integer_losses import (
     inner_product,
     weighted_losses,
 )
-from jax_softmax.functions.losses import row_weights, soft_losses
+from jax_softmax.functions.losses import as_soft_labels, row_weights, soft_losses
 from jax_softmax.primitives import reference
 from jax_softmax.primitives.labels import label_of_rows
 from jax_softmax.primitives.product import product, several_devices_p
@@ -327,7 +327,7 @@ def _losses(layer: Layer, arrays: Named, logits: Array, **options: bool) -> Arra
     regularization = Regularization(arrays["label_smoothing"], arrays["z_loss"])
     if not _are_probabilities(label):
         return weighted_losses(mode, Labelled(logits, label, arrays["found"], None), weights, regularization)
-    labels = rows_sharded_as(logits, label).astype(reference.wide_dtype(logits.dtype))
+    labels = as_soft_labels(rows_sharded_as(logits, label), logits)
     if regularization.label_smoothing is not None:
         classes = logits.shape[-1] * math.prod(map(jax.lax.axis_size, layer.axis_name))
         smoothed = regularization.label_smoothing * (1 / classes - labels)

@@ -114,7 +114,7 @@ def _soft_labels(logits: ArrayLike, labels: Array, axis: Axis, where: ArrayLike 
         name, logits, axis, where, axis_name, argument="logits", may_enlarge=False
     )
     arguments.check_broadcasts(name, "labels", labels.shape, x.shape)
-    labels = labels.astype(reference.wide_dtype(x.dtype))
+    labels = as_soft_labels(labels, x)
     if where is not None:
         labels = jnp.where(where, labels, 0)
     labels = jnp.broadcast_to(labels, x.shape)
@@ -252,9 +252,15 @@ def _varying_as_well(labelled: Labelled, *others: Any) -> Labelled:
 # ---- The losses of soft labels, and their derivative. Values of rows keep the reduced axes, with extent 1.
 
 
+def as_soft_labels(labels: Array, x: Array) -> Array:
+    """Labels of 16 bits stay as they are, unless x is float64: others are in the dtype that x is computed in."""
+    wide = reference.wide_dtype(x.dtype)
+    return labels if reference.wide_dtype(labels.dtype) == wide else labels.astype(wide)
+
+
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def soft_losses(axes: Axes, axis_name: MeshAxes, x: Array, labels: Array, where: Mask) -> Array:
-    """sum(labels (lse - x)) over each row; labels of masked classes are 0."""
+    """sum(labels (lse - x)) over each row; labels are `as_soft_labels`, and 0 of masked classes."""
     return _sum_of_terms(x, row_normalizer(x, where, axes, axis_name), labels, labels, where, axes, axis_name)
 
 
@@ -266,7 +272,7 @@ def _sum_of_terms(
     if where is not None:
         adds &= where
     losses = normalizer.log_sum - reference.fill_masked(reference.distances(x, normalizer), where)
-    terms = weights * jnp.where(adds, losses, 0)
+    terms = reference.widened(weights) * jnp.where(adds, losses, 0)
     # This second selection has XLA for CPUs write the terms to memory, and not each of their factors in float32.
     return row_sum(jnp.where(adds, terms, 0), axes, axis_name)
 
@@ -278,8 +284,10 @@ def _soft_losses_jvp(axes: Axes, axis_name: MeshAxes, primals: Any, tangents: An
     losses = _sum_of_terms(x, normalizer, labels, labels, where, axes, axis_name)
     tangent = jnp.zeros_like(losses)
     if not is_zero(tangents[0]):
-        # Without a barrier XLA for CPUs fuses this sum with its uses, and copies all operands in float32 for that.
-        label_sum = jax.lax.optimization_barrier(row_sum(labels, axes, axis_name))
+        # Without barriers XLA for CPUs fuses this sum with its uses, or widens labels once for both: either way it
+        # writes copies of operands in float32.
+        summed = reference.widened(jax.lax.optimization_barrier(labels))
+        label_sum = jax.lax.optimization_barrier(row_sum(summed, axes, axis_name))
         tangent += _soft_tangent(x, normalizer.finite(), labels, label_sum, tangents[0], where, axes, axis_name)
     if not is_zero(tangents[1]):
         tangent += _sum_of_terms(x, normalizer, labels, tangents[1], where, axes, axis_name)
@@ -299,4 +307,4 @@ def _soft_tangent(
     axis_name: MeshAxes,
 ) -> Array:
     y = reference.probabilities(x, normalizer, where)
-    return row_sum((y * label_sum - labels) * reference.widened(t), axes, axis_name)
+    return row_sum((y * label_sum - reference.widened(labels)) * reference.widened(t), axes, axis_name)

@@ -243,6 +243,15 @@ def test_what_is_kept_of_losses(f):
     assert support.kept_bytes(lambda x: f(x, labels), x) <= x.nbytes + 8 * 64 * 4
 
 
+def test_soft_labels_are_not_widened_in_memory(default_flags):
+    """Labels of 16 bits are kept as they are, and neither they nor the logits are written in float32."""
+    x, t = normal((64, 4096), "bfloat16"), jnp.zeros((64, 4096), jnp.bfloat16)
+    assert support.kept_bytes(lambda x: softmax_cross_entropy(x, t), x) <= x.nbytes + t.nbytes + 8 * 64 * 4
+    gradient = jax.jit(jax.grad(lambda x, t: softmax_cross_entropy(x, t).sum()))
+    if jax.default_backend() == "cpu" and jax.__version_info__ >= (0, 12):  # older XLA for CPUs widens what it reads
+        assert gradient.lower(x, t).compile().memory_analysis().temp_size_in_bytes < x.size
+
+
 def test_only_what_is_asked_for_is_computed():
     """Without a derivative by the logits no gradient of theirs is made."""
     x, labels = normal((3, 5)), np.array([0, 1, 2])
