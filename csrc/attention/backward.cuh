@@ -17,7 +17,7 @@
 namespace jax_softmax::device {
 
 // The queries that pass a block of keys, step by step: for each batch index that shares the keys in turn, its queries.
-// What passes in a step is in shared memory, in one of kStages places from `begin` on: the rows, their numbers, their
+// What passes in a step is in shared memory, in one of two places: the rows, their numbers, their
 // deltas, and then the side operands of their scores.
 template <class P>
 struct PassingQueries {
@@ -26,11 +26,11 @@ struct PassingQueries {
   using Tile = ScoreTile<P, N::kStep, N::kRows>;
   using Stage = SharedRowPair<P, N::kStep>;
   static constexpr int kOfRows = Stage::kBytes + N::kStep * attention::kBytesOfRow;
+  static constexpr int kBytes = kOfRows + Tile::kStagedBytes;
 
   const typename P::Addresses& operands;
   unsigned n;  // the first batch index that has these keys
   int block;   // of keys
-  Address begin;
 
   // Step `step` of the queries of batch index n + group.
   struct Position {
@@ -57,9 +57,6 @@ struct PassingQueries {
     }
   }
 
-  __device__ __forceinline__ Stage stage(int count) const {
-    return Stage(begin + count % kStages * (kOfRows + Tile::kStagedBytes));
-  }
   static __device__ __forceinline__ Address numbers(Stage stage) { return stage.d.base + stage.kBytes; }
   __device__ __forceinline__ Tile tile(const Position& at, Stage stage, const SideOffsets<P>& sides) const {
     return Tile{sides, stage.d.base + kOfRows, at.step * N::kStep, block * N::kRows};
@@ -160,14 +157,15 @@ __device__ __forceinline__ void attention_keys(const typename P::Addresses& oper
   const unsigned n = own_index.n;  // the first that has these keys
   const int first = block * N::kRows, row_of_warp = first_row_of_warp(N::kRowsOfWarp);
   const SharedRowPair<P, N::kRows> own(shared_memory());
-  const Queries queries{operands, n, block, own.d.base + own.kBytes};
+  const Queries queries{operands, n, block};
+  Places places(own.d.base + own.kBytes, Queries::kBytes);
 
   begin_copy_of_rows<P, N::kRows, P::kKeys, P::kFeatures>(own.d, operand_of<P>(operands, attention::kK, P::kK, n),
                                                           P::kK.j, first);
   begin_copy_of_rows<P, N::kRows, P::kKeys, P::kValueFeatures>(own.e, operand_of<P>(operands, attention::kV, P::kV, n),
                                                                P::kV.j, first);
   typename Queries::Position at = queries.first_position();
-  queries.begin_copies(at, queries.stage(0));
+  queries.begin_copies(at, typename Queries::Stage(places.read));
   commit_copies();
 
   Accumulators<N::kFragments, kOwnDepth> dk;
@@ -175,13 +173,13 @@ __device__ __forceinline__ void attention_keys(const typename P::Addresses& oper
   RowSums<P, N::kFragments> sums;
   wait_for_all_but_last<0>();
   own.round_own_packs();
-  for (int count = 0; at.exists(); ++count) {
-    const typename Queries::Stage stage = queries.stage(count);
+  while (at.exists()) {
+    const typename Queries::Stage stage(places.read);
     wait_for_all_but_last<0>();
     stage.round_own_packs();
     barrier();  // this stage is there, and nobody reads the one before any more
     const typename Queries::Position next = queries.after(at);
-    queries.begin_copies(next, queries.stage(count + 1));
+    queries.begin_copies(next, typename Queries::Stage(places.copied));
     commit_copies();
     Accumulators<N::kFragments, N::kStep> s, t;
     add_product_of_rows(s, own.d, row_of_warp, stage.d);
@@ -194,6 +192,7 @@ __device__ __forceinline__ void attention_keys(const typename P::Addresses& oper
     });
     add_product(dv, s, stage.e, part * kOwnWidth);
     add_product(dk, t, stage.d, part * kOwnDepth);
+    places.exchange();
     at = next;
   }
   wait_for_all_but_last<0>();
@@ -338,14 +337,14 @@ __device__ __forceinline__ void attention_queries(const typename P::Addresses& o
   const unsigned n = own_index.n;
   const Range range = visited<P>(operands, n, block, P::kQueries, P::kKeys);
   const SharedRowPair<P, N::kRows> own(shared_memory());
-  const Keys keys(operands, n, own.d.base + own.kBytes, first, range.last);
+  Keys keys(operands, n, own.d.base + own.kBytes, first, range.last);
 
   begin_copy_of_rows<P, N::kRows, P::kQueries, P::kFeatures>(own.d, operand_of<P>(operands, attention::kQ, P::kQ, n),
                                                              P::kQ.i, first);
   begin_copy_of_rows<P, N::kRows, P::kQueries, P::kValueFeatures>(
       own.e, operand_of<P>(operands, attention::kOCotangent, P::kO, n), P::kO.i, first);
-  keys.begin_keys(range.first);
-  keys.begin_values(range.first);
+  keys.begin_keys(keys.places.read, range.first);
+  keys.begin_values(keys.places.read, range.first);
   commit_copies();
 
   const int row_of_warp = first_row_of_warp(N::kRowsOfWarp), own_row_of_tile = row_of_warp + own_row();
@@ -357,22 +356,23 @@ __device__ __forceinline__ void attention_queries(const typename P::Addresses& o
   wait_for_all_but_last<0>();
   own.round_own_packs();
   for (int step = range.first; step < range.last; ++step) {
-    const typename Keys::Stage stage = keys.stage(step);
+    const typename Keys::Stage stage(keys.places.read);
     wait_for_all_but_last<0>();
     stage.round_own_packs();
     barrier();  // this stage is there, and nobody reads the one before any more
-    keys.begin_keys(step + 1);
-    keys.begin_values(step + 1);
+    keys.begin_keys(keys.places.copied, step + 1);
+    keys.begin_values(keys.places.copied, step + 1);
     commit_copies();
     Accumulators<N::kFragments, N::kStep> s, t;
     add_product_of_rows(s, own.d, row_of_warp, stage.d);
     add_product_of_rows(t, own.e, row_of_warp, stage.e);
-    const typename Keys::Tile tile = keys.tile(step);
+    const typename Keys::Tile tile = keys.tile(keys.places.read, step);
     for_tile<P>(range.is_whole(step), [&](auto is_whole) {
       differentiate_rows<P, decltype(is_whole)::kValue>(s, t, tile, rows, own_row_of_tile, sums, written,
                                                         softmax_of_each<P>(s, rows));
     });
     add_product(dq, t, stage.d);
+    keys.places.exchange();
   }
   wait_for_all_but_last<0>();
   if constexpr (P::kWrites) written.template write_zeros<N::kRows>(first, range);

@@ -39,7 +39,7 @@ struct Counts {
   static constexpr int kRows = kTiling.rows(), kStep = kTiling.step, kThreads = kTiling.copying_threads();
   // Of which queries and keys are multiples if all tiles of an unbounded problem are whole. On Hopper each warpgroup
   // has a range of its own.
-  static constexpr int kUnit = kTiling.copying > 0 ? kStep : kRows;
+  static constexpr int kUnit = kTiling.copying > 0 || kRows < kStep ? kStep : kRows;
   static constexpr int kFragments = kTiling.fragments, kRowsOfWarp = kFragments * kMma;
   static constexpr int kDepth = attention::padded(P::kFeatures, kTiling);
   static constexpr int kWidth = attention::padded(P::kValueFeatures, kTiling);

@@ -167,13 +167,13 @@ __device__ __forceinline__ void attention_forward(const typename P::Addresses& o
   const unsigned n = own.n;
   const Range range = visited<P>(operands, n, block, P::kQueries, P::kKeys);
   const SharedRows<T, N::kDepth> q{shared_memory()};
-  const Keys keys(operands, n, q.base + N::kRows * q.kBytes, first, range.last);
+  Keys keys(operands, n, q.base + N::kRows * q.kBytes, first, range.last);
 
   begin_copy_of_rows<P, N::kRows, P::kQueries, P::kFeatures>(q, operand_of<P>(operands, attention::kQ, P::kQ, n),
                                                              P::kQ.i, first);
-  keys.begin_keys(range.first);
+  keys.begin_keys(keys.places.read, range.first);
   commit_copies();
-  keys.begin_values(range.first);
+  keys.begin_values(keys.places.read, range.first);
   commit_copies();
 
   const int row_of_warp = first_row_of_warp(N::kRowsOfWarp), own_row_of_tile = row_of_warp + own_row();
@@ -182,21 +182,22 @@ __device__ __forceinline__ void attention_forward(const typename P::Addresses& o
   wait_for_all_but_last<1>();
   round_own_packs<P, N::kRows>(q);
   for (int step = range.first; step < range.last; ++step) {
+    const typename Keys::Stage stage(keys.places.read);
     wait_for_all_but_last<1>();
-    round_own_packs<P, N::kStep>(keys.stage(step).d);
+    round_own_packs<P, N::kStep>(stage.d);
     barrier();  // the keys are there, and nobody reads those of the step before any more
-    keys.begin_keys(step + 1);
+    keys.begin_keys(keys.places.copied, step + 1);
     commit_copies();
     Accumulators<N::kFragments, N::kStep> s;
-    add_product_of_rows(s, q, row_of_warp, keys.stage(step).d);
-    const typename Keys::Tile tile = keys.tile(step);
+    add_product_of_rows(s, q, row_of_warp, stage.d);
+    const typename Keys::Tile tile = keys.tile(keys.places.read, step);
     for_tile<P>(range.is_whole(step),
                 [&](auto is_whole) { score<P, decltype(is_whole)::kValue>(s, tile, own_row_of_tile); });
     accumulate(s, rows, [&](int m, int half, float factor) { rescale_row(o, m, half, factor); });
     wait_for_all_but_last<1>();
-    round_own_packs<P, N::kStep>(keys.stage(step).e);
+    round_own_packs<P, N::kStep>(stage.e);
     barrier();  // the values are there, and nobody reads those of the step before any more
-    keys.begin_values(step + 1);
+    keys.begin_values(keys.places.copied, step + 1);
     commit_copies();
     for_tile<P>(range.is_whole(step), [&](auto is_whole) {
       using Own = ScoreSides<P, typename Keys::Tile, decltype(is_whole)::kValue>;
@@ -204,7 +205,8 @@ __device__ __forceinline__ void attention_forward(const typename P::Addresses& o
         y = P::weight(y, Own{tile, own_row_of_tile + row, own_column() + column});
       });
     });
-    add_product(o, s, keys.stage(step).e);
+    add_product(o, s, stage.e);
+    keys.places.exchange();
   }
   wait_for_all_but_last<0>();
 

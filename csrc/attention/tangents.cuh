@@ -52,12 +52,10 @@ __device__ __forceinline__ void attention_tangents(const typename P::Addresses& 
   const Range range = visited<P>(operands, n, block, P::kQueries, P::kKeys);
   const Rows q{shared_memory()}, q_tangent{q.base + N::kRows * Rows::kBytes};
   const SideOffsets<P> sides(operands, n);
-  const auto stage = [&](int step) {
-    return Stage(q_tangent.base + N::kRows * Rows::kBytes + step % kStages * kStageBytes);
-  };
+  Places places(q_tangent.base + N::kRows * Rows::kBytes, kStageBytes);
   const auto tangents_of = [](Stage stage) { return Stage(stage.d.base + Stage::kBytes); };
-  const auto tile_of = [&](int step) {
-    return Tile{sides, stage(step).d.base + 2 * Stage::kBytes, first, step * N::kStep};
+  const auto tile_of = [&](Address place, int step) {
+    return Tile{sides, place + 2 * Stage::kBytes, first, step * N::kStep};
   };
   const auto begin_keys = [&](Stage to, int step, int k, int v) {
     begin_copy_of_rows<P, N::kStep, P::kKeys, P::kFeatures>(to.d, operand_of<P>(operands, k, P::kK, n), P::kK.j,
@@ -65,11 +63,11 @@ __device__ __forceinline__ void attention_tangents(const typename P::Addresses& 
     begin_copy_of_rows<P, N::kStep, P::kKeys, P::kValueFeatures>(to.e, operand_of<P>(operands, v, P::kV, n), P::kV.j,
                                                                  step * N::kStep);
   };
-  const auto begin_step = [&](int step) {
+  const auto begin_step = [&](Address to, int step) {
     if (step < range.last) {
-      begin_keys(stage(step), step, attention::kK, attention::kV);
-      begin_keys(tangents_of(stage(step)), step, attention::kKTangent, attention::kVTangent);
-      tile_of(step).begin_copies();
+      begin_keys(Stage(to), step, attention::kK, attention::kV);
+      begin_keys(tangents_of(Stage(to)), step, attention::kKTangent, attention::kVTangent);
+      tile_of(to, step).begin_copies();
     }
     commit_copies();
   };
@@ -78,7 +76,7 @@ __device__ __forceinline__ void attention_tangents(const typename P::Addresses& 
                                                              P::kQ.i, first);
   begin_copy_of_rows<P, N::kRows, P::kQueries, P::kFeatures>(
       q_tangent, operand_of<P>(operands, attention::kQTangent, P::kQ, n), P::kQ.i, first);
-  begin_step(range.first);
+  begin_step(places.read, range.first);
 
   const int row_of_warp = first_row_of_warp(N::kRowsOfWarp), own_row_of_tile = row_of_warp + own_row();
   Accumulators<N::kFragments, N::kWidth> o, o_tangent;
@@ -88,17 +86,17 @@ __device__ __forceinline__ void attention_tangents(const typename P::Addresses& 
   round_own_packs<P, N::kRows>(q);
   round_own_packs<P, N::kRows>(q_tangent);
   for (int step = range.first; step < range.last; ++step) {
-    const Stage keys = stage(step), key_tangents = tangents_of(keys);
+    const Stage keys(places.read), key_tangents = tangents_of(keys);
     wait_for_all_but_last<0>();
     keys.round_own_packs();
     key_tangents.round_own_packs();
     barrier();  // this stage is there, and nobody reads the one before any more
-    begin_step(step + 1);
+    begin_step(places.copied, step + 1);
     Accumulators<N::kFragments, N::kStep> s, t;
     add_product_of_rows(s, q, row_of_warp, keys.d);
     add_product_of_rows(t, q_tangent, row_of_warp, keys.d);
     add_product_of_rows(t, q, row_of_warp, key_tangents.d);
-    const Tile tile = tile_of(step);
+    const Tile tile = tile_of(places.read, step);
     for_tile<P>(range.is_whole(step), [&](auto is_whole) {
       score_with_tangents<P, decltype(is_whole)::kValue>(s, t, tile, own_row_of_tile);
     });
@@ -128,6 +126,7 @@ __device__ __forceinline__ void attention_tangents(const typename P::Addresses& 
     add_product(o, s, keys.e);
     add_product(o_tangent, t, keys.e);
     add_product(o_tangent, s, key_tangents.e);
+    places.exchange();
   }
   wait_for_all_but_last<0>();
 

@@ -86,6 +86,20 @@ struct SharedRowPair {
   }
 };
 
+// Two places in shared memory for what passes: a step reads one while the next step's is copied to the other. After a
+// step their addresses are exchanged. Of (step + 1) % 2 ptxas 13.0 made 0 where it knew that step is 0.
+struct Places {
+  Address read, copied;
+
+  __device__ __forceinline__ Places(Address begin, int bytes) : read(begin), copied(begin + bytes) {}
+  __device__ __forceinline__ void exchange() {
+    const Address other = read;
+    read = copied;
+    copied = other;
+  }
+};
+static_assert(kStages == 2, "Places has two");
+
 // ---- Products
 
 // A warp's part of a product. Of each fragment of rows and each 8 columns, lane l has two neighbours, from row l / 4
@@ -292,41 +306,38 @@ struct ScoreTile {
 };
 
 // The keys and values that pass a block of queries, step by step, with the side operands of their scores. What passes
-// in a step is in shared memory, in one of kStages places from `begin` on.
+// in a step is in shared memory, in one of two places from `begin` on.
 template <class P>
 struct PassingKeys {
   using N = Counts<P>;
   using T = typename P::T;
   using Tile = ScoreTile<P, N::kRows, N::kStep>;
   using Stage = SharedRowPair<P, N::kStep>;
-  Address begin;
+  Places places;
   const T *k, *v;
   int first_query, end_step;
   SideOffsets<P> sides;
 
   __device__ __forceinline__ PassingKeys(const typename P::Addresses& operands, unsigned n, Address begin,
                                          int first_query, int end_step)
-      : begin(begin),
+      : places(begin, Stage::kBytes + Tile::kStagedBytes),
         k(operand_of<P>(operands, attention::kK, P::kK, n)),
         v(operand_of<P>(operands, attention::kV, P::kV, n)),
         first_query(first_query),
         end_step(end_step),
         sides(operands, n) {}
 
-  __device__ __forceinline__ Stage stage(int step) const {
-    return Stage(begin + step % kStages * (Stage::kBytes + Tile::kStagedBytes));
+  __device__ __forceinline__ Tile tile(Address place, int step) const {
+    return Tile{sides, place + Stage::kBytes, first_query, step * N::kStep};
   }
-  __device__ __forceinline__ Tile tile(int step) const {
-    return Tile{sides, stage(step).d.base + Stage::kBytes, first_query, step * N::kStep};
-  }
-  __device__ __forceinline__ void begin_keys(int step) const {
+  __device__ __forceinline__ void begin_keys(Address to, int step) const {
     if (step >= end_step) return;
-    tile(step).begin_copies();
-    begin_copy_of_rows<P, N::kStep, P::kKeys, P::kFeatures>(stage(step).d, k, P::kK.j, step * N::kStep);
+    tile(to, step).begin_copies();
+    begin_copy_of_rows<P, N::kStep, P::kKeys, P::kFeatures>(Stage(to).d, k, P::kK.j, step * N::kStep);
   }
-  __device__ __forceinline__ void begin_values(int step) const {
+  __device__ __forceinline__ void begin_values(Address to, int step) const {
     if (step >= end_step) return;
-    begin_copy_of_rows<P, N::kStep, P::kKeys, P::kValueFeatures>(stage(step).e, v, P::kV.j, step * N::kStep);
+    begin_copy_of_rows<P, N::kStep, P::kKeys, P::kValueFeatures>(Stage(to).e, v, P::kV.j, step * N::kStep);
   }
 };
 

@@ -24,7 +24,7 @@ enum : bool { kGpuOnly = false, kOnCpu = true };
   row(cross_entropy, CrossEntropy, 1, kGpuOnly)                    \
   row(cross_entropy_gradient, CrossEntropyGradient, 1, kOnCpu)     \
   row(entropy, Entropy, 1, kOnCpu)                                 \
-  row(kl_divergence, KlDivergence, 1, kGpuOnly)                    \
+  row(kl_divergence, KlDivergence, 1, kOnCpu)                      \
   row(absmax_scale, AbsmaxScale, 0, kOnCpu)                        \
   row(softmax_and_normalizer, SoftmaxAndNormalizer, 0, kGpuOnly)   \
   row(logsumexp_and_distances, LogSumExpAndDistances, 1, kGpuOnly) \

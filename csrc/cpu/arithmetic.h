@@ -101,7 +101,7 @@ class OperatorOnBlocks {
       functions.keeping_across.finish = across_finish<kKeep>;
     }
     if constexpr (Op::kRowResults > 0) functions.row_results = row_results;
-    if constexpr (kHasNumbers) functions.take_numbers = take_numbers;
+    if constexpr (kFinishTakesNumbers) functions.take_numbers = take_numbers;
     if constexpr (Op::kAddsAtLabel) functions.finish_labels = finish_labels;
     return functions;
   }
@@ -113,10 +113,11 @@ class OperatorOnBlocks {
   using C = typename M::Value;
   using Sum = typename Op::Sum;
   using State = StateOf<Op>;
-  static_assert(std::is_same_v<typename Op::Terms, Relative<M>>, "CPU kernels make terms of Relative alone");
+  using Terms = typename Op::Terms;
   static_assert(!Op::kReadsLabelElement, "CPU kernels do not read the elements at labels");
   static constexpr int kLanes = M::kLanes;
-  static constexpr bool kHasNumbers = Op::kRowNumbers > 0;
+  static constexpr bool kFinishTakesNumbers = Op::kRowNumbers > 0 && Op::kElementResults;
+  static constexpr bool kTermsTakeNumbers = !std::is_same_v<Terms, Relative<M>>;
   static constexpr auto kMax = [](C a, C b) { return M::max(a, b); };
   static constexpr auto kSum = [](auto a, const auto& b) __attribute__((always_inline)) { return a += b; };
 
@@ -149,7 +150,7 @@ class OperatorOnBlocks {
 
   // What `finish` takes of a vector of rows.
   static JAX_SOFTMAX_INLINE typename Op::Finished finished_of(const States<T>& states) {
-    if constexpr (kHasNumbers) {
+    if constexpr (kFinishTakesNumbers) {
       typename Op::Finished finished;
       std::memcpy(&finished, states.member, sizeof(finished));
       return finished;
@@ -200,17 +201,25 @@ class OperatorOnBlocks {
     if constexpr (kMasked) v = M::select(unmasked(block, offsets, n), v, Op::pad(k));
     return v;
   }
+  // Of a row, or of a vector of rows: their pivots, and their numbers if terms take them.
+  static JAX_SOFTMAX_INLINE Terms terms_of(C pivot, const C* numbers) {
+    const Relative<M> relative(pivot);
+    if constexpr (kTermsTakeNumbers) {
+      return Op::terms(relative, numbers);
+    } else {
+      return relative;
+    }
+  }
   // `terms`: the offset of the vector's terms or, if they are stored, of its elements, which terms will overwrite.
   template <bool kStored, class N>
-  static JAX_SOFTMAX_INLINE Sum term(const Relative<M>& relative, const Block<T>& block, int64_t terms, Offsets offsets,
-                                     N n) {
+  static JAX_SOFTMAX_INLINE Sum term(const Terms& of_row, const Block<T>& block, int64_t terms, Offsets offsets, N n) {
     C in[2];
     if constexpr (kStored) {
       in[0] = M::load(block.terms + terms);
     } else {
       for (int k = Op::kFirstSummed; k < Op::kInputs; ++k) in[k] = load(block, k, offsets, n);
     }
-    return Op::term(relative, in);
+    return Op::term(of_row, in);
   }
   template <class N>
   static JAX_SOFTMAX_INLINE void store(const Block<T>& block, C result, Offsets offsets, N n) {
@@ -281,8 +290,14 @@ class OperatorOnBlocks {
         Sum sums[kLanes];
         for (int r = rows; r < kLanes; ++r) sums[r] = Sum{};
         for (int r = 0; r < rows; ++r) {
-          const Relative<M> relative(M::constant(pivots[r]));
-          sums[r] = sum_of_terms<kKeep>(relative, block, first + r, (first + r) * terms_stride);
+          C numbers[Op::kRowNumbers + 1];
+          if constexpr (kTermsTakeNumbers) {
+            for (int k = 0; k < Op::kRowNumbers; ++k) {
+              numbers[k] = M::constant(block.numbers[first / kLanes].number[k][r]);
+            }
+          }
+          const Terms of_row = terms_of(M::constant(pivots[r]), numbers);
+          sums[r] = sum_of_terms<kKeep>(of_row, block, first + r, (first + r) * terms_stride);
         }
         state.sum = M::reduce_rows(sums, kSum);
       }
@@ -303,14 +318,13 @@ class OperatorOnBlocks {
   }
 
   template <bool kKeep>
-  static JAX_SOFTMAX_INLINE Sum sum_of_terms(const Relative<M>& relative, const Block<T>& block, int64_t row,
-                                             int64_t terms) {
+  static JAX_SOFTMAX_INLINE Sum sum_of_terms(const Terms& of_row, const Block<T>& block, int64_t row, int64_t terms) {
     Sum sum{};
     for (int64_t begin = 0, end; begin < block.elements; begin = end) {
       end = std::min(block.elements, begin + kSteps * kTermChains * kLanes);
       Sum chains[kTermChains]{};
       for_vectors<kTermChains>(begin, end, [&](int64_t i, auto n, int chain) __attribute__((always_inline)) {
-        const Sum v = term<kStoresElements<kKeep>>(relative, block, terms + i, offsets_of(block, row, i), n);
+        const Sum v = term<kStoresElements<kKeep>>(of_row, block, terms + i, offsets_of(block, row, i), n);
         if constexpr (kKeep) M::store(block.terms + terms + i, v);
         chains[chain] += v;
       });
@@ -390,12 +404,12 @@ class OperatorOnBlocks {
       end = std::min(block.elements, begin + kSteps * kTogether);
       std::fill_n(sums, vectors, Sum{});
       for_elements(block, begin, end, [&](int64_t t, int64_t r, int64_t end, auto n) __attribute__((always_inline)) {
-        const Relative<M> relative(states[t].member[0]);
+        const Terms of_rows = terms_of(states[t].member[0], kTermsTakeNumbers ? block.numbers[t].number : nullptr);
         Sum sum{};
         for_each<(kKeep || !Op::kHasPivot) && kWhole<decltype(n)>>(
             r, end, [&](int64_t r) __attribute__((always_inline)) {
               const int64_t terms = (r * vectors + t) * kLanes;
-              const Sum v = term<kStoresElements<kKeep>>(relative, block, terms, offsets_of(block, r, t * kLanes), n);
+              const Sum v = term<kStoresElements<kKeep>>(of_rows, block, terms, offsets_of(block, r, t * kLanes), n);
               if constexpr (kKeep) M::store(block.terms + terms, v);
               sum += v;
             });

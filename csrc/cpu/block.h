@@ -18,6 +18,12 @@ struct Offsets {
   int64_t element, mask;
 };
 
+// Of a row in each lane: its numbers.
+template <class T>
+struct Numbers {
+  typename Simd<typename Convert<T>::Compute>::Value number[kMostRowNumbersOnCpu];
+};
+
 // Elements of several rows. Lines of neighbours lie `stride` apart: a line is a row ("along" rows), or one element of
 // each row ("across").
 template <class T>
@@ -30,18 +36,13 @@ struct Block {
   int64_t stride;
   int64_t mask_stride, mask_inner_stride;  // of the mask: from line to line; and from neighbour to neighbour, 0 or 1
   typename Convert<T>::Compute* terms;     // room for those of each line in whole vectors, if they are kept
+  const Numbers<T>* numbers;               // of each vector of rows, for operators whose terms take them
 };
 
 // Of a row in each lane: its state, (pivot, sum); what `finish` takes; or its results.
 template <class T>
 struct States {
   typename Simd<typename Convert<T>::Compute>::Value member[kMostMembersOnCpu];
-};
-
-// Of a row in each lane: its numbers.
-template <class T>
-struct Numbers {
-  typename Simd<typename Convert<T>::Compute>::Value number[kMostRowNumbersOnCpu];
 };
 
 // An operator, as functions over blocks. `n` is how many vectors of rows an array of states is for.
@@ -61,7 +62,7 @@ struct BlockFunctions {
   void (*combine)(States<T>* states, const States<T>* later, int64_t n);
   // Sets the results of rows; null without them.
   void (*row_results)(const States<T>* states, int64_t n, States<T>* results);
-  // Makes what `finish` takes of states and the rows' numbers; null without numbers.
+  // Makes what `finish` takes of states and the rows' numbers; null where it takes none.
   void (*take_numbers)(States<T>* states, const Numbers<T>* numbers, int64_t n);
   // Sets the results of the elements at the labels of a vector of rows. `counts`: which of them are not masked. Null
   // for operators that add nothing there.

@@ -91,6 +91,7 @@ class TiledView {
     base_ = offsets_of(batch_dims_, outer_dims_, rest / band_ranges()) + band * band_dim_ + inner * row_dim_;
     first_row_ = (rest / band_ranges() * band_dim_.extent + band) * row_dim_.extent + inner;
     loaded_begin_ = loaded_end_ = 0;
+    if (buffers_.numbers[0]) load_numbers();
   }
   int64_t states() const { return ceil_div(bands_ * rows_, rows_of_state()); }
 
@@ -102,9 +103,14 @@ class TiledView {
     }
     op_.identity(states, this->states());
     States<T> later[kMostVectors];
+    Numbers<T> lane_numbers[kMostVectors];
     for (int64_t next; begin < end; begin = next) {
       next = load_end(begin, end);
       load(begin, next);
+      if (together_ > 1 && numbers_) {
+        spread(numbers_.get(), ceil_div(next - begin, block_length_), lane_numbers);
+        loaded_.numbers = lane_numbers;
+      }
       passes().accumulate(loaded_, later);
       if (together_ == 1) {
         op_.combine(states, later, this->states());
@@ -126,12 +132,7 @@ class TiledView {
       next = load_end(begin, end);
       if (begin != loaded_begin_ || next != loaded_end_) load(begin, next);
       if (together_ > 1) {
-        const int64_t blocks = ceil_div(next - begin, block_length_);
-        for (int64_t i = 0; i < rows_ * blocks; ++i) {
-          for (int k = 0; k < kMostMembersOnCpu; ++k) {
-            lane_states[i / kLanes].member[k][i % kLanes] = states[i / blocks].member[k][0];
-          }
-        }
+        spread(states, ceil_div(next - begin, block_length_), lane_states);
       }
       passes().finish(loaded_, together_ > 1 ? lane_states : states);
       if (staged_) op_.out_bytes == sizeof(T) ? store<T>(begin, next) : store<Int8>(begin, next);
@@ -150,15 +151,7 @@ class TiledView {
   }
 
   // BlockFunctions::take_numbers of the tile's rows.
-  void take_numbers(States<T>* states) {
-    if (!numbers_) numbers_.reset(new Numbers<T>[most_states()]);
-    for (int k = 0; k < kMostRowNumbersOnCpu && buffers_.numbers[k]; ++k) {
-      const F* const from = static_cast<const F*>(buffers_.numbers[k]);
-      for_rows([&](int64_t state, int64_t number, int n) { numbers_[state].number[k] = load_first(from + number, n); },
-               [&](int64_t state, const Row& row) { set(numbers_[state].number[k], row, from[row.number]); });
-    }
-    op_.take_numbers(states, numbers_.get(), this->states());
-  }
+  void take_numbers(States<T>* states) const { op_.take_numbers(states, numbers_.get(), this->states()); }
 
   // After `finish`: writes the results at labels, and those of rows that do not count.
   void finish_labels(int64_t begin, int64_t end, const States<T>* states) const {
@@ -209,6 +202,15 @@ class TiledView {
     return lanes_ == kAlong ? op_.along : op_.across;
   }
 
+  void load_numbers() {
+    if (!numbers_) numbers_.reset(new Numbers<T>[most_states()]);
+    for (int k = 0; k < kMostRowNumbersOnCpu && buffers_.numbers[k]; ++k) {
+      const F* const from = static_cast<const F*>(buffers_.numbers[k]);
+      for_rows([&](int64_t state, int64_t number, int n) { numbers_[state].number[k] = load_first(from + number, n); },
+               [&](int64_t state, const Row& row) { set(numbers_[state].number[k], row, from[row.number]); });
+    }
+  }
+
   struct Row {
     int64_t number;
     Offsets offsets;  // its first element's
@@ -246,6 +248,17 @@ class TiledView {
       lanes[row.lane] = number;
     }
   }
+  // Of rows that have a vector each: the lanes of their blocks, so many of each row, where these are transposed
+  // together.
+  template <class OfRow>
+  void spread(const OfRow* rows, int64_t blocks, OfRow* lanes) const {
+    constexpr int kMembers = sizeof(OfRow) / sizeof(C);
+    for (int64_t i = 0; i < rows_ * blocks; ++i) {
+      for (int k = 0; k < kMembers; ++k) {
+        reinterpret_cast<C*>(lanes + i / kLanes)[k][i % kLanes] = reinterpret_cast<const C*>(rows + i / blocks)[k][0];
+      }
+    }
+  }
   int64_t rows_of_state() const { return together_ > 1 ? 1 : kLanes; }
   // Whether a row does not count, since its numbers are all 0, and yet has results other than 0: the factor of its
   // terms, the second number that `finish` takes, is NaN.
@@ -277,6 +290,7 @@ class TiledView {
     loaded_.rows = bands_ * rows_;
     loaded_.elements = n;
     loaded_.terms = reinterpret_cast<F*>(terms_.get());
+    loaded_.numbers = numbers_.get();
     if (!staged_) {
       const MaskedDim& line = lanes_ == kAlong ? band_dim_ : column_dim_;
       const Offsets offsets = base_ + begin * column_dim_;

@@ -146,14 +146,6 @@ def _entropy_tangent(
     return -row_sum(p * (log_p + entropy) * reference.widened(t), axes, axis_name)
 
 
-def _kl_divergence_composed(
-    x: Array, y: Array, largest_y: Array, log_sum_y: Array, where: Mask, axes: Axes
-) -> tuple[Array, Array, Array]:
-    normalizer = row_normalizer(x, where, axes, ())
-    divergence = reference.kl_divergence_given_normalizer(normalizer, x, y, largest_y, log_sum_y, where, axes)
-    return divergence, *normalizer
-
-
 def _and_distances(operator: Callable[..., Any]) -> Callable[..., Any]:
     """The operator with `reference.distance_sum_and_count` as further results."""
 
@@ -298,7 +290,6 @@ RECORDS = {
         "x y largest_y log_sum_y",
         "divergence largest sum_exp",
         reference.kl_divergence,
-        composed=_kl_divergence_composed,
         row_rank=2,
     ),
     # lse - x[label], 0 for a row without a label.

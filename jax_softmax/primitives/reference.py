@@ -216,22 +216,9 @@ def kl_divergence(
 ) -> tuple[Array, Array, Array]:
     """sum(p (log p - log q)) of p = softmax(x), q = softmax(y), lse(y) = largest_y + log_sum_y; x's `Normalizer`."""
     normalizer = logsumexp(x, where, axes, shards)
-    return kl_divergence_given_normalizer(normalizer, x, y, largest_y, log_sum_y, where, axes, shards), *normalizer
-
-
-def kl_divergence_given_normalizer(
-    normalizer: Normalizer,
-    x: Array,
-    y: Array,
-    largest_y: Array,
-    log_sum_y: Array,
-    where: Mask,
-    axes: Axes,
-    shards: Shards = None,
-) -> Array:
     log_p = log_probabilities(x, normalizer, where)
     log_q = fill_masked(widened(as_stored(y)) - _finite(largest_y) - log_sum_y, where, -jnp.inf)
-    return _expectation(log_p, log_p - log_q, axes, shards)
+    return _expectation(log_p, log_p - log_q, axes, shards), *normalizer
 
 
 def _expectation(log_p: Array, values: Array, axes: Axes, shards: Shards) -> Array:

@@ -17,7 +17,6 @@ from support import FIRST, SECOND, THIRD, normal, outliers, random_mask
 
 import jax_softmax
 from jax_softmax import entropy, kl_divergence
-from jax_softmax.runtime.kernel_spec import attributes
 
 SHAPES = support.VIEWS_OF_ROWS
 CASES = list(itertools.product([False, True], support.DTYPES, SHAPES))
@@ -283,12 +282,12 @@ def test_what_is_kept_for_the_backward_pass():
 
 
 def test_memory_that_a_divergence_takes(default_flags):
-    """Besides its operands and results one array of their size at most, with gradients two; not p, log p and log q."""
+    """Besides its operands and results no array of their size, with gradients two; not p, log p and log q."""
     x = jax.ShapeDtypeStruct((512, 2048), jnp.float32)
     gradients = jax.grad(lambda x, y: kl_divergence(x, y).sum(), (0, 1))
-    for f, arrays_of_x in ((kl_divergence, 1), (gradients, 2)):
+    for f, arrays_of_x in ((kl_divergence, 0), (gradients, 2)):
         memory = jax.jit(f).lower(x, x).compile().memory_analysis()
-        assert memory.temp_size_in_bytes <= 1.1 * arrays_of_x * 4 * x.size
+        assert memory.temp_size_in_bytes <= (0.1 + arrays_of_x) * 4 * x.size
 
 
 def test_only_what_is_asked_for_is_differentiated():
@@ -415,12 +414,3 @@ def test_explained(op):
     text = str(jax_softmax.explain((65536, 4096), dtype="bfloat16", op=op, device="H200"))
     assert f"{op} of bfloat16 (65536, 4096)" in text and "schedule  registers" in text
     assert ("1 read" if op == "entropy" else "2 read") in text
-
-
-def test_cpu_kernels_refuse_divergences():
-    """What a row has of its own they do not read: on a CPU logsumexp's results and jax.numpy make them."""
-    results = 3 * [jax.ShapeDtypeStruct((2, 1), np.float32)]
-    call = jax.ffi.ffi_call("jax_softmax", results)
-    x, of_y = normal((2, 3)), np.ones((2, 1), np.float32)
-    with support.on_a_cpu(), pytest.raises(Exception, match="there is no CPU kernel"):
-        jax.block_until_ready(call(x, x, of_y, of_y, **attributes("kl_divergence", (1,), masked=False)))
