@@ -17,8 +17,8 @@
 namespace jax_softmax::device {
 
 // The queries that pass a block of keys, step by step: for each batch index that shares the keys in turn, its queries.
-// What passes in a step is in shared memory, in one of two places: the rows, their numbers, their
-// deltas, and then the side operands of their scores.
+// What passes in a step is in shared memory, in one of two places: the rows, their numbers, their deltas, and then the
+// side operands of their scores.
 template <class P>
 struct PassingQueries {
   using N = Counts<P>;

@@ -87,7 +87,8 @@ struct SharedRowPair {
 };
 
 // Two places in shared memory for what passes: a step reads one while the next step's is copied to the other. After a
-// step their addresses are exchanged. Of (step + 1) % 2 ptxas 13.0 made 0 where it knew that step is 0.
+// step their addresses are exchanged. They are not numbered by `step % 2`: of the first step ptxas 13.0 makes
+// `(step + 1) % 2` 0 instead of 1 in some kernels, so that the next step's rows overwrite those that are read.
 struct Places {
   Address read, copied;
 

@@ -330,6 +330,7 @@ def _losses(layer: Layer, arrays: Named, logits: Array, **options: bool) -> Arra
     labels = as_soft_labels(rows_sharded_as(logits, label), logits)
     if regularization.label_smoothing is not None:
         classes = logits.shape[-1] * math.prod(map(jax.lax.axis_size, layer.axis_name))
+        labels = reference.widened(labels)
         smoothed = regularization.label_smoothing * (1 / classes - labels)
         labels = labels + jnp.where(arrays["found"], smoothed, 0)  # of tokens that fill up a chunk they stay 0
     losses = soft_losses(mode.axes, layer.axis_name, logits, labels, None)

@@ -4,6 +4,7 @@ import emulated
 import jax
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from jax_softmax import fuse
 from jax_softmax.fusion import rewriting
@@ -77,6 +78,22 @@ def test_gradient_of_a_relative_bias():
     with jax.enable_x64(True):
         exact = gradient(*(np.float64(a) for a in (table, scores, cotangent)))
     np.testing.assert_allclose(fused(gradient, table, scores, cotangent), exact, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="eight devices are simulated")
+def test_tables_that_are_divided_in_explicit_mode_stay():
+    """As T5's, whose heads devices have parts of."""
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
+    index = np.zeros((256, 256), "int32")
+    with jax.set_mesh(mesh):
+        table = jax.device_put(normal(8, 16), P(None, "x"))
+        scores = jax.device_put(normal(16, 256, 256), P("x"))
+
+        def gradient(table, scores):
+            weights = lambda t: jax.nn.softmax(scores + t.at[index].get().transpose(2, 0, 1))  # noqa: E731
+            return jax.grad(lambda t: (weights(t) ** 2).sum())(table)
+
+        assert rows_of_tables(gradient, table, scores) == [8]
 
 
 @emulated.compiler_is_needed

@@ -405,3 +405,16 @@ def test_no_vocabulary():
     x, w, labels, _ = operands()
     with pytest.raises(ValueError, match="linear_cross_entropy: there must be at least one class"):
         linear_cross_entropy(x, w[:, :0], labels)
+
+
+@pytest.mark.parametrize("smoothing", [0.1, 1.0])
+def test_probabilities_of_16_bits_are_smoothed_in_float32(smoothing):
+    x, w, *_ = operands("float32", features=8, vocabulary=1000)
+    labels = jax.nn.softmax(x @ w * 3).astype("bfloat16")
+
+    def loss(x, labels):
+        return linear_cross_entropy(x, w, labels, label_smoothing=smoothing)
+
+    found, widened = (jax.value_and_grad(loss)(x, a) for a in (labels, labels.astype("float32")))
+    for a, b in zip(found, widened, strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-6, atol=1e-7)

@@ -46,13 +46,17 @@ def in_several_tables(graph: Graph, equation: Equation) -> Replacements | None:
 
 
 def _adds_whole_rows(equation: Equation) -> bool:
-    """Whether an index is a row's place along the table's first dimension, and updates have the other ones last."""
-    table, indices, updates = (a.aval for a in equation.inputs)
+    """Whether an index is a row's place along the table's first dimension, and updates have the other ones last. Arrays
+    whose types say that they are divided over devices are not looked at."""
+    table, indices, updates = avals = [a.aval for a in equation.inputs]
+    if any(axis is not None for a in avals for axis in a.sharding.spec):
+        return False
     dims = equation.params["dimension_numbers"]
     window = tuple(range(updates.ndim - table.ndim + 1, updates.ndim))
     return (
         (dims.inserted_window_dims, dims.scatter_dims_to_operand_dims, dims.update_window_dims) == ((0,), (0,), window)
         and not dims.operand_batching_dims
+        and (jnp.issubdtype(indices.dtype, jnp.signedinteger) or indices.dtype.itemsize < 4)
         and updates.shape == (*indices.shape[:-1], *table.shape[1:])
         and all(isinstance(n, int) and n > 0 for n in (*table.shape, *updates.shape))
     )
