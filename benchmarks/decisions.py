@@ -98,12 +98,14 @@ def drawn(seed: int) -> Computation:
     def program(x, a):
         return AFTER[after](OPERATORS[op](BEFORE[before](x, a), axis=1), a)
 
-    def step(x, a):
-        y, transposed = jax.vjp(lambda x: program(x, a), x)
-        return transposed(jnp.ones_like(y))
+    def step(x, a, cotangent):
+        return jax.vjp(lambda x: program(x, a), x)[1](cotangent)
 
     def arguments(key):
-        return tuple(jax.random.normal(k, shape, dtype) for k in jax.random.split(key))
+        of_x, of_a, of_result = jax.random.split(key, 3)
+        operands = tuple(jax.random.normal(k, shape, dtype) for k in (of_x, of_a))
+        y = jax.eval_shape(program, *operands)
+        return (*operands, jax.random.normal(of_result, y.shape, y.dtype)) if gradient else operands
 
     words = f"{before} {op} {after}".split()
     name = f"drawn {seed}: {' '.join(words)} of {dtype} {tuple(shape)}{', gradient' * gradient}"

@@ -11,7 +11,7 @@ from collections.abc import Container, Mapping, Set
 from typing import NamedTuple
 
 from jax_softmax.fusion.kernels.candidates import Group, is_materialized_unfolded
-from jax_softmax.fusion.kernels.traffic import Traffic, speed_of_whole_rows
+from jax_softmax.fusion.kernels.traffic import Traffic, traffic_of_whole_rows
 from jax_softmax.fusion.program import expressions
 from jax_softmax.fusion.program.graph import Equation, Graph, bytes_of, each_once, variables_of
 from jax_softmax.fusion.program.kinds import is_loop, kind_of
@@ -46,7 +46,7 @@ def chain_of(group: Group, result: Var, moved: Mapping[Equation, int]) -> Chain 
     if end not in inside or len(operators) < 2 or all(e.name in LINEAR_MAPS for e in operators):
         return None
     ours, read = sum(moved[e] for e in operators), sum(map(bytes_of, _read(graph, inside)))
-    return Chain(operators, Traffic(ours, ours, int((read + bytes_of(result)) / speed_of_whole_rows(end))))
+    return Chain(operators, Traffic(ours, ours, traffic_of_whole_rows(end, read + bytes_of(result))))
 
 
 def _is_of_rows(equation: Equation, end: Equation, operators: Container[Equation]) -> bool:

@@ -57,8 +57,8 @@ def group_traffic(
     xla = max(reads_of_xla * read + written_by_xla, instruction_bytes * (reads_of_xla * before + after))
     xla += of_rows
     if _xla_makes_whole_rows(group):
-        xla = max(xla / speed_of_whole_rows(group.equation), costs.ELEMENT_OF_ODD_ROWS * _elements_of_odd_rows(group))
-    return Traffic(unfolded, ours + of_rows, int(xla))
+        xla /= _speed_of_whole_rows(group.equation)
+    return Traffic(unfolded, ours + of_rows, int(max(xla, _bytes_of_odd_rows(group.equation))))
 
 
 def _bytes_of_kernel(
@@ -90,17 +90,39 @@ def _reads_of_xla(group: Group) -> int:
     return 3 if group.facts.element_results else 2  # for the maximum, for the sum, and for the result
 
 
-def speed_of_whole_rows(operator: Equation) -> float:
+def traffic_of_whole_rows(operator: Equation, n_bytes: int) -> int:
+    """What a kernel of XLA's that moves so many bytes counts as, if a block of it has a whole row of the operator."""
+    return int(max(n_bytes / _speed_of_whole_rows(operator), _bytes_of_odd_rows(operator)))
+
+
+def _speed_of_whole_rows(operator: Equation) -> float:
     """The part of the memory's speed that XLA reaches by a kernel of which a block has a whole row."""
-    length = math.prod(operator.inputs[0].aval.shape[d] for d in operator.params["axes"])
-    return next(speed for most, speed in costs.XLA_SPEED_OF_ROWS.items() if length <= most)
+    return _by_length(costs.XLA_SPEED_OF_ROWS, operator)
 
 
-def _elements_of_odd_rows(group: Group) -> int:
-    """How many elements a group has, if XLA reads them one by one: rows begin elsewhere in 16 bytes."""
-    shape, axes = group.equation.inputs[0].aval.shape, group.equation.params["axes"]
-    row = math.prod(shape[d] for d in axes) * group.equation.inputs[0].aval.dtype.itemsize
-    return group.size if row % 16 else 0
+def _bytes_of_odd_rows(operator: Equation) -> float:
+    """The least that XLA's kernels count as if they read an operator's rows element by element."""
+    x = operator.inputs[0].aval
+    is_odd = _is_one_run(operator) and _row_length(operator) * x.dtype.itemsize % 16
+    return _by_length(costs.ELEMENT_OF_ODD_ROWS, operator) * x.size if is_odd else 0
+
+
+def _by_length(prices: dict[float, float], operator: Equation) -> float:
+    """That of the prices for rows of at most so many elements which is the operator's."""
+    length = _row_length(operator)
+    return next(price for most, price in prices.items() if length <= most)
+
+
+def _row_length(operator: Equation) -> int:
+    return math.prod(operator.inputs[0].aval.shape[d] for d in operator.params["axes"])
+
+
+def _is_one_run(operator: Equation) -> bool:
+    """Whether a row's elements are neighbours in memory."""
+    shape, axes = operator.inputs[0].aval.shape, operator.params["axes"]
+    last = max((d for d, n in enumerate(shape) if n > 1), default=len(shape) - 1)
+    inner = sorted(d for d in axes if shape[d] > 1)
+    return inner == list(range(last + 1 - len(inner), last + 1))
 
 
 def _xla_makes_whole_rows(group: Group) -> bool:
@@ -111,11 +133,7 @@ def _xla_makes_whole_rows(group: Group) -> bool:
 
 def has_short_rows(operator: Equation) -> bool:
     """Whether a block of XLA's kernels can have a whole row of an operator."""
-    shape, axes = operator.inputs[0].aval.shape, operator.params["axes"]
-    last = max((d for d, n in enumerate(shape) if n > 1), default=len(shape) - 1)
-    inner = sorted(d for d in axes if shape[d] > 1)
-    one_run = inner == list(range(last + 1 - len(inner), last + 1))
-    return one_run and math.prod(shape[d] for d in axes) <= costs.LONGEST_ROW_OF_XLA
+    return _is_one_run(operator) and _row_length(operator) <= costs.LONGEST_ROW_OF_XLA
 
 
 def _reductions_for(group: Group, reads: Sequence[Var], groups: Groups) -> list[Equation]:
