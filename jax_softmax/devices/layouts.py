@@ -58,10 +58,10 @@ def scattered(layout: Layout, dims: Dims, k: int) -> tuple[Layout, Groups]:
 
 
 def exchanged(layout: Layout, source: int, target: int) -> Layout:
-    """The layout in which the devices that divide dimension `source` divide `target` instead, which comes before it."""
+    """The layout in which the devices that divide dimension `source` divide `target` instead."""
     shards = list(layout.shape)
     shards[target], shards[source] = shards[target] * shards[source], 1
-    return np.moveaxis(layout, source, target + 1).reshape(shards)
+    return np.moveaxis(layout, source, target + (target < source)).reshape(shards)
 
 
 def are_same(a: Layout, b: Layout) -> bool:

@@ -146,7 +146,7 @@ class _Space:
     def __init__(self, attention: Attention, kernels: tuple[str, ...]) -> None:
         letters, kernel = attention.letters, kernels[0]
         self.attention, self.kernels = attention, kernels
-        self.dims = letters.batch + "ijdenp"
+        self.dims = letters.q[:-1].replace("i", "ij") + "denp"  # in q's order: then nothing is transposed to travel
         beside = {"forward": (), "tangents": letters}.get(kernel, (letters.o, letters.rows + "n", letters.rows))
         sides, own = attention.sides_of(kernel), [*letters, *beside]
         self.given = [*own, *(side.letters for side in sides if side.dtype != "index")]  # operands of `attention_p`
