@@ -256,6 +256,7 @@ NB_MODULE(_kernels, m) {
   });
   m.attr("ATTENTION_CELL") = attention::kCell;
   m.attr("ATTENTION_BLOCKS") = attention::kBlocksOfWave;
+  m.attr("ATTENTION_FEATURES_AT_ONCE") = attention::kFeaturesAtOnce;
   m.def("why_no_attention", &why_no_attention, nb::arg("letters"), nb::arg("extents"), nb::arg("dtype"),
         "Why attention has no kernels for these; or \"\".");
   m.def("attention_tile", &attention_tile, nb::arg("kernel"), nb::arg("stay"), nb::arg("features"),

@@ -66,6 +66,7 @@ inline constexpr TilingsOfFeatures kTilingsOf32BitsOnHopper[] = {
     kTilingsOf32Bits[0],
     {128, {{8, 2, 32, 1, 1}, {8, 1, 32, 1, 1}, {8, 1, 32, 1, 1}, {2, 1, 32, 1, 2}, {2, 1, 16, 1, 2}}},
 };
+inline constexpr int kFeaturesAtOnce = 8;  // of whose multiples there are kernels
 constexpr int most_features(int bytes_of_number) { return bytes_of_number == 2 ? 256 : 128; }
 // `stay`: how many rows stay. Where these are few, as in windows of pictures, blocks have fewer warps, but as many as
 // copy the numbers of a step's rows.

@@ -418,7 +418,7 @@ std::string why_no_attention(std::string_view letters, const std::map<char, int6
   const int64_t d = extents.at('d'), e = extents.at('e');
   const bool of_16_bits = dtype == name_of(DType::kF16) || dtype == name_of(DType::kBF16);
   const auto fits = [&](int64_t features) {
-    return features % 8 == 0 && features <= most_features(of_16_bits ? 2 : 4);
+    return features % kFeaturesAtOnce == 0 && features <= most_features(of_16_bits ? 2 : 4);
   };
   const bool exist = std::all_of(extents.begin(), extents.end(),
                                  [](const auto& entry) { return entry.second > 0 && entry.second <= INT32_MAX; });

@@ -353,11 +353,6 @@ def test_short_sequences_stay_as_they_are(shape, is_found):
     assert [line.op == "attention" for line in report] == [is_found]
 
 
-def with_positions(q, k, v):
-    s = jnp.einsum("bihd,bjhd->bhij", q, k) + jnp.einsum("bihd,bjhd->bhij", q, v)
-    return jnp.einsum("bhij,bjhd->bihd", jax.nn.softmax(s), v)
-
-
 def with_largest(q, k, v):
     weights = jax.nn.softmax(jnp.einsum("bihd,bjhd->bhij", q, k))
     return jnp.einsum("bhij,bjhd->bihd", weights, v), weights.max()
@@ -366,7 +361,6 @@ def with_largest(q, k, v):
 @pytest.mark.parametrize(
     "program,length,dtype,reason",
     [
-        (with_positions, 2048, "bfloat16", "the scores are made of 2 products"),
         (with_largest, 2048, "bfloat16", "something else reads the scores or the weights"),
         (
             jax.default_matmul_precision("highest")(jax_nn),

@@ -495,8 +495,7 @@ def test_other_letters_are_refused(letters, message):
 @pytest.mark.parametrize(
     "case",
     [
-        Case(features=(36, 64)),
-        Case(features=(64, 264)),
+        Case(features=(64, 257)),
         Case(dtype="float32", features=(136, 64)),
         Case(lengths=(1, 17)),
         Case(lengths=(17, 1)),

@@ -27,6 +27,7 @@ LATE = np.arange(80) < 10
 FEATURES_IN_FRONT = tuple(a.transpose(3, 0, 1, 2) for a in OPERANDS)
 SOME_QUERIES = (np.arange(QUERIES) % 5 > 0)[:, None]
 COLUMNS = np.arange(KEYS, dtype=np.int16)
+PAIRS = normal(B, QUERIES, KEYS, 8, seed=9)
 
 
 def of_each_query(v):
@@ -174,15 +175,6 @@ NOT_ATTENTION = {
         (*OPERANDS, BIAS),
         "no product reads the scores' gradient",
     ),
-    "rounded keys whose gradient is that of others": (
-        *differentiated(lambda q, k, v: output(softmax(times_rounded_keys(q, k)), v)),
-        "its products are of different arrays",
-    ),
-    "queries' gradient by turned keys": (
-        lambda *a: gradients(lambda q, k, v: softmax(of_turned_keys_backwards(q, k)) @ v, *a),
-        SQUARE,
-        "its products are of different arrays",
-    ),
     "queries' gradient twice": (
         *differentiated(lambda q, k, v: output(softmax(twice_for_queries(q, k)), v)),
         "products read different gradients of the scores",
@@ -224,11 +216,6 @@ NOT_ATTENTION = {
         lambda q, k, v, columns: output(softmax(scores(q, k) + columns), v),
         (*OPERANDS, COLUMNS),
         "scores read an array of int16",
-    ),
-    "scores of two products": (
-        lambda q, k, v: output(softmax(scores(q, k) + scores(q, v)), v),
-        OPERANDS,
-        "the scores are made of 2 products",
     ),
     "scores of no product": (
         lambda q, k, v, bias: output(jnp.broadcast_to(softmax(bias), (B, H, QUERIES, KEYS)), v),
@@ -306,6 +293,29 @@ ATTENTION = {
             ),
             SINK,
         ),
+    ),
+    "a product for each pair is added": (
+        *differentiated(
+            lambda q, k, v, pairs, w: output(softmax(scores(q, k) + jnp.einsum("bijc,ch->bhij", pairs, w)), v),
+            PAIRS,
+            SQUARE[1][:8, :2],
+        ),
+    ),
+    "a product of other keys with fewer features is added": (
+        *differentiated(
+            lambda q, k, v, r: output(softmax(scores(q, k) + jnp.einsum("bihd,bjd->bhij", q[..., :4], r)), v),
+            OPERANDS[1][:, :, 0, :4],
+        ),
+    ),
+    "two products of as many features": differentiated(
+        lambda q, k, v: output(softmax(scores(q, k) + jnp.tanh(scores(q, v))), v)
+    ),
+    "rounded keys whose gradient is that of others": differentiated(
+        lambda q, k, v: output(softmax(times_rounded_keys(q, k)), v)
+    ),
+    "queries' gradient by turned keys": (
+        lambda *a: gradients(lambda q, k, v: softmax(of_turned_keys_backwards(q, k)) @ v, *a),
+        SQUARE,
     ),
     "small fills": (
         lambda q, k, v: output(softmax(jnp.where(LATE, scores(q, k) - 1e4, -1e4)), v),

@@ -179,6 +179,7 @@ PROGRAMS = {
     "dropout": (moving(of(masked, lambda w: jnp.where(KEEP, w / 0.8, 0))), OPERANDS, TANGENTS),
     "a bias": (moving(of(lambda s, b: masked(s + b)), 4), (*OPERANDS[:3], BIAS, *OPERANDS[3:], BIAS_TANGENT), TANGENTS),
     "float32": (moving(of(masked)), WIDE, TANGENTS),
+    "features that kernels do not have": (moving(of(masked)), [a[..., :13] for a in OPERANDS], TANGENTS),
     "queries alone": (some_move, OPERANDS[:4], TANGENTS),
     "values alone": (values_alone, OPERANDS[:4], "forward"),
     "linearized": (linearized, OPERANDS, TANGENTS),

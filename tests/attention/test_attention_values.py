@@ -137,7 +137,7 @@ PROGRAMS = {
     "float32": (summed(in_float32), (Q, K, V, W), ""),
     "in circles": (summed(in_circles), (Q, K, V, W), ""),
     "in circles, and another": (summed(in_circles_and_another), (Q, K, V, W), WHOLE),
-    "features": (summed(both), (Q, K, V, W[..., :20]), ""),
+    "features": (summed(both), (Q, K, V, W[..., :3]), WHOLE),
     "more features": (summed(both), (Q, K, V, normal(B, S, H, 248, seed=3)), ""),
 }
 IN_PLAIN_RUNS = (
@@ -148,6 +148,7 @@ IN_PLAIN_RUNS = (
     "crossed",
     "float32",
     "in circles, and another",
+    "features",
     "more features",
 )
 

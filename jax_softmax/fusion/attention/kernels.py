@@ -98,6 +98,11 @@ def normalizer(rows: Array) -> tuple[Array, Array]:
     return pivot, jnp.where(pivot == jnp.inf, jnp.inf, total)
 
 
+def padded(n_features: int) -> int:
+    """The least number, not less, for which there are kernels, but for large ones."""
+    return -(-n_features // _kernels.ATTENTION_FEATURES_AT_ONCE) * _kernels.ATTENTION_FEATURES_AT_ONCE
+
+
 def can_run() -> bool:
     """Whether the GPUs that are here have the instructions; True where there are none, as the program is for others."""
     gpus = [device for device in jax.local_devices() if device.platform == "gpu"]

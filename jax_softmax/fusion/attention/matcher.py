@@ -29,7 +29,7 @@ from jax_softmax.fusion.program import expressions, splicing
 from jax_softmax.fusion.program.expressions import NotFolded
 from jax_softmax.fusion.program.graph import CycleError, Equation, Graph
 from jax_softmax.fusion.program.kinds import foldable
-from jax_softmax.fusion.program.places import Factor, count_of
+from jax_softmax.fusion.program.places import Factor, count_of, factors_of
 from jax_softmax.fusion.program.products import Operand, Product
 from jax_softmax.primitives.types import Atom, Var
 
@@ -79,14 +79,11 @@ def _with_attention(graph: Graph) -> tuple[Graph, list[FoundAttention], dict[Var
     softmaxes = [e for e in graph.equations if e.name == "softmax" and foldable(e) and len(e.params["axes"]) == 1]
     matches, refused = [], {}
     for equation in softmaxes if kernels.can_run() else ():
-        match = Match(graph, equation)
-        try:
-            match.find()
-        except (NoAttention, NotFolded) as error:
-            if match.weights_are_multiplied:
-                refused[equation.outputs[0]] = str(error)
-        else:
-            matches.append(match)
+        found = _match_of(graph, equation)
+        if isinstance(found, Match):
+            matches.append(found)
+        elif found:
+            refused[equation.outputs[0]] = found
     while matches:
         new = _with_kernels(graph, matches)
         if new is None:
@@ -102,6 +99,22 @@ def _with_attention(graph: Graph) -> tuple[Graph, list[FoundAttention], dict[Var
     return graph, [], refused
 
 
+def _match_of(graph: Graph, softmax: Equation) -> "Match | str":
+    """The attention of a softmax, or why it has none; "" if its weights are not multiplied. Of several products in the
+    scores one has queries and keys, and the others are arrays to it, as a product for each pair of tokens is."""
+    why, n = "", 0
+    while True:
+        match = Match(graph, softmax, n)
+        try:
+            match.find()
+        except (NoAttention, NotFolded) as error:
+            why, n = why or (str(error) if match.weights_are_multiplied else ""), n + 1
+            if n >= match.n_products:
+                return why
+        else:
+            return match
+
+
 def _with_kernels(graph: Graph, matches: list["Match"]) -> Graph | None:
     """The graph with calls of kernels; None if what they read is made of what they make."""
     try:
@@ -111,11 +124,12 @@ def _with_kernels(graph: Graph, matches: list["Match"]) -> Graph | None:
 
 
 class Match:
-    """A softmax, with all that is attention around it."""
+    """A softmax, with all that is attention around it, where the n-th product in its scores is that of queries and
+    keys."""
 
-    def __init__(self, graph: Graph, softmax: Equation) -> None:
-        self.graph, self.softmax, self.walks = graph, softmax, Walks(graph)
-        self.weights_are_multiplied = False
+    def __init__(self, graph: Graph, softmax: Equation, n: int) -> None:
+        self.graph, self.softmax, self.walks, self.n = graph, softmax, Walks(graph), n
+        self.weights_are_multiplied, self.n_products = False, 0
 
     def find(self) -> None:
         """Raises NoAttention, with the reason, or NotFolded."""
@@ -130,7 +144,11 @@ class Match:
         if not self.rows.place[axis]:
             raise NoAttention("not one operand of the scores' product has the keys")
         (self.j,) = self.rows.place[axis]
-        self.product, place = self.walks.product_of(self.rows.scores, self.rows.place, self.j)
+        products = self.walks.products_of(self.rows.scores, self.rows.place, self.j)
+        self.n_products = len(products)
+        if not products:
+            raise NoAttention("the scores are made of no product")
+        self.product, place = products[self.n]
         scores = Product(self.product, place)
         self.place_of_product = place
         self.d = scores.features
@@ -218,15 +236,16 @@ class Match:
             self.values.add_of_cotangent(product, self.operand_with_keys(product, "the weights' gradient"))
         self.of_scores = [self._with_log_sums(a) for a in self.rows.scores_of(self.linear.outputs[0])]
         self.reached_after = self.walks.reached(self.of_scores, place)
+        dqs: list[tuple[Product, Var]] = []
+        dks: list[tuple[Product, Var]] = []
         for product, cotangent in self.walks.products_with(self.reached_after):
-            if self.j in product.contracted and self.dq is None:
-                self._check_same(product, self.k)
-                self.dq = product, cotangent
-            elif self.j not in product.contracted and self.dk is None:
-                self._check_same(product, self.q)
-                self.dk = product, cotangent
-            else:
-                raise NoAttention("products read the scores' gradient in other ways")
+            if self.j in product.contracted and self._is_with(product, self.k):
+                dqs.append((product, cotangent))
+            elif self.j not in product.contracted and self._is_with(product, self.q):
+                dks.append((product, cotangent))
+        # Products with others read the cotangents as an array, and so do all but one with queries and one with keys.
+        pairs = [(dq, dk) for dq in dqs or [None] for dk in dks or [None]]
+        self.dq, self.dk = next((pair for pair in pairs if all(pair) and pair[0][1] is pair[1][1]), pairs[0])
         if self.dq is None and self.dk is None:
             raise NoAttention("no product reads the scores' gradient")
         self.of_sides = learned.found(self)
@@ -248,10 +267,11 @@ class Match:
             (a,) = reader.outputs
         return found
 
-    def _check_same(self, product: Product, operand: Operand) -> None:
-        """Raises NoAttention unless a product's other operand is this one."""
-        if not is_same(self.walks.stored(product.other, product.features), product.features, operand, self.d):
-            raise NoAttention("its products are of different arrays")
+    def _is_with(self, product: Product, operand: Operand) -> bool:
+        """Whether a product's other operand is this one."""
+        if len(factors_of(product.new_dims)) != 1:
+            return False
+        return is_same(self.walks.stored(product.other, product.features), product.features, operand, self.d)
 
     # ---- Letters
 
@@ -285,7 +305,8 @@ class Match:
             self._letters_of_operand(self.k, of_keys, "d"),
             self._letters_of_operand(values[0], of_keys, "e"),
         )
-        self.extents = {self.names[f]: f.extent for f in (*batch, j, d)} | {"e": sum(f.extent for f in features)}
+        self.extents = {self.names[f]: f.extent for f in (*batch, j)}
+        self.extents |= {"d": kernels.padded(d.extent), "e": kernels.padded(sum(f.extent for f in features))}
         self.dtype = self._dtype_of([self.q, self.k, *values, *self.values.o_cotangents])
         if why := _kernels.why_no_attention(",".join(self.letters), self.extents, self.dtype):
             raise NoAttention(why)
@@ -331,19 +352,19 @@ class Match:
     def _results(self) -> list[Result]:
         """What kernels make."""
         letters = self.letters
-        made: list[tuple[Product, str, str, tuple[int, int] | None]]
+        made: list[tuple[Product, str, str, tuple[int, int]]]
         made = [(p, "o", letters.o, self.values.part_of(p, "v")) for p, _ in self.outputs]
         made += [(p, "dv", letters.v, self.values.part_of(p, "o_cotangent")) for p, _ in self.dvs]
         gradients = (self.dq, "dq", letters.q), (self.dk, "dk", letters.k)
-        made += [(p[0], name, of, None) for p, name, of in gradients if p]
+        made += [(p[0], name, of, (0, self.d.extent)) for p, name, of in gradients if p]
         results = [
             Result(p.equation.outputs[0], p.result, self._names_of(p), name, of, part) for p, name, of, part in made
         ]
         if self.tangents:
             output = self.tangents.output
-            self.values.part_of(output, "v")  # which refuses a tangent of other values than the gradient's
+            part = self.values.part_of(output, "v")  # which refuses a tangent of other values than the gradient's
             names = self.names | {output.features: "e"}
-            results.append(Result(*self.tangents.result, names, "o_tangent", letters.o))
+            results.append(Result(*self.tangents.result, names, "o_tangent", letters.o, part))
         of_rows = [(v, name) for one in self.log_sums for v, name in zip(one.equation.outputs, "MS", strict=True)]
         if self.linear is not None:
             of_rows += [(v, "sink") for v in self.rows.sinks_of(self.linear.outputs[0])]

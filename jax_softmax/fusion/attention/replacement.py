@@ -79,7 +79,14 @@ def equations_by_kernels(match: "Match") -> dict[Equation, list[Equation]]:
 
 def _part(a: Array, part: tuple[int, int] | None) -> Array:
     """Some of an array's features, or all."""
-    return a if part is None else jax.lax.slice_in_dim(a, *part, axis=a.ndim - 1)
+    return a if part in (None, (0, a.shape[-1])) else jax.lax.slice_in_dim(a, *part, axis=a.ndim - 1)
+
+
+def _of_kernels(*arrays: Array) -> Array:
+    """Arrays one behind the other along features, and zeros behind them: as many features as kernels have."""
+    a = jnp.concatenate(arrays, -1) if len(arrays) > 1 else arrays[0]
+    more = kernels.padded(a.shape[-1]) - a.shape[-1]
+    return jax.lax.pad(a, a.dtype.type(0), [*[(0, 0, 0)] * (a.ndim - 1), (0, more, 0)]) if more else a
 
 
 def _made(
@@ -97,11 +104,11 @@ def _made(
     """What the kernels make, by the names that results have; at least those wanted. `o_cotangent`: nothing, if there is
     no backward pass. `cotangents`: of the rows' log-sum-exps, times -1. `tangents`: q_tangent and so on, of what has
     one."""
-    operands = [jnp.concatenate(of, -1) if len(of) > 1 else of[0] for of in (q, k, v, o_cotangent) if of]
+    operands = [_of_kernels(*of) for of in (q, k, v, o_cotangent) if of]
     moving: list[Array] = []
     if attention.score_tangent:
         own = (tangents.get(f"{name}_tangent") for name in Letters._fields)
-        moving = [of[0] if of else jnp.zeros_like(a) for of, a in zip(own, operands, strict=False)]
+        moving = [_of_kernels(*of) if of else jnp.zeros_like(a) for of, a in zip(own, operands, strict=False)]
     o, rows, *lost = kernels.forward(attention, *operands[:3], *moving, *sides)
     o_tangent = lost.pop() if moving else None
     weight_of_sink = None

@@ -27,24 +27,31 @@ class Walks:
     def __init__(self, graph: Graph) -> None:
         self.graph, self.parts = graph, Parts()
 
-    def product_of(self, a: Atom, place: Place, keys: Factor) -> tuple[Equation, Place]:
-        """The one product of which a value is made, element by element, and its place, which has the keys."""
-        _, place, (product,) = self._made_of(a, place, keys, False)
-        return product.equation, place
+    def products_of(self, a: Atom, place: Place, keys: Factor) -> list[tuple[Equation, Place]]:
+        """The products of which a value is made, element by element, with their places, which have the keys; first that
+        of most features."""
+        found = self._made_of(a, place, keys, False)
+        found.sort(key=lambda one: -math.prod(f.extent for f in one[2][0].contracted))
+        return [(product.equation, place) for _, place, (product,) in found]
 
     def sum_of_products(
         self, a: Atom, place: Place, keys: Factor, known: Atom | None = None
     ) -> tuple[tuple[Atom, Place], list[Product]]:
         """The product, or the sum of products, of which a value is made, element by element, with its place; and all
         that are in it. What is known does not count; of that, and of no product, a value may be made, too."""
-        variable, place, products = self._made_of(a, place, keys, True, known)
+        found = self._made_of(a, place, keys, True, known)
+        if not found and known is not None:
+            return (known, []), []
+        if len(found) != 1:
+            raise NoAttention(f"the weights' gradient is made of {len(found) or 'no'} product{'s' * (len(found) != 1)}")
+        ((variable, place, products),) = found
         return (variable, place), products
 
     def _made_of(
         self, a: Atom, place: Place, keys: Factor, are_sums_one: bool, known: Atom | None = None
-    ) -> tuple[Atom, Place, list[Product]]:
-        """The only product of which a value is made, its place, and itself; or so a sum of products. Of those that have
-        the keys, only the largest count: where examples share a product, it is broadcast to the scores."""
+    ) -> list[tuple[Atom, Place, list[Product]]]:
+        """The products of which a value is made, each with its place; or so sums of products. Of those that have the
+        keys, only the largest count: where examples share a product, it is broadcast to the scores."""
         found: list[tuple[Atom, Place, list[Product]]] = []
 
         def following(node: Placed) -> Iterable[Placed]:
@@ -63,14 +70,8 @@ class Walks:
         start: list[Placed] = [(a, place_key(place))]
         for _ in each_once(start, following):
             pass
-        if not found and known is not None:
-            return known, [], []
         counts = [count_of(place) for _, place, _ in found]
-        found = [one for one, count in zip(found, counts, strict=True) if count == max(counts)]
-        if len(found) != 1:
-            what = "the weights' gradient is" if are_sums_one else "the scores are"
-            raise NoAttention(f"{what} made of {len(found) or 'no'} product{'s' * (len(found) != 1)}")
-        return found[0]
+        return [one for one, count in zip(found, counts, strict=True) if count == max(counts)]
 
     def _terms(self, a: Atom, place: Place, keys: Factor) -> Generator[Any, Any, list[Product] | None]:
         """The products whose sum a value is; None if it is not, or if one does not have the keys."""
