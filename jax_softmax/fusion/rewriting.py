@@ -339,6 +339,8 @@ def _line_of_attention(found: FoundAttention, path: str) -> Line:
         for side in attention.sides
         if side.is_array_of_scores
     ]
+    if found.scores_stay:
+        arrays.append(("the scores' product", found.product.outputs[0].aval.dtype.name, attention.letters.rows + "j"))
     extents = {**found.extents, "p": 1}
     arrays += [
         ("an operand's gradient", one.dtype, one.letters)

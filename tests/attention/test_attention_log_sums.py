@@ -166,11 +166,9 @@ FOUND = {
     "checkpoint": (in_losses(jax.checkpoint(by_operator)), AGAIN),
     "gradients alone": (lambda *a: in_losses(by_operator)(*a)[0], WHOLE),
 }
-REFUSED = [
-    *(and_maxima, and_a_mean_of_maxima, and_sums, and_maxima_twice),
-    *(of_other_scores, of_fewer_scores, of_rounded_scores, along_queries, beside_a_sink),
-    *(of_the_sink_as_well, in_losses(of_the_sink_as_well)),
-]
+REFUSED = [and_maxima, and_a_mean_of_maxima, and_sums, and_maxima_twice, in_losses(of_the_sink_as_well)]
+# Log-sum-exps that the kernels do not make: the scores' product is in memory for them.
+APART = [of_other_scores, of_fewer_scores, of_rounded_scores, along_queries, beside_a_sink, of_the_sink_as_well]
 IN_PLAIN_RUNS = "JAX's own, gradients", "written out, gradients", "mask"
 
 
@@ -211,9 +209,9 @@ def test_in_shard_map():
     assert_as_exact(check(fuse(mapped), QKV, WHOLE), program, QKV)
 
 
-@pytest.mark.parametrize("program", REFUSED)
+@pytest.mark.parametrize("program", [*REFUSED, *APART])
 def test_what_stays_as_it_is(program):
-    assert_as_exact(check(fuse(program), QKV, ""), program, QKV)
+    assert_as_exact(check(fuse(program), QKV, "forward" if program in APART else ""), program, QKV)
 
 
 def test_gradients_with_a_mask_stay_as_they_are():

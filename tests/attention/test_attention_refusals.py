@@ -222,11 +222,6 @@ NOT_ATTENTION = {
         (*OPERANDS, BIAS),
         None,
     ),
-    "scores that are a result": (
-        lambda q, k, v: (lambda s: (output(softmax(s), v), s))(scores(q, k)),
-        OPERANDS,
-        "something else reads the scores or the weights",
-    ),
     "weights' sums over queries": (
         lambda q, k, v: (lambda w: (output(w, v), w.sum(2)))(softmax(scores(q, k))),
         OPERANDS,
@@ -316,6 +311,12 @@ ATTENTION = {
     "queries' gradient by turned keys": (
         lambda *a: gradients(lambda q, k, v: softmax(of_turned_keys_backwards(q, k)) @ v, *a),
         SQUARE,
+    ),
+    "scores that are a result": (lambda q, k, v: (lambda s: (output(softmax(s), v), s))(scores(q, k)), OPERANDS),
+    "maxima of scores that are watched": differentiated(
+        lambda q, k, v: (lambda s: output(softmax(s), v) + 1e-2 * jax.lax.stop_gradient(s.max()).astype(v.dtype))(
+            jnp.where(KEEP[0, 0], scores(q, k), -1e30)
+        )
     ),
     "small fills": (
         lambda q, k, v: output(softmax(jnp.where(LATE, scores(q, k) - 1e4, -1e4)), v),

@@ -324,7 +324,10 @@ OTHERS = [
     *(Case(causal, lengths) for lengths in LENGTHS),
     *(Case(masked, (130, 200), letters=letters, where=True) for letters in LAYOUTS if "b" in letters),
     *(Case(capped, (197, 130), letters=letters) for letters in LAYOUTS),
-    *(Case(scaled, (150, 130), (d, e)) for d, e in ((32, 32), (40, 40), (80, 80), (96, 96), (128, 128), (192, 128), (36, 20))),
+    *(
+        Case(scaled, (150, 130), (d, e))
+        for d, e in ((32, 32), (40, 40), (80, 80), (96, 96), (128, 128), (192, 128), (36, 20))
+    ),
     *(Case(causal, (150, 130), (d, e)) for d, e in ((64, 128), (128, 64), (256, 256), (248, 40), (160, 160))),
     *(Case(score, (200, 190)) for score in SCORES if score not in (causal, scaled)),
     *(Case(score, (200, 190), dtype="float16") for score in SCORES),

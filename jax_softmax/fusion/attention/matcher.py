@@ -46,6 +46,7 @@ class FoundAttention(NamedTuple):
     n_products: float  # of which such an array is an operand or the result
     bytes_of_number: int  # of q, k and v as kernels read them
     bytes_of_query: int  # in the program
+    scores_stay: bool = False  # the product is in memory all the same, because something else reads it
 
 
 def with_attention(graph: Graph) -> tuple[Graph, list[FoundAttention], dict[Var, str]]:
@@ -160,7 +161,7 @@ class Match:
         self._find_gradients()
         self._choose_letters()
         self.formulas = Formulas(self)
-        self.found = FoundAttention(
+        self.found = self.alone = FoundAttention(
             softmax,
             self.product,
             [one.equation for one in self.log_sums],
@@ -175,9 +176,20 @@ class Match:
             raise NoAttention(why)
 
     def is_complete_in(self, graph: Graph) -> bool:
-        """Whether a graph, in which kernels make the products' results, needs neither the scores nor the weights."""
-        is_left = self.softmax in graph.position or self.product in graph.position
-        return not is_left and all(of_rows.is_all_that_is_read(graph) for of_rows in self.log_sums)
+        """Whether a graph, in which kernels make the products' results, does not need the weights; nor the scores,
+        unless kernels are faster even so."""
+        if self.softmax in graph.position or not all(one.is_all_that_is_read(graph) for one in self.log_sums):
+            return False
+        self.found = self.alone
+        if self.product in graph.position:
+            n_bytes, n_products = self._work_of_scores()
+            self.found = self.alone._replace(
+                bytes_per_score=self.alone.bytes_per_score - n_bytes,
+                n_products=self.alone.n_products - n_products,
+                scores_stay=True,
+            )
+            return not backend.in_use().reason_against_attention(self.found)
+        return True
 
     # ---- Products
 
@@ -236,8 +248,8 @@ class Match:
             self.values.add_of_cotangent(product, self.operand_with_keys(product, "the weights' gradient"))
         self.of_scores = [self._with_log_sums(a) for a in self.rows.scores_of(self.linear.outputs[0])]
         self.reached_after = self.walks.reached(self.of_scores, place)
-        dqs: list[tuple[Product, Var]] = []
-        dks: list[tuple[Product, Var]] = []
+        dqs: list[tuple[Product, Var] | None] = []
+        dks: list[tuple[Product, Var] | None] = []
         for product, cotangent in self.walks.products_with(self.reached_after):
             if self.j in product.contracted and self._is_with(product, self.k):
                 dqs.append((product, cotangent))
@@ -245,7 +257,7 @@ class Match:
                 dks.append((product, cotangent))
         # Products with others read the cotangents as an array, and so do all but one with queries and one with keys.
         pairs = [(dq, dk) for dq in dqs or [None] for dk in dks or [None]]
-        self.dq, self.dk = next((pair for pair in pairs if all(pair) and pair[0][1] is pair[1][1]), pairs[0])
+        self.dq, self.dk = next((pair for pair in pairs if pair[0] and pair[1] and pair[0][1] is pair[1][1]), pairs[0])
         if self.dq is None and self.dk is None:
             raise NoAttention("no product reads the scores' gradient")
         self.of_sides = learned.found(self)
@@ -382,10 +394,9 @@ class Match:
         def size(a: Atom) -> int:
             return a.aval.dtype.itemsize
 
-        share = count_of(self.place_of_product) / count_of(self.rows.place)  # of a product that scores may share
-        n = share * 2 * size(self.product.outputs[0]) + sum(map(size, {a for _, a in self.outputs}))
-        n += sum(size(a) for _, a in self.with_weights)
-        products = share + len(self.with_weights)
+        n, products = self._work_of_scores()
+        n += sum(map(size, {a for _, a in self.outputs})) + sum(size(a) for _, a in self.with_weights)
+        products += len(self.with_weights)
         if self.tangents:
             n += 2 * len(self.tangents.terms) * size(self.tangents.product[0]) + 2 * size(self.tangents.weights)
             products += len(self.tangents.terms) + 1
@@ -396,6 +407,11 @@ class Match:
             products += len(self.values.each) + len(cotangents)
             n -= sum(size(one.variable) for one in self.of_sides if not one.is_sum)  # which the kernels write as well
         return n, products
+
+    def _work_of_scores(self) -> tuple[float, float]:
+        """The same of the product of queries and keys."""
+        share = count_of(self.place_of_product) / count_of(self.rows.place)  # of a product that scores may share
+        return share * 2 * self.product.outputs[0].aval.dtype.itemsize, share
 
     def _names_of(self, product: Product) -> dict[Factor, str]:
         """Letters, with one for a product's own features: e if it reads weights, d otherwise."""

@@ -8,7 +8,7 @@ that takes longer to compute than to move its bytes counts as moving as many byt
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jax_softmax.fusion.kernels.candidates import Group, Groups
@@ -107,7 +107,7 @@ def _bytes_of_odd_rows(operator: Equation) -> float:
     return _by_length(costs.ELEMENT_OF_ODD_ROWS, operator) * x.size if is_odd else 0
 
 
-def _by_length(prices: dict[float, float], operator: Equation) -> float:
+def _by_length(prices: Mapping[Any, float], operator: Equation) -> float:
     """That of the prices for rows of at most so many elements which is the operator's."""
     length = _row_length(operator)
     return next(price for most, price in prices.items() if length <= most)
