@@ -107,6 +107,17 @@ def test_gradients_are_summed(name):
     assert_as_exact(check(fuse(program), operands, kernels), program, operands)
 
 
+def test_gradients_of_keys_sum_to_0():
+    """A number that is added to the scores of all keys changes nothing. Gates of keys are added up along the sequence,
+    as forgetting attention has them, and so are their gradients: what the sum is off by would grow with the length."""
+
+    def program(*operands):
+        return gradients(of(lambda s, t: s + t), *operands)
+
+    *_, found = check(fuse(program), (Q, K, V, OF_KEYS), WHOLE)
+    assert abs(found.sum(-1)).max() < 1e-5 * abs(found).sum(-1).max()
+
+
 def test_windows():
     """Few tiles: the sum over the batch is made in parts."""
     operands = (Q_W, K_W, V_W, OF_HEADS, BIAS_W)

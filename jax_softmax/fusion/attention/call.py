@@ -35,15 +35,18 @@ class SideCotangent(NamedTuple):
     parts: int = 1
 
     @property
-    def of_weights(self) -> "SideCotangent | None":
-        """Of a sum over keys of what is linear in g = y (t - delta): the sum of the same of y. Of another one None.
+    def is_of_cotangents(self) -> bool:
+        """Whether it is a sum of what is linear in g = y (t - delta) along queries or keys.
 
-        The sum of g itself is 0, if delta is the sum of y t. But delta is made of o, for which weights were rounded: so
-        of the sum of c g there are left delta's error times the sum of c y. See `kernels.backward`.
+        The sum of g itself over keys is 0, if delta is the sum of y t. But delta is made of o, for which weights were
+        rounded: of a sum over keys of c g there is left delta's error times the sum of c y. See `kernels.backward`.
         """
         read = (a for op in self.expression.operations for a in op.operands)
-        if "j" in self.letters or "g" not in (self.expression.result, *read):
-            return None
+        return not {"i", "j"} <= set(self.letters) and "g" in (self.expression.result, *read)
+
+    @property
+    def of_weights(self) -> "SideCotangent":
+        """The same sum, of y instead of g."""
         return self._replace(expression=self.expression.after(Expression((), "y"), "g"))
 
 
@@ -87,11 +90,14 @@ class Attention(NamedTuple):
     def side_cotangents_of(self, kernel: str) -> list[SideCotangent]:
         """What a kernel makes beside its gradients: first what has an element for each score."""
         own = [one for one in self.side_cotangents if one.kernel == kernel]
-        of_weights = [of for one in own if (of := one.of_weights)] if kernel == "queries" else []
-        found = sorted(
-            [*own, *of_weights, *([self.exact_delta] if of_weights else [])], key=lambda one: "j" not in one.letters
-        )
-        return list(dict.fromkeys(found))
+        if kernel == "queries":
+            own += [one.of_weights for one in own if one.is_of_cotangents]
+            own += [self.exact_delta] if self.makes_exact_delta else []
+        return list(dict.fromkeys(sorted(own, key=lambda one: "j" not in one.letters)))
+
+    @property
+    def makes_exact_delta(self) -> bool:
+        return any(one.is_of_cotangents for one in self.side_cotangents)
 
     @property
     def exact_delta(self) -> SideCotangent:

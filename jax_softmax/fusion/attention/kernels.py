@@ -63,18 +63,24 @@ def backward(attention: Attention, wanted: set[str | int], *operands: Array, del
     names = {"queries": ("dq",), "keys": ("dk", "dv")}
     of_sides = {kernel: attention.side_cotangents_of(kernel) for kernel in names}
     kernels = tuple(kernel for kernel, own in names.items() if of_sides[kernel] or wanted.intersection(own))
-    found = iter(attention_p.bind(*operands, attention=attention, kernels=kernels)) if kernels else iter(())
+    # Sums over queries are made with the exact delta, which is a sum over keys.
+    calls = [(kernel,) for kernel in kernels] if attention.makes_exact_delta and of_sides["keys"] else [kernels]
     made: dict[Any, Array] = {}
-    for kernel in kernels:
-        made |= {name: next(found) for name in (*names[kernel], *of_sides[kernel])}
+    for own in filter(None, calls):
+        found = iter(attention_p.bind(*operands, attention=attention, kernels=own))
+        made |= {name: next(found) for kernel in own for name in (*names[kernel], *of_sides[kernel])}
+        error = made[attention.exact_delta] - delta if attention.makes_exact_delta else None
+        if error is not None and own == ("queries",):
+            q, k, v, o_cotangent, rows, less, *sides = operands
+            operands = q, k, v, o_cotangent, rows, less + error, *sides
 
     def side_cotangent(one: SideCotangent) -> Array:
         if one.kernel == "scores":
             alone = attention._replace(side_cotangents=(one,))
             (parts,) = attention_p.bind(*operands, attention=alone, kernels=("scores",))
             return parts.sum(0) if one.parts > 1 else parts[0]
-        if one.of_weights:  # sums over keys, without what delta's error adds to them
-            return made[one] - (made[attention.exact_delta] - delta) * made[one.of_weights]
+        if one.kernel == "queries" and one.is_of_cotangents:  # sums over keys, without what delta's error adds to them
+            return made[one] - error * made[one.of_weights]
         return made[one]
 
     gradients = {name: made[name] for name in ("dq", "dk", "dv") if name in made}
