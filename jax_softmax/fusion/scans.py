@@ -192,29 +192,30 @@ def _backward_that_makes_again(
     """The scan that makes the arrays of `place_of` again instead of reading them: each has its place there among the
     results of `chosen.again`, whose operands are `kept`."""
     body = opened(backward.params["jaxpr"])[0]
-    n_consts, n_carry = len(parts.consts), len(parts.init)
+    n_carry = len(parts.init)
     places = [place_of.get(a) if is_variable(a) else None for a in parts.xs]
 
+    # By the variables that hold them before the loop: what both read is one array, also in the loop.
+    stacks = {id(a): a for a, k in zip(parts.xs, places, strict=True) if k is None}
+    stacks |= {id(a): a for a, is_of_all in kept if not is_of_all}
+    consts = {id(a): a for a in (*parts.consts, *(a for a, is_of_all in kept if is_of_all))}
+
     def again_and_backward(*operands: Any) -> list[Any]:
-        n_read = len(operands) - len(kept)
-        consts, init, read = _consts_init_xs(operands[:n_read], n_consts, n_carry)
-        of_all = [a for a, (_, is_of_all) in zip(operands[n_read:], kept, strict=True) if is_of_all]
-        of_layers = [a for a, (_, is_of_all) in zip(operands[n_read:], kept, strict=True) if not is_of_all]
+        of_all, init, xs = _consts_init_xs(operands, len(consts), n_carry)
+        const = dict(zip(consts, of_all, strict=True))
 
         def layer(carry: Any, xs: Any) -> tuple[Any, Any]:
-            read, of_all_now, of_layer = iter(xs[0]), iter(of_all), iter(xs[1])
-            again = jax.core.eval_jaxpr(
-                chosen.again, [], *(next(of_all_now if is_of_all else of_layer) for _, is_of_all in kept)
-            )
-            xs = [next(read) if k is None else again[k] for k in places]
-            found = jax.core.eval_jaxpr(body, [], *consts, *carry, *xs)
+            of_layer = dict(zip(stacks, xs, strict=True))
+            values = ((const if is_of_all else of_layer)[id(a)] for a, is_of_all in kept)
+            again = jax.core.eval_jaxpr(chosen.again, [], *values)
+            read = [of_layer[id(a)] if k is None else again[k] for a, k in zip(parts.xs, places, strict=True)]
+            found = jax.core.eval_jaxpr(body, [], *(const[id(a)] for a in parts.consts), *carry, *read)
             return found[:n_carry], found[n_carry:]
 
-        carry, ys = _scanned(backward, layer, init, (read, of_layers))
+        carry, ys = _scanned(backward, layer, init, xs)
         return [*carry, *ys]
 
-    read = [a for a, k in zip(parts.xs, places, strict=True) if k is None]
-    inputs = [*parts.consts, *parts.init, *read, *(a for a, _ in kept)]
+    inputs = [*consts.values(), *parts.init, *stacks.values()]
     return splicing.spliced(again_and_backward, inputs, backward.outputs, backward)
 
 

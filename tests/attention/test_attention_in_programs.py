@@ -183,7 +183,7 @@ PROGRAMS = {
         (jnp.array([S, 20], jnp.int32), *qkv()),
         WHOLE,
     ),
-    "bias": (lambda *a: gradients(lambda q, k, v, bias: jax_nn(q, k, v, bias), *a), (*qkv(), BIAS), WHOLE),
+    "bias": (lambda *a: gradients(lambda q, k, v, bias: jax_nn(q, k, v, bias), *a), (*qkv(), BIAS), WHOLE + " scores"),
     "bias, constant": (
         lambda bias, *a: gradients(lambda q, k, v: jax_nn(q, k, v, bias, is_causal=True), *a),
         (BIAS, *qkv()),

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_programs import check_together, normal
+from attention_programs import AGAIN, assert_as_exact, check, check_together, normal
 
 from jax_softmax import fuse
 
@@ -71,3 +71,22 @@ OTHERS = {queries_are_read_outside: (X, W), from_the_last_layer_on: (X, W)}
 def test_numbers(programs):
     called = check_together({f.__name__: (f, operands, fuse(f)) for f, operands in programs.items()})
     assert called["forward"] and called["keys"] == called["queries"] > 0
+
+
+def test_what_layers_read_is_read_again():
+    """Keys and values of each layer, and the pairs of which it makes a bias."""
+    n = 64
+    operands = (
+        *(normal(1, n, H, D), normal(LAYERS, 1, n, H, D, seed=1), normal(LAYERS, 1, n, H, D, seed=2)),
+        *(normal(LAYERS, 1, n, n, 4, seed=3), normal(LAYERS, 4, H, seed=4)),
+    )
+
+    def of_layer(x, read):
+        k, v, pairs, w = read
+        scores = jnp.einsum("bihd,bjhd->bhij", x, k) / 2 + jnp.einsum("bijc,ch->bhij", pairs, w)
+        return x + jnp.einsum("bhij,bjhd->bihd", jax.nn.softmax(scores), v), None
+
+    def program(*operands):
+        return jax.grad(lambda x, *read: total(jax.lax.scan(of_layer, x, read)[0]), tuple(range(5)))(*operands)
+
+    assert_as_exact(check(fuse(program), operands, AGAIN), program, operands)
