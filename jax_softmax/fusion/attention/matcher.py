@@ -1,9 +1,10 @@
 """Where a program has attention: a softmax of a product, a product with the weights that are made of it, and gradients.
 
 What is looked for follows from what the equations compute, not from how a library writes them. From the softmax
-backwards there is a product of queries and keys, whose elements become scores one by one; others are arrays that scores
-read. From the softmax onwards there are products with values, or with the output's cotangent, and the softmax's linear map, with one product before it
-and those with queries and keys after it. Places (`places.py`) say which dimensions of all these are the same.
+backwards there is a product of queries and keys, whose elements become scores one by one; other products there are
+arrays that scores read. From the softmax onwards there are products with values, or with the output's cotangent, and
+the softmax's linear map, with one product before it and those with queries and keys after it. Places (`places.py`) say
+which dimensions of all these are the same.
 
 The products' results are then made by the kernels. If nothing needs the softmax any more, that was all of it; if
 something does, the program stays as it was. Where something else needs the scores, their product is made as well, if
