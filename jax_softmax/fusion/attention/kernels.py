@@ -58,8 +58,8 @@ def delta(attention: Attention, o: Array, lost: Sequence[Array], o_cotangent: Ar
 
 def backward(attention: Attention, wanted: set[str | int], *operands: Array, delta: Array) -> dict[str | int, Array]:
     """The cotangents of the primitive's operands: dq, dk and dv as far as they are wanted, and those of the sides by
-    number. The kernels of the first ones are one call, so that devices exchange operands once. `delta`: without what
-    log-sum-exps add."""
+    number. The kernels of the first ones are one call where they can be, so that devices exchange operands once.
+    `delta`: without what log-sum-exps add."""
     names = {"queries": ("dq",), "keys": ("dk", "dv")}
     of_sides = {kernel: attention.side_cotangents_of(kernel) for kernel in names}
     kernels = tuple(kernel for kernel, own in names.items() if of_sides[kernel] or wanted.intersection(own))
@@ -69,10 +69,9 @@ def backward(attention: Attention, wanted: set[str | int], *operands: Array, del
     for own in filter(None, calls):
         found = iter(attention_p.bind(*operands, attention=attention, kernels=own))
         made |= {name: next(found) for kernel in own for name in (*names[kernel], *of_sides[kernel])}
-        error = made[attention.exact_delta] - delta if attention.makes_exact_delta else None
-        if error is not None and own == ("queries",):
+        if attention.makes_exact_delta and own == ("queries",):
             q, k, v, o_cotangent, rows, less, *sides = operands
-            operands = q, k, v, o_cotangent, rows, less + error, *sides
+            operands = q, k, v, o_cotangent, rows, less + (made[attention.exact_delta] - delta), *sides
 
     def side_cotangent(one: SideCotangent) -> Array:
         if one.kernel == "scores":
@@ -80,7 +79,7 @@ def backward(attention: Attention, wanted: set[str | int], *operands: Array, del
             (parts,) = attention_p.bind(*operands, attention=alone, kernels=("scores",))
             return parts.sum(0) if one.parts > 1 else parts[0]
         if one.kernel == "queries" and one.is_of_cotangents:  # sums over keys, without what delta's error adds to them
-            return made[one] - error * made[one.of_weights]
+            return made[one] - (made[attention.exact_delta] - delta) * made[one.of_weights]
         return made[one]
 
     gradients = {name: made[name] for name in ("dq", "dk", "dv") if name in made}
