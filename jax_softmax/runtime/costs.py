@@ -71,10 +71,10 @@ LONGEST_ROW_OF_XLA = 8192  # elements that a block of XLA's kernels holds in reg
 XLA_SPEED_OF_ROWS = {256: 1.0, 2048: 0.91, LONGEST_ROW_OF_XLA: 0.81}
 
 # What XLA takes at least for an element of rows whose bytes are no multiple of 16, by the most elements of a row.
-# Chosen: of rows of 9 to 513 it makes 0.12 to 0.68e12 elements a second, of a softmax or a log-sum-exp, and 0.06 to
+# Chosen: of rows of 9 to 512 it makes 0.12 to 0.68e12 elements a second, of a softmax or a log-sum-exp, and 0.06 to
 # 0.34e12 of a softmax's gradient; of longer ones 0.1 to 0.84e12. These are geometric means (H200; the kernels make
 # 0.5e12 of float32 and 1e12 of bfloat16).
-ELEMENT_OF_ODD_ROWS = {513: COPY_RATE / 0.25e12, math.inf: COPY_RATE / 0.4e12}
+ELEMENT_OF_ODD_ROWS = {512: COPY_RATE / 0.25e12, math.inf: COPY_RATE / 0.4e12}
 
 # ---- On a CPU
 

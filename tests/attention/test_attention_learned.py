@@ -118,6 +118,24 @@ def test_gradients_of_keys_sum_to_0():
     assert abs(found.sum(-1)).max() < 1e-5 * abs(found).sum(-1).max()
 
 
+def test_rows_that_see_nothing_have_no_gradient():
+    """Their weights are NaN, and the program sets these to 0."""
+    sees = CAUSAL & (jnp.arange(S) != 5)[:, None]
+
+    def attend(q, k, v, t):
+        weights = jax.nn.softmax(jnp.where(sees, scores_of(q, k) * t, -jnp.inf))
+        return times(jnp.where(sees, weights, 0), v)
+
+    def program(*operands):
+        return gradients(attend, *operands)
+
+    for learned in (OF_HEADS, OF_ROWS, OF_KEYS):
+        operands = (Q, K, V, learned)
+        found = check(fuse(program), operands, WHOLE)
+        assert all(jnp.isfinite(a).all() for a in found)
+        assert_as_exact(found, program, operands)
+
+
 def test_windows():
     """Few tiles: the sum over the batch is made in parts."""
     operands = (Q_W, K_W, V_W, OF_HEADS, BIAS_W)

@@ -63,23 +63,30 @@ def backward(attention: Attention, wanted: set[str | int], *operands: Array, del
     names = {"queries": ("dq",), "keys": ("dk", "dv")}
     of_sides = {kernel: attention.side_cotangents_of(kernel) for kernel in names}
     kernels = tuple(kernel for kernel, own in names.items() if of_sides[kernel] or wanted.intersection(own))
-    # Sums over queries are made with the exact delta, which is a sum over keys.
-    calls = [(kernel,) for kernel in kernels] if attention.makes_exact_delta and of_sides["keys"] else [kernels]
     made: dict[Any, Array] = {}
+
+    def error_of_delta() -> Array:
+        """0 in rows that see nothing, whose weights are NaN."""
+        error = made[attention.exact_delta] - delta
+        return jnp.where(jnp.isfinite(error), error, 0)
+
+    # Delta's error is left in sums of the scores' cotangents. The kernel of queries makes an exact delta as well. From
+    # its sums over keys the error is subtracted; of sums over queries the kernel of keys gets the exact delta.
+    calls = [(kernel,) for kernel in kernels] if attention.makes_exact_delta and of_sides["keys"] else [kernels]
     for own in filter(None, calls):
         found = iter(attention_p.bind(*operands, attention=attention, kernels=own))
         made |= {name: next(found) for kernel in own for name in (*names[kernel], *of_sides[kernel])}
         if attention.makes_exact_delta and own == ("queries",):
-            q, k, v, o_cotangent, rows, less, *sides = operands
-            operands = q, k, v, o_cotangent, rows, less + (made[attention.exact_delta] - delta), *sides
+            q, k, v, o_cotangent, rows, whole_delta, *sides = operands
+            operands = q, k, v, o_cotangent, rows, whole_delta + error_of_delta(), *sides
 
     def side_cotangent(one: SideCotangent) -> Array:
         if one.kernel == "scores":
             alone = attention._replace(side_cotangents=(one,))
             (parts,) = attention_p.bind(*operands, attention=alone, kernels=("scores",))
             return parts.sum(0) if one.parts > 1 else parts[0]
-        if one.kernel == "queries" and one.is_of_cotangents:  # sums over keys, without what delta's error adds to them
-            return made[one] - (made[attention.exact_delta] - delta) * made[one.of_weights]
+        if one.kernel == "queries" and one.is_of_cotangents:
+            return made[one] - error_of_delta() * made[one.of_weights]
         return made[one]
 
     gradients = {name: made[name] for name in ("dq", "dk", "dv") if name in made}
@@ -104,7 +111,7 @@ def normalizer(rows: Array) -> tuple[Array, Array]:
 
 
 def padded(n_features: int) -> int:
-    """The least number, not less, for which there are kernels, but for large ones."""
+    """The number of features, rounded up to one that kernels have, unless it is too large for them."""
     return -(-n_features // _kernels.ATTENTION_FEATURES_AT_ONCE) * _kernels.ATTENTION_FEATURES_AT_ONCE
 
 

@@ -163,7 +163,7 @@ class Match:
         self._find_gradients()
         self._choose_letters()
         self.formulas = Formulas(self)
-        self.found = self.alone = FoundAttention(
+        self.found = self.found_at_first = FoundAttention(
             softmax,
             self.product,
             [one.equation for one in self.log_sums],
@@ -179,15 +179,15 @@ class Match:
 
     def is_complete_in(self, graph: Graph) -> bool:
         """Whether a graph, in which kernels make the products' results, does not need the weights; nor the scores,
-        unless kernels are faster even so."""
+        unless kernels are faster even so. `found` then says that they stay."""
         if self.softmax in graph.position or not all(one.is_all_that_is_read(graph) for one in self.log_sums):
             return False
-        self.found = self.alone
+        self.found = self.found_at_first
         if self.product in graph.position:
             n_bytes, n_products = self._work_of_scores()
-            self.found = self.alone._replace(
-                bytes_per_score=self.alone.bytes_per_score - n_bytes,
-                n_products=self.alone.n_products - n_products,
+            self.found = self.found_at_first._replace(
+                bytes_per_score=self.found_at_first.bytes_per_score - n_bytes,
+                n_products=self.found_at_first.n_products - n_products,
                 scores_stay=True,
             )
             return not backend.in_use().reason_against_attention(self.found)
@@ -257,7 +257,7 @@ class Match:
                 dqs.append((product, cotangent))
             elif self.j not in product.contracted and self._is_with(product, self.q):
                 dks.append((product, cotangent))
-        # Products with others read the cotangents as an array, and so do all but one with queries and one with keys.
+        # One of each, of the same cotangent if there are such. All other products read the cotangents as an array.
         pairs = [(dq, dk) for dq in dqs or [None] for dk in dks or [None]]
         self.dq, self.dk = next((pair for pair in pairs if pair[0] and pair[1] and pair[0][1] is pair[1][1]), pairs[0])
         if self.dq is None and self.dk is None:
@@ -411,7 +411,7 @@ class Match:
         return n, products
 
     def _work_of_scores(self) -> tuple[float, float]:
-        """The same of the product of queries and keys."""
+        """The bytes for a score, and how many products, that the product of queries and keys is."""
         share = count_of(self.place_of_product) / count_of(self.rows.place)  # of a product that scores may share
         return share * 2 * self.product.outputs[0].aval.dtype.itemsize, share
 
