@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from attention_programs import WHOLE, B, D, H, S, assert_as_exact, check, gradients, normal
+from by_numpy import by_numpy
 
 from jax_softmax import fuse
 from jax_softmax.fusion.attention.kernels import attention_p
@@ -116,6 +117,23 @@ def test_gradients_of_keys_sum_to_0():
 
     *_, found = check(fuse(program), (Q, K, V, OF_KEYS), WHOLE)
     assert abs(found.sum(-1)).max() < 1e-5 * abs(found).sum(-1).max()
+
+
+def test_gradients_of_sinks_are_sums_of_exact_weights():
+    """Not of the output, for which weights were rounded: along a sequence they may cancel."""
+
+    def attend(q, k, v, sink):
+        s = jnp.where(CAUSAL, scores_of(q, k), -jnp.inf)
+        column = jnp.broadcast_to(sink, (*s.shape[:-1], 1))
+        return times(jax.nn.softmax(jnp.concatenate([s, column], -1))[..., :-1], v)
+
+    def program(o_cotangent, *operands):
+        return jax.vjp(attend, *operands)[1](o_cotangent)
+
+    operands = normal(B, S, H, D, seed=9), Q, K, V, OF_ROWS
+    *_, found = check(fuse(program), operands, WHOLE)
+    *_, exact = by_numpy(program, *(a.astype(F32) for a in operands))
+    assert abs(found - exact).max() < 1e-5 * abs(exact).max()
 
 
 def test_rows_that_see_nothing_have_no_gradient():

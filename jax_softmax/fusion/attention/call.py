@@ -67,6 +67,7 @@ class Attention(NamedTuple):
     weight_transposed: Expression | None = None
     score_tangent: Expression | None = None
     side_cotangents: tuple[SideCotangent, ...] = ()
+    sink_is_learned: bool = False  # a column beside the scores: see `rows.py`
     empty_rows_are_zero: bool = False  # weights of rows whose scores are all -inf; otherwise these are NaN
 
     def sides_of(self, kernel: str) -> tuple[LetteredSide, ...]:
@@ -97,7 +98,7 @@ class Attention(NamedTuple):
 
     @property
     def makes_exact_delta(self) -> bool:
-        return any(one.is_of_cotangents for one in self.side_cotangents)
+        return self.sink_is_learned or any(one.is_of_cotangents for one in self.side_cotangents)
 
     @property
     def exact_delta(self) -> SideCotangent:

@@ -58,6 +58,7 @@ class Formulas:
             *transposed,
             score_tangent,
             side_cotangents=side_cotangents,
+            sink_is_learned=match.linear is not None and bool(rows.sinks_of(match.linear.outputs[0])),
             empty_rows_are_zero=bool(match.masks) or rows.sink is not None,
         )
 

@@ -58,8 +58,8 @@ def delta(attention: Attention, o: Array, lost: Sequence[Array], o_cotangent: Ar
 
 def backward(attention: Attention, wanted: set[str | int], *operands: Array, delta: Array) -> dict[str | int, Array]:
     """The cotangents of the primitive's operands: dq, dk and dv as far as they are wanted, and those of the sides by
-    number. The kernels of the first ones are one call where they can be, so that devices exchange operands once.
-    `delta`: without what log-sum-exps add."""
+    number; and delta, exact if a kernel makes it. The kernels of the first ones are one call where they can be, so that
+    devices exchange operands once. `delta`: without what log-sum-exps add."""
     names = {"queries": ("dq",), "keys": ("dk", "dv")}
     of_sides = {kernel: attention.side_cotangents_of(kernel) for kernel in names}
     kernels = tuple(kernel for kernel, own in names.items() if of_sides[kernel] or wanted.intersection(own))
@@ -90,6 +90,7 @@ def backward(attention: Attention, wanted: set[str | int], *operands: Array, del
         return made[one]
 
     gradients = {name: made[name] for name in ("dq", "dk", "dv") if name in made}
+    gradients["delta"] = delta + error_of_delta() if attention.makes_exact_delta else delta
     return gradients | {k: side_cotangent(one) for k, one in enumerate(attention.side_cotangents)}
 
 

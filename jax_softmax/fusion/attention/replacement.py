@@ -119,7 +119,7 @@ def _made(
         made["o_tangent"] = o_tangent
     if o_cotangent:
         delta = kernels.delta(attention, o, lost, operands[3])
-        if weight_of_sink is not None:
-            made["sink"] = -weight_of_sink * delta
         made |= kernels.backward(attention, wanted, *operands, rows, sum(cotangents, delta), *sides, delta=delta)
+        if weight_of_sink is not None:
+            made["sink"] = -weight_of_sink * made["delta"]
     return made
