@@ -42,7 +42,8 @@ STEPS = ("2x128", "6x256", "12x768", ".py")  # parts of the names of steps.py's 
 PARTS = [
     *split("models", 3, True),
     *(Part("linear_cross_entropy", ("linear_cross_entropy.py", "--shapes", str(k)), True) for k in range(4)),
-    *(Part(page, (f"{page}.py",)) for page in ("attention", "losses", "gpt", "absmax_scale", "fused")),
+    *(Part(page, (f"{page}.py",)) for page in ("attention_prices", "losses", "gpt", "absmax_scale", "fused")),
+    *split("attention", 2),
     *split("never_slower", 3, True),
     *(Part("steps", ("steps.py", "--only", name)) for name in STEPS),
     *(Part("first_steps", ("steps.py", "--first", "--only", name)) for name in STEPS),

@@ -2,18 +2,16 @@
 
 python benchmarks/decisions.py [--only NAME ...] [--part K N] [--drawn N]
 
-Of every program of models.py, never_slower.py and attention.py, and of N drawn ones. Alternatives: XLA alone; kernels
-of rows wherever there are any; attention's kernels, too; and what is chosen. Regret is the time of what is chosen over
-the least of all.
+Of every program of models.py, never_slower.py and programs_of_attention.py, and of N drawn ones. Alternatives: XLA
+alone; kernels of rows wherever there are any; attention's kernels, too; and what is chosen. Regret is the time of what
+is chosen over the least of all.
 """
 
 import argparse
-import concurrent.futures
 import functools
 import math
 import sys
 
-import attention
 import jax
 import jax.numpy as jnp
 import never_slower
@@ -21,12 +19,11 @@ import numpy as np
 from computation import Computation
 from computations import COMPUTATIONS
 from models import part_of
-from timing import device_times
+from programs_of_attention import CASES, forward, moving, name_of, operands_of, with_gradient
+from timing import compiled_at_once, device_times
 
 import jax_softmax
 from jax_softmax.fusion import backend
-
-COMPILING = 4  # programs at a time
 
 
 class Told(backend.Backend):
@@ -57,8 +54,8 @@ ALTERNATIVES = {
 
 
 def of_attention(case) -> Computation:
-    program = attention.forward(case[0]) if case[0] is attention.moving else attention.with_gradient(case[0])
-    return Computation(attention.name_of(case), program, lambda key: attention.operands_of(*case), (), ())
+    program = forward(case[0]) if case[0] is moving else with_gradient(case[0])
+    return Computation(name_of(case), program, lambda key: operands_of(*case), (), ())
 
 
 BEFORE = {
@@ -113,7 +110,7 @@ def drawn(seed: int) -> Computation:
 
 
 def programs(n_drawn: int) -> list[Computation]:
-    cases = map(of_attention, attention.CASES)
+    cases = map(of_attention, CASES)
     own = [c for c in (*COMPUTATIONS, *never_slower.COMPUTATIONS) if c.inner is None]
     return [*own, *cases, *map(drawn, range(n_drawn))]
 
@@ -121,7 +118,7 @@ def programs(n_drawn: int) -> list[Computation]:
 # ---- Measuring
 
 
-def measured(computation: Computation, pool: concurrent.futures.Executor) -> list[str]:
+def measured(computation: Computation) -> list[str]:
     arguments = computation.make_args(jax.random.key(0))
     lowered = {}
     for name, told in ALTERNATIVES.items():
@@ -131,9 +128,7 @@ def measured(computation: Computation, pool: concurrent.futures.Executor) -> lis
     texts = {name: one.as_text().partition("\n")[2] for name, one in lowered.items()}  # without the program's name
     by_text = {text: name for name, text in texts.items()}  # those that are alike are measured once
     same = {name: by_text[text] for name, text in texts.items()}
-    compiled = dict(
-        zip(by_text.values(), pool.map(lambda name: lowered[name].compile(), by_text.values()), strict=True)
-    )
+    compiled = compiled_at_once({name: lowered[name] for name in by_text.values()})
     times = device_times({name: (one, tuple(arguments)) for name, one in compiled.items()}, 5)
     memory = {name: one.memory_analysis().temp_size_in_bytes for name, one in compiled.items()}
     found = {name: times[same[name]] for name in ALTERNATIVES}
@@ -158,15 +153,14 @@ def main() -> int:
     heads = ["program", *(f"{name}, µs" for name in ALTERNATIVES), "regret", "XLA / chosen", "MiB: XLA", "chosen"]
     print_row(f"# Decisions\n\n{jax.devices()[0].device_kind}, JAX {jax.__version__}, device time.\n")
     print_row(f"| {' | '.join(heads)} |\n{'|---' * len(heads)}|")
-    with concurrent.futures.ThreadPoolExecutor(COMPILING) as pool:
-        for computation in part_of(programs(options.drawn), *options.part):
-            if options.only and not any(part in computation.name for part in options.only):
-                continue
-            try:
-                rows.append(measured(computation, pool))
-                print_row(f"| {' | '.join(rows[-1])} |")
-            except Exception as error:  # the others are measured all the same
-                print_row(f"{computation.name}: {type(error).__name__}: {str(error)[:300]}")
+    for computation in part_of(programs(options.drawn), *options.part):
+        if options.only and not any(part in computation.name for part in options.only):
+            continue
+        try:
+            rows.append(measured(computation))
+            print_row(f"| {' | '.join(rows[-1])} |")
+        except Exception as error:  # the others are measured all the same
+            print_row(f"{computation.name}: {type(error).__name__}: {str(error)[:300]}")
     regrets = [float(row[5]) for row in rows]
     mean = math.exp(sum(map(math.log, regrets)) / len(regrets)) if rows else math.nan
     slower = [row[0] for row in rows if float(row[6]) < 0.98]

@@ -1,5 +1,6 @@
 """Times computations: by the profiler's kernel durations on a GPU, by the wall clock on a CPU."""
 
+import concurrent.futures
 import glob
 import math
 import shutil
@@ -164,3 +165,9 @@ def _wall_time(function: Callable, argument_sets: list[tuple], repeats: int) -> 
         jax.block_until_ready(function(*argument_sets[i % len(argument_sets)]))
         times.append(time.perf_counter() - start)
     return min(times)
+
+
+def compiled_at_once(lowered: Mapping[Any, jax.stages.Lowered]) -> dict[Any, jax.stages.Compiled]:
+    """Lowered programs as compiled ones, by the same names."""
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        return dict(zip(lowered, pool.map(lambda one: one.compile(), lowered.values()), strict=True))

@@ -88,27 +88,28 @@ LONG_ROW_ON_CPU = 1024
 # kernels take about as long on both.
 BYTES_OF_PICOSECOND = 3.6
 
-# For a score: of the forward kernel, and of both backward ones. attention.md, "plain B8 S2048 H16 D64": microseconds of
-# the output, and those that gradients take besides, for B H S² scores; of Hopper's kernels, and of other chips'.
+# For a score: of the forward kernel, and of both backward ones. "plain B8 S2048 H16 D64": microseconds of the output,
+# and those that gradients take besides, for B H S² scores; of Hopper's kernels in attention.md, and of other chips' in
+# attention_prices.md, as everything below.
 ATTENTION_FORWARD_ON_HOPPER = 0.575 * BYTES_OF_PICOSECOND
 ATTENTION_BACKWARD_ON_HOPPER = 1.77 * BYTES_OF_PICOSECOND
 ATTENTION_FORWARD = 0.95 * BYTES_OF_PICOSECOND
 ATTENTION_BACKWARD = 2.7 * BYTES_OF_PICOSECOND
-ATTENTION_TANGENTS = 2.15  # of the forward kernel's time: that of tangents. attention.md, "moving B8 S1024 H16 D64"
+ATTENTION_TANGENTS = 2.15  # of the forward kernel's time: that of tangents: "moving B8 S1024 H16 D64"
 ATTENTION_FEATURES = 64  # of a query and of a value in that row; times are proportional to them
 ATTENTION_LEAST = 0.7  # the part of these times that kernels take with few features. Chosen
 # With more features than these, other chips' backward kernels have smaller tiles, and take so many times as long.
-# attention.md, "plain B4 S2048 H16 D192", beside 128 features and half as many more.
+# "plain B4 S2048 H16 D192", beside 128 features and half as many more.
 ATTENTION_FEW_FEATURES = 128
 ATTENTION_MANY = 1.79
 
-# In float32, multiplied as TF32, so many times as long. attention.md, "plain B8 S1024 H16 D128 float32" with gradients.
+# In float32, multiplied as TF32, so many times as long: "plain B8 S1024 H16 D128 float32" with gradients.
 ATTENTION_OF_FLOAT32 = 2.6
 
 # In float32, with smaller tiles where scores read arrays of queries x keys, so many times as long. Chosen.
 ATTENTION_WITH_ARRAYS = 1.3
 
-# What a program without these kernels pays, beside its bytes, for a score and a feature of each product. attention.md,
+# What a program without these kernels pays, beside its bytes, for a score and a feature of each product:
 # "plain B8 S1024 H16 D256" beside 128 features, of 6 products.
 PRODUCT_OF_FEATURE = 0.0037 * BYTES_OF_PICOSECOND
 

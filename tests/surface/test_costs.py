@@ -50,7 +50,7 @@ def xla_speed(columns):
     return row("results", columns, "### softmax, bfloat16\n")[1]
 
 
-OTHER_CHIPS = "## By the kernels of chips before Hopper"
+OTHER_CHIPS = "### By the kernels of chips before Hopper"
 
 
 def attention_prices(forward, with_gradients):
@@ -65,10 +65,10 @@ def of_features():
 
     def rows(name):
         """By kernels of rows: of the output, and with gradients."""
-        return row("attention", name, "## Kernels of rows, and of attention")[::2]
+        return row("attention_prices", name, "### Kernels of rows, and of attention")[::2]
 
     def times(name):
-        return row("attention", name, OTHER_CHIPS)
+        return row("attention_prices", name, OTHER_CHIPS)
 
     few, many = (times(f"plain B4 S2048 H16 D{n}") for n in (128, 192))
     of_128, of_256 = (rows(f"plain B8 S1024 H16 D{n}")[1] for n in (128, 256))
@@ -84,7 +84,7 @@ def of_features():
 def measured():
     """By their names, prices as the tables have them."""
     name, gpus = "plain B8 S2048 H16 D64", explain.GPUS
-    forward, backward = attention_prices(*row("attention", name, OTHER_CHIPS))
+    forward, backward = attention_prices(*row("attention_prices", name, OTHER_CHIPS))
     of_hopper = attention_prices(*row("attention", name)[1:4:2])
     return {
         "COPY_RATE": copy_rate(),
