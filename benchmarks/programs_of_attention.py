@@ -106,6 +106,12 @@ def t5(q, k, v, table):
     return weighted(scores_of(q, k) + bias, v)
 
 
+def relative(q, k, v, table):
+    """A bias for each distance, in the dtype of all else, as BEiT and music transformers have it."""
+    i, j = indices(q)
+    return weighted(scores_of(q, k, jnp.float32) + table[i - j + q.shape[1] - 1].transpose(2, 0, 1), v)
+
+
 def difference(q, k, v, q2, k2, factor):
     """Differential attention."""
     weights = jax.nn.softmax(scores_of(q, k)) - factor * jax.nn.softmax(scores_of(q2, k2))
@@ -173,6 +179,7 @@ CASES = [
     (of_temperatures, 4, 2048, 16, 16, 128),
     (swin, 2048, 64, 6, 6, 32),
     (t5, 8, 2048, 16, 16, 64),
+    (relative, 8, 2048, 16, 16, 64),
     (difference, 8, 1024, 8, 8, 64),
     (difference, 8, 1024, 8, 8, 128),
     (linen_float32, 8, 2048, 16, 16, 64),
@@ -194,6 +201,7 @@ LEARNED = {
     of_temperatures: lambda q: [(q[2],)],
     swin: lambda q: [(q[2],), (q[2], q[1], q[1])],
     t5: lambda q: [(32, q[2])],
+    relative: lambda q: [(2 * q[1] - 1, q[2])],
     difference: lambda q: [q, q, ()],
     pairs: lambda q: [(q[0], q[1], q[1], 16), (16, q[2])],
     two_products: lambda q: [(*q[:3], 32), (*q[:2], 32)],

@@ -2,6 +2,7 @@
 
 import emulated
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
@@ -78,6 +79,26 @@ def test_gradient_of_a_relative_bias():
     with jax.enable_x64(True):
         exact = gradient(*(np.float64(a) for a in (table, scores, cotangent)))
     np.testing.assert_allclose(fused(gradient, table, scores, cotangent), exact, rtol=1e-4, atol=1e-4)
+
+
+@emulated.compiler_is_needed
+@pytest.mark.parametrize(
+    "look_up", [lambda t, i: t[i].transpose(2, 0, 1), lambda t, i: t.T[:, i]], ids=["rows", "columns"]
+)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_sums_of_16_bits_are_of_float32(dtype, look_up):
+    """Of many numbers, each as large as a step of the sum's, a sum of 16 bits would end where it no longer grows."""
+    n, k = 128, 4
+    distance = np.abs(np.arange(n)[:, None] - np.arange(n)) % k
+    table, scores = (jnp.asarray(normal(*shape), dtype) for shape in ((k, 3), (3, n, n)))
+
+    def gradient(table, scores):
+        weights, transposed = jax.vjp(lambda t: jax.nn.softmax(scores + look_up(t, distance)), table)
+        return transposed(weights / 4 + jnp.eye(n, dtype=dtype))[0]
+
+    (found,), exact = [fused(gradient, table, scores)], gradient(*(a.astype("float32") for a in (table, scores)))
+    assert found.dtype == dtype
+    np.testing.assert_allclose(found.astype("float32"), exact, rtol=0.02, atol=0.02 * abs(exact).max())
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="eight devices are simulated")

@@ -231,6 +231,7 @@ _RULES: tuple[Rule, ...] = (
     patterns.sums_at_labels,
     patterns.wide_sums_at_labels,
     one_hot.scattered,
+    few_places.in_float32,
     few_places.in_several_tables,
     patterns.divergences,
     _in_one_pass,
