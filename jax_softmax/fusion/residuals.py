@@ -69,7 +69,7 @@ class _Chooser(walk.Cuts):
         self.of_results = of_results
         self.kept: dict[Var, None] = {}
         _, found, _ = matcher.with_attention(of_results)
-        self.of_attention = {e for one in found for e in (one.softmax, one.product, *one.log_sums)}
+        self.of_attention = {e for one in found for e in (one.softmax, *one.products, *one.log_sums)}
         self._weights = {v for one in found for v in one.softmax.outputs}
         for equation in graph.equations:
             if expressions.is_expressible(equation) and not self._weights.isdisjoint(variables_of(equation.inputs)):

@@ -340,7 +340,8 @@ def _line_of_attention(found: FoundAttention, path: str) -> Line:
         if side.is_array_of_scores
     ]
     if found.scores_stay:
-        arrays.append(("the scores' product", found.product.outputs[0].aval.dtype.name, attention.letters.rows + "j"))
+        dtypes = (product.outputs[0].aval.dtype.name for product in found.products)
+        arrays += [("the scores' product", dtype, attention.letters.rows + "j") for dtype in dtypes]
     extents = {**found.extents, "p": 1}
     arrays += [
         ("an operand's gradient", one.dtype, one.letters)

@@ -30,7 +30,7 @@ class Formulas:
     def __init__(self, match: "Match") -> None:
         """Raises NoAttention, with the reason, or NotFolded."""
         self.match, self.graph, self.walks, self.rows = match, match.graph, match.walks, match.rows
-        self.own: Names = {(match.product.outputs[0], place_key(match.place_of_product)): "x0"}
+        self.own: Names = {(match.pairs.x, place_key(match.pairs.place)): "x0"}
         shared = self._shared = Expressions(self.own, parts=self.walks.parts)
         rows = self.rows
         score = shared.make(rows.scores, rows.place, self._equations_before(rows.scores, rows.place, self.own))
@@ -107,7 +107,7 @@ class Formulas:
     def _transposed(self, weight: Expression) -> tuple[Expression, Expression]:
         """Two transposed maps: of the scores' cotangent g to the product's, and of the product t of values with the
         output's cotangent to the weights' cotangent."""
-        cotangents = [product[1] for product in (self.match.dq, self.match.dk) if product]
+        cotangents = {gradient.cotangent for gradient in self.match.gradients}
         found = {self._linear_expression("g", self.match.of_scores, a, self.match.reached_after) for a in cotangents}
         if len(found) != 1:
             raise NoAttention("products read different gradients of the scores")

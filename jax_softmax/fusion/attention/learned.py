@@ -77,7 +77,7 @@ def _viewed(match: "Match", a: Var) -> Var:
 
 def _outside(match: "Match", a: Var, reached: Mapping[Var, Place]) -> list[Equation]:
     """What reads a variable, but for what was reached, and products with queries and keys."""
-    products = [product[0].equation for product in (match.dq, match.dk) if product]
+    products = [gradient.product.equation for gradient in match.gradients]
     readers = match.graph.readers.get(a, ())
     return [r for r in readers if r not in products and reached.keys().isdisjoint(r.outputs)]
 
@@ -88,7 +88,7 @@ def _sums(match: "Match", equation: Equation, steps: list[Step]) -> list[OfSide]
     place = [dim for d, dim in enumerate(steps[-1].reached[steps[-1].variable]) if d not in summed]
     whole = [OfSide(steps, v, place)]
     factors = match.walks.parts.factors_of(place)
-    if match.j not in factors or set(factors) <= set(match.walks.parts.factors_of(match.k.place)):
+    if match.j not in factors or set(factors) <= set(match.pairs.factors_of_keys):
         return whole
     reached, found = match.walks.reached([v], place), []
     for a in reached:

@@ -1,10 +1,10 @@
 """Where a program has attention: a softmax of a product, a product with the weights that are made of it, and gradients.
 
 What is looked for follows from what the equations compute, not from how a library writes them. From the softmax
-backwards there is a product of queries and keys, whose elements become scores one by one; other products there are
-arrays that scores read. From the softmax onwards there are products with values, or with the output's cotangent, and
-the softmax's linear map, with one product before it and those with queries and keys after it. Places (`places.py`) say
-which dimensions of all these are the same.
+backwards there is a product of queries and keys, or a sum of several, whose elements become scores one by one; other
+products there are arrays that scores read. From the softmax onwards there are products with values, or with the
+output's cotangent, and the softmax's linear map, with one product before it and those with queries and keys after it.
+Places (`places.py`) say which dimensions of all these are the same.
 
 The products' results are then made by the kernels. If nothing needs the softmax any more, that was all of it; if
 something does, the program stays as it was. Where something else needs the scores, their product is made as well, if
@@ -22,16 +22,17 @@ from jax_softmax.fusion.attention import casts, kernels, learned, log_sums, loga
 from jax_softmax.fusion.attention.call import Attention
 from jax_softmax.fusion.attention.formulas import Formulas
 from jax_softmax.fusion.attention.letters import Letters
+from jax_softmax.fusion.attention.pairs import Gradient, Pairs
 from jax_softmax.fusion.attention.replacement import Result, equations_by_kernels
 from jax_softmax.fusion.attention.rows import SoftmaxRows
-from jax_softmax.fusion.attention.values import Values, is_same
+from jax_softmax.fusion.attention.values import Values
 from jax_softmax.fusion.attention.walks import NoAttention, Walks
 from jax_softmax.fusion.forms.polynomials import Form
 from jax_softmax.fusion.program import expressions, splicing
 from jax_softmax.fusion.program.expressions import NotFolded
 from jax_softmax.fusion.program.graph import CycleError, Equation, Graph
 from jax_softmax.fusion.program.kinds import foldable
-from jax_softmax.fusion.program.places import Factor, count_of, factors_of
+from jax_softmax.fusion.program.places import Factor, count_of
 from jax_softmax.fusion.program.products import Operand, Product
 from jax_softmax.primitives.types import Atom, Var
 
@@ -40,7 +41,7 @@ class FoundAttention(NamedTuple):
     """The attention of a softmax."""
 
     softmax: Equation
-    product: Equation  # of queries and keys
+    products: list[Equation]  # of queries and keys
     log_sums: list[Equation]  # of the scores: the operator logsumexp
     attention: Attention
     extents: dict[str, int]
@@ -48,7 +49,7 @@ class FoundAttention(NamedTuple):
     n_products: float  # of which such an array is an operand or the result
     bytes_of_number: int  # of q, k and v as kernels read them
     bytes_of_query: int  # in the program
-    scores_stay: bool = False  # the product is in memory all the same, because something else reads it
+    scores_stay: bool = False  # the products are in memory all the same, because something else reads it
 
 
 def with_attention(graph: Graph) -> tuple[Graph, list[FoundAttention], dict[Var, str]]:
@@ -68,7 +69,8 @@ def with_attention(graph: Graph) -> tuple[Graph, list[FoundAttention], dict[Var,
         left = [{old[e] for e in new if e in with_kernels.position} for new in made]
         if not any(left):
             own = (one._replace(softmax=old.get(one.softmax, one.softmax)) for one in found)
-            return with_kernels, [one._replace(product=old.get(one.product, one.product)) for one in own], reasons
+            found = [one._replace(products=[old.get(p, p) for p in one.products]) for one in own]
+            return with_kernels, found, reasons
         staying = [stay | more for stay, more in zip(staying, left, strict=True)]
 
 
@@ -104,7 +106,8 @@ def _with_attention(graph: Graph) -> tuple[Graph, list[FoundAttention], dict[Var
 
 def _match_of(graph: Graph, softmax: Equation) -> "Match | str":
     """The attention of a softmax, or why it has none; "" if its weights are not multiplied. Of several products in the
-    scores one has queries and keys, and the others are arrays to it, as a product for each pair of tokens is."""
+    scores one, or a sum, has queries and keys, and the others are arrays to it, as a product for each pair of tokens
+    is."""
     why, n = "", 0
     while True:
         match = Match(graph, softmax, n)
@@ -127,8 +130,8 @@ def _with_kernels(graph: Graph, matches: list["Match"]) -> Graph | None:
 
 
 class Match:
-    """A softmax, with all that is attention around it, where the n-th product in its scores is that of queries and
-    keys."""
+    """A softmax, with all that is attention around it, where the n-th product in its scores, or sum of products, is
+    that of queries and keys."""
 
     def __init__(self, graph: Graph, softmax: Equation, n: int) -> None:
         self.graph, self.softmax, self.walks, self.n = graph, softmax, Walks(graph), n
@@ -151,12 +154,7 @@ class Match:
         self.n_products = len(products)
         if not products:
             raise NoAttention("the scores are made of no product")
-        self.product, place = products[self.n]
-        scores = Product(self.product, place)
-        self.place_of_product = place
-        self.d = scores.features
-        at_k = self.operand_with_keys(scores, "the scores' product")
-        self.q, self.k = (self.walks.stored(scores.operand(k), self.d) for k in (1 - at_k, at_k))
+        self.pairs = Pairs(self.walks, self.j, *products[self.n])
         self.log_sums = [] if self.rows.sink is not None else log_sums.of_same_rows(self.graph, softmax)
         self._find_products_of_weights()
         self.tangents = tangents.found(self)
@@ -165,13 +163,13 @@ class Match:
         self.formulas = Formulas(self)
         self.found = self.found_at_first = FoundAttention(
             softmax,
-            self.product,
+            [product.equation for product in self.pairs.products],
             [one.equation for one in self.log_sums],
             self.formulas.attention,
             self.extents,
             *self._work_per_score(),
             jnp.dtype(self.dtype).itemsize,
-            self.q.variable.aval.dtype.itemsize,
+            self.pairs.each[0].q.variable.aval.dtype.itemsize,
         )
         self.results = self._results()
         if why := backend.in_use().reason_against_attention(self.found):
@@ -183,7 +181,7 @@ class Match:
         if self.softmax in graph.position or not all(one.is_all_that_is_read(graph) for one in self.log_sums):
             return False
         self.found = self.found_at_first
-        if self.product in graph.position:
+        if any(product.equation in graph.position for product in self.pairs.products):
             n_bytes, n_products = self._work_of_scores()
             self.found = self.found_at_first._replace(
                 bytes_per_score=self.found_at_first.bytes_per_score - n_bytes,
@@ -194,13 +192,6 @@ class Match:
         return True
 
     # ---- Products
-
-    def operand_with_keys(self, product: Product, name: str) -> int:
-        """The number of the operand. Raises NoAttention if there is none, or two."""
-        has_keys = [self.j in self.walks.parts.factors_of(product.operand(k).place) for k in (0, 1)]
-        if sum(has_keys) != 1:
-            raise NoAttention(f"not one operand of {name} has the keys")
-        return has_keys.index(True)
 
     def _find_products_of_weights(self) -> None:
         """The products of weights with values and with the output's cotangent."""
@@ -228,8 +219,7 @@ class Match:
             raise NoAttention("it has several gradients")
         self.linear: Equation | None = None
         self.of_cotangents: Sequence[Product] = []  # those of the output's cotangent with values
-        self.dq: tuple[Product, Var] | None = None
-        self.dk: tuple[Product, Var] | None = None
+        self.gradients: list[Gradient] = []
         self.of_sides: list[learned.OfSide] = []
         self.values = Values(self.walks)
         self.of_log_sums: list[tuple[log_sums.LogSum, Form]] = []  # log-sum-exps and their cotangents
@@ -247,20 +237,11 @@ class Match:
         self.cotangent = cotangent
         self.sum_of_products, self.of_cotangents = self.walks.sum_of_products(self.cotangent, place, self.j)
         for product in self.of_cotangents:
-            self.values.add_of_cotangent(product, self.operand_with_keys(product, "the weights' gradient"))
+            self.values.add_of_cotangent(product, self.pairs.operand_with_keys(product, "the weights' gradient"))
         self.of_scores = [self._with_log_sums(a) for a in self.rows.scores_of(self.linear.outputs[0])]
         self.reached_after = self.walks.reached(self.of_scores, place)
-        dqs: list[tuple[Product, Var] | None] = []
-        dks: list[tuple[Product, Var] | None] = []
-        for product, cotangent in self.walks.products_with(self.reached_after):
-            if self.j in product.contracted and self._is_with(product, self.k):
-                dqs.append((product, cotangent))
-            elif self.j not in product.contracted and self._is_with(product, self.q):
-                dks.append((product, cotangent))
-        # One of each, of the same cotangent if there are such. All other products read the cotangents as an array.
-        pairs = [(dq, dk) for dq in dqs or [None] for dk in dks or [None]]
-        self.dq, self.dk = next((pair for pair in pairs if pair[0] and pair[1] and pair[0][1] is pair[1][1]), pairs[0])
-        if self.dq is None and self.dk is None:
+        self.gradients = self.pairs.gradients(self.walks.products_with(self.reached_after))
+        if not self.gradients:
             raise NoAttention("no product reads the scores' gradient")
         self.of_sides = learned.found(self)
 
@@ -281,47 +262,45 @@ class Match:
             (a,) = reader.outputs
         return found
 
-    def _is_with(self, product: Product, operand: Operand) -> bool:
-        """Whether a product's other operand is this one."""
-        if len(factors_of(product.new_dims)) != 1:
-            return False
-        return is_same(self.walks.stored(product.other, product.features), product.features, operand, self.d)
-
     # ---- Letters
 
     def _choose_letters(self) -> None:
         """A letter for each factor, as `letters.py` has them."""
-        j, d, features = self.j, self.d, [value.features for value in self.values.each]
-        parts = self.walks.parts
-        in_k = parts.factors_of(self.k.place)
-        batch = [*parts.factors_of(self.q.place), *parts.factors_of(self.rows.place)]
-        own = [f for f in parts.factors_of(self.q.place) if f != d and f not in in_k]
-        if not own or any(parts.factors_of([[f]]) != [f] for f in (j, d, *features)):
+        j, parts, pair = self.j, self.walks.parts, self.pairs.each[0]
+        of_d, of_e = ([one.features for one in of.each] for of in (self.pairs, self.values))
+        in_k, of_q = self.pairs.factors_of_keys, parts.factors_of(pair.q.place)
+        own = [f for f in of_q if f not in of_d and f not in in_k]
+        if not own or any(parts.factors_of([[f]]) != [f] for f in (j, *of_d, *of_e)):
             raise NoAttention("keys have all dimensions of the queries, or part of a dimension")
         if not (own := list(filter(self._may_be_queries, own))):
             raise NoAttention("products read the weights in other ways")
         self.i = i = max(own, key=lambda f: f.extent)
-        self.names = {i: "i", j: "j", d: "d"} | dict.fromkeys(features, "e")
+        batch = [f for f in (*of_q, *parts.factors_of(self.rows.place)) if f not in of_d]
+        self.names = {i: "i", j: "j"} | dict.fromkeys(of_d, "d") | dict.fromkeys(of_e, "e")
         self.names |= self.tangents.names if self.tangents else {}
         free = iter("bhgacfklmnopqrstuvwxyz")
         for f in dict.fromkeys(batch):
             if f not in self.names:
                 self.names[f] = next(free)
         values = [value.v for value in self.values.each]
-        scores, k, *of_values = (of.letters(self.names) for of in (Operand(None, self.rows.place), self.k, *values))
-        own_gradients = [self._letters_of(p) for p, _ in (*self.dvs, *filter(None, [self.dk]))]
+        scores, *of_operands = (
+            of.letters(self.names)
+            for of in (Operand(None, self.rows.place), *(pair.k for pair in self.pairs.each), *values)
+        )
+        own_gradients = [self._letters_of(p) for p, _ in self.dvs]
+        own_gradients += [self._letters_of(one.product) for one in self.gradients if one.name == "dk"]
         moving = self.tangents.operands.items() if self.tangents else ()
-        own_tangents = [of.letters(self.names) for name, of in moving if name != "q"]
-        of_keys = set("".join([k, *of_values, *own_gradients, *own_tangents]))
+        own_tangents = [a.letters(self.names) for name, of in moving if name != "q" for a in of]
+        of_keys = set("".join([*of_operands, *own_gradients, *own_tangents]))
         # An operand that lacks letters is broadcast along them. Where features are not last, XLA transposes the array.
         self.letters = Letters(
-            self._letters_of_operand(self.q, set(scores) - {"j"}, "d"),
-            self._letters_of_operand(self.k, of_keys, "d"),
+            self._letters_of_operand(pair.q, set(scores) - {"j"}, "d"),
+            self._letters_of_operand(pair.k, of_keys, "d"),
             self._letters_of_operand(values[0], of_keys, "e"),
         )
         self.extents = {self.names[f]: f.extent for f in (*batch, j)}
-        self.extents |= {"d": kernels.padded(d.extent), "e": kernels.padded(sum(f.extent for f in features))}
-        self.dtype = self._dtype_of([self.q, self.k, *values, *self.values.o_cotangents])
+        self.extents |= {c: kernels.padded(sum(f.extent for f in of)) for c, of in (("d", of_d), ("e", of_e))}
+        self.dtype = self._dtype_of([*self.pairs.operands, *values, *self.values.o_cotangents])
         if why := _kernels.why_no_attention(",".join(self.letters), self.extents, self.dtype):
             raise NoAttention(why)
         if self.dtype == "float32" and not all(map(casts.is_of_default_precision, self._products())):
@@ -334,7 +313,7 @@ class Match:
         names = sorted(one.name for one in (dtype, *others))
         if not set(names) <= set(expressions.WRITABLE):  # products of integers wrap round
             raise NoAttention(f"queries, keys and values are of {' and '.join(names)}")
-        made = [p[0].equation.outputs[0] for p in (*self.outputs, *self.dvs, self.dq, self.dk) if p]
+        made = [p.equation.outputs[0] for p in self._products_after()]
         made += [self.tangents.result.variable] if self.tangents else []
         if others or not all(casts.is_rounded(self.graph, a, dtype.name) for a in made):
             dtype = jnp.result_type(dtype, *others, jnp.float32)
@@ -342,7 +321,7 @@ class Match:
 
     def _may_be_queries(self, f: Factor) -> bool:
         """Whether a factor is summed up in the products that leave the keys, and left in all others."""
-        parts, after = self.walks.parts, [p for p, _ in (*self.with_weights, *filter(None, [self.dq, self.dk]))]
+        parts, after = self.walks.parts, self._products_after()
         after += [self.tangents.output] if self.tangents else []
         contracted = [parts.factors_of([[c] for c in p.contracted]) for p in after]
         in_products = self.linear is None or f in parts.factors_of(self.sum_of_products[1])
@@ -356,10 +335,14 @@ class Match:
         own = operand.letters(self.names).replace(features, "")
         return "".join(sorted(letters - {*own, "d", "e"})) + own + features
 
+    def _products_after(self) -> list[Product]:
+        """Those of weights, and of the scores' cotangents."""
+        return [p for p, _ in self.with_weights] + [gradient.product for gradient in self.gradients]
+
     def _products(self) -> list[Equation]:
-        after = [p for p, _ in self.with_weights] + [p[0] for p in (self.dq, self.dk) if p]
-        after += [*self.tangents.terms, self.tangents.output] if self.tangents else []
-        return [self.product, *(p.equation for p in (*self.of_cotangents, *after))]
+        of_tangents = [*self.tangents.terms, self.tangents.output] if self.tangents else []
+        found = (*self.pairs.products, *self.of_cotangents, *self._products_after(), *of_tangents)
+        return [product.equation for product in found]
 
     # ---- Results
 
@@ -369,8 +352,7 @@ class Match:
         made: list[tuple[Product, str, str, tuple[int, int]]]
         made = [(p, "o", letters.o, self.values.part_of(p, "v")) for p, _ in self.outputs]
         made += [(p, "dv", letters.v, self.values.part_of(p, "o_cotangent")) for p, _ in self.dvs]
-        gradients = (self.dq, "dq", letters.q), (self.dk, "dk", letters.k)
-        made += [(p[0], name, of, (0, self.d.extent)) for p, name, of in gradients if p]
+        made += [(p, name, letters.q if name == "dq" else letters.k, part) for p, _, name, part in self.gradients]
         results = [
             Result(p.equation.outputs[0], p.result, self._names_of(p), name, of, part) for p, name, of, part in made
         ]
@@ -404,16 +386,16 @@ class Match:
             products += len(self.tangents.terms) + 1
         if self.linear is not None:
             n += 2 * len(self.values.each) * size(self.sum_of_products[0])
-            cotangents = [product[1] for product in (self.dq, self.dk) if product]
-            n += size(cotangents[0]) * (1 + len(cotangents))
-            products += len(self.values.each) + len(cotangents)
+            n += size(self.gradients[0].cotangent) * (1 + len(self.gradients))
+            products += len(self.values.each) + len(self.gradients)
             n -= sum(size(one.variable) for one in self.of_sides if not one.is_sum)  # which the kernels write as well
         return n, products
 
     def _work_of_scores(self) -> tuple[float, float]:
-        """The bytes for a score, and how many products, that the product of queries and keys is."""
-        share = count_of(self.place_of_product) / count_of(self.rows.place)  # of a product that scores may share
-        return share * 2 * self.product.outputs[0].aval.dtype.itemsize, share
+        """The bytes for a score, and how many products, that the products of queries and keys are."""
+        share = count_of(self.pairs.place) / count_of(self.rows.place)  # of products that scores may share
+        made = [product.equation.outputs[0].aval.dtype.itemsize for product in self.pairs.products]
+        return share * 2 * sum(made), share * len(made)
 
     def _names_of(self, product: Product) -> dict[Factor, str]:
         """Letters, with one for a product's own features: e if it reads weights, d otherwise."""

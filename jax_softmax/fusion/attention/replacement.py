@@ -46,11 +46,11 @@ def equations_by_kernels(match: "Match") -> dict[Equation, list[Equation]]:
         cotangents.append(type(v)(v.aval))
         of_log_sums += one.equations_of(added({}, form, -1.0), cotangents[-1])
     reads = {
-        "q": [(match.q, letters.q)],
-        "k": [(match.k, letters.k)],
+        "q": [(pair.q, letters.q) for pair in match.pairs.each],
+        "k": [(pair.k, letters.k) for pair in match.pairs.each],
         "v": [(value.v, letters.v) for value in match.values.each],
         "o_cotangent": [(of, letters.o) for of in match.values.o_cotangents],
-        **{f"{name}_tangent": [(of, getattr(letters, name))] for name, of in tangents.items()},
+        **{f"{name}_tangent": [(a, getattr(letters, name)) for a in of] for name, of in tangents.items()},
         "sides": list(zip(match.formulas.arrays, letters_of_arrays, strict=True)),
         "sink": [(Operand(a, place), letters.rows) if a.aval.shape else (Operand(a, []), "") for a in sinks],
         "cotangents": [(Operand(v, place), letters.rows) for v in cotangents],

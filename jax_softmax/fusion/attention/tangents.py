@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 
 # The product's tangent and its place; the products of which it is the sum; and the tangents of queries and keys among
-# their operands, each with its name and its features.
-_Found = tuple[tuple[Atom, Place], list[Product], list[tuple[str, Operand, Factor]]]
+# their operands, each with its name, the number of its pair, and its features.
+_Found = tuple[tuple[Atom, Place], list[Product], dict[tuple[str, int], tuple[Operand, Factor]]]
 
 
 def found(match: "Match") -> "Tangents | None":
@@ -44,8 +44,10 @@ class Tangents:
         self.linear = linear  # the softmax's map, from the scores' tangents to the weights'
         # The tangent of the product of queries and keys, and its place, and the products of which it is the sum.
         self.product, self.terms, operands = made_of
-        self.operands = {name: operand for name, operand, _ in operands}  # the tangents, by the names q, k and v
-        self.names = {features: "d" for *_, features in operands}  # letters of their features
+        self.operands: dict[str, list[Operand]] = {}  # the tangents, by the names q, k and v, of one pair or of all
+        for (name, _), (operand, _) in sorted(operands.items(), key=lambda one: one[0]):
+            self.operands.setdefault(name, []).append(operand)
+        self.names = {features: "d" for _, features in operands.values()}  # letters of their features
         self.reached = self.walks.reached(linear.outputs, match.rows.place)  # of the weights' tangents
         ((self.output, self.weights),) = self.walks.products_with(self.reached)  # the product of these with values
         self.result = self._of_output()  # the output's tangent
@@ -63,7 +65,7 @@ class Tangents:
         for product, _ in self.match.outputs if whole else ():
             other = self._sum(product)
             if whole and other and is_same(whole, self.output.features, other, product.features):
-                self.operands["v"] = self._other(product)
+                self.operands["v"] = [self._other(product)]
                 self.names[product.features] = "e"
                 self.match.outputs = [one for one in self.match.outputs if one[0] is not product]
                 return whole
@@ -84,7 +86,7 @@ class Tangents:
 
 def _made_of(match: "Match", equation: Equation) -> _Found | None:
     """What a linear map's operand is made of; None if that is not the scores' tangents."""
-    walks, place = match.walks, match.rows.place
+    walks, place, pairs = match.walks, match.rows.place, match.pairs.each
     after = walks.products_with(walks.reached(equation.outputs, place))
     if len(after) != 1 or after[0][0].contracted != {match.j}:
         return None
@@ -92,18 +94,20 @@ def _made_of(match: "Match", equation: Equation) -> _Found | None:
     values = walks.stored(product.other, product.features)
     outputs = ((walks.stored(p.other, p.features), p.features) for p, _ in match.outputs)
     is_of_output = any(is_same(values, product.features, *of) for of in outputs)
-    if not is_of_output and is_same(values, product.features, match.k, match.d):
+    if not is_of_output and any(is_same(values, product.features, pair.k, pair.features) for pair in pairs):
         return None  # the gradient of queries, where keys are values as well
-    (x,) = match.product.outputs  # of which the scores' derivative may be made
-    operands = []
+    operands = {}
     try:
-        made_of, terms = walks.sum_of_products(equation.inputs[1], place, match.j, x)
+        made_of, terms = walks.sum_of_products(equation.inputs[1], place, match.j, match.pairs.x)
         for product in terms:
-            at_k, d = match.operand_with_keys(product, "the scores' tangent"), product.features
+            at_k, d = match.pairs.operand_with_keys(product, "the scores' tangent"), product.features
             q, k = (walks.stored(product.operand(n), d) for n in (1 - at_k, at_k))
-            operands += [("q", q, d)] if is_same(k, d, match.k, match.d) else []
-            operands += [("k", k, d)] if is_same(q, d, match.q, match.d) else []
+            of_pairs = [("q", n) for n, pair in enumerate(pairs) if is_same(k, d, pair.k, pair.features)]
+            of_pairs += [("k", n) for n, pair in enumerate(pairs) if is_same(q, d, pair.q, pair.features)]
+            free = [one for one in of_pairs if one not in operands]  # pairs may have the same queries
+            operands |= {one: (q if one[0] == "q" else k, d) for one in free[:1]}
     except (NoAttention, NotFolded):
         return None
-    are_all = len({name for name, *_ in operands}) == len(operands) == len(terms)
+    numbers = [{n for of, n in operands if of == name} for name in "qk"]  # of no pair, or of all
+    are_all = len(operands) == len(terms) and all(len(of) in (0, len(pairs)) for of in numbers)
     return (made_of, terms, operands) if are_all else None

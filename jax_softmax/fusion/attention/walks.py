@@ -27,12 +27,13 @@ class Walks:
     def __init__(self, graph: Graph) -> None:
         self.graph, self.parts = graph, Parts()
 
-    def products_of(self, a: Atom, place: Place, keys: Factor) -> list[tuple[Equation, Place]]:
-        """The products of which a value is made, element by element, with their places, which have the keys; first that
-        of most features."""
+    def products_of(self, a: Atom, place: Place, keys: Factor) -> list[tuple[Atom, Place, list[Product]]]:
+        """The products of which a value is made, element by element, with their places, which have the keys: first sums
+        of several, and then each; first that of most features."""
+        sums = [one for one in self._made_of(a, place, keys, True) if len(one[2]) > 1]
         found = self._made_of(a, place, keys, False)
         found.sort(key=lambda one: -math.prod(f.extent for f in one[2][0].contracted))
-        return [(product.equation, place) for _, place, (product,) in found]
+        return sums + found
 
     def sum_of_products(
         self, a: Atom, place: Place, keys: Factor, known: Atom | None = None
