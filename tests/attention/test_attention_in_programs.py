@@ -239,6 +239,7 @@ PROGRAMS = {
     ),
     "widened float16": (lambda *a: gradients(widened, *a), tuple(a.astype(jnp.float16) for a in qkv()), WHOLE),
     "float32": (lambda *a: gradients(lambda x: linen_layer(x, jnp.float32), *a), (X,), WHOLE),
+    "forward mode": (lambda *a: jax.jvp(jax_nn, a, a), qkv(), "tangents"),
     # What stays as it was.
     "exact float32": (
         lambda *a: gradients(jax.default_matmul_precision("highest")(jax_nn), *a),
@@ -247,7 +248,6 @@ PROGRAMS = {
     ),
     "weights are a result": (lambda *a: gradients(with_weights, *a), qkv(), ""),
     "widened, exact": (lambda *a: gradients(lambda *a: widened(*a, precision="highest"), *a), qkv(), ""),
-    "forward mode": (lambda *a: jax.jvp(jax_nn, a, a), qkv(), ""),
     "second derivative": (lambda *a: gradients(jax.grad(lambda *a: jax_nn(*a).sum()), *a), qkv(), ""),
 }
 
