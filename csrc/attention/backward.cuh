@@ -12,7 +12,7 @@
 // kernel, what it sums over queries in that of dk and dv, and what it sums over the batch in a third one.
 #pragma once
 
-#include "attention/tiles.cuh"
+#include "attention/scores.cuh"
 
 namespace jax_softmax::device {
 

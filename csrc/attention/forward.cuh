@@ -13,7 +13,7 @@
 // with values, and values while scores are computed.
 #pragma once
 
-#include "attention/tiles.cuh"
+#include "attention/scores.cuh"
 
 namespace jax_softmax::device {
 

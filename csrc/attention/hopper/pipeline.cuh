@@ -5,12 +5,12 @@
 // features or those of v's features are there, two more that all warps have read them.
 //
 // Rows are in shared memory in panels of 64 features, as tensor maps with 128 bytes of swizzling copy them and `wgmma`
-// reads them. Side operands pass as in tiles.cuh, and the numbers of queries as in backward.cuh, together with the
+// reads them. Side operands pass as in scores.cuh, and the numbers of queries as in backward.cuh, together with the
 // rows of v's features.
 #pragma once
 
 #include "attention/hopper/warpgroup.cuh"
-#include "attention/tiles.cuh"
+#include "attention/scores.cuh"
 
 namespace jax_softmax::device {
 
