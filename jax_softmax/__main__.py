@@ -78,7 +78,11 @@ def _attention(
     in_forward_mode = attention._replace(score_tangent=scaled("x1"))
     *_, o_tangent = attention_kernels.forward(in_forward_mode, q, k, v, q, v, k)
     _, tangent = jax.jvp(in_numpy, wide, [wide[n] for n in (0, 2, 1)])
-    return [o, *(found[name] for name in ("dq", "dk", "dv")), o_tangent], [expected, *transposed(wide_cotangent), tangent]
+    return [o, *(found[name] for name in ("dq", "dk", "dv")), o_tangent], [
+        expected,
+        *transposed(wide_cotangent),
+        tangent,
+    ]
 
 
 def largest_differences(device: jax.Device) -> dict[str, float]:

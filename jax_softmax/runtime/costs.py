@@ -89,8 +89,8 @@ LONG_ROW_ON_CPU = 1024
 BYTES_OF_PICOSECOND = 3.6
 
 # For a score: of the forward kernel, and of both backward ones. "plain B8 S2048 H16 D64": microseconds of the output,
-# and those that gradients take besides, for B H S² scores; of Hopper's kernels in attention.md, and of other chips' in
-# attention_prices.md, as everything below.
+# and those that gradients take besides, for B H S² scores; of Hopper's kernels in attention.md. What follows is in
+# attention_prices.md, and is of other chips' kernels but for PRODUCT_OF_FEATURE.
 ATTENTION_FORWARD_ON_HOPPER = 0.575 * BYTES_OF_PICOSECOND
 ATTENTION_BACKWARD_ON_HOPPER = 1.77 * BYTES_OF_PICOSECOND
 ATTENTION_FORWARD = 0.95 * BYTES_OF_PICOSECOND

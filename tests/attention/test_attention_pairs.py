@@ -4,8 +4,10 @@ import attention_on_host
 import emulated
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from attention_programs import B, D, H, S, assert_as_exact, gradients, normal
+from jax.sharding import PartitionSpec as P
 
 from jax_softmax import fuse
 
@@ -14,6 +16,7 @@ F32, R = jnp.float32, 8  # features of positions
 Q, K, V, Q2, K2 = (normal(B, S, H, D, seed=k) for k in range(5))
 OF_POSITIONS, KEYS_OF_POSITIONS = normal(B, S, H, R, seed=5), normal(B, S, R, seed=6)
 LATENT, OF_EACH, OF_HEADS = normal(B, S, D, seed=7), normal(S, H, D, seed=8), normal(H, D, seed=9)
+OF_PAIRS, W = normal(B, S, S, 4, seed=12), normal(4, H, seed=13)
 TEMPERATURES, BIAS = normal(H, 1, 1, seed=10).astype(F32), normal(B, H, S, S, seed=11)
 CAUSAL = jnp.tri(S, dtype=bool)
 
@@ -40,10 +43,13 @@ def in_float32(q, k, v, r, s):
     return attend(product(q, k, **wide) + of_shared_keys(r, s, **wide), v)
 
 
+def attend_to_shared_values(scores, v):
+    return jnp.einsum("bhij,bjd->bihd", jax.nn.softmax(scores.astype(F32) * 0.2).astype(v.dtype), v)
+
+
 def absorbed(q, v, r, s):
     """Keys are the values, and heads share them."""
-    scores = (of_shared_keys(q, v) + of_shared_keys(r, s)).astype(F32) * 0.2
-    return jnp.einsum("bhij,bjd->bihd", jax.nn.softmax(scores).astype(v.dtype), v)
+    return attend_to_shared_values(of_shared_keys(q, v) + of_shared_keys(r, s), v)
 
 
 def three(q, k, v, q2, k2, r, s):
@@ -52,11 +58,6 @@ def three(q, k, v, q2, k2, r, s):
 
 def of_the_same_queries(q, k, v, k2):
     return attend(product(q, k) + product(q, k2), v)
-
-
-def of_contents_and_positions(q, k, v, positions, u):
-    of_heads = jnp.einsum("hd,bjhd->bhj", u, k)[:, :, None]
-    return attend(product(q, k) + of_heads + jnp.einsum("bihd,jhd->bhij", q, positions), v)
 
 
 def by_temperatures(q, k, v, r, s, temperatures):
@@ -75,7 +76,6 @@ PROGRAMS = {
     "absorbed": (absorbed, (Q, LATENT, OF_POSITIONS, KEYS_OF_POSITIONS), D + R),
     "three": (three, (Q, K, V, Q2, K2, OF_POSITIONS, KEYS_OF_POSITIONS), 2 * D + R),
     "of the same queries": (of_the_same_queries, (Q, K, V, K2), 2 * D),
-    "of contents and positions": (of_contents_and_positions, (Q, K, V, OF_EACH, OF_HEADS), 3 * D),
     "by temperatures": (by_temperatures, (*LATENTS, TEMPERATURES), D + R),
     "with a bias": (with_a_bias, (*LATENTS, BIAS), D + R),
 }
@@ -99,3 +99,57 @@ def test_features_are_side_by_side(name, how):
     assert sorted(params["kernel"] for params, _ in made) == sorted(kernels)
     assert {given[0].shape[-1] for _, given in made} == {features}
     assert_as_exact(found, program, operands)
+
+
+# Sums of which one product has queries and keys, and the other one is read: programs, and operands.
+OTHERS = {
+    "of pairs of tokens": (
+        lambda q, v, z, w: attend_to_shared_values(of_shared_keys(q, v) + jnp.einsum("bijc,ch->bhij", z, w), v),
+        (Q, LATENT, OF_PAIRS, W),
+    ),
+    "of positions that the batch shares": (
+        lambda q, k, v, r, s: attend(product(q, k) + jnp.einsum("ihd,jhd->hij", r, s), v),
+        (Q, K, V, OF_EACH, OF_EACH[::-1]),
+    ),
+    "of keys and heads": (
+        lambda q, k, v, u: attend(product(q, k) + jnp.einsum("hd,bjhd->bhj", u, k)[:, :, None], v),
+        (Q, K, V, OF_HEADS),
+    ),
+    "the same one": (lambda q, k, v: attend((x := product(q, k)) + x, v), (Q, K, V)),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_products_are_read(name):
+    """Queries and keys are as they would be without that product."""
+    attend, operands = OTHERS[name]
+
+    def program(*operands):
+        return gradients(attend, *operands)
+
+    with emulated.kernels(attention=True), attention_on_host.kernels(in_jax=True) as made:
+        found = jax.jit(fuse(program))(*operands)
+    assert {"forward", "queries", "keys"} <= {params["kernel"] for params, _ in made}
+    assert all([a.shape for a in given[:2]] == [a.shape for a in operands[:2]] for _, given in made)
+    assert_as_exact(found, program, operands)
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="eight devices are simulated")
+@pytest.mark.parametrize("axis", [0, 2], ids=["batch", "heads"])
+def test_keys_that_devices_share_in_explicit_mode(axis):
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
+    spec, operands = P(*["x" if d == axis else None for d in range(4)]), (Q, K, V, OF_POSITIONS, KEYS_OF_POSITIONS[0])
+
+    def with_positions(q, k, v, r, s):
+        return attend(product(q, k) + jnp.einsum("bihr,jr->bhij", r, s), v)
+
+    def program(q, *others):
+        o, transposed = jax.vjp(with_positions, q, *others)
+        return o, *transposed(q)
+
+    with jax.set_mesh(mesh):
+        placed = [jax.device_put(a, spec if a.ndim == 4 else P()) for a in operands]
+        with emulated.kernels(attention=True), attention_on_host.kernels(in_jax=True) as made:
+            found = jax.jit(fuse(program))(*placed)
+    assert {"forward", "queries", "keys"} <= {params["kernel"] for params, _ in made}
+    assert_as_exact([np.asarray(a) for a in found], program, operands)

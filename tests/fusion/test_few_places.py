@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+import jax_softmax
 from jax_softmax import fuse
 from jax_softmax.fusion import rewriting
 from jax_softmax.fusion.program.graph import eqns_within
@@ -96,9 +97,18 @@ def test_sums_of_16_bits_are_of_float32(dtype, look_up):
         weights, transposed = jax.vjp(lambda t: jax.nn.softmax(scores + look_up(t, distance)), table)
         return transposed(weights / 4 + jnp.eye(n, dtype=dtype))[0]
 
-    (found,), exact = [fused(gradient, table, scores)], gradient(*(a.astype("float32") for a in (table, scores)))
+    found, exact = fused(gradient, table, scores), gradient(*(a.astype("float32") for a in (table, scores)))
     assert found.dtype == dtype
     np.testing.assert_allclose(found.astype("float32"), exact, rtol=0.02, atol=0.02 * abs(exact).max())
+
+
+def test_batches_that_are_symbols():
+    """`fuse` would warn if it failed."""
+    (b,) = jax.export.symbolic_shape("b")
+    types = [jax.ShapeDtypeStruct(*of) for of in (((FEW, 4), "bfloat16"), ((b,), "int32"), ((b, 4), "bfloat16"))]
+    with emulated.kernels():
+        exported = jax.export.export(jax.jit(fuse(added)), disabled_checks=jax_softmax.export_checks())(*types)
+    assert "scatter" in exported.mlir_module()
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="eight devices are simulated")

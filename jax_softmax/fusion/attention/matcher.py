@@ -49,7 +49,7 @@ class FoundAttention(NamedTuple):
     n_products: float  # of which such an array is an operand or the result
     bytes_of_number: int  # of q, k and v as kernels read them
     bytes_of_query: int  # in the program
-    scores_stay: bool = False  # the products are in memory all the same, because something else reads it
+    scores_stay: bool = False  # the products are in memory all the same, because something else reads them
 
 
 def with_attention(graph: Graph) -> tuple[Graph, list[FoundAttention], dict[Var, str]]:

@@ -1,7 +1,8 @@
 """Queries and keys: one pair, or several side by side, each with features of its own.
 
 q kᵀ + r sᵀ is [q, r] [k, s]ᵀ, as in multi-head latent attention, where features with positions have keys that heads
-share. So kernels have all queries one behind the other along features, and so the keys.
+share. So kernels have all queries one behind the other along features, and so the keys. A product that batches, heads
+or queries share stays an array that scores read, and so does one for each pair of tokens.
 """
 
 from collections.abc import Iterable

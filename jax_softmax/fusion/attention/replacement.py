@@ -14,7 +14,7 @@ from jax_softmax.fusion.program import splicing
 from jax_softmax.fusion.program.graph import Equation, is_variable, variables_of
 from jax_softmax.fusion.program.places import Factor, Place
 from jax_softmax.fusion.program.products import Operand
-from jax_softmax.primitives.types import Var
+from jax_softmax.primitives.types import Var, sharded_as_well, types_tell_shardings
 
 if TYPE_CHECKING:
     from jax_softmax.fusion.attention.matcher import Match
@@ -83,7 +83,10 @@ def _part(a: Array, part: tuple[int, int] | None) -> Array:
 
 
 def _of_kernels(*arrays: Array) -> Array:
-    """Arrays one behind the other along features, and zeros behind them: as many features as kernels have."""
+    """Arrays one behind the other along features, and zeros behind them: as many features as kernels have. In explicit
+    mode they are sharded alike first."""
+    if types_tell_shardings(map(jax.typeof, arrays)):
+        arrays = tuple(sharded_as_well(a, *(b[..., :1] for b in arrays)) for a in arrays)
     a = jnp.concatenate(arrays, -1) if len(arrays) > 1 else arrays[0]
     more = kernels.padded(a.shape[-1]) - a.shape[-1]
     return jax.lax.pad(a, a.dtype.type(0), [*[(0, 0, 0)] * (a.ndim - 1), (0, more, 0)]) if more else a

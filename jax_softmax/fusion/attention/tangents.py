@@ -44,7 +44,7 @@ class Tangents:
         self.linear = linear  # the softmax's map, from the scores' tangents to the weights'
         # The tangent of the product of queries and keys, and its place, and the products of which it is the sum.
         self.product, self.terms, operands = made_of
-        self.operands: dict[str, list[Operand]] = {}  # the tangents, by the names q, k and v, of one pair or of all
+        self.operands: dict[str, list[Operand]] = {}  # the tangents, by the names q, k and v: of all pairs
         for (name, _), (operand, _) in sorted(operands.items(), key=lambda one: one[0]):
             self.operands.setdefault(name, []).append(operand)
         self.names = {features: "d" for _, features in operands.values()}  # letters of their features

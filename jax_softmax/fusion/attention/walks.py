@@ -29,8 +29,16 @@ class Walks:
 
     def products_of(self, a: Atom, place: Place, keys: Factor) -> list[tuple[Atom, Place, list[Product]]]:
         """The products of which a value is made, element by element, with their places, which have the keys: first sums
-        of several, and then each; first that of most features."""
-        sums = [one for one in self._made_of(a, place, keys, True) if len(one[2]) > 1]
+        of several, whose other operands have all the value's dimensions but the keys, and then each; first that of most
+        features."""
+        others = set(self.parts.factors_of(place)) - {keys}
+
+        def is_of_pairs(products: list[Product]) -> bool:
+            operands = (self.parts.factors_of(product.operand(k).place) for product in products for k in (0, 1))
+            are_whole = all(keys in factors or others.issubset(factors) for factors in operands)
+            return are_whole and len({product.equation for product in products}) == len(products) > 1
+
+        sums = [one for one in self._made_of(a, place, keys, True) if is_of_pairs(one[2])]
         found = self._made_of(a, place, keys, False)
         found.sort(key=lambda one: -math.prod(f.extent for f in one[2][0].contracted))
         return sums + found

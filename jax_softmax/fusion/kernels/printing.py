@@ -37,8 +37,8 @@ def text_of(
     `stored_as`: the dtype in which it is stored, which rounds it. `result_dtype`: of the operator's result y in the
     program; if it has 16 bits, y is rounded first. `coarse`: tanh that is rounded to bfloat16 may be off by 2^-11, a
     quarter of that rounding, for kernels that are not bound by memory. `masks`: by name, values that sides and
-    operations have in all of a tile that is whole (`csrc/attention/scores.cuh`). `uniform`: sides that all elements of a
-    tile share, by whose inverse a kernel multiplies rather than divide each element."""
+    operations have in all of a tile that is whole (`csrc/attention/scores.cuh`). `uniform`: sides that all elements of
+    a tile share, by whose inverse a kernel multiplies rather than divide each element."""
     statements: list[tuple[str | None, str]] = []  # a type and a text: the k-th one declares vk
     names: dict[str, str] = {}  # in C++, of the expression's names
 
