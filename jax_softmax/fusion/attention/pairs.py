@@ -60,19 +60,21 @@ class Pairs:
     def gradients(self, products: Iterable[tuple[Product, Var]]) -> list[Gradient]:
         """Of products that read the scores' cotangents, one of each pair's keys and one of its queries, of the same
         cotangent if there are such. All others read the cotangents as an array."""
-        dqs, dks = ([[] for _ in self.each] for _ in range(2))
+        dqs: list[list[tuple[Product, Var]]] = [[] for _ in self.each]
+        dks: list[list[tuple[Product, Var]]] = [[] for _ in self.each]
         for product, cotangent in products:
             is_dq = self.keys in product.contracted
             others = (pair.k if is_dq else pair.q for pair in self.each)
             found = [n for n, other in enumerate(others) if self._is_with(product, other, self.each[n].features)]
             for n in found[:1]:
                 (dqs if is_dq else dks)[n].append((product, cotangent))
-        gradients, first = [], 0
+        gradients, first = list[Gradient](), 0
         for pair, of_q, of_k in zip(self.each, dqs, dks, strict=True):
-            both = [(dq, dk) for dq in of_q or [None] for dk in of_k or [None]]
-            chosen = next((one for one in both if one[0] and one[1] and one[0][1] is one[1][1]), both[0])
             part = first, first + pair.features.extent
-            gradients += [Gradient(*of, name, part) for of, name in zip(chosen, ("dq", "dk"), strict=True) if of]
+            common = next((cotangent for _, cotangent in of_q if any(cotangent is other for _, other in of_k)), None)
+            for name, of in (("dq", of_q), ("dk", of_k)):
+                chosen = [one for one in of if one[1] is common] or of
+                gradients += [Gradient(*one, name, part) for one in chosen[:1]]
             first = part[1]
         return gradients
 

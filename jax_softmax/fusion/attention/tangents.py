@@ -96,7 +96,7 @@ def _made_of(match: "Match", equation: Equation) -> _Found | None:
     is_of_output = any(is_same(values, product.features, *of) for of in outputs)
     if not is_of_output and any(is_same(values, product.features, pair.k, pair.features) for pair in pairs):
         return None  # the gradient of queries, where keys are values as well
-    operands = {}
+    operands: dict[tuple[str, int], tuple[Operand, Factor]] = {}
     try:
         made_of, terms = walks.sum_of_products(equation.inputs[1], place, match.j, match.pairs.x)
         for product in terms:
