@@ -339,9 +339,8 @@ def _line_of_attention(found: FoundAttention, path: str) -> Line:
         for side in attention.sides
         if side.is_array_of_scores
     ]
-    if found.scores_stay:
-        dtypes = (product.outputs[0].aval.dtype.name for product in found.products)
-        arrays += [("the scores' product", dtype, attention.letters.rows + "j") for dtype in dtypes]
+    dtypes = (product.outputs[0].aval.dtype.name for product in found.in_memory)
+    arrays += [("the scores' product", dtype, attention.letters.rows + "j") for dtype in dtypes]
     extents = {**found.extents, "p": 1}
     arrays += [
         ("an operand's gradient", one.dtype, one.letters)

@@ -60,6 +60,14 @@ def of_the_same_queries(q, k, v, k2):
     return attend(product(q, k) + product(q, k2), v)
 
 
+def of_the_same_keys(q, k, v, q2):
+    return attend(product(q, k) + product(q2, k), v)
+
+
+def in_a_list(q, k, v, r, s):
+    return attend(sum([product(q, k), of_shared_keys(r, s)]), v)
+
+
 def by_temperatures(q, k, v, r, s, temperatures):
     return attend((product(q, k) + of_shared_keys(r, s)) * temperatures, v)
 
@@ -76,6 +84,8 @@ PROGRAMS = {
     "absorbed": (absorbed, (Q, LATENT, OF_POSITIONS, KEYS_OF_POSITIONS), D + R),
     "three": (three, (Q, K, V, Q2, K2, OF_POSITIONS, KEYS_OF_POSITIONS), 2 * D + R),
     "of the same queries": (of_the_same_queries, (Q, K, V, K2), 2 * D),
+    "of the same keys": (of_the_same_keys, (Q, K, V, Q2), 2 * D),
+    "in a list": (in_a_list, LATENTS, D + R),
     "by temperatures": (by_temperatures, (*LATENTS, TEMPERATURES), D + R),
     "with a bias": (with_a_bias, (*LATENTS, BIAS), D + R),
 }
@@ -83,10 +93,21 @@ DIFFERENTIATED = {
     "output": (lambda f: f, ["forward"]),
     "gradients": (lambda f: lambda *a: gradients(f, *a), ["forward", "queries", "keys"]),
     "tangents": (lambda f: lambda *a: jax.jvp(f, a, tuple(jnp.roll(b, 1, -1) for b in a)), ["tangents"]),
+    "operands as tangents": (lambda f: lambda *a: jax.jvp(f, a, a), ["tangents"]),
+    "several tangents": (
+        lambda f: (
+            lambda *a: jax.vmap(lambda n: jax.jvp(f, a, tuple(b * n for b in a)))(jnp.arange(1, 3, dtype=a[0].dtype))
+        ),
+        ["forward", "tangents"],
+    ),
 }
 
 
-CASES = {(name, how) for name in PROGRAMS for how in DIFFERENTIATED} - {("with a bias", "tangents")}  # of an array
+FORWARD = set(DIFFERENTIATED) - {"output", "gradients"}
+CASES = {(name, how) for name in PROGRAMS for how in DIFFERENTIATED}
+CASES -= {("with a bias", how) for how in FORWARD}  # of an array
+CASES -= {("of the same keys", "operands as tangents")}  # q k twice, of which one is for other queries
+CASES -= {("absorbed", "several tangents")}  # of values that heads share, too
 
 
 @pytest.mark.parametrize("name, how", sorted(CASES))
@@ -98,6 +119,10 @@ def test_features_are_side_by_side(name, how):
         found = jax.jit(fuse(program))(*operands)
     assert sorted(params["kernel"] for params, _ in made) == sorted(kernels)
     assert {given[0].shape[-1] for _, given in made} == {features}
+    of_pairs = [
+        one for params, _ in made for one in params["attention"].side_cotangents if {"i", "j"} <= {*one.letters}
+    ]
+    assert not of_pairs or name == "with a bias"
     assert_as_exact(found, program, operands)
 
 
@@ -132,6 +157,17 @@ def test_other_products_are_read(name):
     assert {"forward", "queries", "keys"} <= {params["kernel"] for params, _ in made}
     assert all([a.shape for a in given[:2]] == [a.shape for a in operands[:2]] for _, given in made)
     assert_as_exact(found, program, operands)
+
+
+def test_one_of_two_products_is_watched():
+    """It alone is in memory."""
+
+    def watched(q, k, v, r, s):
+        x = product(q, k)
+        return attend(x + of_shared_keys(r, s), v), x.max()
+
+    with emulated.kernels(attention=True):
+        assert str(fuse(watched).explain(*LATENTS)).count("in memory: the scores' product") == 1
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="eight devices are simulated")

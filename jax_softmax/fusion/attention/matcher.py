@@ -49,7 +49,7 @@ class FoundAttention(NamedTuple):
     n_products: float  # of which such an array is an operand or the result
     bytes_of_number: int  # of q, k and v as kernels read them
     bytes_of_query: int  # in the program
-    scores_stay: bool = False  # the products are in memory all the same, because something else reads them
+    in_memory: Sequence[Equation] = ()  # those of the products that something else reads
 
 
 def with_attention(graph: Graph) -> tuple[Graph, list[FoundAttention], dict[Var, str]]:
@@ -153,7 +153,7 @@ class Match:
         products = self.walks.products_of(self.rows.scores, self.rows.place, self.j)
         self.n_products = len(products)
         if not products:
-            raise NoAttention("the scores are made of no product")
+            raise NoAttention("the scores are not made of a product, element by element")
         self.pairs = Pairs(self.walks, self.j, *products[self.n])
         self.log_sums = [] if self.rows.sink is not None else log_sums.of_same_rows(self.graph, softmax)
         self._find_products_of_weights()
@@ -163,7 +163,7 @@ class Match:
         self.formulas = Formulas(self)
         self.found = self.found_at_first = FoundAttention(
             softmax,
-            [product.equation for product in self.pairs.products],
+            self.pairs.equations,
             [one.equation for one in self.log_sums],
             self.formulas.attention,
             self.extents,
@@ -181,12 +181,12 @@ class Match:
         if self.softmax in graph.position or not all(one.is_all_that_is_read(graph) for one in self.log_sums):
             return False
         self.found = self.found_at_first
-        if any(product.equation in graph.position for product in self.pairs.products):
-            n_bytes, n_products = self._work_of_scores()
+        if in_memory := [e for e in self.pairs.equations if e in graph.position]:
+            n_bytes, n_products = self._work_of(in_memory)
             self.found = self.found_at_first._replace(
                 bytes_per_score=self.found_at_first.bytes_per_score - n_bytes,
                 n_products=self.found_at_first.n_products - n_products,
-                scores_stay=True,
+                in_memory=in_memory,
             )
             return not backend.in_use().reason_against_attention(self.found)
         return True
@@ -378,7 +378,7 @@ class Match:
         def size(a: Atom) -> int:
             return a.aval.dtype.itemsize
 
-        n, products = self._work_of_scores()
+        n, products = self._work_of(self.pairs.equations)
         n += sum(map(size, {a for _, a in self.outputs})) + sum(size(a) for _, a in self.with_weights)
         products += len(self.with_weights)
         if self.tangents:
@@ -391,11 +391,10 @@ class Match:
             n -= sum(size(one.variable) for one in self.of_sides if not one.is_sum)  # which the kernels write as well
         return n, products
 
-    def _work_of_scores(self) -> tuple[float, float]:
-        """The bytes for a score, and how many products, that the products of queries and keys are."""
+    def _work_of(self, products: Sequence[Equation]) -> tuple[float, float]:
+        """The bytes for a score, and how many products, that these products of queries and keys are."""
         share = count_of(self.pairs.place) / count_of(self.rows.place)  # of products that scores may share
-        made = [product.equation.outputs[0].aval.dtype.itemsize for product in self.pairs.products]
-        return share * 2 * sum(made), share * len(made)
+        return share * 2 * sum(e.outputs[0].aval.dtype.itemsize for e in products), share * len(products)
 
     def _names_of(self, product: Product) -> dict[Factor, str]:
         """Letters, with one for a product's own features: e if it reads weights, d otherwise."""

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from jax_softmax.fusion.attention.values import is_same
 from jax_softmax.fusion.attention.walks import NoAttention, Walks
+from jax_softmax.fusion.program.graph import Equation
 from jax_softmax.fusion.program.places import Factor, Place, factors_of
 from jax_softmax.fusion.program.products import Operand, Product
 from jax_softmax.primitives.types import Atom, Var
@@ -38,8 +39,12 @@ class Pairs:
         self.each: list[Pair] = []
         for product in products:
             at_k = self.operand_with_keys(product, "the scores' product")
-            q, k = (walks.stored(product.operand(n), product.features) for n in (1 - at_k, at_k))
+            q, k = (walks.stored(product, n) for n in (1 - at_k, at_k))
             self.each.append(Pair(q, k, product.features))
+
+    @property
+    def equations(self) -> list[Equation]:
+        return [product.equation for product in self.products]
 
     @property
     def operands(self) -> list[Operand]:
@@ -66,8 +71,9 @@ class Pairs:
             is_dq = self.keys in product.contracted
             others = (pair.k if is_dq else pair.q for pair in self.each)
             found = [n for n, other in enumerate(others) if self._is_with(product, other, self.each[n].features)]
-            for n in found[:1]:
-                (dqs if is_dq else dks)[n].append((product, cotangent))
+            made = dqs if is_dq else dks
+            for n in sorted(found, key=lambda n: len(made[n]))[:1]:  # of the same queries or keys, one each
+                made[n].append((product, cotangent))
         gradients, first = list[Gradient](), 0
         for pair, of_q, of_k in zip(self.each, dqs, dks, strict=True):
             part = first, first + pair.features.extent
@@ -82,4 +88,4 @@ class Pairs:
         """Whether a product's other operand is this one."""
         if len(factors_of(product.new_dims)) != 1:
             return False
-        return is_same(self.walks.stored(product.other, product.features), product.features, operand, features)
+        return is_same(self.walks.stored_other(product), product.features, operand, features)

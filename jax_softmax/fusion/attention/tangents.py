@@ -51,12 +51,9 @@ class Tangents:
         self.reached = self.walks.reached(linear.outputs, match.rows.place)  # of the weights' tangents
         ((self.output, self.weights),) = self.walks.products_with(self.reached)  # the product of these with values
         self.result = self._of_output()  # the output's tangent
-        values, features = self._other(self.output), self.output.features
-        if not all(is_same(values, features, self._other(p), p.features) for p, _ in match.outputs):
+        values, features = self.walks.stored_other(self.output), self.output.features
+        if not all(is_same(values, features, self.walks.stored_other(p), p.features) for p, _ in match.outputs):
             raise NoAttention("the tangent of one of several values")
-
-    def _other(self, product: Product) -> Operand:
-        return self.walks.stored(product.other, product.features)
 
     def _of_output(self) -> Operand:
         """The output's tangent: the product of the weights' tangents with values, or its sum with that of weights with
@@ -65,7 +62,7 @@ class Tangents:
         for product, _ in self.match.outputs if whole else ():
             other = self._sum(product)
             if whole and other and is_same(whole, self.output.features, other, product.features):
-                self.operands["v"] = [self._other(product)]
+                self.operands["v"] = [self.walks.stored_other(product)]
                 self.names[product.features] = "e"
                 self.match.outputs = [one for one in self.match.outputs if one[0] is not product]
                 return whole
@@ -91,8 +88,8 @@ def _made_of(match: "Match", equation: Equation) -> _Found | None:
     if len(after) != 1 or after[0][0].contracted != {match.j}:
         return None
     product, _ = after[0]
-    values = walks.stored(product.other, product.features)
-    outputs = ((walks.stored(p.other, p.features), p.features) for p, _ in match.outputs)
+    values = walks.stored_other(product)
+    outputs = ((walks.stored_other(p), p.features) for p, _ in match.outputs)
     is_of_output = any(is_same(values, product.features, *of) for of in outputs)
     if not is_of_output and any(is_same(values, product.features, pair.k, pair.features) for pair in pairs):
         return None  # the gradient of queries, where keys are values as well
@@ -101,7 +98,7 @@ def _made_of(match: "Match", equation: Equation) -> _Found | None:
         made_of, terms = walks.sum_of_products(equation.inputs[1], place, match.j, match.pairs.x)
         for product in terms:
             at_k, d = match.pairs.operand_with_keys(product, "the scores' tangent"), product.features
-            q, k = (walks.stored(product.operand(n), d) for n in (1 - at_k, at_k))
+            q, k = (walks.stored(product, n) for n in (1 - at_k, at_k))
             of_pairs = [("q", n) for n, pair in enumerate(pairs) if is_same(k, d, pair.k, pair.features)]
             of_pairs += [("k", n) for n, pair in enumerate(pairs) if is_same(q, d, pair.q, pair.features)]
             free = [one for one in of_pairs if one not in operands]  # pairs may have the same queries

@@ -27,11 +27,11 @@ class Values:
     def add_of_output(self, product: Product) -> None:
         """Adds the one with which weights are multiplied for an output."""
         if self._number(product, "v") is None:
-            self.each.append(Value(self.walks.stored(product.other, product.features), product.features))
+            self.each.append(Value(self.walks.stored_other(product), product.features))
 
     def add_of_cotangent(self, product: Product, at_v: int) -> None:
         """Adds the one whose product with an output's cotangent this is. `at_v`: the number of the value's operand."""
-        v, o_cotangent = (self.walks.stored(product.operand(k), product.features) for k in (at_v, 1 - at_v))
+        v, o_cotangent = (self.walks.stored(product, k) for k in (at_v, 1 - at_v))
         self.each.append(Value(v, product.features, o_cotangent))
 
     @property
@@ -48,7 +48,7 @@ class Values:
         return sum(extents[:number]), sum(extents[: number + 1])
 
     def _number(self, product: Product, of: str) -> int | None:
-        other = self.walks.stored(product.other, product.features)
+        other = self.walks.stored_other(product)
         same = (
             k for k, one in enumerate(self.each) if is_same(other, product.features, getattr(one, of), one.features)
         )

@@ -4,11 +4,12 @@ import math
 from collections.abc import Generator, Iterable, Mapping
 from typing import Any
 
+from jax_softmax.fusion.forms.one_hot import is_zero
 from jax_softmax.fusion.program import expressions, splicing, walk
 from jax_softmax.fusion.program.expressions import Names
 from jax_softmax.fusion.program.graph import Equation, Graph, bytes_of, each_once, is_variable, trampolined
 from jax_softmax.fusion.program.kinds import is_strided_view
-from jax_softmax.fusion.program.places import Factor, Parts, Place, Placed, PlaceKey, count_of, place_key
+from jax_softmax.fusion.program.places import Factor, Parts, Place, Placed, PlaceKey, count_of, input_places, place_key
 from jax_softmax.fusion.program.products import Operand, Product
 from jax_softmax.fusion.program.walk import Cut, Inside
 from jax_softmax.primitives.types import Atom, Var
@@ -29,16 +30,16 @@ class Walks:
 
     def products_of(self, a: Atom, place: Place, keys: Factor) -> list[tuple[Atom, Place, list[Product]]]:
         """The products of which a value is made, element by element, with their places, which have the keys: first sums
-        of several, whose other operands have all the value's dimensions but the keys, and then each; first that of most
+        of several, whose other operands have all the sum's dimensions but the keys, and then each; first that of most
         features."""
-        others = set(self.parts.factors_of(place)) - {keys}
 
-        def is_of_pairs(products: list[Product]) -> bool:
+        def is_of_pairs(place: Place, products: list[Product]) -> bool:
+            others = set(self.parts.factors_of(place)) - {keys}
             operands = (self.parts.factors_of(product.operand(k).place) for product in products for k in (0, 1))
             are_whole = all(keys in factors or others.issubset(factors) for factors in operands)
             return are_whole and len({product.equation for product in products}) == len(products) > 1
 
-        sums = [one for one in self._made_of(a, place, keys, True) if is_of_pairs(one[2])]
+        sums = [one for one in self._made_of(a, place, keys, True) if is_of_pairs(*one[1:])]
         found = self._made_of(a, place, keys, False)
         found.sort(key=lambda one: -math.prod(f.extent for f in one[2][0].contracted))
         return sums + found
@@ -93,6 +94,8 @@ class Walks:
         is_sum &= a.aval.dtype.name in expressions.WRITABLE
         found: list[Product] = []
         for operand in (self.parts.operands(maker, place) if is_sum else None) or ():
+            if is_zero(self.graph, operand[0]):  # with which `sum` of Python begins
+                continue
             terms = yield self._terms(*operand, keys)
             if terms is None or len(found) + len(terms) > _MOST_TERMS:
                 return None
@@ -119,20 +122,34 @@ class Walks:
                     found += [(Product(reader, place, k), a) for k in (0, 1) if reader.inputs[k] is a]
         return found
 
-    def stored(self, operand: Operand, features: Factor) -> Operand:
-        """The operand, or the first array of which it is a view, of those whose last dimension is the features; if
-        there are none, just the first."""
-        found = None
+    def stored_other(self, product: Product) -> Operand:
+        """As `stored`, of the operand whose place was not known."""
+        assert product.k is not None
+        return self.stored(product, 1 - product.k)
+
+    def stored(self, product: Product, k: int) -> Operand:
+        """A product's k-th operand, or the first array of which it is a view, of those whose last dimension is the
+        features; if there are none, just the first. A view that makes one dimension of several, as of a map of
+        features, is an array itself, unless it is a dimension of both operands."""
+        operand, found = product.operand(k), None
+        of_both = [f for f in product.operand(1 - k).factors if f not in product.contracted]
+        whole = self.parts.factors_of([[f for f in operand.factors if not any(map(f.overlaps, of_both))]])
         while True:
-            if operand.factors and operand.factors[-1] == features:
+            if operand.factors and operand.factors[-1] == product.features:
                 found = operand
             maker = self.graph.maker_of(operand.variable)
             viewed = None
-            if maker is not None and is_strided_view(maker):
+            if maker is not None and is_strided_view(maker) and not _splits(maker, operand.place, whole):
                 viewed = self.parts.operands(maker, operand.place)
             if viewed is None:
                 return operand if found is None else found
             operand = Operand(*viewed[0])
+
+
+def _splits(view: Equation, place: Place, whole: Iterable[Factor]) -> bool:
+    """Whether a view is of an array that has one of these factors as several dimensions."""
+    before = [f for found in input_places(view, place) or () for dim in found for f in dim]
+    return any(f.overlaps(one) and f.extent < one.extent for f in before for one in whole)
 
 
 class _Cuts(walk.Cuts):
