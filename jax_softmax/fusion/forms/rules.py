@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_softmax.fusion.forms import cut_rows, few_places, one_hot, patterns
+from jax_softmax.fusion.forms import cut_rows, few_places, one_hot, own_maxima, patterns
 from jax_softmax.fusion.forms.patterns import Rule
 from jax_softmax.fusion.forms.shared_normalizers import Replacements, gradients_of_own_rows, with_shared_normalizers
 from jax_softmax.fusion.kernels.candidates import Group, is_materialized_unfolded
@@ -53,9 +53,10 @@ def _after(rule: Rule, graph: Graph) -> Graph:
 
 
 def normalized(graph: Graph) -> Graph:
-    """The graph in which equal operations are one, products with one-hot arrays are made by elements, and no rows of
-    softmax are cut off before it."""
-    return cut_rows.with_all_rows(_after(one_hot.multiplied, without_duplicates(graph)))
+    """The graph in which equal operations are one, products with one-hot arrays are made by elements, no maxima are
+    subtracted before softmax, and no rows are cut off before it."""
+    graph = _after(one_hot.multiplied, without_duplicates(graph))
+    return cut_rows.with_all_rows(own_maxima.without_sums_of_gradients(_after(own_maxima.not_subtracted, graph)))
 
 
 def without_duplicates(graph: Graph) -> Graph:
