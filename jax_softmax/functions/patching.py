@@ -119,6 +119,7 @@ _OPTAX_LOSSES = {
     "softmax_cross_entropy": _soft_loss_for_optax,
     "softmax_cross_entropy_with_integer_labels": _integer_loss_for_optax,
 }
+_PREFIXES = ("", "_", "nn_")  # of the names that JAX's own modules give the originals
 _OURS: dict[str, Callable[..., Any]] = {**_SOFTMAXES, "logsumexp": _logsumexp_for_jax, **_OPTAX_LOSSES}
 
 # Its value is the set of names of the functions that are replaced by ours.
@@ -149,10 +150,12 @@ def _install_dispatchers() -> None:
             originals[name] = getattr(optax, name)
             _dispatchers[name] = _dispatcher(name, originals[name])
     modules = [m for name, m in list(sys.modules.items()) if name.partition(".")[0] in ("jax", "flax", "optax") and m]
-    for name, dispatcher in _dispatchers.items():
-        for module in modules:
-            if vars(module).get(name) is originals[name]:
-                setattr(module, name, dispatcher)
+    places = [(prefix + name, name) for name in _dispatchers for prefix in _PREFIXES]
+    for module in modules:
+        own = vars(module)
+        for place, name in places:
+            if own.get(place) is originals[name]:
+                setattr(module, place, _dispatchers[name])
 
 
 # ---- Switches

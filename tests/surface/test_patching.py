@@ -2,13 +2,14 @@
 
 import functools
 import re
+import sys
 import threading
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import assert_patched, operators
+from support import assert_patched, calls, operators
 
 import jax_softmax
 from jax_softmax.functions import patching
@@ -114,6 +115,14 @@ def test_what_others_put_there_stays(monkeypatch):
         assert jax.nn.softmax is another
         assert_patched(True, names=["log_softmax"])
     assert jax.nn.softmax is another
+
+
+def test_modules_have_no_original_under_any_name():
+    jax_softmax.use(losses=True)
+    originals = {id(original) for original in patching.originals.values()}
+    modules = [m for name, m in sys.modules.items() if name.partition(".")[0] in ("jax", "flax", "optax")]
+    assert not [(m.__name__, name) for m in modules for name, value in vars(m).items() if id(value) in originals]
+    assert calls(lambda x: jax.scipy.special.softmax(x, axis=-1), jnp.ones((2, 3)))
 
 
 def test_what_was_traced_before_is_traced_again():
