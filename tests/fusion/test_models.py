@@ -65,7 +65,7 @@ KERNELS = {
     "distillation": "kl_divergence+ log_softmax_vjp+ logsumexp+",
     "pixels, classes moved last": LOSS,
     "pixels, classes last": LOSS,
-    "CLIP by optax": f"{LOSS} {LOSS}+",
+    "CLIP by optax": f"logsumexp {LOSS}+",
     "attention with a sink column": "softmax softmax_linear",
     "entropy": GRADIENT_OF_LOGARITHMS,
     "InfoNCE": f"{LOSS}+",

@@ -169,7 +169,6 @@ CASES = CHAINS | {
     "checkpoint": Case(
         gradients_of(jax.checkpoint(lambda x: jax.nn.softmax(x.astype(F32) * 2).astype(BF16))),
         x_of("bfloat16"),
-        calls=2,
         folded=False,
         roundings=64,
     ),

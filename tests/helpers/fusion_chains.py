@@ -194,7 +194,6 @@ CHAINS = {
         gradients_of(lambda b, x: jax.nn.softmax(x.astype(F32) + b)),
         x_of(shape=(6, 16), seed=2),
         x_of("bfloat16"),
-        calls=2,
         folded=False,
         roundings=256,
     ),
