@@ -1,5 +1,7 @@
 """Attention as programs write it, in papers and in libraries: what other programs here measure."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 
@@ -75,12 +77,30 @@ def triangle(q, k, v, bias, mask):
     return weighted(jnp.where(mask, scores_of(q, k) + bias, -1e9), v)
 
 
-def with_sink(q, k, v, sink):
+def scores_and_sink(q, k, sink):
     i, j = indices(q)
     scores = jnp.where(i >= j, scores_of(q, k), jnp.finfo(q.dtype).min)
     column = jnp.broadcast_to(sink[None, :, None, None], (*scores.shape[:-1], 1))
-    weights = jax.nn.softmax(jnp.concatenate([scores, column], -1))[..., :-1]
-    return jnp.einsum("bhij,bjhd->bihd", weights, v)
+    return jnp.concatenate([scores, column], -1)
+
+
+def with_sink(q, k, v, sink):
+    weights = jax.nn.softmax(scores_and_sink(q, k, sink))
+    return jnp.einsum("bhij,bjhd->bihd", weights[..., :-1], v)
+
+
+def gpt_oss(q, k, v, sink):
+    """As libraries have it, which subtract rows' maxima before the softmax."""
+    scores = scores_and_sink(q, k, sink)
+    weights = jax.nn.softmax(scores - scores.max(-1, keepdims=True))
+    return jnp.einsum("bhij,bjhd->bihd", weights[..., :-1], v)
+
+
+def of_maps(q, k, v):
+    """A UNet's, of maps the rows and columns of which become one dimension after the projections."""
+    columns = math.isqrt(q.shape[1])
+    maps = (a.reshape(a.shape[0], -1, columns, *a.shape[2:]) for a in (q, k, v))
+    return jax.nn.dot_product_attention(*(a.reshape(q.shape) for a in maps))
 
 
 def of_temperatures(q, k, v, temperature):
@@ -169,7 +189,8 @@ def with_coordinates(q, k, v, x):
 USUAL = 8, 2048, 16, 16, 64
 CASES = [
     *((program, *USUAL) for program in (causal, causal_float32, jax_nn, plain, capped, packed, alibi_in_a_window)),
-    *((program, *USUAL) for program in (dropped, biased, with_sink)),
+    *((program, *USUAL) for program in (dropped, biased, with_sink, gpt_oss)),
+    (of_maps, 4, 4096, 8, 8, 64),
     (causal, 4, 4096, 16, 16, 128),
     *((causal, 4, 2048, 16, 16, features) for features in (192, 256)),
     (grouped, 4, 2048, 32, 8, 64),
@@ -197,7 +218,7 @@ CASES = [
 LEARNED = {
     biased: lambda q: [(1, q[2], q[1], q[1])],
     triangle: lambda q: [(1, q[2], q[1], q[1])],
-    with_sink: lambda q: [(q[2],)],
+    **dict.fromkeys((with_sink, gpt_oss), lambda q: [(q[2],)]),
     of_temperatures: lambda q: [(q[2],)],
     swin: lambda q: [(q[2],), (q[2], q[1], q[1])],
     t5: lambda q: [(32, q[2])],
