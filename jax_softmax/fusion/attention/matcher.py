@@ -150,11 +150,16 @@ class Match:
         if not self.rows.place[axis]:
             raise NoAttention("not one operand of the scores' product has the keys")
         (self.j,) = self.rows.place[axis]
+        # Kernels have one index of keys, and one for each of q's own dimensions. An array that has several instead of
+        # one, as a mask of a map has, is read as what it is reshaped to.
+        whole = self.walks.parts.whole = [self.j]
         products = self.walks.products_of(self.rows.scores, self.rows.place, self.j)
         self.n_products = len(products)
         if not products:
             raise NoAttention("the scores are not made of a product, element by element")
         self.pairs = Pairs(self.walks, self.j, *products[self.n])
+        in_k = self.pairs.factors_of_keys
+        whole += [f for of in self.pairs.each for f in self.walks.parts.factors_of(of.q.place) if f not in in_k]
         self.log_sums = [] if self.rows.sink is not None else log_sums.of_same_rows(self.graph, softmax)
         self._find_products_of_weights()
         self.tangents = tangents.found(self)

@@ -154,6 +154,7 @@ class Parts:
 
     def __init__(self) -> None:
         self._begins: dict[Dimension, list[int]] = {}  # ascending: `inner` of all parts but the first
+        self.whole: list[Factor] = []  # those that are split no more
 
     def add(self, place: Place) -> bool:
         """Whether a place's factors and the parts so far have common parts, which are noted then."""
@@ -161,6 +162,9 @@ class Parts:
         for factor in itertools.chain(*place):
             begins = {factor.inner, factor.inner * factor.extent} - {1, factor.of.extent}
             if not begins.issubset(new.get(factor.of, ())):
+                ends = ((one.inner, one.inner * one.extent) for one in self.whole if one.of is factor.of)
+                if any(first < n < end for first, end in ends for n in begins):
+                    return False
                 new[factor.of] = sorted(begins.union(new.get(factor.of, ())))
                 if any(b % a for a, b in itertools.pairwise(new[factor.of])):
                     return False
