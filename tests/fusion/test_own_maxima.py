@@ -70,12 +70,10 @@ def test_sums_of_gradients_that_the_program_adds_itself_stay():
     """To other arrays than the gradient."""
 
     def program(x, g):
-        dx = jax.grad(lambda x: (jax.nn.softmax(less_maxima(x)) * g).sum())(x)
-        return x + dx.sum(-1, keepdims=True), dx.sum(-1)
+        return x + jax.grad(lambda x: (jax.nn.softmax(x) * g).sum())(x).sum(-1, keepdims=True)
 
-    assert names_of(program, X, G).count("reduce_sum") >= 1
-    for found, right in zip(jax.jit(fuse(program))(X, G), by_numpy(program, X, G), strict=True):
-        np.testing.assert_allclose(found, right, rtol=1e-5, atol=1e-6)
+    assert "reduce_sum" in names_of(program, X, G)
+    np.testing.assert_allclose(jax.jit(fuse(program))(X, G), by_numpy(program, X, G), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("stop", [False, True])
